@@ -1,0 +1,48 @@
+# Every target works on a fresh clone with Python 3.11+, make and git.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test lab exercises chapters slides lint benchmark clean
+
+help: ## Show this help
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+# The stamp is newer than both lists, so unchanged requirements cost nothing.
+setup: .venv/stamp ## Make .venv and install the requirements and the package (done by the others when needed)
+
+.venv/stamp: requirements.txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch .venv/stamp
+
+train: setup ## Train the story model: about a minute on 2 cores
+	$(BIN)/minitron data stories
+	$(BIN)/minitron train configs/stories.toml
+
+test: setup ## Run every test, the chapters included
+	$(BIN)/python -m pytest
+
+lab: setup ## Open the chapters in JupyterLab
+	$(BIN)/jupyter lab chapters/ch01_single_gpu.ipynb
+
+exercises: setup ## (maintainers) Write exercises/ from solutions/
+	$(BIN)/python tools/build_exercises.py
+
+chapters: setup ## (maintainers) Execute chapters/source/*.py into chapters/*.ipynb
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[maintain]'
+	$(BIN)/python tools/build_chapters.py
+
+slides: setup ## (maintainers, instructors) Build slides/build/*.html and *.pdf; needs Node
+	$(BIN)/python tools/build_slides.py
+
+lint: setup ## (maintainers) Lint and format-check
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[maintain]'
+	$(BIN)/ruff check .
+
+benchmark: setup ## Compare with transformers in one run
+	$(BIN)/python benchmarks/single_device.py
+
+clean: ## Remove the environment and what runs have made (data/, runs/)
+	rm -rf .venv data runs .minitron slides/build

@@ -1,0 +1,155 @@
+"""Our training step against the same model from `transformers`, side by side in one run.
+
+    python benchmarks/single_device.py                     # CPU: float32
+    python benchmarks/single_device.py --device cuda       # GPU: bf16 autocast, with and without compile
+
+Both train the same architecture from the same weights' shapes on the same tokens with the same
+optimizer: forward, loss, backward, clip, fused AdamW. They take turns, round by round, so that a
+noisy machine disturbs both alike; the ratio is the median over the rounds. Results of a run go
+to benchmarks/results/ with the hardware, the versions and the command.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor
+
+from minitron import cost
+from minitron.config import ModelConfig, TrainConfig
+from minitron.measure.clock import peak_flops, synchronize
+from minitron.model.transformer import Transformer, initialise
+from minitron.step import low_precision, make_optimizer, train_step
+
+Step = Callable[[Tensor, Tensor], object]
+
+SIZES = {  # family -> (model, sequences per step, S)
+    "cpu": {
+        "gpt": (ModelConfig("gpt", 4096, 256, 4, 256, 4, 4, 1024), 8, 256),
+        "llama": (ModelConfig("llama", 4096, 256, 4, 256, 4, 2, 768), 8, 256),
+    },
+    "cuda": {
+        "gpt": (ModelConfig("gpt", 50304, 1024, 12, 768, 12, 12, 3072), 32, 1024),
+        "llama": (
+            ModelConfig("llama", 32000, 2048, 16, 2048, 32, 8, 5632, tied_embedding=False), 8, 2048
+        ),
+    },
+}
+
+
+def our_step(config: ModelConfig, device: torch.device, compiled: bool) -> Step:
+    model = Transformer(config).to(device)
+    initialise(model, seed=0)
+    optimizer = make_optimizer(model, TrainConfig(), device)
+    forward = low_precision(model, device) if device.type == "cuda" else model
+    if compiled:
+        forward = torch.compile(forward)
+    return lambda inputs, targets: train_step(forward, optimizer, [(inputs, targets)], 1e-4, 1.0)
+
+
+def their_step(config: ModelConfig, device: torch.device, compiled: bool) -> Step:
+    model = their_model(config).to(device)
+    optimizer = make_optimizer(model, TrainConfig(), device)
+
+    def loss_of(inputs: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            return model(inputs, shift_labels=targets, labels=targets, use_cache=False).loss
+
+    forward = torch.compile(loss_of) if compiled else loss_of
+
+    def step(inputs: Tensor, targets: Tensor) -> None:
+        optimizer.zero_grad()
+        forward(inputs, targets).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    return step
+
+
+def their_model(config: ModelConfig):
+    if config.family == "gpt":
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(
+            vocab_size=config.vocab_size, n_positions=config.max_sequence_length,
+            n_embd=config.width, n_layer=config.num_layers, n_head=config.num_heads,
+            n_inner=config.ffn_width, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+            attn_implementation="sdpa", bos_token_id=None, eos_token_id=None,
+            loss_type="ForCausalLM",
+        ))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=config.vocab_size, max_position_embeddings=config.max_sequence_length,
+        hidden_size=config.width, num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads, num_key_value_heads=config.num_kv_heads,
+        intermediate_size=config.ffn_width, tie_word_embeddings=config.tied_embedding,
+        attn_implementation="sdpa", loss_type="ForCausalLM",
+    ))
+
+
+def race(steps: list[Step], batch: tuple[Tensor, Tensor], device: torch.device, rounds: int):
+    """Seconds per step of each, round by round; each goes first in every second round."""
+    for step in steps:  # compile, allocate, choose kernels
+        for _ in range(3):
+            step(*batch)
+    seconds = [[] for _ in steps]
+    for turn in range(rounds):
+        for index in (0, 1) if turn % 2 == 0 else (1, 0):
+            synchronize(device)
+            start = time.perf_counter()
+            steps[index](*batch)
+            synchronize(device)
+            seconds[index].append(time.perf_counter() - start)
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--out", type=Path, help="write the table here as Markdown too")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    peak = peak_flops(device, dtype)
+    lines = [
+        f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}, {dtype}; `{' '.join(['python', *sys.argv])}`",
+        "",
+        "| model | parameters | compile | ours, tokens/s | theirs, tokens/s | ours / theirs "
+        "| our MFU |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    print("\n".join(lines))
+    for family, (config, batch_size, S) in SIZES[device.type].items():
+        for compiled in (False, True) if device.type == "cuda" else (False,):
+            row = compare(family, config, batch_size, S, device, compiled, options.rounds, peak)
+            print(row)
+            lines.append(row)
+    if options.out:
+        options.out.write_text("\n".join(lines) + "\n")
+
+
+def compare(family, config, batch_size, S, device, compiled, rounds, peak) -> str:
+    """One row of the table."""
+    torch.manual_seed(0)
+    tokens = torch.randint(0, config.vocab_size, (batch_size, S + 1), device=device)
+    batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    steps = [build(config, device, compiled) for build in (our_step, their_step)]
+    ours, theirs = race(steps, batch, device, rounds)
+
+    ratio = statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
+    speeds = [batch_size * S / statistics.median(seconds) for seconds in (ours, theirs)]
+    mfu = speeds[0] * cost.training_flops_per_token(config, S) / peak.flops
+    return (
+        f"| {family} | {cost.num_parameters(config) / 1e6:.1f} M | {'yes' if compiled else 'no'} "
+        f"| {speeds[0]:,.0f} | {speeds[1]:,.0f} | {ratio:.2f} | {100 * mfu:.1f} % |"
+    )
+
+
+if __name__ == "__main__":
+    main()

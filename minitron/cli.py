@@ -1,0 +1,227 @@
+"""The `minitron` command: train a model, make data, work through the course.
+
+Every command is a small dataclass, so that its fields write `minitron COMMAND --help`. Commands
+import what they need when they run: `minitron hint` should not wait for torch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from minitron import command_line, config
+
+USAGE = """usage: minitron COMMAND [...]
+
+  train     train a model               minitron train configs/stories.toml
+  data      make or fetch a corpus      minitron data stories | text | python | fineweb
+  doctor    check this machine
+  check     grade exercises             minitron check 1.2     (or a chapter: minitron check 1)
+  hint      one more hint               minitron hint 1.2
+  status    what is solved
+  reset     put an exercise's stub back minitron reset 1.2
+  solution  ours, after yours passes    minitron solution 1.2
+
+`minitron COMMAND --help` tells more."""
+
+Positional = tyro.conf.Positional
+
+
+def train(args: list[str]) -> int:
+    """Train, then report. The options are those of `minitron.train`, and `--use`."""
+    from minitron import train
+    from minitron.course.exercises import use
+    from minitron.course.report import report
+
+    @dataclass(frozen=True)
+    class Options(train.TrainOptions):
+        """Train a model as a TOML file says, with any field overridden."""
+
+        use: tuple[str, ...] = ()
+        """Exercises, such as 1.1 1.2, whose functions of yours the package shall run."""
+
+    options = train.read_options(args, Options)
+    with use(*options.use):
+        run = train.start(options)
+    if run.interruption.signal is None:
+        report(run)
+    return train.exit_code(run)
+
+
+@dataclass(frozen=True)
+class Stories:
+    """Write a corpus of little stories from a seeded grammar: seconds, no network."""
+
+    out: Path = Path("data/stories")
+    """Folder to write."""
+    num_tokens: int = 4_000_000
+    """Training tokens."""
+    seed: int = 0
+    """Another seed tells other stories."""
+
+    def make(self) -> dict:
+        from minitron.corpus.stories import write_stories
+
+        config.require_positive("data stories", self, "num_tokens")
+        return write_stories(self.out, self.num_tokens, self.seed)
+
+
+@dataclass(frozen=True)
+class Text:
+    """Turn text files into a corpus, with a byte-pair vocabulary of their own."""
+
+    paths: Positional[tuple[Path, ...]]
+    """Files, and folders to search."""
+    out: Path = Path("data/text")
+    """Folder to write."""
+    vocab_size: int = 4096
+    """Tokens of the vocabulary, V."""
+    pattern: str = "*.txt"
+    """Which files of a folder to read."""
+
+    def make(self) -> dict:
+        from minitron.corpus.text import write_text
+
+        config.require(len(self.paths) > 0, "data text: no path given; name files or folders")
+        return write_text(list(self.paths), self.out, self.vocab_size, pattern=self.pattern)
+
+
+@dataclass(frozen=True)
+class Python:
+    """Turn the source of Python's standard library into a corpus: real text, already here."""
+
+    out: Path = Path("data/python")
+    """Folder to write."""
+    vocab_size: int = 4096
+    """Tokens of the vocabulary, V."""
+
+    def make(self) -> dict:
+        from minitron.corpus.text import write_python
+
+        return write_python(self.out, self.vocab_size)
+
+
+@dataclass(frozen=True)
+class FineWeb:
+    """Download FineWeb, tokenised for GPT-2, by the shard of 100 M tokens. Needs a network."""
+
+    out: Path = Path("data/fineweb")
+    """Folder to write; a second call continues an interrupted one."""
+    num_shards: int = 1
+    """Training shards to fetch, 200 MB each."""
+
+    def make(self) -> dict:
+        from minitron.corpus.fineweb import download_fineweb
+
+        return download_fineweb(self.out, self.num_shards)
+
+
+def data(args: list[str]) -> int:
+    """Make or fetch a corpus."""
+    Corpus = (
+        Annotated[Stories, tyro.conf.subcommand("stories")]
+        | Annotated[Text, tyro.conf.subcommand("text")]
+        | Annotated[Python, tyro.conf.subcommand("python")]
+        | Annotated[FineWeb, tyro.conf.subcommand("fineweb")]
+    )
+    corpus = command_line.parse(Corpus, args, "minitron data")
+    info = corpus.make()
+    facts = ", ".join(f"{key} {value:,}" for key, value in info.items() if type(value) is int)
+    print(f"{corpus.out}: {facts}")
+    return 0
+
+
+@dataclass(frozen=True)
+class Exercises:
+    ids: Positional[tuple[str, ...]] = ()
+    """Exercises such as 1.2, or chapters such as 1; none means all."""
+
+
+@dataclass(frozen=True)
+class OneExercise:
+    id: Positional[str]
+    """An exercise, such as 1.2."""
+
+
+@dataclass(frozen=True)
+class Hint(OneExercise):
+    level: int | None = None
+    """1 what to look at, 2 the algorithm in words, 3 nearly code. Default: one more than before."""
+
+
+@dataclass(frozen=True)
+class Solution(OneExercise):
+    give_up: bool = False
+    """Show it although yours does not pass."""
+
+
+def check(args: list[str]) -> int:
+    """Grade exercises."""
+    from minitron.course.check import run_check
+
+    return run_check(list(command_line.parse(Exercises, args, "minitron check").ids))
+
+
+def hint(args: list[str]) -> int:
+    """Show one more hint."""
+    from minitron.course.hints import run_hint
+
+    options = command_line.parse(Hint, args, "minitron hint")
+    return run_hint(options.id, options.level)
+
+
+def status(args: list[str]) -> int:
+    """Tell what is solved."""
+    from minitron.course.check import run_status
+
+    config.require(not args, f"status: takes no argument, not {' '.join(args)}")
+    return run_status()
+
+
+def reset(args: list[str]) -> int:
+    """Put an exercise's stub back, keeping a copy of what was there."""
+    from minitron.course.reset import run_reset
+
+    return run_reset(command_line.parse(OneExercise, args, "minitron reset").id)
+
+
+def solution(args: list[str]) -> int:
+    """Show our answer, once yours passes."""
+    from minitron.course.check import run_solution
+
+    options = command_line.parse(Solution, args, "minitron solution")
+    return run_solution(options.id, options.give_up)
+
+
+def doctor(args: list[str]) -> int:
+    """Check this machine."""
+    from minitron.course.doctor import run_doctor
+
+    config.require(not args, f"doctor: takes no argument, not {' '.join(args)}")
+    return run_doctor()
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    function.__name__: function
+    for function in (train, data, doctor, check, hint, status, reset, solution)
+}
+
+
+def dispatch(args: list[str]) -> int:
+    """Run the command that the first word names; returns its exit code."""
+    if not args or args[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    config.require_known(args[:1], COMMANDS, "command line", what="command")
+    return COMMANDS[args[0]](args[1:])
+
+
+def main() -> None:
+    """The console script."""
+    command_line.run(dispatch)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Command lines from dataclasses, by tyro, with every mistake told in one line."""
+
+import contextlib
+import io
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+from unittest import mock
+
+import tyro
+
+from minitron.config import ConfigError
+
+Options = TypeVar("Options")
+
+
+def parse(
+    options: type[Options], args: Sequence[str], prog: str, default: Options | None = None
+) -> Options:
+    """Read a dataclass from the command line's words; `default` holds what they leave out.
+
+    `--help` prints the fields and exits with 0. Raises ConfigError, one line, for a mistake.
+    """
+    given = {} if default is None else {"default": default}
+    if {"-h", "--help"} & set(args):
+        return tyro.cli(options, args=args, prog=prog, **given)
+    complaint = io.StringIO()
+    wide = mock.patch.dict(os.environ, COLUMNS="2000")  # or tyro would wrap its sentences
+    try:
+        with wide, contextlib.redirect_stderr(complaint):
+            return tyro.cli(options, args=args, prog=prog, **given)
+    except SystemExit:
+        raise ConfigError(f"{_first_sentence(complaint.getvalue())} (see {prog} --help)") from None
+
+
+def _first_sentence(box: str) -> str:
+    """What tyro wrote into its framed box, up to the first rule, and its first suggestion."""
+    lines = [line.strip("│ ") for line in box.splitlines()[1:-1]]
+    rules = [index for index, line in enumerate(lines) if line.startswith("──")]
+    message = " ".join(lines[: rules[0]] if rules else lines)
+    message = re.sub(r"^Error parsing \w+: (?=\w+\.\w+ =)", "", message)  # our own ConfigError
+    suggestion = [lines[i + 1] for i, line in enumerate(lines) if line.startswith("Perhaps you")]
+    if suggestion:
+        message += f"; did you mean {suggestion[0].split()[0]}?"
+    return message
+
+
+def run(main: Callable[[list[str]], int]) -> None:
+    """Run a program's `main` on the command line's words and exit with the code it returns."""
+    try:
+        code = main(sys.argv[1:])
+    except ConfigError as error:
+        print(f"minitron: {error}", file=sys.stderr)
+        code = 2
+    except BrokenPipeError:  # the reader of our output, such as `head`, has left
+        sys.stdout = None
+        code = 0
+    raise SystemExit(code)

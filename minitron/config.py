@@ -1,0 +1,261 @@
+"""What a run is told: four frozen dataclasses, read from TOML, overridden on the command line.
+
+    minitron train configs/stories.toml --model.num-layers 12 --train.steps 200
+
+A field's comment gives its unit or the reason for its value; `minitron train --help` prints it.
+Every impossible value is one `ConfigError` line: what was wrong, both numbers, the remedy.
+"""
+
+import dataclasses
+import difflib
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+
+class ConfigError(ValueError):
+    """Something the user typed cannot work. The command line prints it as one line, exit code 2."""
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise `ConfigError(message)` unless `condition` holds."""
+    if not condition:
+        raise ConfigError(message)
+
+
+def require_positive(section: str, config, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        require(value > 0, f"{section}.{name} = {value}: must be greater than 0")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    family: Literal["gpt", "llama"] = "llama"
+    """gpt: LayerNorm, learned positions, GELU, biases. llama: RMSNorm, RoPE, SwiGLU, no biases."""
+    vocab_size: int = 0
+    """Rows of the embedding, V. 0: as many as the data's vocabulary has."""
+    max_sequence_length: int = 128
+    """Longest sequence the model accepts, in tokens (rows of the learned positions of gpt)."""
+    num_layers: int = 4
+    """Blocks, L."""
+    width: int = 128
+    """Model width, D."""
+    num_heads: int = 4
+    """Query heads, H; the head width is K = D/H."""
+    num_kv_heads: int = 4
+    """Key and value heads; fewer than num_heads is grouped-query attention (llama only)."""
+    ffn_width: int = 384
+    """Feed-forward width, F: 4 D is usual for gpt, about 8/3 D for llama."""
+    tied_embedding: bool = True
+    """The output head shares the token embedding's weight."""
+    dropout: float = 0.0
+    """Probability of dropping an attention probability or a branch's output, while training."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary frequencies (llama only)."""
+    norm_eps: float = 1e-5
+    """Added to the variance in every norm."""
+
+    def __post_init__(self):
+        require_positive(
+            "model", self, "max_sequence_length", "num_layers", "width", "num_heads",
+            "num_kv_heads", "ffn_width", "rope_theta", "norm_eps",
+        )
+        require(self.vocab_size >= 0, f"model.vocab_size = {self.vocab_size}: must be 0 or more")
+        require(
+            0 <= self.dropout < 1,
+            f"model.dropout = {self.dropout}: a probability from 0 to less than 1",
+        )
+        require(
+            self.width % self.num_heads == 0,
+            f"model.width = {self.width} is not a multiple of model.num_heads = {self.num_heads}: "
+            f"try --model.width {_round_up(self.width, self.num_heads)}",
+        )
+        require(
+            self.num_heads % self.num_kv_heads == 0,
+            f"model.num_heads = {self.num_heads} is not a multiple of model.num_kv_heads = "
+            f"{self.num_kv_heads}: try --model.num-kv-heads {self.num_heads}",
+        )
+        if self.family == "gpt":
+            require(
+                self.num_kv_heads == self.num_heads,
+                f"model.num_kv_heads = {self.num_kv_heads} with model.family = gpt: grouped-query "
+                f"attention is llama's; set it to num_heads = {self.num_heads}",
+            )
+        else:
+            require(
+                self.head_width % 2 == 0,
+                f"model.width / model.num_heads = {self.head_width} is odd: rotary positions turn "
+                "pairs, so make the head width even",
+            )
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.num_heads
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    path: Path = Path("data/stories")
+    """Folder with train_*.bin, val_*.bin and tokenizer.json; `minitron data` makes one."""
+    sequence_length: int = 128
+    """Tokens a sample trains on, S."""
+
+    def __post_init__(self):
+        require_positive("data", self, "sequence_length")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    steps: int = 1000
+    """Optimizer steps."""
+    global_batch_size: int = 32
+    """Sequences per optimizer step, over all ranks: GBS."""
+    micro_batch_size: int = 32
+    """Sequences in one forward and backward pass on one rank: MBS."""
+    learning_rate: float = 3e-3
+    """Peak of the schedule."""
+    min_learning_rate: float = 3e-4
+    """Where the cosine ends."""
+    warmup_steps: int = 50
+    """Steps of linear warm-up."""
+    weight_decay: float = 0.1
+    """AdamW's decay, on matrices only (norms and biases are left alone)."""
+    beta1: float = 0.9
+    """AdamW: memory of the gradient's mean."""
+    beta2: float = 0.95
+    """AdamW: memory of the gradient's square."""
+    clip_norm: float = 1.0
+    """Largest global gradient norm; 0 switches clipping off."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Compute dtype; bf16 runs the forward under autocast, parameters stay fp32."""
+    compile: bool = False
+    """Run the model through torch.compile."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, mps, ...; auto takes CUDA if there is one, else the CPU."""
+    seed: int = 0
+    """Seeds the weights, the order of the samples, and dropout."""
+    log_every: int = 1
+    """Steps between waits for the device to log; every step is logged, GPUs like 10."""
+    eval_every: int = 200
+    """Steps between evaluations; 0 evaluates at the end only."""
+    eval_sequences: int = 256
+    """Validation sequences per evaluation."""
+    checkpoint_every: int = 200
+    """Steps between checkpoints; 0 saves at the end only (and when interrupted)."""
+    keep_checkpoints: int = 2
+    """Older ones are deleted."""
+
+    def __post_init__(self):
+        require_positive(
+            "train", self, "steps", "global_batch_size", "micro_batch_size", "learning_rate",
+            "log_every", "eval_sequences", "keep_checkpoints",
+        )
+        for name in ("warmup_steps", "eval_every", "checkpoint_every",
+                     "weight_decay", "clip_norm", "min_learning_rate"):
+            value = getattr(self, name)
+            require(value >= 0, f"train.{name} = {value}: must be 0 or more")
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            require(0 <= value < 1, f"train.{name} = {value}: must be from 0 to less than 1")
+        require(
+            self.min_learning_rate <= self.learning_rate,
+            f"train.min_learning_rate = {self.min_learning_rate} is above train.learning_rate = "
+            f"{self.learning_rate}: lower it, or raise the peak",
+        )
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    dp: int = 1
+    """Data-parallel ranks; 1 is the only size this version trains with."""
+
+    def __post_init__(self):
+        require(
+            self.dp == 1, f"parallel.dp = {self.dp}: this version trains on 1 device; set it to 1"
+        )
+
+
+@dataclass(frozen=True)
+class Config:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    def __post_init__(self):
+        require(
+            self.data.sequence_length <= self.model.max_sequence_length,
+            f"data.sequence_length = {self.data.sequence_length} is longer than "
+            f"model.max_sequence_length = {self.model.max_sequence_length}: "
+            "raise the second or lower the first",
+        )
+
+
+def load(path: Path) -> Config:
+    """Read a `Config` from a TOML file; what it leaves out keeps its default.
+
+    Raises ConfigError if the file is missing, is not TOML, or holds an unknown or ill-typed key.
+    """
+    if not path.is_file():
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")])
+        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        raise ConfigError(f"{path}: there is no such file{hint}")
+    try:
+        tables = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    return from_dict(tables, where=str(path))
+
+
+def from_dict(tables: dict, where: str = "config") -> Config:
+    """Build a `Config` from nested dictionaries, the inverse of `to_dict`."""
+    sections = {f.name: f.default_factory for f in dataclasses.fields(Config)}
+    require_known(tables, sections, where)
+    return Config(**{name: _section(sections[name], table, f"{where}: {name}")
+                     for name, table in tables.items()})
+
+
+def to_dict(config: Config) -> dict:
+    """Nested dictionaries of plain values, ready for JSON."""
+    tables = dataclasses.asdict(config)
+    tables["data"]["path"] = str(config.data.path)
+    return tables
+
+
+def _section(cls: type, table: dict, where: str):
+    require(isinstance(table, dict), f"{where} = {table!r}: must be a table of keys")
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    require_known(table, fields, where)
+    return cls(**{key: _typed(fields[key].type, value, f"{where}.{key}")
+                  for key, value in table.items()})
+
+
+def _typed(expected, value, where: str):
+    if expected is Path and isinstance(value, str):
+        return Path(value)
+    if expected is float and type(value) is int:
+        return float(value)
+    choices = getattr(expected, "__args__", None)  # a Literal's
+    if choices is not None:
+        require(value in choices, f"{where} = {value!r}: must be one of {', '.join(choices)}")
+    else:
+        require(
+            type(value) is expected,
+            f"{where} = {value!r}: must be of type {expected.__name__}, not {type(value).__name__}",
+        )
+    return value
+
+
+def require_known(given: Iterable[str], known: Iterable[str], where: str, what="key") -> None:
+    """Raise ConfigError for the first of `given` that is not in `known`, with the nearest name."""
+    for key in given:
+        near = difflib.get_close_matches(key, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+        require(key in known, f"{where}: unknown {what} {key!r}; {hint}")
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

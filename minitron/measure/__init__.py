@@ -1,0 +1,1 @@
+"""The instruments: clock (how fast, and how near the limit?)."""

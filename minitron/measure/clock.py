@@ -1,0 +1,122 @@
+"""The clock: how fast is a step, and how near the limit of the device?
+
+Model FLOPs utilisation (MFU) is the share of the device's peak that does the model's own work:
+
+    MFU = tokens/s x model FLOPs per token / peak FLOP/s        (Chowdhery et al. 2022, appendix B)
+
+Model FLOPs are `cost.training_flops_per_token`: forward and backward matrix products, attention
+counted in full (not halved for causality), recomputation not counted. The peak is the vendor's
+dense figure where the device is in the table, else the fastest matrix product measured here.
+A share above 100 % is never reported.
+"""
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+# Dense bfloat16 peaks in FLOP/s, without structured sparsity, from NVIDIA's datasheets. The first
+# name that occurs in the device's name counts, so variants stand before the plain one.
+DENSE_BF16_PEAKS = {
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "H200": 989.4e12,
+    "H100 PCIe": 756e12,
+    "H100": 989.4e12,
+    "H800": 989.4e12,
+    "A100": 312e12,
+}
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most FLOP/s a device can do, and where the figure comes from."""
+
+    flops: float
+    source: str
+    measured: bool
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What the clock read over some steps; `mfu` is None where the table cannot be right."""
+
+    tokens_per_second: float
+    step_seconds: float
+    mfu: float | None
+
+    def __str__(self) -> str:
+        mfu = "unknown" if self.mfu is None else f"{100 * self.mfu:.1f} %"
+        return f"{self.tokens_per_second:,.0f} tokens/s, MFU {mfu}"
+
+
+class Clock:
+    """Times steps: `start` before the first, `lap` after one or several.
+
+    `flops_per_token` are model FLOPs of a training step per token.
+    """
+
+    def __init__(self, flops_per_token: int, peak: Peak, device: torch.device):
+        self.flops_per_token = flops_per_token
+        self.peak = peak
+        self.device = device
+        self.start()
+
+    def start(self) -> None:
+        synchronize(self.device)
+        self.started = time.perf_counter()
+
+    def lap(self, num_tokens: int, num_steps: int = 1) -> Speed:
+        """Read the speed since `start` or the last lap, in which `num_tokens` were trained on."""
+        synchronize(self.device)
+        now = time.perf_counter()
+        seconds = now - self.started
+        self.started = now
+        tokens_per_second = num_tokens / seconds
+        return Speed(tokens_per_second, seconds / num_steps, self.mfu(tokens_per_second))
+
+    def mfu(self, tokens_per_second: float) -> float | None:
+        """The share of the peak, 0 to 1; None if the table's peak is below what was achieved."""
+        achieved = tokens_per_second * self.flops_per_token
+        if achieved <= self.peak.flops:
+            return achieved / self.peak.flops
+        if not self.peak.measured:
+            return None
+        # a measured peak is a lower bound, and this step has just raised it
+        self.peak = Peak(achieved, "the fastest step", measured=True)
+        return 1.0
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> Peak:
+    """The device's dense peak for `dtype`: from the table, else measured."""
+    if device.type == "cuda" and dtype is torch.bfloat16:
+        name = torch.cuda.get_device_name(device)
+        for known, flops in DENSE_BF16_PEAKS.items():
+            if known in name:
+                return Peak(flops, f"{known} datasheet, dense bfloat16", measured=False)
+    return Peak(measured_matmul_flops(device, dtype), "the fastest matmul here", measured=True)
+
+
+def measured_matmul_flops(
+    device: torch.device, dtype: torch.dtype, seconds: float = 0.3
+) -> float:
+    """FLOP/s of the fastest of several square matrix products, tried for about `seconds`."""
+    size = 8192 if device.type == "cuda" else 1024
+    own = torch.Generator(device).manual_seed(0)  # or measuring would shift the run's dropout
+    a = torch.randn(size, size, device=device, dtype=dtype, generator=own)
+    fastest = float("inf")
+    a @ a  # the first one pays for set-up
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        synchronize(device)
+        start = time.perf_counter()
+        a @ a
+        synchronize(device)
+        fastest = min(fastest, time.perf_counter() - start)
+    return 2 * size**3 / fastest
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished what was asked of it; the CPU always has."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)

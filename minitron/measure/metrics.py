@@ -1,0 +1,40 @@
+"""The log of a run: one JSON object a line, appended as it happens."""
+
+import json
+from pathlib import Path
+
+
+class MetricsLog:
+    """Rows in `metrics.jsonl`; each has a "step", the number of optimizer steps done."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = path.open("a")
+
+    def write(self, **row) -> None:
+        self.file.write(json.dumps(row) + "\n")
+        self.file.flush()
+
+    def forget_after(self, step: int) -> None:
+        """Drop the rows of steps that a resumed run is about to repeat."""
+        self.file.close()
+        kept = [row for row in read_metrics(self.path) if row["step"] <= step]
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        temporary.replace(self.path)
+        self.file = self.path.open("a")
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """All complete rows of a log; a last line cut off by a kill is left out."""
+    rows = []
+    for line in path.read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows

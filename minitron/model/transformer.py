@@ -1,0 +1,209 @@
+"""A decoder-only Transformer of the GPT and of the Llama family.
+
+The model runs on one device and knows nothing of ranks. It offers seams that a parallelism fills
+from outside: its `nn.Linear` and `nn.Embedding` layers by name, `attention_fn`, and `blocks`.
+
+Shapes, here and in the whole package, are what this rank holds:
+
+    B micro-batch   S sequence   D width   F feed-forward width   V vocabulary
+    H heads         G key-value heads      K head width (D = H K) L layers
+
+Read in this order: Transformer, Block, Attention, the two feed-forwards, attention functions.
+Reference: Radford et al. 2019 (GPT-2, section 2.3); Touvron et al. 2023 (Llama, section 2.2);
+Ainslie et al. 2023 (grouped-query attention, section 2.2).
+"""
+
+import hashlib
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minitron.config import ModelConfig
+
+
+class Transformer(nn.Module):
+    """Token ids (B, S) in, logits (B, S, V) out; `initialise` fills the weights."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.token_embedding = nn.Embedding(config.vocab_size, config.width)
+        if config.family == "gpt":
+            self.position_embedding = nn.Embedding(config.max_sequence_length, config.width)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.final_norm = make_norm(config)
+        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+        if config.tied_embedding:
+            self.head.weight = self.token_embedding.weight
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Compute the logits (B, S, V) of the token that follows each of `tokens` (B, S).
+
+        `positions` (S,) are the tokens' places in their sequence, 0 to S-1 unless given.
+        """
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+
+        x = self.token_embedding(tokens)  # (B, S, D)
+        if self.config.family == "gpt":
+            x = x + self.position_embedding(positions)
+            rotation = None
+        else:
+            rotation = rotary_table(positions, self.config, x.dtype)
+        x = self.dropout(x)
+
+        for block in self.blocks:
+            x = block(x, rotation)
+
+        return self.head(self.final_norm(x))  # (B, S, V)
+
+
+class Block(nn.Module):
+    """One layer: each branch normalises its input and adds its output to it."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.attention_norm = make_norm(config)
+        self.attention = Attention(config)
+        self.mlp_norm = make_norm(config)
+        self.mlp = FeedForward(config) if config.family == "gpt" else GatedFeedForward(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), rotation))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))  # (B, S, D)
+
+
+class Attention(nn.Module):
+    """Causal self-attention; G < H key-value heads serve H/G query heads each."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        bias = config.family == "gpt"
+        kv_width = config.num_kv_heads * config.head_width
+        self.head_width = config.head_width
+        self.dropout = config.dropout
+        self.query = nn.Linear(config.width, config.width, bias=bias)
+        self.key = nn.Linear(config.width, kv_width, bias=bias)
+        self.value = nn.Linear(config.width, kv_width, bias=bias)
+        self.out = nn.Linear(config.width, config.width, bias=bias)
+        self.attention_fn: Callable = fused_attention
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+        # -1 heads, not H: a rank that holds some of the heads runs the same line
+        heads = (*x.shape[:2], -1, self.head_width)
+        query = self.query(x).view(heads).transpose(1, 2)  # (B, H, S, K)
+        key = self.key(x).view(heads).transpose(1, 2)  # (B, G, S, K)
+        value = self.value(x).view(heads).transpose(1, 2)  # (B, G, S, K)
+        if rotation is not None:
+            query, key = rotate(query, *rotation), rotate(key, *rotation)
+
+        mixed = self.attention_fn(query, key, value, self.dropout if self.training else 0.0)
+        return self.out(mixed.transpose(1, 2).flatten(2))  # (B, S, D)
+
+
+class FeedForward(nn.Module):
+    """GPT's two matrices with GELU (its tanh form, as GPT-2 was trained) between them."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.up = nn.Linear(config.width, config.ffn_width)
+        self.down = nn.Linear(config.ffn_width, config.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+class GatedFeedForward(nn.Module):
+    """Llama's SwiGLU: one projection gates the other (Shazeer 2020, section 2)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.gate = nn.Linear(config.width, config.ffn_width, bias=False)
+        self.up = nn.Linear(config.width, config.ffn_width, bias=False)
+        self.down = nn.Linear(config.ffn_width, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def make_norm(config: ModelConfig) -> nn.Module:
+    cls = nn.LayerNorm if config.family == "gpt" else nn.RMSNorm
+    return cls(config.width, eps=config.norm_eps)
+
+
+# Attention functions: (B, H, S, K), (B, G, S, K), (B, G, S, K), probability -> (B, H, S, K)
+
+
+def fused_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
+    """Attend causally through PyTorch's fused kernel, which never stores the S x S matrix."""
+    grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(
+        query, key, value, dropout_p=dropout, is_causal=True, enable_gqa=grouped
+    )
+
+
+def materialised_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
+    """Attend causally with the S x S matrix in memory: slower, and every step is visible."""
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+
+    scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])  # (B, H, S, S)
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    probabilities = scores.masked_fill(future, -math.inf).softmax(-1)
+    return F.dropout(probabilities, dropout) @ value  # (B, H, S, K)
+
+
+# Rotary positions (Su et al. 2021, section 3.4.2), in the half-split layout of Llama's weights
+
+
+def rotary_table(
+    positions: Tensor, config: ModelConfig, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine (S, K) of each position's angles.
+
+    Computed in float32 or better: in bfloat16 positions beyond 256 would no longer be integers.
+    """
+    precise = torch.promote_types(dtype, torch.float32)
+    half = torch.arange(0, config.head_width, 2, dtype=precise, device=positions.device)
+    frequencies = config.rope_theta ** (-half / config.head_width)  # (K/2,)
+    angles = positions.to(precise)[:, None] * frequencies  # (S, K/2)
+    angles = torch.cat([angles, angles], dim=-1)  # (S, K)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Turn each pair (x[i], x[i + K/2]) of x (B, H, S, K) by its position's angle."""
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat([-second, first], dim=-1)
+    return (x * cosine + turned * sine).type_as(x)
+
+
+# Initialisation
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, seed: int) -> None:
+    """Fill every weight from its global name, so that no later cut or device changes it."""
+    for name, parameter in model.named_parameters():
+        parameter.copy_(initial_value(name, parameter.shape, seed, model.config.num_layers))
+
+
+def initial_value(name: str, shape: torch.Size, seed: int, num_layers: int) -> Tensor:
+    """The full float32 initial value of the parameter called `name`.
+
+    Normal with deviation 0.02, and 0.02 / sqrt(2 L) for the matrices that write to the residual
+    stream (Radford et al. 2019, section 2.3); norms are ones, biases zeros.
+    """
+    if len(shape) == 1:
+        return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+    writes_residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
+    deviation = 0.02 / math.sqrt(2 * num_layers) if writes_residual else 0.02
+
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    return torch.randn(shape, generator=generator) * deviation

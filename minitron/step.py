@@ -1,0 +1,99 @@
+"""What one training step does, on one device.
+
+Read in this order: `train_step`, then its two ideas, `accumulate_gradients` and `learning_rate`.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minitron.config import TrainConfig
+
+IGNORED = -100  # a target with this value is no target: padding, say
+
+
+def train_step(
+    model: Callable[[Tensor], Tensor],
+    optimizer: torch.optim.Optimizer,
+    micro_batches: list[tuple[Tensor, Tensor]],
+    rate: float,
+    clip_norm: float,
+) -> tuple[Tensor, Tensor]:
+    """Move the weights once; returns the loss and the gradient's norm before clipping, 0-d."""
+    optimizer.zero_grad()
+    loss = accumulate_gradients(model, micro_batches)
+
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    grad_norm = nn.utils.clip_grad_norm_(parameters, clip_norm or math.inf)
+
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    return loss, grad_norm
+
+
+def accumulate_gradients(
+    model: Callable[[Tensor], Tensor], micro_batches: list[tuple[Tensor, Tensor]]
+) -> Tensor:
+    """Add to `.grad` the gradient of the mean loss over all tokens of all micro-batches.
+
+    `micro_batches` are pairs of inputs and targets, (B, S) token ids; B may differ, and a target
+    of -100 does not count. Returns the mean loss, nats per token, 0-d.
+    """
+    # One divisor for all: a mean of micro-batch means would favour the tokens of short ones.
+    num_tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).clamp(min=1)
+    mean = torch.zeros((), device=num_tokens.device)
+    for inputs, targets in micro_batches:
+        loss = summed_loss(model(inputs), targets) / num_tokens
+        loss.backward()
+        mean = mean + loss.detach()
+    return mean
+
+
+def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy of logits (B, S, V) and targets (B, S), summed over counted tokens, nats."""
+    return F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=IGNORED
+    )
+
+
+def learning_rate(
+    step: int, peak: float, minimum: float, warmup_steps: int, total_steps: int
+) -> float:
+    """Rate of `step`, counted from 0: a line up to `peak`, then half a cosine to `minimum`.
+
+    The line reaches `peak` at the last warm-up step, the cosine `minimum` at the last step.
+    """
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - 1 - warmup_steps))
+    return minimum + (peak - minimum) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def make_optimizer(model: nn.Module, config: TrainConfig, device: torch.device):
+    """AdamW; matrices decay, vectors (norms and biases) do not."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        groups,
+        lr=config.learning_rate,
+        betas=(config.beta1, config.beta2),
+        fused=device.type in ("cpu", "cuda"),
+    )
+
+
+def low_precision(model: nn.Module, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """Run the forward under bfloat16 autocast; the loss is taken from float32 logits."""
+
+    def forward(tokens: Tensor) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16):
+            logits = model(tokens)
+        return logits.float()
+
+    return forward

@@ -1,0 +1,70 @@
+from pathlib import Path
+
+import pytest
+
+from minitron import config
+from minitron.config import Config, ConfigError, DataConfig, ModelConfig, TrainConfig
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+def write(tmp_path, text: str) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_file_keeps_the_defaults_of_what_it_leaves_out(tmp_path):
+    loaded = config.load(write(tmp_path, "[model]\nnum_layers = 7\n[train]\nlearning_rate = 1\n"))
+    assert loaded == Config(ModelConfig(num_layers=7), train=TrainConfig(learning_rate=1.0))
+    assert isinstance(loaded.train.learning_rate, float)
+
+
+def test_dictionaries_and_back():
+    original = Config(ModelConfig(family="gpt", width=64), DataConfig(path=Path("x/y")))
+    assert config.from_dict(config.to_dict(original)) == original
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "configs").glob("*.toml")), ids=str)
+def test_every_config_of_ours_loads(path):
+    config.load(path)
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("[modell]\n", "unknown key 'modell'; did you mean model?"),
+    ("[model]\nnum_layer = 3\n", "model: unknown key 'num_layer'; did you mean num_layers?"),
+    ("[model]\nzzz = 3\n", "unknown key 'zzz'; known are family, vocab_size"),
+    ("[model]\nnum_layers = 2.5\n", "model.num_layers = 2.5: must be of type int, not float"),
+    ("[model]\nnum_layers = true\n", "must be of type int, not bool"),
+    ("[model]\nfamily = 'bert'\n", "model.family = 'bert': must be one of gpt, llama"),
+    ("model = 3\n", "model = 3: must be a table of keys"),
+    ("[model\n", "not valid TOML"),
+    ("[train]\nsteps = 0\n", "train.steps = 0: must be greater than 0"),
+    ("[train]\nsteps = -3\n", "train.steps = -3"),
+    ("[train]\nwarmup_steps = -1\n", "train.warmup_steps = -1: must be 0 or more"),
+    ("[train]\nlearning_rate = nan\n", "train.learning_rate = nan: must be greater than 0"),
+    ("[train]\nbeta2 = 1.0\n", "train.beta2 = 1.0: must be from 0 to less than 1"),
+    ("[train]\nmin_learning_rate = 0.1\n", "train.min_learning_rate = 0.1 is above"),
+    ("[model]\nwidth = 130\n", "model.width = 130 is not a multiple of model.num_heads = 4: "
+                               "try --model.width 132"),
+    ("[model]\nnum_kv_heads = 3\n", "model.num_heads = 4 is not a multiple of model.num_kv_heads"
+                                    " = 3"),
+    ("[model]\nwidth = 12\n", "model.width / model.num_heads = 3 is odd"),
+    ("[model]\nfamily = 'gpt'\nnum_kv_heads = 2\n", "grouped-query attention is llama's"),
+    ("[model]\ndropout = 1.0\n", "model.dropout = 1.0"),
+    ("[model]\nvocab_size = -1\n", "model.vocab_size = -1: must be 0 or more"),
+    ("[data]\nsequence_length = 500\n", "data.sequence_length = 500 is longer than "
+                                        "model.max_sequence_length = 128"),
+    ("[parallel]\ndp = 2\n", "parallel.dp = 2: this version trains on 1 device"),
+])
+def test_a_mistake_is_one_line_with_the_remedy(tmp_path, text, message):
+    with pytest.raises(ConfigError) as caught:
+        config.load(write(tmp_path, text))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_misspelt_file_is_met_with_the_nearest_name(tmp_path):
+    write(tmp_path, "")
+    with pytest.raises(ConfigError, match=r"there is no such file; did you mean .*run\.toml\?"):
+        config.load(tmp_path / "rnu.toml")

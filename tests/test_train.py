@@ -1,0 +1,207 @@
+"""A run as its user sees it: resumed, killed, stopped, asked for the impossible."""
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from minitron import train
+from minitron.config import Config, ConfigError, DataConfig, ModelConfig, TrainConfig
+from minitron.corpus.stories import write_stories
+from minitron.measure.metrics import read_metrics
+from minitron.train import Run
+
+MODEL = ModelConfig(max_sequence_length=32, num_layers=2, width=32, num_heads=2, num_kv_heads=1,
+                    ffn_width=48, dropout=0.1)
+TRAIN = TrainConfig(steps=12, global_batch_size=6, micro_batch_size=4, warmup_steps=3,
+                    eval_every=5, eval_sequences=8, checkpoint_every=4, device="cpu")
+
+
+@pytest.fixture
+def config(stories) -> Config:
+    return Config(MODEL, DataConfig(stories, sequence_length=32), TRAIN)
+
+
+def trained(folder: Path, *columns: str) -> list[tuple]:
+    rows = [row for row in read_metrics(folder / "metrics.jsonl") if "loss" in row]
+    return [tuple(row[column] for column in columns) for row in rows]
+
+
+def weights(run: Run) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in run.model.parameters()]
+
+
+def command(config: Config, folder: Path, *more: str) -> list[str]:
+    """The same run as a command line."""
+    return [sys.executable, "-m", "minitron.train", "--run-dir", str(folder),
+            "--model.max-sequence-length", "32", "--model.num-layers", "2", "--model.width", "32",
+            "--model.num-heads", "2", "--model.num-kv-heads", "1", "--model.ffn-width", "48",
+            "--model.dropout", "0.1", "--data.path", str(config.data.path),
+            "--data.sequence-length", "32", "--train.global-batch-size", "6",
+            "--train.micro-batch-size", "4", "--train.warmup-steps", "3", "--train.eval-every",
+            "0", "--train.eval-sequences", "8", "--train.checkpoint-every", "4", "--train.device",
+            "cpu", *more]
+
+
+def test_a_run_learns_and_leaves_what_it_promises(config, tmp_path):
+    config = dataclasses.replace(config, train=dataclasses.replace(TRAIN, steps=60))
+    run = train.train(config, tmp_path / "run")
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert len(losses) == 60
+    assert losses[-1] < 0.75 * losses[0]
+    assert [row["step"] for row in rows if "val_loss" in row] == list(range(5, 61, 5))
+    assert all(0 < row["mfu"] <= 1 for row in rows if "mfu" in row)
+    assert rows[-1]["sample"]
+    assert rows[-2]["tokens"] == 60 * 6 * 32
+    assert json.loads((run.folder / "config.json").read_text())["model"]["vocab_size"] > 100
+    assert len(list((run.folder / "checkpoints").iterdir())) == TRAIN.keep_checkpoints
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(config, tmp_path):
+    """Dropout and a ragged last micro-batch included, so random state and position matter."""
+    whole = train.train(config, tmp_path / "whole")
+
+    half = dataclasses.replace(config, train=dataclasses.replace(TRAIN, checkpoint_every=3))
+    stopped = Run(half, tmp_path / "parts")
+    log = train.MetricsLog(tmp_path / "parts" / "metrics.jsonl")
+    for _ in range(7):  # as if killed after step 7, with step 6 saved
+        row = stopped.train_step()
+        log.write(**row | {"loss": float(row["loss"]), "grad_norm": float(row["grad_norm"])})
+        if stopped.step == 6:
+            stopped.save()
+    torch.manual_seed(123)
+    resumed = train.train(half, tmp_path / "parts", resume=True)
+
+    columns = "step", "loss", "grad_norm", "learning_rate", "tokens"
+    assert trained(tmp_path / "parts", "step") == [(step,) for step in range(1, 13)]
+    assert trained(tmp_path / "parts", *columns) == trained(tmp_path / "whole", *columns)
+    for a, b in zip(weights(whole), weights(resumed), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_kill_9_and_resume_is_bit_identical(config, tmp_path):
+    steps = ["--train.steps", "40"]
+    subprocess.run(command(config, tmp_path / "whole", *steps), check=True, timeout=120)
+
+    victim = subprocess.Popen(command(config, tmp_path / "killed", "--train.steps", "40"))
+    checkpoints = tmp_path / "killed" / "checkpoints"
+    wait_for(lambda: checkpoints.is_dir() and any(checkpoints.glob("step_*.pt")), victim)
+    victim.kill()
+    victim.wait()
+    # on a fast machine the victim may have been done already; then there is nothing to resume
+    resume = ["--resume", "--run-dir", str(tmp_path / "killed")]
+    subprocess.run([sys.executable, "-m", "minitron.train", *resume], check=True, timeout=120)
+
+    columns = "step", "loss", "grad_norm"
+    assert trained(tmp_path / "killed", *columns) == trained(tmp_path / "whole", *columns)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_first_and_tells_how_to_go_on(config, tmp_path, number):
+    folder = tmp_path / "run"
+    process = subprocess.Popen(
+        command(config, folder, "--train.steps", "100000", "--train.checkpoint-every", "0"),
+        stdout=subprocess.PIPE, text=True,
+    )
+    log = folder / "metrics.jsonl"
+    wait_for(lambda: log.exists() and len(read_metrics(log)) >= 3, process)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    last = trained(folder, "step")[-1][0]
+    assert f"Stopped by {number.name} at step {last}; saved." in output
+    assert f"minitron train --resume --run-dir {folder}" in output
+    assert (folder / "checkpoints" / f"step_{last:08d}.pt").exists()
+
+
+def wait_for(condition, process: subprocess.Popen) -> None:
+    end = time.monotonic() + 90
+    while not condition():
+        assert process.poll() is None, "the run ended before it was interrupted"
+        assert time.monotonic() < end, "the run has not started"
+        time.sleep(0.02)
+
+
+def test_the_second_run_does_not_touch_the_first(config, tmp_path):
+    train.train(config, tmp_path / "run")
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match="already holds a run; add --resume"):
+        train.train(config, tmp_path / "run")
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_runs_are_numbered(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = Path("configs/tiny.toml")
+    assert train.default_folder(file, resume=False) == Path("runs/tiny")
+    assert train.default_folder(file, resume=True) == Path("runs/tiny")
+    for name in ("tiny", "tiny-2"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "metrics.jsonl").touch()
+    assert train.default_folder(file, resume=False) == Path("runs/tiny-3")
+    assert train.default_folder(file, resume=True) == Path("runs/tiny-2")
+
+
+def test_resuming_as_another_model_is_refused(config, tmp_path):
+    train.train(config, tmp_path / "run")
+    wider = dataclasses.replace(config, model=dataclasses.replace(MODEL, width=64))
+    with pytest.raises(ConfigError, match=r"model.width = 64, but .* was trained with 32"):
+        train.train(wider, tmp_path / "run", resume=True)
+    longer = dataclasses.replace(config, train=dataclasses.replace(TRAIN, steps=14))
+    assert train.train(longer, tmp_path / "run", resume=True).step == 14
+
+
+def test_a_vocabulary_too_small_for_the_data_is_refused(config, tmp_path):
+    small = dataclasses.replace(config, model=dataclasses.replace(MODEL, vocab_size=10))
+    with pytest.raises(ConfigError, match=r"model.vocab_size = 10 is smaller than the \d+ tokens"):
+        train.train(small, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("device", ["cuda:77", "gpu", "meta:x"])
+def test_a_device_that_is_not_there_is_refused(config, tmp_path, device):
+    elsewhere = dataclasses.replace(config, train=dataclasses.replace(TRAIN, device=device))
+    with pytest.raises(ConfigError, match=f"train.device = {device}: cannot be used"):
+        train.train(elsewhere, tmp_path / "run")
+
+
+def test_bf16_trains_nearly_the_same(config, tmp_path):
+    """bf16 keeps 8 bits: each rounding errs by up to 2^-9, and a loss comes after a few of them."""
+    exact = train.train(config, tmp_path / "fp32")
+    rough = dataclasses.replace(config, train=dataclasses.replace(TRAIN, precision="bf16"))
+    train.train(rough, tmp_path / "bf16")
+    assert {p.dtype for p in exact.model.parameters()} == {torch.float32}
+    for (a,), (b,) in zip(trained(tmp_path / "fp32", "loss"), trained(tmp_path / "bf16", "loss"),
+                          strict=True):
+        assert a != b
+        assert a == pytest.approx(b, rel=2**-6)
+
+
+def test_a_folder_without_tokenizer_trains_without_samples(config, tmp_path):
+    write_stories(tmp_path / "bare", num_tokens=5_000)
+    (tmp_path / "bare" / "tokenizer.json").unlink()
+    bare = dataclasses.replace(config, data=DataConfig(tmp_path / "bare", 32))
+    run = train.train(bare, tmp_path / "run")
+    assert run.sample(1, 5) == []
+
+
+def test_the_options_of_a_file_are_overridden_and_a_saved_run_speaks_for_itself(config, tmp_path):
+    file = tmp_path / "tiny.toml"
+    file.write_text("[train]\nsteps = 7\nseed = 3\n")
+    options = train.read_options([str(file), "--train.steps", "9", "--model.num-layers", "1"])
+    assert (options.train.steps, options.train.seed, options.model.num_layers) == (9, 3, 1)
+    assert options.file == file
+
+    train.train(config, tmp_path / "run")
+    options = train.read_options(["--resume", "--run-dir", str(tmp_path / "run")])
+    assert options.model == dataclasses.replace(MODEL, vocab_size=options.model.vocab_size)
+    assert (options.data, options.train) == (config.data, config.train)
+    with pytest.raises(ConfigError, match="there is no run to resume"):
+        train.read_options(["--resume", "--run-dir", str(tmp_path / "nothing")])
