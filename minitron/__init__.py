@@ -2,12 +2,14 @@
 
 Layers are folders, techniques are files; imports go downwards only:
 
-    cli | course                      what a person types; the teaching tools
-    train                             the loop
-    checkpoint | corpus               sharded save and load; where tokens come from
-    model | dataset | measure         what is trained; which tokens a rank reads; the instruments
-    cost                              bytes, FLOPs and communication as formulas
-    config                            what a run is told
+    cli                                 what you type
+    course                              exercises, graders, figures, the doctor
+    train                               the loop
+    checkpoint | corpus | step          save and load; where tokens come from; one step
+    model | dataset | measure | process what is trained; which tokens; the instruments
+    cost                                parameters and FLOPs as formulas
+    command_line                        command lines from dataclasses
+    config                              what a run is told
 """
 
 __version__ = "0.1.0"

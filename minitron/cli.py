@@ -118,15 +118,22 @@ class FineWeb:
         return download_fineweb(self.out, self.num_shards)
 
 
+Corpus = (
+    Annotated[Stories, tyro.conf.subcommand("stories")]
+    | Annotated[Text, tyro.conf.subcommand("text")]
+    | Annotated[Python, tyro.conf.subcommand("python")]
+    | Annotated[FineWeb, tyro.conf.subcommand("fineweb")]
+)
+
+
+def read_corpus(args: list[str]) -> Stories | Text | Python | FineWeb:
+    """Read which corpus the words ask for."""
+    return command_line.parse(Corpus, args, "minitron data")
+
+
 def data(args: list[str]) -> int:
     """Make or fetch a corpus."""
-    Corpus = (
-        Annotated[Stories, tyro.conf.subcommand("stories")]
-        | Annotated[Text, tyro.conf.subcommand("text")]
-        | Annotated[Python, tyro.conf.subcommand("python")]
-        | Annotated[FineWeb, tyro.conf.subcommand("fineweb")]
-    )
-    corpus = command_line.parse(Corpus, args, "minitron data")
+    corpus = read_corpus(args)
     info = corpus.make()
     facts = ", ".join(f"{key} {value:,}" for key, value in info.items() if type(value) is int)
     print(f"{corpus.out}: {facts}")

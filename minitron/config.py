@@ -154,7 +154,7 @@ class TrainConfig:
             "log_every", "eval_sequences", "keep_checkpoints",
         )
         for name in ("warmup_steps", "eval_every", "checkpoint_every",
-                     "weight_decay", "clip_norm", "min_learning_rate"):
+                     "weight_decay", "clip_norm", "min_learning_rate", "seed"):
             value = getattr(self, name)
             require(value >= 0, f"train.{name} = {value}: must be 0 or more")
         for name in ("beta1", "beta2"):

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from minitron import checkpoint, command_line, cost
 from minitron.config import Config, from_dict, load, require, to_dict
-from minitron.corpus.folder import END, load_tokenizer, read_corpus_info
+from minitron.corpus.folder import end_of_document, load_tokenizer, read_corpus_info
 from minitron.dataset import TokenDataset
 from minitron.measure.clock import Clock, Speed, peak_flops
 from minitron.measure.metrics import MetricsLog
@@ -99,8 +99,7 @@ class Run:
         tokenizer = load_tokenizer(self.config.data.path)
         if tokenizer is None:
             return []
-        end = tokenizer.token_to_id(END)
-        prompt = torch.full((num_texts, 1), end, device=self.device)
+        prompt = torch.full((num_texts, 1), end_of_document(tokenizer), device=self.device)
         tokens = generate(self.model, prompt, num_tokens, seed=self.config.train.seed)
         return tokenizer.decode_batch(tokens[:, 1:].tolist(), skip_special_tokens=False)
 
@@ -262,8 +261,8 @@ def start(options: TrainOptions) -> Run:
     config = Config(options.model, options.data, options.train, options.parallel)
     run = train(config, folder, options.resume)
     if run.interruption.signal is not None:
-        print(f"\nStopped by {run.interruption.signal.name} at step {run.step:,}; saved. Continue:\n"
-              f"  minitron train --resume --run-dir {folder}")
+        print(f"\nStopped by {run.interruption.signal.name} at step {run.step:,}; saved. "
+              f"Continue:\n  minitron train --resume --run-dir {folder}")
     return run
 
 

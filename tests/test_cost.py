@@ -51,7 +51,7 @@ def test_a_large_model_costs_about_six_flops_per_parameter_and_token():
 def test_attention_agrees_with_narayanan_2021():
     """Equation 3 of the paper, 96 B s l h^2 (1 + s/6h + V/16lh), includes one recomputed forward;
     without it, three quarters of the layers' terms remain, and the head is not recomputed."""
-    s, l, h, V = 2048, 96, 12288, 51200
-    config = ModelConfig("gpt", V, s, l, h, 96, 96, 4 * h)
-    expected = 72 * l * h * h * (1 + s / (6 * h)) + 6 * V * h
+    s, L, h, V = 2048, 96, 12288, 51200
+    config = ModelConfig("gpt", V, s, L, h, 96, 96, 4 * h)
+    expected = 72 * L * h * h * (1 + s / (6 * h)) + 6 * V * h
     assert cost.training_flops_per_token(config, s) == pytest.approx(expected, rel=1e-12)

@@ -1,0 +1,109 @@
+"""A data folder: shards, `tokenizer.json` and `corpus.json`, whatever the corpus.
+
+`corpus.json` says what the shards hold: the kind of corpus, its vocabulary size, and what is
+known about it (for stories, the lowest loss that is possible).
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from minitron.config import ConfigError, require
+from minitron.dataset import write_shard
+
+SHARD_TOKENS = 100_000_000
+END = "<end>"
+"""Stands between two documents, in every tokenizer that is made here."""
+
+
+def start_corpus(folder: Path, kind: str) -> None:
+    """Make `folder` ready for a corpus of this kind: old shards of the same kind are removed.
+
+    Raises ConfigError if another kind of corpus lives there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / "corpus.json").exists():
+        present = read_corpus_info(folder)["kind"]
+        require(
+            present == kind,
+            f"{folder} holds a corpus of kind {present}, not {kind}: choose another folder",
+        )
+    # A longer run's train_007.bin would be read along with the new shards.
+    for split in ("train", "val"):
+        for path in folder.glob(f"{split}_*.bin"):
+            path.unlink()
+
+
+def write_split(
+    folder: Path, split: str, documents: Iterable[np.ndarray], shard_tokens: int = SHARD_TOKENS
+) -> int:
+    """Pack documents, arrays of tokens, into shards `{split}_000.bin`, ...; return their tokens.
+
+    No shard is longer than `shard_tokens`; none is short while others are full.
+    """
+    pending, num_pending, num_shards = [], 0, 0
+    for document in documents:
+        pending.append(document)
+        num_pending += len(document)
+        # Up to two shards wait, so that the last one is never a few tokens, less than a sample.
+        while num_pending >= 2 * shard_tokens:
+            tokens = np.concatenate(pending)
+            write_shard(folder / f"{split}_{num_shards:03d}.bin", tokens[:shard_tokens])
+            pending, num_pending = [tokens[shard_tokens:]], num_pending - shard_tokens
+            num_shards += 1
+
+    rest = np.concatenate(pending) if pending else np.empty(0)
+    parts = np.array_split(rest, -(-len(rest) // shard_tokens)) if len(rest) else []
+    for index, tokens in enumerate(parts, start=num_shards):
+        write_shard(folder / f"{split}_{index:03d}.bin", tokens)
+    return num_shards * shard_tokens + len(rest)
+
+
+def write_corpus_info(folder: Path, kind: str, vocab_size: int, **facts) -> dict:
+    """Write `corpus.json`, the last file of a corpus, and return what it says."""
+    info = {"kind": kind, "vocab_size": vocab_size, **facts}
+    temporary = folder / "corpus.json.tmp"
+    temporary.write_text(json.dumps(info, indent=2) + "\n")
+    os.replace(temporary, folder / "corpus.json")
+    return info
+
+
+def read_corpus_info(folder: Path) -> dict:
+    """Read `corpus.json`: `kind`, `vocab_size` and the corpus's own facts.
+
+    Raises ConfigError if it is missing or does not say both.
+    """
+    path = Path(folder) / "corpus.json"
+    require(
+        path.is_file(),
+        f"{path}: there is no such file; `minitron data stories` writes data/stories",
+    )
+    try:
+        info = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid JSON: {error}; write the corpus again") from None
+    for key, expected in (("kind", str), ("vocab_size", int)):
+        require(
+            isinstance(info, dict) and isinstance(info.get(key), expected),
+            f"{path}: {key} is missing or not of type {expected.__name__}; write the corpus again",
+        )
+    return info
+
+
+def load_tokenizer(folder: Path) -> Tokenizer | None:
+    """Load `tokenizer.json`; None if the folder has none (training needs none, text does).
+
+    Decode with `skip_special_tokens=False` to see where a document ends.
+    """
+    path = Path(folder) / "tokenizer.json"
+    return Tokenizer.from_file(str(path)) if path.is_file() else None
+
+
+def end_of_document(tokenizer: Tokenizer) -> int:
+    """The token that stands between documents: ours, or GPT-2's."""
+    known = [tokenizer.token_to_id(name) for name in (END, "<|endoftext|>")]
+    return next((token for token in known if token is not None), 0)

@@ -1,0 +1,1 @@
+"""The teaching tools: exercises and their graders, figures, the doctor."""

@@ -1,0 +1,269 @@
+"""Check exercises: each is graded in a process of its own, so nothing in it can harm this one.
+
+An endless loop, exit(), a crash or a syntax error gives a sentence like any wrong answer does.
+In a notebook, `check("1.2")` shows a report; on the command line it is `minitron check 1.2`.
+
+Read in this order: Result, Report, check, status, solution, then the process.
+"""
+
+import hashlib
+import html
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from minitron.config import require
+from minitron.course import graders
+from minitron.course.exercises import (
+    BEGIN,
+    END,
+    ROOT,
+    Exercise,
+    Text,
+    find,
+    is_stub,
+    read_exercises,
+    select,
+)
+from minitron.course.graders import Verdict
+
+TIMEOUT_SECONDS = 20.0
+START_SECONDS = 60.0
+"""What a slow disk may take to import torch before the grading's own clock starts."""
+PRINTED_CHARACTERS = 600
+WORDS = {"passed": "passed", "failed": "not yet", "unsolved": "to do"}
+COLOURS = {"passed": "#009E73", "failed": "#D55E00", "unsolved": "#999999"}
+
+
+@dataclass(frozen=True)
+class Result:
+    """How one exercise stands, and what to do next."""
+
+    exercise: Exercise
+    verdict: Verdict
+    printed: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.verdict.state == "passed"
+
+    @property
+    def next(self) -> str:
+        number, file = self.exercise.id, self.exercise.file
+        if self.passed:
+            trains = f"minitron train configs/stories.toml --use {number} trains with yours; "
+            return (trains if self.exercise.replaces else "") + \
+                f"minitron solution {number} shows ours"
+        return f"edit {file}, then minitron check {number}; stuck? minitron hint {number}"
+
+    def __str__(self) -> str:
+        head = f"Exercise {self.exercise}: {WORDS[self.verdict.state]}"
+        rows = {
+            "asked": self.verdict.asked, "seen": self.verdict.seen, "likely": self.verdict.likely,
+            "printed": self.printed, "next": self.next,
+        }
+        return "\n".join([head, *(_row(name, text) for name, text in rows.items() if text)])
+
+
+def _row(name: str, text: str) -> str:
+    wrapped = [part for line in text.splitlines() for part in textwrap.wrap(line, 86)]
+    return textwrap.indent("\n".join(wrapped), " " * 11).replace(" " * 11, f"  {name:9}", 1)
+
+
+@dataclass(frozen=True)
+class Report:
+    """The results of one or several exercises; a notebook shows it in colour."""
+
+    results: tuple[Result, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(result.passed for result in self.results)
+
+    def __repr__(self) -> str:
+        return "\n\n".join(map(str, self.results))
+
+    def _repr_html_(self) -> str:
+        return "".join(
+            f'<pre style="border-left: 4px solid {COLOURS[result.verdict.state]}; '
+            f'padding-left: 8px">{html.escape(str(result))}</pre>' for result in self.results
+        )
+
+
+def check(*ids: str, root: Path = ROOT, timeout: float = TIMEOUT_SECONDS) -> Report:
+    """Grade exercises ("1.2"), a chapter ("1"), or all: what the files say now.
+
+    `timeout` is in seconds, for each. Raises ConfigError for an unknown id, and nothing for
+    whatever the learner's file does.
+    """
+    return Report(tuple(_check(exercise, root, timeout) for exercise in select(list(ids), root)))
+
+
+def run_check(ids: list[str], root: Path = ROOT) -> int:
+    """`minitron check 1.2`: print the report; exit code 0 if everything passed, else 1."""
+    report = check(*ids, root=root)
+    print(report)
+    return 0 if report.passed else 1
+
+
+def status(root: Path = ROOT) -> Text:
+    """List every exercise with how it stands, read from the files; only edited ones are graded."""
+    results = [_result(exercise, root) for exercise in select([], root)]
+    lines = [f"{r.exercise.id:5} {WORDS[r.verdict.state]:8} {r.exercise.title:32} "
+             f"{r.exercise.minutes} min, difficulty {r.exercise.difficulty}" for r in results]
+    lines.append(f"{sum(r.passed for r in results)} of {len(results)} passed")
+    todo = [r.exercise for r in results if not r.passed]
+    if todo:
+        lines.append(f"next: {todo[0].file}, then minitron check {todo[0].id}")
+    return Text("\n".join(lines))
+
+
+def run_status(root: Path = ROOT) -> int:
+    """`minitron status`: print the list; exit code 0."""
+    print(status(root))
+    return 0
+
+
+def solution(exercise_id: str, give_up: bool = False, root: Path = ROOT) -> Text:
+    """The course's own answer: after a pass, or to one who gives up. Raises ConfigError before."""
+    exercise = find(exercise_id, root)
+    require(
+        give_up or _result(exercise, root).passed,
+        f"exercise {exercise} has not passed: minitron check {exercise.id}, minitron hint "
+        f"{exercise.id}, or minitron solution {exercise.id} --give-up",
+    )
+    text = (root / exercise.solution_file).read_text(encoding="utf-8")
+    starts = {e.id: text.index(f"# Exercise {e.id} |") for e in read_exercises(text, "")}
+    stop = min((s for s in starts.values() if s > starts[exercise.id]), default=len(text))
+    lines = text[starts[exercise.id]:stop].rstrip().splitlines()
+    return Text("\n".join(line for line in lines if line.strip() not in (BEGIN, END)))
+
+
+def run_solution(exercise_id: str, give_up: bool = False, root: Path = ROOT) -> int:
+    """`minitron solution 1.2 [--give-up]`: print the answer; exit code 0."""
+    print(solution(exercise_id, give_up, root))
+    return 0
+
+
+# What is known already: results by the hash of all that decides them
+
+
+def _result(exercise: Exercise, root: Path) -> Result:
+    record = _read_records(root).get(exercise.id, {})
+    if not is_stub(exercise, root) and record.get("key") == _key(exercise, root):
+        return Result(exercise, Verdict(record["state"]))
+    return _check(exercise, root, TIMEOUT_SECONDS)
+
+
+def _key(exercise: Exercise, root: Path) -> str:
+    chapter = exercise.chapter.split("_")[0]  # ch01: a grader may span several files
+    grader_files = sorted(Path(graders.__file__).parent.glob(f"{chapter}_*.py"))
+    files = [root / exercise.file, root / exercise.solution_file, *grader_files]
+    contents = [path.read_bytes() if path.is_file() else b"" for path in files]
+    return hashlib.sha256(b"\0".join(contents)).hexdigest()
+
+
+def _read_records(root: Path) -> dict:
+    with suppress(OSError, ValueError):
+        return json.loads((root / ".minitron" / "checks.json").read_text())
+    return {}
+
+
+def _keep(exercise: Exercise, key: str, state: str, root: Path) -> None:
+    folder = root / ".minitron"
+    folder.mkdir(exist_ok=True)
+    records = _read_records(root) | {exercise.id: {"key": key, "state": state}}
+    partial = folder / f"checks.{os.getpid()}.json"
+    partial.write_text(json.dumps(records))
+    partial.replace(folder / "checks.json")
+
+
+# The process
+
+
+def _check(exercise: Exercise, root: Path, timeout: float) -> Result:
+    root = root.resolve()  # the process runs in another folder
+    if not (root / exercise.file).is_file():
+        return Result(exercise, Verdict("failed", seen=f"there is no file {exercise.file}",
+                      likely=f"moved or deleted; minitron reset {exercise.id} brings it back"))
+    if is_stub(exercise, root):
+        return Result(exercise, Verdict("unsolved", seen=f"{exercise.file} holds the stub"))
+    key = _key(exercise, root)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "stack.txt").touch()
+        code, printed = _run_grader(exercise, root, Path(folder), timeout)
+        try:
+            verdict = Verdict(**json.loads(Path(folder, "verdict.json").read_text()))
+        except FileNotFoundError:
+            stack = Path(folder, "stack.txt").read_text(errors="replace")
+            return Result(exercise, _verdict_on_death(exercise, root, stack, code), printed)
+    _keep(exercise, key, verdict.state, root)
+    return Result(exercise, verdict, printed)
+
+
+def _run_grader(exercise: Exercise, root: Path, folder: Path, timeout: float) -> tuple[int, str]:
+    command = [sys.executable, "-m", "minitron.course.graders", exercise.id, str(root),
+               str(folder), str(timeout)]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, start_new_session=True,
+    )
+    kept = bytearray()
+    reader = threading.Thread(target=_drain, args=(process.stdout, kept), daemon=True)
+    reader.start()
+    try:
+        process.wait(timeout + START_SECONDS)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:  # also after Ctrl-C
+        _end(process)
+        reader.join(timeout=5)
+    return process.returncode, _shorten(bytes(kept))
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Kill the process and whatever the learner's code has started in it."""
+    if hasattr(os, "killpg"):
+        with suppress(ProcessLookupError, PermissionError):  # macOS says the second of a zombie
+            os.killpg(process.pid, signal.SIGKILL)
+    else:
+        process.kill()  # Windows has no process groups of this kind
+    process.wait()
+
+
+def _drain(pipe, kept: bytearray) -> None:
+    # keep the beginning, read on to the end: a flood of prints must neither block nor fill memory
+    while chunk := pipe.read1(1 << 16):
+        kept += chunk[: 4 * PRINTED_CHARACTERS - len(kept)]
+    pipe.close()
+
+
+def _shorten(printed: bytes) -> str:
+    text = printed.decode(errors="replace").strip()
+    shown = "\n".join(text[:PRINTED_CHARACTERS].splitlines()[:8])
+    return shown if shown == text else f"{shown}\n... and more"
+
+
+def _verdict_on_death(exercise: Exercise, root: Path, stack: str, code: int) -> Verdict:
+    """What to say when the process ended, or was ended, without a verdict."""
+    path = re.escape(str(root / exercise.file))
+    place = re.search(rf'"{path}", line (\d+)', stack)
+    where = f", at line {place[1]} of {exercise.file}" if place else ""
+    if stack.startswith("Timeout"):
+        return Verdict("failed", seen=f"still running when its time was up{where}",
+                       likely="a loop that does not end, or work that grows with every step")
+    if code < 0:
+        name = signal.Signals(-code).name
+        return Verdict("failed", seen=f"the process was killed by {name}{where}",
+                       likely="out of memory, or a wrong index inside a native function")
+    return Verdict("failed", seen=f"the process ended (exit code {code}) before the grading did",
+                   likely="something calls os._exit or ends Python another way")

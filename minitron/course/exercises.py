@@ -1,0 +1,260 @@
+"""The exercises: where each one lives, what it replaces, and how its stub is made.
+
+`solutions/chNN_topic.py` is the only source. One header line starts an exercise,
+
+    # Exercise 1.1 | Gradient accumulation | 20 min | difficulty 2 | replaces minitron.step
+
+and the functions or classes up to the next header belong to it. Everything else has its place
+by name: the learner's file `exercises/chNN_topic.py`, the hints `solutions/chNN_topic.hints.toml`,
+the grader `grade_1_1` in `minitron/course/graders/chNN_topic.py`. What the last field names is the
+module whose functions of the same names `use` replaces.
+
+Read in this order: Exercise, known, make_stub, load, use.
+"""
+
+import ast
+import linecache
+import re
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+from minitron.config import ConfigError, require
+
+ROOT = Path(__file__).resolve().parents[2]
+BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
+HEADER = re.compile(
+    r"# Exercise (?P<id>\d+\.\d+) \| (?P<title>[^|]+?) \| (?P<minutes>\d+) min"
+    r" \| difficulty (?P<difficulty>[123])(?: \| replaces (?P<replaces>[\w.]+))?$"
+)
+
+
+class Text(str):
+    """A string that a notebook shows as it reads, with its line breaks."""
+
+    __repr__ = str.__str__
+
+
+@dataclass(frozen=True)
+class Exercise:
+    id: str
+    title: str
+    minutes: int
+    difficulty: int
+    """1: a few lines once you see it; 2: one trap; 3: several parts that must fit."""
+    replaces: str | None
+    """The module of the package whose functions of the same names can be replaced, if any."""
+    chapter: str
+    """The file's name without its ending, ch01_single_gpu."""
+    names: tuple[str, ...]
+    """The functions or classes to write."""
+
+    @property
+    def file(self) -> str:
+        return f"exercises/{self.chapter}.py"
+
+    @property
+    def solution_file(self) -> str:
+        return f"solutions/{self.chapter}.py"
+
+    def __str__(self) -> str:
+        return f"{self.id}, {self.title}"
+
+
+def known(root: Path = ROOT) -> dict[str, Exercise]:
+    """All exercises by id, in order. Raises ConfigError outside a clone of the repository."""
+    require(
+        (root / "solutions").is_dir() and (root / "exercises").is_dir(),
+        f"{root}: there is no exercises/ folder here; the exercises come with a clone of the "
+        "repository: clone it and run `make setup` in it",
+    )
+    found = {}
+    for path in sorted((root / "solutions").glob("ch*.py")):
+        for exercise in read_exercises(path.read_text(encoding="utf-8"), path.stem):
+            assert exercise.id not in found, f"{path}: exercise {exercise.id} exists twice"
+            found[exercise.id] = exercise
+    return found
+
+
+def select(ids: list[str], root: Path = ROOT) -> list[Exercise]:
+    """The exercises that `ids` name: "1.2" is one, "1" is chapter 1's, no ids are all.
+
+    Raises ConfigError, which lists the known ids, for an unknown one.
+    """
+    exercises = known(root)
+    selected = {} if ids else dict(exercises)
+    for wanted in map(str, ids):
+        matching = {i: e for i, e in exercises.items() if wanted in (i, i.split(".")[0])}
+        require(
+            bool(matching),
+            f"exercise {wanted!r} does not exist; known are {', '.join(exercises)} "
+            "(or a whole chapter: 1)",
+        )
+        selected |= matching
+    return list(selected.values())
+
+
+def find(exercise_id: str, root: Path = ROOT) -> Exercise:
+    """The one exercise called `exercise_id`. Raises ConfigError if it is not exactly one."""
+    exercises = select([exercise_id], root)
+    require(
+        exercises[0].id == str(exercise_id),
+        f"{exercise_id!r} is a whole chapter; name one exercise: "
+        f"{', '.join(e.id for e in exercises)}",
+    )
+    return exercises[0]
+
+
+# The source: headers and markers
+
+
+def read_exercises(text: str, chapter: str) -> list[Exercise]:
+    """Read the exercises from a solutions file. Raises ValueError for a malformed header."""
+    lines = text.splitlines()
+    starts = [n for n, line in enumerate(lines, 1) if line.startswith("# Exercise")]
+    definitions = [n for n in ast.parse(text).body if isinstance(n, DEFINITIONS)]
+    exercises = []
+    for start, stop in zip(starts, [*starts[1:], len(lines) + 1], strict=True):
+        header = HEADER.match(lines[start - 1])
+        names = tuple(node.name for node in definitions if start < node.lineno < stop)
+        if not header or not names:
+            raise ValueError(f"{chapter}.py:{start}: malformed header, or nothing defined under it")
+        fields = header.groupdict()
+        fields |= {key: int(fields[key]) for key in ("minutes", "difficulty")}
+        exercises.append(Exercise(**fields, chapter=chapter, names=names))
+    return exercises
+
+
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+def make_stub(text: str, chapter: str) -> str:
+    """What learners get: every solution block replaced by a NotImplementedError that names it.
+
+    Raises ValueError, with file and line, for markers that do not pair up.
+    """
+    stub, header, begin, filled = [], None, None, set()
+
+    def demand(condition, problem: str) -> None:
+        if not condition:
+            raise ValueError(f"{chapter}.py:{number}: {problem}")
+
+    for number, line in enumerate(text.splitlines(), 1):
+        marker = line.strip()
+        if marker == BEGIN:
+            demand(begin is None, f"{BEGIN} inside the block that began at line {begin}")
+            demand(header, f"{BEGIN} before the first exercise header")
+            begin = number
+            filled.add(header["id"])
+            stub.append(line.replace(BEGIN, _unsolved(header["id"], header["title"])))
+        elif marker == END:
+            demand(begin is not None, f"{END} without {BEGIN}")
+            begin = None
+        elif begin is None:
+            header = HEADER.match(line) or header
+            stub.append(line)
+
+    demand(begin is None, f"{BEGIN} at line {begin} is never closed")
+    for exercise in read_exercises(text, chapter):
+        demand(exercise.id in filled, f"exercise {exercise.id} has no {BEGIN}")
+    return "\n".join(stub) + "\n"
+
+
+def _unsolved(exercise_id: str, title: str) -> str:
+    message = f"Exercise {exercise_id} - {title}.  Hint: minitron hint {exercise_id}"
+    return f'raise NotImplementedError("{message}")'
+
+
+def read_stub(exercise: Exercise, root: Path = ROOT) -> str:
+    """The text of the exercise's file as it was handed out."""
+    solution = (root / exercise.solution_file).read_text(encoding="utf-8")
+    return make_stub(solution, exercise.chapter)
+
+
+def is_stub(exercise: Exercise, root: Path = ROOT) -> bool:
+    """Whether none of the exercise has been written; comments and layout do not count."""
+    path = root / exercise.file
+    if not path.is_file():
+        return False
+    try:
+        mine = _definitions(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return False
+    handed_out = _definitions(read_stub(exercise, root))
+    return all(mine.get(name) == handed_out[name] for name in exercise.names)
+
+
+def _definitions(source: str | bytes) -> dict[str, str]:
+    tree = ast.parse(source)
+    return {node.name: ast.dump(node) for node in tree.body if isinstance(node, DEFINITIONS)}
+
+
+# The learner's functions
+
+
+def load(exercise: Exercise, path: Path) -> dict[str, Callable]:
+    """Execute the file at `path` as it is now and return the exercise's functions by name.
+
+    It is compiled afresh: an import could serve the version from before the last edit. Raises
+    whatever the file raises, and LookupError if one of the names is gone.
+    """
+    module = types.ModuleType(f"exercises.{exercise.chapter}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # a dataclass in the file looks its module up here
+    linecache.checkcache(str(path))
+    exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(module))
+
+    for name in exercise.names:
+        if name not in vars(module):
+            raise LookupError(f"{exercise.file} defines no {name}")
+    return {name: vars(module)[name] for name in exercise.names}
+
+
+@contextmanager
+def use(*ids: str, root: Path = ROOT) -> Iterator[None]:
+    """Let the package run the learner's functions of these exercises, until the block ends.
+
+        with use("1.1", "1.2"):
+            train(config, run_dir)
+
+    A function need not pass its check. Raises ConfigError if one is not written, if its file
+    cannot be executed, or if the package has nothing that it could replace.
+    """
+    swapped = []
+    try:
+        for exercise in [find(i, root) for i in ids]:
+            require(exercise.replaces is not None, f"exercise {exercise} replaces nothing in "
+                    "the package: leave it out of `use`")
+            require(not is_stub(exercise, root), f"exercise {exercise} is not written yet: edit "
+                    f"{exercise.file}, then minitron check {exercise.id}")
+            for name, mine in _load_or_explain(exercise, root).items():
+                original = getattr(import_module(exercise.replaces), name)
+                _swap(original, mine)
+                swapped.append((original, mine))
+        yield
+    finally:
+        for original, mine in reversed(swapped):
+            _swap(mine, original)
+
+
+def _load_or_explain(exercise: Exercise, root: Path) -> dict[str, Callable]:
+    try:
+        return load(exercise, root / exercise.file)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"{exercise.file} cannot be executed: {type(error).__name__}: {error}; "
+            f"try minitron check {exercise.id}"
+        ) from None
+
+
+def _swap(old: Callable, new: Callable) -> None:
+    # `from minitron.cost import f` has copied the name: replace it in every module that holds it
+    for module_name, module in list(sys.modules.items()):
+        if module_name.split(".")[0] == "minitron":
+            for name, value in list(vars(module).items()):
+                if value is old:
+                    setattr(module, name, new)

@@ -1,0 +1,192 @@
+"""Grader of 1.1: micro-batches against one large batch, and one pass alive at a time."""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minitron.course.graders import asked, expect
+
+IGNORED = -100
+EMPTY_MEAN = "a micro-batch without a counted token has the mean 0 / 0 = nan: sum the losses, " \
+             "and divide by the count of all micro-batches"
+SEQUENCE, VOCABULARY, WIDTH = 5, 7, 3
+
+
+class TinyModel(nn.Module):
+    """A float64 model with a tied head and a frozen shift that notes its passes, in order."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(11)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+        self.embedding = nn.Parameter(random(VOCABULARY, WIDTH))
+        self.mix = nn.Parameter(random(WIDTH, WIDTH))
+        self.shift = nn.Parameter(random(WIDTH), requires_grad=False)
+        self.passes: list[str] = []
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = torch.tanh(self.embedding[tokens] @ self.mix + self.shift)
+        logits = hidden @ self.embedding.T
+        self.passes.append(f"forward of {len(tokens)}")
+        if logits.requires_grad:
+            logits.register_hook(lambda _: self.passes.append("backward"))
+        return logits
+
+    def trainable(self) -> dict[str, Tensor]:
+        return {name: p for name, p in self.named_parameters() if p.requires_grad}
+
+
+def grade_1_1(accumulate_gradients: Callable) -> None:
+    """Compare loss and gradients with one large batch's; watch the order of the passes."""
+
+    def accumulate(request: str, rows: list[int], num_ignored: list[int], held: float = 0) -> None:
+        with asked(request):
+            _compare_with_one_batch(accumulate_gradients, rows, num_ignored, held)
+
+    accumulate("one micro-batch of 2 sequences, nothing ignored", [2], [0])
+    accumulate("two micro-batches of 2 sequences, nothing ignored", [2, 2], [0, 0])
+    unequal = "micro-batches of 2, 1 and 3 sequences of 5 tokens, of which 1, 3 and 0 targets " \
+              "are ignored: the mean over 9 + 2 + 15 tokens"
+    accumulate(unequal, [2, 1, 3], [1, 3, 0])
+    accumulate(f"{unequal}, added to a .grad that holds 0.5 everywhere", [2, 1, 3], [1, 3, 0], 0.5)
+    accumulate("three micro-batches; every target of the second is ignored", [2, 1, 2], [0, 5, 3])
+
+
+def _compare_with_one_batch(
+    accumulate_gradients: Callable, rows: list[int], num_ignored: list[int], held: float
+) -> None:
+    model, micro_batches = TinyModel(), _make_micro_batches(rows, num_ignored)
+    for parameter in model.trainable().values():
+        parameter.grad = torch.full_like(parameter, held) if held else None
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    given = [(inputs.clone(), targets.clone()) for inputs, targets in micro_batches]
+    handed_over = list(micro_batches)
+
+    loss = accumulate_gradients(model, handed_over)
+
+    if 5 not in num_ignored:  # a micro-batch without targets may be skipped
+        _expect_one_pass_at_a_time(model.passes, rows)
+    expect(_is_number(loss), seen=f"it returned {loss!r}, of type {type(loss).__name__}",
+           likely="the loss is a float, or a 0-d tensor whose graph does not keep memory alive: "
+                  "loss.item() or loss.detach()")
+    _expect_sum(model, float(loss), micro_batches, held)
+    _expect_untouched(model, weights, handed_over, given)
+
+
+def _is_number(loss) -> bool:
+    if isinstance(loss, Tensor):
+        return loss.dim() == 0 and not loss.requires_grad
+    return isinstance(loss, float)
+
+
+def _make_micro_batches(rows: list[int], num_ignored: list[int]) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    micro_batches = []
+    for count, ignored in zip(rows, num_ignored, strict=True):
+        tokens = torch.randint(VOCABULARY, (count, SEQUENCE + 1), generator=generator)
+        inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].clone()
+        targets[-1, SEQUENCE - ignored:] = IGNORED
+        micro_batches.append((inputs, targets))
+    return micro_batches
+
+
+def _expect_one_pass_at_a_time(passes: list[str], rows: list[int]) -> None:
+    seen = "the passes, in order: " + (", ".join(passes) or "none at all")
+    forwards = [p for p in passes if p != "backward"]
+    expect(
+        sorted(forwards) == sorted(f"forward of {count}" for count in rows), seen=seen,
+        likely="call model(inputs) once for each micro-batch, as it is; joined into one batch "
+               "they would not fit into memory",
+    )
+    alternating = passes[1::2] == ["backward"] * len(rows) and passes[::2] == forwards
+    expect(
+        alternating, seen=seen,
+        likely="every micro-batch's activations are alive at once: call .backward() inside the "
+               "loop, before the next forward pass",
+    )
+
+
+def _expect_sum(model: TinyModel, loss: float, micro_batches: list, held: float) -> None:
+    """Compare gradients and loss with those of one batch that holds all micro-batches."""
+    inputs, targets = (torch.cat(parts) for parts in zip(*micro_batches, strict=True))
+    reference = TinyModel()
+    counted = targets != IGNORED
+    log_probabilities = reference(inputs).log_softmax(-1)[counted]
+    right_loss = -log_probabilities.gather(-1, targets[counted][:, None]).mean()
+    right_grads = torch.autograd.grad(right_loss, list(reference.trainable().values()))
+
+    for (name, parameter), right in zip(model.trainable().items(), right_grads, strict=True):
+        expect(parameter.grad is not None, seen=f"{name}.grad is None",
+               likely="no backward pass reached it")
+        added = parameter.grad - held
+        error = (added - right).abs().max().item()
+        expect(
+            error < 1e-12,
+            seen=f"{name}.grad: largest error {error:.3g}, where the right gradient's largest "
+                 f"entry is {right.abs().max().item():.3g}",
+            likely=_explain_gradient(name, parameter.grad, right, micro_batches, held),
+        )
+    expect(math.isfinite(loss), seen=f"the loss returned is {loss}", likely=EMPTY_MEAN)
+    expect(
+        abs(loss - right_loss.item()) < 1e-12,
+        seen=f"the gradients are right; the loss returned is {loss:.6f}, not {right_loss:.6f}",
+        likely="return the loss whose gradient you added: the sum over all micro-batches of what "
+               "you called .backward() on",
+    )
+
+
+def _explain_gradient(
+    name: str, grad: Tensor, right: Tensor, micro_batches: list, held: float
+) -> str:
+    if not grad.isfinite().all():
+        return EMPTY_MEAN
+    if held and torch.allclose(grad, right):
+        return "the gradient that was there is gone: add to .grad, without zero_grad"
+    if held:
+        return "what .grad held before was changed too: scale each loss, not .grad afterwards"
+
+    counts = [int((targets != IGNORED).sum()) for _, targets in micro_batches]
+    num_tokens = sum(targets.numel() for _, targets in micro_batches)
+    faults = {
+        "the mean of the micro-batches' means: one with few counted tokens weighs as much as one "
+        "with many; divide each sum of losses by the count of all micro-batches":
+            [1 / len(counts) / max(count, 1) for count in counts],
+        "the means of the micro-batches, added up: they must be divided too, by the count of all "
+        "micro-batches": [1 / max(count, 1) for count in counts],
+        "ignored targets are in the count: divide by the number of targets that are not -100":
+            [1 / num_tokens for _ in counts],
+        "the sum of the tokens' losses, not their mean": [1.0 for _ in counts],
+    }
+    for fault, weights in faults.items():
+        if torch.allclose(grad, _weighted_gradient(name, micro_batches, weights), atol=1e-9):
+            return fault
+    return "every counted token must weigh 1 / (number of counted tokens of all micro-batches)"
+
+
+def _weighted_gradient(name: str, micro_batches: list, weights: list[float]) -> Tensor:
+    model, total = TinyModel(), 0.0
+    for (inputs, targets), weight in zip(micro_batches, weights, strict=True):
+        logits = model(inputs).flatten(0, 1)
+        total = total + weight * F.cross_entropy(
+            logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    return torch.autograd.grad(total, getattr(model, name))[0]
+
+
+def _expect_untouched(model: TinyModel, weights: dict, handed_over: list, given: list) -> None:
+    for name, parameter in model.named_parameters():
+        expect(torch.equal(parameter, weights[name]), seen=f"{name} itself has changed",
+               likely="no optimizer step here: only .grad may change")
+    expect(model.shift.grad is None and not model.shift.requires_grad,
+           seen="shift is frozen, and now has a gradient or requires one",
+           likely="leave requires_grad as it is; backward() fills what is trainable")
+    same = len(handed_over) == len(given) and all(
+        torch.equal(a, b) for mine, theirs in zip(handed_over, given, strict=True)
+        for a, b in zip(mine, theirs, strict=True))
+    expect(same, seen="the list of micro-batches, or a tensor in it, has changed",
+           likely="an in-place operation on inputs or targets, or a pop: the caller needs them")

@@ -1,0 +1,56 @@
+"""Imports go one way, files stay small, the environment is read where it belongs."""
+
+import ast
+from pathlib import Path
+
+import pytest
+from importlinter.cli import lint_imports
+
+REPOSITORY = Path(__file__).parents[2]
+MODULES = sorted((REPOSITORY / "minitron").rglob("*.py"))
+LONGEST_FILE = 300
+LONGEST_FUNCTION = 40
+CORE_LINES = 3500
+# what the course does not read line by line
+OUTSIDE_THE_CORE = ("measure", "plan", "course", "corpus", "cli.py", "command_line.py")
+ENVIRONMENT_READERS = ("minitron/command_line.py", "minitron/course/doctor.py")
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(REPOSITORY))
+
+
+def test_imports_go_downwards(capfd):
+    code = lint_imports(str(REPOSITORY / "pyproject.toml"), no_cache=True)
+    assert code == 0, capfd.readouterr().out
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name)
+def test_a_file_is_read_in_one_sitting(path):
+    tree = ast.parse(path.read_text())
+    assert len(path.read_text().splitlines()) <= LONGEST_FILE
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            body = node.body[1:] if ast.get_docstring(node) else node.body
+            lines = node.end_lineno - body[0].lineno + 1 if body else 1
+            assert lines <= LONGEST_FUNCTION, f"{node.name}: {lines} lines under its docstring"
+
+
+def test_the_core_stays_small():
+    core = [path for path in MODULES
+            if path.relative_to(REPOSITORY / "minitron").parts[0] not in OUTSIDE_THE_CORE]
+    assert len(core) > 5
+    assert sum(len(path.read_text().splitlines()) for path in core) <= CORE_LINES
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name)
+def test_no_hidden_state(path):
+    """No default process group and no environment below the command line, no star imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            called = ast.unparse(node)
+            assert called not in ("dist.get_rank", "dist.get_world_size", "os.getenv")
+            if called == "os.environ":
+                assert name(path) in ENVIRONMENT_READERS
+        if isinstance(node, ast.ImportFrom):
+            assert node.names[0].name != "*"

@@ -1,0 +1,97 @@
+"""The README's commands, tree, table and pictures agree with what is there."""
+
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from minitron import cli, train
+from minitron.course import exercises
+
+REPOSITORY = Path(__file__).parents[2]
+README = (REPOSITORY / "README.md").read_text()
+BLOCKS = re.findall(r"```\n(.*?)```", README, flags=re.DOTALL)
+COMMANDS = [line.split("  #")[0].strip() for block in BLOCKS for line in block.splitlines()
+            if re.match(r"(make|minitron|torchrun|pip) ", line)]
+COMMANDS += re.findall(r"`((?:make|minitron) [^`]+)`", README)
+
+
+def test_there_are_commands_to_check():
+    assert "make test" in COMMANDS and "make train" in COMMANDS
+    assert len(COMMANDS) > 12
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("make ")])
+def test_make_knows_its_targets(command):
+    makefile = (REPOSITORY / "Makefile").read_text()
+    for target in command.split()[1:]:
+        assert re.search(rf"^{target}:.*## ", makefile, flags=re.MULTILINE), target
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith(("minitron", "torchrun"))])
+def test_commands_are_understood(command, monkeypatch):
+    """Each command line is parsed by the real parser, down to the call that would do the work."""
+    monkeypatch.chdir(REPOSITORY)
+    words = shlex.split(command.replace("torchrun -m minitron.train", "minitron train"))[1:]
+    assert words[0] in cli.COMMANDS
+    if words[0] == "train" and "--help" not in words and "--run-dir" not in words:
+        options = train.read_options(words[1:])
+        assert options.file and options.file.is_file()
+    if words[0] == "data":
+        corpus = cli.read_corpus(words[1:])
+        assert callable(corpus.make)
+    if words[0] in ("check", "hint", "reset", "solution"):
+        assert exercises.find(words[1]).id == words[1]
+
+
+def test_the_test_command_is_what_ci_runs():
+    ci = (REPOSITORY / ".ci" / "run").read_text().splitlines()
+    assert any(line.split("#")[0].strip() == "make test" for line in ci)
+
+
+def test_links_and_pictures_exist():
+    links = re.findall(r"\]\((?!http)([^)#]+)\)", README)
+    assert len(links) > 5
+    for link in links:
+        assert (REPOSITORY / link).exists(), link
+
+
+def test_pictures_say_what_they_show():
+    for alt in re.findall(r"!\[([^\]]*)\]", README):
+        assert len(alt) > 40
+
+
+def test_the_tree_names_every_module_and_nothing_else():
+    tree = next(block for block in BLOCKS if "\nminitron/\n" in block)
+    above, inside = re.split(r"^minitron/\n", tree, flags=re.MULTILINE)
+    for line in above.splitlines():
+        assert (REPOSITORY / line.split()[0]).is_dir(), line
+    listed = {line.split()[0] for line in inside.splitlines()}
+    modules = {str(path.relative_to(REPOSITORY / "minitron"))
+               for path in (REPOSITORY / "minitron").rglob("*.py")}
+    described = {m for m in modules
+                 if not m.startswith("course/graders/") and not m.endswith("__init__.py")}
+    assert listed == described | {"course/graders/"}
+
+
+def test_the_layers_are_those_that_are_enforced():
+    contract = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["importlinter"]
+    layers = [[module.strip() for module in layer.split("|") if "(" not in module]
+              for layer in contract["contracts"][0]["layers"]]
+    drawn = next(block for block in BLOCKS if block.startswith("cli"))
+    shown = [[module.strip() for module in line[:45].split("|")] for line in drawn.splitlines()]
+    assert shown == [layer for layer in layers if layer]
+
+
+def test_the_table_has_a_row_for_every_chapter():
+    chapters = sorted(path.name for path in (REPOSITORY / "chapters").glob("ch*.ipynb"))
+    rows = re.findall(r"^\| \[\d+ .*?\]\(chapters/(.*?)\).*\[(\d+\.\d+) to (\d+\.\d+)\]"
+                      r"\(exercises/(.*?)\)", README, flags=re.MULTILINE)
+    assert [row[0] for row in rows] == chapters
+    for notebook, first, last, file in rows:
+        ids = [exercise.id for exercise in exercises.select([first.split(".")[0]])]
+        assert (first, last) == (ids[0], ids[-1])
+        assert file == notebook.replace(".ipynb", ".py")
+        assert (REPOSITORY / "exercises" / file).exists()

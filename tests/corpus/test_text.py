@@ -1,0 +1,171 @@
+import numpy as np
+import pytest
+
+from minitron.config import ConfigError
+from minitron.corpus.folder import END, load_tokenizer, read_corpus_info
+from minitron.corpus.text import train_tokenizer, write_documents, write_python, write_text
+from minitron.dataset import open_shard
+
+WORDS = "the quick brown fox jumps over the lazy dog and the dog sleeps"
+
+
+@pytest.fixture
+def texts(tmp_path):
+    folder = tmp_path / "texts"
+    (folder / "deep").mkdir(parents=True)
+    for index in range(20):
+        place = folder / "deep" if index % 2 else folder
+        (place / f"{index:02d}.txt").write_text(f"file {index}: {WORDS}\n" * 5)
+    (folder / "notes.md").write_text("# not asked for\n")
+    return folder
+
+
+def tokens_of(folder, split) -> list[int]:
+    return np.concatenate([open_shard(p) for p in sorted(folder.glob(f"{split}_*.bin"))]).tolist()
+
+
+def text_of(folder, split) -> str:
+    return load_tokenizer(folder).decode(tokens_of(folder, split), skip_special_tokens=False)
+
+
+# --- The tokenizer --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [WORDS, " leading  and trailing \n\n", "tab\there\r\n", "naïve café", "日本語", "🙂", ""],
+)
+def test_any_text_reads_back_also_bytes_never_seen(text):
+    tokenizer = train_tokenizer([WORDS], 300)
+    ids = tokenizer.encode(text).ids
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+def test_merges_make_text_shorter_and_end_is_one_token():
+    tokenizer = train_tokenizer([WORDS] * 5, 300)
+    assert len(tokenizer.encode(WORDS).ids) < len(WORDS) / 2
+    assert len(train_tokenizer([WORDS], 257).encode(WORDS).ids) == len(WORDS)
+    assert tokenizer.token_to_id(END) == 0
+    assert tokenizer.get_vocab_size() <= 300
+
+
+# --- Files ----------------------------------------------------------------------------------------
+
+
+def test_every_file_is_in_exactly_one_split(texts, tmp_path):
+    info = write_text([texts], tmp_path / "data", vocab_size=300, val_share=0.1)
+    assert info == read_corpus_info(tmp_path / "data")
+    assert info["kind"] == "text" and 257 < info["vocab_size"] <= 300
+    assert info["documents"] == 20
+
+    train = text_of(tmp_path / "data", "train").split(END)
+    val = text_of(tmp_path / "data", "val").split(END)
+    assert train.pop() == val.pop() == ""  # <end> stands after each, the last one too
+    assert (len(train), len(val)) == (18, 2)
+    originals = [path.read_text() for path in texts.rglob("*.txt")]
+    assert sorted(train + val) == sorted(originals)
+    assert info["characters"] == sum(map(len, originals))
+    assert info["train_tokens"] == len(tokens_of(tmp_path / "data", "train"))
+    assert info["val_tokens"] == len(tokens_of(tmp_path / "data", "val"))
+
+
+def test_a_second_time_gives_the_same_bytes_and_no_stale_shards(texts, tmp_path):
+    write_text([texts], tmp_path / "a", vocab_size=300, shard_tokens=100)
+    assert len(list((tmp_path / "a").glob("train_*.bin"))) > 2
+    write_text([texts], tmp_path / "a", vocab_size=300)
+    write_text([texts], tmp_path / "b", vocab_size=300)
+    for name in sorted(path.name for path in (tmp_path / "a").iterdir()):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    assert len(list((tmp_path / "a").iterdir())) == 4
+
+
+def test_a_single_file_is_cut_in_two(tmp_path):
+    path = tmp_path / "one.log"
+    path.write_text(WORDS * 20)
+    write_text([path], tmp_path / "data", vocab_size=300, val_share=0.25)
+    train, val = text_of(tmp_path / "data", "train"), text_of(tmp_path / "data", "val")
+    assert train.removesuffix(END) + val.removesuffix(END) == WORDS * 20
+    assert len(val.removesuffix(END)) == len(WORDS) * 5
+
+
+def test_two_files_give_one_to_each_split(tmp_path):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(name + WORDS)
+    write_text([tmp_path], tmp_path / "data", vocab_size=300)
+    assert text_of(tmp_path / "data", "train") == "a.txt" + WORDS + END
+    assert text_of(tmp_path / "data", "val") == "b.txt" + WORDS + END
+
+
+def test_the_pattern_chooses(texts, tmp_path):
+    write_text([texts], tmp_path / "data", vocab_size=300, pattern="*.md", val_share=0.5)
+    assert text_of(tmp_path / "data", "train").startswith("# not")
+
+
+# --- What a user can get wrong --------------------------------------------------------------------
+
+
+def test_a_missing_path(tmp_path):
+    with pytest.raises(ConfigError, match="nowhere: there is no such file or directory"):
+        write_text([tmp_path / "nowhere"], tmp_path / "data")
+
+
+def test_no_file_matches(texts, tmp_path):
+    with pytest.raises(ConfigError, match=r"texts: no file matches \*.rst in it or below"):
+        write_text([texts], tmp_path / "data", pattern="*.rst")
+
+
+def test_only_empty_files(tmp_path):
+    (tmp_path / "a.txt").write_text("")
+    with pytest.raises(ConfigError, match="1 files, all empty"):
+        write_text([tmp_path], tmp_path / "data")
+
+
+def test_a_file_that_is_not_utf8(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9 noir")
+    with pytest.raises(ConfigError, match="a.txt: byte 3 is not UTF-8"):
+        write_text([tmp_path], tmp_path / "data")
+
+
+@pytest.mark.parametrize("vocab_size", [256, 65_536])
+def test_a_vocabulary_that_cannot_be(texts, tmp_path, vocab_size):
+    with pytest.raises(ConfigError, match=f"vocab_size = {vocab_size}: must be from 257 .* 65535"):
+        write_text([texts], tmp_path / "data", vocab_size=vocab_size)
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize("val_share", [0.0, 1.0])
+def test_a_share_that_leaves_a_split_empty(val_share, tmp_path):
+    with pytest.raises(ConfigError, match=f"val_share = {val_share}: must be between 0 and 1"):
+        write_documents([WORDS], tmp_path, "text", 300, val_share)
+
+
+def test_one_character_cannot_be_split(tmp_path):
+    with pytest.raises(ConfigError, match="1 characters are too few"):
+        write_documents(["x"], tmp_path, "text", 300, 0.1)
+
+
+# --- The standard library -------------------------------------------------------------------------
+
+
+def test_python_sources_without_tests_up_to_a_size(tmp_path):
+    library = tmp_path / "lib"
+    for name in ("a.py", "b/c.py", "b/test/d.py", "site-packages/e.py", "z.py"):
+        (library / name).parent.mkdir(parents=True, exist_ok=True)
+        (library / name).write_text(f"# {name}\n" * 10)
+    (library / "empty.py").write_text("")
+    # 70 + 90 bytes of a.py and b/c.py: z.py no longer fits, and what is left out does not count.
+    write_python(tmp_path / "data", vocab_size=300, max_bytes=170, library=library)
+    written = text_of(tmp_path / "data", "train") + text_of(tmp_path / "data", "val")
+    assert written == "# a.py\n" * 10 + END + "# b/c.py\n" * 10 + END
+
+
+def test_the_running_python_has_sources(tmp_path):
+    info = write_python(tmp_path / "data", vocab_size=400, max_bytes=150_000)
+    assert info["kind"] == "python"
+    assert 50_000 < info["characters"] <= 150_000
+    assert "import" in text_of(tmp_path / "data", "train")
+
+
+def test_a_python_without_sources(tmp_path):
+    with pytest.raises(ConfigError, match="came without its sources"):
+        write_python(tmp_path / "data", library=tmp_path)

@@ -1,0 +1,210 @@
+"""Checking survives whatever a learner's file does, and says it in a sentence."""
+
+import re
+import shutil
+
+import pytest
+
+from minitron.config import ConfigError
+from minitron.course import check as checking
+from minitron.course import graders
+from minitron.course.check import check, run_check, run_solution, run_status, solution, status
+from minitron.course.exercises import ROOT, known, make_stub
+
+SOURCE = ROOT / "solutions" / "ch01_single_gpu.py"
+FILE = "exercises/ch01_single_gpu.py"
+RAISE = re.compile(r'    raise NotImplementedError\("Exercise 1\.4 .*\n')
+
+
+@pytest.fixture
+def root(tmp_path):
+    """A clone of solutions/ and exercises/, as handed out."""
+    shutil.copytree(ROOT / "solutions", tmp_path / "solutions")
+    (tmp_path / "exercises").mkdir()
+    write(tmp_path, make_stub(SOURCE.read_text(), SOURCE.stem))
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def solved_once(tmp_path_factory):
+    """A clone whose exercises are all solved, and the report of checking them."""
+    folder = tmp_path_factory.mktemp("solved")
+    shutil.copytree(ROOT / "solutions", folder / "solutions")
+    (folder / "exercises").mkdir()
+    write(folder, SOURCE.read_text())
+    return folder, check("1", root=folder)
+
+
+@pytest.fixture
+def solved(solved_once, tmp_path):
+    """A copy of it, with the record of what passed."""
+    return shutil.copytree(solved_once[0], tmp_path / "solved")
+
+
+def write(root, text):
+    (root / FILE).write_text(text)
+
+
+def answer(root, body):
+    """Put `body` where the stub of exercise 1.4 raises."""
+    text, count = RAISE.subn(lambda _: f"{body}\n", (root / FILE).read_text())
+    assert count == 1
+    write(root, text)
+
+
+def count_processes(monkeypatch):
+    started = []
+    run_grader = checking._run_grader
+    monkeypatch.setattr(checking, "_run_grader",
+                        lambda exercise, *rest: started.append(exercise.id)
+                        or run_grader(exercise, *rest))
+    return started
+
+
+# Each case: what the learner wrote for 1.4, and what the report must say.
+DEADLY = {
+    "endless loop": ("    while True:\n        pass", ["still running", "at line ", "loop"]),
+    "os._exit(0)": ("    import os\n    os._exit(0)", ["exit code 0", "before the grading did"]),
+    "crash": ("    import ctypes\n    ctypes.string_at(0)", ["SIGSEGV", "at line "]),
+    "flood": ("    while True:\n        print('flood' * 1000)", ["still running", "and more"]),
+    "reads input": ("    return input()", ["EOFError", "return input()"]),
+}
+WRONG = {
+    "exit": ("    exit()", ["SystemExit", "exit() ends Python"]),
+    "syntax error": ("    return (1,", ["SyntaxError", "line "]),
+    "error": ("    return {}[tokens_per_step]",
+              ["KeyError: 65536", "return {}[tokens_per_step]", "tokens_per_step=65536"]),
+    "recursion": ("    return plan_batch(1, 1, 1, 1)", ["RecursionError"]),
+    "wrong type": ("    return None", ["it returned None", "a tuple of two integers"]),
+}
+
+
+@pytest.mark.parametrize(("body", "says"), DEADLY.values(), ids=DEADLY)
+def test_what_ends_or_blocks_the_process_gives_a_sentence(root, body, says):
+    answer(root, body)
+    report = check("1.4", root=root, timeout=2)
+    assert not report.passed
+    assert_one_screen(repr(report), says)
+
+
+@pytest.mark.parametrize(("body", "says"), WRONG.values(), ids=WRONG)
+def test_what_raises_or_is_wrong_gives_a_sentence(root, body, says):
+    answer(root, body)
+    exercise = known(root)["1.4"]
+    result = checking.Result(exercise, graders.grade_file(exercise, root / FILE))
+    assert not result.passed
+    assert_one_screen(str(result), says)
+
+
+def assert_one_screen(text, says):
+    assert all(part in text for part in says), text
+    assert text.startswith("Exercise 1.4, Planning the batch: not yet")
+    assert "minitron hint 1.4" in text
+    assert len(text.splitlines()) <= 24
+    # the learner's own lines only
+    assert "site-packages" not in text and "minitron/course" not in text
+
+
+def test_an_error_at_import_names_the_line(root):
+    write(root, "import math\nmath.cosine\n")
+    text = repr(check("1.4", root=root))
+    assert "ch01_single_gpu.py, line 2" in text and "AttributeError" in text
+
+
+def test_a_missing_function_and_a_missing_file(root):
+    write(root, "import math\n")
+    text = str(check("1.4", root=root))
+    assert "defines no plan_batch" in text and "minitron reset 1.4" in text
+    (root / FILE).unlink()
+    text = str(check("1.4", root=root))
+    assert f"there is no file {FILE}" in text and "minitron reset 1.4" in text
+
+
+def test_a_stub_is_recognised_without_a_process(root, monkeypatch):
+    started = count_processes(monkeypatch)
+    report = check("1", root=root)
+    assert not report.passed and len(report.results) == 4
+    assert str(report).count(": to do") == 4
+    assert started == []
+
+
+def test_one_of_two_functions_written(root):
+    text = (root / FILE).read_text()
+    write(root, text + "\n\ndef num_parameters(model):\n    return 5\n")
+    exercise = known(root)["1.3"]
+    assert "5 parameters, not" in graders.grade_file(exercise, root / FILE).seen
+
+    ours, stubs = SOURCE.read_text(), text
+    start = "def training_flops_per_token"
+    write(root, ours[:ours.index(start)] + stubs[stubs.index(start):])
+    verdict = graders.grade_file(exercise, root / FILE)
+    assert verdict.state == "unsolved"
+    assert verdict.seen == "training_flops_per_token is still the stub"
+
+
+def test_a_chapter_of_right_answers_passes(solved_once, monkeypatch):
+    root, report = solved_once
+    assert report.passed and [r.exercise.id for r in report.results] == ["1.1", "1.2", "1.3", "1.4"]
+    assert "--use 1.1" in str(report.results[0]) and "--use" not in str(report.results[3])
+
+    started = count_processes(monkeypatch)
+    assert "4 of 4 passed" in status(root) and "next" not in status(root)
+    assert started == []
+
+
+def test_a_report_shows_in_a_notebook_what_the_learner_printed(root):
+    answer(root, "    print('<b>sizes</b>')\n    return 0, 0")
+    report = check("1.4", root=root)
+    assert "<b>sizes</b>" in repr(report)
+    page = report._repr_html_()
+    assert "&lt;b&gt;sizes" in page and "<b>" not in page and "<pre" in page
+
+
+def test_status_is_derived_from_the_files(root, monkeypatch):
+    assert "0 of 4 passed" in status(root)
+    started = count_processes(monkeypatch)
+    answer(root, "    return 1, 1")
+    for _ in range(2):
+        assert "1.4   not yet" in status(root)
+    assert started == ["1.4"]  # the second time from the record of the first
+
+    (root / ".minitron" / "checks.json").write_text("{not json")
+    assert "0 of 4 passed" in status(root)
+    assert started == ["1.4", "1.4"]
+
+
+def test_a_record_of_a_pass_is_worthless_after_an_edit(solved):
+    root = solved
+    assert "1.4   passed" in status(root)
+    write(root, make_stub(SOURCE.read_text(), SOURCE.stem))
+    assert "1.4   to do" in status(root)
+    answer(root, "    return 1, 1")
+    assert "1.4   not yet" in status(root)
+
+
+def test_the_solution_is_withheld_until_a_pass(root, solved):
+    with pytest.raises(ConfigError, match="1.4, .* has not passed: .*--give-up"):
+        solution("1.4", root=root)
+    given = solution("1.4", give_up=True, root=root)
+    assert given.startswith("# Exercise 1.4 |") and "per_rank =" in given
+    assert "SOLUTION" not in given and "learning_rate" not in given
+
+    assert solution("1.4", root=solved) == given
+    assert solution("1.2", root=solved).count("# Exercise") == 1
+
+
+def test_exit_codes(root, solved, capsys):
+    assert run_check(["1.4"], root=root) == 1
+    assert run_check(["1.4"], root=solved) == 0
+    assert run_solution("1.4", root=solved) == 0
+    printed = capsys.readouterr().out
+    assert ": to do" in printed and "Exercise 1.4, Planning the batch: passed" in printed
+    with pytest.raises(ConfigError, match="known are"):
+        run_check(["7.7"], root=root)
+
+
+def test_run_status_prints_every_exercise(root, capsys):
+    assert run_status(root) == 0
+    printed = capsys.readouterr().out
+    assert all(exercise.title in printed for exercise in known().values())
+    assert "next: exercises/ch01_single_gpu.py" in printed

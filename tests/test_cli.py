@@ -1,0 +1,99 @@
+"""The command as it is typed: exit codes, one line for a mistake, nothing lost."""
+
+import subprocess
+import sys
+
+import pytest
+
+from minitron import cli, command_line
+from minitron.config import ConfigError
+
+
+def minitron(*words: str, cwd=None) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "minitron.cli", *words], cwd=cwd, text=True,
+                          capture_output=True, timeout=120)
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["trian"], "unknown command 'trian'; did you mean train?"),
+    (["train", "configs/nope.toml"], "configs/nope.toml: there is no such file"),
+    (["train", "--model.widht", "3"], "--model.widht, 3; did you mean --model.width?"),
+    (["train", "--model.width", "x"], "--model.width: invalid literal for int()"),
+    (["train", "--model.width", "130"], "model.width = 130 is not a multiple of model.num_heads"),
+    (["train", "--model.family", "bert"], "'bert' for argument '--model.family'"),
+    (["train", "--model.width"], "Missing value for argument '--model.width'"),
+    (["train", "--data.path", "/nowhere"], "/nowhere: no train_*.bin here; `minitron data"),
+    (["train", "--use", "9.9"], "exercise '9.9' does not exist"),
+    (["data"], "Expected one of {stories, text, python, fineweb}"),
+    (["data", "stories", "--num-tokens", "0"], "num_tokens = 0: must be greater than 0"),
+    (["data", "text"], "no path given"),
+    (["data", "text", "/nowhere"], "/nowhere: there is no such file or directory"),
+    (["check", "77"], "exercise '77' does not exist"),
+    (["hint"], "Missing"),
+    (["hint", "1.1", "--level", "9"], "9"),
+    (["status", "now"], "takes no argument, not now"),
+])
+def test_a_mistake_is_one_line_and_exit_code_2(words, message, tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        cli.dispatch(words)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+
+
+def test_the_process_prints_it_and_exits_with_2(tmp_path):
+    result = minitron("train", "nope.toml", cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr == "minitron: nope.toml: there is no such file\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unexpected_fault_keeps_its_traceback(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["minitron"])
+
+    def fault(args):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        command_line.run(fault)
+
+
+def test_help_lists_every_command_and_every_field(capsys):
+    assert cli.dispatch([]) == 0
+    usage = capsys.readouterr().out
+    assert all(f"\n  {name}" in usage for name in cli.COMMANDS)
+    with pytest.raises(SystemExit) as stop:
+        cli.dispatch(["train", "--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert "--model.num-layers INT" in text and "--run-dir" in text and "--use" in text
+
+
+def test_data_then_train_then_the_report(tmp_path, monkeypatch, capsys):
+    """The whole way on a tiny model: data, training, report, figure."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.dispatch(["data", "stories", "--num-tokens", "20000"]) == 0
+    (tmp_path / "tiny.toml").write_text(
+        "[model]\nnum_layers = 1\nwidth = 16\nnum_heads = 1\nnum_kv_heads = 1\nffn_width = 16\n"
+        "[train]\nsteps = 3\nglobal_batch_size = 2\nmicro_batch_size = 2\neval_sequences = 4\n"
+        "device = 'cpu'\n"
+    )
+    assert cli.dispatch(["train", "tiny.toml"]) == 0
+    printed = capsys.readouterr().out
+    for promise in ("A story by your model", "grammatical", "consistent", "lowest possible",
+                    "runs/tiny", "minitron data python"):
+        assert promise in printed
+    run = tmp_path / "runs" / "tiny"
+    assert (run / "loss_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert "% of the sentences" in (run / "report.txt").read_text()
+
+
+def test_text_is_trained_on_and_sampled(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("the cat sat on the mat. " * 400)
+    assert cli.dispatch(["data", "text", "a.txt", "--vocab-size", "270"]) == 0
+    words = ["train", "--data.path", "data/text", "--data.sequence-length", "16",
+             "--train.steps", "2", "--train.device", "cpu", "--run-dir", "mine"]
+    assert cli.dispatch(words) == 0
+    assert "A text by your model" in capsys.readouterr().out
+    assert (tmp_path / "mine" / "loss_curve.png").exists()
