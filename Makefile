@@ -45,4 +45,4 @@ benchmark: setup ## Compare with transformers in one run
 	$(BIN)/python benchmarks/single_device.py
 
 clean: ## Remove the environment and what runs have made (data/, runs/)
-	rm -rf .venv data runs .minitron slides/build
+	rm -rf .venv data runs .minitron slides/build slides/node_modules

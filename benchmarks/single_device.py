@@ -22,7 +22,7 @@ from torch import Tensor
 
 from minitron import cost
 from minitron.config import ModelConfig, TrainConfig
-from minitron.measure.clock import peak_flops, synchronize
+from minitron.measure.clock import Clock, peak_flops, synchronize
 from minitron.model.transformer import Transformer, initialise
 from minitron.step import low_precision, make_optimizer, train_step
 
@@ -144,10 +144,11 @@ def compare(family, config, batch_size, S, device, compiled, rounds, peak) -> st
 
     ratio = statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
     speeds = [batch_size * S / statistics.median(seconds) for seconds in (ours, theirs)]
-    mfu = speeds[0] * cost.training_flops_per_token(config, S) / peak.flops
+    mfu = Clock(cost.training_flops_per_token(config, S), peak, device).mfu(speeds[0])
+    share = "unknown" if mfu is None else f"{100 * mfu:.1f} %"
     return (
         f"| {family} | {cost.num_parameters(config) / 1e6:.1f} M | {'yes' if compiled else 'no'} "
-        f"| {speeds[0]:,.0f} | {speeds[1]:,.0f} | {ratio:.2f} | {100 * mfu:.1f} % |"
+        f"| {speeds[0]:,.0f} | {speeds[1]:,.0f} | {ratio:.2f} | {share} |"
     )
 
 

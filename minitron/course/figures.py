@@ -139,9 +139,7 @@ def scaling(
     if limit is not None:
         edge, place, anchor = (top, 0.97, "top") if limit_is_above else (bottom, 0.03, "bottom")
         axes.axhspan(limit, edge, color=BAND, zorder=0)
-        axes.text(
-            0.01, place, limit_label, color=GREY, va=anchor, transform=axes.transAxes
-        )
+        axes.text(0.01, place, limit_label, color=GREY, va=anchor, transform=axes.transAxes)
     if predicted is not None:
         axes.plot(x, predicted, "--", color=BLACK, linewidth=1.5)
         _label_end(axes, x[-1], predicted[-1], predicted_label, BLACK)

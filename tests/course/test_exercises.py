@@ -2,7 +2,6 @@
 
 import ast
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -25,6 +24,7 @@ from minitron.course.exercises import (
 )
 from minitron.course.hints import NUM_LEVELS, hint, read_hints
 from minitron.course.reset import reset
+from tests.committed import committed_text
 
 SOURCES = sorted((ROOT / "solutions").glob("ch*.py"))
 EXERCISES = known()
@@ -43,11 +43,8 @@ def root(tmp_path):
 
 
 def handed_out(source):
-    """The committed exercises: git's, for a learner has edited the working file."""
-    name = f"exercises/{source.name}"
-    git = shutil.which("git") and subprocess.run(
-        ["git", "show", f":{name}"], cwd=ROOT, capture_output=True, text=True)
-    return git.stdout if git and git.returncode == 0 else (ROOT / name).read_text()
+    """The exercises as handed out; a learner has edited the working file."""
+    return committed_text(ROOT / "exercises" / source.name)
 
 
 def solution_lines(text):
