@@ -1,7 +1,8 @@
 """A decoder-only Transformer of the GPT and of the Llama family.
 
 The model runs on one device and knows nothing of ranks. It offers seams that a parallelism fills
-from outside: its `nn.Linear` and `nn.Embedding` layers by name, `attention_fn`, and `blocks`.
+from outside: its `nn.Linear` and `nn.Embedding` layers by name, `attention_fn`, `blocks`, and
+`run_blocks`, which calls them.
 
 Shapes, here and in the whole package, are what this rank holds:
 
@@ -35,6 +36,7 @@ class Transformer(nn.Module):
             self.position_embedding = nn.Embedding(config.max_sequence_length, config.width)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.run_blocks: Callable = run_in_order
         self.final_norm = make_norm(config)
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
         if config.tied_embedding:
@@ -56,10 +58,17 @@ class Transformer(nn.Module):
             rotation = rotary_table(positions, self.config, x.dtype)
         x = self.dropout(x)
 
-        for block in self.blocks:
-            x = block(x, rotation)
-
+        x = self.run_blocks(self.blocks, x, rotation)
         return self.head(self.final_norm(x))  # (B, S, V)
+
+
+def run_in_order(
+    blocks: nn.ModuleList, x: Tensor, rotation: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """Send x (B, S, D) through the blocks, one after the other."""
+    for block in blocks:
+        x = block(x, rotation)
+    return x
 
 
 class Block(nn.Module):
