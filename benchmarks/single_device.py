@@ -1,7 +1,7 @@
 """Our training step against the same model from `transformers`, side by side in one run.
 
-    python benchmarks/single_device.py                     # CPU: float32
-    python benchmarks/single_device.py --device cuda       # GPU: bf16 autocast, with and without compile
+    python benchmarks/single_device.py                  # CPU: float32
+    python benchmarks/single_device.py --device cuda    # GPU: bf16, with and without compile
 
 Both train the same architecture from the same weights' shapes on the same tokens with the same
 optimizer: forward, loss, backward, clip, fused AdamW. They take turns, round by round, so that a

@@ -25,7 +25,7 @@ from minitron.measure.clock import Clock, Speed, peak_flops
 from minitron.measure.metrics import MetricsLog
 from minitron.model.generate import generate
 from minitron.model.transformer import Transformer, initialise
-from minitron.process import Interruption, pick_device
+from minitron.process import Interruption, pick_device, require_one_process
 from minitron.step import learning_rate, low_precision, make_optimizer, summed_loss, train_step
 
 
@@ -257,6 +257,7 @@ def read_options(args: list[str], kind: type[TrainOptions] = TrainOptions) -> Tr
 
 def start(options: TrainOptions) -> Run:
     """Start or resume the run that `options` ask for, and say how to continue a stopped one."""
+    require_one_process()
     folder = options.run_dir or default_folder(options.file, options.resume)
     config = Config(options.model, options.data, options.train, options.parallel)
     run = train(config, folder, options.resume)

@@ -172,6 +172,14 @@ def test_a_device_that_is_not_there_is_refused(config, tmp_path, device):
         train.train(elsewhere, tmp_path / "run")
 
 
+def test_several_processes_are_refused_before_they_write(config, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    options = train.read_options(["--run-dir", str(tmp_path / "run")])
+    with pytest.raises(ConfigError, match="torchrun started 8 processes, this version trains with"):
+        train.start(options)
+    assert not (tmp_path / "run").exists()
+
+
 def test_bf16_trains_nearly_the_same(config, tmp_path):
     """bf16 keeps 8 bits: each rounding errs by up to 2^-9, and a loss comes after a few of them."""
     exact = train.train(config, tmp_path / "fp32")

@@ -662,8 +662,8 @@ print(f"weights, gradients and AdamW's two averages in float32: {held / 1e9:.0f}
 #
 # 1. A step is a forward pass, a backward pass of twice its FLOPs, and an update that does not
 #    depend on the number of tokens.
-# 2. The gradient's variance falls as $1/B$; beyond the critical batch more tokens per step are
-#    wasted, and the critical batch grows during training.
+# 2. The gradient's variance falls as $1/B$; beyond the critical batch more tokens per step
+#    buy little, and the critical batch grows during training.
 # 3. Accumulated gradients equal the large batch to the last digits if all micro-batches share one
 #    divisor, the number of tokens; a mean of means trains something else, and the loss hides it.
 # 4. The learning rate warms up, because the first steps are the least informed, and decays, because

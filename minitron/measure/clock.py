@@ -119,4 +119,4 @@ def measured_matmul_flops(
 def synchronize(device: torch.device) -> None:
     """Wait until the device has finished what was asked of it; the CPU always has."""
     if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)
+        torch.accelerator.synchronize(device)

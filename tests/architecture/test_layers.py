@@ -13,7 +13,9 @@ LONGEST_FUNCTION = 40
 CORE_LINES = 3500
 # what the course does not read line by line
 OUTSIDE_THE_CORE = ("measure", "plan", "course", "corpus", "cli.py", "command_line.py")
-ENVIRONMENT_READERS = ("minitron/command_line.py", "minitron/course/doctor.py")
+ENVIRONMENT_READERS = (
+    "minitron/command_line.py", "minitron/process.py", "minitron/course/doctor.py"
+)
 
 
 def name(path: Path) -> str:
