@@ -29,20 +29,27 @@ USAGE = """usage: minitron COMMAND [...]
 Positional = tyro.conf.Positional
 
 
-def train(args: list[str]) -> int:
-    """Train, then report. The options are those of `minitron.train`, and `--use`."""
-    from minitron import train
-    from minitron.course.exercises import use
-    from minitron.course.report import report
+def read_training(args: list[str]):
+    """Read the options of `minitron.train`, and `--use`."""
+    from minitron.train import TrainOptions, read_options
 
     @dataclass(frozen=True)
-    class Options(train.TrainOptions):
+    class LearnerOptions(TrainOptions):
         """Train a model as a TOML file says, with any field overridden."""
 
         use: tuple[str, ...] = ()
         """Exercises, such as 1.1 1.2, whose functions of yours the package shall run."""
 
-    options = train.read_options(args, Options)
+    return read_options(args, LearnerOptions)
+
+
+def train(args: list[str]) -> int:
+    """Train, then report."""
+    from minitron import train
+    from minitron.course.exercises import use
+    from minitron.course.report import report
+
+    options = read_training(args)
     with use(*options.use):
         run = train.start(options)
     if run.interruption.signal is None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from minitron import cli, train
+from minitron import cli
 from minitron.course import exercises
 
 REPOSITORY = Path(__file__).parents[2]
@@ -37,7 +37,7 @@ def test_commands_are_understood(command, monkeypatch):
     words = shlex.split(command.replace("torchrun -m minitron.train", "minitron train"))[1:]
     assert words[0] in cli.COMMANDS
     if words[0] == "train" and "--help" not in words and "--run-dir" not in words:
-        options = train.read_options(words[1:])
+        options = cli.read_training(words[1:])
         assert options.file and options.file.is_file()
     if words[0] == "data":
         corpus = cli.read_corpus(words[1:])
