@@ -3,7 +3,7 @@
     python benchmarks/single_device.py                  # CPU: float32
     python benchmarks/single_device.py --device cuda    # GPU: bf16, with and without compile
 
-Both train the same architecture from the same weights' shapes on the same tokens with the same
+Both train the same architecture, of the same shapes, on the same tokens with the same
 optimizer: forward, loss, backward, clip, fused AdamW. They take turns, round by round, so that a
 noisy machine disturbs both alike; the ratio is the median over the rounds. Results of a run go
 to benchmarks/results/ with the hardware, the versions and the command.

@@ -5,6 +5,7 @@ Layers are folders, techniques are files; imports go downwards only:
     cli                                 what you type
     course                              exercises, graders, figures, the doctor
     train                               the loop
+    run                                 what a run owns and saves
     checkpoint | corpus | step          save and load; where tokens come from; one step
     model | dataset | measure | process what is trained; which tokens; the instruments
     cost                                parameters and FLOPs as formulas

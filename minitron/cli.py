@@ -54,6 +54,8 @@ def train(args: list[str]) -> int:
         run = train.start(options)
     if run.interruption.signal is None:
         report(run)
+    elif options.use:
+        print(f"  and add --use {' '.join(options.use)} to go on with your functions")
     return train.exit_code(run)
 
 
@@ -72,6 +74,7 @@ class Stories:
         from minitron.corpus.stories import write_stories
 
         config.require_positive("data stories", self, "num_tokens")
+        config.require(self.seed >= 0, f"data stories.seed = {self.seed}: must be 0 or more")
         return write_stories(self.out, self.num_tokens, self.seed)
 
 

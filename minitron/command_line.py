@@ -54,6 +54,12 @@ def run(main: Callable[[list[str]], int]) -> None:
     except ConfigError as error:
         print(f"minitron: {error}", file=sys.stderr)
         code = 2
+    except KeyboardInterrupt:
+        print("minitron: interrupted", file=sys.stderr)
+        code = 130
+    except (PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError) as error:
+        print(f"minitron: {error.filename}: {error.strerror}; choose another path", file=sys.stderr)
+        code = 2
     except BrokenPipeError:  # the reader of our output, such as `head`, has left
         sys.stdout = None
         code = 0

@@ -131,6 +131,8 @@ class TrainConfig:
     """Largest global gradient norm; 0 switches clipping off."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Compute dtype; bf16 runs the forward under autocast, parameters stay fp32."""
+    recompute: Literal["none", "full", "selective", "sqrt"] = "none"
+    """Which activations are computed again in the backward pass instead of kept."""
     compile: bool = False
     """Run the model through torch.compile."""
     device: str = "auto"
@@ -157,6 +159,12 @@ class TrainConfig:
                      "weight_decay", "clip_norm", "min_learning_rate", "seed"):
             value = getattr(self, name)
             require(value >= 0, f"train.{name} = {value}: must be 0 or more")
+        require(
+            self.recompute == "none" or not self.compile,
+            f"train.recompute = {self.recompute} with train.compile = {self.compile}: a compiled "
+            "model decides itself what to keep; switch one of them off",
+        )
+        require(self.seed < 2**63, f"train.seed = {self.seed}: must be less than 2**63")
         for name in ("beta1", "beta2"):
             value = getattr(self, name)
             require(0 <= value < 1, f"train.{name} = {value}: must be from 0 to less than 1")

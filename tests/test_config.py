@@ -53,6 +53,7 @@ def test_every_config_of_ours_loads(path):
     ("[model]\nfamily = 'gpt'\nnum_kv_heads = 2\n", "grouped-query attention is llama's"),
     ("[model]\ndropout = 1.0\n", "model.dropout = 1.0"),
     ("[model]\nvocab_size = -1\n", "model.vocab_size = -1: must be 0 or more"),
+    ("[train]\nrecompute = 'full'\ncompile = true\n", "a compiled model decides itself"),
     ("[data]\nsequence_length = 500\n", "data.sequence_length = 500 is longer than "
                                         "model.max_sequence_length = 128"),
     ("[parallel]\ndp = 2\n", "parallel.dp = 2: this version trains on 1 device"),

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import math
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from minitron import run as run_module
 from minitron import train
 from minitron.config import Config, ConfigError, DataConfig, ModelConfig, TrainConfig
 from minitron.corpus.stories import write_stories
@@ -64,11 +67,19 @@ def test_a_run_learns_and_leaves_what_it_promises(config, tmp_path):
     assert len(list((run.folder / "checkpoints").iterdir())) == TRAIN.keep_checkpoints
 
 
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(config, tmp_path):
+@pytest.mark.parametrize(("device", "precision"), [
+    ("cpu", "fp32"),
+    ("cpu", "bf16"),
+    pytest.param("cuda", "bf16", marks=pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="needs a CUDA device")),
+])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(config, tmp_path, device, precision):
     """Dropout and a ragged last micro-batch included, so random state and position matter."""
+    settings = dataclasses.replace(TRAIN, device=device, precision=precision)
+    config = dataclasses.replace(config, train=settings)
     whole = train.train(config, tmp_path / "whole")
 
-    half = dataclasses.replace(config, train=dataclasses.replace(TRAIN, checkpoint_every=3))
+    half = dataclasses.replace(config, train=dataclasses.replace(settings, checkpoint_every=3))
     stopped = Run(half, tmp_path / "parts")
     log = train.MetricsLog(tmp_path / "parts" / "metrics.jsonl")
     for _ in range(7):  # as if killed after step 7, with step 6 saved
@@ -87,15 +98,15 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(config, tmp_path):
 
 
 def test_kill_9_and_resume_is_bit_identical(config, tmp_path):
-    steps = ["--train.steps", "40"]
+    steps = ["--train.steps", "300"]
     subprocess.run(command(config, tmp_path / "whole", *steps), check=True, timeout=120)
 
-    victim = subprocess.Popen(command(config, tmp_path / "killed", "--train.steps", "40"))
+    victim = subprocess.Popen(command(config, tmp_path / "killed", *steps))
     checkpoints = tmp_path / "killed" / "checkpoints"
     wait_for(lambda: checkpoints.is_dir() and any(checkpoints.glob("step_*.pt")), victim)
     victim.kill()
     victim.wait()
-    # on a fast machine the victim may have been done already; then there is nothing to resume
+    assert max(path.name for path in checkpoints.glob("step_*.pt")) < "step_00000300.pt"
     resume = ["--resume", "--run-dir", str(tmp_path / "killed")]
     subprocess.run([sys.executable, "-m", "minitron.train", *resume], check=True, timeout=120)
 
@@ -144,7 +155,7 @@ def test_runs_are_numbered(tmp_path, monkeypatch):
     assert train.default_folder(file, resume=True) == Path("runs/tiny")
     for name in ("tiny", "tiny-2"):
         (tmp_path / "runs" / name).mkdir(parents=True)
-        (tmp_path / "runs" / name / "metrics.jsonl").touch()
+        (tmp_path / "runs" / name / "metrics.jsonl").write_text("{}\n")
     assert train.default_folder(file, resume=False) == Path("runs/tiny-3")
     assert train.default_folder(file, resume=True) == Path("runs/tiny-2")
 
@@ -154,8 +165,49 @@ def test_resuming_as_another_model_is_refused(config, tmp_path):
     wider = dataclasses.replace(config, model=dataclasses.replace(MODEL, width=64))
     with pytest.raises(ConfigError, match=r"model.width = 64, but .* was trained with 32"):
         train.train(wider, tmp_path / "run", resume=True)
+    decayed = dataclasses.replace(config, train=dataclasses.replace(TRAIN, weight_decay=0.5))
+    with pytest.raises(ConfigError, match=r"train.weight_decay = 0.5, but .* with 0.1"):
+        train.train(decayed, tmp_path / "run", resume=True)
+    shorter = dataclasses.replace(config, train=dataclasses.replace(TRAIN, steps=5))
+    with pytest.raises(ConfigError, match=r"train.steps = 5, but .* is at step 12"):
+        train.train(shorter, tmp_path / "run", resume=True)
     longer = dataclasses.replace(config, train=dataclasses.replace(TRAIN, steps=14))
     assert train.train(longer, tmp_path / "run", resume=True).step == 14
+
+
+def test_resuming_on_other_tokens_is_refused(config, tmp_path):
+    for seed in (0, 1):
+        write_stories(tmp_path / "data", num_tokens=5_000, seed=seed)
+        own = dataclasses.replace(config, data=DataConfig(tmp_path / "data", 32))
+        if seed == 0:
+            train.train(own, tmp_path / "run")
+    with pytest.raises(ConfigError, match="holds other tokens than"):
+        train.train(own, tmp_path / "run", resume=True)
+    shutil.copytree(config.data.path, tmp_path / "copy")  # the same tokens elsewhere will do
+    train.train(config, tmp_path / "second")
+    moved = dataclasses.replace(config, data=DataConfig(tmp_path / "copy", 32))
+    assert train.train(moved, tmp_path / "second", resume=True).step == 12
+
+
+def test_a_diverged_run_stops_and_keeps_its_checkpoints(config, tmp_path, monkeypatch):
+    real = run_module.train_step
+
+    def diverge(forward, optimizer, *rest):
+        loss, norm = real(forward, optimizer, *rest)
+        steps.append(1)
+        return (loss * math.nan if len(steps) == 6 else loss), norm
+
+    steps = []
+    monkeypatch.setattr(run_module, "train_step", diverge)
+    with pytest.raises(ConfigError, match="loss of step 6 is nan: the run has diverged"):
+        train.train(config, tmp_path / "run")
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000004.pt"]
+
+
+def test_a_run_that_failed_before_its_first_step_leaves_its_folder_free(config, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    assert train.train(config, tmp_path / "run").step == 12
 
 
 def test_a_vocabulary_too_small_for_the_data_is_refused(config, tmp_path):
@@ -178,6 +230,15 @@ def test_several_processes_are_refused_before_they_write(config, tmp_path, monke
     with pytest.raises(ConfigError, match="torchrun started 8 processes, this version trains with"):
         train.start(options)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("policy", ["full", "selective", "sqrt"])
+def test_recomputation_trains_bit_identically(config, tmp_path, policy):
+    train.train(config, tmp_path / "plain")
+    again = dataclasses.replace(config, train=dataclasses.replace(TRAIN, recompute=policy))
+    train.train(again, tmp_path / "again")
+    columns = "step", "loss", "grad_norm"
+    assert trained(tmp_path / "again", *columns) == trained(tmp_path / "plain", *columns)
 
 
 def test_bf16_trains_nearly_the_same(config, tmp_path):
@@ -211,5 +272,11 @@ def test_the_options_of_a_file_are_overridden_and_a_saved_run_speaks_for_itself(
     options = train.read_options(["--resume", "--run-dir", str(tmp_path / "run")])
     assert options.model == dataclasses.replace(MODEL, vocab_size=options.model.vocab_size)
     assert (options.data, options.train) == (config.data, config.train)
+    assert train.read_options(["--resume", f"--run-dir={tmp_path / 'run'}"]).model == options.model
     with pytest.raises(ConfigError, match="there is no run to resume"):
         train.read_options(["--resume", "--run-dir", str(tmp_path / "nothing")])
+    with pytest.raises(ConfigError, match="tiny.toml: the TOML file must come first"):
+        train.read_options(["--train.steps", "9", str(file)])
+    (tmp_path / "run" / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="config.json: damaged"):
+        train.read_options(["--resume", "--run-dir", str(tmp_path / "run")])

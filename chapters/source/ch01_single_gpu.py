@@ -215,9 +215,9 @@ print(f"optimizer: {optimizer_ms / update:.0%} of the step")
 # </details>
 #
 # Both regimes meet at the **critical batch size**, where noise equals signal (McCandlish et al.
-# 2018, section 2.2). It can be measured: take the gradient of each sequence alone, then average
-# them in groups. We do it early in a training, after 50 steps; section 6 says what `train_step`
-# does.
+# 2018, section 2.2; measured from gradients alone, as here, they call it the *noise scale*). Take
+# the gradient of each of 512 held-out sequences alone, then average them in groups. We do it early
+# in a training, after 50 steps; section 6 says what `train_step` does.
 
 # %%
 def train_steps(num_steps, peak=0.01, warmup_steps=50, config=config, watch=None):
@@ -260,7 +260,7 @@ def noise_and_signal(gradients):
 
 
 # %%
-gradients = sequence_gradients(model, data.batch(100_000, 512))
+gradients = sequence_gradients(model, validation.batch(0, 512))
 noise, signal = noise_and_signal(gradients)
 
 sizes = [1, 2, 4, 8, 16, 32, 64]
@@ -558,8 +558,8 @@ show(loss_curve(rows, floor), alt=(
 ))
 
 # %% [markdown]
-# The dashed line is the entropy of the text as seen through windows of 64 tokens: no model of any
-# size gets below it. The curve comes down in two falls with a plateau between them. What was
+# The dashed line is the entropy of the text as seen through windows of 64 tokens, known to about
+# 1 %: no model of any size gets below it on average. The curve comes down in two falls with a plateau between them. What was
 # learned in the second one?
 
 # %% tags=["figure-copying"]
@@ -617,7 +617,7 @@ show(curves(steps, lines, "step", "loss on names seen before (nats)", predicted=
 # **Predict.** Section 4 measured the critical batch after 50 steps. Is it larger or smaller now?
 
 # %% tags=["output-critical"]
-late_noise, late_signal = noise_and_signal(sequence_gradients(model, data.batch(100_000, 512)))
+late_noise, late_signal = noise_and_signal(sequence_gradients(model, validation.batch(0, 512)))
 print("                      50 steps    600 steps")
 print(f"noise of a sequence  {noise:9.3f} {late_noise:12.3f}")
 print(f"signal |G|^2         {signal:9.4f} {late_signal:12.4f}")
@@ -628,7 +628,8 @@ print(f"critical batch       {critical:9,.0f} {late_critical:12,.0f} tokens")
 # <details><summary>Answer</summary>
 #
 # Much larger. The signal has nearly vanished, because little is left to learn that all sequences
-# agree on; the noise is still there. Late in training, large batches pay.
+# agree on; the noise is still there. By this measure a batch that was wasteful early is too small
+# late.
 #
 # </details>
 #
@@ -651,8 +652,7 @@ print(f"weights, gradients and AdamW's two averages in float32: {held / 1e9:.0f}
 # Hundreds of devices, if each keeps 40 % of its peak while it shares the work, which is
 # what the rest of the course is for. On a GPU two things differ from your CPU. Its operations run
 # after the call has returned, so a clock must wait for the device (`synchronize`) before it reads.
-# And its matrix units want bfloat16 and wide matrices: the ceiling of section 7 is higher there,
-# and the cost of small operations is, too.
+# And its matrix units want bfloat16 and wide matrices: small ones leave most of them idle.
 #
 # The next obstacle is not time, though. An H100 has 80 GB, and the last line above has counted no
 # activations yet: this model does not even fit. The next chapter counts its bytes.

@@ -32,6 +32,8 @@ def start_corpus(folder: Path, kind: str) -> None:
             present == kind,
             f"{folder} holds a corpus of kind {present}, not {kind}: choose another folder",
         )
+    # First what makes the folder a corpus: one that is interrupted must not look complete.
+    (folder / "corpus.json").unlink(missing_ok=True)
     # A longer run's train_007.bin would be read along with the new shards.
     for split in ("train", "val"):
         for path in folder.glob(f"{split}_*.bin"):
@@ -80,7 +82,8 @@ def read_corpus_info(folder: Path) -> dict:
     path = Path(folder) / "corpus.json"
     require(
         path.is_file(),
-        f"{path}: there is no such file; `minitron data stories` writes data/stories",
+        f"{path}: there is no such file, so the corpus is not complete; write it with "
+        "`minitron data`",
     )
     try:
         info = json.loads(path.read_text())
@@ -100,7 +103,12 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     Decode with `skip_special_tokens=False` to see where a document ends.
     """
     path = Path(folder) / "tokenizer.json"
-    return Tokenizer.from_file(str(path)) if path.is_file() else None
+    if not path.is_file():
+        return None
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises no narrower one
+        raise ConfigError(f"{path}: no tokenizer ({error}); write the corpus again") from None
 
 
 def end_of_document(tokenizer: Tokenizer) -> int:

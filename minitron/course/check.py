@@ -167,7 +167,9 @@ def _result(exercise: Exercise, root: Path) -> Result:
 def _key(exercise: Exercise, root: Path) -> str:
     chapter = exercise.chapter.split("_")[0]  # ch01: a grader may span several files
     grader_files = sorted(Path(graders.__file__).parent.glob(f"{chapter}_*.py"))
-    files = [root / exercise.file, root / exercise.solution_file, *grader_files]
+    package = sorted(path for folder in (".", "model", "measure")
+                     for path in Path(graders.__file__).parents[2].glob(f"{folder}/*.py"))
+    files = [root / exercise.file, root / exercise.solution_file, *grader_files, *package]
     contents = [path.read_bytes() if path.is_file() else b"" for path in files]
     return hashlib.sha256(b"\0".join(contents)).hexdigest()
 

@@ -6,7 +6,7 @@ from minitron.corpus.folder import read_corpus_info
 from minitron.corpus.stories import grammatical_share
 from minitron.course import figures
 from minitron.measure.metrics import read_metrics
-from minitron.train import Run
+from minitron.run import Run
 
 
 def report(run: Run) -> None:
@@ -62,11 +62,15 @@ def window_entropy(info: dict, sequence_length: int) -> float:
 
 
 def next_steps(kind: str, run: Run) -> str:
+    """What to type next, for this kind of corpus."""
     if kind == "stories":
         return (
             "Next: `make lab` opens chapter 1; or train on real text:\n"
             "  minitron data python\n"
             "  minitron train configs/python.toml"
         )
-    return f"Next: train on with more steps:\n  minitron train --resume --run-dir {run.folder} " \
-           f"--train.steps {2 * run.config.train.steps}"
+    return (
+        "Next: a longer run, or a deeper model:\n"
+        f"  minitron train configs/python.toml --data.path {run.config.data.path} "
+        f"--train.steps {4 * run.config.train.steps}"
+    )

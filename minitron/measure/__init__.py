@@ -1,1 +1,1 @@
-"""The instruments: clock (how fast, and how near the limit?)."""
+"""The instruments: clock (how fast, and how near the limit?), meter (which bytes are held?)."""

@@ -38,13 +38,13 @@ def test_documents_are_packed_in_order_into_shards(tmp_path, lengths, shards):
     assert [token for shard in written for token in shard] == tokens.tolist()
 
 
-def test_a_new_corpus_removes_the_old_shards_of_its_kind(tmp_path):
+def test_a_new_corpus_removes_the_old_one_of_its_kind(tmp_path):
     write_split(tmp_path, "train", [np.arange(30)], shard_tokens=10)
     write_corpus_info(tmp_path, "text", 300)
     (tmp_path / "notes.bin").write_bytes(b"the user's own")
 
     start_corpus(tmp_path, "text")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.json", "notes.bin"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.bin"]
 
 
 def test_another_kind_of_corpus_is_not_overwritten(tmp_path):
@@ -64,7 +64,7 @@ def test_corpus_info_reads_back(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "there is no such file; `minitron data stories`"),
+        (None, "there is no such file, so the corpus is not complete"),
         ("{", "not valid JSON"),
         ("[]", "kind is missing"),
         (json.dumps({"kind": "text"}), "vocab_size is missing or not of type int"),

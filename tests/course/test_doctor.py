@@ -116,7 +116,8 @@ def test_jupyter(monkeypatch):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    fails(doctor.check_jupyter(), "not installed", "make setup")
+    missing = doctor.check_jupyter()  # a GPU node trains without it
+    assert missing.ok and "not installed" in missing.seen
 
 
 CHECKS = [name for name in vars(doctor) if name.startswith("check_")]

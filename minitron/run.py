@@ -1,0 +1,166 @@
+"""A run: everything it owns, one step of it, and what its checkpoint holds."""
+
+import dataclasses
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from minitron import checkpoint
+from minitron.config import Config, require, to_dict
+from minitron.corpus.folder import end_of_document, load_tokenizer, read_corpus_info
+from minitron.dataset import TokenDataset
+from minitron.model.generate import generate
+from minitron.model.recompute import RECOMPUTE_POLICIES
+from minitron.model.transformer import Transformer, initialise
+from minitron.process import pick_device
+from minitron.step import learning_rate, low_precision, make_optimizer, summed_loss, train_step
+
+
+class Run:
+    """A model in training: what it owns, one step of it, and what a checkpoint holds.
+
+    Raises ConfigError if data, model and device do not fit together.
+    """
+
+    def __init__(self, config: Config, folder: Path):
+        S = config.data.sequence_length
+        self.dataset = TokenDataset(config.data.path, "train", S, config.train.seed)
+        self.validation = TokenDataset(config.data.path, "val", S, seed=None)
+
+        self.config = config = with_vocabulary_of_data(config)
+        self.folder = folder
+        self.device = pick_device(config.train.device)
+        torch.manual_seed(config.train.seed)  # dropout; the weights have seeds of their own
+
+        self.model = Transformer(config.model).to(self.device)
+        initialise(self.model, config.train.seed)
+        RECOMPUTE_POLICIES[config.train.recompute](self.model)
+        self.optimizer = make_optimizer(self.model, config.train, self.device)
+        self.forward = self.model
+        if config.train.precision == "bf16":
+            self.forward = low_precision(self.model, self.device)
+        if config.train.compile:
+            self.forward = torch.compile(self.forward)
+
+        self.step = 0  # optimizer steps done
+        self.position = 0  # samples read
+
+    def train_step(self) -> dict:
+        """Take one step; returns its row of the log, with loss and norm still on the device."""
+        config = self.config.train
+        rate = learning_rate(
+            self.step, config.learning_rate, config.min_learning_rate, config.warmup_steps,
+            config.steps,
+        )
+        batch = self.dataset.batch(self.position, config.global_batch_size)
+        loss, grad_norm = train_step(
+            self.forward, self.optimizer, self.micro_batches(batch), rate, config.clip_norm
+        )
+        self.step += 1
+        self.position += config.global_batch_size
+        return {"step": self.step, "loss": loss, "learning_rate": rate, "grad_norm": grad_norm,
+                "tokens": self.tokens}
+
+    @property
+    def tokens(self) -> int:
+        """Target tokens trained on so far."""
+        return self.position * self.config.data.sequence_length
+
+    def micro_batches(self, batch: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Cut (GBS, S+1) tokens into (inputs, targets); the last micro-batch may be smaller."""
+        parts = batch.to(self.device).split(self.config.train.micro_batch_size)
+        return [(part[:, :-1], part[:, 1:]) for part in parts]
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean loss over the first `eval_sequences` validation sequences, nats per token."""
+        num_sequences = min(self.config.train.eval_sequences, self.validation.num_samples)
+        batch = self.validation.batch(0, num_sequences)
+        self.model.eval()
+        losses = [summed_loss(self.forward(inputs), targets)
+                  for inputs, targets in self.micro_batches(batch)]
+        self.model.train()
+        return float(sum(losses)) / batch[:, 1:].numel()
+
+    def sample(self, num_texts: int, num_tokens: int) -> list[str]:
+        """Texts that the model writes after an end-of-document token; [] without a tokenizer."""
+        tokenizer = load_tokenizer(self.config.data.path)
+        if tokenizer is None:
+            return []
+        prompt = torch.full((num_texts, 1), end_of_document(tokenizer), device=self.device)
+        tokens = generate(self.model, prompt, num_tokens, seed=self.config.train.seed)
+        return tokenizer.decode_batch(tokens[:, 1:].tolist(), skip_special_tokens=False)
+
+    def save(self) -> Path:
+        """Write everything the next step depends on."""
+        random_states = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            random_states["cuda"] = torch.cuda.get_rng_state(self.device)
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "step": self.step,
+            "position": self.position,
+            "random_states": random_states,
+            "config": to_dict(self.config),
+            "fingerprint": self.dataset.fingerprint(),
+        }
+        folder = self.folder / "checkpoints"
+        return checkpoint.save(folder, self.step, state, self.config.train.keep_checkpoints)
+
+    def restore(self) -> None:
+        """Continue exactly where the newest checkpoint was written."""
+        state = checkpoint.load_latest(self.folder / "checkpoints")
+        require_same_training(state, self)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.position = state["step"], state["position"]
+        torch.set_rng_state(state["random_states"]["cpu"])
+        if self.device.type == "cuda" and "cuda" in state["random_states"]:
+            torch.cuda.set_rng_state(state["random_states"]["cuda"], self.device)
+
+
+def with_vocabulary_of_data(config: Config) -> Config:
+    """Fill in `model.vocab_size` from the data, or check that the data's tokens fit in it."""
+    data_size = read_corpus_info(config.data.path)["vocab_size"]
+    model_size = config.model.vocab_size
+    require(
+        model_size == 0 or model_size >= data_size,
+        f"model.vocab_size = {model_size} is smaller than the {data_size} tokens of "
+        f"{config.data.path}: set it to 0 or to at least {data_size}",
+    )
+    if model_size > 0:
+        return config
+    return dataclasses.replace(
+        config, model=dataclasses.replace(config.model, vocab_size=data_size)
+    )
+
+
+MAY_CHANGE = {"steps", "log_every", "eval_every", "eval_sequences", "checkpoint_every",
+              "keep_checkpoints", "device", "recompute"}
+"""Fields of TrainConfig that a resumed run may be given anew: no step is computed differently."""
+
+
+def require_same_training(state: dict, run: Run) -> None:
+    """Raise ConfigError if the run would not continue what the checkpoint's `state` was."""
+    saved, asked = state["config"], to_dict(run.config)
+    fixed = [("model", key) for key in saved["model"]] + [("data", "sequence_length")]
+    fixed += [("train", key) for key in saved["train"] if key not in MAY_CHANGE]
+    for section, key in fixed:
+        before, now = saved[section][key], asked[section][key]
+        require(
+            before == now,
+            f"{section}.{key} = {now}, but {run.folder} was trained with {before}: "
+            f"set it to {before}, or start a new run without --resume",
+        )
+    require(
+        state["fingerprint"] == run.dataset.fingerprint(),
+        f"{run.config.data.path}: holds other tokens than {run.folder} was trained on; "
+        "write the same corpus again, or start a new run without --resume",
+    )
+    require(
+        state["step"] <= run.config.train.steps,
+        f"train.steps = {run.config.train.steps}, but {run.folder} is at step {state['step']}: "
+        "ask for more steps",
+    )

@@ -1,0 +1,160 @@
+"""Exercises of chapter 3: recompute activations instead of keeping them.
+
+Write a function's body, save, and ask `minitron check 3.1`, or check("3.1") in a notebook.
+Stuck: `minitron hint 3.1`, three levels. Start again: `minitron reset 3.1`. The exercises do not
+build on one another; take them in any order.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from minitron.config import ModelConfig
+
+
+# Exercise 3.1 | Recompute a function | 30 min | difficulty 3 | replaces minitron.model.recompute
+def recompute(function: Callable, *tensors: Tensor) -> Tensor:
+    """Call `function(*tensors)`, keep only `tensors`, and call it once more in the backward pass.
+
+    Values and gradients are those of the plain call. `function` returns one tensor.
+    It reads weights from its closure: they get their gradients too, added to what .grad holds,
+    also when none of `tensors` requires one. It may draw random numbers (dropout, on the CPU):
+    the replay must draw the same ones, and afterwards torch.get_rng_state() must be what it was
+    before the replay. Under torch.no_grad() it is the plain call. Autocast is left aside.
+
+    An autograd.Function is one way; write the class inside this function or above it. Nothing in
+    its `forward` is recorded; its `backward` runs with recording switched off.
+
+    Example: with w = 3 and x = 2, recompute(lambda x: w * x * x, x) is 12 and holds x alone.
+    backward() then calls the lambda again, sets x.grad = 12 and w.grad = 4.
+    """
+    ### BEGIN SOLUTION
+    class Replay(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, anchor, *tensors):
+            ctx.random_state = torch.get_rng_state()
+            ctx.save_for_backward(*tensors)
+            return function(*tensors)
+
+        @staticmethod
+        def backward(ctx, grad):
+            # detached: the backward pass below must stop at the inputs
+            inputs = [t.detach().requires_grad_(t.requires_grad) for t in ctx.saved_tensors]
+            present = torch.get_rng_state()
+            torch.set_rng_state(ctx.random_state)
+            with torch.enable_grad():
+                result = function(*inputs)
+            torch.set_rng_state(present)
+
+            torch.autograd.backward(result, grad)  # adds to the weights' .grad as well
+            return None, *(t.grad for t in inputs)
+
+    # The weights are invisible to autograd here: without an input that requires a gradient it
+    # would not call `backward`.
+    anchor = torch.empty(0, requires_grad=True)
+    return Replay.apply(anchor, *tensors)
+    ### END SOLUTION
+
+
+# Exercise 3.2 | Fit a byte budget | 25 min | difficulty 3 | replaces minitron.model.recompute
+def segments_for_budget(
+    activation_bytes: list[int], boundary_bytes: int, budget: int
+) -> list[int]:
+    """Choose segments that hold at most `budget` bytes at any time and replay the fewest blocks.
+
+    activation_bytes[i] is what block i keeps for its backward pass, its own input of
+    boundary_bytes included. The returned lengths cut the first blocks into segments, each
+    replayed as one; the blocks after the last segment, the tail, keep their activations. An empty
+    list replays nothing. Held are
+    - at the end of the forward pass: the inputs of all segments, boundary_bytes each, and the
+      activations of the tail;
+    - while segment j is replayed: the inputs of the segments before it, and the activations of
+      its own blocks. What comes after it is gone by then.
+
+    Of several choices with the fewest replayed blocks, any is right. Raises ValueError, with the
+    budget in its message, if no choice fits.
+
+    Example: four blocks keep 10 each, the boundary is 1. A budget of 40 gives []. With 21 the
+    tail has two blocks: [2], for 1 + 20 at the end of the forward pass, and 20 in the replay.
+    """
+    ### BEGIN SOLUTION
+    num_blocks = len(activation_bytes)
+    for num_replayed in range(num_blocks + 1):
+        # The first segments have the most room, so each is filled as far as it goes.
+        segments, held = [], 0
+        for size in activation_bytes[:num_replayed]:
+            if segments and (len(segments) - 1) * boundary_bytes + held + size <= budget:
+                segments[-1] += 1
+                held += size
+            else:
+                segments.append(1)
+                held = size
+            if (len(segments) - 1) * boundary_bytes + held > budget:
+                break
+        else:
+            tail = sum(activation_bytes[num_replayed:])
+            if len(segments) * boundary_bytes + tail <= budget:
+                return segments
+    raise ValueError(f"no choice of segments holds {budget} bytes or less")
+    ### END SOLUTION
+
+
+# Exercise 3.3 | What recomputation costs | 15 min | difficulty 2 | replaces minitron.cost
+def recompute_flops_per_token(
+    model: ModelConfig, sequence_length: int, recompute: str = "full"
+) -> int:
+    """Count the operations that recomputation adds to a training step, per token.
+
+    "none" adds nothing. "full" replays the forward pass of every block; the embedding and the head
+    are outside of the blocks. "selective" replays attention's core alone: the scores QK^T and
+    their product with the values, without the four linear layers around them.
+
+    D = width, F = ffn_width, G = num_kv_heads, K = head_width, S = sequence_length. A block's
+    weights: query and out D x D each, key and value D x G K each; the feed-forward has two
+    matrices D x F (gpt) or three (llama). A product with a weight costs two operations per value.
+    Attention's two products cost 2 S D each: all H heads attend, to the full S x S square.
+    Norms and activation functions are too small to count.
+
+    Example: llama, one layer, V 10, D 4, two heads, two KV heads, F 6, S 3: full 320, selective
+    48, of the 1200 of the training step: 27 % and 4 %.
+    """
+    ### BEGIN SOLUTION
+    D, kv_width = model.width, model.num_kv_heads * model.head_width
+    attention = 2 * (2 * sequence_length * D)
+    matrices = 2 if model.family == "gpt" else 3
+    weights = 2 * D * D + 2 * D * kv_width + matrices * D * model.ffn_width
+    per_layer = {"none": 0, "selective": attention, "full": attention + 2 * weights}
+    return model.num_layers * per_layer[recompute]
+    ### END SOLUTION
+
+
+# Exercise 3.4 | The best segment length | 15 min | difficulty 2
+def best_segment_length(
+    num_blocks: int, activation_bytes: int, boundary_bytes: int
+) -> tuple[int, int]:
+    """Find the segment length with the lowest peak, and that peak: (length, bytes).
+
+    Every block is replayed. All segments have the same length, but the last is shorter when the
+    length does not divide num_blocks. While a segment is replayed, the inputs of the segments
+    before it are held, boundary_bytes each, and activation_bytes for each of its own blocks (the
+    segment's own input is among them). The peak is the largest of these sums. Of several lengths
+    with the same peak, return the longest: fewer inputs wait for the backward pass.
+
+    Example: 7 blocks, activations 4, boundary 2. Length 2 makes segments of 2, 2, 2, 1: replayed,
+    they hold 8, 2 + 8, 4 + 8 and 6 + 4. The peak is 12. Length 3 (3, 3, 1) holds 12, 2 + 12 and
+    4 + 4: 14. Length 1 holds up to 6 x 2 + 4 = 16. The answer is (2, 12).
+    """
+    ### BEGIN SOLUTION
+    def peak(length: int) -> int:
+        num_segments = math.ceil(num_blocks / length)
+        last = num_blocks - (num_segments - 1) * length
+        peaks = [(num_segments - 1) * boundary_bytes + last * activation_bytes]
+        if num_segments > 1:  # the last but one is full, and can be the larger
+            peaks.append((num_segments - 2) * boundary_bytes + length * activation_bytes)
+        return max(peaks)
+
+    best = min(range(num_blocks, 0, -1), key=peak)  # of equal ones, min returns the first
+    return best, peak(best)
+    ### END SOLUTION

@@ -1,0 +1,117 @@
+"""A widget redraws what its controls say, and leaves a plain picture where nobody can drag."""
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from minitron import cost
+from minitron.config import ModelConfig
+from minitron.course import widgets
+from minitron.course.figures import curves
+from minitron.course.widgets import draw_memory, explore, is_live
+
+VIEW = "application/vnd.jupyter.widget-view+json"
+LLAMA_8B = {"num_layers": 32, "width": 4096, "sequence_length": 8192, "micro_batch": 1}
+
+
+def draw(height, name):
+    return curves([0, 1], {name: [0, height]}, "x", "y"), f"{name} is {height} <high>"
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    outputs = []
+
+    def display(what, raw=False, metadata=None):
+        outputs.append(what if raw else what.data)
+
+    monkeypatch.setattr("IPython.display.display", display)
+    return outputs
+
+
+def explore_small():
+    explore(draw, {"height": (1, 2), "name": ("a", "b")}, {"height": 2, "name": "a"}, "drag it")
+
+
+def test_without_a_live_notebook_the_default_picture_and_its_sentence_stand_there(shown):
+    assert not is_live()
+    explore_small()
+    image, caption, task = shown
+    assert image["image/png"].startswith(b"\x89PNG") and VIEW not in image
+    assert image["text/plain"] == "a is 2 <high>"
+    assert "a is 2" in caption and task == "**Try:** drag it"
+
+
+def test_a_live_notebook_gets_controls_that_redraw_once_per_change(shown, monkeypatch):
+    import ipywidgets
+
+    boxes, drawn = [], []
+    monkeypatch.setattr(widgets, "is_live", lambda: True)
+    original = ipywidgets.VBox
+    monkeypatch.setattr(ipywidgets, "VBox", lambda *a: boxes.append(original(*a)) or boxes[-1])
+    monkeypatch.setattr(widgets, "png", lambda figure: drawn.append(figure) or str(drawn).encode())
+    explore_small()
+
+    bundle, _ = shown
+    assert VIEW in bundle and "image/png" in bundle, "the picture is what a stale notebook shows"
+    height, name, image, text = boxes[0].children
+    assert not height.continuous_update
+    assert (height.value, name.value, text.value) == (2, "a", "a is 2 &lt;high&gt;")
+
+    before, picture, size = len(drawn), image.value, (image.layout.width, image.layout.height)
+    height.value = 1
+    assert text.value == "a is 1 &lt;high&gt;" and image.value != picture
+    name.value = "b"
+    assert text.value == "b is 1 &lt;high&gt;"
+    assert len(drawn) == before + 2
+    assert (image.layout.width, image.layout.height) == size == ("700px", "330px")
+
+
+@pytest.mark.parametrize(("parent", "live"), [
+    ({"metadata": {"cellId": "a1"}}, True),  # what JupyterLab sends
+    ({"metadata": {}}, False),  # nbclient, nbval
+    ({}, False),
+])
+def test_a_front_end_names_the_cell_it_runs(monkeypatch, parent, live):
+    shell = type("Shell", (), {"get_parent": lambda self: parent})()
+    monkeypatch.setattr("IPython.get_ipython", lambda: shell)
+    assert is_live() is live
+
+
+def test_an_executed_notebook_holds_a_picture_and_no_widget():
+    code = "from minitron.course.widgets import memory_calculator\nmemory_calculator()"
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+    NotebookClient(notebook, kernel_name="python3", timeout=60).execute()
+    outputs = [output.get("data", {}) for output in notebook.cells[0].outputs]
+    assert sum("image/png" in data for data in outputs) == 1
+    assert not any(VIEW in data for data in outputs)
+    assert "widgets" not in notebook.metadata
+
+
+@pytest.mark.parametrize("recipe", cost.RECIPES)
+def test_the_calculator_draws_and_says_what_the_formulas_count(recipe):
+    model = ModelConfig(
+        vocab_size=128_256, max_sequence_length=8192, num_layers=32, width=4096, num_heads=32,
+        num_kv_heads=8, ffn_width=14_336, tied_embedding=False,
+    )
+    parts = cost.RECIPES[recipe]
+    expected = parts.total * cost.num_parameters(model) \
+        + cost.activation_bytes(model, 1, 8192, parts.parameter)
+
+    figure, sentence = draw_memory(**LLAMA_8B, recipe=recipe)
+    bars = [bar for bar in figure.axes[0].patches if bar.get_height() == pytest.approx(0.7)]
+    assert sum(bar.get_width() for bar in bars) == pytest.approx(expected)
+    assert {bar.get_linestyle() for bar in bars} == {"--"}, "a formula is drawn dashed"
+    assert "8.03 billion" in sentence
+    assert f"{expected / 80e9:.1f} times an H100" in sentence
+
+
+def test_every_setting_of_the_calculator_is_a_model(shown, monkeypatch):
+    asked = {}
+    monkeypatch.setattr(widgets, "explore", lambda draw, **given: asked.update(given))
+    widgets.memory_calculator()
+    for name, values in asked["controls"].items():
+        assert asked["start"][name] in values
+        for value in values:
+            figure, _ = draw_memory(**{**asked["start"], name: value})
+            assert tuple(figure.get_size_inches()) == (7.0, 1.8), "nothing may jump"

@@ -1,0 +1,35 @@
+"""What the tests of every chapter's exercises need."""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+from minitron.course import graders
+from minitron.course.exercises import ROOT, known, load
+
+
+class Chapter:
+    """A chapter's exercises, with the right and wrong answers in mutants/."""
+
+    def __init__(self, name: str):
+        self.exercises = {e.id: e for e in known().values() if e.chapter == name}
+        self.mutants_file = Path(__file__).with_name("mutants") / f"{name}.py"
+        spec = importlib.util.spec_from_file_location(f"{name}_mutants", self.mutants_file)
+        mutants = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(mutants)
+        self.mistakes, self.right_answers = mutants.MISTAKES, mutants.RIGHT_ANSWERS
+
+    def all_mistakes(self) -> list[tuple[str, Callable, str]]:
+        """Each function's name, a wrong answer, and what the grader must say of it."""
+        return [(name, answer, says) for name, answers in self.mistakes.items()
+                for answer, says in answers.items()]
+
+    def all_right(self) -> list[tuple[str, Callable]]:
+        return [(name, answer) for name, answers in self.right_answers.items()
+                for answer in answers]
+
+    def grade(self, name: str, answer: Callable) -> graders.Verdict:
+        """Grade our solution with the function `name` replaced by `answer`."""
+        exercise = next(e for e in self.exercises.values() if name in e.names)
+        functions = load(exercise, ROOT / exercise.solution_file) | {name: answer}
+        return graders.grade(exercise, functions, self.mutants_file)

@@ -1,0 +1,98 @@
+"""The exercises of chapter 2: stubs fail, right answers pass, each named mistake is recognised."""
+
+import pytest
+import torch
+from torch import nn
+
+from minitron.config import ModelConfig
+from minitron.course import graders
+from minitron.course.exercises import ROOT, load
+from minitron.course.graders import ch02_leak
+from tests.exercises.common import Chapter
+
+CHAPTER = Chapter("ch02_memory")
+GPT = dict(family="gpt", vocab_size=9, num_layers=1, max_sequence_length=64)
+
+
+def test_there_are_four_exercises_with_their_own_functions():
+    assert list(CHAPTER.exercises) == ["2.1", "2.2", "2.3", "2.4"]
+    names = [name for exercise in CHAPTER.exercises.values() for name in exercise.names]
+    assert set(names) == set(CHAPTER.mistakes) == set(CHAPTER.right_answers)
+
+
+@pytest.mark.parametrize("exercise", CHAPTER.exercises.values(), ids=str)
+def test_our_solution_passes(exercise):
+    assert graders.grade_file(exercise, ROOT / exercise.solution_file) == graders.Verdict("passed")
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"), CHAPTER.all_right(), ids=lambda v: getattr(v, "__name__", v)
+)
+def test_a_differently_written_right_answer_passes(name, answer):
+    assert CHAPTER.grade(name, answer) == graders.Verdict("passed")
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "says"), CHAPTER.all_mistakes(), ids=lambda v: getattr(v, "__name__", "")
+)
+def test_a_mistake_is_recognised(name, answer, says):
+    verdict = CHAPTER.grade(name, answer)
+    assert verdict.state == "failed"
+    assert says in f"{verdict.seen}\n{verdict.likely}"
+    assert verdict.asked and answer.__doc__
+
+
+@pytest.mark.parametrize("name", CHAPTER.mistakes)
+def test_every_function_has_four_to_eleven_mistakes(name):
+    assert 4 <= len(CHAPTER.mistakes[name]) <= 11
+
+
+def solution(exercise_id):
+    exercise = CHAPTER.exercises[exercise_id]
+    return load(exercise, ROOT / exercise.solution_file)
+
+
+def test_the_examples_in_the_docstrings_are_true():
+    states = solution("2.1")
+    mixed = dict(parameter=torch.bfloat16, gradient=torch.float32, master=torch.float32,
+                 moments=torch.float32)
+    assert list(states["state_bytes"](nn.Linear(4, 5), mixed).values()) == [50, 100, 100, 200]
+
+    with torch.device("meta"):
+        model = nn.Linear(10_000, 100_000, bias=False)
+    plans = {name: dict.fromkeys(mixed, dtype) | {"master": None}
+             for name, dtype in (("full", torch.float32), ("half", torch.bfloat16))}
+    assert states["plans_that_fit"](model, plans, 15.0) == ["half"]
+    assert states["plans_that_fit"](model, plans, 16.0) == ["half", "full"]
+
+    blocks = solution("2.2")
+    sizes = dict(width=4, num_heads=2, num_kv_heads=2, ffn_width=16)
+    for dropout, materialised, fused in ((0.0, 272, 256), (0.1, 312, 272)):
+        config = ModelConfig(**GPT, **sizes, dropout=dropout)
+        assert blocks["materialised_block_bytes"](config, 1, 2, 2) == materialised
+        assert blocks["fused_block_bytes"](config, 1, 2, 2) == fused
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_the_formula_is_the_published_one(dropout):
+    config = ModelConfig(
+        **GPT, width=12, num_heads=3, num_kv_heads=3, ffn_width=48, dropout=dropout)
+    functions = solution("2.2")
+    masks, wide, square = dropout > 0, 5 * 7 * 12, 5 * 3 * 7 * 7
+    assert functions["materialised_block_bytes"](config, 5, 7, 2) == \
+        wide * (32 + 2 * masks) + square * (2 + 3 * masks)
+    assert functions["fused_block_bytes"](config, 5, 7, 2) == wide * (32 + 2 * masks)
+
+
+def test_the_leaking_loop_leaks_at_every_step():
+    _, _, watch = ch02_leak._run(ch02_leak.leaking_loop)
+    _, _, clean = ch02_leak._run(ch02_leak.clean_loop)
+    growth = {b - a for a, b in zip(watch.peaks[1:], watch.peaks[2:], strict=False)}
+    assert min(growth) > clean.peaks[1]
+    assert watch.graphs == [0, 4, 8, 12, 16, 20]
+    assert len(set(clean.peaks[1:])) == 1
+
+
+def test_the_leaking_loop_is_told_so():
+    verdict = CHAPTER.grade("train", ch02_leak.leaking_loop)
+    assert verdict.state == "failed" and "still has its graph" in verdict.likely
