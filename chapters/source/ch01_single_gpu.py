@@ -559,8 +559,8 @@ show(loss_curve(rows, floor), alt=(
 
 # %% [markdown]
 # The dashed line is the entropy of the text as seen through windows of 64 tokens, known to about
-# 1 %: no model of any size gets below it on average. The curve comes down in two falls with a plateau between them. What was
-# learned in the second one?
+# 1 %: no model of any size gets below it on average. The curve comes down in two falls with a
+# plateau between them. What was learned in the second one?
 
 # %% tags=["figure-copying"]
 steps = list(by_kind)
