@@ -62,7 +62,7 @@ class Right:
 
 
 def grade_2_3(find_peak: Callable) -> None:
-    """Compare phase, bytes and holders for steps that peak in forward, backward and optimizer."""
+    """Compare phase, bytes and holders for steps that peak in backward and in the optimizer."""
     for num_holders in (3, 7):
         for name, (fields, shape) in STEPS.items():
             twin, mine = Training(fields, shape), Training(fields, shape)
