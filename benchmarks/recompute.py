@@ -12,17 +12,16 @@ step beyond weights and gradients: the meter's count on the CPU, the allocator's
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
+from common import race
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from minitron.config import ModelConfig
-from minitron.measure.clock import synchronize
 from minitron.measure.meter import Meter
 from minitron.model.recompute import apply_full_recompute
 from minitron.model.transformer import Transformer, initialise
@@ -73,23 +72,6 @@ def build(policy: Callable, config: ModelConfig, batch: tuple[Tensor, Tensor]):
     policy(model)
     forward = low_precision(model, device) if device.type == "cuda" else model
     return model, lambda: accumulate_gradients(forward, [batch])
-
-
-def race(steps: list[Step], device: torch.device, rounds: int) -> list[list[float]]:
-    """Seconds per step of each, round by round; each goes first in its turn."""
-    for step in steps:  # allocate, choose kernels, fill .grad
-        step()
-        step()
-    seconds = [[] for _ in steps]
-    for turn in range(rounds):
-        for offset in range(len(steps)):
-            index = (turn + offset) % len(steps)
-            synchronize(device)
-            start = time.perf_counter()
-            steps[index]()
-            synchronize(device)
-            seconds[index].append(time.perf_counter() - start)
-    return seconds
 
 
 def peak_bytes(model: Transformer, step: Step, device: torch.device) -> int:

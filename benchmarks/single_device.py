@@ -12,17 +12,18 @@ to benchmarks/results/ with the hardware, the versions and the command.
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 import transformers
+from common import race
 from torch import Tensor
 
 from minitron import cost
 from minitron.config import ModelConfig, TrainConfig
-from minitron.measure.clock import Clock, peak_flops, synchronize
+from minitron.measure.clock import Clock, peak_flops
 from minitron.model.transformer import Transformer, initialise
 from minitron.step import low_precision, make_optimizer, train_step
 
@@ -89,22 +90,6 @@ def their_model(config: ModelConfig):
     ))
 
 
-def race(steps: list[Step], batch: tuple[Tensor, Tensor], device: torch.device, rounds: int):
-    """Seconds per step of each, round by round; each goes first in every second round."""
-    for step in steps:  # compile, allocate, choose kernels
-        for _ in range(3):
-            step(*batch)
-    seconds = [[] for _ in steps]
-    for turn in range(rounds):
-        for index in (0, 1) if turn % 2 == 0 else (1, 0):
-            synchronize(device)
-            start = time.perf_counter()
-            steps[index](*batch)
-            synchronize(device)
-            seconds[index].append(time.perf_counter() - start)
-    return seconds
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -140,7 +125,7 @@ def compare(family, config, batch_size, S, device, compiled, rounds, peak) -> st
     tokens = torch.randint(0, config.vocab_size, (batch_size, S + 1), device=device)
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     steps = [build(config, device, compiled) for build in (our_step, their_step)]
-    ours, theirs = race(steps, batch, device, rounds)
+    ours, theirs = race([partial(step, *batch) for step in steps], device, rounds, warm_up=3)
 
     ratio = statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
     speeds = [batch_size * S / statistics.median(seconds) for seconds in (ours, theirs)]

@@ -7,8 +7,10 @@ Layers are folders, techniques are files; imports go downwards only:
     train                               the loop
     run                                 what a run owns and saves
     checkpoint | corpus | step          save and load; where tokens come from; one step
-    model | dataset | measure | process what is trained; which tokens; the instruments
-    cost                                parameters and FLOPs as formulas
+    parallel                            how the work is cut over ranks
+    comm : measure                      how ranks talk; the instruments
+    model | dataset | process           what is trained; which tokens; which device
+    cost                                parameters, FLOPs and bytes as formulas
     command_line                        command lines from dataclasses
     config                              what a run is told
 """

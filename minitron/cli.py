@@ -52,6 +52,8 @@ def train(args: list[str]) -> int:
     options = read_training(args)
     with use(*options.use):
         run = train.start(options)
+    if run.rank != 0:
+        return train.exit_code(run)
     if run.interruption.signal is None:
         report(run)
     elif options.use:

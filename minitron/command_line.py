@@ -52,7 +52,8 @@ def run(main: Callable[[list[str]], int]) -> None:
     try:
         code = main(sys.argv[1:])
     except ConfigError as error:
-        print(f"minitron: {error}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":  # torchrun's ranks all make the same mistake
+            print(f"minitron: {error}", file=sys.stderr)
         code = 2
     except KeyboardInterrupt:
         print("minitron: interrupted", file=sys.stderr)

@@ -177,13 +177,13 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    dp: int = 1
-    """Data-parallel ranks; 1 is the only size this version trains with."""
+    dp: int = 0
+    """Data-parallel ranks; 0: all that torchrun has started."""
+    data_parallel: Literal["naive", "hooked", "bucketed"] = "bucketed"
+    """When gradients are sent: after the backward pass, each as it is ready, or in buckets."""
 
     def __post_init__(self):
-        require(
-            self.dp == 1, f"parallel.dp = {self.dp}: this version trains on 1 device; set it to 1"
-        )
+        require(self.dp >= 0, f"parallel.dp = {self.dp}: must be 0 or more")
 
 
 @dataclass(frozen=True)

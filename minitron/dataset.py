@@ -94,14 +94,15 @@ class TokenDataset:
         """Read this rank's samples of the batch that starts at `position`, (batch_size/size, S+1).
 
         Rank r of `size` takes positions r, r + size, r + 2 size, ... of the batch: together the
-        ranks read what one process would, whatever their number. int64.
+        ranks read what one process would, whatever their number. Where the batch does not divide,
+        the first ranks read one sample more. int64.
 
-        Raises ConfigError if the batch does not divide by the number of ranks.
+        Raises ConfigError if a rank would have nothing to read.
         """
         require(
-            batch_size % size == 0,
-            f"a batch of {batch_size} sequences does not divide by {size} ranks: "
-            f"try {size * max(1, batch_size // size)}",
+            batch_size >= size,
+            f"a batch of {batch_size} sequences leaves some of {size} ranks without one: "
+            f"raise it to {size}, or start fewer ranks",
         )
         positions = range(position + rank, position + batch_size, size)
         samples = [self._sample(self._sample_at(p)) for p in positions]

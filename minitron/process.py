@@ -1,22 +1,11 @@
 """What a training process settles with its machine: which device, and how it may be stopped."""
 
-import os
 import signal
 import threading
 
 import torch
 
-from minitron.config import ConfigError, require
-
-
-def require_one_process() -> None:
-    """Raise ConfigError if torchrun has started several: they would write over each other."""
-    num_processes = int(os.environ.get("WORLD_SIZE", "1"))
-    require(
-        num_processes == 1,
-        f"torchrun started {num_processes} processes, this version trains with 1: "
-        "start it with --nproc-per-node 1 --nnodes 1",
-    )
+from minitron.config import ConfigError
 
 
 def pick_device(name: str) -> torch.device:

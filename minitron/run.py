@@ -1,29 +1,47 @@
 """A run: everything it owns, one step of it, and what its checkpoint holds."""
 
 import dataclasses
+import signal
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from minitron import checkpoint
+from minitron.comm.agreement import Group, gathered, rank_and_size
 from minitron.config import Config, require, to_dict
 from minitron.corpus.folder import end_of_document, load_tokenizer, read_corpus_info
 from minitron.dataset import TokenDataset
 from minitron.model.generate import generate
 from minitron.model.recompute import RECOMPUTE_POLICIES
 from minitron.model.transformer import Transformer, initialise
-from minitron.process import pick_device
+from minitron.parallel.data_parallel import (
+    apply_bucketed_data_parallel,
+    apply_hooked_data_parallel,
+    apply_naive_data_parallel,
+)
+from minitron.process import Interruption, pick_device
 from minitron.step import learning_rate, low_precision, make_optimizer, summed_loss, train_step
+
+DATA_PARALLEL = {
+    "naive": apply_naive_data_parallel,
+    "hooked": apply_hooked_data_parallel,
+    "bucketed": apply_bucketed_data_parallel,
+}
 
 
 class Run:
     """A model in training: what it owns, one step of it, and what a checkpoint holds.
 
-    Raises ConfigError if data, model and device do not fit together.
+    `group` holds the data-parallel ranks; None is a run of one process.
+
+    Raises ConfigError if data, model, device and ranks do not fit together.
     """
 
-    def __init__(self, config: Config, folder: Path):
+    def __init__(self, config: Config, folder: Path, group: Group = None):
+        self.group = group
+        self.rank, self.size = rank_and_size(group)
+        require_ranks(config, self.size)
         S = config.data.sequence_length
         self.dataset = TokenDataset(config.data.path, "train", S, config.train.seed)
         self.validation = TokenDataset(config.data.path, "val", S, seed=None)
@@ -31,18 +49,24 @@ class Run:
         self.config = config = with_vocabulary_of_data(config)
         self.folder = folder
         self.device = pick_device(config.train.device)
-        torch.manual_seed(config.train.seed)  # dropout; the weights have seeds of their own
+        # Dropout, of other samples on every rank; the weights have seeds of their own.
+        torch.manual_seed(config.train.seed + self.rank)
 
         self.model = Transformer(config.model).to(self.device)
         initialise(self.model, config.train.seed)
         RECOMPUTE_POLICIES[config.train.recompute](self.model)
         self.optimizer = make_optimizer(self.model, config.train, self.device)
+        self.data_parallel = None
+        if group is not None:
+            apply = DATA_PARALLEL[config.parallel.data_parallel]
+            self.data_parallel = apply(self.model, group)
         self.forward = self.model
         if config.train.precision == "bf16":
             self.forward = low_precision(self.model, self.device)
         if config.train.compile:
             self.forward = torch.compile(self.forward)
 
+        self.interruption = Interruption()
         self.step = 0  # optimizer steps done
         self.position = 0  # samples read
 
@@ -53,9 +77,10 @@ class Run:
             self.step, config.learning_rate, config.min_learning_rate, config.warmup_steps,
             config.steps,
         )
-        batch = self.dataset.batch(self.position, config.global_batch_size)
+        batch = self.dataset.batch(self.position, config.global_batch_size, self.rank, self.size)
         loss, grad_norm = train_step(
-            self.forward, self.optimizer, self.micro_batches(batch), rate, config.clip_norm
+            self.forward, self.optimizer, self.micro_batches(batch), rate, config.clip_norm,
+            self.data_parallel,
         )
         self.step += 1
         self.position += config.global_batch_size
@@ -64,11 +89,11 @@ class Run:
 
     @property
     def tokens(self) -> int:
-        """Target tokens trained on so far."""
+        """Target tokens trained on so far, by all ranks."""
         return self.position * self.config.data.sequence_length
 
     def micro_batches(self, batch: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Cut (GBS, S+1) tokens into (inputs, targets); the last micro-batch may be smaller."""
+        """Cut (GBS/dp, S+1) tokens into (inputs, targets); the last one may be smaller."""
         parts = batch.to(self.device).split(self.config.train.micro_batch_size)
         return [(part[:, :-1], part[:, 1:]) for part in parts]
 
@@ -76,12 +101,13 @@ class Run:
     def evaluate(self) -> float:
         """Mean loss over the first `eval_sequences` validation sequences, nats per token."""
         num_sequences = min(self.config.train.eval_sequences, self.validation.num_samples)
-        batch = self.validation.batch(0, num_sequences)
+        batch = self.validation.batch(0, num_sequences, self.rank, self.size)
         self.model.eval()
         losses = [summed_loss(self.forward(inputs), targets)
                   for inputs, targets in self.micro_batches(batch)]
         self.model.train()
-        return float(sum(losses)) / batch[:, 1:].numel()
+        num_tokens = num_sequences * self.config.data.sequence_length
+        return sum(gathered(float(sum(losses)), self.group)) / num_tokens
 
     def sample(self, num_texts: int, num_tokens: int) -> list[str]:
         """Texts that the model writes after an end-of-document token; [] without a tokenizer."""
@@ -92,11 +118,12 @@ class Run:
         tokens = generate(self.model, prompt, num_tokens, seed=self.config.train.seed)
         return tokenizer.decode_batch(tokens[:, 1:].tolist(), skip_special_tokens=False)
 
-    def save(self) -> Path:
-        """Write everything the next step depends on."""
-        random_states = {"cpu": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            random_states["cuda"] = torch.cuda.get_rng_state(self.device)
+    def save(self) -> None:
+        """Write everything the next step depends on; rank 0 writes, all ranks must call it."""
+        random_states = gathered(self.random_state(), self.group)
+        folder = self.folder / "checkpoints"
+        if self.rank != 0:
+            return
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -106,19 +133,53 @@ class Run:
             "config": to_dict(self.config),
             "fingerprint": self.dataset.fingerprint(),
         }
-        folder = self.folder / "checkpoints"
-        return checkpoint.save(folder, self.step, state, self.config.train.keep_checkpoints)
+        checkpoint.save(folder, self.step, state, self.config.train.keep_checkpoints)
+
+    def random_state(self) -> dict[str, Tensor]:
+        """The state of this rank's generators, by device."""
+        state = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            state["cuda"] = torch.cuda.get_rng_state(self.device)
+        return state
 
     def restore(self) -> None:
-        """Continue exactly where the newest checkpoint was written."""
+        """Continue exactly where the newest checkpoint was written, also on other ranks.
+
+        With another number of ranks only dropout draws anew.
+        """
         state = checkpoint.load_latest(self.folder / "checkpoints")
         require_same_training(state, self)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.position = state["step"], state["position"]
-        torch.set_rng_state(state["random_states"]["cpu"])
-        if self.device.type == "cuda" and "cuda" in state["random_states"]:
-            torch.cuda.set_rng_state(state["random_states"]["cuda"], self.device)
+        if len(state["random_states"]) != self.size:
+            return
+        random_state = state["random_states"][self.rank]
+        torch.set_rng_state(random_state["cpu"])
+        if self.device.type == "cuda" and "cuda" in random_state:
+            torch.cuda.set_rng_state(random_state["cuda"], self.device)
+
+    def stop_signal(self) -> signal.Signals | None:
+        """The signal that asked any rank to stop: all ranks then end after the same step."""
+        numbers = gathered(self.interruption.signal or 0, self.group)
+        self.interruption.signal = signal.Signals(max(numbers)) if max(numbers) else None
+        return self.interruption.signal
+
+
+def require_ranks(config: Config, size: int) -> None:
+    """Raise ConfigError if the run is not for as many ranks as there are."""
+    dp, batch_size = config.parallel.dp, config.train.global_batch_size
+    require(
+        dp in (0, size),
+        f"parallel.dp = {dp}, but there {'is' if size == 1 else 'are'} {size} rank"
+        f"{'s' if size > 1 else ''}: start it with torchrun --nproc-per-node {dp} -m "
+        "minitron.train, or set parallel.dp to 0",
+    )
+    require(
+        batch_size >= size,
+        f"train.global_batch_size = {batch_size} leaves some of {size} ranks without a sequence: "
+        f"raise it to {size}, or start fewer ranks",
+    )
 
 
 def with_vocabulary_of_data(config: Config) -> Config:

@@ -1,16 +1,19 @@
-"""What one training step does, on one device.
+"""What one training step does, on one device or on each of many.
 
-Read in this order: `train_step`, then its two ideas, `accumulate_gradients` and `learning_rate`.
+Read in this order: `train_step`, then its ideas: `accumulate_gradients`, the same over ranks, and
+`learning_rate`.
 """
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitron.config import TrainConfig
+from minitron.parallel.data_parallel import DataParallel
 
 IGNORED = -100  # a target with this value is no target: padding, say
 
@@ -21,10 +24,18 @@ def train_step(
     micro_batches: list[tuple[Tensor, Tensor]],
     rate: float,
     clip_norm: float,
+    data_parallel: DataParallel | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Move the weights once; returns the loss and the gradient's norm before clipping, 0-d."""
+    """Move the weights once; returns the loss and the gradient's norm before clipping, 0-d.
+
+    With `data_parallel` the micro-batches are this rank's share; loss, gradient and norm are
+    those of the global batch, the same on every rank.
+    """
     optimizer.zero_grad()
-    loss = accumulate_gradients(model, micro_batches)
+    if data_parallel is None:
+        loss = accumulate_gradients(model, micro_batches)
+    else:
+        loss = accumulate_over_ranks(model, micro_batches, data_parallel)
 
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     grad_norm = nn.utils.clip_grad_norm_(parameters, clip_norm or math.inf)
@@ -51,6 +62,31 @@ def accumulate_gradients(
         loss.backward()
         mean = mean + loss.detach()
     return mean
+
+
+def accumulate_over_ranks(
+    model: Callable[[Tensor], Tensor],
+    micro_batches: list[tuple[Tensor, Tensor]],
+    data_parallel: DataParallel,
+) -> Tensor:
+    """Do the same for the micro-batches of all ranks, whose numbers of tokens may differ.
+
+    `micro_batches` are this rank's, one at least. Loss and `.grad` are the same on every rank.
+    """
+    # Ranks average their gradients, so each divides by its fair share of all tokens.
+    num_tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches)
+    share = data_parallel.mean(num_tokens.double())
+    share = torch.where(share > 0, share, 1)
+
+    mean = torch.zeros((), device=share.device)
+    for number, (inputs, targets) in enumerate(micro_batches, start=1):
+        last = number == len(micro_batches)
+        with nullcontext() if last else data_parallel.no_sync():
+            loss = summed_loss(model(inputs), targets) / share
+            loss.backward()
+        mean = mean + loss.detach()
+    data_parallel.finish()
+    return data_parallel.mean(mean)
 
 
 def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:

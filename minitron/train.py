@@ -3,11 +3,12 @@
 Read in this order: `train`, `loop`, `log_rows`, then the command line, `read_options` and `start`.
 
     minitron train configs/stories.toml
-    torchrun -m minitron.train configs/stories.toml
+    torchrun --nproc-per-node 4 -m minitron.train configs/stories.toml
 """
 
 import json
 import math
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,33 +18,39 @@ import tyro
 from tqdm import tqdm
 
 from minitron import command_line, cost
+from minitron.comm.agreement import Group, gathered, one_fault_ends_all
+from minitron.comm.launch import torchrun_group
 from minitron.config import Config, ConfigError, from_dict, load, require, to_dict
 from minitron.measure.clock import Clock, Speed, peak_flops
 from minitron.measure.metrics import MetricsLog
-from minitron.process import Interruption, require_one_process
 from minitron.run import Run
 
 
-def train(config: Config, folder: Path, resume: bool = False) -> Run:
+def train(config: Config, folder: Path, resume: bool = False, group: Group = None) -> Run:
     """Train until `config.train.steps`, or until SIGINT or SIGTERM, and save at the end.
 
     `folder` receives config.json, metrics.jsonl and checkpoints/. With `resume` the run in it is
-    continued bit for bit; otherwise it must not hold one.
+    continued bit for bit; otherwise it must not hold one. `group` holds the data-parallel ranks;
+    rank 0 writes what the others read.
     """
-    require(
-        resume or not holds_run(folder),
-        f"{folder}: already holds a run; add --resume to continue it, or choose another --run-dir",
-    )
-    run = Run(config, folder)
-    if resume:
-        run.restore()
-    log = MetricsLog(folder / "metrics.jsonl")
-    log.forget_after(run.step)
-    (folder / "config.json").write_text(json.dumps(to_dict(run.config), indent=2) + "\n")
+    with one_fault_ends_all(group):
+        require(
+            resume or not holds_run(folder),
+            f"{folder}: already holds a run; add --resume to continue it, or choose another "
+            "--run-dir",
+        )
+        run = Run(config, folder, group)
+        if resume:
+            run.restore()
+    log = MetricsLog(folder / "metrics.jsonl" if run.rank == 0 else Path(os.devnull))
+    if run.rank == 0:
+        log.forget_after(run.step)
+        (folder / "config.json").write_text(json.dumps(to_dict(run.config), indent=2) + "\n")
 
     # on a terminal a bar; elsewhere the lines of the evaluations remain
-    bar = tqdm(total=config.train.steps, initial=run.step, disable=None, dynamic_ncols=True)
-    with Interruption() as run.interruption, bar:
+    bar = tqdm(total=config.train.steps, initial=run.step, dynamic_ncols=True,
+               disable=None if run.rank == 0 else True)
+    with run.interruption, bar:
         loop(run, log, bar)
     log.close()
     return run
@@ -54,12 +61,14 @@ def loop(run: Run, log: MetricsLog, bar: tqdm) -> None:
     config = run.config.train
     flops = cost.training_flops_per_token(run.config.model, run.config.data.sequence_length)
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-    clock = Clock(flops, peak_flops(run.device, dtype), run.device)
+    clock = Clock(flops, peak_flops(run.device, dtype), run.device, run.size)
     rows: list[dict] = []
 
     while run.step < config.steps:
         rows.append(run.train_step())
-        last = run.step == config.steps or run.interruption.signal is not None
+        last = run.step == config.steps
+        if run.step % config.log_every == 0 and run.stop_signal() is not None:
+            last = True
 
         def due(every: int, last=last) -> bool:
             return last or (every > 0 and run.step % every == 0)
@@ -71,10 +80,11 @@ def loop(run: Run, log: MetricsLog, bar: tqdm) -> None:
             rows = []
         if due(config.eval_every):
             val_loss = run.evaluate()
-            [text] = run.sample(num_texts=1, num_tokens=40) or [""]
+            [text] = run.sample(num_texts=1, num_tokens=40) or [""]  # of the same seed everywhere
             log.write(step=run.step, tokens=run.tokens, val_loss=val_loss, sample=text)
-            line = f"step {run.step:>6,}   validation loss {val_loss:.4f}   {speed}"
-            bar.write(f"{line}\n  {' '.join(text.split())}", file=sys.stderr)
+            if run.rank == 0:
+                line = f"step {run.step:>6,}   validation loss {val_loss:.4f}   {speed}"
+                bar.write(f"{line}\n  {' '.join(text.split())}", file=sys.stderr)
         if due(config.checkpoint_every):
             run.save()
         if due(config.eval_every) or due(config.checkpoint_every):
@@ -141,13 +151,15 @@ def load_saved(folder: Path) -> Config:
 
 def start(options: TrainOptions) -> Run:
     """Start or resume the run that `options` ask for, and say how to continue a stopped one."""
-    require_one_process()
-    folder = options.run_dir or default_folder(options.file, options.resume)
     config = Config(options.model, options.data, options.train, options.parallel)
-    run = train(config, folder, options.resume)
-    if run.interruption.signal is not None:
+    with torchrun_group() as group:
+        folder = options.run_dir or default_folder(options.file, options.resume)
+        folder = gathered(folder, group)[0]  # rank 0 may have made it before another has looked
+        run = train(config, folder, options.resume, group)
+    if run.interruption.signal is not None and run.rank == 0:
+        command = "minitron train" if run.size == 1 else "torchrun [as before] -m minitron.train"
         print(f"\nStopped by {run.interruption.signal.name} at step {run.step:,}; saved. "
-              f"Continue:\n  minitron train --resume --run-dir {folder}")
+              f"Continue:\n  {command} --resume --run-dir {folder}")
     return run
 
 
@@ -169,7 +181,8 @@ def default_folder(file: Path | None, resume: bool) -> Path:
 def main(args: list[str]) -> int:
     """Train; returns 0, or 128 plus the signal's number if one stopped the run."""
     run = start(read_options(args))
-    print(f"{run.step:,} steps done; the run is kept in {run.folder}")
+    if run.rank == 0:
+        print(f"{run.step:,} steps done; the run is kept in {run.folder}")
     return exit_code(run)
 
 

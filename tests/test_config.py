@@ -56,7 +56,7 @@ def test_every_config_of_ours_loads(path):
     ("[train]\nrecompute = 'full'\ncompile = true\n", "a compiled model decides itself"),
     ("[data]\nsequence_length = 500\n", "data.sequence_length = 500 is longer than "
                                         "model.max_sequence_length = 128"),
-    ("[parallel]\ndp = 2\n", "parallel.dp = 2: this version trains on 1 device"),
+    ("[parallel]\ndp = -1\n", "parallel.dp = -1: must be 0 or more"),
 ])
 def test_a_mistake_is_one_line_with_the_remedy(tmp_path, text, message):
     with pytest.raises(ConfigError) as caught:

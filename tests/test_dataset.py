@@ -143,6 +143,17 @@ def test_only_the_split_asked_for_is_read(folder):
     assert TokenDataset(folder, "train", 5).num_samples == 9
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
+def test_the_union_of_what_ranks_read_is_the_batch_of_one_process(folder, size):
+    dataset = TokenDataset(folder, "train", 5, seed=3)
+    for position in (0, 8, 16):  # 9 samples: the second batch crosses into the next epoch
+        whole = dataset.batch(position, 8)
+        parts = [dataset.batch(position, 8, rank, size) for rank in range(size)]
+        assert sum(len(part) for part in parts) == 8
+        for rank, part in enumerate(parts):
+            assert torch.equal(part, whole[rank::size])
+
+
 # --- What a user can get wrong --------------------------------------------------------------------
 
 
@@ -156,7 +167,7 @@ def test_a_shard_shorter_than_a_sample(folder):
         TokenDataset(folder, "train", 14)
 
 
-def test_a_batch_that_does_not_divide(folder):
+def test_more_ranks_than_samples(folder):
     dataset = TokenDataset(folder, "train", 5)
-    with pytest.raises(ConfigError, match="batch of 8 .* by 3 ranks: try 6"):
-        dataset.batch(0, 8, rank=0, size=3)
+    with pytest.raises(ConfigError, match="batch of 2 .* some of 3 ranks .* raise it to 3"):
+        dataset.batch(0, 2, rank=0, size=3)

@@ -20,6 +20,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from minitron.comm.launch import RankError, run
+
 GIB = 2**30
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 9)
@@ -42,7 +44,7 @@ def run_doctor() -> int:
     """Print one line per check; return 0 if all pass, else 1 (an exit code)."""
     passed = True
     for check in (check_python, check_torch, check_cores, check_memory, check_gpu, check_gloo,
-                  check_writing, check_disk, check_jupyter):
+                  check_ranks, check_writing, check_disk, check_jupyter):
         result = check()
         passed = passed and result.ok
         print(report(result), flush=True)
@@ -105,6 +107,17 @@ def check_gloo(timeout_s: float = 20.0) -> Check:
     return Check("gloo", problem is None, seen,
                  "two processes of this machine could not talk; allow connections to 127.0.0.1 "
                  "(firewall, VPN), unset GLOO_SOCKET_IFNAME and try again")
+
+
+def check_ranks() -> Check:
+    """Start 4 ranks, as a chapter's cells do; the first start in a notebook takes as long."""
+    start = time.monotonic()
+    try:
+        run(lambda group: None, 4)
+    except (RankError, OSError) as error:
+        return Check("ranks", False, str(error).split("\n")[0],
+                     "processes could not be started; try again with MINITRON_START=spawn set")
+    return Check("ranks", True, f"4 started in {time.monotonic() - start:.1f} s")
 
 
 def check_writing(folder: Path | None = None) -> Check:

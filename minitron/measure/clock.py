@@ -11,7 +11,7 @@ A share above 100 % is never reported.
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -53,12 +53,15 @@ class Speed:
 class Clock:
     """Times steps: `start` before the first, `lap` after one or several.
 
-    `flops_per_token` are model FLOPs of a training step per token.
+    `flops_per_token` are model FLOPs of a training step per token; `peak` is one device's, of
+    `num_devices` that share the work.
     """
 
-    def __init__(self, flops_per_token: int, peak: Peak, device: torch.device):
+    def __init__(
+        self, flops_per_token: int, peak: Peak, device: torch.device, num_devices: int = 1
+    ):
         self.flops_per_token = flops_per_token
-        self.peak = peak
+        self.peak = replace(peak, flops=num_devices * peak.flops)
         self.device = device
         self.start()
 

@@ -1,6 +1,7 @@
 import collections
 import importlib.metadata
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import psutil
 import pytest
 import torch
 
+from minitron.comm.launch import RankError
 from minitron.course import doctor
 from minitron.course.doctor import GIB, Check, report, run_doctor
 
@@ -85,6 +87,19 @@ def test_gloo_that_does_not_answer(monkeypatch):
     fails(doctor.check_gloo(timeout_s=0.01), "no answer within 0 s", "unset GLOO_SOCKET_IFNAME")
 
 
+def test_ranks_start():
+    check = doctor.check_ranks()
+    assert check.ok and re.fullmatch(r"4 started in \d+\.\d s", check.seen)
+
+
+def test_ranks_that_do_not_start(monkeypatch):
+    def fail(*_):
+        raise RankError("rank 0 was killed by SIGSEGV\n  rank 1 ...", {})
+
+    monkeypatch.setattr(doctor, "run", fail)
+    fails(doctor.check_ranks(), "rank 0 was killed by SIGSEGV", "MINITRON_START=spawn")
+
+
 def test_writing(tmp_path):
     assert doctor.check_writing(tmp_path).ok
     assert list(tmp_path.iterdir()) == []
@@ -131,7 +146,7 @@ def test_one_line_per_check_and_the_exit_code(monkeypatch, capsys, failing):
 
     assert run_doctor() == (1 if failing else 0)
     *lines, verdict = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(CHECKS) == 9
+    assert len(lines) == len(CHECKS) == 10
     failed = [line.split()[1] for line in lines if line.startswith("FAIL")]
     assert failed == ([failing] if failing else [])
     assert sum("seen: do this" in line for line in lines) == bool(failing)

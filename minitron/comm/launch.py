@@ -1,0 +1,125 @@
+"""Run a function on N ranks, from a cell, a test or a script.
+
+    def hello(group):
+        print(f"rank {group.rank()} of {group.size()}")
+
+    run(hello, 4)
+
+Each rank is a process with one thread that talks to the others through gloo on this machine. It
+is forked from a server that has imported torch already, so that a start takes a tenth of a second.
+Functions of a cell or a script travel by value (the script is not run again and needs no
+`if __name__ == "__main__"`); those of modules are imported anew, so an edited file counts.
+
+On Windows, which cannot fork, and where the server does not start, each rank imports torch itself
+("spawn", some seconds); MINITRON_START=spawn asks for that. Under torchrun the processes are there
+already: `run` calls the function in each, with NCCL where every process has a GPU.
+
+Read in this order: run here, `ranks.Ranks`, `rank_process.rank_main`; `rank_report` words failures.
+"""
+
+import atexit
+import linecache
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+from minitron.comm.agreement import gathered
+from minitron.comm.rank_process import Failure, Orders
+from minitron.comm.rank_report import RankError
+from minitron.comm.ranks import PROCESS_NAME, Ranks
+from minitron.config import ConfigError, require
+
+START_METHOD = "spawn" if sys.platform == "win32" else "forkserver"
+
+__all__ = ["Failure", "RankError", "run", "torchrun_group"]
+
+
+def run(
+    fn: Callable, num_ranks: int, *args, timeout: float = 30.0, watch: bool = True
+) -> list:
+    """Call `fn(group, *args)` on `num_ranks` processes; returns what each rank returned.
+
+    `group` is the process group of all ranks. Prints are shown in rank order. With `watch` every
+    collective is announced by each rank, and a mismatch named at once. Raises `RankError` if a
+    rank raises, dies, or has not finished after `timeout` seconds; ConfigError if the ranks
+    cannot be started so.
+    """
+    __tracebackhide__ = True  # pytest then shows the caller's line
+    require(num_ranks >= 1, f"num_ranks = {num_ranks}: must be at least 1")
+    require(not multiprocessing.current_process().name.startswith(PROCESS_NAME),
+            "run() was called within a rank: call it outside, and pass what it returns")
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return _run_under_torchrun(fn, num_ranks, args)
+
+    with tempfile.TemporaryDirectory(prefix="minitron-") as folder:
+        ranks = Ranks(_orders(fn, args, num_ranks, Path(folder), watch))
+        try:
+            ranks.start(os.environ.get("MINITRON_START", START_METHOD))
+            error = ranks.wait(timeout)
+        finally:  # also after Ctrl-C
+            ranks.end()
+    if error is not None:
+        raise error from None
+    return ranks.results()
+
+
+def _orders(fn: Callable, args: tuple, num_ranks: int, folder: Path, watch: bool) -> Orders:
+    try:
+        job = cloudpickle.dumps((fn, args))
+    except Exception as error:
+        name = getattr(fn, "__name__", fn)
+        raise ConfigError(f"{name} or an argument cannot be sent to the ranks: {error}") from None
+    loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
+    gloo = {"GLOO_SOCKET_IFNAME": loopback} if loopback else {}
+    cells = {name: entry for name, entry in linecache.cache.items()
+             if len(entry) == 4 and entry[1] is None}
+    return Orders(num_ranks, folder, watch, job, {**gloo, **os.environ}, list(sys.path), cells)
+
+
+def _run_under_torchrun(fn: Callable, num_ranks: int, args: tuple) -> list:
+    started = int(os.environ["WORLD_SIZE"])
+    require(started == num_ranks,
+            f"run() was asked for {num_ranks} ranks, torchrun has started {started}: start it with "
+            f"--nproc-per-node {num_ranks}")
+    with _joined_group() as group:
+        return gathered(fn(group, *args), group)
+
+
+@contextmanager
+def torchrun_group() -> Iterator[dist.ProcessGroup | None]:
+    """Join the processes that torchrun has started; yields their group, None if there is one."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield None
+        return
+    with _joined_group() as group:
+        yield group
+
+
+@contextmanager
+def _joined_group() -> Iterator[dist.ProcessGroup]:
+    # One group for all runs: a second would find the addresses of the first in torchrun's store.
+    atexit.unregister(_leave_group)
+    if not dist.is_initialized():
+        num_devices = torch.cuda.device_count() if dist.is_nccl_available() else 0
+        if num_devices >= int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])):
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            dist.init_process_group("cpu:gloo,cuda:nccl")
+        else:
+            dist.init_process_group("gloo")
+    yield dist.group.WORLD
+    # Not after an error: the others may be stuck, and torchrun ends them.
+    dist.barrier(dist.group.WORLD)
+    atexit.register(_leave_group)
+
+
+def _leave_group() -> None:
+    if dist.is_initialized():  # or the caller has done it
+        dist.destroy_process_group()

@@ -1,0 +1,70 @@
+"""Name the axes along which ranks are laid out: dp, pp, cp, tp, ep.
+
+    mesh = make_mesh("cuda", dp=2, tp=4)    # 8 ranks; rank 5 is (dp 1, tp 1)
+    mesh.group("tp"), mesh.rank("tp"), mesh.size("tp")
+
+The last axis varies fastest: its ranks are neighbours, and share a node where there is one. So
+name the axis that communicates most last. Reference: torch.distributed.device_mesh.
+"""
+
+from dataclasses import dataclass
+from math import prod
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from minitron.config import require
+
+AXES = ("dp", "pp", "cp", "tp", "ep")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The ranks as a grid with named axes, seen from one rank."""
+
+    device_mesh: DeviceMesh
+    """What PyTorch's own functions (DTensor, distributed checkpoints) take."""
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The axes in their order, with their sizes."""
+        return dict(zip(self.device_mesh.mesh_dim_names, self.device_mesh.shape, strict=True))
+
+    def group(self, axis: str) -> ProcessGroup:
+        """The ranks that differ from this one along `axis` alone, and this one."""
+        return self.device_mesh.get_group(axis)
+
+    def rank(self, axis: str) -> int:
+        """This rank's place along `axis`, from 0."""
+        return self.device_mesh.get_local_rank(axis)
+
+    def size(self, axis: str) -> int:
+        """The number of ranks along `axis`."""
+        return self.axes[axis]
+
+
+def make_mesh(device_type: str, **axes: int) -> Mesh:
+    """Lay out all ranks along `axes`, name to size, in the given order.
+
+    Each axis has a group of its own, with the description "mesh_dp" and so on, also one that
+    covers all ranks. Raises ConfigError if the sizes do not multiply to the number of ranks.
+    """
+    world = dist.group.WORLD
+    unknown = [axis for axis in axes if axis not in AXES]
+    require(not unknown, f"mesh axes {unknown} are unknown: choose from {', '.join(AXES)}")
+    require(
+        prod(axes.values()) == world.size(),
+        f"a mesh of {' x '.join(f'{axis} {size}' for axis, size in axes.items())} = "
+        f"{prod(axes.values())} ranks does not fit {world.size()} processes: "
+        "change a size, or the number of processes",
+    )
+    # Else an axis that covers all ranks would share their group, whose description names no axis.
+    backend = dist.get_backend_config(world)
+    device_mesh = init_device_mesh(
+        device_type,
+        tuple(axes.values()),
+        mesh_dim_names=tuple(axes),
+        backend_override=dict.fromkeys(axes, backend),
+    )
+    return Mesh(device_mesh)

@@ -1,0 +1,277 @@
+"""The processes of a run, as their parent sees them: started, listened to, ended.
+
+A rank sends messages over its pipe: that it has started, each call it is about to make, at last
+its outcome. The parent reads until all have an outcome, or until it is clear that some will not:
+
+    a rank has raised or died            the others cannot go on without it
+    two ranks make different calls       both would wait for ever
+    nobody computes and somebody waits   for 5 seconds: a hang
+    the time is over                     an endless loop, say
+
+Read in this order: Ranks.wait, Rank.receive, Ranks._have_stalled.
+"""
+
+import multiprocessing
+import pickle
+import signal
+import sys
+import time
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import connection
+
+import cloudpickle
+import psutil
+
+from minitron.comm.rank_process import (
+    Failure,
+    Orders,
+    Returned,
+    Started,
+    output_file,
+    rank_main,
+    stack_file,
+)
+from minitron.comm.rank_report import (
+    Prints,
+    RankError,
+    collective,
+    describe,
+    is_waiting,
+    killed,
+    read_stacks,
+    report,
+    say,
+)
+from minitron.measure.ledger import Call, Matcher
+
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "cloudpickle"]
+PROCESS_NAME = "minitron rank"
+LOOK_SECONDS = 0.1
+STALL_SECONDS = 5.0
+BUSY_SECONDS = 0.05  # less CPU time than this during a stall is waiting
+GRACE_SECONDS = 0.3  # after a failure, for those of other ranks
+LEAVE_SECONDS = 5.0  # to tear a group down
+MOST_MESSAGES = 100  # read at once, so that one busy rank does not hide the others
+
+
+class Rank:
+    """One process, as its parent sees it."""
+
+    def __init__(self, number: int, context, orders: Orders):
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(
+            target=rank_main, args=(number, orders, theirs), name=f"{PROCESS_NAME} {number}"
+        )
+        self.number, self.orders, self._theirs = number, orders, theirs
+        self.has_started = False
+        self.last_call: Call | None = None
+        self.outcome: Returned | Failure | None = None
+
+    def start(self) -> None:
+        self.process.start()
+        self._theirs.close()
+
+    def receive(self) -> Iterator[Call]:
+        """Read what it has sent; the calls are for the caller."""
+        has_ended = bool(connection.wait([self.process.sentinel], 0))
+        try:
+            for _ in range(MOST_MESSAGES):
+                if self.outcome is not None or not self.pipe.poll():
+                    break
+                message = pickle.loads(self.pipe.recv_bytes())
+                if isinstance(message, Call):
+                    self.last_call = message
+                    yield message
+                elif isinstance(message, Started):
+                    self.has_started = True
+                else:
+                    self.outcome = message
+            has_ended = has_ended and not self.pipe.poll()
+        except (EOFError, OSError):
+            has_ended = True
+        if has_ended and self.outcome is None:
+            self.process.join(1)
+            self.outcome = killed(self.process.exitcode)
+
+    @property
+    def text(self) -> str:
+        return "has finished" if isinstance(self.outcome, Returned) else self.outcome.text
+
+    def release(self, may_leave: bool) -> None:
+        """Let it tear its group down, or kill it."""
+        if may_leave:
+            with suppress(OSError):  # killed after it had returned
+                self.pipe.send_bytes(b"leave")
+        elif self.process.pid is not None:
+            self.process.kill()
+
+    def end(self) -> None:
+        """Wait until it is gone."""
+        if self.process.pid is not None:
+            self.process.join(LEAVE_SECONDS)
+            self.process.kill()
+            self.process.join()
+        self.pipe.close()
+
+
+class Ranks:
+    """All processes of a run."""
+
+    def __init__(self, orders: Orders):
+        self.orders = orders
+        self.ranks: list[Rank] = []
+        self.prints = Prints([output_file(orders.folder, n) for n in range(orders.num_ranks)])
+        self.matcher, self.mismatch = Matcher(), None
+        self._cpu: dict[int, float] = {}
+        self._quiet_looks = 0  # at ranks that did nothing
+
+    def start(self, method: str) -> None:
+        """Start every process, by spawn where the fork server does not start."""
+        try:
+            self._start(method)
+        except (OSError, EOFError):
+            if method == "spawn":
+                raise
+            self._end_processes()
+            self._start("spawn")
+
+    def _start(self, method: str) -> None:
+        context = multiprocessing.get_context(method)
+        if method == "forkserver":
+            context.set_forkserver_preload(PRELOADED)
+        self.ranks = []
+        with _deaf_to_interrupts(), _without_main():
+            for number in range(self.orders.num_ranks):
+                self.ranks.append(Rank(number, context, self.orders))
+                self.ranks[-1].start()
+
+    def wait(self, timeout: float) -> RankError | None:
+        """Return when all have returned, or with what keeps them from it."""
+        start = time.monotonic()
+        while self._running():
+            something_came = self._receive(LOOK_SECONDS)
+            if self.mismatch or self._failed():
+                break
+            if time.monotonic() > start + timeout:
+                return self._error(f"not finished after {timeout:g} s (the timeout)")
+            if not something_came and self._have_stalled():
+                return self._error(f"a hang: no rank has moved for {STALL_SECONDS:g} s")
+        if self._failed():
+            self._hear_the_others()
+        if self.mismatch:
+            return self._error(f"the ranks do not match: {self.mismatch}")
+        return self._first_failure() if self._failed() else None
+
+    def results(self) -> list:
+        return [cloudpickle.loads(rank.outcome.value) for rank in self.ranks]
+
+    def end(self) -> None:
+        """Leave no process behind, and show what has been printed."""
+        self._end_processes()
+        self.prints.close()
+
+    def _end_processes(self) -> None:
+        all_returned = all(isinstance(rank.outcome, Returned) for rank in self.ranks)
+        for rank in self.ranks:
+            rank.release(may_leave=all_returned)
+        for rank in self.ranks:
+            rank.end()
+
+    def _running(self) -> list[Rank]:
+        return [rank for rank in self.ranks if rank.outcome is None]
+
+    def _failed(self) -> list[Rank]:
+        return [rank for rank in self.ranks if isinstance(rank.outcome, Failure)]
+
+    def _receive(self, seconds: float) -> bool:
+        """Read what comes within `seconds`; returns whether anything did."""
+        running = self._running()
+        handles = [handle for rank in running for handle in (rank.pipe, rank.process.sentinel)]
+        something_came = bool(connection.wait(handles, seconds))
+        for rank in running:
+            for call in rank.receive():
+                self.mismatch = self.mismatch or self.matcher.add(rank.number, call)
+        self.prints.show([rank.outcome is not None for rank in self.ranks])
+        if something_came:
+            self._quiet_looks = 0
+        return something_came
+
+    def _hear_the_others(self) -> None:
+        end = time.monotonic() + GRACE_SECONDS
+        while self._running() and not self.mismatch and time.monotonic() < end:
+            self._receive(LOOK_SECONDS)
+
+    def _have_stalled(self) -> bool:
+        """Count a look at ranks that send nothing; tell whether it has become a hang."""
+        cpu = {rank.number: _cpu_seconds(rank.process.pid) for rank in self._running()}
+        self._quiet_looks += 1
+        if any(cpu[n] - self._cpu.get(n, -1.0) > BUSY_SECONDS for n in cpu):
+            self._cpu, self._quiet_looks = cpu, 0
+        # Looks, not the clock: where the machine is overloaded, the parent looks less often too.
+        if self._quiet_looks * LOOK_SECONDS < STALL_SECONDS:
+            return False
+        self._quiet_looks = 0
+        somebody_waits = any(is_waiting(f, rank.last_call) for rank, f in self._stacks())
+        return somebody_waits and not self._receive(LOOK_SECONDS)
+
+    def _stacks(self) -> list:
+        """The running ranks, each with its frames."""
+        files = {rank.process.pid: stack_file(self.orders.folder, rank.number)
+                 for rank in self._running() if rank.has_started}
+        stacks = read_stacks(files)
+        return [(rank, stacks.get(rank.process.pid, [])) for rank in self._running()]
+
+    def _error(self, headline: str) -> RankError:
+        for rank, frames in self._stacks():
+            rank.outcome = Failure(describe(frames, rank.last_call), frames=frames)
+        texts = {rank.number: rank.text for rank in self.ranks}
+        return RankError(report(headline, texts), self._failures())
+
+    def _first_failure(self) -> RankError:
+        # The others' errors may follow from a death, never the other way round.
+        first = min(self._failed(), key=lambda r: (bool(r.outcome.error), r.outcome.seconds))
+        for rank, frames in self._stacks():
+            rank.outcome = Failure(describe(frames, rank.last_call), frames=frames)
+
+        texts = {rank.number: rank.text for rank in self.ranks if rank is not first}
+        if first.outcome.error is None:
+            texts |= {rank.number: describe(rank.outcome.frames, rank.last_call)
+                      for rank in self._failed() if collective(rank.outcome.frames)}
+        headline = say([first.number], first.text)
+        return RankError(report(headline, texts, first.outcome.traceback), self._failures())
+
+    def _failures(self) -> dict[int, Failure]:
+        return {rank.number: rank.outcome for rank in self._failed()}
+
+
+@contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    # Ctrl-C is sent to every process of a terminal or kernel. Those started here inherit the mask.
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    # multiprocessing would run the parent's script again in every rank.
+    main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _cpu_seconds(pid: int) -> float:
+    try:
+        times = psutil.Process(pid).cpu_times()
+    except psutil.NoSuchProcess:
+        return 0.0
+    return times.user + times.system

@@ -1,0 +1,75 @@
+"""What training costs, as formulas: parameters and FLOPs, bytes held, bytes on the wire.
+
+Each function takes the few integers it needs and cites where its formula comes from.
+Counts are exact integers; FLOPs count a multiply-add as two.
+"""
+
+from minitron.cost.communication import (
+    Link,
+    Volume,
+    all_to_all_volume,
+    broadcast_seconds,
+    broadcast_volume,
+    chunk_sizes,
+    collective_seconds,
+    collective_volume,
+    doubling_all_reduce_seconds,
+    doubling_all_reduce_volume,
+    fit_link,
+    gather_volume,
+    halving_all_reduce_seconds,
+    halving_all_reduce_volume,
+    hierarchical_all_reduce_seconds,
+    message_seconds,
+    naive_all_reduce_seconds,
+    naive_all_reduce_volume,
+    power_of_two,
+    reduce_volume,
+    ring_all_gather_seconds,
+    ring_all_gather_volume,
+    ring_all_reduce_seconds,
+    ring_all_reduce_volume,
+    ring_reduce_scatter_seconds,
+    ring_reduce_scatter_volume,
+    scatter_volume,
+    tree_all_reduce_seconds,
+)
+from minitron.cost.compute import (
+    PUBLISHED,
+    RecomputeKind,
+    backward_flops_per_token,
+    forward_flops_per_token,
+    num_block_parameters,
+    num_norm_parameters,
+    num_parameters,
+    published_llama,
+    recompute_flops_per_token,
+    training_flops_per_token,
+)
+from minitron.cost.memory import (
+    RECIPES,
+    AttentionKind,
+    Recipe,
+    activation_bytes,
+    activation_bytes_per_layer,
+    attention_bytes,
+    model_state_bytes,
+    model_state_table,
+    norm_statistics_bytes,
+)
+
+__all__ = [
+    "PUBLISHED", "RECIPES", "AttentionKind", "Link", "Recipe", "RecomputeKind", "Volume",
+    "activation_bytes", "activation_bytes_per_layer", "all_to_all_volume", "attention_bytes",
+    "backward_flops_per_token", "broadcast_seconds", "broadcast_volume", "chunk_sizes",
+    "collective_seconds", "collective_volume", "doubling_all_reduce_seconds",
+    "doubling_all_reduce_volume", "fit_link", "forward_flops_per_token", "gather_volume",
+    "halving_all_reduce_seconds", "halving_all_reduce_volume",
+    "hierarchical_all_reduce_seconds", "message_seconds", "model_state_bytes",
+    "model_state_table", "naive_all_reduce_seconds", "naive_all_reduce_volume",
+    "norm_statistics_bytes", "num_block_parameters", "num_norm_parameters", "num_parameters",
+    "power_of_two", "published_llama", "recompute_flops_per_token", "reduce_volume",
+    "ring_all_gather_seconds", "ring_all_gather_volume", "ring_all_reduce_seconds",
+    "ring_all_reduce_volume", "ring_reduce_scatter_seconds", "ring_reduce_scatter_volume",
+    "scatter_volume", "training_flops_per_token", "tree_all_reduce_seconds",
+]

@@ -1,0 +1,203 @@
+"""What ranks did, side by side: a table of their bytes, and the first call in which they part.
+
+Read in this order: Call, merged, Matcher, first_mismatch.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+MESSAGES = ("send", "recv")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective, send or receive of one rank; times are seconds of the ledger's clock."""
+
+    number: int
+    """Counts the collectives of a group from 0; a send or receive, those with the same peer."""
+    op: str
+    """all_reduce, reduce_scatter, all_gather, broadcast, reduce, gather, scatter, all_to_all,
+    barrier, send or recv."""
+    axis: str
+    """The mesh's axis ("dp"), "world", or "group 3" for a group without a name."""
+    dtype: torch.dtype
+    payload: int
+    """Bytes of the full tensor: before a reduce-scatter, after an all-gather; of a message."""
+    sent: int
+    received: int
+    phase: str
+    peer: int | None
+    """The other end of a message, or the root of a collective that has one: a rank in the group."""
+    size: int
+    started: float
+    finished: float | None = None
+    """When the bytes were there; on CUDA and for messages, when a wait for them returned. None
+    before that, and where there is nothing to wait for (functional collectives, blocking NCCL)."""
+    ranks: tuple[int, ...] = ()
+    """The group's ranks, as numbered in the whole world."""
+    tag: int = 0
+
+    @property
+    def name(self) -> str:
+        """Such as "all_reduce #17" or "send #3 to rank 1"."""
+        if self.op not in MESSAGES:
+            return f"{self.op} #{self.number}"
+        peer = "any rank" if self.peer is None else f"rank {self.ranks[self.peer]}"
+        return f"{self.op} #{self.number} {'to' if self.op == 'send' else 'from'} {peer}"
+
+    def __str__(self) -> str:
+        return f"{self.name} ({readable_bytes(self.payload)}, axis {self.axis})"
+
+
+def readable_bytes(num_bytes: int) -> str:
+    """4200000 -> 4.2 MB."""
+    for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if num_bytes >= 0.9995 * size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes} B"
+
+
+# A table
+
+
+@dataclass(frozen=True)
+class Row:
+    """The calls of one op, axis and phase: how many and how many bytes, rank by rank."""
+
+    op: str
+    axis: str
+    phase: str
+    calls: tuple[int, ...]
+    payload: tuple[int, ...]
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+
+
+class Table(list[Row]):
+    """Rows in the order of their first call; printed, the bytes of a rank, or least..most."""
+
+    def __str__(self) -> str:
+        header = ("op", "axis", "phase", "calls", "payload", "sent", "received")
+        lines = [header] + [
+            (row.op, row.axis, row.phase, *map(_range, (row.calls, row.payload, row.sent,
+                                                       row.received)))
+            for row in self
+        ]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        aligned = [
+            [cell.ljust(width) if column < 3 else cell.rjust(width)
+             for column, (cell, width) in enumerate(zip(line, widths, strict=True))]
+            for line in lines
+        ]
+        return "\n".join("  ".join(cells) for cells in aligned)
+
+    __repr__ = __str__
+
+
+def merged(calls_by_rank: Sequence[Sequence[Call]]) -> Table:
+    """Add up the calls of each rank by op, axis and phase."""
+    kinds = {(c.op, c.axis, c.phase): None for calls in calls_by_rank for c in calls}  # in order
+
+    def by_rank(kind: tuple, amount: Callable[[Call], int]) -> tuple[int, ...]:
+        return tuple(
+            sum(amount(c) for c in calls if (c.op, c.axis, c.phase) == kind)
+            for calls in calls_by_rank
+        )
+
+    return Table(
+        Row(*kind, by_rank(kind, lambda c: 1), by_rank(kind, lambda c: c.payload),
+            by_rank(kind, lambda c: c.sent), by_rank(kind, lambda c: c.received))
+        for kind in kinds
+    )
+
+
+def _range(values: tuple[int, ...]) -> str:
+    least, most = min(values), max(values)
+    return f"{most:,}" if least == most else f"{least:,}..{most:,}"
+
+
+# A comparison
+
+
+class Matcher:
+    """Compare ranks while they run: every rank of a group must make the same calls in its order.
+
+    One that is merely behind is no mismatch. A send is compared with the receive it meets.
+    """
+
+    def __init__(self):
+        self._waiting: dict[tuple, list[tuple[int, Call]]] = {}
+        self._receives_anything: set[tuple] = set()
+
+    def add(self, rank: int, call: Call) -> str | None:
+        """Take the next call of `rank`; returns the mismatch in words, if it is one."""
+        meeting, num_ranks = self._meeting(rank, call)
+        if meeting is None:
+            return None
+        waiting = self._waiting.setdefault(meeting, [])
+        waiting.append((rank, call))
+        if _signature(call) != _signature(waiting[0][1]):
+            return _mismatch([other for other, _ in waiting[:-1]], waiting[0][1], rank, call)
+        if len(waiting) == num_ranks:
+            del self._waiting[meeting]
+        return None
+
+    def _meeting(self, rank: int, call: Call) -> tuple[tuple | None, int]:
+        """What the calls that belong together have in common, and how many they are."""
+        if call.op not in MESSAGES:
+            return (call.axis, call.ranks, call.number), call.size
+        if call.peer is None:
+            self._receives_anything.add((call.axis, call.ranks, rank))
+            return None, 0
+        ends = rank, call.ranks[call.peer]
+        source, destination = ends if call.op == "send" else ends[::-1]
+        if (call.axis, call.ranks, destination) in self._receives_anything:
+            return None, 0  # which message it met cannot be told
+        return (call.axis, call.ranks, source, destination, call.tag, call.number), 2
+
+
+def first_mismatch(calls_by_rank: Sequence[Sequence[Call]]) -> str | None:
+    """The earliest call in which ranks part, in words: another op, size, dtype or root."""
+    pairs = [(rank, call) for rank, calls in enumerate(calls_by_rank) for call in calls]
+    matcher = Matcher()
+    for rank, call in sorted(pairs, key=lambda pair: pair[1].started):
+        mismatch = matcher.add(rank, call)
+        if mismatch:
+            return mismatch
+    return None
+
+
+def _signature(call: Call) -> tuple:
+    """What must be equal in calls that meet."""
+    if call.op in MESSAGES:
+        return call.payload, call.dtype
+    if call.op == "all_to_all":  # ranks may send more or less
+        return call.op, call.dtype
+    return call.op, call.payload, call.dtype, call.peer
+
+
+def _mismatch(waiting: list[int], first: Call, rank: int, call: Call) -> str:
+    if len(waiting) == 1:
+        who = f"rank {waiting[0]} waits"
+    else:
+        who = f"ranks {', '.join(map(str, waiting[:-1]))} and {waiting[-1]} wait"
+    if call.op != first.op and call.op not in MESSAGES:
+        return f"{who} in {first}, rank {rank} in {call.name}"
+    return (f"{who} in {first.name} ({_difference(first, call)}, axis {first.axis}), "
+            f"rank {rank} in {call.name} ({_difference(call, first)})")
+
+
+def _difference(call: Call, other: Call) -> str:
+    """What `call` has that `other` has not."""
+    facts = []
+    if call.payload != other.payload:
+        rounded = readable_bytes(call.payload)
+        equal = rounded == readable_bytes(other.payload)
+        facts.append(f"{call.payload:,} B" if equal else rounded)
+    if call.dtype != other.dtype:
+        facts.append(str(call.dtype).removeprefix("torch."))
+    if call.peer != other.peer and call.op not in MESSAGES:
+        facts.append(f"root {call.peer}")
+    return ", ".join(facts)

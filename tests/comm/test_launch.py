@@ -1,0 +1,424 @@
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from minitron.comm import ranks as ranks_module
+from minitron.comm.launch import RankError, run, torchrun_group
+from minitron.config import ConfigError
+
+REPOSITORY = Path(__file__).parents[2]
+
+# Rank functions are nested, so that a rank need not import this file and pytest with it.
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """A stall is found after one second."""
+    monkeypatch.setattr(ranks_module, "STALL_SECONDS", 1.0)
+
+
+def fails(fn, num_ranks, *args, **options) -> RankError:
+    with pytest.raises(RankError) as caught:
+        run(fn, num_ranks, *args, **options)
+    return caught.value
+
+
+# What goes in and comes out
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_results_in_rank_order(size):
+    def total(group, x, scale):
+        dist.all_reduce(x, group=group)
+        return group.rank(), group.size(), x * scale, torch.get_num_threads()
+
+    x = torch.ones(2)
+    results = run(total, size, x, 10)
+    assert [(rank, n, threads) for rank, n, _, threads in results] == [
+        (rank, size, 1) for rank in range(size)
+    ]
+    assert all(torch.equal(result[2], torch.full((2,), 10.0 * size)) for result in results)
+    assert torch.equal(x, torch.ones(2))  # ranks have copies
+
+
+def test_prints_come_in_rank_order(capsys):
+    def speak(group):
+        import warnings
+
+        time.sleep(0.05 * (group.size() - group.rank()))  # the last rank speaks first
+        print("one")
+        print("two", file=sys.stderr)
+        os.write(1, b"from C\n")
+        warnings.warn("careful", stacklevel=1)
+        print("1 %\r2 %\r100 %")
+        print("no end of line", end="")
+
+    run(speak, 3)
+    captured = capsys.readouterr()
+    lines = captured.out.splitlines()
+    assert captured.err == ""
+    assert [line[:8] for line in lines] == sorted(line[:8] for line in lines)
+    of_2 = [line[9:] for line in lines if line.startswith("[rank 2] ")]
+    assert of_2[:3] == ["one", "two", "from C"]
+    assert any("UserWarning: careful" in line for line in of_2)
+    assert of_2[-2:] == ["100 %", "no end of line"]
+
+
+def test_rank_0_is_heard_while_it_runs(capsys):
+    heard = []
+
+    class Ear:
+        def write(self, text):
+            heard.append((time.monotonic(), text))
+
+        def flush(self):
+            pass
+
+    def speak(group):
+        print("early")
+        time.sleep(0.6)
+        return time.monotonic()
+
+    before, sys.stdout = sys.stdout, Ear()
+    try:
+        (end,) = run(speak, 1)
+    finally:
+        sys.stdout = before
+    assert heard[0][1] == "[rank 0] early"
+    assert heard[0][0] < end
+
+
+def test_a_chatty_rank_does_not_block(capsys):
+    def speak(group):
+        for _ in range(20_000):
+            print("x" * 40)
+        dist.barrier(group=group)
+
+    run(speak, 2)
+    assert capsys.readouterr().out.count("\n") == 40_000
+
+
+def test_the_parents_surroundings_at_the_time_of_the_call(tmp_path, monkeypatch):
+    monkeypatch.setenv("MINITRON_TEST", "yes")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+    def look(group):
+        return os.environ.get("MINITRON_TEST"), os.getcwd(), sys.path[0]
+
+    assert run(look, 1) == [("yes", str(tmp_path), str(tmp_path))]
+    monkeypatch.delenv("MINITRON_TEST")
+    assert run(look, 1)[0][0] is None
+
+
+def test_an_edited_file_counts(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    exercise = tmp_path / "edited_exercise.py"
+    exercise.write_text("def answer(group):\n    return 'before'\n")
+    import edited_exercise
+
+    assert run(edited_exercise.answer, 1) == ["before"]
+    exercise.write_text("def answer(group):\n    return 'after the edit'\n")
+    assert run(edited_exercise.answer, 1) == ["after the edit"]
+
+
+def test_spawn(monkeypatch):
+    monkeypatch.setenv("MINITRON_START", "spawn")
+    assert run(lambda group: group.rank(), 1) == [0]
+
+
+def test_spawn_where_the_server_does_not_start(monkeypatch):
+    def broken(*_):
+        raise EOFError
+
+    monkeypatch.setattr("multiprocessing.popen_forkserver.Popen._launch", broken)
+    assert run(lambda group: group.rank(), 1) == [0]
+
+
+# Mistakes of the caller, in one line
+
+
+@pytest.mark.parametrize(("num_ranks", "message"), [(0, "num_ranks = 0: must be at least 1")])
+def test_no_ranks(num_ranks, message):
+    with pytest.raises(ConfigError, match=message):
+        run(print, num_ranks)
+
+
+def test_an_argument_that_cannot_be_sent():
+    with pytest.raises(ConfigError, match="<lambda> or an argument cannot be sent.*generator"):
+        run(lambda group, x: x, 1, (i for i in range(3)))
+
+
+def test_a_result_that_cannot_be_sent():
+    error = fails(lambda group: (i for i in range(3)), 1)
+    assert str(error).startswith(
+        "rank 0 returned a generator, which cannot be sent to the parent: cannot pickle"
+    )
+
+
+def test_a_run_within_a_rank():
+    error = fails(lambda group: run(print, 1), 1)
+    assert str(error).startswith("rank 0 raised ConfigError: run() was called within a rank")
+
+
+# Failures
+
+
+def test_an_exception_is_shown_with_its_source(capsys):
+    def fail(group):
+        print("so far")
+        if group.rank() == 1:
+            raise ValueError("no such thing")
+        dist.barrier(group=group)
+
+    error = fails(fail, 3)
+    message = str(error)
+    assert message.startswith("rank 1 raised ValueError: no such thing\n")
+    assert '\n    raise ValueError("no such thing")\n' in message
+    assert message.endswith("\nValueError: no such thing")
+    assert "rank_process" not in message
+    assert "ranks 0 and 2 wait in barrier #0" in message
+    assert "test_launch.py line" in message and "dist.barrier(group=group)" in message
+    assert capsys.readouterr().out == "".join(f"[rank {rank}] so far\n" for rank in range(3))
+
+    failure = error.failures[1]
+    assert (failure.error, failure.message) == ("ValueError", "no such thing")
+    assert failure.frames[0].function == failure.frames[-1].function == "fail"
+    assert failure.frames[-1].source == 'raise ValueError("no such thing")'
+    assert sorted(error.failures) == [0, 1, 2]
+
+
+def test_the_first_failure_in_full_the_others_in_a_line():
+    def fail(group):
+        time.sleep(0.1 * (2 - group.rank()))
+        raise KeyError(group.rank())
+
+    message = str(fails(fail, 3))
+    assert message.startswith("rank 2 raised KeyError: 2\n")
+    assert "  rank 1 raised KeyError: 1\n" in message
+    assert message.count("Traceback") == 1
+    assert message.endswith("KeyError: 2")
+
+
+def test_sys_exit_is_a_failure():
+    assert str(fails(lambda group: sys.exit(3), 1)).startswith("rank 0 raised SystemExit: 3")
+
+
+@pytest.mark.parametrize(
+    ("end", "text"),
+    [(lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL"),
+     (lambda: os._exit(3), "exited with code 3 before it returned")],
+)
+def test_a_rank_that_dies(capsys, end, text):
+    def die(group):
+        if group.rank() == 2:
+            print("last words", end="")
+            end()
+        dist.all_reduce(torch.ones(4), group=group)
+
+    error = fails(die, 3)
+    first, others = str(error).split("\n")
+    assert first == f"rank 2 {text}"
+    assert others.startswith("  ranks 0 and 1 wait in all_reduce #0 (16 B, axis world), test_")
+    assert others.endswith("dist.all_reduce(torch.ones(4), group=group)")
+    assert capsys.readouterr().out == "[rank 2] last words\n"
+
+
+def test_a_rank_that_left_early(impatient):
+    def leave(group):
+        if group.rank() != 2:
+            dist.all_reduce(torch.ones(4), group=group)
+
+    for watch, call in ((True, "all_reduce #0 (16 B, axis world)"), (False, "all_reduce")):
+        error = fails(leave, 3, watch=watch)
+        headline, waiting, finished = str(error).split("\n")
+        assert headline == "a hang: no rank has moved for 1 s"
+        assert waiting.startswith(f"  ranks 0 and 1 wait in {call}, test_launch.py line ")
+        assert finished == "  rank 2 has finished"
+
+
+def test_a_rank_that_sleeps(impatient):
+    def sleep(group):
+        if group.rank() == 1:
+            time.sleep(100)
+        dist.all_reduce(torch.ones(4), async_op=True, group=group).wait()
+
+    _, waiting, sleeping = str(fails(sleep, 2)).split("\n")
+    assert waiting.startswith("  rank 0 waits, its last call is all_reduce #0 (16 B, axis world)")
+    assert sleeping.startswith("  rank 1 is at test_launch.py line ")
+    assert sleeping.endswith(": time.sleep(100)")
+
+
+def test_sleeping_or_computing_is_no_stall(impatient):
+    def work(group):
+        if group.rank() == 0:
+            end = time.monotonic() + 1.5
+            while time.monotonic() < end:
+                pass
+        dist.barrier(group=group)
+        time.sleep(1.5)
+
+    run(work, 2)
+
+
+def test_an_endless_loop():
+    def loop(group):
+        print("before")
+        while group.rank() == 0:
+            pass
+        dist.barrier(group=group)
+
+    headline, looping, waiting = str(fails(loop, 2, timeout=3)).split("\n")
+    assert headline == "not finished after 3 s (the timeout)"
+    assert looping.startswith("  rank 0 is at test_launch.py line ")
+    assert waiting.startswith("  rank 1 waits in barrier #0")
+
+
+def test_different_collectives_are_named_at_once():
+    def mismatch(group):
+        dist.all_reduce(torch.ones(10), group=group)
+        if group.rank() == 2:
+            dist.all_reduce(torch.ones(1000), group=group)
+        else:
+            dist.all_gather([torch.ones(250) for _ in range(4)], torch.ones(250), group=group)
+
+    start = time.monotonic()
+    message = str(fails(mismatch, 4))
+    assert time.monotonic() - start < ranks_module.STALL_SECONDS
+    headline = message.split("\n")[0]
+    assert headline.startswith("the ranks do not match: rank")
+    assert "all_reduce #1" in headline and "all_gather #1" in headline
+    assert "4.0 kB, axis world" in headline
+
+
+def test_a_receive_that_nobody_sends(impatient):
+    def receive(group):
+        if group.rank() == 0:
+            dist.recv(torch.empty(4), group_src=1, group=group)
+
+    _, waiting, finished = str(fails(receive, 2)).split("\n")
+    assert waiting.startswith("  rank 0 waits in recv #0 from rank 1 (16 B, axis world), test_laun")
+    assert finished == "  rank 1 has finished"
+
+
+def test_a_run_after_each_failure():
+    def fail(group):
+        os._exit(1)
+
+    fails(fail, 2)
+    assert run(lambda group: group.rank(), 2) == [0, 1]
+
+
+# Leaving nothing behind
+
+SCRIPT = """
+    import time
+    import psutil
+    from minitron.comm.launch import run
+
+    def work(group):
+        print(f"ready", flush=True)
+        time.sleep(100)
+
+    print("main", flush=True)
+    run(work, 2)
+    """
+
+
+def start_script(tmp_path, text: str) -> subprocess.Popen:
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(text))
+    return subprocess.Popen(
+        [sys.executable, path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, start_new_session=True,
+    )
+
+
+def until_ranks_speak(script: subprocess.Popen) -> list[psutil.Process]:
+    assert script.stdout.readline() == "main\n"
+    assert script.stdout.readline() == "[rank 0] ready\n"
+    processes = psutil.Process(script.pid).children(recursive=True)
+    assert len(processes) >= 3  # the server, its ranks, multiprocessing's resource tracker
+    return processes
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    return not alive
+
+
+def test_a_killed_parent_leaves_no_process(tmp_path):
+    script = start_script(tmp_path, SCRIPT)
+    processes = until_ranks_speak(script)
+    script.kill()
+    script.communicate(timeout=10)
+    assert gone(processes)
+
+
+def test_ctrl_c_in_a_terminal(tmp_path):
+    """It reaches every process of the terminal; the script ends as any other, in silence."""
+    script = start_script(tmp_path, SCRIPT)
+    processes = until_ranks_speak(script)
+    os.killpg(script.pid, signal.SIGINT)
+    output, errors = script.communicate(timeout=10)
+    assert output == "[rank 1] ready\n"
+    assert errors.count("Traceback") == 1 and errors.endswith("KeyboardInterrupt\n")
+    assert gone(processes)
+
+
+# Under torchrun
+
+
+def torchrun(tmp_path, num_ranks: int, text: str) -> subprocess.CompletedProcess:
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(text))
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone",
+         "--nproc-per-node", str(num_ranks), path],
+        capture_output=True, text=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_torchrun(tmp_path):
+    """The function runs in torchrun's own processes, as often as it is asked to."""
+    finished = torchrun(tmp_path, 2, """
+        import os
+        from minitron.comm.launch import run, torchrun_group
+        from minitron.config import ConfigError
+
+        def pid(group, scale):
+            return group.rank() * scale, os.getpid()
+
+        first, again = run(pid, 2, 10), run(pid, 2, 10)
+        assert first == again and [rank for rank, _ in first] == [0, 10]
+        assert os.getpid() in [pid for _, pid in first]
+        with torchrun_group() as group:
+            assert group.size() == 2 and run(pid, 2, 1)[1][0] == 1
+        try:
+            run(pid, 4, 10)
+        except ConfigError as error:
+            print(error)
+        """)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.count(
+        "run() was asked for 4 ranks, torchrun has started 2: start it with --nproc-per-node 4"
+    ) == 2
+
+
+def test_no_group_without_torchrun(monkeypatch):
+    with torchrun_group() as group:
+        assert group is None
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with torchrun_group() as group:
+        assert group is None

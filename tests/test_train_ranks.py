@@ -1,0 +1,136 @@
+"""A data-parallel run as its user sees it: the same training, resumed on other ranks, stopped."""
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from minitron import train
+from minitron.comm.launch import run
+from minitron.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    TrainConfig,
+)
+from minitron.measure.metrics import read_metrics
+from tests.test_train import command, trained, wait_for
+
+MODEL = ModelConfig(max_sequence_length=32, num_layers=2, width=32, num_heads=2, num_kv_heads=1,
+                    ffn_width=48)
+TRAIN = TrainConfig(steps=6, global_batch_size=10, micro_batch_size=2, warmup_steps=3,
+                    eval_every=5, eval_sequences=7, checkpoint_every=3, device="cpu")
+
+
+@pytest.fixture
+def config(stories) -> Config:
+    return Config(MODEL, DataConfig(stories, sequence_length=32), TRAIN)
+
+
+def train_on_ranks(group, config: Config, folder: Path, resume: bool = False) -> int:
+    return train.train(config, folder, resume, group).step
+
+
+def torchrun(num_ranks: int, *words: str) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+            str(num_ranks), *words]
+
+
+@pytest.mark.parametrize("num_ranks, version",
+                         [(2, "naive"), (3, "hooked"), (3, "bucketed"), (4, "bucketed")])
+def test_any_number_of_ranks_trains_what_one_process_trains(config, tmp_path, num_ranks, version):
+    """10 sequences in micro-batches of 2: on 3 and 4 ranks neither divides.
+
+    float32: sums in another order differ in the last bits, and AdamW carries that on.
+    """
+    train.train(config, tmp_path / "one")
+    parallel = ParallelConfig(data_parallel=version)
+    run(train_on_ranks, num_ranks, dataclasses.replace(config, parallel=parallel),
+        tmp_path / "many")
+    columns = "step", "loss", "grad_norm", "tokens"
+    for one, many in zip(trained(tmp_path / "one", *columns), trained(tmp_path / "many", *columns),
+                         strict=True):
+        assert many == pytest.approx(one, rel=1e-5)
+    val_one, val_many = (
+        [row["val_loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl")
+         if "val_loss" in row] for name in ("one", "many")
+    )
+    assert val_many == pytest.approx(val_one, rel=1e-5)
+
+
+def test_a_run_resumes_on_other_ranks(config, tmp_path):
+    """2 steps on 2 ranks, 2 on 3, 2 on one process: the losses of a run that never moved."""
+    config = dataclasses.replace(
+        config, train=dataclasses.replace(TRAIN, checkpoint_every=2, keep_checkpoints=3)
+    )
+    train.train(config, tmp_path / "whole")
+    folder = tmp_path / "moved"
+    run(train_on_ranks, 2, config, folder)
+    kill_after(folder, 2)
+    run(train_on_ranks, 3, config, folder, True)
+    kill_after(folder, 4)
+    train.train(config, folder, resume=True)
+    columns = "step", "loss", "grad_norm"
+    for moved, whole in zip(trained(folder, *columns), trained(tmp_path / "whole", *columns),
+                            strict=True):
+        assert moved == pytest.approx(whole, rel=1e-5)
+
+
+def kill_after(folder: Path, step: int) -> None:
+    """Leave a run as if it had been killed after `step`."""
+    for checkpoint in (folder / "checkpoints").glob("step_*.pt"):
+        if checkpoint.name > f"step_{step:08d}.pt":
+            checkpoint.unlink()
+
+
+def test_dropout_resumes_bit_for_bit_on_the_same_ranks(config, tmp_path):
+    config = dataclasses.replace(config, model=dataclasses.replace(MODEL, dropout=0.2))
+    run(train_on_ranks, 2, config, tmp_path / "whole")
+    short = tmp_path / "short"
+    run(train_on_ranks, 2, config, short)
+    kill_after(short, 3)
+    run(train_on_ranks, 2, config, short, True)
+    columns = "step", "loss", "grad_norm"
+    assert trained(short, *columns) == trained(tmp_path / "whole", *columns)
+
+
+def test_torchrun_trains_and_a_signal_saves_first(config, tmp_path):
+    folder = tmp_path / "run"
+    words = command(config, folder, "--train.steps", "100000", "--train.checkpoint-every", "0")[1:]
+    process = subprocess.Popen(torchrun(2, *words), stdout=subprocess.PIPE, text=True)
+    log = folder / "metrics.jsonl"
+    wait_for(lambda: log.exists() and len(read_metrics(log)) >= 3, process)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    last = trained(folder, "step")[-1][0]
+    assert [row["step"] for row in read_metrics(log) if "loss" in row] == list(range(1, last + 1))
+    assert output.count(f"Stopped by SIGTERM at step {last}; saved.") == 1
+    assert (folder / "checkpoints" / f"step_{last:08d}.pt").exists()
+
+
+def test_torchrun_tells_a_mistake_once(config, tmp_path):
+    words = command(config, tmp_path / "run", "--train.global-batch-size", "1")[1:]
+    done = subprocess.run(torchrun(2, *words), capture_output=True, text=True, timeout=120)
+    assert done.stderr.count("minitron: train.global_batch_size = 1 leaves some of 2 ranks") == 1
+    assert "Traceback (most recent call last):\n  File \"" + str(Path(train.__file__)) \
+        not in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_ranks_that_are_not_there_are_refused(config, tmp_path):
+    asked = dataclasses.replace(config, parallel=ParallelConfig(dp=4))
+    with pytest.raises(ConfigError, match=r"dp = 4, but there is 1 rank: start it with torchrun"):
+        train.train(asked, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_saved_config_speaks_for_itself(config, tmp_path):
+    run(train_on_ranks, 2, config, tmp_path / "run")
+    saved = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert saved["parallel"]["dp"] == 0  # any ranks may continue it
