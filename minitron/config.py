@@ -181,6 +181,9 @@ class ParallelConfig:
     """Data-parallel ranks; 0: all that torchrun has started."""
     data_parallel: Literal["naive", "hooked", "bucketed"] = "bucketed"
     """When gradients are sent: after the backward pass, each as it is ready, or in buckets."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """ZeRO's stage: each rank keeps its part of 1: optimizer state, 2: and gradients, 3: and
+    weights."""
 
     def __post_init__(self):
         require(self.dp >= 0, f"parallel.dp = {self.dp}: must be 0 or more")
@@ -199,6 +202,11 @@ class Config:
             f"data.sequence_length = {self.data.sequence_length} is longer than "
             f"model.max_sequence_length = {self.model.max_sequence_length}: "
             "raise the second or lower the first",
+        )
+        require(
+            self.parallel.zero < 3 or not self.train.compile,
+            f"parallel.zero = 3 with train.compile = {self.train.compile}: a compiled model keeps "
+            "the weights that stage 3 frees; switch train.compile off, or use stage 2",
         )
 
 
@@ -248,7 +256,8 @@ def _typed(expected, value, where: str):
         return float(value)
     choices = getattr(expected, "__args__", None)  # a Literal's
     if choices is not None:
-        require(value in choices, f"{where} = {value!r}: must be one of {', '.join(choices)}")
+        known = ", ".join(map(str, choices))
+        require(value in choices, f"{where} = {value!r}: must be one of {known}")
     else:
         require(
             type(value) is expected,

@@ -13,21 +13,10 @@ from minitron.config import Config, require, to_dict
 from minitron.corpus.folder import end_of_document, load_tokenizer, read_corpus_info
 from minitron.dataset import TokenDataset
 from minitron.model.generate import generate
-from minitron.model.recompute import RECOMPUTE_POLICIES
 from minitron.model.transformer import Transformer, initialise
-from minitron.parallel.data_parallel import (
-    apply_bucketed_data_parallel,
-    apply_hooked_data_parallel,
-    apply_naive_data_parallel,
-)
+from minitron.parallelize import load_whole_state, parallelize, whole_state
 from minitron.process import Interruption, pick_device
 from minitron.step import learning_rate, low_precision, make_optimizer, summed_loss, train_step
-
-DATA_PARALLEL = {
-    "naive": apply_naive_data_parallel,
-    "hooked": apply_hooked_data_parallel,
-    "bucketed": apply_bucketed_data_parallel,
-}
 
 
 class Run:
@@ -54,12 +43,10 @@ class Run:
 
         self.model = Transformer(config.model).to(self.device)
         initialise(self.model, config.train.seed)
-        RECOMPUTE_POLICIES[config.train.recompute](self.model)
+        self.data_parallel = parallelize(self.model, group, config)
         self.optimizer = make_optimizer(self.model, config.train, self.device)
-        self.data_parallel = None
-        if group is not None:
-            apply = DATA_PARALLEL[config.parallel.data_parallel]
-            self.data_parallel = apply(self.model, group)
+        if group is not None and config.parallel.zero > 0:
+            self.data_parallel.shard(self.optimizer)
         self.forward = self.model
         if config.train.precision == "bf16":
             self.forward = low_precision(self.model, self.device)
@@ -101,6 +88,8 @@ class Run:
     def evaluate(self) -> float:
         """Mean loss over the first `eval_sequences` validation sequences, nats per token."""
         num_sequences = min(self.config.train.eval_sequences, self.validation.num_samples)
+        if self.config.parallel.zero == 3:  # as many micro-batches on every rank
+            num_sequences -= num_sequences % self.size
         batch = self.validation.batch(0, num_sequences, self.rank, self.size)
         self.model.eval()
         losses = [summed_loss(self.forward(inputs), targets)
@@ -121,12 +110,13 @@ class Run:
     def save(self) -> None:
         """Write everything the next step depends on; rank 0 writes, all ranks must call it."""
         random_states = gathered(self.random_state(), self.group)
+        weights, optimizer_state = whole_state(self.model, self.optimizer, self.data_parallel)
         folder = self.folder / "checkpoints"
         if self.rank != 0:
             return
         state = {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "model": weights,
+            "optimizer": optimizer_state,
             "step": self.step,
             "position": self.position,
             "random_states": random_states,
@@ -149,8 +139,9 @@ class Run:
         """
         state = checkpoint.load_latest(self.folder / "checkpoints")
         require_same_training(state, self)
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        load_whole_state(
+            self.model, self.optimizer, self.data_parallel, state["model"], state["optimizer"]
+        )
         self.step, self.position = state["step"], state["position"]
         if len(state["random_states"]) != self.size:
             return
@@ -179,6 +170,12 @@ def require_ranks(config: Config, size: int) -> None:
         batch_size >= size,
         f"train.global_batch_size = {batch_size} leaves some of {size} ranks without a sequence: "
         f"raise it to {size}, or start fewer ranks",
+    )
+    require(
+        config.parallel.zero < 3 or batch_size % size == 0,
+        f"train.global_batch_size = {batch_size} does not divide by {size} ranks: with "
+        "parallel.zero = 3 every rank must run as many micro-batches as the others; set it to "
+        f"{size * (batch_size // size)}, or use stage 2",
     )
 
 

@@ -38,7 +38,9 @@ def train_step(
         loss = accumulate_over_ranks(model, micro_batches, data_parallel)
 
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    grad_norm = nn.utils.clip_grad_norm_(parameters, clip_norm or math.inf)
+    # Where gradients are sharded, the norm of this rank's part is not the norm.
+    clip = getattr(data_parallel, "clip", nn.utils.clip_grad_norm_)
+    grad_norm = clip(parameters, clip_norm or math.inf)
 
     for group in optimizer.param_groups:
         group["lr"] = rate

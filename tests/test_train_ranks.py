@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from minitron import train
-from minitron.comm.launch import run
+from minitron.comm.launch import RankError, run
 from minitron.config import (
     Config,
     ConfigError,
@@ -25,7 +25,7 @@ from tests.test_train import command, trained, wait_for
 MODEL = ModelConfig(max_sequence_length=32, num_layers=2, width=32, num_heads=2, num_kv_heads=1,
                     ffn_width=48)
 TRAIN = TrainConfig(steps=6, global_batch_size=10, micro_batch_size=2, warmup_steps=3,
-                    eval_every=5, eval_sequences=7, checkpoint_every=3, device="cpu")
+                    eval_every=5, eval_sequences=6, checkpoint_every=3, device="cpu")
 
 
 @pytest.fixture
@@ -42,17 +42,18 @@ def torchrun(num_ranks: int, *words: str) -> list[str]:
             str(num_ranks), *words]
 
 
-@pytest.mark.parametrize("num_ranks, version",
-                         [(2, "naive"), (3, "hooked"), (3, "bucketed"), (4, "bucketed")])
-def test_any_number_of_ranks_trains_what_one_process_trains(config, tmp_path, num_ranks, version):
+@pytest.mark.parametrize("num_ranks, parallel", [
+    (2, {"data_parallel": "naive"}), (3, {"data_parallel": "hooked"}), (3, {}), (4, {}),
+    (2, {"zero": 1}), (3, {"zero": 2}), (2, {"zero": 3}),
+], ids=str)
+def test_any_number_of_ranks_trains_what_one_process_trains(config, tmp_path, num_ranks, parallel):
     """10 sequences in micro-batches of 2: on 3 and 4 ranks neither divides.
 
     float32: sums in another order differ in the last bits, and AdamW carries that on.
     """
     train.train(config, tmp_path / "one")
-    parallel = ParallelConfig(data_parallel=version)
-    run(train_on_ranks, num_ranks, dataclasses.replace(config, parallel=parallel),
-        tmp_path / "many")
+    cut = dataclasses.replace(config, parallel=ParallelConfig(**parallel))
+    run(train_on_ranks, num_ranks, cut, tmp_path / "many")
     columns = "step", "loss", "grad_norm", "tokens"
     for one, many in zip(trained(tmp_path / "one", *columns), trained(tmp_path / "many", *columns),
                          strict=True):
@@ -64,16 +65,19 @@ def test_any_number_of_ranks_trains_what_one_process_trains(config, tmp_path, nu
     assert val_many == pytest.approx(val_one, rel=1e-5)
 
 
-def test_a_run_resumes_on_other_ranks(config, tmp_path):
+@pytest.mark.parametrize("stages", [(0, 0), (3, 1), (2, 0)])
+def test_a_run_resumes_on_other_ranks_and_at_another_stage(config, tmp_path, stages):
     """2 steps on 2 ranks, 2 on 3, 2 on one process: the losses of a run that never moved."""
     config = dataclasses.replace(
         config, train=dataclasses.replace(TRAIN, checkpoint_every=2, keep_checkpoints=3)
     )
     train.train(config, tmp_path / "whole")
     folder = tmp_path / "moved"
-    run(train_on_ranks, 2, config, folder)
+    first, second = (dataclasses.replace(config, parallel=ParallelConfig(zero=stage))
+                     for stage in stages)
+    run(train_on_ranks, 2, first, folder)
     kill_after(folder, 2)
-    run(train_on_ranks, 3, config, folder, True)
+    run(train_on_ranks, 3, second, folder, True)
     kill_after(folder, 4)
     train.train(config, folder, resume=True)
     columns = "step", "loss", "grad_norm"
@@ -134,3 +138,10 @@ def test_the_saved_config_speaks_for_itself(config, tmp_path):
     run(train_on_ranks, 2, config, tmp_path / "run")
     saved = json.loads((tmp_path / "run" / "config.json").read_text())
     assert saved["parallel"]["dp"] == 0  # any ranks may continue it
+
+
+def test_stage_3_wants_equal_ranks(config, tmp_path):
+    asked = dataclasses.replace(config, parallel=ParallelConfig(zero=3))
+    with pytest.raises(RankError, match="ConfigError: train.global_batch_size = 10 does not divide "
+                                        "by 3 ranks: .* set it to 9, or use stage 2"):
+        run(train_on_ranks, 3, asked, tmp_path / "run")

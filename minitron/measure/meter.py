@@ -11,19 +11,19 @@ views it has, with its real size in bytes, until it dies. It starts as temporary
     activation        once autograd has saved it for the backward pass
     gradient          once it is a parameter's `.grad`
     optimizer state   once it stands in `optimizer.state`, or is the optimizer's own weight
-    parameter         what the model owned before, buffers included
+    parameter         what the model owned before, buffers included; a storage that is filled
+                      and emptied in place, as sharding does with gathered parameters
 
 Only the model's device is counted. What existed before and belongs to neither (the tokens, say)
 stays outside. Not seen: memory that a kernel takes and gives back within one operator, and what
 the allocator adds (CUDA rounds each block up to 512 bytes).
 
-Read in this order: Meter, its __torch_dispatch__, Entry.
+Read in this order: Meter, its __torch_dispatch__, live.Entry.
 """
 
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
@@ -33,69 +33,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-CATEGORIES = ("parameter", "gradient", "optimizer state", "activation", "temporary")
+from minitron.measure.live import CATEGORIES, Entry, Moment, Snapshot, address
 
-
-@dataclass(frozen=True)
-class Moment:
-    """What was alive after one operator, before anything it made superfluous was freed."""
-
-    phase: str
-    """forward, backward, optimizer, or the name given to `Meter.phase`."""
-    op: str
-    """The operator that made a new tensor, such as "addmm"; "" at the start and the end."""
-    bytes: dict[str, int]
-    """Live bytes of each of `CATEGORIES`."""
-
-    @property
-    def total(self) -> int:
-        return sum(self.bytes.values())
-
-
-@dataclass(frozen=True)
-class LiveTensor:
-    """A storage, described by the tensor it was made as."""
-
-    name: str
-    """The parameter's global name ("... exp_avg" for optimizer state), or the op that made it."""
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    bytes: int
-    category: str
-    module: str
-    """The module that made it ("blocks.0.mlp"), in backward the one whose gradient it is, or ""."""
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """All that was alive at one moment; `tensors` from the largest to the smallest."""
-
-    bytes: dict[str, int]
-    phase: str
-    tensors: list[LiveTensor]
-    total = Moment.total
-
-
-class Entry:
-    """A storage's history; moments are numbered by their place in the timeline."""
-
-    def __init__(self, tensor: Tensor, name: str, module: str, born: int):
-        self.name, self.module = name, module
-        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
-        self.bytes = tensor.untyped_storage().nbytes()
-        self.born, self.died = born, None
-        self.categories = {born: "temporary"}  # moment -> category from then on
-        self.storage = None  # a weak reference, which tells when it dies
-
-    def is_alive_at(self, moment: int) -> bool:
-        return self.born <= moment and (self.died is None or moment < self.died)
-
-    def category_at(self, moment: int) -> str:
-        return self.categories[max(m for m in self.categories if m <= moment)]
-
-    def describe(self, moment: int) -> LiveTensor:
-        category = self.category_at(moment)
-        return LiveTensor(self.name, self.shape, self.dtype, self.bytes, category, self.module)
+FILLED_IN_PLACE = torch.ops.inductor.resize_storage_bytes_.default
 
 
 class Meter(TorchDispatchMode):
@@ -197,7 +137,9 @@ class Meter(TorchDispatchMode):
         op, module = func.overloadpacket.__name__, self._current_module()
         made = [t for t in tree_leaves(outputs)
                 if isinstance(t, Tensor) and address(t) not in inputs]  # or it is a view
-        if any([self._track(tensor, op, module) for tensor in made]):
+        if func is FILLED_IN_PLACE:
+            self._refill(args[0])
+        if any([self._track(tensor, op, module) for tensor in made]) or func is FILLED_IN_PLACE:
             self._record(op)
         return outputs
 
@@ -244,6 +186,14 @@ class Meter(TorchDispatchMode):
         entry.died = len(self.timeline)
         self._bytes[entry.category_at(entry.died)] -= entry.bytes
 
+    def _refill(self, tensor: Tensor) -> None:
+        """Count anew a storage that changes its size: sharding gathers parameters into it."""
+        key = address(tensor)
+        if key in self._live:
+            self._live[key].storage = None  # or its death would be told twice
+            self._forget(key)
+        self._own(tensor, "parameter", "unsharded")
+
     def _promote(self, entry: Entry, category: str) -> None:
         """Move a storage up to `category`, from the last moment on: the one that made it."""
         last = max(len(self.timeline) - 1, entry.born)
@@ -289,10 +239,6 @@ class Meter(TorchDispatchMode):
     def _name_of(self, parameter: Tensor) -> str:
         entry = self._live.get(address(parameter))
         return entry.name if entry else "master weight"
-
-
-def address(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def in_backward() -> bool:

@@ -285,6 +285,23 @@ def test_a_backward_tensor_belongs_to_the_module_whose_gradient_it_is():
     assert ("sigmoid_backward", "1") in made and ("mm", "2") in made
 
 
+def test_a_storage_filled_in_place_is_a_gathered_parameter():
+    model, full = nn.Linear(10, 10), torch.empty(1000)
+    resize = torch.ops.inductor.resize_storage_bytes_
+    resize(full, 0)
+    with Meter(model) as meter:
+        owned = meter.now()["parameter"]
+        for _ in range(2):
+            resize(full, 4000)
+            assert meter.now()["parameter"] == owned + 4000
+            resize(full, 0)
+            assert meter.now()["parameter"] == owned
+        resize(full, 4000)
+        del full
+        assert meter.now()["parameter"] == owned
+    assert max(moment.bytes["parameter"] for moment in meter.timeline) == owned + 4000
+
+
 # What must not go wrong
 
 
