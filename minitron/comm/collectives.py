@@ -24,8 +24,8 @@ from minitron.cost import power_of_two
 POSTS_AHEAD = ("cpu",)
 
 # Bytes. A chunk is one message up to here; a larger one travels in pieces, so that one is added
-# while the next comes in, and the two buffers stay small.
-LARGEST_PIECE = 8 * 2**20
+# while the next comes in, and the buffers stay small.
+LARGEST_PIECE = 4 * 2**20
 
 # Ring: send to the next rank, receive from the one before
 
@@ -43,29 +43,34 @@ def reduce_scatter_ring(flat: Tensor, group: ProcessGroup) -> Tensor:
     In place: the other chunks hold partial sums afterwards. `flat` is cut as by tensor_split.
     """
     rank, size = group.rank(), group.size()
-    chunks = flat.tensor_split(size)
-    num_pieces = math.ceil(chunks[0].nbytes / LARGEST_PIECE) or 1
-    pieces = [chunk.tensor_split(num_pieces) for chunk in chunks]
+    chunks = in_pieces(flat, size)
 
     # A chunk starts at the rank after its own, and collects a summand on every rank it visits.
-    outgoing = [piece for step in range(size - 1) for piece in pieces[(rank - 1 - step) % size]]
-    sums = [piece for step in range(size - 1) for piece in pieces[(rank - 2 - step) % size]]
-    buffers = [torch.empty_like(pieces[0][0]) for _ in range(2)]  # one fills, one is added
+    outgoing = [piece for step in range(size - 1) for piece in chunks[(rank - 1 - step) % size]]
+    sums = [piece for step in range(size - 1) for piece in chunks[(rank - 2 - step) % size]]
+    buffers = [torch.empty_like(chunks[0][0]) for _ in range(2)]  # one fills, one is added
     incoming = [buffers[index % 2][:len(piece)] for index, piece in enumerate(sums)]
 
     for index in pass_on(outgoing, incoming, group, ahead=1):
         sums[index] += incoming[index]
-    return chunks[rank]
+    return flat.tensor_split(size)[rank]
 
 
 def all_gather_ring(flat: Tensor, group: ProcessGroup) -> None:
     """Fill `flat` (n,) with every rank's chunk: before, chunk `rank` is valid; after, all are."""
     rank, size = group.rank(), group.size()
-    chunks = flat.tensor_split(size)
-    outgoing = [chunks[(rank - step) % size] for step in range(size - 1)]
-    incoming = [chunks[(rank - 1 - step) % size] for step in range(size - 1)]
-    for _ in pass_on(outgoing, incoming, group, ahead=size - 1):
+    chunks = in_pieces(flat, size)
+    outgoing = [piece for step in range(size - 1) for piece in chunks[(rank - step) % size]]
+    incoming = [piece for step in range(size - 1) for piece in chunks[(rank - 1 - step) % size]]
+    for _ in pass_on(outgoing, incoming, group, ahead=len(incoming)):
         pass  # what came in is what goes out in the next step
+
+
+def in_pieces(flat: Tensor, size: int) -> list[tuple[Tensor, ...]]:
+    """Cut `flat` into a chunk for each rank, and each chunk into the pieces that are sent."""
+    chunks = flat.tensor_split(size)
+    num_pieces = math.ceil(chunks[0].nbytes / LARGEST_PIECE) or 1
+    return [chunk.tensor_split(num_pieces) for chunk in chunks]
 
 
 def pass_on(
@@ -73,8 +78,8 @@ def pass_on(
 ) -> Iterator[int]:
     """Send outgoing[step] to the next rank; yield each step once incoming[step] has arrived.
 
-    Receives are posted `ahead` steps of their turn where that is possible: a message that finds
-    its place ready needs no handshake.
+    Receives are posted up to `ahead` steps before their turn where that is possible: a message
+    that finds its place ready needs no handshake.
     """
     following, previous = (group.rank() + 1) % group.size(), (group.rank() - 1) % group.size()
     if outgoing and outgoing[0].device.type not in POSTS_AHEAD:

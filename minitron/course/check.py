@@ -40,6 +40,8 @@ TIMEOUT_SECONDS = 20.0
 START_SECONDS = 60.0
 """What a slow disk may take to import torch before the grading's own clock starts."""
 PRINTED_CHARACTERS = 600
+NEEDS_RANKS = ("minitron.comm", "minitron.parallel")
+"""What a run of one process never calls."""
 WORDS = {"passed": "passed", "failed": "not yet", "unsolved": "to do"}
 COLOURS = {"passed": "#009E73", "failed": "#D55E00", "unsolved": "#999999"}
 
@@ -60,9 +62,7 @@ class Result:
     def next(self) -> str:
         number, file = self.exercise.id, self.exercise.file
         if self.passed:
-            trains = f"minitron train configs/stories.toml --use {number} trains with yours; "
-            return (trains if self.exercise.replaces else "") + \
-                f"minitron solution {number} shows ours"
+            return f"{_how_to_use(self.exercise)}minitron solution {number} shows ours"
         return f"edit {file}, then minitron check {number}; stuck? minitron hint {number}"
 
     def __str__(self) -> str:
@@ -72,6 +72,15 @@ class Result:
             "printed": self.printed, "next": self.next,
         }
         return "\n".join([head, *(_row(name, text) for name, text in rows.items() if text)])
+
+
+def _how_to_use(exercise: Exercise) -> str:
+    """How the package comes to run what passed, if it replaces anything."""
+    if exercise.replaces is None:
+        return ""
+    if exercise.replaces.startswith(NEEDS_RANKS):
+        return f'with use("{exercise.id}"): in a function for run(), the package runs yours; '
+    return f"minitron train configs/stories.toml --use {exercise.id} trains with yours; "
 
 
 def _row(name: str, text: str) -> str:
@@ -166,8 +175,9 @@ def _result(exercise: Exercise, root: Path) -> Result:
 
 def _key(exercise: Exercise, root: Path) -> str:
     chapter = exercise.chapter.split("_")[0]  # ch01: a grader may span several files
-    grader_files = sorted(Path(graders.__file__).parent.glob(f"{chapter}_*.py"))
-    package = sorted(path for folder in (".", "model", "measure")
+    grader_files = [path for name in (f"{chapter}_*.py", "ranks.py")
+                    for path in sorted(Path(graders.__file__).parent.glob(name))]
+    package = sorted(path for folder in (".", "comm", "cost", "measure", "model", "parallel")
                      for path in Path(graders.__file__).parents[2].glob(f"{folder}/*.py"))
     files = [root / exercise.file, root / exercise.solution_file, *grader_files, *package]
     contents = [path.read_bytes() if path.is_file() else b"" for path in files]

@@ -4,25 +4,30 @@ Every function returns a matplotlib `Figure`. Solid is measured, dashed is predi
 is a limit, hatching is idle. Labels stand beside what they name, every axis has its unit. `show`
 puts a figure into a notebook, `save` into a file.
 
-Here are time, scaling and loss; `figures_memory` draws bytes, `figures_style` is what all share.
+Here are scaling and loss; `figures_memory` draws bytes, `figures_ranks` what ranks do and send,
+`figures_ring` the ring; `figures_style` is what all share.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from matplotlib import rc_context
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from minitron.course.figures_memory import Held, holdings, memory_bars, skyline
+from minitron.course.figures_ranks import (
+    Block,
+    rank_lanes,
+    timeline,
+    wire,
+)
+from minitron.course.figures_ring import ring_frame, ring_frames
 from minitron.course.figures_style import (
     BAND,
     BLACK,
     BLUE,
     GREEN,
     GREY,
-    KIND_COLOUR,
     PURPLE,
     STYLE,
     VERMILLION,
@@ -37,80 +42,10 @@ from minitron.course.figures_style import (
 )
 
 __all__ = [
-    "Block", "Held", "curves", "holdings", "loss_curve", "memory_bars", "plain_bytes", "png",
-    "save", "scaling", "show", "skyline", "timeline",
+    "Block", "Held", "crossing", "curves", "holdings", "loss_curve", "memory_bars", "plain_bytes",
+    "png", "rank_lanes", "ring_frame", "ring_frames", "save", "scaling", "show", "skyline",
+    "timeline", "wire",
 ]
-
-
-@dataclass(frozen=True)
-class Block:
-    """A stretch of time in one lane; `kind` is a key of `KIND_COLOUR`."""
-
-    kind: str
-    start: float
-    end: float
-    label: str = ""
-
-
-@rc_context(STYLE)
-def timeline(
-    measured: dict[str, list[Block]],
-    predicted: dict[str, list[Block]] | None = None,
-    unit: str = "ms",
-) -> Figure:
-    """Draw one lane per rank, predicted lanes above measured ones, gaps hatched as idle.
-
-    Times are in `unit`, from the start of the step; a lane's name is its label.
-    """
-    steps = [lanes for lanes in (predicted, measured) if lanes]
-    names = [name for lanes in steps for name in lanes]
-    span = max(_end(lanes) for lanes in steps)
-    figure, axes = canvas(height=0.9 + 0.55 * len(names))
-
-    row = 0
-    for lanes in steps:
-        for blocks in lanes.values():
-            _draw_idle(axes, row, blocks, _end(lanes))
-            for block in blocks:
-                _draw_block(axes, row, block, lanes is predicted, span)
-            row += 1
-
-    axes.set_xlim(0, span)
-    axes.set_ylim(len(names) - 0.45, -0.62)
-    axes.set_yticks(range(len(names)), names)
-    axes.tick_params(axis="y", length=0, labelcolor=BLACK)
-    axes.spines["left"].set_visible(False)
-    axes.set_xlabel(f"time in one step ({unit})")
-    return figure
-
-
-def _end(lanes: dict[str, list[Block]]) -> float:
-    return max(block.end for blocks in lanes.values() for block in blocks)
-
-
-def _draw_idle(axes: Axes, row: int, blocks: list[Block], end: float) -> None:
-    edges = [0.0]
-    for block in sorted(blocks, key=lambda block: block.start):
-        edges += [block.start, block.end]
-    edges.append(end)
-    for left, right in zip(edges[::2], edges[1::2], strict=True):
-        if right - left > 0.005 * end:
-            axes.barh(row, right - left, 0.7, left, color="white", edgecolor=BAND, hatch="///")
-
-
-def _draw_block(axes: Axes, row: int, block: Block, is_predicted: bool, span: float) -> None:
-    width = block.end - block.start
-    axes.barh(
-        row, width, 0.7, block.start, color=KIND_COLOUR[block.kind],
-        alpha=0.45 if is_predicted else 1.0, edgecolor=BLACK if is_predicted else "white",
-        linestyle="--" if is_predicted else "-", linewidth=1,
-    )
-    label = block.label or block.kind
-    fits = width > 0.012 * len(label) * span  # a letter is about 1.2 % of the axis wide
-    if fits:
-        axes.text(block.start + width / 2, row, label, ha="center", va="center")
-    else:
-        axes.text(block.end, row - 0.37, label, ha="right", va="bottom", size=9, color=GREY)
 
 
 @rc_context(STYLE)
@@ -150,6 +85,44 @@ def scaling(
     plain_log_ticks(axes)
     axes.set_xticks(x, [f"{value:,}" for value in x])
     axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    return figure
+
+
+@rc_context(STYLE)
+def crossing(
+    x: Sequence[float],
+    predicted: dict[str, Sequence[float]],
+    x_label: str,
+    y_label: str,
+    measured: dict[str, Sequence[float]] | None = None,
+) -> Figure:
+    """Draw several predictions on log-log axes, dashed, and dots where there is a measurement.
+
+    Each line is named at its right end; a measurement has the colour of the line of its name.
+    """
+    figure, axes = canvas()
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    measured = measured or {}
+    colours = dict(zip(predicted, (BLUE, VERMILLION, GREEN, PURPLE, BLACK), strict=False))
+
+    lowest = min(min(y) for y in predicted.values())
+    highest = max(max(y) for y in predicted.values())
+    gap, last = (highest / lowest) ** 0.07, 0.0
+    for name, y in sorted(predicted.items(), key=lambda line: line[1][-1]):
+        axes.plot(x, y, "--", color=colours[name])
+        last = max(y[-1], gap * last)  # names of lines that meet are pushed apart
+        label_end(axes, x[-1], last, name, colours[name])
+        if name in measured:
+            axes.plot(x, measured[name], "o", color=colours[name], markersize=6)
+
+    plain_log_ticks(axes)
+    if highest > 1000 * lowest:
+        axes.yaxis.set_major_locator(LogLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: plain(value)))
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     return figure

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from minitron.course.figures_style import (
     BAND,
@@ -25,8 +23,8 @@ from minitron.course.figures_style import (
     SKY,
     STYLE,
     YELLOW,
-    byte_unit,
     canvas,
+    count_bytes,
     pale,
     plain_bytes,
 )
@@ -83,7 +81,7 @@ def skyline(
         )
     _draw_phases(axes, timeline)
     _list_kinds(axes, peak)
-    _count_bytes(axes.yaxis, top, "alive")
+    count_bytes(axes.yaxis, top, "alive")
     axes.set_xlabel("operators called")
     return figure
 
@@ -153,7 +151,7 @@ def memory_bars(
     axes.tick_params(axis="y", length=0, labelcolor=BLACK)
     axes.spines["left"].set_visible(False)
     _name_kinds(axes, [kind for kind in CATEGORY_COLOUR if any(bar[1].get(kind) for bar in bars)])
-    _count_bytes(axes.xaxis, span, "held")
+    count_bytes(axes.xaxis, span, "held")
     return figure
 
 
@@ -220,11 +218,3 @@ def holdings(rows: dict[str, dict[str, Held]]) -> Figure:
     axes.tick_params(length=0, labelcolor=BLACK)
     axes.spines[:].set_visible(False)
     return figure
-
-
-def _count_bytes(axis: Axis, top: float, state: str) -> None:
-    """Label an axis that ends at `top` bytes, in the unit in which one would say `top`."""
-    size, unit = byte_unit(top)
-    axis.set_major_locator(MaxNLocator(5))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / size:g}"))
-    axis.set_label_text(f"{unit} {state}")

@@ -7,14 +7,17 @@ import io
 from pathlib import Path
 
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 # Okabe and Ito's colours: told apart with every common colour blindness.
 BLUE, ORANGE, GREEN, VERMILLION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 SKY, PURPLE, YELLOW, BLACK = "#56B4E9", "#CC79A7", "#F0E442", "#000000"
 GREY, BAND = "#6B6B6B", "#E3E3E3"
+RANK_COLOUR = (BLUE, ORANGE, GREEN, VERMILLION, SKY, PURPLE, YELLOW, GREY)  # and its number
+ON_DARK = {BLUE, GREEN, VERMILLION, GREY}  # on these a number is white
 
 KIND_COLOUR = {
     "forward": SKY, "backward": ORANGE, "optimizer": GREEN, "communication": PURPLE,
@@ -112,3 +115,11 @@ def byte_unit(value: float) -> tuple[float, str]:
         if abs(value) >= 0.9995 * size:  # 999.9 kB reads 1.00 MB
             return size, unit
     return 1, "B"
+
+
+def count_bytes(axis: Axis, top: float, state: str) -> None:
+    """Label an axis that ends at `top` bytes, in the unit in which one would say `top`."""
+    size, unit = byte_unit(top)
+    axis.set_major_locator(MaxNLocator(5))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / size:g}"))
+    axis.set_label_text(f"{unit} {state}")

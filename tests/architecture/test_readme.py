@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from minitron.course import exercises
 
 REPOSITORY = Path(__file__).parents[2]
 README = (REPOSITORY / "README.md").read_text()
-BLOCKS = re.findall(r"```\n(.*?)```", README, flags=re.DOTALL)
+BLOCKS = re.findall(r"^```\w*\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
 COMMANDS = [line.split("  #")[0].strip() for block in BLOCKS for line in block.splitlines()
             if re.match(r"(make|minitron|torchrun|pip) ", line)]
 COMMANDS += re.findall(r"`((?:make|minitron) [^`]+)`", README)
@@ -44,6 +46,14 @@ def test_commands_are_understood(command, monkeypatch):
         assert callable(corpus.make)
     if words[0] in ("check", "hint", "reset", "solution"):
         assert exercises.find(words[1]).id == words[1]
+
+
+def test_the_example_of_many_ranks_runs(tmp_path):
+    script = tmp_path / "hello.py"
+    script.write_text(next(block for block in BLOCKS if "run(hello, 4)" in block))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    expected = [f"[rank {rank}] rank {rank} of 4" for rank in range(4)]
+    assert done.stdout.splitlines() == expected, done.stderr
 
 
 def test_the_test_command_is_what_ci_runs():

@@ -135,7 +135,7 @@ def test_in_a_ring_each_rank_sends_to_the_next_one_alone(ranks):
 
 
 def large_messages(group):
-    collectives.LARGEST_PIECE = 600_000  # four pieces a chunk
+    collectives.LARGEST_PIECE = 600_000  # so that a chunk has four
     tensors = [torch.full((1_500_001,), float(group.rank() + 1)) for _ in ALL_REDUCES]
     for tensor, (all_reduce, _) in zip(tensors, ALL_REDUCES.values(), strict=True):
         all_reduce(tensor, group)

@@ -8,7 +8,7 @@ from minitron import cost
 from minitron.config import ModelConfig
 from minitron.course import widgets
 from minitron.course.figures import curves
-from minitron.course.widgets import draw_memory, explore, is_live
+from minitron.course.widgets import draw_buckets, draw_memory, draw_ring, explore, is_live
 
 VIEW = "application/vnd.jupyter.widget-view+json"
 LLAMA_8B = {"num_layers": 32, "width": 4096, "sequence_length": 8192, "micro_batch": 1}
@@ -115,3 +115,50 @@ def test_every_setting_of_the_calculator_is_a_model(shown, monkeypatch):
         for value in values:
             figure, _ = draw_memory(**{**asked["start"], name: value})
             assert tuple(figure.get_size_inches()) == (7.0, 1.8), "nothing may jump"
+
+
+@pytest.mark.parametrize(("ranks", "step", "sentence"), [
+    (4, 0, "After step 0 of 6, each of 4 ranks has sent 0/4 of the tensor and holds 0 of its 4"),
+    (4, 3, "After step 3 of 6, each of 4 ranks has sent 3/4 of the tensor and holds 1 of its 4"),
+    (4, 6, "After step 6 of 6, each of 4 ranks has sent 6/4 of the tensor and holds 4 of its 4"),
+    (2, 9, "After step 2 of 2, each of 2 ranks has sent 2/2 of the tensor and holds 2 of its 2"),
+])
+def test_the_ring_is_drawn_up_to_its_last_step(ranks, step, sentence):
+    figure, said = draw_ring(ranks, step)
+    assert said == f"{sentence} sums."
+    assert tuple(figure.get_size_inches()) == (7.0, 3.6), "nothing may jump"
+
+
+def test_the_ring_explorer_starts_at_one_of_its_settings(monkeypatch):
+    asked = {}
+    monkeypatch.setattr(widgets, "explore", lambda draw, **given: asked.update(given))
+    widgets.ring_explorer()
+    for name, values in asked["controls"].items():
+        assert asked["start"][name] in values
+        for value in values:
+            draw_ring(**{**asked["start"], name: value})
+
+
+def test_the_buckets_of_a_published_model_are_predicted_whole():
+    figure, sentence = draw_buckets(25, 10, 50, 8192)
+    gradients = 2 * cost.num_parameters(cost.PUBLISHED["Llama 3.2 1B"])
+    assert sentence.startswith(f"{gradients / 1e9:.2f} GB of gradients in ")
+
+    alone = cost.ring_all_reduce_seconds(gradients, 64, 10e-6, 50e9)
+    _, one_bucket = draw_buckets(2500, 10, 50, 8192)
+    assert f"in 1 buckets: the network is busy for {1e3 * alone:.0f} ms, of which " \
+           f"{1e3 * alone:.0f} ms are exposed" in one_bucket, "nothing overlaps with one bucket"
+    assert {bar.get_linestyle() for bar in figure.axes[0].patches if not bar.get_hatch()} == {"--"}
+
+
+def test_every_setting_of_the_bucket_explorer_is_drawn_in_one_size(monkeypatch):
+    asked = {}
+    monkeypatch.setattr(widgets, "explore", lambda draw, **given: asked.update(given))
+    widgets.bucket_explorer()
+    sizes = set()
+    for name, values in asked["controls"].items():
+        assert asked["start"][name] in values
+        for value in values:
+            figure, _ = draw_buckets(**{**asked["start"], name: value})
+            sizes.add(tuple(figure.get_size_inches()))
+    assert len(sizes) == 1, "nothing may jump"

@@ -74,10 +74,15 @@ def grade_file(exercise: Exercise, path: Path) -> Verdict:
     return grade(exercise, functions, path)
 
 
+def grader_of(exercise: Exercise) -> Callable:
+    """The function that grades the exercise."""
+    module = import_module(f"minitron.course.graders.{exercise.chapter}")
+    return getattr(module, "grade_" + exercise.id.replace(".", "_"))
+
+
 def grade(exercise: Exercise, functions: dict[str, Callable], path: Path) -> Verdict:
     """Run the exercise's grader on `functions`, which the file at `path` defines."""
-    module = import_module(f"minitron.course.graders.{exercise.chapter}")
-    grader = getattr(module, "grade_" + exercise.id.replace(".", "_"))
+    grader = grader_of(exercise)
     try:
         grader(**functions)
     except Mistake as mistake:

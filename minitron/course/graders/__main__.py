@@ -12,19 +12,20 @@ import faulthandler
 import json
 import os
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import torch
 
 from minitron.course.exercises import find
-from minitron.course.graders import grade_file
+from minitron.course.graders import grade_file, grader_of
 
 
 def main(exercise_id: str, root: str, folder: str, timeout: str) -> None:
     torch.set_num_threads(1)
     exercise = find(exercise_id, Path(root))
-    import_module(f"minitron.course.graders.{exercise.chapter}")  # before the clock starts
+    prepare = getattr(grader_of(exercise), "prepare", None)
+    if prepare:
+        prepare()  # before the clock starts, as the imports above and in grader_of
 
     # A thread outside the interpreter watches the clock: it works while Python code loops, and
     # also when the process that started this one is gone.

@@ -1,0 +1,165 @@
+"""Exercises of chapter 4: data parallelism. Every rank has the whole model and its own data.
+
+Write a body, save, and ask `minitron check 4.1`, or check("4.1") in a notebook. Stuck:
+`minitron hint 4.1`, three levels. Start again: `minitron reset 4.1`. The exercises do not build on
+one another; take them in any order.
+
+Every rank runs your code. `group` is the group of the ranks: group.rank(), group.size(), and
+group=group in every call of torch.distributed, for it need not be the group of all ranks there
+are. Allowed is dist.all_reduce alone, which adds up.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from minitron.parallel import data_parallel
+
+
+class Given:
+    """What 4.3 and 4.4 start from: equal weights, a switch, and a mean for the training loop."""
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup):
+        self.group = group
+        self.synchronises = True
+        for tensor in [*model.parameters(), *model.buffers()]:
+            dist.broadcast(tensor.detach(), group=group, group_src=0)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Say that the gradients of this micro-batch are not the last of the step."""
+        self.synchronises = False
+        yield
+        self.synchronises = True
+
+    def mean(self, tensor: Tensor) -> Tensor:
+        """The mean of a small tensor, a loss say, over the ranks."""
+        total = tensor.detach().clone()
+        dist.all_reduce(total, group=self.group)
+        return total / self.group.size()
+
+
+# Exercise 4.1 | Naive averaging | 15 min | difficulty 1 | replaces minitron.parallel.data_parallel
+def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """After the backward pass, make every gradient its mean over the ranks.
+
+    The ranks hold equal weights, and each has run backward() on the mean loss of its own rows, as
+    many as any other's. Afterwards .grad is on every rank what one process would have computed
+    from all the rows. Weights do not change.
+
+    A frozen parameter has no gradient, and takes no part. A parameter that requires a gradient may
+    have none (.grad is None) on some ranks, whose rows did not use it: there it counts as zeros.
+    A tied weight is one parameter. Each rank sends each gradient once: one all-reduce per
+    parameter, or fewer.
+
+    Shapes: .grad has its parameter's shape, () included; all have one dtype.
+
+    Example: on 2 ranks .grad of w is [1, 2] on rank 0 and [3, 6] on rank 1; both end with [2, 4].
+    If rank 1 has None, both end with [0.5, 1].
+    """
+    raise NotImplementedError("Exercise 4.1 - Naive averaging.  Hint: minitron hint 4.1")
+
+
+# Exercise 4.2 | Fill the buckets | 10 min | difficulty 1 | replaces minitron.parallel.data_parallel
+def assign_buckets(sizes: list[int], bucket_bytes: int) -> list[list[int]]:
+    """Share out the gradients among buckets, in the order in which backward() finishes them.
+
+    sizes[i] is the size of gradient i in bytes; 0 is the parameter that the model registered
+    first, so its gradient comes last. Start with the last one. A gradient joins the current
+    bucket if the bucket then holds bucket_bytes or less, else it starts the next one: a bucket
+    that was left is never filled up later. A gradient larger than bucket_bytes has a bucket to
+    itself. Every index is in one bucket, no bucket is empty, and each lists its indices in the
+    order in which they joined.
+
+    Example: sizes [40, 10, 20, 30] with bucket_bytes = 50 give [[3, 2], [1, 0]]: 30 + 20, then
+    10 + 40. With 45 they give [[3], [2, 1], [0]]. On 2 ranks each bucket is one all-reduce.
+    """
+    raise NotImplementedError("Exercise 4.2 - Fill the buckets.  Hint: minitron hint 4.2")
+
+
+# Exercise 4.3 | Overlap by hooks | 20 min | difficulty 2 | replaces minitron.parallel.data_parallel
+class HookedDataParallel(Given):
+    """Average each gradient over the ranks while the backward pass still computes the others.
+
+        parallel = HookedDataParallel(model, group)     # once; then in every step:
+        with parallel.no_sync():                        # if there are several micro-batches,
+            loss(first_rows).backward()                 # for all of them but the last
+        loss(last_rows).backward()
+        parallel.finish()
+        optimizer.step(); optimizer.zero_grad()
+
+    When backward() has completed a parameter's .grad, its all-reduce is issued at once, with
+    async_op=True, and nobody waits for it before finish(). After finish(), .grad is on every rank
+    the mean over the ranks of what each has accumulated.
+
+    One all-reduce per step and parameter that has got a gradient, in the shape of .grad. Under
+    no_sync(), where self.synchronises is False, there is none; gradients add up in .grad as they
+    would without this class. Frozen parameters take no part. A parameter that no rank uses keeps
+    .grad = None. A tied weight is one parameter; PyTorch calls its hook once, when both of its
+    places have added to .grad.
+
+    Example: on 2 ranks a model has layers 0 and 1. backward() completes layer 1's gradient: its
+    all-reduce starts. While it runs, backward() computes layer 0's, whose all-reduce starts too.
+    finish() waits for both. If layer 0's .grad was [1, 2] and [3, 6], it is [2, 4] on both ranks.
+    """
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup):
+        super().__init__(model, group)
+        raise NotImplementedError("Exercise 4.3 - Overlap by hooks.  Hint: minitron hint 4.3")
+
+    def reduce(self, parameter: nn.Parameter) -> None:
+        """Issue the all-reduce of `parameter`, whose .grad has just been completed."""
+        raise NotImplementedError("Exercise 4.3 - Overlap by hooks.  Hint: minitron hint 4.3")
+
+    def finish(self) -> None:
+        """Wait for every all-reduce of this step; afterwards .grad is the mean."""
+        raise NotImplementedError("Exercise 4.3 - Overlap by hooks.  Hint: minitron hint 4.3")
+
+
+# Exercise 4.4 | Buckets | 30 min | difficulty 3 | replaces minitron.parallel.data_parallel
+class BucketedDataParallel(Given):
+    """As 4.3, but the gradients travel in buckets: few large messages instead of many small ones.
+
+    self.buckets lists the parameters that require a gradient, bucket by bucket, those whose
+    gradients come first in the first. A bucket is sent as one all-reduce of one flat tensor: its
+    gradients end to end, in the bucket's order. It is sent during the backward pass, when its last
+    gradient is complete and the bucket before it has been sent: never out of order, because the
+    ranks need not complete their gradients in the same order, but must send the same buckets.
+    Nobody waits before finish(); finish() first sends what was not sent. A parameter without a
+    gradient on this rank counts as zeros.
+
+    Every step outside no_sync() sends every bucket once, with all that has accumulated. After
+    finish(), .grad is the mean on every rank (zeros or None if no rank had one), and nothing of
+    the gradients' size is held beside .grad: a flat tensor is gone, or .grad are views of it.
+
+    Shapes: .grad as the parameter, () included; all have one dtype.
+
+    Example: on 2 ranks, bucket 0 holds b (2 values) and a (1 value). Rank 0 has the gradients
+    b = [2, 4], a = [6], rank 1 has b = [4, 8], a = None. One all-reduce sums [2, 4, 6] and
+    [4, 8, 0]; both ranks end with b = [3, 6] and a = [3].
+    """
+
+    def __init__(
+        self, model: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = 25 * 2**20
+    ):
+        super().__init__(model, group)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        sizes = [p.numel() * p.element_size() for p in parameters]
+        plan = data_parallel.assign_buckets(sizes, bucket_bytes)
+        self.buckets = [[parameters[index] for index in indices] for indices in plan]
+        raise NotImplementedError("Exercise 4.4 - Buckets.  Hint: minitron hint 4.4")
+
+    def collect(self, parameter: nn.Parameter) -> None:
+        """Send what can be sent, now that the .grad of `parameter` is complete."""
+        raise NotImplementedError("Exercise 4.4 - Buckets.  Hint: minitron hint 4.4")
+
+    def send(self, bucket: list[nn.Parameter]) -> None:
+        """Issue the all-reduce of one bucket."""
+        raise NotImplementedError("Exercise 4.4 - Buckets.  Hint: minitron hint 4.4")
+
+    def finish(self) -> None:
+        """Send the buckets that were not sent, wait for all, leave the mean in .grad."""
+        raise NotImplementedError("Exercise 4.4 - Buckets.  Hint: minitron hint 4.4")

@@ -1,0 +1,644 @@
+"""Wrong answers to chapter 4's exercises that people really give, and other right ones.
+
+Each wrong answer's docstring is the misconception; `MISTAKES` pairs it with what the grader must
+say of it. `RIGHT_ANSWERS` are written differently from ours and must pass.
+"""
+
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+# 4.1
+
+
+def learning(model):
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def fill(parameters):
+    for p in parameters:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+    return parameters
+
+
+def right_one_flat_tensor(model, group):
+    """One all-reduce of everything, copied back."""
+    parameters = fill(learning(model))
+    flat = torch.cat([p.grad.reshape(-1) for p in parameters])
+    dist.all_reduce(flat, group=group)
+    start = 0
+    for p in parameters:
+        p.grad = flat[start:start + p.numel()].reshape(p.shape) / group.size()
+        start += p.numel()
+
+
+def right_all_at_once(model, group):
+    """Everything under way at once, waited for and divided afterwards."""
+    parameters = fill(learning(model))
+    works = [dist.all_reduce(p.grad, group=group, async_op=True) for p in parameters]
+    for p, work in zip(parameters, works, strict=True):
+        work.wait()
+        p.grad.div_(group.size())
+
+
+def sums(model, group):
+    """all_reduce gives the mean: it gives the sum."""
+    for p in fill(learning(model)):
+        dist.all_reduce(p.grad, group=group)
+
+
+def all_ranks_there_are(model, group):
+    """The number of ranks is the world size: of this group it is group.size()."""
+    for p in fill(learning(model)):
+        dist.all_reduce(p.grad, group=group)
+        p.grad /= dist.get_world_size()
+
+
+def default_group(model, group):
+    """There is only one group: the call without it takes all ranks there are."""
+    for p in fill(learning(model)):
+        dist.all_reduce(p.grad)
+        p.grad /= group.size()
+
+
+def divides_twice(model, group):
+    """Each rank divides before, and everything is divided after."""
+    for p in fill(learning(model)):
+        p.grad /= group.size()
+        dist.all_reduce(p.grad, group=group)
+        p.grad /= group.size()
+
+
+def skips_none(model, group):
+    """Without a gradient there is nothing to send: the other ranks wait for it."""
+    for p in model.parameters():
+        if p.grad is not None:
+            dist.all_reduce(p.grad, group=group)
+            p.grad /= group.size()
+
+
+def sends_tied_twice(model, group):
+    """Every name is a parameter: two names can be one."""
+    for _, p in model.named_parameters(remove_duplicate=False):
+        if p.requires_grad:
+            fill([p])
+            dist.all_reduce(p.grad, group=group)
+            p.grad /= group.size()
+
+
+def frozen_too(model, group):
+    """Every parameter has a gradient: a frozen one has none and needs none."""
+    for p in fill(list(model.parameters())):
+        dist.all_reduce(p.grad, group=group)
+        p.grad /= group.size()
+
+
+def averages_weights(model, group):
+    """Averaging the parameters is as good: the gradients stay apart."""
+    for p in learning(model):
+        dist.all_reduce(p.data, group=group)
+        p.data /= group.size()
+
+
+def forgets_to_wait(model, group):
+    """async_op makes it faster: the result is not there yet."""
+    for p in fill(learning(model)):
+        dist.all_reduce(p.grad, group=group, async_op=True)
+        p.grad /= group.size()
+
+
+def gathers(model, group):
+    """Collecting all gradients and averaging them: N times the bytes."""
+    for p in fill(learning(model)):
+        parts = [torch.empty_like(p.grad) for _ in range(group.size())]
+        dist.all_gather(parts, p.grad, group=group)
+        p.grad = sum(parts) / group.size()
+
+
+# 4.2
+
+
+def right_recursive(sizes, bucket_bytes):
+    """Takes the longest run from the end, then the rest."""
+    if not sizes:
+        return []
+    count, held = 1, sizes[-1]
+    while count < len(sizes) and held + sizes[-1 - count] <= bucket_bytes:
+        held += sizes[-1 - count]
+        count += 1
+    first = len(sizes) - count
+    return [list(range(len(sizes) - 1, first - 1, -1)), *right_recursive(sizes[:first],
+                                                                         bucket_bytes)]
+
+
+def forgets_the_last(sizes, bucket_bytes):
+    """A bucket is kept when it is full: the last one never is."""
+    buckets, bucket, held = [], [], 0
+    for index in reversed(range(len(sizes))):
+        if bucket and held + sizes[index] > bucket_bytes:
+            buckets.append(bucket)
+            bucket, held = [], 0
+        bucket.append(index)
+        held += sizes[index]
+    return buckets
+
+
+def starts_with_an_empty_one(sizes, bucket_bytes):
+    """The first bucket is there from the start: it stays empty before a large gradient."""
+    buckets, held = [[]], 0
+    for index in reversed(range(len(sizes))):
+        if held + sizes[index] > bucket_bytes:
+            buckets.append([])
+            held = 0
+        buckets[-1].append(index)
+        held += sizes[index]
+    return buckets
+
+
+def forwards(sizes, bucket_bytes):
+    """The order of registration: the bucket of the first layer is complete last."""
+    mirrored = right_recursive(sizes[::-1], bucket_bytes)
+    return [[len(sizes) - 1 - index for index in bucket] for bucket in mirrored]
+
+
+def overflows(sizes, bucket_bytes):
+    """A bucket is full when it holds bucket_bytes or more: then it holds too much."""
+    buckets, held = [], bucket_bytes
+    for index in reversed(range(len(sizes))):
+        if held >= bucket_bytes:
+            buckets.append([])
+            held = 0
+        buckets[-1].append(index)
+        held += sizes[index]
+    return buckets
+
+
+def strictly_less(sizes, bucket_bytes):
+    """Less than bucket_bytes: exactly is allowed too."""
+    return right_recursive(sizes, bucket_bytes - 1)
+
+
+def sorts(sizes, bucket_bytes):
+    """Large ones first packs best: but they are not complete first."""
+    order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
+    positions = right_recursive([sizes[index] for index in reversed(order)], bucket_bytes)
+    return [[order[len(sizes) - 1 - p] for p in bucket] for bucket in positions]
+
+
+def first_fit(sizes, bucket_bytes):
+    """A small gradient fills up an older bucket: which has been sent by then."""
+    buckets = []
+    for index in reversed(range(len(sizes))):
+        for bucket in buckets:
+            if sum(sizes[i] for i in bucket) + sizes[index] <= bucket_bytes:
+                bucket.append(index)
+                break
+        else:
+            buckets.append([index])
+    return buckets
+
+
+# 4.3
+
+
+class Hooked:
+    """The answer of the course, in parts to be replaced."""
+
+    def __init__(self, model, group):
+        self.model, self.group, self.synchronises, self.works = model, group, True, []
+        for p in self.hooked():
+            p.register_post_accumulate_grad_hook(self.reduce)
+
+    def hooked(self):
+        return learning(self.model)
+
+    def send(self, tensor):
+        self.works.append(dist.all_reduce(tensor, group=self.group, async_op=True))
+
+    def reduce(self, p):
+        if self.synchronises:
+            p.grad /= self.group.size()
+            self.send(p.grad)
+
+    def finish(self):
+        for work in self.works:
+            work.wait()
+        self.works = []
+
+    @contextmanager
+    def no_sync(self):
+        self.synchronises = False
+        yield
+        self.synchronises = True
+
+
+class RightCopies(Hooked):
+    """Sends a flat copy, and divides when it has arrived."""
+
+    def reduce(self, p):
+        if self.synchronises:
+            copy = p.grad.reshape(-1).clone()
+            work = dist.all_reduce(copy, group=self.group, async_op=True)
+            self.works.append((p, copy, work))
+
+    def finish(self):
+        for p, copy, work in self.works:
+            work.wait()
+            p.grad = copy.view(p.shape) / self.group.size()
+        self.works = []
+
+
+class RightClosures(Hooked):
+    """A closure per parameter, and futures instead of works."""
+
+    def __init__(self, model, group):
+        self.group, self.synchronises, self.works = group, True, {}
+        for name, p in model.named_parameters():
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(lambda p, name=name: self.start(name, p))
+
+    def start(self, name, p):
+        if self.synchronises:
+            self.works[name] = p, dist.all_reduce(p.grad, group=self.group, async_op=True)
+
+    def finish(self):
+        while self.works:
+            _, (p, work) = self.works.popitem()
+            work.get_future().wait()
+            p.grad.mul_(1 / self.group.size())
+
+
+class Blocks(Hooked):
+    """A hook is enough for overlap: not if it waits."""
+
+    def send(self, tensor):
+        dist.all_reduce(tensor, group=self.group)
+
+
+class WaitsInTheHook(Hooked):
+    """async_op, then wait() on the next line: the backward pass stands still."""
+
+    def send(self, tensor):
+        dist.all_reduce(tensor, group=self.group, async_op=True).wait()
+
+
+class NothingInBackward(Hooked):
+    """Everything in finish(): right, and nothing overlaps."""
+
+    def reduce(self, p):
+        pass
+
+    def finish(self):
+        for p in self.hooked():
+            if p.grad is not None:
+                super().reduce(p)
+        super().finish()
+
+
+class NeverWaits(Hooked):
+    """Nobody waits: the optimizer takes what is there."""
+
+    def finish(self):
+        self.works = []
+
+
+class ReducesParameter(Hooked):
+    """The hook's argument is the gradient: it is the parameter (a bug of a public code base)."""
+
+    def reduce(self, p):
+        if self.synchronises:
+            self.send(p.data)
+
+
+class Sums(Hooked):
+    """The sum will do, AdamW does not mind the scale: SGD and clipping do."""
+
+    def reduce(self, p):
+        if self.synchronises:
+            self.send(p.grad)
+
+
+class DividesUnderWay(Hooked):
+    """Start the all-reduce, then divide: the network still reads and writes that tensor."""
+
+    def reduce(self, p):
+        if self.synchronises:
+            self.send(p.grad)
+            p.grad /= self.group.size()
+
+
+class SendsAlways(Hooked):
+    """Every micro-batch is sent: no_sync() is there to avoid that."""
+
+    def reduce(self, p):
+        p.grad /= self.group.size()
+        self.send(p.grad)
+
+
+class HooksTwice(Hooked):
+    """Every name is a parameter: the tied weight gets two hooks, and is averaged twice."""
+
+    def hooked(self):
+        return [p for _, p in self.model.named_parameters(remove_duplicate=False)
+                if p.requires_grad]
+
+
+class HooksAgain(Hooked):
+    """finish() registers the hooks for the next step: they are still there."""
+
+    def finish(self):
+        super().finish()
+        for p in self.hooked():
+            p.register_post_accumulate_grad_hook(self.reduce)
+
+
+class ForgetsScalars(Hooked):
+    """Only matrices are worth sending: every rank then has another bias."""
+
+    def hooked(self):
+        return [p for p in learning(self.model) if p.dim() > 1]
+
+
+# 4.4
+
+
+class Bucketed:
+    """The answer of the course, in parts to be replaced."""
+
+    def __init__(self, model, group, bucket_bytes):
+        self.group, self.synchronises = group, True
+        self.buckets = self.fill(learning(model), bucket_bytes)
+        self.start_over()
+        for p in learning(model):
+            p.register_post_accumulate_grad_hook(self.collect)
+
+    @staticmethod
+    def fill(parameters, bucket_bytes):
+        plan = right_recursive([p.nbytes for p in parameters], bucket_bytes)
+        return [[parameters[index] for index in bucket] for bucket in plan]
+
+    def start_over(self):
+        self.complete, self.works, self.num_sent = set(), [], 0
+
+    def collect(self, p):
+        if self.synchronises:
+            self.complete.add(p)
+            self.send_complete()
+
+    def send_complete(self):
+        while self.num_sent < len(self.buckets) and self.complete.issuperset(
+                self.buckets[self.num_sent]):
+            self.send(self.buckets[self.num_sent])
+
+    def flatten(self, bucket):
+        return torch.cat([p.grad.flatten() for p in fill(bucket)]) / self.group.size()
+
+    def issue(self, flat):
+        self.works.append(dist.all_reduce(flat, group=self.group, async_op=True))
+
+    def send(self, bucket):
+        flat = self.flatten(bucket)
+        for p, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+            p.grad = part.view_as(p)
+        self.issue(flat)
+        self.num_sent += 1
+
+    def finish(self):
+        for bucket in self.buckets[self.num_sent:]:
+            self.send(bucket)
+        for work in self.works:
+            work.wait()
+        self.start_over()
+
+    @contextmanager
+    def no_sync(self):
+        self.synchronises = False
+        yield
+        self.synchronises = True
+
+
+class RightCountdown(Bucketed):
+    """Counts down per bucket, and copies back from flat tensors that are dropped."""
+
+    def start_over(self):
+        self.missing = [len(bucket) for bucket in self.buckets]
+        self.under_way = []
+
+    def collect(self, p):
+        if self.synchronises:
+            number = next(n for n, bucket in enumerate(self.buckets)
+                          if any(p is other for other in bucket))
+            self.missing[number] -= 1
+            while len(self.under_way) < len(self.buckets) and not self.missing[
+                    len(self.under_way)]:
+                self.send(self.buckets[len(self.under_way)])
+
+    def send(self, bucket):
+        flat = torch.cat([
+            (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in bucket])
+        work = dist.all_reduce(flat, group=self.group, async_op=True)
+        self.under_way.append((bucket, flat, work))
+
+    def finish(self):
+        for bucket in self.buckets[len(self.under_way):]:
+            self.send(bucket)
+        for bucket, flat, work in self.under_way:
+            work.wait()
+            flat /= self.group.size()
+            for p, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+                p.grad = part.clone().view_as(p)
+        self.start_over()
+
+
+class RightViews(Bucketed):
+    """Flat tensors that stay, each .grad a view of one."""
+
+    def start_over(self):
+        super().start_over()
+        if not hasattr(self, "flats"):
+            self.flats = [torch.empty(sum(p.numel() for p in bucket), dtype=bucket[0].dtype)
+                          for bucket in self.buckets]
+
+    def send(self, bucket):
+        flat = self.flats[self.num_sent]
+        for p, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+            part.zero_() if p.grad is None else part.copy_(p.grad.flatten())
+            p.grad = part.view(p.shape)
+        flat /= self.group.size()
+        self.issue(flat)
+        self.num_sent += 1
+
+
+class OnePerGradient(Bucketed):
+    """A bucket is a list of all-reduces: it is one, of one flat tensor."""
+
+    def send(self, bucket):
+        for p in fill(bucket):
+            p.grad /= self.group.size()
+            self.issue(p.grad)
+        self.num_sent += 1
+
+
+class DropsTheLast(Bucketed):
+    """Hooks send everything: not a bucket with a parameter that nothing uses."""
+
+    def finish(self):
+        for work in self.works:
+            work.wait()
+        self.start_over()
+
+
+class WheneverComplete(Bucketed):
+    """A bucket goes out when it is complete: in another order on another rank."""
+
+    def start_over(self):
+        super().start_over()
+        self.sent = set()
+
+    def send_complete(self):
+        for number, bucket in enumerate(self.buckets):
+            if number not in self.sent and self.complete.issuperset(bucket):
+                self.sent.add(number)
+                self.send(bucket)
+
+    def finish(self):
+        for number, bucket in enumerate(self.buckets):
+            if number not in self.sent:
+                self.send(bucket)
+        for work in self.works:
+            work.wait()
+        self.start_over()
+
+
+class SumsBuckets(Bucketed):
+    """The sum of the ranks' gradients: N times the mean."""
+
+    def flatten(self, bucket):
+        return super().flatten(bucket) * self.group.size()
+
+
+class NeverCopiesBack(Bucketed):
+    """The flat tensor is averaged: .grad is not."""
+
+    def send(self, bucket):
+        self.issue(self.flatten(bucket))
+        self.num_sent += 1
+
+
+class BlocksPerBucket(Bucketed):
+    """One all-reduce per bucket, and wait for it."""
+
+    def issue(self, flat):
+        dist.all_reduce(flat, group=self.group)
+
+
+class WaitsForTheWholeModel(Bucketed):
+    """The buckets are sent when all of them are complete: the backward pass is over by then."""
+
+    def send_complete(self):
+        pass
+
+
+class CountsUnderNoSync(Bucketed):
+    """Complete is complete: a gradient that was complete before the last micro-batch is not."""
+
+    def collect(self, p):
+        self.complete.add(p)
+        if self.synchronises:
+            self.send_complete()
+
+
+class SendsUnderNoSync(Bucketed):
+    """Every micro-batch sends: no_sync() is there to avoid that."""
+
+    def collect(self, p):
+        self.complete.add(p)
+        self.send_complete()
+        if self.num_sent == len(self.buckets) - 1 and not self.synchronises:
+            self.finish()
+
+
+class SkipsNone(Bucketed):
+    """A parameter without a gradient takes no room: the other ranks' tensor is longer."""
+
+    def send(self, bucket):
+        super().send([p for p in bucket if p.grad is not None] or bucket)
+
+
+class KeepsFlatTensors(Bucketed):
+    """Flat tensors for ever, and .grad copied out of them: the gradients are held twice."""
+
+    def send(self, bucket):
+        flat = self.flatten(bucket)
+        self.issue(flat)
+        if not hasattr(self, "flat"):
+            self.flat = {}
+        self.flat[self.num_sent] = flat
+        self.num_sent += 1
+
+    def finish(self):
+        super().finish()
+        for number, bucket in enumerate(self.buckets):
+            parts = self.flat[number].split([p.numel() for p in bucket])
+            for p, part in zip(bucket, parts, strict=True):
+                p.grad = part.clone().view_as(p)
+
+
+RIGHT_ANSWERS = {
+    "average_gradients": [right_one_flat_tensor, right_all_at_once],
+    "assign_buckets": [right_recursive],
+    "HookedDataParallel": [RightCopies, RightClosures],
+    "BucketedDataParallel": [RightCountdown, RightViews],
+}
+
+MISTAKES = {
+    "average_gradients": {
+        sums: "the sum",
+        all_ranks_there_are: "the number of all ranks there are",
+        default_group: "without group=group",
+        divides_twice: "divided twice",
+        skips_none: "a gradient being None",
+        sends_tied_twice: "a tied weight is sent twice",
+        frozen_too: "which is frozen, has a gradient",
+        averages_weights: "reduce .grad itself",
+        forgets_to_wait: "wait for every asynchronous all_reduce",
+        gathers: "all_gather is called; allowed is all_reduce",
+    },
+    "assign_buckets": {
+        forgets_the_last: "is the last bucket kept",
+        starts_with_an_empty_one: "a bucket is empty",
+        forwards: "go backwards",
+        overflows: "look before the gradient joins",
+        strictly_less: "may hold exactly",
+        sorts: "no sorting by size",
+        first_fit: "no filling up of a bucket that was left",
+    },
+    "HookedDataParallel": {
+        Blocks: "each wait stops the backward pass",
+        WaitsInTheHook: "each wait stops the backward pass",
+        NothingInBackward: "nothing overlaps",
+        NeverWaits: "wait for every asynchronous all_reduce",
+        ReducesParameter: "a parameter was reduced, not its gradient",
+        Sums: "the sum",
+        DividesUnderWay: "before the sum is under way",
+        SendsAlways: "all-reduces under no_sync()",
+        HooksTwice: "is a hook registered twice",
+        HooksAgain: "anew in every step",
+        ForgetsScalars: "a parameter without a hook",
+    },
+    "BucketedDataParallel": {
+        OnePerGradient: "put its gradients end to end",
+        DropsTheLast: "finish() sends what was not sent",
+        WheneverComplete: "send them in their order",
+        SumsBuckets: "the sum",
+        NeverCopiesBack: "its own gradient",
+        BlocksPerBucket: "each wait stops the backward pass",
+        WaitsForTheWholeModel: "nothing overlaps",
+        CountsUnderNoSync: "complete after the last micro-batch",
+        SendsUnderNoSync: "all-reduces under no_sync()",
+        SkipsNone: "zeros for what is None",
+        KeepsFlatTensors: "still held beside .grad",
+    },
+}
