@@ -6,7 +6,8 @@ Layers are folders, techniques are files; imports go downwards only:
     course                              exercises, graders, figures, the doctor
     train                               the loop
     run                                 what a run owns and saves
-    checkpoint | corpus | step          save and load; where tokens come from; one step
+    parallelize | checkpoint            in which order a model is cut; save and load
+        | corpus | step                 where tokens come from; one step
     parallel                            how the work is cut over ranks
     comm : measure                      how ranks talk; the instruments
     model | dataset | process           what is trained; which tokens; which device

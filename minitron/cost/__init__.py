@@ -57,6 +57,7 @@ from minitron.cost.memory import (
     model_state_table,
     norm_statistics_bytes,
 )
+from minitron.cost.sharding import zero_bytes, zero_holdings, zero_volume
 
 __all__ = [
     "PUBLISHED", "RECIPES", "AttentionKind", "Link", "Recipe", "RecomputeKind", "Volume",
@@ -72,4 +73,5 @@ __all__ = [
     "ring_all_gather_seconds", "ring_all_gather_volume", "ring_all_reduce_seconds",
     "ring_all_reduce_volume", "ring_reduce_scatter_seconds", "ring_reduce_scatter_volume",
     "scatter_volume", "training_flops_per_token", "tree_all_reduce_seconds",
+    "zero_bytes", "zero_holdings", "zero_volume",
 ]

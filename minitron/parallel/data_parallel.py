@@ -87,11 +87,8 @@ class DataParallel:
         used = [parameter.grad is not None for parameter in self.names]
         if any(used) and not all(used) and not self.find_unused_parameters:
             missing = [name for p, name in self.names.items() if p.grad is None]
-            raise ValueError(
-                f"rank {self.group.rank()}: no gradient for {len(missing)} of {len(used)} "
-                f"parameters ({', '.join(missing[:4])}, ...): freeze what is never used by "
-                "requires_grad_(False), else pass find_unused_parameters=True"
-            )
+            raise ValueError(no_gradient(missing, len(used), self.group.rank())
+                             + ", else pass find_unused_parameters=True")
         for parameter in self.names:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -263,6 +260,12 @@ class BucketedDataParallel(HookedDataParallel):
         for parameter, view in self.views.items():
             parameter.grad = view.copy_(parameter.grad)
         self.rebuilt = True
+
+
+def no_gradient(missing: list[str], num_parameters: int, rank: int) -> str:
+    names = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
+    return (f"rank {rank}: no gradient for {len(missing)} of {num_parameters} parameters "
+            f"({names}): freeze what is never used by requires_grad_(False)")
 
 
 def assign_buckets(sizes: list[int], bucket_bytes: int) -> list[list[int]]:

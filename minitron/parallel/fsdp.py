@@ -32,9 +32,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from minitron.comm.collectives import all_reduce, broadcast
-from minitron.parallel.data_parallel import DataParallel
-from minitron.parallel.shards import cut_piece
+from minitron.comm.collectives import broadcast
+from minitron.parallel.data_parallel import DataParallel, no_gradient
+from minitron.parallel.shards import clip_pieces, cut_piece
 from minitron.parallel.units import Unit, root_modules, split_into_units
 
 
@@ -191,24 +191,12 @@ class FullyShardedDataParallel:
         missing = [self.names[p] for p in trainable if p not in self.used]
         self.used.clear()
         if missing:
-            raise ValueError(
-                f"rank {self.group.rank()}: no gradient for {len(missing)} of {len(trainable)} "
-                f"parameters ({', '.join(missing[:4])}, ...): freeze what is never used by "
-                "requires_grad_(False), and leave no_sync for the last micro-batch"
-            )
+            raise ValueError(no_gradient(missing, len(trainable), self.group.rank())
+                             + ", and leave no_sync for the last micro-batch")
 
     def clip(self, parameters: list[Tensor], max_norm: float) -> Tensor:
-        """Scale gradients to a global norm of `max_norm` at most; returns the norm before, 0-d.
-
-        `parameters` are the optimizer's. nn.utils.clip_grad_norm_ would take the norm of this
-        rank's pieces, and every rank would scale by a factor of its own.
-        """
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        square = nn.utils.get_total_norm(gradients) ** 2
-        all_reduce(square, self.group)
-        norm = square.sqrt()
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-        return norm
+        """Scale gradients to a global norm of `max_norm` at most; returns the norm before, 0-d."""
+        return clip_pieces(parameters, max_norm, self.flats[0].shard, self.group)
 
     # The optimizer
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minitron.comm.agreement import gathered
-from minitron.comm.collectives import all_gather_single, reduce_scatter_single
+from minitron.comm.collectives import all_gather_single, all_reduce, reduce_scatter_single
 from minitron.parallel.data_parallel import assign_buckets
 
 
@@ -120,6 +120,23 @@ class Bucket:
         if self.master is not self.shard:
             self.shard.copy_(self.master)
         return all_gather_single(self.flat, self.shard, self.group, async_op=True)
+
+
+def clip_pieces(
+    pieces: list[Tensor], max_norm: float, like: Tensor, group: dist.ProcessGroup
+) -> Tensor:
+    """Scale the gradients of all ranks' pieces to a global norm of `max_norm` at most.
+
+    Returns the norm before, 0-d. nn.utils.clip_grad_norm_ would take the norm of this rank's
+    pieces, and every rank would scale by a factor of its own.
+    """
+    gradients = [piece.grad for piece in pieces if piece.grad is not None]
+    # A rank without a gradient takes part too, with a zero of the same dtype and device.
+    square = nn.utils.get_total_norm(gradients).to(like) ** 2
+    all_reduce(square, group)
+    norm = square.sqrt()
+    nn.utils.clip_grads_with_norm_(pieces, max_norm, norm)
+    return norm
 
 
 # A rank has values for its pieces alone; saved is the whole

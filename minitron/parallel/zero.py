@@ -30,8 +30,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minitron.comm.collectives import all_reduce, broadcast
-from minitron.parallel.data_parallel import BUCKET_BYTES, DataParallel
-from minitron.parallel.shards import Bucket, cut_piece, gather_pieces, share_out
+from minitron.parallel.data_parallel import BUCKET_BYTES, DataParallel, no_gradient
+from minitron.parallel.shards import Bucket, clip_pieces, cut_piece, gather_pieces, share_out
 
 
 class Zero1(DataParallel):
@@ -96,11 +96,8 @@ class Zero1(DataParallel):
         used = {p: p in self.used or p.grad is not None for p in self.names}
         missing = [self.names[p] for p, has_gradient in used.items() if not has_gradient]
         if 0 < len(missing) < len(used) and not self.find_unused_parameters:
-            raise ValueError(
-                f"rank {self.group.rank()}: no gradient for {len(missing)} of {len(used)} "
-                f"parameters ({', '.join(missing[:4])}, ...): freeze what is never used by "
-                "requires_grad_(False), else pass find_unused_parameters=True"
-            )
+            raise ValueError(no_gradient(missing, len(used), self.group.rank())
+                             + ", else pass find_unused_parameters=True")
         self.reduce()
         unused = self.unused_on_all_ranks(used) if self.find_unused_parameters else set()
         for bucket in self.buckets:
@@ -116,18 +113,8 @@ class Zero1(DataParallel):
         return {p for p, count in zip(used, num_users.tolist(), strict=True) if count == 0}
 
     def clip(self, parameters: list[Tensor], max_norm: float) -> Tensor:
-        """Scale gradients to a global norm of `max_norm` at most; returns the norm before, 0-d.
-
-        `parameters` are the optimizer's. nn.utils.clip_grad_norm_ would take the norm of this
-        rank's pieces, and every rank would scale by a factor of its own.
-        """
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        # A rank without a gradient takes part too, with a zero of the same dtype and device.
-        square = nn.utils.get_total_norm(gradients).to(self.buckets[0].master) ** 2
-        all_reduce(square, self.group)
-        norm = square.sqrt()
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-        return norm
+        """Scale gradients to a global norm of `max_norm` at most; returns the norm before, 0-d."""
+        return clip_pieces(parameters, max_norm, self.buckets[0].master, self.group)
 
     # The optimizer
 

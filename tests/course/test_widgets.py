@@ -8,7 +8,14 @@ from minitron import cost
 from minitron.config import ModelConfig
 from minitron.course import widgets
 from minitron.course.figures import curves
-from minitron.course.widgets import draw_buckets, draw_memory, draw_ring, explore, is_live
+from minitron.course.widgets import (
+    draw_buckets,
+    draw_memory,
+    draw_ring,
+    draw_stages,
+    explore,
+    is_live,
+)
 
 VIEW = "application/vnd.jupyter.widget-view+json"
 LLAMA_8B = {"num_layers": 32, "width": 4096, "sequence_length": 8192, "micro_batch": 1}
@@ -160,5 +167,33 @@ def test_every_setting_of_the_bucket_explorer_is_drawn_in_one_size(monkeypatch):
         assert asked["start"][name] in values
         for value in values:
             figure, _ = draw_buckets(**{**asked["start"], name: value})
+            sizes.add(tuple(figure.get_size_inches()))
+    assert len(sizes) == 1, "nothing may jump"
+
+
+@pytest.mark.parametrize(("billions", "ranks", "sentence"), [
+    # 16, 4 + 12/8, 2 + 14/8 and 16/8 bytes for each of 13 billion
+    (13, 8, "stage 0 208 GB, stage 1 71.5 GB, stage 2 48.8 GB, stage 3 26.0 GB; stage 1 is"),
+    (175, 4096, "stage 0 2.80 TB, stage 1 701 GB, stage 2 351 GB, stage 3 684 MB; stage 3 is"),
+    (1, 1, "stage 0 16.0 GB, stage 1 16.0 GB, stage 2 16.0 GB, stage 3 16.0 GB; stage 0 is"),
+    (30, 1, "stage 0 480 GB, stage 1 480 GB, stage 2 480 GB, stage 3 480 GB; none of them fits."),
+])
+def test_the_stages_are_drawn_as_the_formula_counts_them(billions, ranks, sentence):
+    figure, said = draw_stages(billions, ranks, "bf16")
+    assert sentence in said and said.startswith(f"{billions:,} billion parameters on {ranks:,}")
+    bars = [bar for bar in figure.axes[0].patches if bar.get_height() == pytest.approx(0.7)]
+    stages = (16, 4 + 12 / ranks, 2 + 14 / ranks, 16 / ranks)
+    assert sum(bar.get_width() for bar in bars) == pytest.approx(1e9 * billions * sum(stages))
+
+
+def test_every_setting_of_the_zero_explorer_is_drawn_in_one_size(monkeypatch):
+    asked = {}
+    monkeypatch.setattr(widgets, "explore", lambda draw, **given: asked.update(given))
+    widgets.zero_explorer()
+    sizes = set()
+    for name, values in asked["controls"].items():
+        assert asked["start"][name] in values
+        for value in values:
+            figure, _ = draw_stages(**{**asked["start"], name: value})
             sizes.add(tuple(figure.get_size_inches()))
     assert len(sizes) == 1, "nothing may jump"
