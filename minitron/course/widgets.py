@@ -74,7 +74,7 @@ def _display_controls(
     handles = {name: control(name) for name in controls}
     figure, sentence = draw(**start)
     image = ipywidgets.Image(value=png(figure), format="png", layout=_size(figure))
-    text = ipywidgets.HTML(html.escape(sentence), layout={"height": "3em", "width": "44em"})
+    text = ipywidgets.HTML(html.escape(sentence), layout={"height": "5em", "width": "44em"})
 
     def redraw(_change) -> None:
         figure, sentence = draw(**{name: handle.value for name, handle in handles.items()})
@@ -224,8 +224,8 @@ def zero_explorer() -> None:
             "recipe": tuple(cost.RECIPES),
         },
         start={"billions": 13, "ranks": 8, "recipe": "bf16"},
-        task="for each stage, find the fewest ranks on which 30 billion parameters fit. From "
-             "which size on does stage 2 fit on no number of ranks?",
+        task="find the fewest ranks on which 13 billion parameters fit, stage by stage. From "
+             "which size on does no number of ranks help stage 1, and stage 2?",
     )
 
 
