@@ -41,8 +41,11 @@ lint: setup ## (maintainers) Lint and format-check
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[maintain]'
 	$(BIN)/ruff check .
 
-benchmark: setup ## Compare with transformers in one run
+benchmark: setup ## Compare with transformers and PyTorch's own, each in one run
 	$(BIN)/python benchmarks/single_device.py
+	$(BIN)/python benchmarks/data_parallel.py
+	$(BIN)/python benchmarks/all_reduce.py
+	$(BIN)/python benchmarks/zero.py
 
 clean: ## Remove the environment and what runs have made (data/, runs/)
 	rm -rf .venv data runs .minitron slides/build slides/node_modules

@@ -6,7 +6,8 @@
 Every side trains the same model from the same weights on the same tokens: forward, loss,
 backward, gradients averaged. They take turns, round by round, so that a noisy machine disturbs
 all alike. "Exposed" is what a step takes longer than the same step without communication, and
-overlap the hidden part of what the communication takes alone: 1 - exposed / alone. Every number is
+overlap the hidden part of what the communication takes alone: 1 - exposed / alone; "none" where
+nothing is hidden, as on a CPU whose cores do the communicating too. Every number is
 a median over the rounds, of the slowest rank.
 """
 
@@ -95,9 +96,10 @@ def table(num_ranks: int, rounds: int) -> list[str]:
         overlap = statistics.median(
             1 - (step - compute) / alone for step, _, compute, alone in rounds_of
         )
+        hidden = f"{100 * overlap:.0f} %" if overlap > 0 else "none"
         ratio = statistics.median(step / theirs for step, theirs, _, _ in rounds_of)
         rows.append(f"| {num_ranks} | {side} | {1e3 * statistics.median(seconds[side]):.1f} | "
-                    f"{1e3 * exposed:.1f} | {100 * overlap:.0f} % | {ratio:.2f} |")
+                    f"{1e3 * exposed:.1f} | {hidden} | {ratio:.2f} |")
     for side in SIDES[-2:]:
         median = 1e3 * statistics.median(seconds[side])
         rows.append(f"| {num_ranks} | {side} | {median:.1f} | | | |")

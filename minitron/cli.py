@@ -54,7 +54,9 @@ def train(args: list[str]) -> int:
         run = train.start(options)
     if run.rank != 0:
         return train.exit_code(run)
-    if run.interruption.signal is None:
+    if run.size > 1 and options.parallel.zero == 3:  # no rank can tell a story alone
+        print(f"{run.step:,} steps done; the run is kept in {run.folder}")
+    elif run.interruption.signal is None:
         report(run)
     elif options.use:
         print(f"  and add --use {' '.join(options.use)} to go on with your functions")

@@ -52,7 +52,7 @@ def run(main: Callable[[list[str]], int]) -> None:
     try:
         code = main(sys.argv[1:])
     except ConfigError as error:
-        if os.environ.get("RANK", "0") == "0":  # torchrun's ranks all make the same mistake
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # a node's ranks all make the same mistake
             print(f"minitron: {error}", file=sys.stderr)
         code = 2
     except KeyboardInterrupt:

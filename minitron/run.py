@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from minitron import checkpoint
-from minitron.comm.agreement import Group, gathered, rank_and_size
+from minitron.comm.agreement import Group, gathered, largest, rank_and_size
 from minitron.config import Config, require, to_dict
 from minitron.corpus.folder import end_of_document, load_tokenizer, read_corpus_info
 from minitron.dataset import TokenDataset
@@ -152,8 +152,8 @@ class Run:
 
     def stop_signal(self) -> signal.Signals | None:
         """The signal that asked any rank to stop: all ranks then end after the same step."""
-        numbers = gathered(self.interruption.signal or 0, self.group)
-        self.interruption.signal = signal.Signals(max(numbers)) if max(numbers) else None
+        number = largest(self.interruption.signal or 0, self.group)
+        self.interruption.signal = signal.Signals(number) if number else None
         return self.interruption.signal
 
 

@@ -42,10 +42,10 @@ def train(config: Config, folder: Path, resume: bool = False, group: Group = Non
         run = Run(config, folder, group)
         if resume:
             run.restore()
-    log = MetricsLog(folder / "metrics.jsonl" if run.rank == 0 else Path(os.devnull))
-    if run.rank == 0:
-        log.forget_after(run.step)
-        (folder / "config.json").write_text(json.dumps(to_dict(run.config), indent=2) + "\n")
+        log = MetricsLog(folder / "metrics.jsonl" if run.rank == 0 else Path(os.devnull))
+        if run.rank == 0:
+            log.forget_after(run.step)
+            (folder / "config.json").write_text(json.dumps(to_dict(run.config), indent=2) + "\n")
 
     # on a terminal a bar; elsewhere the lines of the evaluations remain
     bar = tqdm(total=config.train.steps, initial=run.step, dynamic_ncols=True,
@@ -66,9 +66,7 @@ def loop(run: Run, log: MetricsLog, bar: tqdm) -> None:
 
     while run.step < config.steps:
         rows.append(run.train_step())
-        last = run.step == config.steps
-        if run.step % config.log_every == 0 and run.stop_signal() is not None:
-            last = True
+        last = run.stop_signal() is not None or run.step == config.steps
 
         def due(every: int, last=last) -> bool:
             return last or (every > 0 and run.step % every == 0)

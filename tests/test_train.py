@@ -132,6 +132,24 @@ def test_a_signal_saves_first_and_tells_how_to_go_on(config, tmp_path, number):
     assert (folder / "checkpoints" / f"step_{last:08d}.pt").exists()
 
 
+def test_a_signal_is_heard_after_every_step_however_rarely_the_run_logs(
+    config, tmp_path, monkeypatch
+):
+    take_step = Run.train_step
+
+    def interrupted(run: Run) -> dict:
+        row = take_step(run)
+        if run.step == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return row
+
+    monkeypatch.setattr(Run, "train_step", interrupted)
+    rarely = dataclasses.replace(TRAIN, log_every=1000, eval_every=0, checkpoint_every=0)
+    run = train.train(dataclasses.replace(config, train=rarely), tmp_path / "run")
+    assert (run.step, run.interruption.signal) == (3, signal.SIGTERM)
+    assert (tmp_path / "run" / "checkpoints" / "step_00000003.pt").exists()
+
+
 def wait_for(condition, process: subprocess.Popen) -> None:
     end = time.monotonic() + 90
     while not condition():

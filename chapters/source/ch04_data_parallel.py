@@ -410,7 +410,7 @@ print(inspect.getsource(HookedDataParallel.send))
 # ready first:
 
 # %%
-print(inspect.getsource(assign_buckets))
+print(assign_buckets([40, 10, 20, 30], bucket_bytes=50), "\n")
 print(inspect.getsource(BucketedDataParallel.prepare))
 print(inspect.getsource(BucketedDataParallel.send))
 

@@ -579,8 +579,8 @@ show(scaling(nodes, bus, "nodes of 8 H100", "bus bandwidth (GB/s)", by_fit, "fit
 # <details><summary>Answer</summary>
 #
 # It falls to less than a tenth. The fit finds the eight network links in $\beta$ without being
-# told, and a latency per hop. A few microseconds are nothing for one message, but a ring over 64
-# nodes has a thousand hops.
+# told, and a latency per hop. That is nothing for one message, but a ring over 64 nodes has a
+# thousand hops.
 #
 # </details>
 #
@@ -641,8 +641,8 @@ for size in (8, 64, 512):
 #
 # ### A claim, and the question of section 1
 #
-# A widely read article says that the all-reduce of a 100-billion-parameter model's gradient, 200 GB
-# over 16 GPUs, takes 0.22 s at 900 GB/s.
+# One can read that the all-reduce of a 100-billion-parameter model's gradient, 200 GB over 16 GPUs,
+# takes 0.22 s at 900 GB/s.
 #
 # **Predict.** It errs in three ways, all in the same direction. Which?
 

@@ -766,8 +766,8 @@ show(wire(sent, ticks), alt=(
 # %% [markdown]
 # ### A claim
 #
-# A widely read article says that stage 3 takes 1.5 times the *computing time*. The number is right.
-# What does it count?
+# One can read that stage 3 takes 1.5 times the *computing time*. The number is right. What does it
+# count?
 
 # %% tags=["output-claim"]
 work = [results[f"stage {stage}"][0][3] for stage in (0, 3)]

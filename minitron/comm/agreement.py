@@ -1,4 +1,4 @@
-"""What the ranks of a run tell each other in plain Python objects: rare, small, not in a step.
+"""What the processes of a run agree on: plain Python values, which never touch the device.
 
 `group` is None in a run of one process.
 """
@@ -6,6 +6,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
 
 from minitron.config import ConfigError
@@ -27,23 +28,31 @@ def gathered(value, group: Group) -> list:
     return values
 
 
+def largest(number: int, group: Group) -> int:
+    """The largest of the ranks' numbers: cheap enough for every step."""
+    if group is None:
+        return number
+    numbers = torch.tensor([number])
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
+    return int(numbers)
+
+
 @contextmanager
 def one_fault_ends_all(group: Group) -> Iterator[None]:
-    """Let a ConfigError on any rank end every rank with exit code 2; rank 0 alone tells it.
+    """Let what a user got wrong on any rank end every rank with exit code 2; rank 0 tells it.
 
     Without this the other ranks would wait for the one that has left.
     """
-    fault = None
+    fault: ConfigError | OSError | None = None
     try:
         yield
-    except ConfigError as error:
-        fault = str(error)
-    faults = gathered(fault, group)
+    except (ConfigError, OSError) as error:
+        fault = error
+    faults = gathered(None if fault is None else str(fault), group)
     failed = [rank for rank, text in enumerate(faults) if text is not None]
     if not failed:
         return
     rank, _ = rank_and_size(group)
     if rank != 0:
         raise SystemExit(2)
-    text = faults[failed[0]]
-    raise ConfigError(text if failed[0] == 0 else f"{text} (on rank {failed[0]})")
+    raise fault or ConfigError(f"{faults[failed[0]]} (on rank {failed[0]})")

@@ -64,7 +64,9 @@ def run(
         try:
             ranks.start(os.environ.get("MINITRON_START", START_METHOD))
             error = ranks.wait(timeout)
-        finally:  # also after Ctrl-C
+        except KeyboardInterrupt:
+            error = KeyboardInterrupt()  # without the frames in which the parent was listening
+        finally:
             ranks.end()
     if error is not None:
         raise error from None
@@ -114,8 +116,12 @@ def _joined_group() -> Iterator[dist.ProcessGroup]:
             dist.init_process_group("cpu:gloo,cuda:nccl")
         else:
             dist.init_process_group("gloo")
-    yield dist.group.WORLD
-    # Not after an error: the others may be stuck, and torchrun ends them.
+    try:
+        yield dist.group.WORLD
+    except (ConfigError, SystemExit):  # all ranks have agreed to leave
+        _leave_group()
+        raise
+    # Not after another error: the others may be stuck, and torchrun ends them.
     dist.barrier(dist.group.WORLD)
     atexit.register(_leave_group)
 

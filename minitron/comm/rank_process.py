@@ -130,8 +130,8 @@ def failure_of(error: BaseException) -> Failure:
     """Describe an exception, without the launcher's own frames."""
     report = traceback.TracebackException.from_exception(error)
     inner = strip_launcher(report.stack)
-    if inner:
-        report.stack = traceback.StackSummary.from_list(inner)
+    # None where the function was not even entered: a wrong number of arguments.
+    report.stack = traceback.StackSummary.from_list(inner) if inner else None
     name = type(error).__name__
     return Failure(
         text=f"raised {name}: {_first_line(error)}".removesuffix(": "),

@@ -20,7 +20,9 @@ import torch
 from minitron.comm.rank_process import Failure, Frame, strip_launcher
 
 PACKAGE = Path(__file__).parents[1]
+LEDGER = str(PACKAGE / "measure" / "ledger.py")
 LIBRARIES = (Path(sysconfig.get_path("stdlib")), Path(torch.__file__).parents[1])
+GENERATED = ("<frozen ", "<eval_with_key>")  # but "<stdin>" is the user's
 SECONDS_FOR_STACKS = 1.0
 PLURAL = {"has": "have", "is": "are", "was": "were", "waits": "wait"}
 
@@ -66,18 +68,25 @@ def describe(frames: list[Frame], call) -> str:
         return f"waits in {call}" if call else "does not answer"
     where = place(frames)
     operation = collective(frames)
+    if call is None and is_starting(frames):
+        return "is starting"
     if operation is None:
         return f"is at {where}"
     if call is None:
         return f"waits in {operation}, {where}"
     if operation == "wait":  # for this call or for an earlier one
-        return f"waits, its last call is {call}, {where}"
+        return f"waits for {call} or an earlier call, {where}"
     return f"waits in {call}, {where}"
 
 
 def is_waiting(frames: list[Frame], call) -> bool:
     """Tell whether a rank waits for another, as far as can be known without its stack."""
     return call is not None if not frames else collective(frames) is not None
+
+
+def is_starting(frames: list[Frame]) -> bool:
+    """Tell whether a rank has not come to its function yet: PyTorch or the ledger is at work."""
+    return frames[0].file == LEDGER or all(_is_below(f.file, *LIBRARIES) for f in frames)
 
 
 def collective(frames: list[Frame]) -> str | None:
@@ -153,7 +162,9 @@ def parse_stack(text: str) -> list[Frame]:
 
 
 def _is_below(file: str, *folders: Path) -> bool:
-    return file.startswith("<") or any(folder in Path(file).parents for folder in folders)
+    if file.startswith(GENERATED):
+        return True
+    return any(folder in Path(file).parents for folder in folders)
 
 
 class Prints:

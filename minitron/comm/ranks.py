@@ -6,7 +6,7 @@ its outcome. The parent reads until all have an outcome, or until it is clear th
     a rank has raised or died            the others cannot go on without it
     two ranks make different calls       both would wait for ever
     nobody computes and somebody waits   for 5 seconds: a hang
-    the time is over                     an endless loop, say
+    the time is over                     an endless loop, say; after 8 seconds a note says where
 
 Read in this order: Ranks.wait, Rank.receive, Ranks._have_stalled.
 """
@@ -50,6 +50,7 @@ PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "cloudpickle"]
 PROCESS_NAME = "minitron rank"
 LOOK_SECONDS = 0.1
 STALL_SECONDS = 5.0
+NOTE_SECONDS = 8.0
 BUSY_SECONDS = 0.05  # less CPU time than this during a stall is waiting
 GRACE_SECONDS = 0.3  # after a failure, for those of other ranks
 LEAVE_SECONDS = 5.0  # to tear a group down
@@ -126,6 +127,7 @@ class Ranks:
         self.matcher, self.mismatch = Matcher(), None
         self._cpu: dict[int, float] = {}
         self._quiet_looks = 0  # at ranks that did nothing
+        self._silent_looks = 0  # at ranks that sent nothing, but may compute
 
     def start(self, method: str) -> None:
         """Start every process, by spawn where the fork server does not start."""
@@ -158,6 +160,8 @@ class Ranks:
                 return self._error(f"not finished after {timeout:g} s (the timeout)")
             if not something_came and self._have_stalled():
                 return self._error(f"a hang: no rank has moved for {STALL_SECONDS:g} s")
+            if self._silent_looks == round(NOTE_SECONDS / LOOK_SECONDS):
+                self._note(f"no call for {NOTE_SECONDS:g} s, waiting on (timeout {timeout:g} s)")
         if self._failed():
             self._hear_the_others()
         if self.mismatch:
@@ -194,8 +198,9 @@ class Ranks:
             for call in rank.receive():
                 self.mismatch = self.mismatch or self.matcher.add(rank.number, call)
         self.prints.show([rank.outcome is not None for rank in self.ranks])
+        self._silent_looks += 1
         if something_came:
-            self._quiet_looks = 0
+            self._quiet_looks = self._silent_looks = 0
         return something_came
 
     def _hear_the_others(self) -> None:
@@ -222,6 +227,15 @@ class Ranks:
                  for rank in self._running() if rank.has_started}
         stacks = read_stacks(files)
         return [(rank, stacks.get(rank.process.pid, [])) for rank in self._running()]
+
+    def _note(self, headline: str) -> None:
+        """Tell where the ranks are, if some wait for one that computes: it may be at work."""
+        stacks = self._stacks()
+        waiting = [rank for rank, frames in stacks if rank.last_call and is_waiting(frames, None)]
+        if 0 < len(waiting) < len(stacks):
+            texts = {rank.number: describe(frames, rank.last_call) for rank, frames in stacks}
+            texts |= {rank.number: rank.text for rank in self.ranks if rank.outcome}
+            print(report(headline, texts), flush=True)
 
     def _error(self, headline: str) -> RankError:
         for rank, frames in self._stacks():

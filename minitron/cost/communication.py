@@ -183,15 +183,16 @@ def halving_all_reduce_seconds(
 
 
 def tree_all_reduce_seconds(num_bytes: float, size: int, latency: float, bandwidth: float) -> float:
-    """(sqrt(2 ceil(log2 N) alpha) + sqrt(2 n / bandwidth))^2: the way up and down, the bytes.
+    """(sqrt(4 ceil(log2 N) alpha) + sqrt(2 n / bandwidth))^2: the way up and down, the bytes.
 
-    Two binary trees sum half of the tensor each, in packets of the best size. A rank is a leaf in
-    one and has two children in the other: both together send and receive 2 n bytes a rank.
-    Reference: Sanders, Speck & Traff 2009, section 3; NCCL's "tree".
+    Two binary trees sum half of the tensor each, and spread it, in k packets of the best size. A
+    rank is a leaf in one and has two children in the other, and takes one packet at a time: up
+    2 ceil(log2 N) + 2 k steps, down as many. Reference: Sanders, Speck & Traff 2009, "Two-tree
+    algorithms for full bandwidth broadcast, reduction and scan".
     """
     if size == 1:
         return 0.0
-    path = 2 * math.ceil(math.log2(size)) * latency
+    path = 4 * math.ceil(math.log2(size)) * latency
     return (math.sqrt(path) + math.sqrt(2 * num_bytes / bandwidth)) ** 2
 
 

@@ -20,7 +20,7 @@ from minitron.course.figures_ring import ring_frame, ring_sums
 from minitron.course.overlap import compute_in_proportion, step_lanes, transfers
 from minitron.measure.clock import DENSE_BF16_PEAKS
 from minitron.model.transformer import Transformer
-from minitron.parallel.data_parallel import assign_buckets
+from minitron.parallel.data_parallel import FIRST_BUCKET_BYTES, assign_buckets
 
 Drawing = tuple[Figure, str]
 """A figure, and the sentence that states its numbers."""
@@ -171,7 +171,8 @@ def draw_buckets(
     forward = flops / (0.4 * DENSE_BF16_PEAKS["H100"])
 
     compute = compute_in_proportion(sizes, forward, 2 * forward)
-    buckets = assign_buckets(sizes, bucket_MB * 10**6)
+    first = assign_buckets(sizes, min(FIRST_BUCKET_BYTES, bucket_MB * 10**6))[0]
+    buckets = [first, *assign_buckets(sizes[: -len(first)], bucket_MB * 10**6)]
     sent = transfers(compute.ready, sizes, buckets, 64, latency_us * 1e-6, bandwidth_GB_s * 1e9)
     exposed = max(0.0, sent[-1][1] - compute.backward)
     sentence = (

@@ -38,6 +38,10 @@ class Call:
     ranks: tuple[int, ...] = ()
     """The group's ranks, as numbered in the whole world."""
     tag: int = 0
+    reduce: str = ""
+    """How values become one, "sum" or "max" say; "" where nothing is reduced."""
+    group: str = ""
+    """PyTorch's name of the group, the same on all its ranks."""
 
     @property
     def name(self) -> str:
@@ -45,7 +49,8 @@ class Call:
         if self.op not in MESSAGES:
             return f"{self.op} #{self.number}"
         peer = "any rank" if self.peer is None else f"rank {self.ranks[self.peer]}"
-        return f"{self.op} #{self.number} {'to' if self.op == 'send' else 'from'} {peer}"
+        tag = f", tag {self.tag}" if self.tag else ""
+        return f"{self.op} #{self.number} {'to' if self.op == 'send' else 'from'} {peer}{tag}"
 
     def __str__(self) -> str:
         return f"{self.name} ({readable_bytes(self.payload)}, axis {self.axis})"
@@ -146,20 +151,21 @@ class Matcher:
 
     def _meeting(self, rank: int, call: Call) -> tuple[tuple | None, int]:
         """What the calls that belong together have in common, and how many they are."""
+        group = call.group, call.axis, call.ranks
         if call.op not in MESSAGES:
-            return (call.axis, call.ranks, call.number), call.size
+            return (*group, call.number), call.size
         if call.peer is None:
-            self._receives_anything.add((call.axis, call.ranks, rank))
+            self._receives_anything.add((*group, rank))
             return None, 0
         ends = rank, call.ranks[call.peer]
         source, destination = ends if call.op == "send" else ends[::-1]
-        if (call.axis, call.ranks, destination) in self._receives_anything:
+        if (*group, destination) in self._receives_anything:
             return None, 0  # which message it met cannot be told
-        return (call.axis, call.ranks, source, destination, call.tag, call.number), 2
+        return (*group, source, destination, call.tag, call.number), 2
 
 
 def first_mismatch(calls_by_rank: Sequence[Sequence[Call]]) -> str | None:
-    """The earliest call in which ranks part, in words: another op, size, dtype or root."""
+    """The earliest call in which ranks part, by op, size, dtype, root or reduction."""
     pairs = [(rank, call) for rank, calls in enumerate(calls_by_rank) for call in calls]
     matcher = Matcher()
     for rank, call in sorted(pairs, key=lambda pair: pair[1].started):
@@ -175,7 +181,7 @@ def _signature(call: Call) -> tuple:
         return call.payload, call.dtype
     if call.op == "all_to_all":  # ranks may send more or less
         return call.op, call.dtype
-    return call.op, call.payload, call.dtype, call.peer
+    return call.op, call.payload, call.dtype, call.peer, call.reduce
 
 
 def _mismatch(waiting: list[int], first: Call, rank: int, call: Call) -> str:
@@ -200,4 +206,6 @@ def _difference(call: Call, other: Call) -> str:
         facts.append(str(call.dtype).removeprefix("torch."))
     if call.peer != other.peer and call.op not in MESSAGES:
         facts.append(f"root {call.peer}")
+    if call.reduce != other.reduce:
+        facts.append(call.reduce)
     return ", ".join(facts)

@@ -266,12 +266,12 @@ class Ledger(TorchDispatchMode):
     def _describe(self, operation: Operation) -> Call:
         op, group, peer, tag = operation.op, operation.group, operation.peer, operation.tag
         axis, ranks = axis_of(group), tuple(dist.get_process_group_ranks(group))
-        counted = (axis, ranks) + ((op, peer, tag) if op in MESSAGES else ())
+        counted = (group.group_name,) + ((op, peer, tag) if op in MESSAGES else ())
         self._numbers[counted] += 1
         return Call(
             self._numbers[counted] - 1, op, axis, operation.dtype, operation.payload,
             *operation.volume, self._phase, peer, group.size(), self.clock(),
-            ranks=ranks, tag=tag,
+            ranks=ranks, tag=tag, reduce=operation.reduce, group=group.group_name,
         )
 
     # Stretches of compute

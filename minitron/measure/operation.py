@@ -26,6 +26,7 @@ class Operation:
     volume: Volume
     peer: int | None
     tag: int
+    reduce: str
     dtype: torch.dtype
     device: torch.device
 
@@ -40,20 +41,21 @@ class Operator(NamedTuple):
     """Whether there stands one rank's part of it."""
     peer: int | None = None
     tag: int | None = None
+    reduce: int | None = None
 
 
 OPERATORS: dict[torch._ops.OpOverload, Operator] = {
-    c10d.allreduce_.default: Operator("all_reduce", 0),
-    c10d.allreduce_coalesced_.default: Operator("all_reduce", 0),
+    c10d.allreduce_.default: Operator("all_reduce", 0, reduce=2),
+    c10d.allreduce_coalesced_.default: Operator("all_reduce", 0, reduce=2),
     c10d.allgather_.default: Operator("all_gather", 0),
     c10d.allgather_coalesced_.default: Operator("all_gather", 0),
     c10d.allgather_into_tensor_coalesced_.default: Operator("all_gather", 0),
     c10d._allgather_base_.default: Operator("all_gather", 0),
-    c10d.reduce_scatter_.default: Operator("reduce_scatter", 1),
-    c10d.reduce_scatter_tensor_coalesced_.default: Operator("reduce_scatter", 1),
-    c10d._reduce_scatter_base_.default: Operator("reduce_scatter", 1),
+    c10d.reduce_scatter_.default: Operator("reduce_scatter", 1, reduce=3),
+    c10d.reduce_scatter_tensor_coalesced_.default: Operator("reduce_scatter", 1, reduce=3),
+    c10d._reduce_scatter_base_.default: Operator("reduce_scatter", 1, reduce=3),
     c10d.broadcast_.default: Operator("broadcast", 0, peer=2),
-    c10d.reduce_.default: Operator("reduce", 0, peer=3),
+    c10d.reduce_.default: Operator("reduce", 0, peer=3, reduce=2),
     c10d.gather_.default: Operator("gather", 1, times_size=True, peer=3),
     c10d.scatter_.default: Operator("scatter", 0, times_size=True, peer=3),
     c10d.alltoall_.default: Operator("all_to_all", 1),
@@ -63,13 +65,13 @@ OPERATORS: dict[torch._ops.OpOverload, Operator] = {
     c10d.send.default: Operator("send", 0, peer=2, tag=3),
     c10d.recv_.default: Operator("recv", 0, peer=2, tag=3),
     c10d.recv_any_source_.default: Operator("recv", 0, tag=2),
-    functional.all_reduce.default: Operator("all_reduce", 0),
-    functional.all_reduce_.default: Operator("all_reduce", 0),
-    functional.all_reduce_coalesced.default: Operator("all_reduce", 0),
+    functional.all_reduce.default: Operator("all_reduce", 0, reduce=1),
+    functional.all_reduce_.default: Operator("all_reduce", 0, reduce=1),
+    functional.all_reduce_coalesced.default: Operator("all_reduce", 0, reduce=1),
     functional.all_gather_into_tensor.default: Operator("all_gather", 0, times_size=True),
     functional.all_gather_into_tensor_coalesced.default: Operator("all_gather", 0, times_size=True),
-    functional.reduce_scatter_tensor.default: Operator("reduce_scatter", 0),
-    functional.reduce_scatter_tensor_coalesced.default: Operator("reduce_scatter", 0),
+    functional.reduce_scatter_tensor.default: Operator("reduce_scatter", 0, reduce=1),
+    functional.reduce_scatter_tensor_coalesced.default: Operator("reduce_scatter", 0, reduce=1),
     functional.broadcast.default: Operator("broadcast", 0, peer=1),
     functional.all_to_all_single.default: Operator("all_to_all", 0),
 }
@@ -96,6 +98,7 @@ def read_operation(func: torch._ops.OpOverload, args: tuple) -> Operation:
     return Operation(
         operator.op, group, num_elements * element_size, volume, peer,
         tag=0 if operator.tag is None else args[operator.tag],
+        reduce="" if operator.reduce is None else reduce_name(args[operator.reduce]),
         dtype=tensors[0].dtype,
         device=tensors[0].device,
     )
@@ -108,6 +111,15 @@ def group_of(args: tuple) -> dist.ProcessGroup:
             return dist.ProcessGroup.unbox(argument)
     name = args[-1]
     return _resolve_process_group(name) if isinstance(name, str) else name
+
+
+def reduce_name(operation: str | torch.ScriptObject) -> str:
+    """Such as "sum" or "max"; "" where an older PyTorch does not tell."""
+    if isinstance(operation, str):
+        return operation
+    if not operation._has_method("op"):
+        return ""
+    return dist.ReduceOp.RedOpType(operation.op()).name.lower()
 
 
 def axis_of(group: dist.ProcessGroup) -> str:

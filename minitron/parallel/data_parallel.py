@@ -10,7 +10,8 @@ Notation: N ranks; G bytes of gradients.
 Each rank holds: all parameters, gradients and optimizer state, and the activations of its part.
 
 Communication: per step one all-reduce of every gradient, 2 (N-1)/N G bytes sent and received per
-rank, none under `no_sync`. Once, at the start, a broadcast of rank 0's parameters and buffers.
+rank, none under `no_sync`, and in `finish` a broadcast of each float buffer. Once, at the start, a
+broadcast of rank 0's parameters and buffers; with buckets, of their order after the first step.
 
 Read in this order: average_gradients, DataParallel, HookedDataParallel, BucketedDataParallel.
 
@@ -56,15 +57,14 @@ class DataParallel:
     Every rank starts from rank 0's parameters and buffers. The numbers of micro-batches may
     differ; a rank without any calls `finish()` alone. A group of one communicates nothing.
 
-    With `find_unused_parameters` a parameter without a gradient counts as zeros, and one that no
-    rank has used keeps None: AdamW would let it decay. This costs a small all-reduce per step.
+    With `find_unused_parameters` a parameter without a gradient counts as zeros; one that no rank
+    has used keeps None: AdamW would let it decay. Costs an all-reduce and a wait for the device.
     """
 
     def __init__(
         self, model: nn.Module, group: dist.ProcessGroup, find_unused_parameters: bool = False
     ):
-        self.model = model
-        self.group = group
+        self.model, self.group = model, group
         self.find_unused_parameters = find_unused_parameters
         self.synchronising = True
         self.hooks: list = []
@@ -97,7 +97,8 @@ class DataParallel:
         if used and self.find_unused_parameters:
             num_users = torch.tensor(used, dtype=torch.int32, device=next(iter(self.names)).device)
             all_reduce(num_users, self.group)
-            for parameter, count in zip(self.names, num_users.tolist(), strict=True):
+            counts = used if isinstance(num_users, FakeTensor) else num_users.tolist()
+            for parameter, count in zip(self.names, counts, strict=True):
                 parameter.grad = parameter.grad if count else None
         # Here, not in the forward pass: every rank gets here, also without a micro-batch.
         for buffer in self.buffers:
@@ -250,13 +251,12 @@ class BucketedDataParallel(HookedDataParallel):
         """Make the buckets again, for gradients that come in the order of rank 0's `ready`."""
         parameters = list(self.names)
         number = {parameter: index for index, parameter in enumerate(parameters)}
-        order = [number[parameter] for parameter in ready]
-        agreed = torch.tensor(order, device=ready[0].device)
+        agreed = torch.tensor([number[parameter] for parameter in ready], device=ready[0].device)
         broadcast(agreed, 0, self.group)
         if not isinstance(agreed, FakeTensor):  # a fake one has no values, nor other ranks
-            order = agreed.tolist()
+            ready = [parameters[index] for index in agreed.tolist()]
 
-        self.make_buckets([parameters[index] for index in reversed(order)])
+        self.make_buckets(ready[::-1])
         for parameter, view in self.views.items():
             parameter.grad = view.copy_(parameter.grad)
         self.rebuilt = True

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import psutil
@@ -209,6 +210,15 @@ def test_the_first_failure_in_full_the_others_in_a_line():
     assert message.endswith("KeyError: 2")
 
 
+def test_a_wrong_number_of_arguments():
+    def hello(group):
+        pass
+
+    message = str(fails(hello, 2, 5))
+    assert "Traceback" not in message and "rank_process" not in message
+    assert message.endswith("\n\nTypeError: " + message.split("\n")[0].partition("Error: ")[2])
+
+
 def test_sys_exit_is_a_failure():
     assert str(fails(lambda group: sys.exit(3), 1)).startswith("rank 0 raised SystemExit: 3")
 
@@ -252,8 +262,9 @@ def test_a_rank_that_sleeps(impatient):
             time.sleep(100)
         dist.all_reduce(torch.ones(4), async_op=True, group=group).wait()
 
-    _, waiting, sleeping = str(fails(sleep, 2)).split("\n")
-    assert waiting.startswith("  rank 0 waits, its last call is all_reduce #0 (16 B, axis world)")
+    _, waiting, sleeping = str(fails(sleep, 3)).split("\n")
+    assert waiting.startswith(
+        "  ranks 0 and 2 wait for all_reduce #0 (16 B, axis world) or an earlier call, test_launch")
     assert sleeping.startswith("  rank 1 is at test_launch.py line ")
     assert sleeping.endswith(": time.sleep(100)")
 
@@ -268,6 +279,34 @@ def test_sleeping_or_computing_is_no_stall(impatient):
         time.sleep(1.5)
 
     run(work, 2)
+
+
+@pytest.mark.parametrize(("seconds", "timeout"), [(3, 20), (100, 3)])
+def test_a_note_while_some_wait_for_one_that_computes(monkeypatch, capsys, seconds, timeout):
+    def work(group):
+        end = time.monotonic() + seconds
+        while group.rank() == 1 and time.monotonic() < end:
+            pass
+        dist.barrier(group=group)
+
+    monkeypatch.setattr(ranks_module, "NOTE_SECONDS", 1.0)
+    with pytest.raises(RankError) if seconds > timeout else nullcontext():
+        run(work, 3, timeout=timeout)
+    headline, waiting, computing = capsys.readouterr().out.splitlines()
+    assert headline == f"no call for 1 s, waiting on (timeout {timeout} s)"
+    assert waiting.startswith("  ranks 0 and 2 wait in barrier #0 (0 B, axis world), test_launch.")
+    assert computing.startswith("  rank 1 is at test_launch.py line ")
+
+
+def test_no_note_while_all_compute(monkeypatch, capsys):
+    def work(group):
+        end = time.monotonic() + 1.5
+        while time.monotonic() < end:
+            pass
+
+    monkeypatch.setattr(ranks_module, "NOTE_SECONDS", 0.5)
+    run(work, 2)
+    assert capsys.readouterr().out == ""
 
 
 def test_an_endless_loop():
@@ -298,6 +337,28 @@ def test_different_collectives_are_named_at_once():
     assert headline.startswith("the ranks do not match: rank")
     assert "all_reduce #1" in headline and "all_gather #1" in headline
     assert "4.0 kB, axis world" in headline
+
+
+def test_different_reductions_are_a_mismatch():
+    def mismatch(group):
+        kind = dist.ReduceOp.MAX if group.rank() else dist.ReduceOp.SUM
+        dist.all_reduce(torch.ones(4), op=kind, group=group)
+
+    headline = str(fails(mismatch, 2)).split("\n")[0]
+    assert headline.startswith("the ranks do not match: rank ")
+    assert "all_reduce #0 (sum" in headline and "all_reduce #0 (max" in headline
+
+
+def test_tags_that_differ_are_shown(impatient):
+    def talk(group):
+        if group.rank() == 0:
+            dist.send(torch.ones(4), group_dst=1, group=group, tag=1)
+        else:
+            dist.recv(torch.empty(4), group_src=0, group=group, tag=2)
+
+    _, sending, receiving = str(fails(talk, 2)).split("\n")
+    assert sending.startswith("  rank 0 waits in send #0 to rank 1, tag 1 (16 B, axis world)")
+    assert receiving.startswith("  rank 1 waits in recv #0 from rank 0, tag 2 (16 B, axis world)")
 
 
 def test_a_receive_that_nobody_sends(impatient):
@@ -372,6 +433,7 @@ def test_ctrl_c_in_a_terminal(tmp_path):
     output, errors = script.communicate(timeout=10)
     assert output == "[rank 1] ready\n"
     assert errors.count("Traceback") == 1 and errors.endswith("KeyboardInterrupt\n")
+    assert errors.count('  File "') == 2  # the script's line and run()
     assert gone(processes)
 
 

@@ -184,4 +184,6 @@ run(stay, 4)
 """, at_output=interrupt)
     assert shown == "".join(f"[rank {rank}] here\n" for rank in range(4))
     assert traceback.rstrip().endswith("KeyboardInterrupt:")
+    assert "run(stay, 4)" in traceback
+    assert not re.search(r"ranks\.py|selectors|multiprocessing", traceback)
     assert time.monotonic() - interrupted[0] < 3

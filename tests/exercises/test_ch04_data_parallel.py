@@ -14,6 +14,7 @@ from minitron.comm.launch import run
 from minitron.course.exercises import ROOT, load
 from minitron.course.graders import Mistake
 from minitron.course.graders.ch04_data_parallel import right_buckets
+from minitron.course.graders.ch04_toy import alone, expect_gradients
 from minitron.course.graders.ranks import Wire, factor, on_ranks, per_rank, source_file
 from minitron.measure.oracle import after_backward, assert_same_training
 from minitron.parallel import data_parallel
@@ -107,6 +108,15 @@ def test_the_graders_buckets_are_the_packages():
         sizes = torch.randint(0, 40, (12,), generator=generator).tolist()
         assert right_buckets(sizes, bucket_bytes) == \
             data_parallel.assign_buckets(sizes, bucket_bytes)
+
+
+def test_zeros_are_not_blamed_on_the_divisor():
+    right = alone(2)[0]
+    zeros = {name: None if grad is None else 0 * grad for name, grad in right.mean.items()}
+    with pytest.raises(Mistake) as caught:
+        expect_gradients([zeros, zeros], right)
+    assert "ranks 0, 1: zeros" in caught.value.seen
+    assert "every rank sent zeros" in caught.value.likely
 
 
 def test_use_reaches_the_package_inside_a_rank(tmp_path):

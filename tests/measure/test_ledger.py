@@ -181,6 +181,35 @@ def test_groups_are_counted_and_named_by_their_axis(group):
     assert ledger.bytes_sent(axis="dp") == 32
 
 
+def test_groups_of_the_same_ranks_are_counted_apart(group):
+    first, second = (dist.new_group([0, 1], group_desc="dp") for _ in range(2))
+
+    with Ledger() as ledger:
+        for part in (first, second, first):
+            dist.barrier(part)
+
+    assert [(call.axis, call.number) for call in ledger.calls] == [("dp", 0), ("dp", 0), ("dp", 1)]
+    assert [call.group for call in ledger.calls] == [
+        part.group_name for part in (first, second, first)]
+
+
+def test_reductions_are_told_apart(group):
+    kinds = dist.ReduceOp
+    one, four = torch.zeros(1), torch.zeros(4)
+    with Ledger() as ledger:
+        dist.all_reduce(one)
+        dist.all_reduce(one, op=kinds.MAX)
+        dist.all_reduce_coalesced([one, one], op=kinds.MIN)
+        dist.reduce(one, 0, op=kinds.PRODUCT)
+        dist.reduce_scatter_tensor(one, four, op=kinds.AVG)
+        dist.reduce_scatter(one, parts(1, 1, 1, 1), op=kinds.BOR)
+        functional_all_reduce(one, "max", dist.group.WORLD).wait()
+        dist.broadcast(one, 0)
+
+    assert [call.reduce for call in ledger.calls] == [
+        "sum", "max", "min", "product", "avg", "bor", "max", ""]
+
+
 def test_messages_are_counted_by_peer(group):
     with Ledger() as ledger:
         dist.barrier()
@@ -380,6 +409,20 @@ def test_another_root_is_a_mismatch():
         "rank 3 waits in broadcast #0 (root 0, axis dp), rank 0 in broadcast #0 (root 1)")
 
 
+def test_another_reduction_is_a_mismatch():
+    ranks = [[call(reduce="max", at=1)], [], [], [call(reduce="sum")]]
+
+    assert first_mismatch(ranks) == (
+        "rank 3 waits in all_reduce #0 (sum, axis dp), rank 0 in all_reduce #0 (max)")
+
+
+def test_groups_of_the_same_ranks_and_name_are_not_mixed_up():
+    first, second = call(group="1"), call("barrier", group="2")
+
+    assert first_mismatch([[first, second], [second, first], [], []]) is None
+    assert first_mismatch([[first], [call("barrier", group="1")], [], []]) is not None
+
+
 def test_all_that_wait_are_named():
     ranks = [[call()], [call()], [call()], [call("barrier", at=1)]]
 
@@ -412,6 +455,7 @@ def test_messages_are_compared_with_those_they_meet():
     ring = [[send((rank + 1) % 4), recv(rank - 1 if rank else 3)] for rank in range(4)]
     assert first_mismatch(ring) is None
     assert first_mismatch([[send(1, tag=1), send(1, payload=8)], [recv(0, payload=8)]]) is None
+    assert send(1, tag=2).name == "send #0 to rank 1, tag 2"
     assert first_mismatch([[send(1, payload=8)], [recv(0, at=1)]]) == (
         "rank 0 waits in send #0 to rank 1 (8 B, axis dp), rank 1 in recv #0 from rank 0 (4.2 MB)")
     # which message the first receive met is not known

@@ -398,13 +398,15 @@ def test_assign_buckets(sizes, limit, buckets):
     assert assign_buckets(sizes, limit) == buckets
 
 
+@pytest.mark.parametrize("find_unused_parameters", [False, True])
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_step_of_one_fake_rank_of_many(version):
+def test_a_step_of_one_fake_rank_of_many(version, find_unused_parameters):
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=3072)
     try:
         with FakeTensorMode():
             model = small_llama()
-            parallel = VERSIONS[version](model, dist.group.WORLD)
+            parallel = VERSIONS[version](
+                model, dist.group.WORLD, find_unused_parameters=find_unused_parameters)
             for _ in range(2):
                 model.zero_grad()
                 model(torch.randint(29, (2, 7))).sum().backward()

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +30,13 @@ from minitron.course.graders.ranks import Wire, many_ranks, on_ranks, per_rank
 from minitron.measure.meter import Meter
 from minitron.parallel.data_parallel import assign_buckets
 
-BUCKET_BYTES = 600
-LATE_BUCKETS = 2  # the embedding's, complete at the very last, and that of `spare`, never
+LATE_BUCKETS = {600: 2, 1100: 1}
+"""By bucket_bytes: buckets that wait for the embedding, complete at the very last, or for `spare`.
+
+The larger ones hold `left` and `right` together, which come in either order."""
+UNORDERED = "a bucket may be complete before the one that comes before it, and on some ranks " \
+            "never: send them in their order, whatever is complete, and the rest in finish(), " \
+            "with zeros for what is None"
 SQUARE = 64
 MOST_HELD = 1.2  # times the gradients
 PATIENCE = 1.0  # seconds
@@ -48,10 +54,13 @@ class Step:
 
     def payloads(self, before: str = "", after: str = "") -> list[int]:
         """Bytes of each all-reduce, before or after the event of this name."""
-        names = [name for name, _ in self.events]
-        start = names.index(after) if after else 0
-        stop = names.index(before) if before else len(names)
+        start = self.place(after) if after else 0
+        stop = self.place(before) if before else len(self.events)
         return [what for name, what in self.events[start:stop] if name == "all_reduce"]
+
+    def place(self, event: str) -> int:
+        """Where the first event of this name is."""
+        return [name for name, _ in self.events].index(event)
 
 
 def train(group, Parallel: type, rows: Rows, *settings) -> list[Step]:
@@ -158,36 +167,42 @@ def _before_the_last_gradient(step: Step) -> tuple[int, int]:
 @many_ranks
 def grade_4_4(BucketedDataParallel: type) -> None:
     """Train three steps; again with ranks that differ in what they use; then count bytes."""
-    call = f"BucketedDataParallel(model, group, bucket_bytes={BUCKET_BYTES})"
+    calls = {bucket_bytes: f"BucketedDataParallel(model, group, bucket_bytes={bucket_bytes})"
+             for bucket_bytes in LATE_BUCKETS}
+    bucket_bytes, call = next(iter(calls.items()))
     with asked(f"three steps of {call}, on 1, 2, 3 and 4 ranks"):
-        by_size = on_ranks(train, BucketedDataParallel, Rows(), BUCKET_BYTES)
-    sizes = gradient_bytes(Toy())
-    buckets = _bucket_bytes(list(sizes.values()))
+        by_size = on_ranks(train, BucketedDataParallel, Rows(), bucket_bytes)
     for number, request in enumerate(_requests(call)):
         for size, seen in by_size.items():
             with asked(f"{request}, on {size} ranks"):
-                _expect_step([steps[number] for steps in seen], alone(size)[number],
-                             partial(_expect_each_bucket, buckets),
-                             least_early=len(buckets) - LATE_BUCKETS, unused_stays_none=False)
+                _expect_bucketed_step(seen, number, Rows(), bucket_bytes)
 
     uneven = Rows(uneven=True)
-    with asked(f"{call}, where odd ranks complete `left` before `right`, the others after it, and "
-               "only odd ranks use `extra`"):
-        by_size = on_ranks(train, BucketedDataParallel, uneven, BUCKET_BYTES,
-                           stuck="a bucket may be complete before the one that comes before it, "
-                                 "and on some ranks never: send them in their order, whatever is "
-                                 "complete, and the rest in finish(), with zeros for what is None")
-        for size, seen in by_size.items():
-            for number, right in enumerate(alone(size, uneven)):
-                _expect_step([steps[number] for steps in seen], right,
-                             partial(_expect_each_bucket, buckets), 0, unused_stays_none=False)
+    for bucket_bytes, call in reversed(calls.items()):  # what loses gradients before what is slow
+        with asked(f"{call}, where odd ranks complete `left` before `right`, the others after it, "
+                   "and only odd ranks use `extra`"):
+            by_size = on_ranks(train, BucketedDataParallel, uneven, bucket_bytes, stuck=UNORDERED)
+            for seen, number in product(by_size.values(), range(len(STEPS))):
+                _expect_bucketed_step(seen, number, uneven, bucket_bytes)
 
     with asked(f"the bytes held after finish(): four weights of {SQUARE} x {SQUARE}, float64"):
         _expect_nothing_beside(on_ranks(hold, BucketedDataParallel, sizes=(2,))[2])
 
 
-def _bucket_bytes(sizes: list[int]) -> list[int]:
-    return [sum(sizes[index] for index in bucket) for bucket in assign_buckets(sizes, BUCKET_BYTES)]
+def _expect_bucketed_step(
+    seen: list[list[Step]], number: int, rows: Rows, bucket_bytes: int
+) -> None:
+    sizes = gradient_bytes(Toy())
+    names = list(sizes)
+    buckets = [{names[index]: sizes[names[index]] for index in bucket}
+               for bucket in assign_buckets(list(sizes.values()), bucket_bytes)]
+
+    def expect_calls(seen: list[Step]) -> None:
+        _expect_each_bucket([sum(bucket.values()) for bucket in buckets], seen)
+        _expect_complete(buckets, seen, first_step=number == 0)
+
+    _expect_step([steps[number] for steps in seen], alone(len(seen), rows)[number], expect_calls,
+                 len(buckets) - LATE_BUCKETS[bucket_bytes], unused_stays_none=False)
 
 
 def _expect_each_bucket(buckets: list[int], seen: list[Step]) -> None:
@@ -203,6 +218,34 @@ def _expect_each_bucket(buckets: list[int], seen: list[Step]) -> None:
            for mine in payloads]
     expect(all(mine == buckets for mine in payloads),
            seen=f"{per_rank(saw)}; the buckets have {', '.join(map(str, buckets))}", likely=likely)
+
+
+def _expect_complete(buckets: list[dict], seen: list[Step], first_step: bool) -> None:
+    early = {rank: names for rank, step in enumerate(seen)
+             if (names := _sent_before_ready(buckets, step))}
+    before_last = {what for step in seen for name, what in step.events[:step.place("last")]
+                   if name == "ready"}
+    likely = "a bucket was sent before all of its gradients were there: they come in any order, " \
+             "so look for every one of them"
+    if before_last & set(sum(early.values(), [])):
+        likely = "a gradient is complete after the last micro-batch: what a hook saw under " \
+                 "no_sync() does not count"
+    elif not first_step:
+        likely = "a bucket was sent before it was complete: is what finish() must forget from " \
+                 "the last step forgotten?"
+    saw = {rank: f"sent before complete: {', '.join(names)}" for rank, names in early.items()}
+    expect(not early, seen=per_rank(saw), likely=likely)
+
+
+def _sent_before_ready(buckets: list[dict], step: Step) -> list[str]:
+    """Names of gradients that were complete later than their bucket was sent, or never."""
+    ready, unsent, early = set(), iter(buckets), []
+    for event, what in step.events[step.place("last"):step.place("finish")]:
+        if event == "ready":
+            ready.add(what)
+        elif event == "all_reduce":
+            early += [name for name in next(unsent) if name not in ready]
+    return early
 
 
 def hold(group, Parallel: type) -> tuple[int, int]:

@@ -193,7 +193,8 @@ def _why(grads: list[Tensor], own: list[Tensor | None], mean: Tensor) -> str:
 
 
 def _why_factor(times: float, size: int) -> str:
-    causes = {1 / size: "divided twice", size / max(SIZES): "divided by the number of all ranks "
+    causes = {0: "every rank sent zeros: the gradient was not there yet, or was there no more",
+              1 / size: "divided twice", size / max(SIZES): "divided by the number of all ranks "
               "there are: group.size() is the group's"}
     return next((cause for value, cause in causes.items() if abs(times - value) < 1e-9),
                 f"divide the sum by group.size(), here {size}, once")

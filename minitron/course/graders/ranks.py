@@ -45,6 +45,8 @@ DIED = "something ends the process: os._exit, too much memory, a crash in a nati
 CAUSES = {
     "allowed is": "the exercise is about doing without it",
     "without group=group": "without it torch.distributed takes the group of all ranks there are",
+    "Pair is not connected": "a rank sends to itself, or waits for itself: on one rank there is no "
+                             "neighbour, and a ring takes N-1 = 0 steps",
     "ReduceOp.AVG": "this version of gloo cannot average: sum, then divide",
     "Exercise ": "this part is still the stub",
 }
@@ -145,7 +147,7 @@ def _on_rank(group, trial: Callable, sizes: tuple[int, ...], args: tuple) -> dic
             try:
                 results[size] = trial(groups[size], *args)
             except BaseException as error:
-                error.add_note(f"{size} ranks")
+                error.add_note(f"{size} rank{'s' * (size > 1)}")
                 raise
     return results
 

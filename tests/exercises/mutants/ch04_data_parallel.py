@@ -512,11 +512,20 @@ class WheneverComplete(Bucketed):
         self.start_over()
 
 
-class SumsBuckets(Bucketed):
-    """The sum of the ranks' gradients: N times the mean."""
+class TrustsTheOrder(Bucketed):
+    """The last gradient of the list comes last: on another rank another one does."""
 
-    def flatten(self, bucket):
-        return super().flatten(bucket) * self.group.size()
+    def collect(self, p):
+        if self.synchronises and self.num_sent < len(self.buckets) \
+                and p is self.buckets[self.num_sent][-1]:
+            self.send(self.buckets[self.num_sent])
+
+
+class NeverForgets(Bucketed):
+    """What was complete stays complete: in the next step it is not."""
+
+    def start_over(self):
+        self.complete, self.works, self.num_sent = getattr(self, "complete", set()), [], 0
 
 
 class NeverCopiesBack(Bucketed):
@@ -534,11 +543,14 @@ class BlocksPerBucket(Bucketed):
         dist.all_reduce(flat, group=self.group)
 
 
-class WaitsForTheWholeModel(Bucketed):
-    """The buckets are sent when all of them are complete: the backward pass is over by then."""
+class OverlapsInOneOrder(Bucketed):
+    """Only its last gradient can send a bucket: in another order it stays until finish()."""
 
-    def send_complete(self):
-        pass
+    def collect(self, p):
+        if self.synchronises:
+            self.complete.add(p)
+            if self.num_sent < len(self.buckets) and p is self.buckets[self.num_sent][-1]:
+                self.send_complete()
 
 
 class CountsUnderNoSync(Bucketed):
@@ -548,16 +560,6 @@ class CountsUnderNoSync(Bucketed):
         self.complete.add(p)
         if self.synchronises:
             self.send_complete()
-
-
-class SendsUnderNoSync(Bucketed):
-    """Every micro-batch sends: no_sync() is there to avoid that."""
-
-    def collect(self, p):
-        self.complete.add(p)
-        self.send_complete()
-        if self.num_sent == len(self.buckets) - 1 and not self.synchronises:
-            self.finish()
 
 
 class SkipsNone(Bucketed):
@@ -632,12 +634,12 @@ MISTAKES = {
         OnePerGradient: "put its gradients end to end",
         DropsTheLast: "finish() sends what was not sent",
         WheneverComplete: "send them in their order",
-        SumsBuckets: "the sum",
+        TrustsTheOrder: "a bucket was sent before all of its gradients were there",
+        NeverForgets: "is what finish() must forget from the last step forgotten",
         NeverCopiesBack: "its own gradient",
         BlocksPerBucket: "each wait stops the backward pass",
-        WaitsForTheWholeModel: "nothing overlaps",
+        OverlapsInOneOrder: "nothing overlaps",
         CountsUnderNoSync: "complete after the last micro-batch",
-        SendsUnderNoSync: "all-reduces under no_sync()",
         SkipsNone: "zeros for what is None",
         KeepsFlatTensors: "still held beside .grad",
     },

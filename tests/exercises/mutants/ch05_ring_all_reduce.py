@@ -239,6 +239,13 @@ def gathers_one_step_more(flat, group):
         chunks[(rank - 1 - step) % size].copy_(received)
 
 
+def gathers_on_one_rank_too(flat, group):
+    """N steps for N ranks, and so one on a single rank: it would be its own neighbour."""
+    chunks, rank, size, after, before = ring_of(flat, group)
+    for step in range(size):
+        swap(chunks[(rank - step) % size], after, chunks[(rank - 1 - step) % size], before, group)
+
+
 def sends_its_own_again(flat, group):
     """Every step sends the rank's own chunk: the others never get further than one rank."""
     chunks, rank, size, after, before = ring_of(flat, group)
@@ -536,6 +543,7 @@ MISTAKES = {
         gathers_whole_tensors: "the whole tensor goes over the wire in every step",
         gathers_one_step_short: "too few steps",
         gathers_one_step_more: "one step too many",
+        gathers_on_one_rank_too: "on one rank there is no neighbour",
         sends_its_own_again: "what came in goes out in the next step",
         wrong_places: "each chunk goes to its own place",
         gathers_backwards: "rank r sends to (r + 1) % N alone",

@@ -1,0 +1,29 @@
+"""Where a rank is, in words that its user can use."""
+
+import torch.distributed as dist
+
+from minitron.comm.rank_process import Frame
+from minitron.comm.rank_report import PACKAGE, describe, report
+
+C10D = Frame(dist.distributed_c10d.__file__, 2169, "init_process_group", "store.get(key)")
+LEDGER = Frame(str(PACKAGE / "measure" / "ledger.py"), 218, "__enter__", "super().__enter__()")
+TORCH = Frame(dist.distributed_c10d.__file__, 12, "all_reduce", "work.wait()")
+
+
+def test_a_rank_that_has_not_come_to_its_function():
+    assert describe([C10D], None) == "is starting"
+    assert describe([LEDGER, C10D], None) == "is starting"
+
+
+def test_the_users_line_counts():
+    for file in ("<stdin>", "<string>", "/home/me/script.py"):
+        mine = Frame(file, 6, "f", "step()")
+        name = file.rpartition("/")[2]
+        assert describe([mine, LEDGER], None) == f"is at {name} line 6: step()"
+        assert describe([mine, TORCH, LEDGER], "all_reduce #0") == (
+            f"waits in all_reduce #0, {name} line 6: step()")
+
+
+def test_ranks_of_the_same_text_share_a_line():
+    assert report("a hang", {0: "waits for it", 1: "is starting", 2: "waits for it"}) == (
+        "a hang\n  ranks 0 and 2 wait for it\n  rank 1 is starting")

@@ -1,0 +1,26 @@
+"""Every benchmark of many ranks runs, one round of it, and names all its sides."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+SIDES = {
+    "launch.py": ["yes", "no"],
+    "all_reduce.py": ["dist.all_reduce", "ring", "halving", "doubling", "naive"],
+    "data_parallel.py": ["naive", "hooked", "bucketed", "torch DDP", "no communication"],
+    "zero.py": ["data parallel", "stage 1", "stage 2", "stage 3", "DistributedDataParallel",
+                "ZeroRedundancyOptimizer", "fully_shard", "stage 3, gathered late"],
+}
+
+
+@pytest.mark.parametrize("name", SIDES)
+def test_a_round_on_two_ranks(name):
+    command = [sys.executable, BENCHMARKS / name, "--ranks", "2", "--rounds", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("|")]
+    for side in SIDES[name]:
+        assert any(side in (cell.strip("| ") for cell in row) for row in rows), side
