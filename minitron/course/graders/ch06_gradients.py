@@ -22,6 +22,7 @@ from minitron.course.graders.ranks import many_ranks, on_ranks, per_rank
 from minitron.parallel.data_parallel import assign_buckets
 
 BUCKET_BYTES = 600
+LARGE_BUCKET_BYTES = 1100  # here two gradients that come in either order share a bucket
 MICRO_BATCHES = 3  # the shards are emptied after the second
 LATE_BUCKETS = 2  # the embedding's, complete at the very last, and that of `spare`, never
 SQUARE, NUM_SQUARES, MANY = 64, 16, 4
@@ -42,45 +43,56 @@ class HandedOver:
 @many_ranks
 def grade_6_3(ShardedGradients: type) -> None:
     """Three micro-batches; again where ranks differ in what they use; then count bytes."""
-    call = f"ShardedGradients(model, group, bucket_bytes={BUCKET_BYTES})"
     for cases in (EVEN, UNEVEN):
-        with asked(f"{call}: three micro-batches, on 1, 2, 3 and 4 ranks{cases[0][-1]}"):
+        call = "ShardedGradients(model, group, bucket_bytes)"
+        with asked(f"{call}: three micro-batches, on 1, 2, 3 and 4 ranks{cases[0].how}"):
             by_size = on_ranks(collect_all, ShardedGradients, cases,
                                stuck="a bucket may be complete before the one that comes before "
                                      "it, and on some ranks never: send them in their order, and "
                                      "the rest in finish(), with zeros for what is None")
-        for number, (Model, rows, how) in enumerate(cases):
+        for number, case in enumerate(cases):
+            call = f"ShardedGradients(model, group, bucket_bytes={case.bucket_bytes})"
             for size, seen in by_size.items():
-                with asked(f"{call}: a micro-batch and finish(), on {size} ranks{how}"):
-                    _expect_all([mine[number] for mine in seen], Model, rows)
+                with asked(f"{call}: a micro-batch and finish(), on {size} ranks{case.how}"):
+                    _expect_all([mine[number] for mine in seen], case)
 
     with asked(f"the bytes held in a backward pass: {NUM_SQUARES} weights of {SQUARE} x {SQUARE}, "
                f"float64, a bucket each, on {MANY} ranks"):
         _expect_freed(on_ranks(hold, ShardedGradients, sizes=(MANY,))[MANY])
 
 
-Case = tuple[type, Rows, str]
-EVEN: list[Case] = [(Odd, Rows(), ""), (Tiny, Rows(), ", a model of two elements")]
-UNEVEN: list[Case] = [(Odd, Rows(uneven=True), ", where odd ranks complete their gradients in "
-                       "another order, and only they use `extra`")]
+@dataclass(frozen=True)
+class Case:
+    """A model, which rows each rank reads, and how large the buckets are."""
+
+    Model: type
+    rows: Rows = Rows()
+    how: str = ""
+    bucket_bytes: int = BUCKET_BYTES
+
+
+ORDERS = ", where odd ranks complete their gradients in another order, and only they use `extra`"
+EVEN = [Case(Odd), Case(Tiny, how=", a model of two elements")]
+UNEVEN = [Case(Odd, Rows(uneven=True), ORDERS, LARGE_BUCKET_BYTES),
+          Case(Odd, Rows(uneven=True), ORDERS)]
 
 
 def collect_all(group, ShardedGradients: type, cases: list[Case]) -> list[list[HandedOver]]:
-    return [collect(group, ShardedGradients, Model, rows) for Model, rows, _ in cases]
+    return [collect(group, ShardedGradients, case) for case in cases]
 
 
-def collect(group, ShardedGradients: type, Model: type, rows: Rows) -> list[HandedOver]:
-    model, wire, seen = Model(), ShardWire(allowed={"reduce_scatter"}), []
+def collect(group, ShardedGradients: type, case: Case) -> list[HandedOver]:
+    model, wire, seen = case.Model(), ShardWire(allowed={"reduce_scatter"}), []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:  # before the learner's hooks: what they do comes after
             parameter.register_post_accumulate_grad_hook(
                 lambda _, name=name: wire.note("ready", name))
-    sharded = ShardedGradients(model, group, BUCKET_BYTES)
+    sharded = ShardedGradients(model, group, case.bucket_bytes)
 
     with wire:
         for number in range(MICRO_BATCHES):
             first = len(wire.events)
-            rows.loss(model, group.rank(), number).backward()
+            case.rows.loss(model, group.rank(), number).backward()
             sharded.finish()
             left = [name for name, p in model.named_parameters() if p.grad is not None]
             events = [(name, getattr(what, "payload", what)) for name, what in wire.events[first:]]
@@ -92,9 +104,10 @@ def collect(group, ShardedGradients: type, Model: type, rows: Rows) -> list[Hand
     return seen
 
 
-def buckets_of(Model: type) -> list[list[int]]:
+def buckets_of(case: Case) -> list[list[int]]:
     """The buckets of the parameters that require a gradient, by their numbers."""
-    return assign_buckets([p.nbytes for p in Model().parameters() if p.requires_grad], BUCKET_BYTES)
+    parameters = [p for p in case.Model().parameters() if p.requires_grad]
+    return assign_buckets([p.nbytes for p in parameters], case.bucket_bytes)
 
 
 @cache
@@ -107,27 +120,28 @@ def gradients(Model: type, rows: Rows, rank: int, number: int) -> list[Tensor]:
 
 
 def right_shards(
-    Model: type, rows: Rows, size: int, numbers: list[int], ranks: list[int] | None = None
+    case: Case, size: int, numbers: list[int], ranks: list[int] | None = None
 ) -> list[list[Tensor]]:
     """By bucket and rank: the shard of the gradients of `ranks`, added up and divided by size."""
     ranks = list(range(size)) if ranks is None else ranks
     mean = [sum(grads) / size for grads in
-            zip(*(gradients(Model, rows, rank, n) for rank in ranks for n in numbers), strict=True)]
-    return [cut([mean[index] for index in bucket], size) for bucket in buckets_of(Model)]
+            zip(*(gradients(case.Model, case.rows, rank, n) for rank in ranks for n in numbers),
+                strict=True)]
+    return [cut([mean[index] for index in bucket], size) for bucket in buckets_of(case)]
 
 
-def _expect_all(seen: list[list[HandedOver]], Model: type, rows: Rows) -> None:
+def _expect_all(seen: list[list[HandedOver]], case: Case) -> None:
     for number in range(MICRO_BATCHES):
-        _expect_handed_over([mine[number] for mine in seen], Model, rows, number)
+        _expect_handed_over([mine[number] for mine in seen], case, number)
 
 
-def _expect_handed_over(seen: list[HandedOver], Model: type, rows: Rows, number: int) -> None:
+def _expect_handed_over(seen: list[HandedOver], case: Case, number: int) -> None:
     size = len(seen)
     numbers = [0, 1][:number + 1] if number < 2 else [number]
-    right = right_shards(Model, rows, size, numbers)
+    right = right_shards(case, size, numbers)
     if size > 1:
         _expect_calls(seen, [size * len(shards[0]) * ELEMENT for shards in right],
-                      least_early=0 if rows.uneven else len(right) - LATE_BUCKETS)
+                      least_early=0 if case.rows.uneven else len(right) - LATE_BUCKETS)
     left = [micro_batch.left for micro_batch in seen]
     expect(not any(left), seen=per_rank([f"{len(names)} parameters still have a .grad"
                                          for names in left]),
@@ -139,7 +153,7 @@ def _expect_handed_over(seen: list[HandedOver], Model: type, rows: Rows, number:
         if not all(same):
             which = ", ".join(str(rank) for rank, ok in enumerate(same) if not ok)
             raise Mistake(f"shards[{index}] is wrong on rank {which}",
-                          _why_other_shard(mine, index, Model, rows, numbers))
+                          _why_other_shard(mine, index, case, numbers))
 
 
 def _expect_calls(seen: list[HandedOver], right: list[int], least_early: int) -> None:
@@ -167,11 +181,11 @@ def _expect_calls(seen: list[HandedOver], right: list[int], least_early: int) ->
 
 
 def _why_other_shard(
-    mine: list[Tensor], index: int, Model: type, rows: Rows, numbers: list[int]
+    mine: list[Tensor], index: int, case: Case, numbers: list[int]
 ) -> str:
     size = len(mine)
-    right = right_shards(Model, rows, size, numbers)[index]
-    last = right_shards(Model, rows, size, numbers[-1:])[index]
+    right = right_shards(case, size, numbers)[index]
+    last = right_shards(case, size, numbers[-1:])[index]
     faults = {
         "that is the sum over the ranks: divide by group.size()": [size * s for s in right],
         "divided by group.size() twice": [s / size for s in right],
@@ -182,7 +196,7 @@ def _why_other_shard(
             right[1:] + right[:1],
     }
     for part in (1, size):
-        own = [right_shards(Model, rows, size, numbers, [rank])[index][rank] / part * size
+        own = [right_shards(case, size, numbers, [rank])[index][rank] / part * size
                for rank in range(size)]
         faults["that is this rank's own gradient: what the others sent is not in it"] = own
     for why, shards in faults.items():
