@@ -9,7 +9,9 @@ notebook; the others do not, as in benchmarks.
 """
 
 import argparse
+import os
 import statistics
+import sys
 import time
 from pathlib import Path
 
@@ -53,7 +55,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the table there as well")
     options = parser.parse_args()
 
-    text = f"{table(options.ranks, options.rounds)}\n\nTarget: {TARGET}."
+    header = f"CPU, {os.cpu_count()} cores, gloo, torch {torch.__version__}; " \
+             f"`python {' '.join(sys.argv)}`"
+    text = f"{header}\n\n{table(options.ranks, options.rounds)}\n\nTarget: {TARGET}."
     print(text)
     if options.out:
         options.out.write_text(f"{text}\n")
