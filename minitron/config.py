@@ -182,8 +182,8 @@ class ParallelConfig:
     data_parallel: Literal["naive", "hooked", "bucketed"] = "bucketed"
     """When gradients are sent: after the backward pass, each as it is ready, or in buckets."""
     zero: Literal[0, 1, 2, 3] = 0
-    """ZeRO's stage: each rank keeps its part of 1: optimizer state, 2: and gradients, 3: and
-    weights."""
+    """ZeRO's stage: each rank keeps its part of 1: optimizer state, 2: and gradients (whole while
+    several micro-batches add up), 3: and weights."""
 
     def __post_init__(self):
         require(self.dp >= 0, f"parallel.dp = {self.dp}: must be 0 or more")

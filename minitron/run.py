@@ -35,6 +35,13 @@ class Run:
         self.dataset = TokenDataset(config.data.path, "train", S, config.train.seed)
         self.validation = TokenDataset(config.data.path, "val", S, seed=None)
 
+        num_sequences = min(config.train.eval_sequences, self.validation.num_samples)
+        require(
+            config.parallel.zero < 3 or num_sequences >= self.size,
+            f"{num_sequences} validation sequences for {self.size} ranks: with parallel.zero = 3 "
+            f"every rank needs one; raise train.eval_sequences to {self.size}, or use stage 2",
+        )
+
         self.config = config = with_vocabulary_of_data(config)
         self.folder = folder
         self.device = pick_device(config.train.device)

@@ -21,7 +21,7 @@
 # *You will be able to:*
 # - **divide** optimizer state, gradients and parameters over the ranks, with the same training;
 # - **predict** for each stage what a rank holds and what it sends, to the byte;
-# - **catch** the three mistakes that sharding invites, none of which the loss shows.
+# - **catch** the mistakes that sharding invites, which neither a falling loss nor equal ranks show.
 #
 # Run the cells in order. When the text asks you to predict something, write your guess down before
 # you open the fold.
@@ -997,7 +997,8 @@ print(f"{agree} of 54 agree with the paper to the last digit that it prints")
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Stage 1, and it is a tight fit.
+# Stage 1, by the model states alone, and activations and buckets have no room beside it: stage 2 is
+# the first to train.
 #
 # </details>
 #
@@ -1066,9 +1067,10 @@ for stage, seconds in exposed.items():
 #
 # </details>
 #
-# With micro-batches it is another matter. Stages 0 to 2 add gradients up and send them once. Stage
-# 3 gathers the parameters for every micro-batch, and reduces after it, unless full gradients or
-# parameters are kept. So people use it with few large micro-batches.
+# With micro-batches it is another matter. Stages 0 to 2 add gradients up, whole, and send them
+# once: stage 2 then holds as many as stage 1, or sends after each micro-batch
+# (`sync_every_micro_batch`). Stage 3 gathers the parameters for every micro-batch, and reduces
+# after it, unless full gradients or parameters are kept. So people use it with few large micro-batches.
 
 # %% tags=["figure-explorer"]
 zero_explorer()
@@ -1080,8 +1082,8 @@ zero_explorer()
 #    can be cut anywhere, so 12 of the 16 need not be held twice, and then 14, and then all.
 # 2. Stages 1 and 2 send what data parallelism sends, $2\,\frac{N-1}{N}P$: the halves of the ring
 #    with the step between them. Stage 3 sends $3\,\frac{N-1}{N}P$, and computes no more.
-# 3. The training is the same, which neither the loss nor equal ranks can show: local norms and
-#    early steps leave both intact. The oracle sees the first, and the package refuses the second.
+# 3. The training is the same, which neither a falling loss nor equal ranks can show: with local
+#    norms and early steps it falls too. The oracle sees the first, the package refuses the second.
 # 4. A view keeps the whole alive: only counting bytes shows whether sharding saves anything.
 # 5. Prefetch hides the gathers behind the layer before; what stays whole for a moment, two units
 #    and their gradients, does not shrink with N.

@@ -212,7 +212,13 @@ class FullyShardedDataParallel:
         for group in optimizer.param_groups:
             group["params"] = [self.pieces[p] for p in group["params"]]
         self.load_optimizer_state(state)
+        optimizer.register_step_pre_hook(self.require_finished)
+        optimizer.register_step_post_hook(lambda *_: self.reshard())  # what is gathered is old now
         return optimizer
+
+    def require_finished(self, *_) -> None:
+        if self.used or any(parameter.grad is not None for parameter in self.names):
+            raise ValueError("optimizer.step() before finish(): the gradients are not complete")
 
     def make_optimizer(self, factory: Callable[[list], torch.optim.Optimizer]):
         """`factory(parameters)`, sharded: the oracle asks for it."""

@@ -38,7 +38,8 @@ class Zero1(DataParallel):
     """Stage 1: shard the optimizer's state; gradients stay whole until `finish`.
 
     A step is that of `DataParallel`; the optimizer must have been given to `shard`, and the
-    gradients are then not in the parameters' `.grad` but in those of its pieces. For optimizers
+    gradients are then not in the parameters' `.grad` but in those of its pieces, and a backward
+    pass cannot be taken back: `optimizer.zero_grad()` knows the pieces alone. For optimizers
     that treat every element alike: SGD, Adam and most others, but not LBFGS, Adafactor or Muon.
 
     `bucket_bytes` are the bytes of gradients that travel in one message.

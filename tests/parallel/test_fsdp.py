@@ -1,5 +1,6 @@
 """Sharded parameters train as whole ones do, travel as often as said, and leave when said."""
 
+import functools
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -551,3 +552,51 @@ def test_a_step_of_one_fake_rank_of_many():
             assert ledger.bytes_sent("all_gather", phase="backward") > 0
     finally:
         dist.destroy_process_group()
+
+
+def test_an_optimizer_of_some_parameters_loses_no_state():
+    """Neither the first nor the last of a unit need be in it, nor need keys be the same."""
+    def states(group):
+        torch.manual_seed(0)
+        model = small_gpt()
+        parallel = apply_fsdp(model, group)
+        names = [n for p, n in parallel.names.items() if parallel.pieces[p].requires_grad]
+        left_out = {names[2], names[-1]}
+        some = [p for p, n in parallel.names.items() if n in names and n not in left_out]
+        optimizer = parallel.shard(torch.optim.SGD(
+            [{"params": some[::2], "momentum": 0.9}, {"params": some[1::2], "momentum": 0.0}],
+            lr=0.1))
+        model(torch.randint(29, (2, 7))).sum().backward()
+        parallel.finish()
+        optimizer.step()
+        saved = parallel.optimizer_state()
+        before = {n: v["momentum_buffer"].clone() for n, v in saved["state"].items() if v}
+        parallel.load_optimizer_state(saved)
+        again = parallel.optimizer_state()["state"]
+        same = all(torch.equal(again[n]["momentum_buffer"], v) for n, v in before.items())
+        return len(before), len(some[::2]), same
+
+    for found, expected, same in run(states, 2):
+        assert found == expected > 5 and same
+
+
+def test_a_step_before_finish_is_refused_and_one_after_makes_the_gathered_old():
+    def steps(group):
+        torch.manual_seed(0)
+        model = small_gpt()
+        parallel = apply_fsdp(model, group, reshard_after_forward=False,
+                              sync_every_micro_batch=False)
+        optimizer = parallel.make_optimizer(functools.partial(torch.optim.SGD, lr=0.1))
+        tokens = torch.randint(29, (2, 7))
+        with parallel.no_sync():
+            model(tokens).sum().backward()
+        with pytest.raises(ValueError, match="before finish"):
+            optimizer.step()
+
+        model(tokens).sum().backward()
+        parallel.finish()
+        model(tokens)  # leaves parameters gathered
+        optimizer.step()
+        return all(unit.is_sharded for unit in parallel.units)
+
+    assert run(steps, 2) == [True, True]
