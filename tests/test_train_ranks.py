@@ -123,7 +123,6 @@ def test_torchrun_tells_a_mistake_once(config, tmp_path):
     done = subprocess.run(torchrun(2, *words), capture_output=True, text=True, timeout=120)
     assert done.stderr.count("minitron: train.global_batch_size = 1 leaves some of 2 ranks") == 1
     assert str(Path(train.__file__)) not in done.stderr  # no traceback of ours
-    assert "exitcode  : 2" in done.stderr and "terminate called" not in done.stderr
     assert not (tmp_path / "run").exists()
 
 

@@ -1070,7 +1070,8 @@ for stage, seconds in exposed.items():
 # With micro-batches it is another matter. Stages 0 to 2 add gradients up, whole, and send them
 # once: stage 2 then holds as many as stage 1, or sends after each micro-batch
 # (`sync_every_micro_batch`). Stage 3 gathers the parameters for every micro-batch, and reduces
-# after it, unless full gradients or parameters are kept. So people use it with few large micro-batches.
+# after it, unless full gradients or parameters are kept. So people use it with few large
+# micro-batches.
 
 # %% tags=["figure-explorer"]
 zero_explorer()
