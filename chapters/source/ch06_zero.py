@@ -1055,7 +1055,7 @@ print(f"forward {forth:.2f} s, backward {back:.2f} s, sending all parameters onc
 print("          sent per step   exposed, at best   sent with 4 micro-batches")
 for stage, seconds in exposed.items():
     sent_GB = [zero_volume(P_llama, 2, 64, 0, stage, count).sent / GB
-               for count in (1, 4 if stage == 3 else 1)]
+               for count in (1, 4 if stage >= 2 else 1)]
     print(f"stage {stage} {sent_GB[0]:12.0f} GB {seconds:16.2f} s {sent_GB[1]:24.0f} GB")
 
 # %% [markdown]
@@ -1067,10 +1067,10 @@ for stage, seconds in exposed.items():
 #
 # </details>
 #
-# With micro-batches it is another matter. Stages 0 to 2 add gradients up, whole, and send them
-# once: stage 2 then holds as many as stage 1, or sends after each micro-batch
-# (`sync_every_micro_batch`). Stage 3 gathers the parameters for every micro-batch, and reduces
-# after it, unless full gradients or parameters are kept. So people use it with few large
+# With micro-batches it is another matter. Stages 0 and 1 add gradients up, whole, and send them
+# once. Stages 2 and 3 reduce them after each micro-batch, or the sums would be whole: with
+# `sync_every_micro_batch=False` they are, travel once, and stage 2 holds as many as stage 1. Stage
+# 3 gathers the parameters for every micro-batch too. So people use both with few large
 # micro-batches.
 
 # %% tags=["figure-explorer"]

@@ -23,6 +23,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -118,7 +119,10 @@ def _joined_group() -> Iterator[dist.ProcessGroup]:
             dist.init_process_group("gloo")
     try:
         yield dist.group.WORLD
-    except (ConfigError, SystemExit):  # all ranks have agreed to leave
+    except (ConfigError, SystemExit) as error:  # all ranks have agreed to leave
+        # Its frames may hold the group in a cycle. gloo's threads would then outlive the
+        # interpreter, and one that still has a tensor to let go of would abort the process.
+        traceback.clear_frames(error.__traceback__)
         _leave_group()
         raise
     # Not after another error: the others may be stuck, and torchrun ends them.

@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 
 from minitron.comm.collectives import broadcast
 from minitron.parallel.data_parallel import DataParallel, no_gradient
-from minitron.parallel.shards import clip_pieces, cut_piece
+from minitron.parallel.shards import also_discard, clip_pieces, cut_piece
 from minitron.parallel.units import Unit, root_modules, split_into_units
 
 
@@ -67,6 +67,10 @@ class FullyShardedDataParallel:
         self.names = {parameter: name for name, parameter in model.named_parameters()}
         if device is None and any(parameter.is_meta for parameter in self.names):
             raise ValueError("the model is on the meta device: pass the device it shall train on")
+        for name, buffer in model.named_buffers():
+            if buffer.is_meta:
+                raise ValueError(f"{name} is a buffer on the meta device, and fill() sets "
+                                 "parameters alone: make it where the model shall train")
         self.units = [Unit(parameters, group, device=device, compute_dtype=compute_dtype)
                       for parameters in split_into_units(model)]
         self.root = self.units[-1]
@@ -91,6 +95,7 @@ class FullyShardedDataParallel:
     # Forward: root (embedding), blocks 0 to L-1, root (head)
 
     def start_forward(self, *_) -> None:
+        self.end_failed_backward()
         self.root.unshard()
         self.units[0].unshard()
 
@@ -172,6 +177,13 @@ class FullyShardedDataParallel:
         self.finish_reduce()
         self.reshard()
 
+    def end_failed_backward(self) -> None:
+        """Begin anew if the last backward pass has raised, or a recomputation in it."""
+        if self.active is not None:
+            self.active = self.replaying = None
+            self.finish_reduce()
+            self.reshard()
+
     def reshard(self) -> None:
         for unit in self.units:
             unit.reshard()
@@ -194,9 +206,16 @@ class FullyShardedDataParallel:
             raise ValueError(no_gradient(missing, len(trainable), self.group.rank())
                              + ", and leave no_sync for the last micro-batch")
 
+    def discard(self) -> None:
+        """Forget all gradients since the last step."""
+        self.end_failed_backward()
+        for parameter in self.names:
+            parameter.grad = None
+        self.used.clear()
+
     def clip(self, parameters: list[Tensor], max_norm: float) -> Tensor:
         """Scale gradients to a global norm of `max_norm` at most; returns the norm before, 0-d."""
-        return clip_pieces(parameters, max_norm, self.flats[0].shard, self.group)
+        return clip_pieces(parameters, max_norm, self.flats[0].shard, [self.group])
 
     # The optimizer
 
@@ -212,6 +231,7 @@ class FullyShardedDataParallel:
         for group in optimizer.param_groups:
             group["params"] = [self.pieces[p] for p in group["params"]]
         self.load_optimizer_state(state)
+        also_discard(optimizer, self.discard)
         optimizer.register_step_pre_hook(self.require_finished)
         optimizer.register_step_post_hook(lambda *_: self.reshard())  # what is gathered is old now
         return optimizer
@@ -239,8 +259,10 @@ class FullyShardedDataParallel:
         pieces = {}
         for number, values in state["state"].items():
             parameter = self.optimized[number]
+            piece = self.pieces[parameter]
             pieces[number] = {key: cut_piece(key, value, parameter, owned[parameter])
                               for key, value in values.items()}
+            piece.detach().copy_(pieces[number].pop("master", piece))  # float32, of 16-bit weights
         self.optimizer.load_state_dict({**state, "state": pieces})
 
     # The whole model

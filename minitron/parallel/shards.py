@@ -7,7 +7,9 @@ Read in this order: owned_ranges, Bucket (its attributes, take to hand_over, uns
 then gather_pieces and cut_piece, for saving.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -123,20 +125,43 @@ class Bucket:
 
 
 def clip_pieces(
-    pieces: list[Tensor], max_norm: float, like: Tensor, group: dist.ProcessGroup
+    pieces: list[Tensor],
+    max_norm: float,
+    like: Tensor,
+    groups: list[dist.ProcessGroup],
+    copies: Mapping[Tensor, int] = MappingProxyType({}),
 ) -> Tensor:
     """Scale the gradients of all ranks' pieces to a global norm of `max_norm` at most.
 
-    Returns the norm before, 0-d. nn.utils.clip_grad_norm_ would take the norm of this rank's
-    pieces, and every rank would scale by a factor of its own.
+    `groups` are those over which the pieces are divided; a piece that several ranks hold has its
+    number of `copies`. Returns the norm before, 0-d. nn.utils.clip_grad_norm_ would take the norm
+    of this rank's pieces, and every rank would scale by a factor of its own.
     """
-    gradients = [piece.grad for piece in pieces if piece.grad is not None]
+    gradients: dict[int, list[Tensor]] = {}
+    for piece in pieces:
+        if piece.grad is not None:
+            gradients.setdefault(copies.get(piece, 1), []).append(piece.grad)
     # A rank without a gradient takes part too, with a zero of the same dtype and device.
-    square = nn.utils.get_total_norm(gradients).to(like) ** 2
-    all_reduce(square, group)
+    square = like.new_zeros(())
+    for count, alike in gradients.items():
+        square += nn.utils.get_total_norm(alike) ** 2 / count
+    for group in groups:
+        all_reduce(square, group)
     norm = square.sqrt()
     nn.utils.clip_grads_with_norm_(pieces, max_norm, norm)
     return norm
+
+
+def also_discard(optimizer: torch.optim.Optimizer, discard: Callable[[], None]) -> None:
+    """Let `optimizer.zero_grad` call `discard` too: it knows the gradients of the pieces alone."""
+    zero_grad = optimizer.zero_grad
+
+    @wraps(zero_grad)
+    def zero_all(set_to_none: bool = True) -> None:
+        discard()
+        zero_grad(set_to_none)
+
+    optimizer.zero_grad = zero_all
 
 
 # A rank has values for its pieces alone; saved is the whole

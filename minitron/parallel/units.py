@@ -83,8 +83,9 @@ class Flat:
         resize_storage(self.full, self.full.nbytes)
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.data = view
-        shard = self.shard.to(self.full.dtype)
-        return all_gather_single(self.full, shard, self.group, async_op=True)
+        # Kept until it has left: while a GPU sends it, nothing else may take its memory.
+        self.leaving = self.shard.to(self.full.dtype)
+        return all_gather_single(self.full, self.leaving, self.group, async_op=True)
 
     def gather(self, own: list[dict]) -> list[dict]:
         """Join what the ranks hold for their pieces, by key and on the CPU.
@@ -127,6 +128,7 @@ class Flat:
                 torch.mul(parameter.grad, 1 / self.group.size(), out=grad)
                 parameter.grad = None
         self.grad_shard = grad_full.new_empty(len(self.shard))
+        self.grad_full = grad_full  # kept until it has left
         return reduce_scatter_single(self.grad_shard, grad_full, self.group, async_op=True)
 
     def add_gradients(self) -> None:
@@ -134,7 +136,7 @@ class Flat:
         grads = self.cut(self.grad_shard.to(self.shard.dtype))
         for piece, grad in zip(self.pieces.values(), grads, strict=True):
             piece.grad = grad if piece.grad is None else piece.grad.add_(grad)
-        del self.grad_shard
+        self.grad_shard = self.grad_full = None
 
 
 class Unit:
@@ -163,6 +165,8 @@ class Unit:
         self.unshard()
         for work in self.gathers:
             work.wait()
+        for flat in self.flats:
+            flat.leaving = None
         self.gathers = []
 
     def reshard(self) -> None:

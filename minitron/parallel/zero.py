@@ -13,7 +13,8 @@ state, and of the float32 master weights if the parameters have 16 bits; gradien
 until `finish` in stage 1, 1/N and two buckets in stage 2.
 
 Communication: per step a reduce-scatter of every gradient and an all-gather of every parameter,
-P (N-1)/N elements sent and received per rank each: together as much as one all-reduce. At the
+P (N-1)/N elements sent and received per rank each: together as much as one all-reduce. Stage 2
+reduces after each micro-batch, unless it is told to hold gradients whole meanwhile. At the
 start a broadcast of rank 0's parameters; with `clip` an all-reduce of one number.
 
 Read in this order: shards.owned_ranges, shards.Bucket, Zero1, Zero2.
@@ -31,23 +32,32 @@ from torch import Tensor, nn
 
 from minitron.comm.collectives import all_reduce, broadcast
 from minitron.parallel.data_parallel import BUCKET_BYTES, DataParallel, no_gradient
-from minitron.parallel.shards import Bucket, clip_pieces, cut_piece, gather_pieces, share_out
+from minitron.parallel.shards import (
+    Bucket,
+    also_discard,
+    clip_pieces,
+    cut_piece,
+    gather_pieces,
+    share_out,
+)
 
 
 class Zero1(DataParallel):
     """Stage 1: shard the optimizer's state; gradients stay whole until `finish`.
 
     A step is that of `DataParallel`; the optimizer must have been given to `shard`, and the
-    gradients are then not in the parameters' `.grad` but in those of its pieces, and a backward
-    pass cannot be taken back: `optimizer.zero_grad()` knows the pieces alone. For optimizers
+    gradients are then not in the parameters' `.grad` but in those of its pieces. For optimizers
     that treat every element alike: SGD, Adam and most others, but not LBFGS, Adafactor or Muon.
 
-    `bucket_bytes` are the bytes of gradients that travel in one message.
+    `bucket_bytes` are the bytes of gradients that travel in one message. Raises ValueError if no
+    parameter is trainable.
     """
 
     def __init__(self, model: nn.Module, group, bucket_bytes: int = BUCKET_BYTES, **options):
         super().__init__(model, group, **options)
         self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        if not self.names:
+            raise ValueError("the model has 0 trainable parameters: requires_grad_(True) some")
         self.buckets = [Bucket(bucket, group) for bucket in share_out(self.names, bucket_bytes)]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self.pieces = {p: t for bucket in self.buckets for p, t in bucket.pieces.items()}
@@ -107,6 +117,16 @@ class Zero1(DataParallel):
             broadcast(buffer, 0, self.group)
         self.used = set()
 
+    def discard(self) -> None:
+        """Forget all gradients since the last step; every rank must call it."""
+        if self.ready:  # some are on their way: the other ranks wait for the rest of them
+            self.reduce()
+        for bucket in self.buckets:
+            bucket.grad_shard = None
+        for parameter in self.names:
+            parameter.grad = None
+        self.used = set()
+
     def unused_on_all_ranks(self, used: dict[nn.Parameter, bool]) -> set[nn.Parameter]:
         device = self.buckets[0].flat.device
         num_users = torch.tensor(list(used.values()), dtype=torch.int32, device=device)
@@ -115,14 +135,15 @@ class Zero1(DataParallel):
 
     def clip(self, parameters: list[Tensor], max_norm: float) -> Tensor:
         """Scale gradients to a global norm of `max_norm` at most; returns the norm before, 0-d."""
-        return clip_pieces(parameters, max_norm, self.buckets[0].master, self.group)
+        return clip_pieces(parameters, max_norm, self.buckets[0].master, [self.group])
 
     # The optimizer
 
     def shard(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Let `optimizer`, made for the parameters, update this rank's pieces alone; returns it.
 
-        Its groups, their options and its state stay. Every `step` ends with the all-gather.
+        Its groups, their options and its state stay. Every `step` ends with the all-gather;
+        `zero_grad` discards what `finish` has not handed over as well.
         """
         state = optimizer.state_dict()
         self.optimizer = optimizer
@@ -130,6 +151,7 @@ class Zero1(DataParallel):
         for group in optimizer.param_groups:
             group["params"] = [self.pieces[p] for p in group["params"] if p in self.pieces]
         self.load_optimizer_state(state)
+        also_discard(optimizer, self.discard)
         optimizer.register_step_pre_hook(self.require_finished)
         optimizer.register_step_post_hook(self.unshard)
         return optimizer
@@ -175,7 +197,10 @@ class Zero1(DataParallel):
         return {"state": state, "param_groups": groups}
 
     def load_optimizer_state(self, state: dict) -> None:
-        """Take this rank's pieces of a whole state; load the model's weights before."""
+        """Take this rank's pieces of a whole state; load the model's weights before.
+
+        Every rank must call it.
+        """
         for bucket in self.buckets:
             bucket.master.copy_(bucket.shard)
         sharded: dict = {"state": {}, "param_groups": []}
@@ -191,20 +216,22 @@ class Zero1(DataParallel):
                 if values:
                     sharded["state"][number] = values
         self.optimizer.load_state_dict(sharded)
+        if any("master" in values for values in state["state"].values()):
+            self.unshard()  # float32 weights, of which the model's had been rounded
 
 
 class Zero2(Zero1):
     """Stage 2: reduce gradients bucket by bucket as the backward pass makes them, and free them.
 
-    Under `no_sync` gradients add up whole, as many bytes as the parameters, and travel once a
-    step. With `sync_every_micro_batch` they are reduced at the end of each `no_sync` too and add
-    up in the shards: P (N-1)/N elements more for each further micro-batch, of which every rank
-    must then have as many.
+    They are reduced after each micro-batch, at the end of `no_sync` too, and add up in the shards:
+    P (N-1)/N elements more for each further micro-batch, of which every rank must have as many.
+    Without `sync_every_micro_batch` they add up whole under `no_sync`, P elements held as in
+    stage 1, and travel once a step.
     """
 
     def __init__(
         self, model: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = BUCKET_BYTES,
-        sync_every_micro_batch: bool = False, **options,
+        sync_every_micro_batch: bool = True, **options,
     ):
         super().__init__(model, group, bucket_bytes, **options)
         self.sync_every_micro_batch = sync_every_micro_batch

@@ -1,6 +1,7 @@
 """Sharded parameters train as whole ones do, travel as often as said, and leave when said."""
 
 import functools
+import weakref
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -494,7 +495,84 @@ def test_half_precision_computes_and_shards_stay_whole():
         assert 0 < error < 0.1
 
 
+# What goes wrong, and what is not wanted
+
+
+@pytest.mark.parametrize("options", [{}, WHOLE])
+@pytest.mark.parametrize("where", ["nowhere", "recomputation", "backward"])
+def test_a_step_works_after_a_backward_pass_that_has_raised(where, options):
+    def gradients(group):
+        torch.manual_seed(0)
+        model = small_gpt()
+        if where == "recomputation":
+            apply_full_recompute(model)
+        parallel = apply_fsdp(model, group, **options)
+        optimizer = parallel.make_optimizer(torch.optim.SGD)
+        tokens = torch.arange(14).view(2, 7)
+        num_calls = 0
+
+        def fail(*_):
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls == {"recomputation": 2, "backward": 1}.get(where):
+                raise ArithmeticError
+
+        if where == "backward":
+            model.blocks[0].mlp.down.register_full_backward_pre_hook(fail)
+        else:
+            model.blocks[0].mlp.down.register_forward_pre_hook(fail)
+
+        with nullcontext() if where == "nowhere" else pytest.raises(ArithmeticError), \
+                parallel.no_sync():
+            model(tokens).sum().backward()
+        optimizer.zero_grad()
+        model(2 * tokens).sum().backward()
+        parallel.finish()
+        return parallel.full_gradients()
+
+    torch.manual_seed(0)
+    model = small_gpt()
+    model(2 * torch.arange(14).view(2, 7)).sum().backward()
+    for of_rank in run(gradients, 2):
+        for name, gradient in of_rank.items():
+            torch.testing.assert_close(gradient, model.get_parameter(name).grad)
+
+
+def test_what_travels_stays_until_it_has_arrived():
+    """Its memory would be given to others while a GPU sends it; gloo keeps it itself."""
+    class Watched:
+        def __init__(self, work, sent):
+            self.work, self.sent = work, weakref.ref(sent)
+
+        def wait(self):
+            assert self.sent() is not None, "freed on its way"
+            self.work.wait()
+
+    def watched(collective):
+        def call(output, input, group, async_op):
+            copy = input.clone()  # which the other's work does not keep
+            return Watched(collective(output, copy, group, async_op=True), input)
+        return call
+
+    def step(group):
+        model = deep()
+        parallel = apply_fsdp(model, group, compute_dtype=torch.bfloat16)
+        with patch.object(units, "all_gather_single", watched(units.all_gather_single)), \
+                patch.object(units, "reduce_scatter_single", watched(reduce_scatter_single)):
+            model(torch.randint(29, (2, 7))).sum().backward()
+            parallel.finish()
+        return [flat.leaving for flat in parallel.flats if flat.leaving is not None]
+
+    assert run(step, 2) == [[], []]
+
+
 # Mistakes
+
+
+class Table(NormFirst):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.ones(3, device="meta"))
 
 
 def test_a_freed_parameter_reads_as_nan():
@@ -527,6 +605,7 @@ class Unused(NormFirst):
 @pytest.mark.parametrize(("model", "words"), [
     (OwnParameter, "scale is a parameter of the model itself: put it into a module"),
     (Shared, "blocks.0.weight is shared by a block and another part of the model"),
+    (Table, r"table is a buffer on the meta device, and fill\(\) sets parameters alone"),
     (Unused, r"no gradient for 2 of 11 parameters \(never.weight, never.bias\): freeze"),
 ])
 def test_mistakes_are_named(model, words):

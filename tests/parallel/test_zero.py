@@ -40,11 +40,11 @@ MAX_NORM = 1.0  # of gradients whose norm is about 6
 
 VERSIONS = {
     "stage 1": partial(apply_zero1, bucket_bytes=SMALL),
-    "stage 2": partial(apply_zero2, bucket_bytes=SMALL),
-    "stage 2, one bucket": apply_zero2,
-    "stage 2, every micro-batch": partial(
-        apply_zero2, bucket_bytes=SMALL, sync_every_micro_batch=True),
-    "stage 2, a parameter a bucket": partial(apply_zero2, bucket_bytes=1),
+    "stage 2": partial(apply_zero2, bucket_bytes=SMALL, sync_every_micro_batch=False),
+    "stage 2, one bucket": partial(apply_zero2, sync_every_micro_batch=False),
+    "stage 2, every micro-batch": partial(apply_zero2, bucket_bytes=SMALL),
+    "stage 2, a parameter a bucket": partial(
+        apply_zero2, bucket_bytes=1, sync_every_micro_batch=False),
 }
 OPTIMIZERS = oracle.OPTIMIZERS | {
     "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
@@ -274,7 +274,7 @@ MUTANTS = {
         VERSIONS[stage], nullcontext, nn.utils.clip_grad_norm_,
         "after the update the parameter is") for stage in ("stage 1", "stage 2")},
     ("stepped early", "stage 2"): (
-        partial(SteppedEarly, sync_every_micro_batch=True), nullcontext, None,
+        SteppedEarly, nullcontext, None,
         "token_embedding.weight: gradient not proportional"),
     ("stepped before finish", "stage 1"): (
         SteppedUnfinished, nullcontext, None, "gradient missing (None) on all ranks"),
@@ -394,9 +394,8 @@ def held(group, dtype):
     """Bytes by category at the moments of a step, with Adam and small activations, by stage."""
     seen = {}
     for stage, apply in ((1, apply_zero1), (2, apply_zero2)):
-        options = {"sync_every_micro_batch": True} if stage == 2 else {}
         model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(24))).to(dtype)
-        parallel = apply(model, group, 2**15 * dtype.itemsize, **options)
+        parallel = apply(model, group, 2**15 * dtype.itemsize)
         optimizer = parallel.make_optimizer(torch.optim.AdamW)
         x = torch.ones(1, 128, dtype=dtype)
         step(model, parallel, optimizer, x)
@@ -437,7 +436,56 @@ def test_bytes_held_equal_the_formulas(size, dtype, recipe):
             assert peak < sum(expected.values()) + buckets + arriving + handed_over
 
 
+# Gradients that are not wanted
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ArithmeticError("in the backward pass")
+
+
+@pytest.mark.parametrize("version", tuple(VERSIONS)[:4])
+def test_zero_grad_discards_what_finish_has_not_handed_over(version):
+    """After a backward pass, after one under no_sync, and after one that has raised."""
+    def gradients(group):
+        model = mlp()
+        parallel = VERSIONS[version](model, group)
+        optimizer = parallel.make_optimizer(torch.optim.SGD)
+
+        model(torch.ones(1, 59)).sum().backward()
+        optimizer.zero_grad()
+        with parallel.no_sync():
+            model(torch.ones(1, 59)).sum().backward()
+        optimizer.zero_grad()
+        with pytest.raises(ArithmeticError):
+            model[4:](Failing.apply(model[:4](torch.ones(1, 59)))).sum().backward()
+        optimizer.zero_grad()
+
+        model(2 * torch.ones(1, 59)).sum().backward()
+        parallel.finish()
+        return parallel.full_gradients()
+
+    expected = mlp()
+    expected(2 * torch.ones(1, 59)).sum().backward()
+    for of_rank in run(gradients, 2):
+        for name, gradient in of_rank.items():
+            torch.testing.assert_close(gradient, expected.get_parameter(name).grad)
+
+
 # Mistakes
+
+
+def test_a_frozen_model_is_named():
+    def frozen(group):
+        apply_zero1(nn.Linear(3, 2).requires_grad_(False), group)
+
+    with pytest.raises(RankError, match="the model has 0 trainable parameters"):
+        run(frozen, 1)
 
 
 def test_a_step_before_finish_is_named():

@@ -3,11 +3,13 @@
 from copy import deepcopy
 from functools import partial
 
+import pytest
 import torch
 from torch import nn
 
 from minitron.comm.launch import run
 from minitron.measure.oracle import small_gpt
+from minitron.parallel.fsdp import apply_fsdp
 from minitron.parallel.zero import apply_zero1, apply_zero2
 
 SMALL = 6000  # bytes: several buckets in a small model
@@ -132,3 +134,36 @@ def test_16_bit_parameters_have_master_weights_that_are_saved():
                 assert torch.equal(state["state"][number]["master"], master)
                 assert torch.equal(
                     state["state"][number]["exp_avg"], optimizer.state[master]["exp_avg"])
+
+
+def load_into_float32(group, saved, apply):
+    """The weights that rank 0 and this rank compute with, and what the state then has."""
+    torch.manual_seed(0)
+    model = nn.Sequential()
+    model.blocks = low_precision_model()[0].float()
+    model.forward = model.blocks.forward
+    parallel = apply(model, group)
+    parallel.make_optimizer(partial(torch.optim.AdamW, lr=1e-4))
+    weights = {f"blocks.{name}": value.float() for name, value in saved[0].items()}
+    if apply is apply_fsdp:
+        parallel.fill(lambda name, shape: weights[name])
+    else:
+        model.load_state_dict(weights)
+    parallel.load_optimizer_state(saved[1])
+    if apply is not apply_fsdp:
+        return dict(model.named_parameters()), parallel.optimizer_state()
+    return parallel.full_parameters(), parallel.optimizer_state()
+
+
+@pytest.mark.parametrize("apply", [apply_zero1, apply_fsdp])
+def test_a_state_of_16_bit_parameters_continues_in_float32(apply):
+    """The master weights become the weights, on every rank, and stay no state of their own."""
+    saved, *_ = run(train_low_precision, 2)
+    names = [f"blocks.{n}" for n, p in low_precision_model()[0].named_parameters()
+             if p.requires_grad]
+    for weights, state in run(load_into_float32, 2, saved, apply):
+        for number, name in enumerate(names):
+            values = saved[1]["state"][number]
+            assert torch.equal(weights[name], values["master"])
+            assert torch.equal(state["state"][number]["exp_avg"], values["exp_avg"])
+            assert "master" not in state["state"][number]
