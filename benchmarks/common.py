@@ -1,5 +1,8 @@
-"""What the benchmarks share: sides that take turns, and the bytes that a step holds."""
+"""What the benchmarks share: sides that take turns, what a step holds, sends and waits for."""
 
+import gc
+import math
+import statistics
 import time
 from collections.abc import Callable
 from weakref import WeakValueDictionary
@@ -11,7 +14,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from minitron import cost
+from minitron.comm.launch import run
+from minitron.comm.slow_network import SlowNetwork
 from minitron.measure.clock import synchronize
+from minitron.measure.ledger import Ledger
+
+Step = Callable[[], Tensor]  # returns the loss
+MakeStep = Callable[[str, dist.ProcessGroup, torch.device], Step]  # of a side
+
+LATENCY, BANDWIDTH = 0.2e-3, 400e6  # of the emulated network
 
 
 def race(
@@ -94,3 +106,111 @@ def storages_in(tree) -> dict[int, torch.UntypedStorage]:
     local = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
     storages = [tensor.untyped_storage() for tensor in local]
     return {storage._cdata: storage for storage in storages}
+
+
+# What each side holds, sends and takes
+
+
+def count(
+    make_step: MakeStep, side: str, group: dist.ProcessGroup, device: torch.device
+) -> tuple[int, int, float]:
+    """Peak bytes of this rank, the bytes that it sends, and its loss in the fifth step."""
+    gc.collect()
+    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    step = make_step(side, group, device)
+    step()
+    peak = peak_bytes(step, device, before)
+    with Ledger() as ledger:
+        step()
+    return peak, ledger.bytes_sent(), step().item()
+
+
+def measure(
+    group: dist.ProcessGroup, make_step: MakeStep, sides: list[str], rounds: int
+) -> tuple[list[tuple], list[list[float]]]:
+    """What `count` says of each side on this rank, and the side's seconds round by round."""
+    device = device_of(group)
+    counts = [count(make_step, side, group, device) for side in sides]
+    for side, (*_, loss) in zip(sides, counts, strict=True):
+        if not math.isclose(loss, counts[0][-1], rel_tol=0.02 if device.type == "cuda" else 1e-4):
+            raise ValueError(f"{side}: loss {loss}, but {sides[0]}: {counts[0][-1]}")
+    gc.collect()
+    return counts, race([make_step(side, group, device) for side in sides], device, rounds)
+
+
+def compare(
+    make_step: MakeStep, rivals: dict[str, str], num_ranks: int, rounds: int, unit: float
+) -> list[str]:
+    """One row per side; ratios are ours over theirs, bytes sent also in units of `unit`."""
+    sides = list(dict.fromkeys([*rivals, *rivals.values()]))
+    by_rank = run(measure, num_ranks, make_step, sides, rounds, timeout=600, watch=False)
+    seconds = dict(zip(sides, of_slowest([times for _, times in by_rank]), strict=True))
+    counts = dict(zip(sides, zip(*(counts for counts, _ in by_rank), strict=True), strict=True))
+    peaks = {side: max(rank[0] for rank in ranks) for side, ranks in counts.items()}
+
+    rows = []
+    for side in sides:
+        ratios = "| | "
+        if side in rivals:
+            rival = rivals[side]
+            times = zip(seconds[side], seconds[rival], strict=True)
+            ratio = statistics.median(ours / theirs for ours, theirs in times)
+            ratios = f"{rival} | {ratio:.2f} | {peaks[side] / peaks[rival]:.2f}"
+        sent = statistics.mean(rank[1] for rank in counts[side])
+        rows.append(
+            f"| {num_ranks} | {side} | {1e3 * statistics.median(seconds[side]):.1f} "
+            f"| {peaks[side] / 1e6:.1f} | {sent / 1e6:.2f} | {sent / unit:.2f} | {ratios} |"
+        )
+    return rows
+
+
+# How much of the transfers computation hides
+
+
+def over_slow_network(step: Step, waits: list[tuple[float, float]]) -> Callable[[], None]:
+    """The step over the emulated network; appends how long it waits, and its transfers alone."""
+
+    def slow_step() -> None:
+        with SlowNetwork(LATENCY, BANDWIDTH), Ledger() as ledger:
+            start = time.perf_counter()
+            step()
+            seconds = time.perf_counter() - start
+        computing = sum(span.end - span.start for span in ledger.spans)
+        alone = sum(
+            cost.collective_seconds(call.op, call.payload, call.size, LATENCY, BANDWIDTH)
+            for call in ledger.calls
+        )
+        waits.append((seconds - computing, alone))
+
+    return slow_step
+
+
+def measure_overlap(
+    group: dist.ProcessGroup, make_step: MakeStep, sides: list[str], rounds: int
+) -> tuple[list, list]:
+    """Seconds on this rank, by side and round; on the CPU, the waits too."""
+    device = device_of(group)
+    steps = [make_step(side, group, device) for side in sides]
+    if device.type == "cuda":
+        return race(steps, device, rounds), []
+    waits = [[] for _ in steps]
+    return race(list(map(over_slow_network, steps, waits)), device, rounds), waits
+
+
+def overlap_rows(
+    make_step: MakeStep, sides: list[str], num_ranks: int, rounds: int
+) -> list[str]:
+    """One row per side: how long a step waits, of its transfers; on the CPU, emulated ones."""
+    arguments = make_step, sides, rounds
+    by_rank = run(measure_overlap, num_ranks, *arguments, timeout=600, watch=False)
+    seconds, waits = zip(*by_rank, strict=True)
+    rows = []
+    for index, (side, times) in enumerate(zip(sides, of_slowest(seconds), strict=True)):
+        cells = "| | "
+        if waits[0]:
+            # The rank that waits least: another waits for that one as well.
+            least = [min(ranks) for ranks in zip(*(sides[index] for sides in waits), strict=True)]
+            exposed, alone = map(statistics.median, zip(*least[-rounds:], strict=True))
+            cells = f"{1e3 * alone:.1f} | {1e3 * exposed:.1f} | {100 * (1 - exposed / alone):.0f} %"
+        rows.append(f"| {num_ranks} | {side} | {1e3 * statistics.median(times):.1f} | {cells} |")
+    return rows

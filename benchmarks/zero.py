@@ -24,18 +24,14 @@ collective of `fully_shard` blocks: to overlap, it needs CUDA streams.
 """
 
 import argparse
-import gc
-import math
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import device_of, of_slowest, peak_bytes, race
+from common import BANDWIDTH, LATENCY, Step, compare, overlap_rows
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -43,10 +39,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from minitron import cost
-from minitron.comm.launch import run
 from minitron.comm.slow_network import SlowNetwork
 from minitron.config import ModelConfig
-from minitron.measure.ledger import Ledger
 from minitron.model.transformer import Transformer, initialise
 from minitron.parallel.data_parallel import apply_bucketed_data_parallel
 from minitron.parallel.fsdp import apply_fsdp
@@ -54,13 +48,10 @@ from minitron.parallel.units import Unit
 from minitron.parallel.zero import apply_zero1, apply_zero2
 from minitron.step import accumulate_gradients, low_precision
 
-Step = Callable[[], Tensor]
-
 SIZES = {  # model, sequences per rank and step, S, bytes of a bucket
     "cpu": (ModelConfig("gpt", 2048, 128, 8, 256, 4, 4, 1024), 1, 128, 4 * 2**20),
     "cuda": (ModelConfig("gpt", 50304, 1024, 12, 768, 12, 12, 3072), 16, 1024, 25 * 2**20),
 }
-LATENCY, BANDWIDTH = 0.2e-3, 400e6  # of the emulated network
 RIVALS = {  # ours -> theirs
     "data parallel": "DistributedDataParallel",
     "stage 1": "ZeroRedundancyOptimizer",
@@ -68,7 +59,6 @@ RIVALS = {  # ours -> theirs
     "stage 3, kept": "fully_shard, kept",
     "stage 3": "fully_shard",
 }
-SIDES = list(dict.fromkeys([*RIVALS, *RIVALS.values()]))
 PREFETCH_SIDES = ["stage 3", "stage 3, gathered late", "fully_shard"]
 
 make_optimizer = partial(torch.optim.AdamW, lr=1e-3, fused=True)
@@ -163,103 +153,11 @@ class LateUnit(Unit):
         super().wait_for_unshard()
 
 
-# What each side holds, sends and takes
-
-
-def count(side: str, group: dist.ProcessGroup, device: torch.device) -> tuple[int, int, float]:
-    """Peak bytes of this rank, the bytes that it sends, and its loss in the fifth step."""
-    gc.collect()
-    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    step = make_step(side, group, device)
-    step()
-    peak = peak_bytes(step, device, before)
-    with Ledger() as ledger:
-        step()
-    return peak, ledger.bytes_sent(), step().item()
-
-
-def measure(group: dist.ProcessGroup, rounds: int) -> tuple[list[tuple], list[list[float]]]:
-    """What `count` says of each side on this rank, and the side's seconds round by round."""
-    device = device_of(group)
-    counts = [count(side, group, device) for side in SIDES]
-    for side, (*_, loss) in zip(SIDES, counts, strict=True):
-        if not math.isclose(loss, counts[0][-1], rel_tol=0.02 if device.type == "cuda" else 1e-4):
-            raise ValueError(f"{side}: loss {loss}, but {SIDES[0]}: {counts[0][-1]}")
-    gc.collect()
-    return counts, race([make_step(side, group, device) for side in SIDES], device, rounds)
-
-
 def table(num_ranks: int, rounds: int) -> list[str]:
-    """One row per side; ratios are ours over theirs."""
-    by_rank = run(measure, num_ranks, rounds, timeout=600, watch=False)
-    seconds = dict(zip(SIDES, of_slowest([times for _, times in by_rank]), strict=True))
-    counts = dict(zip(SIDES, zip(*(counts for counts, _ in by_rank), strict=True), strict=True))
-    peaks = {side: max(rank[0] for rank in ranks) for side, ranks in counts.items()}
-
+    """One row per side; sent also in units of an all-gather of the float32 parameters."""
     config = SIZES["cuda" if torch.cuda.is_available() else "cpu"][0]
-    all_parameters = 4 * cost.num_parameters(config) * max(1, num_ranks - 1) / num_ranks
-    rows = []
-    for side in SIDES:
-        ratios = "| | "
-        if side in RIVALS:
-            rival = RIVALS[side]
-            times = zip(seconds[side], seconds[rival], strict=True)
-            time = statistics.median(ours / theirs for ours, theirs in times)
-            ratios = f"{rival} | {time:.2f} | {peaks[side] / peaks[rival]:.2f}"
-        sent = statistics.mean(rank[1] for rank in counts[side])
-        in_units = sent / all_parameters
-        rows.append(
-            f"| {num_ranks} | {side} | {1e3 * statistics.median(seconds[side]):.1f} "
-            f"| {peaks[side] / 1e6:.1f} | {sent / 1e6:.2f} | {in_units:.2f} | {ratios} |"
-        )
-    return rows
-
-
-# Gathering ahead
-
-
-def over_slow_network(step: Step, waits: list[tuple[float, float]]) -> Callable[[], None]:
-    """The step over the emulated network; appends how long it waits, and its transfers alone."""
-
-    def slow_step() -> None:
-        with SlowNetwork(LATENCY, BANDWIDTH), Ledger() as ledger:
-            start = time.perf_counter()
-            step()
-            seconds = time.perf_counter() - start
-        computing = sum(span.end - span.start for span in ledger.spans)
-        alone = sum(
-            cost.collective_seconds(call.op, call.payload, call.size, LATENCY, BANDWIDTH)
-            for call in ledger.calls
-        )
-        waits.append((seconds - computing, alone))
-
-    return slow_step
-
-
-def measure_prefetch(group: dist.ProcessGroup, rounds: int) -> tuple[list, list]:
-    """Seconds on this rank, by side of `prefetch_table` and round; on the CPU, the waits too."""
-    device = device_of(group)
-    steps = [make_step(side, group, device) for side in PREFETCH_SIDES]
-    if device.type == "cuda":
-        return race(steps, device, rounds), []
-    waits = [[] for _ in steps]
-    return race(list(map(over_slow_network, steps, waits)), device, rounds), waits
-
-
-def prefetch_table(num_ranks: int, rounds: int) -> list[str]:
-    """Stage 3 with and without gathering ahead; on the CPU, over an emulated network."""
-    by_rank = run(measure_prefetch, num_ranks, rounds, timeout=600, watch=False)
-    seconds, waits = zip(*by_rank, strict=True)
-    rows = []
-    for index, (side, times) in enumerate(zip(PREFETCH_SIDES, of_slowest(seconds), strict=True)):
-        cells = "| | "
-        if waits[0]:
-            # The rank that waits least: another waits for that one as well.
-            least = [min(ranks) for ranks in zip(*(sides[index] for sides in waits), strict=True)]
-            exposed, alone = map(statistics.median, zip(*least[-rounds:], strict=True))
-            cells = f"{1e3 * alone:.1f} | {1e3 * exposed:.1f} | {100 * (1 - exposed / alone):.0f} %"
-        rows.append(f"| {num_ranks} | {side} | {1e3 * statistics.median(times):.1f} | {cells} |")
-    return rows
+    unit = 4 * cost.num_parameters(config) * max(1, num_ranks - 1) / num_ranks
+    return compare(make_step, RIVALS, num_ranks, rounds, unit)
 
 
 def main() -> None:
@@ -284,7 +182,7 @@ def main() -> None:
         "",
         "| ranks | version | ms per step | transfers alone, ms | exposed, ms | hidden |",
         "|---|---|---|---|---|---|",
-        *prefetch_table(options.ranks[0], options.rounds),
+        *overlap_rows(make_step, PREFETCH_SIDES, options.ranks[0], options.rounds),
     ]
     print("\n".join(lines))
     if options.out:

@@ -4,6 +4,7 @@ Layers are folders, techniques are files; imports go downwards only:
 
     cli                                 what you type
     course                              exercises, graders, figures, the doctor
+    plan                                before a launch: which hardware, what it costs
     train                               the loop
     run                                 what a run owns and saves
     parallelize | checkpoint            in which order a model is cut; save and load

@@ -178,15 +178,30 @@ class TrainConfig:
 @dataclass(frozen=True)
 class ParallelConfig:
     dp: int = 0
-    """Data-parallel ranks; 0: all that torchrun has started."""
+    """Data-parallel ranks; 0: all that torchrun has started, divided by tp."""
+    tp: int = 1
+    """Ranks that compute each layer together (tensor parallelism): neighbours, of one node."""
+    sequence: bool = False
+    """With tp, divide the sequence too where layers are not cut: norms, dropout, residual."""
     data_parallel: Literal["naive", "hooked", "bucketed"] = "bucketed"
     """When gradients are sent: after the backward pass, each as it is ready, or in buckets."""
     zero: Literal[0, 1, 2, 3] = 0
-    """ZeRO's stage: each rank keeps its part of 1: optimizer state, 2: and gradients (whole while
-    several micro-batches add up), 3: and weights."""
+    """ZeRO's stage: each rank keeps its part of 1: optimizer state, 2: and gradients, 3: and
+    weights."""
+    sync_every_micro_batch: bool = True
+    """Stages 2 and 3: reduce gradients after each micro-batch, so that their sums are sharded.
+    Switched off they travel once a step, but each rank holds them whole until then."""
 
     def __post_init__(self):
         require(self.dp >= 0, f"parallel.dp = {self.dp}: must be 0 or more")
+        require_positive("parallel", self, "tp")
+        require(not self.sequence or self.tp > 1, f"parallel.sequence with parallel.tp = {self.tp}:"
+                " it divides what tensor parallelism leaves whole; set parallel.tp to 2 or more")
+        require(
+            self.sync_every_micro_batch or self.zero >= 2,
+            f"parallel.sync_every_micro_batch = {self.sync_every_micro_batch} with parallel.zero = "
+            f"{self.zero}: below stage 2 gradients travel once a step anyway; leave it out",
+        )
 
 
 @dataclass(frozen=True)
@@ -203,11 +218,16 @@ class Config:
             f"model.max_sequence_length = {self.model.max_sequence_length}: "
             "raise the second or lower the first",
         )
-        require(
-            self.parallel.zero < 3 or not self.train.compile,
-            f"parallel.zero = 3 with train.compile = {self.train.compile}: a compiled model keeps "
-            "the weights that stage 3 frees; switch train.compile off, or use stage 2",
-        )
+        parallel, tp = self.parallel, self.parallel.tp
+        if self.train.compile:
+            require(parallel.zero < 3, f"train.compile with parallel.zero = {parallel.zero}: a "
+                    "compiled model keeps the weights that stage 3 frees; switch it off, or use 2")
+            require(tp == 1, f"train.compile with parallel.tp = {tp}: the collectives inside cut "
+                    "layers are not compiled; switch it off")
+        for name, length in (("data.sequence_length", self.data.sequence_length),
+                             ("model.max_sequence_length", self.model.max_sequence_length)):
+            require(not parallel.sequence or length % tp == 0, f"{name} = {length} does not divide "
+                    f"by parallel.tp = {tp} (parallel.sequence is on): use {_round_up(length, tp)}")
 
 
 def load(path: Path) -> Config:

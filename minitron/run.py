@@ -1,10 +1,12 @@
 """A run: everything it owns, one step of it, and what its checkpoint holds."""
 
 import dataclasses
+import math
 import signal
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from minitron import checkpoint
@@ -13,16 +15,23 @@ from minitron.config import Config, require, to_dict
 from minitron.corpus.folder import end_of_document, load_tokenizer, read_corpus_info
 from minitron.dataset import TokenDataset
 from minitron.model.generate import generate
-from minitron.model.transformer import Transformer, initialise
-from minitron.parallelize import load_whole_state, parallelize, whole_state
+from minitron.model.transformer import fill
+from minitron.parallelize import build
 from minitron.process import Interruption, pick_device
-from minitron.step import learning_rate, low_precision, make_optimizer, summed_loss, train_step
+from minitron.step import (
+    IGNORED,
+    learning_rate,
+    low_precision,
+    make_optimizer,
+    summed_loss,
+    train_step,
+)
 
 
 class Run:
     """A model in training: what it owns, one step of it, and what a checkpoint holds.
 
-    `group` holds the data-parallel ranks; None is a run of one process.
+    `group` holds all ranks; None is a run of one process.
 
     Raises ConfigError if data, model, device and ranks do not fit together.
     """
@@ -35,25 +44,27 @@ class Run:
         self.dataset = TokenDataset(config.data.path, "train", S, config.train.seed)
         self.validation = TokenDataset(config.data.path, "val", S, seed=None)
 
-        num_sequences = min(config.train.eval_sequences, self.validation.num_samples)
+        self.num_eval_sequences = min(config.train.eval_sequences, self.validation.num_samples)
+        num_readers = self.size // config.parallel.tp
         require(
-            config.parallel.zero < 3 or num_sequences >= self.size,
-            f"{num_sequences} validation sequences for {self.size} ranks: with parallel.zero = 3 "
-            f"every rank needs one; raise train.eval_sequences to {self.size}, or use stage 2",
+            self.num_eval_sequences >= num_readers,
+            f"{self.num_eval_sequences} validation sequences for {num_readers} data-parallel "
+            f"ranks: each needs one; raise train.eval_sequences to {num_readers} at least, or "
+            "start fewer ranks",
         )
 
         self.config = config = with_vocabulary_of_data(config)
         self.folder = folder
         self.device = pick_device(config.train.device)
-        # Dropout, of other samples on every rank; the weights have seeds of their own.
-        torch.manual_seed(config.train.seed + self.rank)
+        require_a_gpu_each(self.device, group)
 
-        self.model = Transformer(config.model).to(self.device)
-        initialise(self.model, config.train.seed)
-        self.data_parallel = parallelize(self.model, group, config)
+        self.model, self.parallel = build(config, group, self.device)
+        self.data_rank, self.data_size = (0, 1) if group is None else self.parallel.data_part
+        # Dropout, of other samples on every rank; the weights have seeds of their own.
+        torch.manual_seed(config.train.seed + self.data_rank)
         self.optimizer = make_optimizer(self.model, config.train, self.device)
-        if group is not None and config.parallel.zero > 0:
-            self.data_parallel.shard(self.optimizer)
+        if self.parallel is not None:
+            self.parallel.shard(self.optimizer)
         self.forward = self.model
         if config.train.precision == "bf16":
             self.forward = low_precision(self.model, self.device)
@@ -71,10 +82,12 @@ class Run:
             self.step, config.learning_rate, config.min_learning_rate, config.warmup_steps,
             config.steps,
         )
-        batch = self.dataset.batch(self.position, config.global_batch_size, self.rank, self.size)
+        batch = self.dataset.batch(
+            self.position, config.global_batch_size, self.data_rank, self.data_size
+        )
         loss, grad_norm = train_step(
-            self.forward, self.optimizer, self.micro_batches(batch), rate, config.clip_norm,
-            self.data_parallel,
+            self.forward, self.optimizer, self.micro_batches(batch, config.global_batch_size),
+            rate, config.clip_norm, self.parallel,
         )
         self.step += 1
         self.position += config.global_batch_size
@@ -86,24 +99,35 @@ class Run:
         """Target tokens trained on so far, by all ranks."""
         return self.position * self.config.data.sequence_length
 
-    def micro_batches(self, batch: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Cut (GBS/dp, S+1) tokens into (inputs, targets); the last one may be smaller."""
-        parts = batch.to(self.device).split(self.config.train.micro_batch_size)
-        return [(part[:, :-1], part[:, 1:]) for part in parts]
+    def micro_batches(self, batch: Tensor, num_sequences: int) -> list[tuple[Tensor, Tensor]]:
+        """Cut this rank's (B, S+1) tokens of all ranks' `num_sequences` into (inputs, targets).
+
+        The last one may be smaller. Every rank gets as many, as sharded training demands: where
+        the ranks with most sequences have one more, the others get one without targets.
+        """
+        size = self.config.train.micro_batch_size
+        parts = batch.to(self.device).split(size)
+        pairs = [(part[:, :-1], part[:, 1:]) for part in parts]
+
+        most = math.ceil(num_sequences / self.data_size)
+        if len(pairs) < math.ceil(most / size):
+            inputs, targets = pairs[0][0][:1], pairs[0][1][:1]
+            pairs.append((inputs, torch.full_like(targets, IGNORED)))
+        return pairs
 
     @torch.no_grad()
     def evaluate(self) -> float:
         """Mean loss over the first `eval_sequences` validation sequences, nats per token."""
-        num_sequences = min(self.config.train.eval_sequences, self.validation.num_samples)
-        if self.config.parallel.zero == 3:  # as many micro-batches on every rank
-            num_sequences -= num_sequences % self.size
-        batch = self.validation.batch(0, num_sequences, self.rank, self.size)
+        num_sequences = self.num_eval_sequences
+        batch = self.validation.batch(0, num_sequences, self.data_rank, self.data_size)
+        sum_loss = getattr(self.parallel, "summed_loss", summed_loss)
         self.model.eval()
-        losses = [summed_loss(self.forward(inputs), targets)
-                  for inputs, targets in self.micro_batches(batch)]
+        losses = [sum_loss(self.forward(inputs), targets)
+                  for inputs, targets in self.micro_batches(batch, num_sequences)]
         self.model.train()
         num_tokens = num_sequences * self.config.data.sequence_length
-        return sum(gathered(float(sum(losses)), self.group)) / num_tokens
+        data_group = None if self.parallel is None else self.parallel.data_group
+        return sum(gathered(float(sum(losses)), data_group)) / num_tokens
 
     def sample(self, num_texts: int, num_tokens: int) -> list[str]:
         """Texts that the model writes after an end-of-document token; [] without a tokenizer."""
@@ -111,13 +135,19 @@ class Run:
         if tokenizer is None:
             return []
         prompt = torch.full((num_texts, 1), end_of_document(tokenizer), device=self.device)
-        tokens = generate(self.model, prompt, num_tokens, seed=self.config.train.seed)
+        model = self.model if self.parallel is None else self.parallel.whole_model()
+        tokens = generate(model, prompt, num_tokens, seed=self.config.train.seed)
         return tokenizer.decode_batch(tokens[:, 1:].tolist(), skip_special_tokens=False)
 
     def save(self) -> None:
         """Write everything the next step depends on; rank 0 writes, all ranks must call it."""
         random_states = gathered(self.random_state(), self.group)
-        weights, optimizer_state = whole_state(self.model, self.optimizer, self.data_parallel)
+        if self.parallel is None:
+            weights = {name: p.detach() for name, p in self.model.named_parameters()}
+            optimizer_state = self.optimizer.state_dict()
+        else:
+            weights = self.parallel.full_parameters()
+            optimizer_state = self.parallel.optimizer_state()
         folder = self.folder / "checkpoints"
         if self.rank != 0:
             return
@@ -140,17 +170,21 @@ class Run:
         return state
 
     def restore(self) -> None:
-        """Continue exactly where the newest checkpoint was written, also on other ranks.
+        """Continue exactly where the newest checkpoint was written, also in another layout.
 
-        With another number of ranks only dropout draws anew.
+        Then only dropout draws anew.
         """
         state = checkpoint.load_latest(self.folder / "checkpoints")
         require_same_training(state, self)
-        load_whole_state(
-            self.model, self.optimizer, self.data_parallel, state["model"], state["optimizer"]
-        )
+        if self.parallel is None:
+            fill(self.model, lambda name, shape: state["model"][name])
+            self.optimizer.load_state_dict(state["optimizer"])
+        else:
+            self.parallel.fill(lambda name, shape: state["model"][name])
+            self.parallel.load_optimizer_state(state["optimizer"])
         self.step, self.position = state["step"], state["position"]
-        if len(state["random_states"]) != self.size:
+        saved_tp = state["config"]["parallel"]["tp"]  # whose ranks draw the same numbers
+        if (len(state["random_states"]), saved_tp) != (self.size, self.config.parallel.tp):
             return
         random_state = state["random_states"][self.rank]
         torch.set_rng_state(random_state["cpu"])
@@ -166,24 +200,34 @@ class Run:
 
 def require_ranks(config: Config, size: int) -> None:
     """Raise ConfigError if the run is not for as many ranks as there are."""
-    dp, batch_size = config.parallel.dp, config.train.global_batch_size
+    dp, tp, batch_size = config.parallel.dp, config.parallel.tp, config.train.global_batch_size
+    there = f"there {'is' if size == 1 else 'are'} {size} rank{'s' if size > 1 else ''}"
     require(
-        dp in (0, size),
-        f"parallel.dp = {dp}, but there {'is' if size == 1 else 'are'} {size} rank"
-        f"{'s' if size > 1 else ''}: start it with torchrun --nproc-per-node {dp} -m "
-        "minitron.train, or set parallel.dp to 0",
+        size % tp == 0,
+        f"parallel.tp = {tp}, but {there}: start a multiple of {tp} with torchrun "
+        "--nproc-per-node, or change parallel.tp",
     )
     require(
-        batch_size >= size,
-        f"train.global_batch_size = {batch_size} leaves some of {size} ranks without a sequence: "
-        f"raise it to {size}, or start fewer ranks",
+        dp in (0, size // tp),
+        f"parallel.dp = {dp}{f' and parallel.tp = {tp}' if tp > 1 else ''}, but {there}: start it "
+        f"with torchrun --nproc-per-node {dp * tp} -m minitron.train, or set parallel.dp to 0",
     )
     require(
-        config.parallel.zero < 3 or batch_size % size == 0,
-        f"train.global_batch_size = {batch_size} does not divide by {size} ranks: with "
-        "parallel.zero = 3 every rank must run as many micro-batches as the others; set it to "
-        f"{size * (batch_size // size)}, or use stage 2",
+        batch_size >= size // tp,
+        f"train.global_batch_size = {batch_size} leaves some of {size // tp} ranks without "
+        f"a sequence: raise it to {size // tp}, or start fewer ranks",
     )
+
+
+def require_a_gpu_each(device: torch.device, group: Group) -> None:
+    """Raise ConfigError if ranks would share a GPU: they have joined without NCCL then."""
+    if device.type == "cuda" and group is not None:
+        num_devices = torch.cuda.device_count()
+        require(
+            "cuda:nccl" in dist.get_backend_config(group),
+            f"{group.size()} ranks without a GPU each, of which this machine has {num_devices}: "
+            f"start torchrun with --nproc-per-node {num_devices}, or set train.device to cpu",
+        )
 
 
 def with_vocabulary_of_data(config: Config) -> Config:

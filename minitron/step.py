@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitron.config import TrainConfig
+from minitron.parallel.combined import Combined
 from minitron.parallel.data_parallel import DataParallel
 
 IGNORED = -100  # a target with this value is no target: padding, say
@@ -24,22 +25,22 @@ def train_step(
     micro_batches: list[tuple[Tensor, Tensor]],
     rate: float,
     clip_norm: float,
-    data_parallel: DataParallel | None = None,
+    parallel: Combined | DataParallel | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Move the weights once; returns the loss and the gradient's norm before clipping, 0-d.
 
-    With `data_parallel` the micro-batches are this rank's share; loss, gradient and norm are
-    those of the global batch, the same on every rank.
+    With `parallel` the micro-batches are this rank's share; loss, gradient and norm are those of
+    the global batch, the same on every rank.
     """
     optimizer.zero_grad()
-    if data_parallel is None:
+    if parallel is None:
         loss = accumulate_gradients(model, micro_batches)
     else:
-        loss = accumulate_over_ranks(model, micro_batches, data_parallel)
+        loss = accumulate_over_ranks(model, micro_batches, parallel)
 
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     # Where gradients are sharded, the norm of this rank's part is not the norm.
-    clip = getattr(data_parallel, "clip", nn.utils.clip_grad_norm_)
+    clip = getattr(parallel, "clip", nn.utils.clip_grad_norm_)
     grad_norm = clip(parameters, clip_norm or math.inf)
 
     for group in optimizer.param_groups:
@@ -69,7 +70,7 @@ def accumulate_gradients(
 def accumulate_over_ranks(
     model: Callable[[Tensor], Tensor],
     micro_batches: list[tuple[Tensor, Tensor]],
-    data_parallel: DataParallel,
+    parallel: Combined | DataParallel,
 ) -> Tensor:
     """Do the same for the micro-batches of all ranks, whose numbers of tokens may differ.
 
@@ -77,18 +78,20 @@ def accumulate_over_ranks(
     """
     # Ranks average their gradients, so each divides by its fair share of all tokens.
     num_tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches)
-    share = data_parallel.mean(num_tokens.double())
+    share = parallel.mean(num_tokens.double())
     share = torch.where(share > 0, share, 1)
+    # Where logits are sharded, their cross-entropy is not the loss.
+    sum_loss = getattr(parallel, "summed_loss", summed_loss)
 
     mean = torch.zeros((), device=share.device)
     for number, (inputs, targets) in enumerate(micro_batches, start=1):
         last = number == len(micro_batches)
-        with nullcontext() if last else data_parallel.no_sync():
-            loss = summed_loss(model(inputs), targets) / share
+        with nullcontext() if last else parallel.no_sync():
+            loss = sum_loss(model(inputs), targets) / share
             loss.backward()
         mean = mean + loss.detach()
-    data_parallel.finish()
-    return data_parallel.mean(mean)
+    parallel.finish()
+    return parallel.mean(mean)
 
 
 def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:

@@ -58,6 +58,8 @@ def test_every_config_of_ours_loads(path):
                                         "model.max_sequence_length = 128"),
     ("[parallel]\ndp = -1\n", "parallel.dp = -1: must be 0 or more"),
     ("[parallel]\nzero = 4\n", "zero = 4: must be one of 0, 1, 2, 3"),
+    ("[parallel]\nzero = 1\nsync_every_micro_batch = false\n",
+     "sync_every_micro_batch = False with parallel.zero = 1: below stage 2"),
     ("[parallel]\nzero = 3\n[train]\ncompile = true\n", "keeps the weights that stage 3 frees"),
 ])
 def test_a_mistake_is_one_line_with_the_remedy(tmp_path, text, message):

@@ -1,15 +1,24 @@
 """A data-parallel run as its user sees it: the same training, resumed on other ranks, stopped."""
 
+import contextlib
 import dataclasses
+import gc
 import json
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
-from minitron import train
+from minitron import checkpoint, train
+from minitron.comm import agreement, launch
+from minitron.comm.agreement import one_fault_ends_all
 from minitron.comm.launch import RankError, run
 from minitron.config import (
     Config,
@@ -19,7 +28,10 @@ from minitron.config import (
     ParallelConfig,
     TrainConfig,
 )
+from minitron.measure.ledger import Ledger
+from minitron.measure.meter import Meter
 from minitron.measure.metrics import read_metrics
+from minitron.run import Run, require_a_gpu_each
 from tests.test_train import command, trained, wait_for
 
 MODEL = ModelConfig(max_sequence_length=32, num_layers=2, width=32, num_heads=2, num_kv_heads=1,
@@ -44,7 +56,8 @@ def torchrun(num_ranks: int, *words: str) -> list[str]:
 
 @pytest.mark.parametrize("num_ranks, parallel", [
     (2, {"data_parallel": "naive"}), (3, {"data_parallel": "hooked"}), (3, {}), (4, {}),
-    (2, {"zero": 1}), (3, {"zero": 2}), (2, {"zero": 3}),
+    (2, {"zero": 1}), (3, {"zero": 2}), (4, {"zero": 3}),
+    (3, {"zero": 3, "sync_every_micro_batch": False}),
 ], ids=str)
 def test_any_number_of_ranks_trains_what_one_process_trains(config, tmp_path, num_ranks, parallel):
     """10 sequences in micro-batches of 2: on 3 and 4 ranks neither divides.
@@ -88,9 +101,9 @@ def test_a_run_resumes_on_other_ranks_and_at_another_stage(config, tmp_path, sta
 
 def kill_after(folder: Path, step: int) -> None:
     """Leave a run as if it had been killed after `step`."""
-    for checkpoint in (folder / "checkpoints").glob("step_*.pt"):
-        if checkpoint.name > f"step_{step:08d}.pt":
-            checkpoint.unlink()
+    for path in (folder / "checkpoints").glob("step_*.pt"):
+        if path.name > f"step_{step:08d}.pt":
+            path.unlink()
 
 
 def test_dropout_resumes_bit_for_bit_on_the_same_ranks(config, tmp_path):
@@ -123,7 +136,31 @@ def test_torchrun_tells_a_mistake_once(config, tmp_path):
     done = subprocess.run(torchrun(2, *words), capture_output=True, text=True, timeout=120)
     assert done.stderr.count("minitron: train.global_batch_size = 1 leaves some of 2 ranks") == 1
     assert str(Path(train.__file__)) not in done.stderr  # no traceback of ours
+    assert "exitcode  : 2" in done.stderr and "terminate called" not in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_a_mistake_leaves_no_group_behind(monkeypatch):
+    """What would be freed at the interpreter's end alone aborts there, one time out of four."""
+    torchrun_says = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "0",
+                     "MASTER_ADDR": "127.0.0.1"}
+    for name, value in torchrun_says.items():
+        monkeypatch.setenv(name, value)
+    seen = []
+
+    def leave():
+        with launch._joined_group() as group, one_fault_ends_all(group):
+            seen.append(weakref.ref(group))
+            raise ConfigError("all ranks leave")
+
+    gc.disable()
+    try:
+        with patch.object(agreement, "rank_and_size", lambda _: (1, 2)), \
+                contextlib.suppress(SystemExit):  # as all ranks but 0 leave
+            leave()
+        assert seen[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_a_folder_that_cannot_be_is_told_once(config, tmp_path):
@@ -147,8 +184,74 @@ def test_the_saved_config_speaks_for_itself(config, tmp_path):
     assert saved["parallel"]["dp"] == 0  # any ranks may continue it
 
 
-def test_stage_3_wants_equal_ranks(config, tmp_path):
-    asked = dataclasses.replace(config, parallel=ParallelConfig(zero=3))
-    with pytest.raises(RankError, match="ConfigError: train.global_batch_size = 10 does not divide "
-                                        "by 3 ranks: .* set it to 9, or use stage 2"):
+def test_every_rank_needs_a_validation_sequence(config, tmp_path):
+    asked = dataclasses.replace(config, train=dataclasses.replace(TRAIN, eval_sequences=2))
+    with pytest.raises(RankError, match="ConfigError: 2 validation sequences for 3 data-parallel "
+                                        "ranks: each needs one; raise train.eval_sequences to 3"):
         run(train_on_ranks, 3, asked, tmp_path / "run")
+
+
+# What a run of stage 3 holds, and when gradients travel
+
+
+def build_and_restore(group, config: Config, folder: Path):
+    """The most bytes held while a run is built and while it is restored, and its weights."""
+    peaks = []
+    with Meter(nn.Linear(1, 1)) as meter:  # of no interest: it counts whatever is made
+        run = Run(config, folder, group)
+    peaks.append(meter.peak.total)
+    initial = run.parallel.full_parameters()
+    run.save()
+    dist.barrier(group)
+    saved = checkpoint.load_latest(folder / "checkpoints")  # on the CPU, as the device is here
+    with patch.object(checkpoint, "load_latest", lambda _: saved), \
+            Meter(nn.Linear(1, 1)) as meter:
+        run.restore()
+    peaks.append(meter.peak.total)
+    return peaks, initial
+
+
+def test_stage_3_never_holds_the_whole_model(config, tmp_path):
+    layers = dataclasses.replace(MODEL, num_layers=12)
+    config = dataclasses.replace(config, model=layers, parallel=ParallelConfig(zero=3))
+    alone = Run(config, tmp_path / "one").model
+    whole = sum(parameter.nbytes for parameter in alone.parameters())
+    for (built, restored), weights in run(build_and_restore, 2, config, tmp_path / "run"):
+        assert whole / 2 < built < 0.75 * whole  # its shard, and one unit
+        assert restored < 0.25 * whole
+        assert list(weights) == [name for name, _ in alone.named_parameters()]
+        assert all(torch.equal(weights[name], p) for name, p in alone.named_parameters())
+
+
+def reductions(group, config: Config, folder: Path) -> int:
+    run = Run(config, folder, group)
+    with Ledger() as ledger:
+        run.train_step()
+    return sum(call.op == "reduce_scatter" for call in ledger.calls)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_travel_after_each_micro_batch_or_once_a_step(config, tmp_path, stage):
+    """5 sequences in micro-batches of 2: three for each rank."""
+    each, once = (
+        run(reductions, 2, dataclasses.replace(config, parallel=ParallelConfig(
+            zero=stage, sync_every_micro_batch=sync)), tmp_path / "run")
+        for sync in (True, False)
+    )
+    assert once[0] > 0 and each == [3 * number for number in once]
+
+
+def test_ranks_do_not_share_a_gpu():
+    def share(group):
+        with patch.object(torch.cuda, "device_count", lambda: 1):
+            require_a_gpu_each(torch.device("cuda"), group)
+
+    with pytest.raises(RankError, match="ConfigError: 2 ranks without a GPU each, .* has 1: start "
+                                        "torchrun with --nproc-per-node 1, or set train.device"):
+        run(share, 2)
+    require_a_gpu_each(torch.device("cuda"), None)
+    run(require_a_gpu_each_on_cpu, 2)
+
+
+def require_a_gpu_each_on_cpu(group):
+    require_a_gpu_each(torch.device("cpu"), group)

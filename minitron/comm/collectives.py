@@ -239,3 +239,13 @@ def reduce_scatter_single(
 def broadcast(tensor: Tensor, source: int, group: ProcessGroup, async_op: bool = False):
     """Copy `tensor` of rank `source`, counted in the group, to all ranks of it, in place."""
     return dist.broadcast(tensor, group=group, group_src=source, async_op=async_op)
+
+
+def all_reduce_max(tensor: Tensor, group: ProcessGroup) -> None:
+    """Leave in each element of `tensor` the largest over the ranks, in place."""
+    dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+
+
+def all_to_all_single(output: Tensor, input: Tensor, group: ProcessGroup) -> None:
+    """Send part r of `input` (N n, ...) to rank r; part r of `output` is what rank r sent."""
+    dist.all_to_all_single(output, input, group=group)

@@ -5,7 +5,8 @@ is a limit, hatching is idle. Labels stand beside what they name, every axis has
 puts a figure into a notebook, `save` into a file.
 
 Here are scaling and loss; `figures_memory` draws bytes, `figures_ranks` what ranks do and send,
-`figures_ring` the ring; `figures_style` is what all share.
+`figures_ring` the ring, `figures_cut` matrices and who holds them; `figures_style` is what all
+share.
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
+from minitron.course.figures_cut import Matrix, cut
 from minitron.course.figures_memory import Held, holdings, memory_bars, skyline
 from minitron.course.figures_ranks import (
     Block,
@@ -42,9 +44,9 @@ from minitron.course.figures_style import (
 )
 
 __all__ = [
-    "Block", "Held", "crossing", "curves", "holdings", "loss_curve", "memory_bars", "plain_bytes",
-    "png", "rank_lanes", "ring_frame", "ring_frames", "save", "scaling", "show", "skyline",
-    "timeline", "wire",
+    "Block", "Held", "Matrix", "crossing", "curves", "cut", "holdings", "loss_curve",
+    "memory_bars", "plain_bytes", "png", "rank_lanes", "ring_frame", "ring_frames", "save",
+    "scaling", "show", "skyline", "timeline", "wire",
 ]
 
 
@@ -97,10 +99,13 @@ def crossing(
     x_label: str,
     y_label: str,
     measured: dict[str, Sequence[float]] | None = None,
+    limit: float | None = None,
+    limit_label: str = "limit",
 ) -> Figure:
     """Draw several predictions on log-log axes, dashed, and dots where there is a measurement.
 
     Each line is named at its right end; a measurement has the colour of the line of its name.
+    What lies above `limit` is a grey band.
     """
     figure, axes = canvas()
     axes.set_xscale("log")
@@ -118,6 +123,11 @@ def crossing(
         if name in measured:
             axes.plot(x, measured[name], "o", color=colours[name], markersize=6)
 
+    if limit is not None:
+        top = 2 * max(highest, limit)
+        axes.set_ylim(top=top)
+        axes.axhspan(limit, top, color=BAND, zorder=0)
+        axes.text(0.01, 0.97, limit_label, color=GREY, va="top", transform=axes.transAxes)
     plain_log_ticks(axes)
     if highest > 1000 * lowest:
         axes.yaxis.set_major_locator(LogLocator())

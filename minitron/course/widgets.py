@@ -3,31 +3,27 @@
 Without somebody at a live notebook there is nothing to drag: then the default picture and its
 sentence stand there, as plain output that GitHub shows, and no widget state gets into the file.
 
-Read in this order: explore, memory_calculator and the others.
+Read in this order: explore, memory_calculator and the others; what they draw is in `drawings`.
 """
 
 import html
 from collections.abc import Callable, Sequence
 
-import torch
 from matplotlib.figure import Figure
 
 from minitron import cost
-from minitron.config import ModelConfig
-from minitron.cost.sharding import STAGES, zero_holdings
-from minitron.course.figures import memory_bars, plain_bytes, png, show, timeline
-from minitron.course.figures_ring import ring_frame, ring_sums
-from minitron.course.overlap import compute_in_proportion, step_lanes, transfers
-from minitron.measure.clock import DENSE_BF16_PEAKS
-from minitron.model.transformer import Transformer
-from minitron.parallel.data_parallel import FIRST_BUCKET_BYTES, assign_buckets
-
-Drawing = tuple[Figure, str]
-"""A figure, and the sentence that states its numbers."""
-H100_BYTES = 80e9
-
-# In the proportions of Llama 3: heads of 128, 8 key-value heads, F = 3.5 D.
-HEAD_WIDTH, NUM_KV_HEADS, VOCAB_SIZE = 128, 8, 128_256
+from minitron.course.drawings import (
+    LINKS,
+    TENSOR_RANKS,
+    Drawing,
+    draw_buckets,
+    draw_memory,
+    draw_ring,
+    draw_sequence,
+    draw_stages,
+    draw_tensor,
+)
+from minitron.course.figures import png, show
 
 
 def explore(
@@ -110,38 +106,6 @@ def memory_calculator() -> None:
     )
 
 
-def draw_memory(
-    num_layers: int, width: int, sequence_length: int, micro_batch: int, recipe: str
-) -> Drawing:
-    """Draw the bytes of training one Llama-like model, by the formulas of `minitron.cost`.
-
-    `recipe` is a key of `cost.RECIPES`; attention is the fused kernel, nothing is recomputed.
-    """
-    model = ModelConfig(
-        vocab_size=VOCAB_SIZE, max_sequence_length=sequence_length, num_layers=num_layers,
-        width=width, num_heads=width // HEAD_WIDTH, num_kv_heads=NUM_KV_HEADS,
-        ffn_width=7 * width // 2, tied_embedding=False,
-    )
-    parts = cost.RECIPES[recipe]
-    count = cost.num_parameters(model)
-    bytes_per_value = parts.parameter  # activations have the precision of the weights they meet
-    kinds = {
-        "parameter": parts.parameter * count,
-        "gradient": parts.gradient * count,
-        "optimizer state": (parts.master + parts.optimizer_state) * count,
-        "activation": cost.activation_bytes(model, micro_batch, sequence_length, bytes_per_value),
-    }
-
-    total, activations = sum(kinds.values()), kinds["activation"]
-    sentence = (
-        f"{count / 1e9:.2f} billion parameters: {plain_bytes(total - activations)} of weights, "
-        f"gradients and optimizer state, and {plain_bytes(activations)} of activations make "
-        f"{plain_bytes(total)}, {total / H100_BYTES:.1f} times an H100's memory."
-    )
-    figure = memory_bars({}, {"one device": kinds}, H100_BYTES, "beyond an H100's 80 GB")
-    return figure, sentence
-
-
 def bucket_explorer() -> None:
     """Ask which bucket size hides the communication of a data-parallel step on a given network."""
     explore(
@@ -158,38 +122,6 @@ def bucket_explorer() -> None:
     )
 
 
-def draw_buckets(
-    bucket_MB: int, latency_us: int, bandwidth_GB_s: int, tokens_per_rank: int
-) -> Drawing:
-    """Draw forward, backward and the buckets of Llama 3.2 1B on 64 H100s, predicted.
-
-    Gradients are bfloat16; compute runs at 40 % of the dense peak.
-    """
-    model = cost.PUBLISHED["Llama 3.2 1B"]
-    sizes = [2 * num_values for num_values in _parameter_sizes(model)]
-    flops = tokens_per_rank * cost.forward_flops_per_token(model, min(tokens_per_rank, 8192))
-    forward = flops / (0.4 * DENSE_BF16_PEAKS["H100"])
-
-    compute = compute_in_proportion(sizes, forward, 2 * forward)
-    first = assign_buckets(sizes, min(FIRST_BUCKET_BYTES, bucket_MB * 10**6))[0]
-    buckets = [first, *assign_buckets(sizes[: -len(first)], bucket_MB * 10**6)]
-    sent = transfers(compute.ready, sizes, buckets, 64, latency_us * 1e-6, bandwidth_GB_s * 1e9)
-    exposed = max(0.0, sent[-1][1] - compute.backward)
-    sentence = (
-        f"{plain_bytes(sum(sizes))} of gradients in {len(buckets)} buckets: the network is busy "
-        f"for {1e3 * sum(end - start for start, end in sent):.0f} ms, of which "
-        f"{1e3 * exposed:.0f} ms are exposed, {exposed / (compute.backward + exposed):.0%} of the "
-        "step."
-    )
-    return timeline({}, step_lanes(compute, sent)), sentence
-
-
-def _parameter_sizes(model: ModelConfig) -> list[int]:
-    """Values of each parameter, in the order of the forward pass, without making the model."""
-    with torch.device("meta"):
-        return [parameter.numel() for parameter in Transformer(model).parameters()]
-
-
 def ring_explorer() -> None:
     """Show one step of the ring all-reduce, and let the reader walk through it."""
     explore(
@@ -199,20 +131,6 @@ def ring_explorer() -> None:
         task="follow the outlined chunks from step to step. After which step does every rank "
              "hold its first finished sum, with 3 ranks, with 6?",
     )
-
-
-def draw_ring(ranks: int, step: int) -> Drawing:
-    """Draw the ring all-reduce after `step` steps, or after its last one."""
-    last = 2 * (ranks - 1)
-    step = min(step, last)
-    finished = sum(len(summed) == ranks for summed in ring_sums(ranks, step)[0])
-    sentence = (
-        f"After step {step} of {last}, each of {ranks} ranks has sent {step}/{ranks} of the "
-        f"tensor and holds {finished} of its {ranks} sums."
-    )
-    figure = ring_frame(ranks, step)
-    figure.set_size_inches(7.0, 3.6)  # the same for any number of ranks, so that nothing jumps
-    return figure, sentence
 
 
 def zero_explorer() -> None:
@@ -230,18 +148,36 @@ def zero_explorer() -> None:
     )
 
 
-def draw_stages(billions: int, ranks: int, recipe: str) -> Drawing:
-    """Draw what a rank holds in each stage: weights, gradients, optimizer state, by formula."""
-    num_parameters = billions * 10**9
-    bars = {
-        f"stage {stage}": zero_holdings(num_parameters, ranks, stage, cost.RECIPES[recipe])
-        for stage in STAGES
-    }
-    totals = {name: sum(kinds.values()) for name, kinds in bars.items()}
-    fitting = [name for name, total in totals.items() if total <= H100_BYTES]
-    sentence = (
-        f"{billions:,} billion parameters on {ranks:,} ranks: "
-        + ", ".join(f"{name} {plain_bytes(total)}" for name, total in totals.items())
-        + (f"; {fitting[0]} is the first that fits." if fitting else "; none of them fits.")
+def tensor_explorer() -> None:
+    """Ask how many ranks a block can be cut over before its all-reduces eat the gain."""
+    explore(
+        draw_tensor,
+        controls={
+            "model": tuple(cost.PUBLISHED),
+            "ranks": TENSOR_RANKS,
+            "tokens": (1024, 2048, 4096, 8192, 16_384, 32_768),
+            "link": LINKS,
+        },
+        start={"model": "Llama 3.1 70B", "ranks": 8, "tokens": 8192, "link": "NVLink"},
+        task="go from 8 ranks to 16: what does leaving the node cost? Then take InfiniBand and "
+             "look for the most ranks that still wait less than a quarter of the time. Which of "
+             "the other two controls moves that share, and which does not?",
     )
-    return memory_bars({}, bars, H100_BYTES, "beyond an H100's 80 GB"), sentence
+
+
+def sequence_explorer() -> None:
+    """Ask from how many ranks on a model's activations fit, for four ways to hold them."""
+    explore(
+        draw_sequence,
+        controls={
+            "model": tuple(cost.PUBLISHED),
+            "sequence_length": (1024, 2048, 4096, 8192, 16_384, 32_768),
+            "micro_batch": (1, 2, 4, 8),
+            "attention": ("materialised", "fused"),
+        },
+        start={"model": "GPT-3 175B", "sequence_length": 2048, "micro_batch": 1,
+               "attention": "materialised"},
+        task="find the fewest ranks with which each line gets below the band. Which lines bend, "
+             "and what does not shrink there? Then take the fused attention: what is selective "
+             "recomputation still worth?",
+    )

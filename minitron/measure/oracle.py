@@ -18,6 +18,7 @@ Read in this order: assert_same_training, train, Whole; then `difference.first_d
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -33,12 +34,13 @@ from minitron.config import ModelConfig
 from minitron.measure.difference import Moment, Values, first_difference, hidden_by_adamw
 from minitron.model.transformer import Transformer
 
-VOCABULARY, SEQUENCE = 29, 7  # what a model of your own must accept: ids (B, 7) below 29
+VOCABULARY, SEQUENCE = 29, 7  # ids (B, 7) below 29
 
 Apply = Callable[[nn.Module, dist.ProcessGroup], object]
 
 QUESTIONS = (
-    "data_part", "no_sync", "finish", "mean", "make_optimizer", "full_gradients", "full_parameters"
+    "data_part", "no_sync", "summed_loss", "finish", "mean", "make_optimizer", "full_gradients",
+    "full_parameters",
 )
 OPTIMIZERS = {
     "SGD": partial(torch.optim.SGD, lr=0.1),
@@ -47,13 +49,16 @@ OPTIMIZERS = {
 }
 
 
-def small_model(family: str) -> nn.Module:
-    """A Transformer of odd sizes with a frozen parameter; GPT ties its embedding, Llama groups."""
+def small_model(family: str, **sizes) -> nn.Module:
+    """A Transformer of odd sizes with a frozen parameter; GPT ties its embedding, Llama groups.
+
+    `sizes` are fields of ModelConfig that it shall have instead.
+    """
     if family == "gpt":
         config = ModelConfig("gpt", VOCABULARY, SEQUENCE, 2, 15, 3, 3, 21)
     else:
         config = ModelConfig("llama", VOCABULARY, SEQUENCE, 2, 18, 3, 1, 25, tied_embedding=False)
-    model = Transformer(config)
+    model = Transformer(replace(config, **sizes))
     model.blocks[0].mlp_norm.weight.requires_grad_(False)
     return model
 
@@ -69,17 +74,19 @@ def assert_same_training(
     num_micro_batches: int = 1,
     batch_sizes: tuple[int, ...] | None = None,
     timeout: float = 30.0,
+    vocabulary: int = VOCABULARY,
+    sequence: int = SEQUENCE,
 ) -> None:
     """Assert that `num_ranks` ranks with `apply` train as one process does without.
 
-    `make_model()` draws weights from PyTorch's generator and maps token ids (B, 7) below 29 to
-    logits (B, 7, 29). Each rank splits its part of a batch into `num_micro_batches` at most.
-    `batch_sizes` are the sequences of each step over all ranks, by default 2N+1, 2N+1, 2N-1; with
-    fewer than N a rank gets none. Raises AssertionError naming the first step, tensor and factor
-    that differ and the likeliest cause.
+    `make_model()` draws weights from PyTorch's generator and maps token ids (B, `sequence`) below
+    `vocabulary` to logits (B, `sequence`, `vocabulary`). Each rank splits its part of a batch into
+    `num_micro_batches` at most. `batch_sizes` are the sequences of each step over all ranks, by
+    default 2N+1, 2N+1, 2N-1; with fewer than N a rank gets none. Raises AssertionError naming the
+    first step, tensor and factor that differ and the likeliest cause.
     """
     sizes = batch_sizes or (2 * num_ranks + 1, 2 * num_ranks + 1, 2 * num_ranks - 1)
-    arguments = make_model, sample_batches(sizes), num_micro_batches
+    arguments = make_model, sample_batches(sizes, vocabulary, sequence), num_micro_batches
 
     reference = trainings(None, lambda model, group: None, *arguments)
     by_rank = run(trainings, num_ranks, apply, *arguments, timeout=timeout)
@@ -102,11 +109,13 @@ def after_backward(function: Callable[[nn.Module, dist.ProcessGroup], None]) -> 
     return apply
 
 
-def sample_batches(sizes: tuple[int, ...]) -> list[Tensor]:
+def sample_batches(
+    sizes: tuple[int, ...], vocabulary: int = VOCABULARY, sequence: int = SEQUENCE
+) -> list[Tensor]:
     """Token ids (B, S+1), one tensor a step."""
     generator = torch.Generator().manual_seed(0)
-    shapes = [(size, SEQUENCE + 1) for size in sizes]
-    return [torch.randint(VOCABULARY, shape, generator=generator) for shape in shapes]
+    shapes = [(size, sequence + 1) for size in sizes]
+    return [torch.randint(vocabulary, shape, generator=generator) for shape in shapes]
 
 
 # Training, and recording it
@@ -126,6 +135,10 @@ class Whole:
     def no_sync(self):
         """The context of every micro-batch but the last."""
         return nullcontext()
+
+    def summed_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Cross-entropy summed over the targets (B, S)."""
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
     def finish(self) -> None:
         """Called after the last backward pass."""
@@ -204,7 +217,7 @@ def accumulate_gradients(whole: Whole, tokens: Tensor, num_micro_batches: int) -
     for number, micro_batch in enumerate(micro_batches, start=1):
         with nullcontext() if number == len(micro_batches) else whole.no_sync():
             logits, targets = whole.model(micro_batch[:, :-1]), micro_batch[:, 1:]
-            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+            loss = whole.summed_loss(logits, targets)
             (loss / divisor).backward()
         total += loss.detach() / divisor
     whole.finish()

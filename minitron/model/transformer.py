@@ -17,6 +17,7 @@ Ainslie et al. 2023 (grouped-query attention, section 2.2).
 import hashlib
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -104,10 +105,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
         # -1 heads, not H: a rank that holds some of the heads runs the same line
-        heads = (*x.shape[:2], -1, self.head_width)
-        query = self.query(x).view(heads).transpose(1, 2)  # (B, H, S, K)
-        key = self.key(x).view(heads).transpose(1, 2)  # (B, G, S, K)
-        value = self.value(x).view(heads).transpose(1, 2)  # (B, G, S, K)
+        heads = (-1, self.head_width)
+        query = self.query(x).unflatten(-1, heads).transpose(1, 2)  # (B, H, S, K)
+        key = self.key(x).unflatten(-1, heads).transpose(1, 2)  # (B, G, S, K)
+        value = self.value(x).unflatten(-1, heads).transpose(1, 2)  # (B, G, S, K)
         if rotation is not None:
             query, key = rotate(query, *rotation), rotate(key, *rotation)
 
@@ -195,11 +196,24 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 # Initialisation
 
 
-@torch.no_grad()
 def initialise(model: nn.Module, seed: int) -> None:
     """Fill every weight from its global name, so that no later cut or device changes it."""
+    fill(model, partial(initial_value, seed=seed, num_layers=model.config.num_layers))
+
+
+@torch.no_grad()
+def fill(model: nn.Module, value: Callable[[str, torch.Size], Tensor]) -> None:
+    """Set every parameter to `value(name, shape)`; one value is held at a time."""
     for name, parameter in model.named_parameters():
-        parameter.copy_(initial_value(name, parameter.shape, seed, model.config.num_layers))
+        parameter.copy_(value(name, parameter.shape))
+
+
+def materialise(model: nn.Module, device: torch.device) -> None:
+    """Give parameters on the meta device memory on `device`: NaN until they are filled."""
+    for parameter in model.parameters():
+        if parameter.is_meta:
+            empty = torch.full_like(parameter, torch.nan, device=device)
+            torch.utils.swap_tensors(parameter, nn.Parameter(empty, parameter.requires_grad))
 
 
 def initial_value(name: str, shape: torch.Size, seed: int, num_layers: int) -> Tensor:

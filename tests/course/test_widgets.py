@@ -12,7 +12,9 @@ from minitron.course.widgets import (
     draw_buckets,
     draw_memory,
     draw_ring,
+    draw_sequence,
     draw_stages,
+    draw_tensor,
     explore,
     is_live,
 )
@@ -195,5 +197,22 @@ def test_every_setting_of_the_zero_explorer_is_drawn_in_one_size(monkeypatch):
         assert asked["start"][name] in values
         for value in values:
             figure, _ = draw_stages(**{**asked["start"], name: value})
+            sizes.add(tuple(figure.get_size_inches()))
+    assert len(sizes) == 1, "nothing may jump"
+
+
+@pytest.mark.parametrize(("explorer", "draw"), [
+    (widgets.tensor_explorer, draw_tensor), (widgets.sequence_explorer, draw_sequence),
+], ids=["tensor", "sequence"])
+def test_every_setting_of_chapters_7_and_8_is_drawn_in_one_size(explorer, draw, monkeypatch):
+    asked = {}
+    monkeypatch.setattr(widgets, "explore", lambda draw, **given: asked.update(given, draw=draw))
+    explorer()
+    assert asked["draw"] is draw and 2 <= len(asked["controls"]) <= 4
+    sizes = set()
+    for name, values in asked["controls"].items():
+        assert asked["start"][name] in values
+        for value in values:
+            figure, _ = draw(**{**asked["start"], name: value})
             sizes.add(tuple(figure.get_size_inches()))
     assert len(sizes) == 1, "nothing may jump"

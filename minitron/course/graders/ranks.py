@@ -93,9 +93,10 @@ def many_ranks(grader: Callable) -> Callable:
 
 def source_file(answer: Callable) -> str:
     """The file that an answer was written in."""
-    functions = [answer] if inspect.isfunction(answer) else \
-        [value for cls in answer.__mro__ for value in vars(cls).values()
-         if inspect.isfunction(value)]
+    functions = [answer] if inspect.isfunction(answer) else [
+        function for cls in answer.__mro__ for value in vars(cls).values()
+        if inspect.isfunction(function := getattr(value, "__func__", value))  # static ones too
+    ]
     return inspect.unwrap(functions[0]).__code__.co_filename
 
 

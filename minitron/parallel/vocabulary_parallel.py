@@ -1,0 +1,96 @@
+"""The two ends of a model whose vocabulary is divided over N ranks: embedding and loss.
+
+Rank r has the tokens from r V/N on: their rows of the embedding, and their logits. A token is
+known to one rank; what the others do not know adds up to nothing.
+
+Reference: Shoeybi et al. 2019, "Megatron-LM" (section 3, input and output embedding).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from minitron.comm.collectives import all_reduce, all_reduce_max
+from minitron.comm.differentiable import start_all_gather
+
+
+class VocabularyParallelEmbedding(nn.Embedding):
+    """Holds V/N rows, and looks up the tokens that are among them; `exchange` sums the rest."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        rows, is_mine = local_rows(tokens, len(self.weight), self.rank)
+        found = F.embedding(rows, self.weight)  # (B, S, D)
+        out_partial = found.masked_fill(~is_mine[..., None], 0)
+        return self.exchange.reduce(out_partial)
+
+
+def vocabulary_parallel_cross_entropy(
+    logits: Tensor, targets: Tensor, group: ProcessGroup, ignore_index: int = -100
+) -> Tensor:
+    """Cross-entropy of logits (B, S, V/N) and targets (B, S), summed over the targets, nats.
+
+    The same 0-d sum on every rank. No rank sees the logits of another: three numbers a token cross
+    the wire. Targets of `ignore_index` do not count. Computed in float32 or better.
+    """
+    return CrossEntropy.apply(logits, targets, group, ignore_index)
+
+
+class CrossEntropy(torch.autograd.Function):
+    """-log softmax of the target: log of the sum of all exponentials, less the target's logit."""
+
+    @staticmethod
+    def forward(
+        ctx, logits: Tensor, targets: Tensor, group: ProcessGroup, ignore_index: int
+    ) -> Tensor:
+        precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        largest = precise.amax(-1)  # (B, S)
+        all_reduce_max(largest, group)
+        shifted = precise - largest[..., None]  # so that no exponential overflows
+
+        is_counted = targets != ignore_index
+        rows, is_mine = local_rows(targets, logits.shape[-1], group.rank())
+        is_mine &= is_counted
+        target = shifted.gather(-1, rows[..., None]).squeeze(-1).where(is_mine, 0)
+        softmax = shifted.exp_()
+        sums = torch.stack([softmax.sum(-1), target])  # (2, B, S)
+        all_reduce(sums, group)
+
+        total, target = sums
+        softmax /= total[..., None]
+        ctx.save_for_backward(softmax, rows, is_mine, is_counted)
+        ctx.dtype = logits.dtype
+        return (total.log() - target).where(is_counted, 0).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        softmax, rows, is_mine, is_counted = ctx.saved_tensors
+        grad_logits = softmax * (grad * is_counted)[..., None]
+        grad_logits.scatter_add_(-1, rows[..., None], -(grad * is_mine)[..., None])
+        return grad_logits.to(ctx.dtype), None, None, None
+
+
+def local_rows(tokens: Tensor, num_rows: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Each token's row on this rank, 0 if it is on another; and whether it is on this one."""
+    rows = tokens - rank * num_rows
+    is_mine = (rows >= 0) & (rows < num_rows)
+    return rows.where(is_mine, 0), is_mine
+
+
+class WholeLogits(nn.Module):
+    """A model of divided logits as one of logits (B, S, V), to draw tokens from.
+
+    `tokens` are filled up to a multiple of `multiple`: later tokens change no earlier logits.
+    """
+
+    def __init__(self, model: nn.Module, group: ProcessGroup, multiple: int):
+        super().__init__()
+        self.model, self.group, self.multiple = model, group, multiple
+        self.config = model.config
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        S = tokens.shape[1]
+        logits = self.model(F.pad(tokens, (0, -S % self.multiple)))[:, :S]
+        return start_all_gather(logits, self.group, dim=2)()

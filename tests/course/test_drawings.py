@@ -1,0 +1,121 @@
+"""What the widgets of chapters 7 and 8 draw is what the formulas and the datasheets say."""
+
+import pytest
+
+from minitron import cost
+from minitron.course.drawings import (
+    H100,
+    LINKS,
+    TENSOR_RANKS,
+    all_reduce_seconds,
+    block_lanes,
+    block_seconds,
+    draw_sequence,
+    draw_tensor,
+)
+
+
+@pytest.mark.parametrize("name", cost.PUBLISHED)
+def test_the_products_of_all_blocks_and_the_head_are_the_forward_pass(name):
+    model, tokens = cost.PUBLISHED[name], 2048
+    alone = sum(map(sum, block_seconds(model, 1, tokens).values()))
+    flops = tokens * (cost.forward_flops_per_token(model, tokens) - 2 * model.width
+                      * model.vocab_size)
+    assert model.num_layers * alone == pytest.approx(flops / H100.bf16_flops)
+
+    cut = sum(map(sum, block_seconds(model, 8, tokens).values()))
+    assert cut == pytest.approx(alone / 8)
+
+
+def test_ranks_that_share_a_key_value_head_all_compute_it():
+    model = cost.PUBLISHED["Llama 3.1 70B"]  # 8 key-value heads, of 128
+    (columns, _), _ = block_seconds(model, 16, 4096).values()
+    expected = 4096 * 2 * 8192 * (8192 / 16 + 2 * 128) / H100.bf16_flops
+    assert columns == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("ranks", "link", "seconds"), [
+    (1, "NVLink", 0.0),
+    (8, "NVLink", 2 * 7 / 8 / 450),
+    (16, "NVLink", 2 * 7 / 8 / 450 + 1 / 8 / 50),  # two nodes exchange an eighth per rank
+    (8, "InfiniBand", 2 * 7 / 8 / 50),
+])
+def test_a_gigabyte_is_reduced_at_the_speed_of_each_link(ranks, link, seconds):
+    assert all_reduce_seconds(1e9, ranks, link) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(("reduction", "starts", "sent"), [
+    (0.0, [0, 3, 7, 15], []),
+    (1.0, [0, 4, 9, 17], [3, 8, 14, 22]),  # backward, the weight gradients hide it
+    (5.0, [0, 8, 17, 27], [3, 12, 22, 32]),  # and here only a part of it
+])
+def test_an_all_reduce_follows_each_half_and_starts_before_the_weight_gradients(
+    reduction, starts, sent
+):
+    compute, network = block_lanes({"attention": (1e-3, 2e-3), "feed-forward": (3e-3, 1e-3)},
+                                   1e-3 * reduction)
+    assert [block.label for block in compute] == [
+        "attention", "feed-forward", "feed-forward", "attention"]
+    assert [block.end - block.start for block in compute] == pytest.approx([3, 4, 8, 6])
+    assert [block.start for block in compute] == pytest.approx(starts)
+    assert [block.start for block in network] == pytest.approx(sent)
+    assert all(block.end - block.start == pytest.approx(reduction) for block in network)
+
+
+def test_the_block_says_how_long_its_ranks_wait():
+    _, alone = draw_tensor("Llama 3.1 70B", 1, 8192, "NVLink")
+    assert "on 1 in 1 node. That is 1.0 times as fast; 0% of the time" in alone
+
+    model, tokens = cost.PUBLISHED["Llama 3.1 70B"], 8192
+    seconds = block_seconds(model, 8, tokens)
+    (qkv, _), (gate_up, _) = seconds.values()
+    slow, busy = 2 * 7 / 8 * 2 * tokens * 8192 / 50e9, 3 * sum(map(sum, seconds.values()))
+    total = busy + 2 * slow + (slow - gate_up) + (slow - qkv)
+    _, sentence = draw_tensor("Llama 3.1 70B", 8, tokens, "InfiniBand")
+    assert f" {1e3 * total:.2f} ms on 8 in 8 nodes" in sentence
+    assert f"; {1 - busy / total:.0%} of the time is waiting" in sentence
+    assert "16 in 2 nodes" in draw_tensor("Llama 3.1 70B", 16, tokens, "NVLink")[1]
+
+
+def test_activations_in_four_ways_follow_the_table_of_the_paper():
+    figure, sentence = draw_sequence("GPT-3 175B", 2048, 1, "materialised")
+    h, num_layers, num_heads, s = 12288, 96, 96, 2048
+    scores, mask = 5 * num_heads * s / h, s / h  # the causal mask, s x s, is left out there
+    expected = [  # Korthikanti et al. 2022, table 2: bytes per token and width, on t ranks
+        lambda t: 10 + 24 / t + scores / t + mask,
+        lambda t: 34 / t + scores / t + mask,
+        lambda t: 10 + 24 / t,
+        lambda t: 34 / t,
+    ]
+    lines = [tuple(line.get_ydata()) for line in figure.axes[0].lines]
+    assert len(lines) == 4
+    for bytes_of in expected:
+        curve = [num_layers * s * h * bytes_of(t) / 1e9 for t in TENSOR_RANKS]
+        assert any(line == pytest.approx(curve, rel=0.001) for line in lines)
+    assert "8 ranks: tensor alone 56.0 GB, + sequence 34.8 GB, + selective 31.4 GB" in sentence
+
+    (band,) = figure.axes[0].patches
+    assert band.get_y() == H100.memory_bytes / 1e9 == 80
+
+
+def test_fused_attention_leaves_selective_recomputation_nothing_to_save():
+    figure, _ = draw_sequence("GPT-3 175B", 2048, 1, "fused")
+    both, sequence, selective, alone = sorted(
+        (tuple(line.get_ydata()) for line in figure.axes[0].lines), key=lambda y: y[-1])
+    assert alone == pytest.approx(selective, rel=0.01)
+    assert sequence == pytest.approx(both, rel=0.01) and sequence[-1] < alone[-1] / 4
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_the_tensor_explorer_can_be_answered(link):
+    """What it suggests to try: where a quarter is waiting; that width matters, tokens do not."""
+    def waiting(model="Llama 3.1 70B", ranks=8, tokens=8192):
+        sentence = draw_tensor(model, ranks, tokens, link)[1]
+        return int(sentence.split("; ")[1].split("%")[0])
+
+    shares = [waiting(ranks=ranks) for ranks in TENSOR_RANKS]
+    assert shares == sorted(shares) and shares[0] == 0
+    assert [ranks for ranks, share in zip(TENSOR_RANKS, shares, strict=True) if share < 25] == \
+        ([1, 2, 4, 8] if link == "NVLink" else [1, 2])
+    assert abs(waiting(tokens=2048) - waiting(tokens=32_768)) <= 3
+    assert waiting("Llama 3.2 1B") > waiting("Llama 3.1 70B") + 10

@@ -1,0 +1,179 @@
+"""Cut layers, other samples and divided state together: 2 x 2 ranks train as one process does.
+
+The ranks are started once and do everything; the tests then look at what came back.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from minitron.comm.launch import run
+from minitron.comm.mesh import make_mesh
+from minitron.measure.difference import first_difference
+from minitron.measure.oracle import sample_batches, small_model, trainings
+from minitron.model.recompute import apply_full_recompute, apply_selective_recompute
+from minitron.parallel import combined
+from minitron.parallel.combined import Combined
+from minitron.parallel.data_parallel import (
+    apply_bucketed_data_parallel,
+    apply_hooked_data_parallel,
+    apply_naive_data_parallel,
+)
+from minitron.parallel.fsdp import apply_fsdp
+from minitron.parallel.sequence_parallel import apply_sequence_parallel
+from minitron.parallel.tensor_parallel import apply_tensor_parallel
+from minitron.parallel.zero import apply_zero1, apply_zero2
+
+V, S = 36, 12
+MODEL = dict(vocab_size=V, max_sequence_length=S, width=24, num_heads=6, num_kv_heads=6,
+             ffn_width=36)
+gpt = partial(small_model, "gpt", **MODEL)
+llama = partial(small_model, "llama", **MODEL)
+one_head = partial(llama, num_kv_heads=1)  # which both ranks of a pair hold
+
+tensor, sequence = apply_tensor_parallel, apply_sequence_parallel
+keeping = partial(apply_sequence_parallel, regather=False)
+WHOLE = {"sync_every_micro_batch": False}
+
+
+class Layout(NamedTuple):
+    model: partial
+    apply_data: partial
+    apply_tensor: partial = tensor
+    policies: tuple = ()
+    tp: int = 2
+
+    def apply(self, model, group):
+        mesh = make_mesh("cpu", dp=group.size() // self.tp, tp=self.tp)
+        parallel = self.apply_tensor(model, mesh.group("tp"))
+        for policy in self.policies:
+            policy(model)
+        return Combined(model, self.apply_data(model, mesh.group("dp")), parallel)
+
+
+FULL, SELECTIVE = (apply_full_recompute,), (apply_selective_recompute,)
+LAYOUTS = {
+    "naive": Layout(gpt, apply_naive_data_parallel),
+    "hooked, sequence, full": Layout(llama, apply_hooked_data_parallel, sequence, FULL),
+    "bucketed, keeping, full": Layout(gpt, apply_bucketed_data_parallel, keeping, FULL),
+    "zero 1": Layout(one_head, apply_zero1),
+    "zero 1, sequence, full": Layout(gpt, apply_zero1, sequence, FULL),
+    "zero 2, selective": Layout(gpt, apply_zero2, tensor, SELECTIVE),
+    "zero 2 summed whole, sequence": Layout(one_head, partial(apply_zero2, **WHOLE), sequence),
+    "zero 3, full": Layout(gpt, apply_fsdp, tensor, FULL + SELECTIVE),
+    "zero 3, sequence": Layout(one_head, apply_fsdp, sequence),
+    "zero 3 summed whole, sequence, full": Layout(
+        gpt, partial(apply_fsdp, **WHOLE), sequence, FULL),
+    "four ranks a layer": Layout(partial(one_head, num_heads=12), apply_fsdp, sequence, FULL, 4),
+    "whole layers": Layout(gpt, apply_zero2, tensor, (), 1),
+}
+SEQUENCES = 5, 4  # of each step: two and three on the data-parallel ranks
+
+
+def train_all(group):
+    """Records of two trainings by the oracle's optimizers, and what a third leaves."""
+    done = {}
+    for name, layout in LAYOUTS.items():
+        batches = sample_batches(SEQUENCES, V, S)
+        done[name] = trainings(group, layout.apply, layout.model, batches, 2), \
+            clipped_steps(group, layout)
+    return done
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run(train_all, 4, timeout=120, watch=False)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_it_is_the_same_training(ranks, name):
+    model, batches = LAYOUTS[name].model, sample_batches(SEQUENCES, V, S)
+    expected = trainings(None, lambda model, group: None, model, batches, 1)
+    for optimizer, moments in expected.items():
+        seen = [done[name][0][optimizer] for done in ranks]
+        assert first_difference(moments, seen) is None, optimizer
+
+
+# Clipping by the norm of the whole gradient; the optimizer's state; the same bits
+
+
+def decaying_matrices(model):
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.dim() >= 2]},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def clipped_steps(group, layout):
+    """Norms before clipping, weights, optimizer state of three steps; None is one process."""
+    torch.manual_seed(0)
+    model = layout.model().double()
+    parallel = Combined(model, None, None) if group is None else layout.apply(model, group)
+    optimizer = parallel.shard(torch.optim.AdamW(decaying_matrices(model), eps=1e-6))
+
+    norms, (index, count) = [], parallel.data_part
+    for tokens in sample_batches((4, 4, 4), V, S):
+        optimizer.zero_grad()
+        part = tokens[index::count]
+        loss = parallel.summed_loss(model(part[:, :-1]), part[:, 1:]) if parallel.tensor \
+            else nn.functional.cross_entropy(
+                model(part[:, :-1]).flatten(0, 1), part[:, 1:].flatten(), reduction="sum")
+        (loss / part[:, 1:].numel()).backward()
+        parallel.finish()
+        parameters = [p for held in optimizer.param_groups for p in held["params"]]
+        norms.append(parallel.clip(parameters, max_norm=0.1))
+        optimizer.step()
+    held = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return torch.stack(norms), parallel.full_parameters(), parallel.optimizer_state(), held
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_norm_and_optimizer_state_are_those_of_the_whole_model(ranks, name):
+    norms, weights, state, _ = clipped_steps(None, LAYOUTS[name])
+    assert min(norms) > 0.2  # of which 0.1 is left
+    close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
+    for done in ranks:
+        got_norms, got_weights, got_state, _ = done[name][1]
+        close(got_norms, norms)
+        close(dict(got_weights), dict(weights))
+        assert got_state["state"].keys() == state["state"].keys()
+        for number, values in state["state"].items():
+            for key, value in values.items():
+                close(got_state["state"][number][key], value, check_dtype=False)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_several_ranks_hold_stays_the_same_bits(ranks, name):
+    """Ranks whose copies part by a rounding part further with every step."""
+    for done in ranks[1:]:
+        for parameter, value in ranks[0][name][1][1].items():
+            assert torch.equal(done[name][1][1][parameter], value), parameter
+
+
+# Mutations
+
+
+class OwnNorm(Combined):
+    def clip(self, parameters, max_norm):
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
+
+
+def norms_of(group, parallel_class, name):
+    layout = LAYOUTS[name]
+    combined_class, globals()["Combined"] = Combined, parallel_class
+    try:
+        return clipped_steps(group, layout)[0]
+    finally:
+        globals()["Combined"] = combined_class
+
+
+def test_the_norm_of_this_ranks_parts_alone_is_another():
+    name = "naive"
+    norms, *_ = clipped_steps(None, LAYOUTS[name])
+    for got in run(norms_of, 4, OwnNorm, name):
+        assert (got / norms - 1).abs().max() > 0.01
+    assert combined.clip_pieces is not None

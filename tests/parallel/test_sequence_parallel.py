@@ -1,0 +1,320 @@
+"""With the sequence divided between the cut layers it is the same training; less is held.
+
+Each number of ranks is started once and does everything; the tests then look at what came back.
+"""
+
+from contextlib import nullcontext
+from functools import partial
+from typing import NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from minitron.comm.launch import run
+from minitron.measure.difference import first_difference
+from minitron.measure.ledger import Ledger
+from minitron.measure.meter import Meter
+from minitron.measure.oracle import assert_same_training, sample_batches, small_model, trainings
+from minitron.model.recompute import apply_full_recompute, apply_selective_recompute
+from minitron.model.transformer import materialised_attention
+from minitron.parallel import sequence_parallel
+from minitron.parallel.sequence_parallel import SequenceParts, apply_sequence_parallel
+from minitron.parallel.tensor_parallel import TensorParallel, apply_tensor_parallel
+from tests.parallel.events import Watcher
+
+V, S = 36, 12  # 2, 3 and 4 ranks divide all sizes
+SIZES = (1, 2, 3, 4)
+MODEL = dict(vocab_size=V, max_sequence_length=S, width=24, num_heads=12, num_kv_heads=12,
+             ffn_width=36)
+gpt = partial(small_model, "gpt", **MODEL)
+llama = partial(small_model, "llama", **MODEL)
+keeping = partial(apply_sequence_parallel, regather=False)
+
+
+def recomputed(make):
+    model = make()
+    apply_full_recompute(model)
+    apply_selective_recompute(model)
+    return model
+
+
+# The same training
+
+
+class Training(NamedTuple):
+    model: partial
+    sizes: tuple
+    num_micro_batches: int = 1
+    sequences: tuple = (3,)
+    apply: partial = apply_sequence_parallel
+
+    def records(self, group, apply):
+        batches = sample_batches(self.sequences, V, S)
+        return trainings(group, apply, self.model, batches, self.num_micro_batches)
+
+
+TRAININGS = {
+    "gpt": Training(gpt, SIZES, 1, (3, 2)),
+    "gpt, untied, keeping": Training(partial(gpt, tied_embedding=False), (2,), 2, apply=keeping),
+    "llama": Training(llama, (1, 2), 2, (3, 2)),
+    "two ranks a key-value head": Training(partial(llama, num_kv_heads=2), (4,), 2),
+    "all ranks one key-value head": Training(partial(llama, num_kv_heads=1), (3,), apply=keeping),
+    "more key-value heads than ranks": Training(partial(llama, num_kv_heads=4), (2,)),
+    "gpt, recomputed": Training(partial(recomputed, gpt), (3,)),
+    "llama, recomputed": Training(partial(recomputed, partial(llama, num_kv_heads=2)), (4,), 2),
+}
+
+
+def everything(group):
+    size = group.size()
+    return {
+        "trainings": {name: training.records(group, training.apply)
+                      for name, training in TRAININGS.items() if size in training.sizes},
+        "mutants": train_mutants(group) if size == 3 else {},
+        "wire": {name: one_step(group, *step) for name, step in STEPS.items()},
+        "held": {name: activations(group, *case) for name, case in HELD.items()}
+                if size in (2, 4) else {},
+        "overlap": overlap(group) if size == 2 else [],
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """Of each size, by rank."""
+    return {size: run(everything, size, timeout=90, watch=False) for size in SIZES}
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_it_is_the_same_training(ranks, name):
+    reference = TRAININGS[name].records(None, lambda model, group: None)
+    for size in TRAININGS[name].sizes:
+        by_rank = [done["trainings"][name] for done in ranks[size]]
+        for optimizer, moments in reference.items():
+            seen = [record[optimizer] for record in by_rank]
+            assert first_difference(moments, seen) is None, (size, optimizer)
+
+
+def test_the_oracle_takes_it_as_it_is():
+    assert_same_training(apply_sequence_parallel, 2, llama, 1, (1,), vocabulary=V, sequence=S)
+
+
+# Mutations: take the essential line out, and the oracle must tell
+
+
+def not_summed(*args):
+    pass
+
+
+def own_part(self, out_partial):
+    return sequence_parallel.equal_parts(out_partial, self.group.size(), 1)[self.group.rank()]
+
+
+def own_grad_part(self, grad_partial):
+    part = own_part(self, grad_partial)
+    return lambda: part.contiguous()
+
+
+def own_tokens(self, x):
+    """Every rank's tokens are taken for this one's."""
+    whole = torch.cat([x] * self.group.size(), 1)
+    return lambda: whole
+
+
+def norms_only(self, gradient=lambda parameter: parameter.grad):
+    """Sums the gradients of norms, and forgets biases and positions."""
+    cuts = self.cuts
+    self.cuts = {name: cut if "norm" in name else cuts["token_embedding.weight"]
+                 for name, cut in cuts.items()}
+    finish(self, gradient)
+    self.cuts = cuts
+
+
+finish = TensorParallel.finish
+TOGETHER = "gradient differs between ranks, together they are right: never reduced?"
+MUTANTS = {
+    "gradients of norms not summed": (
+        llama, patch.object(TensorParallel, "finish", not_summed),
+        f"blocks.0.attention_norm.weight: {TOGETHER}"),
+    "gradients of biases and positions not summed": (
+        gpt, patch.object(TensorParallel, "finish", norms_only),
+        f"position_embedding.weight: {TOGETHER}"),
+    "reduce-scatter removed": (
+        gpt, patch.object(SequenceParts, "reduce", own_part), "model: loss"),
+    "reduce-scatter of the backward pass removed": (
+        gpt, patch.object(SequenceParts, "start_reduce", own_grad_part),
+        "token_embedding.weight: gradient not proportional"),
+    "all-gather removed": (
+        gpt, patch.object(SequenceParts, "start_gather", own_tokens), "model: loss"),
+    "none": (llama, nullcontext(), None),
+}
+
+
+def train_mutants(group):
+    records = {}
+    for name, (model, patched, _) in MUTANTS.items():
+        with patched:
+            records[name] = Training(model, ()).records(group, apply_sequence_parallel)["SGD"]
+    return records
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_oracle_names_the_mutation(ranks, name):
+    model, _, message = MUTANTS[name]
+    expected = Training(model, ()).records(None, lambda model, group: None)["SGD"]
+    found = first_difference(expected, [done["mutants"][name] for done in ranks[3]])
+    assert found is None if message is None else message in found, found
+
+
+# What crosses the wire
+
+
+def one_step(group, apply, make, num_layers):
+    model = make(num_layers=num_layers)
+    parallel = apply(model, group)
+    tokens = torch.zeros(2, S, dtype=torch.int64)
+    with Ledger() as ledger:
+        parallel.summed_loss(model(tokens), tokens).backward()
+        with ledger.phase("finish"):
+            parallel.finish()
+    calls = [(call.phase, call.op, call.payload) for call in ledger.calls]
+    return calls, ledger.bytes_sent(), ledger.bytes_received()
+
+
+STEPS = {
+    (name, num_layers): (apply, make, num_layers)
+    for name, apply, make in (
+        ("tensor", apply_tensor_parallel, gpt), ("keeping", keeping, gpt),
+        ("regathering", apply_sequence_parallel, gpt),
+        ("llama", apply_sequence_parallel, llama))
+    for num_layers in (2, 5)
+}
+WHOLE = 4 * 2 * S * 24
+
+
+def test_each_call_of_a_step(ranks):
+    """The embedding's sum, two pairs a block, and the head's all-gather, then the loss."""
+    gather, scatter = ("all_gather", WHOLE), ("reduce_scatter", WHOLE)
+    loss = [("all_reduce", 4 * 2 * S), ("all_reduce", 8 * 2 * S)]
+    forward = [scatter] + 4 * [gather, scatter] + [gather] + loss
+    for name, backward in (
+        ("keeping", [scatter] + 4 * [gather, scatter] + [gather]),
+        # a layer's input is gathered again before the sum of its gradient leaves
+        ("regathering", [gather, scatter] + 4 * [gather, gather, scatter] + [gather]),
+    ):
+        for size in SIZES:
+            for done in ranks[size]:
+                calls = done["wire"][name, 2][0]
+                assert [call[1:] for call in calls if call[0] == "forward"] == forward
+                assert [call[1:] for call in calls if call[0] == "backward"] == backward
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_block_sends_as_much_as_with_tensor_parallelism_and_2_bsh_more_to_regather(ranks, size):
+    """8 and 10 b s h (t-1)/t elements: Korthikanti et al. 2022, section 4.2.2."""
+    for done in ranks[size]:
+        finished = finish_bytes(done, size)
+        for name, factor in (("tensor", 8), ("keeping", 8), ("regathering", 10), ("llama", 10)):
+            block = factor * (2 * S * 24) * (size - 1) // size * 4
+            (_, *few), (_, *many) = done["wire"][name, 2], done["wire"][name, 5]
+            grown = [b - a - finished[name] for a, b in zip(few, many, strict=True)]
+            assert grown == [3 * block, 3 * block], name
+
+
+def finish_bytes(done, size):
+    """What the last all-reduce of the step sends for 3 blocks more, by name."""
+    few, many = ({name: sum(payload for phase, _, payload in done["wire"][name, L][0]
+                            if phase == "finish") for name, _ in STEPS} for L in (2, 5))
+    return {name: 2 * (many[name] - few[name]) * (size - 1) // size for name in few}
+
+
+def test_what_every_rank_holds_whole_is_summed_once_a_step_in_one_message(ranks):
+    """GPT: two norms and two biases a block but a frozen norm's weight, final norm, positions.
+    Llama: norms alone, one frozen."""
+    expected = {"gpt": 2 * 6 * 24 - 24 + 2 * 24 + S * 24, "llama": 2 * 2 * 24 - 24 + 24}
+    for size in (2, 3, 4):  # of one rank everything is whole
+        for done in ranks[size]:
+            for name, family in (("regathering", "gpt"), ("keeping", "gpt"), ("llama", "llama")):
+                finishing = [call for call in done["wire"][name, 2][0] if call[0] == "finish"]
+                assert finishing == [("finish", "all_reduce", 4 * expected[family])]
+            assert not any(call[0] == "finish" for call in done["wire"]["tensor", 2][0])
+
+
+# What is held
+
+b, s, h, a = 2, 64, 256, 4
+HELD = {
+    ("tensor", "none"): (apply_tensor_parallel, lambda model: None),
+    ("tensor", "selective"): (apply_tensor_parallel, apply_selective_recompute),
+    ("sequence", "none"): (apply_sequence_parallel, lambda model: None),
+    ("sequence", "selective"): (apply_sequence_parallel, apply_selective_recompute),
+    ("keeping", "none"): (keeping, lambda model: None),
+}
+
+
+def cuda_dropout(x, p=0.5, training=True, inplace=False):
+    """With a mask of one byte a value, as CUDA's; the CPU's has as many as a value."""
+    return torch.native_dropout(x, p, True)[0] if p > 0 and training else x
+
+
+def activations(group, apply, recompute):
+    """Bytes that a block saves: what a model of two saves more than one of one."""
+    saved = []
+    for num_layers in (1, 2):
+        model = small_model("gpt", vocab_size=32, max_sequence_length=s, num_layers=num_layers,
+                            width=h, num_heads=a, num_kv_heads=a, ffn_width=4 * h, dropout=0.1)
+        model = model.bfloat16()
+        for block in model.blocks:
+            block.attention.attention_fn = materialised_attention
+        apply(model, group)
+        recompute(model)
+        tokens = torch.zeros(b, s, dtype=torch.int64)
+        with patch.object(F, "dropout", cuda_dropout), Meter(model) as meter:
+            logits = model(tokens)
+            saved.append(meter.now()["activation"])
+            del logits
+    return saved[1] - saved[0]
+
+
+@pytest.mark.parametrize("t", [2, 4])
+def test_a_block_saves_what_korthikanti_2022_says(ranks, t):
+    """Table 2, within 2 %: it leaves out the norms' statistics and the causal mask."""
+    scores = 5 * a * s / (h * t)
+    table = {
+        ("tensor", "none"): 10 + 24 / t + scores,
+        ("tensor", "selective"): 10 + 24 / t,
+        ("sequence", "none"): 34 / t + scores,
+        ("sequence", "selective"): 34 / t,
+        ("keeping", "none"): 30 / t + 4 + scores,  # which is not in the table
+    }
+    for done in ranks[t]:
+        for name, factor in table.items():
+            assert done["held"][name] == pytest.approx(s * b * h * factor, rel=0.02), name
+
+
+# Overlap
+
+
+def overlap(group):
+    model = llama(num_layers=1)
+    parallel = apply_sequence_parallel(model, group)
+    tokens = torch.zeros(2, S, dtype=torch.int64)
+    loss = parallel.summed_loss(model(tokens), tokens)
+    watcher = Watcher()
+    with watcher.listening(SequenceParts, "start_gather", "start_reduce"), watcher:
+        loss.backward()
+    return watcher.events
+
+
+def test_the_input_comes_while_its_gradient_is_computed_which_leaves_past_the_weights(ranks):
+    x, weight = ("product", (2 * S, 24)), ("product", (18, 24))
+    gathers, gathered = ("start_gather", "starts"), ("start_gather", "ends")
+    reduces, reduced = ("start_reduce", "starts"), ("start_reduce", "ends")
+    for done in ranks[2]:
+        events = done["overlap"]
+        assert events[:6] == [gathers, x, gathered, reduces, weight, reduced]  # head
+        after_down = events[8:]
+        assert after_down[:9] == [gathers, x, x, gathered, reduces, weight, weight, reduced,
+                                  ("product", (24, 12))]
+        assert events.count(gathers) == events.count(reduces) == 3

@@ -1,0 +1,343 @@
+"""Cut layers train as whole ones do, send what is said when it is said, and hold no whole logits.
+
+Each number of ranks is started once and does everything; the tests then look at what came back.
+"""
+
+from contextlib import nullcontext
+from functools import partial
+from typing import NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from minitron.comm.launch import run
+from minitron.config import ConfigError
+from minitron.measure.difference import first_difference
+from minitron.measure.ledger import Ledger
+from minitron.measure.oracle import assert_same_training, sample_batches, small_model, trainings
+from minitron.model.recompute import apply_full_recompute, apply_selective_recompute
+from minitron.model.transformer import initial_value, initialise, materialise
+from minitron.parallel import tensor_parallel, vocabulary_parallel
+from minitron.parallel.cuts import plan_cuts
+from minitron.parallel.tensor_parallel import (
+    RowParallelLinear,
+    TensorParallel,
+    WholeSequence,
+    apply_tensor_parallel,
+)
+from minitron.parallel.vocabulary_parallel import (
+    VocabularyParallelEmbedding,
+)
+from tests.parallel.events import Watcher
+
+V, S = 36, 12  # 2, 3 and 4 ranks divide all sizes
+SIZES = (1, 2, 3, 4)
+MODEL = dict(vocab_size=V, max_sequence_length=S, width=24, num_heads=12, num_kv_heads=12,
+             ffn_width=36)
+gpt = partial(small_model, "gpt", **MODEL)
+llama = partial(small_model, "llama", **MODEL)
+six_heads = partial(gpt, num_heads=6, num_kv_heads=6)
+
+
+def frozen():
+    """Of layers that compute together some train: a weight, a bias, and neither."""
+    model = llama(num_kv_heads=4, tied_embedding=True)
+    for name in ("token_embedding.weight", "blocks.0.attention.key.weight",
+                 "blocks.0.attention.value.weight", "blocks.1.attention.out.weight",
+                 "blocks.1.mlp.gate.weight"):
+        model.get_parameter(name).requires_grad_(False)
+    return model
+
+
+def frozen_biases():
+    model = gpt(tied_embedding=False)
+    for name in ("blocks.0.attention.query.bias", "blocks.0.attention.key.weight",
+                 "blocks.1.mlp.up.bias", "blocks.1.mlp.down.bias"):
+        model.get_parameter(name).requires_grad_(False)
+    return model
+
+
+def recomputed(make, *policies):
+    model = make()
+    for policy in policies:
+        policy(model)
+    return model
+
+
+# The same training
+
+
+class Training(NamedTuple):
+    model: partial
+    sizes: tuple
+    num_micro_batches: int = 1
+    sequences: tuple = (3,)
+
+    def records(self, group, apply):
+        batches = sample_batches(self.sequences, V, S)
+        return trainings(group, apply, self.model, batches, self.num_micro_batches)
+
+
+BOTH = apply_full_recompute, apply_selective_recompute
+TRAININGS = {
+    "gpt": Training(gpt, SIZES, 1, (3, 2)),
+    "gpt, six heads": Training(six_heads, (3,)),
+    "gpt, untied": Training(partial(gpt, tied_embedding=False), (2,), 2),
+    "llama": Training(llama, (1, 4), 2, (3, 2)),
+    "llama, tied": Training(partial(llama, tied_embedding=True), (3,)),
+    "two ranks a key-value head": Training(partial(llama, num_kv_heads=2), (4,), 2),
+    "all ranks one key-value head": Training(partial(llama, num_kv_heads=1), (2, 3)),
+    "a rank a key-value head": Training(partial(llama, num_kv_heads=4), (4,)),
+    "more key-value heads than ranks": Training(partial(llama, num_kv_heads=4), (2,)),
+    "frozen": Training(frozen, (2,)),
+    "frozen biases": Training(frozen_biases, (3,)),
+    "gpt, recomputed": Training(partial(recomputed, gpt, *BOTH), (3,)),
+    "llama, recomputed": Training(
+        partial(recomputed, partial(llama, num_kv_heads=2), *BOTH), (4,), 2),
+}
+def everything(group):
+    size = group.size()
+    return {
+        "trainings": {name: training.records(group, apply_tensor_parallel)
+                      for name, training in TRAININGS.items() if size in training.sizes},
+        "mutants": train_mutants(group) if size == 3 else {},
+        "weights": [weights(group, is_meta) for is_meta in (True, False)],
+        "wire": {name: one_step(group, *step) for name, step in STEPS.items()
+                 if size == 4 or "shared" not in name},
+        "overlap": overlap(group) if size == 2 else [],
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """Of each size, by rank."""
+    return {size: run(everything, size, timeout=90, watch=False) for size in SIZES}
+
+
+def compare(expected, by_rank):
+    for optimizer, moments in expected.items():
+        assert first_difference(moments, [record[optimizer] for record in by_rank]) is None
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_it_is_the_same_training(ranks, name):
+    expected = TRAININGS[name].records(None, lambda model, group: None)
+    for size in TRAININGS[name].sizes:
+        compare(expected, [done["trainings"][name] for done in ranks[size]])
+
+
+def test_the_oracle_takes_it_as_it_is():
+    assert_same_training(apply_tensor_parallel, 2, gpt, 1, (1,), vocabulary=V, sequence=S)
+
+
+# Mutations: take the essential line out, and the oracle must tell
+
+
+def bias_on_every_rank(self, x):
+    return self.exchange.reduce(F.linear(x, self.weight, self.bias))
+
+
+def reduced_twice(self, out_partial):
+    """An all-reduce in the backward pass too: what autograd would do with a collective."""
+    reduced = WholeSequence.reduce(self, out_partial)
+    return tensor_parallel.differentiable.replicate(reduced, self.group)
+
+
+class ReducedTwice(WholeSequence):
+    reduce = reduced_twice
+
+
+def own_embedding(self, tokens):
+    rows, is_mine = vocabulary_parallel.local_rows(tokens, len(self.weight), self.rank)
+    return F.embedding(rows, self.weight).masked_fill(~is_mine[..., None], 0)
+
+
+def not_sent(*args, **kwargs):
+    pass
+
+
+ONE_HEAD = partial(llama, num_kv_heads=1)
+MUTANTS = {
+    "forward all-reduce removed": (
+        gpt, patch.object(WholeSequence, "reduce", lambda self, out: out), "model: loss"),
+    "backward all-reduce removed": (
+        gpt, patch.object(WholeSequence, "start_reduce", lambda self, grad: lambda: grad),
+        "token_embedding.weight: gradient not proportional"),
+    "backward all-reduce in the wrong place too": (
+        gpt, patch.object(tensor_parallel, "WholeSequence", ReducedTwice),
+        "token_embedding.weight: gradient "),
+    "bias added on every rank": (
+        gpt, patch.object(RowParallelLinear, "forward", bias_on_every_rank), "model: loss"),
+    "embedding not summed": (
+        gpt, patch.object(VocabularyParallelEmbedding, "forward", own_embedding), "model: loss"),
+    "loss not summed": (
+        gpt, patch.object(vocabulary_parallel, "all_reduce", not_sent), "model: loss"),
+    "largest logit of this rank alone": (
+        gpt, patch.object(vocabulary_parallel, "all_reduce_max", not_sent), "model: loss"),
+    "shared key-value head not summed": (
+        ONE_HEAD, patch.object(TensorParallel, "finish", not_sent),
+        "blocks.0.attention.key.weight: gradient differs between ranks, together they are right"),
+    "no broadcast": (
+        gpt, patch.object(tensor_parallel, "broadcast", not_sent),
+        "token_embedding.weight: initial weights differ on all ranks: no broadcast from rank 0"),
+    "none": (ONE_HEAD, nullcontext(), None),
+}
+
+
+def train_mutants(group):
+    records = {}
+    for name, (model, patched, _) in MUTANTS.items():
+        with patched:
+            records[name] = Training(model, ()).records(group, apply_tensor_parallel)["SGD"]
+    return records
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_oracle_names_the_mutation(ranks, name):
+    model, _, message = MUTANTS[name]
+    expected = Training(model, ()).records(None, lambda model, group: None)["SGD"]
+    found = first_difference(expected, [done["mutants"][name] for done in ranks[3]])
+    assert found is None if message is None else message in found, found
+
+
+# Weights of any layout are slices of the same
+
+
+def for_weights(size):
+    return gpt() if size == 3 else llama(num_kv_heads=2)
+
+
+def weights(group, is_meta):
+    """Made on the meta device or from a broadcast: parts, cuts, and all together again."""
+    with torch.device("meta" if is_meta else "cpu"):
+        model = for_weights(group.size())
+    if not is_meta:
+        initialise(model, seed=5 + group.rank())
+    parallel = apply_tensor_parallel(model, group)
+    if is_meta:
+        materialise(model, "cpu")
+        parallel.fill(lambda name, shape: initial_value(name, shape, 5, 2))
+    tied = model.head.weight is model.token_embedding.weight
+    return model.state_dict(), parallel.cuts, parallel.full_parameters(), tied
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_weights_of_any_layout_are_slices_of_the_same(ranks, size):
+    model = for_weights(size)
+    initialise(model, seed=5)
+    for rank, done in enumerate(ranks[size]):
+        for parts, cuts, full, tied in done["weights"]:
+            assert tied == model.config.tied_embedding
+            assert list(parts) == list(model.state_dict())
+            assert cuts == plan_cuts(model, rank, size, tensor_parallel.PLAN)
+            for name, parameter in model.named_parameters():
+                assert torch.equal(parts[name], cuts[name].of(parameter))
+                assert cuts[name].full_shape(parts[name].shape) == parameter.shape
+                assert torch.equal(full[name], parameter)
+
+
+def test_which_part_a_rank_holds_counted_by_hand():
+    cuts = plan_cuts(llama(num_kv_heads=2), 2, 4, tensor_parallel.PLAN)
+    matrix, kv = torch.arange(24 * 36).view(24, 36), torch.arange(4 * 24).view(4, 24)
+    assert torch.equal(cuts["blocks.0.mlp.down.weight"].of(matrix), matrix[:, 18:27])
+    assert torch.equal(cuts["blocks.1.attention.key.weight"].of(kv), kv[2:])  # ranks 2 and 3
+    assert torch.equal(cuts["blocks.1.attention.query.weight"].of(matrix), matrix[12:18])
+    assert torch.equal(cuts["head.weight"].of(matrix.T), matrix.T[18:27])
+    assert torch.equal(cuts["final_norm.weight"].of(matrix[0]), matrix[0])
+    shared = {name for name, cut in cuts.items() if cut.is_partial}
+    assert shared == {f"blocks.{n}.attention.{kind}.weight" for n in (0, 1)
+                      for kind in ("key", "value")}
+
+
+@pytest.mark.parametrize(("family", "sizes", "ranks", "name"), [
+    ("gpt", {}, 5, "num_heads = 12"),
+    ("llama", {"num_kv_heads": 4}, 6, "num_kv_heads = 4"),
+    ("gpt", {"ffn_width": 34}, 4, "ffn_width = 34"),
+    ("llama", {"vocab_size": 29}, 3, "vocab_size = 29"),
+])
+def test_a_size_that_does_not_divide_is_told_with_both_numbers(family, sizes, ranks, name):
+    model = small_model(family, **MODEL | sizes)
+    words = f"^model.{name} does not divide by {ranks} ranks of tensor parallelism: raise it to "
+    with pytest.raises(ConfigError, match=words):
+        plan_cuts(model, 0, ranks, tensor_parallel.PLAN)
+
+
+# What crosses the wire, and when
+
+
+def one_step(group, make, dtype=torch.float32):
+    model = make().to(dtype)
+    parallel = apply_tensor_parallel(model, group)
+    tokens = torch.zeros(2, S, dtype=torch.int64)
+    with Ledger() as ledger:
+        parallel.summed_loss(model(tokens), tokens).backward()
+        with ledger.phase("finish"):
+            parallel.finish()
+    calls = [(call.phase, call.op, call.reduce, call.payload) for call in ledger.calls]
+    return calls, ledger.bytes_sent(), ledger.bytes_received()
+
+
+STEPS = {
+    "gpt": (gpt,),
+    "llama": (llama,),
+    "gpt, deeper": (partial(gpt, num_layers=5),),
+    "llama, bf16": (llama, torch.bfloat16),
+    "llama, bf16, deeper": (partial(llama, num_layers=5), torch.bfloat16),
+    "shared": (partial(llama, num_kv_heads=2),),
+}
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_each_call_of_a_step(ranks, name):
+    """With L = 2 blocks 4 b s h bytes a tensor: the embedding's, two a block, the loss's two."""
+    whole, tokens = 4 * 2 * S * 24, 4 * 2 * S
+    expected = [("forward", "all_reduce", "sum", whole)] * 5 + [
+        ("forward", "all_reduce", "max", tokens), ("forward", "all_reduce", "sum", 2 * tokens),
+    ] + [("backward", "all_reduce", "sum", whole)] * 5
+    for size in SIZES:
+        for done in ranks[size]:
+            assert done["wire"][name][0] == expected  # no all-gather, and nothing left to finish
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("name", "num_bytes"), [("gpt", 4), ("llama, bf16", 2)])
+def test_a_block_sends_and_receives_8_bsh_elements_less_one_nth(ranks, name, num_bytes, size):
+    """8 b s h (t-1)/t: Narayanan et al. 2021, section 3.2."""
+    block = 8 * (2 * S * 24) * (size - 1) // size * num_bytes
+    for done in ranks[size]:
+        (_, *few), (_, *many) = done["wire"][name], done["wire"][f"{name}, deeper"]
+        assert [b - a for a, b in zip(few, many, strict=True)] == [3 * block, 3 * block]
+
+
+def test_shared_key_value_heads_are_summed_once_a_step_in_one_message(ranks):
+    num_elements = 2 * 2 * (2 * 2) * 24  # of 2 blocks the keys and values, two heads of 2 x 24
+    for done in ranks[4]:
+        calls = done["wire"]["shared"][0]
+        assert calls[:-1] == done["wire"]["llama"][0]
+        assert calls[-1] == ("finish", "all_reduce", "sum", 4 * num_elements)
+
+
+def overlap(group):
+    model = llama(num_layers=1, num_kv_heads=4)
+    parallel = apply_tensor_parallel(model, group)
+    tokens = torch.zeros(2, S, dtype=torch.int64)
+    loss = parallel.summed_loss(model(tokens), tokens)
+    watcher = Watcher()
+    with watcher.listening(WholeSequence, "start_reduce"), watcher:
+        loss.backward()
+    return watcher.events
+
+
+def test_weight_gradients_are_computed_while_the_input_gradient_travels(ranks):
+    x, starts, ends = ("product", (2 * S, 24)), ("start_reduce", "starts"), ("start_reduce", "ends")
+    head = [x, starts, ("product", (18, 24)), ends]
+    gate_and_up = [x, x, starts, ("product", (18, 24)), ("product", (18, 24)), ends]
+    attention = [x, x, x, starts, ("product", (12, 24)), ("product", (4, 24)),
+                 ("product", (4, 24)), ends]
+    for events in (done["overlap"] for done in ranks[2]):
+        assert events[:4] == head
+        assert events[6:12] == gate_and_up  # after both gradients of down, which are its own
+        assert events[-8:] == attention
+        assert events.count(starts) == 3
