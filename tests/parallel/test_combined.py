@@ -5,6 +5,7 @@ The ranks are started once and do everything; the tests then look at what came b
 
 from functools import partial
 from typing import NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ from minitron.comm.mesh import make_mesh
 from minitron.measure.difference import first_difference
 from minitron.measure.oracle import sample_batches, small_model, trainings
 from minitron.model.recompute import apply_full_recompute, apply_selective_recompute
-from minitron.parallel import combined
 from minitron.parallel.combined import Combined
 from minitron.parallel.data_parallel import (
     apply_bucketed_data_parallel,
@@ -24,6 +24,7 @@ from minitron.parallel.data_parallel import (
 )
 from minitron.parallel.fsdp import apply_fsdp
 from minitron.parallel.sequence_parallel import apply_sequence_parallel
+from minitron.parallel.shards import clip_pieces
 from minitron.parallel.tensor_parallel import apply_tensor_parallel
 from minitron.parallel.zero import apply_zero1, apply_zero2
 
@@ -48,7 +49,7 @@ class Layout(NamedTuple):
 
     def apply(self, model, group):
         mesh = make_mesh("cpu", dp=group.size() // self.tp, tp=self.tp)
-        parallel = self.apply_tensor(model, mesh.group("tp"))
+        parallel = self.apply_tensor(model, mesh.group("tp")) if self.tp > 1 else None
         for policy in self.policies:
             policy(model)
         return Combined(model, self.apply_data(model, mesh.group("dp")), parallel)
@@ -77,9 +78,9 @@ def train_all(group):
     """Records of two trainings by the oracle's optimizers, and what a third leaves."""
     done = {}
     for name, layout in LAYOUTS.items():
-        batches = sample_batches(SEQUENCES, V, S)
-        done[name] = trainings(group, layout.apply, layout.model, batches, 2), \
-            clipped_steps(group, layout)
+        batches, num_micro_batches = sample_batches(SEQUENCES, V, S), min(layout.tp, 2)
+        done[name] = (trainings(group, layout.apply, layout.model, batches, num_micro_batches),
+                      clipped_steps(group, layout))
     return done
 
 
@@ -154,26 +155,29 @@ def test_what_several_ranks_hold_stays_the_same_bits(ranks, name):
             assert torch.equal(done[name][1][1][parameter], value), parameter
 
 
-# Mutations
+# Mutations: what only these layouts can get wrong
 
 
-class OwnNorm(Combined):
-    def clip(self, parameters, max_norm):
-        return nn.utils.clip_grad_norm_(parameters, max_norm)
+def own_norm(parallel, parameters, max_norm):
+    return nn.utils.clip_grad_norm_(parameters, max_norm)
 
 
-def norms_of(group, parallel_class, name):
-    layout = LAYOUTS[name]
-    combined_class, globals()["Combined"] = Combined, parallel_class
-    try:
-        return clipped_steps(group, layout)[0]
-    finally:
-        globals()["Combined"] = combined_class
+def counting_copies_twice(parallel, parameters, max_norm):
+    groups = [parallel.tensor.group]
+    return clip_pieces(parameters, max_norm, parameters[0].new_zeros(()), groups)
 
 
-def test_the_norm_of_this_ranks_parts_alone_is_another():
-    name = "naive"
-    norms, *_ = clipped_steps(None, LAYOUTS[name])
-    for got in run(norms_of, 4, OwnNorm, name):
-        assert (got / norms - 1).abs().max() > 0.01
-    assert combined.clip_pieces is not None
+def train_mutants(group):
+    norms = []
+    for clip in (own_norm, counting_copies_twice, Combined.clip):
+        with patch.object(Combined, "clip", clip):
+            norms.append(clipped_steps(group, LAYOUTS["naive"])[0])
+    return norms
+
+
+def test_the_norm_is_neither_that_of_own_parts_nor_counts_copies_twice():
+    expected, *_ = clipped_steps(None, LAYOUTS["naive"])
+    for *wrong, right in run(train_mutants, 4):
+        torch.testing.assert_close(right, expected, rtol=1e-10, atol=0)
+        for norms in wrong:
+            assert (norms / expected - 1).abs()[0] > 0.01

@@ -10,15 +10,19 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from minitron.comm.launch import run
+from minitron.cost import tensor_parallel_parameters
 from minitron.measure.difference import first_difference
 from minitron.measure.ledger import Ledger
 from minitron.measure.meter import Meter
 from minitron.measure.oracle import assert_same_training, sample_batches, small_model, trainings
 from minitron.model.recompute import apply_full_recompute, apply_selective_recompute
-from minitron.model.transformer import materialised_attention
+from minitron.model.transformer import materialise, materialised_attention
 from minitron.parallel import sequence_parallel
 from minitron.parallel.sequence_parallel import SequenceParts, apply_sequence_parallel
 from minitron.parallel.tensor_parallel import TensorParallel, apply_tensor_parallel
@@ -76,6 +80,8 @@ def everything(group):
         "wire": {name: one_step(group, *step) for name, step in STEPS.items()},
         "held": {name: activations(group, *case) for name, case in HELD.items()}
                 if size in (2, 4) else {},
+        "16 bits": {name: in_bfloat16(group, *case) for name, case in HALF.items()}
+                   if size == 3 else {},
         "overlap": overlap(group) if size == 2 else [],
     }
 
@@ -241,6 +247,50 @@ def test_what_every_rank_holds_whole_is_summed_once_a_step_in_one_message(ranks)
             assert not any(call[0] == "finish" for call in done["wire"]["tensor", 2][0])
 
 
+# Under autocast
+
+
+HALF = {(family, name): (make, apply) for family, make in (("gpt", gpt), ("llama", llama))
+        for name, apply in (("tensor", apply_tensor_parallel), ("keeping", keeping),
+                            ("regathering", apply_sequence_parallel))}
+
+
+def in_bfloat16(group, make, apply):
+    """Loss, gradients and payloads; without a group those of one process."""
+    torch.manual_seed(0)
+    model = make()
+    parallel = None if group is None else apply(model, group)
+    tokens = torch.arange(2 * S).view(2, S)
+    with Ledger() as ledger:
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(tokens)
+        if group is None:
+            loss = F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten(), reduction="sum")
+        else:
+            loss = parallel.summed_loss(logits.float(), tokens)
+        loss.backward()
+    if group is None:
+        return loss.item(), {name: p.grad for name, p in model.named_parameters()}, []
+    parallel.finish()
+    return loss.item(), parallel.full_gradients(), [call.payload for call in ledger.calls]
+
+
+@pytest.mark.parametrize("case", HALF, ids=" ".join)
+def test_under_autocast_layers_send_16_bits_and_gradients_have_32(ranks, case):
+    """The embedding, which autocast leaves in 32 bits, sends them; and the loss."""
+    loss, grads, _ = in_bfloat16(None, *HALF[case])
+    largest = max(grad.abs().max() for grad in grads.values() if grad is not None)
+    for done in ranks[3]:
+        got_loss, got_grads, payloads = done["16 bits"][case]
+        assert got_loss == pytest.approx(loss, rel=1e-3)
+        for name, grad in got_grads.items():
+            assert grad.dtype == torch.float32
+            assert (grad - grads[name]).abs().max() < 0.02 * largest, name
+        wide = [n for n in payloads if n not in (WHOLE // 2, 4 * 2 * S, 8 * 2 * S)]
+        assert wide == [WHOLE] * (1 if case[1] == "tensor" else 2)
+        assert payloads.count(WHOLE // 2) >= 2 * 2 * 2 + 1
+
+
 # What is held
 
 b, s, h, a = 2, 64, 256, 4
@@ -318,3 +368,29 @@ def test_the_input_comes_while_its_gradient_is_computed_which_leaves_past_the_we
         assert after_down[:9] == [gathers, x, x, gathered, reduces, weight, weight, reduced,
                                   ("product", (24, 12))]
         assert events.count(gathers) == events.count(reduces) == 3
+
+
+# Without the ranks
+
+
+@pytest.mark.parametrize("apply", [apply_tensor_parallel, apply_sequence_parallel])
+def test_a_step_of_one_fake_rank_of_many(apply):
+    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=16)
+    try:
+        with FakeTensorMode():
+            with torch.device("meta"):
+                model = small_model("gpt", vocab_size=160, max_sequence_length=64, width=64,
+                                    num_heads=16, num_kv_heads=16, ffn_width=256, dropout=0.1)
+            parallel = apply(model, dist.group.WORLD)
+            apply_full_recompute(model)
+            materialise(model, "cpu")
+            tokens = torch.zeros(2, 64, dtype=torch.int64)
+            with Meter(model) as meter, Ledger() as ledger:
+                parallel.summed_loss(model(tokens), tokens).backward()
+                parallel.finish()
+            assert meter.now()["parameter"] == 4 * tensor_parallel_parameters(model.config, 16)
+            # embedding, head, two blocks; each block's forward once more, but for its last message
+            whole = 4 * 2 * 64 * 64
+            assert ledger.bytes_sent() > (2 + 2 * 4) * 2 * whole * 15 // 16
+    finally:
+        dist.destroy_process_group()

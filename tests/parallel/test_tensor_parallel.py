@@ -3,6 +3,7 @@
 Each number of ranks is started once and does everything; the tests then look at what came back.
 """
 
+import time
 from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
@@ -16,11 +17,13 @@ from minitron.comm.launch import run
 from minitron.config import ConfigError
 from minitron.measure.difference import first_difference
 from minitron.measure.ledger import Ledger
+from minitron.measure.meter import Meter
 from minitron.measure.oracle import assert_same_training, sample_batches, small_model, trainings
 from minitron.model.recompute import apply_full_recompute, apply_selective_recompute
 from minitron.model.transformer import initial_value, initialise, materialise
 from minitron.parallel import tensor_parallel, vocabulary_parallel
 from minitron.parallel.cuts import plan_cuts
+from minitron.parallel.sequence_parallel import apply_sequence_parallel
 from minitron.parallel.tensor_parallel import (
     RowParallelLinear,
     TensorParallel,
@@ -107,6 +110,7 @@ def everything(group):
         "wire": {name: one_step(group, *step) for name, step in STEPS.items()
                  if size == 4 or "shared" not in name},
         "overlap": overlap(group) if size == 2 else [],
+        "left": left_after_a_step(group) if size == 2 else [],
     }
 
 
@@ -219,6 +223,9 @@ def weights(group, is_meta):
     if is_meta:
         materialise(model, "cpu")
         parallel.fill(lambda name, shape: initial_value(name, shape, 5, 2))
+    for parameter in model.parameters():
+        assert parameter.is_contiguous()
+        assert parameter.untyped_storage().nbytes() == parameter.nbytes  # not a view of the whole
     tied = model.head.weight is model.token_embedding.weight
     return model.state_dict(), parallel.cuts, parallel.full_parameters(), tied
 
@@ -231,7 +238,7 @@ def test_the_weights_of_any_layout_are_slices_of_the_same(ranks, size):
         for parts, cuts, full, tied in done["weights"]:
             assert tied == model.config.tied_embedding
             assert list(parts) == list(model.state_dict())
-            assert cuts == plan_cuts(model, rank, size, tensor_parallel.PLAN)
+            assert cuts == plan_cuts(model, rank, size)
             for name, parameter in model.named_parameters():
                 assert torch.equal(parts[name], cuts[name].of(parameter))
                 assert cuts[name].full_shape(parts[name].shape) == parameter.shape
@@ -239,7 +246,7 @@ def test_the_weights_of_any_layout_are_slices_of_the_same(ranks, size):
 
 
 def test_which_part_a_rank_holds_counted_by_hand():
-    cuts = plan_cuts(llama(num_kv_heads=2), 2, 4, tensor_parallel.PLAN)
+    cuts = plan_cuts(llama(num_kv_heads=2), 2, 4)
     matrix, kv = torch.arange(24 * 36).view(24, 36), torch.arange(4 * 24).view(4, 24)
     assert torch.equal(cuts["blocks.0.mlp.down.weight"].of(matrix), matrix[:, 18:27])
     assert torch.equal(cuts["blocks.1.attention.key.weight"].of(kv), kv[2:])  # ranks 2 and 3
@@ -261,7 +268,7 @@ def test_a_size_that_does_not_divide_is_told_with_both_numbers(family, sizes, ra
     model = small_model(family, **MODEL | sizes)
     words = f"^model.{name} does not divide by {ranks} ranks of tensor parallelism: raise it to "
     with pytest.raises(ConfigError, match=words):
-        plan_cuts(model, 0, ranks, tensor_parallel.PLAN)
+        plan_cuts(model, 0, ranks)
 
 
 # What crosses the wire, and when
@@ -341,3 +348,40 @@ def test_weight_gradients_are_computed_while_the_input_gradient_travels(ranks):
         assert events[6:12] == gate_and_up  # after both gradients of down, which are its own
         assert events[-8:] == attention
         assert events.count(starts) == 3
+
+
+# What is let go
+
+
+def left(meter):
+    """Live bytes that are neither parameters nor gradients, once gloo's threads have let go."""
+    for _ in range(2000):
+        held = meter.now()
+        if held["activation"] + held["temporary"] == 0:
+            break
+        time.sleep(1e-3)
+    return held["activation"] + held["temporary"]
+
+
+def left_after_a_step(group):
+    seen = []
+    for policies in ((), BOTH):
+        for apply in (apply_tensor_parallel, apply_sequence_parallel):
+            model = llama()
+            parallel = apply(model, group)
+            for policy in policies:
+                policy(model)
+            tokens = torch.zeros(2, S, dtype=torch.int64)
+            with Meter(model) as meter:
+                with torch.no_grad():
+                    model(tokens)
+                seen.append(left(meter))
+                parallel.summed_loss(model(tokens), tokens).backward()
+                seen.append(left(meter))
+    return seen
+
+
+def test_a_step_leaves_nothing_behind(ranks):
+    """Layers that compute together keep each other's outputs until they are asked for."""
+    for done in ranks[2]:
+        assert done["left"] == 8 * [0]
