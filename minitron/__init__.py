@@ -13,7 +13,7 @@ Layers are folders, techniques are files; imports go downwards only:
     comm : measure                      how ranks talk; the instruments
     model | dataset | process           what is trained; which tokens; which device
     cost                                parameters, FLOPs and bytes as formulas
-    command_line                        command lines from dataclasses
+    command_line | config_file          command lines from dataclasses; TOML files
     config                              what a run is told
 """
 

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import tyro
 
-from minitron import command_line, config
+from minitron import command_line, config, config_file
 
 USAGE = """usage: minitron COMMAND [...]
 
@@ -235,7 +235,7 @@ def dispatch(args: list[str]) -> int:
     if not args or args[0] in ("-h", "--help"):
         print(USAGE)
         return 0
-    config.require_known(args[:1], COMMANDS, "command line", what="command")
+    config_file.require_known(args[:1], COMMANDS, "command line", what="command")
     return COMMANDS[args[0]](args[1:])
 
 

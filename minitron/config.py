@@ -6,10 +6,6 @@ A field's comment gives its unit or the reason for its value; `minitron train --
 Every impossible value is one `ConfigError` line: what was wrong, both numbers, the remedy.
 """
 
-import dataclasses
-import difflib
-import tomllib
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -183,6 +179,12 @@ class ParallelConfig:
     """Ranks that compute each layer together (tensor parallelism): neighbours, of one node."""
     sequence: bool = False
     """With tp, divide the sequence too where layers are not cut: norms, dropout, residual."""
+    pp: int = 1
+    """Ranks that hold the layers one after the other (pipeline parallelism)."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
+    """In which order the pipeline's ranks work on the micro-batches."""
+    chunks: int = 1
+    """Stages that each rank of the pipeline holds: 2 or more with interleaved, else 1."""
     data_parallel: Literal["naive", "hooked", "bucketed"] = "bucketed"
     """When gradients are sent: after the backward pass, each as it is ready, or in buckets."""
     zero: Literal[0, 1, 2, 3] = 0
@@ -194,13 +196,32 @@ class ParallelConfig:
 
     def __post_init__(self):
         require(self.dp >= 0, f"parallel.dp = {self.dp}: must be 0 or more")
-        require_positive("parallel", self, "tp")
+        require_positive("parallel", self, "tp", "pp", "chunks")
         require(not self.sequence or self.tp > 1, f"parallel.sequence with parallel.tp = {self.tp}:"
                 " it divides what tensor parallelism leaves whole; set parallel.tp to 2 or more")
         require(
             self.sync_every_micro_batch or self.zero >= 2,
             f"parallel.sync_every_micro_batch = {self.sync_every_micro_batch} with parallel.zero = "
             f"{self.zero}: below stage 2 gradients travel once a step anyway; leave it out",
+        )
+        if self.pp > 1:
+            self.require_pipeline()
+
+    def require_pipeline(self) -> None:
+        require(
+            self.zero < 3,
+            f"parallel.zero = 3 with parallel.pp = {self.pp}: every micro-batch would gather every "
+            "stage's weights again; use stage 1 or 2, or parallel.pp = 1",
+        )
+        require(
+            self.zero < 2 or not self.sync_every_micro_batch,
+            f"parallel.zero = 2 with parallel.pp = {self.pp}: gradients are whole until all "
+            "micro-batches are through; add --parallel.sync-every-micro-batch False, or use 1",
+        )
+        require(
+            (self.chunks > 1) == (self.schedule == "interleaved"),
+            f"parallel.chunks = {self.chunks} with parallel.schedule = {self.schedule}: the "
+            "interleaved schedule needs 2 chunks or more, the others have 1",
         )
 
 
@@ -224,74 +245,12 @@ class Config:
                     "compiled model keeps the weights that stage 3 frees; switch it off, or use 2")
             require(tp == 1, f"train.compile with parallel.tp = {tp}: the collectives inside cut "
                     "layers are not compiled; switch it off")
+            require(parallel.pp == 1, f"train.compile with parallel.pp = {parallel.pp}: a stage is "
+                    "not compiled; switch it off")
         for name, length in (("data.sequence_length", self.data.sequence_length),
                              ("model.max_sequence_length", self.model.max_sequence_length)):
             require(not parallel.sequence or length % tp == 0, f"{name} = {length} does not divide "
                     f"by parallel.tp = {tp} (parallel.sequence is on): use {_round_up(length, tp)}")
-
-
-def load(path: Path) -> Config:
-    """Read a `Config` from a TOML file; what it leaves out keeps its default.
-
-    Raises ConfigError if the file is missing, is not TOML, or holds an unknown or ill-typed key.
-    """
-    if not path.is_file():
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")])
-        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
-        raise ConfigError(f"{path}: there is no such file{hint}")
-    try:
-        tables = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from None
-    return from_dict(tables, where=str(path))
-
-
-def from_dict(tables: dict, where: str = "config") -> Config:
-    """Build a `Config` from nested dictionaries, the inverse of `to_dict`."""
-    sections = {f.name: f.default_factory for f in dataclasses.fields(Config)}
-    require_known(tables, sections, where)
-    return Config(**{name: _section(sections[name], table, f"{where}: {name}")
-                     for name, table in tables.items()})
-
-
-def to_dict(config: Config) -> dict:
-    """Nested dictionaries of plain values, ready for JSON."""
-    tables = dataclasses.asdict(config)
-    tables["data"]["path"] = str(config.data.path)
-    return tables
-
-
-def _section(cls: type, table: dict, where: str):
-    require(isinstance(table, dict), f"{where} = {table!r}: must be a table of keys")
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    require_known(table, fields, where)
-    return cls(**{key: _typed(fields[key].type, value, f"{where}.{key}")
-                  for key, value in table.items()})
-
-
-def _typed(expected, value, where: str):
-    if expected is Path and isinstance(value, str):
-        return Path(value)
-    if expected is float and type(value) is int:
-        return float(value)
-    choices = getattr(expected, "__args__", None)  # a Literal's
-    if choices is not None:
-        known = ", ".join(map(str, choices))
-        require(value in choices, f"{where} = {value!r}: must be one of {known}")
-    else:
-        require(
-            type(value) is expected,
-            f"{where} = {value!r}: must be of type {expected.__name__}, not {type(value).__name__}",
-        )
-    return value
-
-
-def require_known(given: Iterable[str], known: Iterable[str], where: str, what="key") -> None:
-    """Raise ConfigError for the first of `given` that is not in `known`, with the nearest name."""
-    for key in given:
-        near = difflib.get_close_matches(key, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
-        require(key in known, f"{where}: unknown {what} {key!r}; {hint}")
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -3,19 +3,19 @@
     tensor parallelism     first: what follows sees the layers that this rank computes
     sequence parallelism   is tensor parallelism with other collectives
     recomputation          replays calls with their collectives: hooks of what follows stay outside
+    pipeline parallelism   leaves a rank its stages: only these have a state to divide
     data parallelism       plain, or with the state divided over the ranks (ZeRO, stages 1 to 3)
 
-Read in this order: build, parallelize.
+Read in this order: lay_out, build, parallelize.
 """
 
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from minitron.comm.mesh import make_mesh
-from minitron.config import Config
+from minitron.comm.mesh import Mesh, make_mesh
+from minitron.config import Config, ParallelConfig
 from minitron.model.recompute import RECOMPUTE_POLICIES
 from minitron.model.transformer import Transformer, fill, initial_value, materialise
 from minitron.parallel.combined import Combined
@@ -26,55 +26,82 @@ from minitron.parallel.data_parallel import (
     apply_naive_data_parallel,
 )
 from minitron.parallel.fsdp import FullyShardedDataParallel, apply_fsdp
+from minitron.parallel.pipeline_parallel import PipelineParallel, apply_pipeline_parallel
+from minitron.parallel.schedules import (
+    gpipe,
+    interleaved,
+    one_forward_one_backward,
+    zero_bubble,
+)
 from minitron.parallel.sequence_parallel import apply_sequence_parallel
 from minitron.parallel.tensor_parallel import apply_tensor_parallel
 from minitron.parallel.zero import apply_zero1, apply_zero2
 
 
+def lay_out(parallel: ParallelConfig, num_ranks: int, device: torch.device) -> Mesh:
+    """The ranks as a grid; tensor-parallel ones are neighbours, for they talk most."""
+    dp = num_ranks // (parallel.pp * parallel.tp)
+    return make_mesh(device.type, dp=dp, pp=parallel.pp, tp=parallel.tp)
+
+
 def build(
-    config: Config, group: dist.ProcessGroup | None, device: torch.device
+    config: Config, mesh: Mesh | None, device: torch.device
 ) -> tuple[Transformer, Combined | None]:
     """A model with its initial weights, cut as `config` says, and what a step asks.
 
-    No rank ever holds more than its parts and one whole parameter; in stage 3, and a unit.
+    Without a mesh it is whole. With one, no rank ever holds more than its parts and one whole
+    parameter; in stage 3, and a unit.
     """
     value = partial(initial_value, seed=config.train.seed, num_layers=config.model.num_layers)
-    with torch.device(device if group is None else "meta"):
+    with torch.device(device if mesh is None else "meta"):
         model = Transformer(config.model)
-    if group is None:
+    if mesh is None:
         RECOMPUTE_POLICIES[config.train.recompute](model)
         fill(model, value)
         return model, None
 
-    parallel = parallelize(model, group, config, device)
+    parallel = parallelize(model, mesh, config, device)
     parallel.fill(value)
     return model, parallel
 
 
-def parallelize(
-    model: nn.Module, group: dist.ProcessGroup, config: Config, device: torch.device
-) -> Combined:
-    """Change `model` as `config` says, over the ranks of `group`; returns what a step asks.
+def parallelize(model: nn.Module, mesh: Mesh, config: Config, device: torch.device) -> Combined:
+    """Change `model` as `config` says; returns what a step asks.
 
     `device` is where a model on the meta device shall train: its weights are NaN until `fill`.
     """
-    tp = config.parallel.tp
-    tensor = None
-    if tp > 1:
-        mesh = make_mesh(device.type, dp=group.size() // tp, tp=tp)
-        group = mesh.group("dp")
+    tensor = pipeline = None
+    if mesh.size("tp") > 1:
         apply = apply_sequence_parallel if config.parallel.sequence else apply_tensor_parallel
         tensor = apply(model, mesh.group("tp"))
-
     RECOMPUTE_POLICIES[config.train.recompute](model)
-    return Combined(model, apply_data_parallel(model, group, config, device), tensor)
+    if mesh.size("pp") > 1:
+        pipeline = apply_pipeline(model, mesh, config, device)
+    return Combined(model, apply_data_parallel(model, mesh, config, device), tensor, pipeline)
+
+
+def apply_pipeline(
+    model: nn.Module, mesh: Mesh, config: Config, device: torch.device
+) -> PipelineParallel:
+    """Leave each rank its stages, to run in the order that `config` names."""
+    schedules = {
+        "gpipe": gpipe,
+        "1f1b": one_forward_one_backward,
+        "interleaved": partial(interleaved, num_chunks=config.parallel.chunks),
+        "zero-bubble": zero_bubble,
+    }
+    schedule = schedules[config.parallel.schedule]
+    pipeline = apply_pipeline_parallel(model, mesh.group("pp"), schedule)
+    if config.train.precision == "bf16":
+        pipeline.surroundings = partial(torch.autocast, device.type, torch.bfloat16)
+    return pipeline
 
 
 def apply_data_parallel(
-    model: nn.Module, group: dist.ProcessGroup, config: Config, device: torch.device
+    model: nn.Module, mesh: Mesh, config: Config, device: torch.device
 ) -> DataParallel | FullyShardedDataParallel:
-    """Divide the samples over `group`, and what the stage of ZeRO says."""
-    parallel = config.parallel
+    """Divide the samples over the ranks, and what the stage of ZeRO says."""
+    parallel, group = config.parallel, mesh.group("dp")
     when = {"sync_every_micro_batch": parallel.sync_every_micro_batch}
     if parallel.zero == 3:
         dtype = torch.bfloat16 if config.train.precision == "bf16" else None

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -11,12 +12,13 @@ from torch import Tensor
 
 from minitron import checkpoint
 from minitron.comm.agreement import Group, gathered, largest, rank_and_size
-from minitron.config import Config, require, to_dict
+from minitron.config import Config, require
+from minitron.config_file import to_dict
 from minitron.corpus.folder import end_of_document, load_tokenizer, read_corpus_info
 from minitron.dataset import TokenDataset
 from minitron.model.generate import generate
 from minitron.model.transformer import fill
-from minitron.parallelize import build
+from minitron.parallelize import build, lay_out
 from minitron.process import Interruption, pick_device
 from minitron.step import (
     IGNORED,
@@ -45,7 +47,7 @@ class Run:
         self.validation = TokenDataset(config.data.path, "val", S, seed=None)
 
         self.num_eval_sequences = min(config.train.eval_sequences, self.validation.num_samples)
-        num_readers = self.size // config.parallel.tp
+        num_readers = self.size // (config.parallel.tp * config.parallel.pp)
         require(
             self.num_eval_sequences >= num_readers,
             f"{self.num_eval_sequences} validation sequences for {num_readers} data-parallel "
@@ -58,10 +60,15 @@ class Run:
         self.device = pick_device(config.train.device)
         require_a_gpu_each(self.device, group)
 
-        self.model, self.parallel = build(config, group, self.device)
-        self.data_rank, self.data_size = (0, 1) if group is None else self.parallel.data_part
-        # Dropout, of other samples on every rank; the weights have seeds of their own.
-        torch.manual_seed(config.train.seed + self.data_rank)
+        mesh = None if group is None else lay_out(config.parallel, self.size, self.device)
+        self.model, self.parallel = build(config, mesh, self.device)
+        self.data_rank, self.data_size = (0, 1) if mesh is None else self.parallel.data_part
+        # Dropout: of other samples on every rank, and of other layers; the weights have seeds of
+        # their own.
+        stage = 0 if mesh is None else mesh.rank("pp")
+        torch.manual_seed(config.train.seed + self.data_rank + stage * self.data_size)
+        if config.parallel.pp > 1:  # now, rather than in the first step
+            self.parallel.pipeline.schedule(self.num_micro_batches(config.train.global_batch_size))
         self.optimizer = make_optimizer(self.model, config.train, self.device)
         if self.parallel is not None:
             self.parallel.shard(self.optimizer)
@@ -109,11 +116,15 @@ class Run:
         parts = batch.to(self.device).split(size)
         pairs = [(part[:, :-1], part[:, 1:]) for part in parts]
 
-        most = math.ceil(num_sequences / self.data_size)
-        if len(pairs) < math.ceil(most / size):
+        if len(pairs) < self.num_micro_batches(num_sequences):
             inputs, targets = pairs[0][0][:1], pairs[0][1][:1]
             pairs.append((inputs, torch.full_like(targets, IGNORED)))
         return pairs
+
+    def num_micro_batches(self, num_sequences: int) -> int:
+        """In how many micro-batches the ranks with most of the sequences read theirs."""
+        most = math.ceil(num_sequences / self.data_size)
+        return math.ceil(most / self.config.train.micro_batch_size)
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -122,12 +133,17 @@ class Run:
         batch = self.validation.batch(0, num_sequences, self.data_rank, self.data_size)
         sum_loss = getattr(self.parallel, "summed_loss", summed_loss)
         self.model.eval()
-        losses = [sum_loss(self.forward(inputs), targets)
-                  for inputs, targets in self.micro_batches(batch, num_sequences)]
+        total = self.sum_losses(self.micro_batches(batch, num_sequences), sum_loss)
         self.model.train()
         num_tokens = num_sequences * self.config.data.sequence_length
         data_group = None if self.parallel is None else self.parallel.data_group
-        return sum(gathered(float(sum(losses)), data_group)) / num_tokens
+        return sum(gathered(float(total), data_group)) / num_tokens
+
+    def sum_losses(self, micro_batches: list[tuple[Tensor, Tensor]], sum_loss: Callable) -> Tensor:
+        pipeline = None if self.parallel is None else self.parallel.pipeline
+        if pipeline is None:
+            return sum(sum_loss(self.forward(inputs), targets) for inputs, targets in micro_batches)
+        return pipeline.total(micro_batches, sum_loss)
 
     def sample(self, num_texts: int, num_tokens: int) -> list[str]:
         """Texts that the model writes after an end-of-document token; [] without a tokenizer."""
@@ -183,8 +199,10 @@ class Run:
             self.parallel.fill(lambda name, shape: state["model"][name])
             self.parallel.load_optimizer_state(state["optimizer"])
         self.step, self.position = state["step"], state["position"]
-        saved_tp = state["config"]["parallel"]["tp"]  # whose ranks draw the same numbers
-        if (len(state["random_states"]), saved_tp) != (self.size, self.config.parallel.tp):
+        # of which tp tells whose numbers are the same, pp who drops what
+        layouts = [[table["parallel"].get(axis, 1) for axis in ("tp", "pp")]
+                   for table in (state["config"], to_dict(self.config))]
+        if layouts[0] != layouts[1] or len(state["random_states"]) != self.size:
             return
         random_state = state["random_states"][self.rank]
         torch.set_rng_state(random_state["cpu"])
@@ -200,22 +218,26 @@ class Run:
 
 def require_ranks(config: Config, size: int) -> None:
     """Raise ConfigError if the run is not for as many ranks as there are."""
-    dp, tp, batch_size = config.parallel.dp, config.parallel.tp, config.train.global_batch_size
+    dp, tp, pp = config.parallel.dp, config.parallel.tp, config.parallel.pp
     there = f"there {'is' if size == 1 else 'are'} {size} rank{'s' if size > 1 else ''}"
+    model = " and ".join(f"parallel.{axis} = {ranks}" for axis, ranks in (("tp", tp), ("pp", pp))
+                         if ranks > 1)
     require(
-        size % tp == 0,
-        f"parallel.tp = {tp}, but {there}: start a multiple of {tp} with torchrun "
-        "--nproc-per-node, or change parallel.tp",
+        size % (tp * pp) == 0,
+        f"{model}, but {there}: start a multiple of {tp * pp} with torchrun --nproc-per-node, or "
+        "change the layout",
     )
+    num_readers = size // (tp * pp)
     require(
-        dp in (0, size // tp),
-        f"parallel.dp = {dp}{f' and parallel.tp = {tp}' if tp > 1 else ''}, but {there}: start it "
-        f"with torchrun --nproc-per-node {dp * tp} -m minitron.train, or set parallel.dp to 0",
+        dp in (0, num_readers),
+        f"parallel.dp = {dp}{' and ' if model else ''}{model}, but {there}: start it with torchrun "
+        f"--nproc-per-node {dp * tp * pp} -m minitron.train, or set parallel.dp to 0",
     )
+    batch_size = config.train.global_batch_size
     require(
-        batch_size >= size // tp,
-        f"train.global_batch_size = {batch_size} leaves some of {size // tp} ranks without "
-        f"a sequence: raise it to {size // tp}, or start fewer ranks",
+        batch_size >= num_readers,
+        f"train.global_batch_size = {batch_size} leaves some of {num_readers} ranks without a "
+        f"sequence: raise it to {num_readers}, or start fewer ranks",
     )
 
 

@@ -6,7 +6,7 @@ Read in this order: `train_step`, then its ideas: `accumulate_gradients`, the sa
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -82,16 +82,31 @@ def accumulate_over_ranks(
     share = torch.where(share > 0, share, 1)
     # Where logits are sharded, their cross-entropy is not the loss.
     sum_loss = getattr(parallel, "summed_loss", summed_loss)
-
-    mean = torch.zeros((), device=share.device)
-    for number, (inputs, targets) in enumerate(micro_batches, start=1):
-        last = number == len(micro_batches)
-        with nullcontext() if last else parallel.no_sync():
-            loss = sum_loss(model(inputs), targets) / share
-            loss.backward()
-        mean = mean + loss.detach()
+    run = getattr(parallel, "run", None)  # where the model is a pipeline
+    if run is not None:
+        mean = run(micro_batches, sum_loss, share)
+    else:
+        mean = one_by_one(model, micro_batches, sum_loss, share, parallel.no_sync)
     parallel.finish()
     return parallel.mean(mean)
+
+
+def one_by_one(
+    model: Callable[[Tensor], Tensor],
+    micro_batches: list[tuple[Tensor, Tensor]],
+    sum_loss: Callable[[Tensor, Tensor], Tensor],
+    divisor: Tensor,
+    no_sync: Callable[[], AbstractContextManager],
+) -> Tensor:
+    """Forward and backward of each micro-batch; returns the sum of their losses over `divisor`."""
+    total = torch.zeros((), device=divisor.device)
+    for number, (inputs, targets) in enumerate(micro_batches, start=1):
+        last = number == len(micro_batches)
+        with nullcontext() if last else no_sync():
+            loss = sum_loss(model(inputs), targets) / divisor
+            loss.backward()
+        total = total + loss.detach()
+    return total
 
 
 def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:

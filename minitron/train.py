@@ -20,7 +20,8 @@ from tqdm import tqdm
 from minitron import command_line, cost
 from minitron.comm.agreement import Group, gathered, one_fault_ends_all
 from minitron.comm.launch import torchrun_group
-from minitron.config import Config, ConfigError, from_dict, load, require, to_dict
+from minitron.config import Config, ConfigError, require
+from minitron.config_file import from_dict, load, to_dict
 from minitron.measure.clock import Clock, Speed, peak_flops
 from minitron.measure.metrics import MetricsLog
 from minitron.run import Run
@@ -30,7 +31,7 @@ def train(config: Config, folder: Path, resume: bool = False, group: Group = Non
     """Train until `config.train.steps`, or until SIGINT or SIGTERM, and save at the end.
 
     `folder` receives config.json, metrics.jsonl and checkpoints/. With `resume` the run in it is
-    continued bit for bit; otherwise it must not hold one. `group` holds the data-parallel ranks;
+    continued bit for bit; otherwise it must not hold one. `group` holds all ranks;
     rank 0 writes what the others read.
     """
     with one_fault_ends_all(group):

@@ -13,6 +13,10 @@ SIDES = {
     "data_parallel.py": ["naive", "hooked", "bucketed", "torch DDP", "no communication"],
     "zero.py": ["data parallel", "stage 1", "stage 2", "stage 3", "DistributedDataParallel",
                 "ZeroRedundancyOptimizer", "fully_shard", "stage 3, gathered late"],
+    "tensor_parallel.py": ["tensor", "sequence", "sequence, kept", "DTensor", "DTensor, sequence",
+                           "tensor, one after the other"],
+    "pipeline.py": ["GPipe", "1F1B", "interleaved 1F1B", "torch GPipe", "torch 1F1B",
+                    "torch interleaved 1F1B", "ZB-H1"],
 }
 
 

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from minitron import config
+from minitron import config_file
 from minitron.config import Config, ConfigError, DataConfig, ModelConfig, TrainConfig
 
 REPOSITORY = Path(__file__).parents[1]
@@ -15,19 +15,19 @@ def write(tmp_path, text: str) -> Path:
 
 
 def test_a_file_keeps_the_defaults_of_what_it_leaves_out(tmp_path):
-    loaded = config.load(write(tmp_path, "[model]\nnum_layers = 7\n[train]\nlearning_rate = 1\n"))
+    loaded = config_file.load(write(tmp_path, "[model]\nnum_layers = 7\n[train]\nlearning_rate = 1\n"))
     assert loaded == Config(ModelConfig(num_layers=7), train=TrainConfig(learning_rate=1.0))
     assert isinstance(loaded.train.learning_rate, float)
 
 
 def test_dictionaries_and_back():
     original = Config(ModelConfig(family="gpt", width=64), DataConfig(path=Path("x/y")))
-    assert config.from_dict(config.to_dict(original)) == original
+    assert config_file.from_dict(config_file.to_dict(original)) == original
 
 
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "configs").glob("*.toml")), ids=str)
 def test_every_config_of_ours_loads(path):
-    config.load(path)
+    config_file.load(path)
 
 
 @pytest.mark.parametrize(("text", "message"), [
@@ -64,7 +64,7 @@ def test_every_config_of_ours_loads(path):
 ])
 def test_a_mistake_is_one_line_with_the_remedy(tmp_path, text, message):
     with pytest.raises(ConfigError) as caught:
-        config.load(write(tmp_path, text))
+        config_file.load(write(tmp_path, text))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -72,4 +72,4 @@ def test_a_mistake_is_one_line_with_the_remedy(tmp_path, text, message):
 def test_a_misspelt_file_is_met_with_the_nearest_name(tmp_path):
     write(tmp_path, "")
     with pytest.raises(ConfigError, match=r"there is no such file; did you mean .*run\.toml\?"):
-        config.load(tmp_path / "rnu.toml")
+        config_file.load(tmp_path / "rnu.toml")

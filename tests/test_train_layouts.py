@@ -3,10 +3,12 @@
 import dataclasses
 
 import pytest
+import torch
 
 from minitron import train
 from minitron.comm.launch import RankError, run
 from minitron.config import Config, ConfigError, DataConfig, ModelConfig, ParallelConfig
+from minitron.measure.ledger import Ledger
 from minitron.measure.metrics import read_metrics
 from tests.test_train import trained
 from tests.test_train_ranks import TRAIN, kill_after, train_on_ranks
@@ -29,6 +31,9 @@ def describe(value) -> str:
     (LLAMA, 4, {"tp": 2, "sequence": True, "zero": 1}),
     (GPT, 4, {"tp": 2, "sequence": True, "zero": 3}),
     (LLAMA, 4, {"tp": 4, "sequence": True}),
+    (GPT, 2, {"pp": 2, "schedule": "zero-bubble"}),
+    (LLAMA, 4, {"pp": 2, "tp": 2, "sequence": True}),
+    (GPT, 4, {"pp": 2, "zero": 1}),
 ], ids=describe)
 def test_a_cut_model_trains_what_one_process_trains(stories, tmp_path, model, num_ranks, parallel):
     """Losses, norms before clipping and validation losses, and the same sampled text."""
@@ -46,13 +51,14 @@ def test_a_cut_model_trains_what_one_process_trains(stories, tmp_path, model, nu
 
 
 def test_a_run_moves_between_layouts(stories, tmp_path):
-    """2 steps cut over 2 x 2 ranks, 2 sharded over 3, 2 cut over 2, 2 in one process."""
+    """2 steps cut over 2 x 2 ranks, 2 sharded over 3, 2 in 2 stages, 2 cut over 2, 2 in one."""
     config = config_of(LLAMA, stories)
     config = dataclasses.replace(config, train=dataclasses.replace(
-        TRAIN, steps=8, checkpoint_every=2, keep_checkpoints=4))
+        TRAIN, steps=10, checkpoint_every=2, keep_checkpoints=5))
     train.train(config, tmp_path / "whole")
     folder = tmp_path / "moved"
-    layouts = [(4, {"tp": 2, "zero": 2, "sequence": True}), (3, {"zero": 3}), (2, {"tp": 2})]
+    layouts = [(4, {"tp": 2, "zero": 2, "sequence": True}), (3, {"zero": 3}),
+               (4, {"pp": 2, "zero": 1}), (2, {"tp": 2})]
     for number, (num_ranks, parallel) in enumerate(layouts):
         cut = dataclasses.replace(config, parallel=ParallelConfig(**parallel))
         run(train_on_ranks, num_ranks, cut, folder, number > 0)
@@ -61,6 +67,31 @@ def test_a_run_moves_between_layouts(stories, tmp_path):
     for moved, whole in zip(trained(folder, *COLUMNS), trained(tmp_path / "whole", *COLUMNS),
                             strict=True):
         assert moved == pytest.approx(whole, rel=2e-5)
+
+
+def train_and_look(group, config, folder) -> tuple[set, dict]:
+    """The collectives of a step along tp, and the parameters that every rank holds whole."""
+    with Ledger() as ledger:
+        finished = train.train(config, folder, group=group)
+    ops = {call.op for call in ledger.calls if call.axis == "tp" and call.phase == "forward"}
+    return ops, {name: p.detach() for name, p in finished.model.named_parameters()
+                 if finished.parallel.tensor.cuts[name].count == 1}
+
+
+def test_sequence_is_what_the_config_says(stories, tmp_path):
+    for sequence, op in ((False, "all_reduce"), (True, "reduce_scatter")):
+        config = config_of(LLAMA, stories, tp=2, sequence=sequence)
+        (ops, _), _ = run(train_and_look, 2, config, tmp_path / op)
+        assert op in ops and ("reduce_scatter" in ops) == sequence
+
+
+def test_dropout_keeps_alike_what_every_rank_holds(stories, tmp_path):
+    """The residual stream is dropped alike on both ranks, their heads are not."""
+    config = config_of(dataclasses.replace(LLAMA, dropout=0.3), stories, tp=2)
+    (_, first), (_, second) = run(train_and_look, 2, config, tmp_path / "run")
+    # norms, and the keys and values of the only key-value head
+    assert first.keys() == second.keys() and len(first) == 5 + 4
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_dropout_resumes_bit_for_bit_in_the_same_layout(stories, tmp_path):
@@ -80,6 +111,10 @@ def test_dropout_resumes_bit_for_bit_in_the_same_layout(stories, tmp_path):
     (dataclasses.replace(LLAMA, vocab_size=721), 2, {"tp": 2}, "model.vocab_size = 721"),
     (dataclasses.replace(LLAMA, ffn_width=49), 2, {"tp": 2}, "model.ffn_width = 49"),
     (GPT, 4, {"tp": 4}, "model.num_heads = 6 does not divide by 4 ranks"),
+    (GPT, 3, {"pp": 3}, "2 blocks do not fill 3 stages"),
+    (GPT, 2, {"pp": 2, "tp": 2}, "parallel.tp = 2 and parallel.pp = 2, but there are 2 ranks"),
+    (dataclasses.replace(GPT, num_layers=4), 2,
+     {"pp": 2, "schedule": "interleaved", "chunks": 2}, "5 micro-batches do not divide by 2"),
 ], ids=describe)
 def test_a_layout_that_cannot_work_is_one_line(
     stories, tmp_path, model, num_ranks, parallel, mistake
@@ -93,3 +128,9 @@ def test_what_the_config_alone_can_tell(stories):
         ParallelConfig(sequence=True)
     with pytest.raises(ConfigError, match="32 does not divide by parallel.tp = 3.*use 33"):
         config_of(GPT, stories, tp=3, sequence=True)
+    with pytest.raises(ConfigError, match="parallel.zero = 3 with parallel.pp = 2"):
+        ParallelConfig(pp=2, zero=3)
+    with pytest.raises(ConfigError, match="zero = 2 with parallel.pp = 2.*batch False, or use 1"):
+        ParallelConfig(pp=2, zero=2)
+    with pytest.raises(ConfigError, match="chunks = 1 with parallel.schedule = interleaved"):
+        ParallelConfig(pp=2, schedule="interleaved")

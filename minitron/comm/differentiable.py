@@ -15,7 +15,7 @@ that all ranks hold alike: it counts once, not N times.
 `reduce_scatter` are g and its conjugate of Korthikanti et al. 2022 (section 4.2.2).
 
 The `start_` functions have no backward pass. They return a function that waits for the result, so
-that a layer can compute in between.
+that a layer can compute in between. What they send stays alive until then: the backend holds it.
 """
 
 from collections.abc import Callable
@@ -140,22 +140,23 @@ def start_all_reduce(x_partial: Tensor, group: ProcessGroup) -> Callable[[], Ten
 
 def start_all_gather(x_shard: Tensor, group: ProcessGroup, dim: int) -> Callable[[], Tensor]:
     """Start to join `x_shard` along `dim`; returns a function that waits for the whole."""
-    size, x_shard = group.size(), x_shard.contiguous()
+    size, x_shard, dim = group.size(), x_shard.contiguous(), dim % x_shard.dim()
     stacked = x_shard.new_empty(size, *x_shard.shape)
     work = all_gather_single(stacked.flatten(0, 1), x_shard, group, async_op=True)
 
     def wait() -> Tensor:
         work.wait()
-        return stacked.flatten(0, 1) if dim == 0 else torch.cat(stacked.unbind(), dim)
+        return stacked.movedim(0, dim).flatten(dim, dim + 1)  # a view, if 1 sequence or dim 0
 
     return wait
 
 
 def start_reduce_scatter(x_partial: Tensor, group: ProcessGroup, dim: int) -> Callable[[], Tensor]:
     """Start to sum `x_partial`; returns a function that waits for this rank's part along `dim`."""
-    parts = equal_parts(x_partial, group.size(), dim)
-    stacked = x_partial.contiguous() if dim == 0 else torch.cat(parts)
-    shard = x_partial.new_empty(parts[0].shape)
+    size, dim = group.size(), dim % x_partial.dim()
+    part = equal_parts(x_partial, size, dim)[0]
+    stacked = x_partial.unflatten(dim, (size, -1)).movedim(dim, 0).contiguous().flatten(0, 1)
+    shard = x_partial.new_empty(part.shape)
     work = reduce_scatter_single(shard, stacked, group, async_op=True)
 
     def wait() -> Tensor:

@@ -11,11 +11,27 @@ from minitron import cost
 from minitron.config import ModelConfig
 from minitron.cost.sharding import STAGES, zero_holdings
 from minitron.cost.tensor import kv_heads_per_rank, share
-from minitron.course.figures import Block, crossing, memory_bars, plain_bytes, timeline
+from minitron.course.figures import (
+    Block,
+    crossing,
+    memory_bars,
+    pipeline,
+    plain_bytes,
+    timeline,
+)
 from minitron.course.figures_ring import ring_frame, ring_sums
 from minitron.course.overlap import compute_in_proportion, step_lanes, transfers
 from minitron.model.transformer import Transformer
 from minitron.parallel.data_parallel import FIRST_BUCKET_BYTES, assign_buckets
+from minitron.parallel.schedule_check import peak_activations
+from minitron.parallel.schedules import (
+    gpipe,
+    interleaved,
+    one_forward_one_backward,
+    sequential,
+    zero_bubble,
+)
+from minitron.parallel.simulator import simulate
 from minitron.plan.hardware import DEVICES
 
 Drawing = tuple[Figure, str]
@@ -246,5 +262,33 @@ def draw_sequence(model: str, sequence_length: int, micro_batch: int, attention:
         f"attention, {GPUS_PER_NODE} ranks: "
         + ", ".join(f"{name} {plain_bytes(1e9 * held[node])}" for name, held in lines.items())
         + " on each."
+    )
+    return figure, sentence
+
+
+SCHEDULES = {
+    "sequential": sequential, "GPipe": gpipe, "1F1B": one_forward_one_backward,
+    "interleaved 1F1B": interleaved, "ZB-H1": zero_bubble,
+}
+
+
+def draw_schedule(schedule: str, ranks: int, micro_batches: int, chunks: int) -> Drawing:
+    """Draw a step as simulated: forward 1, backward 2, or I and W 1 each; messages take no time.
+
+    `schedule` is a key of `SCHEDULES`; `chunks` are those of the interleaved one.
+    """
+    extra = (chunks,) if schedule == "interleaved 1F1B" else ()
+    plan = SCHEDULES[schedule](ranks, micro_batches, *extra)
+    num_chunks = plan.num_stages // ranks
+    step = simulate(plan, {"F": 1 / num_chunks, "B": 2 / num_chunks, "I": 1, "W": 1})
+
+    figure = pipeline(step, unit="forward passes of a rank")
+    figure.set_size_inches(9.0, 4.0)  # the same for any number of ranks, so that nothing jumps
+    held = peak_activations(plan)[0] / num_chunks
+    sentence = (
+        f"{schedule}{f' with {chunks} chunks a rank' if extra else ''}, {ranks} ranks, "
+        f"{micro_batches} micro-batches: idle for {step.bubble_of_total:.1%} of the step, "
+        f"{step.bubble_of_ideal:.1%} of what the work alone takes; the first rank holds the "
+        f"activations of at most {held:g} micro-batch{'es' if held != 1 else ''}."
     )
     return figure, sentence

@@ -5,8 +5,8 @@ is a limit, hatching is idle. Labels stand beside what they name, every axis has
 puts a figure into a notebook, `save` into a file.
 
 Here are scaling and loss; `figures_memory` draws bytes, `figures_ranks` what ranks do and send,
-`figures_ring` the ring, `figures_cut` matrices and who holds them; `figures_style` is what all
-share.
+`figures_ring` the ring, `figures_cut` matrices and who holds them, `figures_pipeline` schedules;
+`figures_style` is what all share.
 """
 
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLoca
 
 from minitron.course.figures_cut import Matrix, cut
 from minitron.course.figures_memory import Held, holdings, memory_bars, skyline
+from minitron.course.figures_pipeline import measured_timeline, pipeline
 from minitron.course.figures_ranks import (
     Block,
     rank_lanes,
@@ -45,8 +46,8 @@ from minitron.course.figures_style import (
 
 __all__ = [
     "Block", "Held", "Matrix", "crossing", "curves", "cut", "holdings", "loss_curve",
-    "memory_bars", "plain_bytes", "png", "rank_lanes", "ring_frame", "ring_frames", "save",
-    "scaling", "show", "skyline", "timeline", "wire",
+    "measured_timeline", "memory_bars", "pipeline", "plain_bytes", "png", "rank_lanes",
+    "ring_frame", "ring_frames", "save", "scaling", "show", "skyline", "timeline", "wire",
 ]
 
 

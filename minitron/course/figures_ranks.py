@@ -60,7 +60,7 @@ def timeline(
         for blocks in lanes.values():
             row = len(rows) + (0.3 if lanes is measured and predicted else 0)  # a gap between both
             rows.append(row)
-            _draw_idle(axes, row, blocks, _end(lanes))
+            draw_idle(axes, row, blocks, _end(lanes))
             for block in blocks:
                 _draw_block(axes, row, block, span, lanes is predicted)
                 _name_block(axes, row, block, span, named)
@@ -78,7 +78,8 @@ def _end(lanes: dict[str, list[Block]]) -> float:
     return max(block.end for blocks in lanes.values() for block in blocks)
 
 
-def _draw_idle(axes: Axes, row: float, blocks: list[Block], end: float) -> None:
+def draw_idle(axes: Axes, row: float, blocks: Sequence[Block], end: float) -> None:
+    """Hatch what no block covers; all that a block needs is a start and an end."""
     edges = [0.0]
     for block in sorted(blocks, key=lambda block: block.start):
         edges += [block.start, block.end]

@@ -14,11 +14,13 @@ from matplotlib.figure import Figure
 from minitron import cost
 from minitron.course.drawings import (
     LINKS,
+    SCHEDULES,
     TENSOR_RANKS,
     Drawing,
     draw_buckets,
     draw_memory,
     draw_ring,
+    draw_schedule,
     draw_sequence,
     draw_stages,
     draw_tensor,
@@ -180,4 +182,21 @@ def sequence_explorer() -> None:
         task="find the fewest ranks with which each line gets below the band. Which lines bend, "
              "and what does not shrink there? Then take the fused attention: what is selective "
              "recomputation still worth?",
+    )
+
+
+def schedule_explorer() -> None:
+    """Ask how many micro-batches a pipeline needs, and what each schedule makes the ranks hold."""
+    explore(
+        draw_schedule,
+        controls={
+            "schedule": tuple(SCHEDULES),
+            "ranks": (2, 4, 8),
+            "micro_batches": (8, 16, 24, 32, 48, 64, 96, 128),
+            "chunks": (1, 2, 4),
+        },
+        start={"schedule": "1F1B", "ranks": 4, "micro_batches": 8, "chunks": 2},
+        task="raise the micro-batches until less than 5 % of the step is idle. Then take 8 ranks: "
+             "which schedules get there with as many micro-batches, and what does the first rank "
+             "hold for it? Which two differ in what they hold alone?",
     )

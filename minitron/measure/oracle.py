@@ -39,8 +39,8 @@ VOCABULARY, SEQUENCE = 29, 7  # ids (B, 7) below 29
 Apply = Callable[[nn.Module, dist.ProcessGroup], object]
 
 QUESTIONS = (
-    "data_part", "no_sync", "summed_loss", "finish", "mean", "make_optimizer", "full_gradients",
-    "full_parameters",
+    "data_part", "no_sync", "summed_loss", "run", "finish", "mean", "make_optimizer",
+    "full_gradients", "full_parameters",
 )
 OPTIMIZERS = {
     "SGD": partial(torch.optim.SGD, lr=0.1),
@@ -140,6 +140,16 @@ class Whole:
         """Cross-entropy summed over the targets (B, S)."""
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
+    def run(self, micro_batches: list[tuple[Tensor, Tensor]], sum_loss: Callable, divisor: float):
+        """Forward and backward of each (inputs, targets); the sum of the losses over `divisor`."""
+        total = torch.zeros((), dtype=torch.float64)
+        for number, (inputs, targets) in enumerate(micro_batches, start=1):
+            with nullcontext() if number == len(micro_batches) else self.no_sync():
+                loss = sum_loss(self.model(inputs), targets) / divisor
+                loss.backward()
+            total += loss.detach()
+        return total
+
     def finish(self) -> None:
         """Called after the last backward pass."""
 
@@ -214,12 +224,9 @@ def accumulate_gradients(whole: Whole, tokens: Tensor, num_micro_batches: int) -
     micro_batches = part.tensor_split(min(num_micro_batches, len(part))) if len(part) else []
 
     total = torch.zeros((), dtype=torch.float64)
-    for number, micro_batch in enumerate(micro_batches, start=1):
-        with nullcontext() if number == len(micro_batches) else whole.no_sync():
-            logits, targets = whole.model(micro_batch[:, :-1]), micro_batch[:, 1:]
-            loss = whole.summed_loss(logits, targets)
-            (loss / divisor).backward()
-        total += loss.detach() / divisor
+    if micro_batches:
+        pairs = [(part[:, :-1], part[:, 1:]) for part in micro_batches]
+        total = whole.run(pairs, whole.summed_loss, divisor)
     whole.finish()
     return whole.mean(total)
 

@@ -187,6 +187,8 @@ def run_in_segments(
     """Send x (B, S, D) through the blocks, each segment of them as one recomputed call."""
     start = 0
     for length in segment_lengths:
+        if start >= len(blocks):  # of a part of the model
+            break
         segment = blocks[start:start + length]
         # rotation is shared by all blocks, so a closure that holds it costs nothing
         x = recompute(partial(run_in_order, segment, rotation=rotation), x)

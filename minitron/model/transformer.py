@@ -2,7 +2,7 @@
 
 The model runs on one device and knows nothing of ranks. It offers seams that a parallelism fills
 from outside: its `nn.Linear` and `nn.Embedding` layers by name, `attention_fn`, `blocks`, and
-`run_blocks`, which calls them.
+`run_blocks`, which calls them between `embed` and `predict`.
 
 Shapes, here and in the whole package, are what this rank holds:
 
@@ -16,7 +16,7 @@ Ainslie et al. 2023 (grouped-query attention, section 2.2).
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -51,16 +51,24 @@ class Transformer(nn.Module):
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
 
-        x = self.token_embedding(tokens)  # (B, S, D)
+        x = self.embed(tokens, positions)
+        x = self.run_blocks(self.blocks, x, self.rotation(positions, x.dtype))
+        return self.predict(x)
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """What the first block reads (B, S, D)."""
+        x = self.token_embedding(tokens)
         if self.config.family == "gpt":
             x = x + self.position_embedding(positions)
-            rotation = None
-        else:
-            rotation = rotary_table(positions, self.config, x.dtype)
-        x = self.dropout(x)
+        return self.dropout(x)
 
-        x = self.run_blocks(self.blocks, x, rotation)
-        return self.head(self.final_norm(x))  # (B, S, V)
+    def rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        """What all blocks read beside x: Llama's rotary table."""
+        return None if self.config.family == "gpt" else rotary_table(positions, self.config, dtype)
+
+    def predict(self, x: Tensor) -> Tensor:
+        """The logits (B, S, V) of what the last block wrote (B, S, D)."""
+        return self.head(self.final_norm(x))
 
 
 def run_in_order(
@@ -204,16 +212,32 @@ def initialise(model: nn.Module, seed: int) -> None:
 @torch.no_grad()
 def fill(model: nn.Module, value: Callable[[str, torch.Size], Tensor]) -> None:
     """Set every parameter to `value(name, shape)`; one value is held at a time."""
-    for name, parameter in model.named_parameters():
+    for name, parameter in global_parameters(model):
         parameter.copy_(value(name, parameter.shape))
 
 
+def global_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Each parameter with its global name: that in the whole model, also of a part of it."""
+    for name, parameter in model.named_parameters():
+        yield global_name(model, name), parameter
+
+
+def global_name(model: nn.Module, name: str) -> str:
+    """A tied head is the token embedding, even where only the head is left."""
+    is_tied = name == "head.weight" and model.config.tied_embedding
+    return "token_embedding.weight" if is_tied else name
+
+
 def materialise(model: nn.Module, device: torch.device) -> None:
-    """Give parameters on the meta device memory on `device`: NaN until they are filled."""
-    for parameter in model.parameters():
-        if parameter.is_meta:
-            empty = torch.full_like(parameter, torch.nan, device=device)
-            torch.utils.swap_tensors(parameter, nn.Parameter(empty, parameter.requires_grad))
+    """Put new parameters on `device` in the place of those on the meta device: NaN until filled."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, old in list(module.named_parameters(recurse=False)):
+            if old.is_meta:
+                if old not in made:  # a tied one stays one
+                    value = torch.full_like(old, torch.nan, device=device)
+                    made[old] = nn.Parameter(value, old.requires_grad)
+                setattr(module, name, made[old])
 
 
 def initial_value(name: str, shape: torch.Size, seed: int, num_layers: int) -> Tensor:

@@ -1,24 +1,27 @@
 """Several axes as one: what a step, a checkpoint and the oracle ask of a parallel model.
 
-Along `tensor` the ranks compute each layer together, on the same samples; along `data` they hold
-the same parts of it, and read other samples. Either may be None, with one rank along its axis.
+Along `tensor` the ranks compute each layer together, along `pipeline` one after the other, on the
+same samples; along `data` they hold the same parts, and read other samples. Each may be None, with
+one rank along its axis.
 
 Read in this order: Combined, from finish to clip; then how the parts are joined.
 """
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import chain
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitron.comm.agreement import rank_and_size
-from minitron.model.transformer import fill
+from minitron.comm.agreement import gathered, rank_and_size
+from minitron.model.transformer import fill, global_name, global_parameters
 from minitron.parallel.data_parallel import DataParallel
 from minitron.parallel.fsdp import FullyShardedDataParallel
+from minitron.parallel.pipeline_parallel import MicroBatches, PipelineParallel
 from minitron.parallel.shards import clip_pieces
 from minitron.parallel.tensor_parallel import TensorParallel
-from minitron.parallel.vocabulary_parallel import WholeLogits
 from minitron.parallel.zero import Zero1
 
 
@@ -30,8 +33,9 @@ class Combined:
         model: nn.Module,
         data: DataParallel | FullyShardedDataParallel | None,
         tensor: TensorParallel | None,
+        pipeline: PipelineParallel | None = None,
     ):
-        self.model, self.data, self.tensor = model, data, tensor
+        self.model, self.data, self.tensor, self.pipeline = model, data, tensor, pipeline
         self.data_group = None if data is None else data.group
         self.data_part = rank_and_size(self.data_group)
         self.device = next(model.parameters()).device
@@ -39,12 +43,23 @@ class Combined:
         self.pieces = data.pieces if self.is_sharded else {}
         if tensor is not None:
             self.summed_loss = tensor.summed_loss
+        if pipeline is not None:
+            if getattr(data, "sync_every_micro_batch", False):
+                raise ValueError("in a pipeline gradients are whole until all micro-batches are "
+                                 "through: pass sync_every_micro_batch=False")
+            self.run = self.run_pipeline
+            pipeline.sequence_parts = 1 if tensor is None else tensor.exchange.num_parts
 
     # A step
 
     def no_sync(self):
         """The context of every micro-batch but the last."""
         return nullcontext() if self.data is None else self.data.no_sync()
+
+    def run_pipeline(self, micro_batches: MicroBatches, sum_loss: Callable, divisor) -> Tensor:
+        """All micro-batches of a step, forward and backward; gradients travel in `finish`."""
+        with self.no_sync():  # also until the tied embedding's copies have the same gradient
+            return self.pipeline.run(micro_batches, sum_loss, divisor)
 
     def finish(self) -> None:
         """Leave in every `.grad` the mean over the samples; call it after the last backward."""
@@ -59,22 +74,34 @@ class Combined:
 
     def clip(self, parameters: list[Tensor], max_norm: float) -> Tensor:
         """Scale gradients to a global norm of `max_norm` at most; returns the norm before, 0-d."""
-        like = torch.zeros((), device=self.device)
-        copies = {}
+        dtype = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
+        like = torch.zeros((), dtype=dtype, device=self.device)
         groups = [self.data_group] if self.is_sharded else []
-        if self.tensor is not None:
-            groups.append(self.tensor.group)
-            copies = {self.pieces.get(p, p): self.tensor.cuts[name].copies
-                      for name, p in self.model.named_parameters()}
+        groups += [axis.group for axis in (self.tensor, self.pipeline) if axis is not None]
+        copies = {self.pieces.get(p, p): self.num_copies(name, p)
+                  for name, p in global_parameters(self.model)}
         return clip_pieces(parameters, max_norm, like, groups, copies)
+
+    def num_copies(self, name: str, parameter: nn.Parameter) -> int:
+        """How many ranks have the same gradient, of those that read the same samples."""
+        of_layer = 1 if self.tensor is None else self.tensor.cuts[name].copies
+        is_tied = self.pipeline is not None and parameter is self.pipeline.tied
+        return of_layer * (2 if is_tied else 1)
 
     # The optimizer
 
     def shard(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Let `optimizer`, made for the model's parameters, update what this rank keeps."""
-        names = {p: name for name, p in self.model.named_parameters()}
+        names = {p: name for name, p in global_parameters(self.model)}
         self.optimizer = optimizer
-        self.optimized = [names[p] for group in optimizer.param_groups for p in group["params"]]
+        self.optimized = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+        self.all_optimized = self.optimized
+        if self.pipeline is not None:  # each stage has optimized some of each group
+            by_rank = gathered(self.optimized, self.pipeline.group)
+            self.all_optimized = [
+                sorted(set(chain(*groups)), key=self.pipeline.names.index)
+                for groups in zip(*by_rank, strict=True)
+            ]
         return self.data.shard(optimizer) if self.is_sharded else optimizer
 
     def make_optimizer(self, factory: Callable[[list], torch.optim.Optimizer]):
@@ -83,30 +110,45 @@ class Combined:
 
     def optimizer_state(self) -> dict:
         """The state of an optimizer of the whole model; every rank must call it."""
-        owner = self.data if self.is_sharded else self.optimizer
-        state = owner.optimizer_state() if self.is_sharded else owner.state_dict()
-        return self.with_tensors(state, self.tensor.join) if self.tensor else state
+        state = self.data.optimizer_state() if self.is_sharded else self.optimizer.state_dict()
+        names = list(chain(*self.optimized))
+        by_name = {names[number]: values for number, values in state["state"].items()}
+        if self.tensor is not None:
+            by_name = self.with_tensors(by_name, self.tensor.join)
+        by_name = self.of_all_stages(by_name)
+        return numbered(by_name, self.all_optimized, state["param_groups"])
 
     def load_optimizer_state(self, state: dict) -> None:
         """Take what this rank keeps of a whole state."""
+        names = list(chain(*self.all_optimized))
+        by_name = {names[number]: values for number, values in state["state"].items()}
+        own = {name: by_name[name] for name in chain(*self.optimized) if name in by_name}
         if self.tensor is not None:
-            state = self.with_tensors(state, lambda cut, full: cut.copy_of(full))
+            own = self.with_tensors(own, lambda cut, full: cut.copy_of(full))
+        state = numbered(own, self.optimized, state["param_groups"])
         if self.is_sharded:
             self.data.load_optimizer_state(state)
         else:
             self.optimizer.load_state_dict(state)
 
-    def with_tensors(self, state: dict, change: Callable) -> dict:
+    def with_tensors(self, state: dict[str, dict], change: Callable) -> dict[str, dict]:
         """Change what has a number for each element; counts of steps, 0-d, stay."""
-        changed = {
-            number: {
-                key: change(self.tensor.cuts[self.optimized[number]], value)
+        return {
+            name: {
+                key: change(self.tensor.cuts[name], value)
                 if isinstance(value, Tensor) and value.dim() > 0 else value
                 for key, value in values.items()
             }
-            for number, values in state["state"].items()
+            for name, values in state.items()
         }
-        return {**state, "state": changed}
+
+    def of_all_stages(self, own: dict) -> dict:
+        """What the ranks of the pipeline have by name, together and on the CPU."""
+        if self.pipeline is None:
+            return own
+        on_cpu = torch.utils._pytree.tree_map_only(Tensor, lambda t: t.detach().cpu(), own)
+        return {name: value for part in gathered(on_cpu, self.pipeline.group)
+                for name, value in part.items()}
 
     # The whole model
 
@@ -124,19 +166,55 @@ class Combined:
         if isinstance(self.data, FullyShardedDataParallel):
             parts = self.data.full_parameters()
         else:
-            parts = {name: p.detach() for name, p in self.model.named_parameters()}
-        return parts if self.tensor is None else self.tensor.whole(parts)
+            parts = {name: p.detach() for name, p in global_parameters(self.model)}
+        return self.whole(parts)
 
     def full_gradients(self) -> dict[str, Tensor | None]:
         """Every gradient after `finish` by name; every rank must call it."""
         if self.is_sharded:
             parts = self.data.full_gradients()
         else:
-            parts = {n: p.grad for n, p in self.model.named_parameters() if p.requires_grad}
-        return parts if self.tensor is None else self.tensor.whole(parts)
+            parts = {n: p.grad for n, p in global_parameters(self.model) if p.requires_grad}
+        return self.whole(parts)
+
+    def whole(self, parts: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+        parts = {global_name(self.model, name): part for name, part in parts.items()}
+        return self.of_all_stages(parts if self.tensor is None else self.tensor.whole(parts))
 
     def whole_model(self) -> nn.Module:
         """The model with logits (B, S, V), to draw tokens from."""
-        if self.tensor is None:
+        if self.tensor is None and self.pipeline is None:
             return self.model
-        return WholeLogits(self.model, self.tensor.group, self.tensor.exchange.num_parts)
+        return WholeLogits(self.model, self.tensor, self.pipeline)
+
+
+def numbered(by_name: dict[str, dict], names: list[list[str]], groups: list[dict]) -> dict:
+    """An optimizer's state_dict for parameters called `names`, group by group."""
+    number = {name: index for index, name in enumerate(chain(*names))}
+    return {
+        "state": {number[name]: values for name, values in by_name.items()},
+        "param_groups": [group | {"params": [number[name] for name in of_group]}
+                         for group, of_group in zip(groups, names, strict=True)],
+    }
+
+
+class WholeLogits(nn.Module):
+    """A model in parts as one from tokens (B, S) to logits (B, S, V), on every rank."""
+
+    def __init__(
+        self, model: nn.Module, tensor: TensorParallel | None, pipeline: PipelineParallel | None
+    ):
+        super().__init__()
+        self.model, self.config = model, model.config
+        self.tensor, self.pipeline = tensor, pipeline
+        self.train(model.training)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        S = tokens.shape[1]
+        if self.tensor is not None:  # fill up to equal parts: it changes no earlier logits
+            tokens = F.pad(tokens, (0, -S % self.tensor.exchange.num_parts))
+        if self.pipeline is not None:
+            logits = self.pipeline.predict(tokens)
+        else:
+            logits = self.model(tokens)
+        return logits[:, :S] if self.tensor is None else self.tensor.full_logits(logits[:, :S])

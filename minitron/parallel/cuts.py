@@ -64,14 +64,14 @@ class Cut:
         return torch.Size(shape)
 
 
-def plan_cuts(model: nn.Module, rank: int, size: int, plan: dict[str, str]) -> dict[str, Cut]:
+def plan_cuts(model: nn.Module, rank: int, size: int) -> dict[str, Cut]:
     """The cut of every parameter by its name, for rank `rank` of `size`.
 
     Raises ConfigError for sizes of the model that do not divide.
     """
     require_sizes(model.config, size)
     dims: dict[str, int] = {}
-    for path, kind in planned(model, plan):
+    for path, kind in planned(model):
         dims[f"{path}.weight"] = 1 if kind == "rows" else 0
         if kind != "rows":  # whose bias is added to the sum: every rank holds it
             dims[f"{path}.bias"] = 0
@@ -87,10 +87,10 @@ def plan_cuts(model: nn.Module, rank: int, size: int, plan: dict[str, str]) -> d
     return cuts
 
 
-def planned(model: nn.Module, plan: dict[str, str]) -> Iterator[tuple[str, str]]:
+def planned(model: nn.Module) -> Iterator[tuple[str, str]]:
     """The modules that the plan cuts: path and kind, in the model's order."""
     for path, _ in model.named_modules():
-        for pattern, kind in plan.items():
+        for pattern, kind in PLAN.items():
             if fnmatch.fnmatchcase(path, pattern):
                 yield path, kind
 

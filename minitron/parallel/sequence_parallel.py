@@ -6,14 +6,16 @@ an all-gather: put the norm between the two, and the wire carries no byte more.
 
 Notation: N ranks, `tp` in shapes.
 
-Each rank holds: parameters as in tensor parallelism; of all activations of a block 1/N.
+Each rank holds: parameters as in tensor parallelism; of all activations of a block 1/N, but with
+`regather=False` the whole inputs of the cut layers.
 
 Communication: per block and micro-batch an all-gather of (B, S/tp, D) before attention and before
 the feed-forward, and a reduce-scatter after each; in the backward pass the same in reverse:
 8 B S D (N-1)/N elements sent and received per rank. As a layer keeps its part of the input alone
 and gathers it again in the backward pass, 2 B S D (N-1)/N more; not with `regather=False`, which
-keeps the whole. Once a step an all-reduce of the gradients of what every rank holds whole: norms,
-biases added to a sum, learned positions. Each rank has seen its tokens alone.
+keeps the whole. Embedding and head are the two halves of one more such pair. Once a step an
+all-reduce of the gradients of what every rank holds whole: norms, biases added to a sum, learned
+positions. Each rank has seen its tokens alone.
 
 Read in this order: SequenceParts, apply_sequence_parallel.
 
@@ -29,7 +31,6 @@ from torch.distributed import ProcessGroup
 
 from minitron.comm import differentiable
 from minitron.comm.differentiable import equal_parts, start_all_gather, start_reduce_scatter
-from minitron.parallel.cuts import PLAN
 from minitron.parallel.random_regions import OwnDropout
 from minitron.parallel.tensor_parallel import TensorParallel, WholeSequence
 
@@ -54,13 +55,13 @@ class SequenceParts(WholeSequence):
 
 
 def apply_sequence_parallel(
-    model: nn.Module, group: ProcessGroup, plan: dict[str, str] = PLAN, regather: bool = True
+    model: nn.Module, group: ProcessGroup, regather: bool = True
 ) -> TensorParallel:
     """Do what `apply_tensor_parallel` does, and divide the sequence between the cut layers.
 
     The sequence must divide by the number of ranks: the forward pass raises ValueError if not.
     """
-    parallel = TensorParallel(model, SequenceParts(group, regather), plan)
+    parallel = TensorParallel(model, SequenceParts(group, regather))
     for name, cut in parallel.cuts.items():
         if cut.count == 1:  # every rank holds it whole, and has used it for its own tokens
             parallel.cuts[name] = replace(cut, is_partial=True)

@@ -6,9 +6,9 @@ them Y. f needs no column of another rank: it is GELU, or attention, head by hea
 
 Notation: N ranks, `tp` in shapes; G key-value heads. Y_partial is a summand.
 
-Each rank holds: 1/N of the matrices and of the vocabulary; the norms and the biases that are added
-to a sum; of the activations 1/N inside the cut layers, all between them. If G < N, N/G ranks hold
-the same key-value head.
+Each rank holds: 1/N of the matrices and of the vocabulary; the norms, the biases that are added to
+a sum, and learned positions; of the activations 1/N inside the cut layers, all between them. If
+G < N, N/G ranks hold the same key-value head.
 
 Communication: per block and micro-batch an all-reduce of (B, S, D) after attention and one after
 the feed-forward; in the backward pass one of the gradient of the input of each. Together
@@ -35,8 +35,8 @@ from torch.distributed import ProcessGroup
 from minitron.comm import differentiable
 from minitron.comm.collectives import all_gather_single, all_reduce, broadcast
 from minitron.comm.differentiable import start_all_reduce
-from minitron.model.transformer import fill
-from minitron.parallel.cuts import PLAN, Cut, plan_cuts, planned
+from minitron.model.transformer import fill, global_parameters
+from minitron.parallel.cuts import Cut, plan_cuts, planned
 from minitron.parallel.random_regions import attend_to_own_heads
 from minitron.parallel.vocabulary_parallel import (
     VocabularyParallelEmbedding,
@@ -92,7 +92,9 @@ class ColumnLinears(torch.autograd.Function):
         for grad, weight in zip(rows[1:], weights[1:], strict=True):
             grad_partial.addmm_(grad, weight)
         x_full = wait_for_x()
+        del wait_for_x  # and its buffer
         wait_for_grad_x = exchange.start_reduce(grad_partial.view_as(x_full))
+        del grad_partial
 
         x_rows = x_full.flatten(0, -2)  # (B S, D)
         grads_of_parameters = []
@@ -104,7 +106,10 @@ class ColumnLinears(torch.autograd.Function):
 
 
 class Together:
-    """Column-parallel layers of one input: the first to be called computes for all."""
+    """Column-parallel layers of one input: the first to be called computes for all.
+
+    So each of them must be called for each x, once.
+    """
 
     def __init__(self, layers: list[nn.Linear], exchange: WholeSequence):
         self.layers, self.exchange = layers, exchange
@@ -159,27 +164,30 @@ class TensorParallel:
 
     data_part = (0, 1)
 
-    def __init__(self, model: nn.Module, exchange: WholeSequence, plan: dict[str, str]):
+    def __init__(self, model: nn.Module, exchange: WholeSequence):
         self.model, self.group, self.exchange = model, exchange.group, exchange
         self.rank, self.size = self.group.rank(), self.group.size()
-        self.cuts = plan_cuts(model, self.rank, self.size, plan)
+        self.cuts = plan_cuts(model, self.rank, self.size)
         self.take_parts()
-        self.change_layers(plan)
+        self.change_layers()
 
     def take_parts(self) -> None:
         """Leave this rank its part of every parameter."""
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in global_parameters(self.model):
             if not parameter.is_meta:
                 broadcast(parameter.detach(), 0, self.group)
-            part = self.cuts[name].copy_of(parameter.detach())
-            torch.utils.swap_tensors(parameter, nn.Parameter(part, parameter.requires_grad))
+            parameter.data = self.cuts[name].copy_of(parameter.detach())
 
-    def change_layers(self, plan: dict[str, str]) -> None:
+    def change_layers(self) -> None:
         readers: dict[str, list[nn.Linear]] = {}  # of the same input: neighbours in the model
-        for path, kind in planned(self.model, plan):
+        for path, kind in planned(self.model):
             layer = self.model.get_submodule(path)
             layer.__class__ = LAYERS[kind]  # it stays where it is, with its hooks
             layer.exchange, layer.rank = self.exchange, self.rank
+            if kind == "vocabulary":
+                layer.num_embeddings //= self.size
+            else:
+                layer.out_features, layer.in_features = layer.weight.shape
             if kind == "columns":
                 readers.setdefault(path.rpartition(".")[0], []).append(layer)
         for layers in readers.values():
@@ -206,7 +214,7 @@ class TensorParallel:
         `gradient` tells where a parameter's gradient is, if not in its `.grad`.
         """
         shared: dict[torch.dtype, list[tuple[Cut, Tensor]]] = {}
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in global_parameters(self.model):
             cut, grad = self.cuts[name], gradient(parameter)
             if cut.is_partial and grad is not None:
                 shared.setdefault(grad.dtype, []).append((cut, grad))
@@ -246,35 +254,34 @@ class TensorParallel:
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Every parameter by name; every rank must call it."""
-        return self.whole({name: p.detach() for name, p in self.model.named_parameters()})
+        return self.whole({name: p.detach() for name, p in global_parameters(self.model)})
 
     def full_gradients(self) -> dict[str, Tensor | None]:
         """Every gradient after `finish` by name; every rank must call it."""
-        return self.whole({n: p.grad for n, p in self.model.named_parameters() if p.requires_grad})
+        return self.whole({n: p.grad for n, p in global_parameters(self.model) if p.requires_grad})
 
     def whole(self, parts: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
         """Join what each rank has for its parts of the parameters, by name."""
         return {name: self.join(self.cuts[name], part) for name, part in parts.items()}
 
     def join(self, cut: Cut, part: Tensor | None) -> Tensor | None:
+        """The whole of a tensor, on the CPU: a device that needs cuts may not hold them all."""
         if part is None or cut.count == 1:
             return part
         own = part.to(self.device).contiguous()
         parts = own.new_empty(self.size, *own.shape)
         all_gather_single(parts.flatten(0, 1), own, self.group)
-        return cut.whole(list(parts.unbind())).to(part.device)
+        return cut.whole(list(parts.unbind())).cpu()
 
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
 
-def apply_tensor_parallel(
-    model: nn.Module, group: ProcessGroup, plan: dict[str, str] = PLAN
-) -> TensorParallel:
-    """Cut the layers of `model` over `group` as `plan` says; every rank starts from rank 0's.
+def apply_tensor_parallel(model: nn.Module, group: ProcessGroup) -> TensorParallel:
+    """Cut the layers of `model` over `group` as `cuts.PLAN` says; every rank starts from rank 0's.
 
     Parameters on the meta device stay there. Raises ConfigError for sizes of the model that do not
     divide by the number of ranks.
     """
-    return TensorParallel(model, WholeSequence(group), plan)
+    return TensorParallel(model, WholeSequence(group))

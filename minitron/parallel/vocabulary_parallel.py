@@ -13,11 +13,13 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from minitron.comm.collectives import all_reduce, all_reduce_max
-from minitron.comm.differentiable import start_all_gather
 
 
 class VocabularyParallelEmbedding(nn.Embedding):
-    """Holds V/N rows, and looks up the tokens that are among them; `exchange` sums the rest."""
+    """Holds V/N rows, and looks up the tokens that are among them; `exchange` sums the rest.
+
+    A token that no rank has, V or more, is zeros: to tell would mean to wait for the device.
+    """
 
     def forward(self, tokens: Tensor) -> Tensor:
         rows, is_mine = local_rows(tokens, len(self.weight), self.rank)
@@ -77,20 +79,3 @@ def local_rows(tokens: Tensor, num_rows: int, rank: int) -> tuple[Tensor, Tensor
     rows = tokens - rank * num_rows
     is_mine = (rows >= 0) & (rows < num_rows)
     return rows.where(is_mine, 0), is_mine
-
-
-class WholeLogits(nn.Module):
-    """A model of divided logits as one of logits (B, S, V), to draw tokens from.
-
-    `tokens` are filled up to a multiple of `multiple`: later tokens change no earlier logits.
-    """
-
-    def __init__(self, model: nn.Module, group: ProcessGroup, multiple: int):
-        super().__init__()
-        self.model, self.group, self.multiple = model, group, multiple
-        self.config = model.config
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        S = tokens.shape[1]
-        logits = self.model(F.pad(tokens, (0, -S % self.multiple)))[:, :S]
-        return start_all_gather(logits, self.group, dim=2)()

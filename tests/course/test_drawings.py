@@ -1,4 +1,4 @@
-"""What the widgets of chapters 7 and 8 draw is what the formulas and the datasheets say."""
+"""What the widgets of chapters 7 to 9 draw is what the formulas and the datasheets say."""
 
 import pytest
 
@@ -6,10 +6,12 @@ from minitron import cost
 from minitron.course.drawings import (
     H100,
     LINKS,
+    SCHEDULES,
     TENSOR_RANKS,
     all_reduce_seconds,
     block_lanes,
     block_seconds,
+    draw_schedule,
     draw_sequence,
     draw_tensor,
 )
@@ -119,3 +121,38 @@ def test_the_tensor_explorer_can_be_answered(link):
         ([1, 2, 4, 8] if link == "NVLink" else [1, 2])
     assert abs(waiting(tokens=2048) - waiting(tokens=32_768)) <= 3
     assert waiting("Llama 3.2 1B") > waiting("Llama 3.1 70B") + 10
+
+
+@pytest.mark.parametrize(("schedule", "bubble", "held"), [
+    ("sequential", cost.sequential_bubble(4, 8, 1, 2), "1 micro-batch."),
+    ("GPipe", cost.pipeline_bubble(4, 8, 1, 2), "8 micro-batches."),
+    ("1F1B", cost.pipeline_bubble(4, 8, 1, 2), "4 micro-batches."),
+    ("interleaved 1F1B", cost.pipeline_bubble(4, 8, 1, 2, 2), "5.5 micro-batches."),
+    ("ZB-H1", cost.zb_h1_bubble(4, 8, 1, 1, 1), "4 micro-batches."),
+])
+def test_a_schedule_says_its_bubble_both_ways_and_what_it_holds(schedule, bubble, held):
+    _, sentence = draw_schedule(schedule, 4, 8, 2)
+    chunks = " with 2 chunks a rank" if "interleaved" in schedule else ""
+    assert sentence == (
+        f"{schedule}{chunks}, 4 ranks, 8 micro-batches: idle for {bubble.of_total:.1%} of the "
+        f"step, {bubble.of_ideal:.1%} of what the work alone takes; the first rank holds the "
+        f"activations of at most {held}")
+
+
+def test_the_chunks_are_those_of_the_interleaved_schedule_alone():
+    for schedule in SCHEDULES:
+        one, four = (draw_schedule(schedule, 2, 8, chunks)[1] for chunks in (1, 4))
+        assert (one != four) == (schedule == "interleaved 1F1B")
+
+
+def test_the_schedule_explorer_can_be_answered():
+    """What it suggests to try: who gets below 5 %, and with how many micro-batches."""
+    def idle(schedule, ranks, micro_batches, chunks=2):
+        sentence = draw_schedule(schedule, ranks, micro_batches, chunks)[1]
+        return float(sentence.split("idle for ")[1].split("%")[0])
+
+    counts = (8, 16, 24, 32, 48, 64)
+    assert [m for m in counts if idle("1F1B", 4, m) < 5] == [64]
+    assert idle("1F1B", 8, 64) > 5 and idle("interleaved 1F1B", 8, 64, 2) > 5
+    assert idle("interleaved 1F1B", 8, 64, 4) < 5 and idle("ZB-H1", 8, 64) < 5
+    assert idle("GPipe", 8, 64) == idle("1F1B", 8, 64), "they differ in what they hold alone"

@@ -12,6 +12,7 @@ from minitron.course.widgets import (
     draw_buckets,
     draw_memory,
     draw_ring,
+    draw_schedule,
     draw_sequence,
     draw_stages,
     draw_tensor,
@@ -203,8 +204,9 @@ def test_every_setting_of_the_zero_explorer_is_drawn_in_one_size(monkeypatch):
 
 @pytest.mark.parametrize(("explorer", "draw"), [
     (widgets.tensor_explorer, draw_tensor), (widgets.sequence_explorer, draw_sequence),
-], ids=["tensor", "sequence"])
-def test_every_setting_of_chapters_7_and_8_is_drawn_in_one_size(explorer, draw, monkeypatch):
+    (widgets.schedule_explorer, draw_schedule),
+], ids=["tensor", "sequence", "schedule"])
+def test_every_setting_of_chapters_7_to_9_is_drawn_in_one_size(explorer, draw, monkeypatch):
     asked = {}
     monkeypatch.setattr(widgets, "explore", lambda draw, **given: asked.update(given, draw=draw))
     explorer()

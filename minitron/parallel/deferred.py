@@ -1,0 +1,84 @@
+"""Put the gradients of weights off: the backward pass of a linear layer in two halves.
+
+A pipeline's stage before waits for the gradient of the input alone. So the backward pass computes
+that, and leaves the product for the weight to be computed later, when the rank would be idle.
+
+Reference: Qi et al. 2023, "Zero Bubble Pipeline Parallelism" (section 2.1).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+
+class Deferral:
+    """Where the layers of a model leave what they put off; None: they put nothing off."""
+
+    def __init__(self):
+        self.later: list[Callable[[], None]] | None = None
+
+    @contextmanager
+    def collecting(self) -> Iterator[list[Callable[[], None]]]:
+        """Let backward passes put weight gradients off; call what is in the list later."""
+        self.later = []
+        try:
+            yield self.later
+        finally:
+            self.later = None
+
+
+class DeferredLinear(nn.Linear):
+    """A linear layer whose weight gradient may wait."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.weight, self.bias
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, weight = x.to(dtype), weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        return InTwoHalves.apply(self, x, weight, bias)
+
+
+class InTwoHalves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, layer: DeferredLinear, x: Tensor, weight: Tensor, bias: Tensor | None):
+        ctx.layer = layer
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        (x, weight), layer = ctx.saved_tensors, ctx.layer
+        rows, x_rows = grad.flatten(0, -2), x.flatten(0, -2)
+        grad_weight = grad_bias = None
+        if ctx.needs_input_grad[2]:
+            if layer.deferral.later is None:
+                grad_weight = rows.T @ x_rows
+            else:
+                layer.deferral.later.append(partial(add_gradient, layer.weight, rows, x_rows))
+        if ctx.needs_input_grad[3]:
+            grad_bias = rows.sum(0)
+        return None, grad @ weight, grad_weight, grad_bias
+
+
+@torch.no_grad()
+def add_gradient(weight: nn.Parameter, rows: Tensor, x_rows: Tensor) -> None:
+    """The second half: rows (n, F) and x_rows (n, D) to a gradient (F, D)."""
+    grad = (rows.T @ x_rows).to(weight.dtype)
+    weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
+
+
+def apply_deferred_weight_gradients(model: nn.Module) -> Deferral:
+    """Let the linear layers of `model` put weight gradients off where a backward pass asks it."""
+    deferral = Deferral()
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = DeferredLinear  # it stays where it is, with its hooks
+            module.deferral = deferral
+    return deferral
