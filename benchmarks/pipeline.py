@@ -35,6 +35,7 @@ from minitron.comm.launch import run
 from minitron.config import ModelConfig
 from minitron.model.transformer import Transformer, initialise
 from minitron.parallel.pipeline_parallel import Passage, apply_pipeline_parallel
+from minitron.parallel.pipeline_plan import as_whole
 from minitron.parallel.schedules import (
     gpipe,
     interleaved,
@@ -156,10 +157,10 @@ class Emulated(Passage):
 
     def backward(self, action) -> None:
         if action.stage < self.pipeline.last_stage:
-            self.take(action._replace(stage=action.stage + 1))
+            self.take(as_whole(action._replace(stage=action.stage + 1)))
         time.sleep(SECONDS[action.kind])
         if action.stage > 0:
-            self.made[action] = self.empty(action)
+            self.made[as_whole(action)] = self.empty(action)
 
     def weights(self, action) -> None:
         time.sleep(SECONDS["W"])
@@ -178,7 +179,7 @@ def emulate(group: dist.ProcessGroup, make_schedule, m: int, rounds: int) -> lis
     for _ in range(rounds + 1):
         dist.barrier(group)
         start = time.perf_counter()
-        Emulated(pipeline, [(tokens, tokens)] * m, None).run(pipeline.schedule(m))
+        Emulated(pipeline, [(tokens, tokens)] * m, None).run(pipeline.script(m))
         dist.barrier(group)
         seconds.append(time.perf_counter() - start)
     return seconds[1:]
@@ -190,7 +191,7 @@ def bubble_rows(num_ranks: int, rounds: int) -> list[str]:
     for name, make_schedule in {**{k: v[0] for k, v in SCHEDULES.items()},
                                 "ZB-H1": zero_bubble}.items():
         m = 2 * num_ranks
-        by_rank = run(emulate, num_ranks, make_schedule, m, rounds, timeout=300, watch=False)
+        by_rank = run(emulate, num_ranks, make_schedule, m, rounds, timeout=300)
         measured = statistics.median(map(max, zip(*by_rank, strict=True)))
         timeline = simulate(make_schedule(num_ranks, m), SECONDS)
         ideal = timeline.busy_seconds(0)

@@ -76,13 +76,11 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, device: torch.devi
         tensor = apply(model, mesh.group("tp"))
     RECOMPUTE_POLICIES[config.train.recompute](model)
     if mesh.size("pp") > 1:
-        pipeline = apply_pipeline(model, mesh, config, device)
+        pipeline = apply_pipeline(model, mesh, config)
     return Combined(model, apply_data_parallel(model, mesh, config, device), tensor, pipeline)
 
 
-def apply_pipeline(
-    model: nn.Module, mesh: Mesh, config: Config, device: torch.device
-) -> PipelineParallel:
+def apply_pipeline(model: nn.Module, mesh: Mesh, config: Config) -> PipelineParallel:
     """Leave each rank its stages, to run in the order that `config` names."""
     schedules = {
         "gpipe": gpipe,
@@ -93,7 +91,7 @@ def apply_pipeline(
     schedule = schedules[config.parallel.schedule]
     pipeline = apply_pipeline_parallel(model, mesh.group("pp"), schedule)
     if config.train.precision == "bf16":
-        pipeline.surroundings = partial(torch.autocast, device.type, torch.bfloat16)
+        pipeline.autocast = torch.bfloat16
     return pipeline
 
 

@@ -47,14 +47,7 @@ class Run:
         self.validation = TokenDataset(config.data.path, "val", S, seed=None)
 
         self.num_eval_sequences = min(config.train.eval_sequences, self.validation.num_samples)
-        num_readers = self.size // (config.parallel.tp * config.parallel.pp)
-        require(
-            self.num_eval_sequences >= num_readers,
-            f"{self.num_eval_sequences} validation sequences for {num_readers} data-parallel "
-            f"ranks: each needs one; raise train.eval_sequences to {num_readers} at least, or "
-            "start fewer ranks",
-        )
-
+        require_validation(self.num_eval_sequences, num_readers(config, self.size))
         self.config = config = with_vocabulary_of_data(config)
         self.folder = folder
         self.device = pick_device(config.train.device)
@@ -63,12 +56,11 @@ class Run:
         mesh = None if group is None else lay_out(config.parallel, self.size, self.device)
         self.model, self.parallel = build(config, mesh, self.device)
         self.data_rank, self.data_size = (0, 1) if mesh is None else self.parallel.data_part
-        # Dropout: of other samples on every rank, and of other layers; the weights have seeds of
-        # their own.
+        # Dropout, of other samples and other layers; the weights have seeds of their own.
         stage = 0 if mesh is None else mesh.rank("pp")
         torch.manual_seed(config.train.seed + self.data_rank + stage * self.data_size)
         if config.parallel.pp > 1:  # now, rather than in the first step
-            self.parallel.pipeline.schedule(self.num_micro_batches(config.train.global_batch_size))
+            self.parallel.pipeline.script(self.num_micro_batches(config.train.global_batch_size))
         self.optimizer = make_optimizer(self.model, config.train, self.device)
         if self.parallel is not None:
             self.parallel.shard(self.optimizer)
@@ -140,10 +132,9 @@ class Run:
         return sum(gathered(float(total), data_group)) / num_tokens
 
     def sum_losses(self, micro_batches: list[tuple[Tensor, Tensor]], sum_loss: Callable) -> Tensor:
-        pipeline = None if self.parallel is None else self.parallel.pipeline
-        if pipeline is None:
-            return sum(sum_loss(self.forward(inputs), targets) for inputs, targets in micro_batches)
-        return pipeline.total(micro_batches, sum_loss)
+        if self.config.parallel.pp > 1:
+            return self.parallel.pipeline.total(micro_batches, sum_loss)
+        return sum(sum_loss(self.forward(inputs), targets) for inputs, targets in micro_batches)
 
     def sample(self, num_texts: int, num_tokens: int) -> list[str]:
         """Texts that the model writes after an end-of-document token; [] without a tokenizer."""
@@ -227,18 +218,28 @@ def require_ranks(config: Config, size: int) -> None:
         f"{model}, but {there}: start a multiple of {tp * pp} with torchrun --nproc-per-node, or "
         "change the layout",
     )
-    num_readers = size // (tp * pp)
+    readers = num_readers(config, size)
     require(
-        dp in (0, num_readers),
+        dp in (0, readers),
         f"parallel.dp = {dp}{' and ' if model else ''}{model}, but {there}: start it with torchrun "
         f"--nproc-per-node {dp * tp * pp} -m minitron.train, or set parallel.dp to 0",
     )
     batch_size = config.train.global_batch_size
     require(
-        batch_size >= num_readers,
-        f"train.global_batch_size = {batch_size} leaves some of {num_readers} ranks without a "
-        f"sequence: raise it to {num_readers}, or start fewer ranks",
+        batch_size >= readers,
+        f"train.global_batch_size = {batch_size} leaves some of {readers} ranks without a "
+        f"sequence: raise it to {readers}, or start fewer ranks",
     )
+
+
+def num_readers(config: Config, size: int) -> int:
+    """How many of the ranks read samples of their own."""
+    return size // (config.parallel.tp * config.parallel.pp)
+
+
+def require_validation(num_sequences: int, readers: int) -> None:
+    require(num_sequences >= readers, f"{num_sequences} validation sequences for {readers} "
+            f"data-parallel ranks: each needs one; raise train.eval_sequences to {readers} or more")
 
 
 def require_a_gpu_each(device: torch.device, group: Group) -> None:

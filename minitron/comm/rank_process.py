@@ -114,6 +114,7 @@ def outcome_of(rank: int, orders: Orders, mailbox: "Mailbox") -> Returned | Fail
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=orders.num_ranks, timeout=NO_LIMIT
         )
+        dist.barrier()  # or a rank that dies at once is missed by those that still connect
         with Ledger(announce=mailbox.send) if orders.watch else nullcontext():
             value = fn(dist.group.WORLD, *args)
     except BaseException as error:  # sys.exit() as well

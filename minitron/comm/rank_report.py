@@ -62,16 +62,19 @@ def say(ranks: list[int], text: str) -> str:
     return f"ranks {', '.join(others)} and {last} {PLURAL.get(verb, verb)} {rest}"
 
 
-def describe(frames: list[Frame], call) -> str:
-    """Say where a rank is from its stack, outermost first, and the last `Call` it announced."""
+def describe(frames: list[Frame], call, phase: str | None = None) -> str:
+    """Say where a rank is from its stack, outermost first, and the last `Call` it announced.
+
+    `phase` is the name that it has given to what it does, such as "B1 stage 0".
+    """
     if not frames:
         return f"waits in {call}" if call else "does not answer"
-    where = place(frames)
+    where = place(frames) if phase is None else f"in {phase}, {place(frames)}"
     operation = collective(frames)
     if call is None and is_starting(frames):
         return "is starting"
     if operation is None:
-        return f"is at {where}"
+        return f"is {where}" if phase else f"is at {where}"
     if call is None:
         return f"waits in {operation}, {where}"
     if operation == "wait":  # for this call or for an earlier one

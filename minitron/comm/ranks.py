@@ -26,6 +26,7 @@ import psutil
 
 from minitron.comm.rank_process import (
     Failure,
+    Frame,
     Orders,
     Returned,
     Started,
@@ -68,6 +69,7 @@ class Rank:
         self.number, self.orders, self._theirs = number, orders, theirs
         self.has_started = False
         self.last_call: Call | None = None
+        self.phase: str | None = None  # that it has given a name
         self.outcome: Returned | Failure | None = None
 
     def start(self) -> None:
@@ -87,6 +89,8 @@ class Rank:
                     yield message
                 elif isinstance(message, Started):
                     self.has_started = True
+                elif message is None or isinstance(message, str):
+                    self.phase = message
                 else:
                     self.outcome = message
             has_ended = has_ended and not self.pipe.poll()
@@ -99,6 +103,9 @@ class Rank:
     @property
     def text(self) -> str:
         return "has finished" if isinstance(self.outcome, Returned) else self.outcome.text
+
+    def where(self, frames: list[Frame]) -> str:
+        return describe(frames, self.last_call, self.phase)
 
     def release(self, may_leave: bool) -> None:
         """Let it tear its group down, or kill it."""
@@ -233,13 +240,13 @@ class Ranks:
         stacks = self._stacks()
         waiting = [rank for rank, frames in stacks if rank.last_call and is_waiting(frames, None)]
         if 0 < len(waiting) < len(stacks):
-            texts = {rank.number: describe(frames, rank.last_call) for rank, frames in stacks}
+            texts = {rank.number: rank.where(frames) for rank, frames in stacks}
             texts |= {rank.number: rank.text for rank in self.ranks if rank.outcome}
             print(report(headline, texts), flush=True)
 
     def _error(self, headline: str) -> RankError:
         for rank, frames in self._stacks():
-            rank.outcome = Failure(describe(frames, rank.last_call), frames=frames)
+            rank.outcome = Failure(rank.where(frames), frames=frames)
         texts = {rank.number: rank.text for rank in self.ranks}
         return RankError(report(headline, texts), self._failures())
 
@@ -247,11 +254,11 @@ class Ranks:
         # The others' errors may follow from a death, never the other way round.
         first = min(self._failed(), key=lambda r: (bool(r.outcome.error), r.outcome.seconds))
         for rank, frames in self._stacks():
-            rank.outcome = Failure(describe(frames, rank.last_call), frames=frames)
+            rank.outcome = Failure(rank.where(frames), frames=frames)
 
         texts = {rank.number: rank.text for rank in self.ranks if rank is not first}
         if first.outcome.error is None:
-            texts |= {rank.number: describe(rank.outcome.frames, rank.last_call)
+            texts |= {rank.number: rank.where(rank.outcome.frames)
                       for rank in self._failed() if collective(rank.outcome.frames)}
         headline = say([first.number], first.text)
         return RankError(report(headline, texts, first.outcome.traceback), self._failures())

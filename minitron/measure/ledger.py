@@ -141,14 +141,14 @@ def tracked(outputs, clock: Callable[[], float]) -> tuple:
 class Ledger(TorchDispatchMode):
     """Record this rank's communication while it is entered; each `with` starts a new record.
 
-    `announce` is called with each Call before its operation is issued; a ledger that announces
-    leaves the backend's threads alone and notes an end when this rank has waited for it. Under a
-    FakeTensorMode, enter that mode first.
+    `announce` is called with each Call before it is issued, and with the name of each phase (None:
+    it has ended). Such a ledger leaves the backend's threads alone and notes an end when this rank
+    has waited for it. Under a FakeTensorMode, enter that mode first.
     """
 
     def __init__(
         self,
-        announce: Callable[[Call], None] | None = None,
+        announce: Callable[[Call | str | None], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
         super().__init__()
@@ -198,13 +198,16 @@ class Ledger(TorchDispatchMode):
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Name the phase of the block, instead of forward, backward or optimizer."""
-        self._named, outer = name, self._named
+        outer, announce = self._named, self.announce or (lambda _: None)
+        self._named = name
+        announce(name)
         self._change_phase(self.clock())
         try:
             yield
         finally:
             self._spans += self._unfinished_span(self.clock())
             self._named, self._phase = outer, None
+            announce(outer)
 
     # Where it listens
 

@@ -102,7 +102,10 @@ class Combined:
                 sorted(set(chain(*groups)), key=self.pipeline.names.index)
                 for groups in zip(*by_rank, strict=True)
             ]
-        return self.data.shard(optimizer) if self.is_sharded else optimizer
+        optimizer = self.data.shard(optimizer) if self.is_sharded else optimizer
+        if self.pipeline is not None:
+            optimizer.register_step_post_hook(self.pipeline.share_tied_weight)
+        return optimizer
 
     def make_optimizer(self, factory: Callable[[list], torch.optim.Optimizer]):
         """`factory(parameters)`, sharded: the oracle asks for it."""
@@ -147,7 +150,8 @@ class Combined:
         if self.pipeline is None:
             return own
         on_cpu = torch.utils._pytree.tree_map_only(Tensor, lambda t: t.detach().cpu(), own)
-        return {name: value for part in gathered(on_cpu, self.pipeline.group)
+        by_stage = gathered(on_cpu, self.pipeline.group)
+        return {name: value for part in reversed(by_stage)  # a tied one is the first stage's
                 for name, value in part.items()}
 
     # The whole model

@@ -36,12 +36,9 @@ class DeferredLinear(nn.Linear):
     """A linear layer whose weight gradient may wait."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.weight, self.bias
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-            x, weight = x.to(dtype), weight.to(dtype)
-            bias = None if bias is None else bias.to(dtype)
-        return InTwoHalves.apply(self, x, weight, bias)
+        if torch.is_autocast_enabled(x.device.type):  # which casts the weight itself
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        return InTwoHalves.apply(self, x, self.weight, self.bias)
 
 
 class InTwoHalves(torch.autograd.Function):
@@ -64,7 +61,7 @@ class InTwoHalves(torch.autograd.Function):
                 layer.deferral.later.append(partial(add_gradient, layer.weight, rows, x_rows))
         if ctx.needs_input_grad[3]:
             grad_bias = rows.sum(0)
-        return None, grad @ weight, grad_weight, grad_bias
+        return None, grad @ weight.to(grad.dtype), grad_weight, grad_bias
 
 
 @torch.no_grad()

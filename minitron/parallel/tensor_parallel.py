@@ -88,6 +88,7 @@ class ColumnLinears(torch.autograd.Function):
         wait_for_x = exchange.start_gather(x) if exchange.regathers else lambda: x
         rows = [grad.flatten(0, -2) for grad in grads]  # (B S, F/tp)
 
+        weights = [weight.to(rows[0].dtype) for weight in weights]  # as autocast has done
         grad_partial = rows[0] @ weights[0]
         for grad, weight in zip(rows[1:], weights[1:], strict=True):
             grad_partial.addmm_(grad, weight)
@@ -119,11 +120,11 @@ class Together:
     def output(self, layer: nn.Linear, x: Tensor) -> Tensor:
         """What `layer` makes of `x` (B, S, D): (B, S, F/tp)."""
         if x is not self.x or layer not in self.outputs:
-            tensors = [x] + [p for each in self.layers for p in (each.weight, each.bias)]
-            if torch.is_autocast_enabled(x.device.type):
-                dtype = torch.get_autocast_dtype(x.device.type)
-                tensors = [t if t is None else t.to(dtype) for t in tensors]
-            outputs = ColumnLinears.apply(self.exchange, *tensors)
+            parameters = [p for each in self.layers for p in (each.weight, each.bias)]
+            kept = x
+            if torch.is_autocast_enabled(x.device.type):  # which casts the weights itself
+                kept = x.to(torch.get_autocast_dtype(x.device.type))
+            outputs = ColumnLinears.apply(self.exchange, kept, *parameters)
             self.x, self.outputs = x, dict(zip(self.layers, outputs, strict=True))
 
         output = self.outputs.pop(layer)

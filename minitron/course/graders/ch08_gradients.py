@@ -13,7 +13,7 @@ from minitron.course.graders import Mistake, asked, expect
 from minitron.course.graders.ch06_toy import ELEMENT
 from minitron.course.graders.ranks import Wire, many_ranks, on_ranks, per_rank
 from minitron.model.transformer import Transformer, initialise
-from minitron.parallel.cuts import PLAN, Cut, plan_cuts
+from minitron.parallel.cuts import Cut, plan_cuts
 from minitron.parallel.sequence_parallel import apply_sequence_parallel
 
 FAMILIES = ("gpt", "llama")
@@ -99,7 +99,7 @@ def alone(family: str) -> Gradients:
 
 @cache
 def cuts_of(family: str, rank: int, size: int) -> dict[str, Cut]:
-    return plan_cuts(make_model(family), rank, size, PLAN)
+    return plan_cuts(make_model(family), rank, size)
 
 
 def right_gradients(family: str, rank: int, size: int) -> Gradients:

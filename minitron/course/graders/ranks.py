@@ -188,7 +188,9 @@ class Wire:
         self._late.__exit__(*error)
         self._ledger.__exit__(*error)
 
-    def _announce(self, call: Call) -> None:
+    def _announce(self, call: Call | str | None) -> None:
+        if not isinstance(call, Call):  # the name of a phase
+            return
         allowed = " and ".join(sorted(self.allowed)) or "nothing"
         if call.op not in self.allowed:
             raise Forbidden(f"{call.op} is called; allowed is {allowed}")

@@ -1,0 +1,135 @@
+"""What a pipeline costs: idle time, activations held, bytes between its stages.
+
+Notation: p ranks; m micro-batches a step; v chunks, the stages that a rank holds. t_F and t_B are
+the seconds that one micro-batch takes forward and backward through all stages of a rank; t_B is
+t_I + t_W where it is cut into the gradients of inputs and of weights. All ranks are equally fast
+and messages take no time: `parallel.simulator` plays what is not so.
+
+A bubble is the time that a rank is idle in a step. Papers give it as a share of two things: of the
+whole step, (p-1) / (m+p-1), or of the time that the work alone takes, (p-1) / m.
+
+Read in this order: Bubble, pipeline_bubble, activations_held, pipeline_volume.
+Reference: Huang et al. 2019, "GPipe" (section 2.3); Narayanan et al. 2021 (sections 2.2, 3.2);
+Korthikanti et al. 2022 (section 4.2.3); Qi et al. 2023, "Zero Bubble" (table 2).
+"""
+
+from typing import NamedTuple
+
+from minitron.cost.communication import Volume
+
+
+class Bubble(NamedTuple):
+    """Seconds of a step in which a rank is idle, and those that its work alone takes."""
+
+    seconds: float
+    ideal_seconds: float
+
+    @property
+    def of_total(self) -> float:
+        """Share of the whole step."""
+        return self.seconds / (self.ideal_seconds + self.seconds)
+
+    @property
+    def of_ideal(self) -> float:
+        """In proportion to the work; may exceed 1."""
+        return self.seconds / self.ideal_seconds
+
+
+# Idle time
+
+
+def sequential_bubble(
+    num_ranks: int, num_micro_batches: int, forward: float, backward: float
+) -> Bubble:
+    """(p-1) m (t_F + t_B): while one rank works, all others wait."""
+    ideal = num_micro_batches * (forward + backward)
+    return Bubble((num_ranks - 1) * ideal, ideal)
+
+
+def pipeline_bubble(
+    num_ranks: int, num_micro_batches: int, forward: float, backward: float, num_chunks: int = 1
+) -> Bubble:
+    """(p-1) (t_F + t_B) / v, of GPipe, 1F1B, and interleaved 1F1B with v chunks a rank.
+
+    For any m; interleaved, for m that p divides. Reference: Narayanan et al. 2021, sections 2.2.1
+    and 2.2.2; as a share of the total, Huang et al. 2019, section 2.3.
+    """
+    each = forward + backward
+    return Bubble((num_ranks - 1) * each / num_chunks, num_micro_batches * each)
+
+
+def zb_h1_bubble(
+    num_ranks: int, num_micro_batches: int, forward: float, inputs: float, weights: float
+) -> Bubble:
+    """(p-1) (t_F + t_I - t_W), of ZB-H1, whose backward pass is cut into I and W.
+
+    For m >= p, and t_W no longer than t_F or t_I. Reference: Qi et al. 2023, table 2, where t_I is
+    T_B.
+    """
+    idle = forward + inputs - weights
+    return Bubble((num_ranks - 1) * idle, num_micro_batches * (forward + inputs + weights))
+
+
+def zb_h2_bubble(
+    num_ranks: int, num_micro_batches: int, forward: float, inputs: float, weights: float
+) -> Bubble:
+    """(p-1) (t_F + t_I - 2 t_W), of ZB-H2: idle between a rank's own first and last pass.
+
+    For m >= 2p - 1 and t_F = t_I = t_W, when it is 0. Reference: Qi et al. 2023, table 2.
+    """
+    idle = forward + inputs - 2 * weights
+    return Bubble((num_ranks - 1) * idle, num_micro_batches * (forward + inputs + weights))
+
+
+# Held
+
+
+def activations_held(
+    schedule: str, num_ranks: int, num_micro_batches: int, rank: int, num_chunks: int = 1
+) -> int:
+    """Most micro-batches whose activations a rank holds at once, counted for each of its stages.
+
+    `schedule` is the name of a `parallel.schedules.Schedule`. Each count is a v-th of the rank's
+    layers, whole until W: what I frees before is not taken off. Reference: Narayanan et al. 2021,
+    section 2.2; Qi et al. 2023, table 2.
+    """
+    p, v = num_ranks, num_chunks
+    counts = {
+        "sequential": 1,
+        "GPipe": num_micro_batches,
+        "1F1B": p - rank,
+        "interleaved 1F1B": (v - 1) * p + 2 * (p - 1 - rank) + 1,
+        "ZB-H1": p,
+        "ZB-H2": 2 * p - 1,
+    }
+    return min(counts[schedule], num_micro_batches * v)
+
+
+def interleaved_activation_factor(num_ranks: int, num_chunks: int) -> float:
+    """1 + (p-1)/(p v): what the first rank holds, over what it holds in 1F1B, for m > p.
+
+    Reference: Korthikanti et al. 2022, section 4.2.3.
+    """
+    return 1 + (num_ranks - 1) / (num_ranks * num_chunks)
+
+
+# Sent
+
+
+def pipeline_volume(
+    batch_size: int, sequence_length: int, width: int, element_size: int,
+    num_ranks: int, num_micro_batches: int, rank: int, num_chunks: int = 1,
+) -> Volume:
+    """Bytes that one rank sends and receives per step.
+
+    Between two stages each micro-batch sends B S D values forward, and as many gradients back
+    (Narayanan et al. 2021, section 3.2). Stage number rank + p c follows the one before on the
+    next rank, so that v chunks send v times as much (section 2.2.2).
+    """
+    if num_ranks == 1:
+        return Volume(0, 0)
+    after = num_chunks - (rank == num_ranks - 1)  # the model's last stage has none after it
+    before = num_chunks - (rank == 0)
+    message = batch_size * sequence_length * width * element_size
+    num_bytes = num_micro_batches * (after + before) * message
+    return Volume(num_bytes, num_bytes)

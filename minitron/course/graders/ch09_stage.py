@@ -1,0 +1,299 @@
+"""Grader of 9.4: messages, order, loss and gradients of every stage, against one process."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+from minitron.course.graders import Mistake, asked, expect
+from minitron.course.graders.ranks import (
+    Wire,
+    factor,
+    many_ranks,
+    on_ranks,
+    per_rank,
+    relative_error,
+)
+from minitron.parallel.schedules import (
+    Action,
+    Schedule,
+    alternate,
+    gpipe,
+    make,
+    one_forward_one_backward,
+)
+
+WIDTH, ELEMENT = 3, 8  # all is float64
+TOKENS = (4, 2, 5, 1, 3)  # of each micro-batch; no two alike, so that a tensor tells which it is
+CLOSE = 1e-9
+STUCK = "with 1F1B a rank sends an activation while the next one sends it a gradient; with " \
+        "dist.send each waits until the other receives. Start sends with isend, go on, and wait " \
+        "for them in the end. Each message sent must be received, in the order it is sent"
+FAULTS = {
+    "do not match": "a message has as many tokens as its own micro-batch: T differs",
+    "does not require grad": "keep the stage's output with its graph for the backward pass, and "
+                             "detach only what is sent",
+    "'NoneType'> instead": "what is received needs requires_grad_() before it goes into the "
+                           "stage, or there is no x.grad to send",
+}
+"""What a failed run says, and what it comes from."""
+OF_TOKENS = "the sum over the tokens is divided by the tokens of all micro-batches, once"
+MEAN_OF_MEANS = "that is the mean of the micro-batches' means: tokens of a short one count more. " \
+                "Divide each sum by the tokens of all micro-batches"
+SUM_OF_MEANS = "that adds up the micro-batches' means: divide each sum by the tokens of all " \
+               "micro-batches"
+
+
+def eager(num_ranks: int, num_micro_batches: int) -> Schedule:
+    """1F1B with a warm-up twice as long, so that messages have time to travel."""
+    lists = []
+    for rank in range(num_ranks):
+        forwards = [Action("F", i, rank) for i in range(num_micro_batches)]
+        backwards = [Action("B", i, rank) for i in range(num_micro_batches)]
+        num_warm_up = min(num_micro_batches, 2 * (num_ranks - 1 - rank))
+        lists.append(alternate(forwards, backwards, num_warm_up))
+    return make("1F1B with a longer warm-up", num_micro_batches, lists)
+
+
+def last_first(num_ranks: int, num_micro_batches: int) -> Schedule:
+    """GPipe that goes back with the last micro-batch first."""
+    lists = [
+        [*(Action("F", i, rank) for i in range(num_micro_batches)),
+         *(Action("B", i, rank) for i in reversed(range(num_micro_batches)))]
+        for rank in range(num_ranks)
+    ]
+    return make("GPipe, last micro-batch back first", num_micro_batches, lists)
+
+
+CASES = [(gpipe, 5), (one_forward_one_backward, 5), (one_forward_one_backward, 2), (eager, 5),
+         (last_first, 4)]
+"""Schedules and micro-batches."""
+
+
+# What runs on each rank
+
+
+class Stage(nn.Module):
+    """A layer that notes when it runs, forward and back, and on how many tokens."""
+
+    def __init__(self, number: int, note: Callable[[str, int], None]):
+        super().__init__()
+        generator = torch.Generator().manual_seed(number)
+        self.linear = nn.Linear(WIDTH, WIDTH).double()
+        for parameter in self.parameters():
+            parameter.data.normal_(generator=generator)
+        self.note = note
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.note("F", len(x))
+        out = torch.tanh(self.linear(x))
+        if out.requires_grad:
+            out.register_hook(lambda grad: self.note("B", len(grad)))
+        return out
+
+
+def data(num_micro_batches: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(9)
+    return [tuple(torch.randn(2, tokens, WIDTH, generator=generator, dtype=torch.float64))
+            for tokens in TOKENS[:num_micro_batches]]
+
+
+def sum_loss(out: Tensor, targets: Tensor) -> Tensor:
+    return (out - targets).square().sum()
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank has done and has."""
+
+    loss: object
+    grads: list[Tensor | None]
+    passes: list[tuple[str, int]]
+    """"F" or "B", and the micro-batch; -1 if there is none with as many tokens."""
+    sent: dict[int, list[int]]
+    """By rank, the bytes of each message to it."""
+
+
+def run_all(group, run_stage: Callable) -> list[Seen]:
+    return [run_one(group, run_stage, *case) for case in CASES]
+
+
+def run_one(group, run_stage: Callable, make_schedule: Callable, m: int) -> Seen:
+    rank, wire = group.rank(), Wire(allowed={"send", "recv"})
+    stage = Stage(rank, wire.note)
+    actions = list(make_schedule(group.size(), m).actions[rank])
+    with wire:
+        loss = run_stage(stage, actions, data(m), sum_loss, group)
+    sent: dict[int, list[int]] = {}
+    for call in wire.calls:
+        if call.op == "send":
+            sent.setdefault(call.peer, []).append(call.payload)
+    passes = [(kind, TOKENS.index(tokens) if tokens in TOKENS else -1)
+              for kind, tokens in wire.events if kind in ("F", "B")]
+    return Seen(loss, [p.grad for p in stage.parameters()], passes, sent)
+
+
+# One process
+
+
+@cache
+def alone(size: int, m: int, of_means: bool = False) -> tuple[Tensor, list[Tensor]]:
+    """The loss, and the gradient of each stage, flattened.
+
+    The mean over all tokens, or, as a mistake, the mean of the micro-batches' means.
+    """
+    stages = [Stage(number, lambda *event: None) for number in range(size)]
+    micro_batches = data(m)
+    num_tokens = sum(len(x) for x, _ in micro_batches)
+    total = torch.zeros((), dtype=torch.float64)
+    for x, targets in micro_batches:
+        out = x
+        for stage in stages:
+            out = stage(out)
+        total = total + sum_loss(out, targets) / (m * len(x) if of_means else num_tokens)
+    total.backward()
+    return total.detach(), [flat([p.grad for p in stage.parameters()]) for stage in stages]
+
+
+def flat(grads: list[Tensor]) -> Tensor:
+    return torch.cat([grad.flatten() for grad in grads])
+
+
+# The grader
+
+
+@many_ranks
+def grade_9_4(run_stage: Callable) -> None:
+    """Run several schedules; look at the messages, the order, the loss and the gradients."""
+    call = "run_stage(stage, actions, micro_batches, sum_loss, group)"
+    with asked(f"{call} on 1, 2, 3 and 4 ranks, with GPipe, 1F1B and others"):
+        by_size = _run(run_stage)
+    for size, by_rank in by_size.items():
+        for number, (make_schedule, m) in enumerate(CASES):
+            schedule = make_schedule(size, m)
+            tokens = ", ".join(map(str, TOKENS[:m]))
+            with asked(f"{call} on {size} rank{'s' * (size > 1)}, {schedule.name}, {m} "
+                       f"micro-batches of {tokens} tokens"):
+                seen = [mine[number] for mine in by_rank]
+                _expect_passes(seen, schedule)
+                _expect_messages(seen, schedule)
+                _expect_loss(seen, m)
+                _expect_gradients(seen, m)
+
+
+def _run(run_stage: Callable) -> dict[int, list[list[Seen]]]:
+    try:
+        return on_ranks(run_all, run_stage, stuck=STUCK)
+    except Mistake as mistake:
+        for words, likely in FAULTS.items():
+            if words in mistake.seen:
+                raise Mistake(mistake.seen, likely) from None
+        raise
+
+
+def _expect_passes(seen: list[Seen], schedule: Schedule) -> None:
+    right = [[(kind, i) for kind, i, _ in actions] for actions in schedule.actions]
+    wrong = {rank: f"{_words(mine.passes)}; the list says {_words(actions)}"
+             for rank, (mine, actions) in enumerate(zip(seen, right, strict=True))
+             if mine.passes != actions}
+    first = next(iter(wrong), 0)
+    passes, asked_for = seen[first].passes, right[first]
+    likely = "go through `actions` one after the other; the schedule is not yours to choose"
+    if len(passes) > len(asked_for):
+        likely = "each pass once: the graph of the forward pass serves the backward pass, so " \
+                 "keep input and output until then"
+    elif not any(kind == "B" for kind, _ in passes):
+        likely = "no backward pass reaches the stage: keep its output with its graph, and detach " \
+                 "what you send"
+    expect(not wrong, seen=per_rank(wrong), likely=likely)
+
+
+def _words(passes: list[tuple[str, int]]) -> str:
+    return " ".join(f"{kind}{i if i >= 0 else '?'}" for kind, i in passes) or "nothing"
+
+
+def _expect_messages(seen: list[Seen], schedule: Schedule) -> None:
+    for rank, mine in enumerate(seen):
+        right = {}
+        for kind, i, _ in schedule.actions[rank]:
+            peer = rank + (1 if kind == "F" else -1)
+            if 0 <= peer < len(seen):
+                right.setdefault(peer, []).append(ELEMENT * WIDTH * TOKENS[i])
+        expect(mine.sent == right, seen=f"rank {rank} sends {_bytes(mine.sent)}; right is "
+               f"{_bytes(right)}", likely="one message for each F, to the next rank, and for each "
+               "B, to the rank before: as many values as the micro-batch has")
+
+
+def _bytes(sent: dict[int, list[int]]) -> str:
+    return ", ".join(f"{' + '.join(map(str, messages))} bytes to rank {peer}"
+                     for peer, messages in sorted(sent.items())) or "nothing"
+
+
+def _expect_loss(seen: list[Seen], m: int) -> None:
+    size = len(seen)
+    *others, last = [mine.loss for mine in seen]
+    expect(all(loss is None for loss in others),
+           seen=per_rank([f"returned {loss!r:.40}" for loss in others]),
+           likely="only the last rank has a loss; the others return None")
+    expect(isinstance(last, Tensor) and last.shape == (), seen=f"rank {size - 1} returned "
+           f"{last!r:.60}", likely="the loss is a tensor of shape () on the last rank")
+    expect(not last.requires_grad, seen=f"rank {size - 1} returned a loss with its graph",
+           likely="detach it: the graph stays as long as what refers to it")
+    right = alone(size, m)[0]
+    expect(relative_error(last, right) < CLOSE,
+           seen=f"rank {size - 1} returned the loss {last.item():.6g}; one process has "
+                f"{right.item():.6g}", likely=_why_scaled(last, right, alone(size, m, True)[0], m)
+           or OF_TOKENS)
+
+
+def _expect_gradients(seen: list[Seen], m: int) -> None:
+    size, right, of_means = len(seen), alone(len(seen), m)[1], alone(len(seen), m, True)[1]
+    for rank in reversed(range(size)):  # whatever is wrong on one is wrong on those before
+        grads = seen[rank].grads
+        expect(all(grad is not None for grad in grads), seen=f"rank {rank}: .grad is None",
+               likely="backward() through the stage's own graph leaves gradients in .grad")
+        mine = flat(grads)
+        if relative_error(mine, right[rank]) < CLOSE:
+            continue
+        f = factor(mine, right[rank])
+        shown = f", all {f:.4g} times too large" if f and f > 1 else \
+                f", all {1 / f:.4g} times too small" if f and f > 0 else ""
+        before = "" if rank == size - 1 else \
+            f"; they are right on rank {rank + 1}" if rank == size - 2 else \
+            f"; they are right on ranks {rank + 1} to {size - 1}"
+        raise Mistake(f"the gradients of rank {rank}'s stage are wrong{shown}{before}",
+                      _why_other_gradients(mine, right[rank], of_means[rank], m, rank, size))
+
+
+def _why_other_gradients(
+    mine: Tensor, right: Tensor, of_means: Tensor, m: int, rank: int, size: int
+) -> str:
+    if rank == size - 1:
+        return _why_scaled(mine, right, of_means, m) or \
+            "each backward pass starts from the loss of its own micro-batch, and adds to .grad"
+    if factor(mine, right):
+        return "what arrives from the next rank is the gradient of the loss already: no rank but " \
+               "the last one scales anything"
+    return "what goes back is the gradient of the stage's input, x.grad; what arrives is that of " \
+           "the output: out.backward(grad)"
+
+
+def _why_scaled(mine: Tensor, right: Tensor, of_means: Tensor, m: int) -> str:
+    """What a loss or a gradient is, if it is another multiple of it; "" if it is none."""
+    num_tokens = sum(TOKENS[:m])
+    for share, text in ((1.0, MEAN_OF_MEANS), (float(m), SUM_OF_MEANS)):
+        if relative_error(mine, share * of_means) < CLOSE:
+            return text
+    causes = {
+        num_tokens: "that is the sum over all tokens: divide by their number, and before the "
+                    "backward pass",
+        1 / m: f"divided by the {m} micro-batches on top: the tokens of all micro-batches are the "
+               "whole divisor",
+        num_tokens / m: f"that is divided by the {m} micro-batches: divide by the tokens",
+    }
+    for share, text in causes.items():
+        if relative_error(mine, share * right) < CLOSE:
+            return text
+    return ""

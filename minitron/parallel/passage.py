@@ -1,0 +1,139 @@
+"""One step of a pipeline's rank: micro-batches pass through its stages, messages come and go.
+
+Read in this order: Passage.run, forward, backward; then its messages.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from minitron.measure.ledger import Ledger
+from minitron.parallel.pipeline_plan import Message, as_whole
+from minitron.parallel.schedules import Action
+
+MicroBatches = list[tuple[Tensor, Tensor]]  # inputs and targets, (B, S) token ids
+
+
+class Passage:
+    """All micro-batches of a step on their way through this rank's stages.
+
+    `pipeline` is the `PipelineParallel` that holds the stages; `read(logits, targets)` makes of the
+    last stage's logits what the backward pass starts from.
+    """
+
+    def __init__(self, pipeline, micro_batches: MicroBatches, read: Callable):
+        self.pipeline, self.model = pipeline, pipeline.model
+        self.micro_batches, self.read = micro_batches, read
+        parameter = next(self.model.parameters())
+        self.dtype, self.device = parameter.dtype, parameter.device
+        self.total: Tensor | None = None
+        self.made: dict[Action, Tensor] = {}  # to be sent, or read by another stage of this rank
+        self.arriving: dict[Action, tuple[dist.Work, Tensor]] = {}
+        self.sent: dict[Action, tuple[dist.Work, Tensor]] = {}  # a tensor stays until it has left
+        self.sent_back: dict[int, Action] = {}  # the last gradient, by the rank that gets it
+        self.kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # for the backward pass
+        self.deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
+
+    def run(self, steps: list[Action | Message]) -> Tensor | None:
+        """Do what a script says; returns the sum of what `read` has made, on the last rank."""
+        compute = {"F": self.forward, "B": self.backward, "I": self.backward, "W": self.weights}
+        with self.pipeline.casting(False):
+            for step in steps:
+                if isinstance(step, Message):
+                    (self.send if step.is_send else self.receive)(step)
+                else:
+                    with named(f"{step} stage {step.stage}"):
+                        compute[step.kind](step)
+        for action in list(self.sent):
+            self.forget_sent(action)
+        return self.total
+
+    def forward(self, action: Action) -> None:
+        """Take a micro-batch through one stage."""
+        (tokens, targets), stage = self.micro_batches[action.micro_batch], action.stage
+        blocks = self.pipeline.ranges[stage]
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = None if stage == 0 else self.take(action._replace(stage=stage - 1))
+        with self.pipeline.casting(True):
+            if x is None:
+                out = self.model.embed(tokens, positions)
+            else:
+                out = x.requires_grad_(torch.is_grad_enabled())
+            rotation = self.model.rotation(positions, out.dtype)
+            out = self.model.run_blocks(self.model.blocks[blocks.start:blocks.stop], out, rotation)
+            if stage == self.pipeline.last_stage:
+                logits = self.model.predict(out)
+                logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+        if stage == self.pipeline.last_stage:
+            out = self.read(logits, targets)
+            self.total = out.detach() if self.total is None else self.total + out.detach()
+        else:
+            self.made[action] = out.detach()
+        if torch.is_grad_enabled():
+            self.kept[action.micro_batch, stage] = x, out
+
+    def backward(self, action: Action) -> None:
+        """Compute a stage's gradients; for I, put those of the weights off."""
+        place = action.micro_batch, action.stage
+        x, out = self.kept.pop(place)
+        is_last = action.stage == self.pipeline.last_stage
+        grad = None if is_last else self.take(Action("B", place[0], action.stage + 1))
+        self.forget_sent(Action("F", *place))  # its gradient is here, so it has arrived
+        deferral = self.pipeline.deferral
+        with deferral.collecting() if action.kind == "I" else nullcontext([]) as later:
+            if out.requires_grad:  # else all up to here is frozen
+                torch.autograd.backward(out, grad)
+        self.deferred[place] = later
+        if x is not None:
+            self.made[Action("B", *place)] = x.grad
+
+    def weights(self, action: Action) -> None:
+        """Compute the gradients of the weights that I has put off."""
+        for compute in self.deferred.pop((action.micro_batch, action.stage)):
+            compute()
+
+    # Messages
+
+    def send(self, message: Message) -> None:
+        action = as_whole(message.action)
+        tensor = self.made.pop(action).contiguous()
+        if action.kind != "F":  # one gradient at a time is on its way to each rank
+            self.forget_sent(self.sent_back.get(message.peer))
+            self.sent_back[message.peer] = action
+        work = dist.isend(tensor, group=self.pipeline.group, group_dst=message.peer)
+        self.sent[action] = work, tensor
+
+    def forget_sent(self, action: Action | None) -> None:
+        """Wait until a tensor has left, and let go of it."""
+        if action in self.sent:
+            self.sent.pop(action)[0].wait()
+
+    def receive(self, message: Message) -> None:
+        tokens = self.micro_batches[message.action.micro_batch][0]
+        shape = self.pipeline.shape_between(tokens)
+        buffer = torch.empty(shape, dtype=self.dtype, device=self.device)
+        work = dist.irecv(buffer, group=self.pipeline.group, group_src=message.peer)
+        self.arriving[as_whole(message.action)] = work, buffer
+
+    def take(self, action: Action) -> Tensor:
+        """What another stage has made, as soon as it is here."""
+        if action in self.made:
+            return self.made.pop(action)
+        work, tensor = self.arriving.pop(action)
+        work.wait()
+        return tensor
+
+
+@contextmanager
+def named(action: str) -> Iterator[None]:
+    """Let the ledgers that listen call this stretch by its action."""
+    with ExitStack() as stack:
+        for mode in _get_current_dispatch_mode_stack():
+            if isinstance(mode, Ledger):
+                stack.enter_context(mode.phase(action))
+        yield

@@ -1,0 +1,312 @@
+"""Layers over ranks train as one process does, in any order that is valid.
+
+Each number of ranks is started once and does everything; the tests then look at what came back.
+"""
+
+from contextlib import nullcontext
+from functools import partial
+from typing import NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from minitron.comm.launch import run
+from minitron.comm.mesh import make_mesh
+from minitron.config import ConfigError
+from minitron.measure.difference import first_difference, hidden_by_adamw
+from minitron.measure.oracle import assert_same_training, sample_batches, small_model, trainings
+from minitron.model.recompute import apply_full_recompute, apply_selective_recompute
+from minitron.parallel.combined import Combined
+from minitron.parallel.data_parallel import (
+    apply_bucketed_data_parallel,
+    apply_hooked_data_parallel,
+    apply_naive_data_parallel,
+)
+from minitron.parallel.passage import Passage
+from minitron.parallel.pipeline_parallel import PipelineParallel, apply_pipeline_parallel
+from minitron.parallel.schedules import (
+    Action,
+    Schedule,
+    gpipe,
+    interleaved,
+    one_forward_one_backward,
+    sequential,
+    zero_bubble,
+    zero_bubble_h2,
+)
+from minitron.parallel.sequence_parallel import apply_sequence_parallel
+from minitron.parallel.tensor_parallel import apply_tensor_parallel
+from minitron.parallel.zero import apply_zero1, apply_zero2
+from tests.parallel.test_pipeline_plan import random_schedule
+
+V, S = 36, 12
+MODEL = dict(vocab_size=V, max_sequence_length=S, width=24, num_heads=6, num_kv_heads=6,
+             ffn_width=36, num_layers=5)
+gpt = partial(small_model, "gpt", **MODEL)
+llama = partial(small_model, "llama", **MODEL | {"num_kv_heads": 2})
+untied = partial(gpt, tied_embedding=False)
+
+chunked = partial(interleaved, num_chunks=2)
+zero2 = partial(apply_zero2, sync_every_micro_batch=False)
+
+
+def there_and_back(num_ranks, num_micro_batches):
+    """Two ranks, and four stages: the first and the last are on rank 0."""
+    return Schedule("there and back", num_micro_batches, tuple(
+        tuple(Action(kind, i, stage) for i in range(num_micro_batches)
+              for kind, stage in [("F", a), ("F", b), ("B", b), ("B", a)])
+        for a, b in ((0, 3), (1, 2))))
+
+
+def unplanned(num_ranks, num_micro_batches):
+    """Five stages on three ranks in no order, some with their backward pass in halves."""
+    return random_schedule(1926)
+
+
+def frozen():
+    """On one stage the embedding, on another a layer's weight and bias, the head is alone."""
+    model = untied()
+    for name in ("token_embedding.weight", "blocks.0.attention.query.weight",
+                 "blocks.2.mlp.up.weight", "blocks.4.mlp.down.bias", "final_norm.weight"):
+        model.get_parameter(name).requires_grad_(False)
+    return model
+
+
+# The same training
+
+
+class Layout(NamedTuple):
+    make_schedule: partial
+    pp: int
+    model: partial = gpt
+    num_micro_batches: int = 4
+    sequences: tuple = (9, 5)
+    apply_data: partial | None = None
+    apply_tensor: partial | None = None
+    policies: tuple = ()
+
+    @property
+    def size(self):
+        return self.pp * (2 if self.apply_data else 1) * (2 if self.apply_tensor else 1)
+
+    def apply(self, model, group):
+        tp = 2 if self.apply_tensor else 1
+        mesh = make_mesh("cpu", dp=self.size // (self.pp * tp), pp=self.pp, tp=tp)
+        tensor = self.apply_tensor(model, mesh.group("tp")) if self.apply_tensor else None
+        for policy in self.policies:
+            policy(model)
+        pipeline = apply_pipeline_parallel(model, mesh.group("pp"), self.make_schedule)
+        data = self.apply_data(model, mesh.group("dp")) if self.apply_data else None
+        return Combined(model, data, tensor, pipeline)
+
+    def records(self, group, apply=None):
+        batches = sample_batches(self.sequences, V, S)
+        return trainings(group, apply or self.apply, self.model, batches, self.num_micro_batches)
+
+
+def one_process(layout):
+    return layout.records(None, lambda model, group: None)
+
+
+one_f_one_b = one_forward_one_backward
+FULL, SELECTIVE = (apply_full_recompute,), (apply_selective_recompute,)
+LAYOUTS = {
+    "alone, 1F1B": Layout(one_f_one_b, 1, num_micro_batches=2),
+    "alone, halves": Layout(zero_bubble, 1, num_micro_batches=3),
+    "alone, two chunks": Layout(chunked, 1, llama, 3),
+    "2, sequential": Layout(sequential, 2, num_micro_batches=3),
+    "2, halves": Layout(zero_bubble, 2, num_micro_batches=5),
+    "2, two chunks": Layout(chunked, 2, llama),
+    "2, one micro-batch": Layout(gpipe, 2, untied, 1),
+    "2, there and back": Layout(there_and_back, 2, num_micro_batches=3),
+    "2, frozen": Layout(zero_bubble, 2, frozen),
+    "3, 1F1B": Layout(one_f_one_b, 3, num_micro_batches=5),
+    "3, halves, fewer micro-batches": Layout(zero_bubble, 3, llama, 2),
+    "3, twice the warm-up": Layout(zero_bubble_h2, 3, untied, 7),
+    "3, two chunks": Layout(chunked, 3, partial(gpt, num_layers=7), 3, (7, 8)),
+    "3, frozen": Layout(gpipe, 3, frozen, 3),
+    "3, unplanned": Layout(unplanned, 3, num_micro_batches=4),
+    "4, 1F1B, fewer micro-batches": Layout(one_f_one_b, 4, llama, 3),
+    "4, GPipe, full": Layout(gpipe, 4, gpt, 5, policies=FULL),
+    "4, halves": Layout(zero_bubble, 4, gpt, 6),
+    "4, two chunks": Layout(chunked, 4, partial(llama, num_layers=8), 4),
+    "naive": Layout(gpipe, 2, llama, 2, (9, 5), apply_naive_data_parallel),
+    "hooked": Layout(zero_bubble, 2, gpt, 2, (9, 5), apply_hooked_data_parallel),
+    "bucketed": Layout(one_f_one_b, 2, gpt, 3, (9, 5), apply_bucketed_data_parallel),
+    "zero 1": Layout(zero_bubble, 2, gpt, 4, (9, 8), apply_zero1, None, FULL),
+    "zero 2": Layout(chunked, 2, gpt, 2, (9, 5), zero2),
+    "tensor": Layout(one_f_one_b, 2, llama, 4, (9, 5), None, apply_tensor_parallel, SELECTIVE),
+    "sequence": Layout(zero_bubble, 2, gpt, 3, (9, 5), None, apply_sequence_parallel, FULL),
+}
+SIZES = 1, 2, 3, 4
+
+
+def everything(group):
+    size = group.size()
+    return {
+        "trainings": {name: layout.records(group) for name, layout in LAYOUTS.items()
+                      if layout.size == size},
+        "mutants": {name: train_mutant(group, *mutant) for name, mutant in MUTANTS.items()
+                    if mutant[0].size == size},
+        "frozen stage": with_a_frozen_stage(group) if size == 2 else None,
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """Of each size, by rank."""
+    return {size: run(everything, size, timeout=90, watch=False) for size in SIZES}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_it_is_the_same_training(ranks, name):
+    layout = LAYOUTS[name]
+    by_rank = [done["trainings"][name] for done in ranks[layout.size]]
+    for optimizer, moments in one_process(layout).items():
+        assert first_difference(moments, [record[optimizer] for record in by_rank]) is None
+
+
+def test_the_oracle_takes_it_as_it_is():
+    def apply(model, group):
+        return Combined(model, None, None, apply_pipeline_parallel(model, group))
+
+    assert_same_training(apply, 2, gpt, 3, (5,), vocabulary=V, sequence=S)
+
+
+def with_a_frozen_stage(group):
+    """Gradients of the stages; alone, of the whole model."""
+    gradients = {}
+    for make_schedule in (one_f_one_b, zero_bubble):
+        torch.manual_seed(0)
+        model = untied(num_layers=4).double()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.startswith(("token", "position", "blocks.0",
+                                                          "blocks.1")))
+        pairs = [(tokens[:, :-1], tokens[:, 1:]) for tokens in sample_batches((2, 3, 2), V, S)]
+        if group is None:
+            for tokens, targets in pairs:
+                (summed(model(tokens), targets) / 7).backward()
+        else:
+            apply_pipeline_parallel(model, group, make_schedule).run(pairs, summed, 7)
+        gradients[make_schedule] = {name: p.grad for name, p in model.named_parameters()
+                                    if p.grad is not None}
+    return list(gradients.values())
+
+
+def summed(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def test_a_stage_may_be_frozen_as_a_whole(ranks):
+    first, last = (done["frozen stage"] for done in ranks[2])
+    assert first == [{}, {}]
+    for expected, found in zip(with_a_frozen_stage(None), last, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+# Mutations: take the essential line out, and the oracle must tell
+
+run_all, send, receive = PipelineParallel.run, Passage.send, Passage.receive
+
+
+def gradient_of_a_sum(self, micro_batches, sum_loss, divisor):
+    """The loss that is shown is the mean of all; the backward pass of each starts from its own."""
+    def unscaled(logits, targets):
+        loss = sum_loss(logits, targets)
+        return loss.detach() + len(micro_batches) * (loss - loss.detach())
+
+    return run_all(self, micro_batches, unscaled, divisor)
+
+
+def mean_of_means(self, micro_batches, sum_loss, divisor):
+    """Every micro-batch weighs the same, however few tokens it has."""
+    return run_all(self, micro_batches, lambda logits, targets: sum_loss(logits, targets)
+                   / targets.numel(), len(micro_batches))
+
+
+def last_gradient_zeroed(self, message):
+    if message.action[:2] == ("B", len(self.micro_batches) - 1):
+        self.made[message.action].zero_()
+    send(self, message)
+
+
+def of_another_micro_batch(self, message):
+    i = {0: 1, 1: 0}.get(message.action.micro_batch, message.action.micro_batch)
+    receive(self, message._replace(action=message.action._replace(micro_batch=i)))
+
+
+def weights_dropped(self, action):
+    self.deferred.pop((action.micro_batch, action.stage))
+
+
+def not_done(*args, **kwargs):
+    pass
+
+
+EVEN, UNEVEN, HALVES = (Layout(make_schedule, pp, gpt, 4, sequences) for make_schedule, pp,
+                        sequences in ((one_f_one_b, 2, (8,)), (one_f_one_b, 3, (9,)),
+                                      (zero_bubble, 2, (8,))))
+MUTANTS = {
+    "micro-batch losses not weighted": (
+        EVEN, patch.object(PipelineParallel, "run", gradient_of_a_sum),
+        "gradient 4.0x too large on all ranks"),
+    "mean of means": (
+        UNEVEN, patch.object(PipelineParallel, "run", mean_of_means), "model: loss"),
+    "tied gradients not exchanged": (
+        EVEN, patch.object(PipelineParallel, "sum_tied_gradients", not_done),
+        "token_embedding.weight: gradient not proportional to that of one process on all ranks"),
+    "gradient of the last micro-batch lost": (
+        EVEN, patch.object(Passage, "send", last_gradient_zeroed),
+        "gradient not proportional to that of one process on all ranks"),
+    "two micro-batches exchanged": (
+        Layout(gpipe, 2, gpt, 4, (8,)), patch.object(Passage, "receive", of_another_micro_batch),
+        "model: loss"),
+    "gradients of weights dropped": (
+        HALVES, patch.object(Passage, "weights", weights_dropped),
+        "gradient missing (None) on all ranks"),
+    "no broadcast": (
+        EVEN, patch("minitron.parallel.pipeline_parallel.broadcast", not_done),
+        "initial weights differ on all ranks: no broadcast from rank 0"),
+    "none": (HALVES, nullcontext(), None),
+}
+
+
+def train_mutant(group, layout, patched, _):
+    with patched:
+        return layout.records(group)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_oracle_names_the_mutation(ranks, name):
+    layout, _, message = MUTANTS[name]
+    by_rank = [done["mutants"][name]["SGD"] for done in ranks[layout.size]]
+    found = first_difference(one_process(layout)["SGD"], by_rank)
+    assert found is None if message is None else message in found, found
+
+
+def test_adamw_would_hide_losses_that_are_not_weighted(ranks):
+    """Its losses agree to 1e-4 while the gradients are four times too large."""
+    by_rank = [done["mutants"]["micro-batch losses not weighted"] for done in ranks[2]]
+    assert "AdamW" in hidden_by_adamw(one_process(EVEN), by_rank)
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(("make_schedule", "words"), [
+    (lambda p, m: one_f_one_b(2, m), "^a schedule of 2 ranks on 1: make it for 1$"),
+    (lambda p, m: Schedule("", m, ((Action("F", 0, 0),),)), "^stage 0 never runs B0"),
+    (partial(interleaved, num_chunks=6), "^5 blocks do not fill 6 stages of a pipeline"),
+    (lambda p, m: one_f_one_b(p, 3), "^a schedule of 3 micro-batches in a step of 2: "),
+    (lambda p, m: interleaved(p, m, m), "a stage must stay on its rank$"),
+])
+def test_a_schedule_that_cannot_run_here_is_told_in_one_line(make_schedule, words):
+    def one_rank(group):
+        tokens = torch.zeros(1, S, dtype=torch.int64)
+        with pytest.raises(ConfigError, match=words):
+            apply_pipeline_parallel(untied(), group, make_schedule).run(
+                2 * [(tokens, tokens)], summed, 1.0)
+
+    run(one_rank, 1)
