@@ -14,6 +14,7 @@ Layers are folders, techniques are files; imports go downwards only:
     model | dataset | process           what is trained; which tokens; which device
     cost                                parameters, FLOPs and bytes as formulas
     command_line | config_file          command lines from dataclasses; TOML files
+        | run_checks                    do their values fit together?
     config                              what a run is told
 """
 

@@ -174,7 +174,7 @@ class TrainConfig:
 @dataclass(frozen=True)
 class ParallelConfig:
     dp: int = 0
-    """Data-parallel ranks; 0: all that torchrun has started, divided by tp."""
+    """Data-parallel ranks; 0: all that torchrun has started, divided by tp and pp."""
     tp: int = 1
     """Ranks that compute each layer together (tensor parallelism): neighbours, of one node."""
     sequence: bool = False
@@ -206,6 +206,10 @@ class ParallelConfig:
         )
         if self.pp > 1:
             self.require_pipeline()
+        else:
+            require(self.schedule == "1f1b" and self.chunks == 1, f"parallel.schedule = "
+                    f"{self.schedule} and chunks = {self.chunks} with parallel.pp = 1: there is no "
+                    "pipeline; set parallel.pp to 2 or more, or leave them out")
 
     def require_pipeline(self) -> None:
         require(
@@ -216,7 +220,7 @@ class ParallelConfig:
         require(
             self.zero < 2 or not self.sync_every_micro_batch,
             f"parallel.zero = 2 with parallel.pp = {self.pp}: gradients are whole until all "
-            "micro-batches are through; add --parallel.sync-every-micro-batch False, or use 1",
+            "micro-batches are through; add --parallel.no-sync-every-micro-batch, or use stage 1",
         )
         require(
             self.schedule != "zero-bubble" or self.tp == 1,
@@ -245,6 +249,9 @@ class Config:
             "raise the second or lower the first",
         )
         parallel, tp = self.parallel, self.parallel.tp
+        num_stages = parallel.pp * parallel.chunks
+        require(self.model.num_layers >= num_stages, f"model.num_layers = {self.model.num_layers} "
+                f"does not fill parallel.pp x parallel.chunks = {num_stages} stages: lower these")
         if self.train.compile:
             require(parallel.zero < 3, f"train.compile with parallel.zero = {parallel.zero}: a "
                     "compiled model keeps the weights that stage 3 frees; switch it off, or use 2")

@@ -39,9 +39,12 @@ from minitron.parallel.zero import apply_zero1, apply_zero2
 
 
 def lay_out(parallel: ParallelConfig, num_ranks: int, device: torch.device) -> Mesh:
-    """The ranks as a grid; tensor-parallel ones are neighbours, for they talk most."""
+    """The ranks as a grid: neighbours are those that talk most, tensor-parallel ones.
+
+    Stages, which talk least, are furthest from each other: on other nodes, where there are some.
+    """
     dp = num_ranks // (parallel.pp * parallel.tp)
-    return make_mesh(device.type, dp=dp, pp=parallel.pp, tp=parallel.tp)
+    return make_mesh(device.type, pp=parallel.pp, dp=dp, tp=parallel.tp)
 
 
 def build(

@@ -20,6 +20,12 @@ from minitron.model.generate import generate
 from minitron.model.transformer import fill
 from minitron.parallelize import build, lay_out
 from minitron.process import Interruption, pick_device
+from minitron.run_checks import (
+    num_readers,
+    require_micro_batches,
+    require_ranks,
+    require_validation,
+)
 from minitron.step import (
     IGNORED,
     learning_rate,
@@ -60,7 +66,9 @@ class Run:
         stage = 0 if mesh is None else mesh.rank("pp")
         torch.manual_seed(config.train.seed + self.data_rank + stage * self.data_size)
         if config.parallel.pp > 1:  # now, rather than in the first step
-            self.parallel.pipeline.script(self.num_micro_batches(config.train.global_batch_size))
+            m = self.num_micro_batches(config.train.global_batch_size)
+            require_micro_batches(config, m)
+            self.parallel.pipeline.script(m)
         self.optimizer = make_optimizer(self.model, config.train, self.device)
         if self.parallel is not None:
             self.parallel.shard(self.optimizer)
@@ -205,41 +213,6 @@ class Run:
         number = largest(self.interruption.signal or 0, self.group)
         self.interruption.signal = signal.Signals(number) if number else None
         return self.interruption.signal
-
-
-def require_ranks(config: Config, size: int) -> None:
-    """Raise ConfigError if the run is not for as many ranks as there are."""
-    dp, tp, pp = config.parallel.dp, config.parallel.tp, config.parallel.pp
-    there = f"there {'is' if size == 1 else 'are'} {size} rank{'s' if size > 1 else ''}"
-    model = " and ".join(f"parallel.{axis} = {ranks}" for axis, ranks in (("tp", tp), ("pp", pp))
-                         if ranks > 1)
-    require(
-        size % (tp * pp) == 0,
-        f"{model}, but {there}: start a multiple of {tp * pp} with torchrun --nproc-per-node, or "
-        "change the layout",
-    )
-    readers = num_readers(config, size)
-    require(
-        dp in (0, readers),
-        f"parallel.dp = {dp}{' and ' if model else ''}{model}, but {there}: start it with torchrun "
-        f"--nproc-per-node {dp * tp * pp} -m minitron.train, or set parallel.dp to 0",
-    )
-    batch_size = config.train.global_batch_size
-    require(
-        batch_size >= readers,
-        f"train.global_batch_size = {batch_size} leaves some of {readers} ranks without a "
-        f"sequence: raise it to {readers}, or start fewer ranks",
-    )
-
-
-def num_readers(config: Config, size: int) -> int:
-    """How many of the ranks read samples of their own."""
-    return size // (config.parallel.tp * config.parallel.pp)
-
-
-def require_validation(num_sequences: int, readers: int) -> None:
-    require(num_sequences >= readers, f"{num_sequences} validation sequences for {readers} "
-            f"data-parallel ranks: each needs one; raise train.eval_sequences to {readers} or more")
 
 
 def require_a_gpu_each(device: torch.device, group: Group) -> None:

@@ -24,6 +24,7 @@ from minitron.config import Config, ConfigError, require
 from minitron.config_file import from_dict, load, to_dict
 from minitron.measure.clock import Clock, Speed, peak_flops
 from minitron.measure.metrics import MetricsLog
+from minitron.parallel.simulator import simulate
 from minitron.run import Run
 
 
@@ -48,6 +49,8 @@ def train(config: Config, folder: Path, resume: bool = False, group: Group = Non
             log.forget_after(run.step)
             (folder / "config.json").write_text(json.dumps(to_dict(run.config), indent=2) + "\n")
 
+    if run.rank == 0 and config.parallel.pp > 1:
+        print(describe_pipeline(run), file=sys.stderr)
     # on a terminal a bar; elsewhere the lines of the evaluations remain
     bar = tqdm(total=config.train.steps, initial=run.step, dynamic_ncols=True,
                disable=None if run.rank == 0 else True)
@@ -55,6 +58,15 @@ def train(config: Config, folder: Path, resume: bool = False, group: Group = Non
         loop(run, log, bar)
     log.close()
     return run
+
+
+def describe_pipeline(run: Run) -> str:
+    """Tell how long the ranks will wait for each other, if a backward pass takes two forward."""
+    p, m = run.config.parallel.pp, run.num_micro_batches(run.config.train.global_batch_size)
+    schedule = run.parallel.pipeline.make_schedule(p, m)
+    idle = simulate(schedule, {"F": 1, "B": 2, "I": 1, "W": 1}).bubble_of_total
+    return (f"{schedule.name} on {p} ranks, {m} micro-batch{'es' if m > 1 else ''} a step: ranks "
+            f"are idle {100 * idle:.0f} % of the time; a smaller train.micro_batch_size makes more")
 
 
 def loop(run: Run, log: MetricsLog, bar: tqdm) -> None:

@@ -14,13 +14,14 @@ from itertools import chain
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from minitron.comm.agreement import gathered, rank_and_size
 from minitron.model.transformer import fill, global_name, global_parameters
 from minitron.parallel.data_parallel import DataParallel
 from minitron.parallel.fsdp import FullyShardedDataParallel
 from minitron.parallel.pipeline_parallel import MicroBatches, PipelineParallel
-from minitron.parallel.shards import clip_pieces
+from minitron.parallel.shards import clip_pieces, on_cpu
 from minitron.parallel.tensor_parallel import TensorParallel
 from minitron.parallel.zero import Zero1
 
@@ -95,13 +96,6 @@ class Combined:
         names = {p: name for name, p in global_parameters(self.model)}
         self.optimizer = optimizer
         self.optimized = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
-        self.all_optimized = self.optimized
-        if self.pipeline is not None:  # each stage has optimized some of each group
-            by_rank = gathered(self.optimized, self.pipeline.group)
-            self.all_optimized = [
-                sorted(set(chain(*groups)), key=self.pipeline.names.index)
-                for groups in zip(*by_rank, strict=True)
-            ]
         optimizer = self.data.shard(optimizer) if self.is_sharded else optimizer
         if self.pipeline is not None:
             optimizer.register_step_post_hook(self.pipeline.share_tied_weight)
@@ -111,6 +105,14 @@ class Combined:
         """`factory(parameters)`, sharded: the oracle asks for it."""
         return self.shard(factory([p for p in self.model.parameters() if p.requires_grad]))
 
+    def all_optimized(self) -> list[list[str]]:
+        """The parameters of each group of the optimizer, those of all stages, in their order."""
+        if self.pipeline is None:
+            return self.optimized
+        by_stage = gathered(self.optimized, self.pipeline.group)
+        return [sorted(set(chain(*groups)), key=self.pipeline.names.index)
+                for groups in zip(*by_stage, strict=True)]
+
     def optimizer_state(self) -> dict:
         """The state of an optimizer of the whole model; every rank must call it."""
         state = self.data.optimizer_state() if self.is_sharded else self.optimizer.state_dict()
@@ -119,11 +121,11 @@ class Combined:
         if self.tensor is not None:
             by_name = self.with_tensors(by_name, self.tensor.join)
         by_name = self.of_all_stages(by_name)
-        return numbered(by_name, self.all_optimized, state["param_groups"])
+        return numbered(by_name, self.all_optimized(), state["param_groups"])
 
     def load_optimizer_state(self, state: dict) -> None:
-        """Take what this rank keeps of a whole state."""
-        names = list(chain(*self.all_optimized))
+        """Take what this rank keeps of a whole state; every rank must call it."""
+        names = list(chain(*self.all_optimized()))
         by_name = {names[number]: values for number, values in state["state"].items()}
         own = {name: by_name[name] for name in chain(*self.optimized) if name in by_name}
         if self.tensor is not None:
@@ -149,8 +151,7 @@ class Combined:
         """What the ranks of the pipeline have by name, together and on the CPU."""
         if self.pipeline is None:
             return own
-        on_cpu = torch.utils._pytree.tree_map_only(Tensor, lambda t: t.detach().cpu(), own)
-        by_stage = gathered(on_cpu, self.pipeline.group)
+        by_stage = gathered(tree_map(on_cpu, own), self.pipeline.group)
         return {name: value for part in reversed(by_stage)  # a tied one is the first stage's
                 for name, value in part.items()}
 

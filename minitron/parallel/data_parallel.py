@@ -230,8 +230,8 @@ class BucketedDataParallel(HookedDataParallel):
     def collect(self, parameter: nn.Parameter) -> None:
         super().collect(parameter)
         view = self.views[parameter]
-        if parameter.grad is not view:  # under no_sync: hold no gradient beside its bucket
-            parameter.grad = view.copy_(parameter.grad)
+        if parameter.grad is not None and parameter.grad is not view:
+            parameter.grad = view.copy_(parameter.grad)  # hold no gradient beside its bucket
 
     def prepare(self, parameter: nn.Parameter) -> None:
         """Bring the gradient into its bucket, divided by N."""

@@ -66,9 +66,8 @@ class InTwoHalves(torch.autograd.Function):
 
 @torch.no_grad()
 def add_gradient(weight: nn.Parameter, rows: Tensor, x_rows: Tensor) -> None:
-    """The second half: rows (n, F) and x_rows (n, D) to a gradient (F, D)."""
-    grad = (rows.T @ x_rows).to(weight.dtype)
-    weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
+    """The second half: rows (n, F) and x_rows (n, D) to a gradient (F, D), hooks included."""
+    torch.autograd.backward(weight, (rows.T @ x_rows).to(weight.dtype))
 
 
 def apply_deferred_weight_gradients(model: nn.Module) -> Deferral:

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from minitron.measure.ledger import Ledger
@@ -33,9 +34,8 @@ class Passage:
         self.total: Tensor | None = None
         self.made: dict[Action, Tensor] = {}  # to be sent, or read by another stage of this rank
         self.arriving: dict[Action, tuple[dist.Work, Tensor]] = {}
-        self.sent: dict[Action, tuple[dist.Work, Tensor]] = {}  # a tensor stays until it has left
-        self.sent_back: dict[int, Action] = {}  # the last gradient, by the rank that gets it
-        self.kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # for the backward pass
+        self.leaving: dict[tuple[int, str], tuple[dist.Work, Tensor]] = {}  # one each way and rank
+        self.kept: dict[tuple[int, int], tuple] = {}  # x, and where the backward pass begins
         self.deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
 
     def run(self, steps: list[Action | Message]) -> Tensor | None:
@@ -48,8 +48,9 @@ class Passage:
                 else:
                     with named(f"{step} stage {step.stage}"):
                         compute[step.kind](step)
-        for action in list(self.sent):
-            self.forget_sent(action)
+        for work, _ in self.leaving.values():
+            work.wait()
+        self.leaving.clear()
         return self.total
 
     def forward(self, action: Action) -> None:
@@ -75,19 +76,20 @@ class Passage:
         else:
             self.made[action] = out.detach()
         if torch.is_grad_enabled():
-            self.kept[action.micro_batch, stage] = x, out
+            # The edge of the graph instead of `out`: its values are needed no more once sent.
+            edge = get_gradient_edge(out) if out.requires_grad else None  # all up to here is frozen
+            self.kept[action.micro_batch, stage] = x, edge
 
     def backward(self, action: Action) -> None:
         """Compute a stage's gradients; for I, put those of the weights off."""
         place = action.micro_batch, action.stage
-        x, out = self.kept.pop(place)
+        x, edge = self.kept.pop(place)
         is_last = action.stage == self.pipeline.last_stage
         grad = None if is_last else self.take(Action("B", place[0], action.stage + 1))
-        self.forget_sent(Action("F", *place))  # its gradient is here, so it has arrived
         deferral = self.pipeline.deferral
         with deferral.collecting() if action.kind == "I" else nullcontext([]) as later:
-            if out.requires_grad:  # else all up to here is frozen
-                torch.autograd.backward(out, grad)
+            if edge is not None:
+                torch.autograd.backward(edge, grad)
         self.deferred[place] = later
         if x is not None:
             self.made[Action("B", *place)] = x.grad
@@ -100,18 +102,14 @@ class Passage:
     # Messages
 
     def send(self, message: Message) -> None:
+        """Start to send; a tensor stays until it has left, and the next one waits for that."""
         action = as_whole(message.action)
         tensor = self.made.pop(action).contiguous()
-        if action.kind != "F":  # one gradient at a time is on its way to each rank
-            self.forget_sent(self.sent_back.get(message.peer))
-            self.sent_back[message.peer] = action
+        way = message.peer, action.kind
+        if way in self.leaving:
+            self.leaving.pop(way)[0].wait()
         work = dist.isend(tensor, group=self.pipeline.group, group_dst=message.peer)
-        self.sent[action] = work, tensor
-
-    def forget_sent(self, action: Action | None) -> None:
-        """Wait until a tensor has left, and let go of it."""
-        if action in self.sent:
-            self.sent.pop(action)[0].wait()
+        self.leaving[way] = work, tensor
 
     def receive(self, message: Message) -> None:
         tokens = self.micro_batches[message.action.micro_batch][0]

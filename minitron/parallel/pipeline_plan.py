@@ -54,8 +54,8 @@ def target_rank(schedule: Schedule, action: Action) -> int | None:
 
 def forwards(schedule: Schedule, num_micro_batches: int) -> Schedule:
     """Forward passes alone, through the stages of `schedule`: for an evaluation."""
-    lists = ((Action("F", i, stage) for i in range(num_micro_batches)
-              for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks))
+    lists = ((Action("F", i, stage) for stage in schedule.stages_of(rank)
+              for i in range(num_micro_batches)) for rank in range(schedule.num_ranks))
     return Schedule("forward", num_micro_batches, tuple(map(tuple, lists)))
 
 

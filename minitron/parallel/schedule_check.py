@@ -17,8 +17,14 @@ def check(schedule: Schedule) -> None:
     Every rank has something to do, every stage is on one rank and runs every micro-batch once each
     way, and nobody waits for ever.
     """
+    require(isinstance(schedule, Schedule), f"{type(schedule).__name__} is no Schedule: give it a "
+            "name, the number of micro-batches and a list of actions for each rank")
+    m = schedule.num_micro_batches
+    require(type(m) is int and m > 0, f"a schedule of {m} micro-batches: there must be 1 or more")
     holders: dict[int, int] = {}
     for rank, actions in enumerate(schedule.actions):
+        require(isinstance(actions, (list, tuple)), f"rank {rank} has a {type(actions).__name__} "
+                "of actions: write a list")
         require(len(actions) > 0, f"rank {rank} runs nothing: give it a stage, or use fewer ranks")
         for action in actions:
             require_known(action, rank, schedule.num_micro_batches)
@@ -40,6 +46,8 @@ def require_known(action: Action, rank: int, num_micro_batches: int) -> None:
             "Action(kind, micro_batch, stage)")
     kind, i, stage = action
     require(kind in get_args(Kind), f"rank {rank} runs {kind!r}: a pass is F, B, I or W")
+    require(type(i) is int and type(stage) is int, f"rank {rank} runs {tuple(action)}: micro-batch "
+            "and stage are integers")
     require(stage >= 0, f"rank {rank} runs {action} of stage {stage}: stages are numbered from 0")
     require(0 <= i < num_micro_batches, f"stage {stage} runs {action}, but there are only "
             f"{num_micro_batches} micro-batches, numbered from 0")

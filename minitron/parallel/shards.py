@@ -190,7 +190,7 @@ def gather_pieces(
 
 def on_cpu(value):
     # A copy, or the whole bucket would be sent: pickle keeps what a view is a part of.
-    return value.to("cpu", copy=True) if isinstance(value, Tensor) else value
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
 def join(parts: list, shape: torch.Size):
