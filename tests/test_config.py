@@ -15,7 +15,8 @@ def write(tmp_path, text: str) -> Path:
 
 
 def test_a_file_keeps_the_defaults_of_what_it_leaves_out(tmp_path):
-    loaded = config_file.load(write(tmp_path, "[model]\nnum_layers = 7\n[train]\nlearning_rate = 1\n"))
+    text = "[model]\nnum_layers = 7\n[train]\nlearning_rate = 1\n"
+    loaded = config_file.load(write(tmp_path, text))
     assert loaded == Config(ModelConfig(num_layers=7), train=TrainConfig(learning_rate=1.0))
     assert isinstance(loaded.train.learning_rate, float)
 

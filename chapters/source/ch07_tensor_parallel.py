@@ -88,7 +88,8 @@ for name, size in (parts | {"together": sum(parts.values())}).items():
 print(f"an H100 has {H100.memory_bytes / GB:.0f} GB")
 
 # %% [markdown]
-# It does not fit on 1,024 GPUs, and not on a million: two of the three numbers do not depend on how
+# Two layers are whole: this one and the prefetched next (chapter 6). It does not fit on 1,024 GPUs,
+# and not on a million: two of the three numbers do not depend on how
 # many there are. Recomputation would shrink the last one, for a third more compute (chapter 3). And
 # there is a second wall. A step of GPT-3's training read 3.2 million tokens (Brown et al. 2020,
 # table 2.1).
@@ -340,8 +341,14 @@ for N in (2, 4):
 #
 # ### Fewer key-value heads than ranks
 #
-# Llama 3.1 70B has 64 query heads and 8 key-value heads, each read by 8 query heads. On 16 ranks a
-# key-value head would have to be halved. It is held twice instead.
+# Llama 3.1 70B has fewer key-value heads than query heads. Each is read by several of them.
+
+# %% tags=["output-grouped-heads", "nbval-check-output"]
+llama_70b = cost.PUBLISHED["Llama 3.1 70B"]
+print(f"{llama_70b.num_heads} query heads, {llama_70b.num_kv_heads} key-value heads")
+
+# %% [markdown]
+# On 16 ranks a key-value head would have to be halved. It is held twice instead.
 
 
 # %%
@@ -402,13 +409,14 @@ for rank, (mine, grad) in enumerate(by_rank):
 # %% [markdown]
 # ### The vocabulary
 #
-# Two matrices are left, at the ends of the model: embedding and head. **Predict.** Llama 3 8B has
-# 128,256 tokens in its vocabulary. How large are the logits of one sequence of 8,192 tokens in
-# float32, in which losses are computed?
+# Two matrices are left, at the ends of the model: embedding and head. **Predict.** Llama 3.1 has
+# more than a hundred thousand tokens in its vocabulary. How large are the logits of one sequence of
+# several thousand tokens in float32, in which losses are computed?
 
 # %% tags=["output-logits", "nbval-check-output"]
-V_llama, S_llama = 128_256, 8192
+V_llama, S_llama = llama_70b.vocab_size, llama_70b.max_sequence_length
 logits_bytes = 4 * S_llama * V_llama
+print(f"{V_llama:,} tokens in the vocabulary, {S_llama:,} in a sequence")
 print(f"{logits_bytes / GB:.1f} GB, and as much again for each tensor derived from them")
 print(f"cut over 8 ranks: {logits_bytes / 8 / GB:.1f} GB")
 
@@ -827,7 +835,7 @@ for layer in (columns_then_rows, columns_twice):
 #
 # </details>
 #
-# So the claim is wrong for what people build, and a poor plan. There is a truth near it: an
+# So the claim is wrong for this chapter's layers, and a poor plan. There is a truth near it: an
 # all-reduce is a reduce-scatter *and* an all-gather (chapter 5), and the next chapter puts
 # something between the two.
 #
@@ -848,10 +856,11 @@ for N, name in zip((1, 2, 4), held, strict=True):
     predicted[f"{name}, formula"] = dict(zip(kinds, sizes, strict=True))
 
 # %% tags=["figure-held"]
+print(" " * 12 + "".join(f"{name + ', kB and off by':>26}" for name in held))
 for kind in kinds:
-    print(f"{kind:10} off by " + ", ".join(
-        f"{kinds_held[kind] / formula[kind] - 1:.2%}" for kinds_held, formula
-        in zip(held.values(), predicted.values(), strict=True)))
+    print(f"{kind:12}" + "".join(
+        f"{kinds_held[kind] / 1e3:17,.1f} {kinds_held[kind] / formula[kind] - 1:8.2%}"
+        for kinds_held, formula in zip(held.values(), predicted.values(), strict=True)))
 show(memory_bars(held, predicted), alt=(
     "Parameters and gradients shrink nearly by the number of ranks, activations by less; formula "
     "and meter agree."
@@ -1057,7 +1066,10 @@ show(timeline(lanes, unit="ms, its backward pass, network emulated"), alt=(
 #
 # An H100 has two ways out: NVLink to the seven others of its node, and a network card to other
 # nodes. (NVLink is sold as 900 GB/s, there and back together.) A layer of GPT-3, one sequence,
-# compute at 40 % of the dense peak, nothing hidden.
+# compute at 40 % of the dense peak, nothing hidden. (The overlap of the last section is not for
+# free on a GPU: it depends on the all-reduce being launched before the weight products. Megatron-LM
+# sets CUDA_DEVICE_MAX_CONNECTIONS=1 so that kernels start in the order in which they were
+# launched.)
 #
 # **Predict.** Eight ranks fill a node, sixteen fill two. How much faster is a layer on sixteen?
 

@@ -16,7 +16,8 @@
 # **45 minutes. No GPU. Exercises 8.1 to 8.4.**
 #
 # *You need:* chapter 7's columns and rows with one all-reduce, chapter 5's reduce-scatter and
-# all-gather, and chapter 3's count of what a block keeps for its backward pass.
+# all-gather, and chapter 3's count of what a block keeps for its backward pass. The number of ranks
+# is t here: chapter 7's N, and the code's `tp`.
 #
 # *You will be able to:*
 # - **divide** norms, dropout and the residual stream over the ranks, with no byte more on the wire;
@@ -362,7 +363,7 @@ for name, layout in LAYOUTS.items():
 # (Bytes over B S D, elements over B S D (t-1)/t, calls of forward and backward pass together.)
 # The paper says that sequence parallelism sends no more, and it prints 34/t. Each is true of
 # another row. It does not count the third gather, since that one travels while the device computes.
-# We count it, and measure it below.
+# We count its bytes below, and compute whether it is hidden.
 
 # %% [markdown]
 # ## 5. The trap

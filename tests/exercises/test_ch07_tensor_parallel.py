@@ -153,6 +153,16 @@ def test_a_whole_layer_that_is_kept_is_found():
     assert "do not keep linear" in verdict.likely
 
 
+def test_a_call_of_the_packages_layer_is_refused():
+    class Asks(CHAPTER.right_answers["RowParallelLinear"][0]):
+        def forward(self, x):
+            self.exchange = tensor_parallel.WholeSequence(self.group)
+            return tensor_parallel.RowParallelLinear.forward(self, x)
+
+    verdict = CHAPTER.grade("RowParallelLinear", Asks)
+    assert "RowParallelLinear.forward of minitron is called" in verdict.seen
+
+
 def test_a_method_that_is_missing_is_named():
     class Forward(torch.autograd.Function):
         @staticmethod

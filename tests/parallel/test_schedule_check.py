@@ -99,7 +99,7 @@ BROKEN = {
         "rank 1 runs nothing: give it a stage, or use fewer ranks"),
     "no micro-batches": (
         gpipe(2, 0),
-        "rank 0 runs nothing: give it a stage, or use fewer ranks"),
+        "a schedule of 0 micro-batches: there must be 1 or more"),
     "a small letter": (
         written(1, "F0 b0"),
         "rank 0 runs 'b': a pass is F, B, I or W"),

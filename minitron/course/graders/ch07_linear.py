@@ -11,14 +11,17 @@ from minitron.course.graders import asked, expect
 from minitron.course.graders.ch06_toy import Held
 from minitron.course.graders.ch07_toy import (
     ELEMENT,
+    calls_from_outside,
     expect_calls,
     expect_close,
+    expect_no_calls,
     expect_refusal,
     random,
     refusal,
 )
 from minitron.course.graders.ranks import Wire, many_ranks, on_ranks, per_rank
 from minitron.measure.ledger import Call
+from minitron.parallel import tensor_parallel
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,8 @@ class Seen:
     """Bytes of a large layer, on 4 ranks."""
     refusal: tuple[str, str]
     """What was raised of inputs that cannot be cut."""
+    called: list[str]
+    """What of the package was called."""
 
 
 @many_ranks
@@ -78,6 +83,8 @@ def grade_7_2(RowParallelLinear: type) -> None:
     call = "RowParallelLinear(linear, group)"
     with asked(f"{call}, its output and its gradients on 1, 2, 3 and 4 ranks"):
         by_size = on_ranks(look, RowParallelLinear)
+        expect_no_calls(by_size[1][0].called, "multiply x_shard by this rank's columns, sum the "
+                        "results of all ranks with all_reduce, then add the bias")
     for size, by_rank in by_size.items():
         for index, case in enumerate(CASES):
             with asked(f"{call} on {size} ranks: {case}"):
@@ -92,9 +99,10 @@ def grade_7_2(RowParallelLinear: type) -> None:
 
 
 def look(group, RowParallelLinear: type) -> Seen:
-    return Seen([compute(group, RowParallelLinear, case) for case in CASES],
-                hold(group, RowParallelLinear) if group.size() == MANY else 0,
-                refusal(lambda: RowParallelLinear(nn.Linear(INDIVISIBLE, 2), group)))
+    with calls_from_outside(tensor_parallel.RowParallelLinear.forward) as called:
+        computed = [compute(group, RowParallelLinear, case) for case in CASES]
+    return Seen(computed, hold(group, RowParallelLinear) if group.size() == MANY else 0,
+                refusal(lambda: RowParallelLinear(nn.Linear(INDIVISIBLE, 2), group)), called)
 
 
 def compute(group, RowParallelLinear: type, case: Case) -> Computed:

@@ -136,13 +136,15 @@ def _expect_calls(seen: tuple[Seen, ...]) -> None:
             sent = [[payload for name, payload in mine.calls[phase] if name == op]
                     for mine in seen]
             wanted = [payload] * LAYERS * ops.count(op)
+            each = f"one of {payload} bytes for each of the {LAYERS} layers" if wanted else "none"
             expect(all(mine == wanted for mine in sent),
-                   seen=per_rank([f"{phase}: {op}s of {_bytes(mine)}" for mine in sent])
-                   + f"; right are {_bytes(wanted)}", likely=likely[phase])
+                   seen=per_rank([f"{_messages(op, mine)} in {phase}" for mine in sent])
+                   + f"; right is {each}", likely=likely[phase])
 
 
-def _bytes(payloads: list[int]) -> str:
-    return ", ".join(map(str, payloads)) + " bytes" if payloads else "no bytes"
+def _messages(op: str, payloads: list[int]) -> str:
+    sizes = ", ".join(map(str, payloads))
+    return f"{len(payloads)} x {op}, of {sizes} bytes," if payloads else f"no {op}"
 
 
 def _expect_little(held: tuple[int, ...]) -> None:

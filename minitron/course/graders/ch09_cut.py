@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from minitron.cost import PUBLISHED, num_block_parameters
 from minitron.course.graders import Mistake, asked, expect
+from minitron.course.graders.ch07_toy import calls_from_outside, expect_no_calls
+from minitron.parallel import pipeline_plan
 
 SEED, NUM_RANDOM = 9, 60
 
@@ -46,7 +48,10 @@ def grade_9_3(split_blocks: Callable) -> None:
     for case in [*EXAMPLES, *random_cases(), case_of_llama()]:
         with asked(str(case)):
             costs = list(case.costs)
-            answer = split_blocks(costs, *case[1:])
+            with calls_from_outside(pipeline_plan.split_blocks) as called:
+                answer = split_blocks(costs, *case[1:])
+            expect_no_calls(called, "find the cut yourself: for each place where the first stage "
+                            "may end, what does the best cut of the rest cost?")
             _expect_ranges(answer, case)
             _expect_least(answer, case)
             expect(costs == case.costs, seen=f"the list costs is {costs} afterwards",

@@ -2,12 +2,21 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from minitron.course.graders import Mistake, asked, expect
+from minitron.course.graders.ch09_toy import (
+    CASES,
+    ELEMENT,
+    TOKENS,
+    WIDTH,
+    Stage,
+    alone,
+    data,
+    flat,
+    sum_loss,
+)
 from minitron.course.graders.ranks import (
     Wire,
     factor,
@@ -16,17 +25,8 @@ from minitron.course.graders.ranks import (
     per_rank,
     relative_error,
 )
-from minitron.parallel.schedules import (
-    Action,
-    Schedule,
-    alternate,
-    gpipe,
-    make,
-    one_forward_one_backward,
-)
+from minitron.parallel.schedules import Schedule
 
-WIDTH, ELEMENT = 3, 8  # all is float64
-TOKENS = (4, 2, 5, 1, 3)  # of each micro-batch; no two alike, so that a tensor tells which it is
 CLOSE = 1e-9
 STUCK = "with 1F1B a rank sends an activation while the next one sends it a gradient; with " \
         "dist.send each waits until the other receives. Start sends with isend, go on, and wait " \
@@ -46,62 +46,7 @@ SUM_OF_MEANS = "that adds up the micro-batches' means: divide each sum by the to
                "micro-batches"
 
 
-def eager(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """1F1B with a warm-up twice as long, so that messages have time to travel."""
-    lists = []
-    for rank in range(num_ranks):
-        forwards = [Action("F", i, rank) for i in range(num_micro_batches)]
-        backwards = [Action("B", i, rank) for i in range(num_micro_batches)]
-        num_warm_up = min(num_micro_batches, 2 * (num_ranks - 1 - rank))
-        lists.append(alternate(forwards, backwards, num_warm_up))
-    return make("1F1B with a longer warm-up", num_micro_batches, lists)
-
-
-def last_first(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """GPipe that goes back with the last micro-batch first."""
-    lists = [
-        [*(Action("F", i, rank) for i in range(num_micro_batches)),
-         *(Action("B", i, rank) for i in reversed(range(num_micro_batches)))]
-        for rank in range(num_ranks)
-    ]
-    return make("GPipe, last micro-batch back first", num_micro_batches, lists)
-
-
-CASES = [(gpipe, 5), (one_forward_one_backward, 5), (one_forward_one_backward, 2), (eager, 5),
-         (last_first, 4)]
-"""Schedules and micro-batches."""
-
-
 # What runs on each rank
-
-
-class Stage(nn.Module):
-    """A layer that notes when it runs, forward and back, and on how many tokens."""
-
-    def __init__(self, number: int, note: Callable[[str, int], None]):
-        super().__init__()
-        generator = torch.Generator().manual_seed(number)
-        self.linear = nn.Linear(WIDTH, WIDTH).double()
-        for parameter in self.parameters():
-            parameter.data.normal_(generator=generator)
-        self.note = note
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.note("F", len(x))
-        out = torch.tanh(self.linear(x))
-        if out.requires_grad:
-            out.register_hook(lambda grad: self.note("B", len(grad)))
-        return out
-
-
-def data(num_micro_batches: int) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(9)
-    return [tuple(torch.randn(2, tokens, WIDTH, generator=generator, dtype=torch.float64))
-            for tokens in TOKENS[:num_micro_batches]]
-
-
-def sum_loss(out: Tensor, targets: Tensor) -> Tensor:
-    return (out - targets).square().sum()
 
 
 @dataclass(frozen=True)
@@ -114,6 +59,8 @@ class Seen:
     """"F" or "B", and the micro-batch; -1 if there is none with as many tokens."""
     sent: dict[int, list[int]]
     """By rank, the bytes of each message to it."""
+    kept: int
+    """Most micro-batches that had gone back, and of which something was held; 0 if it is few."""
 
 
 def run_all(group, run_stage: Callable) -> list[Seen]:
@@ -132,33 +79,7 @@ def run_one(group, run_stage: Callable, make_schedule: Callable, m: int) -> Seen
             sent.setdefault(call.peer, []).append(call.payload)
     passes = [(kind, TOKENS.index(tokens) if tokens in TOKENS else -1)
               for kind, tokens in wire.events if kind in ("F", "B")]
-    return Seen(loss, [p.grad for p in stage.parameters()], passes, sent)
-
-
-# One process
-
-
-@cache
-def alone(size: int, m: int, of_means: bool = False) -> tuple[Tensor, list[Tensor]]:
-    """The loss, and the gradient of each stage, flattened.
-
-    The mean over all tokens, or, as a mistake, the mean of the micro-batches' means.
-    """
-    stages = [Stage(number, lambda *event: None) for number in range(size)]
-    micro_batches = data(m)
-    num_tokens = sum(len(x) for x, _ in micro_batches)
-    total = torch.zeros((), dtype=torch.float64)
-    for x, targets in micro_batches:
-        out = x
-        for stage in stages:
-            out = stage(out)
-        total = total + sum_loss(out, targets) / (m * len(x) if of_means else num_tokens)
-    total.backward()
-    return total.detach(), [flat([p.grad for p in stage.parameters()]) for stage in stages]
-
-
-def flat(grads: list[Tensor]) -> Tensor:
-    return torch.cat([grad.flatten() for grad in grads])
+    return Seen(loss, [p.grad for p in stage.parameters()], passes, sent, stage.most_kept)
 
 
 # The grader
@@ -181,6 +102,7 @@ def grade_9_4(run_stage: Callable) -> None:
                 _expect_messages(seen, schedule)
                 _expect_loss(seen, m)
                 _expect_gradients(seen, m)
+                _expect_little(seen)
 
 
 def _run(run_stage: Callable) -> dict[int, list[list[Seen]]]:
@@ -297,3 +219,11 @@ def _why_scaled(mine: Tensor, right: Tensor, of_means: Tensor, m: int) -> str:
         if relative_error(mine, share * right) < CLOSE:
             return text
     return ""
+
+
+def _expect_little(seen: list[Seen]) -> None:
+    kept = {rank: f"input or output of {mine.kept} micro-batches that have gone back already"
+            for rank, mine in enumerate(seen) if mine.kept}
+    expect(not kept, seen=f"held at one time: {per_rank(kept)}",
+           likely="after B i nothing needs input and output of micro-batch i: let go of them, as "
+                  "pop(i) does. Whoever keeps them holds all m, as in GPipe, in any order")

@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 import torch
 import torch.distributed as dist
 
+from minitron.parallel import pipeline_plan, schedules
 from minitron.parallel.schedules import Action, make
 
 # 9.1
@@ -34,6 +35,19 @@ def one_after_the_other(num_ranks, num_micro_batches):
     lists = [[Action(kind, i, rank) for i in range(num_micro_batches) for kind in "FB"]
              for rank in range(num_ranks)]
     return make("GPipe", num_micro_batches, lists)
+
+
+def asks_the_package(num_ranks, num_micro_batches):
+    """The package has it already: so nothing is left to find out."""
+    return schedules.gpipe(num_ranks, num_micro_batches)
+
+
+def alternates_by_the_package(num_ranks, num_micro_batches):
+    """The package's helper knows in which order: so nothing is left to find out."""
+    m = num_micro_batches
+    lists = [schedules.alternate(forwards(rank, m), backwards(rank, m),
+                                 min(m, num_ranks - 1 - rank)) for rank in range(num_ranks)]
+    return make("1F1B", m, lists)
 
 
 def stages_backwards(num_ranks, num_micro_batches):
@@ -405,6 +419,11 @@ def without_numbers(costs, num_stages, first=0.0, last=0.0):
     return right_table(costs, num_stages, first, last)
 
 
+def cut_by_the_package(costs, num_stages, first=0.0, last=0.0):
+    """The package has it already: so nothing is left to find out."""
+    return pipeline_plan.split_blocks(costs, num_stages, first, last)
+
+
 # 9.4
 
 
@@ -664,20 +683,39 @@ class PassesOn(Run):
         return x.grad if self.rank == self.last else self.arrived
 
 
+class NeverFrees(Run):
+    """What a micro-batch has kept stays where it is: until the step ends."""
+
+    def backward(self, i):
+        kept = self.held[i]
+        super().backward(i)
+        self.held[i] = kept
+
+
+class KeepsInputs(Run):
+    """The output is let go: the input, whose gradient was sent, is not."""
+
+    def backward(self, i):
+        self.inputs = [*getattr(self, "inputs", []), self.held[i][0]]
+        super().backward(i)
+
+
 MISTAKES_9_4 = {
+    NeverFrees: "that have gone back already",
     BlockingSend: "with dist.send each waits until the other receives",
     Unscaled: "that is the sum over all tokens",
     MeanOfMeans: "the mean of the micro-batches' means",
     DividedTwice: "micro-batches on top",
     ScaledAfterwards: "before the backward pass",
     ScaledByEveryRank: "no rank but the last one scales",
-    OwnOrder: "go through `actions` one after the other",
     ForwardAgain: "each pass once",
     KeepsDetached: "detach only what is sent",
     NeedsNoGradient: "needs requires_grad_()",
     ToldToAll: "all_reduce is called; allowed is recv and send",
 }
 FURTHER = {
+    OwnOrder: "go through `actions` one after the other",
+    KeepsInputs: "after B i nothing needs input and output",
     SumOfMeans: "adds up the micro-batches' means",
     KeepsGraph: "the graph stays",
     ZeroElsewhere: "the others return None",
@@ -701,6 +739,7 @@ MISTAKES = {
         from_one: "numbered 0 to m - 1",
         other_order_on_odd_ranks: "in the same order",
         last_rank_at_once: "the first backward pass comes after the last forward pass",
+        asks_the_package: "gpipe of minitron is called",
     },
     "one_forward_one_backward": {
         gpipe_again: "rank 0 holds 4 micro-batches, 1F1B holds 2",
@@ -712,6 +751,7 @@ MISTAKES = {
         backward_first: "in each pair of passes, which one is first?",
         without_cool_down: "the backward passes that are left",
         more_than_there_are: "the warm-up ends when all have gone forward",
+        alternates_by_the_package: "alternate of minitron is called",
     },
     "bubble": {
         swapped: "the other way round",
@@ -742,6 +782,7 @@ MISTAKES = {
         changes_costs: "change a copy",
         fewer_stages: "raise a ValueError",
         without_numbers: "both numbers",
+        cut_by_the_package: "split_blocks of minitron is called",
     },
     "run_stage": {answer(Mistake): says for Mistake, says in MISTAKES_9_4.items()},
 }

@@ -1,0 +1,126 @@
+"""What a pipeline sends, byte for byte, and what is said where it stands still."""
+
+import time
+from collections import Counter
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from minitron.comm.launch import RankError, run
+from minitron.cost.pipeline import pipeline_volume
+from minitron.measure.ledger import Ledger
+from minitron.measure.oracle import small_model
+from minitron.parallel.combined import Combined
+from minitron.parallel.passage import Passage
+from minitron.parallel.pipeline_parallel import apply_pipeline_parallel
+from minitron.parallel.schedules import (
+    gpipe,
+    interleaved,
+    one_forward_one_backward,
+    zero_bubble,
+)
+
+V, D = 29, 15  # small_gpt's width
+B, S, M = 2, 7, 6
+MESSAGE = B * S * D * 4  # bytes
+CASES = {
+    "GPipe": (gpipe, 2, 1),
+    "1F1B": (one_forward_one_backward, 3, 1),
+    "halves": (zero_bubble, 3, 1),
+    "two chunks": (partial(interleaved, num_chunks=2), 2, 2),
+    "alone": (one_forward_one_backward, 1, 1),
+}
+gpt = partial(small_model, "gpt", vocab_size=V, width=D, num_layers=4)
+untied = partial(gpt, tied_embedding=False)
+
+
+def batches(num_micro_batches=M):
+    generator = torch.Generator().manual_seed(0)
+    return [tuple(torch.randint(V, (B, S), generator=generator) for _ in range(2))
+            for _ in range(num_micro_batches)]
+
+
+def summed(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def calls_of_a_step(group, make_model, make_schedule):
+    """Of the step, and of what follows the optimizer's."""
+    model = make_model()
+    pipeline = apply_pipeline_parallel(model, group, make_schedule)
+    combined = Combined(model, None, None, pipeline)
+    optimizer = combined.make_optimizer(partial(torch.optim.SGD, lr=0.1))
+    with Ledger() as step:
+        combined.run(batches(), summed, 99.0)
+        combined.finish()
+    with Ledger() as update:
+        optimizer.step()
+    weight = pipeline.tied
+    return step.calls, update.calls, None if weight is None else (weight, weight.grad)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_boundary_sees_one_message_a_micro_batch_each_way(name):
+    make_schedule, num_ranks, num_chunks = CASES[name]
+    done = run(calls_of_a_step, num_ranks, untied, make_schedule)
+    last_stage = num_ranks * num_chunks - 1
+
+    sent: Counter = Counter()
+    for rank, (calls, update, _) in enumerate(done):
+        messages = [call for call in calls if call.op in ("send", "recv")]
+        assert {call.payload for call in messages} <= {MESSAGE}
+        volume = tuple(sum(getattr(call, way) for call in messages) for way in ("sent", "received"))
+        assert volume == pipeline_volume(B, S, D, 4, num_ranks, M, rank, num_chunks)
+        sent.update((rank, call.peer) for call in messages if call.op == "send")
+        others = [(call.op, call.payload) for call in calls if call not in messages]
+        assert others == [("broadcast", 4)]  # the loss
+        assert update == []
+
+    expected: Counter = Counter()
+    for stage in range(last_stage):
+        here, there = stage % num_ranks, (stage + 1) % num_ranks
+        expected[here, there] += M
+        expected[there, here] += M
+    assert sent == expected
+    assert sum(call.sent for calls, *_ in done for call in calls
+               if call.op == "broadcast") == 4 * (num_ranks - 1)
+
+
+def test_a_tied_embedding_is_exchanged_once_and_sent_once_after_the_optimizer():
+    done = run(calls_of_a_step, 3, gpt, one_forward_one_backward)
+    size = 4 * V * D
+    for rank, (calls, update, _) in enumerate(done):
+        found = sorted((call.op, call.peer) for call in calls if call.payload == size)
+        other = 2 - rank
+        assert found == ([] if rank == 1 else [("recv", other), ("send", other)])
+        num_messages = M * (4 if rank == 1 else 2)
+        assert sum(call.payload == MESSAGE for call in calls) == num_messages
+        assert len(calls) == len(found) + num_messages + 1  # the loss
+        assert [(call.op, call.peer, call.payload) for call in update] == [
+            [("send", 2, size)], [], [("recv", 0, size)]][rank]
+    (weight, grad), (other_weight, other_grad) = done[0][2], done[2][2]
+    assert torch.equal(weight, other_weight) and torch.equal(grad, other_grad)
+
+
+def stands_still(group):
+    """Rank 1 never leaves the backward pass of the second micro-batch."""
+    backward = Passage.backward
+
+    def stuck(self, action):
+        if group.rank() == 1 and action.micro_batch == 1:
+            time.sleep(100)
+        backward(self, action)
+
+    with patch.object(Passage, "backward", stuck):
+        apply_pipeline_parallel(gpt(), group).run(batches(4), summed, 99.0)
+
+
+def test_a_stuck_stage_is_named_by_its_action():
+    with pytest.raises(RankError) as caught:
+        run(stands_still, 2, timeout=3)
+    text = str(caught.value)
+    assert "rank 0 waits for recv" in text and "in B1 stage 0" in text
+    assert "rank 1 is in B1 stage 1" in text
