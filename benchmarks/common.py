@@ -1,10 +1,13 @@
-"""What the benchmarks share: sides that take turns, what a step holds, sends and waits for."""
+"""What the benchmarks share: a command line, sides that take turns, what a step holds and sends."""
 
+import argparse
 import gc
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from weakref import WeakValueDictionary
 
 import torch
@@ -24,6 +27,30 @@ Step = Callable[[], Tensor]  # returns the loss
 MakeStep = Callable[[str, dist.ProcessGroup, torch.device], Step]  # of a side
 
 LATENCY, BANDWIDTH = 0.2e-3, 400e6  # of the emulated network
+
+
+def read_options(description: str, rounds: int) -> argparse.Namespace:
+    """The command line of a benchmark of many ranks: ranks, rounds, out."""
+    parser = argparse.ArgumentParser(description=description.split("\n")[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--out", type=Path, help="write the tables here as Markdown too")
+    return parser.parse_args()
+
+
+def conditions(precision: str) -> str:
+    """On which hardware, with which version and by which command."""
+    on_gpu = torch.cuda.is_available()
+    device = torch.cuda.get_device_name() if on_gpu else "CPU, 1 thread a rank"
+    command = " ".join(["python", *sys.argv])
+    return f"{device}, torch {torch.__version__}, {precision}; `{command}`"
+
+
+def publish(lines: list[str], out: Path | None) -> None:
+    """Print the tables, and write them to `out`."""
+    print("\n".join(lines))
+    if out:
+        out.write_text("\n".join(lines) + "\n")
 
 
 def race(

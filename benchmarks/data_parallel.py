@@ -11,15 +11,17 @@ nothing is hidden, as on a CPU whose cores do the communicating too. Every numbe
 a median over the rounds, of the slowest rank.
 """
 
-import argparse
 import statistics
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import race
+from common import (
+    conditions,
+    publish,
+    race,
+    read_options,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from minitron.comm.launch import run
@@ -107,25 +109,16 @@ def table(num_ranks: int, rounds: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--out", type=Path, help="write the table here as Markdown too")
-    options = parser.parse_args()
-
+    options = read_options(__doc__, rounds=20)
     on_gpu = torch.cuda.is_available()
-    device = torch.cuda.get_device_name() if on_gpu else "CPU, 1 thread a rank"
     lines = [
-        f"{device}, torch {torch.__version__}, {'bf16 autocast' if on_gpu else 'float32'}; "
-        f"`{' '.join(['python', *sys.argv])}`",
+        conditions("bf16 autocast" if on_gpu else "float32"),
         "",
         "| ranks | version | ms per step | exposed, ms | overlap | time, this / torch DDP |",
         "|---|---|---|---|---|---|",
         *(row for num_ranks in options.ranks for row in table(num_ranks, options.rounds)),
     ]
-    print("\n".join(lines))
-    if options.out:
-        options.out.write_text("\n".join(lines) + "\n")
+    publish(lines, options.out)
 
 
 if __name__ == "__main__":

@@ -13,17 +13,20 @@ each sleeps, so that ranks do not fight for cores; messages are real. The simula
 the passes of each kind have really taken: a late waking is not idle time.
 """
 
-import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import Step, compare
+from common import (
+    Step,
+    compare,
+    conditions,
+    publish,
+    read_options,
+)
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -221,16 +224,10 @@ def bubble_rows(num_ranks: int, rounds: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--out", type=Path, help="write the tables here as Markdown too")
-    options = parser.parse_args()
-
+    options = read_options(__doc__, rounds=12)
     on_gpu = torch.cuda.is_available()
-    device = torch.cuda.get_device_name() if on_gpu else "CPU, 1 thread a rank"
     lines = [
-        f"{device}, torch {torch.__version__}, float32; `{' '.join(['python', *sys.argv])}`",
+        conditions("float32"),
         "",
         "| ranks | version | ms per step | peak MB | sent MB | sent, b s h per boundary "
         "| against | time, ours / theirs | peak, ours / theirs |",
@@ -248,9 +245,7 @@ def main() -> None:
             *(row for num_ranks in options.ranks
               for row in bubble_rows(num_ranks, min(3, options.rounds))),
         ]
-    print("\n".join(lines))
-    if options.out:
-        options.out.write_text("\n".join(lines) + "\n")
+    publish(lines, options.out)
 
 
 if __name__ == "__main__":

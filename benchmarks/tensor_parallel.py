@@ -20,16 +20,22 @@ would take one after the other. On the CPU the network is emulated, for collecti
 torch.distributed; DTensor's own bypass it.
 """
 
-import argparse
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import BANDWIDTH, LATENCY, Step, compare, overlap_rows
+from common import (
+    BANDWIDTH,
+    LATENCY,
+    Step,
+    compare,
+    conditions,
+    overlap_rows,
+    publish,
+    read_options,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
@@ -172,17 +178,10 @@ def table(num_ranks: int, rounds: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--out", type=Path, help="write the tables here as Markdown too")
-    options = parser.parse_args()
-
+    options = read_options(__doc__, rounds=12)
     on_gpu = torch.cuda.is_available()
-    device = torch.cuda.get_device_name() if on_gpu else "CPU, 1 thread a rank"
     lines = [
-        f"{device}, torch {torch.__version__}, {'bfloat16' if on_gpu else 'float32'}; "
-        f"`{' '.join(['python', *sys.argv])}`",
+        conditions("bfloat16" if on_gpu else "float32"),
         "",
         "| ranks | version | ms per step | peak MB | sent MB | sent, b s h (t-1)/t per block "
         "| against | time, ours / theirs | peak, ours / theirs |",
@@ -196,9 +195,7 @@ def main() -> None:
         "|---|---|---|---|---|---|",
         *overlap_rows(make_step, OVERLAP_SIDES, options.ranks[0], options.rounds),
     ]
-    print("\n".join(lines))
-    if options.out:
-        options.out.write_text("\n".join(lines) + "\n")
+    publish(lines, options.out)
 
 
 if __name__ == "__main__":
