@@ -211,7 +211,9 @@ class Run:
     def stop_signal(self) -> signal.Signals | None:
         """The signal that asked any rank to stop: all ranks then end after the same step."""
         number = largest(self.interruption.signal or 0, self.group)
-        self.interruption.signal = signal.Signals(number) if number else None
+        if not number:
+            return None  # one that has come since is kept for the next step
+        self.interruption.signal = signal.Signals(number)
         return self.interruption.signal
 
 

@@ -18,6 +18,7 @@ Read in this order: run here, `ranks.Ranks`, `rank_process.rank_main`; `rank_rep
 """
 
 import atexit
+import gc
 import linecache
 import multiprocessing
 import os
@@ -27,6 +28,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FunctionType, ModuleType
 
 import cloudpickle
 import torch
@@ -109,7 +111,7 @@ def torchrun_group() -> Iterator[dist.ProcessGroup | None]:
 @contextmanager
 def _joined_group() -> Iterator[dist.ProcessGroup]:
     # One group for all runs: a second would find the addresses of the first in torchrun's store.
-    atexit.unregister(_leave_group)
+    atexit.unregister(_end_threads)
     if not dist.is_initialized():
         num_devices = torch.cuda.device_count() if dist.is_nccl_available() else 0
         if num_devices >= int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])):
@@ -124,12 +126,26 @@ def _joined_group() -> Iterator[dist.ProcessGroup]:
         # interpreter, and one that still has a tensor to let go of would abort the process.
         traceback.clear_frames(error.__traceback__)
         _leave_group()
+        atexit.register(_end_threads)
         raise
     # Not after another error: the others may be stuck, and torchrun ends them.
     dist.barrier(dist.group.WORLD)
-    atexit.register(_leave_group)
+    atexit.register(_end_threads)
 
 
 def _leave_group() -> None:
     if dist.is_initialized():  # or the caller has done it
         dist.destroy_process_group()
+
+
+def _end_threads() -> None:
+    """At exit: gloo's threads end with the last reference to the group; let the script's go.
+
+    A thread that still has a tensor to let go of when the interpreter ends aborts the process.
+    """
+    _leave_group()
+    script = vars(sys.modules["__main__"])
+    for name, value in list(script.items()):
+        if not name.startswith("__") and not isinstance(value, ModuleType | FunctionType | type):
+            del script[name]
+    gc.collect()

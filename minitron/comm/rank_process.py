@@ -8,6 +8,7 @@ Read in this order: rank_main, outcome_of, Failure.
 """
 
 import faulthandler
+import gc
 import io
 import linecache
 import os
@@ -110,6 +111,7 @@ def outcome_of(rank: int, orders: Orders, mailbox: "Mailbox") -> Returned | Fail
         _take_over(orders)
         fn, args = cloudpickle.loads(orders.job)
         torch.set_num_threads(1)
+        gc.freeze()  # or each collection would walk through all that importing torch has made
         store = dist.FileStore(str(orders.folder / "rendezvous"), orders.num_ranks)
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=orders.num_ranks, timeout=NO_LIMIT

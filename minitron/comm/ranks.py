@@ -163,7 +163,7 @@ class Ranks:
             something_came = self._receive(LOOK_SECONDS)
             if self.mismatch or self._failed():
                 break
-            if time.monotonic() > start + timeout:
+            if self._running() and time.monotonic() > start + timeout:
                 return self._error(f"not finished after {timeout:g} s (the timeout)")
             if not something_came and self._have_stalled():
                 return self._error(f"a hang: no rank has moved for {STALL_SECONDS:g} s")
