@@ -32,7 +32,8 @@ from minitron.parallel.data_parallel import (
     apply_hooked_data_parallel,
     apply_naive_data_parallel,
 )
-from minitron.step import accumulate_gradients, low_precision
+from minitron.precision import low_precision
+from minitron.step import accumulate_gradients
 
 SIZES = {  # model, sequences per rank and step, S
     "cpu": (ModelConfig("gpt", 4096, 128, 6, 256, 4, 4, 1024), 2, 128),

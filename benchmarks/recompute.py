@@ -25,7 +25,8 @@ from minitron.config import ModelConfig
 from minitron.measure.meter import Meter
 from minitron.model.recompute import apply_full_recompute
 from minitron.model.transformer import Transformer, initialise
-from minitron.step import accumulate_gradients, low_precision
+from minitron.precision import low_precision
+from minitron.step import accumulate_gradients
 
 Step = Callable[[], object]
 

@@ -25,7 +25,8 @@ from minitron import cost
 from minitron.config import ModelConfig, TrainConfig
 from minitron.measure.clock import Clock, peak_flops
 from minitron.model.transformer import Transformer, initialise
-from minitron.step import low_precision, make_optimizer, train_step
+from minitron.precision import low_precision
+from minitron.step import make_optimizer, train_step
 
 Step = Callable[[Tensor, Tensor], object]
 

@@ -52,7 +52,8 @@ from minitron.parallel.data_parallel import apply_bucketed_data_parallel
 from minitron.parallel.fsdp import apply_fsdp
 from minitron.parallel.units import Unit
 from minitron.parallel.zero import apply_zero1, apply_zero2
-from minitron.step import accumulate_gradients, low_precision
+from minitron.precision import low_precision
+from minitron.step import accumulate_gradients
 
 SIZES = {  # model, sequences per rank and step, S, bytes of a bucket
     "cpu": (ModelConfig("gpt", 2048, 128, 8, 256, 4, 4, 1024), 1, 128, 4 * 2**20),

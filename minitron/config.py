@@ -125,8 +125,10 @@ class TrainConfig:
     """AdamW: memory of the gradient's square."""
     clip_norm: float = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Compute dtype; bf16 runs the forward under autocast, parameters stay fp32."""
+    precision: Literal[
+        "fp32", "bf16-autocast", "bf16", "bf16-fp32-grads", "fp16", "fp8"
+    ] = "fp32"
+    """Which dtypes train: see `minitron.precision.PRECISIONS`."""
     recompute: Literal["none", "full", "selective", "sqrt"] = "none"
     """Which activations are computed again in the backward pass instead of kept."""
     compile: bool = False

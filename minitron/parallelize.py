@@ -1,6 +1,7 @@
 """In which order a model is cut and its training state divided: the only file that knows all of it.
 
-    tensor parallelism     first: what follows sees the layers that this rank computes
+    precision              first: what is cut, sent and divided has its dtype
+    tensor parallelism     then: what follows sees the layers that this rank computes
     sequence parallelism   is tensor parallelism with other collectives
     recomputation          replays calls with their collectives: hooks of what follows stay outside
     pipeline parallelism   leaves a rank its stages: only these have a state to divide
@@ -36,6 +37,12 @@ from minitron.parallel.schedules import (
 from minitron.parallel.sequence_parallel import apply_sequence_parallel
 from minitron.parallel.tensor_parallel import apply_tensor_parallel
 from minitron.parallel.zero import apply_zero1, apply_zero2
+from minitron.precision import (
+    PRECISIONS,
+    MasterWeights,
+    apply_precision,
+    hold_gradients_in,
+)
 
 
 def lay_out(parallel: ParallelConfig, num_ranks: int, device: torch.device) -> Mesh:
@@ -56,14 +63,21 @@ def build(
     parameter; in stage 3, and a unit.
     """
     value = partial(initial_value, seed=config.train.seed, num_layers=config.model.num_layers)
+    precision = PRECISIONS[config.train.precision]
     with torch.device(device if mesh is None else "meta"):
         model = Transformer(config.model)
-    if mesh is None:
+    if mesh is None and precision.master is None:
         RECOMPUTE_POLICIES[config.train.recompute](model)
         fill(model, value)
         return model, None
 
-    parallel = parallelize(model, mesh, config, device)
+    if mesh is None:
+        RECOMPUTE_POLICIES[config.train.recompute](model)
+        apply_precision(model, precision)
+        hold_gradients_in(model, precision.gradients)
+        parallel = Combined(model, None, None, None, MasterWeights(model))
+    else:
+        parallel = parallelize(model, mesh, config, device)
     parallel.fill(value)
     return model, parallel
 
@@ -74,13 +88,17 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, device: torch.devi
     `device` is where a model on the meta device shall train: its weights are NaN until `fill`.
     """
     tensor = pipeline = None
+    precision, zero = PRECISIONS[config.train.precision], config.parallel.zero
+    apply_precision(model, precision, is_sharded=zero == 3)
     if mesh.size("tp") > 1:
         apply = apply_sequence_parallel if config.parallel.sequence else apply_tensor_parallel
         tensor = apply(model, mesh.group("tp"))
     RECOMPUTE_POLICIES[config.train.recompute](model)
     if mesh.size("pp") > 1:
         pipeline = apply_pipeline(model, mesh, config)
-    return Combined(model, apply_data_parallel(model, mesh, config, device), tensor, pipeline)
+    data = apply_data_parallel(model, mesh, config, device)
+    masters = MasterWeights(model) if precision.master is not None and zero == 0 else None
+    return Combined(model, data, tensor, pipeline, masters)
 
 
 def apply_pipeline(model: nn.Module, mesh: Mesh, config: Config) -> PipelineParallel:
@@ -93,8 +111,9 @@ def apply_pipeline(model: nn.Module, mesh: Mesh, config: Config) -> PipelinePara
     }
     schedule = schedules[config.parallel.schedule]
     pipeline = apply_pipeline_parallel(model, mesh.group("pp"), schedule)
-    if config.train.precision == "bf16":
-        pipeline.autocast = torch.bfloat16
+    precision = PRECISIONS[config.train.precision]
+    if precision.autocasts:
+        pipeline.autocast = precision.activations
     return pipeline
 
 
@@ -103,11 +122,19 @@ def apply_data_parallel(
 ) -> DataParallel | FullyShardedDataParallel:
     """Divide the samples over the ranks, and what the stage of ZeRO says."""
     parallel, group = config.parallel, mesh.group("dp")
+    precision = PRECISIONS[config.train.precision]
     when = {"sync_every_micro_batch": parallel.sync_every_micro_batch}
     if parallel.zero == 3:
-        dtype = torch.bfloat16 if config.train.precision == "bf16" else None
-        return apply_fsdp(model, group, compute_dtype=dtype, device=device, **when)
+        dtypes = {"compute_dtype": precision.activations, "reduce_dtype": precision.reduction}
+        if config.train.precision == "fp32":
+            dtypes = {}  # those that the model has
+        sharded = apply_fsdp(model, group, device=device, **dtypes, **when)
+        if precision.gradients != precision.activations:
+            hold_gradients_in(model, precision.gradients)
+        return sharded
     materialise(model, device)
+    if precision.master is not None:
+        hold_gradients_in(model, precision.gradients)
     if parallel.zero == 2:
         return apply_zero2(model, group, **when)
     if parallel.zero == 1:

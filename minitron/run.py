@@ -19,6 +19,7 @@ from minitron.dataset import TokenDataset
 from minitron.model.generate import generate
 from minitron.model.transformer import fill
 from minitron.parallelize import build, lay_out
+from minitron.precision import PRECISIONS, LossScale, low_precision
 from minitron.process import Interruption, pick_device
 from minitron.run_checks import (
     num_readers,
@@ -29,7 +30,6 @@ from minitron.run_checks import (
 from minitron.step import (
     IGNORED,
     learning_rate,
-    low_precision,
     make_optimizer,
     summed_loss,
     train_step,
@@ -73,8 +73,10 @@ class Run:
         if self.parallel is not None:
             self.parallel.shard(self.optimizer)
         self.forward = self.model
-        if config.train.precision == "bf16":
-            self.forward = low_precision(self.model, self.device)
+        precision = PRECISIONS[config.train.precision]
+        if config.train.precision != "fp32":
+            self.forward = low_precision(self.model, self.device, precision)
+        self.loss_scale = LossScale() if precision.scales_loss else None
         if config.train.compile:
             self.forward = torch.compile(self.forward)
 
@@ -94,7 +96,7 @@ class Run:
         )
         loss, grad_norm = train_step(
             self.forward, self.optimizer, self.micro_batches(batch, config.global_batch_size),
-            rate, config.clip_norm, self.parallel,
+            rate, config.clip_norm, self.parallel, self.loss_scale,
         )
         self.step += 1
         self.position += config.global_batch_size
@@ -174,6 +176,7 @@ class Run:
             "random_states": random_states,
             "config": to_dict(self.config),
             "fingerprint": self.dataset.fingerprint(),
+            "loss_scale": self.loss_scale and self.loss_scale.state_dict(),
         }
         checkpoint.save(folder, self.step, state, self.config.train.keep_checkpoints)
 
@@ -198,6 +201,8 @@ class Run:
             self.parallel.fill(lambda name, shape: state["model"][name])
             self.parallel.load_optimizer_state(state["optimizer"])
         self.step, self.position = state["step"], state["position"]
+        if self.loss_scale is not None:
+            self.loss_scale.load_state_dict(state["loss_scale"])
         # of which tp tells whose numbers are the same, pp who drops what
         layouts = [[table["parallel"].get(axis, 1) for axis in ("tp", "pp")]
                    for table in (state["config"], to_dict(self.config))]

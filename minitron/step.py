@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from minitron.config import TrainConfig
 from minitron.parallel.combined import Combined
 from minitron.parallel.data_parallel import DataParallel
+from minitron.precision import LossScale
 
 IGNORED = -100  # a target with this value is no target: padding, say
 
@@ -26,33 +27,40 @@ def train_step(
     rate: float,
     clip_norm: float,
     parallel: Combined | DataParallel | None = None,
+    loss_scale: LossScale | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Move the weights once; returns the loss and the gradient's norm before clipping, 0-d.
 
     With `parallel` the micro-batches are this rank's share; loss, gradient and norm are those of
-    the global batch, the same on every rank.
+    the global batch, the same on every rank. With `loss_scale` a step is skipped, on all ranks, if
+    a gradient has overflowed: the norm is then not finite.
     """
     optimizer.zero_grad()
+    scale = 1.0 if loss_scale is None else loss_scale.value
     if parallel is None:
-        loss = accumulate_gradients(model, micro_batches)
+        loss = accumulate_gradients(model, micro_batches, scale)
     else:
-        loss = accumulate_over_ranks(model, micro_batches, parallel)
+        loss = accumulate_over_ranks(model, micro_batches, parallel, scale)
 
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if loss_scale is not None:
+        loss_scale.unscale(parameters)  # before the norm is taken
     # Where gradients are sharded, the norm of this rank's part is not the norm.
     clip = getattr(parallel, "clip", nn.utils.clip_grad_norm_)
     grad_norm = clip(parameters, clip_norm or math.inf)
 
     for group in optimizer.param_groups:
         group["lr"] = rate
-    optimizer.step()
+    if loss_scale is None or loss_scale.accepts(grad_norm):
+        optimizer.step()
     return loss, grad_norm
 
 
 def accumulate_gradients(
-    model: Callable[[Tensor], Tensor], micro_batches: list[tuple[Tensor, Tensor]]
+    model: Callable[[Tensor], Tensor], micro_batches: list[tuple[Tensor, Tensor]],
+    scale: float = 1.0,
 ) -> Tensor:
-    """Add to `.grad` the gradient of the mean loss over all tokens of all micro-batches.
+    """Add to `.grad` `scale` times the gradient of the mean loss over all tokens.
 
     `micro_batches` are pairs of inputs and targets, (B, S) token ids; B may differ, and a target
     of -100 does not count. Returns the mean loss, nats per token, 0-d.
@@ -61,16 +69,17 @@ def accumulate_gradients(
     num_tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).clamp(min=1)
     mean = torch.zeros((), device=num_tokens.device)
     for inputs, targets in micro_batches:
-        loss = summed_loss(model(inputs), targets) / num_tokens
+        loss = summed_loss(model(inputs), targets) / (num_tokens / scale)
         loss.backward()
         mean = mean + loss.detach()
-    return mean
+    return mean / scale
 
 
 def accumulate_over_ranks(
     model: Callable[[Tensor], Tensor],
     micro_batches: list[tuple[Tensor, Tensor]],
     parallel: Combined | DataParallel,
+    scale: float = 1.0,
 ) -> Tensor:
     """Do the same for the micro-batches of all ranks, whose numbers of tokens may differ.
 
@@ -79,7 +88,7 @@ def accumulate_over_ranks(
     # Ranks average their gradients, so each divides by its fair share of all tokens.
     num_tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches)
     share = parallel.mean(num_tokens.double())
-    share = torch.where(share > 0, share, 1)
+    share = torch.where(share > 0, share, 1) / scale
     # Where logits are sharded, their cross-entropy is not the loss.
     sum_loss = getattr(parallel, "summed_loss", summed_loss)
     run = getattr(parallel, "run", None)  # where the model is a pipeline
@@ -88,7 +97,7 @@ def accumulate_over_ranks(
     else:
         mean = one_by_one(model, micro_batches, sum_loss, share, parallel.no_sync)
     parallel.finish()
-    return parallel.mean(mean)
+    return parallel.mean(mean) / scale
 
 
 def one_by_one(
@@ -142,14 +151,3 @@ def make_optimizer(model: nn.Module, config: TrainConfig, device: torch.device):
         betas=(config.beta1, config.beta2),
         fused=device.type in ("cpu", "cuda"),
     )
-
-
-def low_precision(model: nn.Module, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Run the forward under bfloat16 autocast; the loss is taken from float32 logits."""
-
-    def forward(tokens: Tensor) -> Tensor:
-        with torch.autocast(device.type, torch.bfloat16):
-            logits = model(tokens)
-        return logits.float()
-
-    return forward

@@ -13,7 +13,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import tyro
 from tqdm import tqdm
 
@@ -25,6 +24,7 @@ from minitron.config_file import from_dict, load, to_dict
 from minitron.measure.clock import Clock, Speed, peak_flops
 from minitron.measure.metrics import MetricsLog
 from minitron.parallel.simulator import simulate
+from minitron.precision import PRECISIONS
 from minitron.run import Run
 
 
@@ -73,7 +73,7 @@ def loop(run: Run, log: MetricsLog, bar: tqdm) -> None:
     """Step, log, evaluate and save until the steps are done or a signal asks to stop."""
     config = run.config.train
     flops = cost.training_flops_per_token(run.config.model, run.config.data.sequence_length)
-    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    dtype = PRECISIONS[config.precision].activations
     clock = Clock(flops, peak_flops(run.device, dtype), run.device, run.size)
     rows: list[dict] = []
 

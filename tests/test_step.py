@@ -7,11 +7,11 @@ from torch import nn
 
 from minitron.config import ModelConfig, TrainConfig
 from minitron.model.transformer import Transformer, initialise
+from minitron.precision import low_precision
 from minitron.step import (
     IGNORED,
     accumulate_gradients,
     learning_rate,
-    low_precision,
     make_optimizer,
     train_step,
 )

@@ -69,8 +69,8 @@ def test_a_run_learns_and_leaves_what_it_promises(config, tmp_path):
 
 @pytest.mark.parametrize(("device", "precision"), [
     ("cpu", "fp32"),
-    ("cpu", "bf16"),
-    pytest.param("cuda", "bf16", marks=pytest.mark.skipif(
+    ("cpu", "bf16-autocast"),
+    pytest.param("cuda", "bf16-autocast", marks=pytest.mark.skipif(
         not torch.cuda.is_available(), reason="needs a CUDA device")),
 ])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(config, tmp_path, device, precision):
@@ -254,7 +254,7 @@ def test_recomputation_trains_bit_identically(config, tmp_path, policy):
 def test_bf16_trains_nearly_the_same(config, tmp_path):
     """bf16 keeps 8 bits: each rounding errs by up to 2^-9, and a loss comes after a few of them."""
     exact = train.train(config, tmp_path / "fp32")
-    rough = dataclasses.replace(config, train=dataclasses.replace(TRAIN, precision="bf16"))
+    rough = dataclasses.replace(config, train=dataclasses.replace(TRAIN, precision="bf16-autocast"))
     train.train(rough, tmp_path / "bf16")
     assert {p.dtype for p in exact.model.parameters()} == {torch.float32}
     for (a,), (b,) in zip(trained(tmp_path / "fp32", "loss"), trained(tmp_path / "bf16", "loss"),

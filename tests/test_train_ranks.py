@@ -101,6 +101,22 @@ def test_a_run_resumes_on_other_ranks_and_at_another_stage(config, tmp_path, sta
         assert moved == pytest.approx(whole, rel=1e-5)
 
 
+@pytest.mark.parametrize(("precision", "zero"), [("bf16", 0), ("fp16", 1), ("fp8", 3)])
+def test_low_precision_resumes_bit_for_bit(config, tmp_path, precision, zero):
+    """Masters and the loss's scale are in the checkpoint: rounded weights would part at once."""
+    config = dataclasses.replace(
+        config, train=dataclasses.replace(TRAIN, precision=precision),
+        parallel=ParallelConfig(zero=zero),
+    )
+    run(train_on_ranks, 2, config, tmp_path / "whole")
+    short = tmp_path / "short"
+    run(train_on_ranks, 2, config, short)
+    kill_after(short, 3)
+    run(train_on_ranks, 2, config, short, True)
+    columns = "step", "loss", "grad_norm"
+    assert trained(short, *columns) == trained(tmp_path / "whole", *columns)
+
+
 def kill_after(folder: Path, step: int) -> None:
     """Leave a run as if it had been killed after `step`."""
     for path in (folder / "checkpoints").glob("step_*.pt"):

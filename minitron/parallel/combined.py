@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from minitron.comm.agreement import gathered, rank_and_size
-from minitron.model.transformer import fill, global_name, global_parameters
+from minitron.model.transformer import global_name, global_parameters
 from minitron.parallel.data_parallel import DataParallel
 from minitron.parallel.fsdp import FullyShardedDataParallel
 from minitron.parallel.pipeline_parallel import MicroBatches, PipelineParallel
 from minitron.parallel.shards import clip_pieces, on_cpu
 from minitron.parallel.tensor_parallel import TensorParallel
 from minitron.parallel.zero import Zero1
+from minitron.precision import MasterWeights
 
 
 class Combined:
@@ -35,13 +36,16 @@ class Combined:
         data: DataParallel | FullyShardedDataParallel | None,
         tensor: TensorParallel | None,
         pipeline: PipelineParallel | None = None,
+        masters: MasterWeights | None = None,
     ):
         self.model, self.data, self.tensor, self.pipeline = model, data, tensor, pipeline
+        self.masters = masters
         self.data_group = None if data is None else data.group
         self.data_part = rank_and_size(self.data_group)
         self.device = next(model.parameters()).device
         self.is_sharded = isinstance(data, (Zero1, FullyShardedDataParallel))
-        self.pieces = data.pieces if self.is_sharded else {}
+        self.keeper = data if self.is_sharded else masters  # of what is optimized
+        self.pieces = {} if self.keeper is None else self.keeper.pieces
         if tensor is not None:
             self.summed_loss = tensor.summed_loss
         if pipeline is not None:
@@ -66,6 +70,8 @@ class Combined:
         """Leave in every `.grad` the mean over the samples; call it after the last backward."""
         if self.data is not None:
             self.data.finish()
+        if self.masters is not None:
+            self.masters.hand_over()
         if self.tensor is not None:
             self.tensor.finish(lambda parameter: self.pieces.get(parameter, parameter).grad)
 
@@ -96,7 +102,7 @@ class Combined:
         names = {p: name for name, p in global_parameters(self.model)}
         self.optimizer = optimizer
         self.optimized = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
-        optimizer = self.data.shard(optimizer) if self.is_sharded else optimizer
+        optimizer = optimizer if self.keeper is None else self.keeper.shard(optimizer)
         if self.pipeline is not None:
             optimizer.register_step_post_hook(self.pipeline.share_tied_weight)
         return optimizer
@@ -115,7 +121,8 @@ class Combined:
 
     def optimizer_state(self) -> dict:
         """The state of an optimizer of the whole model; every rank must call it."""
-        state = self.data.optimizer_state() if self.is_sharded else self.optimizer.state_dict()
+        keeper = self.keeper
+        state = self.optimizer.state_dict() if keeper is None else keeper.optimizer_state()
         names = list(chain(*self.optimized))
         by_name = {names[number]: values for number, values in state["state"].items()}
         if self.tensor is not None:
@@ -131,10 +138,10 @@ class Combined:
         if self.tensor is not None:
             own = self.with_tensors(own, lambda cut, full: cut.copy_of(full))
         state = numbered(own, self.optimized, state["param_groups"])
-        if self.is_sharded:
-            self.data.load_optimizer_state(state)
-        else:
+        if self.keeper is None:
             self.optimizer.load_state_dict(state)
+        else:
+            self.keeper.load_optimizer_state(state)
 
     def with_tensors(self, state: dict[str, dict], change: Callable) -> dict[str, dict]:
         """Change what has a number for each element; counts of steps, 0-d, stay."""
@@ -157,14 +164,19 @@ class Combined:
 
     # The whole model
 
+    @torch.no_grad()
     def fill(self, value: Callable[[str, torch.Size], Tensor]) -> None:
         """Set every parameter to `value(name, full shape)`; one is held at a time."""
         if self.tensor is not None:
             value = self.tensor.parts_of(value)
         if isinstance(self.data, FullyShardedDataParallel):
             self.data.fill(value)
-        else:
-            fill(self.model, value)
+            return
+        for name, parameter in global_parameters(self.model):
+            full = value(name, parameter.shape)
+            parameter.copy_(full)
+            if self.keeper is not None:
+                self.keeper.keep(parameter, full)
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Every parameter by name; every rank must call it."""
@@ -176,8 +188,8 @@ class Combined:
 
     def full_gradients(self) -> dict[str, Tensor | None]:
         """Every gradient after `finish` by name; every rank must call it."""
-        if self.is_sharded:
-            parts = self.data.full_gradients()
+        if self.keeper is not None:
+            parts = self.keeper.full_gradients()
         else:
             parts = {n: p.grad for n, p in global_parameters(self.model) if p.requires_grad}
         return self.whole(parts)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from minitron.comm.collectives import all_reduce, broadcast
+from minitron.precision import gradient_dtype, zero_gradient
 
 BUCKET_BYTES = 25 * 2**20
 FIRST_BUCKET_BYTES = 2**20  # small, so that the network starts early
@@ -40,7 +41,7 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = zero_gradient(parameter)
             parameter.grad /= group.size()
             all_reduce(parameter.grad, group)
 
@@ -91,7 +92,7 @@ class DataParallel:
                              + ", else pass find_unused_parameters=True")
         for parameter in self.names:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = zero_gradient(parameter)
 
         self.average()
         if used and self.find_unused_parameters:
@@ -217,7 +218,7 @@ class BucketedDataParallel(HookedDataParallel):
         self.views: dict[nn.Parameter, Tensor] = {}
         for bucket in self.buckets:
             sizes = [parameter.numel() for parameter in bucket]
-            self.flat.append(bucket[0].new_empty(sum(sizes)))
+            self.flat.append(bucket[0].new_empty(sum(sizes), dtype=gradient_dtype(bucket[0])))
             for parameter, part in zip(bucket, self.flat[-1].split(sizes), strict=True):
                 self.views[parameter] = part.view_as(parameter)
 
@@ -271,8 +272,7 @@ def no_gradient(missing: list[str], num_parameters: int, rank: int) -> str:
 def assign_buckets(sizes: list[int], bucket_bytes: int) -> list[list[int]]:
     """Share out gradients of `sizes` bytes, the last one first, among buckets of `bucket_bytes`.
 
-    A gradient joins the open bucket if the bucket then holds `bucket_bytes` or less, else it
-    opens the next; so one that is larger has a bucket to itself.
+    A gradient that no longer fits into the open bucket opens the next; a larger one has its own.
     """
     buckets: list[list[int]] = []
     held = 0

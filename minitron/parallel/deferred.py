@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from minitron.float8 import Float8Linear, products_of
 
 
 class Deferral:
@@ -46,7 +47,7 @@ class InTwoHalves(torch.autograd.Function):
     def forward(ctx, layer: DeferredLinear, x: Tensor, weight: Tensor, bias: Tensor | None):
         ctx.layer = layer
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
+        return products_of(layer).linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -56,25 +57,27 @@ class InTwoHalves(torch.autograd.Function):
         grad_weight = grad_bias = None
         if ctx.needs_input_grad[2]:
             if layer.deferral.later is None:
-                grad_weight = rows.T @ x_rows
+                grad_weight = products_of(layer).grad_weight(rows, x_rows)
             else:
-                layer.deferral.later.append(partial(add_gradient, layer.weight, rows, x_rows))
+                layer.deferral.later.append(partial(add_gradient, layer, rows, x_rows))
         if ctx.needs_input_grad[3]:
             grad_bias = rows.sum(0)
-        return None, grad @ weight.to(grad.dtype), grad_weight, grad_bias
+        grad_x = products_of(layer).grad_input(rows, weight.to(grad.dtype)).view_as(x)
+        return None, grad_x, grad_weight, grad_bias
 
 
 @torch.no_grad()
-def add_gradient(weight: nn.Parameter, rows: Tensor, x_rows: Tensor) -> None:
+def add_gradient(layer: nn.Linear, rows: Tensor, x_rows: Tensor) -> None:
     """The second half: rows (n, F) and x_rows (n, D) to a gradient (F, D), hooks included."""
-    torch.autograd.backward(weight, (rows.T @ x_rows).to(weight.dtype))
+    grad = products_of(layer).grad_weight(rows, x_rows)
+    torch.autograd.backward(layer.weight, grad.to(layer.weight.dtype))
 
 
 def apply_deferred_weight_gradients(model: nn.Module) -> Deferral:
     """Let the linear layers of `model` put weight gradients off where a backward pass asks it."""
     deferral = Deferral()
     for module in model.modules():
-        if type(module) is nn.Linear:
+        if type(module) in (nn.Linear, Float8Linear):
             module.__class__ = DeferredLinear  # it stays where it is, with its hooks
             module.deferral = deferral
     return deferral

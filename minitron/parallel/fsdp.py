@@ -46,15 +46,16 @@ class FullyShardedDataParallel:
     `sync_every_micro_batch` they add up whole under `no_sync` and travel once: P elements held.
 
     Every rank starts from rank 0's parameters; those of a model on the meta device, which `device`
-    replaces, are NaN until `fill`. What travels and computes has `compute_dtype`, bfloat16 say;
-    shards, their gradients and the optimizer keep the model's dtype. (Under autocast, each rank
-    would save a 16-bit copy of every matrix for the backward pass.)
+    replaces, are NaN until `fill`. What travels and computes has `compute_dtype`, bfloat16 say,
+    and gradients travel in `reduce_dtype`, else in that too; shards, their gradients and the
+    optimizer keep the model's dtype. (Under autocast, each rank would save a 16-bit copy of every
+    matrix for the backward pass.)
     """
 
     def __init__(
         self, model: nn.Module, group: dist.ProcessGroup, reshard_after_forward: bool = True,
         sync_every_micro_batch: bool = True, compute_dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        reduce_dtype: torch.dtype | None = None, device: torch.device | str | None = None,
     ):
         self.model, self.group = model, group
         self.reshard_after_forward = reshard_after_forward
@@ -71,7 +72,8 @@ class FullyShardedDataParallel:
             if buffer.is_meta:
                 raise ValueError(f"{name} is a buffer on the meta device, and fill() sets "
                                  "parameters alone: make it where the model shall train")
-        self.units = [Unit(parameters, group, device=device, compute_dtype=compute_dtype)
+        dtypes = {"compute_dtype": compute_dtype, "reduce_dtype": reduce_dtype}
+        self.units = [Unit(parameters, group, device=device, **dtypes)
                       for parameters in split_into_units(model)]
         self.root = self.units[-1]
         self.flats = [flat for unit in self.units for flat in unit.flats]

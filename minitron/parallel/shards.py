@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from minitron.comm.agreement import gathered
 from minitron.comm.collectives import all_gather_single, all_reduce, reduce_scatter_single
 from minitron.parallel.data_parallel import assign_buckets
+from minitron.precision import gradient_dtype
 
 
 def owned_ranges(sizes: list[int], num_ranks: int, rank: int) -> list[range]:
@@ -63,6 +64,7 @@ class Bucket:
         self.parameters, self.group = parameters, group
         rank, size = group.rank(), group.size()
         self.sizes = [parameter.numel() for parameter in parameters]
+        self.grad_dtype = gradient_dtype(parameters[0])
         length = -(-sum(self.sizes) // size)
         self.flat = parameters[0].detach().new_zeros(size * length)
         for parameter, view in self.views(self.flat).items():
@@ -89,7 +91,7 @@ class Bucket:
     def take(self, parameter: nn.Parameter) -> None:
         """Move a gradient in here, divided by N; None counts as zeros."""
         if self.grad_full is None:
-            self.grad_full = torch.empty_like(self.flat)
+            self.grad_full = torch.empty_like(self.flat, dtype=self.grad_dtype)
             self.grad_views = self.views(self.grad_full)
         if parameter.grad is None:
             self.grad_views[parameter].zero_()
@@ -99,7 +101,7 @@ class Bucket:
 
     def start_reduce(self) -> None:
         """Start the reduce-scatter of the gradients."""
-        self.arriving = torch.empty_like(self.shard)
+        self.arriving = torch.empty_like(self.shard, dtype=self.grad_dtype)
         self.work = reduce_scatter_single(self.arriving, self.grad_full, self.group, async_op=True)
 
     def finish_reduce(self) -> None:

@@ -27,7 +27,6 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
@@ -35,6 +34,7 @@ from torch.distributed import ProcessGroup
 from minitron.comm import differentiable
 from minitron.comm.collectives import all_gather_single, all_reduce, broadcast
 from minitron.comm.differentiable import start_all_reduce
+from minitron.float8 import Products, products_of
 from minitron.model.transformer import fill, global_parameters
 from minitron.parallel.cuts import Cut, plan_cuts, planned
 from minitron.parallel.random_regions import attend_to_own_heads
@@ -74,24 +74,27 @@ class ColumnLinears(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, exchange: WholeSequence, x: Tensor, *parameters: Tensor | None):
+    def forward(
+        ctx, exchange: WholeSequence, products: type[Products], x: Tensor,
+        *parameters: Tensor | None,
+    ):
         weights, biases = parameters[::2], parameters[1::2]
         x_full = exchange.start_gather(x)()
-        ctx.exchange = exchange
+        ctx.exchange, ctx.products = exchange, products
         ctx.save_for_backward(x if exchange.regathers else x_full, *weights)
-        return tuple(F.linear(x_full, w, b) for w, b in zip(weights, biases, strict=True))
+        return tuple(products.linear(x_full, w, b) for w, b in zip(weights, biases, strict=True))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads: Tensor):
-        exchange, (x, *weights) = ctx.exchange, ctx.saved_tensors
+        exchange, products, (x, *weights) = ctx.exchange, ctx.products, ctx.saved_tensors
         wait_for_x = exchange.start_gather(x) if exchange.regathers else lambda: x
         rows = [grad.flatten(0, -2) for grad in grads]  # (B S, F/tp)
 
         weights = [weight.to(rows[0].dtype) for weight in weights]  # as autocast has done
-        grad_partial = rows[0] @ weights[0]
+        grad_partial = products.grad_input(rows[0], weights[0])
         for grad, weight in zip(rows[1:], weights[1:], strict=True):
-            grad_partial.addmm_(grad, weight)
+            products.grad_input(grad, weight, total=grad_partial)
         x_full = wait_for_x()
         del wait_for_x  # and its buffer
         wait_for_grad_x = exchange.start_reduce(grad_partial.view_as(x_full))
@@ -100,10 +103,10 @@ class ColumnLinears(torch.autograd.Function):
         x_rows = x_full.flatten(0, -2)  # (B S, D)
         grads_of_parameters = []
         for index, grad in enumerate(rows):
-            needs_weight, needs_bias = ctx.needs_input_grad[2 + 2 * index:4 + 2 * index]
-            grads_of_parameters.append(grad.T @ x_rows if needs_weight else None)
-            grads_of_parameters.append(grad.sum(0) if needs_bias else None)
-        return None, wait_for_grad_x(), *grads_of_parameters
+            needs_weight, needs_bias = ctx.needs_input_grad[3 + 2 * index:5 + 2 * index]
+            grad_weight = products.grad_weight(grad, x_rows) if needs_weight else None
+            grads_of_parameters += [grad_weight, grad.sum(0) if needs_bias else None]
+        return None, None, wait_for_grad_x(), *grads_of_parameters
 
 
 class Together:
@@ -124,7 +127,8 @@ class Together:
             kept = x
             if torch.is_autocast_enabled(x.device.type):  # which casts the weights itself
                 kept = x.to(torch.get_autocast_dtype(x.device.type))
-            outputs = ColumnLinears.apply(self.exchange, kept, *parameters)
+            products = products_of(layer)
+            outputs = ColumnLinears.apply(self.exchange, products, kept, *parameters)
             self.x, self.outputs = x, dict(zip(self.layers, outputs, strict=True))
 
         output = self.outputs.pop(layer)
@@ -144,7 +148,7 @@ class RowParallelLinear(nn.Linear):
     """Holds weight (D, F/tp) and the whole bias (D,); reads (B, S, F/tp), a cut layer's output."""
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.exchange.reduce(F.linear(x, self.weight))
+        out = self.exchange.reduce(products_of(self).linear(x, self.weight))
         # after the sum, or the bias is added tp times
         return out if self.bias is None else out + self.bias.to(out.dtype)
 

@@ -32,6 +32,7 @@ class Flat:
     def __init__(
         self, parameters: list[nn.Parameter], group: dist.ProcessGroup,
         device: torch.device | str | None, compute_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
     ):
         self.parameters, self.group = parameters, group
         first, is_meta = parameters[0], parameters[0].is_meta
@@ -46,13 +47,16 @@ class Flat:
         self.pieces = dict(zip(parameters, pieces, strict=True))
         dtype = compute_dtype or first.dtype
         self.full = torch.empty(group.size() * length, dtype=dtype, device=device)
+        self.reduce_dtype = reduce_dtype or dtype
         self.views = self.join(self.full)
         # In place of a freed parameter: whoever reads it finds NaN, and not freed memory.
         self.absent = torch.full((), torch.nan, dtype=dtype, device=device)
 
         if is_meta:
-            for parameter, view in zip(parameters, self.views, strict=True):
-                torch.utils.swap_tensors(parameter, nn.Parameter(view, self.is_trainable))
+            for parameter in parameters:
+                # Not a parameter of `full`: autograd would see each gathering as a change to it.
+                value = self.absent.expand(parameter.shape)
+                torch.utils.swap_tensors(parameter, nn.Parameter(value, self.is_trainable))
         else:
             self.fill(self.from_rank_0)
         self.free()
@@ -122,7 +126,7 @@ class Flat:
 
     def reduce(self) -> dist.Work:
         """Start to average the gradients over the ranks, and free them; None counts as zeros."""
-        grad_full = torch.zeros_like(self.full)
+        grad_full = torch.zeros_like(self.full, dtype=self.reduce_dtype)
         for parameter, grad in zip(self.parameters, self.join(grad_full), strict=True):
             if parameter.grad is not None:
                 torch.mul(parameter.grad, 1 / self.group.size(), out=grad)

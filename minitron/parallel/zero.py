@@ -40,6 +40,7 @@ from minitron.parallel.shards import (
     gather_pieces,
     share_out,
 )
+from minitron.precision import fresh
 
 
 class Zero1(DataParallel):
@@ -169,6 +170,12 @@ class Zero1(DataParallel):
         """`factory(parameters)`, sharded: the oracle asks for it."""
         return self.shard(factory(list(self.names)))
 
+    def keep(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Take the parameter's new `value` as it was before it was rounded."""
+        if parameter in self.pieces:
+            own = self.bucket_of[parameter].owned[parameter]
+            self.pieces[parameter].copy_(value.flatten()[own.start:own.stop])
+
     # Whole again, whatever the number of ranks
 
     def full_gradients(self) -> dict[str, Tensor | None]:
@@ -202,7 +209,7 @@ class Zero1(DataParallel):
         Every rank must call it.
         """
         for bucket in self.buckets:
-            bucket.master.copy_(bucket.shard)
+            bucket.master.copy_(fresh(bucket.master, bucket.shard))
         sharded: dict = {"state": {}, "param_groups": []}
         for parameters, group in zip(self.groups, state["param_groups"], strict=True):
             numbers = {p: number for p, number in zip(parameters, group["params"], strict=True)

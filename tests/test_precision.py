@@ -1,0 +1,303 @@
+"""Low precision: the logic in float64 exactly, the numbers within what their roundings allow."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from minitron import cost
+from minitron.comm.launch import run
+from minitron.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
+from minitron.measure.meter import Meter
+from minitron.measure.oracle import assert_same_training
+from minitron.model.transformer import Transformer
+from minitron.parallel.combined import Combined
+from minitron.parallel.data_parallel import (
+    apply_bucketed_data_parallel,
+    apply_hooked_data_parallel,
+    apply_naive_data_parallel,
+)
+from minitron.parallelize import build, lay_out
+from minitron.precision import (
+    PRECISIONS,
+    LossScale,
+    MasterWeights,
+    apply_precision,
+    hold_gradients_in,
+    low_precision,
+)
+from minitron.step import accumulate_over_ranks, make_optimizer, train_step
+
+CPU = torch.device("cpu")
+MODEL = ModelConfig("llama", 32, 16, 2, 48, 4, 2, 64)
+S, BATCH = 8, 12
+
+
+def config_of(name: str, **parallel) -> Config:
+    return Config(MODEL, DataConfig(sequence_length=S),
+                  TrainConfig(precision=name, learning_rate=1e-2), ParallelConfig(**parallel))
+
+
+def made(group, config: Config):
+    """A model on its ranks, what a step asks, and the forward pass."""
+    mesh = None if group is None else lay_out(config.parallel, group.size(), CPU)
+    model, parallel = build(config, mesh, CPU)
+    optimizer = make_optimizer(model, config.train, CPU)
+    if parallel is not None:
+        parallel.shard(optimizer)
+    name = config.train.precision
+    forward = model if name == "fp32" else low_precision(model, CPU, PRECISIONS[name])
+    return model, parallel, optimizer, forward
+
+
+def micro_batches(part: tuple[int, int], seed: int = 0):
+    index, count = part
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(32, (BATCH, S + 1), generator=generator)[index::count]
+    return [(pair[:, :-1], pair[:, 1:]) for pair in tokens.split(2)]
+
+
+# What is said of them
+
+
+@pytest.mark.parametrize(("name", "recipe"), [
+    ("fp32", "fp32"), ("bf16", "bf16"), ("bf16-fp32-grads", "bf16, fp32 gradient"),
+    ("bf16-autocast", "fp32"), ("fp16", "bf16"), ("fp8", "bf16"),
+])
+def test_bytes_per_parameter_are_those_of_the_cost_model(name, recipe):
+    assert PRECISIONS[name].cost == cost.RECIPES[recipe]
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_the_meter_sees_these_bytes(name):
+    precision, config = PRECISIONS[name], config_of(name)
+    model, parallel, optimizer, forward = made(None, config)
+    for step in range(2):
+        with Meter(model, optimizer) as meter:
+            train_step(forward, optimizer, micro_batches((0, 1), step), 1e-3, 1.0, parallel)
+            held = meter.now()
+
+    P = sum(p.numel() for p in model.parameters())
+    expected = precision.cost
+    assert held["parameter"] == expected.parameter * P
+    state = (expected.master + expected.optimizer_state) * P
+    assert held["optimizer state"] == pytest.approx(state, rel=0.01)  # and the counts of steps
+    # handed over, they are float32: those of the model are gone by then
+    after = 4 if precision.master else expected.gradient
+    assert held["gradient"] == after * P
+
+
+@pytest.mark.parametrize("name", ["bf16", "bf16-fp32-grads", "fp16"])
+def test_gradients_add_up_in_their_dtype(name):
+    precision = PRECISIONS[name]
+    model = Transformer(MODEL)
+    apply_precision(model, precision)
+    hold_gradients_in(model, precision.gradients)
+    for _ in range(2):
+        model(torch.zeros(1, S, dtype=torch.long)).float().sum().backward()
+    for parameter in model.parameters():
+        assert parameter.dtype == precision.parameters
+        assert parameter.grad.dtype == precision.gradients
+
+
+# The logic, in float64
+
+
+def with_masters(apply, masters=MasterWeights, **options):
+    def change(model, group):
+        parallel = apply(model, group, **options)
+        return Combined(model, parallel, None, None, masters(model, torch.float64))
+
+    return change
+
+
+VERSIONS = [apply_naive_data_parallel, apply_hooked_data_parallel, apply_bucketed_data_parallel]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("apply", VERSIONS, ids=lambda f: f.__name__)
+def test_master_weights_are_the_same_training(apply, num_ranks):
+    assert_same_training(with_masters(apply), num_ranks, num_micro_batches=2)
+
+
+class NeverRounds(MasterWeights):
+    def round(self, *_):
+        pass
+
+
+class KeepsGradients(MasterWeights):
+    def hand_over(self):
+        gradients = [p.grad for p in self.pieces]
+        super().hand_over()
+        for parameter, grad in zip(self.pieces, gradients, strict=True):
+            parameter.grad = grad
+
+
+class HalfHandedOver(MasterWeights):
+    def hand_over(self):
+        super().hand_over()
+        next(iter(self.pieces.values())).grad = None
+
+
+@pytest.mark.parametrize("masters", [NeverRounds, KeepsGradients, HalfHandedOver])
+def test_the_oracle_sees_broken_masters(masters):
+    with pytest.raises(AssertionError):
+        assert_same_training(with_masters(apply_bucketed_data_parallel, masters), 2)
+
+
+def test_what_16_bits_round_away_adds_up_in_the_masters():
+    """1 + 2^-10 is 1 in bfloat16, whose next number is 1 + 2^-7; eight such steps are 1 + 2^-7."""
+    layer = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
+    nn.init.ones_(layer.weight)
+    masters = MasterWeights(layer)
+    optimizer = masters.shard(torch.optim.SGD(layer.parameters(), lr=2.0**-10))
+    seen = []
+    for _ in range(8):
+        (-layer(torch.ones(1, 1, dtype=torch.bfloat16))).sum().backward()
+        masters.hand_over()
+        assert layer.weight.grad is None
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(layer.weight.item())
+    assert seen == 4 * [1.0] + 4 * [1 + 2.0**-7]  # 4 steps are a tie, which goes to the even one
+    assert masters.pieces[layer.weight].item() == 1 + 8 * 2.0**-10
+
+
+# The numbers: gradients of all layouts against those of one process in float32
+
+# The longest path: embedding, per block two norms, two rounds of products, activations and sums,
+# about 12 roundings, norm and head; as many back
+ROUNDINGS = 2 * (12 * MODEL.num_layers + 4)
+
+
+def gradients(group, config: Config) -> dict[str, torch.Tensor]:
+    """Every full gradient of the first step."""
+    model, parallel, _, forward = made(group, config)
+    if parallel is None:
+        parallel = Combined(model, None, None)
+    scale = LossScale().value if PRECISIONS[config.train.precision].scales_loss else 1.0
+    accumulate_over_ranks(forward, micro_batches(parallel.data_part), parallel, scale)
+    whole = parallel.full_gradients()
+    return {name: grad.float() / scale for name, grad in whole.items()}
+
+
+LAYOUTS = {
+    "one process": (1, {}), "bucketed": (2, {}), "naive": (2, {"data_parallel": "naive"}),
+    "hooked": (3, {"data_parallel": "hooked"}), "ZeRO-1": (2, {"zero": 1}),
+    "ZeRO-2": (3, {"zero": 2}), "ZeRO-3": (2, {"zero": 3}), "tp": (2, {"tp": 2}),
+    "sequence": (2, {"tp": 2, "sequence": True}), "pp": (2, {"pp": 2}),
+    "zero-bubble": (2, {"pp": 2, "schedule": "zero-bubble"}),
+    "dp, tp and pp": (8, {"tp": 2, "pp": 2, "sequence": True, "zero": 1}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", [name for name in PRECISIONS if name != "fp32"])
+def test_gradients_are_within_their_roundings_of_float32(name, layout):
+    num_ranks, parallel = LAYOUTS[layout]
+    exact = gradients(None, config_of("fp32"))
+    if num_ranks == 1:
+        by_rank = [gradients(None, config_of(name))]
+    else:
+        by_rank = run(gradients, num_ranks, config_of(name, **parallel), watch=False)
+    tolerance = PRECISIONS[name].tolerance(ROUNDINGS)
+    for seen in by_rank:
+        assert seen.keys() == exact.keys()
+        for key, grad in seen.items():
+            error = (grad - exact[key]).norm() / exact[key].norm()
+            assert error < tolerance, (key, float(error), tolerance)
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_the_tolerance_tells_a_mean_from_a_sum(name):
+    assert PRECISIONS[name].tolerance(ROUNDINGS) < 0.55
+
+
+# Loss scaling
+
+
+def test_the_scale_backs_off_and_grows():
+    scale = LossScale(initial=8.0, interval=2)
+    norms = [1.0, float("inf"), 1.0, float("nan"), 1.0, 1.0, 1.0, 1.0]
+    accepted = [scale.accepts(torch.tensor(norm)) for norm in norms]
+    assert accepted == [True, False, True, False, True, True, True, True]
+    assert scale.value == 8.0 / 2 / 2 * 2 * 2 and scale.skipped == 2 and scale.good_steps == 0
+
+    again = LossScale()
+    again.load_state_dict(scale.state_dict())
+    assert vars(again) | {"interval": 2} == vars(scale)
+
+
+def overflow_on_one_rank(group, parallel):
+    """One step in which rank 1 alone has an overflow, and one without: what moves."""
+    config = config_of("fp16", **parallel)
+    model, parallel, optimizer, forward = made(group, config)
+    scale = LossScale()
+
+    def overflow(grad):
+        return grad * float("inf")
+
+    before = {name: t.clone() for name, t in parallel.full_parameters().items()}
+    first = next(p for p in model.parameters())
+    hook = first.register_hook(overflow) if group.rank() == 1 else None
+    train_step(forward, optimizer, micro_batches(parallel.data_part), 1e-2, 1.0, parallel, scale)
+    if hook is not None:
+        hook.remove()
+    skipped = all(torch.equal(before[name], t) for name, t in parallel.full_parameters().items())
+    after_first = scale.value, len(optimizer.state)
+
+    loss, norm = train_step(
+        forward, optimizer, micro_batches(parallel.data_part), 1e-2, 1.0, parallel, scale
+    )
+    moved = any(not torch.equal(before[n], t) for n, t in parallel.full_parameters().items())
+    return skipped, after_first, moved, scale.value, float(loss), float(norm)
+
+
+@pytest.mark.parametrize(("num_ranks", "parallel"), [
+    (2, {}), (3, {"zero": 1}), (2, {"zero": 2}), (2, {"zero": 3}), (2, {"tp": 2}), (2, {"pp": 2}),
+    (4, {"tp": 2, "pp": 2}),
+], ids=str)
+def test_an_overflow_on_one_rank_is_skipped_by_all(num_ranks, parallel):
+    for done in run(overflow_on_one_rank, num_ranks, parallel, watch=False):
+        skipped, (value, num_states), moved, later, loss, norm = done
+        assert skipped and num_states == 0
+        assert value == later == 2.0**15
+        assert moved and torch.tensor([loss, norm]).isfinite().all()
+
+
+def test_gradients_are_unscaled_before_they_are_clipped():
+    """Else the norm would be 65536 times too large, and every step clipped."""
+    _, parallel, optimizer, forward = made(None, config_of("fp16"))
+    *_, norm = train_step(forward, optimizer, micro_batches((0, 1)), 1e-2, 1.0, parallel,
+                          LossScale())
+    _, _, optimizer, forward = made(None, config_of("fp32"))
+    *_, expected = train_step(forward, optimizer, micro_batches((0, 1)), 1e-2, 1.0)
+    torch.testing.assert_close(norm, expected, rtol=PRECISIONS["fp16"].tolerance(ROUNDINGS), atol=0)
+
+
+def test_without_a_scale_small_gradients_are_zero():
+    """A loss of 2^-20 of the model's: fp16 loses what the scale saves."""
+    def lost(scale: float) -> float:
+        model, parallel, _, forward = made(None, config_of("fp16"))
+        parallel.masters.hand_over = lambda: None
+        accumulate_over_ranks(forward, micro_batches((0, 1)), parallel, scale * 2.0**-20)
+        values = torch.cat([p.grad.flatten() for p in model.blocks.parameters()])
+        return float((values == 0).float().mean())
+
+    assert lost(1.0) > 0.5 and lost(2.0**16) < 0.1
+
+
+def test_a_checkpoint_keeps_masters_in_all_bits():
+    """State of one stage loaded by another: float32 weights, of which the model's are rounded."""
+    config = config_of("bf16")
+    model, parallel, optimizer, forward = made(None, config)
+    train_step(forward, optimizer, micro_batches((0, 1)), 1e-2, 1.0, parallel)
+    weights, state = parallel.full_parameters(), parallel.optimizer_state()
+    masters = {name: parallel.pieces[p].clone() for name, p in model.named_parameters()}
+    again, parallel, *_ = made(None, dataclasses.replace(config))
+    parallel.fill(lambda name, shape: weights[name])
+    parallel.load_optimizer_state(state)
+    for name, parameter in again.named_parameters():
+        assert torch.equal(parallel.pieces[parameter], masters[name])
+        assert torch.equal(parameter, masters[name].to(torch.bfloat16))
