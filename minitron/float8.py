@@ -51,7 +51,8 @@ def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """
     largest, limit = x.abs().amax().float(), torch.finfo(dtype).max
     scale = torch.where(largest > 0, largest / limit, 1.0)
-    # The quotient may pass the limit by a rounding, and e4m3 has no infinity: it would be NaN.
+    # The quotient may pass the limit by a rounding, and what a cast makes of that (NaN, or the
+    # limit: e4m3 has no infinity) depends on device and version.
     return (x.float() / scale).clamp(-limit, limit).to(dtype), scale
 
 

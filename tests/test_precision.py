@@ -210,8 +210,10 @@ def test_gradients_are_within_their_roundings_of_float32(name, layout):
 
 
 @pytest.mark.parametrize("name", PRECISIONS)
-def test_the_tolerance_tells_a_mean_from_a_sum(name):
-    assert PRECISIONS[name].tolerance(ROUNDINGS) < 0.55
+def test_the_tolerance_tells_a_sum_from_a_mean(name):
+    """On 2 ranks a sum in place of a mean is off by 1, half of one by 0.5: fp8 hides the half."""
+    limit = 0.55 if name == "fp8" else 0.1
+    assert PRECISIONS[name].tolerance(ROUNDINGS) < limit
 
 
 # Loss scaling

@@ -108,6 +108,11 @@ def test_low_precision_resumes_bit_for_bit(config, tmp_path, precision, zero):
         config, train=dataclasses.replace(TRAIN, precision=precision),
         parallel=ParallelConfig(zero=zero),
     )
+    assert_resumes_bit_for_bit(config, tmp_path)
+
+
+def assert_resumes_bit_for_bit(config: Config, tmp_path: Path) -> None:
+    """A run on 2 ranks that is killed after step 3 and resumed has the rows of one that is not."""
     run(train_on_ranks, 2, config, tmp_path / "whole")
     short = tmp_path / "short"
     run(train_on_ranks, 2, config, short)
@@ -126,13 +131,7 @@ def kill_after(folder: Path, step: int) -> None:
 
 def test_dropout_resumes_bit_for_bit_on_the_same_ranks(config, tmp_path):
     config = dataclasses.replace(config, model=dataclasses.replace(MODEL, dropout=0.2))
-    run(train_on_ranks, 2, config, tmp_path / "whole")
-    short = tmp_path / "short"
-    run(train_on_ranks, 2, config, short)
-    kill_after(short, 3)
-    run(train_on_ranks, 2, config, short, True)
-    columns = "step", "loss", "grad_norm"
-    assert trained(short, *columns) == trained(tmp_path / "whole", *columns)
+    assert_resumes_bit_for_bit(config, tmp_path)
 
 
 def test_torchrun_trains_and_a_signal_saves_first(config, tmp_path):
