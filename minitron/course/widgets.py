@@ -26,6 +26,8 @@ from minitron.course.drawings import (
     draw_tensor,
 )
 from minitron.course.figures import png, show
+from minitron.course.figures_numbers import draw_number_line
+from minitron.course.floats import FORMATS
 
 
 def explore(
@@ -199,4 +201,21 @@ def schedule_explorer() -> None:
         task="raise the micro-batches until less than 5 % of the step is idle. Then take 8 ranks: "
              "which schedules get there with as many micro-batches, and what does the first rank "
              "hold for it? Which two differ in what they hold alone?",
+    )
+
+
+def number_line_explorer() -> None:
+    """Show the numbers that a format has around a position, and what an addition there does."""
+    explore(
+        draw_number_line,
+        controls={
+            "format": tuple(FORMATS),
+            "position": (1e-7, 1e-5, 0.001, 0.1, *(2**k for k in range(25))),
+            "plus": (1e-7, 1e-5, 1e-4, 0.001, 0.002, 0.003, 0.004, 0.005, 0.01, 0.1, 1, 2, 3, 10),
+            "zoom": (1, 2, 4, 8, 16, 32),
+        },
+        start={"format": "bf16", "position": 1, "plus": 0.001, "zoom": 16},
+        task="add 1, and move the position until nothing changes: the next integer is the first "
+             "that bf16 cannot hold. Which one is it in the other formats? Then go back to "
+             "position 1: what is the smallest update that a weight of 1 does not lose in bf16?",
     )

@@ -2,12 +2,15 @@
 
 import nbformat
 import pytest
+import torch
 from nbclient import NotebookClient
 
 from minitron import cost
 from minitron.config import ModelConfig
 from minitron.course import widgets
 from minitron.course.figures import curves
+from minitron.course.figures_numbers import draw_number_line
+from minitron.course.floats import FORMATS
 from minitron.course.widgets import (
     draw_buckets,
     draw_memory,
@@ -204,9 +207,9 @@ def test_every_setting_of_the_zero_explorer_is_drawn_in_one_size(monkeypatch):
 
 @pytest.mark.parametrize(("explorer", "draw"), [
     (widgets.tensor_explorer, draw_tensor), (widgets.sequence_explorer, draw_sequence),
-    (widgets.schedule_explorer, draw_schedule),
-], ids=["tensor", "sequence", "schedule"])
-def test_every_setting_of_chapters_7_to_9_is_drawn_in_one_size(explorer, draw, monkeypatch):
+    (widgets.schedule_explorer, draw_schedule), (widgets.number_line_explorer, draw_number_line),
+], ids=["tensor", "sequence", "schedule", "number_line"])
+def test_every_setting_of_chapters_7_to_10_is_drawn_in_one_size(explorer, draw, monkeypatch):
     asked = {}
     monkeypatch.setattr(widgets, "explore", lambda draw, **given: asked.update(given, draw=draw))
     explorer()
@@ -218,3 +221,32 @@ def test_every_setting_of_chapters_7_to_9_is_drawn_in_one_size(explorer, draw, m
             figure, _ = draw(**{**asked["start"], name: value})
             sizes.add(tuple(figure.get_size_inches()))
     assert len(sizes) == 1, "nothing may jump"
+
+
+@pytest.mark.parametrize(("name", "first"), [
+    ("bf16", 257), ("fp16", 2049), ("e4m3", 17), ("e5m2", 9), ("fp32", 2**24 + 1),
+])
+def test_the_number_line_explorer_reaches_the_first_integer_that_a_format_cannot_hold(
+    name, first, monkeypatch
+):
+    asked = {}
+    monkeypatch.setattr(widgets, "explore", lambda draw, **given: asked.update(given))
+    widgets.number_line_explorer()
+    controls, start = asked["controls"], asked["start"]
+    assert tuple(FORMATS) == controls["format"] and 1 in controls["plus"]
+
+    said = {position: draw_number_line(name, position, 1, start["zoom"])[1]
+            for position in controls["position"] if 1 <= position < first}
+    assert [position for position, text in said.items() if "nothing changed" in text] == [first - 1]
+    assert torch.tensor(float(first - 1)).to(FORMATS[name]).double() == first - 1
+    assert torch.tensor(first, dtype=torch.float64).to(FORMATS[name]).double() != first
+
+
+def test_the_number_line_explorer_finds_the_smallest_update_that_a_weight_of_1_keeps(monkeypatch):
+    asked = {}
+    monkeypatch.setattr(widgets, "explore", lambda draw, **given: asked.update(given))
+    widgets.number_line_explorer()
+    assert (asked["start"]["format"], asked["start"]["position"]) == ("bf16", 1)
+    kept = [plus for plus in asked["controls"]["plus"]
+            if "nothing changed" not in draw_number_line("bf16", 1, plus, 16)[1]]
+    assert kept[0] == 0.004, "half of the spacing is 0.0039"

@@ -12,9 +12,9 @@ MISTAKES = [(chapter, *row) for chapter, c in CHAPTERS.items() for row in c.all_
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS.values(), ids=CHAPTERS)
-def test_there_are_four_exercises_with_their_own_functions(chapter):
+def test_there_are_four_or_five_exercises_with_their_own_functions(chapter):
     numbers = [exercise_id.split(".")[1] for exercise_id in chapter.exercises]
-    assert numbers == ["1", "2", "3", "4"]
+    assert numbers in (["1", "2", "3", "4"], ["1", "2", "3", "4", "5"])
     names = [name for exercise in chapter.exercises.values() for name in exercise.names]
     assert set(names) == set(chapter.mistakes) == set(chapter.right_answers)
     assert all(chapter.right_answers.values())

@@ -1,0 +1,228 @@
+"""Grader of 10.2: gradients by a script, step by step against what should become of them."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from minitron.course.graders import asked, expect
+from minitron.course.graders.ch07_toy import is_close
+
+CLOSE = 1e-5  # of the largest value: PyTorch's clipping adds 1e-6 to the norm
+MAX_NORM = 2.5
+FINE, LARGE = {"a": [0.3, -0.4, 1.2], "b": [0.5, -0.1]}, {"a": [6.0, 0.0, -8.0], "b": [0.0, 3.0]}
+ONE = {"a": None, "b": [3.0, 4.0]}
+SCRIPT = {
+    "fine": FINE,
+    "large": LARGE,
+    "none for a": ONE,
+    "inf in b": {"a": [0.3, -0.4, 1.2], "b": [0.5, math.inf]},
+    "-inf in a": {"a": [0.3, -math.inf, 1.2], "b": [0.5, 0.1]},
+    "NaN in b": {"a": [0.3, 1.4, 1.2], "b": [math.nan, 0.1]},
+    "NaN in b, none for a": {"a": None, "b": [math.nan, 0.1]},
+}
+STEPS = ["fine", "large", "inf in b", "fine", "none for a", "large", "fine", "NaN in b", "large",
+         "fine", "fine", "fine", "large", "fine", "fine", "-inf in a", "NaN in b, none for a",
+         "fine", "fine", "fine", "large"]
+OPTIMIZERS = {
+    "SGD with momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "AdamW": partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1),
+}
+
+
+class Settings(NamedTuple):
+    initial: float
+    growth: float
+    backoff: float
+    interval: int
+
+
+CASES = [("SGD with momentum", Settings(2.0**10, 2.0, 0.5, 3)),
+         ("AdamW", Settings(2.0**16, 4.0, 0.125, 2))]
+
+
+class Seen(NamedTuple):
+    """What there is after a step."""
+
+    value: float
+    moved: bool
+    weights: list[Tensor]
+    state: list[Tensor]
+    """What the optimizer remembers."""
+
+
+class Weights(nn.Module):
+    """Three parameters, of which the last never has a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        for name, values in {"a": [1.0, -2.0, 0.5], "b": [0.25, 3.0], "unused": [1.0]}.items():
+            self.register_parameter(name, nn.Parameter(torch.tensor(values, dtype=torch.float64)))
+
+    def loss(self, gradients: dict[str, list | None]) -> Tensor:
+        """A loss with these gradients."""
+        return sum((getattr(self, name) * torch.tensor(values, dtype=torch.float64)).sum()
+                   for name, values in gradients.items() if values is not None)
+
+
+def grade_10_2(LossScaler: type) -> None:
+    """Play the script with two optimizers and two settings; compare after every step."""
+    for name, settings in CASES:
+        model = Weights()
+        optimizer = OPTIMIZERS[name](model.parameters())
+        scaler = LossScaler(optimizer, MAX_NORM, *settings)
+        for number, step in enumerate(STEPS):
+            told = ", ".join(STEPS[max(0, number - 5):number + 1])
+            with asked(f"step {number + 1} of a LossScaler with {name}, max_norm={MAX_NORM:g} and "
+                       f"{', '.join(f'{k}={v:g}' for k, v in settings._asdict().items())}; "
+                       f"gradients {'... ' * (number > 5)}{told}"):
+                before = observe(model, optimizer, scaler.value, True)
+                _backward(model, scaler, SCRIPT[step])
+                moved = scaler.step()
+                seen = observe(model, optimizer, scaler.value, moved)
+                _expect_right(seen, before, model, name, settings, number)
+
+
+def observe(model: nn.Module, optimizer: torch.optim.Optimizer, value, moved) -> Seen:
+    state = [tensor.clone() for parameter in model.parameters()
+             for tensor in optimizer.state.get(parameter, {}).values() if tensor is not None]
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    return Seen(float(value), moved, weights, state)
+
+
+def _backward(model: Weights, scaler, gradients: dict[str, list | None]) -> None:
+    value, loss = float(scaler.value), model.loss(gradients)
+    scaled = scaler.scaled(loss)
+    expect(isinstance(scaled, Tensor) and scaled.requires_grad,
+           seen=f"scaled(loss) returned {scaled!r:.80}", likely="a tensor that backward() can "
+           "be called on: loss times self.value")
+    scaled.backward()
+    for name, values in gradients.items():
+        seen = getattr(model, name).grad
+        if values is not None and all(map(math.isfinite, values)):
+            right = torch.tensor(values, dtype=torch.float64) * value
+            same = seen is not None and is_close(seen, right)
+            expect(same, seen=f"after scaled(loss).backward() {name}.grad is {_list(seen)}, not "
+                   f"{_list(right)}", likely="scaled(loss) is the loss times self.value, and "
+                   "nothing else: the true gradient of it")
+
+
+def _list(tensor: Tensor | None) -> str:
+    return "None" if tensor is None else "[" + ", ".join(f"{x:.6g}" for x in tensor.tolist()) + "]"
+
+
+def simulate(
+    name: str, settings: Settings, num_steps: int,
+    factor: Callable = lambda norm, scale: min(1.0, MAX_NORM / norm),
+) -> Seen:
+    """What is there after `num_steps` steps; `factor` of the true norm multiplies the gradient."""
+    model, value = Weights(), settings.initial
+    optimizer = OPTIMIZERS[name](model.parameters())
+    for step, event in zip(STEPS, history(settings, num_steps), strict=False):
+        model.loss(SCRIPT[step]).backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        norm = math.sqrt(sum(float(grad.square().sum()) for grad in grads))
+        if event != "skipped":
+            for grad in grads:
+                grad *= factor(norm, value)
+            optimizer.step()
+        value *= {"fine": 1.0, "grown": settings.growth, "skipped": settings.backoff}[event]
+        optimizer.zero_grad()
+    return observe(model, optimizer, value, event != "skipped")
+
+
+def _expect_right(
+    seen: Seen, before: Seen, model: Weights, name: str, settings: Settings, number: int
+) -> None:
+    right = simulate(name, settings, number + 1)
+    finite = all(weights.isfinite().all() for weights in seen.weights)
+    expect(finite, seen="the weights are not finite any more",
+           likely="the optimizer stepped with an infinite or NaN gradient: look for both first, in "
+                  "all parameters")
+    if not right.moved:
+        _expect_skipped(seen, before)
+    else:
+        _expect_moved(seen, before, name, settings, number)
+
+    expect(isinstance(seen.moved, bool) and seen.moved == right.moved,
+           seen=f"step() returned {seen.moved!r:.60}, not {right.moved}",
+           likely="return whether the optimizer has stepped, True or False")
+    expect(seen.value == right.value, seen=f"the scale is {seen.value:g} afterwards, not "
+           f"{right.value:g}", likely=_why_other_value(seen.value, before.value, settings, number))
+    left = [name for name, p in model.named_parameters() if p.grad is not None]
+    expect(not left, seen=f"a .grad is left: of {' and '.join(left)}",
+           likely="set every .grad to None, also after a skipped step: else the next backward pass "
+                  "adds to what has overflowed")
+
+
+def _expect_skipped(seen: Seen, before: Seen) -> None:
+    same = all(map(torch.equal, seen.weights, before.weights))
+    expect(same, seen="the gradient was not finite, and the weights have moved",
+           likely="no optimizer.step(): with zeros for a gradient momentum and weight decay still "
+                  "move the weights")
+    remembers = len(seen.state) == len(before.state) and all(
+        map(torch.equal, seen.state, before.state))
+    expect(remembers, seen="the weights are as they were, but what the optimizer remembers has "
+           "changed", likely="skip optimizer.step() itself: with weights restored, or the gradient "
+           "set to zeros, its moments are not what they were")
+
+
+def _expect_moved(
+    seen: Seen, before: Seen, name: str, settings: Settings, number: int
+) -> None:
+    def same_as(*factor) -> bool:
+        other = simulate(name, settings, number + 1, *factor)
+        return all(is_close(*pair, CLOSE)
+                   for pair in zip(seen.weights, other.weights, strict=True))
+
+    if same_as():
+        return
+    faults = {
+        "the gradient is not divided by the scale before the optimizer's step":
+            lambda norm, scale: scale * min(1.0, MAX_NORM / (norm * scale)),
+        "clipped first, divided by the scale afterwards: max_norm is for the true gradient":
+            lambda norm, scale: min(1.0, MAX_NORM / (norm * scale)),
+        "the gradient is not clipped": lambda norm, scale: 1.0,
+        "neither divided by the scale nor clipped": lambda norm, scale: scale,
+        "the gradient is always multiplied: a norm below max_norm stays as it is":
+            lambda norm, scale: MAX_NORM / norm,
+    }
+    likely = next((why for why, factor in faults.items() if same_as(factor)),
+                  "divide by self.value, then clip the norm of all parameters together, then step")
+    if all(map(torch.equal, seen.weights, before.weights)):
+        likely = "the gradient was finite, and there was no step; None is no overflow, and a " \
+                 "large one is clipped"
+    shown = ", ".join(map(_list, seen.weights[:2]))
+    right = ", ".join(map(_list, simulate(name, settings, number + 1).weights[:2]))
+    expect(False, seen=f"the weights a, b are {shown}, not {right}", likely=likely)
+
+
+def _why_other_value(value: float, before: float, settings: Settings, number: int) -> str:
+    events = history(settings, number + 1)
+    if events[-1] == "skipped":
+        return "after an overflow multiply it by backoff, whatever came before"
+    if value == before:
+        return "after `interval` good steps in a row, those that were clipped among them, it is " \
+               "multiplied by growth: in the last of them, not in the next one"
+    if events[-1] == "grown" or value != before * settings.growth:
+        return "multiply by self.growth, once, after the last of `interval` good steps"
+    changes = [event for event in events if event != "fine"]
+    return {
+        "skipped": "good steps in a row: a skipped step sets the count back to 0",
+        "grown": "after growth the count starts again at 0",
+    }.get(changes[-1] if changes else "", "it grows after `interval` good steps, not before")
+
+
+def history(settings: Settings, num_steps: int) -> list[str]:
+    """What each step of the script is: fine, skipped, or one after which the value has grown."""
+    events, good = [], 0
+    for step in STEPS[:num_steps]:
+        values = [x for numbers in SCRIPT[step].values() if numbers for x in numbers]
+        good = good + 1 if all(map(math.isfinite, values)) else 0
+        grown = good == settings.interval
+        events.append("skipped" if not good else "grown" if grown else "fine")
+        good = 0 if grown else good
+    return events
