@@ -1,51 +1,199 @@
-"""Save a run to disk and find it again.
+"""Save a run at any layout, and find it again at any other.
 
-A checkpoint is one file, `step_00000200.pt`. It is written under a temporary name, flushed to the
-disk and then renamed, so a file under the final name is complete whatever killed the process.
+A checkpoint is a folder, `step_00000200`, written by torch.distributed.checkpoint: each rank writes
+what it keeps, of copies one rank does, and reads what it needs, whoever has written it. The folder
+has a temporary name until it is complete. `manifest.json` in it has every file's length and
+checksum, so that a file cut short, or with a bit turned over, is found before anything is read.
+
+With many nodes, the folder must be one that all of them see.
+
+Read in this order: save, newest_good, load; then the plans, which say who writes and reads what.
 """
 
+import hashlib
+import json
 import os
+import shutil
+import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 
+from minitron.checkpoint_plans import LoadPlanner, SavePlanner
+from minitron.comm.agreement import Group, gathered, rank_and_size
 from minitron.config import ConfigError
+from minitron.parallel.parts import Boxes
+
+MANIFEST = "manifest.json"
 
 
-def save(folder: Path, step: int, state: dict, keep: int) -> Path:
-    """Write `state` as the checkpoint of `step`, then delete all but the newest `keep`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"step_{step:08d}.pt"
+def save(
+    folder: Path, step: int, state: dict[str, Boxes], facts: dict, keep: int, group: Group = None
+) -> Path:
+    """Write the checkpoint of `step`, then delete all but the newest `keep`; all ranks call it.
+
+    `state` is what this rank keeps, `facts` what JSON can hold, of rank 0. Raises ConfigError on
+    every rank if one cannot write; what was there before stays.
+    """
+    rank, _ = rank_and_size(group)
+    path = folder / f"step_{step:08d}"
     temporary = path.with_suffix(".tmp")
-    with temporary.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    for old in checkpoints(folder)[:-keep]:
-        old.unlink()
+    on_rank_0(lambda: make_empty(temporary), group)
+    try:
+        write(temporary, state, group)
+        checksums = agreed(lambda: {file.name: describe(file) for file in
+                                    sorted(temporary.glob(f"__{rank}_*"))}, group)
+        on_rank_0(lambda: complete(temporary, path, checksums, facts, keep), group)
+    except (CheckpointException, OSError) as error:
+        if rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise ConfigError(f"{path}: cannot be written ({reason(error)}); the checkpoints before "
+                          "are intact: make room, and continue with --resume") from error
     return path
 
 
-def load_latest(folder: Path) -> dict:
-    """Read the newest checkpoint in `folder` onto the CPU.
-
-    Raises ConfigError, naming the file and the remedy, if there is none or it cannot be read.
-    """
-    found = checkpoints(folder)
-    if not found:
-        raise ConfigError(
-            f"{folder}: holds no checkpoint to resume from; delete {folder.parent} and start again "
-            "without --resume"
+def write(folder: Path, state: dict[str, Boxes], group: Group) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is .*", UserWarning)  # so it shall be
+        dcp.save(
+            state, storage_writer=FileSystemWriter(folder), planner=SavePlanner(),
+            process_group=group, no_dist=group is None,
         )
-    try:
-        return torch.load(found[-1], map_location="cpu", weights_only=True)
-    except Exception as error:
-        older = f"delete it to resume from {found[-2].name}" if found[1:] else "start a new run"
-        reason = str(error).split("\n")[0] or type(error).__name__
-        raise ConfigError(f"{found[-1]}: damaged checkpoint ({reason}); {older}") from None
+
+
+def make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def complete(
+    temporary: Path, path: Path, checksums: list[dict], facts: dict, keep: int
+) -> None:
+    """Add the manifest, give the folder its name, and let go of the oldest ones."""
+    files = {name: entry for of_rank in checksums for name, entry in of_rank.items()}
+    files[".metadata"] = describe(temporary / ".metadata")
+    content = {"files": files, "facts": facts}
+    manifest = temporary / MANIFEST
+    with manifest.open("w") as file:
+        json.dump({"sha256": digest(content)} | content, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+    if path.exists():  # the same step once more
+        shutil.rmtree(path)
+    temporary.rename(path)
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    os.fsync(descriptor)  # or the new name may be lost with the power
+    os.close(descriptor)
+    for old in checkpoints(path.parent)[:-keep]:
+        shutil.rmtree(old)
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints in `folder`, oldest first."""
-    return sorted(folder.glob("step_*.pt"))
+    return sorted(path for path in folder.glob("step_*") if path.name[5:].isdigit())
+
+
+def describe(file: Path) -> dict:
+    with file.open("rb") as content:
+        sha256 = hashlib.file_digest(content, "sha256").hexdigest()
+    return {"bytes": file.stat().st_size, "sha256": sha256}
+
+
+def digest(content: dict) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def newest_good(folder: Path, group: Group = None) -> Path:
+    """The newest checkpoint in `folder` whose files are as they were written; all ranks call it.
+
+    Damaged ones are told and set aside as `step_00000200.damaged`. Raises ConfigError if none is
+    left.
+    """
+    rank, size = rank_and_size(group)
+    found = gathered(checkpoints(folder), group)[0]
+    for path in reversed(found):
+        faults = gathered(damage(path, rank, size), group)
+        fault = next((fault for fault in faults if fault is not None), None)
+        if fault is None:
+            return path
+        if rank == 0:
+            print(f"{path}: damaged ({fault}); looking for an older one", file=sys.stderr)
+            path.rename(path.with_suffix(".damaged"))
+    why = "none of them is intact" if found else "holds no checkpoint to resume from"
+    raise ConfigError(f"{folder}: {why}; delete {folder.parent} and start again without --resume")
+
+
+def damage(path: Path, rank: int = 0, size: int = 1) -> str | None:
+    """What is wrong with the files of which this rank checks every `size`-th, None if nothing."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        stated = manifest.pop("sha256")
+        if stated != digest(manifest):
+            return f"{MANIFEST} is not what was written"
+        for name, expected in sorted(manifest["files"].items())[rank::size]:
+            num_bytes = (path / name).stat().st_size
+            if num_bytes != expected["bytes"]:
+                return f"{name} has {num_bytes:,} bytes, not {expected['bytes']:,}"
+            if describe(path / name) != expected:
+                return f"{name} has {num_bytes:,} bytes, but not those that were written"
+    except (OSError, ValueError, KeyError) as error:
+        return reason(error)
+    return None
+
+
+def facts_of(path: Path) -> dict:
+    """What `save` was given beside the state."""
+    return json.loads((path / MANIFEST).read_text())["facts"]
+
+
+def saved_tensors(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Shape and dtype of every tensor in a checkpoint, by name."""
+    metadata = FileSystemReader(path).read_metadata()
+    return {name: (tensor.size, tensor.properties.dtype)
+            for name, tensor in metadata.state_dict_metadata.items()}
+
+
+def load(path: Path, state: dict[str, Boxes], group: Group = None) -> None:
+    """Fill the tensors in `state`, whose names and shapes are in the checkpoint; all ranks call."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is .*", UserWarning)
+        dcp.load(
+            state, storage_reader=FileSystemReader(path), planner=LoadPlanner(),
+            process_group=group, no_dist=group is None,
+        )
+
+
+# What ranks do together fails together
+
+
+def agreed(act: Callable, group: Group) -> list:
+    """What `act` returns on each rank; raises OSError on all if it does on one."""
+    try:
+        outcome = act()
+    except OSError as error:
+        outcome = error
+    outcomes = gathered(outcome, group)
+    for each in outcomes:
+        if isinstance(each, OSError):
+            raise each
+    return outcomes
+
+
+def on_rank_0(act: Callable, group: Group) -> None:
+    rank, _ = rank_and_size(group)
+    agreed(act if rank == 0 else lambda: None, group)
+
+
+def reason(error: Exception) -> str:
+    """One line; of what has failed on some ranks, the first."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error).split("\n")[0] or type(error).__name__

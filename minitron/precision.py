@@ -163,6 +163,8 @@ class MasterWeights:
         for parameter, master in self.pieces.items():
             parameter.copy_(master)
 
+    bring_back = round
+
     def keep(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Take the parameter's new `value` as it was before it was rounded."""
         if parameter in self.pieces:

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,7 +18,8 @@ from minitron.config_file import to_dict
 from minitron.corpus.folder import end_of_document, load_tokenizer, read_corpus_info
 from minitron.dataset import TokenDataset
 from minitron.model.generate import generate
-from minitron.model.transformer import fill
+from minitron.parallel.combined import Combined
+from minitron.parallel.parts import Boxes
 from minitron.parallelize import build, lay_out
 from minitron.precision import PRECISIONS, LossScale, low_precision
 from minitron.process import Interruption, pick_device
@@ -70,8 +72,8 @@ class Run:
             require_micro_batches(config, m)
             self.parallel.pipeline.script(m)
         self.optimizer = make_optimizer(self.model, config.train, self.device)
-        if self.parallel is not None:
-            self.parallel.shard(self.optimizer)
+        self.whole = self.parallel or Combined(self.model, None, None)
+        self.whole.shard(self.optimizer)
         self.forward = self.model
         precision = PRECISIONS[config.train.precision]
         if config.train.precision != "fp32":
@@ -157,61 +159,52 @@ class Run:
         return tokenizer.decode_batch(tokens[:, 1:].tolist(), skip_special_tokens=False)
 
     def save(self) -> None:
-        """Write everything the next step depends on; rank 0 writes, all ranks must call it."""
-        random_states = gathered(self.random_state(), self.group)
-        if self.parallel is None:
-            weights = {name: p.detach() for name, p in self.model.named_parameters()}
-            optimizer_state = self.optimizer.state_dict()
-        else:
-            weights = self.parallel.full_parameters()
-            optimizer_state = self.parallel.optimizer_state()
-        folder = self.folder / "checkpoints"
-        if self.rank != 0:
-            return
-        state = {
-            "model": weights,
-            "optimizer": optimizer_state,
+        """Write everything the next step depends on; every rank writes its part of it."""
+        random_state = {name: Boxes.whole(state) for name, state in self.random_state().items()}
+        facts = {
             "step": self.step,
             "position": self.position,
-            "random_states": random_states,
+            "num_ranks": self.size,
             "config": to_dict(self.config),
             "fingerprint": self.dataset.fingerprint(),
             "loss_scale": self.loss_scale and self.loss_scale.state_dict(),
         }
-        checkpoint.save(folder, self.step, state, self.config.train.keep_checkpoints)
+        checkpoint.save(
+            self.folder / "checkpoints", self.step, self.whole.state() | random_state, facts,
+            self.config.train.keep_checkpoints, self.group,
+        )
 
     def random_state(self) -> dict[str, Tensor]:
-        """The state of this rank's generators, by device."""
-        state = {"cpu": torch.get_rng_state()}
+        """The state of this rank's generators, by a name in the checkpoint."""
+        state = {f"random.cpu.{self.rank}": torch.get_rng_state()}
         if self.device.type == "cuda":
-            state["cuda"] = torch.cuda.get_rng_state(self.device)
+            state[f"random.cuda.{self.rank}"] = torch.cuda.get_rng_state(self.device)
         return state
 
     def restore(self) -> None:
-        """Continue exactly where the newest checkpoint was written, also in another layout.
+        """Continue exactly where the newest good checkpoint was written, also in another layout.
 
         Then only dropout draws anew.
         """
-        state = checkpoint.load_latest(self.folder / "checkpoints")
-        require_same_training(state, self)
-        if self.parallel is None:
-            fill(self.model, lambda name, shape: state["model"][name])
-            self.optimizer.load_state_dict(state["optimizer"])
-        else:
-            self.parallel.fill(lambda name, shape: state["model"][name])
-            self.parallel.load_optimizer_state(state["optimizer"])
-        self.step, self.position = state["step"], state["position"]
+        path = checkpoint.newest_good(self.folder / "checkpoints", self.group)
+        facts = checkpoint.facts_of(path)
+        require_same_training(facts, self)
+        read = partial(checkpoint.load, path, group=self.group)
+        self.whole.load_state(checkpoint.saved_tensors(path), read)
+        self.step, self.position = facts["step"], facts["position"]
         if self.loss_scale is not None:
-            self.loss_scale.load_state_dict(state["loss_scale"])
+            self.loss_scale.load_state_dict(facts["loss_scale"])
+
         # of which tp tells whose numbers are the same, pp who drops what
         layouts = [[table["parallel"].get(axis, 1) for axis in ("tp", "pp")]
-                   for table in (state["config"], to_dict(self.config))]
-        if layouts[0] != layouts[1] or len(state["random_states"]) != self.size:
-            return
-        random_state = state["random_states"][self.rank]
-        torch.set_rng_state(random_state["cpu"])
-        if self.device.type == "cuda" and "cuda" in random_state:
-            torch.cuda.set_rng_state(random_state["cuda"], self.device)
+                   for table in (facts["config"], to_dict(self.config))]
+        if layouts[0] == layouts[1] and facts["num_ranks"] == self.size:
+            state = self.random_state()
+            saved = checkpoint.saved_tensors(path)
+            read({name: Boxes.whole(own) for name, own in state.items() if name in saved})
+            torch.set_rng_state(state[f"random.cpu.{self.rank}"])
+            if self.device.type == "cuda":
+                torch.cuda.set_rng_state(state[f"random.cuda.{self.rank}"], self.device)
 
     def stop_signal(self) -> signal.Signals | None:
         """The signal that asked any rank to stop: all ranks then end after the same step."""

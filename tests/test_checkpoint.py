@@ -1,41 +1,197 @@
+"""A checkpoint is complete or not there, and what has been damaged since is found."""
+
+import json
 import os
+import shutil
+from itertools import combinations
+from math import prod
 
 import pytest
 import torch
 
 from minitron import checkpoint
+from minitron.comm.launch import RankError, run
 from minitron.config import ConfigError
+from minitron.parallel.parts import Boxes, Part, boxes_of
+
+KIB = 256
+
+
+def state_of(step):
+    return {"weights": Boxes.whole(torch.full((KIB,), float(step)))}
+
+
+def save(folder, step, keep=3, group=None, state=None):
+    facts = {"step": step}
+    return checkpoint.save(folder, step, state or state_of(step), facts, keep, group)
+
+
+def load(folder, group=None):
+    """Step and weights of the newest good one."""
+    path = checkpoint.newest_good(folder, group)
+    weights = torch.zeros(KIB)
+    checkpoint.load(path, {"weights": Boxes.whole(weights)}, group)
+    return checkpoint.facts_of(path)["step"], weights
+
+
+def names(folder):
+    return [path.name for path in checkpoint.checkpoints(folder)]
 
 
 def test_the_newest_is_found_and_the_oldest_deleted(tmp_path):
     for step in (5, 10, 100, 95):
-        checkpoint.save(tmp_path, step, {"step": step, "weights": torch.ones(3)}, keep=3)
-    assert [p.name for p in checkpoint.checkpoints(tmp_path)] == [
-        "step_00000010.pt", "step_00000095.pt", "step_00000100.pt"]
-    assert checkpoint.load_latest(tmp_path)["step"] == 100
+        save(tmp_path, step)
+    assert names(tmp_path) == ["step_00000010", "step_00000095", "step_00000100"]
+    step, weights = load(tmp_path)
+    assert step == 100 and torch.equal(weights, torch.full((KIB,), 100.0))
 
 
-def test_a_kill_while_writing_leaves_the_last_one(tmp_path, monkeypatch):
-    checkpoint.save(tmp_path, 1, {"step": 1}, keep=1)
+def test_a_step_can_be_saved_again(tmp_path):
+    save(tmp_path, 1)
+    save(tmp_path, 1, state={"weights": Boxes.whole(torch.full((KIB,), 7.0))})
+    assert load(tmp_path)[1][0] == 7 and names(tmp_path) == ["step_00000001"]
 
-    def killed(state, file):
-        file.write(b"half a check")
+
+@pytest.mark.parametrize("function", ["write", "complete", "describe"])
+def test_a_kill_while_writing_leaves_the_last_one(tmp_path, monkeypatch, function):
+    save(tmp_path, 1, keep=1)
+    act = getattr(checkpoint, function)
+
+    def killed(*args):
+        if function == "complete":
+            shutil.copytree(args[0], tmp_path / "as it was")
+        else:
+            act(*args)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(torch, "save", killed)
+    monkeypatch.setattr(checkpoint, function, killed)
     with pytest.raises(KeyboardInterrupt):
-        checkpoint.save(tmp_path, 2, {"step": 2}, keep=1)
-    assert checkpoint.load_latest(tmp_path) == {"step": 1}
+        save(tmp_path, 2, keep=1)
+    monkeypatch.undo()
+    assert load(tmp_path)[0] == 1
+    save(tmp_path, 2, keep=1)  # over what the other has left
+    assert load(tmp_path)[0] == 2 and names(tmp_path) == ["step_00000002"]
 
 
-def test_a_damaged_file_is_named_with_the_remedy(tmp_path):
-    checkpoint.save(tmp_path, 1, {"step": 1}, keep=2)
-    path = checkpoint.save(tmp_path, 2, {"step": 2, "weights": torch.ones(1000)}, keep=2)
-    os.truncate(path, 900)
-    with pytest.raises(ConfigError, match="step_00000002.pt: damaged.*resume from step_00000001"):
-        checkpoint.load_latest(tmp_path)
+def cut_short(file):
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def flip_a_bit(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("harm", [cut_short, flip_a_bit, os.unlink])
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "manifest.json"])
+def test_what_is_damaged_is_told_and_the_one_before_taken(tmp_path, capsys, harm, file):
+    save(tmp_path, 1)
+    harm(save(tmp_path, 2) / file)
+    step, weights = load(tmp_path)
+    assert step == 1 and weights[0] == 1
+    told = capsys.readouterr().err
+    assert "step_00000002: damaged (" in told and told.count("\n") == 1
+    assert names(tmp_path) == ["step_00000001"]  # so that the next ones are not taken for older
+    assert (tmp_path / "step_00000002.damaged").is_dir()
+
+
+def test_every_bit_of_a_manifest_counts(tmp_path):
+    """What it says of the run as well: a position read wrong would repeat samples."""
+    path = save(tmp_path, 1)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["facts"]["step"] = 2
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    assert checkpoint.damage(path) == "manifest.json is not what was written"
 
 
 def test_nothing_to_resume_is_told(tmp_path):
     with pytest.raises(ConfigError, match="holds no checkpoint to resume from"):
-        checkpoint.load_latest(tmp_path)
+        checkpoint.newest_good(tmp_path)
+    cut_short(save(tmp_path, 1) / "__0_0.distcp")
+    with pytest.raises(ConfigError, match="none of them is intact; delete"):
+        checkpoint.newest_good(tmp_path)
+
+
+# A full disk
+
+
+def fill_disk(group, folder, where):
+    """Save a first checkpoint, and a second whose last rank finds no room."""
+    save(folder, 1, group=group)
+    if group.rank() == group.size() - 1:
+        original = getattr(checkpoint, where)
+
+        def full(*args):
+            original(*args)
+            raise OSError(28, os.strerror(28))
+
+        setattr(checkpoint, where, full)
+    try:
+        save(folder, 2, group=group)
+    except ConfigError as error:
+        return str(error)
+
+
+def test_a_full_disk_leaves_the_old_one_and_is_told_on_every_rank(tmp_path):
+    for told in run(fill_disk, 3, tmp_path, "describe"):
+        assert "cannot be written (No space left on device)" in told
+        assert "continue with --resume" in told and "\n" not in told
+    assert load(tmp_path)[0] == 1
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
+def test_a_full_device_is_told(tmp_path, monkeypatch):
+    """The kernel's own error, from within torch.distributed.checkpoint."""
+    save(tmp_path, 1)
+    make_empty = checkpoint.make_empty
+
+    def on_full_device(folder):
+        make_empty(folder)
+        (folder / "__0_0.distcp").symlink_to("/dev/full")
+
+    monkeypatch.setattr(checkpoint, "make_empty", on_full_device)
+    with pytest.raises(ConfigError, match=r"step_00000002: cannot be written \(No space left"):
+        save(tmp_path, 2, state={"weights": Boxes.whole(torch.ones(1_000_000))})
+    assert load(tmp_path)[0] == 1
+
+
+# Boxes
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 4), (1, 5), (4, 1), (2, 3, 4), (2, 2, 2, 2), ()])
+def test_a_range_is_cut_into_boxes_in_its_order(shape):
+    full = torch.arange(prod(shape)).view(shape)
+    for start, stop in combinations(range(prod(shape) + 1), 2):
+        boxes = list(boxes_of(shape, range(start, stop)))
+        found = []
+        for offset, sizes in boxes:
+            box = full[tuple(slice(a, a + n) for a, n in zip(offset, sizes, strict=True))]
+            found += box.flatten().tolist()
+        assert found == list(range(start, stop))
+        assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+def test_a_part_of_a_block_knows_its_place():
+    """The middle of the right half of a 4 x 6 matrix, as ZeRO's rank 1 of 3 has it."""
+    full = torch.arange(24.0).view(4, 6)
+    block = full[:, 3:]
+    part = Part((4, 6), (4, 3), (0, 3), range(4, 8), block.flatten()[4:8])
+    boxes = part.boxes(part.values)
+    assert boxes.shape == (4, 6) and set(boxes.at) == {(1, 4), (2, 3)}
+    for (row, column), box in boxes.at.items():
+        rows, columns = box.shape
+        assert torch.equal(box, full[row:row + rows, column:column + columns])
+
+
+def write_with_a_gap(group, folder):
+    """Two ranks that both think that they have the first half."""
+    half = torch.ones(KIB // 2)
+    boxes = Boxes((KIB,), torch.float32, {(0,): half} if group.rank() == 0 else {(64,): half})
+    save(folder, 1, group=group, state={"weights": boxes})
+
+
+def test_a_plan_that_does_not_cover_a_tensor_is_refused(tmp_path):
+    with pytest.raises(RankError, match="cannot be written .*weights"):
+        run(write_with_a_gap, 2, tmp_path)

@@ -7,7 +7,7 @@ one rank along its axis.
 Read in this order: Combined, from finish to clip; then how the parts are joined.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import chain
 
@@ -20,6 +20,7 @@ from minitron.comm.agreement import gathered, rank_and_size
 from minitron.model.transformer import global_name, global_parameters
 from minitron.parallel.data_parallel import DataParallel
 from minitron.parallel.fsdp import FullyShardedDataParallel
+from minitron.parallel.parts import Boxes, Part
 from minitron.parallel.pipeline_parallel import MicroBatches, PipelineParallel
 from minitron.parallel.shards import clip_pieces, on_cpu
 from minitron.parallel.tensor_parallel import TensorParallel
@@ -161,6 +162,65 @@ class Combined:
         by_stage = gathered(tree_map(on_cpu, own), self.pipeline.group)
         return {name: value for part in reversed(by_stage)  # a tied one is the first stage's
                 for name, value in part.items()}
+
+    # Saving and loading at any layout
+
+    def parts(self) -> Iterator[tuple[str, Part]]:
+        """What this rank keeps of each parameter, by its global name."""
+        owned = getattr(self.keeper, "owned", {})
+        for name, parameter in global_parameters(self.model):
+            block, own = parameter.shape, owned.get(parameter, range(parameter.numel()))
+            whole, origin = block, (0,) * len(block)
+            if self.tensor is not None:
+                cut = self.tensor.cuts[name]
+                whole, origin = cut.full_shape(block), cut.origin(block)
+            if own:
+                values = self.pieces.get(parameter, parameter)
+                yield name, Part(tuple(whole), tuple(block), origin, own, values)
+
+    def state(self) -> dict[str, Boxes]:
+        """Weights, as the optimizer has them, and the optimizer's state: what this rank keeps."""
+        found = {}
+        for name, part in self.parts():
+            if self.has_copy_of(name):
+                continue
+            found[f"model.{name}"] = part.boxes(part.values)
+            for key, value in self.optimizer.state.get(part.values, {}).items():
+                if isinstance(value, Tensor):
+                    boxes = part.boxes(value) if value.dim() else Boxes.whole(value)
+                    found[f"optimizer.{name}.{key}"] = boxes
+        return found
+
+    def has_copy_of(self, name: str) -> bool:
+        """Whether this is the last stage, with a copy of the first one's embedding."""
+        if self.pipeline is None or self.pipeline.group.rank() == 0:
+            return False
+        return name == "token_embedding.weight"
+
+    def load_state(
+        self, saved: dict[str, tuple[torch.Size, torch.dtype]],
+        read: Callable[[dict[str, Boxes]], None],
+    ) -> None:
+        """Let `read` fill what this rank keeps, of a state with these names, shapes and dtypes."""
+        wanted, states = {}, {}
+        for name, part in self.parts():
+            wanted[f"model.{name}"] = part.boxes(part.values)
+            states[part.values] = state = {}
+            for saved_name, (shape, dtype) in saved.items():
+                place, _, key = saved_name.rpartition(".")
+                if place == f"optimizer.{name}":
+                    like = part.values if shape else torch.empty(())
+                    state[key] = value = torch.empty_like(like, dtype=dtype, requires_grad=False)
+                    wanted[saved_name] = part.boxes(value) if shape else Boxes.whole(value)
+        read(wanted)
+
+        own = self.optimizer.state_dict()["param_groups"]
+        order = chain(*(group["params"] for group in self.optimizer.param_groups))
+        number = {piece: index for index, piece in enumerate(order)}
+        by_number = {number[piece]: state for piece, state in states.items() if state}
+        self.optimizer.load_state_dict({"state": by_number, "param_groups": own})
+        if self.keeper is not None:
+            self.keeper.bring_back()
 
     # The whole model
 

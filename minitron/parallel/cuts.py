@@ -53,6 +53,10 @@ class Cut:
         """This rank's part, contiguous as kernels expect it, without the memory of the rest."""
         return self.of(full).clone(memory_format=torch.contiguous_format)
 
+    def origin(self, shard: torch.Size) -> tuple[int, ...]:
+        """Where in the whole a part of shape `shard` starts."""
+        return tuple(size * self.index if dim == self.dim else 0 for dim, size in enumerate(shard))
+
     def whole(self, parts: list[Tensor]) -> Tensor:
         """Join what all ranks hold, in their order."""
         return torch.cat(parts[::self.copies], self.dim)

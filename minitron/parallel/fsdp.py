@@ -78,6 +78,7 @@ class FullyShardedDataParallel:
         self.root = self.units[-1]
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.pieces = {p: piece for flat in self.flats for p, piece in flat.pieces.items()}
+        self.owned = {p: own for flat in self.flats for p, own in flat.owned.items()}
         self.used: set[nn.Parameter] = set()  # had a gradient on this rank, since `finish`
         for buffer in model.buffers():
             broadcast(buffer, 0, group)
@@ -190,6 +191,8 @@ class FullyShardedDataParallel:
         for unit in self.units:
             unit.reshard()
 
+    bring_back = reshard  # what is gathered is old now
+
     # What a step asks
 
     no_sync = DataParallel.no_sync
@@ -257,12 +260,11 @@ class FullyShardedDataParallel:
 
     def load_optimizer_state(self, state: dict) -> None:
         """Take this rank's pieces of a whole state, whatever the number of ranks that saved it."""
-        owned = {p: own for flat in self.flats for p, own in flat.owned.items()}
         pieces = {}
         for number, values in state["state"].items():
             parameter = self.optimized[number]
             piece = self.pieces[parameter]
-            pieces[number] = {key: cut_piece(key, value, parameter, owned[parameter])
+            pieces[number] = {key: cut_piece(key, value, parameter, self.owned[parameter])
                               for key, value in values.items()}
             piece.detach().copy_(pieces[number].pop("master", piece))  # float32, of 16-bit weights
         self.optimizer.load_state_dict({**state, "state": pieces})

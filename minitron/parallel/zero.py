@@ -62,6 +62,7 @@ class Zero1(DataParallel):
         self.buckets = [Bucket(bucket, group) for bucket in share_out(self.names, bucket_bytes)]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self.pieces = {p: t for bucket in self.buckets for p, t in bucket.pieces.items()}
+        self.owned = {p: bucket.owned.get(p, range(0)) for p, bucket in self.bucket_of.items()}
         self.ready: set[nn.Parameter] = set()  # in a bucket, since the last `reduce`
         self.used: set[nn.Parameter] = set()  # had a gradient on this rank, since `finish`
         self.num_sent = 0
@@ -165,6 +166,8 @@ class Zero1(DataParallel):
         """Bring the shards of all ranks into the parameters."""
         for work in [bucket.unshard() for bucket in self.buckets]:
             work.wait()
+
+    bring_back = unshard
 
     def make_optimizer(self, factory: Callable[[list], torch.optim.Optimizer]):
         """`factory(parameters)`, sharded: the oracle asks for it."""
