@@ -7,7 +7,8 @@ checksum, so that a file cut short, or with a bit turned over, is found before a
 
 With many nodes, the folder must be one that all of them see.
 
-Read in this order: save, newest_good, load; then the plans, which say who writes and reads what.
+Read in this order: Saver, save, newest_good, load; then checkpoint_plans, which say who writes and
+reads what.
 """
 
 import hashlib
@@ -17,6 +18,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -25,11 +27,42 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
 from minitron.checkpoint_plans import LoadPlanner, SavePlanner
-from minitron.comm.agreement import Group, gathered, rank_and_size
+from minitron.comm.agreement import Group, gathered, rank_and_size, second_group
 from minitron.config import ConfigError
 from minitron.parallel.parts import Boxes
 
 MANIFEST = "manifest.json"
+
+
+class Saver:
+    """Writes the checkpoints of a run; all ranks call it.
+
+    In the background, a step waits for a copy in the host's memory alone, and training goes on
+    while that is written. What goes wrong meanwhile is raised by the next `save`, or by `wait`.
+    """
+
+    def __init__(self, folder: Path, keep: int, group: Group, in_background: bool = False):
+        self.folder, self.keep, self.group = folder, keep, group
+        self.thread = ThreadPoolExecutor(max_workers=1) if in_background else None
+        self.pending: Future | None = None
+        if in_background:
+            self.group = second_group(group)
+
+    def save(self, step: int, state: dict[str, Boxes], facts: dict) -> None:
+        """Write the checkpoint of `step`, as `save` does."""
+        self.wait()
+        if self.thread is None:
+            save(self.folder, step, state, facts, self.keep, self.group)
+            return
+        state = {name: boxes.copy() for name, boxes in state.items()}
+        arguments = self.folder, step, state, facts, self.keep, self.group
+        self.pending = self.thread.submit(save, *arguments)
+
+    def wait(self) -> None:
+        """Return when all is written."""
+        if self.pending is not None:
+            pending, self.pending = self.pending, None
+            pending.result()
 
 
 def save(
@@ -124,7 +157,9 @@ def newest_good(folder: Path, group: Group = None) -> Path:
             return path
         if rank == 0:
             print(f"{path}: damaged ({fault}); looking for an older one", file=sys.stderr)
-            path.rename(path.with_suffix(".damaged"))
+            damaged = path.with_suffix(".damaged")
+            shutil.rmtree(damaged, ignore_errors=True)  # an earlier one of this step
+            path.rename(damaged)
     why = "none of them is intact" if found else "holds no checkpoint to resume from"
     raise ConfigError(f"{folder}: {why}; delete {folder.parent} and start again without --resume")
 

@@ -147,6 +147,11 @@ class TrainConfig:
     """Steps between checkpoints; 0 saves at the end only (and when interrupted)."""
     keep_checkpoints: int = 2
     """Older ones are deleted."""
+    async_checkpoint: bool = False
+    """Write checkpoints in the background, from a copy in the host's memory."""
+    hang_timeout: float = 900.0
+    """End a run on many ranks when no step has ended for so many seconds, and say which rank the
+    others wait for; 0 waits for ever. A first step that compiles may take minutes."""
 
     def __post_init__(self):
         require_positive(
@@ -154,7 +159,7 @@ class TrainConfig:
             "log_every", "eval_sequences", "keep_checkpoints",
         )
         for name in ("warmup_steps", "eval_every", "checkpoint_every",
-                     "weight_decay", "clip_norm", "min_learning_rate", "seed"):
+                     "weight_decay", "clip_norm", "min_learning_rate", "seed", "hang_timeout"):
             value = getattr(self, name)
             require(value >= 0, f"train.{name} = {value}: must be 0 or more")
         require(

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from minitron import checkpoint
 from minitron.comm.agreement import Group, gathered, largest, rank_and_size
-from minitron.config import Config, require
+from minitron.config import Config, ConfigError, require
 from minitron.config_file import to_dict
 from minitron.corpus.folder import end_of_document, load_tokenizer, read_corpus_info
 from minitron.dataset import TokenDataset
+from minitron.measure.divergence import FirstFault
 from minitron.model.generate import generate
 from minitron.parallel.combined import Combined
 from minitron.parallel.parts import Boxes
@@ -31,6 +32,8 @@ from minitron.run_checks import (
 )
 from minitron.step import (
     IGNORED,
+    accumulate_gradients,
+    accumulate_over_ranks,
     learning_rate,
     make_optimizer,
     summed_loss,
@@ -75,13 +78,17 @@ class Run:
         self.whole = self.parallel or Combined(self.model, None, None)
         self.whole.shard(self.optimizer)
         self.forward = self.model
-        precision = PRECISIONS[config.train.precision]
+        self.precision = precision = PRECISIONS[config.train.precision]
         if config.train.precision != "fp32":
             self.forward = low_precision(self.model, self.device, precision)
         self.loss_scale = LossScale() if precision.scales_loss else None
         if config.train.compile:
             self.forward = torch.compile(self.forward)
 
+        self.saver = checkpoint.Saver(
+            folder / "checkpoints", config.train.keep_checkpoints, group,
+            config.train.async_checkpoint,
+        )
         self.interruption = Interruption()
         self.step = 0  # optimizer steps done
         self.position = 0  # samples read
@@ -96,14 +103,41 @@ class Run:
         batch = self.dataset.batch(
             self.position, config.global_batch_size, self.data_rank, self.data_size
         )
-        loss, grad_norm = train_step(
-            self.forward, self.optimizer, self.micro_batches(batch, config.global_batch_size),
-            rate, config.clip_norm, self.parallel, self.loss_scale,
-        )
+        micro_batches = self.micro_batches(batch, config.global_batch_size)
+        random_state = self.random_state()
+        try:
+            loss, grad_norm = train_step(
+                self.forward, self.optimizer, micro_batches, rate, config.clip_norm,
+                self.parallel, self.loss_scale,
+            )
+        except FloatingPointError as error:
+            self.set_random_state(random_state)
+            raise ConfigError(f"step {self.step + 1}: {error}; {self.fault(micro_batches)}"
+                              ) from None
         self.step += 1
         self.position += config.global_batch_size
         return {"step": self.step, "loss": loss, "learning_rate": rate, "grad_norm": grad_norm,
                 "tokens": self.tokens}
+
+    def fault(self, micro_batches: list[tuple[Tensor, Tensor]]) -> str:
+        """Repeat a step that has failed, and tell where its numbers went wrong; all ranks call."""
+        self.optimizer.zero_grad()
+        forward = low_precision(self.model, self.device, self.precision)  # never compiled
+        weights = {name: part.values for name, part in self.whole.parts()}
+        with FirstFault(self.model, weights) as fault:
+            if self.parallel is None:
+                accumulate_gradients(forward, micro_batches)
+            else:
+                accumulate_over_ranks(forward, micro_batches, self.parallel)
+        places = list(enumerate(gathered(fault.place, self.group)))
+        seen = [(rank, place) for rank, place in places if place is not None]
+        # what one stage gets wrong the next reads; in the backward pass it is the other way round
+        seen.sort(key=lambda item: -item[0] if "gradient" in item[1] else item[0] - self.size)
+        rank, place = seen[0] if seen else (0, "no module, but after all of them")
+        last = self.position + self.config.train.global_batch_size - 1
+        return (f"first in {place}, on rank {rank}, in samples {self.position:,} to {last:,}; the "
+                f"checkpoints before are in {self.folder}: look at these samples, lower "
+                "train.learning_rate, or clip the gradient")
 
     @property
     def tokens(self) -> int:
@@ -169,10 +203,7 @@ class Run:
             "fingerprint": self.dataset.fingerprint(),
             "loss_scale": self.loss_scale and self.loss_scale.state_dict(),
         }
-        checkpoint.save(
-            self.folder / "checkpoints", self.step, self.whole.state() | random_state, facts,
-            self.config.train.keep_checkpoints, self.group,
-        )
+        self.saver.save(self.step, self.whole.state() | random_state, facts)
 
     def random_state(self) -> dict[str, Tensor]:
         """The state of this rank's generators, by a name in the checkpoint."""
@@ -180,6 +211,11 @@ class Run:
         if self.device.type == "cuda":
             state[f"random.cuda.{self.rank}"] = torch.cuda.get_rng_state(self.device)
         return state
+
+    def set_random_state(self, state: dict[str, Tensor]) -> None:
+        torch.set_rng_state(state[f"random.cpu.{self.rank}"])
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(state[f"random.cuda.{self.rank}"], self.device)
 
     def restore(self) -> None:
         """Continue exactly where the newest good checkpoint was written, also in another layout.
@@ -202,9 +238,7 @@ class Run:
             state = self.random_state()
             saved = checkpoint.saved_tensors(path)
             read({name: Boxes.whole(own) for name, own in state.items() if name in saved})
-            torch.set_rng_state(state[f"random.cpu.{self.rank}"])
-            if self.device.type == "cuda":
-                torch.cuda.set_rng_state(state[f"random.cuda.{self.rank}"], self.device)
+            self.set_random_state(state)
 
     def stop_signal(self) -> signal.Signals | None:
         """The signal that asked any rank to stop: all ranks then end after the same step."""
@@ -243,7 +277,8 @@ def with_vocabulary_of_data(config: Config) -> Config:
 
 
 MAY_CHANGE = {"steps", "log_every", "eval_every", "eval_sequences", "checkpoint_every",
-              "keep_checkpoints", "device", "recompute"}
+              "keep_checkpoints", "async_checkpoint", "hang_timeout", "device",
+              "recompute"}
 """Fields of TrainConfig that a resumed run may be given anew: no step is computed differently."""
 
 

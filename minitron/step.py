@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from minitron.config import TrainConfig
 from minitron.parallel.combined import Combined
@@ -33,7 +34,9 @@ def train_step(
 
     With `parallel` the micro-batches are this rank's share; loss, gradient and norm are those of
     the global batch, the same on every rank. With `loss_scale` a step is skipped, on all ranks, if
-    a gradient has overflowed: the norm is then not finite.
+    a gradient has overflowed: the norm is then not finite. Otherwise raises FloatingPointError
+    on all ranks, with the weights as they were, if loss or norm are not finite; for that the host
+    waits for the device.
     """
     optimizer.zero_grad()
     scale = 1.0 if loss_scale is None else loss_scale.value
@@ -51,9 +54,15 @@ def train_step(
 
     for group in optimizer.param_groups:
         group["lr"] = rate
+    require_finite(loss if loss_scale is not None else loss + grad_norm)
     if loss_scale is None or loss_scale.accepts(grad_norm):
         optimizer.step()
     return loss, grad_norm
+
+
+def require_finite(loss: Tensor) -> None:
+    if not isinstance(loss, FakeTensor) and not bool(loss.isfinite()):
+        raise FloatingPointError(f"loss and gradient are not finite, but {float(loss)}")
 
 
 def accumulate_gradients(

@@ -7,7 +7,6 @@ Read in this order: `train`, `loop`, `log_rows`, then the command line, `read_op
 """
 
 import json
-import math
 import os
 import sys
 from dataclasses import dataclass
@@ -17,8 +16,10 @@ import tyro
 from tqdm import tqdm
 
 from minitron import command_line, cost
-from minitron.comm.agreement import Group, gathered, one_fault_ends_all
-from minitron.comm.launch import torchrun_group
+from minitron.checkpoint import checkpoints
+from minitron.comm.agreement import Group, gathered, largest, one_fault_ends_all
+from minitron.comm.launch import restarts, torchrun_group
+from minitron.comm.watchdog import Watchdog
 from minitron.config import Config, ConfigError, require
 from minitron.config_file import from_dict, load, to_dict
 from minitron.measure.clock import Clock, Speed, peak_flops
@@ -28,21 +29,24 @@ from minitron.precision import PRECISIONS
 from minitron.run import Run
 
 
-def train(config: Config, folder: Path, resume: bool = False, group: Group = None) -> Run:
+def train(
+    config: Config, folder: Path, resume: bool = False, group: Group = None, restart: bool = False
+) -> Run:
     """Train until `config.train.steps`, or until SIGINT or SIGTERM, and save at the end.
 
     `folder` receives config.json, metrics.jsonl and checkpoints/. With `resume` the run in it is
-    continued bit for bit; otherwise it must not hold one. `group` holds all ranks;
-    rank 0 writes what the others read.
+    continued bit for bit, with `restart` begun anew if it has no checkpoint; otherwise it must not
+    hold one. `group` holds all ranks; rank 0 writes what the others read.
     """
     with one_fault_ends_all(group):
         require(
-            resume or not holds_run(folder),
+            resume or restart or not holds_run(folder),
             f"{folder}: already holds a run; add --resume to continue it, or choose another "
             "--run-dir",
         )
         run = Run(config, folder, group)
-        if resume:
+        saved = gathered(checkpoints(folder / "checkpoints"), group)[0]
+        if resume or (restart and saved):
             run.restore()
         log = MetricsLog(folder / "metrics.jsonl" if run.rank == 0 else Path(os.devnull))
         if run.rank == 0:
@@ -54,8 +58,8 @@ def train(config: Config, folder: Path, resume: bool = False, group: Group = Non
     # on a terminal a bar; elsewhere the lines of the evaluations remain
     bar = tqdm(total=config.train.steps, initial=run.step, dynamic_ncols=True,
                disable=None if run.rank == 0 else True)
-    with run.interruption, bar:
-        loop(run, log, bar)
+    with run.interruption, bar, Watchdog(folder / "hang", group, config.train.hang_timeout) as dog:
+        loop(run, log, bar, dog)
     log.close()
     return run
 
@@ -69,7 +73,7 @@ def describe_pipeline(run: Run) -> str:
             f"are idle {100 * idle:.0f} % of the time; a smaller train.micro_batch_size makes more")
 
 
-def loop(run: Run, log: MetricsLog, bar: tqdm) -> None:
+def loop(run: Run, log: MetricsLog, bar: tqdm, watchdog: Watchdog) -> None:
     """Step, log, evaluate and save until the steps are done or a signal asks to stop."""
     config = run.config.train
     flops = cost.training_flops_per_token(run.config.model, run.config.data.sequence_length)
@@ -79,6 +83,7 @@ def loop(run: Run, log: MetricsLog, bar: tqdm) -> None:
 
     while run.step < config.steps:
         rows.append(run.train_step())
+        watchdog.beat()
         last = run.stop_signal() is not None or run.step == config.steps
 
         def due(every: int, last=last) -> bool:
@@ -100,8 +105,10 @@ def loop(run: Run, log: MetricsLog, bar: tqdm) -> None:
             run.save()
         if due(config.eval_every) or due(config.checkpoint_every):
             clock.start()  # evaluating and saving are not training
+            watchdog.beat()
         if last:
             break
+    run.saver.wait()
 
 
 def log_rows(run: Run, log: MetricsLog, rows: list[dict], clock: Clock) -> Speed:
@@ -109,11 +116,6 @@ def log_rows(run: Run, log: MetricsLog, rows: list[dict], clock: Clock) -> Speed
     tokens = len(rows) * run.config.train.global_batch_size * run.config.data.sequence_length
     speed = clock.lap(tokens, len(rows))
     for row in rows:
-        require(
-            math.isfinite(row["loss"]),
-            f"the loss of step {row['step']} is {float(row['loss'])}: the run has diverged; its "
-            f"checkpoints are kept in {run.folder}; lower train.learning_rate or clip the gradient",
-        )
         log.write(
             **row | {"loss": float(row["loss"]), "grad_norm": float(row["grad_norm"])},
             tokens_per_second=speed.tokens_per_second,
@@ -132,6 +134,9 @@ class TrainOptions(Config):
     """Where the run is kept. Default: runs/NAME of the file, numbered if it is taken."""
     resume: bool = False
     """Continue the run bit for bit from its newest checkpoint."""
+    restart: bool = False
+    """Continue the run in --run-dir if it has a checkpoint, else begin it: the same command, again
+    and again, until it is done."""
 
 
 def read_options(args: list[str], kind: type[TrainOptions] = TrainOptions) -> TrainOptions:
@@ -163,10 +168,18 @@ def load_saved(folder: Path) -> Config:
 def start(options: TrainOptions) -> Run:
     """Start or resume the run that `options` ask for, and say how to continue a stopped one."""
     config = Config(options.model, options.data, options.train, options.parallel)
+    count, most = restarts()
+    require(
+        options.run_dir is not None or not (options.restart or most),
+        f"{'--restart' if options.restart else f'torchrun --max-restarts {most}'} needs to know "
+        "which run is meant: name its folder with --run-dir",
+    )
     with torchrun_group() as group:
+        # a node that has replaced another counts from 0
+        restart = options.restart or largest(count, group) > 0
         folder = options.run_dir or default_folder(options.file, options.resume)
         folder = gathered(folder, group)[0]  # rank 0 may have made it before another has looked
-        run = train(config, folder, options.resume, group)
+        run = train(config, folder, options.resume, group, restart)
     if run.interruption.signal is not None and run.rank == 0:
         command = "minitron train" if run.size == 1 else "torchrun [as before] -m minitron.train"
         print(f"\nStopped by {run.interruption.signal.name} at step {run.step:,}; saved. "

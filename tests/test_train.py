@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from minitron import run as run_module
 from minitron import train
 from minitron.config import Config, ConfigError, DataConfig, ModelConfig, TrainConfig
 from minitron.corpus.stories import write_stories
@@ -208,16 +207,18 @@ def test_resuming_on_other_tokens_is_refused(config, tmp_path):
 
 
 def test_a_diverged_run_stops_and_keeps_its_checkpoints(config, tmp_path, monkeypatch):
-    real = run_module.train_step
+    take_step = Run.train_step
 
-    def diverge(forward, optimizer, *rest):
-        loss, norm = real(forward, optimizer, *rest)
-        steps.append(1)
-        return (loss * math.nan if len(steps) == 6 else loss), norm
+    def diverge(run: Run) -> dict:
+        if run.step == 5:
+            run.model.blocks[1].mlp.up.register_forward_hook(lambda *args: args[-1] * math.nan)
+        return take_step(run)
 
-    steps = []
-    monkeypatch.setattr(run_module, "train_step", diverge)
-    with pytest.raises(ConfigError, match="loss of step 6 is nan: the run has diverged"):
+    monkeypatch.setattr(Run, "train_step", diverge)
+    with pytest.raises(ConfigError, match=(
+        "step 6: loss and gradient are not finite, but nan; first in blocks.1.mlp.up, in its "
+        r"output, on rank 0, in samples 30 to 35; the checkpoints before are in .*run: look at"
+    )):
         train.train(config, tmp_path / "run")
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000004"]
 

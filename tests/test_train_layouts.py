@@ -69,6 +69,36 @@ def test_a_run_moves_between_layouts(stories, tmp_path):
         assert moved == pytest.approx(whole, rel=2e-5)
 
 
+def train_in_float64(group, config, folder, resume=False) -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        train.train(config, folder, resume, group)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_a_run_moves_between_layouts_to_12_digits(stories, tmp_path):
+    """dp 2 x tp 2, then 4 stages, then one process, then stage 3 on 3 ranks; in float64."""
+    config = config_of(dataclasses.replace(LLAMA, num_layers=4), stories)
+    config = dataclasses.replace(config, train=dataclasses.replace(
+        TRAIN, steps=8, checkpoint_every=2, keep_checkpoints=5))
+    train_in_float64(None, config, tmp_path / "whole")
+    folder = tmp_path / "moved"
+    layouts = [(4, {"tp": 2, "zero": 1, "sequence": True}), (4, {"pp": 4}), (1, {}),
+               (3, {"zero": 3})]
+    for number, (num_ranks, parallel) in enumerate(layouts):
+        cut = dataclasses.replace(config, parallel=ParallelConfig(**parallel))
+        if num_ranks == 1:
+            train_in_float64(None, cut, folder, True)
+        else:
+            run(train_in_float64, num_ranks, cut, folder, number > 0)
+        kill_after(folder, 2 * (number + 1))
+    for moved, whole in zip(trained(folder, *COLUMNS), trained(tmp_path / "whole", *COLUMNS),
+                            strict=True):
+        assert moved == pytest.approx(whole, rel=1e-12)
+
+
 def train_and_look(group, config, folder) -> tuple[set, dict]:
     """The collectives of a step along tp, and the parameters that every rank holds whole."""
     with Ledger() as ledger:

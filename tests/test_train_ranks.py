@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import gc
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -126,7 +127,7 @@ def kill_after(folder: Path, step: int) -> None:
     """Leave a run as if it had been killed after `step`."""
     for path in (folder / "checkpoints").glob("step_????????"):
         if path.name > f"step_{step:08d}":
-            path.unlink()
+            shutil.rmtree(path)
 
 
 def test_dropout_resumes_bit_for_bit_on_the_same_ranks(config, tmp_path):

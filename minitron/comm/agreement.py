@@ -19,6 +19,13 @@ def rank_and_size(group: Group) -> tuple[int, int]:
     return (0, 1) if group is None else (group.rank(), group.size())
 
 
+def second_group(group: Group) -> Group:
+    """The same ranks once more: for messages that must not mix with those of `group`."""
+    if group is None:
+        return None
+    return dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
+
+
 def gathered(value, group: Group) -> list:
     """Every rank's `value`, which must be picklable, in rank order and on every rank."""
     if group is None:

@@ -108,6 +108,12 @@ def torchrun_group() -> Iterator[dist.ProcessGroup | None]:
         yield group
 
 
+def restarts() -> tuple[int, int]:
+    """How often torchrun has started this job's ranks again, and how often it may."""
+    return tuple(int(os.environ.get(f"TORCHELASTIC_{name}", "0"))
+                 for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+
+
 @contextmanager
 def _joined_group() -> Iterator[dist.ProcessGroup]:
     # One group for all runs: a second would find the addresses of the first in torchrun's store.

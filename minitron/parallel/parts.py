@@ -61,6 +61,11 @@ class Boxes:
         """One box, all of `tensor`."""
         return Boxes(tuple(tensor.shape), tensor.dtype, {(0,) * tensor.dim(): tensor})
 
+    def copy(self) -> "Boxes":
+        """The same on the CPU, which does not change with what it was taken from."""
+        at = {offset: values.to("cpu", copy=True) for offset, values in self.at.items()}
+        return Boxes(self.shape, self.dtype, at)
+
 
 @dataclass(frozen=True)
 class Part:

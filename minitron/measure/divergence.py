@@ -1,0 +1,68 @@
+"""Where a number first stops being finite: the first module that makes an infinity or NaN.
+
+    with FirstFault(model, dict(model.named_parameters())) as fault:
+        loss = ...
+        loss.backward()
+    print(fault)    # blocks.3.mlp.down, in its output
+
+Read in this order: FirstFault, from __enter__ on.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+
+class FirstFault:
+    """Within it, watches what every module reads and returns, and its gradients.
+
+    `weights` are looked at first. Looking at every tensor is slow: use it to repeat a step that
+    has gone wrong. What a module reads is looked at too, since not all is computed in a module.
+    """
+
+    def __init__(self, model: nn.Module, weights: Mapping[str, Tensor]):
+        self.model, self.weights = model, weights
+        self.place: str | None = None
+        self.handles: list = []
+
+    def __enter__(self) -> "FirstFault":
+        for name, weight in self.weights.items():
+            self.look(weight, f"{name}, a weight")
+        for name, module in self.model.named_modules():
+            path = name or "the model"
+            self.handles += [
+                module.register_forward_pre_hook(self.before(path)),
+                module.register_forward_hook(self.after(path)),
+            ]
+        return self
+
+    def __exit__(self, *exception) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def before(self, path: str):
+        def look_at_inputs(module: nn.Module, inputs: tuple) -> None:
+            for tensor in tree_leaves(inputs):
+                self.look(tensor, f"{path}, in what it reads")
+
+        return look_at_inputs
+
+    def after(self, path: str):
+        def look_at_outputs(module: nn.Module, inputs: tuple, output) -> None:
+            for tensor in tree_leaves(output):
+                self.look(tensor, f"{path}, in its output")
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    place = f"{path}, in the gradient of its output"
+                    tensor.register_hook(partial(self.look, place=place))
+
+        return look_at_outputs
+
+    def look(self, tensor, place: str) -> None:
+        if self.place is None and isinstance(tensor, Tensor) and tensor.is_floating_point() \
+                and tensor.numel() and not bool(tensor.detach().isfinite().all()):
+            self.place = place
+
+    def __str__(self) -> str:
+        return self.place or "no module: the gradient of a weight, or what is computed after all"

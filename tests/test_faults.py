@@ -1,0 +1,187 @@
+"""What goes wrong in a long run: ranks that die, stand still or compute what is no number."""
+
+import dataclasses
+import math
+import os
+import random
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from minitron import checkpoint, train
+from minitron.comm.launch import RankError, run
+from minitron.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    TrainConfig,
+)
+from minitron.measure.metrics import read_metrics
+from minitron.run import Run
+from tests.test_train import command, trained, wait_for
+from tests.test_train_ranks import torchrun
+
+MODEL = ModelConfig("llama", 0, 32, 2, 32, 4, 2, 48)
+TRAIN = TrainConfig(steps=12, global_batch_size=4, micro_batch_size=2, warmup_steps=3,
+                    eval_every=5, eval_sequences=4, checkpoint_every=1, device="cpu")
+COLUMNS = "step", "loss", "grad_norm"
+
+
+@pytest.fixture
+def config(stories) -> Config:
+    return Config(MODEL, DataConfig(stories, sequence_length=32), TRAIN, ParallelConfig(zero=1))
+
+
+def with_train(config: Config, **fields) -> Config:
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, **fields))
+
+
+def weights_after(group, config: Config, folder: Path, kill_after: float | None = None) -> dict:
+    """Train, or go on; the last rank dies after `kill_after` seconds, if it is still there."""
+    if kill_after is not None and group.rank() == group.size() - 1:
+        killer = threading.Timer(kill_after, os.kill, (os.getpid(), signal.SIGKILL))
+        killer.daemon = True
+        killer.start()
+    finished = train.train(config, folder, group=group, restart=True)
+    return finished.parallel.full_parameters()
+
+
+@pytest.mark.parametrize("in_background", [False, True], ids=["at once", "in the background"])
+def test_killed_at_random_moments_a_run_ends_where_an_undisturbed_one_does(
+    config, tmp_path, in_background
+):
+    """10 deaths each: while it is built, while it computes, saves, reads and evaluates."""
+    config = with_train(config, async_checkpoint=in_background)
+    start = time.monotonic()
+    expected = run(weights_after, 2, config, tmp_path / "whole")[0]
+    seconds = time.monotonic() - start
+
+    folder, moments, deaths = tmp_path / "killed", random.Random(int(in_background)), 0
+    for _ in range(200):
+        if deaths == 10:
+            break
+        try:
+            run(weights_after, 2, config, folder, moments.uniform(0, seconds))
+            kill_last_steps(folder)  # it was through: let it do some of it again
+        except RankError as error:
+            assert "was killed by SIGKILL" in str(error)
+            deaths += 1
+    assert deaths == 10
+    found = run(weights_after, 2, config, folder)[0]
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert trained(folder, *COLUMNS) == trained(tmp_path / "whole", *COLUMNS)
+
+
+def kill_last_steps(folder: Path) -> None:
+    """Damage the newest checkpoint, so that the one before is taken."""
+    newest = checkpoint.checkpoints(folder / "checkpoints")[-1]
+    (newest / ".metadata").write_bytes(b"")
+
+
+def test_torchrun_starts_a_dead_rank_again_and_the_run_goes_on(config, tmp_path):
+    config = with_train(config, steps=60, checkpoint_every=5, eval_every=0)
+    whole, folder = tmp_path / "whole", tmp_path / "killed"
+    run(weights_after, 2, config, whole)
+
+    words = command(config, folder, "--parallel.zero", "1")[1:]
+    job = torchrun(2, "--max-restarts", "2", *words)
+    process = subprocess.Popen(job, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: checkpoint.checkpoints(folder / "checkpoints"), process)
+    [*ranks] = [child for child in psutil.Process(process.pid).children(recursive=True)
+                if "minitron.train" in " ".join(child.cmdline())]
+    ranks[-1].kill()
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert trained(folder, *COLUMNS) == trained(whole, *COLUMNS)
+
+
+def test_a_restart_needs_to_know_its_folder(config, tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="--restart needs to know .*: name its folder with"):
+        train.start(train.TrainOptions(**vars(config), restart=True))
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    with pytest.raises(ConfigError, match="torchrun --max-restarts 3 needs to know"):
+        train.start(train.TrainOptions(**vars(config)))
+
+
+def test_restart_begins_what_has_no_checkpoint_and_goes_on_with_what_has(config, tmp_path):
+    alone = dataclasses.replace(config, parallel=ParallelConfig())
+    for steps in (4, 8):
+        finished = train.train(with_train(alone, steps=steps), tmp_path, restart=True)
+        assert finished.step == steps
+    assert trained(tmp_path, "step") == [(step,) for step in range(1, 9)]
+
+
+# A rank that stands still
+
+SLEEPER = """
+import sys, time
+from minitron import command_line, train
+from minitron.run import Run
+
+take_step = Run.train_step
+
+def sleep(run):
+    if run.step == 3 and run.rank == 1:
+        time.sleep(1000)
+    return take_step(run)
+
+Run.train_step = sleep
+command_line.run(train.main)
+"""
+
+
+def test_a_rank_that_stands_still_is_named_and_the_job_ends(config, tmp_path):
+    script = tmp_path / "sleeper.py"
+    script.write_text(SLEEPER)
+    words = command(config, tmp_path / "run", "--train.hang-timeout", "4")
+    words = [str(script), *words[words.index("minitron.train") + 1:]]
+    done = subprocess.run(torchrun(2, *words), capture_output=True, text=True, timeout=150)
+    assert done.returncode == 1
+    assert "no step has ended for 4 s (train.hang_timeout):" in done.stderr
+    assert "rank 1 is at sleeper.py line 9: time.sleep(1000)" in done.stderr
+    assert "rank 0 waits in" in done.stderr
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")
+            if "loss" in row][:3] == [1, 2, 3]
+
+
+# Numbers that are none
+
+
+def diverge(group, config: Config, folder: Path, path: str, rank: int) -> str:
+    """Let a module of one rank return NaN in step 3; what the user is told."""
+    run_ = Run(config, folder, group)
+    for _ in range(2):
+        run_.train_step()
+    before = run_.parallel.full_parameters()
+    modules = dict(run_.model.named_modules())
+    if group.rank() == rank and path in modules:
+        modules[path].register_forward_hook(lambda *args: args[-1] * math.nan)
+    try:
+        run_.train_step()
+    except ConfigError as error:
+        after = run_.parallel.full_parameters()
+        assert all(torch.equal(after[name], before[name]) for name in before)
+        return str(error)
+
+
+@pytest.mark.parametrize("parallel, path, rank", [
+    ({"zero": 1}, "blocks.1.mlp.down", 1),
+    ({"zero": 3}, "blocks.0.attention.query", 0),
+    ({"tp": 2}, "blocks.1.mlp.up", 1),
+    ({"pp": 2}, "blocks.1.attention.out", 1),
+], ids=str)
+def test_the_first_module_with_a_nan_is_named_on_every_rank(
+    config, tmp_path, parallel, path, rank
+):
+    config = dataclasses.replace(config, parallel=ParallelConfig(**parallel))
+    for told in run(diverge, 2, config, tmp_path, path, rank):
+        assert told.startswith("step 3: loss and gradient are not finite, but nan; first in ")
+        assert f"{path}, in its output, on rank {rank}, in samples 8 to 11" in told
