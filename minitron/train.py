@@ -27,6 +27,8 @@ from minitron.parallel.simulator import simulate
 from minitron.precision import PRECISIONS
 from minitron.run import Run
 
+SMALLEST_SCALE = 2.0**-24  # of a loss: with it float16 holds gradients of up to 1e12
+
 
 def train(config: Config, folder: Path, resume: bool = False, group: Group = None) -> Run:
     """Train until `config.train.steps`, or until SIGINT or SIGTERM, and save at the end.
@@ -85,16 +87,17 @@ def loop(run: Run, log: MetricsLog, bar: tqdm) -> None:
             return last or (every > 0 and run.step % every == 0)
 
         if due(config.log_every) or due(config.eval_every) or due(config.checkpoint_every):
-            speed = log_rows(run, log, rows, clock)
-            bar.set_postfix_str(f"loss {float(rows[-1]['loss']):.3f}, {speed}")
+            progress = f"{log_rows(run, log, rows, clock)}{describe_scale(run)}"
+            bar.set_postfix_str(f"loss {float(rows[-1]['loss']):.3f}, {progress}")
             bar.update(len(rows))
             rows = []
         if due(config.eval_every):
             val_loss = run.evaluate()
+            require_finite("validation loss", val_loss, run.step, run)
             [text] = run.sample(num_texts=1, num_tokens=40) or [""]  # of the same seed everywhere
             log.write(step=run.step, tokens=run.tokens, val_loss=val_loss, sample=text)
             if run.rank == 0:
-                line = f"step {run.step:>6,}   validation loss {val_loss:.4f}   {speed}"
+                line = f"step {run.step:>6,}   validation loss {val_loss:.4f}   {progress}"
                 bar.write(f"{line}\n  {' '.join(text.split())}", file=sys.stderr)
         if due(config.checkpoint_every):
             run.save()
@@ -109,17 +112,41 @@ def log_rows(run: Run, log: MetricsLog, rows: list[dict], clock: Clock) -> Speed
     tokens = len(rows) * run.config.train.global_batch_size * run.config.data.sequence_length
     speed = clock.lap(tokens, len(rows))
     for row in rows:
-        require(
-            math.isfinite(row["loss"]),
-            f"the loss of step {row['step']} is {float(row['loss'])}: the run has diverged; its "
-            f"checkpoints are kept in {run.folder}; lower train.learning_rate or clip the gradient",
-        )
-        log.write(
-            **row | {"loss": float(row["loss"]), "grad_norm": float(row["grad_norm"])},
-            tokens_per_second=speed.tokens_per_second,
-            mfu=speed.mfu,
-        )
+        row |= {"loss": float(row["loss"]), "grad_norm": float(row["grad_norm"])}
+        require_sound(row, run)
+        log.write(**row, tokens_per_second=speed.tokens_per_second, mfu=speed.mfu)
     return speed
+
+
+def require_sound(row: dict, run: Run) -> None:
+    """Raise ConfigError if the run has diverged; a step may be skipped for its gradient."""
+    step = row["step"]
+    require_finite("loss", row["loss"], step, run)
+    if "loss_scale" not in row:  # nothing has skipped the step: the weights are lost
+        require_finite("gradient's norm", row["grad_norm"], step, run)
+        return
+    require(
+        row["loss_scale"] >= SMALLEST_SCALE,
+        f"the loss scale has fallen to {row['loss_scale']:.1e} in step {step}, and the gradient "
+        f"still overflows; checkpoints are kept in {run.folder}; lower train.learning_rate, or "
+        "start again with train.precision = bf16, which needs no scale",
+    )
+
+
+def require_finite(name: str, value: float, step: int, run: Run) -> None:
+    require(
+        math.isfinite(value),
+        f"the {name} of step {step} is {value}: the run has diverged; its checkpoints are kept in "
+        f"{run.folder}; lower train.learning_rate or clip the gradient",
+    )
+
+
+def describe_scale(run: Run) -> str:
+    """By what the loss is multiplied, and how many steps that has cost; "" if it is not."""
+    scale = run.loss_scale
+    if scale is None:
+        return ""
+    return f", loss scale 2^{math.log2(scale.value):.0f}, {scale.skipped:,} skipped"
 
 
 @dataclass(frozen=True)
