@@ -10,7 +10,7 @@ rounded to 8 bits and multiplied as what they were before. That shows the numeri
 
 Read in this order: Products, quantise, multiply, Float8Products, apply_float8.
 
-Reference: Micikevicius et al. 2022, "FP8 Formats for Deep Learning" (sections 3 and 4).
+Reference: Micikevicius et al. 2022, "FP8 Formats for Deep Learning" (sections 2 and 3).
 """
 
 import torch

@@ -116,8 +116,11 @@ class Run:
                               ) from None
         self.step += 1
         self.position += config.global_batch_size
-        return {"step": self.step, "loss": loss, "learning_rate": rate, "grad_norm": grad_norm,
-                "tokens": self.tokens}
+        row = {"step": self.step, "loss": loss, "learning_rate": rate, "grad_norm": grad_norm,
+               "tokens": self.tokens}
+        if self.loss_scale is not None:  # that of the next step
+            row |= {"loss_scale": self.loss_scale.value, "skipped_steps": self.loss_scale.skipped}
+        return row
 
     def fault(self, micro_batches: list[tuple[Tensor, Tensor]]) -> str:
         """Repeat a step that has failed, and tell where its numbers went wrong; all ranks call."""

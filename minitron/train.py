@@ -7,6 +7,7 @@ Read in this order: `train`, `loop`, `log_rows`, then the command line, `read_op
 """
 
 import json
+import math
 import os
 import sys
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from minitron.measure.metrics import MetricsLog
 from minitron.parallel.simulator import simulate
 from minitron.precision import PRECISIONS
 from minitron.run import Run
+
+SMALLEST_SCALE = 2.0**-24  # of a loss: with it float16 holds gradients of up to 1e12
 
 
 def train(
@@ -90,16 +93,17 @@ def loop(run: Run, log: MetricsLog, bar: tqdm, watchdog: Watchdog) -> None:
             return last or (every > 0 and run.step % every == 0)
 
         if due(config.log_every) or due(config.eval_every) or due(config.checkpoint_every):
-            speed = log_rows(run, log, rows, clock)
-            bar.set_postfix_str(f"loss {float(rows[-1]['loss']):.3f}, {speed}")
+            progress = f"{log_rows(run, log, rows, clock)}{describe_scale(run)}"
+            bar.set_postfix_str(f"loss {float(rows[-1]['loss']):.3f}, {progress}")
             bar.update(len(rows))
             rows = []
         if due(config.eval_every):
             val_loss = run.evaluate()
+            require_sound(run, val_loss)
             [text] = run.sample(num_texts=1, num_tokens=40) or [""]  # of the same seed everywhere
             log.write(step=run.step, tokens=run.tokens, val_loss=val_loss, sample=text)
             if run.rank == 0:
-                line = f"step {run.step:>6,}   validation loss {val_loss:.4f}   {speed}"
+                line = f"step {run.step:>6,}   validation loss {val_loss:.4f}   {progress}"
                 bar.write(f"{line}\n  {' '.join(text.split())}", file=sys.stderr)
         if due(config.checkpoint_every):
             run.save()
@@ -115,13 +119,35 @@ def log_rows(run: Run, log: MetricsLog, rows: list[dict], clock: Clock) -> Speed
     """Write the rows since the last call; only here the host waits for the device."""
     tokens = len(rows) * run.config.train.global_batch_size * run.config.data.sequence_length
     speed = clock.lap(tokens, len(rows))
+    require_sound(run)
     for row in rows:
-        log.write(
-            **row | {"loss": float(row["loss"]), "grad_norm": float(row["grad_norm"])},
-            tokens_per_second=speed.tokens_per_second,
-            mfu=speed.mfu,
-        )
+        row |= {"loss": float(row["loss"]), "grad_norm": float(row["grad_norm"])}
+        log.write(**row, tokens_per_second=speed.tokens_per_second, mfu=speed.mfu)
     return speed
+
+
+def require_sound(run: Run, val_loss: float = 0.0) -> None:
+    """Raise ConfigError if the weights are lost, or float16 overflows by whatever it is scaled."""
+    require(
+        math.isfinite(val_loss),
+        f"the validation loss of step {run.step} is {val_loss}: the run has diverged; its "
+        f"checkpoints are kept in {run.folder}; lower train.learning_rate or clip the gradient",
+    )
+    scale = math.inf if run.loss_scale is None else run.loss_scale.value
+    require(
+        scale >= SMALLEST_SCALE,
+        f"the loss scale has fallen to {scale:.1e} in step {run.step}, and the gradient still "
+        f"overflows; checkpoints are kept in {run.folder}; lower train.learning_rate, or start "
+        "again with train.precision = bf16, which needs no scale",
+    )
+
+
+def describe_scale(run: Run) -> str:
+    """By what the loss is multiplied, and how many steps that has cost; "" if it is not."""
+    scale = run.loss_scale
+    if scale is None:
+        return ""
+    return f", loss scale 2^{math.log2(scale.value):.0f}, {scale.skipped:,} skipped"
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ SIDES = {
                            "tensor, one after the other"],
     "pipeline.py": ["GPipe", "1F1B", "interleaved 1F1B", "torch GPipe", "torch 1F1B",
                     "torch interleaved 1F1B", "ZB-H1"],
+    "precision.py": ["fp32", "bf16-autocast", "bf16", "bf16-fp32-grads", "fp16", "fp8",
+                     "torch, fp32", "torch.amp, bf16", "torch.amp, fp16"],
 }
 
 

@@ -19,8 +19,8 @@
 # traps chapter 6's optimizer state divided over ranks.
 #
 # *You will be able to:*
-# - **predict** which numbers a 16-bit or 8-bit format loses, and what a training loses with them;
-# - **choose** a recipe: what holds parameters, gradients, sums and the optimizer's copy;
+# - **predict** which numbers a 16-bit or 8-bit format loses, and what the training loses with them;
+# - **choose** which format holds parameters, gradients, sums and what the optimizer keeps;
 # - **catch** an overflow that one rank sees and the others do not.
 #
 # Run the cells in order. When the text asks you to predict something, write your guess down before
@@ -85,11 +85,10 @@ GB = 1e9
 #
 # In float32 a parameter costs 16 bytes in training: the weight, its gradient, and Adam's two
 # averages. PyTorch has a line that halves all of it: `model.half()`. There is another 16-bit
-# format, bfloat16, and a line for it: `model.bfloat16()`. GPUs multiply both at least twice as
-# fast as float32.
+# format, bfloat16, and a line for it: `model.bfloat16()`. GPUs multiply both faster than float32.
 #
 # So why not? Here is the story model of chapter 1, made smaller, and a training loop. Everything is
-# in the dtype that it is called with.
+# in the dtype that the function is given: weights, activations, gradients and averages.
 
 # %%
 workspace = tempfile.TemporaryDirectory()
@@ -127,7 +126,7 @@ def smoothed(losses):
 
 # %%
 def train_all_in(dtype, skipped=()):
-    """Everything in `dtype`, until the loss is no number: the model and its losses."""
+    """The model and its losses, until one is NaN; the steps in `skipped` move no weight."""
     model, losses = story_model(dtype), []
     optimizer = adamw(model.parameters())
     for step in range(num_steps):
@@ -148,9 +147,9 @@ for dtype, (_, losses) in trained.items():
     print(f"{dtype!s:17} {4 * dtype.itemsize:17} {len(losses):7} {smoothed(losses):16.3f}")
 
 # %% [markdown]
-# float16 is over at once. bfloat16 goes on, and learns less. In the same steps, with half of the
-# bytes, another loss. What is lost, and where? At the end of the chapter all of the products are
-# in 16 bits, some in 8, and the loss is that of the first line.
+# float16 fails at once: after one step its loss is NaN, not a number. bfloat16 trains, but to a
+# higher loss than float32 in the same number of steps. What is lost, and where? At the end of the
+# chapter the matrix products are in 16 bits, or even in 8, and the loss is that of float32.
 
 # %% [markdown]
 # ## 2. Estimate
@@ -160,10 +159,11 @@ for dtype, (_, losses) in trained.items():
 # $$\pm\; 2^{E}\,\times\,1.\underbrace{b_1 b_2 \ldots b_m}_{\text{mantissa}}$$
 #
 # The exponent says between which powers of two the number lies, the mantissa divides the space
-# between them into $2^m$ equal steps. So the exponent's bits are **range**, the mantissa's are
-# **precision**. Half of the exponents are below 1: with $b = 2^{e-1} - 1$, E goes from 1 - b to b.
-# Below the last power of two the steps stay as they are, down to zero: these numbers are called
-# **subnormal**.
+# between the two into $2^m$ equal steps. So the exponent's bits are **range**, the mantissa's are
+# **precision**. With $b = 2^{e-1} - 1$, E goes from 1 - b to b, so about half of the powers of two
+# are below 1. Of the $2^e$ codes of the exponent two are left. One is for infinity and NaN. The
+# other is for zero and for the numbers below the smallest power of two: there the steps keep the
+# length that they have right above it, down to zero. These numbers are called **subnormal**.
 #
 # **Predict.** float16 has 5 bits of exponent, bfloat16 has 8, as float32. Each has 16 bits in all.
 # What is the largest number of each, the smallest above zero, and the next one after 1?
@@ -173,7 +173,7 @@ BITS = {f32: (8, 23), bf16: (8, 7), f16: (5, 10), e5m2: (5, 2), e4m3: (4, 3)}
 
 
 def limits(e, m):
-    """Largest number, smallest normal, smallest of all, and from 1 to the next number."""
+    """Largest number, smallest normal, smallest of all, and the step from 1 to the next."""
     b = 2 ** (e - 1) - 1
     return (2 - 2.0**-m) * 2.0**b, 2.0 ** (1 - b), 2.0 ** (1 - b - m), 2.0**-m
 
@@ -186,28 +186,28 @@ def limits_found(dtype):
 
 
 # %% tags=["output-formats", "nbval-check-output"]
-print("              exponent  mantissa    largest   smallest normal   smallest   after 1")
+print("              exponent  mantissa    largest   smallest normal   smallest  step at 1")
 for dtype, (e, m) in BITS.items():
     predicted, found = limits(e, m), limits_found(dtype)
-    print(f"{str(dtype)[6:]:15} {e:6} {m:9} {predicted[0]:10.4g} {predicted[1]:17.1e} "
-          f"{predicted[2]:10.1e} {predicted[3]:9.1g}")
+    print(f"{str(dtype)[6:]:15} {e:6} {m:9} {predicted[0]:10.5g} {predicted[1]:17.1e} "
+          f"{predicted[2]:10.1e} {predicted[3]:10.3g}")
     for ours, theirs in zip(predicted, found, strict=True):
         if ours != theirs:
             print(f"{'':15} but PyTorch says {theirs:g}, not {ours:g}")
 
 # %% [markdown]
-# bfloat16 is float32 with its last 16 bits cut off: the same range, but two to three decimal digits
-# in place of seven. float16 has three more bits of mantissa, and pays for them with range: it ends
-# at 65,504, and there is nothing below 6e-8.
+# bfloat16 is float32 with its last 16 bits cut off: the same exponents, but two to three decimal
+# digits in place of seven. float16 has three more bits of mantissa, and pays for them with range:
+# it ends at 65,504, and there is nothing below 6e-8.
 #
 # The formula is wrong for e4m3. Four bits of exponent give so small a range that its authors did
-# without infinity: the codes of the last exponent are numbers too, but for NaN (Micikevicius et al.
-# 2022, section 3).
+# without infinity: the last exponent holds numbers too, but for one code of either sign, which is
+# NaN (Micikevicius et al. 2022, section 3).
 
 # %% [markdown]
 # ## 3. Picture
 #
-# Bits and ranges, side by side. One step to the right is a factor of two; the pale part are
+# Bits and ranges, side by side. Equal distances on the axis are equal factors; the pale parts are
 # subnormal numbers.
 
 # %% tags=["figure-ranges"]
@@ -217,7 +217,7 @@ show(ranges(), alt=(
 ))
 
 # %% [markdown]
-# And the numbers themselves, around 1. A ring is what a format holds for 1.05:
+# And the numbers themselves, around 1. The ring is the number that a format has for 1.05:
 
 # %% tags=["figure-line"]
 show(number_line(("fp32", "fp16", "bf16", "e4m3", "e5m2"), 0.98, 1.3, at=1, plus=0.05), alt=(
@@ -242,7 +242,8 @@ number_line_explorer()
 # %% [markdown]
 # ## 4. By hand
 #
-# Two things can go wrong: a number lies *between* two numbers of the format, or *beyond* them all.
+# Two things can go wrong: a number lies *between* two numbers of the format, or *outside* its
+# range, too large or too small.
 #
 # ### Too coarse: a weight that does not move
 #
@@ -276,8 +277,8 @@ show(one_weight(histories, grid="bf16"), alt=(
 # <details><summary>Answer</summary>
 #
 # 1.1, and 1. Each sum is rounded to the nearest number: 1.001 is nearer to 1 than to 1.0078, so
-# *every* update is lost, and a hundred of them too. What is smaller than half a step vanishes. The
-# copy keeps what is not yet visible: this is the **master weight** (Micikevicius et al. 2018,
+# *every* update is lost, and so are a hundred of them. What is smaller than half a step vanishes.
+# The copy keeps what is not yet visible: this is the **master weight** (Micikevicius et al. 2018,
 # section 3.1).
 #
 # </details>
@@ -303,10 +304,10 @@ for rate in (1e-2, 1e-3, 1e-4, 1e-5, 1e-6):
 
 # %% [markdown]
 # Large runs end at small rates: Llama 3 405B went from 8e-5 down to 8e-7 (Llama Team 2024, section
-# 3.4.1). In bfloat16 alone the last part of such a run would move hardly a weight.
+# 3.4.1). At that rate bfloat16 alone would move hardly any weight of the size of these.
 #
 # Now the story model with masters. After the backward pass the gradients go to the masters, the
-# optimizer steps, the weights are the masters rounded.
+# optimizer updates these, and the weights become the masters, rounded.
 
 
 # %%
@@ -363,23 +364,24 @@ for (name, line), size in zip(losses.items(), (16, 8, 16, 12), strict=True):
 # is as bad as bfloat16 alone. What counts is that the copy *stays*.
 #
 # The bytes are as many as in float32: 2 for the weight, 2 for the gradient, 4 for the master, 8 for
-# Adam. Mixed precision does not save memory of the training state. It saves half of what the
-# forward and the backward pass read, keep and send: activations, gathered weights, gradients.
+# Adam. Mixed precision saves no memory in the training state. It saves half of what the forward and
+# the backward pass read, keep and send: weights, activations, gradients.
 
 # %% [markdown]
 # ### Rounding at random
 #
-# Is there a way without the copy? 1.001 lies at 13 % of the way from 1 to the next number of
-# bfloat16. So go up in 13 % of all cases, and stay in the others. Now and then the weight moves by
-# too much, but *on average* by the right amount (Gupta et al. 2015, section 3.1).
+# Is there a way without the copy? 1.001 lies an eighth of the way from 1 to the next number of
+# bfloat16. So go up in an eighth of all cases, and stay in the others. Now and then the weight
+# moves by too much, but *on average* by the right amount. This is **stochastic rounding** (Gupta et
+# al. 2015, section 3.1).
 #
 # bfloat16 is the first half of a float32. Add a random number to the second half, then cut it off:
-# the sum carries over into the first half as often as the second half is large.
+# the larger the second half, the more often the sum carries over into the first.
 
 
 # %%
 def at_random(x):
-    """Round float32 to bfloat16, up or down, with a probability by how near they are."""
+    """Round float32 to bfloat16, up or down: the nearer of the two the more likely."""
     noise = torch.randint(2**16, x.shape, dtype=torch.int32, generator=generator)
     return ((x.view(torch.int32) + noise) & -(2**16)).view(f32).to(bf16)
 
@@ -392,8 +394,9 @@ for _ in range(steps):
     history.append(hundred.float())
 
 # %% tags=["figure-random"]
+rounded = at_random(many).float()
 print(f"1.001 in bfloat16, on average: {many.to(bf16).float().mean():.4f} to the nearest, "
-      f"{at_random(many).float().mean():.4f} at random")
+      f"{rounded.mean():.4f} at random: up in {(rounded > 1).float().mean():.0%} of all cases")
 show(one_weight({"float32": histories["float32"], "to the nearest": histories["bfloat16"],
                  "at random": [weights[0].item() for weights in history],
                  "mean of 100": [weights.mean().item() for weights in history]}), alt=(
@@ -407,9 +410,9 @@ for name in ("float32", "masters forgotten", "no masters, at random"):
     print(f"{name:24} {smoothed(losses[name]):6.3f}")
 
 # %% [markdown]
-# 12 bytes for each parameter, and near the loss of float32. What it costs is noise, in every
-# weight, in every step. Some accelerators round so in hardware; on GPUs most people keep the
-# masters.
+# 12 bytes for each parameter, and a loss near that of float32. What it costs is noise, in every
+# weight, in every step. AWS's Trainium, for one, can round like this in hardware (AWS Neuron
+# documentation, *Trainium architecture*). The recipes of this package keep masters.
 
 # %% [markdown]
 # ### Sums that stop
@@ -442,19 +445,22 @@ for dtype in (f32, f16, bf16):
 #
 # `torch.sum` does better: it adds in float32 and rounds once, at the end (for float16, 100,000 is
 # beyond the largest number). Matrix products do the same: 16-bit operands, 32-bit sums. The rule of
-# mixed precision is this: **multiply in 16 bits, add in 32.** Kernels keep it. You have to where
-# *you* add: gradients over micro-batches, and gradients over ranks.
+# mixed precision is this: **multiply in 16 bits, add in 32** (Micikevicius et al. 2018, section
+# 3.3). Kernels keep it for you, nearly: on GPUs PyTorch lets a product that is split into partial
+# sums round these, unless `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction` is
+# False. Where *you* add, you have to keep the rule: gradients over micro-batches, and gradients
+# over ranks.
 #
 # `.grad` has the dtype of its parameter, so with bfloat16 weights autograd adds in bfloat16.
 # Since version 2.10 of PyTorch that can be changed: `parameter.grad_dtype = torch.float32`.
 #
-# **Predict.** The gradient of 64 micro-batches, one sequence each. By how much is it off, in
-# either dtype?
+# **Predict.** The gradient of 64 micro-batches, one sequence each. Added up in bfloat16, by how
+# much is it off from the sum in float32?
 
 
 # %%
 def accumulated(dtype, counts=(1, 2, 4, 8, 16, 32, 64)):
-    """The gradient of the first sequences, each in bfloat16, added up in `dtype`, by their count"""
+    """The gradients of sequences in a bfloat16 model, added up in `dtype`, by their number."""
     model, seen = story_model(bf16), {}
     for weight in model.parameters():
         weight.grad_dtype = dtype
@@ -476,15 +482,15 @@ for count, exact in fine.items():
 # %% [markdown]
 # Even one micro-batch adds: embedding and head share their weight, and each has a gradient for it.
 # Then every addition rounds a sum that has become larger. Accumulating in float32 costs 2 bytes
-# more for each parameter, 18 in all.
+# more for each parameter, 18 in all. Llama 3 405B did so (Llama Team 2024, section 3.3.2).
 
 # %% [markdown]
 # ### Too small: gradients that are zero
 #
-# So much for numbers between two numbers. Which numbers of a training are beyond them all? Not the
-# weights and not the activations: they are around 1. Gradients are small, and a large run makes
-# them smaller: the loss is a mean over all tokens of a step, so each token's gradient is divided by
-# their number. Llama 3 405B began with 4 million tokens a step (Llama Team 2024, section 3.4.1).
+# So much for numbers between two numbers. Which numbers are outside the range? Not the weights, as
+# the first line below will show. Gradients are small, and a large run makes them smaller: the loss
+# is a mean over all tokens of a step, so each token's gradient is divided by their number. Llama 3
+# 405B began with 4 million tokens a step (Llama Team 2024, section 3.4.1).
 #
 # We take a batch of 256 tokens, as one micro-batch of so large a step, and look at two kinds of
 # gradients: those of the linear layers' outputs, which travel back through the model, and those of
@@ -507,12 +513,13 @@ def gradients(model, factor):
 
 
 # %% [markdown]
-# **Predict.** 256 tokens a step: which share of the outputs' gradients is zero in float16? And with
-# 4 million?
+# **Predict.** 256 tokens a step: which share of the outputs' gradients becomes zero in float16? And
+# with 4 million?
 
 # %% tags=["output-flushed"]
 model = trained[f32][0]
-print("                 become zero in float16         in bfloat16")
+print(f"weights that become zero in float16: {flushed(weights, f16):.1%}\n")
+print("gradients        become zero in float16         in bfloat16")
 print("tokens a step    of outputs   of weights        of outputs")
 for num_tokens in (S * B, 65_536, 4_000_000):
     grads = gradients(model, 1 / num_tokens)
@@ -530,7 +537,7 @@ show(exponent_histogram(tiny), alt=(
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Hardly any, and nearly all. bfloat16 loses none: it has the exponents of float32.
+# Hardly any, and nearly all. bfloat16 loses none of them: it has the exponents of float32.
 #
 # </details>
 #
@@ -539,7 +546,7 @@ show(exponent_histogram(tiny), alt=(
 # it: the heap moves to the right. Divide the weights' gradients by it in float32, in the masters,
 # and the training is the same. This is **loss scaling** (Micikevicius et al. 2018, section 3.2).
 #
-# **Predict.** Find a scale by hand: by which power of two would you multiply?
+# **Predict.** Now find a scale by hand: by which power of two would you multiply?
 
 # %% tags=["output-byhand"]
 print("scale    zero in float16   infinite")
@@ -554,11 +561,13 @@ show(exponent_histogram(tiny, loss_scale=2.0**24), alt=(
 ))
 
 # %% [markdown]
-# A power of two changes the exponent alone. No bit of a mantissa is lost on the way there and back.
+# A power of two changes the exponent alone. As long as a gradient is a normal number, no bit of its
+# mantissa is lost on the way there and back.
 #
 # Between too small and too large there is room, but it moves while the model trains. So let the
 # training look for it. Begin high. If a gradient is infinite or NaN, throw this step away and halve
-# the scale; if none was for a while, double it. That is **dynamic** loss scaling:
+# the scale; if none was for a while, double it. That is **dynamic** loss scaling, as in PyTorch's
+# `torch.amp.GradScaler`:
 
 
 # %%
@@ -580,7 +589,7 @@ class Scaler:
 def train_float16(scaler):
     """The losses and the scale at each step, as a micro-batch of a large step."""
     model, weights, masters = with_masters(f16)
-    # a micro-batch alone has small gradients: so must be what AdamW adds to their root
+    # AdamW divides by the root of the averaged squares plus eps: 1e-8 would be far above it here
     optimizer, losses, scales = adamw(masters, eps=1e-16), [], []
     for step in range(num_steps):
         model.zero_grad()
@@ -615,8 +624,8 @@ show(curves(range(num_steps), {"scale": relative}, "step", "loss scale / 2^30"),
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# It stays near where it was. Most gradients are zero, the others are wrong, and AdamW makes steps
-# of full size of them.
+# Yes, near where it began. Most gradients are zero, the others have lost most of their bits, and
+# AdamW makes full steps of them all the same.
 #
 # </details>
 #
@@ -625,6 +634,24 @@ show(curves(range(num_steps), {"scale": relative}, "step", "loss scale / 2^30"),
 # hundred thousand would not notice them.
 #
 # bfloat16 needs none of this: it has float32's exponents (Kalamkar et al. 2019).
+#
+# And the NaN of section 1? There Adam's averages had 16 bits as well. AdamW divides by the root of
+# its averaged squares, plus an epsilon of 1e-8.
+#
+# **Predict.** What becomes of both in float16?
+
+# %% tags=["output-division"]
+model = story_model(f16)
+add_gradients(model, 0)
+grads = torch.cat([weight.grad.flatten() for weight in model.parameters()])
+squares = (1 - 0.98) * grads.square()  # the average after one step
+print(f"gradients that are zero {(grads == 0).float().mean():9.1%}")
+print(f"averages that are zero  {(squares == 0).float().mean():9.1%}")
+print(f"epsilon                 {torch.tensor(1e-8, dtype=f16).item():9}")
+
+# %% [markdown]
+# The square of a small number is much smaller. Most averages are zero, and so is epsilon: the first
+# step divides by zero. So Adam's averages have 32 bits in every recipe of the package.
 
 # %% [markdown]
 # ## 5. Traps
@@ -681,21 +708,21 @@ for optimizer, peak in ((partial(torch.optim.SGD, lr=0.0), 0.5), (adamw, 3e-3)):
 # The clip sees a norm that is 65,536 times too large, and cuts every gradient down to 1. After the
 # division 1/65,536 is left. SGD stands still. AdamW divides the scale of a gradient away, as in
 # chapters 4 and 9, all but the part that its epsilon sees. So the loss falls, a little slower, as
-# if the learning rate were badly chosen. The norm tells: log it where the optimizer gets it.
+# if the learning rate were badly chosen. The norm tells: log the one that the optimizer gets.
 #
 # </details>
 
 # %% [markdown]
 # ### An overflow that one rank sees
 #
-# ZeRO 1, float16, four ranks. After the reduce-scatter a rank has the sum of its own part of the
-# gradients, nothing of the others'. Somewhere a gradient has overflowed. Now each rank checks its
-# gradients, as `Scaler` does above.
+# ZeRO 1, float16, four ranks, twelve weights, of which each rank owns three. After the
+# reduce-scatter a rank has the sum of its own part of the gradients, and nothing of the others'.
+# Then it checks its gradients, as `Scaler` does above.
+#
+# The gradient of every weight is 1, on every rank, times the scale. But in step 2, counted from 0,
+# the gradient of weight 4 overflows on rank 3.
 #
 # **Predict.** Who sees the infinity? What does that rank do, and the others?
-#
-# Twelve weights, of which each rank owns three. The gradient of every weight is 1, on every rank,
-# times the scale. In step 2 that of weight 4 overflows on rank 3.
 
 
 # %%
@@ -744,8 +771,8 @@ print(verdict(run, zero_steps, 4, leave_early, timeout=5))
 
 # %% [markdown]
 # The launcher names the rank that is elsewhere. On a cluster that would be a hang, at a random hour
-# of a long run. So the rank must not leave: it does not step, but it takes part in all that is
-# sent.
+# of a long run. So the rank must not leave: it does not step, but takes part in everything that is
+# sent. `each_for_itself` does that below; `together` asks all ranks first.
 
 
 # %%
@@ -771,15 +798,18 @@ for decide in (each_for_itself, together):
 # <details><summary>Answer</summary>
 #
 # Rank 1 owns weights 3 to 5, and it alone sees that the sum is infinite. It leaves, and the others
-# wait for its part. If it stays, it skips alone and halves its own scale. From then on four ranks
-# sum gradients of two different scales: rank 1's part moves too far, the others' not far enough.
-# No error, and all ranks have the same weights.
+# wait for its part. If it stays, it skips alone and halves its own scale. The others step. From
+# then on four ranks add gradients of two different scales, and each divides the sum by its own. So
+# in each of the last two steps the others' weights move by (3 + 1/2) / 4 = 0.875, and those of rank
+# 1 by twice as much, where 1 is right. No error, and all ranks hold the same weights.
 #
 # </details>
 #
-# Five steps, one of them skipped, of length 1: all weights must be -4. The decision has to be one,
-# and it costs nothing new: clipping needs the norm over all ranks anyway (chapter 6), and the norm
-# of a vector with an infinity or a NaN in it is infinite or NaN.
+# Five steps of length 1, one of them skipped: all weights must be -4. So all ranks have to decide
+# alike, and that costs nothing new: clipping needs the norm over all ranks anyway (chapter 6), and
+# the norm of a vector with an infinity or a NaN in it is infinite or NaN. PyTorch's
+# `ShardedGradScaler` all-reduces a flag instead. One version copied the flag before it had arrived,
+# for gradients kept on the CPU, and ranks missed the overflow of another (pytorch/pytorch#115710).
 
 # %% [markdown]
 # ### Where 16 bits are not enough inside a layer
@@ -813,34 +843,37 @@ print(f"float16, PyTorch's own {kernels[0]:13.3g}   {[round(p, 3) for p in kerne
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# In float16 the square of 300 is beyond 65,504, and so is the exponential of 12. In bfloat16 both
-# are fine, but positions beyond 256 are no longer integers: neighbouring tokens would be turned by
-# the same angle.
+# In float16 the square of 300 is beyond 65,504, and so is the exponential of 12: infinity over
+# infinity is NaN. In bfloat16 both are fine. But beyond 256 it does not have every integer:
+# neighbouring tokens get the same position, and would be turned by the same angle. Rotary tables in
+# 16 bits have been a bug in real code (EleutherAI/gpt-neox#1003, huggingface/transformers#29285).
 #
 # </details>
 #
-# So norms, softmax, the loss and angles of positions are computed in float32, from 16-bit inputs to
-# 16-bit outputs. PyTorch's kernels do so inside. What you write out yourself has to do it too. In
-# the package: the rotary table and the logits of the loss.
+# So norms and softmax are computed in float32, with inputs and outputs in 16 bits (Micikevicius et
+# al. 2018, section 3.3). PyTorch's kernels do so inside; its softmax subtracts the largest logit as
+# well. What you write out yourself has to do the same. In the package that is the rotary table, and
+# the logits, which the loss gets as float32.
 
 # %% [markdown]
 # ### Gradients summed over many ranks in bfloat16
 #
-# An all-reduce of bfloat16 gradients sends half of the bytes. Every rank that adds its summand
+# An all-reduce of bfloat16 gradients sends half the bytes. But every rank that adds its summand
 # rounds the sum.
 #
 # **Predict.** Four ranks, then a thousand: how does the error grow in a ring, where one sum goes
-# through all ranks? And where pairs of ranks add, then pairs of pairs?
+# through all ranks? And in a tree, where pairs of ranks add, then pairs of pairs?
 #
-# In one rounding, bfloat16 is off by r = 0.17 % (root mean square over all mantissas). In the ring
-# the k-th of N roundings happens to a sum that has grown to $\sqrt k$ summands, if these are
-# independent. In a tree there are only $\log_2 N$ roundings on the way:
+# Let r be the relative error of one rounding, as a root mean square over all mantissas. In the ring
+# the k-th of N roundings happens to a sum that has grown to the size of $\sqrt k$ summands, if
+# these are independent. In a tree there are only $\log_2 N$ roundings on the way:
 #
 # $$\text{ring: } r \sqrt{N/2} \qquad\qquad \text{tree: } r \sqrt{\log_2 N}$$
 
 # %%
 # a rounding errs evenly by half a step, 2^-8 of a mantissa f from 1 to 2, as likely as 1/f
 r = 2.0**-8 / math.sqrt(3) * math.sqrt(3 / 8 / math.log(2))
+print(f"one rounding to bfloat16 is off by r = {r:.2%}")
 
 
 def in_tree(parts):
@@ -910,9 +943,10 @@ show(crossing(sizes, predicted, "ranks", "error of the sum (%)", measured), alt=
 ))
 
 # %% [markdown]
-# Dots are measured. The order of a ring, and so the bits of your run, depend on the number of
-# ranks. Nobody needs the exact sum: the noise of the samples is larger than this. But it is a noise
-# that grows with the cluster, and twice the bytes remove it:
+# Dots are measured, dashes predicted. The order of a ring, and so the bits of your run, depend on
+# the number of ranks. Does an error of a few percent matter? A gradient is noisy anyway, since its
+# samples are chosen at random. But this noise grows with the cluster, and twice the bytes remove
+# it. Llama 3 405B reduced its gradients in float32 (Llama Team 2024, section 3.3.2).
 
 # %% tags=["output-wire", "nbval-check-output"]
 def bytes_of(group, dtype):
@@ -929,7 +963,7 @@ for dtype in (bf16, f32):
 #
 # ### Recipes are data
 #
-# Which dtype holds what is a line of a table. The choice for a run is one word:
+# A **recipe** says which dtype holds what. It is one line of a table, and for a run it is one word:
 # `--train.precision bf16`.
 
 # %% tags=["output-recipes", "nbval-check-output"]
@@ -945,11 +979,12 @@ for name, precision in PRECISIONS.items():
           f"{short(precision.master):8} {precision.cost.total}")
 
 # %% [markdown]
-# Autocast is the one line with float32 parameters and 16-bit products: each weight is converted
-# when it is used. Sums of products have 32 bits in all lines, and Adam's averages too.
+# `bf16-autocast` is the one line with float32 parameters and 16-bit products: PyTorch's
+# `torch.autocast` converts each weight when it is used. Sums of products have 32 bits in all lines,
+# and so have Adam's averages.
 #
-# The two ideas of section 4, on any model. Find the line where a gradient is let go before the next
-# one is copied.
+# And here are the two ideas of section 4, for any model. Find the line that lets a 16-bit gradient
+# go before the next one is copied.
 
 # %%
 print(inspect.getsource(MasterWeights.hand_over))
@@ -960,14 +995,16 @@ print(inspect.getsource(LossScale.unscale))
 print(inspect.getsource(LossScale.accepts))
 
 # %% [markdown]
-# `accepts` is asked with the norm over all ranks, the one number of the trap above. With ZeRO, the
+# `accepts` gets the norm over all ranks, the one number of the trap above. (A fake tensor has a
+# shape and no values: that line is for rehearsals without data, as in chapter 3.) With ZeRO the
 # masters are divided: each rank has those of its part.
 #
 # ### Eight bits
 #
-# e4m3 has 3 bits of mantissa and ends at 448, e5m2 has 2 and ends at 57,344. No loss scale brings
-# weights, activations *and* gradients into so small a range. So each tensor gets a scale of its
-# own, from its largest value:
+# e4m3 has 3 bits of mantissa and ends at 448, e5m2 has 2 and ends at 57,344. A loss scale moves
+# gradients alone, all of them together. In so small a range that is not enough: weights and
+# activations need a scale as well. So each tensor gets one of its own, from its largest value
+# (Micikevicius et al. 2022, section 2):
 
 # %%
 print(inspect.getsource(quantise))
@@ -993,28 +1030,30 @@ for dtype in (bf16, f16, e4m3, e5m2):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Each bit of mantissa halves the error; three are left with a few percent. An outlier takes the top
-# of the range, and pushes the others down. e4m3 has little range: they fall among its subnormal
-# numbers, or below all. e5m2 has room for both. Some recipes give each block of a tensor a scale of
-# its own, so that an outlier spoils its block alone.
+# Each bit less of mantissa doubles the error: with two or three bits it is a few percent. An
+# outlier takes the top of the range, and pushes the others down. e4m3 has little range: they fall
+# among its subnormal numbers, or become zero. e5m2 has room for both. Some recipes give each block
+# of a tensor a scale of its own, so that an outlier spoils its block alone (DeepSeek-V3:
+# DeepSeek-AI 2024, section 3.3.2).
 #
 # </details>
 #
 # Errors of several percent, in every number? A product sums many of them, with errors of either
 # sign. Only the operands have 8 bits: parameters, gradients and what layers pass on keep 16, sums
-# have 32. Gradients take e5m2, since they are spread further:
+# have 32. Gradients take e5m2, since they are spread further (Micikevicius et al. 2022, section 3):
 
 # %%
 print(inspect.getsource(Float8Products.grad_weight))
 
 # %% [markdown]
-# Where the device has no 8-bit product, as most processors, the package **emulates** it: it rounds
-# to 8 bits and multiplies in more. That shows the numerics, not the speed.
+# Most processors have no 8-bit product. There the package **emulates** it: it rounds to 8 bits, and
+# multiplies the rounded numbers in 16. That shows the numerics, not the speed.
 #
 # ### The oracle
 #
-# Is it the same training? The logic is: with masters and weights in float64, nothing is rounded,
-# and the oracle's 12 digits hold.
+# Is it the same training? First the logic. With masters and weights in float64 nothing is rounded
+# away, and the oracle's 12 digits must hold. Then the same without the line that brings the masters
+# back into the weights: the oracle must notice.
 
 # %%
 def with_float64_masters(model, group):
@@ -1038,11 +1077,11 @@ for apply in (with_float64_masters, without_rounding):
     print(f"{apply.__name__}: {found or 'the same training'}")
 
 # %% [markdown]
-# The numbers are not: they are rounded. By how much may they differ? A rounding errs evenly by up
-# to half a unit in the last place, u, so by $u / \sqrt 3$ in the mean square. k independent ones
-# add up in squares: $u \sqrt{k / 3}$. The longest path through the model is a chain of about 12
-# roundings a block and 4 at its ends, forward and backward. Twice that is allowed. A sum that
-# should have been a mean is off by 100 % or more, far outside.
+# In 16 bits the numbers cannot be the same to 12 digits: they are rounded. By how much may they
+# differ? A rounding errs evenly by up to half a unit in the last place, u, so by $u / \sqrt 3$ in
+# the mean square. k independent ones add up in squares: $u \sqrt{k / 3}$. The longest path through
+# the model is a chain of about 12 roundings a block and 4 at its ends, forward and backward. Twice
+# that is allowed. A sum that should have been a mean is off by 100 % or more, far outside.
 
 # %%
 num_roundings = 2 * (12 * shape.num_layers + 4)
@@ -1087,7 +1126,8 @@ for name in ("fp32", "bf16", "fp16", "fp8"):
 #
 # ### Bytes
 #
-# **Predict.** Which recipe holds fewest bytes per parameter?
+# **Predict.** In place of float32, bfloat16 with masters: which kind of bytes shrinks, and which
+# grows?
 #
 # After one step (so that Adam has its averages), the meter watches a backward pass.
 
@@ -1129,11 +1169,13 @@ show(memory_bars({name: held[name] for name in drawn},
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# None. What is saved is elsewhere: activations, messages, time.
+# Parameters and gradients halve, and the masters take what was saved: 16 bytes again, or 18 with
+# gradients in float32. What is saved is elsewhere: activations, messages, time.
 #
 # </details>
 #
-# When masters get their gradients, these become float32 one by one, and the 16-bit ones are let go.
+# This is the end of a backward pass. Then `hand_over` makes the gradients float32, one by one, and
+# lets the 16-bit ones go: while the optimizer steps, all recipes with masters hold 18 bytes.
 #
 # ### The loss
 #
@@ -1164,9 +1206,13 @@ for name, line in by_recipe.items():
     print(f"{name:16} {smoothed(line):6.3f} {smoothed(line) / reference - 1:+11.1%}")
 
 # %% [markdown]
+# Every recipe ends within a fraction of a percent of float32. (They all end lower than in section
+# 1: this step clips the gradient, and that loop did not.) And float16 without a scale, in section
+# 4, learned next to nothing.
+#
 # ### On real GPUs
 #
-# What does it buy? Llama 3 8B on 64 H100s: 8,192 tokens each, ZeRO 1, 40 % of the peak.
+# What does it buy? Take Llama 3 8B on 64 H100s: 8,192 tokens on each, ZeRO 1, 40 % of the peak.
 
 # %% tags=["output-gpu", "nbval-check-output"]
 llama, H100, N = cost.published_llama(32, 4096, 32, 8, 14336, 128256, 8192), \
@@ -1193,8 +1239,9 @@ for dtype in (bf16, f32):
 #    keeps it on average. A copy that is thrown away after each step keeps nothing.
 # 3. float16 loses small gradients, and bfloat16 does not. A loss scale moves them into the range;
 #    a dynamic one finds its way by overflowing now and then.
-# 4. Multiply in 16 bits, add in 32: in sums over micro-batches and ranks you choose it yourself.
-# 5. Unscale before you clip, and decide by the norm of all ranks: an overflow is often seen by one.
+# 4. Multiply in 16 bits, add in 32: for sums over micro-batches and ranks the choice is yours.
+# 5. Unscale before you clip, and decide by the norm over all ranks: an overflow is often seen by
+#    one alone.
 #
 # ## Exercises
 #
@@ -1236,6 +1283,8 @@ check("10.5")
 # - Micikevicius et al., *Mixed Precision Training*, ICLR 2018: section 3 (masters, loss scaling,
 #   sums in float32).
 # - Kalamkar et al., *A Study of BFLOAT16 for Deep Learning Training*, 2019.
-# - Micikevicius et al., *FP8 Formats for Deep Learning*, 2022: sections 3 and 4.
+# - Micikevicius et al., *FP8 Formats for Deep Learning*, 2022: sections 2 (scales) and 3 (formats).
 # - Gupta et al., *Deep Learning with Limited Numerical Precision*, 2015: section 3.1, rounding at
 #   random.
+# - Llama Team, *The Llama 3 Herd of Models*, 2024: sections 3.3.2 (sums in float32) and 3.4.1.
+# - DeepSeek-AI, *DeepSeek-V3 Technical Report*, 2024: section 3.3, a model trained in 8 bits.

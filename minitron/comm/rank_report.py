@@ -87,6 +87,15 @@ def is_waiting(frames: list[Frame], call) -> bool:
     return call is not None if not frames else collective(frames) is not None
 
 
+def is_hang(places: list[tuple[list[Frame], object]]) -> bool:
+    """Tell whether a rank waits for one that does nothing, from all ranks' frames and last calls.
+
+    One that is still starting does something, which takes long on a busy machine.
+    """
+    starting = [call is None and (not frames or is_starting(frames)) for frames, call in places]
+    return not any(starting) and any(is_waiting(*place) for place in places)
+
+
 def is_starting(frames: list[Frame]) -> bool:
     """Tell whether a rank has not come to its function yet: PyTorch or the ledger is at work."""
     return frames[0].file == LEDGER or all(_is_below(f.file, *LIBRARIES) for f in frames)

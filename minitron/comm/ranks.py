@@ -39,6 +39,7 @@ from minitron.comm.rank_report import (
     RankError,
     collective,
     describe,
+    is_hang,
     is_waiting,
     killed,
     read_stacks,
@@ -225,8 +226,8 @@ class Ranks:
         if self._quiet_looks * LOOK_SECONDS < STALL_SECONDS:
             return False
         self._quiet_looks = 0
-        somebody_waits = any(is_waiting(f, rank.last_call) for rank, f in self._stacks())
-        return somebody_waits and not self._receive(LOOK_SECONDS)
+        places = [(frames, rank.last_call) for rank, frames in self._stacks()]
+        return is_hang(places) and not self._receive(LOOK_SECONDS)
 
     def _stacks(self) -> list:
         """The running ranks, each with its frames."""

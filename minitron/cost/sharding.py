@@ -19,6 +19,10 @@ from minitron.cost.memory import RECIPES, Recipe
 
 STAGES = (0, 1, 2, 3)
 
+FULLY_SHARDED = Recipe(parameter=0, gradient=4, master=4, optimizer_state=8)
+"""What stage 3 divides if its shards are float32, whatever dtype computes: they are the masters,
+and 16-bit weights exist only while a unit computes (Zhao et al. 2023, section 4.4)."""
+
 
 def zero_holdings(
     num_parameters: int, num_ranks: int, stage: int, recipe: Recipe = RECIPES["bf16"]

@@ -1,11 +1,15 @@
 """The log of a run: one JSON object a line, appended as it happens."""
 
 import json
+import math
 from pathlib import Path
 
 
 class MetricsLog:
-    """Rows in `metrics.jsonl`; each has a "step", the number of optimizer steps done."""
+    """Rows in `metrics.jsonl`; each has a "step", the number of steps done, skipped ones too.
+
+    A number that is not finite is written as null: JSON has neither infinity nor NaN.
+    """
 
     def __init__(self, path: Path):
         self.path = path
@@ -13,7 +17,9 @@ class MetricsLog:
         self.file = path.open("a")
 
     def write(self, **row) -> None:
-        self.file.write(json.dumps(row) + "\n")
+        known = {key: None if isinstance(value, float) and not math.isfinite(value) else value
+                 for key, value in row.items()}
+        self.file.write(json.dumps(known, allow_nan=False) + "\n")
         self.file.flush()
 
     def forget_after(self, step: int) -> None:

@@ -184,7 +184,7 @@ def rotary_table(
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine (S, K) of each position's angles.
 
-    Computed in float32 or better: in bfloat16 positions beyond 256 would no longer be integers.
+    Computed in float32 or better: bfloat16 does not have every position beyond 256.
     """
     precise = torch.promote_types(dtype, torch.float32)
     half = torch.arange(0, config.head_width, 2, dtype=precise, device=positions.device)

@@ -3,7 +3,7 @@
 import torch.distributed as dist
 
 from minitron.comm.rank_process import Frame
-from minitron.comm.rank_report import PACKAGE, describe, report
+from minitron.comm.rank_report import PACKAGE, describe, is_hang, report
 
 C10D = Frame(dist.distributed_c10d.__file__, 2169, "init_process_group", "store.get(key)")
 LEDGER = Frame(str(PACKAGE / "measure" / "ledger.py"), 218, "__enter__", "super().__enter__()")
@@ -13,6 +13,15 @@ TORCH = Frame(dist.distributed_c10d.__file__, 12, "all_reduce", "work.wait()")
 def test_a_rank_that_has_not_come_to_its_function():
     assert describe([C10D], None) == "is starting"
     assert describe([LEDGER, C10D], None) == "is starting"
+
+
+def test_who_waits_for_one_that_is_still_starting_does_not_hang():
+    """On a busy machine importing takes longer than a rank may stand still."""
+    mine = Frame("/home/me/script.py", 2, "f", "step()")
+    assert is_hang([([mine, TORCH], "barrier #0"), ([mine], None)])
+    assert is_hang([([mine, TORCH], "barrier #0"), ([C10D], "barrier #0")])
+    assert not is_hang([([mine, TORCH], "barrier #0"), ([C10D], None)])
+    assert not is_hang([([mine, TORCH], "barrier #0"), ([], None)])
 
 
 def test_the_users_line_counts():

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitron.measure import clock
 from minitron.measure.clock import Clock, Peak
@@ -15,26 +16,20 @@ def at(monkeypatch, *seconds: float) -> None:
 
 def test_a_lap_reads_tokens_steps_and_the_share_of_the_peak(monkeypatch):
     at(monkeypatch, 10.0, 14.0, 15.0)
-    watch = Clock(flops_per_token=100, peak=Peak(1e6, "table", measured=False), device=CPU)
+    watch = Clock(flops_per_token=100, peak=Peak(1e6, "table"), device=CPU)
     speed = watch.lap(num_tokens=8000, num_steps=2)
     assert (speed.tokens_per_second, speed.step_seconds, speed.mfu) == (2000, 2.0, 0.2)
     assert str(speed) == "2,000 tokens/s, MFU 20.0 %"
     assert watch.lap(num_tokens=500).tokens_per_second == 500
 
 
-def test_more_than_the_table_allows_is_not_reported(monkeypatch):
-    at(monkeypatch, 0.0, 1.0)
-    watch = Clock(100, Peak(1e6, "table", measured=False), CPU)
+def test_more_than_the_peak_is_no_share_of_it(monkeypatch):
+    at(monkeypatch, 0.0, 1.0, 2.0)
+    watch = Clock(100, Peak(1e6, "table"), CPU)
     speed = watch.lap(num_tokens=10_001)
     assert speed.mfu is None
     assert "MFU unknown" in str(speed)
-
-
-def test_a_step_faster_than_the_measured_peak_raises_the_peak(monkeypatch):
-    at(monkeypatch, 0.0, 1.0, 2.0)
-    watch = Clock(100, Peak(1e6, "matmul", measured=True), CPU)
-    assert watch.lap(num_tokens=20_000).mfu == 1.0
-    assert watch.lap(num_tokens=10_000).mfu == 0.5
+    assert watch.lap(num_tokens=10_000).mfu == 1.0
 
 
 @pytest.mark.parametrize(("name", "teraflops"), [
@@ -43,16 +38,14 @@ def test_a_step_faster_than_the_measured_peak_raises_the_peak(monkeypatch):
 ])
 def test_a_known_gpu_has_its_dense_peak(monkeypatch, name, teraflops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    peak = clock.peak_flops(torch.device("cuda"), torch.bfloat16)
-    assert peak.flops == teraflops * 1e12
-    assert not peak.measured
+    for dtype in (torch.bfloat16, torch.float16):
+        assert clock.peak_flops(torch.device("cuda"), dtype).flops == teraflops * 1e12
 
 
 def test_the_cpu_peak_is_measured_by_its_fastest_matmul(monkeypatch):
     at(monkeypatch, 0.0, 0.0, 0.05, 0.25, 0.25, 0.3, 0.4, 9.0)
     # two products, of 0.2 s and of 0.1 s: the faster one counts
     peak = clock.peak_flops(CPU, torch.float32)
-    assert peak.measured
     assert peak.flops == pytest.approx(2 * 1024**3 / 0.1)
 
 
@@ -60,3 +53,22 @@ def test_measuring_leaves_the_random_state_alone():
     state = torch.random.get_rng_state()
     clock.measured_matmul_flops(CPU, torch.float32, seconds=0.01)
     assert torch.equal(torch.random.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_peak_is_that_of_the_product_a_linear_layer_makes(dtype):
+    """Its weight is (F, D): the order of the operands is worth a factor of 20 in float16."""
+    seen = []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.mm.default:
+                seen.append((args[0].dtype, args[0].stride(), args[1].stride()))
+            return func(*args, **(kwargs or {}))
+
+    with Products():
+        torch.nn.functional.linear(torch.ones(4, 4, dtype=dtype), torch.ones(4, 4, dtype=dtype))
+        clock.measured_matmul_flops(CPU, dtype, seconds=0.0)
+    (_, *layer), *measured = seen
+    assert layer == [(4, 1), (1, 4)]
+    assert measured == [(dtype, (1024, 1), (1, 1024))]

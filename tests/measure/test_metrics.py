@@ -1,3 +1,7 @@
+import math
+
+import pytest
+
 from minitron.measure.metrics import MetricsLog, read_metrics
 
 
@@ -22,3 +26,13 @@ def test_a_line_cut_off_by_a_kill_is_left_out(tmp_path):
     log.write(step=2)
     log.close()
     assert read_metrics(path) == [{"step": 1}, {"step": 2}]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_number_that_json_does_not_know_is_null(tmp_path, value):
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path)
+    log.write(step=1, loss=0.5, grad_norm=value, sample="NaN")
+    log.forget_after(1)
+    log.close()
+    assert path.read_text() == '{"step": 1, "loss": 0.5, "grad_norm": null, "sample": "NaN"}\n'

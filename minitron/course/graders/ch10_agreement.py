@@ -137,7 +137,7 @@ def observe(shards, optimizer, scale: float, left: bool, calls: list[Call]) -> S
 def right_steps(num_ranks: int, name: str, mistake: str = "") -> list[list[Seen]]:
     """By step and rank, what one process finds that has all shards.
 
-    `mistake`, "unscaled", "unclipped", "own norm" or "max", gives the gradient another factor.
+    `mistake`, such as "unclipped" or "own norm", gives the gradient another factor.
     """
     shards = [make_shards(rank) for rank in range(num_ranks)]
     optimizers = [OPTIMIZERS[name](mine) for mine in shards]
@@ -152,7 +152,10 @@ def right_steps(num_ranks: int, name: str, mistake: str = "") -> list[list[Seen]
                 "": clip(norm),
                 "own norm": clip(own),
                 "max": clip(max(norms)),
-                "unscaled": scale * clip(norm * scale),
+                "sum": clip(sum(norms)),
+                "mean": clip(norm / math.sqrt(num_ranks)),
+                "square": clip(norm * norm),
+                "always": MAX_NORM / norm if norm else 1.0,
                 "unclipped": 1.0,
             }[mistake]
             for shard in mine:
@@ -234,7 +237,11 @@ def _expect_moved(seen: list[Seen], before: list[Seen], name: str, number: int) 
         "clip by the norm of the whole gradient: every rank has used that of its own shards":
             "own norm",
         "that is the largest of the ranks' norms: add up their squares": "max",
-        "the gradient is not divided by the scale before it is clipped": "unscaled",
+        "that is the sum of the ranks' norms: add up their squares": "sum",
+        "the squares of all ranks are added up, not averaged": "mean",
+        "that is the square of the norm: take the root": "square",
+        "its norm always becomes max_norm: the gradient is not divided by the scale before it is "
+        "clipped, or is multiplied also where the norm is below max_norm": "always",
         "the gradient is not clipped": "unclipped",
     }
     likely = next((why for why, mistake in faults.items() if all(same_as(mistake))),

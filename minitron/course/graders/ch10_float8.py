@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitron import float8
 from minitron.course.graders import Mistake, asked, expect
@@ -25,6 +26,27 @@ class Answer(NamedTuple):
     scale: Tensor
     dtype: torch.dtype
     """Of the values, which travel between processes as float32."""
+    converted: float = 0.0
+    """The largest |quotient| that was converted to 8 bits."""
+
+
+class Conversions(TorchDispatchMode):
+    """Sees the largest |value| that is converted to 8 bits."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = 0.0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func in CONVERTS and out.dtype in (E4M3, E5M2):
+            source = args[CONVERTS[func]]
+            self.largest = max(self.largest, float(source.double().abs().max()))
+        return out
+
+
+CONVERTS = {torch.ops.aten._to_copy.default: 0, torch.ops.aten.copy_.default: 1}
+"""Which argument an operator converts."""
 
 
 @many_ranks
@@ -33,10 +55,10 @@ def grade_10_5(quantise: Callable, quantise_shard: Callable) -> None:
     for name, x in tensors().items():
         for dtype in (E4M3, E5M2):
             with asked(f"quantise({name}, {dtype})"):
-                _expect_quantised(_answer(_call(quantise, x.clone(), dtype)), x, dtype)
+                _expect_quantised(_call(quantise, x.clone(), dtype), x, dtype)
     with asked("quantise of [1, inf, 2], then of [1, NaN, 2], torch.float8_e4m3fn"):
         for odd in (torch.inf, torch.nan):
-            answer = _answer(_call(quantise, torch.tensor([1.0, odd, 2.0]), E4M3))
+            answer = _call(quantise, torch.tensor([1.0, odd, 2.0]), E4M3)
             product = answer.values * answer.scale
             expect(not product.isfinite().all(), seen=f"values * scale is {product.tolist()} for "
                    f"[1, {odd}, 2]", likely="an overflow must be seen: the loss scale and the one "
@@ -54,11 +76,11 @@ def grade_10_5(quantise: Callable, quantise_shard: Callable) -> None:
                                    shards(size)[name], dtype)
 
 
-def _call(quantise: Callable, *args) -> object:
-    with calls_from_outside(float8.quantise) as called:
+def _call(quantise: Callable, *args) -> Answer:
+    with calls_from_outside(float8.quantise) as called, Conversions() as conversions:
         answer = quantise(*args)
     expect_no_calls(called, "find the scale yourself")
-    return answer
+    return _answer(answer)._replace(converted=conversions.largest)
 
 
 @cache
@@ -73,6 +95,7 @@ def tensors() -> dict[str, Tensor]:
         "normal values times 10^-6": x * 1e-6,
         "values of which -900 is the largest": torch.cat([x, x.new_full((1, 16), -900.0)]),
         "rows of very different size": x * torch.logspace(0, -3, 6)[:, None],
+        "[1, 69]": torch.tensor([1.0, 69.0]),  # 69 / (69 / 448) is more than 448
         "bfloat16, normal values": x.bfloat16(),
         "float16, normal values times 10^-5": (x * 1e-5).half(),
         "float16, normal values times 10^4": (x * 1e4).half(),
@@ -101,10 +124,11 @@ def _expect_quantised(answer: Answer, x: Tensor, dtype: torch.dtype) -> None:
         raise Mistake(f"the scale is {seen:.6g}, not {right:.6g}",
                       _why_other_scale(seen, right, x, dtype))
     _expect_values(answer, x, dtype)
+    _expect_clamped(answer, dtype)
 
 
 def _expect_kind(answer: Answer, x: Tensor, dtype: torch.dtype) -> None:
-    values, scale, seen = answer
+    values, scale, seen, _ = answer
     expect(scale.shape == (), seen=f"the scale has shape {tuple(scale.shape)}, not ()",
            likely="one scale for all of x, 0-d: x.abs().max()")
     expect(scale.dtype == torch.float32, seen=f"the scale is {scale.dtype}",
@@ -168,6 +192,13 @@ def _expect_values(answer: Answer, x: Tensor, dtype: torch.dtype) -> None:
                   f"is {best:.7g}", likely)
 
 
+def _expect_clamped(answer: Answer, dtype: torch.dtype) -> None:
+    limit = torch.finfo(dtype).max
+    expect(answer.converted <= limit, seen=f"a quotient of {answer.converted:.9g} was converted to "
+           f"{dtype}, whose largest number is {limit:g}", likely="clamp the quotients: what a "
+           "conversion makes of one that is too large depends on device and version")
+
+
 # A tensor that is cut
 
 
@@ -175,10 +206,11 @@ def try_all(group, quantise_shard) -> dict[tuple, tuple[Answer, list[Call]]]:
     evidence = {}
     for number, mine in enumerate(shards(group.size()).values()):
         for dtype in (E4M3, E5M2):
-            with ShardWire(allowed={"all_reduce"}) as wire:
+            with ShardWire(allowed={"all_reduce"}) as wire, Conversions() as conversions:
                 answer = quantise_shard(mine[group.rank()].clone(), dtype, group)
             try:
-                evidence[number, dtype] = _answer(answer), wire.calls
+                seen = _answer(answer)._replace(converted=conversions.largest)
+                evidence[number, dtype] = seen, wire.calls
             except Mistake as mistake:
                 raise TypeError(f"{mistake.seen}; {mistake.likely}") from None
     return evidence
@@ -190,12 +222,12 @@ def shards(num_ranks: int) -> dict[str, list[Tensor]]:
     generator = torch.Generator().manual_seed(80)
     whole = [torch.randn(2 + rank, 5, generator=generator) for rank in range(num_ranks)]
     first, last, some = ([part.clone() for part in whole] for _ in range(3))
-    first[0][0, 0], last[-1][1, 1] = -900.0, 5000.0
+    first[0][0, 0], last[-1][1, 1] = -900.0, 4997.0  # over a 448th of it: more than 448
     some = [1e-6 * part if rank % 2 == 0 else torch.zeros_like(part)
             for rank, part in enumerate(some)]
     return {
         "a tensor whose largest |x|, -900, is on rank 0": first,
-        "one whose largest, 5000, is on the last rank": last,
+        "one whose largest, 4997, is on the last rank": last,
         "one with small values, of which odd ranks have zeros": some,
         "one of bfloat16": [part.bfloat16() for part in first],
         "one of zeros": [torch.zeros_like(part) for part in whole],
@@ -221,6 +253,7 @@ def _expect_agreed(
            "the largest value travels, as one float32: not the tensor")
     for answer, mine in zip(answers, x, strict=True):
         _expect_values(answer, mine, dtype)
+        _expect_clamped(answer, dtype)
 
 
 def _why_not_agreed(

@@ -54,6 +54,20 @@ class Seen(NamedTuple):
     """What the optimizer remembers."""
 
 
+class Given(torch.autograd.Function):
+    """A finite loss whose gradient is what it is given: the loss does not tell an overflow."""
+
+    @staticmethod
+    def forward(ctx, weight: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return (weight * gradient.nan_to_num(0.0, 0.0, 0.0)).sum()
+
+    @staticmethod
+    def backward(ctx, grad_loss: Tensor):
+        (gradient,) = ctx.saved_tensors
+        return grad_loss * gradient, None
+
+
 class Weights(nn.Module):
     """Three parameters, of which the last never has a gradient."""
 
@@ -64,7 +78,7 @@ class Weights(nn.Module):
 
     def loss(self, gradients: dict[str, list | None]) -> Tensor:
         """A loss with these gradients."""
-        return sum((getattr(self, name) * torch.tensor(values, dtype=torch.float64)).sum()
+        return sum(Given.apply(getattr(self, name), torch.tensor(values, dtype=torch.float64))
                    for name, values in gradients.items() if values is not None)
 
 
@@ -141,7 +155,7 @@ def _expect_right(
     finite = all(weights.isfinite().all() for weights in seen.weights)
     expect(finite, seen="the weights are not finite any more",
            likely="the optimizer stepped with an infinite or NaN gradient: look for both first, in "
-                  "all parameters")
+                  "the gradients of all parameters; the loss may be finite")
     if not right.moved:
         _expect_skipped(seen, before)
     else:
@@ -181,17 +195,17 @@ def _expect_moved(
     if same_as():
         return
     faults = {
-        "the gradient is not divided by the scale before the optimizer's step":
-            lambda norm, scale: scale * min(1.0, MAX_NORM / (norm * scale)),
+        "its norm always becomes max_norm: the gradient is not divided by the scale before it is "
+        "clipped, or is multiplied also where the norm is below max_norm":
+            lambda norm, scale: MAX_NORM / norm,
         "clipped first, divided by the scale afterwards: max_norm is for the true gradient":
             lambda norm, scale: min(1.0, MAX_NORM / (norm * scale)),
         "the gradient is not clipped": lambda norm, scale: 1.0,
         "neither divided by the scale nor clipped": lambda norm, scale: scale,
-        "the gradient is always multiplied: a norm below max_norm stays as it is":
-            lambda norm, scale: MAX_NORM / norm,
     }
     likely = next((why for why, factor in faults.items() if same_as(factor)),
-                  "divide by self.value, then clip the norm of all parameters together, then step")
+                  "divide by the self.value that the loss had, then clip the norm of all "
+                  "parameters together, then step")
     if all(map(torch.equal, seen.weights, before.weights)):
         likely = "the gradient was finite, and there was no step; None is no overflow, and a " \
                  "large one is clipped"

@@ -153,6 +153,8 @@ def _why_other_share(seen: float, right: float, given: Gradients, scale: float) 
             given, 1.0),
         "infinity and NaN are values too that are not zero, and they are kept":
             _share(scaled[scaled.abs() < math.inf], HALF_SMALLEST),
+        "what is infinite or NaN, before or after, is not flushed: it is not zero": right + float(
+            (~(scaled.abs() < TOO_LARGE)).double().mean()),
         "what overflows is not zero, it counts as kept":
             _share(scaled[scaled.abs() < TOO_LARGE], HALF_SMALLEST),
     }

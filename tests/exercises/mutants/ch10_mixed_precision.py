@@ -85,6 +85,14 @@ def finite_alone(gradients, scale=1.0):
     return ((values * scale).half() == 0).sum().item() / max(1, len(values))
 
 
+def keeps_what_is_finite(gradients, scale=1.0):
+    """What is neither zero nor infinite afterwards is kept: infinity is an error of its own."""
+    before = nonzero(gradients)
+    after = (before * scale).half()
+    kept = (after != 0) & after.isfinite()
+    return 1 - kept.sum().item() / max(1, len(before)) if len(before) else 0.0
+
+
 def in_place(gradients, scale=1.0):
     """Scales what it was given."""
     for values in gradients.values():
@@ -296,6 +304,27 @@ class LooksForNaN(Scaler):
 
     def is_finite(self, norm):
         return not bool(norm.isnan())
+
+
+class LooksAtTheLoss(Scaler):
+    """An overflow is seen in the loss: gradients overflow by themselves."""
+
+    def scaled(self, loss):
+        self.finite = bool(loss.isfinite())
+        return super().scaled(loss)
+
+    def is_finite(self, norm):
+        return self.finite
+
+
+class MultipliesAlways(Scaler):
+    """Clipping is a multiplication: only where the norm is too large."""
+
+    def clip(self):
+        norm = torch.stack([p.grad.norm() for p in self.parameters()]).norm()
+        for p in self.parameters():
+            p.grad.mul_(self.max_norm / norm)
+        return norm
 
 
 class ZerosInstead(Scaler):
@@ -639,6 +668,43 @@ def largest_norm(shards, optimizer, scale, max_norm, group, backoff=0.5):
     return together(shards, optimizer, scale, max_norm, group, backoff, agree)
 
 
+def adds_norms(shards, optimizer, scale, max_norm, group, backoff=0.5):
+    """Each rank has a norm, all-reduce adds: squares add up, norms do not."""
+    def agree(grads, group):
+        norm = squares(grads).sqrt()
+        dist.all_reduce(norm, group=group)
+        return norm, bool(norm.isfinite())
+
+    return together(shards, optimizer, scale, max_norm, group, backoff, agree)
+
+
+def averages_squares(shards, optimizer, scale, max_norm, group, backoff=0.5):
+    """Gradients are averaged over ranks: here each rank has others."""
+    def agree(grads, group):
+        norm, moved = of_all(grads, group)
+        return norm / group.size() ** 0.5, moved
+
+    return together(shards, optimizer, scale, max_norm, group, backoff, agree)
+
+
+def forgets_the_root(shards, optimizer, scale, max_norm, group, backoff=0.5):
+    """The sum of squares is the norm: its square."""
+    def agree(grads, group):
+        norm, moved = of_all(grads, group)
+        return norm.square(), moved
+
+    return together(shards, optimizer, scale, max_norm, group, backoff, agree)
+
+
+def multiplies_always(shards, optimizer, scale, max_norm, group, backoff=0.5):
+    """Clipping is a multiplication: only where the norm is too large."""
+    def clip(grads, norm, max_norm):
+        for grad in grads:
+            grad.mul_(max_norm / norm)
+
+    return together(shards, optimizer, scale, max_norm, group, backoff, of_all, clip=clip)
+
+
 def two_messages(shards, optimizer, scale, max_norm, group, backoff=0.5):
     """A flag first, then the norm: it would have said so."""
     def agree(grads, group):
@@ -829,6 +895,12 @@ def float32_values(x, dtype):
     return values.float(), scale
 
 
+def never_clamps(x, dtype):
+    """The largest value becomes the largest number: or a rounding more."""
+    scale = right_scale(x, dtype)
+    return (x.float() / scale).to(dtype), scale
+
+
 def agreed(largest, group, op=dist.ReduceOp.MAX):
     dist.all_reduce(largest, op=op, group=group)
     return largest
@@ -885,6 +957,13 @@ def signed(shard, dtype, group):
     return rounded(shard, torch.where(largest == 0, 1.0, largest / torch.finfo(dtype).max), dtype)
 
 
+def never_clamps_a_shard(shard, dtype, group):
+    """As never_clamps, agreed upon."""
+    largest = agreed(shard.abs().max().float(), group)
+    scale = torch.where(largest == 0, 1.0, largest / torch.finfo(dtype).max)
+    return (shard.float() / scale).to(dtype), scale
+
+
 def zeros_everywhere(shard, dtype, group):
     """A shard of zeros is none of a whole tensor: it is zero all the same."""
     return rounded(shard, agreed(shard.abs().max().float(), group) / torch.finfo(dtype).max, dtype)
@@ -910,6 +989,7 @@ MISTAKES = {
         mean_of_shares: "a mean of the tensors' shares",
         scales_too_late: "multiply before the conversion",
         finite_alone: "and they are kept",
+        keeps_what_is_finite: "is not flushed: it is not zero",
         in_place: "the caller needs them",
         divides_by_nothing: "nothing to divide by",
     },
@@ -929,7 +1009,7 @@ MISTAKES = {
         NeverUnscales: "is not divided by the scale",
         NeverClipped: "the gradient is not clipped",
         LooksForInfinity: "stepped with an infinite or NaN gradient",
-        LooksForNaN: "stepped with an infinite or NaN gradient",
+        LooksAtTheLoss: "the loss may be finite",
         ZerosInstead: "momentum and weight decay still move",
         BringsBack: "skip optimizer.step() itself",
         NotInARow: "a skipped step sets the count back to 0",
@@ -974,7 +1054,7 @@ MISTAKES = {
         whole_numbers: "no rounding of your own",
         hides_overflow: "must be seen",
         float32_values: "convert the quotients",
-        divides_in_16_bits: "rounded twice",
+        never_clamps: "clamp the quotients",
     },
     "quantise_shard": {
         own_scale: "each rank has used its own shard's",
@@ -983,11 +1063,16 @@ MISTAKES = {
         nothing_to_scale: "every rank must make the same call",
         scales_first: "values are x / scale",
         signed: "of the absolute values",
+        never_clamps_a_shard: "clamp the quotients",
         zeros_everywhere: "0 / 0",
     },
 }
 
 FURTHER = {
+    "LossScaler": {
+        LooksForNaN: "stepped with an infinite or NaN gradient",
+        MultipliesAlways: "also where the norm is below",
+    },
     "MasterStep": {
         MastersOf16Bits: "its tensors are the masters, float32",
         Truncates: "round to the nearest",
@@ -995,6 +1080,13 @@ FURTHER = {
     "step_together": {
         keeps_gradients: "every .grad is None afterwards",
         skips_by_zeros: "no optimizer.step() on any rank",
+        adds_norms: "that is the sum of the ranks' norms",
+        averages_squares: "added up, not averaged",
+        forgets_the_root: "take the root",
+        multiplies_always: "also where the norm is below",
+    },
+    "quantise": {
+        divides_in_16_bits: "rounded twice",
     },
 }
 """More mistakes than the usual eleven, where there are as many."""
