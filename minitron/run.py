@@ -187,6 +187,13 @@ class Run:
             state["cuda"] = torch.cuda.get_rng_state(self.device)
         return state
 
+    def fill(self, value: Callable[[str, torch.Size], Tensor]) -> None:
+        """Set every parameter to `value(name, full shape)`, in any layout."""
+        if self.parallel is None:
+            fill(self.model, value)
+        else:
+            self.parallel.fill(value)
+
     def restore(self) -> None:
         """Continue exactly where the newest checkpoint was written, also in another layout.
 
@@ -194,11 +201,10 @@ class Run:
         """
         state = checkpoint.load_latest(self.folder / "checkpoints")
         require_same_training(state, self)
+        self.fill(lambda name, shape: state["model"][name])
         if self.parallel is None:
-            fill(self.model, lambda name, shape: state["model"][name])
             self.optimizer.load_state_dict(state["optimizer"])
         else:
-            self.parallel.fill(lambda name, shape: state["model"][name])
             self.parallel.load_optimizer_state(state["optimizer"])
         self.step, self.position = state["step"], state["position"]
         if self.loss_scale is not None:

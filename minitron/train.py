@@ -21,6 +21,9 @@ from minitron.comm.agreement import Group, gathered, one_fault_ends_all
 from minitron.comm.launch import torchrun_group
 from minitron.config import Config, ConfigError, require
 from minitron.config_file import from_dict, load, to_dict
+from minitron.hugging_face.config import read_model_config
+from minitron.hugging_face.folder import require_same_tokens
+from minitron.hugging_face.weights import Weights
 from minitron.measure.clock import Clock, Speed, peak_flops
 from minitron.measure.metrics import MetricsLog
 from minitron.parallel.simulator import simulate
@@ -28,11 +31,15 @@ from minitron.precision import PRECISIONS
 from minitron.run import Run
 
 
-def train(config: Config, folder: Path, resume: bool = False, group: Group = None) -> Run:
+def train(
+    config: Config, folder: Path, resume: bool = False, group: Group = None,
+    weights: Path | None = None,
+) -> Run:
     """Train until `config.train.steps`, or until SIGINT or SIGTERM, and save at the end.
 
     `folder` receives config.json, metrics.jsonl and checkpoints/. With `resume` the run in it is
-    continued bit for bit; otherwise it must not hold one. `group` holds all ranks;
+    continued bit for bit; otherwise it must not hold one. A new one starts from the parameters in
+    `weights`, a folder of Hugging Face's, if there is one. `group` holds all ranks;
     rank 0 writes what the others read.
     """
     with one_fault_ends_all(group):
@@ -41,9 +48,13 @@ def train(config: Config, folder: Path, resume: bool = False, group: Group = Non
             f"{folder}: already holds a run; add --resume to continue it, or choose another "
             "--run-dir",
         )
+        if weights is not None:
+            require_same_tokens(weights, config.data.path)
         run = Run(config, folder, group)
         if resume:
             run.restore()
+        elif weights is not None:
+            run.fill(Weights(weights, run.config.model))
         log = MetricsLog(folder / "metrics.jsonl" if run.rank == 0 else Path(os.devnull))
         if run.rank == 0:
             log.forget_after(run.step)
@@ -132,6 +143,8 @@ class TrainOptions(Config):
     """Where the run is kept. Default: runs/NAME of the file, numbered if it is taken."""
     resume: bool = False
     """Continue the run bit for bit from its newest checkpoint."""
+    weights: Path | None = None
+    """Start from a folder of Hugging Face's, a Llama or GPT-2: its config.json fills in [model]."""
 
 
 def read_options(args: list[str], kind: type[TrainOptions] = TrainOptions) -> TrainOptions:
@@ -142,11 +155,18 @@ def read_options(args: list[str], kind: type[TrainOptions] = TrainOptions) -> Tr
             f"{word}: the TOML file must come first, as in `minitron train {word} ...`",
         )
     words = [part for word in args for part in word.split("=", 1)]  # --run-dir=x too
-    config = Config()
+    model = None
+    if "--weights" in words[:-1]:
+        require("--resume" not in words, "--weights with --resume: a resumed run has weights of "
+                "its own; leave one of them out")
+        model = read_model_config(Path(words[words.index("--weights") + 1]))
+
     if args and not args[0].startswith("-"):
-        config = load(Path(args[0]))
+        config = load(Path(args[0]), model)
     elif "--resume" in words and "--run-dir" in words[:-1]:
         config = load_saved(Path(words[words.index("--run-dir") + 1]))
+    else:
+        config = from_dict({}, model=model)
     return command_line.parse(kind, args, "minitron train", kind(**vars(config)))
 
 
@@ -166,7 +186,7 @@ def start(options: TrainOptions) -> Run:
     with torchrun_group() as group:
         folder = options.run_dir or default_folder(options.file, options.resume)
         folder = gathered(folder, group)[0]  # rank 0 may have made it before another has looked
-        run = train(config, folder, options.resume, group)
+        run = train(config, folder, options.resume, group, options.weights)
     if run.interruption.signal is not None and run.rank == 0:
         command = "minitron train" if run.size == 1 else "torchrun [as before] -m minitron.train"
         print(f"\nStopped by {run.interruption.signal.name} at step {run.step:,}; saved. "
