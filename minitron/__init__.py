@@ -6,7 +6,7 @@ Layers are folders, techniques are files; imports go downwards only:
     course                              exercises, graders, figures, the doctor
     plan                                before a launch: which hardware, what it costs
     train                               the loop
-    run                                 what a run owns and saves
+    run | hugging_face                  what a run owns and saves; weights for others, from others
     parallelize | checkpoint            in which order a model is cut; save and load
         | corpus | step                 where tokens come from; one step
     parallel                            how the work is cut over ranks

@@ -204,6 +204,14 @@ def load(path: Path, state: dict[str, Boxes], group: Group = None) -> None:
         )
 
 
+def read_tensor(path: Path, name: str) -> torch.Tensor:
+    """One whole tensor of a checkpoint, by its name in it."""
+    shape, dtype = saved_tensors(path)[name]
+    tensor = torch.empty(shape, dtype=dtype)
+    load(path, {name: Boxes.whole(tensor)})
+    return tensor
+
+
 # What ranks do together fails together
 
 

@@ -7,7 +7,7 @@ import what they need when they run: `minitron hint` should not wait for torch.
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -17,6 +17,7 @@ USAGE = """usage: minitron COMMAND [...]
 
   train     train a model               minitron train configs/stories.toml
   data      make or fetch a corpus      minitron data stories | text | python | fineweb
+  export    for transformers, and others minitron export runs/stories my-model
   doctor    check this machine
   check     grade exercises             minitron check 1.2     (or a chapter: minitron check 1)
   hint      one more hint               minitron hint 1.2
@@ -155,6 +156,28 @@ def data(args: list[str]) -> int:
 
 
 @dataclass(frozen=True)
+class Export:
+    run: Positional[Path]
+    """A run's folder, such as runs/stories."""
+    folder: Positional[Path]
+    """Folder to write: config.json, model.safetensors and the tokenizer."""
+    dtype: Literal["as-trained", "float32", "bfloat16", "float16"] = "as-trained"
+    """Of the weights; as-trained: the one that the model has computed with."""
+
+
+def export(args: list[str]) -> int:
+    """Write a run's newest checkpoint in Hugging Face's format."""
+    from minitron.hugging_face.folder import export as write
+
+    options = command_line.parse(Export, args, "minitron export")
+    write(options.run, options.folder, options.dtype)
+    has_tokenizer = (options.folder / "tokenizer.json").is_file()
+    print(f"{options.folder}: the model{'' if has_tokenizer else ', without a tokenizer'}; "
+          f"transformers loads it, and minitron train --weights {options.folder} starts from it")
+    return 0
+
+
+@dataclass(frozen=True)
 class Exercises:
     ids: Positional[tuple[str, ...]] = ()
     """Exercises such as 1.2, or chapters such as 1; none means all."""
@@ -226,7 +249,7 @@ def doctor(args: list[str]) -> int:
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     function.__name__: function
-    for function in (train, data, doctor, check, hint, status, reset, solution)
+    for function in (train, data, export, doctor, check, hint, status, reset, solution)
 }
 
 

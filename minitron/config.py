@@ -51,6 +51,8 @@ class ModelConfig:
     """Probability of dropping an attention probability or a branch's output, while training."""
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies (llama only)."""
+    rope_scaling: float = 1.0
+    """By how much Llama since 3.1 slows down rotations of more than 8192 tokens; 1: not at all."""
     norm_eps: float = 1e-5
     """Added to the variance in every norm."""
 
@@ -64,6 +66,8 @@ class ModelConfig:
             0 <= self.dropout < 1,
             f"model.dropout = {self.dropout}: a probability from 0 to less than 1",
         )
+        require(self.rope_scaling >= 1, f"model.rope_scaling = {self.rope_scaling}: must be 1 "
+                "(off) or more")
         require(
             self.width % self.num_heads == 0,
             f"model.width = {self.width} is not a multiple of model.num_heads = {self.num_heads}: "

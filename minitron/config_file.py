@@ -6,11 +6,11 @@ import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
-from minitron.config import Config, ConfigError, require
+from minitron.config import Config, ConfigError, ModelConfig, require
 
 
-def load(path: Path) -> Config:
-    """Read a `Config` from a TOML file; what it leaves out keeps its default.
+def load(path: Path, model: ModelConfig | None = None) -> Config:
+    """Read a `Config` from a TOML file; what it leaves out keeps its default, or that of `model`.
 
     Raises ConfigError if the file is missing, is not TOML, or holds an unknown or ill-typed key.
     """
@@ -22,15 +22,16 @@ def load(path: Path) -> Config:
         tables = tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
-    return from_dict(tables, where=str(path))
+    return from_dict(tables, where=str(path), model=model)
 
 
-def from_dict(tables: dict, where: str = "config") -> Config:
+def from_dict(tables: dict, where: str = "config", model: ModelConfig | None = None) -> Config:
     """Build a `Config` from nested dictionaries, the inverse of `to_dict`."""
-    sections = {f.name: f.default_factory for f in dataclasses.fields(Config)}
+    sections = {f.name: f.default_factory() for f in dataclasses.fields(Config)}
+    sections["model"] = model or sections["model"]
     require_known(tables, sections, where)
-    return Config(**{name: _section(sections[name], table, f"{where}: {name}")
-                     for name, table in tables.items()})
+    return Config(**{name: _section(default, tables.get(name, {}), f"{where}: {name}")
+                     for name, default in sections.items()})
 
 
 def to_dict(config: Config) -> dict:
@@ -40,12 +41,12 @@ def to_dict(config: Config) -> dict:
     return tables
 
 
-def _section(cls: type, table: dict, where: str):
+def _section(default, table: dict, where: str):
     require(isinstance(table, dict), f"{where} = {table!r}: must be a table of keys")
-    fields = {f.name: f for f in dataclasses.fields(cls)}
+    fields = {f.name: f for f in dataclasses.fields(default)}
     require_known(table, fields, where)
-    return cls(**{key: _typed(fields[key].type, value, f"{where}.{key}")
-                  for key, value in table.items()})
+    return dataclasses.replace(default, **{key: _typed(fields[key].type, value, f"{where}.{key}")
+                                           for key, value in table.items()})
 
 
 def _typed(expected, value, where: str):

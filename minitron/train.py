@@ -23,6 +23,9 @@ from minitron.comm.launch import restarts, torchrun_group
 from minitron.comm.watchdog import Watchdog
 from minitron.config import Config, ConfigError, require
 from minitron.config_file import from_dict, load, to_dict
+from minitron.hugging_face.config import read_model_config
+from minitron.hugging_face.folder import require_same_tokens
+from minitron.hugging_face.weights import Weights
 from minitron.measure.clock import Clock, Speed, peak_flops
 from minitron.measure.metrics import MetricsLog
 from minitron.parallel.simulator import simulate
@@ -33,13 +36,15 @@ SMALLEST_SCALE = 2.0**-24  # of a loss: with it float16 holds gradients of up to
 
 
 def train(
-    config: Config, folder: Path, resume: bool = False, group: Group = None, restart: bool = False
+    config: Config, folder: Path, resume: bool = False, group: Group = None, restart: bool = False,
+    weights: Path | None = None,
 ) -> Run:
     """Train until `config.train.steps`, or until SIGINT or SIGTERM, and save at the end.
 
     `folder` receives config.json, metrics.jsonl and checkpoints/. With `resume` the run in it is
     continued bit for bit, with `restart` begun anew if it has no checkpoint; otherwise it must not
-    hold one. `group` holds all ranks; rank 0 writes what the others read.
+    hold one. A new one starts from the parameters in `weights`, a folder of Hugging Face's, if
+    there is one. `group` holds all ranks; rank 0 writes what the others read.
     """
     with one_fault_ends_all(group):
         require(
@@ -47,10 +52,14 @@ def train(
             f"{folder}: already holds a run; add --resume to continue it, or choose another "
             "--run-dir",
         )
+        if weights is not None:
+            require_same_tokens(weights, config.data.path)
         run = Run(config, folder, group)
         saved = gathered(checkpoints(folder / "checkpoints"), group)[0]
         if resume or (restart and saved):
             run.restore()
+        elif weights is not None:
+            run.whole.fill(Weights(weights, run.config.model))
         log = MetricsLog(folder / "metrics.jsonl" if run.rank == 0 else Path(os.devnull))
         if run.rank == 0:
             log.forget_after(run.step)
@@ -163,6 +172,8 @@ class TrainOptions(Config):
     restart: bool = False
     """Continue the run in --run-dir if it has a checkpoint, else begin it: the same command, again
     and again, until it is done."""
+    weights: Path | None = None
+    """Start from a folder of Hugging Face's, a Llama or GPT-2: its config.json fills in [model]."""
 
 
 def read_options(args: list[str], kind: type[TrainOptions] = TrainOptions) -> TrainOptions:
@@ -173,11 +184,18 @@ def read_options(args: list[str], kind: type[TrainOptions] = TrainOptions) -> Tr
             f"{word}: the TOML file must come first, as in `minitron train {word} ...`",
         )
     words = [part for word in args for part in word.split("=", 1)]  # --run-dir=x too
-    config = Config()
+    model = None
+    if "--weights" in words[:-1]:
+        require("--resume" not in words, "--weights with --resume: a resumed run has weights of "
+                "its own; leave one of them out")
+        model = read_model_config(Path(words[words.index("--weights") + 1]))
+
     if args and not args[0].startswith("-"):
-        config = load(Path(args[0]))
+        config = load(Path(args[0]), model)
     elif "--resume" in words and "--run-dir" in words[:-1]:
         config = load_saved(Path(words[words.index("--run-dir") + 1]))
+    else:
+        config = from_dict({}, model=model)
     return command_line.parse(kind, args, "minitron train", kind(**vars(config)))
 
 
@@ -205,7 +223,7 @@ def start(options: TrainOptions) -> Run:
         restart = options.restart or largest(count, group) > 0
         folder = options.run_dir or default_folder(options.file, options.resume)
         folder = gathered(folder, group)[0]  # rank 0 may have made it before another has looked
-        run = train(config, folder, options.resume, group, restart)
+        run = train(config, folder, options.resume, group, restart, options.weights)
     if run.interruption.signal is not None and run.rank == 0:
         command = "minitron train" if run.size == 1 else "torchrun [as before] -m minitron.train"
         print(f"\nStopped by {run.interruption.signal.name} at step {run.step:,}; saved. "
