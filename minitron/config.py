@@ -200,7 +200,7 @@ class ParallelConfig:
     """When gradients are sent: after the backward pass, each as it is ready, or in buckets."""
     zero: Literal[0, 1, 2, 3] = 0
     """ZeRO's stage: each rank keeps its part of 1: optimizer state, 2: and gradients, 3: and
-    weights."""
+    weights. With pp 1, or 2 without sync_every_micro_batch, which then holds as much as 1."""
     sync_every_micro_batch: bool = True
     """Stages 2 and 3: reduce gradients after each micro-batch, so that their sums are sharded.
     Switched off they travel once a step, but each rank holds them whole until then."""
@@ -262,7 +262,8 @@ class Config:
         parallel, tp = self.parallel, self.parallel.tp
         num_stages = parallel.pp * parallel.chunks
         require(self.model.num_layers >= num_stages, f"model.num_layers = {self.model.num_layers} "
-                f"does not fill parallel.pp x parallel.chunks = {num_stages} stages: lower these")
+                f"does not fill parallel.pp x parallel.chunks = {num_stages} stages: lower them "
+                f"to {self.model.num_layers} at most, or add layers")
         if self.train.compile:
             require(parallel.zero < 3, f"train.compile with parallel.zero = {parallel.zero}: a "
                     "compiled model keeps the weights that stage 3 frees; switch it off, or use 2")

@@ -24,12 +24,7 @@ from minitron.parallel.parts import Boxes
 from minitron.parallelize import build, lay_out
 from minitron.precision import PRECISIONS, LossScale, low_precision
 from minitron.process import Interruption, pick_device
-from minitron.run_checks import (
-    num_readers,
-    require_micro_batches,
-    require_ranks,
-    require_validation,
-)
+from minitron.run_checks import num_readers, require_ranks, require_validation
 from minitron.step import (
     IGNORED,
     accumulate_gradients,
@@ -52,6 +47,7 @@ class Run:
     def __init__(self, config: Config, folder: Path, group: Group = None):
         self.group = group
         self.rank, self.size = rank_and_size(group)
+        self.config = config = with_vocabulary_of_data(config)  # which tp divides
         require_ranks(config, self.size)
         S = config.data.sequence_length
         self.dataset = TokenDataset(config.data.path, "train", S, config.train.seed)
@@ -59,7 +55,6 @@ class Run:
 
         self.num_eval_sequences = min(config.train.eval_sequences, self.validation.num_samples)
         require_validation(self.num_eval_sequences, num_readers(config, self.size))
-        self.config = config = with_vocabulary_of_data(config)
         self.folder = folder
         self.device = pick_device(config.train.device)
         require_a_gpu_each(self.device, group)
@@ -71,9 +66,7 @@ class Run:
         stage = 0 if mesh is None else mesh.rank("pp")
         torch.manual_seed(config.train.seed + self.data_rank + stage * self.data_size)
         if config.parallel.pp > 1:  # now, rather than in the first step
-            m = self.num_micro_batches(config.train.global_batch_size)
-            require_micro_batches(config, m)
-            self.parallel.pipeline.script(m)
+            self.parallel.pipeline.script(self.num_micro_batches(config.train.global_batch_size))
         self.optimizer = make_optimizer(self.model, config.train, self.device)
         self.whole = self.parallel or Combined(self.model, None, None)
         self.whole.shard(self.optimizer)

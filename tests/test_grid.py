@@ -1,0 +1,172 @@
+"""Every two choices together, on up to four ranks and on 2 x 2 x 2: the same training.
+
+`tools/grid.py` tries all combinations on up to 8 ranks.
+"""
+
+import sys
+from functools import cache
+from itertools import combinations
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from minitron.comm.launch import run
+from minitron.config import ConfigError
+from minitron.measure.difference import Moment, first_difference
+from minitron.parallel.combined import Combined
+from minitron.parallel.pipeline_parallel import PipelineParallel
+from minitron.parallel.zero import Zero1
+from minitron.run_checks import require_ranks
+from tools import grid
+from tools.grid import (
+    Case,
+    all_cases,
+    config_of,
+    differences,
+    in_batches,
+    layouts_of,
+    train_all,
+    try_each,
+    why_refused,
+)
+
+EVERY_LAYOUT = [layout for size in range(1, 9) for layout in layouts_of(size)]
+SMALL_LAYOUTS = [layout for size in (1, 2, 3, 4) for layout in layouts_of(size)] + [(2, 2, 2)]
+
+
+def pairs_of(case: Case) -> frozenset:
+    """Every two of its values; the layout, all of (dp, tp, pp), counts as one."""
+    return frozenset(combinations([case[:3], *enumerate(case[3:])], 2))
+
+
+def cover(cases: list[Case]) -> list[Case]:
+    """A few in which every two values are together that are so in any of `cases`.
+
+    Greedy: the next is the first of those with most of the pairs that are missing.
+    """
+    pairs = {case: pairs_of(case) for case in cases}
+    missing, chosen = frozenset().union(*pairs.values()), []
+    while missing:
+        chosen.append(max(cases, key=lambda case: len(pairs[case] & missing)))
+        missing -= pairs[chosen[-1]]
+    return chosen
+
+
+@cache
+def small_cases() -> list[Case]:
+    return [case for case in all_cases(SMALL_LAYOUTS) if why_refused(case) is None]
+
+
+COVERING = sorted(cover(small_cases()), key=lambda case: case.num_ranks)
+BATCHES = list(in_batches(COVERING))
+
+
+def test_every_pair_that_is_offered_is_tried():
+    """By counting, as `cover` does not: of any two columns, the values that occur together."""
+    def together(cases):
+        columns = [(case[:3], *case[3:]) for case in cases]
+        return {(i, j): {(row[i], row[j]) for row in columns}
+                for i, j in combinations(range(len(columns[0])), 2)}
+
+    assert together(COVERING) == together(small_cases())
+    assert len(COVERING) == len(set(COVERING)) < 110
+    zero_and_layout = {(case[:3], grid.DATA[case.data].get("zero", 0)) for case in COVERING}
+    assert len(zero_and_layout) == 4 * len(SMALL_LAYOUTS) - sum(pp > 1 for *_, pp in SMALL_LAYOUTS)
+
+
+@pytest.mark.parametrize("layout", EVERY_LAYOUT, ids=str)
+def test_what_is_refused_is_refused_for_its_reason_and_all_else_is_accepted(layout):
+    for case in all_cases([layout]):
+        reason = why_refused(case)
+        try:
+            require_ranks(config_of(case), case.num_ranks)
+        except ConfigError as error:
+            assert reason is not None and reason in str(error) and "\n" not in str(error), case
+        else:
+            assert reason is None, case
+
+
+@pytest.mark.parametrize("batch", BATCHES, ids=lambda batch: f"{batch[0].num_ranks}-ranks")
+def test_the_training_is_that_of_one_process(batch):
+    found = zip(map(str, batch), try_each(batch), strict=True)
+    assert not {case: wrong for case, wrong in found if wrong}
+
+
+# Mutations: what is seen by trying axes together alone
+
+IN_STAGES = Case(2, 1, 2, "gpt", "zero1", False, "none", "1f1b", "2 pp")
+CUT = Case(1, 2, 2, "llama", "bucketed", True, "none", "1f1b", "2 pp")
+MUTANTS = [
+    (IN_STAGES, Combined, "num_copies", lambda *_: 1),  # a tied embedding counts twice in the norm
+    (IN_STAGES, PipelineParallel, "sum_tied_gradients", lambda *_: None),
+    (IN_STAGES, Zero1, "unshard", lambda *_: None),
+    (CUT, Combined, "num_copies", lambda *_: 1),  # so does a norm's weight
+]
+
+
+def train_mutants(group):
+    records = []
+    for case, owner, name, wrong in MUTANTS:
+        with patch.object(owner, name, wrong):
+            records += train_all(group, [case])
+    return records + train_all(group, [IN_STAGES])
+
+
+def test_the_grid_sees_what_is_broken():
+    by_rank = run(train_mutants, 4, timeout=60, watch=False)
+    for index, (case, _, name, _) in enumerate(MUTANTS):
+        assert differences(case, [records[index] for records in by_rank]), name
+    assert not differences(IN_STAGES, [records[-1] for records in by_rank])
+
+
+def test_the_grid_sees_one_bit():
+    """After an update on one rank alone, too little for the oracle's tolerance."""
+    def records(value):
+        return {"SGD": [Moment(0, kind, {"weight": np.array([1.0, value])})
+                        for kind in ("gradient", "updated")]}
+
+    one, next_one = records(1.0), records(np.nextafter(1.0, 2.0))
+    assert first_difference(one["SGD"], [next_one["SGD"]]) is None
+    assert grid.apart([one, one]) == grid.apart([next_one]) == []
+    assert grid.apart([one, one, next_one]) == [
+        "SGD: weight has other bits on another rank after step 0"]
+
+
+# The command
+
+
+def test_shards_are_disjoint_and_together_everything():
+    cases = list(range(100))
+    shards = [cases[grid.shard(f"{index}/7")] for index in range(1, 8)]
+    assert sorted(sum(shards, [])) == cases
+    for words in ("0/7", "8/7", "7", "a/b"):
+        with pytest.raises(ValueError):
+            grid.shard(words)
+
+
+def test_one_case_that_fails_leaves_the_others_their_results():
+    good = Case(1, 1, 1, "gpt", "bucketed", False, "none", "1f1b", "one")
+    first, (failed,), last = try_each([good, good._replace(sequence=True), good])
+    assert first == last == [] and "parallel.sequence with parallel.tp = 1" in failed
+
+
+def test_the_command_tells_of_each_case_and_fails_if_one_differs(capsys, monkeypatch):
+    def grid_main(*words) -> tuple[int, list[str]]:
+        monkeypatch.setattr(sys, "argv", ["grid.py", *words])
+        return grid.main(), capsys.readouterr().out.splitlines()
+
+    monkeypatch.setattr(grid, "try_each", lambda cases: [[] for _ in cases])
+    code, lines = grid_main("--shard", "1/1500")
+    assert code == 0 and len(lines) == 10 and all(" ok " in line for line in lines)
+    assert grid_main("--shard", "1/1500", "--start", "8") == (0, lines[7:])
+
+    monkeypatch.setattr(grid, "try_each", lambda cases: [
+        ["SGD: one\ntwo"] if case.family == "llama" else [] for case in cases])
+    code, lines = grid_main("--shard", "1/1500")
+    assert code == 1
+    assert lines[lines.index("    SGD: one") - 1].split()[1] == "FAILED"
+
+    code, lines = grid_main("--count")
+    assert code == 0 and lines[0].startswith("14304 cases, each with SGD and AdamW.")
+    assert 14304 + sum(int(line.split()[0]) for line in lines[1:]) == len(all_cases(EVERY_LAYOUT))
