@@ -7,6 +7,7 @@ Layers are folders, techniques are files; imports go downwards only:
     plan                                before a launch: which hardware, what it costs
     train                               the loop
     run | hugging_face                  what a run owns and saves; weights for others, from others
+    run_checks                          do model, data, ranks and checkpoint fit together?
     parallelize | checkpoint            in which order a model is cut; save and load
         | corpus | step                 where tokens come from; one step
     parallel                            how the work is cut over ranks
@@ -14,7 +15,6 @@ Layers are folders, techniques are files; imports go downwards only:
     model | dataset | process           what is trained; which tokens; which device
     cost                                parameters, FLOPs and bytes as formulas
     command_line | config_file          command lines from dataclasses; TOML files
-        | run_checks                    do their values fit together?
     config                              what a run is told
 """
 

@@ -149,12 +149,8 @@ class MasterWeights:
 
     def shard(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Let `optimizer`, made for the parameters, update the masters; returns it."""
-        state = optimizer.state_dict()
-        self.optimizer = optimizer
-        self.optimized = [p for group in optimizer.param_groups for p in group["params"]]
         for group in optimizer.param_groups:
             group["params"] = [self.pieces[p] for p in group["params"]]
-        self.load_optimizer_state(state)
         optimizer.register_step_post_hook(self.round)
         return optimizer
 
@@ -174,30 +170,6 @@ class MasterWeights:
     def full_gradients(self) -> dict[str, Tensor | None]:
         """Every gradient after `hand_over`, by name."""
         return {name: self.pieces[p].grad for p, name in self.names.items()}
-
-    def optimizer_state(self) -> dict:
-        """The optimizer's `state_dict()`, with the masters in it as "master"."""
-        state = self.optimizer.state_dict()
-        kept = {number: {**state["state"].get(number, {}), "master": self.pieces[p]}
-                for number, p in enumerate(self.optimized)}
-        return {**state, "state": kept}
-
-    def load_optimizer_state(self, state: dict) -> None:
-        """Take such a state; load the model's weights before."""
-        own = {}
-        for number, parameter in enumerate(self.optimized):
-            master = self.pieces[parameter]
-            values = dict(state["state"].get(number, {}))
-            master.copy_(values.pop("master", fresh(master, parameter.detach())))
-            if values:
-                own[number] = values
-        self.optimizer.load_state_dict({**state, "state": own})
-        self.round()
-
-
-def fresh(master: Tensor, weight: Tensor) -> Tensor:
-    """`master` where it rounds to `weight`; `weight` where that has been changed since."""
-    return torch.where(master.to(weight.dtype) == weight, master, weight.to(master.dtype))
 
 
 class LossScale:

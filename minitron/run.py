@@ -1,6 +1,5 @@
 """A run: everything it owns, one step of it, and what its checkpoint holds."""
 
-import dataclasses
 import math
 import signal
 from collections.abc import Callable
@@ -8,14 +7,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from minitron import checkpoint
 from minitron.comm.agreement import Group, gathered, largest, rank_and_size
-from minitron.config import Config, ConfigError, require
+from minitron.config import Config, ConfigError
 from minitron.config_file import to_dict
-from minitron.corpus.folder import end_of_document, load_tokenizer, read_corpus_info
+from minitron.corpus.folder import end_of_document, load_tokenizer
 from minitron.dataset import TokenDataset
 from minitron.measure.divergence import FirstFault
 from minitron.model.generate import generate
@@ -24,7 +22,14 @@ from minitron.parallel.parts import Boxes
 from minitron.parallelize import build, lay_out
 from minitron.precision import PRECISIONS, LossScale, low_precision
 from minitron.process import Interruption, pick_device
-from minitron.run_checks import num_readers, require_ranks, require_validation
+from minitron.run_checks import (
+    num_readers,
+    require_a_gpu_each,
+    require_ranks,
+    require_same_training,
+    require_validation,
+    with_vocabulary_of_data,
+)
 from minitron.step import (
     IGNORED,
     accumulate_gradients,
@@ -220,7 +225,7 @@ class Run:
         """
         path = checkpoint.newest_good(self.folder / "checkpoints", self.group)
         facts = checkpoint.facts_of(path)
-        require_same_training(facts, self)
+        require_same_training(facts, self.config, self.folder, self.dataset.fingerprint())
         read = partial(checkpoint.load, path, group=self.group)
         self.whole.load_state(checkpoint.saved_tensors(path), read)
         self.step, self.position = facts["step"], facts["position"]
@@ -243,60 +248,3 @@ class Run:
             return None  # one that has come since is kept for the next step
         self.interruption.signal = signal.Signals(number)
         return self.interruption.signal
-
-
-def require_a_gpu_each(device: torch.device, group: Group) -> None:
-    """Raise ConfigError if ranks would share a GPU: they have joined without NCCL then."""
-    if device.type == "cuda" and group is not None:
-        num_devices = torch.cuda.device_count()
-        require(
-            "cuda:nccl" in dist.get_backend_config(group),
-            f"{group.size()} ranks without a GPU each, of which this machine has {num_devices}: "
-            f"start torchrun with --nproc-per-node {num_devices}, or set train.device to cpu",
-        )
-
-
-def with_vocabulary_of_data(config: Config) -> Config:
-    """Fill in `model.vocab_size` from the data, or check that the data's tokens fit in it."""
-    data_size = read_corpus_info(config.data.path)["vocab_size"]
-    model_size = config.model.vocab_size
-    require(
-        model_size == 0 or model_size >= data_size,
-        f"model.vocab_size = {model_size} is smaller than the {data_size} tokens of "
-        f"{config.data.path}: set it to 0 or to at least {data_size}",
-    )
-    if model_size > 0:
-        return config
-    return dataclasses.replace(
-        config, model=dataclasses.replace(config.model, vocab_size=data_size)
-    )
-
-
-MAY_CHANGE = {"steps", "log_every", "eval_every", "eval_sequences", "checkpoint_every",
-              "keep_checkpoints", "async_checkpoint", "hang_timeout", "device",
-              "recompute"}
-"""Fields of TrainConfig that a resumed run may be given anew: no step is computed differently."""
-
-
-def require_same_training(state: dict, run: Run) -> None:
-    """Raise ConfigError if the run would not continue what the checkpoint's `state` was."""
-    saved, asked = state["config"], to_dict(run.config)
-    fixed = [("model", key) for key in saved["model"]] + [("data", "sequence_length")]
-    fixed += [("train", key) for key in saved["train"] if key not in MAY_CHANGE]
-    for section, key in fixed:
-        before, now = saved[section][key], asked[section][key]
-        require(
-            before == now,
-            f"{section}.{key} = {now}, but {run.folder} was trained with {before}: "
-            f"set it to {before}, or start a new run without --resume",
-        )
-    require(
-        state["fingerprint"] == run.dataset.fingerprint(),
-        f"{run.config.data.path}: holds other tokens than {run.folder} was trained on; "
-        "write the same corpus again, or start a new run without --resume",
-    )
-    require(
-        state["step"] <= run.config.train.steps,
-        f"train.steps = {run.config.train.steps}, but {run.folder} is at step {state['step']}: "
-        "ask for more steps",
-    )

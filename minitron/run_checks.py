@@ -1,15 +1,22 @@
-"""What must fit together before a run begins: its layout, the ranks there are, and the data.
+"""What must fit together before a run begins: its layout, ranks, data, and what it continues.
 
-Functions of integers. What cannot work is refused, with the nearest layouts that do. What works
+What cannot work is refused, with the nearest layouts that do. What works
 slowly is not: fewer micro-batches than stages leave ranks idle, and a run says for how long.
 
-Read in this order: require_ranks, require_layout, layouts_that_fit.
+Read in this order: require_ranks, require_layout, layouts_that_fit; require_same_training.
 """
 
 from dataclasses import replace
 from math import ceil, log
+from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
+from minitron.comm.agreement import Group
 from minitron.config import Config, ConfigError, ModelConfig, ParallelConfig, require
+from minitron.config_file import to_dict
+from minitron.corpus.folder import read_corpus_info
 
 NUM_OFFERED = 2  # layouts in a message
 
@@ -132,3 +139,58 @@ def flags(asked: ParallelConfig, dp: int, tp: int, pp: int) -> str:
     changes = [f"--parallel.{axis} {ranks}" for axis, ranks in (("tp", tp), ("pp", pp))
                if ranks != getattr(asked, axis)]
     return " ".join([*changes, f"--parallel.dp {dp}" if asked.dp else f"(dp {dp})"])
+
+
+def require_a_gpu_each(device: torch.device, group: Group) -> None:
+    """Raise ConfigError if ranks would share a GPU: they have joined without NCCL then."""
+    if device.type == "cuda" and group is not None:
+        num_devices = torch.cuda.device_count()
+        require(
+            "cuda:nccl" in dist.get_backend_config(group),
+            f"{group.size()} ranks without a GPU each, of which this machine has {num_devices}: "
+            f"start torchrun with --nproc-per-node {num_devices}, or set train.device to cpu",
+        )
+
+
+def with_vocabulary_of_data(config: Config) -> Config:
+    """Fill in `model.vocab_size` from the data, or check that the data's tokens fit in it."""
+    data_size = read_corpus_info(config.data.path)["vocab_size"]
+    model_size = config.model.vocab_size
+    require(
+        model_size == 0 or model_size >= data_size,
+        f"model.vocab_size = {model_size} is smaller than the {data_size} tokens of "
+        f"{config.data.path}: set it to 0 or to at least {data_size}",
+    )
+    if model_size > 0:
+        return config
+    return replace(config, model=replace(config.model, vocab_size=data_size))
+
+
+MAY_CHANGE = {"steps", "log_every", "eval_every", "eval_sequences", "checkpoint_every",
+              "keep_checkpoints", "async_checkpoint", "hang_timeout", "device",
+              "recompute"}
+"""Fields of TrainConfig that a resumed run may be given anew: no step is computed differently."""
+
+
+def require_same_training(facts: dict, config: Config, folder: Path, fingerprint: str) -> None:
+    """Raise ConfigError if the run would not continue what the checkpoint's `facts` tell of."""
+    saved, asked = facts["config"], to_dict(config)
+    fixed = [("model", key) for key in saved["model"]] + [("data", "sequence_length")]
+    fixed += [("train", key) for key in saved["train"] if key not in MAY_CHANGE]
+    for section, key in fixed:
+        before, now = saved[section][key], asked[section][key]
+        require(
+            before == now,
+            f"{section}.{key} = {now}, but {folder} was trained with {before}: "
+            f"set it to {before}, or start a new run without --resume",
+        )
+    require(
+        facts["fingerprint"] == fingerprint,
+        f"{config.data.path}: holds other tokens than {folder} was trained on; "
+        "write the same corpus again, or start a new run without --resume",
+    )
+    require(
+        facts["step"] <= config.train.steps,
+        f"train.steps = {config.train.steps}, but {folder} is at step {facts['step']}: "
+        "ask for more steps",
+    )

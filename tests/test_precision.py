@@ -29,6 +29,7 @@ from minitron.precision import (
     low_precision,
 )
 from minitron.step import accumulate_over_ranks, make_optimizer, train_step
+from tests.parallel.saving import load, saved
 
 CPU = torch.device("cpu")
 MODEL = ModelConfig("llama", 32, 16, 2, 48, 4, 2, 64)
@@ -327,15 +328,14 @@ def test_without_a_scale_small_gradients_are_zero():
 
 
 def test_a_checkpoint_keeps_masters_in_all_bits():
-    """State of one stage loaded by another: float32 weights, of which the model's are rounded."""
+    """Float32 weights, of which the model's are rounded."""
     config = config_of("bf16")
     model, parallel, optimizer, forward = made(None, config)
     train_step(forward, optimizer, micro_batches((0, 1)), 1e-2, 1.0, parallel)
-    weights, state = parallel.full_parameters(), parallel.optimizer_state()
+    state = saved(parallel)
     masters = {name: parallel.pieces[p].clone() for name, p in model.named_parameters()}
     again, parallel, *_ = made(None, dataclasses.replace(config))
-    parallel.fill(lambda name, shape: weights[name])
-    parallel.load_optimizer_state(state)
+    load(parallel, state)
     for name, parameter in again.named_parameters():
         assert torch.equal(parallel.pieces[parameter], masters[name])
         assert torch.equal(parameter, masters[name].to(torch.bfloat16))

@@ -34,7 +34,8 @@ from minitron.measure.ledger import Ledger
 from minitron.measure.meter import Meter
 from minitron.measure.metrics import read_metrics
 from minitron.process import Interruption
-from minitron.run import Run, require_a_gpu_each
+from minitron.run import Run
+from minitron.run_checks import require_a_gpu_each
 from tests.test_train import command, trained, wait_for
 
 MODEL = ModelConfig(max_sequence_length=32, num_layers=2, width=32, num_heads=2, num_kv_heads=1,

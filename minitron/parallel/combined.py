@@ -14,7 +14,6 @@ from itertools import chain
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from minitron.comm.agreement import gathered, rank_and_size
 from minitron.model.transformer import global_name, global_parameters
@@ -22,7 +21,7 @@ from minitron.parallel.data_parallel import DataParallel
 from minitron.parallel.fsdp import FullyShardedDataParallel
 from minitron.parallel.parts import Boxes, Part
 from minitron.parallel.pipeline_parallel import MicroBatches, PipelineParallel
-from minitron.parallel.shards import clip_pieces, on_cpu
+from minitron.parallel.shards import clip_pieces
 from minitron.parallel.tensor_parallel import TensorParallel
 from minitron.parallel.zero import Zero1
 from minitron.precision import MasterWeights
@@ -100,10 +99,9 @@ class Combined:
 
     def shard(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Let `optimizer`, made for the model's parameters, update what this rank keeps."""
-        names = {p: name for name, p in global_parameters(self.model)}
         self.optimizer = optimizer
-        self.optimized = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
-        optimizer = optimizer if self.keeper is None else self.keeper.shard(optimizer)
+        if self.keeper is not None:
+            self.keeper.shard(optimizer)
         if self.pipeline is not None:
             optimizer.register_step_post_hook(self.pipeline.share_tied_weight)
         return optimizer
@@ -111,57 +109,6 @@ class Combined:
     def make_optimizer(self, factory: Callable[[list], torch.optim.Optimizer]):
         """`factory(parameters)`, sharded: the oracle asks for it."""
         return self.shard(factory([p for p in self.model.parameters() if p.requires_grad]))
-
-    def all_optimized(self) -> list[list[str]]:
-        """The parameters of each group of the optimizer, those of all stages, in their order."""
-        if self.pipeline is None:
-            return self.optimized
-        by_stage = gathered(self.optimized, self.pipeline.group)
-        return [sorted(set(chain(*groups)), key=self.pipeline.names.index)
-                for groups in zip(*by_stage, strict=True)]
-
-    def optimizer_state(self) -> dict:
-        """The state of an optimizer of the whole model; every rank must call it."""
-        keeper = self.keeper
-        state = self.optimizer.state_dict() if keeper is None else keeper.optimizer_state()
-        names = list(chain(*self.optimized))
-        by_name = {names[number]: values for number, values in state["state"].items()}
-        if self.tensor is not None:
-            by_name = self.with_tensors(by_name, self.tensor.join)
-        by_name = self.of_all_stages(by_name)
-        return numbered(by_name, self.all_optimized(), state["param_groups"])
-
-    def load_optimizer_state(self, state: dict) -> None:
-        """Take what this rank keeps of a whole state; every rank must call it."""
-        names = list(chain(*self.all_optimized()))
-        by_name = {names[number]: values for number, values in state["state"].items()}
-        own = {name: by_name[name] for name in chain(*self.optimized) if name in by_name}
-        if self.tensor is not None:
-            own = self.with_tensors(own, lambda cut, full: cut.copy_of(full))
-        state = numbered(own, self.optimized, state["param_groups"])
-        if self.keeper is None:
-            self.optimizer.load_state_dict(state)
-        else:
-            self.keeper.load_optimizer_state(state)
-
-    def with_tensors(self, state: dict[str, dict], change: Callable) -> dict[str, dict]:
-        """Change what has a number for each element; counts of steps, 0-d, stay."""
-        return {
-            name: {
-                key: change(self.tensor.cuts[name], value)
-                if isinstance(value, Tensor) and value.dim() > 0 else value
-                for key, value in values.items()
-            }
-            for name, values in state.items()
-        }
-
-    def of_all_stages(self, own: dict) -> dict:
-        """What the ranks of the pipeline have by name, together and on the CPU."""
-        if self.pipeline is None:
-            return own
-        by_stage = gathered(tree_map(on_cpu, own), self.pipeline.group)
-        return {name: value for part in reversed(by_stage)  # a tied one is the first stage's
-                for name, value in part.items()}
 
     # Saving and loading at any layout
 
@@ -256,23 +203,20 @@ class Combined:
 
     def whole(self, parts: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
         parts = {global_name(self.model, name): part for name, part in parts.items()}
-        return self.of_all_stages(parts if self.tensor is None else self.tensor.whole(parts))
+        parts = parts if self.tensor is None else self.tensor.whole(parts)
+        if self.pipeline is None:
+            return parts
+        own = {name: part if part is None else part.to("cpu", copy=True)
+               for name, part in parts.items()}
+        by_stage = gathered(own, self.pipeline.group)
+        return {name: value for part in reversed(by_stage)  # a tied one is the first stage's
+                for name, value in part.items()}
 
     def whole_model(self) -> nn.Module:
         """The model with logits (B, S, V), to draw tokens from."""
         if self.tensor is None and self.pipeline is None:
             return self.model
         return WholeLogits(self.model, self.tensor, self.pipeline)
-
-
-def numbered(by_name: dict[str, dict], names: list[list[str]], groups: list[dict]) -> dict:
-    """An optimizer's state_dict for parameters called `names`, group by group."""
-    number = {name: index for index, name in enumerate(chain(*names))}
-    return {
-        "state": {number[name]: values for name, values in by_name.items()},
-        "param_groups": [group | {"params": [number[name] for name in of_group]}
-                         for group, of_group in zip(groups, names, strict=True)],
-    }
 
 
 class WholeLogits(nn.Module):

@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 
 from minitron.comm.collectives import broadcast
 from minitron.parallel.data_parallel import DataParallel, no_gradient
-from minitron.parallel.shards import also_discard, clip_pieces, cut_piece
+from minitron.parallel.shards import also_discard, clip_pieces
 from minitron.parallel.units import Unit, root_modules, split_into_units
 
 
@@ -227,15 +227,11 @@ class FullyShardedDataParallel:
     def shard(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Let `optimizer`, made for the model's parameters, update this rank's pieces instead.
 
-        Its groups and their options stay. For optimizers that treat every element alike: SGD, Adam
-        and most others, but not LBFGS, Adafactor or Muon.
+        Its groups and their options stay; it has not taken a step yet. For optimizers that treat
+        every element alike: SGD, Adam and most others, but not LBFGS, Adafactor or Muon.
         """
-        state = optimizer.state_dict()
-        self.optimizer = optimizer
-        self.optimized = [p for group in optimizer.param_groups for p in group["params"]]
         for group in optimizer.param_groups:
             group["params"] = [self.pieces[p] for p in group["params"]]
-        self.load_optimizer_state(state)
         also_discard(optimizer, self.discard)
         optimizer.register_step_pre_hook(self.require_finished)
         optimizer.register_step_post_hook(lambda *_: self.reshard())  # what is gathered is old now
@@ -249,26 +245,6 @@ class FullyShardedDataParallel:
         """`factory(parameters)`, sharded: the oracle asks for it."""
         return self.shard(factory([p for p in self.names if p.requires_grad]))
 
-    def optimizer_state(self) -> dict:
-        """What the `state_dict()` of an optimizer of the whole model would be, on the CPU.
-
-        Every rank must call it.
-        """
-        whole = self.gather(lambda piece: self.optimizer.state.get(piece, {}))
-        state = {number: whole[p] for number, p in enumerate(self.optimized) if whole[p]}
-        return {**self.optimizer.state_dict(), "state": state}
-
-    def load_optimizer_state(self, state: dict) -> None:
-        """Take this rank's pieces of a whole state, whatever the number of ranks that saved it."""
-        pieces = {}
-        for number, values in state["state"].items():
-            parameter = self.optimized[number]
-            piece = self.pieces[parameter]
-            pieces[number] = {key: cut_piece(key, value, parameter, self.owned[parameter])
-                              for key, value in values.items()}
-            piece.detach().copy_(pieces[number].pop("master", piece))  # float32, of 16-bit weights
-        self.optimizer.load_state_dict({**state, "state": pieces})
-
     # The whole model
 
     def fill(self, value: Callable[[str, torch.Size], Tensor]) -> None:
@@ -279,18 +255,20 @@ class FullyShardedDataParallel:
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Every parameter by name, on the CPU; every rank must call it."""
-        whole = self.gather(lambda piece: {"value": piece.detach()})
-        return {name: whole[p]["value"] for p, name in self.names.items()}
+        whole = self.gather(lambda piece: piece.detach())
+        return {name: whole[p] for p, name in self.names.items()}
 
     def full_gradients(self) -> dict[str, Tensor | None]:
         """Every gradient after `finish` by name, on the CPU; every rank must call it."""
-        whole = self.gather(lambda piece: {} if piece.grad is None else {"grad": piece.grad})
-        return {name: whole[p].get("grad") for p, name in self.names.items() if p.requires_grad}
+        whole = self.gather(lambda piece: piece.grad)
+        return {name: whole[p] for p, name in self.names.items() if p.requires_grad}
 
-    def gather(self, values: Callable[[nn.Parameter], dict]) -> dict[nn.Parameter, dict]:
+    def gather(
+        self, value: Callable[[nn.Parameter], Tensor | None]
+    ) -> dict[nn.Parameter, Tensor | None]:
         whole = {}
         for flat in self.flats:
-            own = [values(piece) for piece in flat.pieces.values()]
+            own = [value(piece) for piece in flat.pieces.values()]
             whole.update(zip(flat.parameters, flat.gather(own), strict=True))
         return whole
 

@@ -3,8 +3,7 @@
 A bucket is one flat tensor with a shard for each of the N ranks, filled up at its end so that all
 shards are equally long. A piece is what a shard holds of one parameter.
 
-Read in this order: owned_ranges, Bucket (its attributes, take to hand_over, unshard), share_out;
-then gather_pieces and cut_piece, for saving.
+Read in this order: owned_ranges, Bucket (its attributes, take to hand_over, unshard), share_out.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -166,45 +165,17 @@ def also_discard(optimizer: torch.optim.Optimizer, discard: Callable[[], None]) 
     optimizer.zero_grad = zero_all
 
 
-# A rank has values for its pieces alone; saved is the whole
-
-
 def gather_pieces(
-    own: dict[nn.Parameter, dict], buckets: list[Bucket], group: dist.ProcessGroup
-) -> dict[nn.Parameter, dict]:
-    """Join what every rank keeps for its pieces, by name, on the CPU; all ranks must call it.
-
-    A value None is left out. A parameter without any is an empty dict.
-    """
-    whole: dict[nn.Parameter, dict] = {}
+    own: dict[nn.Parameter, Tensor | None], buckets: list[Bucket], group: dist.ProcessGroup
+) -> dict[nn.Parameter, Tensor | None]:
+    """Join what every rank has for its pieces, on the CPU; all ranks must call it."""
+    whole = {}
     for bucket in buckets:  # one at a time, to keep the messages small
-        kept = {
-            number: {key: on_cpu(value) for key, value in own[p].items() if value is not None}
-            for number, p in enumerate(bucket.parameters) if p in own
-        }
+        # A copy, or the whole bucket would be sent: pickle keeps what a view is a part of.
+        kept = {number: own[p].to("cpu", copy=True) for number, p in enumerate(bucket.parameters)
+                if own.get(p) is not None}
         by_rank = gathered(kept, group)
         for number, p in enumerate(bucket.parameters):
             parts = [of_rank[number] for of_rank in by_rank if number in of_rank]
-            whole[p] = {key: join([part[key] for part in parts], p.shape)
-                        for key in (parts[0] if parts else {})}
+            whole[p] = torch.cat(parts).view(p.shape) if parts else None
     return whole
-
-
-def on_cpu(value):
-    # A copy, or the whole bucket would be sent: pickle keeps what a view is a part of.
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-
-
-def join(parts: list, shape: torch.Size):
-    """The whole of a state; one that does not belong to single elements is equal on all ranks."""
-    if isinstance(parts[0], Tensor) and parts[0].dim() > 0:
-        return torch.cat(parts).view(shape)
-    return parts[0]
-
-
-def cut_piece(key: str, value, parameter: nn.Parameter, own: range):
-    """The part of a whole state that belongs to the elements `own`: a copy."""
-    if not isinstance(value, Tensor):
-        return value
-    is_cut = key != "step" and value.shape == parameter.shape
-    return (value.flatten()[own.start:own.stop] if is_cut else value).clone()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minitron.comm.collectives import all_gather_single, broadcast, reduce_scatter_single
-from minitron.parallel.shards import on_cpu, owned_ranges
+from minitron.parallel.shards import owned_ranges
 
 # An operator, so that the meter can see it. What autograd has saved are views of the storage: they
 # do not keep it full, and find the parameters in it again once it is refilled.
@@ -91,32 +91,15 @@ class Flat:
         self.leaving = self.shard.to(self.full.dtype)
         return all_gather_single(self.full, self.leaving, self.group, async_op=True)
 
-    def gather(self, own: list[dict]) -> list[dict]:
-        """Join what the ranks hold for their pieces, by key and on the CPU.
-
-        Tensors of a piece's elements become tensors of the parameter's shape; what belongs to no
-        single element, a count of steps, is equal on all ranks and stays.
-        """
-        whole: list[dict] = [{} for _ in own]
-        for key in dict.fromkeys(key for values in own for key in values):
-            values = [values.get(key) for values in own]  # None: the optimizer leaves it out
-            first = next((value for value in values if value is not None), None)
-            joined = [None if value is None else on_cpu(value) for value in values]
-            if isinstance(first, Tensor) and first.dim() > 0:
-                joined = self.gather_tensors(values, first)
-            for of_parameter, value, part in zip(whole, joined, values, strict=True):
-                if part is not None:
-                    of_parameter[key] = value
-        return whole
-
-    def gather_tensors(self, values: list[Tensor | None], like: Tensor) -> list[Tensor]:
-        """Join one tensor for each piece, zeros for None."""
-        shard, full = like.new_zeros(len(self.shard)), like.new_empty(len(self.full))
-        for value, place in zip(values, self.cut(shard), strict=True):
+    def gather(self, own: list[Tensor | None]) -> list[Tensor | None]:
+        """Join what the ranks have for their pieces, on the CPU; None is None on all of them."""
+        shard, full = torch.zeros_like(self.shard), self.shard.new_empty(len(self.full))
+        for value, place in zip(own, self.cut(shard), strict=True):
             if value is not None:
                 place.copy_(value)
         all_gather_single(full, shard, self.group)
-        return [tensor.cpu() for tensor in self.join(full)]
+        return [None if value is None else tensor.cpu()
+                for value, tensor in zip(own, self.join(full), strict=True)]
 
     def free(self) -> None:
         """Let go of the full parameters."""

@@ -24,7 +24,6 @@ Reference: Rajbhandari et al. 2019, "ZeRO" (section 5.1, 5.2: the stages; 7.2.1:
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -36,11 +35,9 @@ from minitron.parallel.shards import (
     Bucket,
     also_discard,
     clip_pieces,
-    cut_piece,
     gather_pieces,
     share_out,
 )
-from minitron.precision import fresh
 
 
 class Zero1(DataParallel):
@@ -144,15 +141,11 @@ class Zero1(DataParallel):
     def shard(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Let `optimizer`, made for the parameters, update this rank's pieces alone; returns it.
 
-        Its groups, their options and its state stay. Every `step` ends with the all-gather;
-        `zero_grad` discards what `finish` has not handed over as well.
+        Its groups and their options stay; it has not taken a step yet. Every `step` ends with the
+        all-gather; `zero_grad` discards what `finish` has not handed over as well.
         """
-        state = optimizer.state_dict()
-        self.optimizer = optimizer
-        self.groups = [group["params"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             group["params"] = [self.pieces[p] for p in group["params"] if p in self.pieces]
-        self.load_optimizer_state(state)
         also_discard(optimizer, self.discard)
         optimizer.register_step_pre_hook(self.require_finished)
         optimizer.register_step_post_hook(self.unshard)
@@ -183,51 +176,9 @@ class Zero1(DataParallel):
 
     def full_gradients(self) -> dict[str, Tensor | None]:
         """Every gradient after `finish`, by name, on the CPU; every rank must call it."""
-        own = {p: {"grad": piece.grad} for p, piece in self.pieces.items()}
+        own = {p: piece.grad for p, piece in self.pieces.items()}
         whole = gather_pieces(own, self.buckets, self.group)
-        return {name: whole[p].get("grad") for p, name in self.names.items()}
-
-    def optimizer_state(self) -> dict:
-        """What the `state_dict()` of an optimizer of all parameters would be, on the CPU.
-
-        Every rank must call it. Parameters of 16 bits have their float32 weights there as well,
-        as "master".
-        """
-        own = {p: dict(self.optimizer.state.get(piece, {})) for p, piece in self.pieces.items()}
-        for bucket in self.buckets:
-            if bucket.master is not bucket.shard:
-                for parameter, piece in bucket.pieces.items():
-                    own[parameter]["master"] = piece
-        whole = gather_pieces(own, self.buckets, self.group)
-
-        number = {p: index for index, p in enumerate(chain(*self.groups))}
-        groups = [group | {"params": [number[p] for p in parameters]} for group, parameters
-                  in zip(self.optimizer.param_groups, self.groups, strict=True)]
-        state = {number[p]: values for p, values in whole.items() if p in number and values}
-        return {"state": state, "param_groups": groups}
-
-    def load_optimizer_state(self, state: dict) -> None:
-        """Take this rank's pieces of a whole state; load the model's weights before.
-
-        Every rank must call it.
-        """
-        for bucket in self.buckets:
-            bucket.master.copy_(fresh(bucket.master, bucket.shard))
-        sharded: dict = {"state": {}, "param_groups": []}
-        for parameters, group in zip(self.groups, state["param_groups"], strict=True):
-            numbers = {p: number for p, number in zip(parameters, group["params"], strict=True)
-                       if p in self.pieces}
-            sharded["param_groups"].append(group | {"params": list(numbers.values())})
-            for p, number in numbers.items():
-                own = self.bucket_of[p].owned[p]
-                values = {key: cut_piece(key, value, p, own)
-                          for key, value in state["state"].get(number, {}).items()}
-                self.pieces[p].copy_(values.pop("master", self.pieces[p]))
-                if values:
-                    sharded["state"][number] = values
-        self.optimizer.load_state_dict(sharded)
-        if any("master" in values for values in state["state"].values()):
-            self.unshard()  # float32 weights, of which the model's had been rounded
+        return {name: whole[p] for p, name in self.names.items()}
 
 
 class Zero2(Zero1):

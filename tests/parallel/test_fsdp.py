@@ -28,8 +28,10 @@ from minitron.model.recompute import (
 )
 from minitron.model.transformer import Transformer, initial_value, initialise
 from minitron.parallel import shards, units
+from minitron.parallel.combined import Combined
 from minitron.parallel.fsdp import apply_fsdp
 from minitron.step import make_optimizer, train_step
+from tests.parallel.saving import load, saved
 
 SIZES = (1, 2, 3, 4, 8)
 LAYERS = 4
@@ -426,7 +428,7 @@ TRAIN = TrainConfig(weight_decay=0.5)
 
 def train(model, optimizer, batches, parallel=None):
     """Steps as in a real run, the rank's share of each batch."""
-    rank, size = (0, 1) if parallel is None else (parallel.group.rank(), parallel.group.size())
+    rank, size = (0, 1) if parallel is None else parallel.data_part
     losses = []
     for tokens in batches:
         part = tokens[rank::size]
@@ -436,16 +438,15 @@ def train(model, optimizer, batches, parallel=None):
     return losses
 
 
-def resume(group, batches, saved=None):
-    torch.manual_seed(group.rank())
+def resume(group, batches, state=None):
+    torch.manual_seed(0 if group is None or state is None else 1 + group.rank())
     model = deep("gpt").double()
-    parallel = apply_fsdp(model, group)
+    parallel = Combined(model, None if group is None else apply_fsdp(model, group), None)
     optimizer = parallel.shard(make_optimizer(model, TRAIN, torch.device("cpu")))
-    if saved is not None:
-        parallel.fill(partial(at, saved["parameters"]))
-        parallel.load_optimizer_state(saved["optimizer"])
+    if state is not None:
+        load(parallel, state)
     losses = train(model, optimizer, batches, parallel)
-    state = dict(parameters=parallel.full_parameters(), optimizer=parallel.optimizer_state())
+    state = saved(parallel, group)
     decays = [group["weight_decay"] for group in optimizer.param_groups]
     return losses, state, decays
 
@@ -457,20 +458,16 @@ def test_a_run_goes_on_at_another_number_of_ranks_and_in_one_process():
     optimizer = make_optimizer(model, TRAIN, torch.device("cpu"))
     expected = train(model, optimizer, batches)
 
-    first, saved, decays = run(resume, 3, batches[:1])[1]
-    second, saved, _ = run(resume, 2, batches[1:2], saved)[1]
+    first, state, decays = run(resume, 3, batches[:1])[1]
+    second, state, _ = run(resume, 2, batches[1:2], state)[1]
     assert decays == [0.5, 0.0]  # matrices alone
-    alone = deep("gpt").double()
-    alone.load_state_dict(saved["parameters"], strict=False)
-    alone_optimizer = make_optimizer(alone, TRAIN, torch.device("cpu"))
-    alone_optimizer.load_state_dict(saved["optimizer"])
-    third = train(alone, alone_optimizer, batches[2:])
+    third, state, _ = resume(None, batches[2:], state)
 
     assert first + second + third == pytest.approx(expected, rel=1e-12)
     for name, parameter in model.named_parameters():
         if not name.endswith("key.bias"):  # its gradient is zero but for rounding
-            other = alone.get_parameter(name)
-            torch.testing.assert_close(parameter, other, rtol=1e-10, atol=1e-12)
+            other = state[f"model.{name}"]
+            torch.testing.assert_close(parameter.detach(), other, rtol=1e-10, atol=1e-12)
 
 
 def test_half_precision_computes_and_shards_stay_whole():
@@ -638,22 +635,22 @@ def test_an_optimizer_of_some_parameters_loses_no_state():
     def states(group):
         torch.manual_seed(0)
         model = small_gpt()
-        parallel = apply_fsdp(model, group)
-        names = [n for p, n in parallel.names.items() if parallel.pieces[p].requires_grad]
+        fully = apply_fsdp(model, group)
+        parallel = Combined(model, fully, None)
+        names = [n for p, n in fully.names.items() if fully.pieces[p].requires_grad]
         left_out = {names[2], names[-1]}
-        some = [p for p, n in parallel.names.items() if n in names and n not in left_out]
+        some = [p for p, n in fully.names.items() if n in names and n not in left_out]
         optimizer = parallel.shard(torch.optim.SGD(
             [{"params": some[::2], "momentum": 0.9}, {"params": some[1::2], "momentum": 0.0}],
             lr=0.1))
         model(torch.randint(29, (2, 7))).sum().backward()
         parallel.finish()
         optimizer.step()
-        saved = parallel.optimizer_state()
-        before = {n: v["momentum_buffer"].clone() for n, v in saved["state"].items() if v}
-        parallel.load_optimizer_state(saved)
-        again = parallel.optimizer_state()["state"]
-        same = all(torch.equal(again[n]["momentum_buffer"], v) for n, v in before.items())
-        return len(before), len(some[::2]), same
+        before = saved(parallel, group)
+        load(parallel, before)
+        again = saved(parallel, group)
+        same = all(torch.equal(again[name], tensor) for name, tensor in before.items())
+        return sum(name.endswith(".momentum_buffer") for name in before), len(some[::2]), same
 
     for found, expected, same in run(states, 2):
         assert found == expected > 5 and same
