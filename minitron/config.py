@@ -1,4 +1,4 @@
-"""What a run is told: four frozen dataclasses, read from TOML, overridden on the command line.
+"""What a run is told: five frozen dataclasses, read from TOML, overridden on the command line.
 
     minitron train configs/stories.toml --model.num-layers 12 --train.steps 200
 
@@ -246,11 +246,27 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
+class LogConfig:
+    all_ranks: bool = False
+    """Let every rank keep a log, and a trace, of its own: metrics_rank1.jsonl, ..."""
+    tensorboard: bool = False
+    """Write the log for TensorBoard too, into the run's folder."""
+    wandb: str = ""
+    """Send the log to this project at Weights & Biases too."""
+    trace_steps: int = 0
+    """Steps that are profiled, after the first few: traces/rank0.json.gz, for ui.perfetto.dev."""
+
+    def __post_init__(self):
+        require(self.trace_steps >= 0, f"log.trace_steps = {self.trace_steps}: must be 0 or more")
+
+
+@dataclass(frozen=True)
 class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self):
         require(

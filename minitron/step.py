@@ -17,6 +17,7 @@ from minitron.config import TrainConfig
 from minitron.parallel.combined import Combined
 from minitron.parallel.data_parallel import DataParallel
 from minitron.precision import LossScale
+from minitron.spans import span
 
 IGNORED = -100  # a target with this value is no target: padding, say
 
@@ -121,8 +122,10 @@ def one_by_one(
     for number, (inputs, targets) in enumerate(micro_batches, start=1):
         last = number == len(micro_batches)
         with nullcontext() if last else no_sync():
-            loss = sum_loss(model(inputs), targets) / divisor
-            loss.backward()
+            with span("forward of micro-batch", number):
+                loss = sum_loss(model(inputs), targets) / divisor
+            with span("backward of micro-batch", number):
+                loss.backward()
         total = total + loss.detach()
     return total
 

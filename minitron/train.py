@@ -8,7 +8,6 @@ Read in this order: `train`, `loop`, `log_rows`, then the command line, `read_op
 
 import json
 import math
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,9 @@ from minitron.hugging_face.config import read_model_config
 from minitron.hugging_face.folder import require_same_tokens
 from minitron.hugging_face.weights import Weights
 from minitron.measure.clock import Clock, Speed, peak_flops
+from minitron.measure.loggers import open_log, peak_memory
 from minitron.measure.metrics import MetricsLog
+from minitron.measure.trace import Trace, open_trace
 from minitron.parallel.simulator import simulate
 from minitron.precision import PRECISIONS
 from minitron.run import Run
@@ -60,18 +61,20 @@ def train(
             run.restore()
         elif weights is not None:
             run.whole.fill(Weights(weights, run.config.model))
-        log = MetricsLog(folder / "metrics.jsonl" if run.rank == 0 else Path(os.devnull))
+        settings = to_dict(run.config)
+        log = open_log(config.log, folder, run.rank, run.step, settings)
+        trace = open_trace(config, folder, run.rank, run.step, run.device)
         if run.rank == 0:
-            log.forget_after(run.step)
-            (folder / "config.json").write_text(json.dumps(to_dict(run.config), indent=2) + "\n")
+            (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
     if run.rank == 0 and config.parallel.pp > 1:
         print(describe_pipeline(run), file=sys.stderr)
     # on a terminal a bar; elsewhere the lines of the evaluations remain
     bar = tqdm(total=config.train.steps, initial=run.step, dynamic_ncols=True,
                disable=None if run.rank == 0 else True)
-    with run.interruption, bar, Watchdog(folder / "hang", group, config.train.hang_timeout) as dog:
-        loop(run, log, bar, dog)
+    watchdog = Watchdog(folder / "hang", group, config.train.hang_timeout)
+    with run.interruption, bar, trace, watchdog:
+        loop(run, log, bar, trace, watchdog)
     log.close()
     return run
 
@@ -85,7 +88,7 @@ def describe_pipeline(run: Run) -> str:
             f"are idle {100 * idle:.0f} % of the time; a smaller train.micro_batch_size makes more")
 
 
-def loop(run: Run, log: MetricsLog, bar: tqdm, watchdog: Watchdog) -> None:
+def loop(run: Run, log: MetricsLog, bar: tqdm, trace: Trace, watchdog: Watchdog) -> None:
     """Step, log, evaluate and save until the steps are done or a signal asks to stop."""
     config = run.config.train
     flops = cost.training_flops_per_token(run.config.model, run.config.data.sequence_length)
@@ -95,6 +98,7 @@ def loop(run: Run, log: MetricsLog, bar: tqdm, watchdog: Watchdog) -> None:
 
     while run.step < config.steps:
         rows.append(run.train_step())
+        trace.step()
         watchdog.beat()
         last = run.stop_signal() is not None or run.step == config.steps
 
@@ -131,7 +135,8 @@ def log_rows(run: Run, log: MetricsLog, rows: list[dict], clock: Clock) -> Speed
     require_sound(run)
     for row in rows:
         row |= {"loss": float(row["loss"]), "grad_norm": float(row["grad_norm"])}
-        log.write(**row, tokens_per_second=speed.tokens_per_second, mfu=speed.mfu)
+        log.write(**row, tokens_per_second=speed.tokens_per_second, mfu=speed.mfu,
+                  **peak_memory(run.device))
     return speed
 
 
@@ -211,7 +216,7 @@ def load_saved(folder: Path) -> Config:
 
 def start(options: TrainOptions) -> Run:
     """Start or resume the run that `options` ask for, and say how to continue a stopped one."""
-    config = Config(options.model, options.data, options.train, options.parallel)
+    config = Config(options.model, options.data, options.train, options.parallel, options.log)
     count, most = restarts()
     require(
         options.run_dir is not None or not (options.restart or most),

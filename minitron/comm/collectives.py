@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitron.cost import power_of_two
+from minitron.spans import span
 
 # gloo's. NCCL runs messages in the order in which they are posted: there, a receive ahead of its
 # turn would hold up the send behind it, on all ranks at once.
@@ -219,33 +220,39 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 def all_reduce(tensor: Tensor, group: ProcessGroup, async_op: bool = False):
     """Sum `tensor` over the ranks, in place."""
-    return dist.all_reduce(tensor, group=group, async_op=async_op)
+    with span(group, "all_reduce"):
+        return dist.all_reduce(tensor, group=group, async_op=async_op)
 
 
 def all_gather_single(
     output: Tensor, input: Tensor, group: ProcessGroup, async_op: bool = False
 ):
     """Put every rank's `input` (n, ...) into `output` (N n, ...), in the order of the ranks."""
-    return _all_gather(output, input, group=group, async_op=async_op)
+    with span(group, "all_gather"):
+        return _all_gather(output, input, group=group, async_op=async_op)
 
 
 def reduce_scatter_single(
     output: Tensor, input: Tensor, group: ProcessGroup, async_op: bool = False
 ):
     """Sum `input` (N n, ...) over the ranks; `output` (n, ...) is the part of this rank."""
-    return _reduce_scatter(output, input, group=group, async_op=async_op)
+    with span(group, "reduce_scatter"):
+        return _reduce_scatter(output, input, group=group, async_op=async_op)
 
 
 def broadcast(tensor: Tensor, source: int, group: ProcessGroup, async_op: bool = False):
     """Copy `tensor` of rank `source`, counted in the group, to all ranks of it, in place."""
-    return dist.broadcast(tensor, group=group, group_src=source, async_op=async_op)
+    with span(group, "broadcast"):
+        return dist.broadcast(tensor, group=group, group_src=source, async_op=async_op)
 
 
 def all_reduce_max(tensor: Tensor, group: ProcessGroup) -> None:
     """Leave in each element of `tensor` the largest over the ranks, in place."""
-    dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+    with span(group, "all_reduce"):
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
 
 
 def all_to_all_single(output: Tensor, input: Tensor, group: ProcessGroup) -> None:
     """Send part r of `input` (N n, ...) to rank r; part r of `output` is what rank r sent."""
-    dist.all_to_all_single(output, input, group=group)
+    with span(group, "all_to_all"):
+        dist.all_to_all_single(output, input, group=group)

@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from minitron.config import require
 from minitron.model.transformer import Transformer, run_in_order
+from minitron.spans import span
 
 
 def recompute(function: Callable, *tensors: Tensor):
@@ -67,7 +68,7 @@ class Replay:
         """Call the function as in the forward pass, and keep what it saves this time."""
         inputs = self.inputs.saved_tensors
         self.kept = {}
-        with self.surroundings.restored(), torch.enable_grad():
+        with self.surroundings.restored(), torch.enable_grad(), span("recompute"):
             try:
                 with saved_tensors_hooks(self.keep, _refuse):
                     self.function(*inputs)

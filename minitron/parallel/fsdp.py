@@ -73,8 +73,8 @@ class FullyShardedDataParallel:
                 raise ValueError(f"{name} is a buffer on the meta device, and fill() sets "
                                  "parameters alone: make it where the model shall train")
         dtypes = {"compute_dtype": compute_dtype, "reduce_dtype": reduce_dtype}
-        self.units = [Unit(parameters, group, device=device, **dtypes)
-                      for parameters in split_into_units(model)]
+        self.units = [Unit(name, parameters, group, device=device, **dtypes)
+                      for name, parameters in split_into_units(model).items()]
         self.root = self.units[-1]
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.pieces = {p: piece for flat in self.flats for p, piece in flat.pieces.items()}

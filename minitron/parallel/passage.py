@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from minitron.measure.ledger import Ledger
 from minitron.parallel.pipeline_plan import Message, as_whole
 from minitron.parallel.schedules import Action
+from minitron.spans import span
 
 MicroBatches = list[tuple[Tensor, Tensor]]  # inputs and targets, (B, S) token ids
 
@@ -129,8 +130,9 @@ class Passage:
 
 @contextmanager
 def named(action: str) -> Iterator[None]:
-    """Let the ledgers that listen call this stretch by its action."""
+    """Let the ledgers that listen call this stretch by its action, and a profiler too."""
     with ExitStack() as stack:
+        stack.enter_context(span("pipeline", action))
         for mode in _get_current_dispatch_mode_stack():
             if isinstance(mode, Ledger):
                 stack.enter_context(mode.phase(action))

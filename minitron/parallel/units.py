@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from minitron.comm.collectives import all_gather_single, broadcast, reduce_scatter_single
 from minitron.parallel.shards import owned_ranges
+from minitron.spans import span
 
 # An operator, so that the meter can see it. What autograd has saved are views of the storage: they
 # do not keep it full, and find the parameters in it again once it is refilled.
@@ -129,7 +130,10 @@ class Flat:
 class Unit:
     """The flats of one part of the model, and whether their parameters are there."""
 
-    def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup, **options):
+    def __init__(
+        self, name: str, parameters: list[nn.Parameter], group: dist.ProcessGroup, **options
+    ):
+        self.name = name
         kinds: dict[tuple, list[nn.Parameter]] = {}
         for parameter in parameters:
             kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
@@ -145,7 +149,8 @@ class Unit:
     def unshard(self) -> None:
         """Start to gather the parameters, if they are not there or on their way."""
         if self.is_sharded:
-            self.gathers = [flat.unshard() for flat in self.flats]
+            with span("ZeRO-3 gather", self.name):
+                self.gathers = [flat.unshard() for flat in self.flats]
 
     def wait_for_unshard(self) -> None:
         """Have the parameters there."""
@@ -166,7 +171,8 @@ class Unit:
 
     def start_reduce(self) -> None:
         """Start the reduce-scatter of the gradients."""
-        self.reductions = [flat.reduce() for flat in self.trainable]
+        with span("ZeRO-3 reduce", self.name):
+            self.reductions = [flat.reduce() for flat in self.trainable]
 
     def finish_reduce(self) -> None:
         """Have this rank's part of the gradients in the pieces."""
@@ -176,8 +182,8 @@ class Unit:
         self.reductions = []
 
 
-def split_into_units(model: nn.Module) -> list[list[nn.Parameter]]:
-    """The parameters of each of `model.blocks`, and at last those of the rest, the root.
+def split_into_units(model: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """The parameters of each of `model.blocks`, by name, and at last those of the rest, the root.
 
     Raises ValueError for a parameter that nobody can tell when it is needed.
     """
@@ -193,7 +199,8 @@ def split_into_units(model: nn.Module) -> list[list[nn.Parameter]]:
     for parameter in model.parameters(recurse=False):
         raise ValueError(f"{names[parameter]} is a parameter of the model itself: put it into a "
                          "module of its own, whose call tells when it is needed")
-    return [[p for p in homes if homes[p] == index] for index in range(len(parts))]
+    units = [f"blocks.{index}" for index in range(len(model.blocks))] + ["root"]
+    return {unit: [p for p in homes if homes[p] == index] for index, unit in enumerate(units)}
 
 
 def root_modules(model: nn.Module) -> list[nn.Module]:

@@ -38,6 +38,7 @@ from minitron.parallel.shards import (
     gather_pieces,
     share_out,
 )
+from minitron.spans import span
 
 
 class Zero1(DataParallel):
@@ -86,7 +87,8 @@ class Zero1(DataParallel):
         """Start to reduce one bucket; free the one before it, so that two are held at most."""
         if self.num_sent > 0:
             self.buckets[self.num_sent - 1].finish_reduce()
-        self.buckets[self.num_sent].start_reduce()
+        with span("ZeRO reduce bucket", self.num_sent):
+            self.buckets[self.num_sent].start_reduce()
         self.num_sent += 1
 
     def reduce(self) -> None:
@@ -157,8 +159,9 @@ class Zero1(DataParallel):
 
     def unshard(self, *_) -> None:
         """Bring the shards of all ranks into the parameters."""
-        for work in [bucket.unshard() for bucket in self.buckets]:
-            work.wait()
+        with span("ZeRO gather weights"):
+            for work in [bucket.unshard() for bucket in self.buckets]:
+                work.wait()
 
     bring_back = unshard
 

@@ -239,7 +239,7 @@ def test_the_oracle_names_the_mutation(mutants, name):
 def flat_bytes(model, group_size, trainable=(True, False)):
     """Bytes of all flat tensors, (N-1)/N of which each rank sends and receives."""
     total = 0
-    for parameters in units.split_into_units(model):
+    for parameters in units.split_into_units(model).values():
         for kind in trainable:
             length = sum(p.numel() for p in parameters if p.requires_grad == kind)
             total += -(-length // group_size) * group_size * 4

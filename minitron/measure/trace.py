@@ -1,0 +1,68 @@
+"""What every process does when: a profiler's trace of a few steps.
+
+    minitron train configs/stories.toml --log.trace-steps 3
+
+writes `traces/rank0.json.gz` into the folder of the run. Drop it onto https://ui.perfetto.dev: one
+track for each thread and each stream of the GPU. Beside PyTorch's own, its ranges have the names
+that `minitron.spans.span` gives: "tensor parallel all_reduce", "ZeRO-3 gather blocks.3",
+"pipeline F2 stage 1". Each step is a "ProfilerStep".
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from minitron.config import Config, require
+
+WARM_UP = 5
+"""Steps before the profiler starts: the first allocate memory, compile, and order the buckets."""
+
+
+class Trace(AbstractContextManager):
+    """To be entered around a run, and told by `step` that one is over; costs little otherwise."""
+
+    def __init__(self, profiler: profile | None = None):
+        self.profiler = profiler
+
+    def __enter__(self) -> "Trace":
+        (self.profiler or nullcontext()).__enter__()
+        return self
+
+    def __exit__(self, *error) -> None:
+        if self.profiler is not None:
+            self.profiler.__exit__(*error)
+
+    def step(self) -> None:
+        if self.profiler is not None:
+            self.profiler.step()
+
+
+def open_trace(
+    config: Config, folder: Path, rank: int, step: int, device: torch.device
+) -> Trace:
+    """The trace of a rank in a run at `step`: that of rank 0 if asked, of the others if asked too.
+
+    A run that is resumed too near to its end has none. Raises ConfigError if it is too short.
+    """
+    num_steps, steps = config.log.trace_steps, config.train.steps
+    require(
+        num_steps == 0 or steps >= WARM_UP + num_steps,
+        f"log.trace_steps = {num_steps}, after {WARM_UP} steps of warm-up, with train.steps = "
+        f"{steps}: raise the last to {WARM_UP + num_steps}",
+    )
+    is_asked = num_steps > 0 and (rank == 0 or config.log.all_ranks)
+    if not is_asked or steps - step < WARM_UP + num_steps:
+        return Trace()
+    path = folder / "traces" / f"rank{rank}.json.gz"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    # The last step of the warm-up is the profiler's own.
+    when = schedule(skip_first=WARM_UP - 1, wait=0, warmup=1, active=num_steps, repeat=1)
+    return Trace(profile(
+        activities=activities, schedule=when,
+        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
+    ))
