@@ -5,6 +5,7 @@ import io
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 from unittest import mock
@@ -14,6 +15,7 @@ import tyro
 from minitron.config import ConfigError
 
 Options = TypeVar("Options")
+SECONDS_TO_TELL = 2.0  # for the first rank: torchrun ends all as soon as one has left
 
 
 def parse(
@@ -54,6 +56,8 @@ def run(main: Callable[[list[str]], int]) -> None:
     except ConfigError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # a node's ranks all make the same mistake
             print(f"minitron: {error}", file=sys.stderr)
+        else:
+            time.sleep(SECONDS_TO_TELL)
         code = 2
     except KeyboardInterrupt:
         print("minitron: interrupted", file=sys.stderr)

@@ -68,8 +68,8 @@ class Run:
         self.model, self.parallel = build(config, mesh, self.device)
         self.data_rank, self.data_size = (0, 1) if mesh is None else self.parallel.data_part
         # Dropout, of other samples and other layers; the weights have seeds of their own.
-        stage = 0 if mesh is None else mesh.rank("pp")
-        torch.manual_seed(config.train.seed + self.data_rank + stage * self.data_size)
+        self.stage = 0 if mesh is None else mesh.rank("pp")
+        torch.manual_seed(config.train.seed + self.data_rank + self.stage * self.data_size)
         if config.parallel.pp > 1:  # now, rather than in the first step
             self.parallel.pipeline.script(self.num_micro_batches(config.train.global_batch_size))
         self.optimizer = make_optimizer(self.model, config.train, self.device)
@@ -130,11 +130,12 @@ class Run:
                 accumulate_gradients(forward, micro_batches)
             else:
                 accumulate_over_ranks(forward, micro_batches, self.parallel)
-        places = list(enumerate(gathered(fault.place, self.group)))
-        seen = [(rank, place) for rank, place in places if place is not None]
+        is_backward = fault.place is not None and "gradient" in fault.place
         # what one stage gets wrong the next reads; in the backward pass it is the other way round
-        seen.sort(key=lambda item: -item[0] if "gradient" in item[1] else item[0] - self.size)
-        rank, place = seen[0] if seen else (0, "no module, but after all of them")
+        order = is_backward, -self.stage if is_backward else self.stage, fault.num_looks
+        found = gathered((order, self.rank, fault.place), self.group)
+        found = [each for each in found if each[-1] is not None]
+        _, rank, place = min(found, default=((), 0, "no module, but after all of them"))
         last = self.position + self.config.train.global_batch_size - 1
         return (f"first in {place}, on rank {rank}, in samples {self.position:,} to {last:,}; the "
                 f"checkpoints before are in {self.folder}: look at these samples, lower "

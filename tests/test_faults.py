@@ -90,11 +90,15 @@ def test_torchrun_starts_a_dead_rank_again_and_the_run_goes_on(config, tmp_path)
     subprocess.run(jobs[0], check=True, capture_output=True, timeout=150)
 
     process = subprocess.Popen(jobs[1], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    wait_for(lambda: checkpoint.checkpoints(folder / "checkpoints"), process)
-    [*ranks] = [child for child in psutil.Process(process.pid).children(recursive=True)
-                if "minitron.train" in " ".join(child.cmdline())]
-    ranks[-1].kill()
-    output, errors = process.communicate(timeout=120)
+    try:
+        wait_for(lambda: checkpoint.checkpoints(folder / "checkpoints"), process)
+        ranks = [child for child in psutil.Process(process.pid).children(recursive=True)
+                 if "minitron.train" in " ".join(child.cmdline())]
+        ranks[-1].kill()
+        _, errors = process.communicate(timeout=120)
+    finally:
+        process.terminate()  # torchrun then ends its ranks
+        process.wait(60)
     assert process.returncode == 0, errors
     assert trained(folder, *COLUMNS) == trained(whole, *COLUMNS)
 
@@ -139,10 +143,12 @@ def test_a_rank_that_stands_still_is_named_and_the_job_ends(config, tmp_path):
     script.write_text(SLEEPER)
     words = command(config, tmp_path / "run", "--train.hang-timeout", "4")
     words = [str(script), *words[words.index("minitron.train") + 1:]]
-    done = subprocess.run(torchrun(2, *words), capture_output=True, text=True, timeout=150)
+    package = str(Path(train.__file__).parents[1])
+    done = subprocess.run(torchrun(2, *words), capture_output=True, text=True, timeout=150,
+                          env={**os.environ, "PYTHONPATH": package})
     assert done.returncode == 1
     assert "no step has ended for 4 s (train.hang_timeout):" in done.stderr
-    assert "rank 1 is at sleeper.py line 9: time.sleep(1000)" in done.stderr
+    assert "rank 1 is at sleeper.py line 10: time.sleep(1000)" in done.stderr
     assert "rank 0 waits in" in done.stderr
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")
             if "loss" in row][:3] == [1, 2, 3]

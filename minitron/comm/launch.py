@@ -114,6 +114,21 @@ def restarts() -> tuple[int, int]:
                  for name in ("RESTART_COUNT", "MAX_RESTARTS"))
 
 
+def _meeting_place() -> dict:
+    """Where ranks meet: in torchrun's store, but not where those that have died left addresses."""
+    count, most = restarts()
+    if most == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    rank, size, local_size = (
+        int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    # On several nodes the counts may differ: one that has replaced another counts from 0.
+    require(size == local_size, f"torchrun --max-restarts {most} on several nodes needs "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment: a store for each start")
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=False)
+    return {"store": dist.PrefixStore(f"start {count}", store), "rank": rank, "world_size": size}
+
+
 @contextmanager
 def _joined_group() -> Iterator[dist.ProcessGroup]:
     # One group for all runs: a second would find the addresses of the first in torchrun's store.
@@ -122,9 +137,9 @@ def _joined_group() -> Iterator[dist.ProcessGroup]:
         num_devices = torch.cuda.device_count() if dist.is_nccl_available() else 0
         if num_devices >= int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])):
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-            dist.init_process_group("cpu:gloo,cuda:nccl")
+            dist.init_process_group("cpu:gloo,cuda:nccl", **_meeting_place())
         else:
-            dist.init_process_group("gloo")
+            dist.init_process_group("gloo", **_meeting_place())
     try:
         yield dist.group.WORLD
     except (ConfigError, SystemExit) as error:  # all ranks have agreed to leave

@@ -25,6 +25,7 @@ class FirstFault:
     def __init__(self, model: nn.Module, weights: Mapping[str, Tensor]):
         self.model, self.weights = model, weights
         self.place: str | None = None
+        self.num_looks = 0  # until then: ranks that compute the same can tell who was first
         self.handles: list = []
 
     def __enter__(self) -> "FirstFault":
@@ -60,8 +61,10 @@ class FirstFault:
         return look_at_outputs
 
     def look(self, tensor, place: str) -> None:
-        if self.place is None and isinstance(tensor, Tensor) and tensor.is_floating_point() \
-                and tensor.numel() and not bool(tensor.detach().isfinite().all()):
+        if self.place is not None or not isinstance(tensor, Tensor):
+            return
+        self.num_looks += 1
+        if tensor.is_floating_point() and not bool(tensor.detach().isfinite().all()):
             self.place = place
 
     def __str__(self) -> str:
