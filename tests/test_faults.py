@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -92,15 +93,52 @@ def test_torchrun_starts_a_dead_rank_again_and_the_run_goes_on(config, tmp_path)
     process = subprocess.Popen(jobs[1], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         wait_for(lambda: checkpoint.checkpoints(folder / "checkpoints"), process)
-        ranks = [child for child in psutil.Process(process.pid).children(recursive=True)
-                 if "minitron.train" in " ".join(child.cmdline())]
-        ranks[-1].kill()
+        ranks_of(process)[-1].kill()
         _, errors = process.communicate(timeout=120)
     finally:
         process.terminate()  # torchrun then ends its ranks
         process.wait(60)
     assert process.returncode == 0, errors
     assert trained(folder, *COLUMNS) == trained(whole, *COLUMNS)
+
+
+def ranks_of(torchrun: subprocess.Popen) -> list[psutil.Process]:
+    return [child for child in psutil.Process(torchrun.pid).children(recursive=True)
+            if "minitron.train" in " ".join(child.cmdline())]
+
+
+def eight_ranks(folder: Path, data: Path, *more: str) -> list[str]:
+    words = {"--run-dir": folder, "--data.path": data, "--data.sequence-length": 32,
+             "--model.max-sequence-length": 32, "--model.num-layers": 2, "--model.width": 32,
+             "--model.num-heads": 4, "--model.num-kv-heads": 2, "--model.ffn-width": 48,
+             "--model.vocab-size": 720, "--train.steps": 30, "--train.global-batch-size": 8,
+             "--train.micro-batch-size": 2, "--train.checkpoint-every": 2, "--train.device": "cpu",
+             "--train.eval-every": 0, "--train.eval-sequences": 8}
+    return ["-m", "minitron.train", *(str(word) for pair in words.items() for word in pair), *more]
+
+
+def test_eight_ranks_on_all_axes_die_and_go_on_cut_otherwise(stories, tmp_path):
+    """dp 2 x tp 2 x pp 2 with ZeRO-1 and sequence parallelism, then dp 2 x tp 4."""
+    one, many = tmp_path / "one", tmp_path / "many"
+    subprocess.run([sys.executable, *eight_ranks(one, stories)], check=True, timeout=120,
+                   capture_output=True)
+    layout = "--parallel.tp", "2", "--parallel.pp", "2", "--parallel.zero", "1", \
+        "--parallel.sequence"
+    process = subprocess.Popen(torchrun(8, *eight_ranks(many, stories, *layout)))
+    try:
+        wait_for(lambda: checkpoint.checkpoints(many / "checkpoints"), process)
+        ranks_of(process)[-1].kill()
+        assert process.wait(60) == 1
+    finally:
+        process.terminate()
+        process.wait(60)
+    died_after = int(checkpoint.newest_good(many / "checkpoints").name[5:])
+    assert 0 < died_after < 30
+
+    command = torchrun(8, *eight_ranks(many, stories, "--resume", "--parallel.tp", "4"))
+    subprocess.run(command, check=True, timeout=180, capture_output=True)
+    for found, expected in zip(trained(many, *COLUMNS), trained(one, *COLUMNS), strict=True):
+        assert found == pytest.approx(expected, rel=1e-4)  # float32, summed in other orders
 
 
 def test_a_restart_needs_to_know_its_folder(config, tmp_path, monkeypatch):
