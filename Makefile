@@ -42,7 +42,7 @@ lint: setup ## (maintainers) Lint and format-check
 	$(BIN)/ruff check .
 
 benchmark: setup ## Compare with transformers and PyTorch's own, each in one run
-	$(BIN)/python benchmarks/single_device.py
+	$(BIN)/python benchmarks/train_step.py
 	$(BIN)/python benchmarks/data_parallel.py
 	$(BIN)/python benchmarks/all_reduce.py
 	$(BIN)/python benchmarks/zero.py

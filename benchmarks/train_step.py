@@ -1,12 +1,13 @@
-"""Our training step against the same model from `transformers`, side by side in one run.
+"""Our training step against plain PyTorch and `transformers`, side by side in one run.
 
-    python benchmarks/single_device.py                  # CPU: float32
-    python benchmarks/single_device.py --device cuda    # GPU: bf16, with and without compile
+    python benchmarks/train_step.py                  # CPU: float32
+    python benchmarks/train_step.py --device cuda    # GPU: bf16, with and without compile
 
-Both train the same architecture, of the same shapes, on the same tokens with the same
-optimizer: forward, loss, backward, clip, fused AdamW. They take turns, round by round, so that a
-noisy machine disturbs both alike; the ratio is the median over the rounds. Results of a run go
-to benchmarks/results/ with the hardware, the versions and the command.
+All train the same architecture, of the same shapes, on the same tokens with the same optimizer:
+forward, loss, backward, clip, fused AdamW. Plain is the loop that calls these one after the other
+on our model: what our step adds to the sum of its parts. They take turns, round by round, so that a
+noisy machine disturbs all alike; a ratio is the median over the rounds. Results of a run go to
+benchmarks/results/ with the hardware, the versions and the command.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 import transformers
 from common import race
 from torch import Tensor
@@ -37,8 +39,8 @@ SIZES = {  # family -> (model, sequences per step, S)
     },
     "cuda": {
         "gpt": (ModelConfig("gpt", 50304, 1024, 12, 768, 12, 12, 3072), 32, 1024),
-        "llama": (
-            ModelConfig("llama", 32000, 2048, 16, 2048, 32, 8, 5632, tied_embedding=False), 8, 2048
+        "llama": (  # 1.3 billion parameters
+            ModelConfig("llama", 32000, 2048, 24, 2048, 16, 16, 5632, tied_embedding=False), 8, 2048
         ),
     },
 }
@@ -54,19 +56,35 @@ def our_step(config: ModelConfig, device: torch.device, compiled: bool) -> Step:
     return lambda inputs, targets: train_step(forward, optimizer, [(inputs, targets)], 1e-4, 1.0)
 
 
+def plain_step(config: ModelConfig, device: torch.device, compiled: bool) -> Step:
+    model = Transformer(config).to(device)
+    initialise(model, seed=0)
+
+    def loss_of(inputs: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            logits = model(inputs)
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    return loop(torch.compile(loss_of) if compiled else loss_of, model, device)
+
+
 def their_step(config: ModelConfig, device: torch.device, compiled: bool) -> Step:
     model = their_model(config).to(device)
-    optimizer = make_optimizer(model, TrainConfig(), device)
 
     def loss_of(inputs: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             return model(inputs, shift_labels=targets, labels=targets, use_cache=False).loss
 
-    forward = torch.compile(loss_of) if compiled else loss_of
+    return loop(torch.compile(loss_of) if compiled else loss_of, model, device)
+
+
+def loop(loss_of: Callable[[Tensor, Tensor], Tensor], model, device: torch.device) -> Step:
+    """What everybody writes."""
+    optimizer = make_optimizer(model, TrainConfig(), device)
 
     def step(inputs: Tensor, targets: Tensor) -> None:
         optimizer.zero_grad()
-        forward(inputs, targets).backward()
+        loss_of(inputs, targets).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
@@ -106,9 +124,9 @@ def main() -> None:
         f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
         f"transformers {transformers.__version__}, {dtype}; `{' '.join(['python', *sys.argv])}`",
         "",
-        "| model | parameters | compile | ours, tokens/s | theirs, tokens/s | ours / theirs "
-        "| our MFU |",
-        "|---|---|---|---|---|---|---|",
+        "| model | parameters | compile | ours, tokens/s | plain, tokens/s "
+        "| transformers, tokens/s | ours / plain | ours / transformers | our MFU |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     print("\n".join(lines))
     for family, (config, batch_size, S) in SIZES[device.type].items():
@@ -125,16 +143,18 @@ def compare(family, config, batch_size, S, device, compiled, rounds, peak) -> st
     torch.manual_seed(0)
     tokens = torch.randint(0, config.vocab_size, (batch_size, S + 1), device=device)
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    steps = [build(config, device, compiled) for build in (our_step, their_step)]
-    ours, theirs = race([partial(step, *batch) for step in steps], device, rounds, warm_up=3)
+    steps = [build(config, device, compiled) for build in (our_step, plain_step, their_step)]
+    sides = race([partial(step, *batch) for step in steps], device, rounds, warm_up=3)
 
-    ratio = statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
-    speeds = [batch_size * S / statistics.median(seconds) for seconds in (ours, theirs)]
+    plain, theirs = (statistics.median(b / a for a, b in zip(sides[0], other, strict=True))
+                     for other in sides[1:])
+    speeds = [batch_size * S / statistics.median(seconds) for seconds in sides]
     mfu = Clock(cost.training_flops_per_token(config, S), peak, device).mfu(speeds[0])
     share = "unknown" if mfu is None else f"{100 * mfu:.1f} %"
     return (
         f"| {family} | {cost.num_parameters(config) / 1e6:.1f} M | {'yes' if compiled else 'no'} "
-        f"| {speeds[0]:,.0f} | {speeds[1]:,.0f} | {ratio:.2f} | {share} |"
+        f"| {speeds[0]:,.0f} | {speeds[1]:,.0f} | {speeds[2]:,.0f} | {plain:.2f} | {theirs:.2f} "
+        f"| {share} |"
     )
 
 
