@@ -1,0 +1,990 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # All axes together: one training on every layout
+#
+# **50 minutes. No GPU. Exercises 11.1 to 11.5.**
+#
+# *You need:* chapter 4's averaged gradients, chapter 6's ZeRO, chapter 7's columns and rows,
+# chapter 8's divided sequence, and chapter 9's stages.
+#
+# *You will be able to:*
+# - **place** each axis of a layout on the links of a cluster, and predict its bytes and seconds;
+# - **say** for each number of a step over which ranks it must be summed, and over which not;
+# - **move** a run from one layout to another, also after a rank has died.
+#
+# Run the cells in order. When the text asks you to predict something, write your guess down before
+# you open the fold.
+
+# %%
+import inspect
+import io
+import math
+import os
+import signal
+import tempfile
+import textwrap
+from contextlib import redirect_stderr
+from dataclasses import replace
+from functools import partial
+from itertools import permutations, product
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+# %%
+from minitron import checkpoint, cost
+from minitron.comm.launch import RankError, run
+from minitron.comm.mesh import make_mesh
+from minitron.config import (
+    Config, ConfigError, DataConfig, ModelConfig, ParallelConfig, TrainConfig,
+)
+from minitron.corpus.stories import write_stories
+from minitron.corpus.story_grammar import VOCABULARY
+from minitron.course.check import check
+from minitron.course.figures import show, wire
+from minitron.course.figures_grid import rank_grid
+from minitron.dataset import TokenDataset
+
+# %%
+from minitron.measure.calls import merged
+from minitron.measure.difference import Moment, first_difference
+from minitron.measure.ledger import Ledger
+from minitron.measure.metrics import read_metrics
+from minitron.measure.oracle import as_arrays, assert_same_training, small_model
+from minitron.model.transformer import Transformer, initialise
+from minitron.parallel.combined import Combined
+from minitron.parallel.parts import boxes_of
+from minitron.parallel.pipeline_parallel import apply_pipeline_parallel
+from minitron.parallel.shards import clip_pieces
+from minitron.parallel.tensor_parallel import apply_tensor_parallel
+from minitron.parallel.zero import apply_zero1
+
+# %%
+from minitron.parallelize import build, lay_out, parallelize
+from minitron.plan.decide import (
+    PEAK_SHARE, Decision, Job, decide, memory_of, step_seconds,
+)
+from minitron.plan.hardware import DEVICES
+from minitron.run import Run
+from minitron.step import train_step
+from minitron.train import train
+
+torch.set_num_threads(1)
+GB, cpu = 1e9, torch.device("cpu")
+H100 = DEVICES["H100-SXM-80GB"]
+
+# %% [markdown]
+# ## 1. The question
+#
+# Llama 3.1 70B is to be trained on 256 H100s, 32 nodes of eight. The chapters before have left
+# switches: data parallelism with one of four stages of ZeRO, tensor parallelism with the sequence
+# divided, stages, recomputation, and the size of a micro-batch. In how many ways can they be set?
+# In how many does it fit? And does it matter which one you take?
+
+# %%
+llama, S_llama = cost.PUBLISHED["Llama 3.1 70B"], 8192
+big = Job(llama, num_gpus=256, device=H100, sequence_length=S_llama, global_batch_size=1024)
+
+
+def all_layouts(job):
+    """Every setting of the switches, in powers of two."""
+    powers = [2**k for k in range(7)]
+    for tp, pp, size in product(powers, powers, (1, 2, 4)):
+        dp = job.num_gpus // (tp * pp)
+        if job.model.num_heads % tp or not 1 <= dp * size <= job.global_batch_size:
+            continue
+        stages_of_zero = range(1 if dp == 1 else 4 if pp == 1 else 2)
+        for zero, recompute in product(stages_of_zero, ("none", "selective", "full")):
+            axes = ParallelConfig(dp=dp, tp=tp, sequence=tp > 1, pp=pp, zero=zero)
+            yield Decision(axes, recompute, size)
+
+
+# %% tags=["output-question", "nbval-check-output"]
+def fastest_and_slowest(job):
+    """How many layouts there are, how many fit, and seconds of a step of the best and the worst."""
+    found = list(all_layouts(job))
+    fitting = [layout for layout in found if sum(memory_of(job, layout).values()) <= job.limit]
+    times = [sum(step_seconds(job, layout).values()) for layout in fitting]
+    return len(found), len(fitting), min(times), max(times)
+
+
+number, fitting, best, worst = fastest_and_slowest(big)
+print(f"{number} layouts, of which {fitting} fit into the {big.limit / GB:.0f} GB that are usable")
+print(f"a step takes {best:.0f} s with the fastest of these, {worst:.0f} s with the slowest,")
+print(f"{worst / best:.1f} times as long")
+
+# %% [markdown]
+# More than half of them do not fit, and among the others the slowest takes several times as long as
+# the fastest. (The seconds are those of a cost model: what a layout computes, at half of the peak,
+# and what it sends. Section 7 has more of it.) Where does the factor come from?
+
+# %% [markdown]
+# ## 2. Estimate
+#
+# Take one layout of it: tensor parallelism over 8 ranks, 4 stages, 8 copies with ZeRO-1. A step has
+# 1,024 sequences, so each of the 8 copies gets 128 of them, one at a time. In a node of eight GPUs
+# each has NVLink to the others, and one network card to all other nodes.
+#
+# **Predict.** Along which axis does a GPU send most in a step, and along which least?
+
+# %%
+sizes, m = {"pp": 4, "dp": 8, "tp": 8}, 1024 // 8
+layers = llama.num_layers // sizes["pp"]
+each = cost.Layout(sizes["tp"], sequence_parallel=True)
+per_layer = cost.tensor_parallel_volume(1, S_llama, llama.width, 2, 0, each).sent
+parameters = cost.num_parameters(llama) // (sizes["tp"] * sizes["pp"])
+sent = {
+    "tp": m * layers * per_layer,
+    "pp": cost.pipeline_volume(1, S_llama // sizes["tp"], llama.width, 2, 4, m, rank=1).sent,
+    "dp": cost.zero_volume(parameters, 2, sizes["dp"], 0, stage=1).sent,
+}
+
+# %% tags=["output-traffic", "nbval-check-output"]
+tokens = 1024 * S_llama / math.prod(sizes.values())
+work = tokens * cost.training_flops_per_token(llama, S_llama) / (PEAK_SHARE * H100.bf16_flops)
+print("a GPU sends in a step    GB   s over NVLink   s over its network card")
+for axis, size in sorted(sent.items(), key=lambda item: -item[1]):
+    print(f"{axis:18} {size / GB:8.1f} {size / H100.nvlink_bandwidth:15.2f} "
+          f"{size / H100.nic_bandwidth:25.2f}")
+print(f"computing, at {PEAK_SHARE:.0%} of the peak: {work:.0f} s")
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# tp sends activations for *every layer* of every micro-batch, forward and backward. pp sends one
+# activation for *every stage*. dp sends gradients and weights once a step, however long it is.
+#
+# </details>
+#
+# The three axes make a grid, and the ranks are numbered through it. The axis that is named last
+# varies fastest, so its ranks are neighbours. A node takes eight ranks in a row. So the *order* of
+# the axes says which of them stays inside a node: six orders, one cluster.
+#
+# **Predict.** How many of the six are good?
+
+
+# %%
+def bandwidth(axis, order):
+    """Of the link between the ranks of a group: NVLink if they are in one node."""
+    after = order[order.index(axis) + 1:]
+    reach = sizes[axis] * math.prod(sizes[other] for other in after)
+    return H100.nvlink_bandwidth if reach <= 8 else H100.nic_bandwidth
+
+
+def seconds(order):
+    return sum(size / bandwidth(axis, order) for axis, size in sent.items())
+
+
+# %% tags=["output-orders", "nbval-check-output"]
+print("outermost to innermost    seconds of sending")
+for order in sorted(permutations(sizes), key=seconds):
+    print(f"{' '.join(order):25} {seconds(order):18.1f}")
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# Two: those with tp last. Between these two there is little to choose. Megatron-LM and this package
+# put pp outermost, Llama 3 dp (Llama Team 2024, section 3.3.2). With another axis in its place, tp
+# crosses the nodes: a ring is as fast as its slowest link, and a step sends for longer than it
+# computes.
+#
+# </details>
+#
+# This is why tp is seldom larger than a node.
+
+# %% [markdown]
+# ## 3. Picture
+#
+# Small enough to see: eight ranks, two along each axis, on two nodes of four.
+
+# %% tags=["figure-grid"]
+show(rank_grid({"pp": 2, "dp": 2, "tp": 2}, gpus_per_node=4), alt=(
+    "Eight ranks as a grid of pp x dp x tp: tensor-parallel neighbours and data-parallel copies "
+    "share a node, the two stages are on two nodes."
+))
+
+# %% [markdown]
+# **Predict.** Which ranks are in a group with rank 5: along tp, along dp, along pp?
+#
+# ## 4. By hand
+#
+# The grid is the numbers 0 to 7 in the shape (pp, dp, tp). A rank's place is where its number
+# stands, and a group along an axis is a line of numbers in that direction.
+
+# %%
+AXES = {"pp": 2, "dp": 2, "tp": 2}
+grid = torch.arange(8).view(tuple(AXES.values()))
+
+
+def place_of(rank):
+    """Where a rank is along each axis."""
+    return dict(zip(AXES, (grid == rank).nonzero()[0].tolist(), strict=True))
+
+
+def groups_along(axis):
+    """Who differs along `axis` alone: all groups that there are."""
+    lines = grid.movedim(list(AXES).index(axis), -1)
+    return lines.reshape(-1, AXES[axis]).tolist()
+
+
+# %% tags=["output-groups", "nbval-check-output"]
+for rank in (0, 1, 5):
+    print(f"rank {rank}: " + ", ".join(f"{axis} {i}" for axis, i in place_of(rank).items()))
+for axis in reversed(AXES):
+    print(f"groups along {axis}:", *groups_along(axis))
+
+# %% [markdown]
+# Rank 5 is in a group with 4 along tp, with 7 along dp, with 1 along pp.
+#
+# Now for real. Each rank has a 1 at its own number, and sums it along each axis, by an all-reduce.
+# And a trap at once: `dist.new_group` must be called by *all* ranks, for *every* group, also for
+# those that they are not in.
+
+
+# %%
+def my_groups(world):
+    """This rank's group along each axis."""
+    own = {}
+    for axis in AXES:
+        for ranks in groups_along(axis):
+            made = dist.new_group(ranks)
+            if world.rank() in ranks:
+                own[axis] = made
+    return own
+
+
+# %%
+def who_is_in_the_sum(world):
+    heard = {}
+    for axis, group in my_groups(world).items():
+        heard[axis] = torch.eye(8)[world.rank()]
+        dist.all_reduce(heard[axis], group=group)
+    return {axis: numbers.nonzero().flatten().tolist() for axis, numbers in heard.items()}
+
+
+# %% tags=["output-sums", "nbval-check-output"]
+for rank, heard in enumerate(run(who_is_in_the_sum, 8)):
+    print(f"rank {rank} has summed over " + ", ".join(
+        f"{axis}: {ranks[0]} and {ranks[1]}" for axis, ranks in reversed(heard.items())))
+
+# %% [markdown]
+# ### A step on all three axes
+#
+# A model to see through: two stages, each of them tanh(x A) B. Along tp, A is cut by columns and B
+# by rows, so that each rank makes a *summand* of the output (chapter 7). Along pp, a rank has one
+# of the stages (chapter 9). Along dp, it has its part of the samples (chapter 4).
+#
+# **Predict.** Which numbers must be summed over which axis, and how often in a step? Write it down
+# before you read the cells.
+
+# %%
+D, F = 8, 16
+random = partial(torch.randn, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+A, B = random(2, D, F) / D**0.5, random(2, F, D) / F**0.5  # of both stages
+inputs, targets = random(2, 6, D)
+
+
+# %%
+def through(x, columns, rows):
+    return torch.tanh(x @ columns) @ rows
+
+
+def summed(tensor, group):
+    total = tensor.detach().clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def received(like, source, group):
+    tensor = torch.empty_like(like)
+    dist.recv(tensor, group=group, group_src=source)
+    return tensor
+
+
+# %%
+def forward_and_backward(groups, at, columns, rows):
+    """Add to the gradients of this rank's part of its stage, from its part of the samples."""
+    x, target = (samples.chunk(2)[at["dp"]] for samples in (inputs, targets))
+    is_first = at["pp"] == 0
+    x = (x if is_first else received(x, 0, groups["pp"])).clone().requires_grad_()
+    out_partial = through(x, columns, rows)
+    out = summed(out_partial, groups["tp"])
+    if is_first:
+        dist.send(out, group=groups["pp"], group_dst=1)
+    grad = received(out, 1, groups["pp"]) if is_first else 2 * (out - target) / targets.numel()
+    out_partial.backward(grad)  # a summand's gradient is that of the sum
+    if not is_first:
+        dist.send(summed(x.grad, groups["tp"]), group=groups["pp"], group_dst=0)
+
+
+# %%
+def step_by_hand(world):
+    """This rank's place, its gradients, and the norm of the whole model's gradient."""
+    groups, at = my_groups(world), place_of(world.rank())
+    columns = A[at["pp"]].chunk(2, dim=1)[at["tp"]].clone().requires_grad_()
+    rows = B[at["pp"]].chunk(2, dim=0)[at["tp"]].clone().requires_grad_()
+    forward_and_backward(groups, at, columns, rows)
+    grads = [summed(weight.grad, groups["dp"]) for weight in (columns, rows)]
+    square = sum(grad.square().sum() for grad in grads)
+    for axis in ("tp", "pp"):
+        square = summed(square, groups[axis])
+    return at, grads, square.sqrt()
+
+
+# %%
+def alone():
+    a, b = A.clone().requires_grad_(), B.clone().requires_grad_()
+    out = through(through(inputs, a[0], b[0]), a[1], b[1])
+    ((out - targets).square().sum() / targets.numel()).backward()
+    return a.grad, b.grad
+
+
+# %% tags=["output-byhand"]
+whole_a, whole_b = alone()
+norm = math.hypot(whole_a.norm(), whole_b.norm())
+print("rank   place            gradients off by   norm   of one process")
+for rank, (at, (a, b), found) in enumerate(run(step_by_hand, 8)):
+    own_a = whole_a[at["pp"]].chunk(2, dim=1)[at["tp"]]
+    own_b = whole_b[at["pp"]].chunk(2, dim=0)[at["tp"]]
+    error = max((a - own_a).abs().max(), (b - own_b).abs().max())
+    print(f"{rank:4}   {'pp {pp} dp {dp} tp {tp}'.format(**at)} {error:18.0e} {found:8.4f} "
+          f"{norm:12.4f}")
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# - Summands of a stage's output, over tp, for each micro-batch; and in the backward pass those of
+#   the gradient of its input.
+# - Gradients of the weights, over dp, once a step. Not over tp and not over pp: there the ranks
+#   hold other weights.
+# - The square of the norm, over tp and pp, which hold other weights. Not over dp: after the sum,
+#   its ranks have the same gradients.
+#
+# </details>
+#
+# This is all that a training on three axes is. The rule behind it: **sum over an axis what its
+# ranks have different parts of, and nothing that they have copies of.**
+
+# %% [markdown]
+# ## 5. Traps
+#
+# The story model, on 8 ranks, with the package's own parts. Whoever holds what is now less clean
+# than in section 4. Along tp, the norms are whole on every rank, and the only key-value head too.
+# Along pp, the embedding is tied to the head: the first and the last stage have a copy each.
+
+# %%
+workspace = tempfile.TemporaryDirectory()
+folder = Path(workspace.name) / "stories"
+write_stories(folder, num_tokens=60_000)
+(folder / "tokenizer.json").unlink()  # or each run below would end with a story
+S, B_all = 32, 8
+dataset = TokenDataset(folder, "train", S, seed=0)
+V = -(-len(VOCABULARY) // 8) * 8  # so that up to 8 ranks divide it
+shape = ModelConfig("llama", V, S, 4, 32, 4, 1, 64)
+
+
+# %%
+def trained(group, layout, change, num_steps):
+    """Losses, norms, and a record of the first step's gradients, as they were clipped."""
+    torch.set_default_dtype(torch.float64)
+    config = Config(shape, DataConfig(sequence_length=S), TrainConfig(), layout)
+    model, parallel = build(config, lay_out(layout, group.size(), cpu), cpu)
+    change(parallel, group)
+    optimizer, history = parallel.shard(torch.optim.AdamW(model.parameters())), []
+    for step in range(num_steps):
+        index, count = parallel.data_part
+        rows = dataset.batch(step * B_all, B_all)[index::count]
+        pairs = [(row[:, :-1], row[:, 1:]) for row in rows.split(1)]
+        history.append(train_step(model, optimizer, pairs, 3e-3, 0.5, parallel))
+        if step == 0:
+            record = [Moment(0, "gradient", as_arrays(parallel.full_gradients()))]
+    return [loss.item() for loss, _ in history], [norm.item() for _, norm in history], record
+
+
+# %% [markdown]
+# ### A norm over the wrong ranks
+#
+# Clipping needs the norm of the whole gradient. Three ways to get it wrong: take this rank's own
+# (it is what `clip_grad_norm_` does); sum the squares over all ranks; sum them over tp and pp, as
+# in section 4, and forget the copies.
+#
+# **Predict.** Which of them makes the norm too large, and which too small? What does the loss show?
+
+
+# %%
+def sum_over(axes, parallel, parameters, max_norm):
+    """Clip by the squares of all that the ranks along `axes` hold."""
+    groups = {"tp": parallel.tensor.group, "pp": parallel.pipeline.group,
+              "dp": parallel.data_group}
+    like = torch.zeros(())
+    return clip_pieces(parameters, max_norm, like, [groups[axis] for axis in axes])
+
+
+def clip_over(*axes):
+    """Clip so, in place of what the package does."""
+    def change(parallel, group):
+        parallel.clip = partial(sum_over, axes, parallel)
+    return change
+
+
+# %%
+RULES = {
+    "copies counted once": lambda parallel, group: None,  # the package's
+    "this rank's own": clip_over(),
+    "sum over all ranks": clip_over("tp", "pp", "dp"),
+    "sum over tp and pp": clip_over("tp", "pp"),
+}
+layout = ParallelConfig(tp=2, pp=2)
+[reference] = run(trained, 1, ParallelConfig(), RULES["copies counted once"], 20)
+
+
+def named(expected, by_rank):
+    """What the oracle's comparison says of the first gradients."""
+    found = first_difference(expected, by_rank) or "the same gradients"
+    return textwrap.fill(found.splitlines()[0], 68, subsequent_indent="  ")
+
+
+# %% tags=["output-norm"]
+losses, norms, expected = reference
+print(f"one process            norm {norms[0]:.4f}, loss after 10 steps {losses[9]:.3f}")
+for name, change in RULES.items():
+    by_rank = run(trained, 8, layout, change, 10, watch=False, timeout=90)
+    losses, norms, records = zip(*by_rank, strict=True)
+    first = sorted({f"{of_rank[0]:.4f}" for of_rank in norms})
+    print(f"{name:22} norm {' '.join(first)}, loss after 10 steps {losses[0][-1]:.3f}\n"
+          f"    {named(expected, records)}")
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# A part of the gradient has a smaller norm than the whole: here each is below the limit of 0.5, and
+# nothing is clipped at all. Where it is above, each rank scales by a factor of its own, and copies
+# of one weight go different ways. What is counted twice makes the norm too large, and the run clips
+# too hard. The loss shows none of it: AdamW divides the factor away, as in chapters 4 and 9.
+#
+# </details>
+#
+# The **oracle**'s comparison, here of clipped gradients, names the first that is wrong. Two of the
+# faults are from the field. torchtitan took the norm of each stage by itself (pytorch/torchtitan,
+# issue 596). TransformerEngine marked weights that all tp ranks hold as divided; on a small
+# DeepSeek-V3 with tp 8 the norm came out 1.36 times too large (ROCm/TransformerEngine, pull request
+# 715).
+#
+# ### Other samples for every rank
+#
+# Data loaders ask for the number of ranks and for their own number: `DistributedSampler` takes
+# those of the *world* if it is told nothing. DeepSpeed's loader did so under model parallelism
+# (deepspeedai/DeepSpeed, issue 99). Every rank then reads other samples, also where ranks compute a
+# layer together.
+#
+# **Predict.** All messages have the right sizes. Does the run hang? Does the loss fall?
+
+
+# %%
+def read_by_world_rank(parallel, group):
+    parallel.data_part = group.rank(), group.size()
+
+
+# %% tags=["output-samples"]
+by_rank = run(trained, 8, layout, read_by_world_rank, 20, timeout=90)
+losses, _, records = zip(*by_rank, strict=True)
+print("loss after step       1      5     10     20")
+for name, line in (("one process", reference[0]), ("rank 0 of 8", losses[0])):
+    print(f"{name:16} " + " ".join(f"{line[step - 1]:6.2f}" for step in (1, 5, 10, 20)))
+print(named(expected, records))
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# Nothing hangs, and the loss falls: how often each word occurs can be learned from any samples. But
+# the sums over tp mix the activations of different texts, and the last stage compares what comes
+# from one text with the words of another. Which word follows which, it does not learn.
+#
+# </details>
+#
+# `parallel.data_part` is the place along *dp* and the size of *dp*. Nothing else may tell a loader
+# which samples are its own.
+
+# %% [markdown]
+# ## 6. The real one
+#
+# First the grid, then one technique after the other. What has been applied is what the next one
+# finds.
+
+# %%
+print(inspect.getsource(lay_out))
+print(inspect.getsource(parallelize))
+
+# %% [markdown]
+# Each line has a reason to stand where it stands:
+#
+# | first | before | since |
+# |---|---|---|
+# | precision | all | what is cut, sent and divided must have its dtype |
+# | tensor, sequence | pipeline | the plan of the cuts looks for names in the whole model |
+# | tensor, sequence | ZeRO | ZeRO lays parameters into flat buffers, in the shapes they then have |
+# | recomputation | ZeRO | a replay repeats the collectives of what is cut, and no hooks of ZeRO |
+# | pipeline | ZeRO | only what a rank keeps has a state to divide |
+#
+# **Predict.** Swap two of them. Does the run stop, or does it train something else?
+
+
+# %%
+def stages_then_columns(model, mesh):
+    pipeline = apply_pipeline_parallel(model, mesh.group("pp"))
+    return Combined(model, None, apply_tensor_parallel(model, mesh.group("tp")), pipeline)
+
+
+def zero_then_columns(model, mesh):
+    data = apply_zero1(model, mesh.group("dp"))
+    return Combined(model, data, apply_tensor_parallel(model, mesh.group("tp")))
+
+
+def zero_then_stages(model, mesh):
+    data = apply_zero1(model, mesh.group("dp"))
+    return Combined(model, data, None, apply_pipeline_parallel(model, mesh.group("pp")))
+
+
+# %%
+def tried(group, apply, axes):
+    """The losses of two steps on the same samples."""
+    model = Transformer(shape)
+    initialise(model, seed=0)
+    parallel = apply(model, make_mesh("cpu", **axes))
+    optimizer = parallel.shard(torch.optim.AdamW(model.parameters()))
+    rows = dataset.batch(0, 4)
+    pairs = [(row[:, :-1], row[:, 1:]) for row in rows.split(2)]
+    return [train_step(model, optimizer, pairs, 1e-2, 1.0, parallel)[0].item() for _ in range(2)]
+
+
+# %% tags=["output-swapped"]
+for apply, axes in ((stages_then_columns, {"pp": 2, "tp": 2}),
+                    (zero_then_columns, {"dp": 2, "tp": 2}),
+                    (zero_then_stages, {"pp": 2, "dp": 2})):
+    try:
+        first, second = run(tried, 4, apply, axes)[0]
+        told = f"runs; loss {first:.3f}, then {second:.3f}"
+    except RankError as error:
+        told = next(failure.text for failure in error.failures.values() if failure.error)
+    print(textwrap.shorten(f"{apply.__name__} {told}", 98, placeholder=" ..."))
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# All three stop. The cuts look for embedding and head, and no stage has both. The flat buffers have
+# room for whole matrices, and gradients of cut ones arrive. And ZeRO waits for gradients of layers
+# that are on another rank.
+#
+# </details>
+#
+# So an order that is wrong is loud: shapes and names do not match. What is silent is a wrong
+# *group*, as in section 5. There everything fits.
+
+# %% [markdown]
+# ### The oracle
+#
+# Two copies, two tensor-parallel ranks, two stages: ZeRO-1 along dp, sequence parallelism along tp.
+# Both families; GPT's embedding is tied, and so on two stages.
+
+
+# %%
+def all_axes(model, group):
+    layout = ParallelConfig(tp=2, pp=2, zero=1, sequence=True)
+    config = Config(model.config, DataConfig(sequence_length=12), TrainConfig(), layout)
+    return parallelize(model, lay_out(layout, group.size(), cpu), config, cpu)
+
+
+def without_norms(model, group):
+    """The same, without the sum over tp of what each rank has seen for its tokens alone."""
+    parallel = all_axes(model, group)
+    parallel.tensor.finish = lambda gradient: None
+    return parallel
+
+
+# %%
+SIZES = dict(vocab_size=36, max_sequence_length=12, width=24, num_heads=6, num_kv_heads=6,
+             ffn_width=36, num_layers=2)
+LENGTHS = dict(vocabulary=36, sequence=12)
+
+
+def oracle(apply, family):
+    make_model = partial(small_model, family, **SIZES)
+    try:
+        assert_same_training(apply, 8, make_model, 2, (8, 6), timeout=90, **LENGTHS)
+        return "the same training"
+    except AssertionError as error:
+        return textwrap.fill(str(error).splitlines()[0], 76, subsequent_indent="  ")
+
+
+# %% tags=["output-oracle"]
+for apply, family in ((all_axes, "gpt"), (all_axes, "llama"), (without_norms, "llama")):
+    print(f"{apply.__name__}, {family}: {oracle(apply, family)}")
+
+# %% [markdown]
+# ## 7. Measure
+#
+# ### Read the ledger of a step
+#
+# The story model once more, with a head of its own; 2 x 2 x 2 ranks, ZeRO-1, sequence parallelism,
+# 4 micro-batches. The ledger names each call's axis.
+
+# %%
+untied, M = replace(shape, tied_embedding=False), B_all // 2
+
+
+def ledger_of_a_step(group):
+    """The calls of a step, and how many parameters this rank holds."""
+    layout = ParallelConfig(tp=2, pp=2, zero=1, sequence=True)
+    config = Config(untied, DataConfig(sequence_length=S), TrainConfig(), layout)
+    model, parallel = build(config, lay_out(layout, 8, cpu), cpu)
+    optimizer = parallel.shard(torch.optim.AdamW(model.parameters()))
+    index, count = parallel.data_part
+    pairs = [(row[:, :-1], row[:, 1:]) for row in dataset.batch(0, B_all)[index::count].split(1)]
+    with Ledger() as ledger:
+        train_step(model, optimizer, pairs, 1e-3, 1.0, parallel)
+    return ledger.calls, sum(parameter.numel() for parameter in model.parameters())
+
+
+# %% tags=["output-ledger", "nbval-check-output"]
+calls, held = zip(*run(ledger_of_a_step, 8, watch=False), strict=True)
+print(merged([[replace(call, phase="") for call in of_rank] for of_rank in calls]))
+
+# %% [markdown]
+# Line by line: which technique is it? **Predict** before you read on.
+#
+# <details><summary>Answer</summary>
+#
+# Along tp: the all-gathers and reduce-scatters of sequence parallelism, and all-reduces: of the
+# loss on the last stage, once a step of the gradients of norms and of the one key-value head, and
+# of the norm for the clip. Along pp: activations forward, gradients back, the loss from the last
+# stage, the norm. Along dp: ZeRO's reduce-scatter and all-gather, and the number of tokens, the
+# loss and the norm.
+#
+# </details>
+#
+# The large ones by formula. A micro-batch is one sequence.
+
+
+# %%
+def of_activations(stage, rank):
+    """Bytes along tp: two layers, and embedding or head, for each micro-batch."""
+    block = cost.tensor_parallel_volume(1, S, untied.width, 4, rank, cost.Layout(2, True)).sent
+    values = partial(cost.collective_volume, element_size=4, size=2, rank=rank)
+    embedding = ("all_gather", "reduce_scatter")
+    head = ("all_gather", "all_gather", "reduce_scatter")  # the input is gathered again
+    end = sum(values(op, S * untied.width).sent for op in (head if stage else embedding))
+    if stage:
+        end += values("all_reduce", S).sent + values("all_reduce", 2 * S).sent  # the loss
+    return M * (untied.num_layers // 2 * block + end)
+
+
+# %%
+def large(call):
+    """Whether a call carries activations, gradients or weights."""
+    in_a_pass = call.phase[0] in "FB"  # such as "F2 stage 0"
+    return {"tp": in_a_pass, "pp": call.op == "send", "dp": call.op != "all_reduce"}[call.axis]
+
+
+def formula(axis, rank):
+    """Bytes that a rank sends along an axis in a step."""
+    at = place_of(rank)
+    if axis == "tp":
+        return of_activations(at["pp"], at["tp"])
+    if axis == "pp":
+        return cost.pipeline_volume(1, S // 2, untied.width, 4, 2, M, at["pp"]).sent
+    return cost.zero_volume(held[rank], 4, 2, at["dp"], stage=1).sent
+
+
+# %%
+measured, predicted = {}, {}
+for axis, stage in product(reversed(AXES), range(2)):
+    ranks = [rank for rank in range(8) if place_of(rank)["pp"] == stage]
+    measured[f"{axis}, stage {stage}"] = [
+        sum(call.sent for call in calls[rank] if call.axis == axis and large(call))
+        for rank in ranks]
+    predicted[f"{axis}, stage {stage}"] = [formula(axis, rank) for rank in ranks]
+
+# %% tags=["figure-wire"]
+total = sum(call.sent for of_rank in calls for call in of_rank)
+rest = sum(call.sent for of_rank in calls for call in of_rank if not large(call))
+print(f"not in the picture: {rest / total:.1%} of all bytes")
+show(wire(measured, predicted), alt=(
+    "Bytes sent in a step, by axis and stage: ledger and formula agree. tp sends most, as in the "
+    "large model of section 2."
+))
+
+# %% [markdown]
+# ### The decision tree
+#
+# How do you choose among hundreds of layouts? Folklore says: one GPU if it fits; ZeRO inside the
+# node; tensor parallelism up to a node; then stages. The package has it as a function that asks
+# `minitron.cost` at each step, and says what it was told:
+
+# %% tags=["output-tree", "nbval-check-output"]
+for line in decide(big).steps:
+    print(line.replace("; ", "\n    "))
+
+# %% [markdown]
+# Is it right? The cost model can also time *all* layouts. **Predict.** How much does the tree lose
+# against the best of them?
+
+# %%
+gpt3 = replace(cost.PUBLISHED["GPT-3 175B"], vocab_size=51_200)  # so that 8 divide it
+MODELS = {"Llama 3.2 1B": (cost.PUBLISHED["Llama 3.2 1B"], 8192),
+          "Llama 3.1 70B": (llama, 8192), "GPT-3 175B": (gpt3, 2048)}
+
+# %% tags=["output-against", "nbval-check-output"]
+print("model           GPUs   the tree's layout                          s a step   the fastest")
+for name, num_gpus in product(MODELS, (8, 64, 1024)):
+    model, length = MODELS[name]
+    job = Job(model, num_gpus, H100, length, global_batch_size=1024)
+    try:
+        chosen = decide(job)
+    except ConfigError:
+        print(f"{name:14} {num_gpus:5}   does not fit")
+        continue
+    taken, best = sum(step_seconds(job, chosen).values()), fastest_and_slowest(job)[2]
+    print(f"{name:14} {num_gpus:5}   {chosen!s:40} {taken:10.2f} {best:13.2f}")
+
+# %% [markdown]
+# Folklore would give GPT-3 on 1,024 GPUs all three axes. The tree does not, and no layout is
+# faster: with one sequence for each GPU, ZeRO-3 gathers the weights twice a step, while it
+# computes. (In chapter 9 eight GPUs shared a sequence.) On 64 GPUs it takes tp 8 and 8 stages.
+#
+# A tree is fast to follow and good to explain. It sees one path; a search sees all of them, for the
+# price of more arithmetic. Both are as good as the model that they ask. So take their
+# first choice, and measure it and its neighbours.
+
+# %% [markdown]
+# ### Save here, resume there
+#
+# A checkpoint that is tied to its layout ties the run to its cluster. Here each rank writes what it
+# keeps, as boxes of the whole tensors, by their names. Whoever reads says which boxes it needs.
+#
+# Four jobs of three steps each: 2 copies of 2 tensor-parallel ranks; 4 stages; one process; ZeRO-3
+# on 3 ranks. Beside it a run of one process that is never interrupted. In float64, so that only a
+# mistake can make a difference.
+
+
+# %%
+def settings(**more):
+    rate = dict(learning_rate=3e-3, min_learning_rate=3e-3, warmup_steps=2)  # then constant
+    return TrainConfig(global_batch_size=B_all, micro_batch_size=1, eval_every=0, eval_sequences=8,
+                       device="cpu", **rate, **more)
+
+
+# %%
+def job(group, run_dir, layout, **more):
+    """Go on from the newest checkpoint, or begin; `train` writes its log for us."""
+    torch.set_default_dtype(torch.float64)
+    config = Config(shape, DataConfig(folder, S), settings(**more), layout)
+    with redirect_stderr(io.StringIO()):
+        train(config, run_dir, group=group, restart=True)
+
+
+def losses_in(run_dir):
+    return [row["loss"] for row in read_metrics(run_dir / "metrics.jsonl") if "loss" in row]
+
+
+# %%
+JOBS = [(4, ParallelConfig(tp=2, zero=1, sequence=True)), (4, ParallelConfig(pp=4)),
+        (1, ParallelConfig()), (3, ParallelConfig(zero=3))]
+NAMES = ("dp 2 x tp 2, ZeRO-1", "pp 4", "one process", "dp 3, ZeRO-3")
+root = Path(workspace.name)
+run(partial(job, steps=12), 1, root / "whole", ParallelConfig(), watch=False, timeout=90)
+for number, (num_ranks, layout) in enumerate(JOBS, start=1):
+    steps = partial(job, steps=3 * number)
+    run(steps, num_ranks, root / "moved", layout, watch=False, timeout=90)
+
+# %% tags=["output-moved"]
+whole, moved = losses_in(root / "whole"), losses_in(root / "moved")
+print("steps       layout                last loss   off by at most")
+for number, name in enumerate(NAMES):
+    part = slice(3 * number, 3 * number + 3)
+    error = max(abs(a / b - 1) for a, b in zip(moved[part], whole[part], strict=True))
+    print(f"{3 * number + 1:2} to {3 * number + 3:2}    {name:20} {moved[part][-1]:10.4f} "
+          f"{error:12.0e}")
+
+# %% [markdown]
+# How does a rank of the new layout know what it needs? ZeRO's part of a matrix begins and ends in
+# the middle of a row. Such a range is at most three boxes of a matrix: the end of a row, whole
+# rows, the beginning of a row. Boxes overlap in boxes, so each piece is copied once.
+
+# %%
+print(inspect.getsource(boxes_of))
+
+# %% tags=["output-boxes", "nbval-check-output"]
+for own in (range(0, 12), range(5, 17)):
+    print(f"elements {own.start} to {own.stop - 1} of a (6, 4) matrix:",
+          ", ".join(f"{sizes} at {offset}" for offset, sizes in boxes_of((6, 4), own)))
+
+# %% [markdown]
+# ### Kill a rank, and watch
+#
+# 8 ranks, 2 x 2 x 2. A checkpoint after every second step. Rank 5 is killed as it begins step 6,
+# with SIGKILL: it can neither save nor say goodbye.
+#
+# **Predict.** What do the other seven do? From which step does the run go on?
+
+
+# %%
+def job_with_a_death(group, *args, **more):
+    take_step = Run.train_step
+
+    def step(run):
+        if (run.rank, run.step) == (5, 5):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return take_step(run)
+
+    Run.train_step = step
+    job(group, *args, **more)
+
+
+# %% tags=["output-killed"]
+cube, often = ParallelConfig(tp=2, pp=2, zero=1, sequence=True), dict(checkpoint_every=2, steps=8)
+saved = root / "killed" / "checkpoints"
+try:
+    run(partial(job_with_a_death, **often), 8, root / "killed", cube, timeout=90)
+except RankError as error:
+    for line in str(error).splitlines():  # without the line of our code
+        print(line.split(" or an earlier call")[0].split(", cell")[0])
+print("saved:", *(path.name for path in checkpoint.checkpoints(saved)))
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# They wait in the next collective, for ever, if nobody ends them: here the launcher does. The run
+# goes on from the last complete checkpoint. What came after it is computed again.
+#
+# </details>
+#
+# A death in the middle of a save leaves a folder with a temporary name, which nobody reads. What a
+# disk does to a complete one is found by its checksums. Turn one bit of the newest over:
+
+# %% tags=["output-bit"]
+newest = checkpoint.checkpoints(saved)[-1]
+file = max(newest.glob("*.distcp"), key=lambda path: path.stat().st_size)
+content = bytearray(file.read_bytes())
+content[len(content) // 2] ^= 1
+file.write_bytes(content)
+print("damage:", checkpoint.damage(newest))
+
+# %% [markdown]
+# Now let the job be started again, and on another grid: say that the scheduler has put its 8 ranks
+# elsewhere, tp 4 x dp 2.
+#
+# **Predict.** From which step does it go on? By how much is its last loss off from that of the one
+# process?
+
+# %% tags=["output-restarted"]
+layout = ParallelConfig(tp=4, zero=1, sequence=True)
+run(partial(job, **often), 8, root / "killed", layout, watch=False, timeout=90)
+print("set aside:", *(path.name for path in saved.glob("*.damaged")))
+restarted = losses_in(root / "killed")
+error = max(abs(a / b - 1) for a, b in zip(restarted, whole[:8], strict=True))
+print(f"{len(restarted)} steps; loss {restarted[-1]:.4f}, of one process {whole[7]:.4f}; "
+      f"no step is off by more than {error:.0e}")
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# From step 3: the checkpoint of step 4 is damaged, that of step 2 is not. And it ends where one
+# process ends, after a death, a turned bit and a change of the grid.
+#
+# </details>
+#
+# ### On real nodes
+#
+# The same line on each of 8 nodes with eight GPUs:
+#
+# ```
+# NODES=8 HEAD=node0 clusters/torchrun.sh configs/llama-8b.toml \
+#     --parallel.zero 1 --parallel.tp 2 --parallel.sequence
+# ```
+#
+# In it torchrun is told to start the ranks again after a death (`--max-restarts`), and the training
+# to go on from the last good checkpoint (`--restart`), as `restart=True` did here. What is
+# different, or comes on top:
+#
+# - The folder of the run must be one that all nodes see.
+# - A rank that stands still, on a broken link say, is no death. After `train.hang_timeout` seconds
+#   without a step every rank writes down where it is, one of them tells who keeps the others
+#   waiting, and the job ends; torchrun starts it again.
+# - A loss that is no number stops the run before it reaches the weights, and the step, its samples,
+#   the rank and the first module are named.
+# - Saving takes long where the state is large. `--train.async-checkpoint` waits for a copy in the
+#   host's memory alone, and writes while the training goes on.
+#
+# ## 8. Recap
+#
+# 1. The ranks are a grid. The axis that is named last has neighbours, and gets the links inside the
+#    node: tp, which sends activations for every layer. In any other order the cluster waits.
+# 2. Sum over an axis what its ranks have parts of, and nothing that they have copies of.
+# 3. A norm over the wrong ranks and samples by the wrong number let the loss fall. Compare
+#    gradients with one process.
+# 4. Cut first what others look for: tensor, then stages, then the state. The oracle finds the same
+#    training on 2 x 2 x 2 ranks.
+# 5. A checkpoint knows names, not ranks: a run goes on in any layout, from the last one that is
+#    whole.
+#
+# ## Exercises
+#
+# Write your answers into `exercises/ch11_all_axes.py`, save, and run the cell. In a terminal,
+# `minitron hint 11.1` gives hints in three steps.
+#
+# **11.1 Rank and place** (15 minutes): from a number to a place in the grid, and back.
+
+# %%
+check("11.1")
+
+# %% [markdown]
+# **11.2 Who talks to whom** (30 minutes): all groups of an axis, which sum goes over which, and the
+# norm of a gradient that is cut and copied.
+
+# %%
+check("11.2")
+
+# %% [markdown]
+# **11.3 Layouts that fit** (25 minutes): everything that divides, fits and stays in the node.
+
+# %%
+check("11.3")
+
+# %% [markdown]
+# **11.4 Save here, resume there** (25 minutes): who copies which range from whom.
+
+# %%
+check("11.4")
+
+# %% [markdown]
+# **11.5 8 ranks, one limit** (30 minutes): the capstone. You choose a layout; the grader trains the
+# story model with it, on 8 ranks with a meter each, down to a given loss.
+
+# %%
+check("11.5")
+
+# %% [markdown]
+# ## Further reading
+#
+# - Narayanan et al., *Efficient Large-Scale Language Model Training on GPU Clusters Using
+#   Megatron-LM*, 2021: section 3, which axis for what, with measurements.
+# - Smith et al., *Using DeepSpeed and Megatron to Train Megatron-Turing NLG 530B*, 2022: section
+#   2, three axes on nodes.
+# - Llama Team, *The Llama 3 Herd of Models*, 2024: section 3.3.2 (four axes, and their order) and
+#   3.3.4 (what failed in 54 days).
+# - Liang et al., *TorchTitan: One-stop PyTorch native solution for production ready LLM
+#   pre-training*, 2024: section 2, the same order of application with PyTorch's own parts.
+# - Korthikanti et al., *Reducing Activation Recomputation in Large Transformer Models*, 2022:
+#   sections 4 and 5.
