@@ -52,11 +52,11 @@ class Run:
     def __init__(self, config: Config, folder: Path, group: Group = None):
         self.group = group
         self.rank, self.size = rank_and_size(group)
-        self.config = config = with_vocabulary_of_data(config)  # which tp divides
-        require_ranks(config, self.size)
         S = config.data.sequence_length
         self.dataset = TokenDataset(config.data.path, "train", S, config.train.seed)
         self.validation = TokenDataset(config.data.path, "val", S, seed=None)
+        self.config = config = with_vocabulary_of_data(config)  # which tp divides
+        require_ranks(config, self.size)
 
         self.num_eval_sequences = min(config.train.eval_sequences, self.validation.num_samples)
         require_validation(self.num_eval_sequences, num_readers(config, self.size))
