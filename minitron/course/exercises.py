@@ -17,10 +17,11 @@ import linecache
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import groupby
 from pathlib import Path
 
 from minitron.config import ConfigError, require
@@ -91,11 +92,17 @@ def select(ids: list[str], root: Path = ROOT) -> list[Exercise]:
         matching = {i: e for i, e in exercises.items() if wanted in (i, i.split(".")[0])}
         require(
             bool(matching),
-            f"exercise {wanted!r} does not exist; known are {', '.join(exercises)} "
+            f"exercise {wanted!r} does not exist; known are {by_chapter(exercises)} "
             "(or a whole chapter: 1)",
         )
         selected |= matching
     return list(selected.values())
+
+
+def by_chapter(ids: Iterable[str]) -> str:
+    """1.1 to 1.4, 2.1 to 2.3, ..."""
+    chapters = [list(of_one) for _, of_one in groupby(ids, key=lambda id: id.split(".")[0])]
+    return ", ".join(f"{of_one[0]} to {of_one[-1]}" for of_one in chapters)
 
 
 def find(exercise_id: str, root: Path = ROOT) -> Exercise:

@@ -6,9 +6,8 @@ puts a figure into a notebook, `save` into a file.
 
 Here are scaling and loss; `figures_memory` draws bytes, `figures_ranks` what ranks do and send,
 `figures_ring` the ring, `figures_cut` matrices and who holds them, `figures_pipeline` schedules,
-`figures_numbers` what a float can hold, `figures_precision` what low precision loses, `figures_grid`
-ranks in their nodes;
-`figures_style` is what all share.
+`figures_numbers` what a float can hold, `figures_precision` what low precision loses,
+`figures_grid` ranks in their nodes; `figures_style` is what all share.
 """
 
 from collections.abc import Sequence

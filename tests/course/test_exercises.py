@@ -131,7 +131,7 @@ def test_ids_select_exercises_and_chapters():
     assert [e.id for e in select(["1.2"])] == ["1.2"]
     assert [e.id for e in select(["1.2", "1"])] == ["1.2", "1.1", "1.3", "1.4"]
     assert [e.id for e in select([])] == list(EXERCISES)
-    with pytest.raises(ConfigError, match="exercise '9.9' does not exist; known are 1.1, 1.2"):
+    with pytest.raises(ConfigError, match="exercise '9.9' does not exist; known are 1.1 to 1.4, 2"):
         select(["9.9"])
     with pytest.raises(ConfigError, match="'1' is a whole chapter"):
         find("1")
