@@ -29,11 +29,15 @@ def launch(tmp_path):
     for name, line in STAND_INS.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{line}\n")
         (tmp_path / name).chmod(0o755)
+    folder = tmp_path / "repository"  # without a .venv, whose torchrun would come first
+    folder.mkdir()
+    for name in ("clusters", "configs"):
+        (folder / name).symlink_to(REPOSITORY / name)
 
     def run(*command: str, **environment: str):
         words = tmp_path / "words"
         environment |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "WORDS": str(words)}
-        subprocess.run(command, env=environment, cwd=REPOSITORY, check=True, timeout=60)
+        subprocess.run(command, env=environment, cwd=folder, check=True, timeout=60)
         timeout, own_store, *options = words.read_text().splitlines()
         assert (timeout, own_store) == ("120", "1")
         parsed = get_args_parser().parse_args(options)
