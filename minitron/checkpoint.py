@@ -7,8 +7,8 @@ checksum, so that a file cut short, or with a bit turned over, is found before a
 
 With many nodes, the folder must be one that all of them see.
 
-Read in this order: Saver, save, newest_good, load; then checkpoint_plans, which say who writes and
-reads what.
+Read in this order: Saver, save, newest_good, set_aside, load; then checkpoint_plans, which say who
+writes and reads what.
 """
 
 import hashlib
@@ -17,8 +17,9 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -76,8 +77,8 @@ def save(
     rank, _ = rank_and_size(group)
     path = folder / f"step_{step:08d}"
     temporary = path.with_suffix(".tmp")
-    on_rank_0(lambda: make_empty(temporary), group)
     try:
+        on_rank_0(lambda: make_empty(temporary), group)
         write(temporary, state, group)
         checksums = agreed(lambda: {file.name: describe(file) for file in
                                     sorted(temporary.glob(f"__{rank}_*"))}, group)
@@ -91,16 +92,26 @@ def save(
 
 
 def write(folder: Path, state: dict[str, Boxes], group: Group) -> None:
+    # A background thread has no current GPU but number 0: copy one tensor after the other.
+    writer = FileSystemWriter(folder, per_thread_copy_ahead=0)
+    with quietly():
+        dcp.save(state, storage_writer=writer, planner=SavePlanner(), process_group=group,
+                 no_dist=group is None)
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without warnings of what is meant: one process alone, ranks with other tensors."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is .*", UserWarning)  # so it shall be
-        dcp.save(
-            state, storage_writer=FileSystemWriter(folder), planner=SavePlanner(),
-            process_group=group, no_dist=group is None,
-        )
+        warnings.filterwarnings("ignore", "torch.distributed is .*")
+        warnings.filterwarnings("ignore", "Detected mismatched keys")  # torch before 2.13
+        yield
 
 
 def make_empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
+    """Begin a checkpoint, and remove what others have left that were killed."""
+    for left in folder.parent.glob("step_*.tmp"):
+        shutil.rmtree(left, ignore_errors=True)
     folder.mkdir(parents=True)
 
 
@@ -118,13 +129,21 @@ def complete(
         os.fsync(file.fileno())
 
     if path.exists():  # the same step once more
-        shutil.rmtree(path)
+        move(path, path.with_suffix(".old"))
     temporary.rename(path)
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    os.fsync(descriptor)  # or the new name may be lost with the power
-    os.close(descriptor)
+    shutil.rmtree(path.with_suffix(".old"), ignore_errors=True)
+    with suppress(OSError):  # not every file system can
+        descriptor = os.open(path.parent, os.O_RDONLY)
+        os.fsync(descriptor)  # or the new name may be lost with the power
+        os.close(descriptor)
     for old in checkpoints(path.parent)[:-keep]:
-        shutil.rmtree(old)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def move(path: Path, target: Path) -> None:
+    """Give a folder another name, which one from earlier may have."""
+    shutil.rmtree(target, ignore_errors=True)
+    path.rename(target)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -145,8 +164,7 @@ def digest(content: dict) -> str:
 def newest_good(folder: Path, group: Group = None) -> Path:
     """The newest checkpoint in `folder` whose files are as they were written; all ranks call it.
 
-    Damaged ones are told and set aside as `step_00000200.damaged`. Raises ConfigError if none is
-    left.
+    Damaged ones are told. Raises ConfigError if there is no good one; nothing is changed.
     """
     rank, size = rank_and_size(group)
     found = gathered(checkpoints(folder), group)[0]
@@ -157,11 +175,18 @@ def newest_good(folder: Path, group: Group = None) -> Path:
             return path
         if rank == 0:
             print(f"{path}: damaged ({fault}); looking for an older one", file=sys.stderr)
-            damaged = path.with_suffix(".damaged")
-            shutil.rmtree(damaged, ignore_errors=True)  # an earlier one of this step
-            path.rename(damaged)
-    why = "none of them is intact" if found else "holds no checkpoint to resume from"
-    raise ConfigError(f"{folder}: {why}; delete {folder.parent} and start again without --resume")
+    why = "no checkpoint in it is intact on all nodes" if found else "holds no checkpoint"
+    raise ConfigError(f"{folder}: {why} to resume from; if the folder is the right one, and all "
+                      f"nodes see it, delete {folder.parent} and start again without --resume")
+
+
+def set_aside(folder: Path, good: Path, group: Group = None) -> None:
+    """Rename what is newer than `good` to `step_00000200.damaged`: all ranks call it.
+
+    Else it would be taken for newer than what the run writes from now on.
+    """
+    newer = [path for path in checkpoints(folder) if path > good]
+    on_rank_0(lambda: [move(path, path.with_suffix(".damaged")) for path in newer], group)
 
 
 def damage(path: Path, rank: int = 0, size: int = 1) -> str | None:
@@ -196,12 +221,13 @@ def saved_tensors(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 def load(path: Path, state: dict[str, Boxes], group: Group = None) -> None:
     """Fill the tensors in `state`, whose names and shapes are in the checkpoint; all ranks call."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is .*", UserWarning)
-        dcp.load(
-            state, storage_reader=FileSystemReader(path), planner=LoadPlanner(),
-            process_group=group, no_dist=group is None,
-        )
+    try:
+        with quietly():
+            dcp.load(state, storage_reader=FileSystemReader(path), planner=LoadPlanner(),
+                     process_group=group, no_dist=group is None)
+    except CheckpointException as error:
+        raise ConfigError(f"{path}: cannot be read ({reason(error)}), though its checksums are "
+                          "right: does every node see the folder?") from error
 
 
 def read_tensor(path: Path, name: str) -> torch.Tensor:

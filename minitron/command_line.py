@@ -59,6 +59,10 @@ def run(main: Callable[[list[str]], int]) -> None:
         else:
             time.sleep(SECONDS_TO_TELL)
         code = 2
+    except SystemExit:  # the ranks have agreed: the first one tells it
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(SECONDS_TO_TELL)
+        raise
     except KeyboardInterrupt:
         print("minitron: interrupted", file=sys.stderr)
         code = 130

@@ -224,9 +224,11 @@ class Run:
 
         Then only dropout draws anew.
         """
-        path = checkpoint.newest_good(self.folder / "checkpoints", self.group)
+        folder = self.folder / "checkpoints"
+        path = checkpoint.newest_good(folder, self.group)
         facts = checkpoint.facts_of(path)
         require_same_training(facts, self.config, self.folder, self.dataset.fingerprint())
+        checkpoint.set_aside(folder, path, self.group)
         read = partial(checkpoint.load, path, group=self.group)
         self.whole.load_state(checkpoint.saved_tensors(path), read)
         self.step, self.position = facts["step"], facts["position"]

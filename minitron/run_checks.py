@@ -167,9 +167,10 @@ def with_vocabulary_of_data(config: Config) -> Config:
 
 
 MAY_CHANGE = {"steps", "log_every", "eval_every", "eval_sequences", "checkpoint_every",
-              "keep_checkpoints", "async_checkpoint", "hang_timeout", "device",
-              "recompute"}
-"""Fields of TrainConfig that a resumed run may be given anew: no step is computed differently."""
+              "keep_checkpoints", "async_checkpoint", "hang_timeout", "device", "recompute",
+              "micro_batch_size", "compile"}
+"""Fields of TrainConfig that a resumed run may be given anew, as it may be another layout: every
+step is the same but for the order of its sums."""
 
 
 def require_same_training(facts: dict, config: Config, folder: Path, fingerprint: str) -> None:

@@ -9,6 +9,7 @@ Read in this order: `train`, `loop`, `log_rows`, then the command line, `read_op
 import json
 import math
 import sys
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,9 +74,12 @@ def train(
     bar = tqdm(total=config.train.steps, initial=run.step, dynamic_ncols=True,
                disable=None if run.rank == 0 else True)
     watchdog = Watchdog(folder / "hang", group, config.train.hang_timeout)
-    with run.interruption, bar, trace, watchdog:
-        loop(run, log, bar, trace, watchdog)
-    log.close()
+    with closing(log), run.interruption, bar, trace, watchdog:
+        try:
+            loop(run, log, bar, trace, watchdog)
+        except ConfigError:  # on which all ranks have agreed: what is being saved is good
+            run.saver.wait()
+            raise
     return run
 
 

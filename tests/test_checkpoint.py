@@ -92,6 +92,7 @@ def test_what_is_damaged_is_told_and_the_one_before_taken(tmp_path, capsys, harm
     assert step == 1 and weights[0] == 1
     told = capsys.readouterr().err
     assert "step_00000002: damaged (" in told and told.count("\n") == 1
+    checkpoint.set_aside(tmp_path, tmp_path / "step_00000001")
     assert names(tmp_path) == ["step_00000001"]  # so that the next ones are not taken for older
     assert (tmp_path / "step_00000002.damaged").is_dir()
 
@@ -109,8 +110,9 @@ def test_nothing_to_resume_is_told(tmp_path):
     with pytest.raises(ConfigError, match="holds no checkpoint to resume from"):
         checkpoint.newest_good(tmp_path)
     cut_short(save(tmp_path, 1) / "__0_0.distcp")
-    with pytest.raises(ConfigError, match="none of them is intact; delete"):
+    with pytest.raises(ConfigError, match="no checkpoint in it is intact on all nodes"):
         checkpoint.newest_good(tmp_path)
+    assert names(tmp_path) == ["step_00000001"]  # it may be the node's fault
 
 
 # A full disk
@@ -193,5 +195,5 @@ def write_with_a_gap(group, folder):
 
 
 def test_a_plan_that_does_not_cover_a_tensor_is_refused(tmp_path):
-    with pytest.raises(RankError, match="cannot be written .*weights"):
+    with pytest.raises(RankError, match=r"cannot be written \(.*global plan"):
         run(write_with_a_gap, 2, tmp_path)

@@ -1,6 +1,7 @@
 """What goes wrong in a long run: ranks that die, stand still or compute what is no number."""
 
 import dataclasses
+import json
 import math
 import os
 import random
@@ -71,7 +72,7 @@ def test_killed_at_random_moments_a_run_ends_where_an_undisturbed_one_does(
             break
         start = time.monotonic()
         try:
-            run(weights_after, 2, config, folder, moments.uniform(0, seconds))
+            run(weights_after, 2, config, folder, moments.uniform(0, seconds), timeout=120)
             seconds = time.monotonic() - start
             kill_after(folder, 3)  # it was through: let it do most of it again
         except RankError as error:
@@ -99,6 +100,7 @@ def test_torchrun_starts_a_dead_rank_again_and_the_run_goes_on(config, tmp_path)
         process.terminate()  # torchrun then ends its ranks
         process.wait(60)
     assert process.returncode == 0, errors
+    assert "failed (exitcode: -9)" in errors
     assert trained(folder, *COLUMNS) == trained(whole, *COLUMNS)
 
 
@@ -135,8 +137,11 @@ def test_eight_ranks_on_all_axes_die_and_go_on_cut_otherwise(stories, tmp_path):
     died_after = int(checkpoint.newest_good(many / "checkpoints").name[5:])
     assert 0 < died_after < 30
 
-    command = torchrun(8, *eight_ranks(many, stories, "--resume", "--parallel.tp", "4"))
+    layout = "--parallel.tp", "4", "--parallel.pp", "1"  # the rest as it was
+    command = torchrun(8, *eight_ranks(many, stories, "--resume", *layout))
     subprocess.run(command, check=True, timeout=180, capture_output=True)
+    parallel = json.loads((many / "config.json").read_text())["parallel"]
+    assert (parallel["tp"], parallel["pp"], parallel["zero"]) == (4, 1, 1)
     for found, expected in zip(trained(many, *COLUMNS), trained(one, *COLUMNS), strict=True):
         assert found == pytest.approx(expected, rel=1e-4)  # float32, summed in other orders
 
@@ -179,13 +184,13 @@ command_line.run(train.main)
 def test_a_rank_that_stands_still_is_named_and_the_job_ends(config, tmp_path):
     script = tmp_path / "sleeper.py"
     script.write_text(SLEEPER)
-    words = command(config, tmp_path / "run", "--train.hang-timeout", "4")
+    words = command(config, tmp_path / "run", "--train.hang-timeout", "10")
     words = [str(script), *words[words.index("minitron.train") + 1:]]
     package = str(Path(train.__file__).parents[1])
     done = subprocess.run(torchrun(2, *words), capture_output=True, text=True, timeout=150,
                           env={**os.environ, "PYTHONPATH": package})
     assert done.returncode == 1
-    assert "no step has ended for 4 s (train.hang_timeout):" in done.stderr
+    assert "no step has ended for 10 s (train.hang_timeout):" in done.stderr
     assert "rank 1 is at sleeper.py line 10: time.sleep(1000)" in done.stderr
     assert "rank 0 waits in" in done.stderr
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")

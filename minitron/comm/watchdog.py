@@ -3,7 +3,8 @@
 Each rank has a thread that looks how long ago the rank has last shown a sign of life. If that is
 too long ago, it writes where its main thread is into a file, and one rank reads what all have
 written: who is in a collective waits, who is elsewhere keeps the others waiting, who has written
-nothing cannot. Then every rank leaves, so that torchrun ends the job, or starts it again.
+nothing cannot. Then every rank leaves, so that torchrun ends the job, or starts it again. On GPUs
+collectives return at once: there, ranks that wait stand where the host waits for the device.
 """
 
 import os
@@ -55,8 +56,14 @@ class Watchdog:
     def watch(self) -> None:
         while not self.ended.wait(min(1.0, self.timeout / 4)):
             if time.monotonic() - self.last > self.timeout:
-                self.tell()
-                os._exit(1)  # the main thread would not hear of an exception
+                # the main thread would not hear of an exception, and the folder may hang as well
+                at_last = threading.Timer(3 * SECONDS_TO_ANSWER, os._exit, (1,))
+                at_last.daemon = True
+                at_last.start()
+                try:
+                    self.tell()
+                finally:
+                    os._exit(1)
 
     def tell(self) -> None:
         """Write where this rank is; the first rank that can tells it of all."""
