@@ -115,6 +115,44 @@ def test_nothing_to_resume_is_told(tmp_path):
     assert names(tmp_path) == ["step_00000001"]  # it may be the node's fault
 
 
+def save_two_and_load(group, folder):
+    for step in (1, 2):
+        state = {f"weights.{group.rank()}": Boxes.whole(torch.full((KIB,), float(step)))}
+        save(folder, step, group=group, state=state)
+    if group.rank() == 0:
+        cut_short(folder / "step_00000002" / "__0_0.distcp")
+    torch.distributed.barrier(group)
+    return checkpoint.damage(folder / "step_00000002", group.rank(), 2), \
+        checkpoint.newest_good(folder, group).name
+
+
+def test_what_one_rank_finds_damaged_none_takes(tmp_path):
+    (seen_by_0, first), (seen_by_1, second) = run(save_two_and_load, 2, tmp_path)
+    assert seen_by_0 is None and "__0_0.distcp has" in seen_by_1
+    assert first == second == "step_00000001"
+
+
+def test_what_fails_in_the_background_is_told_later(tmp_path, monkeypatch):
+    saver = checkpoint.Saver(tmp_path, 3, None, in_background=True)
+    weights = torch.ones(KIB)
+    saver.save(1, {"weights": Boxes.whole(weights)}, {"step": 1})
+    weights.zero_()  # training goes on
+    saver.wait()
+    assert load(tmp_path)[1][0] == 1
+
+    def full(*args):
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(checkpoint, "write", full)
+    saver.save(2, state_of(2), {"step": 2})
+    with pytest.raises(ConfigError, match="step_00000002: cannot be written"):
+        saver.save(3, state_of(3), {"step": 3})
+    saver.save(4, state_of(4), {"step": 4})
+    with pytest.raises(ConfigError, match="step_00000004: cannot be written"):
+        saver.wait()
+    assert names(tmp_path) == ["step_00000001"]
+
+
 # A full disk
 
 

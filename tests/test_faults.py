@@ -197,7 +197,52 @@ def test_a_rank_that_stands_still_is_named_and_the_job_ends(config, tmp_path):
             if "loss" in row][:3] == [1, 2, 3]
 
 
+DEAF = """
+import sys, time
+from pathlib import Path
+from minitron.comm.watchdog import Watchdog
+
+class Alone:
+    def rank(self): return 0
+    def size(self): return 1
+
+with Watchdog(Path(sys.argv[1]), Alone(), timeout=1):
+    print("inside", flush=True)
+    time.sleep(100)
+"""
+
+
+def test_a_watchdog_that_cannot_write_ends_the_rank_all_the_same(tmp_path):
+    (tmp_path / "hang").write_text("a file where the folder should be")
+    package = str(Path(train.__file__).parents[1])
+    command = [sys.executable, "-c", DEAF, str(tmp_path / "hang" / "below")]
+    done = subprocess.run(command, timeout=60, capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": package})
+    assert (done.returncode, done.stdout) == (1, "inside\n")
+
+
 # Numbers that are none
+
+
+def test_what_is_being_saved_when_a_run_diverges_is_saved(config, tmp_path, monkeypatch):
+    write, take_step = checkpoint.write, Run.train_step
+
+    def slowly(*args):
+        time.sleep(0.5)
+        write(*args)
+
+    def diverge(run: Run) -> dict:
+        if run.step == 4:
+            run.model.blocks[0].mlp.up.register_forward_hook(lambda *args: args[-1] * math.nan)
+        return take_step(run)
+
+    monkeypatch.setattr(checkpoint, "write", slowly)
+    monkeypatch.setattr(Run, "train_step", diverge)
+    config = dataclasses.replace(config, parallel=ParallelConfig())
+    config = with_train(config, async_checkpoint=True, checkpoint_every=4)
+    with pytest.raises(ConfigError, match="step 5: loss and gradient are not finite"):
+        train.train(config, tmp_path)
+    assert checkpoint.newest_good(tmp_path / "checkpoints").name == "step_00000004"
 
 
 def diverge(group, config: Config, folder: Path, path: str, rank: int) -> str:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 from minitron.comm.agreement import Group, rank_and_size
@@ -39,7 +40,8 @@ class Watchdog:
     def __enter__(self) -> "Watchdog":
         self.beat()
         if self.thread is not None:
-            self.file(self.rank).unlink(missing_ok=True)  # of an earlier life
+            with suppress(OSError):
+                self.file(self.rank).unlink()  # of an earlier life
             self.thread.start()
         return self
 
