@@ -21,6 +21,7 @@ from minitron.comm.agreement import Group, gathered, one_fault_ends_all
 from minitron.comm.launch import torchrun_group
 from minitron.config import Config, ConfigError, require
 from minitron.config_file import from_dict, load, to_dict
+from minitron.float8 import multiplies_float8
 from minitron.measure.clock import Clock, Speed, peak_flops
 from minitron.measure.metrics import MetricsLog
 from minitron.parallel.simulator import simulate
@@ -53,6 +54,9 @@ def train(config: Config, folder: Path, resume: bool = False, group: Group = Non
 
     if run.rank == 0 and config.parallel.pp > 1:
         print(describe_pipeline(run), file=sys.stderr)
+    if run.rank == 0 and config.train.precision == "fp8" and not multiplies_float8(run.device):
+        print(f"{run.device} has no products of 8 bits: they are emulated, with their roundings "
+              "and without their speed", file=sys.stderr)
     # on a terminal a bar; elsewhere the lines of the evaluations remain
     bar = tqdm(total=config.train.steps, initial=run.step, dynamic_ncols=True,
                disable=None if run.rank == 0 else True)
