@@ -23,6 +23,7 @@ from minitron.comm.launch import restarts, torchrun_group
 from minitron.comm.watchdog import Watchdog
 from minitron.config import Config, ConfigError, require
 from minitron.config_file import from_dict, load, to_dict
+from minitron.float8 import multiplies_float8
 from minitron.hugging_face.config import read_model_config
 from minitron.hugging_face.folder import require_same_tokens
 from minitron.hugging_face.weights import Weights
@@ -70,6 +71,9 @@ def train(
 
     if run.rank == 0 and config.parallel.pp > 1:
         print(describe_pipeline(run), file=sys.stderr)
+    if run.rank == 0 and config.train.precision == "fp8" and not multiplies_float8(run.device):
+        print(f"{run.device} has no products of 8 bits: they are emulated, with their roundings "
+              "and without their speed", file=sys.stderr)
     # on a terminal a bar; elsewhere the lines of the evaluations remain
     bar = tqdm(total=config.train.steps, initial=run.step, dynamic_ncols=True,
                disable=None if run.rank == 0 else True)

@@ -10,6 +10,7 @@ from minitron import cost
 from minitron.comm.launch import run
 from minitron.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from minitron.cost.sharding import FULLY_SHARDED, zero_holdings
+from minitron.measure.ledger import Ledger
 from minitron.measure.meter import Meter
 from minitron.measure.oracle import assert_same_training
 from minitron.model.transformer import Transformer
@@ -244,6 +245,34 @@ def test_gradients_are_within_their_roundings_of_float32(name, layout):
         for key, grad in seen.items():
             error = (grad - exact[key]).norm() / exact[key].norm()
             assert error < tolerance, (key, float(error), tolerance)
+
+
+def reductions(group, config: Config) -> set[torch.dtype]:
+    """In what the gradients of a step travel: the small messages are of tokens and losses."""
+    _, parallel, _, forward = made(group, config)
+    with Ledger() as ledger:
+        accumulate_over_ranks(forward, micro_batches(parallel.data_part), parallel)
+    return {call.dtype for call in ledger.calls if call.reduce and call.payload > 1000}
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", ["bf16-autocast", "bf16", "bf16-fp32-grads", "fp16", "fp8"])
+def test_gradients_travel_in_the_dtype_that_the_recipe_names(name, zero):
+    for seen in run(reductions, 2, config_of(name, zero=zero)):
+        assert seen == {PRECISIONS[name].reduction}
+
+
+@pytest.mark.parametrize("parallel", [{}, {"zero": 3}, {"tp": 2, "sequence": True}], ids=str)
+@pytest.mark.parametrize("name", [name for name in PRECISIONS if name != "fp32"])
+def test_recomputing_changes_no_bit(name, parallel):
+    kept, recomputed = (
+        run(gradients, 2, dataclasses.replace(config, train=dataclasses.replace(
+            config.train, recompute=policy)), watch=False)
+        for config in [config_of(name, **parallel)] for policy in ("none", "full")
+    )
+    for before, after in zip(kept, recomputed, strict=True):
+        assert before.keys() == after.keys()
+        assert all(torch.equal(after[key], grad) for key, grad in before.items())
 
 
 @pytest.mark.parametrize("name", PRECISIONS)

@@ -158,6 +158,14 @@ def test_a_resumed_run_has_the_same_scale_and_skips_the_same_steps(config, tmp_p
     assert trained(tmp_path / "parts", *columns) == trained(tmp_path / "whole", *columns)
 
 
+@pytest.mark.parametrize("precision", ["fp8", "bf16"])
+def test_a_run_says_that_its_8_bits_are_emulated(config, tmp_path, capsys, precision):
+    settings = dataclasses.replace(config.train, precision=precision, steps=1, device="cpu")
+    train.train(dataclasses.replace(config, train=settings), tmp_path / "run")
+    told = capsys.readouterr().err.count("cpu has no products of 8 bits: they are emulated")
+    assert told == (precision == "fp8")
+
+
 def test_other_recipes_have_no_scale_to_log(config, tmp_path, capsys):
     settings = dataclasses.replace(config.train, precision="bf16", steps=2)
     train.train(dataclasses.replace(config, train=settings), tmp_path / "run")
