@@ -18,6 +18,8 @@ USAGE = """usage: minitron COMMAND [...]
   train     train a model               minitron train configs/stories.toml
   data      make or fetch a corpus      minitron data stories | text | python | fineweb
   export    for transformers, and others minitron export runs/stories my-model
+  plan      layouts, days, cost         minitron plan configs/llama-70b.toml --gpus 512
+  dryrun    a step without a GPU        minitron dryrun configs/gpt3-175b.toml --gpus 1024
   doctor    check this machine
   check     grade exercises             minitron check 1.2     (or a chapter: minitron check 1)
   hint      one more hint               minitron hint 1.2
@@ -177,6 +179,20 @@ def export(args: list[str]) -> int:
     return 0
 
 
+def plan(args: list[str]) -> int:
+    """Find the fastest layouts for a config on so many GPUs."""
+    from minitron.plan.command import run_plan
+
+    return run_plan(args)
+
+
+def dryrun(args: list[str]) -> int:
+    """Run a step of one rank of many, without a GPU."""
+    from minitron.plan.dryrun_command import run_dry_run
+
+    return run_dry_run(args)
+
+
 @dataclass(frozen=True)
 class Exercises:
     ids: Positional[tuple[str, ...]] = ()
@@ -249,7 +265,8 @@ def doctor(args: list[str]) -> int:
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     function.__name__: function
-    for function in (train, data, export, doctor, check, hint, status, reset, solution)
+    for function in (train, data, export, plan, dryrun, doctor, check, hint, status, reset,
+                     solution)
 }
 
 

@@ -92,7 +92,8 @@ def apply_precision(model: nn.Module, precision: Precision, is_sharded: bool = F
     rounded each time they are gathered.
     """
     if precision.master is not None and not is_sharded:
-        model.to(precision.parameters)
+        for parameter in model.parameters():  # not by model.to, which cannot swap fake ones
+            parameter.data = parameter.detach().to(precision.parameters)
     if precision.compute == E4M3:
         apply_float8(model.blocks)
 

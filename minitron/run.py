@@ -11,6 +11,7 @@ from torch import Tensor
 
 from minitron import checkpoint
 from minitron.comm.agreement import Group, gathered, largest, rank_and_size
+from minitron.comm.mesh import Mesh
 from minitron.config import Config, ConfigError
 from minitron.config_file import to_dict
 from minitron.corpus.folder import end_of_document, load_tokenizer
@@ -41,7 +42,55 @@ from minitron.step import (
 )
 
 
-class Run:
+class Training:
+    """A model, cut as `config` says, its optimizer, and a step of both: all but data and disk."""
+
+    def __init__(self, config: Config, mesh: Mesh | None, device: torch.device):
+        self.config, self.device = config, device
+        self.model, self.parallel = build(config, mesh, device)
+        self.data_rank, self.data_size = (0, 1) if mesh is None else self.parallel.data_part
+        if config.parallel.pp > 1:  # now, rather than in the first step
+            self.parallel.pipeline.script(self.num_micro_batches(config.train.global_batch_size))
+        self.optimizer = make_optimizer(self.model, config.train, device)
+        self.whole = self.parallel or Combined(self.model, None, None)
+        self.whole.shard(self.optimizer)
+        self.forward = self.model
+        self.precision = precision = PRECISIONS[config.train.precision]
+        if config.train.precision != "fp32":
+            self.forward = low_precision(self.model, device, precision)
+        self.loss_scale = LossScale() if precision.scales_loss else None
+
+    def update(
+        self, micro_batches: list[tuple[Tensor, Tensor]], rate: float
+    ) -> tuple[Tensor, Tensor]:
+        """Move the weights once; returns the loss and the gradient's norm, 0-d."""
+        return train_step(
+            self.forward, self.optimizer, micro_batches, rate, self.config.train.clip_norm,
+            self.parallel, self.loss_scale,
+        )
+
+    def micro_batches(self, batch: Tensor, num_sequences: int) -> list[tuple[Tensor, Tensor]]:
+        """Cut this rank's (B, S+1) tokens of all ranks' `num_sequences` into (inputs, targets).
+
+        The last one may be smaller. Every rank gets as many, as sharded training demands: where
+        the ranks with most sequences have one more, the others get one without targets.
+        """
+        size = self.config.train.micro_batch_size
+        parts = batch.to(self.device).split(size)
+        pairs = [(part[:, :-1], part[:, 1:]) for part in parts]
+
+        if len(pairs) < self.num_micro_batches(num_sequences):
+            inputs, targets = pairs[0][0][:1], pairs[0][1][:1]
+            pairs.append((inputs, torch.full_like(targets, IGNORED)))
+        return pairs
+
+    def num_micro_batches(self, num_sequences: int) -> int:
+        """In how many micro-batches the ranks with most of the sequences read theirs."""
+        most = math.ceil(num_sequences / self.data_size)
+        return math.ceil(most / self.config.train.micro_batch_size)
+
+
+class Run(Training):
     """A model in training: what it owns, one step of it, and what a checkpoint holds.
 
     `group` holds all ranks; None is a run of one process.
@@ -55,31 +104,20 @@ class Run:
         S = config.data.sequence_length
         self.dataset = TokenDataset(config.data.path, "train", S, config.train.seed)
         self.validation = TokenDataset(config.data.path, "val", S, seed=None)
-        self.config = config = with_vocabulary_of_data(config)  # which tp divides
+        config = with_vocabulary_of_data(config)  # which tp divides
         require_ranks(config, self.size)
 
         self.num_eval_sequences = min(config.train.eval_sequences, self.validation.num_samples)
         require_validation(self.num_eval_sequences, num_readers(config, self.size))
         self.folder = folder
-        self.device = pick_device(config.train.device)
-        require_a_gpu_each(self.device, group)
+        device = pick_device(config.train.device)
+        require_a_gpu_each(device, group)
 
-        mesh = None if group is None else lay_out(config.parallel, self.size, self.device)
-        self.model, self.parallel = build(config, mesh, self.device)
-        self.data_rank, self.data_size = (0, 1) if mesh is None else self.parallel.data_part
+        mesh = None if group is None else lay_out(config.parallel, self.size, device)
+        super().__init__(config, mesh, device)
         # Dropout, of other samples and other layers; the weights have seeds of their own.
         self.stage = 0 if mesh is None else mesh.rank("pp")
         torch.manual_seed(config.train.seed + self.data_rank + self.stage * self.data_size)
-        if config.parallel.pp > 1:  # now, rather than in the first step
-            self.parallel.pipeline.script(self.num_micro_batches(config.train.global_batch_size))
-        self.optimizer = make_optimizer(self.model, config.train, self.device)
-        self.whole = self.parallel or Combined(self.model, None, None)
-        self.whole.shard(self.optimizer)
-        self.forward = self.model
-        self.precision = precision = PRECISIONS[config.train.precision]
-        if config.train.precision != "fp32":
-            self.forward = low_precision(self.model, self.device, precision)
-        self.loss_scale = LossScale() if precision.scales_loss else None
         if config.train.compile:
             self.forward = torch.compile(self.forward)
 
@@ -104,10 +142,7 @@ class Run:
         micro_batches = self.micro_batches(batch, config.global_batch_size)
         random_state = self.random_state()
         try:
-            loss, grad_norm = train_step(
-                self.forward, self.optimizer, micro_batches, rate, config.clip_norm,
-                self.parallel, self.loss_scale,
-            )
+            loss, grad_norm = self.update(micro_batches, rate)
         except FloatingPointError as error:
             self.set_random_state(random_state)
             raise ConfigError(f"step {self.step + 1}: {error}; {self.fault(micro_batches)}"
@@ -145,26 +180,6 @@ class Run:
     def tokens(self) -> int:
         """Target tokens trained on so far, by all ranks."""
         return self.position * self.config.data.sequence_length
-
-    def micro_batches(self, batch: Tensor, num_sequences: int) -> list[tuple[Tensor, Tensor]]:
-        """Cut this rank's (B, S+1) tokens of all ranks' `num_sequences` into (inputs, targets).
-
-        The last one may be smaller. Every rank gets as many, as sharded training demands: where
-        the ranks with most sequences have one more, the others get one without targets.
-        """
-        size = self.config.train.micro_batch_size
-        parts = batch.to(self.device).split(size)
-        pairs = [(part[:, :-1], part[:, 1:]) for part in parts]
-
-        if len(pairs) < self.num_micro_batches(num_sequences):
-            inputs, targets = pairs[0][0][:1], pairs[0][1][:1]
-            pairs.append((inputs, torch.full_like(targets, IGNORED)))
-        return pairs
-
-    def num_micro_batches(self, num_sequences: int) -> int:
-        """In how many micro-batches the ranks with most of the sequences read theirs."""
-        most = math.ceil(num_sequences / self.data_size)
-        return math.ceil(most / self.config.train.micro_batch_size)
 
     @torch.no_grad()
     def evaluate(self) -> float:

@@ -241,14 +241,18 @@ def global_name(model: nn.Module, name: str) -> str:
     return "token_embedding.weight" if is_tied else name
 
 
-def materialise(model: nn.Module, device: torch.device) -> None:
-    """Put new parameters on `device` in the place of those on the meta device: NaN until filled."""
+def materialise(model: nn.Module, device: torch.device, in_memory: bool = True) -> None:
+    """Put new parameters on `device` in the place of those on the meta device: NaN until filled.
+
+    Without `in_memory` each is a single NaN, seen in the parameter's shape.
+    """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, old in list(module.named_parameters(recurse=False)):
             if old.is_meta:
                 if old not in made:  # a tied one stays one
-                    value = torch.full_like(old, torch.nan, device=device)
+                    value = old.new_full((), torch.nan, device=device).expand(old.shape)
+                    value = value.contiguous() if in_memory else value
                     made[old] = nn.Parameter(value, old.requires_grad)
                 setattr(module, name, made[old])
 

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from minitron.comm.collectives import broadcast
+from minitron.model.transformer import materialise
 from minitron.parallel.data_parallel import DataParallel, no_gradient
 from minitron.parallel.shards import also_discard, clip_pieces
 from minitron.parallel.units import Unit, root_modules, split_into_units
@@ -65,15 +66,18 @@ class FullyShardedDataParallel:
         self.reducing: Unit | None = None  # whose gradients are on their way
         self.replaying: Unit | None = None  # gathered for a recomputation alone
 
-        self.names = {parameter: name for name, parameter in model.named_parameters()}
-        if device is None and any(parameter.is_meta for parameter in self.names):
+        have_values = not any(parameter.is_meta for parameter in model.parameters())
+        if device is None and not have_values:
             raise ValueError("the model is on the meta device: pass the device it shall train on")
         for name, buffer in model.named_buffers():
             if buffer.is_meta:
                 raise ValueError(f"{name} is a buffer on the meta device, and fill() sets "
                                  "parameters alone: make it where the model shall train")
-        dtypes = {"compute_dtype": compute_dtype, "reduce_dtype": reduce_dtype}
-        self.units = [Unit(name, parameters, group, device=device, **dtypes)
+        materialise(model, device, in_memory=False)
+        self.names = {parameter: name for name, parameter in model.named_parameters()}
+        options = {"device": device, "compute_dtype": compute_dtype, "reduce_dtype": reduce_dtype,
+                   "have_values": have_values}
+        self.units = [Unit(name, parameters, group, **options)
                       for name, parameters in split_into_units(model).items()]
         self.root = self.units[-1]
         self.flats = [flat for unit in self.units for flat in unit.flats]

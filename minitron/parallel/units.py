@@ -33,10 +33,10 @@ class Flat:
     def __init__(
         self, parameters: list[nn.Parameter], group: dist.ProcessGroup,
         device: torch.device | str | None, compute_dtype: torch.dtype | None,
-        reduce_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None, have_values: bool,
     ):
         self.parameters, self.group = parameters, group
-        first, is_meta = parameters[0], parameters[0].is_meta
+        first = parameters[0]
         self.is_trainable, device = first.requires_grad, device or first.device
         self.sizes = [parameter.numel() for parameter in parameters]
         owned = owned_ranges(self.sizes, group.size(), group.rank())
@@ -53,12 +53,7 @@ class Flat:
         # In place of a freed parameter: whoever reads it finds NaN, and not freed memory.
         self.absent = torch.full((), torch.nan, dtype=dtype, device=device)
 
-        if is_meta:
-            for parameter in parameters:
-                # Not a parameter of `full`: autograd would see each gathering as a change to it.
-                value = self.absent.expand(parameter.shape)
-                torch.utils.swap_tensors(parameter, nn.Parameter(value, self.is_trainable))
-        else:
+        if have_values:
             self.fill(self.from_rank_0)
         self.free()
 

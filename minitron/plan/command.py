@@ -1,0 +1,229 @@
+"""`minitron plan`: the best layouts for a config on so many GPUs, as a table.
+
+Read in this order: PlanOptions, read_plan, run_plan, table, compared, flags, in_layout.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tyro.conf import Positional
+
+from minitron import command_line, cost
+from minitron.config import Config, ConfigError, require
+from minitron.config_file import load
+from minitron.plan.decide import Decision, Job
+from minitron.plan.explain import as_it_stands, costs_most, explain
+from minitron.plan.hardware import Device, find_device
+from minitron.plan.money import TYPICAL_PUE, Rates, bill
+from minitron.plan.search import Candidate, Search, search
+from minitron.run_checks import with_vocabulary_of_data
+
+NUM_REASONS = 6  # for dropping a layout that are told
+
+
+@dataclass(frozen=True)
+class PlanOptions(Config):
+    """Find the fastest layouts for a config, with what they hold, take and cost.
+
+    The config's model, sequences, batch and precision are planned for. Its layout is compared with
+    the best; a --parallel option on the command line replaces it.
+    """
+
+    file: Positional[Path | None] = None
+    """TOML file, as for training; must come first."""
+    gpus: int = 0
+    """How many there are."""
+    device: str = "H100"
+    """Which: a name of minitron/plan/hardware.csv, or how it begins."""
+    gpus_per_node: int = 8
+    """That NVLink connects."""
+    calibrate: bool = False
+    """Measure this machine and plan for such devices."""
+    tokens: float | None = None
+    """To train on. Default: as many as the config's steps."""
+    price: float | None = None
+    """Of a GPU-hour, in any currency."""
+    watts: float | None = None
+    """That a GPU draws, with its share of the node. Default: its datasheet's, which is more."""
+    pue: float = TYPICAL_PUE
+    """Energy of the machine room over that of what computes in it."""
+    top: int = 10
+    """Layouts to show."""
+    explain: bool = False
+    """Say why the best is the best, and what binds it."""
+
+
+def read_plan(args: Sequence[str]) -> PlanOptions:
+    """Read the command line; raises ConfigError with one line."""
+    prog = "minitron plan"
+    if {"-h", "--help"} & set(args):
+        return command_line.parse(PlanOptions, args, prog)
+    require(args and not args[0].startswith("-"), f"{prog}: name a TOML file first, as in "
+            "`minitron plan configs/llama-8b.toml --gpus 512`")
+    options = command_line.parse(PlanOptions, args, prog, PlanOptions(**vars(load(Path(args[0])))))
+    for name in ("gpus", "gpus_per_node", "top"):
+        value = getattr(options, name)
+        require(value > 0, f"--{name.replace('_', '-')} {value}: must be 1 or more")
+    require(options.tokens is None or options.tokens > 0, f"--tokens {options.tokens}: must be "
+            "greater than 0")
+    return options
+
+
+def with_vocabulary(options: PlanOptions) -> Config:
+    """The config, its vocabulary as large as the data's where the file leaves it to the data."""
+    config = Config(options.model, options.data, options.train, options.parallel)
+    if config.model.vocab_size > 0:
+        return config
+    try:
+        return with_vocabulary_of_data(config)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; or say how many tokens it knows with --model.vocab-size") \
+            from None
+
+
+def chosen_device(options: PlanOptions) -> Device:
+    if not options.calibrate:
+        return find_device(options.device)
+    from minitron.plan.calibrate import calibrate
+
+    return calibrate()
+
+
+def run_plan(args: Sequence[str]) -> int:
+    """Print the plan that the command line asks for."""
+    options = read_plan(args)
+    device, config = chosen_device(options), with_vocabulary(options)
+    watts = options.watts if options.watts is not None else device.watts or None
+    rates = Rates(watts, options.pue, options.price)
+    job = job_of(config, options.gpus, device, options.gpus_per_node)
+    tokens = options.tokens or config.train.steps * tokens_per_step(job)
+    try:
+        standing = as_it_stands(config, job)
+    except ConfigError as error:
+        if any(word.startswith("--parallel.") for word in args):
+            raise  # a layout that is asked for has to work; the file's is one to compare with
+        standing = error
+
+    start = time.perf_counter()
+    found = search(job)
+    print(f"{heading(options.file.stem, job)}\n")
+    print(counted(found, time.perf_counter() - start))
+    print(f"\n{table(found.candidates[:options.top], tokens, rates)}\n")
+    print(paid(tokens, rates))
+    print(f"{options.file} as it stands: {compared(standing, found)}")
+    words = ["minitron.train", str(options.file), flags(config, found.candidates[0].decision)]
+    print(f"The best: {' '.join(words).strip()}")
+    if options.explain:
+        print(f"\n{explain(found, standing if isinstance(standing, Candidate) else None)}")
+    return 0
+
+
+def job_of(config: Config, num_gpus: int, device: Device, gpus_per_node: int = 8) -> Job:
+    """What `config` trains, on so many GPUs."""
+    train = config.train
+    return Job(config.model, num_gpus, device, config.data.sequence_length,
+               train.global_batch_size, gpus_per_node, train.precision)
+
+
+def tokens_per_step(job: Job) -> int:
+    return job.global_batch_size * job.sequence_length
+
+
+# What is printed
+
+
+def heading(name: str, job: Job) -> str:
+    parameters = cost.num_parameters(job.model) / 1e9
+    limit, memory = job.limit / 1e9, job.device.memory_bytes / 1e9
+    return f"{name}: {parameters:.3g} G parameters on {job.num_gpus:,} x {job.device.name}, " \
+        f"{limit:.0f} of {memory:.0f} GB usable; a step is {job.global_batch_size:,} sequences " \
+        f"of {job.sequence_length:,} tokens in {job.precision}"
+
+
+def counted(found: Search, seconds: float) -> str:
+    """How many layouts there are, and why most are not in the table."""
+    reasons = [(len(found.candidates), "fit"), *found.dropped()[:NUM_REASONS]]
+    lines = [f"{found.num_layouts:,} layouts in {seconds:.1f} s; of the kinds that drop out, each "
+             "with its first:", *(f"{count:>9,}  {reason}" for count, reason in reasons)]
+    return "\n".join(lines)
+
+
+def table(candidates: Sequence[Candidate], tokens: float, rates: Rates) -> str:
+    """A row for each layout: its options, then what it holds, takes and costs."""
+    names = ["tp", "seq", "pp", "chunks", "dp", "ZeRO", "recompute", "micro", "GB", "s/step", "MFU",
+             "bubble", "comm", "days", "GPU-hours", *["price"] * (rates.price is not None),
+             *["MWh"] * (rates.watts is not None)]
+    rows = [names, *(row(candidate, tokens, rates) for candidate in candidates)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+                     for cells in rows)
+
+
+def row(candidate: Candidate, tokens: float, rates: Rates) -> list[str]:
+    decision, job = candidate.decision, candidate.job
+    axes = decision.parallel
+    total = bill(tokens, tokens_per_step(job), candidate.seconds, job.num_gpus, rates)
+    return [
+        str(axes.tp), "yes" if axes.sequence else "no", str(axes.pp), str(axes.chunks),
+        str(axes.dp), str(axes.zero), decision.recompute, str(decision.micro_batch_size),
+        f"{candidate.total_bytes / 1e9:.1f}", f"{candidate.seconds:.4g}",
+        f"{candidate.estimate.mfu:.1%}", f"{candidate.bubble:.1%}",
+        f"{candidate.communication:.1%}", f"{total.days:.3g}", f"{total.gpu_hours:,.0f}",
+        *([] if total.price is None else [f"{total.price:,.0f}"]),
+        *([] if total.megawatt_hours is None else [f"{total.megawatt_hours:,.3g}"]),
+    ]
+
+
+def paid(tokens: float, rates: Rates) -> str:
+    """What the table's last columns are for."""
+    energy = "" if rates.watts is None else f", {rates.watts:g} W a GPU, PUE {rates.pue:g}"
+    price = "" if rates.price is None else f", {rates.price:g} a GPU-hour"
+    return "seq: the sequence is divided too; comm: what is sent while nothing is computed; days " \
+        f"and more for {tokens:.3g} tokens{energy}{price}"
+
+
+def compared(standing: Candidate | ConfigError, found: Search) -> str:
+    """How far a layout is from the best, or what is wrong with it."""
+    if isinstance(standing, ConfigError):
+        return f"cannot run on {found.job.num_gpus} GPUs: {standing}"
+    if not standing.fits:
+        return f"{standing}: does not fit, {standing.total_bytes / 1e9:.1f} GB"
+    best = found.candidates[0]
+    times = standing.seconds / best.seconds
+    if times <= 1:
+        return f"{standing}: nothing is faster"
+    num_faster = sum(each.seconds < standing.seconds for each in found.candidates)
+    return f"{standing}: {standing.seconds:.4g} s a step, {times:.2f} times the best, most of it " \
+        f"in {costs_most(standing, best)}; {num_faster:,} layouts are faster"
+
+
+def flags(config: Config, decision: Decision) -> str:
+    """What to add to the command line that trains `config`, so that it has this layout."""
+    wanted = in_layout(config, decision)
+    words = []
+    for section in ("parallel", "train"):
+        before, after = getattr(config, section), getattr(wanted, section)
+        for name, value in vars(after).items():
+            if value == getattr(before, name):
+                continue
+            option = name.replace("_", "-")
+            if isinstance(value, bool):
+                words.append(f"--{section}.{option if value else 'no-' + option}")
+            else:
+                words.append(f"--{section}.{option} {value}")
+    return " ".join(words)
+
+
+def in_layout(config: Config, decision: Decision) -> Config:
+    """The same training in another layout; not compiled, if it cannot be with that."""
+    axes = decision.parallel
+    dp = axes.dp if config.parallel.dp else 0  # 0: it follows from the number of ranks
+    parallel = replace(axes, dp=dp, data_parallel=config.parallel.data_parallel)
+    changes = {"recompute": decision.recompute, "micro_batch_size": decision.micro_batch_size}
+    try:
+        return replace(config, parallel=parallel, train=replace(config.train, **changes))
+    except ConfigError:
+        train = replace(config.train, **changes, compile=False)
+        return replace(config, parallel=parallel, train=train)

@@ -1,0 +1,245 @@
+"""A dry run: the real training step of one rank of many, on a laptop, with tensors without values.
+
+Idea: what a rank holds, sends and multiplies follows from the shapes of its tensors. PyTorch's fake
+tensors have shapes and no memory, its "fake" process group answers every message at once. So the
+code that trains on thousands of GPUs runs here, unchanged, and the same instruments read it: the
+meter, the ledger, and a counter of FLOPs.
+
+A long step repeats itself. So short ones are run, each with one period more than the one before:
+one micro-batch, or p of them where the schedule is interleaved. Once two peaks are equal, byte by
+byte, more periods do not change it, and each sends what the last step had more. Where that would be
+more work, as in GPipe, which holds every micro-batch, the whole step is run. No layer is left out.
+
+Not seen: what the meter does not see, CUDA itself and NCCL's buffers. The operators are those of
+the CPU; a compiled model may keep less than this one.
+
+Read in this order: dry_run, measured, lengths, Step, Flops.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from minitron.config import Config, require
+from minitron.measure.calls import Call
+from minitron.measure.ledger import Ledger
+from minitron.measure.live import Snapshot
+from minitron.measure.meter import Meter
+from minitron.model.transformer import Transformer
+from minitron.parallel.schedule_check import peak_activations
+from minitron.parallelize import lay_out
+from minitron.run import Training
+from minitron.run_checks import require_ranks, with_vocabulary_of_data
+
+
+class Traffic(NamedTuple):
+    """The calls of one op along one axis, and the bytes of this rank."""
+
+    calls: int
+    sent: int
+    received: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step of a rank holds, sends and computes."""
+
+    peak: Snapshot
+    """What is alive when most is."""
+    traffic: dict[tuple[str, str], Traffic]
+    """By op and axis, such as ("all_reduce", "dp")."""
+    flops: int
+    """Of all matrix products that are run, also again; attention's with the whole S x S square."""
+
+    @property
+    def bytes_sent(self) -> dict[tuple[str, str], int]:
+        """By op and axis."""
+        return {key: traffic.sent for key, traffic in self.traffic.items()}
+
+    def extended(self, shorter: "Step", times: int) -> "Step":
+        """This step with `times` more of what it has more than a `shorter` one."""
+        def more(long: int, short: int) -> int:
+            return long + times * (long - short)
+
+        traffic = {key: Traffic(*map(more, row, shorter.traffic[key]))
+                   for key, row in self.traffic.items()}
+        return replace(self, traffic=traffic, flops=more(self.flops, shorter.flops))
+
+
+@dataclass(frozen=True)
+class DryRun(Step):
+    """A step of one rank of many."""
+
+    num_gpus: int
+    rank: int
+    place: dict[str, int]
+    """The rank's number along each axis: "pp", "dp" and "tp"."""
+    num_micro_batches: int
+    """Of the step, on this rank."""
+    num_run: int
+    """So many of them were run; the others are like them."""
+    seconds: float
+    """That the dry run took."""
+
+    def __str__(self) -> str:
+        from minitron.plan.dryrun_table import describe
+
+        return describe([self])
+
+
+def dry_run(config: Config, num_gpus: int, rank: int = 0) -> DryRun:
+    """Run a training step of `rank` of `num_gpus` as `config` says, without a GPU.
+
+    A `parallel.dp` of 0 follows from the number of GPUs. It is the second step: the optimizer has
+    its state. Raises ConfigError if model, batch and ranks do not fit together, if there is no such
+    rank, and in a process that has a process group already.
+    """
+    start, device = time.perf_counter(), torch.device("cpu")
+    config = prepared(config, num_gpus)
+    require(0 <= rank < num_gpus, f"rank {rank} of {num_gpus} GPUs: use 0 to {num_gpus - 1}")
+    with fake_group(num_gpus, rank):
+        mesh = None if num_gpus == 1 else lay_out(config.parallel, num_gpus, device)
+        place = {axis: 0 if mesh is None else mesh.rank(axis) for axis in ("pp", "dp", "tp")}
+        with FakeTensorMode():
+            training = Training(config, mesh, device)
+            without_attention_dropout(training.model)
+            step, num_run = measured(training)
+    m = training.num_micro_batches(config.train.global_batch_size)
+    return DryRun(**vars(step), num_gpus=num_gpus, rank=rank, place=place, num_micro_batches=m,
+                  num_run=num_run, seconds=time.perf_counter() - start)
+
+
+def prepared(config: Config, num_gpus: int) -> Config:
+    """The config with a vocabulary, and not compiled; raises ConfigError if it cannot be run."""
+    require(num_gpus > 0, f"{num_gpus} GPUs: a dry run needs 1 or more")
+    if config.model.vocab_size == 0:
+        config = with_vocabulary_of_data(config)
+    config = replace(config, train=replace(config.train, compile=False))
+    require_ranks(config, num_gpus)
+    return config
+
+
+@contextmanager
+def fake_group(num_ranks: int, rank: int) -> Iterator[None]:
+    """Be `rank` of `num_ranks` that are not there: messages arrive at once, and say nothing."""
+    require(not dist.is_initialized(), "this process has a process group already, and a dry run "
+            "makes one of its own: run it in another process, or destroy the group first")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def without_attention_dropout(model: Transformer) -> None:
+    """Let attention drop nothing: on a GPU its kernel keeps no mask, on a CPU it keeps S x S."""
+    for block in model.blocks:
+        if hasattr(block, "attention"):  # or it is another rank's
+            block.attention.dropout = 0.0
+
+
+# A step, or what is enough of it
+
+
+def measured(training: Training) -> tuple[Step, int]:
+    """What a whole step is, and how many micro-batches were run to know it."""
+    whole, count = training.config.train.global_batch_size, training.num_micro_batches
+    shortest, short, period = lengths(training)
+    training.update(micro_batches(training, shortest), 0.0)  # makes the optimizer's state
+    before, num_run = None, 0
+    for length in range(short, whole, period):
+        num_run += count(length)
+        if num_run >= count(whole):
+            break  # it is less to run all
+        step = run(training, length)
+        if before is not None and step.peak.bytes == before.peak.bytes:
+            return step.extended(before, (whole - length) // period), num_run
+        before = step
+    return run(training, whole), count(whole)
+
+
+def lengths(training: Training) -> tuple[int, int, int]:
+    """The shortest step, one that fills this rank's part of the pipeline, and a period.
+
+    In sequences over all ranks. Two micro-batches more than are held: one so that gradients are
+    there when the most is held, one so that its successor's messages are.
+    """
+    parallel, train = training.config.parallel, training.config.train
+    whole, ranks = train.global_batch_size, training.data_size
+    period = ranks * train.micro_batch_size * (parallel.pp if parallel.chunks > 1 else 1)
+    shortest = whole - (whole - ranks) // period * period
+    missing = most_held(training) + 2 - training.num_micro_batches(shortest)
+    num_periods = max(0, ceil(missing * ranks * train.micro_batch_size / period))
+    return shortest, shortest + num_periods * period, period
+
+
+def most_held(training: Training) -> int:
+    """Micro-batches that are on their way at once, at most, through this rank."""
+    if training.config.parallel.pp == 1:
+        return 1
+    pipeline = training.parallel.pipeline
+    m = training.num_micro_batches(training.config.train.global_batch_size)
+    passes = peak_activations(pipeline.make_schedule(pipeline.size, m))[pipeline.rank]
+    return ceil(passes / len(pipeline.stages))
+
+
+def micro_batches(training: Training, num_sequences: int) -> list:
+    """This rank's, of a step of so many sequences over all ranks."""
+    own = len(range(training.data_rank, num_sequences, training.data_size))
+    batch = torch.zeros(own, training.config.data.sequence_length + 1, dtype=torch.int64)
+    return training.micro_batches(batch, num_sequences)
+
+
+def run(training: Training, num_sequences: int) -> Step:
+    """Run a step, with the instruments attached."""
+    pairs = micro_batches(training, num_sequences)
+    with Meter(training.model, training.optimizer) as meter, Ledger() as ledger, Flops() as flops:
+        training.update(pairs, 0.0)
+    return Step(meter.peak, summed(ledger.calls), flops.total)
+
+
+def summed(calls: list[Call]) -> dict[tuple[str, str], Traffic]:
+    """Calls and bytes by op and axis, in the order of the first calls."""
+    found: dict[tuple[str, str], Traffic] = {}
+    for call in calls:
+        before = found.get((call.op, call.axis), (0, 0, 0))
+        added = zip(before, (1, call.sent, call.received), strict=True)
+        found[call.op, call.axis] = Traffic(*map(sum, added))
+    return found
+
+
+FORMULAS = {operator.__name__: formula for operator, formula in flop_registry.items()}
+
+
+class Flops(TorchDispatchMode):
+    """Count the FLOPs of matrix products while it is entered; a multiply-add counts as two."""
+
+    def __init__(self):
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        outputs = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__.removesuffix("_")  # addmm_ is addmm, in place
+        if name.startswith("_scaled_dot_product"):
+            self.total += attention_flops(name, args)
+        elif name in FORMULAS:
+            self.total += FORMULAS[name](*args, **(kwargs or {}), out_val=outputs)
+        return outputs
+
+
+def attention_flops(name: str, args: tuple) -> int:
+    """FLOPs of a fused attention kernel: two products forward, five backward, scores once more."""
+    is_backward = "backward" in name
+    query, key = args[1:3] if is_backward else args[:2]  # (B, H, S, K), (B, G, S, K)
+    return (10 if is_backward else 4) * query.numel() * key.shape[-2]

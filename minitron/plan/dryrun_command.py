@@ -1,0 +1,85 @@
+"""`minitron dryrun`: what the ranks of a run would hold and send, before there is a GPU."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+from tyro.conf import Positional
+
+from minitron import command_line, cost
+from minitron.config import Config, require
+from minitron.config_file import load
+from minitron.plan.hardware import find_device
+
+
+@dataclass(frozen=True)
+class DryRunOptions(Config):
+    """Run a training step of one rank of many without a GPU: what it holds, sends and computes.
+
+    The default is a rank of the first, the middle and the last stage of the pipeline.
+    """
+
+    file: Positional[Path | None] = None
+    """TOML file, as for training; must come first."""
+    gpus: int = 0
+    """How many there are."""
+    rank: int | None = None
+    """Only this one: tp counts fastest, then dp, then pp."""
+    every_stage: bool = False
+    """A rank of every stage of the pipeline."""
+    device: str | None = None
+    """Does it fit? A name of minitron/plan/hardware.csv, or how it begins."""
+
+
+def read_dry_run(args: Sequence[str]) -> DryRunOptions:
+    """Read the command line; raises ConfigError with one line."""
+    prog = "minitron dryrun"
+    if {"-h", "--help"} & set(args):
+        return command_line.parse(DryRunOptions, args, prog)
+    require(args and not args[0].startswith("-"), f"{prog}: name a TOML file first, as in "
+            "`minitron dryrun configs/gpt3-175b.toml --gpus 1024`")
+    default = DryRunOptions(**vars(load(Path(args[0]))))
+    options = command_line.parse(DryRunOptions, args, prog, default)
+    require(options.gpus > 0, f"--gpus {options.gpus}: must be 1 or more")
+    require(options.rank is None or not options.every_stage,
+            f"--rank {options.rank} with --every-stage: leave one of them out")
+    return options
+
+
+def ranks_of(options: DryRunOptions) -> list[int]:
+    """The ranks to run: the first of each stage that is asked for."""
+    if options.rank is not None:
+        return [options.rank]
+    pp = options.parallel.pp
+    stages = range(pp) if options.every_stage else sorted({0, pp // 2, pp - 1})
+    return [stage * (options.gpus // pp) for stage in stages]
+
+
+def run_dry_run(args: Sequence[str]) -> int:
+    """Print what the command line asks for."""
+    options = read_dry_run(args)
+    device = None if options.device is None else find_device(options.device)
+    from minitron.plan.dryrun import dry_run, prepared
+    from minitron.plan.dryrun_table import describe
+
+    config = Config(options.model, options.data, options.train, options.parallel)
+    config = prepared(config, options.gpus)
+    print(f"{heading(options, config)}\n")
+    ranks = tqdm(ranks_of(options), "ranks", leave=False, disable=None)
+    print(describe([dry_run(config, options.gpus, rank) for rank in ranks], device))
+    return 0
+
+
+def heading(options: DryRunOptions, config: Config) -> str:
+    """The model, the layout and a step in words."""
+    axes, train, gpus = config.parallel, config.train, options.gpus
+    chunks = f" x {axes.chunks}" if axes.chunks > 1 else ""
+    sequence = " + sequence" if axes.sequence else ""
+    left_out = ", not compiled" if options.train.compile else ""
+    return f"{options.file.stem}: {cost.num_parameters(config.model) / 1e9:.3g} G parameters on " \
+        f"{gpus:,} GPUs, dp {gpus // (axes.tp * axes.pp)}, pp {axes.pp}{chunks}, " \
+        f"tp {axes.tp}{sequence}, ZeRO {axes.zero}\n" \
+        f"A step: {train.global_batch_size:,} sequences of {config.data.sequence_length:,} " \
+        f"tokens, {train.micro_batch_size} a micro-batch, in {train.precision}, recomputed: " \
+        f"{train.recompute}{left_out}"

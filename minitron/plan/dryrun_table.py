@@ -1,0 +1,113 @@
+"""Dry runs as text: what ranks hold, compute and send, side by side.
+
+Read in this order: describe, held, sent, largest, verdict.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+
+from minitron.measure.live import CATEGORIES, LiveTensor
+from minitron.plan.dryrun import DryRun
+from minitron.plan.hardware import Device
+
+NUM_LARGEST = 8  # kinds of tensors
+
+
+def describe(runs: Sequence[DryRun], device: Device | None = None) -> str:
+    """Tables of what the ranks hold and send; of the one that holds most, its largest tensors.
+
+    With a `device`, whether that rank fits.
+    """
+    most = fullest(runs)
+    parts = [held(runs), sent(runs), largest(most), how(runs)]
+    return "\n\n".join(parts if device is None else [*parts, verdict(most, device)])
+
+
+def fullest(runs: Sequence[DryRun]) -> DryRun:
+    return max(runs, key=lambda run: run.peak.total)
+
+
+def held(runs: Sequence[DryRun]) -> str:
+    """A row for each rank: the bytes of each category at its peak, and the FLOPs of its step."""
+    unit, size = unit_of(run.peak.total for run in runs)
+    flop_unit, flop_size = unit_of((run.flops for run in runs), "FLOP")
+    rows = [["rank", *runs[0].place, *CATEGORIES, "in all", flop_unit]]
+    for run in runs:
+        held = [*(run.peak.bytes[kind] for kind in CATEGORIES), run.peak.total]
+        rows.append([f"{run.rank:,}", *map(str, run.place.values()),
+                     *(shown(number, size) for number in held), shown(run.flops, flop_size)])
+    return f"{unit} held when most is, and what a step computes\n{aligned(rows)}"
+
+
+def sent(runs: Sequence[DryRun]) -> str:
+    """A row for each rank: the bytes that it sends in a step by op and axis."""
+    keys = {key: None for run in runs for key, count in run.bytes_sent.items() if count}
+    if not keys:
+        return "Nothing is sent."
+    unit, size = unit_of(run.bytes_sent.get(key, 0) for run in runs for key in keys)
+    rows = [["rank", *(f"{op} {axis}" for op, axis in keys)]]
+    rows += [[f"{run.rank:,}", *(shown(run.bytes_sent.get(key, 0), size) for key in keys)]
+             for run in runs]
+    return f"{unit} sent in a step\n{aligned(rows)}"
+
+
+def largest(run: DryRun) -> str:
+    """The kinds of tensors that hold most at the peak; blocks and micro-batches count together."""
+    total, count = defaultdict(int), Counter()
+    for tensor in run.peak.tensors:
+        kind = kind_of(tensor)
+        total[kind] += tensor.bytes
+        count[kind] += 1
+    unit, size = unit_of(total.values())
+    most = sorted(total, key=lambda kind: -total[kind])[:NUM_LARGEST]
+    rows = [[unit, "category", "tensors", "shape", "what"]]
+    rows += [[shown(total[kind], size), kind[0], f"{count[kind]:,}", *kind[1:]] for kind in most]
+    return f"Rank {run.rank:,} holds most in the {run.peak.phase} phase:\n{aligned(rows, left=4)}"
+
+
+def kind_of(tensor: LiveTensor) -> tuple[str, str, str]:
+    """Category, shape and dtype, and a name without numbers."""
+    made = tensor.name if tensor.category in CATEGORIES[:3] else \
+        f"{tensor.name} in {tensor.module or 'the step'}"
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return tensor.category, f"{dtype} {tuple(tensor.shape)}", re.sub(r"\.\d+", ".*", made)
+
+
+def how(runs: Sequence[DryRun]) -> str:
+    """How much of the step was run, and how long it took."""
+    m, num_run = runs[0].num_micro_batches, max(run.num_run for run in runs)
+    part = f"; {num_run:,} at most were run, the others are like them" if num_run < m else ""
+    return f"A step has {m:,} micro-batches{part}. {sum(run.seconds for run in runs):.0f} s."
+
+
+def verdict(run: DryRun, device: Device) -> str:
+    """Whether what a rank holds fits, and what is left or missing."""
+    gigabytes, limit = run.peak.total / 1e9, device.memory_bytes / 1e9
+    if gigabytes > limit:
+        return f"Does not fit on {device.name}: rank {run.rank:,} holds {gigabytes:.1f} GB, " \
+            f"{gigabytes - limit:.1f} GB more than its {limit:.0f} GB."
+    return f"Fits on {device.name}: of {limit:.0f} GB, {limit - gigabytes:.1f} GB are left for " \
+        "CUDA, NCCL, and what is lost between tensors."
+
+
+def unit_of(amounts: Iterable[float], name: str = "B") -> tuple[str, float]:
+    """A unit in which the largest of the amounts is easy to read, and its size."""
+    most = max(amounts, default=0)
+    letters = {"B": "GMk", "FLOP": "TGM"}[name]
+    sizes = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3}
+    letter = next((letter for letter in letters if most >= sizes[letter]), letters[-1])
+    return f"{letter}{name}", sizes[letter]
+
+
+def shown(amount: float, size: float) -> str:
+    return f"{amount / size:,.2f}"
+
+
+def aligned(rows: list[list[str]], left: int | None = None) -> str:
+    """Columns of one width each; those from `left` on begin at the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    left = len(widths) if left is None else left
+    return "\n".join("  ".join(
+        cell.rjust(width) if index < left else cell
+        for index, (cell, width) in enumerate(zip(row, widths, strict=True))) for row in rows)

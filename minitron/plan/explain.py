@@ -1,0 +1,167 @@
+"""Why the best layout is the best, what binds it, and how far a given layout is from it.
+
+Read in this order: as_it_stands, alternatives, with_twice, explain.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
+
+from minitron.config import Config, require
+from minitron.plan.decide import Decision, Job
+from minitron.plan.hardware import Device
+from minitron.plan.search import Candidate, Search
+from minitron.run_checks import num_readers, require_ranks
+
+OPTIONS: dict[str, Callable[[Decision], object]] = {
+    "tp": lambda decision: decision.parallel.tp,
+    "sequence": lambda decision: "on" if decision.parallel.sequence else "off",
+    "pp": lambda decision: decision.parallel.pp,
+    "chunks": lambda decision: decision.parallel.chunks,
+    "ZeRO": lambda decision: decision.parallel.zero,
+    "recompute": lambda decision: decision.recompute,
+    "micro-batch": lambda decision: decision.micro_batch_size,
+}
+RESOURCES = {
+    "FLOP/s": ("bf16_flops", "fp8_flops"),
+    "memory": ("memory_bytes",),
+    "memory bandwidth": ("memory_bandwidth",),
+    "NVLink bandwidth": ("nvlink_bandwidth",),
+    "network bandwidth": ("nic_bandwidth",),
+}
+NUM_TOLD = 4  # values of an option
+SAME = 0.001  # of the seconds: nobody could measure less
+
+
+def as_it_stands(config: Config, job: Job) -> Candidate:
+    """The layout that `config` asks for, on the job's GPUs; raises ConfigError if it cannot run."""
+    require_ranks(config, job.num_gpus)
+    require(config.train.recompute != "sqrt", "train.recompute = sqrt: a plan knows none, "
+            "selective and full")
+    readers = num_readers(config, job.num_gpus)
+    largest = math.ceil(job.global_batch_size / readers)
+    size = min(config.train.micro_batch_size, largest)
+    parallel = replace(config.parallel, dp=readers)
+    return Candidate(job, Decision(parallel, config.train.recompute, size))
+
+
+# Every other choice
+
+
+def alternatives(found: Search) -> dict[str, dict[object, Candidate]]:
+    """For each option and each value of it the fastest layout, all other options free.
+
+    Where none fits it is the smallest; a value that cannot be trained is left out.
+    """
+    best: dict[str, dict[object, Candidate]] = {option: {} for option in OPTIONS}
+    for candidate in found.candidates + found.too_large:
+        for option, value_of in OPTIONS.items():
+            best[option].setdefault(value_of(candidate.decision), candidate)
+    return best
+
+
+def told(option: str, by_value: dict[object, Candidate], winner: Candidate) -> str:
+    """A line: "8 is best; 4 +12.0% (bubble), 16 +15.1% (tp); 1, 2 would not fit"."""
+    chosen = OPTIONS[option](winner.decision)
+    others = {value: each for value, each in by_value.items() if each.fits and value != chosen}
+    too_large = [str(value) for value, each in by_value.items() if not each.fits]
+    if not others and not too_large:
+        return f"{chosen}: there is no other choice"
+    phrases = [f"{value} {difference(each, winner)}" for value, each in others.items()]
+    parts = [f"{chosen} is best", ", ".join(phrases[:NUM_TOLD]),
+             f"{', '.join(too_large)} would not fit" if too_large else ""]
+    return "; ".join(filter(None, parts))
+
+
+def difference(other: Candidate, winner: Candidate) -> str:
+    """By how much it is slower and what costs most of that; or what it holds, if as fast."""
+    slower = other.seconds / winner.seconds - 1
+    if slower < SAME:
+        more = (other.total_bytes - winner.total_bytes) / 1e9
+        return f"as fast, {abs(more):.1f} GB {'more' if more > 0 else 'less'}"
+    return f"{slower:+.1%} ({costs_most(other, winner)})"
+
+
+def costs_most(other: Candidate, winner: Candidate) -> str:
+    """The part of a step that is longer by most."""
+    parts = other.estimate.parts
+    return max(parts, key=lambda part: parts[part] - winner.estimate.parts.get(part, 0))
+
+
+# Other hardware
+
+
+def with_twice(found: Search, resource: str) -> Candidate:
+    """The best layout if the device had twice as much of one of RESOURCES."""
+    return best_on(doubled(found.job.device, resource), found)
+
+
+def doubled(device: Device, resource: str) -> Device:
+    values = {name: getattr(device, name) for name in RESOURCES[resource]}
+    return replace(device, **{name: 2 * value for name, value in values.items() if value})
+
+
+def best_on(device: Device, found: Search) -> Candidate:
+    """The fastest of a search's layouts on another device, which changes what fits, and times."""
+    job = replace(found.job, device=device)
+    fitting = (each for each in found.candidates + found.too_large
+               if each.total_bytes <= job.limit)
+    candidates = (Candidate(job, each.decision) for each in fitting)
+    return min(candidates, key=lambda each: (each.seconds, each.total_bytes))
+
+
+# In words
+
+
+def explain(found: Search, standing: Candidate | None = None) -> str:
+    """Where the winner's time and memory go, what other choices cost, and what binds it.
+
+    `standing` is a layout to set beside it.
+    """
+    winner = found.candidates[0]
+    lines = [f"best: {winner}", *columns(winner, standing), "", "Each option, the others free:", ""]
+    lines += [f"  {option:<12} {told(option, by_value, winner)}"
+              for option, by_value in alternatives(found).items()]
+    lines += ["", "With twice as much of one thing, the best layout for that:", ""]
+
+    faster = {}
+    for resource in RESOURCES:
+        other = with_twice(found, resource)
+        faster[resource] = 1 - other.seconds / winner.seconds
+        changed = f"  {other}" if other.decision != winner.decision else "  the same layout"
+        lines.append(f"  {resource:<18}{other.seconds:>9.3f} s {-faster[resource]:>+7.1%}{changed}")
+    return "\n".join([*lines, "", what_binds(faster)])
+
+
+def columns(winner: Candidate, standing: Candidate | None) -> list[str]:
+    """Seconds and GB of the winner's parts, and beside them those of another layout."""
+    shown = [cells(winner)]
+    title = f"\n  {'':<17}{'the best':>17}"
+    if standing is not None and standing.decision != winner.decision:
+        shown.append(cells(standing))
+        title += f"{'as it stands':>17}"
+    lines = [f"  {name:<17}" + "".join(f"{column[name]:>17}" for column in shown)
+             for name in shown[0]]
+    return [title, *lines]
+
+
+def cells(candidate: Candidate) -> dict[str, str]:
+    """By its name, each part with its share of the whole."""
+    texts = {}
+    for whole, parts, unit, symbol in (("a step", candidate.estimate.parts, 1, "s"),
+                                       ("a GPU", candidate.estimate.memory, 1e9, "GB")):
+        total = sum(parts.values())
+        for name, value in [*parts.items(), (whole, total)]:
+            texts[name] = f"{value / unit:.3f} {symbol:<2} {value / total:>4.0%}"
+    return texts
+
+
+def what_binds(faster: dict[str, float]) -> str:
+    """In a sentence, from the share of a step that twice as much of each resource would save."""
+    first, second = islice(sorted(faster, key=faster.get, reverse=True), 2)
+    if faster[first] < SAME:
+        return "Nothing binds it: twice as much of anything would not make it faster."
+    also = f", before {second} ({faster[second]:.0%})" if faster[second] > SAME else ""
+    return f"What binds it most is {first}: twice as much would save {faster[first]:.0%} of a " \
+        f"step{also}."

@@ -1,0 +1,218 @@
+"""Every layout that the package can train: which fit, and which of them is fastest.
+
+Nothing is guessed and nothing left out: each combination of the options is put to the checks that
+a run makes before it begins, then weighed, then timed. What drops out is counted with its reason.
+
+Read in this order: Candidate, Search, search, decisions, checked, nothing_fits.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import product
+from typing import get_args
+
+from minitron import cost
+from minitron.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    ParallelConfig,
+    TrainConfig,
+    require,
+)
+from minitron.plan.decide import Decision, Job
+from minitron.plan.estimate import Estimate, estimate, memory_of
+from minitron.run_checks import divisors, require_layout
+
+COMMUNICATION = ("tp", "pp", "dp")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout, weighed and timed when it is asked."""
+
+    job: Job
+    decision: Decision
+
+    @cached_property
+    def estimate(self) -> Estimate:
+        return estimate(self.job, self.decision)
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.estimate.seconds
+
+    @cached_property
+    def total_bytes(self) -> float:
+        """Of the rank that holds most."""
+        return sum(memory_of(self.job, self.decision).values())  # sooner than by an estimate
+
+    @property
+    def fits(self) -> bool:
+        return self.total_bytes <= self.job.limit
+
+    @property
+    def bubble(self) -> float:
+        """Share of a step in which the pipeline's ranks wait."""
+        return self.estimate.parts["bubble"] / self.seconds
+
+    @property
+    def communication(self) -> float:
+        """Share of a step that nothing hides."""
+        return sum(self.estimate.parts[axis] for axis in COMMUNICATION) / self.seconds
+
+    def __str__(self) -> str:
+        return words(self.decision)
+
+
+def words(decision: Decision) -> str:
+    """The layout in a phrase: "tp 8 + sequence, pp 4 x 5, dp 16, ZeRO 1, micro-batches of 2"."""
+    axes = decision.parallel
+    phrases = [f"tp {axes.tp}" + " + sequence" * axes.sequence,
+               f"pp {axes.pp}" + f" x {axes.chunks}" * (axes.chunks > 1),
+               f"dp {axes.dp}", f"ZeRO {axes.zero}"]
+    if decision.recompute != "none":
+        phrases.append(f"{decision.recompute} recomputation")
+    return ", ".join([*phrases, f"micro-batches of {decision.micro_batch_size}"])
+
+
+@dataclass
+class Search:
+    """What has been found for a job."""
+
+    job: Job
+    candidates: list[Candidate] = field(default_factory=list)
+    """Those that fit, fastest first; of equally fast ones first what holds least."""
+    too_large: list[Candidate] = field(default_factory=list)
+    """Those that do not fit, smallest first."""
+    refused: Counter[str] = field(default_factory=Counter)
+    """How many cannot be trained, by the reason."""
+
+    @property
+    def num_layouts(self) -> int:
+        return len(self.candidates) + len(self.too_large) + self.refused.total()
+
+    def dropped(self) -> list[tuple[int, str]]:
+        """How many layouts dropped out for which reason, most first.
+
+        Reasons that differ in their numbers alone count as one, told as the first of them.
+        """
+        told, counts = {}, Counter()
+        if self.too_large:
+            usable, there = self.job.limit / 1e9, self.job.device.memory_bytes / 1e9
+            counts[f"do not fit in {usable:.0f} GB, what is usable of {there:.0f}"] = \
+                len(self.too_large)
+        for reason, count in self.refused.items():
+            reason = re.split("; |: (?:set|raise|lower) ", reason)[0]  # without the remedy
+            first = told.setdefault(re.sub(r"\d+", "#", reason), reason)
+            counts[first] += count
+        return [(count, reason) for reason, count in counts.most_common()]
+
+
+def search(job: Job) -> Search:
+    """Weigh and time every layout; raises ConfigError, with what would help, if none fits."""
+    found = Search(job)
+    for decision in decisions(job, found.refused):
+        candidate = Candidate(job, decision)
+        (found.candidates if candidate.fits else found.too_large).append(candidate)
+    found.candidates.sort(key=lambda each: (each.seconds, each.total_bytes))
+    found.too_large.sort(key=lambda each: each.total_bytes)
+    if not found.candidates:
+        raise ConfigError(nothing_fits(found))
+    return found
+
+
+# Which layouts there are
+
+
+def decisions(job: Job, refused: Counter[str]) -> Iterator[Decision]:
+    """Every layout that can be trained; counts the others in `refused`, by the reason."""
+    require(job.num_gpus > 0, f"{job.num_gpus} GPUs: a plan needs one or more")
+    for sizes in layouts(job):
+        num_sequences = math.ceil(job.global_batch_size / sizes["dp"])
+        kinds = product(get_args(cost.RecomputeKind), batch_sizes(num_sequences))
+        for recompute, micro_batch_size in kinds:
+            try:
+                yield checked(job, sizes, recompute, micro_batch_size)
+            except ConfigError as error:
+                refused[str(error)] += 1
+
+
+def layouts(job: Job) -> Iterator[dict]:
+    """Fields of ParallelConfig; ZeRO over one rank divides nothing."""
+    for tp in divisors(job.num_gpus):
+        for pp in divisors(job.num_gpus // tp):
+            dp = job.num_gpus // (tp * pp)
+            stages = range(4) if dp > 1 else (0,)
+            for sequence, zero, chunks in product({False, tp > 1}, stages, chunk_counts(job, pp)):
+                schedule = "interleaved" if chunks > 1 else "1f1b"
+                yield {"dp": dp, "tp": tp, "pp": pp, "sequence": sequence, "zero": zero,
+                       "chunks": chunks, "schedule": schedule}
+
+
+def chunk_counts(job: Job, pp: int) -> list[int]:
+    """Into how many chunks of equally many blocks the largest part of a pipeline divides."""
+    return [1] if pp == 1 else divisors(math.ceil(job.model.num_layers / pp))
+
+
+def batch_sizes(num_sequences: int) -> list[int]:
+    """Powers of two, and all that a rank reads in a step."""
+    powers = (2**k for k in range(num_sequences.bit_length()))
+    return [*(size for size in powers if size < num_sequences), num_sequences]
+
+
+def checked(
+    job: Job, sizes: dict, recompute: cost.RecomputeKind, micro_batch_size: int
+) -> Decision:
+    """A layout that a run would accept; raises ConfigError if it would not."""
+    parallel, node = ParallelConfig(**sizes), min(job.gpus_per_node, job.num_gpus)
+    require(node % parallel.tp == 0 or parallel.tp % node == 0, f"parallel.tp = {parallel.tp}: "
+            f"groups of so many straddle nodes of {node} GPUs")
+    decision = Decision(parallel, recompute, micro_batch_size)
+    require_layout(config_of(job, decision), job.num_gpus)
+    return decision
+
+
+def config_of(job: Job, decision: Decision) -> Config:
+    """What a run of the job in this layout is told; raises ConfigError for what cannot work."""
+    train = TrainConfig(
+        global_batch_size=job.global_batch_size, micro_batch_size=decision.micro_batch_size,
+        precision=job.precision, recompute=decision.recompute,
+    )
+    data = DataConfig(sequence_length=job.sequence_length)
+    return Config(job.model, data, train, decision.parallel)
+
+
+# Nothing fits
+
+
+def nothing_fits(found: Search) -> str:
+    """Why, by how much, and how many GPUs, or of how much memory, would do."""
+    job = found.job
+    if not found.too_large:
+        count, reason = found.dropped()[0]
+        return f"none of {found.num_layouts:,} layouts for {job.num_gpus} GPUs can be trained; " \
+            f"{count:,} of them: {reason}"
+    smallest = found.too_large[0]
+    held = smallest.total_bytes
+    remedies = [f"{job.device.memory_bytes * held / job.limit / 1e9:.0f} GB each"]
+    enough = enough_gpus(job)
+    if enough:
+        remedies.insert(0, f"{enough} GPUs")
+    return f"none of {found.num_layouts:,} layouts fits: the smallest, {smallest}, needs " \
+        f"{held / 1e9:.0f} GB on each of {job.num_gpus} GPUs, and {job.limit / 1e9:.0f} GB are " \
+        f"usable; {' or '.join(remedies)} would do"
+
+
+def enough_gpus(job: Job) -> int | None:
+    """The fewest of two, four, ... times as many GPUs on which a layout fits, up to 1024 times."""
+    for factor in (2**k for k in range(1, 11)):
+        larger = replace(job, num_gpus=factor * job.num_gpus)
+        if any(Candidate(larger, each).fits for each in decisions(larger, Counter())):
+            return larger.num_gpus
+    return None

@@ -1,0 +1,231 @@
+"""The dry run itself: what it leaves out is exactly like the rest, and it leaves nothing behind."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minitron import cli, cost
+from minitron.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    TrainConfig,
+)
+from minitron.measure.live import CATEGORIES
+from minitron.plan import dryrun
+from minitron.plan.dryrun import dry_run
+from minitron.plan.dryrun_command import ranks_of, read_dry_run
+from minitron.plan.dryrun_table import describe, unit_of
+from minitron.plan.hardware import DEVICES
+
+GPT = ModelConfig("gpt", 512, 32, num_layers=4, width=64, num_heads=4, num_kv_heads=4,
+                  ffn_width=256)
+TWO = replace(GPT, num_layers=2)
+
+
+def config(sequences=16, size=1, precision="fp32", recompute="none", model=GPT, **parallel):
+    train = TrainConfig(global_batch_size=sequences, micro_batch_size=size, precision=precision,
+                        recompute=recompute)
+    return Config(model, DataConfig(sequence_length=32), train, ParallelConfig(**parallel))
+
+
+def whole(monkeypatch, asked: Config, num_gpus: int, rank: int) -> dryrun.DryRun:
+    """The same with every micro-batch run."""
+    with monkeypatch.context() as patch:
+        patch.setattr(dryrun, "most_held", lambda training: 10**6)
+        return dry_run(asked, num_gpus, rank)
+
+
+@pytest.mark.parametrize("asked, num_gpus, rank", [
+    (config(model=TWO), 1, 0),
+    (config(59, 3, "bf16", model=TWO), 2, 1),  # 29 sequences: the last micro-batch has two
+    (config(55, 3, model=TWO, zero=2), 2, 1),  # 27, where the first rank has 28
+    (config(20, recompute="full", model=TWO, zero=3), 2, 0),
+    (config(model=TWO, tp=2, sequence=True), 2, 1),
+    (config(pp=4, recompute="full"), 4, 0),
+    (config(pp=4), 4, 1),
+    (config(pp=4), 8, 7),
+    (config(24, precision="bf16-autocast", pp=2, schedule="interleaved", chunks=2), 2, 0),
+    (config(24, pp=2, schedule="interleaved", chunks=2), 2, 1),
+    (config(pp=3, schedule="zero-bubble"), 3, 1),
+])
+def test_the_rest_of_a_step_is_like_what_was_run(monkeypatch, asked, num_gpus, rank):
+    short, long = dry_run(asked, num_gpus, rank), whole(monkeypatch, asked, num_gpus, rank)
+    assert short.num_run < short.num_micro_batches == long.num_run
+    assert short.peak.bytes == long.peak.bytes
+    assert (short.traffic, short.flops) == (long.traffic, long.flops)
+
+
+def test_gpipe_is_run_in_full():
+    dry = dry_run(config(sequences=20, pp=2, schedule="gpipe"), 2)
+    assert dry.num_run == dry.num_micro_batches == 20
+
+
+def test_peaks_that_differ_are_not_extrapolated(monkeypatch):
+    """Too short a step: more is held the longer it is, until the pipeline is full."""
+    right = dry_run(config(30, pp=4), 4)
+    monkeypatch.setattr(dryrun, "most_held", lambda training: 0)
+    dry = dry_run(config(30, pp=4), 4)
+    assert right.num_run == 6 + 7 and dry.num_run == 2 + 3 + 4 + 5 + 6
+    assert dry.peak.bytes == right.peak.bytes and dry.traffic == right.traffic
+
+
+@pytest.mark.parametrize("recompute, family", [("none", "gpt"), ("full", "gpt"), ("none", "llama")])
+def test_flops_are_those_of_the_formula(recompute, family):
+    """But a fused attention's backward pass makes the scores once more, and a replay ends when all
+    is there that it was made for: before the block's last product."""
+    model = TWO if family == "gpt" else replace(TWO, family="llama", num_kv_heads=2)
+    S, D, F = 32, model.width, model.ffn_width
+    each = cost.training_flops_per_token(model, S) + model.num_layers * 2 * S * D
+    if recompute == "full":
+        each += cost.recompute_flops_per_token(model, S) - model.num_layers * 2 * D * F
+    assert dry_run(config(recompute=recompute, model=model), 1).flops == 16 * S * each
+
+
+def test_ranks_share_the_flops():
+    alone = dry_run(config(4), 1).flops
+    cut = config(4, tp=2, pp=2)
+    assert sum(dry_run(cut, 4, rank).flops for rank in range(4)) == alone
+    assert dry_run(config(4), 2).flops == alone // 2
+
+
+def test_more_gpus_cost_nothing():
+    """Of 2 and of 20,000 data-parallel ranks, each does the same, and the wire has its (N-1)/N."""
+    few, many = (dry_run(config(4 * n, model=TWO), n, rank=n - 1) for n in (2, 20_000))
+    assert (few.peak.bytes, few.flops, few.num_run) == (many.peak.bytes, many.flops, many.num_run)
+    few, many = (dry.bytes_sent["all_reduce", "dp"] for dry in (few, many))
+    assert many == pytest.approx(2 * few * (1 - 1 / 20_000), rel=1e-4)
+
+
+def test_a_trillion_parameters():
+    """The last stage of the 1T model of Narayanan et al. 2021, table 1, on 3,072 GPUs."""
+    model = ModelConfig("gpt", 51200, 2048, 128, 25600, 160, 160, 4 * 25600)
+    train = TrainConfig(global_batch_size=3072, micro_batch_size=1, precision="bf16-fp32-grads",
+                        recompute="full")
+    asked = Config(model, DataConfig(sequence_length=2048), train, ParallelConfig(tp=8, pp=64))
+    dry = dry_run(asked, 3072, rank=3071)
+    assert dry.place == {"pp": 63, "dp": 5, "tp": 7}
+    assert (dry.num_micro_batches, dry.num_run) == (512, 7)
+    both = replace(model, num_layers=2), replace(model, num_layers=1)
+    two, one = (cost.tensor_parallel_parameters(each, 8) for each in both)
+    held = 2 * (two - one) + (51200 // 8 + 2) * 25600  # two blocks, a head and a norm
+    assert dry.peak.bytes["parameter"] == 2 * held
+    assert dry.peak.bytes["gradient"] == 4 * held
+    assert dry.peak.bytes["optimizer state"] == pytest.approx(12 * held, rel=1e-6)
+
+
+def test_dropout_in_attention_keeps_no_square():
+    """As in a GPU's kernel; the masks of the other dropouts are there."""
+    long = replace(TWO, max_sequence_length=1024)
+    peaks = []
+    for dropout in (0.0, 0.1):
+        asked = replace(config(2, model=replace(long, dropout=dropout)),
+                        data=DataConfig(sequence_length=1024))
+        peaks.append(dry_run(asked, 1).peak)
+    masks = (2 * 2 + 1) * 1024 * 64  # a byte for each number that passes a dropout
+    square = 4 * 1024 * 1024 * 4
+    grown = peaks[1].total - peaks[0].total
+    assert masks <= grown < masks * 5 + square / 4
+
+
+def test_it_leaves_nothing_behind():
+    state = torch.get_rng_state()
+    for asked, num_gpus in ((config(pp=2), 4), (config(), 1)):
+        dry_run(asked, num_gpus)
+    with pytest.raises(ConfigError, match="does not divide"):
+        dry_run(config(tp=3), 3)
+    assert not dist.is_initialized()
+    assert torch.equal(state, torch.get_rng_state())
+    assert torch.get_default_dtype() == torch.float32
+    assert type(torch.ones(1)) is torch.Tensor
+
+
+def test_a_process_with_a_group_is_told(monkeypatch):
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    with pytest.raises(ConfigError, match="has a process group already"):
+        dry_run(config(), 2)
+
+
+# The command
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "small.toml"
+    path.write_text(
+        '[model]\nfamily = "gpt"\nvocab_size = 512\nmax_sequence_length = 32\nnum_layers = 4\n'
+        "width = 64\nffn_width = 256\n[data]\nsequence_length = 32\n"
+        "[train]\nglobal_batch_size = 24\nmicro_batch_size = 1\ncompile = true\n")
+    return str(path)
+
+
+def test_the_command_shows_first_middle_and_last(file, capsys):
+    words = [file, "--gpus", "8", "--parallel.pp", "4", "--train.no-compile"]
+    assert cli.dispatch(["dryrun", *words, "--device", "a100"]) == 0
+    out = capsys.readouterr().out
+    dry = dry_run(config(24, pp=4), 8)
+    assert f"{dry.peak.total / 1e6:,.2f}" in out
+    assert [line.split()[:2] for line in out.splitlines() if line.lstrip()[:1].isdigit()][:3] == [
+        ["0", "0"], ["4", "2"], ["6", "3"]]
+    assert "small: 0.000235 G parameters on 8 GPUs, dp 2, pp 4, tp 1, ZeRO 0" in out
+    assert "Fits on A100" in out
+
+
+def test_which_ranks(file):
+    words = [file, "--gpus", "12", "--parallel.tp", "2", "--parallel.pp", "3", "--train.no-compile"]
+    assert ranks_of(read_dry_run(words)) == [0, 4, 8]
+    assert ranks_of(read_dry_run([*words, "--every-stage"])) == [0, 4, 8]
+    assert ranks_of(read_dry_run([*words, "--rank", "7"])) == [7]
+    words[6] = "4"
+    words[2] = "16"
+    assert ranks_of(read_dry_run(words)) == [0, 8, 12]
+    assert ranks_of(read_dry_run([*words, "--every-stage"])) == [0, 4, 8, 12]
+
+
+@pytest.mark.parametrize("words, message", [
+    (["--gpus", "7", "--parallel.tp", "8", "--train.no-compile"], "parallel.tp = 8, but there are"),
+    (["--gpus", "6", "--parallel.tp", "3", "--train.no-compile"], "does not divide by 3"),
+    (["--gpus", "4", "--parallel.dp", "2"], "parallel.dp = 2, but there are 4 ranks"),
+    (["--gpus", "0"], "--gpus 0: must be 1 or more"),
+    (["--gpus", "4", "--rank", "4"], "rank 4 of 4 GPUs: use 0 to 3"),
+    (["--gpus", "4", "--rank", "1", "--every-stage"], "leave one of them out"),
+    (["--gpus", "4", "--device", "z80"], "device 'z80' is unknown"),
+    (["--gpus", "4", "--model.vocab-size", "0", "--data.path", "/nowhere"], "/nowhere"),
+])
+def test_a_mistake_is_one_line(file, words, message):
+    with pytest.raises(ConfigError) as caught:
+        cli.dispatch(["dryrun", file, *words])
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_no_file_is_told():
+    with pytest.raises(ConfigError, match="name a TOML file first"):
+        cli.dispatch(["dryrun", "--gpus", "4"])
+
+
+# The table
+
+
+def test_a_rank_that_does_not_fit_is_told():
+    dry = dry_run(config(2), 1)
+    assert str(dry) == describe([dry])
+    small = replace(DEVICES["A100-SXM-80GB"], memory_bytes=dry.peak.total - 1)
+    assert "Does not fit on A100-SXM-80GB: rank 0 holds" in describe([dry], small)
+    assert "Fits on" in describe([dry], replace(small, memory_bytes=dry.peak.total))
+
+
+def test_the_largest_tensors_are_those_that_hold_most():
+    dry = dry_run(config(4), 1)
+    assert sum(tensor.bytes for tensor in dry.peak.tensors) == dry.peak.total
+    assert set(dry.peak.bytes) == set(CATEGORIES)
+    assert "blocks.*.mlp" in str(dry) and "blocks.0" not in str(dry)
+
+
+def test_units():
+    assert unit_of([3, 2e9]) == ("GB", 1e9)
+    assert unit_of([0]) == ("kB", 1e3)
+    assert unit_of([5e15], "FLOP") == ("TFLOP", 1e12)

@@ -1,0 +1,225 @@
+"""`minitron plan` as it is typed: the table, the layout in the file, one line for a mistake."""
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from minitron import cli
+from minitron.config import ConfigError
+from minitron.config_file import load
+from minitron.plan.command import flags, job_of, table, tokens_per_step
+from minitron.plan.explain import as_it_stands
+from minitron.plan.hardware import DEVICES
+from minitron.plan.money import Rates, bill
+from minitron.plan.search import search
+from minitron.run_checks import require_ranks
+from minitron.train import read_options
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+H100 = DEVICES["H100-SXM-80GB"]
+LARGE = ("gpt2-124m", "llama-1b", "llama-8b", "llama-70b", "gpt3-175b")
+GPT2, LLAMA_1B, LLAMA_8B, LLAMA_70B, GPT3 = (str(CONFIGS / f"{name}.toml") for name in LARGE)
+
+
+def plan(*words: str) -> int:
+    return cli.dispatch(["plan", *words])
+
+
+# The table
+
+
+def test_the_table_of_a_small_model(capsys):
+    assert plan(GPT2, "--gpus", "4", "--device", "h100", "--tokens", "1e9", "--price", "2.5",
+                "--watts", "500", "--pue", "1.2", "--top", "3") == 0
+    text = capsys.readouterr().out
+    assert text.startswith("gpt2-124m: 0.124 G parameters on 4 x H100-SXM-80GB, 64 of 80 GB us")
+    job = job_of(load(Path(GPT2)), 4, H100)
+    found = search(job)
+    assert f"{found.num_layouts:,} layouts in" in text
+    _, drops, rows, _ = (part.splitlines() for part in text.split("\n\n"))
+    counts = [(int(count.replace(",", "")), reason)
+              for count, _, reason in (line.strip().partition("  ") for line in drops[1:])]
+    assert counts == [(len(found.candidates), "fit"), *found.dropped()[:6]]
+    assert len(rows) == 4 and len({len(row) for row in rows}) == 1, "columns are aligned"
+    assert "1e+09 tokens, 500 W a GPU, PUE 1.2, 2.5 a GPU-hour" in text
+    assert "What binds it" not in text, "only with --explain"
+
+
+def test_the_numbers_of_a_row():
+    job = job_of(load(Path(LLAMA_1B)), 8, H100)
+    best = next(each for each in search(job).candidates if each.decision.parallel.chunks > 1
+                and each.decision.parallel.dp > 1 and each.decision.parallel.tp > 1)
+    rates = Rates(watts=500, pue=1.2, price=2.5)
+    header, cells = table([best], 1e11, rates).splitlines()
+    row = dict(zip(header.split(), cells.split(), strict=True))
+    axes, total = best.decision.parallel, bill(1e11, 1024 * 4096, best.seconds, 8, rates)
+    assert [row[name] for name in ("tp", "pp", "dp", "chunks", "ZeRO", "micro")] == \
+        list(map(str, (axes.tp, axes.pp, axes.dp, axes.chunks, axes.zero,
+                       best.decision.micro_batch_size)))
+    number = {name: float(text.rstrip("%").replace(",", "")) for name, text in row.items()
+              if name not in ("seq", "recompute")}
+    flops = best.estimate.model_flops / (8 * 989.4e12)
+    assert number["MFU"] == pytest.approx(100 * flops / best.seconds, abs=0.06)
+    assert number["GB"] == pytest.approx(best.total_bytes / 1e9, abs=0.06)
+    assert number["s/step"] == pytest.approx(best.seconds, rel=1e-3)
+    assert number["days"] == pytest.approx(total.days, rel=5e-3)
+    assert number["GPU-hours"] == pytest.approx(8 * 24 * total.days, rel=5e-3)
+    assert number["price"] == pytest.approx(2.5 * total.gpu_hours, rel=5e-3)
+    assert number["MWh"] == pytest.approx(total.gpu_hours * 500 * 1.2 / 1e6, rel=5e-3)
+    shares = {part: seconds / best.seconds for part, seconds in best.estimate.parts.items()}
+    assert number["bubble"] == pytest.approx(100 * shares["bubble"], abs=0.06)
+    sent = shares["tp"] + shares["pp"] + shares["dp"]
+    assert number["comm"] == pytest.approx(100 * sent, abs=0.06)
+    assert "price" not in table([best], 1e11, replace(rates, price=None))
+
+
+def test_tokens_and_watts_by_default(capsys):
+    """The config's own run, 1900 steps of 2^19 tokens, and the datasheet's watts."""
+    assert plan(GPT2, "--gpus", "2", "--top", "1") == 0
+    assert f"{1900 * 2**19:.3g} tokens, 700 W a GPU, PUE 1.1\n" in capsys.readouterr().out
+
+
+# What to type next
+
+
+@pytest.mark.parametrize(("name", "num_gpus"), [
+    ("gpt2-124m", 8), ("gpt2-124m", 1024), ("llama-1b", 8), ("llama-8b", 8), ("llama-8b", 24)])
+def test_a_layout_is_trained_by_the_options_that_are_printed(name, num_gpus):
+    path = CONFIGS / f"{name}.toml"
+    config = load(path)
+    job = job_of(config, num_gpus, H100)
+    candidates = search(job).candidates
+    spread = candidates[::max(1, len(candidates) // 12)]
+    assert len({each.decision.parallel.tp for each in spread}) > 1
+    for each in spread:
+        options = read_options([str(path), *flags(config, each.decision).split()])
+        require_ranks(options, num_gpus)
+        assert as_it_stands(options, job) == each
+
+
+def test_options_that_the_config_has_are_not_repeated():
+    config = load(CONFIGS / "llama-70b.toml")
+    job = job_of(config, 64, H100)
+    standing = as_it_stands(config, job)
+    assert flags(config, standing.decision) == ""
+    fixed = replace(config, parallel=replace(config.parallel, dp=8))
+    assert flags(fixed, standing.decision) == "--parallel.dp 2"
+    compiled = load(CONFIGS / "llama-1b.toml")
+    wide = replace(standing.decision.parallel, tp=2, pp=1, dp=0)
+    assert flags(compiled, replace(standing.decision, parallel=wide)) == \
+        "--parallel.tp 2 --parallel.sequence --train.micro-batch-size 1 --train.no-compile"
+
+
+# The layout in the file
+
+
+def test_a_layout_that_stands_is_compared_with_the_best(capsys):
+    assert plan(LLAMA_1B, "--gpus", "8") == 0
+    line = re.search(r"as it stands: (.*)", capsys.readouterr().out)[1]
+    job = job_of(load(Path(LLAMA_1B)), 8, H100)
+    standing, found = as_it_stands(load(Path(LLAMA_1B)), job), search(job)
+    assert line.startswith(f"{standing}: {standing.seconds:.4g} s a step, "
+                           f"{standing.seconds / found.candidates[0].seconds:.2f} times the best")
+    faster = sum(each.seconds < standing.seconds for each in found.candidates)
+    assert line.endswith(f"; {faster:,} layouts are faster")
+
+
+def test_a_layout_that_cannot_run_is_explained_and_the_search_goes_on(capsys):
+    assert plan(LLAMA_70B, "--gpus", "48", "--top", "1") == 0
+    text = capsys.readouterr().out
+    assert re.search(r"as it stands: cannot run on 48 GPUs: parallel.tp = 8 and parallel.pp = 4, "
+                     r"but there are 48 ranks.*would do\nThe best: ", text)
+
+
+def test_a_layout_that_does_not_fit_is_told(capsys):
+    assert plan(LLAMA_1B, "--gpus", "8", "--train.micro-batch-size", "32", "--top", "1") == 0
+    assert re.search(r"as it stands: .*micro-batches of 32: does not fit, \d+\.\d GB\n",
+                     capsys.readouterr().out)
+
+
+def test_explain_and_other_gpus(capsys):
+    assert plan(GPT2, "--gpus", "8", "--device", "a100-sxm-80", "--gpus-per-node", "4",
+                "--top", "1", "--explain") == 0
+    text = capsys.readouterr().out
+    assert "8 x A100-SXM-80GB" in text and "What binds it" in text
+    assert "tp           1 is best" in text
+
+
+def test_calibrate_plans_for_what_is_measured(capsys, monkeypatch):
+    """Nobody has measured its watts."""
+    measured = replace(H100, name="this machine", bf16_flops=1e12, watts=0)
+    module = SimpleNamespace(calibrate=lambda: measured)
+    monkeypatch.setitem(sys.modules, "minitron.plan.calibrate", module)
+    assert plan(GPT2, "--gpus", "2", "--calibrate", "--top", "1") == 0
+    text = capsys.readouterr().out
+    assert "2 x this machine" in text and "MWh" not in text and "W a GPU" not in text
+    job = job_of(load(Path(GPT2)), 2, measured)
+    assert f"  {search(job).candidates[0].seconds:.4g}  " in text
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    ([], "name a TOML file first"),
+    (["--gpus", "8"], "name a TOML file first"),
+    (["configs/nope.toml", "--gpus", "8"], "configs/nope.toml: there is no such file"),
+    ([GPT2], "--gpus 0: must be 1 or more"),
+    ([GPT2, "--gpus", "0"], "--gpus 0: must be 1 or more"),
+    ([GPT2, "--gpus", "-8"], "--gpus -8: must be 1 or more"),
+    ([GPT2, "--gpus", "many"], "--gpus"),
+    ([GPT2, "--gpus", "8", "--top", "0"], "--top 0: must be 1 or more"),
+    ([GPT2, "--gpus", "8", "--gpus-per-node", "0"], "--gpus-per-node 0: must be 1 or more"),
+    ([GPT2, "--gpus", "8", "--device", "h1000"], "'h1000'"),
+    ([GPT2, "--gpus", "8", "--tokens", "0"], "--tokens 0"),
+    ([GPT2, "--gpus", "8", "--watts", "0"], "--watts 0.0: must be greater than 0"),
+    ([GPT2, "--gpus", "8", "--pue", "0.5"], "--pue 0.5"),
+    ([GPT2, "--gpus", "8", "--price", "-1"], "--price -1"),
+    ([LLAMA_8B, "--gpus", "7", "--parallel.tp", "8"], "parallel.tp = 8, but there are 7 ranks"),
+    ([LLAMA_8B, "--gpus", "6", "--parallel.tp", "3"], "model.num_heads = 32 does not divide by 3"),
+    ([GPT2, "--gpus", "8", "--parallel.tp", "2"], "train.compile with parallel.tp = 2"),
+    ([GPT2, "--gpus", "8", "--model.num-heads", "7"], "768 is not a multiple of model.num_heads"),
+    ([GPT2, "--gpus", "13", "--train.global-batch-size", "1"], "for 13 GPUs can be trained"),
+    ([GPT3, "--gpus", "7", "--device", "h100"], "56 GPUs or .* GB each would do"),
+    ([str(CONFIGS / "stories.toml"), "--gpus", "1", "--data.path", "/nowhere"],
+     "/nowhere/.*--model.vocab-size"),
+])
+def test_a_mistake_is_one_line(words, message, capfd):
+    with pytest.raises(ConfigError) as caught:
+        plan(*words)
+    assert re.search(message, str(caught.value))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+    assert capfd.readouterr().out == "", "nothing is printed before"
+
+
+def test_the_process_prints_it_and_exits_with_2():
+    words = ["plan", LLAMA_8B, "--gpus", "7", "--parallel.tp", "8"]
+    result = subprocess.run([sys.executable, "-m", "minitron.cli", *words], text=True,
+                            capture_output=True, timeout=120)
+    assert result.returncode == 2 and result.stdout == ""
+    assert re.fullmatch(r"minitron: parallel\.tp = 8, but there are 7 ranks.*\n", result.stderr)
+
+
+def test_help_names_every_option(capsys):
+    with pytest.raises(SystemExit) as stop:
+        plan("--help")
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for name in ("gpus", "device", "tokens", "price", "watts", "pue", "top", "explain",
+                 "calibrate", "parallel.tp", "model.num-layers"):
+        assert f"--{name}" in text
+
+
+@pytest.mark.parametrize("name", ["gpt2-124m", "llama-1b", "llama-8b"])
+def test_configs_are_not_far_from_the_best_on_a_node(name):
+    config = load(CONFIGS / f"{name}.toml")
+    job = job_of(config, 8, H100)
+    standing = as_it_stands(config, job)
+    assert standing.fits
+    assert standing.seconds <= 1.35 * search(job).candidates[0].seconds
+    assert tokens_per_step(job) == config.train.global_batch_size * config.data.sequence_length
