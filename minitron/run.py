@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from minitron import checkpoint
-from minitron.comm.agreement import Group, gathered, largest, rank_and_size
+from minitron.comm.agreement import (
+    Group,
+    gathered,
+    largest,
+    one_fault_is_all_ranks,
+    rank_and_size,
+)
 from minitron.config import Config, ConfigError
 from minitron.config_file import to_dict
 from minitron.corpus.folder import end_of_document, load_tokenizer
@@ -52,17 +58,13 @@ class Run:
     def __init__(self, config: Config, folder: Path, group: Group = None):
         self.group = group
         self.rank, self.size = rank_and_size(group)
-        S = config.data.sequence_length
-        self.dataset = TokenDataset(config.data.path, "train", S, config.train.seed)
-        self.validation = TokenDataset(config.data.path, "val", S, seed=None)
-        self.config = config = with_vocabulary_of_data(config)  # which tp divides
-        require_ranks(config, self.size)
-
-        self.num_eval_sequences = min(config.train.eval_sequences, self.validation.num_samples)
-        require_validation(self.num_eval_sequences, num_readers(config, self.size))
         self.folder = folder
-        self.device = pick_device(config.train.device)
-        require_a_gpu_each(self.device, group)
+        with one_fault_is_all_ranks(group):  # also what one node alone has not got
+            self.config = config = with_vocabulary_of_data(config)  # which tp divides
+            require_ranks(config, self.size)
+            self.open_data()
+            self.device = pick_device(config.train.device)
+            require_a_gpu_each(self.device, group)
 
         mesh = None if group is None else lay_out(config.parallel, self.size, self.device)
         self.model, self.parallel = build(config, mesh, self.device)
@@ -91,6 +93,13 @@ class Run:
         self.step = 0  # optimizer steps done
         self.position = 0  # samples read
 
+    def open_data(self) -> None:
+        config, S = self.config, self.config.data.sequence_length
+        self.dataset = TokenDataset(config.data.path, "train", S, config.train.seed)
+        self.validation = TokenDataset(config.data.path, "val", S, seed=None)
+        self.num_eval_sequences = min(config.train.eval_sequences, self.validation.num_samples)
+        require_validation(self.num_eval_sequences, num_readers(config, self.size))
+
     def train_step(self) -> dict:
         """Take one step; returns its row of the log, with loss and norm still on the device."""
         config = self.config.train
@@ -102,7 +111,7 @@ class Run:
             self.position, config.global_batch_size, self.data_rank, self.data_size
         )
         micro_batches = self.micro_batches(batch, config.global_batch_size)
-        random_state = self.random_state()
+        random_state = self.random_state()  # a step that fails is repeated, to tell where
         try:
             loss, grad_norm = train_step(
                 self.forward, self.optimizer, micro_batches, rate, config.clip_norm,

@@ -163,6 +163,9 @@ def test_the_second_run_does_not_touch_the_first(config, tmp_path):
     with pytest.raises(ConfigError, match="already holds a run; add --resume"):
         train.train(config, tmp_path / "run")
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+    (tmp_path / "run" / "metrics.jsonl").unlink()  # its checkpoints would be deleted as the oldest
+    with pytest.raises(ConfigError, match="already holds a run; add --resume"):
+        train.train(config, tmp_path / "run")
 
 
 def test_runs_are_numbered(tmp_path, monkeypatch):

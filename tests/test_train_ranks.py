@@ -202,6 +202,22 @@ def test_a_folder_that_cannot_be_is_told_once(config, tmp_path):
     assert str(Path(train.__file__)) not in done.stderr
 
 
+def train_where_a_rank_has_no_data(group, config: Config, folder: Path) -> str:
+    if group.rank() == 1:
+        config = dataclasses.replace(config, data=DataConfig(folder / "nowhere", 32))
+    try:
+        train.train(config, folder, group=group)
+    except (ConfigError, SystemExit) as error:
+        return str(error)
+
+
+def test_a_rank_without_data_ends_all_before_they_wait_for_it(config, tmp_path):
+    config = dataclasses.replace(config, parallel=ParallelConfig(tp=2))  # a group for each axis
+    told, quiet = run(train_where_a_rank_has_no_data, 2, config, tmp_path)
+    assert "nowhere" in told and told.endswith("(on rank 1)")
+    assert quiet == "2"
+
+
 def test_ranks_that_are_not_there_are_refused(config, tmp_path):
     asked = dataclasses.replace(config, parallel=ParallelConfig(dp=4))
     with pytest.raises(ConfigError, match=r"dp = 4, but there is 1 rank: start it with torchrun"):
