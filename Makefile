@@ -21,8 +21,9 @@ train: setup ## Train the story model: about a minute on 2 cores
 	$(BIN)/minitron data stories
 	$(BIN)/minitron train configs/stories.toml
 
+# Two files at a time: tests of ranks wait more than they compute.
 test: setup ## Run every test, the chapters included
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lab: setup ## Open the chapters in JupyterLab
 	$(BIN)/jupyter lab chapters/ch01_single_gpu.ipynb
