@@ -70,8 +70,8 @@ class Run:
         self.model, self.parallel = build(config, mesh, self.device)
         self.data_rank, self.data_size = (0, 1) if mesh is None else self.parallel.data_part
         # Dropout, of other samples and other layers; the weights have seeds of their own.
-        self.stage = 0 if mesh is None else mesh.rank("pp")
-        torch.manual_seed(config.train.seed + self.data_rank + self.stage * self.data_size)
+        stage = 0 if mesh is None else mesh.rank("pp")
+        torch.manual_seed(config.train.seed + self.data_rank + stage * self.data_size)
         if config.parallel.pp > 1:  # now, rather than in the first step
             self.parallel.pipeline.script(self.num_micro_batches(config.train.global_batch_size))
         self.optimizer = make_optimizer(self.model, config.train, self.device)
@@ -139,12 +139,7 @@ class Run:
                 accumulate_gradients(forward, micro_batches)
             else:
                 accumulate_over_ranks(forward, micro_batches, self.parallel)
-        is_backward = fault.place is not None and "gradient" in fault.place
-        # what one stage gets wrong the next reads; in the backward pass it is the other way round
-        order = is_backward, -self.stage if is_backward else self.stage, fault.num_looks
-        found = gathered((order, self.rank, fault.place), self.group)
-        found = [each for each in found if each[-1] is not None]
-        _, rank, place = min(found, default=((), 0, "no module, but after all of them"))
+        _, rank, place = min(gathered((fault.order, self.rank, str(fault)), self.group))
         last = self.position + self.config.train.global_batch_size - 1
         return (f"first in {place}, on rank {rank}, in samples {self.position:,} to {last:,}; the "
                 f"checkpoints before are in {self.folder}: look at these samples, lower "

@@ -266,12 +266,14 @@ def diverge(group, config: Config, folder: Path, path: str, rank: int) -> str:
     ({"zero": 1}, "blocks.1.mlp.down", 1),
     ({"zero": 3}, "blocks.0.attention.query", 0),
     ({"tp": 2}, "blocks.1.mlp.up", 1),
-    ({"pp": 2}, "blocks.1.attention.out", 1),
+    ({"pp": 2}, "blocks.2.attention.out", 1),
+    ({"pp": 2, "schedule": "interleaved", "chunks": 2}, "blocks.1.mlp.down", 1),
 ], ids=str)
 def test_the_first_module_with_a_nan_is_named_on_every_rank(
     config, tmp_path, parallel, path, rank
 ):
-    config = dataclasses.replace(config, parallel=ParallelConfig(**parallel))
+    model = dataclasses.replace(config.model, num_layers=4)
+    config = dataclasses.replace(config, model=model, parallel=ParallelConfig(**parallel))
     for told in run(diverge, 2, config, tmp_path, path, rank):
         assert told.startswith("step 3: loss and gradient are not finite, but nan; first in ")
         assert f"{path}, in its output, on rank {rank}, in samples 8 to 11" in told
