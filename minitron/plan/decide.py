@@ -6,7 +6,8 @@ step faster than with the cut before?
 
 A step's seconds are those of its FLOPs at a stated share of the peak, and of the communication
 that nothing hides. Small kernels run as fast as large ones, and nobody else uses the network: good
-enough to tell layouts apart, not to promise a time.
+enough to tell layouts apart, not to promise a time. What could travel while a rank computes is
+free here; of ZeRO-3 with one sequence a GPU it was not (Narayanan et al. 2021, table 2).
 
 Read in this order: Job, Decision, decide, remedy, memory_of, step_seconds, link.
 Reference: Narayanan et al. 2021, section 3 (takeaways 1 to 3).
