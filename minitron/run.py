@@ -60,9 +60,10 @@ class Run:
         self.rank, self.size = rank_and_size(group)
         self.folder = folder
         with one_fault_is_all_ranks(group):  # also what one node alone has not got
+            self.open_data(config)
             self.config = config = with_vocabulary_of_data(config)  # which tp divides
             require_ranks(config, self.size)
-            self.open_data()
+            require_validation(self.num_eval_sequences, num_readers(config, self.size))
             self.device = pick_device(config.train.device)
             require_a_gpu_each(self.device, group)
 
@@ -93,12 +94,11 @@ class Run:
         self.step = 0  # optimizer steps done
         self.position = 0  # samples read
 
-    def open_data(self) -> None:
-        config, S = self.config, self.config.data.sequence_length
+    def open_data(self, config: Config) -> None:
+        S = config.data.sequence_length
         self.dataset = TokenDataset(config.data.path, "train", S, config.train.seed)
         self.validation = TokenDataset(config.data.path, "val", S, seed=None)
         self.num_eval_sequences = min(config.train.eval_sequences, self.validation.num_samples)
-        require_validation(self.num_eval_sequences, num_readers(config, self.size))
 
     def train_step(self) -> dict:
         """Take one step; returns its row of the log, with loss and norm still on the device."""

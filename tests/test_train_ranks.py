@@ -143,7 +143,7 @@ def test_torchrun_trains_and_a_signal_saves_first(config, tmp_path):
     log = folder / "metrics.jsonl"
     wait_for(lambda: log.exists() and len(read_metrics(log)) >= 3, process)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=300)
     last = trained(folder, "step")[-1][0]
     assert [row["step"] for row in read_metrics(log) if "loss" in row] == list(range(1, last + 1))
     assert output.count(f"Stopped by SIGTERM at step {last}; saved.") == 1
@@ -164,7 +164,7 @@ def test_a_signal_that_comes_while_the_ranks_agree_counts_at_the_next_step(monke
 
 def test_torchrun_tells_a_mistake_once(config, tmp_path):
     words = command(config, tmp_path / "run", "--train.global-batch-size", "1")[1:]
-    done = subprocess.run(torchrun(2, *words), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(torchrun(2, *words), capture_output=True, text=True, timeout=300)
     assert done.stderr.count("minitron: train.global_batch_size = 1 leaves some of 2 ranks") == 1
     assert str(Path(train.__file__)) not in done.stderr  # no traceback of ours
     assert "exitcode  : 2" in done.stderr and "terminate called" not in done.stderr
@@ -197,7 +197,7 @@ def test_a_mistake_leaves_no_group_behind(monkeypatch):
 def test_a_folder_that_cannot_be_is_told_once(config, tmp_path):
     (tmp_path / "file").write_text("")
     words = command(config, tmp_path / "file" / "run")[1:]
-    done = subprocess.run(torchrun(2, *words), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(torchrun(2, *words), capture_output=True, text=True, timeout=300)
     assert done.stderr.count("minitron: ") == 1 and "Not a directory" in done.stderr
     assert str(Path(train.__file__)) not in done.stderr
 
