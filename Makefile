@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lab exercises chapters slides lint benchmark clean
+.PHONY: help setup train test lab exercises chapters slides lint grid benchmark clean
 
 help: ## Show this help
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -21,8 +21,9 @@ train: setup ## Train the story model: about a minute on 2 cores
 	$(BIN)/minitron data stories
 	$(BIN)/minitron train configs/stories.toml
 
+# Two files at a time: tests of ranks wait more than they compute.
 test: setup ## Run every test, the chapters included
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lab: setup ## Open the chapters in JupyterLab
 	$(BIN)/jupyter lab chapters/ch01_single_gpu.ipynb
@@ -40,6 +41,9 @@ slides: setup ## (maintainers, instructors) Build slides/build/*.html and *.pdf;
 lint: setup ## (maintainers) Lint and format-check
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[maintain]'
 	$(BIN)/ruff check .
+
+grid: setup ## (maintainers) Compare every layout on up to 8 ranks with one process: hours
+	$(BIN)/python tools/grid.py
 
 benchmark: setup ## Compare with transformers and PyTorch's own, each in one run
 	$(BIN)/python benchmarks/train_step.py

@@ -155,7 +155,8 @@ class TrainConfig:
     """Write checkpoints in the background, from a copy in the host's memory."""
     hang_timeout: float = 900.0
     """End a run on many ranks when no step has ended for so many seconds, and say which rank the
-    others wait for; 0 waits for ever. A first step that compiles may take minutes."""
+    others wait for. A first step that compiles may take minutes, and so may a save. With 0 PyTorch
+    alone ends a collective, after half an hour, without a name."""
 
     def __post_init__(self):
         require_positive(
@@ -172,6 +173,8 @@ class TrainConfig:
             "model decides itself what to keep; switch one of them off",
         )
         require(self.seed < 2**63, f"train.seed = {self.seed}: must be less than 2**63")
+        require(self.hang_timeout <= 1500, f"train.hang_timeout = {self.hang_timeout:g}: PyTorch "
+                "ends a collective after 1,800 s, and names no rank; set it to 1500 or less")
         for name in ("beta1", "beta2"):
             value = getattr(self, name)
             require(0 <= value < 1, f"train.{name} = {value}: must be from 0 to less than 1")

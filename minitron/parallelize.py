@@ -6,6 +6,7 @@
     recomputation          replays calls with their collectives: hooks of what follows stay outside
     pipeline parallelism   leaves a rank its stages: only these have a state to divide
     data parallelism       plain, or with the state divided over the ranks (ZeRO, stages 1 to 3)
+    compilation            last, by `Run`: it sees what a step calls; no layer may be cut then
 
 Read in this order: lay_out, build, parallelize.
 """

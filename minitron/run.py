@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from minitron import checkpoint
-from minitron.comm.agreement import Group, gathered, largest, rank_and_size
+from minitron.comm.agreement import (
+    Group,
+    gathered,
+    largest,
+    one_fault_is_all_ranks,
+    rank_and_size,
+)
 from minitron.comm.mesh import Mesh
 from minitron.config import Config, ConfigError
 from minitron.config_file import to_dict
@@ -101,23 +107,20 @@ class Run(Training):
     def __init__(self, config: Config, folder: Path, group: Group = None):
         self.group = group
         self.rank, self.size = rank_and_size(group)
-        S = config.data.sequence_length
-        self.dataset = TokenDataset(config.data.path, "train", S, config.train.seed)
-        self.validation = TokenDataset(config.data.path, "val", S, seed=None)
-        config = with_vocabulary_of_data(config)  # which tp divides
-        require_ranks(config, self.size)
-
-        self.num_eval_sequences = min(config.train.eval_sequences, self.validation.num_samples)
-        require_validation(self.num_eval_sequences, num_readers(config, self.size))
         self.folder = folder
-        device = pick_device(config.train.device)
-        require_a_gpu_each(device, group)
+        with one_fault_is_all_ranks(group):  # also what one node alone has not got
+            self.open_data(config)
+            config = with_vocabulary_of_data(config)  # which tp divides
+            require_ranks(config, self.size)
+            require_validation(self.num_eval_sequences, num_readers(config, self.size))
+            device = pick_device(config.train.device)
+            require_a_gpu_each(device, group)
 
         mesh = None if group is None else lay_out(config.parallel, self.size, device)
         super().__init__(config, mesh, device)
         # Dropout, of other samples and other layers; the weights have seeds of their own.
-        self.stage = 0 if mesh is None else mesh.rank("pp")
-        torch.manual_seed(config.train.seed + self.data_rank + self.stage * self.data_size)
+        stage = 0 if mesh is None else mesh.rank("pp")
+        torch.manual_seed(config.train.seed + self.data_rank + stage * self.data_size)
         if config.train.compile:
             self.forward = torch.compile(self.forward)
 
@@ -128,6 +131,12 @@ class Run(Training):
         self.interruption = Interruption()
         self.step = 0  # optimizer steps done
         self.position = 0  # samples read
+
+    def open_data(self, config: Config) -> None:
+        S = config.data.sequence_length
+        self.dataset = TokenDataset(config.data.path, "train", S, config.train.seed)
+        self.validation = TokenDataset(config.data.path, "val", S, seed=None)
+        self.num_eval_sequences = min(config.train.eval_sequences, self.validation.num_samples)
 
     def train_step(self) -> dict:
         """Take one step; returns its row of the log, with loss and norm still on the device."""
@@ -140,7 +149,7 @@ class Run(Training):
             self.position, config.global_batch_size, self.data_rank, self.data_size
         )
         micro_batches = self.micro_batches(batch, config.global_batch_size)
-        random_state = self.random_state()
+        random_state = self.random_state()  # a step that fails is repeated, to tell where
         try:
             loss, grad_norm = self.update(micro_batches, rate)
         except FloatingPointError as error:
@@ -165,12 +174,7 @@ class Run(Training):
                 accumulate_gradients(forward, micro_batches)
             else:
                 accumulate_over_ranks(forward, micro_batches, self.parallel)
-        is_backward = fault.place is not None and "gradient" in fault.place
-        # what one stage gets wrong the next reads; in the backward pass it is the other way round
-        order = is_backward, -self.stage if is_backward else self.stage, fault.num_looks
-        found = gathered((order, self.rank, fault.place), self.group)
-        found = [each for each in found if each[-1] is not None]
-        _, rank, place = min(found, default=((), 0, "no module, but after all of them"))
+        _, rank, place = min(gathered((fault.order, self.rank, str(fault)), self.group))
         last = self.position + self.config.train.global_batch_size - 1
         return (f"first in {place}, on rank {rank}, in samples {self.position:,} to {last:,}; the "
                 f"checkpoints before are in {self.folder}: look at these samples, lower "

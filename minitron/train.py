@@ -18,7 +18,13 @@ from tqdm import tqdm
 
 from minitron import command_line, cost
 from minitron.checkpoint import checkpoints
-from minitron.comm.agreement import Group, gathered, largest, one_fault_ends_all
+from minitron.comm.agreement import (
+    Group,
+    gathered,
+    largest,
+    one_fault_ends_all,
+    one_fault_is_all_ranks,
+)
 from minitron.comm.launch import restarts, torchrun_group
 from minitron.comm.watchdog import Watchdog
 from minitron.config import Config, ConfigError, require
@@ -49,7 +55,34 @@ def train(
     hold one. A new one starts from the parameters in `weights`, a folder of Hugging Face's, if
     there is one. `group` holds all ranks; rank 0 writes what the others read.
     """
-    with one_fault_ends_all(group):
+    with Watchdog(folder / "hang", group, config.train.hang_timeout) as watchdog:
+        with one_fault_ends_all(group):
+            run = begin(config, folder, resume, group, restart, weights)
+            settings = to_dict(run.config)
+            log = open_log(config.log, folder, run.rank, run.step, settings)
+            trace = open_trace(config, folder, run.rank, run.step, run.device)
+            if run.rank == 0:
+                (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+        watchdog.beat()
+        if run.rank == 0:
+            print(describe(run), end="", file=sys.stderr)
+        bar = tqdm(total=config.train.steps, initial=run.step, dynamic_ncols=True,
+                   disable=None if run.rank == 0 else True)  # None: on a terminal alone
+        with closing(log), run.interruption, bar, trace:
+            try:
+                loop(run, log, bar, trace, watchdog)
+            except ConfigError:  # on which all ranks have agreed: what is being saved is good
+                run.saver.wait()
+                raise
+    return run
+
+
+def begin(
+    config: Config, folder: Path, resume: bool, group: Group, restart: bool, weights: Path | None
+) -> Run:
+    """A run at its first step, or where its newest checkpoint was written."""
+    with one_fault_is_all_ranks(group):
         require(
             resume or restart or not holds_run(folder),
             f"{folder}: already holds a run; add --resume to continue it, or choose another "
@@ -57,34 +90,24 @@ def train(
         )
         if weights is not None:
             require_same_tokens(weights, config.data.path)
-        run = Run(config, folder, group)
-        saved = gathered(checkpoints(folder / "checkpoints"), group)[0]
-        if resume or (restart and saved):
-            run.restore()
-        elif weights is not None:
-            run.whole.fill(Weights(weights, run.config.model))
-        settings = to_dict(run.config)
-        log = open_log(config.log, folder, run.rank, run.step, settings)
-        trace = open_trace(config, folder, run.rank, run.step, run.device)
-        if run.rank == 0:
-            (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
-
-    if run.rank == 0 and config.parallel.pp > 1:
-        print(describe_pipeline(run), file=sys.stderr)
-    if run.rank == 0 and config.train.precision == "fp8" and not multiplies_float8(run.device):
-        print(f"{run.device} has no products of 8 bits: they are emulated, with their roundings "
-              "and without their speed", file=sys.stderr)
-    # on a terminal a bar; elsewhere the lines of the evaluations remain
-    bar = tqdm(total=config.train.steps, initial=run.step, dynamic_ncols=True,
-               disable=None if run.rank == 0 else True)
-    watchdog = Watchdog(folder / "hang", group, config.train.hang_timeout)
-    with closing(log), run.interruption, bar, trace, watchdog:
-        try:
-            loop(run, log, bar, trace, watchdog)
-        except ConfigError:  # on which all ranks have agreed: what is being saved is good
-            run.saver.wait()
-            raise
+    run = Run(config, folder, group)
+    saved = gathered(checkpoints(folder / "checkpoints"), group)[0]
+    if resume or (restart and saved):
+        run.restore()
+    elif weights is not None:
+        run.whole.fill(Weights(weights, run.config.model))
     return run
+
+
+def describe(run: Run) -> str:
+    """Lines on what a reader should know of the speed, "" if there is nothing."""
+    lines = []
+    if run.config.parallel.pp > 1:
+        lines.append(describe_pipeline(run))
+    if run.config.train.precision == "fp8" and not multiplies_float8(run.device):
+        lines.append(f"{run.device} has no products of 8 bits: they are emulated, with their "
+                     "roundings and without their speed")
+    return "".join(f"{line}\n" for line in lines)
 
 
 def describe_pipeline(run: Run) -> str:
@@ -126,11 +149,12 @@ def loop(run: Run, log: MetricsLog, bar: tqdm, trace: Trace, watchdog: Watchdog)
             if run.rank == 0:
                 line = f"step {run.step:>6,}   validation loss {val_loss:.4f}   {progress}"
                 bar.write(f"{line}\n  {' '.join(text.split())}", file=sys.stderr)
+            watchdog.beat()
         if due(config.checkpoint_every):
             run.save()
+            watchdog.beat()
         if due(config.eval_every) or due(config.checkpoint_every):
             clock.start()  # evaluating and saving are not training
-            watchdog.beat()
         if last:
             break
     run.saver.wait()
@@ -245,9 +269,10 @@ def start(options: TrainOptions) -> Run:
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a run has logged a step there; one that failed before leaves the folder free."""
+    """Whether a run has got somewhere there; one that failed before leaves the folder free."""
     log = folder / "metrics.jsonl"
-    return log.exists() and log.stat().st_size > 0
+    has_rows = log.exists() and log.stat().st_size > 0
+    return has_rows or bool(checkpoints(folder / "checkpoints"))
 
 
 def default_folder(file: Path | None, resume: bool) -> Path:

@@ -81,13 +81,14 @@ def groups_along(axis: str, axes: dict[str, int]) -> list[list[int]]:
 def axes_of(event: str, zero: int, sequence: bool) -> set[str]:
     """Over which of the axes "pp", "dp" and "tp" must ranks talk for this to be right?
 
-    Along all three axes there are 2 ranks or more. Matrices are cut over tp; of a norm's weight
-    each rank of tp has a whole copy, and the same gradient. Only with `sequence` (sequence
-    parallelism) does a rank of tp see its part of the tokens there, not all. The first stage has
-    the embedding, and the last one, as its head, a copy of it. With zero = 1 a rank keeps, of every
-    gradient, after it has been averaged, and of AdamW's moments its own shard alone, one of dp.
+    Along all three axes there are 2 ranks or more. Matrices, the embedding among them, are cut over
+    tp, and every rank of tp has key-value heads of its own. Of a norm's weight each has a whole
+    copy, and the same gradient. Only with `sequence` (sequence parallelism) does a rank of tp see
+    its part of the tokens there, not all. The first stage has the embedding, and the last one, as
+    its head, a copy of it. With zero = 1 a rank keeps, of every gradient, after it has been
+    averaged, and of AdamW's moments its own shard alone, one of dp.
 
-    event           when all have done backward, what else must travel?
+    event           what must travel after the backward pass
     "matrix"        so that a rank has its gradient of a matrix of a block (with zero = 1, of its
                     shard): that of the mean loss over the batch
     "norm"          the same of a norm's weight in a block
@@ -95,7 +96,8 @@ def axes_of(event: str, zero: int, sequence: bool) -> set[str]:
     "clip"          every rank has its averaged gradients, and needs the norm of the whole model's
     "loss"          the ranks of the last stage have the loss of their samples, all along tp the
                     same; rank 0, on the first stage, is to log the mean
-    "weights"       after optimizer.step(), so that a rank has its part of a matrix in the next step
+    "weights"       after optimizer.step(): so that every rank has its whole updated part of a
+                    matrix
 
     Example: axes_of("matrix", 0, False) is {"dp"}: other stages and other ranks of tp have other
     matrices.
@@ -150,19 +152,21 @@ def layouts(
     model: ModelConfig, num_gpus: int, gpus_per_node: int, batch_size: int, bytes_per_gpu: int,
     bytes_needed: Callable[[int, int, int, int], int],
 ) -> list[Layout]:
-    """All layouts (dp, tp, pp, zero) that train the model on all GPUs, the best one first.
+    """All layouts (dp, tp, pp, zero) that train the model on all GPUs, in the order of the tree.
 
-    - dp x tp x pp is num_gpus. The last nodes may have fewer than gpus_per_node GPUs.
-    - tp divides model.num_kv_heads, and so model.num_heads, and model.ffn_width.
+    - dp x tp x pp is num_gpus. The last node may have fewer than gpus_per_node GPUs.
+    - Here tp divides model.num_kv_heads, and so model.num_heads, and model.ffn_width.
     - The ranks of tp are neighbours, [0, tp), [tp, 2 tp) and so on; each such group lies within one
-      node, of which the first one has the ranks [0, gpus_per_node).
+      node. Node 0 has the ranks [0, gpus_per_node), and so on.
     - pp divides model.num_layers, dp divides batch_size, the sequences of a step.
     - zero is 0 to 3; 0 alone if dp is 1, where there is nothing to divide; 0 or 1 if pp is more
-      than 1, because stages 2 and 3 would send at each micro-batch.
-    - bytes_needed(dp, tp, pp, zero), what the fullest GPU holds, is bytes_per_gpu at most. It may
-      be asked of layouts alone that fulfil all other conditions.
+      than 1: a pipeline keeps gradients whole until its last micro-batch, so stage 2 saves nothing
+      there, and stage 3 would gather the weights for each.
+    - bytes_needed(dp, tp, pp, zero), what the fullest GPU holds, is bytes_per_gpu at most. Call it
+      only for layouts that fulfil all other conditions.
 
-    Best is what sends least: first the smallest tp, then the smallest pp, then the smallest zero.
+    The order, a rule of thumb that cuts the model as little as it can: first the smallest tp, of
+    these the smallest pp, of these the smallest zero.
 
     Example: 8 GPUs in nodes of 4, a batch of 8, and a model of 4 heads and 2 layers. If only
     layouts with tp x pp = 4 fit, the answer is [(2, 2, 2, 0), (2, 2, 2, 1), (2, 4, 1, 0),
@@ -180,7 +184,7 @@ def layouts(
 
     divisors = [size for size in range(1, num_gpus + 1) if num_gpus % size == 0]
     possible = [
-        layout for tp, pp, zero in product(divisors, divisors, range(4))  # the best one first
+        layout for tp, pp, zero in product(divisors, divisors, range(4))  # in the tree's order
         if is_possible(*(layout := (num_gpus // (tp * pp), tp, pp, zero)))
     ]
     return [layout for layout in possible if bytes_needed(*layout) <= bytes_per_gpu]
@@ -196,7 +200,8 @@ def pieces(num_elements: int, num_old: int, num_new: int) -> list[list[Piece]]:
     """What each of num_new ranks copies from the shards that num_old ranks have saved.
 
     A flat tensor of num_elements is cut over N ranks so: rank r has the elements from r L on, L of
-    them or what is left, where L is num_elements / N, rounded up. The last ranks may have none.
+    them or what is left, where L is num_elements / N, rounded up. The last ranks may have none;
+    num_elements may be 0.
 
     For each new rank, list its pieces in their order: (old rank, range there, range here). Both
     ranges count from the start of a shard, not of the tensor. Each element comes once, in as few
@@ -236,7 +241,7 @@ def layout() -> dict:
     tokens. Return a dict with all of these keys, which `minitron train` has too:
 
         dp, tp, pp            ranks along each axis; dp x tp x pp is 8
-        zero                  0 to 3: what is divided over dp; in a pipeline 0 or 1
+        zero                  0 to 3: what is divided over dp; in a pipeline 0 or 1, as in 11.3
         sequence              True or False: with tp, the sequence divided too, between cut layers
         recompute             "none", "full", "selective" or "sqrt"
         micro_batch_size      sequences in one forward and backward pass of a rank
@@ -244,9 +249,10 @@ def layout() -> dict:
     The grader trains 10 steps on 8 real ranks, the first two under a meter. At its peak no rank may
     hold more than 1,150,000 bytes of parameters, gradients, optimizer state, activations and
     temporary tensors together. The mean loss of the last 2 steps must be 4.2 nats per token or
-    less; a model that knows how frequent each word is, and no more, has 4.37.
+    less, which every layout that runs reaches; a model that knows how frequent each word is, and no
+    more, has 4.37.
 
-    There is more than one answer, and what one would try first is none. Estimate before you try: a
+    More than one layout fits; the first that come to mind do not. Estimate before you try: a
     parameter has 16 bytes with gradient and moments; for the backward pass a layer keeps about 5.7
     kB per token, or, recomputed, its input of 256 bytes; in a pipeline of 1F1B rank r has p - r
     micro-batches on their way.

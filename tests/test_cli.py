@@ -11,7 +11,7 @@ from minitron.config import ConfigError
 
 def minitron(*words: str, cwd=None) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-m", "minitron.cli", *words], cwd=cwd, text=True,
-                          capture_output=True, timeout=120)
+                          capture_output=True, timeout=300)
 
 
 @pytest.mark.parametrize(("words", "message"), [

@@ -46,6 +46,7 @@ def test_every_config_of_ours_loads(path):
     ("[train]\nlearning_rate = nan\n", "train.learning_rate = nan: must be greater than 0"),
     ("[train]\nbeta2 = 1.0\n", "train.beta2 = 1.0: must be from 0 to less than 1"),
     ("[train]\nmin_learning_rate = 0.1\n", "train.min_learning_rate = 0.1 is above"),
+    ("[train]\nhang_timeout = 3600\n", "train.hang_timeout = 3600: PyTorch ends a collective"),
     ("[model]\nwidth = 130\n", "model.width = 130 is not a multiple of model.num_heads = 4: "
                                "try --model.width 132"),
     ("[model]\nnum_kv_heads = 3\n", "model.num_heads = 4 is not a multiple of model.num_kv_heads"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -250,6 +250,24 @@ def test_no_more_than_a_file_is_held(tmp_path):
     assert index["metadata"]["total_size"] == sum(sizes)
     assert sum(sizes) == 4 * sum(parameter.numel() for parameter in parameters.values())
     assert max(sizes) <= 10_000
+
+
+def test_a_full_disk_leaves_a_folder_to_try_again(tmp_path, monkeypatch):
+    ours = random_model(OURS["gpt"])
+    written = []
+
+    def until_full(tensors, path, metadata):
+        if len(written) == 2:
+            raise SafetensorError("No space left on device")
+        save_file(tensors, path, metadata)
+        written.append(path)
+
+    monkeypatch.setattr("minitron.hugging_face.weights.save_file", until_full)
+    with pytest.raises(ConfigError, match=r"cannot be written \(No space left on device\)"):
+        write_model(ours, tmp_path, max_file_bytes=20_000)
+    assert len(written) == 2 and not any(tmp_path.iterdir())
+    monkeypatch.undo()
+    write_model(ours, tmp_path, max_file_bytes=20_000)
 
 
 def test_files_are_filled_in_order():

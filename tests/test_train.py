@@ -98,7 +98,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(config, tmp_path, de
 
 def test_kill_9_and_resume_is_bit_identical(config, tmp_path):
     steps = ["--train.steps", "300"]
-    subprocess.run(command(config, tmp_path / "whole", *steps), check=True, timeout=120)
+    subprocess.run(command(config, tmp_path / "whole", *steps), check=True, timeout=300)
 
     victim = subprocess.Popen(command(config, tmp_path / "killed", *steps))
     checkpoints = tmp_path / "killed" / "checkpoints"
@@ -107,7 +107,7 @@ def test_kill_9_and_resume_is_bit_identical(config, tmp_path):
     victim.wait()
     assert max(path.name for path in checkpoints.glob("step_????????")) < "step_00000300"
     resume = ["--resume", "--run-dir", str(tmp_path / "killed")]
-    subprocess.run([sys.executable, "-m", "minitron.train", *resume], check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "minitron.train", *resume], check=True, timeout=300)
 
     columns = "step", "loss", "grad_norm"
     assert trained(tmp_path / "killed", *columns) == trained(tmp_path / "whole", *columns)
@@ -123,7 +123,7 @@ def test_a_signal_saves_first_and_tells_how_to_go_on(config, tmp_path, number):
     log = folder / "metrics.jsonl"
     wait_for(lambda: log.exists() and len(read_metrics(log)) >= 3, process)
     process.send_signal(number)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 128 + number
     last = trained(folder, "step")[-1][0]
     assert f"Stopped by {number.name} at step {last}; saved." in output
@@ -163,6 +163,9 @@ def test_the_second_run_does_not_touch_the_first(config, tmp_path):
     with pytest.raises(ConfigError, match="already holds a run; add --resume"):
         train.train(config, tmp_path / "run")
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+    (tmp_path / "run" / "metrics.jsonl").unlink()  # its checkpoints would be deleted as the oldest
+    with pytest.raises(ConfigError, match="already holds a run; add --resume"):
+        train.train(config, tmp_path / "run")
 
 
 def test_runs_are_numbered(tmp_path, monkeypatch):

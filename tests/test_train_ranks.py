@@ -143,7 +143,7 @@ def test_torchrun_trains_and_a_signal_saves_first(config, tmp_path):
     log = folder / "metrics.jsonl"
     wait_for(lambda: log.exists() and len(read_metrics(log)) >= 3, process)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=300)
     last = trained(folder, "step")[-1][0]
     assert [row["step"] for row in read_metrics(log) if "loss" in row] == list(range(1, last + 1))
     assert output.count(f"Stopped by SIGTERM at step {last}; saved.") == 1
@@ -164,7 +164,7 @@ def test_a_signal_that_comes_while_the_ranks_agree_counts_at_the_next_step(monke
 
 def test_torchrun_tells_a_mistake_once(config, tmp_path):
     words = command(config, tmp_path / "run", "--train.global-batch-size", "1")[1:]
-    done = subprocess.run(torchrun(2, *words), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(torchrun(2, *words), capture_output=True, text=True, timeout=300)
     assert done.stderr.count("minitron: train.global_batch_size = 1 leaves some of 2 ranks") == 1
     assert str(Path(train.__file__)) not in done.stderr  # no traceback of ours
     assert "exitcode  : 2" in done.stderr and "terminate called" not in done.stderr
@@ -197,9 +197,25 @@ def test_a_mistake_leaves_no_group_behind(monkeypatch):
 def test_a_folder_that_cannot_be_is_told_once(config, tmp_path):
     (tmp_path / "file").write_text("")
     words = command(config, tmp_path / "file" / "run")[1:]
-    done = subprocess.run(torchrun(2, *words), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(torchrun(2, *words), capture_output=True, text=True, timeout=300)
     assert done.stderr.count("minitron: ") == 1 and "Not a directory" in done.stderr
     assert str(Path(train.__file__)) not in done.stderr
+
+
+def train_where_a_rank_has_no_data(group, config: Config, folder: Path) -> str:
+    if group.rank() == 1:
+        config = dataclasses.replace(config, data=DataConfig(folder / "nowhere", 32))
+    try:
+        train.train(config, folder, group=group)
+    except (ConfigError, SystemExit) as error:
+        return str(error)
+
+
+def test_a_rank_without_data_ends_all_before_they_wait_for_it(config, tmp_path):
+    config = dataclasses.replace(config, parallel=ParallelConfig(tp=2))  # a group for each axis
+    told, quiet = run(train_where_a_rank_has_no_data, 2, config, tmp_path)
+    assert "nowhere" in told and told.endswith("(on rank 1)")
+    assert quiet == "2"
 
 
 def test_ranks_that_are_not_there_are_refused(config, tmp_path):

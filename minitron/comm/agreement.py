@@ -45,10 +45,11 @@ def largest(number: int, group: Group) -> int:
 
 
 @contextmanager
-def one_fault_ends_all(group: Group) -> Iterator[None]:
-    """Let what a user got wrong on any rank end every rank with exit code 2; rank 0 tells it.
+def one_fault_is_all_ranks(group: Group) -> Iterator[None]:
+    """Raise on every rank what a user got wrong on any of them.
 
-    Without this the other ranks would wait for the one that has left.
+    Without this the other ranks would wait for the one that has left. Nothing within may wait for
+    other ranks unless all of them fail alike there.
     """
     fault: ConfigError | OSError | None = None
     try:
@@ -57,9 +58,18 @@ def one_fault_ends_all(group: Group) -> Iterator[None]:
         fault = error
     faults = gathered(None if fault is None else str(fault), group)
     failed = [rank for rank, text in enumerate(faults) if text is not None]
-    if not failed:
-        return
-    rank, _ = rank_and_size(group)
-    if rank != 0:
-        raise SystemExit(2)
-    raise fault or ConfigError(f"{faults[failed[0]]} (on rank {failed[0]})")
+    if failed:
+        raise fault or ConfigError(f"{faults[failed[0]]} (on rank {failed[0]})")
+
+
+@contextmanager
+def one_fault_ends_all(group: Group) -> Iterator[None]:
+    """Let what a user got wrong on any rank end every rank with exit code 2; rank 0 tells it."""
+    try:
+        with one_fault_is_all_ranks(group):
+            yield
+    except (ConfigError, OSError):
+        rank, _ = rank_and_size(group)
+        if rank != 0:
+            raise SystemExit(2) from None
+        raise

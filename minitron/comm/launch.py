@@ -123,7 +123,8 @@ def _meeting_place() -> dict:
         int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     # On several nodes the counts may differ: one that has replaced another counts from 0.
     require(size == local_size, f"torchrun --max-restarts {most} on several nodes needs "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment: a store for each start")
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment, and --rdzv-backend c10d: a "
+            "store for each start")
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=False)
     return {"store": dist.PrefixStore(f"start {count}", store), "rank": rank, "world_size": size}

@@ -175,7 +175,8 @@ def write(
     """Write a folder that `transformers` loads; one rank calls it.
 
     `value(name)` gives a full parameter, and is asked for those of one file at a time. `end` is the
-    token between documents. Raises ConfigError if the folder holds weights.
+    token between documents. Raises ConfigError if the folder holds weights, or cannot be written
+    to: then it is left without any.
     """
     require(not any(folder.glob("*.safetensors*")), f"{folder}: holds weights already; choose "
             "another folder")
@@ -189,8 +190,14 @@ def write(
         file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         file = file if len(files) > 1 else "model.safetensors"
         held = {key: join(tensors[key], model, value, dtype) for key in keys}
-        save_file(held, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(keys, file)
+        try:
+            save_file(held, folder / file, metadata={"format": "pt"})
+        except (OSError, SafetensorError) as error:
+            for written in set(weight_map.values()):
+                (folder / written).unlink(missing_ok=True)
+            raise ConfigError(f"{folder / file}: cannot be written ({error}); the model needs "
+                              f"{sum(sizes.values()):,} bytes there") from None
 
     if len(files) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}

@@ -8,6 +8,8 @@
 Read in this order: FirstFault, from __enter__ on.
 """
 
+import math
+import re
 from collections.abc import Mapping
 from functools import partial
 
@@ -66,6 +68,19 @@ class FirstFault:
         self.num_looks += 1
         if tensor.is_floating_point() and not bool(tensor.detach().isfinite().all()):
             self.place = place
+
+    @property
+    def order(self) -> tuple:
+        """Smaller on the rank that was first: ranks hold other layers, or other samples of them.
+
+        What one layer gets wrong the next one reads; in the backward pass it is the other way
+        round.
+        """
+        place = str(self)
+        layer = re.search(r"\d+", place)
+        depth = int(layer[0]) if layer else -1 if "embedding" in place else math.inf
+        is_backward = "gradient" in place
+        return self.place is None, is_backward, -depth if is_backward else depth, self.num_looks
 
     def __str__(self) -> str:
         return self.place or "no module: the gradient of a weight, or what is computed after all"

@@ -6,9 +6,10 @@ step faster than with the cut before?
 
 A step's seconds are those of its FLOPs at a stated share of the peak, and of the communication
 that nothing hides. Small kernels run as fast as large ones, and nobody else uses the network: good
-enough to tell layouts apart, not to promise a time.
+enough to tell layouts apart, not to promise a time. What could travel while a rank computes is
+free here; of ZeRO-3 with one sequence a GPU it was not (Narayanan et al. 2021, table 2).
 
-Read in this order: Job, Decision, decide, remedy, memory_of, step_seconds, link_of.
+Read in this order: Job, Decision, decide, remedy, memory_of, step_seconds, link.
 Reference: Narayanan et al. 2021, section 3 (takeaways 1 to 3).
 """
 
@@ -25,9 +26,9 @@ PEAK_SHARE = 0.5
 """Of the dense peak, what a GPU reaches that waits for nobody."""
 USABLE = 0.8
 """Of the memory; the rest is CUDA's, NCCL's, and lost between tensors."""
-NODE_LATENCY, NETWORK_LATENCY = 3.4e-6, 9.6e-6
+NODE_LATENCY, NETWORK_LATENCY = 3.4e-6, 14.0e-6
 """Seconds per hop of a ring over NVLink or a network, by which NCCL chooses its algorithm
-(github.com/NVIDIA/nccl, src/graph/tuning.cc: hwLat, ring, simple protocol)."""
+(github.com/NVIDIA/nccl, 2.20.3, src/graph/tuning.cc: hwLat, ring, simple protocol)."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,11 @@ class Decision:
         return replace(model, num_layers=math.ceil(model.num_layers / self.parallel.pp))
 
     def __str__(self) -> str:
-        axes, recomputed = self.parallel, ", recomputed" if self.recompute == "full" else ""
-        return f"tp {axes.tp}, pp {axes.pp}, dp {axes.dp}, ZeRO {axes.zero}{recomputed}"
+        axes, size = self.parallel, self.micro_batch_size
+        recomputed = {"none": "", "selective": ", attention recomputed", "full": ", recomputed"}
+        together = f", {size} sequences at once" if size > 1 else ""
+        return f"tp {axes.tp}, pp {axes.pp}, dp {axes.dp}, ZeRO {axes.zero}" \
+            f"{recomputed[self.recompute]}{together}"
 
 
 # The tree
@@ -82,8 +86,8 @@ class Decision:
 def decide(job: Job) -> Decision:
     """Choose a layout; raises ConfigError if the model fits in none."""
     parameters, each = cost.num_parameters(job.model) / 1e9, PRECISIONS[job.precision].cost.total
-    state = f"{each} B x {parameters:.3g} G = {compared(each * parameters, job)}"
-    steps = [f"does one GPU hold the training state? {state}"]
+    steps = [f"the training state: {each} B x {parameters:.3g} G = {each * parameters:.1f} GB; "
+             f"a GPU holds {job.limit / 1e9:.0f} GB"]
     best, fastest, least = None, math.inf, math.inf
     for tp, pp in cuts(job):
         if best is not None and tp > job.gpus_per_node:
@@ -94,17 +98,17 @@ def decide(job: Job) -> Decision:
         steps.append(f"{option}: does it fit? {compared(held / 1e9, job)}")
         if held > job.limit:
             continue
-        if best is not None:
-            answer = "< {:.3g} s: yes" if seconds < fastest else ">= {:.3g} s: no"
-            steps[-1] += f"; faster? {seconds:.3g} s {answer.format(fastest)}"
+        answer = "< {:.3g} s: yes" if seconds < fastest else ">= {:.3g} s: no"
+        compare = f"; faster? {seconds:.3g} s {answer.format(fastest)}"
+        steps[-1] += f"; {seconds:.3g} s a step" if best is None else compare
         if seconds < fastest:
             best, fastest = option, seconds
         elif option.recompute == "none" and parts["dp"] < 0.05 * seconds:
             break  # what a further cut could save is nearly gone
 
     require(best is not None, f"{parameters:.3g} G parameters need {least / 1e9:.0f} GB on each of "
-            f"{job.num_gpus} GPUs, and {job.limit / 1e9:.0f} GB are usable: take "
-            f"{math.ceil(job.num_gpus * least / job.limit)} GPUs or more")
+            f"{job.num_gpus} GPUs, and {job.limit / 1e9:.0f} GB are usable: take about "
+            f"{math.ceil(job.num_gpus * least / job.limit)} GPUs")
     return replace(best, steps=tuple(steps))
 
 
@@ -261,15 +265,23 @@ def data_seconds(job: Job, decision: Decision, compute: float) -> float:
 
 
 def link_of(job: Job, parallel: ParallelConfig, axis: str) -> cost.Link:
-    """What a group along `axis` sends through, in the grid that `parallelize.lay_out` makes.
-
-    Between nodes a ring runs through every network card: of a group, as many as it has ranks in a
-    node.
-    """
+    """What a group along `axis` sends through, in the grid that `parallelize.lay_out` makes."""
     stride = {"tp": 1, "dp": parallel.tp, "pp": parallel.tp * parallel.dp}[axis]
-    size, device = getattr(parallel, axis), job.device
-    together = max(1, min(size, job.gpus_per_node // stride))
+    return link(job, getattr(parallel, axis), stride, is_ring=axis != "pp")
+
+
+def link(job: Job, size: int, stride: int, is_ring: bool = True) -> cost.Link:
+    """What `size` ranks send through, of which each is `stride` after the one before.
+
+    A group in one node has NVLink. Between nodes a ring runs through as many network cards as the
+    group has ranks in a node, and most of its hops may still be inside nodes: the latency is the
+    mean of all hops (NCCL's src/graph/tuning.cc: nInterSteps). A stage sends to one other.
+    """
+    device, together = job.device, max(1, min(size, job.gpus_per_node // stride))
     if together == size:
         return cost.Link(NODE_LATENCY, device.nvlink_bandwidth)
-    cards = 1 if axis == "pp" else together  # a stage sends to one other
-    return cost.Link(NETWORK_LATENCY, min(cards * device.nic_bandwidth, device.nvlink_bandwidth))
+    if not is_ring:
+        return cost.Link(NETWORK_LATENCY, device.nic_bandwidth)
+    share = (math.ceil(size / together) - 1) / (size - 1)  # of the hops, those between nodes
+    latency = share * NETWORK_LATENCY + (1 - share) * NODE_LATENCY
+    return cost.Link(latency, min(together * device.nic_bandwidth, device.nvlink_bandwidth))

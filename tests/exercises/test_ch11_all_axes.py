@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minitron.comm.launch import run
+from minitron.comm.launch import RankError, run
 from minitron.comm.mesh import make_mesh
+from minitron.comm.rank_process import Failure
 from minitron.config import ModelConfig
 from minitron.cost import num_parameters
 from minitron.course.exercises import ROOT, load
@@ -179,6 +180,22 @@ def test_a_rank_that_has_learned_less_is_named():
     seen[1].losses[-1] += 0.1
     with pytest.raises(Mistake, match="rank 1: the loss of the last 2 steps is 4.250"):
         ch11_capstone._expect_learned(seen)
+
+
+@pytest.mark.parametrize(("failures", "says"), [
+    ({3: Failure("raised ValueError: 3 is odd", "ValueError")},
+     "the package does not train this: raised ValueError: 3 is odd"),
+    ({3: Failure("waits in recv #2")}, "8 ranks share the cores"),
+])
+def test_a_rank_that_raises_is_not_called_slow(monkeypatch, failures, says):
+    def fail(*_, **__):
+        raise RankError("rank 3 has failed", failures)
+
+    monkeypatch.setattr(ch11_capstone, "run", fail)
+    (layout,) = solution("11.5")
+    with pytest.raises(Mistake) as mistake:
+        ch11_capstone.grade_11_5(layout)
+    assert says in mistake.value.likely
 
 
 def test_the_capstone_says_the_models_size():

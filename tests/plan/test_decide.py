@@ -16,6 +16,7 @@ from minitron.plan.decide import (
     Job,
     cuts,
     decide,
+    link,
     link_of,
     memory_of,
     step_seconds,
@@ -36,8 +37,10 @@ MODELS = {  # sequence length and global batch
 GPUS = (1, 8, 64, 1024)
 TOO_LARGE = {("Llama 8B", 1), ("Llama 70B", 1), ("Llama 70B", 8), ("GPT-3 175B", 1),
              ("GPT-3 175B", 8)}
-AT_MOST = 1.15
+AT_MOST = 1.1
 """Times the seconds of the fastest layout."""
+SHORT_OF_WORK = {("GPT-2 124M", 1024): 1.2}
+"""More GPUs than sequences: a step of a few milliseconds, most of them latency."""
 
 
 def job_of(name, num_gpus):
@@ -86,7 +89,8 @@ def test_the_tree_is_close_to_the_best_of_all(name, num_gpus):
     assert axes.tp * axes.pp * axes.dp == num_gpus
     assert axes.tp <= job.gpus_per_node
     assert held(job, decision) <= 0.8 * 80e9
-    assert seconds(job, decision) <= AT_MOST * min(all_that_fit(job).values())
+    at_most = SHORT_OF_WORK.get((name, num_gpus), AT_MOST)
+    assert seconds(job, decision) <= at_most * min(all_that_fit(job).values())
 
 
 @pytest.mark.parametrize(("name", "num_gpus"), sorted(TOO_LARGE))
@@ -97,7 +101,7 @@ def test_what_fits_nowhere_is_refused_with_a_remedy(name, num_gpus):
         decide(job)
     message = str(refusal.value)
     assert "\n" not in message and f"each of {num_gpus} GPUs" in message and "64 GB" in message
-    needed = int(re.search(r"take (\d+) GPUs or more", message)[1])
+    needed = int(re.search(r"take about (\d+) GPUs$", message)[1])
     assert needed > num_gpus
     enough = 2 ** needed.bit_length()
     assert decide(replace(job, num_gpus=enough)).steps, "the remedy helps"
@@ -108,12 +112,23 @@ def test_what_fits_nowhere_is_refused_with_a_remedy(name, num_gpus):
 
 def test_the_steps_of_llama_8b_on_a_node():
     steps = decide(job_of("Llama 8B", 8)).steps
-    assert steps[0] == \
-        "does one GPU hold the training state? 16 B x 8.03 G = 128.5 GB > 64 GB: no"
-    for step in steps:
-        assert re.search(r"[\d.]+ GB (<=|>) 64 GB: (yes|no)", step), step
-    assert [step.rpartition(" ")[2] for step in steps] == ["no", "yes", "yes", "no"]
-    assert all(re.search(r"faster\? [\d.]+ s (<|>=) [\d.]+ s", step) for step in steps[2:])
+    assert steps[0] == "the training state: 16 B x 8.03 G = 128.5 GB; a GPU holds 64 GB"
+    for step in steps[1:]:
+        assert re.search(r"does it fit\? [\d.]+ GB (<=|>) 64 GB: (yes|no)", step), step
+    assert [step.rpartition(" ")[2] for step in steps[2:]] == ["yes", "no"]
+    first = re.search(r"; ([\d.]+) s a step$", steps[1])[1]
+    compared = [re.search(r"faster\? ([\d.]+) s (<|>=) ([\d.]+) s", step) for step in steps[2:]]
+    assert compared[0][3] == first, "what is compared with has been said before"
+    assert compared[1][3] == compared[0][1]
+
+
+def test_a_layout_says_all_that_the_memory_depends_on():
+    layout = ParallelConfig(dp=4, tp=2, zero=3)
+    assert str(Decision(layout)) == "tp 2, pp 1, dp 4, ZeRO 3"
+    assert str(Decision(layout, "full", 2)) == \
+        "tp 2, pp 1, dp 4, ZeRO 3, recomputed, 2 sequences at once"
+    kinds = {str(Decision(layout, kind)) for kind in get_args(cost.RecomputeKind)}
+    assert len(kinds) == len(get_args(cost.RecomputeKind))
 
 
 def test_nodes_of_one_gpu_are_left_by_tensor_parallelism_only_if_nothing_else_fits():
@@ -212,6 +227,24 @@ def test_links_of_a_grid_of_nodes():
     assert bandwidth("pp", dp=4, pp=4) == 50, "a stage sends to one other, through its own card"
 
 
+def test_latency_of_a_ring_is_the_mean_of_its_hops():
+    """NCCL: of the 1,023 hops of 1,024 ranks on 128 nodes 127 are between nodes."""
+    job = Job(GPT3, 1024, H100, 2048, 1536)
+    hops = 1023 * link(job, size=1024, stride=1).latency
+    assert hops == pytest.approx(127 * 14.0e-6 + 896 * 3.4e-6)
+    assert link(job, size=16, stride=8).latency == pytest.approx(14.0e-6), "one rank in each node"
+    assert link(job, size=8, stride=1).latency == pytest.approx(3.4e-6)
+    assert link(job, size=4, stride=4, is_ring=False).latency == pytest.approx(14.0e-6)
+
+
+def test_axes_in_another_order_reach_other_links():
+    """tp 8 as the middle axis of dp, tp, pp = 8, 8, 4: two of its ranks in a node, two cards."""
+    job = Job(GPT3, 256, H100, 2048, 1536)
+    assert link(job, size=8, stride=4).bandwidth == 2 * 50e9
+    assert link(job, size=8, stride=8).bandwidth == link(job, size=8, stride=32).bandwidth == 50e9
+    assert link(job, size=8, stride=1).bandwidth == 450e9
+
+
 def test_seconds_of_a_layer_by_hand():
     """GPT-3 with tp 8: 8 gathers and scatters a block, of which 7 eighths cross each link."""
     job = Job(GPT3, 8, H100, 2048, 1)
@@ -227,8 +260,9 @@ def test_seconds_of_data_parallelism_by_hand():
     """Llama 8B on 8 nodes, 2 micro-batches: a rank sends 63/64 of the bytes through 8 cards."""
     P, blocks = cost.num_parameters(LLAMA_8B), 32
     short, long = (Job(LLAMA_8B, 64, H100, S, global_batch_size=128) for S in (64, 8192))
-    one = 63 / 64 * 2 * P / 400e9 + 63 * 9.6e-6  # a reduce-scatter or all-gather of all
-    units = one + blocks * 63 * 9.6e-6  # of each block, and of what is outside of blocks
+    hops = 7 * 14.0e-6 + 56 * 3.4e-6  # from node to node, and inside of nodes
+    one = 63 / 64 * 2 * P / 400e9 + hops  # a reduce-scatter or all-gather of all
+    units = one + blocks * hops  # of each block, and of what is outside of blocks
 
     def waiting(job, zero):
         parts = step_seconds(job, Decision(ParallelConfig(dp=64, zero=zero)))
@@ -250,7 +284,7 @@ def test_bubble_and_recomputation():
     parts = step_seconds(job, whole)
     work = parts["compute"] + parts["tp"] + parts["pp"]
     assert parts["bubble"] == pytest.approx(7 / 96 * work)
-    message = 9.6e-6 + 2048 / 8 * 12288 * 2 / 50e9  # of a rank's own tokens
+    message = 14.0e-6 + 2048 / 8 * 12288 * 2 / 50e9  # of a rank's own tokens
     assert parts["pp"] == pytest.approx(96 * 2 * message)
     again = step_seconds(job, replace(whole, recompute="full"))
     assert again["compute"] / parts["compute"] == pytest.approx(4 / 3, rel=0.01)

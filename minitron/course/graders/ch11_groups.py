@@ -1,4 +1,4 @@
-"""Grader of 11.2: groups of grids, axes of events, and the norm on 4 real ranks, three grids."""
+"""Grader of 11.2: groups of grids, axes of events, and the norm on 4 real ranks, four grids."""
 
 from collections.abc import Callable
 from itertools import product
@@ -102,6 +102,8 @@ def _expect_groups(seen, axis: str, axes: Axes) -> None:
         likely = "in rising order, the ranks of a group, and the groups by their first rank"
     elif members != list(range(prod(axes.values()))):
         likely = "each rank is in one group, and in one only"
+    elif not all(seen):
+        likely = f"there is an empty group: each has {axes[axis]} ranks"
     elif seen == backwards:
         likely = "that is the first axis fastest: neighbours differ in the last one"
     elif any(seen == groups for groups in others.values()):
@@ -223,7 +225,7 @@ def _in_words(calls: list[Call]) -> str:
 
 def _expect_norm(norms: list, axes: Axes, zero: int) -> None:
     for norm in norms:
-        fits = isinstance(norm, Tensor) and norm.numel() == 1
+        fits = isinstance(norm, Tensor) and norm.shape == ()
         expect(fits, seen=f"it returned {norm!r:.80}", likely="a tensor of shape ()")
     seen, right = [float(norm) for norm in norms], right_norm(axes)
     if all(_is_close(value, right) for value in seen):

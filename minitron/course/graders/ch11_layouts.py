@@ -163,7 +163,7 @@ def _why_missing(layout: Layout, answer: list[Layout], case: Case) -> str:
     if case.bytes_needed(*layout) == case.bytes_per_gpu:
         return "it needs exactly what a GPU has: that fits"
     if len(answer) == 1:
-        return "all that fit, not the best one alone"
+        return "all that fit, not the first one alone"
     if any(other[:3] == layout[:3] for other in answer):
         return "all stages of ZeRO that fit: a higher one sends more, and is a layout too"
     if case.num_gpus <= case.gpus_per_node and case.gpus_per_node % tp:

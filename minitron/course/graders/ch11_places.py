@@ -55,7 +55,8 @@ def _expect_place(seen, right: dict[str, int], axes: Axes) -> None:
            likely="a dict, from the name of each axis to the place along it")
     if seen == right:
         whole = all(isinstance(where, int) for where in seen.values())
-        expect(whole, seen=f"{seen}", likely="whole numbers: divide with //, not with /")
+        expect(whole, seen=f"{seen}", likely="ints of Python: divide with //, not with /, and take "
+               "int(...) of what NumPy or torch returns")
         return
     rank = places(axes).index(right)
     names = list(axes)

@@ -6,6 +6,7 @@ A docstring states the idea behind the answer.
 from itertools import product
 from math import prod
 
+import numpy
 import torch
 import torch.distributed as dist
 
@@ -94,6 +95,12 @@ def one_too_many(rank, axes):
 def floats(rank, axes):
     """The rest, divided: a float."""
     return {axis: place / 1 for axis, place in right_by_list(rank, axes).items()}
+
+
+def numpys(rank, axes):
+    """NumPy knows it: in numbers of its own."""
+    refuse(rank, prod(axes.values()))
+    return dict(zip(axes, numpy.unravel_index(rank, tuple(axes.values())), strict=True))
 
 
 def without_numbers(rank, axes):
@@ -216,6 +223,11 @@ def first_group_alone(axis, axes):
 def unordered(axis, axes):
     """A group is a group, in any order."""
     return right_by_remainder(axis, axes)[::-1]
+
+
+def ends_with_an_empty_group(axis, axes):
+    """One group too many: with nobody in it."""
+    return [*right_by_remainder(axis, axes), []]
 
 
 def right_by_cases(event, zero, sequence):
@@ -408,6 +420,11 @@ def squares_in_place(gradients, cut, zero, groups):
     return over(own, needed(zero), groups).sqrt()
 
 
+def a_list_of_one(gradients, cut, zero, groups):
+    """One number, in a list."""
+    return right_first_copy(gradients, cut, zero, groups)[None]
+
+
 def nothing_to_add(gradients, cut, zero, groups):
     """A rank without gradients has nothing to say."""
     if not gradients:
@@ -423,7 +440,7 @@ def divisors(number):
 
 
 def possible(model, num_gpus, gpus_per_node, batch_size, leave_out=""):
-    """All (dp, tp, pp, zero) that fulfil the conditions but those left out, the best one first."""
+    """All (dp, tp, pp, zero) that fulfil the conditions but those left out, in the tree's order."""
     kept = []
     for tp, pp in product(divisors(num_gpus), repeat=2):
         dp = num_gpus // (tp * pp)
@@ -506,8 +523,8 @@ def less_than(model, num_gpus, gpus_per_node, batch_size, bytes_per_gpu, bytes_n
     return [layout for layout in found if bytes_needed(*layout) < bytes_per_gpu]
 
 
-def best_alone(model, num_gpus, gpus_per_node, batch_size, bytes_per_gpu, bytes_needed):
-    """The best one is what is wanted."""
+def first_alone(model, num_gpus, gpus_per_node, batch_size, bytes_per_gpu, bytes_needed):
+    """The one that cuts least is what is wanted."""
     return right_filtered(model, num_gpus, gpus_per_node, batch_size, bytes_per_gpu,
                           bytes_needed)[:1]
 
@@ -763,6 +780,7 @@ MISTAKES = {
         far_apart: "as far from one another as the axes behind",
         first_group_alone: "each rank is in one group",
         unordered: "in rising order",
+        ends_with_an_empty_group: "there is an empty group: each has",
     },
     "axes_of": {
         clip_over_all: "a sum would count each dp times",
@@ -798,7 +816,7 @@ MISTAKES = {
         without("layers"): "does not divide 2 layers",
         without("batch"): "does not divide a batch of 6",
         less_than: "exactly what a GPU has",
-        best_alone: "not the best one alone",
+        first_alone: "not the first one alone",
         most_data_parallel: "first the smallest tp",
         all_stages: "in a pipeline 0 or 1",
         asks_first: "ask for the bytes last",
@@ -831,9 +849,13 @@ MISTAKES = {
 }
 
 FURTHER = {
+    "place_of": {
+        numpys: "int(...) of what NumPy",
+    },
     "gradient_norm": {
         divides_the_cut: "the other way round",
         squares_in_place: "the gradients have changed",
+        a_list_of_one: "a tensor of shape ()",
     },
     "layouts": {
         without("ffn"): "a feed-forward width of 42",
