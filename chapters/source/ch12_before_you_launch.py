@@ -165,7 +165,8 @@ print(", ".join(f"{kind} {size / GB:.1f} GB" for kind, size in by_hand.items()))
 print(f"in all {sum(by_hand.values()) / GB:.1f} GB of {A100.memory_bytes / GB:.0f}")
 
 # %% [markdown]
-# It fits, says the formula. You will see what the code says.
+# Most are gradients: float32, and ZeRO-1 does not divide them. It fits, says the formula. You will
+# see what the code says.
 
 # %% [markdown]
 # ## 3. Picture
@@ -270,9 +271,9 @@ print(f"rank 777 of 1,024, with a matrix of {4 * 2**40 / 1e12:.1f} TB: sends {se
 #
 # ### What is on its way
 #
-# GPT-3 again, with the layout of section 2. A plausible plan: the training state takes what it
-# takes. A stage has 12 of 96 layers, so it keeps the activations of 12 layers. Then there is room
-# for larger micro-batches, which means larger products, and fewer messages.
+# GPT-3 again, with the layout of section 2, in a colleague's spreadsheet. The training state takes
+# what it takes. A stage has 12 of 96 layers, so it keeps the activations of 12 layers. Then there
+# is room for larger micro-batches, which means larger products, and fewer messages.
 
 
 # %%
@@ -338,13 +339,19 @@ print(f"{eight.peak.total / GB:.0f} GB:", ", ".join(
 
 # %%
 rows = published_rows()
+
+
+def label(row):
+    return f"{row.source.split()[0]} {row.name}"
+
+
 sold = doubled(doubled(A100, "FLOP/s"), "NVLink bandwidth")  # as printed: 624 TFLOP/s, 600 GB/s
 
 # %% tags=["output-datasheet", "nbval-check-output"]
-print("on A100s                        published   312 TFLOP/s, 300 GB/s   624 and 600")
+print("on A100s                         published   312 TFLOP/s, 300 GB/s   624 and 600")
 for row in rows:
     if row.job.device == A100:
-        line = f"{row.source.split(' et')[0]:11} {row.name:18} {row.seconds:9.2f} s"
+        line = f"{label(row):30} {row.seconds:9.2f} s"
         for device in (A100, sold):
             predicted = row.predict(device=device).seconds
             line += f"{predicted:8.2f} s {predicted / row.seconds - 1:+6.0%}"
@@ -401,7 +408,7 @@ for rank, real in enumerate(run(real_step, 4, watch=False)):
     same = (real.traffic, real.flops) == (fake.traffic, fake.flops)
     close = abs(fake.peak.total / real.peak.total - 1) < 0.01
     print(f"rank {rank}: {sum(real.bytes_sent.values()):,} B sent, {real.flops:,} FLOPs; "
-          f"the dry run has the same: {same}; its peak is within 1 %: {close}")
+          f"the dry run's the same: {same}, its peak within 1 %: {close}")
 
 # %% [markdown]
 # ### GPT-3, three ranks of 1,024
@@ -417,8 +424,13 @@ stages = dry_runs(*((job, plain, stage * d * t) for stage in (0, 4, 7)))
 
 # %% tags=["output-dryrun", "nbval-check-output"]
 print(dryrun_table.held(stages))
+print("\nGB sent     tp      pp      dp")
+for run_of_a_rank in stages:
+    along = dict.fromkeys(("tp", "pp", "dp"), 0)
+    for (_, axis), size in run_of_a_rank.bytes_sent.items():
+        along[axis] += size
+    print(f"{run_of_a_rank.rank:4}" + "".join(f"{size / GB:8.2f}" for size in along.values()))
 print(f"\n{dryrun_table.largest(stages[0])}")
-print(f"\n{dryrun_table.verdict(stages[0], A100)}")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
@@ -429,8 +441,16 @@ print(f"\n{dryrun_table.verdict(stages[0], A100)}")
 #
 # </details>
 #
-# Read the list of what is alive at the peak from above: float32 gradients, then what the
-# feed-forward layers keep. If you had to save memory, where would you begin?
+# The list says what is alive at the peak, the largest first. **Predict.** You have to save memory:
+# where do you begin?
+#
+# <details><summary>Answer</summary>
+#
+# With the gradients: summed in 16 bits they take half (`--train.precision bf16`). Then with what
+# the feed-forward layers keep, by computing it again. The optimizer state, which everybody thinks
+# of first, is a small part already: 16 copies share it.
+#
+# </details>
 
 # %% tags=["figure-byhand"]
 held = {f"rank {run.rank}": run.peak.bytes for run in stages}
@@ -466,8 +486,8 @@ for axis, predicted in formula.items():
 #
 # <details><summary>Answer</summary>
 #
-# What is sent once a step, and small: along tp the gradients of norms and of biases that all ranks
-# have copies of; along all axes the norm of the gradient, and the loss.
+# What is sent once a step, and small: along tp the gradients of norms and biases of which all ranks
+# have copies, each rank those of its ZeRO shard; the norm of the gradient, and the loss.
 #
 # </details>
 
@@ -490,10 +510,10 @@ def gpt(layers, width, heads):
 
 
 def unseen(name, job, layout, system, rate=None, kind="hardware_flops", seconds=None):
-    """A row that nothing was fitted to; a rate, in FLOP/s of a GPU, is turned into seconds."""
+    """A row that nothing was fitted to; a rate, in FLOP/s of a GPU, becomes seconds."""
     if rate:
         seconds = getattr(estimate(job, layout, system), kind) / job.num_gpus / rate
-    return Row("not fitted", name, job, (layout,), system, seconds)
+    return Row(name.split()[0], name.split(maxsplit=1)[1], job, (layout,), system, seconds)
 
 
 # %%
@@ -503,22 +523,22 @@ old = dict(recompute="full", zero=0, sequence=False)
 new = [unseen(f"MT-NLG 530B, {num_gpus:,}", Job(mt_nlg, num_gpus, A100, S, 1920),
               cut(dp, 8, 35, **old), MEGATRON, seconds=seconds)
        for num_gpus, dp, seconds in ((2240, 8, 60.1), (2800, 10, 50.2), (3360, 12, 44.4))]
-new += [unseen("1T, 3,072", Job(trillion, 3072, A100, S, 3072), cut(6, 8, 64, **old), MEGATRON,
-               rate=163e12)]
-new += [unseen(f"Llama 3.1 405B, {num_gpus:,}", Job(llama, num_gpus, H100, 8192, 2048),
+new += [unseen("Narayanan 1T, 3,072", Job(trillion, 3072, A100, S, 3072), cut(6, 8, 64, **old),
+               MEGATRON, rate=163e12)]
+new += [unseen(f"Llama 405B, {num_gpus:,}", Job(llama, num_gpus, H100, 8192, 2048),
                cut(dp, 8, 16, chunks=4), MEGATRON_CORE, rate, kind="model_flops")
         for num_gpus, dp, rate in ((8192, 64, 430e12), (16_384, 128, 400e12))]
 
 # %% tags=["output-papers", "nbval-check-output"]
 shown = {"fitted": [row for row in rows if "nanotron" not in row.source], "not fitted": new}
 off = {group: {} for group in shown}
-print("                         published   predicted    error")
 for group, listed in shown.items():
+    print(f"{group:30} published   predicted    error")
     for row in listed:
         predicted = row.predict().seconds
-        off[group][row.name] = predicted / row.seconds - 1
-        print(f"{row.name:22} {row.seconds:9.2f} s {predicted:9.2f} s {off[group][row.name]:+8.1%}")
-    print(f"{group}: median {median(map(abs, off[group].values())):.1%}\n")
+        error = off[group][label(row)] = predicted / row.seconds - 1
+        print(f"{label(row):28} {row.seconds:9.2f} s {predicted:9.2f} s {error:+8.1%}")
+    print(f"median {median(map(abs, off[group].values())):43.1%}")
 
 # %% tags=["output-nanotron", "nbval-check-output"]
 many = [row.predict().seconds / row.seconds for row in rows if "nanotron" in row.source]
@@ -534,15 +554,15 @@ show(errors(off), alt=(
 ))
 
 # %% [markdown]
-# Sources: Narayanan et al. 2021, table 1; Smith et al. 2022, section 2.4 (layouts in 2.3); Llama
-# Team 2024, table 4, whose layout with 16 stages we cut into four chunks a rank, since the paper
-# does not say. A published rate is turned into seconds with *its* FLOPs: hardware FLOPs for the 1T
-# model, model FLOPs for Llama.
+# Sources of what was not fitted: Narayanan et al. 2021, table 1; Smith et al. 2022, section 2.4;
+# Llama Team 2024, table 4, without the number of chunks a rank: we take four. (Nor are Megatron
+# Core's micro-batches known: of those that fit, the fastest counts.) A published rate is turned
+# into seconds with *its* FLOPs: hardware FLOPs for the 1T model, model FLOPs for Llama.
 #
 # The misses are as telling as the hits. MT-NLG took longer than predicted, at each size. Is the
 # planner wrong there? Narayanan et al. (table 1) reached 163 TFLOP/s on each GPU with 530 billion
-# parameters in the same cut, 8 by 35, in another system. An estimate says what a layout allows. A
-# system that stays below it has something to look for, as those runs of nanotron had.
+# parameters in the same cut, 8 by 35, in another system. An estimate says what a layout allows, and
+# not why a system stays below it: so did those runs of nanotron.
 
 # %% [markdown]
 # ### All layouts
@@ -555,13 +575,19 @@ show(errors(off), alt=(
 found = search(job)
 best = found.candidates[0]
 
+
+def brief(candidate):
+    """The layout; b is the number of sequences in a micro-batch."""
+    words = str(candidate).replace("micro-batches of", "b")
+    return words.replace("full recomputation", "recomputed").replace(" recomputation", "")
+
 # %% tags=["output-search", "nbval-check-output"]
 print(f"{found.num_layouts:,} layouts: {found.refused.total():,} cannot be trained, "
       f"{len(found.too_large):,} do not fit, {len(found.candidates):,} do")
 print("\n s a step     MFU   bubble   sending   GB   layout")
 for each in found.candidates[:6]:
     print(f"{each.seconds:9.2f} {each.estimate.mfu:7.1%} {each.bubble:8.1%} "
-          f"{each.communication:9.1%} {each.total_bytes / GB:4.0f}   {each}")
+          f"{each.communication:9.1%} {each.total_bytes / GB:4.0f}   {brief(each)}")
 
 
 # %% tags=["figure-landscape"]
@@ -585,8 +611,9 @@ show(landscape(
 #
 # ### What the papers chose
 #
-# Four jobs, each with the layout of its paper, and with the best that this package could train.
-# Both are timed as this package runs them, so that the *layouts* are compared and nothing else.
+# Four jobs, each with the layout of its paper (GPT-3 with that of section 2), and with the best
+# that this package could train. Both are timed as this package runs them, so that *layouts* are
+# compared and nothing else.
 
 # %%
 CHOSEN = {
@@ -600,10 +627,9 @@ searched = {name: found if given is job else search(given) for name, (given, _) 
 # %% tags=["output-chosen", "nbval-check-output"]
 print("                 s a step     MFU    GB   layout")
 for name, (given, layout) in CHOSEN.items():
-    for label, each in ((name, Candidate(given, layout)),
-                        ("", searched[name].candidates[0])):
-        print(f"{label:15} {each.seconds:9.1f} {each.estimate.mfu:7.1%} "
-              f"{each.total_bytes / GB:5.0f}   {each}")
+    for title, each in ((name, Candidate(given, layout)), ("", searched[name].candidates[0])):
+        print(f"{title:15} {each.seconds:9.1f} {each.estimate.mfu:7.1%} "
+              f"{each.total_bytes / GB:5.0f}   {brief(each)}")
 
 # %% [markdown]
 # **Predict.** The papers' authors knew what they did. Where does the difference come from?
@@ -613,8 +639,8 @@ for name, (given, layout) in CHOSEN.items():
 # From what did not exist yet. MT-NLG and the 1T model recompute everything. Sequence parallelism
 # and fused attention came later; with them the activations fit, and a quarter of the FLOPs is
 # gone. ZeRO-1 inside a pipeline is the other one: fewer stages fit, so the bubble is smaller.
-# Llama's authors gave their stages other schedules, and freed tensors early by hand; as this
-# package holds them, their layout is too large, and the best that fits is slower.
+# Llama's authors freed tensors early by hand and divided gradients too; as this package holds them,
+# their layout is too large, and the best that fits is slower.
 #
 # </details>
 #
@@ -645,11 +671,12 @@ for (name, (given, layout)), done in zip(others.items(), last, strict=True):
 # Chapter 11's tree follows one path, with a simpler clock. How far is its choice from the best?
 
 # %% tags=["output-tree", "nbval-check-output"]
-print("                 the tree   the best           most in   the tree's layout")
+print("                 the tree   the best            most in   the tree's layout")
 for name, (given, _) in CHOSEN.items():
     chosen, fastest = Candidate(given, decide(given)), searched[name].candidates[0]
+    most = costs_most(chosen, fastest) if chosen.seconds > fastest.seconds else "-"
     print(f"{name:15} {chosen.seconds:8.1f} s {fastest.seconds:8.1f} s "
-          f"{chosen.seconds / fastest.seconds:6.2f} x {costs_most(chosen, fastest):>8}   {chosen}")
+          f"{chosen.seconds / fastest.seconds:6.2f} x {most:>8}   {brief(chosen)}")
 
 # %% [markdown]
 # Where it loses, it loses most in the part that stands before its layout. The tree's clock counts
@@ -674,11 +701,13 @@ def best_with(resource, found):
 
 
 # %% tags=["output-sensitivity", "nbval-check-output"]
-print("                 " + "".join(f"{resource:>19}" for resource in RESOURCES))
+print(f"{'twice the':17}" + "".join(
+    f"{resource.replace(' bandwidth', ' B/s'):>13}" for resource in RESOURCES))
 for name, each in searched.items():
     before = each.candidates[0].seconds
     faster = [best_with(resource, each).seconds / before - 1 for resource in RESOURCES]
-    print(f"{name:17}" + "".join(f"{change:+19.0%}" for change in faster))
+    print(f"{name:17}" + "".join(f"{change:+13.0%}" for change in faster))
+print(f"\nGPT-3 with twice the memory: {brief(best_with('memory', found))}")
 
 # %% [markdown]
 # **Predict.** Twice the FLOP/s: why is a step not half as long? Twice the network: why does it gain
@@ -689,6 +718,16 @@ for name, each in searched.items():
 # What is sent takes as long as before, and so does what waits for memory. With faster GPUs it is a
 # larger share of the step: each generation needs faster links to stay where it is. And a good
 # layout has put on the network what the network can bear: that is what made it the best.
+#
+# </details>
+#
+# The last line is a layout of another *kind*. **Predict.** What does memory buy there?
+#
+# <details><summary>Answer</summary>
+#
+# No pipeline, so no bubble: ZeRO-3 divides the state. What it gathers for each micro-batch is the
+# same for one sequence or for many. With room for the activations of more sequences, computing
+# takes longer than gathering, and hides it. Memory stands in for a network.
 #
 # </details>
 
@@ -757,18 +796,18 @@ def facts(*lines):
     for number, what, claimed, computed, unit in lines:
         ratio = computed / claimed
         verdict = "right" if abs(ratio - 1) < 0.05 else f"{ratio:,.3g} times the claim"
-        print(f"{number:>3} {what:44} {claimed:>8,.6g} {computed:>11,.4g} {unit:10} {verdict}")
+        print(f"{number:>3} {what:39} {claimed:>8,.6g} {computed:>11,.4g} {unit:8} {verdict}")
 
 
 # %% tags=["output-facts", "nbval-check-output"]
-print("    claim                                         claimed    computed")
+print("    claim                                    claimed    computed")
 facts(
     (1, "GPT-3's energy, as Patterson counts", 1287, energy(10_000 * 14.8 * 24, 330), "MWh"),
     (1, "BLOOM's, as Luccioni counts", 433, energy(1_082_990, 400, 1), "MWh"),
     (1, "BLOOM's, with a PUE like GPT-3's", 433, energy(1_082_990, 400, 1.1), "MWh"),
     (2, "FLOPs of GPT-3", 300, 6 * P * tokens / 1e18, "exaFLOP"),
     (3, "Adam's states over bf16 weights", 1, (4 + 8) / 2, "times"),
-    (4, "H100s for 16 B x 100 G, without activations", 15, 16 * 100e9 / H100.memory_bytes, "GPUs"),
+    (4, "H100s for 16 B x 100 G, no activations", 15, 16 * 100e9 / H100.memory_bytes, "GPUs"),
     (5, "ring over 16 ranks, 450 GB/s each way", 0.22,
      cost.ring_all_reduce_seconds(200e9, 16, 0, 450e9), "s"),
     (6, "weights of a stage", 1 / 4, 25 / 100, "of all"),
@@ -784,6 +823,7 @@ ours = [cost.activation_bytes_per_layer(dropping, 1, S, attention="materialised"
         for kind in ("none", "selective")]
 again = cost.recompute_flops_per_token(gpt3, S, "selective") \
     / cost.training_flops_per_token(gpt3, S)
+whole, divided = (estimate(job, cut(1024, zero=stage)).hardware_flops for stage in (0, 3))
 
 # %% tags=["output-facts2", "nbval-check-output"]
 facts(
@@ -793,6 +833,7 @@ facts(
      "days"),
     (8, "dense, at 40 % of the peak", 400, training_days(6e25, 1, 0.4 * H100.bf16_flops) / 365,
      "years"),
+    (9, "FLOPs, stage 3 over stage 0", 1.5, divided / whole, "times"),
     (9, "bytes sent, stage 3 over stage 0", 1.5, cost.zero_volume(2**30, 2, 64, 0, 3).sent
      / cost.zero_volume(2**30, 2, 64, 0, 0).sent, "times"),
 )

@@ -146,7 +146,7 @@ def errors(groups: dict[str, dict[str, float]], band: float = 0.1) -> Figure:
     """
     rows = [(group, name, error) for group, named in groups.items()
             for name, error in named.items()]
-    figure, axes = canvas(height=1.0 + 0.3 * len(rows))
+    figure, axes = canvas(height=0.9 + 0.26 * len(rows))
     span = max(1.5 * band, *(1.3 * abs(error) for _, _, error in rows))  # with its label
     axes.axvspan(-band, band, color=BAND, zorder=0)
     axes.axvline(0, color=BLACK, linewidth=1)

@@ -174,7 +174,7 @@ def pipeline_seconds(
     That rank is never idle but while it waits for others: until the first micro-batch has come down
     to it, and gone on to the last rank and back, and as long again at the end. With v chunks it
     waits for a v-th of them. Exactly what the simulator plays, if all ranks have the same work or
-    the last one most; in 1F1B with lighter ends too; else within some percent.
+    the last one most; in 1F1B whatever the first and the last have; else within some percent.
     Reference: Narayanan et al. 2021, section 2.2; Qi et al. 2023, table 2, for I and W of equal
     length.
     """

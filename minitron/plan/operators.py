@@ -1,4 +1,4 @@
-"""Seconds and FLOPs of what a step computes: a block's passes, both ends of a model, the optimizer.
+"""Seconds of what a step computes: a block's passes, both ends of a model, the optimizer.
 
 A matrix product takes as long as its multiplications and the memory that it reads and writes: a
 large one is nearly as fast as the device can multiply, a narrow one much slower. Everything else
@@ -48,12 +48,11 @@ RATES = Rates()
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds by kind of operator, FLOPs, and how many kernels the host must start."""
+    """Seconds by kind of operator, and how many kernels the host must start."""
 
     matmul: float = 0.0
     attention: float = 0.0
     elementwise: float = 0.0
-    flops: float = 0.0
     num_kernels: float = 0.0
 
     @property
@@ -62,12 +61,11 @@ class Cost:
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(self.matmul + other.matmul, self.attention + other.attention,
-                    self.elementwise + other.elementwise, self.flops + other.flops,
-                    self.num_kernels + other.num_kernels)
+                    self.elementwise + other.elementwise, self.num_kernels + other.num_kernels)
 
     def times(self, count: float) -> "Cost":
         return Cost(count * self.matmul, count * self.attention, count * self.elementwise,
-                    count * self.flops, count * self.num_kernels)
+                    count * self.num_kernels)
 
 
 @dataclass(frozen=True)
@@ -145,33 +143,30 @@ def linears(work: Work) -> Cost:
     outputs = [heads + 2 * keys, *[F] * ups]
     shapes = [(n, D) for n in outputs] + [(D, heads), (D, F)]
     seconds = sum(work.product_seconds(work.tokens, n, k, work.linear_flops) for n, k in shapes)
-    flops = sum(2 * work.tokens * n * k for n, k in shapes)
-    return Cost(matmul=seconds, flops=flops, num_kernels=len(shapes))
+    return Cost(matmul=seconds, num_kernels=len(shapes))
 
 
 def attention_forward(work: Work) -> Cost:
-    """Q K^T, softmax, dropout, P V. FLOPs count the whole square, as papers do."""
+    """Q K^T, softmax, dropout, P V."""
     S, K, squares = attention_sizes(work)
-    flops = 4 * squares * S * S * K
     if work.system.attention == "fused":
-        return Cost(attention=fused_seconds(work, flops), flops=flops, num_kernels=1)
+        return Cost(attention=fused_seconds(work, 2), num_kernels=1)
     products = work.product_seconds(S, S, K, work.matmul_flops, 2 * squares)
     moved = 2 if work.system.fuses else 6  # scale, mask, softmax
     moved += 2.5 if work.model.dropout > 0 else 0  # writes a mask of bytes
     scores = work.memory_seconds(moved * work.value * squares * S * S)
-    return Cost(attention=products + scores, flops=flops, num_kernels=4)
+    return Cost(attention=products + scores, num_kernels=4)
 
 
 def attention_backward(work: Work) -> Cost:
     """Two products for each; fused attention computes Q K^T again (Dao 2023, section 3.1)."""
     S, K, squares = attention_sizes(work)
-    flops = 8 * squares * S * S * K
     if work.system.attention == "fused":
-        return Cost(attention=fused_seconds(work, 1.25 * flops), flops=flops, num_kernels=3)
+        return Cost(attention=fused_seconds(work, 5), num_kernels=3)
     products = work.product_seconds(S, S, K, work.matmul_flops, 4 * squares)
     moved = (3 if work.system.fuses else 7) + (2.5 if work.model.dropout > 0 else 0)
     scores = work.memory_seconds(moved * work.value * squares * S * S)
-    return Cost(attention=products + scores, flops=flops, num_kernels=6)
+    return Cost(attention=products + scores, num_kernels=6)
 
 
 def attention_sizes(work: Work) -> tuple[int, int, int]:
@@ -180,8 +175,11 @@ def attention_sizes(work: Work) -> tuple[int, int, int]:
     return work.sequence_length, work.model.head_width, work.batch_size * heads
 
 
-def fused_seconds(work: Work, flops: float) -> float:
-    return flops / 2 / (work.rates.attention * work.matmul_flops)
+def fused_seconds(work: Work, num_products: int) -> float:
+    """Of products of S x S and K, of which the masked half is skipped."""
+    S, K, squares = attention_sizes(work)
+    flops = num_products * squares * 2 * S * S * K / 2
+    return flops / (work.rates.attention * work.matmul_flops)
 
 
 def between_forward(work: Work) -> Cost:
@@ -223,7 +221,7 @@ def head_forward(work: Work) -> Cost:
     D, T = work.model.width, work.tokens
     logits = work.product_seconds(T, V, D, work.matmul_flops)
     moved = work.memory_seconds((work.value + 4 + 4 + 4) * T * V)
-    return Cost(matmul=logits, elementwise=moved, flops=2 * T * V * D, num_kernels=6)
+    return Cost(matmul=logits, elementwise=moved, num_kernels=6)
 
 
 def head_backward(work: Work) -> Cost:
@@ -232,7 +230,7 @@ def head_backward(work: Work) -> Cost:
     D, T = work.model.width, work.tokens
     logits = 2 * work.product_seconds(T, V, D, work.matmul_flops)
     moved = work.memory_seconds((4 + 4 + 4 + work.value) * T * V)
-    return Cost(matmul=logits, elementwise=moved, flops=4 * T * V * D, num_kernels=6)
+    return Cost(matmul=logits, elementwise=moved, num_kernels=6)
 
 
 # Gradients and weights

@@ -1,6 +1,7 @@
-"""The figures of planning say what they are given: parts, layouts, errors, and the sliders' plan."""
+"""The figures of planning say what they are given: parts, layouts, errors, the sliders' plan."""
 
 import pytest
+from matplotlib.colors import to_rgb
 
 from minitron.config import ConfigError
 from minitron.course import widgets_plan
@@ -12,7 +13,6 @@ from minitron.course.figures_plan import (
     step_bars,
     time_and_memory,
 )
-from minitron.course.figures_style import to_rgb
 from minitron.course.widgets_plan import JOBS, best_of, draw_plan
 from minitron.plan.search import search
 
@@ -97,7 +97,7 @@ def test_the_planner_finds_what_the_search_finds(name):
         assert shown is found.candidates[0], "the search's winner can be set"
 
 
-def asked(monkeypatch=None):
+def asked():
     given = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(widgets_plan, "explore", lambda draw, **more: given.update(more, draw=draw))

@@ -10,7 +10,7 @@ from minitron import cost
 from minitron.config import ConfigError, ModelConfig, ParallelConfig
 from minitron.cost.compute import published_llama
 from minitron.plan.decide import Decision, Job
-from minitron.plan.estimate import RATES, estimate
+from minitron.plan.estimate import RATES, System, estimate
 from minitron.plan.hardware import DEVICES
 from minitron.plan.published import error, published_layers, published_rows, table
 
@@ -150,6 +150,25 @@ def test_recomputation_costs_what_it_says():
     assert full.parts["matmul"] < 4 / 3 * none.parts["matmul"]  # the head is not computed again
 
 
+@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize("model", [LLAMA_8B, GPT3], ids=["Llama 8B", "GPT-3"])
+def test_the_products_are_those_of_the_cost_model(model, tp):
+    """With a memory that takes no time, and materialised attention, their FLOPs at one rate."""
+    device = replace(H100, memory_bandwidth=1e30)
+    layout = Decision(ParallelConfig(dp=1, tp=tp), "full")
+    job = Job(model, tp, device, 2048, 3, precision="bf16")
+    parts = estimate(job, layout, System("materialised")).parts
+    flops = 3 * 2048 * (cost.training_flops_per_token(model, 2048)
+                        + cost.recompute_flops_per_token(model, 2048, "full"))
+    rate = RATES.matmul * 794.5e12 * tp
+    assert parts["matmul"] + parts["attention"] == pytest.approx(flops / rate)
+    fused = estimate(job, layout).parts
+    assert fused["matmul"] == parts["matmul"]
+    # Of four products, twice forward and once backward, half each; one more in the backward pass
+    assert fused["attention"] == \
+        pytest.approx(parts["attention"] * (2 + 2 + 5) / 8 / 2 / RATES.attention)
+
+
 def test_a_product_is_slower_where_it_is_narrow():
     """The same FLOPs on 8 GPUs take longer than an eighth, for each product is read and written."""
     one, eight = (Decision(ParallelConfig(dp=1, tp=tp, sequence=tp > 1)) for tp in (1, 8))
@@ -174,6 +193,30 @@ def test_gradients_travel_while_a_bucketed_backward_pass_computes():
     ring = 0.7 * 8 * 50e9  # eight cards, but no faster than NVLink inside
     assert alone == pytest.approx(2 * 63 / 64 * num_bytes / min(ring, 257e9) + 126 * 9.6e-6)
     assert estimate(job_of(bucketed), bucketed).parts["dp"] < alone / 2
+
+
+def exposed(parallel, micro_batch_size=1):
+    """Seconds that nothing hides where the network is next to nothing."""
+    slow = replace(H100, nic_bandwidth=1e8)
+    layout = Decision(parallel, "none", micro_batch_size)
+    return estimate(job_of(layout, device=slow), layout).parts["dp"]
+
+
+def test_stage_2_sends_gradients_after_each_micro_batch_or_once():
+    often, once = (ParallelConfig(dp=64, zero=2, sync_every_micro_batch=sync)
+                   for sync in (True, False))
+    assert exposed(ParallelConfig(dp=64, zero=1)) == pytest.approx(exposed(once), rel=0.1)
+    assert exposed(often) == pytest.approx(exposed(once) * 5 / 2, rel=0.1)  # 4 and a gather, of 1
+
+
+def test_stage_3_gathers_weights_twice_for_each_micro_batch():
+    """As many bytes as stage 2 sends once, times 3 for each of 4 micro-batches, of 2."""
+    often, once = (ParallelConfig(dp=64, zero=3, sync_every_micro_batch=sync)
+                   for sync in (True, False))
+    whole = exposed(ParallelConfig(dp=64, zero=1))
+    assert exposed(often) == pytest.approx(whole * 4 * 3 / 2, rel=0.1)
+    assert exposed(once) == pytest.approx(whole * (4 * 2 + 1) / 2, rel=0.1)
+    assert exposed(often, 4) == pytest.approx(whole * 3 / 2, rel=0.1)
 
 
 def test_small_micro_batches_on_many_ranks_wait_for_the_hosts():

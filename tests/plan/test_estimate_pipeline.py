@@ -96,8 +96,8 @@ def test_uneven_stages_of_1f1b_are_close_to_the_simulator(p, m):
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
-@pytest.mark.parametrize("ends", [(0.5, 0.7), (1, 0.4), (0.3, 1)])
-def test_lighter_ends_of_1f1b_are_as_the_simulator_says(p, m, ends):
+@pytest.mark.parametrize("ends", [(0.5, 0.7), (1, 0.4), (0.3, 1), (1.5, 1)])
+def test_uneven_ends_of_1f1b_are_as_the_simulator_says(p, m, ends):
     forward = [2.0] * p
     forward[0] *= ends[0]
     forward[-1] *= ends[1]
@@ -163,8 +163,9 @@ def test_every_rank_has_a_block(layers, pp, chunks):
 # Memory
 
 
-def held(parallel, recompute="none", batch=64, model=MODEL):
-    job = Job(model, parallel.dp * parallel.tp * parallel.pp, H100, 4096, batch)
+def held(parallel, recompute="none", batch=64, model=MODEL, precision="bf16"):
+    num_gpus = parallel.dp * parallel.tp * parallel.pp
+    job = Job(model, num_gpus, H100, 4096, batch, precision=precision)
     return memory_of(job, Decision(parallel, recompute))
 
 
@@ -217,3 +218,15 @@ def test_no_rank_holds_more_than_what_is_reported(layers, pp):
 def test_recomputation_holds_less():
     none, full = (sum(held(ParallelConfig(dp=1), kind).values()) for kind in ("none", "full"))
     assert full < none
+
+
+def test_what_is_there_for_a_moment():
+    """The block that is replayed, on a rank without the loss; 16-bit copies; three whole units."""
+    first = held(ParallelConfig(dp=1, pp=8, schedule="gpipe"), "full")
+    assert first["temporary"] == cost.activation_bytes_per_layer(MODEL, 1, 4096)
+    none, autocast = (held(ParallelConfig(dp=1), precision=name)["temporary"]
+                      for name in ("bf16", "bf16-autocast"))
+    assert autocast - none == 2 * cost.num_parameters(MODEL)
+    whole = held(ParallelConfig(dp=64, zero=3))["temporary"] - none
+    ends = 2 * MODEL.vocab_size * MODEL.width + MODEL.width
+    assert whole == 2 * 2 * (ends + 2 * cost.num_block_parameters(MODEL))

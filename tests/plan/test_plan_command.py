@@ -148,6 +148,7 @@ def test_explain_and_other_gpus(capsys):
     text = capsys.readouterr().out
     assert "8 x A100-SXM-80GB" in text and "What binds it" in text
     assert "tp           1 is best" in text
+    assert job_of(load(Path(GPT2)), 8, H100, gpus_per_node=4).gpus_per_node == 4
 
 
 def test_calibrate_plans_for_what_is_measured(capsys, monkeypatch):
