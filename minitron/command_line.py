@@ -40,9 +40,11 @@ def parse(
 def _first_sentence(box: str) -> str:
     """What tyro wrote into its framed box, up to the first rule, and its first suggestion."""
     lines = [line.strip("│ ") for line in box.splitlines()[1:-1]]
-    rules = [index for index, line in enumerate(lines) if line.startswith("──")]
+    rules = [index for index, line in enumerate(lines) if line and not line.strip("─-")]
+    if rules and rules[0] == 0:  # below the title, instead of a frame, if the terminal is ASCII
+        lines, rules = lines[1:], [index - 1 for index in rules[1:]]
     message = " ".join(lines[: rules[0]] if rules else lines)
-    message = re.sub(r"^Error parsing \w+: (?=\w+\.\w+ =)", "", message)  # our own ConfigError
+    message = re.sub(r"^Error parsing \w+: (?=\w+\.\w+ )", "", message)  # our own ConfigError
     suggestion = [lines[i + 1] for i, line in enumerate(lines) if line.startswith("Perhaps you")]
     if suggestion:
         message += f"; did you mean {suggestion[0].split()[0]}?"

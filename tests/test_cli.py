@@ -1,5 +1,6 @@
 """The command as it is typed: exit codes, one line for a mistake, nothing lost."""
 
+import os
 import subprocess
 import sys
 
@@ -38,6 +39,15 @@ def test_a_mistake_is_one_line_and_exit_code_2(words, message, tmp_path):
         cli.dispatch(words)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+
+
+def test_a_terminal_of_plain_ascii_is_told_the_same():
+    """As in a scheduler's log: tyro then draws no frame."""
+    environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-m", "minitron.train", "--model.widht", "3"], text=True,
+                          env=environment, capture_output=True, timeout=300)
+    assert done.stderr.startswith("minitron: Unrecognized options: --model.widht, 3; did you mean ")
+    assert done.returncode == 2
 
 
 def test_the_process_prints_it_and_exits_with_2(tmp_path):
