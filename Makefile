@@ -51,6 +51,8 @@ benchmark: setup ## Compare with transformers and PyTorch's own, each in one run
 	$(BIN)/python benchmarks/all_reduce.py
 	$(BIN)/python benchmarks/zero.py
 	$(BIN)/python benchmarks/precision.py
+	$(BIN)/python benchmarks/dryrun.py
+	$(BIN)/python benchmarks/estimate.py
 
 clean: ## Remove the environment and what runs have made (data/, runs/)
 	rm -rf .venv data runs .minitron slides/build slides/node_modules
