@@ -420,7 +420,11 @@ for rank, real in enumerate(run(real_step, 4, watch=False)):
 
 # %%
 plain = LAYOUTS["tp 8, pp 8"]
-stages = dry_runs(*((job, plain, stage * d * t) for stage in (0, 4, 7)))
+ends = dry_runs(*((job, plain, stage * d * t) for stage in (0, 7)))
+
+# %%
+[middle] = dry_runs((job, plain, 4 * d * t))
+stages = [ends[0], middle, ends[1]]
 
 # %% tags=["output-dryrun", "nbval-check-output"]
 print(dryrun_table.held(stages))
@@ -463,8 +467,7 @@ show(memory_bars(held, {"by hand, rank 0": by_hand}, A100.memory_bytes, "beyond 
 # And the wire, of the middle stage, by the formulas of chapters 5 to 9:
 
 # %%
-middle, m = stages[1], job.global_batch_size // d
-layers = gpt3.num_layers // p
+m, layers = job.global_batch_size // d, gpt3.num_layers // p
 two, one = (cost.tensor_parallel_parameters(replace(gpt3, num_layers=n), t) for n in (2, 1))
 own = layers * (two - one)
 between = cost.tensor_parallel_volume(1, S, gpt3.width, 2, 0, cost.Layout(t, True)).sent
