@@ -12,9 +12,18 @@ one; --rounds is how often it is measured, and the most counts.
     sent    bytes that this rank sends in a step, by the ledger.
 
 Target: the bytes sent exactly, the bytes held within 2 % on the CPU and 5 % on CUDA.
+
+Without torchrun also what a dry run itself takes: the first, a middle and the last stage of a model
+of 1 T parameters on 3,072 GPUs (Narayanan et al. 2021, table 1), each in a process of its own, by
+that process's clock and its largest resident memory. Target: less than 60 s and 4 GiB.
 """
 
 import gc
+import os
+import resource
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 import torch
 import torch.distributed as dist
@@ -46,6 +55,15 @@ LAYOUTS = {  # precision, recomputation, axes
     "all axes": ("bf16-fp32-grads", "full", {"tp": 2, "sequence": True, "pp": 2, "zero": 1}),
 }
 SEQUENCES = 8  # a step, of all ranks
+
+TRILLION = Config(
+    ModelConfig("gpt", 51200, 2048, 128, 25600, 160, 160, 4 * 25600),
+    DataConfig(sequence_length=2048),
+    TrainConfig(global_batch_size=3072, micro_batch_size=1, precision="bf16-fp32-grads",
+                recompute="full"),
+    ParallelConfig(tp=8, pp=64),
+)
+NUM_GPUS = 3072
 
 
 def config_of(name: str, kind: str, num_ranks: int) -> Config | None:
@@ -85,10 +103,10 @@ def peak_of(training: Training, pairs: list, device: torch.device) -> int:
     return meter.peak.total
 
 
-def predicted(config: Config, num_ranks: int) -> DryRun:
-    """The dry run of the stage that holds most."""
-    stages = range(config.parallel.pp)
-    runs = (dry_run(config, num_ranks, stage * num_ranks // len(stages)) for stage in stages)
+def predicted(config: Config, num_ranks: int, kind: str) -> DryRun:
+    """The dry run of the stage that holds most, with kernels of that kind."""
+    kernels, ranks_each = "gpu" if kind == "cuda" else "cpu", num_ranks // config.parallel.pp
+    runs = (dry_run(config, num_ranks, rank, kernels) for rank in range(0, num_ranks, ranks_each))
     return max(runs, key=lambda each: each.peak.total)
 
 
@@ -100,13 +118,33 @@ def row(name: str, num_ranks: int, dry: DryRun, by_rank: list[tuple[int, int]]) 
         f"| {'yes' if dry_sent == sent else 'no'} |"
 
 
+def of_a_trillion() -> list[str]:
+    """A row for the first rank of the first, a middle and the last stage of TRILLION."""
+    lines = ["", f"1 T parameters on {NUM_GPUS:,} GPUs: tp 8, pp 64, dp 6, {os.cpu_count()} cores",
+             "", "| rank | stage | micro-batches | run | s | resident, GiB | held, GB |",
+             "|--:|--:|--:|--:|--:|--:|--:|"]
+    context = get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as alone:
+        return lines + [alone.submit(weighed, stage).result() for stage in (0, 32, 63)]
+
+
+def weighed(stage: int) -> str:
+    """Run the first rank of a stage dry; needs a process that has done nothing else."""
+    dry = dry_run(TRILLION, NUM_GPUS, stage * NUM_GPUS // 64)
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    resident *= 1 if sys.platform == "darwin" else 1024  # bytes there, KiB on Linux
+    return f"| {dry.rank:,} | {stage + 1} of 64 | {dry.num_micro_batches} | {dry.num_run} " \
+        f"| {dry.seconds:.0f} | {resident / 2**30:.2f} | {dry.peak.total / 1e9:.2f} |"
+
+
 def main() -> None:
     options = read_options(__doc__, rounds=3, ranks=(1, 2, 4))
     kind = "cuda" if have_gpus() else "cpu"
     chosen = [(name, num_ranks, config) for num_ranks in options.ranks for name in LAYOUTS
               if (config := config_of(name, kind, num_ranks)) is not None]
+    trillion = [] if have_gpus() else of_a_trillion()
     # First, for a dry run needs a process without a group of ranks.
-    dry_runs = [predicted(config, num_ranks) for _, num_ranks, config in chosen]
+    dry_runs = [predicted(config, num_ranks, kind) for _, num_ranks, config in chosen]
 
     lines = [conditions(f"{SEQUENCES} sequences a step"), "",
              "| ranks | layout | rank | held, MB, dry | real | dry over real | sent, B, dry | real "
@@ -114,7 +152,7 @@ def main() -> None:
     for (name, num_ranks, config), dry in zip(chosen, dry_runs, strict=True):
         args = num_ranks, config, options.rounds
         lines.append(row(name, num_ranks, dry, run(peak_and_sent, *args, timeout=600, watch=False)))
-    publish(lines, options.out)
+    publish([*lines, *trillion], options.out)
 
 
 if __name__ == "__main__":

@@ -62,16 +62,14 @@ class ModelConfig:
             "num_kv_heads", "ffn_width", "rope_theta", "norm_eps",
         )
         require(self.vocab_size >= 0, f"model.vocab_size = {self.vocab_size}: must be 0 or more")
-        require(
-            0 <= self.dropout < 1,
-            f"model.dropout = {self.dropout}: a probability from 0 to less than 1",
-        )
+        require(0 <= self.dropout < 1, f"model.dropout = {self.dropout}: a probability from 0 to "
+                "less than 1")
         require(self.rope_scaling >= 1, f"model.rope_scaling = {self.rope_scaling}: must be 1 "
                 "(off) or more")
         require(
             self.width % self.num_heads == 0,
             f"model.width = {self.width} is not a multiple of model.num_heads = {self.num_heads}: "
-            f"try --model.width {_round_up(self.width, self.num_heads)}",
+            f"try {self._heads_that_divide()}",
         )
         require(
             self.num_heads % self.num_kv_heads == 0,
@@ -85,15 +83,19 @@ class ModelConfig:
                 f"attention is llama's; set it to num_heads = {self.num_heads}",
             )
         else:
-            require(
-                self.head_width % 2 == 0,
-                f"model.width / model.num_heads = {self.head_width} is odd: rotary positions turn "
-                "pairs, so make the head width even",
-            )
+            require(self.head_width % 2 == 0, f"model.width / model.num_heads = {self.head_width} "
+                    "is odd: rotary positions turn pairs, so make the head width even")
 
     @property
     def head_width(self) -> int:
         return self.width // self.num_heads
+
+    def _heads_that_divide(self) -> str:  # each of an even width, and kv heads divide them
+        fitting = [number for number in range(self.num_kv_heads, self.width, self.num_kv_heads)
+                   if self.width % (2 * number) == 0]
+        if not fitting:
+            return f"--model.width {_round_up(self.width, 2 * self.num_heads)}"
+        return f"--model.num-heads {min(fitting, key=lambda each: abs(each - self.num_heads))}"
 
 
 @dataclass(frozen=True)
@@ -178,11 +180,9 @@ class TrainConfig:
         for name in ("beta1", "beta2"):
             value = getattr(self, name)
             require(0 <= value < 1, f"train.{name} = {value}: must be from 0 to less than 1")
-        require(
-            self.min_learning_rate <= self.learning_rate,
-            f"train.min_learning_rate = {self.min_learning_rate} is above train.learning_rate = "
-            f"{self.learning_rate}: lower it, or raise the peak",
-        )
+        require(self.min_learning_rate <= self.learning_rate, f"train.min_learning_rate = "
+                f"{self.min_learning_rate} is above train.learning_rate = {self.learning_rate}: "
+                "lower it, or raise the peak")
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def test_every_config_of_ours_loads(path):
     ("[train]\nmin_learning_rate = 0.1\n", "train.min_learning_rate = 0.1 is above"),
     ("[train]\nhang_timeout = 3600\n", "train.hang_timeout = 3600: PyTorch ends a collective"),
     ("[model]\nwidth = 130\n", "model.width = 130 is not a multiple of model.num_heads = 4: "
-                               "try --model.width 132"),
+                               "try --model.width 136"),
     ("[model]\nnum_kv_heads = 3\n", "model.num_heads = 4 is not a multiple of model.num_kv_heads"
                                     " = 3"),
     ("[model]\nwidth = 12\n", "model.width / model.num_heads = 3 is odd"),

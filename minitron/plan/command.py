@@ -1,8 +1,10 @@
 """`minitron plan`: the best layouts for a config on so many GPUs, as a table.
 
-Read in this order: PlanOptions, read_plan, run_plan, table, compared, flags, in_layout.
+Read in this order: PlanOptions, read_plan, run_plan, table, compared, next_lines, flags, in_layout.
 """
 
+import math
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +20,9 @@ from minitron.plan.explain import as_it_stands, costs_most, explain
 from minitron.plan.hardware import Device, find_device
 from minitron.plan.money import TYPICAL_PUE, Rates, bill
 from minitron.plan.search import Candidate, Search, search
-from minitron.run_checks import with_vocabulary_of_data
+from minitron.plan.systems import MINITRON
+from minitron.plan.unseen import sharded_rows
+from minitron.run_checks import divisors, with_vocabulary_of_data
 
 NUM_REASONS = 6  # for dropping a layout that are told
 
@@ -33,10 +37,10 @@ class PlanOptions(Config):
 
     file: Positional[Path | None] = None
     """TOML file, as for training; must come first."""
-    gpus: int = 0
+    gpus: int | None = None
     """How many there are."""
-    device: str = "H100"
-    """Which: a name of minitron/plan/hardware.csv, or how it begins."""
+    device: str | None = None
+    """Which: a name of minitron/plan/hardware.csv, or how it begins. Default: H100."""
     gpus_per_node: int = 8
     """That NVLink connects."""
     calibrate: bool = False
@@ -63,17 +67,24 @@ def read_plan(args: Sequence[str]) -> PlanOptions:
     require(args and not args[0].startswith("-"), f"{prog}: name a TOML file first, as in "
             "`minitron plan configs/llama-8b.toml --gpus 512`")
     options = command_line.parse(PlanOptions, args, prog, PlanOptions(**vars(load(Path(args[0])))))
+    require(options.gpus is not None, f"{prog}: say how many GPUs there are, as in --gpus 512")
     for name in ("gpus", "gpus_per_node", "top"):
         value = getattr(options, name)
         require(value > 0, f"--{name.replace('_', '-')} {value}: must be 1 or more")
-    require(options.tokens is None or options.tokens > 0, f"--tokens {options.tokens}: must be "
-            "greater than 0")
+    tokens, device = options.tokens, options.device
+    require(tokens is None or 0 < tokens < math.inf, f"--tokens {tokens}: must be a number greater "
+            "than 0")
+    require(device is None or not options.calibrate, f"--device {device} with --calibrate, which "
+            "measures this machine: leave one of them out")
     return options
 
 
-def with_vocabulary(options: PlanOptions) -> Config:
+def asked(options: PlanOptions) -> Config:
+    return Config(options.model, options.data, options.train, options.parallel)
+
+
+def with_vocabulary(config: Config) -> Config:
     """The config, its vocabulary as large as the data's where the file leaves it to the data."""
-    config = Config(options.model, options.data, options.train, options.parallel)
     if config.model.vocab_size > 0:
         return config
     try:
@@ -85,7 +96,7 @@ def with_vocabulary(options: PlanOptions) -> Config:
 
 def chosen_device(options: PlanOptions) -> Device:
     if not options.calibrate:
-        return find_device(options.device)
+        return find_device(options.device or "H100")
     from minitron.plan.calibrate import calibrate
 
     return calibrate()
@@ -94,7 +105,7 @@ def chosen_device(options: PlanOptions) -> Device:
 def run_plan(args: Sequence[str]) -> int:
     """Print the plan that the command line asks for."""
     options = read_plan(args)
-    device, config = chosen_device(options), with_vocabulary(options)
+    device, config = chosen_device(options), with_vocabulary(asked(options))
     watts = options.watts if options.watts is not None else device.watts or None
     rates = Rates(watts, options.pue, options.price)
     job = job_of(config, options.gpus, device, options.gpus_per_node)
@@ -110,13 +121,15 @@ def run_plan(args: Sequence[str]) -> int:
     found = search(job)
     print(f"{heading(options.file.stem, job)}\n")
     print(counted(found, time.perf_counter() - start))
-    print(f"\n{table(found.candidates[:options.top], tokens, rates)}\n")
+    shown = found.candidates[:options.top]
+    print(f"\n{table(shown, tokens, rates)}\n")
     print(paid(tokens, rates))
+    if any(each.decision.parallel.zero == 3 for each in shown):
+        print(of_stage_3())
     print(f"{options.file} as it stands: {compared(standing, found)}")
-    words = ["minitron.train", str(options.file), flags(config, found.candidates[0].decision)]
-    print(f"The best: {' '.join(words).strip()}")
     if options.explain:
-        print(f"\n{explain(found, standing if isinstance(standing, Candidate) else None)}")
+        print(f"\n{explain(found, standing if isinstance(standing, Candidate) else None)}\n")
+    print(next_lines(options, found.candidates[0]))
     return 0
 
 
@@ -184,6 +197,13 @@ def paid(tokens: float, rates: Rates) -> str:
         f"and more for {tokens:.3g} tokens{energy}{price}"
 
 
+def of_stage_3() -> str:
+    """What the seconds of ZeRO 3 rest on."""
+    times = max(row.seconds / row.predict().seconds for row in sharded_rows(MINITRON))
+    return "ZeRO 3: its messages are assumed to travel while the GPUs compute; measured steps of " \
+        f"another system took up to {times:.1f} times as long (Narayanan et al. 2021, table 2)"
+
+
 def compared(standing: Candidate | ConfigError, found: Search) -> str:
     """How far a layout is from the best, or what is wrong with it."""
     if isinstance(standing, ConfigError):
@@ -199,21 +219,51 @@ def compared(standing: Candidate | ConfigError, found: Search) -> str:
         f"in {costs_most(standing, best)}; {num_faster:,} layouts are faster"
 
 
+# What to type next
+
+
+def next_lines(options: PlanOptions, best: Candidate) -> str:
+    """The command lines that train in the best layout, and that run a step of it dry."""
+    wanted = in_layout(asked(options), best.decision)
+    words = shlex.join([str(options.file), *changes(load(options.file), wanted)])
+    device = "" if options.calibrate else f" --device {best.job.device.name}"
+    return f"The best: {launcher(best)} {words}\n" \
+        f"What its ranks hold: minitron dryrun {words} --gpus {best.job.num_gpus}{device}"
+
+
+def launcher(best: Candidate) -> str:
+    """What starts the training: on every node, with $HEAD the name of one, if there are several.
+
+    Each has as many GPUs; where those of a node do not divide the job's, fewer are used.
+    """
+    job, tp = best.job, best.decision.parallel.tp
+    if job.num_gpus == 1:
+        return "minitron train"
+    on_node = max(number for number in divisors(job.num_gpus) if number <= job.gpus_per_node
+                  and (number % tp == 0 or tp % number == 0))
+    nodes = f"--nnodes {job.num_gpus // on_node} --rdzv-backend c10d --rdzv-endpoint $HEAD:29500 "
+    return f"torchrun {nodes if on_node < job.num_gpus else ''}--nproc-per-node {on_node} " \
+        "-m minitron.train"
+
+
 def flags(config: Config, decision: Decision) -> str:
     """What to add to the command line that trains `config`, so that it has this layout."""
-    wanted = in_layout(config, decision)
+    return shlex.join(changes(config, in_layout(config, decision)))
+
+
+def changes(before: Config, after: Config) -> list[str]:
+    """The words of a command line that make the one config the other."""
     words = []
-    for section in ("parallel", "train"):
-        before, after = getattr(config, section), getattr(wanted, section)
-        for name, value in vars(after).items():
-            if value == getattr(before, name):
+    for section in ("parallel", "train", "model", "data"):
+        for name, value in vars(getattr(after, section)).items():
+            if value == getattr(getattr(before, section), name):
                 continue
             option = name.replace("_", "-")
             if isinstance(value, bool):
                 words.append(f"--{section}.{option if value else 'no-' + option}")
             else:
-                words.append(f"--{section}.{option} {value}")
-    return " ".join(words)
+                words += [f"--{section}.{option}", str(value)]
+    return words
 
 
 def in_layout(config: Config, decision: Decision) -> Config:

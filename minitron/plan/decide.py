@@ -9,75 +9,25 @@ that nothing hides. Small kernels run as fast as large ones, and nobody else use
 enough to tell layouts apart, not to promise a time. What could travel while a rank computes is
 free here; of ZeRO-3 with one sequence a GPU it was not (Narayanan et al. 2021, table 2).
 
-Read in this order: Job, Decision, decide, remedy, memory_of, step_seconds, link.
+Read in this order: job.py; decide, remedy, memory_of, step_seconds, link.
 Reference: Narayanan et al. 2021, section 3 (takeaways 1 to 3).
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from minitron import cost
-from minitron.config import ConfigError, ModelConfig, ParallelConfig, require
+from minitron.config import ConfigError, ParallelConfig, require
 from minitron.cost.sharding import FULLY_SHARDED
-from minitron.plan.hardware import Device
+from minitron.plan.hardware import NIC_LATENCY, NVLINK_LATENCY
+from minitron.plan.job import USABLE, Decision, Job
 from minitron.precision import PRECISIONS
+
+__all__ = ["PEAK_SHARE", "USABLE", "Decision", "Job", "decide", "link", "link_of", "memory_of",
+           "step_seconds"]
 
 PEAK_SHARE = 0.5
 """Of the dense peak, what a GPU reaches that waits for nobody."""
-USABLE = 0.8
-"""Of the memory; the rest is CUDA's, NCCL's, and lost between tensors."""
-NODE_LATENCY, NETWORK_LATENCY = 3.4e-6, 14.0e-6
-"""Seconds per hop of a ring over NVLink or a network, by which NCCL chooses its algorithm
-(github.com/NVIDIA/nccl, 2.20.3, src/graph/tuning.cc: hwLat, ring, simple protocol)."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """What to train, on which GPUs, in which steps."""
-
-    model: ModelConfig
-    num_gpus: int
-    device: Device
-    sequence_length: int
-    global_batch_size: int
-    gpus_per_node: int = 8
-    precision: str = "bf16"
-
-    @property
-    def limit(self) -> float:
-        """Bytes that a GPU may hold."""
-        return USABLE * self.device.memory_bytes
-
-
-@dataclass(frozen=True)
-class Decision:
-    """A layout, and how the tree came to it."""
-
-    parallel: ParallelConfig
-    recompute: cost.RecomputeKind = "none"
-    micro_batch_size: int = 1
-    steps: tuple[str, ...] = ()
-    """Each question with its two numbers and the answer."""
-
-    @property
-    def layout(self) -> cost.Layout:
-        return cost.Layout(self.parallel.tp, self.parallel.sequence)
-
-    def num_micro_batches(self, job: Job) -> int:
-        """Per step, on the rank that reads most."""
-        sequences = math.ceil(job.global_batch_size / self.parallel.dp)
-        return math.ceil(sequences / self.micro_batch_size)
-
-    def part_of(self, model: ModelConfig) -> ModelConfig:
-        """A stage with as many blocks as the largest, and both ends: a little more than any has."""
-        return replace(model, num_layers=math.ceil(model.num_layers / self.parallel.pp))
-
-    def __str__(self) -> str:
-        axes, size = self.parallel, self.micro_batch_size
-        recomputed = {"none": "", "selective": ", attention recomputed", "full": ", recomputed"}
-        together = f", {size} sequences at once" if size > 1 else ""
-        return f"tp {axes.tp}, pp {axes.pp}, dp {axes.dp}, ZeRO {axes.zero}" \
-            f"{recomputed[self.recompute]}{together}"
 
 
 # The tree
@@ -178,7 +128,11 @@ def total_bytes(job: Job, decision: Decision) -> float:
 
 
 def memory_of(job: Job, decision: Decision) -> dict[str, float]:
-    """Bytes of the rank that holds most, by the meter's kinds, when the backward pass begins."""
+    """Bytes of the rank that holds most, by the meter's kinds, when the backward pass begins.
+
+    Coarse: a rank with most blocks, both ends and most micro-batches under way, which none has.
+    `plan.memory.memory_of` is within 5 % of a real step, and what a search asks.
+    """
     parallel, part = decision.parallel, decision.part_of(job.model)
     tp, zero, precision = parallel.tp, parallel.zero, PRECISIONS[job.precision]
     num_parameters = cost.tensor_parallel_parameters(part, tp)
@@ -279,9 +233,9 @@ def link(job: Job, size: int, stride: int, is_ring: bool = True) -> cost.Link:
     """
     device, together = job.device, max(1, min(size, job.gpus_per_node // stride))
     if together == size:
-        return cost.Link(NODE_LATENCY, device.nvlink_bandwidth)
+        return cost.Link(NVLINK_LATENCY, device.nvlink_bandwidth)
     if not is_ring:
-        return cost.Link(NETWORK_LATENCY, device.nic_bandwidth)
+        return cost.Link(NIC_LATENCY, device.nic_bandwidth)
     share = (math.ceil(size / together) - 1) / (size - 1)  # of the hops, those between nodes
-    latency = share * NETWORK_LATENCY + (1 - share) * NODE_LATENCY
+    latency = share * NIC_LATENCY + (1 - share) * NVLINK_LATENCY
     return cost.Link(latency, min(together * device.nic_bandwidth, device.nvlink_bandwidth))

@@ -11,20 +11,22 @@ byte, more periods do not change it, and each sends what the last step had more.
 more work, as in GPipe, which holds every micro-batch, the whole step is run. No layer is left out.
 
 Not seen: what the meter does not see, CUDA itself and NCCL's buffers. The operators are those of
-the CPU; a compiled model may keep less than this one.
+the CPU, but for two of which a GPU's kernels keep less; a compiled model may keep less than this.
 
-Read in this order: dry_run, measured, lengths, Step, Flops.
+Read in this order: dry_run, keep_as_gpus_do, measured, lengths, Step, Flops.
 """
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,8 +40,9 @@ from minitron.measure.meter import Meter
 from minitron.model.transformer import Transformer
 from minitron.parallel.schedule_check import peak_activations
 from minitron.parallelize import lay_out
+from minitron.plan.search import require_gpus
 from minitron.run import Training
-from minitron.run_checks import require_ranks, with_vocabulary_of_data
+from minitron.run_checks import with_vocabulary_of_data
 
 
 class Traffic(NamedTuple):
@@ -97,9 +100,12 @@ class DryRun(Step):
         return describe([self])
 
 
-def dry_run(config: Config, num_gpus: int, rank: int = 0) -> DryRun:
+def dry_run(
+    config: Config, num_gpus: int, rank: int = 0, kernels: Literal["gpu", "cpu"] = "gpu"
+) -> DryRun:
     """Run a training step of `rank` of `num_gpus` as `config` says, without a GPU.
 
+    `kernels` says whose activations are kept, a GPU's or those of ranks on this machine's CPU.
     A `parallel.dp` of 0 follows from the number of GPUs. It is the second step: the optimizer has
     its state. Raises ConfigError if model, batch and ranks do not fit together, if there is no such
     rank, and in a process that has a process group already.
@@ -112,7 +118,8 @@ def dry_run(config: Config, num_gpus: int, rank: int = 0) -> DryRun:
         place = {axis: 0 if mesh is None else mesh.rank(axis) for axis in ("pp", "dp", "tp")}
         with FakeTensorMode():
             training = Training(config, mesh, device)
-            without_attention_dropout(training.model)
+            if kernels == "gpu":
+                keep_as_gpus_do(training.model)
             step, num_run = measured(training)
     m = training.num_micro_batches(config.train.global_batch_size)
     return DryRun(**vars(step), num_gpus=num_gpus, rank=rank, place=place, num_micro_batches=m,
@@ -125,7 +132,7 @@ def prepared(config: Config, num_gpus: int) -> Config:
     if config.model.vocab_size == 0:
         config = with_vocabulary_of_data(config)
     config = replace(config, train=replace(config.train, compile=False))
-    require_ranks(config, num_gpus)
+    require_gpus(config, num_gpus)
     return config
 
 
@@ -141,11 +148,36 @@ def fake_group(num_ranks: int, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def without_attention_dropout(model: Transformer) -> None:
-    """Let attention drop nothing: on a GPU its kernel keeps no mask, on a CPU it keeps S x S."""
+def keep_as_gpus_do(model: Transformer) -> None:
+    """Let attention drop nothing, for a GPU's kernel keeps no mask of S x S; and let RMSNorm keep
+    no copies in float32, as the CPU's does, which makes it of several operators."""
     for block in model.blocks:
         if hasattr(block, "attention"):  # or it is another rank's
             block.attention.dropout = 0.0
+    for module in model.modules():
+        if isinstance(module, nn.RMSNorm):
+            module.forward = partial(fused_rms_norm, module)
+
+
+def fused_rms_norm(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+    return FusedRMSNorm.apply(norm.weight, x)  # asked now: a shard may have taken its place
+
+
+class FusedRMSNorm(torch.autograd.Function):
+    """What PyTorch's CUDA kernel keeps: its input, and 1/rms of each row.
+
+    Reference: aten::_fused_rms_norm, since PyTorch 2.9 (pull request 153666).
+    """
+
+    @staticmethod
+    def forward(ctx, weight: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(weight, x, x.new_empty(*x.shape[:-1], 1, dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        weight, x, _ = ctx.saved_tensors
+        return torch.empty_like(weight), torch.empty_like(x)
 
 
 # A step, or what is enough of it

@@ -22,7 +22,7 @@ class DryRunOptions(Config):
 
     file: Positional[Path | None] = None
     """TOML file, as for training; must come first."""
-    gpus: int = 0
+    gpus: int | None = None
     """How many there are."""
     rank: int | None = None
     """Only this one: tp counts fastest, then dp, then pp."""
@@ -41,9 +41,12 @@ def read_dry_run(args: Sequence[str]) -> DryRunOptions:
             "`minitron dryrun configs/gpt3-175b.toml --gpus 1024`")
     default = DryRunOptions(**vars(load(Path(args[0]))))
     options = command_line.parse(DryRunOptions, args, prog, default)
-    require(options.gpus > 0, f"--gpus {options.gpus}: must be 1 or more")
-    require(options.rank is None or not options.every_stage,
-            f"--rank {options.rank} with --every-stage: leave one of them out")
+    rank, gpus = options.rank, options.gpus
+    require(gpus is not None, f"{prog}: say how many GPUs there are, as in --gpus 1024")
+    require(gpus > 0, f"--gpus {gpus}: must be 1 or more")
+    require(rank is None or not options.every_stage,
+            f"--rank {rank} with --every-stage: leave one of them out")
+    require(rank is None or 0 <= rank < gpus, f"--rank {rank} of {gpus} GPUs: use 0 to {gpus - 1}")
     return options
 
 

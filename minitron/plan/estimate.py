@@ -39,11 +39,17 @@ __all__ = ["MINITRON", "RATES", "Estimate", "Rates", "System", "estimate", "memo
 
 @dataclass(frozen=True)
 class Estimate:
-    """A step of a job in a layout."""
+    """A step of a job in a layout.
+
+    ZeRO 3's messages are assumed to travel while the device computes. No published run has
+    confirmed that at scale; in one system, which gathered matrix by matrix, steps took up to four
+    times as long (Narayanan et al. 2021, table 2; benchmarks/results/estimate.md).
+    """
 
     parts: dict[str, float]
     """Seconds on the slowest rank: "matmul", "attention", "elementwise", "optimizer"; "host": the
-    device waits for kernels to be started; "bubble"; "tp", "pp", "dp": what nothing hides."""
+    device waits for kernels to be started; "bubble"; "tp", "pp", "dp": what nothing hides, and what
+    computing loses to messages beside it."""
     memory: dict[str, float]
     """Bytes on the rank that holds most, by the meter's kinds."""
     model_flops: float
@@ -85,7 +91,8 @@ def estimate(
     num_gradients = num_held / (parallel.dp if parallel.zero >= 2 else 1)
     num_updated = num_held / (parallel.dp if parallel.zero >= 1 else 1)
     parts["optimizer"] = optimizer_seconds(work, num_gradients, num_updated)
-    parts["dp"] = data_seconds(job, decision, system, num_held, forward.seconds, backward.seconds)
+    parts["dp"] = data_seconds(job, decision, system, num_held,
+                               (forward.seconds, backward.seconds), rates.overlap)
 
     tokens = job.global_batch_size * job.sequence_length
     model_flops = tokens * cost.training_flops_per_token(job.model, job.sequence_length)
@@ -118,7 +125,8 @@ class Pass:
 
     @property
     def waiting(self) -> float:
-        """Seconds that the device waits for the hosts."""
+        """Seconds that the device waits for the hosts, which start every collective: also those
+        that the device does not wait for, so that are not in `tp`."""
         started = self.kernel * self.work.num_kernels + self.hosts
         return max(0.0, started - self.work.seconds - self.tp)
 
@@ -135,9 +143,8 @@ def rank_passes(job: Job, decision: Decision, work: Work) -> list[Passes]:
     """
     hidden = work.tokens * job.model.width * work.value
     message = message_seconds(job, decision, work.system, hidden)
-    waits = layer_seconds(job, decision, hidden)
-    hosts = host_seconds(job, decision, work.rates.collective)
-    hides = 0 if work.system.hides_tensor else 1
+    waits = layer_seconds(job, decision, work.system, hidden, work.rates.overlap)
+    hosts = host_seconds(job, decision, work.system, work.rates.kernel)
     blocks, heads = computation(work, decision.recompute)
 
     def passes(num_blocks: int, is_last: bool) -> Passes:
@@ -145,7 +152,7 @@ def rank_passes(job: Job, decision: Decision, work: Work) -> list[Passes]:
         for phase, block, head in zip(("forward", "backward"), blocks, heads, strict=True):
             done = block.times(num_blocks) + head if is_last else block.times(num_blocks)
             # Embedding and head make one pair, half a block's; both are on the last rank here
-            tp = hides * waits[phase] * (num_blocks + is_last / 2)
+            tp = waits[phase] * (num_blocks + is_last / 2)
             made.append(Pass(done, tp, hosts[phase] * num_blocks, message, work.rates.kernel))
         return tuple(made)
 
@@ -174,7 +181,8 @@ def pipeline_seconds(
     That rank is never idle but while it waits for others: until the first micro-batch has come down
     to it, and gone on to the last rank and back, and as long again at the end. With v chunks it
     waits for a v-th of them. Exactly what the simulator plays, if all ranks have the same work or
-    the last one most; in 1F1B whatever the first and the last have; else within some percent.
+    the last one most; in 1F1B whatever the first and the last have; else within 5 % in 1F1B and
+    10 % with chunks, as far as tests/plan/test_estimate_pipeline.py looks.
     Reference: Narayanan et al. 2021, section 2.2; Qi et al. 2023, table 2, for I and W of equal
     length.
     """

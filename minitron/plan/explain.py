@@ -11,8 +11,8 @@ from itertools import islice
 from minitron.config import Config, require
 from minitron.plan.decide import Decision, Job
 from minitron.plan.hardware import Device
-from minitron.plan.search import Candidate, Search
-from minitron.run_checks import num_readers, require_ranks
+from minitron.plan.search import Candidate, Search, require_gpus
+from minitron.run_checks import num_readers
 
 OPTIONS: dict[str, Callable[[Decision], object]] = {
     "tp": lambda decision: decision.parallel.tp,
@@ -36,7 +36,7 @@ SAME = 0.001  # of the seconds: nobody could measure less
 
 def as_it_stands(config: Config, job: Job) -> Candidate:
     """The layout that `config` asks for, on the job's GPUs; raises ConfigError if it cannot run."""
-    require_ranks(config, job.num_gpus)
+    require_gpus(config, job.num_gpus)
     require(config.train.recompute != "sqrt", "train.recompute = sqrt: a plan knows none, "
             "selective and full")
     readers = num_readers(config, job.num_gpus)

@@ -14,9 +14,9 @@ from importlib.resources import files
 
 from minitron.config import ConfigError
 
-NVLINK_LATENCY, NIC_LATENCY = 3.4e-6, 9.6e-6
-"""Seconds per hop of a ring inside a node and between nodes, by which NCCL chooses its algorithm
-(github.com/NVIDIA/nccl, src/graph/tuning.cc: hwLat, ring, simple protocol)."""
+NVLINK_LATENCY, NIC_LATENCY = 3.4e-6, 14.0e-6
+"""Seconds per hop of a ring inside a node and between nodes, by which NCCL 2.20.3 chooses its
+algorithm (github.com/NVIDIA/nccl, src/graph/tuning.cc: hwLat, ring, simple protocol)."""
 MATMUL_SHARE, LINK_SHARE = 0.8, 0.7
 """Of the peak, where nobody has measured it: the means of those devices on which somebody has."""
 
@@ -51,9 +51,6 @@ class Device:
     """Seconds per hop of a ring between nodes."""
     float32_share: float = 1 / 16
     """Of bfloat16's FLOP/s, what float32 has without tensor cores (A100 datasheet: 19.5 of 312)."""
-    proxy_latency: float = 0.0
-    """Seconds that hosts take for a collective inside the layers, for each rank of its group, while
-    a pipeline's messages are between nodes; seen on EFA, whose messages the hosts' cores carry."""
 
 
 def read_devices() -> dict[str, Device]:
@@ -81,7 +78,6 @@ def _device(row: dict[str, str]) -> Device:
         nvlink_share=number.get("nvlink_reached_gb_s", LINK_SHARE * nvlink) / nvlink,
         nic_share=number.get("nic_reached_gb_s", LINK_SHARE * nic) / nic,
         nic_latency=number["nic_latency_us"] * 1e-6,
-        proxy_latency=number["proxy_latency_us"] * 1e-6,
     )
 
 

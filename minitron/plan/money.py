@@ -50,6 +50,8 @@ class Rates:
     """Of a GPU-hour, in any currency."""
 
     def __post_init__(self):
+        for name, value in vars(self).items():
+            require(value is None or math.isfinite(value), f"--{name} {value}: must be a number")
         require(self.watts is None or self.watts > 0, f"--watts {self.watts}: must be greater "
                 "than 0")
         require(self.pue >= 1, f"--pue {self.pue:g}: a machine room draws at least what its GPUs "

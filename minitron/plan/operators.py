@@ -31,12 +31,15 @@ class Rates:
     """Of the device's fastest product's FLOP/s, what the multiplications of any product reach."""
     memory: float = 0.88
     """Of the memory's bandwidth, what one kernel after the other reaches."""
-    attention: float = 0.175
-    """Of the products' FLOP/s, what fused attention reaches on the half that is not masked, with
-    all that surrounds it. The kernel alone reaches about 0.4 on an H100 (Dao 2023, section 4)."""
-    collective: float = 46e-6
-    """Seconds that hosts take for a collective inside the layers, for each rank of its group; more
-    than the device's work and messages only for small micro-batches on many ranks."""
+    attention: float = 0.196
+    """An effective rate: of the products' FLOP/s, what fused attention reaches on the half that is
+    not masked, with all that surrounds it in the systems of the rows (copies, rotation, casts). The
+    kernel alone reaches about 0.4 on an H100 (Dao 2023, section 4)."""
+    overlap: float = 0.16
+    """Of the seconds that a collective travels beside a computation, those by which that gets
+    longer: the two share the device. Not fitted: on average a computation is 18.9 % slower
+    meanwhile (Lee et al. 2025, arXiv 2507.03114, on four A100, H100, MI210 or MI250), and
+    1 - 1 / 1.189 = 0.16."""
     kernel: float = 20e-6
     """Seconds that the host takes to start a kernel. Assumed, not fitted: no published row is so
     small that it shows."""

@@ -6,19 +6,21 @@ counts the embedding as a product). Narayanan et al. 2021 print hardware FLOP/s,
 included; NVIDIA's Megatron-Core table model FLOP/s: their seconds follow by each source's formula.
 Attention's whole square counts in all of them.
 
-Read in this order: Row, published_rows, published_layers.
+Read in this order: Row, published_rows, left_open, published_layers; then `unseen`.
 """
 
 import csv
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
+from itertools import product
 
 from minitron.config import ModelConfig, ParallelConfig
 from minitron.cost.compute import published_llama
 from minitron.plan.decide import Decision, Job
 from minitron.plan.estimate import RATES, Estimate, Rates, System, estimate, memory_of
-from minitron.plan.hardware import DEVICES, Device
+from minitron.plan.hardware import DEVICES
 from minitron.plan.operators import Work, block_backward, block_forward
 from minitron.plan.traffic import layer_seconds
 
@@ -26,9 +28,12 @@ MEGATRON = System("materialised", fuses=True, balance="blocks", scatters_message
 """Megatron-LM of 2021 and 2022: gradients travel at the end of a step (data_parallel = naive)."""
 MEGATRON_CORE = System(fuses=True, balance="blocks", hides_tensor=True, hides_data=True)
 """Megatron-Core with its overlap flags, as NVIDIA's table was measured."""
-NANOTRON = System(balance="time", both_gradients=True, copies=6)
+NANOTRON = System(balance="time", both_gradients=True, copies=6, host_seconds=44e-6,
+                  host_seconds_beside_pipeline=305e-6)
 """nanotron as the Ultra-Scale Playbook used it: query, key and value, their rotation, and the
-output of attention are copied between (S, B, D) and (B, S, D)."""
+output of attention are copied between (S, B, D) and (B, S, D). `copies` is the number with which
+its published memory is met best. What its hosts take is fitted to its rows, and no other source
+shows it: their estimates are a fit, not a prediction."""
 A100, H100 = DEVICES["A100-SXM-80GB"], DEVICES["H100-SXM-80GB"]
 EFA = DEVICES["H100-SXM-80GB-EFA"]
 
@@ -47,9 +52,9 @@ class Row:
     memory: float | None = None
     """Bytes on a rank; None if not published."""
 
-    def predict(self, rates: Rates = RATES, device: Device | None = None) -> Estimate:
-        job = self.job if device is None else replace(self.job, device=device)
-        estimates = [estimate(job, each, self.system, rates) for each in self.decisions]
+    def predict(self, rates: Rates = RATES, system: System | None = None) -> Estimate:
+        estimates = [estimate(self.job, each, system or self.system, rates)
+                     for each in self.decisions]
         return min(estimates, key=lambda each: each.seconds)
 
     @property
@@ -116,18 +121,32 @@ def korthikanti(row: dict[str, str]) -> list[Row]:
 
 def megatron_core(row: dict[str, str]) -> Row:
     """NVIDIA's weak scaling: micro-batches and chunks are not stated."""
-    tp, pp, dp, gpus, batch, L = numbers(row, "tp", "pp", "dp", "gpus", "batch_size", "layers")
+    tp, pp, gpus, batch, L = numbers(row, "tp", "pp", "gpus", "batch_size", "layers")
     job = Job(gpt(row, dropout=0.0), gpus, H100, 4096, batch, precision="bf16-fp32-grads")
-    decisions = []
-    for chunks in (v for v in range(1, L // pp + 1) if L // pp % v == 0 and (pp > 1 or v == 1)):
-        for size in (1, 2, 4, 8):
-            parallel = axes(row, chunks, sequence=tp > 1, zero=1)
-            option = Decision(parallel, "none", size)
-            if batch % (dp * size) == 0 and option.num_micro_batches(job) % pp == 0 \
-                    and sum(memory_of(job, option).values()) <= job.limit:
-                decisions.append(option)
-    return Row("Megatron-Core r0.8.0, H100", row["model"], job, tuple(decisions), MEGATRON_CORE,
+    chunks = [v for v in range(1, L // pp + 1) if L // pp % v == 0 and (pp > 1 or v == 1)]
+    layout = Decision(axes(row, sequence=tp > 1, zero=1), "none")
+    return Row("Megatron-Core r0.8.0, H100", row["model"], job,
+               left_open(job, layout, MEGATRON_CORE, chunks), MEGATRON_CORE,
                float(row["step_time_s_derived"]))
+
+
+def left_open(
+    job: Job, layout: Decision, system: System, chunks: Sequence[int],
+    sizes: Sequence[int] = (1, 2, 4, 8),
+) -> tuple[Decision, ...]:
+    """The layout with each of the `chunks` and `sizes` of a micro-batch that can run and fit.
+
+    All that can run, if none fits: the system holds less than this package does.
+    """
+    options = []
+    for v, size in product(chunks, sizes):
+        parallel = replace(layout.parallel, chunks=v, schedule="interleaved" if v > 1 else "1f1b")
+        option = replace(layout, parallel=parallel, micro_batch_size=size)
+        if job.global_batch_size % (parallel.dp * size) == 0 \
+                and (v == 1 or option.num_micro_batches(job) % parallel.pp == 0):
+            options.append(option)
+    fit = [each for each in options if sum(memory_of(job, each, system).values()) <= job.limit]
+    return tuple(fit or options)
 
 
 def nanotron(row: dict[str, str]) -> Row:
@@ -162,7 +181,8 @@ def published_layers(rates: Rates = RATES) -> list[tuple[str, float, float]]:
         recompute, sequence = options[row["experiment"]]
         decision = Decision(ParallelConfig(dp=1, tp=8, sequence=sequence), recompute, 4)
         work = Work(model, A100, 4, 2048, decision.layout, "fp16", MEGATRON, rates)
-        waits = layer_seconds(job, decision, work.tokens * model.width * work.value)
+        hidden = work.tokens * model.width * work.value
+        waits = layer_seconds(job, decision, MEGATRON, hidden, rates.overlap)
         passes = {"forward": block_forward(work), "backward": block_backward(work, recompute)}
         for phase, computed in passes.items():
             found.append((f"{row['experiment']}, {phase}", float(row[f"{phase}_ms"]) / 1e3,

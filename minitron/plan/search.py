@@ -3,7 +3,7 @@
 Nothing is guessed and nothing left out: each combination of the options is put to the checks that
 a run makes before it begins, then weighed, then timed. What drops out is counted with its reason.
 
-Read in this order: Candidate, Search, search, decisions, checked, nothing_fits.
+Read in this order: Candidate, Search, search, decisions, checked, require_gpus, nothing_fits.
 """
 
 import math
@@ -26,7 +26,7 @@ from minitron.config import (
 )
 from minitron.plan.decide import Decision, Job
 from minitron.plan.estimate import Estimate, estimate, memory_of
-from minitron.run_checks import divisors, require_layout
+from minitron.run_checks import divisors, require_layout, require_ranks
 
 COMMUNICATION = ("tp", "pp", "dp")
 
@@ -186,6 +186,18 @@ def config_of(job: Job, decision: Decision) -> Config:
     )
     data = DataConfig(sequence_length=job.sequence_length)
     return Config(job.model, data, train, decision.parallel)
+
+
+def require_gpus(config: Config, num_gpus: int) -> None:
+    """Raise ConfigError if so many GPUs cannot run `config`, as a run would, but nothing starts."""
+    try:
+        require_ranks(config, num_gpus)
+    except ConfigError as error:
+        asked = re.sub(r"start (a multiple of \d+) with torchrun --nproc-per-node",
+                       r"plan for \1", str(error))
+        asked = re.sub(r"start it with torchrun --nproc-per-node (\d+) -m minitron.train",
+                       r"plan for \1", asked)
+        raise ConfigError(asked) from None
 
 
 # Nothing fits

@@ -29,10 +29,20 @@ class System:
     """Collectives along tp travel while matrix products compute."""
     hides_data: bool = False
     """In a pipeline, and with stage 1, gradients and weights travel while a rank computes."""
+    shards_ahead: bool = True
+    """With stage 3 a block's weights are gathered together, while the block before it computes, and
+    its gradients travel likewise. If not, each matrix travels alone, when it is needed, and once
+    more for a recomputation: nothing hides it."""
+    host_seconds: float = 0.0
+    """What its hosts take for a collective inside the layers beside starting it, for each rank of
+    its group. Nobody has measured it for minitron; 0 leaves a kernel's start."""
+    host_seconds_beside_pipeline: float = 0.0
+    """The same while a pipeline's messages travel between nodes."""
     both_gradients: bool = False
     """A 16-bit gradient stays beside the float32 sum."""
     copies: int = 0
-    """Copies of a block's input, (B, S, D/tp), that it keeps beside what autograd needs."""
+    """Copies of a block's input, (B, S, D/tp), that layers cut by tp > 1 keep beside what autograd
+    needs."""
 
 
 MINITRON = System()

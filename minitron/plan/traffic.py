@@ -4,6 +4,9 @@ once a step.
 Inside a node a ring runs over its links. Between nodes it runs through every network card of a
 node that has a rank of the group, and each of its steps costs the network's latency.
 
+What travels while the device computes is not free: it lengthens the computation by a share of its
+own time, `Rates.overlap`.
+
 Read in this order: link_of, layer_seconds, host_seconds, message_seconds, data_seconds.
 Reference: Thakur, Rabenseifner & Gropp 2005 (rings under the alpha-beta model); Narayanan et al.
 2021, section 3 (what is sent when).
@@ -37,30 +40,43 @@ def link_of(job: Job, parallel: ParallelConfig, axis: str) -> cost.Link:
 # In the layers
 
 
-def layer_seconds(job: Job, decision: Decision, num_bytes: float) -> dict[str, float]:
-    """Seconds that a block waits for its collectives of `num_bytes` along tp, by phase."""
+def layer_seconds(
+    job: Job, decision: Decision, system: System, num_bytes: float, overlap: float
+) -> dict[str, float]:
+    """Seconds by which a block's collectives of `num_bytes` along tp lengthen it, by phase.
+
+    What is gathered again travels while the backward pass computes; all may, in some systems.
+    """
     tp = decision.parallel.tp
     if tp == 1:
         return {"forward": 0.0, "backward": 0.0}
     link = link_of(job, decision.parallel, "tp")
-    # What is gathered again travels while the backward pass computes
-    calls = cost.tensor_parallel_calls(replace(decision.layout, regather=False))
-    return with_replay(decision, {
-        phase: sum(count * cost.collective_seconds(op, num_bytes, tp, *link)
-                   for op, count in counts.items())
-        for phase, counts in calls.items()
-    })
+
+    def travel(layout: cost.Layout) -> dict[str, float]:
+        return {phase: sum(count * cost.collective_seconds(op, num_bytes, tp, *link)
+                           for op, count in counts.items())
+                for phase, counts in cost.tensor_parallel_calls(layout).items()}
+
+    every = travel(decision.layout)
+    waits = travel(replace(decision.layout, regather=False))
+    alone = 0 if system.hides_tensor else 1 - overlap
+    return with_replay(decision, {phase: overlap * every[phase] + alone * waits[phase]
+                                  for phase in every})
 
 
-def host_seconds(job: Job, decision: Decision, each: float) -> dict[str, float]:
-    """Seconds that hosts take for the same, `each` for a collective and rank, by phase."""
+def host_seconds(
+    job: Job, decision: Decision, system: System, kernel: float
+) -> dict[str, float]:
+    """Seconds that the hosts take for the same, `kernel` of them to start one, by phase."""
     parallel = decision.parallel
     if parallel.tp == 1:
         return {"forward": 0.0, "backward": 0.0}
+    each = system.host_seconds
     if parallel.pp > 1 and job.num_gpus > job.gpus_per_node:
-        each = max(each, job.device.proxy_latency)
+        each = max(each, system.host_seconds_beside_pipeline)
     return with_replay(decision, {
-        phase: parallel.tp * each * sum(ROUNDS[op] * count for op, count in counts.items())
+        phase: sum(count * (kernel + parallel.tp * ROUNDS[op] * each)
+                   for op, count in counts.items())
         for phase, counts in cost.tensor_parallel_calls(decision.layout).items()
     })
 
@@ -89,37 +105,67 @@ def message_seconds(job: Job, decision: Decision, system: System, num_bytes: flo
 
 
 def data_seconds(
-    job: Job, decision: Decision, system: System, num_elements: int, forward: float,
-    backward: float,
+    job: Job, decision: Decision, system: System, num_elements: float,
+    passes: tuple[float, float], overlap: float,
 ) -> float:
-    """Seconds of a step that a rank waits along dp for its `num_elements` gradients and weights.
+    """Seconds by which a rank's `num_elements` gradients and weights along dp lengthen a step.
 
-    `forward` and `backward` are those of a micro-batch. Stages 0 and 2 send gradients during the
-    backward pass, except in a pipeline; stage 3 sends all while it computes, stage 1 all at the end
-    of a step.
+    `passes` are the seconds of a micro-batch forward and backward. Stages 0 and 2 send gradients
+    during the backward pass, except in a pipeline; stage 3 sends all while it computes, stage 1 all
+    at the end of a step.
     """
     parallel, precision = decision.parallel, PRECISIONS[job.precision]
     m, link = decision.num_micro_batches(job), link_of(job, parallel, "dp")
+    forward, backward = passes
     if parallel.dp == 1:
         return 0.0
-
-    def seconds(op: str, dtype, num_messages: int = 1) -> float:
-        each = num_elements * dtype.itemsize / num_messages
-        return num_messages * cost.collective_seconds(op, each, parallel.dp, *link)
-
     reductions = m if parallel.zero >= 2 and parallel.sync_every_micro_batch else 1
     if parallel.zero == 3:
-        num_units = job.model.num_layers + 1
-        gather = seconds("all_gather", precision.activations, num_units)
-        reduce = seconds("reduce_scatter", precision.reduction, num_units) * reductions / m
-        return m * (max(0, gather - forward) + max(0, gather + reduce - backward))
+        return shard_seconds(job, decision, system, num_elements, passes, reductions / m, overlap)
+
+    def seconds(op: str, dtype) -> float:
+        return cost.collective_seconds(op, num_elements * dtype.itemsize, parallel.dp, *link)
 
     reduce = seconds("reduce_scatter", precision.reduction)
     gather = seconds("all_gather", precision.parameters if parallel.zero else precision.reduction)
     if system.hides_data:
-        return max(0, reduce - backward) + max(0, gather - forward)
+        return beside(reduce, backward, overlap) + beside(gather, forward, overlap)
     hides = parallel.zero != 1 and parallel.pp == 1 and parallel.data_parallel != "naive"
     hidden = backward if hides else 0
     if parallel.zero == 0:
-        return max(0, reduce + gather - hidden)
-    return gather + reductions * max(0, reduce - hidden)
+        return beside(reduce + gather, hidden, overlap)
+    return gather + reductions * beside(reduce, hidden, overlap)
+
+
+def shard_seconds(
+    job: Job, decision: Decision, system: System, num_elements: float,
+    passes: tuple[float, float], reductions: float, overlap: float,
+) -> float:
+    """Of stage 3, with that many `reductions` for each micro-batch.
+
+    A unit's weights are gathered while the one before it computes, its gradients reduced while the
+    next one does: of each micro-batch the first gather and the last reduction are beside nothing.
+    """
+    precision, (forward, backward) = PRECISIONS[job.precision], passes
+    m, link = decision.num_micro_batches(job), link_of(job, decision.parallel, "dp")
+    per_block = 1 if system.shards_ahead else 4 if job.model.family == "gpt" else 7  # matrices
+    num_units = per_block * job.model.num_layers + 1
+
+    def unit(op: str, dtype) -> float:
+        each = num_elements * dtype.itemsize / num_units
+        return cost.collective_seconds(op, each, decision.parallel.dp, *link)
+
+    gather = unit("all_gather", precision.activations)
+    reduce = unit("reduce_scatter", precision.reduction) * reductions
+    if not system.shards_ahead:
+        gathers = 3 if decision.recompute == "full" else 2
+        return m * num_units * (gathers * gather + reduce)
+    others = num_units - 1
+    behind = beside(others * gather, forward, overlap) \
+        + beside(num_units * gather + others * reduce, backward, overlap)
+    return m * (gather + behind + reduce)
+
+
+def beside(travels: float, computes: float, overlap: float) -> float:
+    """Seconds by which what `travels` lengthens what `computes` meanwhile."""
+    return max(0.0, travels - computes) + overlap * min(travels, computes)

@@ -18,7 +18,7 @@ FOUR = replace(LLAMA, num_layers=4)
 
 
 def case(
-    model=LLAMA, precision="fp32", recompute="none", sequences=6, size=1, **parallel
+    model=LLAMA, precision="fp32", recompute="none", sequences=4, size=1, **parallel
 ) -> Config:
     train = TrainConfig(global_batch_size=sequences, micro_batch_size=size, precision=precision,
                         recompute=recompute, eval_sequences=8, device="cpu")
@@ -26,7 +26,7 @@ def case(
 
 
 CASES = {  # by the number of ranks
-    1: {"alone": case(), "alone, masters": case(GPT, "bf16")},
+    1: {"alone": case(sequences=3), "alone, masters": case(GPT, "bf16", sequences=3)},
     2: {
         "data parallel": case(),
         "ZeRO 1": case(GPT, "bf16-autocast", "full", zero=1),
@@ -35,15 +35,15 @@ CASES = {  # by the number of ranks
         "ZeRO 3": case(GPT, recompute="full", zero=3),
         "ZeRO 3 of bf16": case(precision="bf16", zero=3),
         "fp16": case(precision="fp16", recompute="selective"),
-        "tensor": case(GPT, tp=2),
-        "sequence": case(precision="bf16", recompute="selective", tp=2, sequence=True),
-        "1F1B": case(FOUR, precision="bf16-autocast", pp=2), "GPipe": case(pp=2, schedule="gpipe"),
+        "tensor": case(GPT, sequences=2, tp=2),
+        "sequence": case(precision="bf16", recompute="selective", sequences=2, tp=2, sequence=True),
+        "1F1B": case(precision="bf16-autocast", pp=2), "GPipe": case(pp=2, schedule="gpipe"),
         "interleaved": case(FOUR, recompute="full", pp=2, schedule="interleaved", chunks=2),
         "zero bubble": case(GPT, "bf16-fp32-grads", pp=2, schedule="zero-bubble"),
     },
     3: {"uneven": case(sequences=10, size=2, zero=3), "uneven buckets": case(sequences=10, zero=1)},
     4: {
-        "pipelines": case(GPT, pp=2, zero=1, sequences=12, size=2),
+        "pipelines": case(GPT, pp=2, zero=1, sequences=10, size=2),
         "tensor, in stages": case(GPT, "bf16-fp32-grads", "full", tp=2, sequence=True, pp=2),
         "dp and tp": case(precision="bf16", tp=2, zero=2),
     },
@@ -82,8 +82,9 @@ def real(stories, tmp_path_factory) -> dict:
 @pytest.mark.parametrize("num_ranks, name", NAMES)
 def test_it_holds_and_sends_what_the_rank_does(real, num_ranks, name):
     config = CASES[num_ranks][name]
-    for rank, (peak, traffic) in enumerate(real[num_ranks, name]):
-        dry = dry_run(config, num_ranks, rank)
+    for rank in sorted({0, num_ranks - 1}):  # the first of all axes, and the last
+        peak, traffic = real[num_ranks, name][rank]
+        dry = dry_run(config, num_ranks, rank, kernels="cpu")
         assert dry.traffic == traffic
         assert dry.num_run == dry.num_micro_batches  # nothing of so short a step is left out
         if num_ranks == 1:

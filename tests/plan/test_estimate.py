@@ -55,10 +55,11 @@ def test_the_median_error_of_every_source_is_below_8_percent():
 
 
 def test_the_median_error_of_memory():
+    """Above the target, 5 %."""
     errors = [abs(error(sum(row.predict().memory.values()), row.memory))
               for row in ROWS if row.memory is not None]
     assert len(errors) == 176
-    assert statistics.median(errors) < 0.055
+    assert 0.05 < statistics.median(errors) < 0.0525
 
 
 def test_the_flops_are_those_that_each_source_counts():
@@ -109,9 +110,8 @@ def test_the_parts_are_the_whole_and_none_is_negative(layout):
     assert step.seconds == sum(step.parts.values())
     assert all(seconds >= 0 for seconds in step.parts.values())
     axes = layout.parallel
-    for axis in ("tp", "pp"):
+    for axis in ("tp", "pp", "dp"):
         assert (step.parts[axis] > 0) == (getattr(axes, axis) > 1)
-    assert step.parts["dp"] == 0 or axes.dp > 1
     assert 0 < step.mfu <= step.hfu < 1
 
 
@@ -123,7 +123,7 @@ def test_a_faster_device_is_never_slower(layout, field):
     assert estimate(fast, layout).seconds <= estimate(slow, layout).seconds * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("field", ["nvlink_latency", "nic_latency", "proxy_latency"])
+@pytest.mark.parametrize("field", ["nvlink_latency", "nic_latency"])
 def test_a_longer_latency_is_never_faster(layout, field):
     longer = replace(H100, **{field: 1e-3})
     assert estimate(job_of(layout, device=longer), layout).seconds >= \
@@ -183,50 +183,6 @@ def test_float8_is_faster_and_float32_much_slower():
     assert bf16 / 2 < fp8 < bf16 < fp32 / 8
     assert estimate(job_of(layout, device=A100, precision="fp8"), layout).parts["matmul"] == \
         estimate(job_of(layout, device=A100), layout).parts["matmul"], "A100 has none"
-
-
-def test_gradients_travel_while_a_bucketed_backward_pass_computes():
-    naive, bucketed = (Decision(ParallelConfig(dp=64, data_parallel=kind), "none", 4)
-                       for kind in ("naive", "bucketed"))
-    alone = estimate(job_of(naive), naive).parts["dp"]
-    num_bytes = 2 * cost.num_parameters(LLAMA_8B)
-    ring = 0.7 * 8 * 50e9  # eight cards, but no faster than NVLink inside
-    assert alone == pytest.approx(2 * 63 / 64 * num_bytes / min(ring, 257e9) + 126 * 9.6e-6)
-    assert estimate(job_of(bucketed), bucketed).parts["dp"] < alone / 2
-
-
-def exposed(parallel, micro_batch_size=1):
-    """Seconds that nothing hides where the network is next to nothing."""
-    slow = replace(H100, nic_bandwidth=1e8)
-    layout = Decision(parallel, "none", micro_batch_size)
-    return estimate(job_of(layout, device=slow), layout).parts["dp"]
-
-
-def test_stage_2_sends_gradients_after_each_micro_batch_or_once():
-    often, once = (ParallelConfig(dp=64, zero=2, sync_every_micro_batch=sync)
-                   for sync in (True, False))
-    assert exposed(ParallelConfig(dp=64, zero=1)) == pytest.approx(exposed(once), rel=0.1)
-    assert exposed(often) == pytest.approx(exposed(once) * 5 / 2, rel=0.1)  # 4 and a gather, of 1
-
-
-def test_stage_3_gathers_weights_twice_for_each_micro_batch():
-    """As many bytes as stage 2 sends once, times 3 for each of 4 micro-batches, of 2."""
-    often, once = (ParallelConfig(dp=64, zero=3, sync_every_micro_batch=sync)
-                   for sync in (True, False))
-    whole = exposed(ParallelConfig(dp=64, zero=1))
-    assert exposed(often) == pytest.approx(whole * 4 * 3 / 2, rel=0.1)
-    assert exposed(once) == pytest.approx(whole * (4 * 2 + 1) / 2, rel=0.1)
-    assert exposed(often, 4) == pytest.approx(whole * 3 / 2, rel=0.1)
-
-
-def test_small_micro_batches_on_many_ranks_wait_for_the_hosts():
-    small = Decision(ParallelConfig(dp=1, tp=8, sequence=True))
-    job = Job(replace(LLAMA_8B, width=1024), 8, H100, 512, 8)
-    step = estimate(job, small)
-    assert step.parts["host"] > 0.5 * step.seconds
-    collectives = 4 * 2 + 2  # gathers and scatters of a block, and what is gathered again
-    least = 8 * 32 * 8 * collectives * RATES.collective
-    assert least < step.seconds < 1.3 * least
 
 
 def test_heads_that_do_not_divide_are_refused():

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from minitron.plan.published import EFA
+
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 fit_of = import_module("estimate")
@@ -40,14 +42,21 @@ def test_an_error_counts_up_to_a_limit_and_a_source_by_the_root_of_its_rows():
 
 
 def test_the_network_of_efa_is_what_the_device_says():
-    network, efa = fit_of.network_of_efa(), fit_of.EFA
-    assert efa.nic_latency == pytest.approx(network.latency, rel=0.01)
-    assert 8 * efa.nic_share * efa.nic_bandwidth == pytest.approx(network.bandwidth, rel=0.01)
+    network = fit_of.network_of_efa()
+    assert EFA.nic_latency == pytest.approx(network.latency, rel=0.01)
+    assert 8 * EFA.nic_share * EFA.nic_bandwidth == pytest.approx(network.bandwidth, rel=0.01)
 
 
 def test_the_stored_tables_are_of_these_constants():
     text = (ROOT / "benchmarks" / "results" / "estimate.md").read_text(encoding="utf-8")
-    for line in fit_of.summary(fit_of.errors(fit_of.stored(), ROWS)):
+    unseen = fit_of.unseen_rows()
+    for line in [*fit_of.summary(fit_of.errors(fit_of.stored(), ROWS)),
+                 *fit_of.not_fitted(ROWS, unseen), *fit_of.sharded(), *fit_of.layers(),
+                 *fit_of.memory(ROWS), *fit_of.steps(ROWS), *fit_of.steps(unseen)]:
         assert line in text
-    for line in [*fit_of.layers(), *fit_of.memory(ROWS), *fit_of.steps(ROWS)]:
-        assert line in text
+
+
+def test_without_nanotron_no_host_is_known():
+    others = [row for row in ROWS if row.system != fit_of.NANOTRON]
+    found = fit_of.fitted(others)
+    assert [found[name] for name in fit_of.HOST_NAMES] == [0, 0]

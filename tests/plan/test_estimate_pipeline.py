@@ -1,11 +1,10 @@
-"""The closed forms of a pipeline's length against the simulator, and its stages and memory."""
+"""The closed forms of a pipeline's length against the simulator, and its stages."""
 
 import random
 from itertools import product
 
 import pytest
 
-from minitron import cost
 from minitron.config import ParallelConfig
 from minitron.cost.compute import published_llama
 from minitron.parallel.pipeline_plan import split_blocks
@@ -15,7 +14,6 @@ from minitron.parallel.simulator import simulate
 from minitron.plan.decide import Decision, Job
 from minitron.plan.estimate import Pass, estimate, pipeline_seconds
 from minitron.plan.hardware import DEVICES
-from minitron.plan.memory import holdings, memory_of
 from minitron.plan.operators import Cost
 from minitron.plan.systems import MINITRON, blocks_per_rank, even_stages
 
@@ -158,75 +156,3 @@ def test_every_rank_has_a_block(layers, pp, chunks):
     counts = blocks_per_rank(model, ParallelConfig(pp=pp, chunks=chunks, schedule=schedule),
                              MINITRON)
     assert len(counts) == pp and sum(counts) == layers and min(counts) >= chunks
-
-
-# Memory
-
-
-def held(parallel, recompute="none", batch=64, model=MODEL, precision="bf16"):
-    num_gpus = parallel.dp * parallel.tp * parallel.pp
-    job = Job(model, num_gpus, H100, 4096, batch, precision=precision)
-    return memory_of(job, Decision(parallel, recompute))
-
-
-def test_one_gpu_holds_the_state_of_the_recipe_and_all_activations():
-    kinds = held(ParallelConfig(dp=1))
-    state = sum(kinds[name] for name in ("parameter", "gradient", "optimizer state"))
-    assert state == cost.model_state_bytes(MODEL, cost.RECIPES["bf16"])
-    assert kinds["activation"] == cost.activation_bytes(MODEL, 1, 4096)
-    assert kinds["temporary"] == 2 * 4 * 4096 * MODEL.vocab_size
-
-
-def test_stages_of_zero_divide_what_they_say():
-    whole, *divided = (held(ParallelConfig(dp=64, zero=zero)) for zero in (0, 1, 2))
-    assert divided[0]["optimizer state"] == pytest.approx(whole["optimizer state"] / 64)
-    assert divided[0]["gradient"] == whole["gradient"]
-    assert divided[1]["gradient"] == pytest.approx(whole["gradient"] / 64)
-
-
-def test_an_interleaved_schedule_holds_more():
-    """1 + (p - 1) / (p v) times 1F1B's activations (Korthikanti et al. 2022, section 4.2.3)."""
-    model = published_llama(32, 4096, 32, 32, 14336, 128, 4096)
-    plain = held(ParallelConfig(dp=1, pp=4), model=model)["activation"]
-    for chunks in (2, 4):
-        more = held(ParallelConfig(dp=1, pp=4, schedule="interleaved", chunks=chunks), model=model)
-        factor = cost.interleaved_activation_factor(4, chunks)
-        assert more["activation"] == pytest.approx(factor * plain)
-    assert held(ParallelConfig(dp=1, pp=4, schedule="gpipe"), model=model)["activation"] == \
-        pytest.approx(64 / 4 * plain, rel=1e-3)
-
-
-def test_first_rank_and_last_rank_hold_an_end_each():
-    """Two matrices of the vocabulary, on different ranks."""
-    one, two = held(ParallelConfig(dp=1)), held(ParallelConfig(dp=1, pp=2))
-    vocabulary = 2 * MODEL.vocab_size * MODEL.width
-    blocks = one["parameter"] - 2 * vocabulary
-    assert two["parameter"] == pytest.approx(blocks / 2 + vocabulary, rel=1e-3)
-
-
-@pytest.mark.parametrize(("layers", "pp"), [(32, 8), (105, 56), (33, 4), (9, 8)])
-def test_no_rank_holds_more_than_what_is_reported(layers, pp):
-    model = published_llama(layers, 4096, 32, 32, 14336, 131072, 4096)
-    parallel = ParallelConfig(dp=1, pp=pp)
-    job, decision = Job(model, pp, H100, 4096, 64), Decision(parallel)
-    counts = blocks_per_rank(model, parallel, MINITRON)
-    largest = max(sum(holdings(job, decision, MINITRON, rank, counts).values())
-                  for rank in range(pp))
-    assert sum(memory_of(job, decision).values()) == largest
-
-
-def test_recomputation_holds_less():
-    none, full = (sum(held(ParallelConfig(dp=1), kind).values()) for kind in ("none", "full"))
-    assert full < none
-
-
-def test_what_is_there_for_a_moment():
-    """The block that is replayed, on a rank without the loss; 16-bit copies; three whole units."""
-    first = held(ParallelConfig(dp=1, pp=8, schedule="gpipe"), "full")
-    assert first["temporary"] == cost.activation_bytes_per_layer(MODEL, 1, 4096)
-    none, autocast = (held(ParallelConfig(dp=1), precision=name)["temporary"]
-                      for name in ("bf16", "bf16-autocast"))
-    assert autocast - none == 2 * cost.num_parameters(MODEL)
-    whole = held(ParallelConfig(dp=64, zero=3))["temporary"] - none
-    ends = 2 * MODEL.vocab_size * MODEL.width + MODEL.width
-    assert whole == 2 * 2 * (ends + 2 * cost.num_block_parameters(MODEL))

@@ -10,6 +10,7 @@ from minitron.config import ConfigError
 from minitron.measure.clock import DENSE_BF16_PEAKS
 from minitron.plan import hardware
 from minitron.plan.hardware import DEVICES, find_device
+from minitron.plan.published import table
 
 TEXT = (files("minitron.plan") / "hardware.csv").read_text(encoding="utf-8")
 ROWS = list(csv.DictReader(line for line in TEXT.splitlines() if not line.startswith("#")))
@@ -38,10 +39,22 @@ def test_units_are_flops_bytes_and_seconds():
     assert (h100.memory_bytes, h100.memory_bandwidth) == (80e9, 3.35e12)
     assert (h100.nvlink_bandwidth, h100.nic_bandwidth) == (450e9, 50e9)
     assert h100.watts == 700
-    assert (h100.nvlink_latency, h100.nic_latency) == (3.4e-6, pytest.approx(9.6e-6))
+    assert (h100.nvlink_latency, h100.nic_latency) == (3.4e-6, pytest.approx(14e-6))
     assert h100.matmul_share * h100.bf16_flops == pytest.approx(794.5e12)
-    assert h100.nvlink_share * h100.nvlink_bandwidth == pytest.approx(257e9)
+    assert h100.nvlink_share * h100.nvlink_bandwidth == pytest.approx(249.8e9)
     assert DEVICES["A100-SXM-80GB"].fp8_flops is None
+
+
+def test_links_are_those_of_the_sources_that_are_named():
+    """NVLink of an H100 as the playbook measured it; NCCL's latency where nobody measured one."""
+    row = next(row for row in table("playbook_comm_bandwidth")
+               if (row["collective"], row["nodes"]) == ("all_gather", "1"))
+    for device in DEVICES.values():
+        reached = device.nvlink_share * device.nvlink_bandwidth / 1e9
+        if device.name.startswith(("H100", "H200")):
+            assert reached == pytest.approx(float(row["mean_gb_s"]), abs=0.1)
+        if "EFA" not in device.name:
+            assert device.nic_latency == pytest.approx(hardware.NIC_LATENCY)
 
 
 def test_nothing_reaches_its_peak_and_what_is_not_measured_counts_as_the_mean():

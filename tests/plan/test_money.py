@@ -68,6 +68,9 @@ def test_a_price_of_published_gpu_hours():
     ({"watts": 0}, "--watts 0: must be greater than 0"),
     ({"watts": 700, "pue": 0.9}, "--pue 0.9: .* 1 or more"),
     ({"watts": 700, "price": -1}, "--price -1: must be 0 or more"),
+    ({"watts": float("inf")}, "--watts inf: must be a number"),
+    ({"pue": float("inf")}, "--pue inf: must be a number"),
+    ({"price": float("nan")}, "--price nan: must be a number"),
 ])
 def test_what_cannot_be_paid(rates, message):
     with pytest.raises(ConfigError, match=message):

@@ -1,6 +1,7 @@
 """`minitron plan` as it is typed: the table, the layout in the file, one line for a mistake."""
 
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,11 +13,13 @@ import pytest
 from minitron import cli
 from minitron.config import ConfigError
 from minitron.config_file import load
-from minitron.plan.command import flags, job_of, table, tokens_per_step
+from minitron.plan.command import PlanOptions, flags, job_of, next_lines, table, tokens_per_step
+from minitron.plan.decide import Decision
+from minitron.plan.dryrun_command import read_dry_run
 from minitron.plan.explain import as_it_stands
 from minitron.plan.hardware import DEVICES
 from minitron.plan.money import Rates, bill
-from minitron.plan.search import search
+from minitron.plan.search import Candidate, search
 from minitron.run_checks import require_ranks
 from minitron.train import read_options
 
@@ -84,6 +87,17 @@ def test_tokens_and_watts_by_default(capsys):
     assert f"{1900 * 2**19:.3g} tokens, 700 W a GPU, PUE 1.1\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("num_gpus", "has_stage_3"), [("1", False), ("8", True)])
+def test_what_the_seconds_of_zero_3_rest_on_is_told(num_gpus, has_stage_3, capsys):
+    """Where such a layout is shown: alone, a GPU divides nothing."""
+    assert plan(GPT2, "--gpus", num_gpus, "--top", "1000") == 0
+    text = capsys.readouterr().out
+    header, *rows = (line.split() for line in text.split("\n\n")[2].splitlines())
+    assert has_stage_3 == ("3" in {row[header.index("ZeRO")] for row in rows})
+    told = re.findall(r"^ZeRO 3: .* another system took up to (\d\.\d) times as long", text, re.M)
+    assert told == (["3.8"] if has_stage_3 else [])
+
+
 # What to type next
 
 
@@ -113,6 +127,56 @@ def test_options_that_the_config_has_are_not_repeated():
     wide = replace(standing.decision.parallel, tp=2, pp=1, dp=0)
     assert flags(compiled, replace(standing.decision, parallel=wide)) == \
         "--parallel.tp 2 --parallel.sequence --train.micro-batch-size 1 --train.no-compile"
+
+
+RENDEZVOUS = "--rdzv-backend c10d --rdzv-endpoint $HEAD:29500 "
+
+
+@pytest.mark.parametrize(("words", "launcher"), [
+    ([GPT2, "--gpus", "1"], "minitron train"),
+    ([GPT2, "--gpus", "6"], "torchrun --nproc-per-node 6 -m minitron.train"),
+    ([GPT2, "--gpus", "8", "--train.precision", "fp8", "--train.steps", "7"],
+     "torchrun --nproc-per-node 8 -m minitron.train"),
+    ([GPT2, "--gpus", "16", "--model.num-layers", "10", "--data.path", "my data"],
+     f"torchrun --nnodes 2 {RENDEZVOUS}--nproc-per-node 8 -m minitron.train"),
+    ([LLAMA_1B, "--gpus", "8", "--parallel.dp", "4", "--parallel.pp", "2", "--train.no-compile"],
+     "torchrun --nproc-per-node 8 -m minitron.train"),
+    ([str(CONFIGS / "stories.toml"), "--gpus", "1", "--model.vocab-size", "512", "--explain"],
+     "minitron train"),
+])
+def test_it_ends_with_two_lines_that_can_be_typed(words, launcher, capsys):
+    """What else was asked for on the command line is in them too."""
+    assert plan(*words, "--top", "1") == 0
+    last = capsys.readouterr().out.splitlines()[-2:]
+    train, dry = (line.partition(": ")[2] for line in last)
+    assert last[0] == f"The best: {train}" and last[1] == f"What its ranks hold: {dry}"
+    assert train.startswith(f"{launcher} {words[0]}") and dry.startswith("minitron dryrun ")
+
+    num_gpus = int(words[2])
+    options = read_options(shlex.split(train.removeprefix(launcher)))
+    held = read_dry_run(shlex.split(dry.removeprefix("minitron dryrun")))
+    assert (held.gpus, held.device) == (num_gpus, "H100-SXM-80GB")
+    asked = read_options([words[0], *(word for word in words[3:] if word != "--explain")])
+    assert (options.model, options.data) == (asked.model, asked.data)
+    for name in ("model", "data", "train", "parallel"):
+        assert getattr(held, name) == getattr(options, name)
+    for name in ("steps", "precision", "global_batch_size"):
+        assert getattr(options.train, name) == getattr(asked.train, name)
+    job = job_of(asked, num_gpus, H100)
+    assert as_it_stands(options, job) == search(job).candidates[0]
+
+
+@pytest.mark.parametrize(("num_gpus", "tp", "nodes"), [
+    (12, 1, (2, 6)), (12, 4, (3, 4)), (24, 8, (3, 8)), (32, 16, (4, 8)), (7, 1, (1, 7))])
+def test_each_node_starts_as_many_ranks_and_whole_groups(num_gpus, tp, nodes):
+    """Nodes of 8 do not divide 12; a group of tp ranks stays in a node, or fills some."""
+    job = job_of(load(Path(LLAMA_8B)), num_gpus, H100)
+    parallel = replace(load(Path(LLAMA_8B)).parallel, tp=tp, dp=num_gpus // tp)
+    line = next_lines(PlanOptions(file=Path(LLAMA_8B)),
+                      Candidate(job, Decision(parallel, "none", 1)))
+    num_nodes = re.search(r"--nnodes (\d+)", line)
+    assert int(num_nodes[1] if num_nodes else 1) == nodes[0]
+    assert f"--nproc-per-node {nodes[1]} " in line
 
 
 # The layout in the file
@@ -159,6 +223,7 @@ def test_calibrate_plans_for_what_is_measured(capsys, monkeypatch):
     assert plan(GPT2, "--gpus", "2", "--calibrate", "--top", "1") == 0
     text = capsys.readouterr().out
     assert "2 x this machine" in text and "MWh" not in text and "W a GPU" not in text
+    assert text.endswith(" --gpus 2\n"), "nobody else knows that device"
     job = job_of(load(Path(GPT2)), 2, measured)
     assert f"  {search(job).candidates[0].seconds:.4g}  " in text
 
@@ -170,21 +235,28 @@ def test_calibrate_plans_for_what_is_measured(capsys, monkeypatch):
     ([], "name a TOML file first"),
     (["--gpus", "8"], "name a TOML file first"),
     (["configs/nope.toml", "--gpus", "8"], "configs/nope.toml: there is no such file"),
-    ([GPT2], "--gpus 0: must be 1 or more"),
+    ([GPT2], "say how many GPUs there are, as in --gpus 512"),
     ([GPT2, "--gpus", "0"], "--gpus 0: must be 1 or more"),
     ([GPT2, "--gpus", "-8"], "--gpus -8: must be 1 or more"),
     ([GPT2, "--gpus", "many"], "--gpus"),
     ([GPT2, "--gpus", "8", "--top", "0"], "--top 0: must be 1 or more"),
     ([GPT2, "--gpus", "8", "--gpus-per-node", "0"], "--gpus-per-node 0: must be 1 or more"),
     ([GPT2, "--gpus", "8", "--device", "h1000"], "'h1000'"),
+    ([GPT2, "--gpus", "8", "--device", "h100", "--calibrate"], "h100 with --calibrate.*leave one"),
     ([GPT2, "--gpus", "8", "--tokens", "0"], "--tokens 0"),
+    ([GPT2, "--gpus", "8", "--tokens", "inf"], "--tokens inf: must be a number greater than 0"),
+    ([GPT2, "--gpus", "8", "--tokens", "nan"], "--tokens nan: must be a number greater than 0"),
+    ([GPT2, "--gpus", "8", "--price", "inf"], "--price inf: must be a number"),
     ([GPT2, "--gpus", "8", "--watts", "0"], "--watts 0.0: must be greater than 0"),
     ([GPT2, "--gpus", "8", "--pue", "0.5"], "--pue 0.5"),
     ([GPT2, "--gpus", "8", "--price", "-1"], "--price -1"),
-    ([LLAMA_8B, "--gpus", "7", "--parallel.tp", "8"], "parallel.tp = 8, but there are 7 ranks"),
+    ([LLAMA_8B, "--gpus", "7", "--parallel.tp", "8"],
+     r"7 ranks: plan for a multiple of 8; with 7 ranks --parallel.tp 1 \(dp 7\) would do"),
+    ([LLAMA_8B, "--gpus", "7", "--parallel.dp", "8"], "but there are 7 ranks: plan for 8; with 7"),
     ([LLAMA_8B, "--gpus", "6", "--parallel.tp", "3"], "model.num_heads = 32 does not divide by 3"),
     ([GPT2, "--gpus", "8", "--parallel.tp", "2"], "train.compile with parallel.tp = 2"),
-    ([GPT2, "--gpus", "8", "--model.num-heads", "7"], "768 is not a multiple of model.num_heads"),
+    ([GPT2, "--gpus", "8", "--model.num-heads", "7"], "= 7: try --model.num-heads 12 "),
+    ([LLAMA_8B, "--gpus", "8", "--model.num-heads", "30"], "= 30: try --model.num-heads 32 "),
     ([GPT2, "--gpus", "13", "--train.global-batch-size", "1"], "for 13 GPUs can be trained"),
     ([GPT3, "--gpus", "7", "--device", "h100"], "56 GPUs or .* GB each would do"),
     ([str(CONFIGS / "stories.toml"), "--gpus", "1", "--data.path", "/nowhere"],

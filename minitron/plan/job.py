@@ -1,0 +1,63 @@
+"""What is to be trained on how many GPUs, and one layout for it.
+
+Read in this order: Job, Decision.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from minitron import cost
+from minitron.config import ModelConfig, ParallelConfig
+from minitron.plan.hardware import Device
+
+USABLE = 0.8
+"""Of the memory; the rest is CUDA's, NCCL's, and lost between tensors."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to train, on which GPUs, in which steps."""
+
+    model: ModelConfig
+    num_gpus: int
+    device: Device
+    sequence_length: int
+    global_batch_size: int
+    gpus_per_node: int = 8
+    precision: str = "bf16"
+
+    @property
+    def limit(self) -> float:
+        """Bytes that a GPU may hold."""
+        return USABLE * self.device.memory_bytes
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A layout, and how the tree came to it."""
+
+    parallel: ParallelConfig
+    recompute: cost.RecomputeKind = "none"
+    micro_batch_size: int = 1
+    steps: tuple[str, ...] = ()
+    """Each question with its two numbers and the answer."""
+
+    @property
+    def layout(self) -> cost.Layout:
+        return cost.Layout(self.parallel.tp, self.parallel.sequence)
+
+    def num_micro_batches(self, job: Job) -> int:
+        """Per step, on the rank that reads most."""
+        sequences = math.ceil(job.global_batch_size / self.parallel.dp)
+        return math.ceil(sequences / self.micro_batch_size)
+
+    def part_of(self, model: ModelConfig) -> ModelConfig:
+        """A stage with as many blocks as the largest, and both ends: a little more than any has."""
+        return replace(model, num_layers=math.ceil(model.num_layers / self.parallel.pp))
+
+    def __str__(self) -> str:
+        axes, size = self.parallel, self.micro_batch_size
+        recomputed = {"none": "", "selective": ", attention recomputed", "full": ", recomputed"}
+        together = f", {size} sequences at once" if size > 1 else ""
+        return f"tp {axes.tp}, pp {axes.pp}, dp {axes.dp}, ZeRO {axes.zero}" \
+            f"{recomputed[self.recompute]}{together}"

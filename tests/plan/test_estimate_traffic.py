@@ -1,0 +1,125 @@
+"""What travels between ranks, beside computation or alone, and what their hosts take for it."""
+
+import statistics
+from dataclasses import replace
+
+import pytest
+
+from minitron import cost
+from minitron.config import ParallelConfig
+from minitron.cost.compute import published_llama
+from minitron.plan.decide import Decision, Job
+from minitron.plan.estimate import MINITRON, RATES, estimate
+from minitron.plan.hardware import DEVICES
+from minitron.plan.published import (
+    EFA,
+    MEGATRON,
+    MEGATRON_CORE,
+    NANOTRON,
+    error,
+    published_rows,
+    table,
+)
+from minitron.plan.traffic import host_seconds, link_of, shard_seconds
+
+H100 = DEVICES["H100-SXM-80GB"]
+LLAMA_8B = published_llama(32, 4096, 32, 8, 14336, 128256, 8192)
+
+
+def job_of(layout, **changes):
+    axes = layout.parallel
+    return replace(Job(LLAMA_8B, axes.dp * axes.tp * axes.pp, H100, 4096, 256), **changes)
+
+
+def test_gradients_travel_while_a_bucketed_backward_pass_computes():
+    naive, bucketed = (Decision(ParallelConfig(dp=64, data_parallel=kind), "none", 4)
+                       for kind in ("naive", "bucketed"))
+    alone = estimate(job_of(naive), naive).parts["dp"]
+    num_bytes = 2 * cost.num_parameters(LLAMA_8B)
+    ring = 0.7 * 8 * 50e9  # eight cards, but no faster than NVLink inside
+    assert alone == pytest.approx(2 * 63 / 64 * num_bytes / min(ring, 249.8e9) + 126 * 14e-6)
+    beside = estimate(job_of(bucketed), bucketed).parts["dp"]
+    assert beside == pytest.approx(0.16 * alone), "the products get slower meanwhile"
+
+
+@pytest.mark.parametrize("nodes", ["2", "4", "8", "16", "32", "64"])
+def test_an_all_gather_takes_as_long_as_somebody_has_measured(nodes):
+    """256 MiB along dp, on 16 to 512 GPUs with EFA (Ultra-Scale Playbook): its two numbers are
+    fitted to six sizes, from 185 to 11 GB/s."""
+    row, = (row for row in table("playbook_comm_bandwidth")
+            if (row["collective"], row["nodes"]) == ("all_gather", nodes))
+    parallel = ParallelConfig(dp=8 * int(nodes))
+    job = Job(LLAMA_8B, parallel.dp, EFA, 4096, parallel.dp)
+    seconds = cost.collective_seconds("all_gather", 2**28, parallel.dp,
+                                      *link_of(job, parallel, "dp"))
+    bus = 2**28 * (parallel.dp - 1) / parallel.dp / seconds
+    assert float(row["mean_gb_s"]) / 2 < bus / 1e9 < 2 * float(row["mean_gb_s"])
+
+
+def exposed(parallel, micro_batch_size=1):
+    """Seconds that nothing hides where the network is next to nothing."""
+    slow = replace(H100, nic_bandwidth=1e8)
+    layout = Decision(parallel, "none", micro_batch_size)
+    return estimate(job_of(layout, device=slow), layout).parts["dp"]
+
+
+def test_stage_2_sends_gradients_after_each_micro_batch_or_once():
+    often, once = (ParallelConfig(dp=64, zero=2, sync_every_micro_batch=sync)
+                   for sync in (True, False))
+    assert exposed(ParallelConfig(dp=64, zero=1)) == pytest.approx(exposed(once), rel=0.1)
+    assert exposed(often) == pytest.approx(exposed(once) * 5 / 2, rel=0.1)  # 4 and a gather, of 1
+
+
+def test_stage_3_gathers_weights_twice_for_each_micro_batch():
+    """As many bytes as stage 2 sends once, times 3 for each of 4 micro-batches, of 2."""
+    often, once = (ParallelConfig(dp=64, zero=3, sync_every_micro_batch=sync)
+                   for sync in (True, False))
+    whole = exposed(ParallelConfig(dp=64, zero=1))
+    assert exposed(often) == pytest.approx(whole * 4 * 3 / 2, rel=0.1)
+    assert exposed(once) == pytest.approx(whole * (4 * 2 + 1) / 2, rel=0.1)
+    assert exposed(often, 4) == pytest.approx(whole * 3 / 2, rel=0.1)
+
+
+def test_the_first_gather_and_the_last_reduction_of_stage_3_are_beside_nothing():
+    """However long a micro-batch takes; and if it takes no time, all 33 units' messages are."""
+    layout = Decision(ParallelConfig(dp=64, zero=3))  # 4 micro-batches
+    job = job_of(layout)
+    each = [cost.collective_seconds(op, 33e9 * 2 / 33, 64, *link_of(job, layout.parallel, "dp"))
+            for op in ("all_gather", "reduce_scatter")]
+    long, none = (shard_seconds(job, layout, MINITRON, 33e9, (seconds, seconds), 1, overlap=0)
+                  for seconds in (1e9, 0))
+    assert long == pytest.approx(4 * sum(each))
+    assert none == pytest.approx(4 * 33 * (2 * each[0] + each[1]))
+
+
+# Hosts
+
+
+def test_small_micro_batches_wait_for_the_hosts():
+    """One that starts kernels, and collectives as well, is busy as long with any shape."""
+    small = Decision(ParallelConfig(dp=1, tp=8, sequence=True))
+    job = Job(replace(LLAMA_8B, width=1024), 8, H100, 512, 8)
+    step = estimate(job, small)
+    assert step.parts["host"] > 0.5 * step.seconds
+    shorter = estimate(replace(job, sequence_length=256), small)
+    assert shorter.seconds == pytest.approx(step.seconds, rel=0.1)
+    slow = estimate(job, small, rates=replace(RATES, kernel=2 * RATES.kernel))
+    assert slow.seconds == pytest.approx(2 * step.seconds, rel=0.1)
+
+
+def test_a_host_starts_a_collective_as_it_starts_a_kernel():
+    """Of a block: two gathers and two scatters forward, the same and two gathers again backward."""
+    cut, whole = (Decision(ParallelConfig(dp=1, tp=tp, sequence=tp > 1)) for tp in (8, 1))
+    assert host_seconds(job_of(cut), cut, MINITRON, 1.0) == {"forward": 4, "backward": 6}
+    assert host_seconds(job_of(whole), whole, MINITRON, 1.0) == {"forward": 0, "backward": 0}
+
+
+def test_nobody_but_nanotron_has_hosts_that_take_long():
+    """Its 176 rows show them: without, the median error is more than three times as large."""
+    assert MINITRON.host_seconds == MINITRON.host_seconds_beside_pipeline == 0
+    assert MEGATRON.host_seconds == MEGATRON_CORE.host_seconds == 0
+    rows = [row for row in published_rows() if row.system == NANOTRON]
+    alike = replace(NANOTRON, host_seconds=0, host_seconds_beside_pipeline=0)
+    median = statistics.median(
+        abs(error(row.predict(system=alike).seconds, row.seconds)) for row in rows)
+    assert 0.2 < median < 0.3
