@@ -57,15 +57,16 @@ from minitron.plan import dryrun, dryrun_table
 from minitron.plan.decide import Decision, Job, decide
 from minitron.plan.dryrun import dry_run
 from minitron.plan.estimate import estimate
-from minitron.plan.systems import MINITRON
 from minitron.plan.explain import RESOURCES, costs_most, doubled
 from minitron.plan.hardware import DEVICES
 from minitron.plan.money import Rates, bill, energy, training_days
 from minitron.plan.published import published_rows
 from minitron.plan.search import Candidate, search
+from minitron.plan.systems import MINITRON
 from minitron.plan.unseen import sharded_rows, unseen_rows
 from minitron.run import Training
 
+# %%
 torch.set_num_threads(1)
 GB, cpu = 1e9, torch.device("cpu")
 A100, H100 = DEVICES["A100-SXM-80GB"], DEVICES["H100-SXM-80GB"]
@@ -344,7 +345,8 @@ rows = published_rows()
 
 
 def label(row):
-    return f"{row.source.split()[0]} {row.name}"
+    first = row.source.split()[0]
+    return row.name if row.name.startswith(first) else f"{first} {row.name}"
 
 
 def seconds_on(device, row):
@@ -740,8 +742,10 @@ print(f"\nGPT-3 with twice the memory: {brief(best_with('memory', found))}")
 #
 # <details><summary>Answer</summary>
 #
-# Look at its pipeline: where more activations have room, fewer stages do, and so the bubble is
-# smaller. (If it has ZeRO-3, remember what was measured above.)
+# No pipeline, so no bubble: ZeRO-3 divides the state. What it gathers for each micro-batch is the
+# same for one sequence or for many, and with room for more sequences there is more computing to
+# hide it. By this estimate, that is: the measurements above say how much of such a promise a system
+# may miss.
 #
 # </details>
 
