@@ -14,7 +14,7 @@ from minitron.comm.agreement import (
     Group,
     gathered,
     largest,
-    one_fault_is_all_ranks,
+    one_fault_fails_all,
     rank_and_size,
 )
 from minitron.comm.mesh import Mesh
@@ -108,7 +108,7 @@ class Run(Training):
         self.group = group
         self.rank, self.size = rank_and_size(group)
         self.folder = folder
-        with one_fault_is_all_ranks(group):  # also what one node alone has not got
+        with one_fault_fails_all(group):  # also what one node alone has not got
             self.open_data(config)
             config = with_vocabulary_of_data(config)  # which tp divides
             require_ranks(config, self.size)

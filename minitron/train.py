@@ -23,7 +23,7 @@ from minitron.comm.agreement import (
     gathered,
     largest,
     one_fault_ends_all,
-    one_fault_is_all_ranks,
+    one_fault_fails_all,
 )
 from minitron.comm.launch import restarts, torchrun_group
 from minitron.comm.watchdog import Watchdog
@@ -82,7 +82,7 @@ def begin(
     config: Config, folder: Path, resume: bool, group: Group, restart: bool, weights: Path | None
 ) -> Run:
     """A run at its first step, or where its newest checkpoint was written."""
-    with one_fault_is_all_ranks(group):
+    with one_fault_fails_all(group):
         require(
             resume or restart or not holds_run(folder),
             f"{folder}: already holds a run; add --resume to continue it, or choose another "

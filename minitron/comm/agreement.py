@@ -45,7 +45,7 @@ def largest(number: int, group: Group) -> int:
 
 
 @contextmanager
-def one_fault_is_all_ranks(group: Group) -> Iterator[None]:
+def one_fault_fails_all(group: Group) -> Iterator[None]:
     """Raise on every rank what a user got wrong on any of them.
 
     Without this the other ranks would wait for the one that has left. Nothing within may wait for
@@ -66,7 +66,7 @@ def one_fault_is_all_ranks(group: Group) -> Iterator[None]:
 def one_fault_ends_all(group: Group) -> Iterator[None]:
     """Let what a user got wrong on any rank end every rank with exit code 2; rank 0 tells it."""
     try:
-        with one_fault_is_all_ranks(group):
+        with one_fault_fails_all(group):
             yield
     except (ConfigError, OSError):
         rank, _ = rank_and_size(group)
