@@ -259,7 +259,8 @@ estimate here sees: other jobs on the network, late hosts, a slow GPU.
 Published by nanotron alone. Korthikanti et al. 2022, table 2, has formulas, which `tests/cost`
 checks exactly. The target, a median of 5 %, is missed by a hair; half of the rows are further off.
 How many copies of a block's input nanotron keeps, and that it does where tp > 1, was chosen where
-this error is least: that is fitted. minitron's own dry run: within 5 % (tests/plan/test_memory.py).
+this error is least: that is fitted. Against minitron's own dry run the same formulas are within 5 %
+(tests/plan/test_planned_memory.py).
 
 {memory}
 

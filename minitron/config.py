@@ -66,11 +66,11 @@ class ModelConfig:
                 "less than 1")
         require(self.rope_scaling >= 1, f"model.rope_scaling = {self.rope_scaling}: must be 1 "
                 "(off) or more")
-        require(
-            self.width % self.num_heads == 0,
-            f"model.width = {self.width} is not a multiple of model.num_heads = {self.num_heads}: "
-            f"try {self._heads_that_divide()}",
-        )
+        if self.width % self.num_heads:  # not `require`: only then look for what divides
+            raise ConfigError(
+                f"model.width = {self.width} is not a multiple of model.num_heads = "
+                f"{self.num_heads}: try {self._heads_that_divide()}"
+            )
         require(
             self.num_heads % self.num_kv_heads == 0,
             f"model.num_heads = {self.num_heads} is not a multiple of model.num_kv_heads = "

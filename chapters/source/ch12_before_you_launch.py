@@ -59,7 +59,7 @@ from minitron.plan.dryrun import dry_run
 from minitron.plan.estimate import estimate
 from minitron.plan.explain import RESOURCES, costs_most, doubled
 from minitron.plan.hardware import DEVICES
-from minitron.plan.money import Rates, bill, energy, training_days
+from minitron.plan.money import GpuHour, bill, energy, training_days
 from minitron.plan.published import published_rows
 from minitron.plan.search import Candidate, search
 from minitron.plan.systems import MINITRON
@@ -296,21 +296,23 @@ for size in (1, 2, 4, 8):
 
 # %% [markdown]
 # Eight at a time, then? On Monday, 1,024 GPUs would tell. The dry run tells now, of the first rank.
-# (Each dry run is a process's work of some seconds. Two processes will share those of this
-# chapter.)
+# (Each dry run is a process's work of some seconds. Two processes share those of this chapter: also
+# those of section 6, which begin here, and which nobody has to wait for.)
 
 # %%
 pool = ProcessPoolExecutor(2, get_context("spawn"))
 
 
-def dry_runs(*asked):
-    """A dry run for each (job, layout, rank)."""
-    configs = [(config_of(job, layout), job.num_gpus, rank) for job, layout, rank in asked]
-    return list(pool.map(dry_run, *zip(*configs, strict=True)))
+def begin(job, layout, rank):
+    """Begin a dry run of a rank; ask for its `result()` later."""
+    return pool.submit(dry_run, config_of(job, layout), job.num_gpus, rank)
 
 
 # %% tags=["output-trap", "nbval-check-output"]
-[eight] = dry_runs((job, cut(16, tp=8, pp=8, micro_batch=8), 0))
+plain = LAYOUTS["tp 8, pp 8"]
+begun = [begin(job, layout, stage * d * t) for layout, stage in (
+    (cut(16, tp=8, pp=8, micro_batch=8), 0), (plain, 0), (plain, 4), (plain, 7))]
+eight = begun[0].result()
 print(f"{eight.peak.total / GB:.0f} GB:", ", ".join(
     f"{kind} {size / GB:.1f}" for kind, size in eight.peak.bytes.items()))
 
@@ -428,15 +430,9 @@ for rank, real in enumerate(run(real_step, 4, watch=False)):
 #
 # **Predict.** Which of the three holds most? And which sends most along pp?
 
-# %%
-plain = LAYOUTS["tp 8, pp 8"]
-ends = dry_runs(*((job, plain, stage * d * t) for stage in (0, 7)))
-
-# %%
-[middle] = dry_runs((job, plain, 4 * d * t))
-stages = [ends[0], middle, ends[1]]
-
 # %% tags=["output-dryrun", "nbval-check-output"]
+stages = [run_of_a_rank.result() for run_of_a_rank in begun[1:]]
+middle = stages[1]
 print(dryrun_table.held(stages))
 print("\nGB sent     tp      pp      dp")
 for run_of_a_rank in stages:
@@ -623,12 +619,9 @@ show(landscape(
 # compared and nothing else.
 
 # %%
-def gpt(layers, width, heads):
-    """A GPT as in the Megatron papers."""
-    return ModelConfig("gpt", 51_200, S, layers, width, heads, heads, 4 * width, dropout=0.1)
-
-
-mt_nlg, trillion = gpt(105, 20_480, 128), gpt(128, 25_600, 160)
+mt_nlg, trillion = (
+    ModelConfig("gpt", 51_200, S, layers, width, heads, heads, 4 * width, dropout=0.1)
+    for layers, width, heads in ((105, 20_480, 128), (128, 25_600, 160)))
 llama = cost.PUBLISHED["Llama 3.1 405B"]
 CHOSEN = {
     "GPT-3 175B": (job, plain),
@@ -636,6 +629,8 @@ CHOSEN = {
     "1T": (Job(trillion, 3072, A100, S, 3072), cut(6, 8, 64, recompute="full")),
     "Llama 3.1 405B": (Job(llama, 16_384, H100, 8192, 2048), cut(128, 8, 16, chunks=4)),
 }
+last = {name: begin(given, layout, given.num_gpus - 1)  # they go on while we search
+        for name, (given, layout) in CHOSEN.items() if given is not job}
 searched = {name: found if given is job else search(given) for name, (given, _) in CHOSEN.items()}
 
 # %% tags=["output-chosen", "nbval-check-output"]
@@ -663,24 +658,19 @@ for name, (given, layout) in CHOSEN.items():
 # three, by the last of their ranks, which takes a few seconds each; and GPT-3's by its first, from
 # section 6. The formula's GB are those of the rank that holds most.
 
-# %%
-others = {name: chosen for name, chosen in CHOSEN.items() if name != "GPT-3 175B"}
-last = dry_runs(*((given, layout, given.num_gpus - 1) for given, layout in others.values()))
-pool.shutdown()
-
 # %% tags=["output-last", "nbval-check-output"]
 print("                  GB by formula, fullest rank   by dry run, this rank   its TFLOP")
-dry = [("GPT-3 175B", job, plain, stages[0]),
-       *((name, *each, done) for (name, each), done in zip(others.items(), last, strict=True))]
-for name, given, layout, done in dry:
-    print(f"{name:17} {Candidate(given, layout).total_bytes / GB:28.1f} "
+for name, chosen in CHOSEN.items():
+    done = last[name].result() if name in last else stages[0]
+    print(f"{name:17} {Candidate(*chosen).total_bytes / GB:28.1f} "
           f"{done.peak.total / GB:23.1f} {done.flops / 1e12:11,.0f}")
+pool.shutdown()
 
 # %% [markdown]
 # For GPT-3 the rank is the fullest, and both agree. The last ranks hold less than the fullest: one
 # micro-batch is on its way through them, not p, but the head stands on top. To confirm a layout,
-# take rank 0. (The first stage of the trillion-parameter model takes half a minute, and no longer
-# with a hundred times as many GPUs: the command is above, with `--rank 0`.)
+# take rank 0. (The first stage of the trillion-parameter model takes 15 seconds, and no longer
+# with a hundred times as many GPUs: `benchmarks/results/dryrun_cpu.md`.)
 
 # %% [markdown]
 # ### The decision tree
@@ -758,7 +748,7 @@ print("                  days   GPU-hours    million $    MWh")
 for name, each in searched.items():
     given, fastest = each.job, each.candidates[0]
     total = bill(READ[name], given.global_batch_size * given.sequence_length, fastest.seconds,
-                 given.num_gpus, Rates(given.device.watts, pue=1.1, price=2))
+                 given.num_gpus, GpuHour(given.device.watts, pue=1.1, price=2))
     print(f"{name:15} {total.days:6.0f} {total.gpu_hours:11,.0f} {total.price / 1e6:12.1f} "
           f"{total.megawatt_hours:6,.0f}")
 

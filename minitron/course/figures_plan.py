@@ -154,7 +154,7 @@ def errors(groups: dict[str, dict[str, float]], band: float = 0.1) -> Figure:
     for y, (group, _, error) in enumerate(rows):
         axes.plot([0, error], [y, y], color=colours[group])
         axes.plot([error], [y], "o", color=colours[group], markersize=7)
-        axes.annotate(f"{error:+.0%}", (error, y), va="center", textcoords="offset points",
+        axes.annotate(_percent(error), (error, y), va="center", textcoords="offset points",
                       xytext=(8 if error > 0 else -8, 0), ha="left" if error > 0 else "right")
     for group, colour in colours.items():
         first = next(y for y, row in enumerate(rows) if row[0] == group)
@@ -165,9 +165,15 @@ def errors(groups: dict[str, dict[str, float]], band: float = 0.1) -> Figure:
     axes.set_yticks(range(len(rows)), [name for _, name, _ in rows])
     axes.tick_params(axis="y", length=0, labelcolor=BLACK)
     axes.spines["left"].set_visible(False)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:+.0%}"))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _percent(value)))
     axes.set_xlabel("predicted, over published")
     return figure
+
+
+def _percent(error: float) -> str:
+    """With its sign; "0%" has none."""
+    percent = f"{error:+.0%}"
+    return percent.lstrip("+-") if percent[1:] == "0%" else percent
 
 
 @rc_context(STYLE)
@@ -189,6 +195,8 @@ def time_and_memory(
     total, left = sum(kinds.values()), 0.0
     span = 1.25 * max(limit, total)
     below.axvspan(limit, span, color=BAND, zorder=0)
+    below.annotate("kept free", (limit, 1), xycoords=("data", "axes fraction"), color=GREY,
+                   textcoords="offset points", xytext=(4, -3), va="top")
     for kind, gigabytes in kinds.items():
         below.barh(0, gigabytes, 0.7, left, color=colours[kind], edgecolor="white", label=kind)
         left += gigabytes

@@ -18,7 +18,7 @@ from minitron.config_file import load
 from minitron.plan.decide import Decision, Job
 from minitron.plan.explain import as_it_stands, costs_most, explain
 from minitron.plan.hardware import Device, find_device
-from minitron.plan.money import TYPICAL_PUE, Rates, bill
+from minitron.plan.money import TYPICAL_PUE, GpuHour, bill
 from minitron.plan.search import Candidate, Search, search
 from minitron.plan.systems import MINITRON
 from minitron.plan.unseen import sharded_rows
@@ -107,7 +107,7 @@ def run_plan(args: Sequence[str]) -> int:
     options = read_plan(args)
     device, config = chosen_device(options), with_vocabulary(asked(options))
     watts = options.watts if options.watts is not None else device.watts or None
-    rates = Rates(watts, options.pue, options.price)
+    gpu_hour = GpuHour(watts, options.pue, options.price)
     job = job_of(config, options.gpus, device, options.gpus_per_node)
     tokens = options.tokens or config.train.steps * tokens_per_step(job)
     try:
@@ -122,8 +122,8 @@ def run_plan(args: Sequence[str]) -> int:
     print(f"{heading(options.file.stem, job)}\n")
     print(counted(found, time.perf_counter() - start))
     shown = found.candidates[:options.top]
-    print(f"\n{table(shown, tokens, rates)}\n")
-    print(paid(tokens, rates))
+    print(f"\n{table(shown, tokens, gpu_hour)}\n")
+    print(paid(tokens, gpu_hour))
     if any(each.decision.parallel.zero == 3 for each in shown):
         print(of_stage_3())
     print(f"{options.file} as it stands: {compared(standing, found)}")
@@ -163,21 +163,21 @@ def counted(found: Search, seconds: float) -> str:
     return "\n".join(lines)
 
 
-def table(candidates: Sequence[Candidate], tokens: float, rates: Rates) -> str:
+def table(candidates: Sequence[Candidate], tokens: float, gpu_hour: GpuHour) -> str:
     """A row for each layout: its options, then what it holds, takes and costs."""
     names = ["tp", "seq", "pp", "chunks", "dp", "ZeRO", "recompute", "micro", "GB", "s/step", "MFU",
-             "bubble", "comm", "days", "GPU-hours", *["price"] * (rates.price is not None),
-             *["MWh"] * (rates.watts is not None)]
-    rows = [names, *(row(candidate, tokens, rates) for candidate in candidates)]
+             "bubble", "comm", "days", "GPU-hours", *["price"] * (gpu_hour.price is not None),
+             *["MWh"] * (gpu_hour.watts is not None)]
+    rows = [names, *(row(candidate, tokens, gpu_hour) for candidate in candidates)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
                      for cells in rows)
 
 
-def row(candidate: Candidate, tokens: float, rates: Rates) -> list[str]:
+def row(candidate: Candidate, tokens: float, gpu_hour: GpuHour) -> list[str]:
     decision, job = candidate.decision, candidate.job
     axes = decision.parallel
-    total = bill(tokens, tokens_per_step(job), candidate.seconds, job.num_gpus, rates)
+    total = bill(tokens, tokens_per_step(job), candidate.seconds, job.num_gpus, gpu_hour)
     return [
         str(axes.tp), "yes" if axes.sequence else "no", str(axes.pp), str(axes.chunks),
         str(axes.dp), str(axes.zero), decision.recompute, str(decision.micro_batch_size),
@@ -189,10 +189,10 @@ def row(candidate: Candidate, tokens: float, rates: Rates) -> list[str]:
     ]
 
 
-def paid(tokens: float, rates: Rates) -> str:
+def paid(tokens: float, gpu_hour: GpuHour) -> str:
     """What the table's last columns are for."""
-    energy = "" if rates.watts is None else f", {rates.watts:g} W a GPU, PUE {rates.pue:g}"
-    price = "" if rates.price is None else f", {rates.price:g} a GPU-hour"
+    energy = "" if gpu_hour.watts is None else f", {gpu_hour.watts:g} W a GPU, PUE {gpu_hour.pue:g}"
+    price = "" if gpu_hour.price is None else f", {gpu_hour.price:g} a GPU-hour"
     return "seq: the sequence is divided too; comm: what is sent while nothing is computed; days " \
         f"and more for {tokens:.3g} tokens{energy}{price}"
 

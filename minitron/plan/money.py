@@ -40,14 +40,14 @@ def energy(hours: float, watts: float, pue: float = TYPICAL_PUE) -> float:
 
 
 @dataclass(frozen=True)
-class Rates:
-    """For what a training is paid."""
+class GpuHour:
+    """What an hour of one GPU draws and costs."""
 
     watts: float | None = None
-    """Of a GPU; None: not known."""
+    """On average; None: not known."""
     pue: float = TYPICAL_PUE
     price: float | None = None
-    """Of a GPU-hour, in any currency."""
+    """In any currency."""
 
     def __post_init__(self):
         for name, value in vars(self).items():
@@ -68,16 +68,16 @@ class Bill:
     gpu_hours: float
     megawatt_hours: float | None
     price: float | None
-    """In a GPU-hour's currency. None, as the energy: its rate is not known."""
+    """In a GPU-hour's currency. None, as the energy: an hour's is not known."""
 
 
 def bill(
-    tokens: float, tokens_per_step: int, step_seconds: float, num_gpus: int, rates: Rates
+    tokens: float, tokens_per_step: int, step_seconds: float, num_gpus: int, gpu_hour: GpuHour
 ) -> Bill:
     """Add up a training on `tokens`, without pauses; what is left of the last step counts whole."""
     steps = math.ceil(tokens / tokens_per_step)
     days = steps * step_seconds / SECONDS_PER_DAY
     hours = gpu_hours(num_gpus, days)
-    price = None if rates.price is None else rates.price * hours
-    drawn = None if rates.watts is None else energy(hours, rates.watts, rates.pue)
+    price = None if gpu_hour.price is None else gpu_hour.price * hours
+    drawn = None if gpu_hour.watts is None else energy(hours, gpu_hour.watts, gpu_hour.pue)
     return Bill(steps, days, hours, drawn, price)

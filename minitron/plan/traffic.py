@@ -25,7 +25,12 @@ ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 
 
 def link_of(job: Job, parallel: ParallelConfig, axis: str) -> cost.Link:
-    """What a group along `axis` sends through, in the grid that `parallelize.lay_out` makes."""
+    """What a group along `axis` sends through, in the grid that `parallelize.lay_out` makes.
+
+    Between nodes every hop takes a network card's latency, also those inside nodes: so the measured
+    rings of hardware.csv count theirs. NCCL's own model, which `decide.link` follows, takes the
+    mean of both kinds, and those rings were slower than that.
+    """
     stride = {"tp": 1, "dp": parallel.tp, "pp": parallel.tp * parallel.dp}[axis]
     size, device = getattr(parallel, axis), job.device
     inside = device.nvlink_share * device.nvlink_bandwidth

@@ -3,7 +3,7 @@
 import pytest
 
 from minitron.config import ConfigError
-from minitron.plan.money import Rates, bill, energy, gpu_hours, training_days
+from minitron.plan.money import GpuHour, bill, energy, gpu_hours, training_days
 
 # Patterson et al. 2021, "Carbon Emissions and Large Neural Network Training" (arXiv:2104.10350),
 # table 4: FLOPs, chips, TFLOP/s and watts of each, PUE, days, MWh. GPT-3's 10,000 chips are assumed
@@ -51,20 +51,20 @@ def test_narayanans_months():
 
 def test_a_bill_by_hand():
     """1000 tokens in steps of 300: four steps of 6 hours are a day; two GPUs, 48 hours."""
-    total = bill(1000, 300, 6 * 3600, 2, Rates(watts=500, pue=1.2, price=2.5))
+    total = bill(1000, 300, 6 * 3600, 2, GpuHour(watts=500, pue=1.2, price=2.5))
     assert (total.steps, total.days, total.gpu_hours) == (4, 1.0, 48.0)
     assert total.price == 120 and total.megawatt_hours == pytest.approx(48 * 500 * 1.2 / 1e6)
-    unknown = bill(1000, 300, 1, 2, Rates())
+    unknown = bill(1000, 300, 1, 2, GpuHour())
     assert unknown.price is None and unknown.megawatt_hours is None
 
 
 def test_a_price_of_published_gpu_hours():
     """DeepSeek-V3's 2.788 million GPU-hours at 2 dollars are 5.576 million (its table 1)."""
     seconds = 2_788_000 / 2048 * 3600
-    assert bill(1, 1, seconds, 2048, Rates(watts=1, price=2)).price == pytest.approx(5.576e6)
+    assert bill(1, 1, seconds, 2048, GpuHour(watts=1, price=2)).price == pytest.approx(5.576e6)
 
 
-@pytest.mark.parametrize(("rates", "message"), [
+@pytest.mark.parametrize(("hour", "message"), [
     ({"watts": 0}, "--watts 0: must be greater than 0"),
     ({"watts": 700, "pue": 0.9}, "--pue 0.9: .* 1 or more"),
     ({"watts": 700, "price": -1}, "--price -1: must be 0 or more"),
@@ -72,6 +72,6 @@ def test_a_price_of_published_gpu_hours():
     ({"pue": float("inf")}, "--pue inf: must be a number"),
     ({"price": float("nan")}, "--price nan: must be a number"),
 ])
-def test_what_cannot_be_paid(rates, message):
+def test_what_cannot_be_paid(hour, message):
     with pytest.raises(ConfigError, match=message):
-        Rates(**rates)
+        GpuHour(**hour)

@@ -18,7 +18,7 @@ from minitron.plan.decide import Decision
 from minitron.plan.dryrun_command import read_dry_run
 from minitron.plan.explain import as_it_stands
 from minitron.plan.hardware import DEVICES
-from minitron.plan.money import Rates, bill
+from minitron.plan.money import GpuHour, bill
 from minitron.plan.search import Candidate, search
 from minitron.run_checks import require_ranks
 from minitron.train import read_options
@@ -57,10 +57,10 @@ def test_the_numbers_of_a_row():
     job = job_of(load(Path(LLAMA_1B)), 8, H100)
     best = next(each for each in search(job).candidates if each.decision.parallel.chunks > 1
                 and each.decision.parallel.dp > 1 and each.decision.parallel.tp > 1)
-    rates = Rates(watts=500, pue=1.2, price=2.5)
-    header, cells = table([best], 1e11, rates).splitlines()
+    gpu_hour = GpuHour(watts=500, pue=1.2, price=2.5)
+    header, cells = table([best], 1e11, gpu_hour).splitlines()
     row = dict(zip(header.split(), cells.split(), strict=True))
-    axes, total = best.decision.parallel, bill(1e11, 1024 * 4096, best.seconds, 8, rates)
+    axes, total = best.decision.parallel, bill(1e11, 1024 * 4096, best.seconds, 8, gpu_hour)
     assert [row[name] for name in ("tp", "pp", "dp", "chunks", "ZeRO", "micro")] == \
         list(map(str, (axes.tp, axes.pp, axes.dp, axes.chunks, axes.zero,
                        best.decision.micro_batch_size)))
@@ -78,7 +78,7 @@ def test_the_numbers_of_a_row():
     assert number["bubble"] == pytest.approx(100 * shares["bubble"], abs=0.06)
     sent = shares["tp"] + shares["pp"] + shares["dp"]
     assert number["comm"] == pytest.approx(100 * sent, abs=0.06)
-    assert "price" not in table([best], 1e11, replace(rates, price=None))
+    assert "price" not in table([best], 1e11, replace(gpu_hour, price=None))
 
 
 def test_tokens_and_watts_by_default(capsys):
