@@ -138,24 +138,24 @@ def landscape(
 
 
 @rc_context(STYLE)
-def errors(groups: dict[str, dict[str, float]], band: float = 0.1) -> Figure:
-    """Draw by which share each prediction is off, a row each, and a colour for each group.
+def errors(groups: dict[str, dict[str, Sequence[float]]], band: float = 0.1) -> Figure:
+    """Draw by which share predictions are off: a row for each source, and a colour for each group.
 
-    `groups` maps a group's name to its rows: name and predicted / published - 1. Within `band` the
-    background is grey.
+    `groups` maps a group's name to its sources: name and predicted / published - 1 of every row.
+    The one that is furthest off has its number. Within `band` the background is grey.
     """
-    rows = [(group, name, error) for group, named in groups.items()
-            for name, error in named.items()]
-    figure, axes = canvas(height=0.9 + 0.26 * len(rows))
-    span = max(1.5 * band, *(1.3 * abs(error) for _, _, error in rows))  # with its label
+    rows = [(group, name, list(values)) for group, named in groups.items()
+            for name, values in named.items()]
+    furthest = [max(values, key=abs) for _, _, values in rows]
+    figure, axes = canvas(height=0.9 + 0.4 * len(rows))
+    span = max(1.5 * band, *(1.3 * abs(error) for error in furthest))  # with its number
     axes.axvspan(-band, band, color=BAND, zorder=0)
-    axes.axvline(0, color=BLACK, linewidth=1)
+    axes.axvline(0, color=BLACK, linewidth=1, zorder=1)
     colours = dict(zip(groups, (BLUE, VERMILLION, GREEN, PURPLE), strict=False))
-    for y, (group, _, error) in enumerate(rows):
-        axes.plot([0, error], [y, y], color=colours[group])
-        axes.plot([error], [y], "o", color=colours[group], markersize=7)
+    for y, ((group, _, values), error) in enumerate(zip(rows, furthest, strict=True)):
+        axes.plot(values, [y] * len(values), "o", color=colours[group], markersize=8, alpha=0.7)
         axes.annotate(_percent(error), (error, y), va="center", textcoords="offset points",
-                      xytext=(8 if error > 0 else -8, 0), ha="left" if error > 0 else "right")
+                      xytext=(9 if error > 0 else -9, 0), ha="left" if error > 0 else "right")
     for group, colour in colours.items():
         first = next(y for y, row in enumerate(rows) if row[0] == group)
         axes.text(span, first, group, color=colour, ha="right", va="center")

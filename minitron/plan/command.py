@@ -12,12 +12,12 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
-from minitron import command_line, cost
+from minitron import command_line
 from minitron.config import Config, ConfigError, require
 from minitron.config_file import load
-from minitron.plan.decide import Decision, Job
 from minitron.plan.explain import as_it_stands, costs_most, explain
 from minitron.plan.hardware import Device, find_device
+from minitron.plan.job import Decision, Job, size_of
 from minitron.plan.money import TYPICAL_PUE, GpuHour, bill
 from minitron.plan.search import Candidate, Search, search
 from minitron.plan.systems import MINITRON
@@ -148,9 +148,8 @@ def tokens_per_step(job: Job) -> int:
 
 
 def heading(name: str, job: Job) -> str:
-    parameters = cost.num_parameters(job.model) / 1e9
     limit, memory = job.limit / 1e9, job.device.memory_bytes / 1e9
-    return f"{name}: {parameters:.3g} G parameters on {job.num_gpus:,} x {job.device.name}, " \
+    return f"{name}: {size_of(job.model)} parameters on {job.num_gpus:,} x {job.device.name}, " \
         f"{limit:.0f} of {memory:.0f} GB usable; a step is {job.global_batch_size:,} sequences " \
         f"of {job.sequence_length:,} tokens in {job.precision}"
 

@@ -20,7 +20,7 @@ from minitron import cost
 from minitron.config import ConfigError, ParallelConfig, require
 from minitron.cost.sharding import FULLY_SHARDED
 from minitron.plan.hardware import NIC_LATENCY, NVLINK_LATENCY
-from minitron.plan.job import USABLE, Decision, Job
+from minitron.plan.job import USABLE, Decision, Job, size_of
 from minitron.precision import PRECISIONS
 
 __all__ = ["PEAK_SHARE", "USABLE", "Decision", "Job", "decide", "link", "link_of", "memory_of",
@@ -56,8 +56,8 @@ def decide(job: Job) -> Decision:
         elif option.recompute == "none" and parts["dp"] < 0.05 * seconds:
             break  # what a further cut could save is nearly gone
 
-    require(best is not None, f"{parameters:.3g} G parameters need {least / 1e9:.0f} GB on each of "
-            f"{job.num_gpus} GPUs, and {job.limit / 1e9:.0f} GB are usable: take about "
+    require(best is not None, f"{size_of(job.model)} parameters need {least / 1e9:.0f} GB on each "
+            f"of {job.num_gpus} GPUs, and {job.limit / 1e9:.0f} GB are usable: take about "
             f"{math.ceil(job.num_gpus * least / job.limit)} GPUs")
     return replace(best, steps=tuple(steps))
 

@@ -7,10 +7,11 @@ from pathlib import Path
 from tqdm import tqdm
 from tyro.conf import Positional
 
-from minitron import command_line, cost
+from minitron import command_line
 from minitron.config import Config, require
 from minitron.config_file import load
 from minitron.plan.hardware import find_device
+from minitron.plan.job import size_of
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def heading(options: DryRunOptions, config: Config) -> str:
     chunks = f" x {axes.chunks}" if axes.chunks > 1 else ""
     sequence = " + sequence" if axes.sequence else ""
     left_out = ", not compiled" if options.train.compile else ""
-    return f"{options.file.stem}: {cost.num_parameters(config.model) / 1e9:.3g} G parameters on " \
+    return f"{options.file.stem}: {size_of(config.model)} parameters on " \
         f"{gpus:,} GPUs, dp {gpus // (axes.tp * axes.pp)}, pp {axes.pp}{chunks}, " \
         f"tp {axes.tp}{sequence}, ZeRO {axes.zero}\n" \
         f"A step: {train.global_batch_size:,} sequences of {config.data.sequence_length:,} " \

@@ -1,6 +1,6 @@
 """What is to be trained on how many GPUs, and one layout for it.
 
-Read in this order: Job, Decision.
+Read in this order: Job, Decision, size_of.
 """
 
 import math
@@ -61,3 +61,9 @@ class Decision:
         together = f", {size} sequences at once" if size > 1 else ""
         return f"tp {axes.tp}, pp {axes.pp}, dp {axes.dp}, ZeRO {axes.zero}" \
             f"{recomputed[self.recompute]}{together}"
+
+
+def size_of(model: ModelConfig) -> str:
+    """How many parameters, as in "175 G" or "1.01 T"."""
+    billions = cost.num_parameters(model) / 1e9
+    return f"{billions:.3g} G" if billions < 999.5 else f"{billions / 1e3:.3g} T"

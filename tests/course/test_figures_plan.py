@@ -53,12 +53,15 @@ def test_the_landscape_has_every_layout_and_a_band_where_none_fits():
     assert {"fastest", "does not fit"} <= set(texts(figure))
 
 
-def test_an_error_is_a_line_from_zero_in_its_groups_colour():
-    figure = errors({"fitted": {"a": 0.05, "b": -0.02}, "not": {"c": -0.2}}, band=0.1)
-    lines = [line for line in figure.axes[0].lines if len(line.get_xdata()) == 2][1:]
-    assert [tuple(line.get_xdata()) for line in lines] == [(0, 0.05), (0, -0.02), (0, -0.2)]
-    assert lines[0].get_color() == lines[1].get_color() != lines[2].get_color()
-    assert {"+5%", "-2%", "-20%", "fitted", "not"} <= set(texts(figure))
+def test_every_error_is_a_dot_in_its_sources_row_and_its_groups_colour():
+    figure = errors({"fitted": {"a": [0.05, 0.03], "b": [-0.002]}, "not": {"c": [0.1, -0.2]}})
+    dots = [line for line in figure.axes[0].lines if line.get_marker() == "o"]
+    assert [tuple(dot.get_xdata()) for dot in dots] == [(0.05, 0.03), (-0.002,), (0.1, -0.2)]
+    assert [set(dot.get_ydata()) for dot in dots] == [{0}, {1}, {2}]
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["a", "b", "c"]
+    assert dots[0].get_color() == dots[1].get_color() != dots[2].get_color()
+    assert {"+5%", "0%", "-20%", "fitted", "not"} <= set(texts(figure)), "the furthest of each"
+    assert not {"+3%", "+10%", "-0%"} & {text.get_text() for text in figure.axes[0].texts}
     (band,) = figure.axes[0].patches
     assert (band.get_x(), band.get_width()) == pytest.approx((-0.1, 0.2))
     assert figure.axes[0].get_xlim()[0] < -0.25, "room for the label"
@@ -72,7 +75,7 @@ def test_time_stands_above_memory_and_what_cannot_run_says_so():
 
 
 @pytest.mark.parametrize("figure", [
-    lambda: step_bars({"a": PARTS}), lambda: errors({"a": {"b": 0.1}}),
+    lambda: step_bars({"a": PARTS}), lambda: errors({"a": {"b": [0.1]}}),
     lambda: landscape([(1, 2)], [(70, 1)], 64, {}),
 ], ids=["steps", "errors", "landscape"])
 def test_the_same_numbers_give_the_same_bytes(figure):
