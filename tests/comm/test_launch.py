@@ -382,6 +382,7 @@ def test_a_run_after_each_failure():
 # Leaving nothing behind
 
 SCRIPT = """
+    import signal
     import time
     import psutil
     from minitron.comm.launch import run
@@ -390,6 +391,8 @@ SCRIPT = """
         print(f"ready", flush=True)
         time.sleep(100)
 
+    # As in a terminal: a shell that has started the tests with & lets them ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     print("main", flush=True)
     run(work, 2)
     """
