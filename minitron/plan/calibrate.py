@@ -71,10 +71,11 @@ def alone(device: torch.device, known: Device | None) -> Device:
     if known:
         share = min(1.0, flops / known.bf16_flops)
         return replace(known, **measured, matmul_share=share, memory_bandwidth=bandwidth)
+    peak = max(flops, float32)  # many CPUs multiply float32 faster: MFU stays below 1 in both
     return Device(
-        **measured, bf16_flops=flops, fp8_flops=None, memory_bandwidth=bandwidth,
+        **measured, bf16_flops=peak, fp8_flops=None, memory_bandwidth=bandwidth,
         nvlink_bandwidth=bandwidth, nic_bandwidth=bandwidth, watts=0.0,
-        matmul_share=1.0, nvlink_share=1.0, nic_share=1.0,
+        matmul_share=flops / peak, nvlink_share=1.0, nic_share=1.0,
     )
 
 

@@ -40,19 +40,27 @@ def test_a_plan_for_this_machine(monkeypatch):
     here = calibrate("cpu")
     assert (here.nvlink_latency, here.nvlink_bandwidth) == link
     assert (here.nic_latency, here.nic_bandwidth) == link
-    assert here.matmul_share == here.nvlink_share == here.nic_share == 1
+    assert here.nvlink_share == here.nic_share == 1
     assert here.watts == 0 and here.fp8_flops is None
     assert min(here.bf16_flops, here.memory_bytes, here.memory_bandwidth) > 1e6
-    model = ModelConfig(vocab_size=512)
-    layout = Decision(ParallelConfig(dp=2))
-    step = estimate(Job(model, 2, here, 128, 32, gpus_per_node=2, precision="fp32"), layout)
+    step = planned(here, "fp32")
     assert 0 < step.mfu < 1 and step.parts["dp"] >= 0
 
 
-def test_float32_is_measured_too():
-    device = alone(CPU, None)
-    assert device.float32_share > 0
-    assert device.float32_share * device.bf16_flops > 1e6
+def planned(device, precision):
+    job = Job(ModelConfig(vocab_size=512), 2, device, 128, 32, gpus_per_node=2, precision=precision)
+    return estimate(job, Decision(ParallelConfig(dp=2)))
+
+
+@pytest.mark.parametrize(("bf16", "fp32"), [(1e9, 30e9), (30e9, 1e9)])
+def test_the_faster_of_two_dtypes_is_the_peak(monkeypatch, bf16, fp32):
+    monkeypatch.setattr(calibration, "matmul_flops", lambda device, dtype:
+                        bf16 if dtype == torch.bfloat16 else fp32)
+    device = replace(alone(CPU, None), memory_bandwidth=1e15, nvlink_bandwidth=1e15)
+    assert device.bf16_flops == 30e9
+    seconds = {dtype: planned(device, dtype).parts["matmul"] for dtype in ("bf16", "fp32")}
+    assert seconds["bf16"] / seconds["fp32"] == pytest.approx(fp32 / bf16, rel=1e-3)
+    assert all(0 < planned(device, dtype).mfu < 1 for dtype in seconds)
 
 
 def test_of_a_known_gpu_the_datasheet_stays(monkeypatch):
