@@ -64,6 +64,8 @@ class Decision:
 
 
 def size_of(model: ModelConfig) -> str:
-    """How many parameters, as in "175 G" or "1.01 T"."""
-    billions = cost.num_parameters(model) / 1e9
-    return f"{billions:.3g} G" if billions < 999.5 else f"{billions / 1e3:.3g} T"
+    """How many parameters, as in "124 M" or "1.01 T"."""
+    number = cost.num_parameters(model)
+    prefixes = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3}
+    prefix = next((each for each in prefixes if number >= 0.9995 * prefixes[each]), "k")
+    return f"{number / prefixes[prefix]:.3g} {prefix}"

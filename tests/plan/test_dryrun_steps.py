@@ -207,7 +207,7 @@ def test_the_command_shows_first_middle_and_last(file, capsys):
     assert f"{dry.peak.total / 1e6:,.2f}" in out
     assert [line.split()[:2] for line in out.splitlines() if line.lstrip()[:1].isdigit()][:3] == [
         ["0", "0"], ["4", "2"], ["6", "3"]]
-    assert "small: 0.000235 G parameters on 8 GPUs, dp 2, pp 4, tp 1, ZeRO 0" in out
+    assert "small: 235 k parameters on 8 GPUs, dp 2, pp 4, tp 1, ZeRO 0" in out
     assert "Fits on A100" in out
 
 

@@ -40,7 +40,7 @@ def test_the_table_of_a_small_model(capsys):
     assert plan(GPT2, "--gpus", "4", "--device", "h100", "--tokens", "1e9", "--price", "2.5",
                 "--watts", "500", "--pue", "1.2", "--top", "3") == 0
     text = capsys.readouterr().out
-    assert text.startswith("gpt2-124m: 0.124 G parameters on 4 x H100-SXM-80GB, 64 of 80 GB us")
+    assert text.startswith("gpt2-124m: 124 M parameters on 4 x H100-SXM-80GB, 64 of 80 GB us")
     job = job_of(load(Path(GPT2)), 4, H100)
     found = search(job)
     assert f"{found.num_layouts:,} layouts in" in text
