@@ -126,14 +126,29 @@ def _range(values: tuple[int, ...]) -> str:
 # A comparison
 
 
+@dataclass(frozen=True)
+class Arrival:
+    """A rank has come to a call; the rank's last collective of each group before it."""
+
+    rank: int
+    call: Call
+    before: dict[tuple, Call]
+
+
 class Matcher:
     """Compare ranks while they run: every rank of a group must make the same calls in its order.
 
     One that is merely behind is no mismatch. A send is compared with the receive it meets.
+
+    Two ranks that have two groups in common must issue the collectives of both in the same order,
+    too. gloo completes asynchronous ones in any order; NCCL runs each as a kernel that waits for
+    the other ranks' kernels, and two of them may wait for each other. Messages are exempt: ranks
+    of a pipeline send and receive in orders of their own.
     """
 
     def __init__(self):
-        self._waiting: dict[tuple, list[tuple[int, Call]]] = {}
+        self._waiting: dict[tuple, list[Arrival]] = {}
+        self._last: dict[int, dict[tuple, Call]] = {}  # collective, by rank and group
         self._receives_anything: set[tuple] = set()
 
     def add(self, rank: int, call: Call) -> str | None:
@@ -141,17 +156,26 @@ class Matcher:
         meeting, num_ranks = self._meeting(rank, call)
         if meeting is None:
             return None
+        last = self._last.setdefault(rank, {})
+        arrival = Arrival(rank, call, {} if call.op in MESSAGES else dict(last))
         waiting = self._waiting.setdefault(meeting, [])
-        waiting.append((rank, call))
-        if _signature(call) != _signature(waiting[0][1]):
-            return _mismatch([other for other, _ in waiting[:-1]], waiting[0][1], rank, call)
+        waiting.append(arrival)
+        if call.op not in MESSAGES:
+            last[_group(call)] = call
+
+        if _signature(call) != _signature(waiting[0].call):
+            return _mismatch([other.rank for other in waiting[:-1]], waiting[0].call, rank, call)
+        for other in waiting[:-1]:
+            crossed = _crossed_order(arrival, other) or _crossed_order(other, arrival)
+            if crossed:
+                return crossed
         if len(waiting) == num_ranks:
             del self._waiting[meeting]
         return None
 
     def _meeting(self, rank: int, call: Call) -> tuple[tuple | None, int]:
         """What the calls that belong together have in common, and how many they are."""
-        group = call.group, call.axis, call.ranks
+        group = _group(call)
         if call.op not in MESSAGES:
             return (*group, call.number), call.size
         if call.peer is None:
@@ -172,6 +196,21 @@ def first_mismatch(calls_by_rank: Sequence[Sequence[Call]]) -> str | None:
         mismatch = matcher.add(rank, call)
         if mismatch:
             return mismatch
+    return None
+
+
+def _group(call: Call) -> tuple:
+    return call.group, call.axis, call.ranks
+
+
+def _crossed_order(early: Arrival, late: Arrival) -> str | None:
+    """Tell whether `late` has issued what `early` will issue only after the call they meet in."""
+    for group, call in late.before.items():
+        known = early.before.get(group)
+        if early.rank in call.ranks and (known is None or known.number < call.number):
+            return (f"rank {late.rank} issued {call} before {late.call}, rank {early.rank} has "
+                    "come to the latter without it: ranks that share two groups must issue the "
+                    "collectives of both in the same order, or they can deadlock with NCCL")
     return None
 
 

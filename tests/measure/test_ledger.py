@@ -9,6 +9,7 @@ import time
 import warnings
 import weakref
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -419,8 +420,45 @@ def test_another_reduction_is_a_mismatch():
 def test_groups_of_the_same_ranks_and_name_are_not_mixed_up():
     first, second = call(group="1"), call("barrier", group="2")
 
-    assert first_mismatch([[first, second], [second, first], [], []]) is None
+    assert first_mismatch([[first, second], [first, second], [], []]) is None
+    assert first_mismatch([[first], [second], [], []]) is None
     assert first_mismatch([[first], [call("barrier", group="1")], [], []]) is not None
+
+
+def in_order(*calls):
+    return [replace(call, started=float(place)) for place, call in enumerate(calls)]
+
+
+def test_a_crossed_order_over_two_groups_is_a_mismatch():
+    """It needs two ranks with both groups in common, and no wait in between."""
+    dp, tp = call(axis="dp", payload=8), call("all_gather", axis="tp", ranks=(0, 1, 3), payload=16)
+    later = replace(tp, number=1)
+    rule = (": ranks that share two groups must issue the collectives of both in the same order, "
+            "or they can deadlock with NCCL")
+    crossed = ("rank 0 issued all_reduce #0 (8 B, axis dp) before all_gather #0 (16 B, axis tp), "
+               f"rank 1 has come to the latter without it{rule}")
+
+    assert first_mismatch([in_order(dp, tp), in_order(tp, dp), [], []]) == crossed
+    assert first_mismatch([in_order(dp, tp), in_order(tp), [], []]) == crossed
+    assert first_mismatch([in_order(tp, dp, later), [], [], in_order(tp, later, dp)]) == (
+        "rank 0 issued all_reduce #0 (8 B, axis dp) before all_gather #1 (16 B, axis tp), "
+        f"rank 3 has come to the latter without it{rule}")
+
+
+def test_orders_that_no_two_ranks_can_cross():
+    dp, tp = call(axis="dp", payload=8), call("all_gather", axis="tp", ranks=(0, 1, 3))
+    alone = call(axis="ep", ranks=(0, 2), payload=8)
+    to_2, to_3 = (call("send", peer=peer, ranks=(0, 1, 2, 3), size=4) for peer in (2, 3))
+
+    # behind
+    assert first_mismatch([in_order(dp, tp), in_order(dp), in_order(dp), []]) is None
+    # rank 2 is not in tp, and is alone with rank 0 in the other
+    assert first_mismatch([in_order(dp, tp, alone), [], in_order(dp, alone), []]) is None
+    assert first_mismatch([in_order(tp, alone), in_order(tp), in_order(alone), []]) is None
+    assert first_mismatch([in_order(alone, tp), in_order(tp), in_order(alone), []]) is None
+    # messages
+    assert first_mismatch([in_order(to_2, dp, to_3), in_order(to_3, dp, to_2), [], []]) is None
+    assert first_mismatch([in_order(to_2, to_3), in_order(to_3, to_2), [], []]) is None
 
 
 def test_all_that_wait_are_named():
