@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 
 from minitron.comm.agreement import gathered
+from minitron.comm.descendants import MARK
 from minitron.comm.rank_process import Failure, Orders
 from minitron.comm.rank_report import RankError
 from minitron.comm.ranks import PROCESS_NAME, Ranks
@@ -86,7 +87,8 @@ def _orders(fn: Callable, args: tuple, num_ranks: int, folder: Path, watch: bool
     gloo = {"GLOO_SOCKET_IFNAME": loopback} if loopback else {}
     cells = {name: entry for name, entry in linecache.cache.items()
              if len(entry) == 4 and entry[1] is None}
-    return Orders(num_ranks, folder, watch, job, {**gloo, **os.environ}, list(sys.path), cells)
+    environment = {**gloo, **os.environ, MARK: str(folder)}
+    return Orders(num_ranks, folder, watch, job, environment, list(sys.path), cells)
 
 
 def _run_under_torchrun(fn: Callable, num_ranks: int, args: tuple) -> list:

@@ -29,8 +29,18 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
+from minitron.comm.descendants import (
+    adopt_descendants,
+    end_with_server,
+    has_children,
+    kill_descendants,
+    outlive_server,
+)
 from minitron.measure.ledger import Ledger
 
+# Asks for the stack: the main thread, whose native sleep or read this would end too early, or the
+# thread that listens to the parent, whatever the main thread does. Windows has neither.
+ASK, ASIDE = (getattr(signal, name, None) for name in ("SIGUSR1", "SIGUSR2"))
 NO_LIMIT = timedelta(days=1)  # the parent watches over time; gloo must not give up before it
 
 
@@ -89,18 +99,24 @@ class Failure:
 def rank_main(rank: int, orders: Orders, pipe: Connection) -> None:
     """Call the function of `orders` as rank `rank`, send its outcome, leave when told to."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal
+    end_with_server()
+    adopt_descendants()
+    if ASIDE is not None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {ASIDE})  # also in threads that start later
     may_leave = threading.Event()
     threading.Thread(target=_obey_parent, args=(pipe, may_leave), daemon=True).start()
 
     redirect_prints(output_file(orders.folder, rank))
     stack = open(stack_file(orders.folder, rank), "w")
-    if hasattr(signal, "SIGUSR1"):
-        faulthandler.register(signal.SIGUSR1, stack)  # answers even from within gloo
+    for asking in (ASK, ASIDE) if ASK is not None else ():
+        faulthandler.register(asking, stack)  # answers even from within gloo
     mailbox = Mailbox(pipe)
     mailbox.send(Started())
 
     mailbox.send(outcome_of(rank, orders, mailbox))
     may_leave.wait()
+    if has_children():
+        kill_descendants(os.getpid())
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -137,9 +153,9 @@ def failure_of(error: BaseException) -> Failure:
     report.stack = traceback.StackSummary.from_list(inner) if inner else None
     name = type(error).__name__
     return Failure(
-        text=f"raised {name}: {_first_line(error)}".removesuffix(": "),
+        text=f"raised {name}: {_first_line(report)}".removesuffix(": "),
         error=name,
-        message=str(error),
+        message=str(report),  # which has a text even where str(error) raises
         traceback="".join(report.format()).rstrip(),
         frames=[Frame(f.filename, f.lineno or 0, f.name, f.line or "") for f in inner],
     )
@@ -169,11 +185,15 @@ class Mailbox:
 
 
 def _obey_parent(pipe: Connection, may_leave: threading.Event) -> None:
+    if ASIDE is not None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {ASIDE})
     try:
         pipe.recv_bytes()
         may_leave.set()
-    except (EOFError, OSError):
-        os._exit(1)  # the parent is gone, even by kill -9
+    except (EOFError, OSError):  # the parent is gone, even by kill -9
+        outlive_server()
+        kill_descendants(os.getpid())
+        os._exit(1)
 
 
 def _take_over(orders: Orders) -> None:
@@ -203,5 +223,5 @@ def stack_file(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.stack"
 
 
-def _first_line(error: BaseException) -> str:
+def _first_line(error: BaseException | traceback.TracebackException) -> str:
     return str(error).strip().split("\n")[0]

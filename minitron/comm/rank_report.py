@@ -3,7 +3,7 @@
     ranks 0, 1 and 3 wait in all_reduce #0 (16 B, axis world), cell line 4: dist.all_reduce(x)
     rank 2 has finished
 
-A rank that hangs is asked for its stack by SIGUSR1, which Python's faulthandler answers even while
+A rank that hangs is asked for its stack by a signal, which Python's faulthandler answers even while
 the rank is within gloo. Windows has no such signal; there the last announced call must do.
 """
 
@@ -15,16 +15,19 @@ import sysconfig
 import time
 from pathlib import Path
 
+import psutil
 import torch
 
-from minitron.comm.rank_process import Failure, Frame, strip_launcher
+from minitron.comm.rank_process import ASIDE, ASK, Failure, Frame, strip_launcher
 
 PACKAGE = Path(__file__).parents[1]
 LEDGER = str(PACKAGE / "measure" / "ledger.py")
-LIBRARIES = (Path(sysconfig.get_path("stdlib")), Path(torch.__file__).parents[1])
+STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
+SITE_PACKAGES = Path(torch.__file__).parents[1]
+LIBRARIES = (STANDARD_LIBRARY, SITE_PACKAGES)
 GENERATED = ("<frozen ", "<eval_with_key>")  # but "<stdin>" is the user's
 SECONDS_FOR_STACKS = 1.0
-PLURAL = {"has": "have", "is": "are", "was": "were", "waits": "wait"}
+PLURAL = {"does": "do", "has": "have", "is": "are", "was": "were", "waits": "wait"}
 
 
 class RankError(RuntimeError):
@@ -107,8 +110,8 @@ def collective(frames: list[Frame]) -> str | None:
         path = Path(frame.file).as_posix()
         if "torch/distributed/" in path and not path.endswith("c10d_logger.py"):
             return frame.function
-        if ".wait(" in frame.source:
-            return "wait"
+        if ".wait(" in frame.source and not _is_standard(frames[-1].file):
+            return "wait"  # for a Work: what waits for a thread or a process is Python's own
     return None
 
 
@@ -138,20 +141,21 @@ def name_cells(traceback: str) -> str:
 def killed(exit_code: int | None) -> Failure:
     """Describe a process that ended before its outcome was known."""
     if exit_code is not None and exit_code < 0:
-        return Failure(f"was killed by {signal.Signals(-exit_code).name}")
+        names = {number.value: number.name for number in signal.Signals}
+        return Failure(f"was killed by {names.get(-exit_code, f'signal {-exit_code}')}")
     return Failure(f"exited with code {exit_code} before it returned")
 
 
 def read_stacks(files: dict[int, Path]) -> dict[int, list[Frame]]:
     """Ask processes, given as {pid: file of its faulthandler}, for their stacks."""
-    if not hasattr(signal, "SIGUSR1"):
+    if ASK is None:
         return {pid: [] for pid in files}
 
     before = {pid: file.stat().st_size for pid, file in files.items()}
     for pid in files:
         try:
-            os.kill(pid, signal.SIGUSR1)
-        except ProcessLookupError:
+            os.kill(pid, asking_signal(pid))
+        except (ProcessLookupError, psutil.NoSuchProcess):
             pass  # it has ended meanwhile
     deadline = time.monotonic() + SECONDS_FOR_STACKS
     while time.monotonic() < deadline:
@@ -161,8 +165,24 @@ def read_stacks(files: dict[int, Path]) -> dict[int, list[Frame]]:
     return {pid: parse_stack(file.read_text()[before[pid]:]) for pid, file in files.items()}
 
 
+def asking_signal(pid: int) -> signal.Signals:
+    """Which signal asks a rank for its stack.
+
+    In the main thread it would end a native sleep early, as if the time were over: so another
+    thread is interrupted where the main one sleeps. Where that runs, its own frames would change
+    while another thread reads them.
+    """
+    sleeps = psutil.Process(pid).status() in (psutil.STATUS_SLEEPING, psutil.STATUS_DISK_SLEEP)
+    return ASIDE if sleeps else ASK
+
+
 def parse_stack(text: str) -> list[Frame]:
-    """Read the main thread's frames, outermost first, from what faulthandler wrote."""
+    """Read the main thread's frames, outermost first, from what faulthandler wrote.
+
+    Empty if they are not there: of more than 100 threads it leaves out the oldest.
+    """
+    if text.endswith("\n...\n"):
+        return []
     linecache.checkcache()
     _, _, main_thread = text.rpartition("(most recent call first):\n")
     found = re.findall(r'  File "(.*)", line (\d+) in (.*)', main_thread)
@@ -171,6 +191,11 @@ def parse_stack(text: str) -> list[Frame]:
         for file, line, function in reversed(found)
     ]
     return strip_launcher(frames)
+
+
+def _is_standard(file: str) -> bool:
+    parents = Path(file).parents
+    return STANDARD_LIBRARY in parents and SITE_PACKAGES not in parents
 
 
 def _is_below(file: str, *folders: Path) -> bool:

@@ -13,7 +13,6 @@ Read in this order: Ranks.wait, Rank.receive, Ranks._have_stalled.
 
 import multiprocessing
 import pickle
-import signal
 import sys
 import time
 import types
@@ -24,6 +23,8 @@ from multiprocessing import connection
 import cloudpickle
 import psutil
 
+from minitron.comm.descendants import kill_descendants, kill_those_of
+from minitron.comm.interrupts import deaf_to_interrupts, interrupted_later
 from minitron.comm.rank_process import (
     Failure,
     Frame,
@@ -114,7 +115,13 @@ class Rank:
             with suppress(OSError):  # killed after it had returned
                 self.pipe.send_bytes(b"leave")
         elif self.process.pid is not None:
+            if self.process.is_alive():
+                kill_descendants(self.process.pid)
             self.process.kill()
+
+    @property
+    def has_died(self) -> bool:
+        return self.process.pid is not None and not self.process.is_alive()
 
     def end(self) -> None:
         """Wait until it is gone."""
@@ -152,7 +159,7 @@ class Ranks:
         if method == "forkserver":
             context.set_forkserver_preload(PRELOADED)
         self.ranks = []
-        with _deaf_to_interrupts(), _without_main():
+        with deaf_to_interrupts(), _without_main():
             for number in range(self.orders.num_ranks):
                 self.ranks.append(Rank(number, context, self.orders))
                 self.ranks[-1].start()
@@ -181,15 +188,19 @@ class Ranks:
 
     def end(self) -> None:
         """Leave no process behind, and show what has been printed."""
-        self._end_processes()
+        with interrupted_later():
+            self._end_processes()
         self.prints.close()
 
     def _end_processes(self) -> None:
         all_returned = all(isinstance(rank.outcome, Returned) for rank in self.ranks)
+        died = any(rank.has_died for rank in self.ranks)
         for rank in self.ranks:
             rank.release(may_leave=all_returned)
         for rank in self.ranks:
             rank.end()
+        if died:
+            kill_those_of(self.orders.folder)
 
     def _running(self) -> list[Rank]:
         return [rank for rank in self.ranks if rank.outcome is None]
@@ -266,19 +277,6 @@ class Ranks:
 
     def _failures(self) -> dict[int, Failure]:
         return {rank.number: rank.outcome for rank in self._failed()}
-
-
-@contextmanager
-def _deaf_to_interrupts() -> Iterator[None]:
-    # Ctrl-C is sent to every process of a terminal or kernel. Those started here inherit the mask.
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

@@ -219,6 +219,19 @@ def test_a_wrong_number_of_arguments():
     assert message.endswith("\n\nTypeError: " + message.split("\n")[0].partition("Error: ")[2])
 
 
+def test_an_exception_that_cannot_be_shown():
+    class Silent(Exception):
+        def __str__(self):
+            raise RuntimeError("no text")
+
+    def fail(group):
+        raise Silent
+
+    message = str(fails(fail, 1))
+    assert message.startswith("rank 0 raised Silent: <exception str() failed>\n")
+    assert "raise Silent" in message
+
+
 def test_sys_exit_is_a_failure():
     assert str(fails(lambda group: sys.exit(3), 1)).startswith("rank 0 raised SystemExit: 3")
 
@@ -226,6 +239,8 @@ def test_sys_exit_is_a_failure():
 @pytest.mark.parametrize(
     ("end", "text"),
     [(lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL"),
+     (lambda: os.kill(os.getpid(), 40), "was killed by signal 40"),  # one without a name
+     (lambda: os._exit(0), "exited with code 0 before it returned"),
      (lambda: os._exit(3), "exited with code 3 before it returned")],
 )
 def test_a_rank_that_dies(capsys, end, text):
@@ -322,6 +337,55 @@ def test_an_endless_loop():
     assert waiting.startswith("  rank 1 waits in barrier #0")
 
 
+@pytest.mark.parametrize("library", ["CDLL", "PyDLL"])  # the second keeps Python's lock
+def test_looking_at_a_rank_does_not_wake_it(impatient, library):
+    """C's sleep ends early when a signal comes, and would be taken for over."""
+    def sleep(group):
+        import ctypes
+
+        print("asleep")
+        return getattr(ctypes, library)(None).sleep(1000)
+
+    headline, sleeping = str(fails(sleep, 1, timeout=3)).split("\n")
+    assert headline == "not finished after 3 s (the timeout)"
+    assert sleeping.startswith("  rank 0 is at test_launch.py line ")
+    assert sleeping.endswith("(None).sleep(1000)")
+
+
+@pytest.mark.parametrize("how", ["thread", "process"])
+def test_waiting_for_a_thread_or_a_process_is_no_hang(impatient, how):
+    def wait(group):
+        import subprocess
+        import threading
+
+        dist.barrier(group=group)
+        if how == "thread":
+            threading.Event().wait(2.5)
+        else:
+            process = subprocess.Popen(["sleep", "2.5"])
+            process.wait()
+
+    run(wait, 2)
+
+
+def test_a_note_does_not_wake_a_rank(monkeypatch, capsys):
+    def work(group):
+        import ctypes
+
+        dist.barrier(group=group)
+        if group.rank() == 0:
+            return ctypes.CDLL(None).sleep(3)
+        if group.rank() == 1:
+            end = time.monotonic() + 3
+            while time.monotonic() < end:
+                pass
+        dist.all_reduce(torch.ones(1), group=dist.new_group([1, 2], use_local_synchronization=True))
+
+    monkeypatch.setattr(ranks_module, "NOTE_SECONDS", 1.0)
+    assert run(work, 3)[0] == 0  # seconds that were left to sleep
+    assert "no call for 1 s" in capsys.readouterr().out
+
+
 def test_different_collectives_are_named_at_once():
     def mismatch(group):
         dist.all_reduce(torch.ones(10), group=group)
@@ -347,6 +411,26 @@ def test_different_reductions_are_a_mismatch():
     headline = str(fails(mismatch, 2)).split("\n")[0]
     assert headline.startswith("the ranks do not match: rank ")
     assert "all_reduce #0 (sum" in headline and "all_reduce #0 (max" in headline
+
+
+@pytest.mark.parametrize("groups", [((0, 1, 2), (0, 1, 2)), ((0, 1, 2), (0, 1))])
+def test_a_crossed_order_over_two_groups_is_a_mismatch(groups):
+    """gloo would complete it, by luck: with NCCL it can deadlock."""
+    def cross(group):
+        tensors = [torch.ones(4), torch.ones(8)]
+        pairs = list(zip(tensors, [dist.new_group(ranks) for ranks in groups], strict=True))
+        if group.rank() == 1:
+            pairs.reverse()
+        mine = [(x, g) for x, g in pairs if g is not dist.GroupMember.NON_GROUP_MEMBER]
+        works = [dist.all_reduce(x, group=g, async_op=True) for x, g in mine]
+        for work in works:
+            work.wait()
+
+    headline = str(fails(cross, 3)).split("\n")[0]
+    assert headline.startswith("the ranks do not match: rank ")
+    assert "all_reduce #0 (16 B, axis group 1)" in headline
+    assert "all_reduce #0 (32 B, axis group 2)" in headline
+    assert "the same order, or they can deadlock with NCCL" in headline
 
 
 def test_tags_that_differ_are_shown(impatient):

@@ -3,7 +3,7 @@
 import torch.distributed as dist
 
 from minitron.comm.rank_process import Frame
-from minitron.comm.rank_report import PACKAGE, describe, is_hang, report
+from minitron.comm.rank_report import PACKAGE, describe, is_hang, parse_stack, report
 
 C10D = Frame(dist.distributed_c10d.__file__, 2169, "init_process_group", "store.get(key)")
 LEDGER = Frame(str(PACKAGE / "measure" / "ledger.py"), 218, "__enter__", "super().__enter__()")
@@ -36,3 +36,16 @@ def test_the_users_line_counts():
 def test_ranks_of_the_same_text_share_a_line():
     assert report("a hang", {0: "waits for it", 1: "is starting", 2: "waits for it"}) == (
         "a hang\n  ranks 0 and 2 wait for it\n  rank 1 is starting")
+
+
+def test_ranks_that_do_not_answer():
+    assert report("a hang", {0: "does not answer", 1: "does not answer"}) == (
+        "a hang\n  ranks 0 and 1 do not answer")
+
+
+def test_only_the_main_threads_frames_count():
+    """Python shows the newest thread first, and 100 at most."""
+    thread = 'Thread 0x1 (most recent call first):\n  File "{}.py", line 3 in work\n'
+    assert [frame.file for frame in parse_stack(thread.format("other") + thread.format("main"))] \
+        == ["main.py"]
+    assert parse_stack(thread.format("other") + "...\n") == []
