@@ -12,6 +12,7 @@ from unittest import mock
 
 import tyro
 
+from minitron import disk
 from minitron.config import ConfigError
 
 Options = TypeVar("Options")
@@ -68,10 +69,22 @@ def run(main: Callable[[list[str]], int]) -> None:
     except KeyboardInterrupt:
         print("minitron: interrupted", file=sys.stderr)
         code = 130
-    except (PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError) as error:
-        print(f"minitron: {error.filename}: {error.strerror}; choose another path", file=sys.stderr)
-        code = 2
     except BrokenPipeError:  # the reader of our output, such as `head`, has left
         sys.stdout = None
         code = 0
+    except Exception as error:
+        code = refused(error)
+        if code is None:
+            raise
     raise SystemExit(code)
+
+
+def refused(error: Exception) -> int | None:
+    """Tell in one line what a disk has refused; returns the exit code, None for another fault."""
+    reason = disk.refusal(error)
+    if reason is None:
+        return None
+    where = getattr(error, "filename", None) or "what is written"
+    remedy = "make room" if "space" in reason or "quota" in reason else "choose another path"
+    print(f"minitron: {where}: {reason}; {remedy}", file=sys.stderr)
+    return 2
