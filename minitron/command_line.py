@@ -56,6 +56,7 @@ def run(main: Callable[[list[str]], int]) -> None:
     """Run a program's `main` on the command line's words and exit with the code it returns."""
     try:
         code = main(sys.argv[1:])
+        sys.stdout.flush()  # here, where what goes wrong is told
     except ConfigError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # a node's ranks all make the same mistake
             print(f"minitron: {error}", file=sys.stderr)
@@ -84,7 +85,8 @@ def refused(error: Exception) -> int | None:
     reason = disk.refusal(error)
     if reason is None:
         return None
-    where = getattr(error, "filename", None) or "what is written"
+    sys.stdout = None  # or what it could not write is tried again at exit
+    where = getattr(error, "filename", None) or "the output"
     remedy = "make room" if "space" in reason or "quota" in reason else "choose another path"
     print(f"minitron: {where}: {reason}; {remedy}", file=sys.stderr)
     return 2
