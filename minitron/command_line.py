@@ -82,11 +82,11 @@ def run(main: Callable[[list[str]], int]) -> None:
 
 def refused(error: Exception) -> int | None:
     """Tell in one line what a disk has refused; returns the exit code, None for another fault."""
-    reason = disk.refusal(error)
-    if reason is None:
+    number, name = disk.refusal(error), getattr(error, "filename", None)
+    if number is None:
         return None
-    sys.stdout = None  # or what it could not write is tried again at exit
-    where = getattr(error, "filename", None) or "the output"
-    remedy = "make room" if "space" in reason or "quota" in reason else "choose another path"
-    print(f"minitron: {where}: {reason}; {remedy}", file=sys.stderr)
+    if name is None:
+        sys.stdout = None  # or what it could not write is tried again at exit
+    remedy = "make room" if number in disk.NO_ROOM else "choose another path"
+    print(f"minitron: {name or 'the output'}: {os.strerror(number)}; {remedy}", file=sys.stderr)
     return 2

@@ -9,41 +9,45 @@ from pathlib import Path
 
 from minitron.config import ConfigError
 
-REFUSALS = {getattr(errno, name) for name in (
-    "ENOSPC", "EDQUOT", "EROFS", "EFBIG", "EIO", "ESTALE", "EACCES", "EPERM", "ENAMETOOLONG",
-    "ENOTDIR", "EISDIR", "EEXIST", "ELOOP",
+NO_ROOM = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS")
+           if hasattr(errno, name)}
+REFUSALS = NO_ROOM | {getattr(errno, name) for name in (
+    "EIO", "ESTALE", "EACCES", "EPERM", "ENAMETOOLONG", "ENOTDIR", "EISDIR", "EEXIST", "ELOOP",
 ) if hasattr(errno, name)}
 """Errors that are the user's to mend: no room, no permission, no such place."""
 
 
-def refusal(error: BaseException) -> str | None:
-    """Why the disk has refused what `error` tells of, in words; None if that is another fault.
+def refusal(error: BaseException) -> int | None:
+    """The number of the error if a disk has refused something, None if it is another fault.
 
-    Libraries in Rust, such as tokenizers and safetensors, put the number into their message.
+    Libraries in Rust, such as tokenizers and safetensors, put the number into their message. An
+    error of permission that names no file is not of a disk.
     """
     number = getattr(error, "errno", None)
     told = re.search(r"\(os error (\d+)\)", str(error))
     if number is None and told is not None:
         number = int(told[1])
-    return os.strerror(number) if number in REFUSALS else None
+    is_named = getattr(error, "filename", None) is not None
+    return number if number in (REFUSALS if is_named else NO_ROOM | {errno.EIO}) else None
 
 
 @contextmanager
 def writing(path: Path, remedy: str = "make room, or choose another folder") -> Iterator[None]:
-    """Raise ConfigError, naming the file, if the disk refuses what is written within.
+    """Raise ConfigError, naming the file, if there is no room for what is written within.
 
-    `path` is named where the error itself names no file, as when the disk is full.
+    `path` is named where the error names no file, as it does when the disk is full. Other refusals
+    name the file, which may be one that is read: the command line tells of them.
     """
     try:
         yield
     except ConfigError:
         raise
     except Exception as error:
-        reason = refusal(error)
-        if reason is None:
+        number, name = refusal(error), getattr(error, "filename", None)
+        if number is None or (name is not None and number not in NO_ROOM):
             raise
-        where = getattr(error, "filename", None) or path
-        raise ConfigError(f"{where}: cannot be written ({reason}); {remedy}") from error
+        raise ConfigError(
+            f"{name or path}: cannot be written ({os.strerror(number)}); {remedy}") from error
 
 
 def open_itself(path: str | Path, flags: int) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from minitron import disk, train
+from minitron import command_line, disk, train
 from minitron.comm.launch import run
 from minitron.config import Config, ConfigError, DataConfig, LogConfig
 from minitron.measure import loggers, metrics
@@ -132,17 +132,34 @@ def test_a_curve_that_tensorboard_cannot_write_is_one_line(config, tmp_path, mon
         train.train(asked, tmp_path)
 
 
-@pytest.mark.parametrize("error, reason", [
-    (OSError(errno.ENOSPC, "x"), "No space left on device"),
-    (OSError(errno.EROFS, "x", "name"), "Read-only file system"),
-    (Exception("No space left on device (os error 28)"), "No space left on device"),  # from Rust
-    (Exception("no such thing (os error 2)"), None),
-    (FileNotFoundError(errno.ENOENT, "x"), None),
+@pytest.mark.parametrize("error, told", [
+    (OSError(errno.ENOSPC, "x"), "the output: No space left on device; make room"),
+    (OSError(errno.EROFS, "x", "a/b"), "a/b: Read-only file system; make room"),
+    (OSError(errno.ENAMETOOLONG, "x", "a/b"), "a/b: File name too long; choose another path"),
+    (PermissionError(errno.EACCES, "x", "a/b"), "a/b: Permission denied; choose another path"),
+    (Exception("x (os error 28)"), "the output: No space left on device; make room"),  # from Rust
+    (Exception("x (os error 2)"), None),
+    (PermissionError(errno.EACCES, "a port"), None),
+    (FileNotFoundError(errno.ENOENT, "x", "a/b"), None),
     (ConnectionResetError(errno.ECONNRESET, "x"), None),
     (ValueError("x"), None),
 ], ids=str)
-def test_only_what_a_disk_refuses_is_that(error, reason):
-    assert disk.refusal(error) == reason
+def test_what_a_disk_refuses_is_one_line_and_another_fault_is_not(error, told, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["minitron"])
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+
+    def fail(args):
+        raise error
+
+    with pytest.raises(type(error) if told is None else SystemExit) as ended:
+        command_line.run(fail)
+    if told is not None:
+        assert (ended.value.code, capsys.readouterr().err) == (2, f"minitron: {told}\n")
+
+
+def test_what_cannot_be_read_is_not_said_to_be_written(tmp_path):
+    with pytest.raises(PermissionError), disk.writing(tmp_path):
+        raise PermissionError(errno.EACCES, "x", "secret.txt")
 
 
 def test_a_file_is_replaced_whole_and_never_through_a_link(tmp_path, monkeypatch):
