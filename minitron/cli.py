@@ -6,12 +6,14 @@ import what they need when they run: `minitron hint` should not wait for torch.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
+from platform import python_version
 from typing import Annotated, Literal
 
 import tyro
 
-from minitron import command_line, config, config_file
+from minitron import __version__, command_line, config, config_file, disk
 
 USAGE = """usage: minitron COMMAND [...]
 
@@ -27,7 +29,7 @@ USAGE = """usage: minitron COMMAND [...]
   reset     put an exercise's stub back minitron reset 1.2
   solution  ours, after yours passes    minitron solution 1.2
 
-`minitron COMMAND --help` tells more."""
+`minitron COMMAND --help` tells more, `minitron --version` which version this is."""
 
 Positional = tyro.conf.Positional
 
@@ -47,21 +49,15 @@ def read_training(args: list[str]):
 
 
 def train(args: list[str]) -> int:
-    """Train, then report."""
+    """Train, then report; torchrun starts this too, as minitron.train."""
     from minitron import train
     from minitron.course.exercises import use
     from minitron.course.report import report
 
     options = read_training(args)
     with use(*options.use):
-        run = train.start(options)
-    if run.rank != 0:
-        return train.exit_code(run)
-    if run.size > 1 and options.parallel.zero == 3:  # no rank can tell a story alone
-        print(f"{run.step:,} steps done; the run is kept in {run.folder}")
-    elif run.interruption.signal is None:
-        report(run)
-    elif options.use:
+        run = train.start(options, report)
+    if run.stopped_by is not None and run.rank == 0 and options.use:
         print(f"  and add --use {' '.join(options.use)} to go on with your functions")
     return train.exit_code(run)
 
@@ -151,7 +147,8 @@ def read_corpus(args: list[str]) -> Stories | Text | Python | FineWeb:
 def data(args: list[str]) -> int:
     """Make or fetch a corpus."""
     corpus = read_corpus(args)
-    info = corpus.make()
+    with disk.writing(corpus.out, "make room, or choose another folder with --out"):
+        info = corpus.make()
     facts = ", ".join(f"{key} {value:,}" for key, value in info.items() if type(value) is int)
     print(f"{corpus.out}: {facts}")
     return 0
@@ -274,6 +271,9 @@ def dispatch(args: list[str]) -> int:
     """Run the command that the first word names; returns its exit code."""
     if not args or args[0] in ("-h", "--help"):
         print(USAGE)
+        return 0
+    if args[0] == "--version":
+        print(f"minitron {__version__}, torch {version('torch')}, Python {python_version()}")
         return 0
     config_file.require_known(args[:1], COMMANDS, "command line", what="command")
     return COMMANDS[args[0]](args[1:])

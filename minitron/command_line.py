@@ -12,6 +12,7 @@ from unittest import mock
 
 import tyro
 
+from minitron import disk
 from minitron.config import ConfigError
 
 Options = TypeVar("Options")
@@ -55,6 +56,7 @@ def run(main: Callable[[list[str]], int]) -> None:
     """Run a program's `main` on the command line's words and exit with the code it returns."""
     try:
         code = main(sys.argv[1:])
+        sys.stdout.flush()  # here, where what goes wrong is told
     except ConfigError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # a node's ranks all make the same mistake
             print(f"minitron: {error}", file=sys.stderr)
@@ -68,10 +70,23 @@ def run(main: Callable[[list[str]], int]) -> None:
     except KeyboardInterrupt:
         print("minitron: interrupted", file=sys.stderr)
         code = 130
-    except (PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError) as error:
-        print(f"minitron: {error.filename}: {error.strerror}; choose another path", file=sys.stderr)
-        code = 2
     except BrokenPipeError:  # the reader of our output, such as `head`, has left
         sys.stdout = None
         code = 0
+    except Exception as error:
+        code = refused(error)
+        if code is None:
+            raise
     raise SystemExit(code)
+
+
+def refused(error: Exception) -> int | None:
+    """Tell in one line what a disk has refused; returns the exit code, None for another fault."""
+    number, name = disk.refusal(error), getattr(error, "filename", None)
+    if number is None:
+        return None
+    if name is None:
+        sys.stdout = None  # or what it could not write is tried again at exit
+    remedy = "make room" if number in disk.NO_ROOM else "choose another path"
+    print(f"minitron: {name or 'the output'}: {os.strerror(number)}; {remedy}", file=sys.stderr)
+    return 2

@@ -21,29 +21,42 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-class Interruption:
-    """Within it, the first SIGINT or SIGTERM is kept in `signal` for the loop to end cleanly.
+STOP_SIGNALS = [getattr(signal, name) for name in ("SIGHUP", "SIGINT", "SIGTERM")
+                if hasattr(signal, name)]  # Windows has no SIGHUP
 
-    A second one acts as usual, for a loop that hangs.
+
+class Interruption:
+    """Within it, the first of `STOP_SIGNALS` is kept in `signal`, for the loop to save and end.
+
+    Those that follow change nothing. Where a scheduler stops torchrun and its ranks together, each
+    rank gets the signal twice, since torchrun passes it on; other services send SIGTERM and SIGHUP.
+    Only a SIGINT after the first signal acts as usual, for a person whose loop hangs, but not with
+    a `launcher`, which passes on signals and ends what hangs.
+
+    With `until_exit` they are ignored once a stopped run has ended: a copy that comes late must not
+    kill a process that is about to exit.
     """
 
-    def __init__(self):
+    def __init__(self, launcher: bool = False, until_exit: bool = False):
         self.signal: signal.Signals | None = None
+        self.launcher, self.until_exit = launcher, until_exit
         self._previous: dict = {}
 
     def __enter__(self) -> "Interruption":
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._keep)
+            for number in STOP_SIGNALS:
+                by_nohup = number.name == "SIGHUP" and signal.getsignal(number) is signal.SIG_IGN
+                if not by_nohup:
+                    self._previous[number] = signal.signal(number, self._keep)
         return self
 
     def _keep(self, number, frame) -> None:
-        self.signal = signal.Signals(number)
-        self._restore()
+        if number == signal.SIGINT and self.signal is not None and not self.launcher:
+            signal.signal(number, self._previous[number])
+            signal.raise_signal(number)
+        self.signal = self.signal or signal.Signals(number)
 
-    def __exit__(self, *exception) -> None:
-        self._restore()
-
-    def _restore(self) -> None:
+    def __exit__(self, kind, error, traceback) -> None:
+        was_stopped = self.signal is not None and kind is not KeyboardInterrupt
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if was_stopped and self.until_exit else handler)

@@ -2,7 +2,8 @@
 
 import math
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -46,6 +47,8 @@ from minitron.step import (
     summed_loss,
     train_step,
 )
+
+FAULT = 1000  # among the numbers of signals
 
 
 class Training:
@@ -101,7 +104,9 @@ class Run(Training):
 
     `group` holds all ranks; None is a run of one process.
 
-    Raises ConfigError if data, model, device and ranks do not fit together.
+    `step` counts the optimizer steps done, of which `first_step` were done before this process
+    began; `stopped_by` is the signal that has ended it, the same on all ranks. Raises ConfigError
+    if data, model, device and ranks do not fit together.
     """
 
     def __init__(self, config: Config, folder: Path, group: Group = None):
@@ -129,7 +134,9 @@ class Run(Training):
             config.train.async_checkpoint,
         )
         self.interruption = Interruption()
-        self.step = 0  # optimizer steps done
+        self.stopped_by: signal.Signals | None = None
+        self.fault: ConfigError | OSError | None = None
+        self.step = self.first_step = 0
         self.position = 0  # samples read
 
     def open_data(self, config: Config) -> None:
@@ -250,7 +257,8 @@ class Run(Training):
         checkpoint.set_aside(folder, path, self.group)
         read = partial(checkpoint.load, path, group=self.group)
         self.whole.load_state(checkpoint.saved_tensors(path), read)
-        self.step, self.position = facts["step"], facts["position"]
+        self.step = self.first_step = facts["step"]
+        self.position = facts["position"]
         if self.loss_scale is not None:
             self.loss_scale.load_state_dict(facts["loss_scale"])
 
@@ -263,10 +271,25 @@ class Run(Training):
             read({name: Boxes.whole(own) for name, own in state.items() if name in saved})
             self.set_random_state(state)
 
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Keep what a disk refuses to this rank until all ranks agree to stop."""
+        try:
+            yield
+        except (ConfigError, OSError) as error:
+            self.fault = self.fault or error
+
     def stop_signal(self) -> signal.Signals | None:
-        """The signal that asked any rank to stop: all ranks then end after the same step."""
-        number = largest(self.interruption.signal or 0, self.group)
+        """The signal that asked any rank to stop: all ranks then end after the same step.
+
+        Raises ConfigError on every rank if one could not tell what it had to.
+        """
+        number = largest(FAULT if self.fault else self.interruption.signal or 0, self.group)
+        if number == FAULT:
+            with one_fault_fails_all(self.group):
+                if self.fault is not None:
+                    raise self.fault
         if not number:
             return None  # one that has come since is kept for the next step
-        self.interruption.signal = signal.Signals(number)
-        return self.interruption.signal
+        self.stopped_by = self.interruption.signal = signal.Signals(number)
+        return self.stopped_by

@@ -166,7 +166,7 @@ def test_restart_begins_what_has_no_checkpoint_and_goes_on_with_what_has(config,
 
 SLEEPER = """
 import sys, time
-from minitron import command_line, train
+from minitron import cli, command_line
 from minitron.run import Run
 
 take_step = Run.train_step
@@ -177,7 +177,7 @@ def sleep(run):
     return take_step(run)
 
 Run.train_step = sleep
-command_line.run(train.main)
+command_line.run(cli.train)
 """
 
 

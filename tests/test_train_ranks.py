@@ -10,7 +10,6 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -33,7 +32,6 @@ from minitron.config import (
 from minitron.measure.ledger import Ledger
 from minitron.measure.meter import Meter
 from minitron.measure.metrics import read_metrics
-from minitron.process import Interruption
 from minitron.run import Run
 from minitron.run_checks import require_a_gpu_each
 from tests.test_train import command, trained, wait_for
@@ -148,18 +146,6 @@ def test_torchrun_trains_and_a_signal_saves_first(config, tmp_path):
     assert [row["step"] for row in read_metrics(log) if "loss" in row] == list(range(1, last + 1))
     assert output.count(f"Stopped by SIGTERM at step {last}; saved.") == 1
     assert (folder / "checkpoints" / f"step_{last:08d}").exists()
-
-
-def test_a_signal_that_comes_while_the_ranks_agree_counts_at_the_next_step(monkeypatch):
-    run = SimpleNamespace(interruption=Interruption(), group=None)
-
-    def agree(number, group):
-        run.interruption.signal = signal.SIGTERM
-        return number
-
-    monkeypatch.setattr("minitron.run.largest", agree)
-    assert Run.stop_signal(run) is None
-    assert Run.stop_signal(run) == signal.SIGTERM
 
 
 def test_torchrun_tells_a_mistake_once(config, tmp_path):

@@ -110,6 +110,11 @@ def torchrun_group() -> Iterator[dist.ProcessGroup | None]:
         yield group
 
 
+def is_torchrun_rank() -> bool:
+    """Whether torchrun has started this process, alone or with others."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def restarts() -> tuple[int, int]:
     """How often torchrun has started this job's ranks again, and how often it may."""
     return tuple(int(os.environ.get(f"TORCHELASTIC_{name}", "0"))

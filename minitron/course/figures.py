@@ -178,7 +178,8 @@ def loss_curve(rows: list[dict], floor: float | None = None) -> Figure:
     """
     train = [(row["tokens"], row["loss"]) for row in rows if "loss" in row]
     tokens_at = {row["step"]: row["tokens"] for row in rows if "loss" in row}
-    val = [(tokens_at[row["step"]], row["val_loss"]) for row in rows if "val_loss" in row]
+    val = [(tokens_at[row["step"]], row["val_loss"]) for row in rows
+           if "val_loss" in row and row["step"] in tokens_at]  # a damaged log may lack some
     figure, axes = canvas()
     axes.set_yscale("log")
 

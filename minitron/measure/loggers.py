@@ -6,6 +6,7 @@ Read in this order: open_log, SharedLog, TensorBoardLog, WandbLog.
 """
 
 import os
+import sys
 from importlib import import_module
 from numbers import Real
 from pathlib import Path
@@ -13,8 +14,9 @@ from types import ModuleType
 
 import torch
 
+from minitron import disk
 from minitron.config import ConfigError, LogConfig
-from minitron.measure.metrics import MetricsLog
+from minitron.measure.metrics import REMEDY, MetricsLog
 
 
 def open_log(
@@ -47,13 +49,19 @@ class SharedLog(MetricsLog):
 
     def write(self, **row) -> None:
         super().write(**row)
-        for other in self.others:
-            other.write(row)
+        with disk.writing(self.path.parent, REMEDY):
+            for other in self.others:
+                other.write(row)
 
     def close(self) -> None:
+        """Close all; what another log could not write at its end, metrics.jsonl has."""
         super().close()
         for other in self.others:
-            other.close()
+            try:
+                with disk.writing(self.path.parent, "make room"):
+                    other.close()
+            except ConfigError as error:
+                print(f"minitron: {error}", file=sys.stderr)
 
 
 class TensorBoardLog:
@@ -90,7 +98,7 @@ class WandbLog:
             project=project, dir=str(folder), name=folder.name, config=settings,
             id=saved.read_text() if saved.exists() else None, resume="allow",
         )
-        saved.write_text(self.run.id)
+        disk.replace(saved, self.run.id.encode())
         # Not wandb's own count, which cannot go back to the step of a checkpoint.
         self.run.define_metric("*", step_metric="step")
 

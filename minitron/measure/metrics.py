@@ -2,7 +2,14 @@
 
 import json
 import math
+import sys
+from io import FileIO
 from pathlib import Path
+
+from minitron import disk
+
+CRASH_LEFT = b"\0"  # a block of them, where data had not reached the disk
+REMEDY = "the checkpoints are intact: make room, and continue with --resume"
 
 
 class MetricsLog:
@@ -14,33 +21,69 @@ class MetricsLog:
     def __init__(self, path: Path):
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.file = path.open("a")
+        self.file = open_to_append(path)
 
     def write(self, **row) -> None:
+        """Append a row; raises ConfigError if the disk refuses it."""
         known = {key: None if isinstance(value, float) and not math.isfinite(value) else value
                  for key, value in row.items()}
-        self.file.write(json.dumps(known, allow_nan=False) + "\n")
-        self.file.flush()
+        line = json.dumps(known, allow_nan=False).encode() + b"\n"
+        with disk.writing(self.path, REMEDY):
+            append(self.file, line)
 
     def forget_after(self, step: int) -> None:
-        """Drop the rows of steps that a resumed run is about to repeat."""
-        self.file.close()
-        kept = [row for row in read_metrics(self.path) if row["step"] <= step]
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        temporary.replace(self.path)
-        self.file = self.path.open("a")
+        """Drop the rows of steps that a resumed run is about to repeat.
+
+        Lines that are no rows, as a crash or a bad disk may leave them, are moved to a file beside
+        the log.
+        """
+        content = self.path.read_bytes()
+        rows = [(line, parse(line)) for line in lines_of(content)]
+        damaged = [line for line, row in rows if row is None]
+        if damaged:
+            aside = self.path.with_name(self.path.name + ".damaged")
+            with open_to_append(aside) as file:
+                append(file, b"".join(line + b"\n" for line in damaged))
+            print(f"{self.path}: {len(damaged)} of {len(rows)} lines cannot be read; they are now "
+                  f"in {aside}", file=sys.stderr)
+
+        kept = b"".join(line + b"\n" for line, row in rows
+                        if row is not None and row["step"] <= step)
+        if kept != content:
+            self.file.close()
+            disk.replace(self.path, kept)
+            self.file = open_to_append(self.path)
 
     def close(self) -> None:
         self.file.close()
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """All complete rows of a log; a last line cut off by a kill is left out."""
-    rows = []
-    for line in path.read_text().splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
+    """All rows of a log; what is none, such as a last line cut off by a kill, is left out."""
+    rows = map(parse, lines_of(path.read_bytes()))
+    return [row for row in rows if row is not None]
+
+
+def lines_of(content: bytes) -> list[bytes]:
+    lines = (line.strip(CRASH_LEFT) for line in content.splitlines())
+    return [line for line in lines if line]
+
+
+def parse(line: bytes) -> dict | None:
+    """The row in a line, None if there is none."""
+    try:
+        row = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return None
+    is_row = isinstance(row, dict) and type(row.get("step")) is int
+    return row if is_row else None
+
+
+def open_to_append(path: Path) -> FileIO:
+    """A file without a buffer: what has been written is there."""
+    return open(path, "ab", buffering=0, opener=disk.open_itself)
+
+
+def append(file: FileIO, content: bytes) -> None:
+    while content:  # a disk that is nearly full takes a part, and refuses the rest
+        content = content[file.write(content):]

@@ -8,13 +8,16 @@ that `minitron.spans.span` gives: "tensor parallel all_reduce", "ZeRO-3 gather b
 "pipeline F2 stage 1". Each step is a "ProfilerStep".
 """
 
+import sys
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from minitron.config import Config, require
+from minitron import disk
+from minitron.config import Config, ConfigError, require
 
 WARM_UP = 5
 """Steps before the profiler starts: the first allocate memory, compile, and order the buckets."""
@@ -31,10 +34,14 @@ class Trace(AbstractContextManager):
         return self
 
     def __exit__(self, *error) -> None:
-        if self.profiler is not None:
-            self.profiler.__exit__(*error)
+        try:
+            if self.profiler is not None:
+                self.profiler.__exit__(*error)
+        except ConfigError as fault:  # the run itself is saved
+            print(f"minitron: {fault}", file=sys.stderr)
 
     def step(self) -> None:
+        """Tell that a step is over; raises ConfigError if the disk refuses the trace."""
         if self.profiler is not None:
             self.profiler.step()
 
@@ -64,5 +71,10 @@ def open_trace(
     when = schedule(skip_first=WARM_UP - 1, wait=0, warmup=1, active=num_steps, repeat=1)
     return Trace(profile(
         activities=activities, schedule=when,
-        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
+        on_trace_ready=partial(export, path),
     ))
+
+
+def export(path: Path, profiler: profile) -> None:
+    with disk.writing(path):
+        profiler.export_chrome_trace(str(path))

@@ -10,6 +10,7 @@ from minitron import train
 from minitron.config import Config, ConfigError, DataConfig, LogConfig
 from minitron.measure.loggers import SharedLog, TensorBoardLog, WandbLog
 from minitron.measure.metrics import read_metrics
+from minitron.run_folder import holds_run
 from tests.test_train_ranks import MODEL, TRAIN
 
 
@@ -116,4 +117,4 @@ def test_what_is_not_installed_is_one_line(stories, tmp_path, monkeypatch, modul
     config = Config(MODEL, DataConfig(stories, 32), TRAIN, log=log)
     with pytest.raises(ConfigError, match=mistake):
         train.train(config, tmp_path / "run")
-    assert not train.holds_run(tmp_path / "run")
+    assert not holds_run(tmp_path / "run")

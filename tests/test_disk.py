@@ -1,0 +1,175 @@
+"""A disk that is full, read-only or failing: one line, exit code 2, nothing lost."""
+
+import dataclasses
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from minitron import command_line, disk, train
+from minitron.comm.launch import run
+from minitron.config import Config, ConfigError, DataConfig, LogConfig
+from minitron.measure import loggers, metrics
+from minitron.measure.metrics import read_metrics
+from tests.test_train import MODEL, TRAIN, command
+
+resource = pytest.importorskip("resource", reason="Windows limits no file's size")
+
+
+@pytest.fixture
+def config(stories) -> Config:
+    return Config(MODEL, DataConfig(stories, sequence_length=32), TRAIN)
+
+
+def with_files_up_to(num_bytes: int, *words: str, **options) -> subprocess.CompletedProcess:
+    """Run a command that can write no file longer than this; more is refused, as by a full disk."""
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
+
+    return subprocess.run(words, preexec_fn=limit, capture_output=True, text=True, timeout=300,
+                          **options)
+
+
+def the_line(done: subprocess.CompletedProcess) -> str:
+    """What is told; no traceback, exit code 2."""
+    assert done.returncode == 2, done.stderr
+    told = [line for line in done.stderr.splitlines() if line.startswith("minitron: ")]
+    assert "Traceback" not in done.stderr and len(told) == 1, done.stderr
+    return told[0]
+
+
+def test_a_log_that_cannot_grow_ends_the_run_in_one_line(config, tmp_path):
+    folder = tmp_path / "run"
+    words = command(config, folder, "--train.steps", "300", "--train.checkpoint-every", "0")
+    told = the_line(with_files_up_to(5_000, *words))
+    assert told == (f"minitron: {folder / 'metrics.jsonl'}: cannot be written (File too large); "
+                    "the checkpoints are intact: make room, and continue with --resume")
+    steps = [row["step"] for row in read_metrics(folder / "metrics.jsonl")]
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) > 5
+
+
+def test_a_new_run_that_cannot_write_is_one_line(config, tmp_path):
+    folder = tmp_path / "run"
+    told = the_line(with_files_up_to(8, *command(config, folder)))  # torch itself needs 4
+    assert told == (f"minitron: {folder}: cannot be written (File too large); make room, or choose "
+                    "another folder")
+    assert sorted(path.name for path in folder.iterdir()) == ["metrics.jsonl", "run.lock"]
+
+
+@pytest.mark.parametrize("num_bytes", [0, 100_000])
+def test_data_that_does_not_fit_is_one_line(tmp_path, num_bytes):
+    told = the_line(with_files_up_to(
+        num_bytes, sys.executable, "-m", "minitron.cli", "data", "stories", "--num-tokens",
+        "200000", cwd=tmp_path))
+    assert told == ("minitron: data/stories: cannot be written (File too large); make room, or "
+                    "choose another folder with --out")
+
+
+def test_an_output_that_is_full_is_one_line():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "minitron.cli", "--version"], stdout=full,
+                              stderr=subprocess.PIPE, text=True, timeout=300)
+    assert the_line(done) == "minitron: the output: No space left on device; make room"
+
+
+def no_space(*args) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def train_with_a_full_log(group, config: Config, folder: Path) -> str:
+    """The log of rank 0 is refused from its fourth row on; what each rank raises."""
+    append = metrics.append
+
+    def refuse(file, content):
+        is_full = group.rank() == 0 and b'"step": 4' in content
+        (no_space if is_full else append)(file, content)
+
+    metrics.append = refuse
+    try:
+        train.train(config, folder, group=group)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        metrics.append = append
+
+
+def test_a_full_disk_under_one_rank_ends_all_alike(config, tmp_path):
+    first, second = run(train_with_a_full_log, 2, config, tmp_path)
+    assert first.startswith(f"{tmp_path / 'metrics.jsonl'}: cannot be written (No space left on")
+    assert second == f"{first} (on rank 0)"
+    assert (tmp_path / "checkpoints" / "step_00000004").is_dir()
+
+
+def test_a_resume_on_a_full_disk_leaves_what_is_there(config, tmp_path, monkeypatch):
+    train.train(config, tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    monkeypatch.setattr(disk.os, "fsync", no_space)
+    with pytest.raises(ConfigError, match="cannot be written .No space left on device"):
+        train.train(config, tmp_path, resume=True)
+    del before["run.lock"]
+    assert all((tmp_path / name).read_bytes() == content for name, content in before.items())
+
+
+def test_a_trace_that_cannot_be_written_is_one_line(config, tmp_path):
+    (tmp_path / "traces").mkdir()
+    (tmp_path / "traces" / "rank0.json.gz").symlink_to("/dev/full")
+    asked = dataclasses.replace(config, log=LogConfig(trace_steps=1))
+    with pytest.raises(ConfigError, match=r"rank0.json.gz: cannot be written \(No space left"):
+        train.train(asked, tmp_path)
+
+
+def test_a_curve_that_tensorboard_cannot_write_is_one_line(config, tmp_path, monkeypatch):
+    class Full:
+        def __init__(self, folder: Path, step: int):
+            self.write = self.close = no_space
+
+    monkeypatch.setattr(loggers, "TensorBoardLog", Full)
+    asked = dataclasses.replace(config, log=LogConfig(tensorboard=True))
+    with pytest.raises(ConfigError, match=r"cannot be written \(No space left on device\); the"):
+        train.train(asked, tmp_path)
+
+
+@pytest.mark.parametrize("error, told", [
+    (OSError(errno.ENOSPC, "x"), "the output: No space left on device; make room"),
+    (OSError(errno.EROFS, "x", "a/b"), "a/b: Read-only file system; make room"),
+    (OSError(errno.ENAMETOOLONG, "x", "a/b"), "a/b: File name too long; choose another path"),
+    (PermissionError(errno.EACCES, "x", "a/b"), "a/b: Permission denied; choose another path"),
+    (Exception("x (os error 28)"), "the output: No space left on device; make room"),  # from Rust
+    (Exception("x (os error 2)"), None),
+    (PermissionError(errno.EACCES, "a port"), None),
+    (FileNotFoundError(errno.ENOENT, "x", "a/b"), None),
+    (ConnectionResetError(errno.ECONNRESET, "x"), None),
+    (ValueError("x"), None),
+], ids=str)
+def test_what_a_disk_refuses_is_one_line_and_another_fault_is_not(error, told, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["minitron"])
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+
+    def fail(args):
+        raise error
+
+    with pytest.raises(type(error) if told is None else SystemExit) as ended:
+        command_line.run(fail)
+    if told is not None:
+        assert (ended.value.code, capsys.readouterr().err) == (2, f"minitron: {told}\n")
+
+
+def test_what_cannot_be_read_is_not_said_to_be_written(tmp_path):
+    with pytest.raises(PermissionError), disk.writing(tmp_path):
+        raise PermissionError(errno.EACCES, "x", "secret.txt")
+
+
+def test_a_file_is_replaced_whole_and_never_through_a_link(tmp_path, monkeypatch):
+    path, other = tmp_path / "config.json", tmp_path / "other"
+    other.write_text("mine")
+    path.symlink_to(other)
+    path.with_name("config.json.tmp").symlink_to(other)
+    disk.replace(path, b"new")
+    assert (path.read_text(), other.read_text()) == ("new", "mine")
+    monkeypatch.setattr(disk.os, "fsync", no_space)
+    with pytest.raises(OSError):
+        disk.replace(path, b"newer")
+    assert path.read_text() == "new"
