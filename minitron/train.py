@@ -6,7 +6,6 @@ Read in this order: `train`, `loop`, `log_rows`, then the command line, `read_op
     torchrun --nproc-per-node 4 -m minitron.train configs/stories.toml
 """
 
-import json
 import math
 import sys
 from contextlib import closing
@@ -29,9 +28,10 @@ from minitron.comm.launch import restarts, torchrun_group
 from minitron.comm.watchdog import Watchdog
 from minitron.config import Config, ConfigError, require
 from minitron.config_file import from_dict, load, to_dict
+from minitron.files import read_json, write_json
 from minitron.float8 import multiplies_float8
 from minitron.hugging_face.config import read_model_config
-from minitron.hugging_face.folder import require_same_tokens
+from minitron.hugging_face.folder import require_fits
 from minitron.hugging_face.weights import Weights
 from minitron.measure.clock import Clock, Speed, peak_flops
 from minitron.measure.loggers import open_log, peak_memory
@@ -62,7 +62,7 @@ def train(
             log = open_log(config.log, folder, run.rank, run.step, settings)
             trace = open_trace(config, folder, run.rank, run.step, run.device)
             if run.rank == 0:
-                (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+                write_json(folder / "config.json", settings)
 
         watchdog.beat()
         if run.rank == 0:
@@ -89,7 +89,7 @@ def begin(
             "--run-dir",
         )
         if weights is not None:
-            require_same_tokens(weights, config.data.path)
+            require_fits(weights, config)
     run = Run(config, folder, group)
     saved = gathered(checkpoints(folder / "checkpoints"), group)[0]
     if resume or (restart and saved):
@@ -241,8 +241,8 @@ def load_saved(folder: Path) -> Config:
     saved = folder / "config.json"
     require(saved.is_file(), f"{saved}: there is no run to resume; check --run-dir")
     try:
-        return from_dict(json.loads(saved.read_text()), where=str(saved))
-    except ValueError as error:  # a ConfigError, or not JSON
+        return from_dict(read_json(saved), where=str(saved))
+    except (OSError, ValueError) as error:  # a ConfigError, or not JSON
         raise ConfigError(f"{saved}: damaged ({error}); give the run's TOML file too") from None
 
 
