@@ -28,6 +28,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from minitron import files
 from minitron.checkpoint_manifest import (
     describe,
     has_manifest,
@@ -141,9 +142,9 @@ def complete(
     temporary: Path, path: Path, checksums: list[dict], facts: dict, keep: int
 ) -> None:
     """Add the manifest, give the folder its name, and let go of the oldest ones."""
-    files = {name: entry for of_rank in checksums for name, entry in of_rank.items()}
-    files[TABLE] = describe(temporary / TABLE)
-    write_manifest(temporary, files, facts)
+    written = {name: entry for of_rank in checksums for name, entry in of_rank.items()}
+    written[TABLE] = describe(temporary / TABLE)
+    write_manifest(temporary, written, facts)
 
     if path.exists():  # the same step once more
         move(path, path.with_suffix(".old"))
@@ -217,8 +218,8 @@ def free_name(path: Path, suffix: str) -> Path:
 def damage(path: Path, rank: int = 0, size: int = 1) -> str | None:
     """What is wrong with the files of which this rank checks every `size`-th, None if nothing."""
     try:
-        files = read_manifest(path)["files"]
-        for name, expected in sorted(files.items())[rank::size]:
+        written = read_manifest(path)["files"]
+        for name, expected in sorted(written.items())[rank::size]:
             file = file_in(path, name)
             num_bytes = file.stat().st_size
             if num_bytes != expected["bytes"]:
@@ -278,6 +279,4 @@ def reason(error: Exception) -> str:
     """One line; of what has failed on some ranks, the first."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return str(error).split("\n")[0] or type(error).__name__
+    return files.reason(error)

@@ -72,6 +72,13 @@ def require_regular(path: Path) -> None:
         raise ValueError("not a regular file")
 
 
+def reason(error: Exception) -> str:
+    """One line on why a file could not be read or written."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error).split("\n")[0] or type(error).__name__
+
+
 def without_repeats(pairs: list[tuple]) -> dict:
     table = dict(pairs)
     if len(table) < len(pairs):

@@ -7,7 +7,7 @@ from math import inf
 from pathlib import Path
 
 from minitron.config import ConfigError, ModelConfig, require
-from minitron.files import file_in, read_json
+from minitron.files import file_in, read_json, reason
 
 FAMILIES = {"gpt2": "gpt", "llama": "llama"}
 """Their model_type, and our family."""
@@ -164,4 +164,4 @@ def read_file(folder: Path, name: str) -> dict:
     try:
         return read_json(file_in(folder, name))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}; fetch the model again") from None
+        raise ConfigError(f"{path}: {reason(error)}; fetch the model again") from None

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from minitron.config import ConfigError, ModelConfig, require
-from minitron.files import file_in, write_json
+from minitron.files import file_in, reason, write_json
 from minitron.hugging_face.config import read_file, read_model_config, to_hugging_face
 from minitron.hugging_face.sizes import require_layers, shapes_of
 from minitron.model.transformer import Transformer
@@ -169,7 +169,8 @@ class Weights:
         try:
             return self.opened[file].get_slice(present)
         except SafetensorError as error:
-            raise ConfigError(f"{self.folder / file}: {error}; fetch the model again") from None
+            raise ConfigError(f"{self.folder / file}: {reason(error)}; fetch the model again"
+                              ) from None
 
 
 def files_of_tensors(folder: Path) -> dict[str, str]:
@@ -191,8 +192,8 @@ def open_file(folder: Path, name: str) -> safe_open:
     try:
         return safe_open(file_in(folder, name), framework="pt")
     except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError(f"{folder / name}: cannot be read ({error}); fetch the model again"
-                          ) from None
+        raise ConfigError(f"{folder}/{name:.80}: cannot be read ({reason(error)}); fetch the model "
+                          "again") from None
 
 
 # Writing
@@ -247,7 +248,7 @@ def all_or_nothing(folder: Path, files: list[str], num_bytes: int) -> Iterator[N
             for file in files:
                 (folder / file).unlink(missing_ok=True)
         if isinstance(error, OSError | SafetensorError):
-            raise ConfigError(f"{folder}: cannot be written ({error}); the model needs "
+            raise ConfigError(f"{folder}: cannot be written ({reason(error)}); the model needs "
                               f"{num_bytes:,} bytes there") from None
         raise
 
