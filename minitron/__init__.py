@@ -17,7 +17,7 @@ Layers are folders, techniques are files; imports go downwards only:
     cost                                parameters, FLOPs and bytes as formulas
     command_line | config_file          command lines from dataclasses; TOML files
     disk                                what a disk refuses
-    config                              what a run is told
+    config | files                      what a run is told; files that others may have written
 """
 
 __version__ = "0.1.0"

@@ -1,38 +1,54 @@
 """Save a run at any layout, and find it again at any other.
 
-A checkpoint is a folder, `step_00000200`, written by torch.distributed.checkpoint: each rank writes
+A checkpoint is a folder, `step_00000200`, planned by torch.distributed.checkpoint: each rank writes
 what it keeps, of copies one rank does, and reads what it needs, whoever has written it. The folder
 has a temporary name until it is complete. `manifest.json` in it has every file's length and
 checksum, so that a file cut short, or with a bit turned over, is found before anything is read.
+The checksums tell that files are as they were written, not by whom: so all of them are JSON and
+safetensors, which cannot execute anything, and are read without trust.
 
 With many nodes, the folder must be one that all of them see.
 
 Read in this order: Saver, save, newest_good, set_aside, load; then checkpoint_plans, which say who
-writes and reads what.
+writes and reads what, and checkpoint_storage and checkpoint_manifest, how.
 """
 
-import hashlib
-import json
 import os
+import re
 import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from errno import EDQUOT, ENOSPC
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
+from minitron import files
+from minitron.checkpoint_manifest import (
+    describe,
+    has_manifest,
+    read_manifest,
+    step_of,
+    write_manifest,
+)
 from minitron.checkpoint_plans import LoadPlanner, SavePlanner
-from minitron.comm.agreement import Group, gathered, rank_and_size, second_group
-from minitron.config import ConfigError
+from minitron.checkpoint_storage import TABLE, Reader, Writer, read_table
+from minitron.comm.agreement import (
+    Group,
+    agreed,
+    gathered,
+    on_rank_0,
+    rank_and_size,
+    second_group,
+)
+from minitron.config import ConfigError, require
+from minitron.files import file_in
 from minitron.parallel.parts import Boxes
-
-MANIFEST = "manifest.json"
 
 
 class Saver:
@@ -81,21 +97,28 @@ def save(
         on_rank_0(lambda: make_empty(temporary), group)
         write(temporary, state, group)
         checksums = agreed(lambda: {file.name: describe(file) for file in
-                                    sorted(temporary.glob(f"__{rank}_*"))}, group)
+                                    temporary.glob(f"rank_{rank:05d}.*")}, group)
         on_rank_0(lambda: complete(temporary, path, checksums, facts, keep), group)
     except (CheckpointException, OSError) as error:
         if rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
-        raise ConfigError(f"{path}: cannot be written ({reason(error)}); the checkpoints before "
-                          "are intact: make room, and continue with --resume") from error
+        raise ConfigError(f"{path}: cannot be written ({reason(error)}); "
+                          f"{remedy(folder, error)}") from error
     return path
 
 
+def remedy(folder: Path, error: Exception) -> str:
+    """What to do when a checkpoint cannot be written."""
+    is_full = reason(error) in [os.strerror(number) for number in (ENOSPC, EDQUOT)]
+    act = "make room" if is_full else f"let the run write to {folder}"
+    if checkpoints(folder):
+        return f"the checkpoints before are intact: {act}, and continue with --resume"
+    return f"there is none before: {act}, and start again"
+
+
 def write(folder: Path, state: dict[str, Boxes], group: Group) -> None:
-    # A background thread has no current GPU but number 0: copy one tensor after the other.
-    writer = FileSystemWriter(folder, per_thread_copy_ahead=0)
     with quietly():
-        dcp.save(state, storage_writer=writer, planner=SavePlanner(), process_group=group,
+        dcp.save(state, storage_writer=Writer(folder), planner=SavePlanner(), process_group=group,
                  no_dist=group is None)
 
 
@@ -119,14 +142,9 @@ def complete(
     temporary: Path, path: Path, checksums: list[dict], facts: dict, keep: int
 ) -> None:
     """Add the manifest, give the folder its name, and let go of the oldest ones."""
-    files = {name: entry for of_rank in checksums for name, entry in of_rank.items()}
-    files[".metadata"] = describe(temporary / ".metadata")
-    content = {"files": files, "facts": facts}
-    manifest = temporary / MANIFEST
-    with manifest.open("w") as file:
-        json.dump({"sha256": digest(content)} | content, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    written = {name: entry for of_rank in checksums for name, entry in of_rank.items()}
+    written[TABLE] = describe(temporary / TABLE)
+    write_manifest(temporary, written, facts)
 
     if path.exists():  # the same step once more
         move(path, path.with_suffix(".old"))
@@ -136,8 +154,12 @@ def complete(
         descriptor = os.open(path.parent, os.O_RDONLY)
         os.fsync(descriptor)  # or the new name may be lost with the power
         os.close(descriptor)
-    for old in checkpoints(path.parent)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
+    # What is only called newer must not take the place of one that is.
+    counted = [other for other in checkpoints(path.parent)
+               if step_of(other) <= step_of(path) or has_manifest(other)]
+    for old in counted[:-keep]:
+        if old != path:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def move(path: Path, target: Path) -> None:
@@ -148,17 +170,8 @@ def move(path: Path, target: Path) -> None:
 
 def checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints in `folder`, oldest first."""
-    return sorted(path for path in folder.glob("step_*") if path.name[5:].isdigit())
-
-
-def describe(file: Path) -> dict:
-    with file.open("rb") as content:
-        sha256 = hashlib.file_digest(content, "sha256").hexdigest()
-    return {"bytes": file.stat().st_size, "sha256": sha256}
-
-
-def digest(content: dict) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    found = [path for path in folder.glob("step_*") if re.fullmatch("step_[0-9]{8,}", path.name)]
+    return sorted(found, key=step_of)
 
 
 def newest_good(folder: Path, group: Group = None) -> Path:
@@ -175,94 +188,95 @@ def newest_good(folder: Path, group: Group = None) -> Path:
             return path
         if rank == 0:
             print(f"{path}: damaged ({fault}); looking for an older one", file=sys.stderr)
-    why = "no checkpoint in it is intact on all nodes" if found else "holds no checkpoint"
-    raise ConfigError(f"{folder}: {why} to resume from; if the folder is the right one, and all "
-                      f"nodes see it, delete {folder.parent} and start again without --resume")
+    require(bool(found), f"{folder}: holds no checkpoint to resume from; is the folder right, and "
+            "do all nodes see it? Without --resume, and with another --run-dir, a run starts anew")
+    raise ConfigError(f"{folder}: no checkpoint in it is intact on all nodes ({found[-1].name}: "
+                      f"{fault}); nothing was changed. Copy the folder and look into what is "
+                      "named above; meanwhile start a run in another --run-dir")
 
 
 def set_aside(folder: Path, good: Path, group: Group = None) -> None:
     """Rename what is newer than `good` to `step_00000200.damaged`: all ranks call it.
 
-    Else it would be taken for newer than what the run writes from now on.
+    Else it would be taken for newer than what the run writes from now on. Raises ConfigError if
+    the folder cannot be written to.
     """
-    newer = [path for path in checkpoints(folder) if path > good]
-    on_rank_0(lambda: [move(path, path.with_suffix(".damaged")) for path in newer], group)
+    newer = [path for path in checkpoints(folder) if step_of(path) > step_of(good)]
+    try:
+        on_rank_0(lambda: [path.rename(free_name(path, ".damaged")) for path in newer], group)
+    except OSError as error:
+        raise ConfigError(f"{folder}: damaged checkpoints cannot be set aside ({reason(error)}); "
+                          "let the run write there") from error
+
+
+def free_name(path: Path, suffix: str) -> Path:
+    """What nothing is called yet: `.damaged`, `.damaged2`, ..."""
+    names = (path.with_suffix(f"{suffix}{number or ''}") for number in (0, *range(2, 10**6)))
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def damage(path: Path, rank: int = 0, size: int = 1) -> str | None:
     """What is wrong with the files of which this rank checks every `size`-th, None if nothing."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        stated = manifest.pop("sha256")
-        if stated != digest(manifest):
-            return f"{MANIFEST} is not what was written"
-        for name, expected in sorted(manifest["files"].items())[rank::size]:
-            num_bytes = (path / name).stat().st_size
+        written = read_manifest(path)["files"]
+        for name, expected in sorted(written.items())[rank::size]:
+            file = file_in(path, name)
+            num_bytes = file.stat().st_size
             if num_bytes != expected["bytes"]:
                 return f"{name} has {num_bytes:,} bytes, not {expected['bytes']:,}"
-            if describe(path / name) != expected:
+            if describe(file) != expected:
                 return f"{name} has {num_bytes:,} bytes, but not those that were written"
-    except (OSError, ValueError, KeyError) as error:
+        if rank == 0:
+            read_table(path)
+    except (OSError, ValueError) as error:
         return reason(error)
     return None
 
 
 def facts_of(path: Path) -> dict:
     """What `save` was given beside the state."""
-    return json.loads((path / MANIFEST).read_text())["facts"]
+    return checked(read_manifest, path)["facts"]
 
 
 def saved_tensors(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Shape and dtype of every tensor in a checkpoint, by name."""
-    metadata = FileSystemReader(path).read_metadata()
-    return {name: (tensor.size, tensor.properties.dtype)
-            for name, tensor in metadata.state_dict_metadata.items()}
+    table = checked(read_table, path).state_dict_metadata
+    return {name: (tensor.size, tensor.properties.dtype) for name, tensor in table.items()}
+
+
+def checked(read: Callable, path: Path):
+    """What `read` finds in a checkpoint; raises ConfigError if that is nothing good."""
+    try:
+        return read(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read ({reason(error)}); resume from, or export, a "
+                          "checkpoint that is intact") from None
 
 
 def load(path: Path, state: dict[str, Boxes], group: Group = None) -> None:
     """Fill the tensors in `state`, whose names and shapes are in the checkpoint; all ranks call."""
     try:
         with quietly():
-            dcp.load(state, storage_reader=FileSystemReader(path), planner=LoadPlanner(),
+            dcp.load(state, storage_reader=Reader(path), planner=LoadPlanner(),
                      process_group=group, no_dist=group is None)
     except CheckpointException as error:
         raise ConfigError(f"{path}: cannot be read ({reason(error)}), though its checksums are "
-                          "right: does every node see the folder?") from error
+                          "right: is it this run's, and does every node see the folder?"
+                          ) from error
 
 
 def read_tensor(path: Path, name: str) -> torch.Tensor:
     """One whole tensor of a checkpoint, by its name in it."""
-    shape, dtype = saved_tensors(path)[name]
+    saved = saved_tensors(path)
+    require(name in saved, f"{path}: holds no {name}: is it another model's?")
+    shape, dtype = saved[name]
     tensor = torch.empty(shape, dtype=dtype)
     load(path, {name: Boxes.whole(tensor)})
     return tensor
-
-
-# What ranks do together fails together
-
-
-def agreed(act: Callable, group: Group) -> list:
-    """What `act` returns on each rank; raises OSError on all if it does on one."""
-    try:
-        outcome = act()
-    except OSError as error:
-        outcome = error
-    outcomes = gathered(outcome, group)
-    for each in outcomes:
-        if isinstance(each, OSError):
-            raise each
-    return outcomes
-
-
-def on_rank_0(act: Callable, group: Group) -> None:
-    rank, _ = rank_and_size(group)
-    agreed(act if rank == 0 else lambda: None, group)
 
 
 def reason(error: Exception) -> str:
     """One line; of what has failed on some ranks, the first."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return str(error).split("\n")[0] or type(error).__name__
+    return files.reason(error)

@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
     TensorProperties,
+    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
@@ -70,9 +71,18 @@ class LoadPlanner(DefaultLoadPlanner):
         return LoadPlan([
             item for name, boxes in self.state_dict.items()
             for item in create_read_items_for_chunk_list(
-                name, self.metadata.state_dict_metadata[name], chunks(boxes)
+                name, self.saved(name, Size(boxes.shape)), chunks(boxes)
             )
         ])
+
+    def saved(self, name: str, shape: Size) -> TensorStorageMetadata:
+        """Where the tensor of this name and shape is; raises ValueError if it is nowhere."""
+        found = self.metadata.state_dict_metadata.get(name)
+        if found is None:
+            raise ValueError(f"it holds no {name}")
+        if found.size != shape:
+            raise ValueError(f"{name} has shape {list(found.size)} in it, not {list(shape)}")
+        return found
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self.state_dict[index.fqn].at[tuple(index.offset)]

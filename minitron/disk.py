@@ -1,6 +1,7 @@
 """What a disk refuses, told in one line; and files that are replaced whole or not at all."""
 
 import errno
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -67,3 +68,8 @@ def replace(path: Path, content: bytes) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, table: dict) -> None:
+    """Write `table` as `replace` does."""
+    replace(path, (json.dumps(table, indent=1) + "\n").encode())

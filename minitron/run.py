@@ -32,10 +32,12 @@ from minitron.precision import PRECISIONS, LossScale, low_precision
 from minitron.process import Interruption, pick_device
 from minitron.run_checks import (
     num_readers,
+    read_facts,
     require_a_gpu_each,
     require_ranks,
     require_same_training,
     require_validation,
+    require_whole_state,
     with_vocabulary_of_data,
 )
 from minitron.step import (
@@ -241,9 +243,13 @@ class Run(Training):
         return state
 
     def set_random_state(self, state: dict[str, Tensor]) -> None:
-        torch.set_rng_state(state[f"random.cpu.{self.rank}"])
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(state[f"random.cuda.{self.rank}"], self.device)
+        try:
+            torch.set_rng_state(state[f"random.cpu.{self.rank}"])
+            if self.device.type == "cuda":
+                torch.cuda.set_rng_state(state[f"random.cuda.{self.rank}"], self.device)
+        except RuntimeError as error:  # only from a checkpoint that nobody has written so
+            raise ConfigError(f"{self.folder}: the state of its random numbers is none ({error}); "
+                              "resume from another checkpoint") from None
 
     def restore(self) -> None:
         """Continue exactly where the newest good checkpoint was written, also in another layout.
@@ -252,11 +258,13 @@ class Run(Training):
         """
         folder = self.folder / "checkpoints"
         path = checkpoint.newest_good(folder, self.group)
-        facts = checkpoint.facts_of(path)
+        facts = read_facts(checkpoint.facts_of(path), path)
         require_same_training(facts, self.config, self.folder, self.dataset.fingerprint())
+        saved = checkpoint.saved_tensors(path)
+        require_whole_state(saved, path)
         checkpoint.set_aside(folder, path, self.group)
         read = partial(checkpoint.load, path, group=self.group)
-        self.whole.load_state(checkpoint.saved_tensors(path), read)
+        self.whole.load_state(saved, read)
         self.step = self.first_step = facts["step"]
         self.position = facts["position"]
         if self.loss_scale is not None:
@@ -267,9 +275,9 @@ class Run(Training):
                    for table in (facts["config"], to_dict(self.config))]
         if layouts[0] == layouts[1] and facts["num_ranks"] == self.size:
             state = self.random_state()
-            saved = checkpoint.saved_tensors(path)
             read({name: Boxes.whole(own) for name, own in state.items() if name in saved})
-            self.set_random_state(state)
+            with one_fault_fails_all(self.group):
+                self.set_random_state(state)
 
     @contextmanager
     def telling(self) -> Iterator[None]:

@@ -7,16 +7,19 @@ Read in this order: require_ranks, require_layout, layouts_that_fit; require_sam
 """
 
 from dataclasses import replace
-from math import ceil, log
+from math import ceil, inf, log
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Size, dtype
 
+from minitron.checkpoint_manifest import MANIFEST
 from minitron.comm.agreement import Group
 from minitron.config import Config, ConfigError, ModelConfig, ParallelConfig, require
-from minitron.config_file import to_dict
+from minitron.config_file import from_dict, to_dict
 from minitron.corpus.folder import read_corpus_info
+from minitron.precision import PRECISIONS
 
 NUM_OFFERED = 2  # layouts in a message
 
@@ -171,6 +174,52 @@ MAY_CHANGE = {"steps", "log_every", "eval_every", "eval_sequences", "checkpoint_
               "micro_batch_size", "compile"}
 """Fields of TrainConfig that a resumed run may be given anew, as it may be another layout: every
 step is the same but for the order of its sums."""
+
+
+def read_facts(facts: dict, where: Path) -> dict:
+    """What a checkpoint says of its run, checked, for others may have written it.
+
+    Raises ConfigError for anything that `Run.save` would not write.
+    """
+    scale = {"value": float, "good_steps": int, "skipped": int}
+    match facts:
+        case {
+            "step": int(step), "position": int(position), "num_ranks": int(num_ranks),
+            "config": dict(tables), "fingerprint": str(), "loss_scale": None | dict() as loss_scale,
+        }:
+            config = to_dict(from_dict(tables, where=str(where)))
+            is_sound = min(step, position, num_ranks) >= 0 and position < 2**62
+            if loss_scale is not None:
+                types = {name: type(value) for name, value in loss_scale.items()}
+                is_sound &= types == scale and 0 < loss_scale["value"] < inf
+        case _:
+            is_sound = False
+    require(is_sound, f"{where}: its {MANIFEST} does not say what a run would have written; "
+            "resume from another checkpoint")
+    precision = config["train"]["precision"]
+    require((loss_scale is not None) == PRECISIONS[precision].scales_loss, f"{where}: its "
+            f"{MANIFEST} has a loss scale that does not fit train.precision = {precision}; resume "
+            "from another checkpoint")
+    return facts | {"config": config}
+
+
+def require_whole_state(saved: dict[str, tuple[Size, dtype]], where: Path) -> None:
+    """Raise ConfigError unless a checkpoint has AdamW's state of each parameter, or of none.
+
+    It has none while float16 has overflowed in every step.
+    """
+    if not any(name.startswith("optimizer.") for name in saved):
+        return
+    for name, (shape, _) in saved.items():
+        kind, _, parameter = name.partition(".")
+        for key in ("step", "exp_avg", "exp_avg_sq") if kind == "model" else ():
+            found = saved.get(f"optimizer.{parameter}.{key}")
+            expected = Size() if key == "step" else shape
+            require(
+                found is not None and found[0] == expected and found[1].is_floating_point,
+                f"{where}: holds no {key} of shape {list(expected)} for {parameter}; resume from "
+                "another checkpoint",
+            )
 
 
 def require_same_training(facts: dict, config: Config, folder: Path, fingerprint: str) -> None:

@@ -6,7 +6,6 @@ Read in this order: `train`, `begin`, `loop`, then the command line, `read_optio
     torchrun --nproc-per-node 4 -m minitron.train configs/stories.toml
 """
 
-import json
 import sys
 from collections.abc import Callable
 from contextlib import closing
@@ -30,8 +29,9 @@ from minitron.comm.launch import is_torchrun_rank, restarts, torchrun_group
 from minitron.comm.watchdog import Watchdog
 from minitron.config import Config, ConfigError, require
 from minitron.config_file import from_dict, load, to_dict
+from minitron.files import read_json
 from minitron.hugging_face.config import read_model_config
-from minitron.hugging_face.folder import require_same_tokens
+from minitron.hugging_face.folder import require_fits
 from minitron.hugging_face.weights import Weights
 from minitron.measure.clock import Clock, peak_flops
 from minitron.measure.loggers import open_log
@@ -65,8 +65,7 @@ def train(
                 log = open_log(config.log, folder, run.rank, run.step, to_dict(run.config))
                 trace = open_trace(config, folder, run.rank, run.step, run.device)
                 if run.rank == 0:
-                    text = json.dumps(to_dict(run.config), indent=2) + "\n"
-                    disk.replace(folder / "config.json", text.encode())
+                    disk.write_json(folder / "config.json", to_dict(run.config))
 
         watchdog.beat()
         if run.rank == 0:
@@ -93,7 +92,7 @@ def begin(
             claim.take(restart)
         require_place(folder, resume, restart)
         if weights is not None:
-            require_same_tokens(weights, config.data.path)
+            require_fits(weights, config)
     run = Run(config, folder, group)
     with one_fault_fails_all(group):
         if rank == 0:  # only now is a folder made
@@ -192,8 +191,8 @@ def load_saved(folder: Path) -> Config:
     saved = folder / "config.json"
     require(saved.is_file(), f"{saved}: there is no run to resume; check --run-dir")
     try:
-        return from_dict(json.loads(saved.read_text()), where=str(saved))
-    except ValueError as error:  # a ConfigError, or not JSON
+        return from_dict(read_json(saved), where=str(saved))
+    except (OSError, ValueError) as error:  # a ConfigError, or not JSON
         raise ConfigError(f"{saved}: damaged ({error}); give the run's TOML file too") from None
 
 

@@ -84,7 +84,7 @@ def flip_a_bit(file):
 
 
 @pytest.mark.parametrize("harm", [cut_short, flip_a_bit, os.unlink])
-@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "manifest.json"])
+@pytest.mark.parametrize("file", ["rank_00000.safetensors", "tensors.json", "manifest.json"])
 def test_what_is_damaged_is_told_and_the_one_before_taken(tmp_path, capsys, harm, file):
     save(tmp_path, 1)
     harm(save(tmp_path, 2) / file)
@@ -109,7 +109,7 @@ def test_every_bit_of_a_manifest_counts(tmp_path):
 def test_nothing_to_resume_is_told(tmp_path):
     with pytest.raises(ConfigError, match="holds no checkpoint to resume from"):
         checkpoint.newest_good(tmp_path)
-    cut_short(save(tmp_path, 1) / "__0_0.distcp")
+    cut_short(save(tmp_path, 1) / "rank_00000.safetensors")
     with pytest.raises(ConfigError, match="no checkpoint in it is intact on all nodes"):
         checkpoint.newest_good(tmp_path)
     assert names(tmp_path) == ["step_00000001"]  # it may be the node's fault
@@ -120,7 +120,7 @@ def save_two_and_load(group, folder):
         state = {f"weights.{group.rank()}": Boxes.whole(torch.full((KIB,), float(step)))}
         save(folder, step, group=group, state=state)
     if group.rank() == 0:
-        cut_short(folder / "step_00000002" / "__0_0.distcp")
+        flip_a_bit(folder / "step_00000002" / "rank_00001.safetensors")
     torch.distributed.barrier(group)
     return checkpoint.damage(folder / "step_00000002", group.rank(), 2), \
         checkpoint.newest_good(folder, group).name
@@ -128,7 +128,7 @@ def save_two_and_load(group, folder):
 
 def test_what_one_rank_finds_damaged_none_takes(tmp_path):
     (seen_by_0, first), (seen_by_1, second) = run(save_two_and_load, 2, tmp_path)
-    assert seen_by_0 is None and "__0_0.distcp has" in seen_by_1
+    assert seen_by_0 is None and "rank_00001.safetensors has" in seen_by_1
     assert first == second == "step_00000001"
 
 
@@ -189,7 +189,7 @@ def test_a_full_device_is_told(tmp_path, monkeypatch):
 
     def on_full_device(folder):
         make_empty(folder)
-        (folder / "__0_0.distcp").symlink_to("/dev/full")
+        (folder / "rank_00000.safetensors").symlink_to("/dev/full")
 
     monkeypatch.setattr(checkpoint, "make_empty", on_full_device)
     with pytest.raises(ConfigError, match=r"step_00000002: cannot be written \(No space left"):

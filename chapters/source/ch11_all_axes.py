@@ -1008,7 +1008,7 @@ print("saved:", *(path.name for path in checkpoint.checkpoints(saved)))
 # %% tags=["output-bit"]
 (saved / "step_00000006.tmp").mkdir()
 newest = checkpoint.checkpoints(saved)[-1]
-file = max(newest.glob("*.distcp"), key=lambda path: path.stat().st_size)
+file = max(newest.glob("*.safetensors"), key=lambda path: path.stat().st_size)
 content = bytearray(file.read_bytes())
 content[len(content) // 2] ^= 1
 file.write_bytes(content)

@@ -3,7 +3,7 @@
 `group` is None in a run of one process.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -42,6 +42,25 @@ def largest(number: int, group: Group) -> int:
     numbers = torch.tensor([number])
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
     return int(numbers)
+
+
+def agreed(act: Callable, group: Group) -> list:
+    """What `act` returns on each rank; raises OSError on all if it does on one."""
+    try:
+        outcome = act()
+    except OSError as error:
+        outcome = error
+    outcomes = gathered(outcome, group)
+    for each in outcomes:
+        if isinstance(each, OSError):
+            raise each
+    return outcomes
+
+
+def on_rank_0(act: Callable, group: Group) -> None:
+    """Act on rank 0 alone; all wait for it, and raise the OSError that it does."""
+    rank, _ = rank_and_size(group)
+    agreed(act if rank == 0 else lambda: None, group)
 
 
 @contextmanager

@@ -1,12 +1,13 @@
 """config.json, as `transformers` writes it for Llama and GPT-2, and our `ModelConfig`.
 
-Read in this order: KEYS, read_model_config, read_rope, to_hugging_face.
+Read in this order: KEYS, read_model_config, read_field, read_rope, to_hugging_face.
 """
 
-import json
+from math import inf
 from pathlib import Path
 
 from minitron.config import ConfigError, ModelConfig, require
+from minitron.files import file_in, read_json, reason
 
 FAMILIES = {"gpt2": "gpt", "llama": "llama"}
 """Their model_type, and our family."""
@@ -69,16 +70,20 @@ LLAMA3_ROPE = {
 """What `rope_scaling` means, beside its factor: every Llama since 3.1 has these."""
 
 
+LARGEST = 2**24
+"""Of every size of a model: more than any has, and a bound to what a file can ask for."""
+
+
 def read_model_config(folder: Path) -> ModelConfig:
     """The model that `folder/config.json` describes; dropout is left to the run.
 
     Raises ConfigError for a model that cannot be built here.
     """
     file = folder / "config.json"
-    theirs = read_json(file)
+    theirs = read_file(folder, file.name)
     kind = theirs.get("model_type")
-    require(kind in FAMILIES, f"{file}: model_type = {kind!r}: known are {', '.join(FAMILIES)}; "
-            "choose such a model")
+    require(isinstance(kind, str) and kind in FAMILIES, f"{file}: model_type = {kind!r:.50}: known "
+            f"are {', '.join(FAMILIES)}; choose such a model")
     family = FAMILIES[kind]
     for key, known in KNOWN[family].items():
         value = theirs.get(key, known[0])
@@ -86,9 +91,7 @@ def read_model_config(folder: Path) -> ModelConfig:
                 f"{' or '.join(map(str, known))}: choose another model")
 
     theirs = DEFAULTS[family] | theirs
-    for key in KEYS[family].values():
-        require(key in theirs, f"{file}: {key} is missing; fetch the model again")
-    ours = {field: theirs[key] for field, key in KEYS[family].items()}
+    ours = {field: read_field(theirs, key, field, file) for field, key in KEYS[family].items()}
     if family == "gpt":
         ours["num_kv_heads"] = ours["num_heads"]
         ours["ffn_width"] = ours["ffn_width"] or 4 * ours["width"]
@@ -98,21 +101,44 @@ def read_model_config(folder: Path) -> ModelConfig:
     model = ModelConfig(family, **ours)
 
     head_width = theirs.get("head_dim") or model.head_width
-    require(head_width == model.head_width, f"{file}: head_dim = {head_width}, but our heads have "
-            f"{model.width} / {model.num_heads} = {model.head_width}: choose another model")
+    require(head_width == model.head_width, f"{file}: head_dim = {head_width!r:.50}, but our heads "
+            f"have {model.width} / {model.num_heads} = {model.head_width}: choose another model")
     return model
+
+
+def read_field(theirs: dict, key: str, field: str, file: Path):
+    """What `key` says of our `field`, of the type and the size that it must have."""
+    require(key in theirs, f"{file}: {key} is missing; fetch the model again")
+    value = theirs[key]
+    if field == "tied_embedding":
+        require(isinstance(value, bool), f"{file}: {key} = {value!r:.50}: must be true or false")
+    elif field == "norm_eps":
+        require_number(value, f"{file}: {key}")
+    elif value is not None or field not in ("num_kv_heads", "ffn_width"):
+        require(type(value) is int and 0 < value <= LARGEST, f"{file}: {key} = {value!r:.50}: must "
+                f"be a whole number from 1 to {LARGEST:,}; fetch the model again")
+    return value
+
+
+def require_number(value, where: str) -> None:
+    is_number = type(value) in (int, float) and 0 < value < inf
+    require(is_number, f"{where} = {value!r:.50}: must be a number above 0; fetch the model again")
 
 
 def read_rope(theirs: dict, file: Path) -> dict[str, float]:
     """Our fields of rotary positions; transformers 5 has one table for them, 4 has two keys."""
     rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
+    require(isinstance(rope, dict), f"{file}: {rope!r:.50} says nothing of rotary positions; fetch "
+            "the model again")
     theta = rope.get("rope_theta") or theirs.get("rope_theta") or 10_000.0
+    require_number(theta, f"{file}: rope_theta")
     if rope.get("rope_type", rope.get("type", "default")) == "default":
         return {"rope_theta": theta}
     for key, known in LLAMA3_ROPE.items():
         value = rope.get(key, rope.get("type") if key == "rope_type" else None)
-        require(value == known, f"{file}: {key} = {value!r} of the rotary positions, but our model "
-                f"has {known!r}: choose another model")
+        require(value == known, f"{file}: {key} = {value!r:.50} of the rotary positions, but our "
+                f"model has {known!r}: choose another model")
+    require_number(rope.get("factor"), f"{file}: factor")
     return {"rope_theta": theta, "rope_scaling": rope["factor"]}
 
 
@@ -130,11 +156,12 @@ def to_hugging_face(model: ModelConfig, dtype: str, end: int | None) -> dict:
     return {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **theirs}
 
 
-def read_json(path: Path) -> dict:
+def read_file(folder: Path, name: str) -> dict:
     """Read a file of a model's folder; raises ConfigError if it is missing or damaged."""
-    require(path.is_file(), f"{path}: there is no such file; name a folder that save_pretrained of "
+    path = folder / name
+    require(path.exists(), f"{path}: there is no such file; name a folder that save_pretrained of "
             "transformers has written")
     try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{path}: not valid JSON: {error}; fetch the model again") from None
+        return read_json(file_in(folder, name))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {reason(error)}; fetch the model again") from None

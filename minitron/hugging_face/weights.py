@@ -11,9 +11,9 @@ at a time, so that any layout can be filled: `parallel.fill(Weights(folder, mode
 Read in this order: NAMES, Place, place_of, Weights, write.
 """
 
-import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from minitron.config import ConfigError, ModelConfig, require
-from minitron.hugging_face.config import read_json, read_model_config, to_hugging_face
+from minitron.disk import write_json
+from minitron.files import file_in, reason
+from minitron.hugging_face.config import read_file, read_model_config, to_hugging_face
+from minitron.hugging_face.sizes import require_layers, shapes_of
 from minitron.model.transformer import Transformer
 
 NAMES = {
@@ -57,6 +60,9 @@ NAMES = {
     },
 }
 """Our modules, and theirs."""
+
+FLOATS = "F64", "F32", "BF16", "F16"
+"""What weights may be stored as: others need scales, which are in tensors that are not read."""
 
 
 @dataclass(frozen=True)
@@ -114,19 +120,10 @@ class Weights:
 
     def __call__(self, name: str, shape: torch.Size) -> Tensor:
         place = place_of(name, self.model.family)
-        tensor = self.find(place.key)
-        found, expected = tensor.get_shape(), place.stored_shape(shape)
-        num_new = 0
-        if name in ("token_embedding.weight", "head.weight"):
-            num_new = max(0, expected[0] - found[0])
-        require(
-            [found[0] + num_new, *found[1:]] == expected,
-            f"{self.folder}: {place.key} has shape {found}, but {name} needs {expected}: leave "
-            "sizes out of [model], so that they are those of the folder's config.json",
-        )
-        start, end = 0, found[-1]
+        tensor, num_new = self.find(name, shape)
+        start, end = 0, tensor.get_shape()[-1]
         if place.part is not None:
-            width = found[-1] // 3
+            width = end // 3
             start, end = place.part * width, (place.part + 1) * width
         parameter = place.stored(tensor[..., start:end])
         if num_new == 0:
@@ -134,34 +131,70 @@ class Weights:
         mean = parameter.double().mean(0, keepdim=True).to(parameter.dtype)
         return torch.cat([parameter, mean.expand(num_new, -1)])
 
-    def find(self, key: str):
-        """The tensor called `key`, not read yet."""
-        if key not in self.files:  # saved without its head, a model has no prefix: GPT-2 itself
-            shorter = key.partition(".")[2]
-            require(shorter in self.files, f"{self.folder}: none of {len(self.files)} tensors is "
-                    f"{key}; fetch the model again")
-            key = shorter
-        file = self.files[key]
+    def check_sizes(self) -> None:
+        """Raise ConfigError unless the files hold a model of this size: before it is built."""
+        require_layers(self.model, len(self.files), str(self.folder))
+        for name, shape in shapes_of(self.model):
+            self.find(name, shape)
+        self.opened.clear()
+
+    def find(self, name: str, shape: torch.Size):
+        """The tensor with the parameter called `name`, not read yet, and how many rows it lacks."""
+        place = place_of(name, self.model.family)
+        tensor = self.open(place.key)
+        found, expected = tensor.get_shape(), place.stored_shape(shape)
+        num_new = 0
+        if name in ("token_embedding.weight", "head.weight") and len(found) == len(expected):
+            num_new = max(0, expected[0] - found[0])
+        require(
+            len(found) > 0 and [found[0] + num_new, *found[1:]] == expected,
+            f"{self.folder}: {place.key} has shape {found}, but {name} needs {expected}: leave "
+            "sizes out of [model], so that they are those of the folder's config.json",
+        )
+        require(tensor.get_dtype() in FLOATS, f"{self.folder}: {place.key} holds "
+                f"{tensor.get_dtype()}, but weights are {', '.join(FLOATS)}: choose another model")
+        return tensor, num_new
+
+    def open(self, key: str):
+        """The tensor called `key`."""
+        shorter = key.partition(".")[2]  # saved without its head, a model has no prefix: GPT-2
+        present = next((each for each in (key, shorter) if each in self.files), None)
+        require(present is not None or not key.startswith("lm_head."), f"{self.folder}: holds no "
+                f"{key}, the head of a model whose embedding is not tied: if the head is the "
+                "embedding, set --model.tied-embedding; otherwise choose a model that has its head")
+        require(present is not None, f"{self.folder}: none of {len(self.files)} tensors is {key}; "
+                "leave sizes out of [model]; if they are, fetch the model again")
+        file = self.files[present]
         if file not in self.opened:
-            self.opened[file] = open_file(self.folder / file)
-        return self.opened[file].get_slice(key)
+            self.opened[file] = open_file(self.folder, file)
+        try:
+            return self.opened[file].get_slice(present)
+        except SafetensorError as error:
+            raise ConfigError(f"{self.folder / file}: {reason(error)}; fetch the model again"
+                              ) from None
 
 
 def files_of_tensors(folder: Path) -> dict[str, str]:
     """The file that each tensor is in."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if whole.is_file():
-        return dict.fromkeys(open_file(whole).keys(), whole.name)
-    require(index.is_file(), f"{folder}: holds neither {whole.name} nor {index.name}; name a "
+    if whole.exists():
+        return dict.fromkeys(open_file(folder, whole.name).keys(), whole.name)
+    require(index.exists(), f"{folder}: holds neither {whole.name} nor {index.name}; name a "
             "folder that save_pretrained of transformers has written")
-    return read_json(index)["weight_map"]
+    files = read_file(folder, index.name).get("weight_map")
+    is_map = isinstance(files, dict) and all(isinstance(name, str) for name in files.values())
+    require(is_map, f"{index}: weight_map does not say which tensor is in which file; fetch the "
+            "model again")
+    return files
 
 
-def open_file(path: Path) -> safe_open:
+def open_file(folder: Path, name: str) -> safe_open:
+    """A file of tensors in the folder; an index may name anything, also what is not there."""
     try:
-        return safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}); fetch the model again") from None
+        return safe_open(file_in(folder, name), framework="pt")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(f"{folder}/{name:.80}: cannot be read ({reason(error)}); fetch the model "
+                          "again") from None
 
 
 # Writing
@@ -180,31 +213,45 @@ def write(
     """
     require(not any(folder.glob("*.safetensors*")), f"{folder}: holds weights already; choose "
             "another folder")
-    folder.mkdir(parents=True, exist_ok=True)
     tensors = tensors_of(model)
     sizes = {key: dtype.itemsize * sum(parts.values()) for key, parts in tensors.items()}
-    files = split(sizes, max_file_bytes)
+    files = name_files(split(sizes, max_file_bytes))
+    index = folder / "model.safetensors.index.json"
 
-    weight_map = {}
-    for number, keys in enumerate(files, start=1):
-        file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        file = file if len(files) > 1 else "model.safetensors"
-        held = {key: join(tensors[key], model, value, dtype) for key in keys}
-        weight_map |= dict.fromkeys(keys, file)
-        try:
+    with all_or_nothing(folder, [*files, index.name], sum(sizes.values())):
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, keys in files.items():
+            held = {key: join(tensors[key], model, value, dtype) for key in keys}
             save_file(held, folder / file, metadata={"format": "pt"})
-        except (OSError, SafetensorError) as error:
-            for written in set(weight_map.values()):
-                (folder / written).unlink(missing_ok=True)
-            raise ConfigError(f"{folder / file}: cannot be written ({error}); the model needs "
-                              f"{sum(sizes.values()):,} bytes there") from None
+        if len(files) > 1:
+            weight_map = {key: file for file, keys in files.items() for key in keys}
+            total = {"total_size": sum(sizes.values())}
+            write_json(index, {"metadata": total, "weight_map": weight_map})
+        # last: a folder without it is not taken for a model
+        config = to_hugging_face(model, str(dtype).removeprefix("torch."), end)
+        write_json(folder / "config.json", config)
 
-    if len(files) > 1:
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-        write_json(folder / "model.safetensors.index.json", index)
-    # last: a folder without it is not taken for a model
-    config = to_hugging_face(model, str(dtype).removeprefix("torch."), end)
-    write_json(folder / "config.json", config)
+
+def name_files(parts: list[list[str]]) -> dict[str, list[str]]:
+    if len(parts) == 1:
+        return {"model.safetensors": parts[0]}
+    return {f"model-{number:05d}-of-{len(parts):05d}.safetensors": keys
+            for number, keys in enumerate(parts, start=1)}
+
+
+@contextmanager
+def all_or_nothing(folder: Path, files: list[str], num_bytes: int) -> Iterator[None]:
+    """Remove the files if not all can be written, whatever happens; tell what a user can mend."""
+    try:
+        yield
+    except BaseException as error:
+        with suppress(OSError):
+            for file in files:
+                (folder / file).unlink(missing_ok=True)
+        if isinstance(error, OSError | SafetensorError):
+            raise ConfigError(f"{folder}: cannot be written ({reason(error)}); the model needs "
+                              f"{num_bytes:,} bytes there") from None
+        raise
 
 
 def tensors_of(model: ModelConfig) -> dict[str, dict[str, int]]:
@@ -235,7 +282,3 @@ def split(sizes: dict[str, int], limit: int) -> list[list[str]]:
         files[-1].append(key)
         free -= size
     return files
-
-
-def write_json(path: Path, table: dict) -> None:
-    path.write_text(json.dumps(table, indent=2) + "\n")
