@@ -2,11 +2,15 @@
 
 import dataclasses
 import difflib
+import json
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from minitron.config import Config, ConfigError, ModelConfig, require
+from minitron.config_checks import LARGEST_INT
+
+LARGEST_FILE = 10_000_000  # bytes
 
 
 def load(path: Path, model: ModelConfig | None = None) -> Config:
@@ -18,11 +22,23 @@ def load(path: Path, model: ModelConfig | None = None) -> Config:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")])
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         raise ConfigError(f"{path}: there is no such file{hint}")
+    return from_dict(parsed(path, tomllib.loads, "TOML"), where=str(path), model=model)
+
+
+def parsed(path: Path, parse: Callable = json.loads, kind: str = "JSON", remedy: str = ""):
+    """What a small text file of a known kind says, not checked any further.
+
+    Raises ConfigError, with the `remedy`, if it is none: too large, too deep, not UTF-8 ...
+    """
+    size = path.stat().st_size
+    require(size <= LARGEST_FILE, f"{path}: {size:,} bytes are too many for a {kind} file that "
+            f"minitron reads, {LARGEST_FILE:,} at most{remedy}")
     try:
-        tables = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from None
-    return from_dict(tables, where=str(path), model=model)
+        return parse(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ConfigError(f"{path}: not valid {kind}: nested too deeply{remedy}") from None
+    except ValueError as error:  # also a number of thousands of digits
+        raise ConfigError(f"{path}: not valid {kind}: {error}{remedy}") from None
 
 
 def from_dict(tables: dict, where: str = "config", model: ModelConfig | None = None) -> Config:
@@ -45,24 +61,18 @@ def _section(default, table: dict, where: str):
     require(isinstance(table, dict), f"{where} = {table!r}: must be a table of keys")
     fields = {f.name: f for f in dataclasses.fields(default)}
     require_known(table, fields, where)
-    return dataclasses.replace(default, **{key: _typed(fields[key].type, value, f"{where}.{key}")
-                                           for key, value in table.items()})
+    return dataclasses.replace(
+        default, **{key: _converted(fields[key].type, value, f"{where}.{key}")
+                    for key, value in table.items()})
 
 
-def _typed(expected, value, where: str):
-    if expected is Path and isinstance(value, str):
+def _converted(expected, value, where: str):
+    """What TOML and JSON write otherwise: a path as text, a float as an int."""
+    if expected is Path and type(value) is str:
         return Path(value)
     if expected is float and type(value) is int:
+        require(abs(value) <= LARGEST_INT, f"{where} = {value}: must be less than 2**63")
         return float(value)
-    choices = getattr(expected, "__args__", None)  # a Literal's
-    if choices is not None:
-        known = ", ".join(map(str, choices))
-        require(value in choices, f"{where} = {value!r}: must be one of {known}")
-    else:
-        require(
-            type(value) is expected,
-            f"{where} = {value!r}: must be of type {expected.__name__}, not {type(value).__name__}",
-        )
     return value
 
 

@@ -28,7 +28,7 @@ from minitron.comm.agreement import (
 from minitron.comm.launch import restarts, torchrun_group
 from minitron.comm.watchdog import Watchdog
 from minitron.config import Config, ConfigError, require
-from minitron.config_file import from_dict, load, to_dict
+from minitron.config_file import from_dict, load, parsed, to_dict
 from minitron.float8 import multiplies_float8
 from minitron.hugging_face.config import read_model_config
 from minitron.hugging_face.folder import require_same_tokens
@@ -241,8 +241,8 @@ def load_saved(folder: Path) -> Config:
     saved = folder / "config.json"
     require(saved.is_file(), f"{saved}: there is no run to resume; check --run-dir")
     try:
-        return from_dict(json.loads(saved.read_text()), where=str(saved))
-    except ValueError as error:  # a ConfigError, or not JSON
+        return from_dict(parsed(saved), where=str(saved))
+    except ConfigError as error:
         raise ConfigError(f"{saved}: damaged ({error}); give the run's TOML file too") from None
 
 
