@@ -1,7 +1,9 @@
-"""What a training process settles with its machine: which device, and how it may be stopped."""
+"""What a training process settles with its machine: device, memory, and how it may be stopped."""
 
+import os
 import signal
 import threading
+from pathlib import Path
 
 import torch
 
@@ -14,11 +16,25 @@ def pick_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
+        (torch.ones(1, device=device) + 1).item()  # a meta tensor, for one, has no value
+    except (RuntimeError, AssertionError, ImportError) as error:
         reason = str(error).split("\n")[0]
         raise ConfigError(f"train.device = {name}: cannot be used ({reason}); try cpu") from None
     return device
+
+
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")  # a container's; "max" if there is none
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Bytes of memory that there are for what lies on the device; on a CPU, the machine's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(machine, int(CGROUP_LIMIT.read_text()))
+    except (OSError, ValueError):
+        return machine
 
 
 class Interruption:

@@ -28,7 +28,7 @@ from minitron.parallel.combined import Combined
 from minitron.parallel.parts import Boxes
 from minitron.parallelize import build, lay_out
 from minitron.precision import PRECISIONS, LossScale, low_precision
-from minitron.process import Interruption, pick_device
+from minitron.process import Interruption, memory_bytes, pick_device
 from minitron.run_checks import (
     num_readers,
     require_a_gpu_each,
@@ -37,6 +37,7 @@ from minitron.run_checks import (
     require_validation,
     with_vocabulary_of_data,
 )
+from minitron.run_memory import require_memory
 from minitron.step import (
     IGNORED,
     accumulate_gradients,
@@ -115,6 +116,8 @@ class Run(Training):
             require_validation(self.num_eval_sequences, num_readers(config, self.size))
             device = pick_device(config.train.device)
             require_a_gpu_each(device, group)
+            require_memory(config, self.size, memory_bytes(device), str(device),
+                           self.num_eval_sequences)
 
         mesh = None if group is None else lay_out(config.parallel, self.size, device)
         super().__init__(config, mesh, device)

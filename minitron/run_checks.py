@@ -7,7 +7,7 @@ Read in this order: require_ranks, require_layout, layouts_that_fit; require_sam
 """
 
 from dataclasses import replace
-from math import ceil, log
+from math import ceil, isqrt, log
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from minitron.config_file import to_dict
 from minitron.corpus.folder import read_corpus_info
 
 NUM_OFFERED = 2  # layouts in a message
+NUM_TRIED = 1000  # sizes of a micro-batch, to both sides, that are tried for a remedy
 
 
 def require_ranks(config: Config, size: int) -> None:
@@ -88,7 +89,8 @@ def require_groups(config: Config, num_sequences: int) -> None:
     size, pp = config.train.micro_batch_size, config.parallel.pp
     if config.parallel.schedule != "interleaved" or ceil(num_sequences / size) % pp == 0:
         return
-    fitting = [other for other in range(1, num_sequences + 1)
+    near = range(max(1, size - NUM_TRIED), min(num_sequences, size + NUM_TRIED) + 1)
+    fitting = [other for other in {*near, ceil(num_sequences / pp)}
                if ceil(num_sequences / other) % pp == 0]
     nearest = sorted(fitting, key=lambda other: abs(other - size))[:NUM_OFFERED]
     remedy = f"set train.micro_batch_size to {' or '.join(map(str, nearest))}" if nearest else \
@@ -122,7 +124,9 @@ def layouts_that_fit(config: Config, size: int) -> list[tuple[int, int, int]]:
 
 
 def divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    """From 1 to `number`."""
+    small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
 
 
 def fits(config: Config, dp: int, tp: int, pp: int) -> bool:

@@ -96,7 +96,7 @@ def test_every_config_of_ours_loads(path):
     ("[model]\nwidth = 999999997\nnum_heads = 2\nnum_kv_heads = 1\n",
      "try --model.width 1000000000"),
     (f"[model]\nwidth = {2**62}\n", "must be 1,000,000,000 or less"),
-    ("[model]\nnum_layers = 1000000\n", "model.num_layers = 1000000: must be 10,000 or less"),
+    ("[model]\nnum_layers = 1000000\n", "model.num_layers = 1000000: must be 2,000 or less"),
     (f"[train]\ndevice = {2000 * 'x'!r}\n".replace("device", "precision"), "(2,0"),
     ('[train]\nprecision = "fp\\n32\\u001b"\n', "must be one of"),
 ])
