@@ -20,6 +20,7 @@ from minitron.comm.agreement import (
 from minitron.comm.mesh import Mesh
 from minitron.config import Config, ConfigError
 from minitron.config_file import to_dict
+from minitron.corpus.contents import fingerprint, read_contents, require_tokens
 from minitron.corpus.folder import end_of_document, load_tokenizer
 from minitron.dataset import TokenDataset
 from minitron.measure.divergence import FirstFault
@@ -118,6 +119,10 @@ class Run(Training):
             require_a_gpu_each(device, group)
             require_memory(config, self.size, memory_bytes(device), str(device),
                            self.num_eval_sequences)
+
+        contents = read_contents(config.data.path, group)
+        require_tokens(config.data.path, contents, config.model.vocab_size)
+        self.fingerprint = fingerprint(self.dataset, contents)
 
         mesh = None if group is None else lay_out(config.parallel, self.size, device)
         super().__init__(config, mesh, device)
@@ -224,7 +229,7 @@ class Run(Training):
             "position": self.position,
             "num_ranks": self.size,
             "config": to_dict(self.config),
-            "fingerprint": self.dataset.fingerprint(),
+            "fingerprint": self.fingerprint,
             "loss_scale": self.loss_scale and self.loss_scale.state_dict(),
         }
         self.saver.save(self.step, self.whole.state() | random_state, facts)
@@ -249,7 +254,7 @@ class Run(Training):
         folder = self.folder / "checkpoints"
         path = checkpoint.newest_good(folder, self.group)
         facts = checkpoint.facts_of(path)
-        require_same_training(facts, self.config, self.folder, self.dataset.fingerprint())
+        require_same_training(facts, self.config, self.folder, self.fingerprint)
         checkpoint.set_aside(folder, path, self.group)
         read = partial(checkpoint.load, path, group=self.group)
         self.whole.load_state(checkpoint.saved_tensors(path), read)

@@ -190,7 +190,7 @@ def require_same_training(facts: dict, config: Config, folder: Path, fingerprint
             f"set it to {before}, or start a new run without --resume",
         )
     require(
-        facts["fingerprint"] == fingerprint,
+        fingerprint.startswith(facts["fingerprint"]),  # an old run's is the first half
         f"{config.data.path}: holds other tokens than {folder} was trained on; "
         "write the same corpus again, or start a new run without --resume",
     )
