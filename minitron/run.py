@@ -30,6 +30,7 @@ from minitron.parallel.parts import Boxes
 from minitron.parallelize import build, lay_out
 from minitron.precision import PRECISIONS, LossScale, low_precision
 from minitron.process import Interruption, memory_bytes, pick_device
+from minitron.progress import CLOCK, Progress
 from minitron.run_checks import (
     num_readers,
     require_a_gpu_each,
@@ -125,7 +126,8 @@ class Run(Training):
         self.fingerprint = fingerprint(self.dataset, contents)
 
         mesh = None if group is None else lay_out(config.parallel, self.size, device)
-        super().__init__(config, mesh, device)
+        with Progress(desc="building the model", bar_format=CLOCK, disable=self.rank != 0):
+            super().__init__(config, mesh, device)
         # Dropout, of other samples and other layers; the weights have seeds of their own.
         stage = 0 if mesh is None else mesh.rank("pp")
         torch.manual_seed(config.train.seed + self.data_rank + stage * self.data_size)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
-from tqdm import tqdm
 
 from minitron import command_line, cost
 from minitron.checkpoint import checkpoints
@@ -39,6 +38,7 @@ from minitron.measure.metrics import MetricsLog
 from minitron.measure.trace import Trace, open_trace
 from minitron.parallel.simulator import simulate
 from minitron.precision import PRECISIONS
+from minitron.progress import Progress
 from minitron.run import Run
 
 SMALLEST_SCALE = 2.0**-24  # of a loss: with it float16 holds gradients of up to 1e12
@@ -67,8 +67,8 @@ def train(
         watchdog.beat()
         if run.rank == 0:
             print(describe(run), end="", file=sys.stderr)
-        bar = tqdm(total=config.train.steps, initial=run.step, dynamic_ncols=True,
-                   disable=None if run.rank == 0 else True)  # None: on a terminal alone
+        bar = Progress(total=config.train.steps, initial=run.step, desc="step", leave=True,
+                       disable=run.rank != 0)
         with closing(log), run.interruption, bar, trace:
             try:
                 loop(run, log, bar, trace, watchdog)
@@ -119,7 +119,7 @@ def describe_pipeline(run: Run) -> str:
             f"are idle {100 * idle:.0f} % of the time; a smaller train.micro_batch_size makes more")
 
 
-def loop(run: Run, log: MetricsLog, bar: tqdm, trace: Trace, watchdog: Watchdog) -> None:
+def loop(run: Run, log: MetricsLog, bar: Progress, trace: Trace, watchdog: Watchdog) -> None:
     """Step, log, evaluate and save until the steps are done or a signal asks to stop."""
     config = run.config.train
     flops = cost.training_flops_per_token(run.config.model, run.config.data.sequence_length)
