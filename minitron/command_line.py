@@ -13,7 +13,8 @@ from unittest import mock
 import tyro
 
 from minitron import disk
-from minitron.config import ConfigError
+from minitron.config import ConfigError, require
+from minitron.config_checks import UNPRINTABLE
 
 Options = TypeVar("Options")
 SECONDS_TO_TELL = 2.0  # for the first rank: torchrun ends all as soon as one has left
@@ -52,16 +53,26 @@ def _first_sentence(box: str) -> str:
     return message
 
 
+def require_text(words: Sequence[str]) -> None:
+    """Raise ConfigError for a word with control characters, or bytes that are not UTF-8."""
+    for word in words:
+        require(not UNPRINTABLE.search(word), f"'{word}' is no text that can be printed: "
+                "libraries that read files stop at it; use another name")
+
+
 def run(main: Callable[[list[str]], int]) -> None:
     """Run a program's `main` on the command line's words and exit with the code it returns."""
+    for stream in (sys.stdout, sys.stderr):  # a name may hold what a terminal cannot show
+        with contextlib.suppress(AttributeError):  # a notebook's
+            stream.reconfigure(errors="backslashreplace")
     try:
+        require_text(sys.argv[1:])
         code = main(sys.argv[1:])
         sys.stdout.flush()  # here, where what goes wrong is told
     except ConfigError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # a node's ranks all make the same mistake
-            print(f"minitron: {error}", file=sys.stderr)
-        else:
-            time.sleep(SECONDS_TO_TELL)
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(SECONDS_TO_TELL)  # all ranks make the same mistake; or this one alone
+        print(f"minitron: {error}", file=sys.stderr)
         code = 2
     except SystemExit:  # the ranks have agreed: the first one tells it
         if os.environ.get("LOCAL_RANK", "0") != "0":

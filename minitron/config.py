@@ -10,21 +10,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from minitron.config_checks import (
+    ConfigError,
+    other_heads,
+    require,
+    require_at_most,
+    require_positive,
+    require_types,
+    round_up,
+)
 
-class ConfigError(ValueError):
-    """Something the user typed cannot work. The command line prints it as one line, exit code 2."""
+__all__ = ["Config", "ConfigError", "DataConfig", "LogConfig", "ModelConfig", "ParallelConfig",
+           "TrainConfig", "require", "require_positive"]
 
-
-def require(condition: bool, message: str) -> None:
-    """Raise `ConfigError(message)` unless `condition` holds."""
-    if not condition:
-        raise ConfigError(message)
-
-
-def require_positive(section: str, config, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        require(value > 0, f"{section}.{name} = {value}: must be greater than 0")
+LARGEST_SIZE = 10**9
+"""Of a dimension: the bytes of a matrix still fit in an int64."""
+MOST_LAYERS = 2_000  # twice as many as any published (DeepNet, Wang et al. 2022)
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,14 @@ class ModelConfig:
     """Added to the variance in every norm."""
 
     def __post_init__(self):
-        require_positive(
-            "model", self, "max_sequence_length", "num_layers", "width", "num_heads",
-            "num_kv_heads", "ffn_width", "rope_theta", "norm_eps",
-        )
+        require_types("model", self)
+        sizes = ("max_sequence_length", "width", "num_heads", "num_kv_heads", "ffn_width")
+        require_positive("model", self, *sizes, "num_layers", "norm_eps")
+        require_at_most("model", self, **dict.fromkeys([*sizes, "vocab_size"], LARGEST_SIZE))
+        require_at_most("model", self, num_layers=MOST_LAYERS, rope_theta=10**12,
+                        rope_scaling=10**6, norm_eps=1)
         require(self.vocab_size >= 0, f"model.vocab_size = {self.vocab_size}: must be 0 or more")
+        require(self.rope_theta >= 1, f"model.rope_theta = {self.rope_theta}: must be 1 or more")
         require(0 <= self.dropout < 1, f"model.dropout = {self.dropout}: a probability from 0 to "
                 "less than 1")
         require(self.rope_scaling >= 1, f"model.rope_scaling = {self.rope_scaling}: must be 1 "
@@ -69,7 +73,7 @@ class ModelConfig:
         if self.width % self.num_heads:  # not `require`: only then look for what divides
             raise ConfigError(
                 f"model.width = {self.width} is not a multiple of model.num_heads = "
-                f"{self.num_heads}: try {self._heads_that_divide()}"
+                f"{self.num_heads}: try {other_heads(self)}"
             )
         require(
             self.num_heads % self.num_kv_heads == 0,
@@ -90,13 +94,6 @@ class ModelConfig:
     def head_width(self) -> int:
         return self.width // self.num_heads
 
-    def _heads_that_divide(self) -> str:  # each of an even width, and kv heads divide them
-        fitting = [number for number in range(self.num_kv_heads, self.width, self.num_kv_heads)
-                   if self.width % (2 * number) == 0]
-        if not fitting:
-            return f"--model.width {_round_up(self.width, 2 * self.num_heads)}"
-        return f"--model.num-heads {min(fitting, key=lambda each: abs(each - self.num_heads))}"
-
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -106,6 +103,7 @@ class DataConfig:
     """Tokens a sample trains on, S."""
 
     def __post_init__(self):
+        require_types("data", self)
         require_positive("data", self, "sequence_length")
 
 
@@ -161,6 +159,7 @@ class TrainConfig:
     alone ends a collective, after half an hour, without a name."""
 
     def __post_init__(self):
+        require_types("train", self)
         require_positive(
             "train", self, "steps", "global_batch_size", "micro_batch_size", "learning_rate",
             "log_every", "eval_sequences", "keep_checkpoints",
@@ -174,7 +173,6 @@ class TrainConfig:
             f"train.recompute = {self.recompute} with train.compile = {self.compile}: a compiled "
             "model decides itself what to keep; switch one of them off",
         )
-        require(self.seed < 2**63, f"train.seed = {self.seed}: must be less than 2**63")
         require(self.hang_timeout <= 1500, f"train.hang_timeout = {self.hang_timeout:g}: PyTorch "
                 "ends a collective after 1,800 s, and names no rank; set it to 1500 or less")
         for name in ("beta1", "beta2"):
@@ -183,6 +181,9 @@ class TrainConfig:
         require(self.min_learning_rate <= self.learning_rate, f"train.min_learning_rate = "
                 f"{self.min_learning_rate} is above train.learning_rate = {self.learning_rate}: "
                 "lower it, or raise the peak")
+        require(self.learning_rate * self.weight_decay < 1, f"train.weight_decay = "
+                f"{self.weight_decay:g} with train.learning_rate = {self.learning_rate:g}: a step "
+                "would take away all of a weight, or more; their product must be less than 1")
 
 
 @dataclass(frozen=True)
@@ -209,6 +210,7 @@ class ParallelConfig:
     Switched off they travel once a step, but each rank holds them whole until then."""
 
     def __post_init__(self):
+        require_types("parallel", self)
         require(self.dp >= 0, f"parallel.dp = {self.dp}: must be 0 or more")
         require_positive("parallel", self, "tp", "pp", "chunks")
         require(not self.sequence or self.tp > 1, f"parallel.sequence with parallel.tp = {self.tp}:"
@@ -260,6 +262,7 @@ class LogConfig:
     """Steps that are profiled, after the first few: traces/rank0.json.gz, for ui.perfetto.dev."""
 
     def __post_init__(self):
+        require_types("log", self)
         require(self.trace_steps >= 0, f"log.trace_steps = {self.trace_steps}: must be 0 or more")
 
 
@@ -293,8 +296,4 @@ class Config:
         for name, length in (("data.sequence_length", self.data.sequence_length),
                              ("model.max_sequence_length", self.model.max_sequence_length)):
             require(not parallel.sequence or length % tp == 0, f"{name} = {length} does not divide "
-                    f"by parallel.tp = {tp} (parallel.sequence is on): use {_round_up(length, tp)}")
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+                    f"by parallel.tp = {tp} (parallel.sequence is on): use {round_up(length, tp)}")

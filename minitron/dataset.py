@@ -2,7 +2,7 @@
 
 A shard is 256 int32 of header (magic, version, count, zeros), then `count` uint16 tokens, all
 little-endian: the format of the public pre-tokenised FineWeb shards, so small and large runs
-read the same files. Tokens stay on disk, memory-mapped.
+read the same files. Tokens stay on disk.
 
 A run counts the samples it has consumed, over all ranks and epochs. That one number, the
 position, says what comes next, so it is all that a checkpoint has to remember.
@@ -10,6 +10,7 @@ position, says what comes next, so it is all that a checkpoint has to remember.
 
 import hashlib
 import os
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -39,8 +40,8 @@ def write_shard(path: Path, tokens: np.ndarray) -> None:
     os.replace(temporary, path)
 
 
-def open_shard(path: Path) -> np.memmap:
-    """Map the tokens of a shard, (count,) uint16, read-only.
+def count_tokens(path: Path) -> int:
+    """How many tokens a shard holds.
 
     Raises ConfigError, naming the byte, if the header or the file's size is not what it must be.
     """
@@ -65,9 +66,41 @@ def open_shard(path: Path) -> np.memmap:
         f"{path}: byte 8 promises {count} tokens, so the file must end at byte {expected}, "
         f"but it ends at byte {size}: write it again",
     )
-    # NumPy cannot map zero tokens; an empty shard is too short for every reader anyway.
     require(count > 0, f"{path}: byte 8 promises {count} tokens: a shard holds at least 1")
-    return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=(count,))
+    return count
+
+
+def open_shard(path: Path) -> np.memmap:
+    """Map the tokens of a shard, (count,) uint16, read-only; raises what `count_tokens` does."""
+    shape = (count_tokens(path),)
+    return np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=shape)
+
+
+class Shard:
+    """The tokens of a file, read where they are asked for.
+
+    Not mapped: of a mapped file that is cut while a run reads it, the first lost token is a SIGBUS.
+    """
+
+    def __init__(self, path: Path):
+        self.path, self.count = path, count_tokens(path)
+        self.file = path.open("rb", buffering=0)
+        weakref.finalize(self, self.file.close)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens `start` to `stop`, uint16; raises ConfigError if the file ends before."""
+        num_bytes = TOKEN_BYTES * (stop - start)
+        self.file.seek(HEADER_BYTES + TOKEN_BYTES * start)
+        data = self.file.read(num_bytes)
+        require(
+            len(data) == num_bytes,
+            f"{self.path}: had {self.count:,} tokens when the run began, and ends before token "
+            f"{stop:,} now: write it again, then continue the run with --resume",
+        )
+        return np.frombuffer(data, dtype="<u2")
 
 
 class TokenDataset:
@@ -109,10 +142,11 @@ class TokenDataset:
         return torch.from_numpy(np.stack(samples).astype(np.int64))
 
     def fingerprint(self) -> str:
-        """A checksum of the shards' lengths and first tokens: other data have another one."""
+        """A checksum of the shards' lengths and first tokens; `corpus.contents` looks at all."""
         digest = hashlib.sha256()
         for shard in self.shards:
-            digest.update(f"{len(shard)} ".encode() + shard[:4096].tobytes())
+            first = shard.read(0, min(len(shard), 4096))
+            digest.update(f"{len(shard)} ".encode() + first.tobytes())
         return digest.hexdigest()
 
     def _sample_at(self, position: int) -> int:
@@ -127,21 +161,21 @@ class TokenDataset:
     def _sample(self, index: int) -> np.ndarray:
         shard = int(np.searchsorted(self.first_sample, index, side="right")) - 1
         start = (index - int(self.first_sample[shard])) * self.sequence_length
-        return self.shards[shard][start : start + self.sequence_length + 1]
+        return self.shards[shard].read(start, start + self.sequence_length + 1)
 
 
-def _open_shards(folder: Path, split: str, sequence_length: int) -> list[np.memmap]:
+def _open_shards(folder: Path, split: str, sequence_length: int) -> list[Shard]:
     paths = sorted(folder.glob(f"{split}_*.bin"))
     require(
         len(paths) > 0,
         f"{folder}: no {split}_*.bin here; `minitron data stories` writes data/stories, "
         "`minitron data --help` lists the other corpora",
     )
-    shards = [open_shard(path) for path in paths]
-    for path, shard in zip(paths, shards, strict=True):
+    shards = [Shard(path) for path in paths]
+    for shard in shards:
         require(
             len(shard) >= sequence_length + 1,
-            f"{path}: {len(shard)} tokens, but one sample of data.sequence_length = "
+            f"{shard.path}: {len(shard)} tokens, but one sample of data.sequence_length = "
             f"{sequence_length} takes {sequence_length + 1}: lower it, or write more tokens",
         )
     return shards

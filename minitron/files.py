@@ -18,23 +18,30 @@ def read_json(path: Path) -> dict:
     Raises OSError, or ValueError in a few words, for anything else: no regular file (a pipe would
     block), too large, nested too deeply, a key twice, a number of thousands of digits.
     """
-    require_regular(path)
-    with path.open("rb") as file:
-        content = file.read(MOST_BYTES + 1)
-    if len(content) > MOST_BYTES:
-        raise ValueError(f"has more than {MOST_BYTES:,} bytes")
+    text = read_text(path)
     try:
-        value = json.loads(content, object_pairs_hook=without_repeats, parse_int=short_int)
-    except UnicodeDecodeError:
-        raise ValueError("not UTF-8") from None
+        value = json.loads(text, object_pairs_hook=without_repeats, parse_int=short_int)
     except json.JSONDecodeError as error:
         raise ValueError(f"not valid JSON: {error}") from None
     except RecursionError:
-        raise ValueError("nested too deeply") from None
+        raise ValueError("not valid JSON: nested too deeply") from None
     if not isinstance(value, dict):
         raise ValueError(f"holds a {type(value).__name__}, not an object of keys")
     require_shallow(value)
     return value
+
+
+def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
+    """The text of a regular file; raises OSError, or ValueError in a few words."""
+    require_regular(path)
+    with path.open("rb") as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise ValueError(f"has more than {most_bytes:,} bytes")
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        raise ValueError("not UTF-8") from None
 
 
 def file_in(folder: Path, name: str) -> Path:

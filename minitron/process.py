@@ -1,8 +1,10 @@
-"""What a training process settles with its machine: which device, and how it may be stopped."""
+"""What a training process settles with its machine: device, memory, and how it may be stopped."""
 
 import signal
 import threading
+from pathlib import Path
 
+import psutil
 import torch
 
 from minitron.config import ConfigError
@@ -14,15 +16,27 @@ def pick_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
+        (torch.ones(1, device=device) + 1).item()  # a meta tensor, for one, has no value
+    except (RuntimeError, AssertionError, ImportError) as error:
         reason = str(error).split("\n")[0]
         raise ConfigError(f"train.device = {name}: cannot be used ({reason}); try cpu") from None
     return device
 
 
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")  # a container's; "max" if there is none
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGHUP", "SIGINT", "SIGTERM")
                 if hasattr(signal, name)]  # Windows has no SIGHUP
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Bytes of memory that there are for what lies on the device; on a CPU, the machine's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    machine = psutil.virtual_memory().total
+    try:
+        return min(machine, int(CGROUP_LIMIT.read_text()))
+    except (OSError, ValueError):
+        return machine
 
 
 class Interruption:

@@ -21,6 +21,7 @@ from minitron.comm.agreement import (
 from minitron.comm.mesh import Mesh
 from minitron.config import Config, ConfigError
 from minitron.config_file import to_dict
+from minitron.corpus.contents import fingerprint, read_contents, require_tokens
 from minitron.corpus.folder import end_of_document, load_tokenizer
 from minitron.dataset import TokenDataset
 from minitron.measure.divergence import FirstFault
@@ -29,7 +30,8 @@ from minitron.parallel.combined import Combined
 from minitron.parallel.parts import Boxes
 from minitron.parallelize import build, lay_out
 from minitron.precision import PRECISIONS, LossScale, low_precision
-from minitron.process import Interruption, pick_device
+from minitron.process import Interruption, memory_bytes, pick_device
+from minitron.progress import CLOCK, Progress
 from minitron.run_checks import (
     num_readers,
     read_facts,
@@ -40,6 +42,7 @@ from minitron.run_checks import (
     require_whole_state,
     with_vocabulary_of_data,
 )
+from minitron.run_memory import require_memory
 from minitron.step import (
     IGNORED,
     accumulate_gradients,
@@ -122,9 +125,16 @@ class Run(Training):
             require_validation(self.num_eval_sequences, num_readers(config, self.size))
             device = pick_device(config.train.device)
             require_a_gpu_each(device, group)
+            require_memory(config, self.size, memory_bytes(device), str(device),
+                           self.num_eval_sequences)
+
+        contents = read_contents(config.data.path, group)
+        require_tokens(config.data.path, contents, config.model.vocab_size)
+        self.fingerprint = fingerprint(self.dataset, contents)
 
         mesh = None if group is None else lay_out(config.parallel, self.size, device)
-        super().__init__(config, mesh, device)
+        with Progress(desc="building the model", bar_format=CLOCK, disable=self.rank != 0):
+            super().__init__(config, mesh, device)
         # Dropout, of other samples and other layers; the weights have seeds of their own.
         stage = 0 if mesh is None else mesh.rank("pp")
         torch.manual_seed(config.train.seed + self.data_rank + stage * self.data_size)
@@ -230,7 +240,7 @@ class Run(Training):
             "position": self.position,
             "num_ranks": self.size,
             "config": to_dict(self.config),
-            "fingerprint": self.dataset.fingerprint(),
+            "fingerprint": self.fingerprint,
             "loss_scale": self.loss_scale and self.loss_scale.state_dict(),
         }
         self.saver.save(self.step, self.whole.state() | random_state, facts)
@@ -259,7 +269,7 @@ class Run(Training):
         folder = self.folder / "checkpoints"
         path = checkpoint.newest_good(folder, self.group)
         facts = read_facts(checkpoint.facts_of(path), path)
-        require_same_training(facts, self.config, self.folder, self.dataset.fingerprint())
+        require_same_training(facts, self.config, self.folder, self.fingerprint)
         saved = checkpoint.saved_tensors(path)
         require_whole_state(saved, path)
         checkpoint.set_aside(folder, path, self.group)

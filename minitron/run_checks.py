@@ -7,7 +7,7 @@ Read in this order: require_ranks, require_layout, layouts_that_fit; require_sam
 """
 
 from dataclasses import replace
-from math import ceil, inf, log
+from math import ceil, inf, isqrt, log
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from minitron.corpus.folder import read_corpus_info
 from minitron.precision import PRECISIONS
 
 NUM_OFFERED = 2  # layouts in a message
+NUM_TRIED = 1000  # sizes of a micro-batch, to both sides, that are tried for a remedy
 
 
 def require_ranks(config: Config, size: int) -> None:
@@ -91,7 +92,8 @@ def require_groups(config: Config, num_sequences: int) -> None:
     size, pp = config.train.micro_batch_size, config.parallel.pp
     if config.parallel.schedule != "interleaved" or ceil(num_sequences / size) % pp == 0:
         return
-    fitting = [other for other in range(1, num_sequences + 1)
+    near = range(max(1, size - NUM_TRIED), min(num_sequences, size + NUM_TRIED) + 1)
+    fitting = [other for other in {*near, ceil(num_sequences / pp)}
                if ceil(num_sequences / other) % pp == 0]
     nearest = sorted(fitting, key=lambda other: abs(other - size))[:NUM_OFFERED]
     remedy = f"set train.micro_batch_size to {' or '.join(map(str, nearest))}" if nearest else \
@@ -125,7 +127,9 @@ def layouts_that_fit(config: Config, size: int) -> list[tuple[int, int, int]]:
 
 
 def divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    """From 1 to `number`."""
+    small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
 
 
 def fits(config: Config, dp: int, tp: int, pp: int) -> bool:
@@ -235,7 +239,7 @@ def require_same_training(facts: dict, config: Config, folder: Path, fingerprint
             f"set it to {before}, or start a new run without --resume",
         )
     require(
-        facts["fingerprint"] == fingerprint,
+        fingerprint.startswith(facts["fingerprint"]),  # an old run's is the first half
         f"{config.data.path}: holds other tokens than {folder} was trained on; "
         "write the same corpus again, or start a new run without --resume",
     )

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
-from tqdm import tqdm
 
 from minitron import command_line, cost, disk
 from minitron.checkpoint import checkpoints
@@ -39,9 +38,10 @@ from minitron.measure.metrics import MetricsLog
 from minitron.measure.trace import Trace, open_trace
 from minitron.precision import PRECISIONS
 from minitron.process import Interruption
-from minitron.progress import describe, describe_scale, evaluate, log_rows
+from minitron.progress import Progress
 from minitron.run import Run
 from minitron.run_folder import Claim, default_folder, require_place
+from minitron.run_log import describe, describe_scale, evaluate, log_rows
 
 
 def train(
@@ -70,8 +70,8 @@ def train(
         watchdog.beat()
         if run.rank == 0:
             print(describe(run), end="", file=sys.stderr)
-        bar = tqdm(total=config.train.steps, initial=run.step, dynamic_ncols=True,
-                   disable=None if run.rank == 0 else True)  # None: on a terminal alone
+        bar = Progress(total=config.train.steps, initial=run.step, desc="step", leave=True,
+                       disable=run.rank != 0)
         with closing(log), run.interruption, bar, trace:
             try:
                 loop(run, log, bar, trace, watchdog)
@@ -106,7 +106,7 @@ def begin(
     return run
 
 
-def loop(run: Run, log: MetricsLog, bar: tqdm, trace: Trace, watchdog: Watchdog) -> None:
+def loop(run: Run, log: MetricsLog, bar: Progress, trace: Trace, watchdog: Watchdog) -> None:
     """Step, log, evaluate and save until the steps are done or a signal asks to stop."""
     config = run.config.train
     flops = cost.training_flops_per_token(run.config.model, run.config.data.sequence_length)

@@ -1,9 +1,19 @@
+import dataclasses
+import math
 from pathlib import Path
 
 import pytest
 
 from minitron import config_file
-from minitron.config import Config, ConfigError, DataConfig, ModelConfig, TrainConfig
+from minitron.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    LogConfig,
+    ModelConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -43,7 +53,7 @@ def test_every_config_of_ours_loads(path):
     ("[train]\nsteps = 0\n", "train.steps = 0: must be greater than 0"),
     ("[train]\nsteps = -3\n", "train.steps = -3"),
     ("[train]\nwarmup_steps = -1\n", "train.warmup_steps = -1: must be 0 or more"),
-    ("[train]\nlearning_rate = nan\n", "train.learning_rate = nan: must be greater than 0"),
+    ("[train]\nlearning_rate = nan\n", "train.learning_rate = nan: must be a finite number"),
     ("[train]\nbeta2 = 1.0\n", "train.beta2 = 1.0: must be from 0 to less than 1"),
     ("[train]\nmin_learning_rate = 0.1\n", "train.min_learning_rate = 0.1 is above"),
     ("[train]\nhang_timeout = 3600\n", "train.hang_timeout = 3600: PyTorch ends a collective"),
@@ -63,6 +73,32 @@ def test_every_config_of_ours_loads(path):
     ("[parallel]\nzero = 1\nsync_every_micro_batch = false\n",
      "sync_every_micro_batch = False with parallel.zero = 1: below stage 2"),
     ("[parallel]\nzero = 3\n[train]\ncompile = true\n", "keeps the weights that stage 3 frees"),
+    ("[parallel]\nzero = true\n", "parallel.zero = True: must be one of 0, 1, 2, 3"),
+    ("[parallel]\nzero = 1.0\n", "parallel.zero = 1.0: must be one of 0, 1, 2, 3"),
+    ("[parallel]\nsequence = 1\n", "parallel.sequence = 1: must be of type bool, not int"),
+    ("[train]\nclip_norm = true\n", "train.clip_norm = True: must be of type float, not bool"),
+    ("[data]\npath = 3\n", "data.path = 3: must be a path, not int"),
+    ("[data]\npath = 'a\\u0000b'\n".replace("'", '"'), "cannot hold a null character"),
+    ("[model]\nnorm_eps = inf\n", "model.norm_eps = inf: must be a finite number"),
+    ("[model]\nnorm_eps = 2.0\n", "model.norm_eps = 2.0: must be 1 or less"),
+    ("[model]\nrope_theta = inf\n", "model.rope_theta = inf: must be a finite number"),
+    ("[model]\nrope_theta = 1e300\n", "model.rope_theta = 1e+300: must be 1,000,000,000,000"),
+    ("[model]\nrope_theta = 0.1\n", "model.rope_theta = 0.1: must be 1 or more"),
+    ("[model]\nrope_scaling = inf\n", "model.rope_scaling = inf: must be a finite number"),
+    ("[model]\nrope_scaling = 1e30\n", "model.rope_scaling = 1e+30: must be 1,000,000"),
+    ("[train]\nweight_decay = inf\n", "train.weight_decay = inf: must be a finite number"),
+    ("[train]\nweight_decay = 400\n", "train.weight_decay = 400 with train.learning_rate = 0.003:"
+                                       " a step would take away all of a weight"),
+    (f"[train]\nlearning_rate = 1{400 * '0'}\n", "must be less than 2**63"),
+    (f"[train]\nsteps = {2**63}\n", "must be less than 2**63"),
+    (f"[train]\nsteps = {5000 * '9'}\n", "not valid TOML: Exceeds the limit"),
+    (f"[train]\nsteps = {5000 * '['}\n", "not valid TOML: nested too deeply"),
+    ("[model]\nwidth = 999999997\nnum_heads = 2\nnum_kv_heads = 1\n",
+     "try --model.width 1000000000"),
+    (f"[model]\nwidth = {2**62}\n", "must be 1,000,000,000 or less"),
+    ("[model]\nnum_layers = 1000000\n", "model.num_layers = 1000000: must be 2,000 or less"),
+    (f"[train]\ndevice = {2000 * 'x'!r}\n".replace("device", "precision"), "(2,0"),
+    ('[train]\nprecision = "fp\\n32\\u001b"\n', "must be one of"),
 ])
 def test_a_mistake_is_one_line_with_the_remedy(tmp_path, text, message):
     with pytest.raises(ConfigError) as caught:
@@ -75,3 +111,19 @@ def test_a_misspelt_file_is_met_with_the_nearest_name(tmp_path):
     write(tmp_path, "")
     with pytest.raises(ConfigError, match=r"there is no such file; did you mean .*run\.toml\?"):
         config_file.load(tmp_path / "rnu.toml")
+
+
+def test_fields_are_checked_in_one_place_whoever_sets_them():
+    """From Python too: every field refuses a value of another type, and an infinite one."""
+    for section in (ModelConfig, DataConfig, TrainConfig, ParallelConfig, LogConfig):
+        for field in dataclasses.fields(section):
+            others = [object(), None, [1]] + [math.inf, math.nan] * (field.type is float)
+            for value in others:
+                with pytest.raises(ConfigError, match=rf"\.{field.name} = .*: must be "):
+                    section(**{field.name: value})
+
+
+def test_an_error_is_one_short_line_whatever_a_file_says():
+    error = str(ConfigError("a\nb\x1b[31m\udcff " + 5000 * "9" + " end"))
+    assert error.startswith(r"a\nb\x1b[31m\udcff 99999") and error.endswith("end")
+    assert "(5,000 characters)" in error and len(error) < 120

@@ -1,3 +1,5 @@
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -152,6 +154,23 @@ def test_the_union_of_what_ranks_read_is_the_batch_of_one_process(folder, size):
         assert sum(len(part) for part in parts) == 8
         for rank, part in enumerate(parts):
             assert torch.equal(part, whole[rank::size])
+
+
+def test_a_shard_that_is_cut_while_it_is_read_is_told(folder):
+    """Not a SIGBUS, which a mapped file would be, and not fewer tokens."""
+    dataset = TokenDataset(folder, "train", 5)
+    path = folder / "train_001.bin"
+    os.truncate(path, path.stat().st_size - 10)
+    assert dataset.batch(0, 4).shape == (4, 6)
+    with pytest.raises(ConfigError, match=r"train_001.bin: had 14 tokens .* before token 11 now"):
+        dataset.batch(4, 2)
+
+
+def test_a_shard_that_is_replaced_while_it_is_read_is_read_to_its_end(folder):
+    dataset = TokenDataset(folder, "train", 5)
+    before = dataset.batch(0, 9)
+    write_shard(folder / "train_001.bin", np.arange(3))
+    assert torch.equal(dataset.batch(0, 9), before)
 
 
 # --- What a user can get wrong --------------------------------------------------------------------

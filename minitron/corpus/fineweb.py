@@ -13,11 +13,10 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from tqdm import tqdm
-
 from minitron.config import ConfigError, require
 from minitron.corpus.folder import read_corpus_info, write_corpus_info
 from minitron.dataset import open_shard
+from minitron.progress import Progress
 
 FINEWEB_URL = "https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main"
 TOKENIZER_URL = "https://huggingface.co/openai-community/gpt2/resolve/main/tokenizer.json"
@@ -137,8 +136,8 @@ def _fetch(url: str, part: Path) -> str | None:
 def _receive(response, part: Path, start: int) -> None:
     expected = int(response.headers.get("Content-Length", 0))  # absent from a chunked answer
     received = 0
-    progress = tqdm(desc=part.stem, initial=start, total=start + expected, unit="B",
-                    unit_scale=True, leave=False)
+    progress = Progress(desc=part.stem, initial=start, total=start + expected, unit="B",
+                        unit_scale=True)
     with open(part, "ab") as file, progress:
         file.truncate(start)
         while chunk := response.read(CHUNK_BYTES):

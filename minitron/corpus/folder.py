@@ -6,6 +6,7 @@ known about it (for stories, the lowest loss that is possible).
 
 import json
 import os
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,8 +15,10 @@ from tokenizers import Tokenizer
 
 from minitron.config import ConfigError, require
 from minitron.dataset import write_shard
+from minitron.files import read_json, reason
 
 SHARD_TOKENS = 100_000_000
+LARGEST_VOCABULARY = 2**16  # a token is stored as uint16
 END = "<end>"
 """Stands between two documents, in every tokenizer that is made here."""
 
@@ -38,6 +41,14 @@ def start_corpus(folder: Path, kind: str) -> None:
     for split in ("train", "val"):
         for path in folder.glob(f"{split}_*.bin"):
             path.unlink()
+
+
+def require_space(folder: Path, num_bytes: int) -> None:
+    """Raise ConfigError if the disk of `folder`, which need not be there yet, has not so much."""
+    above = (folder.absolute(), *folder.absolute().parents)
+    free = shutil.disk_usage(next(path for path in above if path.is_dir())).free
+    require(num_bytes <= free, f"{folder}: {num_bytes / 1e9:,.1f} GB of tokens, but the disk has "
+            f"{free / 1e9:,.1f} GB left: write fewer, or choose another folder")
 
 
 def write_split(
@@ -86,14 +97,19 @@ def read_corpus_info(folder: Path) -> dict:
         "`minitron data`",
     )
     try:
-        info = json.loads(path.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{path}: not valid JSON: {error}; write the corpus again") from None
+        info = read_json(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {reason(error)}; write the corpus again") from None
     for key, expected in (("kind", str), ("vocab_size", int)):
         require(
-            isinstance(info, dict) and isinstance(info.get(key), expected),
+            isinstance(info, dict) and type(info.get(key)) is expected,
             f"{path}: {key} is missing or not of type {expected.__name__}; write the corpus again",
         )
+    require(
+        1 <= info["vocab_size"] <= LARGEST_VOCABULARY,
+        f"{path}: vocab_size = {info['vocab_size']}: must be from 1 to {LARGEST_VOCABULARY}, as a "
+        "token is stored as uint16; write the corpus again",
+    )
     return info
 
 

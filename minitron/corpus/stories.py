@@ -19,7 +19,13 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from minitron.corpus.folder import END, start_corpus, write_corpus_info, write_split
+from minitron.corpus.folder import (
+    END,
+    require_space,
+    start_corpus,
+    write_corpus_info,
+    write_split,
+)
 from minitron.corpus.story_grammar import (
     LINES,
     TEMPLATES,
@@ -31,6 +37,10 @@ from minitron.corpus.story_grammar import (
     expected_length,
     sample_story,
 )
+from minitron.dataset import TOKEN_BYTES
+from minitron.progress import Progress
+
+TOKENS_AT_ONCE = 1_000_000
 
 
 def write_stories(folder: Path, num_tokens: int = 4_000_000, seed: int = 0) -> dict:
@@ -39,11 +49,13 @@ def write_stories(folder: Path, num_tokens: int = 4_000_000, seed: int = 0) -> d
     Returns what `corpus.json` says: among it `entropy_per_token` and, by sequence length,
     `entropy_in_window`, both in nats per token.
     """
-    folder = Path(folder)
+    folder, num_val = Path(folder), max(1, num_tokens // 20)
+    require_space(folder, TOKEN_BYTES * (num_tokens + num_val))
     start_corpus(folder, "stories")
     # Even seeds train, odd ones validate: no seed's validation text is another's training text.
-    train_tokens = write_split(folder, "train", [_story_tokens(num_tokens, 2 * seed)])
-    val_tokens = write_split(folder, "val", [_story_tokens(max(1, num_tokens // 20), 2 * seed + 1)])
+    with Progress(total=num_tokens + num_val, desc="telling stories", unit_scale=True) as bar:
+        train_tokens = write_split(folder, "train", _story_tokens(num_tokens, 2 * seed, bar))
+        val_tokens = write_split(folder, "val", _story_tokens(num_val, 2 * seed + 1, bar))
     story_tokenizer().save(str(folder / "tokenizer.json"))
     return write_corpus_info(
         folder, "stories", len(VOCABULARY),
@@ -53,12 +65,17 @@ def write_stories(folder: Path, num_tokens: int = 4_000_000, seed: int = 0) -> d
     )
 
 
-def _story_tokens(num_tokens: int, seed: int) -> np.ndarray:
+def _story_tokens(num_tokens: int, seed: int, bar: Progress) -> Iterator[np.ndarray]:
     number = {word: index for index, word in enumerate(VOCABULARY)}
-    rng, tokens = random.Random(seed), []
-    while len(tokens) < num_tokens:
-        tokens += [number[word] for word in sample_story(rng)]
-    return np.array(tokens[:num_tokens], dtype=np.uint16)
+    rng, num_left = random.Random(seed), num_tokens
+    while num_left > 0:
+        tokens = []
+        while len(tokens) < min(num_left, TOKENS_AT_ONCE):
+            tokens += [number[word] for word in sample_story(rng)]
+        part = np.array(tokens[:num_left], dtype=np.uint16)
+        num_left -= len(part)
+        bar.update(len(part))
+        yield part
 
 
 def story_tokenizer() -> Tokenizer:

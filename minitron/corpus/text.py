@@ -5,12 +5,14 @@ and merges the most frequent pair of neighbours until the vocabulary is full (Se
 2016; on bytes: Radford et al. 2019, GPT-2). The tokenizers library does the work.
 """
 
+import re
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from minitron.config import ConfigError, require
 from minitron.corpus.folder import (
@@ -20,9 +22,14 @@ from minitron.corpus.folder import (
     write_corpus_info,
     write_split,
 )
+from minitron.process import memory_bytes
+from minitron.progress import CLOCK, Progress
 
+LONGEST_WORD = 1000
+LONG_WORD = re.compile(rf"\S{{{LONGEST_WORD}}}|\s{{{LONGEST_WORD}}}")
+BYTES_PER_BYTE = 40  # that the tokenizers library makes of a text while it encodes it
 SMALLEST_VOCABULARY = 256 + 1  # every byte, and <end>
-LARGEST_VOCABULARY = 65_535  # a token is stored as uint16
+LARGEST_VOCABULARY = 65_535
 
 
 def write_text(
@@ -35,12 +42,14 @@ def write_text(
 ) -> dict:
     """Turn text files, and the files matching `pattern` in directories, into a data folder.
 
-    Every 1/val_share-th file validates, the others train; a single file is cut in two instead.
+    Every 1/val_share-th file validates, the others train. Where that would be less than half of
+    `val_share` of the text, or more than twice as much, the end of each file validates instead.
     Returns what `corpus.json` says. Raises ConfigError for a path that is missing, a file that is
     not UTF-8, no text at all, or a vocabulary that bytes or uint16 do not allow.
     """
     files = _find_files([Path(path) for path in paths], pattern)
-    documents = [text for text in map(_read, files) if text]
+    require_room(files)
+    documents = [text for text in Progress(map(_read, files), "reading", len(files)) if text]
     require(len(documents) > 0, f"{', '.join(map(str, paths))}: {len(files)} files, all empty")
     return write_documents(documents, Path(folder), "text", vocab_size, val_share, shard_tokens)
 
@@ -91,8 +100,9 @@ def write_documents(
     start_corpus(folder, kind)
     train, val = _split(documents, val_share)
     tokenizer = train_tokenizer(train, vocab_size)
-    train_tokens = write_split(folder, "train", _encode(tokenizer, train), shard_tokens)
-    val_tokens = write_split(folder, "val", _encode(tokenizer, val), shard_tokens)
+    with Progress(total=sum(map(len, train + val)), desc="encoding", unit_scale=True) as bar:
+        train_tokens = write_split(folder, "train", _encode(tokenizer, train, bar), shard_tokens)
+        val_tokens = write_split(folder, "val", _encode(tokenizer, val, bar), shard_tokens)
     tokenizer.save(str(folder / "tokenizer.json"))
     return write_corpus_info(
         folder, kind, tokenizer.get_vocab_size(),
@@ -104,7 +114,12 @@ def write_documents(
 def train_tokenizer(documents: list[str], vocab_size: int) -> Tokenizer:
     """Train a byte-level BPE of at most `vocab_size` tokens; fewer if the text has fewer pairs."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = words
+    if any(LONG_WORD.search(document) for document in documents):
+        # Learning takes time that grows with the square of a word, such as 200,000 letters "a"
+        parts = pre_tokenizers.Split(Regex(f".{{{LONGEST_WORD}}}"), "isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, parts])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -112,27 +127,43 @@ def train_tokenizer(documents: list[str], vocab_size: int) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # also the bytes not seen in training
         show_progress=False,
     )
-    tokenizer.train_from_iterator(documents, trainer, length=len(documents))
+    with Progress(desc="learning the vocabulary", bar_format=CLOCK):
+        tokenizer.train_from_iterator(documents, trainer, length=len(documents))
+    tokenizer.pre_tokenizer = words
     return tokenizer
 
 
-def _encode(tokenizer: Tokenizer, documents: list[str]) -> Iterator[np.ndarray]:
+def _encode(tokenizer: Tokenizer, documents: list[str], bar: Progress) -> Iterator[np.ndarray]:
     end = tokenizer.token_to_id(END)
     for document in documents:
         yield np.array([*tokenizer.encode(document).ids, end], dtype=np.uint16)
+        bar.update(len(document))
 
 
 def _split(documents: list[str], val_share: float) -> tuple[list[str], list[str]]:
-    if len(documents) == 1:
-        text = documents[0]
-        cut = round(len(text) * (1 - val_share))
-        require(0 < cut < len(text), f"{len(text)} characters are too few to train and to validate")
-        return [text[:cut]], [text[cut:]]
-
     every = min(len(documents), max(2, round(1 / val_share)))
     val = documents[every - 1 :: every]
     train = [text for index, text in enumerate(documents) if index % every != every - 1]
+    share = sum(map(len, val)) / sum(map(len, documents))
+    if train and val_share / 2 <= share <= 2 * val_share:
+        return train, val
+
+    cuts = [round(len(text) * (1 - val_share)) for text in documents]
+    train = [text[:cut] for text, cut in zip(documents, cuts, strict=True) if cut > 0]
+    val = [text[cut:] for text, cut in zip(documents, cuts, strict=True) if cut < len(text)]
+    require(bool(train and val), f"{sum(map(len, documents))} characters are too few to train and "
+            "to validate")
     return train, val
+
+
+def require_room(files: list[Path]) -> None:
+    """Raise ConfigError if memory cannot hold the text, and the tokens of its largest file."""
+    sizes = [path.stat().st_size for path in files]
+    needed, there = sum(sizes) + BYTES_PER_BYTE * max(sizes), memory_bytes(torch.device("cpu"))
+    require(needed <= there, f"{files[sizes.index(max(sizes))]}: to encode {sum(sizes) / 1e9:,.1f} "
+            f"GB of text, {max(sizes) / 1e9:,.1f} GB of it in this file, takes {needed / 1e9:,.0f} "
+            f"GB of memory, and there are {there / 1e9:,.0f} GB: cut it into smaller files, or "
+            "leave some out")
 
 
 def _find_files(paths: list[Path], pattern: str) -> list[Path]:
@@ -142,7 +173,10 @@ def _find_files(paths: list[Path], pattern: str) -> list[Path]:
         if path.is_file():
             files.append(path)
             continue
-        found = sorted(file for file in path.rglob(pattern) if file.is_file())
+        try:
+            found = sorted(file for file in path.rglob(pattern) if file.is_file())
+        except (ValueError, NotImplementedError) as error:  # such as /etc/* and **x
+            raise ConfigError(f"--pattern {pattern}: {error}; use one such as *.txt") from None
         require(len(found) > 0, f"{path}: no file matches {pattern} in it or below; try --pattern")
         files += found
     return files

@@ -23,7 +23,7 @@ from minitron import cost
 from minitron.comm.launch import run
 from minitron.measure.clock import synchronize
 from minitron.plan.hardware import DEVICES, Device
-from minitron.process import pick_device
+from minitron.process import memory_bytes, pick_device
 
 MATMUL_SIZES = {"cpu": (256, 512, 1024), "cuda": (2048, 4096, 8192)}
 COPIED = {"cpu": 2**26, "cuda": 2**30}
@@ -89,9 +89,8 @@ def known_device(full_name: str) -> Device | None:
 
 def total_memory(device: torch.device) -> float:
     """Bytes of the device; on a CPU, a core's part of the machine's."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (os.cpu_count() or 1)
+    num_sharing = (os.cpu_count() or 1) if device.type == "cpu" else 1
+    return memory_bytes(device) / num_sharing
 
 
 # What is measured

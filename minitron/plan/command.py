@@ -19,9 +19,10 @@ from minitron.plan.explain import as_it_stands, costs_most, explain
 from minitron.plan.hardware import Device, find_device
 from minitron.plan.job import Decision, Job, size_of
 from minitron.plan.money import TYPICAL_PUE, GpuHour, bill
-from minitron.plan.search import Candidate, Search, search
+from minitron.plan.search import MOST_GPUS, Candidate, Search, search
 from minitron.plan.systems import MINITRON
 from minitron.plan.unseen import sharded_rows
+from minitron.progress import CLOCK, Progress
 from minitron.run_checks import divisors, with_vocabulary_of_data
 
 NUM_REASONS = 6  # for dropping a layout that are told
@@ -48,7 +49,9 @@ class PlanOptions(Config):
     tokens: float | None = None
     """To train on. Default: as many as the config's steps."""
     price: float | None = None
-    """Of a GPU-hour, in any currency."""
+    """Of a GPU-hour, in `currency`."""
+    currency: str = "USD"
+    """In which the price is given, and the cost is told."""
     watts: float | None = None
     """That a GPU draws, with its share of the node. Default: its datasheet's, which is more."""
     pue: float = TYPICAL_PUE
@@ -71,6 +74,7 @@ def read_plan(args: Sequence[str]) -> PlanOptions:
     for name in ("gpus", "gpus_per_node", "top"):
         value = getattr(options, name)
         require(value > 0, f"--{name.replace('_', '-')} {value}: must be 1 or more")
+    require(options.gpus <= MOST_GPUS, f"--gpus {options.gpus}: must be {MOST_GPUS:,} or less")
     tokens, device = options.tokens, options.device
     require(tokens is None or 0 < tokens < math.inf, f"--tokens {tokens}: must be a number greater "
             "than 0")
@@ -107,7 +111,7 @@ def run_plan(args: Sequence[str]) -> int:
     options = read_plan(args)
     device, config = chosen_device(options), with_vocabulary(asked(options))
     watts = options.watts if options.watts is not None else device.watts or None
-    gpu_hour = GpuHour(watts, options.pue, options.price)
+    gpu_hour = GpuHour(watts, options.pue, options.price, options.currency)
     job = job_of(config, options.gpus, device, options.gpus_per_node)
     tokens = options.tokens or config.train.steps * tokens_per_step(job)
     try:
@@ -118,7 +122,8 @@ def run_plan(args: Sequence[str]) -> int:
         standing = error
 
     start = time.perf_counter()
-    found = search(job)
+    with Progress(desc="weighing layouts", bar_format=CLOCK):
+        found = search(job)
     print(f"{heading(options.file.stem, job)}\n")
     print(counted(found, time.perf_counter() - start))
     shown = found.candidates[:options.top]
@@ -165,7 +170,8 @@ def counted(found: Search, seconds: float) -> str:
 def table(candidates: Sequence[Candidate], tokens: float, gpu_hour: GpuHour) -> str:
     """A row for each layout: its options, then what it holds, takes and costs."""
     names = ["tp", "seq", "pp", "chunks", "dp", "ZeRO", "recompute", "micro", "GB", "s/step", "MFU",
-             "bubble", "comm", "days", "GPU-hours", *["price"] * (gpu_hour.price is not None),
+             "bubble", "comm", "days", "GPU-hours",
+             *[gpu_hour.currency] * (gpu_hour.price is not None),
              *["MWh"] * (gpu_hour.watts is not None)]
     rows = [names, *(row(candidate, tokens, gpu_hour) for candidate in candidates)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -191,7 +197,8 @@ def row(candidate: Candidate, tokens: float, gpu_hour: GpuHour) -> list[str]:
 def paid(tokens: float, gpu_hour: GpuHour) -> str:
     """What the table's last columns are for."""
     energy = "" if gpu_hour.watts is None else f", {gpu_hour.watts:g} W a GPU, PUE {gpu_hour.pue:g}"
-    price = "" if gpu_hour.price is None else f", {gpu_hour.price:g} a GPU-hour"
+    price = "" if gpu_hour.price is None else \
+        f", {gpu_hour.price:g} {gpu_hour.currency} a GPU-hour"
     return "seq: the sequence is divided too; comm: what is sent while nothing is computed; days " \
         f"and more for {tokens:.3g} tokens{energy}{price}"
 
@@ -214,8 +221,9 @@ def compared(standing: Candidate | ConfigError, found: Search) -> str:
     if times <= 1:
         return f"{standing}: nothing is faster"
     num_faster = sum(each.seconds < standing.seconds for each in found.candidates)
+    faster = "1 layout is faster" if num_faster == 1 else f"{num_faster:,} layouts are faster"
     return f"{standing}: {standing.seconds:.4g} s a step, {times:.2f} times the best, most of it " \
-        f"in {costs_most(standing, best)}; {num_faster:,} layouts are faster"
+        f"in {costs_most(standing, best)}; {faster}"
 
 
 # What to type next

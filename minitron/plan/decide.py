@@ -22,6 +22,7 @@ from minitron.cost.sharding import FULLY_SHARDED
 from minitron.plan.hardware import NIC_LATENCY, NVLINK_LATENCY
 from minitron.plan.job import USABLE, Decision, Job, size_of
 from minitron.precision import PRECISIONS
+from minitron.run_checks import divisors
 
 __all__ = ["PEAK_SHARE", "USABLE", "Decision", "Job", "decide", "link", "link_of", "memory_of",
            "step_seconds"]
@@ -73,11 +74,10 @@ def cuts(job: Job) -> list[tuple[int, int]]:
 
     Raises ConfigError if the global batch has too few sequences for any.
     """
-    divisors = [n for n in range(1, job.num_gpus + 1) if job.num_gpus % n == 0]
-    widths = [t for t in divisors if divides(job, t)]
+    widths = [t for t in divisors(job.num_gpus) if divides(job, t)]
     widest = max(t for t in widths if t <= job.gpus_per_node)
     path = [(t, 1) for t in widths if t <= widest]
-    path += [(widest, p) for p in divisors
+    path += [(widest, p) for p in divisors(job.num_gpus)
              if job.num_gpus // widest % p == 0 and 1 < p <= job.model.num_layers]
     path += [(t, 1) for t in widths if t > widest]
 

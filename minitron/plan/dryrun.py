@@ -43,6 +43,10 @@ from minitron.parallelize import lay_out
 from minitron.plan.search import require_gpus
 from minitron.run import Training
 from minitron.run_checks import with_vocabulary_of_data
+from minitron.run_memory import require_memory
+
+LARGEST_MEMORY = 1e15
+"""Bytes of a rank. PyTorch counts a tensor's in an int64."""
 
 
 class Traffic(NamedTuple):
@@ -133,6 +137,7 @@ def prepared(config: Config, num_gpus: int) -> Config:
         config = with_vocabulary_of_data(config)
     config = replace(config, train=replace(config.train, compile=False))
     require_gpus(config, num_gpus)
+    require_memory(config, num_gpus, LARGEST_MEMORY, "no GPU that a dry run knows")
     return config
 
 

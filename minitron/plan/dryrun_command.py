@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tqdm import tqdm
 from tyro.conf import Positional
 
 from minitron import command_line
@@ -12,6 +11,8 @@ from minitron.config import Config, require
 from minitron.config_file import load
 from minitron.plan.hardware import find_device
 from minitron.plan.job import size_of
+from minitron.plan.search import MOST_GPUS
+from minitron.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ def read_dry_run(args: Sequence[str]) -> DryRunOptions:
     rank, gpus = options.rank, options.gpus
     require(gpus is not None, f"{prog}: say how many GPUs there are, as in --gpus 1024")
     require(gpus > 0, f"--gpus {gpus}: must be 1 or more")
+    require(gpus <= MOST_GPUS, f"--gpus {gpus}: must be {MOST_GPUS:,} or less")
     require(rank is None or not options.every_stage,
             f"--rank {rank} with --every-stage: leave one of them out")
     require(rank is None or 0 <= rank < gpus, f"--rank {rank} of {gpus} GPUs: use 0 to {gpus - 1}")
@@ -70,7 +72,7 @@ def run_dry_run(args: Sequence[str]) -> int:
     config = Config(options.model, options.data, options.train, options.parallel)
     config = prepared(config, options.gpus)
     print(f"{heading(options, config)}\n")
-    ranks = tqdm(ranks_of(options), "ranks", leave=False, disable=None)
+    ranks = Progress(ranks_of(options), "ranks")
     print(describe([dry_run(config, options.gpus, rank) for rank in ranks], device))
     return 0
 

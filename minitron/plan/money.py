@@ -47,10 +47,11 @@ class GpuHour:
     """On average; None: not known."""
     pue: float = TYPICAL_PUE
     price: float | None = None
-    """In any currency."""
+    currency: str = "USD"
 
     def __post_init__(self):
-        for name, value in vars(self).items():
+        for name in ("watts", "pue", "price"):
+            value = getattr(self, name)
             require(value is None or math.isfinite(value), f"--{name} {value}: must be a number")
         require(self.watts is None or self.watts > 0, f"--watts {self.watts}: must be greater "
                 "than 0")

@@ -29,6 +29,8 @@ from minitron.plan.estimate import Estimate, estimate, memory_of
 from minitron.run_checks import divisors, require_layout, require_ranks
 
 COMMUNICATION = ("tp", "pp", "dp")
+MOST_GPUS = 1_000_000
+"""Several times as many as the largest clusters have; the layouts of more take too long."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ OUTSIDE_THE_CORE = ("measure", "plan", "course", "corpus", "hugging_face", "cli.
                     "command_line.py", "comm/ranks.py", "comm/rank_process.py",
                     "comm/descendants.py", "comm/interrupts.py", "comm/rank_report.py",
                     "comm/watchdog.py", "disk.py", "files.py", "run_checks.py", "run_folder.py",
-                    "checkpoint_storage.py", "checkpoint_manifest.py")
+                    "run_memory.py", "config_checks.py", "checkpoint_storage.py",
+                    "checkpoint_manifest.py")
 NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
            tokenize.ENCODING, tokenize.ENDMARKER)
 ENVIRONMENT_READERS = (

@@ -10,6 +10,7 @@ from minitron.corpus.folder import (
     end_of_document,
     load_tokenizer,
     read_corpus_info,
+    require_space,
     start_corpus,
     write_corpus_info,
     write_split,
@@ -69,6 +70,12 @@ def test_corpus_info_reads_back(tmp_path):
         ("[]", "kind is missing"),
         (json.dumps({"kind": "text"}), "vocab_size is missing or not of type int"),
         (json.dumps({"kind": "text", "vocab_size": "many"}), "vocab_size is missing or not of"),
+        (json.dumps({"kind": "text", "vocab_size": True}), "vocab_size is missing or not of"),
+        (json.dumps({"kind": "text", "vocab_size": 0}), "vocab_size = 0: must be from 1 to 65536"),
+        (json.dumps({"kind": "text", "vocab_size": 10**400}), "vocab_size = 10.* from 1 to 65536"),
+        ('{"kind": ' + 5000 * "9" + "}", "not valid JSON"),
+        (5000 * "[", "not valid JSON: nested too deeply; write the corpus again"),
+        ("\ud800".encode("utf-8", "surrogatepass").decode("latin1"), "not valid JSON"),
     ],
 )
 def test_corpus_info_that_cannot_be_used(tmp_path, content, message):
@@ -76,6 +83,12 @@ def test_corpus_info_that_cannot_be_used(tmp_path, content, message):
         (tmp_path / "corpus.json").write_text(content)
     with pytest.raises(ConfigError, match=message):
         read_corpus_info(tmp_path)
+
+
+def test_more_tokens_than_the_disk_holds(tmp_path):
+    with pytest.raises(ConfigError, match="GB of tokens, but the disk has .* choose another"):
+        require_space(tmp_path / "not" / "there", 10**18)
+    require_space(tmp_path / "not" / "there", 0)
 
 
 def test_a_folder_may_lack_a_tokenizer(tmp_path):

@@ -3,6 +3,7 @@ import itertools
 import math
 import random
 
+import numpy as np
 import pytest
 
 from minitron.corpus import stories
@@ -28,6 +29,7 @@ from minitron.corpus.story_grammar import (
     sample_story,
 )
 from minitron.dataset import TokenDataset, open_shard
+from minitron.progress import Progress
 
 STORY = (
     "There was a kind boy named Ben. Ben had an old kite. One day, Ben took the old kite to the "
@@ -290,8 +292,19 @@ def test_a_folder_of_stories(tmp_path):
     assert grammatical_share(text) == (1, 1)
 
 
+def stories_told(num_tokens: int, seed: int) -> tuple[int, ...]:
+    with Progress() as bar:
+        return tuple(np.concatenate(list(stories._story_tokens(num_tokens, seed, bar))).tolist())
+
+
+def test_stories_are_the_same_however_many_are_told_at_once(monkeypatch):
+    whole = stories_told(5000, 3)
+    monkeypatch.setattr(stories, "TOKENS_AT_ONCE", 700)
+    assert stories_told(5000, 3) == whole and len(whole) == 5000
+
+
 def test_seeds_share_no_stream():
-    openings = {tuple(stories._story_tokens(300, seed)) for seed in range(10)}
+    openings = {stories_told(300, seed) for seed in range(10)}
     assert len(openings) == 10
 
 

@@ -49,6 +49,23 @@ def test_merges_make_text_shorter_and_end_is_one_token():
     assert tokenizer.get_vocab_size() <= 300
 
 
+@pytest.mark.parametrize("text", ["a" * 200_000, "ab" * 100_000, " " * 200_000, "é" * 100_000])
+def test_a_word_without_end_is_learned_in_pieces(text):
+    """In a moment: to learn it whole takes time that grows with the square of its length."""
+    tokenizer = train_tokenizer([text], 4096)
+    ids = tokenizer.encode(text).ids
+    assert tokenizer.decode(ids) == text and len(ids) < 500
+
+
+def test_long_words_change_nothing_for_others():
+    from minitron.corpus import text
+
+    tokenizer = train_tokenizer([WORDS] * 5, 4096)
+    cut = train_tokenizer([WORDS] * 5 + ["\n" * text.LONGEST_WORD], 4096)
+    assert cut.to_str().split('"model"')[0] == tokenizer.to_str().split('"model"')[0]
+    assert cut.encode(WORDS).tokens == tokenizer.encode(WORDS).tokens
+
+
 # --- Files ----------------------------------------------------------------------------------------
 
 
@@ -88,12 +105,25 @@ def test_a_single_file_is_cut_in_two(tmp_path):
     assert len(val.removesuffix(END)) == len(WORDS) * 5
 
 
-def test_two_files_give_one_to_each_split(tmp_path):
-    for name in ("a.txt", "b.txt"):
-        (tmp_path / name).write_text(name + WORDS)
+@pytest.mark.parametrize("lengths", [(40, 40), (1, 400), (400, 1), (*[3] * 19, 900), (900, 2, 2)])
+def test_about_the_share_that_is_asked_for_validates(tmp_path, lengths):
+    """However few the files are, and however unequal: not 95 % of the text, nor nothing."""
+    for index, length in enumerate(lengths):
+        (tmp_path / f"{index:03d}.txt").write_text(f"{index:03d} {WORDS}\n" * length)
     write_text([tmp_path], tmp_path / "data", vocab_size=300)
-    assert text_of(tmp_path / "data", "train") == "a.txt" + WORDS + END
-    assert text_of(tmp_path / "data", "val") == "b.txt" + WORDS + END
+    train, val = text_of(tmp_path / "data", "train"), text_of(tmp_path / "data", "val")
+    characters = sum(path.stat().st_size for path in tmp_path.glob("*.txt"))
+    parts = [part for text in (train, val) for part in text.split(END)]
+    assert sum(map(len, parts)) == characters
+    assert 0.025 <= len(val.replace(END, "")) / characters <= 0.1
+
+
+def test_of_two_files_the_ends_validate(tmp_path):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(name[0] * 20)
+    write_text([tmp_path], tmp_path / "data", vocab_size=300)
+    assert text_of(tmp_path / "data", "train") == "a" * 19 + END + "b" * 19 + END
+    assert text_of(tmp_path / "data", "val") == "a" + END + "b" + END
 
 
 def test_the_pattern_chooses(texts, tmp_path):
@@ -112,6 +142,18 @@ def test_a_missing_path(tmp_path):
 def test_no_file_matches(texts, tmp_path):
     with pytest.raises(ConfigError, match=r"texts: no file matches \*.rst in it or below"):
         write_text([texts], tmp_path / "data", pattern="*.rst")
+
+
+@pytest.mark.parametrize("pattern", ["/etc/*", "**x", "", "a/**b"])
+def test_a_pattern_that_is_none(texts, tmp_path, pattern):
+    with pytest.raises(ConfigError, match="--pattern .*: .*; use one such as|no file matches"):
+        write_text([texts], tmp_path / "data", pattern=pattern)
+
+
+def test_more_text_than_memory_holds(texts, tmp_path, monkeypatch):
+    monkeypatch.setattr("minitron.corpus.text.memory_bytes", lambda device: 1000)
+    with pytest.raises(ConfigError, match="of memory, and there are .* cut it into smaller files"):
+        write_text([texts], tmp_path / "data")
 
 
 def test_only_empty_files(tmp_path):
@@ -154,7 +196,7 @@ def test_python_sources_without_tests_up_to_a_size(tmp_path):
         (library / name).write_text(f"# {name}\n" * 10)
     (library / "empty.py").write_text("")
     # 70 + 90 bytes of a.py and b/c.py: z.py no longer fits, and what is left out does not count.
-    write_python(tmp_path / "data", vocab_size=300, max_bytes=170, library=library)
+    write_python(tmp_path / "data", vocab_size=300, val_share=0.5, max_bytes=170, library=library)
     written = text_of(tmp_path / "data", "train") + text_of(tmp_path / "data", "val")
     assert written == "# a.py\n" * 10 + END + "# b/c.py\n" * 10 + END
 

@@ -49,7 +49,7 @@ def test_the_table_of_a_small_model(capsys):
               for count, _, reason in (line.strip().partition("  ") for line in drops[1:])]
     assert counts == [(len(found.candidates), "fit"), *found.dropped()[:6]]
     assert len(rows) == 4 and len({len(row) for row in rows}) == 1, "columns are aligned"
-    assert "1e+09 tokens, 500 W a GPU, PUE 1.2, 2.5 a GPU-hour" in text
+    assert "1e+09 tokens, 500 W a GPU, PUE 1.2, 2.5 USD a GPU-hour" in text
     assert "What binds it" not in text, "only with --explain"
 
 
@@ -72,13 +72,13 @@ def test_the_numbers_of_a_row():
     assert number["s/step"] == pytest.approx(best.seconds, rel=1e-3)
     assert number["days"] == pytest.approx(total.days, rel=5e-3)
     assert number["GPU-hours"] == pytest.approx(8 * 24 * total.days, rel=5e-3)
-    assert number["price"] == pytest.approx(2.5 * total.gpu_hours, rel=5e-3)
+    assert number["USD"] == pytest.approx(2.5 * total.gpu_hours, rel=5e-3)
     assert number["MWh"] == pytest.approx(total.gpu_hours * 500 * 1.2 / 1e6, rel=5e-3)
     shares = {part: seconds / best.seconds for part, seconds in best.estimate.parts.items()}
     assert number["bubble"] == pytest.approx(100 * shares["bubble"], abs=0.06)
     sent = shares["tp"] + shares["pp"] + shares["dp"]
     assert number["comm"] == pytest.approx(100 * sent, abs=0.06)
-    assert "price" not in table([best], 1e11, replace(gpu_hour, price=None))
+    assert "USD" not in table([best], 1e11, replace(gpu_hour, price=None))
 
 
 def test_tokens_and_watts_by_default(capsys):

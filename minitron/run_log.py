@@ -1,0 +1,89 @@
+"""What a run tells while it trains: rows of the log, the validation loss, how fast it is.
+
+Read in this order: describe, log_rows, evaluate.
+"""
+
+import math
+import sys
+from contextlib import suppress
+
+from minitron.config import require
+from minitron.float8 import multiplies_float8
+from minitron.measure.clock import Clock, Speed
+from minitron.measure.loggers import peak_memory
+from minitron.measure.metrics import MetricsLog
+from minitron.parallel.simulator import simulate
+from minitron.progress import Progress
+from minitron.run import Run
+
+SMALLEST_SCALE = 2.0**-24  # of a loss: with it float16 holds gradients of up to 1e12
+
+
+def describe(run: Run) -> str:
+    """Lines on what a reader should know of the speed, "" if there is nothing."""
+    lines = []
+    if run.config.parallel.pp > 1:
+        lines.append(describe_pipeline(run))
+    if run.config.train.precision == "fp8" and not multiplies_float8(run.device):
+        lines.append(f"{run.device} has no products of 8 bits: they are emulated, with their "
+                     "roundings and without their speed")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def describe_pipeline(run: Run) -> str:
+    """Tell how long the ranks will wait for each other, if a backward pass takes two forward."""
+    p, m = run.config.parallel.pp, run.num_micro_batches(run.config.train.global_batch_size)
+    schedule = run.parallel.pipeline.make_schedule(p, m)
+    idle = simulate(schedule, {"F": 1, "B": 2, "I": 1, "W": 1}).bubble_of_total
+    return (f"{schedule.name} on {p} ranks, {m} micro-batch{'es' if m > 1 else ''} a step: ranks "
+            f"are idle {100 * idle:.0f} % of the time; a smaller train.micro_batch_size makes more")
+
+
+def log_rows(run: Run, log: MetricsLog, rows: list[dict], clock: Clock) -> Speed:
+    """Write the rows since the last call; only here the host waits for the device."""
+    tokens = len(rows) * run.config.train.global_batch_size * run.config.data.sequence_length
+    speed = clock.lap(tokens, len(rows))
+    require_sound(run)
+    for row in rows:
+        row |= {"loss": float(row["loss"]), "grad_norm": float(row["grad_norm"])}
+        with run.telling():
+            log.write(**row, tokens_per_second=speed.tokens_per_second, mfu=speed.mfu,
+                      **peak_memory(run.device))
+    return speed
+
+
+def evaluate(run: Run, log: MetricsLog, bar: Progress, progress: str) -> None:
+    """Log the validation loss, and what the model writes; all ranks call it."""
+    val_loss = run.evaluate()
+    require_sound(run, val_loss)
+    [text] = run.sample(num_texts=1, num_tokens=40) or [""]  # of the same seed everywhere
+    with run.telling():
+        log.write(step=run.step, tokens=run.tokens, val_loss=val_loss, sample=text)
+    if run.rank == 0:
+        line = f"step {run.step:>6,}   validation loss {val_loss:.4f}   {progress}"
+        with suppress(OSError):  # a terminal that is closed
+            bar.write(f"{line}\n  {' '.join(text.split())}", file=sys.stderr)
+
+
+def require_sound(run: Run, val_loss: float = 0.0) -> None:
+    """Raise ConfigError if the weights are lost, or float16 overflows by whatever it is scaled."""
+    require(
+        math.isfinite(val_loss),
+        f"the validation loss of step {run.step} is {val_loss}: the run has diverged; its "
+        f"checkpoints are kept in {run.folder}; lower train.learning_rate or clip the gradient",
+    )
+    scale = math.inf if run.loss_scale is None else run.loss_scale.value
+    require(
+        scale >= SMALLEST_SCALE,
+        f"the loss scale has fallen to {scale:.1e} in step {run.step}, and the gradient still "
+        f"overflows; checkpoints are kept in {run.folder}; lower train.learning_rate, or start "
+        "again with train.precision = bf16, which needs no scale",
+    )
+
+
+def describe_scale(run: Run) -> str:
+    """By what the loss is multiplied, and how many steps that has cost; "" if it is not."""
+    scale = run.loss_scale
+    if scale is None:
+        return ""
+    return f", loss scale 2^{math.log2(scale.value):.0f}, {scale.skipped:,} skipped"
