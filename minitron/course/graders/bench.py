@@ -43,7 +43,7 @@ START_SECONDS = 120.0
 BUSY_SECONDS = 0.01
 ASLEEP = (psutil.STATUS_SLEEPING, psutil.STATUS_STOPPED, psutil.STATUS_IDLE)
 ENDLESS = "a loop that does not end, or work that grows with every step"
-FORBIDDEN = "the check rules it out, for it would not show that the exercise is solved: take it out"
+FORBIDDEN = "a check does not allow this: take it out, and write what is asked in your own code"
 
 
 class Bench:

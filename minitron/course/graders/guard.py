@@ -65,7 +65,7 @@ DIRECTLY = {
     "ctypes.addressof": "calls C", "ctypes.call_function": "calls C",
 }
 """Those that are refused where the learner's code asks itself."""
-WATCHED = {*BY_ANYONE, *DIRECTLY, "open", "os.listdir", "os.scandir"}
+WATCHED = {*BY_ANYONE, *DIRECTLY, "open"}
 
 
 
@@ -161,7 +161,8 @@ class Guard:
 
     def _gate(self, original: Callable, name: str) -> Callable:
         def enter(args: tuple, kwargs: dict):
-            if any(map(self._is_learners, self._stack())):
+            in_thread = threading.current_thread() is not threading.main_thread()
+            if in_thread or any(map(self._is_learners, self._stack())):
                 self.refuse(f"{name} of minitron is called")
             return original(*args, **kwargs)
         return enter
@@ -273,9 +274,10 @@ def _snapshot(modules: list[ModuleType]) -> dict[tuple[str, str], tuple[object, 
             is_ours = issubclass(type(value), type) and value.__module__ == module.__name__
             if is_ours and module.__name__.startswith("minitron."):
                 seen |= _methods(value)
-    return seen | _methods(torch.Tensor) | _methods(torch._C.TensorBase)
+    return seen | _methods(torch.Tensor)
 
 
 def _methods(cls: type) -> dict[tuple[str, str], tuple[object, object]]:
+    values = {name: value for base in reversed(cls.__mro__) for name, value in vars(base).items()}
     return {(cls.__qualname__, name): (value, getattr(value, "__code__", None))
-            for name, value in list(vars(cls).items()) if callable(value)}
+            for name, value in values.items() if callable(value)}

@@ -139,6 +139,8 @@ def _why_raised(failure: Failure, files: list[str]) -> str:
     for fragment, likely in CAUSES.items():
         if fragment in failure.message:
             return likely
+    if failure.error == Forbidden.__name__:
+        return FORBIDDEN
     if any(frame.file in files for frame in failure.frames):
         return f"your code raised {failure.error} at the last line shown"
     return "the call, or what it returned, does not fit: compare with the docstring"
