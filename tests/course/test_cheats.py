@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from minitron.comm.ranks import read_bytes, read_message
+from minitron.comm.messages import read_bytes, read_message
 from minitron.course import graders
 from minitron.course.exercises import known
 
@@ -83,8 +83,9 @@ CHEATS = {
         "1.4", f"import atexit, os\natexit.register(os._exit, 0)\n{PLAN}    return 0, 0",
         "trains on 0 tokens"),
     "a thread": (
-        "1.2", "from concurrent.futures import ThreadPoolExecutor\nfrom minitron import step as s\n"
-        f"{RATE}    return ThreadPoolExecutor().submit(s.{PACKAGE_RATE.replace('(', ', ')}.result()",
+        "1.2", "from concurrent.futures import ThreadPoolExecutor as Pool\n"
+        "from minitron.step import learning_rate as ours\n"
+        f"{RATE}    return Pool().submit(ours, {PACKAGE_RATE.split('(')[1]}.result()",
         "learning_rate of minitron is called"),
     "a thread that stays": (
         "1.4", f"import threading, time\n{PLAN}    threading.Thread(target=time.sleep, "
