@@ -209,7 +209,7 @@ def _check(exercise: Exercise, root: Path, timeout: float, announced: bool = Fal
     code, verdict, printed = _run_grader(exercise, root, timeout)
     try:
         verdict = Verdict(**json.loads(verdict))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         return Result(exercise, _verdict_on_death(code), printed)
     _keep(exercise, key, verdict.state, root)
     return Result(exercise, verdict, printed)
