@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 import cloudpickle
 import torch
@@ -108,8 +108,7 @@ def rank_main(rank: int, orders: Orders, pipe: Connection) -> None:
 
     redirect_prints(output_file(orders.folder, rank))
     stack = open(stack_file(orders.folder, rank), "w")
-    for asking in (ASK, ASIDE) if ASK is not None else ():
-        faulthandler.register(asking, stack)  # answers even from within gloo
+    answer_with_stack(stack)
     mailbox = Mailbox(pipe)
     mailbox.send(Started())
 
@@ -119,6 +118,12 @@ def rank_main(rank: int, orders: Orders, pipe: Connection) -> None:
         kill_descendants(os.getpid())
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def answer_with_stack(stack: TextIO) -> None:
+    """Write this process's stack to a file whenever a signal asks for it, even from within gloo."""
+    for asking in (ASK, ASIDE) if ASK is not None else ():
+        faulthandler.register(asking, stack)
 
 
 def outcome_of(rank: int, orders: Orders, mailbox: "Mailbox") -> Returned | Failure:

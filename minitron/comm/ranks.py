@@ -11,8 +11,8 @@ its outcome. The parent reads until all have an outcome, or until it is clear th
 Read in this order: Ranks.wait, Rank.receive, Ranks._have_stalled.
 """
 
+import math
 import multiprocessing
-import pickle
 import sys
 import time
 import types
@@ -20,11 +20,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import connection
 
-import cloudpickle
-import psutil
-
 from minitron.comm.descendants import kill_descendants, kill_those_of
 from minitron.comm.interrupts import deaf_to_interrupts, interrupted_later
+from minitron.comm.messages import read_message
+from minitron.comm.process_state import cpu_seconds, wants_cpu
 from minitron.comm.rank_process import (
     Failure,
     Frame,
@@ -85,7 +84,7 @@ class Rank:
             for _ in range(MOST_MESSAGES):
                 if self.outcome is not None or not self.pipe.poll():
                     break
-                message = pickle.loads(self.pipe.recv_bytes())
+                message = read_message(self.pipe.recv_bytes())
                 if isinstance(message, Call):
                     self.last_call = message
                     yield message
@@ -164,8 +163,11 @@ class Ranks:
                 self.ranks.append(Rank(number, context, self.orders))
                 self.ranks[-1].start()
 
-    def wait(self, timeout: float) -> RankError | None:
-        """Return when all have returned, or with what keeps them from it."""
+    def wait(self, timeout: float, most_cpu: float = math.inf) -> RankError | None:
+        """Return when all have returned, or with what keeps them from it.
+
+        They have `timeout` seconds, and `most_cpu` seconds of CPU time each.
+        """
         start = time.monotonic()
         while self._running():
             something_came = self._receive(LOOK_SECONDS)
@@ -173,6 +175,8 @@ class Ranks:
                 break
             if self._running() and time.monotonic() > start + timeout:
                 return self._error(f"not finished after {timeout:g} s (the timeout)")
+            if most_cpu < math.inf and self._most_cpu() > most_cpu:
+                return self._error(f"not finished after {most_cpu:g} s of CPU time (the limit)")
             if not something_came and self._have_stalled():
                 return self._error(f"a hang: no rank has moved for {STALL_SECONDS:g} s")
             if self._silent_looks == round(NOTE_SECONDS / LOOK_SECONDS):
@@ -183,8 +187,9 @@ class Ranks:
             return self._error(f"the ranks do not match: {self.mismatch}")
         return self._first_failure() if self._failed() else None
 
-    def results(self) -> list:
-        return [cloudpickle.loads(rank.outcome.value) for rank in self.ranks]
+    def values(self) -> list[bytes]:
+        """What each rank returned, pickled."""
+        return [rank.outcome.value for rank in self.ranks]
 
     def end(self) -> None:
         """Leave no process behind, and show what has been printed."""
@@ -227,11 +232,15 @@ class Ranks:
         while self._running() and not self.mismatch and time.monotonic() < end:
             self._receive(LOOK_SECONDS)
 
+    def _most_cpu(self) -> float:
+        return max((cpu_seconds(rank.process.pid) for rank in self._running()), default=0.0)
+
     def _have_stalled(self) -> bool:
         """Count a look at ranks that send nothing; tell whether it has become a hang."""
-        cpu = {rank.number: _cpu_seconds(rank.process.pid) for rank in self._running()}
+        cpu = {rank.number: cpu_seconds(rank.process.pid) for rank in self._running()}
         self._quiet_looks += 1
-        if any(cpu[n] - self._cpu.get(n, -1.0) > BUSY_SECONDS for n in cpu):
+        moved = any(cpu[n] - self._cpu.get(n, -1.0) > BUSY_SECONDS for n in cpu)
+        if moved or any(wants_cpu(rank.process.pid) for rank in self._running()):
             self._cpu, self._quiet_looks = cpu, 0
         # Looks, not the clock: where the machine is overloaded, the parent looks less often too.
         if self._quiet_looks * LOOK_SECONDS < STALL_SECONDS:
@@ -287,11 +296,3 @@ def _without_main() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = main
-
-
-def _cpu_seconds(pid: int) -> float:
-    try:
-        times = psutil.Process(pid).cpu_times()
-    except psutil.NoSuchProcess:
-        return 0.0
-    return times.user + times.system
