@@ -220,6 +220,11 @@ def needs_a_long_run(step, peak, minimum, warmup_steps, total_steps):
     return minimum + (peak - minimum) * (1 + math.cos(math.pi * progress)) / 2
 
 
+def rounds(step, peak, minimum, warmup_steps, total_steps):
+    """Three digits are enough for a rate: of 0.000857 they leave one."""
+    return round(right_schedule(step, peak, minimum, warmup_steps, total_steps), 3)
+
+
 def right_schedule(step, peak, minimum, warmup_steps, total_steps):
     """Clips first, then averages peak and minimum with weights cos^2 and sin^2."""
     if step >= warmup_steps:
@@ -457,6 +462,7 @@ MISTAKES = {
         counts_the_warm_up: "the cosine begins at warmup_steps, with the peak",
         needs_a_warm_up: "ZeroDivisionError",
         needs_a_long_run: "ZeroDivisionError",
+        rounds: "return the rate as it is",
     },
     "num_parameters": {
         counts_tied_head: "a tied head is the embedding's own weight",
