@@ -56,6 +56,13 @@ def grade_1_1(accumulate_gradients: Callable) -> None:
     accumulate(unequal, [2, 1, 3], [1, 3, 0])
     accumulate(f"{unequal}, added to a .grad that holds 0.5 everywhere", [2, 1, 3], [1, 3, 0], 0.5)
     accumulate("three micro-batches; every target of the second is ignored", [2, 1, 2], [0, 5, 3])
+    accumulate("one micro-batch, whose every target is ignored: the loss is 0", [1], [5])
+    given = "divisor={} given, for micro-batches with 9, 2 and 15 counted targets"
+    for divisor in (13.0, torch.tensor(104.0)):
+        with asked(given.format(divisor)):
+            _expect_divided(accumulate_gradients, divisor)
+    with asked("sum_loss given: a loss of its own, which is not the cross-entropy"):
+        _expect_own_loss(accumulate_gradients)
 
 
 def _compare_with_one_batch(
@@ -77,6 +84,49 @@ def _compare_with_one_batch(
                   "loss.item() or loss.detach()")
     _expect_sum(model, float(loss), micro_batches, held)
     _expect_untouched(model, weights, handed_over, given)
+
+
+def _expect_divided(accumulate_gradients: Callable, divisor: float | Tensor) -> None:
+    """Compare with the gradient and loss of the mean, times what the divisor makes of it."""
+    micro_batches = _make_micro_batches([2, 1, 3], [1, 3, 0])
+    mine, plain, times = TinyModel(), TinyModel(), 26 / float(divisor)
+    losses = [accumulate_gradients(mine, list(micro_batches), divisor),
+              accumulate_gradients(plain, list(micro_batches))]
+    for (name, seen), right in zip(
+        mine.trainable().items(), plain.trainable().values(), strict=True
+    ):
+        expect(torch.allclose(seen.grad, times * right.grad, rtol=1e-9, atol=1e-12),
+               seen=f"{name}.grad is {_ratio(seen.grad, right.grad):.4g} times that without a "
+                    f"divisor; right is 26 / {float(divisor):g} = {times:.4g} times",
+               likely="divide the sum of the losses by `divisor` if it is not None, in place of "
+                      "the number of counted targets")
+    expect(math.isclose(losses[0], times * losses[1], rel_tol=1e-9),
+           seen=f"the gradients are right; the loss is {float(losses[0]):.6f}, not "
+                f"{times * float(losses[1]):.6f}",
+           likely="return what you called .backward() on, divided by the same divisor")
+
+
+def _ratio(seen: Tensor, right: Tensor) -> float:
+    return float((seen * right).sum() / (right * right).sum())
+
+
+def _expect_own_loss(accumulate_gradients: Callable) -> None:
+    """Pass a loss whose sum is 3 for every counted target, and whose gradient is all ones."""
+    micro_batches, model = _make_micro_batches([2, 1], [1, 3]), TinyModel()
+    calls = []
+
+    def sum_loss(logits: Tensor, targets: Tensor) -> Tensor:
+        calls.append((tuple(logits.shape), tuple(targets.shape)))
+        return logits.sum() - logits.detach().sum() + 3.0 * (targets != IGNORED).sum()
+
+    loss = accumulate_gradients(model, micro_batches, sum_loss=sum_loss)
+    shapes = [((rows, SEQUENCE, VOCABULARY), (rows, SEQUENCE)) for rows in (2, 1)]
+    expect(calls == shapes, seen=f"it was called {len(calls)} times, with shapes {calls}",
+           likely="call sum_loss(logits, targets) once for each micro-batch, with logits (B, S, V) "
+                  "and targets (B, S) as they are: where logits are cut over ranks, only it knows "
+                  "their loss")
+    expect(abs(float(loss) - 3.0) < 1e-12, seen=f"the loss returned is {float(loss):.6f}, not 3",
+           likely="return the sum of what sum_loss gave, divided by the number of counted targets")
 
 
 def _is_number(loss) -> bool:
@@ -118,10 +168,13 @@ def _expect_sum(model: TinyModel, loss: float, micro_batches: list, held: float)
     reference = TinyModel()
     counted = targets != IGNORED
     log_probabilities = reference(inputs).log_softmax(-1)[counted]
-    right_loss = -log_probabilities.gather(-1, targets[counted][:, None]).mean()
+    total = -log_probabilities.gather(-1, targets[counted][:, None]).sum()
+    right_loss = total / max(1, int(counted.sum()))
     right_grads = torch.autograd.grad(right_loss, list(reference.trainable().values()))
 
     for (name, parameter), right in zip(model.trainable().items(), right_grads, strict=True):
+        if parameter.grad is None and not right.any():
+            continue  # nothing counted, nothing added
         expect(parameter.grad is not None, seen=f"{name}.grad is None",
                likely="no backward pass reached it")
         added = parameter.grad - held
