@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitron.course.graders import asked, expect
+from minitron.course.graders import apart, asked, expect
 
 IGNORED = -100
 EMPTY_MEAN = "a micro-batch without a counted token has the mean 0 / 0 = nan: sum the losses, " \
@@ -57,52 +58,71 @@ def grade_1_1(accumulate_gradients: Callable) -> None:
     accumulate(f"{unequal}, added to a .grad that holds 0.5 everywhere", [2, 1, 3], [1, 3, 0], 0.5)
     accumulate("three micro-batches; every target of the second is ignored", [2, 1, 2], [0, 5, 3])
     accumulate("one micro-batch, whose every target is ignored: the loss is 0", [1], [5])
-    given = "divisor={} given, for micro-batches with 9, 2 and 15 counted targets"
     for divisor in (13.0, torch.tensor(104.0)):
-        with asked(given.format(divisor)):
+        with asked(f"divisor={divisor} given, where 9, 2 and 15 targets count"):
             _expect_divided(accumulate_gradients, divisor)
     with asked("sum_loss given: a loss of its own, which is not the cross-entropy"):
-        _expect_own_loss(accumulate_gradients)
+        _expect_own_loss(apart(try_own_loss, accumulate_gradients))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What there is after the call, beside what it returned."""
+
+    loss: float | Tensor
+    passes: list[str]
+    grads: dict[str, Tensor | None]
+    weights: dict[str, Tensor]
+    frozen: bool
+    """Whether the shift is still frozen, and has no gradient."""
+    handed_over: list[tuple[Tensor, Tensor]]
+
+
+def trial(
+    accumulate_gradients: Callable, rows: list[int], num_ignored: list[int], held: float, *divisor
+) -> Seen:
+    """Call the learner's function on a model of ours."""
+    model, micro_batches = TinyModel(), _make_micro_batches(rows, num_ignored)
+    for parameter in model.trainable().values():
+        parameter.grad = torch.full_like(parameter, held) if held else None
+    loss = accumulate_gradients(model, micro_batches, *divisor)
+    return Seen(
+        loss, model.passes, {name: p.grad for name, p in model.trainable().items()},
+        {name: p.detach() for name, p in model.named_parameters()},
+        model.shift.grad is None and not model.shift.requires_grad, micro_batches)
 
 
 def _compare_with_one_batch(
     accumulate_gradients: Callable, rows: list[int], num_ignored: list[int], held: float
 ) -> None:
-    model, micro_batches = TinyModel(), _make_micro_batches(rows, num_ignored)
-    for parameter in model.trainable().values():
-        parameter.grad = torch.full_like(parameter, held) if held else None
-    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    given = [(inputs.clone(), targets.clone()) for inputs, targets in micro_batches]
-    handed_over = list(micro_batches)
-
-    loss = accumulate_gradients(model, handed_over)
-
+    seen = apart(trial, accumulate_gradients, rows, num_ignored, held)
     if 5 not in num_ignored:  # a micro-batch without targets may be skipped
-        _expect_one_pass_at_a_time(model.passes, rows)
+        _expect_one_pass_at_a_time(seen.passes, rows)
+    loss = seen.loss
     expect(_is_number(loss), seen=f"it returned {loss!r}, of type {type(loss).__name__}",
            likely="the loss is a float, or a 0-d tensor whose graph does not keep memory alive: "
                   "loss.item() or loss.detach()")
-    _expect_sum(model, float(loss), micro_batches, held)
-    _expect_untouched(model, weights, handed_over, given)
+    micro_batches = _make_micro_batches(rows, num_ignored)
+    _expect_sum(seen.grads, float(loss), micro_batches, held)
+    _expect_untouched(seen, micro_batches)
 
 
 def _expect_divided(accumulate_gradients: Callable, divisor: float | Tensor) -> None:
     """Compare with the gradient and loss of the mean, times what the divisor makes of it."""
-    micro_batches = _make_micro_batches([2, 1, 3], [1, 3, 0])
-    mine, plain, times = TinyModel(), TinyModel(), 26 / float(divisor)
-    losses = [accumulate_gradients(mine, list(micro_batches), divisor),
-              accumulate_gradients(plain, list(micro_batches))]
-    for (name, seen), right in zip(
-        mine.trainable().items(), plain.trainable().values(), strict=True
-    ):
-        expect(torch.allclose(seen.grad, times * right.grad, rtol=1e-9, atol=1e-12),
-               seen=f"{name}.grad is {_ratio(seen.grad, right.grad):.4g} times that without a "
-                    f"divisor; right is 26 / {float(divisor):g} = {times:.4g} times",
+    rows, num_ignored, times = [2, 1, 3], [1, 3, 0], 26 / float(divisor)
+    mine = apart(trial, accumulate_gradients, rows, num_ignored, 0.0, divisor)
+    plain = apart(trial, accumulate_gradients, rows, num_ignored, 0.0)
+    for name, right in plain.grads.items():
+        seen = mine.grads[name]
+        expect(seen is not None, seen=f"{name}.grad is None", likely="no backward pass reached it")
+        expect(torch.allclose(seen, times * right, rtol=1e-9, atol=1e-12),
+               seen=f"{name}.grad is {_ratio(seen, right):.4g} times that without a divisor; right "
+                    f"is 26 / {float(divisor):g} = {times:.4g} times",
                likely="divide the sum of the losses by `divisor` if it is not None, in place of "
                       "the number of counted targets")
-    expect(math.isclose(losses[0], times * losses[1], rel_tol=1e-9),
-           seen=f"the gradients are right; the loss is {float(losses[0]):.6f}, not "
-                f"{times * float(losses[1]):.6f}",
+    expect(_is_number(mine.loss)
+           and math.isclose(mine.loss, times * plain.loss, rel_tol=1e-9),
+           seen=f"the gradients are right; the loss is {mine.loss}, not {times * plain.loss:.6f}",
            likely="return what you called .backward() on, divided by the same divisor")
 
 
@@ -110,22 +130,27 @@ def _ratio(seen: Tensor, right: Tensor) -> float:
     return float((seen * right).sum() / (right * right).sum())
 
 
-def _expect_own_loss(accumulate_gradients: Callable) -> None:
-    """Pass a loss whose sum is 3 for every counted target, and whose gradient is all ones."""
-    micro_batches, model = _make_micro_batches([2, 1], [1, 3]), TinyModel()
+def try_own_loss(accumulate_gradients: Callable) -> tuple[list, float | Tensor]:
+    """Pass a loss of 3 for every counted target; its calls, by shape, and what was returned."""
     calls = []
 
     def sum_loss(logits: Tensor, targets: Tensor) -> Tensor:
         calls.append((tuple(logits.shape), tuple(targets.shape)))
         return logits.sum() - logits.detach().sum() + 3.0 * (targets != IGNORED).sum()
 
-    loss = accumulate_gradients(model, micro_batches, sum_loss=sum_loss)
+    micro_batches = _make_micro_batches([2, 1], [1, 3])
+    return calls, accumulate_gradients(TinyModel(), micro_batches, sum_loss=sum_loss)
+
+
+def _expect_own_loss(seen: tuple[list, float | Tensor]) -> None:
+    calls, loss = seen
     shapes = [((rows, SEQUENCE, VOCABULARY), (rows, SEQUENCE)) for rows in (2, 1)]
     expect(calls == shapes, seen=f"it was called {len(calls)} times, with shapes {calls}",
            likely="call sum_loss(logits, targets) once for each micro-batch, with logits (B, S, V) "
                   "and targets (B, S) as they are: where logits are cut over ranks, only it knows "
                   "their loss")
-    expect(abs(float(loss) - 3.0) < 1e-12, seen=f"the loss returned is {float(loss):.6f}, not 3",
+    expect(_is_number(loss) and abs(float(loss) - 3.0) < 1e-12,
+           seen=f"the loss returned is {loss}, not 3",
            likely="return the sum of what sum_loss gave, divided by the number of counted targets")
 
 
@@ -162,7 +187,9 @@ def _expect_one_pass_at_a_time(passes: list[str], rows: list[int]) -> None:
     )
 
 
-def _expect_sum(model: TinyModel, loss: float, micro_batches: list, held: float) -> None:
+def _expect_sum(
+    grads: dict[str, Tensor | None], loss: float, micro_batches: list, held: float
+) -> None:
     """Compare gradients and loss with those of one batch that holds all micro-batches."""
     inputs, targets = (torch.cat(parts) for parts in zip(*micro_batches, strict=True))
     reference = TinyModel()
@@ -172,18 +199,18 @@ def _expect_sum(model: TinyModel, loss: float, micro_batches: list, held: float)
     right_loss = total / max(1, int(counted.sum()))
     right_grads = torch.autograd.grad(right_loss, list(reference.trainable().values()))
 
-    for (name, parameter), right in zip(model.trainable().items(), right_grads, strict=True):
-        if parameter.grad is None and not right.any():
+    for (name, grad), right in zip(grads.items(), right_grads, strict=True):
+        if grad is None and not right.any():
             continue  # nothing counted, nothing added
-        expect(parameter.grad is not None, seen=f"{name}.grad is None",
+        expect(grad is not None, seen=f"{name}.grad is None",
                likely="no backward pass reached it")
-        added = parameter.grad - held
+        added = grad - held
         error = (added - right).abs().max().item()
         expect(
             error < 1e-12,
             seen=f"{name}.grad: largest error {error:.3g}, where the right gradient's largest "
                  f"entry is {right.abs().max().item():.3g}",
-            likely=_explain_gradient(name, parameter.grad, right, micro_batches, held),
+            likely=_explain_gradient(name, grad, right, micro_batches, held),
         )
     expect(math.isfinite(loss), seen=f"the loss returned is {loss}", likely=EMPTY_MEAN)
     expect(
@@ -231,15 +258,14 @@ def _weighted_gradient(name: str, micro_batches: list, weights: list[float]) -> 
     return torch.autograd.grad(total, getattr(model, name))[0]
 
 
-def _expect_untouched(model: TinyModel, weights: dict, handed_over: list, given: list) -> None:
-    for name, parameter in model.named_parameters():
-        expect(torch.equal(parameter, weights[name]), seen=f"{name} itself has changed",
+def _expect_untouched(seen: Seen, given: list) -> None:
+    for name, parameter in TinyModel().named_parameters():
+        expect(torch.equal(parameter, seen.weights[name]), seen=f"{name} itself has changed",
                likely="no optimizer step here: only .grad may change")
-    expect(model.shift.grad is None and not model.shift.requires_grad,
-           seen="shift is frozen, and now has a gradient or requires one",
+    expect(seen.frozen, seen="shift is frozen, and now has a gradient or requires one",
            likely="leave requires_grad as it is; backward() fills what is trainable")
-    same = len(handed_over) == len(given) and all(
-        torch.equal(a, b) for mine, theirs in zip(handed_over, given, strict=True)
+    same = len(seen.handed_over) == len(given) and all(
+        torch.equal(a, b) for mine, theirs in zip(seen.handed_over, given, strict=True)
         for a, b in zip(mine, theirs, strict=True))
     expect(same, seen="the list of micro-batches, or a tensor in it, has changed",
            likely="an in-place operation on inputs or targets, or a pop: the caller needs them")
