@@ -25,7 +25,7 @@ def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 # Exercise 1.1 | Gradient accumulation | 20 min | difficulty 2 | replaces minitron.step
-# Train with it: --train.micro-batch-size 4
+# Train with yours
 def accumulate_gradients(
     model: Callable[[Tensor], Tensor],
     micro_batches: list[tuple[Tensor, Tensor]],
@@ -56,6 +56,7 @@ def accumulate_gradients(
 
 
 # Exercise 1.2 | Learning-rate schedule | 10 min | difficulty 1 | replaces minitron.step
+# Train with yours
 def learning_rate(
     step: int, peak: float, minimum: float, warmup_steps: int, total_steps: int
 ) -> float:
@@ -74,6 +75,7 @@ def learning_rate(
 
 
 # Exercise 1.3 | What a model costs | 30 min | difficulty 3 | replaces minitron.cost
+# Train with yours
 def num_parameters(model: ModelConfig) -> int:
     """Count the model's trainable values from its shapes; a tied weight counts once.
 

@@ -117,6 +117,63 @@ def gathers(model, group):
         p.grad = sum(parts) / group.size()
 
 
+def in_float32(model, group):
+    """Half the bytes, and nobody needs 15 digits: the result is rounded."""
+    for p in fill(learning(model)):
+        small = p.grad.float()
+        dist.all_reduce(small, group=group)
+        p.grad.copy_(small.double() / group.size())
+
+
+def sends_twice(model, group):
+    """Averaging once more does no harm: it costs as much again."""
+    right_all_at_once(model, group)
+    right_all_at_once(model, group)
+
+
+def sends_frozen(model, group):
+    """Zeros for a frozen parameter cost little: they are sent, whatever they are."""
+    for p in model.parameters():
+        grad = torch.zeros_like(p) if p.grad is None else p.grad
+        dist.all_reduce(grad, group=group)
+        if p.requires_grad:
+            p.grad = grad / group.size()
+
+
+def flat_with_frozen(model, group):
+    """One flat tensor of all parameters: the frozen one's zeros travel in it."""
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    flat = torch.cat([grad.flatten() for grad in grads]) / group.size()
+    dist.all_reduce(flat, group=group)
+    parts = flat.split([p.numel() for p in model.parameters()])
+    for p, part in zip(model.parameters(), parts, strict=True):
+        if p.requires_grad:
+            p.grad = part.view_as(p)
+
+
+def asks_for_each(model, group):
+    """Before a gradient is sent, all agree that somebody has one: a message for each."""
+    for p in learning(model):
+        has = torch.tensor(float(p.grad is not None))
+        dist.all_reduce(has, group=group)
+        if has:
+            fill([p])
+            dist.all_reduce(p.grad, group=group)
+            p.grad /= group.size()
+
+
+def right_asks_once(model, group):
+    """One message says who has what; then only what somebody has is sent."""
+    parameters = learning(model)
+    has = torch.tensor([float(p.grad is not None) for p in parameters])
+    dist.all_reduce(has, group=group)
+    for p, number in zip(parameters, has, strict=True):
+        if number:
+            fill([p])
+            dist.all_reduce(p.grad, group=group)
+            p.grad /= group.size()
+
+
 # 4.2
 
 
@@ -589,7 +646,7 @@ class KeepsFlatTensors(Bucketed):
 
 
 RIGHT_ANSWERS = {
-    "average_gradients": [right_one_flat_tensor, right_all_at_once],
+    "average_gradients": [right_one_flat_tensor, right_all_at_once, right_asks_once],
     "assign_buckets": [right_recursive],
     "HookedDataParallel": [RightCopies, RightClosures],
     "BucketedDataParallel": [RightCountdown, RightViews],
@@ -602,11 +659,16 @@ MISTAKES = {
         default_group: "without group=group",
         divides_twice: "divided twice",
         skips_none: "a gradient being None",
-        sends_tied_twice: "a tied weight is sent twice",
+        sends_tied_twice: "the tied weight is sent under both of its names",
         frozen_too: "which is frozen, has a gradient",
         averages_weights: "reduce .grad itself",
         forgets_to_wait: "wait for every asynchronous all_reduce",
         gathers: "all_gather is called; allowed is all_reduce",
+        in_float32: "float32 has 7 digits",
+        sends_twice: "everything is sent twice",
+        sends_frozen: "second.bias is frozen, and sent",
+        flat_with_frozen: "second.bias is frozen, and sent",
+        asks_for_each: "more calls than gradients",
     },
     "assign_buckets": {
         forgets_the_last: "is the last bucket kept",
