@@ -92,7 +92,7 @@ def learning_rate(
 
 
 # Exercise 1.3 | What a model costs | 30 min | difficulty 3 | replaces minitron.cost
-# Train with yours
+# Train with your training_flops_per_token
 def num_parameters(model: ModelConfig) -> int:
     """Count the model's trainable values from its shapes; a tied weight counts once.
 

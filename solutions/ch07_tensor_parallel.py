@@ -24,7 +24,7 @@ IGNORED = -100  # the target of a token that does not count
 
 
 # Exercise 7.1 | f and g | 15 min | difficulty 1 | replaces minitron.comm.differentiable
-# Train with yours on 2 ranks: --parallel.tp 2
+# Train with your AllReduce on 2 ranks: --parallel.tp 2
 class Replicate(torch.autograd.Function):
     """Megatron's f: x goes in as it is; on the way back, its gradient is summed over the ranks.
 

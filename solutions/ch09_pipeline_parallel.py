@@ -23,7 +23,7 @@ from minitron.parallel.schedules import Action, Schedule, make
 
 
 # Exercise 9.1 | Two schedules | 20 min | difficulty 2 | replaces minitron.parallel.schedules
-# Train with yours on 2 ranks: --parallel.pp 2
+# Train with your one_forward_one_backward on 2 ranks: --parallel.pp 2
 def gpipe(num_ranks: int, num_micro_batches: int) -> Schedule:
     """All micro-batches forward, then all backward.
 

@@ -73,7 +73,8 @@ class Result:
 def _how_to_use(exercise: Exercise) -> str:
     """How the package comes to run what passed, if it replaces anything."""
     if exercise.command:
-        return f"{exercise.command} trains with yours; "
+        mine = "yours" if exercise.trained == exercise.names else f"your {exercise.trained[0]}"
+        return f"{exercise.command} trains with {mine}; "
     if exercise.replaces:
         return f'with use("{exercise.id}"): what minitron has built on it calls yours; '
     return ""

@@ -44,7 +44,10 @@ class Text(str):
     __repr__ = str.__str__
 
 
-TRAINING = re.compile(r"# Train with yours(?: on (?P<ranks>\d) ranks)?(?:: (?P<options>--.+))?$")
+TRAINING = re.compile(
+    r"# Train with (?:yours|your (?P<name>\w+))(?: on (?P<ranks>\d) ranks)?"
+    r"(?:: (?P<options>--.+))?$"
+)
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,10 @@ class Exercise:
     """The file's name without its ending, ch01_single_gpu."""
     names: tuple[str, ...]
     """The functions or classes to write."""
-    num_ranks: int | None = None
-    """On how many ranks training calls them; None: it does not."""
+    trained: tuple[str, ...] = ()
+    """Those that training calls."""
+    num_ranks: int = 1
+    """On how many ranks it does."""
     options: tuple[str, ...] = ()
     """With which options of the command line it does."""
 
@@ -76,7 +81,7 @@ class Exercise:
     @property
     def command(self) -> str | None:
         """The command that trains with the learner's functions, if training calls them."""
-        if self.num_ranks is None:
+        if not self.trained:
             return None
         start = "minitron" if self.num_ranks == 1 else \
             f"torchrun --nproc-per-node {self.num_ranks} -m minitron.cli"
@@ -154,6 +159,7 @@ def read_exercises(text: str, chapter: str) -> list[Exercise]:
         fields |= {key: int(fields[key]) for key in ("minutes", "difficulty")}
         training = TRAINING.match(lines[start])
         if training:
+            fields["trained"] = (training["name"],) if training["name"] else names
             fields["num_ranks"] = int(training["ranks"] or 1)
             fields["options"] = tuple((training["options"] or "").split())
         exercises.append(Exercise(**fields, chapter=chapter, names=names))

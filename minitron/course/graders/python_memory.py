@@ -8,6 +8,7 @@ import gc
 import sys
 from array import array
 from collections import deque
+from collections.abc import Iterator
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 
 import numpy
@@ -21,21 +22,24 @@ CLOSED = (type, ModuleType, FrameType, CodeType, BuiltinFunctionType)
 
 def python_bytes(*roots: object) -> int:
     """Bytes of arrays, bytes, numbers and containers that can be reached from `roots`."""
-    total, seen, left = 0, set(), list(roots)
-    while left:
-        held = left.pop()
-        if id(held) in seen or isinstance(held, CLOSED) or _is_packages(held):
-            continue
-        seen.add(id(held))
+    total = 0
+    for held in reachable(*roots):
         if isinstance(held, numpy.ndarray):
             total += held.nbytes if held.base is None else 0
-            left.append(held.base)
-        elif isinstance(held, VALUES):
+        elif isinstance(held, VALUES + CONTAINERS):
             total += sys.getsizeof(held)
-        else:
-            total += sys.getsizeof(held) if isinstance(held, CONTAINERS) else 0
-            left += _references(held)
     return total
+
+
+def reachable(*roots: object) -> Iterator[object]:
+    """All that can be reached from `roots`, each once."""
+    seen, left = {}, list(roots)
+    while left:
+        held = left.pop()
+        if id(held) not in seen and not isinstance(held, CLOSED):
+            seen[id(held)] = held  # alive, so that its number is not given to another
+            yield held
+            left += _references(held)
 
 
 def variables(file: str) -> list:
@@ -57,6 +61,10 @@ def _is_packages(held: object) -> bool:
 
 
 def _references(held: object) -> list:
+    if isinstance(held, VALUES) or _is_packages(held):
+        return []
+    if isinstance(held, numpy.ndarray):
+        return [held.base]
     if isinstance(held, Tensor):
         return list(vars(held).values())  # what was hung on it; its values are the meter's
     if isinstance(held, FunctionType):  # not its globals, which are a whole module

@@ -327,6 +327,39 @@ class RightClosures(Hooked):
             p.grad.mul_(1 / self.group.size())
 
 
+class NeverClears(Hooked):
+    """A work that was waited for costs nothing: it holds its tensor, and the list grows."""
+
+    def finish(self):
+        for work in self.works:
+            work.wait()
+
+
+class DividesEachMicroBatch(Hooked):
+    """Every micro-batch's hook divides: what was there before is divided again."""
+
+    def reduce(self, p):
+        p.grad /= self.group.size()
+        if self.synchronises:
+            self.send(p.grad)
+
+
+class InFloat32(Hooked):
+    """Gradients may travel in half the bytes: they arrive with half the digits."""
+
+    def reduce(self, p):
+        if self.synchronises:
+            small = (p.grad / self.group.size()).float()
+            work = dist.all_reduce(small, group=self.group, async_op=True)
+            self.works.append((p, small, work))
+
+    def finish(self):
+        for p, small, work in self.works:
+            work.wait()
+            p.grad.copy_(small)
+        self.works = []
+
+
 class Blocks(Hooked):
     """A hook is enough for overlap: not if it waits."""
 
@@ -626,6 +659,22 @@ class SkipsNone(Bucketed):
         super().send([p for p in bucket if p.grad is not None] or bucket)
 
 
+class NeverForgetsWorks(Bucketed):
+    """The works of all steps may stay in a list: each holds its flat tensor."""
+
+    def start_over(self):
+        self.complete, self.num_sent = set(), 0
+        self.works = getattr(self, "works", [])
+
+
+class KeepsArrays(Bucketed):
+    """An array beside .grad is no tensor: it has as many bytes."""
+
+    def finish(self):
+        super().finish()
+        self.copies = [p.grad.numpy().copy() for bucket in self.buckets for p in bucket]
+
+
 class KeepsFlatTensors(Bucketed):
     """Flat tensors for ever, and .grad copied out of them: the gradients are held twice."""
 
@@ -691,6 +740,9 @@ MISTAKES = {
         HooksTwice: "is a hook registered twice",
         HooksAgain: "anew in every step",
         ForgetsScalars: "a parameter without a hook",
+        NeverClears: "the works of earlier steps are never forgotten",
+        DividesEachMicroBatch: "is .grad changed between all_reduce and wait()",
+        InFloat32: "send .grad itself",
     },
     "BucketedDataParallel": {
         OnePerGradient: "put its gradients end to end",
@@ -704,5 +756,7 @@ MISTAKES = {
         CountsUnderNoSync: "complete after the last micro-batch",
         SkipsNone: "zeros for what is None",
         KeepsFlatTensors: "still held beside .grad",
+        KeepsArrays: "still held beside .grad",
+        NeverForgetsWorks: "the works of earlier steps are never forgotten",
     },
 }
