@@ -651,7 +651,7 @@ class KeepsArrays(Unit):
     """The weights as arrays, for later: sharding was to save them."""
 
     def make_shard(self):
-        self.array = self.flat.numpy().copy()
+        self.array = self.flat.clone().numpy()
         return super().make_shard()
 
 
