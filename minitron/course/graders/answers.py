@@ -7,7 +7,12 @@ another name or in another module. An answer that calls one is told so.
 from minitron.course.exercises import Exercise
 
 OTHERS: dict[str, tuple[str, ...]] = {
-    "1.3": ("minitron.cost:num_block_parameters",),
+    "1.1": ("minitron.step:accumulate_over_ranks",),
+    "1.3": ("minitron.cost:num_block_parameters", "minitron.cost:forward_flops_per_token",
+            "minitron.cost:backward_flops_per_token"),
+    "2.1": ("minitron.cost:model_state_bytes", "minitron.cost:model_state_table"),
+    "2.2": ("minitron.cost:activation_bytes_per_layer", "minitron.cost:activation_bytes",
+            "minitron.cost:attention_bytes"),
     "3.2": ("minitron.model.recompute:segments_for_budget",),
     "4.1": ("minitron.parallel.data_parallel:DataParallel",),
     "4.3": ("minitron.parallel.data_parallel:DataParallel",

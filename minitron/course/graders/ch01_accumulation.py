@@ -3,10 +3,12 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from minitron.course.graders import apart, asked, expect
 
@@ -14,6 +16,13 @@ IGNORED = -100
 EMPTY_MEAN = "a micro-batch without a counted token has the mean 0 / 0 = nan: sum the losses, " \
              "and divide by the count of all micro-batches"
 SEQUENCE, VOCABULARY, WIDTH = 5, 7, 3
+
+
+class Box:
+    """Holds what autograd has saved, as long as its graph does."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
 
 
 class TinyModel(nn.Module):
@@ -30,8 +39,23 @@ class TinyModel(nn.Module):
         self.mix = nn.Parameter(random(WIDTH, WIDTH))
         self.shift = nn.Parameter(random(WIDTH), requires_grad=False)
         self.passes: list[str] = []
+        self.saved: WeakSet[Box] = WeakSet()
+        self.num_alive = 0
+        """Most tensors saved for a backward pass that were there when a forward pass began."""
+        self.num_evaluating = 0
 
     def forward(self, tokens: Tensor) -> Tensor:
+        self.num_alive = max(self.num_alive, len(self.saved))
+        self.num_evaluating += not self.training
+        with saved_tensors_hooks(self.save, lambda box: box.tensor):
+            return self.compute(tokens)
+
+    def save(self, tensor: Tensor) -> "Box":
+        box = Box(tensor)
+        self.saved.add(box)
+        return box
+
+    def compute(self, tokens: Tensor) -> Tensor:
         hidden = torch.tanh(self.embedding[tokens] @ self.mix + self.shift)
         logits = hidden @ self.embedding.T
         self.passes.append(f"forward of {len(tokens)}")
@@ -58,7 +82,7 @@ def grade_1_1(accumulate_gradients: Callable) -> None:
     accumulate(f"{unequal}, added to a .grad that holds 0.5 everywhere", [2, 1, 3], [1, 3, 0], 0.5)
     accumulate("three micro-batches; every target of the second is ignored", [2, 1, 2], [0, 5, 3])
     accumulate("one micro-batch, whose every target is ignored: the loss is 0", [1], [5])
-    for divisor in (13.0, torch.tensor(104.0)):
+    for divisor in (12.5, torch.tensor(104.0)):
         with asked(f"divisor={divisor} given, where 9, 2 and 15 targets count"):
             _expect_divided(accumulate_gradients, divisor)
     with asked("sum_loss given: a loss of its own, which is not the cross-entropy"):
@@ -76,6 +100,8 @@ class Seen:
     frozen: bool
     """Whether the shift is still frozen, and has no gradient."""
     handed_over: list[tuple[Tensor, Tensor]]
+    num_alive: int
+    num_evaluating: int
 
 
 def trial(
@@ -89,7 +115,8 @@ def trial(
     return Seen(
         loss, model.passes, {name: p.grad for name, p in model.trainable().items()},
         {name: p.detach() for name, p in model.named_parameters()},
-        model.shift.grad is None and not model.shift.requires_grad, micro_batches)
+        model.shift.grad is None and not model.shift.requires_grad, micro_batches,
+        model.num_alive, model.num_evaluating + (not model.training))
 
 
 def _compare_with_one_batch(
@@ -98,6 +125,12 @@ def _compare_with_one_batch(
     seen = apart(trial, accumulate_gradients, rows, num_ignored, held)
     if 5 not in num_ignored:  # a micro-batch without targets may be skipped
         _expect_one_pass_at_a_time(seen.passes, rows)
+    expect(seen.num_alive == 0,
+           seen=f"{seen.num_alive} tensors of an earlier micro-batch's graph are alive when a "
+                "forward pass begins",
+           likely="backward() frees what its graph has saved: call it once, without retain_graph")
+    expect(seen.num_evaluating == 0, seen="the model was put into eval mode",
+           likely="dropout belongs to training: leave the mode to the caller")
     loss = seen.loss
     expect(_is_number(loss), seen=f"it returned {loss!r}, of type {type(loss).__name__}",
            likely="the loss is a float, or a 0-d tensor whose graph does not keep memory alive: "

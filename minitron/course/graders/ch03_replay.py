@@ -75,6 +75,8 @@ class Seen:
     kept: int
     """Bytes of tensors after the backward pass, beside parameters and gradients."""
     random_state: Tensor
+    marked: bool
+    """Whether an input that requires no gradient does so now, or has one."""
 
 
 def plain(function: Callable, *tensors: Tensor) -> Tensor:
@@ -111,7 +113,8 @@ def step(recompute: Callable, case: Case) -> Seen:
         kept = sum(now.values()) - now["parameter"] - now["gradient"]
     grads = {name: p.grad for name, p in model.named_parameters()}
     calls = forward_calls, model.calls - forward_calls
-    return Seen(value, shown, trains, grads, calls, held, objects, kept, random_state)
+    marked = shift.requires_grad or shift.grad is not None
+    return Seen(value, shown, trains, grads, calls, held, objects, kept, random_state, marked)
 
 
 def _graph(result) -> list[dict]:
@@ -169,6 +172,8 @@ def _expect_values(mine: Seen, plain: Seen, likely: str) -> None:
     expect(mine.trains, seen="the result does not require a gradient",
            likely=likely or "the result must be connected to the inputs: torch.no_grad() or "
                             "detach() outside of an autograd.Function cuts it off")
+    expect(not mine.marked, seen="shift, which required no gradient, requires one afterwards",
+           likely="the tensors are the caller's: mark detached copies, t.detach().requires_grad_()")
     for name, right in plain.grads.items():
         grad = mine.grads[name]
         if right is None:

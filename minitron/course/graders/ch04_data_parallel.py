@@ -36,6 +36,8 @@ class Averaged:
     grads: Grads
     weights: dict[str, Tensor]
     calls: list[Call]
+    frozen: bool
+    """Whether second.bias is still frozen, and all else trains."""
 
 
 @many_ranks
@@ -54,7 +56,8 @@ def average(group, average_gradients: Callable, rows: Rows) -> Averaged:
     rows.loss(model, group.rank(), 0).backward()
     with Wire(allowed={"all_reduce"}) as wire:
         average_gradients(model, group)
-    return Averaged(gradients(model), weights(model), wire.calls)
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+    return Averaged(gradients(model), weights(model), wire.calls, frozen == ["second.bias"])
 
 
 def _expect_average(average_gradients: Callable, rows: Rows) -> None:
@@ -62,6 +65,8 @@ def _expect_average(average_gradients: Callable, rows: Rows) -> None:
         right = alone(size, rows, steps=(1,))[0]
         expect_same_weights([s.weights for s in seen], right.weights)
         expect_gradients([s.grads for s in seen], right)
+        expect(all(s.frozen for s in seen), seen="requires_grad of a parameter has changed",
+               likely="what is frozen is the caller's choice: only read requires_grad")
         if size > 1:
             _expect_frugal([s.calls for s in seen])
 

@@ -42,6 +42,7 @@ UNORDERED = "a bucket may be complete before the one that comes before it, and o
 SQUARE = 64
 MOST_HELD = 1.2  # times the gradients
 PATIENCE = 1.0  # seconds
+SLACK = 512  # bytes
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ class Step:
     last micro-batch begins, ("finish", None)."""
     num_works: int
     """Works that the learner's object still holds after finish()."""
+    num_bytes: int
+    """Bytes that it holds then in tensors and arrays, beside parameters and gradients."""
 
     def payloads(self, before: str = "", after: str = "") -> list[int]:
         """Bytes of each all-reduce, before or after the event of this name."""
@@ -89,11 +92,25 @@ def train(group, Parallel: type, rows: Rows, *settings) -> list[Step]:
             wire.note("finish")
             parallel.finish()
             events = [(name, getattr(what, "payload", what)) for name, what in wire.events[first:]]
-            num_works = sum(isinstance(held, dist.Work) for held in reachable(parallel))
-            steps.append(Step(gradients(model), weights(model), events, num_works))
+            steps.append(Step(gradients(model), weights(model), events, *_held(parallel, model)))
             descend(model)
             done += num_micro_batches
     return steps
+
+
+def _held(parallel, model: nn.Module) -> tuple[int, int]:
+    """How many works, and how many bytes beside parameters and gradients, `parallel` holds."""
+    num_works, storages = 0, {}
+    for held in reachable(parallel):
+        num_works += isinstance(held, dist.Work)
+        if isinstance(held, Tensor):
+            storage = held.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    for parameter in model.parameters():
+        for tensor in (parameter, parameter.grad):
+            if tensor is not None:
+                storages.pop(tensor.untyped_storage().data_ptr(), None)
+    return num_works, sum(storages.values()) + python_bytes(parallel)
 
 
 @many_ranks
@@ -121,6 +138,11 @@ def _expect_no_old_works(by_size: dict[int, list[list[Step]]]) -> None:
                     for mine in held]),
                likely="the works of earlier steps are never forgotten: each holds its tensor, and "
                       "finish() waits for all of them again. Clear the list in finish()")
+        grown = [steps[-1].num_bytes - steps[0].num_bytes for steps in seen]
+        expect(max(grown) <= SLACK, seen=f"{size} ranks, " + per_rank(
+                   [f"{n:,} bytes more are held after step 3 than after step 1" for n in grown]),
+               likely="something of every step is kept, tensors or arrays: after finish() .grad is "
+                      "all there is")
 
 
 def _requests(call: str) -> list[str]:

@@ -74,7 +74,8 @@ def cases() -> list[tuple[type, str, float]]:
     """Model, optimizer, max_norm: one that is exceeded, one that is not, one that is."""
     norms = {Model: total_norm(alone(Model, 1, "AdamW", math.inf)[0][0]) for Model in (Odd, Tiny)}
     return [(Odd, "SGD with momentum", norms[Odd] / 4), (Odd, "AdamW", 9 * norms[Odd]),
-            (Tiny, "SGD with momentum", norms[Tiny] / 4)]
+            (Tiny, "SGD with momentum", norms[Tiny] / 4),
+            (Tiny, "SGD with momentum", 9 * norms[Tiny])]
 
 
 def num_elements(model: nn.Module) -> int:
@@ -107,11 +108,12 @@ def train(group, ShardedOptimizer: type, Model: type, name: str, max_norm: float
 
 @cache
 def alone(
-    Model: type, size: int, name: str, max_norm: float, by_shard: bool = False
+    Model: type, size: int, name: str, max_norm: float, mistake: str = ""
 ) -> list[tuple[list, dict]]:
     """One process: by step, the mean gradients before clipping, and the weights after.
 
-    With `by_shard` each of `size` shards is clipped by a norm of its own, which is a mistake.
+    Mistakes: "by shard", where each of `size` shards is clipped by a norm of its own; "always",
+    where a small gradient is enlarged; "by value", where each element is clipped.
     """
     model, done = Model(), []
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -126,10 +128,13 @@ def alone(
                 parameter.grad = torch.zeros_like(parameter)
         mean = [parameter.grad.clone() for parameter in trained]
         shards = [torch.cat([grad.flatten() for grad in mean])]
-        if by_shard:
+        if mistake == "by shard":
             shards = cut(mean, size)
-        scaled = torch.cat([shard * min(1.0, max_norm / (total_norm([shard]) or 1e-300))
+        most = math.inf if mistake == "always" else 1.0
+        scaled = torch.cat([shard * min(most, max_norm / (total_norm([shard]) or 1e-300))
                             for shard in shards])
+        if mistake == "by value":
+            scaled = shards[0].clamp(-max_norm, max_norm)
         sizes = [parameter.numel() for parameter in trained]
         for parameter, grad in zip(trained, scaled[:sum(sizes)].split(sizes), strict=True):
             parameter.grad = grad.view_as(parameter).clone()
@@ -152,7 +157,8 @@ def _expect_steps(seen: list[list[Update]], Model: type, name: str, max_norm: fl
         _expect_norm([update.norm for update in updates], mean, max_norm)
         _expect_weights([update.weights for update in updates], right, _wrong_weights(
             mean, updates, [alone(Model, size, name, math.inf)[number][1],
-                            alone(Model, size, name, max_norm, by_shard=True)[number][1]]), number)
+                            *(alone(Model, size, name, max_norm, mistake)[number][1]
+                              for mistake in ("by shard", "always", "by value"))]), number)
         left = [update.left for update in updates]
         expect(not any(left), seen=per_rank([f"{len(names)} parameters have a .grad after step"
                                              for names in left]),
@@ -163,14 +169,18 @@ def _wrong_weights(
     mean: list[Tensor], updates: list[Update], others: list[dict]
 ) -> dict[str, dict]:
     """What the weights would be after a mistake, by what it is."""
-    unclipped, clipped_by_shard = others
+    unclipped, by_shard, always, by_value = others
     size = len(updates)
     own = [f"{total_norm([shard]):.4g}" for shard in cut(mean, size)]
     return {
         "the gradient was not clipped: multiply the shard's by max_norm / norm": unclipped,
         f"each rank clipped by the norm of its own shard ({', '.join(own)}) instead of the global "
         f"norm ({total_norm(mean):.4g}), which it returned: use the same number for both":
-            clipped_by_shard,
+            by_shard,
+        "a gradient whose norm is below max_norm was enlarged to it: clip only if norm exceeds "
+        "max_norm": always,
+        "every element was clipped to max_norm by itself, which changes the direction: multiply "
+        "all by max_norm / norm": by_value,
     }
 
 

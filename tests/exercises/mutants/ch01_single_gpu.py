@@ -160,6 +160,22 @@ def token_sum(logits, targets):
     return -log_probabilities.gather(-1, targets[targets != -100][:, None]).sum()
 
 
+def evaluates(model, micro_batches, divisor=None, sum_loss=None):
+    """Dropout would make the loss noisy: it belongs to training."""
+    model.eval()
+    return right_sums(model, micro_batches, divisor, sum_loss)
+
+
+def retains_graphs(model, micro_batches, divisor=None, sum_loss=None):
+    """retain_graph=True keeps PyTorch from complaining: and all that it has saved."""
+    divisor = divisor or sum(count(targets) for _, targets in micro_batches) or 1
+    losses = []
+    for inputs, targets in micro_batches:
+        losses.append(token_losses(model, inputs, targets) / divisor)
+        losses[-1].backward(retain_graph=True)
+    return sum(losses).item()
+
+
 def ignores_the_divisor(model, micro_batches, divisor=None, sum_loss=None):
     """A step's tokens are all here: on several ranks others have more."""
     return right_sums(model, micro_batches, None, sum_loss)
@@ -480,6 +496,8 @@ MISTAKES = {
         one_backward_pass: "every micro-batch's activations are alive at once",
         last_loss: "the gradients are right; the loss returned is",
         keeps_the_graph: "does not keep memory alive",
+        evaluates: "put into eval mode",
+        retains_graphs: "without retain_graph",
         ignores_the_divisor: "divide the sum of the losses by `divisor` if it is not None",
         divides_twice: "divide the sum of the losses by `divisor` if it is not None",
         own_cross_entropy: "only it knows their loss",

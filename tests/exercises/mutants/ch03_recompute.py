@@ -138,6 +138,14 @@ def all_require_a_gradient(function, *tensors):
     return write_replay(function, tensors, wants=lambda t: True)
 
 
+def marks_the_callers(function, *tensors):
+    """A tensor gets a gradient if it requires one: so do the caller's, for good."""
+    for tensor in tensors:
+        if tensor.is_leaf and tensor.is_floating_point():
+            tensor.requires_grad_()
+    return write_replay(function, tensors)
+
+
 def right_by_hooks(function, *tensors):
     """Drops every saved tensor, and replays for the first that is asked for."""
     if not torch.is_grad_enabled():
@@ -388,6 +396,7 @@ MISTAKES = {
         saves_copies: "copies of the inputs",
         saves_in_numpy: "a copy in NumPy or bytes",
         never_lets_go: "still held after the backward pass",
+        marks_the_callers: "the tensors are the caller's",
         all_require_a_gradient: "only Tensors of floating point",
     },
     "segments_for_budget": {

@@ -162,6 +162,12 @@ def asks_for_each(model, group):
             p.grad /= group.size()
 
 
+def thaws(model, group):
+    """Everything shall train: what is frozen is the caller's choice."""
+    right_all_at_once(model, group)
+    model.requires_grad_()
+
+
 def right_asks_once(model, group):
     """One message says who has what; then only what somebody has is sent."""
     parameters = learning(model)
@@ -333,6 +339,23 @@ class NeverClears(Hooked):
     def finish(self):
         for work in self.works:
             work.wait()
+
+
+class KeepsGradients(Hooked):
+    """A copy of each gradient, to look at later: more of them in every step."""
+
+    def reduce(self, p):
+        super().reduce(p)
+        self.history = [*getattr(self, "history", []), p.grad.clone()]
+
+
+class KeepsArraysOfGradients(Hooked):
+    """The same in NumPy."""
+
+    def finish(self):
+        super().finish()
+        grads = [p.grad.numpy().copy() for p in self.hooked() if p.grad is not None]
+        self.history = [*getattr(self, "history", []), grads]
 
 
 class DividesEachMicroBatch(Hooked):
@@ -717,6 +740,7 @@ MISTAKES = {
         sends_twice: "everything is sent twice",
         sends_frozen: "second.bias is frozen, and sent",
         flat_with_frozen: "second.bias is frozen, and sent",
+        thaws: "only read requires_grad",
         asks_for_each: "more calls than gradients",
     },
     "assign_buckets": {
@@ -740,6 +764,8 @@ MISTAKES = {
         HooksTwice: "is a hook registered twice",
         HooksAgain: "anew in every step",
         ForgetsScalars: "a parameter without a hook",
+        KeepsGradients: "something of every step is kept",
+        KeepsArraysOfGradients: "something of every step is kept",
         NeverClears: "the works of earlier steps are never forgotten",
         DividesEachMicroBatch: "is .grad changed between all_reduce and wait()",
         InFloat32: "send .grad itself",

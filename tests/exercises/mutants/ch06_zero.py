@@ -302,6 +302,20 @@ class ClipsByItsShard(Sharded):
         nn.utils.clip_grad_norm_([self.shard], max_norm)
 
 
+class AlwaysScales(Sharded):
+    """max_norm is the norm that a gradient has afterwards: that is the most."""
+
+    def clip(self, norm, max_norm):
+        self.shard.grad *= max_norm / norm.clamp(min=1e-30)
+
+
+class ClipsValues(Sharded):
+    """Each element is clipped: then the direction is another one."""
+
+    def clip(self, norm, max_norm):
+        self.shard.grad.clamp_(-max_norm, max_norm)
+
+
 class DividesByZero(Sharded):
     """A norm is never 0: in a step without a gradient it is."""
 
@@ -809,6 +823,8 @@ MISTAKES = {
         ShardIsAView: "a view of all of them",
         MadeAnew: "has forgotten its state",
         ClipsByItsShard: "each rank clipped by the norm of its own shard",
+        AlwaysScales: "was enlarged to it",
+        ClipsValues: "changes the direction",
         DividesByZero: "ZeroDivisionError",
         MakesNaN: "0 / 0 is nan",
         KeepsTheGradientInNumpy: "something of the model's size is kept",
