@@ -15,6 +15,7 @@ from minitron.config import ModelConfig
 
 
 # Exercise 3.1 | Recompute a function | 30 min | difficulty 3 | replaces minitron.model.recompute
+# Train with yours: --train.recompute full
 def recompute(function: Callable, *tensors: Tensor) -> Tensor:
     """Call `function(*tensors)`, keep only `tensors`, and call it once more in the backward pass.
 
@@ -33,7 +34,7 @@ def recompute(function: Callable, *tensors: Tensor) -> Tensor:
     raise NotImplementedError("Exercise 3.1 - Recompute a function.  Hint: minitron hint 3.1")
 
 
-# Exercise 3.2 | Fit a byte budget | 25 min | difficulty 3 | replaces minitron.model.recompute
+# Exercise 3.2 | Fit a byte budget | 25 min | difficulty 3
 def segments_for_budget(
     activation_bytes: list[int], boundary_bytes: int, budget: int
 ) -> list[int]:

@@ -20,9 +20,15 @@ from minitron.parallel import data_parallel
 
 
 class Given:
-    """What 4.3 and 4.4 start from: equal weights, a switch, and a mean for the training loop."""
+    """What 4.3 and 4.4 start from: equal weights, a switch, and a mean for the training loop.
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup):
+    find_unused_parameters lets the package's own classes accept a parameter without a gradient.
+    Yours always do, as their text says: nothing depends on it.
+    """
+
+    def __init__(
+        self, model: nn.Module, group: dist.ProcessGroup, find_unused_parameters: bool = False
+    ):
         self.group = group
         self.synchronises = True
         for tensor in [*model.parameters(), *model.buffers()]:
@@ -43,6 +49,7 @@ class Given:
 
 
 # Exercise 4.1 | Naive averaging | 15 min | difficulty 1 | replaces minitron.parallel.data_parallel
+# Train with yours on 2 ranks: --parallel.data-parallel naive
 def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
     """After the backward pass, make every gradient its mean over the ranks.
 
@@ -64,6 +71,7 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 # Exercise 4.2 | Fill the buckets | 10 min | difficulty 1 | replaces minitron.parallel.data_parallel
+# Train with yours on 2 ranks
 def assign_buckets(sizes: list[int], bucket_bytes: int) -> list[list[int]]:
     """Share out the gradients among buckets, in the order in which backward() finishes them.
 
@@ -81,6 +89,7 @@ def assign_buckets(sizes: list[int], bucket_bytes: int) -> list[list[int]]:
 
 
 # Exercise 4.3 | Overlap by hooks | 20 min | difficulty 2 | replaces minitron.parallel.data_parallel
+# Train with yours on 2 ranks: --parallel.data-parallel hooked
 class HookedDataParallel(Given):
     """Average each gradient over the ranks while the backward pass still computes the others.
 
@@ -106,8 +115,10 @@ class HookedDataParallel(Given):
     finish() waits for both. If layer 0's .grad was [1, 2] and [3, 6], it is [2, 4] on both ranks.
     """
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup):
-        super().__init__(model, group)
+    def __init__(
+        self, model: nn.Module, group: dist.ProcessGroup, find_unused_parameters: bool = False
+    ):
+        super().__init__(model, group, find_unused_parameters)
         raise NotImplementedError("Exercise 4.3 - Overlap by hooks.  Hint: minitron hint 4.3")
 
     def reduce(self, parameter: nn.Parameter) -> None:
@@ -120,6 +131,7 @@ class HookedDataParallel(Given):
 
 
 # Exercise 4.4 | Buckets | 30 min | difficulty 3 | replaces minitron.parallel.data_parallel
+# Train with yours on 2 ranks: --parallel.data-parallel bucketed
 class BucketedDataParallel(Given):
     """As 4.3, but the gradients travel in buckets: few large messages instead of many small ones.
 
@@ -143,9 +155,10 @@ class BucketedDataParallel(Given):
     """
 
     def __init__(
-        self, model: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = 25 * 2**20
+        self, model: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = 25 * 2**20,
+        find_unused_parameters: bool = False,
     ):
-        super().__init__(model, group)
+        super().__init__(model, group, find_unused_parameters)
         parameters = [p for p in model.parameters() if p.requires_grad]
         sizes = [p.numel() * p.element_size() for p in parameters]
         plan = data_parallel.assign_buckets(sizes, bucket_bytes)
@@ -156,8 +169,8 @@ class BucketedDataParallel(Given):
         """Send what can be sent, now that the .grad of `parameter` is complete."""
         raise NotImplementedError("Exercise 4.4 - Buckets.  Hint: minitron hint 4.4")
 
-    def send(self, bucket: list[nn.Parameter]) -> None:
-        """Issue the all-reduce of one bucket."""
+    def send(self, index: int) -> dist.Work:
+        """Issue the all-reduce of self.buckets[index]."""
         raise NotImplementedError("Exercise 4.4 - Buckets.  Hint: minitron hint 4.4")
 
     def finish(self) -> None:

@@ -23,6 +23,7 @@ from minitron.parallel.schedules import Action, Schedule, make
 
 
 # Exercise 9.1 | Two schedules | 20 min | difficulty 2 | replaces minitron.parallel.schedules
+# Train with your one_forward_one_backward on 2 ranks: --parallel.pp 2
 def gpipe(num_ranks: int, num_micro_batches: int) -> Schedule:
     """All micro-batches forward, then all backward.
 
@@ -92,6 +93,7 @@ def activation_bytes(
 
 
 # Exercise 9.3 | The cut | 25 min | difficulty 2 | replaces minitron.parallel.pipeline_plan
+# Train with yours on 2 ranks: --parallel.pp 2
 def split_blocks(
     costs: list[float], num_stages: int, first: float = 0.0, last: float = 0.0
 ) -> list[range]:

@@ -1,12 +1,12 @@
 """What one training step does, on one device or on each of many.
 
-Read in this order: `train_step`, then its ideas: `accumulate_gradients`, the same over ranks, and
-`learning_rate`.
+Read in this order: `train_step`, then its ideas: `accumulate_gradients`, on one device and on each
+of many, and `learning_rate`.
 """
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +42,8 @@ def train_step(
     optimizer.zero_grad()
     scale = 1.0 if loss_scale is None else loss_scale.value
     if parallel is None:
-        loss = accumulate_gradients(model, micro_batches, scale)
+        divisor = count_targets(micro_batches).clamp(min=1) / scale
+        loss = accumulate_gradients(model, micro_batches, divisor) / scale
     else:
         loss = accumulate_over_ranks(model, micro_batches, parallel, scale)
 
@@ -66,23 +67,36 @@ def require_finite(loss: Tensor) -> None:
         raise FloatingPointError(f"loss and gradient are not finite, but {float(loss)}")
 
 
+def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy of logits (B, S, V) and targets (B, S), summed over counted tokens, nats."""
+    return F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=IGNORED
+    )
+
+
 def accumulate_gradients(
-    model: Callable[[Tensor], Tensor], micro_batches: list[tuple[Tensor, Tensor]],
-    scale: float = 1.0,
+    model: Callable[[Tensor], Tensor],
+    micro_batches: list[tuple[Tensor, Tensor]],
+    divisor: Tensor | float | None = None,
+    sum_loss: Callable[[Tensor, Tensor], Tensor] = summed_loss,
 ) -> Tensor:
-    """Add to `.grad` `scale` times the gradient of the mean loss over all tokens.
+    """Add to `.grad` the gradient of the mean loss over all tokens, one micro-batch at a time.
 
     `micro_batches` are pairs of inputs and targets, (B, S) token ids; B may differ, and a target
-    of -100 does not count. Returns the mean loss, nats per token, 0-d.
+    of -100 does not count. Returns the mean loss, nats per token, 0-d. The mean is the sum of
+    `sum_loss(logits, targets)` over `divisor`, which is the number of counted tokens unless given.
     """
-    # One divisor for all: a mean of micro-batch means would favour the tokens of short ones.
-    num_tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).clamp(min=1)
-    mean = torch.zeros((), device=num_tokens.device)
+    if divisor is None:
+        divisor = count_targets(micro_batches).clamp(min=1)
+    mean = 0.0
     for inputs, targets in micro_batches:
-        loss = summed_loss(model(inputs), targets) / (num_tokens / scale)
-        loss.backward()
+        with span("forward"):
+            # One divisor for all: a mean of micro-batch means would favor the tokens of short ones.
+            loss = sum_loss(model(inputs), targets) / divisor
+        with span("backward"):
+            loss.backward()
         mean = mean + loss.detach()
-    return mean / scale
+    return mean
 
 
 def accumulate_over_ranks(
@@ -93,48 +107,30 @@ def accumulate_over_ranks(
 ) -> Tensor:
     """Do the same for the micro-batches of all ranks, whose numbers of tokens may differ.
 
-    `micro_batches` are this rank's, one at least. Loss and `.grad` are the same on every rank.
+    `micro_batches` are this rank's, one at least. `.grad` is `scale` times the gradient. Loss and
+    `.grad` are the same on every rank.
     """
     # Ranks average their gradients, so each divides by its fair share of all tokens.
-    num_tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches)
-    share = parallel.mean(num_tokens.double())
+    share = parallel.mean(count_targets(micro_batches).double())
     share = torch.where(share > 0, share, 1) / scale
     # Where logits are sharded, their cross-entropy is not the loss.
     sum_loss = getattr(parallel, "summed_loss", summed_loss)
     run = getattr(parallel, "run", None)  # where the model is a pipeline
+    mean = torch.zeros((), device=share.device)
     if run is not None:
         mean = run(micro_batches, sum_loss, share)
     else:
-        mean = one_by_one(model, micro_batches, sum_loss, share, parallel.no_sync)
+        for number, micro_batch in enumerate(micro_batches, start=1):
+            last = number == len(micro_batches)
+            with nullcontext() if last else parallel.no_sync(), span("micro-batch", number):
+                mean = mean + accumulate_gradients(model, [micro_batch], share, sum_loss)
     parallel.finish()
     return parallel.mean(mean) / scale
 
 
-def one_by_one(
-    model: Callable[[Tensor], Tensor],
-    micro_batches: list[tuple[Tensor, Tensor]],
-    sum_loss: Callable[[Tensor, Tensor], Tensor],
-    divisor: Tensor,
-    no_sync: Callable[[], AbstractContextManager],
-) -> Tensor:
-    """Forward and backward of each micro-batch; returns the sum of their losses over `divisor`."""
-    total = torch.zeros((), device=divisor.device)
-    for number, (inputs, targets) in enumerate(micro_batches, start=1):
-        last = number == len(micro_batches)
-        with nullcontext() if last else no_sync():
-            with span("forward of micro-batch", number):
-                loss = sum_loss(model(inputs), targets) / divisor
-            with span("backward of micro-batch", number):
-                loss.backward()
-        total = total + loss.detach()
-    return total
-
-
-def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy of logits (B, S, V) and targets (B, S), summed over counted tokens, nats."""
-    return F.cross_entropy(
-        logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=IGNORED
-    )
+def count_targets(micro_batches: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """The number of targets that count, 0-d."""
+    return sum((targets != IGNORED).sum() for _, targets in micro_batches)
 
 
 def learning_rate(

@@ -6,9 +6,10 @@ build on one another; take them in any order.
 """
 
 import math
+from collections.abc import Callable
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from minitron.config import ModelConfig
 
@@ -16,38 +17,56 @@ IGNORED = -100
 """A target with this value is padding: it is not predicted and not counted."""
 
 
+def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy of logits (B, S, V) and targets (B, S), summed over the counted targets."""
+    return F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+
+
 # Exercise 1.1 | Gradient accumulation | 20 min | difficulty 2 | replaces minitron.step
-def accumulate_gradients(model: nn.Module, micro_batches: list[tuple[Tensor, Tensor]]) -> float:
+# Train with yours
+def accumulate_gradients(
+    model: Callable[[Tensor], Tensor],
+    micro_batches: list[tuple[Tensor, Tensor]],
+    divisor: Tensor | float | None = None,
+    sum_loss: Callable[[Tensor, Tensor], Tensor] = summed_loss,
+) -> Tensor:
     """Add the gradient of one large batch into .grad, one micro-batch at a time.
 
     The loss is the mean cross-entropy over all counted target tokens of all micro-batches
-    together. Add its gradient to whatever .grad already holds, and return the loss: a float, or
-    a detached tensor without dimensions. Only one micro-batch's activations may be alive at a
-    time: run its backward pass before the next forward pass. No optimizer step, no zero_grad.
+    together, that is their sum over their number. Add its gradient to whatever .grad already holds,
+    and return the loss: a float, or a detached tensor without dimensions. Only one micro-batch's
+    activations may be alive at a time: run its backward pass before the next forward pass. No
+    optimizer step, no zero_grad. If no target counts at all, the loss is 0.
+
+    sum_loss(logits, targets) is the cross-entropy of one micro-batch, summed over its counted
+    targets. divisor, if it is given, takes the place of the number: several ranks train on one
+    batch, and then the package passes what all of them have counted, shared out over the ranks.
 
     Shapes: each micro-batch is (inputs, targets), both (B, S) int64; B and the number of ignored
     targets differ from one to the next, and all targets of one may be ignored.
     model(inputs) gives logits (B, S, V).
 
     Example: two micro-batches with 3 and 1 counted tokens, whose losses are 1, 1, 1 and 5. The
-    loss is (1 + 1 + 1 + 5) / 4 = 2. The mean of the two means would be (1 + 5) / 2 = 3.
+    loss is (1 + 1 + 1 + 5) / 4 = 2. The mean of the two means would be (1 + 5) / 2 = 3. With
+    divisor = 8 it is 1.
     """
     ### BEGIN SOLUTION
-    num_counted = sum(int((targets != IGNORED).sum()) for _, targets in micro_batches)
+    if divisor is None:
+        num_counted = sum(int((targets != IGNORED).sum()) for _, targets in micro_batches)
+        divisor = max(1, num_counted)
     total = 0.0
     for inputs, targets in micro_batches:
-        logits = model(inputs)
-        loss_sum = F.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
-        )
-        share = loss_sum / num_counted  # every token weighs the same, wherever it sits
+        share = sum_loss(model(inputs), targets) / divisor  # every token weighs the same
         share.backward()
-        total += share.item()
+        total += share.detach()
     return total
     ### END SOLUTION
 
 
 # Exercise 1.2 | Learning-rate schedule | 10 min | difficulty 1 | replaces minitron.step
+# Train with yours
 def learning_rate(
     step: int, peak: float, minimum: float, warmup_steps: int, total_steps: int
 ) -> float:
@@ -73,6 +92,7 @@ def learning_rate(
 
 
 # Exercise 1.3 | What a model costs | 30 min | difficulty 3 | replaces minitron.cost
+# Train with your training_flops_per_token
 def num_parameters(model: ModelConfig) -> int:
     """Count the model's trainable values from its shapes; a tied weight counts once.
 

@@ -40,6 +40,7 @@ def views(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
 
 
 # Exercise 6.1 | Shard ranges | 10 min | difficulty 1 | replaces minitron.parallel.shards
+# Train with yours on 2 ranks: --parallel.zero 1
 def owned_ranges(sizes: list[int], num_ranks: int, rank: int) -> list[range]:
     """Which elements of each parameter does `rank` own?
 

@@ -24,6 +24,7 @@ IGNORED = -100  # the target of a token that does not count
 
 
 # Exercise 7.1 | f and g | 15 min | difficulty 1 | replaces minitron.comm.differentiable
+# Train with your AllReduce on 2 ranks: --parallel.tp 2
 class Replicate(torch.autograd.Function):
     """Megatron's f: x goes in as it is; on the way back, its gradient is summed over the ranks.
 
@@ -59,9 +60,10 @@ class Replicate(torch.autograd.Function):
 class AllReduce(torch.autograd.Function):
     """Megatron's g: y is the sum of the ranks' x; on the way back, the gradient goes on as it is.
 
-        y = AllReduce.apply(x, group)
+        y = AllReduce.apply(x_partial, group)
 
-    x differs from rank to rank: it is this rank's part of a sum, say from its rows of a weight.
+    x_partial differs from rank to rank: it is this rank's part of a sum, say from its rows of a
+    weight.
     From y on all ranks compute the same, and so the gradient of y is the same on all. On the wire:
     one all-reduce forward, nothing backward. Leave the values of x as they are.
 
@@ -70,10 +72,10 @@ class AllReduce(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx, x_partial: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Return y."""
         ### BEGIN SOLUTION
-        summed = x.clone()
+        summed = x_partial.clone()
         dist.all_reduce(summed, group=group)
         return summed
         ### END SOLUTION
@@ -130,6 +132,7 @@ class RowParallelLinear(nn.Module):
 
 
 # Exercise 7.3 | Cut vocabulary | 25 min | difficulty 3 | replaces minitron.parallel.tensor_parallel
+# Train with yours on 2 ranks: --parallel.tp 2
 def vocabulary_parallel_cross_entropy(
     logits_shard: Tensor, targets: Tensor, group: dist.ProcessGroup
 ) -> Tensor:

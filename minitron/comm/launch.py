@@ -27,7 +27,8 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import FunctionType, ModuleType
 
@@ -45,7 +46,10 @@ from minitron.config import ConfigError, require
 
 START_METHOD = "spawn" if sys.platform == "win32" else "forkserver"
 
-__all__ = ["Failure", "RankError", "run", "run_apart", "torchrun_group"]
+__all__ = ["SURROUNDINGS", "Failure", "RankError", "run", "run_apart", "torchrun_group"]
+
+SURROUNDINGS: list[Callable[[], AbstractContextManager]] = []
+"""What each rank that `run` starts enters before it calls its function, as the caller has."""
 
 
 def run(
@@ -64,7 +68,16 @@ def run(
             "run() was called within a rank: call it outside, and pass what it returns")
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return _run_under_torchrun(fn, num_ranks, args)
+    if SURROUNDINGS:
+        fn = partial(_surrounded, list(SURROUNDINGS), fn)
     return [cloudpickle.loads(value) for value in _values(fn, num_ranks, args, timeout, watch)]
+
+
+def _surrounded(surroundings: list, fn: Callable, group, *args):
+    with ExitStack() as stack:
+        for surrounding in surroundings:
+            stack.enter_context(surrounding())
+        return fn(group, *args)
 
 
 def run_apart(fn: Callable, num_ranks: int, *args, cpu_seconds: float) -> list[bytes]:

@@ -37,8 +37,6 @@ LONGEST_SECONDS = 900.0
 """By the wall clock, for the whole of a grading; the limits that matter are of CPU time."""
 LONGEST_VERDICT = 100_000
 PRINTED_CHARACTERS = 600
-NEEDS_RANKS = ("minitron.comm", "minitron.parallel")
-"""What a run of one process never calls."""
 WORDS = {"passed": "passed", "failed": "not yet", "unsolved": "to do"}
 COLOURS = {"passed": "#009E73", "failed": "#D55E00", "unsolved": "#999999"}
 
@@ -77,11 +75,12 @@ class Result:
 
 def _how_to_use(exercise: Exercise) -> str:
     """How the package comes to run what passed, if it replaces anything."""
-    if exercise.replaces is None:
-        return ""
-    if exercise.replaces.startswith(NEEDS_RANKS):
-        return f'with use("{exercise.id}"): in a function for run(), the package runs yours; '
-    return f"minitron train configs/stories.toml --use {exercise.id} trains with yours; "
+    if exercise.command:
+        mine = "yours" if exercise.trained == exercise.names else f"your {exercise.trained[0]}"
+        return f"{exercise.command} trains with {mine}; "
+    if exercise.replaces:
+        return f'with use("{exercise.id}"): what minitron has built on it calls yours; '
+    return ""
 
 
 def _row(name: str, text: str) -> str:

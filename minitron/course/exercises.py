@@ -2,12 +2,14 @@
 
 `solutions/chNN_topic.py` is the only source. One header line starts an exercise,
 
-    # Exercise 1.1 | Gradient accumulation | 20 min | difficulty 2 | replaces minitron.step
+    # Exercise 3.1 | Recompute a function | 30 min | difficulty 3 | replaces minitron.model
+    # Train with yours: --train.recompute full
 
 and the functions or classes up to the next header belong to it. Everything else has its place
 by name: the learner's file `exercises/chNN_topic.py`, the hints `solutions/chNN_topic.hints.toml`,
 the grader `grade_1_1` in `minitron/course/graders/chNN_topic.py`. What the last field names is the
-module whose functions of the same names `use` replaces.
+module whose functions of the same names `use` replaces. The second line is there if training calls
+them: with these options, and where it says so, on several ranks.
 
 Read in this order: Exercise, known, make_stub, load, use.
 """
@@ -20,10 +22,12 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
 
+from minitron.comm import launch
 from minitron.config import ConfigError, require
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,6 +44,12 @@ class Text(str):
     __repr__ = str.__str__
 
 
+TRAINING = re.compile(
+    r"# Train with (?:yours|your (?P<name>\w+))(?: on (?P<ranks>\d) ranks)?"
+    r"(?:: (?P<options>--.+))?$"
+)
+
+
 @dataclass(frozen=True)
 class Exercise:
     id: str
@@ -53,6 +63,12 @@ class Exercise:
     """The file's name without its ending, ch01_single_gpu."""
     names: tuple[str, ...]
     """The functions or classes to write."""
+    trained: tuple[str, ...] = ()
+    """Those that training calls."""
+    num_ranks: int = 1
+    """On how many ranks it does."""
+    options: tuple[str, ...] = ()
+    """With which options of the command line it does."""
 
     @property
     def file(self) -> str:
@@ -61,6 +77,15 @@ class Exercise:
     @property
     def solution_file(self) -> str:
         return f"solutions/{self.chapter}.py"
+
+    @property
+    def command(self) -> str | None:
+        """The command that trains with the learner's functions, if training calls them."""
+        if not self.trained:
+            return None
+        start = "minitron" if self.num_ranks == 1 else \
+            f"torchrun --nproc-per-node {self.num_ranks} -m minitron.cli"
+        return " ".join([start, "train configs/stories.toml", *self.options, "--use", self.id])
 
     def __str__(self) -> str:
         return f"{self.id}, {self.title}"
@@ -132,6 +157,11 @@ def read_exercises(text: str, chapter: str) -> list[Exercise]:
             raise ValueError(f"{chapter}.py:{start}: malformed header, or nothing defined under it")
         fields = header.groupdict()
         fields |= {key: int(fields[key]) for key in ("minutes", "difficulty")}
+        training = TRAINING.match(lines[start])
+        if training:
+            fields["trained"] = (training["name"],) if training["name"] else names
+            fields["num_ranks"] = int(training["ranks"] or 1)
+            fields["options"] = tuple((training["options"] or "").split())
         exercises.append(Exercise(**fields, chapter=chapter, names=names))
     return exercises
 
@@ -233,10 +263,13 @@ def use(*ids: str, root: Path = ROOT) -> Iterator[None]:
         with use("1.1", "1.2"):
             train(config, run_dir)
 
-    A function need not pass its check. Raises ConfigError if one is not written, if its file
-    cannot be executed, or if the package has nothing that it could replace.
+    Ranks that `run` starts meanwhile do so too. A function need not pass its check. Raises
+    ConfigError if one is not written, if its file cannot be executed, or if the package has nothing
+    that it could replace.
     """
     swapped = []
+    on_ranks = partial(use, *ids, root=root)
+    launch.SURROUNDINGS.append(on_ranks)
     try:
         for exercise in [find(i, root) for i in ids]:
             require(exercise.replaces is not None, f"exercise {exercise} replaces nothing in "
@@ -249,6 +282,7 @@ def use(*ids: str, root: Path = ROOT) -> Iterator[None]:
                 swapped.append((original, mine))
         yield
     finally:
+        launch.SURROUNDINGS.remove(on_ranks)
         for original, mine in reversed(swapped):
             _swap(mine, original)
 
@@ -264,9 +298,10 @@ def _load_or_explain(exercise: Exercise, root: Path) -> dict[str, Callable]:
 
 
 def _swap(old: Callable, new: Callable) -> None:
-    # `from minitron.cost import f` has copied the name: replace it in every module that holds it
+    # `from minitron.cost import f` has copied the name: replace it in every module that holds it,
+    # but for the learner's own, where it may be the package's that theirs calls.
     for module_name, module in list(sys.modules.items()):
-        if module_name.split(".")[0] == "minitron":
+        if isinstance(module, types.ModuleType) and not module_name.startswith("exercises."):
             for name, value in list(vars(module).items()):
                 if value is old:
                     setattr(module, name, new)

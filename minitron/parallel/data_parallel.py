@@ -135,8 +135,10 @@ class DataParallel:
 class HookedDataParallel(DataParallel):
     """Send each gradient when it is ready, while the backward pass computes the others."""
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup, **options):
-        super().__init__(model, group, **options)
+    def __init__(
+        self, model: nn.Module, group: dist.ProcessGroup, find_unused_parameters: bool = False
+    ):
+        super().__init__(model, group, find_unused_parameters)
         self.ready: dict[nn.Parameter, None] = {}  # in the order in which they came
         self.works: list[dist.Work] = []  # of the buckets that have been sent
         self.make_buckets(list(self.names))
@@ -200,10 +202,13 @@ class BucketedDataParallel(HookedDataParallel):
     in the order of rank 0.
     """
 
-    def __init__(self, model: nn.Module, group, bucket_bytes: int = BUCKET_BYTES, **options):
+    def __init__(
+        self, model: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = BUCKET_BYTES,
+        find_unused_parameters: bool = False,
+    ):
         self.bucket_bytes = bucket_bytes
         self.rebuilt = False
-        super().__init__(model, group, **options)
+        super().__init__(model, group, find_unused_parameters)
 
     def make_buckets(self, parameters: list[nn.Parameter]) -> None:
         """Lay out the buckets, one dtype and device each, in the order in which they fill up."""

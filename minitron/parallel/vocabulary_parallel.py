@@ -14,6 +14,8 @@ from torch.distributed import ProcessGroup
 
 from minitron.comm.collectives import all_reduce, all_reduce_max
 
+IGNORED = -100  # the target of a token that does not count
+
 
 class VocabularyParallelEmbedding(nn.Embedding):
     """Holds V/N rows, and looks up the tokens that are among them; `exchange` sums the rest.
@@ -29,30 +31,28 @@ class VocabularyParallelEmbedding(nn.Embedding):
 
 
 def vocabulary_parallel_cross_entropy(
-    logits: Tensor, targets: Tensor, group: ProcessGroup, ignore_index: int = -100
+    logits_shard: Tensor, targets: Tensor, group: ProcessGroup
 ) -> Tensor:
     """Cross-entropy of logits (B, S, V/N) and targets (B, S), summed over the targets, nats.
 
     The same 0-d sum on every rank. No rank sees the logits of another: three numbers a token cross
-    the wire. Targets of `ignore_index` do not count. Computed in float32 or better.
+    the wire. A target of -100 does not count. Computed in float32 or better.
     """
-    return CrossEntropy.apply(logits, targets, group, ignore_index)
+    return CrossEntropy.apply(logits_shard, targets, group)
 
 
 class CrossEntropy(torch.autograd.Function):
     """-log softmax of the target: log of the sum of all exponentials, less the target's logit."""
 
     @staticmethod
-    def forward(
-        ctx, logits: Tensor, targets: Tensor, group: ProcessGroup, ignore_index: int
-    ) -> Tensor:
-        precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    def forward(ctx, logits_shard: Tensor, targets: Tensor, group: ProcessGroup) -> Tensor:
+        precise = logits_shard.to(torch.promote_types(logits_shard.dtype, torch.float32))
         largest = precise.amax(-1)  # (B, S)
         all_reduce_max(largest, group)
         shifted = precise - largest[..., None]  # so that no exponential overflows
 
-        is_counted = targets != ignore_index
-        rows, is_mine = local_rows(targets, logits.shape[-1], group.rank())
+        is_counted = targets != IGNORED
+        rows, is_mine = local_rows(targets, logits_shard.shape[-1], group.rank())
         is_mine &= is_counted
         target = shifted.gather(-1, rows[..., None]).squeeze(-1).where(is_mine, 0)
         softmax = shifted.exp_()
@@ -62,7 +62,7 @@ class CrossEntropy(torch.autograd.Function):
         total, target = sums
         softmax /= total[..., None]
         ctx.save_for_backward(softmax, rows, is_mine, is_counted)
-        ctx.dtype = logits.dtype
+        ctx.dtype = logits_shard.dtype
         return (total.log() - target).where(is_counted, 0).sum()
 
     @staticmethod
@@ -71,7 +71,7 @@ class CrossEntropy(torch.autograd.Function):
         softmax, rows, is_mine, is_counted = ctx.saved_tensors
         grad_logits = softmax * (grad * is_counted)[..., None]
         grad_logits.scatter_add_(-1, rows[..., None], -(grad * is_mine)[..., None])
-        return grad_logits.to(ctx.dtype), None, None, None
+        return grad_logits.to(ctx.dtype), None, None
 
 
 def local_rows(tokens: Tensor, num_rows: int, rank: int) -> tuple[Tensor, Tensor]:

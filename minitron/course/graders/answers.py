@@ -13,6 +13,16 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "2.1": ("minitron.cost:model_state_bytes", "minitron.cost:model_state_table"),
     "2.2": ("minitron.cost:activation_bytes_per_layer", "minitron.cost:activation_bytes",
             "minitron.cost:attention_bytes"),
+    "3.2": ("minitron.model.recompute:segments_for_budget",),
+    "4.1": ("minitron.parallel.data_parallel:DataParallel",),
+    "4.3": ("minitron.parallel.data_parallel:DataParallel",
+            "minitron.parallel.data_parallel:BucketedDataParallel"),
+    "4.4": ("minitron.parallel.data_parallel:DataParallel",),
+    "5.1": ("minitron.comm.collectives:pass_on",),
+    "5.2": ("minitron.comm.collectives:pass_on",),
+    "6.2": ("minitron.parallel.zero:Zero1", "minitron.parallel.zero:Zero2"),
+    "6.3": ("minitron.parallel.zero:Zero1", "minitron.parallel.zero:Zero2"),
+    "6.4": ("minitron.parallel.fsdp:FullyShardedDataParallel", "minitron.parallel.units:Unit"),
 }
 """By exercise: "module:function" or "module:Class"."""
 

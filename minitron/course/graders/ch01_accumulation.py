@@ -3,10 +3,12 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from minitron.course.graders import apart, asked, expect
 
@@ -14,6 +16,13 @@ IGNORED = -100
 EMPTY_MEAN = "a micro-batch without a counted token has the mean 0 / 0 = nan: sum the losses, " \
              "and divide by the count of all micro-batches"
 SEQUENCE, VOCABULARY, WIDTH = 5, 7, 3
+
+
+class Box:
+    """Holds what autograd has saved, as long as its graph does."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
 
 
 class TinyModel(nn.Module):
@@ -30,8 +39,23 @@ class TinyModel(nn.Module):
         self.mix = nn.Parameter(random(WIDTH, WIDTH))
         self.shift = nn.Parameter(random(WIDTH), requires_grad=False)
         self.passes: list[str] = []
+        self.saved: WeakSet[Box] = WeakSet()
+        self.num_alive = 0
+        """Most tensors saved for a backward pass that were there when a forward pass began."""
+        self.num_evaluating = 0
 
     def forward(self, tokens: Tensor) -> Tensor:
+        self.num_alive = max(self.num_alive, len(self.saved))
+        self.num_evaluating += not self.training
+        with saved_tensors_hooks(self.save, lambda box: box.tensor):
+            return self.compute(tokens)
+
+    def save(self, tensor: Tensor) -> "Box":
+        box = Box(tensor)
+        self.saved.add(box)
+        return box
+
+    def compute(self, tokens: Tensor) -> Tensor:
         hidden = torch.tanh(self.embedding[tokens] @ self.mix + self.shift)
         logits = hidden @ self.embedding.T
         self.passes.append(f"forward of {len(tokens)}")
@@ -57,6 +81,12 @@ def grade_1_1(accumulate_gradients: Callable) -> None:
     accumulate(unequal, [2, 1, 3], [1, 3, 0])
     accumulate(f"{unequal}, added to a .grad that holds 0.5 everywhere", [2, 1, 3], [1, 3, 0], 0.5)
     accumulate("three micro-batches; every target of the second is ignored", [2, 1, 2], [0, 5, 3])
+    accumulate("one micro-batch, whose every target is ignored: the loss is 0", [1], [5])
+    for divisor in (12.5, torch.tensor(104.0)):
+        with asked(f"divisor={divisor} given, where 9, 2 and 15 targets count"):
+            _expect_divided(accumulate_gradients, divisor)
+    with asked("sum_loss given: a loss of its own, which is not the cross-entropy"):
+        _expect_own_loss(apart(try_own_loss, accumulate_gradients))
 
 
 @dataclass(frozen=True)
@@ -70,20 +100,23 @@ class Seen:
     frozen: bool
     """Whether the shift is still frozen, and has no gradient."""
     handed_over: list[tuple[Tensor, Tensor]]
+    num_alive: int
+    num_evaluating: int
 
 
 def trial(
-    accumulate_gradients: Callable, rows: list[int], num_ignored: list[int], held: float
+    accumulate_gradients: Callable, rows: list[int], num_ignored: list[int], held: float, *divisor
 ) -> Seen:
     """Call the learner's function on a model of ours."""
     model, micro_batches = TinyModel(), _make_micro_batches(rows, num_ignored)
     for parameter in model.trainable().values():
         parameter.grad = torch.full_like(parameter, held) if held else None
-    loss = accumulate_gradients(model, micro_batches)
+    loss = accumulate_gradients(model, micro_batches, *divisor)
     return Seen(
         loss, model.passes, {name: p.grad for name, p in model.trainable().items()},
         {name: p.detach() for name, p in model.named_parameters()},
-        model.shift.grad is None and not model.shift.requires_grad, micro_batches)
+        model.shift.grad is None and not model.shift.requires_grad, micro_batches,
+        model.num_alive, model.num_evaluating + (not model.training))
 
 
 def _compare_with_one_batch(
@@ -92,6 +125,12 @@ def _compare_with_one_batch(
     seen = apart(trial, accumulate_gradients, rows, num_ignored, held)
     if 5 not in num_ignored:  # a micro-batch without targets may be skipped
         _expect_one_pass_at_a_time(seen.passes, rows)
+    expect(seen.num_alive == 0,
+           seen=f"{seen.num_alive} tensors of an earlier micro-batch's graph are alive when a "
+                "forward pass begins",
+           likely="backward() frees what its graph has saved: call it once, without retain_graph")
+    expect(seen.num_evaluating == 0, seen="the model was put into eval mode",
+           likely="dropout belongs to training: leave the mode to the caller")
     loss = seen.loss
     expect(_is_number(loss), seen=f"it returned {loss!r}, of type {type(loss).__name__}",
            likely="the loss is a float, or a 0-d tensor whose graph does not keep memory alive: "
@@ -99,6 +138,53 @@ def _compare_with_one_batch(
     micro_batches = _make_micro_batches(rows, num_ignored)
     _expect_sum(seen.grads, float(loss), micro_batches, held)
     _expect_untouched(seen, micro_batches)
+
+
+def _expect_divided(accumulate_gradients: Callable, divisor: float | Tensor) -> None:
+    """Compare with the gradient and loss of the mean, times what the divisor makes of it."""
+    rows, num_ignored, times = [2, 1, 3], [1, 3, 0], 26 / float(divisor)
+    mine = apart(trial, accumulate_gradients, rows, num_ignored, 0.0, divisor)
+    plain = apart(trial, accumulate_gradients, rows, num_ignored, 0.0)
+    for name, right in plain.grads.items():
+        seen = mine.grads[name]
+        expect(seen is not None, seen=f"{name}.grad is None", likely="no backward pass reached it")
+        expect(torch.allclose(seen, times * right, rtol=1e-9, atol=1e-12),
+               seen=f"{name}.grad is {_ratio(seen, right):.4g} times that without a divisor; right "
+                    f"is 26 / {float(divisor):g} = {times:.4g} times",
+               likely="divide the sum of the losses by `divisor` if it is not None, in place of "
+                      "the number of counted targets")
+    expect(_is_number(mine.loss)
+           and math.isclose(mine.loss, times * plain.loss, rel_tol=1e-9),
+           seen=f"the gradients are right; the loss is {mine.loss}, not {times * plain.loss:.6f}",
+           likely="return what you called .backward() on, divided by the same divisor")
+
+
+def _ratio(seen: Tensor, right: Tensor) -> float:
+    return float((seen * right).sum() / (right * right).sum())
+
+
+def try_own_loss(accumulate_gradients: Callable) -> tuple[list, float | Tensor]:
+    """Pass a loss of 3 for every counted target; its calls, by shape, and what was returned."""
+    calls = []
+
+    def sum_loss(logits: Tensor, targets: Tensor) -> Tensor:
+        calls.append((tuple(logits.shape), tuple(targets.shape)))
+        return logits.sum() - logits.detach().sum() + 3.0 * (targets != IGNORED).sum()
+
+    micro_batches = _make_micro_batches([2, 1], [1, 3])
+    return calls, accumulate_gradients(TinyModel(), micro_batches, sum_loss=sum_loss)
+
+
+def _expect_own_loss(seen: tuple[list, float | Tensor]) -> None:
+    calls, loss = seen
+    shapes = [((rows, SEQUENCE, VOCABULARY), (rows, SEQUENCE)) for rows in (2, 1)]
+    expect(calls == shapes, seen=f"it was called {len(calls)} times, with shapes {calls}",
+           likely="call sum_loss(logits, targets) once for each micro-batch, with logits (B, S, V) "
+                  "and targets (B, S) as they are: where logits are cut over ranks, only it knows "
+                  "their loss")
+    expect(_is_number(loss) and abs(float(loss) - 3.0) < 1e-12,
+           seen=f"the loss returned is {loss}, not 3",
+           likely="return the sum of what sum_loss gave, divided by the number of counted targets")
 
 
 def _is_number(loss) -> bool:
@@ -142,10 +228,13 @@ def _expect_sum(
     reference = TinyModel()
     counted = targets != IGNORED
     log_probabilities = reference(inputs).log_softmax(-1)[counted]
-    right_loss = -log_probabilities.gather(-1, targets[counted][:, None]).mean()
+    total = -log_probabilities.gather(-1, targets[counted][:, None]).sum()
+    right_loss = total / max(1, int(counted.sum()))
     right_grads = torch.autograd.grad(right_loss, list(reference.trainable().values()))
 
     for (name, grad), right in zip(grads.items(), right_grads, strict=True):
+        if grad is None and not right.any():
+            continue  # nothing counted, nothing added
         expect(grad is not None, seen=f"{name}.grad is None",
                likely="no backward pass reached it")
         added = grad - held

@@ -39,6 +39,8 @@ def grade_1_2(learning_rate: Callable) -> None:
         (3, (2.0, 0.5, 3, 4), 2.0, "the cosine is one step long, total_steps - 1 - warmup_steps "
                                    "is 0: divide by at least 1"),
         (7, (3.0, 3.0, 2, 11), 3.0, "minimum equal to peak is a constant rate"),
+        (1, (0.003, 0.0003, 7, 23), 0.006 / 7, "return the rate as it is: rounded, a small one "
+                                               "loses most of its digits"),
     ]
     for step, arguments, right, likely in points:
         _expect_rate(learning_rate, step, arguments, right, likely)
@@ -62,7 +64,7 @@ def _expect_rate(
         expect(isinstance(rate, int | float) and not isinstance(rate, bool),
                seen=f"it returned {rate!r}, of type {type(rate).__name__}",
                likely="the rate is a Python float")
-        expect(abs(rate - right) < 1e-12, seen=f"{rate:.6g}, not {right:g}", likely=likely)
+        expect(abs(rate - right) < 1e-12, seen=f"{rate:.12g}, not {right:.12g}", likely=likely)
 
 
 def _arguments(values: tuple) -> str:

@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from minitron.config import ModelConfig
 from minitron.course.graders import apart, asked, expect
+from minitron.course.graders.python_memory import python_bytes, variables
+from minitron.course.graders.ranks import source_file
 from minitron.measure.meter import Meter
 from minitron.model.transformer import Transformer, initialise
 
-NUM_STEPS, B, S, V = 5, 4, 23, 29
+NUM_STEPS, B, S, V = 5, 8, 61, 29
 CONFIG = ModelConfig(
     family="gpt", vocab_size=V, num_layers=2, width=12, num_heads=3, num_kv_heads=3,
     ffn_width=44, max_sequence_length=S,
@@ -21,6 +23,8 @@ CONFIG = ModelConfig(
 KEYS = ("loss", "average", "accuracy", "validation")
 SCALARS = 4 * 8
 """Bytes a step may leave behind: four 0-d tensors of float64."""
+OBJECTS = 400
+"""Bytes of Python objects a step may leave behind: four floats, and lists that grow ahead."""
 
 
 class Beacon(torch.autograd.Function):
@@ -45,25 +49,27 @@ class Watched(nn.Module):
         self.inner = Transformer(CONFIG)
         initialise(self.inner, seed=1)
         self.double()
-        self.num_forwards = 0
+        self.num_forwards = self.num_evaluating = 0
         self.graphs = weakref.WeakSet()
 
     def forward(self, tokens: Tensor) -> Tensor:
         self.num_forwards += 1
+        self.num_evaluating += not self.training
         return Beacon.apply(self.inner(tokens), self.graphs)
 
 
 class Watch:
     """Batches that note, whenever one is asked for, what the meter has seen so far."""
 
-    def __init__(self, model: Watched, meter: Meter):
-        self.model, self.meter = model, meter
-        self.moments, self.forwards, self.graphs = [], [], []
+    def __init__(self, model: Watched, meter: Meter, file: str):
+        self.model, self.meter, self.file = model, meter, file
+        self.moments, self.forwards, self.graphs, self.objects = [], [], [], []
 
     def note(self) -> None:
         self.moments.append(len(self.meter.timeline))
         self.forwards.append(self.model.num_forwards)
         self.graphs.append(len(self.model.graphs))
+        self.objects.append(python_bytes(*variables(self.file)))
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         for step in range(NUM_STEPS):
@@ -88,6 +94,9 @@ class Seen:
     forwards: list[int]
     graphs: list[int]
     peaks: list[int]
+    objects: list[int]
+    num_evaluating: int
+    """Forward passes in eval mode."""
 
 
 def make_batch(seed: int) -> tuple[Tensor, Tensor]:
@@ -103,6 +112,7 @@ def grade_2_4(train: Callable) -> None:
     with asked(f"train(model, optimizer, {NUM_STEPS} batches of {B} x {S}, 3 validation batches)"):
         seen = apart(_run, train)
         _expect_history(seen.history, right.history)
+        _expect_training_mode(seen)
         for name, wanted in right.weights.items():
             expect(torch.allclose(seen.weights[name], wanted, rtol=0, atol=1e-12),
                    seen=f"{name} differs after {NUM_STEPS} steps",
@@ -115,10 +125,11 @@ def _run(train: Callable) -> Seen:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     validation = [make_batch(100 + i) for i in range(3)]
     with Meter(model, optimizer) as meter:
-        watch = Watch(model, meter)
+        watch = Watch(model, meter, source_file(train))
         history = train(model, optimizer, watch.batches(), validation)
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return Seen(history, weights, watch.forwards, watch.graphs, watch.peaks)
+    return Seen(history, weights, watch.forwards, watch.graphs, watch.peaks, watch.objects,
+                model.num_evaluating)
 
 
 def leaking_loop(model, optimizer, batches, validation) -> dict[str, list[float]]:
@@ -189,6 +200,14 @@ def _explain(key: str) -> str:
     }[key]
 
 
+def _expect_training_mode(seen: Seen) -> None:
+    expect(seen.num_evaluating == 0,
+           seen=f"{seen.num_evaluating} of {seen.forwards[-1]} forward passes ran in eval mode",
+           likely="the loop above never leaves training mode: model.eval() switches dropout off, "
+                  "and without model.train() behind it for the rest of the training too. Here it "
+                  "is torch.no_grad() that saves memory")
+
+
 def _expect_memory(watch: Seen, clean: Seen) -> None:
     work = clean.forwards
     expect(watch.forwards == work,
@@ -196,6 +215,13 @@ def _expect_memory(watch: Seen, clean: Seen) -> None:
            likely="take one batch after the other, each with its step and its validation: a "
                   "list(batches) makes them all, and holds them all")
 
+    objects = watch.objects
+    expect(objects[-1] - objects[1] <= OBJECTS * (NUM_STEPS - 1),
+           seen=f"bytes of Python objects and NumPy arrays that are kept when each step begins: "
+                f"{_list(objects)}",
+           likely=f"something of each step is kept that grows with the batch of {B * S} tokens; a "
+                  "copy in NumPy, bytes or a list of floats needs memory, too: reduce it to one "
+                  "float at once")
     peaks, allowed = watch.peaks, clean.peaks[1] + 8 * SCALARS
     seen = f"bytes at the peak of each step: {_list(peaks)}; a loop that keeps nothing: " \
            f"{_list(clean.peaks)}; graphs alive when each ends: {watch.graphs[1:]}"

@@ -18,7 +18,7 @@ from minitron.measure.meter import Meter
 
 __all__ = ["grade_2_1", "grade_2_2", "grade_2_3", "grade_2_4"]
 
-f32, bf16 = torch.float32, torch.bfloat16
+f32, f64, bf16 = torch.float32, torch.float64, torch.bfloat16
 PARTS = ("parameter", "gradient", "master", "moments")
 PLANS = {
     name: dict(zip(PARTS, dtypes, strict=True)) for name, dtypes in {
@@ -28,6 +28,7 @@ PLANS = {
         "bfloat16": (bf16, bf16, None, bf16),
     }.items()
 }
+DOUBLE = {"float64": dict(zip(PARTS, (f64, f64, None, f64), strict=True))}
 
 
 class SmallModel(nn.Module):
@@ -57,7 +58,7 @@ def grade_2_1(state_bytes: Callable, plans_that_fit: Callable) -> None:
         "embedding, a frozen layer, another, tied head": lambda: SmallModel(tied=True, frozen=True),
     }
     for model_name, make in models.items():
-        for plan_name, dtypes in PLANS.items():
+        for plan_name, dtypes in (PLANS | DOUBLE).items():
             with asked(f"state_bytes({model_name}; {plan_name}), against the meter after a step"):
                 seen = state_bytes(make(), dtypes)
                 _expect_parts(seen, _measure(make(), dtypes), _faults(make(), dtypes))
@@ -149,6 +150,7 @@ def _grade_fitting(plans_that_fit: Callable) -> None:
     with torch.device("meta"):  # 5 x 10^9 parameters that need no memory here
         whole, partly = (nn.Linear(50_000, 100_000, bias=False) for _ in range(2))
         partly = nn.Sequential(partly, nn.Linear(100_000, 10_000, bias=False))
+        more = nn.Linear(50_000, 100_000)  # 100,000 biases, that is 0.0016 GB in float32
     partly[1].requires_grad_(False)
     full, master, wide, narrow = PLANS
 
@@ -162,6 +164,10 @@ def _grade_fitting(plans_that_fit: Callable) -> None:
         ("5 x 10^9 parameters", whole, 39.9, [], "40 GB are more than 39.9: then none fits"),
         ("5 x 10^9 trained parameters, 10^9 frozen ones", partly, 83.0, [narrow, master],
          "frozen ones need 4 bytes each in float32, 84 GB in all, and 2 in bfloat16, 82"),
+        ("5.0001 x 10^9 parameters", more, 80.0, [narrow],
+         "80.0016 GB are more than 80: compare bytes, not GB that were rounded or divided by //"),
+        ("5.0001 x 10^9 parameters", more, 80.5, [narrow, full, master],
+         "80.0016 GB are less than 80.5: memory_gb need not be a whole number"),
     ]
     for model_name, model, memory_gb, right, likely in cases:
         with asked(f"plans_that_fit({model_name}; plans {'; '.join(PLANS)}; {memory_gb:g} GB)"):

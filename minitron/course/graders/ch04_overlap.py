@@ -8,6 +8,7 @@ from functools import partial
 from itertools import product
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from minitron.course.graders import asked, expect
@@ -26,6 +27,7 @@ from minitron.course.graders.ch04_toy import (
     gradients,
     weights,
 )
+from minitron.course.graders.python_memory import python_bytes, reachable
 from minitron.course.graders.ranks import Wire, many_ranks, on_ranks, per_rank
 from minitron.measure.meter import Meter
 from minitron.parallel.data_parallel import assign_buckets
@@ -40,6 +42,7 @@ UNORDERED = "a bucket may be complete before the one that comes before it, and o
 SQUARE = 64
 MOST_HELD = 1.2  # times the gradients
 PATIENCE = 1.0  # seconds
+SLACK = 512  # bytes
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,10 @@ class Step:
     events: list[tuple]
     """In order: ("ready", name), ("all_reduce", bytes), ("wait", number), ("last", None) when the
     last micro-batch begins, ("finish", None)."""
+    num_works: int
+    """Works that the learner's object still holds after finish()."""
+    num_bytes: int
+    """Bytes that it holds then in tensors and arrays, beside parameters and gradients."""
 
     def payloads(self, before: str = "", after: str = "") -> list[int]:
         """Bytes of each all-reduce, before or after the event of this name."""
@@ -85,10 +92,25 @@ def train(group, Parallel: type, rows: Rows, *settings) -> list[Step]:
             wire.note("finish")
             parallel.finish()
             events = [(name, getattr(what, "payload", what)) for name, what in wire.events[first:]]
-            steps.append(Step(gradients(model), weights(model), events))
+            steps.append(Step(gradients(model), weights(model), events, *_held(parallel, model)))
             descend(model)
             done += num_micro_batches
     return steps
+
+
+def _held(parallel, model: nn.Module) -> tuple[int, int]:
+    """How many works, and how many bytes beside parameters and gradients, `parallel` holds."""
+    num_works, storages = 0, {}
+    for held in reachable(parallel):
+        num_works += isinstance(held, dist.Work)
+        if isinstance(held, Tensor):
+            storage = held.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    for parameter in model.parameters():
+        for tensor in (parameter, parameter.grad):
+            if tensor is not None:
+                storages.pop(tensor.untyped_storage().data_ptr(), None)
+    return num_works, sum(storages.values()) + python_bytes(parallel)
 
 
 @many_ranks
@@ -103,6 +125,24 @@ def grade_4_3(HookedDataParallel: type) -> None:
             with asked(f"{request}, on {size} ranks"):
                 _expect_step([steps[number] for steps in seen], alone(size)[number],
                              partial(_expect_one_each, sizes), least_early=1)
+    with asked("the same three steps: what HookedDataParallel holds after each finish()"):
+        _expect_no_old_works(by_size)
+
+
+def _expect_no_old_works(by_size: dict[int, list[list[Step]]]) -> None:
+    for size, seen in by_size.items():
+        held = [[step.num_works for step in steps] for steps in seen]
+        expect(all(mine[-1] <= mine[0] for mine in held),
+               seen=f"{size} ranks, " + per_rank(
+                   [f"{', '.join(map(str, mine))} works are held after finish() of step 1, 2, 3"
+                    for mine in held]),
+               likely="the works of earlier steps are never forgotten: each holds its tensor, and "
+                      "finish() waits for all of them again. Clear the list in finish()")
+        grown = [steps[-1].num_bytes - steps[0].num_bytes for steps in seen]
+        expect(max(grown) <= SLACK, seen=f"{size} ranks, " + per_rank(
+                   [f"{n:,} bytes more are held after step 3 than after step 1" for n in grown]),
+               likely="something of every step is kept, tensors or arrays: after finish() .grad is "
+                      "all there is")
 
 
 def _requests(call: str) -> list[str]:
@@ -176,6 +216,8 @@ def grade_4_4(BucketedDataParallel: type) -> None:
         for size, seen in by_size.items():
             with asked(f"{request}, on {size} ranks"):
                 _expect_bucketed_step(seen, number, Rows(), bucket_bytes)
+    with asked(f"the same three steps of {call}: what is held after each finish()"):
+        _expect_no_old_works(by_size)
 
     uneven = Rows(uneven=True)
     for bucket_bytes, call in reversed(calls.items()):  # what loses gradients before what is slow
@@ -259,7 +301,7 @@ def hold(group, Parallel: type) -> tuple[int, int]:
         give_up = time.monotonic() + PATIENCE
         while True:
             now = meter.now()
-            held = now["gradient"] + now["temporary"]
+            held = now["gradient"] + now["temporary"] + python_bytes(parallel)
             if held < MOST_HELD * needed or time.monotonic() > give_up:
                 return needed, held
             time.sleep(0.01)  # the network's own thread may hold a tensor a little longer

@@ -18,6 +18,9 @@ RATE = 0.5
 STEPS = (1, 1, 3)
 """Micro-batches of each step; those before the last of a step run under no_sync()."""
 
+ROUNDED = 0.02
+"""A relative error below which a gradient is the right one, rounded: bfloat16 has 8 bits."""
+
 Grads = dict[str, Tensor | None]
 
 
@@ -172,12 +175,19 @@ def _name(grad: Tensor, own: Tensor | None, mean: Tensor, size: int) -> str:
     for name, tensor in names.items():
         if relative_error(grad - tensor + mean, mean) < 1e-12:
             return name
+    if relative_error(grad, mean) < ROUNDED:
+        return "nearly the mean"
     times = factor(grad, mean)
     return "not a multiple of the mean" if times is None else f"{times:.4g} times the mean"
 
 
 def _why(grads: list[Tensor], own: list[Tensor | None], mean: Tensor) -> str:
     size = len(grads)
+    error = max(relative_error(grad, mean) for grad in grads)
+    if error < ROUNDED:
+        return f"right but for rounding, with an error of {error:.0e} of the largest entry: are " \
+               "gradients sent or divided in another dtype? float32 has 7 digits, float16 and " \
+               "bfloat16 have 3 or 2; these are float64"
     names = {_name(*pair, mean, size) for pair in zip(grads, own, strict=True)}
     if names == {"the sum"}:
         return "all_reduce adds up: divide by group.size(), and before the sum is under way or " \
@@ -188,8 +198,9 @@ def _why(grads: list[Tensor], own: list[Tensor | None], mean: Tensor) -> str:
     factors = [factor(grad, mean) for grad in grads]
     if None not in factors and max(factors) - min(factors) < 1e-9:
         return _why_factor(factors[0], size)
-    return "a gradient is complete after the last micro-batch, and must not change between " \
-           "all_reduce and wait()"
+    return "is something else added up than the gradients of the last micro-batch's backward " \
+           "pass, or is .grad changed between all_reduce and wait()? It is complete after the " \
+           "last micro-batch, and under way until wait()"
 
 
 def _why_factor(times: float, size: int) -> str:

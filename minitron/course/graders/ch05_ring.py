@@ -29,6 +29,8 @@ class Seen:
     in_place: bool
     """Whether `result` is a part of the memory of flat."""
     calls: list[Call]
+    num_open: int
+    """Messages that were started and never waited for."""
 
 
 def lengths(size: int) -> list[int]:
@@ -45,7 +47,8 @@ def run_trial(group, answer: Callable, start: Callable[[int, int, int], Tensor])
         with Wire(allowed={"send", "recv"}) as wire:
             result = answer(flat, group)
         in_place = isinstance(result, Tensor) and _address(result) == _address(flat)
-        seen.append(Seen(flat, result, in_place, wire.calls))
+        waited = {number for event, number in wire.events if event == "wait"}
+        seen.append(Seen(flat, result, in_place, wire.calls, len(wire.calls) - len(waited)))
     return seen
 
 
@@ -77,6 +80,7 @@ def grade_5_1(reduce_scatter_ring: Callable) -> None:
                 seen = [mine[index] for mine in by_rank]
                 _expect_messages(seen, length, own_stays=True)
                 _expect_sums(seen, length)
+                _expect_all_done(seen)
 
 
 def _expect_sums(seen: list[Seen], length: int) -> None:
@@ -135,6 +139,7 @@ def grade_5_2(all_gather_ring: Callable) -> None:
                 seen = [mine[index] for mine in by_rank]
                 _expect_messages(seen, length, own_stays=False)
                 _expect_all_chunks(seen, length)
+                _expect_all_done(seen)
 
 
 def _expect_all_chunks(seen: list[Seen], length: int) -> None:
@@ -173,6 +178,14 @@ def _expect_messages(seen: list[Seen], length: int, own_stays: bool) -> None:
                seen=f"rank {rank} sent messages of {_list(payloads)} bytes; the chunks have "
                     f"{_list(chunks)}",
                likely=_why_other_bytes(payloads, chunks))
+
+
+def _expect_all_done(seen: list[Seen]) -> None:
+    left_open = [mine.num_open for mine in seen]
+    expect(not any(left_open),
+           seen=per_rank([f"{n} messages were started, and never waited for" for n in left_open]),
+           likely="isend and irecv return at once: keep the work and call wait(), or the chunk may "
+                  "be changed while it is still being sent")
 
 
 def _expect_neighbours(calls: list[list[Call]], size: int) -> None:

@@ -18,6 +18,7 @@ from minitron.course.graders.ch06_toy import (
     cut,
     is_close,
 )
+from minitron.course.graders.python_memory import python_bytes
 from minitron.course.graders.ranks import many_ranks, on_ranks, per_rank
 from minitron.parallel.data_parallel import assign_buckets
 
@@ -26,6 +27,7 @@ LARGE_BUCKET_BYTES = 1100  # here two gradients that come in either order share 
 MICRO_BATCHES = 3  # the shards are emptied after the second
 LATE_BUCKETS = 2  # the embedding's, complete at the very last, and that of `spare`, never
 SQUARE, NUM_SQUARES, MANY = 64, 16, 4
+AFTERWARDS = 0.2  # buckets: a part of one that has arrived is 1/4
 UNDER_WAY = 5.5  # buckets: two whose gradients are there, what is flat, what is under way
 
 
@@ -206,8 +208,11 @@ def _why_other_shard(
            "over micro-batches, and taken only when it is complete and has been waited for"
 
 
-def hold(group, ShardedGradients: type) -> tuple[int, int]:
-    """The most bytes held in a backward pass beside the parameters, and bytes of one weight."""
+def hold(group, ShardedGradients: type) -> tuple[int, int, int]:
+    """Bytes held beside the parameters, at the peak of a backward pass and after finish().
+
+    And those of one weight.
+    """
     size = SQUARE * SQUARE * ELEMENT
     with Held() as held:
         model = nn.Sequential(*(nn.Linear(SQUARE, SQUARE, bias=False) for _ in range(NUM_SQUARES)))
@@ -217,15 +222,25 @@ def hold(group, ShardedGradients: type) -> tuple[int, int]:
         held.peak = 0
         loss.backward()
         sharded.finish()
-    return held.peak - NUM_SQUARES * size, size
+        gc.collect()
+        peak, parameters = held.peak, NUM_SQUARES * size
+        after = held.settled(parameters + parameters // group.size()) + python_bytes(sharded)
+    return peak - parameters, after - parameters, size
 
 
-def _expect_freed(seen: list[tuple[int, int]]) -> None:
+def _expect_freed(seen: list[tuple[int, int, int]]) -> None:
     shards = NUM_SQUARES / MANY
-    few = [peak < (shards + UNDER_WAY) * size for peak, size in seen]
+    few = [after < (shards + AFTERWARDS) * size for _, after, size in seen]
+    expect(all(few),
+           seen=per_rank([f"{after:,} bytes beside the parameters after finish(), where the shards "
+                          f"have {int(shards * size):,}, a bucket {size:,}"
+                          for _, after, size in seen]),
+           likely="of a bucket that was handed over nothing is held but the shard: is its flat "
+                  "gradient, or what has arrived, in an attribute, in a work or in an array?")
+    few = [peak < (shards + UNDER_WAY) * size for peak, _, size in seen]
     expect(all(few),
            seen=per_rank([f"at the peak {peak:,} bytes beside the parameters, where all gradients "
                           f"have {NUM_SQUARES * size:,}, the shards {int(shards * size):,}, a "
-                          f"bucket {size:,}" for peak, size in seen]),
+                          f"bucket {size:,}" for peak, _, size in seen]),
            likely="buckets that were handed over are still held: forget .grad, the flat tensor "
                   "and the work, and wait for one reduce-scatter before the next starts")

@@ -21,6 +21,7 @@ from minitron.course.graders.ch06_toy import (
     is_close,
     shard_length,
 )
+from minitron.course.graders.python_memory import python_bytes
 from minitron.course.graders.ranks import many_ranks, on_ranks, per_rank
 from minitron.measure.ledger import Call
 
@@ -29,6 +30,8 @@ OPTIMIZERS = {
     "SGD with momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
 }
 STEPS, ROWS = 3, Rows(uneven=True)
+EMPTY = STEPS
+"""The number of a last step in which no rank has run backward()."""
 SQUARE, NUM_SQUARES, MANY = 64, 4, 4
 STATE = 4.4  # shards: itself, its gradient, two states; and some
 
@@ -48,8 +51,11 @@ class Update:
 
 @many_ranks
 def grade_6_2(ShardedOptimizer: type) -> None:
-    """Train three steps, on a model no number of ranks divides and one with two elements."""
-    with asked("three steps of ShardedOptimizer(model, group, make_optimizer) for models with "
+    """Train three steps, on a model no number of ranks divides and one with two elements.
+
+    Then a fourth, in which no rank has a gradient.
+    """
+    with asked("four steps of ShardedOptimizer(model, group, make_optimizer) for models with "
                f"{num_elements(Odd())} and with {num_elements(Tiny())} elements, on 1, 2, 3 and 4 "
                "ranks"):
         by_size = on_ranks(train_all, ShardedOptimizer, cases())
@@ -68,7 +74,8 @@ def cases() -> list[tuple[type, str, float]]:
     """Model, optimizer, max_norm: one that is exceeded, one that is not, one that is."""
     norms = {Model: total_norm(alone(Model, 1, "AdamW", math.inf)[0][0]) for Model in (Odd, Tiny)}
     return [(Odd, "SGD with momentum", norms[Odd] / 4), (Odd, "AdamW", 9 * norms[Odd]),
-            (Tiny, "SGD with momentum", norms[Tiny] / 4)]
+            (Tiny, "SGD with momentum", norms[Tiny] / 4),
+            (Tiny, "SGD with momentum", 9 * norms[Tiny])]
 
 
 def num_elements(model: nn.Module) -> int:
@@ -87,8 +94,9 @@ def train(group, ShardedOptimizer: type, Model: type, name: str, max_norm: float
         return made[-1]
 
     sharded = ShardedOptimizer(model, group, make_optimizer)
-    for number in range(STEPS):
-        ROWS.loss(model, group.rank(), number).backward()
+    for number in range(STEPS + 1):
+        if number != EMPTY:
+            ROWS.loss(model, group.rank(), number).backward()
         with ShardWire(allowed={"reduce_scatter", "all_gather", "all_reduce"}) as wire:
             norm = sharded.step(max_norm)
         left = [name for name, p in model.named_parameters() if p.grad is not None]
@@ -99,22 +107,37 @@ def train(group, ShardedOptimizer: type, Model: type, name: str, max_norm: float
 
 
 @cache
-def alone(Model: type, size: int, name: str, max_norm: float) -> list[tuple[list, dict]]:
-    """One process: by step, the mean gradients before clipping, and the weights after."""
+def alone(
+    Model: type, size: int, name: str, max_norm: float, mistake: str = ""
+) -> list[tuple[list, dict]]:
+    """One process: by step, the mean gradients before clipping, and the weights after.
+
+    Mistakes: "by shard", where each of `size` shards is clipped by a norm of its own; "always",
+    where a small gradient is enlarged; "by value", where each element is clipped.
+    """
     model, done = Model(), []
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = OPTIMIZERS[name](trained)
-    for number in range(STEPS):
+    for number in range(STEPS + 1):
         optimizer.zero_grad()
-        losses = [ROWS.loss(model, rank, number) for rank in range(size)]
-        (sum(losses) / size).backward()
+        if number != EMPTY:
+            losses = [ROWS.loss(model, rank, number) for rank in range(size)]
+            (sum(losses) / size).backward()
         for parameter in trained:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         mean = [parameter.grad.clone() for parameter in trained]
-        scale = min(1.0, max_norm / total_norm(mean))
-        for parameter in trained:
-            parameter.grad *= scale
+        shards = [torch.cat([grad.flatten() for grad in mean])]
+        if mistake == "by shard":
+            shards = cut(mean, size)
+        most = math.inf if mistake == "always" else 1.0
+        scaled = torch.cat([shard * min(most, max_norm / (total_norm([shard]) or 1e-300))
+                            for shard in shards])
+        if mistake == "by value":
+            scaled = shards[0].clamp(-max_norm, max_norm)
+        sizes = [parameter.numel() for parameter in trained]
+        for parameter, grad in zip(trained, scaled[:sum(sizes)].split(sizes), strict=True):
+            parameter.grad = grad.view_as(parameter).clone()
         optimizer.step()
         done.append((mean, weights(model)))
     return done
@@ -132,12 +155,33 @@ def _expect_steps(seen: list[list[Update]], Model: type, name: str, max_norm: fl
         if size > 1:
             _expect_traffic([update.calls for update in updates], total)
         _expect_norm([update.norm for update in updates], mean, max_norm)
-        _expect_weights([update.weights for update in updates], right,
-                        alone(Model, size, name, math.inf)[number][1], number)
+        _expect_weights([update.weights for update in updates], right, _wrong_weights(
+            mean, updates, [alone(Model, size, name, math.inf)[number][1],
+                            *(alone(Model, size, name, max_norm, mistake)[number][1]
+                              for mistake in ("by shard", "always", "by value"))]), number)
         left = [update.left for update in updates]
         expect(not any(left), seen=per_rank([f"{len(names)} parameters have a .grad after step"
                                              for names in left]),
                likely="set parameter.grad to None: else the next backward pass adds to it")
+
+
+def _wrong_weights(
+    mean: list[Tensor], updates: list[Update], others: list[dict]
+) -> dict[str, dict]:
+    """What the weights would be after a mistake, by what it is."""
+    unclipped, by_shard, always, by_value = others
+    size = len(updates)
+    own = [f"{total_norm([shard]):.4g}" for shard in cut(mean, size)]
+    return {
+        "the gradient was not clipped: multiply the shard's by max_norm / norm": unclipped,
+        f"each rank clipped by the norm of its own shard ({', '.join(own)}) instead of the global "
+        f"norm ({total_norm(mean):.4g}), which it returned: use the same number for both":
+            by_shard,
+        "a gradient whose norm is below max_norm was enlarged to it: clip only if norm exceeds "
+        "max_norm": always,
+        "every element was clipped to max_norm by itself, which changes the direction: multiply "
+        "all by max_norm / norm": by_value,
+    }
 
 
 def _expect_sharded(given: list[list[int]], total: int) -> None:
@@ -195,18 +239,25 @@ def _expect_norm(norms: list, mean: list[Tensor], max_norm: float) -> None:
            + f"; right is {norm:.6g}", likely=likely)
 
 
-def _expect_weights(seen: list[dict], right: dict, unclipped: dict, number: int) -> None:
+def _expect_weights(
+    seen: list[dict], right: dict, mistakes: dict[str, dict], number: int
+) -> None:
     for name, weight in right.items():
         same = [is_close(mine[name], weight) for mine in seen]
         which = ", ".join(str(rank) for rank, ok in enumerate(same) if not ok)
         likely = "the optimizer updates the shard by the mean gradient, clipped; then every " \
                  "parameter gets its values from the gathered shards"
-        if all(is_close(mine[name], unclipped[name]) for mine in seen):
-            likely = "the gradient was not clipped: multiply the shard's by max_norm / norm"
+        for why, wrong in mistakes.items():
+            if all(is_close(mine[other], wrong[other]) for mine in seen for other in right):
+                likely = why
+        if not all(mine[name].isfinite().all() for mine in seen):
+            likely = "0 / 0 is nan: with a gradient of zeros the norm is 0. Divide only if the " \
+                     "norm exceeds max_norm, or clamp max_norm / norm to 1"
         elif not all(is_close(mine[name], seen[0][name]) for mine in seen):
             likely = "the ranks have different weights: gather the updated shards, and copy them " \
                      "into the parameters"
-        expect(all(same), seen=f"step {number}: {name} is wrong on rank {which}", likely=likely)
+        step = f"step {number}" if number != EMPTY else "the step without a gradient on any rank"
+        expect(all(same), seen=f"{step}: {name} is wrong on rank {which}", likely=likely)
 
 
 def hold(group, ShardedOptimizer: type) -> tuple[int, int]:
@@ -219,7 +270,7 @@ def hold(group, ShardedOptimizer: type) -> tuple[int, int]:
         gc.collect()
         needed = num_elements(model) * ELEMENT
         shard = needed // group.size()
-        return held.settled(needed + 4 * shard) - needed, shard
+        return held.settled(needed + 4 * shard) - needed + python_bytes(sharded), shard
 
 
 def _expect_little(seen: list[tuple[int, int]]) -> None:

@@ -21,6 +21,7 @@ from minitron.course.graders.ch06_toy import (
     shard_length,
     storage_bytes,
 )
+from minitron.course.graders.python_memory import python_bytes
 from minitron.course.graders.ranks import many_ranks, on_ranks, per_rank
 
 STEPS, MICRO_BATCHES = 2, 2
@@ -234,14 +235,15 @@ def _why_other_gradient(mine: tuple, right: list[Tensor]) -> str:
            "reduce when the gradients of all parameters of the unit are complete"
 
 
-def hold(group, ShardedUnit: type) -> tuple[int, int, int]:
-    """Bytes held after __init__ and after forward, and the most in the backward pass."""
+def hold(group, ShardedUnit: type) -> tuple[int, int, int, int]:
+    """Bytes held after __init__ and after forward, the most in the backward pass, and after it."""
     quiet()
     with Held() as held:
         blocks = [nn.Linear(SQUARE, SQUARE, bias=False).double() for _ in range(NUM_SQUARES)]
         units = [ShardedUnit(block, group) for block in blocks]
         gc.collect()
-        made = held.settled(sum(unit.shard.nbytes for unit in units))
+        shards = sum(unit.shard.nbytes for unit in units)
+        made = held.settled(shards) + python_bytes(*units)
 
         x = torch.ones(1, SQUARE, dtype=torch.float64)
         for block in blocks:
@@ -249,10 +251,14 @@ def hold(group, ShardedUnit: type) -> tuple[int, int, int]:
         forward = held.now()
         held.peak = 0
         x.sum().backward()
-    return made, forward, held.peak
+        peak = held.peak
+        del x
+        gc.collect()
+        after = held.settled(2 * shards) + python_bytes(*units)
+    return made, forward, peak, after
 
 
-def _expect_little(seen: list[tuple[int, int, int]]) -> None:
+def _expect_little(seen: list[tuple[int, int, int, int]]) -> None:
     unit = SQUARE * SQUARE * ELEMENT
     shards = NUM_SQUARES / MANY
     limits = {
@@ -263,6 +269,9 @@ def _expect_little(seen: list[tuple[int, int, int]]) -> None:
                           "again, instead of making a new one"),
         "at the peak of backward": (2 * shards + UNDER_WAY, "each unit frees its parameters and "
                                     "gradients, and flat tensors of them, before the next begins"),
+        "after backward": (2 * shards + ROUNDING / 3, "what has been reduced is in shard.grad, and "
+                           "all else is gone: is a flat gradient in an attribute, a work or an "
+                           "array?"),
     }
     for number, (when, (most, likely)) in enumerate(limits.items()):
         expect(all(mine[number] < most * unit for mine in seen),

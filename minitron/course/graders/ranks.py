@@ -226,12 +226,15 @@ class _LateArrival(TorchDispatchMode):
         tensors = args[0]
         copies = [tensor.detach().clone() for tensor in tensors]
         result = func(copies, *args[1:], **(kwargs or {}))
+        if func is SENT:
+            tensors, copies = [], []  # nothing arrives; that it is waited for is noted
         work = _LateWork(result, tensors, copies, len(self.works), self.note)
         self.works.append(work)
         return (tensors, work.boxed()) if isinstance(result, tuple | list) else work.boxed()
 
 
-ARRIVES_LATE = {torch.ops.c10d.allreduce_.default, torch.ops.c10d.recv_.default}
+SENT = torch.ops.c10d.send.default
+ARRIVES_LATE = {torch.ops.c10d.allreduce_.default, torch.ops.c10d.recv_.default, SENT}
 
 
 class _LateWork(dist.Work):

@@ -128,29 +128,74 @@ def keeps_the_graph(model, micro_batches):
     return total
 
 
-def right_sums(model, micro_batches):
-    num_counted = sum(count(targets) for _, targets in micro_batches)
+def right_sums(model, micro_batches, divisor=None, sum_loss=None):
+    if divisor is None:
+        divisor = sum(count(targets) for _, targets in micro_batches) or 1
     losses = []
     for inputs, targets in micro_batches:
-        losses.append(token_losses(model, inputs, targets) / num_counted)
+        loss = token_losses(model, inputs, targets) if sum_loss is None \
+            else sum_loss(model(inputs), targets)
+        losses.append(loss / divisor)
         losses[-1].backward()
         losses[-1] = float(losses[-1].detach())
     return math.fsum(losses)
 
 
-def right_by_gathering(model, micro_batches):
-    """Skips empty micro-batches, picks the counted tokens first, and scales the gradient."""
-    num_counted = sum(count(targets) for _, targets in micro_batches)
-    total = 0.0
+def right_by_scaling(model, micro_batches, divisor=None, sum_loss=None):
+    """Skips empty micro-batches, and scales the gradient in place of the loss."""
+    if divisor is None:
+        divisor = max(1, sum(count(targets) for _, targets in micro_batches))
+    total = torch.zeros(())
     for inputs, targets in micro_batches:
-        counted = targets != -100
-        if not counted.any():
-            continue
-        log_probabilities = model(inputs).log_softmax(-1)[counted]
-        losses = -log_probabilities.gather(-1, targets[counted][:, None]).squeeze(-1)
-        losses.backward(torch.full_like(losses, 1 / num_counted))
-        total += losses.detach().sum().item() / num_counted
+        if (targets != -100).any():
+            logits = model(inputs)
+            losses = (sum_loss or token_sum)(logits, targets)
+            losses.backward(losses.new_ones(()) / divisor)
+            total = total + losses.detach() / divisor
     return total
+
+
+def token_sum(logits, targets):
+    log_probabilities = logits.log_softmax(-1)[targets != -100]
+    return -log_probabilities.gather(-1, targets[targets != -100][:, None]).sum()
+
+
+def evaluates(model, micro_batches, divisor=None, sum_loss=None):
+    """Dropout would make the loss noisy: it belongs to training."""
+    model.eval()
+    return right_sums(model, micro_batches, divisor, sum_loss)
+
+
+def retains_graphs(model, micro_batches, divisor=None, sum_loss=None):
+    """retain_graph=True keeps PyTorch from complaining: and all that it has saved."""
+    divisor = divisor or sum(count(targets) for _, targets in micro_batches) or 1
+    losses = []
+    for inputs, targets in micro_batches:
+        losses.append(token_losses(model, inputs, targets) / divisor)
+        losses[-1].backward(retain_graph=True)
+    return sum(losses).item()
+
+
+def ignores_the_divisor(model, micro_batches, divisor=None, sum_loss=None):
+    """A step's tokens are all here: on several ranks others have more."""
+    return right_sums(model, micro_batches, None, sum_loss)
+
+
+def divides_twice(model, micro_batches, divisor=None, sum_loss=None):
+    """The divisor comes on top of the number of tokens."""
+    own = sum(count(targets) for _, targets in micro_batches) or 1
+    return right_sums(model, micro_batches, own * (divisor or 1), sum_loss)
+
+
+def own_cross_entropy(model, micro_batches, divisor=None, sum_loss=None):
+    """A loss is the cross-entropy: not where each rank has some columns of the logits."""
+    return right_sums(model, micro_batches, divisor)
+
+
+def nothing_to_divide_by(model, micro_batches, divisor=None, sum_loss=None):
+    """There is always a target that counts."""
+    divisor = divisor or sum((targets != -100).sum() for _, targets in micro_batches)
+    return right_sums(model, micro_batches, divisor, sum_loss)
 
 
 # 1.2
@@ -218,6 +263,11 @@ def needs_a_long_run(step, peak, minimum, warmup_steps, total_steps):
         return peak * (step + 1) / warmup_steps
     progress = min(1.0, (step - warmup_steps) / (total_steps - 1 - warmup_steps))
     return minimum + (peak - minimum) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def rounds(step, peak, minimum, warmup_steps, total_steps):
+    """Three digits are enough for a rate: of 0.000857 they leave one."""
+    return round(right_schedule(step, peak, minimum, warmup_steps, total_steps), 3)
 
 
 def right_schedule(step, peak, minimum, warmup_steps, total_steps):
@@ -446,6 +496,12 @@ MISTAKES = {
         one_backward_pass: "every micro-batch's activations are alive at once",
         last_loss: "the gradients are right; the loss returned is",
         keeps_the_graph: "does not keep memory alive",
+        evaluates: "put into eval mode",
+        retains_graphs: "without retain_graph",
+        ignores_the_divisor: "divide the sum of the losses by `divisor` if it is not None",
+        divides_twice: "divide the sum of the losses by `divisor` if it is not None",
+        own_cross_entropy: "only it knows their loss",
+        nothing_to_divide_by: "0 / 0 = nan",
     },
     "learning_rate": {
         starts_at_zero: "steps count from 0",
@@ -457,6 +513,7 @@ MISTAKES = {
         counts_the_warm_up: "the cosine begins at warmup_steps, with the peak",
         needs_a_warm_up: "ZeroDivisionError",
         needs_a_long_run: "ZeroDivisionError",
+        rounds: "return the rate as it is",
     },
     "num_parameters": {
         counts_tied_head: "a tied head is the embedding's own weight",
@@ -493,7 +550,7 @@ MISTAKES = {
 }
 
 RIGHT_ANSWERS = {
-    "accumulate_gradients": [right_sums, right_by_gathering],
+    "accumulate_gradients": [right_sums, right_by_scaling],
     "learning_rate": [right_schedule],
     "num_parameters": [right_parameters],
     "training_flops_per_token": [right_flops],

@@ -4,6 +4,7 @@ Each wrong answer's docstring is the misconception; `MISTAKES` pairs it with wha
 say of it. `RIGHT_ANSWERS` are written differently from ours and must pass.
 """
 
+import numpy
 import torch
 import torch.nn.functional as F
 
@@ -21,6 +22,15 @@ def right_states(model, dtypes):
             if dtype is not None and (part == "parameter" or parameter.requires_grad):
                 total[part] += copies[part] * parameter.numel() * torch.finfo(dtype).bits // 8
     return total
+
+
+def two_or_four(model, dtypes):
+    """A value has 4 bytes in float32, else 2: float64 has 8."""
+    half = {part: 2 if dtype else 0 for part, dtype in dtypes.items()}
+    size = half | {part: 4 for part, dtype in dtypes.items() if dtype == torch.float32}
+    counted = right_states(model, dtypes)
+    return {part: counted[part] // (dtypes[part].itemsize if dtypes[part] else 1) * size[part]
+            for part in dtypes}
 
 
 def counts_tied_twice(model, dtypes):
@@ -123,6 +133,18 @@ def alphabetical_ties(model, plans, memory_gb):
     """Equals are sorted by name."""
     fitting = right_fit(model, plans, memory_gb)
     return sorted(fitting, key=lambda n: (sum(right_states(model, plans[n]).values()), n))
+
+
+def whole_gigabytes(model, plans, memory_gb):
+    """Divide by 10^9 and compare: // drops what is beyond a whole GB."""
+    sizes = {name: sum(right_states(model, dtypes).values()) for name, dtypes in plans.items()}
+    everything = right_fit(model, plans, float("inf"))
+    return [name for name in everything if sizes[name] // 10**9 <= memory_gb]
+
+
+def truncated_memory(model, plans, memory_gb):
+    """GPUs have whole GB: a budget need not."""
+    return right_fit(model, plans, int(memory_gb))
 
 
 # 2.2
@@ -522,6 +544,27 @@ def validates_first(model, optimizer, batches, validation):
     return loop(train_one, lambda *_: before[-1])(model, optimizer, batches, validation)
 
 
+def stays_in_eval_mode(model, optimizer, batches, validation):
+    """Validation calls eval(): and nobody calls train() afterwards."""
+
+    def validate(model, validation):
+        model.eval()
+        return validate_to_float(model, validation)
+
+    return loop(train_to_floats, validate)(model, optimizer, batches, validation)
+
+
+def keeps_tokens_in_numpy(model, optimizer, batches, validation):
+    """An array has no graph: it has as many values as the tensor."""
+
+    def train_one(*arguments):
+        loss, correct = train_once(*arguments)
+        return loss.item(), correct.numpy().copy()
+
+    return loop(train_one, validate_to_float, lambda value: float(numpy.mean(value)))(
+        model, optimizer, batches, validation)
+
+
 MISTAKES = {
     "state_bytes": {
         counts_tied_twice: "it has two names and is one tensor",
@@ -534,6 +577,7 @@ MISTAKES = {
         as_it_is_now: "whatever the model is in now",
         counts_values: "multiply with dtype.itemsize",
         in_floats: "a dict of integers",
+        two_or_four: "bytes of parameter's own dtype",
     },
     "plans_that_fit": {
         in_gibibytes: "a GB is 10^9 bytes, not 2^30",
@@ -542,6 +586,8 @@ MISTAKES = {
         strictly_less: "16 bytes each fill 80 GB exactly",
         weights_alone: "all parts count",
         alphabetical_ties: "equals in the order of the dict",
+        whole_gigabytes: "compare bytes, not GB that were rounded",
+        truncated_memory: "memory_gb need not be a whole number",
     },
     "materialised_block_bytes": {
         paper_formula: "right for F = 4 D, 2 bytes, dropout",
@@ -585,6 +631,8 @@ MISTAKES = {
         returns_tensors: "a list of Python floats",
         detaches_too_early: "the training must be the same",
         validates_first: "after the update",
+        stays_in_eval_mode: "ran in eval mode",
+        keeps_tokens_in_numpy: "a copy in NumPy, bytes or a list of floats",
     },
 }
 

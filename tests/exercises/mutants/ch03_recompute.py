@@ -17,7 +17,8 @@ from minitron import cost
 
 def write_replay(
     function, tensors, restore=True, go_back=True, detach=True, anchored=True, num_replays=1,
-    start=lambda grad: grad, record=True, weights=True,
+    start=lambda grad: grad, record=True, weights=True, keep=None,
+    wants=lambda tensor: tensor.requires_grad,
 ):
     """The answer of the course with one of its parts left out."""
 
@@ -26,13 +27,14 @@ def write_replay(
         def forward(ctx, anchor, *tensors):
             ctx.random_state = torch.get_rng_state()
             ctx.save_for_backward(*tensors)
+            ctx.kept = [keep(t) for t in tensors] if keep else []
             return function(*tensors)
 
         @staticmethod
         def backward(ctx, grad):
             inputs = list(ctx.saved_tensors)
             if detach:
-                inputs = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
+                inputs = [t.detach().requires_grad_(wants(t)) for t in inputs]
             present = torch.get_rng_state()
             for _ in range(num_replays):
                 if restore:
@@ -108,6 +110,40 @@ def cut_off(function, *tensors):
     """no_grad keeps nothing: and connects nothing."""
     with torch.no_grad():
         return function(*tensors)
+
+
+def saves_copies(function, *tensors):
+    """The caller may change x, so a copy is safer: the memory is what it is about."""
+    return write_replay(function, tensors, keep=torch.clone)
+
+
+def saves_in_numpy(function, *tensors):
+    """An array is no tensor: it has as many bytes."""
+    return write_replay(function, tensors, keep=lambda t: t.detach().numpy().copy())
+
+
+REPLAYED = []
+
+
+def never_lets_go(function, *tensors):
+    """A list outside of ctx does as well: nobody empties it."""
+    def noted(*inputs):
+        REPLAYED.append(function(*inputs))
+        return REPLAYED[-1]
+    return write_replay(noted, tensors)
+
+
+def all_require_a_gradient(function, *tensors):
+    """Every input gets a gradient: integers have none."""
+    return write_replay(function, tensors, wants=lambda t: True)
+
+
+def marks_the_callers(function, *tensors):
+    """A tensor gets a gradient if it requires one: so do the caller's, for good."""
+    for tensor in tensors:
+        if tensor.is_leaf and tensor.is_floating_point():
+            tensor.requires_grad_()
+    return write_replay(function, tensors)
 
 
 def right_by_hooks(function, *tensors):
@@ -357,6 +393,11 @@ MISTAKES = {
         records_nothing: "does not require grad",
         inputs_only: "torch.autograd.grad fills no .grad",
         cut_off: "cuts it off",
+        saves_copies: "copies of the inputs",
+        saves_in_numpy: "a copy in NumPy or bytes",
+        never_lets_go: "still held after the backward pass",
+        marks_the_callers: "the tensors are the caller's",
+        all_require_a_gradient: "only Tensors of floating point",
     },
     "segments_for_budget": {
         replays_everything: "every block is replayed",

@@ -117,6 +117,69 @@ def gathers(model, group):
         p.grad = sum(parts) / group.size()
 
 
+def in_float32(model, group):
+    """Half the bytes, and nobody needs 15 digits: the result is rounded."""
+    for p in fill(learning(model)):
+        small = p.grad.float()
+        dist.all_reduce(small, group=group)
+        p.grad.copy_(small.double() / group.size())
+
+
+def sends_twice(model, group):
+    """Averaging once more does no harm: it costs as much again."""
+    right_all_at_once(model, group)
+    right_all_at_once(model, group)
+
+
+def sends_frozen(model, group):
+    """Zeros for a frozen parameter cost little: they are sent, whatever they are."""
+    for p in model.parameters():
+        grad = torch.zeros_like(p) if p.grad is None else p.grad
+        dist.all_reduce(grad, group=group)
+        if p.requires_grad:
+            p.grad = grad / group.size()
+
+
+def flat_with_frozen(model, group):
+    """One flat tensor of all parameters: the frozen one's zeros travel in it."""
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    flat = torch.cat([grad.flatten() for grad in grads]) / group.size()
+    dist.all_reduce(flat, group=group)
+    parts = flat.split([p.numel() for p in model.parameters()])
+    for p, part in zip(model.parameters(), parts, strict=True):
+        if p.requires_grad:
+            p.grad = part.view_as(p)
+
+
+def asks_for_each(model, group):
+    """Before a gradient is sent, all agree that somebody has one: a message for each."""
+    for p in learning(model):
+        has = torch.tensor(float(p.grad is not None))
+        dist.all_reduce(has, group=group)
+        if has:
+            fill([p])
+            dist.all_reduce(p.grad, group=group)
+            p.grad /= group.size()
+
+
+def thaws(model, group):
+    """Everything shall train: what is frozen is the caller's choice."""
+    right_all_at_once(model, group)
+    model.requires_grad_()
+
+
+def right_asks_once(model, group):
+    """One message says who has what; then only what somebody has is sent."""
+    parameters = learning(model)
+    has = torch.tensor([float(p.grad is not None) for p in parameters])
+    dist.all_reduce(has, group=group)
+    for p, number in zip(parameters, has, strict=True):
+        if number:
+            fill([p])
+            dist.all_reduce(p.grad, group=group)
+            p.grad /= group.size()
+
+
 # 4.2
 
 
@@ -268,6 +331,56 @@ class RightClosures(Hooked):
             _, (p, work) = self.works.popitem()
             work.get_future().wait()
             p.grad.mul_(1 / self.group.size())
+
+
+class NeverClears(Hooked):
+    """A work that was waited for costs nothing: it holds its tensor, and the list grows."""
+
+    def finish(self):
+        for work in self.works:
+            work.wait()
+
+
+class KeepsGradients(Hooked):
+    """A copy of each gradient, to look at later: more of them in every step."""
+
+    def reduce(self, p):
+        super().reduce(p)
+        self.history = [*getattr(self, "history", []), p.grad.clone()]
+
+
+class KeepsArraysOfGradients(Hooked):
+    """The same in NumPy."""
+
+    def finish(self):
+        super().finish()
+        grads = [p.grad.numpy().copy() for p in self.hooked() if p.grad is not None]
+        self.history = [*getattr(self, "history", []), grads]
+
+
+class DividesEachMicroBatch(Hooked):
+    """Every micro-batch's hook divides: what was there before is divided again."""
+
+    def reduce(self, p):
+        p.grad /= self.group.size()
+        if self.synchronises:
+            self.send(p.grad)
+
+
+class InFloat32(Hooked):
+    """Gradients may travel in half the bytes: they arrive with half the digits."""
+
+    def reduce(self, p):
+        if self.synchronises:
+            small = (p.grad / self.group.size()).float()
+            work = dist.all_reduce(small, group=self.group, async_op=True)
+            self.works.append((p, small, work))
+
+    def finish(self):
+        for p, small, work in self.works:
+            work.wait()
+            p.grad.copy_(small)
+        self.works = []
 
 
 class Blocks(Hooked):
@@ -569,6 +682,22 @@ class SkipsNone(Bucketed):
         super().send([p for p in bucket if p.grad is not None] or bucket)
 
 
+class NeverForgetsWorks(Bucketed):
+    """The works of all steps may stay in a list: each holds its flat tensor."""
+
+    def start_over(self):
+        self.complete, self.num_sent = set(), 0
+        self.works = getattr(self, "works", [])
+
+
+class KeepsArrays(Bucketed):
+    """An array beside .grad is no tensor: it has as many bytes."""
+
+    def finish(self):
+        super().finish()
+        self.copies = [p.grad.numpy().copy() for bucket in self.buckets for p in bucket]
+
+
 class KeepsFlatTensors(Bucketed):
     """Flat tensors for ever, and .grad copied out of them: the gradients are held twice."""
 
@@ -589,7 +718,7 @@ class KeepsFlatTensors(Bucketed):
 
 
 RIGHT_ANSWERS = {
-    "average_gradients": [right_one_flat_tensor, right_all_at_once],
+    "average_gradients": [right_one_flat_tensor, right_all_at_once, right_asks_once],
     "assign_buckets": [right_recursive],
     "HookedDataParallel": [RightCopies, RightClosures],
     "BucketedDataParallel": [RightCountdown, RightViews],
@@ -602,11 +731,17 @@ MISTAKES = {
         default_group: "without group=group",
         divides_twice: "divided twice",
         skips_none: "a gradient being None",
-        sends_tied_twice: "a tied weight is sent twice",
+        sends_tied_twice: "the tied weight is sent under both of its names",
         frozen_too: "which is frozen, has a gradient",
         averages_weights: "reduce .grad itself",
         forgets_to_wait: "wait for every asynchronous all_reduce",
         gathers: "all_gather is called; allowed is all_reduce",
+        in_float32: "float32 has 7 digits",
+        sends_twice: "everything is sent twice",
+        sends_frozen: "second.bias is frozen, and sent",
+        flat_with_frozen: "second.bias is frozen, and sent",
+        thaws: "only read requires_grad",
+        asks_for_each: "more calls than gradients",
     },
     "assign_buckets": {
         forgets_the_last: "is the last bucket kept",
@@ -629,6 +764,11 @@ MISTAKES = {
         HooksTwice: "is a hook registered twice",
         HooksAgain: "anew in every step",
         ForgetsScalars: "a parameter without a hook",
+        KeepsGradients: "something of every step is kept",
+        KeepsArraysOfGradients: "something of every step is kept",
+        NeverClears: "the works of earlier steps are never forgotten",
+        DividesEachMicroBatch: "is .grad changed between all_reduce and wait()",
+        InFloat32: "send .grad itself",
     },
     "BucketedDataParallel": {
         OnePerGradient: "put its gradients end to end",
@@ -642,5 +782,7 @@ MISTAKES = {
         CountsUnderNoSync: "complete after the last micro-batch",
         SkipsNone: "zeros for what is None",
         KeepsFlatTensors: "still held beside .grad",
+        KeepsArrays: "still held beside .grad",
+        NeverForgetsWorks: "the works of earlier steps are never forgotten",
     },
 }

@@ -67,6 +67,26 @@ def right_rank_0_receives_first(flat, group):
     return chunks[rank]
 
 
+def never_waits_for_its_send(flat, group):
+    """What was sent has arrived somewhere: this rank may still be reading it."""
+    chunks, rank, size, after, before = ring_of(flat, group)
+    for step in range(size - 1):
+        total = chunks[(rank - 2 - step) % size]
+        received = torch.empty_like(total)
+        dist.isend(chunks[(rank - 1 - step) % size], group=group, group_dst=after)
+        dist.recv(received, group=group, group_src=before)
+        total += received
+    return chunks[rank]
+
+
+def gathers_without_waiting(flat, group):
+    """recv waits, so nobody else needs to: isend is still under way."""
+    chunks, rank, size, after, before = ring_of(flat, group)
+    for step in range(size - 1):
+        dist.isend(chunks[(rank - step) % size], group=group, group_dst=after)
+        dist.recv(chunks[(rank - 1 - step) % size], group=group, group_src=before)
+
+
 def sends_the_whole_tensor(flat, group):
     """The summands go round the ring: the whole tensor goes over the wire N-1 times."""
     chunks, rank, size, after, before = ring_of(flat, group)
@@ -538,6 +558,7 @@ MISTAKES = {
         adds_out_of_place: "chunk + received makes a new tensor",
         all_send_first: "start an isend, receive, then wait",
         uses_all_reduce: "all_reduce is called; allowed is recv and send",
+        never_waits_for_its_send: "never waited for",
     },
     "all_gather_ring": {
         gathers_whole_tensors: "the whole tensor goes over the wire in every step",
@@ -551,6 +572,7 @@ MISTAKES = {
         starts_at_the_wrong_chunk: "the rank's own chunk was right before",
         gathers_all_send_first: "start an isend, receive, then wait",
         never_waits: "rubbish is left",
+        gathers_without_waiting: "never waited for",
     },
     "chunk_sizes": {
         forgets_the_remainder: "what becomes of the remainder",

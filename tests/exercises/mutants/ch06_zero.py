@@ -295,6 +295,50 @@ class MadeAnew(Sharded):
         self.optimizer = self.make_optimizer([self.shard])
 
 
+class ClipsByItsShard(Sharded):
+    """The global norm is what is asked for: the shard is clipped by what the optimizer has."""
+
+    def clip(self, norm, max_norm):
+        nn.utils.clip_grad_norm_([self.shard], max_norm)
+
+
+class AlwaysScales(Sharded):
+    """max_norm is the norm that a gradient has afterwards: that is the most."""
+
+    def clip(self, norm, max_norm):
+        self.shard.grad *= max_norm / norm.clamp(min=1e-30)
+
+
+class ClipsValues(Sharded):
+    """Each element is clipped: then the direction is another one."""
+
+    def clip(self, norm, max_norm):
+        self.shard.grad.clamp_(-max_norm, max_norm)
+
+
+class DividesByZero(Sharded):
+    """A norm is never 0: in a step without a gradient it is."""
+
+    def clip(self, norm, max_norm):
+        self.shard.grad *= min(1.0, max_norm / norm.item())
+
+
+class MakesNaN(Sharded):
+    """Take the direction, then the length that is allowed: zeros have no direction."""
+
+    def clip(self, norm, max_norm):
+        self.shard.grad *= norm.clamp(max=max_norm) / norm
+
+
+class KeepsTheGradientInNumpy(Sharded):
+    """For a plot of the gradient: an array is as large as the tensor."""
+
+    def flat_gradient(self):
+        flat = super().flat_gradient()
+        self.last = flat.numpy().copy()
+        return flat
+
+
 # 6.3
 
 
@@ -495,6 +539,22 @@ class HoldsEveryFlat(Handing):
         self.start_over()
 
 
+class KeepsOneFlat(Handing):
+    """One flat gradient is little: it is a bucket that lives as long as the run."""
+
+    def reduce(self, index, flat):
+        self.flat = flat
+        super().reduce(index, flat)
+
+
+class KeepsAllInNumpy(Handing):
+    """An array of each gradient, to look at: as large as without ZeRO."""
+
+    def reduce(self, index, flat):
+        self.seen = [*getattr(self, "seen", []), flat.numpy().copy()]
+        super().reduce(index, flat)
+
+
 class NeverEmpty(Handing):
     """What was complete stays complete: the next backward pass sends what is not there yet."""
 
@@ -591,6 +651,22 @@ class RightGathersAside(Unit):
         work = reduce_scatter_single(arrived, flat, self.group, async_op=True)
         work.wait()
         self.add(arrived)
+
+
+class KeepsWhatItSent(Unit):
+    """The flat gradient of a unit stays in an attribute: together they are the whole model's."""
+
+    def reduce(self, *_):
+        self.sent = flatten(grads_of(self.parameters), self.group.size())
+        super().reduce()
+
+
+class KeepsArrays(Unit):
+    """The weights as arrays, for later: sharding was to save them."""
+
+    def make_shard(self):
+        self.array = self.flat.clone().numpy()
+        return super().make_shard()
 
 
 class ShardsNothing(Unit):
@@ -746,6 +822,12 @@ MISTAKES = {
         KeepsGradients: "the next backward pass adds to it",
         ShardIsAView: "a view of all of them",
         MadeAnew: "has forgotten its state",
+        ClipsByItsShard: "each rank clipped by the norm of its own shard",
+        AlwaysScales: "was enlarged to it",
+        ClipsValues: "changes the direction",
+        DividesByZero: "ZeroDivisionError",
+        MakesNaN: "0 / 0 is nan",
+        KeepsTheGradientInNumpy: "something of the model's size is kept",
     },
     "ShardedGradients": {
         AllAtTheEnd: "as without ZeRO",
@@ -759,6 +841,8 @@ MISTAKES = {
         NeverWaits: "waited for",
         HoldsEveryFlat: "wait for one reduce-scatter before the next starts",
         NeverEmpty: "was sent too early",
+        KeepsOneFlat: "nothing is held but the shard",
+        KeepsAllInNumpy: "nothing is held but the shard",
     },
     "ShardedUnit": {
         ShardsNothing: "the module is not sharded",
@@ -772,5 +856,7 @@ MISTAKES = {
         KeepsFullGradients: "the full gradients are freed",
         Stale: "as they are now",
         ForEveryLayer: "not in between",
+        KeepsWhatItSent: "flat tensors of them, before the next begins",
+        KeepsArrays: "the module shards nothing",
     },
 }
