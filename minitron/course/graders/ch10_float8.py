@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,8 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 CLOSE = 1e-5
 STUCK = "every rank must make the same call, also one whose shard is all zeros"
 NUMBER = 4  # bytes of a float32
+IN_PLACE = "the caller still needs x. Of a float32 tensor x.float() is x itself: /= and clamp_ " \
+           "behind it change what was passed in"
 
 
 class Answer(NamedTuple):
@@ -55,12 +58,12 @@ def grade_10_5(quantise: Callable, quantise_shard: Callable) -> None:
     for name, x in tensors().items():
         for dtype in (E4M3, E5M2):
             with asked(f"quantise({name}, {dtype})"):
-                _expect_quantised(_call(quantise, x.clone(), dtype), x, dtype)
-    with asked("quantise of [1, inf, 2], then of [1, NaN, 2], torch.float8_e4m3fn"):
-        for odd in (torch.inf, torch.nan):
-            answer = _call(quantise, torch.tensor([1.0, odd, 2.0]), E4M3)
-            product = answer.values * answer.scale
-            expect(not product.isfinite().all(), seen=f"values * scale is {product.tolist()} for "
+                _expect_quantised(_call(quantise, x, dtype), x, dtype)
+    for odd, dtype in product((torch.inf, -torch.inf, torch.nan), (E4M3, E5M2)):
+        with asked(f"quantise([1, {odd}, 2], {dtype})"):
+            answer = _call(quantise, torch.tensor([1.0, odd, 2.0]), dtype)
+            values = answer.values * answer.scale
+            expect(not values.isfinite().all(), seen=f"values * scale is {values.tolist()} for "
                    f"[1, {odd}, 2]", likely="an overflow must be seen: the loss scale and the one "
                    "who looks for the fault depend on it")
 
@@ -76,11 +79,28 @@ def grade_10_5(quantise: Callable, quantise_shard: Callable) -> None:
                                    shards(size)[name], dtype)
 
 
-def _call(quantise: Callable, *args) -> Answer:
+def _call(quantise: Callable, x: Tensor, dtype: torch.dtype) -> Answer:
+    mine = copy_of(x)
     with calls_from_outside(float8.quantise) as called, Conversions() as conversions:
-        answer = quantise(*args)
+        answer = quantise(mine, dtype)
     expect_no_calls(called, "find the scale yourself")
+    changed = difference(mine, x)
+    expect(changed == "", seen=f"x has changed: {changed}", likely=IN_PLACE)
     return _answer(answer)._replace(converted=conversions.largest)
+
+
+def copy_of(x: Tensor) -> Tensor:
+    """A copy with x's strides, which `clone` changes if they leave gaps."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x)
+
+
+def difference(seen: Tensor, before: Tensor) -> str:
+    """Such as "[0, 2] is 3, and was 1": the first element that has another value."""
+    changed = (seen != before) & ~(seen.isnan() & before.isnan())
+    if not changed.any():
+        return ""
+    place = changed.nonzero()[0].tolist()
+    return f"{place} is {seen[*place]:.6g}, and was {before[*place]:.6g}"
 
 
 @cache
@@ -96,6 +116,7 @@ def tensors() -> dict[str, Tensor]:
         "values of which -900 is the largest": torch.cat([x, x.new_full((1, 16), -900.0)]),
         "rows of very different size": x * torch.logspace(0, -3, 6)[:, None],
         "[1, 69]": torch.tensor([1.0, 69.0]),  # 69 / (69 / 448) is more than 448
+        "a (16, 6) tensor that is not contiguous": x.T,
         "bfloat16, normal values": x.bfloat16(),
         "float16, normal values times 10^-5": (x * 1e-5).half(),
         "float16, normal values times 10^4": (x * 1e4).half(),
@@ -202,15 +223,17 @@ def _expect_clamped(answer: Answer, dtype: torch.dtype) -> None:
 # A tensor that is cut
 
 
-def try_all(group, quantise_shard) -> dict[tuple, tuple[Answer, list[Call]]]:
+def try_all(group, quantise_shard) -> dict[tuple, tuple[Answer, list[Call], str]]:
     evidence = {}
     for number, mine in enumerate(shards(group.size()).values()):
         for dtype in (E4M3, E5M2):
+            shard = copy_of(mine[group.rank()])
             with ShardWire(allowed={"all_reduce"}) as wire, Conversions() as conversions:
-                answer = quantise_shard(mine[group.rank()].clone(), dtype, group)
+                answer = quantise_shard(shard, dtype, group)
             try:
                 seen = _answer(answer)._replace(converted=conversions.largest)
-                evidence[number, dtype] = seen, wire.calls
+                changed = difference(shard, mine[group.rank()])
+                evidence[number, dtype] = seen, wire.calls, changed
             except Mistake as mistake:
                 raise TypeError(f"{mistake.seen}; {mistake.likely}") from None
     return evidence
@@ -230,14 +253,17 @@ def shards(num_ranks: int) -> dict[str, list[Tensor]]:
         "one whose largest, 4997, is on the last rank": last,
         "one with small values, of which odd ranks have zeros": some,
         "one of bfloat16": [part.bfloat16() for part in first],
+        "one whose shards are not contiguous": [part.T for part in first],
         "one of zeros": [torch.zeros_like(part) for part in whole],
     }
 
 
 def _expect_agreed(
-    seen: list[tuple[Answer, list[Call]]], x: list[Tensor], dtype: torch.dtype
+    seen: list[tuple[Answer, list[Call], str]], x: list[Tensor], dtype: torch.dtype
 ) -> None:
-    answers, calls = zip(*seen, strict=True)
+    answers, calls, changed = zip(*seen, strict=True)
+    expect(not any(changed), seen=per_rank([f"the shard has changed: {text}" if text else
+                                            "unchanged" for text in changed]), likely=IN_PLACE)
     for answer, mine in zip(answers, x, strict=True):
         _expect_kind(answer, mine, dtype)
     whole = torch.cat([mine.flatten() for mine in x])

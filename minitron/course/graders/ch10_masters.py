@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from minitron.course.graders import Mistake, asked, expect
 from minitron.course.graders.ch06_toy import Held
+from minitron.course.graders.python_memory import PythonMemory
 
 OPTIMIZERS = {
     "AdamW": partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1),
@@ -16,13 +17,18 @@ OPTIMIZERS = {
 }
 CASES = [(torch.bfloat16, "AdamW"), (torch.float16, "SGD with momentum")]
 STEPS = 20
+ZERO_STEP = 6
+"""In this one, from 0 on, `seldom` has a gradient of zeros: an update, with momentum and decay."""
 ROUNDING = 1e-6  # of a float32 master
-SQUARE, NUM_SQUARES = 64, 4
+SQUARE, NUM_SQUARES = 192, 4
 BYTES, MOST_BYTES = 14, 14.5
 
 
 class Model(nn.Module):
-    """Two layers that share 12 weights, 5 frozen ones, 4 unused ones, and 6 used now and then."""
+    """Two layers that share 12 weights, 5 frozen ones, 4 unused ones, and 6 used now and then.
+
+    The shared weights lie in memory column by column: they are not contiguous.
+    """
 
     def __init__(self, dtype: torch.dtype):
         super().__init__()
@@ -36,6 +42,7 @@ class Model(nn.Module):
         for parameter in self.parameters():
             parameter.data = 1 + torch.rand(parameter.shape, generator=generator)
             parameter.data.view(-1)[0] = 2.0**-12  # small beside its updates
+        self.embedding.weight.data = self.embedding.weight.data.T.contiguous().T
         self.to(dtype)
 
     def fill(self, step: int) -> None:
@@ -44,6 +51,8 @@ class Model(nn.Module):
         for name, parameter in self.trained().items():
             grad = 1 + torch.rand(parameter.shape, generator=generator)
             grad.view(-1)[1::2] *= 2.0**-9
+            if name == "seldom" and step == ZERO_STEP:
+                grad.zero_()
             if name == "embedding.weight" or name == "seldom" and step % 3 == 0:
                 parameter.grad = grad.to(parameter.dtype)
 
@@ -67,7 +76,8 @@ def grade_10_3(MasterStep: type) -> None:
             _expect_masters(watched)
         for step in range(STEPS):
             with asked(f"step {step + 1} of MasterStep with {_word(dtype)} parameters and {name}; "
-                       "seldom has a gradient in steps 1, 4, 7 ..., unused never"):
+                       "seldom has a gradient in steps 1, 4, 7 ..., which is zero in step "
+                       f"{ZERO_STEP + 1}; unused never"):
                 watched.model.fill(step)
                 watched.masters.step()
                 _expect_step(watched, dtype, name, step)
@@ -117,7 +127,8 @@ def _expect_masters(watched: Watched) -> None:
 def reference(dtype: torch.dtype, name: str, num_steps: int, mistake: str = "") -> dict:
     """What the float32 masters are after some steps, in plain words of PyTorch.
 
-    `mistake`: "zeros" or "stale" for a gradient that is None; "anew" masters in every step.
+    `mistake`: "zeros" or "stale" for a gradient that is None; "none" for one that is zero; "anew"
+    masters in every step.
     """
     model = Model(dtype)
     masters = {name: p.detach().float() for name, p in model.trained().items()}
@@ -127,7 +138,7 @@ def reference(dtype: torch.dtype, name: str, num_steps: int, mistake: str = "") 
         model.fill(step)
         for key, parameter in model.trained().items():
             master = masters[key]
-            if parameter.grad is not None:
+            if parameter.grad is not None and (mistake != "none" or parameter.grad.any()):
                 master.grad = parameter.grad.float()
             elif mistake == "zeros":
                 master.grad = torch.zeros_like(master)
@@ -196,6 +207,9 @@ def _why_other(
     if is_like("stale"):
         return "this parameter had no gradient in this step: the master still has the one of a " \
                "step before. Set it to None"
+    if is_like("none"):
+        return "its gradient was zeros, not None: the optimizer takes its step, and momentum and " \
+               "weight decay move the weights. Ask whether .grad is None, not whether it is zero"
     if is_like("zeros"):
         return "this parameter had no gradient: leave the master's at None. With zeros the " \
                "optimizer still applies momentum and weight decay"
@@ -207,7 +221,7 @@ def _why_other(
 
 
 def _expect_little(MasterStep: type) -> None:
-    with Held() as held:
+    with PythonMemory(MasterStep) as memory, Held() as held:
         layers = (nn.Linear(SQUARE, SQUARE, bias=False) for _ in range(NUM_SQUARES))
         model = nn.Sequential(*layers).bfloat16()
         masters = MasterStep(model, OPTIMIZERS["AdamW"])
@@ -217,8 +231,12 @@ def _expect_little(MasterStep: type) -> None:
             masters.step()
         gc.collect()
         num = sum(parameter.numel() for parameter in model.parameters())
-        per_element = held.now() / num
+        per_element, hidden = held.now() / num, memory.now() / num
     expect(per_element < MOST_BYTES, seen=f"{per_element:.1f} bytes for each parameter after a "
            f"step, where {BYTES} are enough",
            likely="the masters' gradients are kept (4 bytes), the parameters' own (2), or one more "
                   "copy of the weights (2 or 4)")
+    expect(hidden < MOST_BYTES - BYTES, seen=f"besides the tensors, {hidden:.1f} bytes of NumPy "
+           "arrays or other Python objects for each parameter are held after a step",
+           likely="a copy in NumPy, bytes or a list takes memory too: parameter, master and the "
+                  "optimizer's moments are all that is needed")

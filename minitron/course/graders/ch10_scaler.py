@@ -15,22 +15,26 @@ CLOSE = 1e-5  # of the largest value: PyTorch's clipping adds 1e-6 to the norm
 MAX_NORM = 2.5
 FINE, LARGE = {"a": [0.3, -0.4, 1.2], "b": [0.5, -0.1]}, {"a": [6.0, 0.0, -8.0], "b": [0.0, 3.0]}
 ONE = {"a": None, "b": [3.0, 4.0]}
+ZERO = {"a": [0.0, 0.0, 0.0], "b": [0.0, 0.0]}
 SCRIPT = {
     "fine": FINE,
     "large": LARGE,
     "none for a": ONE,
+    "all zero": ZERO,
     "inf in b": {"a": [0.3, -0.4, 1.2], "b": [0.5, math.inf]},
     "-inf in a": {"a": [0.3, -math.inf, 1.2], "b": [0.5, 0.1]},
     "NaN in b": {"a": [0.3, 1.4, 1.2], "b": [math.nan, 0.1]},
     "NaN in b, none for a": {"a": None, "b": [math.nan, 0.1]},
 }
 STEPS = ["fine", "large", "inf in b", "fine", "none for a", "large", "fine", "NaN in b", "large",
-         "fine", "fine", "fine", "large", "fine", "fine", "-inf in a", "NaN in b, none for a",
-         "fine", "fine", "fine", "large"]
+         "fine", "all zero", "fine", "fine", "large", "fine", "fine", "-inf in a",
+         "NaN in b, none for a", "fine", "fine", "fine", "large"]
 OPTIMIZERS = {
     "SGD with momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "AdamW": partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1),
 }
+GROUPS = (("a", "unused"), ("b",))
+"""The optimizer's parameter groups; the second one learns half as fast."""
 
 
 class Settings(NamedTuple):
@@ -41,7 +45,9 @@ class Settings(NamedTuple):
 
 
 CASES = [("SGD with momentum", Settings(2.0**10, 2.0, 0.5, 3)),
-         ("AdamW", Settings(2.0**16, 4.0, 0.125, 2))]
+         ("AdamW", Settings(2.0**40, 4.0, 0.125, 2)),
+         ("SGD with momentum", Settings(2.0**-3, 2.0, 0.25, 1))]
+"""One scale begins far above those that are usual, one falls below 1: neither end is a limit."""
 
 
 class Seen(NamedTuple):
@@ -86,11 +92,12 @@ def grade_10_2(LossScaler: type) -> None:
     """Play the script with two optimizers and two settings; compare after every step."""
     for name, settings in CASES:
         model = Weights()
-        optimizer = OPTIMIZERS[name](model.parameters())
+        optimizer = make_optimizer(name, model)
         scaler = LossScaler(optimizer, MAX_NORM, *settings)
         for number, step in enumerate(STEPS):
             told = ", ".join(STEPS[max(0, number - 5):number + 1])
-            with asked(f"step {number + 1} of a LossScaler with {name}, max_norm={MAX_NORM:g} and "
+            with asked(f"step {number + 1} of a LossScaler with {name}, a and b in a parameter "
+                       f"group each, max_norm={MAX_NORM:g} and "
                        f"{', '.join(f'{k}={v:g}' for k, v in settings._asdict().items())}; "
                        f"gradients {'... ' * (number > 5)}{told}"):
                 before = observe(model, optimizer, scaler.value, True)
@@ -98,6 +105,13 @@ def grade_10_2(LossScaler: type) -> None:
                 moved = scaler.step()
                 seen = observe(model, optimizer, scaler.value, moved)
                 _expect_right(seen, before, model, name, settings, number)
+
+
+def make_optimizer(name: str, model: Weights) -> torch.optim.Optimizer:
+    optimizer = OPTIMIZERS[name]([{"params": [getattr(model, name) for name in group]}
+                                  for group in GROUPS])
+    optimizer.param_groups[1]["lr"] /= 2
+    return optimizer
 
 
 def observe(model: nn.Module, optimizer: torch.optim.Optimizer, value, moved) -> Seen:
@@ -109,7 +123,11 @@ def observe(model: nn.Module, optimizer: torch.optim.Optimizer, value, moved) ->
 
 def _backward(model: Weights, scaler, gradients: dict[str, list | None]) -> None:
     value, loss = float(scaler.value), model.loss(gradients)
+    true_loss = loss.item()
     scaled = scaler.scaled(loss)
+    expect(loss.item() == true_loss, seen=f"the loss itself is {loss.item():g} after scaled(loss), "
+           f"and was {true_loss:g}", likely="loss *= ... changes the caller's tensor, which is "
+           "still to be logged: return loss * self.value")
     expect(isinstance(scaled, Tensor) and scaled.requires_grad,
            seen=f"scaled(loss) returned {scaled!r:.80}", likely="a tensor that backward() can "
            "be called on: loss times self.value")
@@ -128,20 +146,30 @@ def _list(tensor: Tensor | None) -> str:
     return "None" if tensor is None else "[" + ", ".join(f"{x:.6g}" for x in tensor.tolist()) + "]"
 
 
+def clip(norm: float) -> float:
+    return min(1.0, MAX_NORM / norm) if norm else 1.0
+
+
+def clip_all(norms: list[float], scale: float) -> list[float]:
+    """What multiplies the true gradient of each parameter group, from the groups' norms."""
+    return [clip(math.hypot(*norms))] * len(norms)
+
+
 def simulate(
-    name: str, settings: Settings, num_steps: int,
-    factor: Callable = lambda norm, scale: min(1.0, MAX_NORM / norm),
+    name: str, settings: Settings, num_steps: int, factors: Callable = clip_all
 ) -> Seen:
-    """What is there after `num_steps` steps; `factor` of the true norm multiplies the gradient."""
+    """What is there after `num_steps` steps; `factors` multiply the groups' gradients."""
     model, value = Weights(), settings.initial
-    optimizer = OPTIMIZERS[name](model.parameters())
+    optimizer = make_optimizer(name, model)
     for step, event in zip(STEPS, history(settings, num_steps), strict=False):
         model.loss(SCRIPT[step]).backward()
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
-        norm = math.sqrt(sum(float(grad.square().sum()) for grad in grads))
+        groups = [[p.grad for p in group["params"] if p.grad is not None]
+                  for group in optimizer.param_groups]
         if event != "skipped":
-            for grad in grads:
-                grad *= factor(norm, value)
+            norms = [math.hypot(*(grad.norm() for grad in grads)) for grads in groups]
+            for grads, factor in zip(groups, factors(norms, value), strict=True):
+                for grad in grads:
+                    grad *= factor
             optimizer.step()
         value *= {"fine": 1.0, "grown": settings.growth, "skipped": settings.backoff}[event]
         optimizer.zero_grad()
@@ -154,8 +182,11 @@ def _expect_right(
     right = simulate(name, settings, number + 1)
     finite = all(weights.isfinite().all() for weights in seen.weights)
     expect(finite, seen="the weights are not finite any more",
-           likely="the optimizer stepped with an infinite or NaN gradient: look for both first, in "
-                  "the gradients of all parameters; the loss may be finite")
+           likely="the gradient is zero, and so is its norm: max_norm / norm is infinite, and "
+                  "0 x infinity is NaN. Multiply only if the norm exceeds max_norm"
+           if SCRIPT[STEPS[number]] == ZERO else
+           "the optimizer stepped with an infinite or NaN gradient: look for both first, in the "
+           "gradients of all parameters in all parameter groups; the loss may be finite")
     if not right.moved:
         _expect_skipped(seen, before)
     else:
@@ -195,20 +226,24 @@ def _expect_moved(
     if same_as():
         return
     faults = {
+        "each parameter group is clipped by its own norm: max_norm is for the norm of all "
+        "parameters together": lambda norms, scale: map(clip, norms),
+        "the second parameter group is neither divided by the scale nor clipped: go through all "
+        "of optimizer.param_groups": lambda norms, scale: [clip(norms[0]), scale],
         "its norm always becomes max_norm: the gradient is not divided by the scale before it is "
         "clipped, or is multiplied also where the norm is below max_norm":
-            lambda norm, scale: MAX_NORM / norm,
+            lambda norms, scale: [MAX_NORM / (math.hypot(*norms) or MAX_NORM)] * 2,
         "clipped first, divided by the scale afterwards: max_norm is for the true gradient":
-            lambda norm, scale: min(1.0, MAX_NORM / (norm * scale)),
-        "the gradient is not clipped": lambda norm, scale: 1.0,
-        "neither divided by the scale nor clipped": lambda norm, scale: scale,
+            lambda norms, scale: [clip(math.hypot(*norms) * scale)] * 2,
+        "the gradient is not clipped": lambda norms, scale: [1.0] * 2,
+        "neither divided by the scale nor clipped": lambda norms, scale: [scale] * 2,
     }
-    likely = next((why for why, factor in faults.items() if same_as(factor)),
+    likely = next((why for why, factors in faults.items() if same_as(factors)),
                   "divide by the self.value that the loss had, then clip the norm of all "
                   "parameters together, then step")
     if all(map(torch.equal, seen.weights, before.weights)):
-        likely = "the gradient was finite, and there was no step; None is no overflow, and a " \
-                 "large one is clipped"
+        likely = "the gradient was finite, and there was no step; None and zero are no overflow, " \
+                 "and a large one is clipped"
     shown = ", ".join(map(_list, seen.weights[:2]))
     right = ", ".join(map(_list, simulate(name, settings, number + 1).weights[:2]))
     expect(False, seen=f"the weights a, b are {shown}, not {right}", likely=likely)
@@ -217,12 +252,15 @@ def _expect_moved(
 def _why_other_value(value: float, before: float, settings: Settings, number: int) -> str:
     events = history(settings, number + 1)
     if events[-1] == "skipped":
-        return "after an overflow multiply it by backoff, whatever came before"
+        return "after an overflow multiply it by backoff, whatever came before, and also if the " \
+               "scale falls below 1 then"
     if value == before:
         return "after `interval` good steps in a row, those that were clipped among them, it is " \
-               "multiplied by growth: in the last of them, not in the next one"
+               "multiplied by growth: in the last of them, not in the next one. There is no " \
+               "upper limit"
     if events[-1] == "grown" or value != before * settings.growth:
-        return "multiply by self.growth, once, after the last of `interval` good steps"
+        return "multiply by self.growth, once, after the last of `interval` good steps; there is " \
+               "no upper limit"
     changes = [event for event in events if event != "fine"]
     return {
         "skipped": "good steps in a row: a skipped step sets the count back to 0",

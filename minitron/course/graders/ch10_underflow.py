@@ -20,7 +20,7 @@ TOO_LARGE = 65520.0
 NO_LIMIT = 2.0**126
 
 
-def gradients(**values: list[float]) -> Gradients:
+def gradients(**values: list[float] | float) -> Gradients:
     return {name: torch.tensor(numbers, dtype=torch.float32) for name, numbers in values.items()}
 
 
@@ -40,6 +40,7 @@ SHARES = {
     "w = [2^-45, 2, 3, 4] with scale 65536, where three overflow":
         (gradients(w=[2.0**-45, 2, 3, 4]), 65536.0),
     "zeros alone, and a tensor without elements": (gradients(w=[0.0, -0.0], b=[]), 1.0),
+    "w = 2^-30, of shape (), and b = [1, 1]": (gradients(w=2.0**-30, b=[1, 1]), 1.0),
 }
 SCALES = {
     "the docstring's example, max_share=0.3": (EXAMPLE, 0.3),
@@ -56,6 +57,10 @@ SCALES = {
     "w = [2^-30, 2^-40, 2^-50, 2^-20], max_share=0.5":
         (gradients(w=[2.0**-30, 2.0**-40, 2.0**-50, 2.0**-20]), 0.5),
     "w = [2^-60], max_share=0": (gradients(w=[2.0**-60]), 0.0),
+    "w = [2^-140], max_share=0": (gradients(w=[2.0**-140]), 0.0),
+    "w = 2^-30, of shape (), max_share=0": (gradients(w=2.0**-30), 0.0),
+    "one of 2000 values is 2^-26, the others are 1, max_share=0":
+        (gradients(w=[2.0**-26, *[1.0] * 1999]), 0.0),
     "zeros alone, max_share=0": (gradients(w=[0.0, 0.0]), 0.0),
 }
 
@@ -78,7 +83,7 @@ def many() -> Gradients:
     generator = torch.Generator().manual_seed(10)
     spread = torch.randn(3000, generator=generator) * 6 - 24
     values = torch.exp2(spread) * torch.randn(3000, generator=generator).sign()
-    return {"w": values[:2900].view(29, 100), "b": values[2900:]}
+    return {"w": values[:2900].view(29, 100).T, "b": values[2900:]}  # w is not contiguous
 
 
 def _call(function: Callable, given: Gradients, number: float):
