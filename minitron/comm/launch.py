@@ -20,6 +20,7 @@ Read in this order: run here, `ranks.Ranks`, `rank_process.rank_main`; `rank_rep
 import atexit
 import gc
 import linecache
+import math
 import multiprocessing
 import os
 import sys
@@ -37,12 +38,12 @@ import torch.distributed as dist
 from minitron.comm.agreement import gathered
 from minitron.comm.rank_process import Failure, Orders
 from minitron.comm.rank_report import RankError
-from minitron.comm.ranks import PROCESS_NAME, Ranks
+from minitron.comm.ranks import PROCESS_NAME, Ranks, read_bytes
 from minitron.config import ConfigError, require
 
 START_METHOD = "spawn" if sys.platform == "win32" else "forkserver"
 
-__all__ = ["Failure", "RankError", "run", "torchrun_group"]
+__all__ = ["Failure", "RankError", "run", "run_apart", "torchrun_group"]
 
 
 def run(
@@ -61,19 +62,38 @@ def run(
             "run() was called within a rank: call it outside, and pass what it returns")
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return _run_under_torchrun(fn, num_ranks, args)
+    return [cloudpickle.loads(value) for value in _values(fn, num_ranks, args, timeout, watch)]
 
+
+def run_apart(fn: Callable, num_ranks: int, *args, cpu_seconds: float) -> list[bytes]:
+    """Call `fn(group, *args)`, which must return bytes, where it may run anybody's code.
+
+    As `run`, but nothing that comes back is unpickled: the ranks can send bytes, and no objects.
+    They may use `cpu_seconds` of CPU time each, and by the wall clock ten times as many: a busy
+    machine makes nobody late.
+    """
+    return [read_bytes(value)
+            for value in _values(fn, num_ranks, args, 10 * cpu_seconds, True, cpu_seconds)]
+
+
+def _values(
+    fn: Callable, num_ranks: int, args: tuple, timeout: float, watch: bool,
+    cpu_seconds: float = math.inf,
+) -> list[bytes]:
+    """What each rank returned, pickled."""
+    __tracebackhide__ = True
     with tempfile.TemporaryDirectory(prefix="minitron-") as folder:
         ranks = Ranks(_orders(fn, args, num_ranks, Path(folder), watch))
         try:
             ranks.start(os.environ.get("MINITRON_START", START_METHOD))
-            error = ranks.wait(timeout)
+            error = ranks.wait(timeout, cpu_seconds)
         except KeyboardInterrupt:
             error = KeyboardInterrupt()  # without the frames in which the parent was listening
         finally:
             ranks.end()
     if error is not None:
         raise error from None
-    return ranks.results()
+    return ranks.values()
 
 
 def _orders(fn: Callable, args: tuple, num_ranks: int, folder: Path, watch: bool) -> Orders:

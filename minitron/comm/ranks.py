@@ -11,6 +11,8 @@ its outcome. The parent reads until all have an outcome, or until it is clear th
 Read in this order: Ranks.wait, Rank.receive, Ranks._have_stalled.
 """
 
+import io
+import math
 import multiprocessing
 import pickle
 import signal
@@ -21,8 +23,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import connection
 
-import cloudpickle
 import psutil
+import torch
 
 from minitron.comm.rank_process import (
     Failure,
@@ -59,6 +61,31 @@ LEAVE_SECONDS = 5.0  # to tear a group down
 MOST_MESSAGES = 100  # read at once, so that one busy rank does not hide the others
 
 
+class _Reader(pickle.Unpickler):
+    """Builds the messages of ranks, and no other objects: what a rank runs may be anybody's."""
+
+    def find_class(self, module: str, name: str):
+        for kind in (Call, Started, Returned, Failure, Frame):
+            if (module, name) == (kind.__module__, kind.__qualname__):
+                return kind
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"a rank sent a {module}.{name}")
+
+
+def read_message(data: bytes):
+    """Read what a rank has sent."""
+    return _Reader(io.BytesIO(data)).load()
+
+
+def read_bytes(data: bytes) -> bytes:
+    """Read a pickle of bytes. Raises UnpicklingError for one of anything else."""
+    value = read_message(data)
+    if type(value) is not bytes:
+        raise pickle.UnpicklingError(f"a rank sent a {type(value).__name__}, not bytes")
+    return value
+
+
 class Rank:
     """One process, as its parent sees it."""
 
@@ -84,7 +111,7 @@ class Rank:
             for _ in range(MOST_MESSAGES):
                 if self.outcome is not None or not self.pipe.poll():
                     break
-                message = pickle.loads(self.pipe.recv_bytes())
+                message = read_message(self.pipe.recv_bytes())
                 if isinstance(message, Call):
                     self.last_call = message
                     yield message
@@ -157,8 +184,11 @@ class Ranks:
                 self.ranks.append(Rank(number, context, self.orders))
                 self.ranks[-1].start()
 
-    def wait(self, timeout: float) -> RankError | None:
-        """Return when all have returned, or with what keeps them from it."""
+    def wait(self, timeout: float, cpu_seconds: float = math.inf) -> RankError | None:
+        """Return when all have returned, or with what keeps them from it.
+
+        They have `timeout` seconds, and `cpu_seconds` of CPU time each.
+        """
         start = time.monotonic()
         while self._running():
             something_came = self._receive(LOOK_SECONDS)
@@ -166,6 +196,8 @@ class Ranks:
                 break
             if self._running() and time.monotonic() > start + timeout:
                 return self._error(f"not finished after {timeout:g} s (the timeout)")
+            if cpu_seconds < math.inf and self._most_cpu() > cpu_seconds:
+                return self._error(f"not finished after {cpu_seconds:g} s of CPU time (the limit)")
             if not something_came and self._have_stalled():
                 return self._error(f"a hang: no rank has moved for {STALL_SECONDS:g} s")
             if self._silent_looks == round(NOTE_SECONDS / LOOK_SECONDS):
@@ -176,8 +208,9 @@ class Ranks:
             return self._error(f"the ranks do not match: {self.mismatch}")
         return self._first_failure() if self._failed() else None
 
-    def results(self) -> list:
-        return [cloudpickle.loads(rank.outcome.value) for rank in self.ranks]
+    def values(self) -> list[bytes]:
+        """What each rank returned, pickled."""
+        return [rank.outcome.value for rank in self.ranks]
 
     def end(self) -> None:
         """Leave no process behind, and show what has been printed."""
@@ -215,6 +248,9 @@ class Ranks:
         end = time.monotonic() + GRACE_SECONDS
         while self._running() and not self.mismatch and time.monotonic() < end:
             self._receive(LOOK_SECONDS)
+
+    def _most_cpu(self) -> float:
+        return max((_cpu_seconds(rank.process.pid) for rank in self._running()), default=0.0)
 
     def _have_stalled(self) -> bool:
         """Count a look at ranks that send nothing; tell whether it has become a hang."""

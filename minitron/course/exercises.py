@@ -203,13 +203,18 @@ def _definitions(source: str | bytes) -> dict[str, str]:
 # The learner's functions
 
 
-def load(exercise: Exercise, path: Path) -> dict[str, Callable]:
+def load(
+    exercise: Exercise, path: Path, builtins: dict | None = None
+) -> dict[str, Callable]:
     """Execute the file at `path` as it is now and return the exercise's functions by name.
 
-    It is compiled afresh: an import could serve the version from before the last edit. Raises
-    whatever the file raises, and LookupError if one of the names is gone.
+    It is compiled afresh: an import could serve the version from before the last edit. `builtins`
+    are the functions that it finds everywhere, Python's own if None. Raises whatever the file
+    raises, and LookupError if one of the names is gone.
     """
     module = types.ModuleType(f"exercises.{exercise.chapter}")
+    if builtins is not None:
+        vars(module)["__builtins__"] = builtins
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # a dataclass in the file looks its module up here
     linecache.checkcache(str(path))

@@ -1,14 +1,12 @@
-"""Grade one exercise in this process, and leave the verdict as a file.
+"""Grade one exercise in this process, and write the verdict to its standard output.
 
-    python -m minitron.course.graders EXERCISE_ID ROOT FOLDER TIMEOUT_SECONDS
+    python -m minitron.course.graders EXERCISE_ID ROOT CPU_SECONDS
 
-Started by `minitron.course.check`. Only FOLDER/verdict.json counts: an exit code would not do,
-for the learner's code may end the process itself. FOLDER/stack.txt says where it was stuck.
+Started by `minitron.course.check`. The learner's code runs in processes that this one starts: they
+do not have its standard output, and what they print goes to standard error.
 """
 
-import contextlib
 import dataclasses
-import faulthandler
 import json
 import os
 import sys
@@ -17,30 +15,17 @@ from pathlib import Path
 import torch
 
 from minitron.course.exercises import find
-from minitron.course.graders import grade_file, grader_of
+from minitron.course.graders import grade_file
 
 
-def main(exercise_id: str, root: str, folder: str, timeout: str) -> None:
-    torch.set_num_threads(1)
-    exercise = find(exercise_id, Path(root))
-    prepare = getattr(grader_of(exercise), "prepare", None)
-    if prepare:
-        prepare()  # before the clock starts, as the imports above and in grader_of
-
-    # A thread outside the interpreter watches the clock: it works while Python code loops, and
-    # also when the process that started this one is gone.
-    with open(Path(folder, "stack.txt"), "w") as stack:
-        faulthandler.enable(stack)
-        faulthandler.dump_traceback_later(float(timeout), exit=True, file=stack)
-        verdict = grade_file(exercise, Path(root, exercise.file))
-        faulthandler.cancel_dump_traceback_later()
-
-    with contextlib.suppress(Exception):  # the learner may have closed it
-        sys.stdout.flush()
-    partial = Path(folder, "partial.json")
-    partial.write_text(json.dumps(dataclasses.asdict(verdict)))
-    partial.rename(Path(folder, "verdict.json"))
-    os._exit(0)  # threads that the learner left running cannot hold it up
+def main(exercise_id: str, root: str, limit: str) -> None:
+    """Print one line of JSON."""
+    with os.fdopen(os.dup(1), "w") as verdicts:
+        os.dup2(2, 1)
+        torch.set_num_threads(1)
+        exercise = find(exercise_id, Path(root))
+        verdict = grade_file(exercise, Path(root, exercise.file), float(limit))
+        json.dump(dataclasses.asdict(verdict), verdicts)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitron.course.graders import asked, expect
+from minitron.course.graders import apart, asked, expect
 
 IGNORED = -100
 EMPTY_MEAN = "a micro-batch without a counted token has the mean 0 / 0 = nan: sum the losses, " \
@@ -58,25 +59,46 @@ def grade_1_1(accumulate_gradients: Callable) -> None:
     accumulate("three micro-batches; every target of the second is ignored", [2, 1, 2], [0, 5, 3])
 
 
-def _compare_with_one_batch(
+@dataclass(frozen=True)
+class Seen:
+    """What there is after the call, beside what it returned."""
+
+    loss: float | Tensor
+    passes: list[str]
+    grads: dict[str, Tensor | None]
+    weights: dict[str, Tensor]
+    frozen: bool
+    """Whether the shift is still frozen, and has no gradient."""
+    handed_over: list[tuple[Tensor, Tensor]]
+
+
+def trial(
     accumulate_gradients: Callable, rows: list[int], num_ignored: list[int], held: float
-) -> None:
+) -> Seen:
+    """Call the learner's function on a model of ours."""
     model, micro_batches = TinyModel(), _make_micro_batches(rows, num_ignored)
     for parameter in model.trainable().values():
         parameter.grad = torch.full_like(parameter, held) if held else None
-    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    given = [(inputs.clone(), targets.clone()) for inputs, targets in micro_batches]
-    handed_over = list(micro_batches)
+    loss = accumulate_gradients(model, micro_batches)
+    return Seen(
+        loss, model.passes, {name: p.grad for name, p in model.trainable().items()},
+        {name: p.detach() for name, p in model.named_parameters()},
+        model.shift.grad is None and not model.shift.requires_grad, micro_batches)
 
-    loss = accumulate_gradients(model, handed_over)
 
+def _compare_with_one_batch(
+    accumulate_gradients: Callable, rows: list[int], num_ignored: list[int], held: float
+) -> None:
+    seen = apart(trial, accumulate_gradients, rows, num_ignored, held)
     if 5 not in num_ignored:  # a micro-batch without targets may be skipped
-        _expect_one_pass_at_a_time(model.passes, rows)
+        _expect_one_pass_at_a_time(seen.passes, rows)
+    loss = seen.loss
     expect(_is_number(loss), seen=f"it returned {loss!r}, of type {type(loss).__name__}",
            likely="the loss is a float, or a 0-d tensor whose graph does not keep memory alive: "
                   "loss.item() or loss.detach()")
-    _expect_sum(model, float(loss), micro_batches, held)
-    _expect_untouched(model, weights, handed_over, given)
+    micro_batches = _make_micro_batches(rows, num_ignored)
+    _expect_sum(seen.grads, float(loss), micro_batches, held)
+    _expect_untouched(seen, micro_batches)
 
 
 def _is_number(loss) -> bool:
@@ -112,7 +134,9 @@ def _expect_one_pass_at_a_time(passes: list[str], rows: list[int]) -> None:
     )
 
 
-def _expect_sum(model: TinyModel, loss: float, micro_batches: list, held: float) -> None:
+def _expect_sum(
+    grads: dict[str, Tensor | None], loss: float, micro_batches: list, held: float
+) -> None:
     """Compare gradients and loss with those of one batch that holds all micro-batches."""
     inputs, targets = (torch.cat(parts) for parts in zip(*micro_batches, strict=True))
     reference = TinyModel()
@@ -121,16 +145,16 @@ def _expect_sum(model: TinyModel, loss: float, micro_batches: list, held: float)
     right_loss = -log_probabilities.gather(-1, targets[counted][:, None]).mean()
     right_grads = torch.autograd.grad(right_loss, list(reference.trainable().values()))
 
-    for (name, parameter), right in zip(model.trainable().items(), right_grads, strict=True):
-        expect(parameter.grad is not None, seen=f"{name}.grad is None",
+    for (name, grad), right in zip(grads.items(), right_grads, strict=True):
+        expect(grad is not None, seen=f"{name}.grad is None",
                likely="no backward pass reached it")
-        added = parameter.grad - held
+        added = grad - held
         error = (added - right).abs().max().item()
         expect(
             error < 1e-12,
             seen=f"{name}.grad: largest error {error:.3g}, where the right gradient's largest "
                  f"entry is {right.abs().max().item():.3g}",
-            likely=_explain_gradient(name, parameter.grad, right, micro_batches, held),
+            likely=_explain_gradient(name, grad, right, micro_batches, held),
         )
     expect(math.isfinite(loss), seen=f"the loss returned is {loss}", likely=EMPTY_MEAN)
     expect(
@@ -178,15 +202,14 @@ def _weighted_gradient(name: str, micro_batches: list, weights: list[float]) -> 
     return torch.autograd.grad(total, getattr(model, name))[0]
 
 
-def _expect_untouched(model: TinyModel, weights: dict, handed_over: list, given: list) -> None:
-    for name, parameter in model.named_parameters():
-        expect(torch.equal(parameter, weights[name]), seen=f"{name} itself has changed",
+def _expect_untouched(seen: Seen, given: list) -> None:
+    for name, parameter in TinyModel().named_parameters():
+        expect(torch.equal(parameter, seen.weights[name]), seen=f"{name} itself has changed",
                likely="no optimizer step here: only .grad may change")
-    expect(model.shift.grad is None and not model.shift.requires_grad,
-           seen="shift is frozen, and now has a gradient or requires one",
+    expect(seen.frozen, seen="shift is frozen, and now has a gradient or requires one",
            likely="leave requires_grad as it is; backward() fills what is trainable")
-    same = len(handed_over) == len(given) and all(
-        torch.equal(a, b) for mine, theirs in zip(handed_over, given, strict=True)
+    same = len(seen.handed_over) == len(given) and all(
+        torch.equal(a, b) for mine, theirs in zip(seen.handed_over, given, strict=True)
         for a, b in zip(mine, theirs, strict=True))
     expect(same, seen="the list of micro-batches, or a tensor in it, has changed",
            likely="an in-place operation on inputs or targets, or a pop: the caller needs them")

@@ -19,10 +19,10 @@ Read in this order: on_ranks, _on_rank, Wire, the words for what ranks saw.
 """
 
 import inspect
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from pickle import UnpicklingError
 
 import cloudpickle
 import torch
@@ -30,9 +30,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minitron.comm.launch import RankError, run
+from minitron.comm.launch import RankError, run, run_apart
 from minitron.comm.rank_process import Failure
-from minitron.course.graders import TRACEBACK_LINES, Mistake
+from minitron.course.graders import TRACEBACK_LINES, Forbidden, Mistake, guard, plain
+from minitron.course.graders.bench import FORBIDDEN, Answer, bench_of
+from minitron.course.graders.bench_process import Source, prepare, travel_by_value
 from minitron.measure.ledger import Call, Ledger
 
 SIZES = (3, 2, 4, 1)  # as they are judged: of 3 ranks, 1/3 and 3/4 mean different mistakes
@@ -61,18 +63,31 @@ def on_ranks(
 
     One launch serves all sizes: the smaller groups are parts of the largest, so that a function
     which asks for the default group, or for its size, is found out. `timeout` is in seconds, for
-    all. Raises Mistake if a rank raises, dies or hangs; `stuck` is the likeliest cause of a hang
-    or of ranks that call different operations.
+    all, of CPU time. Raises Mistake if a rank raises, dies or hangs; `stuck` is the likeliest
+    cause of a hang or of ranks that call different operations.
     """
     start_server()
-    files = [source_file(answer) for answer in args if callable(answer)]
-    for answer in filter(callable, args):
-        _travel_by_value(answer)
+    source, files = _source_of(args)
+    job = cloudpickle.dumps((trial, args))
     try:
-        by_rank = run(_on_rank, max(sizes), trial, sizes, args, timeout=timeout)
+        replies = run_apart(_on_rank, max(sizes), source, job, sizes, cpu_seconds=timeout)
+        by_rank = [plain.decode(reply) for reply in replies]
     except RankError as error:
         raise _mistake(error, files, stuck) from None
+    except (plain.NotPlain, UnpicklingError) as error:
+        raise Mistake(f"what came back cannot be read: {error}", FORBIDDEN) from None
     return {size: [results[size] for results in by_rank[:size]] for size in sizes}
+
+
+def _source_of(args: tuple) -> tuple[Source | None, list[str]]:
+    """Where the ranks find the learner's functions, and the files whose lines are shown."""
+    if any(isinstance(value, Answer) for value in args):
+        source = bench_of(args).source
+        return source, [str(source.path)]
+    answers = list(filter(callable, args))
+    for answer in answers:  # a test's
+        travel_by_value(answer)
+    return None, [source_file(answer) for answer in answers]
 
 
 @cache
@@ -98,13 +113,6 @@ def source_file(answer: Callable) -> str:
         if inspect.isfunction(function := getattr(value, "__func__", value))  # static ones too
     ]
     return inspect.unwrap(functions[0]).__code__.co_filename
-
-
-def _travel_by_value(answer: Callable) -> None:
-    # By name, the ranks would import exercises/, which need not be the file that is graded.
-    module = sys.modules.get(answer.__module__)
-    if module is not None and not answer.__module__.startswith("minitron."):
-        cloudpickle.register_pickle_by_value(module)
 
 
 def _mistake(error: RankError, files: list[str], stuck: str) -> Mistake:
@@ -139,7 +147,10 @@ def _why_raised(failure: Failure, files: list[str]) -> str:
 # On each rank
 
 
-def _on_rank(group, trial: Callable, sizes: tuple[int, ...], args: tuple) -> dict:
+def _on_rank(group, source: Source | None, job: bytes, sizes: tuple[int, ...]) -> bytes:
+    if source is not None:
+        prepare(source)
+    trial, args = cloudpickle.loads(job)
     groups = {size: dist.new_group(range(size), group_desc=f"mesh_{AXIS}") for size in sizes}
     results = {}
     # The largest first: when it hangs, no rank is busy elsewhere.
@@ -150,11 +161,9 @@ def _on_rank(group, trial: Callable, sizes: tuple[int, ...], args: tuple) -> dic
             except BaseException as error:
                 error.add_note(f"{size} rank{'s' * (size > 1)}")
                 raise
-    return results
-
-
-class Forbidden(Exception):
-    """Something that the exercise rules out."""
+    if source is not None:
+        guard.expect_intact()
+    return plain.encode(results)
 
 
 class Wire:

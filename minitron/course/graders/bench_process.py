@@ -1,0 +1,127 @@
+"""What happens on a bench: a process that has the learner's functions, and judges nothing.
+
+It loads the learner's file as a guarded module, then does one trial after the other that the judge
+sends, and answers each with plain values. Ranks of a trial on many ranks load the file the same
+way.
+
+Read in this order: bench_main, prepare, resolve, outcome_of.
+"""
+
+import faulthandler
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import cloudpickle
+import torch
+
+from minitron.comm.rank_process import Failure, failure_of
+from minitron.course.exercises import Exercise, load
+from minitron.course.graders import guard, plain
+from minitron.course.graders.verdicts import Mistake, grader_of
+
+ANSWERS: dict[str, Callable] = {}
+"""The learner's functions by name, in a process that has loaded them."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the learner's functions come from."""
+
+    exercise: Exercise
+    path: Path
+    """The file whose lines are shown of an error."""
+    functions: bytes | None = None
+    """The functions themselves by cloudpickle, where a test grades one; else the file counts."""
+
+
+@dataclass(frozen=True)
+class Raised:
+    """What a trial raised, for the judge to raise again."""
+
+    failure: Failure
+    kinds: tuple[str, ...]
+    """Built-in exceptions that it is one of, the nearest first."""
+    mistake: tuple[str, str] | None = None
+    """What was seen and its likely cause, if the trial has found a mistake itself."""
+
+
+def bench_main(source: Source, prints: Connection, stack_file: Path, pipe: Connection) -> None:
+    """Load the learner's file, then do what the judge sends until it hangs up."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal
+    for stream in (1, 2):
+        os.dup2(prints.fileno(), stream)
+    sys.stdout = sys.stderr = open(1, "w", buffering=1, errors="replace", closefd=False)
+    stack = open(stack_file, "w")
+    faulthandler.enable(stack)
+    if hasattr(signal, "SIGUSR1"):
+        faulthandler.register(signal.SIGUSR1, stack)
+    torch.set_num_threads(1)
+
+    pipe.send_bytes(outcome_of(prepare, source))
+    while True:
+        try:
+            job = pipe.recv_bytes()
+        except (EOFError, OSError):
+            os._exit(0)  # whatever threads the learner has left running
+        pipe.send_bytes(outcome_of(_do, job))
+
+
+def prepare(source: Source) -> None:
+    """Load the learner's functions into ANSWERS. Raises what their file raises."""
+    guard.set_up(grader_of(source.exercise), source.exercise, source.path)
+    if source.functions is None:
+        functions = load(source.exercise, source.path, guard.guarded_builtins())
+    else:
+        functions = cloudpickle.loads(source.functions)
+    ANSWERS.update(functions)
+    guard.look_at(functions)
+
+
+def travel_by_value(answer: Callable) -> None:
+    """Let cloudpickle take the function itself: by its name, another file's might be found."""
+    module = sys.modules.get(answer.__module__)
+    if module is not None and not answer.__module__.startswith("minitron."):
+        cloudpickle.register_pickle_by_value(module)
+
+
+def resolve(name: str) -> Callable:
+    """The learner's function: what an `Answer` becomes on a bench."""
+    return ANSWERS[name]
+
+
+def outcome_of(function: Callable, *args) -> bytes:
+    """Call the function; what it returns or raises, encoded."""
+    try:
+        return plain.encode(function(*args))
+    except BaseException as error:  # sys.exit() as well
+        return plain.encode(raised(error))
+
+
+def raised(error: BaseException) -> Raised:
+    """Describe what was raised, in plain values."""
+    kinds = tuple(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
+    mistake = (str(error.seen), str(error.likely)) if type(error) is Mistake else None
+    try:
+        failure = failure_of(error)
+        plain.encode(failure)
+    except Exception:  # its __str__ raises, say
+        failure = Failure(f"raised {type(error).__name__}", type(error).__name__)
+    return Raised(failure, kinds, mistake)
+
+
+def _do(job: bytes):
+    trial, args, kwargs = cloudpickle.loads(job)
+    value = trial(*args, **kwargs)
+    if trial is not call:
+        guard.expect_intact()
+    return value
+
+
+def call(answer: Callable, *args, **kwargs):
+    """The simplest trial: call the learner's function, and return what it returns."""
+    return answer(*args, **kwargs)
