@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minitron.course.graders import asked, expect
+from minitron.course.graders import apart, asked, expect
 from minitron.course.graders.ch07_heads import grade_7_4
 from minitron.course.graders.ch07_linear import grade_7_2
 from minitron.course.graders.ch07_toy import (
@@ -82,7 +82,7 @@ def grade_7_1(Replicate: type, AllReduce: type) -> None:
                                  ("AllReduce", AllReduce, "forward")):
         call = f"y = {name}.apply(x, group); y.backward(grad)"
         with asked(f"{call} on 1, 2, 3 and 4 ranks"):
-            _expect_written(name, Function)
+            _expect_written(name, apart(missing_methods, Function))
             by_size = on_ranks(pass_all, Function, sums)
         for size, by_rank in by_size.items():
             for index, case in enumerate(CASES):
@@ -90,9 +90,12 @@ def grade_7_1(Replicate: type, AllReduce: type) -> None:
                     _expect_passed([mine[index] for mine in by_rank], case, sums)
 
 
-def _expect_written(name: str, Function: type) -> None:
-    missing = [method for method in ("forward", "backward")
-               if getattr(Function, method) is getattr(torch.autograd.Function, method)]
+def missing_methods(Function: type) -> list[str]:
+    return [method for method in ("forward", "backward")
+            if getattr(Function, method) is getattr(torch.autograd.Function, method)]
+
+
+def _expect_written(name: str, missing: list[str]) -> None:
     expect(not missing, seen=f"{name} has no {' and no '.join(missing)}",
            likely="both are static methods of the class, called forward and backward")
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minitron import float8
-from minitron.course.graders import Mistake, asked, expect
+from minitron.course.graders import Mistake, apart, asked, expect
+from minitron.course.graders.arguments import copy_of
 from minitron.course.graders.ch06_toy import ShardWire
-from minitron.course.graders.ch07_toy import calls_from_outside, expect_no_calls, in_words
+from minitron.course.graders.ch07_toy import in_words
 from minitron.course.graders.ranks import SIZES, many_ranks, on_ranks, per_rank
 from minitron.measure.ledger import Call
 
@@ -80,18 +80,18 @@ def grade_10_5(quantise: Callable, quantise_shard: Callable) -> None:
 
 
 def _call(quantise: Callable, x: Tensor, dtype: torch.dtype) -> Answer:
-    mine = copy_of(x)
-    with calls_from_outside(float8.quantise) as called, Conversions() as conversions:
-        answer = quantise(mine, dtype)
-    expect_no_calls(called, "find the scale yourself")
-    changed = difference(mine, x)
+    answer, after, converted = apart(watch, quantise, x, dtype)
+    changed = difference(after, x)
     expect(changed == "", seen=f"x has changed: {changed}", likely=IN_PLACE)
-    return _answer(answer)._replace(converted=conversions.largest)
+    return _answer(answer)._replace(converted=converted)
 
 
-def copy_of(x: Tensor) -> Tensor:
-    """A copy with x's strides, which `clone` changes if they leave gaps."""
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x)
+def watch(quantise: Callable, x: Tensor, dtype: torch.dtype) -> tuple:
+    """What is returned, what x is then, and the largest quotient that was converted."""
+    mine = copy_of(x)
+    with Conversions() as conversions:
+        answer = quantise(mine, dtype)
+    return answer, mine, conversions.largest
 
 
 def difference(seen: Tensor, before: Tensor) -> str:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from minitron.course.graders import Mistake, asked, expect
+from minitron.course.graders import Mistake, apart, asked, expect
 from minitron.course.graders.ch06_toy import Held
 from minitron.course.graders.python_memory import PythonMemory
 
@@ -60,55 +60,63 @@ class Model(nn.Module):
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
 
-class Watched(NamedTuple):
-    """A learner's object, its model, and the tensors that each optimizer was made for."""
+class Seen(NamedTuple):
+    """What there is after some steps."""
 
-    model: Model
-    masters: object
     made: list[list[Tensor]]
+    """Copies of the tensors that each optimizer was made for."""
+    parameters: dict[str, Tensor]
+    tied: bool
+    left: list[str]
+    """Whose .grad is not None."""
 
 
 def grade_10_3(MasterStep: type) -> None:
     """Train 20 steps in both 16-bit dtypes; then weigh a larger model."""
     for dtype, name in CASES:
         with asked(f"MasterStep(model, make_optimizer) for {_word(dtype)} parameters and {name}"):
-            watched = make(MasterStep, dtype, name)
-            _expect_masters(watched)
+            _expect_masters(apart(train, MasterStep, dtype, name, 0).made, dtype)
         for step in range(STEPS):
             with asked(f"step {step + 1} of MasterStep with {_word(dtype)} parameters and {name}; "
                        "seldom has a gradient in steps 1, 4, 7 ..., which is zero in step "
                        f"{ZERO_STEP + 1}; unused never"):
-                watched.model.fill(step)
-                watched.masters.step()
-                _expect_step(watched, dtype, name, step)
+                seen = apart(train, MasterStep, dtype, name, step + 1)
+                _expect_step(seen, dtype, name, step)
     with asked(f"the bytes held after a step with AdamW: {NUM_SQUARES} weights of {SQUARE} x "
                f"{SQUARE}, bfloat16"):
-        _expect_little(MasterStep)
+        _expect_little(*apart(weigh, MasterStep))
 
 
-def make(MasterStep: type, dtype: torch.dtype, name: str) -> Watched:
+def train(MasterStep: type, dtype: torch.dtype, name: str, num_steps: int) -> Seen:
+    """Train from the beginning, so many steps."""
     model, made = Model(dtype), []
 
     def make_optimizer(tensors):
-        made.append(list(tensors))
-        return OPTIMIZERS[name](made[-1])
+        tensors = list(tensors)
+        made.append([tensor.detach().clone() for tensor in tensors])
+        return OPTIMIZERS[name](tensors)
 
-    return Watched(model, MasterStep(model, make_optimizer), made)
+    masters = MasterStep(model, make_optimizer)
+    for step in range(num_steps):
+        model.fill(step)
+        masters.step()
+    return Seen(made, {key: p.detach() for key, p in model.named_parameters()},
+                model.head.weight is model.embedding.weight,
+                [key for key, p in model.named_parameters() if p.grad is not None])
 
 
 def _word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _expect_masters(watched: Watched) -> None:
-    expect(len(watched.made) == 1, seen=f"make_optimizer was called {len(watched.made)} times",
-           likely="once, in __init__: an optimizer that is made anew has forgotten its moments")
-    given = watched.made[0]
+def _expect_masters(made: list[list[Tensor]], dtype: torch.dtype) -> None:
+    _expect_made_once(made)
+    given = made[0]
     dtypes = {_word(tensor.dtype) for tensor in given}
     expect(dtypes == {"float32"}, seen=f"the optimizer updates {' and '.join(sorted(dtypes))}",
            likely="its tensors are the masters, float32: in 16 bits an update of less than half "
                   "a unit is lost")
-    model = watched.model
+    model = Model(dtype)
     right = sum(p.numel() for p in model.trained().values())
     tied, frozen = model.embedding.weight.numel(), model.frozen.numel()
     num = sum(tensor.numel() for tensor in given)
@@ -121,6 +129,11 @@ def _expect_masters(watched: Watched) -> None:
     }.get(num, "one master for every parameter that requires a gradient")
     expect(num == right, seen=f"the optimizer has {num} elements; the model trains {right}",
            likely=likely)
+
+
+def _expect_made_once(made: list[list[Tensor]]) -> None:
+    expect(len(made) == 1, seen=f"make_optimizer was called {len(made)} times",
+           likely="once, in __init__: an optimizer that is made anew has forgotten its moments")
 
 
 @cache
@@ -158,27 +171,24 @@ def rounds_to(weight: Tensor, master: Tensor) -> bool:
     return bool(((low <= weight) & (weight <= high)).all())
 
 
-def _expect_step(watched: Watched, dtype: torch.dtype, name: str, step: int) -> None:
-    model, before = watched.model, Model(dtype)
-    dtypes = {_word(p.dtype) for p in model.parameters()}
+def _expect_step(seen: Seen, dtype: torch.dtype, name: str, step: int) -> None:
+    before = Model(dtype)
+    dtypes = {_word(weight.dtype) for weight in seen.parameters.values()}
     expect(dtypes == {_word(dtype)}, seen=f"the parameters are {' and '.join(sorted(dtypes))}",
            likely="the model keeps its dtype: copy the master's value into the parameter, which "
                   "rounds it")
-    expect(model.head.weight is model.embedding.weight,
-           seen="embedding and head no longer share their weight",
+    expect(seen.tied, seen="embedding and head no longer share their weight",
            likely="change the parameters' values, with parameter.data.copy_: not the parameters")
-    expect(torch.equal(model.frozen, before.frozen), seen="frozen has changed",
+    expect(torch.equal(seen.parameters["frozen"], before.frozen), seen="frozen has changed",
            likely="frozen parameters stay as they are")
-    expect(len(watched.made) == 1, seen=f"make_optimizer was called {len(watched.made)} times",
-           likely="once, in __init__: an optimizer that is made anew has forgotten its moments")
+    _expect_made_once(seen.made)
 
     right = reference(dtype, name, step + 1)
-    for key, parameter in model.trained().items():
-        if not rounds_to(parameter.detach(), right[key]):
-            raise Mistake(_difference(key, parameter.detach(), right[key]),
-                          _why_other(key, watched, dtype, name, step))
-    left = [key for key, p in model.named_parameters() if p.grad is not None]
-    expect(not left, seen=f"a .grad is left: of {' and '.join(left)}",
+    for key in before.trained():
+        if not rounds_to(seen.parameters[key], right[key]):
+            raise Mistake(_difference(key, seen.parameters[key], right[key]),
+                          _why_other(key, seen.parameters[key], dtype, name, step))
+    expect(not seen.left, seen=f"a .grad is left: of {' and '.join(seen.left)}",
            likely="once it is handed over, parameter.grad = None: else it is held twice, and the "
                   "next backward pass adds to it")
 
@@ -191,10 +201,8 @@ def _difference(key: str, weight: Tensor, master: Tensor) -> str:
 
 
 def _why_other(
-    key: str, watched: Watched, dtype: torch.dtype, name: str, step: int
+    key: str, weight: Tensor, dtype: torch.dtype, name: str, step: int
 ) -> str:
-    weight = watched.model.trained()[key].detach()
-
     def is_like(mistake: str) -> bool:
         return rounds_to(weight, reference(dtype, name, step + 1, mistake)[key])
 
@@ -220,7 +228,8 @@ def _why_other(
            "parameter gets its own master's value, rounded"
 
 
-def _expect_little(MasterStep: type) -> None:
+def weigh(MasterStep: type) -> tuple[float, float]:
+    """Bytes for each parameter after a step: of tensors, and of other Python objects."""
     with PythonMemory(MasterStep) as memory, Held() as held:
         layers = (nn.Linear(SQUARE, SQUARE, bias=False) for _ in range(NUM_SQUARES))
         model = nn.Sequential(*layers).bfloat16()
@@ -231,12 +240,15 @@ def _expect_little(MasterStep: type) -> None:
             masters.step()
         gc.collect()
         num = sum(parameter.numel() for parameter in model.parameters())
-        per_element, hidden = held.now() / num, memory.now() / num
-    expect(per_element < MOST_BYTES, seen=f"{per_element:.1f} bytes for each parameter after a "
+        return held.now() / num, memory.now() / num
+
+
+def _expect_little(of_tensors: float, of_objects: float) -> None:
+    expect(of_tensors < MOST_BYTES, seen=f"{of_tensors:.1f} bytes for each parameter after a "
            f"step, where {BYTES} are enough",
            likely="the masters' gradients are kept (4 bytes), the parameters' own (2), or one more "
                   "copy of the weights (2 or 4)")
-    expect(hidden < MOST_BYTES - BYTES, seen=f"besides the tensors, {hidden:.1f} bytes of NumPy "
-           "arrays or other Python objects for each parameter are held after a step",
+    expect(of_objects < MOST_BYTES - BYTES, seen=f"besides the tensors {of_objects:.1f} bytes of "
+           "NumPy arrays or other Python objects for each parameter are held after a step",
            likely="a copy in NumPy, bytes or a list takes memory too: parameter, master and the "
                   "optimizer's moments are all that is needed")

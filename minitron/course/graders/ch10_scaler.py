@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from minitron.course.graders import asked, expect
+from minitron.course.graders import apart, asked, expect
+from minitron.course.graders.arguments import copy_of
 from minitron.course.graders.ch07_toy import is_close
 
 CLOSE = 1e-5  # of the largest value: PyTorch's clipping adds 1e-6 to the norm
@@ -54,10 +55,19 @@ class Seen(NamedTuple):
     """What there is after a step."""
 
     value: float
-    moved: bool
     weights: list[Tensor]
     state: list[Tensor]
     """What the optimizer remembers."""
+    moved: object = True
+    """What step() returned."""
+    losses: list[float] = []
+    """The loss itself, before and after scaled(loss)."""
+    scaled: str = ""
+    """What scaled(loss) returned, in words."""
+    grads: dict[str, Tensor] = {}
+    """After its backward pass; none if it has no such pass."""
+    left: list[str] = []
+    """Whose .grad is not None after step()."""
 
 
 class Given(torch.autograd.Function):
@@ -89,22 +99,39 @@ class Weights(nn.Module):
 
 
 def grade_10_2(LossScaler: type) -> None:
-    """Play the script with two optimizers and two settings; compare after every step."""
+    """Play the script with two optimizers and three settings; compare after every step."""
     for name, settings in CASES:
-        model = Weights()
-        optimizer = make_optimizer(name, model)
-        scaler = LossScaler(optimizer, MAX_NORM, *settings)
-        for number, step in enumerate(STEPS):
+        before = observe(model := Weights(), make_optimizer(name, model), settings.initial)
+        for number in range(len(STEPS)):
             told = ", ".join(STEPS[max(0, number - 5):number + 1])
             with asked(f"step {number + 1} of a LossScaler with {name}, a and b in a parameter "
                        f"group each, max_norm={MAX_NORM:g} and "
                        f"{', '.join(f'{k}={v:g}' for k, v in settings._asdict().items())}; "
                        f"gradients {'... ' * (number > 5)}{told}"):
-                before = observe(model, optimizer, scaler.value, True)
-                _backward(model, scaler, SCRIPT[step])
-                moved = scaler.step()
-                seen = observe(model, optimizer, scaler.value, moved)
-                _expect_right(seen, before, model, name, settings, number)
+                seen = apart(play, LossScaler, name, settings, number + 1)
+                _expect_scaled(seen, before.value, SCRIPT[STEPS[number]])
+                _expect_right(seen, before, name, settings, number)
+            before = seen
+
+
+def play(LossScaler: type, name: str, settings: Settings, num_steps: int) -> Seen:
+    """What there is after so many steps of the script, from the beginning."""
+    model = Weights()
+    optimizer = make_optimizer(name, model)
+    scaler = LossScaler(optimizer, MAX_NORM, *settings)
+    for step in STEPS[:num_steps]:
+        loss = model.loss(SCRIPT[step])
+        losses, grads = [loss.item()], {}
+        scaled = scaler.scaled(loss)
+        losses.append(loss.item())
+        if isinstance(scaled, Tensor) and scaled.requires_grad:
+            scaled.backward()
+            grads = {name: copy_of(p.grad) for name, p in model.named_parameters()
+                     if p.grad is not None}
+        moved = scaler.step()
+    left = [name for name, p in model.named_parameters() if p.grad is not None]
+    return observe(model, optimizer, float(scaler.value), moved, losses, repr(scaled)[:80], grads,
+                   left)
 
 
 def make_optimizer(name: str, model: Weights) -> torch.optim.Optimizer:
@@ -114,32 +141,27 @@ def make_optimizer(name: str, model: Weights) -> torch.optim.Optimizer:
     return optimizer
 
 
-def observe(model: nn.Module, optimizer: torch.optim.Optimizer, value, moved) -> Seen:
+def observe(model: nn.Module, optimizer: torch.optim.Optimizer, value: float, *others) -> Seen:
     state = [tensor.clone() for parameter in model.parameters()
              for tensor in optimizer.state.get(parameter, {}).values() if tensor is not None]
     weights = [parameter.detach().clone() for parameter in model.parameters()]
-    return Seen(float(value), moved, weights, state)
+    return Seen(value, weights, state, *others)
 
 
-def _backward(model: Weights, scaler, gradients: dict[str, list | None]) -> None:
-    value, loss = float(scaler.value), model.loss(gradients)
-    true_loss = loss.item()
-    scaled = scaler.scaled(loss)
-    expect(loss.item() == true_loss, seen=f"the loss itself is {loss.item():g} after scaled(loss), "
-           f"and was {true_loss:g}", likely="loss *= ... changes the caller's tensor, which is "
-           "still to be logged: return loss * self.value")
-    expect(isinstance(scaled, Tensor) and scaled.requires_grad,
-           seen=f"scaled(loss) returned {scaled!r:.80}", likely="a tensor that backward() can "
-           "be called on: loss times self.value")
-    scaled.backward()
+def _expect_scaled(seen: Seen, value: float, gradients: dict[str, list | None]) -> None:
+    before, after = seen.losses
+    expect(before == after, seen=f"the loss itself is {after:g} after scaled(loss), and was "
+           f"{before:g}", likely="loss *= ... changes the caller's tensor, which is still to be "
+           "logged: return loss * self.value")
+    expect(seen.grads != {}, seen=f"scaled(loss) returned {seen.scaled}",
+           likely="a tensor that backward() can be called on: loss times self.value")
     for name, values in gradients.items():
-        seen = getattr(model, name).grad
+        grad = seen.grads.get(name)
         if values is not None and all(map(math.isfinite, values)):
             right = torch.tensor(values, dtype=torch.float64) * value
-            same = seen is not None and is_close(seen, right)
-            expect(same, seen=f"after scaled(loss).backward() {name}.grad is {_list(seen)}, not "
-                   f"{_list(right)}", likely="scaled(loss) is the loss times self.value, and "
-                   "nothing else: the true gradient of it")
+            expect(is_close(grad, right), seen=f"after scaled(loss).backward() {name}.grad is "
+                   f"{_list(grad)}, not {_list(right)}", likely="scaled(loss) is the loss times "
+                   "self.value, and nothing else: the true gradient of it")
 
 
 def _list(tensor: Tensor | None) -> str:
@@ -177,7 +199,7 @@ def simulate(
 
 
 def _expect_right(
-    seen: Seen, before: Seen, model: Weights, name: str, settings: Settings, number: int
+    seen: Seen, before: Seen, name: str, settings: Settings, number: int
 ) -> None:
     right = simulate(name, settings, number + 1)
     finite = all(weights.isfinite().all() for weights in seen.weights)
@@ -197,8 +219,7 @@ def _expect_right(
            likely="return whether the optimizer has stepped, True or False")
     expect(seen.value == right.value, seen=f"the scale is {seen.value:g} afterwards, not "
            f"{right.value:g}", likely=_why_other_value(seen.value, before.value, settings, number))
-    left = [name for name, p in model.named_parameters() if p.grad is not None]
-    expect(not left, seen=f"a .grad is left: of {' and '.join(left)}",
+    expect(not seen.left, seen=f"a .grad is left: of {' and '.join(seen.left)}",
            likely="set every .grad to None, also after a skipped step: else the next backward pass "
                   "adds to what has overflowed")
 
