@@ -12,6 +12,8 @@ from minitron.parallel.simulator import simulate
 
 SECONDS = {"F": 1, "B": 2}
 STAGE_BYTES = 100
+MANY = 10**17 + 1
+"""Bytes that a float does not hold exactly."""
 RANKS = (4, 2, 3, 1, 8)
 MICRO_BATCHES = (8, 24, 5, 4, 3, 1)
 CHUNKS = (2, 3)
@@ -31,6 +33,18 @@ def grade_9_2(bubble: Callable, activation_bytes: Callable) -> None:
                        f"num_chunks={v}, rank={rank}, model_bytes={model_bytes})"):
                 seen = activation_bytes(name, p, m, v, rank, model_bytes)
                 _expect_bytes(seen, num_held * STAGE_BYTES, Place(name, p, m, v, rank))
+    _expect_exact(activation_bytes)
+
+
+def _expect_exact(activation_bytes: Callable) -> None:
+    name, p, m, v = "interleaved 1F1B", 3, 6, 2
+    model_bytes = p * v * MANY
+    with asked(f"activation_bytes(schedule={name!r}, num_ranks={p}, num_micro_batches={m}, "
+               f"num_chunks={v}, rank=0, model_bytes={model_bytes})"):
+        seen = activation_bytes(name, p, m, v, 0, model_bytes)
+        right = peak_activations(interleaved(p, m, v))[0] * MANY
+        expect(seen == right, seen=f"{seen}, not {right}", likely="right but for rounding: / makes "
+               "a float, which has 16 digits. Divide integers by //")
 
 
 def grid() -> list[tuple[str, int, int, int, Schedule]]:
