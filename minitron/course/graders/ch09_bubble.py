@@ -6,6 +6,7 @@ from math import isclose
 from typing import NamedTuple
 
 from minitron.course.graders import Mistake, asked, expect
+from minitron.course.graders.numbers import ROUNDED, apart, is_rounded
 from minitron.parallel.schedule_check import peak_activations
 from minitron.parallel.schedules import Schedule, gpipe, interleaved, one_forward_one_backward
 from minitron.parallel.simulator import simulate
@@ -63,8 +64,11 @@ def _expect_bubble(answer, schedule: Schedule, v: int) -> None:
     right = timeline.bubble_of_total, timeline.bubble_of_ideal
     same = [isclose(*pair, rel_tol=1e-9, abs_tol=1e-12) for pair in zip(answer, right, strict=True)]
     if not all(same):
-        raise Mistake(f"({answer[0]:.4g}, {answer[1]:.4g}); in the simulator {right[0]:.4g} of the "
-                      f"total time is idle, {right[1]:.4g} of the time that the work takes",
+        first, idle = apart(answer[0], right[0])
+        second, of_work = apart(answer[1], right[1])
+        raise Mistake(f"({first}, {second}); in the simulator {idle} of the total time is idle, "
+                      f"{of_work} of the time that the work takes",
+                      ROUNDED if all(map(is_rounded, answer, right)) else
                       _why_other_bubble(answer, right, p, m, v))
 
 

@@ -282,7 +282,7 @@ def _expect_little(seen: list[Seen]) -> None:
 def _expect_no_copies(copies: tuple[int, ...], objects: tuple[int, ...]) -> None:
     when = "when the last micro-batch goes back"
     expect(max(copies) <= MESSAGES, seen=per_rank(
-        [f"{num} tensors of the size of one that has gone back long ago are held" for num in copies]
+        [f"of one that has gone back long ago {num} tensors are held" for num in copies]
     ) + f" {when}; its messages forward and back would be {MESSAGES}",
            likely="copies of input or output of each micro-batch: they are needed until it has "
                   "gone back, and no longer")

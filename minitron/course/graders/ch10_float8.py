@@ -13,6 +13,7 @@ from minitron.course.graders import Mistake, apart, asked, expect
 from minitron.course.graders.arguments import copy_of
 from minitron.course.graders.ch06_toy import ShardWire
 from minitron.course.graders.ch07_toy import in_words
+from minitron.course.graders.numbers import a_not_b
 from minitron.course.graders.ranks import SIZES, many_ranks, on_ranks, per_rank
 from minitron.measure.ledger import Call
 
@@ -142,7 +143,7 @@ def _expect_quantised(answer: Answer, x: Tensor, dtype: torch.dtype) -> None:
     _expect_kind(answer, x, dtype)
     right, seen = right_scale(x, dtype), float(answer.scale)
     if not _is_close(seen, right):
-        raise Mistake(f"the scale is {seen:.6g}, not {right:.6g}",
+        raise Mistake(f"the scale is {a_not_b(seen, right, digits=6)}",
                       _why_other_scale(seen, right, x, dtype))
     _expect_values(answer, x, dtype)
     _expect_clamped(answer, dtype)

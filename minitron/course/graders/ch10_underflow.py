@@ -7,7 +7,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from minitron.course.graders import Mistake, asked, expect
+from minitron.course.graders import Mistake, asked
+from minitron.course.graders.arguments import call_unchanged
+from minitron.course.graders.numbers import ROUNDED, a_not_b, is_rounded
 
 Gradients = dict[str, Tensor]
 
@@ -87,14 +89,9 @@ def many() -> Gradients:
 
 
 def _call(function: Callable, given: Gradients, number: float):
-    mine = {name: values.clone() for name, values in given.items()}
-    answer = function(mine, number)
-    same = mine.keys() == given.keys() and all(
-        torch.equal(mine[name].view(torch.int32), values.view(torch.int32))  # so NaN equals NaN
-        for name, values in given.items())
-    expect(same, seen="the gradients have changed", likely="an operation in place, such as "
-           "values *= scale: the caller needs them")
-    return answer
+    return call_unchanged(
+        function, given, number, names="gradients",
+        likely="an operation in place, such as values *= scale: the caller needs them")
 
 
 def _number(answer) -> float:
@@ -130,7 +127,8 @@ def right_scale(given: Gradients, max_share: float) -> float | None:
 def _expect_share(seen: float, given: Gradients, scale: float) -> None:
     right = right_share(given, scale)
     if not math.isclose(seen, right, rel_tol=1e-6, abs_tol=1e-12):
-        raise Mistake(f"{seen:.6g}, not {right:.6g}", _why_other_share(seen, right, given, scale))
+        raise Mistake(a_not_b(seen, right), ROUNDED if is_rounded(seen, right) else
+                      _why_other_share(seen, right, given, scale))
 
 
 def _why_other_share(seen: float, right: float, given: Gradients, scale: float) -> str:
