@@ -36,9 +36,10 @@ import torch
 import torch.distributed as dist
 
 from minitron.comm.agreement import gathered
+from minitron.comm.messages import read_bytes
 from minitron.comm.rank_process import Failure, Orders
 from minitron.comm.rank_report import RankError
-from minitron.comm.ranks import PROCESS_NAME, Ranks, read_bytes
+from minitron.comm.ranks import PROCESS_NAME, Ranks
 from minitron.config import ConfigError, require
 
 START_METHOD = "spawn" if sys.platform == "win32" else "forkserver"
@@ -85,7 +86,7 @@ def _values(
     with tempfile.TemporaryDirectory(prefix="minitron-") as folder:
         ranks = Ranks(_orders(fn, args, num_ranks, Path(folder), watch))
         try:
-            ranks.start(os.environ.get("MINITRON_START", START_METHOD))
+            ranks.start(start_method())
             error = ranks.wait(timeout, cpu_seconds)
         except KeyboardInterrupt:
             error = KeyboardInterrupt()  # without the frames in which the parent was listening
@@ -94,6 +95,11 @@ def _values(
     if error is not None:
         raise error from None
     return ranks.values()
+
+
+def start_method() -> str:
+    """How `multiprocessing` starts processes here: "forkserver" or "spawn"."""
+    return os.environ.get("MINITRON_START", START_METHOD)
 
 
 def _orders(fn: Callable, args: tuple, num_ranks: int, folder: Path, watch: bool) -> Orders:

@@ -11,10 +11,8 @@ its outcome. The parent reads until all have an outcome, or until it is clear th
 Read in this order: Ranks.wait, Rank.receive, Ranks._have_stalled.
 """
 
-import io
 import math
 import multiprocessing
-import pickle
 import signal
 import sys
 import time
@@ -23,9 +21,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import connection
 
-import psutil
-import torch
-
+from minitron.comm.messages import read_message
+from minitron.comm.process_state import cpu_seconds, wants_cpu
 from minitron.comm.rank_process import (
     Failure,
     Frame,
@@ -59,31 +56,6 @@ BUSY_SECONDS = 0.05  # less CPU time than this during a stall is waiting
 GRACE_SECONDS = 0.3  # after a failure, for those of other ranks
 LEAVE_SECONDS = 5.0  # to tear a group down
 MOST_MESSAGES = 100  # read at once, so that one busy rank does not hide the others
-
-
-class _Reader(pickle.Unpickler):
-    """Builds the messages of ranks, and no other objects: what a rank runs may be anybody's."""
-
-    def find_class(self, module: str, name: str):
-        for kind in (Call, Started, Returned, Failure, Frame):
-            if (module, name) == (kind.__module__, kind.__qualname__):
-                return kind
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        raise pickle.UnpicklingError(f"a rank sent a {module}.{name}")
-
-
-def read_message(data: bytes):
-    """Read what a rank has sent."""
-    return _Reader(io.BytesIO(data)).load()
-
-
-def read_bytes(data: bytes) -> bytes:
-    """Read a pickle of bytes. Raises UnpicklingError for one of anything else."""
-    value = read_message(data)
-    if type(value) is not bytes:
-        raise pickle.UnpicklingError(f"a rank sent a {type(value).__name__}, not bytes")
-    return value
 
 
 class Rank:
@@ -184,10 +156,10 @@ class Ranks:
                 self.ranks.append(Rank(number, context, self.orders))
                 self.ranks[-1].start()
 
-    def wait(self, timeout: float, cpu_seconds: float = math.inf) -> RankError | None:
+    def wait(self, timeout: float, most_cpu: float = math.inf) -> RankError | None:
         """Return when all have returned, or with what keeps them from it.
 
-        They have `timeout` seconds, and `cpu_seconds` of CPU time each.
+        They have `timeout` seconds, and `most_cpu` seconds of CPU time each.
         """
         start = time.monotonic()
         while self._running():
@@ -196,8 +168,8 @@ class Ranks:
                 break
             if self._running() and time.monotonic() > start + timeout:
                 return self._error(f"not finished after {timeout:g} s (the timeout)")
-            if cpu_seconds < math.inf and self._most_cpu() > cpu_seconds:
-                return self._error(f"not finished after {cpu_seconds:g} s of CPU time (the limit)")
+            if most_cpu < math.inf and self._most_cpu() > most_cpu:
+                return self._error(f"not finished after {most_cpu:g} s of CPU time (the limit)")
             if not something_came and self._have_stalled():
                 return self._error(f"a hang: no rank has moved for {STALL_SECONDS:g} s")
             if self._silent_looks == round(NOTE_SECONDS / LOOK_SECONDS):
@@ -250,13 +222,14 @@ class Ranks:
             self._receive(LOOK_SECONDS)
 
     def _most_cpu(self) -> float:
-        return max((_cpu_seconds(rank.process.pid) for rank in self._running()), default=0.0)
+        return max((cpu_seconds(rank.process.pid) for rank in self._running()), default=0.0)
 
     def _have_stalled(self) -> bool:
         """Count a look at ranks that send nothing; tell whether it has become a hang."""
-        cpu = {rank.number: _cpu_seconds(rank.process.pid) for rank in self._running()}
+        cpu = {rank.number: cpu_seconds(rank.process.pid) for rank in self._running()}
         self._quiet_looks += 1
-        if any(cpu[n] - self._cpu.get(n, -1.0) > BUSY_SECONDS for n in cpu):
+        moved = any(cpu[n] - self._cpu.get(n, -1.0) > BUSY_SECONDS for n in cpu)
+        if moved or any(wants_cpu(rank.process.pid) for rank in self._running()):
             self._cpu, self._quiet_looks = cpu, 0
         # Looks, not the clock: where the machine is overloaded, the parent looks less often too.
         if self._quiet_looks * LOOK_SECONDS < STALL_SECONDS:
@@ -325,11 +298,3 @@ def _without_main() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = main
-
-
-def _cpu_seconds(pid: int) -> float:
-    try:
-        times = psutil.Process(pid).cpu_times()
-    except psutil.NoSuchProcess:
-        return 0.0
-    return times.user + times.system

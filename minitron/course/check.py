@@ -6,7 +6,6 @@ In a notebook, `check("1.2")` shows a report; on the command line it is `minitro
 Read in this order: Result, Report, check, status, solution, then the process.
 """
 
-import hashlib
 import html
 import json
 import os
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minitron.config import require
-from minitron.course import graders
+from minitron.course import records
 from minitron.course.exercises import (
     BEGIN,
     END,
@@ -51,6 +50,8 @@ class Result:
     exercise: Exercise
     verdict: Verdict
     printed: str = ""
+    is_missing: bool = False
+    """Whether there is no file to grade."""
 
     @property
     def passed(self) -> bool:
@@ -59,6 +60,8 @@ class Result:
     @property
     def next(self) -> str:
         number, file = self.exercise.id, self.exercise.file
+        if self.is_missing:
+            return f"minitron reset {number} brings {file} back, with the stub"
         if self.passed:
             return f"{_how_to_use(self.exercise)}minitron solution {number} shows ours"
         return f"edit {file}, then minitron check {number}; stuck? minitron hint {number}"
@@ -109,10 +112,12 @@ class Report:
 def check(*ids: str, root: Path = ROOT, timeout: float = LIMIT_SECONDS) -> Report:
     """Grade exercises ("1.2"), a chapter ("1"), or all: what the files say now.
 
-    `timeout` is in seconds of CPU time, for each. Raises ConfigError for an unknown id, and nothing for
-    whatever the learner's file does.
+    `timeout` is in seconds of CPU time, for each. Raises ConfigError for an unknown id, and nothing
+    for whatever the learner's file does.
     """
-    return Report(tuple(_check(exercise, root, timeout) for exercise in select(list(ids), root)))
+    selected = select(list(ids), root)
+    return Report(tuple(_check(exercise, root, timeout, announced=len(selected) > 1)
+                        for exercise in selected))
 
 
 def run_check(ids: list[str], root: Path = ROOT) -> int:
@@ -123,14 +128,20 @@ def run_check(ids: list[str], root: Path = ROOT) -> int:
 
 
 def status(root: Path = ROOT) -> Text:
-    """List every exercise with how it stands, read from the files; only edited ones are graded."""
+    """List every exercise with how it stands, read from the files; only edited ones are graded.
+
+    Each one that is graded is named on standard error, for that takes seconds.
+    """
     results = [_result(exercise, root) for exercise in select([], root)]
     lines = [f"{r.exercise.id:5} {WORDS[r.verdict.state]:8} {r.exercise.title:32} "
              f"{r.exercise.minutes} min, difficulty {r.exercise.difficulty}" for r in results]
     lines.append(f"{sum(r.passed for r in results)} of {len(results)} passed")
-    todo = [r.exercise for r in results if not r.passed]
-    if todo:
-        lines.append(f"next: {todo[0].file}, then minitron check {todo[0].id}")
+    todo = [r for r in results if not r.passed]
+    if todo and todo[0].is_missing:
+        lines.append(f"next: {todo[0].next}")
+    elif todo:
+        first = todo[0].exercise
+        lines.append(f"next: {first.file}, then minitron check {first.id}")
     return Text("\n".join(lines))
 
 
@@ -165,49 +176,36 @@ def run_solution(exercise_id: str, give_up: bool = False, root: Path = ROOT) -> 
 
 
 def _result(exercise: Exercise, root: Path) -> Result:
-    record = _read_records(root).get(exercise.id, {})
-    if not is_stub(exercise, root) and record.get("key") == _key(exercise, root):
+    record = records.read("checks", _is_record, root).get(exercise.id)
+    is_known = record is not None and not is_stub(exercise, root)
+    if is_known and record["key"] == records.key_of(exercise, root):
         return Result(exercise, Verdict(record["state"]))
-    return _check(exercise, root, LIMIT_SECONDS)
+    return _check(exercise, root, LIMIT_SECONDS, announced=True)
 
 
-def _key(exercise: Exercise, root: Path) -> str:
-    chapter = exercise.chapter.split("_")[0]  # ch01: a grader may span several files
-    grader_files = [path for name in (f"{chapter}_*.py", "*_toy.py", "ranks.py")
-                    for path in sorted(Path(graders.__file__).parent.glob(name))]
-    package = sorted(path for folder in (".", "comm", "cost", "measure", "model", "parallel")
-                     for path in Path(graders.__file__).parents[2].glob(f"{folder}/*.py"))
-    files = [root / exercise.file, root / exercise.solution_file, *grader_files, *package]
-    contents = [path.read_bytes() if path.is_file() else b"" for path in files]
-    return hashlib.sha256(b"\0".join(contents)).hexdigest()
-
-
-def _read_records(root: Path) -> dict:
-    with suppress(OSError, ValueError):
-        return json.loads((root / ".minitron" / "checks.json").read_text())
-    return {}
+def _is_record(value) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("key"), str) \
+        and value.get("state") in ("passed", "failed", "unsolved")
 
 
 def _keep(exercise: Exercise, key: str, state: str, root: Path) -> None:
-    folder = root / ".minitron"
-    folder.mkdir(exist_ok=True)
-    records = _read_records(root) | {exercise.id: {"key": key, "state": state}}
-    partial = folder / f"checks.{os.getpid()}.json"
-    partial.write_text(json.dumps(records))
-    partial.replace(folder / "checks.json")
+    known = records.read("checks", _is_record, root)
+    records.write("checks", known | {exercise.id: {"key": key, "state": state}}, root)
 
 
 # The process
 
 
-def _check(exercise: Exercise, root: Path, timeout: float) -> Result:
+def _check(exercise: Exercise, root: Path, timeout: float, announced: bool = False) -> Result:
     root = root.resolve()  # the process runs in another folder
     if not (root / exercise.file).is_file():
         return Result(exercise, Verdict("failed", seen=f"there is no file {exercise.file}",
-                      likely=f"moved or deleted; minitron reset {exercise.id} brings it back"))
+                      likely="moved or deleted"), is_missing=True)
     if is_stub(exercise, root):
         return Result(exercise, Verdict("unsolved", seen=f"{exercise.file} holds the stub"))
-    key = _key(exercise, root)
+    if announced:
+        print(f"checking {exercise} ...", file=sys.stderr, flush=True)
+    key = records.key_of(exercise, root)
     code, verdict, printed = _run_grader(exercise, root, timeout)
     try:
         verdict = Verdict(**json.loads(verdict))

@@ -4,12 +4,11 @@ They lie beside the solutions, `solutions/ch01_single_gpu.hints.toml`, a list of
 exercise id. How many were shown is kept in .minitron/hints.json.
 """
 
-import json
 import tomllib
-from contextlib import suppress
 from pathlib import Path
 
 from minitron.config import require
+from minitron.course import records
 from minitron.course.exercises import ROOT, Exercise, Text, find
 
 NUM_LEVELS = 3
@@ -27,8 +26,7 @@ def hint(exercise_id: str, level: int | None = None, root: Path = ROOT) -> Text:
     require(1 <= level <= NUM_LEVELS, f"hint level {level}: must be from 1 to {NUM_LEVELS}")
 
     shown[exercise.id] = max(level, shown.get(exercise.id, 0))
-    (root / ".minitron").mkdir(exist_ok=True)
-    (root / ".minitron" / "hints.json").write_text(json.dumps(shown))
+    records.write("hints", shown, root)
 
     if level < NUM_LEVELS:
         more = f"minitron hint {exercise.id} --level {level + 1} says more"
@@ -51,6 +49,8 @@ def read_hints(exercise: Exercise, root: Path = ROOT) -> list[str]:
 
 
 def _read_shown(root: Path) -> dict[str, int]:
-    with suppress(OSError, ValueError):
-        return json.loads((root / ".minitron" / "hints.json").read_text())
-    return {}
+    return records.read("hints", _is_level, root)
+
+
+def _is_level(value) -> bool:
+    return type(value) is int and 1 <= value <= NUM_LEVELS

@@ -7,7 +7,12 @@ another name or in another module. An answer that calls one is told so.
 from minitron.course.exercises import Exercise
 
 OTHERS: dict[str, tuple[str, ...]] = {
-    "1.3": ("minitron.cost:num_block_parameters",),
+    "1.1": ("minitron.step:accumulate_over_ranks",),
+    "1.3": ("minitron.cost:num_block_parameters", "minitron.cost:forward_flops_per_token",
+            "minitron.cost:backward_flops_per_token"),
+    "2.1": ("minitron.cost:model_state_bytes", "minitron.cost:model_state_table"),
+    "2.2": ("minitron.cost:activation_bytes_per_layer", "minitron.cost:activation_bytes",
+            "minitron.cost:attention_bytes"),
     "7.2": ("minitron.parallel.tensor_parallel:RowParallelLinear",),
     "9.1": tuple(f"minitron.parallel.schedules:{name}" for name in (
         "alternate", "sequential", "interleaved", "zero_bubble", "zero_bubble_h2", "put_off")),

@@ -20,14 +20,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import cloudpickle
-import psutil
 
-from minitron.comm.launch import START_METHOD
+from minitron.comm.launch import start_method
+from minitron.comm.process_state import cpu_seconds, wants_cpu
 from minitron.comm.rank_process import Failure, Frame
 from minitron.comm.rank_report import killed, parse_stack, read_stacks
 from minitron.comm.ranks import PRELOADED, _deaf_to_interrupts, _without_main
@@ -37,13 +36,12 @@ from minitron.course.graders.verdicts import Mistake
 
 LIMIT_SECONDS = 20.0
 WALL = 10.0
-LOOK_SECONDS = 0.02
+LOOK_SECONDS = 0.1
 STALL_SECONDS = 5.0
-START_SECONDS = 120.0
 BUSY_SECONDS = 0.01
-ASLEEP = (psutil.STATUS_SLEEPING, psutil.STATUS_STOPPED, psutil.STATUS_IDLE)
-ENDLESS = "a loop that does not end, or work that grows with every step"
-FORBIDDEN = "the check rules it out, for it would not show that the exercise is solved: take it out"
+SIGNALS = {9: "out of memory, most likely: the system then ends the process that has most"}
+ENDLESS = "a loop that does not end, work that grows with every step, or a wait for nothing"
+FORBIDDEN = "a check does not allow this: take it out, and write what is asked in your own code"
 
 
 class Bench:
@@ -69,10 +67,8 @@ class Bench:
 
     def do(self, trial: Callable, args: tuple, kwargs: dict | None = None):
         """Call `trial(*args)` on the bench; returns its plain result, raises what it raised."""
-        if self._process is None:
-            self._start()
-        self._pipe.send_bytes(cloudpickle.dumps((trial, args, kwargs or {})))
-        return self._receive()
+        self.load()
+        return self._receive(cloudpickle.dumps((trial, args, kwargs or {})))
 
     def load(self) -> None:
         """Start the process, and load the learner's file in it."""
@@ -80,7 +76,7 @@ class Bench:
             self._start()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context(os_start_method())
+        context = multiprocessing.get_context(start_method())
         if hasattr(context, "set_forkserver_preload"):
             context.set_forkserver_preload([*PRELOADED, "minitron.course.graders"])
         self._pipe, theirs = context.Pipe()
@@ -95,8 +91,12 @@ class Bench:
         self._patience = Patience(self._process.pid, self.limit)
         self._receive()
 
-    def _receive(self):
+    def _receive(self, job: bytes | None = None):
+        """Send the job, if there is one, and wait for what the bench makes of it."""
+        self._patience.begin()
         try:
+            if job is not None:
+                self._pipe.send_bytes(job)
             while not self._pipe.poll(LOOK_SECONDS):
                 why = self._patience.lost()
                 if why:
@@ -127,8 +127,8 @@ class Bench:
         where = self._where(parse_stack(self._stack.read_text(errors="replace")))
         self._end()
         if code is not None and code < 0:
-            return Mistake(f"the process {killed(code).text}{where}",
-                           "out of memory, or a wrong index inside a native function")
+            return Mistake(f"the process {killed(code).text}{where}", SIGNALS.get(
+                -code, "a crash inside a native function, such as a wrong index"))
         return Mistake(f"the process ended (exit code {code}) before the grading did",
                        "something calls os._exit or ends Python another way")
 
@@ -139,11 +139,6 @@ class Bench:
             self._process.join()
             self._reader.join(1)
         self._process = None
-
-
-def os_start_method() -> str:
-    """How processes are started here, as `launch.run` does it."""
-    return os.environ.get("MINITRON_START", START_METHOD)
 
 
 def _relay(prints: Connection) -> None:
@@ -217,32 +212,26 @@ class Patience:
     exercise asks for waits.
     """
 
-    def __init__(
-        self, pid: int, limit: float, clock: Callable = time.monotonic,
-        look: Callable | None = None,
-    ):
-        self.limit, self.clock = limit, clock
-        self.look = look or partial(cpu_and_state, pid)
-        self.start, (self.first_cpu, _) = clock(), self.look()
-        self.last_cpu, self.last_moved = self.first_cpu, self.start
+    def __init__(self, pid: int, limit: float):
+        self.pid, self.limit = pid, limit
+        self.first_cpu = self.last_cpu = cpu_seconds(pid)
+        self.begin()
+
+    def begin(self) -> None:
+        """Start to wait for it: the wall clock counts no time between two trials."""
+        self.start, self.quiet_looks = time.monotonic(), 0
 
     def lost(self) -> str | None:
-        """Why it should be ended now, or None."""
-        now, (cpu, asleep) = self.clock(), self.look()
-        if cpu > self.last_cpu + BUSY_SECONDS or not asleep:
-            self.last_cpu, self.last_moved = cpu, now
-        if cpu - self.first_cpu > self.limit or now - self.start > WALL * self.limit:
-            return f"still running when its time was up ({self.limit:g} s of computing)"
-        if now - self.last_moved > STALL_SECONDS:
-            return f"still running, and has computed nothing for {STALL_SECONDS:g} s"
+        """Look at the process; why it should be ended now, or None."""
+        cpu = cpu_seconds(self.pid)
+        # Looks, not the clock: where the machine is overloaded, this process looks less often too.
+        self.quiet_looks += 1
+        if cpu > self.last_cpu + BUSY_SECONDS or wants_cpu(self.pid):
+            self.last_cpu, self.quiet_looks = cpu, 0
+        if cpu - self.first_cpu > self.limit:
+            return f"still running after {self.limit:g} s of computing"
+        if time.monotonic() - self.start > WALL * self.limit:
+            return f"still running after {WALL * self.limit:g} s"
+        if self.quiet_looks * LOOK_SECONDS > STALL_SECONDS:
+            return f"still running, and it has computed nothing for {STALL_SECONDS:g} s"
         return None
-
-
-def cpu_and_state(pid: int) -> tuple[float, bool]:
-    """CPU seconds of a process, and whether it sleeps: one that lacks a CPU does not."""
-    try:
-        process = psutil.Process(pid)
-        times = process.cpu_times()
-        return times.user + times.system, process.status() in ASLEEP
-    except psutil.NoSuchProcess:
-        return 0.0, False

@@ -21,7 +21,8 @@ import torch
 
 from minitron.comm.rank_process import Failure, failure_of
 from minitron.course.exercises import Exercise, load
-from minitron.course.graders import guard, plain
+from minitron.course.graders import plain
+from minitron.course.graders.guard import Guard
 from minitron.course.graders.verdicts import Mistake, grader_of
 
 ANSWERS: dict[str, Callable] = {}
@@ -62,24 +63,31 @@ def bench_main(source: Source, prints: Connection, stack_file: Path, pipe: Conne
         faulthandler.register(signal.SIGUSR1, stack)
     torch.set_num_threads(1)
 
-    pipe.send_bytes(outcome_of(prepare, source))
+    guard = guard_of(source)
+    pipe.send_bytes(outcome_of(prepare, source, guard))
     while True:
         try:
             job = pipe.recv_bytes()
         except (EOFError, OSError):
             os._exit(0)  # whatever threads the learner has left running
-        pipe.send_bytes(outcome_of(_do, job))
+        pipe.send_bytes(outcome_of(_do, job, guard))
 
 
-def prepare(source: Source) -> None:
+def guard_of(source: Source) -> Guard:
+    """What watches over the learner's file, before it is loaded."""
+    grader_of(source.exercise)  # what it imports is guarded too
+    return Guard(source.exercise, source.path)
+
+
+def prepare(source: Source, guard: Guard) -> None:
     """Load the learner's functions into ANSWERS. Raises what their file raises."""
-    guard.set_up(grader_of(source.exercise), source.exercise, source.path)
     if source.functions is None:
-        functions = load(source.exercise, source.path, guard.guarded_builtins())
+        functions = load(source.exercise, source.path, guard.builtins())
     else:
         functions = cloudpickle.loads(source.functions)
-    ANSWERS.update(functions)
     guard.look_at(functions)
+    guard.expect_intact()
+    ANSWERS.update(functions)
 
 
 def travel_by_value(answer: Callable) -> None:
@@ -114,10 +122,12 @@ def raised(error: BaseException) -> Raised:
     return Raised(failure, kinds, mistake)
 
 
-def _do(job: bytes):
+def _do(job: bytes, guard: Guard):
     trial, args, kwargs = cloudpickle.loads(job)
     value = trial(*args, **kwargs)
-    if trial is not call:
+    if trial is call:
+        guard.expect_untold()  # there is nothing to measure with
+    else:
         guard.expect_intact()
     return value
 

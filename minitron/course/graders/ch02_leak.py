@@ -2,13 +2,14 @@
 
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitron.config import ModelConfig
-from minitron.course.graders import asked, expect
+from minitron.course.graders import apart, asked, expect
 from minitron.measure.meter import Meter
 from minitron.model.transformer import Transformer, initialise
 
@@ -78,6 +79,17 @@ class Watch:
         return [max(totals[start:stop], default=0) for start, stop in spans]
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What there is after the loop, and what was noted whenever it asked for a batch."""
+
+    history: dict
+    weights: dict[str, Tensor]
+    forwards: list[int]
+    graphs: list[int]
+    peaks: list[int]
+
+
 def make_batch(seed: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(V, (B, S + 1), generator=generator)
@@ -86,28 +98,27 @@ def make_batch(seed: int) -> tuple[Tensor, Tensor]:
 
 def grade_2_4(train: Callable) -> None:
     """Compare history and weights with the leaking loop's, then the peaks with a clean loop's."""
-    right, right_model, _ = _run(leaking_loop)
-    _, _, clean = _run(clean_loop)
+    right = _run(leaking_loop)
+    clean = _run(clean_loop)
     with asked(f"train(model, optimizer, {NUM_STEPS} batches of {B} x {S}, 3 validation batches)"):
-        history, model, watch = _run(train)
-        _expect_history(history, right)
-        for (name, seen), wanted in zip(
-            model.named_parameters(), right_model.parameters(), strict=True
-        ):
-            expect(torch.allclose(seen, wanted, rtol=0, atol=1e-12),
+        seen = apart(_run, train)
+        _expect_history(seen.history, right.history)
+        for name, wanted in right.weights.items():
+            expect(torch.allclose(seen.weights[name], wanted, rtol=0, atol=1e-12),
                    seen=f"{name} differs after {NUM_STEPS} steps",
                    likely="the same steps on the same batches: only what is kept may change")
-        _expect_memory(watch, clean)
+        _expect_memory(seen, clean)
 
 
-def _run(train: Callable) -> tuple[dict, Watched, Watch]:
+def _run(train: Callable) -> Seen:
     model = Watched()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     validation = [make_batch(100 + i) for i in range(3)]
     with Meter(model, optimizer) as meter:
         watch = Watch(model, meter)
         history = train(model, optimizer, watch.batches(), validation)
-    return history, model, watch
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return Seen(history, weights, watch.forwards, watch.graphs, watch.peaks)
 
 
 def leaking_loop(model, optimizer, batches, validation) -> dict[str, list[float]]:
@@ -178,7 +189,7 @@ def _explain(key: str) -> str:
     }[key]
 
 
-def _expect_memory(watch: Watch, clean: Watch) -> None:
+def _expect_memory(watch: Seen, clean: Seen) -> None:
     work = clean.forwards
     expect(watch.forwards == work,
            seen=f"forward passes before each request for a batch: {watch.forwards}, not {work}",

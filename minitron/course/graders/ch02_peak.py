@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from minitron.config import ModelConfig
-from minitron.course.graders import asked, expect
+from minitron.course.graders import apart, asked, expect
 from minitron.measure.meter import Meter, Snapshot
 from minitron.model.transformer import Transformer, initialise
 
@@ -65,13 +65,22 @@ def grade_2_3(find_peak: Callable) -> None:
     """Compare phase, bytes and holders for steps that peak in backward and in the optimizer."""
     for num_holders in (3, 7):
         for name, (fields, shape) in STEPS.items():
-            twin, mine = Training(fields, shape), Training(fields, shape)
+            twin = Training(fields, shape)
             first = twin.read()
             right = Right(twin.read(), first)
             with asked(f"find_peak(step, model, optimizer, {num_holders}) for a step with {name}"):
-                answer = find_peak(mine.step, mine.model, mine.optimizer, num_holders)
-                _expect_peak(answer, right, mine.num_steps)
+                answer, num_steps = apart(trial, find_peak, fields, shape, num_holders)
+                _expect_peak(answer, right, num_steps)
                 _expect_holders(answer[2], right.held, num_holders)
+
+
+def trial(
+    find_peak: Callable, fields: dict, shape: tuple[int, int], num_holders: int
+) -> tuple[object, int]:
+    """What the learner's function says of a training, and how many steps it took."""
+    training = Training(fields, shape)
+    answer = find_peak(training.step, training.model, training.optimizer, num_holders)
+    return answer, training.num_steps
 
 
 def _expect_peak(answer: tuple, right: Right, num_steps: int) -> None:

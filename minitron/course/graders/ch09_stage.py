@@ -113,7 +113,8 @@ def weigh(group, run_stage: Callable) -> tuple[int, int]:
     def note(kind: str, num_tokens: int) -> None:
         if kind == "B" and num_tokens == TOKENS[-1]:
             sizes = Counter(storage.nbytes() for storage in list(held.storages.values()))
-            most[0] = max(sizes[LARGE * ELEMENT * tokens] for tokens in TOKENS[:-2])  # local variables
+            long_gone = TOKENS[:-2]  # of the one before, local variables may be left
+            most[0] = max(sizes[LARGE * ELEMENT * tokens] for tokens in long_gone)
             objects[0] = memory.now()
 
     stage, micro_batches = Stage(group.rank(), note, LARGE), data(len(TOKENS), LARGE)

@@ -7,7 +7,10 @@ after a trial as before.
 
 They make a cheat known; they do not contain an attacker: same user, same machine.
 
-Read in this order: set_up, look_at, forbid_calls, _audit, expect_intact.
+The state is an object that only a bench holds, and no module: code that wants to switch it off
+has to find it first.
+
+Read in this order: Guard, then what it refuses.
 """
 
 import builtins
@@ -19,6 +22,10 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, ModuleType
+
+import torch
+import torch.distributed
+import torch.nn.functional
 
 from minitron.course.exercises import ROOT, Exercise
 from minitron.course.graders.answers import package_answers
@@ -58,60 +65,160 @@ DIRECTLY = {
     "ctypes.addressof": "calls C", "ctypes.call_function": "calls C",
 }
 """Those that are refused where the learner's code asks itself."""
-WATCHED = {*BY_ANYONE, *DIRECTLY, "open", "import", "os.listdir", "os.scandir"}
+WATCHED = {*BY_ANYONE, *DIRECTLY, "open"}
 
 
-class _State(threading.local):
-    looking = False
 
 
-_state = _State()
-_files: set[str] = set()
-_secrets: list[str] = ["/proc/"]
-_told: list[str] = []
-_originals: dict[str, tuple[Callable, str]] = {}
-_before: dict[tuple[str, str], tuple[object, object]] = {}
-_instruments: list[ModuleType] = []
+class Guard:
+    """Watches over one learner's file in this process."""
+
+    def __init__(self, exercise: Exercise, path: Path):
+        self.files = {str(path)}
+        roots = {ROOT, path.resolve().parents[1]}
+        self.secrets = ("/proc/", *(f"{root / name}{os.sep}" for root in roots for name in SECRETS))
+        self.told: list[str] = []
+        self.state = threading.local()
+        self.instruments = _find_instruments()
+        for name in package_answers(exercise):
+            self.forbid_calls(name)
+        self.before = _snapshot(self.instruments)
+        sys.addaudithook(self._audit)
+
+    def refuse(self, what: str) -> None:
+        """Raise Forbidden; the verdict will say so even if the learner's code catches it."""
+        self.told.append(what)
+        raise Forbidden(what)
+
+    def expect_untold(self) -> None:
+        """Raise Forbidden for what was refused before."""
+        if self.told:
+            raise Forbidden(self.told[0])
+
+    def expect_intact(self) -> None:
+        """Raise Forbidden if the learner's code has changed what its work is measured with."""
+        self.expect_untold()
+        after = _snapshot(self.instruments)
+        for (owner, name), (value, code) in self.before.items():
+            now = after.get((owner, name), (None, None))
+            if now[0] is not value or now[1] is not code:
+                self.refuse(f"{owner}.{name} is replaced")
+
+    # What is looked at before anything runs
+
+    def builtins(self) -> dict:
+        """The built-in functions for the learner's file: some imports and breakpoint() are told."""
+        def guarded_import(name, globals=None, locals=None, fromlist=(), level=0):
+            for module in [name, *(f"{name}.{part}" for part in fromlist or ())]:
+                if f"{module}.".startswith(tuple(f"{refused}." for refused in NO_IMPORT)):
+                    self.refuse(f"{module} is imported")
+            return builtins.__import__(name, globals, locals, fromlist, level)
+
+        def no_breakpoint(*args, **kwargs):
+            self.refuse("breakpoint() is called, and a check has no terminal")
+
+        return vars(builtins) | {"__import__": guarded_import, "breakpoint": no_breakpoint}
+
+    def look_at(self, functions: dict[str, Callable]) -> None:
+        """Refuse an answer that is the package's own, or that was not written here."""
+        for name, answer in functions.items():
+            for function in self._written(name, answer):
+                file = function.__code__.co_filename
+                in_package = file.startswith(PACKAGE + os.sep)
+                if in_package and not file.startswith(GRADERS):
+                    self.refuse(f"{name} is the package's own {function.__qualname__}")
+                if not in_package:
+                    self.files.add(file)
+                hidden = NO_NAMES & set(_names(function.__code__))
+                if hidden:
+                    self.refuse(f"{name} uses {', '.join(sorted(hidden))}, which looks behind the "
+                                "check")
+
+    def _written(self, name: str, answer: Callable) -> list[FunctionType]:
+        """The functions that an answer consists of: itself, or the methods of a class."""
+        function = inspect.unwrap(answer)
+        if isinstance(function, FunctionType):
+            return [function]
+        if not isinstance(function, type):
+            self.refuse(f"{name} is a {type(answer).__module__}.{type(answer).__name__}, not a "
+                        "function or class written here")
+        return [method for cls in function.__mro__
+                if cls.__module__.split(".")[0] not in ("builtins", "torch")
+                for method in _functions_of(cls)]
+
+    # The package's own answer
+
+    def forbid_calls(self, name: str) -> None:
+        """Make a function or class of the package, "module:name", refuse the learner's calls."""
+        module, _, path = name.partition(":")
+        target = import_module(module)
+        for part in path.split("."):
+            target = getattr(target, part)
+        target = inspect.unwrap(target)
+        functions = [target] if isinstance(target, FunctionType) else _functions_of(target)
+        for function in functions:
+            _put_in_front(function, self._gate(_copy(function), path))
+
+    def _gate(self, original: Callable, name: str) -> Callable:
+        def enter(args: tuple, kwargs: dict):
+            in_thread = threading.current_thread() is not threading.main_thread()
+            if in_thread or any(map(self._is_learners, self._stack())):
+                self.refuse(f"{name} of minitron is called")
+            return original(*args, **kwargs)
+        return enter
+
+    def _stack(self) -> list[FrameType]:
+        was_looking = getattr(self.state, "looking", False)
+        self.state.looking = True
+        frame, frames = sys._getframe(2), []
+        self.state.looking = was_looking
+        while frame is not None:
+            frames.append(frame)
+            frame = frame.f_back
+        return frames
+
+    def _is_learners(self, frame: FrameType) -> bool:
+        return frame.f_code.co_filename in self.files or \
+            str(frame.f_globals.get("__name__", "")).startswith("exercises.")
+
+    # Audit events
+
+    def _audit(self, event: str, args: tuple) -> None:
+        if event not in WATCHED or getattr(self.state, "looking", False):
+            return
+        self.state.looking = True
+        try:
+            what = self._offence(event, args, self._stack())
+        finally:
+            self.state.looking = False
+        if what:
+            self.refuse(what)
+
+    def _offence(self, event: str, args: tuple, stack: list[FrameType]) -> str | None:
+        own = [self._is_learners(frame) for frame in stack]
+        if True not in own:
+            return None
+        line = stack[own.index(True)].f_lineno
+        if event in BY_ANYONE:
+            return f"line {line} {BY_ANYONE[event]} ({event})"
+        if event in DIRECTLY:
+            asks = [mine for frame, mine in zip(stack, own, strict=True)
+                    if frame.f_code.co_filename != inspect.__file__]
+            return f"line {line} {DIRECTLY[event]} ({event})" if asks[0] else None
+        if not isinstance(args[0], str | bytes | os.PathLike):
+            return None
+        file = os.path.abspath(os.fsdecode(args[0]))
+        if event == "open" and _writes(args) and "__pycache__" not in file and file != os.devnull:
+            return f"line {line} writes to {file}"
+        is_secret = f"{file}{os.sep}".startswith(self.secrets) and file not in self.files
+        return f"line {line} reads {file}" if is_secret else None
 
 
-def set_up(grader: Callable, exercise: Exercise, path: Path) -> None:
-    """Prepare this process for the learner's file at `path`, before it is loaded."""
-    _files.add(str(path))
-    _secrets.extend(str(root / name) + os.sep for root in {ROOT, path.resolve().parents[1]}
-                    for name in SECRETS)
-    _instruments.extend(_find_instruments())
-    _before.update(_snapshot())
-    for name in package_answers(exercise):
-        forbid_calls(name)
-    sys.addaudithook(_audit)
-
-
-def look_at(functions: dict[str, Callable]) -> None:
-    """Raise Forbidden for an answer that is the package's own, or none that was written."""
-    for name, answer in functions.items():
-        for function in _written(name, answer):
-            file = function.__code__.co_filename
-            if file.startswith(PACKAGE + os.sep) and not file.startswith(GRADERS):
-                refuse(f"{name} is the package's own {function.__qualname__}")
-            if not file.startswith(PACKAGE + os.sep):
-                _files.add(file)
-            hidden = NO_NAMES & set(_names(function.__code__))
-            if hidden:
-                refuse(f"{name} uses {', '.join(sorted(hidden))}: it looks behind the check")
-
-
-def _written(name: str, answer: Callable) -> list[FunctionType]:
-    """The functions that an answer consists of: itself, or the methods of a class."""
-    function = inspect.unwrap(answer)
-    if isinstance(function, FunctionType):
-        return [function]
-    if not isinstance(function, type):
-        refuse(f"{name} is {type(answer).__module__}.{type(answer).__name__}, not a function "
-               "written here")
-    return [inspect.unwrap(method) for cls in function.__mro__
-            if cls.__module__.split(".")[0] not in ("builtins", "torch")
-            for value in vars(cls).values()
-            if isinstance(method := getattr(value, "__func__", value), FunctionType)]
+def _functions_of(cls: type) -> list[FunctionType]:
+    """The functions in a class's body, static ones and class methods too."""
+    values = (inspect.unwrap(getattr(value, "__func__", value)) for value in vars(cls).values()
+              if callable(getattr(value, "__func__", value)))
+    return [value for value in values if isinstance(value, FunctionType)]
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -121,118 +228,25 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def refuse(what: str) -> None:
-    """Raise Forbidden, which the verdict will say even if the learner's code catches it."""
-    _told.append(what)
-    raise Forbidden(what)
+def _copy(function: FunctionType) -> FunctionType:
+    copy = FunctionType(function.__code__, function.__globals__, function.__name__,
+                        function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
-def guarded_builtins() -> dict:
-    """The built-in functions for the learner's file: some imports and breakpoint() are told."""
-    def guarded_import(name, globals=None, locals=None, fromlist=(), level=0):
-        full = [name, *(f"{name}.{part}" for part in fromlist or ())]
-        for module in full:
-            if module.startswith(tuple(f"{n}." for n in NO_IMPORT)) or module in NO_IMPORT:
-                refuse(f"{module} is imported")
-        return builtins.__import__(name, globals, locals, fromlist, level)
-
-    def no_breakpoint(*args, **kwargs):
-        refuse("breakpoint() is called, and a check has no terminal")
-
-    return vars(builtins) | {"__import__": guarded_import, "breakpoint": no_breakpoint}
-
-
-# The package's own answer
-
-
-def forbid_calls(name: str) -> None:
-    """Make a function or class of the package, "module:name", refuse the learner's calls."""
-    module, _, path = name.partition(":")
-    target = import_module(module)
-    for part in path.split("."):
-        target = getattr(target, part)
-    target = inspect.unwrap(target)
-    functions = [target] if isinstance(target, FunctionType) else [
-        function for value in vars(target).values()
-        if isinstance(function := getattr(value, "__func__", value), FunctionType)]
-    for number, function in enumerate(map(inspect.unwrap, functions)):
-        _put_in_front(function, f"{name}#{number}", path)
-
-
-def _put_in_front(function: FunctionType, key: str, name: str) -> None:
+def _put_in_front(function: FunctionType, gate: Callable) -> None:
     # Its code is exchanged in place: every module, dict and partial that holds it is served.
-    original = FunctionType(function.__code__, function.__globals__, function.__name__,
-                            function.__defaults__, function.__closure__)
-    original.__kwdefaults__ = function.__kwdefaults__
-    _originals[key] = original, name
     code = _in_front.__code__
-    constants = tuple(key if constant == "KEY" else constant for constant in code.co_consts)
+    constants = tuple(gate if constant == "GATE" else constant for constant in code.co_consts)
     function.__code__ = code.replace(
         co_consts=constants, co_freevars=function.__code__.co_freevars,
         co_filename=function.__code__.co_filename, co_name=function.__name__)
 
 
 def _in_front(*args, **kwargs):
-    from minitron.course.graders.guard import enter
-    return enter("KEY", args, kwargs)
-
-
-def enter(key: str, args: tuple, kwargs: dict):
-    """Call the original function, unless the learner's code is on the stack."""
-    original, name = _originals[key]
-    if any(map(_is_learners, _stack())):
-        refuse(f"{name} of minitron is called")
-    return original(*args, **kwargs)
-
-
-def _stack() -> Iterator[FrameType]:
-    was_looking, _state.looking = _state.looking, True
-    frame = sys._getframe(2)
-    _state.looking = was_looking
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _is_learners(frame: FrameType) -> bool:
-    return frame.f_code.co_filename in _files or \
-        str(frame.f_globals.get("__name__", "")).startswith("exercises.")
-
-
-# Audit events
-
-
-def _audit(event: str, args: tuple) -> None:
-    if event not in WATCHED or _state.looking:
-        return
-    _state.looking = True
-    try:
-        what = _offence(event, args, list(_stack()))
-    finally:
-        _state.looking = False
-    if what:
-        refuse(what)
-
-
-def _offence(event: str, args: tuple, stack: list[FrameType]) -> str | None:
-    own = [_is_learners(frame) for frame in stack]
-    if True not in own:
-        return None
-    line = stack[own.index(True)].f_lineno
-    if event in BY_ANYONE:
-        return f"line {line} {BY_ANYONE[event]} ({event})"
-    if event in DIRECTLY:
-        return f"line {line} {DIRECTLY[event]} ({event})" if own[0] else None
-    path = args[0]
-    if event == "import" or not isinstance(path, str | bytes | os.PathLike):
-        return None
-    file = os.path.abspath(os.fsdecode(path))
-    if event == "open" and _writes(args) and "__pycache__" not in file and file != os.devnull:
-        return f"line {line} writes to {file}"
-    is_secret = (file + os.sep).startswith(tuple(_secrets))
-    if is_secret and file not in _files and not file.endswith(".pyc"):
-        return f"line {line} reads {file}"
-    return None
+    gate = "GATE"
+    return gate(args, kwargs)
 
 
 def _writes(args: tuple) -> bool:
@@ -244,46 +258,26 @@ def _writes(args: tuple) -> bool:
 
 
 def _find_instruments() -> list[ModuleType]:
-    import torch
-    import torch.nn.functional
-
     own = ("minitron.measure", "minitron.course", "minitron.comm.rank_process")
     return [torch, torch.nn.functional, torch.autograd, torch.distributed,
             torch.distributed.distributed_c10d, builtins,
             *(module for name, module in list(sys.modules.items()) if name.startswith(own))]
 
 
-def _snapshot() -> dict[tuple[str, str], tuple[object, object]]:
+def _snapshot(modules: list[ModuleType]) -> dict[tuple[str, str], tuple[object, object]]:
     """Every function and class of these modules, and of their classes, with its code."""
-    import torch
-
     seen = {}
-    for module in _instruments:
+    for module in modules:
         for name, value in list(vars(module).items()):
             if callable(value):
                 seen[module.__name__, name] = value, getattr(value, "__code__", None)
-            if issubclass(type(value), type) and value.__module__ == module.__name__ \
-                    and module.__name__.startswith("minitron."):
+            is_ours = issubclass(type(value), type) and value.__module__ == module.__name__
+            if is_ours and module.__name__.startswith("minitron."):
                 seen |= _methods(value)
-    return seen | _methods(torch.Tensor) | _methods(torch._C.TensorBase)
+    return seen | _methods(torch.Tensor)
 
 
 def _methods(cls: type) -> dict[tuple[str, str], tuple[object, object]]:
+    values = {name: value for base in reversed(cls.__mro__) for name, value in vars(base).items()}
     return {(cls.__qualname__, name): (value, getattr(value, "__code__", None))
-            for name, value in list(vars(cls).items()) if callable(value)}
-
-
-def expect_intact() -> None:
-    """Raise Forbidden if the learner's code has changed what its work is measured with."""
-    after = _snapshot()
-    for (owner, name), (value, code) in _before.items():
-        now = after.get((owner, name), (None, None))
-        if now[0] is not value or now[1] is not code:
-            refuse(f"{owner}.{name} is replaced")
-    expect_untold()
-
-
-def expect_untold() -> None:
-    """Raise Forbidden for what was refused before and not said, because it was caught."""
-    if _told:
-        raise Forbidden(_told[0])
+            for name, value in values.items() if callable(value)}

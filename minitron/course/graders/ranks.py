@@ -32,9 +32,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitron.comm.launch import RankError, run, run_apart
 from minitron.comm.rank_process import Failure
-from minitron.course.graders import TRACEBACK_LINES, Forbidden, Mistake, guard, plain
+from minitron.course.graders import TRACEBACK_LINES, Forbidden, Mistake, plain
 from minitron.course.graders.bench import FORBIDDEN, Answer, bench_of
-from minitron.course.graders.bench_process import Source, prepare, travel_by_value
+from minitron.course.graders.bench_process import Source, guard_of, prepare, travel_by_value
 from minitron.measure.ledger import Call, Ledger
 
 SIZES = (3, 2, 4, 1)  # as they are judged: of 3 ranks, 1/3 and 3/4 mean different mistakes
@@ -139,6 +139,8 @@ def _why_raised(failure: Failure, files: list[str]) -> str:
     for fragment, likely in CAUSES.items():
         if fragment in failure.message:
             return likely
+    if failure.error == Forbidden.__name__:
+        return FORBIDDEN
     if any(frame.file in files for frame in failure.frames):
         return f"your code raised {failure.error} at the last line shown"
     return "the call, or what it returned, does not fit: compare with the docstring"
@@ -148,8 +150,10 @@ def _why_raised(failure: Failure, files: list[str]) -> str:
 
 
 def _on_rank(group, source: Source | None, job: bytes, sizes: tuple[int, ...]) -> bytes:
+    guard = None
     if source is not None:
-        prepare(source)
+        guard = guard_of(source)
+        prepare(source, guard)
     trial, args = cloudpickle.loads(job)
     groups = {size: dist.new_group(range(size), group_desc=f"mesh_{AXIS}") for size in sizes}
     results = {}
@@ -161,7 +165,7 @@ def _on_rank(group, source: Source | None, job: bytes, sizes: tuple[int, ...]) -
             except BaseException as error:
                 error.add_note(f"{size} rank{'s' * (size > 1)}")
                 raise
-    if source is not None:
+    if guard is not None:
         guard.expect_intact()
     return plain.encode(results)
 

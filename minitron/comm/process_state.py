@@ -1,0 +1,20 @@
+"""What a process has computed, and whether it wants to: which a busy machine keeps apart."""
+
+import psutil
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time that a process has used so far; 0 if it is gone."""
+    try:
+        times = psutil.Process(pid).cpu_times()
+    except psutil.NoSuchProcess:
+        return 0.0
+    return times.user + times.system
+
+
+def wants_cpu(pid: int) -> bool:
+    """Whether it computes, or would if it were given a CPU; else it sleeps, or is gone."""
+    try:
+        return psutil.Process(pid).status() in (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)
+    except psutil.NoSuchProcess:
+        return False
