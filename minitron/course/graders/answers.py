@@ -23,6 +23,24 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "6.2": ("minitron.parallel.zero:Zero1", "minitron.parallel.zero:Zero2"),
     "6.3": ("minitron.parallel.zero:Zero1", "minitron.parallel.zero:Zero2"),
     "6.4": ("minitron.parallel.fsdp:FullyShardedDataParallel", "minitron.parallel.units:Unit"),
+    "7.2": ("minitron.parallel.tensor_parallel:RowParallelLinear",),
+    "9.1": tuple(f"minitron.parallel.schedules:{name}" for name in (
+        "alternate", "sequential", "interleaved", "zero_bubble", "zero_bubble_h2", "put_off")),
+    "9.2": ("minitron.cost.pipeline:pipeline_bubble", "minitron.cost.pipeline:activations_held",
+            "minitron.parallel.schedule_check:peak_activations",
+            "minitron.parallel.simulator:simulate"),
+    "10.2": ("minitron.precision:LossScale",),
+    "10.3": ("minitron.precision:MasterWeights",),
+    "10.5": ("minitron.float8:quantise",),
+    "11.3": ("minitron.plan.search:layouts", "minitron.plan.search:decisions"),
+    "12.1": ("minitron.cost:training_flops_per_token", "minitron.cost:recompute_flops_per_token"),
+    "12.2": ("minitron.cost:tensor_parallel_parameters", "minitron.cost:zero_holdings",
+             "minitron.plan.dryrun:dry_run",
+             "minitron.parallel.schedule_check:peak_activations"),
+    "12.3": ("minitron.parallel.simulator:simulate",
+             "minitron.parallel.schedule_check:peak_activations"),
+    "12.4": ("minitron.plan.search:search", "minitron.plan.search:decisions",
+             "minitron.plan.search:layouts", "minitron.plan.decide:decide"),
 }
 """By exercise: "module:function" or "module:Class"."""
 

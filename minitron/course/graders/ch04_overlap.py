@@ -27,7 +27,7 @@ from minitron.course.graders.ch04_toy import (
     gradients,
     weights,
 )
-from minitron.course.graders.python_memory import python_bytes, reachable
+from minitron.course.graders.object_memory import python_bytes, reachable
 from minitron.course.graders.ranks import Wire, many_ranks, on_ranks, per_rank
 from minitron.measure.meter import Meter
 from minitron.parallel.data_parallel import assign_buckets

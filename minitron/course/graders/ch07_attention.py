@@ -10,7 +10,7 @@ from minitron.model.transformer import Attention
 
 HEADS, HEAD_WIDTH = 12, 2  # H, K
 LAYERS = ("query", "key", "value", "out")
-MICRO_BATCHES = 2
+MICRO_BATCHES, STEPS = 2, 2
 B, S = 2, 5
 
 
@@ -39,27 +39,27 @@ def part_of(full: Tensor, name: str, rank: int, size: int, G: int) -> Tensor:
     return full[:, rows] if name == "out" else full[rows]
 
 
-def attend(attention: nn.Module) -> None:
-    """The micro-batches' backward passes; the gradient of a sum is that of each of its parts."""
+def attend(attention: nn.Module, step: int) -> None:
+    """A step's backward passes; the gradient of a sum is that of each of its parts."""
     width = HEADS * HEAD_WIDTH
-    for number in range(MICRO_BATCHES):
+    for number in range(step * MICRO_BATCHES, (step + 1) * MICRO_BATCHES):
         out_partial = attention(random(10 + number, B, S, width), None)
         out_partial.backward(random(20 + number, B, S, width))
 
 
 @cache
-def right_gradients(G: int) -> dict[str, Tensor]:
+def right_gradients(G: int, step: int) -> dict[str, Tensor]:
     attention = make_attention(HEADS, G)
-    attend(attention)
+    attend(attention, step)
     return {name: getattr(attention, name).weight.grad for name in LAYERS}
 
 
 @cache
-def own_gradients(rank: int, size: int, G: int) -> dict[str, Tensor]:
+def own_gradients(rank: int, size: int, G: int, step: int) -> dict[str, Tensor]:
     """What a rank's backward passes bring: of a shared head, its own part."""
     attention = make_attention(HEADS, G)
     for name in LAYERS:
         layer = getattr(attention, name)
         layer.weight = nn.Parameter(part_of(layer.weight.detach(), name, rank, size, G).clone())
-    attend(attention)
+    attend(attention, step)
     return {name: getattr(attention, name).weight.grad for name in LAYERS}

@@ -2,21 +2,54 @@
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from minitron.course.graders import asked, expect
+from minitron.course.graders import apart, asked, expect
 from minitron.course.graders.ch07_heads import grade_7_4
 from minitron.course.graders.ch07_linear import grade_7_2
-from minitron.course.graders.ch07_toy import ELEMENT, expect_calls, expect_close, random
+from minitron.course.graders.ch07_toy import (
+    ROUNDING,
+    expect_calls,
+    expect_close,
+    expect_dtype,
+    in_short,
+    random,
+    scattered,
+)
 from minitron.course.graders.ch07_vocabulary import grade_7_3
 from minitron.course.graders.ranks import Wire, many_ranks, on_ranks, per_rank
 from minitron.measure.ledger import Call
 
 __all__ = ["grade_7_1", "grade_7_2", "grade_7_3", "grade_7_4"]
 
-SHAPES = [(3, 5), (1,), ()]
+
+
+class Case(NamedTuple):
+    """What is sent through."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float64
+    contiguous: bool = True
+    seed: int = 0
+
+    @property
+    def rounding(self) -> float:
+        return ROUNDING if self.dtype == torch.float64 else 1e-6
+
+    def __str__(self) -> str:
+        return f"{in_short(self.dtype)} of shape {self.shape}" + (
+            "" if self.contiguous else ", not contiguous")
+
+    def tensor(self, seed: int) -> Tensor:
+        values = random(1000 * self.seed + seed, *self.shape).to(self.dtype)
+        return values if self.contiguous else scattered(values)
+
+
+CASES = [Case((3, 5)), Case((1,)), Case(()), Case((3, 5), seed=1),
+         Case((3, 5), contiguous=False, seed=2), Case((2, 3), torch.float32)]
 SENT = {
     ("backward", "forward"): "x is the same on all ranks already: the all-reduce of f is in the "
                              "backward pass, where each rank has another part of the gradient",
@@ -49,27 +82,30 @@ def grade_7_1(Replicate: type, AllReduce: type) -> None:
                                  ("AllReduce", AllReduce, "forward")):
         call = f"y = {name}.apply(x, group); y.backward(grad)"
         with asked(f"{call} on 1, 2, 3 and 4 ranks"):
-            _expect_written(name, Function)
+            _expect_written(name, apart(missing_methods, Function))
             by_size = on_ranks(pass_all, Function, sums)
         for size, by_rank in by_size.items():
-            for index, shape in enumerate(SHAPES):
-                with asked(f"{call} on {size} ranks, with x of shape {shape}"):
-                    _expect_passed([mine[index] for mine in by_rank], shape, sums)
+            for index, case in enumerate(CASES):
+                with asked(f"{call} on {size} ranks, with x and grad {case}"):
+                    _expect_passed([mine[index] for mine in by_rank], case, sums)
 
 
-def _expect_written(name: str, Function: type) -> None:
-    missing = [method for method in ("forward", "backward")
-               if getattr(Function, method) is getattr(torch.autograd.Function, method)]
+def missing_methods(Function: type) -> list[str]:
+    return [method for method in ("forward", "backward")
+            if getattr(Function, method) is getattr(torch.autograd.Function, method)]
+
+
+def _expect_written(name: str, missing: list[str]) -> None:
     expect(not missing, seen=f"{name} has no {' and no '.join(missing)}",
            likely="both are static methods of the class, called forward and backward")
 
 
 def pass_all(group, Function: type, sums: str) -> list[Passed]:
-    return [pass_through(group, Function, shape, sums) for shape in SHAPES]
+    return [pass_through(group, Function, case, sums) for case in CASES]
 
 
-def pass_through(group, Function: type, shape: tuple[int, ...], sums: str) -> Passed:
-    x, grad = start(group.rank(), shape, sums)
+def pass_through(group, Function: type, case: Case, sums: str) -> Passed:
+    x, grad = start(group.rank(), case, sums)
     x.requires_grad_()
     x_inside = x * 1  # no leaf: PyTorch lets it be changed in place
     before = {"x": x_inside.detach().clone(), "the gradient of y": grad.clone()}
@@ -84,16 +120,17 @@ def pass_through(group, Function: type, shape: tuple[int, ...], sums: str) -> Pa
     return Passed(y_then, x.grad, changed, wire.calls[:num_forward], wire.calls[num_forward:])
 
 
-def start(rank: int, shape: tuple[int, ...], sums: str) -> tuple[Tensor, Tensor]:
+def start(rank: int, case: Case, sums: str) -> tuple[Tensor, Tensor]:
     """x and the gradient of y; the one that is to be summed differs from rank to rank."""
-    x = random(rank if sums == "forward" else 0, *shape)
-    return x, random(100 + (rank if sums == "backward" else 0), *shape)
+    x = case.tensor(rank if sums == "forward" else 0)
+    return x, case.tensor(100 + (rank if sums == "backward" else 0))
 
 
-def _expect_passed(seen: list[Passed], shape: tuple[int, ...], sums: str) -> None:
+def _expect_passed(seen: list[Passed], case: Case, sums: str) -> None:
     size = len(seen)
-    message = [ELEMENT * math.prod(shape)]
-    come_in = zip(*(start(rank, shape, sums) for rank in range(size)), strict=True)
+    expect_dtype("y", [mine.y.dtype for mine in seen], case.dtype)
+    message = [case.dtype.itemsize * math.prod(case.shape)]
+    come_in = zip(*(start(rank, case, sums) for rank in range(size)), strict=True)
     for phase, parts in zip(("forward", "backward"), map(list, come_in), strict=True):
         is_sum = phase == sums
         if size > 1:
@@ -101,7 +138,9 @@ def _expect_passed(seen: list[Passed], shape: tuple[int, ...], sums: str) -> Non
                          message if is_sum else [], SENT[sums, phase])
         what, values = ("y", [mine.y for mine in seen]) if phase == "forward" else \
             ("the gradient of x", [mine.grad for mine in seen])
-        _expect_values(what, values, parts, is_sum)
+        earlier = [start(rank, case._replace(seed=0), sums)[phase == "backward"]
+                   for rank in range(size)]
+        _expect_values(what, values, parts, is_sum, earlier, case.rounding)
 
     changed = [" and ".join(mine.changed) for mine in seen]
     expect(not any(changed), seen=per_rank([f"{names or 'nothing'} has other values than before"
@@ -109,15 +148,19 @@ def _expect_passed(seen: list[Passed], shape: tuple[int, ...], sums: str) -> Non
            likely="dist.all_reduce works in place, and others read that tensor too: clone it first")
 
 
-def _expect_values(what: str, seen: list, parts: list[Tensor], is_sum: bool) -> None:
+def _expect_values(
+    what: str, seen: list, parts: list[Tensor], is_sum: bool, earlier: list[Tensor], most: float
+) -> None:
     size, total = len(seen), sum(parts)
     right = [total] * size if is_sum else parts
     faults = {
         "that is what came in on this rank: return what the all-reduce has summed, once it has "
         "been waited for": parts,
         "that is the mean: the parts add up": [total / size] * size,
+        "that is the sum of an earlier call with tensors of the same shape: each call sums anew":
+            [sum(earlier)] * size,
         f"that is 1/{size} of it: what comes in is whole already": [part / size for part in parts],
     }
     likely = "the sum over the ranks of what came in" if is_sum else \
         "hand on what comes in, unchanged"
-    expect_close(what, seen, right, faults.items(), likely)
+    expect_close(what, seen, right, faults.items(), likely, most)

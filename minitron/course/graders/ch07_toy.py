@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from minitron.course.graders import Mistake, expect
+from minitron.course.graders.numbers import a_not_b
 from minitron.course.graders.ranks import per_rank, relative_error
 from minitron.measure.ledger import Call
 
@@ -22,6 +23,11 @@ def random(seed: int, *shape: int) -> Tensor:
     """Normal values in float64, the same wherever they are asked for."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def scattered(x: Tensor) -> Tensor:
+    """The same values, not contiguous in memory."""
+    return x.mT.contiguous().mT
 
 
 def is_close(seen, right: Tensor, most: float = ROUNDING) -> bool:
@@ -57,6 +63,19 @@ def expect_close(
     raise Mistake(f"{what} is wrong. {per_rank(texts)}", likely)
 
 
+def expect_dtype(what: str, seen: list[torch.dtype], right: torch.dtype) -> None:
+    """Expect of `what` on every rank the dtype of what came in."""
+    expect(all(dtype == right for dtype in seen),
+           seen=per_rank([f"{what} is {in_short(dtype)}" for dtype in seen])
+           + f"; what came in is {in_short(right)}",
+           likely="keep the dtype: .double(), .float() or a new tensor without dtype= changes it, "
+                  "and in training 16 bits would become 32 or 64, held and on the wire")
+
+
+def in_short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _difference(seen, right: Tensor, most: float) -> str:
     """Such as "[0, 2] is 3, not 1": the first entry that is wrong."""
     if not isinstance(seen, Tensor):
@@ -66,7 +85,7 @@ def _difference(seen, right: Tensor, most: float) -> str:
     is_right = (seen - right).abs() <= most * right.abs().max()
     first = tuple((~is_right).nonzero()[0].tolist())
     place = f"{list(first)} is " if first else ""
-    return f"{place}{seen[first]:.4g}, not {right[first]:.4g}"
+    return place + a_not_b(float(seen[first]), float(right[first]))
 
 
 def in_words(calls: list[Call]) -> str:
@@ -78,8 +97,29 @@ def expect_calls(when: str, calls: list[list[Call]], right: list[int], likely: s
     """Expect on every rank one all-reduce for each of `right`, bytes, in any order."""
     sent = [sorted(call.payload for call in mine) == sorted(right) for mine in calls]
     wanted = ", ".join(f"all_reduce of {n} bytes" for n in right) or "nothing"
+    once = all(len(mine) == len(right) for mine in calls)
+    if right and once and all(call.payload == 2 * right[0] for mine in calls for call in mine):
+        likely = "as many values as are right, each of twice the bytes: " \
+            f"{in_short(calls[0][0].dtype)} is sent. Keep the dtype of what comes in"
     expect(all(sent), seen=per_rank([f"{when} {in_words(mine)} is sent" for mine in calls])
            + f"; right is {wanted}", likely=likely)
+
+
+def expect_little(
+    seen: list[tuple[int, int]], whole: int, part: int, likely: str
+) -> None:
+    """Expect every rank to hold its `part`, bytes, and no more in any form.
+
+    `seen`: on every rank the bytes of tensors, and those of other Python objects.
+    """
+    expect(all(tensors <= 1.1 * part for tensors, _ in seen),
+           seen=per_rank([f"{tensors:,} bytes are alive; whole it would be {whole:,}, a rank's "
+                          f"part is {part:,}" for tensors, _ in seen]), likely=likely)
+    expect(all(objects <= 0.1 * part for _, objects in seen),
+           seen=per_rank([f"besides its tensors {objects:,} bytes of NumPy arrays or other Python "
+                          "objects are alive" for _, objects in seen]),
+           likely="a copy in NumPy, bytes or a list takes memory too: a rank keeps its part, as "
+                  "parameters, and nothing else")
 
 
 def refusal(make: Callable[[], object]) -> tuple[str, str]:

@@ -11,7 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from minitron.course.graders import asked, expect
-from minitron.course.graders.ch07_toy import all_close, expect_close, in_words, random
+from minitron.course.graders.ch07_toy import (
+    all_close,
+    expect_close,
+    in_words,
+    random,
+    scattered,
+)
 from minitron.course.graders.ranks import Wire, many_ranks, on_ranks, per_rank
 from minitron.measure.ledger import Call
 
@@ -37,7 +43,7 @@ class Case:
 
     def data(self, size: int) -> tuple[Tensor, Tensor]:
         """Logits (B, S, V) and targets (B, S), two of them ignored."""
-        num_ids = self.num_ids or size
+        num_ids = self.num_ids or max(size, 2)  # with one id every loss is 0, but for rounding
         logits = random(3, B, S, num_ids) + torch.linspace(1.5, -1.5, num_ids).double()
         targets = torch.linspace(0, num_ids - 1, B * S).round().long().view(B, S)
         targets[0, 1] = targets[1, 3] = IGNORED
@@ -48,8 +54,8 @@ class Case:
 
 CASES = [
     Case("V = 36, float64", 36),
-    Case("V = 36, float32, logits up to some hundreds", 36, torch.float32, 150.0),
-    Case("V = N, one column on each rank, float64", 0),
+    Case("V = 36, float32, logits up to some thousands", 36, torch.float32, 1500.0),
+    Case("V = N, one column on each rank (two on a single one), float64", 0),
     Case("V = 12, float64, all targets ignored", 12, counts=False),
 ]
 
@@ -64,6 +70,8 @@ class Seen:
     """Of all tensors that were made."""
     forward: list[Call]
     backward: list[Call]
+    changed: str = ""
+    """Which of the arguments has other values than before."""
 
 
 @many_ranks
@@ -84,15 +92,19 @@ def lose_all(group, cross_entropy: Callable) -> list[Seen]:
 
 def lose(group, cross_entropy: Callable, case: Case) -> Seen:
     logits, targets = case.data(group.size())
-    logits_shard = logits.chunk(group.size(), dim=-1)[group.rank()].clone().requires_grad_()
+    shard, mine = logits.chunk(group.size(), dim=-1)[group.rank()], targets.clone()
+    logits_shard = scattered(shard).requires_grad_()
     with Wire({"all_reduce"}) as wire, Shapes() as made:
-        loss = cross_entropy(logits_shard, targets.clone(), group)
+        loss = cross_entropy(logits_shard, mine, group)
         num_forward = len(wire.calls)
         if not isinstance(loss, Tensor) or loss.shape != ():
             return Seen(f"{loss!r:.60}", None, set(), wire.calls, [])
         (FACTOR * loss).backward()
+    same = {"logits_shard": torch.equal(logits_shard.detach(), shard),
+            "targets": torch.equal(mine, targets)}
+    changed = " and ".join(name for name, is_same in same.items() if not is_same)
     return Seen(loss.detach().clone(), logits_shard.grad, made.shapes,
-                wire.calls[:num_forward], wire.calls[num_forward:])
+                wire.calls[:num_forward], wire.calls[num_forward:], changed)
 
 
 class Shapes(TorchDispatchMode):
@@ -119,6 +131,11 @@ def _expect_loss(seen: list[Seen], case: Case) -> None:
            seen=per_rank([f"it returned {mine.loss}" if isinstance(mine.loss, str) else
                           "it returned a tensor of shape ()" for mine in seen]),
            likely="return one number, a tensor of shape (): the sum over all targets that count")
+    expect(not any(mine.changed for mine in seen),
+           seen=per_rank([f"{mine.changed or 'nothing'} has other values than before"
+                          for mine in seen]),
+           likely="an operation in place, such as logits_shard.data -= m or targets[...] = 0: "
+                  "both are the caller's, who may still count or log with them")
     logits, targets = case.data(size)
     if size > 1:
         _expect_no_more_columns(seen, logits.shape[-1])
@@ -132,8 +149,8 @@ def _expect_loss(seen: list[Seen], case: Case) -> None:
     finite = [bool(loss.isfinite()) for loss in losses]
     expect(all(finite), seen=per_rank([f"the loss is {float(loss)}" for loss in losses])
            + f"; right is {float(right.detach()):.6g}",
-           likely="exp overflows from 89 on in float32: subtract the largest logit first, and if "
-                  "all targets are ignored the sum is 0, not 0/0")
+           likely="exp overflows from 89 on in float32, from 710 on in float64: subtract the "
+                  "largest logit first. And if all targets are ignored the sum is 0, not 0/0")
     expect_close("the loss", losses, [right.detach()] * size,
                  wrong_losses(logits.double(), targets, size),
                  _why_other_loss(losses), case.rounding)

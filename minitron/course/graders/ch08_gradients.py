@@ -32,6 +32,8 @@ class Seen:
     before: Gradients
     after: Gradients
     sent: list[int]
+    moved: list[str]
+    """Parameters that have other values than before."""
 
 
 @many_ranks
@@ -45,6 +47,9 @@ def grade_8_2(sum_partial_gradients: Callable) -> None:
         for size, by_rank in by_size.items():
             with asked(f"{call}, a {family} {after} {size} rank{'s' * (size > 1)}"):
                 seen = [mine[number] for mine in by_rank]
+                expect(not any(mine.moved for mine in seen), seen=per_rank(
+                    [f"{len(mine.moved)} parameters have changed" for mine in seen]),
+                       likely="gradients are summed, weights stay: the optimizer steps later")
                 _expect_gradients(seen, family)
                 if size > 1:
                     _expect_one_message(seen, family)
@@ -52,7 +57,7 @@ def grade_8_2(sum_partial_gradients: Callable) -> None:
 
 def make_model(family: str) -> nn.Module:
     """Sizes that 1, 2, 3 and 4 ranks divide, float64; one norm is frozen."""
-    config = ModelConfig(family, VOCABULARY, SEQUENCE, num_layers=2, width=24, num_heads=12,
+    config = ModelConfig(family, VOCABULARY, SEQUENCE, num_layers=3, width=24, num_heads=12,
                          num_kv_heads=12, ffn_width=36, tied_embedding=family == "gpt")
     model = Transformer(config).double()
     initialise(model, seed=8)
@@ -82,10 +87,12 @@ def backward_and_sum(group, sum_partial_gradients: Callable, family: str) -> See
         tokens, targets = samples(number)
         parallel.summed_loss(model(tokens), targets).backward()
 
-    before = gradients(model)
+    before, weights = gradients(model), {name: p.detach().clone()
+                                         for name, p in model.named_parameters()}
     with Wire(allowed={"all_reduce"}) as wire:
         sum_partial_gradients(model, group)
-    return Seen(before, gradients(model), [call.payload for call in wire.calls])
+    moved = [name for name, p in model.named_parameters() if not torch.equal(p, weights[name])]
+    return Seen(before, gradients(model), [call.payload for call in wire.calls], moved)
 
 
 @cache

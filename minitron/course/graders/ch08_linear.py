@@ -8,11 +8,16 @@ from torch import Tensor
 
 from minitron.course.graders import asked, expect
 from minitron.course.graders.ch06_toy import ELEMENT, Held, ShardWire, is_close
-from minitron.course.graders.ch08_pair import TALK, calls_by_phase
+from minitron.course.graders.ch07_toy import scattered
+from minitron.course.graders.ch08_pair import TALK, ContiguousOnly, calls_by_phase
+from minitron.course.graders.python_memory import PythonMemory
 from minitron.course.graders.ranks import many_ranks, on_ranks, per_rank
 
 BATCH, TOKENS, WIDTH, COLUMNS = 2, 3, 5, 4  # B, S/N, D, F/N
 LAYERS = 2  # both run forward before the first runs backward
+LARGER = 10
+"""In tokens and in width, where bytes are counted: a copy must stand out."""
+NAMES = "x_shard", "weight_shard", "the gradient of y_shard"
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,8 @@ class Seen:
     grad_weight: Tensor | None
     calls: dict[str, list[tuple[str, int]]]
     """Of both layers, by phase: op and bytes of the full tensor."""
+    changed: str
+    """Which of the arguments has other values than before."""
 
 
 @many_ranks
@@ -34,52 +41,66 @@ def grade_8_4(GatheredLinear: type) -> None:
         by_size = on_ranks(two_layers, GatheredLinear)
     for size, by_rank in by_size.items():
         with asked(f"{call}, for two layers, on {size} rank{'s' * (size > 1)}"):
-            seen, held = zip(*by_rank, strict=True)
+            seen, held, hidden = zip(*by_rank, strict=True)
             by_layer = list(zip(*seen, strict=True))
+            for layer in range(LAYERS):
+                _expect_unchanged(by_layer[layer])
             for layer in range(LAYERS):
                 _expect_output(by_layer[layer], layer)
             if size > 1:
-                _expect_little(held)
+                _expect_little(held, hidden)
                 _expect_calls(by_layer[0])
             for layer in range(LAYERS):
                 _expect_gradients(by_layer[layer], layer)
 
 
-def given(rank: int, size: int, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x_shard, weight_shard, and the gradient of y_shard, of one rank."""
+def given(rank: int, size: int, layer: int, larger: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """x_shard, weight_shard, and the gradient of y_shard, of one rank.
+
+    Those of the second layer are not contiguous, except for the weight.
+    """
     generator = torch.Generator().manual_seed(10 * rank + layer)
-    shapes = ((BATCH, TOKENS, WIDTH), (COLUMNS, WIDTH), (BATCH, TOKENS * size, COLUMNS))
+    tokens, width = larger * TOKENS, larger * WIDTH
+    shapes = ((BATCH, tokens, width), (COLUMNS, width), (BATCH, tokens * size, COLUMNS))
     x, weight, grad = (
         torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
-    return x, weight, grad
+    return (scattered(x), weight, scattered(grad)) if layer else (x, weight, grad)
 
 
-def two_layers(group, GatheredLinear: type) -> tuple[list[Seen], int]:
+def two_layers(group, GatheredLinear: type) -> tuple[list[Seen], int, int]:
     """What was seen of each layer, and the bytes that both hold until the backward pass."""
     layers = [given(group.rank(), group.size(), layer) for layer in range(LAYERS)]
     for x, weight, _ in layers:
         x.requires_grad_()
         weight.requires_grad_()
 
-    with ShardWire(allowed=TALK) as wire:
+    with ShardWire(allowed=TALK) as wire, ContiguousOnly():
         outs = [GatheredLinear.apply(x, weight, group) for x, weight, _ in layers]
         wire.note("backward")
         for out, (_, _, grad) in zip(outs, layers, strict=True):
             if out.shape == grad.shape:
                 out.backward(grad)
     calls = calls_by_phase(wire.events)
-    seen = [Seen(out.detach(), x.grad, weight.grad, calls)
-            for out, (x, weight, _) in zip(outs, layers, strict=True)]
-    return seen, held_until_backward(group, GatheredLinear, layers)
+    seen = []
+    for layer, (out, tensors) in enumerate(zip(outs, layers, strict=True)):
+        pairs = zip(NAMES, tensors, given(group.rank(), group.size(), layer), strict=True)
+        changed = [name for name, after, before in pairs if not torch.equal(after, before)]
+        x, weight, _ = tensors
+        seen.append(Seen(out.detach(), x.grad, weight.grad, calls, " and ".join(changed)))
+    return seen, *held_until_backward(group, GatheredLinear)
 
 
-def held_until_backward(group, GatheredLinear: type, layers: list[tuple]) -> int:
-    """Bytes that were not there before and are not the outputs'."""
-    with Held() as held:
+def held_until_backward(group, GatheredLinear: type) -> tuple[int, int]:
+    """Bytes that were not there before and are not the outputs': of tensors, and of objects."""
+    layers = [given(group.rank(), group.size(), layer, LARGER) for layer in range(LAYERS)]
+    for x, weight, _ in layers:
+        x.requires_grad_()
+        weight.requires_grad_()
+    with PythonMemory(GatheredLinear) as memory, Held() as held:
         outs = [GatheredLinear.apply(x, weight, group) for x, weight, _ in layers]
         gc.collect()
         expected = sum(out.nbytes for out in outs)
-        return held.settled(expected) - expected
+        return held.settled(expected) - expected, memory.now()
 
 
 @dataclass(frozen=True)
@@ -121,6 +142,14 @@ def _expect_output(seen: tuple[Seen, ...], layer: int) -> None:
                   "joins along dim 0")
 
 
+def _expect_unchanged(seen: tuple[Seen, ...]) -> None:
+    expect(not any(mine.changed for mine in seen),
+           seen=per_rank([f"{mine.changed or 'nothing'} has other values than before"
+                          for mine in seen]),
+           likely="an operation in place: inputs and gradients belong to others too, who still "
+                  "read them")
+
+
 def _which(what: str, same: list[bool]) -> str:
     return f"{what} is wrong on rank " + ", ".join(str(r) for r, ok in enumerate(same) if not ok)
 
@@ -147,14 +176,22 @@ def _messages(op: str, payloads: list[int]) -> str:
     return f"{len(payloads)} x {op}, of {sizes} bytes," if payloads else f"no {op}"
 
 
-def _expect_little(held: tuple[int, ...]) -> None:
+def _expect_little(held: tuple[int, ...], hidden: tuple[int, ...]) -> None:
     size = len(held)
-    shards = LAYERS * ELEMENT * BATCH * TOKENS * WIDTH
-    expect(all(n <= shards for n in held),
+    shard = ELEMENT * BATCH * TOKENS * WIDTH * LARGER**2
+    sizes = f"; of {LAYERS} layers, x_shard has {LAYERS * shard:,} bytes, all tokens of x have " \
+            f"{LAYERS * size * shard:,}"
+    expect(not any(held),
            seen=per_rank([f"between forward and backward {n:,} bytes are held" for n in held])
-           + f", besides inputs and outputs; all tokens of x have {size * shards:,}",
-           likely="save x_shard, and nothing that is made from all tokens: a part of x is a view, "
-                  "which keeps all of x, and so does an attribute of ctx")
+           + f", besides inputs and outputs{sizes}",
+           likely="save x_shard and weight_shard themselves, no copies, and nothing that is made "
+                  "from all tokens: a part of x is a view, which keeps all of x, and so does an "
+                  "attribute of ctx")
+    expect(all(n < shard for n in hidden),
+           seen=per_rank([f"{n:,} bytes of NumPy arrays or other Python objects are held between "
+                          "forward and backward" for n in hidden]) + sizes,
+           likely="a copy in NumPy, bytes or a list takes memory too: save x_shard and "
+                  "weight_shard, and gather x again")
 
 
 def _expect_gradients(seen: tuple[Seen, ...], layer: int) -> None:

@@ -1,6 +1,6 @@
 """Grader of 8.1: what the ranks have after the pair, forward and backward, and what was sent.
 
-All values are small integers in float64, so sums are exact and compared bit for bit.
+All values are small integers, so sums are exact and compared bit for bit.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from minitron.course.graders import Mistake, asked, expect
-from minitron.course.graders.ch06_toy import ELEMENT, ShardWire
+from minitron.course.graders.ch06_toy import ShardWire
+from minitron.course.graders.ch07_toy import expect_dtype, in_short
 from minitron.course.graders.ranks import many_ranks, on_ranks, per_rank
 
 PART = (2, 3, 5)  # (B, S/N, D): with B = 1 nobody would see a wrong layout
@@ -25,25 +26,30 @@ WAIT = "wait for the collective before you use what it brings, and join or cut a
 class Case:
     dim: int
     contiguous: bool = True
+    part: tuple[int, ...] = PART
+    dtype: torch.dtype = torch.float64
+    seed: int = 0
 
     def __str__(self) -> str:
-        return f"dim {self.dim}" + (", tensors that are not contiguous" * (not self.contiguous))
+        return f"dim {self.dim}, shards {in_short(self.dtype)} of shape {self.part}" + (
+            ", not contiguous" * (not self.contiguous))
 
     def whole(self, size: int) -> tuple[int, ...]:
-        return tuple(n * size if dim == self.dim else n for dim, n in enumerate(PART))
+        return tuple(n * size if dim == self.dim else n for dim, n in enumerate(self.part))
 
     def tensors(self, size: int, whole: bool, seed: int) -> list[Tensor]:
         """One for each rank, of the part's or of the whole's shape."""
-        shape = self.whole(size) if whole else PART
-        return [self.tensor(shape, 10 * seed + rank) for rank in range(size)]
+        shape = self.whole(size) if whole else self.part
+        return [self.tensor(shape, 100 * self.seed + 10 * seed + rank) for rank in range(size)]
 
     def tensor(self, shape: tuple[int, ...], seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
-        values = torch.randint(1, 100, shape, generator=generator).double()
+        values = torch.randint(1, 100, shape, generator=generator).to(self.dtype)
         return values if self.contiguous else values.mT.contiguous().mT
 
 
-CASES = [Case(1), Case(0), Case(2), Case(1, contiguous=False)]
+CASES = [Case(1), Case(0), Case(2), Case(1, contiguous=False, seed=1), Case(1, part=(4, 3)),
+         Case(1, part=(2, 3, 2, 2)), Case(1, dtype=torch.float32, seed=2)]
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,7 @@ def grade_8_1(AllGather: type, ReduceScatter: type) -> None:
     for function, name, gathers in ((AllGather, "AllGather.apply(x_shard, group, dim)", True),
                                     (ReduceScatter, "ReduceScatter.apply(x_partial, group, dim)",
                                      False)):
-        with asked(f"{name} and backward, on 1, 2, 3 and 4 ranks, dim 0, 1 and 2"):
+        with asked(f"{name} and backward, on 1, 2, 3 and 4 ranks, for several shapes and dims"):
             by_size = on_ranks(there_and_back, function, gathers)
         for size, by_rank in by_size.items():
             for index, case in enumerate(CASES):
@@ -129,8 +135,9 @@ def _expect_pair(seen: list[Seen], case: Case, gathers: bool) -> None:
            + f"; right is {right}",
            likely="the collectives join and cut along dim 0, whatever dim is: join what arrives, "
                   "or cut what is sent, along dim yourself")
+    expect_dtype("the output", [mine.out.dtype for mine in seen], case.dtype)
     if size > 1:
-        _expect_calls(seen, ELEMENT * size * prod(PART), gathers)
+        _expect_calls(seen, case.dtype.itemsize * size * prod(case.part), gathers)
     changed = [", ".join(mine.changed) for mine in seen]
     expect(not any(changed),
            seen=per_rank([f"changed in place: {names or 'nothing'}" for names in changed]),
@@ -138,6 +145,12 @@ def _expect_pair(seen: list[Seen], case: Case, gathers: bool) -> None:
 
     faults = [_why_not_gathered, _why_not_scattered]
     why_out, why_grad = faults if gathers else faults[::-1]
+    if case.seed:
+        earlier = CASES[0].tensors(size, whole=not gathers, seed=1)
+        stale = [out.to(case.dtype) for out in there(earlier, CASES[0])]
+        expect(not all(_same(mine.out, old) for mine, old in zip(seen, stale, strict=True)),
+               seen="the output is that of the first call, with tensors of the same shape",
+               likely="compute it anew in every call: the values are others")
     _expect_values("the output", [mine.out for mine in seen], right_outs, why_out, xs, case)
     _expect_values("the gradient of the input", [mine.grad for mine in seen], right_grads,
                    why_grad, grads, case)

@@ -6,12 +6,15 @@ from math import isclose
 from typing import NamedTuple
 
 from minitron.course.graders import Mistake, asked, expect
+from minitron.course.graders.numbers import ROUNDED, apart, is_rounded
 from minitron.parallel.schedule_check import peak_activations
 from minitron.parallel.schedules import Schedule, gpipe, interleaved, one_forward_one_backward
 from minitron.parallel.simulator import simulate
 
 SECONDS = {"F": 1, "B": 2}
 STAGE_BYTES = 100
+MANY = 10**17 + 1
+"""Bytes that a float does not hold exactly."""
 RANKS = (4, 2, 3, 1, 8)
 MICRO_BATCHES = (8, 24, 5, 4, 3, 1)
 CHUNKS = (2, 3)
@@ -31,6 +34,18 @@ def grade_9_2(bubble: Callable, activation_bytes: Callable) -> None:
                        f"num_chunks={v}, rank={rank}, model_bytes={model_bytes})"):
                 seen = activation_bytes(name, p, m, v, rank, model_bytes)
                 _expect_bytes(seen, num_held * STAGE_BYTES, Place(name, p, m, v, rank))
+    _expect_exact(activation_bytes)
+
+
+def _expect_exact(activation_bytes: Callable) -> None:
+    name, p, m, v = "interleaved 1F1B", 3, 6, 2
+    model_bytes = p * v * MANY
+    with asked(f"activation_bytes(schedule={name!r}, num_ranks={p}, num_micro_batches={m}, "
+               f"num_chunks={v}, rank=0, model_bytes={model_bytes})"):
+        seen = activation_bytes(name, p, m, v, 0, model_bytes)
+        right = peak_activations(interleaved(p, m, v))[0] * MANY
+        expect(seen == right, seen=f"{seen}, not {right}", likely="right but for rounding: / makes "
+               "a float, which has 16 digits. Divide integers by //")
 
 
 def grid() -> list[tuple[str, int, int, int, Schedule]]:
@@ -49,8 +64,11 @@ def _expect_bubble(answer, schedule: Schedule, v: int) -> None:
     right = timeline.bubble_of_total, timeline.bubble_of_ideal
     same = [isclose(*pair, rel_tol=1e-9, abs_tol=1e-12) for pair in zip(answer, right, strict=True)]
     if not all(same):
-        raise Mistake(f"({answer[0]:.4g}, {answer[1]:.4g}); in the simulator {right[0]:.4g} of the "
-                      f"total time is idle, {right[1]:.4g} of the time that the work takes",
+        first, idle = apart(answer[0], right[0])
+        second, of_work = apart(answer[1], right[1])
+        raise Mistake(f"({first}, {second}); in the simulator {idle} of the total time is idle, "
+                      f"{of_work} of the time that the work takes",
+                      ROUNDED if all(map(is_rounded, answer, right)) else
                       _why_other_bubble(answer, right, p, m, v))
 
 

@@ -4,6 +4,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,9 @@ from minitron.parallel.schedules import (
     one_forward_one_backward,
 )
 
-WIDTH, ELEMENT = 3, 8  # all is float64
+WIDTH = 3
+LARGE = 400
+"""The width where copies in NumPy and the like are weighed."""
 TOKENS = (4, 2, 5, 1, 3)  # of each micro-batch; no two alike, so that a tensor tells which it is
 MOST_KEPT = 2  # local variables of the last forward and of the last backward pass
 
@@ -43,9 +46,16 @@ def last_first(num_ranks: int, num_micro_batches: int) -> Schedule:
     return make("GPipe, last micro-batch back first", num_micro_batches, lists)
 
 
-CASES = [(gpipe, 5), (one_forward_one_backward, 5), (one_forward_one_backward, 2), (eager, 5),
-         (last_first, 4)]
-"""Schedules and micro-batches."""
+class Case(NamedTuple):
+    """A schedule, the number of its micro-batches, and their dtype."""
+
+    make_schedule: Callable[[int, int], Schedule]
+    num_micro_batches: int
+    dtype: torch.dtype = torch.float64
+
+
+CASES = [Case(gpipe, 5), Case(one_forward_one_backward, 5), Case(one_forward_one_backward, 2),
+         Case(eager, 5), Case(last_first, 4), Case(one_forward_one_backward, 3, torch.float32)]
 
 
 class Stage(nn.Module):
@@ -54,12 +64,16 @@ class Stage(nn.Module):
     Without `note` it only computes.
     """
 
-    def __init__(self, number: int, note: Callable[[str, int], None] | None = None):
+    def __init__(
+        self, number: int, note: Callable[[str, int], None] | None = None, width: int = WIDTH,
+        dtype: torch.dtype = torch.float64,
+    ):
         super().__init__()
         generator = torch.Generator().manual_seed(number)
-        self.linear = nn.Linear(WIDTH, WIDTH).double()
+        self.linear = nn.Linear(width, width).double()
         for parameter in self.parameters():
             parameter.data.normal_(generator=generator)
+        self.to(dtype)
         self.note = note
         self.refs: dict[int, list[weakref.ref]] = {}
         self.gone_back: list[int] = []
@@ -95,9 +109,11 @@ class Stage(nn.Module):
                    for tokens in self.gone_back)
 
 
-def data(num_micro_batches: int) -> list[tuple[Tensor, Tensor]]:
+def data(
+    num_micro_batches: int, width: int = WIDTH, dtype: torch.dtype = torch.float64
+) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(9)
-    return [tuple(torch.randn(2, tokens, WIDTH, generator=generator, dtype=torch.float64))
+    return [tuple(torch.randn(2, tokens, width, generator=generator, dtype=torch.float64).to(dtype))
             for tokens in TOKENS[:num_micro_batches]]
 
 

@@ -22,7 +22,8 @@ OPTIMIZERS = {
 }
 STUCK = "every rank must make the same call, also one whose own gradient is fine, or not there: " \
         "only the others know whether there was an overflow"
-WORDS = {"fine": "a fine gradient", "none": "no gradient", "nan": "a NaN", "inf": "an infinity"}
+WORDS = {"fine": "a fine gradient", "zero": "a gradient of zeros",
+        "none": "no gradient", "nan": "a NaN", "inf": "an infinity"}
 
 
 class Step(NamedTuple):
@@ -43,7 +44,8 @@ class Step(NamedTuple):
 STEPS = [Step("fine", "fine"), Step("fine", "fine", size=0.01), Step("fine", "nan"),
          Step("fine", "fine"), Step("inf", "fine"), Step("fine", "none"), Step("none", "fine"),
          Step("inf", "nan"), Step("nan", "none"), Step("none", "nan", "none"),
-         Step("none", "none", "none"), Step("fine", "-inf", "none"), Step("fine", "fine")]
+         Step("none", "none", "none"), Step("fine", "-inf", "none"), Step("fine", "fine"),
+         Step("zero", "zero", "zero"), Step("zero", "fine", "none"), Step("fine", "fine")]
 
 
 class Seen(NamedTuple):
@@ -86,7 +88,7 @@ def play_all(group, step_together) -> dict[str, list[Seen]]:
 def play(group, step_together, name: str) -> list[Seen]:
     rank, scale, steps = group.rank(), SCALE, []
     shards = make_shards(rank)
-    optimizer = OPTIMIZERS[name](shards)
+    optimizer = make_optimizer(name, shards)
     for number in range(len(STEPS)):
         give(shards, rank, group.size(), number, scale)
         with ShardWire(allowed={"all_reduce"}) as wire:
@@ -105,7 +107,14 @@ def play(group, step_together, name: str) -> list[Seen]:
 
 def start(name: str, rank: int) -> Seen:
     shards = make_shards(rank)
-    return observe(shards, OPTIMIZERS[name](shards), SCALE, False, [])
+    return observe(shards, make_optimizer(name, shards), SCALE, False, [])
+
+
+def make_optimizer(name: str, shards: list[Tensor]) -> torch.optim.Optimizer:
+    """Each shard is a parameter group of its own; the second one learns half as fast."""
+    optimizer = OPTIMIZERS[name]([{"params": [shard]} for shard in shards])
+    optimizer.param_groups[1]["lr"] /= 2
+    return optimizer
 
 
 def make_shards(rank: int) -> list[Tensor]:
@@ -123,6 +132,8 @@ def give(shards: list[Tensor], rank: int, num_ranks: int, number: int, scale: fl
                                                                      generator=generator)
         if index == 0 and kind.strip("-") in ("nan", "inf"):
             grad[1] = float(kind)
+        if kind == "zero":
+            grad.zero_()
         is_there = kind != "none" and (index == 0 or number % 3)
         shard.grad = grad if is_there else None
 
@@ -140,7 +151,7 @@ def right_steps(num_ranks: int, name: str, mistake: str = "") -> list[list[Seen]
     `mistake`, such as "unclipped" or "own norm", gives the gradient another factor.
     """
     shards = [make_shards(rank) for rank in range(num_ranks)]
-    optimizers = [OPTIMIZERS[name](mine) for mine in shards]
+    optimizers = [make_optimizer(name, mine) for mine in shards]
     scale, steps = SCALE, []
     for number in range(len(STEPS)):
         for rank, mine in enumerate(shards):

@@ -2,16 +2,18 @@
 
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minitron import float8
-from minitron.course.graders import Mistake, asked, expect
+from minitron.course.graders import Mistake, apart, asked, expect
+from minitron.course.graders.arguments import copy_of
 from minitron.course.graders.ch06_toy import ShardWire
-from minitron.course.graders.ch07_toy import calls_from_outside, expect_no_calls, in_words
+from minitron.course.graders.ch07_toy import in_words
+from minitron.course.graders.numbers import a_not_b
 from minitron.course.graders.ranks import SIZES, many_ranks, on_ranks, per_rank
 from minitron.measure.ledger import Call
 
@@ -19,6 +21,8 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 CLOSE = 1e-5
 STUCK = "every rank must make the same call, also one whose shard is all zeros"
 NUMBER = 4  # bytes of a float32
+IN_PLACE = "the caller still needs x. Of a float32 tensor x.float() is x itself: /= and clamp_ " \
+           "behind it change what was passed in"
 
 
 class Answer(NamedTuple):
@@ -55,12 +59,12 @@ def grade_10_5(quantise: Callable, quantise_shard: Callable) -> None:
     for name, x in tensors().items():
         for dtype in (E4M3, E5M2):
             with asked(f"quantise({name}, {dtype})"):
-                _expect_quantised(_call(quantise, x.clone(), dtype), x, dtype)
-    with asked("quantise of [1, inf, 2], then of [1, NaN, 2], torch.float8_e4m3fn"):
-        for odd in (torch.inf, torch.nan):
-            answer = _call(quantise, torch.tensor([1.0, odd, 2.0]), E4M3)
-            product = answer.values * answer.scale
-            expect(not product.isfinite().all(), seen=f"values * scale is {product.tolist()} for "
+                _expect_quantised(_call(quantise, x, dtype), x, dtype)
+    for odd, dtype in product((torch.inf, -torch.inf, torch.nan), (E4M3, E5M2)):
+        with asked(f"quantise([1, {odd}, 2], {dtype})"):
+            answer = _call(quantise, torch.tensor([1.0, odd, 2.0]), dtype)
+            values = answer.values * answer.scale
+            expect(not values.isfinite().all(), seen=f"values * scale is {values.tolist()} for "
                    f"[1, {odd}, 2]", likely="an overflow must be seen: the loss scale and the one "
                    "who looks for the fault depend on it")
 
@@ -76,11 +80,28 @@ def grade_10_5(quantise: Callable, quantise_shard: Callable) -> None:
                                    shards(size)[name], dtype)
 
 
-def _call(quantise: Callable, *args) -> Answer:
-    with calls_from_outside(float8.quantise) as called, Conversions() as conversions:
-        answer = quantise(*args)
-    expect_no_calls(called, "find the scale yourself")
-    return _answer(answer)._replace(converted=conversions.largest)
+def _call(quantise: Callable, x: Tensor, dtype: torch.dtype) -> Answer:
+    answer, after, converted = apart(watch, quantise, x, dtype)
+    changed = difference(after, x)
+    expect(changed == "", seen=f"x has changed: {changed}", likely=IN_PLACE)
+    return _answer(answer)._replace(converted=converted)
+
+
+def watch(quantise: Callable, x: Tensor, dtype: torch.dtype) -> tuple:
+    """What is returned, what x is then, and the largest quotient that was converted."""
+    mine = copy_of(x)
+    with Conversions() as conversions:
+        answer = quantise(mine, dtype)
+    return answer, mine, conversions.largest
+
+
+def difference(seen: Tensor, before: Tensor) -> str:
+    """Such as "[0, 2] is 3, and was 1": the first element that has another value."""
+    changed = (seen != before) & ~(seen.isnan() & before.isnan())
+    if not changed.any():
+        return ""
+    place = changed.nonzero()[0].tolist()
+    return f"{place} is {seen[*place]:.6g}, and was {before[*place]:.6g}"
 
 
 @cache
@@ -96,6 +117,7 @@ def tensors() -> dict[str, Tensor]:
         "values of which -900 is the largest": torch.cat([x, x.new_full((1, 16), -900.0)]),
         "rows of very different size": x * torch.logspace(0, -3, 6)[:, None],
         "[1, 69]": torch.tensor([1.0, 69.0]),  # 69 / (69 / 448) is more than 448
+        "a (16, 6) tensor that is not contiguous": x.T,
         "bfloat16, normal values": x.bfloat16(),
         "float16, normal values times 10^-5": (x * 1e-5).half(),
         "float16, normal values times 10^4": (x * 1e4).half(),
@@ -121,7 +143,7 @@ def _expect_quantised(answer: Answer, x: Tensor, dtype: torch.dtype) -> None:
     _expect_kind(answer, x, dtype)
     right, seen = right_scale(x, dtype), float(answer.scale)
     if not _is_close(seen, right):
-        raise Mistake(f"the scale is {seen:.6g}, not {right:.6g}",
+        raise Mistake(f"the scale is {a_not_b(seen, right, digits=6)}",
                       _why_other_scale(seen, right, x, dtype))
     _expect_values(answer, x, dtype)
     _expect_clamped(answer, dtype)
@@ -202,15 +224,17 @@ def _expect_clamped(answer: Answer, dtype: torch.dtype) -> None:
 # A tensor that is cut
 
 
-def try_all(group, quantise_shard) -> dict[tuple, tuple[Answer, list[Call]]]:
+def try_all(group, quantise_shard) -> dict[tuple, tuple[Answer, list[Call], str]]:
     evidence = {}
     for number, mine in enumerate(shards(group.size()).values()):
         for dtype in (E4M3, E5M2):
+            shard = copy_of(mine[group.rank()])
             with ShardWire(allowed={"all_reduce"}) as wire, Conversions() as conversions:
-                answer = quantise_shard(mine[group.rank()].clone(), dtype, group)
+                answer = quantise_shard(shard, dtype, group)
             try:
                 seen = _answer(answer)._replace(converted=conversions.largest)
-                evidence[number, dtype] = seen, wire.calls
+                changed = difference(shard, mine[group.rank()])
+                evidence[number, dtype] = seen, wire.calls, changed
             except Mistake as mistake:
                 raise TypeError(f"{mistake.seen}; {mistake.likely}") from None
     return evidence
@@ -230,14 +254,17 @@ def shards(num_ranks: int) -> dict[str, list[Tensor]]:
         "one whose largest, 4997, is on the last rank": last,
         "one with small values, of which odd ranks have zeros": some,
         "one of bfloat16": [part.bfloat16() for part in first],
+        "one whose shards are not contiguous": [part.T for part in first],
         "one of zeros": [torch.zeros_like(part) for part in whole],
     }
 
 
 def _expect_agreed(
-    seen: list[tuple[Answer, list[Call]]], x: list[Tensor], dtype: torch.dtype
+    seen: list[tuple[Answer, list[Call], str]], x: list[Tensor], dtype: torch.dtype
 ) -> None:
-    answers, calls = zip(*seen, strict=True)
+    answers, calls, changed = zip(*seen, strict=True)
+    expect(not any(changed), seen=per_rank([f"the shard has changed: {text}" if text else
+                                            "unchanged" for text in changed]), likely=IN_PLACE)
     for answer, mine in zip(answers, x, strict=True):
         _expect_kind(answer, mine, dtype)
     whole = torch.cat([mine.flatten() for mine in x])

@@ -7,8 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from minitron.course.graders import Mistake, asked, expect
+from minitron.course.graders import Mistake, apart, asked, expect
 from minitron.course.graders.ch06_toy import Held
+from minitron.course.graders.python_memory import PythonMemory
 
 OPTIMIZERS = {
     "AdamW": partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1),
@@ -16,13 +17,18 @@ OPTIMIZERS = {
 }
 CASES = [(torch.bfloat16, "AdamW"), (torch.float16, "SGD with momentum")]
 STEPS = 20
+ZERO_STEP = 6
+"""In this one, from 0 on, `seldom` has a gradient of zeros: an update, with momentum and decay."""
 ROUNDING = 1e-6  # of a float32 master
-SQUARE, NUM_SQUARES = 64, 4
+SQUARE, NUM_SQUARES = 192, 4
 BYTES, MOST_BYTES = 14, 14.5
 
 
 class Model(nn.Module):
-    """Two layers that share 12 weights, 5 frozen ones, 4 unused ones, and 6 used now and then."""
+    """Two layers that share 12 weights, 5 frozen ones, 4 unused ones, and 6 used now and then.
+
+    The shared weights lie in memory column by column: they are not contiguous.
+    """
 
     def __init__(self, dtype: torch.dtype):
         super().__init__()
@@ -36,6 +42,7 @@ class Model(nn.Module):
         for parameter in self.parameters():
             parameter.data = 1 + torch.rand(parameter.shape, generator=generator)
             parameter.data.view(-1)[0] = 2.0**-12  # small beside its updates
+        self.embedding.weight.data = self.embedding.weight.data.T.contiguous().T
         self.to(dtype)
 
     def fill(self, step: int) -> None:
@@ -44,6 +51,8 @@ class Model(nn.Module):
         for name, parameter in self.trained().items():
             grad = 1 + torch.rand(parameter.shape, generator=generator)
             grad.view(-1)[1::2] *= 2.0**-9
+            if name == "seldom" and step == ZERO_STEP:
+                grad.zero_()
             if name == "embedding.weight" or name == "seldom" and step % 3 == 0:
                 parameter.grad = grad.to(parameter.dtype)
 
@@ -51,54 +60,63 @@ class Model(nn.Module):
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
 
-class Watched(NamedTuple):
-    """A learner's object, its model, and the tensors that each optimizer was made for."""
+class Seen(NamedTuple):
+    """What there is after some steps."""
 
-    model: Model
-    masters: object
     made: list[list[Tensor]]
+    """Copies of the tensors that each optimizer was made for."""
+    parameters: dict[str, Tensor]
+    tied: bool
+    left: list[str]
+    """Whose .grad is not None."""
 
 
 def grade_10_3(MasterStep: type) -> None:
     """Train 20 steps in both 16-bit dtypes; then weigh a larger model."""
     for dtype, name in CASES:
         with asked(f"MasterStep(model, make_optimizer) for {_word(dtype)} parameters and {name}"):
-            watched = make(MasterStep, dtype, name)
-            _expect_masters(watched)
+            _expect_masters(apart(train, MasterStep, dtype, name, 0).made, dtype)
         for step in range(STEPS):
             with asked(f"step {step + 1} of MasterStep with {_word(dtype)} parameters and {name}; "
-                       "seldom has a gradient in steps 1, 4, 7 ..., unused never"):
-                watched.model.fill(step)
-                watched.masters.step()
-                _expect_step(watched, dtype, name, step)
+                       "seldom has a gradient in steps 1, 4, 7 ..., which is zero in step "
+                       f"{ZERO_STEP + 1}; unused never"):
+                seen = apart(train, MasterStep, dtype, name, step + 1)
+                _expect_step(seen, dtype, name, step)
     with asked(f"the bytes held after a step with AdamW: {NUM_SQUARES} weights of {SQUARE} x "
                f"{SQUARE}, bfloat16"):
-        _expect_little(MasterStep)
+        _expect_little(*apart(weigh, MasterStep))
 
 
-def make(MasterStep: type, dtype: torch.dtype, name: str) -> Watched:
+def train(MasterStep: type, dtype: torch.dtype, name: str, num_steps: int) -> Seen:
+    """Train from the beginning, so many steps."""
     model, made = Model(dtype), []
 
     def make_optimizer(tensors):
-        made.append(list(tensors))
-        return OPTIMIZERS[name](made[-1])
+        tensors = list(tensors)
+        made.append([tensor.detach().clone() for tensor in tensors])
+        return OPTIMIZERS[name](tensors)
 
-    return Watched(model, MasterStep(model, make_optimizer), made)
+    masters = MasterStep(model, make_optimizer)
+    for step in range(num_steps):
+        model.fill(step)
+        masters.step()
+    return Seen(made, {key: p.detach() for key, p in model.named_parameters()},
+                model.head.weight is model.embedding.weight,
+                [key for key, p in model.named_parameters() if p.grad is not None])
 
 
 def _word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _expect_masters(watched: Watched) -> None:
-    expect(len(watched.made) == 1, seen=f"make_optimizer was called {len(watched.made)} times",
-           likely="once, in __init__: an optimizer that is made anew has forgotten its moments")
-    given = watched.made[0]
+def _expect_masters(made: list[list[Tensor]], dtype: torch.dtype) -> None:
+    _expect_made_once(made)
+    given = made[0]
     dtypes = {_word(tensor.dtype) for tensor in given}
     expect(dtypes == {"float32"}, seen=f"the optimizer updates {' and '.join(sorted(dtypes))}",
            likely="its tensors are the masters, float32: in 16 bits an update of less than half "
                   "a unit is lost")
-    model = watched.model
+    model = Model(dtype)
     right = sum(p.numel() for p in model.trained().values())
     tied, frozen = model.embedding.weight.numel(), model.frozen.numel()
     num = sum(tensor.numel() for tensor in given)
@@ -113,11 +131,17 @@ def _expect_masters(watched: Watched) -> None:
            likely=likely)
 
 
+def _expect_made_once(made: list[list[Tensor]]) -> None:
+    expect(len(made) == 1, seen=f"make_optimizer was called {len(made)} times",
+           likely="once, in __init__: an optimizer that is made anew has forgotten its moments")
+
+
 @cache
 def reference(dtype: torch.dtype, name: str, num_steps: int, mistake: str = "") -> dict:
     """What the float32 masters are after some steps, in plain words of PyTorch.
 
-    `mistake`: "zeros" or "stale" for a gradient that is None; "anew" masters in every step.
+    `mistake`: "zeros" or "stale" for a gradient that is None; "none" for one that is zero; "anew"
+    masters in every step.
     """
     model = Model(dtype)
     masters = {name: p.detach().float() for name, p in model.trained().items()}
@@ -127,7 +151,7 @@ def reference(dtype: torch.dtype, name: str, num_steps: int, mistake: str = "") 
         model.fill(step)
         for key, parameter in model.trained().items():
             master = masters[key]
-            if parameter.grad is not None:
+            if parameter.grad is not None and (mistake != "none" or parameter.grad.any()):
                 master.grad = parameter.grad.float()
             elif mistake == "zeros":
                 master.grad = torch.zeros_like(master)
@@ -147,27 +171,24 @@ def rounds_to(weight: Tensor, master: Tensor) -> bool:
     return bool(((low <= weight) & (weight <= high)).all())
 
 
-def _expect_step(watched: Watched, dtype: torch.dtype, name: str, step: int) -> None:
-    model, before = watched.model, Model(dtype)
-    dtypes = {_word(p.dtype) for p in model.parameters()}
+def _expect_step(seen: Seen, dtype: torch.dtype, name: str, step: int) -> None:
+    before = Model(dtype)
+    dtypes = {_word(weight.dtype) for weight in seen.parameters.values()}
     expect(dtypes == {_word(dtype)}, seen=f"the parameters are {' and '.join(sorted(dtypes))}",
            likely="the model keeps its dtype: copy the master's value into the parameter, which "
                   "rounds it")
-    expect(model.head.weight is model.embedding.weight,
-           seen="embedding and head no longer share their weight",
+    expect(seen.tied, seen="embedding and head no longer share their weight",
            likely="change the parameters' values, with parameter.data.copy_: not the parameters")
-    expect(torch.equal(model.frozen, before.frozen), seen="frozen has changed",
+    expect(torch.equal(seen.parameters["frozen"], before.frozen), seen="frozen has changed",
            likely="frozen parameters stay as they are")
-    expect(len(watched.made) == 1, seen=f"make_optimizer was called {len(watched.made)} times",
-           likely="once, in __init__: an optimizer that is made anew has forgotten its moments")
+    _expect_made_once(seen.made)
 
     right = reference(dtype, name, step + 1)
-    for key, parameter in model.trained().items():
-        if not rounds_to(parameter.detach(), right[key]):
-            raise Mistake(_difference(key, parameter.detach(), right[key]),
-                          _why_other(key, watched, dtype, name, step))
-    left = [key for key, p in model.named_parameters() if p.grad is not None]
-    expect(not left, seen=f"a .grad is left: of {' and '.join(left)}",
+    for key in before.trained():
+        if not rounds_to(seen.parameters[key], right[key]):
+            raise Mistake(_difference(key, seen.parameters[key], right[key]),
+                          _why_other(key, seen.parameters[key], dtype, name, step))
+    expect(not seen.left, seen=f"a .grad is left: of {' and '.join(seen.left)}",
            likely="once it is handed over, parameter.grad = None: else it is held twice, and the "
                   "next backward pass adds to it")
 
@@ -180,10 +201,8 @@ def _difference(key: str, weight: Tensor, master: Tensor) -> str:
 
 
 def _why_other(
-    key: str, watched: Watched, dtype: torch.dtype, name: str, step: int
+    key: str, weight: Tensor, dtype: torch.dtype, name: str, step: int
 ) -> str:
-    weight = watched.model.trained()[key].detach()
-
     def is_like(mistake: str) -> bool:
         return rounds_to(weight, reference(dtype, name, step + 1, mistake)[key])
 
@@ -196,6 +215,9 @@ def _why_other(
     if is_like("stale"):
         return "this parameter had no gradient in this step: the master still has the one of a " \
                "step before. Set it to None"
+    if is_like("none"):
+        return "its gradient was zeros, not None: the optimizer takes its step, and momentum and " \
+               "weight decay move the weights. Ask whether .grad is None, not whether it is zero"
     if is_like("zeros"):
         return "this parameter had no gradient: leave the master's at None. With zeros the " \
                "optimizer still applies momentum and weight decay"
@@ -206,8 +228,9 @@ def _why_other(
            "parameter gets its own master's value, rounded"
 
 
-def _expect_little(MasterStep: type) -> None:
-    with Held() as held:
+def weigh(MasterStep: type) -> tuple[float, float]:
+    """Bytes for each parameter after a step: of tensors, and of other Python objects."""
+    with PythonMemory(MasterStep) as memory, Held() as held:
         layers = (nn.Linear(SQUARE, SQUARE, bias=False) for _ in range(NUM_SQUARES))
         model = nn.Sequential(*layers).bfloat16()
         masters = MasterStep(model, OPTIMIZERS["AdamW"])
@@ -217,8 +240,15 @@ def _expect_little(MasterStep: type) -> None:
             masters.step()
         gc.collect()
         num = sum(parameter.numel() for parameter in model.parameters())
-        per_element = held.now() / num
-    expect(per_element < MOST_BYTES, seen=f"{per_element:.1f} bytes for each parameter after a "
+        return held.now() / num, memory.now() / num
+
+
+def _expect_little(of_tensors: float, of_objects: float) -> None:
+    expect(of_tensors < MOST_BYTES, seen=f"{of_tensors:.1f} bytes for each parameter after a "
            f"step, where {BYTES} are enough",
            likely="the masters' gradients are kept (4 bytes), the parameters' own (2), or one more "
                   "copy of the weights (2 or 4)")
+    expect(of_objects < MOST_BYTES - BYTES, seen=f"besides the tensors {of_objects:.1f} bytes of "
+           "NumPy arrays or other Python objects for each parameter are held after a step",
+           likely="a copy in NumPy, bytes or a list takes memory too: parameter, master and the "
+                  "optimizer's moments are all that is needed")

@@ -7,7 +7,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from minitron.course.graders import Mistake, asked, expect
+from minitron.course.graders import Mistake, asked
+from minitron.course.graders.arguments import call_unchanged
+from minitron.course.graders.numbers import ROUNDED, a_not_b, is_rounded
 
 Gradients = dict[str, Tensor]
 
@@ -20,7 +22,7 @@ TOO_LARGE = 65520.0
 NO_LIMIT = 2.0**126
 
 
-def gradients(**values: list[float]) -> Gradients:
+def gradients(**values: list[float] | float) -> Gradients:
     return {name: torch.tensor(numbers, dtype=torch.float32) for name, numbers in values.items()}
 
 
@@ -40,6 +42,7 @@ SHARES = {
     "w = [2^-45, 2, 3, 4] with scale 65536, where three overflow":
         (gradients(w=[2.0**-45, 2, 3, 4]), 65536.0),
     "zeros alone, and a tensor without elements": (gradients(w=[0.0, -0.0], b=[]), 1.0),
+    "w = 2^-30, of shape (), and b = [1, 1]": (gradients(w=2.0**-30, b=[1, 1]), 1.0),
 }
 SCALES = {
     "the docstring's example, max_share=0.3": (EXAMPLE, 0.3),
@@ -56,6 +59,10 @@ SCALES = {
     "w = [2^-30, 2^-40, 2^-50, 2^-20], max_share=0.5":
         (gradients(w=[2.0**-30, 2.0**-40, 2.0**-50, 2.0**-20]), 0.5),
     "w = [2^-60], max_share=0": (gradients(w=[2.0**-60]), 0.0),
+    "w = [2^-140], max_share=0": (gradients(w=[2.0**-140]), 0.0),
+    "w = 2^-30, of shape (), max_share=0": (gradients(w=2.0**-30), 0.0),
+    "one of 2000 values is 2^-26, the others are 1, max_share=0":
+        (gradients(w=[2.0**-26, *[1.0] * 1999]), 0.0),
     "zeros alone, max_share=0": (gradients(w=[0.0, 0.0]), 0.0),
 }
 
@@ -78,18 +85,13 @@ def many() -> Gradients:
     generator = torch.Generator().manual_seed(10)
     spread = torch.randn(3000, generator=generator) * 6 - 24
     values = torch.exp2(spread) * torch.randn(3000, generator=generator).sign()
-    return {"w": values[:2900].view(29, 100), "b": values[2900:]}
+    return {"w": values[:2900].view(29, 100).T, "b": values[2900:]}  # w is not contiguous
 
 
 def _call(function: Callable, given: Gradients, number: float):
-    mine = {name: values.clone() for name, values in given.items()}
-    answer = function(mine, number)
-    same = mine.keys() == given.keys() and all(
-        torch.equal(mine[name].view(torch.int32), values.view(torch.int32))  # so NaN equals NaN
-        for name, values in given.items())
-    expect(same, seen="the gradients have changed", likely="an operation in place, such as "
-           "values *= scale: the caller needs them")
-    return answer
+    return call_unchanged(
+        function, given, number, names="gradients",
+        likely="an operation in place, such as values *= scale: the caller needs them")
 
 
 def _number(answer) -> float:
@@ -125,7 +127,8 @@ def right_scale(given: Gradients, max_share: float) -> float | None:
 def _expect_share(seen: float, given: Gradients, scale: float) -> None:
     right = right_share(given, scale)
     if not math.isclose(seen, right, rel_tol=1e-6, abs_tol=1e-12):
-        raise Mistake(f"{seen:.6g}, not {right:.6g}", _why_other_share(seen, right, given, scale))
+        raise Mistake(a_not_b(seen, right), ROUNDED if is_rounded(seen, right) else
+                      _why_other_share(seen, right, given, scale))
 
 
 def _why_other_share(seen: float, right: float, given: Gradients, scale: float) -> str:

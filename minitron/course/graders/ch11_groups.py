@@ -10,7 +10,9 @@ from torch import Tensor
 
 from minitron.comm.mesh import make_mesh
 from minitron.course.graders import Mistake, asked, expect
-from minitron.course.graders.ch11_places import GRIDS, places
+from minitron.course.graders.arguments import call_unchanged
+from minitron.course.graders.ch07_toy import scattered
+from minitron.course.graders.ch11_places import CALLERS, GRIDS, places
 from minitron.course.graders.ranks import many_ranks, on_ranks, per_rank
 from minitron.measure.ledger import Call, Ledger
 
@@ -63,7 +65,9 @@ def grade_11_2(groups_along: Callable, axes_of: Callable, gradient_norm: Callabl
     for axes in GRIDS:
         for axis in sorted(axes):  # dp first: with one axis before it and one behind
             with asked(f"groups_along({axis!r}, {axes})"):
-                _expect_groups(groups_along(axis, dict(axes)), axis, axes)
+                seen = call_unchanged(groups_along, axis, axes, names="axis, axes",
+                                      likely=CALLERS)
+                _expect_groups(seen, axis, axes)
     for event, zero, sequence in product(EVENTS, (0, 1), (False, True)):
         with asked(f"axes_of({event!r}, zero={zero}, sequence={sequence})"):
             _expect_axes(axes_of(event, zero, sequence), event, zero, sequence)
@@ -73,6 +77,10 @@ def grade_11_2(groups_along: Callable, axes_of: Callable, gradient_norm: Callabl
         grid = " x ".join(f"{axis} {size}" for axis, size in axes.items())
         with asked(f"gradient_norm on {grid} ranks, zero={zero}"):
             _expect_calls([mine[number][1] for mine in seen], axes, zero)
+            expect(all(mine[number][2] for mine in seen),
+                   seen="the gradients have changed, or the set cut",
+                   likely="they are the caller's: square() and not square_(), and nothing is taken "
+                          "out of the dict or the set")
             _expect_norm([mine[number][0] for mine in seen], axes, zero)
 
 
@@ -156,14 +164,15 @@ def find_norms(group: dist.ProcessGroup, gradient_norm: Callable) -> list[tuple]
         groups = {axis: mesh.group(axis) for axis in axes}
         for zero in (0, 1):
             gradients = gradients_at(place, axes, zero)
+            cut = set(CUT)
             with Ledger() as ledger:
-                norm = gradient_norm(gradients, set(CUT), zero, groups)
+                norm = gradient_norm(gradients, cut, zero, groups)
             for own in groups.values():
                 dist.barrier(own)  # meets the call that another rank has left out, at once
             same = gradients_at(place, axes, zero)
-            if any(not torch.equal(gradients[name], same[name]) for name in same):
-                raise ValueError("the gradients have changed: they are still needed")
-            found.append((norm, ledger.calls))
+            is_same = gradients.keys() == same.keys() and cut == CUT and all(
+                torch.equal(gradients[name], same[name]) for name in same)
+            found.append((norm, ledger.calls, is_same))
     return found
 
 
@@ -186,7 +195,7 @@ def gradients_at(place: dict[str, int], axes: Axes, zero: int) -> Gradients:
             length = -(-part.numel() // axes["dp"])
             part = part.flatten()[place["dp"] * length:][:length]
         if part.numel():
-            own[name] = part.clone()
+            own[name] = scattered(part) if part.dim() > 1 else part.clone()
     return own
 
 

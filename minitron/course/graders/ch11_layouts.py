@@ -62,6 +62,8 @@ def cases() -> list[Case]:
         ("4 heads, 3 layers, all fit", small(num_layers=3), 12, 8, 12, 10, free),
         ("4 heads, 4 layers, a batch of 6, all fit", small(), 8, 8, 6, 10, free),
         ("bytes_needed without a pattern", small(), 16, 8, 16, 7, partial(uneven, None)),
+        ("16 heads on 32 GPUs in nodes of 16, 32 layers, all fit",
+         small(16, num_layers=32, width=64), 32, 16, 32, 10, free),
         ("one GPU", small(), 1, 8, 4, 10, free),
         ("nothing fits", small(), 8, 8, 8, 10, partial(of_parts, {})),
         ("Llama 3.1 70B's state in 80 GB", llama, 64, 8, 512, 80 * 10**9,
@@ -172,6 +174,8 @@ def _why_missing(layout: Layout, answer: list[Layout], case: Case) -> str:
         return "sizes need not be powers of two: whatever divides"
     if case.gpus_per_node < case.num_gpus and tp == case.gpus_per_node:
         return "tp may be as large as the node"
+    if max(layout[:3]) > max(size for other in answer for size in other[:3]):
+        return "no size has an upper limit of its own: only the conditions, and what fits"
     return "it fulfils every condition, and fits"
 
 

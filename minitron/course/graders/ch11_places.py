@@ -6,6 +6,7 @@ from itertools import product
 from math import prod
 
 from minitron.course.graders import Mistake, asked, expect
+from minitron.course.graders.arguments import call_unchanged
 
 Axes = dict[str, int]
 
@@ -19,6 +20,7 @@ GRIDS: list[Axes] = [
     {"dp": 6},
     {"pp": 2, "dp": 2, "cp": 3, "tp": 1},
 ]
+CALLERS = "pop, popitem and clear change the caller's dict: read it, or change a copy"
 OUTSIDE: dict[str, int] = {"pp": 2, "dp": 3, "tp": 2}
 
 
@@ -27,13 +29,16 @@ def grade_11_1(place_of: Callable, rank_at: Callable) -> None:
     for axes in GRIDS:
         for rank, right in enumerate(places(axes)):
             with asked(f"place_of({rank}, {axes})"):
-                _expect_place(place_of(rank, dict(axes)), right, axes)
+                seen = call_unchanged(place_of, rank, axes, names="rank, axes", likely=CALLERS)
+                _expect_place(seen, right, axes)
     for axes in GRIDS:
         for rank, place in enumerate(places(axes)):
             for names in (list(axes), sorted(axes), list(reversed(axes))):
                 given = {name: place[name] for name in names}
                 with asked(f"rank_at({given}, {axes})"):
-                    _expect_rank(rank_at(dict(given), dict(axes)), rank, given, axes)
+                    seen = call_unchanged(rank_at, given, axes, names="place, axes",
+                                          likely=CALLERS)
+                    _expect_rank(seen, rank, given, axes)
 
     num_ranks = prod(OUTSIDE.values())
     for rank in (num_ranks + 1, num_ranks, -1):

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from minitron.cost import PUBLISHED, num_parameters
 from minitron.course.graders import Mistake, asked, expect
+from minitron.course.graders.numbers import ROUNDED, apart, is_rounded
 
 RECOMPUTE = ("none", "selective", "full")
 A100, H100 = 312e12, 989.4e12
@@ -38,7 +39,9 @@ def published(name: str) -> Shape:
 
 GPT3, LLAMA = published("GPT-3 175B"), published("Llama 3.1 405B")
 MT_NLG = Shape(530_000_000_000, 105, 20480, 2048)
-SHAPES = [Shape(10, 1, 2, 3), Shape(1_000_003, 5, 64, 999), GPT3, LLAMA]
+HUGE = Shape(10**17 + 3, 3, 64, 999)
+"""More than a float holds exactly."""
+SHAPES = [Shape(10, 1, 2, 3), Shape(1_000_003, 5, 64, 999), GPT3, LLAMA, HUGE]
 
 
 class Run(NamedTuple):
@@ -124,6 +127,9 @@ def _expect_flops(answer, shape: Shape, recompute: str) -> None:
                                  "recomputation does again")
         if answer == right[::-1]:
             likely = "the other way round: first the model's, which are never more"
+        elif math.isclose(seen, wanted, rel_tol=1e-14):
+            likely = "right but for rounding: a float has 16 digits. Count in integers: 2, not " \
+                     "2.0, and // in place of /"
         raise Mistake(f"{seen:,} {name} FLOPs, not {wanted:,}", likely)
 
 
@@ -175,7 +181,10 @@ def _expect_days(answer, run: Run) -> None:
         causes = [why for why, value in known.items() if math.isclose(seen, value, rel_tol=1e-6)]
         causes.append("seconds are FLOPs over GPUs x FLOP/s of each; MFU is model FLOPs over what "
                       "the peak would do in the time")
-        raise Mistake(f"{seen:.6g} {name}, not {wanted:.6g}", causes[0])
+        if is_rounded(seen, wanted):
+            causes.insert(0, ROUNDED)
+        told, right_told = apart(seen, wanted, digits=6)
+        raise Mistake(f"{told} {name}, not {right_told}", causes[0])
 
 
 def _day_faults(run: Run, right: float) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple, get_args
 
@@ -16,6 +16,18 @@ from minitron.plan.search import decisions, words
 
 SAME = 1e-9
 """Of the seconds: as fast."""
+
+
+@dataclass(frozen=True)
+class OddJob(Job):
+    """A job whose limit follows from no number of the device."""
+
+    usable: float = 0.0
+
+    @property
+    def limit(self) -> float:
+        """Bytes that a GPU may hold."""
+        return self.usable
 
 
 class Case(NamedTuple):
@@ -45,7 +57,28 @@ def cases() -> list[Case]:
         ("70 G parameters on four nodes", llama_70b, 32, h100, 4096, 64),
         ("70 G parameters on one node: nothing fits", llama_70b, 8, h100, 4096, 32),
     ]
-    return [Case(text, Job(*row)) for text, *row in rows]
+    return [Case(text, Job(*row)) for text, *row in rows] + odd_cases()
+
+
+def odd_cases() -> list[Case]:
+    """Jobs in which no axis, size, stage of ZeRO or condition may be left out."""
+    h100 = find_device("H100-SXM-80GB")
+    rows = [  # GPUs, per node, heads, key-value heads, layers, F, V, S, network, batch, limit
+        ("a batch of 3 on 8 GPUs in nodes of 6", 8, 6, 16, 4, 12, 6144, 128256, 4096, 1, 3, 21.5),
+        ("one key-value head on 6 GPUs in nodes of 4", 6, 4, 6, 1, 3, 1154, 4096, 1026, 1, 48, 16.2),
+        ("5 layers on two nodes", 16, 8, 8, 8, 5, 4096, 4096, 4096, 1, 2, 5.9),
+        ("16 layers, a batch of 3", 8, 8, 8, 2, 16, 1536, 12294, 1026, 5, 3, 2.2),
+        ("a large vocabulary and little memory", 8, 8, 8, 8, 12, 1536, 128256, 4096, 5, 4, 2.3),
+    ]
+    cases = []
+    for text, gpus, node, heads, kv_heads, layers, F, V, S, network, batch, limit in rows:
+        model = ModelConfig(num_layers=layers, width=128 * heads, num_heads=heads,
+                            num_kv_heads=kv_heads, ffn_width=F, vocab_size=V,
+                            max_sequence_length=S)
+        device = replace(h100, nic_bandwidth=network * 1e9)
+        job = OddJob(model, gpus, device, S, batch, node, usable=limit * 1e9)
+        cases.append(Case(f"{text}, a network of {network} GB/s", job))
+    return cases
 
 
 class Timed(NamedTuple):
@@ -117,7 +150,7 @@ def grade_12_4(find_layout: Callable) -> None:
     for case in cases():
         job = case.job
         with asked(f"find_layout of {case.text}: {job.num_gpus} x {job.device.name}, "
-                   f"{job.gpus_per_node} a node, {job.limit / 1e9:.0f} GB usable, "
+                   f"{job.gpus_per_node} a node, {job.limit / 1e9:.1f} GB usable, "
                    f"{job.global_batch_size} sequences of {job.sequence_length} tokens a step"):
             _expect_best(find_layout(job), job)
 
@@ -141,9 +174,10 @@ def _expect_best(answer, job: Job) -> None:
 
 
 def _why_too_large(mine: Timed, job: Job) -> str:
-    usable, largest = f"{job.limit / 1e9:.0f} GB", max(mine.memory, key=mine.memory.get)
+    usable, largest = f"{job.limit / 1e9:.1f} GB", max(mine.memory, key=mine.memory.get)
     if mine.total_bytes <= job.device.memory_bytes:
-        return f"job.limit is {usable}: less than the device has, for some is lost"
+        return f"job.limit is {usable}: less than the device has, for some is lost. Compare with " \
+               "job.limit itself, not with a share of the device's memory"
     if mine.memory[largest] <= job.limit:
         return f"all kinds together must fit into {usable}, not each by itself; most is {largest}"
     return f"leave out what does not fit: {largest} alone is more than {usable}"

@@ -114,6 +114,11 @@ def affine(fixed: int, each: int, b: int) -> int:
     return fixed + each * b
 
 
+def in_fours(fixed: int, each: int, b: int) -> int:
+    """As kernels do whose tiles have four sequences."""
+    return fixed + each * math.ceil(b / 4)
+
+
 def cases() -> list[Case]:
     rows = [  # ranks, blocks, sequences, fixed seconds, those of a sequence, bytes, limits
         (2, 4, 4, 1, 1, 10, (10**6, 39, 80, 79, 50)),
@@ -128,7 +133,8 @@ def cases() -> list[Case]:
     return [
         Case(*sizes, partial(affine, fixed, each), f"{fixed} + {each} b", size, limit)
         for *sizes, fixed, each, size, limits in rows for limit in limits
-    ]
+    ] + [Case(8, 8, 8, partial(in_fours, 1, 4), "1 + 4 ceil(b / 4)", 1, limit)
+         for limit in (9, 30)]
 
 
 class Played(NamedTuple):
