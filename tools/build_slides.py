@@ -6,7 +6,8 @@
 
 A deck's figures are those of its chapter, written by build_chapters.py. A line `@source
 module:function` puts the package's code on the slide, `@output NAME` what the chapter's cell tagged
-"output-NAME" has printed: nothing is copied by hand.
+"output-NAME" has printed: nothing is copied by hand. Chapters are read as git has them, since
+somebody may have run or cleared the working notebooks in JupyterLab.
 
 Needs Node 18 or newer (Marp is installed into slides/node_modules on first use) and a Chromium for
 the PDF: CHROME_PATH, else one found on the system, else Debian's package when run as root there.
@@ -25,6 +26,10 @@ import sys
 import textwrap
 from pathlib import Path
 from pkgutil import resolve_name
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file, not with -m
+
+from tools.committed import text_in_git  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 SLIDES = ROOT / "slides"
@@ -64,10 +69,17 @@ def main() -> int:
     return 0
 
 
+class SlideError(Exception):
+    """A slide asks for what its chapter or the package does not have; the message says which."""
+
+
 def build_deck(deck: Path, browser: str, images: bool) -> Path:
     """Write the deck's HTML and PDF, and PNGs if asked; returns the HTML's path."""
-    notebook = json.loads((ROOT / "chapters" / f"{deck.stem}.ipynb").read_text())
-    markdown = insert_outputs(insert_sources(deck.read_text()), notebook)
+    try:
+        notebook = read_notebook(ROOT / "chapters" / f"{deck.stem}.ipynb")
+        markdown = insert_outputs(insert_sources(deck.read_text()), notebook)
+    except SlideError as error:
+        sys.exit(f"slides/{deck.name}: {error}")
     source = inline_images(markdown, deck.parent)
     html = BUILD / f"{deck.stem}.html"
     marp(source, browser, "--output", html)
@@ -83,33 +95,74 @@ def build_deck(deck: Path, browser: str, images: bool) -> Path:
     return html
 
 
+def read_notebook(path: Path) -> dict:
+    """The notebook as git has it; says so where the working file, or no git, makes a difference."""
+    name = path.relative_to(ROOT)
+    text, working = text_in_git(path), path.read_text() if path.is_file() else None
+    if text is None and working is None:
+        raise SlideError(f"{name} is missing: run `make chapters`")
+    if text is None:
+        print(f"{name}: not in git, so the working file is used", file=sys.stderr)
+    elif text != working:
+        print(f"{name}: the committed version is used, not the changed working file "
+              "(`git add` it to use that one)", file=sys.stderr)
+    try:
+        return json.loads(working if text is None else text)
+    except ValueError as error:
+        raise SlideError(f"{name} is no notebook: {error}") from None
+
+
 def insert_sources(markdown: str) -> str:
     """Replace each line `@source minitron.step:train_step` by that function's code.
 
-    The docstring is left out: on a slide the speaker says it.
+    The docstring is left out: on a slide the speaker says it. Raises SlideError.
     """
 
     def insert(match: re.Match) -> str:
-        code = textwrap.dedent(inspect.getsource(resolve_name(match[1])))
-        docstring = ast.parse(code).body[0].body[0]
+        try:
+            code = textwrap.dedent(inspect.getsource(resolve_name(match[1])))
+        except (ImportError, AttributeError, ValueError) as error:
+            raise SlideError(f"{_slide(match)}: no source of {match[1]}: {error}") from None
+        function = ast.parse(code).body[0]
         lines = code.splitlines()
-        del lines[docstring.lineno - 1 : docstring.end_lineno]
+        if ast.get_docstring(function) is not None:
+            docstring = function.body[0]
+            del lines[docstring.lineno - 1 : docstring.end_lineno]
         return "\n".join(["```python", *lines, "```"])
 
     return re.sub(r"^@source (\S+)$", insert, markdown, flags=re.MULTILINE)
 
 
 def insert_outputs(markdown: str, notebook: dict) -> str:
-    """Replace each line `@output trap` by what the cell tagged "output-trap" has printed."""
+    """Replace each line `@output trap` by what the cell tagged "output-trap" has printed.
+
+    Raises SlideError for a cell that is missing, failed or has printed nothing.
+    """
 
     def insert(match: re.Match) -> str:
-        for cell in notebook["cells"]:
-            if f"output-{match[1]}" in cell["metadata"].get("tags", []):
-                printed = "".join(line for o in cell["outputs"] for line in o.get("text", []))
-                return "\n".join(["```text", printed.rstrip(), "```"])
-        sys.exit(f"the notebook has no cell tagged output-{match[1]}")
+        tag = f"output-{match[1]}"
+        for position, cell in enumerate(notebook["cells"]):
+            if tag in cell["metadata"].get("tags", []):
+                place = f"{_slide(match)}: the chapter's cell {position}, tagged {tag},"
+                return "\n".join(["```text", _printed(cell, place), "```"])
+        raise SlideError(f"{_slide(match)}: the chapter has no cell tagged {tag}")
 
     return re.sub(r"^@output (\S+)$", insert, markdown, flags=re.MULTILINE)
+
+
+def _printed(cell: dict, place: str) -> str:
+    for output in cell.get("outputs", []):
+        if output.get("output_type") == "error":
+            raise SlideError(f"{place} failed with {output['ename']}: run `make chapters`")
+    printed = "".join(part for output in cell.get("outputs", []) for part in output.get("text", []))
+    if not printed.strip():
+        raise SlideError(f"{place} has printed nothing: run `make chapters`")
+    return printed.rstrip()
+
+
+def _slide(match: re.Match) -> str:
+    """On which slide of its deck a match is; the first two rulers enclose the front matter."""
+    return f"slide {len(re.findall('^---$', match.string[: match.start()], re.MULTILINE)) - 1}"
 
 
 def inline_images(markdown: str, folder: Path) -> str:

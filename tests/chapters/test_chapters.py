@@ -8,9 +8,9 @@ import copy
 
 import pytest
 
-from tests.committed import committed_text
 from tools import build_chapters
 from tools.build_chapters import ChapterError, check_chapter, compare, read_source, require_style
+from tools.committed import committed_text
 
 SOURCES = build_chapters.chapter_sources([])
 FIRST = SOURCES[0]

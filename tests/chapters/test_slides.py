@@ -8,10 +8,12 @@ import pytest
 from tools import build_slides
 from tools.build_chapters import ROOT
 from tools.build_slides import (
+    SlideError,
     first_remote_resource,
     inline_images,
     insert_outputs,
     insert_sources,
+    read_notebook,
 )
 
 DECKS = sorted(build_slides.SLIDES.glob("*.md"))
@@ -26,7 +28,7 @@ def slides_of(deck):
 
 @pytest.mark.parametrize("deck", DECKS, ids=lambda path: path.stem)
 def test_every_number_of_a_deck_stands_in_its_notebook(deck):
-    notebook = json.loads((ROOT / "chapters" / f"{deck.stem}.ipynb").read_text())
+    notebook = read_notebook(ROOT / "chapters" / f"{deck.stem}.ipynb")
     for cell in notebook["cells"]:
         for output in cell.get("outputs", []):
             output.get("data", {}).pop("image/png", None)
@@ -67,17 +69,69 @@ def test_a_missing_figure_is_one_line():
         inline_images("![w:100 none](assets/none.png)", build_slides.SLIDES)
 
 
+FRONT = "---\nmarp: true\n---\n# One\n\n---\n# Two\n\n"
+
+
+def notebook_of(*outputs):
+    cell = {"metadata": {"tags": ["output-trap"]}, "outputs": list(outputs)}
+    return {"cells": [{"metadata": {}}, cell]}
+
+
 def test_an_output_is_shown_as_it_was_printed():
-    cell = {"metadata": {"tags": ["output-trap"]}, "outputs": [{"text": ["a  1\n", "b  2\n"]}]}
-    notebook = {"cells": [{"metadata": {}}, cell]}
+    notebook = notebook_of({"output_type": "stream", "text": ["a  1\n", "b  2\n"]})
     assert insert_outputs("x\n\n@output trap\n", notebook) == "x\n\n```text\na  1\nb  2\n```\n"
-    with pytest.raises(SystemExit, match="no cell tagged output-other"):
-        insert_outputs("@output other", notebook)
+
+
+@pytest.mark.parametrize(("notebook", "message"), [
+    (notebook_of(), "slide 2: the chapter's cell 1, tagged output-trap, has printed nothing"),
+    (notebook_of({"output_type": "stream", "text": [" \n"]}), "has printed nothing"),
+    (notebook_of({"output_type": "display_data", "data": {}}), "has printed nothing"),
+    (notebook_of({"output_type": "error", "ename": "KeyError"}), "failed with KeyError"),
+    ({"cells": []}, "slide 2: the chapter has no cell tagged output-trap"),
+], ids=["cleared", "blank", "a figure alone", "an error", "no cell"])
+def test_an_output_that_is_not_there_names_slide_and_cell(notebook, message):
+    with pytest.raises(SlideError, match=message):
+        insert_outputs(f"{FRONT}@output trap\n", notebook)
+
+
+def test_a_deck_is_built_from_the_committed_notebook_not_from_a_cleared_one(
+    tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "chapters").mkdir()
+    (tmp_path / "slides").mkdir()
+    path, deck = tmp_path / "chapters" / "ch99.ipynb", tmp_path / "slides" / "ch99.md"
+    committed = json.dumps(notebook_of({"output_type": "stream", "text": "a  1\n"}))
+    path.write_text(json.dumps(notebook_of()))  # as JupyterLab saves it amid "Run All"
+    deck.write_text(f"{FRONT}@output trap\n")
+    built = []
+    for name in ("ROOT", "BUILD"):
+        monkeypatch.setattr(build_slides, name, tmp_path)
+
+    def marp(source, browser, *arguments):
+        built.append(source)
+        arguments[-1].write_text("")
+
+    monkeypatch.setattr(build_slides, "marp", marp)
+    monkeypatch.setattr(build_slides, "text_in_git", lambda _: committed)
+    build_slides.build_deck(deck, "chromium", images=False)
+    assert "```text\na  1\n```" in built[0]
+    assert "chapters/ch99.ipynb: the committed version is used" in capsys.readouterr().err
+
+    monkeypatch.setattr(build_slides, "text_in_git", lambda _: None)
+    with pytest.raises(SystemExit) as end:
+        build_slides.build_deck(deck, "chromium", images=False)
+    assert str(end.value) == ("slides/ch99.md: slide 2: the chapter's cell 1, tagged output-trap, "
+                              "has printed nothing: run `make chapters`")
+    assert "not in git, so the working file is used" in capsys.readouterr().err
+
+    path.write_text("")
+    with pytest.raises(SystemExit, match="ch99.md: chapters/ch99.ipynb is no notebook"):
+        build_slides.build_deck(deck, "chromium", images=False)
 
 
 @pytest.mark.parametrize("deck", DECKS, ids=lambda path: path.stem)
 def test_every_output_of_a_deck_is_in_its_notebook(deck):
-    notebook = json.loads((ROOT / "chapters" / f"{deck.stem}.ipynb").read_text())
+    notebook = read_notebook(ROOT / "chapters" / f"{deck.stem}.ipynb")
     assert "@output" not in insert_outputs(deck.read_text(), notebook)
 
 
@@ -86,6 +140,22 @@ def test_a_function_is_shown_as_it_is_without_its_docstring():
     assert shown.startswith("a\n\n```python\ndef learning_rate(\n")
     assert "if step < warmup_steps:" in shown and '"""' not in shown
     assert shown.endswith("```\n\nb\n")
+
+
+def bare_function():
+    first = 1
+    return first
+
+
+def test_a_function_without_a_docstring_keeps_its_first_line():
+    shown = insert_sources("@source tests.chapters.test_slides:bare_function")
+    assert shown == "```python\ndef bare_function():\n    first = 1\n    return first\n```"
+
+
+@pytest.mark.parametrize("name", ["minitron.step:train_stepp", "minitron.stepp:train_step"])
+def test_a_function_that_is_gone_names_its_slide(name):
+    with pytest.raises(SlideError, match=f"slide 2: no source of {name}"):
+        insert_sources(f"{FRONT}@source {name}\n")
 
 
 @pytest.mark.parametrize(("html", "loads"), [

@@ -25,7 +25,7 @@ from minitron.course.exercises import (
 )
 from minitron.course.hints import NUM_LEVELS, hint, read_hints
 from minitron.course.reset import reset
-from tests.committed import committed_text
+from tools.committed import committed_text
 
 SOURCES = sorted((ROOT / "solutions").glob("ch*.py"))
 EXERCISES = known()
