@@ -35,7 +35,7 @@ from minitron.measure.ledger import Ledger
 from minitron.measure.meter import Meter
 from minitron.parallelize import lay_out
 from minitron.plan.dryrun import DryRun, dry_run, micro_batches
-from minitron.run import Training
+from minitron.training import Training
 
 SIZES = {  # model, S
     "cpu": (ModelConfig("gpt", 2048, 128, 4, 256, 4, 4, 1024), 128),

@@ -9,7 +9,7 @@ Layers are folders, techniques are files; imports go downwards only:
     run_log                             what a run tells while it trains
     run | hugging_face                  what a run owns and saves; weights for others, from others
     run_memory                          does it fit, before anything is built?
-    run_checks | run_folder             does all fit together? who trains in a folder?
+    run_checks | run_folder | training  does all fit together? who trains in a folder? what trains
     parallelize | checkpoint            in which order a model is cut; save and load
         | corpus | step                 where tokens come from; one step
     parallel                            how the work is cut over ranks

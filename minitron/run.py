@@ -1,6 +1,5 @@
 """A run: everything it owns, one step of it, and what its checkpoint holds."""
 
-import math
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +17,6 @@ from minitron.comm.agreement import (
     one_fault_fails_all,
     rank_and_size,
 )
-from minitron.comm.mesh import Mesh
 from minitron.config import Config, ConfigError
 from minitron.config_file import to_dict
 from minitron.corpus.contents import fingerprint, read_contents, require_tokens
@@ -26,10 +24,9 @@ from minitron.corpus.folder import end_of_document, load_tokenizer
 from minitron.dataset import TokenDataset
 from minitron.measure.divergence import FirstFault
 from minitron.model.generate import generate
-from minitron.parallel.combined import Combined
 from minitron.parallel.parts import Boxes
-from minitron.parallelize import build, lay_out
-from minitron.precision import PRECISIONS, LossScale, low_precision
+from minitron.parallelize import lay_out
+from minitron.precision import low_precision
 from minitron.process import Interruption, memory_bytes, pick_device
 from minitron.progress import CLOCK, Progress
 from minitron.run_checks import (
@@ -44,64 +41,14 @@ from minitron.run_checks import (
 )
 from minitron.run_memory import require_memory
 from minitron.step import (
-    IGNORED,
     accumulate_gradients,
     accumulate_over_ranks,
     learning_rate,
-    make_optimizer,
     summed_loss,
-    train_step,
 )
+from minitron.training import Training
 
 FAULT = 1000  # among the numbers of signals
-
-
-class Training:
-    """A model, cut as `config` says, its optimizer, and a step of both: all but data and disk."""
-
-    def __init__(self, config: Config, mesh: Mesh | None, device: torch.device):
-        self.config, self.device = config, device
-        self.model, self.parallel = build(config, mesh, device)
-        self.data_rank, self.data_size = (0, 1) if mesh is None else self.parallel.data_part
-        if config.parallel.pp > 1:  # now, rather than in the first step
-            self.parallel.pipeline.script(self.num_micro_batches(config.train.global_batch_size))
-        self.optimizer = make_optimizer(self.model, config.train, device)
-        self.whole = self.parallel or Combined(self.model, None, None)
-        self.whole.shard(self.optimizer)
-        self.forward = self.model
-        self.precision = precision = PRECISIONS[config.train.precision]
-        if config.train.precision != "fp32":
-            self.forward = low_precision(self.model, device, precision)
-        self.loss_scale = LossScale() if precision.scales_loss else None
-
-    def update(
-        self, micro_batches: list[tuple[Tensor, Tensor]], rate: float
-    ) -> tuple[Tensor, Tensor]:
-        """Move the weights once; returns the loss and the gradient's norm, 0-d."""
-        return train_step(
-            self.forward, self.optimizer, micro_batches, rate, self.config.train.clip_norm,
-            self.parallel, self.loss_scale,
-        )
-
-    def micro_batches(self, batch: Tensor, num_sequences: int) -> list[tuple[Tensor, Tensor]]:
-        """Cut this rank's (B, S+1) tokens of all ranks' `num_sequences` into (inputs, targets).
-
-        The last one may be smaller. Every rank gets as many, as sharded training demands: where
-        the ranks with most sequences have one more, the others get one without targets.
-        """
-        size = self.config.train.micro_batch_size
-        parts = batch.to(self.device).split(size)
-        pairs = [(part[:, :-1], part[:, 1:]) for part in parts]
-
-        if len(pairs) < self.num_micro_batches(num_sequences):
-            inputs, targets = pairs[0][0][:1], pairs[0][1][:1]
-            pairs.append((inputs, torch.full_like(targets, IGNORED)))
-        return pairs
-
-    def num_micro_batches(self, num_sequences: int) -> int:
-        """In how many micro-batches the ranks with most of the sequences read theirs."""
-        most = math.ceil(num_sequences / self.data_size)
-        return math.ceil(most / self.config.train.micro_batch_size)
 
 
 class Run(Training):

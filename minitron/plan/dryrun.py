@@ -41,9 +41,9 @@ from minitron.model.transformer import Transformer
 from minitron.parallel.schedule_check import peak_activations
 from minitron.parallelize import lay_out
 from minitron.plan.search import require_gpus
-from minitron.run import Training
 from minitron.run_checks import with_vocabulary_of_data
 from minitron.run_memory import require_memory
+from minitron.training import Training
 
 LARGEST_MEMORY = 1e15
 """Bytes of a rank. PyTorch counts a tensor's in an int64."""
