@@ -16,9 +16,12 @@ from pathlib import Path
 
 import psutil
 
+from minitron.comm.process_state import wants_cpu
+
 MARK = "MINITRON_RUN"  # in the environment of ranks, and so of what they start: the run's folder
 SET_PARENT_DEATH_SIGNAL, SET_CHILD_SUBREAPER = 1, 36  # of Linux's prctl
 MOST_ROUNDS = 100  # of killing: those that are left may have started others
+LOOKS = 10  # at processes that may sleep now and then
 ROUND_SECONDS = 0.01
 
 
@@ -60,6 +63,17 @@ def kill_descendants(pid: int) -> None:
                 with suppress(psutil.Error):
                     descendant.kill()
             time.sleep(ROUND_SECONDS)
+
+
+def work_below(pids: list[int]) -> bool:
+    """Tell whether a process below one of `pids` computes, or would if it were given a CPU."""
+    for _ in range(LOOKS):
+        with suppress(psutil.NoSuchProcess):
+            if any(wants_cpu(descendant.pid) for pid in pids
+                   for descendant in psutil.Process(pid).children(recursive=True)):
+                return True
+        time.sleep(ROUND_SECONDS)
+    return False
 
 
 def has_children() -> bool:

@@ -60,7 +60,7 @@ def run(
     `group` is the process group of all ranks. Prints are shown in rank order. With `watch` every
     collective is announced by each rank, and a mismatch named at once. Raises `RankError` if a
     rank raises, dies, or has not finished after `timeout` seconds; ConfigError if the ranks
-    cannot be started so.
+    cannot be started so. Processes that ranks have started end with the run (`descendants`).
     """
     __tracebackhide__ = True  # pytest then shows the caller's line
     require(num_ranks >= 1, f"num_ranks = {num_ranks}: must be at least 1")

@@ -24,7 +24,6 @@ PACKAGE = Path(__file__).parents[1]
 LEDGER = str(PACKAGE / "measure" / "ledger.py")
 STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 SITE_PACKAGES = Path(torch.__file__).parents[1]
-LIBRARIES = (STANDARD_LIBRARY, SITE_PACKAGES)
 GENERATED = ("<frozen ", "<eval_with_key>")  # but "<stdin>" is the user's
 SECONDS_FOR_STACKS = 1.0
 PLURAL = {"does": "do", "has": "have", "is": "are", "was": "were", "waits": "wait"}
@@ -101,7 +100,7 @@ def is_hang(places: list[tuple[list[Frame], object]]) -> bool:
 
 def is_starting(frames: list[Frame]) -> bool:
     """Tell whether a rank has not come to its function yet: PyTorch or the ledger is at work."""
-    return frames[0].file == LEDGER or all(_is_below(f.file, *LIBRARIES) for f in frames)
+    return frames[0].file == LEDGER or all(_is_library(f.file) for f in frames)
 
 
 def collective(frames: list[Frame]) -> str | None:
@@ -117,8 +116,8 @@ def collective(frames: list[Frame]) -> str | None:
 
 def place(frames: list[Frame]) -> str:
     """Show the innermost line that the user wrote, such as "cell line 4: x = f(x)"."""
-    not_library = [frame for frame in frames if not _is_below(frame.file, *LIBRARIES)]
-    written = [frame for frame in not_library if not _is_below(frame.file, PACKAGE)]
+    not_library = [frame for frame in frames if not _is_library(frame.file)]
+    written = [frame for frame in not_library if PACKAGE not in Path(frame.file).parents]
     frame = (written or not_library or frames)[-1]
     file = "cell" if is_cell(frame.file) else Path(frame.file).name
     return f"{file} line {frame.line}: {frame.source}".removesuffix(": ")
@@ -198,10 +197,10 @@ def _is_standard(file: str) -> bool:
     return STANDARD_LIBRARY in parents and SITE_PACKAGES not in parents
 
 
-def _is_below(file: str, *folders: Path) -> bool:
-    if file.startswith(GENERATED):
-        return True
-    return any(folder in Path(file).parents for folder in folders)
+def _is_library(file: str) -> bool:
+    parents = Path(file).parents
+    of_others = STANDARD_LIBRARY in parents or SITE_PACKAGES in parents
+    return file.startswith(GENERATED) or (of_others and PACKAGE not in parents)
 
 
 class Prints:

@@ -13,15 +13,12 @@ Read in this order: Ranks.wait, Rank.receive, Ranks._have_stalled.
 
 import math
 import multiprocessing
-import sys
 import time
-import types
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from multiprocessing import connection
 
-from minitron.comm.descendants import kill_descendants, kill_those_of
-from minitron.comm.interrupts import deaf_to_interrupts, interrupted_later
+from minitron.comm.descendants import kill_descendants, kill_those_of, work_below
 from minitron.comm.messages import read_message
 from minitron.comm.process_state import cpu_seconds, wants_cpu
 from minitron.comm.rank_process import (
@@ -46,6 +43,7 @@ from minitron.comm.rank_report import (
     report,
     say,
 )
+from minitron.comm.starting import deaf_to_interrupts, interrupted_later, without_main
 from minitron.measure.ledger import Call, Matcher
 
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "cloudpickle"]
@@ -158,7 +156,7 @@ class Ranks:
         if method == "forkserver":
             context.set_forkserver_preload(PRELOADED)
         self.ranks = []
-        with deaf_to_interrupts(), _without_main():
+        with deaf_to_interrupts(), without_main():
             for number in range(self.orders.num_ranks):
                 self.ranks.append(Rank(number, context, self.orders))
                 self.ranks[-1].start()
@@ -247,7 +245,9 @@ class Ranks:
             return False
         self._quiet_looks = 0
         places = [(frames, rank.last_call) for rank, frames in self._stacks()]
-        return is_hang(places) and not self._receive(LOOK_SECONDS)
+        if not is_hang(places) or work_below([rank.process.pid for rank in self._running()]):
+            return False
+        return not self._receive(LOOK_SECONDS)
 
     def _stacks(self) -> list:
         """The running ranks, each with its frames."""
@@ -286,13 +286,3 @@ class Ranks:
 
     def _failures(self) -> dict[int, Failure]:
         return {rank.number: rank.outcome for rank in self._failed()}
-
-
-@contextmanager
-def _without_main() -> Iterator[None]:
-    # multiprocessing would run the parent's script again in every rank.
-    main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main

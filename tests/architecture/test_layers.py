@@ -16,7 +16,7 @@ CORE_LINES = 4800  # of code: words that explain it are not what makes it large
 # files of strangers are read
 OUTSIDE_THE_CORE = ("measure", "plan", "course", "corpus", "hugging_face", "cli.py",
                     "command_line.py", "comm/ranks.py", "comm/rank_process.py",
-                    "comm/descendants.py", "comm/interrupts.py", "comm/rank_report.py",
+                    "comm/descendants.py", "comm/starting.py", "comm/rank_report.py",
                     "comm/messages.py", "comm/process_state.py",
                     "comm/watchdog.py", "disk.py", "files.py", "run_checks.py", "run_folder.py",
                     "run_memory.py", "config_checks.py", "checkpoint_storage.py",

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch.distributed as dist
 
-from minitron.comm import interrupts
+from minitron.comm import ranks, starting
 from minitron.comm.launch import RankError, run
 
 REPOSITORY = Path(__file__).parents[2]
@@ -148,12 +149,24 @@ def test_a_rank_that_keeps_pythons_lock_ends_with_a_killed_parent(tmp_path):
     assert not alive
 
 
+def test_a_process_that_computes_for_a_rank_is_no_hang(monkeypatch):
+    """Though its rank waits for it, and the others wait for the rank."""
+    def work(group):
+        if group.rank() == 0:
+            loop = "import time; end = time.time() + 3\nwhile time.time() < end: pass"
+            subprocess.run([sys.executable, "-c", loop], check=True)
+        dist.barrier(group=group)
+
+    monkeypatch.setattr(ranks, "STALL_SECONDS", 1.0)
+    run(work, 2)
+
+
 def test_a_second_interrupt_waits_until_the_ranks_have_ended():
     done = []
     # a shell that has started the tests with & lets them ignore Ctrl-C
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with pytest.raises(KeyboardInterrupt), interrupts.interrupted_later():
+        with pytest.raises(KeyboardInterrupt), starting.interrupted_later():
             signal.raise_signal(signal.SIGINT)
             done.append("first")
             signal.raise_signal(signal.SIGINT)

@@ -2,6 +2,7 @@
 
 import torch.distributed as dist
 
+from minitron.comm import rank_report
 from minitron.comm.rank_process import Frame
 from minitron.comm.rank_report import PACKAGE, describe, is_hang, parse_stack, report
 
@@ -31,6 +32,13 @@ def test_the_users_line_counts():
         assert describe([mine, LEDGER], None) == f"is at {name} line 6: step()"
         assert describe([mine, TORCH, LEDGER], "all_reduce #0") == (
             f"waits in all_reduce #0, {name} line 6: step()")
+
+
+def test_an_installed_package_is_not_starting_for_ever(monkeypatch):
+    """It lies among the libraries then."""
+    monkeypatch.setattr(rank_report, "SITE_PACKAGES", PACKAGE.parent)
+    ours = Frame(str(PACKAGE / "train.py"), 7, "train", "step()")
+    assert describe([ours, TORCH], None) == "waits in all_reduce, train.py line 7: step()"
 
 
 def test_ranks_of_the_same_text_share_a_line():

@@ -25,12 +25,12 @@ from pathlib import Path
 
 import cloudpickle
 
-from minitron.comm.interrupts import deaf_to_interrupts
 from minitron.comm.launch import start_method
 from minitron.comm.process_state import cpu_seconds, wants_cpu
 from minitron.comm.rank_process import Failure, Frame
 from minitron.comm.rank_report import killed, parse_stack, read_stacks
-from minitron.comm.ranks import PRELOADED, _without_main
+from minitron.comm.ranks import PRELOADED
+from minitron.comm.starting import deaf_to_interrupts, without_main
 from minitron.course.graders import plain
 from minitron.course.graders.bench_process import Raised, Source, bench_main, call, resolve
 from minitron.course.graders.verdicts import Mistake
@@ -84,7 +84,7 @@ class Bench:
         prints, their_prints = context.Pipe(duplex=False)
         self._process = context.Process(
             target=bench_main, args=(self.source, their_prints, self._stack, theirs), daemon=True)
-        with deaf_to_interrupts(), _without_main():
+        with deaf_to_interrupts(), without_main():
             self._process.start()
         theirs.close(), their_prints.close()
         self._reader = threading.Thread(target=_relay, args=(prints,), daemon=True)

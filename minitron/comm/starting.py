@@ -1,7 +1,9 @@
-"""What Ctrl-C may interrupt while ranks are started and ended, and what it may not."""
+"""What must not disturb ranks as they start and end: Ctrl-C, and the script of the parent."""
 
 import signal
+import sys
 import threading
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -34,3 +36,13 @@ def interrupted_later() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
     if came:
         signal.raise_signal(signal.SIGINT)
+
+
+@contextmanager
+def without_main() -> Iterator[None]:
+    """Hide the parent's script: multiprocessing would run it again in every rank."""
+    main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
