@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from minitron import parallelize, progress, train
+from minitron import parallelize, train, train_log
 from minitron import run as run_module
 from minitron.config import Config, ConfigError, DataConfig
 from minitron.config_file import load
@@ -191,7 +191,7 @@ def step_without_norm(num_good: int):
 
 def test_a_run_whose_gradients_stay_infinite_stops(config, tmp_path, monkeypatch):
     """Else it would skip every step, unheard. The other recipes never skip: tests/test_faults."""
-    begin_with(monkeypatch, progress.SMALLEST_SCALE, interval=100)
+    begin_with(monkeypatch, train_log.SMALLEST_SCALE, interval=100)
     monkeypatch.setattr(run_module, "train_step", step_without_norm(num_good=3))
     message = r"the loss scale has fallen to 3.0e-08 in step 4, and .* still overflows"
     with pytest.raises(ConfigError, match=message):
