@@ -57,7 +57,7 @@ def train(args: list[str]) -> int:
     options = read_training(args)
     with use(*options.use):
         run = train.start(options, report)
-    if run.stopped_by is not None and run.rank == 0 and options.use:
+    if run.stop.signal is not None and run.rank == 0 and options.use:
         print(f"  and add --use {' '.join(options.use)} to go on with your functions")
     return train.exit_code(run)
 

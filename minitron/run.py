@@ -1,8 +1,6 @@
 """A run: everything it owns, one step of it, and what its checkpoint holds."""
 
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +11,6 @@ from minitron import checkpoint
 from minitron.comm.agreement import (
     Group,
     gathered,
-    largest,
     one_fault_fails_all,
     rank_and_size,
 )
@@ -27,7 +24,7 @@ from minitron.model.generate import generate
 from minitron.parallel.parts import Boxes
 from minitron.parallelize import lay_out
 from minitron.precision import low_precision
-from minitron.process import Interruption, memory_bytes, pick_device
+from minitron.process import memory_bytes, pick_device
 from minitron.progress import CLOCK, Progress
 from minitron.run_checks import (
     num_readers,
@@ -46,9 +43,8 @@ from minitron.step import (
     learning_rate,
     summed_loss,
 )
+from minitron.stopping import Stop
 from minitron.training import Training
-
-FAULT = 1000  # among the numbers of signals
 
 
 class Run(Training):
@@ -57,8 +53,7 @@ class Run(Training):
     `group` holds all ranks; None is a run of one process.
 
     `step` counts the optimizer steps done, of which `first_step` were done before this process
-    began; `stopped_by` is the signal that has ended it, the same on all ranks. Raises ConfigError
-    if data, model, device and ranks do not fit together.
+    began. Raises ConfigError if data, model, device and ranks do not fit together.
     """
 
     def __init__(self, config: Config, folder: Path, group: Group = None):
@@ -92,9 +87,7 @@ class Run(Training):
             folder / "checkpoints", config.train.keep_checkpoints, group,
             config.train.async_checkpoint,
         )
-        self.interruption = Interruption()
-        self.stopped_by: signal.Signals | None = None
-        self.fault: ConfigError | OSError | None = None
+        self.stop = Stop(group)
         self.step = self.first_step = 0
         self.position = 0  # samples read
 
@@ -235,26 +228,3 @@ class Run(Training):
             read({name: Boxes.whole(own) for name, own in state.items() if name in saved})
             with one_fault_fails_all(self.group):
                 self.set_random_state(state)
-
-    @contextmanager
-    def telling(self) -> Iterator[None]:
-        """Keep what a disk refuses to this rank until all ranks agree to stop."""
-        try:
-            yield
-        except (ConfigError, OSError) as error:
-            self.fault = self.fault or error
-
-    def stop_signal(self) -> signal.Signals | None:
-        """The signal that asked any rank to stop: all ranks then end after the same step.
-
-        Raises ConfigError on every rank if one could not tell what it had to.
-        """
-        number = largest(FAULT if self.fault else self.interruption.signal or 0, self.group)
-        if number == FAULT:
-            with one_fault_fails_all(self.group):
-                if self.fault is not None:
-                    raise self.fault
-        if not number:
-            return None  # one that has come since is kept for the next step
-        self.stopped_by = self.interruption.signal = signal.Signals(number)
-        return self.stopped_by

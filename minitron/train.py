@@ -41,7 +41,7 @@ from minitron.process import Interruption
 from minitron.progress import Progress
 from minitron.run import Run
 from minitron.run_folder import Claim, default_folder, require_place
-from minitron.run_log import describe, describe_scale, evaluate, log_rows
+from minitron.train_log import describe, describe_scale, evaluate, log_rows
 
 
 def train(
@@ -60,7 +60,7 @@ def train(
     with closing(Claim(folder)) as claim, watchdog:
         with one_fault_ends_all(group):
             run = begin(config, folder, resume, group, restart, weights, claim)
-            run.interruption = interruption or run.interruption
+            run.stop.interruption = interruption or run.stop.interruption
             with disk.writing(folder):
                 log = open_log(config.log, folder, run.rank, run.step, to_dict(run.config))
                 trace = open_trace(config, folder, run.rank, run.step, run.device)
@@ -72,10 +72,10 @@ def train(
             print(describe(run), end="", file=sys.stderr)
         bar = Progress(total=config.train.steps, initial=run.step, desc="step", leave=True,
                        disable=run.rank != 0)
-        with closing(log), run.interruption, bar, trace:
+        with closing(log), run.stop.interruption, bar, trace:
             try:
                 loop(run, log, bar, trace, watchdog)
-            except ConfigError:  # on which all ranks have agreed: what is being saved is good
+            except (ConfigError, OSError):  # all ranks have agreed: what is being saved is good
                 run.saver.wait()
                 raise
     return run
@@ -116,10 +116,10 @@ def loop(run: Run, log: MetricsLog, bar: Progress, trace: Trace, watchdog: Watch
 
     while run.step < config.steps:
         rows.append(run.train_step())
-        with run.telling():
+        with run.stop.telling():
             trace.step()
         watchdog.beat()
-        is_stopped = run.stop_signal() is not None
+        is_stopped = run.stop.agreed() is not None
 
         def due(every: int) -> bool:
             return run.step == config.steps or (every > 0 and run.step % every == 0)
@@ -143,7 +143,7 @@ def loop(run: Run, log: MetricsLog, bar: Progress, trace: Trace, watchdog: Watch
         if is_stopped:
             break
     run.saver.wait()
-    run.stop_signal()  # for one that has come to a single rank since
+    run.stop.agreed()  # for one that has come to a single rank since
 
 
 @dataclass(frozen=True)
@@ -217,18 +217,18 @@ def start(options: TrainOptions, conclude: Callable[[Run], None] = lambda run: N
         run = train(
             config, folder, options.resume, group, restart, options.weights, interruption
         )
-        if run.stopped_by is None:
+        if run.stop.signal is None:
             conclude(run)
-    if run.stopped_by is not None and run.rank == 0:
+    if run.stop.signal is not None and run.rank == 0:
         command = "minitron train" if run.size == 1 else "torchrun [as before] -m minitron.train"
-        print(f"\nStopped by {run.stopped_by.name} at step {run.step:,}; saved. "
+        print(f"\nStopped by {run.stop.signal.name} at step {run.step:,}; saved. "
               f"Continue:\n  {command} --resume --run-dir {folder}")
     return run
 
 
 def exit_code(run: Run) -> int:
     """0, or 128 plus the signal's number if one has stopped the run."""
-    return 0 if run.stopped_by is None else 128 + run.stopped_by
+    return 0 if run.stop.signal is None else 128 + run.stop.signal
 
 
 if __name__ == "__main__":  # for torchrun: the command itself, with the report at the end

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from minitron import parallelize, run_log, train
-from minitron import run as run_module
+from minitron import parallelize, train, train_log
 from minitron.config import Config, ConfigError, DataConfig
 from minitron.config_file import load
 from minitron.measure.metrics import read_metrics
@@ -120,7 +119,7 @@ def config(stories) -> Config:
 def begin_with(monkeypatch, scale: float, interval: int = 2) -> None:
     """Let runs begin with this loss scale, and double it after `interval` good steps."""
     begun = partial(LossScale, initial=scale, interval=interval)
-    monkeypatch.setattr(run_module, "LossScale", begun)
+    monkeypatch.setattr(training_module, "LossScale", begun)
 
 
 def strictly(line: str) -> dict:
@@ -175,7 +174,7 @@ def test_other_recipes_have_no_scale_to_log(config, tmp_path, capsys):
 
 def step_without_norm(num_good: int):
     """A training step whose gradient is no number, after `num_good` others."""
-    real, steps = run_module.train_step, []
+    real, steps = training_module.train_step, []
 
     def step(*args):
         loss, norm = real(*args)
@@ -191,8 +190,8 @@ def step_without_norm(num_good: int):
 
 def test_a_run_whose_gradients_stay_infinite_stops(config, tmp_path, monkeypatch):
     """Else it would skip every step, unheard. The other recipes never skip: tests/test_faults."""
-    begin_with(monkeypatch, run_log.SMALLEST_SCALE, interval=100)
-    monkeypatch.setattr(run_module, "train_step", step_without_norm(num_good=3))
+    begin_with(monkeypatch, train_log.SMALLEST_SCALE, interval=100)
+    monkeypatch.setattr(training_module, "train_step", step_without_norm(num_good=3))
     message = r"the loss scale has fallen to 3.0e-08 in step 4, and .* still overflows"
     with pytest.raises(ConfigError, match=message):
         train.train(config, tmp_path / "run")

@@ -6,17 +6,17 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 
-from minitron import checkpoint, train
+from minitron import checkpoint, stopping, train
 from minitron.config import Config, DataConfig, TrainConfig
 from minitron.measure.metrics import read_metrics
 from minitron.process import STOP_SIGNALS, Interruption
 from minitron.run import Run
+from minitron.stopping import Stop
 from tests.test_train import MODEL, command, trained, wait_for
 from tests.test_train_ranks import torchrun
 
@@ -89,15 +89,15 @@ def test_nohup_is_respected(handlers):
 
 
 def test_a_signal_that_comes_while_the_ranks_agree_counts_at_the_next_step(monkeypatch):
-    run = SimpleNamespace(interruption=Interruption(), group=None, fault=None, stopped_by=None)
+    stop = Stop(group=None)
 
     def agree(number, group):
-        run.interruption.signal = signal.SIGTERM
+        stop.interruption.signal = signal.SIGTERM
         return number
 
-    monkeypatch.setattr("minitron.run.largest", agree)
-    assert Run.stop_signal(run) is run.stopped_by is None
-    assert Run.stop_signal(run) == run.stopped_by == signal.SIGTERM
+    monkeypatch.setattr(stopping, "largest", agree)
+    assert stop.agreed() is stop.signal is None
+    assert stop.agreed() == stop.signal == signal.SIGTERM
 
 
 def interrupt_at(monkeypatch, step: int) -> list[str]:
@@ -121,7 +121,7 @@ def test_a_stopped_run_saves_before_all_else(config, tmp_path, monkeypatch, step
     """Whoever stops it kills it after a while, which a long evaluation may take."""
     events = interrupt_at(monkeypatch, step)
     run = train.train(config, tmp_path / "run")
-    assert (events, run.step, run.stopped_by) == (expected, step, signal.SIGTERM)
+    assert (events, run.step, run.stop.signal) == (expected, step, signal.SIGTERM)
 
 
 # A whole job

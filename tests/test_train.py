@@ -145,7 +145,7 @@ def test_a_signal_is_heard_after_every_step_however_rarely_the_run_logs(
     monkeypatch.setattr(Run, "train_step", interrupted)
     rarely = dataclasses.replace(TRAIN, log_every=1000, eval_every=0, checkpoint_every=0)
     run = train.train(dataclasses.replace(config, train=rarely), tmp_path / "run")
-    assert (run.step, run.interruption.signal) == (3, signal.SIGTERM)
+    assert (run.step, run.stop.signal) == (3, signal.SIGTERM)
     assert (tmp_path / "run" / "checkpoints" / "step_00000003").exists()
 
 

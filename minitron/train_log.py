@@ -46,7 +46,7 @@ def log_rows(run: Run, log: MetricsLog, rows: list[dict], clock: Clock) -> Speed
     require_sound(run)
     for row in rows:
         row |= {"loss": float(row["loss"]), "grad_norm": float(row["grad_norm"])}
-        with run.telling():
+        with run.stop.telling():
             log.write(**row, tokens_per_second=speed.tokens_per_second, mfu=speed.mfu,
                       **peak_memory(run.device))
     return speed
@@ -57,7 +57,7 @@ def evaluate(run: Run, log: MetricsLog, bar: Progress, progress: str) -> None:
     val_loss = run.evaluate()
     require_sound(run, val_loss)
     [text] = run.sample(num_texts=1, num_tokens=40) or [""]  # of the same seed everywhere
-    with run.telling():
+    with run.stop.telling():
         log.write(step=run.step, tokens=run.tokens, val_loss=val_loss, sample=text)
     if run.rank == 0:
         line = f"step {run.step:>6,}   validation loss {val_loss:.4f}   {progress}"
