@@ -51,8 +51,10 @@ def stub(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("section", "field"), fields(), ids=lambda it: getattr(it, "name", it))
 def test_any_value_of_any_field_is_one_line(section, field, stub, monkeypatch, capfd):
+    """Three for each field, the same ones each time."""
     option = f"--{section}.{field.name.replace('_', '-')}"
-    for value in values(field):
+    choices = values(field)
+    for value in random.Random(option).sample(choices, min(3, len(choices))):
         words = ["train", "--data.path", "data", "--train.device", "cpu", option, value]
         code, text = ends(words, monkeypatch, capfd)
         assert code == 2, (value[:50], text)
@@ -85,7 +87,7 @@ def test_what_is_too_large_or_no_name_is_one_line(words, stub, monkeypatch, capf
 
 def test_random_pairs_of_fields_are_one_line(stub, monkeypatch, capfd):
     rng = random.Random(0)
-    for _ in range(60):
+    for _ in range(20):
         words = ["train", "--data.path", "data", "--train.device", "cpu"]
         for section, field in rng.sample([each for each in fields() if values(each[1])], 2):
             words += [f"--{section}.{field.name.replace('_', '-')}", rng.choice(values(field))]
@@ -130,5 +132,5 @@ def test_a_rank_whose_mistake_is_its_own_tells_it(monkeypatch, capfd):
 
     with pytest.raises(SystemExit):
         command_line.run(fault)
-    assert waited == [command_line.SECONDS_TO_TELL]
+    assert waited == [command_line.SECONDS_ALONE]
     assert capfd.readouterr().err == "minitron: train_001.bin: ends before token 11\n"
