@@ -17,6 +17,7 @@ from minitron.config import ConfigError, require
 from minitron.config_checks import UNPRINTABLE
 
 Options = TypeVar("Options")
+SECONDS_ALONE = 10.0  # after which a mistake is this rank's own: torchrun would have ended it
 SECONDS_TO_TELL = 2.0  # for the first rank: torchrun ends all as soon as one has left
 
 
@@ -71,7 +72,7 @@ def run(main: Callable[[list[str]], int]) -> None:
         sys.stdout.flush()  # here, where what goes wrong is told
     except ConfigError as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
-            time.sleep(SECONDS_TO_TELL)  # all ranks make the same mistake; or this one alone
+            time.sleep(SECONDS_ALONE)  # a node's ranks mostly make the same mistake
         print(f"minitron: {error}", file=sys.stderr)
         code = 2
     except SystemExit:  # the ranks have agreed: the first one tells it

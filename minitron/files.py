@@ -18,7 +18,7 @@ def read_json(path: Path) -> dict:
     Raises OSError, or ValueError in a few words, for anything else: no regular file (a pipe would
     block), too large, nested too deeply, a key twice, a number of thousands of digits.
     """
-    text = read_text(path)
+    text = read_text(path, MOST_BYTES)
     try:
         value = json.loads(text, object_pairs_hook=without_repeats, parse_int=short_int)
     except json.JSONDecodeError as error:
@@ -31,7 +31,7 @@ def read_json(path: Path) -> dict:
     return value
 
 
-def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
+def read_text(path: Path, most_bytes: int) -> str:
     """The text of a regular file; raises OSError, or ValueError in a few words."""
     require_regular(path)
     with path.open("rb") as file:

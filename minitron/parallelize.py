@@ -11,6 +11,7 @@
 Read in this order: lay_out, build, parallelize.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -30,6 +31,7 @@ from minitron.parallel.data_parallel import (
 from minitron.parallel.fsdp import FullyShardedDataParallel, apply_fsdp
 from minitron.parallel.pipeline_parallel import PipelineParallel, apply_pipeline_parallel
 from minitron.parallel.schedules import (
+    Schedule,
     gpipe,
     interleaved,
     one_forward_one_backward,
@@ -104,18 +106,22 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, device: torch.devi
 
 def apply_pipeline(model: nn.Module, mesh: Mesh, config: Config) -> PipelineParallel:
     """Leave each rank its stages, to run in the order that `config` names."""
-    schedules = {
-        "gpipe": gpipe,
-        "1f1b": one_forward_one_backward,
-        "interleaved": partial(interleaved, num_chunks=config.parallel.chunks),
-        "zero-bubble": zero_bubble,
-    }
-    schedule = schedules[config.parallel.schedule]
-    pipeline = apply_pipeline_parallel(model, mesh.group("pp"), schedule)
+    pipeline = apply_pipeline_parallel(model, mesh.group("pp"), make_schedule(config.parallel))
     precision = PRECISIONS[config.train.precision]
     if precision.autocasts:
         pipeline.autocast = precision.activations
     return pipeline
+
+
+def make_schedule(parallel: ParallelConfig) -> Callable[[int, int], Schedule]:
+    """The function of p ranks and m micro-batches that makes the schedule."""
+    schedules = {
+        "gpipe": gpipe,
+        "1f1b": one_forward_one_backward,
+        "interleaved": partial(interleaved, num_chunks=parallel.chunks),
+        "zero-bubble": zero_bubble,
+    }
+    return schedules[parallel.schedule]
 
 
 def apply_data_parallel(

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from minitron import parallelize, train, train_log
+from minitron import training as training_module
 from minitron.config import Config, ConfigError, DataConfig
 from minitron.config_file import load
 from minitron.measure.metrics import read_metrics

@@ -47,6 +47,7 @@ def write_text(
     Returns what `corpus.json` says. Raises ConfigError for a path that is missing, a file that is
     not UTF-8, no text at all, or a vocabulary that bytes or uint16 do not allow.
     """
+    require_vocabulary(vocab_size)
     files = _find_files([Path(path) for path in paths], pattern)
     require_room(files)
     documents = [text for text in Progress(map(_read, files), "reading", len(files)) if text]
@@ -66,6 +67,7 @@ def write_python(
     Reads *.py in the order of their paths, tests and installed packages left out, up to
     `max_bytes`. Another Python version has other sources, so other tokens.
     """
+    require_vocabulary(vocab_size)
     library = library or Path(sysconfig.get_path("stdlib"))
     left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
     documents, size = [], 0
@@ -90,11 +92,7 @@ def write_documents(
     shard_tokens: int = SHARD_TOKENS,
 ) -> dict:
     """Train a tokenizer on documents and write them, `<end>` after each, as a data folder."""
-    require(
-        SMALLEST_VOCABULARY <= vocab_size <= LARGEST_VOCABULARY,
-        f"vocab_size = {vocab_size}: must be from {SMALLEST_VOCABULARY} (every byte and {END}) "
-        f"to {LARGEST_VOCABULARY} (a token is stored as uint16)",
-    )
+    require_vocabulary(vocab_size)
     require(0 < val_share < 1, f"val_share = {val_share}: must be between 0 and 1")
 
     start_corpus(folder, kind)
@@ -108,6 +106,14 @@ def write_documents(
         folder, kind, tokenizer.get_vocab_size(),
         train_tokens=train_tokens, val_tokens=val_tokens,
         documents=len(documents), characters=sum(map(len, documents)),
+    )
+
+
+def require_vocabulary(vocab_size: int) -> None:
+    require(
+        SMALLEST_VOCABULARY <= vocab_size <= LARGEST_VOCABULARY,
+        f"vocab_size = {vocab_size}: must be from {SMALLEST_VOCABULARY} (every byte and {END}) "
+        f"to {LARGEST_VOCABULARY} (a token is stored as uint16)",
     )
 
 
@@ -183,9 +189,10 @@ def _find_files(paths: list[Path], pattern: str) -> list[Path]:
 
 
 def _read(path: Path) -> str:
-    data = path.read_bytes()
     try:
-        return data.decode("utf-8")
+        return path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}): leave it out") from None
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{path}: byte {error.start} is not UTF-8: convert the file, or leave it out"

@@ -29,7 +29,7 @@ class DryRunOptions(Config):
     rank: int | None = None
     """Only this one: tp counts fastest, then dp, then pp."""
     every_stage: bool = False
-    """A rank of every stage of the pipeline."""
+    """A rank of every stage of the pipeline: of equal stages one is run, and shown for all."""
     device: str | None = None
     """Does it fit? A name of minitron/plan/hardware.csv, or how it begins."""
 
@@ -66,14 +66,19 @@ def run_dry_run(args: Sequence[str]) -> int:
     """Print what the command line asks for."""
     options = read_dry_run(args)
     device = None if options.device is None else find_device(options.device)
-    from minitron.plan.dryrun import dry_run, prepared
+    from minitron.plan.alike import dry_runs
+    from minitron.plan.dryrun import prepared
     from minitron.plan.dryrun_table import describe
 
     config = Config(options.model, options.data, options.train, options.parallel)
     config = prepared(config, options.gpus)
     print(f"{heading(options, config)}\n")
-    ranks = Progress(ranks_of(options), "ranks")
-    print(describe([dry_run(config, options.gpus, rank) for rank in ranks], device))
+    with Progress(total=len(ranks_of(options)), desc="ranks") as bar:
+        runs = []
+        for run in dry_runs(config, options.gpus, ranks_of(options)):
+            runs.append(run)
+            bar.update()
+    print(describe(runs, device))
     return 0
 
 

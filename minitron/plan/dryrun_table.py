@@ -78,7 +78,9 @@ def how(runs: Sequence[DryRun]) -> str:
     """How much of the step was run, and how long it took."""
     m, num_run = runs[0].num_micro_batches, max(run.num_run for run in runs)
     part = f"; {num_run:,} at most were run, the others are like them" if num_run < m else ""
-    return f"A step has {m:,} micro-batches{part}. {sum(run.seconds for run in runs):.0f} s."
+    num_equal = sum(run.seconds == 0 for run in runs)
+    equal = f" Not run, but equal to a rank above: {num_equal}." if num_equal else ""
+    return f"A step has {m:,} micro-batches{part}.{equal} {sum(run.seconds for run in runs):.0f} s."
 
 
 def verdict(run: DryRun, device: Device) -> str:

@@ -162,6 +162,11 @@ def test_only_empty_files(tmp_path):
         write_text([tmp_path], tmp_path / "data")
 
 
+def test_a_file_that_cannot_be_read(tmp_path):
+    with pytest.raises(ConfigError, match="mem: cannot be read .*: leave it out"):
+        write_text(["/proc/self/mem"], tmp_path / "data")
+
+
 def test_a_file_that_is_not_utf8(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"caf\xe9 noir")
     with pytest.raises(ConfigError, match="a.txt: byte 3 is not UTF-8"):
@@ -170,6 +175,7 @@ def test_a_file_that_is_not_utf8(tmp_path):
 
 @pytest.mark.parametrize("vocab_size", [256, 65_536])
 def test_a_vocabulary_that_cannot_be(texts, tmp_path, vocab_size):
+    (texts / "bad.txt").write_bytes(b"\xff")  # is not read before
     with pytest.raises(ConfigError, match=f"vocab_size = {vocab_size}: must be from 257 .* 65535"):
         write_text([texts], tmp_path / "data", vocab_size=vocab_size)
     assert not (tmp_path / "data").exists()

@@ -17,6 +17,7 @@ from minitron.config import (
 )
 from minitron.measure.live import CATEGORIES
 from minitron.plan import dryrun
+from minitron.plan.alike import dry_runs
 from minitron.plan.dryrun import dry_run
 from minitron.plan.dryrun_command import ranks_of, read_dry_run
 from minitron.plan.dryrun_table import describe, unit_of
@@ -220,6 +221,30 @@ def test_which_ranks(file):
     words[2] = "16"
     assert ranks_of(read_dry_run(words)) == [0, 8, 12]
     assert ranks_of(read_dry_run([*words, "--every-stage"])) == [0, 4, 8, 12]
+
+
+@pytest.mark.parametrize(("changes", "num_equal"), [
+    ({"schedule": "gpipe"}, 1), ({"schedule": "1f1b"}, 0), ({"schedule": "zero-bubble"}, 0),
+    ({"schedule": "1f1b", "m": 1}, 1), ({"schedule": "interleaved", "chunks": 2}, 0),
+], ids=str)
+def test_equal_stages_are_run_once_and_are_equal(changes, num_equal):
+    """As if each had been run: bytes by category, messages, FLOPs."""
+    m = changes.pop("m", 8)
+    parallel = ParallelConfig(pp=4, **changes)
+    model = ModelConfig("gpt", 64, 32, num_layers=16, width=64, ffn_width=256)
+    whole = Config(model, DataConfig(sequence_length=32),
+                   TrainConfig(global_batch_size=2 * m, micro_batch_size=1), parallel)
+    found = list(dry_runs(whole, 8, range(0, 8, 2)))
+    assert sum(run.seconds == 0 for run in found) == num_equal
+    for run in found:
+        if run.seconds == 0:
+            alone = dry_run(whole, 8, run.rank)
+            assert run.peak.bytes == alone.peak.bytes and run.traffic.keys() == alone.traffic.keys()
+            for key, traffic in alone.traffic.items():  # the norm's ring of 4 ranks has 1 number
+                assert run.traffic[key] == pytest.approx(traffic, abs=8 * (key[1] == "pp"))
+            assert (run.flops, run.place, run.num_run) == (alone.flops, alone.place, alone.num_run)
+    text = describe(found)
+    assert ("equal to a rank above: 1." in text) == (num_equal == 1)
 
 
 @pytest.mark.parametrize("words, message", [

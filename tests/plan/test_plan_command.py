@@ -13,13 +13,21 @@ import pytest
 from minitron import cli
 from minitron.config import ConfigError
 from minitron.config_file import load
-from minitron.plan.command import PlanOptions, flags, job_of, next_lines, table, tokens_per_step
+from minitron.plan.command import (
+    PlanOptions,
+    compared,
+    flags,
+    job_of,
+    next_lines,
+    table,
+    tokens_per_step,
+)
 from minitron.plan.decide import Decision
 from minitron.plan.dryrun_command import read_dry_run
 from minitron.plan.explain import as_it_stands
 from minitron.plan.hardware import DEVICES
 from minitron.plan.money import GpuHour, bill
-from minitron.plan.search import Candidate, search
+from minitron.plan.search import Candidate, Search, search
 from minitron.run_checks import require_ranks
 from minitron.train import read_options
 
@@ -193,6 +201,17 @@ def test_a_layout_that_stands_is_compared_with_the_best(capsys):
     assert line.endswith(f"; {faster:,} layouts are faster")
 
 
+def test_one_layout_is_faster_and_two_are():
+    job = job_of(load(Path(GPT2)), 2, H100)
+    found = search(job)
+    speeds = sorted({each.seconds: each for each in found.candidates}.values(),
+                    key=lambda each: each.seconds)
+    two = Search(job, speeds[:2])
+    assert compared(speeds[1], two).endswith("; 1 layout is faster")
+    three = Search(job, speeds[:3])
+    assert compared(speeds[2], three).endswith("; 2 layouts are faster")
+
+
 def test_a_layout_that_cannot_run_is_explained_and_the_search_goes_on(capsys):
     assert plan(LLAMA_70B, "--gpus", "48", "--top", "1") == 0
     text = capsys.readouterr().out
@@ -237,6 +256,7 @@ def test_calibrate_plans_for_what_is_measured(capsys, monkeypatch):
     (["configs/nope.toml", "--gpus", "8"], "configs/nope.toml: there is no such file"),
     ([GPT2], "say how many GPUs there are, as in --gpus 512"),
     ([GPT2, "--gpus", "0"], "--gpus 0: must be 1 or more"),
+    ([GPT2, "--gpus", "1000000000000"], "--gpus 1000000000000: must be 1,000,000 or less"),
     ([GPT2, "--gpus", "-8"], "--gpus -8: must be 1 or more"),
     ([GPT2, "--gpus", "many"], "--gpus"),
     ([GPT2, "--gpus", "8", "--top", "0"], "--top 0: must be 1 or more"),
