@@ -1,6 +1,9 @@
 # Every target works on a fresh clone with Python 3.11+, make and git.
 PYTHON ?= python3
-BIN := .venv/bin
+# The active conda or virtual environment if it has what is needed, else .venv.
+ACTIVE := $(filter-out $(CURDIR)/.venv,$(or $(VIRTUAL_ENV),$(CONDA_PREFIX)))
+BIN := $(or $(if $(ACTIVE),$(shell "$(ACTIVE)/bin/python" tools/environment.py)),.venv/bin)
+PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test lab exercises chapters slides lint grid benchmark clean
@@ -9,13 +12,17 @@ help: ## Show this help
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 # The stamp is newer than both lists, so unchanged requirements cost nothing.
-setup: .venv/stamp ## Make .venv and install the requirements and the package (done by the others when needed)
+setup: $(if $(filter .venv/bin,$(BIN)),.venv/stamp) ## Make .venv and install the requirements and the package (done by the others when needed)
 
 .venv/stamp: requirements.txt pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
-	touch .venv/stamp
+	@echo "setup 1 of 3: an empty environment in .venv (seconds)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "setup 2 of 3: PyTorch, JupyterLab and what they need. Minutes: it downloads about 0.5 GB,"
+	@echo "              or several GB where pip chooses a torch with CUDA"
+	@$(PIP) -r requirements.txt
+	@echo "setup 3 of 3: minitron itself (seconds)"
+	@$(PIP) --no-deps --editable .
+	@touch .venv/stamp
 
 train: setup ## Train the story model: about a minute on 2 cores
 	$(BIN)/minitron data stories
@@ -25,21 +32,23 @@ train: setup ## Train the story model: about a minute on 2 cores
 test: setup ## Run every test, the chapters included
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
+# The folder of settings keeps JupyterLab from asking about its news.
 lab: setup ## Open the chapters in JupyterLab
-	$(BIN)/jupyter lab chapters/ch01_single_gpu.ipynb
+	JUPYTER_CONFIG_PATH="$(CURDIR)/tools/jupyter$${JUPYTER_CONFIG_PATH:+:$$JUPYTER_CONFIG_PATH}" \
+		$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/chapters/ch01_single_gpu.ipynb
 
 exercises: setup ## (maintainers) Write exercises/ from solutions/
 	$(BIN)/python tools/build_exercises.py
 
 chapters: setup ## (maintainers) Execute chapters/source/*.py into chapters/*.ipynb
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[maintain]'
+	$(PIP) --quiet --editable '.[maintain]'
 	$(BIN)/python tools/build_chapters.py
 
 slides: setup ## (maintainers, instructors) Build slides/build/*.html and *.pdf; needs Node
 	$(BIN)/python tools/build_slides.py
 
 lint: setup ## (maintainers) Lint and format-check
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[maintain]'
+	$(PIP) --quiet --editable '.[maintain]'
 	$(BIN)/ruff check .
 
 grid: setup ## (maintainers) Compare every layout on up to 8 ranks with one process: hours

@@ -1,5 +1,6 @@
 """The figure of a pipeline schedule: a lane per rank, a block per pass, its micro-batch inside."""
 
+import math
 from collections.abc import Sequence
 
 from matplotlib import rc_context
@@ -33,7 +34,7 @@ WIDTH, LANE, MARGIN = 9.0, 0.36, 1.1
 DIGIT = 0.64
 """A digit's width, over the size of its font."""
 LARGEST, SMALLEST = 10, 6
-"""Size of the numbers, in points, one in a figure; where they do not fit there are none."""
+"""Size of the numbers, in points, one in a figure; where they do not fit, it has none."""
 
 
 @rc_context(STYLE)
@@ -49,7 +50,8 @@ def pipeline(timeline: Timeline, measured: Timeline | None = None, unit: str = "
     figure, axes = canvas(WIDTH, 0.9 + LANE * len(steps) * (1 + len(timeline.passes)))
     axes.set_xlim(0, span)
     inch = span / (WIDTH - MARGIN)
-    size = _font_size([each for step in steps for passes in step.passes for each in passes], inch)
+    passes = [each for step in steps for passes in step.passes for each in passes]
+    size = _font_size(passes, inch, num_left_out=len(passes) // 10 if measured else 0)
 
     rows = []
     for step in steps:
@@ -114,10 +116,10 @@ def _fitting_size(each: Pass, inch: float) -> float:
     return points / (DIGIT * len(str(each.action.micro_batch)))
 
 
-def _font_size(passes: Sequence[Pass], inch: float) -> float:
-    """With which nine numbers in ten fit, or the smallest."""
-    sizes = sorted(_fitting_size(each, inch) for each in passes)
-    return min(LARGEST, max(SMALLEST, sizes[len(sizes) // 10]))
+def _font_size(passes: Sequence[Pass], inch: float, num_left_out: int) -> float:
+    """With which the numbers fit, up to so many; infinite, so that none is drawn, if too small."""
+    size = sorted(_fitting_size(each, inch) for each in passes)[num_left_out]
+    return min(LARGEST, size) if size >= SMALLEST else math.inf
 
 
 def _colour(action: Action, chunks: list[int], is_predicted: bool) -> tuple[float, ...]:

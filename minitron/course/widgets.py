@@ -29,20 +29,34 @@ from minitron.course.figures import png, show
 from minitron.course.figures_numbers import draw_number_line
 from minitron.course.floats import FORMATS
 
+LABELS = {
+    "num_layers": "layers", "sequence_length": "sequence length, tokens",
+    "micro_batch": "micro-batch, sequences", "recipe": "precision",
+    "bucket_MB": "bucket size, MB", "latency_us": "latency, µs",
+    "bandwidth_GB_s": "bandwidth, GB/s", "tokens_per_rank": "tokens per rank",
+    "billions": "parameters, billions", "micro_batches": "micro-batches",
+    "chunks": "chunks per rank", "plus": "number to add", "tp": "tensor-parallel ranks",
+    "pp": "pipeline stages",
+}
+"""What stands beside a control whose argument's name is not the words for it."""
+
 
 def explore(
-    draw: Callable[..., Drawing], controls: dict[str, Sequence], start: dict, task: str
+    draw: Callable[..., Drawing], controls: dict[str, Sequence], start: dict, task: str,
+    allowed: Callable[[dict], dict[str, Sequence]] = lambda now: {},
 ) -> None:
     """Show `draw(**start)` and, in a live notebook, a control for each of its arguments.
 
     `controls` lists each argument's values, `start` is where they stand at first, `task` says
-    what to try. `draw` makes figures of one size, so nothing jumps.
+    what to try. `allowed(now)` has the values that some controls can take while they stand at
+    `now`; none: that control does nothing and is disabled. `draw` makes figures of one size, so
+    nothing jumps.
     """
     from IPython.display import Markdown, display
 
     figure, sentence = draw(**start)
     if is_live():
-        _display_controls(draw, controls, start)
+        _display_controls(draw, controls, start, allowed)
     else:
         show(figure, alt=sentence)
     display(Markdown(f"**Try:** {task}"))
@@ -57,34 +71,65 @@ def is_live() -> bool:
 
 
 def _display_controls(
-    draw: Callable[..., Drawing], controls: dict[str, Sequence], start: dict
+    draw: Callable[..., Drawing], controls: dict[str, Sequence], start: dict,
+    allowed: Callable[[dict], dict[str, Sequence]],
 ) -> None:
     import ipywidgets
     from IPython.display import display
 
-    def control(name: str):
-        kind = ipywidgets.Dropdown if isinstance(start[name], str) else ipywidgets.SelectionSlider
-        shown = [(f"{value:,}" if not isinstance(value, str) else value, value)
-                 for value in controls[name]]
-        # not continuous: a drag redraws once, when it ends
-        extra = {} if kind is ipywidgets.Dropdown else {"continuous_update": False}
-        return kind(options=shown, value=start[name], description=name.replace("_", " "),
-                    style={"description_width": "9em"}, layout={"width": "30em"}, **extra)
-
-    handles = {name: control(name) for name in controls}
+    handles = {name: _control(name, values, start[name]) for name, values in controls.items()}
     figure, sentence = draw(**start)
     image = ipywidgets.Image(value=png(figure), format="png", layout=_size(figure))
-    text = ipywidgets.HTML(html.escape(sentence), layout={"height": "5em", "width": "44em"})
+    text = ipywidgets.HTML(html.escape(sentence), layout={"min_height": "4em", "width": "100%"})
+    narrowing = False
+
+    def values() -> dict:
+        return {name: handle.value for name, handle in handles.items()}
+
+    def narrow() -> None:
+        nonlocal narrowing
+        narrowing = True  # new options notify, too
+        for name, possible in allowed(values()).items():
+            handles[name].disabled = not possible
+            _set_options(handles[name], possible or controls[name])
+        narrowing = False
 
     def redraw(_change) -> None:
-        figure, sentence = draw(**{name: handle.value for name, handle in handles.items()})
+        if narrowing:
+            return
+        narrow()
+        figure, sentence = draw(**values())
         image.value, text.value = png(figure), html.escape(sentence)
 
+    narrow()
     for handle in handles.values():
         handle.observe(redraw, "value")
-    box = ipywidgets.VBox([*handles.values(), image, text])
+    box = ipywidgets.VBox([*handles.values(), text, image])
     bundle = {**box._repr_mimebundle_(), "image/png": png(figure), "text/plain": sentence}
     display(bundle, raw=True, metadata={"image/png": {"alt": sentence}})
+
+
+def _control(name: str, values: Sequence, start):
+    import ipywidgets
+
+    kind = ipywidgets.Dropdown if isinstance(start, str) else ipywidgets.SelectionSlider
+    # not continuous: a drag redraws once, when it ends
+    extra = {} if kind is ipywidgets.Dropdown else {"continuous_update": False}
+    return kind(options=_options(values), value=start,
+                description=LABELS.get(name, name.replace("_", " ")),
+                style={"description_width": "13em"}, layout={"width": "36em"}, **extra)
+
+
+def _options(values: Sequence) -> tuple[tuple[str, object], ...]:
+    return tuple((value if isinstance(value, str) else f"{value:,}", value) for value in values)
+
+
+def _set_options(handle, values: Sequence) -> None:
+    """Give a control other values; it stays where it is, or goes to the last of them."""
+    if tuple(handle.options) != _options(values):
+        now = handle.value
+        handle.options = _options(values)
+        handle.value = now if now in values else values[-1]
 
 
 def _size(figure: Figure) -> dict[str, str]:
@@ -132,6 +177,7 @@ def ring_explorer() -> None:
         draw_ring,
         controls={"ranks": tuple(range(2, 7)), "step": tuple(range(11))},
         start={"ranks": 4, "step": 3},
+        allowed=lambda now: {"step": tuple(range(2 * now["ranks"] - 1))},
         task="follow the outlined chunks from step to step. After which step does every rank "
              "hold its first finished sum, with 3 ranks, with 6?",
     )
@@ -163,6 +209,7 @@ def tensor_explorer() -> None:
             "link": LINKS,
         },
         start={"model": "Llama 3.1 70B", "ranks": 8, "tokens": 8192, "link": "NVLink"},
+        allowed=lambda now: {"link": LINKS if now["ranks"] > 1 else ()},
         task="go from 8 ranks to 16: what does leaving the node cost? Then take InfiniBand and "
              "look for the most ranks that still wait less than a quarter of the time. Which of "
              "the other two controls moves that share, and which does not?",
@@ -198,6 +245,8 @@ def schedule_explorer() -> None:
             "chunks": (1, 2, 4),
         },
         start={"schedule": "1F1B", "ranks": 4, "micro_batches": 8, "chunks": 2},
+        allowed=lambda now: {
+            "chunks": (1, 2, 4) if now["schedule"] == "interleaved 1F1B" else ()},
         task="raise the micro-batches until less than 5 % of the step is idle. Then take 8 ranks: "
              "which schedules get there with as many micro-batches, and what does the first rank "
              "hold for it? Which two differ in what they hold alone?",

@@ -156,3 +156,11 @@ def test_the_schedule_explorer_can_be_answered():
     assert idle("1F1B", 8, 64) > 5 and idle("interleaved 1F1B", 8, 64, 2) > 5
     assert idle("interleaved 1F1B", 8, 64, 4) < 5 and idle("ZB-H1", 8, 64) < 5
     assert idle("GPipe", 8, 64) == idle("1F1B", 8, 64), "they differ in what they hold alone"
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("micro_batches", [8, 32, 48, 64, 128])
+def test_a_dense_timeline_keeps_its_numbers_or_drops_them_all(ranks, micro_batches):
+    figure, _ = draw_schedule("1F1B", ranks, micro_batches, 1)
+    numbers = [text for text in figure.axes[0].texts if text.get_text().isdigit()]
+    assert len(numbers) in (0, 2 * ranks * micro_batches)

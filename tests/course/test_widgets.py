@@ -67,7 +67,8 @@ def test_a_live_notebook_gets_controls_that_redraw_once_per_change(shown, monkey
 
     bundle, _ = shown
     assert VIEW in bundle and "image/png" in bundle, "the picture is what a stale notebook shows"
-    height, name, image, text = boxes[0].children
+    height, name, text, image = boxes[0].children  # the sentence above the picture
+    assert text.layout.width == "100%"
     assert not height.continuous_update
     assert (height.value, name.value, text.value) == (2, "a", "a is 2 &lt;high&gt;")
 
@@ -78,6 +79,64 @@ def test_a_live_notebook_gets_controls_that_redraw_once_per_change(shown, monkey
     assert text.value == "b is 1 &lt;high&gt;"
     assert len(drawn) == before + 2
     assert (image.layout.width, image.layout.height) == size == ("700px", "330px")
+
+
+@pytest.fixture
+def controls_of(shown, monkeypatch):
+    """A widget's live controls by their labels."""
+    import ipywidgets
+
+    boxes = []
+    original = ipywidgets.VBox
+    monkeypatch.setattr(widgets, "is_live", lambda: True)
+    monkeypatch.setattr(ipywidgets, "VBox", lambda *a: boxes.append(original(*a)) or boxes[-1])
+
+    def open_widget(widget):
+        widget()
+        *handles, text, _ = boxes[-1].children
+        return {handle.description: handle for handle in handles}, text
+
+    return open_widget
+
+
+def test_the_ring_s_slider_ends_at_its_last_step(controls_of):
+    controls, text = controls_of(widgets.ring_explorer)
+    ranks, step = controls["ranks"], controls["step"]
+    assert (step.value, len(step.options)) == (3, 7)
+    step.value = 6
+    ranks.value = 2
+    assert (step.value, len(step.options)) == (2, 3), "2 ranks end after 2 steps"
+    assert text.value.startswith("After step 2 of 2")
+    ranks.value = 6
+    assert (step.value, len(step.options)) == (2, 11)
+    assert text.value.startswith("After step 2 of 10")
+
+
+@pytest.mark.parametrize(("widget", "name", "other", "on", "off"), [
+    (widgets.schedule_explorer, "chunks per rank", "schedule", "interleaved 1F1B", "1F1B"),
+    (widgets.tensor_explorer, "link", "ranks", 2, 1),
+])
+def test_a_control_that_does_nothing_is_disabled(widget, name, other, on, off, controls_of):
+    controls, _ = controls_of(widget)
+    for value, disabled in ((on, False), (off, True), (on, False)):
+        controls[other].value = value
+        assert controls[name].disabled is disabled
+
+
+def test_labels_are_words_with_units(controls_of):
+    from minitron.course import widgets_plan
+
+    labels = []
+    for module in (widgets, widgets_plan):
+        for name in ("memory_calculator", "bucket_explorer", "ring_explorer", "zero_explorer",
+                     "tensor_explorer", "sequence_explorer", "schedule_explorer",
+                     "number_line_explorer", "planner"):
+            if hasattr(module, name):
+                labels += controls_of(getattr(module, name))[0]
+    assert len(labels) > 25
+    assert not [label for label in labels if "_" in label or label.endswith((" MB", " us", " s"))
+                and ", " not in label]
+    assert {"bandwidth, GB/s", "latency, µs", "bucket size, MB", "pipeline stages"} <= set(labels)
 
 
 @pytest.mark.parametrize(("parent", "live"), [
