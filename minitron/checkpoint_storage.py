@@ -208,7 +208,9 @@ class Reader(StorageReader):
     def read_metadata(self) -> Metadata:
         return read_table(self.folder)
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args, **kwargs
+    ) -> None:
         self.metadata = metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -181,6 +181,35 @@ def test_a_full_disk_leaves_the_old_one_and_is_told_on_every_rank(tmp_path):
     assert not list(tmp_path.glob("*.tmp"))
 
 
+@pytest.mark.parametrize("number, remedy", [(28, "make room"), (30, "let the run write to ")])
+def test_a_first_checkpoint_that_cannot_be_written_promises_none(
+    tmp_path, monkeypatch, number, remedy
+):
+    def fails(*args):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(checkpoint, "write", fails)
+    with pytest.raises(ConfigError, match=f"there is none before: {remedy}.*, and start again"):
+        save(tmp_path, 1)
+    monkeypatch.undo()
+    save(tmp_path, 1)
+    monkeypatch.setattr(checkpoint, "write", fails)
+    with pytest.raises(ConfigError, match=f"are intact: {remedy}.*, and continue with --resume"):
+        save(tmp_path, 2)
+
+
+def test_what_cannot_be_set_aside_is_one_line(tmp_path, monkeypatch):
+    good = save(tmp_path, 1)
+    save(tmp_path, 2)
+
+    def read_only(*args):
+        raise OSError(30, os.strerror(30))
+
+    monkeypatch.setattr(type(tmp_path), "rename", read_only)
+    with pytest.raises(ConfigError, match=r"cannot be set aside \(Read-only file system\)"):
+        checkpoint.set_aside(tmp_path, good)
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
 def test_a_full_device_is_told(tmp_path, monkeypatch):
     """The kernel's own error, from within torch.distributed.checkpoint."""

@@ -270,6 +270,20 @@ def test_a_full_disk_leaves_a_folder_to_try_again(tmp_path, monkeypatch):
     write_model(ours, tmp_path, max_file_bytes=20_000)
 
 
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()],
+                         ids=repr)
+@pytest.mark.parametrize("file", ["model.safetensors.index.json", "config.json"])
+def test_what_comes_after_the_weights_may_fail_as_well(tmp_path, monkeypatch, error, file):
+    def fails(path, table):
+        if path.name == file:
+            raise error
+
+    monkeypatch.setattr("minitron.hugging_face.weights.write_json", fails)
+    with pytest.raises((ConfigError, KeyboardInterrupt)):
+        write_model(random_model(OURS["gpt"]), tmp_path, max_file_bytes=20_000)
+    assert not any(tmp_path.iterdir())
+
+
 def test_files_are_filled_in_order():
     assert split({"a": 3, "b": 3, "c": 4, "d": 11, "e": 1}, 10) == [["a", "b", "c"], ["d"], ["e"]]
     assert split({"a": 11}, 10) == [["a"]]
