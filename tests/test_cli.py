@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+import minitron as minitron_package
 from minitron import cli, command_line
 from minitron.config import ConfigError
 
@@ -107,3 +108,8 @@ def test_text_is_trained_on_and_sampled(tmp_path, monkeypatch, capsys):
     assert cli.dispatch(words) == 0
     assert "A text by your model" in capsys.readouterr().out
     assert (tmp_path / "mine" / "loss_curve.png").exists()
+
+
+def test_the_version_is_told(capsys):
+    assert cli.dispatch(["--version"]) == 0
+    assert capsys.readouterr().out.startswith(f"minitron {minitron_package.__version__}, torch ")
