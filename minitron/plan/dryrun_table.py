@@ -4,6 +4,7 @@ Read in this order: describe, held, sent, largest, verdict.
 """
 
 import re
+import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -12,6 +13,7 @@ from minitron.plan.dryrun import DryRun
 from minitron.plan.hardware import Device
 
 NUM_LARGEST = 8  # kinds of tensors
+WIDTH = 96  # characters, of the widest line
 
 
 def describe(runs: Sequence[DryRun], device: Device | None = None) -> str:
@@ -107,9 +109,37 @@ def shown(amount: float, size: float) -> str:
 
 
 def aligned(rows: list[list[str]], left: int | None = None) -> str:
-    """Columns of one width each; those from `left` on begin at the left."""
+    """Columns of one width each; those from `left` on begin at the left.
+
+    No line is wider than WIDTH: numbers beyond it go into a table below, with the first column
+    again, and a last column of words goes on in the next line.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    left = len(widths) if left is None else left
+    if left is None:
+        return "\n\n".join(_lines([[row[column] for column in part] for row in rows], len(part))
+                           for part in _column_groups(widths))
+    before = sum(widths[:-1]) + 2 * (len(widths) - 1)
+    folded = []
+    for *cells, last in rows:
+        first, *others = textwrap.wrap(last, max(20, WIDTH - before)) or [""]
+        folded.append([*cells, first])
+        folded += [[*("" for _ in cells), other] for other in others]
+    return _lines(folded, left)
+
+
+def _column_groups(widths: Sequence[int]) -> list[list[int]]:
+    """The columns of each table: the first one, and as many others as fit beside it."""
+    groups = [[0]]
+    for column in range(1, len(widths)):
+        if sum(widths[other] + 2 for other in groups[-1]) + widths[column] > WIDTH:
+            groups.append([0])
+        groups[-1].append(column)
+    return groups
+
+
+def _lines(rows: list[list[str]], left: int) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(
-        cell.rjust(width) if index < left else cell
-        for index, (cell, width) in enumerate(zip(row, widths, strict=True))) for row in rows)
+        cell.rjust(width) if index < left else cell.ljust(width)
+        for index, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
+        for row in rows)

@@ -75,7 +75,7 @@ def test_gpus_are_named(monkeypatch, nccl, seen):
 def test_two_processes_agree_over_gloo():
     check = doctor.check_gloo(timeout_s=60)
     assert check.ok, check.seen
-    assert check.seen.startswith("2 processes agreed in")
+    assert "2 processes agreed in" in check.seen
 
 
 def test_gloo_without_its_interface(monkeypatch):
@@ -87,13 +87,26 @@ def test_gloo_that_does_not_answer(monkeypatch):
     fails(doctor.check_gloo(timeout_s=0.01), "no answer within 0 s", "unset GLOO_SOCKET_IFNAME")
 
 
-def test_ranks_start():
+def test_processes_that_start_slowly_are_slow_and_not_a_firewall(capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "SLOW_S", 0.0)
+    check = doctor.check_gloo(timeout_s=60)
+    assert check.ok and check.seen.startswith("slow (the machine is busy): 2 processes agreed in")
+    assert "2 processes are still starting after" in capsys.readouterr().err
+
+    check = doctor.check_gloo(timeout_s=60, start_s=0.0)
+    fails(check, "slow: 2 processes have not started within 0 s", "the machine is busy")
+    assert "firewall" not in report(check)
+
+
+def test_ranks_start(monkeypatch):
     check = doctor.check_ranks()
-    assert check.ok and re.fullmatch(r"4 started in \d+\.\d s", check.seen)
+    assert check.ok and re.search(r"4 started in \d+\.\d s$", check.seen)
+    monkeypatch.setattr(doctor, "SLOW_S", 0.0)
+    assert doctor.check_ranks().seen.startswith("slow (the machine is busy): 4 started in")
 
 
 def test_ranks_that_do_not_start(monkeypatch):
-    def fail(*_):
+    def fail(*_, **__):
         raise RankError("rank 0 was killed by SIGSEGV\n  rank 1 ...", {})
 
     monkeypatch.setattr(doctor, "run", fail)
