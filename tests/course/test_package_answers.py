@@ -1,13 +1,16 @@
 """The package has the answer to many exercises; whoever calls it, or hands it in, is told so."""
 
 import inspect
+import multiprocessing
 from importlib import import_module
 
 import pytest
 
 from minitron.course import graders
-from minitron.course.exercises import known
+from minitron.course.exercises import ROOT, known
+from minitron.course.graders import Forbidden
 from minitron.course.graders.answers import OTHERS, package_answers
+from minitron.course.graders.guard import Guard, _functions_of
 
 EXERCISES = known()
 REPLACING = [exercise for exercise in EXERCISES.values() if exercise.replaces]
@@ -24,10 +27,42 @@ def target_of(name):
 def test_the_table_names_what_there_is():
     assert set(OTHERS) <= set(EXERCISES)
     for exercise in EXERCISES.values():
-        names = package_answers(exercise)
-        assert len(set(names)) == len(names)
-        for name in names:
+        for name in package_answers(exercise):
             assert inspect.isfunction(target_of(name)) or inspect.isclass(target_of(name)), name
+
+
+LISTED = [(exercise, name) for exercise in OTHERS for name in package_answers(EXERCISES[exercise])]
+
+
+@pytest.mark.parametrize(("exercise", "name"), LISTED)
+def test_whatever_is_listed_refuses_the_learners_calls(exercise, name):
+    """On a bench without a grader: the learner's function calls it, by whatever way."""
+    assert "is called" in bench_says(EXERCISES[exercise], name)
+
+
+def bench_says(exercise, name):
+    """What a process says in which a learner's file calls the function of this name."""
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=call_as_learner, args=(exercise, name, theirs))
+    process.start()
+    theirs.close()
+    said = ours.recv()
+    process.join()
+    return said
+
+
+def call_as_learner(exercise, name, pipe):
+    target = target_of(name)
+    guard = Guard(exercise, ROOT / exercise.file)
+    function = next(iter(_functions_of(target))) if inspect.isclass(target) else target
+    learners = {"function": function, "__name__": f"exercises.{exercise.chapter}"}
+    try:
+        exec("def call():\n    function()\ncall()", learners)
+    except Forbidden as error:
+        pipe.send(f"{error}, {len(guard.told)} times")
+    except Exception as error:
+        pipe.send(repr(error))
 
 
 def grade(tmp_path, exercise, lines):
