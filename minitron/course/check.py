@@ -216,7 +216,7 @@ def _check(exercise: Exercise, root: Path, timeout: float, announced: bool = Fal
 
 def _run_grader(exercise: Exercise, root: Path, timeout: float) -> tuple[int | None, str, str]:
     """The grader's exit code, None if it took too long; its verdict; what the learner printed."""
-    command = [sys.executable, "-m", "minitron.course.graders", exercise.id, str(root),
+    command = [sys.executable, "-m", "minitron.course.judge", exercise.id, str(root),
                str(timeout)]
     process = subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
