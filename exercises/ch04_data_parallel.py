@@ -102,7 +102,7 @@ class HookedDataParallel(Given):
 
     When backward() has completed a parameter's .grad, its all-reduce is issued at once, with
     async_op=True, and nobody waits for it before finish(). After finish(), .grad is on every rank
-    the mean over the ranks of what each has accumulated.
+    the mean over the ranks of what each has accumulated, and nothing else of the step is held.
 
     One all-reduce per step and parameter that has got a gradient, in the shape of .grad. Under
     no_sync(), where self.synchronises is False, there is none; gradients add up in .grad as they

@@ -69,10 +69,11 @@ class ShardedOptimizer:
 
     step begins with .grad of this rank's rows; None counts as zeros. The gradient is the mean over
     the ranks. If its global norm, the root of the sum of the squares of all its elements, exceeds
-    max_norm, it is multiplied by max_norm / norm. Then the optimizer updates the shard, and every
-    rank gets the others' shards into its parameters. Returned is the norm before clipping, shape
-    (). Afterwards every .grad is None, and beside the parameters a rank holds its shard, the
-    optimizer's state for it, and the shard's gradient: nothing of the model's size.
+    max_norm, it is multiplied by max_norm / norm; the norm may also be 0. Then the optimizer
+    updates the shard, and every rank gets the others' shards into its parameters. Returned is the
+    norm before clipping, shape (). Afterwards every .grad is None, and beside the parameters a rank
+    holds its shard, the optimizer's state for it, and the shard's gradient: nothing of the model's
+    size.
 
     On the wire, per step: one reduce-scatter and one all-gather of N L values each, and a
     dist.all_reduce(tensor, group=group) of one number.

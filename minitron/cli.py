@@ -51,8 +51,8 @@ def read_training(args: list[str]):
 def train(args: list[str]) -> int:
     """Train, then report; torchrun starts this too, as minitron.train."""
     from minitron import train
-    from minitron.course.exercises import use
     from minitron.course.report import report
+    from minitron.course.use import use
 
     options = read_training(args)
     with use(*options.use):

@@ -19,7 +19,8 @@ from minitron.config import ModelConfig
 def recompute(function: Callable, *tensors: Tensor) -> Tensor:
     """Call `function(*tensors)`, keep only `tensors`, and call it once more in the backward pass.
 
-    Values and gradients are those of the plain call. `function` returns one tensor.
+    Values and gradients are those of the plain call. `function` returns one tensor. Some of
+    `tensors` may require no gradient, or have integers: their gradient is None.
     It reads weights from its closure: they get their gradients too, added to what .grad holds,
     also when none of `tensors` requires one. It may draw random numbers (dropout, on the CPU):
     the replay must draw the same ones, and afterwards torch.get_rng_state() must be what it was

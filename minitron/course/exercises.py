@@ -8,10 +8,10 @@
 and the functions or classes up to the next header belong to it. Everything else has its place
 by name: the learner's file `exercises/chNN_topic.py`, the hints `solutions/chNN_topic.hints.toml`,
 the grader `grade_1_1` in `minitron/course/graders/chNN_topic.py`. What the last field names is the
-module whose functions of the same names `use` replaces. The second line is there if training calls
-them: with these options, and where it says so, on several ranks.
+module whose functions of the same names `use` replaces (see `course.use`). The second line is there
+if training calls them: with these options, and where it says so, on several ranks.
 
-Read in this order: Exercise, known, make_stub, load, use.
+Read in this order: Exercise, known, make_stub, load.
 """
 
 import ast
@@ -19,16 +19,12 @@ import linecache
 import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
-from importlib import import_module
 from itertools import groupby
 from pathlib import Path
 
-from minitron.comm import launch
-from minitron.config import ConfigError, require
+from minitron.config import require
 
 ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
@@ -254,54 +250,3 @@ def load(
         if name not in vars(module):
             raise LookupError(f"{exercise.file} defines no {name}")
     return {name: vars(module)[name] for name in exercise.names}
-
-
-@contextmanager
-def use(*ids: str, root: Path = ROOT) -> Iterator[None]:
-    """Let the package run the learner's functions of these exercises, until the block ends.
-
-        with use("1.1", "1.2"):
-            train(config, run_dir)
-
-    Ranks that `run` starts meanwhile do so too. A function need not pass its check. Raises
-    ConfigError if one is not written, if its file cannot be executed, or if the package has nothing
-    that it could replace.
-    """
-    swapped = []
-    on_ranks = partial(use, *ids, root=root)
-    launch.SURROUNDINGS.append(on_ranks)
-    try:
-        for exercise in [find(i, root) for i in ids]:
-            require(exercise.replaces is not None, f"exercise {exercise} replaces nothing in "
-                    "the package: leave it out of `use`")
-            require(not is_stub(exercise, root), f"exercise {exercise} is not written yet: edit "
-                    f"{exercise.file}, then minitron check {exercise.id}")
-            for name, mine in _load_or_explain(exercise, root).items():
-                original = getattr(import_module(exercise.replaces), name)
-                _swap(original, mine)
-                swapped.append((original, mine))
-        yield
-    finally:
-        launch.SURROUNDINGS.remove(on_ranks)
-        for original, mine in reversed(swapped):
-            _swap(mine, original)
-
-
-def _load_or_explain(exercise: Exercise, root: Path) -> dict[str, Callable]:
-    try:
-        return load(exercise, root / exercise.file)
-    except (Exception, SystemExit) as error:
-        raise ConfigError(
-            f"{exercise.file} cannot be executed: {type(error).__name__}: {error}; "
-            f"try minitron check {exercise.id}"
-        ) from None
-
-
-def _swap(old: Callable, new: Callable) -> None:
-    # `from minitron.cost import f` has copied the name: replace it in every module that holds it,
-    # but for the learner's own, where it may be the package's that theirs calls.
-    for module_name, module in list(sys.modules.items()):
-        if isinstance(module, types.ModuleType) and not module_name.startswith("exercises."):
-            for name, value in list(vars(module).items()):
-                if value is old:
-                    setattr(module, name, new)

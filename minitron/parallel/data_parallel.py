@@ -62,9 +62,7 @@ class DataParallel:
     has used keeps None: AdamW would let it decay. Costs an all-reduce and a wait for the device.
     """
 
-    def __init__(
-        self, model: nn.Module, group: dist.ProcessGroup, find_unused_parameters: bool = False
-    ):
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, find_unused_parameters=False):
         self.model, self.group = model, group
         self.find_unused_parameters = find_unused_parameters
         self.synchronising = True
@@ -135,9 +133,7 @@ class DataParallel:
 class HookedDataParallel(DataParallel):
     """Send each gradient when it is ready, while the backward pass computes the others."""
 
-    def __init__(
-        self, model: nn.Module, group: dist.ProcessGroup, find_unused_parameters: bool = False
-    ):
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, find_unused_parameters=False):
         super().__init__(model, group, find_unused_parameters)
         self.ready: dict[nn.Parameter, None] = {}  # in the order in which they came
         self.works: list[dist.Work] = []  # of the buckets that have been sent
@@ -202,10 +198,8 @@ class BucketedDataParallel(HookedDataParallel):
     in the order of rank 0.
     """
 
-    def __init__(
-        self, model: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = BUCKET_BYTES,
-        find_unused_parameters: bool = False,
-    ):
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup,
+                 bucket_bytes: int = BUCKET_BYTES, find_unused_parameters=False):
         self.bucket_bytes = bucket_bytes
         self.rebuilt = False
         super().__init__(model, group, find_unused_parameters)

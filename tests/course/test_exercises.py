@@ -21,10 +21,10 @@ from minitron.course.exercises import (
     make_stub,
     read_exercises,
     select,
-    use,
 )
 from minitron.course.hints import NUM_LEVELS, hint, read_hints
 from minitron.course.reset import reset
+from minitron.course.use import use
 from tools.committed import committed_text
 
 SOURCES = sorted((ROOT / "solutions").glob("ch*.py"))

@@ -17,7 +17,8 @@ from minitron import cli
 from minitron.comm import collectives
 from minitron.comm.launch import run
 from minitron.config import Config, DataConfig, ModelConfig, TrainConfig
-from minitron.course.exercises import ROOT, known, load, use
+from minitron.course.exercises import ROOT, known, load
+from minitron.course.use import use
 from minitron.train import read_options
 from minitron.train import train as loop
 
@@ -169,7 +170,7 @@ UNDER_TORCHRUN = """
 import sys
 from pathlib import Path
 from minitron.comm.launch import torchrun_group
-from minitron.course.exercises import use
+from minitron.course.use import use
 from tests.course.test_use import ring_sum
 
 with torchrun_group() as group, use("5.1", root=Path(sys.argv[1])):

@@ -126,7 +126,7 @@ def test_use_reaches_the_package_inside_a_rank(tmp_path):
     shutil.copy(ROOT / CHAPTER.exercises["4.3"].solution_file, tmp_path / name)
 
     def whose(group, root):
-        from minitron.course.exercises import use
+        from minitron.course.use import use
         from minitron.parallel.data_parallel import apply_hooked_data_parallel
 
         with use("4.3", root=root):

@@ -13,12 +13,13 @@ from torch import nn
 from minitron.comm import differentiable
 from minitron.comm.launch import run
 from minitron.config import ModelConfig
-from minitron.course.exercises import ROOT, load, use
+from minitron.course.exercises import ROOT, load
 from minitron.course.graders import Mistake
 from minitron.course.graders.ch07_attention import LAYERS, own_gradients, right_gradients
 from minitron.course.graders.ch07_heads import KV_HEADS
 from minitron.course.graders.ch07_toy import expect_close
 from minitron.course.graders.ch07_vocabulary import CASES, Shapes
+from minitron.course.use import use
 from minitron.measure.oracle import assert_same_training, small_llama
 from minitron.model.transformer import Attention
 from minitron.parallel import tensor_parallel

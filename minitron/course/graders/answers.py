@@ -18,8 +18,6 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "4.3": ("minitron.parallel.data_parallel:DataParallel",
             "minitron.parallel.data_parallel:BucketedDataParallel"),
     "4.4": ("minitron.parallel.data_parallel:DataParallel",),
-    "5.1": ("minitron.comm.collectives:pass_on",),
-    "5.2": ("minitron.comm.collectives:pass_on",),
     "5.3": ("minitron.cost:ring_reduce_scatter_volume", "minitron.cost:ring_all_gather_volume"),
     "5.4": ("minitron.cost:fit_link",),
     "6.2": ("minitron.parallel.zero:Zero1", "minitron.parallel.zero:Zero2"),

@@ -10,7 +10,8 @@ from itertools import product
 from torch import Tensor
 
 from minitron.course.graders import asked, expect
-from minitron.course.graders.ch04_overlap import grade_4_3, grade_4_4
+from minitron.course.graders.ch04_buckets import grade_4_4
+from minitron.course.graders.ch04_overlap import grade_4_3
 from minitron.course.graders.ch04_toy import (
     Grads,
     Rows,
