@@ -43,5 +43,6 @@ def test_a_mistake_is_recognised(chapter, name, answer, says):
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS.values(), ids=CHAPTERS)
-def test_every_function_has_four_to_eleven_mistakes(chapter):
-    assert all(4 <= len(mistakes) <= 11 for mistakes in chapter.mistakes.values())
+def test_every_function_has_four_mistakes_or_more(chapter):
+    # No upper bound: each wrong answer that once passed a grader stays here.
+    assert all(len(mistakes) >= 4 for mistakes in chapter.mistakes.values())

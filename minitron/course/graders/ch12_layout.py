@@ -65,7 +65,7 @@ def odd_cases() -> list[Case]:
     h100 = find_device("H100-SXM-80GB")
     rows = [  # GPUs, per node, heads, key-value heads, layers, F, V, S, network, batch, limit
         ("a batch of 3 on 8 GPUs in nodes of 6", 8, 6, 16, 4, 12, 6144, 128256, 4096, 1, 3, 21.5),
-        ("one key-value head on 6 GPUs in nodes of 4", 6, 4, 6, 1, 3, 1154, 4096, 1026, 1, 48, 16.2),
+        ("one key-value head, 6 GPUs in nodes of 4", 6, 4, 6, 1, 3, 1154, 4096, 1026, 1, 48, 16.2),
         ("5 layers on two nodes", 16, 8, 8, 8, 5, 4096, 4096, 4096, 1, 2, 5.9),
         ("16 layers, a batch of 3", 8, 8, 8, 2, 16, 1536, 12294, 1026, 5, 3, 2.2),
         ("a large vocabulary and little memory", 8, 8, 8, 8, 12, 1536, 128256, 4096, 5, 4, 2.3),
