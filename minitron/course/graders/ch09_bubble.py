@@ -68,7 +68,7 @@ def _expect_bubble(answer, schedule: Schedule, v: int) -> None:
         second, of_work = apart(answer[1], right[1])
         raise Mistake(f"({first}, {second}); in the simulator {idle} of the total time is idle, "
                       f"{of_work} of the time that the work takes",
-                      ROUNDED if all(map(is_rounded, answer, right)) else
+                      ROUNDED if any(map(is_rounded, answer, right)) else
                       _why_other_bubble(answer, right, p, m, v))
 
 

@@ -162,7 +162,8 @@ def _expect_best(answer, job: Job) -> None:
     right = str(fitting[0]) if fitting else "nothing fits"
     if answer is None:
         expect(not fitting, seen=f"None, though {right}",
-               likely="a layout fits: are all of them tried, with recomputation and ZeRO?")
+               likely="a layout fits: are all of them tried, with recomputation and ZeRO, and "
+                      "with each size of dp, tp and pp, 1 too?")
         return
     broken = [why for why, holds in conditions(job, answer).items() if not holds]
     expect(not broken, seen=f"it returned {words(answer)}", likely=(broken or [""])[0])
@@ -179,7 +180,8 @@ def _why_too_large(mine: Timed, job: Job) -> str:
         return f"job.limit is {usable}: less than the device has, for some is lost. Compare with " \
                "job.limit itself, not with a share of the device's memory"
     if mine.memory[largest] <= job.limit:
-        return f"all kinds together must fit into {usable}, not each by itself; most is {largest}"
+        return f"all kinds together must fit into job.limit, {usable} here, not each by itself, " \
+            f"and into no other limit; most is {largest}"
     return f"leave out what does not fit: {largest} alone is more than {usable}"
 
 

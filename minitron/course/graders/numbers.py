@@ -7,8 +7,8 @@ MOST_DIGITS = 17  # tell any two floats apart
 
 def apart(seen: float, right: float, digits: int = 4) -> tuple[str, str]:
     """Both numbers with the fewest digits, `digits` at least, with which they look different."""
-    texts = str(seen), str(right)
-    for num_digits in range(digits, MOST_DIGITS + 1):
+    most = digits if isclose(seen, right, rel_tol=1e-12) else MOST_DIGITS  # no more than rounding
+    for num_digits in range(digits, most + 1):
         texts = f"{seen:.{num_digits}g}", f"{right:.{num_digits}g}"
         if texts[0] != texts[1]:
             break

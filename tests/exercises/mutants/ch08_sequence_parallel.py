@@ -489,7 +489,7 @@ class RightMeanwhile(torch.autograd.Function):
         gathering = all_gather_single(stacked.view(-1), x_shard.reshape(-1), group, async_op=True)
         parts = torch.stack((grad @ weight).chunk(size, 1))
         gathering.wait()
-        grad_x = torch.empty_like(x_shard)
+        grad_x = torch.empty_like(parts[0])
         scattering = reduce_scatter_single(grad_x.view(-1), parts.view(-1), group, async_op=True)
         x = stacked.movedim(0, 1).flatten(1, 2)
         grad_weight = (grad.transpose(1, 2) @ x).sum(0)

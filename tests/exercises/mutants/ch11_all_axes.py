@@ -874,7 +874,7 @@ MISTAKES = {
         most_data_parallel: "first the smallest tp",
         all_stages: "in a pipeline 0 or 1",
         asks_first: "ask for the bytes last",
-        eight_at_most: "no size has an upper limit of its own",
+        eight_at_most: "tp may be as large as the node",
         sixteen_stages_at_most: "no size has an upper limit of its own",
     },
     "pieces": {
