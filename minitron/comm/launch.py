@@ -63,7 +63,10 @@ def run(
             "run() was called within a rank: call it outside, and pass what it returns")
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return _run_under_torchrun(fn, num_ranks, args)
-    return [cloudpickle.loads(value) for value in _values(fn, num_ranks, args, timeout, watch)]
+    error, values = _launched(fn, num_ranks, args, timeout, watch)
+    if error is not None:
+        raise error from None
+    return [cloudpickle.loads(value) for value in values]
 
 
 def run_apart(fn: Callable, num_ranks: int, *args, cpu_seconds: float) -> list[bytes]:
@@ -73,16 +76,17 @@ def run_apart(fn: Callable, num_ranks: int, *args, cpu_seconds: float) -> list[b
     They may use `cpu_seconds` of CPU time each, and by the wall clock ten times as many: a busy
     machine makes nobody late.
     """
-    return [read_bytes(value)
-            for value in _values(fn, num_ranks, args, 10 * cpu_seconds, True, cpu_seconds)]
+    error, values = _launched(fn, num_ranks, args, 10 * cpu_seconds, True, cpu_seconds)
+    if error is not None:
+        raise error from None
+    return [read_bytes(value) for value in values]
 
 
-def _values(
+def _launched(
     fn: Callable, num_ranks: int, args: tuple, timeout: float, watch: bool,
     cpu_seconds: float = math.inf,
-) -> list[bytes]:
-    """What each rank returned, pickled."""
-    __tracebackhide__ = True
+) -> tuple[BaseException | None, list[bytes]]:
+    """What went wrong, or what each rank returned, pickled."""
     with tempfile.TemporaryDirectory(prefix="minitron-") as folder:
         ranks = Ranks(_orders(fn, args, num_ranks, Path(folder), watch))
         try:
@@ -92,9 +96,7 @@ def _values(
             error = KeyboardInterrupt()  # without the frames in which the parent was listening
         finally:
             ranks.end()
-    if error is not None:
-        raise error from None
-    return ranks.values()
+    return error, [] if error else ranks.values()
 
 
 def start_method() -> str:

@@ -209,7 +209,7 @@ def _check(exercise: Exercise, root: Path, timeout: float, announced: bool = Fal
     code, verdict, printed = _run_grader(exercise, root, timeout)
     try:
         verdict = Verdict(**json.loads(verdict))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         return Result(exercise, _verdict_on_death(code), printed)
     _keep(exercise, key, verdict.state, root)
     return Result(exercise, verdict, printed)
@@ -217,7 +217,7 @@ def _check(exercise: Exercise, root: Path, timeout: float, announced: bool = Fal
 
 def _run_grader(exercise: Exercise, root: Path, timeout: float) -> tuple[int | None, str, str]:
     """The grader's exit code, None if it took too long; its verdict; what the learner printed."""
-    command = [sys.executable, "-m", "minitron.course.graders", exercise.id, str(root),
+    command = [sys.executable, "-m", "minitron.course.judge", exercise.id, str(root),
                str(timeout)]
     process = subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,

@@ -1,6 +1,7 @@
 """None of these passes, and each is told something true: answers that attack the check itself."""
 
 import pickle
+import re
 
 import pytest
 
@@ -73,12 +74,12 @@ CHEATS = {
     # the end of the process
     "exit": ("1.4", f"import sys\n{PLAN}    sys.exit(0)", "SystemExit"),
     "exit at import": ("1.4", f"import sys\nsys.exit(0)\n{PLAN}    return 0, 0", "SystemExit"),
-    "os._exit": ("1.4", f"import os\n{PLAN}    os._exit(0)", "ended (exit code 0) before"),
+    "os._exit": ("1.4", f"import os\n{PLAN}    os._exit(0)", r"ended \(exit code 0\) before"),
     "os._exit on a rank": ("4.1", f"import os\n{AVERAGE}    os._exit(0)", "exited with code 0"),
     "kills itself": ("1.4", f"import os\n{PLAN}    os.kill(os.getpid(), 9)", "sends a signal"),
     "a keyboard interrupt": (
         "1.4", f"{PLAN}    raise KeyboardInterrupt", "your code raised KeyboardInterrupt"),
-    "a breakpoint": ("1.4", f"{PLAN}    breakpoint()", "breakpoint() is called"),
+    "a breakpoint": ("1.4", f"{PLAN}    breakpoint()", r"breakpoint\(\) is called"),
     "a way out later": (
         "1.4", f"import atexit, os\natexit.register(os._exit, 0)\n{PLAN}    return 0, 0",
         "trains on 0 tokens"),
@@ -152,6 +153,30 @@ CHEATS = {
     "calls it on a rank": (
         "4.1", "from minitron.parallel import data_parallel as d\n"
         f"{AVERAGE}    d.average_gradients(model, group)", "average_gradients of minitron"),
+    "runs the package's module again": (
+        "1.2", "import importlib\nimport minitron.step as s\n"
+        f"{RATE}    importlib.reload(s)\n    return s.{PACKAGE_RATE}",
+        "step.py of minitron again"),
+    "runs it under another name": (
+        "1.2", "import importlib.util as u\nimport minitron.step as s\n"
+        f"{RATE}    spec = u.spec_from_file_location('other', s.__file__)\n"
+        "    module = u.module_from_spec(spec)\n    spec.loader.exec_module(module)\n"
+        f"    return module.{PACKAGE_RATE}", "step.py of minitron again"),
+    "calls it on ranks of its own": (
+        "1.2", "from minitron.comm.launch import run\n"
+        f"from minitron.step import learning_rate as o\n{RATE}    sizes = {PACKAGE_RATE.split('rate')[1]}\n"
+        "    return run(lambda group: o(*sizes), 1)[0]", "a process is started|changes files"),
+    "calls it in a process of its own": (
+        "1.2", "import torch.multiprocessing as m\nfrom minitron.step import learning_rate as o\n"
+        f"{RATE}    pool = m.get_context('spawn').Pool(1)\n"
+        f"    return pool.apply(o, {PACKAGE_RATE.split('rate')[1]})", "starts a process|a process"),
+    "puts a trial of its own in the place of ours": (
+        "1.1", "import sys, types\nname = 'minitron.course.graders.ch01_accumulation'\n"
+        "sys.modules[name] = types.SimpleNamespace(trial=None)\n"
+        f"{GRADIENTS}    return 0.0", "sys.modules.minitron.course.graders.ch01_accumulation is"),
+    "looks behind in a helper": (
+        "1.4", f"def helper(error):\n    return error.tb_frame\n{PLAN}    return 0, 0",
+        "tb_frame"),
     # what it was given
     "changes the weights": (
         "1.1", f"{GRADIENTS}    for p in model.parameters():\n        p.data.zero_()\n"
@@ -173,7 +198,7 @@ def test_a_cheat_is_told(tmp_path, exercise, text, says):
     verdict = graders.grade_file(exercise, path)
     assert verdict.state == "failed"
     if says != "not yet":
-        assert says in f"{verdict.seen}\n{verdict.likely}"
+        assert re.search(says, f"{verdict.seen}\n{verdict.likely}")
     assert sorted(tmp_path.rglob("*.*")) == before
 
 

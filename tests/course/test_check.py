@@ -1,5 +1,6 @@
 """Checking survives whatever a learner's file does, and says it in a sentence."""
 
+import json
 import re
 import shutil
 
@@ -7,9 +8,10 @@ import pytest
 
 from minitron.config import ConfigError
 from minitron.course import check as checking
-from minitron.course import graders
+from minitron.course import graders, records
 from minitron.course.check import check, run_check, run_solution, run_status, solution, status
 from minitron.course.exercises import ROOT, known, make_stub
+from minitron.course.hints import hint
 
 SOURCE = ROOT / "solutions" / "ch01_single_gpu.py"
 FILE = "exercises/ch01_single_gpu.py"
@@ -74,6 +76,8 @@ DEADLY = {
     "os._exit(0)": ("    import os\n    os._exit(0)", ["exit code 0", "before the grading did"]),
     "crash": ("    import faulthandler\n    faulthandler._sigsegv()", ["SIGSEGV", "at line "]),
     "flood": ("    while True:\n        print('flood' * 1000)", ["still running", "and more"]),
+    "interrupt": ("    raise KeyboardInterrupt", ["your code raised KeyboardInterrupt"]),
+    "killed": ("    import signal\n    signal.raise_signal(9)", ["SIGKILL", "out of memory"]),
     "reads input": ("    return input()", ["EOFError", "return input()"]),
 }
 WRONG = {
@@ -123,8 +127,10 @@ def test_a_missing_function_and_a_missing_file(root):
     text = str(check("1.4", root=root))
     assert "defines no plan_batch" in text and "minitron reset 1.4" in text
     (root / FILE).unlink()
-    text = str(check("1.4", root=root))
-    assert f"there is no file {FILE}" in text and "minitron reset 1.4" in text
+    for text in str(check("1.4", root=root)), str(status(root)).splitlines()[-1]:
+        assert re.search(r"next:?\s+minitron reset 1\.\d brings exercises/ch01_\w+.py back", text)
+        assert "edit" not in text
+    assert f"there is no file {FILE}" in str(check("1.4", root=root))
 
 
 def test_a_stub_is_recognised_without_a_process(root, monkeypatch):
@@ -178,6 +184,82 @@ def test_status_is_derived_from_the_files(root, monkeypatch):
     (root / ".minitron" / "checks.json").write_text("{not json")
     assert "0 of 4 passed" in status(root)
     assert started == ["1.4", "1.4"]
+
+
+RECORD = {"key": "0" * 64, "state": "passed"}
+
+
+@pytest.mark.parametrize("text", [
+    "[]", "null", "7", '{"1.4": []}', '{"1.4": {}}', '{"1.4": {"key": [], "state": "passed"}}',
+    json.dumps({"1.4": RECORD}), json.dumps({"1.4": {**RECORD, "state": "excellent"}}),
+    '{"1.4": ' * 5000, "[" * 100_000, "\ud800", "1" * 5000,
+])
+def test_a_record_that_does_not_fit_is_none(root, monkeypatch, text):
+    answer(root, "    return 1, 1")
+    (root / ".minitron").mkdir()
+    for name in ("checks", "hints"):
+        (root / ".minitron" / f"{name}.json").write_text(text, errors="surrogatepass")
+    monkeypatch.setattr(checking, "_run_grader", lambda *_: (0, '{"state": "failed"}', ""))
+    assert "0 of 4 passed" in status(root)
+    assert str(hint("1.4", root=root)).splitlines()[0].endswith("hint 1 of 3")
+
+
+def test_a_record_counts_for_what_was_graded(root, monkeypatch):
+    """Comments, docstrings and layout do not decide; code, the solution and the package do."""
+    answer(root, "    return 1, 1")
+    started = count_processes(monkeypatch)
+    monkeypatch.setattr(checking, "_run_grader", lambda exercise, *rest: started.append(exercise.id)
+                        or (0, '{"state": "failed"}', ""))
+    text = (root / FILE).read_text()
+    status(root)
+    write(root, text.replace("return 1, 1", "return (1,\n        1)  # a guess"))
+    write(root, (root / FILE).read_text().replace("Split a step's tokens", "Cut a step's tokens"))
+    status(root)
+    assert started == ["1.4"]
+
+    write(root, text.replace("return 1, 1", "return 1, 2"))
+    status(root)
+    write(root, text.replace("import math", "import math as math_"))
+    status(root)
+    assert started == ["1.4"] * 3
+
+    solution_file = root / "solutions" / SOURCE.name
+    solution_file.write_text(solution_file.read_text() + "\nx = 1\n")
+    status(root)
+    assert started == ["1.4"] * 4
+    monkeypatch.setattr(records, "_package", lambda: b"another version")
+    status(root)
+    assert started == ["1.4"] * 5
+
+
+@pytest.mark.parametrize("part", [
+    "plan/search.py", "corpus/text.py", "course/graders/__init__.py", "course/graders/guard.py",
+    "course/graders/ch02_memory.py", "config.py", "precision.py",
+])
+def test_every_module_decides(part, monkeypatch):
+    contents = records._contents
+    before = records._package()
+    records._hash_of.cache_clear()
+    monkeypatch.setattr(records, "_contents", lambda path: contents(path) + b" " * str(
+        path).endswith(f"minitron/{part}"))
+    assert records._package() != before
+    records._hash_of.cache_clear()
+
+
+def test_status_names_what_it_grades(root, monkeypatch, capsys):
+    monkeypatch.setattr(checking, "_run_grader", lambda *_: (0, '{"state": "failed"}', ""))
+    answer(root, "    return 1, 1")
+    status(root)
+    assert capsys.readouterr().err == "checking 1.4, Planning the batch ...\n"
+    status(root)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("verdict", ["", "[]", "{}", '{"state": "passed", "more": 1}', "[" * 10**5])
+def test_a_grader_that_dies_passes_nothing(root, monkeypatch, verdict):
+    monkeypatch.setattr(checking, "_run_grader", lambda *_: (1, verdict, ""))
+    answer(root, "    return 1, 1")
+    assert "ended with exit code 1" in str(check("1.4", root=root))
 
 
 def test_a_record_of_a_pass_is_worthless_after_an_edit(solved):

@@ -82,6 +82,8 @@ def guard_of(source: Source) -> Guard:
 def prepare(source: Source, guard: Guard) -> None:
     """Load the learner's functions into ANSWERS. Raises what their file raises."""
     if source.functions is None:
+        code = compile(source.path.read_bytes(), str(source.path), "exec", dont_inherit=True)
+        guard.look_at_names(source.path.name, code)
         functions = load(source.exercise, source.path, guard.builtins())
     else:
         functions = cloudpickle.loads(source.functions)

@@ -38,6 +38,8 @@ NO_IMPORT = ("minitron.course", "solutions", "exercises", "tests", "ctypes", "_c
              "subprocess", "multiprocessing")
 NO_NAMES = {"tb_frame", "f_back", "f_locals", "f_globals", "gi_frame", "__globals__", "__code__",
             "__closure__", "__subclasses__", "__builtins__", "_getframe"}
+STARTS_PROCESSES = ("multiprocessing.process:BaseProcess.start",
+                    "multiprocessing.util:spawnv_passfds")
 BY_ANYONE = {
     "subprocess.Popen": "starts a process", "os.system": "starts a process",
     "os.fork": "starts a process", "os.forkpty": "starts a process",
@@ -79,9 +81,12 @@ class Guard:
         self.secrets = ("/proc/", *(f"{root / name}{os.sep}" for root in roots for name in SECRETS))
         self.told: list[str] = []
         self.state = threading.local()
+        self.guarded_files: set[str] = set()
         self.instruments = _find_instruments()
         for name in package_answers(exercise):
-            self.forbid_calls(name)
+            self.forbid_calls(name, f"{name.partition(':')[2]} of minitron is called")
+        for name in STARTS_PROCESSES:
+            self.forbid_calls(name, "a process is started")
         self.before = _snapshot(self.instruments)
         sys.addaudithook(self._audit)
 
@@ -129,10 +134,13 @@ class Guard:
                     self.refuse(f"{name} is the package's own {function.__qualname__}")
                 if not in_package:
                     self.files.add(file)
-                hidden = NO_NAMES & set(_names(function.__code__))
-                if hidden:
-                    self.refuse(f"{name} uses {', '.join(sorted(hidden))}, which looks behind the "
-                                "check")
+                self.look_at_names(name, function.__code__)
+
+    def look_at_names(self, name: str, code: CodeType) -> None:
+        """Refuse code that uses what leads behind the check."""
+        hidden = NO_NAMES & set(_names(code))
+        if hidden:
+            self.refuse(f"{name} uses {', '.join(sorted(hidden))}, which looks behind the check")
 
     def _written(self, name: str, answer: Callable) -> list[FunctionType]:
         """The functions that an answer consists of: itself, or the methods of a class."""
@@ -148,22 +156,24 @@ class Guard:
 
     # The package's own answer
 
-    def forbid_calls(self, name: str) -> None:
-        """Make a function or class of the package, "module:name", refuse the learner's calls."""
+    def forbid_calls(self, name: str, what: str) -> None:
+        """Make a function or class, "module:name", refuse the learner's calls; `what` is told."""
         module, _, path = name.partition(":")
         target = import_module(module)
         for part in path.split("."):
             target = getattr(target, part)
         target = inspect.unwrap(target)
         functions = [target] if isinstance(target, FunctionType) else _functions_of(target)
+        assert functions, name
         for function in functions:
-            _put_in_front(function, self._gate(_copy(function), path))
+            self.guarded_files.add(function.__code__.co_filename)
+            _put_in_front(function, self._gate(_copy(function), what))
 
-    def _gate(self, original: Callable, name: str) -> Callable:
+    def _gate(self, original: Callable, what: str) -> Callable:
         def enter(args: tuple, kwargs: dict):
             in_thread = threading.current_thread() is not threading.main_thread()
             if in_thread or any(map(self._is_learners, self._stack())):
-                self.refuse(f"{name} of minitron is called")
+                self.refuse(what)
             return original(*args, **kwargs)
         return enter
 
@@ -199,6 +209,8 @@ class Guard:
         if True not in own:
             return None
         line = stack[own.index(True)].f_lineno
+        if event == "exec" and args[0].co_filename in self.guarded_files:
+            return f"line {line} runs {os.path.basename(args[0].co_filename)} of minitron again"
         if event in BY_ANYONE:
             return f"line {line} {BY_ANYONE[event]} ({event})"
         if event in DIRECTLY:
@@ -266,7 +278,8 @@ def _find_instruments() -> list[ModuleType]:
 
 def _snapshot(modules: list[ModuleType]) -> dict[tuple[str, str], tuple[object, object]]:
     """Every function and class of these modules, and of their classes, with its code."""
-    seen = {}
+    seen = {("sys.modules", module.__name__): (sys.modules.get(module.__name__), None)
+            for module in modules}
     for module in modules:
         for name, value in list(vars(module).items()):
             if callable(value):

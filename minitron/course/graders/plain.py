@@ -10,8 +10,10 @@ The format is one line of JSON, then the tensors' bytes. Read in this order: enc
 import dataclasses
 import json
 import sys
+from collections import Counter, OrderedDict, defaultdict
 from math import prod
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -20,6 +22,8 @@ RECORDS = ("minitron.course.graders.", "minitron.measure.", "minitron.comm.rank_
 """Where the classes of records may come from."""
 LITERALS = (type(None), bool, int, str)
 SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+DICTS = (dict, Counter, OrderedDict, defaultdict)
+"""These cross as dict, and NumPy's float64 as float: what it is in every other way."""
 DEEPEST = 100
 
 
@@ -66,8 +70,8 @@ def _tree(value, tensors: list[Tensor], depth: int):
 
     if kind in LITERALS:
         return value
-    if kind is float:
-        return ["float", value.hex()]
+    if kind in (float, numpy.float64):
+        return ["float", float(value).hex()]
     if kind is complex:
         return ["complex", value.real.hex(), value.imag.hex()]
     if kind is bytes:
@@ -77,7 +81,7 @@ def _tree(value, tensors: list[Tensor], depth: int):
     for name, sequence in SEQUENCES.items():
         if kind is sequence:
             return [name, below(value)]
-    if kind is dict:
+    if kind in DICTS:
         return ["dict", below(value.keys()), below(value.values())]
     if kind is torch.Size:
         return ["size", list(value)]

@@ -1,6 +1,6 @@
 """Grade one exercise in this process, and write the verdict to its standard output.
 
-    python -m minitron.course.graders EXERCISE_ID ROOT CPU_SECONDS
+    python -m minitron.course.judge EXERCISE_ID ROOT CPU_SECONDS
 
 Started by `minitron.course.check`. The learner's code runs in processes that this one starts: they
 do not have its standard output, and what they print goes to standard error.
@@ -10,20 +10,27 @@ import dataclasses
 import json
 import os
 import sys
+from multiprocessing import forkserver
 from pathlib import Path
 
-import torch
-
 from minitron.course.exercises import find
-from minitron.course.graders import grade_file
 
 
 def main(exercise_id: str, root: str, limit: str) -> None:
     """Print one line of JSON."""
     with os.fdopen(os.dup(1), "w") as verdicts:
         os.dup2(2, 1)
-        torch.set_num_threads(1)
         exercise = find(exercise_id, Path(root))
+        if sys.platform != "win32":  # it imports PyTorch while this process does
+            forkserver.set_forkserver_preload(
+                ["torch._dynamo", f"minitron.course.graders.{exercise.chapter}"])
+            forkserver.ensure_running()
+
+        import torch
+
+        from minitron.course.graders import grade_file
+
+        torch.set_num_threads(1)
         verdict = grade_file(exercise, Path(root, exercise.file), float(limit))
         json.dump(dataclasses.asdict(verdict), verdicts)
 
