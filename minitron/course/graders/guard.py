@@ -47,8 +47,7 @@ BY_ANYONE = {
     "os.spawn": "starts a process", "pty.spawn": "starts a process",
     "_thread.start_new_thread": "starts a thread", "os.kill": "sends a signal",
     "signal.pthread_kill": "sends a signal", "gc.get_objects": "looks through all objects",
-    "gc.get_referrers": "looks through all objects",
-    "gc.get_referents": "looks through all objects", "sys.settrace": "traces the grader",
+    "gc.get_referrers": "looks through all objects", "sys.settrace": "traces the grader",
     "sys.setprofile": "traces the grader", "sys.addaudithook": "traces the grader",
     "sys._current_frames": "looks at the grader's variables",
     "sys.monitoring.register_callback": "traces the grader",
@@ -59,6 +58,7 @@ BY_ANYONE = {
 }
 """Audit events that are refused wherever the learner's code is on the stack."""
 DIRECTLY = {
+    "gc.get_referents": "looks through all objects",  # a grader does, for what an answer keeps
     "sys._getframe": "looks at the grader's variables", "exec": "runs text as code",
     "compile": "runs text as code", "marshal.loads": "runs data as code",
     "code.__new__": "builds code", "function.__new__": "builds code",

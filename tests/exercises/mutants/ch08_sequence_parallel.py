@@ -766,7 +766,7 @@ MISTAKES = {
         rounds_large_counts: "right but for rounding",
     },
     "GatheredLinear": {
-        SavesWhole: "save x_shard, and nothing that is made from all tokens",
+        SavesWhole: "nothing that is made from all tokens",
         SavesBoth: "so does an attribute of ctx",
         SavesAView: "a part of x is a view",
         LinearJoinsRows: "all_gather_single joins along dim 0",
