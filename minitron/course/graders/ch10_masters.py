@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from minitron.course.graders import Mistake, apart, asked, expect
 from minitron.course.graders.ch06_toy import Held
+from minitron.course.graders.numbers import a_not_b
 from minitron.course.graders.python_memory import python_bytes
 
 OPTIMIZERS = {
@@ -197,7 +198,7 @@ def _difference(key: str, weight: Tensor, master: Tensor) -> str:
     rounded = master.to(weight.dtype)
     place = int((weight != rounded).flatten().nonzero()[0])
     seen, right, exact = (float(t.flatten()[place]) for t in (weight, rounded, master))
-    return f"element {place} of {key} is {seen:.8g}, not {right:.8g}; its master is {exact:.8g}"
+    return f"element {place} of {key} is {a_not_b(seen, right)}; its master is {exact:.8g}"
 
 
 def _why_other(

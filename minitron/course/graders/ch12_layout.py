@@ -104,7 +104,7 @@ class Timed(NamedTuple):
         return self.total_bytes <= self.limit
 
     def __str__(self) -> str:
-        return f"{words(self.decision)} takes {self.seconds:.4g} s and holds " \
+        return f"{words(self.decision)} takes {self.seconds:.6g} s and holds " \
             f"{self.total_bytes / 1e9:.1f} GB"
 
 

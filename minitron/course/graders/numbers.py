@@ -22,7 +22,7 @@ def a_not_b(seen: float, right: float, digits: int = 4) -> str:
 
 def is_rounded(seen: float, right: float, most_digits: int = 8) -> bool:
     """Whether `seen` is `right` after round(right, n), and not `right` itself."""
-    rounded = {round(right, digits) for digits in range(most_digits + 1)}
+    rounded = {round(right, digits) for digits in range(1, most_digits + 1)}
     return not isclose(seen, right, rel_tol=1e-12) and seen in rounded
 
 

@@ -862,7 +862,7 @@ MISTAKES = {
         fewer_stages: "raise a ValueError",
         without_numbers: "both numbers",
         cut_by_the_package: "split_blocks of minitron is called",
-        whole_limits: "the most expensive one can cost",
+        whole_limits: "the most expensive one costs",
     },
     "run_stage": {answer(Mistake): says for Mistake, says in MISTAKES_9_4.items()},
 }
