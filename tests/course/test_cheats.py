@@ -164,7 +164,8 @@ CHEATS = {
         f"    return module.{PACKAGE_RATE}", "step.py of minitron again"),
     "calls it on ranks of its own": (
         "1.2", "from minitron.comm.launch import run\n"
-        f"from minitron.step import learning_rate as o\n{RATE}    sizes = {PACKAGE_RATE.split('rate')[1]}\n"
+        f"from minitron.step import learning_rate as o\n{RATE}"
+        f"    sizes = {PACKAGE_RATE.split('rate')[1]}\n"
         "    return run(lambda group: o(*sizes), 1)[0]", "a process is started|changes files"),
     "calls it in a process of its own": (
         "1.2", "import torch.multiprocessing as m\nfrom minitron.step import learning_rate as o\n"

@@ -1,13 +1,16 @@
 """The package has the answer to many exercises; whoever calls it, or hands it in, is told so."""
 
 import inspect
+import multiprocessing
 from importlib import import_module
 
 import pytest
 
 from minitron.course import graders
-from minitron.course.exercises import known
+from minitron.course.exercises import ROOT, known
+from minitron.course.graders import Forbidden
 from minitron.course.graders.answers import OTHERS, package_answers
+from minitron.course.graders.guard import Guard, _functions_of
 
 EXERCISES = known()
 REPLACING = [exercise for exercise in EXERCISES.values() if exercise.replaces]
@@ -24,10 +27,36 @@ def target_of(name):
 def test_the_table_names_what_there_is():
     assert set(OTHERS) <= set(EXERCISES)
     for exercise in EXERCISES.values():
-        names = package_answers(exercise)
-        assert len(set(names)) == len(names)
-        for name in names:
+        for name in package_answers(exercise):
             assert inspect.isfunction(target_of(name)) or inspect.isclass(target_of(name)), name
+
+
+@pytest.mark.parametrize("exercise_id", OTHERS)
+def test_whatever_is_listed_refuses_the_learners_calls(exercise_id):
+    """In a process like a bench, without a grader: the learner's code calls each of them."""
+    exercise = EXERCISES[exercise_id]
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=call_as_learner, args=(exercise, theirs))
+    process.start()
+    theirs.close()
+    said = ours.recv()
+    process.join()
+    assert len(said) == len(package_answers(exercise))
+    assert all("of minitron is called" in text for text in said), said
+
+
+def call_as_learner(exercise, pipe):
+    Guard(exercise, ROOT / exercise.file)
+    said = []
+    for target in map(target_of, package_answers(exercise)):
+        function = _functions_of(target)[0] if inspect.isclass(target) else target
+        learners = {"function": function, "__name__": f"exercises.{exercise.chapter}"}
+        try:
+            exec("def call():\n    function()\ncall()", learners)
+        except (Forbidden, TypeError) as error:
+            said.append(str(error))
+    pipe.send(said)
 
 
 def grade(tmp_path, exercise, lines):

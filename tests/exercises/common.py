@@ -6,6 +6,7 @@ from pathlib import Path
 
 from minitron.course import graders
 from minitron.course.exercises import ROOT, known, load
+from minitron.course.graders.ranks import source_file
 
 
 class Chapter:
@@ -29,7 +30,9 @@ class Chapter:
                 for answer in answers]
 
     def grade(self, name: str, answer: Callable) -> graders.Verdict:
-        """Grade our solution with the function `name` replaced by `answer`."""
+        """Grade our solution with the function `name` replaced by `answer`, maybe the package's."""
         exercise = next(e for e in self.exercises.values() if name in e.names)
         functions = load(exercise, ROOT / exercise.solution_file) | {name: answer}
-        return graders.grade(exercise, functions, self.mutants_file)
+        is_package = answer.__module__.startswith("minitron.")
+        path = Path(source_file(answer)) if is_package else self.mutants_file
+        return graders.grade(exercise, functions, path)

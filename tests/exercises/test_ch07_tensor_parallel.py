@@ -94,7 +94,7 @@ def test_the_examples_of_heads_are_true():
     (tensor_parallel, "vocabulary_parallel_cross_entropy"),
 ])
 def test_the_packages_own_pass_the_graders(module, name):
-    verdict = CHAPTER.grade(name, copied(module, name))
+    verdict = CHAPTER.grade(name, getattr(module, name))
     assert verdict.state == "passed", verdict
 
 

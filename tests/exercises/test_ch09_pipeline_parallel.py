@@ -97,7 +97,7 @@ def test_the_stages_example_is_true():
     (pipeline_plan, "split_blocks"),
 ])
 def test_the_package_passes(module, name):
-    verdict = CHAPTER.grade(name, copied(module, name))
+    verdict = CHAPTER.grade(name, getattr(module, name))
     assert verdict.state == "passed", verdict
 
 

@@ -97,7 +97,7 @@ def verdict_on(error: Exception, exercise: Exercise, path: Path) -> Verdict:
         return Verdict("failed", seen=message,
                        likely=f"renamed or deleted; minitron reset {exercise.id} restores it")
     if name == "SystemExit":
-        likely = "exit() ends Python, and the grader with it: take it out"
+        likely = "exit() ends Python before there is an answer: take it out"
     elif frames:
         likely = f"your code raised {name} at the last line shown"
     else:

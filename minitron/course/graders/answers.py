@@ -13,6 +13,8 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "2.1": ("minitron.cost:model_state_bytes", "minitron.cost:model_state_table"),
     "2.2": ("minitron.cost:activation_bytes_per_layer", "minitron.cost:activation_bytes",
             "minitron.cost:attention_bytes"),
+    "5.3": ("minitron.cost:ring_reduce_scatter_volume", "minitron.cost:ring_all_gather_volume"),
+    "5.4": ("minitron.cost:fit_link",),
     "7.2": ("minitron.parallel.tensor_parallel:RowParallelLinear",),
     "9.1": tuple(f"minitron.parallel.schedules:{name}" for name in (
         "alternate", "sequential", "interleaved", "zero_bubble", "zero_bubble_h2", "put_off")),
@@ -38,4 +40,4 @@ OTHERS: dict[str, tuple[str, ...]] = {
 def package_answers(exercise: Exercise) -> tuple[str, ...]:
     """All of them for this exercise."""
     own = [f"{exercise.replaces}:{name}" for name in exercise.names] if exercise.replaces else []
-    return (*own, *OTHERS.get(exercise.id, ()))
+    return tuple(dict.fromkeys([*own, *OTHERS.get(exercise.id, ())]))
