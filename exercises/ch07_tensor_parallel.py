@@ -124,6 +124,7 @@ def vocabulary_parallel_cross_entropy(
     No rank may hold a tensor with V columns: that is what the cut is for. On the wire, forward:
     all-reduces of 3 B S values in all (for each target a largest logit, a sum and a logit);
     backward: nothing. After backward() logits_shard.grad is this rank's columns of the gradient.
+    Logits and targets belong to the caller: leave their values as they are.
 
     Example: V = 2, one target, id 1. Rank 0 has the logit 0, rank 1 has log 3. m = log 3, the exps
     are 1/3 and 1, their sum is 4/3; rank 1 knows logit - m = 0. The loss is log(4/3) on both ranks,

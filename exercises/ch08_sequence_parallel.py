@@ -155,7 +155,8 @@ class GatheredLinear(torch.autograd.Function):
 
     Plain autograd would save x for the gradient of the weight: N times x_shard. Save x_shard
     instead, and gather x again in the backward pass. From forward to backward nothing is held that
-    was not there before; y_shard belongs to the caller.
+    was not there before; y_shard belongs to the caller. Neither x_shard nor the gradient of y_shard
+    need be contiguous, and others read them too: leave their values as they are.
 
     The gradient of y_shard is another one on every rank. Each rank has a summand of the gradient of
     x, and that of x_shard is this rank's part of their sum. That of weight_shard is complete on its

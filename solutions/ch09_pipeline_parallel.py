@@ -171,7 +171,8 @@ def run_stage(
     Rank r of `group` has stage r: its actions are Action("F" or "B", micro_batch, stage), each
     micro-batch once each way. Micro-batch i is (x, targets) = micro_batches[i]. x is (T, D), the
     input of stage 0; T, its number of tokens, differs between micro-batches. Every stage makes of
-    (T, D) another (T, D) of the same dtype. All ranks have all micro-batches, so they know each T.
+    (T, D) another (T, D) of the same dtype, which is that of the micro-batches. All ranks have all
+    micro-batches, so they know each T; leave their values as they are.
 
     The last stage's output goes into sum_loss(out, targets), the sum over T tokens, shape (). The
     loss of the step is the mean over all tokens of all micro-batches: return it, without a graph,

@@ -69,14 +69,15 @@ class LossScaler:
         scaler.scaled(loss).backward()
         moved = scaler.step()
 
-    scaled: the loss times self.value, which every gradient is then multiplied by.
+    scaled: the loss times self.value, which every gradient is then multiplied by. The loss itself
+    stays as it is: it is logged.
 
-    step begins with the .grad of the optimizer's parameters, some of them None. The true gradient
-    is .grad / self.value. If all of it is finite, it is clipped: if its norm, the root of the sum
-    of the squares of all elements, exceeds max_norm, it is multiplied by max_norm / norm. Then the
-    optimizer takes its step. If an element is infinite or NaN, there is none: weights, and what
-    the optimizer remembers, stay as they are. Return whether there was a step. Either way every
-    .grad is None afterwards.
+    step begins with the .grad of the optimizer's parameters, in all of its parameter groups, some
+    of them None. The true gradient is .grad / self.value. If all of it is finite, it is clipped: if
+    its norm, the root of the sum of the squares of all elements, exceeds max_norm, it is multiplied
+    by max_norm / norm. Then the optimizer takes its step. If an element is infinite or NaN, there
+    is none: weights, and what the optimizer remembers, stay as they are. Return whether there was a
+    step. Either way every .grad is None afterwards.
 
     self.value follows: after a skipped step it is multiplied by `backoff`; after `interval` steps
     in a row that were not skipped, by `growth`, and the count starts again.
@@ -225,7 +226,8 @@ def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     scale, shape () and float32, is the largest |x| over that number. If x is all zeros, scale is 1
     and the values are 0. Divide in float32, and let no quotient lie beyond the largest number: what
     a conversion makes of one depends on dtype, device and version of PyTorch, the largest number,
-    infinity or NaN. But if x has an infinity or a NaN, so has values * scale.
+    infinity or NaN. But if x has an infinity or a NaN, so has values * scale. x, which need not be
+    contiguous, keeps its values: the caller needs them.
 
     Example: x = [-896, 2, 0], e4m3: scale 2, values [-448, 1, 0].
     """

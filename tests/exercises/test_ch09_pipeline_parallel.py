@@ -23,7 +23,6 @@ from minitron.parallel import pipeline_plan, schedules
 from minitron.parallel.schedule_check import check
 from minitron.parallel.schedules import Action
 from tests.exercises.common import Chapter
-from tests.exercises.mutants.ch09_pipeline_parallel import FURTHER, answer
 
 CHAPTER = Chapter("ch09_pipeline_parallel")
 
@@ -131,11 +130,3 @@ def test_the_graders_schedules_can_run_and_differ():
     makers = {case.make_schedule for case in ch09_stage.CASES}
     lists = [make_schedule(3, 4).actions for make_schedule in makers]
     assert len(set(lists)) == len(lists)
-
-
-@pytest.mark.parametrize(
-    ("Mistake", "says"), FURTHER.items(), ids=lambda v: getattr(v, "__name__", "")
-)
-def test_further_mistakes_of_a_stage_are_recognised(Mistake, says):
-    verdict = CHAPTER.grade("run_stage", answer(Mistake))
-    assert verdict.state == "failed" and says in f"{verdict.seen}\n{verdict.likely}"

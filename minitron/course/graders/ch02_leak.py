@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from minitron.config import ModelConfig
 from minitron.course.graders import apart, asked, expect
-from minitron.course.graders.object_memory import python_bytes, variables
+from minitron.course.graders.python_memory import python_bytes, variables
 from minitron.course.graders.ranks import source_file
 from minitron.measure.meter import Meter
 from minitron.model.transformer import Transformer, initialise

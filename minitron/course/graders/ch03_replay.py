@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitron.course.graders import apart, asked, expect
-from minitron.course.graders.object_memory import python_bytes
+from minitron.course.graders.python_memory import python_bytes
 from minitron.measure.meter import Meter
 
 ROWS, WIDTH, WIDE, NUM_TOKENS = 512, 8, 256, 11

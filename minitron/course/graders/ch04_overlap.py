@@ -24,7 +24,7 @@ from minitron.course.graders.ch04_toy import (
     gradients,
     weights,
 )
-from minitron.course.graders.object_memory import python_bytes, reachable
+from minitron.course.graders.python_memory import python_bytes, reachable
 from minitron.course.graders.ranks import Wire, many_ranks, on_ranks, per_rank
 
 SLACK = 512  # bytes

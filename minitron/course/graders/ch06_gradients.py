@@ -18,7 +18,7 @@ from minitron.course.graders.ch06_toy import (
     cut,
     is_close,
 )
-from minitron.course.graders.object_memory import python_bytes
+from minitron.course.graders.python_memory import python_bytes
 from minitron.course.graders.ranks import many_ranks, on_ranks, per_rank
 from minitron.parallel.data_parallel import assign_buckets
 

@@ -21,7 +21,7 @@ from minitron.course.graders.ch06_toy import (
     is_close,
     shard_length,
 )
-from minitron.course.graders.object_memory import python_bytes
+from minitron.course.graders.python_memory import python_bytes
 from minitron.course.graders.ranks import many_ranks, on_ranks, per_rank
 from minitron.measure.ledger import Call
 

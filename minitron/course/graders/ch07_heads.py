@@ -28,7 +28,7 @@ from minitron.course.graders.ch07_toy import (
     in_words,
     refusal,
 )
-from minitron.course.graders.python_memory import PythonMemory
+from minitron.course.graders.python_memory import python_bytes
 from minitron.course.graders.ranks import Wire, many_ranks, on_ranks, per_rank
 from minitron.measure.ledger import Call
 
@@ -253,11 +253,11 @@ def _expect_traffic(seen: list[Trained], G: int) -> None:
 
 def hold(group, SplitAttention: type) -> tuple[int, int]:
     """Bytes that are alive after __init__."""
-    with PythonMemory(SplitAttention) as memory, Held() as held:
+    with Held() as held:
         attention = make_attention(HEADS, 2, LARGE)
         split = SplitAttention(attention, group)
         gc.collect()
-        alive = held.now(), memory.now()
+        alive = held.now(), python_bytes(split)
     assert split is not None
     return alive
 

@@ -22,7 +22,7 @@ from minitron.course.graders.ch07_toy import (
     refusal,
     scattered,
 )
-from minitron.course.graders.python_memory import PythonMemory
+from minitron.course.graders.python_memory import python_bytes
 from minitron.course.graders.ranks import Wire, many_ranks, on_ranks, per_rank
 from minitron.measure.ledger import Call
 
@@ -243,12 +243,12 @@ def _expect_bias_gradient(grads: list[Tensor | None], right: Tensor, most: float
 
 def hold(group, RowParallelLinear: type) -> tuple[int, int]:
     """Bytes that are alive after the layer has been made, and the whole one has been dropped."""
-    with PythonMemory(RowParallelLinear) as memory, Held() as held:
+    with Held() as held:
         linear = nn.Linear(LARGE, LARGE, dtype=torch.float64)
         layer = RowParallelLinear(linear, group)
         del linear
         gc.collect()
-        alive = held.now(), memory.now()
+        alive = held.now(), python_bytes(layer)
     assert layer is not None
     return alive
 

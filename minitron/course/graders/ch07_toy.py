@@ -1,10 +1,7 @@
 """What the graders of chapter 7 share: tensors compared rank by rank, calls in words."""
 
 import re
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -16,7 +13,6 @@ from minitron.measure.ledger import Call
 
 ROUNDING = 1e-12  # of the largest value, in float64
 ELEMENT = 8  # bytes
-PACKAGE = str(Path(__file__).parents[2])
 
 
 def random(seed: int, *shape: int) -> Tensor:
@@ -140,28 +136,3 @@ def expect_refusal(refusals: list[tuple[str, str]], numbers: tuple[int, int]) ->
     both = [set(map(str, numbers)) <= set(re.findall(r"\d+", message)) for _, message in refusals]
     expect(all(both), seen=per_rank([f"the message is {message!r}" for _, message in refusals]),
            likely=f"whoever reads it needs both numbers, {numbers[0]} and {numbers[1]}")
-
-
-@contextmanager
-def calls_from_outside(*functions: Callable) -> Iterator[list[str]]:
-    """List those of the package's functions that an answer calls, however it has imported them."""
-    names = {function.__code__: function.__qualname__ for function in functions}
-    called: list[str] = []
-
-    def look(frame, event, arg):
-        if event == "call" and frame.f_code in names:
-            if not frame.f_back.f_code.co_filename.startswith(PACKAGE):
-                called.append(names[frame.f_code])
-
-    before = sys.getprofile()
-    sys.setprofile(look)
-    try:
-        yield called
-    finally:
-        sys.setprofile(before)
-
-
-def expect_no_calls(called: list[str], likely: str) -> None:
-    """Expect that `calls_from_outside` has seen none."""
-    expect(not called, seen=f"{', '.join(dict.fromkeys(called))} of minitron is called; the "
-           "exercise is about doing without it", likely=likely)

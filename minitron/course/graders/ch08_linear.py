@@ -10,7 +10,7 @@ from minitron.course.graders import asked, expect
 from minitron.course.graders.ch06_toy import ELEMENT, Held, ShardWire, is_close
 from minitron.course.graders.ch07_toy import scattered
 from minitron.course.graders.ch08_pair import TALK, ContiguousOnly, calls_by_phase
-from minitron.course.graders.python_memory import PythonMemory
+from minitron.course.graders.python_memory import python_bytes
 from minitron.course.graders.ranks import many_ranks, on_ranks, per_rank
 
 BATCH, TOKENS, WIDTH, COLUMNS = 2, 3, 5, 4  # B, S/N, D, F/N
@@ -96,11 +96,12 @@ def held_until_backward(group, GatheredLinear: type) -> tuple[int, int]:
     for x, weight, _ in layers:
         x.requires_grad_()
         weight.requires_grad_()
-    with PythonMemory(GatheredLinear) as memory, Held() as held:
+    with Held() as held:
         outs = [GatheredLinear.apply(x, weight, group) for x, weight, _ in layers]
         gc.collect()
         expected = sum(out.nbytes for out in outs)
-        return held.settled(expected) - expected, memory.now()
+        contexts = [vars(out.grad_fn) for out in outs]
+        return held.settled(expected) - expected, python_bytes(*contexts)
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,6 @@ def _expect_bubble(answer, schedule: Schedule, v: int) -> None:
         second, of_work = apart(answer[1], right[1])
         raise Mistake(f"({first}, {second}); in the simulator {idle} of the total time is idle, "
                       f"{of_work} of the time that the work takes",
-                      ROUNDED if all(map(is_rounded, answer, right)) else
                       _why_other_bubble(answer, right, p, m, v))
 
 
@@ -92,6 +91,8 @@ def _why_other_bubble(
     if isclose(total, 1 - 1 / p):
         return "that is one micro-batch after the other, where one rank works at a time: m of " \
                "them follow each other closely"
+    if any(map(is_rounded, answer, right)):
+        return ROUNDED
     return "a rank works for m passes forward and back, and is idle for p - 1; with chunks these " \
            "are of one stage, a v-th of the rank's layers"
 

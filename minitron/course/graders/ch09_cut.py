@@ -9,6 +9,7 @@ from typing import NamedTuple
 from minitron.cost import PUBLISHED, num_block_parameters
 from minitron.course.graders import Mistake, asked, expect
 from minitron.course.graders.arguments import call_unchanged
+from minitron.course.graders.numbers import apart
 
 SEED, NUM_RANDOM = 9, 60
 
@@ -143,8 +144,9 @@ def _expect_least(answer: list[range], case: Case) -> None:
     costs, least = stage_costs(answer, case), least_largest(case)
     if max(costs) > least:
         shown = ", ".join(f"{cost:g}" for cost in costs)
-        raise Mistake(f"{answer}: the stages cost {shown}; the most expensive one can cost "
-                      f"{least:g}", _why_not_least(answer, case))
+        most, possible = apart(max(costs), least)
+        raise Mistake(f"{answer}: the stages cost {shown}; the most expensive one costs {most} and "
+                      f"can cost {possible}", _why_not_least(answer, case))
 
 
 def _why_not_least(answer: list[range], case: Case) -> str:

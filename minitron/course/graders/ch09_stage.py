@@ -24,7 +24,7 @@ from minitron.course.graders.ch09_toy import (
     sum_loss,
 )
 from minitron.course.graders.numbers import apart
-from minitron.course.graders.python_memory import PythonMemory
+from minitron.course.graders.python_memory import python_bytes, variables
 from minitron.course.graders.ranks import (
     Wire,
     factor,
@@ -32,6 +32,7 @@ from minitron.course.graders.ranks import (
     on_ranks,
     per_rank,
     relative_error,
+    source_file,
 )
 from minitron.parallel.schedules import Schedule
 
@@ -115,10 +116,10 @@ def weigh(group, run_stage: Callable) -> tuple[int, int]:
             sizes = Counter(storage.nbytes() for storage in list(held.storages.values()))
             long_gone = TOKENS[:-2]  # of the one before, local variables may be left
             most[0] = max(sizes[LARGE * ELEMENT * tokens] for tokens in long_gone)
-            objects[0] = memory.now()
+            objects[0] = python_bytes(*variables(source_file(run_stage)))
 
     stage, micro_batches = Stage(group.rank(), note, LARGE), data(len(TOKENS), LARGE)
-    with PythonMemory(run_stage) as memory, Held() as held:
+    with Held() as held:
         run_stage(stage, actions_of(group, CASES[1]), micro_batches, sum_loss, group)
     return most[0], objects[0]
 

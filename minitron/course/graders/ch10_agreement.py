@@ -197,7 +197,9 @@ def _expect_right(seen: list[Seen], before: list[Seen], name: str, number: int) 
     expect(not any(broken), seen=per_rank(["its weights are not finite" if bad else "fine"
                                            for bad in broken]),
            likely="the optimizer stepped though there was an overflow: look first, for infinity "
-                  "and for NaN")
+                  "and for NaN" if overflow else
+                  "there was no overflow. If the norm is 0, max_norm / norm is infinite, and "
+                  "0 x infinity is NaN: multiply only if the norm exceeds max_norm")
     if overflow:
         _expect_skipped(seen, before)
     else:
@@ -256,11 +258,13 @@ def _expect_moved(seen: list[Seen], before: list[Seen], name: str, number: int) 
         "the gradient is not clipped": "unclipped",
     }
     likely = next((why for why, mistake in faults.items() if all(same_as(mistake))),
-                  "divide by the scale, clip by the norm over all ranks, then step")
+                  "divide by the scale, clip by the norm over all ranks, then step: every shard, "
+                  "whichever parameter group it is in")
     still = [not ok and all(map(torch.equal, mine.weights, old.weights))
              for ok, mine, old in zip(same, seen, before, strict=True)]
     if any(still):
-        likely = "nothing has overflowed: every rank steps. None counts as zero"
+        likely = "nothing has overflowed: every rank steps, also if all gradients are zero, for " \
+                 "momentum and weight decay. None counts as zero"
     expect(all(same), seen=per_rank(["right" if ok else "did not step" if s else
                                      "its weights are wrong"
                                      for ok, s in zip(same, still, strict=True)]), likely=likely)

@@ -112,8 +112,7 @@ def tensors() -> dict[str, Tensor]:
     return {
         "[-896, 2, 0]": torch.tensor([-896.0, 2.0, 0.0]),
         "a (6, 16) tensor, normal values": x,
-        "normal values times 10^6": x * 1e6,
-        "normal values times 10^-6": x * 1e-6,
+        "normal values times 10^6": x * 1e6, "normal values times 10^-6": x * 1e-6,
         "values of which -900 is the largest": torch.cat([x, x.new_full((1, 16), -900.0)]),
         "rows of very different size": x * torch.logspace(0, -3, 6)[:, None],
         "[1, 69]": torch.tensor([1.0, 69.0]),  # 69 / (69 / 448) is more than 448
@@ -271,8 +270,8 @@ def _expect_agreed(
     right = right_scale(whole, dtype)
     scales = [float(answer.scale) for answer in answers]
     if not all(_is_close(scale, right) for scale in scales):
-        raise Mistake(per_rank([f"scale {scale:.6g}" for scale in scales])
-                      + f"; right is {right:.6g}", _why_not_agreed(scales, whole, x, dtype))
+        raise Mistake(per_rank([f"scale {scale:.8g}" for scale in scales])
+                      + f"; right is {right:.8g}", _why_not_agreed(scales, whole, x, dtype))
 
     once = [len(mine) == 1 and mine[0].payload == NUMBER for mine in calls]
     expect(all(once), seen=per_rank([in_words(mine) for mine in calls])

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from minitron.course.graders import Mistake, apart, asked, expect
 from minitron.course.graders.ch06_toy import Held
-from minitron.course.graders.python_memory import PythonMemory
+from minitron.course.graders.numbers import a_not_b
+from minitron.course.graders.python_memory import python_bytes
 
 OPTIMIZERS = {
     "AdamW": partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1),
@@ -197,7 +198,7 @@ def _difference(key: str, weight: Tensor, master: Tensor) -> str:
     rounded = master.to(weight.dtype)
     place = int((weight != rounded).flatten().nonzero()[0])
     seen, right, exact = (float(t.flatten()[place]) for t in (weight, rounded, master))
-    return f"element {place} of {key} is {seen:.8g}, not {right:.8g}; its master is {exact:.8g}"
+    return f"element {place} of {key} is {a_not_b(seen, right)}; its master is {exact:.8g}"
 
 
 def _why_other(
@@ -230,7 +231,7 @@ def _why_other(
 
 def weigh(MasterStep: type) -> tuple[float, float]:
     """Bytes for each parameter after a step: of tensors, and of other Python objects."""
-    with PythonMemory(MasterStep) as memory, Held() as held:
+    with Held() as held:
         layers = (nn.Linear(SQUARE, SQUARE, bias=False) for _ in range(NUM_SQUARES))
         model = nn.Sequential(*layers).bfloat16()
         masters = MasterStep(model, OPTIMIZERS["AdamW"])
@@ -240,7 +241,7 @@ def weigh(MasterStep: type) -> tuple[float, float]:
             masters.step()
         gc.collect()
         num = sum(parameter.numel() for parameter in model.parameters())
-        return held.now() / num, memory.now() / num
+        return held.now() / num, python_bytes(masters) / num
 
 
 def _expect_little(of_tensors: float, of_objects: float) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from minitron.course.graders import apart, asked, expect
 from minitron.course.graders.arguments import copy_of
 from minitron.course.graders.ch07_toy import is_close
+from minitron.course.graders.numbers import a_not_b
 
 CLOSE = 1e-5  # of the largest value: PyTorch's clipping adds 1e-6 to the norm
 MAX_NORM = 2.5
@@ -144,15 +145,13 @@ def make_optimizer(name: str, model: Weights) -> torch.optim.Optimizer:
 def observe(model: nn.Module, optimizer: torch.optim.Optimizer, value: float, *others) -> Seen:
     state = [tensor.clone() for parameter in model.parameters()
              for tensor in optimizer.state.get(parameter, {}).values() if tensor is not None]
-    weights = [parameter.detach().clone() for parameter in model.parameters()]
-    return Seen(value, weights, state, *others)
+    return Seen(value, [p.detach().clone() for p in model.parameters()], state, *others)
 
 
 def _expect_scaled(seen: Seen, value: float, gradients: dict[str, list | None]) -> None:
     before, after = seen.losses
-    expect(before == after, seen=f"the loss itself is {after:g} after scaled(loss), and was "
-           f"{before:g}", likely="loss *= ... changes the caller's tensor, which is still to be "
-           "logged: return loss * self.value")
+    expect(before == after, seen=f"the loss is {after:g} after scaled(loss), and was {before:g}",
+           likely="loss *= ... changes the caller's tensor: return loss * self.value")
     expect(seen.grads != {}, seen=f"scaled(loss) returned {seen.scaled}",
            likely="a tensor that backward() can be called on: loss times self.value")
     for name, values in gradients.items():
@@ -165,7 +164,7 @@ def _expect_scaled(seen: Seen, value: float, gradients: dict[str, list | None]) 
 
 
 def _list(tensor: Tensor | None) -> str:
-    return "None" if tensor is None else "[" + ", ".join(f"{x:.6g}" for x in tensor.tolist()) + "]"
+    return "None" if tensor is None else "[" + ", ".join(f"{x:.8g}" for x in tensor.tolist()) + "]"
 
 
 def clip(norm: float) -> float:
@@ -217,8 +216,9 @@ def _expect_right(
     expect(isinstance(seen.moved, bool) and seen.moved == right.moved,
            seen=f"step() returned {seen.moved!r:.60}, not {right.moved}",
            likely="return whether the optimizer has stepped, True or False")
-    expect(seen.value == right.value, seen=f"the scale is {seen.value:g} afterwards, not "
-           f"{right.value:g}", likely=_why_other_value(seen.value, before.value, settings, number))
+    expect(seen.value == right.value,
+           seen=f"the scale is afterwards {a_not_b(seen.value, right.value)}",
+           likely=_why_other_value(seen.value, before.value, settings, number))
     expect(not seen.left, seen=f"a .grad is left: of {' and '.join(seen.left)}",
            likely="set every .grad to None, also after a skipped step: else the next backward pass "
                   "adds to what has overflowed")
@@ -229,8 +229,8 @@ def _expect_skipped(seen: Seen, before: Seen) -> None:
     expect(same, seen="the gradient was not finite, and the weights have moved",
            likely="no optimizer.step(): with zeros for a gradient momentum and weight decay still "
                   "move the weights")
-    remembers = len(seen.state) == len(before.state) and all(
-        map(torch.equal, seen.state, before.state))
+    remembers = len(seen.state) == len(before.state) and \
+        all(map(torch.equal, seen.state, before.state))
     expect(remembers, seen="the weights are as they were, but what the optimizer remembers has "
            "changed", likely="skip optimizer.step() itself: with weights restored, or the gradient "
            "set to zeros, its moments are not what they were")
@@ -273,8 +273,7 @@ def _expect_moved(
 def _why_other_value(value: float, before: float, settings: Settings, number: int) -> str:
     events = history(settings, number + 1)
     if events[-1] == "skipped":
-        return "after an overflow multiply it by backoff, whatever came before, and also if the " \
-               "scale falls below 1 then"
+        return "after an overflow multiply it by backoff, also if the scale falls below 1 then"
     if value == before:
         return "after `interval` good steps in a row, those that were clipped among them, it is " \
                "multiplied by growth: in the last of them, not in the next one. There is no " \

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from minitron.course.graders import Mistake, asked
 from minitron.course.graders.arguments import call_unchanged
-from minitron.course.graders.numbers import ROUNDED, a_not_b, is_rounded
+from minitron.course.graders.numbers import ROUNDED, a_not_b, apart, is_rounded
 
 Gradients = dict[str, Tensor]
 
@@ -127,8 +127,7 @@ def right_scale(given: Gradients, max_share: float) -> float | None:
 def _expect_share(seen: float, given: Gradients, scale: float) -> None:
     right = right_share(given, scale)
     if not math.isclose(seen, right, rel_tol=1e-6, abs_tol=1e-12):
-        raise Mistake(a_not_b(seen, right), ROUNDED if is_rounded(seen, right) else
-                      _why_other_share(seen, right, given, scale))
+        raise Mistake(a_not_b(seen, right), _why_other_share(seen, right, given, scale))
 
 
 def _why_other_share(seen: float, right: float, given: Gradients, scale: float) -> str:
@@ -164,6 +163,8 @@ def _why_other_share(seen: float, right: float, given: Gradients, scale: float) 
     for why, value in faults.items():
         if math.isclose(seen, value, rel_tol=1e-6) or (math.isnan(seen) and math.isnan(value)):
             return why
+    if is_rounded(seen, right):
+        return ROUNDED
     return "count what is not zero before and zero after, in all tensors, and divide by the " \
            "number of what is not zero before"
 
@@ -200,7 +201,8 @@ def _why_other_scale(
             ": then None" if right is None else "")
     share = right_share(given, seen)
     if share > most:
-        return f"there {share:.3g} of the gradients is flushed, where at most {most:g} may be"
+        seen_share, limit = apart(share, most, digits=3)
+        return f"there {seen_share} of the gradients is flushed, where at most {limit} may be"
     if right_share(given, right) == most > 0:
         return "max_share is what may be flushed at most: with exactly that a scale is good"
     return "a smaller one is good enough: begin with 1, and stop at the first"

@@ -245,7 +245,7 @@ def _expect_norm(norms: list, axes: Axes, zero: int) -> None:
         if all(_is_close(value, wrong) for value in seen):
             likely = why
             break
-    raise Mistake(f"{per_rank([f'{value:.6g}' for value in seen])}; right is {right:.6g}", likely)
+    raise Mistake(f"{per_rank([f'{value:.8g}' for value in seen])}; right is {right:.8g}", likely)
 
 
 def faults(axes: Axes, zero: int) -> dict[str, float]:

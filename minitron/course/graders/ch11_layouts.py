@@ -170,11 +170,12 @@ def _why_missing(layout: Layout, answer: list[Layout], case: Case) -> str:
         return "all stages of ZeRO that fit: a higher one sends more, and is a layout too"
     if case.num_gpus <= case.gpus_per_node and case.gpus_per_node % tp:
         return f"all {case.num_gpus} GPUs are in one node: so is every group"
-    if not any(size & (size - 1) for other in answer for size in other[:3]):
+    if any(size & (size - 1) for size in layout[:3]) and \
+            not any(size & (size - 1) for other in answer for size in other[:3]):
         return "sizes need not be powers of two: whatever divides"
     if case.gpus_per_node < case.num_gpus and tp == case.gpus_per_node:
         return "tp may be as large as the node"
-    if max(layout[:3]) > max(size for other in answer for size in other[:3]):
+    if answer and any(layout[axis] > max(other[axis] for other in answer) for axis in range(3)):
         return "no size has an upper limit of its own: only the conditions, and what fits"
     return "it fulfils every condition, and fits"
 

@@ -179,10 +179,10 @@ def _expect_days(answer, run: Run) -> None:
         if math.isclose(seen, wanted, rel_tol=1e-9):
             continue
         causes = [why for why, value in known.items() if math.isclose(seen, value, rel_tol=1e-6)]
+        if is_rounded(seen, wanted):
+            causes.append(ROUNDED)
         causes.append("seconds are FLOPs over GPUs x FLOP/s of each; MFU is model FLOPs over what "
                       "the peak would do in the time")
-        if is_rounded(seen, wanted):
-            causes.insert(0, ROUNDED)
         told, right_told = apart(seen, wanted, digits=6)
         raise Mistake(f"{told} {name}, not {right_told}", causes[0])
 

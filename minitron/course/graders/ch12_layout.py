@@ -65,7 +65,7 @@ def odd_cases() -> list[Case]:
     h100 = find_device("H100-SXM-80GB")
     rows = [  # GPUs, per node, heads, key-value heads, layers, F, V, S, network, batch, limit
         ("a batch of 3 on 8 GPUs in nodes of 6", 8, 6, 16, 4, 12, 6144, 128256, 4096, 1, 3, 21.5),
-        ("one key-value head on 6 GPUs in nodes of 4", 6, 4, 6, 1, 3, 1154, 4096, 1026, 1, 48, 16.2),
+        ("one key-value head, 6 GPUs in nodes of 4", 6, 4, 6, 1, 3, 1154, 4096, 1026, 1, 48, 16.2),
         ("5 layers on two nodes", 16, 8, 8, 8, 5, 4096, 4096, 4096, 1, 2, 5.9),
         ("16 layers, a batch of 3", 8, 8, 8, 2, 16, 1536, 12294, 1026, 5, 3, 2.2),
         ("a large vocabulary and little memory", 8, 8, 8, 8, 12, 1536, 128256, 4096, 5, 4, 2.3),
@@ -104,7 +104,7 @@ class Timed(NamedTuple):
         return self.total_bytes <= self.limit
 
     def __str__(self) -> str:
-        return f"{words(self.decision)} takes {self.seconds:.4g} s and holds " \
+        return f"{words(self.decision)} takes {self.seconds:.6g} s and holds " \
             f"{self.total_bytes / 1e9:.1f} GB"
 
 
@@ -162,7 +162,8 @@ def _expect_best(answer, job: Job) -> None:
     right = str(fitting[0]) if fitting else "nothing fits"
     if answer is None:
         expect(not fitting, seen=f"None, though {right}",
-               likely="a layout fits: are all of them tried, with recomputation and ZeRO?")
+               likely="a layout fits: are all of them tried, with recomputation and ZeRO, and "
+                      "with each size of dp, tp and pp, 1 too?")
         return
     broken = [why for why, holds in conditions(job, answer).items() if not holds]
     expect(not broken, seen=f"it returned {words(answer)}", likely=(broken or [""])[0])
@@ -179,7 +180,8 @@ def _why_too_large(mine: Timed, job: Job) -> str:
         return f"job.limit is {usable}: less than the device has, for some is lost. Compare with " \
                "job.limit itself, not with a share of the device's memory"
     if mine.memory[largest] <= job.limit:
-        return f"all kinds together must fit into {usable}, not each by itself; most is {largest}"
+        return f"all kinds together must fit into job.limit, {usable} here, not each by itself, " \
+            f"and into no other limit; most is {largest}"
     return f"leave out what does not fit: {largest} alone is more than {usable}"
 
 

@@ -195,7 +195,19 @@ def _expect_fastest(answer, case: Case) -> None:
     if step.seconds > fitting[best].seconds:
         exactly = "exactly the limit fits" if fitting[best].bytes == case.limit else None
         raise Mistake(f"{answer} {_in_words(step)}; {best} {_in_words(fitting[best])}, of "
-                      f"{case.limit}", exactly or _why_slower(answer, best, fitting))
+                      f"{case.limit}", exactly or _why_slower(answer, best, fitting, case))
+
+
+def _fastest_on_a_line(
+    fitting: dict[tuple[int, int], Played], case: Case
+) -> tuple[int, int]:
+    """The best of those that fit if the seconds went on as they do from 1 to 2 sequences."""
+    one, two = case.seconds(1), case.seconds(2)
+
+    def seconds(pair: tuple[int, int]) -> float:
+        return fitting[pair].seconds / case.seconds(pair[0]) * (one + (two - one) * (pair[0] - 1))
+
+    return min(fitting, key=seconds)
 
 
 def _in_words(step: Played | None) -> str:
@@ -220,8 +232,15 @@ def _why_too_large(answer: tuple[int, int], case: Case) -> str:
 
 
 def _why_slower(
-    answer: tuple[int, int], best: tuple[int, int], fitting: dict[tuple[int, int], Played]
+    answer: tuple[int, int], best: tuple[int, int], fitting: dict[tuple[int, int], Played],
+    case: Case,
 ) -> str:
+    if answer == _fastest_on_a_line(fitting, case) != best:
+        return "seconds(b) need not lie on a straight line: ask for each b"
+    (b, v), p = best, case.num_ranks
+    m = case.num_sequences // b
+    if v == 1 and m < p and fitting[best].bytes * p > case.limit * m:
+        return f"{best} fits: 1F1B holds p micro-batches, but never more than m, and here m is {m}"
     if answer[0] == best[0] and answer[1] < best[1]:
         return "more chunks make the bubble shorter, and they fit"
     if answer == min(fitting, key=lambda pair: pair[0] / pair[1]):  # of (p - 1) b / (n v)

@@ -699,6 +699,159 @@ class SumsEveryTime(Split):
         pass
 
 
+# What once passed
+
+
+class SumsOnce(F7):
+    """A sum for a tensor of this shape is known already: from the first backward pass."""
+
+    sums = {}
+
+    @classmethod
+    def backward(cls, ctx, grad):
+        total = summed(grad, ctx.group)
+        return cls.sums.setdefault((grad.shape, ctx.group.size()), total), None
+
+
+class FlatGradient(F7):
+    """A view is flat without a copy: where the gradient is contiguous."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        return summed(grad.view(-1), ctx.group).view(grad.shape), None
+
+
+class SumsInDouble(F7):
+    """Sums in float64: with twice the bytes on the wire."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        return summed(grad.double(), ctx.group).to(grad.dtype), None
+
+
+class ReturnsDouble(G7):
+    """Sums in float64, and leaves it at that."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        return summed(x.double(), group)
+
+
+class RemembersTheSum(G7):
+    """What has been summed once need not be summed again."""
+
+    sums = {}
+
+    @classmethod
+    def forward(cls, ctx, x, group):
+        return cls.sums.setdefault((x.shape, group.size()), summed(x, group)).clone()
+
+
+class KeepsNumpy(Row):
+    """A copy of the whole weight in NumPy: no tensor, and as many bytes."""
+
+    def cut(self, weight):
+        self.whole = weight.numpy().copy()
+        return super().cut(weight)
+
+
+class KeepsBytes(Row):
+    """A copy of the whole weight, as bytes."""
+
+    def cut(self, weight):
+        self.whole = weight.numpy().tobytes()
+        return super().cut(weight)
+
+
+class ComputesOnce(Row):
+    """The output of the first call, for all calls."""
+
+    def forward(self, x):
+        if not hasattr(self, "out"):
+            self.out = super().forward(x)
+        return self.out
+
+
+class ViewsRows(Row):
+    """All dimensions but the last as one, by view: of a contiguous input."""
+
+    def forward(self, x):
+        return super().forward(x.view(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+
+
+class DoubleWeight(Row):
+    """Holds its part in float64, whatever the layer had."""
+
+    def cut(self, weight):
+        return super().cut(weight).double()
+
+    def forward(self, x):
+        return super().forward(x.double())
+
+
+def shifts_in_place(logits, targets, group):
+    """Subtracts the largest from the logits themselves: nobody needs them any more."""
+    largest = largest_of(logits.detach(), group)
+    logits.data -= largest[..., None]
+    return count_only(token_losses(logits, targets, group, torch.zeros_like(largest)), targets)
+
+
+def clears_ignored(logits, targets, group):
+    """The ignored targets become id 0: in the tensor of the caller."""
+    counts = targets != IGNORED
+    targets[~counts] = 0
+    losses = token_losses(logits, targets, group, largest_of(logits.detach(), group))
+    return losses.where(counts, 0).sum()
+
+
+def wide_enough(logits, targets, group):
+    """In float64 no exp overflows: up to 709."""
+    logits = logits.double()
+    largest = logits.new_zeros(targets.shape)
+    return count_only(token_losses(logits, targets, group, largest), targets)
+
+
+def views_rows(logits, targets, group):
+    """One row for each token, by view: of contiguous logits."""
+    rows, ids = logits.view(-1, logits.shape[-1]), targets.flatten()
+    return count_only(token_losses(rows, ids, group, largest_of(rows.detach(), group)), ids)
+
+
+class KeepsWholeInNumpy(Split):
+    """The whole weights, in NumPy: perhaps a checkpoint will need them."""
+
+    def cut(self):
+        self.whole = [layer.weight.detach().numpy().copy()
+                      for layer in (self.attention.query, self.attention.out)]
+        super().cut()
+
+
+class OneBuffer(Split):
+    """Makes the places once, and fills in its own in every step: others hold old sums."""
+
+    places = None
+
+    def finish(self):
+        self.places = self.places or {}
+        for layer in (self.attention.key, self.attention.value):
+            if self.group.size() > self.G:
+                grad = layer.weight.grad
+                if layer not in self.places:
+                    self.places[layer] = grad.new_zeros(self.G, *grad.shape)
+                self.places[layer][self.kv_heads[0]] = grad
+                dist.all_reduce(self.places[layer], group=self.group)
+                layer.weight.grad = self.places[layer][self.kv_heads[0]].clone()
+
+
+class FinishesOnce(Split):
+    """Mends the gradients of the first step alone."""
+
+    def finish(self):
+        if not hasattr(self, "done"):
+            super().finish()
+        self.done = True
+
+
 RIGHT_ANSWERS = {
     "Replicate": [RightAsynchronousF],
     "AllReduce": [RightMarkedG],
@@ -717,6 +870,9 @@ MISTAKES = {
         NeverWaits: "once it has been waited for",
         OneGradient: "incorrect number of gradients (expected 2, got 1)",
         AllThereAre: "without group=group",
+        SumsOnce: "each call sums anew",
+        FlatGradient: "view size is not compatible",
+        SumsInDouble: "each of twice the bytes",
     },
     "AllReduce": {
         SumsBothWays: "N times as large",
@@ -726,6 +882,8 @@ MISTAKES = {
         IntoX: "x has other values than before",
         ReturnsX: "return what the all-reduce has summed",
         OneForTwo: "incorrect number of gradients (expected 2, got 1)",
+        ReturnsDouble: "y is float64; what came in is float32",
+        RemembersTheSum: "each call sums anew",
     },
     "RowParallelLinear": {
         BiasOnEveryRank: "add it after the sum",
@@ -739,6 +897,11 @@ MISTAKES = {
         SumsGradientsToo: "to sum any of them makes it N times as large",
         MeanOfOutputs: "that is the mean",
         NeverChecks: "raise a ValueError before anything is cut",
+        KeepsNumpy: "a copy in NumPy, bytes or a list takes memory too",
+        KeepsBytes: "a copy in NumPy, bytes or a list takes memory too",
+        ComputesOnce: "through the graph a second time",
+        ViewsRows: "view size is not compatible",
+        DoubleWeight: "weight is float64; what came in is float32",
     },
     "vocabulary_parallel_cross_entropy": {
         gathers_logits: "all_gather is called; allowed is all_reduce",
@@ -752,6 +915,10 @@ MISTAKES = {
         backward_sums_too: "another sum makes it N times as large",
         own_columns_alone: "the ranks have different losses",
         keeps_the_shift: "shift both by the same m",
+        shifts_in_place: "logits_shard has other values than before",
+        clears_ignored: "targets has other values than before",
+        wide_enough: "from 710 on in float64",
+        views_rows: "view size is not compatible",
     },
     "SplitAttention": {
         RoundRobin: "not every N-th",
@@ -765,5 +932,8 @@ MISTAKES = {
         FillsEveryPlace: "that is the sum over all ranks",
         MeanOfSharers: "that is the mean",
         SumsEveryTime: "the first parts are summed again",
+        KeepsWholeInNumpy: "a copy in NumPy, bytes or a list takes memory too",
+        OneBuffer: "the sums of the step before are in it",
+        FinishesOnce: "sum the parts in finish()",
     },
 }

@@ -489,7 +489,7 @@ class RightMeanwhile(torch.autograd.Function):
         gathering = all_gather_single(stacked.view(-1), x_shard.reshape(-1), group, async_op=True)
         parts = torch.stack((grad @ weight).chunk(size, 1))
         gathering.wait()
-        grad_x = torch.empty_like(x_shard)
+        grad_x = torch.empty_like(parts[0])
         scattering = reduce_scatter_single(grad_x.view(-1), parts.view(-1), group, async_op=True)
         x = stacked.movedim(0, 1).flatten(1, 2)
         grad_weight = (grad.transpose(1, 2) @ x).sum(0)
@@ -599,6 +599,109 @@ class DividesWeight(Linear):
         return torch.einsum("bsf,bsd->fd", grad, x) / ctx.group.size()
 
 
+# What once passed
+
+
+class ThreeDims(Gathers):
+    """Tensors have three dimensions: (B, S, D)."""
+
+    @classmethod
+    def forward(cls, ctx, x, group, dim):
+        B, S, D = x.shape
+        return super().forward(ctx, x.view(B, S, D) if x.is_contiguous() else x, group, dim)
+
+
+class GathersDouble(Gathers):
+    """Hands out float64, whatever comes in."""
+
+    @staticmethod
+    def there(x, group, dim):
+        return join(x.double(), group, dim)
+
+
+class GathersOnce(Gathers):
+    """What a tensor of this shape was gathered to is known: since the first call."""
+
+    known = {}
+
+    @classmethod
+    def there(cls, x, group, dim):
+        whole = join(x, group, dim)
+        return cls.known.setdefault((x.shape, dim, group.size()), whole).clone()
+
+
+class ScattersDouble(Scatters):
+    """Hands out float64, whatever comes in."""
+
+    @staticmethod
+    def there(x, group, dim):
+        return share(x.double(), group, dim)
+
+
+def two_layers(model, group):
+    """The blocks of the model that was tried: two of them."""
+    sum_in_one(gradients(model, lambda name: is_whole(name) and (
+        not name.startswith("blocks.") or name.split(".")[1] in "01")), group)
+
+
+def moves_the_weights(model, group):
+    """Sums, and takes a step on the way."""
+    sum_in_one(gradients(model, is_whole), group)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.data -= 0.1 * parameter.grad
+
+
+def rounds_large_counts(B, S, D, H, N, sequence_parallel, selective):
+    """Divides with /, and makes an int of it."""
+    wide, square = B * S * D, B * H * S * S
+    around = 10 * wide / (N if sequence_parallel else 1)
+    return int(around + 24 * wide / N + (0 if selective else 5 * square / N))
+
+
+class SavesACopy(Linear):
+    """A copy of x_shard, to be safe: as many bytes again."""
+
+    @staticmethod
+    def save(ctx, x_shard, x, weight):
+        ctx.save_for_backward(x_shard.clone(), weight)
+
+
+class SavesWeightCopy(Linear):
+    """A copy of the weight, which might change."""
+
+    @staticmethod
+    def save(ctx, x_shard, x, weight):
+        ctx.save_for_backward(x_shard, weight.clone())
+
+
+class SavesNumpy(Linear):
+    """All of x, in NumPy: no tensor, and as many bytes."""
+
+    @staticmethod
+    def save(ctx, x_shard, x, weight):
+        ctx.save_for_backward(x_shard, weight)
+        ctx.whole = x.numpy().copy()
+
+
+class ViewsGradient(Linear):
+    """All tokens as rows, by view: of a contiguous gradient."""
+
+    @staticmethod
+    def grad_weight(ctx, grad, x, saved):
+        return grad.view(-1, grad.shape[-1]).T @ x.flatten(0, 1)
+
+
+class ScalesGradientInPlace(Linear):
+    """Scales the gradient that it was handed, and scales back its own results."""
+
+    @classmethod
+    def backward(cls, ctx, grad):
+        grad *= 2
+        grad_x, grad_weight, _ = super().backward(ctx, grad)
+        return grad_x / 2, grad_weight / 2, None
+
+
 RIGHT_ANSWERS = {
     "AllGather": [RightLists],
     "ReduceScatter": [RightInFront],
@@ -618,6 +721,9 @@ MISTAKES = {
         NeedsContiguous: "Tensors must be contiguous",
         NeverWaits: "wait for the collective",
         GathersGradients: "returned an invalid gradient",
+        ThreeDims: "not enough values to unpack",
+        GathersDouble: "the output is float64; what came in is float32",
+        GathersOnce: "compute it anew in every call",
     },
     "ReduceScatter": {
         ScattersRows: "cut along dim 0",
@@ -628,6 +734,7 @@ MISTAKES = {
         GathersGradientRows: "rank after rank, viewed in another shape",
         DividesGradient: "joining adds nothing up",
         SumsInPlace: "changed in place: input",
+        ScattersDouble: "the output is float64; what came in is float32",
     },
     "sum_partial_gradients": {
         norms_alone: "uses it for its own tokens",
@@ -641,6 +748,8 @@ MISTAKES = {
         never_written_back: "nothing has changed",
         to_rank_0: "reduce is called; allowed is all_reduce",
         frozen_too: "NoneType",
+        two_layers: "every rank holds blocks.2.",
+        moves_the_weights: "gradients are summed, weights stay",
     },
     "saved_bytes": {
         everything_is_cut: "without sequence_parallel nothing cuts them",
@@ -654,9 +763,10 @@ MISTAKES = {
         selective_of_inputs: "these are saved",
         one_of_two_scores: "are two tensors",
         in_floats: "bytes are exact integers",
+        rounds_large_counts: "right but for rounding",
     },
     "GatheredLinear": {
-        SavesWhole: "save x_shard, and nothing that is made from all tokens",
+        SavesWhole: "nothing that is made from all tokens",
         SavesBoth: "so does an attribute of ctx",
         SavesAView: "a part of x is a view",
         LinearJoinsRows: "all_gather_single joins along dim 0",
@@ -667,5 +777,10 @@ MISTAKES = {
         AveragesInput: "that is the mean over the ranks",
         ScattersInputRows: "reduce_scatter_single cuts along dim 0",
         DividesWeight: "divided by N",
+        SavesACopy: "save x_shard and weight_shard themselves, no copies",
+        SavesWeightCopy: "save x_shard and weight_shard themselves, no copies",
+        SavesNumpy: "a copy in NumPy, bytes or a list takes memory too",
+        ViewsGradient: "view size is not compatible",
+        ScalesGradientInPlace: "the gradient of y_shard has other values than before",
     },
 }

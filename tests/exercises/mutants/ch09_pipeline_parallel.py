@@ -700,6 +700,80 @@ class KeepsInputs(Run):
         super().backward(i)
 
 
+# What once passed
+
+
+def three_digits(num_ranks, num_micro_batches, num_chunks):
+    """Nobody reads more digits: of a share that is computed on, they are needed."""
+    return tuple(round(x, 3) for x in right_in_seconds(num_ranks, num_micro_batches, num_chunks))
+
+
+def rounds_large_bytes(schedule, num_ranks, num_micro_batches, num_chunks, rank, model_bytes):
+    """Divides with /, and makes an int of it."""
+    one = num_ranks * num_chunks
+    num_held = right_from_warm_up(schedule, num_ranks, num_micro_batches, num_chunks, rank, one)
+    return int(num_held * (model_bytes / one))
+
+
+def whole_limits(costs, num_stages, first=0.0, last=0.0):
+    """The lowest limit, halving between whole numbers: costs need not be whole."""
+    refuse(costs, num_stages)
+    costs = with_ends(costs, first, last)
+    low, high = int(max(costs)), int(sum(costs)) + 1
+    while low < high:
+        middle = (low + high) // 2
+        ends = fill_to(costs, num_stages, middle)
+        stages = [] if ends is None else [sum(costs[i] for i in part) for part in ranges(ends)]
+        if ends and max(stages) <= middle:
+            high = middle
+        else:
+            low = middle + 1
+    return ranges(fill_to(costs, num_stages, low))
+
+
+class Float32Buffers(Run):
+    """Receives into torch.empty(shape): which is float32."""
+
+    def receive(self, like, peer):
+        tensor = torch.empty(like.shape)
+        dist.recv(tensor, group=self.group, group_src=peer)
+        return tensor
+
+
+class Float64Buffers(Run):
+    """Receives in the dtype that was tried."""
+
+    def receive(self, like, peer):
+        tensor = torch.empty(like.shape, dtype=torch.float64)
+        dist.recv(tensor, group=self.group, group_src=peer)
+        return tensor
+
+
+class KeepsCopies(Run):
+    """Detached copies hold no graph: they hold memory."""
+
+    def backward(self, i):
+        self.copies = [*getattr(self, "copies", []),
+                       *(tensor.detach().clone() for tensor in self.held[i])]
+        super().backward(i)
+
+
+class KeepsNumpy(Run):
+    """Copies in NumPy: no tensors, and as many bytes."""
+
+    def backward(self, i):
+        self.copies = [*getattr(self, "copies", []), self.held[i][0].detach().numpy().copy()]
+        super().backward(i)
+
+
+class ZeroesMicroBatches(Run):
+    """Zeroes the inputs when they have gone back: they are the caller's."""
+
+    def backward(self, i):
+        super().backward(i)
+        self.micro_batches[i][0].zero_()
+
+
 MISTAKES_9_4 = {
     NeverFrees: "that have gone back already",
     BlockingSend: "with dist.send each waits until the other receives",
@@ -712,14 +786,17 @@ MISTAKES_9_4 = {
     KeepsDetached: "detach only what is sent",
     NeedsNoGradient: "needs requires_grad_()",
     ToldToAll: "all_reduce is called; allowed is recv and send",
-}
-FURTHER = {
     OwnOrder: "go through `actions` one after the other",
     KeepsInputs: "after B i nothing needs input and output",
     SumOfMeans: "adds up the micro-batches' means",
     KeepsGraph: "the graph stays",
     ZeroElsewhere: "the others return None",
     PassesOn: "what goes back is the gradient of the stage's input",
+    Float32Buffers: "a buffer must have the dtype of what arrives",
+    Float64Buffers: "a buffer must have the dtype of what arrives",
+    KeepsCopies: "copies of input or output of each micro-batch",
+    KeepsNumpy: "a copy in NumPy, bytes or a list takes memory too",
+    ZeroesMicroBatches: "they are the caller's",
 }
 
 RIGHT_ANSWERS = {
@@ -760,6 +837,7 @@ MISTAKES = {
         chunks_forgotten: "v times shorter",
         all_stages: "p - 1 of them",
         one_works: "one rank works at a time",
+        three_digits: "the right number, rounded",
     },
     "activation_bytes": {
         whole_model: "not hold a micro-batch of the whole model",
@@ -770,6 +848,7 @@ MISTAKES = {
         never_fewer: "no rank can hold more",
         always_p: "the ranks differ",
         a_float: "bytes are exact integers",
+        rounds_large_bytes: "right but for rounding",
     },
     "split_blocks": {
         equal_numbers: "it is their cost that counts",
@@ -783,6 +862,7 @@ MISTAKES = {
         fewer_stages: "raise a ValueError",
         without_numbers: "both numbers",
         cut_by_the_package: "split_blocks of minitron is called",
+        whole_limits: "the most expensive one costs",
     },
     "run_stage": {answer(Mistake): says for Mistake, says in MISTAKES_9_4.items()},
 }

@@ -251,7 +251,7 @@ class RightElementByElement(Scaler):
         grads = [p.grad / self.value for p in parameters]
         norm = torch.cat([grad.flatten() for grad in grads]).norm()
         for p, grad in zip(parameters, grads, strict=True):
-            p.grad = grad * min(1.0, self.max_norm / norm.item())
+            p.grad = grad * min(1.0, self.max_norm / max(norm.item(), 1e-12))
         self.optimizer.step()
         self.count()
         self.drop()
@@ -969,6 +969,208 @@ def zeros_everywhere(shard, dtype, group):
     return rounded(shard, agreed(shard.abs().max().float(), group) / torch.finfo(dtype).max, dtype)
 
 
+# What once passed
+
+
+def three_digits(gradients, scale=1.0):
+    """Three digits are enough for a share: one in a thousand is lost."""
+    return round(right_by_numbers(gradients, scale).item(), 3)
+
+
+def flat_views(gradients, scale=1.0):
+    """Flattens by view: what is contiguous."""
+    return right_by_threshold({name: v.view(-1) for name, v in gradients.items()}, scale)
+
+
+def row_by_row(gradients, scale=1.0):
+    """Goes through the first dimension: of a tensor of shape () there is none."""
+    rows = [row for values in gradients.values() for row in values]
+    return right_by_threshold({str(i): row for i, row in enumerate(rows)}, scale) if rows else 0.0
+
+
+def sixty_four(gradients, max_share):
+    """2^63 is more than anything needs: a float32 is as small as 2^-149."""
+    return first_of(POWERS[:64], gradients, max_share)
+
+
+def about_the_share(gradients, max_share):
+    """A thousandth more does not matter: max_share is the most."""
+    return right_by_search(gradients, max_share + 1e-3)
+
+
+class FirstGroup(Scaler):
+    """The parameters are in param_groups[0]: those of the first group."""
+
+    def parameters(self):
+        return [p for p in self.optimizer.param_groups[0]["params"] if p.grad is not None]
+
+
+class ClipsEachGroup(Scaler):
+    """Clips group by group, each by its own norm."""
+
+    def clip(self):
+        norms = [nn.utils.clip_grad_norm_(group["params"], self.max_norm)
+                 for group in self.optimizer.param_groups]
+        return torch.stack(norms).norm()
+
+
+class DividesByZero(Scaler):
+    """max_norm over the norm, as floats: the norm may be 0."""
+
+    def clip(self):
+        norm = math.sqrt(sum(p.grad.square().sum().item() for p in self.parameters()))
+        for p in self.parameters():
+            p.grad *= min(1.0, self.max_norm / norm)
+        return torch.tensor(norm)
+
+
+class ZeroByZero(Scaler):
+    """Brings the gradient to length 1, then to its own or max_norm: 0 / 0 is NaN."""
+
+    def clip(self):
+        norm = torch.cat([p.grad.flatten() for p in self.parameters()]).norm()
+        for p in self.parameters():
+            p.grad *= norm.clamp(max=self.max_norm) / norm
+        return norm
+
+
+class SkipsZero(Scaler):
+    """Without a gradient there is nothing to do: momentum and weight decay do it."""
+
+    def is_finite(self, norm):
+        return bool(norm.isfinite()) and bool(norm > 0)
+
+
+class OneAtLeast(Scaler):
+    """A scale below 1 makes small what is small."""
+
+    def skip(self):
+        super().skip()
+        self.value = max(self.value, 1.0)
+
+
+class NoMoreThanUsual(Scaler):
+    """2^24 is the most that anybody uses."""
+
+    def count(self):
+        super().count()
+        self.value = min(self.value, 2.0**24)
+
+
+class ScalesInPlace(Scaler):
+    """Multiplies the loss itself: and it is the scaled one that is logged."""
+
+    def scaled(self, loss):
+        loss *= self.value
+        return loss
+
+
+class ZeroIsNone(Masters):
+    """A gradient of zeros changes nothing: but for momentum and weight decay."""
+
+    def step(self):
+        for parameter, _ in self.pairs:
+            if parameter.grad is not None and not parameter.grad.any():
+                parameter.grad = None
+        super().step()
+
+
+class CopiesInNumpy(Masters):
+    """Keeps what the masters began with, in NumPy."""
+
+    def __init__(self, model, make_optimizer):
+        super().__init__(model, make_optimizer)
+        self.first = [master.detach().numpy().copy() for _, master in self.pairs]
+
+
+class CopiesInBytes(Masters):
+    """Keeps what the masters were in the last step, as bytes."""
+
+    def step(self):
+        super().step()
+        self.last = [master.detach().numpy().tobytes() for _, master in self.pairs]
+
+
+def first_group(shards, optimizer, scale, max_norm, group, backoff=0.5):
+    """The shards are in param_groups[0]: those of the first group."""
+    return right_with_a_flag(optimizer.param_groups[0]["params"], optimizer, scale, max_norm,
+                             group, backoff)
+
+
+def divides_by_zero(shards, optimizer, scale, max_norm, group, backoff=0.5):
+    """max_norm over the norm, as floats: the norm may be 0."""
+    def clip(grads, norm, max_norm):
+        for grad in grads:
+            grad *= min(1.0, max_norm / norm.item())
+
+    return together(shards, optimizer, scale, max_norm, group, backoff, of_all, clip=clip)
+
+
+def zero_by_zero_norm(shards, optimizer, scale, max_norm, group, backoff=0.5):
+    """Brings the gradient to length 1, then to its own or max_norm: 0 / 0 is NaN."""
+    def clip(grads, norm, max_norm):
+        for grad in grads:
+            grad *= norm.clamp(max=max_norm) / norm
+
+    return together(shards, optimizer, scale, max_norm, group, backoff, of_all, clip=clip)
+
+
+def skips_zero(shards, optimizer, scale, max_norm, group, backoff=0.5):
+    """Without a gradient there is nothing to do: momentum and weight decay do it."""
+    grads = unscaled(shards, scale)
+    norm, moved = of_all(grads, group)
+    if moved and norm > 0:
+        clip(grads, norm, max_norm)
+        optimizer.step()
+    for shard in shards:
+        shard.grad = None
+    return scale if moved else scale * backoff
+
+
+def one_at_least(shards, optimizer, scale, max_norm, group, backoff=0.5):
+    """A scale below 1 makes small what is small."""
+    return max(1.0, right_with_a_flag(shards, optimizer, scale, max_norm, group, backoff))
+
+
+def in_place_of_x(x, dtype):
+    """x.float() is a copy: not of float32."""
+    scale, limit = right_scale(x, dtype), torch.finfo(dtype).max
+    quotients = x.float()
+    quotients /= scale
+    return quotients.clamp_(-limit, limit).to(dtype), scale
+
+
+def flat_view(x, dtype):
+    """Flattens by view: what is contiguous."""
+    values, scale = right_reciprocal(x.view(-1), dtype)
+    return values.view(x.shape), scale
+
+
+def hides_overflow_of_e5m2(x, dtype):
+    """What is not finite becomes finite: in the dtype that has an infinity of its own."""
+    return right_reciprocal(x.nan_to_num() if dtype == torch.float8_e5m2 else x, dtype)
+
+
+def hides_minus_infinity(x, dtype):
+    """Looks for inf and NaN: there is -inf."""
+    return right_reciprocal(torch.where(x == -math.inf, torch.zeros_like(x), x), dtype)
+
+
+def in_place_of_shard(shard, dtype, group):
+    """shard.float() is a copy: not of float32."""
+    largest, limit = agreed(shard.abs().max().float(), group), torch.finfo(dtype).max
+    scale = torch.where(largest == 0, 1.0, largest / limit)
+    quotients = shard.float()
+    quotients /= scale
+    return quotients.clamp_(-limit, limit).to(dtype), scale
+
+
+def flat_view_of_shard(shard, dtype, group):
+    """Flattens by view: what is contiguous."""
+    values, scale = right_asynchronously(shard.view(-1), dtype, group)
+    return values.view(shard.shape), scale
+
+
 RIGHT_ANSWERS = {
     "flushed_share": [right_by_threshold, right_by_numbers],
     "smallest_scale": [right_by_search, right_from_the_largest],
@@ -992,6 +1194,9 @@ MISTAKES = {
         keeps_what_is_finite: "is not flushed: it is not zero",
         in_place: "the caller needs them",
         divides_by_nothing: "nothing to divide by",
+        three_digits: "the right number, rounded",
+        flat_views: "view size is not compatible",
+        row_by_row: "iteration over a 0-d tensor",
     },
     "smallest_scale": {
         largest_scale: "a smaller one is good enough",
@@ -1003,6 +1208,8 @@ MISTAKES = {
         usual_limit: "far beyond 2^24",
         less_than_the_share: "with exactly that a scale is good",
         without_infinity: "infinite or NaN already",
+        sixty_four: "it may be far beyond 2^24",
+        about_the_share: "of the gradients is flushed",
     },
     "LossScaler": {
         ClipsFirst: "clipped first, divided by the scale afterwards",
@@ -1016,6 +1223,14 @@ MISTAKES = {
         GrowsOnAndOn: "after growth the count starts again",
         GrowsLate: "in the last of them, not in the next one",
         KeepsTheOverflow: "adds to what has overflowed",
+        FirstGroup: "go through all of optimizer.param_groups",
+        ClipsEachGroup: "each parameter group is clipped by its own norm",
+        DividesByZero: "ZeroDivisionError",
+        ZeroByZero: "the gradient is zero, and so is its norm",
+        SkipsZero: "None and zero are no overflow",
+        OneAtLeast: "also if the scale falls below 1",
+        NoMoreThanUsual: "no upper limit",
+        ScalesInPlace: "changes the caller's tensor",
     },
     "MasterStep": {
         WithoutMasters: "in 16 bits an update of less than half a unit is lost",
@@ -1029,6 +1244,9 @@ MISTAKES = {
         Float32Model: "the model keeps its dtype",
         KeepsTheirGradients: "the masters' gradients are kept",
         KeepsGradients: "it is held twice",
+        ZeroIsNone: "its gradient was zeros, not None",
+        CopiesInNumpy: "a copy in NumPy, bytes or a list takes memory too",
+        CopiesInBytes: "a copy in NumPy, bytes or a list takes memory too",
     },
     "step_together": {
         decides_alone: "nobody knows of the others' overflow",
@@ -1042,6 +1260,11 @@ MISTAKES = {
         backs_off_alone: "all ranks need the same scale",
         never_divides: "not divided by the scale before",
         all_there_are: "without group=group",
+        first_group: "whichever parameter group it is in",
+        divides_by_zero: "ZeroDivisionError",
+        zero_by_zero_norm: "0 x infinity is NaN",
+        skips_zero: "also if all gradients are zero",
+        one_at_least: "after a skipped step the scale is multiplied by backoff",
     },
     "quantise": {
         unscaled_cast: "values are x / scale",
@@ -1055,6 +1278,10 @@ MISTAKES = {
         hides_overflow: "must be seen",
         float32_values: "convert the quotients",
         never_clamps: "clamp the quotients",
+        in_place_of_x: "change what was passed in",
+        flat_view: "view size is not compatible",
+        hides_overflow_of_e5m2: "must be seen",
+        hides_minus_infinity: "must be seen",
     },
     "quantise_shard": {
         own_scale: "each rank has used its own shard's",
@@ -1065,6 +1292,8 @@ MISTAKES = {
         signed: "of the absolute values",
         never_clamps_a_shard: "clamp the quotients",
         zeros_everywhere: "0 / 0",
+        in_place_of_shard: "change what was passed in",
+        flat_view_of_shard: "view size is not compatible",
     },
 }
 

@@ -740,6 +740,55 @@ def in_other_words():
     return grid(2, 2, 2, 1, recompute=True)
 
 
+# What once passed
+
+
+def pops_axes(rank, axes):
+    """Takes the axes out of the dict, from the last one on: it is the caller's."""
+    place = right_by_strides(rank, axes)
+    axes.clear()
+    return place
+
+
+def pops_places(place, axes):
+    """Takes the places out of the dict: it is the caller's."""
+    rank = right_by_products(place, axes)
+    place.clear()
+    return rank
+
+
+def pops_the_axis(axis, axes):
+    """Takes the axis out of the dict: it is the caller's."""
+    groups = right_by_remainder(axis, axes)
+    axes.pop(axis)
+    return groups
+
+
+def flat_views(gradients, cut, zero, groups):
+    """Flattens by view: what is contiguous."""
+    flat = {name: gradient.view(-1) for name, gradient in gradients.items()}
+    return right_first_copy(flat, cut, zero, groups)
+
+
+def empties_the_set(gradients, cut, zero, groups):
+    """Takes the names out of the set that are done: it is the caller's."""
+    norm = right_first_copy(gradients, cut, zero, groups)
+    cut.clear()
+    return norm
+
+
+def eight_at_most(model, num_gpus, gpus_per_node, batch_size, bytes_per_gpu, bytes_needed):
+    """A node has eight GPUs: some have more."""
+    found = right_filtered(model, num_gpus, gpus_per_node, batch_size, bytes_per_gpu, bytes_needed)
+    return [layout for layout in found if layout[1] <= 8]
+
+
+def sixteen_stages_at_most(model, num_gpus, gpus_per_node, batch_size, bytes_per_gpu, bytes_needed):
+    """Nobody has more stages than 16: some do."""
+    found = right_filtered(model, num_gpus, gpus_per_node, batch_size, bytes_per_gpu, bytes_needed)
+    return [layout for layout in found if layout[2] <= 16]
+
+
 RIGHT_ANSWERS = {
     "place_of": [right_by_list, right_by_strides],
     "rank_at": [right_by_search, right_by_products],
@@ -764,6 +813,7 @@ MISTAKES = {
         wraps_around: "13 is outside: 0 to 11 are there",
         one_too_many: "12 is outside: 0 to 11 are there",
         without_numbers: "both numbers, 13 and 12",
+        pops_axes: "change the caller's dict",
     },
     "rank_at": {
         first_fastest_back: "the first axis fastest",
@@ -772,6 +822,7 @@ MISTAKES = {
         adds_places: "passes all ranks of the axes behind it",
         checks_the_rank: "2 is outside: 0 to 1 are there",
         size_is_a_place: "2 is outside: 0 to 1 are there",
+        pops_places: "change the caller's dict",
     },
     "groups_along": {
         always_neighbours: "neighbours only if no axis is behind dp",
@@ -781,6 +832,7 @@ MISTAKES = {
         first_group_alone: "each rank is in one group",
         unordered: "in rising order",
         ends_with_an_empty_group: "there is an empty group: each has",
+        pops_the_axis: "change the caller's dict",
     },
     "axes_of": {
         clip_over_all: "a sum would count each dp times",
@@ -807,6 +859,8 @@ MISTAKES = {
         all_ranks: "without group=groups",
         each_by_itself: "add the squares up on the rank first",
         nothing_to_add: "every rank must make the same calls",
+        flat_views: "view size is not compatible",
+        empties_the_set: "nothing is taken out of the dict or the set",
     },
     "layouts": {
         powers_of_two: "need not be powers of two",
@@ -820,6 +874,8 @@ MISTAKES = {
         most_data_parallel: "first the smallest tp",
         all_stages: "in a pipeline 0 or 1",
         asks_first: "ask for the bytes last",
+        eight_at_most: "tp may be as large as the node",
+        sixteen_stages_at_most: "no size has an upper limit of its own",
     },
     "pieces": {
         rounded_down: "ceil(7 / N) elements",

@@ -4,7 +4,6 @@ A docstring states the idea behind the answer.
 """
 
 from collections import Counter
-from functools import cache
 from itertools import product
 from math import ceil, inf
 
@@ -235,7 +234,7 @@ def right_shape_by_shape(model, stages, stage, tp, dp, zero):
     return kinds(sum(held), dp, zero)
 
 
-def right_with_the_package(model, stages, stage, tp, dp, zero):
+def asks_the_package(model, stages, stage, tp, dp, zero):
     """A block of the package's, twice minus once; and the ends."""
     fields = {**vars(model), "tied_embedding": False}
     one, two = (tensor_parallel_parameters(type(model)(**fields | {"num_layers": n}), tp)
@@ -568,35 +567,55 @@ def strictly_less(*case):
 # 12.4
 
 
-@cache
-def allowed(job):
-    """(Decision, Estimate) of all layouts of the exercise."""
-    found = []
-    for decision in decisions(job, Counter()):
-        axes, size = decision.parallel, decision.micro_batch_size
-        plain = axes.chunks == 1 and axes.sequence == (axes.tp > 1)
-        divides = job.model.num_layers % axes.pp == 0 and job.global_batch_size % axes.dp == 0 \
-            and min(job.gpus_per_node, job.num_gpus) % axes.tp == 0 \
-            and job.model.num_kv_heads % axes.tp == 0
-        sequences = job.global_batch_size // axes.dp
-        if plain and divides and (axes.pp == 1 or axes.zero < 2) \
-                and sequences % size == 0 and size & (size - 1) == 0:
-            found.append((decision, estimate(job, decision)))
-    return found
+def allowed(job, leave_out=()):
+    """(Decision, Estimate) of all layouts of the exercise; `leave_out` names what is not asked."""
+    model, node = job.model, min(job.gpus_per_node, job.num_gpus)
+    sizes = [size for size in range(1, job.num_gpus + 1) if job.num_gpus % size == 0]
+    for dp, tp, pp, zero in product(sizes, sizes, sizes, range(4)):
+        holds = {
+            "product": dp * tp * pp == job.num_gpus,
+            "node": node % tp == 0,
+            "heads": model.num_kv_heads % tp == 0,
+            "widths": not any(size % tp for size in (model.ffn_width, model.vocab_size,
+                                                     job.sequence_length)),
+            "layers": model.num_layers % pp == 0,
+            "batch": job.global_batch_size % dp == 0,
+            "zero": (dp > 1 or zero == 0) and (pp == 1 or zero < 2),
+        }
+        if all(holds[name] for name in holds if name not in leave_out):
+            axes = ParallelConfig(dp=dp, tp=tp, sequence=tp > 1, pp=pp, zero=zero)
+            yield from of_axes(job, axes, leave_out)
+
+
+def of_axes(job, axes, leave_out):
+    sequences = job.global_batch_size // axes.dp
+    for size in range(1, sequences + 1):
+        if sequences % size == 0 and (size & (size - 1) == 0 or "powers" in leave_out):
+            for recompute in ("none", "selective", "full"):
+                decision = Decision(axes, recompute, size)
+                try:
+                    yield decision, estimate(job, decision)
+                except ConfigError:  # only for what was left out
+                    assert leave_out
 
 
 def best_of(job, key=lambda found: found.seconds, only=lambda decision: True, limit=None,
-            held=lambda memory: sum(memory.values())):
+            held=lambda memory: sum(memory.values()), leave_out=()):
     """The Decision with the least key of those that fit, or None."""
     limit = job.limit if limit is None else limit
-    fitting = [(decision, found) for decision, found in allowed(job)
+    fitting = [(decision, found) for decision, found in allowed(job, leave_out)
                if held(found.memory) <= limit and only(decision)]
     return min(fitting, key=lambda pair: key(pair[1]), default=(None,))[0]
 
 
-def right_from_the_packages_layouts(job):
-    """The package's layouts, without those that the exercise leaves out."""
+def right_by_trying(job):
+    """All sizes that there are, and of these the allowed ones."""
     return best_of(job)
+
+
+def the_packages_layouts(job):
+    """The package's layouts: nothing is left to search for."""
+    return next(decisions(job, Counter()))
 
 
 def right_by_model_flops(job):
@@ -697,14 +716,106 @@ def without_sequence(job):
     return Decision(plain, answer.recompute, answer.micro_batch_size)
 
 
+# What once passed
+
+
+def rounds_large_counts(P, L, D, S, recompute):
+    """Counts in floats, and makes an int of it."""
+    attention = 4.0 * S * D * L
+    forward = 2.0 * P + attention
+    again = {"none": 0.0, "selective": attention, "full": forward}[recompute]
+    return int(3 * forward), int(3 * forward + again)
+
+
+def three_digits(*given):
+    """Nobody plans more exactly than to a tenth of a day."""
+    days, mfu = right_by_mfu(*given)
+    return round(days, 1), round(mfu, 3)
+
+
+tied_everywhere = changed("tied_everywhere", "A tied matrix is one on every stage.",
+                          copies=lambda m, stages, s, tp: 1 if m.tied_embedding else
+                          (s == 0) + (s == len(stages) - 1))
+
+
+def adds_to_states(stages, states, m, block, head):
+    """Adds the activations to the list of states: it is the caller's."""
+    for stage in range(len(stages)):
+        count = min(m, len(stages) - stage)
+        each = stages[stage] * block + (head if stage == len(stages) - 1 else 0)
+        states[stage] += count * each
+    return states.index(max(states)), max(states)
+
+
+def always_p(p, num_blocks, n, seconds, block_bytes, limit):
+    """1F1B holds p micro-batches: also where there are fewer."""
+    def held(count, blocks, b, block_bytes, most):
+        return (max(count, p) if blocks == num_blocks // p else count) * blocks * b * block_bytes
+
+    return least(schedules(p, num_blocks, n, seconds, block_bytes, limit, held=held))
+
+
+def in_a_straight_line(p, num_blocks, n, seconds, block_bytes, limit):
+    """From the seconds of one and of two sequences: those of all others."""
+    one, two = seconds(1), seconds(2)
+    return least(schedules(p, num_blocks, n, lambda b: one + (b - 1) * (two - one), block_bytes,
+                           limit))
+
+
+def share_of_the_device(job):
+    """A GPU's memory, less a fifth: whatever the job says."""
+    return best_of(job, limit=0.8 * job.device.memory_bytes)
+
+
+def sixty_four_gigabytes(job):
+    """What an H100 has, less a fifth."""
+    return best_of(job, limit=64e9)
+
+
+def any_micro_batch(job):
+    """All that divide."""
+    return best_of(job, leave_out=("powers",))
+
+
+def across_nodes(job):
+    """tp divides what is cut: it may be cut between nodes."""
+    return best_of(job, leave_out=("node",))
+
+
+def unequal_heads(job):
+    """Key-value heads may be copied."""
+    return best_of(job, leave_out=("heads",))
+
+
+def unequal_stages(job):
+    """Stages need not be equal."""
+    return best_of(job, leave_out=("layers",))
+
+
+def never_without_dp(job):
+    """Where there are several GPUs, some hold the same."""
+    return best_of(job, only=lambda d: d.parallel.dp > 1 or job.num_gpus == 1)
+
+
+def four_at_most(job):
+    """tp, pp and micro-batches of 1, 2 or 4."""
+    return best_of(job, only=lambda d: max(
+        d.parallel.tp, d.parallel.pp, d.micro_batch_size) <= 4)
+
+
+def never_zero_2(job):
+    """ZeRO 1 or 3: 2 is neither."""
+    return best_of(job, only=lambda d: d.parallel.zero != 2)
+
+
 RIGHT_ANSWERS = {
     "flops_per_token": [right_by_products],
     "days_and_mfu": [right_by_mfu],
-    "state_bytes": [right_shape_by_shape, right_with_the_package],
+    "state_bytes": [right_shape_by_shape],
     "fullest_stage": [right_backwards],
     "micro_batches_needed": [right_by_counting],
     "fastest_schedule": [right_from_lists, right_largest_first],
-    "find_layout": [right_from_the_packages_layouts, right_by_model_flops],
+    "find_layout": [right_by_trying, right_by_model_flops],
 }
 
 MISTAKES = {
@@ -720,6 +831,7 @@ MISTAKES = {
         eight_p: "attention too: 2 P + 4 S D L",
         in_the_model_too: "model FLOPs are without",
         hardware_first: "the other way round",
+        rounds_large_counts: "right but for rounding",
     },
     "days_and_mfu": {
         model_flops_alone: "HFU counts hardware FLOPs",
@@ -733,6 +845,7 @@ MISTAKES = {
         hfu_for_mfu: "that is the HFU",
         percent: "not a percentage",
         peak_of_one: "a peak num_gpus times as high",
+        three_digits: "the right number, rounded",
     },
     "state_bytes": {
         both_ends: "that is V x D",
@@ -746,6 +859,8 @@ MISTAKES = {
         rounded_down: "rounded up",
         moments_alone: "the float32 master weight",
         one_stage_early: "stage 1 of ZeRO leaves the gradient whole",
+        tied_everywhere: "a stage in the middle has neither",
+        asks_the_package: "tensor_parallel_parameters of minitron is called",
     },
     "fullest_stage": {
         never_fewer: "never on their way",
@@ -759,6 +874,7 @@ MISTAKES = {
         stateless: "states[i] is held all the time",
         from_one: "stages are counted from 0",
         bytes_alone: "two int: a stage, and its bytes",
+        adds_to_states: "make another one",
     },
     "micro_batches_needed": {
         over_the_work: "that is bubble over work",
@@ -783,6 +899,8 @@ MISTAKES = {
         chunks_first: "first the micro-batch size, then the chunks",
         strictly_less: "exactly the limit fits",
         fewest_chunks: "more chunks make the bubble shorter",
+        always_p: "but never more than m",
+        in_a_straight_line: "need not lie on a straight line",
     },
     "find_layout": {
         highest_hfu: "that has the highest HFU",
@@ -796,6 +914,16 @@ MISTAKES = {
         time_alone: "does not fit",
         always_something: "nothing fits",
         with_its_seconds: "one Decision",
+        share_of_the_device: "Compare with job.limit itself",
+        sixty_four_gigabytes: "into no other limit",
+        any_micro_batch: "is no power of two",
+        across_nodes: "does not divide a node of",
+        unequal_heads: "does not divide num_kv_heads",
+        unequal_stages: "does not divide",
+        never_without_dp: "with each size of dp, tp and pp, 1 too",
+        four_at_most: "try each micro-batch size",
+        never_zero_2: "the fastest without ZeRO",
+        the_packages_layouts: "decisions of minitron is called",
     },
 }
 
