@@ -25,7 +25,7 @@ from minitron.comm.differentiable import all_gather, reduce_scatter
 
 
 # Exercise 8.1 | Gather and scatter | 20 min | difficulty 2 | replaces minitron.comm.differentiable
-# Train with yours on 2 ranks: --parallel.tp 2 --parallel.sequence
+# Train with your ReduceScatter on 2 ranks: --parallel.tp 2 --parallel.sequence
 class AllGather(torch.autograd.Function):
     """Join what the ranks have; on the way back, sum their gradients and give each its part.
 
