@@ -8,7 +8,7 @@ from typing import NamedTuple
 from minitron.config import ModelConfig
 from minitron.cost import PUBLISHED, num_parameters
 from minitron.cost.sharding import zero_bytes
-from minitron.course.graders import Mistake, asked, expect
+from minitron.course.graders import Mistake, apart, asked, expect
 
 Layout = tuple[int, int, int, int]
 
@@ -111,19 +111,22 @@ def grade_11_3(layouts: Callable) -> None:
     for case in cases():
         with asked(f"layouts of {case.num_gpus} GPUs, {case.gpus_per_node} a node, batch "
                    f"{case.batch_size}: {case.text}"):
-            impossible: list[Layout] = []
-            answer = layouts(*case[1:6], partial(_needed, case, impossible))
+            answer, called = apart(ask, layouts, case)
             _expect_layouts(answer)
             _expect_right([tuple(layout) for layout in answer], case)
+            impossible = [each for each in called if not all(conditions(case, each).values())]
             _expect_asked_of_possible(impossible, case)
 
 
-def _needed(case: Case, impossible: list[Layout], dp: int, tp: int, pp: int, zero: int) -> int:
-    layout = dp, tp, pp, zero
-    if not all(conditions(case, layout).values()):
-        impossible.append(layout)
-        return 0
-    return case.bytes_needed(*layout)
+def ask(layouts: Callable, case: Case) -> tuple:
+    """What is returned, and of which layouts bytes_needed was asked on the way."""
+    called: list[Layout] = []
+
+    def bytes_needed(dp: int, tp: int, pp: int, zero: int) -> int:
+        called.append((dp, tp, pp, zero))
+        return case.bytes_needed(dp, tp, pp, zero)
+
+    return layouts(*case[1:6], bytes_needed), called
 
 
 def _expect_layouts(answer) -> None:
