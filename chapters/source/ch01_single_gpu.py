@@ -389,9 +389,9 @@ print(f"gradient off by {relative_difference(wrong_gradient, one_batch):.0%} of 
 print(inspect.getsource(accumulate_gradients))
 
 # %% [markdown]
-# `num_tokens` is counted over *all* micro-batches before the first one runs. Each adds a *sum*
-# divided by that one number. `loss.backward()` frees the activations of its micro-batch before the
-# next one starts, which is the whole point.
+# `divisor` counts the targets of *all* micro-batches before the first one runs. Each micro-batch
+# adds a *sum* divided by that one number. `loss.backward()` frees the activations of its
+# micro-batch before the next one starts, which is the whole point.
 #
 # Does it compute the same gradient as the undivided batch? Not roughly: to the last digits.
 

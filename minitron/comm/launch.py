@@ -46,9 +46,9 @@ from minitron.config import ConfigError, require
 
 START_METHOD = "spawn" if sys.platform == "win32" else "forkserver"
 
-__all__ = ["SURROUNDINGS", "Failure", "RankError", "run", "run_apart", "torchrun_group"]
+__all__ = ["RANK_CONTEXTS", "Failure", "RankError", "run", "run_apart", "torchrun_group"]
 
-SURROUNDINGS: list[Callable[[], AbstractContextManager]] = []
+RANK_CONTEXTS: list[Callable[[], AbstractContextManager]] = []
 """What each rank that `run` starts enters before it calls its function, as the caller has."""
 
 
@@ -68,18 +68,18 @@ def run(
             "run() was called within a rank: call it outside, and pass what it returns")
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return _run_under_torchrun(fn, num_ranks, args)
-    if SURROUNDINGS:
-        fn = partial(_surrounded, list(SURROUNDINGS), fn)
+    if RANK_CONTEXTS:
+        fn = partial(_in_contexts, list(RANK_CONTEXTS), fn)
     error, values = _launched(fn, num_ranks, args, timeout, watch)
     if error is not None:
         raise error from None
     return [cloudpickle.loads(value) for value in values]
 
 
-def _surrounded(surroundings: list, fn: Callable, group, *args):
+def _in_contexts(contexts: list, fn: Callable, group, *args):
     with ExitStack() as stack:
-        for surrounding in surroundings:
-            stack.enter_context(surrounding())
+        for context in contexts:
+            stack.enter_context(context())
         return fn(group, *args)
 
 

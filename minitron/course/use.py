@@ -26,7 +26,7 @@ def use(*ids: str, root: Path = ROOT) -> Iterator[None]:
     """
     swapped = []
     on_ranks = partial(use, *ids, root=root)
-    launch.SURROUNDINGS.append(on_ranks)
+    launch.RANK_CONTEXTS.append(on_ranks)
     try:
         for exercise in [find(i, root) for i in ids]:
             require(exercise.replaces is not None, f"exercise {exercise} replaces nothing in "
@@ -39,7 +39,7 @@ def use(*ids: str, root: Path = ROOT) -> Iterator[None]:
                 swapped.append((original, mine))
         yield
     finally:
-        launch.SURROUNDINGS.remove(on_ranks)
+        launch.RANK_CONTEXTS.remove(on_ranks)
         for original, mine in reversed(swapped):
             _swap(mine, original)
 
