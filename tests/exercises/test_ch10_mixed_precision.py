@@ -138,7 +138,8 @@ def test_the_script_grows_skips_and_grows_again():
     for _, settings in ch10_scaler.CASES:
         events = ch10_scaler.history(settings, len(ch10_scaler.STEPS))
         assert events.count("grown") >= 3 and events.count("skipped") == 4
-        assert {"fine", "grown"} <= set(events[events.index("skipped"):])
+        later = {"fine", "grown"} if settings.interval > 1 else {"grown"}
+        assert later <= set(events[events.index("skipped"):])
 
 
 def test_the_norm_exceeds_its_limit_now_and_then_on_all_ranks_together():

@@ -906,7 +906,7 @@ MISTAKES = {
 
 FURTHER = {
     "place_of": {
-        numpys: "int(...) of what NumPy",
+        numpys: "it returned an object of type numpy.int64",
     },
     "gradient_norm": {
         divides_the_cut: "the other way round",
