@@ -35,14 +35,15 @@ def accumulate_gradients(
     """Add the gradient of one large batch into .grad, one micro-batch at a time.
 
     The loss is the mean cross-entropy over all counted target tokens of all micro-batches
-    together, that is their sum over their number. Add its gradient to whatever .grad already holds,
-    and return the loss: a float, or a detached tensor without dimensions. Only one micro-batch's
-    activations may be alive at a time: run its backward pass before the next forward pass. No
-    optimizer step, no zero_grad. If no target counts at all, the loss is 0.
+    together: the sum of the tokens' losses divided by the number of counted tokens. Add its
+    gradient to whatever .grad already holds, and return the loss: a float, or a detached tensor
+    without dimensions. Only one micro-batch's activations may be alive at a time: run its backward
+    pass before the next forward pass. No optimizer step, no zero_grad. If no target counts at all,
+    the loss is 0.
 
-    sum_loss(logits, targets) is the cross-entropy of one micro-batch, summed over its counted
-    targets. divisor, if it is given, takes the place of the number: several ranks train on one
-    batch, and then the package passes what all of them have counted, shared out over the ranks.
+    sum_loss(logits, targets) returns the cross-entropy of one micro-batch, summed over its counted
+    targets. If divisor is given, divide by it instead of counting: when several ranks share one
+    batch, none of them sees all of its targets, so the package passes the right divisor.
 
     Shapes: each micro-batch is (inputs, targets), both (B, S) int64; B and the number of ignored
     targets differ from one to the next, and all targets of one may be ignored.

@@ -22,8 +22,8 @@ from minitron.parallel import data_parallel
 class Given:
     """What 4.3 and 4.4 start from: equal weights, a switch, and a mean for the training loop.
 
-    find_unused_parameters lets the package's own classes accept a parameter without a gradient.
-    Yours always do, as their text says: nothing depends on it.
+    The package's classes accept a parameter without a gradient only with find_unused_parameters.
+    Yours always accept one, so you can ignore the argument.
     """
 
     def __init__(
