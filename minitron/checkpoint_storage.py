@@ -160,9 +160,8 @@ def read_table(folder: Path) -> Metadata:
             chunks.append(chunk)
             files[MetadataIndex(name, chunk.offsets)] = file
             claimed[file] += prod(chunk.sizes) * DTYPES[dtype].itemsize
-        distinct = {chunk.offsets for chunk in chunks}
         volume = sum(prod(chunk.sizes) for chunk in chunks)
-        if volume != prod(shape) or len(distinct) < len(chunks):
+        if volume != prod(shape) or any(map(overlap, *neighbors(chunks))):
             raise ValueError(f"{TABLE}: the boxes of {name!r:.80} do not fill it")
         tensors[name] = TensorStorageMetadata(TensorProperties(DTYPES[dtype]), shape, chunks)
 
@@ -171,6 +170,27 @@ def read_table(folder: Path) -> Metadata:
         if size > found:
             raise ValueError(f"{TABLE}: promises {size:,} bytes in {file}, which has {found:,}")
     return Metadata(tensors, storage_data=files)
+
+
+def neighbors(chunks: list[ChunkStorageMetadata]) -> tuple[list, list]:
+    """The pairs of boxes that share an index of the first dim, as two lists."""
+    pairs, open_boxes = [], []
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets):
+        start = chunk.offsets[:1]
+        open_boxes = [box for box in open_boxes if not start or end_of(box) > start[0]]
+        pairs += [(box, chunk) for box in open_boxes]
+        open_boxes.append(chunk)
+    return [a for a, _ in pairs], [b for _, b in pairs]
+
+
+def end_of(box: ChunkStorageMetadata) -> int:
+    return box.offsets[0] + box.sizes[0]
+
+
+def overlap(one: ChunkStorageMetadata, other: ChunkStorageMetadata) -> bool:
+    """Whether two boxes of a tensor have an element in common, or are both of a tensor without."""
+    return all(a < b + n and b < a + m for a, m, b, n in
+               zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True))
 
 
 def read_box(box, shape: Size, where: str) -> tuple[ChunkStorageMetadata, str]:

@@ -100,5 +100,6 @@ def refused(error: Exception) -> int | None:
     if name is None:
         sys.stdout = None  # or what it could not write is tried again at exit
     remedy = "make room" if number in disk.NO_ROOM else "choose another path"
-    print(f"minitron: {name or 'the output'}: {os.strerror(number)}; {remedy}", file=sys.stderr)
+    told = ConfigError(f"{name or 'the output'}: {os.strerror(number)}; {remedy}")  # on one line
+    print(f"minitron: {told}", file=sys.stderr)
     return 2

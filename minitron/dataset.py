@@ -84,7 +84,7 @@ class Shard:
 
     def __init__(self, path: Path):
         self.path, self.count = path, count_tokens(path)
-        self.file = path.open("rb", buffering=0)
+        self.file = path.open("rb")
         weakref.finalize(self, self.file.close)
 
     def __len__(self) -> int:

@@ -4,15 +4,16 @@ import errno
 import json
 import os
 import re
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from minitron.config import ConfigError
 
-NO_ROOM = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS")
-           if hasattr(errno, name)}
-REFUSALS = NO_ROOM | {getattr(errno, name) for name in (
+NO_ROOM = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG") if hasattr(errno, name)}
+NO_WRITES = NO_ROOM | {errno.EROFS}
+REFUSALS = NO_WRITES | {getattr(errno, name) for name in (
     "EIO", "ESTALE", "EACCES", "EPERM", "ENAMETOOLONG", "ENOTDIR", "EISDIR", "EEXIST", "ELOOP",
 ) if hasattr(errno, name)}
 """Errors that are the user's to mend: no room, no permission, no such place."""
@@ -29,7 +30,7 @@ def refusal(error: BaseException) -> int | None:
     if number is None and told is not None:
         number = int(told[1])
     is_named = getattr(error, "filename", None) is not None
-    return number if number in (REFUSALS if is_named else NO_ROOM | {errno.EIO}) else None
+    return number if number in (REFUSALS if is_named else NO_WRITES | {errno.EIO}) else None
 
 
 @contextmanager
@@ -45,15 +46,28 @@ def writing(path: Path, remedy: str = "make room, or choose another folder") -> 
         raise
     except Exception as error:
         number, name = refusal(error), getattr(error, "filename", None)
-        if number is None or (name is not None and number not in NO_ROOM):
+        if number is None or (name is not None and number not in NO_WRITES):
             raise
         raise ConfigError(
             f"{name or path}: cannot be written ({os.strerror(number)}); {remedy}") from error
 
 
 def open_itself(path: str | Path, flags: int) -> int:
-    """os.open, but no link: a run's folder may come from a stranger, and links lead out of it."""
-    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0), 0o666)
+    """os.open, but no link and no pipe: a run's folder may come from a stranger.
+
+    A link would lead out of it, and a pipe would block. Raises ConfigError for a pipe.
+    """
+    for name in ("O_NOFOLLOW", "O_CLOEXEC", "O_NONBLOCK"):
+        flags |= getattr(os, name, 0)
+    try:
+        file = os.open(path, flags, 0o666)
+        if not stat.S_ISFIFO(os.fstat(file).st_mode):
+            return file
+        os.close(file)
+    except OSError as error:
+        if error.errno != errno.ENXIO:  # of a pipe that nobody reads
+            raise
+    raise ConfigError(f"{path}: is a pipe, not a file; remove it, or choose another --run-dir")
 
 
 def replace(path: Path, content: bytes) -> None:

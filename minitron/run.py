@@ -16,7 +16,7 @@ from minitron.comm.agreement import (
 )
 from minitron.config import Config, ConfigError
 from minitron.config_file import to_dict
-from minitron.corpus.contents import fingerprint, read_contents, require_tokens
+from minitron.corpus.contents import Contents, fingerprint, read_contents, require_tokens
 from minitron.corpus.folder import end_of_document, load_tokenizer
 from minitron.dataset import TokenDataset
 from minitron.measure.divergence import FirstFault
@@ -50,13 +50,17 @@ from minitron.training import Training
 class Run(Training):
     """A model in training: what it owns, one step of it, and what a checkpoint holds.
 
-    `group` holds all ranks; None is a run of one process.
+    `group` holds all ranks; None is a run of one process. `contents` are those of the data, where
+    they have been read already.
 
     `step` counts the optimizer steps done, of which `first_step` were done before this process
     began. Raises ConfigError if data, model, device and ranks do not fit together.
     """
 
-    def __init__(self, config: Config, folder: Path, group: Group = None):
+    def __init__(
+        self, config: Config, folder: Path, group: Group = None,
+        contents: dict[str, Contents] | None = None,
+    ):
         self.group = group
         self.rank, self.size = rank_and_size(group)
         self.folder = folder
@@ -70,7 +74,7 @@ class Run(Training):
             require_memory(config, self.size, memory_bytes(device), str(device),
                            self.num_eval_sequences)
 
-        contents = read_contents(config.data.path, group)
+        contents = contents or read_contents(config.data.path, group)
         require_tokens(config.data.path, contents, config.model.vocab_size)
         self.fingerprint = fingerprint(self.dataset, contents)
 
@@ -89,13 +93,26 @@ class Run(Training):
         )
         self.stop = Stop(group)
         self.step = self.first_step = 0
-        self.position = 0  # samples read
+        self.position = 0  # samples trained on
+        self.read_ahead: tuple[int, Tensor] | None = None
 
     def open_data(self, config: Config) -> None:
         S = config.data.sequence_length
         self.dataset = TokenDataset(config.data.path, "train", S, config.train.seed)
         self.validation = TokenDataset(config.data.path, "val", S, seed=None)
         self.num_eval_sequences = min(config.train.eval_sequences, self.validation.num_samples)
+
+    def next_batch(self) -> Tensor:
+        """This rank's tokens of the next step, (B, S+1), which are read once.
+
+        The loop asks for them before the ranks agree to go on: a shard that only one rank finds cut
+        short ends all of them after the same step.
+        """
+        if self.read_ahead is None or self.read_ahead[0] != self.position:
+            tokens = self.dataset.batch(self.position, self.config.train.global_batch_size,
+                                        self.data_rank, self.data_size)
+            self.read_ahead = self.position, tokens
+        return self.read_ahead[1]
 
     def train_step(self) -> dict:
         """Take one step; returns its row of the log, with loss and norm still on the device."""
@@ -104,10 +121,7 @@ class Run(Training):
             self.step, config.learning_rate, config.min_learning_rate, config.warmup_steps,
             config.steps,
         )
-        batch = self.dataset.batch(
-            self.position, config.global_batch_size, self.data_rank, self.data_size
-        )
-        micro_batches = self.micro_batches(batch, config.global_batch_size)
+        micro_batches = self.micro_batches(self.next_batch(), config.global_batch_size)
         random_state = self.random_state()  # a step that fails is repeated, to tell where
         try:
             loss, grad_norm = self.update(micro_batches, rate)
@@ -148,7 +162,8 @@ class Run(Training):
     def evaluate(self) -> float:
         """Mean loss over the first `eval_sequences` validation sequences, nats per token."""
         num_sequences = self.num_eval_sequences
-        batch = self.validation.batch(0, num_sequences, self.data_rank, self.data_size)
+        with one_fault_fails_all(self.group):
+            batch = self.validation.batch(0, num_sequences, self.data_rank, self.data_size)
         sum_loss = getattr(self.parallel, "summed_loss", summed_loss)
         self.model.eval()
         total = self.sum_losses(self.micro_batches(batch, num_sequences), sum_loss)

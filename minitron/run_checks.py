@@ -239,7 +239,7 @@ def require_same_training(facts: dict, config: Config, folder: Path, fingerprint
             f"set it to {before}, or start a new run without --resume",
         )
     require(
-        fingerprint.startswith(facts["fingerprint"]),  # an old run's is the first half
+        facts["fingerprint"] in (fingerprint, fingerprint[:64]),  # an old run's is the first half
         f"{config.data.path}: holds other tokens than {folder} was trained on; "
         "write the same corpus again, or start a new run without --resume",
     )

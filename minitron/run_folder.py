@@ -16,6 +16,8 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
+import psutil
+
 from minitron.checkpoint import checkpoints
 from minitron.config import ConfigError, require
 from minitron.disk import open_itself, writing
@@ -49,8 +51,8 @@ class Claim:
             self.file = open_itself(self.path, os.O_RDWR | os.O_CREAT)
         end = time.monotonic() + (SECONDS_TO_RETAKE if is_restart else 0)
         while not self.try_lock():
-            host, owner = self.owner()
-            if time.monotonic() >= end or host == socket.gethostname():
+            is_here, owner = self.owner()
+            if time.monotonic() >= end or is_here:
                 self.close()
                 raise ConfigError(f"{self.path.parent}: {owner} is training in it: end that one "
                                   "first, or choose another --run-dir")
@@ -72,14 +74,15 @@ class Claim:
             os.pwrite(self.file, json.dumps(name).encode() + b"\n", 0)
         return True
 
-    def owner(self) -> tuple[str | None, str]:
-        """The host of the process that holds the lock, and what to call that process."""
+    def owner(self) -> tuple[bool, str]:
+        """Whether the process that holds the lock is seen to live on this host; what to call it."""
         try:
             name = json.loads(os.pread(self.file, 4096, 0))
-            host, pid, since = (str(name[key]) for key in ("host", "pid", "since"))
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return None, "another process"
-        return host, f"process {pid} on {host} (since {since})"
+            host, pid, since = str(name["host"]), int(name["pid"]), str(name["since"])
+            is_here = host == socket.gethostname() and pid != os.getpid() and psutil.pid_exists(pid)
+        except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
+            return False, "another process"
+        return is_here, f"process {pid} on {host} (since {since})"
 
     def close(self) -> None:
         """Let others have the folder; the file stays: to remove it is to race with who opens it."""

@@ -28,6 +28,7 @@ from minitron.comm.launch import is_torchrun_rank, restarts, torchrun_group
 from minitron.comm.watchdog import Watchdog
 from minitron.config import Config, ConfigError, require
 from minitron.config_file import from_dict, load, to_dict
+from minitron.corpus.contents import Contents, read_contents
 from minitron.files import read_json
 from minitron.hugging_face.config import read_model_config
 from minitron.hugging_face.folder import require_fits
@@ -56,11 +57,14 @@ def train(
     there is one. `group` holds all ranks; rank 0 writes what the others read, and keeps other
     processes out of `folder`. `interruption` hears the signals.
     """
+    with one_fault_ends_all(group):  # before the watchdog: the first time, it reads all tokens
+        contents = read_contents(config.data.path, group)
     watchdog = Watchdog(folder / "hang", group, config.train.hang_timeout)
     with closing(Claim(folder)) as claim, watchdog:
         with one_fault_ends_all(group):
-            run = begin(config, folder, resume, group, restart, weights, claim)
+            run = begin(config, folder, resume, group, restart, weights, claim, contents)
             run.stop.interruption = interruption or run.stop.interruption
+            run.next_batch()
             with disk.writing(folder):
                 log = open_log(config.log, folder, run.rank, run.step, to_dict(run.config))
                 trace = open_trace(config, folder, run.rank, run.step, run.device)
@@ -83,7 +87,7 @@ def train(
 
 def begin(
     config: Config, folder: Path, resume: bool, group: Group, restart: bool, weights: Path | None,
-    claim: Claim,
+    claim: Claim, contents: dict[str, Contents],
 ) -> Run:
     """A run at its first step, or where its newest checkpoint was written."""
     rank, _ = rank_and_size(group)
@@ -93,7 +97,7 @@ def begin(
         require_place(folder, resume, restart)
         if weights is not None:
             require_fits(weights, config)
-    run = Run(config, folder, group)
+    run = Run(config, folder, group, contents)
     with one_fault_fails_all(group):
         if rank == 0:  # only now is a folder made
             claim.take(restart)
@@ -118,6 +122,8 @@ def loop(run: Run, log: MetricsLog, bar: Progress, trace: Trace, watchdog: Watch
         rows.append(run.train_step())
         with run.stop.telling():
             trace.step()
+            if run.step < config.steps:
+                run.next_batch()
         watchdog.beat()
         is_stopped = run.stop.agreed() is not None
 
@@ -132,6 +138,7 @@ def loop(run: Run, log: MetricsLog, bar: Progress, trace: Trace, watchdog: Watch
             rows = []
         if is_stopped:  # first what must not be lost: whoever has sent the signal may not wait long
             run.save()
+            run.saver.wait()
         if due(config.eval_every):
             evaluate(run, log, bar, progress)
             watchdog.beat()

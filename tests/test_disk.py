@@ -134,7 +134,7 @@ def test_a_curve_that_tensorboard_cannot_write_is_one_line(config, tmp_path, mon
 
 @pytest.mark.parametrize("error, told", [
     (OSError(errno.ENOSPC, "x"), "the output: No space left on device; make room"),
-    (OSError(errno.EROFS, "x", "a/b"), "a/b: Read-only file system; make room"),
+    (OSError(errno.EROFS, "x", "a/b"), "a/b: Read-only file system; choose another path"),
     (OSError(errno.ENAMETOOLONG, "x", "a/b"), "a/b: File name too long; choose another path"),
     (PermissionError(errno.EACCES, "x", "a/b"), "a/b: Permission denied; choose another path"),
     (Exception("x (os error 28)"), "the output: No space left on device; make room"),  # from Rust

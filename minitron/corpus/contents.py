@@ -41,29 +41,32 @@ class Contents:
 def read_contents(folder: Path, group: Group = None) -> dict[str, Contents]:
     """The contents of every shard, by its name, on every rank; all ranks call.
 
-    Each rank reads its share of the shards. Raises ConfigError on all ranks if one cannot read, or
-    if the folders of two nodes hold different shards.
+    Each rank reads its share of the shards: where nodes have copies of the folder, they are taken
+    to be alike if they hold files of the same names and sizes. Raises ConfigError on all ranks if
+    one cannot read, or finds other files.
     """
     rank, size = rank_and_size(group)
     with one_fault_fails_all(group):
         paths = [*sorted(folder.glob("train_*.bin")), *sorted(folder.glob("val_*.bin"))]
         found = remembered(folder, paths)
         missing = [path for path in paths[rank::size] if path.name not in found]
+        stamps = {path.name: stamp(path) for path in missing}  # before they are read
         num_bytes = sum(path.stat().st_size for path in missing)
         with Progress(total=num_bytes, desc=f"reading {folder}", unit="B", unit_scale=True,
                       disable=rank != 0) as bar:
             found |= {path.name: read_shard(path, bar) for path in missing}
-    names = [path.name for path in paths]
+        sizes = {path.name: path.stat().st_size for path in paths}
     merged: dict[str, Contents] = {}
-    for other, (present, theirs) in enumerate(gathered((names, found), group)):
-        same = present == names and all(merged.get(name, each) == each
+    for other, (present, theirs, read) in enumerate(gathered((sizes, found, stamps), group)):
+        same = present == sizes and all(merged.get(name, each) == each
                                         for name, each in theirs.items())
         require(same, f"{folder}: rank {other} finds other shards there than the ranks before it; "
                 "copy the same folder to every node")
         merged |= theirs
-    if rank == 0 and len(merged) > len(remembered(folder, paths)):
-        remember(folder, paths, merged)
-    return {name: merged[name] for name in names}
+        stamps |= read
+    if rank == 0 and stamps:
+        remember(folder, stamps, merged)
+    return {name: merged[name] for name in sizes}
 
 
 def fingerprint(dataset: TokenDataset, contents: dict[str, Contents]) -> str:
@@ -123,14 +126,21 @@ def remembered(folder: Path, paths: list[Path]) -> dict[str, Contents]:
         return {}
 
 
-def remember(folder: Path, paths: list[Path], contents: dict[str, Contents]) -> None:
-    """Write contents.json, if the folder can be written, for the files that have settled."""
-    entries = {path.name: {"stamp": stamp(path), **asdict(contents[path.name])} for path in paths}
+def remember(folder: Path, stamps: dict[str, list[int]], contents: dict[str, Contents]) -> None:
+    """Add to contents.json, if the folder can be written, what has been read of settled files.
+
+    `stamps` were taken before the reading: a file that has changed meanwhile has another one now.
+    """
     settled = time.time_ns() - SETTLED_NS
-    entries = {name: entry for name, entry in entries.items() if entry["stamp"][2] < settled}
+    entries = {name: {"stamp": stamp, **asdict(contents[name])} for name, stamp in stamps.items()
+               if stamp[2] < settled}
     temporary = folder / f"contents.json.{os.getpid()}.tmp"
     try:
-        temporary.write_text(json.dumps(entries, indent=2) + "\n")
+        known = read_json(folder / "contents.json")
+    except (OSError, ValueError):
+        known = {}
+    try:
+        temporary.write_text(json.dumps(known | entries, indent=2) + "\n")
         os.replace(temporary, folder / "contents.json")
     except OSError:
         temporary.unlink(missing_ok=True)

@@ -16,6 +16,7 @@ import torch
 
 from minitron import disk
 from minitron.config import ConfigError, LogConfig
+from minitron.files import read_text
 from minitron.measure.metrics import REMEDY, MetricsLog
 
 
@@ -96,7 +97,7 @@ class WandbLog:
         saved = folder / "wandb_id"
         self.run = wandb.init(
             project=project, dir=str(folder), name=folder.name, config=settings,
-            id=saved.read_text() if saved.exists() else None, resume="allow",
+            id=read_text(saved, most_bytes=1000) if saved.exists() else None, resume="allow",
         )
         disk.replace(saved, self.run.id.encode())
         # Not wandb's own count, which cannot go back to the step of a checkpoint.
