@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from minitron.comm.descendants import kill_descendants
 from minitron.config import require
 from minitron.course import records
 from minitron.course.exercises import (
@@ -247,7 +248,8 @@ def _end(process: subprocess.Popen) -> None:
         with suppress(ProcessLookupError, PermissionError):  # macOS says the second of a zombie
             os.killpg(process.pid, signal.SIGKILL)
     else:
-        process.kill()  # Windows has no process groups of this kind
+        kill_descendants(process.pid)  # Windows has no process groups of this kind
+        process.kill()
     process.wait()
 
 

@@ -70,6 +70,35 @@ def count_processes(monkeypatch):
     return started
 
 
+# Each case: what stands above the solution of 1.4, and on which line of it; all of it is harmless.
+HARMLESS = {
+    "imports a module for the first time": ("import sys\nsys.path.insert(0, 'FOLDER')\n"
+                                            "import never_imported_before", ""),
+    "warns": ("import warnings", "    warnings.warn('a look at the caller', stacklevel=2)"),
+    "shows where it is": ("import traceback", "    traceback.print_stack()"),
+    "uses a library's classes": (
+        "import abc, contextlib, typing\nfrom dataclasses import dataclass\n"
+        "@dataclass(frozen=True)\nclass Plan(typing.Generic[typing.TypeVar('T')], abc.ABC):\n"
+        "    size: int", "    with contextlib.suppress(KeyError):\n        Plan(1)"),
+    "starts threads": ("from concurrent.futures import ThreadPoolExecutor",
+                       "    ThreadPoolExecutor(1).submit(print).result()"),
+}
+
+
+@pytest.mark.parametrize(("above", "inside"), HARMLESS.values(), ids=HARMLESS)
+def test_a_right_answer_may_use_python(root, tmp_path, monkeypatch, above, inside):
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    (tmp_path / "never_imported_before.py").write_text("VALUE = 1\n")
+    text, solution = (root / FILE).read_text(), SOURCE.read_text()
+    right = solution[solution.index("def plan_batch("):].replace("plan_batch", "plan")
+    write(root, text.replace("import math\n", f"import math\n{above}\n", 1)
+          .replace("FOLDER", str(tmp_path)) + f"\n\n{right}")
+    answer(root, f"{inside}\n    return plan(tokens_per_step, sequence_length, num_ranks, "
+                 "largest_micro_batch)")
+    report = check("1.4", root=root)
+    assert report.passed, str(report)
+
+
 # Each case: what the learner wrote for 1.4, and what the report must say.
 DEADLY = {
     "endless loop": ("    while True:\n        pass", ["still running", "at line ", "loop"]),

@@ -104,7 +104,8 @@ def verdict_on(error: Exception, exercise: Exercise, path: Path) -> Verdict:
         likely = "the call, or what it returned, does not fit: compare with the docstring"
     lines = [f"{path.name}, line {frame.line}, in {frame.function}\n  {frame.source}"
              for frame in frames[-TRACEBACK_LINES:]]
-    return Verdict("failed", _request(error), "\n".join([*lines, f"{name}: {message}"]), likely)
+    lines.append(f"{name}: {message}".removesuffix(": "))
+    return Verdict("failed", _request(error), "\n".join(lines), likely)
 
 
 def _request(error: BaseException) -> str:

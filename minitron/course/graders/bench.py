@@ -191,7 +191,8 @@ def raise_again(reply: Raised) -> None:
     if failure.error == "Forbidden":
         raise Mistake(failure.message, FORBIDDEN)
     kinds = [vars(builtins).get(name) for name in reply.kinds]
-    kind = next((k for k in kinds if isinstance(k, type) and issubclass(k, Exception)), Exception)
+    kind = next((k for k in kinds if isinstance(k, type) and issubclass(k, Exception)
+                 and not issubclass(k, BaseExceptionGroup)), Exception)
     raise type(failure.error, (LearnersError, kind), {})(failure)
 
 

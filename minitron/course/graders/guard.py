@@ -15,23 +15,28 @@ Read in this order: Guard, then what it refuses.
 
 import builtins
 import inspect
+import linecache
 import os
 import sys
+import sysconfig
 import threading
+import tokenize
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType, ModuleType
-
-import torch
-import torch.distributed
-import torch.nn.functional
+from types import CodeType, FrameType, FunctionType
 
 from minitron.course.exercises import ROOT, Exercise
 from minitron.course.graders.answers import package_answers
+from minitron.course.graders.instruments import find_instruments, snapshot
 from minitron.course.graders.verdicts import Forbidden
 
 PACKAGE = str(Path(__file__).parents[2])
+COURSE = str(Path(__file__).parents[1]) + os.sep
+LIBRARIES = ("<", *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib")))
+"""Where the methods come from that an answer's class inherits, or that a decorator has made."""
+SHOW_SOURCE = (linecache.__file__, tokenize.__file__)
+DEBUGGER = os.sep + "bdb.py"
 SECRETS = ("solutions", "tests", ".minitron", "minitron/course")
 NO_IMPORT = ("minitron.course", "solutions", "exercises", "tests", "ctypes", "_ctypes",
              "subprocess", "multiprocessing")
@@ -44,7 +49,7 @@ BY_ANYONE = {
     "os.fork": "starts a process", "os.forkpty": "starts a process",
     "os.exec": "starts a program", "os.posix_spawn": "starts a process",
     "os.spawn": "starts a process", "pty.spawn": "starts a process",
-    "_thread.start_new_thread": "starts a thread", "os.kill": "sends a signal",
+    "os.kill": "sends a signal",
     "signal.pthread_kill": "sends a signal", "gc.get_objects": "looks through all objects",
     "gc.get_referrers": "looks through all objects", "sys.settrace": "traces the grader",
     "sys.setprofile": "traces the grader", "sys.addaudithook": "traces the grader",
@@ -69,8 +74,6 @@ DIRECTLY = {
 WATCHED = {*BY_ANYONE, *DIRECTLY, "open"}
 
 
-
-
 class Guard:
     """Watches over one learner's file in this process."""
 
@@ -81,14 +84,15 @@ class Guard:
         self.told: list[str] = []
         self.state = threading.local()
         self.guarded_files: set[str] = set()
-        self.instruments = _find_instruments()
+        self.instruments = find_instruments()
         # A test that grades the package itself hands in a file of the package.
         self.grades_package = str(path).startswith(PACKAGE + os.sep)
         for name in () if self.grades_package else package_answers(exercise):
             self.forbid_calls(name, f"{name.partition(':')[2]} of minitron is called")
         for name in STARTS_PROCESSES:
             self.forbid_calls(name, "a process is started")
-        self.before = _snapshot(self.instruments)
+        self.before = snapshot(self.instruments)
+        sys.dont_write_bytecode = True  # or a first import would be taken for the learner's writing
         sys.addaudithook(self._audit)
 
     def refuse(self, what: str) -> None:
@@ -104,7 +108,7 @@ class Guard:
     def expect_intact(self) -> None:
         """Raise Forbidden if the learner's code has changed what its work is measured with."""
         self.expect_untold()
-        after = _snapshot(self.instruments)
+        after = snapshot(self.instruments)
         for (owner, name), (value, code) in self.before.items():
             now = after.get((owner, name), (None, None))
             if now[0] is not value or now[1] is not code:
@@ -116,6 +120,9 @@ class Guard:
         """The built-in functions for the learner's file: some imports and breakpoint() are told."""
         def guarded_import(name, globals=None, locals=None, fromlist=(), level=0):
             for module in [name, *(f"{name}.{part}" for part in fromlist or ())]:
+                if module.startswith("exercises"):
+                    self.refuse(f"{module} is imported, but a file is graded alone: copy what you "
+                                "need into it")
                 if f"{module}.".startswith(tuple(f"{refused}." for refused in NO_IMPORT)):
                     self.refuse(f"{module} is imported")
             return builtins.__import__(name, globals, locals, fromlist, level)
@@ -130,6 +137,8 @@ class Guard:
         for name, answer in functions.items():
             for function in self._written(name, answer):
                 file = function.__code__.co_filename
+                if file.startswith(LIBRARIES):
+                    continue
                 in_package = file.startswith(PACKAGE + os.sep)
                 if in_package and not self.grades_package:
                     self.refuse(f"{name} is the package's own {function.__qualname__}")
@@ -139,7 +148,8 @@ class Guard:
 
     def look_at_names(self, name: str, code: CodeType) -> None:
         """Refuse code that uses what leads behind the check."""
-        hidden = NO_NAMES & set(_names(code))
+        names = set(_names(code))
+        hidden = NO_NAMES & names | {each for each in names if each.startswith("minitron.course")}
         if hidden:
             self.refuse(f"{name} uses {', '.join(sorted(hidden))}, which looks behind the check")
 
@@ -150,7 +160,7 @@ class Guard:
             return [function]
         if not isinstance(function, type):
             self.refuse(f"{name} is a {type(answer).__module__}.{type(answer).__name__}, not a "
-                        "function or class written here")
+                        "function or class: write it with def or class")
         return [method for cls in function.__mro__
                 if cls.__module__.split(".")[0] not in ("builtins", "torch")
                 for method in _functions_of(cls)]
@@ -212,6 +222,8 @@ class Guard:
         line = stack[own.index(True)].f_lineno
         if event == "exec" and args[0].co_filename in self.guarded_files:
             return f"line {line} runs {os.path.basename(args[0].co_filename)} of minitron again"
+        if any(frame.f_code.co_filename.endswith(DEBUGGER) for frame in stack):
+            return f"line {line} starts a debugger, and a check has no terminal"
         if event in BY_ANYONE:
             return f"line {line} {BY_ANYONE[event]} ({event})"
         if event in DIRECTLY:
@@ -221,8 +233,10 @@ class Guard:
         if not isinstance(args[0], str | bytes | os.PathLike):
             return None
         file = os.path.abspath(os.fsdecode(args[0]))
-        if event == "open" and _writes(args) and "__pycache__" not in file and file != os.devnull:
+        if event == "open" and _writes(args) and file != os.devnull:
             return f"line {line} writes to {file}"
+        if file.startswith(COURSE) and stack[0].f_code.co_filename in SHOW_SOURCE:
+            return None  # a warning or a traceback shows a line
         is_secret = f"{file}{os.sep}".startswith(self.secrets) and file not in self.files
         return f"line {line} reads {file}" if is_secret else None
 
@@ -235,10 +249,13 @@ def _functions_of(cls: type) -> list[FunctionType]:
 
 
 def _names(code: CodeType) -> Iterator[str]:
+    """The names and the strings in a piece of code: getattr() takes either."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
+        if isinstance(constant, str):
+            yield constant
 
 
 def _copy(function: FunctionType) -> FunctionType:
@@ -265,33 +282,3 @@ def _in_front(*args, **kwargs):
 def _writes(args: tuple) -> bool:
     mode, flags = args[1], args[2]
     return bool(set(mode or "") & set("wax+")) or bool((flags or 0) & (os.O_WRONLY | os.O_RDWR))
-
-
-# What the graders measure with
-
-
-def _find_instruments() -> list[ModuleType]:
-    own = ("minitron.measure", "minitron.course", "minitron.comm.rank_process")
-    return [torch, torch.nn.functional, torch.autograd, torch.distributed,
-            torch.distributed.distributed_c10d, builtins,
-            *(module for name, module in list(sys.modules.items()) if name.startswith(own))]
-
-
-def _snapshot(modules: list[ModuleType]) -> dict[tuple[str, str], tuple[object, object]]:
-    """Every function and class of these modules, and of their classes, with its code."""
-    seen = {("sys.modules", module.__name__): (sys.modules.get(module.__name__), None)
-            for module in modules}
-    for module in modules:
-        for name, value in list(vars(module).items()):
-            if callable(value):
-                seen[module.__name__, name] = value, getattr(value, "__code__", None)
-            is_ours = issubclass(type(value), type) and value.__module__ == module.__name__
-            if is_ours and module.__name__.startswith("minitron."):
-                seen |= _methods(value)
-    return seen | _methods(torch.Tensor)
-
-
-def _methods(cls: type) -> dict[tuple[str, str], tuple[object, object]]:
-    values = {name: value for base in reversed(cls.__mro__) for name, value in vars(base).items()}
-    return {(cls.__qualname__, name): (value, getattr(value, "__code__", None))
-            for name, value in values.items() if callable(value)}

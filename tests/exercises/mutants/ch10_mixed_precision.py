@@ -4,10 +4,14 @@ A docstring states the idea behind the answer.
 """
 
 import math
+from contextlib import ContextDecorator
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+Optimizer = TypeVar("Optimizer")
 
 # 10.1
 
@@ -258,8 +262,11 @@ class RightElementByElement(Scaler):
         return True
 
 
-class RightCounting(Scaler):
-    """Counts from the last skipped step on, and grows whenever it can be divided."""
+class RightCounting(Scaler, ContextDecorator, Generic[Optimizer]):
+    """Counts from the last skipped step on, and grows whenever it can be divided.
+
+    Its bases come from Python's library, whose functions are not taken for the learner's.
+    """
 
     def count(self):
         self.num_good += 1
