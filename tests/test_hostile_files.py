@@ -21,7 +21,8 @@ from safetensors.torch import load_file, save_file
 from minitron import checkpoint, cli, command_line, train
 from minitron.checkpoint_storage import TABLE, read_table
 from minitron.config import Config, DataConfig, ModelConfig, TrainConfig
-from minitron.files import file_in, read_json, write_json
+from minitron.disk import write_json
+from minitron.files import file_in, read_json
 from minitron.hugging_face.folder import export
 from minitron.parallel.parts import Boxes
 
@@ -295,6 +296,8 @@ TABLES = {
         lambda tensors: {name: value.to(torch.float16) if value.dim() > 1 else value
                          for name, value in tensors.items()}),
     "random": of_mersenne,
+    "boxes overlap, and the volume is right": edit_embedding(
+        shape=[4], boxes=[[[start], [2], "rank_00000.safetensors"] for start in (0, 1)]),
 }
 
 
@@ -309,6 +312,23 @@ def test_what_a_checkpoint_states_is_checked(strangers, refused, harm):
         refused(*export)
         assert not list((strangers / "out").glob("*")) or not (strangers / "out").exists()
     assert path.is_dir() and not list(path.parent.glob("*.damaged"))
+
+
+def test_boxes_that_touch_fill_a_tensor_and_boxes_that_overlap_do_not(tmp_path):
+    def table_of(shape: list[int], *boxes) -> None:
+        write_json(tmp_path / TABLE, {"x": {"dtype": "F32", "shape": shape, "boxes": [
+            [*box, "rank_00000.safetensors"] for box in boxes]}})
+
+    (tmp_path / "rank_00000.safetensors").write_bytes(bytes(1000))
+    for shape, boxes in (([4], [([0], [2]), ([2], [2])]), ([], [([], [])]),
+                         ([2, 4], [([0, 2], [2, 2]), ([0, 0], [1, 2]), ([1, 0], [1, 2])])):
+        table_of(shape, *boxes)
+        assert len(read_table(tmp_path).storage_data) == len(boxes)
+    for shape, boxes in (([4], [([0], [2]), ([1], [2])]), ([4], [([2], [2]), ([2], [2])]),
+                         ([2, 4], [([0, 0], [2, 2]), ([0, 1], [2, 2])])):
+        table_of(shape, *boxes)
+        with pytest.raises(ValueError, match="boxes of 'x' do not fill it"):
+            read_table(tmp_path)
 
 
 def facts(**changes) -> Callable:
