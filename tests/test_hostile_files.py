@@ -74,7 +74,9 @@ def strangers(original, tmp_path) -> Path:
 
 def dispatch(args: list[str]) -> int:
     """As `minitron` does, but for the report that follows training."""
-    return train.main(args[1:]) if args[0] == "train" else cli.dispatch(args)
+    if args[0] == "train":
+        return train.exit_code(train.start(train.read_options(args[1:])))
+    return cli.dispatch(args)
 
 
 def minitron(capsys, monkeypatch, *words) -> tuple[int, list[str]]:
