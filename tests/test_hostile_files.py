@@ -680,6 +680,56 @@ def test_the_cache_of_hugging_face_may_link(strangers, capsys, monkeypatch):
         file_in(snapshot, "other")
 
 
+# The data and the TOML file
+
+
+def of_no_kind(kind: str, path: Path) -> None:
+    """Something in place of a file that cannot be read as one, or never ends."""
+    path.unlink(missing_ok=True)
+    match kind:
+        case "a pipe":
+            os.mkfifo(path)
+        case "a folder":
+            path.mkdir()
+        case "a device":
+            path.symlink_to("/dev/zero")
+
+
+@pytest.fixture
+def words_with_own_data(strangers) -> list:
+    """Train on a copy of the data in `strangers`, by a TOML file of the user's."""
+    shutil.copytree(json.loads((strangers / "data.json").read_text()), strangers / "data")
+    (strangers / "data.json").write_text(json.dumps(str(strangers / "data")))
+    return start_from(strangers)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no pipes among files")
+@pytest.mark.parametrize("kind", ["a pipe", "a folder", "a device"])
+@pytest.mark.parametrize("name", ["mine.toml", "data/corpus.json", "data/train_000.bin",
+                                  "data/val_000.bin", "data/tokenizer.json"])
+def test_what_is_no_regular_file_is_called_so(strangers, words_with_own_data, refused, name, kind):
+    assert (strangers / name).is_file()
+    of_no_kind(kind, strangers / name)
+    assert f"{strangers / name}: " in (told := refused(*words_with_own_data))
+    assert "not a regular file" in told
+
+
+@pytest.mark.parametrize("name", ["train_000.bin", "corpus.json", "tokenizer.json",
+                                  "contents.json"])
+def test_nothing_in_a_data_folder_is_executed(strangers, words_with_own_data, capsys, monkeypatch,
+                                              tmp_path, name):
+    payload = Payload(tmp_path / "executed")
+    monkeypatch.setattr("minitron.corpus.contents.SETTLED_NS", 0)
+    (strangers / "data" / name).write_bytes(pickle.dumps(payload))
+    code, lines = minitron(capsys, monkeypatch, *words_with_own_data)
+    if name == "contents.json":  # a memory, which is made anew
+        assert code == 0, lines
+        assert "train_000.bin" in read_json(strangers / "data" / name)
+    else:
+        assert code == 2 and lines[-1].startswith(f"minitron: {strangers / 'data' / name}: "), lines
+    assert not payload.marker.exists()
+
+
 def test_json_that_is_too_large_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr("minitron.files.MOST_BYTES", 100)
     (tmp_path / "large.json").write_text(json.dumps({"a": "b" * 100}))
