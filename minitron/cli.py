@@ -214,6 +214,15 @@ class Solution(OneExercise):
     """Show it although yours does not pass."""
 
 
+def require_no_words(args: list[str], command: Callable) -> None:
+    """Raise ConfigError for words after a command that takes none; `--help` exits with 0."""
+    name = command.__name__
+    if {"-h", "--help"} & set(args):
+        print(f"usage: minitron {name}\n\n{command.__doc__}")
+        raise SystemExit(0)
+    config.require(not args, f"{name}: takes no argument, not {' '.join(args)}")
+
+
 def check(args: list[str]) -> int:
     """Grade exercises."""
     from minitron.course.check import run_check
@@ -233,7 +242,7 @@ def status(args: list[str]) -> int:
     """Tell what is solved."""
     from minitron.course.check import run_status
 
-    config.require(not args, f"status: takes no argument, not {' '.join(args)}")
+    require_no_words(args, status)
     return run_status()
 
 
@@ -256,7 +265,7 @@ def doctor(args: list[str]) -> int:
     """Check this machine."""
     from minitron.course.doctor import run_doctor
 
-    config.require(not args, f"doctor: takes no argument, not {' '.join(args)}")
+    require_no_words(args, doctor)
     return run_doctor()
 
 

@@ -18,12 +18,16 @@ def load(path: Path, model: ModelConfig | None = None) -> Config:
 
     Raises ConfigError if the file is missing, is not TOML, or holds an unknown or ill-typed key.
     """
-    if not path.is_file():
+    if not path.exists():
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")])
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         raise ConfigError(f"{path}: there is no such file{hint}")
     try:
-        tables = tomllib.loads(read_text(path, LARGEST_FILE))
+        text = read_text(path, LARGEST_FILE)
+    except ValueError as error:  # no regular file, too large, or not UTF-8
+        raise ConfigError(f"{path}: {error}") from None
+    try:
+        tables = tomllib.loads(text)
     except RecursionError:
         raise ConfigError(f"{path}: not valid TOML: nested too deeply") from None
     except ValueError as error:  # also a number of thousands of digits

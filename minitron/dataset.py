@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from minitron.config import require
+from minitron.config import ConfigError, require
+from minitron.files import require_regular
 
 MAGIC = 20240520
 VERSION = 1
@@ -45,6 +46,10 @@ def count_tokens(path: Path) -> int:
 
     Raises ConfigError, naming the byte, if the header or the file's size is not what it must be.
     """
+    try:
+        require_regular(path)  # a pipe would block
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}; write the corpus again") from None
     size = path.stat().st_size
     require(
         size >= HEADER_BYTES,

@@ -196,7 +196,7 @@ def read_options(args: list[str], kind: type[TrainOptions] = TrainOptions) -> Tr
 def load_saved(folder: Path) -> Config:
     """Read the config of the run in `folder`; raises ConfigError if there is none."""
     saved = folder / "config.json"
-    require(saved.is_file(), f"{saved}: there is no run to resume; check --run-dir")
+    require(saved.exists(), f"{saved}: there is no run to resume; check --run-dir")
     try:
         return from_dict(read_json(saved), where=str(saved))
     except (OSError, ValueError) as error:  # a ConfigError, or not JSON

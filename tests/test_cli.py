@@ -33,7 +33,8 @@ def minitron(*words: str, cwd=None) -> subprocess.CompletedProcess:
     (["check", "77"], "exercise '77' does not exist"),
     (["hint"], "Missing"),
     (["hint", "1.1", "--level", "9"], "9"),
-    (["status", "now"], "takes no argument, not now"),
+    (["status", "now"], "status: takes no argument, not now"),
+    (["doctor", "--now"], "doctor: takes no argument, not --now"),
 ])
 def test_a_mistake_is_one_line_and_exit_code_2(words, message, tmp_path):
     with pytest.raises(ConfigError) as caught:
@@ -78,6 +79,16 @@ def test_help_lists_every_command_and_every_field(capsys):
     assert stop.value.code == 0
     text = capsys.readouterr().out
     assert "--model.num-layers INT" in text and "--run-dir" in text and "--use" in text
+
+
+@pytest.mark.parametrize("word", ["-h", "--help"])
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_command_has_help(command, word, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.dispatch([command, word])
+    assert stop.value.code == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(f"usage: minitron {command}") and err == ""
 
 
 def test_data_then_train_then_the_report(tmp_path, monkeypatch, capsys):

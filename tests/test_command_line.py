@@ -85,6 +85,12 @@ def test_what_is_too_large_or_no_name_is_one_line(words, stub, monkeypatch, capf
     assert text.count("\n") == 1 and len(text) < 1000
 
 
+def test_more_to_validate_on_than_there_is_ends_at_once(stub, monkeypatch, capfd):
+    code, text = ends(["train", "--data.path", "data", "--train.device", "cpu",
+                       "--train.eval-sequences", "100000000"], monkeypatch, capfd)
+    assert code == 2 and text.splitlines()[-1] == "minitron: trained", text
+
+
 def test_random_pairs_of_fields_are_one_line(stub, monkeypatch, capfd):
     rng = random.Random(0)
     for _ in range(10):

@@ -3,17 +3,21 @@
 import dataclasses
 import errno
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from minitron import command_line, disk, train
 from minitron.comm.launch import run
 from minitron.config import Config, ConfigError, DataConfig, LogConfig
+from minitron.dataset import HEADER_BYTES, TokenDataset
 from minitron.measure import loggers, metrics
 from minitron.measure.metrics import read_metrics
+from minitron.run import Run
 from tests.test_train import MODEL, TRAIN, command
 
 resource = pytest.importorskip("resource", reason="Windows limits no file's size")
@@ -101,6 +105,64 @@ def test_a_full_disk_under_one_rank_ends_all_alike(config, tmp_path):
     assert first.startswith(f"{tmp_path / 'metrics.jsonl'}: cannot be written (No space left on")
     assert second == f"{first} (on rank 0)"
     assert (tmp_path / "checkpoints" / "step_00000004").is_dir()
+
+
+def train_until_a_shard_is_cut(group, config: Config, folder: Path, cut: int) -> str:
+    """From its third step on this shard ends early for one rank; what each rank raises, and when.
+
+    The files are the same for both, but what each reads next is not.
+    """
+    batch, steps, train_step = TokenDataset.batch, [], Run.train_step
+
+    def read(dataset, position, *others):
+        if group.rank() == cut and position >= 2 * config.train.global_batch_size:
+            raise ConfigError("train_000.bin: ends before token 7")
+        return batch(dataset, position, *others)
+
+    with patch.object(TokenDataset, "batch", read), \
+            patch.object(Run, "train_step", lambda run: (steps.append(0), train_step(run))[1]):
+        try:
+            train.train(config, folder, group=group)
+        except ConfigError as error:
+            return f"{error} after {len(steps)} steps"
+    return "trained"
+
+
+@pytest.mark.parametrize("cut", [0, 1])
+def test_a_shard_that_one_rank_finds_cut_ends_all_after_the_same_step(config, tmp_path, cut):
+    told = run(train_until_a_shard_is_cut, 2, config, tmp_path, cut, timeout=120)
+    expected = "train_000.bin: ends before token 7"
+    assert told[cut] == f"{expected} after 2 steps"
+    assert told[1 - cut] == f"{expected} (on rank {cut}) after 2 steps"
+
+
+def test_a_file_that_is_cut_between_two_steps_ends_the_run_in_one_line(config, tmp_path,
+                                                                       monkeypatch):
+    shutil.copytree(config.data.path, tmp_path / "data")
+    [shard] = (tmp_path / "data").glob("train_*.bin")
+    take_step = Run.train_step
+
+    def and_cut(run: Run) -> dict:
+        row = take_step(run)
+        if run.step == 2:
+            os.truncate(shard, HEADER_BYTES + 2)
+        return row
+
+    monkeypatch.setattr(Run, "train_step", and_cut)
+    own = dataclasses.replace(config, data=dataclasses.replace(config.data, path=tmp_path / "data"))
+    with pytest.raises(ConfigError, match=f"{shard}: had .* tokens when the run began, and ends"):
+        train.train(own, tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "run.lock"])
+@pytest.mark.parametrize("is_read", [False, True], ids=["nobody reads it", "somebody reads it"])
+def test_a_pipe_in_place_of_what_a_run_writes_is_one_line(config, tmp_path, name, is_read):
+    os.mkfifo(tmp_path / name)
+    reader = os.open(tmp_path / name, os.O_RDONLY | os.O_NONBLOCK) if is_read else None
+    with pytest.raises(ConfigError, match=f"{name}: .*not a (regular )?file"):
+        train.train(config, tmp_path)
+    if is_read:
+        os.close(reader)
 
 
 def test_a_resume_on_a_full_disk_leaves_what_is_there(config, tmp_path, monkeypatch):

@@ -21,7 +21,8 @@ from safetensors.torch import load_file, save_file
 from minitron import checkpoint, cli, command_line, train
 from minitron.checkpoint_storage import TABLE, read_table
 from minitron.config import Config, DataConfig, ModelConfig, TrainConfig
-from minitron.files import file_in, read_json, write_json
+from minitron.disk import write_json
+from minitron.files import file_in, read_json
 from minitron.hugging_face.folder import export
 from minitron.parallel.parts import Boxes
 
@@ -73,7 +74,9 @@ def strangers(original, tmp_path) -> Path:
 
 def dispatch(args: list[str]) -> int:
     """As `minitron` does, but for the report that follows training."""
-    return train.main(args[1:]) if args[0] == "train" else cli.dispatch(args)
+    if args[0] == "train":
+        return train.exit_code(train.start(train.read_options(args[1:])))
+    return cli.dispatch(args)
 
 
 def minitron(capsys, monkeypatch, *words) -> tuple[int, list[str]]:
@@ -295,6 +298,8 @@ TABLES = {
         lambda tensors: {name: value.to(torch.float16) if value.dim() > 1 else value
                          for name, value in tensors.items()}),
     "random": of_mersenne,
+    "boxes overlap, and the volume is right": edit_embedding(
+        shape=[4], boxes=[[[start], [2], "rank_00000.safetensors"] for start in (0, 1)]),
 }
 
 
@@ -309,6 +314,23 @@ def test_what_a_checkpoint_states_is_checked(strangers, refused, harm):
         refused(*export)
         assert not list((strangers / "out").glob("*")) or not (strangers / "out").exists()
     assert path.is_dir() and not list(path.parent.glob("*.damaged"))
+
+
+def test_boxes_that_touch_fill_a_tensor_and_boxes_that_overlap_do_not(tmp_path):
+    def table_of(shape: list[int], *boxes) -> None:
+        write_json(tmp_path / TABLE, {"x": {"dtype": "F32", "shape": shape, "boxes": [
+            [*box, "rank_00000.safetensors"] for box in boxes]}})
+
+    (tmp_path / "rank_00000.safetensors").write_bytes(bytes(1000))
+    for shape, boxes in (([4], [([0], [2]), ([2], [2])]), ([], [([], [])]),
+                         ([2, 4], [([0, 2], [2, 2]), ([0, 0], [1, 2]), ([1, 0], [1, 2])])):
+        table_of(shape, *boxes)
+        assert len(read_table(tmp_path).storage_data) == len(boxes)
+    for shape, boxes in (([4], [([0], [2]), ([1], [2])]), ([4], [([2], [2]), ([2], [2])]),
+                         ([2, 4], [([0, 0], [2, 2]), ([0, 1], [2, 2])])):
+        table_of(shape, *boxes)
+        with pytest.raises(ValueError, match="boxes of 'x' do not fill it"):
+            read_table(tmp_path)
 
 
 def facts(**changes) -> Callable:
@@ -656,6 +678,56 @@ def test_the_cache_of_hugging_face_may_link(strangers, capsys, monkeypatch):
     (snapshot / "other").symlink_to(strangers / "run" / "config.json")
     with pytest.raises(ValueError, match="outside the folder"):
         file_in(snapshot, "other")
+
+
+# The data and the TOML file
+
+
+def of_no_kind(kind: str, path: Path) -> None:
+    """Something in place of a file that cannot be read as one, or never ends."""
+    path.unlink(missing_ok=True)
+    match kind:
+        case "a pipe":
+            os.mkfifo(path)
+        case "a folder":
+            path.mkdir()
+        case "a device":
+            path.symlink_to("/dev/zero")
+
+
+@pytest.fixture
+def words_with_own_data(strangers) -> list:
+    """Train on a copy of the data in `strangers`, by a TOML file of the user's."""
+    shutil.copytree(json.loads((strangers / "data.json").read_text()), strangers / "data")
+    (strangers / "data.json").write_text(json.dumps(str(strangers / "data")))
+    return start_from(strangers)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no pipes among files")
+@pytest.mark.parametrize("kind", ["a pipe", "a folder", "a device"])
+@pytest.mark.parametrize("name", ["mine.toml", "data/corpus.json", "data/train_000.bin",
+                                  "data/val_000.bin", "data/tokenizer.json"])
+def test_what_is_no_regular_file_is_called_so(strangers, words_with_own_data, refused, name, kind):
+    assert (strangers / name).is_file()
+    of_no_kind(kind, strangers / name)
+    assert f"{strangers / name}: " in (told := refused(*words_with_own_data))
+    assert "not a regular file" in told
+
+
+@pytest.mark.parametrize("name", ["train_000.bin", "corpus.json", "tokenizer.json",
+                                  "contents.json"])
+def test_nothing_in_a_data_folder_is_executed(strangers, words_with_own_data, capsys, monkeypatch,
+                                              tmp_path, name):
+    payload = Payload(tmp_path / "executed")
+    monkeypatch.setattr("minitron.corpus.contents.SETTLED_NS", 0)
+    (strangers / "data" / name).write_bytes(pickle.dumps(payload))
+    code, lines = minitron(capsys, monkeypatch, *words_with_own_data)
+    if name == "contents.json":  # a memory, which is made anew
+        assert code == 0, lines
+        assert "train_000.bin" in read_json(strangers / "data" / name)
+    else:
+        assert code == 2 and lines[-1].startswith(f"minitron: {strangers / 'data' / name}: "), lines
+    assert not payload.marker.exists()
 
 
 def test_json_that_is_too_large_is_not_read(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from minitron import progress
+from minitron import cli, progress
 from minitron.progress import CLOCK, Progress
 
 
@@ -52,6 +52,42 @@ def test_what_is_written_between_is_not_torn(capsys):
         bar.update()
         text = told(capsys)
     assert "step 1\n" in text and "loss 2.0" in text and "\r" not in text
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    """No bar ends before its thread has told a line, however quick the work is."""
+    told, close = set(), Progress.close
+
+    def tell(bar, **options):
+        print(bar, **options)
+        told.add(id(bar))
+
+    def close_once_told(bar):
+        while not (bar.disable or bar.ended.is_set() or id(bar) in told):
+            threading.Event().wait(0.01)
+        close(bar)
+
+    monkeypatch.setattr(progress, "print", tell, raising=False)
+    monkeypatch.setattr(Progress, "close", close_once_told)
+
+
+def test_data_and_train_tell_how_far_they_are(patient, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(f"{name} quick brown fox. " * 100)
+    assert cli.dispatch(["data", "text", ".", "--vocab-size", "300"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert all(" so far" in line for line in lines)
+    assert {line.split(":")[0] for line in lines} == {"reading", "learning the vocabulary",
+                                                      "encoding"}
+    words = ("--data.path data/text --data.sequence-length 8 --model.max-sequence-length 8 "
+             "--model.num-layers 1 --model.width 16 --model.num-heads 1 --model.num-kv-heads 1 "
+             "--model.ffn-width 16 --train.steps 2 --train.warmup-steps 0 --train.device cpu "
+             "--train.global-batch-size 2 --train.micro-batch-size 2 --train.eval-sequences 2")
+    assert cli.dispatch(["train", *words.split()]) == 0
+    told = capsys.readouterr().err
+    assert "reading data/text: " in told and " of 2, 00:" in told and " so far" in told
 
 
 def test_a_terminal_gets_a_bar(monkeypatch):

@@ -43,7 +43,9 @@ ON_2 = ["--parallel.data-parallel naive", "--parallel.data-parallel hooked", "",
 ON_4 = ["--parallel.tp 2 --parallel.sequence --parallel.zero 3", "--parallel.tp 2 --parallel.pp 2",
         "--parallel.pp 2 --parallel.zero 1", "--parallel.tp 4 --model.num-kv-heads 1",
         "--parallel.pp 2 --parallel.zero 2 --parallel.no-sync-every-micro-batch",
-        "--parallel.tp 2 --parallel.zero 2 --train.precision bf16"]
+        "--parallel.tp 2 --parallel.zero 2 --train.precision bf16",
+        "--parallel.pp 2 --parallel.schedule interleaved --parallel.chunks 2",
+        "--parallel.zero 1 --train.precision fp16"]
 
 
 @pytest.fixture

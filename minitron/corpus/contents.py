@@ -20,7 +20,7 @@ import numpy as np
 
 from minitron.comm.agreement import Group, gathered, one_fault_fails_all, rank_and_size
 from minitron.config import ConfigError, require
-from minitron.dataset import HEADER_BYTES, TokenDataset, open_shard
+from minitron.dataset import HEADER_BYTES, TokenDataset, count_tokens, open_shard
 from minitron.files import read_json
 from minitron.progress import Progress
 
@@ -94,7 +94,8 @@ def require_tokens(folder: Path, contents: dict[str, Contents], vocab_size: int)
 
 
 def read_shard(path: Path, bar: Progress) -> Contents:
-    """Read a whole shard."""
+    """Read a whole shard; raises what `count_tokens` does before."""
+    count_tokens(path)
     digest, largest = hashlib.sha256(), 0
     with path.open("rb") as file:
         digest.update(file.read(HEADER_BYTES))

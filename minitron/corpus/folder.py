@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from minitron.config import ConfigError, require
 from minitron.dataset import write_shard
-from minitron.files import read_json, reason
+from minitron.files import read_json, reason, require_regular
 
 SHARD_TOKENS = 100_000_000
 LARGEST_VOCABULARY = 2**16  # a token is stored as uint16
@@ -92,7 +92,7 @@ def read_corpus_info(folder: Path) -> dict:
     """
     path = Path(folder) / "corpus.json"
     require(
-        path.is_file(),
+        path.exists(),
         f"{path}: there is no such file, so the corpus is not complete; write it with "
         "`minitron data`",
     )
@@ -119,9 +119,10 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     Decode with `skip_special_tokens=False` to see where a document ends.
     """
     path = Path(folder) / "tokenizer.json"
-    if not path.is_file():
+    if not path.exists():
         return None
     try:
+        require_regular(path)
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no narrower one
         raise ConfigError(f"{path}: no tokenizer ({error}); write the corpus again") from None

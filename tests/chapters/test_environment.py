@@ -1,6 +1,7 @@
 """Which environment `make` uses: the active one if it has everything, else .venv."""
 
 import importlib.metadata
+import json
 import os
 import shutil
 import subprocess
@@ -44,15 +45,45 @@ def test_another_clone_s_package_is_not_enough(monkeypatch, tmp_path):
     assert "not installed from this folder" in environment.missing()
 
 
-def make_uses(**variables: Path) -> str:
-    """The interpreter in what `make` would run for `make exercises`."""
+def make_would(target: str, folder: Path = ROOT, **variables: Path) -> str:
+    """What `make` would run in this folder, where no environment is active but in `variables`."""
     kept = {name: value for name, value in os.environ.items()
             if name not in ("VIRTUAL_ENV", "CONDA_PREFIX", "MAKEFLAGS", "MAKELEVEL")}
     done = subprocess.run(
-        ["make", "--dry-run", "exercises"], cwd=ROOT, capture_output=True, text=True, check=True,
+        ["make", "--dry-run", target], cwd=folder, capture_output=True, text=True, check=True,
         env={**kept, **{name: str(value) for name, value in variables.items()}},
     )
-    return done.stdout.splitlines()[-1].split("/python ")[0]
+    return done.stdout
+
+
+def make_uses(**variables: Path) -> str:
+    """The interpreter in what `make` would run for `make exercises`."""
+    return make_would("exercises", **variables).splitlines()[-1].split("/python ")[0]
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+def test_a_first_setup_says_what_takes_minutes(tmp_path):
+    for name in ("Makefile", "requirements.txt", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    told = make_would("setup", tmp_path)
+    assert "setup 2 of 3: PyTorch" in told and "Minutes" in told
+    assert not (tmp_path / ".venv").exists()
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+def test_jupyterlab_does_not_ask_about_its_news():
+    assert f'JUPYTER_CONFIG_PATH="{ROOT}/tools/jupyter' in make_would("lab")
+    settings = ROOT / "tools" / "jupyter" / "labconfig" / "default_setting_overrides.json"
+    plugin = json.loads(settings.read_text())["@jupyterlab/apputils-extension:notification"]
+    assert plugin["fetchNews"] == "false"
+
+
+@pytest.mark.parametrize("path", ["my-model/", "runs/", "data/"])
+def test_git_ignores_what_a_reader_makes(path):
+    if not shutil.which("git") or not (ROOT / ".git").exists():
+        pytest.skip("not a checkout of git")
+    ignored = subprocess.run(["git", "check-ignore", path], cwd=ROOT, capture_output=True)
+    assert ignored.returncode == 0
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="needs make")

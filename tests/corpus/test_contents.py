@@ -133,6 +133,26 @@ def test_a_folder_that_cannot_be_written_is_read_each_time(folder, monkeypatch):
     assert not list(folder.glob("contents*"))
 
 
+def test_a_shard_replaced_while_it_was_read_is_read_anew(folder, monkeypatch):
+    """By its stamp from before: that of afterwards would vouch for tokens that were not read."""
+    read, original = [], contents.read_shard
+
+    def slowly(path, bar):
+        read.append(path.name)
+        found = original(path, bar)
+        if read == ["train_000.bin"]:
+            write_shard(path, np.arange(6000) % 50)
+        return found
+
+    monkeypatch.setattr(contents, "read_shard", slowly)
+    before = read_contents(folder)
+    assert before["train_000.bin"].largest == 99
+    del read[:]
+    read.append("again")
+    assert read_contents(folder)["train_000.bin"].largest == 49
+    assert read == ["again", "train_000.bin"]
+
+
 def shared(group, folder) -> tuple:
     read, original = [], contents.read_shard
     contents.read_shard = lambda path, bar: read.append(path.name) or original(path, bar)

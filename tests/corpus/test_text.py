@@ -49,12 +49,13 @@ def test_merges_make_text_shorter_and_end_is_one_token():
     assert tokenizer.get_vocab_size() <= 300
 
 
-@pytest.mark.parametrize("text", ["a" * 200_000, "ab" * 100_000, " " * 200_000, "é" * 100_000])
+@pytest.mark.parametrize("text", ["a" * 20_000, "ab" * 10_000, " " * 20_000, "é" * 10_000])
 def test_a_word_without_end_is_learned_in_pieces(text):
-    """In a moment: to learn it whole takes time that grows with the square of its length."""
+    """To learn it whole takes time that grows with the square of its length."""
     tokenizer = train_tokenizer([text], 4096)
+    assert max(map(len, tokenizer.get_vocab())) <= 1000, "learned whole"
     ids = tokenizer.encode(text).ids
-    assert tokenizer.decode(ids) == text and len(ids) < 500
+    assert tokenizer.decode(ids) == text and len(ids) < 100
 
 
 def test_long_words_change_nothing_for_others():
