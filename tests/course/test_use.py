@@ -13,7 +13,7 @@ from importlib import import_module
 import pytest
 import torch
 
-from minitron import cli
+from minitron import cli, cost
 from minitron.comm import collectives
 from minitron.comm.launch import run
 from minitron.config import Config, DataConfig, ModelConfig, TrainConfig
@@ -156,6 +156,28 @@ def ring_sum(group) -> list[float]:
     values = torch.full((5,), 10.0 ** group.rank())
     collectives.all_reduce_ring(values, group)
     return values.tolist()
+
+
+def ring_volumes() -> list[cost.Volume]:
+    return [cost.collective_volume("all_reduce", 10, 4, size, 0) for size in (2, 3)]
+
+
+@pytest.mark.parametrize("id", ["5.1", "5.2"])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_the_package_s_ring_calls_it_with_the_same_result(id, num_ranks, solved):
+    right = run(ring_sum, num_ranks)
+    with use(id, root=solved(EXERCISES[id])):
+        assert run(ring_sum, num_ranks) == right
+    assert solved.count() == {EXERCISES[id].names[0]: num_ranks}
+
+
+def test_the_package_s_table_of_volumes_calls_5_3(solved):
+    right = ring_volumes()
+    with use("5.3", root=solved(EXERCISES["5.3"])):
+        assert ring_volumes() == right
+    assert set(solved.count()) == set(EXERCISES["5.3"].names)
+    before = solved.count()
+    assert ring_volumes() == right and solved.count() == before  # given back
 
 
 def test_ranks_that_run_starts_use_what_the_caller_uses(solved):
