@@ -16,9 +16,12 @@ import torch
 from minitron import cli, cost
 from minitron.comm import collectives
 from minitron.comm.launch import run
-from minitron.config import Config, DataConfig, ModelConfig, TrainConfig
+from minitron.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from minitron.course.exercises import ROOT, known, load
 from minitron.course.use import use
+from minitron.plan.decide import Decision, Job
+from minitron.plan.estimate import estimate
+from minitron.plan.hardware import DEVICES
 from minitron.train import read_options
 from minitron.train import train as loop
 
@@ -218,3 +221,12 @@ def test_a_name_that_a_module_imports_meanwhile_is_given_back(solved, monkeypatc
         exec("from minitron.comm.collectives import reduce_scatter_ring", vars(later))
         assert later.reduce_scatter_ring is not original
     assert later.reduce_scatter_ring is original
+
+
+def test_the_planner_s_estimate_calls_3_3(solved):
+    job = Job(MODEL, 1, DEVICES["H100-SXM-80GB"], 32, 8)
+    decision = Decision(ParallelConfig(dp=1), "full")
+    right = estimate(job, decision).hardware_flops
+    with use("3.3", root=solved(EXERCISES["3.3"])):
+        assert estimate(job, decision).hardware_flops == right
+    assert set(solved.count()) == {"recompute_flops_per_token"}
