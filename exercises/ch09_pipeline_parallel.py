@@ -130,6 +130,9 @@ def run_stage(
     loss of the step is the mean over all tokens of all micro-batches: return it, without a graph,
     on the last rank, and None on the others. The gradients are of this loss, on every stage.
 
+    Once a micro-batch has gone back, keep nothing of its input, output or graph: no tensors, and
+    no copies of them as NumPy arrays, bytes or lists.
+
     Sent are the output of every F to the next rank, and of every B the gradient of the stage's
     input to the rank before; nothing else. Two ranks send and receive in the same order. Allowed:
 

@@ -27,7 +27,7 @@ def place_of(rank: int, axes: dict[str, int]) -> dict[str, int]:
 
     axes: name to size, in order; one axis or more, of any names, of any size from 1 on. For a rank
     that is not in the grid raise a ValueError whose message has both numbers, the rank and how many
-    there are.
+    there are. Do not modify the arguments.
 
     Example: of {"pp": 2, "dp": 3, "tp": 2}, rank 9 is (1 x 3 + 1) x 2 + 1: pp 1, dp 1, tp 1.
     """
@@ -38,7 +38,7 @@ def rank_at(place: dict[str, int], axes: dict[str, int]) -> int:
     """The rank at a place, which names every axis, in any order: the inverse of `place_of`.
 
     If the place along an axis is not in the grid, raise a ValueError whose message has both
-    numbers, the place along that axis and the axis's size.
+    numbers, the place along that axis and the axis's size. Do not modify the arguments.
 
     Example: of {"pp": 2, "dp": 3, "tp": 2}, {"tp": 1, "dp": 1, "pp": 1} is rank 9.
     """
@@ -50,7 +50,7 @@ def groups_along(axis: str, axes: dict[str, int]) -> list[list[int]]:
     """The groups of ranks that differ in their place along `axis` alone.
 
     Each group is a list of ranks in rising order, and so are the groups, by their first ranks. Each
-    rank is in one of them.
+    rank is in one of them. Do not modify the arguments.
 
     Example: of {"pp": 2, "dp": 1, "tp": 2}, tp has [[0, 1], [2, 3]], pp has [[0, 2], [1, 3]], dp
     has [[0], [1], [2], [3]].
@@ -94,7 +94,8 @@ def gradient_norm(
     cut over tp; of all others each rank of tp has the same gradient. Along pp ranks have gradients
     of other parameters (none is tied). Along dp they have the same gradients; with zero = 1 each
     has its own shard of every one instead. groups: "pp", "dp" and "tp", this rank's group along
-    each; group.size() ranks, perhaps 1.
+    each; group.size() ranks, perhaps 1. Tensors need not be contiguous. Do not modify the
+    arguments.
 
     Every element of the model's gradient counts once. The norm is the root of the sum of the
     squares. On the wire: one all-reduce of 8 bytes at most over each axis that needs it, none over

@@ -83,7 +83,8 @@ def state_bytes(
 
     Each parameter has 2 bytes, its gradient 2, its optimizer state 12 with the master weight. Over
     dp ZeRO stage 1 divides the optimizer state, 2 the gradients too, 3 the parameters too: of what
-    is divided a rank has its number of parameters / dp, rounded up to a whole one.
+    is divided a rank has its number of parameters / dp, rounded up to a whole one. Do not modify
+    the arguments.
 
     Example: V 10, D 4, F 6, one key-value head of width 2. A block has 2 x 16 + 2 x 8 + 3 x 24 +
     2 x 4 = 128 parameters. Of stages [1, 2] with tp 1 the first has 168, untied the last 300. On
@@ -102,7 +103,7 @@ def fullest_stage(
     yet back a stage holds block_bytes for each of its blocks, and the last one head_bytes for the
     loss. A stage sends a micro-batch forward, before the first one is back, for each stage behind
     it, and one more for itself; but there are only num_micro_batches. Where two hold equally much,
-    name either.
+    name either. Do not modify the arguments.
 
     Example: stages [3, 3], states [50, 50], block_bytes 10. With 4 micro-batches and head_bytes 20
     the first holds 50 + 2 x 30, the last 50 + 30 + 20: (0, 110). With one micro-batch (1, 100).

@@ -38,8 +38,8 @@ def accumulate_gradients(
     together: the sum of the tokens' losses divided by the number of counted tokens. Add its
     gradient to whatever .grad already holds, and return the loss: a float, or a detached tensor
     without dimensions. Only one micro-batch's activations may be alive at a time: run its backward
-    pass before the next forward pass. No optimizer step, no zero_grad. If no target counts at all,
-    the loss is 0.
+    pass before the next forward pass. No optimizer step, no zero_grad, and leave the model in the
+    mode, train or eval, that it is in. If no target counts at all, the loss is 0.
 
     sum_loss(logits, targets) returns the cross-entropy of one micro-batch, summed over its counted
     targets. If divisor is given, divide by it instead of counting: when several ranks share one

@@ -33,7 +33,8 @@ class Replicate(torch.autograd.Function):
     x is the same on all ranks, and each goes on from y with a computation of its own: with its
     columns of a weight, say. So each rank's backward pass brings another part of the gradient of
     x, and only the sum of all parts is the gradient. On the wire: nothing forward, one all-reduce
-    backward. What autograd hands you belongs to others too: leave its values as they are.
+    backward. What autograd hands you belongs to others too: leave its values as they are. Results
+    have the dtype of the input.
 
     Example: on 2 ranks x = [1, 2], and so is y. The gradient of y is [1, 0] on rank 0 and [4, 5]
     on rank 1. The gradient of x is [5, 5] on both.
@@ -65,7 +66,8 @@ class AllReduce(torch.autograd.Function):
     x_partial differs from rank to rank: it is this rank's part of a sum, say from its rows of a
     weight.
     From y on all ranks compute the same, and so the gradient of y is the same on all. On the wire:
-    one all-reduce forward, nothing backward. Leave the values of x as they are.
+    one all-reduce forward, nothing backward. Leave the values of x as they are. Results have the
+    dtype of the input.
 
     Example: on 2 ranks x is [1, 2] and [10, 20]; y is [11, 22] on both. The gradient of y is
     [3, 4] on both, and so is that of x.

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 def flushed_share(gradients: dict[str, Tensor], scale: float = 1.0) -> float:
     """Which share of the gradients becomes zero in float16, if they are multiplied by `scale`?
 
-    gradients: by name, float32, any shape, some without elements. Count the values of all tensors
-    together that are not zero, and which of them float16 rounds to zero; return the quotient, from
-    0 to 1, and 0 if all are zero. Infinity and NaN are not zero either: they count, as kept.
+    gradients: by name, float32, any shape, some without elements; they need not be contiguous.
+    Count the values of all tensors together that are not zero, and which of them float16 rounds to
+    zero; return the quotient, from 0 to 1, and 0 if all are zero. Infinity and NaN are not zero
+    either: they count, as kept.
 
     The smallest normal number of float16 is 2^-14. Below it there are still the multiples of
     2^-24. A number becomes the nearest one; halfway, the one whose last bit is 0.

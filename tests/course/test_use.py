@@ -13,12 +13,15 @@ from importlib import import_module
 import pytest
 import torch
 
-from minitron import cli
+from minitron import cli, cost
 from minitron.comm import collectives
 from minitron.comm.launch import run
-from minitron.config import Config, DataConfig, ModelConfig, TrainConfig
+from minitron.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from minitron.course.exercises import ROOT, known, load
 from minitron.course.use import use
+from minitron.plan.decide import Decision, Job
+from minitron.plan.estimate import estimate
+from minitron.plan.hardware import DEVICES
 from minitron.train import read_options
 from minitron.train import train as loop
 
@@ -158,6 +161,28 @@ def ring_sum(group) -> list[float]:
     return values.tolist()
 
 
+def ring_volumes() -> list[cost.Volume]:
+    return [cost.collective_volume("all_reduce", 10, 4, size, 0) for size in (2, 3)]
+
+
+@pytest.mark.parametrize("id", ["5.1", "5.2"])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_the_package_s_ring_calls_it_with_the_same_result(id, num_ranks, solved):
+    right = run(ring_sum, num_ranks)
+    with use(id, root=solved(EXERCISES[id])):
+        assert run(ring_sum, num_ranks) == right
+    assert solved.count() == {EXERCISES[id].names[0]: num_ranks}
+
+
+def test_the_package_s_table_of_volumes_calls_5_3(solved):
+    right = ring_volumes()
+    with use("5.3", root=solved(EXERCISES["5.3"])):
+        assert ring_volumes() == right
+    assert set(solved.count()) == set(EXERCISES["5.3"].names)
+    before = solved.count()
+    assert ring_volumes() == right and solved.count() == before  # given back
+
+
 def test_ranks_that_run_starts_use_what_the_caller_uses(solved):
     with use("5.1", "5.2", root=solved(EXERCISES["5.1"])):
         assert run(ring_sum, 3) == [[111.0] * 5] * 3
@@ -196,3 +221,12 @@ def test_a_name_that_a_module_imports_meanwhile_is_given_back(solved, monkeypatc
         exec("from minitron.comm.collectives import reduce_scatter_ring", vars(later))
         assert later.reduce_scatter_ring is not original
     assert later.reduce_scatter_ring is original
+
+
+def test_the_planner_s_estimate_calls_3_3(solved):
+    job = Job(MODEL, 1, DEVICES["H100-SXM-80GB"], 32, 8)
+    decision = Decision(ParallelConfig(dp=1), "full")
+    right = estimate(job, decision).hardware_flops
+    with use("3.3", root=solved(EXERCISES["3.3"])):
+        assert estimate(job, decision).hardware_flops == right
+    assert set(solved.count()) == {"recompute_flops_per_token"}

@@ -16,7 +16,7 @@ from minitron.course.graders.ch04_overlap import (
 )
 from minitron.course.graders.ch04_toy import STEPS, Rows, Toy, alone, gradient_bytes
 from minitron.course.graders.python_memory import python_bytes
-from minitron.course.graders.ranks import many_ranks, on_ranks, per_rank
+from minitron.course.graders.ranks import on_ranks, per_rank
 from minitron.measure.meter import Meter
 from minitron.parallel.data_parallel import assign_buckets
 
@@ -32,7 +32,6 @@ MOST_HELD = 1.2  # times the gradients
 PATIENCE = 1.0  # seconds
 
 
-@many_ranks
 def grade_4_4(BucketedDataParallel: type) -> None:
     """Train three steps; again with ranks that differ in what they use; then count bytes."""
     calls = {bucket_bytes: f"BucketedDataParallel(model, group, bucket_bytes={bucket_bytes})"

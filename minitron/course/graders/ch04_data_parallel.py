@@ -24,7 +24,7 @@ from minitron.course.graders.ch04_toy import (
     gradients,
     weights,
 )
-from minitron.course.graders.ranks import Wire, many_ranks, on_ranks, per_rank
+from minitron.course.graders.ranks import Wire, on_ranks, per_rank
 from minitron.measure.ledger import Call
 
 __all__ = ["grade_4_1", "grade_4_2", "grade_4_3", "grade_4_4"]
@@ -41,7 +41,6 @@ class Averaged:
     """Whether second.bias is still frozen, and all else trains."""
 
 
-@many_ranks
 def grade_4_1(average_gradients: Callable) -> None:
     """Average the gradients of a model whose ranks use all, then different parameters."""
     with asked("average_gradients(model, group) after backward(), on 1, 2, 3 and 4 ranks; one "

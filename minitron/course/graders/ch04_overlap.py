@@ -25,7 +25,7 @@ from minitron.course.graders.ch04_toy import (
     weights,
 )
 from minitron.course.graders.python_memory import python_bytes, reachable
-from minitron.course.graders.ranks import Wire, many_ranks, on_ranks, per_rank
+from minitron.course.graders.ranks import Wire, on_ranks, per_rank
 
 SLACK = 512  # bytes
 
@@ -98,7 +98,6 @@ def _held(parallel, model: nn.Module) -> tuple[int, int]:
     return num_works, sum(storages.values()) + python_bytes(parallel)
 
 
-@many_ranks
 def grade_4_3(HookedDataParallel: type) -> None:
     """Train three steps, and look at each gradient, call and event."""
     with asked("three steps of HookedDataParallel(model, group), on 1, 2, 3 and 4 ranks"):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minitron.cost import chunk_sizes
 from minitron.course.graders import asked, expect
-from minitron.course.graders.ranks import Wire, many_ranks, on_ranks, per_rank
+from minitron.course.graders.ranks import Wire, on_ranks, per_rank
 from minitron.measure.ledger import Call
 
 STUCK = "does every rank send with dist.send before it receives? dist.send returns when its " \
@@ -68,7 +68,6 @@ def scatter(group, reduce_scatter_ring: Callable) -> list[Seen]:
     return run_trial(group, reduce_scatter_ring, summand)
 
 
-@many_ranks
 def grade_5_1(reduce_scatter_ring: Callable) -> None:
     """Look at every message, then at every rank's chunk of the sum."""
     call = "reduce_scatter_ring(flat, group)"
@@ -127,7 +126,6 @@ def gather(group, all_gather_ring: Callable) -> list[Seen]:
     return run_trial(group, all_gather_ring, one_chunk)
 
 
-@many_ranks
 def grade_5_2(all_gather_ring: Callable) -> None:
     """Look at every message, then at every chunk of every rank."""
     call = "all_gather_ring(flat, group)"

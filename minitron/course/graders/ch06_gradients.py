@@ -19,7 +19,7 @@ from minitron.course.graders.ch06_toy import (
     is_close,
 )
 from minitron.course.graders.python_memory import python_bytes
-from minitron.course.graders.ranks import many_ranks, on_ranks, per_rank
+from minitron.course.graders.ranks import on_ranks, per_rank
 from minitron.parallel.data_parallel import assign_buckets
 
 BUCKET_BYTES = 600
@@ -42,7 +42,6 @@ class HandedOver:
     """In order: ("ready", name), ("reduce_scatter", bytes), ("wait", number)."""
 
 
-@many_ranks
 def grade_6_3(ShardedGradients: type) -> None:
     """Three micro-batches; again where ranks differ in what they use; then count bytes."""
     for cases in (EVEN, UNEVEN):

@@ -22,7 +22,7 @@ from minitron.course.graders.ch06_toy import (
     shard_length,
 )
 from minitron.course.graders.python_memory import python_bytes
-from minitron.course.graders.ranks import many_ranks, on_ranks, per_rank
+from minitron.course.graders.ranks import on_ranks, per_rank
 from minitron.measure.ledger import Call
 
 OPTIMIZERS = {
@@ -49,7 +49,6 @@ class Update:
     """Elements of each optimizer that was made."""
 
 
-@many_ranks
 def grade_6_2(ShardedOptimizer: type) -> None:
     """Train three steps, on a model no number of ranks divides and one with two elements.
 

@@ -22,7 +22,7 @@ from minitron.course.graders.ch06_toy import (
     storage_bytes,
 )
 from minitron.course.graders.python_memory import python_bytes
-from minitron.course.graders.ranks import many_ranks, on_ranks, per_rank
+from minitron.course.graders.ranks import on_ranks, per_rank
 
 STEPS, MICRO_BATCHES = 2, 2
 SQUARE, NUM_SQUARES, MANY = 64, 16, 4
@@ -48,7 +48,6 @@ class Seen:
     """By step and unit: the shard's gradient, and the shard after the optimizer's step."""
 
 
-@many_ranks
 def grade_6_4(ShardedUnit: type) -> None:
     """Train three units for two steps; then look at the bytes of sixteen."""
     call = "units = [ShardedUnit(block, group) for block in blocks]"

@@ -29,7 +29,7 @@ from minitron.course.graders.ch07_toy import (
     refusal,
 )
 from minitron.course.graders.python_memory import python_bytes
-from minitron.course.graders.ranks import Wire, many_ranks, on_ranks, per_rank
+from minitron.course.graders.ranks import Wire, on_ranks, per_rank
 from minitron.measure.ledger import Call
 
 KV_HEADS = {1: (3,), 2: (4, 2, 1), 3: (6, 3, 1), 4: (12, 4, 2, 1)}
@@ -71,7 +71,6 @@ class Seen:
     refusals: list[tuple[str, str]]
 
 
-@many_ranks
 def grade_7_4(SplitAttention: type) -> None:
     """Look at ranges and slices, then at gradients, at bytes, and at what cannot be cut."""
     call = "split = SplitAttention(attention, group)"

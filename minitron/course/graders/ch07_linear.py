@@ -23,7 +23,7 @@ from minitron.course.graders.ch07_toy import (
     scattered,
 )
 from minitron.course.graders.python_memory import python_bytes
-from minitron.course.graders.ranks import Wire, many_ranks, on_ranks, per_rank
+from minitron.course.graders.ranks import Wire, on_ranks, per_rank
 from minitron.measure.ledger import Call
 
 
@@ -96,7 +96,6 @@ class Seen:
     """What was raised of inputs that cannot be cut."""
 
 
-@many_ranks
 def grade_7_2(RowParallelLinear: type) -> None:
     """Compare with the whole layer; then count what is left of it; then ask the impossible."""
     call = "RowParallelLinear(linear, group)"

@@ -20,7 +20,7 @@ from minitron.course.graders.ch07_toy import (
     scattered,
 )
 from minitron.course.graders.ch07_vocabulary import grade_7_3
-from minitron.course.graders.ranks import Wire, many_ranks, on_ranks, per_rank
+from minitron.course.graders.ranks import Wire, on_ranks, per_rank
 from minitron.measure.ledger import Call
 
 __all__ = ["grade_7_1", "grade_7_2", "grade_7_3", "grade_7_4"]
@@ -75,7 +75,6 @@ class Passed:
     backward: list[Call]
 
 
-@many_ranks
 def grade_7_1(Replicate: type, AllReduce: type) -> None:
     """Send tensors of three shapes forward and gradients back, and look what is sent when."""
     for name, Function, sums in (("Replicate", Replicate, "backward"),

@@ -18,7 +18,7 @@ from minitron.course.graders.ch07_toy import (
     random,
     scattered,
 )
-from minitron.course.graders.ranks import Wire, many_ranks, on_ranks, per_rank
+from minitron.course.graders.ranks import Wire, on_ranks, per_rank
 from minitron.measure.ledger import Call
 
 B, S = 2, 5
@@ -74,7 +74,6 @@ class Seen:
     """Which of the arguments has other values than before."""
 
 
-@many_ranks
 def grade_7_3(vocabulary_parallel_cross_entropy: Callable) -> None:
     """Compare loss, gradient, wire and the shapes of what is made, for four kinds of logits."""
     call = "vocabulary_parallel_cross_entropy(logits_shard, targets, group)"

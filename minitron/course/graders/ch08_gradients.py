@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from minitron.config import ModelConfig
 from minitron.course.graders import Mistake, asked, expect
 from minitron.course.graders.ch06_toy import ELEMENT
-from minitron.course.graders.ranks import Wire, many_ranks, on_ranks, per_rank
+from minitron.course.graders.ranks import Wire, on_ranks, per_rank
 from minitron.model.transformer import Transformer, initialise
 from minitron.parallel.cuts import Cut, plan_cuts
 from minitron.parallel.sequence_parallel import apply_sequence_parallel
@@ -36,7 +36,6 @@ class Seen:
     """Parameters that have other values than before."""
 
 
-@many_ranks
 def grade_8_2(sum_partial_gradients: Callable) -> None:
     """Compare every gradient of a gpt and of a llama, then look at the wire."""
     call = "sum_partial_gradients(model, group)"

@@ -11,7 +11,7 @@ from minitron.course.graders.ch06_toy import ELEMENT, Held, ShardWire, is_close
 from minitron.course.graders.ch07_toy import scattered
 from minitron.course.graders.ch08_pair import TALK, ContiguousOnly, calls_by_phase
 from minitron.course.graders.python_memory import python_bytes
-from minitron.course.graders.ranks import many_ranks, on_ranks, per_rank
+from minitron.course.graders.ranks import on_ranks, per_rank
 
 BATCH, TOKENS, WIDTH, COLUMNS = 2, 3, 5, 4  # B, S/N, D, F/N
 LAYERS = 2  # both run forward before the first runs backward
@@ -33,7 +33,6 @@ class Seen:
     """Which of the arguments has other values than before."""
 
 
-@many_ranks
 def grade_8_4(GatheredLinear: type) -> None:
     """Run two layers forward, then both backward."""
     call = "GatheredLinear.apply(x_shard, weight_shard, group) and backward"

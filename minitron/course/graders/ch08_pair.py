@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from minitron.course.graders import Mistake, asked, expect
 from minitron.course.graders.ch06_toy import ShardWire
 from minitron.course.graders.ch07_toy import expect_dtype, in_short
-from minitron.course.graders.ranks import many_ranks, on_ranks, per_rank
+from minitron.course.graders.ranks import on_ranks, per_rank
 
 PART = (2, 3, 5)  # (B, S/N, D): with B = 1 nobody would see a wrong layout
 TALK = {"all_gather", "reduce_scatter"}
@@ -64,7 +64,6 @@ class Seen:
     """By phase: op and bytes of the full tensor."""
 
 
-@many_ranks
 def grade_8_1(AllGather: type, ReduceScatter: type) -> None:
     """Look at each function's wire, output and gradient."""
     for function, name, gathers in ((AllGather, "AllGather.apply(x_shard, group, dim)", True),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from minitron.config import ModelConfig
 from minitron.course.graders import asked, expect
 from minitron.course.graders.ch02_activations import MaskedDropout, held_now, masked_attention
-from minitron.course.graders.ranks import many_ranks, on_ranks, per_rank
+from minitron.course.graders.ranks import on_ranks, per_rank
 from minitron.measure.meter import Meter
 from minitron.model.recompute import apply_selective_recompute
 from minitron.model.transformer import Transformer
@@ -51,7 +51,6 @@ HUGE, HUGE_INSIDE = Sizes(1_000_003, 3_032_121, 150_105, 3), 303
 """No such model exists: its counts are beyond what a float holds exactly."""
 
 
-@many_ranks
 def grade_8_3(saved_bytes: Callable) -> None:
     """Measure every method on real blocks; then ask for models that no laptop holds."""
     by_size = on_ranks(measure_all)

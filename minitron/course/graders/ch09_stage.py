@@ -28,7 +28,6 @@ from minitron.course.graders.python_memory import python_bytes, variables
 from minitron.course.graders.ranks import (
     Wire,
     factor,
-    many_ranks,
     on_ranks,
     per_rank,
     relative_error,
@@ -127,7 +126,6 @@ def weigh(group, run_stage: Callable) -> tuple[int, int]:
 # The grader
 
 
-@many_ranks
 def grade_9_4(run_stage: Callable) -> None:
     """Run several schedules; look at the messages, the order, the loss and the gradients."""
     call = "run_stage(stage, actions, micro_batches, sum_loss, group)"

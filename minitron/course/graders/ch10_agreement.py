@@ -10,7 +10,7 @@ from torch import Tensor
 from minitron.course.graders import asked, expect
 from minitron.course.graders.ch06_toy import ShardWire
 from minitron.course.graders.ch07_toy import in_words, is_close
-from minitron.course.graders.ranks import SIZES, many_ranks, on_ranks, per_rank
+from minitron.course.graders.ranks import SIZES, on_ranks, per_rank
 from minitron.measure.ledger import Call
 
 CLOSE = 1e-5
@@ -59,7 +59,6 @@ class Seen(NamedTuple):
     calls: list[Call]
 
 
-@many_ranks
 def grade_10_4(step_together) -> None:
     """Play the steps on 1 to 4 ranks; compare wire, weights, memory of the optimizer and scale."""
     with asked(f"{len(STEPS)} calls of step_together on 1, 2, 3 and 4 ranks, some with an overflow "

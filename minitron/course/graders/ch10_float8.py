@@ -14,7 +14,7 @@ from minitron.course.graders.arguments import copy_of
 from minitron.course.graders.ch06_toy import ShardWire
 from minitron.course.graders.ch07_toy import in_words
 from minitron.course.graders.numbers import a_not_b
-from minitron.course.graders.ranks import SIZES, many_ranks, on_ranks, per_rank
+from minitron.course.graders.ranks import SIZES, on_ranks, per_rank
 from minitron.measure.ledger import Call
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -53,7 +53,6 @@ CONVERTS = {torch.ops.aten._to_copy.default: 0, torch.ops.aten.copy_.default: 1}
 """Which argument an operator converts."""
 
 
-@many_ranks
 def grade_10_5(quantise: Callable, quantise_shard: Callable) -> None:
     """Quantise whole tensors of three dtypes, then shards of one on 1 to 4 ranks."""
     for name, x in tensors().items():

@@ -20,7 +20,7 @@ from minitron.config import (
 )
 from minitron.corpus.story_grammar import VOCABULARY, sample_story
 from minitron.course.graders import Mistake, asked, expect
-from minitron.course.graders.ranks import many_ranks, per_rank
+from minitron.course.graders.ranks import per_rank
 from minitron.measure.meter import Meter
 from minitron.model.recompute import RECOMPUTE_POLICIES
 from minitron.parallel.cuts import require_sizes
@@ -77,7 +77,6 @@ class Seen(NamedTuple):
         return sum(self.peak.values())
 
 
-@many_ranks
 def grade_11_5(layout: Callable) -> None:
     """Let the layout train for two steps, look what was held, and then for the others."""
     with asked("layout()"):

@@ -13,7 +13,7 @@ from minitron.course.graders import Mistake, asked, expect
 from minitron.course.graders.arguments import call_unchanged
 from minitron.course.graders.ch07_toy import scattered
 from minitron.course.graders.ch11_places import CALLERS, GRIDS, places
-from minitron.course.graders.ranks import many_ranks, on_ranks, per_rank
+from minitron.course.graders.ranks import on_ranks, per_rank
 from minitron.measure.ledger import Call, Ledger
 
 Axes = dict[str, int]
@@ -59,7 +59,6 @@ TOO_FEW = {
 }
 
 
-@many_ranks
 def grade_11_2(groups_along: Callable, axes_of: Callable, gradient_norm: Callable) -> None:
     """Ask for groups and events, then let 4 ranks find the norm of gradients that are known."""
     for axes in GRIDS:

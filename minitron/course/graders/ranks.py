@@ -100,12 +100,6 @@ def _nothing(group) -> None:
     pass
 
 
-def many_ranks(grader: Callable) -> Callable:
-    """Mark a grader that calls `on_ranks`, so that `minitron check` is ready before its clock."""
-    grader.prepare = start_server
-    return grader
-
-
 def source_file(answer: Callable) -> str:
     """The file that an answer was written in."""
     functions = [answer] if inspect.isfunction(answer) else [
