@@ -95,6 +95,9 @@ class Shard:
     def __len__(self) -> int:
         return self.count
 
+    def __reduce__(self):
+        return type(self), (self.path,)  # another process opens the file itself
+
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens `start` to `stop`, uint16; raises ConfigError if the file ends before."""
         num_bytes = TOKEN_BYTES * (stop - start)

@@ -75,8 +75,7 @@ def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def accumulate_gradients(
-    model: Callable[[Tensor], Tensor],
-    micro_batches: list[tuple[Tensor, Tensor]],
+    model: Callable[[Tensor], Tensor], micro_batches: list[tuple[Tensor, Tensor]],
     divisor: Tensor | float | None = None,
     sum_loss: Callable[[Tensor, Tensor], Tensor] = summed_loss,
 ) -> Tensor:
@@ -86,17 +85,25 @@ def accumulate_gradients(
     of -100 does not count. Returns the mean loss, nats per token, 0-d. The mean is the sum of
     `sum_loss(logits, targets)` over `divisor`, which is the number of counted tokens unless given.
     """
+    # One divisor for all: a mean of micro-batch means would favor the tokens of short ones.
     if divisor is None:
         divisor = count_targets(micro_batches).clamp(min=1)
     mean = 0.0
     for inputs, targets in micro_batches:
-        with span("forward"):
-            # One divisor for all: a mean of micro-batch means would favor the tokens of short ones.
-            loss = sum_loss(model(inputs), targets) / divisor
-        with span("backward"):
-            loss.backward()
-        mean = mean + loss.detach()
+        mean = mean + forward_backward(model, inputs, targets, divisor, sum_loss)
     return mean
+
+
+def forward_backward(
+    model: Callable[[Tensor], Tensor], inputs: Tensor, targets: Tensor, divisor: Tensor | float,
+    sum_loss: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Add one micro-batch's part of the gradient to `.grad`; returns its part of the loss."""
+    with span("forward"):
+        loss = sum_loss(model(inputs), targets) / divisor
+    with span("backward"):
+        loss.backward()
+    return loss.detach()
 
 
 def accumulate_over_ranks(

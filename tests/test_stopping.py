@@ -33,8 +33,10 @@ def config(stories) -> Config:
 def handlers():
     """What the tests below install is taken back."""
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    for number in STOP_SIGNALS:  # nohup ignores one of them
+        signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield before
+    yield {number: signal.getsignal(number) for number in STOP_SIGNALS}
     for number, handler in before.items():
         signal.signal(number, handler)
 

@@ -51,7 +51,9 @@ from minitron.dataset import TokenDataset
 from minitron.measure.clock import DENSE_BF16_PEAKS, Clock, peak_flops
 from minitron.model.generate import generate
 from minitron.model.transformer import Transformer, initialise
-from minitron.step import accumulate_gradients, learning_rate, make_optimizer, train_step
+from minitron.step import (
+    accumulate_gradients, forward_backward, learning_rate, make_optimizer, train_step,
+)
 
 torch.set_num_threads(1)  # one thread: steadier clocks, and the same losses every time
 cpu = torch.device("cpu")
@@ -387,11 +389,12 @@ print(f"gradient off by {relative_difference(wrong_gradient, one_batch):.0%} of 
 
 # %%
 print(inspect.getsource(accumulate_gradients))
+print(inspect.getsource(forward_backward))
 
 # %% [markdown]
 # `divisor` counts the targets of *all* micro-batches before the first one runs. Each micro-batch
-# adds a *sum* divided by that one number. `loss.backward()` frees the activations of its
-# micro-batch before the next one starts, which is the whole point.
+# adds a *sum* divided by that one number. `loss.backward()` frees its activations before the next
+# micro-batch starts, which is the whole point.
 #
 # Does it compute the same gradient as the undivided batch? Not roughly: to the last digits.
 

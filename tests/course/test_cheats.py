@@ -174,7 +174,7 @@ CHEATS = {
     "puts a trial of its own in the place of ours": (
         "1.1", "import sys, types\nname = 'minitron.course.graders.ch01_accumulation'\n"
         "sys.modules[name] = types.SimpleNamespace(trial=None)\n"
-        f"{GRADIENTS}    return 0.0", "sys.modules.minitron.course.graders.ch01_accumulation is"),
+        f"{GRADIENTS}    return 0.0", "uses minitron.course.graders.ch01_accumulation"),
     "looks behind in a helper": (
         "1.4", f"def helper(error):\n    return error.tb_frame\n{PLAN}    return 0, 0",
         "tb_frame"),

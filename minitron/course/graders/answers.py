@@ -7,7 +7,7 @@ another name or in another module. An answer that calls one is told so.
 from minitron.course.exercises import Exercise
 
 OTHERS: dict[str, tuple[str, ...]] = {
-    "1.1": ("minitron.step:accumulate_over_ranks",),
+    "1.1": ("minitron.step:accumulate_over_ranks", "minitron.step:forward_backward"),
     "1.3": ("minitron.cost:num_block_parameters", "minitron.cost:forward_flops_per_token",
             "minitron.cost:backward_flops_per_token"),
     "2.1": ("minitron.cost:model_state_bytes", "minitron.cost:model_state_table"),

@@ -17,6 +17,7 @@ import builtins
 import inspect
 import linecache
 import os
+import re
 import sys
 import sysconfig
 import threading
@@ -42,6 +43,7 @@ NO_IMPORT = ("minitron.course", "solutions", "exercises", "tests", "ctypes", "_c
              "subprocess", "multiprocessing")
 NO_NAMES = {"tb_frame", "f_back", "f_locals", "f_globals", "gi_frame", "__globals__", "__code__",
             "__closure__", "__subclasses__", "__builtins__", "_getframe"}
+JUDGES = re.compile(r"minitron\.course\.graders\.ch\d\d")  # modules with right answers in them
 STARTS_PROCESSES = ("multiprocessing.process:BaseProcess.start",
                     "multiprocessing.util:spawnv_passfds")
 BY_ANYONE = {
@@ -148,8 +150,7 @@ class Guard:
 
     def look_at_names(self, name: str, code: CodeType) -> None:
         """Refuse code that uses what leads behind the check."""
-        names = set(_names(code))
-        hidden = NO_NAMES & names | {each for each in names if each.startswith("minitron.course")}
+        hidden = NO_NAMES & set(_names(code)) | set(filter(JUDGES.match, _strings(code)))
         if hidden:
             self.refuse(f"{name} uses {', '.join(sorted(hidden))}, which looks behind the check")
 
@@ -249,12 +250,17 @@ def _functions_of(cls: type) -> list[FunctionType]:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """The names and the strings in a piece of code: getattr() takes either."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
-        if isinstance(constant, str):
+
+
+def _strings(code: CodeType) -> Iterator[str]:
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _strings(constant)
+        elif isinstance(constant, str):
             yield constant
 
 
