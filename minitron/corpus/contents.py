@@ -48,6 +48,8 @@ def read_contents(folder: Path, group: Group = None) -> dict[str, Contents]:
     rank, size = rank_and_size(group)
     with one_fault_fails_all(group):
         paths = [*sorted(folder.glob("train_*.bin")), *sorted(folder.glob("val_*.bin"))]
+        require(bool(paths), f"{folder}: no train_*.bin here; `minitron data stories` writes "
+                "data/stories, `minitron data --help` lists the other corpora")
         found = remembered(folder, paths)
         missing = [path for path in paths[rank::size] if path.name not in found]
         stamps = {path.name: stamp(path) for path in missing}  # before they are read

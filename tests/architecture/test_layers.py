@@ -11,7 +11,7 @@ REPOSITORY = Path(__file__).parents[2]
 MODULES = sorted((REPOSITORY / "minitron").rglob("*.py"))
 LONGEST_FILE = 300
 LONGEST_FUNCTION = 40
-CORE_LINES = 4875  # of code: words that explain it are not what makes it large
+CORE_LINES = 4880  # of code: words that explain it are not what makes it large
 # what the course does not read line by line: instruments, tools, how processes are started, and how
 # files of strangers are read
 OUTSIDE_THE_CORE = ("measure", "plan", "course", "corpus", "hugging_face", "cli.py",
