@@ -20,6 +20,7 @@ import os
 import re
 import sys
 import sysconfig
+import tempfile
 import threading
 import tokenize
 from collections.abc import Callable, Iterator
@@ -94,7 +95,9 @@ class Guard:
         for name in STARTS_PROCESSES:
             self.forbid_calls(name, "a process is started")
         self.before = snapshot(self.instruments)
-        sys.dont_write_bytecode = True  # or a first import would be taken for the learner's writing
+        # Or a first import, and a first temporary file, would be taken for the learner's writing.
+        sys.dont_write_bytecode = True
+        tempfile.gettempdir()
         sys.addaudithook(self._audit)
 
     def refuse(self, what: str) -> None:
