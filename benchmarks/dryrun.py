@@ -29,13 +29,13 @@ import torch
 import torch.distributed as dist
 from common import conditions, device_of, have_gpus, publish, read_options
 
-from minitron.comm.launch import run
 from minitron.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
+from minitron.launch import run
 from minitron.measure.ledger import Ledger
 from minitron.measure.meter import Meter
 from minitron.parallelize import lay_out
 from minitron.plan.dryrun import DryRun, dry_run, micro_batches
-from minitron.training import Training
+from minitron.running.training import Training
 
 SIZES = {  # model, S
     "cpu": (ModelConfig("gpt", 2048, 128, 4, 256, 4, 4, 1024), 128),

@@ -21,25 +21,25 @@ from minitron.comm.mesh import Mesh, make_mesh
 from minitron.config import Config, ParallelConfig
 from minitron.model.recompute import RECOMPUTE_POLICIES
 from minitron.model.transformer import Transformer, fill, initial_value, materialise
-from minitron.parallel.combined import Combined
-from minitron.parallel.data_parallel import (
+from minitron.parallel.data.ddp import (
     DataParallel,
     apply_bucketed_data_parallel,
     apply_hooked_data_parallel,
     apply_naive_data_parallel,
 )
-from minitron.parallel.fsdp import FullyShardedDataParallel, apply_fsdp
-from minitron.parallel.pipeline_parallel import PipelineParallel, apply_pipeline_parallel
-from minitron.parallel.schedules import (
+from minitron.parallel.data.fsdp import FullyShardedDataParallel, apply_fsdp
+from minitron.parallel.data.zero import apply_zero1, apply_zero2
+from minitron.parallel.grid import Combined
+from minitron.parallel.pipeline.schedules import (
     Schedule,
     gpipe,
     interleaved,
     one_forward_one_backward,
     zero_bubble,
 )
-from minitron.parallel.sequence_parallel import apply_sequence_parallel
-from minitron.parallel.tensor_parallel import apply_tensor_parallel
-from minitron.parallel.zero import apply_zero1, apply_zero2
+from minitron.parallel.pipeline.stages import PipelineParallel, apply_pipeline_parallel
+from minitron.parallel.tensor.layers import apply_tensor_parallel
+from minitron.parallel.tensor.sequence import apply_sequence_parallel
 from minitron.precision import (
     PRECISIONS,
     MasterWeights,

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from minitron.config import require
 from minitron.cost import Recipe
-from minitron.float8 import E4M3, apply_float8
+from minitron.model.float8 import E4M3, apply_float8
 
 
 @dataclass(frozen=True)

@@ -15,18 +15,17 @@ from minitron.comm.agreement import (
     rank_and_size,
 )
 from minitron.config import Config, ConfigError
-from minitron.config_file import to_dict
+from minitron.config.file import to_dict
 from minitron.corpus.contents import Contents, fingerprint, read_contents, require_tokens
 from minitron.corpus.folder import end_of_document, load_tokenizer
 from minitron.dataset import TokenDataset
+from minitron.launch.process import memory_bytes, pick_device
 from minitron.measure.divergence import FirstFault
 from minitron.model.generate import generate
 from minitron.parallel.parts import Boxes
 from minitron.parallelize import lay_out
 from minitron.precision import low_precision
-from minitron.process import memory_bytes, pick_device
-from minitron.progress import CLOCK, Progress
-from minitron.run_checks import (
+from minitron.running.checks import (
     num_readers,
     read_facts,
     require_a_gpu_each,
@@ -36,15 +35,16 @@ from minitron.run_checks import (
     require_whole_state,
     with_vocabulary_of_data,
 )
-from minitron.run_memory import require_memory
+from minitron.running.memory import require_memory
+from minitron.running.stopping import Stop
+from minitron.running.training import Training
 from minitron.step import (
     accumulate_gradients,
     accumulate_over_ranks,
     learning_rate,
     summed_loss,
 )
-from minitron.stopping import Stop
-from minitron.training import Training
+from minitron.system.progress import CLOCK, Progress
 
 
 class Run(Training):

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from minitron.config import TrainConfig
-from minitron.parallel.combined import Combined
-from minitron.parallel.data_parallel import DataParallel
+from minitron.parallel.data.ddp import DataParallel
+from minitron.parallel.grid import Combined
 from minitron.precision import LossScale
-from minitron.spans import span
+from minitron.pytorch.spans import span
 
 IGNORED = -100  # a target with this value is no target: padding, say
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import tyro
 
-from minitron import command_line, cost, disk
+from minitron import cost
 from minitron.checkpoint import checkpoints
 from minitron.comm.agreement import (
     Group,
@@ -24,24 +24,25 @@ from minitron.comm.agreement import (
     one_fault_fails_all,
     rank_and_size,
 )
-from minitron.comm.launch import is_torchrun_rank, restarts, torchrun_group
-from minitron.comm.watchdog import Watchdog
-from minitron.config import Config, ConfigError, require
-from minitron.config_file import from_dict, load, to_dict
+from minitron.config import Config, ConfigError, command_line, require
+from minitron.config.file import from_dict, load, to_dict
 from minitron.corpus.contents import Contents, read_contents
-from minitron.files import read_json
 from minitron.hugging_face.config import read_model_config
 from minitron.hugging_face.folder import require_fits
 from minitron.hugging_face.weights import Weights
+from minitron.launch import is_torchrun_rank, restarts, torchrun_group
+from minitron.launch.process import Interruption
+from minitron.launch.watchdog import Watchdog
 from minitron.measure.clock import Clock, peak_flops
 from minitron.measure.loggers import open_log
 from minitron.measure.metrics import MetricsLog
 from minitron.measure.trace import Trace, open_trace
 from minitron.precision import PRECISIONS
-from minitron.process import Interruption
-from minitron.progress import Progress
 from minitron.run import Run
-from minitron.run_folder import Claim, default_folder, require_place
+from minitron.running.folder import Claim, default_folder, require_place
+from minitron.system import disk
+from minitron.system.files import read_json
+from minitron.system.progress import Progress
 from minitron.train_log import describe, describe_scale, evaluate, log_rows
 
 

@@ -8,13 +8,13 @@ import sys
 from contextlib import suppress
 
 from minitron.config import require
-from minitron.float8 import multiplies_float8
 from minitron.measure.clock import Clock, Speed
 from minitron.measure.loggers import peak_memory
 from minitron.measure.metrics import MetricsLog
-from minitron.parallel.simulator import simulate
-from minitron.progress import Progress
+from minitron.model.float8 import multiplies_float8
+from minitron.parallel.pipeline.simulator import simulate
 from minitron.run import Run
+from minitron.system.progress import Progress
 
 SMALLEST_SCALE = 2.0**-24  # of a loss: with it float16 holds gradients of up to 1e12
 

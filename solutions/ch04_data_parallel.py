@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minitron.parallel import data_parallel
+from minitron.parallel.data import ddp
 
 
 class Given:
@@ -48,7 +48,7 @@ class Given:
         return total / self.group.size()
 
 
-# Exercise 4.1 | Naive averaging | 15 min | difficulty 1 | replaces minitron.parallel.data_parallel
+# Exercise 4.1 | Naive averaging | 15 min | difficulty 1 | replaces minitron.parallel.data.ddp
 # Train with yours on 2 ranks: --parallel.data-parallel naive
 def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
     """After the backward pass, make every gradient its mean over the ranks.
@@ -77,7 +77,7 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
     ### END SOLUTION
 
 
-# Exercise 4.2 | Fill the buckets | 10 min | difficulty 1 | replaces minitron.parallel.data_parallel
+# Exercise 4.2 | Fill the buckets | 10 min | difficulty 1 | replaces minitron.parallel.data.ddp
 # Train with yours on 2 ranks
 def assign_buckets(sizes: list[int], bucket_bytes: int) -> list[list[int]]:
     """Share out the gradients among buckets, in the order in which backward() finishes them.
@@ -106,7 +106,7 @@ def assign_buckets(sizes: list[int], bucket_bytes: int) -> list[list[int]]:
     ### END SOLUTION
 
 
-# Exercise 4.3 | Overlap by hooks | 20 min | difficulty 2 | replaces minitron.parallel.data_parallel
+# Exercise 4.3 | Overlap by hooks | 20 min | difficulty 2 | replaces minitron.parallel.data.ddp
 # Train with yours on 2 ranks: --parallel.data-parallel hooked
 class HookedDataParallel(Given):
     """Average each gradient over the ranks while the backward pass still computes the others.
@@ -162,7 +162,7 @@ class HookedDataParallel(Given):
         ### END SOLUTION
 
 
-# Exercise 4.4 | Buckets | 30 min | difficulty 3 | replaces minitron.parallel.data_parallel
+# Exercise 4.4 | Buckets | 30 min | difficulty 3 | replaces minitron.parallel.data.ddp
 # Train with yours on 2 ranks: --parallel.data-parallel bucketed
 class BucketedDataParallel(Given):
     """As 4.3, but the gradients travel in buckets: few large messages instead of many small ones.
@@ -193,7 +193,7 @@ class BucketedDataParallel(Given):
         super().__init__(model, group, find_unused_parameters)
         parameters = [p for p in model.parameters() if p.requires_grad]
         sizes = [p.numel() * p.element_size() for p in parameters]
-        plan = data_parallel.assign_buckets(sizes, bucket_bytes)
+        plan = ddp.assign_buckets(sizes, bucket_bytes)
         self.buckets = [[parameters[index] for index in indices] for indices in plan]
         ### BEGIN SOLUTION
         self._start_over()

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from minitron import checkpoint
-from minitron.comm.launch import RankError, run
 from minitron.config import ConfigError
+from minitron.launch import RankError, run
 from minitron.parallel.parts import Boxes, Part, boxes_of
 
 KIB = 256

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 import minitron as minitron_package
-from minitron import cli, command_line
-from minitron.config import ConfigError
+from minitron import cli
+from minitron.config import ConfigError, command_line
 
 
 def minitron(*words: str, cwd=None) -> subprocess.CompletedProcess:

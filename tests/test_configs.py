@@ -16,7 +16,7 @@ from minitron.measure.meter import Meter
 from minitron.parallelize import build, lay_out
 from minitron.plan.hardware import DEVICES
 from minitron.precision import PRECISIONS, low_precision
-from minitron.run_checks import num_readers, require_ranks, require_validation
+from minitron.running.checks import num_readers, require_ranks, require_validation
 from minitron.step import make_optimizer, train_step
 from minitron.train import read_options
 

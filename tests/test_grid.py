@@ -11,13 +11,13 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from minitron.comm.launch import run
 from minitron.config import ConfigError
-from minitron.measure.difference import Moment, first_difference
-from minitron.parallel.combined import Combined
-from minitron.parallel.pipeline_parallel import PipelineParallel
-from minitron.parallel.zero import Zero1
-from minitron.run_checks import require_ranks
+from minitron.launch import run
+from minitron.parallel.data.zero import Zero1
+from minitron.parallel.grid import Combined
+from minitron.parallel.pipeline.stages import PipelineParallel
+from minitron.proof.difference import Moment, first_difference
+from minitron.running.checks import require_ranks
 from tools import grid
 from tools.grid import (
     Case,

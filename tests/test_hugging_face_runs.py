@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 from minitron import cli, train
-from minitron.comm.launch import run
 from minitron.config import Config, ConfigError, DataConfig, ModelConfig, ParallelConfig
 from minitron.corpus.folder import end_of_document, load_tokenizer
 from minitron.corpus.text import write_text
 from minitron.hugging_face.folder import export
 from minitron.hugging_face.weights import Weights, write
+from minitron.launch import run
 from minitron.measure.metrics import read_metrics
 from minitron.model.transformer import Transformer
 from minitron.parallelize import build, lay_out

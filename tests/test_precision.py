@@ -7,19 +7,18 @@ import torch
 from torch import nn
 
 from minitron import cost
-from minitron.comm.launch import run
 from minitron.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from minitron.cost.sharding import FULLY_SHARDED, zero_holdings
+from minitron.launch import run
 from minitron.measure.ledger import Ledger
 from minitron.measure.meter import Meter
-from minitron.measure.oracle import assert_same_training
 from minitron.model.transformer import Transformer
-from minitron.parallel.combined import Combined
-from minitron.parallel.data_parallel import (
+from minitron.parallel.data.ddp import (
     apply_bucketed_data_parallel,
     apply_hooked_data_parallel,
     apply_naive_data_parallel,
 )
+from minitron.parallel.grid import Combined
 from minitron.parallelize import build, lay_out
 from minitron.precision import (
     PRECISIONS,
@@ -29,6 +28,7 @@ from minitron.precision import (
     hold_gradients_in,
     low_precision,
 )
+from minitron.proof.oracle import assert_same_training
 from minitron.step import accumulate_over_ranks, make_optimizer, train_step
 from tests.parallel.saving import load, saved
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from minitron import parallelize, train, train_log
-from minitron import training as training_module
 from minitron.config import Config, ConfigError, DataConfig
-from minitron.config_file import load
+from minitron.config.file import load
 from minitron.measure.metrics import read_metrics
 from minitron.precision import PRECISIONS, LossScale, MasterWeights
 from minitron.run import Run
+from minitron.running import training as training_module
 from tests.test_train import MODEL, TRAIN, trained
 from tests.test_train_ranks import kill_after
 

@@ -13,12 +13,12 @@ from minitron.config import (
     ParallelConfig,
     TrainConfig,
 )
+from minitron.launch.process import memory_bytes, pick_device
 from minitron.measure.meter import Meter
 from minitron.model.transformer import Transformer
-from minitron.process import memory_bytes, pick_device
 from minitron.run import Run, Training
-from minitron.run_checks import divisors, layouts_that_fit, require_ranks
-from minitron.run_memory import least_bytes, require_memory
+from minitron.running.checks import divisors, layouts_that_fit, require_ranks
+from minitron.running.memory import least_bytes, require_memory
 
 CPU = torch.device("cpu")
 MODEL = ModelConfig("llama", 720, num_layers=4, width=64, num_heads=4, num_kv_heads=2, ffn_width=96)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from minitron import train
-from minitron.comm.launch import RankError, run
 from minitron.config import Config, ConfigError, DataConfig, ModelConfig, ParallelConfig
+from minitron.launch import RankError, run
 from minitron.measure.ledger import Ledger
 from minitron.measure.metrics import read_metrics
 from tests.test_train import trained

@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minitron import train
-from minitron.comm import agreement, launch
+from minitron import launch, train
+from minitron.comm import agreement
 from minitron.comm.agreement import one_fault_ends_all
-from minitron.comm.launch import RankError, run
 from minitron.config import (
     Config,
     ConfigError,
@@ -29,11 +28,12 @@ from minitron.config import (
     ParallelConfig,
     TrainConfig,
 )
+from minitron.launch import RankError, run
 from minitron.measure.ledger import Ledger
 from minitron.measure.meter import Meter
 from minitron.measure.metrics import read_metrics
 from minitron.run import Run
-from minitron.run_checks import require_a_gpu_each
+from minitron.running.checks import require_a_gpu_each
 from tests.test_train import command, trained, wait_for
 
 MODEL = ModelConfig(max_sequence_length=32, num_layers=2, width=32, num_heads=2, num_kv_heads=1,

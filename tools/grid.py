@@ -23,13 +23,13 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from minitron.comm.launch import RankError, run
 from minitron.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
-from minitron.measure.difference import Moment, first_difference
-from minitron.measure.oracle import sample_batches, trainings
+from minitron.launch import RankError, run
 from minitron.model.transformer import Transformer, fill, initial_value
-from minitron.parallel.combined import Combined
+from minitron.parallel.grid import Combined
 from minitron.parallelize import lay_out, parallelize
+from minitron.proof.difference import Moment, first_difference
+from minitron.proof.oracle import sample_batches, trainings
 
 MOST_RANKS = 8
 Records = dict[str, list[Moment]]  # by optimizer

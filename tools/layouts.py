@@ -16,7 +16,7 @@ from minitron.config import Config
 from minitron.plan.hardware import DEVICES
 from minitron.plan.job import Decision, Job
 from minitron.plan.memory import memory_of
-from minitron.run_checks import num_readers
+from minitron.running.checks import num_readers
 from minitron.train import read_options
 
 CONFIGS = Path(__file__).parents[1] / "configs"

@@ -42,23 +42,23 @@ from torch import nn
 
 from minitron import cost
 from minitron.comm.differentiable import start_all_gather, start_all_reduce
-from minitron.comm.launch import run
-from minitron.comm.slow_network import SlowNetwork
+from minitron.launch import run
+from minitron.launch.slow_network import SlowNetwork
 from minitron.config import ConfigError, ModelConfig
 
 # %%
-from minitron.course.check import check
-from minitron.course.figures import Matrix, cut, memory_bars, rank_lanes, show, timeline, wire
-from minitron.course.widgets import tensor_explorer
+from teaching.check import check
+from teaching.figures import Matrix, cut, memory_bars, rank_lanes, show, timeline, wire
+from teaching.widgets import tensor_explorer
 from minitron.measure.ledger import Ledger, merged
 from minitron.measure.meter import Meter
-from minitron.measure.oracle import Whole, assert_same_training, small_model
+from minitron.proof.oracle import Whole, assert_same_training, small_model
 from minitron.model.transformer import Transformer, initialise
-from minitron.parallel.cuts import PLAN, require_sizes
-from minitron.parallel.tensor_parallel import (
+from minitron.parallel.tensor.cuts import PLAN, require_sizes
+from minitron.parallel.tensor.layers import (
     ColumnLinears, RowParallelLinear, TensorParallel, WholeSequence, apply_tensor_parallel,
 )
-from minitron.parallel.vocabulary_parallel import (
+from minitron.parallel.tensor.vocabulary import (
     VocabularyParallelEmbedding, vocabulary_parallel_cross_entropy,
 )
 from minitron.plan.hardware import DEVICES

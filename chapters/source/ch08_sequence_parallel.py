@@ -39,23 +39,23 @@ from torch import nn
 from minitron import cost
 from minitron.comm import differentiable
 from minitron.comm.collectives import all_gather_single, all_reduce, reduce_scatter_single
-from minitron.comm.launch import run
+from minitron.launch import run
 from minitron.config import ModelConfig
 
 # %%
-from minitron.course.check import check
-from minitron.course.figures import Matrix, curves, cut, memory_bars, show, wire
-from minitron.course.widgets import sequence_explorer
+from teaching.check import check
+from teaching.figures import Matrix, curves, cut, memory_bars, show, wire
+from teaching.widgets import sequence_explorer
 from minitron.measure.ledger import Ledger, merged
 from minitron.measure.meter import Meter
-from minitron.measure.oracle import assert_same_training, small_model
+from minitron.proof.oracle import assert_same_training, small_model
 from minitron.model.recompute import apply_selective_recompute
 from minitron.model.transformer import Transformer, initialise, materialised_attention
 
 # %%
-from minitron.parallel.random_regions import OwnDropout
-from minitron.parallel.sequence_parallel import SequenceParts, apply_sequence_parallel
-from minitron.parallel.tensor_parallel import (
+from minitron.parallel.tensor.random_regions import OwnDropout
+from minitron.parallel.tensor.sequence import SequenceParts, apply_sequence_parallel
+from minitron.parallel.tensor.layers import (
     ColumnLinears, TensorParallel, apply_tensor_parallel,
 )
 from minitron.plan.hardware import DEVICES

@@ -38,38 +38,38 @@ import torch.distributed as dist
 from torch import nn
 
 from minitron import cost
-from minitron.comm.launch import RankError, run
+from minitron.launch import RankError, run
 from minitron.comm.mesh import make_mesh
 from minitron.config import ConfigError, ModelConfig
 
 # %%
-from minitron.course.check import check
-from minitron.course.figures import measured_timeline, memory_bars, pipeline, show, wire
-from minitron.course.widgets import schedule_explorer
+from teaching.check import check
+from teaching.figures import measured_timeline, memory_bars, pipeline, show, wire
+from teaching.widgets import schedule_explorer
 from minitron.measure.ledger import Ledger
 from minitron.measure.meter import Meter
-from minitron.measure.oracle import assert_same_training, small_model
+from minitron.proof.oracle import assert_same_training, small_model
 from minitron.model.transformer import Transformer, initialise
 from minitron.plan.hardware import DEVICES
 
 # %%
-from minitron.parallel import schedule_check
-from minitron.parallel.schedule_check import peak_activations
-from minitron.parallel.schedules import (
+from minitron.parallel.pipeline import schedule_check
+from minitron.parallel.pipeline.schedule_check import peak_activations
+from minitron.parallel.pipeline.schedules import (
     Action, Schedule, alternate, gpipe, interleaved, one_forward_one_backward, sequential,
     zero_bubble,
 )
-from minitron.parallel.simulator import simulate
+from minitron.parallel.pipeline.simulator import simulate
 
 # %%
-from minitron.parallel.combined import Combined
-from minitron.parallel.deferred import InTwoHalves
-from minitron.parallel.passage import Passage
-from minitron.parallel.pipeline_parallel import apply_pipeline_parallel
-from minitron.parallel.pipeline_plan import (
+from minitron.parallel.grid import Combined
+from minitron.parallel.pipeline.deferred import InTwoHalves
+from minitron.parallel.pipeline.executor import Passage
+from minitron.parallel.pipeline.stages import apply_pipeline_parallel
+from minitron.parallel.pipeline.plan import (
     Message, count_multiplications, count_parameters, script, split_blocks,
 )
-from minitron.parallel.zero import apply_zero1
+from minitron.parallel.data.zero import apply_zero1
 
 torch.set_num_threads(1)
 GB = 1e9

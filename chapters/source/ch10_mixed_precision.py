@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from minitron import cost
-from minitron.comm.launch import RankError, run
+from minitron.launch import RankError, run
 
 # %%
 from minitron.comm.collectives import (
@@ -48,22 +48,22 @@ from minitron.comm.collectives import (
 from minitron.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from minitron.corpus.stories import write_stories
 from minitron.corpus.story_grammar import VOCABULARY
-from minitron.course.check import check
-from minitron.course.figures import crossing, curves, memory_bars, show
-from minitron.course.figures_numbers import number_line, ranges
-from minitron.course.figures_precision import exponent_histogram, one_weight
-from minitron.course.floats import flushed
-from minitron.course.widgets import number_line_explorer
+from teaching.check import check
+from teaching.figures import crossing, curves, memory_bars, show
+from teaching.figures_numbers import number_line, ranges
+from teaching.figures_precision import exponent_histogram, one_weight
+from teaching.floats import flushed
+from teaching.widgets import number_line_explorer
 from minitron.dataset import TokenDataset
 
 # %%
 from minitron.measure.ledger import Ledger
 from minitron.measure.meter import Meter
-from minitron.measure.oracle import assert_same_training
+from minitron.proof.oracle import assert_same_training
 from minitron.model.transformer import Transformer, initialise
 from minitron.plan.hardware import DEVICES
-from minitron.parallel.combined import Combined
-from minitron.parallel.data_parallel import apply_bucketed_data_parallel
+from minitron.parallel.grid import Combined
+from minitron.parallel.data.ddp import apply_bucketed_data_parallel
 from minitron.parallelize import build, lay_out
 from minitron.precision import PRECISIONS, LossScale, MasterWeights, low_precision
 from minitron.step import (
@@ -73,7 +73,7 @@ from minitron.step import (
 
 
 # %%
-from minitron.float8 import Float8Products, quantise
+from minitron.model.float8 import Float8Products, quantise
 
 torch.set_num_threads(1)  # the same losses every time
 f32, bf16, f16 = torch.float32, torch.bfloat16, torch.float16

@@ -45,31 +45,31 @@ import torch.distributed as dist
 
 # %%
 from minitron import checkpoint, cost
-from minitron.comm.launch import RankError, run
+from minitron.launch import RankError, run
 from minitron.comm.mesh import make_mesh
 from minitron.config import (
     Config, ConfigError, DataConfig, ModelConfig, ParallelConfig, TrainConfig,
 )
 from minitron.corpus.stories import write_stories
 from minitron.corpus.story_grammar import VOCABULARY
-from minitron.course.check import check
-from minitron.course.figures import show, wire
-from minitron.course.figures_grid import rank_grid
+from teaching.check import check
+from teaching.figures import show, wire
+from teaching.figures_grid import rank_grid
 from minitron.dataset import TokenDataset
 
 # %%
 from minitron.measure.calls import merged
-from minitron.measure.difference import Moment, first_difference
+from minitron.proof.difference import Moment, first_difference
 from minitron.measure.ledger import Ledger
 from minitron.measure.metrics import read_metrics
-from minitron.measure.oracle import as_arrays, assert_same_training, small_model
+from minitron.proof.oracle import as_arrays, assert_same_training, small_model
 from minitron.model.transformer import Transformer, initialise
-from minitron.parallel.combined import Combined
+from minitron.parallel.grid import Combined
 from minitron.parallel.parts import boxes_of
-from minitron.parallel.pipeline_parallel import apply_pipeline_parallel
-from minitron.parallel.shards import clip_pieces
-from minitron.parallel.tensor_parallel import apply_tensor_parallel
-from minitron.parallel.zero import apply_zero1
+from minitron.parallel.pipeline.stages import apply_pipeline_parallel
+from minitron.parallel.data.shards import clip_pieces
+from minitron.parallel.tensor.layers import apply_tensor_parallel
+from minitron.parallel.data.zero import apply_zero1
 
 # %%
 from minitron.parallelize import build, lay_out, parallelize

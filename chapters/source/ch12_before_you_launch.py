@@ -41,14 +41,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from minitron import cost
 
 # %%
-from minitron.comm.launch import run
+from minitron.launch import run
 from minitron.config import (
     Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig,
 )
-from minitron.course.check import check
-from minitron.course.figures import memory_bars, show
-from minitron.course.figures_plan import errors, landscape, step_bars
-from minitron.course.widgets_plan import planner
+from teaching.check import check
+from teaching.figures import memory_bars, show
+from teaching.figures_plan import errors, landscape, step_bars
+from teaching.widgets_plan import planner
 from minitron.measure.ledger import Ledger
 from minitron.parallelize import lay_out
 

@@ -21,8 +21,8 @@ import numpy as np
 from minitron.comm.agreement import Group, gathered, one_fault_fails_all, rank_and_size
 from minitron.config import ConfigError, require
 from minitron.dataset import HEADER_BYTES, TokenDataset, count_tokens, open_shard
-from minitron.files import read_json
-from minitron.progress import Progress
+from minitron.system.files import read_json
+from minitron.system.progress import Progress
 
 CHUNK_BYTES = 1 << 22
 SETTLED_NS = 2 * 10**9  # a younger file may change once more in the same tick of its clock

@@ -38,12 +38,12 @@ from minitron.measure.ledger import Ledger
 from minitron.measure.live import Snapshot
 from minitron.measure.meter import Meter
 from minitron.model.transformer import Transformer
-from minitron.parallel.schedule_check import peak_activations
+from minitron.parallel.pipeline.schedule_check import peak_activations
 from minitron.parallelize import lay_out
 from minitron.plan.search import require_gpus
-from minitron.run_checks import with_vocabulary_of_data
-from minitron.run_memory import require_memory
-from minitron.training import Training
+from minitron.running.checks import with_vocabulary_of_data
+from minitron.running.memory import require_memory
+from minitron.running.training import Training
 
 LARGEST_MEMORY = 1e15
 """Bytes of a rank. PyTorch counts a tensor's in an int64."""

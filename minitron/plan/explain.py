@@ -12,7 +12,7 @@ from minitron.config import Config, require
 from minitron.plan.decide import Decision, Job
 from minitron.plan.hardware import Device
 from minitron.plan.search import Candidate, Search, require_gpus
-from minitron.run_checks import num_readers
+from minitron.running.checks import num_readers
 
 OPTIONS: dict[str, Callable[[Decision], object]] = {
     "tp": lambda decision: decision.parallel.tp,

@@ -19,7 +19,7 @@ from minitron import cost
 from minitron.config import ParallelConfig
 from minitron.cost.sharding import FULLY_SHARDED
 from minitron.cost.tensor import tokens_between_layers
-from minitron.parallel.data_parallel import BUCKET_BYTES
+from minitron.parallel.data.ddp import BUCKET_BYTES
 from minitron.plan.job import Decision, Job
 from minitron.plan.systems import MINITRON, System, blocks_per_rank
 from minitron.precision import PRECISIONS

@@ -26,7 +26,7 @@ from minitron.config import (
 )
 from minitron.plan.decide import Decision, Job
 from minitron.plan.estimate import Estimate, estimate, memory_of
-from minitron.run_checks import divisors, require_layout, require_ranks
+from minitron.running.checks import divisors, require_layout, require_ranks
 
 COMMUNICATION = ("tp", "pp", "dp")
 MOST_GPUS = 1_000_000

@@ -21,7 +21,7 @@ from minitron.comm.differentiable import (
     reduce_scatter,
     replicate,
 )
-from minitron.comm.launch import run
+from minitron.launch import run
 from minitron.measure.ledger import Ledger
 
 

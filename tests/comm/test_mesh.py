@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minitron.comm.launch import run
 from minitron.comm.mesh import make_mesh
 from minitron.config import ConfigError
+from minitron.launch import run
 from minitron.measure.ledger import Ledger
 
 

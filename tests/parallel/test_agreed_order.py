@@ -12,20 +12,20 @@ from unittest.mock import patch
 import pytest
 from torch import nn
 
-from minitron.comm.launch import run
-from minitron.measure.difference import first_difference
-from minitron.measure.oracle import sample_batches, trainings
-from minitron.parallel import data_parallel, fsdp, zero
-from minitron.parallel.data_parallel import (
+from minitron.launch import run
+from minitron.parallel.data import ddp, fsdp, zero
+from minitron.parallel.data.ddp import (
     HookedDataParallel,
     apply_bucketed_data_parallel,
     apply_hooked_data_parallel,
     apply_naive_data_parallel,
 )
-from minitron.parallel.fsdp import apply_fsdp
-from minitron.parallel.shards import share_out
-from minitron.parallel.units import split_into_units
-from minitron.parallel.zero import Zero2, apply_zero1, apply_zero2
+from minitron.parallel.data.fsdp import apply_fsdp
+from minitron.parallel.data.shards import share_out
+from minitron.parallel.data.units import split_into_units
+from minitron.parallel.data.zero import Zero2, apply_zero1, apply_zero2
+from minitron.proof.difference import first_difference
+from minitron.proof.oracle import sample_batches, trainings
 
 ONE_WEIGHT = 12 * 12 * 8  # bytes: one in each bucket
 
@@ -86,8 +86,8 @@ VERSIONS = {
 
 
 def no_broadcast_of_the_order(group):
-    real = data_parallel.broadcast
-    return patch.object(data_parallel, "broadcast", lambda tensor, *args: (
+    real = ddp.broadcast
+    return patch.object(ddp, "broadcast", lambda tensor, *args: (
         real(tensor, *args) if tensor.is_floating_point() else None))
 
 

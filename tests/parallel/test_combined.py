@@ -11,22 +11,22 @@ import pytest
 import torch
 from torch import nn
 
-from minitron.comm.launch import run
 from minitron.comm.mesh import make_mesh
-from minitron.measure.difference import first_difference
-from minitron.measure.oracle import sample_batches, small_model, trainings
+from minitron.launch import run
 from minitron.model.recompute import apply_full_recompute, apply_selective_recompute
-from minitron.parallel.combined import Combined
-from minitron.parallel.data_parallel import (
+from minitron.parallel.data.ddp import (
     apply_bucketed_data_parallel,
     apply_hooked_data_parallel,
     apply_naive_data_parallel,
 )
-from minitron.parallel.fsdp import apply_fsdp
-from minitron.parallel.sequence_parallel import apply_sequence_parallel
-from minitron.parallel.shards import clip_pieces
-from minitron.parallel.tensor_parallel import apply_tensor_parallel
-from minitron.parallel.zero import apply_zero1, apply_zero2
+from minitron.parallel.data.fsdp import apply_fsdp
+from minitron.parallel.data.shards import clip_pieces
+from minitron.parallel.data.zero import apply_zero1, apply_zero2
+from minitron.parallel.grid import Combined
+from minitron.parallel.tensor.layers import apply_tensor_parallel
+from minitron.parallel.tensor.sequence import apply_sequence_parallel
+from minitron.proof.difference import first_difference
+from minitron.proof.oracle import sample_batches, small_model, trainings
 from tests.parallel.saving import saved
 
 V, S = 36, 12

@@ -10,21 +10,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from minitron.comm.launch import RankError, run
-from minitron.measure import oracle
-from minitron.measure.difference import first_difference
+from minitron.launch import RankError, run
 from minitron.measure.ledger import Ledger
-from minitron.measure.oracle import (
-    after_backward,
-    assert_same_training,
-    sample_batches,
-    small_gpt,
-    small_llama,
-    trainings,
-)
 from minitron.model.recompute import apply_full_recompute, apply_selective_recompute
-from minitron.parallel import data_parallel
-from minitron.parallel.data_parallel import (
+from minitron.parallel.data import ddp
+from minitron.parallel.data.ddp import (
     BucketedDataParallel,
     HookedDataParallel,
     apply_bucketed_data_parallel,
@@ -32,6 +22,16 @@ from minitron.parallel.data_parallel import (
     apply_naive_data_parallel,
     assign_buckets,
     average_gradients,
+)
+from minitron.proof import oracle
+from minitron.proof.difference import first_difference
+from minitron.proof.oracle import (
+    after_backward,
+    assert_same_training,
+    sample_batches,
+    small_gpt,
+    small_llama,
+    trainings,
 )
 
 SIZES = (1, 2, 3, 4)
@@ -129,13 +129,13 @@ def not_sent(tensor, *args, **kwargs):
 
 def changed(change):
     """The all-reduce of gradients, changed; the loss, 0-d, is left alone."""
-    real = data_parallel.all_reduce
+    real = ddp.all_reduce
 
     def all_reduce(tensor, group, async_op=False):
         function = change(real, group.size()) if tensor.dim() else real
         return function(tensor, group, async_op=async_op)
 
-    return patch.object(data_parallel, "all_reduce", all_reduce)
+    return patch.object(ddp, "all_reduce", all_reduce)
 
 
 def scaled(factor):
@@ -162,12 +162,12 @@ class ParameterReduced(HookedDataParallel):
 
     def send(self, index):
         (grad,) = self.buckets[index]
-        return data_parallel.all_reduce(grad.detach(), self.group, async_op=True)
+        return ddp.all_reduce(grad.detach(), self.group, async_op=True)
 
 
 def parameters_averaged(model, group):
     for grad in model.parameters():
-        data_parallel.all_reduce(grad.detach(), group)
+        ddp.all_reduce(grad.detach(), group)
         grad.detach().div_(group.size())
 
 
@@ -193,7 +193,7 @@ MUTANTS = {
         "token_embedding.weight: gradient 4.0x too small on all ranks: divided twice?")
         for name, apply in THREE.items()},
     **{("no broadcast", name): (apply, lambda: patch.object(
-        data_parallel, "broadcast", not_sent),
+        ddp, "broadcast", not_sent),
         "token_embedding.weight: initial weights differ on rank 1, 2, 3 alone: no broadcast")
         for name, apply in THREE.items()},
     ("last dropped", "naive"): (after_backward(last_left_out), nullcontext,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from minitron.parallel.deferred import DeferredLinear, apply_deferred_weight_gradients
+from minitron.parallel.pipeline.deferred import DeferredLinear, apply_deferred_weight_gradients
 
 IN, OUT = 5, 3
 

@@ -14,22 +14,22 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from minitron.comm.launch import RankError, run
 from minitron.config import ModelConfig, TrainConfig
-from minitron.measure import oracle
-from minitron.measure.difference import first_difference
+from minitron.launch import RankError, run
 from minitron.measure.ledger import Ledger
 from minitron.measure.meter import Meter
-from minitron.measure.oracle import assert_same_training, sample_batches, small_gpt, trainings
 from minitron.model.recompute import (
     apply_full_recompute,
     apply_segmented_recompute,
     apply_selective_recompute,
 )
 from minitron.model.transformer import Transformer, initial_value, initialise
-from minitron.parallel import shards, units
-from minitron.parallel.combined import Combined
-from minitron.parallel.fsdp import apply_fsdp
+from minitron.parallel.data import shards, units
+from minitron.parallel.data.fsdp import apply_fsdp
+from minitron.parallel.grid import Combined
+from minitron.proof import oracle
+from minitron.proof.difference import first_difference
+from minitron.proof.oracle import assert_same_training, sample_batches, small_gpt, trainings
 from minitron.step import make_optimizer, train_step
 from tests.parallel.saving import load, saved
 

@@ -12,21 +12,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minitron.comm.launch import run
 from minitron.comm.mesh import make_mesh
 from minitron.config import ConfigError
-from minitron.measure.difference import first_difference, hidden_by_adamw
-from minitron.measure.oracle import assert_same_training, sample_batches, small_model, trainings
+from minitron.launch import run
 from minitron.model.recompute import apply_full_recompute, apply_selective_recompute
-from minitron.parallel.combined import Combined
-from minitron.parallel.data_parallel import (
+from minitron.parallel.data.ddp import (
     apply_bucketed_data_parallel,
     apply_hooked_data_parallel,
     apply_naive_data_parallel,
 )
-from minitron.parallel.passage import Passage
-from minitron.parallel.pipeline_parallel import PipelineParallel, apply_pipeline_parallel
-from minitron.parallel.schedules import (
+from minitron.parallel.data.zero import apply_zero1, apply_zero2
+from minitron.parallel.grid import Combined
+from minitron.parallel.pipeline.executor import Passage
+from minitron.parallel.pipeline.schedules import (
     Action,
     Schedule,
     gpipe,
@@ -36,9 +34,11 @@ from minitron.parallel.schedules import (
     zero_bubble,
     zero_bubble_h2,
 )
-from minitron.parallel.sequence_parallel import apply_sequence_parallel
-from minitron.parallel.tensor_parallel import apply_tensor_parallel
-from minitron.parallel.zero import apply_zero1, apply_zero2
+from minitron.parallel.pipeline.stages import PipelineParallel, apply_pipeline_parallel
+from minitron.parallel.tensor.layers import apply_tensor_parallel
+from minitron.parallel.tensor.sequence import apply_sequence_parallel
+from minitron.proof.difference import first_difference, hidden_by_adamw
+from minitron.proof.oracle import assert_same_training, sample_batches, small_model, trainings
 from tests.parallel.test_pipeline_plan import random_schedule
 
 V, S = 36, 12
@@ -238,7 +238,7 @@ MUTANTS = {
         HALVES, patch.object(Passage, "weights", weights_dropped),
         "gradient missing (None) on all ranks"),
     "no broadcast": (
-        EVEN, patch("minitron.parallel.pipeline_parallel.broadcast", not_done),
+        EVEN, patch("minitron.parallel.pipeline.stages.broadcast", not_done),
         "initial weights differ on all ranks: no broadcast from rank 0"),
     "none": (HALVES, nullcontext(), None),
 }

@@ -9,19 +9,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minitron.comm.launch import RankError, run
 from minitron.cost.pipeline import pipeline_volume
+from minitron.launch import RankError, run
 from minitron.measure.ledger import Ledger
-from minitron.measure.oracle import small_model
-from minitron.parallel.combined import Combined
-from minitron.parallel.passage import Passage
-from minitron.parallel.pipeline_parallel import apply_pipeline_parallel
-from minitron.parallel.schedules import (
+from minitron.parallel.grid import Combined
+from minitron.parallel.pipeline.executor import Passage
+from minitron.parallel.pipeline.schedules import (
     gpipe,
     interleaved,
     one_forward_one_backward,
     zero_bubble,
 )
+from minitron.parallel.pipeline.stages import apply_pipeline_parallel
+from minitron.proof.oracle import small_model
 
 V, D = 29, 15  # small_gpt's width
 B, S, M = 2, 7, 6

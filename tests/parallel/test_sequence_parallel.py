@@ -15,17 +15,17 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from minitron.comm.launch import run
 from minitron.cost import tensor_parallel_parameters
-from minitron.measure.difference import first_difference
+from minitron.launch import run
 from minitron.measure.ledger import Ledger
 from minitron.measure.meter import Meter
-from minitron.measure.oracle import assert_same_training, sample_batches, small_model, trainings
 from minitron.model.recompute import apply_full_recompute, apply_selective_recompute
 from minitron.model.transformer import materialise, materialised_attention
-from minitron.parallel import sequence_parallel
-from minitron.parallel.sequence_parallel import SequenceParts, apply_sequence_parallel
-from minitron.parallel.tensor_parallel import TensorParallel, apply_tensor_parallel
+from minitron.parallel.tensor import sequence
+from minitron.parallel.tensor.layers import TensorParallel, apply_tensor_parallel
+from minitron.parallel.tensor.sequence import SequenceParts, apply_sequence_parallel
+from minitron.proof.difference import first_difference
+from minitron.proof.oracle import assert_same_training, sample_batches, small_model, trainings
 from tests.parallel.events import Watcher
 
 V, S = 36, 12  # 2, 3 and 4 ranks divide all sizes
@@ -114,7 +114,7 @@ def not_summed(*args):
 
 
 def own_part(self, out_partial):
-    return sequence_parallel.equal_parts(out_partial, self.group.size(), 1)[self.group.rank()]
+    return sequence.equal_parts(out_partial, self.group.size(), 1)[self.group.rank()]
 
 
 def own_grad_part(self, grad_partial):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from minitron.parallel.shards import owned_ranges, share_out
+from minitron.parallel.data.shards import owned_ranges, share_out
 
 
 def test_owned_ranges_by_hand():

@@ -16,22 +16,22 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from minitron import cost
 from minitron.comm.agreement import rank_and_size
-from minitron.comm.launch import RankError, run
 from minitron.cost.sharding import zero_holdings, zero_volume
-from minitron.measure import oracle
-from minitron.measure.difference import first_difference
+from minitron.launch import RankError, run
 from minitron.measure.ledger import Ledger
 from minitron.measure.meter import Meter
-from minitron.measure.oracle import (
+from minitron.model.recompute import apply_full_recompute, apply_selective_recompute
+from minitron.parallel.data import shards
+from minitron.parallel.data.zero import Zero1, Zero2, apply_zero1, apply_zero2
+from minitron.proof import oracle
+from minitron.proof.difference import first_difference
+from minitron.proof.oracle import (
     assert_same_training,
     sample_batches,
     small_gpt,
     small_llama,
     trainings,
 )
-from minitron.model.recompute import apply_full_recompute, apply_selective_recompute
-from minitron.parallel import shards
-from minitron.parallel.zero import Zero1, Zero2, apply_zero1, apply_zero2
 from minitron.step import train_step
 
 SIZES = (1, 2, 3, 4, 8)

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from minitron.comm.launch import run
-from minitron.measure.oracle import small_gpt
-from minitron.parallel.combined import Combined
-from minitron.parallel.fsdp import apply_fsdp
-from minitron.parallel.zero import apply_zero1, apply_zero2
+from minitron.launch import run
+from minitron.parallel.data.fsdp import apply_fsdp
+from minitron.parallel.data.zero import apply_zero1, apply_zero2
+from minitron.parallel.grid import Combined
 from minitron.precision import MasterWeights
+from minitron.proof.oracle import small_gpt
 from tests.parallel.saving import load, optimizer_of, saved
 
 SMALL = 6000  # bytes: several buckets in a small model

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from minitron.comm.launch import run
 from minitron.config import ConfigError, ModelConfig, ParallelConfig
+from minitron.launch import run
 from minitron.plan import calibrate as calibration
 from minitron.plan.calibrate import (
     alone,

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from minitron.comm.launch import run as run_ranks
 from minitron.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
+from minitron.launch import run as run_ranks
 from minitron.measure.ledger import Ledger
 from minitron.measure.meter import Meter
 from minitron.plan.dryrun import dry_run, summed

@@ -12,7 +12,7 @@ import pytest
 
 from minitron import cli
 from minitron.config import ConfigError
-from minitron.config_file import load
+from minitron.config.file import load
 from minitron.plan.command import (
     PlanOptions,
     compared,
@@ -28,7 +28,7 @@ from minitron.plan.explain import as_it_stands
 from minitron.plan.hardware import DEVICES
 from minitron.plan.money import GpuHour, bill
 from minitron.plan.search import Candidate, Search, search
-from minitron.run_checks import require_ranks
+from minitron.running.checks import require_ranks
 from minitron.train import read_options
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -23,7 +23,7 @@ from minitron.plan.explain import (
 )
 from minitron.plan.hardware import DEVICES
 from minitron.plan.search import Candidate, config_of, decisions, search
-from minitron.run_checks import layouts_that_fit, require_ranks
+from minitron.running.checks import layouts_that_fit, require_ranks
 
 H100 = DEVICES["H100-SXM-80GB"]
 GPT2 = ModelConfig("gpt", 50304, 1024, 12, 768, 12, 12, 3072)

@@ -1,0 +1,14 @@
+"""What a run is told: its fields, TOML files and the command line, and what must fit together."""
+
+from minitron.config.checks import ConfigError, require, require_positive
+from minitron.config.schema import (
+    Config,
+    DataConfig,
+    LogConfig,
+    ModelConfig,
+    ParallelConfig,
+    TrainConfig,
+)
+
+__all__ = ["Config", "ConfigError", "DataConfig", "LogConfig", "ModelConfig", "ParallelConfig",
+           "TrainConfig", "require", "require_positive"]

@@ -1,0 +1,296 @@
+"""What a run is told: five frozen dataclasses, read from TOML, overridden on the command line.
+
+    minitron train configs/stories.toml --model.num-layers 12 --train.steps 200
+
+A field's comment gives its unit or the reason for its value; `minitron train --help` prints it.
+Every impossible value is one `ConfigError` line: what was wrong, both numbers, the remedy.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from minitron.config.checks import (
+    ConfigError,
+    other_heads,
+    require,
+    require_at_most,
+    require_positive,
+    require_types,
+    round_up,
+)
+
+LARGEST_SIZE = 10**9
+"""Of a dimension: the bytes of a matrix still fit in an int64."""
+MOST_LAYERS = 2_000  # twice as many as any published (DeepNet, Wang et al. 2022)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    family: Literal["gpt", "llama"] = "llama"
+    """gpt: LayerNorm, learned positions, GELU, biases. llama: RMSNorm, RoPE, SwiGLU, no biases."""
+    vocab_size: int = 0
+    """Rows of the embedding, V. 0: as many as the data's vocabulary has."""
+    max_sequence_length: int = 128
+    """Longest sequence the model accepts, in tokens (rows of the learned positions of gpt)."""
+    num_layers: int = 4
+    """Blocks, L."""
+    width: int = 128
+    """Model width, D."""
+    num_heads: int = 4
+    """Query heads, H; the head width is K = D/H."""
+    num_kv_heads: int = 4
+    """Key and value heads; fewer than num_heads is grouped-query attention (llama only)."""
+    ffn_width: int = 384
+    """Feed-forward width, F: 4 D is usual for gpt, about 8/3 D for llama."""
+    tied_embedding: bool = True
+    """The output head shares the token embedding's weight."""
+    dropout: float = 0.0
+    """Probability of dropping an attention probability or a branch's output, while training."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary frequencies (llama only)."""
+    rope_scaling: float = 1.0
+    """By how much Llama since 3.1 slows down rotations of more than 8192 tokens; 1: not at all."""
+    norm_eps: float = 1e-5
+    """Added to the variance in every norm."""
+
+    def __post_init__(self):
+        require_types("model", self)
+        sizes = ("max_sequence_length", "width", "num_heads", "num_kv_heads", "ffn_width")
+        require_positive("model", self, *sizes, "num_layers", "norm_eps")
+        require_at_most("model", self, **dict.fromkeys([*sizes, "vocab_size"], LARGEST_SIZE))
+        require_at_most("model", self, num_layers=MOST_LAYERS, rope_theta=10**12,
+                        rope_scaling=10**6, norm_eps=1)
+        require(self.vocab_size >= 0, f"model.vocab_size = {self.vocab_size}: must be 0 or more")
+        require(self.rope_theta >= 1, f"model.rope_theta = {self.rope_theta}: must be 1 or more")
+        require(0 <= self.dropout < 1, f"model.dropout = {self.dropout}: a probability from 0 to "
+                "less than 1")
+        require(self.rope_scaling >= 1, f"model.rope_scaling = {self.rope_scaling}: must be 1 "
+                "(off) or more")
+        if self.width % self.num_heads:  # not `require`: only then look for what divides
+            raise ConfigError(
+                f"model.width = {self.width} is not a multiple of model.num_heads = "
+                f"{self.num_heads}: try {other_heads(self)}"
+            )
+        require(
+            self.num_heads % self.num_kv_heads == 0,
+            f"model.num_heads = {self.num_heads} is not a multiple of model.num_kv_heads = "
+            f"{self.num_kv_heads}: try --model.num-kv-heads {self.num_heads}",
+        )
+        if self.family == "gpt":
+            require(
+                self.num_kv_heads == self.num_heads,
+                f"model.num_kv_heads = {self.num_kv_heads} with model.family = gpt: grouped-query "
+                f"attention is llama's; set it to num_heads = {self.num_heads}",
+            )
+        else:
+            require(self.head_width % 2 == 0, f"model.width / model.num_heads = {self.head_width} "
+                    "is odd: rotary positions turn pairs, so make the head width even")
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.num_heads
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    path: Path = Path("data/stories")
+    """Folder with train_*.bin, val_*.bin and tokenizer.json; `minitron data` makes one."""
+    sequence_length: int = 128
+    """Tokens a sample trains on, S."""
+
+    def __post_init__(self):
+        require_types("data", self)
+        require_positive("data", self, "sequence_length")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    steps: int = 1000
+    """Optimizer steps."""
+    global_batch_size: int = 32
+    """Sequences per optimizer step, over all ranks: GBS."""
+    micro_batch_size: int = 32
+    """Sequences in one forward and backward pass on one rank: MBS."""
+    learning_rate: float = 3e-3
+    """Peak of the schedule."""
+    min_learning_rate: float = 3e-4
+    """Where the cosine ends."""
+    warmup_steps: int = 50
+    """Steps of linear warm-up."""
+    weight_decay: float = 0.1
+    """AdamW's decay, on matrices only (norms and biases are left alone)."""
+    beta1: float = 0.9
+    """AdamW: memory of the gradient's mean."""
+    beta2: float = 0.95
+    """AdamW: memory of the gradient's square."""
+    clip_norm: float = 1.0
+    """Largest global gradient norm; 0 switches clipping off."""
+    precision: Literal[
+        "fp32", "bf16-autocast", "bf16", "bf16-fp32-grads", "fp16", "fp8"
+    ] = "fp32"
+    """Which dtypes train: see `minitron.precision.PRECISIONS`."""
+    recompute: Literal["none", "full", "selective", "sqrt"] = "none"
+    """Which activations are computed again in the backward pass instead of kept."""
+    compile: bool = False
+    """Run the model through torch.compile."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, mps, ...; auto takes CUDA if there is one, else the CPU."""
+    seed: int = 0
+    """Seeds the weights, the order of the samples, and dropout."""
+    log_every: int = 1
+    """Steps between waits for the device to log; every step is logged, GPUs like 10."""
+    eval_every: int = 200
+    """Steps between evaluations; 0 evaluates at the end only."""
+    eval_sequences: int = 256
+    """Validation sequences per evaluation."""
+    checkpoint_every: int = 200
+    """Steps between checkpoints; 0 saves at the end only (and when interrupted)."""
+    keep_checkpoints: int = 2
+    """Older ones are deleted."""
+    async_checkpoint: bool = False
+    """Write checkpoints in the background, from a copy in the host's memory."""
+    hang_timeout: float = 900.0
+    """End a run on many ranks when no step has ended for so many seconds, and say which rank the
+    others wait for. A first step that compiles may take minutes, and so may a save. With 0 PyTorch
+    alone ends a collective, after half an hour, without a name."""
+
+    def __post_init__(self):
+        require_types("train", self)
+        require_positive(
+            "train", self, "steps", "global_batch_size", "micro_batch_size", "learning_rate",
+            "log_every", "eval_sequences", "keep_checkpoints",
+        )
+        for name in ("warmup_steps", "eval_every", "checkpoint_every",
+                     "weight_decay", "clip_norm", "min_learning_rate", "seed", "hang_timeout"):
+            value = getattr(self, name)
+            require(value >= 0, f"train.{name} = {value}: must be 0 or more")
+        require(
+            self.recompute == "none" or not self.compile,
+            f"train.recompute = {self.recompute} with train.compile = {self.compile}: a compiled "
+            "model decides itself what to keep; switch one of them off",
+        )
+        require(self.hang_timeout <= 1500, f"train.hang_timeout = {self.hang_timeout:g}: PyTorch "
+                "ends a collective after 1,800 s, and names no rank; set it to 1500 or less")
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            require(0 <= value < 1, f"train.{name} = {value}: must be from 0 to less than 1")
+        require(self.min_learning_rate <= self.learning_rate, f"train.min_learning_rate = "
+                f"{self.min_learning_rate} is above train.learning_rate = {self.learning_rate}: "
+                "lower it, or raise the peak")
+        require(self.learning_rate * self.weight_decay < 1, f"train.weight_decay = "
+                f"{self.weight_decay:g} with train.learning_rate = {self.learning_rate:g}: a step "
+                "would take away all of a weight, or more; their product must be less than 1")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    dp: int = 0
+    """Data-parallel ranks; 0: all that torchrun has started, divided by tp and pp."""
+    tp: int = 1
+    """Ranks that compute each layer together (tensor parallelism): neighbours, of one node."""
+    sequence: bool = False
+    """With tp, divide the sequence too where layers are not cut: norms, dropout, residual."""
+    pp: int = 1
+    """Ranks that hold the layers one after the other (pipeline parallelism)."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
+    """In which order the pipeline's ranks work on the micro-batches."""
+    chunks: int = 1
+    """Stages that each rank of the pipeline holds: 2 or more with interleaved, else 1."""
+    data_parallel: Literal["naive", "hooked", "bucketed"] = "bucketed"
+    """When gradients are sent: after the backward pass, each as it is ready, or in buckets."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """ZeRO's stage: each rank keeps its part of 1: optimizer state, 2: and gradients, 3: and
+    weights. With pp 1, or 2 without sync_every_micro_batch, which then holds as much as 1."""
+    sync_every_micro_batch: bool = True
+    """Stages 2 and 3: reduce gradients after each micro-batch, so that their sums are sharded.
+    Switched off they travel once a step, but each rank holds them whole until then."""
+
+    def __post_init__(self):
+        require_types("parallel", self)
+        require(self.dp >= 0, f"parallel.dp = {self.dp}: must be 0 or more")
+        require_positive("parallel", self, "tp", "pp", "chunks")
+        require(not self.sequence or self.tp > 1, f"parallel.sequence with parallel.tp = {self.tp}:"
+                " it divides what tensor parallelism leaves whole; set parallel.tp to 2 or more")
+        require(
+            self.sync_every_micro_batch or self.zero >= 2,
+            f"parallel.sync_every_micro_batch = {self.sync_every_micro_batch} with parallel.zero = "
+            f"{self.zero}: below stage 2 gradients travel once a step anyway; leave it out",
+        )
+        if self.pp > 1:
+            self.require_pipeline()
+        else:
+            require(self.schedule == "1f1b" and self.chunks == 1, f"parallel.schedule = "
+                    f"{self.schedule} and chunks = {self.chunks} with parallel.pp = 1: there is no "
+                    "pipeline; set parallel.pp to 2 or more, or leave them out")
+
+    def require_pipeline(self) -> None:
+        require(
+            self.zero < 3,
+            f"parallel.zero = 3 with parallel.pp = {self.pp}: every micro-batch would gather every "
+            "stage's weights again; use stage 1 or 2, or parallel.pp = 1",
+        )
+        require(
+            self.zero < 2 or not self.sync_every_micro_batch,
+            f"parallel.zero = 2 with parallel.pp = {self.pp}: gradients are whole until all "
+            "micro-batches are through; add --parallel.no-sync-every-micro-batch, or use stage 1",
+        )
+        require(
+            self.schedule != "zero-bubble" or self.tp == 1,
+            f"parallel.schedule = zero-bubble with parallel.tp = {self.tp}: the cut layers compute "
+            "both gradients at once; use 1f1b, or parallel.tp = 1",
+        )
+        require(
+            (self.chunks > 1) == (self.schedule == "interleaved"),
+            f"parallel.chunks = {self.chunks} with parallel.schedule = {self.schedule}: the "
+            "interleaved schedule needs 2 chunks or more, the others have 1",
+        )
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    all_ranks: bool = False
+    """Let every rank keep a log, and a trace, of its own: metrics_rank1.jsonl, ..."""
+    tensorboard: bool = False
+    """Write the log for TensorBoard too, into the run's folder."""
+    wandb: str = ""
+    """Send the log to this project at Weights & Biases too."""
+    trace_steps: int = 0
+    """Steps that are profiled, after the first few: traces/rank0.json.gz, for ui.perfetto.dev."""
+
+    def __post_init__(self):
+        require_types("log", self)
+        require(self.trace_steps >= 0, f"log.trace_steps = {self.trace_steps}: must be 0 or more")
+
+
+@dataclass(frozen=True)
+class Config:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self):
+        require(
+            self.data.sequence_length <= self.model.max_sequence_length,
+            f"data.sequence_length = {self.data.sequence_length} is longer than "
+            f"model.max_sequence_length = {self.model.max_sequence_length}: "
+            "raise the second or lower the first",
+        )
+        parallel, tp = self.parallel, self.parallel.tp
+        num_stages = parallel.pp * parallel.chunks
+        require(self.model.num_layers >= num_stages, f"model.num_layers = {self.model.num_layers} "
+                f"does not fill parallel.pp x parallel.chunks = {num_stages} stages: lower them "
+                f"to {self.model.num_layers} at most, or add layers")
+        if self.train.compile:
+            require(parallel.zero < 3, f"train.compile with parallel.zero = {parallel.zero}: a "
+                    "compiled model keeps the weights that stage 3 frees; switch it off, or use 2")
+            require(tp == 1, f"train.compile with parallel.tp = {tp}: the collectives inside cut "
+                    "layers are not compiled; switch it off")
+            require(parallel.pp == 1, f"train.compile with parallel.pp = {parallel.pp}: a stage is "
+                    "not compiled; switch it off")
+        for name, length in (("data.sequence_length", self.data.sequence_length),
+                             ("model.max_sequence_length", self.model.max_sequence_length)):
+            require(not parallel.sequence or length % tp == 0, f"{name} = {length} does not divide "
+                    f"by parallel.tp = {tp} (parallel.sequence is on): use {round_up(length, tp)}")

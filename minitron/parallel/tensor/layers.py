@@ -1,0 +1,292 @@
+"""Tensor parallelism: a layer too large for one rank is cut inside, and N ranks compute it.
+
+Idea: Y = f(X A) B. Cut A by columns and B by rows. Each rank computes its columns of X A, applies
+f to them, and multiplies them by its rows of B: one of N summands of Y, and an all-reduce makes
+them Y. f needs no column of another rank: it is GELU, or attention, head by head.
+
+Notation: N ranks, `tp` in shapes; G key-value heads. Y_partial is a summand.
+
+Each rank holds: 1/N of the matrices and of the vocabulary; the norms, the biases that are added to
+a sum, and learned positions; of the activations 1/N inside the cut layers, all between them. If
+G < N, N/G ranks hold the same key-value head.
+
+Communication: per block and micro-batch an all-reduce of (B, S, D) after attention and one after
+the feed-forward; in the backward pass one of the gradient of the input of each. Together
+8 B S D (N-1)/N elements sent and received per rank. For the embedding one more in the forward
+pass, for the head one in the backward pass, for the loss three numbers a token. Once a step the
+gradients of shared key-value heads. At the start a broadcast of rank 0's parameters.
+
+Read in this order: cuts.PLAN, Together, ColumnLinears, RowParallelLinear, TensorParallel; then
+vocabulary_parallel, random_regions.
+
+Reference: Shoeybi et al. 2019, "Megatron-LM" (section 3); Narayanan et al. 2021 (section 3.2: the
+volume).
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from minitron.comm import differentiable
+from minitron.comm.collectives import all_gather_single, all_reduce, broadcast
+from minitron.comm.differentiable import start_all_reduce
+from minitron.model.float8 import Products, products_of
+from minitron.model.transformer import fill, global_parameters
+from minitron.parallel.tensor.cuts import Cut, plan_cuts, planned
+from minitron.parallel.tensor.random_regions import attend_to_own_heads
+from minitron.parallel.tensor.vocabulary import (
+    VocabularyParallelEmbedding,
+    vocabulary_parallel_cross_entropy,
+)
+
+
+class WholeSequence:
+    """What happens at the ends of a cut region, if all ranks have all activations around it."""
+
+    regathers = False
+    num_parts = 1  # of the sequence
+
+    def __init__(self, group: ProcessGroup):
+        self.group = group
+
+    def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
+        """Where a region begins, each rank needs the whole input (B, S, D): it is there."""
+        return lambda: x
+
+    def start_reduce(self, grad_partial: Tensor) -> Callable[[], Tensor]:
+        """In the backward pass, each rank has a summand of that input's gradient."""
+        return start_all_reduce(grad_partial, self.group)
+
+    def reduce(self, out_partial: Tensor) -> Tensor:
+        """Where a region ends, each rank has a summand of the output; differentiable."""
+        return differentiable.all_reduce(out_partial, self.group)
+
+
+class ColumnLinears(torch.autograd.Function):
+    """x A, x B, ...: linear layers of one input, of which this rank has some of the columns.
+
+    One function for all, so that one message carries the sum of their input gradients. It travels
+    while the gradients of the weights are computed.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, exchange: WholeSequence, products: type[Products], x: Tensor,
+        *parameters: Tensor | None,
+    ):
+        weights, biases = parameters[::2], parameters[1::2]
+        x_full = exchange.start_gather(x)()
+        ctx.exchange, ctx.products = exchange, products
+        ctx.save_for_backward(x if exchange.regathers else x_full, *weights)
+        return tuple(products.linear(x_full, w, b) for w, b in zip(weights, biases, strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor):
+        exchange, products, (x, *weights) = ctx.exchange, ctx.products, ctx.saved_tensors
+        wait_for_x = exchange.start_gather(x) if exchange.regathers else lambda: x
+        rows = [grad.flatten(0, -2) for grad in grads]  # (B S, F/tp)
+
+        weights = [weight.to(rows[0].dtype) for weight in weights]  # as autocast has done
+        grad_partial = products.grad_input(rows[0], weights[0])
+        for grad, weight in zip(rows[1:], weights[1:], strict=True):
+            products.grad_input(grad, weight, total=grad_partial)
+        x_full = wait_for_x()
+        del wait_for_x  # and its buffer
+        wait_for_grad_x = exchange.start_reduce(grad_partial.view_as(x_full))
+        del grad_partial
+
+        x_rows = x_full.flatten(0, -2)  # (B S, D)
+        grads_of_parameters = []
+        for index, grad in enumerate(rows):
+            needs_weight, needs_bias = ctx.needs_input_grad[3 + 2 * index:5 + 2 * index]
+            grad_weight = products.grad_weight(grad, x_rows) if needs_weight else None
+            grads_of_parameters += [grad_weight, grad.sum(0) if needs_bias else None]
+        return None, None, wait_for_grad_x(), *grads_of_parameters
+
+
+class Together:
+    """Column-parallel layers of one input: the first to be called computes for all.
+
+    So each of them must be called for each x, once.
+    """
+
+    def __init__(self, layers: list[nn.Linear], exchange: WholeSequence):
+        self.layers, self.exchange = layers, exchange
+        self.x: Tensor | None = None
+        self.outputs: dict[nn.Linear, Tensor] = {}
+
+    def output(self, layer: nn.Linear, x: Tensor) -> Tensor:
+        """What `layer` makes of `x` (B, S, D): (B, S, F/tp)."""
+        if x is not self.x or layer not in self.outputs:
+            parameters = [p for each in self.layers for p in (each.weight, each.bias)]
+            kept = x
+            if torch.is_autocast_enabled(x.device.type):  # which casts the weights itself
+                kept = x.to(torch.get_autocast_dtype(x.device.type))
+            products = products_of(layer)
+            outputs = ColumnLinears.apply(self.exchange, products, kept, *parameters)
+            self.x, self.outputs = x, dict(zip(self.layers, outputs, strict=True))
+
+        output = self.outputs.pop(layer)
+        if not self.outputs:
+            self.x = None  # hold nothing until the next forward pass
+        return output
+
+
+class ColumnParallelLinear(nn.Linear):
+    """Holds weight (F/tp, D) and bias (F/tp,); computes `together` with others of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.together.output(self, x)
+
+
+class RowParallelLinear(nn.Linear):
+    """Holds weight (D, F/tp) and the whole bias (D,); reads (B, S, F/tp), a cut layer's output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.exchange.reduce(products_of(self).linear(x, self.weight))
+        # after the sum, or the bias is added tp times
+        return out if self.bias is None else out + self.bias.to(out.dtype)
+
+
+LAYERS = {
+    "columns": ColumnParallelLinear,
+    "rows": RowParallelLinear,
+    "vocabulary": VocabularyParallelEmbedding,
+}
+
+
+class TensorParallel:
+    """A model whose layers are cut; its code and the names of its parameters stay.
+
+    Its logits are (B, S, V/tp): use `summed_loss`, or `full_logits`. Call `finish` after the last
+    backward pass of a step. All ranks read the same samples.
+    """
+
+    data_part = (0, 1)
+
+    def __init__(self, model: nn.Module, exchange: WholeSequence):
+        self.model, self.group, self.exchange = model, exchange.group, exchange
+        self.rank, self.size = self.group.rank(), self.group.size()
+        self.cuts = plan_cuts(model, self.rank, self.size)
+        self.take_parts()
+        self.change_layers()
+
+    def take_parts(self) -> None:
+        """Leave this rank its part of every parameter."""
+        for name, parameter in global_parameters(self.model):
+            if not parameter.is_meta:
+                broadcast(parameter.detach(), 0, self.group)
+            parameter.data = self.cuts[name].copy_of(parameter.detach())
+
+    def change_layers(self) -> None:
+        readers: dict[str, list[nn.Linear]] = {}  # of the same input: neighbours in the model
+        for path, kind in planned(self.model):
+            layer = self.model.get_submodule(path)
+            layer.__class__ = LAYERS[kind]  # it stays where it is, with its hooks
+            layer.exchange, layer.rank = self.exchange, self.rank
+            if kind == "vocabulary":
+                layer.num_embeddings //= self.size
+            else:
+                layer.out_features, layer.in_features = layer.weight.shape
+            if kind == "columns":
+                readers.setdefault(path.rpartition(".")[0], []).append(layer)
+        for layers in readers.values():
+            together = Together(layers, self.exchange)
+            for layer in layers:
+                layer.together = together
+        for block in self.model.blocks:
+            core = block.attention.attention_fn
+            block.attention.attention_fn = partial(attend_to_own_heads, core, self.rank)
+
+    # A step
+
+    def summed_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Cross-entropy of logits (B, S, V/tp), summed over the counted targets, nats."""
+        return vocabulary_parallel_cross_entropy(logits, targets, self.group)
+
+    def full_logits(self, logits: Tensor) -> Tensor:
+        """The logits (B, S, V) of (B, S, V/tp), to draw tokens from; without a gradient."""
+        return differentiable.start_all_gather(logits.detach(), self.group, logits.dim() - 1)()
+
+    def finish(self, gradient: Callable[[nn.Parameter], Tensor | None] = lambda p: p.grad) -> None:
+        """Sum the gradients of which the ranks have summands; call it after the last backward.
+
+        `gradient` tells where a parameter's gradient is, if not in its `.grad`.
+        """
+        shared: dict[torch.dtype, list[tuple[Cut, Tensor]]] = {}
+        for name, parameter in global_parameters(self.model):
+            cut, grad = self.cuts[name], gradient(parameter)
+            if cut.is_partial and grad is not None:
+                shared.setdefault(grad.dtype, []).append((cut, grad))
+        for summands in shared.values():
+            self.sum_in_one_message(summands)
+
+    def sum_in_one_message(self, summands: list[tuple[Cut, Tensor]]) -> None:
+        """Sum gradients over the ranks that hold the same part, in place.
+
+        Each travels as all of its parts, zeros but for this rank's: so one group is enough.
+        """
+        sizes = [cut.count * grad.numel() for cut, grad in summands]
+        flat = summands[0][1].new_zeros(sum(sizes))
+        own = [parts.view(cut.count, *grad.shape)[cut.index]
+               for parts, (cut, grad) in zip(flat.split(sizes), summands, strict=True)]
+        for part, (_, grad) in zip(own, summands, strict=True):
+            part.copy_(grad)
+        all_reduce(flat, self.group)
+        for part, (_, grad) in zip(own, summands, strict=True):
+            grad.copy_(part)
+
+    # The whole model
+
+    def fill(self, value: Callable[[str, torch.Size], Tensor]) -> None:
+        """Set every parameter to its part of `value(name, full shape)`; one is held at a time."""
+        fill(self.model, self.parts_of(value))
+
+    def parts_of(
+        self, value: Callable[[str, torch.Size], Tensor]
+    ) -> Callable[[str, torch.Size], Tensor]:
+        """The same by name and the shape that this rank holds: its parts."""
+        def part(name: str, shape: torch.Size) -> Tensor:
+            cut = self.cuts[name]
+            return cut.of(value(name, cut.full_shape(shape)))
+
+        return part
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """Every parameter by name; every rank must call it."""
+        return self.whole({name: p.detach() for name, p in global_parameters(self.model)})
+
+    def full_gradients(self) -> dict[str, Tensor | None]:
+        """Every gradient after `finish` by name; every rank must call it."""
+        return self.whole({n: p.grad for n, p in global_parameters(self.model) if p.requires_grad})
+
+    def whole(self, parts: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """Join what each rank has for its parts of the parameters, by name."""
+        return {name: self.join(self.cuts[name], part) for name, part in parts.items()}
+
+    def join(self, cut: Cut, part: Tensor | None) -> Tensor | None:
+        """The whole of a tensor, on the CPU: a device that needs cuts may not hold them all."""
+        if part is None or cut.count == 1:
+            return part
+        own = part.to(self.device).contiguous()
+        parts = own.new_empty(self.size, *own.shape)
+        all_gather_single(parts.flatten(0, 1), own, self.group)
+        return cut.whole(list(parts.unbind())).cpu()
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+
+def apply_tensor_parallel(model: nn.Module, group: ProcessGroup) -> TensorParallel:
+    """Cut the layers of `model` over `group` as `cuts.PLAN` says; every rank starts from rank 0's.
+
+    Parameters on the meta device stay there. Raises ConfigError for sizes of the model that do not
+    divide by the number of ranks.
+    """
+    return TensorParallel(model, WholeSequence(group))

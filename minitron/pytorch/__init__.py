@@ -1,0 +1,1 @@
+"""What PyTorch keeps private or does not name."""
