@@ -12,24 +12,27 @@ Read in this order: lay_out, build, parallelize.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import nn
 
-from minitron.comm.mesh import Mesh, make_mesh
+from minitron.comm.agreement import Group
+from minitron.comm.mesh import Mesh, OneRankMesh, make_mesh
 from minitron.config import Config, ParallelConfig
 from minitron.model.recompute import RECOMPUTE_POLICIES
-from minitron.model.transformer import Transformer, fill, initial_value, materialise
+from minitron.model.transformer import Transformer, initial_value, materialise
 from minitron.parallel.data.ddp import (
-    DataParallel,
     apply_bucketed_data_parallel,
     apply_hooked_data_parallel,
     apply_naive_data_parallel,
 )
-from minitron.parallel.data.fsdp import FullyShardedDataParallel, apply_fsdp
+from minitron.parallel.data.fsdp import apply_fsdp
 from minitron.parallel.data.zero import apply_zero1, apply_zero2
-from minitron.parallel.grid import Combined
+from minitron.parallel.grid import Grid
+from minitron.parallel.interface import ParallelModel
+from minitron.parallel.one_device import OneDevice
 from minitron.parallel.pipeline.schedules import (
     Schedule,
     gpipe,
@@ -48,50 +51,41 @@ from minitron.precision import (
 )
 
 
-def lay_out(parallel: ParallelConfig, num_ranks: int, device: torch.device) -> Mesh:
-    """The ranks as a grid: neighbours are those that talk most, tensor-parallel ones.
+def lay_out(parallel: ParallelConfig, group: Group, device: torch.device) -> Mesh | OneRankMesh:
+    """The ranks as a grid: neighbors are those that communicate most, tensor-parallel ones.
 
-    Stages, which talk least, are furthest from each other: on other nodes, where there are some.
+    Stages, which communicate least, are furthest from each other: on other nodes, if there are any.
     """
-    dp = num_ranks // (parallel.pp * parallel.tp)
+    if group.size() == 1:
+        return OneRankMesh()
+    dp = group.size() // (parallel.pp * parallel.tp)
     return make_mesh(device.type, pp=parallel.pp, dp=dp, tp=parallel.tp)
 
 
-def build(
-    config: Config, mesh: Mesh | None, device: torch.device
-) -> tuple[Transformer, Combined | None]:
-    """A model with its initial weights, cut as `config` says, and what a step asks.
+def build(config: Config, mesh: Mesh | OneRankMesh, device: torch.device) -> ParallelModel:
+    """A model with its initial weights, divided as `config` says.
 
-    Without a mesh it is whole. With one, no rank ever holds more than its parts and one whole
-    parameter; in stage 3, and a unit.
+    No rank ever holds more than its parts and one full parameter; in stage 3, and a unit.
     """
-    value = partial(initial_value, seed=config.train.seed, num_layers=config.model.num_layers)
-    precision = PRECISIONS[config.train.precision]
-    with torch.device(device if mesh is None else "meta"):
+    with torch.device("meta"):
         model = Transformer(config.model)
-    if mesh is None and precision.master is None:
-        RECOMPUTE_POLICIES[config.train.recompute](model)
-        fill(model, value)
-        return model, None
-
-    if mesh is None:
-        RECOMPUTE_POLICIES[config.train.recompute](model)
-        apply_precision(model, precision)
-        hold_gradients_in(model, precision.gradients)
-        parallel = Combined(model, None, None, None, MasterWeights(model))
-    else:
-        parallel = parallelize(model, mesh, config, device)
-    parallel.fill(value)
-    return model, parallel
+    parallel = parallelize(model, mesh, config, device)
+    parallel.fill(
+        partial(initial_value, seed=config.train.seed, num_layers=config.model.num_layers))
+    return parallel
 
 
-def parallelize(model: nn.Module, mesh: Mesh, config: Config, device: torch.device) -> Combined:
+def parallelize(
+    model: nn.Module, mesh: Mesh | OneRankMesh, config: Config, device: torch.device
+) -> ParallelModel:
     """Change `model` as `config` says; returns what a step asks.
 
     `device` is where a model on the meta device shall train: its weights are NaN until `fill`.
     """
-    tensor = pipeline = None
+    if mesh.num_ranks == 1:  # which has nothing to share out
+        config = replace(config, parallel=replace(config.parallel, zero=0))
     precision, zero = PRECISIONS[config.train.precision], config.parallel.zero
+    tensor = pipeline = OneDevice(model)
     apply_precision(model, precision, is_sharded=zero == 3)
     if mesh.size("tp") > 1:
         apply = apply_sequence_parallel if config.parallel.sequence else apply_tensor_parallel
@@ -99,9 +93,13 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, device: torch.devi
     RECOMPUTE_POLICIES[config.train.recompute](model)
     if mesh.size("pp") > 1:
         pipeline = apply_pipeline(model, mesh, config)
+        pipeline.sequence_parts = tensor.sequence_parts
     data = apply_data_parallel(model, mesh, config, device)
-    masters = MasterWeights(model) if precision.master is not None and zero == 0 else None
-    return Combined(model, data, tensor, pipeline, masters)
+    if precision.master is not None and zero == 0:
+        return Grid(model, MasterWeights(model), data=data, tensor=tensor, pipeline=pipeline)
+    if mesh.num_ranks == 1:
+        return data
+    return Grid(model, data=data, tensor=tensor, pipeline=pipeline)
 
 
 def apply_pipeline(model: nn.Module, mesh: Mesh, config: Config) -> PipelineParallel:
@@ -126,7 +124,7 @@ def make_schedule(parallel: ParallelConfig) -> Callable[[int, int], Schedule]:
 
 def apply_data_parallel(
     model: nn.Module, mesh: Mesh, config: Config, device: torch.device
-) -> DataParallel | FullyShardedDataParallel:
+) -> ParallelModel:
     """Divide the samples over the ranks, and what the stage of ZeRO says."""
     parallel, group = config.parallel, mesh.group("dp")
     precision = PRECISIONS[config.train.precision]
@@ -142,6 +140,8 @@ def apply_data_parallel(
     materialise(model, device)
     if precision.master is not None:
         hold_gradients_in(model, precision.gradients)
+    if mesh.num_ranks == 1:
+        return OneDevice(model)
     if parallel.zero == 2:
         return apply_zero2(model, group, **when)
     if parallel.zero == 1:

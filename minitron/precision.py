@@ -66,6 +66,10 @@ class Precision:
         unit_roundoff = torch.finfo(self.compute).eps / 2
         return 2 * math.sqrt(num_roundings / 3) * unit_roundoff
 
+    def make_loss_scale(self) -> "LossScale | NoLossScale":
+        """What the loss is multiplied by, at the beginning of a run."""
+        return LossScale() if self.scales_loss else NoLossScale()
+
     @property
     def activations(self) -> torch.dtype:
         """Of what layers pass on."""
@@ -130,6 +134,12 @@ def low_precision(
     return forward
 
 
+def require_finite(number: Tensor) -> None:
+    """Raise FloatingPointError unless `number`, 0-d, is finite; waits for the device."""
+    if not isinstance(number, FakeTensor) and not bool(number.isfinite()):
+        raise FloatingPointError(f"loss and gradient are not finite, but {float(number)}")
+
+
 class MasterWeights:
     """Float32 copies of a model's trainable parameters, which an optimizer updates in their place.
 
@@ -141,7 +151,7 @@ class MasterWeights:
         self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self.pieces = {p: p.detach().to(dtype, copy=True) for p in self.names}
 
-    def hand_over(self) -> None:
+    def take_gradients(self) -> None:
         """Move every gradient to its master; call it after the last backward pass of a step."""
         for parameter, master in self.pieces.items():
             grad = parameter.grad
@@ -151,26 +161,59 @@ class MasterWeights:
     def shard(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Let `optimizer`, made for the parameters, update the masters; returns it."""
         for group in optimizer.param_groups:
-            group["params"] = [self.pieces[p] for p in group["params"]]
-        optimizer.register_step_post_hook(self.round)
+            group["params"] = [self.pieces.get(p, p) for p in group["params"]]
+        optimizer.register_step_post_hook(self.copy_to_parameters)
         return optimizer
 
     @torch.no_grad()
-    def round(self, *_) -> None:
-        """Bring the masters into the parameters, to the nearest number that they can hold."""
+    def copy_to_parameters(self, *_) -> None:
+        """Round the masters to the nearest numbers that the parameters can hold."""
         for parameter, master in self.pieces.items():
             parameter.copy_(master)
 
-    bring_back = round
-
-    def keep(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Take the parameter's new `value` as it was before it was rounded."""
+    def set(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Set a parameter's master, if it has one, to `value`, which has not been rounded."""
         if parameter in self.pieces:
             self.pieces[parameter].copy_(value)
 
+    def optimized(self, parameter: nn.Parameter, without: Tensor) -> Tensor:
+        """What the optimizer updates: the parameter's master, `without` one something else."""
+        return self.pieces.get(parameter, without)
+
     def full_gradients(self) -> dict[str, Tensor | None]:
-        """Every gradient after `hand_over`, by name."""
+        """Every gradient after `take_gradients`, by name."""
         return {name: self.pieces[p].grad for p, name in self.names.items()}
+
+
+NO_MASTERS = MasterWeights(nn.Module())
+"""Those of a model whose parameters the optimizer updates themselves."""
+
+
+class NoLossScale:
+    """The null case of `LossScale`: gradients are what they are, and must be finite."""
+
+    value = 1.0
+
+    def unscale(self, parameters: Iterable[Tensor]) -> None:
+        """Leave every `.grad` as it is."""
+
+    def accepts(self, grad_norm: Tensor) -> bool:
+        """True; raises FloatingPointError for a norm (0-d) that is not finite."""
+        require_finite(grad_norm)
+        return True
+
+    def row(self) -> dict:
+        """What the log says of it: nothing."""
+        return {}
+
+    def __str__(self) -> str:
+        return ""
+
+    def state_dict(self) -> None:
+        """Return None: there is nothing to resume."""
+
+    def load_state_dict(self, state: None) -> None:
+        """Take what `state_dict` has returned."""
 
 
 class LossScale:
@@ -210,6 +253,13 @@ class LossScale:
         self.value, self.good_steps = self.value * self.backoff, 0
         self.skipped += 1
         return False
+
+    def row(self) -> dict:
+        """What the log says of it: the scale of the next step, and how many were skipped."""
+        return {"loss_scale": self.value, "skipped_steps": self.skipped}
+
+    def __str__(self) -> str:
+        return f", loss scale 2^{math.log2(self.value):.0f}, {self.skipped:,} skipped"
 
     def state_dict(self) -> dict:
         return {"value": self.value, "good_steps": self.good_steps, "skipped": self.skipped}

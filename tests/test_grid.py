@@ -14,7 +14,7 @@ import pytest
 from minitron.config import ConfigError
 from minitron.launch import run
 from minitron.parallel.data.zero import Zero1
-from minitron.parallel.grid import Combined
+from minitron.parallel.grid import Grid
 from minitron.parallel.pipeline.stages import PipelineParallel
 from minitron.proof.difference import Moment, first_difference
 from minitron.running.checks import require_ranks

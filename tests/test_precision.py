@@ -18,7 +18,7 @@ from minitron.parallel.data.ddp import (
     apply_hooked_data_parallel,
     apply_naive_data_parallel,
 )
-from minitron.parallel.grid import Combined
+from minitron.parallel.grid import Grid
 from minitron.parallelize import build, lay_out
 from minitron.precision import (
     PRECISIONS,
@@ -145,7 +145,7 @@ def test_gradients_add_up_in_their_dtype(name):
 def with_masters(apply, masters=MasterWeights, **options):
     def change(model, group):
         parallel = apply(model, group, **options)
-        return Combined(model, parallel, None, None, masters(model, torch.float64))
+        return Grid(model, masters(model, torch.float64), data=parallel)
 
     return change
 
@@ -213,7 +213,7 @@ def gradients(group, config: Config) -> dict[str, torch.Tensor]:
     """Every full gradient of the first step."""
     model, parallel, _, forward = made(group, config)
     if parallel is None:
-        parallel = Combined(model, None, None)
+        parallel = OneDevice(model)
     scale = LossScale().value if PRECISIONS[config.train.precision].scales_loss else 1.0
     accumulate_over_ranks(forward, micro_batches(parallel.data_part), parallel, scale)
     whole = parallel.full_gradients()

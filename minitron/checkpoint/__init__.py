@@ -38,11 +38,11 @@ from minitron.checkpoint.manifest import (
 from minitron.checkpoint.plans import LoadPlanner, SavePlanner
 from minitron.checkpoint.storage import TABLE, Reader, Writer, read_table
 from minitron.comm.agreement import (
+    ALONE,
     Group,
     agreed,
     gathered,
     on_rank_0,
-    rank_and_size,
     second_group,
 )
 from minitron.config import ConfigError, require
@@ -83,14 +83,14 @@ class Saver:
 
 
 def save(
-    folder: Path, step: int, state: dict[str, Boxes], facts: dict, keep: int, group: Group = None
+    folder: Path, step: int, state: dict[str, Boxes], facts: dict, keep: int, group: Group = ALONE
 ) -> Path:
     """Write the checkpoint of `step`, then delete all but the newest `keep`; all ranks call it.
 
     `state` is what this rank keeps, `facts` what JSON can hold, of rank 0. Raises ConfigError on
     every rank if one cannot write; what was there before stays.
     """
-    rank, _ = rank_and_size(group)
+    rank = group.rank()
     path = folder / f"step_{step:08d}"
     temporary = path.with_suffix(".tmp")
     try:
@@ -119,7 +119,7 @@ def remedy(folder: Path, error: Exception) -> str:
 def write(folder: Path, state: dict[str, Boxes], group: Group) -> None:
     with quietly():
         dcp.save(state, storage_writer=Writer(folder), planner=SavePlanner(), process_group=group,
-                 no_dist=group is None)
+                 no_dist=group.size() == 1)
 
 
 @contextmanager
@@ -174,12 +174,12 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
-def newest_good(folder: Path, group: Group = None) -> Path:
+def newest_good(folder: Path, group: Group = ALONE) -> Path:
     """The newest checkpoint in `folder` whose files are as they were written; all ranks call it.
 
     Damaged ones are told. Raises ConfigError if there is no good one; nothing is changed.
     """
-    rank, size = rank_and_size(group)
+    rank, size = group.rank(), group.size()
     found = gathered(checkpoints(folder), group)[0]
     for path in reversed(found):
         faults = gathered(damage(path, rank, size), group)
@@ -195,7 +195,7 @@ def newest_good(folder: Path, group: Group = None) -> Path:
                       "named above; meanwhile start a run in another --run-dir")
 
 
-def set_aside(folder: Path, good: Path, group: Group = None) -> None:
+def set_aside(folder: Path, good: Path, group: Group = ALONE) -> None:
     """Rename what is newer than `good` to `step_00000200.damaged`: all ranks call it.
 
     Else it would be taken for newer than what the run writes from now on. Raises ConfigError if
@@ -253,12 +253,12 @@ def checked(read: Callable, path: Path):
                           "checkpoint that is intact") from None
 
 
-def load(path: Path, state: dict[str, Boxes], group: Group = None) -> None:
+def load(path: Path, state: dict[str, Boxes], group: Group = ALONE) -> None:
     """Fill the tensors in `state`, whose names and shapes are in the checkpoint; all ranks call."""
     try:
         with quietly():
             dcp.load(state, storage_reader=Reader(path), planner=LoadPlanner(),
-                     process_group=group, no_dist=group is None)
+                     process_group=group, no_dist=group.size() == 1)
     except CheckpointException as error:
         raise ConfigError(f"{path}: cannot be read ({reason(error)}), though its checksums are "
                           "right: is it this run's, and does every node see the folder?"

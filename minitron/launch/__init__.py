@@ -36,7 +36,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from minitron.comm.agreement import gathered
+from minitron.comm.agreement import ALONE, Group, gathered
 from minitron.config import ConfigError, require
 from minitron.launch.descendants import MARK
 from minitron.launch.messages import read_bytes
@@ -142,10 +142,10 @@ def _run_under_torchrun(fn: Callable, num_ranks: int, args: tuple) -> list:
 
 
 @contextmanager
-def torchrun_group() -> Iterator[dist.ProcessGroup | None]:
-    """Join the processes that torchrun has started; yields their group, None if there is one."""
+def torchrun_group() -> Iterator[Group]:
+    """Join the processes that torchrun has started; yields their group, `ALONE` if there is one."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield None
+        yield ALONE
         return
     with _joined_group() as group:
         yield group

@@ -15,7 +15,7 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
-from minitron.comm.agreement import Group, rank_and_size
+from minitron.comm.agreement import Group
 from minitron.launch.rank_process import Frame
 from minitron.launch.rank_report import describe, report
 
@@ -29,12 +29,12 @@ class Watchdog:
     """
 
     def __init__(self, folder: Path, group: Group, timeout: float):
-        self.rank, self.size = rank_and_size(group)
+        self.rank, self.size = group.rank(), group.size()
         self.folder, self.timeout = folder, timeout
         self.main_thread = threading.get_ident()
         self.ended = threading.Event()
         self.thread = None
-        if group is not None and timeout > 0:
+        if group.size() > 1 and timeout > 0:
             self.thread = threading.Thread(target=self.watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> "Watchdog":

@@ -10,38 +10,34 @@ batch is smaller than the others, so that what depends on equal ranks is found o
 SGD, because AdamW divides a gradient's scale away: a sum that should have been a mean changes
 almost nothing. AdamW, because it moves a parameter that has a gradient of zero instead of none.
 
-`apply(model, group)` changes the model and returns an object, or None. What the object offers of
-the methods and attributes of `Whole` is used in place of them.
+`apply(model, group)` changes the model and returns a `ParallelModel` (`parallel.interface`): the
+oracle asks what a training step asks, and one device is the reference.
 
-Read in this order: assert_same_training, train, Whole; then `difference.first_difference`.
+Read in this order: assert_same_training, trainings, train; then `difference.first_difference`.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitron.comm.agreement import rank_and_size
+from minitron.comm.agreement import ALONE, Group
 from minitron.comm.collectives import all_reduce, broadcast
 from minitron.config import ModelConfig
 from minitron.launch import run
 from minitron.model.transformer import Transformer
+from minitron.parallel.interface import MicroBatches, ParallelModel, SumLoss
+from minitron.parallel.one_device import OneDevice
 from minitron.proof.difference import Moment, Values, first_difference, hidden_by_adamw
 
 VOCABULARY, SEQUENCE = 29, 7  # ids (B, 7) below 29
 
-Apply = Callable[[nn.Module, dist.ProcessGroup], object]
+Apply = Callable[[nn.Module, dist.ProcessGroup], ParallelModel]
 
-QUESTIONS = (
-    "data_part", "no_sync", "summed_loss", "run", "finish", "mean", "make_optimizer",
-    "full_gradients", "full_parameters",
-)
 OPTIMIZERS = {
     "SGD": partial(torch.optim.SGD, lr=0.1),
     # A large eps: where the true gradient is zero (a key's bias), it would blow up rounding.
@@ -88,7 +84,7 @@ def assert_same_training(
     sizes = batch_sizes or (2 * num_ranks + 1, 2 * num_ranks + 1, 2 * num_ranks - 1)
     arguments = make_model, sample_batches(sizes, vocabulary, sequence), num_micro_batches
 
-    reference = trainings(None, lambda model, group: None, *arguments)
+    reference = trainings(ALONE, lambda model, group: OneDevice(model), *arguments)
     by_rank = run(trainings, num_ranks, apply, *arguments, timeout=timeout)
 
     for optimizer, expected in reference.items():
@@ -101,12 +97,32 @@ def assert_same_training(
 def after_backward(function: Callable[[nn.Module, dist.ProcessGroup], None]) -> Apply:
     """Make an `apply` of a function that averages the gradients after the backward pass."""
 
-    def apply(model: nn.Module, group: dist.ProcessGroup):
+    def apply(model: nn.Module, group: dist.ProcessGroup) -> ParallelModel:
         for parameter in model.parameters():
             broadcast(parameter.detach(), 0, group)
-        return SimpleNamespace(finish=partial(function, model, group))
+        return AfterBackward(model, group, function)
 
     return apply
+
+
+class AfterBackward(OneDevice):
+    """A model that every rank holds in full, whose gradients `function` averages."""
+
+    def __init__(
+        self, model: nn.Module, group: dist.ProcessGroup,
+        function: Callable[[nn.Module, dist.ProcessGroup], None],
+    ):
+        super().__init__(model)
+        self.group, self.function = group, function
+        self.data_part = group.rank(), group.size()
+
+    def finish(self) -> None:
+        self.function(self.model, self.group)
+
+    def mean(self, tensor: Tensor) -> Tensor:
+        total = tensor.detach().clone()
+        all_reduce(total, self.group)
+        return total / self.group.size()
 
 
 def sample_batches(
@@ -121,114 +137,68 @@ def sample_batches(
 # Training, and recording it
 
 
-class Whole:
-    """What the oracle asks; these are the answers of a model that every rank holds whole.
-
-    `data_part` is which part of a batch this rank reads: (index, count); (0, 1) is all of it.
-    """
-
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None):
-        self.model = model
-        self.group = group
-        self.data_part = rank_and_size(group)
-
-    def no_sync(self):
-        """The context of every micro-batch but the last."""
-        return nullcontext()
-
-    def summed_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy summed over the targets (B, S)."""
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-
-    def run(self, micro_batches: list[tuple[Tensor, Tensor]], sum_loss: Callable, divisor: float):
-        """Forward and backward of each (inputs, targets); the sum of the losses over `divisor`."""
-        total = torch.zeros((), dtype=torch.float64)
-        for number, (inputs, targets) in enumerate(micro_batches, start=1):
-            with nullcontext() if number == len(micro_batches) else self.no_sync():
-                loss = sum_loss(self.model(inputs), targets) / divisor
-                loss.backward()
-            total += loss.detach()
-        return total
-
-    def finish(self) -> None:
-        """Called after the last backward pass."""
-
-    def mean(self, loss: Tensor) -> Tensor:
-        """The mean over the ranks of the losses of their parts."""
-        if self.group is None:
-            return loss
-        total = loss.clone()
-        all_reduce(total, self.group)
-        return total / self.group.size()
-
-    def make_optimizer(self, factory: Callable) -> torch.optim.Optimizer:
-        """`factory(parameters)`, or an object of your own with `step` and `zero_grad`."""
-        return factory([p for p in self.model.parameters() if p.requires_grad])
-
-    def full_gradients(self) -> dict[str, Tensor | None]:
-        """Every gradient, unsharded, by its global name."""
-        return {name: p.grad for name, p in self.model.named_parameters() if p.requires_grad}
-
-    def full_parameters(self) -> dict[str, Tensor]:
-        """Every parameter, unsharded, by its global name."""
-        return dict(self.model.named_parameters())
-
-
 def trainings(
-    group: dist.ProcessGroup | None,
+    group: Group,
     apply: Apply,
     make_model: Callable[[], nn.Module],
     batches: list[Tensor],
     num_micro_batches: int,
 ) -> dict[str, list[Moment]]:
-    """Train with each optimizer, on one rank or (no group) in one process; returns the records."""
-    rank, _ = rank_and_size(group)
+    """Train with each optimizer, on each of many ranks or in one process; returns the records."""
     records = {}
     for name, factory in OPTIMIZERS.items():
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(rank)  # other weights on each rank: those of rank 0 must win
+            torch.manual_seed(group.rank())  # other weights on each rank: those of rank 0 must win
             model = make_model().double()
         parallel = apply(model, group)
-        whole = Whole(model, group)
-        for question in QUESTIONS:
-            setattr(whole, question, getattr(parallel, question, getattr(whole, question)))
-        records[name] = list(train(whole, factory, batches, num_micro_batches))
+        assert isinstance(parallel, ParallelModel), (
+            f"apply returned a {type(parallel).__name__}: derive it from OneDevice, and answer "
+            "differently where it differs")
+        records[name] = list(train(parallel, factory, batches, num_micro_batches))
     return records
 
 
 def train(
-    whole: Whole, factory: Callable, batches: list[Tensor], num_micro_batches: int
+    parallel: ParallelModel, factory: Callable, batches: list[Tensor], num_micro_batches: int
 ) -> Iterator[Moment]:
-    """Take one step per batch and tell what there is at each moment."""
-    optimizer = whole.make_optimizer(factory)
-    yield Moment(0, "initial", as_arrays(whole.full_parameters()))
+    """Take one step per batch, and record every number there is at each moment."""
+    optimizer = parallel.make_optimizer(factory)
+    yield Moment(0, "initial", as_arrays(parallel.full_parameters()))
     for step, tokens in enumerate(batches):
         optimizer.zero_grad()
-        loss = accumulate_gradients(whole, tokens, num_micro_batches)
+        loss = mean_loss(parallel, tokens, num_micro_batches)
         yield Moment(step, "loss", as_arrays({"model": loss}))
-        yield Moment(step, "kept", as_arrays(whole.full_parameters()))
-        yield Moment(step, "gradient", as_arrays(whole.full_gradients()))
+        yield Moment(step, "kept", as_arrays(parallel.full_parameters()))
+        yield Moment(step, "gradient", as_arrays(parallel.full_gradients()))
         optimizer.step()
-        yield Moment(step, "updated", as_arrays(whole.full_parameters()))
+        yield Moment(step, "updated", as_arrays(parallel.full_parameters()))
 
 
-def accumulate_gradients(whole: Whole, tokens: Tensor, num_micro_batches: int) -> Tensor:
-    """Run this rank's part of a batch; returns the mean loss of the batch.
+def mean_loss(parallel: ParallelModel, tokens: Tensor, num_micro_batches: int) -> Tensor:
+    """Run this rank's part of a batch, forward and backward; returns the batch's mean loss.
 
     The ranks' gradients are averaged, so each divides by the tokens of all ranks over their
-    number: a mean of means would favour the tokens of a rank that has few.
+    number: a mean of means would favor the tokens of a rank that has few.
     """
-    index, count = whole.data_part
-    divisor = tokens[:, 1:].numel() / count
+    index, count = parallel.data_part
+    divisor = torch.tensor(tokens[:, 1:].numel() / count, dtype=torch.float64)
     part = tokens[index::count]
     micro_batches = part.tensor_split(min(num_micro_batches, len(part))) if len(part) else []
+    pairs = [(each[:, :-1], each[:, 1:]) for each in micro_batches]
+
+    def accumulate(micro_batches: MicroBatches, divisor: Tensor, sum_loss: SumLoss) -> Tensor:
+        [(inputs, targets)] = micro_batches
+        loss = sum_loss(parallel.model(inputs), targets) / divisor
+        loss.backward()
+        return loss.detach()
 
     total = torch.zeros((), dtype=torch.float64)
-    if micro_batches:
-        pairs = [(part[:, :-1], part[:, 1:]) for part in micro_batches]
-        total = whole.run(pairs, whole.summed_loss, divisor)
-    whole.finish()
-    return whole.mean(total)
+    rounds = parallel.rounds(pairs)
+    for number, together in enumerate(rounds, start=1):
+        with nullcontext() if number == len(rounds) else parallel.no_sync():
+            total += parallel.forward_backward(accumulate, together, divisor, parallel.summed_loss)
+    parallel.finish()
+    return parallel.mean(total)
 
 
 def as_arrays(tensors: dict[str, Tensor | None]) -> Values:

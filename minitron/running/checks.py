@@ -150,7 +150,7 @@ def flags(asked: ParallelConfig, dp: int, tp: int, pp: int) -> str:
 
 def require_a_gpu_each(device: torch.device, group: Group) -> None:
     """Raise ConfigError if ranks would share a GPU: they have joined without NCCL then."""
-    if device.type == "cuda" and group is not None:
+    if device.type == "cuda" and group.size() > 1:
         num_devices = torch.cuda.device_count()
         require(
             "cuda:nccl" in dist.get_backend_config(group),

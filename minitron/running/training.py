@@ -1,4 +1,4 @@
-"""What trains: a model cut over the ranks, its optimizer, and one step of both."""
+"""What trains: a model, divided over the ranks, its optimizer, and one step of both."""
 
 import math
 
@@ -7,29 +7,27 @@ from torch import Tensor
 
 from minitron.comm.mesh import Mesh
 from minitron.config import Config
-from minitron.parallel.grid import Combined
 from minitron.parallelize import build
-from minitron.precision import PRECISIONS, LossScale, low_precision
+from minitron.precision import PRECISIONS, low_precision
 from minitron.step import IGNORED, make_optimizer, train_step
 
 
 class Training:
-    """A model, cut as `config` says, its optimizer, and a step of both: all but data and disk."""
+    """A model, divided as `config` says, its optimizer, and a step of both: no data, no disk."""
 
-    def __init__(self, config: Config, mesh: Mesh | None, device: torch.device):
+    def __init__(self, config: Config, mesh: Mesh, device: torch.device):
         self.config, self.device = config, device
-        self.model, self.parallel = build(config, mesh, device)
-        self.data_rank, self.data_size = (0, 1) if mesh is None else self.parallel.data_part
-        if config.parallel.pp > 1:  # now, rather than in the first step
-            self.parallel.pipeline.script(self.num_micro_batches(config.train.global_batch_size))
-        self.optimizer = make_optimizer(self.model, config.train, device)
-        self.whole = self.parallel or Combined(self.model, None, None)
-        self.whole.shard(self.optimizer)
-        self.forward = self.model
+        self.parallel = build(config, mesh, device)
+        self.model = self.parallel.model
+        self.data_rank, self.data_size = self.parallel.data_part
+        # now, rather than in the first step
+        self.parallel.prepare(self.num_micro_batches(config.train.global_batch_size))
+        self.optimizer = self.parallel.shard(make_optimizer(self.model, config.train, device))
         self.precision = precision = PRECISIONS[config.train.precision]
+        self.forward = self.model
         if config.train.precision != "fp32":
             self.forward = low_precision(self.model, device, precision)
-        self.loss_scale = LossScale() if precision.scales_loss else None
+        self.loss_scale = precision.make_loss_scale()
 
     def update(
         self, micro_batches: list[tuple[Tensor, Tensor]], rate: float

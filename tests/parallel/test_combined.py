@@ -22,7 +22,7 @@ from minitron.parallel.data.ddp import (
 from minitron.parallel.data.fsdp import apply_fsdp
 from minitron.parallel.data.shards import clip_pieces
 from minitron.parallel.data.zero import apply_zero1, apply_zero2
-from minitron.parallel.grid import Combined
+from minitron.parallel.grid import Grid
 from minitron.parallel.tensor.layers import apply_tensor_parallel
 from minitron.parallel.tensor.sequence import apply_sequence_parallel
 from minitron.proof.difference import first_difference
@@ -53,7 +53,7 @@ class Layout(NamedTuple):
         parallel = self.apply_tensor(model, mesh.group("tp")) if self.tp > 1 else None
         for policy in self.policies:
             policy(model)
-        return Combined(model, self.apply_data(model, mesh.group("dp")), parallel)
+        return Grid(model, data=self.apply_data(model, mesh.group("dp")), tensor=parallel)
 
 
 FULL, SELECTIVE = (apply_full_recompute,), (apply_selective_recompute,)
@@ -114,7 +114,7 @@ def clipped_steps(group, layout, saves: bool = True):
     """Norms before clipping, weights, what is saved after three steps; None is one process."""
     torch.manual_seed(0)
     model = layout.model().double()
-    parallel = Combined(model, None, None) if group is None else layout.apply(model, group)
+    parallel = Grid(model) if group is ALONE else layout.apply(model, group)
     optimizer = parallel.shard(torch.optim.AdamW(decaying_matrices(model), eps=1e-6))
 
     norms, (index, count) = [], parallel.data_part

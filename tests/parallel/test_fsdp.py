@@ -26,7 +26,7 @@ from minitron.model.recompute import (
 from minitron.model.transformer import Transformer, initial_value, initialise
 from minitron.parallel.data import shards, units
 from minitron.parallel.data.fsdp import apply_fsdp
-from minitron.parallel.grid import Combined
+from minitron.parallel.grid import Grid
 from minitron.proof import oracle
 from minitron.proof.difference import first_difference
 from minitron.proof.oracle import assert_same_training, sample_batches, small_gpt, trainings
@@ -441,7 +441,7 @@ def train(model, optimizer, batches, parallel=None):
 def resume(group, batches, state=None):
     torch.manual_seed(0 if group is None or state is None else 1 + group.rank())
     model = deep("gpt").double()
-    parallel = Combined(model, None if group is None else apply_fsdp(model, group), None)
+    parallel = Grid(model, data=OneDevice(model) if group is ALONE else apply_fsdp(model, group))
     optimizer = parallel.shard(make_optimizer(model, TRAIN, torch.device("cpu")))
     if state is not None:
         load(parallel, state)
@@ -636,7 +636,7 @@ def test_an_optimizer_of_some_parameters_loses_no_state():
         torch.manual_seed(0)
         model = small_gpt()
         fully = apply_fsdp(model, group)
-        parallel = Combined(model, fully, None)
+        parallel = Grid(model, data=fully)
         names = [n for p, n in fully.names.items() if fully.pieces[p].requires_grad]
         left_out = {names[2], names[-1]}
         some = [p for p, n in fully.names.items() if n in names and n not in left_out]

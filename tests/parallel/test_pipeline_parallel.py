@@ -22,7 +22,7 @@ from minitron.parallel.data.ddp import (
     apply_naive_data_parallel,
 )
 from minitron.parallel.data.zero import apply_zero1, apply_zero2
-from minitron.parallel.grid import Combined
+from minitron.parallel.grid import Grid
 from minitron.parallel.pipeline.executor import Passage
 from minitron.parallel.pipeline.schedules import (
     Action,
@@ -99,7 +99,7 @@ class Layout(NamedTuple):
             policy(model)
         pipeline = apply_pipeline_parallel(model, mesh.group("pp"), self.make_schedule)
         data = self.apply_data(model, mesh.group("dp")) if self.apply_data else None
-        return Combined(model, data, tensor, pipeline)
+        return Grid(model, data=data, tensor=tensor, pipeline=pipeline)
 
     def records(self, group, apply=None):
         batches = sample_batches(self.sequences, V, S)
@@ -170,7 +170,7 @@ def test_it_is_the_same_training(ranks, name):
 
 def test_the_oracle_takes_it_as_it_is():
     def apply(model, group):
-        return Combined(model, None, None, apply_pipeline_parallel(model, group))
+        return Grid(model, pipeline=apply_pipeline_parallel(model, group))
 
     assert_same_training(apply, 2, gpt, 3, (5,), vocabulary=V, sequence=S)
 

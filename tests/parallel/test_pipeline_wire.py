@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from minitron.cost.pipeline import pipeline_volume
 from minitron.launch import RankError, run
 from minitron.measure.ledger import Ledger
-from minitron.parallel.grid import Combined
+from minitron.parallel.grid import Grid
 from minitron.parallel.pipeline.executor import Passage
 from minitron.parallel.pipeline.schedules import (
     gpipe,
@@ -51,7 +51,7 @@ def calls_of_a_step(group, make_model, make_schedule):
     """Of the step, and of what follows the optimizer's."""
     model = make_model()
     pipeline = apply_pipeline_parallel(model, group, make_schedule)
-    combined = Combined(model, None, None, pipeline)
+    combined = Grid(model, pipeline=pipeline)
     optimizer = combined.make_optimizer(partial(torch.optim.SGD, lr=0.1))
     with Ledger() as step:
         combined.run(batches(), summed, 99.0)

@@ -9,7 +9,7 @@ from torch import nn
 from minitron.launch import run
 from minitron.parallel.data.fsdp import apply_fsdp
 from minitron.parallel.data.zero import apply_zero1, apply_zero2
-from minitron.parallel.grid import Combined
+from minitron.parallel.grid import Grid
 from minitron.precision import MasterWeights
 from minitron.proof.oracle import small_gpt
 from tests.parallel.saving import load, optimizer_of, saved
@@ -39,7 +39,7 @@ def start(model):
 
 
 def cut(model, group, apply=None) -> Combined:
-    return Combined(model, apply and apply(model, group), None)
+    return Grid(model, data=apply(model, group))
 
 
 def two_steps(group, apply) -> tuple[dict, dict]:
@@ -102,7 +102,7 @@ def train_low_precision(group, apply=apply_small_zero2, state=None):
     """Three steps; all ranks read the same, so that their mean is exact."""
     model, x = low_precision_model()
     masters = MasterWeights(model) if apply is None else None
-    parallel = Combined(model, apply and apply(model, group), None, None, masters)
+    parallel = Grid(model, masters, data=apply(model, group))
     optimizer = parallel.make_optimizer(partial(torch.optim.AdamW, lr=1e-4))
     if state is not None:
         load(parallel, state)

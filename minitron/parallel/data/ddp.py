@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from minitron.comm.collectives import all_reduce, broadcast
+from minitron.parallel.one_device import OneDevice
 from minitron.precision import gradient_dtype, zero_gradient
 
 BUCKET_BYTES = 25 * 2**20
@@ -46,7 +47,7 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
             all_reduce(parameter.grad, group)
 
 
-class DataParallel:
+class DataParallel(OneDevice):
     """The naive version: communicate after the backward pass. A step with this or the others:
 
         with parallel.no_sync():              # every micro-batch of this rank but the last
@@ -63,7 +64,8 @@ class DataParallel:
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, find_unused_parameters=False):
-        self.model, self.group = model, group
+        super().__init__(model)
+        self.group = group
         self.find_unused_parameters = find_unused_parameters
         self.synchronising = True
         self.hooks: list = []
@@ -77,6 +79,11 @@ class DataParallel:
                             if name in state and buffer.is_floating_point()]
             for tensor in [*model.parameters(), *model.buffers()]:
                 broadcast(tensor.detach(), 0, group)
+
+    @property
+    def data_part(self) -> tuple[int, int]:
+        """This rank's part of every global batch."""
+        return self.group.rank(), self.group.size()
 
     def finish(self) -> None:
         """Leave in every `.grad` the mean over the ranks; call it after the last backward pass.

@@ -34,12 +34,14 @@ from torch.utils._pytree import tree_leaves
 
 from minitron.comm.collectives import broadcast
 from minitron.model.transformer import materialise
+from minitron.parallel.clipping import clip_pieces
 from minitron.parallel.data.ddp import DataParallel, no_gradient
-from minitron.parallel.data.shards import also_discard, clip_pieces
+from minitron.parallel.data.shards import also_discard
 from minitron.parallel.data.units import Unit, root_modules, split_into_units
+from minitron.parallel.one_device import OneDevice
 
 
-class FullyShardedDataParallel:
+class FullyShardedDataParallel(OneDevice):
     """Hooks on a model with `blocks` that gather, free and reduce; its code and names stay.
 
     A step is that of `DataParallel`, the optimizer one from `shard`; gradients are in the pieces'
@@ -58,7 +60,8 @@ class FullyShardedDataParallel:
         sync_every_micro_batch: bool = True, compute_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None, device: torch.device | str | None = None,
     ):
-        self.model, self.group = model, group
+        super().__init__(model)
+        self.group = group
         self.reshard_after_forward = reshard_after_forward
         self.sync_every_micro_batch = sync_every_micro_batch
         self.synchronising = True
@@ -82,7 +85,7 @@ class FullyShardedDataParallel:
         self.root = self.units[-1]
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.pieces = {p: piece for flat in self.flats for p, piece in flat.pieces.items()}
-        self.owned = {p: own for flat in self.flats for p, own in flat.owned.items()}
+        self.owned_elements = {p: own for flat in self.flats for p, own in flat.owned.items()}
         self.used: set[nn.Parameter] = set()  # had a gradient on this rank, since `finish`
         for buffer in model.buffers():
             broadcast(buffer, 0, group)
@@ -195,10 +198,11 @@ class FullyShardedDataParallel:
         for unit in self.units:
             unit.reshard()
 
-    bring_back = reshard  # what is gathered is old now
+    copy_to_parameters = reshard  # what is gathered is old now
 
     # What a step asks
 
+    data_part = DataParallel.data_part
     no_sync = DataParallel.no_sync
     mean = DataParallel.mean
 
@@ -245,9 +249,14 @@ class FullyShardedDataParallel:
         if self.used or any(parameter.grad is not None for parameter in self.names):
             raise ValueError("optimizer.step() before finish(): the gradients are not complete")
 
-    def make_optimizer(self, factory: Callable[[list], torch.optim.Optimizer]):
-        """`factory(parameters)`, sharded: the oracle asks for it."""
-        return self.shard(factory([p for p in self.names if p.requires_grad]))
+    def optimized(self, parameter: nn.Parameter) -> Tensor:
+        return self.pieces[parameter]
+
+    def owned(self, parameter: nn.Parameter) -> range:
+        return self.owned_elements[parameter]
+
+    def norm_groups(self) -> list[dist.ProcessGroup]:
+        return [self.group]
 
     # The whole model
 

@@ -6,16 +6,15 @@ shards are equally long. A piece is what a shard holds of one parameter.
 Read in this order: owned_ranges, Bucket (its attributes, take to hand_over, unshard), share_out.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import wraps
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from minitron.comm.agreement import gathered
-from minitron.comm.collectives import all_gather_single, all_reduce, reduce_scatter_single
+from minitron.comm.collectives import all_gather_single, reduce_scatter_single
 from minitron.parallel.data.ddp import assign_buckets
 from minitron.precision import gradient_dtype
 
@@ -123,34 +122,6 @@ class Bucket:
         if self.master is not self.shard:
             self.shard.copy_(self.master)
         return all_gather_single(self.flat, self.shard, self.group, async_op=True)
-
-
-def clip_pieces(
-    pieces: list[Tensor],
-    max_norm: float,
-    like: Tensor,
-    groups: list[dist.ProcessGroup],
-    copies: Mapping[Tensor, int] = MappingProxyType({}),
-) -> Tensor:
-    """Scale the gradients of all ranks' pieces to a global norm of `max_norm` at most.
-
-    `groups` are those over which the pieces are divided; a piece that several ranks hold has its
-    number of `copies`. Returns the norm before, 0-d. nn.utils.clip_grad_norm_ would take the norm
-    of this rank's pieces, and every rank would scale by a factor of its own.
-    """
-    gradients: dict[int, list[Tensor]] = {}
-    for piece in pieces:
-        if piece.grad is not None:
-            gradients.setdefault(copies.get(piece, 1), []).append(piece.grad)
-    # A rank without a gradient takes part too, with a zero of the same dtype and device.
-    square = like.new_zeros(())
-    for count, alike in gradients.items():
-        square += nn.utils.get_total_norm(alike) ** 2 / count
-    for group in groups:
-        all_reduce(square, group)
-    norm = square.sqrt()
-    nn.utils.clip_grads_with_norm_(pieces, max_norm, norm)
-    return norm
 
 
 def also_discard(optimizer: torch.optim.Optimizer, discard: Callable[[], None]) -> None:

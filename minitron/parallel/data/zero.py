@@ -22,7 +22,7 @@ Read in this order: shards.owned_ranges, shards.Bucket, Zero1, Zero2.
 Reference: Rajbhandari et al. 2019, "ZeRO" (section 5.1, 5.2: the stages; 7.2.1: the volume).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -30,14 +30,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minitron.comm.collectives import all_reduce, broadcast
+from minitron.model.transformer import global_parameters
+from minitron.parallel.clipping import clip_pieces
 from minitron.parallel.data.ddp import BUCKET_BYTES, DataParallel, no_gradient
 from minitron.parallel.data.shards import (
     Bucket,
     also_discard,
-    clip_pieces,
     gather_pieces,
     share_out,
 )
+from minitron.parallel.interface import Values
 from minitron.pytorch.spans import span
 
 
@@ -60,7 +62,8 @@ class Zero1(DataParallel):
         self.buckets = [Bucket(bucket, group) for bucket in share_out(self.names, bucket_bytes)]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self.pieces = {p: t for bucket in self.buckets for p, t in bucket.pieces.items()}
-        self.owned = {p: bucket.owned.get(p, range(0)) for p, bucket in self.bucket_of.items()}
+        self.owned_elements = {p: bucket.owned.get(p, range(0))
+                               for p, bucket in self.bucket_of.items()}
         self.ready: set[nn.Parameter] = set()  # in a bucket, since the last `reduce`
         self.used: set[nn.Parameter] = set()  # had a gradient on this rank, since `finish`
         self.num_sent = 0
@@ -150,30 +153,41 @@ class Zero1(DataParallel):
             group["params"] = [self.pieces[p] for p in group["params"] if p in self.pieces]
         also_discard(optimizer, self.discard)
         optimizer.register_step_pre_hook(self.require_finished)
-        optimizer.register_step_post_hook(self.unshard)
+        optimizer.register_step_post_hook(self.unshard_parameters)
         return optimizer
 
     def require_finished(self, *_) -> None:
         if self.used or any(p.grad is not None for p in self.names):
             raise ValueError("optimizer.step() before finish(): the gradients are not complete")
 
-    def unshard(self, *_) -> None:
+    def unshard_parameters(self, *_) -> None:
         """Bring the shards of all ranks into the parameters."""
         with span("ZeRO gather weights"):
             for work in [bucket.unshard() for bucket in self.buckets]:
                 work.wait()
 
-    bring_back = unshard
+    def copy_to_parameters(self) -> None:
+        """Bring the shards of all ranks into the parameters."""
+        self.unshard_parameters()
 
-    def make_optimizer(self, factory: Callable[[list], torch.optim.Optimizer]):
-        """`factory(parameters)`, sharded: the oracle asks for it."""
-        return self.shard(factory(list(self.names)))
+    def optimized(self, parameter: nn.Parameter) -> Tensor:
+        return self.pieces.get(parameter, parameter)
 
-    def keep(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Take the parameter's new `value` as it was before it was rounded."""
-        if parameter in self.pieces:
-            own = self.bucket_of[parameter].owned[parameter]
-            self.pieces[parameter].copy_(value.flatten()[own.start:own.stop])
+    def owned(self, parameter: nn.Parameter) -> range:
+        return self.owned_elements.get(parameter, super().owned(parameter))
+
+    def norm_groups(self) -> list[dist.ProcessGroup]:
+        return [self.group]
+
+    @torch.no_grad()
+    def fill(self, value: Values) -> None:
+        """Set every parameter, and this rank's pieces of it, before it is rounded."""
+        for name, parameter in global_parameters(self.model):
+            full = value(name, parameter.shape)
+            parameter.copy_(full)
+            if parameter in self.pieces:
+                own = self.owned(parameter)
+                self.pieces[parameter].copy_(full.flatten()[own.start:own.stop])
 
     # Whole again, whatever the number of ranks
 

@@ -13,11 +13,10 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from minitron.measure.ledger import Ledger
+from minitron.parallel.interface import MicroBatches
 from minitron.parallel.pipeline.plan import Message, as_whole
 from minitron.parallel.pipeline.schedules import Action
 from minitron.pytorch.spans import span
-
-MicroBatches = list[tuple[Tensor, Tensor]]  # inputs and targets, (B, S) token ids
 
 
 class Passage:

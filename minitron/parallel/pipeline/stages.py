@@ -23,6 +23,7 @@ Reference: Huang et al. 2019, "GPipe" (section 2); Narayanan et al. 2021 (sectio
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from math import ceil
 
 import torch
 import torch.distributed as dist
@@ -32,8 +33,10 @@ from torch.distributed import ProcessGroup
 from minitron.comm.agreement import gathered
 from minitron.comm.collectives import broadcast, exchange
 from minitron.config import require
+from minitron.parallel.interface import Accumulate, MicroBatches, SumLoss
+from minitron.parallel.one_device import OneDevice
 from minitron.parallel.pipeline.deferred import Deferral, apply_deferred_weight_gradients
-from minitron.parallel.pipeline.executor import MicroBatches, Passage
+from minitron.parallel.pipeline.executor import Passage
 from minitron.parallel.pipeline.plan import (
     Count,
     Message,
@@ -42,24 +45,23 @@ from minitron.parallel.pipeline.plan import (
     script,
     split_blocks,
 )
-from minitron.parallel.pipeline.schedule_check import check
+from minitron.parallel.pipeline.schedule_check import check, peak_activations
 from minitron.parallel.pipeline.schedules import Action, Schedule, one_forward_one_backward
 
 MakeSchedule = Callable[[int, int], Schedule]
 
 
-class PipelineParallel:
+class PipelineParallel(OneDevice):
     """A model of which this rank holds some stages; the names of its parameters stay.
 
     Not its `forward`: a step calls `run`, with all micro-batches.
     """
 
-    data_part = (0, 1)
-
     def __init__(
         self, model: nn.Module, group: ProcessGroup, make_schedule: MakeSchedule, count: Count
     ):
-        self.model, self.group, self.make_schedule = model, group, make_schedule
+        super().__init__(model)
+        self.group, self.make_schedule = group, make_schedule
         self.rank, self.size = group.rank(), group.size()
         self.scripts: dict[int, list[Action | Message]] = {}  # by the number of micro-batches
         self.autocast: torch.dtype | None = None  # of the forward passes
@@ -78,6 +80,15 @@ class PipelineParallel:
         if any(action.kind == "W" for action in schedule.all_actions):
             self.deferral = apply_deferred_weight_gradients(model)
         self.keep_stages()
+
+    def prepare(self, num_micro_batches: int) -> None:
+        """Raise ConfigError if the schedule cannot run so many micro-batches."""
+        self.script(num_micro_batches)
+
+    def num_in_flight(self, num_micro_batches: int) -> int:
+        """How many micro-batches' activations this rank holds at once, at most."""
+        schedule = self.make_schedule(self.size, num_micro_batches)
+        return ceil(peak_activations(schedule)[self.rank] / len(self.stages))
 
     def script(self, num_micro_batches: int) -> list[Action | Message]:
         """What this rank does in a step; raises ConfigError for a schedule that cannot run."""
@@ -111,7 +122,14 @@ class PipelineParallel:
         if self.last_stage not in self.stages:
             model.final_norm, model.head = nn.Identity(), nn.Identity()
 
-    def run(self, micro_batches: MicroBatches, sum_loss: Callable, divisor: float | Tensor):
+    def rounds(self, micro_batches: MicroBatches) -> list[MicroBatches]:
+        """All micro-batches together: they overlap."""
+        return [micro_batches] if micro_batches else []
+
+    def forward_backward(
+        self, accumulate: Accumulate, micro_batches: MicroBatches, divisor: Tensor,
+        sum_loss: SumLoss,
+    ) -> Tensor:
         """Add the gradients of all micro-batches to `.grad`; returns the loss, on every rank.
 
         The loss is the sum of `sum_loss(logits, targets)` over the micro-batches, over `divisor`:
@@ -139,7 +157,10 @@ class PipelineParallel:
         broadcast(value, self.ends[1], self.group)
         return value
 
-    def total(self, micro_batches: MicroBatches, sum_loss: Callable) -> Tensor:
+    def sum_losses(
+        self, forward: Callable[[Tensor], Tensor], micro_batches: MicroBatches,
+        sum_loss: SumLoss,
+    ) -> Tensor:
         """The sum of the losses of all micro-batches, on every rank; without a gradient."""
         loss = self.evaluate(micro_batches, sum_loss)
         return self.from_last(loss, torch.zeros((), device=micro_batches[0][0].device))
@@ -157,7 +178,32 @@ class PipelineParallel:
         device = next(self.model.parameters()).device
         return torch.autocast(device.type, self.autocast, enabled=enabled)
 
+    # The whole model
+
+    def unshard(self, blocks: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """Join the parameters of all stages, on the CPU."""
+        own = {name: block if block is None else block.to("cpu", copy=True)
+               for name, block in blocks.items()}
+        by_stage = gathered(own, self.group)
+        return {name: value for stage in reversed(by_stage)  # a tied one is the first stage's
+                for name, value in stage.items()}
+
+    def norm_groups(self) -> list[ProcessGroup]:
+        return [self.group]
+
     # A tied embedding is on two ranks
+
+    def num_copies(self, name: str) -> int:
+        return 1 if self.tied is None or name != "token_embedding.weight" else 2
+
+    def is_saved(self, name: str) -> bool:
+        """Whether this is not the last stage's copy of the first one's embedding."""
+        return self.rank == 0 or name != "token_embedding.weight"
+
+    def shard(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Let every step end with the same tied weight on both ranks."""
+        optimizer.register_step_post_hook(self.share_tied_weight)
+        return optimizer
 
     @property
     def tied(self) -> nn.Parameter | None:

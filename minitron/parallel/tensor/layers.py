@@ -35,7 +35,9 @@ from minitron.comm import differentiable
 from minitron.comm.collectives import all_gather_single, all_reduce, broadcast
 from minitron.comm.differentiable import start_all_reduce
 from minitron.model.float8 import Products, products_of
-from minitron.model.transformer import fill, global_parameters
+from minitron.model.transformer import global_parameters
+from minitron.parallel.interface import Values
+from minitron.parallel.one_device import OneDevice
 from minitron.parallel.tensor.cuts import Cut, plan_cuts, planned
 from minitron.parallel.tensor.random_regions import attend_to_own_heads
 from minitron.parallel.tensor.vocabulary import (
@@ -160,17 +162,16 @@ LAYERS = {
 }
 
 
-class TensorParallel:
+class TensorParallel(OneDevice):
     """A model whose layers are cut; its code and the names of its parameters stay.
 
     Its logits are (B, S, V/tp): use `summed_loss`, or `full_logits`. Call `finish` after the last
     backward pass of a step. All ranks read the same samples.
     """
 
-    data_part = (0, 1)
-
     def __init__(self, model: nn.Module, exchange: WholeSequence):
-        self.model, self.group, self.exchange = model, exchange.group, exchange
+        super().__init__(model)
+        self.group, self.exchange = exchange.group, exchange
         self.rank, self.size = self.group.rank(), self.group.size()
         self.cuts = plan_cuts(model, self.rank, self.size)
         self.take_parts()
@@ -213,11 +214,14 @@ class TensorParallel:
         """The logits (B, S, V) of (B, S, V/tp), to draw tokens from; without a gradient."""
         return differentiable.start_all_gather(logits.detach(), self.group, logits.dim() - 1)()
 
-    def finish(self, gradient: Callable[[nn.Parameter], Tensor | None] = lambda p: p.grad) -> None:
-        """Sum the gradients of which the ranks have summands; call it after the last backward.
+    def finish(self) -> None:
+        """Sum the gradients of which the ranks have partial sums."""
+        self.sum_partial_gradients(lambda parameter: parameter.grad)
 
-        `gradient` tells where a parameter's gradient is, if not in its `.grad`.
-        """
+    def sum_partial_gradients(
+        self, gradient: Callable[[nn.Parameter], Tensor | None]
+    ) -> None:
+        """Sum the gradients of which the ranks have partial sums, a message for each dtype."""
         shared: dict[torch.dtype, list[tuple[Cut, Tensor]]] = {}
         for name, parameter in global_parameters(self.model):
             cut, grad = self.cuts[name], gradient(parameter)
@@ -243,13 +247,22 @@ class TensorParallel:
 
     # The whole model
 
-    def fill(self, value: Callable[[str, torch.Size], Tensor]) -> None:
-        """Set every parameter to its part of `value(name, full shape)`; one is held at a time."""
-        fill(self.model, self.parts_of(value))
+    @property
+    def sequence_parts(self) -> int:
+        """In how many parts the sequence is divided between the layers."""
+        return self.exchange.num_parts
 
-    def parts_of(
-        self, value: Callable[[str, torch.Size], Tensor]
-    ) -> Callable[[str, torch.Size], Tensor]:
+    def norm_groups(self) -> list[ProcessGroup]:
+        return [self.group]
+
+    def num_copies(self, name: str) -> int:
+        return self.cuts[name].copies
+
+    def place(self, name: str, shape: torch.Size) -> tuple[torch.Size, tuple[int, ...]]:
+        cut = self.cuts[name]
+        return cut.full_shape(shape), cut.origin(shape)
+
+    def part_of(self, value: Values) -> Values:
         """The same by name and the shape that this rank holds: its parts."""
         def part(name: str, shape: torch.Size) -> Tensor:
             cut = self.cuts[name]
@@ -257,17 +270,9 @@ class TensorParallel:
 
         return part
 
-    def full_parameters(self) -> dict[str, Tensor]:
-        """Every parameter by name; every rank must call it."""
-        return self.whole({name: p.detach() for name, p in global_parameters(self.model)})
-
-    def full_gradients(self) -> dict[str, Tensor | None]:
-        """Every gradient after `finish` by name; every rank must call it."""
-        return self.whole({n: p.grad for n, p in global_parameters(self.model) if p.requires_grad})
-
-    def whole(self, parts: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    def unshard(self, blocks: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
         """Join what each rank has for its parts of the parameters, by name."""
-        return {name: self.join(self.cuts[name], part) for name, part in parts.items()}
+        return {name: self.join(self.cuts[name], block) for name, block in blocks.items()}
 
     def join(self, cut: Cut, part: Tensor | None) -> Tensor | None:
         """The whole of a tensor, on the CPU: a device that needs cuts may not hold them all."""
