@@ -82,7 +82,7 @@ def peak_and_sent(group: dist.ProcessGroup, config: Config, rounds: int) -> tupl
     device = device_of(group)
     gc.collect()
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    mesh = None if group.size() == 1 else lay_out(config.parallel, group.size(), device)
+    mesh = lay_out(config.parallel, group.size(), device)
     training = Training(config, mesh, device)
     pairs = micro_batches(training, SEQUENCES)
     for _ in range(2):

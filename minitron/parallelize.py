@@ -18,7 +18,6 @@ from functools import partial
 import torch
 from torch import nn
 
-from minitron.comm.agreement import Group
 from minitron.comm.mesh import Mesh, OneRankMesh, make_mesh
 from minitron.config import Config, ParallelConfig
 from minitron.model.recompute import RECOMPUTE_POLICIES
@@ -51,19 +50,23 @@ from minitron.precision import (
 )
 
 
-def lay_out(parallel: ParallelConfig, group: Group, device: torch.device) -> Mesh | OneRankMesh:
+def lay_out(
+    parallel: ParallelConfig, num_ranks: int, device: torch.device
+) -> Mesh | OneRankMesh:
     """The ranks as a grid: neighbors are those that communicate most, tensor-parallel ones.
 
     Stages, which communicate least, are furthest from each other: on other nodes, if there are any.
     """
-    if group.size() == 1:
+    if num_ranks == 1:
         return OneRankMesh()
-    dp = group.size() // (parallel.pp * parallel.tp)
+    dp = num_ranks // (parallel.pp * parallel.tp)
     return make_mesh(device.type, pp=parallel.pp, dp=dp, tp=parallel.tp)
 
 
-def build(config: Config, mesh: Mesh | OneRankMesh, device: torch.device) -> ParallelModel:
-    """A model with its initial weights, divided as `config` says.
+def build(
+    config: Config, mesh: Mesh | OneRankMesh, device: torch.device
+) -> tuple[Transformer, ParallelModel]:
+    """A model with its initial weights, divided as `config` says, and what a step asks of it.
 
     No rank ever holds more than its parts and one full parameter; in stage 3, and a unit.
     """
@@ -72,7 +75,7 @@ def build(config: Config, mesh: Mesh | OneRankMesh, device: torch.device) -> Par
     parallel = parallelize(model, mesh, config, device)
     parallel.fill(
         partial(initial_value, seed=config.train.seed, num_layers=config.model.num_layers))
-    return parallel
+    return model, parallel
 
 
 def parallelize(

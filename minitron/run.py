@@ -73,7 +73,7 @@ class Run(Training):
         require_tokens(config.data.path, contents, config.model.vocab_size)
         self.fingerprint = fingerprint(self.dataset, contents)
 
-        mesh = lay_out(config.parallel, group, device)
+        mesh = lay_out(config.parallel, self.size, device)
         with Progress(desc="building the model", bar_format=CLOCK, disable=self.rank != 0):
             super().__init__(config, mesh, device)
         # Dropout, of other samples and other layers; the weights have seeds of their own.

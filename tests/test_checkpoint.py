@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from minitron import checkpoint
+from minitron.comm.agreement import ALONE
 from minitron.config import ConfigError
 from minitron.launch import RankError, run
 from minitron.parallel.parts import Boxes, Part, boxes_of
@@ -21,12 +22,12 @@ def state_of(step):
     return {"weights": Boxes.whole(torch.full((KIB,), float(step)))}
 
 
-def save(folder, step, keep=3, group=None, state=None):
+def save(folder, step, keep=3, group=ALONE, state=None):
     facts = {"step": step}
     return checkpoint.save(folder, step, state or state_of(step), facts, keep, group)
 
 
-def load(folder, group=None):
+def load(folder, group=ALONE):
     """Step and weights of the newest good one."""
     path = checkpoint.newest_good(folder, group)
     weights = torch.zeros(KIB)

@@ -142,7 +142,7 @@ def test_masters_start_from_what_is_in_the_file(exported, tmp_path):
     first, weights = exported
     low = dataclasses.replace(TRAIN, precision="bf16")
     second = Run(dataclasses.replace(first.config, train=low), tmp_path)
-    second.whole.fill(Weights(weights, second.config.model))
+    second.parallel.fill(Weights(weights, second.config.model))
     for name, parameter in first.model.named_parameters():
         ours = second.model.get_parameter(name)
         assert torch.equal(ours, parameter.bfloat16())

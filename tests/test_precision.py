@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from minitron import cost
+from minitron.comm.agreement import ALONE
 from minitron.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from minitron.cost.sharding import FULLY_SHARDED, zero_holdings
 from minitron.launch import run
@@ -44,11 +45,8 @@ def config_of(name: str, **parallel) -> Config:
 
 def made(group, config: Config):
     """A model on its ranks, what a step asks, and the forward pass."""
-    mesh = None if group is None else lay_out(config.parallel, group.size(), CPU)
-    model, parallel = build(config, mesh, CPU)
-    optimizer = make_optimizer(model, config.train, CPU)
-    if parallel is not None:
-        parallel.shard(optimizer)
+    model, parallel = build(config, lay_out(config.parallel, group.size(), CPU), CPU)
+    optimizer = parallel.shard(make_optimizer(model, config.train, CPU))
     name = config.train.precision
     forward = model if name == "fp32" else low_precision(model, CPU, PRECISIONS[name])
     return model, parallel, optimizer, forward
@@ -75,7 +73,7 @@ def test_bytes_per_parameter_are_those_of_the_cost_model(name, recipe):
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_the_meter_sees_these_bytes(name):
     precision, config = PRECISIONS[name], config_of(name)
-    model, parallel, optimizer, forward = made(None, config)
+    model, parallel, optimizer, forward = made(ALONE, config)
     for step in range(2):
         with Meter(model, optimizer) as meter:
             train_step(forward, optimizer, micro_batches((0, 1), step), 1e-3, 1.0, parallel)
@@ -160,21 +158,21 @@ def test_master_weights_are_the_same_training(apply, num_ranks):
 
 
 class NeverRounds(MasterWeights):
-    def round(self, *_):
+    def copy_to_parameters(self, *_):
         pass
 
 
 class KeepsGradients(MasterWeights):
-    def hand_over(self):
+    def take_gradients(self):
         gradients = [p.grad for p in self.pieces]
-        super().hand_over()
+        super().take_gradients()
         for parameter, grad in zip(self.pieces, gradients, strict=True):
             parameter.grad = grad
 
 
 class HalfHandedOver(MasterWeights):
-    def hand_over(self):
-        super().hand_over()
+    def take_gradients(self):
+        super().take_gradients()
         next(iter(self.pieces.values())).grad = None
 
 
@@ -193,7 +191,7 @@ def test_what_16_bits_round_away_adds_up_in_the_masters():
     seen = []
     for _ in range(8):
         (-layer(torch.ones(1, 1, dtype=torch.bfloat16))).sum().backward()
-        masters.hand_over()
+        masters.take_gradients()
         assert layer.weight.grad is None
         optimizer.step()
         optimizer.zero_grad()
@@ -212,8 +210,6 @@ ROUNDINGS = 2 * (12 * MODEL.num_layers + 4)
 def gradients(group, config: Config) -> dict[str, torch.Tensor]:
     """Every full gradient of the first step."""
     model, parallel, _, forward = made(group, config)
-    if parallel is None:
-        parallel = OneDevice(model)
     scale = LossScale().value if PRECISIONS[config.train.precision].scales_loss else 1.0
     accumulate_over_ranks(forward, micro_batches(parallel.data_part), parallel, scale)
     whole = parallel.full_gradients()
@@ -234,9 +230,9 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", [name for name in PRECISIONS if name != "fp32"])
 def test_gradients_are_within_their_roundings_of_float32(name, layout):
     num_ranks, parallel = LAYOUTS[layout]
-    exact = gradients(None, config_of("fp32"))
+    exact = gradients(ALONE, config_of("fp32"))
     if num_ranks == 1:
-        by_rank = [gradients(None, config_of(name))]
+        by_rank = [gradients(ALONE, config_of(name))]
     else:
         by_rank = run(gradients, num_ranks, config_of(name, **parallel), watch=False)
     tolerance = PRECISIONS[name].tolerance(ROUNDINGS)
@@ -336,10 +332,10 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(num_ranks, parallel):
 
 def test_gradients_are_unscaled_before_they_are_clipped():
     """Else the norm would be 65536 times too large, and every step clipped."""
-    _, parallel, optimizer, forward = made(None, config_of("fp16"))
+    _, parallel, optimizer, forward = made(ALONE, config_of("fp16"))
     *_, norm = train_step(forward, optimizer, micro_batches((0, 1)), 1e-2, 1.0, parallel,
                           LossScale())
-    _, _, optimizer, forward = made(None, config_of("fp32"))
+    _, _, optimizer, forward = made(ALONE, config_of("fp32"))
     *_, expected = train_step(forward, optimizer, micro_batches((0, 1)), 1e-2, 1.0)
     torch.testing.assert_close(norm, expected, rtol=PRECISIONS["fp16"].tolerance(ROUNDINGS), atol=0)
 
@@ -347,8 +343,8 @@ def test_gradients_are_unscaled_before_they_are_clipped():
 def test_without_a_scale_small_gradients_are_zero():
     """A loss of 2^-20 of the model's: fp16 loses what the scale saves."""
     def lost(scale: float) -> float:
-        model, parallel, _, forward = made(None, config_of("fp16"))
-        parallel.masters.hand_over = lambda: None
+        model, parallel, _, forward = made(ALONE, config_of("fp16"))
+        parallel.masters.take_gradients = lambda: None
         accumulate_over_ranks(forward, micro_batches((0, 1)), parallel, scale * 2.0**-20)
         values = torch.cat([p.grad.flatten() for p in model.blocks.parameters()])
         return float((values == 0).float().mean())
@@ -359,12 +355,12 @@ def test_without_a_scale_small_gradients_are_zero():
 def test_a_checkpoint_keeps_masters_in_all_bits():
     """Float32 weights, of which the model's are rounded."""
     config = config_of("bf16")
-    model, parallel, optimizer, forward = made(None, config)
+    model, parallel, optimizer, forward = made(ALONE, config)
     train_step(forward, optimizer, micro_batches((0, 1)), 1e-2, 1.0, parallel)
-    state = saved(parallel)
-    masters = {name: parallel.pieces[p].clone() for name, p in model.named_parameters()}
-    again, parallel, *_ = made(None, dataclasses.replace(config))
-    load(parallel, state)
+    state = saved(parallel, optimizer)
+    masters = {name: parallel.optimized(p).clone() for name, p in model.named_parameters()}
+    again, parallel, optimizer, _ = made(ALONE, dataclasses.replace(config))
+    load(parallel, optimizer, state)
     for name, parameter in again.named_parameters():
-        assert torch.equal(parallel.pieces[parameter], masters[name])
+        assert torch.equal(parallel.optimized(parameter), masters[name])
         assert torch.equal(parameter, masters[name].to(torch.bfloat16))

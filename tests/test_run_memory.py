@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from minitron.comm.mesh import OneRankMesh
 from minitron.config import (
     Config,
     ConfigError,
@@ -55,7 +56,7 @@ def test_nothing_is_counted_that_is_not_there(recompute, precision):
     train = TrainConfig(global_batch_size=4, micro_batch_size=2, recompute=recompute,
                         precision=precision)
     config = Config(MODEL, DataConfig(sequence_length=64), train)
-    training = Training(config, None, CPU)
+    training = Training(config, OneRankMesh(), CPU)
     pairs = training.micro_batches(torch.zeros(4, 65, dtype=torch.int64), 4)
     training.update(pairs, 0.0)
     with Meter(training.model, training.optimizer) as meter:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from minitron import checkpoint, train
+from minitron.comm.agreement import ALONE
 from minitron.config import Config, DataConfig, TrainConfig
 from minitron.launch.process import STOP_SIGNALS, Interruption
 from minitron.measure.metrics import read_metrics
@@ -92,7 +93,7 @@ def test_nohup_is_respected(handlers):
 
 
 def test_a_signal_that_comes_while_the_ranks_agree_counts_at_the_next_step(monkeypatch):
-    stop = Stop(group=None)
+    stop = Stop(ALONE)
 
     def agree(number, group):
         stop.interruption.signal = signal.SIGTERM

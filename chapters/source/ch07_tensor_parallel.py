@@ -52,7 +52,8 @@ from teaching.figures import Matrix, cut, memory_bars, rank_lanes, show, timelin
 from teaching.widgets import tensor_explorer
 from minitron.measure.ledger import Ledger, merged
 from minitron.measure.meter import Meter
-from minitron.proof.oracle import Whole, assert_same_training, small_model
+from minitron.parallel.one_device import OneDevice
+from minitron.proof.oracle import assert_same_training, small_model
 from minitron.model.transformer import Transformer, initialise
 from minitron.parallel.tensor.cuts import PLAN, require_sizes
 from minitron.parallel.tensor.layers import (
@@ -720,7 +721,7 @@ def prepare(group, config):
     model = Transformer(config)
     initialise(model, seed=0)
     alone = group.size() == 1
-    return model, Whole(model, group) if alone else apply_tensor_parallel(model, group)
+    return model, OneDevice(model) if alone else apply_tensor_parallel(model, group)
 
 
 # %%

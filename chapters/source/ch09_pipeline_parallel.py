@@ -62,7 +62,7 @@ from minitron.parallel.pipeline.schedules import (
 from minitron.parallel.pipeline.simulator import simulate
 
 # %%
-from minitron.parallel.grid import Combined
+from minitron.parallel.grid import Grid
 from minitron.parallel.pipeline.deferred import InTwoHalves
 from minitron.parallel.pipeline.executor import Passage
 from minitron.parallel.pipeline.stages import apply_pipeline_parallel
@@ -508,7 +508,7 @@ for make_schedule in (gpipe, one_forward_one_backward):
 # %%
 def cut(model, group, make_schedule=one_forward_one_backward):
     """The package's pipeline alone, with what a step and the oracle ask."""
-    return Combined(model, None, None, apply_pipeline_parallel(model, group, make_schedule))
+    return Grid(model, pipeline=apply_pipeline_parallel(model, group, make_schedule))
 
 
 def sum_loss(logits, targets):
@@ -694,7 +694,7 @@ def cut_and_copied(model, group):
     """Two pipelines of half of the ranks, and ZeRO-1 between them."""
     mesh = make_mesh("cpu", dp=2, pp=group.size() // 2)
     pipeline_parallel = apply_pipeline_parallel(model, mesh.group("pp"))
-    return Combined(model, apply_zero1(model, mesh.group("dp")), None, pipeline_parallel)
+    return Grid(model, data=apply_zero1(model, mesh.group("dp")), pipeline=pipeline_parallel)
 
 
 # %% tags=["output-oracle", "nbval-check-output"]

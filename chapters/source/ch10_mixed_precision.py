@@ -42,6 +42,7 @@ from minitron import cost
 from minitron.launch import RankError, run
 
 # %%
+from minitron.comm.agreement import ALONE
 from minitron.comm.collectives import (
     all_gather_single, all_reduce, all_reduce_doubling, all_reduce_ring, reduce_scatter_single,
 )
@@ -62,7 +63,7 @@ from minitron.measure.meter import Meter
 from minitron.proof.oracle import assert_same_training
 from minitron.model.transformer import Transformer, initialise
 from minitron.plan.hardware import DEVICES
-from minitron.parallel.grid import Combined
+from minitron.parallel.grid import Grid
 from minitron.parallel.data.ddp import apply_bucketed_data_parallel
 from minitron.parallelize import build, lay_out
 from minitron.precision import PRECISIONS, LossScale, MasterWeights, low_precision
@@ -987,7 +988,7 @@ for name, precision in PRECISIONS.items():
 # go before the next one is copied.
 
 # %%
-print(inspect.getsource(MasterWeights.hand_over))
+print(inspect.getsource(MasterWeights.take_gradients))
 print(inspect.getsource(MasterWeights.round))
 
 # %%
@@ -1058,17 +1059,17 @@ print(inspect.getsource(Float8Products.grad_weight))
 # %%
 def with_float64_masters(model, group):
     parallel = apply_bucketed_data_parallel(model, group)
-    return Combined(model, parallel, None, None, MasterWeights(model, torch.float64))
+    return Grid(model, MasterWeights(model, torch.float64), data=parallel)
 
 
 class NeverRounds(MasterWeights):
-    def round(self, *_):
+    def copy_to_parameters(self, *_):
         pass
 
 
 def without_rounding(model, group):
     parallel = apply_bucketed_data_parallel(model, group)
-    return Combined(model, parallel, None, None, NeverRounds(model, torch.float64))
+    return Grid(model, NeverRounds(model, torch.float64), data=parallel)
 
 
 # %% tags=["output-oracle"]
@@ -1092,13 +1093,12 @@ def config_of(name, **parallel):
                   ParallelConfig(**parallel))
 
 
-def made(config, group=None):
+def made(config, group=ALONE):
     """A model as its config says, what a step asks, and the forward pass."""
     cpu = torch.device("cpu")
-    mesh = None if group is None else lay_out(config.parallel, group.size(), cpu)
-    model, parallel = build(config, mesh, cpu)
+    model, parallel = build(config, lay_out(config.parallel, group.size(), cpu), cpu)
     forward = low_precision(model, cpu, PRECISIONS[config.train.precision])
-    return model, parallel or Combined(model, None, None), forward
+    return model, parallel, forward
 
 
 # %%
@@ -1113,7 +1113,7 @@ def first_gradients(group, config):
 
 
 # %% tags=["output-tolerance"]
-exact = first_gradients(None, config_of("fp32"))
+exact = first_gradients(ALONE, config_of("fp32"))
 print("four ranks, ZeRO 1 and tensor parallelism      largest error   allowed")
 for name in ("fp32", "bf16", "fp16", "fp8"):
     grads = run(first_gradients, 4, config_of(name, zero=1, tp=2), watch=False)[0]
@@ -1174,7 +1174,7 @@ show(memory_bars({name: held[name] for name in drawn},
 #
 # </details>
 #
-# This is the end of a backward pass. Then `hand_over` makes the gradients float32, one by one, and
+# This is the end of a backward pass. Then `take_gradients` makes them float32, one by one, and
 # lets the 16-bit ones go: while the optimizer steps, all recipes with masters hold 18 bytes.
 #
 # ### The loss

@@ -64,7 +64,7 @@ from minitron.measure.ledger import Ledger
 from minitron.measure.metrics import read_metrics
 from minitron.proof.oracle import as_arrays, assert_same_training, small_model
 from minitron.model.transformer import Transformer, initialise
-from minitron.parallel.grid import Combined
+from minitron.parallel.grid import Grid
 from minitron.parallel.parts import boxes_of
 from minitron.parallel.pipeline.stages import apply_pipeline_parallel
 from minitron.parallel.data.shards import clip_pieces
@@ -475,7 +475,7 @@ def trained(group, layout, change, num_steps):
 def sum_over(axes, parallel, parameters, max_norm):
     """Clip by the squares of all that the ranks along `axes` hold."""
     groups = {"tp": parallel.tensor.group, "pp": parallel.pipeline.group,
-              "dp": parallel.data_group}
+              "dp": parallel.data.group}
     like = torch.zeros(())
     return clip_pieces(parameters, max_norm, like, [groups[axis] for axis in axes])
 
@@ -595,17 +595,18 @@ print(inspect.getsource(parallelize))
 # %%
 def stages_then_columns(model, mesh):
     pipeline = apply_pipeline_parallel(model, mesh.group("pp"))
-    return Combined(model, None, apply_tensor_parallel(model, mesh.group("tp")), pipeline)
+    return Grid(model, tensor=apply_tensor_parallel(model, mesh.group("tp")), pipeline=pipeline)
 
 
 def zero_then_columns(model, mesh):
     data = apply_zero1(model, mesh.group("dp"))
-    return Combined(model, data, apply_tensor_parallel(model, mesh.group("tp")))
+    return Grid(model, data=data, tensor=apply_tensor_parallel(model, mesh.group("tp")))
 
 
 def zero_then_stages(model, mesh):
     data = apply_zero1(model, mesh.group("dp"))
-    return Combined(model, data, None, apply_pipeline_parallel(model, mesh.group("pp")))
+    pipeline = apply_pipeline_parallel(model, mesh.group("pp"))
+    return Grid(model, data=data, pipeline=pipeline)
 
 
 # %%
@@ -666,7 +667,7 @@ def all_axes(model, group):
 def without_norms(model, group):
     """The same, without the sum over tp of what each rank has seen for its tokens alone."""
     parallel = all_axes(model, group)
-    parallel.tensor.finish = lambda gradient: None
+    parallel.tensor.sum_partial_gradients = lambda gradient: None
     return parallel
 
 

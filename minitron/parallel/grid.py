@@ -11,7 +11,7 @@ Read in this order: Grid, from forward_backward to clip; then how the blocks are
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from math import prod
 
 import torch
@@ -50,9 +50,13 @@ class Grid(OneDevice):
     def sequence_parts(self) -> int:
         return self.tensor.sequence_parts
 
-    def prepare(self, num_micro_batches: int) -> None:
+    @property
+    def overlaps(self) -> bool:
+        return self.pipeline.overlaps
+
+    def require_runnable(self, num_micro_batches: int) -> None:
         for axis in self.axes:
-            axis.prepare(num_micro_batches)
+            axis.require_runnable(num_micro_batches)
 
     def num_in_flight(self, num_micro_batches: int) -> int:
         return self.pipeline.num_in_flight(num_micro_batches)
@@ -69,7 +73,8 @@ class Grid(OneDevice):
         self, accumulate: Accumulate, micro_batches: MicroBatches, divisor: Tensor,
         sum_loss: SumLoss,
     ) -> Tensor:
-        return self.pipeline.forward_backward(accumulate, micro_batches, divisor, sum_loss)
+        with self.data.no_sync() if self.overlaps else nullcontext():
+            return self.pipeline.forward_backward(accumulate, micro_batches, divisor, sum_loss)
 
     def summed_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         return self.tensor.summed_loss(logits, targets)

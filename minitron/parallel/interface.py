@@ -55,7 +55,7 @@ class ParallelModel(ABC):
         """Which part of a global batch this rank reads: (index, count); (0, 1) is all of it."""
 
     @abstractmethod
-    def prepare(self, num_micro_batches: int) -> None:
+    def require_runnable(self, num_micro_batches: int) -> None:
         """Raise ConfigError if a step of so many micro-batches cannot run."""
 
     @abstractmethod
@@ -70,6 +70,11 @@ class ParallelModel(ABC):
 
         Each alone, or all together where they overlap in a pipeline.
         """
+
+    @property
+    @abstractmethod
+    def overlaps(self) -> bool:
+        """Whether the micro-batches of a round overlap, so that gradients are complete after it."""
 
     @abstractmethod
     def no_sync(self) -> AbstractContextManager:

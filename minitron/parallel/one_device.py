@@ -37,11 +37,12 @@ class OneDevice(ParallelModel):
 
     data_part = (0, 1)
     sequence_parts = 1
+    overlaps = False
 
     def __init__(self, model: nn.Module):
         self.model = model
 
-    def prepare(self, num_micro_batches: int) -> None:
+    def require_runnable(self, num_micro_batches: int) -> None:
         pass
 
     def num_in_flight(self, num_micro_batches: int) -> int:

@@ -38,7 +38,6 @@ from minitron.measure.ledger import Ledger
 from minitron.measure.live import Snapshot
 from minitron.measure.meter import Meter
 from minitron.model.transformer import Transformer
-from minitron.parallel.pipeline.schedule_check import peak_activations
 from minitron.parallelize import lay_out
 from minitron.plan.search import require_gpus
 from minitron.running.checks import with_vocabulary_of_data
@@ -118,7 +117,7 @@ def dry_run(
     config = prepared(config, num_gpus)
     require(0 <= rank < num_gpus, f"rank {rank} of {num_gpus} GPUs: use 0 to {num_gpus - 1}")
     with fake_group(num_gpus, rank):
-        mesh = None if num_gpus == 1 else lay_out(config.parallel, num_gpus, device)
+        mesh = lay_out(config.parallel, num_gpus, device)
         place = {axis: 0 if mesh is None else mesh.rank(axis) for axis in ("pp", "dp", "tp")}
         with FakeTensorMode():
             training = Training(config, mesh, device)
@@ -222,12 +221,8 @@ def lengths(training: Training) -> tuple[int, int, int]:
 
 def most_held(training: Training) -> int:
     """Micro-batches that are on their way at once, at most, through this rank."""
-    if training.config.parallel.pp == 1:
-        return 1
-    pipeline = training.parallel.pipeline
-    m = training.num_micro_batches(training.config.train.global_batch_size)
-    passes = peak_activations(pipeline.make_schedule(pipeline.size, m))[pipeline.rank]
-    return ceil(passes / len(pipeline.stages))
+    whole_step = training.config.train.global_batch_size
+    return training.parallel.num_in_flight(training.num_micro_batches(whole_step))
 
 
 def micro_batches(training: Training, num_sequences: int) -> list:

@@ -84,7 +84,7 @@ def assert_same_training(
     sizes = batch_sizes or (2 * num_ranks + 1, 2 * num_ranks + 1, 2 * num_ranks - 1)
     arguments = make_model, sample_batches(sizes, vocabulary, sequence), num_micro_batches
 
-    reference = trainings(ALONE, lambda model, group: OneDevice(model), *arguments)
+    reference = trainings(ALONE, undivided, *arguments)
     by_rank = run(trainings, num_ranks, apply, *arguments, timeout=timeout)
 
     for optimizer, expected in reference.items():
@@ -92,6 +92,11 @@ def assert_same_training(
         if found is not None:
             hidden = hidden_by_adamw(reference, by_rank) if optimizer == "SGD" else ""
             raise AssertionError(f"{found} with {optimizer} on {num_ranks} ranks{hidden}")
+
+
+def undivided(model: nn.Module, group: Group) -> ParallelModel:
+    """The reference: a model that is all on one device."""
+    return OneDevice(model)
 
 
 def after_backward(function: Callable[[nn.Module, dist.ProcessGroup], None]) -> Apply:

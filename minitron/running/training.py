@@ -17,11 +17,10 @@ class Training:
 
     def __init__(self, config: Config, mesh: Mesh, device: torch.device):
         self.config, self.device = config, device
-        self.parallel = build(config, mesh, device)
-        self.model = self.parallel.model
+        self.model, self.parallel = build(config, mesh, device)
         self.data_rank, self.data_size = self.parallel.data_part
         # now, rather than in the first step
-        self.parallel.prepare(self.num_micro_batches(config.train.global_batch_size))
+        self.parallel.require_runnable(self.num_micro_batches(config.train.global_batch_size))
         self.optimizer = self.parallel.shard(make_optimizer(self.model, config.train, device))
         self.precision = precision = PRECISIONS[config.train.precision]
         self.forward = self.model

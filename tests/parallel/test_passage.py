@@ -89,7 +89,7 @@ def evaluated(group, make_schedule):
             losses = sum(summed(model(tokens), targets) for tokens, targets in pairs)
             return losses, model(pairs[0][0]), True
     pipeline = apply_pipeline_parallel(model, group, make_schedule)
-    total, logits = pipeline.total(batches(), summed), pipeline.predict(batches()[0][0])
+    total, logits = pipeline.sum_losses(None, batches(), summed), pipeline.predict(batches()[0][0])
     return total, logits, all(p.grad is None for p in model.parameters())
 
 

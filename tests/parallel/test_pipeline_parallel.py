@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from minitron.comm.agreement import ALONE
 from minitron.comm.mesh import make_mesh
 from minitron.config import ConfigError
 from minitron.launch import run
@@ -23,6 +24,7 @@ from minitron.parallel.data.ddp import (
 )
 from minitron.parallel.data.zero import apply_zero1, apply_zero2
 from minitron.parallel.grid import Grid
+from minitron.parallel.one_device import OneDevice
 from minitron.parallel.pipeline.executor import Passage
 from minitron.parallel.pipeline.schedules import (
     Action,
@@ -38,7 +40,13 @@ from minitron.parallel.pipeline.stages import PipelineParallel, apply_pipeline_p
 from minitron.parallel.tensor.layers import apply_tensor_parallel
 from minitron.parallel.tensor.sequence import apply_sequence_parallel
 from minitron.proof.difference import first_difference, hidden_by_adamw
-from minitron.proof.oracle import assert_same_training, sample_batches, small_model, trainings
+from minitron.proof.oracle import (
+    assert_same_training,
+    sample_batches,
+    small_model,
+    trainings,
+    undivided,
+)
 from tests.parallel.test_pipeline_plan import random_schedule
 
 V, S = 36, 12
@@ -94,11 +102,13 @@ class Layout(NamedTuple):
     def apply(self, model, group):
         tp = 2 if self.apply_tensor else 1
         mesh = make_mesh("cpu", dp=self.size // (self.pp * tp), pp=self.pp, tp=tp)
-        tensor = self.apply_tensor(model, mesh.group("tp")) if self.apply_tensor else None
+        tensor = self.apply_tensor(model, mesh.group("tp")) if self.apply_tensor \
+            else OneDevice(model)
         for policy in self.policies:
             policy(model)
         pipeline = apply_pipeline_parallel(model, mesh.group("pp"), self.make_schedule)
-        data = self.apply_data(model, mesh.group("dp")) if self.apply_data else None
+        pipeline.sequence_parts = tensor.sequence_parts
+        data = self.apply_data(model, mesh.group("dp")) if self.apply_data else OneDevice(model)
         return Grid(model, data=data, tensor=tensor, pipeline=pipeline)
 
     def records(self, group, apply=None):
@@ -107,7 +117,7 @@ class Layout(NamedTuple):
 
 
 def one_process(layout):
-    return layout.records(None, lambda model, group: None)
+    return layout.records(ALONE, undivided)
 
 
 one_f_one_b = one_forward_one_backward

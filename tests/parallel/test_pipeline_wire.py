@@ -51,11 +51,11 @@ def calls_of_a_step(group, make_model, make_schedule):
     """Of the step, and of what follows the optimizer's."""
     model = make_model()
     pipeline = apply_pipeline_parallel(model, group, make_schedule)
-    combined = Grid(model, pipeline=pipeline)
-    optimizer = combined.make_optimizer(partial(torch.optim.SGD, lr=0.1))
+    parallel = Grid(model, pipeline=pipeline)
+    optimizer = parallel.make_optimizer(partial(torch.optim.SGD, lr=0.1))
     with Ledger() as step:
-        combined.run(batches(), summed, 99.0)
-        combined.finish()
+        pipeline.run(batches(), summed, 99.0)
+        parallel.finish()
     with Ledger() as update:
         optimizer.step()
     weight = pipeline.tied

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from minitron.comm.agreement import ALONE
 from minitron.config import ConfigError
 from minitron.launch import run
 from minitron.measure.ledger import Ledger
@@ -32,7 +33,13 @@ from minitron.parallel.tensor.vocabulary import (
     VocabularyParallelEmbedding,
 )
 from minitron.proof.difference import first_difference
-from minitron.proof.oracle import assert_same_training, sample_batches, small_model, trainings
+from minitron.proof.oracle import (
+    assert_same_training,
+    sample_batches,
+    small_model,
+    trainings,
+    undivided,
+)
 from tests.parallel.events import Watcher
 
 V, S = 36, 12  # 2, 3 and 4 ranks divide all sizes
@@ -127,7 +134,7 @@ def compare(expected, by_rank):
 
 @pytest.mark.parametrize("name", TRAININGS)
 def test_it_is_the_same_training(ranks, name):
-    expected = TRAININGS[name].records(None, lambda model, group: None)
+    expected = TRAININGS[name].records(ALONE, undivided)
     for size in TRAININGS[name].sizes:
         compare(expected, [done["trainings"][name] for done in ranks[size]])
 
@@ -181,7 +188,7 @@ MUTANTS = {
     "largest logit of this rank alone": (
         gpt, patch.object(vocabulary, "all_reduce_max", not_sent), "model: loss"),
     "shared key-value head not summed": (
-        ONE_HEAD, patch.object(TensorParallel, "finish", not_sent),
+        ONE_HEAD, patch.object(TensorParallel, "sum_partial_gradients", not_sent),
         "blocks.0.attention.key.weight: gradient differs between ranks, together they are right"),
     "no broadcast": (
         gpt, patch.object(layers, "broadcast", not_sent),
@@ -201,7 +208,7 @@ def train_mutants(group):
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_oracle_names_the_mutation(ranks, name):
     model, _, message = MUTANTS[name]
-    expected = Training(model, ()).records(None, lambda model, group: None)["SGD"]
+    expected = Training(model, ()).records(ALONE, undivided)["SGD"]
     found = first_difference(expected, [done["mutants"][name] for done in ranks[3]])
     assert found is None if message is None else message in found, found
 

@@ -1,19 +1,22 @@
 """The oracle passes what is the same training, and says of everything else what it is."""
 
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from minitron.comm.agreement import ALONE
 from minitron.proof.difference import Moment, explain, first_difference
 from minitron.proof.oracle import (
+    AfterBackward,
     after_backward,
     assert_same_training,
+    sample_batches,
     small_gpt,
     small_llama,
+    trainings,
 )
 
 
@@ -36,16 +39,18 @@ def total(model, group):
 def everywhere(model, group):
     """No communication at all: every rank reads the whole batch."""
     dist.barrier(group)
-    same = after_backward(lambda model, group: None)(model, group)
-    return SimpleNamespace(finish=same.finish, data_part=(0, 1))
+    parallel = after_backward(lambda model, group: None)(model, group)
+    parallel.data_part = 0, 1
+    return parallel
 
 
-class ShardedOptimizer:
+class ShardedOptimizer(AfterBackward):
     """Each rank updates every N-th parameter, and the others receive it."""
 
     def __init__(self, model, group, skip_decay=False):
-        self.model, self.group, self.skip_decay = model, group, skip_decay
-        self.finish = after_backward(average)(model, group).finish
+        super().__init__(model, group, average)
+        after_backward(average)(model, group)  # its broadcast
+        self.skip_decay = skip_decay
         self.all = [p for p in model.parameters() if p.requires_grad]
 
     def make_optimizer(self, factory):
@@ -101,6 +106,11 @@ def test_uneven_parts_and_losses_are_judged():
     with pytest.raises(AssertionError, match="model: loss differs between ranks, together they "
                                              "are right: never reduced"):
         assert_same_training(mean_of_a_loss_forgotten, 2)
+
+
+def test_what_is_no_parallel_model_is_refused():
+    with pytest.raises(AssertionError, match="apply returned a NoneType: derive it from OneDevice"):
+        trainings(ALONE, lambda model, group: None, small_gpt, sample_batches((2,)), 1)
 
 
 # The words, without ranks

@@ -15,6 +15,7 @@ import torch
 
 from minitron import cli, cost
 from minitron.comm import collectives
+from minitron.comm.agreement import ALONE
 from minitron.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from minitron.launch import run
 from minitron.plan.decide import Decision, Job
@@ -105,8 +106,6 @@ def weights_after(group, config: Config, folder) -> dict[str, torch.Tensor]:
     torch.set_default_dtype(torch.float64)
     try:
         training = loop(config, folder, group=group)
-        if training.parallel is None:
-            return {n: p.detach().clone() for n, p in training.model.named_parameters()}
         return {n: p.clone() for n, p in training.parallel.full_parameters().items()}
     finally:
         torch.set_default_dtype(torch.float32)
@@ -114,7 +113,7 @@ def weights_after(group, config: Config, folder) -> dict[str, torch.Tensor]:
 
 def train(num_ranks: int, config: Config, folder) -> list[dict[str, torch.Tensor]]:
     if num_ranks == 1:
-        return [weights_after(None, config, folder)]
+        return [weights_after(ALONE, config, folder)]
     return run(weights_after, num_ranks, config, folder, timeout=60)
 
 

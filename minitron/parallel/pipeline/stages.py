@@ -57,6 +57,8 @@ class PipelineParallel(OneDevice):
     Not its `forward`: a step calls `run`, with all micro-batches.
     """
 
+    overlaps = True
+
     def __init__(
         self, model: nn.Module, group: ProcessGroup, make_schedule: MakeSchedule, count: Count
     ):
@@ -81,7 +83,7 @@ class PipelineParallel(OneDevice):
             self.deferral = apply_deferred_weight_gradients(model)
         self.keep_stages()
 
-    def prepare(self, num_micro_batches: int) -> None:
+    def require_runnable(self, num_micro_batches: int) -> None:
         """Raise ConfigError if the schedule cannot run so many micro-batches."""
         self.script(num_micro_batches)
 
@@ -130,6 +132,10 @@ class PipelineParallel(OneDevice):
         self, accumulate: Accumulate, micro_batches: MicroBatches, divisor: Tensor,
         sum_loss: SumLoss,
     ) -> Tensor:
+        """Run the schedule."""
+        return self.run(micro_batches, sum_loss, divisor)
+
+    def run(self, micro_batches: MicroBatches, sum_loss: SumLoss, divisor: float | Tensor):
         """Add the gradients of all micro-batches to `.grad`; returns the loss, on every rank.
 
         The loss is the sum of `sum_loss(logits, targets)` over the micro-batches, over `divisor`:
