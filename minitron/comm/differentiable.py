@@ -10,9 +10,9 @@ Why they are pairs: where N ranks use one tensor, its gradient is the sum of N; 
 are summed, each has the gradient of the sum. A tensor that all ranks hold alike has a gradient
 that all ranks hold alike: it counts once, not N times.
 
-`all_reduce` is g of Shoeybi et al. 2019 (section 3); its conjugate f stands in `model.linear`, where
-layers that read one x send one sum. `all_gather` and `reduce_scatter` are g and its conjugate of
-Korthikanti et al. 2022 (section 4.2.2).
+`all_reduce` is g of Shoeybi et al. 2019 (section 3). Its conjugate f, an all-reduce in the backward
+pass alone, stands in `model.linear`, where layers that read one x send one sum. `all_gather` and
+`reduce_scatter` are g and its conjugate of Korthikanti et al. 2022 (section 4.2.2).
 
 The `start_` functions have no backward pass. They return a function that waits for the result, so
 that a layer can compute in between. What they send stays alive until then: the backend holds it.

@@ -79,7 +79,7 @@ class LinearFunction(torch.autograd.Function):
     def forward(ctx, parts: "Parts", x: Tensor, *parameters: Tensor | None):
         weights, biases = parameters[::2], parameters[1::2]
         x_full = parts.exchange.start_gather(x)()
-        ctx.parts, ctx.parameters = parts, weights
+        ctx.parts, ctx.weights = parts, weights
         ctx.save_for_backward(x if parts.exchange.regathers else x_full, *weights)
         return tuple(parts.matmuls.linear(x_full, *pair)
                      for pair in zip(weights, biases, strict=True))
@@ -90,10 +90,10 @@ class LinearFunction(torch.autograd.Function):
         parts, (x, *weights) = ctx.parts, ctx.saved_tensors
         needs_x, *needs = ctx.needs_input_grad[1:]
         rows = [grad.flatten(0, -2) for grad in grads]  # (B S, F/tp)
-        half = WeightGradients(parts, x, rows, ctx.parameters, needs[::2])
-        is_deferred = any(half.needed) and parts.deferral.takes(half)
+        second_half = WeightGradients(parts, x, rows, ctx.weights, needs[::2])
+        is_deferred = any(needs[::2]) and parts.deferral.takes(second_half)
         if not is_deferred:
-            half.start()
+            second_half.start()
 
         wait_for_grad_x = no_gradient
         if needs_x:
@@ -102,7 +102,7 @@ class LinearFunction(torch.autograd.Function):
             wait_for_grad_x = parts.exchange.start_reduce(grad_partial)
             del grad_partial
 
-        grad_weights = [None] * len(rows) if is_deferred else half.compute()
+        grad_weights = [None] * len(rows) if is_deferred else second_half.compute()
         grad_biases = [grad.sum(0) if needed else None
                        for grad, needed in zip(rows, needs[1::2], strict=True)]
         pairs = zip(grad_weights, grad_biases, strict=True)
