@@ -21,6 +21,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import groupby
 from pathlib import Path
 
@@ -85,6 +86,12 @@ class Exercise:
 
     def __str__(self) -> str:
         return f"{self.id}, {self.title}"
+
+
+def replaced(exercise: Exercise) -> dict[str, Callable]:
+    """The package's functions of the same names; an exercise may have more than it replaces."""
+    package = import_module(exercise.replaces)
+    return {name: getattr(package, name) for name in exercise.names if hasattr(package, name)}
 
 
 def known(root: Path = ROOT) -> dict[str, Exercise]:

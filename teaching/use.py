@@ -5,12 +5,11 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 
 from minitron import launch
 from minitron.config import ConfigError, require
-from teaching.exercises import ROOT, Exercise, find, is_stub, load
+from teaching.exercises import ROOT, Exercise, find, is_stub, load, replaced
 
 
 @contextmanager
@@ -33,10 +32,10 @@ def use(*ids: str, root: Path = ROOT) -> Iterator[None]:
                     "the package: leave it out of `use`")
             require(not is_stub(exercise, root), f"exercise {exercise} is not written yet: edit "
                     f"{exercise.file}, then minitron check {exercise.id}")
-            for name, mine in _load_or_explain(exercise, root).items():
-                original = getattr(import_module(exercise.replaces), name)
-                _swap(original, mine)
-                swapped.append((original, mine))
+            written = _load_or_explain(exercise, root)
+            for name, original in replaced(exercise).items():
+                _swap(original, written[name])
+                swapped.append((original, written[name]))
         yield
     finally:
         launch.RANK_CONTEXTS.remove(on_ranks)

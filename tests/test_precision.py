@@ -222,6 +222,7 @@ LAYOUTS = {
     "ZeRO-2": (3, {"zero": 2}), "ZeRO-3": (2, {"zero": 3}), "tp": (2, {"tp": 2}),
     "sequence": (2, {"tp": 2, "sequence": True}), "pp": (2, {"pp": 2}),
     "zero-bubble": (2, {"pp": 2, "schedule": "zero-bubble"}),
+    "zero-bubble, tp": (4, {"pp": 2, "schedule": "zero-bubble", "tp": 2, "sequence": True}),
     "dp, tp and pp": (8, {"tp": 2, "pp": 2, "sequence": True, "zero": 1}),
 }
 
@@ -269,6 +270,21 @@ def test_recomputing_changes_no_bit(name, parallel):
     for before, after in zip(kept, recomputed, strict=True):
         assert before.keys() == after.keys()
         assert all(torch.equal(after[key], grad) for key, grad in before.items())
+
+
+def both_schedules(group, name, parallel):
+    return [gradients(group, config_of(name, pp=2, schedule=schedule, **parallel))
+            for schedule in ("1f1b", "zero-bubble")]
+
+
+@pytest.mark.parametrize("parallel", [{}, {"tp": 2}, {"tp": 2, "sequence": True}], ids=str)
+@pytest.mark.parametrize("name", ["fp32", "bf16-autocast", "bf16-fp32-grads", "fp8"])
+def test_deferring_the_gradients_of_weights_changes_no_bit(name, parallel):
+    """They are the same products of the same tensors, added up in the same order."""
+    num_ranks = 2 * parallel.get("tp", 1)
+    for at_once, deferred in run(both_schedules, num_ranks, name, parallel, watch=False):
+        assert at_once.keys() == deferred.keys()
+        assert all(torch.equal(deferred[key], grad) for key, grad in at_once.items())
 
 
 @pytest.mark.parametrize("name", PRECISIONS)

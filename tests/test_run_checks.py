@@ -114,7 +114,7 @@ def test_a_model_is_refused_if_and_only_if_it_cannot_be_cut():
 
 @pytest.mark.parametrize("parallel", [
     {}, {"tp": 2, "sequence": True}, {"zero": 3}, {"pp": 2, "zero": 1}, CHUNKED,
-    {"pp": 2, "schedule": "zero-bubble"},
+    {"pp": 2, "schedule": "zero-bubble"}, {"pp": 2, "schedule": "zero-bubble", "tp": 2},
 ], ids=str)
 @pytest.mark.parametrize("size", [1, 6, 8, 12])
 def test_the_layouts_that_fit_are_all_of_those_that_are_accepted(parallel, size):

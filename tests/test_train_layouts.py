@@ -33,6 +33,7 @@ def describe(value) -> str:
     (LLAMA, 4, {"tp": 4, "sequence": True}),
     (GPT, 2, {"pp": 2, "schedule": "zero-bubble"}),
     (LLAMA, 4, {"pp": 2, "tp": 2, "sequence": True}),
+    (LLAMA, 4, {"pp": 2, "tp": 2, "sequence": True, "schedule": "zero-bubble"}),
     (GPT, 4, {"pp": 2, "zero": 1}),
 ], ids=describe)
 def test_a_cut_model_trains_what_one_process_trains(stories, tmp_path, model, num_ranks, parallel):

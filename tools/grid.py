@@ -102,8 +102,6 @@ def why_refused(case: Case) -> str | None:
         "there is no pipeline": case.schedule != "1f1b" and case.pp == 1,
         "would gather every stage's weights again": case.data.startswith("zero3") and case.pp > 1,
         "gradients are whole until all micro-batches": case.data == "zero2" and case.pp > 1,
-        "the cut layers compute both gradients at once":
-            case.schedule == "zero-bubble" and case.tp > 1,
         "micro-batches a step":
             case.schedule == "interleaved" and case.num_micro_batches % case.pp > 0,
     }

@@ -52,12 +52,13 @@ from teaching.figures import Matrix, cut, memory_bars, rank_lanes, show, timelin
 from teaching.widgets import tensor_explorer
 from minitron.measure.ledger import Ledger, merged
 from minitron.measure.meter import Meter
+from minitron.model.linear import LinearFunction
 from minitron.parallel.one_device import OneDevice
 from minitron.proof.oracle import assert_same_training, small_model
 from minitron.model.transformer import Transformer, initialise
 from minitron.parallel.tensor.cuts import PLAN, require_sizes
 from minitron.parallel.tensor.layers import (
-    ColumnLinears, RowParallelLinear, TensorParallel, WholeSequence, apply_tensor_parallel,
+    RowParallelLinear, TensorParallel, WholeSequence, apply_tensor_parallel,
 )
 from minitron.parallel.tensor.vocabulary import (
     VocabularyParallelEmbedding, vocabulary_parallel_cross_entropy,
@@ -664,16 +665,17 @@ for path, kind in PLAN.items():
 
 # %% [markdown]
 # Query, key and value read the same X, and so do gate and up. Their input gradients are one sum.
-# One autograd function computes such layers together. **Find** the line where the all-reduce
+# One autograd function computes such layers together. What depends on the parallelism is in its
+# `parts`: `exchange` is what the ranks send each other. **Find** the line where the all-reduce
 # starts, the one that waits for it, and what is computed in between.
 
 # %%
-print(inspect.getsource(ColumnLinears.backward))
+print(inspect.getsource(LinearFunction.backward))
 
 # %% [markdown]
-# `wait_for_grad_x()` stands in the last line. The weights' gradients need no sum, so they are
-# computed while it travels. (`start_gather` does nothing here; it is for the next chapter.) And the
-# two ends:
+# `wait_for_grad_x()` stands in the last line. The weights' gradients, `second_half`, need no sum,
+# so they are computed while it travels. (`second_half.start()` does nothing here; it is for the next
+# chapter. `deferral` is for chapter 9.) And the two ends:
 
 # %%
 print(inspect.getsource(RowParallelLinear))

@@ -63,7 +63,7 @@ from minitron.parallel.pipeline.simulator import simulate
 
 # %%
 from minitron.parallel.grid import Grid
-from minitron.parallel.pipeline.deferred import InTwoHalves
+from minitron.model.linear import LinearFunction, accumulate_all
 from minitron.parallel.pipeline.executor import Passage
 from minitron.parallel.pipeline.stages import apply_pipeline_parallel
 from minitron.parallel.pipeline.plan import (
@@ -393,8 +393,8 @@ draw(interleaved(p, m, num_chunks=2), (
 #
 # <details><summary>Answer</summary>
 #
-# For I. Nobody waits for W but the optimizer, at the end of the step. So W can be put off until a
-# rank would be idle: it fills the bubble.
+# For I. Nobody waits for W but the optimizer, at the end of the step. So W can be deferred until
+# a rank would be idle: it fills the bubble.
 #
 # </details>
 
@@ -643,11 +643,13 @@ print(inspect.getsource(Passage.backward))
 # itself. Its values are needed no more once they are sent, so their memory is free again: B S D
 # values less for each micro-batch in flight (Korthikanti et al. 2022, appendix B).
 #
-# New is what happens for I: a list collects what is put off. How can a backward pass leave out the
-# weights? The linear layers have one of their own, which puts one of its two products there:
+# New is what happens for I: a list collects what is deferred. How can a backward pass leave out the
+# weights? The linear layers have one of their own. While the list is open, `deferral.takes` puts
+# their `second_half` there, and W calls `accumulate_all`:
 
 # %%
-print(inspect.getsource(InTwoHalves.backward))
+print(inspect.getsource(LinearFunction.backward))
+print(inspect.getsource(accumulate_all))
 
 # %% [markdown]
 # ### Which layers make a stage?
@@ -756,20 +758,29 @@ print(f"loss on 2 ranks: {losses[0]:.2f} to {losses[-1]:.2f}")
 
 
 # %%
+class SleepingWeights:
+    def __init__(self, seconds):
+        self.accumulate = partial(time.sleep, seconds)
+
+    def start(self):
+        pass
+
+
 class Sleeping(torch.autograd.Function):
     """Let a block take `seconds` forward, as many for I and as many for W."""
 
     @staticmethod
     def forward(ctx, x, seconds, deferral):
-        ctx.seconds, ctx.later = seconds, deferral
+        ctx.seconds, ctx.deferral = seconds, deferral
         time.sleep(seconds)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, out_grad):
         time.sleep(ctx.seconds)
-        weights = partial(time.sleep, ctx.seconds)
-        weights() if ctx.later.later is None else ctx.later.later.append(weights)
+        weights = SleepingWeights(ctx.seconds)
+        if not ctx.deferral.takes(weights):
+            weights.accumulate()
         return out_grad, None, None
 
 

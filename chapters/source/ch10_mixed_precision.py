@@ -74,7 +74,7 @@ from minitron.step import (
 
 
 # %%
-from minitron.model.float8 import Float8Products, quantise
+from minitron.model.float8 import Float8Matmuls, quantise
 
 torch.set_num_threads(1)  # the same losses every time
 f32, bf16, f16 = torch.float32, torch.bfloat16, torch.float16
@@ -1044,7 +1044,7 @@ for dtype in (bf16, f16, e4m3, e5m2):
 # have 32. Gradients take e5m2, since they are spread further (Micikevicius et al. 2022, section 3):
 
 # %%
-print(inspect.getsource(Float8Products.grad_weight))
+print(inspect.getsource(Float8Matmuls.grad_weight))
 
 # %% [markdown]
 # Most processors have no 8-bit product. There the package **emulates** it: it rounds to 8 bits, and

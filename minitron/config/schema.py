@@ -236,11 +236,6 @@ class ParallelConfig:
             "micro-batches are through; add --parallel.no-sync-every-micro-batch, or use stage 1",
         )
         require(
-            self.schedule != "zero-bubble" or self.tp == 1,
-            f"parallel.schedule = zero-bubble with parallel.tp = {self.tp}: the cut layers compute "
-            "both gradients at once; use 1f1b, or parallel.tp = 1",
-        )
-        require(
             (self.chunks > 1) == (self.schedule == "interleaved"),
             f"parallel.chunks = {self.chunks} with parallel.schedule = {self.schedule}: the "
             "interleaved schedule needs 2 chunks or more, the others have 1",

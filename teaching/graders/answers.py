@@ -4,7 +4,7 @@ The module that an exercise `replaces` has functions of the same names; here are
 another name or in another module. An answer that calls one is told so.
 """
 
-from teaching.exercises import Exercise
+from teaching.exercises import Exercise, replaced
 
 OTHERS: dict[str, tuple[str, ...]] = {
     "1.1": ("minitron.step:accumulate_over_ranks", "minitron.step:forward_backward"),
@@ -26,7 +26,8 @@ OTHERS: dict[str, tuple[str, ...]] = {
             "minitron.parallel.data.units:Unit"),
     "7.2": ("minitron.parallel.tensor.layers:RowParallelLinear",),
     "9.1": tuple(f"minitron.parallel.pipeline.schedules:{name}" for name in (
-        "alternate", "sequential", "interleaved", "zero_bubble", "zero_bubble_h2", "put_off")),
+        "alternate", "sequential", "interleaved", "zero_bubble", "zero_bubble_h2",
+        "defer_weights")),
     "9.2": ("minitron.cost.pipeline:pipeline_bubble", "minitron.cost.pipeline:activations_held",
             "minitron.parallel.pipeline.schedule_check:peak_activations",
             "minitron.parallel.pipeline.simulator:simulate"),
@@ -48,5 +49,6 @@ OTHERS: dict[str, tuple[str, ...]] = {
 
 def package_answers(exercise: Exercise) -> tuple[str, ...]:
     """All of them for this exercise."""
-    own = [f"{exercise.replaces}:{name}" for name in exercise.names] if exercise.replaces else []
-    return tuple(dict.fromkeys([*own, *OTHERS.get(exercise.id, ())]))
+    own = replaced(exercise) if exercise.replaces else ()
+    named = [f"{exercise.replaces}:{name}" for name in own]
+    return tuple(dict.fromkeys([*named, *OTHERS.get(exercise.id, ())]))

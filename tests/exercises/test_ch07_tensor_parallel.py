@@ -91,8 +91,7 @@ def test_the_examples_of_heads_are_true():
 
 
 @pytest.mark.parametrize(("module", "name"), [
-    (differentiable, "Replicate"), (differentiable, "AllReduce"),
-    (layers, "vocabulary_parallel_cross_entropy"),
+    (differentiable, "AllReduce"), (layers, "vocabulary_parallel_cross_entropy"),
 ])
 def test_the_packages_own_pass_the_graders(module, name):
     verdict = CHAPTER.grade(name, getattr(module, name))

@@ -4,6 +4,7 @@ Each number of ranks is started once and does everything; the tests then look at
 """
 
 from contextlib import nullcontext
+from copy import copy
 from functools import partial
 from typing import NamedTuple
 from unittest.mock import patch
@@ -16,6 +17,7 @@ from minitron.comm.agreement import ALONE
 from minitron.comm.mesh import make_mesh
 from minitron.config import ConfigError
 from minitron.launch import run
+from minitron.model import linear
 from minitron.model.recompute import apply_full_recompute, apply_selective_recompute
 from minitron.parallel.data.ddp import (
     apply_bucketed_data_parallel,
@@ -37,7 +39,7 @@ from minitron.parallel.pipeline.schedules import (
     zero_bubble_h2,
 )
 from minitron.parallel.pipeline.stages import PipelineParallel, apply_pipeline_parallel
-from minitron.parallel.tensor.layers import apply_tensor_parallel
+from minitron.parallel.tensor.layers import RowParallelLinear, apply_tensor_parallel
 from minitron.parallel.tensor.sequence import apply_sequence_parallel
 from minitron.proof.difference import first_difference, hidden_by_adamw
 from minitron.proof.oracle import (
@@ -58,6 +60,7 @@ untied = partial(gpt, tied_embedding=False)
 
 chunked = partial(interleaved, num_chunks=2)
 zero2 = partial(apply_zero2, sync_every_micro_batch=False)
+keeping = partial(apply_sequence_parallel, regather=False)
 
 
 def there_and_back(num_ranks, num_micro_batches):
@@ -126,6 +129,10 @@ LAYOUTS = {
     "alone, 1F1B": Layout(one_f_one_b, 1, num_micro_batches=2),
     "alone, halves": Layout(zero_bubble, 1, num_micro_batches=3),
     "alone, two chunks": Layout(chunked, 1, llama, 3),
+    "alone, halves, tensor": Layout(
+        zero_bubble, 1, frozen, 3, (9, 5), None, apply_tensor_parallel),
+    "alone, halves, sequence": Layout(
+        zero_bubble, 1, llama, 2, (9, 5), None, apply_sequence_parallel, SELECTIVE),
     "2, sequential": Layout(sequential, 2, num_micro_batches=3),
     "2, halves": Layout(zero_bubble, 2, num_micro_batches=5),
     "2, two chunks": Layout(chunked, 2, llama),
@@ -149,7 +156,10 @@ LAYOUTS = {
     "zero 1": Layout(zero_bubble, 2, gpt, 4, (9, 8), apply_zero1, None, FULL),
     "zero 2": Layout(chunked, 2, gpt, 2, (9, 5), zero2),
     "tensor": Layout(one_f_one_b, 2, llama, 4, (9, 5), None, apply_tensor_parallel, SELECTIVE),
-    "sequence": Layout(zero_bubble, 2, gpt, 3, (9, 5), None, apply_sequence_parallel, FULL),
+    "tensor, halves": Layout(zero_bubble, 2, llama, 4, (9, 5), None, apply_tensor_parallel),
+    "sequence, halves": Layout(zero_bubble, 2, gpt, 3, (9, 5), None, apply_sequence_parallel),
+    "sequence, full": Layout(zero_bubble, 2, gpt, 3, (9, 5), None, apply_sequence_parallel, FULL),
+    "sequence, halves, keeping": Layout(zero_bubble, 2, untied, 3, (9, 5), None, keeping),
 }
 SIZES = 1, 2, 3, 4
 
@@ -187,7 +197,7 @@ def test_the_oracle_takes_it_as_it_is():
 
 # Mutations: take the essential line out, and the oracle must tell
 
-run_all, send = PipelineParallel.run, Passage.send
+run_all, send, take = PipelineParallel.run, Passage.send, linear.Deferral.takes
 
 
 def gradient_of_a_sum(self, micro_batches, sum_loss, divisor):
@@ -223,6 +233,27 @@ def weights_dropped(self, action):
     self.deferred.pop((action.micro_batch, action.stage))
 
 
+def one_weight_dropped(later):
+    linear.accumulate_all(later[:-1])
+
+
+def takes_and_computes(self, half):
+    """What is deferred is computed at once too."""
+    take(self, copy(half))
+    return False
+
+
+def own_tokens(self):
+    """This rank's part of the input is taken for every rank's."""
+    if self.parts.exchange.regathers:
+        x_full = torch.cat([self.x] * self.parts.exchange.group.size(), 1)
+        self.wait_for_x = lambda: x_full
+
+
+def bias_on_every_rank(self, x):
+    return self.exchange.reduce(self.parts.compute(x, self.weight, self.bias)[0])
+
+
 def not_done(*args, **kwargs):
     pass
 
@@ -230,6 +261,7 @@ def not_done(*args, **kwargs):
 EVEN = Layout(one_f_one_b, 2, gpt, 4, (8, 8))
 UNEVEN = Layout(one_f_one_b, 3, gpt, 4, (9,))
 HALVES = Layout(zero_bubble, 2, untied, 4, (8,))
+CUT_HALVES = Layout(zero_bubble, 1, untied, 2, (4,), None, apply_sequence_parallel)
 MUTANTS = {
     "micro-batch losses not weighted": (
         EVEN, patch.object(PipelineParallel, "run", gradient_of_a_sum),
@@ -247,6 +279,18 @@ MUTANTS = {
     "gradients of weights dropped": (
         HALVES, patch.object(Passage, "weights", weights_dropped),
         "gradient missing (None) on all ranks"),
+    "one gradient of a weight dropped": (
+        CUT_HALVES, patch("minitron.parallel.pipeline.executor.accumulate_all", one_weight_dropped),
+        "gradient missing (None) on all ranks"),
+    "gradients of weights deferred and computed at once": (
+        CUT_HALVES, patch.object(linear.Deferral, "takes", takes_and_computes),
+        "gradient 2.0x too large on all ranks"),
+    "gradients of weights from this rank's tokens": (
+        CUT_HALVES, patch.object(linear.WeightGradients, "start", own_tokens),
+        "gradient not proportional to that of one process"),
+    "bias of a row layer added on every rank": (
+        CUT_HALVES, patch.object(RowParallelLinear, "forward", bias_on_every_rank), "model: loss"),
+    "halves of cut layers, none": (CUT_HALVES, nullcontext(), None),
     "no broadcast": (
         EVEN, patch("minitron.parallel.pipeline.stages.broadcast", not_done),
         "initial weights differ on all ranks: no broadcast from rank 0"),

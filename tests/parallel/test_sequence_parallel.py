@@ -370,9 +370,9 @@ def test_the_input_comes_while_its_gradient_is_computed_which_leaves_past_the_we
     reduces, reduced = ("start_reduce", "starts"), ("start_reduce", "ends")
     for done in ranks[2]:
         events = done["overlap"]
-        assert events[:6] == [gathers, x, gathered, reduces, weight, reduced]  # head
+        assert events[:6] == [gathers, x, reduces, gathered, weight, reduced]  # head
         after_down = events[8:]
-        assert after_down[:9] == [gathers, x, x, gathered, reduces, weight, weight, reduced,
+        assert after_down[:9] == [gathers, x, x, reduces, gathered, weight, weight, reduced,
                                   ("product", (24, 12))]
         assert events.count(gathers) == events.count(reduces) == 3
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from minitron.comm import differentiable
 from minitron.comm.agreement import ALONE
 from minitron.config import ConfigError
 from minitron.launch import run
@@ -150,14 +151,22 @@ def bias_on_every_rank(self, x):
     return self.exchange.reduce(F.linear(x, self.weight, self.bias))
 
 
-def reduced_twice(self, out_partial):
-    """An all-reduce in the backward pass too: what autograd would do with a collective."""
-    reduced = WholeSequence.reduce(self, out_partial)
-    return layers.differentiable.replicate(reduced, self.group)
+class AllReducedBothWays(torch.autograd.Function):
+    """What autograd would do with a collective."""
+
+    @staticmethod
+    def forward(ctx, x_partial, group):
+        ctx.group = group
+        return differentiable.summed(x_partial, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return differentiable.summed(grad, ctx.group), None
 
 
 class ReducedTwice(WholeSequence):
-    reduce = reduced_twice
+    def reduce(self, out_partial):
+        return AllReducedBothWays.apply(out_partial, self.group)
 
 
 def own_embedding(self, tokens):

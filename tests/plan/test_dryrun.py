@@ -43,6 +43,8 @@ CASES = {  # by the number of ranks
     },
     3: {"uneven": case(sequences=10, size=2, zero=3), "uneven buckets": case(sequences=10, zero=1)},
     4: {
+        "zero bubble, tensor": case(
+            precision="fp8", pp=2, schedule="zero-bubble", tp=2, sequence=True),
         "pipelines": case(GPT, pp=2, zero=1, sequences=10, size=2),
         "tensor, in stages": case(GPT, "bf16-fp32-grads", "full", tp=2, sequence=True, pp=2),
         "dp and tp": case(precision="bf16", tp=2, zero=2),

@@ -61,6 +61,7 @@ CASES = {
     "1F1B, as many as stages": case(replace(LLAMA, **SHORT), size=1, m=4, pp=4),
     "GPipe": case(GPT, size=1, pp=2, schedule="gpipe"),
     "zero bubble": case(size=1, pp=2, schedule="zero-bubble"),
+    "zero bubble, sequence": case(size=1, tp=2, sequence=True, pp=2, schedule="zero-bubble"),
     "few tokens": case(size=1, length=64, m=2, dp=4),  # the optimizer holds most
     "few tokens, ZeRO 2": case(size=1, length=64, m=2, dp=4, zero=2),
 }

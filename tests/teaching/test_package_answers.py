@@ -7,7 +7,7 @@ from importlib import import_module
 import pytest
 
 from teaching import graders
-from teaching.exercises import ROOT, known
+from teaching.exercises import ROOT, known, replaced
 from teaching.graders import Forbidden
 from teaching.graders.answers import OTHERS, package_answers
 from teaching.graders.guard import Guard, _functions_of
@@ -59,6 +59,12 @@ def call_as_learner(exercise, pipe):
     pipe.send(said)
 
 
+def answers_of(exercise):
+    """For each name of the exercise one of the package: the same, where it has it."""
+    own = list(replaced(exercise))
+    return [(name, name if name in own else own[0]) for name in exercise.names]
+
+
 def grade(tmp_path, exercise, lines):
     (tmp_path / "exercises").mkdir()
     path = tmp_path / exercise.file
@@ -68,19 +74,20 @@ def grade(tmp_path, exercise, lines):
 
 @pytest.mark.parametrize("exercise", REPLACING, ids=str)
 def test_the_package_s_own_function_handed_in_is_told(tmp_path, exercise):
-    verdict = grade(tmp_path, exercise, [f"{name} = package.{name}" for name in exercise.names])
+    lines = [f"{name} = package.{theirs}" for name, theirs in answers_of(exercise)]
+    verdict = grade(tmp_path, exercise, lines)
     assert verdict.state == "failed" and "is the package's own" in verdict.seen
 
 
 @pytest.mark.parametrize("exercise", REPLACING, ids=str)
 def test_an_answer_that_calls_the_package_s_is_told(tmp_path, exercise):
     lines = []
-    for name in exercise.names:
-        if inspect.isclass(target_of(f"{exercise.replaces}:{name}")):
-            lines += [f"class {name}(package.{name}):", "    pass"]
+    for name, theirs in answers_of(exercise):
+        if inspect.isclass(target_of(f"{exercise.replaces}:{theirs}")):
+            lines += [f"class {name}(package.{theirs}):", "    pass"]
         else:
             lines += [f"def {name}(*args, **kwargs):",
-                      f"    return package.{name}(*args, **kwargs)"]
+                      f"    return package.{theirs}(*args, **kwargs)"]
     verdict = grade(tmp_path, exercise, lines)
     assert verdict.state == "failed"
     assert "of minitron is called" in verdict.seen or "is the package's own" in verdict.seen

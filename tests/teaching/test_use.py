@@ -8,7 +8,6 @@ import subprocess
 import sys
 import types
 from collections import Counter
-from importlib import import_module
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from minitron.plan.estimate import estimate
 from minitron.plan.hardware import DEVICES
 from minitron.train import read_options
 from minitron.train import train as loop
-from teaching.exercises import ROOT, known, load
+from teaching.exercises import ROOT, known, load, replaced
 from teaching.use import use
 
 EXERCISES = known()
@@ -88,9 +87,11 @@ def shape(function) -> list[tuple]:
 
 @pytest.mark.parametrize("exercise", REPLACING, ids=str)
 def test_an_exercise_has_the_signatures_of_what_it_replaces(exercise):
-    package = import_module(exercise.replaces)
-    for name, mine in load(exercise, ROOT / exercise.solution_file).items():
-        theirs = getattr(package, name)
+    solution, package = load(exercise, ROOT / exercise.solution_file), replaced(exercise)
+    assert set(exercise.trained) <= set(package)
+    assert set(solution) - set(package) == ({"Replicate"} if exercise.id == "7.1" else set())
+    for name, theirs in package.items():
+        mine = solution[name]
         assert type(mine) is type(theirs) and shape(mine) == shape(theirs)
         if not isinstance(mine, type):
             continue

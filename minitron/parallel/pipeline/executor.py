@@ -13,6 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from minitron.measure.ledger import Ledger
+from minitron.model.linear import WeightGradients, accumulate_all
 from minitron.parallel.interface import MicroBatches
 from minitron.parallel.pipeline.plan import Message, as_whole
 from minitron.parallel.pipeline.schedules import Action
@@ -36,7 +37,7 @@ class Passage:
         self.arriving: dict[Action, tuple[dist.Work, Tensor]] = {}
         self.leaving: dict[tuple[int, str], tuple[dist.Work, Tensor]] = {}  # one each way and rank
         self.kept: dict[tuple[int, int], tuple] = {}  # x, and where the backward pass begins
-        self.deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
+        self.deferred: dict[tuple[int, int], list[WeightGradients]] = {}
 
     def run(self, steps: list[Action | Message]) -> Tensor | None:
         """Do what a script says; returns the sum of what `read` has made, on the last rank."""
@@ -81,7 +82,7 @@ class Passage:
             self.kept[action.micro_batch, stage] = x, edge
 
     def backward(self, action: Action) -> None:
-        """Compute a stage's gradients; for I, put those of the weights off."""
+        """Compute a stage's gradients; for I, defer those of the weights."""
         place = action.micro_batch, action.stage
         x, edge = self.kept.pop(place)
         is_last = action.stage == self.pipeline.last_stage
@@ -95,9 +96,8 @@ class Passage:
             self.made[Action("B", *place)] = x.grad
 
     def weights(self, action: Action) -> None:
-        """Compute the gradients of the weights that I has put off."""
-        for compute in self.deferred.pop((action.micro_batch, action.stage)):
-            compute()
+        """Compute the gradients of the weights that I has deferred."""
+        accumulate_all(self.deferred.pop((action.micro_batch, action.stage)))
 
     # Messages
 

@@ -124,23 +124,23 @@ def alternate(
 
 
 def zero_bubble(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """ZB-H1: 1F1B with W put off on rank r by r micro-batches, into what was idle time.
+    """ZB-H1: 1F1B with W deferred on rank r by r micro-batches, into what was idle time.
 
     Every rank then holds p micro-batches, as the first one does in 1F1B.
     """
-    return put_off("ZB-H1", num_ranks, num_micro_batches, 1)
+    return defer_weights("ZB-H1", num_ranks, num_micro_batches, 1)
 
 
 def zero_bubble_h2(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """ZB-H2: twice the warm-up, W put off twice as far: once it has begun, no rank is ever idle.
+    """ZB-H2: twice the warm-up, W deferred twice as far: once it has begun, no rank is ever idle.
 
     For F, I and W of equal length and m >= 2p - 1. Every rank holds 2p - 1 micro-batches, and ends
     later than the one before: only if the next step may begin before that is the time won.
     """
-    return put_off("ZB-H2", num_ranks, num_micro_batches, 2)
+    return defer_weights("ZB-H2", num_ranks, num_micro_batches, 2)
 
 
-def put_off(name: str, num_ranks: int, num_micro_batches: int, depth: int) -> Schedule:
+def defer_weights(name: str, num_ranks: int, num_micro_batches: int, depth: int) -> Schedule:
     """1F1B of F and I, with `depth` times its warm-up; W follows `depth` r micro-batches later."""
     lists = []
     for rank in range(num_ranks):

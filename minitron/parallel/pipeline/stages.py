@@ -33,9 +33,9 @@ from torch.distributed import ProcessGroup
 from minitron.comm.agreement import gathered
 from minitron.comm.collectives import broadcast, exchange
 from minitron.config import require
+from minitron.model.linear import NoDeferral, apply_deferred_weight_gradients
 from minitron.parallel.interface import Accumulate, MicroBatches, SumLoss
 from minitron.parallel.one_device import OneDevice
-from minitron.parallel.pipeline.deferred import Deferral, apply_deferred_weight_gradients
 from minitron.parallel.pipeline.executor import Passage
 from minitron.parallel.pipeline.plan import (
     Count,
@@ -78,7 +78,7 @@ class PipelineParallel(OneDevice):
         self.names = [name for name, _ in model.named_parameters()]  # of the whole model
         costs, first, last = count(model)
         self.ranges = split_blocks(costs, schedule.num_stages, first, last)
-        self.deferral = Deferral()
+        self.deferral = NoDeferral()
         if any(action.kind == "W" for action in schedule.all_actions):
             self.deferral = apply_deferred_weight_gradients(model)
         self.keep_stages()

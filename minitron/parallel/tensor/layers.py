@@ -16,8 +16,8 @@ the feed-forward; in the backward pass one of the gradient of the input of each.
 pass, for the head one in the backward pass, for the loss three numbers a token. Once a step the
 gradients of shared key-value heads. At the start a broadcast of rank 0's parameters.
 
-Read in this order: cuts.PLAN, Together, ColumnLinears, RowParallelLinear, TensorParallel; then
-vocabulary_parallel, random_regions.
+Read in this order: cuts.PLAN, model.linear, WholeSequence, FusedColumnLinears, RowParallelLinear,
+TensorParallel; then vocabulary, random_regions.
 
 Reference: Shoeybi et al. 2019, "Megatron-LM" (section 3); Narayanan et al. 2021 (section 3.2: the
 volume).
@@ -28,39 +28,36 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from minitron.comm import differentiable
 from minitron.comm.collectives import all_gather_single, all_reduce, broadcast
 from minitron.comm.differentiable import start_all_reduce
-from minitron.model.float8 import Products, products_of
+from minitron.model.linear import Linear, NoExchange, customize
 from minitron.model.transformer import global_parameters
 from minitron.parallel.interface import Values
 from minitron.parallel.one_device import OneDevice
 from minitron.parallel.tensor.cuts import Cut, plan_cuts, planned
 from minitron.parallel.tensor.random_regions import attend_to_own_heads
 from minitron.parallel.tensor.vocabulary import (
-    VocabularyParallelEmbedding,
+    divide_vocabulary,
     vocabulary_parallel_cross_entropy,
 )
 
 
-class WholeSequence:
-    """What happens at the ends of a cut region, if all ranks have all activations around it."""
+class WholeSequence(NoExchange):
+    """What happens at the ends of a cut region, if all ranks have all activations around it.
 
-    regathers = False
+    Where it begins, each rank needs the whole input (B, S, D), which is there, and in the backward
+    pass has a summand of that input's gradient.
+    """
+
     num_parts = 1  # of the sequence
 
     def __init__(self, group: ProcessGroup):
         self.group = group
 
-    def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
-        """Where a region begins, each rank needs the whole input (B, S, D): it is there."""
-        return lambda: x
-
     def start_reduce(self, grad_partial: Tensor) -> Callable[[], Tensor]:
-        """In the backward pass, each rank has a summand of that input's gradient."""
         return start_all_reduce(grad_partial, self.group)
 
     def reduce(self, out_partial: Tensor) -> Tensor:
@@ -68,57 +65,14 @@ class WholeSequence:
         return differentiable.all_reduce(out_partial, self.group)
 
 
-class ColumnLinears(torch.autograd.Function):
-    """x A, x B, ...: linear layers of one input, of which this rank has some of the columns.
-
-    One function for all, so that one message carries the sum of their input gradients. It travels
-    while the gradients of the weights are computed.
-    """
-
-    @staticmethod
-    def forward(
-        ctx, exchange: WholeSequence, products: type[Products], x: Tensor,
-        *parameters: Tensor | None,
-    ):
-        weights, biases = parameters[::2], parameters[1::2]
-        x_full = exchange.start_gather(x)()
-        ctx.exchange, ctx.products = exchange, products
-        ctx.save_for_backward(x if exchange.regathers else x_full, *weights)
-        return tuple(products.linear(x_full, w, b) for w, b in zip(weights, biases, strict=True))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *grads: Tensor):
-        exchange, products, (x, *weights) = ctx.exchange, ctx.products, ctx.saved_tensors
-        wait_for_x = exchange.start_gather(x) if exchange.regathers else lambda: x
-        rows = [grad.flatten(0, -2) for grad in grads]  # (B S, F/tp)
-
-        weights = [weight.to(rows[0].dtype) for weight in weights]  # as autocast has done
-        grad_partial = products.grad_input(rows[0], weights[0])
-        for grad, weight in zip(rows[1:], weights[1:], strict=True):
-            products.grad_input(grad, weight, total=grad_partial)
-        x_full = wait_for_x()
-        del wait_for_x  # and its buffer
-        wait_for_grad_x = exchange.start_reduce(grad_partial.view_as(x_full))
-        del grad_partial
-
-        x_rows = x_full.flatten(0, -2)  # (B S, D)
-        grads_of_parameters = []
-        for index, grad in enumerate(rows):
-            needs_weight, needs_bias = ctx.needs_input_grad[3 + 2 * index:5 + 2 * index]
-            grad_weight = products.grad_weight(grad, x_rows) if needs_weight else None
-            grads_of_parameters += [grad_weight, grad.sum(0) if needs_bias else None]
-        return None, None, wait_for_grad_x(), *grads_of_parameters
-
-
-class Together:
+class FusedColumnLinears:
     """Column-parallel layers of one input: the first to be called computes for all.
 
-    So each of them must be called for each x, once.
+    So each of them must be called for each x, once; and all must have been given the same parts.
     """
 
-    def __init__(self, layers: list[nn.Linear], exchange: WholeSequence):
-        self.layers, self.exchange = layers, exchange
+    def __init__(self, layers: list[nn.Linear]):
+        self.layers = layers
         self.x: Tensor | None = None
         self.outputs: dict[nn.Linear, Tensor] = {}
 
@@ -126,11 +80,7 @@ class Together:
         """What `layer` makes of `x` (B, S, D): (B, S, F/tp)."""
         if x is not self.x or layer not in self.outputs:
             parameters = [p for each in self.layers for p in (each.weight, each.bias)]
-            kept = x
-            if torch.is_autocast_enabled(x.device.type):  # which casts the weights itself
-                kept = x.to(torch.get_autocast_dtype(x.device.type))
-            products = products_of(layer)
-            outputs = ColumnLinears.apply(self.exchange, products, kept, *parameters)
+            outputs = layer.parts.compute(x, *parameters)
             self.x, self.outputs = x, dict(zip(self.layers, outputs, strict=True))
 
         output = self.outputs.pop(layer)
@@ -139,27 +89,21 @@ class Together:
         return output
 
 
-class ColumnParallelLinear(nn.Linear):
-    """Holds weight (F/tp, D) and bias (F/tp,); computes `together` with others of its input."""
+class ColumnParallelLinear(Linear):
+    """Holds weight (F/tp, D) and bias (F/tp,); `fused` with others that read its input."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.together.output(self, x)
+        return self.fused.output(self, x)
 
 
-class RowParallelLinear(nn.Linear):
+class RowParallelLinear(Linear):
     """Holds weight (D, F/tp) and the whole bias (D,); reads (B, S, F/tp), a cut layer's output."""
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.exchange.reduce(products_of(self).linear(x, self.weight))
+        (out_partial,) = self.parts.compute(x, self.weight, None)
+        out = self.exchange.reduce(out_partial)
         # after the sum, or the bias is added tp times
         return out if self.bias is None else out + self.bias.to(out.dtype)
-
-
-LAYERS = {
-    "columns": ColumnParallelLinear,
-    "rows": RowParallelLinear,
-    "vocabulary": VocabularyParallelEmbedding,
-}
 
 
 class TensorParallel(OneDevice):
@@ -188,18 +132,20 @@ class TensorParallel(OneDevice):
         readers: dict[str, list[nn.Linear]] = {}  # of the same input: neighbours in the model
         for path, kind in planned(self.model):
             layer = self.model.get_submodule(path)
-            layer.__class__ = LAYERS[kind]  # it stays where it is, with its hooks
-            layer.exchange, layer.rank = self.exchange, self.rank
-            if kind == "vocabulary":
-                layer.num_embeddings //= self.size
-            else:
-                layer.out_features, layer.in_features = layer.weight.shape
             if kind == "columns":
+                customize(layer, ColumnParallelLinear, exchange=self.exchange)
                 readers.setdefault(path.rpartition(".")[0], []).append(layer)
+            elif kind == "rows":
+                customize(layer, RowParallelLinear)
+                layer.exchange = self.exchange
+            else:
+                divide_vocabulary(layer, self.exchange, self.rank, self.size)
+            if kind != "vocabulary":
+                layer.out_features, layer.in_features = layer.weight.shape
         for layers in readers.values():
-            together = Together(layers, self.exchange)
+            fused = FusedColumnLinears(layers)
             for layer in layers:
-                layer.together = together
+                layer.fused = fused
         for block in self.model.blocks:
             core = block.attention.attention_fn
             block.attention.attention_fn = partial(attend_to_own_heads, core, self.rank)

@@ -30,6 +30,13 @@ class VocabularyParallelEmbedding(nn.Embedding):
         return self.exchange.reduce(out_partial)
 
 
+def divide_vocabulary(embedding: nn.Embedding, exchange, rank: int, size: int) -> None:
+    """Let an embedding that holds its part of the rows look up the tokens that are among them."""
+    embedding.__class__ = VocabularyParallelEmbedding  # it stays where it is, with its hooks
+    embedding.exchange, embedding.rank = exchange, rank
+    embedding.num_embeddings //= size
+
+
 def vocabulary_parallel_cross_entropy(
     logits_shard: Tensor, targets: Tensor, group: ProcessGroup
 ) -> Tensor:

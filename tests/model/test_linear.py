@@ -1,10 +1,10 @@
-"""A linear layer whose weight gradient waits: the same values, later."""
+"""A linear layer of which parts are changed: the same values, later, or in 8 bits."""
 
 import pytest
 import torch
 from torch import nn
 
-from minitron.parallel.pipeline.deferred import DeferredLinear, apply_deferred_weight_gradients
+from minitron.model.linear import Linear, accumulate_all, apply_deferred_weight_gradients
 
 IN, OUT = 5, 3
 
@@ -50,7 +50,7 @@ CASES = {
 
 @pytest.mark.parametrize("shape", [(4,), (2, 3), (1, 2, 3)])
 @pytest.mark.parametrize("case", CASES)
-def test_nothing_put_off_it_is_a_linear_layer(case, shape):
+def test_with_nothing_deferred_it_is_a_linear_layer(case, shape):
     plain, deferred, _ = pair(**CASES[case])
     x = micro_batch(1, *shape)
     torch.testing.assert_close(through(deferred, x), through(plain, x))
@@ -60,21 +60,21 @@ def test_nothing_put_off_it_is_a_linear_layer(case, shape):
 @pytest.mark.parametrize("case", CASES)
 def test_weight_gradients_wait_and_add_up_over_micro_batches(case):
     plain, deferred, deferral = pair(**CASES[case])
-    put_off = []
+    waiting = []
     for seed in (1, 2):
         x = micro_batch(seed, 2, 3)
         with deferral.collecting() as later:
             found = through(deferred, x)
-        put_off.append(later)
+        waiting.append(later)
         torch.testing.assert_close(found, through(plain, x))  # the input's is there at once
         assert deferred.weight.grad is None
         if deferred.bias is not None:
             torch.testing.assert_close(deferred.bias.grad, plain.bias.grad)
 
-    assert [len(later) for later in put_off] == 2 * [int(plain.weight.requires_grad)]
-    for later in put_off:
-        for compute in later:
-            compute()
+    assert [len(later) for later in waiting] == 2 * [int(plain.weight.requires_grad)]
+    for later in waiting:
+        accumulate_all(later)
+        assert later == []  # what has been computed is let go
     torch.testing.assert_close(gradients(deferred), gradients(plain))
 
 
@@ -96,7 +96,7 @@ def test_what_waits_is_what_it_was_in_the_backward_pass():
         through(deferred, x)
     with torch.no_grad():
         deferred.weight.zero_()
-    later[0]()
+    accumulate_all(later)
     torch.testing.assert_close(deferred.weight.grad, plain.weight.grad)
 
 
@@ -113,7 +113,7 @@ def test_hooks_of_the_weight_hear_once_when_its_gradient_is_there():
     # autograd calls the hook of a gradient of None as well
     assert all(grad is None for grad in heard)
     heard.clear()
-    later[0]()
+    accumulate_all(later)
     assert len(heard) == 1 and torch.equal(heard[0], deferred.weight.grad)
 
 
@@ -123,15 +123,15 @@ def test_one_list_takes_all_layers_of_a_model_and_no_others_become_deferred():
     deferral = apply_deferred_weight_gradients(model)
     assert list(model.state_dict()) == names
     assert [type(module) for module in model.modules() if not isinstance(module, nn.Sequential)] \
-        == [DeferredLinear, nn.LayerNorm, DeferredLinear]
+        == [Linear, nn.LayerNorm, Linear]
     with deferral.collecting() as later:
         through(model, micro_batch(1, 2).float())
     assert len(later) == 2
     assert model[1].weight.grad is not None and model[0].weight.grad is None
 
 
-@pytest.mark.parametrize("put_off", [False, True])
-def test_under_autocast_products_are_bfloat16_and_gradients_float32(put_off):
+@pytest.mark.parametrize("waits", [False, True])
+def test_under_autocast_products_are_bfloat16_and_gradients_float32(waits):
     results = []
     for deferred in (False, True):
         torch.manual_seed(0)
@@ -141,11 +141,11 @@ def test_under_autocast_products_are_bfloat16_and_gradients_float32(put_off):
         with torch.autocast("cpu", torch.bfloat16):
             out = layer(x)
         assert out.dtype == torch.bfloat16
-        if deferred and put_off:
+        if deferred and waits:
             with deferral.collecting() as later:
                 out.float().sum().backward()
             assert layer.weight.grad is None
-            later[0]()
+            accumulate_all(later)
         else:
             out.float().sum().backward()
         results.append([out.detach(), x.grad, *gradients(layer)])
