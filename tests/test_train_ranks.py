@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from minitron import launch, train
-from minitron.comm.agreement import one_fault_ends_all
+from minitron.comm.agreement import ALONE, one_fault_ends_all
 from minitron.config import (
     Config,
     ConfigError,
@@ -279,7 +279,7 @@ def test_ranks_do_not_share_a_gpu():
     with pytest.raises(RankError, match="ConfigError: 2 ranks without a GPU each, .* has 1: start "
                                         "torchrun with --nproc-per-node 1, or set train.device"):
         run(share, 2)
-    require_a_gpu_each(torch.device("cuda"), None)
+    require_a_gpu_each(torch.device("cuda"), ALONE)
     run(require_a_gpu_each_on_cpu, 2)
 
 

@@ -60,12 +60,13 @@ from minitron.parallel.tensor.cuts import PLAN, require_sizes
 from minitron.parallel.tensor.layers import (
     RowParallelLinear, TensorParallel, WholeSequence, apply_tensor_parallel,
 )
+
+# %%
 from minitron.parallel.tensor.vocabulary import (
     VocabularyParallelEmbedding, vocabulary_parallel_cross_entropy,
 )
 from minitron.plan.hardware import DEVICES
 
-# %%
 torch.set_num_threads(1)
 GB, MB = 1e9, 1e6
 H100 = DEVICES["H100-SXM-80GB"]

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from minitron.comm.agreement import ALONE
 from minitron.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from minitron.launch import run as run_ranks
 from minitron.measure.ledger import Ledger
@@ -74,7 +75,7 @@ def real(stories, tmp_path_factory) -> dict:
         there = {name: replace(config, data=replace(config.data, path=stories))
                  for name, config in cases.items()}
         args = there, folder
-        ranks = [third_steps(None, *args)] if num_ranks == 1 else \
+        ranks = [third_steps(ALONE, *args)] if num_ranks == 1 else \
             run_ranks(third_steps, num_ranks, *args, timeout=120)
         for name in cases:
             found[num_ranks, name] = [rank[name] for rank in ranks]
