@@ -672,8 +672,8 @@ for path, kind in PLAN.items():
 print(inspect.getsource(LinearFunction.backward))
 
 # %% [markdown]
-# `wait_for_grad_x()` stands in the last line. The weights' gradients, `second_half`, need no sum, so
-# they are computed while it travels. (`second_half.start()` does nothing here; it is for the next
+# `wait_for_grad_x()` stands in the last line. The weights' gradients, `second_half`, need no sum,
+# so they are computed while it travels. (`second_half.start()` does nothing here; it is for the next
 # chapter. `deferral` is for chapter 9.) And the two ends:
 
 # %%

@@ -74,7 +74,8 @@ def grade(tmp_path, exercise, lines):
 
 @pytest.mark.parametrize("exercise", REPLACING, ids=str)
 def test_the_package_s_own_function_handed_in_is_told(tmp_path, exercise):
-    verdict = grade(tmp_path, exercise, [f"{name} = package.{theirs}" for name, theirs in answers_of(exercise)])
+    lines = [f"{name} = package.{theirs}" for name, theirs in answers_of(exercise)]
+    verdict = grade(tmp_path, exercise, lines)
     assert verdict.state == "failed" and "is the package's own" in verdict.seen
 
 
