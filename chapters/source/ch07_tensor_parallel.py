@@ -44,6 +44,7 @@ from minitron import cost
 from minitron.comm.differentiable import start_all_gather, start_all_reduce
 from minitron.launch import run
 from minitron.launch.slow_network import SlowNetwork
+from minitron.model.linear import LinearFunction
 from minitron.config import ConfigError, ModelConfig
 
 # %%
@@ -53,7 +54,6 @@ from teaching.widgets import tensor_explorer
 from minitron.measure.ledger import Ledger, merged
 from minitron.measure.meter import Meter
 from minitron.proof.oracle import Whole, assert_same_training, small_model
-from minitron.model.linear import LinearFunction
 from minitron.model.transformer import Transformer, initialise
 from minitron.parallel.tensor.cuts import PLAN, require_sizes
 from minitron.parallel.tensor.layers import (
