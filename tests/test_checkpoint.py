@@ -134,7 +134,7 @@ def test_what_one_rank_finds_damaged_none_takes(tmp_path):
 
 
 def test_what_fails_in_the_background_is_told_later(tmp_path, monkeypatch):
-    saver = checkpoint.Saver(tmp_path, 3, None, in_background=True)
+    saver = checkpoint.Saver(tmp_path, 3, ALONE, in_background=True)
     weights = torch.ones(KIB)
     saver.save(1, {"weights": Boxes.whole(weights)}, {"step": 1})
     weights.zero_()  # training goes on

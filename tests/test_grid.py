@@ -157,16 +157,16 @@ def test_the_command_tells_of_each_case_and_fails_if_one_differs(capsys, monkeyp
         return grid.main(), capsys.readouterr().out.splitlines()
 
     monkeypatch.setattr(grid, "try_each", lambda cases: [[] for _ in cases])
-    code, lines = grid_main("--shard", "1/1500")
+    code, lines = grid_main("--shard", "1/1600")
     assert code == 0 and len(lines) == 10 and all(" ok " in line for line in lines)
-    assert grid_main("--shard", "1/1500", "--start", "8") == (0, lines[7:])
+    assert grid_main("--shard", "1/1600", "--start", "8") == (0, lines[7:])
 
     monkeypatch.setattr(grid, "try_each", lambda cases: [
         ["SGD: one\ntwo"] if case.family == "llama" else [] for case in cases])
-    code, lines = grid_main("--shard", "1/1500")
+    code, lines = grid_main("--shard", "1/1600")
     assert code == 1
     assert lines[lines.index("    SGD: one") - 1].split()[1] == "FAILED"
 
     code, lines = grid_main("--count")
-    assert code == 0 and lines[0].startswith("14304 cases, each with SGD and AdamW.")
-    assert 14304 + sum(int(line.split()[0]) for line in lines[1:]) == len(all_cases(EVERY_LAYOUT))
+    assert code == 0 and lines[0].startswith("15744 cases, each with SGD and AdamW.")
+    assert 15744 + sum(int(line.split()[0]) for line in lines[1:]) == len(all_cases(EVERY_LAYOUT))

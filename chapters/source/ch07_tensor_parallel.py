@@ -44,6 +44,7 @@ from minitron import cost
 from minitron.comm.differentiable import start_all_gather, start_all_reduce
 from minitron.launch import run
 from minitron.launch.slow_network import SlowNetwork
+from minitron.model.linear import LinearFunction
 from minitron.config import ConfigError, ModelConfig
 
 # %%
@@ -52,7 +53,6 @@ from teaching.figures import Matrix, cut, memory_bars, rank_lanes, show, timelin
 from teaching.widgets import tensor_explorer
 from minitron.measure.ledger import Ledger, merged
 from minitron.measure.meter import Meter
-from minitron.model.linear import LinearFunction
 from minitron.parallel.one_device import OneDevice
 from minitron.proof.oracle import assert_same_training, small_model
 from minitron.model.transformer import Transformer, initialise
@@ -675,8 +675,8 @@ print(inspect.getsource(LinearFunction.backward))
 
 # %% [markdown]
 # `wait_for_grad_x()` stands in the last line. The weights' gradients, `second_half`, need no sum,
-# so they are computed while it travels. (`second_half.start()` does nothing here; it is for the next
-# chapter. `deferral` is for chapter 9.) And the two ends:
+# so they are computed while it travels. (`second_half.start()` does nothing here; it is for the
+# next chapter. `deferral` is for chapter 9.) And the two ends:
 
 # %%
 print(inspect.getsource(RowParallelLinear))
