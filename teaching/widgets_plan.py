@@ -10,8 +10,8 @@ from typing import get_args
 
 from minitron import cost
 from minitron.config import ConfigError
-from minitron.plan.decide import Job
 from minitron.plan.hardware import DEVICES
+from minitron.plan.job import Job
 from minitron.plan.money import training_days
 from minitron.plan.search import Candidate, checked, layouts
 from teaching.drawings import Drawing

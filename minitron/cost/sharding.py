@@ -18,6 +18,8 @@ from minitron.cost.communication import (
 from minitron.cost.memory import RECIPES, Recipe
 
 STAGES = (0, 1, 2, 3)
+BUCKET_BYTES = 25 * 2**20
+"""Of gradients that travel together, unless a run says otherwise."""
 
 FULLY_SHARDED = Recipe(parameter=0, gradient=4, master=4, optimizer_state=8)
 """What stage 3 divides if its shards are float32, whatever dtype computes: they are the masters,

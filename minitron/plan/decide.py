@@ -18,11 +18,11 @@ from dataclasses import replace
 
 from minitron import cost
 from minitron.config import ConfigError, ParallelConfig, require
+from minitron.config.layout import divisors
+from minitron.cost.precision import PRECISIONS
 from minitron.cost.sharding import FULLY_SHARDED
 from minitron.plan.hardware import NIC_LATENCY, NVLINK_LATENCY
 from minitron.plan.job import USABLE, Decision, Job, size_of
-from minitron.precision import PRECISIONS
-from minitron.running.checks import divisors
 
 __all__ = ["PEAK_SHARE", "USABLE", "Decision", "Job", "decide", "link", "link_of", "memory_of",
            "step_seconds"]

@@ -17,12 +17,11 @@ from functools import cached_property
 
 from minitron import cost
 from minitron.config import ParallelConfig
-from minitron.cost.sharding import FULLY_SHARDED
+from minitron.cost.precision import PRECISIONS
+from minitron.cost.sharding import BUCKET_BYTES, FULLY_SHARDED
 from minitron.cost.tensor import tokens_between_layers
-from minitron.parallel.data.ddp import BUCKET_BYTES
 from minitron.plan.job import Decision, Job
 from minitron.plan.systems import MINITRON, System, blocks_per_rank
-from minitron.precision import PRECISIONS
 
 SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "interleaved 1F1B",
              "zero-bubble": "ZB-H1"}

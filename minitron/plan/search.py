@@ -24,9 +24,9 @@ from minitron.config import (
     TrainConfig,
     require,
 )
-from minitron.plan.decide import Decision, Job
+from minitron.config.layout import divisors, require_layout, require_ranks
 from minitron.plan.estimate import Estimate, estimate, memory_of
-from minitron.running.checks import divisors, require_layout, require_ranks
+from minitron.plan.job import Decision, Job
 
 COMMUNICATION = ("tp", "pp", "dp")
 MOST_GPUS = 1_000_000

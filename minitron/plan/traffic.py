@@ -16,9 +16,9 @@ from dataclasses import replace
 
 from minitron import cost
 from minitron.config import ParallelConfig
-from minitron.plan.decide import Decision, Job
+from minitron.cost.precision import PRECISIONS
+from minitron.plan.job import Decision, Job
 from minitron.plan.systems import System
-from minitron.precision import PRECISIONS
 
 ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 """Of a ring, each once past all ranks."""

@@ -8,9 +8,9 @@ import pytest
 from minitron import cost
 from minitron.config import ParallelConfig
 from minitron.cost.compute import published_llama
-from minitron.plan.decide import Decision, Job
 from minitron.plan.estimate import MINITRON, RATES, estimate
 from minitron.plan.hardware import DEVICES
+from minitron.plan.job import Decision, Job
 from minitron.plan.published import (
     EFA,
     MEGATRON,

@@ -9,8 +9,9 @@ import pytest
 
 from minitron import cost
 from minitron.config import Config, ConfigError, DataConfig, ModelConfig, TrainConfig
+from minitron.config.layout import layouts_that_fit, require_ranks
 from minitron.cost.compute import published_llama
-from minitron.plan.decide import Job, decide
+from minitron.plan.decide import decide
 from minitron.plan.explain import (
     OPTIONS,
     RESOURCES,
@@ -22,8 +23,8 @@ from minitron.plan.explain import (
     with_twice,
 )
 from minitron.plan.hardware import DEVICES
+from minitron.plan.job import Job
 from minitron.plan.search import Candidate, config_of, decisions, search
-from minitron.running.checks import layouts_that_fit, require_ranks
 
 H100 = DEVICES["H100-SXM-80GB"]
 GPT2 = ModelConfig("gpt", 50304, 1024, 12, 768, 12, 12, 3072)

@@ -32,16 +32,10 @@ from torch.distributed import ProcessGroup
 from minitron.comm.agreement import gathered
 from minitron.comm.collectives import broadcast, exchange
 from minitron.config import require
+from minitron.parallel.pipeline.block_costs import Count, count_parameters
 from minitron.parallel.pipeline.deferred import Deferral, apply_deferred_weight_gradients
 from minitron.parallel.pipeline.executor import MicroBatches, Passage
-from minitron.parallel.pipeline.plan import (
-    Count,
-    Message,
-    count_parameters,
-    forwards,
-    script,
-    split_blocks,
-)
+from minitron.parallel.pipeline.plan import Message, forwards, script, split_blocks
 from minitron.parallel.pipeline.schedule_check import check
 from minitron.parallel.pipeline.schedules import Action, Schedule, one_forward_one_backward
 
