@@ -4,7 +4,7 @@ Read in this order: Job, Decision, size_of.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from minitron import cost
 from minitron.config import ModelConfig, ParallelConfig
@@ -50,10 +50,6 @@ class Decision:
         """Per step, on the rank that reads most."""
         sequences = math.ceil(job.global_batch_size / self.parallel.dp)
         return math.ceil(sequences / self.micro_batch_size)
-
-    def part_of(self, model: ModelConfig) -> ModelConfig:
-        """A stage with as many blocks as the largest, and both ends: a little more than any has."""
-        return replace(model, num_layers=math.ceil(model.num_layers / self.parallel.pp))
 
     def __str__(self) -> str:
         axes, size = self.parallel, self.micro_batch_size

@@ -7,7 +7,7 @@ node that has a rank of the group, and each of its steps costs the network's lat
 What travels while the device computes is not free: it lengthens the computation by a share of its
 own time, `Rates.overlap`.
 
-Read in this order: link_of, layer_seconds, host_seconds, message_seconds, data_seconds.
+Read in this order: link_of, link, layer_seconds, host_seconds, message_seconds, data_seconds.
 Reference: Thakur, Rabenseifner & Gropp 2005 (rings under the alpha-beta model); Narayanan et al.
 2021, section 3 (what is sent when).
 """
@@ -25,19 +25,25 @@ ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 
 
 def link_of(job: Job, parallel: ParallelConfig, axis: str) -> cost.Link:
-    """What a group along `axis` sends through, in the grid that `parallelize.lay_out` makes.
-
-    Between nodes every hop takes a network card's latency, also those inside nodes: so the measured
-    rings of hardware.csv count theirs. NCCL's own model, which `decide.link` follows, takes the
-    mean of both kinds, and those rings were slower than that.
-    """
+    """What a group along `axis` sends through, in the grid that `parallelize.lay_out` makes."""
     stride = {"tp": 1, "dp": parallel.tp, "pp": parallel.tp * parallel.dp}[axis]
-    size, device = getattr(parallel, axis), job.device
+    return link(job, getattr(parallel, axis), stride, is_ring=axis != "pp")
+
+
+def link(job: Job, size: int, stride: int, is_ring: bool = True) -> cost.Link:
+    """What `size` ranks send through, of which each is `stride` after the one before.
+
+    Between nodes a ring runs through as many network cards as it has ranks in a node; a stage of a
+    pipeline sends to one other rank, through one. Every hop of such a ring takes a network card's
+    latency, also those inside nodes: so the measured rings of hardware.csv count theirs. NCCL's own
+    model takes the mean of both kinds (src/graph/tuning.cc: nInterSteps), and those rings were
+    slower than that.
+    """
+    device, together = job.device, max(1, min(size, job.gpus_per_node // stride))
     inside = device.nvlink_share * device.nvlink_bandwidth
-    together = max(1, min(size, job.gpus_per_node // stride))
     if together == size:
         return cost.Link(device.nvlink_latency, inside)
-    cards = 1 if axis == "pp" else together  # a stage sends to one other
+    cards = together if is_ring else 1
     between = cards * device.nic_share * device.nic_bandwidth
     return cost.Link(device.nic_latency, min(between, inside))
 

@@ -114,6 +114,24 @@ def test_stages_of_zero_divide_what_they_say():
     assert divided[1]["gradient"] == pytest.approx(whole["gradient"] / 64)
 
 
+def test_state_of_a_model_by_stage():
+    """On 8 GPUs, bytes for each parameter: 16; 4 + 12/8; 2 + 14/8; 16/8."""
+    num_parameters = cost.num_parameters(MODEL)
+    for zero, each in ((0, 16), (1, 4 + 12 / 8), (2, 2 + 14 / 8), (3, 16 / 8)):
+        kinds = held(ParallelConfig(dp=8, zero=zero))
+        state = kinds["parameter"] + kinds["gradient"] + kinds["optimizer state"]
+        assert state == pytest.approx(each * num_parameters, rel=1e-6)
+    assert kinds["parameter"] == 0, "in stage 3 the float32 masters are all that is kept"
+
+
+def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages():
+    blocks = MODEL.num_layers * cost.activation_bytes_per_layer(
+        MODEL, 1, 4096, layout=cost.Layout(8, True))
+    model = replace(MODEL, vocab_size=256)
+    kinds = held(ParallelConfig(dp=1, tp=8, sequence=True, pp=8), model=model)
+    assert kinds["activation"] == pytest.approx(blocks, rel=0.01)
+
+
 def test_an_interleaved_schedule_holds_more():
     """1 + (p - 1) / (p v) times 1F1B's activations (Korthikanti et al. 2022, section 4.2.3)."""
     model = published_llama(32, 4096, 32, 32, 14336, 128, 4096)

@@ -252,9 +252,9 @@ def test_a_config_that_cannot_run_says_so():
 # The decision tree of chapter 11
 
 
-AT_MOST = 1.2
+AT_MOST = 1.1
 """Times the seconds of the fastest layout, to 64 GPUs."""
-LOSES_MORE = {"GPT-3 on 1,024": 1.62, "Llama 405B on 16,384": 1.78}
+LOSES_MORE = {"GPT-3 on 1,024": 1.11, "Llama 405B on 16,384": 1.78}
 """The same on thousands."""
 
 
@@ -275,7 +275,7 @@ def test_the_decision_tree_is_not_far_from_the_best_on_a_few_nodes(model, num_gp
 
 @pytest.mark.parametrize("name", LOSES_MORE)
 def test_the_decision_tree_is_far_from_the_best_on_thousands(name):
-    """It knows no chunks, and its coarse clock takes what travels while a GPU computes for free."""
+    """It never interleaves stages, and leaves a node with tensor parallelism only if it must."""
     if name.startswith("GPT-3"):
         model = replace(cost.PUBLISHED["GPT-3 175B"], vocab_size=51200)
         job = Job(model, 1024, DEVICES["A100-SXM-80GB"], 2048, 1536)
@@ -283,4 +283,4 @@ def test_the_decision_tree_is_far_from_the_best_on_thousands(name):
         job = Job(cost.PUBLISHED["Llama 3.1 405B"], 16_384, H100, 8192, 2048)
     chosen = Candidate(job, decide(job))
     loses = chosen.seconds / search(job).candidates[0].seconds
-    assert loses == pytest.approx(LOSES_MORE[name], rel=0.1)
+    assert loses == pytest.approx(LOSES_MORE[name], rel=0.02)
