@@ -13,10 +13,10 @@ Read in this order: memory_of, holdings, parameters_of; Rank, activations, tempo
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from minitron import cost
-from minitron.config import ParallelConfig
+from minitron.config import ModelConfig, ParallelConfig
 from minitron.cost.precision import PRECISIONS
 from minitron.cost.sharding import BUCKET_BYTES, FULLY_SHARDED
 from minitron.cost.tensor import tokens_between_layers
@@ -49,11 +49,17 @@ def extreme_ranks(counts: list[int]) -> set[int]:
 def parameters_of(job: Job, parallel: ParallelConfig, rank: int, num_blocks: int) -> int:
     """Values that a rank of the pipeline holds: its blocks, the embedding, the head."""
     model = job.model
-    whole = cost.tensor_parallel_parameters(replace(model, num_layers=num_blocks), parallel.tp)
+    whole = parameters_per_rank(model, num_blocks, parallel.tp)
     num_ends = (rank == 0) + (rank == parallel.pp - 1)
     # Of a tied matrix both ends have a copy, and it counts once
     missing = (num_ends == 0) if model.tied_embedding else 2 - num_ends
     return whole - missing * model.vocab_size * model.width // parallel.tp
+
+
+@lru_cache(maxsize=4096)
+def parameters_per_rank(model: ModelConfig, num_blocks: int, tp: int) -> int:
+    """Values that one of `tp` ranks holds of a model with so many blocks."""
+    return cost.tensor_parallel_parameters(replace(model, num_layers=num_blocks), tp)
 
 
 def holdings(
@@ -148,8 +154,8 @@ class Rank:
     @cached_property
     def block(self) -> int:
         """Parameters of a block."""
-        one, two = (cost.tensor_parallel_parameters(replace(self.job.model, num_layers=count),
-                                                    self.parallel.tp) for count in (1, 2))
+        one, two = (parameters_per_rank(self.job.model, count, self.parallel.tp)
+                    for count in (1, 2))
         return two - one
 
     @property
@@ -222,10 +228,10 @@ def activations(at: Rank) -> float:
     held += at.value * at.head if goes else at.rounded
     if not at.is_last:
         return held
-    one = replace(at.job.model, num_layers=1)
     options = {"recompute": recompute, "layout": at.decision.layout}
-    ends = cost.activation_bytes(one, *at.sizes, **options) \
-        - cost.activation_bytes_per_layer(one, *at.sizes, **options)
+    block = cost.activation_bytes_per_layer(at.job.model, *at.sizes, **options)
+    ends = cost.activation_bytes(at.job.model, *at.sizes, **options) \
+        - at.job.model.num_layers * block
     if at.casts:  # the last norm's float32 input
         ends += (4 - at.value) * at.stream
     # All other schedules begin the backward pass where the forward pass ends
