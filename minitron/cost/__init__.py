@@ -68,6 +68,8 @@ from minitron.cost.pipeline import (
     zb_h2_bubble,
 )
 from minitron.cost.sharding import (
+    Accumulation,
+    StepCollectives,
     hybrid_volume,
     step_collectives,
     step_holdings,
@@ -84,11 +86,11 @@ from minitron.cost.tensor import (
 )
 
 __all__ = [
-    "PUBLISHED", "RECIPES", "AttentionKind", "Bubble", "Layout", "Link", "Recipe", "RecomputeKind",
-    "Volume", "activation_bytes", "activation_bytes_per_layer", "activations_held",
-    "all_to_all_volume", "attention_bytes", "backward_flops_per_token", "broadcast_seconds",
-    "broadcast_volume", "chunk_sizes", "collective_seconds", "collective_volume",
-    "doubling_all_reduce_seconds", "doubling_all_reduce_volume", "fit_link",
+    "PUBLISHED", "RECIPES", "Accumulation", "AttentionKind", "Bubble", "Layout", "Link", "Recipe",
+    "RecomputeKind", "StepCollectives", "Volume", "activation_bytes", "activation_bytes_per_layer",
+    "activations_held", "all_to_all_volume", "attention_bytes", "backward_flops_per_token",
+    "broadcast_seconds", "broadcast_volume", "chunk_sizes", "collective_seconds",
+    "collective_volume", "doubling_all_reduce_seconds", "doubling_all_reduce_volume", "fit_link",
     "forward_flops_per_token", "gather_volume", "halving_all_reduce_seconds",
     "halving_all_reduce_volume", "hierarchical_all_reduce_seconds", "hybrid_volume",
     "interleaved_activation_factor", "message_seconds", "model_state_bytes", "model_state_table",

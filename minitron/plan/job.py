@@ -46,6 +46,16 @@ class Decision:
     def layout(self) -> cost.Layout:
         return cost.Layout(self.parallel.tp, self.parallel.sequence)
 
+    @property
+    def accumulation(self) -> cost.Accumulation:
+        """What gradients are between micro-batches, if ZeRO divides them."""
+        return "sharded" if self.parallel.sync_every_micro_batch else "unsharded"
+
+    def collectives(self, job: Job) -> cost.StepCollectives:
+        """How often a step sends parameters and gradients along dp."""
+        return cost.step_collectives(self.parallel.zero, self.num_micro_batches(job),
+                                     accumulation=self.accumulation)
+
     def num_micro_batches(self, job: Job) -> int:
         """Per step, on the rank that reads most."""
         sequences = math.ceil(job.global_batch_size / self.parallel.dp)

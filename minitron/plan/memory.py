@@ -68,10 +68,12 @@ def holdings(
     """Bytes of one rank of the pipeline, which has `counts[rank]` blocks."""
     parallel, precision = decision.parallel, PRECISIONS[job.precision]
     num_parameters = parameters_of(job, parallel, rank, counts[rank])
-    recipe = FULLY_SHARDED if parallel.zero == 3 else precision.cost
-    if system.both_gradients:
-        recipe = replace(recipe, gradient=recipe.gradient + precision.parameters.itemsize)
-    state = cost.zero_holdings(num_parameters, parallel.dp, parallel.zero, recipe)
+    beside = precision.parameters.itemsize if system.both_gradients else 0
+    shards, unsharded = (
+        replace(recipe, gradient=recipe.gradient + beside)
+        for recipe in (FULLY_SHARDED if parallel.zero == 3 else precision.cost, precision.cost))
+    state = cost.step_holdings(num_parameters, parallel.dp, parallel.zero, shards, unsharded,
+                               accumulation=decision.accumulation)
     at = Rank(job, decision, system, rank, counts[rank], num_parameters)
     activation = activations(at)
     early = 0.0

@@ -12,6 +12,7 @@ Reference: Thakur, Rabenseifner & Gropp 2005 (rings under the alpha-beta model);
 2021, section 3 (what is sent when).
 """
 
+import math
 from dataclasses import replace
 
 from minitron import cost
@@ -126,13 +127,13 @@ def data_seconds(
     at the end of a step.
     """
     parallel, precision = decision.parallel, PRECISIONS[job.precision]
-    m, link = decision.num_micro_batches(job), link_of(job, parallel, "dp")
+    link, calls = link_of(job, parallel, "dp"), decision.collectives(job)
     forward, backward = passes
     if parallel.dp == 1:
         return 0.0
-    reductions = m if parallel.zero >= 2 and parallel.sync_every_micro_batch else 1
     if parallel.zero == 3:
-        return shard_seconds(job, decision, system, num_elements, passes, reductions / m, overlap)
+        reductions = calls.reduce_scatters / decision.num_micro_batches(job)
+        return shard_seconds(job, decision, system, num_elements, passes, reductions, overlap)
 
     def seconds(op: str, dtype) -> float:
         return cost.collective_seconds(op, num_elements * dtype.itemsize, parallel.dp, *link)
@@ -145,7 +146,7 @@ def data_seconds(
     hidden = backward if hides else 0
     if parallel.zero == 0:
         return beside(reduce + gather, hidden, overlap)
-    return gather + reductions * beside(reduce, hidden, overlap)
+    return gather + calls.reduce_scatters * beside(reduce, hidden, overlap)
 
 
 def shard_seconds(
@@ -160,7 +161,7 @@ def shard_seconds(
     precision, (forward, backward) = PRECISIONS[job.precision], passes
     m, link = decision.num_micro_batches(job), link_of(job, decision.parallel, "dp")
     per_block = 1 if system.shards_ahead else 4 if job.model.family == "gpt" else 7  # matrices
-    num_units = per_block * job.model.num_layers + 1
+    num_units = per_block * math.ceil(job.model.num_layers / decision.parallel.pp) + 1
 
     def unit(op: str, dtype) -> float:
         each = num_elements * dtype.itemsize / num_units
