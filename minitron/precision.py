@@ -13,49 +13,18 @@ Reference: Micikevicius et al. 2018, "Mixed Precision Training" (sections 3.1 an
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from minitron.config import require
-from minitron.cost import Recipe
+from minitron.cost import precision as formats
 from minitron.model.float8 import E4M3, apply_float8
 
 
-@dataclass(frozen=True)
-class Precision:
-    """Which dtype holds what in training."""
-
-    parameters: torch.dtype
-    """Of the model, held on the device and gathered from other ranks."""
-    compute: torch.dtype
-    """Of the operands of matrix products; their sums have 32 bits."""
-    gradients: torch.dtype
-    """In `.grad`, where those of the micro-batches add up."""
-    reduction: torch.dtype
-    """In messages that sum gradients over ranks."""
-    master: torch.dtype | None
-    """Of a copy that the optimizer updates in place of the parameters; None: there is none."""
-    optimizer_state: torch.dtype = torch.float32
-    scales_loss: bool = False
-    """Multiply the loss, so that small gradients stay above the dtype's smallest number."""
-
-    @property
-    def cost(self) -> Recipe:
-        """Bytes that each parameter costs with Adam."""
-        return Recipe(
-            parameter=self.parameters.itemsize,
-            gradient=self.gradients.itemsize,
-            master=self.master.itemsize if self.master else 0,
-            optimizer_state=2 * self.optimizer_state.itemsize,
-        )
-
-    @property
-    def autocasts(self) -> bool:
-        """Whether parameters are converted each time they are used."""
-        return self.parameters == torch.float32 and self.compute != torch.float32
+class Precision(formats.Precision):
+    """Which of PyTorch's dtypes holds what in training."""
 
     def tolerance(self, num_roundings: int) -> float:
         """How far apart two computations may be, relative to their result.
@@ -70,23 +39,16 @@ class Precision:
         """What the loss is multiplied by, at the beginning of a run."""
         return LossScale() if self.scales_loss else NoLossScale()
 
-    @property
-    def activations(self) -> torch.dtype:
-        """Of what layers pass on."""
-        return self.compute if self.autocasts else self.parameters
+
+def with_torch_dtypes(named: formats.Precision) -> Precision:
+    """Turn the names of dtypes into PyTorch's dtypes."""
+    return Precision(**{
+        field: getattr(torch, value.name) if isinstance(value, formats.Dtype) else value
+        for field, value in vars(named).items()
+    })
 
 
-f32, bf16, f16 = torch.float32, torch.bfloat16, torch.float16
-
-PRECISIONS = {
-    "fp32": Precision(f32, f32, f32, f32, None),
-    "bf16-autocast": Precision(f32, bf16, f32, f32, None),
-    "bf16": Precision(bf16, bf16, bf16, bf16, f32),
-    "bf16-fp32-grads": Precision(bf16, bf16, f32, f32, f32),
-    "fp16": Precision(f16, f16, f16, f16, f32, scales_loss=True),
-    "fp8": Precision(bf16, E4M3, bf16, bf16, f32),
-}
-"""On the story model the 16-bit ones end within 0.3 % of float32's loss, fp8 within 1.5 %."""
+PRECISIONS = {name: with_torch_dtypes(named) for name, named in formats.PRECISIONS.items()}
 
 
 def apply_precision(model: nn.Module, precision: Precision, is_sharded: bool = False) -> None:

@@ -15,6 +15,7 @@ from minitron.comm.agreement import (
 )
 from minitron.config import Config, ConfigError
 from minitron.config.file import to_dict
+from minitron.config.layout import num_readers, require_ranks
 from minitron.corpus.contents import Contents, fingerprint, read_contents, require_tokens
 from minitron.corpus.folder import end_of_document, load_tokenizer
 from minitron.dataset import TokenDataset
@@ -25,17 +26,15 @@ from minitron.parallel.parts import Boxes
 from minitron.parallel.state import load_training_state, training_state
 from minitron.parallelize import lay_out
 from minitron.precision import low_precision
-from minitron.running.checks import (
-    num_readers,
+from minitron.running.memory import require_memory
+from minitron.running.starting import (
     read_facts,
     require_a_gpu_each,
-    require_ranks,
     require_same_training,
     require_validation,
     require_whole_state,
     with_vocabulary_of_data,
 )
-from minitron.running.memory import require_memory
 from minitron.running.stopping import Stop
 from minitron.running.training import Training
 from minitron.step import accumulate_over_ranks, learning_rate

@@ -10,10 +10,10 @@ from typing import get_args
 
 from minitron import cost
 from minitron.config import ConfigError
-from minitron.plan.decide import Job
 from minitron.plan.hardware import DEVICES
+from minitron.plan.job import Decision, Job
 from minitron.plan.money import training_days
-from minitron.plan.search import Candidate, checked, layouts
+from minitron.plan.search import Candidate, checked, grid_of, layouts
 from teaching.drawings import Drawing
 from teaching.figures_memory import CATEGORY_COLOUR
 from teaching.figures_plan import time_and_memory
@@ -83,7 +83,7 @@ def best_of(job: str, tp: int, pp: int, micro_batch: int) -> Candidate:
             continue
         for recompute in get_args(cost.RecomputeKind):
             try:
-                decision = checked(given, sizes, recompute, micro_batch)
+                decision = checked(given, Decision(grid_of(given, sizes), recompute, micro_batch))
             except ConfigError as error:
                 refused[str(error)] += 1
             else:

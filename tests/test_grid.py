@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from minitron.config import ConfigError
+from minitron.config.layout import require_ranks
 from minitron.launch import run
 from minitron.parallel.data.zero import Zero1
 from minitron.parallel.grid import Grid
 from minitron.parallel.pipeline.stages import PipelineParallel
 from minitron.proof.difference import Moment, first_difference
-from minitron.running.checks import require_ranks
 from tools import grid
 from tools.grid import (
     Case,

@@ -14,9 +14,9 @@ from minitron.config import (
     ParallelConfig,
     TrainConfig,
 )
+from minitron.config.layout import layouts_that_fit, require_ranks
 from minitron.model.transformer import Transformer
 from minitron.parallel.tensor.cuts import plan_cuts
-from minitron.running.checks import layouts_that_fit, require_ranks
 
 LLAMA = ModelConfig("llama", 720, 32, 4, 32, 4, 2, 48)
 GPT = ModelConfig("gpt", 720, 32, 4, 36, 6, 6, 48)

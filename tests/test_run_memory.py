@@ -14,11 +14,11 @@ from minitron.config import (
     ParallelConfig,
     TrainConfig,
 )
+from minitron.config.layout import divisors, layouts_that_fit, require_ranks
 from minitron.launch.process import memory_bytes, pick_device
 from minitron.measure.meter import Meter
 from minitron.model.transformer import Transformer
 from minitron.run import Run, Training
-from minitron.running.checks import divisors, layouts_that_fit, require_ranks
 from minitron.running.memory import least_bytes, require_memory
 
 CPU = torch.device("cpu")

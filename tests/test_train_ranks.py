@@ -32,7 +32,7 @@ from minitron.measure.ledger import Ledger
 from minitron.measure.meter import Meter
 from minitron.measure.metrics import read_metrics
 from minitron.run import Run
-from minitron.running.checks import require_a_gpu_each
+from minitron.running.starting import require_a_gpu_each
 from tests.test_train import command, trained, wait_for
 
 MODEL = ModelConfig(max_sequence_length=32, num_layers=2, width=32, num_heads=2, num_kv_heads=1,

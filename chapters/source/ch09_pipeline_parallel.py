@@ -67,9 +67,8 @@ from minitron.parallel.grid import Grid
 from minitron.model.linear import LinearFunction, accumulate_all
 from minitron.parallel.pipeline.executor import Passage
 from minitron.parallel.pipeline.stages import apply_pipeline_parallel
-from minitron.parallel.pipeline.plan import (
-    Message, count_multiplications, count_parameters, script, split_blocks,
-)
+from minitron.parallel.pipeline.block_costs import count_multiplications, count_parameters
+from minitron.parallel.pipeline.plan import Message, script, split_blocks
 from minitron.parallel.data.zero import apply_zero1
 
 torch.set_num_threads(1)

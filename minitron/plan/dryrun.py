@@ -40,8 +40,8 @@ from minitron.measure.meter import Meter
 from minitron.model.transformer import Transformer
 from minitron.parallelize import lay_out
 from minitron.plan.search import require_gpus
-from minitron.running.checks import with_vocabulary_of_data
 from minitron.running.memory import require_memory
+from minitron.running.starting import with_vocabulary_of_data
 from minitron.running.training import Training
 
 LARGEST_MEMORY = 1e15

@@ -3,7 +3,7 @@
 Nothing is guessed and nothing left out: each combination of the options is put to the checks that
 a run makes before it begins, then weighed, then timed. What drops out is counted with its reason.
 
-Read in this order: Candidate, Search, search, decisions, checked, require_gpus, nothing_fits.
+Read in this order: Candidate, Search, search, decisions, grid_of, checked, nothing_fits.
 """
 
 import math
@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 from typing import get_args
 
@@ -24,9 +24,9 @@ from minitron.config import (
     TrainConfig,
     require,
 )
-from minitron.plan.decide import Decision, Job
+from minitron.config.layout import divisors, require_layout, require_ranks
 from minitron.plan.estimate import Estimate, estimate, memory_of
-from minitron.running.checks import divisors, require_layout, require_ranks
+from minitron.plan.job import Decision, Job
 
 COMMUNICATION = ("tp", "pp", "dp")
 MOST_GPUS = 1_000_000
@@ -137,10 +137,15 @@ def decisions(job: Job, refused: Counter[str]) -> Iterator[Decision]:
     require(job.num_gpus > 0, f"{job.num_gpus} GPUs: a plan needs one or more")
     for sizes in layouts(job):
         num_sequences = math.ceil(job.global_batch_size / sizes["dp"])
-        kinds = product(get_args(cost.RecomputeKind), batch_sizes(num_sequences))
+        kinds = [*product(get_args(cost.RecomputeKind), batch_sizes(num_sequences))]
+        try:
+            parallel = grid_of(job, sizes)
+        except ConfigError as error:
+            refused[str(error)] += len(kinds)
+            continue
         for recompute, micro_batch_size in kinds:
             try:
-                yield checked(job, sizes, recompute, micro_batch_size)
+                yield checked(job, Decision(parallel, recompute, micro_batch_size))
             except ConfigError as error:
                 refused[str(error)] += 1
 
@@ -168,26 +173,36 @@ def batch_sizes(num_sequences: int) -> list[int]:
     return [*(size for size in powers if size < num_sequences), num_sequences]
 
 
-def checked(
-    job: Job, sizes: dict, recompute: cost.RecomputeKind, micro_batch_size: int
-) -> Decision:
-    """A layout that a run would accept; raises ConfigError if it would not."""
+def grid_of(job: Job, sizes: dict) -> ParallelConfig:
+    """Build a layout's axes; raises ConfigError if they do not go together, or with the nodes."""
     parallel, node = ParallelConfig(**sizes), min(job.gpus_per_node, job.num_gpus)
     require(node % parallel.tp == 0 or parallel.tp % node == 0, f"parallel.tp = {parallel.tp}: "
             f"groups of so many straddle nodes of {node} GPUs")
-    decision = Decision(parallel, recompute, micro_batch_size)
+    return parallel
+
+
+def checked(job: Job, decision: Decision) -> Decision:
+    """Return the layout if a run would accept it; raises ConfigError if it would not."""
     require_layout(config_of(job, decision), job.num_gpus)
     return decision
 
 
 def config_of(job: Job, decision: Decision) -> Config:
     """What a run of the job in this layout is told; raises ConfigError for what cannot work."""
-    train = TrainConfig(
-        global_batch_size=job.global_batch_size, micro_batch_size=decision.micro_batch_size,
-        precision=job.precision, recompute=decision.recompute,
-    )
+    train = train_config(job, decision.recompute, decision.micro_batch_size)
     data = DataConfig(sequence_length=job.sequence_length)
     return Config(job.model, data, train, decision.parallel)
+
+
+@lru_cache(maxsize=4096)
+def train_config(
+    job: Job, recompute: cost.RecomputeKind, micro_batch_size: int
+) -> TrainConfig:
+    """Build what layouts share that differ in their axes alone: its fields are checked once."""
+    return TrainConfig(
+        global_batch_size=job.global_batch_size, micro_batch_size=micro_batch_size,
+        precision=job.precision, recompute=recompute,
+    )
 
 
 def require_gpus(config: Config, num_gpus: int) -> None:

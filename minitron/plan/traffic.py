@@ -7,37 +7,44 @@ node that has a rank of the group, and each of its steps costs the network's lat
 What travels while the device computes is not free: it lengthens the computation by a share of its
 own time, `Rates.overlap`.
 
-Read in this order: link_of, layer_seconds, host_seconds, message_seconds, data_seconds.
+Read in this order: link_of, link, layer_seconds, host_seconds, message_seconds, data_seconds.
 Reference: Thakur, Rabenseifner & Gropp 2005 (rings under the alpha-beta model); Narayanan et al.
 2021, section 3 (what is sent when).
 """
 
+import math
 from dataclasses import replace
 
 from minitron import cost
 from minitron.config import ParallelConfig
-from minitron.plan.decide import Decision, Job
+from minitron.cost.precision import PRECISIONS
+from minitron.plan.job import Decision, Job
 from minitron.plan.systems import System
-from minitron.precision import PRECISIONS
 
 ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 """Of a ring, each once past all ranks."""
 
 
 def link_of(job: Job, parallel: ParallelConfig, axis: str) -> cost.Link:
-    """What a group along `axis` sends through, in the grid that `parallelize.lay_out` makes.
-
-    Between nodes every hop takes a network card's latency, also those inside nodes: so the measured
-    rings of hardware.csv count theirs. NCCL's own model, which `decide.link` follows, takes the
-    mean of both kinds, and those rings were slower than that.
-    """
+    """What a group along `axis` sends through, in the grid that `parallelize.lay_out` makes."""
     stride = {"tp": 1, "dp": parallel.tp, "pp": parallel.tp * parallel.dp}[axis]
-    size, device = getattr(parallel, axis), job.device
+    return link(job, getattr(parallel, axis), stride, is_ring=axis != "pp")
+
+
+def link(job: Job, size: int, stride: int, is_ring: bool = True) -> cost.Link:
+    """What `size` ranks send through, of which each is `stride` after the one before.
+
+    Between nodes a ring runs through as many network cards as it has ranks in a node; a stage of a
+    pipeline sends to one other rank, through one. Every hop of such a ring takes a network card's
+    latency, also those inside nodes: so the measured rings of hardware.csv count theirs. NCCL's own
+    model takes the mean of both kinds (src/graph/tuning.cc: nInterSteps), and those rings were
+    slower than that.
+    """
+    device, together = job.device, max(1, min(size, job.gpus_per_node // stride))
     inside = device.nvlink_share * device.nvlink_bandwidth
-    together = max(1, min(size, job.gpus_per_node // stride))
     if together == size:
         return cost.Link(device.nvlink_latency, inside)
-    cards = 1 if axis == "pp" else together  # a stage sends to one other
+    cards = together if is_ring else 1
     between = cards * device.nic_share * device.nic_bandwidth
     return cost.Link(device.nic_latency, min(between, inside))
 
@@ -120,13 +127,13 @@ def data_seconds(
     at the end of a step.
     """
     parallel, precision = decision.parallel, PRECISIONS[job.precision]
-    m, link = decision.num_micro_batches(job), link_of(job, parallel, "dp")
+    link, calls = link_of(job, parallel, "dp"), decision.collectives(job)
     forward, backward = passes
     if parallel.dp == 1:
         return 0.0
-    reductions = m if parallel.zero >= 2 and parallel.sync_every_micro_batch else 1
     if parallel.zero == 3:
-        return shard_seconds(job, decision, system, num_elements, passes, reductions / m, overlap)
+        reductions = calls.reduce_scatters / decision.num_micro_batches(job)
+        return shard_seconds(job, decision, system, num_elements, passes, reductions, overlap)
 
     def seconds(op: str, dtype) -> float:
         return cost.collective_seconds(op, num_elements * dtype.itemsize, parallel.dp, *link)
@@ -139,7 +146,7 @@ def data_seconds(
     hidden = backward if hides else 0
     if parallel.zero == 0:
         return beside(reduce + gather, hidden, overlap)
-    return gather + reductions * beside(reduce, hidden, overlap)
+    return gather + calls.reduce_scatters * beside(reduce, hidden, overlap)
 
 
 def shard_seconds(
@@ -154,7 +161,7 @@ def shard_seconds(
     precision, (forward, backward) = PRECISIONS[job.precision], passes
     m, link = decision.num_micro_batches(job), link_of(job, decision.parallel, "dp")
     per_block = 1 if system.shards_ahead else 4 if job.model.family == "gpt" else 7  # matrices
-    num_units = per_block * job.model.num_layers + 1
+    num_units = per_block * math.ceil(job.model.num_layers / decision.parallel.pp) + 1
 
     def unit(op: str, dtype) -> float:
         each = num_elements * dtype.itemsize / num_units

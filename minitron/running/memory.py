@@ -14,10 +14,10 @@ import torch
 
 from minitron import cost
 from minitron.config import Config, require
+from minitron.config.layout import num_readers
 from minitron.cost.sharding import FULLY_SHARDED
 from minitron.dataset import TOKEN_BYTES
 from minitron.precision import PRECISIONS
-from minitron.running.checks import num_readers
 
 MICRO_BATCH_BYTES = 1000  # of Python's objects, two tensors
 

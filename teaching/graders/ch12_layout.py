@@ -8,9 +8,9 @@ from typing import NamedTuple, get_args
 
 from minitron.config import ModelConfig
 from minitron.cost import PUBLISHED, RecomputeKind, published_llama
-from minitron.plan.decide import Decision, Job
 from minitron.plan.estimate import estimate
 from minitron.plan.hardware import find_device
+from minitron.plan.job import Decision, Job
 from minitron.plan.search import decisions, words
 from teaching.graders import Mistake, asked, expect
 

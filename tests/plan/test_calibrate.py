@@ -18,9 +18,9 @@ from minitron.plan.calibrate import (
     memory_bandwidth,
     ring_link,
 )
-from minitron.plan.decide import Decision, Job
 from minitron.plan.estimate import estimate
 from minitron.plan.hardware import DEVICES
+from minitron.plan.job import Decision, Job
 
 CPU = torch.device("cpu")
 

@@ -16,9 +16,9 @@ from minitron.parallel.pipeline.schedules import (
     zero_bubble,
 )
 from minitron.parallel.pipeline.simulator import simulate
-from minitron.plan.decide import Decision, Job
 from minitron.plan.estimate import Pass, estimate, pipeline_seconds
 from minitron.plan.hardware import DEVICES
+from minitron.plan.job import Decision, Job
 from minitron.plan.operators import Cost
 from minitron.plan.systems import MINITRON, blocks_per_rank, even_stages
 

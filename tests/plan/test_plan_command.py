@@ -13,6 +13,7 @@ import pytest
 from minitron import cli
 from minitron.config import ConfigError
 from minitron.config.file import load
+from minitron.config.layout import require_ranks
 from minitron.plan.command import (
     PlanOptions,
     compared,
@@ -22,13 +23,12 @@ from minitron.plan.command import (
     table,
     tokens_per_step,
 )
-from minitron.plan.decide import Decision
 from minitron.plan.dryrun_command import read_dry_run
 from minitron.plan.explain import as_it_stands
 from minitron.plan.hardware import DEVICES
+from minitron.plan.job import Decision
 from minitron.plan.money import GpuHour, bill
 from minitron.plan.search import Candidate, Search, search
-from minitron.running.checks import require_ranks
 from minitron.train import read_options
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -9,8 +9,9 @@ import pytest
 
 from minitron import cost
 from minitron.config import Config, ConfigError, DataConfig, ModelConfig, TrainConfig
+from minitron.config.layout import layouts_that_fit, require_ranks
 from minitron.cost.compute import published_llama
-from minitron.plan.decide import Job, decide
+from minitron.plan.decide import decide
 from minitron.plan.explain import (
     OPTIONS,
     RESOURCES,
@@ -22,8 +23,8 @@ from minitron.plan.explain import (
     with_twice,
 )
 from minitron.plan.hardware import DEVICES
+from minitron.plan.job import Job
 from minitron.plan.search import Candidate, config_of, decisions, search
-from minitron.running.checks import layouts_that_fit, require_ranks
 
 H100 = DEVICES["H100-SXM-80GB"]
 GPT2 = ModelConfig("gpt", 50304, 1024, 12, 768, 12, 12, 3072)
@@ -251,9 +252,9 @@ def test_a_config_that_cannot_run_says_so():
 # The decision tree of chapter 11
 
 
-AT_MOST = 1.2
+AT_MOST = 1.1
 """Times the seconds of the fastest layout, to 64 GPUs."""
-LOSES_MORE = {"GPT-3 on 1,024": 1.62, "Llama 405B on 16,384": 1.78}
+LOSES_MORE = {"GPT-3 on 1,024": 1.11, "Llama 405B on 16,384": 1.78}
 """The same on thousands."""
 
 
@@ -274,7 +275,7 @@ def test_the_decision_tree_is_not_far_from_the_best_on_a_few_nodes(model, num_gp
 
 @pytest.mark.parametrize("name", LOSES_MORE)
 def test_the_decision_tree_is_far_from_the_best_on_thousands(name):
-    """It knows no chunks, and its coarse clock takes what travels while a GPU computes for free."""
+    """It never interleaves stages, and leaves a node with tensor parallelism only if it must."""
     if name.startswith("GPT-3"):
         model = replace(cost.PUBLISHED["GPT-3 175B"], vocab_size=51200)
         job = Job(model, 1024, DEVICES["A100-SXM-80GB"], 2048, 1536)
@@ -282,4 +283,4 @@ def test_the_decision_tree_is_far_from_the_best_on_thousands(name):
         job = Job(cost.PUBLISHED["Llama 3.1 405B"], 16_384, H100, 8192, 2048)
     chosen = Candidate(job, decide(job))
     loses = chosen.seconds / search(job).candidates[0].seconds
-    assert loses == pytest.approx(LOSES_MORE[name], rel=0.1)
+    assert loses == pytest.approx(LOSES_MORE[name], rel=0.02)

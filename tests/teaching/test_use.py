@@ -17,9 +17,9 @@ from minitron.comm import collectives
 from minitron.comm.agreement import ALONE
 from minitron.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from minitron.launch import run
-from minitron.plan.decide import Decision, Job
 from minitron.plan.estimate import estimate
 from minitron.plan.hardware import DEVICES
+from minitron.plan.job import Decision, Job
 from minitron.train import read_options
 from minitron.train import train as loop
 from teaching.exercises import ROOT, known, load, replaced

@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from minitron.comm.collectives import all_reduce, broadcast
+from minitron.cost.sharding import BUCKET_BYTES
 from minitron.parallel.one_device import OneDevice
 from minitron.precision import gradient_dtype, zero_gradient
 
-BUCKET_BYTES = 25 * 2**20
 FIRST_BUCKET_BYTES = 2**20  # small, so that the network starts early
 
 

@@ -30,9 +30,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minitron.comm.collectives import all_reduce, broadcast
+from minitron.cost.sharding import BUCKET_BYTES
 from minitron.model.transformer import global_parameters
 from minitron.parallel.clipping import clip_pieces
-from minitron.parallel.data.ddp import BUCKET_BYTES, DataParallel, no_gradient
+from minitron.parallel.data.ddp import DataParallel, no_gradient
 from minitron.parallel.data.shards import (
     Bucket,
     also_discard,

@@ -1,20 +1,15 @@
 """What a rank of a pipeline does and holds: functions of a schedule and of the blocks' sizes.
 
-Read in this order: script, split_blocks, count_parameters.
+Read in this order: script, split_blocks.
 """
 
-from collections.abc import Callable
 from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from torch import nn
-
 from minitron.config import require
 from minitron.parallel.pipeline.schedule_check import in_order
 from minitron.parallel.pipeline.schedules import Action, Schedule
-
-Count = Callable[[nn.Module], tuple[list[float], float, float]]  # of the blocks, and of both ends
 
 
 class Message(NamedTuple):
@@ -86,19 +81,3 @@ def split_blocks(
 
     ends = best(0, num_stages)[1]
     return [range(start, end) for start, end in zip((0, *ends), ends, strict=False)]
-
-
-def count_parameters(model: nn.Module) -> tuple[list[float], float, float]:
-    """What each block, the embedding and the head cost in memory."""
-    return ([size_of(block) for block in model.blocks],
-            size_of(model.token_embedding), size_of(model.head))
-
-
-def count_multiplications(model: nn.Module) -> tuple[list[float], float, float]:
-    """What they cost in time: a token is looked up, and multiplied with all else."""
-    blocks, _, head = count_parameters(model)
-    return blocks, 0.0, head
-
-
-def size_of(module: nn.Module) -> float:
-    return float(sum(parameter.numel() for parameter in module.parameters()))

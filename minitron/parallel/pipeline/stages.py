@@ -36,15 +36,9 @@ from minitron.config import require
 from minitron.model.linear import NoDeferral, apply_deferred_weight_gradients
 from minitron.parallel.interface import Accumulate, MicroBatches, SumLoss
 from minitron.parallel.one_device import OneDevice
+from minitron.parallel.pipeline.block_costs import Count, count_parameters
 from minitron.parallel.pipeline.executor import Passage
-from minitron.parallel.pipeline.plan import (
-    Count,
-    Message,
-    count_parameters,
-    forwards,
-    script,
-    split_blocks,
-)
+from minitron.parallel.pipeline.plan import Message, forwards, script, split_blocks
 from minitron.parallel.pipeline.schedule_check import check, peak_activations
 from minitron.parallel.pipeline.schedules import Action, Schedule, one_forward_one_backward
 

@@ -9,8 +9,8 @@ from math import ceil, inf
 
 from minitron.config import ConfigError, ParallelConfig
 from minitron.cost import tensor_parallel_parameters
-from minitron.plan.decide import Decision
 from minitron.plan.estimate import estimate
+from minitron.plan.job import Decision
 from minitron.plan.search import decisions
 
 # 12.1
