@@ -11,12 +11,12 @@ from contextlib import nullcontext
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from minitron.config import TrainConfig
 from minitron.parallel.data.ddp import DataParallel
 from minitron.parallel.grid import Combined
 from minitron.precision import LossScale
+from minitron.pytorch.private import host_value
 from minitron.pytorch.spans import span
 
 IGNORED = -100  # a target with this value is no target: padding, say
@@ -63,7 +63,7 @@ def train_step(
 
 
 def require_finite(loss: Tensor) -> None:
-    if not isinstance(loss, FakeTensor) and not bool(loss.isfinite()):
+    if not host_value(loss.isfinite(), when_fake=True):
         raise FloatingPointError(f"loss and gradient are not finite, but {float(loss)}")
 
 
