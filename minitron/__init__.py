@@ -6,7 +6,7 @@ Layers are folders, techniques are files, and imports go downward only:
     plan                           before a launch: fit, speed, duration, price
     train                          the loop
     train_log                      what a run reports while it trains
-    run | hugging_face | proof     what a run owns and saves; weights; the oracle
+    run | hugging_face | proof     what a run owns and saves; weights for others; the oracle
     running                        checks, the run's folder, memory, stopping, the state that trains
     parallelize | checkpoint       divide a model over ranks; save and load
         | corpus | step            where tokens come from; one training step

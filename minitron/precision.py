@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from minitron.config import require
 from minitron.cost import precision as formats
 from minitron.model.float8 import E4M3, apply_float8
+from minitron.pytorch.private import host_value, multiply_tensors_
 
 
 class Precision(formats.Precision):
@@ -98,7 +98,7 @@ def low_precision(
 
 def require_finite(number: Tensor) -> None:
     """Raise FloatingPointError unless `number`, 0-d, is finite; waits for the device."""
-    if not isinstance(number, FakeTensor) and not bool(number.isfinite()):
+    if not host_value(number.isfinite(), when_fake=True):
         raise FloatingPointError(f"loss and gradient are not finite, but {float(number)}")
 
 
@@ -198,7 +198,7 @@ class LossScale:
         """Divide every `.grad`: before clipping, which would take the scaled norm for the norm."""
         grads = [p.grad for p in parameters if p.grad is not None]
         if grads:
-            torch._foreach_mul_(grads, 1 / self.value)
+            multiply_tensors_(grads, 1 / self.value)
 
     def accepts(self, grad_norm: Tensor) -> bool:
         """Whether to step; changes the scale for the next one. Waits for the device.
@@ -206,8 +206,7 @@ class LossScale:
         `grad_norm` is 0-d and that of all ranks: one overflow anywhere makes it infinite or NaN
         everywhere, so that all ranks skip together and keep the same scale.
         """
-        # a fake tensor has no value: count on the usual one
-        if isinstance(grad_norm, FakeTensor) or bool(grad_norm.isfinite()):
+        if host_value(grad_norm.isfinite(), when_fake=True):
             self.good_steps += 1
             if self.good_steps == self.interval:
                 self.value, self.good_steps = self.value * self.growth, 0

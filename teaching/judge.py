@@ -13,6 +13,7 @@ import sys
 from multiprocessing import forkserver
 from pathlib import Path
 
+from minitron.pytorch import SLOW_TO_IMPORT
 from teaching.exercises import find
 
 
@@ -23,7 +24,7 @@ def main(exercise_id: str, root: str, limit: str) -> None:
         exercise = find(exercise_id, Path(root))
         if sys.platform != "win32":  # it imports PyTorch while this process does
             forkserver.set_forkserver_preload(
-                ["torch._dynamo", f"teaching.graders.{exercise.chapter}"])
+                [SLOW_TO_IMPORT, f"teaching.graders.{exercise.chapter}"])
             forkserver.ensure_running()
 
         import torch

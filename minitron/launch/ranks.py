@@ -45,8 +45,9 @@ from minitron.launch.rank_report import (
 )
 from minitron.launch.starting import deaf_to_interrupts, interrupted_later, without_main
 from minitron.measure.ledger import Call, Matcher
+from minitron.pytorch import SLOW_TO_IMPORT
 
-PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "cloudpickle"]
+PRELOADED = ["torch", "torch.distributed", SLOW_TO_IMPORT, "cloudpickle"]
 PROCESS_NAME = "minitron rank"
 LOOK_SECONDS = 0.1
 STALL_SECONDS = 5.0

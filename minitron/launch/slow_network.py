@@ -22,14 +22,13 @@ collectives (torch.ops._c10d_functional) return no work to wait for: they block 
 import time
 from collections.abc import Callable
 
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from minitron.cost import collective_seconds
 from minitron.measure.ledger import Transfer, tracked
 from minitron.measure.operation import OPERATORS, Operation, read_operation
+from minitron.pytorch.private import DispatchMode
 
 
-class SlowNetwork(TorchDispatchMode):
+class SlowNetwork(DispatchMode):
     """Delay this rank's transfers while it is entered: `latency` in s, `bandwidth` in bytes/s.
 
     Use it with a Ledger in either order: its calls then finish when they are due.
@@ -51,10 +50,6 @@ class SlowNetwork(TorchDispatchMode):
     def __str__(self) -> str:
         return (f"emulated network: latency {1e3 * self.latency:g} ms, "
                 f"bandwidth {self.bandwidth / 1e6:g} MB/s")
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # as in Ledger
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func not in OPERATORS:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from minitron.model.linear import Matmuls, customize_all
+from minitron.pytorch.private import multiply_float8
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16  # of which the hardware wants every dimension
@@ -44,9 +45,7 @@ def multiply(a: Tensor, a_dtype: torch.dtype, b: Tensor, b_dtype: torch.dtype) -
     (a8, a_scale), (b8, b_scale) = quantise(a, a_dtype), quantise(b, b_dtype)
     if multiplies_float8(a.device) and all(size % MULTIPLE == 0 for size in (*a.shape, *b.shape)):
         columns = b8.T.contiguous().T  # it reads rows of the first, columns of the second
-        return torch._scaled_mm(
-            a8.contiguous(), columns, scale_a=a_scale, scale_b=b_scale, out_dtype=a.dtype
-        )
+        return multiply_float8(a8.contiguous(), columns, a_scale, b_scale, a.dtype)
     product = a8.to(a.dtype) @ b8.to(a.dtype)
     return (product.float() * (a_scale * b_scale)).to(a.dtype)
 

@@ -27,9 +27,6 @@ from typing import Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from minitron.config import Config, require
@@ -40,6 +37,7 @@ from minitron.measure.meter import Meter
 from minitron.model.transformer import Transformer
 from minitron.parallelize import lay_out
 from minitron.plan.search import require_gpus
+from minitron.pytorch.private import DispatchMode, fake_tensors, init_fake_process_group
 from minitron.running.memory import require_memory
 from minitron.running.starting import with_vocabulary_of_data
 from minitron.running.training import Training
@@ -119,7 +117,7 @@ def dry_run(
     with fake_group(num_gpus, rank):
         mesh = lay_out(config.parallel, num_gpus, device)
         place = {axis: 0 if mesh is None else mesh.rank(axis) for axis in ("pp", "dp", "tp")}
-        with FakeTensorMode():
+        with fake_tensors():
             training = Training(config, mesh, device)
             if kernels == "gpu":
                 keep_as_gpus_do(training.model)
@@ -145,7 +143,7 @@ def fake_group(num_ranks: int, rank: int) -> Iterator[None]:
     """Be `rank` of `num_ranks` that are not there: messages arrive at once, and say nothing."""
     require(not dist.is_initialized(), "this process has a process group already, and a dry run "
             "makes one of its own: run it in another process, or destroy the group first")
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
+    init_fake_process_group(rank, num_ranks)
     try:
         yield
     finally:
@@ -253,7 +251,7 @@ def summed(calls: list[Call]) -> dict[tuple[str, str], Traffic]:
 FORMULAS = {operator.__name__: formula for operator, formula in flop_registry.items()}
 
 
-class Flops(TorchDispatchMode):
+class Flops(DispatchMode):
     """Count the FLOPs of matrix products while it is entered; a multiply-add counts as two."""
 
     def __init__(self):

@@ -6,9 +6,15 @@ from weakref import WeakValueDictionary
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
+from minitron.pytorch.private import (
+    DispatchMode,
+    all_gather_base_op,
+    reduce_scatter_base_op,
+    storage_address,
+    tree_leaves,
+    tree_map,
+)
 from teaching.graders.ch04_toy import VOCAB, Toy
 from teaching.graders.ranks import Wire, _LateWork, relative_error
 
@@ -99,7 +105,7 @@ class ShardWire(Wire):
         self._late = _LateArrival(self.note)
 
 
-class _LateArrival(TorchDispatchMode):
+class _LateArrival(DispatchMode):
     def __init__(self, note):
         super().__init__()
         self.note = note
@@ -119,13 +125,13 @@ class _LateArrival(TorchDispatchMode):
 ARRIVES_LATE = {
     torch.ops.c10d.allreduce_.default,
     torch.ops.c10d.reduce_scatter_.default,
-    torch.ops.c10d._reduce_scatter_base_.default,
+    reduce_scatter_base_op,
     torch.ops.c10d.allgather_.default,
-    torch.ops.c10d._allgather_base_.default,
+    all_gather_base_op,
 }
 
 
-class Held(TorchDispatchMode):
+class Held(DispatchMode):
     """Count the bytes of what is made in the block while it lives, at the size it has by then.
 
     Other than `measure.meter` it notices that a storage has been resized. Under it, everything is
@@ -137,16 +143,13 @@ class Held(TorchDispatchMode):
         self.storages = WeakValueDictionary()  # by address
         self.peak = 0
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler: 1 s
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        before = {address(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        before = {storage_address(leaf) for leaf in tree_leaves((args, kwargs))
+                  if isinstance(leaf, Tensor)}
         outputs = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(outputs):
-            if isinstance(leaf, Tensor) and address(leaf) not in before:
-                self.storages[address(leaf)] = leaf.untyped_storage()
+            if isinstance(leaf, Tensor) and storage_address(leaf) not in before:
+                self.storages[storage_address(leaf)] = leaf.untyped_storage()
         self.peak = max(self.peak, self.now())
         return outputs
 
@@ -162,11 +165,7 @@ class Held(TorchDispatchMode):
         return self.now()
 
 
-def address(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
 def storage_bytes(module: nn.Module) -> int:
     """Bytes behind the parameters of `module`, those of one storage once."""
-    storages = {address(p): p.untyped_storage().nbytes() for p in module.parameters()}
+    storages = {storage_address(p): p.untyped_storage().nbytes() for p in module.parameters()}
     return sum(storages.values())

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from minitron.measure.ledger import Call
+from minitron.pytorch.private import DispatchMode, tree_leaves
 from teaching.graders import asked, expect
 from teaching.graders.ch07_toy import (
     all_close,
@@ -106,16 +105,12 @@ def lose(group, cross_entropy: Callable, case: Case) -> Seen:
                 wire.calls[:num_forward], wire.calls[num_forward:], changed)
 
 
-class Shapes(TorchDispatchMode):
+class Shapes(DispatchMode):
     """Note the shape of every tensor that is made in the block."""
 
     def __init__(self):
         super().__init__()
         self.shapes: set[tuple[int, ...]] = set()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler: 1 s
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         outputs = func(*args, **(kwargs or {}))

@@ -9,9 +9,8 @@ from math import prod
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from minitron.pytorch.private import DispatchMode, tree_leaves
 from teaching.graders import Mistake, asked, expect
 from teaching.graders.ch06_toy import ShardWire
 from teaching.graders.ch07_toy import expect_dtype, in_short
@@ -95,12 +94,8 @@ def there_and_back(group, function: type, gathers: bool) -> list[Seen]:
     return seen
 
 
-class ContiguousOnly(TorchDispatchMode):
+class ContiguousOnly(DispatchMode):
     """Refuse what NCCL refuses; gloo takes it."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler: 1 s
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]

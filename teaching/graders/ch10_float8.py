@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitron.measure.ledger import Call
+from minitron.pytorch.private import DispatchMode, convert_op
 from teaching.graders import Mistake, apart, asked, expect
 from teaching.graders.arguments import copy_of
 from teaching.graders.ch06_toy import ShardWire
@@ -34,7 +34,7 @@ class Answer(NamedTuple):
     """The largest |quotient| that was converted to 8 bits."""
 
 
-class Conversions(TorchDispatchMode):
+class Conversions(DispatchMode):
     """Sees the largest |value| that is converted to 8 bits."""
 
     def __init__(self):
@@ -49,7 +49,7 @@ class Conversions(TorchDispatchMode):
         return out
 
 
-CONVERTS = {torch.ops.aten._to_copy.default: 0, torch.ops.aten.copy_.default: 1}
+CONVERTS = {convert_op: 0, torch.ops.aten.copy_.default: 1}
 """Which argument an operator converts."""
 
 

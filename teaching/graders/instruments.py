@@ -8,11 +8,13 @@ import torch
 import torch.distributed
 import torch.nn.functional
 
+from minitron.pytorch.private import c10d_module
+
 
 def find_instruments() -> list[ModuleType]:
-    own = ("minitron.measure", "teaching", "minitron.launch.rank_process")
+    own = ("minitron.measure", "minitron.pytorch", "teaching", "minitron.launch.rank_process")
     return [torch, torch.nn.functional, torch.autograd, torch.distributed,
-            torch.distributed.distributed_c10d, builtins,
+            c10d_module, builtins,
             *(module for name, module in list(sys.modules.items()) if name.startswith(own))]
 
 

@@ -28,11 +28,11 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitron.launch import RankError, run, run_apart
 from minitron.launch.rank_process import Failure
 from minitron.measure.ledger import Call, Ledger
+from minitron.pytorch.private import DispatchMode
 from teaching.graders import TRACEBACK_LINES, Forbidden, Mistake, plain
 from teaching.graders.bench import FORBIDDEN, Answer, bench_of
 from teaching.graders.bench_process import Source, guard_of, prepare, travel_by_value
@@ -206,7 +206,7 @@ class Wire:
         self.note(call.op, call)
 
 
-class _LateArrival(TorchDispatchMode):
+class _LateArrival(DispatchMode):
     """Let a call work on copies, and put what it brings into the tensors at wait()."""
 
     def __init__(self, note: Callable[[str, int], None]):

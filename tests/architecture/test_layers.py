@@ -17,8 +17,13 @@ CORE_LINES = 4880  # of code: words that explain it are not what makes it large
 # files of strangers are read
 OUTSIDE_THE_CORE = ("measure", "proof", "plan", "corpus", "hugging_face", "launch", "system",
                     "cli.py", "train_log.py", "config/checks.py", "config/command_line.py",
-                    "config/layout.py", "running/folder.py", "running/memory.py",
-                    "running/starting.py", "checkpoint/storage.py", "checkpoint/manifest.py")
+                    "config/layout.py", "pytorch/private.py", "running/folder.py",
+                    "running/memory.py", "running/starting.py",
+                    "checkpoint/storage.py", "checkpoint/manifest.py")
+# where a private name of PyTorch may stand, and the private names that are not PyTorch's
+PRIVATE_PYTORCH = ("minitron/pytorch/private.py", "minitron/pytorch/__init__.py")
+NOT_PYTORCH = {"_replace", "_asdict", "_fields", "_exit", "_getframe", "_current_frames",
+               "_forkserver", "_forkserver_alive_fd", "_repr_mimebundle_"}
 NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
            tokenize.ENCODING, tokenize.ENDMARKER)
 ENVIRONMENT_READERS = (
@@ -77,3 +82,58 @@ def test_no_hidden_state(path):
                 assert name(path) in ENVIRONMENT_READERS
         if isinstance(node, ast.ImportFrom):
             assert not {alias.name for alias in node.names} & {"*", "get_rank", "get_world_size"}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name)
+def test_private_names_of_pytorch_stand_in_one_module(path):
+    if name(path) not in PRIVATE_PYTORCH:
+        assert not private_names(ast.parse(path.read_text())), "ask minitron.pytorch.private"
+
+
+@pytest.mark.parametrize("code", [
+    "from torch._subclasses.fake_tensor import FakeTensor", "import torch._dynamo as dynamo",
+    "from torch.utils._pytree import tree_leaves", "import torch.distributed.distributed_c10d",
+    "from torch.testing._internal import common_utils", "x = dist.distributed_c10d.all_reduce",
+    "torch._foreach_mul_(grads, 2)", "c10d._allgather_base_.default", "node._sequence_nr()",
+    "importlib.import_module('torch._dynamo')", "from torch.distributed import _tensor",
+    "def _should_skip_dynamo(cls): return False", "torch.ops.inductor.resize_storage_bytes_",
+])
+def test_a_private_name_is_found(code):
+    assert private_names(ast.parse(code))
+
+
+def test_own_private_names_and_those_of_python_are_none():
+    code = "self._exits; cls._made; action._replace(stage=1); os._exit(1); x.__class__"
+    assert not private_names(ast.parse(code))
+
+
+def private_names(tree: ast.AST) -> list[str]:
+    """What a module uses that PyTorch may change, as far as its text tells."""
+    found = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.ImportFrom(module=str(module)):
+                names = [f"{module}.{alias.name}" for alias in node.names]
+                found += [name for name in names if is_private_path(name)]
+            case ast.Import():
+                found += [alias.name for alias in node.names if is_private_path(alias.name)]
+            case ast.Constant(value=str(text)) if " " not in text and is_private_path(text):
+                found.append(text)
+            case ast.Attribute(attr="distributed_c10d" | "inductor"):
+                found.append(ast.unparse(node))
+            case ast.Attribute(value=ast.Name(id="self" | "cls")):
+                pass
+            case ast.Attribute(attr=attr) if is_private(attr) and attr not in NOT_PYTORCH:
+                found.append(ast.unparse(node))
+            case ast.FunctionDef(name="_should_skip_dynamo" | "_source_rank"):
+                found.append(node.name)
+    return found
+
+
+def is_private(word: str) -> bool:
+    return word.startswith("_") and not word.startswith("__") or word == "distributed_c10d"
+
+
+def is_private_path(path: str) -> bool:
+    root, *words = path.split(".")
+    return root == "torch" and any(map(is_private, words))

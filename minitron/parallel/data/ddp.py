@@ -24,12 +24,12 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from minitron.comm.collectives import all_reduce, broadcast
 from minitron.cost.sharding import BUCKET_BYTES
 from minitron.parallel.one_device import OneDevice
 from minitron.precision import gradient_dtype, zero_gradient
+from minitron.pytorch.private import host_value
 
 FIRST_BUCKET_BYTES = 2**20  # small, so that the network starts early
 
@@ -103,7 +103,7 @@ class DataParallel(OneDevice):
         if used and self.find_unused_parameters:
             num_users = torch.tensor(used, dtype=torch.int32, device=next(iter(self.names)).device)
             all_reduce(num_users, self.group)
-            counts = used if isinstance(num_users, FakeTensor) else num_users.tolist()
+            counts = host_value(num_users, when_fake=used)
             for parameter, count in zip(self.names, counts, strict=True):
                 parameter.grad = parameter.grad if count else None
         # Here, not in the forward pass: every rank gets here, also without a micro-batch.
@@ -260,8 +260,8 @@ class BucketedDataParallel(HookedDataParallel):
         number = {parameter: index for index, parameter in enumerate(parameters)}
         agreed = torch.tensor([number[parameter] for parameter in ready], device=ready[0].device)
         broadcast(agreed, 0, self.group)
-        if not isinstance(agreed, FakeTensor):  # a fake one has no values, nor other ranks
-            ready = [parameters[index] for index in agreed.tolist()]
+        own_order = [number[parameter] for parameter in ready]
+        ready = [parameters[index] for index in host_value(agreed, when_fake=own_order)]
 
         self.make_buckets(ready[::-1])
         for parameter, view in self.views.items():

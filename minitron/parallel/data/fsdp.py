@@ -30,7 +30,6 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from minitron.comm.collectives import broadcast
 from minitron.model.transformer import materialise
@@ -39,6 +38,7 @@ from minitron.parallel.data.ddp import DataParallel, no_gradient
 from minitron.parallel.data.shards import also_discard
 from minitron.parallel.data.units import Unit, root_modules, split_into_units
 from minitron.parallel.one_device import OneDevice
+from minitron.pytorch.private import call_after_backward, tree_leaves
 
 
 class FullyShardedDataParallel(OneDevice):
@@ -151,7 +151,7 @@ class FullyShardedDataParallel(OneDevice):
             return
         is_first = self.active is None
         if is_first:
-            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+            call_after_backward(self.end_backward)
         else:
             self.post_backward(self.active)
         self.active = index

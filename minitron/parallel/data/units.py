@@ -15,11 +15,8 @@ from torch import Tensor, nn
 
 from minitron.comm.collectives import all_gather_single, broadcast, reduce_scatter_single
 from minitron.parallel.data.shards import owned_ranges
+from minitron.pytorch.private import resize_storage
 from minitron.pytorch.spans import span
-
-# An operator, so that the meter can see it. What autograd has saved are views of the storage: they
-# do not keep it full, and find the parameters in it again once it is refilled.
-resize_storage = torch.ops.inductor.resize_storage_bytes_
 
 
 class Flat:

@@ -3,16 +3,14 @@
 Read in this order: Passage.run, forward, backward; then its messages.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from minitron.measure.ledger import Ledger
 from minitron.model.linear import WeightGradients, accumulate_all
 from minitron.parallel.interface import MicroBatches
 from minitron.parallel.pipeline.plan import Message, as_whole
@@ -47,7 +45,8 @@ class Passage:
                 if isinstance(step, Message):
                     (self.send if step.is_send else self.receive)(step)
                 else:
-                    with named(f"{step} stage {step.stage}"):
+                    action = f"{step} stage {step.stage}"
+                    with span("pipeline", action, phase=action):
                         compute[step.kind](step)
         for work, _ in self.leaving.values():
             work.wait()
@@ -125,14 +124,3 @@ class Passage:
         work, tensor = self.arriving.pop(action)
         work.wait()
         return tensor
-
-
-@contextmanager
-def named(action: str) -> Iterator[None]:
-    """Let the ledgers that listen call this stretch by its action, and a profiler too."""
-    with ExitStack() as stack:
-        stack.enter_context(span("pipeline", action))
-        for mode in _get_current_dispatch_mode_stack():
-            if isinstance(mode, Ledger):
-                stack.enter_context(mode.phase(action))
-        yield

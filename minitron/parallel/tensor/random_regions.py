@@ -12,9 +12,9 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from minitron.model.recompute import get_random_states, set_random_states
+from minitron.pytorch.private import host_value
 
 
 @contextmanager
@@ -24,7 +24,7 @@ def own_random_numbers(rank: int, device: torch.device) -> Iterator[None]:
     The seed comes from the generator that all share, so that a replay finds the same numbers.
     """
     drawn = torch.randint(2**62, ())  # on the CPU: no wait for the device
-    seed = 0 if isinstance(drawn, FakeTensor) else int(drawn)
+    seed = host_value(drawn, when_fake=0)
     states = get_random_states(device)
     torch.manual_seed(seed + rank)
     try:
