@@ -20,7 +20,7 @@ from minitron.parallel.data.ddp import (
     apply_naive_data_parallel,
 )
 from minitron.parallel.data.fsdp import apply_fsdp
-from minitron.parallel.data.shards import clip_pieces
+from minitron.parallel.clipping import clip_pieces
 from minitron.parallel.data.zero import apply_zero1, apply_zero2
 from minitron.parallel.grid import Grid
 from minitron.parallel.tensor.layers import apply_tensor_parallel
