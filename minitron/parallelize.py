@@ -18,9 +18,9 @@ from functools import partial
 import torch
 from torch import nn
 
-from minitron.comm.agreement import Group
+from minitron.comm.agreement import ALONE, Group
 from minitron.comm.mesh import Mesh, OneRankMesh, make_mesh
-from minitron.config import Config, ParallelConfig
+from minitron.config import Config, ParallelConfig, require
 from minitron.model.recompute import RECOMPUTE_POLICIES
 from minitron.model.transformer import Transformer, initial_value, materialise
 from minitron.parallel.data.ddp import (
@@ -58,8 +58,13 @@ def lay_out(parallel: ParallelConfig, group: Group, device: torch.device) -> Mes
     """
     if group.size() == 1:
         return OneRankMesh()
-    dp = group.size() // (parallel.pp * parallel.tp)
-    return make_mesh(device.type, pp=parallel.pp, dp=dp, tp=parallel.tp)
+    dp, replicas = group.size() // (parallel.pp * parallel.tp), parallel.replicas
+    if replicas == 1:
+        return make_mesh(device.type, pp=parallel.pp, dp=dp, tp=parallel.tp)
+    require(dp % replicas == 0, f"parallel.replicas = {replicas} does not divide {dp} data-parallel "
+            "ranks: use a divisor of them")
+    return make_mesh(
+        device.type, pp=parallel.pp, replicas=replicas, dp=dp // replicas, tp=parallel.tp)
 
 
 def build(config: Config, mesh: Mesh | OneRankMesh, device: torch.device) -> ParallelModel:
@@ -128,7 +133,10 @@ def apply_data_parallel(
     """Divide the samples over the ranks, and what the stage of ZeRO says."""
     parallel, group = config.parallel, mesh.group("dp")
     precision = PRECISIONS[config.train.precision]
-    when = {"sync_every_micro_batch": parallel.sync_every_micro_batch}
+    replicas = mesh.group("replicas") if parallel.replicas > 1 else ALONE
+    hybrid = {"replicas": replicas,
+              "sync_replicas_every_micro_batch": parallel.sync_replicas_every_micro_batch}
+    when = hybrid | {"sync_every_micro_batch": parallel.sync_every_micro_batch}
     if parallel.zero == 3:
         dtypes = {"compute_dtype": precision.activations, "reduce_dtype": precision.reduction}
         if config.train.precision == "fp32":
@@ -145,7 +153,7 @@ def apply_data_parallel(
     if parallel.zero == 2:
         return apply_zero2(model, group, **when)
     if parallel.zero == 1:
-        return apply_zero1(model, group)
+        return apply_zero1(model, group, **hybrid)
     versions = {
         "naive": apply_naive_data_parallel,
         "hooked": apply_hooked_data_parallel,

@@ -202,9 +202,14 @@ class ParallelConfig:
     zero: Literal[0, 1, 2, 3] = 0
     """ZeRO's stage: each rank keeps its part of 1: optimizer state, 2: and gradients, 3: and
     weights. With pp 1, or 2 without sync_every_micro_batch, which then holds as much as 1."""
+    replicas: int = 1
+    """Hybrid sharding: groups of data-parallel ranks that hold the same shards; ZeRO divides the
+    state over the dp / replicas ranks of one, which are neighbors, say those of a node."""
     sync_every_micro_batch: bool = True
     """Stages 2 and 3: reduce gradients after each micro-batch, so that their sums are sharded.
     Switched off they travel once a step, but each rank holds them whole until then."""
+    sync_replicas_every_micro_batch: bool = False
+    """Sum the shards' gradients over the replicas after each micro-batch too, instead of once."""
 
     def __post_init__(self):
         require_types("parallel", self)
@@ -217,12 +222,27 @@ class ParallelConfig:
             f"parallel.sync_every_micro_batch = {self.sync_every_micro_batch} with parallel.zero = "
             f"{self.zero}: below stage 2 gradients travel once a step anyway; leave it out",
         )
+        self.require_replicas()
         if self.pp > 1:
             self.require_pipeline()
         else:
             require(self.schedule == "1f1b" and self.chunks == 1, f"parallel.schedule = "
                     f"{self.schedule} and chunks = {self.chunks} with parallel.pp = 1: there is no "
                     "pipeline; set parallel.pp to 2 or more, or leave them out")
+
+    def require_replicas(self) -> None:
+        require_positive("parallel", self, "replicas")
+        require(self.replicas == 1 or self.zero >= 1, f"parallel.replicas = {self.replicas} with "
+                "parallel.zero = 0: nothing is divided, so every rank is a replica anyway; leave it "
+                "out, or set parallel.zero to 1, 2 or 3")
+        require(self.dp % self.replicas == 0, f"parallel.replicas = {self.replicas} does not divide "
+                f"parallel.dp = {self.dp}: use a divisor of it")
+        require(
+            not self.sync_replicas_every_micro_batch
+            or (self.replicas > 1 and self.sync_every_micro_batch),
+            "parallel.sync_replicas_every_micro_batch needs parallel.replicas of 2 or more (here "
+            f"{self.replicas}) and parallel.sync_every_micro_batch: leave it out",
+        )
 
     def require_pipeline(self) -> None:
         require(

@@ -13,6 +13,7 @@ Reference: Rajbhandari et al. 2019, "ZeRO" (sections 3.1 and 5: bytes held; 7: b
 from minitron.cost.communication import (
     Volume,
     ring_all_gather_volume,
+    ring_all_reduce_volume,
     ring_reduce_scatter_volume,
 )
 from minitron.cost.memory import RECIPES, Recipe
@@ -66,3 +67,17 @@ def zero_volume(
         num_reductions * scatter.sent + num_gathers * gather.sent,
         num_reductions * scatter.received + num_gathers * gather.received,
     )
+
+
+def replica_volume(
+    num_elements: int, element_size: int, num_shards: int, num_replicas: int, rank: int,
+    num_reductions: int = 1,
+) -> Volume:
+    """What hybrid sharding sends beside `zero_volume` within a replica, per step.
+
+    Each shard's gradient is all-reduced over the replicas `num_reductions` times: once, or after
+    each micro-batch. `rank` counts the replicas. Reference: Zhao et al. 2023 (section 3.2.2).
+    """
+    shard = num_elements // num_shards
+    once = ring_all_reduce_volume(shard, element_size, num_replicas, rank)
+    return Volume(num_reductions * once.sent, num_reductions * once.received)

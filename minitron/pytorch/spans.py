@@ -6,7 +6,7 @@ from torch.autograd import profiler
 from torch.distributed import ProcessGroup
 
 TECHNIQUES = {"dp": "data parallel", "tp": "tensor parallel", "pp": "pipeline",
-              "cp": "context parallel", "ep": "expert parallel"}
+              "replicas": "replicas", "cp": "context parallel", "ep": "expert parallel"}
 NOTHING = nullcontext()
 
 
