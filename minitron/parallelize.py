@@ -61,8 +61,8 @@ def lay_out(parallel: ParallelConfig, group: Group, device: torch.device) -> Mes
     dp, replicas = group.size() // (parallel.pp * parallel.tp), parallel.replicas
     if replicas == 1:
         return make_mesh(device.type, pp=parallel.pp, dp=dp, tp=parallel.tp)
-    require(dp % replicas == 0, f"parallel.replicas = {replicas} does not divide {dp} data-parallel "
-            "ranks: use a divisor of them")
+    require(dp % replicas == 0, f"parallel.replicas = {replicas} does not divide {dp} "
+            "data-parallel ranks: use a divisor of them")
     return make_mesh(
         device.type, pp=parallel.pp, replicas=replicas, dp=dp // replicas, tp=parallel.tp)
 
@@ -99,7 +99,7 @@ def parallelize(
     if mesh.size("pp") > 1:
         pipeline = apply_pipeline(model, mesh, config)
         pipeline.sequence_parts = tensor.sequence_parts
-    data = apply_data_parallel(model, mesh, config, device)
+    data = apply_data_parallel(model, mesh, config, device, pipeline)
     if precision.master is not None and zero == 0:
         return Grid(model, MasterWeights(model), data=data, tensor=tensor, pipeline=pipeline)
     if mesh.num_ranks == 1:
@@ -128,20 +128,21 @@ def make_schedule(parallel: ParallelConfig) -> Callable[[int, int], Schedule]:
 
 
 def apply_data_parallel(
-    model: nn.Module, mesh: Mesh, config: Config, device: torch.device
+    model: nn.Module, mesh: Mesh, config: Config, device: torch.device, pipeline: ParallelModel
 ) -> ParallelModel:
     """Divide the samples over the ranks, and what the stage of ZeRO says."""
     parallel, group = config.parallel, mesh.group("dp")
     precision = PRECISIONS[config.train.precision]
     replicas = mesh.group("replicas") if parallel.replicas > 1 else ALONE
-    hybrid = {"replicas": replicas,
+    common = {"pipeline": pipeline, "replicas": replicas,
               "sync_replicas_every_micro_batch": parallel.sync_replicas_every_micro_batch}
-    when = hybrid | {"sync_every_micro_batch": parallel.sync_every_micro_batch}
+    when = common | {"sync_every_micro_batch": parallel.sync_every_micro_batch}
     if parallel.zero == 3:
         dtypes = {"compute_dtype": precision.activations, "reduce_dtype": precision.reduction}
         if config.train.precision == "fp32":
             dtypes = {}  # those that the model has
-        sharded = apply_fsdp(model, group, device=device, **dtypes, **when)
+        sharded = apply_fsdp(model, group, device=device, **dtypes, **when,
+                             reshard_each_pass=parallel.reshard_each_pass)
         if precision.gradients != precision.activations:
             hold_gradients_in(model, precision.gradients)
         return sharded
@@ -153,7 +154,7 @@ def apply_data_parallel(
     if parallel.zero == 2:
         return apply_zero2(model, group, **when)
     if parallel.zero == 1:
-        return apply_zero1(model, group, **hybrid)
+        return apply_zero1(model, group, **common)
     versions = {
         "naive": apply_naive_data_parallel,
         "hooked": apply_hooked_data_parallel,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from minitron.comm.agreement import ALONE, Group
 from minitron.comm.collectives import all_reduce, broadcast
+from minitron.parallel.interface import Kind
 from minitron.parallel.one_device import OneDevice
 
 
@@ -22,6 +23,7 @@ class DataAxis(OneDevice):
         super().__init__(model)
         self.group, self.replicas = group, replicas
         self.is_last = True  # the micro-batch that is running, of this step
+        self.completes = True  # its gradients: the backward pass that is running is not half of one
         self.hooks: list = []
         self.buffers: list[Tensor] = []  # that follow rank 0's
 
@@ -58,6 +60,15 @@ class DataAxis(OneDevice):
             yield
         finally:
             self.is_last = True
+
+    @contextmanager
+    def around_pass(self, stage: int, kind: Kind, is_last: bool) -> Iterator[None]:
+        """Send gradients in the last backward pass of a stage alone."""
+        self.is_last, self.completes = is_last, kind != "I"
+        try:
+            yield
+        finally:
+            self.is_last = self.completes = True
 
     def mean(self, tensor: Tensor) -> Tensor:
         """The mean of a small tensor, a loss say, over the ranks; without a graph."""

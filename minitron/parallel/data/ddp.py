@@ -119,7 +119,7 @@ class HookedDataParallel(DataParallel):
 
     def collect(self, parameter: nn.Parameter) -> None:
         """Take a complete gradient. A hook's argument is the parameter, not its `.grad`."""
-        if self.is_last:
+        if self.is_last and self.completes:
             self.accept(parameter)
 
     def accept(self, parameter: nn.Parameter) -> None:

@@ -24,6 +24,8 @@ Reference: Rajbhandari et al. 2019, "ZeRO" (sections 5.3 and 7.2.2); Zhao et al.
 FSDP" (section 3). The steps of a unit's life have the names of PyTorch's FSDP2, `fully_shard`.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -36,7 +38,7 @@ from minitron.model.transformer import materialise
 from minitron.parallel.data.ddp import no_gradient
 from minitron.parallel.data.sharded import ShardedDataParallel
 from minitron.parallel.data.units import Unit, root_modules, split_into_units
-from minitron.parallel.interface import Values
+from minitron.parallel.interface import Kind, Values
 
 
 class FullyShardedDataParallel(ShardedDataParallel):
@@ -45,6 +47,7 @@ class FullyShardedDataParallel(ShardedDataParallel):
     A step is that of `DataParallel`, the optimizer one from `shard`; gradients are in the pieces'
     `.grad`. They are reduced after each micro-batch and add up in the shards; without
     `sync_every_micro_batch` they add up whole under `no_sync` and travel once: P elements held.
+    With `reshard_each_pass=False` parameters are gathered once a step, and stay until `finish`.
 
     Every rank starts from rank 0's parameters; those of a model on the meta device, which `device`
     replaces, are NaN until `fill`. What travels and computes has `compute_dtype`, bfloat16 say,
@@ -57,11 +60,12 @@ class FullyShardedDataParallel(ShardedDataParallel):
         self, model: nn.Module, group: dist.ProcessGroup, reshard_after_forward: bool = True,
         sync_every_micro_batch: bool = True, compute_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None, device: torch.device | str | None = None,
-        replicas: Group = ALONE, sync_replicas_every_micro_batch: bool = False,
+        reshard_each_pass: bool = True, replicas: Group = ALONE, **sharding,
     ):
-        super().__init__(
-            model, group, replicas, sync_every_micro_batch, sync_replicas_every_micro_batch)
-        self.reshard_after_forward = reshard_after_forward
+        super().__init__(model, group, replicas, sync_every_micro_batch, **sharding)
+        self.reshard_after_forward = reshard_after_forward and reshard_each_pass
+        self.reshard_after_backward = reshard_each_pass
+        self.stage = 0  # of this rank's, through which a micro-batch passes
         self.active: int | None = None  # the unit whose backward pass is running
         self.reducing: Unit | None = None  # whose gradients are on their way
         self.replaying: Unit | None = None  # gathered for a recomputation alone
@@ -72,10 +76,13 @@ class FullyShardedDataParallel(ShardedDataParallel):
         self.names = {parameter: name for name, parameter in model.named_parameters()}
         values = {p: p.detach() for p in self.names} if have_values else {}
         options = {"device": device, "compute_dtype": compute_dtype, "reduce_dtype": reduce_dtype,
-                   "replicas": replicas}
+                   "replicas": replicas, "apart": set(self.pipeline.shared_parameters())}
         self.units = [Unit(name, parameters, group, **options)
                       for name, parameters in split_into_units(model).items()]
         self.root = self.units[-1]
+        stages = [set(stage) for stage in self.pipeline.stage_parameters()]
+        self.stage_units = [[unit for unit in self.units if stage & unit.parameters]
+                            for stage in stages]
         self.hold([flat for unit in self.units for flat in unit.flats])
         for parameter in self.flat_of if have_values else ():
             self.start_from(parameter, values.pop(parameter))
@@ -160,7 +167,8 @@ class FullyShardedDataParallel(ShardedDataParallel):
     def post_backward(self, index: int) -> None:
         """Free a unit's parameters, and send its gradients."""
         unit = self.units[index]
-        unit.reshard()
+        if self.reshard_after_backward:
+            unit.reshard()
         if unit is not self.root:  # which has gradients to come
             self.reduce(unit)
 
@@ -181,9 +189,11 @@ class FullyShardedDataParallel(ShardedDataParallel):
     def end_backward(self) -> None:
         self.post_backward(self.active)
         self.active = None
-        self.reduce(self.root)
+        if self.root in self.stage_units[self.stage]:
+            self.reduce(self.root)
         self.finish_reduce()
-        self.reshard()
+        if self.reshard_after_backward:
+            self.reshard()
 
     def end_failed_backward(self) -> None:
         """Begin anew if the last backward pass has raised, or a recomputation in it."""
@@ -191,6 +201,20 @@ class FullyShardedDataParallel(ShardedDataParallel):
             self.active = self.replaying = None
             self.finish_reduce()
             self.reshard()
+
+    @contextmanager
+    def around_pass(self, stage: int, kind: Kind, is_last: bool) -> Iterator[None]:
+        """Free a stage's parameters after a forward pass, reduce its gradients after W."""
+        self.stage = stage
+        with super().around_pass(stage, kind, is_last):
+            yield
+            if kind == "F" and self.frees_after_forward():
+                self.reshard()
+            if kind == "W":
+                for unit in reversed(self.stage_units[stage]):
+                    self.reduce(unit)
+                self.finish_reduce()
+        self.stage = 0
 
     def reshard(self) -> None:
         for unit in self.units:

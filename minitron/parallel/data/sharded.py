@@ -18,7 +18,8 @@ from minitron.model.transformer import global_parameters
 from minitron.parallel.clipping import clip_pieces
 from minitron.parallel.data.axis import DataAxis
 from minitron.parallel.flat import FlatShards
-from minitron.parallel.interface import Values
+from minitron.parallel.interface import ParallelModel, Values
+from minitron.parallel.one_device import OneDevice
 
 
 class ShardedDataParallel(DataAxis):
@@ -31,14 +32,17 @@ class ShardedDataParallel(DataAxis):
     `group` divides the state; each of the `replicas` of a rank has the same shard (hybrid
     sharding). With `sync_every_micro_batch` gradients are reduced after each micro-batch, so that
     their sums are sharded, with `sync_replicas_every_micro_batch` over the replicas too. Otherwise
-    they are reduced in the last micro-batch.
+    they are reduced in the last micro-batch. The stages of a `pipeline` have buffers of their own,
+    and so has what two of them share.
     """
 
     def __init__(
         self, model: nn.Module, group: dist.ProcessGroup, replicas: Group = ALONE,
         sync_every_micro_batch: bool = True, sync_replicas_every_micro_batch: bool = False,
+        pipeline: ParallelModel | None = None,
     ):
         super().__init__(model, group, replicas)
+        self.pipeline = pipeline or OneDevice(model)
         self.sync_every_micro_batch = sync_every_micro_batch
         self.sync_replicas_every_micro_batch = sync_replicas_every_micro_batch
         self.used: set[nn.Parameter] = set()  # had a gradient on this rank, since `finish`
@@ -53,7 +57,7 @@ class ShardedDataParallel(DataAxis):
     @property
     def reduces(self) -> bool:
         """Whether the gradients of the running micro-batch are reduced after it."""
-        return self.is_last or self.sync_every_micro_batch
+        return self.completes and (self.is_last or self.sync_every_micro_batch)
 
     @property
     def reduces_over_replicas(self) -> bool:

@@ -1,9 +1,12 @@
 """What fully sharded data parallelism gathers, frees and reduces together: a block, or the rest.
 
-A unit has one flat buffer for each dtype, and one more for what is frozen.
+A unit has one flat buffer for each dtype, one more for what is frozen, and one for what another
+stage of a pipeline has too.
 
 Read in this order: flat.FlatUnit, Unit, split_into_units.
 """
+
+from collections.abc import Collection
 
 import torch.distributed as dist
 from torch import nn
@@ -16,12 +19,17 @@ from minitron.pytorch.spans import span
 class Unit:
     """The flats of one part of the model, and whether their parameters are there."""
 
-    def __init__(self, name: str, parameters: list[nn.Parameter], group: Group, **options):
+    def __init__(
+        self, name: str, parameters: list[nn.Parameter], group: Group,
+        apart: Collection[nn.Parameter] = (), **options,
+    ):
         self.name = name
         kinds: dict[tuple, list[nn.Parameter]] = {}
         for parameter in parameters:
-            kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
+            kind = parameter.dtype, parameter.requires_grad, parameter in apart
+            kinds.setdefault(kind, []).append(parameter)
         self.flats = [FlatUnit(alike, group, **options) for alike in kinds.values()]
+        self.parameters = set(parameters)
         self.trainable = [flat for flat in self.flats if flat.is_trainable]
         self.gathers: list[dist.Work] | None = None  # None: sharded
         for flat in self.flats:

@@ -29,11 +29,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minitron.comm.agreement import ALONE, Group
 from minitron.parallel.data.buckets import share_out
 from minitron.parallel.data.ddp import BUCKET_BYTES, no_gradient
 from minitron.parallel.data.sharded import ShardedDataParallel
 from minitron.parallel.flat import FlatShards
+from minitron.parallel.interface import Kind
 from minitron.pytorch.spans import span
 
 
@@ -96,25 +96,42 @@ class Zero1(ShardedDataParallel):
 
     def __init__(
         self, model: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = BUCKET_BYTES,
-        find_unused_parameters: bool = False, replicas: Group = ALONE,
-        sync_every_micro_batch: bool = False, sync_replicas_every_micro_batch: bool = False,
+        find_unused_parameters: bool = False, sync_every_micro_batch: bool = False, **options,
     ):
-        super().__init__(
-            model, group, replicas, sync_every_micro_batch, sync_replicas_every_micro_batch)
+        super().__init__(model, group, sync_every_micro_batch=sync_every_micro_batch, **options)
         self.find_unused_parameters = find_unused_parameters
         self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         if not self.names:
             raise ValueError("the model has 0 trainable parameters: requires_grad_(True) some")
-        if group.size() * replicas.size() > 1:
+        if self.data_part[1] > 1:
             self.start_alike()
-        buckets = share_out(self.names, bucket_bytes)
-        self.hold([FlatShards(bucket, group, replicas) for bucket in buckets])
-        self.queue = BucketQueue(
-            self.flats, self.most_on_their_way,
-            lambda bucket: bucket.finish_reduce(self.reduces_over_replicas))
+        self.queues = [self.make_queue(stage, bucket_bytes)
+                       for stage in self.pipeline.stage_parameters()]
+        self.queue_of = {p: queue for queue in self.queues for p in queue.bucket_of}
+        self.hold([bucket for queue in self.queues for bucket in queue.buckets])
         self.hooks = [p.register_post_accumulate_grad_hook(self.collect) for p in self.names]
 
+    def make_queue(self, stage: list[nn.Parameter], bucket_bytes: int) -> BucketQueue:
+        """The buckets of one stage of the pipeline; what another stage has too is one alone."""
+        shared = [p for p in self.pipeline.shared_parameters() if p in self.names]
+        own = [p for p in stage if p in self.names and p not in set(shared)]
+        buckets = share_out(own, bucket_bytes) + [[p] for p in shared if p in set(stage)]
+        return BucketQueue(
+            [FlatShards(bucket, self.group, self.replicas) for bucket in buckets],
+            self.most_on_their_way,
+            lambda bucket: bucket.finish_reduce(self.reduces_over_replicas))
+
     # Gradients
+
+    @contextmanager
+    def around_pass(self, stage: int, kind: Kind, is_last: bool) -> Iterator[None]:
+        """Reduce a stage's gradients in the pass that completes them, or in the last of a step."""
+        with super().around_pass(stage, kind, is_last):
+            yield
+            if kind in ("B", "W") and self.reduces:
+                self.send_rest(self.queues[stage])
+                if not is_last:
+                    self.queues[stage].wait()
 
     def collect(self, parameter: nn.Parameter) -> None:
         """Take a gradient that is complete."""
@@ -123,22 +140,28 @@ class Zero1(ShardedDataParallel):
 
     def accept(self, parameter: nn.Parameter) -> None:
         """Move one more gradient into its bucket, and send the buckets whose turn has come."""
-        if parameter in self.queue.ready:
+        queue = self.queue_of[parameter]
+        if parameter in queue.ready:
             raise ValueError(
                 f"{self.names[parameter]}: a second gradient before finish(): run every backward "
                 "pass of a step but the last under no_sync()"
             )
         if parameter.grad is not None:
             self.used.add(parameter)
-        self.queue.accept(parameter)
+        queue.accept(parameter)
+
+    def send_rest(self, queue: BucketQueue) -> None:
+        """Start to reduce what is not on its way yet."""
+        for bucket in queue.buckets:
+            for parameter in bucket.parameters:
+                if parameter not in queue.ready:
+                    self.accept(parameter)
 
     def reduce(self) -> None:
         """Reduce what is not on its way yet, and wait for everything."""
-        for bucket in self.queue.buckets:
-            for parameter in bucket.parameters:
-                if parameter not in self.queue.ready:
-                    self.accept(parameter)
-        self.queue.wait()
+        for queue in self.queues:
+            self.send_rest(queue)
+            queue.wait()
 
     def finish(self) -> None:
         """Leave in every piece's `.grad` the mean over the ranks; call it after the last backward.
@@ -158,8 +181,10 @@ class Zero1(ShardedDataParallel):
         self.used.clear()
 
     def discard(self) -> None:
-        if self.queue.ready:  # some are on their way: the other ranks wait for the rest of them
-            self.reduce()
+        for queue in self.queues:
+            if queue.ready:  # some are on their way: the other ranks wait for the rest of them
+                self.send_rest(queue)
+                queue.wait()
         super().discard()
 
     def unused_on_all_ranks(self, used: dict[nn.Parameter, bool]) -> set[nn.Parameter]:
