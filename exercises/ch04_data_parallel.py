@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minitron.parallel.data import ddp
+from minitron.parallel.data import buckets
 
 
 class Given:
@@ -70,7 +70,7 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
     raise NotImplementedError("Exercise 4.1 - Naive averaging.  Hint: minitron hint 4.1")
 
 
-# Exercise 4.2 | Fill the buckets | 10 min | difficulty 1 | replaces minitron.parallel.data.ddp
+# Exercise 4.2 | Fill the buckets | 10 min | difficulty 1 | replaces minitron.parallel.data.buckets
 # Train with yours on 2 ranks
 def assign_buckets(sizes: list[int], bucket_bytes: int) -> list[list[int]]:
     """Share out the gradients among buckets, in the order in which backward() finishes them.
@@ -161,7 +161,7 @@ class BucketedDataParallel(Given):
         super().__init__(model, group, find_unused_parameters)
         parameters = [p for p in model.parameters() if p.requires_grad]
         sizes = [p.numel() * p.element_size() for p in parameters]
-        plan = ddp.assign_buckets(sizes, bucket_bytes)
+        plan = buckets.assign_buckets(sizes, bucket_bytes)
         self.buckets = [[parameters[index] for index in indices] for indices in plan]
         raise NotImplementedError("Exercise 4.4 - Buckets.  Hint: minitron hint 4.4")
 

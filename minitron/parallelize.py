@@ -18,8 +18,9 @@ from functools import partial
 import torch
 from torch import nn
 
+from minitron.comm.agreement import ALONE
 from minitron.comm.mesh import Mesh, OneRankMesh, make_mesh
-from minitron.config import Config, ParallelConfig
+from minitron.config import Config, ParallelConfig, require
 from minitron.model.recompute import RECOMPUTE_POLICIES
 from minitron.model.transformer import Transformer, initial_value, materialise
 from minitron.parallel.data.ddp import (
@@ -59,8 +60,13 @@ def lay_out(
     """
     if num_ranks == 1:
         return OneRankMesh()
-    dp = num_ranks // (parallel.pp * parallel.tp)
-    return make_mesh(device.type, pp=parallel.pp, dp=dp, tp=parallel.tp)
+    dp, replicas = num_ranks // (parallel.pp * parallel.tp), parallel.replicas
+    if replicas == 1:
+        return make_mesh(device.type, pp=parallel.pp, dp=dp, tp=parallel.tp)
+    require(dp % replicas == 0, f"parallel.replicas = {replicas} does not divide {dp} "
+            "data-parallel ranks: use a divisor of them")
+    return make_mesh(
+        device.type, pp=parallel.pp, replicas=replicas, dp=dp // replicas, tp=parallel.tp)
 
 
 def build(
@@ -86,7 +92,7 @@ def parallelize(
     `device` is where a model on the meta device shall train: its weights are NaN until `fill`.
     """
     if mesh.num_ranks == 1:  # which has nothing to share out
-        config = replace(config, parallel=replace(config.parallel, zero=0))
+        config = replace(config, parallel=ParallelConfig())
     precision, zero = PRECISIONS[config.train.precision], config.parallel.zero
     tensor = pipeline = OneDevice(model)
     apply_precision(model, precision, is_sharded=zero == 3)
@@ -97,7 +103,7 @@ def parallelize(
     if mesh.size("pp") > 1:
         pipeline = apply_pipeline(model, mesh, config)
         pipeline.sequence_parts = tensor.sequence_parts
-    data = apply_data_parallel(model, mesh, config, device)
+    data = apply_data_parallel(model, mesh, config, device, pipeline)
     if precision.master is not None and zero == 0:
         return Grid(model, MasterWeights(model), data=data, tensor=tensor, pipeline=pipeline)
     if mesh.num_ranks == 1:
@@ -126,17 +132,21 @@ def make_schedule(parallel: ParallelConfig) -> Callable[[int, int], Schedule]:
 
 
 def apply_data_parallel(
-    model: nn.Module, mesh: Mesh, config: Config, device: torch.device
+    model: nn.Module, mesh: Mesh, config: Config, device: torch.device, pipeline: ParallelModel
 ) -> ParallelModel:
     """Divide the samples over the ranks, and what the stage of ZeRO says."""
     parallel, group = config.parallel, mesh.group("dp")
     precision = PRECISIONS[config.train.precision]
-    when = {"sync_every_micro_batch": parallel.sync_every_micro_batch}
+    replicas = mesh.group("replicas") if parallel.replicas > 1 else ALONE
+    common = {"pipeline": pipeline, "replicas": replicas,
+              "sync_replicas_every_micro_batch": parallel.sync_replicas_every_micro_batch}
+    when = common | {"sync_every_micro_batch": parallel.sync_every_micro_batch}
     if parallel.zero == 3:
         dtypes = {"compute_dtype": precision.activations, "reduce_dtype": precision.reduction}
         if config.train.precision == "fp32":
             dtypes = {}  # those that the model has
-        sharded = apply_fsdp(model, group, device=device, **dtypes, **when)
+        sharded = apply_fsdp(model, group, device=device, **dtypes, **when,
+                             reshard_each_pass=parallel.reshard_each_pass)
         if precision.gradients != precision.activations:
             hold_gradients_in(model, precision.gradients)
         return sharded
@@ -148,7 +158,7 @@ def apply_data_parallel(
     if parallel.zero == 2:
         return apply_zero2(model, group, **when)
     if parallel.zero == 1:
-        return apply_zero1(model, group)
+        return apply_zero1(model, group, **common)
     versions = {
         "naive": apply_naive_data_parallel,
         "hooked": apply_hooked_data_parallel,

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minitron.parallel.data import ddp
+from minitron.parallel.data import buckets
 
 
 class Given:
@@ -77,7 +77,7 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
     ### END SOLUTION
 
 
-# Exercise 4.2 | Fill the buckets | 10 min | difficulty 1 | replaces minitron.parallel.data.ddp
+# Exercise 4.2 | Fill the buckets | 10 min | difficulty 1 | replaces minitron.parallel.data.buckets
 # Train with yours on 2 ranks
 def assign_buckets(sizes: list[int], bucket_bytes: int) -> list[list[int]]:
     """Share out the gradients among buckets, in the order in which backward() finishes them.
@@ -193,7 +193,7 @@ class BucketedDataParallel(Given):
         super().__init__(model, group, find_unused_parameters)
         parameters = [p for p in model.parameters() if p.requires_grad]
         sizes = [p.numel() * p.element_size() for p in parameters]
-        plan = ddp.assign_buckets(sizes, bucket_bytes)
+        plan = buckets.assign_buckets(sizes, bucket_bytes)
         self.buckets = [[parameters[index] for index in indices] for indices in plan]
         ### BEGIN SOLUTION
         self._start_over()

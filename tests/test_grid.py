@@ -99,8 +99,8 @@ IN_STAGES = Case(2, 1, 2, "gpt", "zero1", False, "none", "1f1b", "2 pp")
 CUT = Case(1, 2, 2, "llama", "bucketed", True, "none", "1f1b", "2 pp")
 MUTANTS = [
     (IN_STAGES, Grid, "num_copies", lambda *_: 1),  # a tied embedding counts twice in the norm
-    (IN_STAGES, PipelineParallel, "sum_tied_gradients", lambda *_: None),
-    (IN_STAGES, Zero1, "unshard_parameters", lambda *_: None),
+    (IN_STAGES, PipelineParallel, "sum_partial_gradients", lambda *_: None),
+    (IN_STAGES, Zero1, "copy_to_parameters", lambda *_: None),
     (CUT, Grid, "num_copies", lambda *_: 1),  # so does a norm's weight
 ]
 

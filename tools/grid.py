@@ -50,6 +50,7 @@ DATA = {
     "zero2 once a step": {"zero": 2, "sync_every_micro_batch": False},
     "zero3": {"zero": 3},
     "zero3 once a step": {"zero": 3, "sync_every_micro_batch": False},
+    "zero3 kept": {"zero": 3, "reshard_each_pass": False},
 }
 RECOMPUTE = "none", "full", "selective", "sqrt"
 SCHEDULES = "1f1b", "gpipe", "interleaved", "zero-bubble"
@@ -100,8 +101,6 @@ def why_refused(case: Case) -> str | None:
     reasons = {
         "it divides what tensor parallelism leaves whole": case.sequence and case.tp == 1,
         "there is no pipeline": case.schedule != "1f1b" and case.pp == 1,
-        "would gather every stage's weights again": case.data.startswith("zero3") and case.pp > 1,
-        "gradients are whole until all micro-batches": case.data == "zero2" and case.pp > 1,
         "micro-batches a step":
             case.schedule == "interleaved" and case.num_micro_batches % case.pp > 0,
     }

@@ -60,10 +60,11 @@ from minitron.proof.oracle import (
 
 # %%
 from minitron.model.transformer import Transformer, initialise
+from minitron.parallel.clipping import clip_pieces
 from minitron.parallel.data.ddp import apply_bucketed_data_parallel
 from minitron.parallel.data.fsdp import FullyShardedDataParallel, Unit, apply_fsdp
-from minitron.parallel.data.shards import Bucket, clip_pieces
 from minitron.parallel.data.zero import Zero1, apply_zero1, apply_zero2
+from minitron.parallel.flat import FlatShards
 
 torch.set_num_threads(1)
 MB, GB, TB = 1e6, 1e9, 1e12
@@ -609,8 +610,8 @@ except RankError as error:
 # line frees them?
 
 # %%
-print(inspect.getsource(Bucket.start_reduce))
-print(inspect.getsource(Bucket.finish_reduce))
+print(inspect.getsource(FlatShards.start_reduce))
+print(inspect.getsource(FlatShards.finish_reduce))
 
 # %% [markdown]
 # Stage 3 puts hooks on the model. Each block is a **unit**: its parameters are gathered together.

@@ -67,7 +67,7 @@ from minitron.model.transformer import Transformer, initialise
 from minitron.parallel.grid import Grid
 from minitron.parallel.parts import boxes_of
 from minitron.parallel.pipeline.stages import apply_pipeline_parallel
-from minitron.parallel.data.shards import clip_pieces
+from minitron.parallel.clipping import clip_pieces
 from minitron.parallel.tensor.layers import apply_tensor_parallel
 from minitron.parallel.data.zero import apply_zero1
 

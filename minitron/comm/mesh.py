@@ -1,4 +1,4 @@
-"""Name the axes along which ranks are laid out: dp, pp, cp, tp, ep.
+"""Name the axes along which ranks are laid out: dp, pp, cp, tp, ep, and replicas of a sharded dp.
 
     mesh = make_mesh("cuda", dp=2, tp=4)    # 8 ranks; rank 5 is (dp 1, tp 1)
     mesh.group("tp"), mesh.rank("tp"), mesh.size("tp")
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from minitron.comm.agreement import ALONE, OneRank
 from minitron.config import require
 
-AXES = ("dp", "pp", "cp", "tp", "ep")
+AXES = ("dp", "replicas", "pp", "cp", "tp", "ep")
 
 
 @dataclass(frozen=True)

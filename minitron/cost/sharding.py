@@ -141,6 +141,20 @@ def step_collectives(
     )
 
 
+def replica_volume(
+    num_elements: int, element_size: int, num_shards: int, num_replicas: int, rank: int,
+    num_reductions: int = 1,
+) -> Volume:
+    """What hybrid sharding sends beside `zero_volume` within a replica, per step.
+
+    Each shard's gradient is all-reduced over the replicas `num_reductions` times: once, or after
+    each micro-batch. `rank` counts the replicas. Reference: Zhao et al. 2023 (section 3.2.2).
+    """
+    shard = num_elements // num_shards
+    once = ring_all_reduce_volume(shard, element_size, num_replicas, rank)
+    return Volume(num_reductions * once.sent, num_reductions * once.received)
+
+
 def hybrid_volume(
     num_elements: int, gathered_size: int, reduced_size: int, grid: tuple[int, int],
     place: tuple[int, int], calls: StepCollectives,
@@ -155,9 +169,10 @@ def hybrid_volume(
     (num_replicas, num_shards), (replica, shard) = grid, place
     gather = ring_all_gather_volume(num_elements, gathered_size, num_shards, shard)
     scatter = ring_reduce_scatter_volume(num_elements, reduced_size, num_shards, shard)
-    reduce = ring_all_reduce_volume(num_elements // num_shards, reduced_size, num_replicas, replica)
+    reduced = replica_volume(
+        num_elements, reduced_size, num_shards, num_replicas, replica, calls.all_reduces)
     return {
         "shards": Volume(*(calls.all_gathers * gathered + calls.reduce_scatters * scattered
                            for gathered, scattered in zip(gather, scatter, strict=True))),
-        "replicas": Volume(*(calls.all_reduces * each for each in reduce)),
+        "replicas": reduced,
     }

@@ -11,7 +11,7 @@ Read in this order: Grid, from forward_backward to clip; then how the blocks are
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from math import prod
 
 import torch
@@ -39,6 +39,7 @@ class Grid(OneDevice):
         self.data, self.tensor, self.pipeline = self.axes = [
             axes.pop(name, alone) for name in ("data", "tensor", "pipeline")]
         assert not axes, f"no such axes: {list(axes)}"
+        self.pipeline.tell_passes(self.data)
         self.masters = masters
         self.device = next(model.parameters()).device
 
@@ -49,10 +50,6 @@ class Grid(OneDevice):
     @property
     def sequence_parts(self) -> int:
         return self.tensor.sequence_parts
-
-    @property
-    def overlaps(self) -> bool:
-        return self.pipeline.overlaps
 
     def require_runnable(self, num_micro_batches: int) -> None:
         for axis in self.axes:
@@ -73,8 +70,7 @@ class Grid(OneDevice):
         self, accumulate: Accumulate, micro_batches: MicroBatches, divisor: Tensor,
         sum_loss: SumLoss,
     ) -> Tensor:
-        with self.data.no_sync() if self.overlaps else nullcontext():
-            return self.pipeline.forward_backward(accumulate, micro_batches, divisor, sum_loss)
+        return self.pipeline.forward_backward(accumulate, micro_batches, divisor, sum_loss)
 
     def summed_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         return self.tensor.summed_loss(logits, targets)

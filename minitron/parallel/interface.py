@@ -23,6 +23,7 @@ Read in this order: ParallelModel, from `data_part` to `shard`; then what the gr
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,8 @@ Accumulate = Callable[[MicroBatches, Tensor, SumLoss], Tensor]
 """Forward and backward of micro-batches whose layers are all on this rank (`step`)."""
 Values = Callable[[str, torch.Size], Tensor]
 """A parameter's full value, by its global name and full shape."""
+Kind = Literal["F", "B", "I", "W"]
+"""Of a pass: forward, backward; or a backward pass in two, for the inputs and for the weights."""
 
 
 class ParallelModel(ABC):
@@ -70,11 +73,6 @@ class ParallelModel(ABC):
 
         Each alone, or all together where they overlap in a pipeline.
         """
-
-    @property
-    @abstractmethod
-    def overlaps(self) -> bool:
-        """Whether the micro-batches of a round overlap, so that gradients are complete after it."""
 
     @abstractmethod
     def no_sync(self) -> AbstractContextManager:
@@ -167,6 +165,28 @@ class ParallelModel(ABC):
         """Bring what the optimizer updates into the model, after it has been loaded."""
 
     # What the grid asks of each axis
+
+    @abstractmethod
+    def tell_passes(self, data: "ParallelModel") -> None:
+        """Let every pass of a micro-batch through a stage run in `data.around_pass`."""
+
+    @abstractmethod
+    def around_pass(self, stage: int, kind: Kind, is_last: bool) -> AbstractContextManager:
+        """The context of a pass of one micro-batch through this rank's stage number `stage`.
+
+        With `is_last` the stage's gradients are those of the whole step after it.
+        """
+
+    @abstractmethod
+    def stage_parameters(self) -> list[list[nn.Parameter]]:
+        """The parameters of each of this rank's stages, in the order of the forward pass."""
+
+    @abstractmethod
+    def shared_parameters(self) -> list[nn.Parameter]:
+        """Those that another stage's rank has too, each with a part of the gradient.
+
+        Whoever divides them must do it alike on both: each in a flat buffer of its own.
+        """
 
     @abstractmethod
     def norm_groups(self) -> list:

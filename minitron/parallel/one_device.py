@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from minitron.model.transformer import fill, global_parameters
 from minitron.parallel.interface import (
     Accumulate,
+    Kind,
     MicroBatches,
     ParallelModel,
     SumLoss,
@@ -37,7 +38,6 @@ class OneDevice(ParallelModel):
 
     data_part = (0, 1)
     sequence_parts = 1
-    overlaps = False
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -123,6 +123,18 @@ class OneDevice(ParallelModel):
         pass
 
     # What the grid asks of each axis
+
+    def tell_passes(self, data: ParallelModel) -> None:
+        pass
+
+    def around_pass(self, stage: int, kind: Kind, is_last: bool) -> AbstractContextManager:
+        return nullcontext()
+
+    def stage_parameters(self) -> list[list[nn.Parameter]]:
+        return [list(self.model.parameters())]
+
+    def shared_parameters(self) -> list[nn.Parameter]:
+        return []
 
     def norm_groups(self) -> list:
         return []

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from minitron.pytorch.private import is_profiling
 
 TECHNIQUES = {"dp": "data parallel", "tp": "tensor parallel", "pp": "pipeline",
-              "cp": "context parallel", "ep": "expert parallel"}
+              "replicas": "replicas", "cp": "context parallel", "ep": "expert parallel"}
 NOTHING = nullcontext()
 
 

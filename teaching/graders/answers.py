@@ -20,10 +20,11 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "4.4": ("minitron.parallel.data.ddp:DataParallel",),
     "5.3": ("minitron.cost:ring_reduce_scatter_volume", "minitron.cost:ring_all_gather_volume"),
     "5.4": ("minitron.cost:fit_link",),
-    "6.2": ("minitron.parallel.data.zero:Zero1", "minitron.parallel.data.zero:Zero2"),
-    "6.3": ("minitron.parallel.data.zero:Zero1", "minitron.parallel.data.zero:Zero2"),
+    **dict.fromkeys(("6.2", "6.3"), (
+        "minitron.parallel.data.zero:Zero1", "minitron.parallel.data.zero:Zero2",
+        "minitron.parallel.flat:FlatShards")),
     "6.4": ("minitron.parallel.data.fsdp:FullyShardedDataParallel",
-            "minitron.parallel.data.units:Unit"),
+            "minitron.parallel.data.units:Unit", "minitron.parallel.flat:FlatUnit"),
     "7.2": ("minitron.parallel.tensor.layers:RowParallelLinear",),
     "9.1": tuple(f"minitron.parallel.pipeline.schedules:{name}" for name in (
         "alternate", "sequential", "interleaved", "zero_bubble", "zero_bubble_h2",

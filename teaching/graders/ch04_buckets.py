@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from minitron.measure.meter import Meter
-from minitron.parallel.data.ddp import assign_buckets
+from minitron.parallel.data.buckets import assign_buckets
 from teaching.graders import asked, expect
 from teaching.graders.ch04_overlap import (
     Step,

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from minitron.parallel.data.ddp import assign_buckets
+from minitron.parallel.data.buckets import assign_buckets
 from teaching.graders import Mistake, asked, expect
 from teaching.graders.ch04_toy import Rows
 from teaching.graders.ch06_toy import (

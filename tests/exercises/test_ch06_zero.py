@@ -11,7 +11,7 @@ from torch import nn
 
 from minitron.comm.collectives import all_gather_single, reduce_scatter_single
 from minitron.launch import run
-from minitron.parallel.data import shards
+from minitron.parallel import flat
 from teaching.exercises import ROOT, load
 from teaching.graders.ch06_toy import Held, ShardWire, cut, storage_bytes
 from teaching.graders.ch06_zero import right_ranges
@@ -78,7 +78,7 @@ def test_the_examples_on_two_ranks_are_true():
 
 
 def test_the_packages_ranges_pass_the_grader():
-    verdict = CHAPTER.grade("owned_ranges", shards.owned_ranges)
+    verdict = CHAPTER.grade("owned_ranges", flat.owned_ranges)
     assert verdict.state == "passed", verdict
 
 

@@ -14,7 +14,7 @@ from minitron.config import ModelConfig
 from minitron.cost import num_parameters
 from minitron.launch import RankError, run
 from minitron.launch.rank_process import Failure
-from minitron.parallel.data.shards import owned_ranges
+from minitron.parallel.flat import owned_ranges
 from teaching.exercises import ROOT, load
 from teaching.graders import (
     Mistake,

@@ -12,8 +12,10 @@ from unittest.mock import patch
 import pytest
 from torch import nn
 
+from minitron.comm.agreement import ALONE
 from minitron.launch import run
 from minitron.parallel.data import ddp, fsdp, zero
+from minitron.parallel.data.buckets import share_out
 from minitron.parallel.data.ddp import (
     HookedDataParallel,
     apply_bucketed_data_parallel,
@@ -21,9 +23,9 @@ from minitron.parallel.data.ddp import (
     apply_naive_data_parallel,
 )
 from minitron.parallel.data.fsdp import apply_fsdp
-from minitron.parallel.data.shards import share_out
 from minitron.parallel.data.units import split_into_units
 from minitron.parallel.data.zero import Zero2, apply_zero1, apply_zero2
+from minitron.parallel.one_device import OneDevice
 from minitron.proof.difference import first_difference
 from minitron.proof.oracle import sample_batches, trainings
 
@@ -101,16 +103,16 @@ class SentWhenFull(HookedDataParallel):
 
 class ReducedWhenFull(Zero2):
     def accept(self, parameter):
-        self.ready.add(parameter)
+        self.queue.ready.add(parameter)
         self.used.add(parameter)
-        bucket = self.bucket_of[parameter]
+        bucket = self.flat_of[parameter]
         bucket.take(parameter)
-        if self.ready.issuperset(bucket.parameters):
+        if self.queue.ready.issuperset(bucket.parameters):
             bucket.start_reduce()
             bucket.finish_reduce()
 
     def reduce(self):
-        self.ready = set()
+        self.queue.start_over()
 
 
 def other_buckets_on_rank_1(group):
@@ -163,7 +165,7 @@ def records():
 
 @pytest.fixture(scope="module")
 def reference():
-    return trainings(None, lambda model, group: None, EitherOrder, batches(), 1)
+    return trainings(ALONE, lambda model, group: OneDevice(model), EitherOrder, batches(), 1)
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2])

@@ -15,13 +15,13 @@ from minitron.comm.agreement import ALONE
 from minitron.comm.mesh import make_mesh
 from minitron.launch import run
 from minitron.model.recompute import apply_full_recompute, apply_selective_recompute
+from minitron.parallel.clipping import clip_pieces
 from minitron.parallel.data.ddp import (
     apply_bucketed_data_parallel,
     apply_hooked_data_parallel,
     apply_naive_data_parallel,
 )
 from minitron.parallel.data.fsdp import apply_fsdp
-from minitron.parallel.data.shards import clip_pieces
 from minitron.parallel.data.zero import apply_zero1, apply_zero2
 from minitron.parallel.grid import Grid
 from minitron.parallel.one_device import OneDevice

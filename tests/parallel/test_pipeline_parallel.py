@@ -269,7 +269,7 @@ MUTANTS = {
     "mean of means": (
         UNEVEN, patch.object(PipelineParallel, "run", mean_of_means), "model: loss"),
     "tied gradients not exchanged": (
-        EVEN, patch.object(PipelineParallel, "sum_tied_gradients", not_done),
+        EVEN, patch.object(PipelineParallel, "sum_partial_gradients", not_done),
         "token_embedding.weight: gradient not proportional to that of one process on all ranks"),
     "gradient of the last micro-batch lost": (
         EVEN, patch.object(Passage, "send", last_gradient_zeroed),

@@ -89,7 +89,7 @@ def test_each_boundary_sees_one_message_a_micro_batch_each_way(name):
                if call.op == "broadcast") == 4 * (num_ranks - 1)
 
 
-def test_a_tied_embedding_is_exchanged_once_and_sent_once_after_the_optimizer():
+def test_a_tied_embedding_is_exchanged_once_and_stays_the_same():
     done = run(calls_of_a_step, 3, gpt, one_forward_one_backward)
     size = 4 * V * D
     for rank, (calls, update, _) in enumerate(done):
@@ -99,8 +99,7 @@ def test_a_tied_embedding_is_exchanged_once_and_sent_once_after_the_optimizer():
         num_messages = M * (4 if rank == 1 else 2)
         assert sum(call.payload == MESSAGE for call in calls) == num_messages
         assert len(calls) == len(found) + num_messages + 1  # the loss
-        assert [(call.op, call.peer, call.payload) for call in update] == [
-            [("send", 2, size)], [], [("recv", 0, size)]][rank]
+        assert update == []  # the same sum makes the same update
     (weight, grad), (other_weight, other_grad) = done[0][2], done[2][2]
     assert torch.equal(weight, other_weight) and torch.equal(grad, other_grad)
 

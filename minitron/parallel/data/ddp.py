@@ -18,17 +18,16 @@ Read in this order: average_gradients, DataParallel, HookedDataParallel, Buckete
 Reference: Li et al. 2020, "PyTorch Distributed" (section 3.2: the three versions and `no_sync`).
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from minitron.comm.collectives import all_reduce, broadcast
 from minitron.cost.sharding import BUCKET_BYTES
-from minitron.parallel.one_device import OneDevice
-from minitron.precision import gradient_dtype, zero_gradient
+from minitron.parallel.data.axis import DataAxis
+from minitron.parallel.data.buckets import alike_together, assign_buckets, by_last
+from minitron.parallel.flat import FlatGradients
+from minitron.precision import zero_gradient
 from minitron.pytorch.private import host_value
 
 FIRST_BUCKET_BYTES = 2**20  # small, so that the network starts early
@@ -47,7 +46,7 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
             all_reduce(parameter.grad, group)
 
 
-class DataParallel(OneDevice):
+class DataParallel(DataAxis):
     """The naive version: communicate after the backward pass. A step with this or the others:
 
         with parallel.no_sync():              # every micro-batch of this rank but the last
@@ -64,26 +63,12 @@ class DataParallel(OneDevice):
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, find_unused_parameters=False):
-        super().__init__(model)
-        self.group = group
+        super().__init__(model, group)
         self.find_unused_parameters = find_unused_parameters
-        self.synchronising = True
-        self.hooks: list = []
         self.names: dict[nn.Parameter, str] = {}  # what is averaged; a tied weight is there once
-        self.buffers: list[Tensor] = []
         if group.size() > 1:
             self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
-            # Running statistics; a constant table is not in the state, and equal on all ranks.
-            state = model.state_dict()
-            self.buffers = [buffer for name, buffer in model.named_buffers()
-                            if name in state and buffer.is_floating_point()]
-            for tensor in [*model.parameters(), *model.buffers()]:
-                broadcast(tensor.detach(), 0, group)
-
-    @property
-    def data_part(self) -> tuple[int, int]:
-        """This rank's part of every global batch."""
-        return self.group.rank(), self.group.size()
+            self.start_alike()
 
     def finish(self) -> None:
         """Leave in every `.grad` the mean over the ranks; call it after the last backward pass.
@@ -107,34 +92,12 @@ class DataParallel(OneDevice):
             for parameter, count in zip(self.names, counts, strict=True):
                 parameter.grad = parameter.grad if count else None
         # Here, not in the forward pass: every rank gets here, also without a micro-batch.
-        for buffer in self.buffers:
-            broadcast(buffer, 0, self.group)
+        self.copy_buffers()
 
     def average(self) -> None:
         """Average the gradients of all parameters in `names`."""
         if self.names:
             average_gradients(self.model, self.group)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Let gradients add up on this rank; the next backward pass outside sends their sum."""
-        self.synchronising = False
-        try:
-            yield
-        finally:
-            self.synchronising = True
-
-    def mean(self, tensor: Tensor) -> Tensor:
-        """The mean of a small tensor, a loss say, over the ranks; without a graph."""
-        total = tensor.detach().clone()
-        if self.group.size() > 1:
-            all_reduce(total, self.group)
-        return total / self.group.size()
-
-    def remove(self) -> None:
-        """Take the hooks off the model."""
-        for hook in self.hooks:
-            hook.remove()
 
 
 class HookedDataParallel(DataParallel):
@@ -156,7 +119,7 @@ class HookedDataParallel(DataParallel):
 
     def collect(self, parameter: nn.Parameter) -> None:
         """Take a complete gradient. A hook's argument is the parameter, not its `.grad`."""
-        if self.synchronising:
+        if self.is_last and self.completes:
             self.accept(parameter)
 
     def accept(self, parameter: nn.Parameter) -> None:
@@ -213,20 +176,11 @@ class BucketedDataParallel(HookedDataParallel):
 
     def make_buckets(self, parameters: list[nn.Parameter]) -> None:
         """Lay out the buckets, one dtype and device each, in the order in which they fill up."""
-        kinds: dict[tuple, list[nn.Parameter]] = {}
-        for parameter in parameters:
-            kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-        buckets = [bucket for alike in kinds.values() for bucket in self.share_out(alike)]
-        place = {parameter: index for index, parameter in enumerate(parameters)}
-        self.buckets = sorted(buckets, key=lambda bucket: -place[bucket[-1]])
-
-        self.flat: list[Tensor] = []
-        self.views: dict[nn.Parameter, Tensor] = {}
-        for bucket in self.buckets:
-            sizes = [parameter.numel() for parameter in bucket]
-            self.flat.append(bucket[0].new_empty(sum(sizes), dtype=gradient_dtype(bucket[0])))
-            for parameter, part in zip(bucket, self.flat[-1].split(sizes), strict=True):
-                self.views[parameter] = part.view_as(parameter)
+        buckets = [bucket for alike in alike_together(parameters)
+                   for bucket in self.share_out(alike)]
+        self.buckets = by_last(buckets, parameters)
+        self.flats = [FlatGradients(bucket, self.group) for bucket in self.buckets]
+        self.flat_of = {p: flat for flat in self.flats for p in flat.parameters}
 
     def share_out(self, parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
         sizes = [parameter.nbytes for parameter in parameters]
@@ -236,17 +190,16 @@ class BucketedDataParallel(HookedDataParallel):
 
     def collect(self, parameter: nn.Parameter) -> None:
         super().collect(parameter)
-        view = self.views[parameter]
+        view = self.flat_of[parameter].grad_views[parameter]
         if parameter.grad is not None and parameter.grad is not view:
             parameter.grad = view.copy_(parameter.grad)  # hold no gradient beside its bucket
 
     def prepare(self, parameter: nn.Parameter) -> None:
         """Bring the gradient into its bucket, divided by N."""
-        view = self.views[parameter]
-        parameter.grad = torch.mul(parameter.grad, 1 / self.group.size(), out=view)
+        self.flat_of[parameter].take(parameter)
 
     def send(self, index: int) -> dist.Work:
-        return all_reduce(self.flat[index], self.group, async_op=True)
+        return self.flats[index].start_reduce()
 
     def average(self) -> None:
         ready = self.ready
@@ -264,8 +217,8 @@ class BucketedDataParallel(HookedDataParallel):
         ready = [parameters[index] for index in host_value(agreed, when_fake=own_order)]
 
         self.make_buckets(ready[::-1])
-        for parameter, view in self.views.items():
-            parameter.grad = view.copy_(parameter.grad)
+        for parameter, flat in self.flat_of.items():
+            parameter.grad = flat.grad_views[parameter].copy_(parameter.grad)
         self.rebuilt = True
 
 
@@ -273,22 +226,6 @@ def no_gradient(missing: list[str], num_parameters: int, rank: int) -> str:
     names = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
     return (f"rank {rank}: no gradient for {len(missing)} of {num_parameters} parameters "
             f"({names}): freeze what is never used by requires_grad_(False)")
-
-
-def assign_buckets(sizes: list[int], bucket_bytes: int) -> list[list[int]]:
-    """Share out gradients of `sizes` bytes, the last one first, among buckets of `bucket_bytes`.
-
-    A gradient that no longer fits into the open bucket opens the next; a larger one has its own.
-    """
-    buckets: list[list[int]] = []
-    held = 0
-    for index in reversed(range(len(sizes))):
-        if not buckets or held + sizes[index] > bucket_bytes:
-            buckets.append([])
-            held = 0
-        buckets[-1].append(index)
-        held += sizes[index]
-    return buckets
 
 
 def apply_naive_data_parallel(model: nn.Module, group: dist.ProcessGroup, **options):

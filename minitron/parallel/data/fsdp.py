@@ -18,35 +18,36 @@ With `reshard_after_forward=False` parameters stay from the forward to the backw
 2P (N-1)/N, as in data parallelism. At the start, a broadcast of rank 0's parameters. Every rank
 must run the same number of micro-batches, one at least.
 
-Read in this order: shards.owned_ranges, units.Flat, units.Unit, FullyShardedDataParallel.
+Read in this order: flat.owned_ranges, flat.FlatUnit, units.Unit, FullyShardedDataParallel.
 
 Reference: Rajbhandari et al. 2019, "ZeRO" (sections 5.3 and 7.2.2); Zhao et al. 2023, "PyTorch
 FSDP" (section 3). The steps of a unit's life have the names of PyTorch's FSDP2, `fully_shard`.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minitron.comm.collectives import broadcast
+from minitron.comm.agreement import ALONE, Group
 from minitron.model.transformer import materialise
-from minitron.parallel.clipping import clip_pieces
-from minitron.parallel.data.ddp import DataParallel, no_gradient
-from minitron.parallel.data.shards import also_discard
+from minitron.parallel.data.ddp import no_gradient
+from minitron.parallel.data.sharded import ShardedDataParallel
 from minitron.parallel.data.units import Unit, root_modules, split_into_units
-from minitron.parallel.one_device import OneDevice
+from minitron.parallel.interface import Kind, Values
 from minitron.pytorch.private import call_after_backward, tree_leaves
 
 
-class FullyShardedDataParallel(OneDevice):
+class FullyShardedDataParallel(ShardedDataParallel):
     """Hooks on a model with `blocks` that gather, free and reduce; its code and names stay.
 
     A step is that of `DataParallel`, the optimizer one from `shard`; gradients are in the pieces'
     `.grad`. They are reduced after each micro-batch and add up in the shards; without
     `sync_every_micro_batch` they add up whole under `no_sync` and travel once: P elements held.
+    With `reshard_each_pass=False` parameters are gathered once a step, and stay until `finish`.
 
     Every rank starts from rank 0's parameters; those of a model on the meta device, which `device`
     replaces, are NaN until `fill`. What travels and computes has `compute_dtype`, bfloat16 say,
@@ -59,37 +60,41 @@ class FullyShardedDataParallel(OneDevice):
         self, model: nn.Module, group: dist.ProcessGroup, reshard_after_forward: bool = True,
         sync_every_micro_batch: bool = True, compute_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None, device: torch.device | str | None = None,
+        reshard_each_pass: bool = True, replicas: Group = ALONE, **sharding,
     ):
-        super().__init__(model)
-        self.group = group
-        self.reshard_after_forward = reshard_after_forward
-        self.sync_every_micro_batch = sync_every_micro_batch
-        self.synchronising = True
+        super().__init__(model, group, replicas, sync_every_micro_batch, **sharding)
+        self.reshard_after_forward = reshard_after_forward and reshard_each_pass
+        self.reshard_after_backward = reshard_each_pass
+        self.stage = 0  # of this rank's, through which a micro-batch passes
         self.active: int | None = None  # the unit whose backward pass is running
         self.reducing: Unit | None = None  # whose gradients are on their way
         self.replaying: Unit | None = None  # gathered for a recomputation alone
 
         have_values = not any(parameter.is_meta for parameter in model.parameters())
-        if device is None and not have_values:
-            raise ValueError("the model is on the meta device: pass the device it shall train on")
-        for name, buffer in model.named_buffers():
-            if buffer.is_meta:
-                raise ValueError(f"{name} is a buffer on the meta device, and fill() sets "
-                                 "parameters alone: make it where the model shall train")
+        require_real(model, device, have_values)
         materialise(model, device, in_memory=False)
         self.names = {parameter: name for name, parameter in model.named_parameters()}
+        values = {p: p.detach() for p in self.names} if have_values else {}
         options = {"device": device, "compute_dtype": compute_dtype, "reduce_dtype": reduce_dtype,
-                   "have_values": have_values}
+                   "replicas": replicas, "apart": set(self.pipeline.shared_parameters())}
         self.units = [Unit(name, parameters, group, **options)
                       for name, parameters in split_into_units(model).items()]
         self.root = self.units[-1]
-        self.flats = [flat for unit in self.units for flat in unit.flats]
-        self.pieces = {p: piece for flat in self.flats for p, piece in flat.pieces.items()}
-        self.owned_elements = {p: own for flat in self.flats for p, own in flat.owned.items()}
-        self.used: set[nn.Parameter] = set()  # had a gradient on this rank, since `finish`
+        stages = [set(stage) for stage in self.pipeline.stage_parameters()]
+        self.stage_units = [[unit for unit in self.units if stage & unit.parameters]
+                            for stage in stages]
+        self.hold([flat for unit in self.units for flat in unit.flats])
+        for parameter in self.flat_of if have_values else ():
+            self.start_from(parameter, values.pop(parameter))
         for buffer in model.buffers():
-            broadcast(buffer, 0, group)
+            self.copy_from_rank_0(buffer)
         self.add_hooks()
+
+    def start_from(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Set a parameter to rank 0's `value`."""
+        value = value.to(self.flat_of[parameter].shard.device, copy=True).contiguous()
+        self.copy_from_rank_0(value)
+        self.flat_of[parameter].set(parameter, value)
 
     def add_hooks(self) -> None:
         self.model.register_forward_pre_hook(self.start_forward)
@@ -162,13 +167,14 @@ class FullyShardedDataParallel(OneDevice):
     def post_backward(self, index: int) -> None:
         """Free a unit's parameters, and send its gradients."""
         unit = self.units[index]
-        unit.reshard()
+        if self.reshard_after_backward:
+            unit.reshard()
         if unit is not self.root:  # which has gradients to come
             self.reduce(unit)
 
     def reduce(self, unit: Unit) -> None:
         """Start to reduce a unit's gradients, when those of the unit before have arrived."""
-        if self.synchronising or self.sync_every_micro_batch:
+        if self.reduces:
             self.finish_reduce()
             parameters = (p for flat in unit.trainable for p in flat.parameters)
             self.used.update(p for p in parameters if p.grad is not None)
@@ -177,15 +183,17 @@ class FullyShardedDataParallel(OneDevice):
 
     def finish_reduce(self) -> None:
         if self.reducing is not None:
-            self.reducing.finish_reduce()
+            self.reducing.finish_reduce(self.reduces_over_replicas)
             self.reducing = None
 
     def end_backward(self) -> None:
         self.post_backward(self.active)
         self.active = None
-        self.reduce(self.root)
+        if self.root in self.stage_units[self.stage]:
+            self.reduce(self.root)
         self.finish_reduce()
-        self.reshard()
+        if self.reshard_after_backward:
+            self.reshard()
 
     def end_failed_backward(self) -> None:
         """Begin anew if the last backward pass has raised, or a recomputation in it."""
@@ -194,6 +202,20 @@ class FullyShardedDataParallel(OneDevice):
             self.finish_reduce()
             self.reshard()
 
+    @contextmanager
+    def around_pass(self, stage: int, kind: Kind, is_last: bool) -> Iterator[None]:
+        """Free a stage's parameters after a forward pass, reduce its gradients after W."""
+        self.stage = stage
+        with super().around_pass(stage, kind, is_last):
+            yield
+            if kind == "F" and self.frees_after_forward():
+                self.reshard()
+            if kind == "W":
+                for unit in reversed(self.stage_units[stage]):
+                    self.reduce(unit)
+                self.finish_reduce()
+        self.stage = 0
+
     def reshard(self) -> None:
         for unit in self.units:
             unit.reshard()
@@ -201,10 +223,6 @@ class FullyShardedDataParallel(OneDevice):
     copy_to_parameters = reshard  # what is gathered is old now
 
     # What a step asks
-
-    data_part = DataParallel.data_part
-    no_sync = DataParallel.no_sync
-    mean = DataParallel.mean
 
     def finish(self) -> None:
         """Have in every piece's `.grad` the mean over the ranks; call it after the last backward.
@@ -218,72 +236,31 @@ class FullyShardedDataParallel(OneDevice):
         if missing:
             raise ValueError(no_gradient(missing, len(trainable), self.group.rank())
                              + ", and leave no_sync for the last micro-batch")
+        for flat in self.flats:
+            flat.set_gradients()
 
     def discard(self) -> None:
-        """Forget all gradients since the last step."""
         self.end_failed_backward()
-        for parameter in self.names:
-            parameter.grad = None
-        self.used.clear()
+        super().discard()
 
-    def clip(self, parameters: list[Tensor], max_norm: float) -> Tensor:
-        """Scale gradients to a global norm of `max_norm` at most; returns the norm before, 0-d."""
-        return clip_pieces(parameters, max_norm, self.flats[0].shard, [self.group])
-
-    # The optimizer
-
-    def shard(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Let `optimizer`, made for the model's parameters, update this rank's pieces instead.
-
-        Its groups and their options stay; it has not taken a step yet. For optimizers that treat
-        every element alike: SGD, Adam and most others, but not LBFGS, Adafactor or Muon.
-        """
-        for group in optimizer.param_groups:
-            group["params"] = [self.pieces[p] for p in group["params"]]
-        also_discard(optimizer, self.discard)
-        optimizer.register_step_pre_hook(self.require_finished)
-        optimizer.register_step_post_hook(lambda *_: self.reshard())  # what is gathered is old now
-        return optimizer
-
-    def require_finished(self, *_) -> None:
-        if self.used or any(parameter.grad is not None for parameter in self.names):
-            raise ValueError("optimizer.step() before finish(): the gradients are not complete")
-
-    def optimized(self, parameter: nn.Parameter) -> Tensor:
-        return self.pieces[parameter]
-
-    def owned(self, parameter: nn.Parameter) -> range:
-        return self.owned_elements[parameter]
-
-    def norm_groups(self) -> list[dist.ProcessGroup]:
-        return [self.group]
-
-    # The whole model
-
-    def fill(self, value: Callable[[str, torch.Size], Tensor]) -> None:
-        """Set every parameter to `value(name, shape)`, full; one is held at a time."""
+    def fill(self, value: Values) -> None:
         self.reshard()  # or what is there would be taken for current
-        for flat in self.flats:
-            flat.fill(lambda parameter: value(self.names[parameter], parameter.shape))
+        super().fill(value)
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Every parameter by name, on the CPU; every rank must call it."""
         whole = self.gather(lambda piece: piece.detach())
         return {name: whole[p] for p, name in self.names.items()}
 
-    def full_gradients(self) -> dict[str, Tensor | None]:
-        """Every gradient after `finish` by name, on the CPU; every rank must call it."""
-        whole = self.gather(lambda piece: piece.grad)
-        return {name: whole[p] for p, name in self.names.items() if p.requires_grad}
 
-    def gather(
-        self, value: Callable[[nn.Parameter], Tensor | None]
-    ) -> dict[nn.Parameter, Tensor | None]:
-        whole = {}
-        for flat in self.flats:
-            own = [value(piece) for piece in flat.pieces.values()]
-            whole.update(zip(flat.parameters, flat.gather(own), strict=True))
-        return whole
+def require_real(model: nn.Module, device: torch.device | str | None, have_values: bool) -> None:
+    """Raise ValueError for a model on the meta device that cannot be filled."""
+    if device is None and not have_values:
+        raise ValueError("the model is on the meta device: pass the device it shall train on")
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise ValueError(f"{name} is a buffer on the meta device, and fill() sets "
+                             "parameters alone: make it where the model shall train")
 
 
 def apply_fsdp(model: nn.Module, group: dist.ProcessGroup, **options) -> FullyShardedDataParallel:

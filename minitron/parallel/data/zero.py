@@ -3,7 +3,7 @@
 Idea: N ranks that make the same update hold N copies of the optimizer state. In stage 1 each
 keeps and updates one N-th of it, and of the weights, and gathers what the others have updated. It
 then needs one N-th of the gradients too: a reduce-scatter delivers that, where data parallelism
-has an all-reduce. Stage 2 reduces the gradients during the backward pass and frees them at once.
+has an all-reduce. Stage 2 frees the gradients as soon as they are reduced, and adds up shards.
 
 Notation: N ranks; P trainable parameters; a shard is one N-th of a bucket of parameters, its end
 filled up so that all are equal; a piece is what a shard holds of one parameter.
@@ -13,96 +13,156 @@ state, and of the float32 master weights if the parameters have 16 bits; gradien
 until `finish` in stage 1, 1/N and two buckets in stage 2.
 
 Communication: per step a reduce-scatter of every gradient and an all-gather of every parameter,
-P (N-1)/N elements sent and received per rank each: together as much as one all-reduce. Stage 2
-reduces after each micro-batch, unless it is told to hold gradients whole meanwhile. At the
-start a broadcast of rank 0's parameters; with `clip` an all-reduce of one number.
+P (N-1)/N elements sent and received per rank each: together as much as one all-reduce. Gradients
+travel during the last backward pass; in stage 2 during each, unless it is told to hold them whole
+meanwhile. At the start a broadcast of rank 0's parameters; with `clip` an all-reduce of one number.
 
-Read in this order: shards.owned_ranges, shards.Bucket, Zero1, Zero2.
+Read in this order: flat.owned_ranges, flat.FlatShards, BucketQueue, Zero1, Zero2.
 
 Reference: Rajbhandari et al. 2019, "ZeRO" (section 5.1, 5.2: the stages; 7.2.1: the volume).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from minitron.comm.collectives import all_reduce, broadcast
 from minitron.cost.sharding import BUCKET_BYTES
-from minitron.model.transformer import global_parameters
-from minitron.parallel.clipping import clip_pieces
-from minitron.parallel.data.ddp import DataParallel, no_gradient
-from minitron.parallel.data.shards import (
-    Bucket,
-    also_discard,
-    gather_pieces,
-    share_out,
-)
-from minitron.parallel.interface import Values
+from minitron.parallel.data.buckets import share_out
+from minitron.parallel.data.ddp import no_gradient
+from minitron.parallel.data.sharded import ShardedDataParallel
+from minitron.parallel.flat import FlatShards
+from minitron.parallel.interface import Kind
 from minitron.pytorch.spans import span
 
 
-class Zero1(DataParallel):
-    """Stage 1: shard the optimizer's state; gradients stay whole until `finish`.
+class BucketQueue:
+    """Buckets that are reduced one after the other, in an order that all ranks share.
 
-    A step is that of `DataParallel`; the optimizer must have been given to `shard`, and the
-    gradients are then not in the parameters' `.grad` but in those of its pieces. For optimizers
-    that treat every element alike: SGD, Adam and most others, but not LBFGS, Adafactor or Muon.
-
-    `bucket_bytes` are the bytes of gradients that travel in one message. Raises ValueError if no
-    parameter is trainable.
+    A bucket waits for those before it, whatever the order in which gradients come. At most
+    `most_on_their_way` travel at a time: their full gradients are held.
     """
 
-    def __init__(self, model: nn.Module, group, bucket_bytes: int = BUCKET_BYTES, **options):
-        super().__init__(model, group, **options)
-        self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
-        if not self.names:
-            raise ValueError("the model has 0 trainable parameters: requires_grad_(True) some")
-        self.buckets = [Bucket(bucket, group) for bucket in share_out(self.names, bucket_bytes)]
-        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
-        self.pieces = {p: t for bucket in self.buckets for p, t in bucket.pieces.items()}
-        self.owned_elements = {p: bucket.owned.get(p, range(0))
-                               for p, bucket in self.bucket_of.items()}
-        self.ready: set[nn.Parameter] = set()  # in a bucket, since the last `reduce`
-        self.used: set[nn.Parameter] = set()  # had a gradient on this rank, since `finish`
-        self.num_sent = 0
+    def __init__(
+        self, buckets: list[FlatShards], most_on_their_way: int,
+        finish_reduce: Callable[[FlatShards], None],
+    ):
+        self.buckets, self.most_on_their_way = buckets, most_on_their_way
+        self.finish_reduce = finish_reduce
+        self.bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
+        self.start_over()
 
-    # Gradients
+    def start_over(self) -> None:
+        """Begin with the first bucket again."""
+        self.ready: set[nn.Parameter] = set()
+        self.on_their_way: list[FlatShards] = []
+        self.num_sent = 0
 
     def accept(self, parameter: nn.Parameter) -> None:
         """Move one more gradient into its bucket, and send the buckets whose turn has come."""
-        if parameter in self.ready:
+        self.ready.add(parameter)
+        self.bucket_of[parameter].take(parameter)
+        while self.num_sent < len(self.buckets) \
+                and self.ready.issuperset(self.buckets[self.num_sent].parameters):
+            self.send(self.buckets[self.num_sent])
+
+    def send(self, bucket: FlatShards) -> None:
+        """Start to reduce one bucket."""
+        while len(self.on_their_way) >= self.most_on_their_way:
+            self.finish_reduce(self.on_their_way.pop(0))
+        with span("ZeRO reduce bucket", self.num_sent):
+            bucket.start_reduce()
+        self.on_their_way.append(bucket)
+        self.num_sent += 1
+
+    def wait(self) -> None:
+        """Let all that is on its way arrive."""
+        for bucket in self.on_their_way:
+            self.finish_reduce(bucket)
+        self.start_over()
+
+
+class Zero1(ShardedDataParallel):
+    """Stage 1: shard the optimizer's state; gradients stay whole until `finish`.
+
+    In the last backward pass of a step they travel bucket by bucket, `bucket_bytes` in one
+    message; nobody waits for them before `finish`. With `find_unused_parameters` a parameter
+    without a gradient counts as zeros (see `DataParallel`). Raises ValueError if no parameter is
+    trainable.
+    """
+
+    most_on_their_way = 10**9
+
+    def __init__(
+        self, model: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = BUCKET_BYTES,
+        find_unused_parameters: bool = False, sync_every_micro_batch: bool = False, **options,
+    ):
+        super().__init__(model, group, sync_every_micro_batch=sync_every_micro_batch, **options)
+        self.find_unused_parameters = find_unused_parameters
+        self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        if not self.names:
+            raise ValueError("the model has 0 trainable parameters: requires_grad_(True) some")
+        if self.data_part[1] > 1:
+            self.start_alike()
+        self.queues = [self.make_queue(stage, bucket_bytes)
+                       for stage in self.pipeline.stage_parameters()]
+        self.queue_of = {p: queue for queue in self.queues for p in queue.bucket_of}
+        self.hold([bucket for queue in self.queues for bucket in queue.buckets])
+        self.hooks = [p.register_post_accumulate_grad_hook(self.collect) for p in self.names]
+
+    def make_queue(self, stage: list[nn.Parameter], bucket_bytes: int) -> BucketQueue:
+        """The buckets of one stage of the pipeline; what another stage has too is one alone."""
+        shared = [p for p in self.pipeline.shared_parameters() if p in self.names]
+        own = [p for p in stage if p in self.names and p not in set(shared)]
+        buckets = share_out(own, bucket_bytes) + [[p] for p in shared if p in set(stage)]
+        return BucketQueue(
+            [FlatShards(bucket, self.group, self.replicas) for bucket in buckets],
+            self.most_on_their_way,
+            lambda bucket: bucket.finish_reduce(self.reduces_over_replicas))
+
+    # Gradients
+
+    @contextmanager
+    def around_pass(self, stage: int, kind: Kind, is_last: bool) -> Iterator[None]:
+        """Reduce a stage's gradients in the pass that completes them, or in the last of a step."""
+        with super().around_pass(stage, kind, is_last):
+            yield
+            if kind in ("B", "W") and self.reduces:
+                self.send_rest(self.queues[stage])
+                if not is_last:
+                    self.queues[stage].wait()
+
+    def collect(self, parameter: nn.Parameter) -> None:
+        """Take a gradient that is complete."""
+        if self.reduces:
+            self.accept(parameter)
+
+    def accept(self, parameter: nn.Parameter) -> None:
+        """Move one more gradient into its bucket, and send the buckets whose turn has come."""
+        queue = self.queue_of[parameter]
+        if parameter in queue.ready:
             raise ValueError(
                 f"{self.names[parameter]}: a second gradient before finish(): run every backward "
                 "pass of a step but the last under no_sync()"
             )
-        self.ready.add(parameter)
         if parameter.grad is not None:
             self.used.add(parameter)
-        self.bucket_of[parameter].take(parameter)
-        # A bucket waits for those before it: all ranks must send in the same order.
-        while self.num_sent < len(self.buckets) \
-                and self.ready.issuperset(self.buckets[self.num_sent].parameters):
-            self.send_next()
+        queue.accept(parameter)
 
-    def send_next(self) -> None:
-        """Start to reduce one bucket; free the one before it, so that two are held at most."""
-        if self.num_sent > 0:
-            self.buckets[self.num_sent - 1].finish_reduce()
-        with span("ZeRO reduce bucket", self.num_sent):
-            self.buckets[self.num_sent].start_reduce()
-        self.num_sent += 1
+    def send_rest(self, queue: BucketQueue) -> None:
+        """Start to reduce what is not on its way yet."""
+        for bucket in queue.buckets:
+            for parameter in bucket.parameters:
+                if parameter not in queue.ready:
+                    self.accept(parameter)
 
     def reduce(self) -> None:
         """Reduce what is not on its way yet, and wait for everything."""
-        for bucket in self.buckets:
-            for parameter in bucket.parameters:
-                if parameter not in self.ready:
-                    self.accept(parameter)
-        self.buckets[-1].finish_reduce()
-        self.ready, self.num_sent = set(), 0
+        for queue in self.queues:
+            self.send_rest(queue)
+            queue.wait()
 
     def finish(self) -> None:
         """Leave in every piece's `.grad` the mean over the ranks; call it after the last backward.
@@ -116,120 +176,55 @@ class Zero1(DataParallel):
                              + ", else pass find_unused_parameters=True")
         self.reduce()
         unused = self.unused_on_all_ranks(used) if self.find_unused_parameters else set()
-        for bucket in self.buckets:
-            bucket.hand_over(unused)
-        for buffer in self.buffers:
-            broadcast(buffer, 0, self.group)
-        self.used = set()
+        for flat in self.flats:
+            flat.set_gradients(unused)
+        self.copy_buffers()
+        self.used.clear()
 
     def discard(self) -> None:
-        """Forget all gradients since the last step; every rank must call it."""
-        if self.ready:  # some are on their way: the other ranks wait for the rest of them
-            self.reduce()
-        for bucket in self.buckets:
-            bucket.grad_shard = None
-        for parameter in self.names:
-            parameter.grad = None
-        self.used = set()
+        for queue in self.queues:
+            if queue.ready:  # some are on their way: the other ranks wait for the rest of them
+                self.send_rest(queue)
+                queue.wait()
+        super().discard()
 
     def unused_on_all_ranks(self, used: dict[nn.Parameter, bool]) -> set[nn.Parameter]:
-        device = self.buckets[0].flat.device
+        device = self.flats[0].full.device
         num_users = torch.tensor(list(used.values()), dtype=torch.int32, device=device)
-        all_reduce(num_users, self.group)
+        self.sum_over_ranks(num_users)
         return {p for p, count in zip(used, num_users.tolist(), strict=True) if count == 0}
-
-    def clip(self, parameters: list[Tensor], max_norm: float) -> Tensor:
-        """Scale gradients to a global norm of `max_norm` at most; returns the norm before, 0-d."""
-        return clip_pieces(parameters, max_norm, self.buckets[0].master, [self.group])
-
-    # The optimizer
-
-    def shard(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Let `optimizer`, made for the parameters, update this rank's pieces alone; returns it.
-
-        Its groups and their options stay; it has not taken a step yet. Every `step` ends with the
-        all-gather; `zero_grad` discards what `finish` has not handed over as well.
-        """
-        for group in optimizer.param_groups:
-            group["params"] = [self.pieces[p] for p in group["params"] if p in self.pieces]
-        also_discard(optimizer, self.discard)
-        optimizer.register_step_pre_hook(self.require_finished)
-        optimizer.register_step_post_hook(self.unshard_parameters)
-        return optimizer
-
-    def require_finished(self, *_) -> None:
-        if self.used or any(p.grad is not None for p in self.names):
-            raise ValueError("optimizer.step() before finish(): the gradients are not complete")
-
-    def unshard_parameters(self, *_) -> None:
-        """Bring the shards of all ranks into the parameters."""
-        with span("ZeRO gather weights"):
-            for work in [bucket.unshard() for bucket in self.buckets]:
-                work.wait()
 
     def copy_to_parameters(self) -> None:
         """Bring the shards of all ranks into the parameters."""
-        self.unshard_parameters()
-
-    def optimized(self, parameter: nn.Parameter) -> Tensor:
-        return self.pieces.get(parameter, parameter)
-
-    def owned(self, parameter: nn.Parameter) -> range:
-        return self.owned_elements.get(parameter, super().owned(parameter))
-
-    def norm_groups(self) -> list[dist.ProcessGroup]:
-        return [self.group]
-
-    @torch.no_grad()
-    def fill(self, value: Values) -> None:
-        """Set every parameter, and this rank's pieces of it, before it is rounded."""
-        for name, parameter in global_parameters(self.model):
-            full = value(name, parameter.shape)
-            parameter.copy_(full)
-            if parameter in self.pieces:
-                own = self.owned(parameter)
-                self.pieces[parameter].copy_(full.flatten()[own.start:own.stop])
-
-    # Whole again, whatever the number of ranks
-
-    def full_gradients(self) -> dict[str, Tensor | None]:
-        """Every gradient after `finish`, by name, on the CPU; every rank must call it."""
-        own = {p: piece.grad for p, piece in self.pieces.items()}
-        whole = gather_pieces(own, self.buckets, self.group)
-        return {name: whole[p] for p, name in self.names.items()}
+        with span("ZeRO gather weights"):
+            for work in [flat.unshard() for flat in self.flats]:
+                work.wait()
 
 
 class Zero2(Zero1):
-    """Stage 2: reduce gradients bucket by bucket as the backward pass makes them, and free them.
+    """Stage 2: free gradients as soon as they are reduced, and reduce them after each micro-batch.
 
-    They are reduced after each micro-batch, at the end of `no_sync` too, and add up in the shards:
-    P (N-1)/N elements more for each further micro-batch, of which every rank must have as many.
-    Without `sync_every_micro_batch` they add up whole under `no_sync`, P elements held as in
-    stage 1, and travel once a step.
+    They add up in the shards: P (N-1)/N elements more for each further micro-batch, of which every
+    rank must have as many. Without `sync_every_micro_batch` they add up whole under `no_sync`, P
+    elements held as in stage 1, and travel once a step.
     """
+
+    most_on_their_way = 1  # beside it one is filled
 
     def __init__(
         self, model: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = BUCKET_BYTES,
         sync_every_micro_batch: bool = True, **options,
     ):
-        super().__init__(model, group, bucket_bytes, **options)
-        self.sync_every_micro_batch = sync_every_micro_batch
-        self.hooks = [p.register_post_accumulate_grad_hook(self.collect) for p in self.names]
-
-    def collect(self, parameter: nn.Parameter) -> None:
-        """Take a gradient that is complete."""
-        if self.synchronising:
-            self.accept(parameter)
+        super().__init__(
+            model, group, bucket_bytes, sync_every_micro_batch=sync_every_micro_batch, **options)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Run a micro-batch that is not the last one."""
-        if not self.sync_every_micro_batch:
-            with super().no_sync():
-                yield
-            return
-        yield
-        self.reduce()
+        with super().no_sync():
+            yield
+            if self.reduces:
+                self.reduce()
 
 
 def apply_zero1(model: nn.Module, group: dist.ProcessGroup, *args, **options) -> Zero1:

@@ -3,8 +3,9 @@
 Read in this order: Passage.run, forward, backward; then its messages.
 """
 
+from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,7 @@ class Passage:
         parameter = next(self.model.parameters())
         self.dtype, self.device = parameter.dtype, parameter.device
         self.total: Tensor | None = None
+        self.num_done: Counter[int] = Counter()  # backward passes, by stage
         self.made: dict[Action, Tensor] = {}  # to be sent, or read by another stage of this rank
         self.arriving: dict[Action, tuple[dist.Work, Tensor]] = {}
         self.leaving: dict[tuple[int, str], tuple[dist.Work, Tensor]] = {}  # one each way and rank
@@ -46,12 +48,20 @@ class Passage:
                     (self.send if step.is_send else self.receive)(step)
                 else:
                     action = f"{step} stage {step.stage}"
-                    with span("pipeline", action, phase=action):
+                    with span("pipeline", action, phase=action), self.around(step):
                         compute[step.kind](step)
         for work, _ in self.leaving.values():
             work.wait()
         self.leaving.clear()
         return self.total
+
+    def around(self, action: Action) -> AbstractContextManager:
+        """What the data axis does around a pass."""
+        if action.kind in ("B", "W"):  # which complete a micro-batch's gradients
+            self.num_done[action.stage] += 1
+        is_last = self.num_done[action.stage] == len(self.micro_batches)
+        stage = self.pipeline.stages.index(action.stage)
+        return self.pipeline.data.around_pass(stage, action.kind, is_last)
 
     def forward(self, action: Action) -> None:
         """Take a micro-batch through one stage."""

@@ -13,8 +13,8 @@ Communication: per micro-batch a message of (B, S, D) to the next stage and one 
 back, over each of the p v - 1 boundaries between ranks. Messages are not waited for by who sends
 them. Both ends post them in the one order that all ranks read from the schedule, so that no valid
 schedule can come to a standstill, also where messages between two ranks keep their order (NCCL).
-Once a step, the loss; and of a tied embedding, between the first and the last stage, the gradient
-both ways, and the updated weight from the first.
+Once a step, the loss; and of a tied embedding the gradient, both ways between the first and the
+last stage.
 
 Read in this order: schedules; pipeline_plan.script and split_blocks; PipelineParallel; passage.
 
@@ -26,7 +26,6 @@ from contextlib import nullcontext
 from math import ceil
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -34,7 +33,7 @@ from minitron.comm.agreement import gathered
 from minitron.comm.collectives import broadcast, exchange
 from minitron.config import require
 from minitron.model.linear import NoDeferral, apply_deferred_weight_gradients
-from minitron.parallel.interface import Accumulate, MicroBatches, SumLoss
+from minitron.parallel.interface import Accumulate, MicroBatches, ParallelModel, SumLoss
 from minitron.parallel.one_device import OneDevice
 from minitron.parallel.pipeline.block_costs import Count, count_parameters
 from minitron.parallel.pipeline.executor import Passage
@@ -50,8 +49,6 @@ class PipelineParallel(OneDevice):
 
     Not its `forward`: a step calls `run`, with all micro-batches.
     """
-
-    overlaps = True
 
     def __init__(
         self, model: nn.Module, group: ProcessGroup, make_schedule: MakeSchedule, count: Count
@@ -75,7 +72,29 @@ class PipelineParallel(OneDevice):
         self.deferral = NoDeferral()
         if any(action.kind == "W" for action in schedule.all_actions):
             self.deferral = apply_deferred_weight_gradients(model)
+        self.data: ParallelModel = OneDevice(model)
         self.keep_stages()
+
+    def tell_passes(self, data: ParallelModel) -> None:
+        self.data = data
+
+    def stage_parameters(self) -> list[list[nn.Parameter]]:
+        """The parameters of each of this rank's stages; a tied one is the first stage's alone."""
+        model, stages, found = self.model, [], set()
+        ends = {"blocks", "final_norm", "head"}
+        for stage in self.stages:
+            modules = list(model.blocks[index] for index in self.ranges[stage])
+            if stage == 0:
+                modules = [m for name, m in model.named_children() if name not in ends] + modules
+            if stage == self.last_stage:
+                modules += [model.final_norm, model.head]
+            own = dict.fromkeys(p for m in modules for p in m.parameters() if p not in found)
+            stages.append(list(own))
+            found.update(own)
+        return stages
+
+    def shared_parameters(self) -> list[nn.Parameter]:
+        return [] if self.tied is None else [self.tied]
 
     def require_runnable(self, num_micro_batches: int) -> None:
         """Raise ConfigError if the schedule cannot run so many micro-batches."""
@@ -137,7 +156,6 @@ class PipelineParallel(OneDevice):
         """
         passage = Passage(self, micro_batches, lambda *pair: sum_loss(*pair) / divisor)
         total = passage.run(self.script(len(micro_batches)))
-        self.sum_tied_gradients()
         dtype = torch.promote_types(passage.dtype, torch.float32)
         return self.from_last(total, torch.zeros((), dtype=dtype, device=passage.device))
 
@@ -200,11 +218,6 @@ class PipelineParallel(OneDevice):
         """Whether this is not the last stage's copy of the first one's embedding."""
         return self.rank == 0 or name != "token_embedding.weight"
 
-    def shard(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Let every step end with the same tied weight on both ranks."""
-        optimizer.register_step_post_hook(self.share_tied_weight)
-        return optimizer
-
     @property
     def tied(self) -> nn.Parameter | None:
         """This rank's copy of the tied embedding, if another rank has one as well."""
@@ -213,30 +226,22 @@ class PipelineParallel(OneDevice):
             return None
         return (self.model.token_embedding if self.rank == first else self.model.head).weight
 
-    def sum_tied_gradients(self) -> None:
-        """Give both copies of a tied embedding the sum of their gradients."""
-        if self.tied is None or self.tied.grad is None:
+    def finish(self) -> None:
+        self.sum_partial_gradients(lambda parameter: parameter.grad)
+
+    def sum_partial_gradients(self, gradient: Callable[[nn.Parameter], Tensor | None]) -> None:
+        """Give both copies of a tied embedding the sum of their gradients.
+
+        Of this rank's shard of them, if data parallelism has divided them. The sum has the same
+        bits on both, and so has what an optimizer makes of it.
+        """
+        own = None if self.tied is None else gradient(self.tied)
+        if own is None or own.numel() == 0:
             return
         peer = self.ends[1] if self.rank == self.ends[0] else self.ends[0]
-        received = torch.empty_like(self.tied.grad)
-        exchange(self.tied.grad.contiguous(), peer, received, peer, self.group)
-        self.tied.grad += received
-
-    @torch.no_grad()
-    def share_tied_weight(self, *_) -> None:
-        """After the optimizer's step, let the last stage have the weight of the first.
-
-        Their gradients may differ in the last bits: data-parallel rings add in other orders.
-        """
-        first, last = self.ends
-        if self.tied is None:
-            return
-        if self.rank == first:
-            dist.send(self.tied.contiguous(), group=self.group, group_dst=last)
-        else:
-            weight = torch.empty_like(self.tied)
-            dist.recv(weight, group=self.group, group_src=first)
-            self.tied.copy_(weight)
+        received = torch.empty_like(own)
+        exchange(own.contiguous(), peer, received, peer, self.group)
+        own += received
 
 
 def apply_pipeline_parallel(

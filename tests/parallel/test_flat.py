@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from minitron.parallel.data.shards import owned_ranges, share_out
+from minitron.parallel.data.buckets import share_out
+from minitron.parallel.flat import owned_ranges
 
 
 def test_owned_ranges_by_hand():
