@@ -13,8 +13,8 @@ from unittest import mock
 import tyro
 
 from minitron.config import ConfigError, require
-from minitron.config.checks import UNPRINTABLE
 from minitron.system import disk
+from minitron.system.errors import UNPRINTABLE
 
 Options = TypeVar("Options")
 SECONDS_ALONE = 10.0  # after which a mistake is this rank's own: torchrun would have ended it

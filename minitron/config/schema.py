@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Literal
 
 from minitron.config.checks import (
-    ConfigError,
     other_heads,
-    require,
+    require_at_least,
     require_at_most,
+    require_below_1,
     require_positive,
     require_types,
     round_up,
 )
+from minitron.system.errors import ConfigError, require
 
 LARGEST_SIZE = 10**9
 """Of a dimension: the bytes of a matrix still fit in an int64."""
@@ -61,31 +62,25 @@ class ModelConfig:
         require_at_most("model", self, **dict.fromkeys([*sizes, "vocab_size"], LARGEST_SIZE))
         require_at_most("model", self, num_layers=MOST_LAYERS, rope_theta=10**12,
                         rope_scaling=10**6, norm_eps=1)
-        require(self.vocab_size >= 0, f"model.vocab_size = {self.vocab_size}: must be 0 or more")
-        require(self.rope_theta >= 1, f"model.rope_theta = {self.rope_theta}: must be 1 or more")
-        require(0 <= self.dropout < 1, f"model.dropout = {self.dropout}: a probability from 0 to "
-                "less than 1")
-        require(self.rope_scaling >= 1, f"model.rope_scaling = {self.rope_scaling}: must be 1 "
-                "(off) or more")
+        require_at_least("model", self, vocab_size=0, rope_theta=1, rope_scaling=1)
+        require_below_1("model", self, "dropout")
         if self.width % self.num_heads:  # not `require`: only then look for what divides
-            raise ConfigError(
-                f"model.width = {self.width} is not a multiple of model.num_heads = "
-                f"{self.num_heads}: try {other_heads(self)}"
-            )
-        require(
-            self.num_heads % self.num_kv_heads == 0,
-            f"model.num_heads = {self.num_heads} is not a multiple of model.num_kv_heads = "
-            f"{self.num_kv_heads}: try --model.num-kv-heads {self.num_heads}",
-        )
+            raise ConfigError(f"model.width = {self.width} is not a multiple of model.num_heads = "
+                              f"{self.num_heads}", f"try {other_heads(self)}", field="model.width")
+        require(self.num_heads % self.num_kv_heads == 0, f"model.num_heads = {self.num_heads} is "
+                f"not a multiple of model.num_kv_heads = {self.num_kv_heads}",
+                f"try --model.num-kv-heads {self.num_heads}", field="model.num_kv_heads")
         if self.family == "gpt":
             require(
                 self.num_kv_heads == self.num_heads,
                 f"model.num_kv_heads = {self.num_kv_heads} with model.family = gpt: grouped-query "
-                f"attention is llama's; set it to num_heads = {self.num_heads}",
+                "attention is llama's", f"set it to num_heads = {self.num_heads}",
+                field="model.num_kv_heads",
             )
         else:
             require(self.head_width % 2 == 0, f"model.width / model.num_heads = {self.head_width} "
-                    "is odd: rotary positions turn pairs, so make the head width even")
+                    "is odd", "rotary positions turn pairs, so make the head width even",
+                    field="model.num_heads")
 
     @property
     def head_width(self) -> int:
@@ -161,26 +156,26 @@ class TrainConfig:
             "train", self, "steps", "global_batch_size", "micro_batch_size", "learning_rate",
             "log_every", "eval_sequences", "keep_checkpoints",
         )
-        for name in ("warmup_steps", "eval_every", "checkpoint_every",
-                     "weight_decay", "clip_norm", "min_learning_rate", "seed", "hang_timeout"):
-            value = getattr(self, name)
-            require(value >= 0, f"train.{name} = {value}: must be 0 or more")
+        require_at_least(
+            "train", self, warmup_steps=0, eval_every=0, checkpoint_every=0, weight_decay=0,
+            clip_norm=0, min_learning_rate=0, seed=0, hang_timeout=0,
+        )
         require(
             self.recompute == "none" or not self.compile,
             f"train.recompute = {self.recompute} with train.compile = {self.compile}: a compiled "
-            "model decides itself what to keep; switch one of them off",
+            "model decides itself what to keep", "switch one of them off", field="train.recompute",
         )
         require(self.hang_timeout <= 1500, f"train.hang_timeout = {self.hang_timeout:g}: PyTorch "
-                "ends a collective after 1,800 s, and names no rank; set it to 1500 or less")
-        for name in ("beta1", "beta2"):
-            value = getattr(self, name)
-            require(0 <= value < 1, f"train.{name} = {value}: must be from 0 to less than 1")
+                "ends a collective after 1,800 s, and names no rank", "set it to 1500 or less",
+                field="train.hang_timeout")
+        require_below_1("train", self, "beta1", "beta2")
         require(self.min_learning_rate <= self.learning_rate, f"train.min_learning_rate = "
-                f"{self.min_learning_rate} is above train.learning_rate = {self.learning_rate}: "
-                "lower it, or raise the peak")
+                f"{self.min_learning_rate} is above train.learning_rate = {self.learning_rate}",
+                "lower it, or raise the peak", field="train.min_learning_rate")
         require(self.learning_rate * self.weight_decay < 1, f"train.weight_decay = "
                 f"{self.weight_decay:g} with train.learning_rate = {self.learning_rate:g}: a step "
-                "would take away all of a weight, or more; their product must be less than 1")
+                "would take away all of a weight, or more", "their product must be less than 1",
+                field="train.weight_decay")
 
 
 @dataclass(frozen=True)
@@ -208,43 +203,47 @@ class ParallelConfig:
 
     def __post_init__(self):
         require_types("parallel", self)
-        require(self.dp >= 0, f"parallel.dp = {self.dp}: must be 0 or more")
+        require_at_least("parallel", self, dp=0)
         require_positive("parallel", self, "tp", "pp", "chunks")
         require(not self.sequence or self.tp > 1, f"parallel.sequence with parallel.tp = {self.tp}:"
-                " it divides what tensor parallelism leaves whole; set parallel.tp to 2 or more")
+                " it divides what tensor parallelism leaves whole", "set parallel.tp to 2 or more",
+                field="parallel.sequence")
         require(
             self.sync_every_micro_batch or self.zero >= 2,
             f"parallel.sync_every_micro_batch = {self.sync_every_micro_batch} with parallel.zero = "
-            f"{self.zero}: below stage 2 gradients travel once a step anyway; leave it out",
+            f"{self.zero}: below stage 2 gradients travel once a step anyway", "leave it out",
+            field="parallel.sync_every_micro_batch",
         )
         if self.pp > 1:
             self.require_pipeline()
         else:
             require(self.schedule == "1f1b" and self.chunks == 1, f"parallel.schedule = "
                     f"{self.schedule} and chunks = {self.chunks} with parallel.pp = 1: there is no "
-                    "pipeline; set parallel.pp to 2 or more, or leave them out")
+                    "pipeline", "set parallel.pp to 2 or more, or leave them out",
+                    field="parallel.schedule")
 
     def require_pipeline(self) -> None:
         require(
             self.zero < 3,
             f"parallel.zero = 3 with parallel.pp = {self.pp}: every micro-batch would gather every "
-            "stage's weights again; use stage 1 or 2, or parallel.pp = 1",
+            "stage's weights again", "use stage 1 or 2, or parallel.pp = 1",
+            field="parallel.zero", kind="ZeRO 3 with a pipeline",
         )
         require(
             self.zero < 2 or not self.sync_every_micro_batch,
             f"parallel.zero = 2 with parallel.pp = {self.pp}: gradients are whole until all "
-            "micro-batches are through; add --parallel.no-sync-every-micro-batch, or use stage 1",
+            "micro-batches are through", "add --parallel.no-sync-every-micro-batch, or use stage 1",
+            field="parallel.zero", kind="ZeRO 2 with a pipeline",
         )
         require(
             self.schedule != "zero-bubble" or self.tp == 1,
             f"parallel.schedule = zero-bubble with parallel.tp = {self.tp}: the cut layers compute "
-            "both gradients at once; use 1f1b, or parallel.tp = 1",
+            "both gradients at once", "use 1f1b, or parallel.tp = 1", field="parallel.schedule",
         )
-        require(
-            (self.chunks > 1) == (self.schedule == "interleaved"),
-            f"parallel.chunks = {self.chunks} with parallel.schedule = {self.schedule}: the "
-            "interleaved schedule needs 2 chunks or more, the others have 1",
-        )
+        require((self.chunks > 1) == (self.schedule == "interleaved"),
+                f"parallel.chunks = {self.chunks} with parallel.schedule = {self.schedule}",
+                "the interleaved schedule needs 2 chunks or more, the others have 1",
+                field="parallel.chunks")
 
 
 @dataclass(frozen=True)
@@ -260,7 +259,7 @@ class LogConfig:
 
     def __post_init__(self):
         require_types("log", self)
-        require(self.trace_steps >= 0, f"log.trace_steps = {self.trace_steps}: must be 0 or more")
+        require_at_least("log", self, trace_steps=0)
 
 
 @dataclass(frozen=True)
@@ -272,25 +271,28 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self):
-        require(
-            self.data.sequence_length <= self.model.max_sequence_length,
-            f"data.sequence_length = {self.data.sequence_length} is longer than "
-            f"model.max_sequence_length = {self.model.max_sequence_length}: "
-            "raise the second or lower the first",
-        )
+        require(self.data.sequence_length <= self.model.max_sequence_length,
+                f"data.sequence_length = {self.data.sequence_length} is longer than "
+                f"model.max_sequence_length = {self.model.max_sequence_length}",
+                "raise the second or lower the first", field="data.sequence_length")
         parallel, tp = self.parallel, self.parallel.tp
         num_stages = parallel.pp * parallel.chunks
         require(self.model.num_layers >= num_stages, f"model.num_layers = {self.model.num_layers} "
-                f"does not fill parallel.pp x parallel.chunks = {num_stages} stages: lower them "
-                f"to {self.model.num_layers} at most, or add layers")
+                f"does not fill parallel.pp x parallel.chunks = {num_stages} stages",
+                f"lower them to {self.model.num_layers} at most, or add layers",
+                field="parallel.pp", kind="fewer layers than stages")
         if self.train.compile:
-            require(parallel.zero < 3, f"train.compile with parallel.zero = {parallel.zero}: a "
-                    "compiled model keeps the weights that stage 3 frees; switch it off, or use 2")
-            require(tp == 1, f"train.compile with parallel.tp = {tp}: the collectives inside cut "
-                    "layers are not compiled; switch it off")
-            require(parallel.pp == 1, f"train.compile with parallel.pp = {parallel.pp}: a stage is "
-                    "not compiled; switch it off")
+            for axis, works, why in (
+                ("zero", parallel.zero < 3,
+                 "a compiled model keeps the weights that stage 3 frees"),
+                ("tp", tp == 1, "collectives inside cut layers are not compiled"),
+                ("pp", parallel.pp == 1, "a stage is not compiled"),
+            ):
+                require(works, f"train.compile with parallel.{axis} = {getattr(parallel, axis)}: "
+                        f"{why}", "switch it off", field="train.compile")
         for name, length in (("data.sequence_length", self.data.sequence_length),
                              ("model.max_sequence_length", self.model.max_sequence_length)):
             require(not parallel.sequence or length % tp == 0, f"{name} = {length} does not divide "
-                    f"by parallel.tp = {tp} (parallel.sequence is on): use {round_up(length, tp)}")
+                    f"by parallel.tp = {tp} (parallel.sequence is on)",
+                    f"use {round_up(length, tp)}", field=name,
+                    kind="a sequence that tp does not divide")

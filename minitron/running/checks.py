@@ -32,8 +32,17 @@ def require_ranks(config: Config, size: int) -> None:
     except ConfigError as error:
         nearest = layouts_that_fit(config, size)[:NUM_OFFERED]
         words = " or ".join(flags(config.parallel, *layout) for layout in nearest)
-        remedy = f"; with {counted(size)} {words} would do" if nearest else ""
-        raise ConfigError(f"{error}{remedy}") from None
+        error.remedies += (f"with {counted(size)} {words} would do",) * bool(nearest)
+        raise
+
+
+class WrongNumRanks(ConfigError):
+    """A layout that needs another number of ranks: `needed`, such as "a multiple of 8"."""
+
+    def __init__(self, problem: str, needed: str, start: str):
+        super().__init__(problem, start, kind="wrong number of ranks")
+        self.args = problem, needed, start  # with which pickle makes it again
+        self.needed = needed
 
 
 def require_layout(config: Config, size: int) -> None:
@@ -42,22 +51,23 @@ def require_layout(config: Config, size: int) -> None:
     there = f"there {'is' if size == 1 else 'are'} {counted(size)}"
     model = " and ".join(f"parallel.{axis} = {ranks}" for axis, ranks in (("tp", tp), ("pp", pp))
                          if ranks > 1)
-    require(
-        size % (tp * pp) == 0,
-        f"{model}, but {there}: start a multiple of {tp * pp} with torchrun --nproc-per-node",
-    )
+    if size % (tp * pp):
+        needed = f"a multiple of {tp * pp}"
+        raise WrongNumRanks(f"{model}, but {there}", needed,
+                            f"start {needed} with torchrun --nproc-per-node")
     require_cuts(config.model, tp)
     readers = num_readers(config, size)
-    require(
-        dp in (0, readers),
-        f"parallel.dp = {dp}{' and ' if model else ''}{model}, but {there}: start it with torchrun "
-        f"--nproc-per-node {dp * tp * pp} -m minitron.train",
-    )
+    if dp not in (0, readers):
+        needed = str(dp * tp * pp)
+        raise WrongNumRanks(
+            f"parallel.dp = {dp}{' and ' if model else ''}{model}, but {there}", needed,
+            f"start it with torchrun --nproc-per-node {needed} -m minitron.train")
     batch_size = config.train.global_batch_size
     require(
         batch_size >= readers,
         f"train.global_batch_size = {batch_size} leaves some of {readers} ranks without a "
-        f"sequence: raise it to {readers}, or start fewer ranks",
+        "sequence", f"raise it to {readers}, or start fewer ranks",
+        field="train.global_batch_size", kind="fewer sequences than ranks",
     )
     require_groups(config, ceil(batch_size / readers))
 
@@ -84,6 +94,7 @@ def require_cuts(model: ModelConfig, tp: int) -> None:
             is_copied or count % tp == 0,
             f"model.{name} = {count} does not divide by {tp} ranks (parallel.tp), "
             f"{ceil(count / tp) * tp} would",
+            field=f"model.{name}", kind=f"tp does not divide model.{name}",
         )
 
 
@@ -99,12 +110,14 @@ def require_groups(config: Config, num_sequences: int) -> None:
     remedy = f"set train.micro_batch_size to {' or '.join(map(str, nearest))}" if nearest else \
         f"raise train.global_batch_size, of which a rank has {num_sequences}"
     raise ConfigError(f"{ceil(num_sequences / size)} micro-batches a step (train.micro_batch_size "
-                      f"= {size}) do not divide by parallel.pp = {pp} (interleaved): {remedy}")
+                      f"= {size}) do not divide by parallel.pp = {pp} (interleaved)", remedy,
+                      field="train.micro_batch_size", kind="micro-batches that pp does not divide")
 
 
 def require_validation(num_sequences: int, readers: int) -> None:
     require(num_sequences >= readers, f"{num_sequences} validation sequences for {readers} "
-            f"data-parallel ranks: each needs one; raise train.eval_sequences to {readers} or more")
+            "data-parallel ranks: each needs one",
+            f"raise train.eval_sequences to {readers} or more", field="train.eval_sequences")
 
 
 # What would fit
@@ -154,7 +167,7 @@ def require_a_gpu_each(device: torch.device, group: Group) -> None:
         num_devices = torch.cuda.device_count()
         require(
             "cuda:nccl" in dist.get_backend_config(group),
-            f"{group.size()} ranks without a GPU each, of which this machine has {num_devices}: "
+            f"{group.size()} ranks without a GPU each, of which this machine has {num_devices}",
             f"start torchrun with --nproc-per-node {num_devices}, or set train.device to cpu",
         )
 
@@ -166,7 +179,7 @@ def with_vocabulary_of_data(config: Config) -> Config:
     require(
         model_size == 0 or model_size >= data_size,
         f"model.vocab_size = {model_size} is smaller than the {data_size} tokens of "
-        f"{config.data.path}: set it to 0 or to at least {data_size}",
+        f"{config.data.path}", f"set it to 0 or to at least {data_size}", field="model.vocab_size",
     )
     if model_size > 0:
         return config
@@ -198,12 +211,12 @@ def read_facts(facts: dict, where: Path) -> dict:
                 is_sound &= types == scale and 0 < loss_scale["value"] < inf
         case _:
             is_sound = False
-    require(is_sound, f"{where}: its {MANIFEST} does not say what a run would have written; "
+    require(is_sound, f"{where}: its {MANIFEST} does not say what a run would have written",
             "resume from another checkpoint")
     precision = config["train"]["precision"]
     require((loss_scale is not None) == PRECISIONS[precision].scales_loss, f"{where}: its "
-            f"{MANIFEST} has a loss scale that does not fit train.precision = {precision}; resume "
-            "from another checkpoint")
+            f"{MANIFEST} has a loss scale that does not fit train.precision = {precision}",
+            "resume from another checkpoint")
     return facts | {"config": config}
 
 
@@ -221,8 +234,8 @@ def require_whole_state(saved: dict[str, tuple[Size, dtype]], where: Path) -> No
             expected = Size() if key == "step" else shape
             require(
                 found is not None and found[0] == expected and found[1].is_floating_point,
-                f"{where}: holds no {key} of shape {list(expected)} for {parameter}; resume from "
-                "another checkpoint",
+                f"{where}: holds no {key} of shape {list(expected)} for {parameter}",
+                "resume from another checkpoint",
             )
 
 
@@ -235,16 +248,16 @@ def require_same_training(facts: dict, config: Config, folder: Path, fingerprint
         before, now = saved[section][key], asked[section][key]
         require(
             before == now,
-            f"{section}.{key} = {now}, but {folder} was trained with {before}: "
-            f"set it to {before}, or start a new run without --resume",
+            f"{section}.{key} = {now}, but {folder} was trained with {before}",
+            f"set it to {before}, or start a new run without --resume", field=f"{section}.{key}",
         )
     require(
         facts["fingerprint"] in (fingerprint, fingerprint[:64]),  # an old run's is the first half
-        f"{config.data.path}: holds other tokens than {folder} was trained on; "
-        "write the same corpus again, or start a new run without --resume",
+        f"{config.data.path}: holds other tokens than {folder} was trained on",
+        "write the same corpus again, or start a new run without --resume", field="data.path",
     )
     require(
         facts["step"] <= config.train.steps,
-        f"train.steps = {config.train.steps}, but {folder} is at step {facts['step']}: "
-        "ask for more steps",
+        f"train.steps = {config.train.steps}, but {folder} is at step {facts['step']}",
+        "ask for more steps", field="train.steps",
     )
