@@ -10,12 +10,13 @@ Layers are folders, techniques are files, and imports go downward only:
     running                        checks, the run's folder, memory, stopping, the state that trains
     parallelize | checkpoint       divide a model over ranks; save and load
         | corpus | step            where tokens come from; one training step
-    parallel                       how the work is divided over ranks
-    launch : comm : measure        processes; collectives; instruments
-    precision                      which dtype holds what
-    model | dataset                what is trained, on which tokens
+    parallel | launch              divide the work over ranks; start them, and say why one hangs
+    measure                        the instruments
+    comm | precision | dataset     collectives; which dtype holds what; which tokens a rank reads
+    model                          what is trained
     cost                           parameters, FLOPs and bytes as formulas
-    config : system                what a run is told; disk, files, terminal
+    config                         what a run is told
+    system                         disk, files, terminal; mistakes of users, as data
     pytorch                        what PyTorch keeps private
 """
 

@@ -64,7 +64,8 @@ def _says_nothing(statement: ast.stmt) -> bool:
 def _package() -> bytes:
     """A hash of both packages: a grader can reach any of them."""
     files = sorted(path for package in ("minitron", "teaching")
-                   for path in (ROOT / package).rglob("*.py"))
+                   for path in (ROOT / package).rglob("*")
+                   if path.is_file() and path.suffix != ".pyc")  # tables of data decide as well
     return _hash_of(tuple((path, path.stat().st_mtime_ns) for path in files))
 
 

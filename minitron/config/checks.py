@@ -1,37 +1,17 @@
-"""What any field of a config must be: of its type, a number that computers have, on one line.
+"""What any field of a config must be: of its type, a number that computers have.
 
-Read in this order: ConfigError, require, require_types, require_positive, require_at_most,
-other_heads.
+Read in this order: require_types, require_positive, require_at_most, other_heads.
 """
 
 import dataclasses
 import math
-import re
 from pathlib import Path
 from typing import get_args
 
+from minitron.system.errors import require
+
 LARGEST_INT = 2**63 - 1
 MOST_HEADS_TRIED = 4096
-LONGEST_WORD = 400  # of a message; a path may have 255 characters between two slashes
-UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # a name may hold a new line
-
-
-class ConfigError(ValueError):
-    """Something the user typed cannot work. The command line prints it as one line, exit code 2."""
-
-    def __init__(self, message: str):
-        escaped = UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], str(message))
-        super().__init__(re.sub(rf"\S{{{LONGEST_WORD},}}", _shortened, escaped))
-
-
-def _shortened(word: re.Match) -> str:
-    return f"{word[0][:20]}...{word[0][-20:]} ({len(word[0]):,} characters)"
-
-
-def require(condition: bool, message: str) -> None:
-    """Raise `ConfigError(message)` unless `condition` holds."""
-    if not condition:
-        raise ConfigError(message)
 
 
 def require_types(section: str, config) -> None:
@@ -39,36 +19,51 @@ def require_types(section: str, config) -> None:
 
     A bool is no int, an int is no bool, and a float is finite; it may be written as an int.
     """
-    for field in dataclasses.fields(config):
-        value, expected = getattr(config, field.name), field.type
-        where = f"{section}.{field.name} = {value!r}"
+    for each in dataclasses.fields(config):
+        value, expected, field = getattr(config, each.name), each.type, f"{section}.{each.name}"
+        problem, is_of_type = f"{field} = {value!r}", type(value) is expected
         choices = get_args(expected)  # a Literal's
         if choices:
             known = ", ".join(map(str, choices))
-            require(any(type(value) is type(each) and value == each for each in choices),
-                    f"{where}: must be one of {known}")
+            require(any(type(value) is type(choice) and value == choice for choice in choices),
+                    problem, f"must be one of {known}", field=field)
         elif expected is Path:
-            require(isinstance(value, Path), f"{where}: must be a path, not {type(value).__name__}")
-            require("\0" not in str(value), f"{where}: a path cannot hold a null character")
+            require(isinstance(value, Path), problem,
+                    f"must be a path, not {type(value).__name__}", field=field)
+            require("\0" not in str(value), problem, "a path cannot hold a null character",
+                    field=field)
         else:
-            require(type(value) is expected or (expected is float and type(value) is int),
-                    f"{where}: must be of type {expected.__name__}, not {type(value).__name__}")
+            require(is_of_type or (expected is float and type(value) is int), problem,
+                    f"must be of type {expected.__name__}, not {type(value).__name__}",
+                    field=field)
         if type(value) is int:
-            require(abs(value) <= LARGEST_INT, f"{where}: must be less than 2**63")
+            require(abs(value) <= LARGEST_INT, problem, "must be less than 2**63", field=field)
         if type(value) is float:
-            require(math.isfinite(value), f"{where}: must be a finite number")
+            require(math.isfinite(value), problem, "must be a finite number", field=field)
 
 
 def require_positive(section: str, config, *names: str) -> None:
     for name in names:
-        value = getattr(config, name)
-        require(value > 0, f"{section}.{name} = {value}: must be greater than 0")
+        value, field = getattr(config, name), f"{section}.{name}"
+        require(value > 0, f"{field} = {value}", "must be greater than 0", field=field)
+
+
+def require_at_least(section: str, config, **limits: float) -> None:
+    for name, limit in limits.items():
+        value, field = getattr(config, name), f"{section}.{name}"
+        require(value >= limit, f"{field} = {value}", f"must be {limit} or more", field=field)
+
+
+def require_below_1(section: str, config, *names: str) -> None:
+    for name in names:
+        value, field = getattr(config, name), f"{section}.{name}"
+        require(0 <= value < 1, f"{field} = {value}", "must be from 0 to less than 1", field=field)
 
 
 def require_at_most(section: str, config, **limits: float) -> None:
     for name, limit in limits.items():
-        value = getattr(config, name)
-        require(value <= limit, f"{section}.{name} = {value}: must be {limit:,} or less")
+        value, field = getattr(config, name), f"{section}.{name}"
+        require(value <= limit, f"{field} = {value}", f"must be {limit:,} or less", field=field)
 
 
 # What to type instead

@@ -1,20 +1,20 @@
 """Command lines from dataclasses, by tyro, with every mistake told in one line."""
 
 import contextlib
-import io
+import dataclasses
+import difflib
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
-from unittest import mock
+from typing import TypeVar, get_args
 
 import tyro
+from tyro import _errors as errors  # its hook for mistakes: documented there, not promised
 
 from minitron.config import ConfigError, require
-from minitron.config.checks import UNPRINTABLE
 from minitron.system import disk
+from minitron.system.errors import UNPRINTABLE
 
 Options = TypeVar("Options")
 SECONDS_ALONE = 10.0  # after which a mistake is this rank's own: torchrun would have ended it
@@ -29,29 +29,60 @@ def parse(
     `--help` prints the fields and exits with 0. Raises ConfigError, one line, for a mistake.
     """
     given = {} if default is None else {"default": default}
-    if {"-h", "--help"} & set(args):
+
+    def refuse(event: errors.ParseErrorEvent) -> None:
+        own = own_error(sys.exception())
+        if own is not None:
+            raise own
+        problem, *remedy = in_words(event, options)
+        remedy = f"{remedy[0]} (see {prog} --help)" if remedy else f"see {prog} --help"
+        raise ConfigError(problem, remedy, kind=type(event).__name__)
+
+    with errors.on_parse_error(refuse):
         return tyro.cli(options, args=args, prog=prog, **given)
-    complaint = io.StringIO()
-    wide = mock.patch.dict(os.environ, COLUMNS="2000")  # or tyro would wrap its sentences
-    try:
-        with wide, contextlib.redirect_stderr(complaint):
-            return tyro.cli(options, args=args, prog=prog, **given)
-    except SystemExit:
-        raise ConfigError(f"{_first_sentence(complaint.getvalue())} (see {prog} --help)") from None
 
 
-def _first_sentence(box: str) -> str:
-    """What tyro wrote into its framed box, up to the first rule, and its first suggestion."""
-    lines = [line.strip("│ ") for line in box.splitlines()[1:-1]]
-    rules = [index for index, line in enumerate(lines) if line and not line.strip("─-")]
-    if rules and rules[0] == 0:  # below the title, instead of a frame, if the terminal is ASCII
-        lines, rules = lines[1:], [index - 1 for index in rules[1:]]
-    message = " ".join(lines[: rules[0]] if rules else lines)
-    message = re.sub(r"^Error parsing \w+: (?=\w+\.\w+ )", "", message)  # our own ConfigError
-    suggestion = [lines[i + 1] for i, line in enumerate(lines) if line.startswith("Perhaps you")]
-    if suggestion:
-        message += f"; did you mean {suggestion[0].split()[0]}?"
-    return message
+def own_error(error: BaseException | None) -> ConfigError | None:
+    """The ConfigError of ours that tyro has met while it built the dataclass, if it was one."""
+    while error is not None and not isinstance(error, ConfigError):
+        error = error.__context__
+    return error
+
+
+def in_words(event: errors.ParseErrorEvent, options: type) -> list[str]:
+    """What tyro could not read, and what would be read."""
+    match event:
+        case errors.UnrecognizedArgs(tokens=tokens):
+            near = difflib.get_close_matches(tokens[0], names_of(options), n=1)
+            remedy = [f"did you mean {name}?" for name in near]
+            return [f"unrecognized options {', '.join(tokens)}", *remedy]
+        case errors.InvalidChoice(argument=argument, value=value, choices=choices):
+            return [f"invalid choice '{value}' for argument '{argument.display_name()}'",
+                    f"must be one of {', '.join(choices)}"]
+        case errors.BadValue(argument=argument):
+            return [f"missing value for argument '{argument.display_name()}'"]
+        case errors.MissingArgs(missing_arguments=missing):
+            names = (each.arg.display_name() for each in missing)
+            return [f"missing {', '.join(names)}"]
+        case errors.MissingSubcommand(subcommand_spec=spec):
+            return ["missing subcommand", f"expected one of {', '.join(spec.parser_from_name)}"]
+        case errors.InstantiationFailure(argument=None, message=message):
+            return [message]
+        case errors.InstantiationFailure(argument=argument, message=message):
+            return [f"{argument.display_name()}: {message}"]
+    return [f"these options cannot be read ({type(event).__name__})"]
+
+
+def names_of(options: type, prefix: str = "--") -> list[str]:
+    """The options that a dataclass of dataclasses makes, or any of a union of them."""
+    if not dataclasses.is_dataclass(options):
+        return [name for each in get_args(options) for name in names_of(each, prefix)]
+    names = []
+    for field in dataclasses.fields(options):
+        name = prefix + field.name.replace("_", "-")
+        inner = dataclasses.is_dataclass(field.type)
+        names += names_of(field.type, f"{name}.") if inner else [name]
+    return names
 
 
 def require_text(words: Sequence[str]) -> None:

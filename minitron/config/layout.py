@@ -9,8 +9,8 @@ Read in this order: require_ranks, require_layout, layouts_that_fit.
 from dataclasses import replace
 from math import ceil, isqrt, log
 
-from minitron.config.checks import ConfigError, require
 from minitron.config.schema import Config, ModelConfig, ParallelConfig
+from minitron.system.errors import ConfigError, require
 
 NUM_OFFERED = 2  # layouts in a message
 NUM_TRIED = 1000  # sizes of a micro-batch, to both sides, that are tried for a remedy
@@ -23,8 +23,17 @@ def require_ranks(config: Config, size: int) -> None:
     except ConfigError as error:
         nearest = layouts_that_fit(config, size)[:NUM_OFFERED]
         words = " or ".join(flags(config.parallel, *layout) for layout in nearest)
-        remedy = f"; with {counted(size)} {words} would do" if nearest else ""
-        raise ConfigError(f"{error}{remedy}") from None
+        error.remedies += (f"with {counted(size)} {words} would do",) * bool(nearest)
+        raise
+
+
+class WrongNumRanks(ConfigError):
+    """A layout that needs another number of ranks: `needed`, such as "a multiple of 8"."""
+
+    def __init__(self, problem: str, needed: str, start: str):
+        super().__init__(problem, start, kind="wrong number of ranks")
+        self.args = problem, needed, start  # with which pickle makes it again
+        self.needed = needed
 
 
 def require_layout(config: Config, size: int) -> None:
@@ -33,22 +42,23 @@ def require_layout(config: Config, size: int) -> None:
     there = f"there {'is' if size == 1 else 'are'} {counted(size)}"
     model = " and ".join(f"parallel.{axis} = {ranks}" for axis, ranks in (("tp", tp), ("pp", pp))
                          if ranks > 1)
-    require(
-        size % (tp * pp) == 0,
-        f"{model}, but {there}: start a multiple of {tp * pp} with torchrun --nproc-per-node",
-    )
+    if size % (tp * pp):
+        needed = f"a multiple of {tp * pp}"
+        raise WrongNumRanks(f"{model}, but {there}", needed,
+                            f"start {needed} with torchrun --nproc-per-node")
     require_cuts(config.model, tp)
     readers = num_readers(config, size)
-    require(
-        dp in (0, readers),
-        f"parallel.dp = {dp}{' and ' if model else ''}{model}, but {there}: start it with torchrun "
-        f"--nproc-per-node {dp * tp * pp} -m minitron.train",
-    )
+    if dp not in (0, readers):
+        needed = str(dp * tp * pp)
+        raise WrongNumRanks(
+            f"parallel.dp = {dp}{' and ' if model else ''}{model}, but {there}", needed,
+            f"start it with torchrun --nproc-per-node {needed} -m minitron.train")
     batch_size = config.train.global_batch_size
     require(
         batch_size >= readers,
         f"train.global_batch_size = {batch_size} leaves some of {readers} ranks without a "
-        f"sequence: raise it to {readers}, or start fewer ranks",
+        "sequence", f"raise it to {readers}, or start fewer ranks",
+        field="train.global_batch_size", kind="fewer sequences than ranks",
     )
     require_groups(config, ceil(batch_size / readers))
 
@@ -75,6 +85,7 @@ def require_cuts(model: ModelConfig, tp: int) -> None:
             is_copied or count % tp == 0,
             f"model.{name} = {count} does not divide by {tp} ranks (parallel.tp), "
             f"{ceil(count / tp) * tp} would",
+            field=f"model.{name}", kind=f"tp does not divide model.{name}",
         )
 
 
@@ -90,7 +101,8 @@ def require_groups(config: Config, num_sequences: int) -> None:
     remedy = f"set train.micro_batch_size to {' or '.join(map(str, nearest))}" if nearest else \
         f"raise train.global_batch_size, of which a rank has {num_sequences}"
     raise ConfigError(f"{ceil(num_sequences / size)} micro-batches a step (train.micro_batch_size "
-                      f"= {size}) do not divide by parallel.pp = {pp} (interleaved): {remedy}")
+                      f"= {size}) do not divide by parallel.pp = {pp} (interleaved)", remedy,
+                      field="train.micro_batch_size", kind="micro-batches that pp does not divide")
 
 
 # What would fit

@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Literal
 
 from minitron.config.checks import (
-    ConfigError,
     other_heads,
-    require,
+    require_at_least,
     require_at_most,
+    require_below_1,
     require_positive,
     require_types,
     round_up,
 )
+from minitron.config.parallel import ParallelConfig
+from minitron.system.errors import ConfigError, require
 
 LARGEST_SIZE = 10**9
 """Of a dimension: the bytes of a matrix still fit in an int64."""
@@ -61,31 +63,25 @@ class ModelConfig:
         require_at_most("model", self, **dict.fromkeys([*sizes, "vocab_size"], LARGEST_SIZE))
         require_at_most("model", self, num_layers=MOST_LAYERS, rope_theta=10**12,
                         rope_scaling=10**6, norm_eps=1)
-        require(self.vocab_size >= 0, f"model.vocab_size = {self.vocab_size}: must be 0 or more")
-        require(self.rope_theta >= 1, f"model.rope_theta = {self.rope_theta}: must be 1 or more")
-        require(0 <= self.dropout < 1, f"model.dropout = {self.dropout}: a probability from 0 to "
-                "less than 1")
-        require(self.rope_scaling >= 1, f"model.rope_scaling = {self.rope_scaling}: must be 1 "
-                "(off) or more")
+        require_at_least("model", self, vocab_size=0, rope_theta=1, rope_scaling=1)
+        require_below_1("model", self, "dropout")
         if self.width % self.num_heads:  # not `require`: only then look for what divides
-            raise ConfigError(
-                f"model.width = {self.width} is not a multiple of model.num_heads = "
-                f"{self.num_heads}: try {other_heads(self)}"
-            )
-        require(
-            self.num_heads % self.num_kv_heads == 0,
-            f"model.num_heads = {self.num_heads} is not a multiple of model.num_kv_heads = "
-            f"{self.num_kv_heads}: try --model.num-kv-heads {self.num_heads}",
-        )
+            raise ConfigError(f"model.width = {self.width} is not a multiple of model.num_heads = "
+                              f"{self.num_heads}", f"try {other_heads(self)}", field="model.width")
+        require(self.num_heads % self.num_kv_heads == 0, f"model.num_heads = {self.num_heads} is "
+                f"not a multiple of model.num_kv_heads = {self.num_kv_heads}",
+                f"try --model.num-kv-heads {self.num_heads}", field="model.num_kv_heads")
         if self.family == "gpt":
             require(
                 self.num_kv_heads == self.num_heads,
                 f"model.num_kv_heads = {self.num_kv_heads} with model.family = gpt: grouped-query "
-                f"attention is llama's; set it to num_heads = {self.num_heads}",
+                "attention is llama's", f"set it to num_heads = {self.num_heads}",
+                field="model.num_kv_heads",
             )
         else:
             require(self.head_width % 2 == 0, f"model.width / model.num_heads = {self.head_width} "
-                    "is odd: rotary positions turn pairs, so make the head width even")
+                    "is odd", "rotary positions turn pairs, so make the head width even",
+                    field="model.num_heads")
 
     @property
     def head_width(self) -> int:
@@ -161,100 +157,26 @@ class TrainConfig:
             "train", self, "steps", "global_batch_size", "micro_batch_size", "learning_rate",
             "log_every", "eval_sequences", "keep_checkpoints",
         )
-        for name in ("warmup_steps", "eval_every", "checkpoint_every",
-                     "weight_decay", "clip_norm", "min_learning_rate", "seed", "hang_timeout"):
-            value = getattr(self, name)
-            require(value >= 0, f"train.{name} = {value}: must be 0 or more")
+        require_at_least(
+            "train", self, warmup_steps=0, eval_every=0, checkpoint_every=0, weight_decay=0,
+            clip_norm=0, min_learning_rate=0, seed=0, hang_timeout=0,
+        )
         require(
             self.recompute == "none" or not self.compile,
             f"train.recompute = {self.recompute} with train.compile = {self.compile}: a compiled "
-            "model decides itself what to keep; switch one of them off",
+            "model decides itself what to keep", "switch one of them off", field="train.recompute",
         )
         require(self.hang_timeout <= 1500, f"train.hang_timeout = {self.hang_timeout:g}: PyTorch "
-                "ends a collective after 1,800 s, and names no rank; set it to 1500 or less")
-        for name in ("beta1", "beta2"):
-            value = getattr(self, name)
-            require(0 <= value < 1, f"train.{name} = {value}: must be from 0 to less than 1")
+                "ends a collective after 1,800 s, and names no rank", "set it to 1500 or less",
+                field="train.hang_timeout")
+        require_below_1("train", self, "beta1", "beta2")
         require(self.min_learning_rate <= self.learning_rate, f"train.min_learning_rate = "
-                f"{self.min_learning_rate} is above train.learning_rate = {self.learning_rate}: "
-                "lower it, or raise the peak")
+                f"{self.min_learning_rate} is above train.learning_rate = {self.learning_rate}",
+                "lower it, or raise the peak", field="train.min_learning_rate")
         require(self.learning_rate * self.weight_decay < 1, f"train.weight_decay = "
                 f"{self.weight_decay:g} with train.learning_rate = {self.learning_rate:g}: a step "
-                "would take away all of a weight, or more; their product must be less than 1")
-
-
-@dataclass(frozen=True)
-class ParallelConfig:
-    dp: int = 0
-    """Data-parallel ranks; 0: all that torchrun has started, divided by tp and pp."""
-    tp: int = 1
-    """Ranks that compute each layer together (tensor parallelism): neighbours, of one node."""
-    sequence: bool = False
-    """With tp, divide the sequence too where layers are not cut: norms, dropout, residual."""
-    pp: int = 1
-    """Ranks that hold the layers one after the other (pipeline parallelism)."""
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
-    """In which order the pipeline's ranks work on the micro-batches."""
-    chunks: int = 1
-    """Stages that each rank of the pipeline holds: 2 or more with interleaved, else 1."""
-    data_parallel: Literal["naive", "hooked", "bucketed"] = "bucketed"
-    """When gradients are sent: after the backward pass, each as it is ready, or in buckets."""
-    zero: Literal[0, 1, 2, 3] = 0
-    """ZeRO's stage: each rank keeps its part of 1: optimizer state, 2: and gradients, 3: and
-    weights."""
-    replicas: int = 1
-    """Hybrid sharding: groups of data-parallel ranks that hold the same shards; ZeRO divides the
-    state over the dp / replicas ranks of one, which are neighbors, say those of a node."""
-    sync_every_micro_batch: bool = True
-    """Stages 2 and 3: reduce gradients after each micro-batch, so that their sums are sharded.
-    Switched off they travel once a step, but each rank holds them whole until then."""
-    reshard_each_pass: bool = True
-    """Stage 3: free the weights after each pass of a micro-batch, and gather them again for the
-    next. Switched off they are gathered once a step, and each rank holds them whole meanwhile."""
-    sync_replicas_every_micro_batch: bool = False
-    """Sum the shards' gradients over the replicas after each micro-batch too, instead of once."""
-
-    def __post_init__(self):
-        require_types("parallel", self)
-        require(self.dp >= 0, f"parallel.dp = {self.dp}: must be 0 or more")
-        require_positive("parallel", self, "tp", "pp", "chunks")
-        require(not self.sequence or self.tp > 1, f"parallel.sequence with parallel.tp = {self.tp}:"
-                " it divides what tensor parallelism leaves whole; set parallel.tp to 2 or more")
-        require(
-            self.sync_every_micro_batch or self.zero >= 2,
-            f"parallel.sync_every_micro_batch = {self.sync_every_micro_batch} with parallel.zero = "
-            f"{self.zero}: below stage 2 gradients travel once a step anyway; leave it out",
-        )
-        self.require_replicas()
-        if self.pp > 1:
-            self.require_pipeline()
-        else:
-            require(self.schedule == "1f1b" and self.chunks == 1, f"parallel.schedule = "
-                    f"{self.schedule} and chunks = {self.chunks} with parallel.pp = 1: there is no "
-                    "pipeline; set parallel.pp to 2 or more, or leave them out")
-
-    def require_replicas(self) -> None:
-        require_positive("parallel", self, "replicas")
-        require(self.replicas == 1 or self.zero >= 1, f"parallel.replicas = {self.replicas} with "
-                "parallel.zero = 0: nothing is divided, so every rank is a replica anyway; leave "
-                "it out, or set parallel.zero to 1, 2 or 3")
-        require(self.dp % self.replicas == 0, f"parallel.replicas = {self.replicas} does not "
-                f"divide parallel.dp = {self.dp}: use a divisor of it")
-        require(self.reshard_each_pass or self.zero == 3, "parallel.reshard_each_pass = False with "
-                f"parallel.zero = {self.zero}: below stage 3 weights are never freed; leave it out")
-        require(
-            not self.sync_replicas_every_micro_batch
-            or (self.replicas > 1 and self.sync_every_micro_batch),
-            "parallel.sync_replicas_every_micro_batch needs parallel.replicas of 2 or more (here "
-            f"{self.replicas}) and parallel.sync_every_micro_batch: leave it out",
-        )
-
-    def require_pipeline(self) -> None:
-        require(
-            (self.chunks > 1) == (self.schedule == "interleaved"),
-            f"parallel.chunks = {self.chunks} with parallel.schedule = {self.schedule}: the "
-            "interleaved schedule needs 2 chunks or more, the others have 1",
-        )
+                "would take away all of a weight, or more", "their product must be less than 1",
+                field="train.weight_decay")
 
 
 @dataclass(frozen=True)
@@ -270,7 +192,7 @@ class LogConfig:
 
     def __post_init__(self):
         require_types("log", self)
-        require(self.trace_steps >= 0, f"log.trace_steps = {self.trace_steps}: must be 0 or more")
+        require_at_least("log", self, trace_steps=0)
 
 
 @dataclass(frozen=True)
@@ -282,25 +204,28 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self):
-        require(
-            self.data.sequence_length <= self.model.max_sequence_length,
-            f"data.sequence_length = {self.data.sequence_length} is longer than "
-            f"model.max_sequence_length = {self.model.max_sequence_length}: "
-            "raise the second or lower the first",
-        )
+        require(self.data.sequence_length <= self.model.max_sequence_length,
+                f"data.sequence_length = {self.data.sequence_length} is longer than "
+                f"model.max_sequence_length = {self.model.max_sequence_length}",
+                "raise the second or lower the first", field="data.sequence_length")
         parallel, tp = self.parallel, self.parallel.tp
         num_stages = parallel.pp * parallel.chunks
         require(self.model.num_layers >= num_stages, f"model.num_layers = {self.model.num_layers} "
-                f"does not fill parallel.pp x parallel.chunks = {num_stages} stages: lower them "
-                f"to {self.model.num_layers} at most, or add layers")
+                f"does not fill parallel.pp x parallel.chunks = {num_stages} stages",
+                f"lower them to {self.model.num_layers} at most, or add layers",
+                field="parallel.pp", kind="fewer layers than stages")
         if self.train.compile:
-            require(parallel.zero < 3, f"train.compile with parallel.zero = {parallel.zero}: a "
-                    "compiled model keeps the weights that stage 3 frees; switch it off, or use 2")
-            require(tp == 1, f"train.compile with parallel.tp = {tp}: the collectives inside cut "
-                    "layers are not compiled; switch it off")
-            require(parallel.pp == 1, f"train.compile with parallel.pp = {parallel.pp}: a stage is "
-                    "not compiled; switch it off")
+            for axis, works, why in (
+                ("zero", parallel.zero < 3,
+                 "a compiled model keeps the weights that stage 3 frees"),
+                ("tp", tp == 1, "collectives inside cut layers are not compiled"),
+                ("pp", parallel.pp == 1, "a stage is not compiled"),
+            ):
+                require(works, f"train.compile with parallel.{axis} = {getattr(parallel, axis)}: "
+                        f"{why}", "switch it off", field="train.compile")
         for name, length in (("data.sequence_length", self.data.sequence_length),
                              ("model.max_sequence_length", self.model.max_sequence_length)):
             require(not parallel.sequence or length % tp == 0, f"{name} = {length} does not divide "
-                    f"by parallel.tp = {tp} (parallel.sequence is on): use {round_up(length, tp)}")
+                    f"by parallel.tp = {tp} (parallel.sequence is on)",
+                    f"use {round_up(length, tp)}", field=name,
+                    kind="a sequence that tp does not divide")

@@ -7,13 +7,12 @@ Read in this order: Candidate, Search, search, decisions, grid_of, checked, noth
 """
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import product
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from minitron import cost
 from minitron.config import (
@@ -24,7 +23,7 @@ from minitron.config import (
     TrainConfig,
     require,
 )
-from minitron.config.layout import divisors, require_layout, require_ranks
+from minitron.config.layout import WrongNumRanks, divisors, require_layout, require_ranks
 from minitron.plan.estimate import Estimate, estimate, memory_of
 from minitron.plan.job import Decision, Job
 
@@ -83,6 +82,13 @@ def words(decision: Decision) -> str:
     return ", ".join([*phrases, f"micro-batches of {decision.micro_batch_size}"])
 
 
+class Reason(NamedTuple):
+    """Why a layout cannot be trained, from a ConfigError: those of one kind count as one."""
+
+    kind: str
+    problem: str
+
+
 @dataclass
 class Search:
     """What has been found for a job."""
@@ -92,7 +98,7 @@ class Search:
     """Those that fit, fastest first; of equally fast ones first what holds least."""
     too_large: list[Candidate] = field(default_factory=list)
     """Those that do not fit, smallest first."""
-    refused: Counter[str] = field(default_factory=Counter)
+    refused: Counter[Reason] = field(default_factory=Counter)
     """How many cannot be trained, by the reason."""
 
     @property
@@ -102,7 +108,7 @@ class Search:
     def dropped(self) -> list[tuple[int, str]]:
         """How many layouts dropped out for which reason, most first.
 
-        Reasons that differ in their numbers alone count as one, told as the first of them.
+        Reasons of one kind count as one, told as the first of them.
         """
         told, counts = {}, Counter()
         if self.too_large:
@@ -110,9 +116,7 @@ class Search:
             counts[f"do not fit in {usable:.0f} GB, what is usable of {there:.0f}"] = \
                 len(self.too_large)
         for reason, count in self.refused.items():
-            reason = re.split("; |: (?:set|raise|lower) ", reason)[0]  # without the remedy
-            first = told.setdefault(re.sub(r"\d+", "#", reason), reason)
-            counts[first] += count
+            counts[told.setdefault(reason.kind, reason.problem)] += count
         return [(count, reason) for reason, count in counts.most_common()]
 
 
@@ -132,7 +136,7 @@ def search(job: Job) -> Search:
 # Which layouts there are
 
 
-def decisions(job: Job, refused: Counter[str]) -> Iterator[Decision]:
+def decisions(job: Job, refused: Counter[Reason]) -> Iterator[Decision]:
     """Every layout that can be trained; counts the others in `refused`, by the reason."""
     require(job.num_gpus > 0, f"{job.num_gpus} GPUs: a plan needs one or more")
     for sizes in layouts(job):
@@ -141,13 +145,13 @@ def decisions(job: Job, refused: Counter[str]) -> Iterator[Decision]:
         try:
             parallel = grid_of(job, sizes)
         except ConfigError as error:
-            refused[str(error)] += len(kinds)
+            refused[Reason(error.kind, error.problem)] += len(kinds)
             continue
         for recompute, micro_batch_size in kinds:
             try:
                 yield checked(job, Decision(parallel, recompute, micro_batch_size))
             except ConfigError as error:
-                refused[str(error)] += 1
+                refused[Reason(error.kind, error.problem)] += 1
 
 
 def layouts(job: Job) -> Iterator[dict]:
@@ -177,7 +181,8 @@ def grid_of(job: Job, sizes: dict) -> ParallelConfig:
     """Build a layout's axes; raises ConfigError if they do not go together, or with the nodes."""
     parallel, node = ParallelConfig(**sizes), min(job.gpus_per_node, job.num_gpus)
     require(node % parallel.tp == 0 or parallel.tp % node == 0, f"parallel.tp = {parallel.tp}: "
-            f"groups of so many straddle nodes of {node} GPUs")
+            f"groups of so many straddle nodes of {node} GPUs",
+            field="parallel.tp", kind="tp groups that straddle nodes")
     return parallel
 
 
@@ -209,12 +214,9 @@ def require_gpus(config: Config, num_gpus: int) -> None:
     """Raise ConfigError if so many GPUs cannot run `config`, as a run would, but nothing starts."""
     try:
         require_ranks(config, num_gpus)
-    except ConfigError as error:
-        asked = re.sub(r"start (a multiple of \d+) with torchrun --nproc-per-node",
-                       r"plan for \1", str(error))
-        asked = re.sub(r"start it with torchrun --nproc-per-node (\d+) -m minitron.train",
-                       r"plan for \1", asked)
-        raise ConfigError(asked) from None
+    except WrongNumRanks as error:
+        error.remedies = (f"plan for {error.needed}", *error.remedies[1:])
+        raise
 
 
 # Nothing fits

@@ -21,7 +21,8 @@ from minitron.precision import PRECISIONS
 
 def require_validation(num_sequences: int, readers: int) -> None:
     require(num_sequences >= readers, f"{num_sequences} validation sequences for {readers} "
-            f"data-parallel ranks: each needs one; raise train.eval_sequences to {readers} or more")
+            f"data-parallel ranks: each needs one",
+            f"raise train.eval_sequences to {readers} or more", field="train.eval_sequences")
 
 
 def require_a_gpu_each(device: torch.device, group: Group) -> None:
@@ -30,7 +31,7 @@ def require_a_gpu_each(device: torch.device, group: Group) -> None:
         num_devices = torch.cuda.device_count()
         require(
             "cuda:nccl" in dist.get_backend_config(group),
-            f"{group.size()} ranks without a GPU each, of which this machine has {num_devices}: "
+            f"{group.size()} ranks without a GPU each, of which this machine has {num_devices}",
             f"start torchrun with --nproc-per-node {num_devices}, or set train.device to cpu",
         )
 
@@ -42,7 +43,7 @@ def with_vocabulary_of_data(config: Config) -> Config:
     require(
         model_size == 0 or model_size >= data_size,
         f"model.vocab_size = {model_size} is smaller than the {data_size} tokens of "
-        f"{config.data.path}: set it to 0 or to at least {data_size}",
+        f"{config.data.path}", f"set it to 0 or to at least {data_size}", field="model.vocab_size",
     )
     if model_size > 0:
         return config
@@ -74,12 +75,12 @@ def read_facts(facts: dict, where: Path) -> dict:
                 is_sound &= types == scale and 0 < loss_scale["value"] < inf
         case _:
             is_sound = False
-    require(is_sound, f"{where}: its {MANIFEST} does not say what a run would have written; "
+    require(is_sound, f"{where}: its {MANIFEST} does not say what a run would have written",
             "resume from another checkpoint")
     precision = config["train"]["precision"]
     require((loss_scale is not None) == PRECISIONS[precision].scales_loss, f"{where}: its "
-            f"{MANIFEST} has a loss scale that does not fit train.precision = {precision}; resume "
-            "from another checkpoint")
+            f"{MANIFEST} has a loss scale that does not fit train.precision = {precision}",
+            "resume from another checkpoint")
     return facts | {"config": config}
 
 
@@ -97,8 +98,8 @@ def require_whole_state(saved: dict[str, tuple[Size, dtype]], where: Path) -> No
             expected = Size() if key == "step" else shape
             require(
                 found is not None and found[0] == expected and found[1].is_floating_point,
-                f"{where}: holds no {key} of shape {list(expected)} for {parameter}; resume from "
-                "another checkpoint",
+                f"{where}: holds no {key} of shape {list(expected)} for {parameter}",
+                "resume from another checkpoint",
             )
 
 
@@ -111,16 +112,16 @@ def require_same_training(facts: dict, config: Config, folder: Path, fingerprint
         before, now = saved[section][key], asked[section][key]
         require(
             before == now,
-            f"{section}.{key} = {now}, but {folder} was trained with {before}: "
-            f"set it to {before}, or start a new run without --resume",
+            f"{section}.{key} = {now}, but {folder} was trained with {before}",
+            f"set it to {before}, or start a new run without --resume", field=f"{section}.{key}",
         )
     require(
         facts["fingerprint"] in (fingerprint, fingerprint[:64]),  # an old run's is the first half
-        f"{config.data.path}: holds other tokens than {folder} was trained on; "
-        "write the same corpus again, or start a new run without --resume",
+        f"{config.data.path}: holds other tokens than {folder} was trained on",
+        "write the same corpus again, or start a new run without --resume", field="data.path",
     )
     require(
         facts["step"] <= config.train.steps,
-        f"train.steps = {config.train.steps}, but {folder} is at step {facts['step']}: "
-        "ask for more steps",
+        f"train.steps = {config.train.steps}, but {folder} is at step {facts['step']}",
+        "ask for more steps", field="train.steps",
     )

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from minitron.config import ConfigError
+from minitron.system.errors import ConfigError
 
 NO_ROOM = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG") if hasattr(errno, name)}
 NO_WRITES = NO_ROOM | {errno.EROFS}

@@ -128,7 +128,7 @@ def test_groups_of_tensor_parallelism_do_not_straddle_nodes():
     widths = {each.parallel.tp
               for each in decisions(replace(SMALL, num_gpus=24, sequence_length=960), refused)}
     assert widths == {1, 2, 4}
-    assert any("straddle nodes of 8 GPUs" in reason for reason in refused)
+    assert any("straddle nodes of 8 GPUs" in reason.problem for reason in refused)
 
 
 # Nothing fits
@@ -284,3 +284,11 @@ def test_the_decision_tree_is_far_from_the_best_on_thousands(name):
     chosen = Candidate(job, decide(job))
     loses = chosen.seconds / search(job).candidates[0].seconds
     assert loses == pytest.approx(LOSES_MORE[name], rel=0.02)
+
+
+
+def test_reasons_are_counted_by_kind_not_by_their_words():
+    refused = Counter()
+    list(decisions(replace(SMALL, num_gpus=24, sequence_length=960), refused))
+    assert all(reason.kind != reason.problem for reason in refused), "a reason without a kind"
+    assert len({reason.kind for reason in refused}) < len(refused)

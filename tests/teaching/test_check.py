@@ -264,9 +264,10 @@ def test_a_record_counts_for_what_was_graded(root, monkeypatch):
 @pytest.mark.parametrize("part", [
     "minitron/plan/search.py", "minitron/corpus/text.py", "teaching/graders/__init__.py",
     "teaching/graders/guard.py", "teaching/graders/ch02_memory.py", "minitron/config/schema.py",
-    "minitron/precision.py",
+    "minitron/precision.py", "minitron/pytorch/private.py", "teaching/exercises.py",
+    "minitron/plan/hardware.csv",
 ])
-def test_every_module_decides(part, monkeypatch):
+def test_every_module_and_table_decides(part, monkeypatch):
     contents = records._contents
     before = records._package()
     records._hash_of.cache_clear()
