@@ -17,11 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minitron.parallel.data import buckets
+from minitron.parallel.one_device import OneDevice
 
 
-class Given:
+class Given(OneDevice):
     """What 4.3 and 4.4 start from: equal weights, a switch, and a mean for the training loop.
 
+    What else the training loop asks is answered as on one device, which has the whole model too.
     The package's classes accept a parameter without a gradient only with find_unused_parameters.
     Yours always accept one, so you can ignore the argument.
     """
@@ -29,7 +31,9 @@ class Given:
     def __init__(
         self, model: nn.Module, group: dist.ProcessGroup, find_unused_parameters: bool = False
     ):
+        super().__init__(model)
         self.group = group
+        self.data_part = group.rank(), group.size()
         self.synchronises = True
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor.detach(), group=group, group_src=0)

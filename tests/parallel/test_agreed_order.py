@@ -103,16 +103,13 @@ class SentWhenFull(HookedDataParallel):
 
 class ReducedWhenFull(Zero2):
     def accept(self, parameter):
-        self.queue.ready.add(parameter)
+        queue, bucket = self.queue_of[parameter], self.flat_of[parameter]
+        queue.ready.add(parameter)
         self.used.add(parameter)
-        bucket = self.flat_of[parameter]
         bucket.take(parameter)
-        if self.queue.ready.issuperset(bucket.parameters):
+        if queue.ready.issuperset(bucket.parameters):
             bucket.start_reduce()
             bucket.finish_reduce()
-
-    def reduce(self):
-        self.queue.start_over()
 
 
 def other_buckets_on_rank_1(group):

@@ -7,6 +7,7 @@ Read in this order: ShardedDataParallel, from finish to shard.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import wraps
 
 import torch
@@ -18,7 +19,7 @@ from minitron.model.transformer import global_parameters
 from minitron.parallel.clipping import clip_pieces
 from minitron.parallel.data.axis import DataAxis
 from minitron.parallel.flat import FlatShards
-from minitron.parallel.interface import ParallelModel, Values
+from minitron.parallel.interface import Kind, ParallelModel, Values
 from minitron.parallel.one_device import OneDevice
 
 
@@ -42,6 +43,7 @@ class ShardedDataParallel(DataAxis):
         pipeline: ParallelModel | None = None,
     ):
         super().__init__(model, group, replicas)
+        self.knows_stages = pipeline is not None
         self.pipeline = pipeline or OneDevice(model)
         self.sync_every_micro_batch = sync_every_micro_batch
         self.sync_replicas_every_micro_batch = sync_replicas_every_micro_batch
@@ -64,6 +66,11 @@ class ShardedDataParallel(DataAxis):
         """Whether they are then reduced over the replicas too."""
         every = self.sync_replicas_every_micro_batch or self.replicas.size() == 1
         return self.is_last or every
+
+    def around_pass(self, stage: int, kind: Kind, is_last: bool) -> AbstractContextManager:
+        assert self.knows_stages or not self.model.config.tied_embedding, (
+            "two stages have the embedding and must divide it alike: pass `pipeline` too")
+        return super().around_pass(stage, kind, is_last)
 
     # What a technique does
 

@@ -114,9 +114,10 @@ class Zero1(ShardedDataParallel):
 
     def make_queue(self, stage: list[nn.Parameter], bucket_bytes: int) -> BucketQueue:
         """The buckets of one stage of the pipeline; what another stage has too is one alone."""
-        shared = [p for p in self.pipeline.shared_parameters() if p in self.names]
-        own = [p for p in stage if p in self.names and p not in set(shared)]
-        buckets = share_out(own, bucket_bytes) + [[p] for p in shared if p in set(stage)]
+        of_stage = set(stage)
+        names = {p: name for p, name in self.names.items() if p in of_stage}
+        shared = [p for p in self.pipeline.shared_parameters() if names.pop(p, None)]
+        buckets = share_out(names, bucket_bytes) + [[p] for p in shared]
         return BucketQueue(
             [FlatShards(bucket, self.group, self.replicas) for bucket in buckets],
             self.most_on_their_way,

@@ -236,7 +236,7 @@ class PipelineParallel(OneDevice):
         bits on both, and so has what an optimizer makes of it.
         """
         own = None if self.tied is None else gradient(self.tied)
-        if own is None or own.numel() == 0:
+        if own is None or own.numel() == 0:  # there are more ranks than elements, on both sides
             return
         peer = self.ends[1] if self.rank == self.ends[0] else self.ends[0]
         received = torch.empty_like(own)
