@@ -696,12 +696,8 @@ def cut_and_copied(model, group):
     """Two pipelines of half of the ranks, and ZeRO-1 between them."""
     mesh = make_mesh("cpu", dp=2, pp=group.size() // 2)
     pipeline_parallel = apply_pipeline_parallel(model, mesh.group("pp"))
-<<<<<<< HEAD
-    return Grid(model, data=apply_zero1(model, mesh.group("dp")), pipeline=pipeline_parallel)
-=======
     data = apply_zero1(model, mesh.group("dp"), pipeline=pipeline_parallel)
     return Grid(model, data=data, pipeline=pipeline_parallel)
->>>>>>> w-data
 
 
 # %% tags=["output-oracle", "nbval-check-output"]

@@ -110,13 +110,10 @@ class Layout(NamedTuple):
         for policy in self.policies:
             policy(model)
         pipeline = apply_pipeline_parallel(model, mesh.group("pp"), self.make_schedule)
-<<<<<<< HEAD
         pipeline.sequence_parts = tensor.sequence_parts
-        data = self.apply_data(model, mesh.group("dp")) if self.apply_data else OneDevice(model)
-=======
         stages = {"pipeline": pipeline} if self.apply_data in (apply_zero1, zero2) else {}
-        data = self.apply_data(model, mesh.group("dp"), **stages) if self.apply_data else None
->>>>>>> w-data
+        data = self.apply_data(model, mesh.group("dp"), **stages) if self.apply_data \
+            else OneDevice(model)
         return Grid(model, data=data, tensor=tensor, pipeline=pipeline)
 
     def records(self, group, apply=None):
