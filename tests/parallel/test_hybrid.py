@@ -278,7 +278,7 @@ def test_a_state_continues_on_one_process(ranks, stage):
 
 
 @pytest.mark.parametrize(("fields", "words"), [
-    (dict(replicas=2), "parallel.replicas = 2 with parallel.zero = 0: nothing is divided"),
+    (dict(replicas=2), "parallel.replicas = 2 with parallel.zero = 0: nothing is sharded"),
     (dict(replicas=3, dp=4, zero=1), "replicas = 3 does not divide parallel.dp = 4"),
     (dict(replicas=0), "parallel.replicas = 0"),
     (dict(sync_replicas_every_micro_batch=True), "needs parallel.replicas of 2 or more"),
@@ -290,9 +290,9 @@ def test_mistakes_are_named(fields, words):
 
 def test_shards_are_neighbors():
     def places(world):
-        mesh = lay_out(ParallelConfig(replicas=2, zero=3), world, torch.device("cpu"))
+        mesh = lay_out(ParallelConfig(replicas=2, zero=3), world.size(), torch.device("cpu"))
         with pytest.raises(ConfigError, match="replicas = 3 does not divide 4 data-parallel ranks"):
-            lay_out(ParallelConfig(replicas=3, zero=3), world, torch.device("cpu"))
+            lay_out(ParallelConfig(replicas=3, zero=3), world.size(), torch.device("cpu"))
         return mesh.rank("replicas"), mesh.rank("dp")
 
     assert run(places, 4) == [(0, 0), (0, 1), (1, 0), (1, 1)]
