@@ -110,7 +110,8 @@ def make_ours(side: str, model: nn.Module, group: dist.ProcessGroup, device: tor
         parallel = apply_bucketed_data_parallel(model, group, bucket_bytes)
         optimizer = make_optimizer(model.parameters())
     else:
-        apply = apply_zero1 if side == "stage 1" else apply_zero2
+        ahead = partial(apply_zero1, overlap_gather=True)
+        apply = ahead if side == "stage 1" else apply_zero2
         parallel = apply(model, group, bucket_bytes)
         optimizer = parallel.make_optimizer(make_optimizer)
     forward = low_precision(model, device) if device.type == "cuda" else model

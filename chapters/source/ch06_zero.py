@@ -1046,7 +1046,7 @@ back = tokens_each * cost.backward_flops_per_token(llama_8b, tokens_each) / spee
 once = cost.ring_all_gather_seconds(2 * P_llama, 64, 0, 50 * GB)
 exposed = {  # what no computing hides; at best, whole passes against whole transfers
     0: max(0, 2 * once - back),
-    1: once + once,
+    1: max(0, once - back) + once,
     2: max(0, once - back) + once,
     3: max(0, once - forth) + max(0, 2 * once - back),
 }

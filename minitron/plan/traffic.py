@@ -142,7 +142,7 @@ def data_seconds(
     gather = seconds("all_gather", precision.parameters if parallel.zero else precision.reduction)
     if system.hides_data:
         return beside(reduce, backward, overlap) + beside(gather, forward, overlap)
-    hides = parallel.zero != 1 and parallel.pp == 1 and parallel.data_parallel != "naive"
+    hides = parallel.pp == 1 and (parallel.zero > 0 or parallel.data_parallel != "naive")
     hidden = backward if hides else 0
     if parallel.zero == 0:
         return beside(reduce + gather, hidden, overlap)

@@ -43,6 +43,7 @@ VERSIONS = {
     "stage 2": partial(apply_zero2, bucket_bytes=SMALL, sync_every_micro_batch=False),
     "stage 2, one bucket": partial(apply_zero2, sync_every_micro_batch=False),
     "stage 2, every micro-batch": partial(apply_zero2, bucket_bytes=SMALL),
+    "stage 1, gathered ahead": partial(apply_zero1, bucket_bytes=SMALL, overlap_gather=True),
     "stage 2, a parameter a bucket": partial(
         apply_zero2, bucket_bytes=1, sync_every_micro_batch=False),
 }
@@ -97,6 +98,8 @@ class Training(NamedTuple):
 
 TRAININGS = {
     "plain": Training(sizes=SIZES),
+    "gathered ahead": Training(
+        recomputed, 2, lambda N: (2 * N + 1, 2 * N), versions=("stage 1, gathered ahead",)),
     "recomputed": Training(recomputed),
     "accumulated": Training(
         num_micro_batches=2, sequences=lambda N: (2 * N + 1, 2 * N), versions=tuple(VERSIONS)[:4]),
@@ -352,7 +355,7 @@ def test_the_wire(size):
             when = "backward"  # what follows a backward pass counts to it
             assert seen["calls"] == [
                 *(("reduce_scatter", when, n) for n in seen["buckets"]),
-                *(("all_gather", "optimizer", n) for n in seen["buckets"])]
+                *(("all_gather", "optimizer", n) for n in reversed(seen["buckets"]))]
             assert num_buckets > 3 or "one" in version
             assert seen["early"] == num_buckets - 1
 
@@ -362,6 +365,23 @@ def step(model, parallel, optimizer, x):
     parallel.finish()
     optimizer.step()
     optimizer.zero_grad()
+
+
+def test_a_step_ends_before_its_parameters_are_gathered():
+    """A module waits for its own; the last ones are on their way when the first one runs."""
+    def buckets_on_their_way(group):
+        model, seen = mlp(), []
+        parallel = VERSIONS["stage 1, gathered ahead"](model, group)
+        optimizer = parallel.make_optimizer(torch.optim.SGD)
+        step(model, parallel, optimizer, torch.ones(1, 59))
+        for module in (model[0], model[-1]):
+            module.register_forward_hook(lambda *_: seen.append(len(parallel.gathers)))
+        before = len(parallel.gathers)
+        model(torch.ones(1, 59))
+        return len(parallel.flats), before, seen[0], seen[-1]
+
+    for num_buckets, before, first, last in run(buckets_on_their_way, 2):
+        assert before == num_buckets > first > last == 0
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

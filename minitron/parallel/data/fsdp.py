@@ -15,8 +15,9 @@ root's add up until the backward pass ends: a tied embedding comes first and las
 Communication: per step each flat tensor is gathered twice and its gradients are reduce-scattered
 once, together 3P (N-1)/N elements sent and received per rank; what is frozen is gathered only.
 With `reshard_after_forward=False` parameters stay from the forward to the backward pass:
-2P (N-1)/N, as in data parallelism. At the start, a broadcast of rank 0's parameters. Every rank
-must run the same number of micro-batches, one at least.
+2P (N-1)/N, as in data parallelism. With `reshard_each_pass=False` they stay for all micro-batches
+of a step, which suits a pipeline: one gather instead of 2 m. At the start, a broadcast of rank 0's
+parameters. Every rank must run the same number of micro-batches, one at least.
 
 Read in this order: flat.owned_ranges, flat.FlatUnit, units.Unit, FullyShardedDataParallel.
 

@@ -92,14 +92,18 @@ class ShardedDataParallel(DataAxis):
         """Let `optimizer`, made for the model's parameters, update this rank's pieces instead.
 
         `zero_grad` discards what `finish` has not given to the pieces as well, and every `step`
-        ends with `copy_to_parameters`.
+        ends with `after_step`.
         """
         for group in optimizer.param_groups:
             group["params"] = [self.pieces[p] for p in group["params"] if p in self.pieces]
         also_discard(optimizer, self.discard)
         optimizer.register_step_pre_hook(self.require_finished)
-        optimizer.register_step_post_hook(lambda *_: self.copy_to_parameters())
+        optimizer.register_step_post_hook(lambda *_: self.after_step())
         return optimizer
+
+    def after_step(self) -> None:
+        """Let the model have what the optimizer has updated."""
+        self.copy_to_parameters()
 
     def require_finished(self, *_) -> None:
         if self.used or any(parameter.grad is not None for parameter in self.names):

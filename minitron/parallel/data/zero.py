@@ -22,12 +22,12 @@ Read in this order: flat.owned_ranges, flat.FlatShards, BucketQueue, Zero1, Zero
 Reference: Rajbhandari et al. 2019, "ZeRO" (section 5.1, 5.2: the stages; 7.2.1: the volume).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from minitron.cost.sharding import BUCKET_BYTES
 from minitron.parallel.data.buckets import share_out
@@ -91,13 +91,17 @@ class Zero1(ShardedDataParallel):
     message; nobody waits for them before `finish`. With `find_unused_parameters` a parameter
     without a gradient counts as zeros (see `DataParallel`). Raises ValueError if no parameter is
     trainable.
+
+    With `overlap_gather` a step ends before the parameters are gathered, and a module's forward
+    pass waits for its own: between steps read them by `full_parameters`, not from the model.
     """
 
     most_on_their_way = 10**9
 
     def __init__(
         self, model: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = BUCKET_BYTES,
-        find_unused_parameters: bool = False, sync_every_micro_batch: bool = False, **options,
+        find_unused_parameters: bool = False, sync_every_micro_batch: bool = False,
+        overlap_gather: bool = False, **options,
     ):
         super().__init__(model, group, sync_every_micro_batch=sync_every_micro_batch, **options)
         self.find_unused_parameters = find_unused_parameters
@@ -111,6 +115,11 @@ class Zero1(ShardedDataParallel):
         self.queue_of = {p: queue for queue in self.queues for p in queue.bucket_of}
         self.hold([bucket for queue in self.queues for bucket in queue.buckets])
         self.hooks = [p.register_post_accumulate_grad_hook(self.collect) for p in self.names]
+        self.gathers: dict[FlatShards, dist.Work] = {}  # parameters on their way
+        self.overlap_gather = overlap_gather
+        if overlap_gather:
+            self.hooks += [module.register_forward_pre_hook(self.before_use)
+                           for module in model.modules()]
 
     def make_queue(self, stage: list[nn.Parameter], bucket_bytes: int) -> BucketQueue:
         """The buckets of one stage of the pipeline; what another stage has too is one alone."""
@@ -175,6 +184,7 @@ class Zero1(ShardedDataParallel):
         if 0 < len(missing) < len(used) and not self.find_unused_parameters:
             raise ValueError(no_gradient(missing, len(used), self.group.rank())
                              + ", else pass find_unused_parameters=True")
+        self.wait_for(self.flats)  # if nothing has used them
         self.reduce()
         unused = self.unused_on_all_ranks(used) if self.find_unused_parameters else set()
         for flat in self.flats:
@@ -195,11 +205,39 @@ class Zero1(ShardedDataParallel):
         self.sum_over_ranks(num_users)
         return {p for p, count in zip(used, num_users.tolist(), strict=True) if count == 0}
 
+    # Parameters
+
     def copy_to_parameters(self) -> None:
         """Bring the shards of all ranks into the parameters."""
+        self.start_gather()
+        self.wait_for(self.flats)
+
+    def after_step(self) -> None:
+        self.start_gather()
+        if not self.overlap_gather:
+            self.wait_for(self.flats)
+
+    def start_gather(self) -> None:
+        """Start to gather the parameters, those first that the forward pass needs first."""
         with span("ZeRO gather weights"):
-            for work in [flat.unshard() for flat in self.flats]:
-                work.wait()
+            self.wait_for(self.flats)
+            self.gathers = {flat: flat.unshard() for flat in reversed(self.flats)}
+
+    def wait_for(self, flats: Iterable[FlatShards]) -> None:
+        """Have the parameters of these buckets there."""
+        for flat in flats:
+            if flat in self.gathers:
+                self.gathers.pop(flat).wait()
+
+    def before_use(self, module: nn.Module, inputs: tuple) -> None:
+        """Have a module's own parameters there."""
+        if self.gathers:
+            own = module.parameters(recurse=False)
+            self.wait_for(dict.fromkeys(self.flat_of[p] for p in own if p in self.flat_of))
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        self.wait_for(self.flats)
+        return super().full_parameters()
 
 
 class Zero2(Zero1):
