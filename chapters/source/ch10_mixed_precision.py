@@ -989,7 +989,7 @@ for name, precision in PRECISIONS.items():
 
 # %%
 print(inspect.getsource(MasterWeights.take_gradients))
-print(inspect.getsource(MasterWeights.round))
+print(inspect.getsource(MasterWeights.copy_to_parameters))
 
 # %%
 print(inspect.getsource(LossScale.unscale))
