@@ -519,14 +519,14 @@ def sum_loss(logits, targets):
 def mean_of_each(model, group, weight):
     """Every micro-batch's own mean, times `weight(m)`; the reported loss is their mean."""
     parallel = cut(model, group)
-    real = parallel.run
+    real = parallel.pipeline.run
 
     def run(micro_batches, sum_loss, divisor):
         m = len(micro_batches)  # and `real` divides by its divisor, so 1/weight multiplies
         loss = real(micro_batches, lambda *pair: sum_loss(*pair) / pair[1].numel(), 1 / weight(m))
         return loss / (m * weight(m))
 
-    parallel.run = run
+    parallel.pipeline.run = run
     return parallel
 
 
@@ -556,7 +556,9 @@ def train(group, apply, make_optimizer, num_steps=30, m=4):
     for rows in map(counting_rows, range(num_steps)):
         optimizer.zero_grad()
         parts = [(part[:, :-1], part[:, 1:]) for part in rows.tensor_split(m)]
-        losses.append(parallel.run(parts, sum_loss, rows[:, 1:].numel()).item())
+        loss = parallel.pipeline.run(parts, sum_loss, rows[:, 1:].numel())
+        parallel.finish()  # a tied embedding's gradient has a part on both stages
+        losses.append(loss.item())
         optimizer.step()
     return losses
 

@@ -1187,7 +1187,7 @@ def train_recipe(name):
     config = config_of(name)
     model, parallel, forward = made(config)
     optimizer = parallel.shard(adamw(model.parameters()))
-    loss_scale = LossScale() if PRECISIONS[name].scales_loss else None
+    loss_scale = PRECISIONS[name].make_loss_scale()
     losses = []
     for step in range(num_steps):
         tokens = dataset.batch(step * B, B)

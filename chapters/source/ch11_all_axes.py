@@ -545,7 +545,7 @@ for name, change in RULES.items():
 
 # %%
 def read_by_world_rank(parallel, group):
-    parallel.data_part = group.rank(), group.size()
+    type(parallel).data_part = group.rank(), group.size()  # in this process alone
 
 
 # %% tags=["output-samples"]

@@ -38,10 +38,7 @@ def memory_of(job: Job, decision: Decision, system: System = MINITRON) -> dict[s
 
 
 def extreme_ranks(counts: list[int]) -> set[int]:
-    """The last rank, and of those with as many blocks the first, which has most under way.
-
-    The second too: it has neighbours on both sides.
-    """
+    """The last; the second, with neighbors on both sides; of equally large ones the first."""
     firsts = {counts.index(count) for count in set(counts)}
     return {len(counts) - 1, min(1, len(counts) - 1), *firsts}
 
@@ -117,6 +114,11 @@ class Rank:
     def casts(self) -> bool:
         """Whether autocast rounds weights and inputs; ZeRO 3 gathers 16-bit weights instead."""
         return self.precision.autocasts and self.parallel.zero < 3
+
+    @cached_property
+    def reshards(self) -> bool:
+        """Whether weights are unsharded only while their unit computes."""
+        return self.parallel.zero == 3
 
     @cached_property
     def under_way(self) -> int:
@@ -256,13 +258,13 @@ def temporary(at: Rank, activation: float) -> float:
 def at_the_loss(at: Rank) -> float:
     """Two float32 gradients; one where the vocabulary is cut, whose loss is one operator."""
     gradients = 4 * at.logits * (2 if at.parallel.tp == 1 else 1)
-    return gradients + at.messages + (at.value * at.root if at.parallel.zero == 3 else 0)
+    return gradients + at.messages + (at.value * at.root if at.reshards else 0)
 
 
 def at_the_head(at: Rank) -> float:
     """The gradients of logits and weight, when the softmax is gone."""
     held = (at.value - 4) * at.logits + at.gradient * at.head
-    if at.parallel.zero == 3:  # the root's weights, and the last block's on their way
+    if at.reshards:  # the root's weights, and the last block's on their way
         return held + at.value * (at.root + at.block)
     return held + (at.reduced * at.head if at.parallel.zero == 2 else 0)
 
@@ -276,7 +278,7 @@ def in_a_block(at: Rank) -> float:
         inside += at.kept("none")
     if at.parallel.zero == 2:
         inside += 2 * at.bucket
-    if at.parallel.zero == 3:  # the next block comes, the gradients of the one before leave
+    if at.reshards:  # the next block comes, the gradients of the one before leave
         kept = at.kept(at.decision.recompute)
         inside = max(inside, at.gradient * at.block - kept)
         inside += at.gradient * at.head + min(2, at.num_blocks) * value * at.block
@@ -286,7 +288,7 @@ def in_a_block(at: Rank) -> float:
 
 def at_the_end(at: Rank) -> float:
     """When all activations are gone, and gradients travel or are rounded up for the masters."""
-    if at.parallel.zero == 3:  # the root's leave last; beside those of a tied matrix is their sum
+    if at.reshards:  # the root's leave last; beside those of a tied matrix is their sum
         added = 2 * at.gradient * at.head * at.job.model.tied_embedding
         both = at.gradient + at.reduced
         return max(both * at.root, at.gradient * at.root + added + (both + at.value) * at.block)

@@ -160,15 +160,15 @@ def layouts(job: Job) -> Iterator[dict]:
         for pp in divisors(job.num_gpus // tp):
             dp = job.num_gpus // (tp * pp)
             stages = range(4) if dp > 1 else (0,)
-            for sequence, zero, chunks in product({False, tp > 1}, stages, chunk_counts(job, pp)):
-                schedule = "interleaved" if chunks > 1 else "1f1b"
-                yield {"dp": dp, "tp": tp, "pp": pp, "sequence": sequence, "zero": zero,
-                       "chunks": chunks, "schedule": schedule}
+            for sequence, zero, pipeline in product({False, tp > 1}, stages, pipelines(job, pp)):
+                yield {"dp": dp, "tp": tp, "pp": pp, "sequence": sequence, "zero": zero, **pipeline}
 
 
-def chunk_counts(job: Job, pp: int) -> list[int]:
-    """Into how many chunks of equally many blocks the largest part of a pipeline divides."""
-    return [1] if pp == 1 else divisors(math.ceil(job.model.num_layers / pp))
+def pipelines(job: Job, pp: int) -> list[dict]:
+    """Schedules: 1F1B, and interleaved with each number of chunks that divides a rank's blocks."""
+    counts = [1] if pp == 1 else divisors(math.ceil(job.model.num_layers / pp))
+    return [{"schedule": "interleaved" if chunks > 1 else "1f1b", "chunks": chunks}
+            for chunks in counts]
 
 
 def batch_sizes(num_sequences: int) -> list[int]:

@@ -122,9 +122,9 @@ def data_seconds(
 ) -> float:
     """Seconds by which a rank's `num_elements` gradients and weights along dp lengthen a step.
 
-    `passes` are the seconds of a micro-batch forward and backward. Stages 0 and 2 send gradients
-    during the backward pass, except in a pipeline; stage 3 sends all while it computes, stage 1 all
-    at the end of a step.
+    `passes` are the seconds of a micro-batch forward and backward. Stages 0 to 2 send gradients
+    during the backward pass, but not what a pipeline sends once a step; stage 3 sends all while it
+    computes.
     """
     parallel, precision = decision.parallel, PRECISIONS[job.precision]
     link, calls = link_of(job, parallel, "dp"), decision.collectives(job)
@@ -132,8 +132,7 @@ def data_seconds(
     if parallel.dp == 1:
         return 0.0
     if parallel.zero == 3:
-        reductions = calls.reduce_scatters / decision.num_micro_batches(job)
-        return shard_seconds(job, decision, system, num_elements, passes, reductions, overlap)
+        return shard_seconds(job, decision, system, num_elements, passes, calls, overlap)
 
     def seconds(op: str, dtype) -> float:
         return cost.collective_seconds(op, num_elements * dtype.itemsize, parallel.dp, *link)
@@ -142,7 +141,8 @@ def data_seconds(
     gather = seconds("all_gather", precision.parameters if parallel.zero else precision.reduction)
     if system.hides_data:
         return beside(reduce, backward, overlap) + beside(gather, forward, overlap)
-    hides = parallel.pp == 1 and (parallel.zero > 0 or parallel.data_parallel != "naive")
+    hides = parallel.pp == 1 or calls.reduce_scatters > 1
+    hides = hides and (parallel.zero > 0 or parallel.data_parallel != "naive")
     hidden = backward if hides else 0
     if parallel.zero == 0:
         return beside(reduce + gather, hidden, overlap)
@@ -151,12 +151,13 @@ def data_seconds(
 
 def shard_seconds(
     job: Job, decision: Decision, system: System, num_elements: float,
-    passes: tuple[float, float], reductions: float, overlap: float,
+    passes: tuple[float, float], calls: cost.StepCollectives, overlap: float,
 ) -> float:
-    """Of stage 3, with that many `reductions` for each micro-batch.
+    """Of stage 3, which gathers and reduces as often as `calls` say.
 
     A unit's weights are gathered while the one before it computes, its gradients reduced while the
-    next one does: of each micro-batch the first gather and the last reduction are beside nothing.
+    next one does: the first gather of a forward pass and the last reduction of a backward pass are
+    beside nothing. Weights that stay unsharded for the step are gathered by its first forward pass.
     """
     precision, (forward, backward) = PRECISIONS[job.precision], passes
     m, link = decision.num_micro_batches(job), link_of(job, decision.parallel, "dp")
@@ -168,14 +169,16 @@ def shard_seconds(
         return cost.collective_seconds(op, each, decision.parallel.dp, *link)
 
     gather = unit("all_gather", precision.activations)
-    reduce = unit("reduce_scatter", precision.reduction) * reductions
+    reduce = unit("reduce_scatter", precision.reduction) * calls.reduce_scatters / m
     if not system.shards_ahead:
         gathers = 3 if decision.recompute == "full" else 2
         return m * num_units * (gathers * gather + reduce)
+    gather_forward = gather * min(1, calls.all_gathers / m)
+    gather_backward = gather * max(0, calls.all_gathers / m - 1)
     others = num_units - 1
-    behind = beside(others * gather, forward, overlap) \
-        + beside(num_units * gather + others * reduce, backward, overlap)
-    return m * (gather + behind + reduce)
+    behind = beside(others * gather_forward, forward, overlap) \
+        + beside(num_units * gather_backward + others * reduce, backward, overlap)
+    return m * (gather_forward + behind + reduce)
 
 
 def beside(travels: float, computes: float, overlap: float) -> float:

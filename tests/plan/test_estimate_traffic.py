@@ -86,10 +86,16 @@ def test_the_first_gather_and_the_last_reduction_of_stage_3_are_beside_nothing()
     job = job_of(layout)
     each = [cost.collective_seconds(op, 33e9 * 2 / 33, 64, *link_of(job, layout.parallel, "dp"))
             for op in ("all_gather", "reduce_scatter")]
-    long, none = (shard_seconds(job, layout, MINITRON, 33e9, (seconds, seconds), 1, overlap=0)
-                  for seconds in (1e9, 0))
-    assert long == pytest.approx(4 * sum(each))
-    assert none == pytest.approx(4 * 33 * (2 * each[0] + each[1]))
+
+    def alone(seconds, reshards, accumulation):
+        calls = cost.step_collectives(3, 4, reshards, accumulation)
+        return shard_seconds(job, layout, MINITRON, 33e9, (seconds, seconds), calls, overlap=0)
+
+    assert alone(1e9, True, "sharded") == pytest.approx(4 * sum(each))
+    assert alone(0, True, "sharded") == pytest.approx(4 * 33 * (2 * each[0] + each[1]))
+    assert alone(1e9, False, "unsharded") == pytest.approx(sum(each)), "once for the step"
+    assert alone(0, False, "unsharded") == pytest.approx(33 * sum(each))
+    assert alone(0, True, "unsharded") == pytest.approx(33 * (8 * each[0] + each[1]))
 
 
 # Links

@@ -12,7 +12,7 @@ MODULES = (
     "minitron.parallel.pipeline.simulator", "minitron.parallel.pipeline.plan",
     "minitron.plan.decide", "minitron.plan.estimate", "minitron.plan.search",
     "minitron.plan.explain", "minitron.plan.money", "minitron.plan.unseen",
-    "minitron.plan.command", "minitron.cli",
+    "minitron.plan.command", "minitron.plan.dryrun_command", "minitron.cli",
 )
 
 
