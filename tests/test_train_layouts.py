@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from minitron import train
+from minitron.comm.agreement import ALONE
 from minitron.config import Config, ConfigError, DataConfig, ModelConfig, ParallelConfig
 from minitron.launch import RankError, run
 from minitron.measure.ledger import Ledger
@@ -84,14 +85,14 @@ def test_a_run_moves_between_layouts_to_12_digits(stories, tmp_path):
     config = config_of(dataclasses.replace(LLAMA, num_layers=4), stories)
     config = dataclasses.replace(config, train=dataclasses.replace(
         TRAIN, steps=8, checkpoint_every=2, keep_checkpoints=5))
-    train_in_float64(None, config, tmp_path / "whole")
+    train_in_float64(ALONE, config, tmp_path / "whole")
     folder = tmp_path / "moved"
     layouts = [(4, {"tp": 2, "zero": 1, "sequence": True}), (4, {"pp": 4}), (1, {}),
                (3, {"zero": 3})]
     for number, (num_ranks, parallel) in enumerate(layouts):
         cut = dataclasses.replace(config, parallel=ParallelConfig(**parallel))
         if num_ranks == 1:
-            train_in_float64(None, cut, folder, True)
+            train_in_float64(ALONE, cut, folder, True)
         else:
             run(train_in_float64, num_ranks, cut, folder, number > 0)
         kill_after(folder, 2 * (number + 1))
