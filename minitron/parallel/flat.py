@@ -157,16 +157,27 @@ class FlatShards(Flat):
         self.of_all: Tensor | None = None  # (n/N,), that sum on its way
         self.grad_shard: Tensor | None = None  # (n/N,), the sum of what has arrived
 
-    def take(self, parameter: nn.Parameter) -> None:
-        """Move a gradient in here, divided by the number of ranks; None counts as zeros."""
+    def hold(self, parameter: nn.Parameter) -> None:
+        """Let a gradient add up in here over several micro-batches: `.grad` becomes a view."""
+        view = self.grad_view(parameter)
+        if parameter.grad is not view:
+            parameter.grad = view.copy_(parameter.grad)
+
+    def grad_view(self, parameter: nn.Parameter) -> Tensor:
+        """Where a full gradient has its place."""
         if self.grad_full is None:
             self.grad_full = self.shard.new_empty(self.num_elements, dtype=self.reduce_dtype)
             self.grad_views = self.views(self.grad_full)
+        return self.grad_views[parameter]
+
+    def take(self, parameter: nn.Parameter) -> None:
+        """Move a gradient in here, divided by the number of ranks; None counts as zeros."""
+        view = self.grad_view(parameter)
         if parameter.grad is None:
-            self.grad_views[parameter].zero_()
+            view.zero_()
         else:
             num_ranks = self.group.size() * self.replicas.size()
-            torch.mul(parameter.grad, 1 / num_ranks, out=self.grad_views[parameter])
+            torch.mul(parameter.grad, 1 / num_ranks, out=view)
             parameter.grad = None
 
     def start_reduce(self) -> None:

@@ -94,7 +94,7 @@ def prepare(source: Source, guard: Guard) -> None:
 def travel_by_value(answer: Callable) -> None:
     """Let cloudpickle take the function itself: by its name, another file's might be found."""
     module = sys.modules.get(answer.__module__)
-    if module is not None and not answer.__module__.startswith("minitron."):
+    if module is not None and not answer.__module__.startswith(("minitron.", "teaching.")):
         cloudpickle.register_pickle_by_value(module)
 
 

@@ -11,6 +11,7 @@ from minitron.cost import Recipe, tensor_parallel_parameters, zero_holdings
 from minitron.parallel.pipeline.schedule_check import peak_activations
 from minitron.parallel.pipeline.schedules import one_forward_one_backward
 from minitron.plan.dryrun import dry_run
+from minitron.plan.systems import MINITRON, blocks_per_rank
 from teaching.graders import Mistake, asked, expect
 from teaching.graders.arguments import call_unchanged
 
@@ -90,17 +91,14 @@ def dry_runs() -> list[tuple[str, Place, dict[str, int]]]:
     model = llama()
     config = Config(
         model, DataConfig(sequence_length=8), TrainConfig(global_batch_size=4, precision="bf16"),
-        ParallelConfig(dp=2, tp=2, pp=2, zero=1))
+        ParallelConfig(dp=2, tp=2, pp=2))
     found = []
     for rank in (0, 7):
         tensors = dry_run(config, 8, rank).peak.tensors
         held = {kind: sum(t.bytes for t in tensors if t.category == kind and t.shape)
                 for kind in EACH}  # without AdamW's step counters, of no dimension
-        mine = len({t.name.split(".")[1] for t in tensors
-                    if t.category == "gradient" and t.name.startswith("blocks.")})
-        stages = [mine, model.num_layers - mine]
-        stage = 0 if rank == 0 else 1
-        place = Place(model, stages if stage == 0 else stages[::-1], stage, 2, 2, 1)
+        stages = blocks_per_rank(model, config.parallel, MINITRON)
+        place = Place(model, stages, 0 if rank == 0 else 1, 2, 2, 0)
         found.append((f": rank {rank} of 8, in a dry run of the real step", place, held))
     return found
 

@@ -27,7 +27,7 @@ def snapshot(modules: list[ModuleType]) -> dict[tuple[str, str], tuple[object, o
             if callable(value):
                 seen[module.__name__, name] = value, getattr(value, "__code__", None)
             is_ours = issubclass(type(value), type) and value.__module__ == module.__name__
-            if is_ours and module.__name__.startswith("minitron."):
+            if is_ours and module.__name__.startswith(("minitron.", "teaching.")):
                 seen |= _methods(value)
     return seen | _methods(torch.Tensor)
 

@@ -63,11 +63,16 @@ def test_the_test_command_is_what_ci_runs():
     assert any(line.split("#")[0].strip() == "make test" for line in ci)
 
 
-def test_links_and_pictures_exist():
-    links = re.findall(r"\]\((?!http)([^)#]+)\)", README)
-    assert len(links) > 5
+@pytest.mark.parametrize("page", ["README.md", "docs/map.md", "docs/long_runs.md"])
+def test_links_and_pictures_exist(page):
+    links = re.findall(r"\]\((?!http)([^)#]+)\)", (REPOSITORY / page).read_text())
+    assert links
     for link in links:
-        assert (REPOSITORY / link).exists(), link
+        assert (REPOSITORY / page).parent.joinpath(link).exists(), link
+
+
+def test_it_stays_short():
+    assert len(README.splitlines()) <= 200
 
 
 def test_pictures_say_what_they_show():

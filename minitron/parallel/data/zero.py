@@ -85,18 +85,18 @@ class BucketQueue:
 
 
 class Zero1(ShardedDataParallel):
-    """Stage 1: shard the optimizer's state; gradients stay whole until `finish`.
+    """Stage 1: shard the optimizer's state; gradients add up unsharded until the last micro-batch.
 
     In the last backward pass of a step they travel bucket by bucket, `bucket_bytes` in one
-    message; nobody waits for them before `finish`. With `find_unused_parameters` a parameter
-    without a gradient counts as zeros (see `DataParallel`). Raises ValueError if no parameter is
-    trainable.
+    message, and are freed once they have arrived: the bucket on its way and the next are held.
+    With `find_unused_parameters` a parameter without a gradient counts as zeros (see
+    `DataParallel`). Raises ValueError if no parameter is trainable.
 
     With `overlap_gather` a step ends before the parameters are gathered, and a module's forward
     pass waits for its own: between steps read them by `full_parameters`, not from the model.
     """
 
-    most_on_their_way = 10**9
+    most_on_their_way = 1  # beside it one is filled
 
     def __init__(
         self, model: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = BUCKET_BYTES,
@@ -145,9 +145,11 @@ class Zero1(ShardedDataParallel):
                     self.queues[stage].wait()
 
     def collect(self, parameter: nn.Parameter) -> None:
-        """Take a gradient that is complete."""
+        """Take a gradient that is complete, or let it add up where it will be sent from."""
         if self.reduces:
             self.accept(parameter)
+        elif not self.sync_every_micro_batch:
+            self.queue_of[parameter].bucket_of[parameter].hold(parameter)
 
     def accept(self, parameter: nn.Parameter) -> None:
         """Move one more gradient into its bucket, and send the buckets whose turn has come."""
@@ -247,8 +249,6 @@ class Zero2(Zero1):
     rank must have as many. Without `sync_every_micro_batch` they add up whole under `no_sync`, P
     elements held as in stage 1, and travel once a step.
     """
-
-    most_on_their_way = 1  # beside it one is filled
 
     def __init__(
         self, model: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = BUCKET_BYTES,
