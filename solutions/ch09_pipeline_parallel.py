@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from minitron.parallel.pipeline.schedules import Action, Schedule, make
 
 
-# Exercise 9.1 | Two schedules | 20 min | difficulty 2 | replaces minitron.parallel.pipeline.schedules
+# Exercise 9.1 | Schedules | 20 min | difficulty 2 | replaces minitron.parallel.pipeline.schedules
 # Train with your one_forward_one_backward on 2 ranks: --parallel.pp 2
 def gpipe(num_ranks: int, num_micro_batches: int) -> Schedule:
     """All micro-batches forward, then all backward.

@@ -1053,7 +1053,7 @@ schedule_explorer()
 # Write your answers into `exercises/ch09_pipeline_parallel.py`, save, and run the cell. In a
 # terminal, `minitron hint 9.1` gives hints in three steps.
 #
-# **9.1 Two schedules** (20 minutes): GPipe and 1F1B as lists of actions.
+# **9.1 Schedules** (20 minutes): GPipe and 1F1B as lists of actions.
 
 # %%
 check("9.1")
