@@ -922,7 +922,7 @@ MISTAKES = {
         unequal_stages: "does not divide",
         never_without_dp: "with each size of dp, tp and pp, 1 too",
         four_at_most: "try each micro-batch size",
-        never_zero_2: "the fastest without ZeRO",
+        never_zero_2: "the fastest with ZeRO 1 at most",
         the_packages_layouts: "decisions of minitron is called",
     },
 }
