@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from minitron.comm.agreement import ALONE
 from minitron.config import ConfigError
 from minitron.launch import RankError, run, torchrun_group
 from minitron.launch import ranks as ranks_module
@@ -566,8 +567,8 @@ def test_torchrun(tmp_path):
 
 def test_no_group_without_torchrun(monkeypatch):
     with torchrun_group() as group:
-        assert group is None
+        assert group is ALONE
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     with torchrun_group() as group:
-        assert group is None
+        assert group is ALONE
