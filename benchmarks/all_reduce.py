@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from minitron import cost
 from minitron.comm import collectives
-from minitron.comm.launch import run
+from minitron.launch import run
 from minitron.measure.clock import synchronize
 
 SIDES = {

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from minitron import cost
-from minitron.comm.launch import run
-from minitron.comm.slow_network import SlowNetwork
+from minitron.launch import run
+from minitron.launch.slow_network import SlowNetwork
 from minitron.measure.clock import synchronize
 from minitron.measure.ledger import Ledger
 

@@ -24,10 +24,10 @@ from common import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from minitron.comm.launch import run
 from minitron.config import ModelConfig
+from minitron.launch import run
 from minitron.model.transformer import Transformer, initialise
-from minitron.parallel.data_parallel import (
+from minitron.parallel.data.ddp import (
     apply_bucketed_data_parallel,
     apply_hooked_data_parallel,
     apply_naive_data_parallel,

@@ -29,13 +29,13 @@ import torch
 import torch.distributed as dist
 from common import conditions, device_of, have_gpus, publish, read_options
 
-from minitron.comm.launch import run
 from minitron.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
+from minitron.launch import run
 from minitron.measure.ledger import Ledger
 from minitron.measure.meter import Meter
 from minitron.parallelize import lay_out
 from minitron.plan.dryrun import DryRun, dry_run, micro_batches
-from minitron.training import Training
+from minitron.running.training import Training
 
 SIZES = {  # model, S
     "cpu": (ModelConfig("gpt", 2048, 128, 4, 256, 4, 4, 1024), 128),
@@ -82,7 +82,7 @@ def peak_and_sent(group: dist.ProcessGroup, config: Config, rounds: int) -> tupl
     device = device_of(group)
     gc.collect()
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    mesh = None if group.size() == 1 else lay_out(config.parallel, group.size(), device)
+    mesh = lay_out(config.parallel, group.size(), device)
     training = Training(config, mesh, device)
     pairs = micro_batches(training, SEQUENCES)
     for _ in range(2):

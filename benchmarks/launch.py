@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from minitron.comm.launch import run
+from minitron.launch import run
 
 TARGET = "4 ranks, warm: 0.2 s or less"
 

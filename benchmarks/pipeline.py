@@ -35,18 +35,18 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
 )
 
-from minitron.comm.launch import run
 from minitron.config import ModelConfig
+from minitron.launch import run
 from minitron.model.transformer import Transformer, initialise
-from minitron.parallel.pipeline_parallel import Passage, apply_pipeline_parallel
-from minitron.parallel.pipeline_plan import as_whole
-from minitron.parallel.schedules import (
+from minitron.parallel.pipeline.plan import as_whole
+from minitron.parallel.pipeline.schedules import (
     gpipe,
     interleaved,
     one_forward_one_backward,
     zero_bubble,
 )
-from minitron.parallel.simulator import simulate
+from minitron.parallel.pipeline.simulator import simulate
+from minitron.parallel.pipeline.stages import Passage, apply_pipeline_parallel
 from minitron.step import summed_loss
 
 SIZES = {  # model, sequences per micro-batch, S, micro-batches

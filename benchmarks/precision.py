@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from minitron.config import Config, DataConfig, ModelConfig, TrainConfig
-from minitron.float8 import E4M3, multiplies_float8
+from minitron.model.float8 import E4M3, multiplies_float8
 from minitron.model.transformer import Transformer, initialise
 from minitron.parallelize import build, lay_out
 from minitron.precision import PRECISIONS, LossScale, low_precision

@@ -48,11 +48,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from minitron.comm.slow_network import SlowNetwork
 from minitron.config import ModelConfig
+from minitron.launch.slow_network import SlowNetwork
 from minitron.model.transformer import Transformer, initialise
-from minitron.parallel.sequence_parallel import apply_sequence_parallel
-from minitron.parallel.tensor_parallel import WholeSequence, apply_tensor_parallel
+from minitron.parallel.tensor.layers import WholeSequence, apply_tensor_parallel
+from minitron.parallel.tensor.sequence import apply_sequence_parallel
 
 SIZES = {  # model, sequences per step, S
     "cpu": (ModelConfig("llama", 4096, 128, 4, 512, 8, 8, 1536, tied_embedding=False), 4, 128),
@@ -106,9 +106,7 @@ def make_ours(side: str, model: nn.Module, group: dist.ProcessGroup, device: tor
     else:
         parallel = apply_tensor_parallel(model, group)
     if "one after the other" in side:
-        for layer in model.modules():
-            if isinstance(getattr(layer, "exchange", None), WholeSequence):
-                layer.exchange.__class__ = OneAfterTheOther
+        parallel.exchange.__class__ = OneAfterTheOther
 
     def compute_gradients(inputs: Tensor, targets: Tensor) -> Tensor:
         loss = parallel.summed_loss(model(inputs), targets) / targets.numel()

@@ -45,13 +45,13 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from minitron import cost
-from minitron.comm.slow_network import SlowNetwork
 from minitron.config import ModelConfig
+from minitron.launch.slow_network import SlowNetwork
 from minitron.model.transformer import Transformer, initialise
-from minitron.parallel.data_parallel import apply_bucketed_data_parallel
-from minitron.parallel.fsdp import apply_fsdp
-from minitron.parallel.units import Unit
-from minitron.parallel.zero import apply_zero1, apply_zero2
+from minitron.parallel.data.ddp import apply_bucketed_data_parallel
+from minitron.parallel.data.fsdp import apply_fsdp
+from minitron.parallel.data.units import Unit
+from minitron.parallel.data.zero import apply_zero1, apply_zero2
 from minitron.precision import low_precision
 from minitron.step import accumulate_gradients
 
@@ -110,7 +110,8 @@ def make_ours(side: str, model: nn.Module, group: dist.ProcessGroup, device: tor
         parallel = apply_bucketed_data_parallel(model, group, bucket_bytes)
         optimizer = make_optimizer(model.parameters())
     else:
-        apply = apply_zero1 if side == "stage 1" else apply_zero2
+        ahead = partial(apply_zero1, overlap_gather=True)
+        apply = ahead if side == "stage 1" else apply_zero2
         parallel = apply(model, group, bucket_bytes)
         optimizer = parallel.make_optimizer(make_optimizer)
     forward = low_precision(model, device) if device.type == "cuda" else model

@@ -16,12 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minitron.parallel import data_parallel
+from minitron.parallel.data import buckets
+from minitron.parallel.one_device import OneDevice
 
 
-class Given:
+class Given(OneDevice):
     """What 4.3 and 4.4 start from: equal weights, a switch, and a mean for the training loop.
 
+    What else the training loop asks is answered as on one device, which has the whole model too.
     The package's classes accept a parameter without a gradient only with find_unused_parameters.
     Yours always accept one, so you can ignore the argument.
     """
@@ -29,7 +31,9 @@ class Given:
     def __init__(
         self, model: nn.Module, group: dist.ProcessGroup, find_unused_parameters: bool = False
     ):
+        super().__init__(model)
         self.group = group
+        self.data_part = group.rank(), group.size()
         self.synchronises = True
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor.detach(), group=group, group_src=0)
@@ -48,7 +52,7 @@ class Given:
         return total / self.group.size()
 
 
-# Exercise 4.1 | Naive averaging | 15 min | difficulty 1 | replaces minitron.parallel.data_parallel
+# Exercise 4.1 | Naive averaging | 15 min | difficulty 1 | replaces minitron.parallel.data.ddp
 # Train with yours on 2 ranks: --parallel.data-parallel naive
 def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
     """After the backward pass, make every gradient its mean over the ranks.
@@ -70,7 +74,7 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
     raise NotImplementedError("Exercise 4.1 - Naive averaging.  Hint: minitron hint 4.1")
 
 
-# Exercise 4.2 | Fill the buckets | 10 min | difficulty 1 | replaces minitron.parallel.data_parallel
+# Exercise 4.2 | Fill the buckets | 10 min | difficulty 1 | replaces minitron.parallel.data.buckets
 # Train with yours on 2 ranks
 def assign_buckets(sizes: list[int], bucket_bytes: int) -> list[list[int]]:
     """Share out the gradients among buckets, in the order in which backward() finishes them.
@@ -88,7 +92,7 @@ def assign_buckets(sizes: list[int], bucket_bytes: int) -> list[list[int]]:
     raise NotImplementedError("Exercise 4.2 - Fill the buckets.  Hint: minitron hint 4.2")
 
 
-# Exercise 4.3 | Overlap by hooks | 20 min | difficulty 2 | replaces minitron.parallel.data_parallel
+# Exercise 4.3 | Overlap by hooks | 20 min | difficulty 2 | replaces minitron.parallel.data.ddp
 # Train with yours on 2 ranks: --parallel.data-parallel hooked
 class HookedDataParallel(Given):
     """Average each gradient over the ranks while the backward pass still computes the others.
@@ -130,7 +134,7 @@ class HookedDataParallel(Given):
         raise NotImplementedError("Exercise 4.3 - Overlap by hooks.  Hint: minitron hint 4.3")
 
 
-# Exercise 4.4 | Buckets | 30 min | difficulty 3 | replaces minitron.parallel.data_parallel
+# Exercise 4.4 | Buckets | 30 min | difficulty 3 | replaces minitron.parallel.data.ddp
 # Train with yours on 2 ranks: --parallel.data-parallel bucketed
 class BucketedDataParallel(Given):
     """As 4.3, but the gradients travel in buckets: few large messages instead of many small ones.
@@ -161,7 +165,7 @@ class BucketedDataParallel(Given):
         super().__init__(model, group, find_unused_parameters)
         parameters = [p for p in model.parameters() if p.requires_grad]
         sizes = [p.numel() * p.element_size() for p in parameters]
-        plan = data_parallel.assign_buckets(sizes, bucket_bytes)
+        plan = buckets.assign_buckets(sizes, bucket_bytes)
         self.buckets = [[parameters[index] for index in indices] for indices in plan]
         raise NotImplementedError("Exercise 4.4 - Buckets.  Hint: minitron hint 4.4")
 

@@ -108,7 +108,7 @@ class RowParallelLinear(nn.Module):
         raise NotImplementedError("Exercise 7.2 - Row-parallel linear.  Hint: minitron hint 7.2")
 
 
-# Exercise 7.3 | Cut vocabulary | 25 min | difficulty 3 | replaces minitron.parallel.tensor_parallel
+# Exercise 7.3 | Cut vocabulary | 25 min | difficulty 3 | replaces minitron.parallel.tensor.layers
 # Train with yours on 2 ranks: --parallel.tp 2
 def vocabulary_parallel_cross_entropy(
     logits_shard: Tensor, targets: Tensor, group: dist.ProcessGroup

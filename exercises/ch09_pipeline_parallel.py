@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minitron.parallel.schedules import Action, Schedule, make
+from minitron.parallel.pipeline.schedules import Action, Schedule, make
 
 
-# Exercise 9.1 | Two schedules | 20 min | difficulty 2 | replaces minitron.parallel.schedules
+# Exercise 9.1 | Schedules | 20 min | difficulty 2 | replaces minitron.parallel.pipeline.schedules
 # Train with your one_forward_one_backward on 2 ranks: --parallel.pp 2
 def gpipe(num_ranks: int, num_micro_batches: int) -> Schedule:
     """All micro-batches forward, then all backward.
@@ -34,7 +34,7 @@ def gpipe(num_ranks: int, num_micro_batches: int) -> Schedule:
     stage 1. Both hold the activations of 2 micro-batches; with m of them, of m.
     """
     lists: list[list[Action]] = []  # by rank
-    raise NotImplementedError("Exercise 9.1 - Two schedules.  Hint: minitron hint 9.1")
+    raise NotImplementedError("Exercise 9.1 - Schedules.  Hint: minitron hint 9.1")
     return make("GPipe", num_micro_batches, lists)
 
 
@@ -50,7 +50,7 @@ def one_forward_one_backward(num_ranks: int, num_micro_batches: int) -> Schedule
     F0 B0 F1 B1 F2 B2 and holds 1. With 1 micro-batch both do F0 B0.
     """
     lists: list[list[Action]] = []  # by rank
-    raise NotImplementedError("Exercise 9.1 - Two schedules.  Hint: minitron hint 9.1")
+    raise NotImplementedError("Exercise 9.1 - Schedules.  Hint: minitron hint 9.1")
     return make("1F1B", num_micro_batches, lists)
 
 
@@ -92,7 +92,7 @@ def activation_bytes(
     raise NotImplementedError("Exercise 9.2 - Bubble and memory.  Hint: minitron hint 9.2")
 
 
-# Exercise 9.3 | The cut | 25 min | difficulty 2 | replaces minitron.parallel.pipeline_plan
+# Exercise 9.3 | The cut | 25 min | difficulty 2 | replaces minitron.parallel.pipeline.plan
 # Train with yours on 2 ranks: --parallel.pp 2
 def split_blocks(
     costs: list[float], num_stages: int, first: float = 0.0, last: float = 0.0

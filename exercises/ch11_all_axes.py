@@ -124,8 +124,8 @@ def layouts(
       node. Node 0 has the ranks [0, gpus_per_node), and so on.
     - pp divides model.num_layers, dp divides batch_size, the sequences of a step.
     - zero is 0 to 3; 0 alone if dp is 1, where there is nothing to divide; 0 or 1 if pp is more
-      than 1: a pipeline keeps gradients whole until its last micro-batch, so stage 2 saves nothing
-      there, and stage 3 would gather the weights for each.
+      than 1: in a pipeline stage 2 would reduce the gradients after each of many micro-batches,
+      and stage 3 would gather the weights for each.
     - bytes_needed(dp, tp, pp, zero), what the fullest GPU holds, is bytes_per_gpu at most. Call it
       only for layouts that fulfil all other conditions.
 

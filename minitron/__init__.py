@@ -1,27 +1,23 @@
 """minitron: training large language models, from one device to thousands.
 
-Layers are folders, techniques are files; imports go downwards only:
+Layers are folders, techniques are files, and imports go downward only:
 
-    cli                                 what you type
-    course                              exercises, graders, figures, the doctor
-    plan                                before a launch: which hardware, what it costs
-    train                               the loop
-    train_log                           what a run tells while it trains
-    run | hugging_face                  what a run owns and saves; weights for others, from others
-    run_memory                          does it fit, before anything is built?
-    run_checks | run_folder             does all fit together? who trains in a folder?
-        | stopping | training           how all ranks end after the same step; what trains
-    parallelize | checkpoint            in which order a model is cut; save and load
-        | corpus | step                 where tokens come from; one step
-    parallel                            how the work is cut over ranks
-    comm : measure                      how ranks talk; the instruments
-    model | dataset | process           what is trained; which tokens; which device
-    cost                                parameters, FLOPs and bytes as formulas
-    command_line | config_file          command lines from dataclasses; TOML files
-        | progress                      what takes long
-    disk                                what a disk refuses
-    config | files                      what a run is told; files that others may have written
-    config_checks                       one-line errors
+    cli                            the command line
+    plan                           before a launch: fit, speed, duration, price
+    train                          the loop
+    train_log                      what a run reports while it trains
+    run | hugging_face | proof     what a run owns and saves; weights for others; the oracle
+    running                        checks, the run's folder, memory, stopping, the state that trains
+    parallelize | checkpoint       divide a model over ranks; save and load
+        | corpus | step            where tokens come from; one training step
+    parallel | launch              divide the work over ranks; start them, and say why one hangs
+    measure                        the instruments
+    comm | precision | dataset     collectives; which dtype holds what; which tokens a rank reads
+    model                          what is trained
+    cost                           parameters, FLOPs and bytes as formulas
+    config                         what a run is told
+    system                         disk, files, terminal; mistakes of users, as data
+    pytorch                        what PyTorch keeps private
 """
 
 __version__ = "0.1.0"

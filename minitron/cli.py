@@ -13,7 +13,10 @@ from typing import Annotated, Literal
 
 import tyro
 
-from minitron import __version__, command_line, config, config_file, disk
+from minitron import __version__, config
+from minitron.config import command_line
+from minitron.config import file as config_file
+from minitron.system import disk
 
 USAGE = """usage: minitron COMMAND [...]
 
@@ -51,8 +54,8 @@ def read_training(args: list[str]):
 def train(args: list[str]) -> int:
     """Train, then report; torchrun starts this too, as minitron.train."""
     from minitron import train
-    from minitron.course.report import report
-    from minitron.course.use import use
+    from teaching.report import report
+    from teaching.use import use
 
     options = read_training(args)
     with use(*options.use):
@@ -225,14 +228,14 @@ def require_no_words(args: list[str], command: Callable) -> None:
 
 def check(args: list[str]) -> int:
     """Grade exercises."""
-    from minitron.course.check import run_check
+    from teaching.check import run_check
 
     return run_check(list(command_line.parse(Exercises, args, "minitron check").ids))
 
 
 def hint(args: list[str]) -> int:
     """Show one more hint."""
-    from minitron.course.hints import run_hint
+    from teaching.hints import run_hint
 
     options = command_line.parse(Hint, args, "minitron hint")
     return run_hint(options.id, options.level)
@@ -240,7 +243,7 @@ def hint(args: list[str]) -> int:
 
 def status(args: list[str]) -> int:
     """Tell what is solved."""
-    from minitron.course.check import run_status
+    from teaching.check import run_status
 
     require_no_words(args, status)
     return run_status()
@@ -248,14 +251,14 @@ def status(args: list[str]) -> int:
 
 def reset(args: list[str]) -> int:
     """Put an exercise's stub back, keeping a copy of what was there."""
-    from minitron.course.reset import run_reset
+    from teaching.reset import run_reset
 
     return run_reset(command_line.parse(OneExercise, args, "minitron reset").id)
 
 
 def solution(args: list[str]) -> int:
     """Show our answer, once yours passes."""
-    from minitron.course.check import run_solution
+    from teaching.check import run_solution
 
     options = command_line.parse(Solution, args, "minitron solution")
     return run_solution(options.id, options.give_up)
@@ -263,7 +266,7 @@ def solution(args: list[str]) -> int:
 
 def doctor(args: list[str]) -> int:
     """Check this machine."""
-    from minitron.course.doctor import run_doctor
+    from teaching.doctor import run_doctor
 
     require_no_words(args, doctor)
     return run_doctor()

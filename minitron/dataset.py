@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from minitron.config import ConfigError, require
-from minitron.files import require_regular
+from minitron.system.files import require_regular
 
 MAGIC = 20240520
 VERSION = 1

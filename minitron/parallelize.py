@@ -12,34 +12,37 @@ Read in this order: lay_out, build, parallelize.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import nn
 
-from minitron.comm.mesh import Mesh, make_mesh
-from minitron.config import Config, ParallelConfig
+from minitron.comm.agreement import ALONE
+from minitron.comm.mesh import Mesh, OneRankMesh, make_mesh
+from minitron.config import Config, ParallelConfig, require
 from minitron.model.recompute import RECOMPUTE_POLICIES
-from minitron.model.transformer import Transformer, fill, initial_value, materialise
-from minitron.parallel.combined import Combined
-from minitron.parallel.data_parallel import (
-    DataParallel,
+from minitron.model.transformer import Transformer, initial_value, materialise
+from minitron.parallel.data.ddp import (
     apply_bucketed_data_parallel,
     apply_hooked_data_parallel,
     apply_naive_data_parallel,
 )
-from minitron.parallel.fsdp import FullyShardedDataParallel, apply_fsdp
-from minitron.parallel.pipeline_parallel import PipelineParallel, apply_pipeline_parallel
-from minitron.parallel.schedules import (
+from minitron.parallel.data.fsdp import apply_fsdp
+from minitron.parallel.data.zero import apply_zero1, apply_zero2
+from minitron.parallel.grid import Grid
+from minitron.parallel.interface import ParallelModel
+from minitron.parallel.one_device import OneDevice
+from minitron.parallel.pipeline.schedules import (
     Schedule,
     gpipe,
     interleaved,
     one_forward_one_backward,
     zero_bubble,
 )
-from minitron.parallel.sequence_parallel import apply_sequence_parallel
-from minitron.parallel.tensor_parallel import apply_tensor_parallel
-from minitron.parallel.zero import apply_zero1, apply_zero2
+from minitron.parallel.pipeline.stages import PipelineParallel, apply_pipeline_parallel
+from minitron.parallel.tensor.layers import apply_tensor_parallel
+from minitron.parallel.tensor.sequence import apply_sequence_parallel
 from minitron.precision import (
     PRECISIONS,
     MasterWeights,
@@ -48,50 +51,50 @@ from minitron.precision import (
 )
 
 
-def lay_out(parallel: ParallelConfig, num_ranks: int, device: torch.device) -> Mesh:
-    """The ranks as a grid: neighbours are those that talk most, tensor-parallel ones.
+def lay_out(
+    parallel: ParallelConfig, num_ranks: int, device: torch.device
+) -> Mesh | OneRankMesh:
+    """The ranks as a grid: neighbors are those that communicate most, tensor-parallel ones.
 
-    Stages, which talk least, are furthest from each other: on other nodes, where there are some.
+    Stages, which communicate least, are furthest from each other: on other nodes, if there are any.
     """
-    dp = num_ranks // (parallel.pp * parallel.tp)
-    return make_mesh(device.type, pp=parallel.pp, dp=dp, tp=parallel.tp)
+    if num_ranks == 1:
+        return OneRankMesh()
+    dp, replicas = num_ranks // (parallel.pp * parallel.tp), parallel.replicas
+    if replicas == 1:
+        return make_mesh(device.type, pp=parallel.pp, dp=dp, tp=parallel.tp)
+    require(dp % replicas == 0, f"parallel.replicas = {replicas} does not divide {dp} "
+            "data-parallel ranks: use a divisor of them")
+    return make_mesh(
+        device.type, pp=parallel.pp, replicas=replicas, dp=dp // replicas, tp=parallel.tp)
 
 
 def build(
-    config: Config, mesh: Mesh | None, device: torch.device
-) -> tuple[Transformer, Combined | None]:
-    """A model with its initial weights, cut as `config` says, and what a step asks.
+    config: Config, mesh: Mesh | OneRankMesh, device: torch.device
+) -> tuple[Transformer, ParallelModel]:
+    """A model with its initial weights, divided as `config` says, and what a step asks of it.
 
-    Without a mesh it is whole. With one, no rank ever holds more than its parts and one whole
-    parameter; in stage 3, and a unit.
+    No rank ever holds more than its parts and one full parameter; in stage 3, and a unit.
     """
-    value = partial(initial_value, seed=config.train.seed, num_layers=config.model.num_layers)
-    precision = PRECISIONS[config.train.precision]
-    with torch.device(device if mesh is None else "meta"):
+    with torch.device("meta"):
         model = Transformer(config.model)
-    if mesh is None and precision.master is None:
-        RECOMPUTE_POLICIES[config.train.recompute](model)
-        fill(model, value)
-        return model, None
-
-    if mesh is None:
-        RECOMPUTE_POLICIES[config.train.recompute](model)
-        apply_precision(model, precision)
-        hold_gradients_in(model, precision.gradients)
-        parallel = Combined(model, None, None, None, MasterWeights(model))
-    else:
-        parallel = parallelize(model, mesh, config, device)
-    parallel.fill(value)
+    parallel = parallelize(model, mesh, config, device)
+    parallel.fill(
+        partial(initial_value, seed=config.train.seed, num_layers=config.model.num_layers))
     return model, parallel
 
 
-def parallelize(model: nn.Module, mesh: Mesh, config: Config, device: torch.device) -> Combined:
+def parallelize(
+    model: nn.Module, mesh: Mesh | OneRankMesh, config: Config, device: torch.device
+) -> ParallelModel:
     """Change `model` as `config` says; returns what a step asks.
 
     `device` is where a model on the meta device shall train: its weights are NaN until `fill`.
     """
-    tensor = pipeline = None
+    if mesh.num_ranks == 1:  # which has nothing to share out
+        config = replace(config, parallel=ParallelConfig())
     precision, zero = PRECISIONS[config.train.precision], config.parallel.zero
+    tensor = pipeline = OneDevice(model)
     apply_precision(model, precision, is_sharded=zero == 3)
     if mesh.size("tp") > 1:
         apply = apply_sequence_parallel if config.parallel.sequence else apply_tensor_parallel
@@ -99,9 +102,13 @@ def parallelize(model: nn.Module, mesh: Mesh, config: Config, device: torch.devi
     RECOMPUTE_POLICIES[config.train.recompute](model)
     if mesh.size("pp") > 1:
         pipeline = apply_pipeline(model, mesh, config)
-    data = apply_data_parallel(model, mesh, config, device)
-    masters = MasterWeights(model) if precision.master is not None and zero == 0 else None
-    return Combined(model, data, tensor, pipeline, masters)
+        pipeline.sequence_parts = tensor.sequence_parts
+    data = apply_data_parallel(model, mesh, config, device, pipeline)
+    if precision.master is not None and zero == 0:
+        return Grid(model, MasterWeights(model), data=data, tensor=tensor, pipeline=pipeline)
+    if mesh.num_ranks == 1:
+        return data
+    return Grid(model, data=data, tensor=tensor, pipeline=pipeline)
 
 
 def apply_pipeline(model: nn.Module, mesh: Mesh, config: Config) -> PipelineParallel:
@@ -125,27 +132,33 @@ def make_schedule(parallel: ParallelConfig) -> Callable[[int, int], Schedule]:
 
 
 def apply_data_parallel(
-    model: nn.Module, mesh: Mesh, config: Config, device: torch.device
-) -> DataParallel | FullyShardedDataParallel:
+    model: nn.Module, mesh: Mesh, config: Config, device: torch.device, pipeline: ParallelModel
+) -> ParallelModel:
     """Divide the samples over the ranks, and what the stage of ZeRO says."""
     parallel, group = config.parallel, mesh.group("dp")
     precision = PRECISIONS[config.train.precision]
-    when = {"sync_every_micro_batch": parallel.sync_every_micro_batch}
+    replicas = mesh.group("replicas") if parallel.replicas > 1 else ALONE
+    common = {"pipeline": pipeline, "replicas": replicas,
+              "sync_replicas_every_micro_batch": parallel.sync_replicas_every_micro_batch}
+    when = common | {"sync_every_micro_batch": parallel.sync_every_micro_batch}
     if parallel.zero == 3:
         dtypes = {"compute_dtype": precision.activations, "reduce_dtype": precision.reduction}
         if config.train.precision == "fp32":
             dtypes = {}  # those that the model has
-        sharded = apply_fsdp(model, group, device=device, **dtypes, **when)
+        sharded = apply_fsdp(model, group, device=device, **dtypes, **when,
+                             reshard_each_pass=parallel.reshard_each_pass)
         if precision.gradients != precision.activations:
             hold_gradients_in(model, precision.gradients)
         return sharded
     materialise(model, device)
     if precision.master is not None:
         hold_gradients_in(model, precision.gradients)
+    if mesh.num_ranks == 1:
+        return OneDevice(model)
     if parallel.zero == 2:
         return apply_zero2(model, group, **when)
     if parallel.zero == 1:
-        return apply_zero1(model, group)
+        return apply_zero1(model, group, **common)
     versions = {
         "naive": apply_naive_data_parallel,
         "hooked": apply_hooked_data_parallel,

@@ -13,49 +13,18 @@ Reference: Micikevicius et al. 2018, "Mixed Precision Training" (sections 3.1 an
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from minitron.config import require
-from minitron.cost import Recipe
-from minitron.float8 import E4M3, apply_float8
+from minitron.cost import precision as formats
+from minitron.model.float8 import E4M3, apply_float8
+from minitron.pytorch.private import host_value, multiply_tensors_
 
 
-@dataclass(frozen=True)
-class Precision:
-    """Which dtype holds what in training."""
-
-    parameters: torch.dtype
-    """Of the model, held on the device and gathered from other ranks."""
-    compute: torch.dtype
-    """Of the operands of matrix products; their sums have 32 bits."""
-    gradients: torch.dtype
-    """In `.grad`, where those of the micro-batches add up."""
-    reduction: torch.dtype
-    """In messages that sum gradients over ranks."""
-    master: torch.dtype | None
-    """Of a copy that the optimizer updates in place of the parameters; None: there is none."""
-    optimizer_state: torch.dtype = torch.float32
-    scales_loss: bool = False
-    """Multiply the loss, so that small gradients stay above the dtype's smallest number."""
-
-    @property
-    def cost(self) -> Recipe:
-        """Bytes that each parameter costs with Adam."""
-        return Recipe(
-            parameter=self.parameters.itemsize,
-            gradient=self.gradients.itemsize,
-            master=self.master.itemsize if self.master else 0,
-            optimizer_state=2 * self.optimizer_state.itemsize,
-        )
-
-    @property
-    def autocasts(self) -> bool:
-        """Whether parameters are converted each time they are used."""
-        return self.parameters == torch.float32 and self.compute != torch.float32
+class Precision(formats.Precision):
+    """Which of PyTorch's dtypes holds what in training."""
 
     def tolerance(self, num_roundings: int) -> float:
         """How far apart two computations may be, relative to their result.
@@ -66,23 +35,20 @@ class Precision:
         unit_roundoff = torch.finfo(self.compute).eps / 2
         return 2 * math.sqrt(num_roundings / 3) * unit_roundoff
 
-    @property
-    def activations(self) -> torch.dtype:
-        """Of what layers pass on."""
-        return self.compute if self.autocasts else self.parameters
+    def make_loss_scale(self) -> "LossScale | NoLossScale":
+        """What the loss is multiplied by, at the beginning of a run."""
+        return LossScale() if self.scales_loss else NoLossScale()
 
 
-f32, bf16, f16 = torch.float32, torch.bfloat16, torch.float16
+def with_torch_dtypes(named: formats.Precision) -> Precision:
+    """Turn the names of dtypes into PyTorch's dtypes."""
+    return Precision(**{
+        field: getattr(torch, value.name) if isinstance(value, formats.Dtype) else value
+        for field, value in vars(named).items()
+    })
 
-PRECISIONS = {
-    "fp32": Precision(f32, f32, f32, f32, None),
-    "bf16-autocast": Precision(f32, bf16, f32, f32, None),
-    "bf16": Precision(bf16, bf16, bf16, bf16, f32),
-    "bf16-fp32-grads": Precision(bf16, bf16, f32, f32, f32),
-    "fp16": Precision(f16, f16, f16, f16, f32, scales_loss=True),
-    "fp8": Precision(bf16, E4M3, bf16, bf16, f32),
-}
-"""On the story model the 16-bit ones end within 0.3 % of float32's loss, fp8 within 1.5 %."""
+
+PRECISIONS = {name: with_torch_dtypes(named) for name, named in formats.PRECISIONS.items()}
 
 
 def apply_precision(model: nn.Module, precision: Precision, is_sharded: bool = False) -> None:
@@ -130,6 +96,12 @@ def low_precision(
     return forward
 
 
+def require_finite(number: Tensor) -> None:
+    """Raise FloatingPointError unless `number`, 0-d, is finite; waits for the device."""
+    if not host_value(number.isfinite(), when_fake=True):
+        raise FloatingPointError(f"loss and gradient are not finite, but {float(number)}")
+
+
 class MasterWeights:
     """Float32 copies of a model's trainable parameters, which an optimizer updates in their place.
 
@@ -141,7 +113,7 @@ class MasterWeights:
         self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self.pieces = {p: p.detach().to(dtype, copy=True) for p in self.names}
 
-    def hand_over(self) -> None:
+    def take_gradients(self) -> None:
         """Move every gradient to its master; call it after the last backward pass of a step."""
         for parameter, master in self.pieces.items():
             grad = parameter.grad
@@ -151,26 +123,59 @@ class MasterWeights:
     def shard(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Let `optimizer`, made for the parameters, update the masters; returns it."""
         for group in optimizer.param_groups:
-            group["params"] = [self.pieces[p] for p in group["params"]]
-        optimizer.register_step_post_hook(self.round)
+            group["params"] = [self.pieces.get(p, p) for p in group["params"]]
+        optimizer.register_step_post_hook(self.copy_to_parameters)
         return optimizer
 
     @torch.no_grad()
-    def round(self, *_) -> None:
-        """Bring the masters into the parameters, to the nearest number that they can hold."""
+    def copy_to_parameters(self, *_) -> None:
+        """Round the masters to the nearest numbers that the parameters can hold."""
         for parameter, master in self.pieces.items():
             parameter.copy_(master)
 
-    bring_back = round
-
-    def keep(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Take the parameter's new `value` as it was before it was rounded."""
+    def set(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Set a parameter's master, if it has one, to `value`, which has not been rounded."""
         if parameter in self.pieces:
             self.pieces[parameter].copy_(value)
 
+    def optimized(self, parameter: nn.Parameter, without: Tensor) -> Tensor:
+        """What the optimizer updates: the parameter's master, `without` one something else."""
+        return self.pieces.get(parameter, without)
+
     def full_gradients(self) -> dict[str, Tensor | None]:
-        """Every gradient after `hand_over`, by name."""
+        """Every gradient after `take_gradients`, by name."""
         return {name: self.pieces[p].grad for p, name in self.names.items()}
+
+
+NO_MASTERS = MasterWeights(nn.Module())
+"""Those of a model whose parameters the optimizer updates themselves."""
+
+
+class NoLossScale:
+    """The null case of `LossScale`: gradients are what they are, and must be finite."""
+
+    value = 1.0
+
+    def unscale(self, parameters: Iterable[Tensor]) -> None:
+        """Leave every `.grad` as it is."""
+
+    def accepts(self, grad_norm: Tensor) -> bool:
+        """True; raises FloatingPointError for a norm (0-d) that is not finite."""
+        require_finite(grad_norm)
+        return True
+
+    def row(self) -> dict:
+        """What the log says of it: nothing."""
+        return {}
+
+    def __str__(self) -> str:
+        return ""
+
+    def state_dict(self) -> None:
+        """Return None: there is nothing to resume."""
+
+    def load_state_dict(self, state: None) -> None:
+        """Take what `state_dict` has returned."""
 
 
 class LossScale:
@@ -193,7 +198,7 @@ class LossScale:
         """Divide every `.grad`: before clipping, which would take the scaled norm for the norm."""
         grads = [p.grad for p in parameters if p.grad is not None]
         if grads:
-            torch._foreach_mul_(grads, 1 / self.value)
+            multiply_tensors_(grads, 1 / self.value)
 
     def accepts(self, grad_norm: Tensor) -> bool:
         """Whether to step; changes the scale for the next one. Waits for the device.
@@ -201,8 +206,7 @@ class LossScale:
         `grad_norm` is 0-d and that of all ranks: one overflow anywhere makes it infinite or NaN
         everywhere, so that all ranks skip together and keep the same scale.
         """
-        # a fake tensor has no value: count on the usual one
-        if isinstance(grad_norm, FakeTensor) or bool(grad_norm.isfinite()):
+        if host_value(grad_norm.isfinite(), when_fake=True):
             self.good_steps += 1
             if self.good_steps == self.interval:
                 self.value, self.good_steps = self.value * self.growth, 0
@@ -210,6 +214,13 @@ class LossScale:
         self.value, self.good_steps = self.value * self.backoff, 0
         self.skipped += 1
         return False
+
+    def row(self) -> dict:
+        """What the log says of it: the scale of the next step, and how many were skipped."""
+        return {"loss_scale": self.value, "skipped_steps": self.skipped}
+
+    def __str__(self) -> str:
+        return f", loss scale 2^{math.log2(self.value):.0f}, {self.skipped:,} skipped"
 
     def state_dict(self) -> dict:
         return {"value": self.value, "good_steps": self.good_steps, "skipped": self.skipped}

@@ -1,6 +1,5 @@
 """A run: everything it owns, one step of it, and what its checkpoint holds."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -9,48 +8,43 @@ from torch import Tensor
 
 from minitron import checkpoint
 from minitron.comm.agreement import (
+    ALONE,
     Group,
     gathered,
     one_fault_fails_all,
-    rank_and_size,
 )
 from minitron.config import Config, ConfigError
-from minitron.config_file import to_dict
+from minitron.config.file import to_dict
+from minitron.config.layout import num_readers, require_ranks
 from minitron.corpus.contents import Contents, fingerprint, read_contents, require_tokens
 from minitron.corpus.folder import end_of_document, load_tokenizer
 from minitron.dataset import TokenDataset
+from minitron.launch.process import memory_bytes, pick_device
 from minitron.measure.divergence import FirstFault
 from minitron.model.generate import generate
 from minitron.parallel.parts import Boxes
+from minitron.parallel.state import load_training_state, training_state
 from minitron.parallelize import lay_out
 from minitron.precision import low_precision
-from minitron.process import memory_bytes, pick_device
-from minitron.progress import CLOCK, Progress
-from minitron.run_checks import (
-    num_readers,
+from minitron.running.memory import require_memory
+from minitron.running.starting import (
     read_facts,
     require_a_gpu_each,
-    require_ranks,
     require_same_training,
     require_validation,
     require_whole_state,
     with_vocabulary_of_data,
 )
-from minitron.run_memory import require_memory
-from minitron.step import (
-    accumulate_gradients,
-    accumulate_over_ranks,
-    learning_rate,
-    summed_loss,
-)
-from minitron.stopping import Stop
-from minitron.training import Training
+from minitron.running.stopping import Stop
+from minitron.running.training import Training
+from minitron.step import accumulate_over_ranks, learning_rate
+from minitron.system.progress import CLOCK, Progress
 
 
 class Run(Training):
     """A model in training: what it owns, one step of it, and what a checkpoint holds.
 
-    `group` holds all ranks; None is a run of one process. `contents` are those of the data, where
+    `group` holds all ranks; `ALONE` is a run of one process. `contents` are those of the data, if
     they have been read already.
 
     `step` counts the optimizer steps done, of which `first_step` were done before this process
@@ -58,11 +52,11 @@ class Run(Training):
     """
 
     def __init__(
-        self, config: Config, folder: Path, group: Group = None,
+        self, config: Config, folder: Path, group: Group = ALONE,
         contents: dict[str, Contents] | None = None,
     ):
         self.group = group
-        self.rank, self.size = rank_and_size(group)
+        self.rank, self.size = group.rank(), group.size()
         self.folder = folder
         with one_fault_fails_all(group):  # also what one node alone has not got
             self.open_data(config)
@@ -78,12 +72,11 @@ class Run(Training):
         require_tokens(config.data.path, contents, config.model.vocab_size)
         self.fingerprint = fingerprint(self.dataset, contents)
 
-        mesh = None if group is None else lay_out(config.parallel, self.size, device)
+        mesh = lay_out(config.parallel, self.size, device)
         with Progress(desc="building the model", bar_format=CLOCK, disable=self.rank != 0):
             super().__init__(config, mesh, device)
         # Dropout, of other samples and other layers; the weights have seeds of their own.
-        stage = 0 if mesh is None else mesh.rank("pp")
-        torch.manual_seed(config.train.seed + self.data_rank + stage * self.data_size)
+        torch.manual_seed(config.train.seed + self.data_rank + mesh.rank("pp") * self.data_size)
         if config.train.compile:
             self.forward = torch.compile(self.forward)
 
@@ -133,20 +126,15 @@ class Run(Training):
         self.position += config.global_batch_size
         row = {"step": self.step, "loss": loss, "learning_rate": rate, "grad_norm": grad_norm,
                "tokens": self.tokens}
-        if self.loss_scale is not None:  # that of the next step
-            row |= {"loss_scale": self.loss_scale.value, "skipped_steps": self.loss_scale.skipped}
-        return row
+        return row | self.loss_scale.row()
 
     def fault(self, micro_batches: list[tuple[Tensor, Tensor]]) -> str:
         """Repeat a step that has failed, and tell where its numbers went wrong; all ranks call."""
         self.optimizer.zero_grad()
         forward = low_precision(self.model, self.device, self.precision)  # never compiled
-        weights = {name: part.values for name, part in self.whole.parts()}
+        weights = {name: part.values for name, part in self.parallel.parts()}
         with FirstFault(self.model, weights) as fault:
-            if self.parallel is None:
-                accumulate_gradients(forward, micro_batches)
-            else:
-                accumulate_over_ranks(forward, micro_batches, self.parallel)
+            accumulate_over_ranks(forward, micro_batches, self.parallel)
         _, rank, place = min(gathered((fault.order, self.rank, str(fault)), self.group))
         last = self.position + self.config.train.global_batch_size - 1
         return (f"first in {place}, on rank {rank}, in samples {self.position:,} to {last:,}; the "
@@ -164,18 +152,12 @@ class Run(Training):
         num_sequences = self.num_eval_sequences
         with one_fault_fails_all(self.group):
             batch = self.validation.batch(0, num_sequences, self.data_rank, self.data_size)
-        sum_loss = getattr(self.parallel, "summed_loss", summed_loss)
         self.model.eval()
-        total = self.sum_losses(self.micro_batches(batch, num_sequences), sum_loss)
+        total = self.parallel.sum_losses(
+            self.forward, self.micro_batches(batch, num_sequences), self.parallel.summed_loss)
         self.model.train()
         num_tokens = num_sequences * self.config.data.sequence_length
-        data_group = None if self.parallel is None else self.parallel.data_group
-        return sum(gathered(float(total), data_group)) / num_tokens
-
-    def sum_losses(self, micro_batches: list[tuple[Tensor, Tensor]], sum_loss: Callable) -> Tensor:
-        if self.config.parallel.pp > 1:
-            return self.parallel.pipeline.total(micro_batches, sum_loss)
-        return sum(sum_loss(self.forward(inputs), targets) for inputs, targets in micro_batches)
+        return float(self.parallel.mean(total.double())) * self.data_size / num_tokens
 
     def sample(self, num_texts: int, num_tokens: int) -> list[str]:
         """Texts that the model writes after an end-of-document token; [] without a tokenizer."""
@@ -183,8 +165,8 @@ class Run(Training):
         if tokenizer is None:
             return []
         prompt = torch.full((num_texts, 1), end_of_document(tokenizer), device=self.device)
-        model = self.model if self.parallel is None else self.parallel.whole_model()
-        tokens = generate(model, prompt, num_tokens, seed=self.config.train.seed)
+        model, seed = self.parallel.full_model(), self.config.train.seed
+        tokens = generate(model, prompt, num_tokens, seed=seed)
         return tokenizer.decode_batch(tokens[:, 1:].tolist(), skip_special_tokens=False)
 
     def save(self) -> None:
@@ -196,9 +178,10 @@ class Run(Training):
             "num_ranks": self.size,
             "config": to_dict(self.config),
             "fingerprint": self.fingerprint,
-            "loss_scale": self.loss_scale and self.loss_scale.state_dict(),
+            "loss_scale": self.loss_scale.state_dict(),
         }
-        self.saver.save(self.step, self.whole.state() | random_state, facts)
+        state = training_state(self.parallel, self.optimizer)
+        self.saver.save(self.step, state | random_state, facts)
 
     def random_state(self) -> dict[str, Tensor]:
         """The state of this rank's generators, by a name in the checkpoint."""
@@ -229,11 +212,10 @@ class Run(Training):
         require_whole_state(saved, path)
         checkpoint.set_aside(folder, path, self.group)
         read = partial(checkpoint.load, path, group=self.group)
-        self.whole.load_state(saved, read)
+        load_training_state(self.parallel, self.optimizer, saved, read)
         self.step = self.first_step = facts["step"]
         self.position = facts["position"]
-        if self.loss_scale is not None:
-            self.loss_scale.load_state_dict(facts["loss_scale"])
+        self.loss_scale.load_state_dict(facts["loss_scale"])
 
         # of which tp tells whose numbers are the same, pp who drops what
         layouts = [[table["parallel"].get(axis, 1) for axis in ("tp", "pp")]

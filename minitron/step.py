@@ -1,83 +1,63 @@
 """What one training step does, on one device or on each of many.
 
-Read in this order: `train_step`, then its ideas: `accumulate_gradients`, on one device and on each
-of many, and `learning_rate`.
+Read in this order: `train_step`, then its ideas: `accumulate_gradients` on one device, the same
+over many (`accumulate_over_ranks`), and `learning_rate`.
 """
 
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from minitron.config import TrainConfig
-from minitron.parallel.combined import Combined
-from minitron.parallel.data_parallel import DataParallel
-from minitron.precision import LossScale
-from minitron.spans import span
+from minitron.parallel.interface import MicroBatches, ParallelModel, SumLoss
+from minitron.parallel.one_device import IGNORED, OneDevice, summed_loss
+from minitron.precision import LossScale, NoLossScale, require_finite
+from minitron.pytorch.spans import span
 
-IGNORED = -100  # a target with this value is no target: padding, say
+ALONE = OneDevice(nn.Module())
+"""What a step asks of a model that is all on this device, whatever the model."""
+UNSCALED = NoLossScale()
 
 
 def train_step(
     model: Callable[[Tensor], Tensor],
     optimizer: torch.optim.Optimizer,
-    micro_batches: list[tuple[Tensor, Tensor]],
+    micro_batches: MicroBatches,
     rate: float,
     clip_norm: float,
-    parallel: Combined | DataParallel | None = None,
-    loss_scale: LossScale | None = None,
+    parallel: ParallelModel = ALONE,
+    loss_scale: LossScale | NoLossScale = UNSCALED,
 ) -> tuple[Tensor, Tensor]:
     """Move the weights once; returns the loss and the gradient's norm before clipping, 0-d.
 
-    With `parallel` the micro-batches are this rank's share; loss, gradient and norm are those of
-    the global batch, the same on every rank. With `loss_scale` a step is skipped, on all ranks, if
-    a gradient has overflowed: the norm is then not finite. Otherwise raises FloatingPointError
-    on all ranks, with the weights as they were, if loss or norm are not finite; for that the host
-    waits for the device.
+    `micro_batches` are this rank's share; loss, gradient and norm are those of the global batch,
+    the same on every rank. With a `LossScale` a step is skipped, on all ranks, if a gradient has
+    overflowed: the norm is then not finite. Otherwise raises FloatingPointError on all ranks, with
+    the weights as they were, if loss or norm are not finite; for that the host waits for the
+    device.
     """
     optimizer.zero_grad()
-    scale = 1.0 if loss_scale is None else loss_scale.value
-    if parallel is None:
-        divisor = count_targets(micro_batches).clamp(min=1) / scale
-        loss = accumulate_gradients(model, micro_batches, divisor) / scale
-    else:
-        loss = accumulate_over_ranks(model, micro_batches, parallel, scale)
+    loss = accumulate_over_ranks(model, micro_batches, parallel, loss_scale.value)
 
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if loss_scale is not None:
-        loss_scale.unscale(parameters)  # before the norm is taken
-    # Where gradients are sharded, the norm of this rank's part is not the norm.
-    clip = getattr(parallel, "clip", nn.utils.clip_grad_norm_)
-    grad_norm = clip(parameters, clip_norm or math.inf)
+    loss_scale.unscale(parameters)  # before the norm is taken
+    grad_norm = parallel.clip(parameters, clip_norm or math.inf)
 
     for group in optimizer.param_groups:
         group["lr"] = rate
-    require_finite(loss if loss_scale is not None else loss + grad_norm)
-    if loss_scale is None or loss_scale.accepts(grad_norm):
+    require_finite(loss)
+    if loss_scale.accepts(grad_norm):
         optimizer.step()
     return loss, grad_norm
 
 
-def require_finite(loss: Tensor) -> None:
-    if not isinstance(loss, FakeTensor) and not bool(loss.isfinite()):
-        raise FloatingPointError(f"loss and gradient are not finite, but {float(loss)}")
-
-
-def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy of logits (B, S, V) and targets (B, S), summed over counted tokens, nats."""
-    return F.cross_entropy(
-        logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=IGNORED
-    )
-
-
 def accumulate_gradients(
-    model: Callable[[Tensor], Tensor], micro_batches: list[tuple[Tensor, Tensor]],
-    divisor: Tensor | float | None = None,
-    sum_loss: Callable[[Tensor, Tensor], Tensor] = summed_loss,
+    model: Callable[[Tensor], Tensor], micro_batches: MicroBatches,
+    divisor: Tensor | float | None = None, sum_loss: SumLoss = summed_loss,
 ) -> Tensor:
     """Add to `.grad` the gradient of the mean loss over all tokens, one micro-batch at a time.
 
@@ -96,7 +76,7 @@ def accumulate_gradients(
 
 def forward_backward(
     model: Callable[[Tensor], Tensor], inputs: Tensor, targets: Tensor, divisor: Tensor | float,
-    sum_loss: Callable[[Tensor, Tensor], Tensor],
+    sum_loss: SumLoss,
 ) -> Tensor:
     """Add one micro-batch's part of the gradient to `.grad`; returns its part of the loss."""
     with span("forward"):
@@ -108,34 +88,32 @@ def forward_backward(
 
 def accumulate_over_ranks(
     model: Callable[[Tensor], Tensor],
-    micro_batches: list[tuple[Tensor, Tensor]],
-    parallel: Combined | DataParallel,
+    micro_batches: MicroBatches,
+    parallel: ParallelModel,
     scale: float = 1.0,
 ) -> Tensor:
     """Do the same for the micro-batches of all ranks, whose numbers of tokens may differ.
 
-    `micro_batches` are this rank's, one at least. `.grad` is `scale` times the gradient. Loss and
-    `.grad` are the same on every rank.
+    `micro_batches` are this rank's, one at least. The gradient is multiplied by `scale`. Loss and
+    gradient are the same on every rank.
     """
     # Ranks average their gradients, so each divides by its fair share of all tokens.
     share = parallel.mean(count_targets(micro_batches).double())
     share = torch.where(share > 0, share, 1) / scale
-    # Where logits are sharded, their cross-entropy is not the loss.
-    sum_loss = getattr(parallel, "summed_loss", summed_loss)
-    run = getattr(parallel, "run", None)  # where the model is a pipeline
+    accumulate = partial(accumulate_gradients, model)
+
     mean = torch.zeros((), device=share.device)
-    if run is not None:
-        mean = run(micro_batches, sum_loss, share)
-    else:
-        for number, micro_batch in enumerate(micro_batches, start=1):
-            last = number == len(micro_batches)
-            with nullcontext() if last else parallel.no_sync(), span("micro-batch", number):
-                mean = mean + accumulate_gradients(model, [micro_batch], share, sum_loss)
+    rounds = parallel.rounds(micro_batches)
+    for number, together in enumerate(rounds, start=1):
+        is_last = number == len(rounds)
+        with nullcontext() if is_last else parallel.no_sync(), span("micro-batch", number):
+            mean = mean + parallel.forward_backward(
+                accumulate, together, share, parallel.summed_loss)
     parallel.finish()
     return parallel.mean(mean) / scale
 
 
-def count_targets(micro_batches: list[tuple[Tensor, Tensor]]) -> Tensor:
+def count_targets(micro_batches: MicroBatches) -> Tensor:
     """The number of targets that count, 0-d."""
     return sum((targets != IGNORED).sum() for _, targets in micro_batches)
 

@@ -14,39 +14,40 @@ from pathlib import Path
 
 import tyro
 
-from minitron import command_line, cost, disk
+from minitron import cost
 from minitron.checkpoint import checkpoints
 from minitron.comm.agreement import (
+    ALONE,
     Group,
     gathered,
     largest,
     one_fault_ends_all,
     one_fault_fails_all,
-    rank_and_size,
 )
-from minitron.comm.launch import is_torchrun_rank, restarts, torchrun_group
-from minitron.comm.watchdog import Watchdog
-from minitron.config import Config, ConfigError, require
-from minitron.config_file import from_dict, load, to_dict
+from minitron.config import Config, ConfigError, command_line, require
+from minitron.config.file import from_dict, load, to_dict
 from minitron.corpus.contents import Contents, read_contents
-from minitron.files import read_json
 from minitron.hugging_face.config import read_model_config
 from minitron.hugging_face.folder import require_fits
 from minitron.hugging_face.weights import Weights
+from minitron.launch import is_torchrun_rank, restarts, torchrun_group
+from minitron.launch.process import Interruption
+from minitron.launch.watchdog import Watchdog
 from minitron.measure.clock import Clock, peak_flops
 from minitron.measure.loggers import open_log
 from minitron.measure.metrics import MetricsLog
 from minitron.measure.trace import Trace, open_trace
 from minitron.precision import PRECISIONS
-from minitron.process import Interruption
-from minitron.progress import Progress
 from minitron.run import Run
-from minitron.run_folder import Claim, default_folder, require_place
-from minitron.train_log import describe, describe_scale, evaluate, log_rows
+from minitron.running.folder import Claim, default_folder, require_place
+from minitron.system import disk
+from minitron.system.files import read_json
+from minitron.system.progress import Progress
+from minitron.train_log import describe, evaluate, log_rows
 
 
 def train(
-    config: Config, folder: Path, resume: bool = False, group: Group = None, restart: bool = False,
+    config: Config, folder: Path, resume: bool = False, group: Group = ALONE, restart: bool = False,
     weights: Path | None = None, interruption: Interruption | None = None,
 ) -> Run:
     """Train until `config.train.steps`, or until a signal asks to stop, and save at the end.
@@ -90,7 +91,7 @@ def begin(
     claim: Claim, contents: dict[str, Contents],
 ) -> Run:
     """A run at its first step, or where its newest checkpoint was written."""
-    rank, _ = rank_and_size(group)
+    rank = group.rank()
     with one_fault_fails_all(group):
         if rank == 0 and folder.is_dir():
             claim.take(restart)
@@ -106,7 +107,7 @@ def begin(
     if resume or (restart and saved):
         run.restore()
     elif weights is not None:
-        run.whole.fill(Weights(weights, run.config.model))
+        run.parallel.fill(Weights(weights, run.config.model))
     return run
 
 
@@ -132,7 +133,7 @@ def loop(run: Run, log: MetricsLog, bar: Progress, trace: Trace, watchdog: Watch
 
         everies = config.log_every, config.eval_every, config.checkpoint_every
         if is_stopped or any(map(due, everies)):
-            progress = f"{log_rows(run, log, rows, clock)}{describe_scale(run)}"
+            progress = f"{log_rows(run, log, rows, clock)}{run.loss_scale}"
             bar.set_postfix_str(f"loss {float(rows[-1]['loss']):.3f}, {progress}")
             bar.update(len(rows))
             rows = []

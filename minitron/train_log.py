@@ -8,13 +8,14 @@ import sys
 from contextlib import suppress
 
 from minitron.config import require
-from minitron.float8 import multiplies_float8
 from minitron.measure.clock import Clock, Speed
 from minitron.measure.loggers import peak_memory
 from minitron.measure.metrics import MetricsLog
-from minitron.parallel.simulator import simulate
-from minitron.progress import Progress
+from minitron.model.float8 import multiplies_float8
+from minitron.parallel.pipeline.simulator import simulate
+from minitron.parallelize import make_schedule
 from minitron.run import Run
+from minitron.system.progress import Progress
 
 SMALLEST_SCALE = 2.0**-24  # of a loss: with it float16 holds gradients of up to 1e12
 
@@ -33,7 +34,7 @@ def describe(run: Run) -> str:
 def describe_pipeline(run: Run) -> str:
     """Tell how long the ranks will wait for each other, if a backward pass takes two forward."""
     p, m = run.config.parallel.pp, run.num_micro_batches(run.config.train.global_batch_size)
-    schedule = run.parallel.pipeline.make_schedule(p, m)
+    schedule = make_schedule(run.config.parallel)(p, m)
     idle = simulate(schedule, {"F": 1, "B": 2, "I": 1, "W": 1}).bubble_of_total
     return (f"{schedule.name} on {p} ranks, {m} micro-batch{'es' if m > 1 else ''} a step: ranks "
             f"are idle {100 * idle:.0f} % of the time; a smaller train.micro_batch_size makes more")
@@ -72,18 +73,10 @@ def require_sound(run: Run, val_loss: float = 0.0) -> None:
         f"the validation loss of step {run.step} is {val_loss}: the run has diverged; its "
         f"checkpoints are kept in {run.folder}; lower train.learning_rate or clip the gradient",
     )
-    scale = math.inf if run.loss_scale is None else run.loss_scale.value
+    scale = run.loss_scale.value
     require(
         scale >= SMALLEST_SCALE,
         f"the loss scale has fallen to {scale:.1e} in step {run.step}, and the gradient still "
         f"overflows; checkpoints are kept in {run.folder}; lower train.learning_rate, or start "
         "again with train.precision = bf16, which needs no scale",
     )
-
-
-def describe_scale(run: Run) -> str:
-    """By what the loss is multiplied, and how many steps that has cost; "" if it is not."""
-    scale = run.loss_scale
-    if scale is None:
-        return ""
-    return f", loss scale 2^{math.log2(scale.value):.0f}, {scale.skipped:,} skipped"

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitron.comm.collectives import all_gather_single, reduce_scatter_single
-from minitron.parallel.data_parallel import assign_buckets
+from minitron.parallel.data.buckets import assign_buckets
 
 
 def flatten(tensors: Iterable[Tensor], num_ranks: int) -> Tensor:
@@ -39,7 +39,7 @@ def views(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
     return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
 
 
-# Exercise 6.1 | Shard ranges | 10 min | difficulty 1 | replaces minitron.parallel.shards
+# Exercise 6.1 | Shard ranges | 10 min | difficulty 1 | replaces minitron.parallel.flat
 # Train with yours on 2 ranks: --parallel.zero 1
 def owned_ranges(sizes: list[int], num_ranks: int, rank: int) -> list[range]:
     """Which elements of each parameter does `rank` own?

@@ -133,7 +133,7 @@ class RowParallelLinear(nn.Module):
         ### END SOLUTION
 
 
-# Exercise 7.3 | Cut vocabulary | 25 min | difficulty 3 | replaces minitron.parallel.tensor_parallel
+# Exercise 7.3 | Cut vocabulary | 25 min | difficulty 3 | replaces minitron.parallel.tensor.layers
 # Train with yours on 2 ranks: --parallel.tp 2
 def vocabulary_parallel_cross_entropy(
     logits_shard: Tensor, targets: Tensor, group: dist.ProcessGroup

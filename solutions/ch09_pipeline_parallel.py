@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minitron.parallel.schedules import Action, Schedule, make
+from minitron.parallel.pipeline.schedules import Action, Schedule, make
 
 
-# Exercise 9.1 | Two schedules | 20 min | difficulty 2 | replaces minitron.parallel.schedules
+# Exercise 9.1 | Schedules | 20 min | difficulty 2 | replaces minitron.parallel.pipeline.schedules
 # Train with your one_forward_one_backward on 2 ranks: --parallel.pp 2
 def gpipe(num_ranks: int, num_micro_batches: int) -> Schedule:
     """All micro-batches forward, then all backward.
@@ -118,7 +118,7 @@ def activation_bytes(
     ### END SOLUTION
 
 
-# Exercise 9.3 | The cut | 25 min | difficulty 2 | replaces minitron.parallel.pipeline_plan
+# Exercise 9.3 | The cut | 25 min | difficulty 2 | replaces minitron.parallel.pipeline.plan
 # Train with yours on 2 ranks: --parallel.pp 2
 def split_blocks(
     costs: list[float], num_stages: int, first: float = 0.0, last: float = 0.0

@@ -15,8 +15,8 @@ from itertools import product
 from math import inf
 
 from minitron.config import ModelConfig, ParallelConfig
-from minitron.plan.decide import Decision, Job
 from minitron.plan.estimate import estimate
+from minitron.plan.job import Decision, Job
 
 
 # Exercise 12.1 | Training days | 25 min | difficulty 2

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from minitron import checkpoint
-from minitron.comm.launch import RankError, run
+from minitron.comm.agreement import ALONE
 from minitron.config import ConfigError
+from minitron.launch import RankError, run
 from minitron.parallel.parts import Boxes, Part, boxes_of
 
 KIB = 256
@@ -21,12 +22,12 @@ def state_of(step):
     return {"weights": Boxes.whole(torch.full((KIB,), float(step)))}
 
 
-def save(folder, step, keep=3, group=None, state=None):
+def save(folder, step, keep=3, group=ALONE, state=None):
     facts = {"step": step}
     return checkpoint.save(folder, step, state or state_of(step), facts, keep, group)
 
 
-def load(folder, group=None):
+def load(folder, group=ALONE):
     """Step and weights of the newest good one."""
     path = checkpoint.newest_good(folder, group)
     weights = torch.zeros(KIB)
@@ -133,7 +134,7 @@ def test_what_one_rank_finds_damaged_none_takes(tmp_path):
 
 
 def test_what_fails_in_the_background_is_told_later(tmp_path, monkeypatch):
-    saver = checkpoint.Saver(tmp_path, 3, None, in_background=True)
+    saver = checkpoint.Saver(tmp_path, 3, ALONE, in_background=True)
     weights = torch.ones(KIB)
     saver.save(1, {"weights": Boxes.whole(weights)}, {"step": 1})
     weights.zero_()  # training goes on

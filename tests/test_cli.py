@@ -7,8 +7,8 @@ import sys
 import pytest
 
 import minitron as minitron_package
-from minitron import cli, command_line
-from minitron.config import ConfigError
+from minitron import cli
+from minitron.config import ConfigError, command_line
 
 
 def minitron(*words: str, cwd=None) -> subprocess.CompletedProcess:
@@ -19,19 +19,19 @@ def minitron(*words: str, cwd=None) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize(("words", "message"), [
     (["trian"], "unknown command 'trian'; did you mean train?"),
     (["train", "configs/nope.toml"], "configs/nope.toml: there is no such file"),
-    (["train", "--model.widht", "3"], "--model.widht, 3; did you mean --model.width?"),
+    (["train", "--model.widht", "3"], "--model.widht, 3: did you mean --model.width?"),
     (["train", "--model.width", "x"], "--model.width: invalid literal for int()"),
-    (["train", "--model.width", "130"], "model.width = 130 is not a multiple of model.num_heads"),
+    (["train", "--model.width", "130"], "model.num_heads = 4: try --model.width 136"),
     (["train", "--model.family", "bert"], "'bert' for argument '--model.family'"),
-    (["train", "--model.width"], "Missing value for argument '--model.width'"),
+    (["train", "--model.width"], "missing value for argument '--model.width'"),
     (["train", "--data.path", "/nowhere"], "/nowhere: no train_*.bin here; `minitron data"),
     (["train", "--use", "9.9"], "exercise '9.9' does not exist"),
-    (["data"], "Expected one of {stories, text, python, fineweb}"),
+    (["data"], "expected one of stories, text, python, fineweb"),
     (["data", "stories", "--num-tokens", "0"], "num_tokens = 0: must be greater than 0"),
     (["data", "text"], "no path given"),
     (["data", "text", "/nowhere"], "/nowhere: there is no such file or directory"),
     (["check", "77"], "exercise '77' does not exist"),
-    (["hint"], "Missing"),
+    (["hint"], "missing"),
     (["hint", "1.1", "--level", "9"], "9"),
     (["status", "now"], "status: takes no argument, not now"),
     (["doctor", "--now"], "doctor: takes no argument, not --now"),
@@ -44,11 +44,11 @@ def test_a_mistake_is_one_line_and_exit_code_2(words, message, tmp_path):
 
 
 def test_a_terminal_of_plain_ascii_is_told_the_same():
-    """As in a scheduler's log: tyro then draws no frame."""
+    """As in a scheduler's log."""
     environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-m", "minitron.train", "--model.widht", "3"], text=True,
                           env=environment, capture_output=True, timeout=300)
-    assert done.stderr.startswith("minitron: Unrecognized options: --model.widht, 3; did you mean ")
+    assert done.stderr.startswith("minitron: unrecognized options --model.widht, 3: did you mean ")
     assert done.returncode == 2
 
 

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from minitron import cli, command_line, train
-from minitron.config import Config, ConfigError
+from minitron import cli, train
+from minitron.config import Config, ConfigError, command_line
 from minitron.corpus.stories import write_stories
 
 INTS = ["0", "-1", "3", "1000000000", str(2**62), str(2**63), "9" * 30, "9" * 5000, "1e3", "1.5",

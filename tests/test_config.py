@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from minitron import config_file
 from minitron.config import (
     Config,
     ConfigError,
@@ -14,6 +13,7 @@ from minitron.config import (
     ParallelConfig,
     TrainConfig,
 )
+from minitron.config import file as config_file
 
 REPOSITORY = Path(__file__).parents[1]
 

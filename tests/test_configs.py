@@ -11,12 +11,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from minitron import cost
+from minitron.config.layout import num_readers, require_ranks
 from minitron.cost import PUBLISHED
 from minitron.measure.meter import Meter
 from minitron.parallelize import build, lay_out
 from minitron.plan.hardware import DEVICES
 from minitron.precision import PRECISIONS, low_precision
-from minitron.run_checks import num_readers, require_ranks, require_validation
+from minitron.running.starting import require_validation
 from minitron.step import make_optimizer, train_step
 from minitron.train import read_options
 

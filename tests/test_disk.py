@@ -11,13 +11,14 @@ from unittest.mock import patch
 
 import pytest
 
-from minitron import command_line, disk, train
-from minitron.comm.launch import run
-from minitron.config import Config, ConfigError, DataConfig, LogConfig
+from minitron import train
+from minitron.config import Config, ConfigError, DataConfig, LogConfig, command_line
 from minitron.dataset import HEADER_BYTES, TokenDataset
+from minitron.launch import run
 from minitron.measure import loggers, metrics
 from minitron.measure.metrics import read_metrics
 from minitron.run import Run
+from minitron.system import disk
 from tests.test_train import MODEL, TRAIN, command
 
 resource = pytest.importorskip("resource", reason="Windows limits no file's size")

@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from minitron import checkpoint, train
-from minitron.comm.launch import RankError, run
 from minitron.config import (
     Config,
     ConfigError,
@@ -26,6 +25,7 @@ from minitron.config import (
     ParallelConfig,
     TrainConfig,
 )
+from minitron.launch import RankError, run
 from minitron.measure.metrics import read_metrics
 from minitron.run import Run
 from tests.test_train import command, trained, wait_for
@@ -166,7 +166,8 @@ def test_restart_begins_what_has_no_checkpoint_and_goes_on_with_what_has(config,
 
 SLEEPER = """
 import sys, time
-from minitron import cli, command_line
+from minitron import cli
+from minitron.config import command_line
 from minitron.run import Run
 
 take_step = Run.train_step
@@ -200,7 +201,7 @@ def test_a_rank_that_stands_still_is_named_and_the_job_ends(config, tmp_path):
 DEAF = """
 import sys, time
 from pathlib import Path
-from minitron.comm.watchdog import Watchdog
+from minitron.launch.watchdog import Watchdog
 
 class Alone:
     def rank(self): return 0

@@ -18,13 +18,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from minitron import checkpoint, cli, command_line, train
-from minitron.checkpoint_storage import TABLE, read_table
-from minitron.config import Config, DataConfig, ModelConfig, TrainConfig
-from minitron.disk import write_json
-from minitron.files import file_in, read_json
+from minitron import checkpoint, cli, train
+from minitron.checkpoint.storage import TABLE, read_table
+from minitron.config import Config, DataConfig, ModelConfig, TrainConfig, command_line
 from minitron.hugging_face.folder import export
 from minitron.parallel.parts import Boxes
+from minitron.system.disk import write_json
+from minitron.system.files import file_in, read_json
 
 MODEL = ModelConfig(max_sequence_length=32, num_layers=2, width=32, num_heads=2, num_kv_heads=1,
                     ffn_width=48, tied_embedding=False)
@@ -731,7 +731,7 @@ def test_nothing_in_a_data_folder_is_executed(strangers, words_with_own_data, ca
 
 
 def test_json_that_is_too_large_is_not_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("minitron.files.MOST_BYTES", 100)
+    monkeypatch.setattr("minitron.system.files.MOST_BYTES", 100)
     (tmp_path / "large.json").write_text(json.dumps({"a": "b" * 100}))
     with pytest.raises(ValueError, match="has more than 100 bytes"):
         read_json(tmp_path / "large.json")

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 from minitron import cli, train
-from minitron.comm.launch import run
 from minitron.config import Config, ConfigError, DataConfig, ModelConfig, ParallelConfig
 from minitron.corpus.folder import end_of_document, load_tokenizer
 from minitron.corpus.text import write_text
 from minitron.hugging_face.folder import export
 from minitron.hugging_face.weights import Weights, write
+from minitron.launch import run
 from minitron.measure.metrics import read_metrics
 from minitron.model.transformer import Transformer
 from minitron.parallelize import build, lay_out
@@ -142,7 +142,7 @@ def test_masters_start_from_what_is_in_the_file(exported, tmp_path):
     first, weights = exported
     low = dataclasses.replace(TRAIN, precision="bf16")
     second = Run(dataclasses.replace(first.config, train=low), tmp_path)
-    second.whole.fill(Weights(weights, second.config.model))
+    second.parallel.fill(Weights(weights, second.config.model))
     for name, parameter in first.model.named_parameters():
         ours = second.model.get_parameter(name)
         assert torch.equal(ours, parameter.bfloat16())

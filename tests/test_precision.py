@@ -7,19 +7,19 @@ import torch
 from torch import nn
 
 from minitron import cost
-from minitron.comm.launch import run
+from minitron.comm.agreement import ALONE
 from minitron.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from minitron.cost.sharding import FULLY_SHARDED, zero_holdings
+from minitron.launch import run
 from minitron.measure.ledger import Ledger
 from minitron.measure.meter import Meter
-from minitron.measure.oracle import assert_same_training
 from minitron.model.transformer import Transformer
-from minitron.parallel.combined import Combined
-from minitron.parallel.data_parallel import (
+from minitron.parallel.data.ddp import (
     apply_bucketed_data_parallel,
     apply_hooked_data_parallel,
     apply_naive_data_parallel,
 )
+from minitron.parallel.grid import Grid
 from minitron.parallelize import build, lay_out
 from minitron.precision import (
     PRECISIONS,
@@ -29,6 +29,7 @@ from minitron.precision import (
     hold_gradients_in,
     low_precision,
 )
+from minitron.proof.oracle import assert_same_training
 from minitron.step import accumulate_over_ranks, make_optimizer, train_step
 from tests.parallel.saving import load, saved
 
@@ -44,11 +45,8 @@ def config_of(name: str, **parallel) -> Config:
 
 def made(group, config: Config):
     """A model on its ranks, what a step asks, and the forward pass."""
-    mesh = None if group is None else lay_out(config.parallel, group.size(), CPU)
-    model, parallel = build(config, mesh, CPU)
-    optimizer = make_optimizer(model, config.train, CPU)
-    if parallel is not None:
-        parallel.shard(optimizer)
+    model, parallel = build(config, lay_out(config.parallel, group.size(), CPU), CPU)
+    optimizer = parallel.shard(make_optimizer(model, config.train, CPU))
     name = config.train.precision
     forward = model if name == "fp32" else low_precision(model, CPU, PRECISIONS[name])
     return model, parallel, optimizer, forward
@@ -75,7 +73,7 @@ def test_bytes_per_parameter_are_those_of_the_cost_model(name, recipe):
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_the_meter_sees_these_bytes(name):
     precision, config = PRECISIONS[name], config_of(name)
-    model, parallel, optimizer, forward = made(None, config)
+    model, parallel, optimizer, forward = made(ALONE, config)
     for step in range(2):
         with Meter(model, optimizer) as meter:
             train_step(forward, optimizer, micro_batches((0, 1), step), 1e-3, 1.0, parallel)
@@ -145,7 +143,7 @@ def test_gradients_add_up_in_their_dtype(name):
 def with_masters(apply, masters=MasterWeights, **options):
     def change(model, group):
         parallel = apply(model, group, **options)
-        return Combined(model, parallel, None, None, masters(model, torch.float64))
+        return Grid(model, masters(model, torch.float64), data=parallel)
 
     return change
 
@@ -160,21 +158,21 @@ def test_master_weights_are_the_same_training(apply, num_ranks):
 
 
 class NeverRounds(MasterWeights):
-    def round(self, *_):
+    def copy_to_parameters(self, *_):
         pass
 
 
 class KeepsGradients(MasterWeights):
-    def hand_over(self):
+    def take_gradients(self):
         gradients = [p.grad for p in self.pieces]
-        super().hand_over()
+        super().take_gradients()
         for parameter, grad in zip(self.pieces, gradients, strict=True):
             parameter.grad = grad
 
 
 class HalfHandedOver(MasterWeights):
-    def hand_over(self):
-        super().hand_over()
+    def take_gradients(self):
+        super().take_gradients()
         next(iter(self.pieces.values())).grad = None
 
 
@@ -193,7 +191,7 @@ def test_what_16_bits_round_away_adds_up_in_the_masters():
     seen = []
     for _ in range(8):
         (-layer(torch.ones(1, 1, dtype=torch.bfloat16))).sum().backward()
-        masters.hand_over()
+        masters.take_gradients()
         assert layer.weight.grad is None
         optimizer.step()
         optimizer.zero_grad()
@@ -212,8 +210,6 @@ ROUNDINGS = 2 * (12 * MODEL.num_layers + 4)
 def gradients(group, config: Config) -> dict[str, torch.Tensor]:
     """Every full gradient of the first step."""
     model, parallel, _, forward = made(group, config)
-    if parallel is None:
-        parallel = Combined(model, None, None)
     scale = LossScale().value if PRECISIONS[config.train.precision].scales_loss else 1.0
     accumulate_over_ranks(forward, micro_batches(parallel.data_part), parallel, scale)
     whole = parallel.full_gradients()
@@ -226,6 +222,7 @@ LAYOUTS = {
     "ZeRO-2": (3, {"zero": 2}), "ZeRO-3": (2, {"zero": 3}), "tp": (2, {"tp": 2}),
     "sequence": (2, {"tp": 2, "sequence": True}), "pp": (2, {"pp": 2}),
     "zero-bubble": (2, {"pp": 2, "schedule": "zero-bubble"}),
+    "zero-bubble, tp": (4, {"pp": 2, "schedule": "zero-bubble", "tp": 2, "sequence": True}),
     "dp, tp and pp": (8, {"tp": 2, "pp": 2, "sequence": True, "zero": 1}),
 }
 
@@ -234,9 +231,9 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", [name for name in PRECISIONS if name != "fp32"])
 def test_gradients_are_within_their_roundings_of_float32(name, layout):
     num_ranks, parallel = LAYOUTS[layout]
-    exact = gradients(None, config_of("fp32"))
+    exact = gradients(ALONE, config_of("fp32"))
     if num_ranks == 1:
-        by_rank = [gradients(None, config_of(name))]
+        by_rank = [gradients(ALONE, config_of(name))]
     else:
         by_rank = run(gradients, num_ranks, config_of(name, **parallel), watch=False)
     tolerance = PRECISIONS[name].tolerance(ROUNDINGS)
@@ -273,6 +270,21 @@ def test_recomputing_changes_no_bit(name, parallel):
     for before, after in zip(kept, recomputed, strict=True):
         assert before.keys() == after.keys()
         assert all(torch.equal(after[key], grad) for key, grad in before.items())
+
+
+def both_schedules(group, name, parallel):
+    return [gradients(group, config_of(name, pp=2, schedule=schedule, **parallel))
+            for schedule in ("1f1b", "zero-bubble")]
+
+
+@pytest.mark.parametrize("parallel", [{}, {"tp": 2}, {"tp": 2, "sequence": True}], ids=str)
+@pytest.mark.parametrize("name", ["fp32", "bf16-autocast", "bf16-fp32-grads", "fp8"])
+def test_deferring_the_gradients_of_weights_changes_no_bit(name, parallel):
+    """They are the same products of the same tensors, added up in the same order."""
+    num_ranks = 2 * parallel.get("tp", 1)
+    for at_once, deferred in run(both_schedules, num_ranks, name, parallel, watch=False):
+        assert at_once.keys() == deferred.keys()
+        assert all(torch.equal(deferred[key], grad) for key, grad in at_once.items())
 
 
 @pytest.mark.parametrize("name", PRECISIONS)
@@ -336,10 +348,10 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(num_ranks, parallel):
 
 def test_gradients_are_unscaled_before_they_are_clipped():
     """Else the norm would be 65536 times too large, and every step clipped."""
-    _, parallel, optimizer, forward = made(None, config_of("fp16"))
+    _, parallel, optimizer, forward = made(ALONE, config_of("fp16"))
     *_, norm = train_step(forward, optimizer, micro_batches((0, 1)), 1e-2, 1.0, parallel,
                           LossScale())
-    _, _, optimizer, forward = made(None, config_of("fp32"))
+    _, _, optimizer, forward = made(ALONE, config_of("fp32"))
     *_, expected = train_step(forward, optimizer, micro_batches((0, 1)), 1e-2, 1.0)
     torch.testing.assert_close(norm, expected, rtol=PRECISIONS["fp16"].tolerance(ROUNDINGS), atol=0)
 
@@ -347,8 +359,8 @@ def test_gradients_are_unscaled_before_they_are_clipped():
 def test_without_a_scale_small_gradients_are_zero():
     """A loss of 2^-20 of the model's: fp16 loses what the scale saves."""
     def lost(scale: float) -> float:
-        model, parallel, _, forward = made(None, config_of("fp16"))
-        parallel.masters.hand_over = lambda: None
+        model, parallel, _, forward = made(ALONE, config_of("fp16"))
+        parallel.masters.take_gradients = lambda: None
         accumulate_over_ranks(forward, micro_batches((0, 1)), parallel, scale * 2.0**-20)
         values = torch.cat([p.grad.flatten() for p in model.blocks.parameters()])
         return float((values == 0).float().mean())
@@ -359,12 +371,12 @@ def test_without_a_scale_small_gradients_are_zero():
 def test_a_checkpoint_keeps_masters_in_all_bits():
     """Float32 weights, of which the model's are rounded."""
     config = config_of("bf16")
-    model, parallel, optimizer, forward = made(None, config)
+    model, parallel, optimizer, forward = made(ALONE, config)
     train_step(forward, optimizer, micro_batches((0, 1)), 1e-2, 1.0, parallel)
-    state = saved(parallel)
-    masters = {name: parallel.pieces[p].clone() for name, p in model.named_parameters()}
-    again, parallel, *_ = made(None, dataclasses.replace(config))
-    load(parallel, state)
+    state = saved(parallel, optimizer)
+    masters = {name: parallel.optimized(p).clone() for name, p in model.named_parameters()}
+    again, parallel, optimizer, _ = made(ALONE, dataclasses.replace(config))
+    load(parallel, optimizer, state)
     for name, parameter in again.named_parameters():
-        assert torch.equal(parallel.pieces[parameter], masters[name])
+        assert torch.equal(parallel.optimized(parameter), masters[name])
         assert torch.equal(parameter, masters[name].to(torch.bfloat16))

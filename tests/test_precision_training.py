@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from minitron import parallelize, train, train_log
-from minitron import training as training_module
+from minitron import parallelize, precision, train, train_log
 from minitron.config import Config, ConfigError, DataConfig
-from minitron.config_file import load
+from minitron.config.file import load
 from minitron.measure.metrics import read_metrics
 from minitron.precision import PRECISIONS, LossScale, MasterWeights
 from minitron.run import Run
+from minitron.running import training as training_module
 from tests.test_train import MODEL, TRAIN, trained
 from tests.test_train_ranks import kill_after
 
@@ -75,8 +75,8 @@ class Forgetful(MasterWeights):
     """Float32 updates of which only what 16 bits can hold is kept."""
 
     @torch.no_grad()
-    def round(self, *_):
-        super().round()
+    def copy_to_parameters(self, *_):
+        super().copy_to_parameters()
         for parameter, master in self.pieces.items():
             master.copy_(parameter)
 
@@ -120,7 +120,7 @@ def config(stories) -> Config:
 def begin_with(monkeypatch, scale: float, interval: int = 2) -> None:
     """Let runs begin with this loss scale, and double it after `interval` good steps."""
     begun = partial(LossScale, initial=scale, interval=interval)
-    monkeypatch.setattr(training_module, "LossScale", begun)
+    monkeypatch.setattr(precision, "LossScale", begun)
 
 
 def strictly(line: str) -> dict:
@@ -181,9 +181,8 @@ def step_without_norm(num_good: int):
         loss, norm = real(*args)
         steps.append(loss)
         if len(steps) > num_good:
-            norm, scale = norm * math.nan, args[-1]
-            if scale is not None:
-                scale.accepts(norm)
+            norm = norm * math.nan
+            args[-1].accepts(norm)
         return loss, norm
 
     return step

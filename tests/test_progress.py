@@ -6,8 +6,9 @@ import threading
 
 import pytest
 
-from minitron import cli, progress
-from minitron.progress import CLOCK, Progress
+from minitron import cli
+from minitron.system import progress
+from minitron.system.progress import CLOCK, Progress
 
 
 @pytest.fixture(autouse=True)

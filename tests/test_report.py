@@ -9,10 +9,10 @@ from unittest.mock import patch
 import pytest
 
 from minitron import cli
-from minitron.comm.launch import run
-from minitron.course import report
+from minitron.launch import run
 from minitron.measure.metrics import read_metrics
 from minitron.run import Run
+from teaching import report
 from tests.test_train_ranks import torchrun
 
 TINY = """

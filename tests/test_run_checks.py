@@ -14,9 +14,9 @@ from minitron.config import (
     ParallelConfig,
     TrainConfig,
 )
+from minitron.config.layout import layouts_that_fit, require_ranks
 from minitron.model.transformer import Transformer
-from minitron.parallel.cuts import plan_cuts
-from minitron.run_checks import layouts_that_fit, require_ranks
+from minitron.parallel.tensor.cuts import plan_cuts
 
 LLAMA = ModelConfig("llama", 720, 32, 4, 32, 4, 2, 48)
 GPT = ModelConfig("gpt", 720, 32, 4, 36, 6, 6, 48)
@@ -114,7 +114,7 @@ def test_a_model_is_refused_if_and_only_if_it_cannot_be_cut():
 
 @pytest.mark.parametrize("parallel", [
     {}, {"tp": 2, "sequence": True}, {"zero": 3}, {"pp": 2, "zero": 1}, CHUNKED,
-    {"pp": 2, "schedule": "zero-bubble"},
+    {"pp": 2, "schedule": "zero-bubble"}, {"pp": 2, "schedule": "zero-bubble", "tp": 2},
 ], ids=str)
 @pytest.mark.parametrize("size", [1, 6, 8, 12])
 def test_the_layouts_that_fit_are_all_of_those_that_are_accepted(parallel, size):

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from minitron import run_folder
-from minitron.comm.launch import run
 from minitron.config import Config, ConfigError, DataConfig
+from minitron.launch import run
 from minitron.measure.metrics import read_metrics
-from minitron.run_folder import Claim
+from minitron.running import folder as run_folder
+from minitron.running.folder import Claim
 from tests.test_train import MODEL, TRAIN, command, trained, wait_for
 
 
@@ -53,7 +53,7 @@ def test_a_second_process_is_refused_and_told_of_the_first(tmp_path):
 HOLD = """
 import sys
 from pathlib import Path
-from minitron.run_folder import Claim
+from minitron.running.folder import Claim
 
 claim = Claim(Path(sys.argv[1]))
 claim.take()

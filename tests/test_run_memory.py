@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from minitron.comm.mesh import OneRankMesh
 from minitron.config import (
     Config,
     ConfigError,
@@ -13,12 +14,12 @@ from minitron.config import (
     ParallelConfig,
     TrainConfig,
 )
+from minitron.config.layout import divisors, layouts_that_fit, require_ranks
+from minitron.launch.process import memory_bytes, pick_device
 from minitron.measure.meter import Meter
 from minitron.model.transformer import Transformer
-from minitron.process import memory_bytes, pick_device
 from minitron.run import Run, Training
-from minitron.run_checks import divisors, layouts_that_fit, require_ranks
-from minitron.run_memory import least_bytes, require_memory
+from minitron.running.memory import least_bytes, require_memory
 
 CPU = torch.device("cpu")
 MODEL = ModelConfig("llama", 720, num_layers=4, width=64, num_heads=4, num_kv_heads=2, ffn_width=96)
@@ -55,7 +56,7 @@ def test_nothing_is_counted_that_is_not_there(recompute, precision):
     train = TrainConfig(global_batch_size=4, micro_batch_size=2, recompute=recompute,
                         precision=precision)
     config = Config(MODEL, DataConfig(sequence_length=64), train)
-    training = Training(config, None, CPU)
+    training = Training(config, OneRankMesh(), CPU)
     pairs = training.micro_batches(torch.zeros(4, 65, dtype=torch.int64), 4)
     training.update(pairs, 0.0)
     with Meter(training.model, training.optimizer) as meter:

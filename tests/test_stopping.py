@@ -11,12 +11,14 @@ import psutil
 import pytest
 import torch
 
-from minitron import checkpoint, stopping, train
+from minitron import checkpoint, train
+from minitron.comm.agreement import ALONE
 from minitron.config import Config, DataConfig, TrainConfig
+from minitron.launch.process import STOP_SIGNALS, Interruption
 from minitron.measure.metrics import read_metrics
-from minitron.process import STOP_SIGNALS, Interruption
 from minitron.run import Run
-from minitron.stopping import Stop
+from minitron.running import stopping
+from minitron.running.stopping import Stop
 from tests.test_train import MODEL, command, trained, wait_for
 from tests.test_train_ranks import torchrun
 
@@ -91,7 +93,7 @@ def test_nohup_is_respected(handlers):
 
 
 def test_a_signal_that_comes_while_the_ranks_agree_counts_at_the_next_step(monkeypatch):
-    stop = Stop(group=None)
+    stop = Stop(ALONE)
 
     def agree(number, group):
         stop.interruption.signal = signal.SIGTERM
@@ -130,7 +132,8 @@ def test_a_stopped_run_saves_before_all_else(config, tmp_path, monkeypatch, step
 
 SLOW_TO_SAVE = """
 import time
-from minitron import checkpoint, cli, command_line
+from minitron import checkpoint, cli
+from minitron.config import command_line
 
 write = checkpoint.write
 

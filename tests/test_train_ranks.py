@@ -17,10 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minitron import train
-from minitron.comm import agreement, launch
-from minitron.comm.agreement import one_fault_ends_all
-from minitron.comm.launch import RankError, run
+from minitron import launch, train
+from minitron.comm.agreement import ALONE, one_fault_ends_all
 from minitron.config import (
     Config,
     ConfigError,
@@ -29,11 +27,12 @@ from minitron.config import (
     ParallelConfig,
     TrainConfig,
 )
+from minitron.launch import RankError, run
 from minitron.measure.ledger import Ledger
 from minitron.measure.meter import Meter
 from minitron.measure.metrics import read_metrics
 from minitron.run import Run
-from minitron.run_checks import require_a_gpu_each
+from minitron.running.starting import require_a_gpu_each
 from tests.test_train import command, trained, wait_for
 
 MODEL = ModelConfig(max_sequence_length=32, num_layers=2, width=32, num_heads=2, num_kv_heads=1,
@@ -172,7 +171,7 @@ def test_a_mistake_leaves_no_group_behind(monkeypatch):
 
     gc.disable()
     try:
-        with patch.object(agreement, "rank_and_size", lambda _: (1, 2)), \
+        with patch.object(dist.ProcessGroup, "rank", lambda _: 1), \
                 contextlib.suppress(SystemExit):  # as all ranks but 0 leave
             leave()
         assert seen[0]() is None
@@ -280,7 +279,7 @@ def test_ranks_do_not_share_a_gpu():
     with pytest.raises(RankError, match="ConfigError: 2 ranks without a GPU each, .* has 1: start "
                                         "torchrun with --nproc-per-node 1, or set train.device"):
         run(share, 2)
-    require_a_gpu_each(torch.device("cuda"), None)
+    require_a_gpu_each(torch.device("cuda"), ALONE)
     run(require_a_gpu_each_on_cpu, 2)
 
 

@@ -9,7 +9,7 @@ so a second run changes no byte. A file that a learner has edited is overwritten
 
 from pathlib import Path
 
-from minitron.course.exercises import ROOT, make_stub
+from teaching.exercises import ROOT, make_stub
 
 
 def build(root: Path = ROOT) -> list[Path]:

@@ -7,7 +7,7 @@
 Each case trains by SGD and by AdamW, with clipping, in float64, and is compared with one process.
 The exit code is 1 if one differs. `tests/test_grid.py` runs cases in which all pairs occur.
 
-Read in this order: Case, why_refused, config_of, cut, records_of, differences.
+Read in this order: Case, why_refused, config_of, divide, records_of, differences.
 """
 
 import argparse
@@ -17,19 +17,20 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
 from itertools import groupby, product
 from textwrap import indent
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from minitron.comm.launch import RankError, run
+from minitron.comm.agreement import ALONE, Group
 from minitron.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
-from minitron.measure.difference import Moment, first_difference
-from minitron.measure.oracle import sample_batches, trainings
+from minitron.launch import RankError, run
 from minitron.model.transformer import Transformer, fill, initial_value
-from minitron.parallel.combined import Combined
+from minitron.parallel.interface import ParallelModel
+from minitron.parallel.one_device import OneDevice
 from minitron.parallelize import lay_out, parallelize
+from minitron.proof.difference import Moment, first_difference
+from minitron.proof.oracle import sample_batches, trainings
 
 MOST_RANKS = 8
 Records = dict[str, list[Moment]]  # by optimizer
@@ -49,6 +50,7 @@ DATA = {
     "zero2 once a step": {"zero": 2, "sync_every_micro_batch": False},
     "zero3": {"zero": 3},
     "zero3 once a step": {"zero": 3, "sync_every_micro_batch": False},
+    "zero3 kept": {"zero": 3, "reshard_each_pass": False},
 }
 RECOMPUTE = "none", "full", "selective", "sqrt"
 SCHEDULES = "1f1b", "gpipe", "interleaved", "zero-bubble"
@@ -99,10 +101,6 @@ def why_refused(case: Case) -> str | None:
     reasons = {
         "it divides what tensor parallelism leaves whole": case.sequence and case.tp == 1,
         "there is no pipeline": case.schedule != "1f1b" and case.pp == 1,
-        "would gather every stage's weights again": case.data.startswith("zero3") and case.pp > 1,
-        "gradients are whole until all micro-batches": case.data == "zero2" and case.pp > 1,
-        "the cut layers compute both gradients at once":
-            case.schedule == "zero-bubble" and case.tp > 1,
         "micro-batches a step":
             case.schedule == "interleaved" and case.num_micro_batches % case.pp > 0,
     }
@@ -148,7 +146,7 @@ def model_on(device: str, config: Config) -> nn.Module:
     return model
 
 
-def cut(config: Config, model: nn.Module, group) -> Combined:
+def divide(config: Config, model: nn.Module, group: Group) -> ParallelModel:
     """Do what `parallelize.build` does on each rank."""
     parallel = parallelize(model, lay_out(config.parallel, group.size(), CPU), config, CPU)
     parallel.fill(initial(config))
@@ -156,13 +154,12 @@ def cut(config: Config, model: nn.Module, group) -> Combined:
     return parallel
 
 
-def leave_whole(config: Config, model: nn.Module, group: None) -> SimpleNamespace:
+def leave_undivided(config: Config, model: nn.Module, group: Group) -> ParallelModel:
     """Do the same for one process, with nothing of parallelism."""
     fill(model, initial(config))
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    return SimpleNamespace(make_optimizer=clipping(
-        lambda factory: factory(trainable), nn.utils.clip_grad_norm_
-    ))
+    parallel = OneDevice(model)
+    parallel.make_optimizer = clipping(parallel.make_optimizer, nn.utils.clip_grad_norm_)
+    return parallel
 
 
 def initial(config: Config) -> Callable:
@@ -189,12 +186,12 @@ on_meta, on_cpu = partial(model_on, "meta"), partial(model_on, "cpu")
 
 def train_all(group, cases: list[Case]) -> list[Records]:
     """What the oracle records of each case, on one rank."""
-    return [records_of(group, case, cut, on_meta, case.num_micro_batches) for case in cases]
+    return [records_of(group, case, divide, on_meta, case.num_micro_batches) for case in cases]
 
 
 @lru_cache(maxsize=16)
 def of_one_process(case: Case) -> Records:
-    return records_of(None, case, leave_whole, on_cpu, num_micro_batches=1)
+    return records_of(ALONE, case, leave_undivided, on_cpu, num_micro_batches=1)
 
 
 def records_of(group, case: Case, apply, make_model, num_micro_batches: int) -> Records:

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from minitron import cost
 from minitron.config import Config
+from minitron.config.layout import num_readers
 from minitron.plan.hardware import DEVICES
 from minitron.plan.job import Decision, Job
 from minitron.plan.memory import memory_of
-from minitron.run_checks import num_readers
 from minitron.train import read_options
 
 CONFIGS = Path(__file__).parents[1] / "configs"

@@ -40,8 +40,8 @@ import torch.nn.functional as F
 
 from minitron import cost
 from minitron.config import ModelConfig, TrainConfig
-from minitron.course.check import check
-from minitron.course.figures import Block, curves, loss_curve, scaling, show, timeline
+from teaching.check import check
+from teaching.figures import Block, curves, loss_curve, scaling, show, timeline
 
 # %%
 from minitron.corpus.folder import load_tokenizer

@@ -36,9 +36,9 @@ import torch.nn.functional as F
 
 from minitron import cost
 from minitron.config import ModelConfig, TrainConfig
-from minitron.course.check import check
-from minitron.course.figures import Held, curves, holdings, memory_bars, show, skyline
-from minitron.course.widgets import memory_calculator
+from teaching.check import check
+from teaching.figures import Held, curves, holdings, memory_bars, show, skyline
+from teaching.widgets import memory_calculator
 
 # %%
 from minitron.measure.meter import Meter

@@ -38,8 +38,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from minitron import cost
 from minitron.config import ModelConfig, TrainConfig
-from minitron.course.check import check
-from minitron.course.figures import curves, show, skyline
+from teaching.check import check
+from teaching.figures import curves, show, skyline
 from minitron.measure.meter import Meter
 
 # %%

@@ -39,25 +39,25 @@ import torch.nn.functional as F
 from torch import nn
 
 from minitron import cost
-from minitron.comm.launch import RankError, run
-from minitron.comm.slow_network import SlowNetwork
+from minitron.launch import RankError, run
+from minitron.launch.slow_network import SlowNetwork
 
 # %%
 from minitron.config import ModelConfig, TrainConfig
-from minitron.course.check import check
-from minitron.course.figures import (
+from teaching.check import check
+from teaching.figures import (
     Held, curves, holdings, rank_lanes, scaling, show, timeline, wire,
 )
-from minitron.course.overlap import Compute, step_lanes, transfers
-from minitron.course.widgets import bucket_explorer
+from teaching.overlap import Compute, step_lanes, transfers
+from teaching.widgets import bucket_explorer
 from minitron.dataset import TokenDataset, write_shard
 from minitron.measure.clock import DENSE_BF16_PEAKS
 from minitron.measure.ledger import Ledger, merged
-from minitron.measure.oracle import after_backward, assert_same_training
+from minitron.proof.oracle import after_backward, assert_same_training
 
 # %%
 from minitron.model.transformer import Transformer, initialise
-from minitron.parallel.data_parallel import (
+from minitron.parallel.data.ddp import (
     FIRST_BUCKET_BYTES, BucketedDataParallel, HookedDataParallel, apply_bucketed_data_parallel,
     apply_hooked_data_parallel, apply_naive_data_parallel, assign_buckets, average_gradients,
 )

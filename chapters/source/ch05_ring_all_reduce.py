@@ -38,15 +38,15 @@ from minitron.comm.collectives import (
     all_reduce_doubling, all_reduce_halving, all_reduce_naive, all_reduce_ring, pass_on,
     reduce_scatter_ring,
 )
-from minitron.comm.launch import RankError, run
-from minitron.comm.slow_network import SlowNetwork
+from minitron.launch import RankError, run
+from minitron.launch.slow_network import SlowNetwork
 
 # %%
-from minitron.course.check import check
-from minitron.course.figures import (
+from teaching.check import check
+from teaching.figures import (
     crossing, curves, plain_bytes, ring_frames, scaling, show, wire,
 )
-from minitron.course.widgets import ring_explorer
+from teaching.widgets import ring_explorer
 from minitron.measure.ledger import Ledger
 
 torch.set_num_threads(1)

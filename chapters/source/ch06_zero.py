@@ -39,31 +39,32 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from minitron import cost
 from minitron.comm.collectives import all_gather_ring, reduce_scatter_ring
-from minitron.comm.launch import RankError, run
-from minitron.comm.slow_network import SlowNetwork
+from minitron.launch import RankError, run
+from minitron.launch.slow_network import SlowNetwork
 from minitron.config import ModelConfig
 
 # %%
 from minitron.cost.sharding import zero_bytes, zero_holdings, zero_volume
-from minitron.course.check import check
-from minitron.course.figures import (
+from teaching.check import check
+from teaching.figures import (
     Block, Held, holdings, memory_bars, plain_bytes, rank_lanes, show, timeline, wire,
 )
-from minitron.course.widgets import zero_explorer
+from teaching.widgets import zero_explorer
 from minitron.measure.clock import DENSE_BF16_PEAKS
-from minitron.measure.difference import first_difference
+from minitron.proof.difference import first_difference
 from minitron.measure.ledger import Ledger, merged
 from minitron.measure.meter import Meter
-from minitron.measure.oracle import (
+from minitron.proof.oracle import (
     assert_same_training, sample_batches, small_llama, trainings,
 )
 
 # %%
 from minitron.model.transformer import Transformer, initialise
-from minitron.parallel.data_parallel import apply_bucketed_data_parallel
-from minitron.parallel.fsdp import FullyShardedDataParallel, Unit, apply_fsdp
-from minitron.parallel.shards import Bucket, clip_pieces
-from minitron.parallel.zero import Zero1, apply_zero1, apply_zero2
+from minitron.parallel.clipping import clip_pieces
+from minitron.parallel.data.ddp import apply_bucketed_data_parallel
+from minitron.parallel.data.fsdp import FullyShardedDataParallel, Unit, apply_fsdp
+from minitron.parallel.data.zero import Zero1, apply_zero1, apply_zero2
+from minitron.parallel.flat import FlatShards
 
 torch.set_num_threads(1)
 MB, GB, TB = 1e6, 1e9, 1e12
@@ -609,8 +610,8 @@ except RankError as error:
 # line frees them?
 
 # %%
-print(inspect.getsource(Bucket.start_reduce))
-print(inspect.getsource(Bucket.finish_reduce))
+print(inspect.getsource(FlatShards.start_reduce))
+print(inspect.getsource(FlatShards.finish_reduce))
 
 # %% [markdown]
 # Stage 3 puts hooks on the model. Each block is a **unit**: its parameters are gathered together.
@@ -1045,7 +1046,7 @@ back = tokens_each * cost.backward_flops_per_token(llama_8b, tokens_each) / spee
 once = cost.ring_all_gather_seconds(2 * P_llama, 64, 0, 50 * GB)
 exposed = {  # what no computing hides; at best, whole passes against whole transfers
     0: max(0, 2 * once - back),
-    1: once + once,
+    1: max(0, once - back) + once,
     2: max(0, once - back) + once,
     3: max(0, once - forth) + max(0, 2 * once - back),
 }

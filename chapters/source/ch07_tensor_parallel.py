@@ -42,28 +42,31 @@ from torch import nn
 
 from minitron import cost
 from minitron.comm.differentiable import start_all_gather, start_all_reduce
-from minitron.comm.launch import run
-from minitron.comm.slow_network import SlowNetwork
+from minitron.launch import run
+from minitron.launch.slow_network import SlowNetwork
+from minitron.model.linear import LinearFunction
 from minitron.config import ConfigError, ModelConfig
 
 # %%
-from minitron.course.check import check
-from minitron.course.figures import Matrix, cut, memory_bars, rank_lanes, show, timeline, wire
-from minitron.course.widgets import tensor_explorer
+from teaching.check import check
+from teaching.figures import Matrix, cut, memory_bars, rank_lanes, show, timeline, wire
+from teaching.widgets import tensor_explorer
 from minitron.measure.ledger import Ledger, merged
 from minitron.measure.meter import Meter
-from minitron.measure.oracle import Whole, assert_same_training, small_model
+from minitron.parallel.one_device import OneDevice
+from minitron.proof.oracle import assert_same_training, small_model
 from minitron.model.transformer import Transformer, initialise
-from minitron.parallel.cuts import PLAN, require_sizes
-from minitron.parallel.tensor_parallel import (
-    ColumnLinears, RowParallelLinear, TensorParallel, WholeSequence, apply_tensor_parallel,
+from minitron.parallel.tensor.cuts import PLAN, require_sizes
+from minitron.parallel.tensor.layers import (
+    RowParallelLinear, TensorParallel, WholeSequence, apply_tensor_parallel,
 )
-from minitron.parallel.vocabulary_parallel import (
+
+# %%
+from minitron.parallel.tensor.vocabulary import (
     VocabularyParallelEmbedding, vocabulary_parallel_cross_entropy,
 )
 from minitron.plan.hardware import DEVICES
 
-# %%
 torch.set_num_threads(1)
 GB, MB = 1e9, 1e6
 H100 = DEVICES["H100-SXM-80GB"]
@@ -663,16 +666,17 @@ for path, kind in PLAN.items():
 
 # %% [markdown]
 # Query, key and value read the same X, and so do gate and up. Their input gradients are one sum.
-# One autograd function computes such layers together. **Find** the line where the all-reduce
+# One autograd function computes such layers together. What depends on the parallelism is in its
+# `parts`: `exchange` is what the ranks send each other. **Find** the line where the all-reduce
 # starts, the one that waits for it, and what is computed in between.
 
 # %%
-print(inspect.getsource(ColumnLinears.backward))
+print(inspect.getsource(LinearFunction.backward))
 
 # %% [markdown]
-# `wait_for_grad_x()` stands in the last line. The weights' gradients need no sum, so they are
-# computed while it travels. (`start_gather` does nothing here; it is for the next chapter.) And the
-# two ends:
+# `wait_for_grad_x()` stands in the last line. The weights' gradients, `second_half`, need no sum,
+# so they are computed while it travels. (`second_half.start()` does nothing here; it is for the
+# next chapter. `deferral` is for chapter 9.) And the two ends:
 
 # %%
 print(inspect.getsource(RowParallelLinear))
@@ -720,7 +724,7 @@ def prepare(group, config):
     model = Transformer(config)
     initialise(model, seed=0)
     alone = group.size() == 1
-    return model, Whole(model, group) if alone else apply_tensor_parallel(model, group)
+    return model, OneDevice(model) if alone else apply_tensor_parallel(model, group)
 
 
 # %%

@@ -39,25 +39,24 @@ from torch import nn
 from minitron import cost
 from minitron.comm import differentiable
 from minitron.comm.collectives import all_gather_single, all_reduce, reduce_scatter_single
-from minitron.comm.launch import run
+from minitron.launch import run
 from minitron.config import ModelConfig
 
 # %%
-from minitron.course.check import check
-from minitron.course.figures import Matrix, curves, cut, memory_bars, show, wire
-from minitron.course.widgets import sequence_explorer
+from teaching.check import check
+from teaching.figures import Matrix, curves, cut, memory_bars, show, wire
+from teaching.widgets import sequence_explorer
 from minitron.measure.ledger import Ledger, merged
 from minitron.measure.meter import Meter
-from minitron.measure.oracle import assert_same_training, small_model
+from minitron.proof.oracle import assert_same_training, small_model
+from minitron.model.linear import LinearFunction, WeightGradients
 from minitron.model.recompute import apply_selective_recompute
 from minitron.model.transformer import Transformer, initialise, materialised_attention
 
 # %%
-from minitron.parallel.random_regions import OwnDropout
-from minitron.parallel.sequence_parallel import SequenceParts, apply_sequence_parallel
-from minitron.parallel.tensor_parallel import (
-    ColumnLinears, TensorParallel, apply_tensor_parallel,
-)
+from minitron.parallel.tensor.random_regions import OwnDropout
+from minitron.parallel.tensor.sequence import SequenceParts, apply_sequence_parallel
+from minitron.parallel.tensor.layers import TensorParallel, apply_tensor_parallel
 from minitron.plan.hardware import DEVICES
 
 torch.set_num_threads(1)
@@ -595,12 +594,15 @@ print(inspect.getsource(SequenceParts))
 # pass of the columns, find what travels while which product is computed:
 
 # %%
-print(inspect.getsource(ColumnLinears.backward))
+print(inspect.getsource(LinearFunction.backward))
+print(inspect.getsource(WeightGradients.start))
+print(inspect.getsource(WeightGradients.compute))
 
 # %% [markdown]
-# `start_gather` asks for the input again. While it travels, `rows[0] @ weights[0]` computes the
-# input's gradient, which does not need the input. Then `start_reduce` sends that gradient, and the
-# weights' gradients are computed meanwhile. Each of the two has a product to hide behind.
+# `second_half.start()` asks for the input again. While it travels, `input_gradient` computes the
+# input's gradient, which does not need the input. Then `start_reduce` sends that gradient, and
+# `second_half.compute()` the weights' gradients meanwhile. Each of the two has a product to hide
+# behind.
 #
 # And the sum that section 5 forgot, for everything that `is_partial`:
 

@@ -32,44 +32,44 @@ import textwrap
 import time
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from minitron import cost
-from minitron.comm.launch import RankError, run
+from minitron.launch import RankError, run
 from minitron.comm.mesh import make_mesh
 from minitron.config import ConfigError, ModelConfig
 
 # %%
-from minitron.course.check import check
-from minitron.course.figures import measured_timeline, memory_bars, pipeline, show, wire
-from minitron.course.widgets import schedule_explorer
+from teaching.check import check
+from teaching.figures import measured_timeline, memory_bars, pipeline, show, wire
+from teaching.widgets import schedule_explorer
 from minitron.measure.ledger import Ledger
 from minitron.measure.meter import Meter
-from minitron.measure.oracle import assert_same_training, small_model
+from minitron.proof.oracle import assert_same_training, small_model
 from minitron.model.transformer import Transformer, initialise
 from minitron.plan.hardware import DEVICES
 
 # %%
-from minitron.parallel import schedule_check
-from minitron.parallel.schedule_check import peak_activations
-from minitron.parallel.schedules import (
+from minitron.parallel.pipeline import schedule_check
+from minitron.parallel.pipeline.schedule_check import peak_activations
+from minitron.parallel.pipeline.schedules import (
     Action, Schedule, alternate, gpipe, interleaved, one_forward_one_backward, sequential,
     zero_bubble,
 )
-from minitron.parallel.simulator import simulate
+from minitron.parallel.pipeline.simulator import simulate
 
 # %%
-from minitron.parallel.combined import Combined
-from minitron.parallel.deferred import InTwoHalves
-from minitron.parallel.passage import Passage
-from minitron.parallel.pipeline_parallel import apply_pipeline_parallel
-from minitron.parallel.pipeline_plan import (
-    Message, count_multiplications, count_parameters, script, split_blocks,
-)
-from minitron.parallel.zero import apply_zero1
+from minitron.parallel.grid import Grid
+from minitron.model.linear import LinearFunction, accumulate_all
+from minitron.parallel.pipeline.executor import Passage
+from minitron.parallel.pipeline.stages import apply_pipeline_parallel
+from minitron.parallel.pipeline.block_costs import count_multiplications, count_parameters
+from minitron.parallel.pipeline.plan import Message, script, split_blocks
+from minitron.parallel.data.zero import apply_zero1
 
 torch.set_num_threads(1)
 GB = 1e9
@@ -393,8 +393,8 @@ draw(interleaved(p, m, num_chunks=2), (
 #
 # <details><summary>Answer</summary>
 #
-# For I. Nobody waits for W but the optimizer, at the end of the step. So W can be put off until a
-# rank would be idle: it fills the bubble.
+# For I. Nobody waits for W but the optimizer, at the end of the step. So W can be deferred until
+# a rank would be idle: it fills the bubble.
 #
 # </details>
 
@@ -508,7 +508,7 @@ for make_schedule in (gpipe, one_forward_one_backward):
 # %%
 def cut(model, group, make_schedule=one_forward_one_backward):
     """The package's pipeline alone, with what a step and the oracle ask."""
-    return Combined(model, None, None, apply_pipeline_parallel(model, group, make_schedule))
+    return Grid(model, pipeline=apply_pipeline_parallel(model, group, make_schedule))
 
 
 def sum_loss(logits, targets):
@@ -519,14 +519,14 @@ def sum_loss(logits, targets):
 def mean_of_each(model, group, weight):
     """Every micro-batch's own mean, times `weight(m)`; the reported loss is their mean."""
     parallel = cut(model, group)
-    real = parallel.run
+    real = parallel.pipeline.run
 
     def run(micro_batches, sum_loss, divisor):
         m = len(micro_batches)  # and `real` divides by its divisor, so 1/weight multiplies
         loss = real(micro_batches, lambda *pair: sum_loss(*pair) / pair[1].numel(), 1 / weight(m))
         return loss / (m * weight(m))
 
-    parallel.run = run
+    parallel.pipeline.run = run
     return parallel
 
 
@@ -556,7 +556,9 @@ def train(group, apply, make_optimizer, num_steps=30, m=4):
     for rows in map(counting_rows, range(num_steps)):
         optimizer.zero_grad()
         parts = [(part[:, :-1], part[:, 1:]) for part in rows.tensor_split(m)]
-        losses.append(parallel.run(parts, sum_loss, rows[:, 1:].numel()).item())
+        loss = parallel.pipeline.run(parts, sum_loss, rows[:, 1:].numel())
+        parallel.finish()  # a tied embedding's gradient has a part on both stages
+        losses.append(loss.item())
         optimizer.step()
     return losses
 
@@ -643,11 +645,13 @@ print(inspect.getsource(Passage.backward))
 # itself. Its values are needed no more once they are sent, so their memory is free again: B S D
 # values less for each micro-batch in flight (Korthikanti et al. 2022, appendix B).
 #
-# New is what happens for I: a list collects what is put off. How can a backward pass leave out the
-# weights? The linear layers have one of their own, which puts one of its two products there:
+# New is what happens for I: a list collects what is deferred. How can a backward pass leave out the
+# weights? The linear layers have one of their own. While the list is open, `deferral.takes` puts
+# their `second_half` there, and W calls `accumulate_all`:
 
 # %%
-print(inspect.getsource(InTwoHalves.backward))
+print(inspect.getsource(LinearFunction.backward))
+print(inspect.getsource(accumulate_all))
 
 # %% [markdown]
 # ### Which layers make a stage?
@@ -694,7 +698,8 @@ def cut_and_copied(model, group):
     """Two pipelines of half of the ranks, and ZeRO-1 between them."""
     mesh = make_mesh("cpu", dp=2, pp=group.size() // 2)
     pipeline_parallel = apply_pipeline_parallel(model, mesh.group("pp"))
-    return Combined(model, apply_zero1(model, mesh.group("dp")), None, pipeline_parallel)
+    data = apply_zero1(model, mesh.group("dp"), pipeline=pipeline_parallel)
+    return Grid(model, data=data, pipeline=pipeline_parallel)
 
 
 # %% tags=["output-oracle", "nbval-check-output"]
@@ -761,15 +766,15 @@ class Sleeping(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, seconds, deferral):
-        ctx.seconds, ctx.later = seconds, deferral
+        ctx.seconds, ctx.deferral = seconds, deferral
         time.sleep(seconds)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, out_grad):
         time.sleep(ctx.seconds)
-        weights = partial(time.sleep, ctx.seconds)
-        weights() if ctx.later.later is None else ctx.later.later.append(weights)
+        weights = SimpleNamespace(start=list, accumulate=partial(time.sleep, ctx.seconds))
+        ctx.deferral.takes(weights) or weights.accumulate()
         return out_grad, None, None
 
 
@@ -1048,7 +1053,7 @@ schedule_explorer()
 # Write your answers into `exercises/ch09_pipeline_parallel.py`, save, and run the cell. In a
 # terminal, `minitron hint 9.1` gives hints in three steps.
 #
-# **9.1 Two schedules** (20 minutes): GPipe and 1F1B as lists of actions.
+# **9.1 Schedules** (20 minutes): GPipe and 1F1B as lists of actions.
 
 # %%
 check("9.1")

@@ -39,31 +39,32 @@ import torch.nn.functional as F
 from torch import nn
 
 from minitron import cost
-from minitron.comm.launch import RankError, run
+from minitron.launch import RankError, run
 
 # %%
+from minitron.comm.agreement import ALONE
 from minitron.comm.collectives import (
     all_gather_single, all_reduce, all_reduce_doubling, all_reduce_ring, reduce_scatter_single,
 )
 from minitron.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from minitron.corpus.stories import write_stories
 from minitron.corpus.story_grammar import VOCABULARY
-from minitron.course.check import check
-from minitron.course.figures import crossing, curves, memory_bars, show
-from minitron.course.figures_numbers import number_line, ranges
-from minitron.course.figures_precision import exponent_histogram, one_weight
-from minitron.course.floats import flushed
-from minitron.course.widgets import number_line_explorer
+from teaching.check import check
+from teaching.figures import crossing, curves, memory_bars, show
+from teaching.figures_numbers import number_line, ranges
+from teaching.figures_precision import exponent_histogram, one_weight
+from teaching.floats import flushed
+from teaching.widgets import number_line_explorer
 from minitron.dataset import TokenDataset
 
 # %%
 from minitron.measure.ledger import Ledger
 from minitron.measure.meter import Meter
-from minitron.measure.oracle import assert_same_training
+from minitron.proof.oracle import assert_same_training
 from minitron.model.transformer import Transformer, initialise
 from minitron.plan.hardware import DEVICES
-from minitron.parallel.combined import Combined
-from minitron.parallel.data_parallel import apply_bucketed_data_parallel
+from minitron.parallel.grid import Grid
+from minitron.parallel.data.ddp import apply_bucketed_data_parallel
 from minitron.parallelize import build, lay_out
 from minitron.precision import PRECISIONS, LossScale, MasterWeights, low_precision
 from minitron.step import (
@@ -73,7 +74,7 @@ from minitron.step import (
 
 
 # %%
-from minitron.float8 import Float8Products, quantise
+from minitron.model.float8 import Float8Matmuls, quantise
 
 torch.set_num_threads(1)  # the same losses every time
 f32, bf16, f16 = torch.float32, torch.bfloat16, torch.float16
@@ -987,8 +988,8 @@ for name, precision in PRECISIONS.items():
 # go before the next one is copied.
 
 # %%
-print(inspect.getsource(MasterWeights.hand_over))
-print(inspect.getsource(MasterWeights.round))
+print(inspect.getsource(MasterWeights.take_gradients))
+print(inspect.getsource(MasterWeights.copy_to_parameters))
 
 # %%
 print(inspect.getsource(LossScale.unscale))
@@ -1043,7 +1044,7 @@ for dtype in (bf16, f16, e4m3, e5m2):
 # have 32. Gradients take e5m2, since they are spread further (Micikevicius et al. 2022, section 3):
 
 # %%
-print(inspect.getsource(Float8Products.grad_weight))
+print(inspect.getsource(Float8Matmuls.grad_weight))
 
 # %% [markdown]
 # Most processors have no 8-bit product. There the package **emulates** it: it rounds to 8 bits, and
@@ -1058,17 +1059,17 @@ print(inspect.getsource(Float8Products.grad_weight))
 # %%
 def with_float64_masters(model, group):
     parallel = apply_bucketed_data_parallel(model, group)
-    return Combined(model, parallel, None, None, MasterWeights(model, torch.float64))
+    return Grid(model, MasterWeights(model, torch.float64), data=parallel)
 
 
 class NeverRounds(MasterWeights):
-    def round(self, *_):
+    def copy_to_parameters(self, *_):
         pass
 
 
 def without_rounding(model, group):
     parallel = apply_bucketed_data_parallel(model, group)
-    return Combined(model, parallel, None, None, NeverRounds(model, torch.float64))
+    return Grid(model, NeverRounds(model, torch.float64), data=parallel)
 
 
 # %% tags=["output-oracle"]
@@ -1092,13 +1093,12 @@ def config_of(name, **parallel):
                   ParallelConfig(**parallel))
 
 
-def made(config, group=None):
+def made(config, group=ALONE):
     """A model as its config says, what a step asks, and the forward pass."""
     cpu = torch.device("cpu")
-    mesh = None if group is None else lay_out(config.parallel, group.size(), cpu)
-    model, parallel = build(config, mesh, cpu)
+    model, parallel = build(config, lay_out(config.parallel, group.size(), cpu), cpu)
     forward = low_precision(model, cpu, PRECISIONS[config.train.precision])
-    return model, parallel or Combined(model, None, None), forward
+    return model, parallel, forward
 
 
 # %%
@@ -1113,7 +1113,7 @@ def first_gradients(group, config):
 
 
 # %% tags=["output-tolerance"]
-exact = first_gradients(None, config_of("fp32"))
+exact = first_gradients(ALONE, config_of("fp32"))
 print("four ranks, ZeRO 1 and tensor parallelism      largest error   allowed")
 for name in ("fp32", "bf16", "fp16", "fp8"):
     grads = run(first_gradients, 4, config_of(name, zero=1, tp=2), watch=False)[0]
@@ -1174,7 +1174,7 @@ show(memory_bars({name: held[name] for name in drawn},
 #
 # </details>
 #
-# This is the end of a backward pass. Then `hand_over` makes the gradients float32, one by one, and
+# This is the end of a backward pass. Then `take_gradients` makes them float32, one by one, and
 # lets the 16-bit ones go: while the optimizer steps, all recipes with masters hold 18 bytes.
 #
 # ### The loss
@@ -1187,7 +1187,7 @@ def train_recipe(name):
     config = config_of(name)
     model, parallel, forward = made(config)
     optimizer = parallel.shard(adamw(model.parameters()))
-    loss_scale = LossScale() if PRECISIONS[name].scales_loss else None
+    loss_scale = PRECISIONS[name].make_loss_scale()
     losses = []
     for step in range(num_steps):
         tokens = dataset.batch(step * B, B)

@@ -45,38 +45,40 @@ import torch.distributed as dist
 
 # %%
 from minitron import checkpoint, cost
-from minitron.comm.launch import RankError, run
+from minitron.launch import RankError, run
 from minitron.comm.mesh import make_mesh
 from minitron.config import (
     Config, ConfigError, DataConfig, ModelConfig, ParallelConfig, TrainConfig,
 )
 from minitron.corpus.stories import write_stories
 from minitron.corpus.story_grammar import VOCABULARY
-from minitron.course.check import check
-from minitron.course.figures import show, wire
-from minitron.course.figures_grid import rank_grid
+from teaching.check import check
+from teaching.figures import show, wire
+from teaching.figures_grid import rank_grid
 from minitron.dataset import TokenDataset
 
 # %%
 from minitron.measure.calls import merged
-from minitron.measure.difference import Moment, first_difference
+from minitron.proof.difference import Moment, first_difference
 from minitron.measure.ledger import Ledger
 from minitron.measure.metrics import read_metrics
-from minitron.measure.oracle import as_arrays, assert_same_training, small_model
+from minitron.proof.oracle import as_arrays, assert_same_training, small_model
 from minitron.model.transformer import Transformer, initialise
-from minitron.parallel.combined import Combined
+from minitron.parallel.grid import Grid
 from minitron.parallel.parts import boxes_of
-from minitron.parallel.pipeline_parallel import apply_pipeline_parallel
-from minitron.parallel.shards import clip_pieces
-from minitron.parallel.tensor_parallel import apply_tensor_parallel
-from minitron.parallel.zero import apply_zero1
+from minitron.parallel.pipeline.stages import apply_pipeline_parallel
+from minitron.parallel.clipping import clip_pieces
+from minitron.parallel.tensor.layers import apply_tensor_parallel
+from minitron.parallel.data.zero import apply_zero1
 
 # %%
 from minitron.parallelize import build, lay_out, parallelize
-from minitron.plan.decide import (
-    PEAK_SHARE, USABLE, Decision, Job, decide, link, memory_of, step_seconds,
-)
+from minitron.plan.decide import decide
+from minitron.plan.estimate import estimate, memory_of
 from minitron.plan.hardware import DEVICES
+from minitron.plan.job import USABLE, Decision, Job
+from minitron.plan.search import Candidate, search
+from minitron.plan.traffic import link
 from minitron.run import Run
 from minitron.step import train_step
 from minitron.train import train
@@ -93,8 +95,8 @@ H100 = DEVICES["H100-SXM-80GB"]
 # divided, stages, recomputation, and the size of a micro-batch. In how many ways can they be set?
 # In how many does it fit? And does it matter which one you take?
 #
-# With stages ZeRO stops at 1: stage 3 would gather the weights for every micro-batch, and in stage
-# 2 the gradients would stay whole until the last one.
+# In a pipeline this list stops at ZeRO-1. ZeRO-3 would gather the weights again for every
+# micro-batch, and ZeRO-2 would keep unsharded gradients until the last one.
 
 # %%
 llama, S_llama = cost.PUBLISHED["Llama 3.1 70B"], 8192
@@ -115,32 +117,30 @@ def all_layouts(job):
 
 
 # %%
-def step_times(job):
-    """Of each layout that fits, the parts of a step's seconds."""
-    return {layout: step_seconds(job, layout) for layout in all_layouts(job)
-            if sum(memory_of(job, layout).values()) <= job.limit}
+def fits(job, layout):
+    return sum(memory_of(job, layout).values()) <= job.limit
 
 
-def total(layout):
-    return sum(times[layout].values())
+steps = {layout: estimate(big, layout) for layout in all_layouts(big) if fits(big, layout)}
+fastest = min(steps, key=lambda layout: steps[layout].seconds)
+slowest = max(steps, key=lambda layout: steps[layout].seconds)
 
 
 # %% tags=["output-question", "nbval-check-output"]
-times = step_times(big)
-fastest, slowest = min(times, key=total), max(times, key=total)
-print(f"{len(list(all_layouts(big)))} layouts, of which {len(times)} fit into {big.limit / GB:.0f} "
+print(f"{len(list(all_layouts(big)))} layouts, of which {len(steps)} fit into {big.limit / GB:.0f} "
       f"GB, {USABLE:.0%} of a GPU's memory")
 for name, layout in (("fastest", fastest), ("slowest", slowest)):
-    parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in times[layout].items())
-    print(f"{name}: {layout}\n  {total(layout):.1f} s a step: {parts}")
-print(f"{total(slowest) / total(fastest):.1f} times as long")
+    parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in steps[layout].parts.items())
+    print(f"{name}: {layout}\n  {steps[layout].seconds:.1f} s a step:")
+    print(textwrap.fill(parts, 90, initial_indent="  ", subsequent_indent="  "))
+print(f"{steps[slowest].seconds / steps[fastest].seconds:.1f} times as long")
 
 # %% [markdown]
-# More than half of them do not fit. (A fifth of the memory is left to CUDA, to NCCL, and to what
-# gets lost between tensors.) Of the others the slowest takes several times as long as the fastest.
-# Some of that is recomputation. Most of it is waiting, along one axis: tp. The seconds are those of
-# a cost model: what a layout computes, at half of the peak, and what it sends. Why does one axis
-# cost so much?
+# More than half of them do not fit. (A fifth of the memory is left for CUDA, NCCL and
+# fragmentation.) Of those that do, the slowest takes about ten times as long as the fastest. Some
+# of that is recomputation; most of it is waiting along one axis, tp. The seconds come from the
+# package's estimator, which adds up what a layout computes, sends and waits for; chapter 12 tests
+# it against published step times. Why does one axis cost so much?
 
 # %% [markdown]
 # ## 2. Estimate
@@ -166,12 +166,12 @@ sent = {
 
 # %% tags=["output-traffic", "nbval-check-output"]
 tokens = 1024 * S_llama / math.prod(sizes.values())
-work = tokens * cost.training_flops_per_token(llama, S_llama) / (PEAK_SHARE * H100.bf16_flops)
+work = tokens * cost.training_flops_per_token(llama, S_llama) / (0.5 * H100.bf16_flops)
 print("a GPU sends in a step    GB   s over NVLink   s over its network card")
 for axis, size in sorted(sent.items(), key=lambda item: -item[1]):
     print(f"{axis:18} {size / GB:8.1f} {size / H100.nvlink_bandwidth:15.2f} "
           f"{size / H100.nic_bandwidth:25.2f}")
-print(f"computing, at {PEAK_SHARE:.0%} of the peak: {work:.0f} s")
+print(f"computing, at half of the peak: {work:.0f} s")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
@@ -183,14 +183,16 @@ print(f"computing, at {PEAK_SHARE:.0%} of the peak: {work:.0f} s")
 #
 # </details>
 #
-# The three axes make a grid, and the ranks are numbered through it. The axis that is named last
-# varies fastest, so its ranks are neighbours. A node takes eight ranks in a row. So the *order* of
-# the axes says which of them stays inside a node: six orders, one cluster.
+# The three axes form a grid, and ranks are numbered through it in row-major order: the last axis
+# varies fastest, so ranks that differ only along it are neighbors. Each node hosts eight
+# consecutive ranks. The *order* in which you list the axes therefore decides which axis stays
+# inside a node. There are six possible orders.
 #
-# A group in one node has NVLink. A ring through several nodes goes through a network card for each
-# rank that it has in a node: the package's `link` counts them.
+# A group that fits in one node communicates over NVLink. A ring that spans several nodes uses one
+# network card per rank it has in each node. The package's `link` computes the resulting bandwidth:
+# the share of the datasheet's that large collectives reach.
 #
-# **Predict.** How many of the six are good?
+# **Predict.** How many of the six orders are good?
 
 
 # %%
@@ -209,10 +211,10 @@ for order in sorted(sending, key=sending.get):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Two: those with tp last. Between these two there is little to choose. Megatron-LM and this package
-# put pp outermost, Llama 3 dp (Llama Team 2024, section 3.3.2). With another axis in its place tp
-# crosses the nodes. A ring is as fast as its slowest link: a step then sends for about as long as
-# it computes, or for twice as long.
+# Two: the ones with tp innermost. They perform about the same; Megatron-LM and this package put pp
+# outermost, Llama 3 puts dp there (Llama Team 2024, section 3.3.2). In the other four,
+# tensor-parallel traffic crosses nodes, and because a ring is only as fast as its slowest link, a
+# step communicates for longer than it computes, in three of them almost three times as long.
 #
 # </details>
 #
@@ -475,7 +477,7 @@ def trained(group, layout, change, num_steps):
 def sum_over(axes, parallel, parameters, max_norm):
     """Clip by the squares of all that the ranks along `axes` hold."""
     groups = {"tp": parallel.tensor.group, "pp": parallel.pipeline.group,
-              "dp": parallel.data_group}
+              "dp": parallel.data.group}
     like = torch.zeros(())
     return clip_pieces(parameters, max_norm, like, [groups[axis] for axis in axes])
 
@@ -543,7 +545,7 @@ for name, change in RULES.items():
 
 # %%
 def read_by_world_rank(parallel, group):
-    parallel.data_part = group.rank(), group.size()
+    type(parallel).data_part = group.rank(), group.size()  # in this process alone
 
 
 # %% tags=["output-samples"]
@@ -595,17 +597,18 @@ print(inspect.getsource(parallelize))
 # %%
 def stages_then_columns(model, mesh):
     pipeline = apply_pipeline_parallel(model, mesh.group("pp"))
-    return Combined(model, None, apply_tensor_parallel(model, mesh.group("tp")), pipeline)
+    return Grid(model, tensor=apply_tensor_parallel(model, mesh.group("tp")), pipeline=pipeline)
 
 
 def zero_then_columns(model, mesh):
     data = apply_zero1(model, mesh.group("dp"))
-    return Combined(model, data, apply_tensor_parallel(model, mesh.group("tp")))
+    return Grid(model, data=data, tensor=apply_tensor_parallel(model, mesh.group("tp")))
 
 
 def zero_then_stages(model, mesh):
     data = apply_zero1(model, mesh.group("dp"))
-    return Combined(model, data, None, apply_pipeline_parallel(model, mesh.group("pp")))
+    pipeline = apply_pipeline_parallel(model, mesh.group("pp"))
+    return Grid(model, data=data, pipeline=pipeline)
 
 
 # %%
@@ -666,7 +669,7 @@ def all_axes(model, group):
 def without_norms(model, group):
     """The same, without the sum over tp of what each rank has seen for its tokens alone."""
     parallel = all_axes(model, group)
-    parallel.tensor.finish = lambda gradient: None
+    parallel.tensor.sum_partial_gradients = lambda gradient: None
     return parallel
 
 
@@ -797,17 +800,19 @@ show(wire(measured, predicted), alt=(
 # %% [markdown]
 # ### The decision tree
 #
-# How do you choose among hundreds of layouts? Folklore says: one GPU if it fits; ZeRO inside the
-# node; tensor parallelism up to a node; then stages. The package has a tree in this order, but it
-# asks `minitron.cost` at each step, and says what it heard:
+# How do you choose among hundreds of layouts? A rule of thumb says: one GPU if the model fits; ZeRO
+# inside the node; tensor parallelism up to a whole node; then pipeline stages. The package has a
+# decision tree in this order. At each cut it asks the estimator two questions, and writes down the
+# answers:
 
 # %% tags=["output-tree", "nbval-check-output"]
 for line in decide(big).steps:
     print(line.replace("; ", "\n    "))
 
 # %% [markdown]
-# Is it right? The cost model can also time *all* layouts. **Predict.** How much does the tree lose
-# against the best of them?
+# A tree sees one path. A search asks the same estimator about *every* layout that the package can
+# train, also with interleaved stages, selective recomputation, and tensor parallelism across nodes
+# (chapter 12). **Predict.** How much slower is the tree's choice than the best of them?
 
 # %%
 gpt3 = replace(cost.PUBLISHED["GPT-3 175B"], vocab_size=51_200)  # so that 8 divide it
@@ -816,12 +821,12 @@ MODELS = {"Llama 3.2 1B": (cost.PUBLISHED["Llama 3.2 1B"], 8192),
 
 
 def step_of(job, layout):
-    return sum(step_seconds(job, layout).values())
+    return estimate(job, layout).seconds
 
 
 # %% tags=["output-against", "nbval-check-output"]
 behind = []
-print("model           GPUs   the tree's layout                          s a step   the fastest")
+print("model           GPUs   the tree's layout" + " " * 32 + "s a step   best of all")
 for name, num_gpus in product(MODELS, (8, 64, 1024)):
     model, length = MODELS[name]
     job = Job(model, num_gpus, H100, length, global_batch_size=1024)
@@ -830,68 +835,74 @@ for name, num_gpus in product(MODELS, (8, 64, 1024)):
     except ConfigError:
         print(f"{name:14} {num_gpus:5}   does not fit")
         continue
-    taken = step_of(job, chosen)
-    best = min(sum(parts.values()) for parts in step_times(job).values())
-    behind.append(taken / best - 1)
-    print(f"{name:14} {num_gpus:5}   {chosen!s:40} {taken:10.2f} {best:13.2f}")
-print(f"the tree is at most {max(behind):.1%} slower")
+    best = search(job).candidates[0]
+    behind.append(step_of(job, chosen) / best.seconds - 1)
+    words = str(chosen).replace("sequences at once", "at once")
+    print(f"{name:14} {num_gpus:5}   {words:47} {step_of(job, chosen):9.2f} {best.seconds:13.2f}")
+print("the tree is slower by " + ", ".join(f"{each:.0%}" for each in behind))
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Nearly nothing: of the seven jobs that fit, it misses the fastest in one, by little.
+# Next to nothing while a few nodes are enough. On 1,024 GPUs it depends on the model: Llama's
+# choice is the best there is, GPT-3's is slower by a quarter. On larger clusters it may lose more;
+# chapter 12 shows one.
 #
 # </details>
 #
-# On 64 GPUs the tree gives GPT-3 tp 8 and 8 stages. On 1,024 folklore would do so too, with 16
-# copies; the tree does not. How much does folklore lose, by this model?
+# For GPT-3 on 1,024 GPUs the tree ends where the rule of thumb does: tensor parallelism over a
+# whole node, then stages. What does the best layout do better? Seconds a step:
 
-# %% tags=["output-folklore", "nbval-check-output"]
-folklore = Decision(ParallelConfig(dp=16, tp=8, sequence=True, pp=8, zero=1))
-for name, layout in (("the tree", chosen), ("folklore", folklore)):
-    print(f"{name}: {layout!s:40} {step_of(job, layout):.2f} s")
+# %% tags=["output-gains", "nbval-check-output"]
+print("            tp    bubble    dp   a step   layout")
+for name, each in (("the tree", Candidate(job, chosen)), ("the best", best)):
+    parts = each.estimate.parts
+    print(f"{name} {parts['tp']:5.2f} {parts['bubble']:9.2f} {parts['dp']:5.2f} "
+          f"{each.seconds:8.2f}   {each}")
 
 # %% [markdown]
-# Little. The tree gives each GPU one sequence, and lets ZeRO-3's weights travel while it computes.
-# Do not believe it at once: the lead is small, and the model knows of no network that is shared.
+# It waits less along tp, because it cuts the layers over half a node; the tree filled the node
+# before it tried a stage, and never went back. And although it has twice as many stages, its bubble
+# is smaller: the stages are interleaved (chapter 9), which is a question that the tree does not
+# ask.
 #
-# Narayanan et al. (2021, section 5.2, table 2) have measured this choice: GPT-3 on A100s, with
-# recomputation, 1,536 sequences a step. ZeRO-3 alone, where each GPU has 4, 2, or 1 of them, or the
-# model cut into 96 parts; we take tp 8 x 12 stages.
+# Both follow the estimator. Should you? Narayanan et al. (2021, section 5.2, table 2) have measured
+# two kinds of layout for GPT-3 on A100s, with full recomputation and 1,536 sequences a step: ZeRO-3
+# alone, where each GPU has 4, 2, or 1 sequences, and the model cut into 96 parts, for which we take
+# tp 8 x 12 stages.
 #
-# **Predict.** Where is the cost model right, and where is it not?
+# **Predict.** Where is the estimate right, and where is it not?
 
 # %% tags=["output-measured", "nbval-check-output"]
 A100 = DEVICES["A100-SXM-80GB"]
 TABLE_2 = {384: (144, 153), 768: (88, 149), 1536: (44, 141)}  # TFLOP/s that they measured
 work = 1536 * 2048 * (cost.training_flops_per_token(gpt3, 2048)
                       + cost.recompute_flops_per_token(gpt3, 2048, "full"))
-print("TFLOP/s a GPU            ZeRO-3       tp 8 x pp 12")
-print("        GPUs    model  measured    model  measured")
+print("TFLOP/s a GPU               ZeRO-3          tp 8 x pp 12")
+print("        GPUs    estimate  measured    estimate  measured")
 for num_gpus, measured_rates in TABLE_2.items():
     job, row = Job(gpt3, num_gpus, A100, 2048, 1536), f"{num_gpus:12}"
     sharded = Decision(ParallelConfig(dp=num_gpus, zero=3), "full", 1536 // num_gpus)
     cut = Decision(ParallelConfig(dp=num_gpus // 96, tp=8, pp=12), "full")
     for layout, rate in zip((sharded, cut), measured_rates, strict=True):
-        row += f" {work / num_gpus / step_of(job, layout) / 1e12:8.0f} {rate:9}"
+        row += f" {work / num_gpus / step_of(job, layout) / 1e12:11.0f} {rate:9}"
     print(row)
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# With tp and pp it is right within a fifth, with ZeRO-3 only where a GPU has many sequences. With
-# one each, ZeRO-3 has a third of the speed of the cut model: the weights do *not* travel unseen.
-# From 768 to 1,536 GPUs its rate halves, so a step takes as long as before: more GPUs do not help
-# who waits for the network.
+# With tp and pp it is right within a few percent. With ZeRO-3 the measured steps take one and a
+# half to four times as long. The estimator assumes that ZeRO-3's weights travel while a GPU
+# computes; in that system they did *not*. From 768 to 1,536 GPUs its rate halves, so a step takes
+# as long as before: more GPUs do not help a network-bound run.
 #
 # </details>
 #
-# Folklore has been measured; "all of it is hidden" has not. The package's own `configs/` keep
-# float32 gradients and other batches, and take folklore's layouts, as others have run them.
+# So treat a plan that relies on ZeRO-3's overlap as a hypothesis. The package's own `configs/` use
+# the layouts that others have run: tp up to a node, then stages.
 #
-# A tree is fast to follow and easy to explain. It sees one path; a search sees all of them, for the
-# price of more arithmetic. Both are as good as the model that they ask. So take their
-# first choice, and measure it and its neighbours.
+# A tree is fast to follow and easy to explain, a search misses nothing that the estimator knows,
+# and both are only as good as the estimator. Take their first few choices, and measure them.
 
 # %% [markdown]
 # ### Save here, resume there

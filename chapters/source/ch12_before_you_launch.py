@@ -41,24 +41,25 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from minitron import cost
 
 # %%
-from minitron.comm.launch import run
+from minitron.launch import run
 from minitron.config import (
     Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig,
 )
-from minitron.course.check import check
-from minitron.course.figures import memory_bars, show
-from minitron.course.figures_plan import errors, landscape, step_bars
-from minitron.course.widgets_plan import planner
+from teaching.check import check
+from teaching.figures import memory_bars, show
+from teaching.figures_plan import errors, landscape, step_bars
+from teaching.widgets_plan import planner
 from minitron.measure.ledger import Ledger
 from minitron.parallelize import lay_out
 
 # %%
 from minitron.plan import dryrun, dryrun_table
-from minitron.plan.decide import Decision, Job, decide
+from minitron.plan.decide import decide
 from minitron.plan.dryrun import dry_run
 from minitron.plan.estimate import estimate
 from minitron.plan.explain import RESOURCES, costs_most, doubled
 from minitron.plan.hardware import DEVICES
+from minitron.plan.job import Decision, Job
 from minitron.plan.money import GpuHour, bill, energy, training_days
 from minitron.plan.published import published_rows
 from minitron.plan.search import Candidate, search
@@ -676,7 +677,8 @@ pool.shutdown()
 # %% [markdown]
 # ### The decision tree
 #
-# Chapter 11's tree follows one path, with a simpler clock. How far is its choice from the best?
+# Chapter 11's tree asks the same estimator, but along one path. How far is its choice from the
+# best?
 
 # %% tags=["output-tree", "nbval-check-output"]
 print("                 the tree   the best            most in   the tree's layout")
@@ -687,10 +689,13 @@ for name, (given, _) in CHOSEN.items():
           f"{chosen.seconds / fastest.seconds:6.2f} x {most:>8}   {brief(chosen)}")
 
 # %% [markdown]
-# Where it loses, it loses most in the part that stands before its layout. The tree's clock counts
-# FLOPs at half of the peak and links at all of it; it stops at the first cut that seems to gain
-# nothing more, and knows no chunks. A coarse clock and one path are enough to explain a choice.
-# They are not enough to bet a month on.
+# The tree finds the best layout for one job, is about a tenth slower for two, and takes almost
+# twice as long for the fourth. As in chapter 11, it loses where it has no question to ask. Llama's
+# batch leaves only a few sequences for each copy of the model, so its pipeline idles; the best
+# layout interleaves its stages, and shares each layer among the GPUs of two nodes. For GPT-3 the
+# best layout interleaves too, and with ZeRO-1 it has room for larger micro-batches, which the tree
+# never tries in a pipeline. One path is enough to explain a choice. It is not enough to bet a month
+# on.
 #
 # ### What if the network were twice as fast?
 #

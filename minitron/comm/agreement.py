@@ -1,6 +1,6 @@
 """What the processes of a run agree on: plain Python values, which never touch the device.
 
-`group` is None in a run of one process.
+A run of one process has the group `ALONE`.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,24 +11,33 @@ import torch.distributed as dist
 
 from minitron.config import ConfigError
 
-Group = dist.ProcessGroup | None
+
+class OneRank:
+    """The null case of a process group: one rank, which has nobody to talk with."""
+
+    def rank(self) -> int:
+        """This rank's number, 0."""
+        return 0
+
+    def size(self) -> int:
+        """The number of ranks, 1."""
+        return 1
 
 
-def rank_and_size(group: Group) -> tuple[int, int]:
-    """This rank's number in the group and how many there are; alone, (0, 1)."""
-    return (0, 1) if group is None else (group.rank(), group.size())
+ALONE = OneRank()
+Group = dist.ProcessGroup | OneRank
 
 
 def second_group(group: Group) -> Group:
     """The same ranks once more: for messages that must not mix with those of `group`."""
-    if group is None:
-        return None
+    if group.size() == 1:
+        return group
     return dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
 
 
 def gathered(value, group: Group) -> list:
     """Every rank's `value`, which must be picklable, in rank order and on every rank."""
-    if group is None:
+    if group.size() == 1:
         return [value]
     values = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
@@ -37,7 +46,7 @@ def gathered(value, group: Group) -> list:
 
 def largest(number: int, group: Group) -> int:
     """The largest of the ranks' numbers: cheap enough for every step."""
-    if group is None:
+    if group.size() == 1:
         return number
     numbers = torch.tensor([number])
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
@@ -59,8 +68,7 @@ def agreed(act: Callable, group: Group) -> list:
 
 def on_rank_0(act: Callable, group: Group) -> None:
     """Act on rank 0 alone; all wait for it, and raise the OSError that it does."""
-    rank, _ = rank_and_size(group)
-    agreed(act if rank == 0 else lambda: None, group)
+    agreed(act if group.rank() == 0 else lambda: None, group)
 
 
 @contextmanager
@@ -88,7 +96,6 @@ def one_fault_ends_all(group: Group) -> Iterator[None]:
         with one_fault_fails_all(group):
             yield
     except (ConfigError, OSError):
-        rank, _ = rank_and_size(group)
-        if rank != 0:
+        if group.rank() != 0:
             raise SystemExit(2) from None
         raise

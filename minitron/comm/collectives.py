@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from minitron.cost import power_of_two
-from minitron.spans import span
+from minitron.pytorch.spans import span
 
 # gloo's. NCCL runs messages in the order in which they are posted: there, a receive ahead of its
 # turn would hold up the send behind it, on all ranks at once.

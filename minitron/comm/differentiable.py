@@ -1,7 +1,6 @@
 """Collectives inside a model: each has a backward pass, which is its partner.
 
     function          forward           backward         from                 to
-    replicate         identity          all-reduce       the same x           N uses of it
     all_reduce        all-reduce        identity         N partial sums       the same sum
     all_gather        all-gather        reduce-scatter   shards of x          the whole of x, N uses
     reduce_scatter    reduce-scatter    all-gather       N partial sums       shards of the sum
@@ -11,7 +10,8 @@ Why they are pairs: where N ranks use one tensor, its gradient is the sum of N; 
 are summed, each has the gradient of the sum. A tensor that all ranks hold alike has a gradient
 that all ranks hold alike: it counts once, not N times.
 
-`replicate` and `all_reduce` are f and g of Shoeybi et al. 2019 (section 3); `all_gather` and
+`all_reduce` is g of Shoeybi et al. 2019 (section 3). Its conjugate f, an all-reduce in the backward
+pass alone, stands in `model.linear`, where layers that read one x send one sum. `all_gather` and
 `reduce_scatter` are g and its conjugate of Korthikanti et al. 2022 (section 4.2.2).
 
 The `start_` functions have no backward pass. They return a function that waits for the result, so
@@ -31,11 +31,6 @@ from minitron.comm.collectives import (
     reduce_scatter_single,
 )
 from minitron.comm.collectives import all_reduce as all_reduce_in_place
-
-
-def replicate(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Use `x`, the same on all ranks, on each of them: its gradient is the sum of theirs."""
-    return Replicate.apply(x, group)
 
 
 def all_reduce(x_partial: Tensor, group: ProcessGroup) -> Tensor:
@@ -62,18 +57,6 @@ def all_to_all(x: Tensor, group: ProcessGroup, split_dim: int, join_dim: int) ->
     Raises ValueError if `split_dim` does not divide by the number of ranks.
     """
     return AllToAll.apply(x, group, split_dim, join_dim)
-
-
-class Replicate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor):
-        return summed(grad, ctx.group), None
 
 
 class AllReduce(torch.autograd.Function):

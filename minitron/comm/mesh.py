@@ -1,4 +1,4 @@
-"""Name the axes along which ranks are laid out: dp, pp, cp, tp, ep.
+"""Name the axes along which ranks are laid out: dp, pp, cp, tp, ep, and replicas of a sharded dp.
 
     mesh = make_mesh("cuda", dp=2, tp=4)    # 8 ranks; rank 5 is (dp 1, tp 1)
     mesh.group("tp"), mesh.rank("tp"), mesh.size("tp")
@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from minitron.comm.agreement import ALONE, OneRank
 from minitron.config import require
 
-AXES = ("dp", "pp", "cp", "tp", "ep")
+AXES = ("dp", "replicas", "pp", "cp", "tp", "ep")
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,11 @@ class Mesh:
         """The axes in their order, with their sizes."""
         return dict(zip(self.device_mesh.mesh_dim_names, self.device_mesh.shape, strict=True))
 
+    @property
+    def num_ranks(self) -> int:
+        """The number of all ranks."""
+        return prod(self.axes.values())
+
     def group(self, axis: str) -> ProcessGroup:
         """The ranks that differ from this one along `axis` alone, and this one."""
         return self.device_mesh.get_group(axis)
@@ -42,6 +48,24 @@ class Mesh:
     def size(self, axis: str) -> int:
         """The number of ranks along `axis`."""
         return self.axes[axis]
+
+
+class OneRankMesh:
+    """The null case of a mesh: one process, and one rank along every axis."""
+
+    num_ranks = 1
+
+    def group(self, axis: str) -> OneRank:
+        """This rank alone."""
+        return ALONE
+
+    def rank(self, axis: str) -> int:
+        """This rank's place along `axis`, 0."""
+        return 0
+
+    def size(self, axis: str) -> int:
+        """The number of ranks along `axis`, 1."""
+        return 1
 
 
 def make_mesh(device_type: str, **axes: int) -> Mesh:

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import numpy as np
 
-from minitron.comm.agreement import Group, gathered, one_fault_fails_all, rank_and_size
+from minitron.comm.agreement import ALONE, Group, gathered, one_fault_fails_all
 from minitron.config import ConfigError, require
 from minitron.dataset import HEADER_BYTES, TokenDataset, count_tokens, open_shard
-from minitron.files import read_json
-from minitron.progress import Progress
+from minitron.system.files import read_json
+from minitron.system.progress import Progress
 
 CHUNK_BYTES = 1 << 22
 SETTLED_NS = 2 * 10**9  # a younger file may change once more in the same tick of its clock
@@ -38,14 +38,14 @@ class Contents:
     """Of its tokens."""
 
 
-def read_contents(folder: Path, group: Group = None) -> dict[str, Contents]:
+def read_contents(folder: Path, group: Group = ALONE) -> dict[str, Contents]:
     """The contents of every shard, by its name, on every rank; all ranks call.
 
     Each rank reads its share of the shards: where nodes have copies of the folder, they are taken
     to be alike if they hold files of the same names and sizes. Raises ConfigError on all ranks if
     one cannot read, or finds other files.
     """
-    rank, size = rank_and_size(group)
+    rank, size = group.rank(), group.size()
     with one_fault_fails_all(group):
         paths = [*sorted(folder.glob("train_*.bin")), *sorted(folder.glob("val_*.bin"))]
         require(bool(paths), f"{folder}: no train_*.bin here; `minitron data stories` writes "

@@ -16,7 +16,7 @@ from pathlib import Path
 from minitron.config import ConfigError, require
 from minitron.corpus.folder import read_corpus_info, write_corpus_info
 from minitron.dataset import open_shard
-from minitron.progress import Progress
+from minitron.system.progress import Progress
 
 FINEWEB_URL = "https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main"
 TOKENIZER_URL = "https://huggingface.co/openai-community/gpt2/resolve/main/tokenizer.json"

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from minitron.config import ConfigError, require
 from minitron.dataset import write_shard
-from minitron.files import read_json, reason, require_regular
+from minitron.system.files import read_json, reason, require_regular
 
 SHARD_TOKENS = 100_000_000
 LARGEST_VOCABULARY = 2**16  # a token is stored as uint16

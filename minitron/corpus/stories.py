@@ -38,7 +38,7 @@ from minitron.corpus.story_grammar import (
     sample_story,
 )
 from minitron.dataset import TOKEN_BYTES
-from minitron.progress import Progress
+from minitron.system.progress import Progress
 
 TOKENS_AT_ONCE = 1_000_000
 

@@ -22,8 +22,8 @@ from minitron.corpus.folder import (
     write_corpus_info,
     write_split,
 )
-from minitron.process import memory_bytes
-from minitron.progress import CLOCK, Progress
+from minitron.launch.process import memory_bytes
+from minitron.system.progress import CLOCK, Progress
 
 LONGEST_WORD = 1000
 LONG_WORD = re.compile(rf"\S{{{LONGEST_WORD}}}|\s{{{LONGEST_WORD}}}")

@@ -14,10 +14,9 @@ Read in this order: chunk_sizes, the ring's six functions, the others, collectiv
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import mul
 from typing import NamedTuple
-
-import numpy
 
 
 class Volume(NamedTuple):
@@ -42,10 +41,14 @@ def message_seconds(num_bytes: float, latency: float, bandwidth: float) -> float
 def fit_link(num_bytes: Sequence[float], seconds: Sequence[float]) -> Link:
     """Fit latency and bandwidth to measured messages, by least squares of the relative errors."""
     # Relative, or the largest messages alone would decide, and the latency would be noise.
-    measured = numpy.asarray(seconds)
-    columns = numpy.stack([1 / measured, numpy.asarray(num_bytes) / measured], axis=1)
-    (latency, per_byte), *_ = numpy.linalg.lstsq(columns, numpy.ones(len(measured)), rcond=None)
-    return Link(float(latency), float(1 / per_byte))
+    weights = [1 / each**2 for each in seconds]
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(map(mul, weights, values)) / sum(weights)
+
+    offsets = [each - mean(num_bytes) for each in num_bytes]
+    per_byte = mean(map(mul, offsets, seconds)) / mean(map(mul, offsets, offsets))
+    return Link(mean(seconds) - per_byte * mean(num_bytes), 1 / per_byte)
 
 
 def chunk_sizes(num_elements: int, size: int) -> list[int]:

@@ -90,8 +90,9 @@ def activations_held(
     """Most micro-batches whose activations a rank holds at once, counted for each of its stages.
 
     `schedule` is the name of a `parallel.schedules.Schedule`. Each count is a v-th of the rank's
-    layers, whole until W: what I frees before is not taken off. Reference: Narayanan et al. 2021,
-    section 2.2; Qi et al. 2023, table 2.
+    layers, whole until W: what I frees before is not taken off, nor added what it leaves for W, the
+    gradients of the linear layers' outputs. Reference: Narayanan et al. 2021, section 2.2; Qi et
+    al. 2023, table 2.
     """
     p, v = num_ranks, num_chunks
     counts = {

@@ -7,7 +7,7 @@ from math import inf
 from pathlib import Path
 
 from minitron.config import ConfigError, ModelConfig, require
-from minitron.files import file_in, read_json, reason
+from minitron.system.files import file_in, read_json, reason
 
 FAMILIES = {"gpt2": "gpt", "llama": "llama"}
 """Their model_type, and our family."""

@@ -8,12 +8,12 @@ from tokenizers import Tokenizer
 
 from minitron import checkpoint
 from minitron.config import Config, ConfigError, require
-from minitron.config_file import from_dict
+from minitron.config.file import from_dict
 from minitron.corpus.folder import end_of_document, load_tokenizer
-from minitron.disk import write_json
 from minitron.hugging_face.sizes import require_layers, shapes_of
 from minitron.hugging_face.weights import Weights, write
 from minitron.precision import PRECISIONS
+from minitron.system.disk import write_json
 
 
 def export(run: Path, folder: Path, dtype: str = "as-trained") -> None:

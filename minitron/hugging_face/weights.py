@@ -23,11 +23,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from minitron.config import ConfigError, ModelConfig, require
-from minitron.disk import write_json
-from minitron.files import file_in, reason
 from minitron.hugging_face.config import read_file, read_model_config, to_hugging_face
 from minitron.hugging_face.sizes import require_layers, shapes_of
 from minitron.model.transformer import Transformer
+from minitron.system.disk import write_json
+from minitron.system.files import file_in, reason
 
 NAMES = {
     "gpt": {

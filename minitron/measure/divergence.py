@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from functools import partial
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+
+from minitron.pytorch.private import tree_leaves
 
 
 class FirstFault:

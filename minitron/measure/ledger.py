@@ -4,7 +4,7 @@
         train_step(model, optimizer, micro_batches, rate, clip_norm)
     print(merged([ledger.calls]))
 
-A `TorchDispatchMode` sees every collective, send and receive of this rank: the package's, your own,
+A `DispatchMode` sees every collective, send and receive of this rank: the package's, your own,
 those that autograd hooks start, those inside object collectives and those that torch's
 DistributedDataParallel starts from C++; on CPU, on CUDA and with fake tensors alike.
 
@@ -27,7 +27,7 @@ Read in this order: `calls.Call`, Ledger.__torch_dispatch__, its _record, Transf
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -39,11 +39,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitron.measure.calls import MESSAGES, Call, Matcher, Row, Table, first_mismatch, merged
-from minitron.measure.meter import in_backward
 from minitron.measure.operation import OPERATORS, Operation, axis_of, read_operation
+from minitron.pytorch.private import DispatchMode, WorkAround, in_backward
+from minitron.pytorch.spans import listening
 
 __all__ = ["Call", "Ledger", "Matcher", "Row", "Span", "Table", "Transfer", "first_mismatch",
            "merged", "tracked"]
@@ -58,15 +58,15 @@ class Span:
     end: float
 
 
-class Transfer(dist.Work):
+class Transfer(WorkAround):
     """The handle of a started operation: it can be held back, and remembers when it was over.
 
     Complete is what has really arrived and is not due later (`comm.slow_network` sets `due`).
     """
 
     def __init__(self, work: dist.Work, clock: Callable[[], float]):
-        super().__init__()
-        self.work, self.clock = work, clock
+        super().__init__(work)
+        self.clock = clock
         self.arrived: float | None = None
         self.due, self.sleep = float("-inf"), time.sleep
         # Told of each wait its start and end. They get the transfer, for one that kept it would
@@ -94,9 +94,6 @@ class Transfer(dist.Work):
 
     def synchronize(self) -> None:
         self.work.synchronize()
-
-    def _source_rank(self) -> int:
-        return self.work._source_rank()
 
     def get_future(self) -> torch.futures.Future:
         """A future that is done when `wait` would return; torch's own C++ code waits for it."""
@@ -138,7 +135,7 @@ def tracked(outputs, clock: Callable[[], float]) -> tuple:
     return (*outputs[:-1], boxed) if isinstance(outputs, tuple) else boxed, transfer
 
 
-class Ledger(TorchDispatchMode):
+class Ledger(DispatchMode):
     """Record this rank's communication while it is entered; each `with` starts a new record.
 
     `announce` is called with each Call before it is issued, and with the name of each phase (None:
@@ -213,17 +210,21 @@ class Ledger(TorchDispatchMode):
 
     def __enter__(self):
         self._start_over()
-        self._hooks = [
-            register_module_forward_pre_hook(self._enter_module),
-            register_optimizer_step_pre_hook(self._enter_optimizer),
-            register_optimizer_step_post_hook(self._leave_optimizer),
-        ]
-        return super().__enter__()
+        with ExitStack() as exits:
+            for hook in (
+                register_module_forward_pre_hook(self._enter_module),
+                register_optimizer_step_pre_hook(self._enter_optimizer),
+                register_optimizer_step_post_hook(self._leave_optimizer),
+            ):
+                exits.callback(hook.remove)
+            exits.enter_context(listening(self.phase))
+            super().__enter__()
+            self._exits = exits.pop_all()
+        return self
 
     def __exit__(self, *error):
         super().__exit__(*error)
-        for hook in self._hooks:
-            hook.remove()
+        self._exits.__exit__(*error)
 
     def _enter_module(self, *_) -> None:
         self._recent = "forward"
@@ -233,10 +234,6 @@ class Ledger(TorchDispatchMode):
 
     def _leave_optimizer(self, *_) -> None:
         self._recent = "forward"
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch wraps what follows in a function that imports its compiler: 1 s
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self._change_phase(self.clock())

@@ -68,7 +68,3 @@ class Entry:
     def describe(self, moment: int) -> LiveTensor:
         category = self.category_at(moment)
         return LiveTensor(self.name, self.shape, self.dtype, self.bytes, category, self.module)
-
-
-def address(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata

@@ -14,10 +14,10 @@ from types import ModuleType
 
 import torch
 
-from minitron import disk
 from minitron.config import ConfigError, LogConfig
-from minitron.files import read_text
 from minitron.measure.metrics import REMEDY, MetricsLog
+from minitron.system import disk
+from minitron.system.files import read_text
 
 
 def open_log(

@@ -4,7 +4,7 @@
         train_step(model, optimizer, micro_batches, rate, clip_norm)
     print(meter.peak.total, meter.peak.bytes, meter.peak.tensors[:3])
 
-A `TorchDispatchMode` sees the outputs of every operator, in the forward pass, in backward and in
+A `DispatchMode` sees the outputs of every operator, in the forward pass, in backward and in
 the optimizer, on CPU, on CUDA and with fake tensors. Each new storage is counted once, whatever
 views it has, with its real size in bytes, until it dies. It starts as temporary, and moves up:
 
@@ -30,15 +30,20 @@ from itertools import islice
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from minitron.measure.live import CATEGORIES, Entry, Moment, Snapshot, address
+from minitron.measure.live import CATEGORIES, Entry, Moment, Snapshot
+from minitron.pytorch.private import (
+    DispatchMode,
+    in_backward,
+    next_node_number,
+    resize_storage_op,
+    running_node_number,
+    storage_address,
+    tree_leaves,
+)
 
-FILLED_IN_PLACE = torch.ops.inductor.resize_storage_bytes_.default
 
-
-class Meter(TorchDispatchMode):
+class Meter(DispatchMode):
     """Count live bytes by category while it is entered; each `with` starts a new count.
 
     The model's and optimizer's tensors count from the start. Under a FakeTensorMode, enter that
@@ -130,16 +135,16 @@ class Meter(TorchDispatchMode):
             self._listen_to_replay(func, args)
         elif self._phase == "optimizer":
             self._register_newest_state()
-        inputs = {address(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        inputs = {storage_address(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
 
         outputs = func(*args, **(kwargs or {}))
 
         op, module = func.overloadpacket.__name__, self._current_module()
         made = [t for t in tree_leaves(outputs)
-                if isinstance(t, Tensor) and address(t) not in inputs]  # or it is a view
-        if func is FILLED_IN_PLACE:
+                if isinstance(t, Tensor) and storage_address(t) not in inputs]  # or it is a view
+        if func is resize_storage_op:
             self._refill(args[0])
-        if any([self._track(tensor, op, module) for tensor in made]) or func is FILLED_IN_PLACE:
+        if any([self._track(tensor, op, module) for tensor in made]) or func is resize_storage_op:
             self._record(op)
         return outputs
 
@@ -157,21 +162,21 @@ class Meter(TorchDispatchMode):
         return tensor.detach()
 
     def _mark_saved(self, tensor: Tensor) -> None:
-        if address(tensor) in self._live:
-            self._promote(self._live[address(tensor)], "activation")
+        if storage_address(tensor) in self._live:
+            self._promote(self._live[storage_address(tensor)], "activation")
 
     def _current_module(self) -> str:
-        node = torch._C._current_autograd_node()
-        if node is not None and self._modules == [""]:
-            return self._module_of_node.get(node._sequence_nr(), "")
+        running = running_node_number()
+        if running is not None and self._modules == [""]:
+            return self._module_of_node.get(running, "")
         # the autograd node of the running operator has just been numbered
-        number = torch.autograd._get_sequence_nr() - 1
+        number = next_node_number() - 1
         self._module_of_node.setdefault(number, self._modules[-1])
         return self._modules[-1]
 
     def _track(self, tensor: Tensor, name: str, module: str) -> bool:
         """Start counting the tensor's storage; False if it is already counted, or elsewhere."""
-        key = address(tensor)
+        key = storage_address(tensor)
         if key in self._live or tensor.device != self.device:
             return False
         entry = Entry(tensor, name, module, born=len(self.timeline))
@@ -188,7 +193,7 @@ class Meter(TorchDispatchMode):
 
     def _refill(self, tensor: Tensor) -> None:
         """Count anew a storage that changes its size: sharding gathers parameters into it."""
-        key = address(tensor)
+        key = storage_address(tensor)
         if key in self._live:
             self._live[key].storage = None  # or its death would be told twice
             self._forget(key)
@@ -210,7 +215,7 @@ class Meter(TorchDispatchMode):
     def _own(self, tensor: Tensor | None, category: str, name: str) -> None:
         if tensor is not None and tensor.device == self.device:
             self._track(tensor, name, "")
-            entry = self._live[address(tensor)]
+            entry = self._live[storage_address(tensor)]
             entry.name, entry.module = name, name.rpartition(".")[0]
             self._promote(entry, category)
 
@@ -237,9 +242,5 @@ class Meter(TorchDispatchMode):
                 self._own(value, "optimizer state", f"{self._name_of(parameter)} {key}")
 
     def _name_of(self, parameter: Tensor) -> str:
-        entry = self._live.get(address(parameter))
+        entry = self._live.get(storage_address(parameter))
         return entry.name if entry else "master weight"
-
-
-def in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

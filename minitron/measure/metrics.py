@@ -6,7 +6,7 @@ import sys
 from io import FileIO
 from pathlib import Path
 
-from minitron import disk
+from minitron.system import disk
 
 CRASH_LEFT = b"\0"  # a block of them, where data had not reached the disk
 REMEDY = "the checkpoints are intact: make room, and continue with --resume"

@@ -9,11 +9,18 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from minitron.cost import Volume, collective_volume
+from minitron.pytorch.private import (
+    OpOverload,
+    all_gather_base_op,
+    functional_collectives,
+    group_named,
+    reduce_name,
+    reduce_scatter_base_op,
+)
 
-c10d, functional = torch.ops.c10d, torch.ops._c10d_functional
+c10d, functional = torch.ops.c10d, functional_collectives
 
 
 @dataclass(frozen=True)
@@ -44,16 +51,16 @@ class Operator(NamedTuple):
     reduce: int | None = None
 
 
-OPERATORS: dict[torch._ops.OpOverload, Operator] = {
+OPERATORS: dict[OpOverload, Operator] = {
     c10d.allreduce_.default: Operator("all_reduce", 0, reduce=2),
     c10d.allreduce_coalesced_.default: Operator("all_reduce", 0, reduce=2),
     c10d.allgather_.default: Operator("all_gather", 0),
     c10d.allgather_coalesced_.default: Operator("all_gather", 0),
     c10d.allgather_into_tensor_coalesced_.default: Operator("all_gather", 0),
-    c10d._allgather_base_.default: Operator("all_gather", 0),
+    all_gather_base_op: Operator("all_gather", 0),
     c10d.reduce_scatter_.default: Operator("reduce_scatter", 1, reduce=3),
     c10d.reduce_scatter_tensor_coalesced_.default: Operator("reduce_scatter", 1, reduce=3),
-    c10d._reduce_scatter_base_.default: Operator("reduce_scatter", 1, reduce=3),
+    reduce_scatter_base_op: Operator("reduce_scatter", 1, reduce=3),
     c10d.broadcast_.default: Operator("broadcast", 0, peer=2),
     c10d.reduce_.default: Operator("reduce", 0, peer=3, reduce=2),
     c10d.gather_.default: Operator("gather", 1, times_size=True, peer=3),
@@ -77,7 +84,7 @@ OPERATORS: dict[torch._ops.OpOverload, Operator] = {
 }
 
 
-def read_operation(func: torch._ops.OpOverload, args: tuple) -> Operation:
+def read_operation(func: OpOverload, args: tuple) -> Operation:
     """Read the call of an operator that is in `OPERATORS`."""
     operator, group = OPERATORS[func], group_of(args)
     tensors = flat(args[operator.full])
@@ -110,16 +117,7 @@ def group_of(args: tuple) -> dist.ProcessGroup:
         if isinstance(argument, torch.ScriptObject):
             return dist.ProcessGroup.unbox(argument)
     name = args[-1]
-    return _resolve_process_group(name) if isinstance(name, str) else name
-
-
-def reduce_name(operation: str | torch.ScriptObject) -> str:
-    """Such as "sum" or "max"; "" where an older PyTorch does not tell."""
-    if isinstance(operation, str):
-        return operation
-    if not operation._has_method("op"):
-        return ""
-    return dist.ReduceOp.RedOpType(operation.op()).name.lower()
+    return group_named(name) if isinstance(name, str) else name
 
 
 def axis_of(group: dist.ProcessGroup) -> str:
@@ -138,7 +136,7 @@ def flat(tensors) -> list[Tensor]:
     return [tensor for inner in tensors for tensor in flat(inner)]
 
 
-def all_to_all_volume(func: torch._ops.OpOverload, args: tuple, group: dist.ProcessGroup) -> Volume:
+def all_to_all_volume(func: OpOverload, args: tuple, group: dist.ProcessGroup) -> Volume:
     """Bytes of the parts for other ranks, which may differ in size."""
     if func is c10d.alltoall_.default:
         received, sent = ([part.nbytes for part in flat(parts)] for parts in args[:2])

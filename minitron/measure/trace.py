@@ -4,7 +4,7 @@
 
 writes `traces/rank0.json.gz` into the folder of the run. Drop it onto https://ui.perfetto.dev: one
 track for each thread and each stream of the GPU. Beside PyTorch's own, its ranges have the names
-that `minitron.spans.span` gives: "tensor parallel all_reduce", "ZeRO-3 gather blocks.3",
+that `minitron.pytorch.spans.span` gives: "tensor parallel all_reduce", "ZeRO-3 gather blocks.3",
 "pipeline F2 stage 1". Each step is a "ProfilerStep".
 """
 
@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from minitron import disk
 from minitron.config import Config, ConfigError, require
+from minitron.system import disk
 
 WARM_UP = 5
 """Steps before the profiler starts: the first allocate memory, compile, and order the buckets."""

@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from minitron.config import require
 from minitron.model.transformer import Transformer, run_in_order
-from minitron.spans import span
+from minitron.pytorch.spans import span
 
 
 def recompute(function: Callable, *tensors: Tensor):

@@ -17,12 +17,13 @@ from math import ceil
 import torch
 
 from minitron.config import Config
+from minitron.config.layout import num_readers
 from minitron.model.transformer import Transformer
-from minitron.parallel.pipeline_plan import Message, count_parameters, script, split_blocks
-from minitron.parallel.schedules import Schedule
+from minitron.parallel.pipeline.block_costs import count_parameters
+from minitron.parallel.pipeline.plan import Message, script, split_blocks
+from minitron.parallel.pipeline.schedules import Schedule
 from minitron.parallelize import make_schedule
 from minitron.plan.dryrun import DryRun, dry_run
-from minitron.run_checks import num_readers
 
 
 def dry_runs(config: Config, num_gpus: int, ranks: Iterable[int]) -> Iterator[DryRun]:

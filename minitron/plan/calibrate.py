@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 from minitron import cost
-from minitron.comm.launch import run
+from minitron.launch import run
+from minitron.launch.process import memory_bytes, pick_device
 from minitron.measure.clock import synchronize
 from minitron.plan.hardware import DEVICES, Device
-from minitron.process import memory_bytes, pick_device
 
 MATMUL_SIZES = {"cpu": (256, 512, 1024), "cuda": (2048, 4096, 8192)}
 COPIED = {"cpu": 2**26, "cuda": 2**30}

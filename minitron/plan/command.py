@@ -12,9 +12,9 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
-from minitron import command_line
-from minitron.config import Config, ConfigError, require
-from minitron.config_file import load
+from minitron.config import Config, ConfigError, command_line, require
+from minitron.config.file import load
+from minitron.config.layout import divisors
 from minitron.plan.explain import as_it_stands, costs_most, explain
 from minitron.plan.hardware import Device, find_device
 from minitron.plan.job import Decision, Job, size_of
@@ -22,8 +22,7 @@ from minitron.plan.money import TYPICAL_PUE, GpuHour, bill
 from minitron.plan.search import MOST_GPUS, Candidate, Search, search
 from minitron.plan.systems import MINITRON
 from minitron.plan.unseen import sharded_rows
-from minitron.progress import CLOCK, Progress
-from minitron.run_checks import divisors, with_vocabulary_of_data
+from minitron.system.progress import CLOCK, Progress
 
 NUM_REASONS = 6  # for dropping a layout that are told
 
@@ -91,6 +90,8 @@ def with_vocabulary(config: Config) -> Config:
     """The config, its vocabulary as large as the data's where the file leaves it to the data."""
     if config.model.vocab_size > 0:
         return config
+    from minitron.running.starting import with_vocabulary_of_data  # with all that reads data
+
     try:
         return with_vocabulary_of_data(config)
     except ConfigError as error:

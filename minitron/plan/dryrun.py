@@ -27,9 +27,6 @@ from typing import Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from minitron.config import Config, require
@@ -38,12 +35,12 @@ from minitron.measure.ledger import Ledger
 from minitron.measure.live import Snapshot
 from minitron.measure.meter import Meter
 from minitron.model.transformer import Transformer
-from minitron.parallel.schedule_check import peak_activations
 from minitron.parallelize import lay_out
 from minitron.plan.search import require_gpus
-from minitron.run_checks import with_vocabulary_of_data
-from minitron.run_memory import require_memory
-from minitron.training import Training
+from minitron.pytorch.private import DispatchMode, fake_tensors, init_fake_process_group
+from minitron.running.memory import require_memory
+from minitron.running.starting import with_vocabulary_of_data
+from minitron.running.training import Training
 
 LARGEST_MEMORY = 1e15
 """Bytes of a rank. PyTorch counts a tensor's in an int64."""
@@ -118,9 +115,9 @@ def dry_run(
     config = prepared(config, num_gpus)
     require(0 <= rank < num_gpus, f"rank {rank} of {num_gpus} GPUs: use 0 to {num_gpus - 1}")
     with fake_group(num_gpus, rank):
-        mesh = None if num_gpus == 1 else lay_out(config.parallel, num_gpus, device)
+        mesh = lay_out(config.parallel, num_gpus, device)
         place = {axis: 0 if mesh is None else mesh.rank(axis) for axis in ("pp", "dp", "tp")}
-        with FakeTensorMode():
+        with fake_tensors():
             training = Training(config, mesh, device)
             if kernels == "gpu":
                 keep_as_gpus_do(training.model)
@@ -146,7 +143,7 @@ def fake_group(num_ranks: int, rank: int) -> Iterator[None]:
     """Be `rank` of `num_ranks` that are not there: messages arrive at once, and say nothing."""
     require(not dist.is_initialized(), "this process has a process group already, and a dry run "
             "makes one of its own: run it in another process, or destroy the group first")
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
+    init_fake_process_group(rank, num_ranks)
     try:
         yield
     finally:
@@ -222,12 +219,8 @@ def lengths(training: Training) -> tuple[int, int, int]:
 
 def most_held(training: Training) -> int:
     """Micro-batches that are on their way at once, at most, through this rank."""
-    if training.config.parallel.pp == 1:
-        return 1
-    pipeline = training.parallel.pipeline
-    m = training.num_micro_batches(training.config.train.global_batch_size)
-    passes = peak_activations(pipeline.make_schedule(pipeline.size, m))[pipeline.rank]
-    return ceil(passes / len(pipeline.stages))
+    whole_step = training.config.train.global_batch_size
+    return training.parallel.num_in_flight(training.num_micro_batches(whole_step))
 
 
 def micro_batches(training: Training, num_sequences: int) -> list:
@@ -258,7 +251,7 @@ def summed(calls: list[Call]) -> dict[tuple[str, str], Traffic]:
 FORMULAS = {operator.__name__: formula for operator, formula in flop_registry.items()}
 
 
-class Flops(TorchDispatchMode):
+class Flops(DispatchMode):
     """Count the FLOPs of matrix products while it is entered; a multiply-add counts as two."""
 
     def __init__(self):

@@ -6,13 +6,12 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
-from minitron import command_line
-from minitron.config import Config, require
-from minitron.config_file import load
+from minitron.config import Config, command_line, require
+from minitron.config.file import load
 from minitron.plan.hardware import find_device
 from minitron.plan.job import size_of
 from minitron.plan.search import MOST_GPUS
-from minitron.progress import Progress
+from minitron.system.progress import Progress
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from operator import add
 
 from minitron import cost
 from minitron.config import ParallelConfig
-from minitron.plan.decide import Decision, Job
+from minitron.plan.job import Decision, Job
 from minitron.plan.memory import extreme_ranks, memory_of, parameters_of
 from minitron.plan.operators import (
     RATES,

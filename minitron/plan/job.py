@@ -4,7 +4,7 @@ Read in this order: Job, Decision, size_of.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from minitron import cost
 from minitron.config import ModelConfig, ParallelConfig
@@ -46,14 +46,20 @@ class Decision:
     def layout(self) -> cost.Layout:
         return cost.Layout(self.parallel.tp, self.parallel.sequence)
 
+    @property
+    def accumulation(self) -> cost.Accumulation:
+        """What gradients are between micro-batches, if ZeRO divides them."""
+        return "sharded" if self.parallel.sync_every_micro_batch else "unsharded"
+
+    def collectives(self, job: Job) -> cost.StepCollectives:
+        """How often a step sends parameters and gradients along dp."""
+        return cost.step_collectives(self.parallel.zero, self.num_micro_batches(job),
+                                     accumulation=self.accumulation)
+
     def num_micro_batches(self, job: Job) -> int:
         """Per step, on the rank that reads most."""
         sequences = math.ceil(job.global_batch_size / self.parallel.dp)
         return math.ceil(sequences / self.micro_batch_size)
-
-    def part_of(self, model: ModelConfig) -> ModelConfig:
-        """A stage with as many blocks as the largest, and both ends: a little more than any has."""
-        return replace(model, num_layers=math.ceil(model.num_layers / self.parallel.pp))
 
     def __str__(self) -> str:
         axes, size = self.parallel, self.micro_batch_size

@@ -13,16 +13,15 @@ Read in this order: memory_of, holdings, parameters_of; Rank, activations, tempo
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from minitron import cost
-from minitron.config import ParallelConfig
-from minitron.cost.sharding import FULLY_SHARDED
+from minitron.config import ModelConfig, ParallelConfig
+from minitron.cost.precision import PRECISIONS
+from minitron.cost.sharding import BUCKET_BYTES, FULLY_SHARDED
 from minitron.cost.tensor import tokens_between_layers
-from minitron.parallel.data_parallel import BUCKET_BYTES
 from minitron.plan.job import Decision, Job
 from minitron.plan.systems import MINITRON, System, blocks_per_rank
-from minitron.precision import PRECISIONS
 
 SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "interleaved 1F1B",
              "zero-bubble": "ZB-H1"}
@@ -39,10 +38,7 @@ def memory_of(job: Job, decision: Decision, system: System = MINITRON) -> dict[s
 
 
 def extreme_ranks(counts: list[int]) -> set[int]:
-    """The last rank, and of those with as many blocks the first, which has most under way.
-
-    The second too: it has neighbours on both sides.
-    """
+    """The last; the second, with neighbors on both sides; of equally large ones the first."""
     firsts = {counts.index(count) for count in set(counts)}
     return {len(counts) - 1, min(1, len(counts) - 1), *firsts}
 
@@ -50,11 +46,17 @@ def extreme_ranks(counts: list[int]) -> set[int]:
 def parameters_of(job: Job, parallel: ParallelConfig, rank: int, num_blocks: int) -> int:
     """Values that a rank of the pipeline holds: its blocks, the embedding, the head."""
     model = job.model
-    whole = cost.tensor_parallel_parameters(replace(model, num_layers=num_blocks), parallel.tp)
+    whole = parameters_per_rank(model, num_blocks, parallel.tp)
     num_ends = (rank == 0) + (rank == parallel.pp - 1)
     # Of a tied matrix both ends have a copy, and it counts once
     missing = (num_ends == 0) if model.tied_embedding else 2 - num_ends
     return whole - missing * model.vocab_size * model.width // parallel.tp
+
+
+@lru_cache(maxsize=4096)
+def parameters_per_rank(model: ModelConfig, num_blocks: int, tp: int) -> int:
+    """Values that one of `tp` ranks holds of a model with so many blocks."""
+    return cost.tensor_parallel_parameters(replace(model, num_layers=num_blocks), tp)
 
 
 def holdings(
@@ -63,10 +65,12 @@ def holdings(
     """Bytes of one rank of the pipeline, which has `counts[rank]` blocks."""
     parallel, precision = decision.parallel, PRECISIONS[job.precision]
     num_parameters = parameters_of(job, parallel, rank, counts[rank])
-    recipe = FULLY_SHARDED if parallel.zero == 3 else precision.cost
-    if system.both_gradients:
-        recipe = replace(recipe, gradient=recipe.gradient + precision.parameters.itemsize)
-    state = cost.zero_holdings(num_parameters, parallel.dp, parallel.zero, recipe)
+    beside = precision.parameters.itemsize if system.both_gradients else 0
+    shards, unsharded = (
+        replace(recipe, gradient=recipe.gradient + beside)
+        for recipe in (FULLY_SHARDED if parallel.zero == 3 else precision.cost, precision.cost))
+    state = cost.step_holdings(num_parameters, parallel.dp, parallel.zero, shards, unsharded,
+                               accumulation=decision.accumulation)
     at = Rank(job, decision, system, rank, counts[rank], num_parameters)
     activation = activations(at)
     early = 0.0
@@ -112,6 +116,11 @@ class Rank:
         return self.precision.autocasts and self.parallel.zero < 3
 
     @cached_property
+    def reshards(self) -> bool:
+        """Whether weights are unsharded only while their unit computes."""
+        return self.parallel.zero == 3
+
+    @cached_property
     def under_way(self) -> int:
         """Micro-batches at once, at most, counted for each chunk of blocks."""
         parallel, m = self.parallel, self.decision.num_micro_batches(self.job)
@@ -149,8 +158,8 @@ class Rank:
     @cached_property
     def block(self) -> int:
         """Parameters of a block."""
-        one, two = (cost.tensor_parallel_parameters(replace(self.job.model, num_layers=count),
-                                                    self.parallel.tp) for count in (1, 2))
+        one, two = (parameters_per_rank(self.job.model, count, self.parallel.tp)
+                    for count in (1, 2))
         return two - one
 
     @property
@@ -223,10 +232,10 @@ def activations(at: Rank) -> float:
     held += at.value * at.head if goes else at.rounded
     if not at.is_last:
         return held
-    one = replace(at.job.model, num_layers=1)
     options = {"recompute": recompute, "layout": at.decision.layout}
-    ends = cost.activation_bytes(one, *at.sizes, **options) \
-        - cost.activation_bytes_per_layer(one, *at.sizes, **options)
+    block = cost.activation_bytes_per_layer(at.job.model, *at.sizes, **options)
+    ends = cost.activation_bytes(at.job.model, *at.sizes, **options) \
+        - at.job.model.num_layers * block
     if at.casts:  # the last norm's float32 input
         ends += (4 - at.value) * at.stream
     # All other schedules begin the backward pass where the forward pass ends
@@ -249,13 +258,13 @@ def temporary(at: Rank, activation: float) -> float:
 def at_the_loss(at: Rank) -> float:
     """Two float32 gradients; one where the vocabulary is cut, whose loss is one operator."""
     gradients = 4 * at.logits * (2 if at.parallel.tp == 1 else 1)
-    return gradients + at.messages + (at.value * at.root if at.parallel.zero == 3 else 0)
+    return gradients + at.messages + (at.value * at.root if at.reshards else 0)
 
 
 def at_the_head(at: Rank) -> float:
     """The gradients of logits and weight, when the softmax is gone."""
     held = (at.value - 4) * at.logits + at.gradient * at.head
-    if at.parallel.zero == 3:  # the root's weights, and the last block's on their way
+    if at.reshards:  # the root's weights, and the last block's on their way
         return held + at.value * (at.root + at.block)
     return held + (at.reduced * at.head if at.parallel.zero == 2 else 0)
 
@@ -269,7 +278,7 @@ def in_a_block(at: Rank) -> float:
         inside += at.kept("none")
     if at.parallel.zero == 2:
         inside += 2 * at.bucket
-    if at.parallel.zero == 3:  # the next block comes, the gradients of the one before leave
+    if at.reshards:  # the next block comes, the gradients of the one before leave
         kept = at.kept(at.decision.recompute)
         inside = max(inside, at.gradient * at.block - kept)
         inside += at.gradient * at.head + min(2, at.num_blocks) * value * at.block
@@ -279,7 +288,7 @@ def in_a_block(at: Rank) -> float:
 
 def at_the_end(at: Rank) -> float:
     """When all activations are gone, and gradients travel or are rounded up for the masters."""
-    if at.parallel.zero == 3:  # the root's leave last; beside those of a tied matrix is their sum
+    if at.reshards:  # the root's leave last; beside those of a tied matrix is their sum
         added = 2 * at.gradient * at.head * at.job.model.tied_embedding
         both = at.gradient + at.reduced
         return max(both * at.root, at.gradient * at.root + added + (both + at.value) * at.block)

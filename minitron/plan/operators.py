@@ -17,10 +17,10 @@ from functools import cached_property
 
 from minitron import cost
 from minitron.config import ModelConfig
+from minitron.cost.precision import PRECISIONS
 from minitron.cost.tensor import ONE_DEVICE, kv_heads_per_rank, share, tokens_between_layers
 from minitron.plan.hardware import Device
 from minitron.plan.systems import MINITRON, System
-from minitron.precision import PRECISIONS
 
 
 @dataclass(frozen=True)

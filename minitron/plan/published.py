@@ -18,9 +18,9 @@ from itertools import product
 
 from minitron.config import ModelConfig, ParallelConfig
 from minitron.cost.compute import published_llama
-from minitron.plan.decide import Decision, Job
 from minitron.plan.estimate import RATES, Estimate, Rates, System, estimate, memory_of
 from minitron.plan.hardware import DEVICES
+from minitron.plan.job import Decision, Job
 from minitron.plan.operators import Work, block_backward, block_forward
 from minitron.plan.traffic import layer_seconds
 

@@ -3,17 +3,16 @@
 Nothing is guessed and nothing left out: each combination of the options is put to the checks that
 a run makes before it begins, then weighed, then timed. What drops out is counted with its reason.
 
-Read in this order: Candidate, Search, search, decisions, checked, require_gpus, nothing_fits.
+Read in this order: Candidate, Search, search, decisions, grid_of, checked, nothing_fits.
 """
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from minitron import cost
 from minitron.config import (
@@ -24,9 +23,9 @@ from minitron.config import (
     TrainConfig,
     require,
 )
-from minitron.plan.decide import Decision, Job
+from minitron.config.layout import WrongNumRanks, divisors, require_layout, require_ranks
 from minitron.plan.estimate import Estimate, estimate, memory_of
-from minitron.run_checks import divisors, require_layout, require_ranks
+from minitron.plan.job import Decision, Job
 
 COMMUNICATION = ("tp", "pp", "dp")
 MOST_GPUS = 1_000_000
@@ -83,6 +82,13 @@ def words(decision: Decision) -> str:
     return ", ".join([*phrases, f"micro-batches of {decision.micro_batch_size}"])
 
 
+class Reason(NamedTuple):
+    """Why a layout cannot be trained, from a ConfigError: those of one kind count as one."""
+
+    kind: str
+    problem: str
+
+
 @dataclass
 class Search:
     """What has been found for a job."""
@@ -92,7 +98,7 @@ class Search:
     """Those that fit, fastest first; of equally fast ones first what holds least."""
     too_large: list[Candidate] = field(default_factory=list)
     """Those that do not fit, smallest first."""
-    refused: Counter[str] = field(default_factory=Counter)
+    refused: Counter[Reason] = field(default_factory=Counter)
     """How many cannot be trained, by the reason."""
 
     @property
@@ -102,7 +108,7 @@ class Search:
     def dropped(self) -> list[tuple[int, str]]:
         """How many layouts dropped out for which reason, most first.
 
-        Reasons that differ in their numbers alone count as one, told as the first of them.
+        Reasons of one kind count as one, told as the first of them.
         """
         told, counts = {}, Counter()
         if self.too_large:
@@ -110,9 +116,7 @@ class Search:
             counts[f"do not fit in {usable:.0f} GB, what is usable of {there:.0f}"] = \
                 len(self.too_large)
         for reason, count in self.refused.items():
-            reason = re.split("; |: (?:set|raise|lower) ", reason)[0]  # without the remedy
-            first = told.setdefault(re.sub(r"\d+", "#", reason), reason)
-            counts[first] += count
+            counts[told.setdefault(reason.kind, reason.problem)] += count
         return [(count, reason) for reason, count in counts.most_common()]
 
 
@@ -132,17 +136,22 @@ def search(job: Job) -> Search:
 # Which layouts there are
 
 
-def decisions(job: Job, refused: Counter[str]) -> Iterator[Decision]:
+def decisions(job: Job, refused: Counter[Reason]) -> Iterator[Decision]:
     """Every layout that can be trained; counts the others in `refused`, by the reason."""
     require(job.num_gpus > 0, f"{job.num_gpus} GPUs: a plan needs one or more")
     for sizes in layouts(job):
         num_sequences = math.ceil(job.global_batch_size / sizes["dp"])
-        kinds = product(get_args(cost.RecomputeKind), batch_sizes(num_sequences))
+        kinds = [*product(get_args(cost.RecomputeKind), batch_sizes(num_sequences))]
+        try:
+            parallel = grid_of(job, sizes)
+        except ConfigError as error:
+            refused[Reason(error.kind, error.problem)] += len(kinds)
+            continue
         for recompute, micro_batch_size in kinds:
             try:
-                yield checked(job, sizes, recompute, micro_batch_size)
+                yield checked(job, Decision(parallel, recompute, micro_batch_size))
             except ConfigError as error:
-                refused[str(error)] += 1
+                refused[Reason(error.kind, error.problem)] += 1
 
 
 def layouts(job: Job) -> Iterator[dict]:
@@ -151,15 +160,15 @@ def layouts(job: Job) -> Iterator[dict]:
         for pp in divisors(job.num_gpus // tp):
             dp = job.num_gpus // (tp * pp)
             stages = range(4) if dp > 1 else (0,)
-            for sequence, zero, chunks in product({False, tp > 1}, stages, chunk_counts(job, pp)):
-                schedule = "interleaved" if chunks > 1 else "1f1b"
-                yield {"dp": dp, "tp": tp, "pp": pp, "sequence": sequence, "zero": zero,
-                       "chunks": chunks, "schedule": schedule}
+            for sequence, zero, pipeline in product({False, tp > 1}, stages, pipelines(job, pp)):
+                yield {"dp": dp, "tp": tp, "pp": pp, "sequence": sequence, "zero": zero, **pipeline}
 
 
-def chunk_counts(job: Job, pp: int) -> list[int]:
-    """Into how many chunks of equally many blocks the largest part of a pipeline divides."""
-    return [1] if pp == 1 else divisors(math.ceil(job.model.num_layers / pp))
+def pipelines(job: Job, pp: int) -> list[dict]:
+    """Schedules: 1F1B, and interleaved with each number of chunks that divides a rank's blocks."""
+    counts = [1] if pp == 1 else divisors(math.ceil(job.model.num_layers / pp))
+    return [{"schedule": "interleaved" if chunks > 1 else "1f1b", "chunks": chunks}
+            for chunks in counts]
 
 
 def batch_sizes(num_sequences: int) -> list[int]:
@@ -168,38 +177,46 @@ def batch_sizes(num_sequences: int) -> list[int]:
     return [*(size for size in powers if size < num_sequences), num_sequences]
 
 
-def checked(
-    job: Job, sizes: dict, recompute: cost.RecomputeKind, micro_batch_size: int
-) -> Decision:
-    """A layout that a run would accept; raises ConfigError if it would not."""
+def grid_of(job: Job, sizes: dict) -> ParallelConfig:
+    """Build a layout's axes; raises ConfigError if they do not go together, or with the nodes."""
     parallel, node = ParallelConfig(**sizes), min(job.gpus_per_node, job.num_gpus)
     require(node % parallel.tp == 0 or parallel.tp % node == 0, f"parallel.tp = {parallel.tp}: "
-            f"groups of so many straddle nodes of {node} GPUs")
-    decision = Decision(parallel, recompute, micro_batch_size)
+            f"groups of so many straddle nodes of {node} GPUs",
+            field="parallel.tp", kind="tp groups that straddle nodes")
+    return parallel
+
+
+def checked(job: Job, decision: Decision) -> Decision:
+    """Return the layout if a run would accept it; raises ConfigError if it would not."""
     require_layout(config_of(job, decision), job.num_gpus)
     return decision
 
 
 def config_of(job: Job, decision: Decision) -> Config:
     """What a run of the job in this layout is told; raises ConfigError for what cannot work."""
-    train = TrainConfig(
-        global_batch_size=job.global_batch_size, micro_batch_size=decision.micro_batch_size,
-        precision=job.precision, recompute=decision.recompute,
-    )
+    train = train_config(job, decision.recompute, decision.micro_batch_size)
     data = DataConfig(sequence_length=job.sequence_length)
     return Config(job.model, data, train, decision.parallel)
+
+
+@lru_cache(maxsize=4096)
+def train_config(
+    job: Job, recompute: cost.RecomputeKind, micro_batch_size: int
+) -> TrainConfig:
+    """Build what layouts share that differ in their axes alone: its fields are checked once."""
+    return TrainConfig(
+        global_batch_size=job.global_batch_size, micro_batch_size=micro_batch_size,
+        precision=job.precision, recompute=recompute,
+    )
 
 
 def require_gpus(config: Config, num_gpus: int) -> None:
     """Raise ConfigError if so many GPUs cannot run `config`, as a run would, but nothing starts."""
     try:
         require_ranks(config, num_gpus)
-    except ConfigError as error:
-        asked = re.sub(r"start (a multiple of \d+) with torchrun --nproc-per-node",
-                       r"plan for \1", str(error))
-        asked = re.sub(r"start it with torchrun --nproc-per-node (\d+) -m minitron.train",
-                       r"plan for \1", asked)
-        raise ConfigError(asked) from None
+    except WrongNumRanks as error:
+        error.remedies = (f"plan for {error.needed}", *error.remedies[1:])
+        raise
 
 
 # Nothing fits

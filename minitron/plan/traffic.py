@@ -7,37 +7,44 @@ node that has a rank of the group, and each of its steps costs the network's lat
 What travels while the device computes is not free: it lengthens the computation by a share of its
 own time, `Rates.overlap`.
 
-Read in this order: link_of, layer_seconds, host_seconds, message_seconds, data_seconds.
+Read in this order: link_of, link, layer_seconds, host_seconds, message_seconds, data_seconds.
 Reference: Thakur, Rabenseifner & Gropp 2005 (rings under the alpha-beta model); Narayanan et al.
 2021, section 3 (what is sent when).
 """
 
+import math
 from dataclasses import replace
 
 from minitron import cost
 from minitron.config import ParallelConfig
-from minitron.plan.decide import Decision, Job
+from minitron.cost.precision import PRECISIONS
+from minitron.plan.job import Decision, Job
 from minitron.plan.systems import System
-from minitron.precision import PRECISIONS
 
 ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 """Of a ring, each once past all ranks."""
 
 
 def link_of(job: Job, parallel: ParallelConfig, axis: str) -> cost.Link:
-    """What a group along `axis` sends through, in the grid that `parallelize.lay_out` makes.
-
-    Between nodes every hop takes a network card's latency, also those inside nodes: so the measured
-    rings of hardware.csv count theirs. NCCL's own model, which `decide.link` follows, takes the
-    mean of both kinds, and those rings were slower than that.
-    """
+    """What a group along `axis` sends through, in the grid that `parallelize.lay_out` makes."""
     stride = {"tp": 1, "dp": parallel.tp, "pp": parallel.tp * parallel.dp}[axis]
-    size, device = getattr(parallel, axis), job.device
+    return link(job, getattr(parallel, axis), stride, is_ring=axis != "pp")
+
+
+def link(job: Job, size: int, stride: int, is_ring: bool = True) -> cost.Link:
+    """What `size` ranks send through, of which each is `stride` after the one before.
+
+    Between nodes a ring runs through as many network cards as it has ranks in a node; a stage of a
+    pipeline sends to one other rank, through one. Every hop of such a ring takes a network card's
+    latency, also those inside nodes: so the measured rings of hardware.csv count theirs. NCCL's own
+    model takes the mean of both kinds (src/graph/tuning.cc: nInterSteps), and those rings were
+    slower than that.
+    """
+    device, together = job.device, max(1, min(size, job.gpus_per_node // stride))
     inside = device.nvlink_share * device.nvlink_bandwidth
-    together = max(1, min(size, job.gpus_per_node // stride))
     if together == size:
         return cost.Link(device.nvlink_latency, inside)
-    cards = 1 if axis == "pp" else together  # a stage sends to one other
+    cards = together if is_ring else 1
     between = cards * device.nic_share * device.nic_bandwidth
     return cost.Link(device.nic_latency, min(between, inside))
 
@@ -115,18 +122,17 @@ def data_seconds(
 ) -> float:
     """Seconds by which a rank's `num_elements` gradients and weights along dp lengthen a step.
 
-    `passes` are the seconds of a micro-batch forward and backward. Stages 0 and 2 send gradients
-    during the backward pass, except in a pipeline; stage 3 sends all while it computes, stage 1 all
-    at the end of a step.
+    `passes` are the seconds of a micro-batch forward and backward. Stages 0 to 2 send gradients
+    during the backward pass, but not what a pipeline sends once a step; stage 3 sends all while it
+    computes.
     """
     parallel, precision = decision.parallel, PRECISIONS[job.precision]
-    m, link = decision.num_micro_batches(job), link_of(job, parallel, "dp")
+    link, calls = link_of(job, parallel, "dp"), decision.collectives(job)
     forward, backward = passes
     if parallel.dp == 1:
         return 0.0
-    reductions = m if parallel.zero >= 2 and parallel.sync_every_micro_batch else 1
     if parallel.zero == 3:
-        return shard_seconds(job, decision, system, num_elements, passes, reductions / m, overlap)
+        return shard_seconds(job, decision, system, num_elements, passes, calls, overlap)
 
     def seconds(op: str, dtype) -> float:
         return cost.collective_seconds(op, num_elements * dtype.itemsize, parallel.dp, *link)
@@ -135,40 +141,44 @@ def data_seconds(
     gather = seconds("all_gather", precision.parameters if parallel.zero else precision.reduction)
     if system.hides_data:
         return beside(reduce, backward, overlap) + beside(gather, forward, overlap)
-    hides = parallel.zero != 1 and parallel.pp == 1 and parallel.data_parallel != "naive"
+    hides = parallel.pp == 1 or calls.reduce_scatters > 1
+    hides = hides and (parallel.zero > 0 or parallel.data_parallel != "naive")
     hidden = backward if hides else 0
     if parallel.zero == 0:
         return beside(reduce + gather, hidden, overlap)
-    return gather + reductions * beside(reduce, hidden, overlap)
+    return gather + calls.reduce_scatters * beside(reduce, hidden, overlap)
 
 
 def shard_seconds(
     job: Job, decision: Decision, system: System, num_elements: float,
-    passes: tuple[float, float], reductions: float, overlap: float,
+    passes: tuple[float, float], calls: cost.StepCollectives, overlap: float,
 ) -> float:
-    """Of stage 3, with that many `reductions` for each micro-batch.
+    """Of stage 3, which gathers and reduces as often as `calls` say.
 
     A unit's weights are gathered while the one before it computes, its gradients reduced while the
-    next one does: of each micro-batch the first gather and the last reduction are beside nothing.
+    next one does: the first gather of a forward pass and the last reduction of a backward pass are
+    beside nothing. Weights that stay unsharded for the step are gathered by its first forward pass.
     """
     precision, (forward, backward) = PRECISIONS[job.precision], passes
     m, link = decision.num_micro_batches(job), link_of(job, decision.parallel, "dp")
     per_block = 1 if system.shards_ahead else 4 if job.model.family == "gpt" else 7  # matrices
-    num_units = per_block * job.model.num_layers + 1
+    num_units = per_block * math.ceil(job.model.num_layers / decision.parallel.pp) + 1
 
     def unit(op: str, dtype) -> float:
         each = num_elements * dtype.itemsize / num_units
         return cost.collective_seconds(op, each, decision.parallel.dp, *link)
 
     gather = unit("all_gather", precision.activations)
-    reduce = unit("reduce_scatter", precision.reduction) * reductions
+    reduce = unit("reduce_scatter", precision.reduction) * calls.reduce_scatters / m
     if not system.shards_ahead:
         gathers = 3 if decision.recompute == "full" else 2
         return m * num_units * (gathers * gather + reduce)
+    gather_forward = gather * min(1, calls.all_gathers / m)
+    gather_backward = gather * max(0, calls.all_gathers / m - 1)
     others = num_units - 1
-    behind = beside(others * gather, forward, overlap) \
-        + beside(num_units * gather + others * reduce, backward, overlap)
-    return m * (gather + behind + reduce)
+    behind = beside(others * gather_forward, forward, overlap) \
+        + beside(num_units * gather_backward + others * reduce, backward, overlap)
+    return m * (gather_forward + behind + reduce)
 
 
 def beside(travels: float, computes: float, overlap: float) -> float:

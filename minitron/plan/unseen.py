@@ -10,8 +10,8 @@ Read in this order: unseen_rows, sharded_rows, the sources.
 from dataclasses import replace
 
 from minitron import cost
-from minitron.plan.decide import Decision, Job
 from minitron.plan.estimate import System, estimate
+from minitron.plan.job import Decision, Job
 from minitron.plan.published import (
     A100,
     H100,

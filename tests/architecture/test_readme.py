@@ -1,5 +1,6 @@
-"""The README's commands, tree, table and pictures agree with what is there."""
+"""The README's commands, tree, table and pictures, and the map, agree with what is there."""
 
+import ast
 import re
 import shlex
 import subprocess
@@ -10,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from minitron import cli
-from minitron.course import exercises
+from teaching import exercises
 
 REPOSITORY = Path(__file__).parents[2]
 README = (REPOSITORY / "README.md").read_text()
+MAP = (REPOSITORY / "docs" / "map.md").read_text()
 BLOCKS = re.findall(r"^```\w*\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
 COMMANDS = [line.split("  #")[0].strip() for block in BLOCKS for line in block.splitlines()
             if re.match(r"(make|minitron|torchrun|pip) ", line)]
@@ -61,11 +63,16 @@ def test_the_test_command_is_what_ci_runs():
     assert any(line.split("#")[0].strip() == "make test" for line in ci)
 
 
-def test_links_and_pictures_exist():
-    links = re.findall(r"\]\((?!http)([^)#]+)\)", README)
-    assert len(links) > 5
+@pytest.mark.parametrize("page", ["README.md", "docs/map.md", "docs/long_runs.md"])
+def test_links_and_pictures_exist(page):
+    links = re.findall(r"\]\((?!http)([^)#]+)\)", (REPOSITORY / page).read_text())
+    assert links
     for link in links:
-        assert (REPOSITORY / link).exists(), link
+        assert (REPOSITORY / page).parent.joinpath(link).exists(), link
+
+
+def test_it_stays_short():
+    assert len(README.splitlines()) <= 200
 
 
 def test_pictures_say_what_they_show():
@@ -73,27 +80,36 @@ def test_pictures_say_what_they_show():
         assert len(alt) > 40
 
 
-def test_the_tree_names_every_module_and_nothing_else():
-    tree = next(block for block in BLOCKS if "\nminitron/\n" in block)
-    above, inside = re.split(r"^minitron/\n", tree, flags=re.MULTILINE)
-    for line in above.splitlines():
+def test_the_tree_names_folders_that_are_there():
+    tree = next(block for block in BLOCKS if "\nminitron/ " in block)
+    for line in tree.splitlines():
         assert (REPOSITORY / line.split()[0]).is_dir(), line
-    listed = {line.split()[0] for line in inside.splitlines()}
-    modules = {str(path.relative_to(REPOSITORY / "minitron"))
-               for path in (REPOSITORY / "minitron").rglob("*.py")}
-    described = {m for m in modules
-                 if not m.startswith("course/graders/") and not m.endswith("__init__.py")}
-    assert listed == described | {"course/graders/"}
+
+
+def test_the_map_names_every_module_and_nothing_else():
+    listed = re.findall(r"^\| \[`[^`]*`\]\(\.\./([^)]*)\) \| \S", MAP, flags=re.MULTILINE)
+    modules = {str(path.relative_to(REPOSITORY)) for package in ("minitron", "teaching")
+               for path in (REPOSITORY / package).rglob("*.py") if has_code(path)}
+    described = {module for module in modules if not module.startswith("teaching/graders/")}
+    assert set(listed) == described | {"teaching/graders/"}
+    assert len(listed) == len(set(listed))
+
+
+def has_code(path: Path) -> bool:
+    """Whether a module holds more than a docstring and imports."""
+    statements = ast.parse(path.read_text()).body
+    return any(isinstance(s, ast.FunctionDef | ast.ClassDef) for s in statements) \
+        or path.name != "__init__.py"
 
 
 def test_the_layers_are_those_that_are_enforced():
     contract = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["importlinter"]
     layers = [[module.strip() for module in re.split("[|:]", layer) if "(" not in module]
               for layer in contract["contracts"][0]["layers"]]
-    drawn = next(block for block in BLOCKS if block.startswith("cli"))
-    shown = [[module.strip() for module in re.split("[|:]", line[:45])]
-             for line in drawn.splitlines()]
-    assert shown == [layer for layer in layers if layer]
+    drawn = re.search(r"^```\n(cli .*?)^```", MAP, flags=re.DOTALL | re.MULTILINE)[1]
+    shown = re.sub(r" *\n +\| ", " | ", "\n".join(line[:31] for line in drawn.splitlines()))
+    assert [[module.strip() for module in re.split("[|:]", line)]
+            for line in shown.splitlines()] == layers
 
 
 def test_the_table_has_a_row_for_every_chapter():

@@ -168,7 +168,7 @@ def test_a_chapter_is_executed_with_fixed_metadata(tmp_path, monkeypatch):
     folder.mkdir(parents=True)
     source = folder / "ch99_small.py"
     source.write_text(
-        "# %% [markdown]\n# # Small\n\n# %%\nfrom minitron.course.figures import curves, show\n\n"
+        "# %% [markdown]\n# # Small\n\n# %%\nfrom teaching.figures import curves, show\n\n"
         "# %% tags=[\"figure-line\"]\nprint(6 * 7)\n"
         "show(curves([0, 1], {'a': [1, 2]}, 'x', 'y'), alt='A line.')\n"
     )

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from minitron import cost
 from minitron.comm import collectives
-from minitron.comm.launch import run
+from minitron.launch import run
 from minitron.measure.ledger import Ledger
 
 ALL_REDUCES = {

@@ -19,9 +19,8 @@ from minitron.comm.differentiable import (
     all_to_all,
     equal_parts,
     reduce_scatter,
-    replicate,
 )
-from minitron.comm.launch import run
+from minitron.launch import run
 from minitron.measure.ledger import Ledger
 
 
@@ -38,7 +37,6 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "replicate": Case(replicate, (None, "all_reduce"), same_input=True),
     "all_reduce": Case(all_reduce, ("all_reduce", None), same_output=True),
     **{f"all_gather {dim}": Case(
         lambda x, group, dim=dim: all_gather(x, group, dim),
@@ -115,7 +113,7 @@ def everything(group):
     return done
 
 
-TWICE = ("replicate", "all_reduce", "all_gather 1", "reduce_scatter 1", "all_to_all (1, 2)")
+TWICE = ("all_reduce", "all_gather 1", "reduce_scatter 1", "all_to_all (1, 2)")
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3], ids="{} ranks".format)
@@ -221,17 +219,16 @@ def whence(group):
     rank, size = group.rank(), group.size()
     x = 100 * rank + 10 * torch.arange(size)[:, None] + torch.arange(2)
     return (all_gather(x, group, 1), reduce_scatter(x, group, 0), all_to_all(x, group, 0, 1),
-            all_reduce(x, group), replicate(x, group))
+            all_reduce(x, group))
 
 
 def test_the_parts_come_in_the_order_of_the_ranks():
-    for rank, (gathered, scattered, exchanged, total, same) in enumerate(run(whence, 3)):
+    for rank, (gathered, scattered, exchanged, total) in enumerate(run(whence, 3)):
         assert gathered[1].tolist() == [10, 11, 110, 111, 210, 211]
         assert scattered.tolist() == [[300 + 30 * rank, 303 + 30 * rank]]
         row = 10 * rank
         assert exchanged.tolist() == [[row, row + 1, row + 100, row + 101, row + 200, row + 201]]
         assert total[2].tolist() == [360, 363]
-        assert same[0].tolist() == [100 * rank, 100 * rank + 1]
 
 
 def in_part_of_the_ranks(group):

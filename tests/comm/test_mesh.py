@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minitron.comm.launch import run
 from minitron.comm.mesh import make_mesh
 from minitron.config import ConfigError
+from minitron.launch import run
 from minitron.measure.ledger import Ledger
 
 
@@ -51,4 +51,4 @@ def wrong_meshes(group):
 def test_a_mesh_that_does_not_fit_says_so():
     for too_large, unknown in run(wrong_meshes, 2):
         assert too_large.startswith("a mesh of dp 2 x tp 2 = 4 ranks does not fit 2 processes")
-        assert unknown == "mesh axes ['data'] are unknown: choose from dp, pp, cp, tp, ep"
+        assert unknown == "mesh axes ['data'] are unknown: choose from dp, replicas, pp, cp, tp, ep"

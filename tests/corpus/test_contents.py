@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from minitron import train
-from minitron.comm.launch import run
 from minitron.config import (
     Config,
     ConfigError,
@@ -20,6 +19,7 @@ from minitron.corpus import contents
 from minitron.corpus.contents import fingerprint, read_contents, require_tokens
 from minitron.corpus.folder import write_corpus_info
 from minitron.dataset import HEADER_BYTES, TokenDataset, write_shard
+from minitron.launch import run
 
 MODEL = ModelConfig(max_sequence_length=8, num_layers=2, width=8, num_heads=2, num_kv_heads=2,
                     ffn_width=8)

@@ -29,7 +29,7 @@ from minitron.corpus.story_grammar import (
     sample_story,
 )
 from minitron.dataset import TokenDataset, open_shard
-from minitron.progress import Progress
+from minitron.system.progress import Progress
 
 STORY = (
     "There was a kind boy named Ben. Ben had an old kite. One day, Ben took the old kite to the "

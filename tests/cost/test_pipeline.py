@@ -10,13 +10,11 @@ import pytest
 import torch
 
 from minitron import cost
-from minitron.comm.launch import run
+from minitron.launch import run
 from minitron.measure.ledger import Ledger
 from minitron.measure.meter import Meter
-from minitron.measure.oracle import small_model
-from minitron.parallel.pipeline_parallel import apply_pipeline_parallel
-from minitron.parallel.schedule_check import peak_activations
-from minitron.parallel.schedules import (
+from minitron.parallel.pipeline.schedule_check import peak_activations
+from minitron.parallel.pipeline.schedules import (
     gpipe,
     interleaved,
     one_forward_one_backward,
@@ -24,6 +22,8 @@ from minitron.parallel.schedules import (
     zero_bubble,
     zero_bubble_h2,
 )
+from minitron.parallel.pipeline.stages import apply_pipeline_parallel
+from minitron.proof.oracle import small_model
 
 LINES = (Path(__file__).parent / "pipeline_bubble_formulas.csv").read_text().splitlines()
 PRINTED = list(csv.DictReader(line for line in LINES if not line.startswith("#")))

@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from minitron import cost
-from minitron.comm.launch import run
 from minitron.config import ConfigError, ModelConfig
 from minitron.cost import Layout
 from minitron.cost.tensor import kv_heads_per_rank
+from minitron.launch import run
 from minitron.measure.ledger import Ledger
 from minitron.measure.meter import Meter
 from minitron.model.recompute import RECOMPUTE_POLICIES
 from minitron.model.transformer import Transformer, fused_attention, materialised_attention
-from minitron.parallel.sequence_parallel import apply_sequence_parallel
-from minitron.parallel.tensor_parallel import apply_tensor_parallel
+from minitron.parallel.tensor.layers import apply_tensor_parallel
+from minitron.parallel.tensor.sequence import apply_sequence_parallel
 
 TENSOR = Layout(8)
 SEQUENCE = Layout(8, sequence_parallel=True)

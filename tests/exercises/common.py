@@ -4,9 +4,9 @@ import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
-from minitron.course import graders
-from minitron.course.exercises import ROOT, known, load
-from minitron.course.graders.ranks import source_file
+from teaching import graders
+from teaching.exercises import ROOT, known, load
+from teaching.graders.ranks import source_file
 
 
 class Chapter:

@@ -1,7 +1,7 @@
 """The exercises of chapter 1: their examples."""
 
 from minitron.config import ModelConfig
-from minitron.course.exercises import ROOT, known, load
+from teaching.exercises import ROOT, known, load
 
 EXERCISES = known()
 

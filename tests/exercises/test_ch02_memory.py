@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from minitron.config import ModelConfig
-from minitron.course.exercises import ROOT, load
-from minitron.course.graders import ch02_leak
+from teaching.exercises import ROOT, load
+from teaching.graders import ch02_leak
 from tests.exercises.common import Chapter
 
 CHAPTER = Chapter("ch02_memory")

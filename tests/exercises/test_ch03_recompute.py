@@ -4,7 +4,7 @@ import torch
 
 from minitron import cost
 from minitron.config import ModelConfig
-from minitron.course.exercises import ROOT, known, load
+from teaching.exercises import ROOT, known, load
 
 EXERCISES = known()
 

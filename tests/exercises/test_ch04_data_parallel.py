@@ -10,14 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minitron.comm.launch import run
-from minitron.course.exercises import ROOT, load
-from minitron.course.graders import Mistake
-from minitron.course.graders.ch04_data_parallel import right_buckets
-from minitron.course.graders.ch04_toy import alone, expect_gradients
-from minitron.course.graders.ranks import Wire, factor, on_ranks, per_rank, source_file
-from minitron.measure.oracle import after_backward, assert_same_training
-from minitron.parallel import data_parallel
+from minitron.launch import run
+from minitron.parallel.data.buckets import assign_buckets
+from minitron.parallel.data.ddp import average_gradients
+from minitron.proof.oracle import after_backward, assert_same_training
+from teaching.exercises import ROOT, load
+from teaching.graders import Mistake
+from teaching.graders.ch04_data_parallel import right_buckets
+from teaching.graders.ch04_toy import alone, expect_gradients
+from teaching.graders.ranks import Wire, factor, on_ranks, per_rank, source_file
 from tests.exercises import common
 from tests.exercises.common import Chapter
 
@@ -97,8 +98,8 @@ def test_the_answers_train_as_one_process_does():
 
 
 def test_the_packages_functions_pass_the_graders():
-    for name in ("average_gradients", "assign_buckets"):
-        verdict = CHAPTER.grade(name, getattr(data_parallel, name))
+    for function in (average_gradients, assign_buckets):
+        verdict = CHAPTER.grade(function.__name__, function)
         assert verdict.state == "passed", verdict
 
 
@@ -107,7 +108,7 @@ def test_the_graders_buckets_are_the_packages():
     for bucket_bytes in range(1, 60, 3):
         sizes = torch.randint(0, 40, (12,), generator=generator).tolist()
         assert right_buckets(sizes, bucket_bytes) == \
-            data_parallel.assign_buckets(sizes, bucket_bytes)
+            assign_buckets(sizes, bucket_bytes)
 
 
 def test_zeros_are_not_blamed_on_the_divisor():
@@ -126,8 +127,8 @@ def test_use_reaches_the_package_inside_a_rank(tmp_path):
     shutil.copy(ROOT / CHAPTER.exercises["4.3"].solution_file, tmp_path / name)
 
     def whose(group, root):
-        from minitron.course.use import use
-        from minitron.parallel.data_parallel import apply_hooked_data_parallel
+        from minitron.parallel.data.ddp import apply_hooked_data_parallel
+        from teaching.use import use
 
         with use("4.3", root=root):
             model = weights(2)

@@ -9,10 +9,10 @@ import torch
 
 from minitron import cost
 from minitron.comm import collectives
-from minitron.comm.launch import run
-from minitron.course.exercises import ROOT, load
-from minitron.course.graders.ch05_ring import lengths
-from minitron.course.graders.ch05_ring_all_reduce import walk
+from minitron.launch import run
+from teaching.exercises import ROOT, load
+from teaching.graders.ch05_ring import lengths
+from teaching.graders.ch05_ring_all_reduce import walk
 from tests.exercises.common import Chapter
 
 CHAPTER = Chapter("ch05_ring_all_reduce")

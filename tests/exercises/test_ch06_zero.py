@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import nn
 
 from minitron.comm.collectives import all_gather_single, reduce_scatter_single
-from minitron.comm.launch import run
-from minitron.course.exercises import ROOT, load
-from minitron.course.graders.ch06_toy import Held, ShardWire, cut, storage_bytes
-from minitron.course.graders.ch06_zero import right_ranges
-from minitron.course.graders.ranks import on_ranks
-from minitron.parallel import shards
+from minitron.launch import run
+from minitron.parallel import flat
+from teaching.exercises import ROOT, load
+from teaching.graders.ch06_toy import Held, ShardWire, cut, storage_bytes
+from teaching.graders.ch06_zero import right_ranges
+from teaching.graders.ranks import on_ranks
 from tests.exercises.common import Chapter
 
 CHAPTER = Chapter("ch06_zero")
@@ -78,7 +78,7 @@ def test_the_examples_on_two_ranks_are_true():
 
 
 def test_the_packages_ranges_pass_the_grader():
-    verdict = CHAPTER.grade("owned_ranges", shards.owned_ranges)
+    verdict = CHAPTER.grade("owned_ranges", flat.owned_ranges)
     assert verdict.state == "passed", verdict
 
 

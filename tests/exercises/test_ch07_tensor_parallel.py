@@ -11,18 +11,18 @@ import torch
 from torch import nn
 
 from minitron.comm import differentiable
-from minitron.comm.launch import run
 from minitron.config import ModelConfig
-from minitron.course.exercises import ROOT, load
-from minitron.course.graders import Mistake
-from minitron.course.graders.ch07_attention import LAYERS, own_gradients, right_gradients
-from minitron.course.graders.ch07_heads import KV_HEADS
-from minitron.course.graders.ch07_toy import expect_close
-from minitron.course.graders.ch07_vocabulary import CASES, Shapes
-from minitron.course.use import use
-from minitron.measure.oracle import assert_same_training, small_llama
+from minitron.launch import run
 from minitron.model.transformer import Attention
-from minitron.parallel import tensor_parallel
+from minitron.parallel.tensor import layers
+from minitron.proof.oracle import assert_same_training, small_llama
+from teaching.exercises import ROOT, load
+from teaching.graders import Mistake
+from teaching.graders.ch07_attention import LAYERS, own_gradients, right_gradients
+from teaching.graders.ch07_heads import KV_HEADS
+from teaching.graders.ch07_toy import expect_close
+from teaching.graders.ch07_vocabulary import CASES, Shapes
+from teaching.use import use
 from tests.exercises.common import Chapter
 
 NAME = "ch07_tensor_parallel"
@@ -91,8 +91,7 @@ def test_the_examples_of_heads_are_true():
 
 
 @pytest.mark.parametrize(("module", "name"), [
-    (differentiable, "Replicate"), (differentiable, "AllReduce"),
-    (tensor_parallel, "vocabulary_parallel_cross_entropy"),
+    (differentiable, "AllReduce"), (layers, "vocabulary_parallel_cross_entropy"),
 ])
 def test_the_packages_own_pass_the_graders(module, name):
     verdict = CHAPTER.grade(name, getattr(module, name))
@@ -108,9 +107,9 @@ def test_the_package_trains_with_our_solutions(tmp_path):
         swapped = use("7.1", "7.3", root=tmp_path)
         swapped.__enter__()
         assert differentiable.AllReduce.__module__ == f"exercises.{NAME}"
-        loss = tensor_parallel.vocabulary_parallel_cross_entropy
+        loss = layers.vocabulary_parallel_cross_entropy
         assert loss.__module__ == f"exercises.{NAME}"
-        parallel = tensor_parallel.apply_tensor_parallel(model, group)
+        parallel = layers.apply_tensor_parallel(model, group)
         parallel.swapped = swapped  # while it lives, the package runs the solutions
         return parallel
 
@@ -157,8 +156,8 @@ def test_a_whole_layer_that_is_kept_is_found():
 def test_a_call_of_the_packages_layer_is_refused():
     class Asks(CHAPTER.right_answers["RowParallelLinear"][0]):
         def forward(self, x):
-            self.exchange = tensor_parallel.WholeSequence(self.group)
-            return tensor_parallel.RowParallelLinear.forward(self, x)
+            self.exchange = layers.WholeSequence(self.group)
+            return layers.RowParallelLinear.forward(self, x)
 
     verdict = CHAPTER.grade("RowParallelLinear", Asks)
     assert "RowParallelLinear of minitron is called" in verdict.seen

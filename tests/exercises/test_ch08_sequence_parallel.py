@@ -9,11 +9,11 @@ from torch import nn
 
 from minitron import cost
 from minitron.comm import differentiable
-from minitron.comm.launch import run
 from minitron.config import ModelConfig
-from minitron.course.exercises import ROOT, load
-from minitron.course.graders.ch08_gradients import FAMILIES, FROZEN, alone, whole_names
-from minitron.course.graders.ch08_saved import METHODS, PUBLISHED, published
+from minitron.launch import run
+from teaching.exercises import ROOT, load
+from teaching.graders.ch08_gradients import FAMILIES, FROZEN, alone, whole_names
+from teaching.graders.ch08_saved import METHODS, PUBLISHED, published
 from tests.exercises.common import Chapter
 
 CHAPTER = Chapter("ch08_sequence_parallel")

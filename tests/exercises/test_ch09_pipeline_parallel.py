@@ -8,10 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from minitron.comm.launch import run
-from minitron.course.exercises import ROOT, load
-from minitron.course.graders import ch09_stage
-from minitron.course.graders.ch09_cut import (
+from minitron.launch import run
+from minitron.parallel.pipeline import plan as pipeline_plan
+from minitron.parallel.pipeline import schedules
+from minitron.parallel.pipeline.schedule_check import check
+from minitron.parallel.pipeline.schedules import Action
+from teaching.exercises import ROOT, load
+from teaching.graders import ch09_stage
+from teaching.graders.ch09_cut import (
     EXAMPLES,
     Case,
     case_of_llama,
@@ -19,9 +23,6 @@ from minitron.course.graders.ch09_cut import (
     random_cases,
     stage_costs,
 )
-from minitron.parallel import pipeline_plan, schedules
-from minitron.parallel.schedule_check import check
-from minitron.parallel.schedules import Action
 from tests.exercises.common import Chapter
 
 CHAPTER = Chapter("ch09_pipeline_parallel")

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from minitron import float8
-from minitron.comm.launch import run
-from minitron.course.exercises import ROOT, load
-from minitron.course.graders import (
+from minitron.launch import run
+from minitron.model import float8
+from teaching.exercises import ROOT, load
+from teaching.graders import (
     Mistake,
     ch10_agreement,
     ch10_float8,

@@ -9,21 +9,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minitron.comm.launch import RankError, run
 from minitron.comm.mesh import make_mesh
-from minitron.comm.rank_process import Failure
 from minitron.config import ModelConfig
 from minitron.cost import num_parameters
-from minitron.course.exercises import ROOT, load
-from minitron.course.graders import (
+from minitron.launch import RankError, run
+from minitron.launch.rank_process import Failure
+from minitron.parallel.flat import owned_ranges
+from teaching.exercises import ROOT, load
+from teaching.graders import (
     Mistake,
     ch11_capstone,
     ch11_groups,
     ch11_layouts,
     ch11_reshard,
 )
-from minitron.course.graders.ch11_places import GRIDS
-from minitron.parallel.shards import owned_ranges
+from teaching.graders.ch11_places import GRIDS
 from tests.exercises.common import Chapter
 from tests.exercises.mutants.ch11_all_axes import FURTHER
 

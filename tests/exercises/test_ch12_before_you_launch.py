@@ -6,10 +6,10 @@ from itertools import product
 import pytest
 
 from minitron.config import ModelConfig
-from minitron.course.exercises import ROOT, load
-from minitron.course.graders import ch12_days, ch12_layout, ch12_memory, ch12_schedule
 from minitron.plan.decide import decide
 from minitron.plan.search import search
+from teaching.exercises import ROOT, load
+from teaching.graders import ch12_days, ch12_layout, ch12_memory, ch12_schedule
 from tests.exercises.common import Chapter
 from tests.exercises.mutants.ch12_before_you_launch import FURTHER
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from minitron.course import graders
-from minitron.course.exercises import ROOT, known
+from teaching import graders
+from teaching.exercises import ROOT, known
 from tests.exercises.common import Chapter
 
 CHAPTERS = {name: Chapter(name) for name in dict.fromkeys(e.chapter for e in known().values())}

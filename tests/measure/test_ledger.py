@@ -20,8 +20,8 @@ from torch.distributed._functional_collectives import all_reduce as functional_a
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minitron.comm.launch import run
-from minitron.comm.slow_network import SlowNetwork
+from minitron.launch import run
+from minitron.launch.slow_network import SlowNetwork
 from minitron.measure.ledger import Call, Ledger, Matcher, first_mismatch, merged
 from minitron.model.recompute import recompute
 

@@ -10,7 +10,7 @@ from minitron import train
 from minitron.config import Config, ConfigError, DataConfig, LogConfig
 from minitron.measure.loggers import SharedLog, TensorBoardLog, WandbLog
 from minitron.measure.metrics import read_metrics
-from minitron.run_folder import holds_run
+from minitron.running.folder import holds_run
 from tests.test_train_ranks import MODEL, TRAIN
 
 

@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from minitron import train
 from minitron.comm.collectives import all_reduce
-from minitron.comm.launch import run
 from minitron.comm.mesh import make_mesh
 from minitron.config import Config, ConfigError, DataConfig, LogConfig, ParallelConfig
+from minitron.launch import run
 from minitron.measure.trace import WARM_UP, open_trace
-from minitron.spans import span
+from minitron.pytorch.spans import span
 from tests.test_train_ranks import MODEL, TRAIN, train_on_ranks
 
 STEPS = 2

@@ -5,13 +5,14 @@ from math import prod
 import torch
 from torch import Tensor
 
-from minitron.comm.agreement import gathered
+from minitron.comm.agreement import ALONE, gathered
+from minitron.parallel.state import load_training_state, training_state
 
 
-def saved(parallel, group=None) -> dict[str, Tensor]:
-    """The state of a `Combined`, joined over the ranks; of what several have, all are alike."""
+def saved(parallel, optimizer, group=ALONE) -> dict[str, Tensor]:
+    """What ranks would save, joined over them; of what several have, all are alike."""
     own = {name: (boxes.shape, boxes.dtype, {at: t.clone() for at, t in boxes.at.items()})
-           for name, boxes in parallel.state().items()}
+           for name, boxes in training_state(parallel, optimizer).items()}
     whole, counts = {}, {}
     for of_rank in gathered(own, group):
         for name, (shape, dtype, boxes) in of_rank.items():
@@ -27,14 +28,15 @@ def saved(parallel, group=None) -> dict[str, Tensor]:
     return whole
 
 
-def load(parallel, state: dict[str, Tensor]) -> None:
-    """Give a `Combined` what it keeps of such a state."""
+def load(parallel, optimizer, state: dict[str, Tensor]) -> None:
+    """Give a parallel model what it holds of such a state."""
     def read(wanted) -> None:
         for name, boxes in wanted.items():
             for offset, values in boxes.at.items():
                 values.copy_(state[name][slices(offset, values)])
 
-    parallel.load_state({name: (t.shape, t.dtype) for name, t in state.items()}, read)
+    shapes = {name: (t.shape, t.dtype) for name, t in state.items()}
+    load_training_state(parallel, optimizer, shapes, read)
 
 
 def slices(offset: tuple, values: Tensor) -> tuple:

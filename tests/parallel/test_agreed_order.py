@@ -12,20 +12,22 @@ from unittest.mock import patch
 import pytest
 from torch import nn
 
-from minitron.comm.launch import run
-from minitron.measure.difference import first_difference
-from minitron.measure.oracle import sample_batches, trainings
-from minitron.parallel import data_parallel, fsdp, zero
-from minitron.parallel.data_parallel import (
+from minitron.comm.agreement import ALONE
+from minitron.launch import run
+from minitron.parallel.data import ddp, fsdp, zero
+from minitron.parallel.data.buckets import share_out
+from minitron.parallel.data.ddp import (
     HookedDataParallel,
     apply_bucketed_data_parallel,
     apply_hooked_data_parallel,
     apply_naive_data_parallel,
 )
-from minitron.parallel.fsdp import apply_fsdp
-from minitron.parallel.shards import share_out
-from minitron.parallel.units import split_into_units
-from minitron.parallel.zero import Zero2, apply_zero1, apply_zero2
+from minitron.parallel.data.fsdp import apply_fsdp
+from minitron.parallel.data.units import split_into_units
+from minitron.parallel.data.zero import Zero2, apply_zero1, apply_zero2
+from minitron.parallel.one_device import OneDevice
+from minitron.proof.difference import first_difference
+from minitron.proof.oracle import sample_batches, trainings
 
 ONE_WEIGHT = 12 * 12 * 8  # bytes: one in each bucket
 
@@ -86,8 +88,8 @@ VERSIONS = {
 
 
 def no_broadcast_of_the_order(group):
-    real = data_parallel.broadcast
-    return patch.object(data_parallel, "broadcast", lambda tensor, *args: (
+    real = ddp.broadcast
+    return patch.object(ddp, "broadcast", lambda tensor, *args: (
         real(tensor, *args) if tensor.is_floating_point() else None))
 
 
@@ -101,16 +103,13 @@ class SentWhenFull(HookedDataParallel):
 
 class ReducedWhenFull(Zero2):
     def accept(self, parameter):
-        self.ready.add(parameter)
+        queue, bucket = self.queue_of[parameter], self.flat_of[parameter]
+        queue.ready.add(parameter)
         self.used.add(parameter)
-        bucket = self.bucket_of[parameter]
         bucket.take(parameter)
-        if self.ready.issuperset(bucket.parameters):
+        if queue.ready.issuperset(bucket.parameters):
             bucket.start_reduce()
             bucket.finish_reduce()
-
-    def reduce(self):
-        self.ready = set()
 
 
 def other_buckets_on_rank_1(group):
@@ -163,7 +162,7 @@ def records():
 
 @pytest.fixture(scope="module")
 def reference():
-    return trainings(None, lambda model, group: None, EitherOrder, batches(), 1)
+    return trainings(ALONE, lambda model, group: OneDevice(model), EitherOrder, batches(), 1)
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2])

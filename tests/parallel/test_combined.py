@@ -11,22 +11,24 @@ import pytest
 import torch
 from torch import nn
 
-from minitron.comm.launch import run
+from minitron.comm.agreement import ALONE
 from minitron.comm.mesh import make_mesh
-from minitron.measure.difference import first_difference
-from minitron.measure.oracle import sample_batches, small_model, trainings
+from minitron.launch import run
 from minitron.model.recompute import apply_full_recompute, apply_selective_recompute
-from minitron.parallel.combined import Combined
-from minitron.parallel.data_parallel import (
+from minitron.parallel.clipping import clip_pieces
+from minitron.parallel.data.ddp import (
     apply_bucketed_data_parallel,
     apply_hooked_data_parallel,
     apply_naive_data_parallel,
 )
-from minitron.parallel.fsdp import apply_fsdp
-from minitron.parallel.sequence_parallel import apply_sequence_parallel
-from minitron.parallel.shards import clip_pieces
-from minitron.parallel.tensor_parallel import apply_tensor_parallel
-from minitron.parallel.zero import apply_zero1, apply_zero2
+from minitron.parallel.data.fsdp import apply_fsdp
+from minitron.parallel.data.zero import apply_zero1, apply_zero2
+from minitron.parallel.grid import Grid
+from minitron.parallel.one_device import OneDevice
+from minitron.parallel.tensor.layers import apply_tensor_parallel
+from minitron.parallel.tensor.sequence import apply_sequence_parallel
+from minitron.proof.difference import first_difference
+from minitron.proof.oracle import sample_batches, small_model, trainings, undivided
 from tests.parallel.saving import saved
 
 V, S = 36, 12
@@ -50,10 +52,10 @@ class Layout(NamedTuple):
 
     def apply(self, model, group):
         mesh = make_mesh("cpu", dp=group.size() // self.tp, tp=self.tp)
-        parallel = self.apply_tensor(model, mesh.group("tp")) if self.tp > 1 else None
+        parallel = self.apply_tensor(model, mesh.group("tp")) if self.tp > 1 else OneDevice(model)
         for policy in self.policies:
             policy(model)
-        return Combined(model, self.apply_data(model, mesh.group("dp")), parallel)
+        return Grid(model, data=self.apply_data(model, mesh.group("dp")), tensor=parallel)
 
 
 FULL, SELECTIVE = (apply_full_recompute,), (apply_selective_recompute,)
@@ -93,7 +95,7 @@ def ranks():
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_it_is_the_same_training(ranks, name):
     model, batches = LAYOUTS[name].model, sample_batches(SEQUENCES, V, S)
-    expected = trainings(None, lambda model, group: None, model, batches, 1)
+    expected = trainings(ALONE, undivided, model, batches, 1)
     for optimizer, moments in expected.items():
         seen = [done[name][0][optimizer] for done in ranks]
         assert first_difference(moments, seen) is None, optimizer
@@ -111,32 +113,30 @@ def decaying_matrices(model):
 
 
 def clipped_steps(group, layout, saves: bool = True):
-    """Norms before clipping, weights, what is saved after three steps; None is one process."""
+    """Norms before clipping, weights, what is saved after three steps."""
     torch.manual_seed(0)
     model = layout.model().double()
-    parallel = Combined(model, None, None) if group is None else layout.apply(model, group)
+    parallel = Grid(model) if group is ALONE else layout.apply(model, group)
     optimizer = parallel.shard(torch.optim.AdamW(decaying_matrices(model), eps=1e-6))
 
     norms, (index, count) = [], parallel.data_part
     for tokens in sample_batches((4, 4, 4), V, S):
         optimizer.zero_grad()
         part = tokens[index::count]
-        loss = parallel.summed_loss(model(part[:, :-1]), part[:, 1:]) if parallel.tensor \
-            else nn.functional.cross_entropy(
-                model(part[:, :-1]).flatten(0, 1), part[:, 1:].flatten(), reduction="sum")
+        loss = parallel.summed_loss(model(part[:, :-1]), part[:, 1:])
         (loss / part[:, 1:].numel()).backward()
         parallel.finish()
         parameters = [p for held in optimizer.param_groups for p in held["params"]]
         norms.append(parallel.clip(parameters, max_norm=0.1))
         optimizer.step()
     held = {name: p.detach().clone() for name, p in model.named_parameters()}
-    state = saved(parallel, group) if saves else {}
+    state = saved(parallel, optimizer, group) if saves else {}
     return torch.stack(norms), parallel.full_parameters(), state, held
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_norm_and_optimizer_state_are_those_of_the_whole_model(ranks, name):
-    norms, weights, state, _ = clipped_steps(None, LAYOUTS[name])
+    norms, weights, state, _ = clipped_steps(ALONE, LAYOUTS[name])
     assert min(norms) > 0.2  # of which 0.1 is left
     close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
     for done in ranks:
@@ -168,15 +168,15 @@ def counting_copies_twice(parallel, parameters, max_norm):
 
 def train_mutants(group):
     norms = []
-    for clip in (own_norm, counting_copies_twice, Combined.clip):
-        with patch.object(Combined, "clip", clip):
+    for clip in (own_norm, counting_copies_twice, Grid.clip):
+        with patch.object(Grid, "clip", clip):
             # copies that part are not what a checkpoint can hold
             norms.append(clipped_steps(group, LAYOUTS["naive"], saves=False)[0])
     return norms
 
 
 def test_the_norm_is_neither_that_of_own_parts_nor_counts_copies_twice():
-    expected, *_ = clipped_steps(None, LAYOUTS["naive"])
+    expected, *_ = clipped_steps(ALONE, LAYOUTS["naive"])
     for *wrong, right in run(train_mutants, 4):
         torch.testing.assert_close(right, expected, rtol=1e-10, atol=0)
         for norms in wrong:

@@ -1,6 +1,6 @@
 """Data parallelism is the same training, and sends what it says, when it says."""
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from unittest.mock import patch
 
 import pytest
@@ -10,28 +10,31 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from minitron.comm.launch import RankError, run
-from minitron.measure import oracle
-from minitron.measure.difference import first_difference
+from minitron.comm.agreement import ALONE
+from minitron.launch import RankError, run
 from minitron.measure.ledger import Ledger
-from minitron.measure.oracle import (
+from minitron.model.recompute import apply_full_recompute, apply_selective_recompute
+from minitron.parallel import flat
+from minitron.parallel.data import axis, ddp
+from minitron.parallel.data.buckets import assign_buckets
+from minitron.parallel.data.ddp import (
+    BucketedDataParallel,
+    HookedDataParallel,
+    apply_bucketed_data_parallel,
+    apply_hooked_data_parallel,
+    apply_naive_data_parallel,
+    average_gradients,
+)
+from minitron.parallel.one_device import OneDevice
+from minitron.proof import oracle
+from minitron.proof.difference import first_difference
+from minitron.proof.oracle import (
     after_backward,
     assert_same_training,
     sample_batches,
     small_gpt,
     small_llama,
     trainings,
-)
-from minitron.model.recompute import apply_full_recompute, apply_selective_recompute
-from minitron.parallel import data_parallel
-from minitron.parallel.data_parallel import (
-    BucketedDataParallel,
-    HookedDataParallel,
-    apply_bucketed_data_parallel,
-    apply_hooked_data_parallel,
-    apply_naive_data_parallel,
-    assign_buckets,
-    average_gradients,
 )
 
 SIZES = (1, 2, 3, 4)
@@ -48,6 +51,10 @@ VERSIONS = {
     "bucketed": bucketed,
     "one bucket": apply_bucketed_data_parallel,
 }
+
+
+def on_one_device(model, group):
+    return OneDevice(model)
 
 
 class Picky(nn.Module):
@@ -107,7 +114,7 @@ def records():
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_version_is_the_same_training(records, training, version):
     model, _, sizes, _, groups = TRAININGS[training]
-    reference = trainings(None, lambda model, group: None, model, sample_batches(sizes), 1)
+    reference = trainings(ALONE, on_one_device, model, sample_batches(sizes), 1)
     for size in groups:
         by_rank = [of_rank[training, version, size] for of_rank in records[:size]]
         for optimizer, expected in reference.items():
@@ -129,13 +136,20 @@ def not_sent(tensor, *args, **kwargs):
 
 def changed(change):
     """The all-reduce of gradients, changed; the loss, 0-d, is left alone."""
-    real = data_parallel.all_reduce
+    real = ddp.all_reduce
 
     def all_reduce(tensor, group, async_op=False):
         function = change(real, group.size()) if tensor.dim() else real
         return function(tensor, group, async_op=async_op)
 
-    return patch.object(data_parallel, "all_reduce", all_reduce)
+    return both(patch.object(ddp, "all_reduce", all_reduce),
+                patch.object(flat, "all_reduce", all_reduce))
+
+
+@contextmanager
+def both(one, other):
+    with one, other:
+        yield
 
 
 def scaled(factor):
@@ -162,12 +176,12 @@ class ParameterReduced(HookedDataParallel):
 
     def send(self, index):
         (grad,) = self.buckets[index]
-        return data_parallel.all_reduce(grad.detach(), self.group, async_op=True)
+        return ddp.all_reduce(grad.detach(), self.group, async_op=True)
 
 
 def parameters_averaged(model, group):
     for grad in model.parameters():
-        data_parallel.all_reduce(grad.detach(), group)
+        ddp.all_reduce(grad.detach(), group)
         grad.detach().div_(group.size())
 
 
@@ -193,7 +207,7 @@ MUTANTS = {
         "token_embedding.weight: gradient 4.0x too small on all ranks: divided twice?")
         for name, apply in THREE.items()},
     **{("no broadcast", name): (apply, lambda: patch.object(
-        data_parallel, "broadcast", not_sent),
+        axis, "broadcast", not_sent),
         "token_embedding.weight: initial weights differ on rank 1, 2, 3 alone: no broadcast")
         for name, apply in THREE.items()},
     ("last dropped", "naive"): (after_backward(last_left_out), nullcontext,
@@ -225,7 +239,7 @@ def mutants():
 
 @pytest.mark.parametrize("key", MUTANTS, ids=" ".join)
 def test_the_oracle_names_the_mutation(mutants, key):
-    reference = trainings(None, lambda model, group: None, small_gpt, sample_batches((9,)), 1)
+    reference = trainings(ALONE, on_one_device, small_gpt, sample_batches((9,)), 1)
     found = first_difference(reference["SGD"], [records[key]["SGD"] for records in mutants])
     assert MUTANTS[key][-1] in found
 
@@ -255,6 +269,11 @@ def test_zeros_for_a_parameter_that_nobody_uses_are_not_the_same_training():
 # What crosses the wire, and when
 
 
+def view(parallel, parameter):
+    """Where the parameter's gradient is in its bucket."""
+    return parallel.flat_of[parameter].grad_views[parameter]
+
+
 def wire(group):
     """What the ledger and the model saw, by version."""
     seen = {}
@@ -273,14 +292,14 @@ def wire(group):
                 model(tokens).sum().backward()
                 parallel.finish()
         buckets = getattr(parallel, "buckets", None)
-        views = version in ("bucketed", "one bucket") and group.size() > 1
+        buffered = version in ("bucketed", "one bucket") and group.size() > 1
         seen[version] = dict(
             ops=[call.op for call in ledger.calls],
             payload=sum(call.payload for call in ledger.calls),
             early=issued[-1],
             num_buckets=buckets and len(buckets),
             gradients=sum(p.nbytes for p in model.parameters() if p.requires_grad),
-            views=views and all(p.grad is parallel.views[p] for p in parallel.names),
+            views=buffered and all(p.grad is view(parallel, p) for p in parallel.names),
             storages=len({p.grad.untyped_storage().data_ptr() for p in parallel.names}),
         )
         parallel.remove()
@@ -333,7 +352,7 @@ def test_buckets_follow_the_first_backward_pass():
         model(torch.ones(2, 9)).sum().backward()
         parallel.finish()
         gradients = [p.grad.clone() for p in model.parameters()]
-        assert all(p.grad is parallel.views[p] for p in parallel.names)
+        assert all(p.grad is view(parallel, p) for p in parallel.names)
         model.zero_grad()
         model(torch.ones(2, 9)).sum().backward()
         parallel.finish()

@@ -4,7 +4,6 @@ import functools
 import weakref
 from contextlib import nullcontext
 from functools import partial
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -14,22 +13,25 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from minitron.comm.launch import RankError, run
+from minitron.comm.agreement import ALONE
 from minitron.config import ModelConfig, TrainConfig
-from minitron.measure import oracle
-from minitron.measure.difference import first_difference
+from minitron.launch import RankError, run
 from minitron.measure.ledger import Ledger
 from minitron.measure.meter import Meter
-from minitron.measure.oracle import assert_same_training, sample_batches, small_gpt, trainings
 from minitron.model.recompute import (
     apply_full_recompute,
     apply_segmented_recompute,
     apply_selective_recompute,
 )
 from minitron.model.transformer import Transformer, initial_value, initialise
-from minitron.parallel import shards, units
-from minitron.parallel.combined import Combined
-from minitron.parallel.fsdp import apply_fsdp
+from minitron.parallel import clipping, flat
+from minitron.parallel.data import axis, units
+from minitron.parallel.data.fsdp import apply_fsdp
+from minitron.parallel.grid import Grid
+from minitron.parallel.one_device import OneDevice
+from minitron.proof import oracle
+from minitron.proof.difference import first_difference
+from minitron.proof.oracle import assert_same_training, sample_batches, small_gpt, trainings
 from minitron.step import make_optimizer, train_step
 from tests.parallel.saving import load, saved
 
@@ -84,6 +86,10 @@ class Tiny(NormFirst):
         self.blocks = nn.ModuleList(nn.PReLU() for _ in range(2))
 
 
+def on_one_device(model, group):
+    return OneDevice(model)
+
+
 # The same training
 
 WHOLE = {"sync_every_micro_batch": False}
@@ -135,7 +141,7 @@ def records():
 def test_it_is_the_same_training(records, training):
     model, _, sizes, _, groups = TRAININGS[training]
     with patch.dict(oracle.OPTIMIZERS, OPTIMIZERS if training == "gpt" else {}):
-        reference = trainings(None, lambda model, group: None, model, sample_batches(sizes), 1)
+        reference = trainings(ALONE, on_one_device, model, sample_batches(sizes), 1)
     assert len(reference) == (4 if training == "gpt" else 2)
     for size in groups:
         by_rank = [of_rank[training, size] for of_rank in records[:size]]
@@ -146,14 +152,12 @@ def test_it_is_the_same_training(records, training):
 
 def clipped(model, group):
     """Clips in `finish`, in one process as on many ranks."""
-    if group is None:
-        return SimpleNamespace(finish=lambda: nn.utils.clip_grad_norm_(model.parameters(), CLIP))
-    parallel = apply_fsdp(model, group)
+    parallel = on_one_device(model, group) if group is ALONE else apply_fsdp(model, group)
     finish = parallel.finish
 
     def finish_and_clip():
         finish()
-        norm = parallel.clip(list(parallel.pieces.values()), CLIP)
+        norm = parallel.clip([parallel.optimized(p) for p in model.parameters()], CLIP)
         assert norm > CLIP
 
     parallel.finish = finish_and_clip
@@ -191,22 +195,23 @@ def unshard_once(flat):
     return Sent()
 
 
-reduce_scatter_single, unshard = units.reduce_scatter_single, units.Flat.unshard
+reduce_scatter_single, unshard = flat.reduce_scatter_single, flat.FlatUnit.unshard
 MUTANTS = {
     "reduce-scatter removed": (
-        apply_fsdp, lambda: patch.object(units, "reduce_scatter_single", own_part),
+        apply_fsdp, lambda: patch.object(flat, "reduce_scatter_single", own_part),
         "token_embedding.weight: gradient not proportional to that of one process on all ranks"),
     "mean dropped": (
-        apply_fsdp, lambda: patch.object(units, "reduce_scatter_single", summed),
+        apply_fsdp, lambda: patch.object(flat, "reduce_scatter_single", summed),
         "token_embedding.weight: gradient 4.0x too large on all ranks: summed instead of averaged"),
     "stale parameters": (
-        apply_fsdp, lambda: patch.object(units.Flat, "unshard", unshard_once),
+        apply_fsdp, lambda: patch.object(flat.FlatUnit, "unshard", unshard_once),
         "(step 1; 1 of 1 differ)"),
     "no broadcast": (
-        apply_fsdp, lambda: patch.object(units, "broadcast", not_sent),
+        apply_fsdp, lambda: patch.object(axis, "broadcast", not_sent),
         "token_embedding.weight: initial weights differ on all ranks: no broadcast from rank 0"),
     "clipped by the local norm": (
-        clipped, lambda: patch.object(shards, "all_reduce", not_sent), "gradient not proportional"),
+        clipped, lambda: patch.object(clipping, "all_reduce", not_sent),
+        "gradient not proportional"),
     "none: clipped by the global norm": (clipped, nullcontext, None),
 }
 
@@ -227,8 +232,8 @@ def mutants():
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_oracle_names_the_mutation(mutants, name):
     apply, _, message = MUTANTS[name]
-    alone = clipped if apply is clipped else lambda model, group: None
-    reference = trainings(None, alone, small_gpt, sample_batches((9, 9)), 1)
+    alone = clipped if apply is clipped else on_one_device
+    reference = trainings(ALONE, alone, small_gpt, sample_batches((9, 9)), 1)
     found = first_difference(reference["SGD"], [records[name]["SGD"] for records in mutants])
     assert found is None if message is None else message in found
 
@@ -406,6 +411,7 @@ def from_meta(group):
     before = model(torch.zeros(1, 7, dtype=torch.long)).isnan().all().item()
     parallel.fill(lambda name, shape: initial_value(name, shape, 5, LAYERS))
     model(torch.zeros(1, 7, dtype=torch.long)).sum().backward()
+    parallel.finish()
     tied = model.head.weight is model.token_embedding.weight
     return before, tied, parallel.full_parameters(), parallel.full_gradients()
 
@@ -426,9 +432,9 @@ def test_a_model_is_built_from_the_meta_device():
 TRAIN = TrainConfig(weight_decay=0.5)
 
 
-def train(model, optimizer, batches, parallel=None):
+def train(model, optimizer, batches, parallel):
     """Steps as in a real run, the rank's share of each batch."""
-    rank, size = (0, 1) if parallel is None else parallel.data_part
+    rank, size = parallel.data_part
     losses = []
     for tokens in batches:
         part = tokens[rank::size]
@@ -439,14 +445,14 @@ def train(model, optimizer, batches, parallel=None):
 
 
 def resume(group, batches, state=None):
-    torch.manual_seed(0 if group is None or state is None else 1 + group.rank())
+    torch.manual_seed(0 if group is ALONE or state is None else 1 + group.rank())
     model = deep("gpt").double()
-    parallel = Combined(model, None if group is None else apply_fsdp(model, group), None)
+    parallel = Grid(model, data=OneDevice(model) if group is ALONE else apply_fsdp(model, group))
     optimizer = parallel.shard(make_optimizer(model, TRAIN, torch.device("cpu")))
     if state is not None:
-        load(parallel, state)
+        load(parallel, optimizer, state)
     losses = train(model, optimizer, batches, parallel)
-    state = saved(parallel, group)
+    state = saved(parallel, optimizer, group)
     decays = [group["weight_decay"] for group in optimizer.param_groups]
     return losses, state, decays
 
@@ -456,12 +462,12 @@ def test_a_run_goes_on_at_another_number_of_ranks_and_in_one_process():
     torch.manual_seed(0)
     model = deep("gpt").double()
     optimizer = make_optimizer(model, TRAIN, torch.device("cpu"))
-    expected = train(model, optimizer, batches)
+    expected = train(model, optimizer, batches, OneDevice(model))
 
     first, state, decays = run(resume, 3, batches[:1])[1]
     second, state, _ = run(resume, 2, batches[1:2], state)[1]
     assert decays == [0.5, 0.0]  # matrices alone
-    third, state, _ = resume(None, batches[2:], state)
+    third, state, _ = resume(ALONE, batches[2:], state)
 
     assert first + second + third == pytest.approx(expected, rel=1e-12)
     for name, parameter in model.named_parameters():
@@ -481,6 +487,7 @@ def test_half_precision_computes_and_shards_stay_whole():
         logits = model(tokens)
         logits.float().logsumexp(-1).sum().backward()
         exact(tokens).logsumexp(-1).sum().backward()
+        parallel.finish()
         kinds = {piece.grad.dtype for piece in parallel.pieces.values()}
         gradients = parallel.full_gradients()
         error = max((gradients[name] - p.grad).norm() / p.grad.norm()
@@ -554,11 +561,11 @@ def test_what_travels_stays_until_it_has_arrived():
     def step(group):
         model = deep()
         parallel = apply_fsdp(model, group, compute_dtype=torch.bfloat16)
-        with patch.object(units, "all_gather_single", watched(units.all_gather_single)), \
-                patch.object(units, "reduce_scatter_single", watched(reduce_scatter_single)):
+        with patch.object(flat, "all_gather_single", watched(flat.all_gather_single)), \
+                patch.object(flat, "reduce_scatter_single", watched(reduce_scatter_single)):
             model(torch.randint(29, (2, 7))).sum().backward()
             parallel.finish()
-        return [flat.leaving for flat in parallel.flats if flat.leaving is not None]
+        return [each.leaving for each in parallel.flats if each.leaving is not None]
 
     assert run(step, 2) == [[], []]
 
@@ -636,7 +643,7 @@ def test_an_optimizer_of_some_parameters_loses_no_state():
         torch.manual_seed(0)
         model = small_gpt()
         fully = apply_fsdp(model, group)
-        parallel = Combined(model, fully, None)
+        parallel = Grid(model, data=fully)
         names = [n for p, n in fully.names.items() if fully.pieces[p].requires_grad]
         left_out = {names[2], names[-1]}
         some = [p for p, n in fully.names.items() if n in names and n not in left_out]
@@ -646,9 +653,9 @@ def test_an_optimizer_of_some_parameters_loses_no_state():
         model(torch.randint(29, (2, 7))).sum().backward()
         parallel.finish()
         optimizer.step()
-        before = saved(parallel, group)
-        load(parallel, before)
-        again = saved(parallel, group)
+        before = saved(parallel, optimizer, group)
+        load(parallel, optimizer, before)
+        again = saved(parallel, optimizer, group)
         same = all(torch.equal(again[name], tensor) for name, tensor in before.items())
         return sum(name.endswith(".momentum_buffer") for name in before), len(some[::2]), same
 

@@ -7,21 +7,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minitron.comm.launch import run
+from minitron.launch import run
 from minitron.measure.ledger import Ledger
-from minitron.measure.oracle import small_model
 from minitron.model.recompute import RECOMPUTE_POLICIES
 from minitron.model.transformer import global_name, initialise, materialise
-from minitron.parallel.passage import Passage
-from minitron.parallel.pipeline_parallel import apply_pipeline_parallel
-from minitron.parallel.schedule_check import peak_activations
-from minitron.parallel.schedules import (
+from minitron.parallel.pipeline.executor import Passage
+from minitron.parallel.pipeline.schedule_check import peak_activations
+from minitron.parallel.pipeline.schedules import (
     gpipe,
     interleaved,
     one_forward_one_backward,
     sequential,
     zero_bubble,
 )
+from minitron.parallel.pipeline.stages import apply_pipeline_parallel
+from minitron.proof.oracle import small_model
 
 V, B, S, M = 29, 2, 7, 5
 gpt = partial(small_model, "gpt", vocab_size=V, num_layers=4)
@@ -89,7 +89,7 @@ def evaluated(group, make_schedule):
             losses = sum(summed(model(tokens), targets) for tokens, targets in pairs)
             return losses, model(pairs[0][0]), True
     pipeline = apply_pipeline_parallel(model, group, make_schedule)
-    total, logits = pipeline.total(batches(), summed), pipeline.predict(batches()[0][0])
+    total, logits = pipeline.sum_losses(None, batches(), summed), pipeline.predict(batches()[0][0])
     return total, logits, all(p.grad is None for p in model.parameters())
 
 

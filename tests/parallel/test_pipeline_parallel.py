@@ -4,6 +4,7 @@ Each number of ranks is started once and does everything; the tests then look at
 """
 
 from contextlib import nullcontext
+from copy import copy
 from functools import partial
 from typing import NamedTuple
 from unittest.mock import patch
@@ -12,21 +13,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minitron.comm.launch import run
+from minitron.comm.agreement import ALONE
 from minitron.comm.mesh import make_mesh
 from minitron.config import ConfigError
-from minitron.measure.difference import first_difference, hidden_by_adamw
-from minitron.measure.oracle import assert_same_training, sample_batches, small_model, trainings
+from minitron.launch import run
+from minitron.model import linear
 from minitron.model.recompute import apply_full_recompute, apply_selective_recompute
-from minitron.parallel.combined import Combined
-from minitron.parallel.data_parallel import (
+from minitron.parallel.data.ddp import (
     apply_bucketed_data_parallel,
     apply_hooked_data_parallel,
     apply_naive_data_parallel,
 )
-from minitron.parallel.passage import Passage
-from minitron.parallel.pipeline_parallel import PipelineParallel, apply_pipeline_parallel
-from minitron.parallel.schedules import (
+from minitron.parallel.data.zero import apply_zero1, apply_zero2
+from minitron.parallel.grid import Grid
+from minitron.parallel.one_device import OneDevice
+from minitron.parallel.pipeline.executor import Passage
+from minitron.parallel.pipeline.schedules import (
     Action,
     Schedule,
     gpipe,
@@ -36,9 +38,17 @@ from minitron.parallel.schedules import (
     zero_bubble,
     zero_bubble_h2,
 )
-from minitron.parallel.sequence_parallel import apply_sequence_parallel
-from minitron.parallel.tensor_parallel import apply_tensor_parallel
-from minitron.parallel.zero import apply_zero1, apply_zero2
+from minitron.parallel.pipeline.stages import PipelineParallel, apply_pipeline_parallel
+from minitron.parallel.tensor.layers import RowParallelLinear, apply_tensor_parallel
+from minitron.parallel.tensor.sequence import apply_sequence_parallel
+from minitron.proof.difference import first_difference, hidden_by_adamw
+from minitron.proof.oracle import (
+    assert_same_training,
+    sample_batches,
+    small_model,
+    trainings,
+    undivided,
+)
 from tests.parallel.test_pipeline_plan import random_schedule
 
 V, S = 36, 12
@@ -50,6 +60,7 @@ untied = partial(gpt, tied_embedding=False)
 
 chunked = partial(interleaved, num_chunks=2)
 zero2 = partial(apply_zero2, sync_every_micro_batch=False)
+keeping = partial(apply_sequence_parallel, regather=False)
 
 
 def there_and_back(num_ranks, num_micro_batches):
@@ -94,12 +105,16 @@ class Layout(NamedTuple):
     def apply(self, model, group):
         tp = 2 if self.apply_tensor else 1
         mesh = make_mesh("cpu", dp=self.size // (self.pp * tp), pp=self.pp, tp=tp)
-        tensor = self.apply_tensor(model, mesh.group("tp")) if self.apply_tensor else None
+        tensor = self.apply_tensor(model, mesh.group("tp")) if self.apply_tensor \
+            else OneDevice(model)
         for policy in self.policies:
             policy(model)
         pipeline = apply_pipeline_parallel(model, mesh.group("pp"), self.make_schedule)
-        data = self.apply_data(model, mesh.group("dp")) if self.apply_data else None
-        return Combined(model, data, tensor, pipeline)
+        pipeline.sequence_parts = tensor.sequence_parts
+        stages = {"pipeline": pipeline} if self.apply_data in (apply_zero1, zero2) else {}
+        data = self.apply_data(model, mesh.group("dp"), **stages) if self.apply_data \
+            else OneDevice(model)
+        return Grid(model, data=data, tensor=tensor, pipeline=pipeline)
 
     def records(self, group, apply=None):
         batches = sample_batches(self.sequences, V, S)
@@ -107,7 +122,7 @@ class Layout(NamedTuple):
 
 
 def one_process(layout):
-    return layout.records(None, lambda model, group: None)
+    return layout.records(ALONE, undivided)
 
 
 one_f_one_b = one_forward_one_backward
@@ -116,6 +131,10 @@ LAYOUTS = {
     "alone, 1F1B": Layout(one_f_one_b, 1, num_micro_batches=2),
     "alone, halves": Layout(zero_bubble, 1, num_micro_batches=3),
     "alone, two chunks": Layout(chunked, 1, llama, 3),
+    "alone, halves, tensor": Layout(
+        zero_bubble, 1, frozen, 3, (9, 5), None, apply_tensor_parallel),
+    "alone, halves, sequence": Layout(
+        zero_bubble, 1, llama, 2, (9, 5), None, apply_sequence_parallel, SELECTIVE),
     "2, sequential": Layout(sequential, 2, num_micro_batches=3),
     "2, halves": Layout(zero_bubble, 2, num_micro_batches=5),
     "2, two chunks": Layout(chunked, 2, llama),
@@ -139,7 +158,10 @@ LAYOUTS = {
     "zero 1": Layout(zero_bubble, 2, gpt, 4, (9, 8), apply_zero1, None, FULL),
     "zero 2": Layout(chunked, 2, gpt, 2, (9, 5), zero2),
     "tensor": Layout(one_f_one_b, 2, llama, 4, (9, 5), None, apply_tensor_parallel, SELECTIVE),
-    "sequence": Layout(zero_bubble, 2, gpt, 3, (9, 5), None, apply_sequence_parallel, FULL),
+    "tensor, halves": Layout(zero_bubble, 2, llama, 4, (9, 5), None, apply_tensor_parallel),
+    "sequence, halves": Layout(zero_bubble, 2, gpt, 3, (9, 5), None, apply_sequence_parallel),
+    "sequence, full": Layout(zero_bubble, 2, gpt, 3, (9, 5), None, apply_sequence_parallel, FULL),
+    "sequence, halves, keeping": Layout(zero_bubble, 2, untied, 3, (9, 5), None, keeping),
 }
 SIZES = 1, 2, 3, 4
 
@@ -170,14 +192,14 @@ def test_it_is_the_same_training(ranks, name):
 
 def test_the_oracle_takes_it_as_it_is():
     def apply(model, group):
-        return Combined(model, None, None, apply_pipeline_parallel(model, group))
+        return Grid(model, pipeline=apply_pipeline_parallel(model, group))
 
     assert_same_training(apply, 2, gpt, 3, (5,), vocabulary=V, sequence=S)
 
 
 # Mutations: take the essential line out, and the oracle must tell
 
-run_all, send = PipelineParallel.run, Passage.send
+run_all, send, take = PipelineParallel.run, Passage.send, linear.Deferral.takes
 
 
 def gradient_of_a_sum(self, micro_batches, sum_loss, divisor):
@@ -213,6 +235,27 @@ def weights_dropped(self, action):
     self.deferred.pop((action.micro_batch, action.stage))
 
 
+def one_weight_dropped(later):
+    linear.accumulate_all(later[:-1])
+
+
+def takes_and_computes(self, half):
+    """What is deferred is computed at once too."""
+    take(self, copy(half))
+    return False
+
+
+def own_tokens(self):
+    """This rank's part of the input is taken for every rank's."""
+    if self.parts.exchange.regathers:
+        x_full = torch.cat([self.x] * self.parts.exchange.group.size(), 1)
+        self.wait_for_x = lambda: x_full
+
+
+def bias_on_every_rank(self, x):
+    return self.exchange.reduce(self.parts.compute(x, self.weight, self.bias)[0])
+
+
 def not_done(*args, **kwargs):
     pass
 
@@ -220,6 +263,7 @@ def not_done(*args, **kwargs):
 EVEN = Layout(one_f_one_b, 2, gpt, 4, (8, 8))
 UNEVEN = Layout(one_f_one_b, 3, gpt, 4, (9,))
 HALVES = Layout(zero_bubble, 2, untied, 4, (8,))
+CUT_HALVES = Layout(zero_bubble, 1, untied, 2, (4,), None, apply_sequence_parallel)
 MUTANTS = {
     "micro-batch losses not weighted": (
         EVEN, patch.object(PipelineParallel, "run", gradient_of_a_sum),
@@ -227,7 +271,7 @@ MUTANTS = {
     "mean of means": (
         UNEVEN, patch.object(PipelineParallel, "run", mean_of_means), "model: loss"),
     "tied gradients not exchanged": (
-        EVEN, patch.object(PipelineParallel, "sum_tied_gradients", not_done),
+        EVEN, patch.object(PipelineParallel, "sum_partial_gradients", not_done),
         "token_embedding.weight: gradient not proportional to that of one process on all ranks"),
     "gradient of the last micro-batch lost": (
         EVEN, patch.object(Passage, "send", last_gradient_zeroed),
@@ -237,8 +281,20 @@ MUTANTS = {
     "gradients of weights dropped": (
         HALVES, patch.object(Passage, "weights", weights_dropped),
         "gradient missing (None) on all ranks"),
+    "one gradient of a weight dropped": (
+        CUT_HALVES, patch("minitron.parallel.pipeline.executor.accumulate_all", one_weight_dropped),
+        "gradient missing (None) on all ranks"),
+    "gradients of weights deferred and computed at once": (
+        CUT_HALVES, patch.object(linear.Deferral, "takes", takes_and_computes),
+        "gradient 2.0x too large on all ranks"),
+    "gradients of weights from this rank's tokens": (
+        CUT_HALVES, patch.object(linear.WeightGradients, "start", own_tokens),
+        "gradient not proportional to that of one process"),
+    "bias of a row layer added on every rank": (
+        CUT_HALVES, patch.object(RowParallelLinear, "forward", bias_on_every_rank), "model: loss"),
+    "halves of cut layers, none": (CUT_HALVES, nullcontext(), None),
     "no broadcast": (
-        EVEN, patch("minitron.parallel.pipeline_parallel.broadcast", not_done),
+        EVEN, patch("minitron.parallel.pipeline.stages.broadcast", not_done),
         "initial weights differ on all ranks: no broadcast from rank 0"),
     "none": (HALVES, nullcontext(), None),
 }

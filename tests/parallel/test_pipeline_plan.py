@@ -7,9 +7,9 @@ from itertools import combinations, pairwise
 import pytest
 
 from minitron.config import ConfigError
-from minitron.parallel.pipeline_plan import Message, forwards, script, split_blocks
-from minitron.parallel.schedule_check import check, in_order
-from minitron.parallel.schedules import (
+from minitron.parallel.pipeline.plan import Message, forwards, script, split_blocks
+from minitron.parallel.pipeline.schedule_check import check, in_order
+from minitron.parallel.pipeline.schedules import (
     Action,
     Schedule,
     gpipe,

@@ -9,19 +9,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minitron.comm.launch import RankError, run
 from minitron.cost.pipeline import pipeline_volume
+from minitron.launch import RankError, run
 from minitron.measure.ledger import Ledger
-from minitron.measure.oracle import small_model
-from minitron.parallel.combined import Combined
-from minitron.parallel.passage import Passage
-from minitron.parallel.pipeline_parallel import apply_pipeline_parallel
-from minitron.parallel.schedules import (
+from minitron.parallel.grid import Grid
+from minitron.parallel.pipeline.executor import Passage
+from minitron.parallel.pipeline.schedules import (
     gpipe,
     interleaved,
     one_forward_one_backward,
     zero_bubble,
 )
+from minitron.parallel.pipeline.stages import apply_pipeline_parallel
+from minitron.proof.oracle import small_model
 
 V, D = 29, 15  # small_gpt's width
 B, S, M = 2, 7, 6
@@ -51,11 +51,11 @@ def calls_of_a_step(group, make_model, make_schedule):
     """Of the step, and of what follows the optimizer's."""
     model = make_model()
     pipeline = apply_pipeline_parallel(model, group, make_schedule)
-    combined = Combined(model, None, None, pipeline)
-    optimizer = combined.make_optimizer(partial(torch.optim.SGD, lr=0.1))
+    parallel = Grid(model, pipeline=pipeline)
+    optimizer = parallel.make_optimizer(partial(torch.optim.SGD, lr=0.1))
     with Ledger() as step:
-        combined.run(batches(), summed, 99.0)
-        combined.finish()
+        pipeline.run(batches(), summed, 99.0)
+        parallel.finish()
     with Ledger() as update:
         optimizer.step()
     weight = pipeline.tied
@@ -89,7 +89,7 @@ def test_each_boundary_sees_one_message_a_micro_batch_each_way(name):
                if call.op == "broadcast") == 4 * (num_ranks - 1)
 
 
-def test_a_tied_embedding_is_exchanged_once_and_sent_once_after_the_optimizer():
+def test_a_tied_embedding_is_exchanged_once_and_stays_the_same():
     done = run(calls_of_a_step, 3, gpt, one_forward_one_backward)
     size = 4 * V * D
     for rank, (calls, update, _) in enumerate(done):
@@ -99,8 +99,7 @@ def test_a_tied_embedding_is_exchanged_once_and_sent_once_after_the_optimizer():
         num_messages = M * (4 if rank == 1 else 2)
         assert sum(call.payload == MESSAGE for call in calls) == num_messages
         assert len(calls) == len(found) + num_messages + 1  # the loss
-        assert [(call.op, call.peer, call.payload) for call in update] == [
-            [("send", 2, size)], [], [("recv", 0, size)]][rank]
+        assert update == []  # the same sum makes the same update
     (weight, grad), (other_weight, other_grad) = done[0][2], done[2][2]
     assert torch.equal(weight, other_weight) and torch.equal(grad, other_grad)
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minitron.comm.launch import run
-from minitron.measure.oracle import small_model
+from minitron.launch import run
 from minitron.model.recompute import apply_full_recompute, apply_selective_recompute
 from minitron.model.transformer import materialised_attention
-from minitron.parallel.random_regions import own_random_numbers
-from minitron.parallel.sequence_parallel import apply_sequence_parallel
-from minitron.parallel.tensor_parallel import apply_tensor_parallel
+from minitron.parallel.tensor.layers import apply_tensor_parallel
+from minitron.parallel.tensor.random_regions import own_random_numbers
+from minitron.parallel.tensor.sequence import apply_sequence_parallel
+from minitron.proof.oracle import small_model
 
 B, S, V, RATE = 4, 12, 36, 0.5
 PARALLEL = {"tensor": apply_tensor_parallel, "sequence": apply_sequence_parallel}

@@ -5,8 +5,8 @@ from itertools import product
 import pytest
 
 from minitron.config import ConfigError
-from minitron.parallel.schedule_check import check, in_order, peak_activations
-from minitron.parallel.schedules import (
+from minitron.parallel.pipeline.schedule_check import check, in_order, peak_activations
+from minitron.parallel.pipeline.schedules import (
     Action,
     Schedule,
     gpipe,

@@ -6,8 +6,8 @@ from collections import defaultdict
 import pytest
 
 from minitron.config import ConfigError
-from minitron.parallel.schedule_check import check
-from minitron.parallel.schedules import Action, Schedule
+from minitron.parallel.pipeline.schedule_check import check
+from minitron.parallel.pipeline.schedules import Action, Schedule
 from tests.parallel.test_schedule_check import BROKEN, generated
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from minitron.config import ConfigError
-from minitron.parallel.schedules import (
+from minitron.parallel.pipeline.schedules import (
     Action,
     gpipe,
     interleaved,

@@ -15,17 +15,24 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from minitron.comm.launch import run
+from minitron.comm.agreement import ALONE
 from minitron.cost import tensor_parallel_parameters
-from minitron.measure.difference import first_difference
+from minitron.launch import run
 from minitron.measure.ledger import Ledger
 from minitron.measure.meter import Meter
-from minitron.measure.oracle import assert_same_training, sample_batches, small_model, trainings
 from minitron.model.recompute import apply_full_recompute, apply_selective_recompute
 from minitron.model.transformer import materialise, materialised_attention
-from minitron.parallel import sequence_parallel
-from minitron.parallel.sequence_parallel import SequenceParts, apply_sequence_parallel
-from minitron.parallel.tensor_parallel import TensorParallel, apply_tensor_parallel
+from minitron.parallel.tensor import sequence
+from minitron.parallel.tensor.layers import TensorParallel, apply_tensor_parallel
+from minitron.parallel.tensor.sequence import SequenceParts, apply_sequence_parallel
+from minitron.proof.difference import first_difference
+from minitron.proof.oracle import (
+    assert_same_training,
+    sample_batches,
+    small_model,
+    trainings,
+    undivided,
+)
 from tests.parallel.events import Watcher
 
 V, S = 36, 12  # 2, 3 and 4 ranks divide all sizes
@@ -94,7 +101,7 @@ def ranks():
 
 @pytest.mark.parametrize("name", TRAININGS)
 def test_it_is_the_same_training(ranks, name):
-    reference = TRAININGS[name].records(None, lambda model, group: None)
+    reference = TRAININGS[name].records(ALONE, undivided)
     for size in TRAININGS[name].sizes:
         by_rank = [done["trainings"][name] for done in ranks[size]]
         for optimizer, moments in reference.items():
@@ -114,7 +121,7 @@ def not_summed(*args):
 
 
 def own_part(self, out_partial):
-    return sequence_parallel.equal_parts(out_partial, self.group.size(), 1)[self.group.rank()]
+    return sequence.equal_parts(out_partial, self.group.size(), 1)[self.group.rank()]
 
 
 def own_grad_part(self, grad_partial):
@@ -128,7 +135,7 @@ def own_tokens(self, x):
     return lambda: whole
 
 
-def norms_only(self, gradient=lambda parameter: parameter.grad):
+def norms_only(self, gradient):
     """Sums the gradients of norms, and forgets biases and positions."""
     cuts = self.cuts
     self.cuts = {name: cut if "norm" in name else cuts["token_embedding.weight"]
@@ -137,14 +144,14 @@ def norms_only(self, gradient=lambda parameter: parameter.grad):
     self.cuts = cuts
 
 
-finish = TensorParallel.finish
+finish = TensorParallel.sum_partial_gradients
 TOGETHER = "gradient differs between ranks, together they are right: never reduced?"
 MUTANTS = {
     "gradients of norms not summed": (
-        llama, patch.object(TensorParallel, "finish", not_summed),
+        llama, patch.object(TensorParallel, "sum_partial_gradients", not_summed),
         f"blocks.0.attention_norm.weight: {TOGETHER}"),
     "gradients of biases and positions not summed": (
-        gpt, patch.object(TensorParallel, "finish", norms_only),
+        gpt, patch.object(TensorParallel, "sum_partial_gradients", norms_only),
         f"position_embedding.weight: {TOGETHER}"),
     "reduce-scatter removed": (
         gpt, patch.object(SequenceParts, "reduce", own_part), "model: loss"),
@@ -168,7 +175,7 @@ def train_mutants(group):
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_oracle_names_the_mutation(ranks, name):
     model, _, message = MUTANTS[name]
-    expected = Training(model, ()).records(None, lambda model, group: None)["SGD"]
+    expected = Training(model, ()).records(ALONE, undivided)["SGD"]
     found = first_difference(expected, [done["mutants"][name] for done in ranks[3]])
     assert found is None if message is None else message in found, found
 
@@ -363,9 +370,9 @@ def test_the_input_comes_while_its_gradient_is_computed_which_leaves_past_the_we
     reduces, reduced = ("start_reduce", "starts"), ("start_reduce", "ends")
     for done in ranks[2]:
         events = done["overlap"]
-        assert events[:6] == [gathers, x, gathered, reduces, weight, reduced]  # head
+        assert events[:6] == [gathers, x, reduces, gathered, weight, reduced]  # head
         after_down = events[8:]
-        assert after_down[:9] == [gathers, x, x, gathered, reduces, weight, weight, reduced,
+        assert after_down[:9] == [gathers, x, x, reduces, gathered, weight, weight, reduced,
                                   ("product", (24, 12))]
         assert events.count(gathers) == events.count(reduces) == 3
 

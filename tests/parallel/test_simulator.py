@@ -8,7 +8,7 @@ import pytest
 
 from minitron import cost
 from minitron.config import ConfigError
-from minitron.parallel.schedules import (
+from minitron.parallel.pipeline.schedules import (
     Action,
     Schedule,
     gpipe,
@@ -18,7 +18,7 @@ from minitron.parallel.schedules import (
     zero_bubble,
     zero_bubble_h2,
 )
-from minitron.parallel.simulator import simulate
+from minitron.parallel.pipeline.simulator import simulate
 
 RANKS, MICRO_BATCHES = range(1, 7), (1, 2, 3, 4, 5, 6, 8, 11, 12)
 TIMES = [(Fraction(1), Fraction(1)), (Fraction(1), Fraction(2)), (Fraction(5, 3), Fraction(3, 7)),

@@ -13,25 +13,33 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minitron.comm.launch import run
+from minitron.comm import differentiable
+from minitron.comm.agreement import ALONE
 from minitron.config import ConfigError
-from minitron.measure.difference import first_difference
+from minitron.launch import run
 from minitron.measure.ledger import Ledger
 from minitron.measure.meter import Meter
-from minitron.measure.oracle import assert_same_training, sample_batches, small_model, trainings
 from minitron.model.recompute import apply_full_recompute, apply_selective_recompute
 from minitron.model.transformer import initial_value, initialise, materialise
-from minitron.parallel import tensor_parallel, vocabulary_parallel
-from minitron.parallel.cuts import plan_cuts
-from minitron.parallel.sequence_parallel import apply_sequence_parallel
-from minitron.parallel.tensor_parallel import (
+from minitron.parallel.tensor import layers, vocabulary
+from minitron.parallel.tensor.cuts import plan_cuts
+from minitron.parallel.tensor.layers import (
     RowParallelLinear,
     TensorParallel,
     WholeSequence,
     apply_tensor_parallel,
 )
-from minitron.parallel.vocabulary_parallel import (
+from minitron.parallel.tensor.sequence import apply_sequence_parallel
+from minitron.parallel.tensor.vocabulary import (
     VocabularyParallelEmbedding,
+)
+from minitron.proof.difference import first_difference
+from minitron.proof.oracle import (
+    assert_same_training,
+    sample_batches,
+    small_model,
+    trainings,
+    undivided,
 )
 from tests.parallel.events import Watcher
 
@@ -127,7 +135,7 @@ def compare(expected, by_rank):
 
 @pytest.mark.parametrize("name", TRAININGS)
 def test_it_is_the_same_training(ranks, name):
-    expected = TRAININGS[name].records(None, lambda model, group: None)
+    expected = TRAININGS[name].records(ALONE, undivided)
     for size in TRAININGS[name].sizes:
         compare(expected, [done["trainings"][name] for done in ranks[size]])
 
@@ -143,18 +151,26 @@ def bias_on_every_rank(self, x):
     return self.exchange.reduce(F.linear(x, self.weight, self.bias))
 
 
-def reduced_twice(self, out_partial):
-    """An all-reduce in the backward pass too: what autograd would do with a collective."""
-    reduced = WholeSequence.reduce(self, out_partial)
-    return tensor_parallel.differentiable.replicate(reduced, self.group)
+class AllReducedBothWays(torch.autograd.Function):
+    """What autograd would do with a collective."""
+
+    @staticmethod
+    def forward(ctx, x_partial, group):
+        ctx.group = group
+        return differentiable.summed(x_partial, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return differentiable.summed(grad, ctx.group), None
 
 
 class ReducedTwice(WholeSequence):
-    reduce = reduced_twice
+    def reduce(self, out_partial):
+        return AllReducedBothWays.apply(out_partial, self.group)
 
 
 def own_embedding(self, tokens):
-    rows, is_mine = vocabulary_parallel.local_rows(tokens, len(self.weight), self.rank)
+    rows, is_mine = vocabulary.local_rows(tokens, len(self.weight), self.rank)
     return F.embedding(rows, self.weight).masked_fill(~is_mine[..., None], 0)
 
 
@@ -170,21 +186,21 @@ MUTANTS = {
         gpt, patch.object(WholeSequence, "start_reduce", lambda self, grad: lambda: grad),
         "token_embedding.weight: gradient not proportional"),
     "backward all-reduce in the wrong place too": (
-        gpt, patch.object(tensor_parallel, "WholeSequence", ReducedTwice),
+        gpt, patch.object(layers, "WholeSequence", ReducedTwice),
         "token_embedding.weight: gradient "),
     "bias added on every rank": (
         gpt, patch.object(RowParallelLinear, "forward", bias_on_every_rank), "model: loss"),
     "embedding not summed": (
         gpt, patch.object(VocabularyParallelEmbedding, "forward", own_embedding), "model: loss"),
     "loss not summed": (
-        gpt, patch.object(vocabulary_parallel, "all_reduce", not_sent), "model: loss"),
+        gpt, patch.object(vocabulary, "all_reduce", not_sent), "model: loss"),
     "largest logit of this rank alone": (
-        gpt, patch.object(vocabulary_parallel, "all_reduce_max", not_sent), "model: loss"),
+        gpt, patch.object(vocabulary, "all_reduce_max", not_sent), "model: loss"),
     "shared key-value head not summed": (
-        ONE_HEAD, patch.object(TensorParallel, "finish", not_sent),
+        ONE_HEAD, patch.object(TensorParallel, "sum_partial_gradients", not_sent),
         "blocks.0.attention.key.weight: gradient differs between ranks, together they are right"),
     "no broadcast": (
-        gpt, patch.object(tensor_parallel, "broadcast", not_sent),
+        gpt, patch.object(layers, "broadcast", not_sent),
         "token_embedding.weight: initial weights differ on all ranks: no broadcast from rank 0"),
     "none": (ONE_HEAD, nullcontext(), None),
 }
@@ -201,7 +217,7 @@ def train_mutants(group):
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_oracle_names_the_mutation(ranks, name):
     model, _, message = MUTANTS[name]
-    expected = Training(model, ()).records(None, lambda model, group: None)["SGD"]
+    expected = Training(model, ()).records(ALONE, undivided)["SGD"]
     found = first_difference(expected, [done["mutants"][name] for done in ranks[3]])
     assert found is None if message is None else message in found, found
 

@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from minitron.comm.launch import run
+from minitron.launch import run
 from minitron.measure.ledger import Ledger
-from minitron.measure.oracle import small_model
-from minitron.parallel.sequence_parallel import apply_sequence_parallel
-from minitron.parallel.tensor_parallel import apply_tensor_parallel
-from minitron.parallel.vocabulary_parallel import vocabulary_parallel_cross_entropy
+from minitron.parallel.tensor.layers import apply_tensor_parallel
+from minitron.parallel.tensor.sequence import apply_sequence_parallel
+from minitron.parallel.tensor.vocabulary import vocabulary_parallel_cross_entropy
+from minitron.proof.oracle import small_model
 
 B, S, V = 3, 5, 24
 

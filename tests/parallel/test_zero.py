@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from types import SimpleNamespace
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -15,23 +14,24 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from minitron import cost
-from minitron.comm.agreement import rank_and_size
-from minitron.comm.launch import RankError, run
+from minitron.comm.agreement import ALONE
 from minitron.cost.sharding import zero_holdings, zero_volume
-from minitron.measure import oracle
-from minitron.measure.difference import first_difference
+from minitron.launch import RankError, run
 from minitron.measure.ledger import Ledger
 from minitron.measure.meter import Meter
-from minitron.measure.oracle import (
+from minitron.model.recompute import apply_full_recompute, apply_selective_recompute
+from minitron.parallel import flat
+from minitron.parallel.data.zero import Zero1, Zero2, apply_zero1, apply_zero2
+from minitron.parallel.one_device import OneDevice
+from minitron.proof import oracle
+from minitron.proof.difference import first_difference
+from minitron.proof.oracle import (
     assert_same_training,
     sample_batches,
     small_gpt,
     small_llama,
     trainings,
 )
-from minitron.model.recompute import apply_full_recompute, apply_selective_recompute
-from minitron.parallel import shards
-from minitron.parallel.zero import Zero1, Zero2, apply_zero1, apply_zero2
 from minitron.step import train_step
 
 SIZES = (1, 2, 3, 4, 8)
@@ -43,6 +43,7 @@ VERSIONS = {
     "stage 2": partial(apply_zero2, bucket_bytes=SMALL, sync_every_micro_batch=False),
     "stage 2, one bucket": partial(apply_zero2, sync_every_micro_batch=False),
     "stage 2, every micro-batch": partial(apply_zero2, bucket_bytes=SMALL),
+    "stage 1, gathered ahead": partial(apply_zero1, bucket_bytes=SMALL, overlap_gather=True),
     "stage 2, a parameter a bucket": partial(
         apply_zero2, bucket_bytes=1, sync_every_micro_batch=False),
 }
@@ -90,13 +91,15 @@ class Training(NamedTuple):
     optimizers: dict = OPTIMIZERS
 
     def records(self, group, apply):
-        batches = sample_batches(self.sequences(group.size() if group else self.sizes[0]))
+        batches = sample_batches(self.sequences(self.sizes[0] if group is ALONE else group.size()))
         with patch.dict(oracle.OPTIMIZERS, self.optimizers, clear=True):
             return trainings(group, apply, self.model, batches, self.num_micro_batches)
 
 
 TRAININGS = {
     "plain": Training(sizes=SIZES),
+    "gathered ahead": Training(
+        recomputed, 2, lambda N: (2 * N + 1, 2 * N), versions=("stage 1, gathered ahead",)),
     "recomputed": Training(recomputed),
     "accumulated": Training(
         num_micro_batches=2, sequences=lambda N: (2 * N + 1, 2 * N), versions=tuple(VERSIONS)[:4]),
@@ -127,13 +130,8 @@ def clipping(optimizer, clip):
     return optimizer
 
 
-def in_one_process(model, group):
-    return SimpleNamespace(make_optimizer=lambda factory: clipping(
-        factory(decaying_matrices(model)), nn.utils.clip_grad_norm_))
-
-
 def on_ranks(apply, clip=None):
-    """`apply`, with the same parameter groups and clipping as `in_one_process`."""
+    """`apply`, with two parameter groups and clipping."""
 
     def apply_all(model, group):
         parallel = apply(model, group)
@@ -142,6 +140,9 @@ def on_ranks(apply, clip=None):
         return parallel
 
     return apply_all
+
+
+in_one_process = on_ranks(lambda model, group: OneDevice(model))
 
 
 def train_all(group):
@@ -163,7 +164,7 @@ def records():
 @pytest.mark.parametrize(("name", "version", "size"), CASES)
 def test_every_version_is_the_same_training(records, name, version, size):
     training = TRAININGS[name]._replace(num_micro_batches=1, sizes=(size,))
-    expected = training.records(None, in_one_process)
+    expected = training.records(ALONE, in_one_process)
     assert len(expected) == len(training.optimizers)
     for optimizer, moments in expected.items():
         seen = [of_rank[name, version, size][optimizer] for of_rank in records[:size]]
@@ -178,11 +179,9 @@ def test_the_oracle_takes_them_as_they_are():
 def two_steps(group, apply):
     torch.manual_seed(0)
     model = small_gpt().double()
-    parallel, optimizer = None, torch.optim.AdamW(decaying_matrices(model), eps=1e-6)
-    rank, size = rank_and_size(group)
-    if group is not None:
-        parallel = apply(model, group)
-        optimizer = parallel.shard(optimizer)
+    parallel = apply(model, group)
+    optimizer = parallel.shard(torch.optim.AdamW(decaying_matrices(model), eps=1e-6))
+    rank, size = parallel.data_part
     losses = []
     for tokens in sample_batches((6, 4)):
         parts = tokens[rank::size].split(2)
@@ -194,7 +193,7 @@ def two_steps(group, apply):
 
 @pytest.mark.parametrize("version", ["stage 1", "stage 2"])
 def test_it_fits_train_step(version):
-    weights, losses = two_steps(None, None)
+    weights, losses = two_steps(ALONE, lambda model, group: OneDevice(model))
     for other_weights, other_losses in run(two_steps, 2, VERSIONS[version]):
         torch.testing.assert_close(other_weights, weights, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(other_losses, losses, rtol=1e-5, atol=0, check_dtype=False)
@@ -233,20 +232,20 @@ def summed(output, input, group, async_op):
     return REDUCE_SCATTER(output, input, group, async_op)
 
 
-def not_gathered(output, input, group, async_op):
+def not_gathered(bucket):
     return Sent()
 
 
-REDUCE_SCATTER = shards.reduce_scatter_single
+REDUCE_SCATTER = flat.reduce_scatter_single
 
 
 class SteppedEarly(Zero2):
     """The optimizer gets what is there when the last micro-batch has not been added yet."""
 
     def finish(self):
-        there = [bucket.cut(bucket.grad_shard.clone()) for bucket in self.buckets]
+        there = [bucket.cut(bucket.grad_shard.clone()) for bucket in self.flats]
         super().finish()
-        for bucket, grads in zip(self.buckets, there, strict=True):
+        for bucket, grads in zip(self.flats, there, strict=True):
             for parameter, piece in bucket.pieces.items():
                 piece.grad = grads[parameter]
 
@@ -260,14 +259,14 @@ class SteppedUnfinished(Zero1):
 
 
 MUTANTS = {
-    **{(mutation, stage): (apply, partial(patch.object, shards, name, replacement), None, words)
+    **{(mutation, stage): (apply, partial(patch.object, where, name, replacement), None, words)
        for stage, apply in (("stage 1", apply_zero1), ("stage 2", VERSIONS["stage 2"]))
-       for mutation, name, replacement, words in (
-           ("reduce-scatter removed", "reduce_scatter_single", not_reduced,
+       for mutation, where, name, replacement, words in (
+           ("reduce-scatter removed", flat, "reduce_scatter_single", not_reduced,
             "token_embedding.weight: gradient not proportional"),
-           ("mean dropped", "reduce_scatter_single", summed,
+           ("mean dropped", flat, "reduce_scatter_single", summed,
             "token_embedding.weight: gradient 3.0x too large on all ranks: summed instead"),
-           ("all-gather removed", "all_gather_single", not_gathered,
+           ("all-gather removed", flat.FlatShards, "unshard", not_gathered,
             "after the update the parameter is"),
        )},
     **{("clipped by the local norm", stage): (
@@ -297,7 +296,7 @@ def mutants():
 
 @pytest.mark.parametrize("key", MUTANTS, ids=" ".join)
 def test_the_oracle_names_the_mutation(mutants, key):
-    expected = trainings(None, in_one_process, small_gpt, sample_batches((9,)), 1)["SGD"]
+    expected = trainings(ALONE, in_one_process, small_gpt, sample_batches((9,)), 1)["SGD"]
     assert MUTANTS[key][-1] in first_difference(expected, [records[key] for records in mutants])
 
 
@@ -329,7 +328,7 @@ def wire(group):
             model(torch.ones(1, 59)).sum().backward()
             parallel.finish()
             optimizer.step()
-        elements = [len(bucket.flat) for bucket in parallel.buckets]
+        elements = [bucket.num_elements for bucket in parallel.flats]
         every = "every" in version
         stage = 1 if version == "stage 1" else 2
         seen[version] = dict(
@@ -356,9 +355,9 @@ def test_the_wire(size):
             when = "backward"  # what follows a backward pass counts to it
             assert seen["calls"] == [
                 *(("reduce_scatter", when, n) for n in seen["buckets"]),
-                *(("all_gather", "optimizer", n) for n in seen["buckets"])]
+                *(("all_gather", "optimizer", n) for n in reversed(seen["buckets"]))]
             assert num_buckets > 3 or "one" in version
-            assert seen["early"] == (0 if version == "stage 1" else num_buckets - 1)
+            assert seen["early"] == num_buckets - 1
 
 
 def step(model, parallel, optimizer, x):
@@ -366,6 +365,23 @@ def step(model, parallel, optimizer, x):
     parallel.finish()
     optimizer.step()
     optimizer.zero_grad()
+
+
+def test_a_step_ends_before_its_parameters_are_gathered():
+    """A module waits for its own; the last ones are on their way when the first one runs."""
+    def buckets_on_their_way(group):
+        model, seen = mlp(), []
+        parallel = VERSIONS["stage 1, gathered ahead"](model, group)
+        optimizer = parallel.make_optimizer(torch.optim.SGD)
+        step(model, parallel, optimizer, torch.ones(1, 59))
+        for module in (model[0], model[-1]):
+            module.register_forward_hook(lambda *_: seen.append(len(parallel.gathers)))
+        before = len(parallel.gathers)
+        model(torch.ones(1, 59))
+        return len(parallel.flats), before, seen[0], seen[-1]
+
+    for num_buckets, before, first, last in run(buckets_on_their_way, 2):
+        assert before == num_buckets > first > last == 0
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -530,6 +546,6 @@ def test_a_step_of_one_fake_rank_of_many(version):
                 parallel.clip([p for g in optimizer.param_groups for p in g["params"]], 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
-            assert 0 < sum(map(torch.numel, parallel.pieces.values())) <= 2 * len(parallel.buckets)
+            assert 0 < sum(map(torch.numel, parallel.pieces.values())) <= 2 * len(parallel.flats)
     finally:
         dist.destroy_process_group()

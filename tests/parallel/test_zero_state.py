@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from minitron.comm.launch import run
-from minitron.measure.oracle import small_gpt
-from minitron.parallel.combined import Combined
-from minitron.parallel.fsdp import apply_fsdp
-from minitron.parallel.zero import apply_zero1, apply_zero2
-from minitron.precision import MasterWeights
+from minitron.comm.agreement import ALONE
+from minitron.launch import run
+from minitron.parallel.data.fsdp import apply_fsdp
+from minitron.parallel.data.zero import apply_zero1, apply_zero2
+from minitron.parallel.grid import Grid
+from minitron.parallel.one_device import OneDevice
+from minitron.precision import NO_MASTERS, MasterWeights
+from minitron.proof.oracle import small_gpt
 from tests.parallel.saving import load, optimizer_of, saved
 
 SMALL = 6000  # bytes: several buckets in a small model
@@ -38,8 +40,12 @@ def start(model):
     return torch.optim.AdamW(groups, lr=0.01, eps=1e-6, weight_decay=0.1, amsgrad=True)
 
 
-def cut(model, group, apply=None) -> Combined:
-    return Combined(model, apply and apply(model, group), None)
+def on_one_device(model, group) -> OneDevice:
+    return OneDevice(model)
+
+
+def cut(model, group, apply) -> Grid:
+    return Grid(model, data=apply(model, group))
 
 
 def two_steps(group, apply) -> tuple[dict, dict]:
@@ -49,27 +55,27 @@ def two_steps(group, apply) -> tuple[dict, dict]:
     parallel = cut(model, group, apply)
     optimizer = parallel.shard(start(model))
     train(model, parallel, optimizer, (0, 1))
-    in_the_middle = saved(parallel, group)
-    if group is None:
+    in_the_middle = saved(parallel, optimizer, group)
+    if group is ALONE:
         for name, value in optimizer_of(model, optimizer).items():
             assert torch.equal(in_the_middle[name], value)
     train(model, parallel, optimizer, (2, 3))
-    return in_the_middle, saved(parallel, group)
+    return in_the_middle, saved(parallel, optimizer, group)
 
 
 def continue_sharded(group, state, apply) -> dict:
     model = small_gpt().double()
     parallel = cut(model, group, apply)
     optimizer = parallel.shard(start(model))
-    load(parallel, state)
+    load(parallel, optimizer, state)
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.0, 0.1]
     assert {float(values["step"]) for values in optimizer.state.values() if values} == {2.0}
     train(model, parallel, optimizer, (2, 3))
-    return saved(parallel, group)
+    return saved(parallel, optimizer, group)
 
 
 def test_a_state_continues_on_another_number_of_ranks_and_on_one_process():
-    expected = two_steps(None, None)
+    expected = two_steps(ALONE, on_one_device)
     trainable = [p.requires_grad for p in small_gpt().parameters()]
     assert 0 < sum(trainable) < len(trainable)
     assert len(expected[0]) == len(trainable) + 4 * sum(trainable)  # amsgrad has a third moment
@@ -79,7 +85,7 @@ def test_a_state_continues_on_another_number_of_ranks_and_on_one_process():
     for other in others:
         close(other, state, rtol=0, atol=0)
 
-    continued = [continue_sharded(None, state[0], None)]
+    continued = [continue_sharded(ALONE, state[0], on_one_device)]
     for apply in (apply_zero1, apply_fsdp):
         continued += run(continue_sharded, 2, state[0], apply)
     for found in continued:
@@ -101,23 +107,23 @@ def low_precision_model():
 def train_low_precision(group, apply=apply_small_zero2, state=None):
     """Three steps; all ranks read the same, so that their mean is exact."""
     model, x = low_precision_model()
-    masters = MasterWeights(model) if apply is None else None
-    parallel = Combined(model, apply and apply(model, group), None, None, masters)
+    masters = MasterWeights(model) if apply is on_one_device else NO_MASTERS
+    parallel = Grid(model, masters, data=apply(model, group))
     optimizer = parallel.make_optimizer(partial(torch.optim.AdamW, lr=1e-4))
     if state is not None:
-        load(parallel, state)
+        load(parallel, optimizer, state)
     for _ in range(3):
         model(x).sum().backward()
         parallel.finish()
         optimizer.step()
         optimizer.zero_grad()
-    return dict(model.named_parameters()), saved(parallel, group)
+    return dict(model.named_parameters()), saved(parallel, optimizer, group)
 
 
 def test_16_bit_parameters_have_master_weights_that_are_saved():
     """Six steps at once, and three on 4 ranks and three on fewer, are the same bits."""
-    _, halfway = train_low_precision(None, None)
-    weights, expected = train_low_precision(None, None, halfway)
+    _, halfway = train_low_precision(ALONE, on_one_device)
+    weights, expected = train_low_precision(ALONE, on_one_device, halfway)
     trainable = [name for name, p in weights.items() if p.requires_grad]
     assert all(expected[f"model.{name}"].dtype == torch.float32 for name in trainable)
     assert any(not torch.equal(expected[f"model.{n}"], weights[n].float()) for n in trainable)
@@ -134,9 +140,9 @@ def load_into_float32(group, state, apply):
     """The weights that this rank computes with, and what it would save."""
     model = low_precision_model()[0].float()
     parallel = cut(model, group, apply)
-    parallel.make_optimizer(partial(torch.optim.AdamW, lr=1e-4))
-    load(parallel, state)
-    return parallel.full_parameters(), saved(parallel, group)
+    optimizer = parallel.make_optimizer(partial(torch.optim.AdamW, lr=1e-4))
+    load(parallel, optimizer, state)
+    return parallel.full_parameters(), saved(parallel, optimizer, group)
 
 
 @pytest.mark.parametrize("apply", [apply_zero1, apply_fsdp])

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from minitron.comm.launch import run
 from minitron.config import ConfigError, ModelConfig, ParallelConfig
+from minitron.launch import run
 from minitron.plan import calibrate as calibration
 from minitron.plan.calibrate import (
     alone,
@@ -18,9 +18,9 @@ from minitron.plan.calibrate import (
     memory_bandwidth,
     ring_link,
 )
-from minitron.plan.decide import Decision, Job
 from minitron.plan.estimate import estimate
 from minitron.plan.hardware import DEVICES
+from minitron.plan.job import Decision, Job
 
 CPU = torch.device("cpu")
 

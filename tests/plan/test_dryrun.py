@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from minitron.comm.launch import run as run_ranks
+from minitron.comm.agreement import ALONE
 from minitron.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
+from minitron.launch import run as run_ranks
 from minitron.measure.ledger import Ledger
 from minitron.measure.meter import Meter
 from minitron.plan.dryrun import dry_run, summed
@@ -43,6 +44,8 @@ CASES = {  # by the number of ranks
     },
     3: {"uneven": case(sequences=10, size=2, zero=3), "uneven buckets": case(sequences=10, zero=1)},
     4: {
+        "zero bubble, tensor": case(
+            precision="fp8", pp=2, schedule="zero-bubble", tp=2, sequence=True),
         "pipelines": case(GPT, pp=2, zero=1, sequences=10, size=2),
         "tensor, in stages": case(GPT, "bf16-fp32-grads", "full", tp=2, sequence=True, pp=2),
         "dp and tp": case(precision="bf16", tp=2, zero=2),
@@ -72,7 +75,7 @@ def real(stories, tmp_path_factory) -> dict:
         there = {name: replace(config, data=replace(config.data, path=stories))
                  for name, config in cases.items()}
         args = there, folder
-        ranks = [third_steps(None, *args)] if num_ranks == 1 else \
+        ranks = [third_steps(ALONE, *args)] if num_ranks == 1 else \
             run_ranks(third_steps, num_ranks, *args, timeout=120)
         for name in cases:
             found[num_ranks, name] = [rank[name] for rank in ranks]

@@ -9,9 +9,9 @@ import pytest
 from minitron import cost
 from minitron.config import ConfigError, ModelConfig, ParallelConfig
 from minitron.cost.compute import published_llama
-from minitron.plan.decide import Decision, Job
 from minitron.plan.estimate import RATES, System, estimate
 from minitron.plan.hardware import DEVICES
+from minitron.plan.job import Decision, Job
 from minitron.plan.published import error, published_layers, published_rows, table
 
 H100, A100 = DEVICES["H100-SXM-80GB"], DEVICES["A100-SXM-80GB"]

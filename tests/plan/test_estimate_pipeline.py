@@ -7,13 +7,18 @@ import pytest
 
 from minitron.config import ParallelConfig
 from minitron.cost.compute import published_llama
-from minitron.parallel.pipeline_plan import split_blocks
-from minitron.parallel.schedule_check import in_order
-from minitron.parallel.schedules import gpipe, interleaved, one_forward_one_backward, zero_bubble
-from minitron.parallel.simulator import simulate
-from minitron.plan.decide import Decision, Job
+from minitron.parallel.pipeline.plan import split_blocks
+from minitron.parallel.pipeline.schedule_check import in_order
+from minitron.parallel.pipeline.schedules import (
+    gpipe,
+    interleaved,
+    one_forward_one_backward,
+    zero_bubble,
+)
+from minitron.parallel.pipeline.simulator import simulate
 from minitron.plan.estimate import Pass, estimate, pipeline_seconds
 from minitron.plan.hardware import DEVICES
+from minitron.plan.job import Decision, Job
 from minitron.plan.operators import Cost
 from minitron.plan.systems import MINITRON, blocks_per_rank, even_stages
 

@@ -8,9 +8,9 @@ import pytest
 from minitron import cost
 from minitron.config import ParallelConfig
 from minitron.cost.compute import published_llama
-from minitron.plan.decide import Decision, Job
 from minitron.plan.estimate import MINITRON, RATES, estimate
 from minitron.plan.hardware import DEVICES
+from minitron.plan.job import Decision, Job
 from minitron.plan.published import (
     EFA,
     MEGATRON,
@@ -20,7 +20,7 @@ from minitron.plan.published import (
     published_rows,
     table,
 )
-from minitron.plan.traffic import host_seconds, link_of, shard_seconds
+from minitron.plan.traffic import host_seconds, link, link_of, shard_seconds
 
 H100 = DEVICES["H100-SXM-80GB"]
 LLAMA_8B = published_llama(32, 4096, 32, 8, 14336, 128256, 8192)
@@ -86,10 +86,73 @@ def test_the_first_gather_and_the_last_reduction_of_stage_3_are_beside_nothing()
     job = job_of(layout)
     each = [cost.collective_seconds(op, 33e9 * 2 / 33, 64, *link_of(job, layout.parallel, "dp"))
             for op in ("all_gather", "reduce_scatter")]
-    long, none = (shard_seconds(job, layout, MINITRON, 33e9, (seconds, seconds), 1, overlap=0)
-                  for seconds in (1e9, 0))
-    assert long == pytest.approx(4 * sum(each))
-    assert none == pytest.approx(4 * 33 * (2 * each[0] + each[1]))
+
+    def alone(seconds, reshards, accumulation):
+        calls = cost.step_collectives(3, 4, reshards, accumulation)
+        return shard_seconds(job, layout, MINITRON, 33e9, (seconds, seconds), calls, overlap=0)
+
+    assert alone(1e9, True, "sharded") == pytest.approx(4 * sum(each))
+    assert alone(0, True, "sharded") == pytest.approx(4 * 33 * (2 * each[0] + each[1]))
+    assert alone(1e9, False, "unsharded") == pytest.approx(sum(each)), "once for the step"
+    assert alone(0, False, "unsharded") == pytest.approx(33 * sum(each))
+    assert alone(0, True, "unsharded") == pytest.approx(33 * (8 * each[0] + each[1]))
+
+
+# Links
+
+
+def test_links_of_a_grid_of_nodes():
+    """Of an H100's 450 and 50 GB/s as much as a collective has reached."""
+    job = Job(LLAMA_8B, 1024, replace(H100, nvlink_share=0.5, nic_share=0.6), 4096, 1024)
+
+    def bandwidth(axis, **sizes):
+        return link_of(job, ParallelConfig(**sizes), axis).bandwidth / 1e9
+
+    sizes = {"tp": 8, "pp": 8, "dp": 16}
+    assert bandwidth("tp", **sizes) == 225
+    assert bandwidth("dp", **sizes) == 30, "one rank of the group in a node: one card"
+    assert bandwidth("pp", **sizes) == 30
+    assert bandwidth("dp", dp=512, tp=2) == 120, "four rings through four cards"
+    assert bandwidth("dp", dp=1024) == bandwidth("tp", tp=16, dp=64) == 225, "8 x 30, but NVLink"
+    assert bandwidth("dp", dp=4, tp=2, pp=128) == 225
+    assert bandwidth("pp", dp=1, tp=2, pp=2) == 225
+    assert bandwidth("pp", dp=4, pp=4) == 30, "a stage sends to one other, through its own card"
+
+
+def test_axes_in_another_order_reach_other_links():
+    """tp 8 as the middle axis of dp, tp, pp = 8, 8, 4: two of its ranks in a node, two cards."""
+    job = Job(LLAMA_8B, 256, replace(H100, nvlink_share=1.0, nic_share=1.0), 2048, 1536)
+    assert link(job, size=8, stride=4).bandwidth == 2 * 50e9
+    assert link(job, size=8, stride=8).bandwidth == link(job, size=8, stride=32).bandwidth == 50e9
+    assert link(job, size=8, stride=1).bandwidth == 450e9
+
+
+def test_latency_of_a_ring_is_that_of_the_network_once_it_leaves_a_node():
+    job = Job(LLAMA_8B, 1024, H100, 2048, 1536)
+    assert link(job, size=1024, stride=1).latency == H100.nic_latency == 14.0e-6
+    assert link(job, size=8, stride=1).latency == H100.nvlink_latency == 3.4e-6
+    assert link(job, size=4, stride=4, is_ring=False).latency == H100.nic_latency
+
+
+def test_seconds_of_a_layer_by_hand():
+    """Llama 8B, tp 8: 8 gathers and scatters a block, of which 7 eighths cross each link.
+
+    Two more gathers travel while the backward pass computes, and lengthen it by 16 %.
+    """
+    layout = Decision(ParallelConfig(dp=1, tp=8, sequence=True))
+    parts = estimate(job_of(layout, global_batch_size=1), layout).parts
+    bandwidth = H100.nvlink_share * 450e9
+    each = 7 * 3.4e-6 + 7 / 8 * 4096 * 4096 * 2 / bandwidth
+    assert parts["tp"] == pytest.approx((32 + 0.5) * (8 + 0.16 * 2) * each)
+    assert parts["bubble"] == parts["pp"] == parts["dp"] == 0
+
+
+def test_a_message_between_stages_by_hand():
+    """Of a rank's own tokens, forward and back, for each of 256 micro-batches."""
+    layout = Decision(ParallelConfig(dp=1, tp=8, sequence=True, pp=8))
+    parts = estimate(job_of(layout), layout).parts
+    message = 14.0e-6 + 4096 / 8 * 4096 * 2 / (H100.nic_share * 50e9)
+    assert parts["pp"] == pytest.approx(256 * 2 * message)
 
 
 # Hosts

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from minitron.config import ParallelConfig
-from minitron.plan.decide import Decision
 from minitron.plan.estimate import estimate, memory_of
+from minitron.plan.job import Decision
 from minitron.plan.published import MEGATRON, MEGATRON_CORE, error, published_rows, table
 from minitron.plan.unseen import DEEPSPEED, sharded_rows, unseen_rows
 

@@ -39,6 +39,9 @@ CASES = {
     "fp8, ZeRO 1": case(GPT, "fp8", dp=4, zero=1),
     "fp32 gradients, ZeRO 2": case(GPT, "bf16-fp32-grads", dp=4, zero=2),
     "full, ZeRO 2": case(recompute="full", dp=4, zero=2),
+    "ZeRO 2, reduced once": case(GPT, dp=4, zero=2, sync_every_micro_batch=False),
+    "ZeRO 3, reduced once": case(dp=4, zero=3, sync_every_micro_batch=False),
+    "ZeRO 2 in a pipeline": case(size=1, dp=2, pp=2, zero=2, sync_every_micro_batch=False),
     "ZeRO 3": case(dp=4, zero=3), "ZeRO 3, fp16": case(GPT, "fp16", dp=4, zero=3),
     "ZeRO 3, full": case(replace(LLAMA, **SHORT), recompute="full", dp=4, zero=3),
     "ZeRO 3, few tokens": case(GPT, size=1, length=64, m=2, dp=4, zero=3),
@@ -61,6 +64,7 @@ CASES = {
     "1F1B, as many as stages": case(replace(LLAMA, **SHORT), size=1, m=4, pp=4),
     "GPipe": case(GPT, size=1, pp=2, schedule="gpipe"),
     "zero bubble": case(size=1, pp=2, schedule="zero-bubble"),
+    "zero bubble, sequence": case(size=1, tp=2, sequence=True, pp=2, schedule="zero-bubble"),
     "few tokens": case(size=1, length=64, m=2, dp=4),  # the optimizer holds most
     "few tokens, ZeRO 2": case(size=1, length=64, m=2, dp=4, zero=2),
 }
@@ -112,6 +116,24 @@ def test_stages_of_zero_divide_what_they_say():
     assert divided[0]["optimizer state"] == pytest.approx(whole["optimizer state"] / 64)
     assert divided[0]["gradient"] == whole["gradient"]
     assert divided[1]["gradient"] == pytest.approx(whole["gradient"] / 64)
+
+
+def test_state_of_a_model_by_stage():
+    """On 8 GPUs, bytes for each parameter: 16; 4 + 12/8; 2 + 14/8; 16/8."""
+    num_parameters = cost.num_parameters(MODEL)
+    for zero, each in ((0, 16), (1, 4 + 12 / 8), (2, 2 + 14 / 8), (3, 16 / 8)):
+        kinds = held(ParallelConfig(dp=8, zero=zero))
+        state = kinds["parameter"] + kinds["gradient"] + kinds["optimizer state"]
+        assert state == pytest.approx(each * num_parameters, rel=1e-6)
+    assert kinds["parameter"] == 0, "in stage 3 the float32 masters are all that is kept"
+
+
+def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages():
+    blocks = MODEL.num_layers * cost.activation_bytes_per_layer(
+        MODEL, 1, 4096, layout=cost.Layout(8, True))
+    model = replace(MODEL, vocab_size=256)
+    kinds = held(ParallelConfig(dp=1, tp=8, sequence=True, pp=8), model=model)
+    assert kinds["activation"] == pytest.approx(blocks, rel=0.01)
 
 
 def test_an_interleaved_schedule_holds_more():

@@ -9,8 +9,9 @@ import pytest
 
 from minitron import cost
 from minitron.config import Config, ConfigError, DataConfig, ModelConfig, TrainConfig
+from minitron.config.layout import layouts_that_fit, require_ranks
 from minitron.cost.compute import published_llama
-from minitron.plan.decide import Job, decide
+from minitron.plan.decide import decide
 from minitron.plan.explain import (
     OPTIONS,
     RESOURCES,
@@ -22,8 +23,8 @@ from minitron.plan.explain import (
     with_twice,
 )
 from minitron.plan.hardware import DEVICES
+from minitron.plan.job import Job
 from minitron.plan.search import Candidate, config_of, decisions, search
-from minitron.run_checks import layouts_that_fit, require_ranks
 
 H100 = DEVICES["H100-SXM-80GB"]
 GPT2 = ModelConfig("gpt", 50304, 1024, 12, 768, 12, 12, 3072)
@@ -102,7 +103,7 @@ def test_reasons_are_told_most_frequent_first_and_alike_ones_together():
     assert len(shapes) == len(set(shapes)), "8 and 16 ranks, by which heads do not divide"
     text = "\n".join(reason for _, reason in reasons)
     assert "model.num_heads = 12 does not divide by 8 ranks (parallel.tp), 16 would" in text
-    assert "parallel.zero = 3 with parallel.pp = 2: every micro-batch would gather" in text
+    assert "parallel.zero" not in text, "every stage of ZeRO trains in a pipeline"
     assert "fit in 64 GB, what is usable of 80" in text
     assert "use stage" not in text and "lower them" not in text, "remedies are for runs"
 
@@ -127,7 +128,7 @@ def test_groups_of_tensor_parallelism_do_not_straddle_nodes():
     widths = {each.parallel.tp
               for each in decisions(replace(SMALL, num_gpus=24, sequence_length=960), refused)}
     assert widths == {1, 2, 4}
-    assert any("straddle nodes of 8 GPUs" in reason for reason in refused)
+    assert any("straddle nodes of 8 GPUs" in reason.problem for reason in refused)
 
 
 # Nothing fits
@@ -251,9 +252,9 @@ def test_a_config_that_cannot_run_says_so():
 # The decision tree of chapter 11
 
 
-AT_MOST = 1.2
+AT_MOST = 1.1
 """Times the seconds of the fastest layout, to 64 GPUs."""
-LOSES_MORE = {"GPT-3 on 1,024": 1.62, "Llama 405B on 16,384": 1.78}
+LOSES_MORE = {"GPT-3 on 1,024": 1.11, "Llama 405B on 16,384": 1.78}
 """The same on thousands."""
 
 
@@ -274,7 +275,7 @@ def test_the_decision_tree_is_not_far_from_the_best_on_a_few_nodes(model, num_gp
 
 @pytest.mark.parametrize("name", LOSES_MORE)
 def test_the_decision_tree_is_far_from_the_best_on_thousands(name):
-    """It knows no chunks, and its coarse clock takes what travels while a GPU computes for free."""
+    """It never interleaves stages, and leaves a node with tensor parallelism only if it must."""
     if name.startswith("GPT-3"):
         model = replace(cost.PUBLISHED["GPT-3 175B"], vocab_size=51200)
         job = Job(model, 1024, DEVICES["A100-SXM-80GB"], 2048, 1536)
@@ -282,4 +283,12 @@ def test_the_decision_tree_is_far_from_the_best_on_thousands(name):
         job = Job(cost.PUBLISHED["Llama 3.1 405B"], 16_384, H100, 8192, 2048)
     chosen = Candidate(job, decide(job))
     loses = chosen.seconds / search(job).candidates[0].seconds
-    assert loses == pytest.approx(LOSES_MORE[name], rel=0.1)
+    assert loses == pytest.approx(LOSES_MORE[name], rel=0.02)
+
+
+
+def test_reasons_are_counted_by_kind_not_by_their_words():
+    refused = Counter()
+    list(decisions(replace(SMALL, num_gpus=24, sequence_length=960), refused))
+    assert all(reason.kind != reason.problem for reason in refused), "a reason without a kind"
+    assert len({reason.kind for reason in refused}) < len(refused)

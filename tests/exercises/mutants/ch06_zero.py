@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from minitron.comm.collectives import all_gather_single, reduce_scatter_single
-from minitron.parallel.data_parallel import assign_buckets
+from minitron.parallel.data.buckets import assign_buckets
 
 # 6.1
 

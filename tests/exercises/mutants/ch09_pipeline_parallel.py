@@ -9,8 +9,9 @@ from itertools import accumulate, pairwise
 import torch
 import torch.distributed as dist
 
-from minitron.parallel import pipeline_plan, schedules
-from minitron.parallel.schedules import Action, make
+from minitron.parallel.pipeline import plan as pipeline_plan
+from minitron.parallel.pipeline import schedules
+from minitron.parallel.pipeline.schedules import Action, make
 
 # 9.1
 

@@ -715,11 +715,6 @@ def as_many_as_there_are():
     return grid(1, 8, 1, 0)
 
 
-def all_of_zero():
-    """The highest stage, in a pipeline too."""
-    return grid(2, 2, 2, 3)
-
-
 def four_ranks():
     """2 x 2 is 4."""
     return grid(2, 2, 1, 3)
@@ -896,7 +891,6 @@ MISTAKES = {
         without_zero: "most is optimizer state",
         whole_share: "over 1.15 MB at the peak of a step: rank",
         as_many_as_there_are: "num_heads = 2 does not divide by 8 ranks",
-        all_of_zero: "parallel.zero = 3 with parallel.pp = 2",
         four_ranks: "there are 8 ranks",
         sequence_of_one: "parallel.sequence with parallel.tp = 1",
         forgets_a_key: "pp is missing or unknown",

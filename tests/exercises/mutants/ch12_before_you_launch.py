@@ -9,8 +9,8 @@ from math import ceil, inf
 
 from minitron.config import ConfigError, ParallelConfig
 from minitron.cost import tensor_parallel_parameters
-from minitron.plan.decide import Decision
 from minitron.plan.estimate import estimate
+from minitron.plan.job import Decision
 from minitron.plan.search import decisions
 
 # 12.1
@@ -922,7 +922,7 @@ MISTAKES = {
         unequal_stages: "does not divide",
         never_without_dp: "with each size of dp, tp and pp, 1 too",
         four_at_most: "try each micro-batch size",
-        never_zero_2: "the fastest without ZeRO",
+        never_zero_2: "the fastest with ZeRO 1 at most",
         the_packages_layouts: "decisions of minitron is called",
     },
 }

@@ -1,0 +1,85 @@
+"""Along which axes a run is divided, and how: the table [parallel] of a config."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from minitron.config.checks import require_at_least, require_positive, require_types
+from minitron.system.errors import require
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    dp: int = 0
+    """Data-parallel ranks; 0: all that torchrun has started, divided by tp and pp."""
+    tp: int = 1
+    """Ranks that compute each layer together (tensor parallelism): neighbours, of one node."""
+    sequence: bool = False
+    """With tp, divide the sequence too where layers are not cut: norms, dropout, residual."""
+    pp: int = 1
+    """Ranks that hold the layers one after the other (pipeline parallelism)."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
+    """In which order the pipeline's ranks work on the micro-batches."""
+    chunks: int = 1
+    """Stages that each rank of the pipeline holds: 2 or more with interleaved, else 1."""
+    data_parallel: Literal["naive", "hooked", "bucketed"] = "bucketed"
+    """When gradients are sent: after the backward pass, each as it is ready, or in buckets."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """ZeRO's stage: each rank keeps its part of 1: optimizer state, 2: and gradients, 3: and
+    weights."""
+    replicas: int = 1
+    """Hybrid sharding: groups of data-parallel ranks that hold the same shards; ZeRO divides the
+    state over the dp / replicas ranks of one, which are neighbors, say those of a node."""
+    sync_every_micro_batch: bool = True
+    """Stages 2 and 3: reduce gradients after each micro-batch, so that their sums are sharded.
+    Switched off they travel once a step, but each rank holds them whole until then."""
+    reshard_each_pass: bool = True
+    """Stage 3: free the weights after each pass of a micro-batch, and gather them again for the
+    next. Switched off they are gathered once a step, and each rank holds them whole meanwhile."""
+    sync_replicas_every_micro_batch: bool = False
+    """Sum the shards' gradients over the replicas after each micro-batch too, instead of once."""
+
+    def __post_init__(self):
+        require_types("parallel", self)
+        require_at_least("parallel", self, dp=0)
+        require_positive("parallel", self, "tp", "pp", "chunks")
+        require(not self.sequence or self.tp > 1, f"parallel.sequence with parallel.tp = {self.tp}:"
+                " it divides what tensor parallelism leaves whole", "set parallel.tp to 2 or more",
+                field="parallel.sequence")
+        require(
+            self.sync_every_micro_batch or self.zero >= 2,
+            f"parallel.sync_every_micro_batch = {self.sync_every_micro_batch} with parallel.zero = "
+            f"{self.zero}: below stage 2 gradients travel once a step anyway", "leave it out",
+            field="parallel.sync_every_micro_batch",
+        )
+        self.require_replicas()
+        if self.pp > 1:
+            self.require_pipeline()
+        else:
+            require(self.schedule == "1f1b" and self.chunks == 1, f"parallel.schedule = "
+                    f"{self.schedule} and chunks = {self.chunks} with parallel.pp = 1: there is no "
+                    "pipeline", "set parallel.pp to 2 or more, or leave them out",
+                    field="parallel.schedule")
+
+    def require_replicas(self) -> None:
+        require_positive("parallel", self, "replicas")
+        require(self.replicas == 1 or self.zero >= 1, f"parallel.replicas = {self.replicas} with "
+                "parallel.zero = 0: nothing is sharded, so every rank is a replica anyway",
+                "leave it out, or set parallel.zero to 1, 2 or 3", field="parallel.replicas")
+        require(self.dp % self.replicas == 0, f"parallel.replicas = {self.replicas} does not "
+                f"divide parallel.dp = {self.dp}", "use a divisor of it", field="parallel.replicas")
+        require(self.reshard_each_pass or self.zero == 3, "parallel.reshard_each_pass = False with "
+                f"parallel.zero = {self.zero}: below stage 3 weights are never freed",
+                "leave it out", field="parallel.reshard_each_pass")
+        require(
+            not self.sync_replicas_every_micro_batch
+            or (self.replicas > 1 and self.sync_every_micro_batch),
+            "parallel.sync_replicas_every_micro_batch needs parallel.replicas of 2 or more (here "
+            f"{self.replicas}) and parallel.sync_every_micro_batch", "leave it out",
+            field="parallel.sync_replicas_every_micro_batch",
+        )
+
+    def require_pipeline(self) -> None:
+        require((self.chunks > 1) == (self.schedule == "interleaved"),
+                f"parallel.chunks = {self.chunks} with parallel.schedule = {self.schedule}",
+                "the interleaved schedule needs 2 chunks or more, the others have 1",
+                field="parallel.chunks")

@@ -1,0 +1,231 @@
+"""What a run is told: five frozen dataclasses, read from TOML, overridden on the command line.
+
+    minitron train configs/stories.toml --model.num-layers 12 --train.steps 200
+
+A field's comment gives its unit or the reason for its value; `minitron train --help` prints it.
+Every impossible value is one `ConfigError` line: what was wrong, both numbers, the remedy.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from minitron.config.checks import (
+    other_heads,
+    require_at_least,
+    require_at_most,
+    require_below_1,
+    require_positive,
+    require_types,
+    round_up,
+)
+from minitron.config.parallel import ParallelConfig
+from minitron.system.errors import ConfigError, require
+
+LARGEST_SIZE = 10**9
+"""Of a dimension: the bytes of a matrix still fit in an int64."""
+MOST_LAYERS = 2_000  # twice as many as any published (DeepNet, Wang et al. 2022)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    family: Literal["gpt", "llama"] = "llama"
+    """gpt: LayerNorm, learned positions, GELU, biases. llama: RMSNorm, RoPE, SwiGLU, no biases."""
+    vocab_size: int = 0
+    """Rows of the embedding, V. 0: as many as the data's vocabulary has."""
+    max_sequence_length: int = 128
+    """Longest sequence the model accepts, in tokens (rows of the learned positions of gpt)."""
+    num_layers: int = 4
+    """Blocks, L."""
+    width: int = 128
+    """Model width, D."""
+    num_heads: int = 4
+    """Query heads, H; the head width is K = D/H."""
+    num_kv_heads: int = 4
+    """Key and value heads; fewer than num_heads is grouped-query attention (llama only)."""
+    ffn_width: int = 384
+    """Feed-forward width, F: 4 D is usual for gpt, about 8/3 D for llama."""
+    tied_embedding: bool = True
+    """The output head shares the token embedding's weight."""
+    dropout: float = 0.0
+    """Probability of dropping an attention probability or a branch's output, while training."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary frequencies (llama only)."""
+    rope_scaling: float = 1.0
+    """By how much Llama since 3.1 slows down rotations of more than 8192 tokens; 1: not at all."""
+    norm_eps: float = 1e-5
+    """Added to the variance in every norm."""
+
+    def __post_init__(self):
+        require_types("model", self)
+        sizes = ("max_sequence_length", "width", "num_heads", "num_kv_heads", "ffn_width")
+        require_positive("model", self, *sizes, "num_layers", "norm_eps")
+        require_at_most("model", self, **dict.fromkeys([*sizes, "vocab_size"], LARGEST_SIZE))
+        require_at_most("model", self, num_layers=MOST_LAYERS, rope_theta=10**12,
+                        rope_scaling=10**6, norm_eps=1)
+        require_at_least("model", self, vocab_size=0, rope_theta=1, rope_scaling=1)
+        require_below_1("model", self, "dropout")
+        if self.width % self.num_heads:  # not `require`: only then look for what divides
+            raise ConfigError(f"model.width = {self.width} is not a multiple of model.num_heads = "
+                              f"{self.num_heads}", f"try {other_heads(self)}", field="model.width")
+        require(self.num_heads % self.num_kv_heads == 0, f"model.num_heads = {self.num_heads} is "
+                f"not a multiple of model.num_kv_heads = {self.num_kv_heads}",
+                f"try --model.num-kv-heads {self.num_heads}", field="model.num_kv_heads")
+        if self.family == "gpt":
+            require(
+                self.num_kv_heads == self.num_heads,
+                f"model.num_kv_heads = {self.num_kv_heads} with model.family = gpt: grouped-query "
+                "attention is llama's", f"set it to num_heads = {self.num_heads}",
+                field="model.num_kv_heads",
+            )
+        else:
+            require(self.head_width % 2 == 0, f"model.width / model.num_heads = {self.head_width} "
+                    "is odd", "rotary positions turn pairs, so make the head width even",
+                    field="model.num_heads")
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.num_heads
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    path: Path = Path("data/stories")
+    """Folder with train_*.bin, val_*.bin and tokenizer.json; `minitron data` makes one."""
+    sequence_length: int = 128
+    """Tokens a sample trains on, S."""
+
+    def __post_init__(self):
+        require_types("data", self)
+        require_positive("data", self, "sequence_length")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    steps: int = 1000
+    """Optimizer steps."""
+    global_batch_size: int = 32
+    """Sequences per optimizer step, over all ranks: GBS."""
+    micro_batch_size: int = 32
+    """Sequences in one forward and backward pass on one rank: MBS."""
+    learning_rate: float = 3e-3
+    """Peak of the schedule."""
+    min_learning_rate: float = 3e-4
+    """Where the cosine ends."""
+    warmup_steps: int = 50
+    """Steps of linear warm-up."""
+    weight_decay: float = 0.1
+    """AdamW's decay, on matrices only (norms and biases are left alone)."""
+    beta1: float = 0.9
+    """AdamW: memory of the gradient's mean."""
+    beta2: float = 0.95
+    """AdamW: memory of the gradient's square."""
+    clip_norm: float = 1.0
+    """Largest global gradient norm; 0 switches clipping off."""
+    precision: Literal[
+        "fp32", "bf16-autocast", "bf16", "bf16-fp32-grads", "fp16", "fp8"
+    ] = "fp32"
+    """Which dtypes train: see `minitron.precision.PRECISIONS`."""
+    recompute: Literal["none", "full", "selective", "sqrt"] = "none"
+    """Which activations are computed again in the backward pass instead of kept."""
+    compile: bool = False
+    """Run the model through torch.compile."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, mps, ...; auto takes CUDA if there is one, else the CPU."""
+    seed: int = 0
+    """Seeds the weights, the order of the samples, and dropout."""
+    log_every: int = 1
+    """Steps between waits for the device to log; every step is logged, GPUs like 10."""
+    eval_every: int = 200
+    """Steps between evaluations; 0 evaluates at the end only."""
+    eval_sequences: int = 256
+    """Validation sequences per evaluation."""
+    checkpoint_every: int = 200
+    """Steps between checkpoints; 0 saves at the end only (and when interrupted)."""
+    keep_checkpoints: int = 2
+    """Older ones are deleted."""
+    async_checkpoint: bool = False
+    """Write checkpoints in the background, from a copy in the host's memory."""
+    hang_timeout: float = 900.0
+    """End a run on many ranks when no step has ended for so many seconds, and say which rank the
+    others wait for. A first step that compiles may take minutes, and so may a save. With 0 PyTorch
+    alone ends a collective, after half an hour, without a name."""
+
+    def __post_init__(self):
+        require_types("train", self)
+        require_positive(
+            "train", self, "steps", "global_batch_size", "micro_batch_size", "learning_rate",
+            "log_every", "eval_sequences", "keep_checkpoints",
+        )
+        require_at_least(
+            "train", self, warmup_steps=0, eval_every=0, checkpoint_every=0, weight_decay=0,
+            clip_norm=0, min_learning_rate=0, seed=0, hang_timeout=0,
+        )
+        require(
+            self.recompute == "none" or not self.compile,
+            f"train.recompute = {self.recompute} with train.compile = {self.compile}: a compiled "
+            "model decides itself what to keep", "switch one of them off", field="train.recompute",
+        )
+        require(self.hang_timeout <= 1500, f"train.hang_timeout = {self.hang_timeout:g}: PyTorch "
+                "ends a collective after 1,800 s, and names no rank", "set it to 1500 or less",
+                field="train.hang_timeout")
+        require_below_1("train", self, "beta1", "beta2")
+        require(self.min_learning_rate <= self.learning_rate, f"train.min_learning_rate = "
+                f"{self.min_learning_rate} is above train.learning_rate = {self.learning_rate}",
+                "lower it, or raise the peak", field="train.min_learning_rate")
+        require(self.learning_rate * self.weight_decay < 1, f"train.weight_decay = "
+                f"{self.weight_decay:g} with train.learning_rate = {self.learning_rate:g}: a step "
+                "would take away all of a weight, or more", "their product must be less than 1",
+                field="train.weight_decay")
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    all_ranks: bool = False
+    """Let every rank keep a log, and a trace, of its own: metrics_rank1.jsonl, ..."""
+    tensorboard: bool = False
+    """Write the log for TensorBoard too, into the run's folder."""
+    wandb: str = ""
+    """Send the log to this project at Weights & Biases too."""
+    trace_steps: int = 0
+    """Steps that are profiled, after the first few: traces/rank0.json.gz, for ui.perfetto.dev."""
+
+    def __post_init__(self):
+        require_types("log", self)
+        require_at_least("log", self, trace_steps=0)
+
+
+@dataclass(frozen=True)
+class Config:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self):
+        require(self.data.sequence_length <= self.model.max_sequence_length,
+                f"data.sequence_length = {self.data.sequence_length} is longer than "
+                f"model.max_sequence_length = {self.model.max_sequence_length}",
+                "raise the second or lower the first", field="data.sequence_length")
+        parallel, tp = self.parallel, self.parallel.tp
+        num_stages = parallel.pp * parallel.chunks
+        require(self.model.num_layers >= num_stages, f"model.num_layers = {self.model.num_layers} "
+                f"does not fill parallel.pp x parallel.chunks = {num_stages} stages",
+                f"lower them to {self.model.num_layers} at most, or add layers",
+                field="parallel.pp", kind="fewer layers than stages")
+        if self.train.compile:
+            for axis, works, why in (
+                ("zero", parallel.zero < 3,
+                 "a compiled model keeps the weights that stage 3 frees"),
+                ("tp", tp == 1, "collectives inside cut layers are not compiled"),
+                ("pp", parallel.pp == 1, "a stage is not compiled"),
+            ):
+                require(works, f"train.compile with parallel.{axis} = {getattr(parallel, axis)}: "
+                        f"{why}", "switch it off", field="train.compile")
+        for name, length in (("data.sequence_length", self.data.sequence_length),
+                             ("model.max_sequence_length", self.model.max_sequence_length)):
+            require(not parallel.sequence or length % tp == 0, f"{name} = {length} does not divide "
+                    f"by parallel.tp = {tp} (parallel.sequence is on)",
+                    f"use {round_up(length, tp)}", field=name,
+                    kind="a sequence that tp does not divide")

@@ -1,8 +1,0 @@
-"""Graders of chapter 8: each exercise has a file of its own."""
-
-from minitron.course.graders.ch08_gradients import grade_8_2
-from minitron.course.graders.ch08_linear import grade_8_4
-from minitron.course.graders.ch08_pair import grade_8_1
-from minitron.course.graders.ch08_saved import grade_8_3
-
-__all__ = ["grade_8_1", "grade_8_2", "grade_8_3", "grade_8_4"]

@@ -1,0 +1,36 @@
+"""What a rank may send to its parent: a few kinds of objects, and nothing that runs.
+
+Ranks may run anybody's code, a learner's or a stranger's, and a pickle can build any object there
+is. So the parent reads with an allow-list.
+"""
+
+import io
+import pickle
+
+import torch
+
+from minitron.launch.rank_process import Failure, Frame, Returned, Started
+from minitron.measure.ledger import Call
+
+
+class _Reader(pickle.Unpickler):
+    def find_class(self, module: str, name: str):
+        for kind in (Call, Started, Returned, Failure, Frame):
+            if (module, name) == (kind.__module__, kind.__qualname__):
+                return kind
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"a rank sent a {module}.{name}")
+
+
+def read_message(data: bytes):
+    """Read what a rank has sent. Raises UnpicklingError for anything that is no message."""
+    return _Reader(io.BytesIO(data)).load()
+
+
+def read_bytes(data: bytes) -> bytes:
+    """Read a pickle of bytes. Raises UnpicklingError for one of anything else."""
+    value = read_message(data)
+    if type(value) is not bytes:
+        raise pickle.UnpicklingError(f"a rank sent a {type(value).__name__}, not bytes")
+    return value

@@ -1,0 +1,1 @@
+"""Data parallelism: plain, and with the training state divided (ZeRO, FSDP)."""

@@ -1,0 +1,89 @@
+"""The data axis: ranks that hold the same layers and read other samples, whatever else they share.
+
+With sharding the axis may be two: `group` is the ranks that divide the training state, `replicas`
+those that hold the same part of it. Neighbors share; the replicas are further away.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from minitron.comm.agreement import ALONE, Group
+from minitron.comm.collectives import all_reduce, broadcast
+from minitron.parallel.interface import Kind
+from minitron.parallel.one_device import OneDevice
+
+
+class DataAxis(OneDevice):
+    """Ranks that average their gradients: what plain and sharded data parallelism share."""
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, replicas: Group = ALONE):
+        super().__init__(model)
+        self.group, self.replicas = group, replicas
+        self.is_last = True  # the micro-batch that is running, of this step
+        self.completes = True  # its gradients: the backward pass that is running is not half of one
+        self.hooks: list = []
+        self.buffers: list[Tensor] = []  # that follow rank 0's
+
+    def start_alike(self) -> None:
+        """Copy parameters and buffers of the axis's first rank to all others."""
+        # Running statistics; a constant table is not in the state, and equal on all ranks.
+        state = self.model.state_dict()
+        self.buffers = [buffer for name, buffer in self.model.named_buffers()
+                        if name in state and buffer.is_floating_point()]
+        for tensor in [*self.model.parameters(), *self.model.buffers()]:
+            self.copy_from_rank_0(tensor.detach())
+
+    def copy_buffers(self) -> None:
+        """Copy rank 0's running statistics; every rank must call it."""
+        for buffer in self.buffers:
+            self.copy_from_rank_0(buffer)
+
+    def remove(self) -> None:
+        """Take the hooks off the model."""
+        for hook in self.hooks:
+            hook.remove()
+
+    @property
+    def data_part(self) -> tuple[int, int]:
+        """This rank's part of every global batch."""
+        count = self.group.size() * self.replicas.size()
+        return self.replicas.rank() * self.group.size() + self.group.rank(), count
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients add up on this rank; the next backward pass outside sends their sum."""
+        self.is_last = False
+        try:
+            yield
+        finally:
+            self.is_last = True
+
+    @contextmanager
+    def around_pass(self, stage: int, kind: Kind, is_last: bool) -> Iterator[None]:
+        """Send gradients in the last backward pass of a stage alone."""
+        self.is_last, self.completes = is_last, kind != "I"
+        try:
+            yield
+        finally:
+            self.is_last = self.completes = True
+
+    def mean(self, tensor: Tensor) -> Tensor:
+        """The mean of a small tensor, a loss say, over the ranks; without a graph."""
+        total = tensor.detach().clone()
+        self.sum_over_ranks(total)
+        return total / self.data_part[1]
+
+    def sum_over_ranks(self, tensor: Tensor) -> None:
+        """Sum a tensor over all ranks of the axis, in place."""
+        for group in (self.group, self.replicas):
+            if group.size() > 1:
+                all_reduce(tensor, group)
+
+    def copy_from_rank_0(self, tensor: Tensor) -> None:
+        """Copy a tensor of the axis's first rank to all others, in place."""
+        broadcast(tensor, 0, self.group)
+        if self.replicas.size() > 1:
+            broadcast(tensor, 0, self.replicas)

@@ -1,0 +1,161 @@
+"""What the stages of ZeRO have in common: an optimizer that updates this rank's pieces alone.
+
+A technique divides the model's parameters into flat buffers (`parallel.flat`) and says when they
+are unsharded, resharded and reduced. The optimizer, clipping, and the whole model again are here.
+
+Read in this order: ShardedDataParallel, from finish to shard.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import wraps
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from minitron.comm.agreement import ALONE, Group
+from minitron.model.transformer import global_parameters
+from minitron.parallel.clipping import clip_pieces
+from minitron.parallel.data.axis import DataAxis
+from minitron.parallel.flat import FlatShards
+from minitron.parallel.interface import Kind, ParallelModel, Values
+from minitron.parallel.one_device import OneDevice
+
+
+class ShardedDataParallel(DataAxis):
+    """Data parallelism in which each rank keeps and updates a shard of every flat buffer.
+
+    A step is that of `DataParallel`; the optimizer must have been given to `shard`, and the
+    gradients are then not in the parameters' `.grad` but in those of its pieces. For optimizers
+    that treat every element alike: SGD, Adam and most others, but not LBFGS, Adafactor or Muon.
+
+    `group` divides the state; each of the `replicas` of a rank has the same shard (hybrid
+    sharding). With `sync_every_micro_batch` gradients are reduced after each micro-batch, so that
+    their sums are sharded, with `sync_replicas_every_micro_batch` over the replicas too. Otherwise
+    they are reduced in the last micro-batch. The stages of a `pipeline` have buffers of their own,
+    and so has what two of them share.
+    """
+
+    def __init__(
+        self, model: nn.Module, group: dist.ProcessGroup, replicas: Group = ALONE,
+        sync_every_micro_batch: bool = True, sync_replicas_every_micro_batch: bool = False,
+        pipeline: ParallelModel | None = None,
+    ):
+        super().__init__(model, group, replicas)
+        self.knows_stages = pipeline is not None
+        self.pipeline = pipeline or OneDevice(model)
+        self.sync_every_micro_batch = sync_every_micro_batch
+        self.sync_replicas_every_micro_batch = sync_replicas_every_micro_batch
+        self.used: set[nn.Parameter] = set()  # had a gradient on this rank, since `finish`
+        self.names: dict[nn.Parameter, str] = {}  # what has a gradient or is sharded
+
+    def hold(self, flats: list[FlatShards]) -> None:
+        """Keep a shard of each of `flats`."""
+        self.flats = flats
+        self.flat_of = {p: flat for flat in flats for p in flat.parameters}
+        self.pieces = {p: piece for flat in flats for p, piece in flat.pieces.items()}
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the gradients of the running micro-batch are reduced after it."""
+        return self.completes and (self.is_last or self.sync_every_micro_batch)
+
+    @property
+    def reduces_over_replicas(self) -> bool:
+        """Whether they are then reduced over the replicas too."""
+        every = self.sync_replicas_every_micro_batch or self.replicas.size() == 1
+        return self.is_last or every
+
+    def around_pass(self, stage: int, kind: Kind, is_last: bool) -> AbstractContextManager:
+        assert self.knows_stages or not self.model.config.tied_embedding, (
+            "two stages have the embedding and must divide it alike: pass `pipeline` too")
+        return super().around_pass(stage, kind, is_last)
+
+    # What a technique does
+
+    def discard(self) -> None:
+        """Forget all gradients since the last step; every rank must call it."""
+        for flat in self.flats:
+            flat.add_arrived()
+            flat.start_over()
+        for parameter in self.names:
+            parameter.grad = None
+        self.used.clear()
+
+    def clip(self, parameters: list[Tensor], max_norm: float) -> Tensor:
+        return clip_pieces(parameters, max_norm, self.flats[0].shard, self.norm_groups())
+
+    # The optimizer
+
+    def shard(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Let `optimizer`, made for the model's parameters, update this rank's pieces instead.
+
+        `zero_grad` discards what `finish` has not given to the pieces as well, and every `step`
+        ends with `after_step`.
+        """
+        for group in optimizer.param_groups:
+            group["params"] = [self.pieces[p] for p in group["params"] if p in self.pieces]
+        also_discard(optimizer, self.discard)
+        optimizer.register_step_pre_hook(self.require_finished)
+        optimizer.register_step_post_hook(lambda *_: self.after_step())
+        return optimizer
+
+    def after_step(self) -> None:
+        """Let the model have what the optimizer has updated."""
+        self.copy_to_parameters()
+
+    def require_finished(self, *_) -> None:
+        if self.used or any(parameter.grad is not None for parameter in self.names):
+            raise ValueError("optimizer.step() before finish(): the gradients are not complete")
+
+    def optimized(self, parameter: nn.Parameter) -> Tensor:
+        return self.pieces.get(parameter, parameter)
+
+    def owned(self, parameter: nn.Parameter) -> range:
+        if parameter not in self.flat_of:
+            return super().owned(parameter)
+        return self.flat_of[parameter].owned[parameter]
+
+    def norm_groups(self) -> list[dist.ProcessGroup]:
+        return [self.group]
+
+    def is_saved(self, name: str) -> bool:
+        """Whether this is the first of the replicas."""
+        return self.replicas.rank() == 0
+
+    # The whole model
+
+    @torch.no_grad()
+    def fill(self, value: Values) -> None:
+        """Set every parameter, and this rank's pieces of it, to its part of a full value."""
+        for name, parameter in global_parameters(self.model):
+            full = value(name, parameter.shape)
+            if parameter in self.flat_of:
+                self.flat_of[parameter].set(parameter, full)
+            else:
+                parameter.copy_(full)
+
+    def full_gradients(self) -> dict[str, Tensor | None]:
+        """Every gradient after `finish`, by name, on the CPU; every rank must call it."""
+        whole = self.gather(lambda piece: piece.grad)
+        return {name: whole[p] for p, name in self.names.items() if p.requires_grad}
+
+    def gather(self, of: Callable[[Tensor], Tensor | None]) -> dict[nn.Parameter, Tensor | None]:
+        """Join what the ranks have `of` their pieces, by parameter, on the CPU."""
+        whole = {}
+        for flat in self.flats:
+            whole.update(flat.gather({p: of(piece) for p, piece in flat.pieces.items()}))
+        return whole
+
+
+def also_discard(optimizer: torch.optim.Optimizer, discard: Callable[[], None]) -> None:
+    """Let `optimizer.zero_grad` call `discard` too: it knows the gradients of the pieces alone."""
+    zero_grad = optimizer.zero_grad
+
+    @wraps(zero_grad)
+    def zero_all(set_to_none: bool = True) -> None:
+        discard()
+        zero_grad(set_to_none)
+
+    optimizer.zero_grad = zero_all

@@ -1,0 +1,276 @@
+"""ZeRO stages 1 and 2: data parallelism in which each rank keeps a part of the training state.
+
+Idea: N ranks that make the same update hold N copies of the optimizer state. In stage 1 each
+keeps and updates one N-th of it, and of the weights, and gathers what the others have updated. It
+then needs one N-th of the gradients too: a reduce-scatter delivers that, where data parallelism
+has an all-reduce. Stage 2 frees the gradients as soon as they are reduced, and adds up shards.
+
+Notation: N ranks; P trainable parameters; a shard is one N-th of a bucket of parameters, its end
+filled up so that all are equal; a piece is what a shard holds of one parameter.
+
+Each rank holds: all parameters and the activations of its part of the batch; 1/N of the optimizer
+state, and of the float32 master weights if the parameters have 16 bits; gradients: all of them
+until `finish` in stage 1, 1/N and two buckets in stage 2.
+
+Communication: per step a reduce-scatter of every gradient and an all-gather of every parameter,
+P (N-1)/N elements sent and received per rank each: together as much as one all-reduce. Gradients
+travel during the last backward pass; in stage 2 during each, unless it is told to hold them whole
+meanwhile. At the start a broadcast of rank 0's parameters; with `clip` an all-reduce of one number.
+
+Read in this order: flat.owned_ranges, flat.FlatShards, BucketQueue, Zero1, Zero2.
+
+Reference: Rajbhandari et al. 2019, "ZeRO" (section 5.1, 5.2: the stages; 7.2.1: the volume).
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from minitron.cost.sharding import BUCKET_BYTES
+from minitron.parallel.data.buckets import share_out
+from minitron.parallel.data.ddp import no_gradient
+from minitron.parallel.data.sharded import ShardedDataParallel
+from minitron.parallel.flat import FlatShards
+from minitron.parallel.interface import Kind
+from minitron.pytorch.spans import span
+
+
+class BucketQueue:
+    """Buckets that are reduced one after the other, in an order that all ranks share.
+
+    A bucket waits for those before it, whatever the order in which gradients come. At most
+    `most_on_their_way` travel at a time: their full gradients are held.
+    """
+
+    def __init__(
+        self, buckets: list[FlatShards], most_on_their_way: int,
+        finish_reduce: Callable[[FlatShards], None],
+    ):
+        self.buckets, self.most_on_their_way = buckets, most_on_their_way
+        self.finish_reduce = finish_reduce
+        self.bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Begin with the first bucket again."""
+        self.ready: set[nn.Parameter] = set()
+        self.on_their_way: list[FlatShards] = []
+        self.num_sent = 0
+
+    def accept(self, parameter: nn.Parameter) -> None:
+        """Move one more gradient into its bucket, and send the buckets whose turn has come."""
+        self.ready.add(parameter)
+        self.bucket_of[parameter].take(parameter)
+        while self.num_sent < len(self.buckets) \
+                and self.ready.issuperset(self.buckets[self.num_sent].parameters):
+            self.send(self.buckets[self.num_sent])
+
+    def send(self, bucket: FlatShards) -> None:
+        """Start to reduce one bucket."""
+        while len(self.on_their_way) >= self.most_on_their_way:
+            self.finish_reduce(self.on_their_way.pop(0))
+        with span("ZeRO reduce bucket", self.num_sent):
+            bucket.start_reduce()
+        self.on_their_way.append(bucket)
+        self.num_sent += 1
+
+    def wait(self) -> None:
+        """Let all that is on its way arrive."""
+        for bucket in self.on_their_way:
+            self.finish_reduce(bucket)
+        self.start_over()
+
+
+class Zero1(ShardedDataParallel):
+    """Stage 1: shard the optimizer's state; gradients add up unsharded until the last micro-batch.
+
+    In the last backward pass of a step they travel bucket by bucket, `bucket_bytes` in one
+    message, and are freed once they have arrived: the bucket on its way and the next are held.
+    With `find_unused_parameters` a parameter without a gradient counts as zeros (see
+    `DataParallel`). Raises ValueError if no parameter is trainable.
+
+    With `overlap_gather` a step ends before the parameters are gathered, and a module's forward
+    pass waits for its own: between steps read them by `full_parameters`, not from the model.
+    """
+
+    most_on_their_way = 1  # beside it one is filled
+
+    def __init__(
+        self, model: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = BUCKET_BYTES,
+        find_unused_parameters: bool = False, sync_every_micro_batch: bool = False,
+        overlap_gather: bool = False, **options,
+    ):
+        super().__init__(model, group, sync_every_micro_batch=sync_every_micro_batch, **options)
+        self.find_unused_parameters = find_unused_parameters
+        self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        if not self.names:
+            raise ValueError("the model has 0 trainable parameters: requires_grad_(True) some")
+        if self.data_part[1] > 1:
+            self.start_alike()
+        self.queues = [self.make_queue(stage, bucket_bytes)
+                       for stage in self.pipeline.stage_parameters()]
+        self.queue_of = {p: queue for queue in self.queues for p in queue.bucket_of}
+        self.hold([bucket for queue in self.queues for bucket in queue.buckets])
+        self.hooks = [p.register_post_accumulate_grad_hook(self.collect) for p in self.names]
+        self.gathers: dict[FlatShards, dist.Work] = {}  # parameters on their way
+        self.overlap_gather = overlap_gather
+        if overlap_gather:
+            self.hooks += [module.register_forward_pre_hook(self.before_use)
+                           for module in model.modules()]
+
+    def make_queue(self, stage: list[nn.Parameter], bucket_bytes: int) -> BucketQueue:
+        """The buckets of one stage of the pipeline; what another stage has too is one alone."""
+        of_stage = set(stage)
+        names = {p: name for p, name in self.names.items() if p in of_stage}
+        shared = [p for p in self.pipeline.shared_parameters() if names.pop(p, None)]
+        buckets = share_out(names, bucket_bytes) + [[p] for p in shared]
+        return BucketQueue(
+            [FlatShards(bucket, self.group, self.replicas) for bucket in buckets],
+            self.most_on_their_way,
+            lambda bucket: bucket.finish_reduce(self.reduces_over_replicas))
+
+    # Gradients
+
+    @contextmanager
+    def around_pass(self, stage: int, kind: Kind, is_last: bool) -> Iterator[None]:
+        """Reduce a stage's gradients in the pass that completes them, or in the last of a step."""
+        with super().around_pass(stage, kind, is_last):
+            yield
+            if kind in ("B", "W") and self.reduces:
+                self.send_rest(self.queues[stage])
+                if not is_last:
+                    self.queues[stage].wait()
+
+    def collect(self, parameter: nn.Parameter) -> None:
+        """Take a gradient that is complete, or let it add up where it will be sent from."""
+        if self.reduces:
+            self.accept(parameter)
+        elif not self.sync_every_micro_batch:
+            self.queue_of[parameter].bucket_of[parameter].hold(parameter)
+
+    def accept(self, parameter: nn.Parameter) -> None:
+        """Move one more gradient into its bucket, and send the buckets whose turn has come."""
+        queue = self.queue_of[parameter]
+        if parameter in queue.ready:
+            raise ValueError(
+                f"{self.names[parameter]}: a second gradient before finish(): run every backward "
+                "pass of a step but the last under no_sync()"
+            )
+        if parameter.grad is not None:
+            self.used.add(parameter)
+        queue.accept(parameter)
+
+    def send_rest(self, queue: BucketQueue) -> None:
+        """Start to reduce what is not on its way yet."""
+        for bucket in queue.buckets:
+            for parameter in bucket.parameters:
+                if parameter not in queue.ready:
+                    self.accept(parameter)
+
+    def reduce(self) -> None:
+        """Reduce what is not on its way yet, and wait for everything."""
+        for queue in self.queues:
+            self.send_rest(queue)
+            queue.wait()
+
+    def finish(self) -> None:
+        """Leave in every piece's `.grad` the mean over the ranks; call it after the last backward.
+
+        Raises ValueError if this rank has gradients for some parameters and none for others.
+        """
+        used = {p: p in self.used or p.grad is not None for p in self.names}
+        missing = [self.names[p] for p, has_gradient in used.items() if not has_gradient]
+        if 0 < len(missing) < len(used) and not self.find_unused_parameters:
+            raise ValueError(no_gradient(missing, len(used), self.group.rank())
+                             + ", else pass find_unused_parameters=True")
+        self.wait_for(self.flats)  # if nothing has used them
+        self.reduce()
+        unused = self.unused_on_all_ranks(used) if self.find_unused_parameters else set()
+        for flat in self.flats:
+            flat.set_gradients(unused)
+        self.copy_buffers()
+        self.used.clear()
+
+    def discard(self) -> None:
+        for queue in self.queues:
+            if queue.ready:  # some are on their way: the other ranks wait for the rest of them
+                self.send_rest(queue)
+                queue.wait()
+        super().discard()
+
+    def unused_on_all_ranks(self, used: dict[nn.Parameter, bool]) -> set[nn.Parameter]:
+        device = self.flats[0].full.device
+        num_users = torch.tensor(list(used.values()), dtype=torch.int32, device=device)
+        self.sum_over_ranks(num_users)
+        return {p for p, count in zip(used, num_users.tolist(), strict=True) if count == 0}
+
+    # Parameters
+
+    def copy_to_parameters(self) -> None:
+        """Bring the shards of all ranks into the parameters."""
+        self.start_gather()
+        self.wait_for(self.flats)
+
+    def after_step(self) -> None:
+        self.start_gather()
+        if not self.overlap_gather:
+            self.wait_for(self.flats)
+
+    def start_gather(self) -> None:
+        """Start to gather the parameters, those first that the forward pass needs first."""
+        with span("ZeRO gather weights"):
+            self.wait_for(self.flats)
+            self.gathers = {flat: flat.unshard() for flat in reversed(self.flats)}
+
+    def wait_for(self, flats: Iterable[FlatShards]) -> None:
+        """Have the parameters of these buckets there."""
+        for flat in flats:
+            if flat in self.gathers:
+                self.gathers.pop(flat).wait()
+
+    def before_use(self, module: nn.Module, inputs: tuple) -> None:
+        """Have a module's own parameters there."""
+        if self.gathers:
+            own = module.parameters(recurse=False)
+            self.wait_for(dict.fromkeys(self.flat_of[p] for p in own if p in self.flat_of))
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        self.wait_for(self.flats)
+        return super().full_parameters()
+
+
+class Zero2(Zero1):
+    """Stage 2: free gradients as soon as they are reduced, and reduce them after each micro-batch.
+
+    They add up in the shards: P (N-1)/N elements more for each further micro-batch, of which every
+    rank must have as many. Without `sync_every_micro_batch` they add up whole under `no_sync`, P
+    elements held as in stage 1, and travel once a step.
+    """
+
+    def __init__(
+        self, model: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = BUCKET_BYTES,
+        sync_every_micro_batch: bool = True, **options,
+    ):
+        super().__init__(
+            model, group, bucket_bytes, sync_every_micro_batch=sync_every_micro_batch, **options)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Run a micro-batch that is not the last one."""
+        with super().no_sync():
+            yield
+            if self.reduces:
+                self.reduce()
+
+
+def apply_zero1(model: nn.Module, group: dist.ProcessGroup, *args, **options) -> Zero1:
+    """Let `model` train over `group` by stage 1; `args` may be `bucket_bytes`."""
+    return Zero1(model, group, *args, **options)
+
+
+def apply_zero2(model: nn.Module, group: dist.ProcessGroup, *args, **options) -> Zero2:
+    """Let `model` train over `group` by stage 2; `args` may be `bucket_bytes`."""
+    return Zero2(model, group, *args, **options)

@@ -1,0 +1,182 @@
+"""The grid of axes: several ways of dividing a model, as one parallel model.
+
+Along `tensor` the ranks compute each layer together, along `pipeline` one after the other, on the
+same samples; along `data` they hold the same layers and read other samples. An axis with one rank
+is a `OneDevice`. `masters` are float32 copies that the optimizer updates, if there are any.
+
+The grid knows no technique: it asks every axis the same questions (see `interface`) and combines
+the answers.
+
+Read in this order: Grid, from forward_backward to clip; then how the blocks are joined.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minitron.model.transformer import global_name, global_parameters
+from minitron.parallel.clipping import clip_pieces
+from minitron.parallel.interface import Accumulate, MicroBatches, ParallelModel, SumLoss, Values
+from minitron.parallel.one_device import OneDevice
+from minitron.precision import NO_MASTERS, MasterWeights
+
+
+class Grid(OneDevice):
+    """Axes together, each an implementation of `ParallelModel` for the same `model`.
+
+    `axes` are `data`, `tensor` and `pipeline`; those that are left out have one rank.
+    """
+
+    def __init__(
+        self, model: nn.Module, masters: MasterWeights = NO_MASTERS, **axes: ParallelModel
+    ):
+        super().__init__(model)
+        alone = OneDevice(model)
+        self.data, self.tensor, self.pipeline = self.axes = [
+            axes.pop(name, alone) for name in ("data", "tensor", "pipeline")]
+        assert not axes, f"no such axes: {list(axes)}"
+        self.pipeline.tell_passes(self.data)
+        self.masters = masters
+        self.device = next(model.parameters()).device
+
+    @property
+    def data_part(self) -> tuple[int, int]:
+        return self.data.data_part
+
+    @property
+    def sequence_parts(self) -> int:
+        return self.tensor.sequence_parts
+
+    def require_runnable(self, num_micro_batches: int) -> None:
+        for axis in self.axes:
+            axis.require_runnable(num_micro_batches)
+
+    def num_in_flight(self, num_micro_batches: int) -> int:
+        return self.pipeline.num_in_flight(num_micro_batches)
+
+    # A step
+
+    def rounds(self, micro_batches: MicroBatches) -> list[MicroBatches]:
+        return self.pipeline.rounds(micro_batches)
+
+    def no_sync(self) -> AbstractContextManager:
+        return self.data.no_sync()
+
+    def forward_backward(
+        self, accumulate: Accumulate, micro_batches: MicroBatches, divisor: Tensor,
+        sum_loss: SumLoss,
+    ) -> Tensor:
+        return self.pipeline.forward_backward(accumulate, micro_batches, divisor, sum_loss)
+
+    def summed_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return self.tensor.summed_loss(logits, targets)
+
+    def finish(self) -> None:
+        self.data.finish()
+        self.masters.take_gradients()
+        for axis in self.axes:
+            axis.sum_partial_gradients(lambda parameter: self.optimized(parameter).grad)
+
+    def mean(self, tensor: Tensor) -> Tensor:
+        return self.data.mean(tensor)
+
+    def clip(self, parameters: list[Tensor], max_norm: float) -> Tensor:
+        dtype = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
+        like = torch.zeros((), dtype=dtype, device=self.device)
+        copies = {self.optimized(p): self.num_copies(name)
+                  for name, p in global_parameters(self.model)}
+        return clip_pieces(parameters, max_norm, like, self.norm_groups(), copies)
+
+    # The optimizer
+
+    def shard(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        for owner in (self.data, self.masters, self.tensor, self.pipeline):
+            optimizer = owner.shard(optimizer)
+        return optimizer
+
+    # Without a gradient
+
+    @torch.no_grad()
+    def sum_losses(
+        self, forward: Callable[[Tensor], Tensor], micro_batches: MicroBatches,
+        sum_loss: SumLoss,
+    ) -> Tensor:
+        return self.pipeline.sum_losses(forward, micro_batches, sum_loss)
+
+    def full_model(self) -> nn.Module:
+        return FullModel(self)
+
+    def predict(self, tokens: Tensor) -> Tensor:
+        return self.pipeline.predict(tokens)
+
+    def full_logits(self, logits: Tensor) -> Tensor:
+        return self.tensor.full_logits(logits)
+
+    # The whole model
+
+    def fill(self, value: Values) -> None:
+        block, parameters = self.tensor.part_of(value), dict(global_parameters(self.model))
+
+        def also_for_masters(name: str, shape: torch.Size) -> Tensor:
+            full = block(name, shape)
+            self.masters.set(parameters[name], full)  # before it is rounded
+            return full
+
+        self.data.fill(also_for_masters)
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        return self.unshard(self.data.full_parameters())
+
+    def full_gradients(self) -> dict[str, Tensor | None]:
+        return self.unshard(self.data.full_gradients() | self.masters.full_gradients())
+
+    def unshard(self, blocks: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+        blocks = {global_name(self.model, name): block for name, block in blocks.items()}
+        return self.pipeline.unshard(self.tensor.unshard(blocks))
+
+    def copy_to_parameters(self) -> None:
+        self.data.copy_to_parameters()
+        self.masters.copy_to_parameters()
+
+    # What each axis answers, combined
+
+    def norm_groups(self) -> list:
+        return [group for axis in self.axes for group in axis.norm_groups()]
+
+    def num_copies(self, name: str) -> int:
+        return prod(axis.num_copies(name) for axis in self.axes)
+
+    def optimized(self, parameter: nn.Parameter) -> Tensor:
+        return self.masters.optimized(parameter, self.data.optimized(parameter))
+
+    def owned(self, parameter: nn.Parameter) -> range:
+        return self.data.owned(parameter)
+
+    def is_saved(self, name: str) -> bool:
+        return all(axis.is_saved(name) for axis in self.axes)
+
+    def place(self, name: str, shape: torch.Size) -> tuple[torch.Size, tuple[int, ...]]:
+        return self.tensor.place(name, shape)
+
+    def part_of(self, value: Values) -> Values:
+        return self.tensor.part_of(value)
+
+
+class FullModel(nn.Module):
+    """A divided model as one from tokens (B, S) to logits (B, S, V), on every rank."""
+
+    def __init__(self, parallel: ParallelModel):
+        super().__init__()
+        self.parallel, self.config = parallel, parallel.model.config
+        self.model = parallel.model  # whose mode, to train or not, this one shares
+        self.train(self.model.training)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        S = tokens.shape[1]
+        # fill up to equal parts: it changes no earlier logits
+        tokens = F.pad(tokens, (0, -S % self.parallel.sequence_parts))
+        return self.parallel.full_logits(self.parallel.predict(tokens)[:, :S])

@@ -1,0 +1,235 @@
+"""The one seam: what a training step, a checkpoint and the oracle ask of a parallel model.
+
+A model that is divided over ranks, in whatever way, is a `ParallelModel`. So is a model on one
+device (`one_device.OneDevice`, whose answers are those of one rank), and so are several axes
+together (`grid.Grid`). Nobody above this module asks which kind it has.
+
+A training step (see `step.train_step`):
+
+    optimizer = parallel.shard(optimizer)                 once, before the first step
+    for micro_batches in parallel.rounds(all_of_them):
+        with parallel.no_sync():                          every round but the last
+            parallel.forward_backward(...)
+    parallel.finish()
+    parallel.clip(parameters, max_norm)
+    optimizer.step()
+
+To add a technique, derive from `OneDevice` and answer differently where it differs. To add an axis,
+give it a place in `Grid` too.
+
+Read in this order: ParallelModel, from `data_part` to `shard`; then what the grid asks of an axis.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from minitron.parallel.parts import Part
+
+MicroBatches = list[tuple[Tensor, Tensor]]
+"""Pairs of inputs and targets, (B, S) token ids."""
+SumLoss = Callable[[Tensor, Tensor], Tensor]
+"""Of logits and targets: the cross-entropy summed over the targets that count, 0-d, nats."""
+Accumulate = Callable[[MicroBatches, Tensor, SumLoss], Tensor]
+"""Forward and backward of micro-batches whose layers are all on this rank (`step`)."""
+Values = Callable[[str, torch.Size], Tensor]
+"""A parameter's full value, by its global name and full shape."""
+Kind = Literal["F", "B", "I", "W"]
+"""Of a pass: forward, backward; or a backward pass in two, for the inputs and for the weights."""
+
+
+class ParallelModel(ABC):
+    """A model, as this rank holds it, and how the ranks train it together.
+
+    Global names are those that parameters have in the undivided model.
+    """
+
+    model: nn.Module
+
+    # Which samples
+
+    @property
+    @abstractmethod
+    def data_part(self) -> tuple[int, int]:
+        """Which part of a global batch this rank reads: (index, count); (0, 1) is all of it."""
+
+    @abstractmethod
+    def require_runnable(self, num_micro_batches: int) -> None:
+        """Raise ConfigError if a step of so many micro-batches cannot run."""
+
+    @abstractmethod
+    def num_in_flight(self, num_micro_batches: int) -> int:
+        """How many micro-batches' activations this rank holds at once, at most."""
+
+    # A step
+
+    @abstractmethod
+    def rounds(self, micro_batches: MicroBatches) -> list[MicroBatches]:
+        """Divide a step's micro-batches into what `forward_backward` takes at a time.
+
+        Each alone, or all together where they overlap in a pipeline.
+        """
+
+    @abstractmethod
+    def no_sync(self) -> AbstractContextManager:
+        """The context of every round but the last: gradients need not be reduced yet."""
+
+    @abstractmethod
+    def forward_backward(
+        self, accumulate: Accumulate, micro_batches: MicroBatches, divisor: Tensor,
+        sum_loss: SumLoss,
+    ) -> Tensor:
+        """Add a round's gradient of `sum_loss / divisor` to `.grad`; returns its loss, 0-d.
+
+        `accumulate(micro_batches, divisor, sum_loss)` does that where every layer is on this rank.
+        """
+
+    @abstractmethod
+    def summed_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Cross-entropy of this rank's logits, summed over the counted targets, 0-d, nats."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Leave the mean over all samples in the gradients; call it after the last round."""
+
+    @abstractmethod
+    def sum_partial_gradients(
+        self, gradient: Callable[[nn.Parameter], Tensor | None]
+    ) -> None:
+        """Sum those gradients of which each rank of this axis has a partial sum, in place.
+
+        `gradient` tells where a parameter's gradient is after `finish`. Part of `finish`.
+        """
+
+    @abstractmethod
+    def mean(self, tensor: Tensor) -> Tensor:
+        """The mean of a small tensor over the ranks that read other samples; without a graph."""
+
+    @abstractmethod
+    def clip(self, parameters: list[Tensor], max_norm: float) -> Tensor:
+        """Scale gradients to a global norm of `max_norm` at most; returns the norm before, 0-d.
+
+        `parameters` are what the optimizer updates; the norm is that of the whole model.
+        """
+
+    # The optimizer
+
+    @abstractmethod
+    def shard(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Let `optimizer`, made for the model's parameters, update what this rank owns; return it.
+
+        It has not taken a step yet; its groups and their options stay.
+        """
+
+    @abstractmethod
+    def make_optimizer(self, factory: Callable[[list], torch.optim.Optimizer]):
+        """`factory(trainable parameters)`, sharded."""
+
+    # Without a gradient
+
+    @abstractmethod
+    def sum_losses(
+        self, forward: Callable[[Tensor], Tensor], micro_batches: MicroBatches,
+        sum_loss: SumLoss,
+    ) -> Tensor:
+        """The sum of the losses of this rank's samples, 0-d, nats; without a gradient."""
+
+    @abstractmethod
+    def full_model(self) -> nn.Module:
+        """A module from tokens (B, S) to logits (B, S, V); every rank must call it together."""
+
+    # The whole model, whatever the number of ranks
+
+    @abstractmethod
+    def fill(self, value: Values) -> None:
+        """Set every parameter to its part of `value(name, full shape)`; one is held at a time."""
+
+    @abstractmethod
+    def full_parameters(self) -> dict[str, Tensor]:
+        """Every parameter, unsharded, by its global name; every rank must call it."""
+
+    @abstractmethod
+    def full_gradients(self) -> dict[str, Tensor | None]:
+        """Every trainable parameter's gradient after `finish`, likewise; None where it has none."""
+
+    @abstractmethod
+    def parts(self) -> Iterator[tuple[str, Part]]:
+        """What this rank updates of each parameter and writes to a checkpoint, by global name."""
+
+    @abstractmethod
+    def copy_to_parameters(self) -> None:
+        """Bring what the optimizer updates into the model, after it has been loaded."""
+
+    # What the grid asks of each axis
+
+    @abstractmethod
+    def tell_passes(self, data: "ParallelModel") -> None:
+        """Let every pass of a micro-batch through a stage run in `data.around_pass`."""
+
+    @abstractmethod
+    def around_pass(self, stage: int, kind: Kind, is_last: bool) -> AbstractContextManager:
+        """The context of a pass of one micro-batch through this rank's stage number `stage`.
+
+        With `is_last` the stage's gradients are those of the whole step after it.
+        """
+
+    @abstractmethod
+    def stage_parameters(self) -> list[list[nn.Parameter]]:
+        """The parameters of each of this rank's stages, in the order of the forward pass."""
+
+    @abstractmethod
+    def shared_parameters(self) -> list[nn.Parameter]:
+        """Those that another stage's rank has too, each with a part of the gradient.
+
+        Whoever divides them must do it alike on both: each in a flat buffer of its own.
+        """
+
+    @abstractmethod
+    def norm_groups(self) -> list:
+        """The groups over which different gradients are divided: their squares are summed."""
+
+    @abstractmethod
+    def num_copies(self, name: str) -> int:
+        """How many ranks of `norm_groups` hold the same gradient of a parameter."""
+
+    @abstractmethod
+    def optimized(self, parameter: nn.Parameter) -> Tensor:
+        """What the optimizer updates in place of `parameter`: its shard, its master, or itself."""
+
+    @abstractmethod
+    def owned(self, parameter: nn.Parameter) -> range:
+        """Which of the parameter's elements, flattened, this rank updates."""
+
+    @abstractmethod
+    def is_saved(self, name: str) -> bool:
+        """Whether this rank writes a parameter to a checkpoint, or another one has it too."""
+
+    @abstractmethod
+    def place(self, name: str, shape: torch.Size) -> tuple[torch.Size, tuple[int, ...]]:
+        """The full shape of a parameter of which this rank computes with a block of `shape`, and
+        where in the full one the block begins."""
+
+    @abstractmethod
+    def part_of(self, value: Values) -> Values:
+        """The same by name and the shape that this rank computes with: its blocks."""
+
+    @abstractmethod
+    def unshard(self, blocks: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """Join what the ranks of this axis have for their blocks, by global name."""
+
+    @abstractmethod
+    def predict(self, tokens: Tensor) -> Tensor:
+        """The logits of tokens (B, S), as this rank computes them; without a gradient."""
+
+    @abstractmethod
+    def full_logits(self, logits: Tensor) -> Tensor:
+        """The logits (B, S, V) of what `predict` returns; without a gradient."""
+
+    @property
+    @abstractmethod
+    def sequence_parts(self) -> int:
+        """In how many parts the sequence is divided between the layers."""

@@ -1,0 +1,167 @@
+"""One device: the null case of `ParallelModel`, and the base of every technique.
+
+Nothing is divided and nothing is sent, so every answer is the plain one. A technique derives from
+`OneDevice` and overrides what it does otherwise.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minitron.model.transformer import fill, global_parameters
+from minitron.parallel.interface import (
+    Accumulate,
+    Kind,
+    MicroBatches,
+    ParallelModel,
+    SumLoss,
+    Values,
+)
+from minitron.parallel.parts import Part
+
+IGNORED = -100
+"""A target with this value does not count: padding, say."""
+
+
+def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy of logits (B, S, V) and targets (B, S), summed over counted tokens, nats."""
+    return F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=IGNORED
+    )
+
+
+class OneDevice(ParallelModel):
+    """A model that is all on this rank."""
+
+    data_part = (0, 1)
+    sequence_parts = 1
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+
+    def require_runnable(self, num_micro_batches: int) -> None:
+        pass
+
+    def num_in_flight(self, num_micro_batches: int) -> int:
+        return 1
+
+    # A step
+
+    def rounds(self, micro_batches: MicroBatches) -> list[MicroBatches]:
+        return [[micro_batch] for micro_batch in micro_batches]
+
+    def no_sync(self) -> AbstractContextManager:
+        return nullcontext()
+
+    def forward_backward(
+        self, accumulate: Accumulate, micro_batches: MicroBatches, divisor: Tensor,
+        sum_loss: SumLoss,
+    ) -> Tensor:
+        return accumulate(micro_batches, divisor, sum_loss)
+
+    def summed_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return summed_loss(logits, targets)
+
+    def finish(self) -> None:
+        pass
+
+    def sum_partial_gradients(
+        self, gradient: Callable[[nn.Parameter], Tensor | None]
+    ) -> None:
+        pass
+
+    def mean(self, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    def clip(self, parameters: list[Tensor], max_norm: float) -> Tensor:
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    # The optimizer
+
+    def shard(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        return optimizer
+
+    def make_optimizer(self, factory: Callable[[list], torch.optim.Optimizer]):
+        return self.shard(factory([p for p in self.model.parameters() if p.requires_grad]))
+
+    # Without a gradient
+
+    @torch.no_grad()
+    def sum_losses(
+        self, forward: Callable[[Tensor], Tensor], micro_batches: MicroBatches,
+        sum_loss: SumLoss,
+    ) -> Tensor:
+        return sum(sum_loss(forward(inputs), targets) for inputs, targets in micro_batches)
+
+    def full_model(self) -> nn.Module:
+        return self.model
+
+    # The whole model
+
+    def fill(self, value: Values) -> None:
+        fill(self.model, self.part_of(value))
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        return self.unshard({name: p.detach() for name, p in self.model.named_parameters()})
+
+    def full_gradients(self) -> dict[str, Tensor | None]:
+        return self.unshard({name: self.optimized(p).grad
+                             for name, p in self.model.named_parameters() if p.requires_grad})
+
+    def parts(self) -> Iterator[tuple[str, Part]]:
+        for name, parameter in global_parameters(self.model):
+            own = self.owned(parameter)
+            if own:
+                shape, origin = self.place(name, parameter.shape)
+                yield name, Part(tuple(shape), tuple(parameter.shape), origin, own,
+                                 self.optimized(parameter))
+
+    def copy_to_parameters(self) -> None:
+        pass
+
+    # What the grid asks of each axis
+
+    def tell_passes(self, data: ParallelModel) -> None:
+        pass
+
+    def around_pass(self, stage: int, kind: Kind, is_last: bool) -> AbstractContextManager:
+        return nullcontext()
+
+    def stage_parameters(self) -> list[list[nn.Parameter]]:
+        return [list(self.model.parameters())]
+
+    def shared_parameters(self) -> list[nn.Parameter]:
+        return []
+
+    def norm_groups(self) -> list:
+        return []
+
+    def num_copies(self, name: str) -> int:
+        return 1
+
+    def optimized(self, parameter: nn.Parameter) -> Tensor:
+        return parameter
+
+    def owned(self, parameter: nn.Parameter) -> range:
+        return range(parameter.numel())
+
+    def is_saved(self, name: str) -> bool:
+        return True
+
+    def place(self, name: str, shape: torch.Size) -> tuple[torch.Size, tuple[int, ...]]:
+        return shape, (0,) * len(shape)
+
+    def part_of(self, value: Values) -> Values:
+        return value
+
+    def unshard(self, blocks: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+        return blocks
+
+    def predict(self, tokens: Tensor) -> Tensor:
+        return self.model(tokens)
+
+    def full_logits(self, logits: Tensor) -> Tensor:
+        return logits

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: schedules, what each rank does, and how it does it."""

@@ -1,0 +1,83 @@
+"""What a rank of a pipeline does and holds: functions of a schedule and of the blocks' sizes.
+
+Read in this order: script, split_blocks.
+"""
+
+from functools import cache
+from itertools import accumulate
+from typing import NamedTuple
+
+from minitron.config import require
+from minitron.parallel.pipeline.schedule_check import in_order
+from minitron.parallel.pipeline.schedules import Action, Schedule
+
+
+class Message(NamedTuple):
+    """A send or a receive of what `action` has made, to or from `peer`."""
+
+    is_send: bool
+    action: Action
+    peer: int
+
+
+def as_whole(action: Action) -> Action:
+    """I as B: a stage need not know whether the next one cuts its backward passes in two."""
+    return action._replace(kind="B") if action.kind == "I" else action
+
+
+def script(schedule: Schedule, rank: int) -> list[Action | Message]:
+    """What `rank` does, its messages included.
+
+    They are where they stand in one order of all ranks' actions: a send after the action that made
+    the tensor, its receive as soon as the other rank has done what comes before.
+    """
+    steps: list[Action | Message] = []
+    for action in in_order(schedule):
+        source, target = schedule.rank_of[action.stage], target_rank(schedule, action)
+        if rank == source:
+            steps.append(action)
+        if target not in (None, source) and rank in (source, target):
+            steps.append(Message(rank == source, action, target if rank == source else source))
+    return steps
+
+
+def target_rank(schedule: Schedule, action: Action) -> int | None:
+    """The rank of the stage that needs what `action` makes."""
+    towards = {"F": 1, "B": -1, "I": -1, "W": None}[action.kind]
+    return None if towards is None else schedule.rank_of.get(action.stage + towards)
+
+
+def forwards(schedule: Schedule, num_micro_batches: int) -> Schedule:
+    """Forward passes alone, through the stages of `schedule`: for an evaluation."""
+    lists = ((Action("F", i, stage) for stage in schedule.stages_of(rank)
+              for i in range(num_micro_batches)) for rank in range(schedule.num_ranks))
+    return Schedule("forward", num_micro_batches, tuple(map(tuple, lists)))
+
+
+def split_blocks(
+    costs: list[float], num_stages: int, first: float = 0.0, last: float = 0.0
+) -> list[range]:
+    """Give each stage neighbouring blocks, so that the most expensive stage costs least.
+
+    `first` and `last` are what the first and the last stage have beside their blocks. Raises
+    ConfigError if there are fewer blocks than stages.
+    """
+    n = len(costs)
+    require(n >= num_stages, f"{n} blocks do not fill {num_stages} stages of a pipeline: use "
+            f"{n} stages or fewer, or more layers")
+    before = [0.0, *accumulate(costs)]  # of all blocks before each
+
+    @cache
+    def best(start: int, stages: int) -> tuple[float, tuple[int, ...]]:
+        """The least largest cost of blocks from `start` in `stages` stages, and where they end."""
+        extra = first if start == 0 else 0.0
+        if stages == 1:
+            return before[n] - before[start] + extra + last, (n,)
+        options = []
+        for end in range(start + 1, n - stages + 2):
+            largest, ends = best(end, stages - 1)
+            options.append((max(before[end] - before[start] + extra, largest), (end, *ends)))
+        return min(options)
+
+    ends = best(0, num_stages)[1]
+    return [range(start, end) for start, end in zip((0, *ends), ends, strict=False)]

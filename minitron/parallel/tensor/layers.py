@@ -1,0 +1,243 @@
+"""Tensor parallelism: a layer too large for one rank is cut inside, and N ranks compute it.
+
+Idea: Y = f(X A) B. Cut A by columns and B by rows. Each rank computes its columns of X A, applies
+f to them, and multiplies them by its rows of B: one of N summands of Y, and an all-reduce makes
+them Y. f needs no column of another rank: it is GELU, or attention, head by head.
+
+Notation: N ranks, `tp` in shapes; G key-value heads. Y_partial is a summand.
+
+Each rank holds: 1/N of the matrices and of the vocabulary; the norms, the biases that are added to
+a sum, and learned positions; of the activations 1/N inside the cut layers, all between them. If
+G < N, N/G ranks hold the same key-value head.
+
+Communication: per block and micro-batch an all-reduce of (B, S, D) after attention and one after
+the feed-forward; in the backward pass one of the gradient of the input of each. Together
+8 B S D (N-1)/N elements sent and received per rank. For the embedding one more in the forward
+pass, for the head one in the backward pass, for the loss three numbers a token. Once a step the
+gradients of shared key-value heads. At the start a broadcast of rank 0's parameters.
+
+Read in this order: cuts.PLAN, model.linear, WholeSequence, FusedColumnLinears, RowParallelLinear,
+TensorParallel; then vocabulary, random_regions.
+
+Reference: Shoeybi et al. 2019, "Megatron-LM" (section 3); Narayanan et al. 2021 (section 3.2: the
+volume).
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from minitron.comm import differentiable
+from minitron.comm.collectives import all_gather_single, all_reduce, broadcast
+from minitron.comm.differentiable import start_all_reduce
+from minitron.model.linear import Linear, NoExchange, customize
+from minitron.model.transformer import global_parameters
+from minitron.parallel.interface import Values
+from minitron.parallel.one_device import OneDevice
+from minitron.parallel.tensor.cuts import Cut, plan_cuts, planned
+from minitron.parallel.tensor.random_regions import attend_to_own_heads
+from minitron.parallel.tensor.vocabulary import (
+    divide_vocabulary,
+    vocabulary_parallel_cross_entropy,
+)
+
+
+class WholeSequence(NoExchange):
+    """What happens at the ends of a cut region, if all ranks have all activations around it.
+
+    Where it begins, each rank needs the whole input (B, S, D), which is there, and in the backward
+    pass has a summand of that input's gradient.
+    """
+
+    num_parts = 1  # of the sequence
+
+    def __init__(self, group: ProcessGroup):
+        self.group = group
+
+    def start_reduce(self, grad_partial: Tensor) -> Callable[[], Tensor]:
+        return start_all_reduce(grad_partial, self.group)
+
+    def reduce(self, out_partial: Tensor) -> Tensor:
+        """Where a region ends, each rank has a summand of the output; differentiable."""
+        return differentiable.all_reduce(out_partial, self.group)
+
+
+class FusedColumnLinears:
+    """Column-parallel layers of one input: the first to be called computes for all.
+
+    So each of them must be called for each x, once; and all must have been given the same parts.
+    """
+
+    def __init__(self, layers: list[nn.Linear]):
+        self.layers = layers
+        self.x: Tensor | None = None
+        self.outputs: dict[nn.Linear, Tensor] = {}
+
+    def output(self, layer: nn.Linear, x: Tensor) -> Tensor:
+        """What `layer` makes of `x` (B, S, D): (B, S, F/tp)."""
+        if x is not self.x or layer not in self.outputs:
+            parameters = [p for each in self.layers for p in (each.weight, each.bias)]
+            outputs = layer.parts.compute(x, *parameters)
+            self.x, self.outputs = x, dict(zip(self.layers, outputs, strict=True))
+
+        output = self.outputs.pop(layer)
+        if not self.outputs:
+            self.x = None  # hold nothing until the next forward pass
+        return output
+
+
+class ColumnParallelLinear(Linear):
+    """Holds weight (F/tp, D) and bias (F/tp,); `fused` with others that read its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fused.output(self, x)
+
+
+class RowParallelLinear(Linear):
+    """Holds weight (D, F/tp) and the whole bias (D,); reads (B, S, F/tp), a cut layer's output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        (out_partial,) = self.parts.compute(x, self.weight, None)
+        out = self.exchange.reduce(out_partial)
+        # after the sum, or the bias is added tp times
+        return out if self.bias is None else out + self.bias.to(out.dtype)
+
+
+class TensorParallel(OneDevice):
+    """A model whose layers are cut; its code and the names of its parameters stay.
+
+    Its logits are (B, S, V/tp): use `summed_loss`, or `full_logits`. Call `finish` after the last
+    backward pass of a step. All ranks read the same samples.
+    """
+
+    def __init__(self, model: nn.Module, exchange: WholeSequence):
+        super().__init__(model)
+        self.group, self.exchange = exchange.group, exchange
+        self.rank, self.size = self.group.rank(), self.group.size()
+        self.cuts = plan_cuts(model, self.rank, self.size)
+        self.take_parts()
+        self.change_layers()
+
+    def take_parts(self) -> None:
+        """Leave this rank its part of every parameter."""
+        for name, parameter in global_parameters(self.model):
+            if not parameter.is_meta:
+                broadcast(parameter.detach(), 0, self.group)
+            parameter.data = self.cuts[name].copy_of(parameter.detach())
+
+    def change_layers(self) -> None:
+        readers: dict[str, list[nn.Linear]] = {}  # of the same input: neighbours in the model
+        for path, kind in planned(self.model):
+            layer = self.model.get_submodule(path)
+            if kind == "columns":
+                customize(layer, ColumnParallelLinear, exchange=self.exchange)
+                readers.setdefault(path.rpartition(".")[0], []).append(layer)
+            elif kind == "rows":
+                customize(layer, RowParallelLinear)
+                layer.exchange = self.exchange
+            else:
+                divide_vocabulary(layer, self.exchange, self.rank, self.size)
+            if kind != "vocabulary":
+                layer.out_features, layer.in_features = layer.weight.shape
+        for layers in readers.values():
+            fused = FusedColumnLinears(layers)
+            for layer in layers:
+                layer.fused = fused
+        for block in self.model.blocks:
+            core = block.attention.attention_fn
+            block.attention.attention_fn = partial(attend_to_own_heads, core, self.rank)
+
+    # A step
+
+    def summed_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Cross-entropy of logits (B, S, V/tp), summed over the counted targets, nats."""
+        return vocabulary_parallel_cross_entropy(logits, targets, self.group)
+
+    def full_logits(self, logits: Tensor) -> Tensor:
+        """The logits (B, S, V) of (B, S, V/tp), to draw tokens from; without a gradient."""
+        return differentiable.start_all_gather(logits.detach(), self.group, logits.dim() - 1)()
+
+    def finish(self) -> None:
+        """Sum the gradients of which the ranks have partial sums."""
+        self.sum_partial_gradients(lambda parameter: parameter.grad)
+
+    def sum_partial_gradients(
+        self, gradient: Callable[[nn.Parameter], Tensor | None]
+    ) -> None:
+        """Sum the gradients of which the ranks have partial sums, a message for each dtype."""
+        shared: dict[torch.dtype, list[tuple[Cut, Tensor]]] = {}
+        for name, parameter in global_parameters(self.model):
+            cut, grad = self.cuts[name], gradient(parameter)
+            if cut.is_partial and grad is not None:
+                shared.setdefault(grad.dtype, []).append((cut, grad))
+        for summands in shared.values():
+            self.sum_in_one_message(summands)
+
+    def sum_in_one_message(self, summands: list[tuple[Cut, Tensor]]) -> None:
+        """Sum gradients over the ranks that hold the same part, in place.
+
+        Each travels as all of its parts, zeros but for this rank's: so one group is enough.
+        """
+        sizes = [cut.count * grad.numel() for cut, grad in summands]
+        flat = summands[0][1].new_zeros(sum(sizes))
+        own = [parts.view(cut.count, *grad.shape)[cut.index]
+               for parts, (cut, grad) in zip(flat.split(sizes), summands, strict=True)]
+        for part, (_, grad) in zip(own, summands, strict=True):
+            part.copy_(grad)
+        all_reduce(flat, self.group)
+        for part, (_, grad) in zip(own, summands, strict=True):
+            grad.copy_(part)
+
+    # The whole model
+
+    @property
+    def sequence_parts(self) -> int:
+        """In how many parts the sequence is divided between the layers."""
+        return self.exchange.num_parts
+
+    def norm_groups(self) -> list[ProcessGroup]:
+        return [self.group]
+
+    def num_copies(self, name: str) -> int:
+        return self.cuts[name].copies
+
+    def place(self, name: str, shape: torch.Size) -> tuple[torch.Size, tuple[int, ...]]:
+        cut = self.cuts[name]
+        return cut.full_shape(shape), cut.origin(shape)
+
+    def part_of(self, value: Values) -> Values:
+        """The same by name and the shape that this rank holds: its parts."""
+        def part(name: str, shape: torch.Size) -> Tensor:
+            cut = self.cuts[name]
+            return cut.of(value(name, cut.full_shape(shape)))
+
+        return part
+
+    def unshard(self, blocks: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """Join what each rank has for its parts of the parameters, by name."""
+        return {name: self.join(self.cuts[name], block) for name, block in blocks.items()}
+
+    def join(self, cut: Cut, part: Tensor | None) -> Tensor | None:
+        """The whole of a tensor, on the CPU: a device that needs cuts may not hold them all."""
+        if part is None or cut.count == 1:
+            return part
+        own = part.to(self.device).contiguous()
+        parts = own.new_empty(self.size, *own.shape)
+        all_gather_single(parts.flatten(0, 1), own, self.group)
+        return cut.whole(list(parts.unbind())).cpu()
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+
+def apply_tensor_parallel(model: nn.Module, group: ProcessGroup) -> TensorParallel:
+    """Cut the layers of `model` over `group` as `cuts.PLAN` says; every rank starts from rank 0's.
+
+    Parameters on the meta device stay there. Raises ConfigError for sizes of the model that do not
+    divide by the number of ranks.
+    """
+    return TensorParallel(model, WholeSequence(group))

@@ -1,0 +1,1 @@
+"""The oracle: is it the same training?"""

@@ -1,0 +1,116 @@
+"""The folder of a run: whether it holds one, which is next, and who trains in it now.
+
+Read in this order: Claim, require_place, default_folder.
+"""
+
+import errno
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+import psutil
+
+from minitron.checkpoint import checkpoints
+from minitron.config import ConfigError, require
+from minitron.system.disk import open_itself, writing
+
+SECONDS_TO_RETAKE = 120
+"""For a restarted run: a file server may hold a dead node's lock for as long as its lease."""
+
+
+class Claim:
+    """A lock on a run's folder: a second process that would train in it is refused.
+
+    It is a POSIX lock on the file `run.lock`, which ends with the process that holds it, however
+    it dies, and which NFS and other shared file systems pass on between nodes. Not seen are
+    processes on another node where locks are local (mount options `nolock`, `local_lock`,
+    `localflock`), or where the file system has none, which is told; and there is none on Windows.
+    """
+
+    def __init__(self, folder: Path):
+        self.path = folder / "run.lock"
+        self.file: int | None = None
+
+    def take(self, is_restart: bool = False) -> None:
+        """Hold the folder, which is made if need be; raises ConfigError if another process does.
+
+        A restarted run waits a while for a lock of another node, which may have died.
+        """
+        if self.file is not None or fcntl is None:
+            return
+        with writing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = open_itself(self.path, os.O_RDWR | os.O_CREAT)
+        end = time.monotonic() + (SECONDS_TO_RETAKE if is_restart else 0)
+        while not self.try_lock():
+            is_here, owner = self.owner()
+            if time.monotonic() >= end or is_here:
+                self.close()
+                raise ConfigError(f"{self.path.parent}: {owner} is training in it: end that one "
+                                  "first, or choose another --run-dir")
+            time.sleep(1)
+
+    def try_lock(self) -> bool:
+        """Lock the file and put this process's name into it; False if another process holds it."""
+        try:
+            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                return False
+            print(f"{self.path}: cannot be locked ({error.strerror}); make sure that no other "
+                  "process trains in this folder", file=sys.stderr)
+        name = {"host": socket.gethostname(), "pid": os.getpid(),
+                "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        with writing(self.path):
+            os.ftruncate(self.file, 0)
+            os.pwrite(self.file, json.dumps(name).encode() + b"\n", 0)
+        return True
+
+    def owner(self) -> tuple[bool, str]:
+        """Whether the process that holds the lock is seen to live on this host; what to call it."""
+        try:
+            name = json.loads(os.pread(self.file, 4096, 0))
+            host, pid, since = str(name["host"]), int(name["pid"]), str(name["since"])
+            is_here = host == socket.gethostname() and pid != os.getpid() and psutil.pid_exists(pid)
+        except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
+            return False, "another process"
+        return is_here, f"process {pid} on {host} (since {since})"
+
+    def close(self) -> None:
+        """Let others have the folder; the file stays: to remove it is to race with who opens it."""
+        if self.file is not None:
+            os.close(self.file)
+            self.file = None
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a run has got somewhere there; one that failed before leaves the folder free."""
+    log = folder / "metrics.jsonl"
+    has_rows = log.exists() and log.stat().st_size > 0
+    return has_rows or bool(checkpoints(folder / "checkpoints"))
+
+
+def default_folder(file: Path | None, resume: bool) -> Path:
+    """runs/NAME, runs/NAME-2, ...: the newest one there to resume, else the first one free."""
+    name = file.stem if file else "train"
+    folders = [Path("runs") / name]
+    while holds_run(folders[-1]):
+        folders.append(Path("runs") / f"{name}-{len(folders) + 1}")
+    return folders[-2] if resume and folders[1:] else folders[-1]
+
+
+def require_place(folder: Path, resume: bool, restart: bool) -> None:
+    """Raise ConfigError if a new run would meet an old one, or an old one is not there."""
+    require(not resume or folder.is_dir(), f"{folder}: there is no run to resume; check --run-dir")
+    require(
+        resume or restart or not holds_run(folder),
+        f"{folder}: already holds a run; add --resume to continue it, or choose another --run-dir",
+    )

@@ -1,0 +1,1 @@
+"""What the machine does around a run: its disk, files of strangers, progress on a terminal."""

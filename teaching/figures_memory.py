@@ -1,0 +1,220 @@
+"""Figures of bytes: over one step (skyline), per kind (memory_bars), per rank (holdings).
+
+A kind of bytes has the colour of the phase that makes it: activations that of the forward pass,
+gradients that of the backward pass, optimizer state that of the optimizer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from minitron.measure.meter import Moment, Snapshot
+from teaching.figures_style import (
+    BAND,
+    BLACK,
+    BLUE,
+    GREEN,
+    GREY,
+    KIND_COLOUR,
+    ORANGE,
+    SKY,
+    STYLE,
+    YELLOW,
+    canvas,
+    count_bytes,
+    pale,
+    plain_bytes,
+)
+
+CATEGORY_COLOUR = {  # in the order in which they are stacked
+    "parameter": BLUE,
+    "gradient": ORANGE,
+    "optimizer state": GREEN,
+    "activation": SKY,
+    "temporary": YELLOW,
+}
+NARROW = 0.07
+"""A phase shorter than this share of the axis has no room for its name."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes in one cell of `holdings`, and which share, 0 to 1, they are of the whole thing."""
+
+    bytes: float
+    share: float = 1.0
+
+
+@rc_context(STYLE)
+def skyline(
+    timeline: Sequence[Moment],
+    peak: Snapshot,
+    predicted: float | None = None,
+    predicted_label: str = "formula",
+) -> Figure:
+    """Draw the bytes alive after each operator, stacked by kind, the peak marked.
+
+    `timeline` and `peak` are the meter's; `predicted` is the peak's formula, in bytes, dashed.
+    The names at the right carry the bytes of their kind at the peak.
+    """
+    figure, axes = canvas(height=3.7)
+    x = range(len(timeline))
+    layers = [[moment.bytes.get(kind, 0) for moment in timeline] for kind in CATEGORY_COLOUR]
+    axes.stackplot(
+        x, layers, colors=list(CATEGORY_COLOUR.values()), step="post", linewidth=0
+    )
+    top = 1.15 * max(peak.total, predicted or 0)
+    axes.set_xlim(0, len(timeline) - 1)
+    axes.set_ylim(0, top)
+
+    highest = max(range(len(timeline)), key=lambda i: timeline[i].total)
+    axes.plot([highest], [peak.total], "v", color=BLACK, markersize=7, zorder=3)
+    if predicted is not None:
+        axes.axhline(predicted, color=BLACK, linestyle="--", linewidth=1.3)
+        axes.annotate(
+            f"{predicted_label} {plain_bytes(predicted)}", (0.01, predicted),
+            xycoords=("axes fraction", "data"), textcoords="offset points", xytext=(0, 4),
+        )
+    _draw_phases(axes, timeline)
+    _list_kinds(axes, peak)
+    count_bytes(axes.yaxis, top, "alive")
+    axes.set_xlabel("operators called")
+    return figure
+
+
+def _draw_phases(axes: Axes, timeline: Sequence[Moment]) -> None:
+    """A strip above the axes: which phase, from which operator to which."""
+    starts = [i for i, moment in enumerate(timeline)
+              if i == 0 or moment.phase != timeline[i - 1].phase]
+    last = len(timeline) - 1
+    above = axes.get_xaxis_transform()
+    for start, end in zip(starts, [*starts[1:], last], strict=True):
+        phase = timeline[start].phase
+        axes.add_patch(Rectangle(
+            (start, 1.02), end - start, 0.07, transform=above, clip_on=False, linewidth=0.8,
+            facecolor=KIND_COLOUR.get(phase, BAND), edgecolor="white",
+        ))
+        if end - start > NARROW * last:
+            axes.text((start + end) / 2, 1.05, phase, transform=above, ha="center",
+                      va="center", size=9)
+        else:
+            axes.text(end, 1.1, phase, transform=above, ha="right", size=9, color=GREY)
+        if start > 0:
+            axes.axvline(start, color="white", linewidth=0.8)
+
+
+def _list_kinds(axes: Axes, peak: Snapshot) -> None:
+    """Name the layers at the right, uppermost first, with their bytes at the peak."""
+    axes.plot([1.03], [1.06], "v", color=BLACK, transform=axes.transAxes, clip_on=False)
+    axes.text(1.055, 1.06, f"peak {plain_bytes(peak.total)}", transform=axes.transAxes,
+              va="center")
+    for row, (kind, colour) in enumerate(reversed(CATEGORY_COLOUR.items())):
+        y = 0.92 - 0.19 * row
+        axes.add_patch(Rectangle((1.02, y - 0.09), 0.02, 0.17, transform=axes.transAxes,
+                                 clip_on=False, facecolor=colour))
+        axes.text(1.055, y, f"{kind}\n{plain_bytes(peak.bytes.get(kind, 0))}", size=10,
+                  transform=axes.transAxes, va="center", linespacing=1.2)
+
+
+@rc_context(STYLE)
+def memory_bars(
+    measured: dict[str, dict[str, float]],
+    predicted: dict[str, dict[str, float]] | None = None,
+    limit: float | None = None,
+    limit_label: str = "limit",
+) -> Figure:
+    """Draw a bar of bytes per row, stacked by kind, its total at the end.
+
+    `measured` and `predicted` (dashed, above) map a row's name to the bytes of each kind of
+    `CATEGORY_COLOUR`. What lies beyond `limit`, a device's memory, is a grey band.
+    """
+    groups = [(rows, rows is predicted) for rows in (predicted, measured) if rows]
+    bars = [(name, kinds, dashed) for rows, dashed in groups for name, kinds in rows.items()]
+    span = 1.2 * max([limit or 0, *(sum(kinds.values()) for _, kinds, _ in bars)])
+    figure, axes = canvas(height=1.3 + 0.5 * len(bars))
+    if limit is not None:
+        axes.axvspan(limit, span, color=BAND, zorder=0)
+        axes.annotate(
+            limit_label, (limit, 1), xycoords=("data", "axes fraction"), color=GREY,
+            textcoords="offset points", xytext=(4, -3), va="top",
+        )
+    for row, (_, kinds, dashed) in enumerate(bars):
+        _draw_stack(axes, row, kinds, dashed, span)
+
+    axes.set_xlim(0, span)
+    axes.set_ylim(len(bars) - 0.45, -0.95 if limit is not None else -0.62)
+    axes.set_yticks(range(len(bars)), [name for name, _, _ in bars])
+    axes.tick_params(axis="y", length=0, labelcolor=BLACK)
+    axes.spines["left"].set_visible(False)
+    _name_kinds(axes, [kind for kind in CATEGORY_COLOUR if any(bar[1].get(kind) for bar in bars)])
+    count_bytes(axes.xaxis, span, "held")
+    return figure
+
+
+def _draw_stack(
+    axes: Axes, row: int, kinds: dict[str, float], is_predicted: bool, span: float
+) -> None:
+    left = 0.0
+    for kind, colour in CATEGORY_COLOUR.items():
+        width = kinds.get(kind, 0)
+        if width == 0:
+            continue
+        axes.barh(
+            row, width, 0.7, left, color=pale(colour) if is_predicted else colour,
+            edgecolor=BLACK if is_predicted else "white", linewidth=1,
+            linestyle="--" if is_predicted else "-",
+        )
+        if width > 0.11 * span:  # as wide as "12.3 GB"
+            on_dark = colour == BLUE and not is_predicted
+            axes.text(left + width / 2, row, plain_bytes(width), ha="center", va="center",
+                      size=10, color="white" if on_dark else BLACK)
+        left += width
+    axes.annotate(
+        plain_bytes(left), (left, row), textcoords="offset points", xytext=(5, 0), va="center"
+    )
+
+
+def _name_kinds(axes: Axes, kinds: list[str]) -> None:
+    """A line above the bars: each kind's name behind a square of its colour."""
+    handles = [Rectangle((0, 0), 1, 1, facecolor=CATEGORY_COLOUR[kind]) for kind in kinds]
+    axes.legend(
+        handles, kinds, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=len(kinds),
+        frameon=False, handlelength=0.9, handleheight=0.9, columnspacing=1.3, borderpad=0,
+        handletextpad=0.4, fontsize=10,
+    )
+
+
+@rc_context(STYLE)
+def holdings(rows: dict[str, dict[str, Held]]) -> Figure:
+    """Draw who holds what: a row per rank (or moment), a column per kind, the bytes written in.
+
+    A cell is filled from the left up to its share of the whole thing; an empty box holds nothing.
+    Kinds without a colour of their own are drawn in `BLUE`.
+    """
+    names = list(rows)
+    kinds = list(dict.fromkeys(kind for held in rows.values() for kind in held))
+    figure, axes = canvas(height=0.6 + 0.5 * len(names))
+    for y, held in enumerate(rows.values()):
+        for x, kind in enumerate(kinds):
+            cell = held.get(kind, Held(0, 0))
+            colour = CATEGORY_COLOUR.get(kind, BLUE)
+            axes.add_patch(Rectangle((x + 0.04, y + 0.1), 0.92, 0.8, facecolor="white",
+                                     edgecolor=GREY, linewidth=0.8))
+            axes.add_patch(Rectangle((x + 0.04, y + 0.1), 0.92 * cell.share, 0.8,
+                                     facecolor=colour))
+            on_dark = colour == BLUE and cell.share > 0.6
+            axes.text(x + 0.5, y + 0.5, plain_bytes(cell.bytes) if cell.bytes else "-",
+                      ha="center", va="center", color="white" if on_dark else BLACK)
+
+    axes.set_xlim(0, len(kinds))
+    axes.set_ylim(len(names), 0)
+    axes.set_yticks([y + 0.5 for y in range(len(names))], names)
+    axes.set_xticks([x + 0.5 for x in range(len(kinds))], kinds)
+    axes.xaxis.tick_top()
+    axes.tick_params(length=0, labelcolor=BLACK)
+    axes.spines[:].set_visible(False)
+    return figure

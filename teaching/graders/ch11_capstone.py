@@ -1,0 +1,184 @@
+"""Grader of 11.5: the story model trains on 8 ranks as the answer says, a meter on each of them."""
+
+import random
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from minitron.comm.agreement import largest
+from minitron.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    TrainConfig,
+)
+from minitron.corpus.story_grammar import VOCABULARY, sample_story
+from minitron.launch import RankError, run
+from minitron.measure.meter import Meter
+from minitron.model.recompute import RECOMPUTE_POLICIES
+from minitron.parallel.tensor.cuts import require_sizes
+from minitron.parallelize import build, lay_out
+from minitron.step import make_optimizer, train_step
+from teaching.graders import Mistake, asked, expect
+from teaching.graders.ranks import per_rank
+
+NUM_RANKS, BATCH, LENGTH, STEPS = 8, 8, 64, 10
+RATE = 5e-3
+MODEL = ModelConfig(
+    vocab_size=136, max_sequence_length=LENGTH, num_layers=4, width=64, num_heads=2,
+    num_kv_heads=2, ffn_width=192,
+)
+METERED = 2
+"""In the first step AdamW makes its moments; from the second one on all steps hold the same."""
+LIMIT = 1_150_000
+"""Bytes that a rank may hold at its peak."""
+TARGET = 4.2
+"""Nats per token, the mean of the last LAST steps: less than the entropy of single words, 4.37."""
+LAST = 2
+SECONDS = 60.0
+REFUSED = "the package does not train this"
+SLOW = "8 ranks share the cores of this machine: what else is running? And a step of many small " \
+       "micro-batches, through many stages, takes longest"
+CPU = torch.device("cpu")
+
+KEYS = {
+    "dp": range(1, NUM_RANKS + 1),
+    "tp": range(1, NUM_RANKS + 1),
+    "pp": range(1, NUM_RANKS + 1),
+    "zero": range(4),
+    "sequence": (False, True),
+    "recompute": tuple(RECOMPUTE_POLICIES),
+    "micro_batch_size": range(1, BATCH + 1),
+}
+REMEDIES = {
+    "parameter": "tp and pp cut the weights, zero = 3 divides them over dp",
+    "gradient": "tp and pp cut the gradients with the weights, zero = 2 and 3 divide them over dp",
+    "optimizer state": "it is twice the weights: zero = 1 and more divide it over dp",
+    "activation": "fewer sequences at once, sequence parallelism with tp, or recomputation; a "
+                  "pipeline's first ranks hold several micro-batches",
+    "temporary": "what a block makes on its way, with recomputation its activations anew, and "
+                 "gradients before they are divided: smaller micro-batches and tp divide these",
+}
+
+
+class Seen(NamedTuple):
+    """What a rank held at its peak, bytes by category, and the losses."""
+
+    peak: dict[str, int]
+    losses: list[float]
+
+    @property
+    def total(self) -> int:
+        return sum(self.peak.values())
+
+
+def grade_11_5(layout: Callable) -> None:
+    """Let the layout train for two steps, look what was held, and then for the others."""
+    with asked("layout()"):
+        answer = layout()
+        _expect_values(answer)
+        config = _config_of(answer)
+    with asked(f"{STEPS} steps on {NUM_RANKS} ranks, with {answer}"):
+        try:  # no code of the learner's runs there, so nobody need watch its collectives
+            seen = run(train, NUM_RANKS, config, tokens(), timeout=SECONDS, watch=False)
+        except RankError as error:
+            raised = next((f.text for f in error.failures.values() if f.error), "")
+            raise Mistake(str(error), f"{REFUSED}: {raised}" if raised else SLOW) from None
+        _expect_fits(seen)
+        _expect_learned(seen)
+
+
+def _expect_values(answer) -> None:
+    expect(isinstance(answer, dict), seen=f"it returned {answer!r:.80}", likely="return a dict")
+    wrong = sorted(map(str, set(KEYS) ^ set(answer)))
+    expect(not wrong, seen=f"its keys are {', '.join(map(str, answer))}",
+           likely=f"there are {', '.join(KEYS)}: {', '.join(wrong)} is missing or unknown")
+    for key, values in KEYS.items():
+        fits = type(answer[key]) is type(values[0]) and answer[key] in values
+        expect(fits, seen=f"{key} is {answer[key]!r}", likely=f"{key} is "
+               + (f"{values[0]} to {values[-1]}" if isinstance(values, range) else
+                  " or ".join(map(repr, values))))
+
+
+def _config_of(answer: dict) -> Config:
+    """What a run of this layout is told. Raises Mistake with the package's own words."""
+    dp, tp, pp = (answer[axis] for axis in ("dp", "tp", "pp"))
+    expect(dp * tp * pp == NUM_RANKS, seen=f"dp x tp x pp = {dp} x {tp} x {pp} = {dp * tp * pp}",
+           likely=f"there are {NUM_RANKS} ranks, and each has one place: the product is "
+                  f"{NUM_RANKS}")
+    try:
+        require_sizes(MODEL, tp)
+        return Config(
+            MODEL,
+            DataConfig(sequence_length=LENGTH),
+            TrainConfig(
+                steps=STEPS, global_batch_size=BATCH, micro_batch_size=answer["micro_batch_size"],
+                recompute=answer["recompute"], learning_rate=RATE,
+            ),
+            ParallelConfig(dp, tp, answer["sequence"], pp, zero=answer["zero"]),
+        )
+    except ConfigError as error:
+        raise Mistake(str(error), f"{REFUSED}: another split of the 8 ranks, or another stage of "
+                      "ZeRO") from None
+
+
+@cache
+def tokens() -> Tensor:
+    """The stories of all steps, (STEPS, BATCH, LENGTH + 1)."""
+    rng, number = random.Random(11), {word: index for index, word in enumerate(VOCABULARY)}
+    shape = STEPS, BATCH, LENGTH + 1
+    words: list[int] = []
+    while len(words) < torch.Size(shape).numel():
+        words += [number[word] for word in sample_story(rng)]
+    return torch.tensor(words[:torch.Size(shape).numel()]).view(shape)
+
+
+def train(group, config: Config, batches: Tensor) -> Seen:
+    """Train one rank's part, the first steps under a meter; go on if no rank is over the limit."""
+    mesh = lay_out(config.parallel, group.size(), CPU)
+    model, parallel = build(config, mesh, CPU)
+    optimizer = make_optimizer(model, config.train, CPU)
+    parallel.shard(optimizer)
+    rank, size = parallel.data_part
+
+    def step(batch: Tensor) -> float:
+        parts = batch[rank::size].split(config.train.micro_batch_size)
+        micro_batches = [(part[:, :-1], part[:, 1:]) for part in parts]
+        clip_norm = config.train.clip_norm
+        return float(train_step(model, optimizer, micro_batches, RATE, clip_norm, parallel)[0])
+
+    with Meter(model, optimizer) as meter:
+        losses = [step(batch) for batch in batches[:METERED]]
+    peak = meter.peak
+    if not largest(peak.total > LIMIT, group):
+        losses += [step(batch) for batch in batches[METERED:]]
+    return Seen(peak.bytes, losses)
+
+
+def _expect_fits(seen: list[Seen]) -> None:
+    texts = {rank: in_words(mine.peak) for rank, mine in enumerate(seen) if mine.total > LIMIT}
+    if texts:
+        worst = max(seen, key=lambda mine: mine.total).peak
+        kind = max(worst, key=worst.get)
+        raise Mistake(f"over {LIMIT / 1e6:.2f} MB at the peak of a step: {per_rank(texts)}",
+                      f"most is {kind}: {REMEDIES[kind]}")
+
+
+def in_words(peak: dict[str, int]) -> str:
+    """Such as "1.9 MB: 0.9 activation, 0.5 gradient ..."; the largest category first."""
+    kinds = sorted(peak, key=lambda kind: -peak[kind])
+    parts = ", ".join(f"{peak[kind] / 1e6:.2f} {kind}" for kind in kinds)
+    return f"{sum(peak.values()) / 1e6:.2f} MB ({parts})"
+
+
+def _expect_learned(seen: list[Seen]) -> None:
+    means = [sum(mine.losses[-LAST:]) / LAST for mine in seen]
+    expect(all(mean <= TARGET for mean in means),
+           seen=per_rank([f"the loss of the last {LAST} steps is {mean:.3f}" for mean in means])
+           + f"; the target is {TARGET:g}",
+           likely="every layout is the same training: this should not happen")

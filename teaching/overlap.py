@@ -1,0 +1,71 @@
+"""What a step with data parallelism takes, predicted: compute on one side, one link on the other.
+
+A bucket of gradients can leave when the last of them is ready, and when the link is free. What is
+still on its way when the backward pass ends is exposed: everyone waits for it.
+"""
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+from minitron import cost
+from teaching.figures import Block
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Seconds from the start of the step, without communication.
+
+    `ready[i]` is when the gradient of parameter i is complete; `backward` is the last of them.
+    """
+
+    forward: float
+    ready: list[float]
+    optimizer: float = 0.0
+    """How long the optimizer takes."""
+
+    @property
+    def backward(self) -> float:
+        return max(self.ready)
+
+
+def compute_in_proportion(sizes: list[int], forward: float, backward: float) -> Compute:
+    """Compute whose backward pass takes `backward` seconds, shared out by the parameters' sizes.
+
+    It walks from the last parameter to the first one.
+    """
+    done = list(accumulate(reversed(sizes)))
+    return Compute(forward, [forward + backward * part / done[-1] for part in reversed(done)])
+
+
+def transfers(
+    ready: list[float],
+    sizes: list[int],
+    buckets: list[list[int]],
+    num_ranks: int,
+    latency: float,
+    bandwidth: float,
+) -> list[tuple[float, float]]:
+    """Start and end, in seconds, of each bucket's all-reduce by a ring, one after the other.
+
+    `buckets` lists the parameters of each, in the order of sending; `sizes` are bytes.
+    """
+    spans, free = [], 0.0
+    for bucket in buckets:
+        start = max(free, *(ready[index] for index in bucket))
+        num_bytes = sum(sizes[index] for index in bucket)
+        free = start + cost.ring_all_reduce_seconds(num_bytes, num_ranks, latency, bandwidth)
+        spans.append((start, free))
+    return spans
+
+
+def step_lanes(compute: Compute, sent: list[tuple[float, float]]) -> dict[str, list[Block]]:
+    """Two lanes for `timeline`, in milliseconds: the optimizer starts when all is there."""
+    there = max(compute.backward, sent[-1][1] if sent else 0.0)
+    phases = [("forward", 0.0, compute.forward), ("backward", compute.forward, compute.backward)]
+    if compute.optimizer:
+        phases.append(("optimizer", there, there + compute.optimizer))
+    return {
+        "predicted compute": [Block(kind, 1e3 * start, 1e3 * end) for kind, start, end in phases],
+        "predicted network": [Block("communication", 1e3 * start, 1e3 * end)
+                              for start, end in sent],
+    }

@@ -1,0 +1,131 @@
+"""What a finished run tells its owner: a sample, how good it is, where it lies, what comes next."""
+
+import textwrap
+
+from minitron.comm.agreement import gathered, one_fault_ends_all
+from minitron.corpus.folder import read_corpus_info
+from minitron.corpus.stories import grammatical_share
+from minitron.measure.metrics import read_metrics
+from minitron.run import Run
+from minitron.system import disk
+from teaching import figures
+
+NUM_STORIES, STORY_TOKENS, TEXT_TOKENS = 64, 120, 200
+
+
+def report(run: Run) -> None:
+    """Print the closing report of a run and draw its loss curve; both stay in the run's folder.
+
+    All ranks call it, as they write the samples together; rank 0 prints. A run that was through
+    already is not asked for samples again.
+    """
+    saved = gathered(saved_report(run) if run.rank == 0 else None, run.group)[0]
+    text = saved or new_report(run)
+    with one_fault_ends_all(run.group):
+        if run.rank == 0:
+            if saved is not None:
+                print(f"{run.folder}: all {run.step:,} steps are done; --train.steps "
+                      f"{2 * run.step} would add as many. The report:")
+            print(f"\n{text}\nloss curve           {run.folder / 'loss_curve.png'}"
+                  f"\nrun                  {run.folder}\n\n{next_steps(run)}", flush=True)
+            keep(run, text)
+
+
+def saved_report(run: Run) -> str | None:
+    """The report of a run that has only been loaded, if there is one of this step."""
+    path = run.folder / "report.txt"
+    if run.step > run.first_step or not path.is_file():
+        return None
+    text = path.read_text(errors="replace").rstrip("\n")
+    return text if steps_line(run) in text.split("\n") else None
+
+
+def new_report(run: Run) -> str:
+    info = read_corpus_info(run.config.data.path)
+    lines = describe_stories(run) if info["kind"] == "stories" else describe_text(run)
+    lines.append(steps_line(run))
+    losses = [row["val_loss"] for row in logged(run) if "val_loss" in row]
+    if losses:  # a damaged log may have none
+        lines.append(f"validation loss      {losses[-1]:.4f} nats per token")
+    floor = lowest_loss(run)
+    if floor is not None:
+        lines.append(f"lowest possible      {floor:.4f} (the grammar's entropy, seen through "
+                     f"{run.config.data.sequence_length} tokens)")
+    return "\n".join(lines)
+
+
+def keep(run: Run, text: str) -> None:
+    """Write the report and the loss curve into the run's folder."""
+    remedy = f"the run is saved: make room, and add --resume --run-dir {run.folder}"
+    with disk.writing(run.folder, remedy):
+        disk.replace(run.folder / "report.txt", f"{text}\n".encode())
+        rows = logged(run)
+        if any("loss" in row for row in rows):
+            curve = figures.loss_curve(rows, lowest_loss(run))
+            disk.replace(run.folder / "loss_curve.png", figures.png(curve))
+
+
+def logged(run: Run) -> list[dict]:
+    """The rows of the log, which rank 0 writes."""
+    path = run.folder / "metrics.jsonl"
+    return read_metrics(path) if path.is_file() else []
+
+
+def steps_line(run: Run) -> str:
+    return f"trained for          {run.step:,} steps, {run.tokens:,} tokens"
+
+
+def lowest_loss(run: Run) -> float | None:
+    """The entropy of the text, where it is known."""
+    info = read_corpus_info(run.config.data.path)
+    if info["kind"] != "stories":
+        return None
+    return window_entropy(info, run.config.data.sequence_length)
+
+
+def describe_stories(run: Run) -> list[str]:
+    """Let the model tell 64 stories; the grammar judges every complete sentence and story."""
+    stories = run.sample(NUM_STORIES, STORY_TOKENS)
+    if not stories:
+        return []
+    sentences, whole = grammatical_share(*stories)
+    first = stories[0].split("<end>")[0]
+    return [
+        "A story by your model:\n",
+        textwrap.fill(" ".join(first.split()), 88, initial_indent="  ", subsequent_indent="  "),
+        "",
+        f"grammatical          {100 * sentences:.1f} % of the sentences in {NUM_STORIES} stories",
+        f"consistent           {100 * whole:.1f} % of the stories (one hero, one thing, one place "
+        "all through)",
+    ]
+
+
+def describe_text(run: Run) -> list[str]:
+    samples = run.sample(1, TEXT_TOKENS)
+    if not samples:
+        return []
+    return ["A text by your model:\n", textwrap.indent(samples[0], "  "), ""]
+
+
+def window_entropy(info: dict, sequence_length: int) -> float:
+    """The floor for this sequence length, or the nearest longer one that the corpus knows."""
+    known = {int(length): entropy for length, entropy in info["entropy_in_window"].items()}
+    longer = [length for length in sorted(known) if length >= sequence_length]
+    return known[longer[0]] if longer else info["entropy_per_token"]
+
+
+def next_steps(run: Run) -> str:
+    """What to type next, for this kind of corpus and of machine."""
+    if run.size > 1:
+        return f"Next: write it for transformers:\n  minitron export {run.folder} my-model"
+    if read_corpus_info(run.config.data.path)["kind"] == "stories":
+        return (
+            "Next: `make lab` opens chapter 1; or train on real text:\n"
+            "  minitron data python\n"
+            "  minitron train configs/python.toml"
+        )
+    return (
+        "Next: a longer run, or a deeper model:\n"
+        f"  minitron train configs/python.toml --data.path {run.config.data.path} "
+        f"--train.steps {4 * run.config.train.steps}"
+    )

@@ -1,0 +1,199 @@
+"""ZeRO under every pipeline schedule: dp 2 x pp 2 trains as one process, and sends what is said."""
+
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from minitron.comm.agreement import ALONE
+from minitron.comm.mesh import make_mesh
+from minitron.config import ParallelConfig
+from minitron.cost.communication import ring_all_gather_volume, ring_reduce_scatter_volume
+from minitron.launch import run
+from minitron.measure.ledger import Ledger
+from minitron.measure.meter import Meter
+from minitron.model.recompute import apply_full_recompute
+from minitron.parallel.data.ddp import apply_bucketed_data_parallel
+from minitron.parallel.data.fsdp import apply_fsdp
+from minitron.parallel.data.zero import apply_zero1, apply_zero2
+from minitron.parallel.grid import Grid
+from minitron.parallel.one_device import OneDevice
+from minitron.parallel.pipeline.schedules import (
+    gpipe,
+    interleaved,
+    one_forward_one_backward,
+    zero_bubble,
+)
+from minitron.parallel.pipeline.stages import PipelineParallel, apply_pipeline_parallel
+from minitron.parallelize import make_schedule
+from minitron.proof.difference import first_difference
+from minitron.proof.oracle import sample_batches, small_gpt, small_llama, trainings
+from tests.parallel.saving import load, saved
+
+SCHEDULES = {
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "interleaved": partial(interleaved, num_chunks=2),
+    "zero-bubble": zero_bubble,
+}
+ONCE = {"sync_every_micro_batch": False}
+KEPT = {"reshard_each_pass": False}
+SMALL = {"bucket_bytes": 6000}
+DATA = {
+    "bucketed": partial(apply_bucketed_data_parallel, **SMALL),
+    "zero 1": partial(apply_zero1, **SMALL),
+    "zero 2": partial(apply_zero2, **SMALL),
+    "zero 2, reduced once": partial(apply_zero2, **SMALL, **ONCE),
+    "zero 3": apply_fsdp,
+    "zero 3, reduced once": partial(apply_fsdp, **ONCE),
+    "zero 3, kept": partial(apply_fsdp, **KEPT),
+    "zero 3, kept, reduced once": partial(apply_fsdp, **KEPT, **ONCE),
+}
+CASES = [(schedule, data) for schedule in SCHEDULES for data in DATA]
+STEPS = (8, 8)
+M = 4  # micro-batches
+gpt = partial(small_gpt, num_layers=5)  # whose embedding is on both ranks
+
+
+def applied(schedule, data, policy=lambda model: None):
+    def apply(model, world):
+        mesh = make_mesh("cpu", pp=2, dp=2)
+        policy(model)
+        pipeline = apply_pipeline_parallel(model, mesh.group("pp"), SCHEDULES[schedule])
+        stages = {} if data == "bucketed" else {"pipeline": pipeline}
+        return Grid(model, data=DATA[data](model, mesh.group("dp"), **stages), pipeline=pipeline)
+
+    return apply
+
+
+def train_all(world):
+    batches = sample_batches(STEPS)
+    done = {case: trainings(world, applied(*case), gpt, batches, M) for case in CASES}
+    done["recomputed"] = trainings(
+        world, applied("1f1b", "zero 3", apply_full_recompute), small_llama, batches, M)
+    with patch.object(PipelineParallel, "sum_partial_gradients", lambda *_: None):
+        done["tied"] = trainings(world, applied("1f1b", "zero 3"), gpt, batches[:1], M)["SGD"]
+    done["wire"] = {case: wire(world, *case) for case in CASES if case[1].startswith("zero 3")}
+    done["state"] = {data: state_of(world, data) for data in ("zero 2", "zero 3")}
+    return done
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run(train_all, 4, timeout=200, watch=False)
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return {model: trainings(ALONE, on_one_device, model, sample_batches(STEPS), 1)
+            for model in (gpt, small_llama)}
+
+
+def on_one_device(model, group):
+    return OneDevice(model)
+
+
+@pytest.mark.parametrize("case", [*CASES, "recomputed"], ids=str)
+def test_it_is_the_same_training(ranks, reference, case):
+    model = small_llama if case == "recomputed" else gpt
+    for optimizer, expected in reference[model].items():
+        seen = [done[case][optimizer] for done in ranks]
+        assert first_difference(expected, seen) is None, optimizer
+
+
+def test_the_oracle_tells_that_tied_gradients_are_not_summed(ranks, reference):
+    found = first_difference(reference[gpt]["SGD"][:4], [done["tied"] for done in ranks])
+    assert found.startswith("token_embedding.weight: gradient not proportional"), found
+
+
+# What crosses the wire, and what is held
+
+
+def wire(world, schedule, data):
+    """Bytes sent over the data axis in a step, by the ledger and by the formulas; parameters held.
+
+    Each pass gathers its stage's units: forward and backward of M micro-batches. Only the embedding
+    is not needed in the backward pass. What is kept is gathered once.
+    """
+    model = gpt()
+    parallel = applied(schedule, data)(model, world)
+    optimizer = parallel.make_optimizer(torch.optim.SGD)
+    tokens = torch.zeros(1, 7, dtype=torch.long)
+    with Meter(model, optimizer) as meter, Ledger() as ledger:
+        parallel.forward_backward(None, M * [(tokens, tokens)], 1.0, parallel.summed_loss)
+        parallel.finish()
+    moved = [sum(getattr(call, way) for call in ledger.calls
+                 if call.op in ("all_gather", "reduce_scatter")) for way in ("sent", "received")]
+
+    axis = parallel.data
+    embedding = axis.root.flats if parallel.pipeline.rank == 0 else []
+    scatters = 1 if "once" in data else M
+    formula = torch.zeros(2)
+    for flat in axis.flats:
+        gathers = 1 if "kept" in data else M if flat in embedding else 2 * M
+        place = flat.num_elements, 4, axis.group.size(), axis.group.rank()
+        formula += gathers * torch.tensor(ring_all_gather_volume(*place))
+        if flat.is_trainable:
+            formula += scatters * torch.tensor(ring_reduce_scatter_volume(*place))
+    peak = max(moment.bytes["parameter"] for moment in meter.timeline)
+    whole = sum(flat.full.nbytes for flat in axis.flats)
+    return moved, formula.tolist(), peak / whole
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case[1].startswith("zero 3")], ids=str)
+def test_the_volume_is_that_of_the_formulas(ranks, case):
+    for done in ranks:
+        moved, formula, held = done["wire"][case]
+        assert moved == formula
+        assert (held > 0.99) == ("kept" in case[1]), held
+
+
+# A state that is saved
+
+
+def state_of(world, data):
+    """What is saved after a step, and after one more."""
+    torch.manual_seed(0)
+    model = gpt().double()
+    parallel = applied("1f1b", data)(model, world)
+    optimizer = parallel.make_optimizer(partial(torch.optim.AdamW, lr=0.01, eps=1e-6))
+    take_step(parallel, optimizer, 0)
+    state = saved(parallel, optimizer, world)
+    take_step(parallel, optimizer, 1)
+    return state, saved(parallel, optimizer, world)
+
+
+def take_step(parallel, optimizer, number):
+    optimizer.zero_grad()
+    index, count = parallel.data_part
+    tokens = sample_batches((8, 8))[number][index::count]
+    pairs = [(part[:, :-1], part[:, 1:]) for part in tokens.split(1)]
+
+    def accumulate(micro_batches, divisor, sum_loss):
+        for inputs, targets in micro_batches:
+            (sum_loss(parallel.model(inputs), targets) / divisor).backward()
+
+    for together in parallel.rounds(pairs):
+        parallel.forward_backward(accumulate, together, 8 * 7 / count, parallel.summed_loss)
+    parallel.finish()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("data", ["zero 2", "zero 3"])
+def test_a_state_continues_on_one_process(ranks, data):
+    state, expected = ranks[0]["state"][data]
+    model = gpt().double()
+    parallel = OneDevice(model)
+    optimizer = parallel.make_optimizer(partial(torch.optim.AdamW, lr=0.01, eps=1e-6))
+    load(parallel, optimizer, state)
+    take_step(parallel, optimizer, 1)
+    torch.testing.assert_close(saved(parallel, optimizer, ALONE), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_no_layout_is_refused(schedule, zero):
+    chunks = 2 if schedule == "interleaved" else 1
+    parallel = ParallelConfig(dp=2, pp=2, zero=zero, schedule=schedule, chunks=chunks)
+    assert make_schedule(parallel)(2, M).num_ranks == 2

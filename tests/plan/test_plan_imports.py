@@ -1,0 +1,34 @@
+"""What plans a training starts without PyTorch and NumPy, which take seconds to import."""
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "numpy")
+MODULES = (
+    "minitron.config", "minitron.config.layout", "minitron.cost", "minitron.cost.precision",
+    "minitron.parallel.pipeline.schedules", "minitron.parallel.pipeline.schedule_check",
+    "minitron.parallel.pipeline.simulator", "minitron.parallel.pipeline.plan",
+    "minitron.plan.decide", "minitron.plan.estimate", "minitron.plan.search",
+    "minitron.plan.explain", "minitron.plan.money", "minitron.plan.unseen",
+    "minitron.plan.command", "minitron.plan.dryrun_command", "minitron.cli",
+)
+
+
+def imported_by(code: str) -> list[str]:
+    """Which of HEAVY a new process has imported once it has run `code`."""
+    code += f"; import sys; print('imported', *({set(HEAVY)} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()[-1].split()[1:]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_what_plans_is_imported_without_torch_and_numpy(module):
+    assert imported_by(f"import {module}") == []
+
+
+def test_a_whole_plan_needs_neither():
+    words = ["plan", "configs/llama-8b.toml", "--gpus", "8", "--explain"]
+    assert imported_by(f"from minitron.cli import dispatch; dispatch({words})") == []
+    assert imported_by("import minitron.precision") != [], "this finds what is imported"

@@ -1,0 +1,112 @@
+"""The picture of the rank grid: every rank in its node, rank 0's groups, and their links."""
+
+import numpy
+import pytest
+from matplotlib.colors import to_hex
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
+
+from teaching.figures import png
+from teaching.figures_grid import group_along, rank_grid
+from teaching.figures_style import BAND, BLACK, BLUE, GREEN, ORANGE
+
+CUBE = {"pp": 2, "dp": 2, "tp": 2}
+SHAPES = [(CUBE, 4), (CUBE, 8), ({"pp": 4, "dp": 2, "tp": 8}, 8), ({"dp": 16}, 8),
+          ({"pp": 2, "dp": 1, "tp": 3}, 3), ({"dp": 2, "tp": 16}, 8), ({"pp": 1, "dp": 1}, 8)]
+
+
+def patches(figure, kind):
+    return [patch for patch in figure.axes[0].patches if type(patch) is kind]
+
+
+def squares(figure):
+    """Each rank's square, by the number that stands in it."""
+    found = {}
+    texts = [text for text in figure.axes[0].texts if text.get_text().isdigit()]
+    for square, text in zip(patches(figure, Rectangle), texts, strict=True):
+        box = square.get_bbox()
+        assert box.contains(*text.get_position())
+        found[int(text.get_text())] = square
+    return found
+
+
+def overlaps(a, b):
+    return a.x0 < b.x1 - 1e-9 and b.x0 < a.x1 - 1e-9 and a.y0 < b.y1 - 1e-9 and b.y0 < a.y1 - 1e-9
+
+
+@pytest.mark.parametrize(("axes", "gpus_per_node"), [
+    *SHAPES, ({"dp": 2, "tp": 32}, 64), ({"pp": 2, "dp": 5, "tp": 6}, 12)])
+def test_every_rank_has_a_square_in_its_node(axes, gpus_per_node):
+    figure = rank_grid(axes, gpus_per_node)
+    nodes = [patch.get_bbox() for patch in patches(figure, FancyBboxPatch)]
+    num_ranks = numpy.prod(list(axes.values()))
+    assert list(squares(figure)) == list(range(num_ranks))
+    assert len(nodes) == -(-num_ranks // gpus_per_node)
+
+    for rank, square in squares(figure).items():
+        box, node = square.get_bbox(), nodes[rank // gpus_per_node]
+        assert node.x0 < box.x0 and box.x1 < node.x1 and node.y0 < box.y0 and box.y1 < node.y1
+    page = figure.axes[0]
+    assert all(0 < node.x0 and node.x1 < page.get_xlim()[1] for node in nodes)
+    assert not any(overlaps(a, b) for index, a in enumerate(nodes) for b in nodes[:index])
+
+
+@pytest.mark.parametrize("axes", [CUBE, {"pp": 4, "dp": 2, "tp": 8}, {"dp": 3, "tp": 1, "pp": 5}])
+def test_a_group_is_a_line_through_rank_0(axes):
+    grid = numpy.arange(numpy.prod(list(axes.values()))).reshape(tuple(axes.values()))
+    for number, axis in enumerate(axes):
+        line = numpy.moveaxis(grid, number, 0).reshape(axes[axis], -1)[:, 0]
+        assert list(group_along(axes, axis)) == list(line)
+
+
+def test_colours_say_which_ranks_talk_with_rank_0():
+    colours = {rank: to_hex(square.get_facecolor()).upper()
+               for rank, square in squares(rank_grid(CUBE, 4)).items()}
+    assert colours == {0: BLACK, 1: BLUE, 2: ORANGE, 4: GREEN, 3: BAND, 5: BAND, 6: BAND, 7: BAND}
+
+
+def links(figure):
+    """Colour and whether solid, in the order in which they are drawn: the fastest axis first."""
+    return [(to_hex(link.get_edgecolor()).upper(), link.get_linestyle() == "-")
+            for link in patches(figure, FancyArrowPatch)]
+
+
+def test_links_are_solid_inside_a_node_and_dashed_between_nodes():
+    assert links(rank_grid(CUBE, 4)) == [(BLUE, True), (ORANGE, True), (GREEN, False)]
+    assert links(rank_grid(CUBE, 8)) == [(BLUE, True), (ORANGE, True), (GREEN, True)]
+    assert links(rank_grid(CUBE, 2)) == [(BLUE, True), (ORANGE, False), (GREEN, False)]
+    assert links(rank_grid({"dp": 4}, 2)) == [(ORANGE, True), (ORANGE, False), (ORANGE, True)]
+
+
+@pytest.mark.parametrize(("axes", "gpus_per_node"), SHAPES)
+def test_no_link_runs_through_a_third_square(axes, gpus_per_node):
+    figure = rank_grid(axes, gpus_per_node)
+    boxes = [square.get_bbox() for square in squares(figure).values()]
+    share = numpy.linspace(0, 1, 50)[:, None]
+    for link in patches(figure, FancyArrowPatch):
+        start, bend, end = link.get_path().vertices[:3]
+        line = (1 - share)**2 * start + 2 * share * (1 - share) * bend + share**2 * end
+        crossed = [box for box in boxes if any(box.contains(x, y) for x, y in line)]
+        assert len(crossed) == 2
+
+
+def test_words_below_say_the_same():
+    def words(*arguments):
+        return [text.get_text() for text in rank_grid(*arguments).axes[0].texts
+                if "ranks" in text.get_text()]
+
+    assert words(CUBE, 4) == ["tp: ranks 0, 1, over NVLink", "dp: ranks 0, 2, over NVLink",
+                              "pp: ranks 0, 4, over the network"]
+    assert words({"pp": 1, "dp": 16}, 8) == ["dp: ranks 0, 1 ... 15, over NVLink and the network"]
+
+
+def test_the_same_grid_gives_the_same_bytes():
+    assert png(rank_grid(CUBE, 4)) == png(rank_grid(CUBE, 4))
+
+
+@pytest.mark.parametrize(("axes", "message"), [
+    ({"dp": 64, "tp": 8}, "512 ranks, of which 128 can be drawn"),
+    ({"dp": 6, "tp": 2}, "12 ranks do not fill nodes of 8"),
+])
+def test_what_cannot_be_drawn_is_refused(axes, message):
+    with pytest.raises(ValueError, match=message):
+        rank_grid(axes)

@@ -1,0 +1,37 @@
+"""The predicted step is the queue of buckets on one link, beside the compute."""
+
+import pytest
+
+from minitron import cost
+from teaching.overlap import Compute, compute_in_proportion, step_lanes, transfers
+
+SIZES = [100, 300, 600]
+LINK = (0.5, 1000.0)
+
+
+def seconds(num_bytes):
+    return cost.ring_all_reduce_seconds(num_bytes, 2, *LINK)
+
+
+def test_gradients_become_ready_from_the_last_to_the_first():
+    compute = compute_in_proportion(SIZES, forward=1.0, backward=2.0)
+    assert compute.ready == pytest.approx([3.0, 2.8, 2.2])
+    assert compute.backward == 3.0
+
+
+def test_a_bucket_leaves_when_its_last_gradient_is_ready_and_the_link_is_free():
+    first, second = transfers([9.0, 2.8, 2.2], SIZES, [[2, 1], [0]], 2, *LINK)
+    assert first == (2.8, pytest.approx(2.8 + seconds(900)))
+    assert second == (9.0, pytest.approx(9.0 + seconds(100))), "the link was free before"
+
+    first, second = transfers([3.0, 2.8, 2.2], SIZES, [[2, 1], [0]], 2, *LINK)
+    assert second[0] == first[1] > 3.0, "the link was busy"
+
+
+def test_the_optimizer_waits_for_the_last_bucket_or_for_the_backward_pass():
+    compute = Compute(1.0, [3.0, 2.0], optimizer=0.5)
+    lanes = step_lanes(compute, [(2.0, 2.5), (3.0, 4.0)])
+    assert [(block.kind, block.start, block.end) for block in lanes["predicted compute"]] == [
+        ("forward", 0, 1000), ("backward", 1000, 3000), ("optimizer", 4000, 4500)]
+    assert [(b.start, b.end) for b in lanes["predicted network"]] == [(2000, 2500), (3000, 4000)]
+    assert step_lanes(compute, [])["predicted compute"][-1].start == 3000
