@@ -1,5 +1,7 @@
 """The bench: what crosses from it, what becomes of it, and how much time it has."""
 
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
 
@@ -159,3 +161,15 @@ def test_a_trial_s_mistake_is_the_grader_s():
     mistake = bench.Raised(graders.bench.Failure("", "Mistake"), ("Exception",), ("seen", "why"))
     with pytest.raises(Mistake, match="seen"):
         bench.raise_again(plain.decode(plain.encode(mistake)))
+
+
+def test_a_first_temporary_file_is_not_the_learners_writing():
+    """Python tries the folder with a file of its own, once in a process: before the answer runs."""
+    code = ("import tempfile; from pathlib import Path\n"
+            "from teaching.exercises import find\n"
+            "from teaching.graders.guard import Guard\n"
+            "tempfile.tempdir = None\n"
+            "Guard(find('1.2'), Path('exercises/ch01_single_gpu.py'))\n"
+            "assert tempfile.tempdir is not None")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
