@@ -100,7 +100,7 @@ class Text:
     def make(self) -> dict:
         from minitron.corpus.text import write_text
 
-        config.require(len(self.paths) > 0, "data text: no path given; name files or folders")
+        config.require(len(self.paths) > 0, "data text: no path given", "name files or folders")
         return write_text(list(self.paths), self.out, self.vocab_size, pattern=self.pattern)
 
 

@@ -49,11 +49,11 @@ def count_tokens(path: Path) -> int:
     try:
         require_regular(path)  # a pipe would block
     except ValueError as error:
-        raise ConfigError(f"{path}: {error}; write the corpus again") from None
+        raise ConfigError(f"{path}: {error}", "write the corpus again") from None
     size = path.stat().st_size
     require(
         size >= HEADER_BYTES,
-        f"{path}: ends at byte {size}, inside the {HEADER_BYTES}-byte header: write it again",
+        f"{path}: ends at byte {size}, inside the {HEADER_BYTES}-byte header", "write it again",
     )
     magic, version, count = (int(value) for value in np.fromfile(path, dtype="<i4", count=3))
     require(
@@ -62,14 +62,14 @@ def count_tokens(path: Path) -> int:
     )
     require(
         version == VERSION,
-        f"{path}: byte 4 holds version {version}, this reader knows version {VERSION}: "
+        f"{path}: byte 4 holds version {version}, this reader knows version {VERSION}",
         "write it again",
     )
     expected = HEADER_BYTES + TOKEN_BYTES * count
     require(
         size == expected,
         f"{path}: byte 8 promises {count} tokens, so the file must end at byte {expected}, "
-        f"but it ends at byte {size}: write it again",
+        f"but it ends at byte {size}", "write it again",
     )
     require(count > 0, f"{path}: byte 8 promises {count} tokens: a shard holds at least 1")
     return count
@@ -106,7 +106,7 @@ class Shard:
         require(
             len(data) == num_bytes,
             f"{self.path}: had {self.count:,} tokens when the run began, and ends before token "
-            f"{stop:,} now: write it again, then continue the run with --resume",
+            f"{stop:,} now", "write it again, then continue the run with --resume",
         )
         return np.frombuffer(data, dtype="<u2")
 
@@ -142,7 +142,7 @@ class TokenDataset:
         """
         require(
             batch_size >= size,
-            f"a batch of {batch_size} sequences leaves some of {size} ranks without one: "
+            f"a batch of {batch_size} sequences leaves some of {size} ranks without one",
             f"raise it to {size}, or start fewer ranks",
         )
         positions = range(position + rank, position + batch_size, size)
@@ -184,6 +184,6 @@ def _open_shards(folder: Path, split: str, sequence_length: int) -> list[Shard]:
         require(
             len(shard) >= sequence_length + 1,
             f"{shard.path}: {len(shard)} tokens, but one sample of data.sequence_length = "
-            f"{sequence_length} takes {sequence_length + 1}: lower it, or write more tokens",
+            f"{sequence_length} takes {sequence_length + 1}", "lower it, or write more tokens",
         )
     return shards

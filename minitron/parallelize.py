@@ -64,7 +64,7 @@ def lay_out(
     if replicas == 1:
         return make_mesh(device.type, pp=parallel.pp, dp=dp, tp=parallel.tp)
     require(dp % replicas == 0, f"parallel.replicas = {replicas} does not divide {dp} "
-            "data-parallel ranks: use a divisor of them")
+            "data-parallel ranks", "use a divisor of them")
     return make_mesh(
         device.type, pp=parallel.pp, replicas=replicas, dp=dp // replicas, tp=parallel.tp)
 

@@ -196,7 +196,7 @@ class Run(Training):
             if self.device.type == "cuda":
                 torch.cuda.set_rng_state(state[f"random.cuda.{self.rank}"], self.device)
         except RuntimeError as error:  # only from a checkpoint that nobody has written so
-            raise ConfigError(f"{self.folder}: the state of its random numbers is none ({error}); "
+            raise ConfigError(f"{self.folder}: the state of its random numbers is none ({error})",
                               "resume from another checkpoint") from None
 
     def restore(self) -> None:

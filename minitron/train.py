@@ -182,7 +182,7 @@ def read_options(args: list[str], kind: type[TrainOptions] = TrainOptions) -> Tr
     model = None
     if "--weights" in words[:-1]:
         require("--resume" not in words, "--weights with --resume: a resumed run has weights of "
-                "its own; leave one of them out")
+                "its own", "leave one of them out")
         model = read_model_config(Path(words[words.index("--weights") + 1]))
 
     if args and not args[0].startswith("-"):
@@ -197,11 +197,11 @@ def read_options(args: list[str], kind: type[TrainOptions] = TrainOptions) -> Tr
 def load_saved(folder: Path) -> Config:
     """Read the config of the run in `folder`; raises ConfigError if there is none."""
     saved = folder / "config.json"
-    require(saved.exists(), f"{saved}: there is no run to resume; check --run-dir")
+    require(saved.exists(), f"{saved}: there is no run to resume", "check --run-dir")
     try:
         return from_dict(read_json(saved), where=str(saved))
     except (OSError, ValueError) as error:  # a ConfigError, or not JSON
-        raise ConfigError(f"{saved}: damaged ({error}); give the run's TOML file too") from None
+        raise ConfigError(f"{saved}: damaged ({error})", "give the run's TOML file too") from None
 
 
 def start(options: TrainOptions, conclude: Callable[[Run], None] = lambda run: None) -> Run:
@@ -214,7 +214,7 @@ def start(options: TrainOptions, conclude: Callable[[Run], None] = lambda run: N
     require(
         options.run_dir is not None or not (options.restart or most),
         f"{'--restart' if options.restart else f'torchrun --max-restarts {most}'} needs to know "
-        "which run is meant: name its folder with --run-dir",
+        "which run is meant", "name its folder with --run-dir",
     )
     with torchrun_group() as group:
         # a node that has replaced another counts from 0

@@ -71,7 +71,7 @@ def require_sound(run: Run, val_loss: float = 0.0) -> None:
     require(
         math.isfinite(val_loss),
         f"the validation loss of step {run.step} is {val_loss}: the run has diverged; its "
-        f"checkpoints are kept in {run.folder}; lower train.learning_rate or clip the gradient",
+        f"checkpoints are kept in {run.folder}", "lower train.learning_rate or clip the gradient",
     )
     scale = run.loss_scale.value
     require(

@@ -29,9 +29,9 @@ def use(*ids: str, root: Path = ROOT) -> Iterator[None]:
     try:
         for exercise in [find(i, root) for i in ids]:
             require(exercise.replaces is not None, f"exercise {exercise} replaces nothing in "
-                    "the package: leave it out of `use`")
-            require(not is_stub(exercise, root), f"exercise {exercise} is not written yet: edit "
-                    f"{exercise.file}, then minitron check {exercise.id}")
+                    "the package", "leave it out of `use`")
+            require(not is_stub(exercise, root), f"exercise {exercise} is not written yet",
+                    f"edit {exercise.file}, then minitron check {exercise.id}")
             written = _load_or_explain(exercise, root)
             for name, original in replaced(exercise).items():
                 _swap(original, written[name])
@@ -48,7 +48,7 @@ def _load_or_explain(exercise: Exercise, root: Path) -> dict[str, Callable]:
         return load(exercise, root / exercise.file)
     except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"{exercise.file} cannot be executed: {type(error).__name__}: {error}; "
+            f"{exercise.file} cannot be executed: {type(error).__name__}: {error}",
             f"try minitron check {exercise.id}"
         ) from None
 

@@ -192,7 +192,7 @@ def newest_good(folder: Path, group: Group = ALONE) -> Path:
             "do all nodes see it? Without --resume, and with another --run-dir, a run starts anew")
     raise ConfigError(f"{folder}: no checkpoint in it is intact on all nodes ({found[-1].name}: "
                       f"{fault}); nothing was changed. Copy the folder and look into what is "
-                      "named above; meanwhile start a run in another --run-dir")
+                      "named above", "meanwhile start a run in another --run-dir")
 
 
 def set_aside(folder: Path, good: Path, group: Group = ALONE) -> None:
@@ -205,7 +205,7 @@ def set_aside(folder: Path, good: Path, group: Group = ALONE) -> None:
     try:
         on_rank_0(lambda: [path.rename(free_name(path, ".damaged")) for path in newer], group)
     except OSError as error:
-        raise ConfigError(f"{folder}: damaged checkpoints cannot be set aside ({reason(error)}); "
+        raise ConfigError(f"{folder}: damaged checkpoints cannot be set aside ({reason(error)})",
                           "let the run write there") from error
 
 
@@ -249,7 +249,7 @@ def checked(read: Callable, path: Path):
     try:
         return read(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read ({reason(error)}); resume from, or export, a "
+        raise ConfigError(f"{path}: cannot be read ({reason(error)})", "resume from, or export, a "
                           "checkpoint that is intact") from None
 
 

@@ -76,11 +76,11 @@ def make_mesh(device_type: str, **axes: int) -> Mesh:
     """
     world = dist.group.WORLD
     unknown = [axis for axis in axes if axis not in AXES]
-    require(not unknown, f"mesh axes {unknown} are unknown: choose from {', '.join(AXES)}")
+    require(not unknown, f"mesh axes {unknown} are unknown", f"choose from {', '.join(AXES)}")
     require(
         prod(axes.values()) == world.size(),
         f"a mesh of {' x '.join(f'{axis} {size}' for axis, size in axes.items())} = "
-        f"{prod(axes.values())} ranks does not fit {world.size()} processes: "
+        f"{prod(axes.values())} ranks does not fit {world.size()} processes",
         "change a size, or the number of processes",
     )
     # Else an axis that covers all ranks would share their group, whose description names no axis.

@@ -89,7 +89,7 @@ def require_text(words: Sequence[str]) -> None:
     """Raise ConfigError for a word with control characters, or bytes that are not UTF-8."""
     for word in words:
         require(not UNPRINTABLE.search(word), f"'{word}' is no text that can be printed: "
-                "libraries that read files stop at it; use another name")
+                "libraries that read files stop at it", "use another name")
 
 
 def run(main: Callable[[list[str]], int]) -> None:

@@ -62,7 +62,7 @@ def read_contents(folder: Path, group: Group = ALONE) -> dict[str, Contents]:
     for other, (present, theirs, read) in enumerate(gathered((sizes, found, stamps), group)):
         same = present == sizes and all(merged.get(name, each) == each
                                         for name, each in theirs.items())
-        require(same, f"{folder}: rank {other} finds other shards there than the ranks before it; "
+        require(same, f"{folder}: rank {other} finds other shards there than the ranks before it",
                 "copy the same folder to every node")
         merged |= theirs
         stamps |= read
@@ -90,7 +90,7 @@ def require_tokens(folder: Path, contents: dict[str, Contents], vocab_size: int)
         largest = max(each.largest for each in contents.values())
         raise ConfigError(
             f"{folder / name}: token {position:,} is {tokens[position]}, but the vocabulary has "
-            f"{vocab_size} tokens, 0 to {vocab_size - 1}: write the corpus again, or set "
+            f"{vocab_size} tokens, 0 to {vocab_size - 1}", "write the corpus again, or set "
             f"model.vocab_size to {largest + 1} or more"
         )
 

@@ -54,7 +54,7 @@ def download_fineweb(
         kind = read_corpus_info(folder)["kind"]
         require(
             kind == "fineweb",
-            f"{folder} holds a corpus of kind {kind}, not fineweb: choose another folder",
+            f"{folder} holds a corpus of kind {kind}, not fineweb", "choose another folder",
         )
 
     download(tokenizer_url, folder / "tokenizer.json", wait_s)
@@ -86,7 +86,7 @@ def download(url: str, path: Path, wait_s: float = 1.0) -> None:
             reason = error
     else:
         raise ConfigError(
-            f"{url}: {reason} ({ATTEMPTS} attempts); check the network and call again: "
+            f"{url}: {reason} ({ATTEMPTS} attempts)", "check the network and call again: "
             "what has arrived is kept"
         )
     _verify_shard(part, named=path)

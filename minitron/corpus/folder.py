@@ -33,7 +33,7 @@ def start_corpus(folder: Path, kind: str) -> None:
         present = read_corpus_info(folder)["kind"]
         require(
             present == kind,
-            f"{folder} holds a corpus of kind {present}, not {kind}: choose another folder",
+            f"{folder} holds a corpus of kind {present}, not {kind}", "choose another folder",
         )
     # First what makes the folder a corpus: one that is interrupted must not look complete.
     (folder / "corpus.json").unlink(missing_ok=True)
@@ -48,7 +48,7 @@ def require_space(folder: Path, num_bytes: int) -> None:
     above = (folder.absolute(), *folder.absolute().parents)
     free = shutil.disk_usage(next(path for path in above if path.is_dir())).free
     require(num_bytes <= free, f"{folder}: {num_bytes / 1e9:,.1f} GB of tokens, but the disk has "
-            f"{free / 1e9:,.1f} GB left: write fewer, or choose another folder")
+            f"{free / 1e9:,.1f} GB left", "write fewer, or choose another folder")
 
 
 def write_split(
@@ -93,22 +93,23 @@ def read_corpus_info(folder: Path) -> dict:
     path = Path(folder) / "corpus.json"
     require(
         path.exists(),
-        f"{path}: there is no such file, so the corpus is not complete; write it with "
-        "`minitron data`",
+        f"{path}: there is no such file, so the corpus is not complete",
+        "write it with `minitron data`",
     )
     try:
         info = read_json(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: {reason(error)}; write the corpus again") from None
+        raise ConfigError(f"{path}: {reason(error)}", "write the corpus again") from None
     for key, expected in (("kind", str), ("vocab_size", int)):
         require(
             isinstance(info, dict) and type(info.get(key)) is expected,
-            f"{path}: {key} is missing or not of type {expected.__name__}; write the corpus again",
+            f"{path}: {key} is missing or not of type {expected.__name__}",
+            "write the corpus again",
         )
     require(
         1 <= info["vocab_size"] <= LARGEST_VOCABULARY,
         f"{path}: vocab_size = {info['vocab_size']}: must be from 1 to {LARGEST_VOCABULARY}, as a "
-        "token is stored as uint16; write the corpus again",
+        "token is stored as uint16", "write the corpus again",
     )
     return info
 
@@ -125,7 +126,7 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
         require_regular(path)
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no narrower one
-        raise ConfigError(f"{path}: no tokenizer ({error}); write the corpus again") from None
+        raise ConfigError(f"{path}: no tokenizer ({error})", "write the corpus again") from None
 
 
 def end_of_document(tokenizer: Tokenizer) -> int:

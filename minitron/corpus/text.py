@@ -168,7 +168,7 @@ def require_room(files: list[Path]) -> None:
     needed, there = sum(sizes) + BYTES_PER_BYTE * max(sizes), memory_bytes(torch.device("cpu"))
     require(needed <= there, f"{files[sizes.index(max(sizes))]}: to encode {sum(sizes) / 1e9:,.1f} "
             f"GB of text, {max(sizes) / 1e9:,.1f} GB of it in this file, takes {needed / 1e9:,.0f} "
-            f"GB of memory, and there are {there / 1e9:,.0f} GB: cut it into smaller files, or "
+            f"GB of memory, and there are {there / 1e9:,.0f} GB", "cut it into smaller files, or "
             "leave some out")
 
 
@@ -182,8 +182,9 @@ def _find_files(paths: list[Path], pattern: str) -> list[Path]:
         try:
             found = sorted(file for file in path.rglob(pattern) if file.is_file())
         except (ValueError, NotImplementedError) as error:  # such as /etc/* and **x
-            raise ConfigError(f"--pattern {pattern}: {error}; use one such as *.txt") from None
-        require(len(found) > 0, f"{path}: no file matches {pattern} in it or below; try --pattern")
+            raise ConfigError(f"--pattern {pattern}: {error}", "use one such as *.txt") from None
+        require(len(found) > 0, f"{path}: no file matches {pattern} in it or below",
+                "try --pattern")
         files += found
     return files
 
@@ -192,8 +193,8 @@ def _read(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8")
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}): leave it out") from None
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})", "leave it out") from None
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"{path}: byte {error.start} is not UTF-8: convert the file, or leave it out"
+            f"{path}: byte {error.start} is not UTF-8", "convert the file, or leave it out"
         ) from None

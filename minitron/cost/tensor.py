@@ -36,8 +36,8 @@ def share(name: str, count: int, size: int) -> int:
     """One rank's part of `count`; raises ConfigError if it does not divide by `size` ranks."""
     require(
         count % size == 0,
-        f"{name} = {count} does not divide by {size} ranks of tensor parallelism: raise it to "
-        f"{-(-count // size) * size}, or take fewer ranks",
+        f"{name} = {count} does not divide by {size} ranks of tensor parallelism",
+        f"raise it to {-(-count // size) * size}, or take fewer ranks",
     )
     return count // size
 

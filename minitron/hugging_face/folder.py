@@ -22,8 +22,8 @@ def export(run: Path, folder: Path, dtype: str = "as-trained") -> None:
     `transformers` loads both by their Auto classes. `dtype` is float32, bfloat16, float16, or
     as-trained: what the parameters had when they were used.
     """
-    require((run / "config.json").is_file(), f"{run}: there is no run to export; name a folder "
-            "that `minitron train` has written")
+    require((run / "config.json").is_file(), f"{run}: there is no run to export",
+            "name a folder that `minitron train` has written")
     path = checkpoint.newest_good(run / "checkpoints")
     config = config_of(path)
     used = PRECISIONS[config.train.precision].parameters
@@ -44,8 +44,8 @@ def config_of(path: Path) -> Config:
     of sizes that others have written.
     """
     tables = checkpoint.facts_of(path).get("config")
-    require(isinstance(tables, dict), f"{path}: does not say what it was trained with; export "
-            "another run")
+    require(isinstance(tables, dict), f"{path}: does not say what it was trained with",
+            "export another run")
     config = from_dict(tables, where=str(path))
     saved = checkpoint.saved_tensors(path)
     found = {name.removeprefix("model."): list(shape) for name, (shape, _) in saved.items()
@@ -53,7 +53,7 @@ def config_of(path: Path) -> Config:
     require_layers(config.model, len(found), str(path))
     for name, shape in shapes_of(config.model):
         require(found.get(name) == list(shape), f"{path}: says that {name} has shape {list(shape)},"
-                f" but holds {found.get(name, 'none')}: export another run")
+                f" but holds {found.get(name, 'none')}", "export another run")
     return config
 
 
@@ -71,7 +71,7 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, max_length: int) -> None
         })
     except OSError as error:
         raise ConfigError(f"{folder}: the tokenizer cannot be written ({error.strerror}), the "
-                          "weights have been; make room, and export to another folder") from None
+                          "weights have been", "make room, and export to another folder") from None
 
 
 def require_fits(folder: Path, config: Config) -> None:
@@ -92,5 +92,5 @@ def require_same_tokens(folder: Path, corpus: Path) -> None:
     require(
         model.get_vocab() == data.get_vocab(),
         f"{folder}: its tokenizer ({model.get_vocab_size()} tokens) is not that of {corpus} "
-        f"({data.get_vocab_size()} tokens): choose a corpus written with the model's tokenizer",
+        f"({data.get_vocab_size()} tokens)", "choose a corpus written with the model's tokenizer",
     )

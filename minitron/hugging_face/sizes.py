@@ -16,7 +16,8 @@ def require_layers(model: ModelConfig, num_tensors: int, where: str) -> None:
     for name, value in sizes.items():
         require(value <= LARGEST, f"{where}: model.{name} = {value}: must be at most {LARGEST:,}")
     require(model.num_layers <= num_tensors, f"{where}: model.num_layers = {model.num_layers}, but "
-            f"there are {num_tensors} tensors: leave sizes out of [model], or choose another model")
+            f"there are {num_tensors} tensors",
+            "leave sizes out of [model], or choose another model")
 
 
 def shapes_of(model: ModelConfig) -> Iterator[tuple[str, torch.Size]]:

@@ -115,7 +115,7 @@ class Weights:
         self.files = files_of_tensors(folder)
         family = read_model_config(folder).family
         require(family == model.family, f"{folder}: holds a {family}, but model.family = "
-                f"{model.family}: leave [model] to the folder's config.json")
+                f"{model.family}", "leave [model] to the folder's config.json")
         self.opened: dict[str, safe_open] = {}
 
     def __call__(self, name: str, shape: torch.Size) -> Tensor:
@@ -148,11 +148,12 @@ class Weights:
             num_new = max(0, expected[0] - found[0])
         require(
             len(found) > 0 and [found[0] + num_new, *found[1:]] == expected,
-            f"{self.folder}: {place.key} has shape {found}, but {name} needs {expected}: leave "
-            "sizes out of [model], so that they are those of the folder's config.json",
+            f"{self.folder}: {place.key} has shape {found}, but {name} needs {expected}",
+            "leave sizes out of [model], so that they are those of the folder's config.json",
         )
         require(tensor.get_dtype() in FLOATS, f"{self.folder}: {place.key} holds "
-                f"{tensor.get_dtype()}, but weights are {', '.join(FLOATS)}: choose another model")
+                f"{tensor.get_dtype()}, but weights are {', '.join(FLOATS)}",
+                "choose another model")
         return tensor, num_new
 
     def open(self, key: str):
@@ -170,7 +171,7 @@ class Weights:
         try:
             return self.opened[file].get_slice(present)
         except SafetensorError as error:
-            raise ConfigError(f"{self.folder / file}: {reason(error)}; fetch the model again"
+            raise ConfigError(f"{self.folder / file}: {reason(error)}", "fetch the model again"
                               ) from None
 
 
@@ -179,12 +180,12 @@ def files_of_tensors(folder: Path) -> dict[str, str]:
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.exists():
         return dict.fromkeys(open_file(folder, whole.name).keys(), whole.name)
-    require(index.exists(), f"{folder}: holds neither {whole.name} nor {index.name}; name a "
-            "folder that save_pretrained of transformers has written")
+    require(index.exists(), f"{folder}: holds neither {whole.name} nor {index.name}",
+            "name a folder that save_pretrained of transformers has written")
     files = read_file(folder, index.name).get("weight_map")
     is_map = isinstance(files, dict) and all(isinstance(name, str) for name in files.values())
-    require(is_map, f"{index}: weight_map does not say which tensor is in which file; fetch the "
-            "model again")
+    require(is_map, f"{index}: weight_map does not say which tensor is in which file",
+            "fetch the model again")
     return files
 
 
@@ -193,8 +194,8 @@ def open_file(folder: Path, name: str) -> safe_open:
     try:
         return safe_open(file_in(folder, name), framework="pt")
     except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError(f"{folder}/{name:.80}: cannot be read ({reason(error)}); fetch the model "
-                          "again") from None
+        raise ConfigError(f"{folder}/{name:.80}: cannot be read ({reason(error)})",
+                          "fetch the model again") from None
 
 
 # Writing
@@ -211,8 +212,8 @@ def write(
     token between documents. Raises ConfigError if the folder holds weights, or cannot be written
     to: then it is left without any.
     """
-    require(not any(folder.glob("*.safetensors*")), f"{folder}: holds weights already; choose "
-            "another folder")
+    require(not any(folder.glob("*.safetensors*")), f"{folder}: holds weights already",
+            "choose another folder")
     tensors = tensors_of(model)
     sizes = {key: dtype.itemsize * sum(parts.values()) for key, parts in tensors.items()}
     files = name_files(split(sizes, max_file_bytes))

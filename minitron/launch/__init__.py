@@ -65,7 +65,7 @@ def run(
     __tracebackhide__ = True  # pytest then shows the caller's line
     require(num_ranks >= 1, f"num_ranks = {num_ranks}: must be at least 1")
     require(not multiprocessing.current_process().name.startswith(PROCESS_NAME),
-            "run() was called within a rank: call it outside, and pass what it returns")
+            "run() was called within a rank", "call it outside, and pass what it returns")
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return _run_under_torchrun(fn, num_ranks, args)
     if RANK_CONTEXTS:
@@ -135,8 +135,8 @@ def _orders(fn: Callable, args: tuple, num_ranks: int, folder: Path, watch: bool
 def _run_under_torchrun(fn: Callable, num_ranks: int, args: tuple) -> list:
     started = int(os.environ["WORLD_SIZE"])
     require(started == num_ranks,
-            f"run() was asked for {num_ranks} ranks, torchrun has started {started}: start it with "
-            f"--nproc-per-node {num_ranks}")
+            f"run() was asked for {num_ranks} ranks, torchrun has started {started}",
+            f"start it with --nproc-per-node {num_ranks}")
     with _joined_group() as group:
         return gathered(fn(group, *args), group)
 

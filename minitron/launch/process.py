@@ -19,7 +19,7 @@ def pick_device(name: str) -> torch.device:
         (torch.ones(1, device=device) + 1).item()  # a meta tensor, for one, has no value
     except (RuntimeError, AssertionError, ImportError) as error:
         reason = str(error).split("\n")[0]
-        raise ConfigError(f"train.device = {name}: cannot be used ({reason}); try cpu") from None
+        raise ConfigError(f"train.device = {name}: cannot be used ({reason})", "try cpu") from None
     return device
 
 

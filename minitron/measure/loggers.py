@@ -121,7 +121,8 @@ def imported(module: str, field: str, package: str) -> ModuleType:
     try:
         return import_module(module)
     except ImportError:
-        raise ConfigError(f"{field}: the package {package} is not installed; pip install {package},"
+        raise ConfigError(f"{field}: the package {package} is not installed",
+                          f"pip install {package},"
                           " or leave it out") from None
 
 

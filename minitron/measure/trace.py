@@ -57,7 +57,7 @@ def open_trace(
     require(
         num_steps == 0 or steps >= WARM_UP + num_steps,
         f"log.trace_steps = {num_steps}, after {WARM_UP} steps of warm-up, with train.steps = "
-        f"{steps}: raise the last to {WARM_UP + num_steps}",
+        f"{steps}", f"raise the last to {WARM_UP + num_steps}",
     )
     is_asked = num_steps > 0 and (rank == 0 or config.log.all_ranks)
     if not is_asked or steps - step < WARM_UP + num_steps:

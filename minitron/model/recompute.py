@@ -169,7 +169,8 @@ def apply_segmented_recompute(model: Transformer, segment_lengths: list[int]) ->
     require(
         min(segment_lengths, default=1) > 0 and sum(segment_lengths) <= num_blocks,
         f"segments of {segment_lengths} blocks, together {sum(segment_lengths)}, do not fit a "
-        f"model of {num_blocks} blocks: use positive lengths that add up to {num_blocks} or less",
+        f"model of {num_blocks} blocks",
+        f"use positive lengths that add up to {num_blocks} or less",
     )
     model.run_blocks = partial(run_in_segments, tuple(segment_lengths))
 
@@ -256,7 +257,7 @@ def segments_for_budget(
         least = larger[bisect_left(larger, True, key=lambda size: _fitting_segments(
             activation_bytes, boundary_bytes, size) is not None)]
         require(False, f"activations cannot be held in {budget:,} bytes: recomputation needs "
-                f"{least:,} at least; raise the budget or make the micro-batch smaller")
+                f"{least:,} at least", "raise the budget or make the micro-batch smaller")
     return segments
 
 

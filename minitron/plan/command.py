@@ -66,10 +66,10 @@ def read_plan(args: Sequence[str]) -> PlanOptions:
     prog = "minitron plan"
     if {"-h", "--help"} & set(args):
         return command_line.parse(PlanOptions, args, prog)
-    require(args and not args[0].startswith("-"), f"{prog}: name a TOML file first, as in "
+    require(args and not args[0].startswith("-"), prog, "name a TOML file first, as in "
             "`minitron plan configs/llama-8b.toml --gpus 512`")
     options = command_line.parse(PlanOptions, args, prog, PlanOptions(**vars(load(Path(args[0])))))
-    require(options.gpus is not None, f"{prog}: say how many GPUs there are, as in --gpus 512")
+    require(options.gpus is not None, prog, "say how many GPUs there are, as in --gpus 512")
     for name in ("gpus", "gpus_per_node", "top"):
         value = getattr(options, name)
         require(value > 0, f"--{name.replace('_', '-')} {value}: must be 1 or more")
@@ -78,7 +78,7 @@ def read_plan(args: Sequence[str]) -> PlanOptions:
     require(tokens is None or 0 < tokens < math.inf, f"--tokens {tokens}: must be a number greater "
             "than 0")
     require(device is None or not options.calibrate, f"--device {device} with --calibrate, which "
-            "measures this machine: leave one of them out")
+            "measures this machine", "leave one of them out")
     return options
 
 

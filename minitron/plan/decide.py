@@ -49,8 +49,8 @@ def decide(job: Job) -> Decision:
             break  # a further cut could save little more
 
     require(best is not None, f"{size_of(job.model)} parameters need {least / 1e9:.0f} GB on each "
-            f"of {job.num_gpus} GPUs, and {job.limit / 1e9:.0f} GB are usable: take about "
-            f"{math.ceil(job.num_gpus * least / job.limit)} GPUs")
+            f"of {job.num_gpus} GPUs, and {job.limit / 1e9:.0f} GB are usable",
+            f"take about {math.ceil(job.num_gpus * least / job.limit)} GPUs")
     return replace(best, steps=tuple(steps))
 
 
@@ -79,8 +79,8 @@ def cuts(job: Job) -> list[tuple[int, int]]:
 
     fewest = job.num_gpus // max(t * p for t, p in path)
     require(fewest <= job.global_batch_size, f"{job.num_gpus} GPUs are at least {fewest} copies of "
-            f"the model, for {job.global_batch_size} sequences a step: raise the global batch, or "
-            "take fewer GPUs")
+            f"the model, for {job.global_batch_size} sequences a step",
+            "raise the global batch, or take fewer GPUs")
     return [(t, p) for t, p in path if job.num_gpus // (t * p) <= job.global_batch_size]
 
 

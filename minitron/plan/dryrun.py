@@ -113,7 +113,7 @@ def dry_run(
     """
     start, device = time.perf_counter(), torch.device("cpu")
     config = prepared(config, num_gpus)
-    require(0 <= rank < num_gpus, f"rank {rank} of {num_gpus} GPUs: use 0 to {num_gpus - 1}")
+    require(0 <= rank < num_gpus, f"rank {rank} of {num_gpus} GPUs", f"use 0 to {num_gpus - 1}")
     with fake_group(num_gpus, rank):
         mesh = lay_out(config.parallel, num_gpus, device)
         place = {axis: 0 if mesh is None else mesh.rank(axis) for axis in ("pp", "dp", "tp")}
@@ -142,7 +142,7 @@ def prepared(config: Config, num_gpus: int) -> Config:
 def fake_group(num_ranks: int, rank: int) -> Iterator[None]:
     """Be `rank` of `num_ranks` that are not there: messages arrive at once, and say nothing."""
     require(not dist.is_initialized(), "this process has a process group already, and a dry run "
-            "makes one of its own: run it in another process, or destroy the group first")
+            "makes one of its own", "run it in another process, or destroy the group first")
     init_fake_process_group(rank, num_ranks)
     try:
         yield

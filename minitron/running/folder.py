@@ -54,8 +54,8 @@ class Claim:
             is_here, owner = self.owner()
             if time.monotonic() >= end or is_here:
                 self.close()
-                raise ConfigError(f"{self.path.parent}: {owner} is training in it: end that one "
-                                  "first, or choose another --run-dir")
+                raise ConfigError(f"{self.path.parent}: {owner} is training in it",
+                                  "end that one first, or choose another --run-dir")
             time.sleep(1)
 
     def try_lock(self) -> bool:
@@ -109,8 +109,10 @@ def default_folder(file: Path | None, resume: bool) -> Path:
 
 def require_place(folder: Path, resume: bool, restart: bool) -> None:
     """Raise ConfigError if a new run would meet an old one, or an old one is not there."""
-    require(not resume or folder.is_dir(), f"{folder}: there is no run to resume; check --run-dir")
+    require(not resume or folder.is_dir(), f"{folder}: there is no run to resume",
+            "check --run-dir")
     require(
         resume or restart or not holds_run(folder),
-        f"{folder}: already holds a run; add --resume to continue it, or choose another --run-dir",
+        f"{folder}: already holds a run",
+        "add --resume to continue it, or choose another --run-dir",
     )

@@ -67,7 +67,7 @@ def open_itself(path: str | Path, flags: int) -> int:
     except OSError as error:
         if error.errno != errno.ENXIO:  # of a pipe that nobody reads
             raise
-    raise ConfigError(f"{path}: is a pipe, not a file; remove it, or choose another --run-dir")
+    raise ConfigError(f"{path}: is a pipe, not a file", "remove it, or choose another --run-dir")
 
 
 def replace(path: Path, content: bytes) -> None:

@@ -63,8 +63,8 @@ def split_blocks(
     ConfigError if there are fewer blocks than stages.
     """
     n = len(costs)
-    require(n >= num_stages, f"{n} blocks do not fill {num_stages} stages of a pipeline: use "
-            f"{n} stages or fewer, or more layers")
+    require(n >= num_stages, f"{n} blocks do not fill {num_stages} stages of a pipeline",
+            f"use {n} stages or fewer, or more layers")
     before = [0.0, *accumulate(costs)]  # of all blocks before each
 
     @cache

@@ -17,15 +17,16 @@ def check(schedule: Schedule) -> None:
     Every rank has something to do, every stage is on one rank and runs every micro-batch once each
     way, and nobody waits for ever.
     """
-    require(isinstance(schedule, Schedule), f"{type(schedule).__name__} is no Schedule: give it a "
-            "name, the number of micro-batches and a list of actions for each rank")
+    require(isinstance(schedule, Schedule), f"{type(schedule).__name__} is no Schedule",
+            "give it a name, the number of micro-batches and a list of actions for each rank")
     m = schedule.num_micro_batches
     require(type(m) is int and m > 0, f"a schedule of {m} micro-batches: there must be 1 or more")
     holders: dict[int, int] = {}
     for rank, actions in enumerate(schedule.actions):
         require(isinstance(actions, (list, tuple)), f"rank {rank} has a {type(actions).__name__} "
-                "of actions: write a list")
-        require(len(actions) > 0, f"rank {rank} runs nothing: give it a stage, or use fewer ranks")
+                "of actions", "write a list")
+        require(len(actions) > 0, f"rank {rank} runs nothing",
+                "give it a stage, or use fewer ranks")
         for action in actions:
             require_known(action, rank, schedule.num_micro_batches)
             holder = holders.setdefault(action.stage, rank)
@@ -42,8 +43,8 @@ def check(schedule: Schedule) -> None:
 
 def require_known(action: Action, rank: int, num_micro_batches: int) -> None:
     """One entry of a list: an Action of a kind, a micro-batch and a stage that there are."""
-    require(isinstance(action, Action), f"rank {rank} runs {action!r}: write "
-            "Action(kind, micro_batch, stage)")
+    require(isinstance(action, Action), f"rank {rank} runs {action!r}",
+            "write Action(kind, micro_batch, stage)")
     kind, i, stage = action
     require(kind in get_args(Kind), f"rank {rank} runs {kind!r}: a pass is F, B, I or W")
     require(type(i) is int and type(stage) is int, f"rank {rank} runs {tuple(action)}: micro-batch "

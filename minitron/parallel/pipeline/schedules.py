@@ -170,7 +170,7 @@ def interleaved(num_ranks: int, num_micro_batches: int, num_chunks: int) -> Sche
     require(
         m % p == 0,
         f"{m} micro-batches do not divide by {p} ranks: the interleaved schedule takes them in "
-        f"groups of {p}; use {-(-m // p) * p}",
+        f"groups of {p}", f"use {-(-m // p) * p}",
     )
     lists = []
     for rank in range(p):

@@ -62,7 +62,7 @@ class PipelineParallel(OneDevice):
         self.layout = schedule = make_schedule(self.size, self.size)
         check(schedule)
         require(schedule.num_ranks == self.size, f"a schedule of {schedule.num_ranks} ranks on "
-                f"{self.size}: make it for {self.size}")
+                f"{self.size}", f"make it for {self.size}")
         self.stages = schedule.stages_of(self.rank)
         self.last_stage = schedule.num_stages - 1
         self.ends = schedule.rank_of[0], schedule.rank_of[self.last_stage]
