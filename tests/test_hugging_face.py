@@ -335,14 +335,14 @@ def test_weights_that_do_not_fit_are_one_line(saved, tmp_path):
     shape = torch.Size([56, 32])
     other = dataclasses.replace(config, ffn_width=64)
     with pytest.raises(ConfigError, match=r"gate_proj.weight has shape \[56, 32\], but "
-                       r"blocks.0.mlp.gate.weight needs \[64, 32\]: leave sizes out"):
+                       r"blocks.0.mlp.gate.weight needs \[64, 32\]; leave sizes out"):
         fill(Transformer(other), Weights(saved / "llama", other))
     with pytest.raises(ConfigError, match=r"shape \[97, 32\], .* needs \[90, 32\]"):  # fewer tokens
         Weights(saved / "llama", config)("token_embedding.weight", torch.Size([90, 32]))
     with pytest.raises(ConfigError, match=r"c_attn.weight has shape \[24, 72\], .* \[24, 75\]"):
         Weights(saved / "gpt2", read_model_config(saved / "gpt2"))(
             "blocks.0.attention.key.weight", torch.Size([25, 24]))
-    with pytest.raises(ConfigError, match="holds a llama, but model.family = gpt: leave"):
+    with pytest.raises(ConfigError, match="holds a llama, but model.family = gpt; leave"):
         Weights(saved / "llama", OURS["gpt"])
     with pytest.raises(ConfigError, match="none of 21 tensors is model.layers.7.mlp.up_proj"):
         Weights(saved / "llama", config)("blocks.7.mlp.up.weight", shape)

@@ -164,7 +164,7 @@ def test_only_empty_files(tmp_path):
 
 
 def test_a_file_that_cannot_be_read(tmp_path):
-    with pytest.raises(ConfigError, match="mem: cannot be read .*: leave it out"):
+    with pytest.raises(ConfigError, match="mem: cannot be read .*; leave it out"):
         write_text(["/proc/self/mem"], tmp_path / "data")
 
 
