@@ -148,7 +148,7 @@ class Zero1(ShardedDataParallel):
         """Take a gradient that is complete, or let it add up where it will be sent from."""
         if self.reduces:
             self.accept(parameter)
-        elif not self.sync_every_micro_batch:
+        elif parameter.grad is not None and not self.sync_every_micro_batch:  # W is to come
             self.queue_of[parameter].bucket_of[parameter].hold(parameter)
 
     def accept(self, parameter: nn.Parameter) -> None:
