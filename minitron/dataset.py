@@ -1,7 +1,7 @@
 """Which tokens a rank reads: shards of tokens on disk, and an order over their samples.
 
 A shard is 256 int32 of header (magic, version, count, zeros), then `count` uint16 tokens, all
-little-endian: the format of the public pre-tokenised FineWeb shards, so small and large runs
+little-endian: the format of the public pre-tokenized FineWeb shards, so small and large runs
 read the same files. Tokens stay on disk.
 
 A run counts the samples it has consumed, over all ranks and epochs. That one number, the

@@ -22,7 +22,7 @@ from minitron.comm.agreement import ALONE
 from minitron.comm.mesh import Mesh, OneRankMesh, make_mesh
 from minitron.config import Config, ParallelConfig, require
 from minitron.model.recompute import RECOMPUTE_POLICIES
-from minitron.model.transformer import Transformer, initial_value, materialise
+from minitron.model.transformer import Transformer, initial_value, materialize
 from minitron.parallel.data.ddp import (
     apply_bucketed_data_parallel,
     apply_hooked_data_parallel,
@@ -150,7 +150,7 @@ def apply_data_parallel(
         if precision.gradients != precision.activations:
             hold_gradients_in(model, precision.gradients)
         return sharded
-    materialise(model, device)
+    materialize(model, device)
     if precision.master is not None:
         hold_gradients_in(model, precision.gradients)
     if mesh.num_ranks == 1:

@@ -30,9 +30,9 @@ from minitron.running.memory import require_memory
 from minitron.running.starting import (
     read_facts,
     require_a_gpu_each,
+    require_complete_state,
     require_same_training,
     require_validation,
-    require_whole_state,
     with_vocabulary_of_data,
 )
 from minitron.running.stopping import Stop
@@ -209,7 +209,7 @@ class Run(Training):
         facts = read_facts(checkpoint.facts_of(path), path)
         require_same_training(facts, self.config, self.folder, self.fingerprint)
         saved = checkpoint.saved_tensors(path)
-        require_whole_state(saved, path)
+        require_complete_state(saved, path)
         checkpoint.set_aside(folder, path, self.group)
         read = partial(checkpoint.load, path, group=self.group)
         load_training_state(self.parallel, self.optimizer, saved, read)

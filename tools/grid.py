@@ -244,7 +244,7 @@ def try_each(cases: list[Case]) -> list[list[str]]:
 
 
 def in_batches(cases: list[Case]) -> Iterator[list[Case]]:
-    """Neighbours with as many ranks, BATCH at most."""
+    """Neighbors with as many ranks, BATCH at most."""
     for _, alike in groupby(cases, key=lambda case: case.num_ranks):
         alike = list(alike)
         yield from (alike[first:first + BATCH] for first in range(0, len(alike), BATCH))

@@ -271,7 +271,7 @@ def read_tensor(path: Path, name: str) -> torch.Tensor:
     require(name in saved, f"{path}: holds no {name}: is it another model's?")
     shape, dtype = saved[name]
     tensor = torch.empty(shape, dtype=dtype)
-    load(path, {name: Boxes.whole(tensor)})
+    load(path, {name: Boxes.full(tensor)})
     return tensor
 
 

@@ -40,10 +40,10 @@ def read_manifest(path: Path) -> dict:
             raise ValueError("of an earlier version, in pickles, which are not read since they can "
                              "execute anything; finish or export the run with that version")
         case {"files": dict(files), "facts": {"step": int(step)}}:
-            is_whole = all(map(is_entry, files.values()))
+            is_complete = all(map(is_entry, files.values()))
         case _:
-            is_whole = False
-    if not is_whole:
+            is_complete = False
+    if not is_complete:
         raise ValueError(f"{MANIFEST} does not say what was written")
     if step != step_of(path):
         raise ValueError(f"renamed: it holds step {step}; call it step_{step:08d} again")

@@ -3,7 +3,7 @@
     mesh = make_mesh("cuda", dp=2, tp=4)    # 8 ranks; rank 5 is (dp 1, tp 1)
     mesh.group("tp"), mesh.rank("tp"), mesh.size("tp")
 
-The last axis varies fastest: its ranks are neighbours, and share a node where there is one. So
+The last axis varies fastest: its ranks are neighbors, and share a node where there is one. So
 name the axis that communicates most last. Reference: torch.distributed.device_mesh.
 """
 

@@ -131,6 +131,6 @@ def refused(error: Exception) -> int | None:
     if name is None:
         sys.stdout = None  # or what it could not write is tried again at exit
     remedy = "make room" if number in disk.NO_ROOM else "choose another path"
-    told = ConfigError(f"{name or 'the output'}: {os.strerror(number)}; {remedy}")  # on one line
-    print(f"minitron: {told}", file=sys.stderr)
+    error = ConfigError(f"{name or 'the output'}: {os.strerror(number)}; {remedy}")  # on one line
+    print(f"minitron: {error}", file=sys.stderr)
     return 2

@@ -12,7 +12,7 @@ class ParallelConfig:
     dp: int = 0
     """Data-parallel ranks; 0: all that torchrun has started, divided by tp and pp."""
     tp: int = 1
-    """Ranks that compute each layer together (tensor parallelism): neighbours, of one node."""
+    """Ranks that compute each layer together (tensor parallelism): neighbors, of one node."""
     sequence: bool = False
     """With tp, divide the sequence too where layers are not cut: norms, dropout, residual."""
     pp: int = 1

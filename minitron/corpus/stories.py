@@ -91,14 +91,14 @@ def story_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def detokenise(words: list[str]) -> str:
+def detokenize(words: list[str]) -> str:
     """Join words into text, punctuation attached, one story per line."""
     text = " ".join(words)
     return re.sub(r" ([.,])", r"\1", text).replace(f" {END} ", f" {END}\n")
 
 
 def split_words(text: str) -> list[str]:
-    """Split text into the grammar's words, the inverse of `detokenise`."""
+    """Split text into the grammar's words, the inverse of `detokenize`."""
     return re.findall(rf"{END}|[.,]|[^\s.,<]+|<", text)
 
 

@@ -13,7 +13,7 @@ from minitron.cost.tensor import (
     tokens_between_layers,
 )
 
-AttentionKind = Literal["fused", "materialised"]
+AttentionKind = Literal["fused", "materialized"]
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def activation_bytes_per_layer(
 ) -> int:
     """Bytes that one block saves for the backward pass, per rank of the layout.
 
-    For GPT with F = 4 D, dropout and a materialised attention this is table 2 of Korthikanti et
+    For GPT with F = 4 D, dropout and a materialized attention this is table 2 of Korthikanti et
     al. 2022: s b h (34 + 5 a s / h) on one device, s b h (10 + 24/t + 5 a s / (h t)) on t
     tensor-parallel ranks, s b h (34/t + 5 a s / (h t)) with sequence parallelism (30/t + 4 for
     34/t if the layers do not gather their inputs again); with recompute "full" 2 s b h, and 2 s b
@@ -97,7 +97,7 @@ def activation_bytes_per_layer(
 
     # Inside: query, and the input of out; key and value; what the feed-forward makes
     heads = share("model.num_heads", model.num_heads, size)
-    keeps_repeated = attention == "materialised" and recompute == "none"  # K and V, to H heads
+    keeps_repeated = attention == "materialized" and recompute == "none"  # K and V, to H heads
     kv_heads = heads if keeps_repeated else kv_heads_per_rank(model, size)
     hidden = 2 if model.family == "gpt" else 4  # up, GELU; gate, SiLU, up, their product
     ffn_width = share("model.ffn_width", model.ffn_width, size)
@@ -120,7 +120,7 @@ def attention_bytes(
     """Bytes that one attention saves between its inputs and its output, per rank: H/t heads.
 
     fused: one float32 per query and head, the log of its softmax's sum (Dao 2023, section 3.1);
-    dropout is drawn again. materialised: the softmax, and with dropout its mask and the dropped
+    dropout is drawn again. materialized: the softmax, and with dropout its mask and the dropped
     softmax, B H S S values each, and the causal mask, S S booleans.
     """
     heads = share("model.num_heads", model.num_heads, layout.tensor_parallel)

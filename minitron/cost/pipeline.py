@@ -70,17 +70,6 @@ def zb_h1_bubble(
     return Bubble((num_ranks - 1) * idle, num_micro_batches * (forward + inputs + weights))
 
 
-def zb_h2_bubble(
-    num_ranks: int, num_micro_batches: int, forward: float, inputs: float, weights: float
-) -> Bubble:
-    """(p-1) (t_F + t_I - 2 t_W), of ZB-H2: idle between a rank's own first and last pass.
-
-    For m >= 2p - 1 and t_F = t_I = t_W, when it is 0. Reference: Qi et al. 2023, table 2.
-    """
-    idle = forward + inputs - 2 * weights
-    return Bubble((num_ranks - 1) * idle, num_micro_batches * (forward + inputs + weights))
-
-
 # Held
 
 
@@ -101,7 +90,6 @@ def activations_held(
         "1F1B": p - rank,
         "interleaved 1F1B": (v - 1) * p + 2 * (p - 1 - rank) + 1,
         "ZB-H1": p,
-        "ZB-H2": 2 * p - 1,
     }
     return min(counts[schedule], num_micro_batches * v)
 

@@ -1,6 +1,6 @@
 """The clock: how fast is a step, and how near the limit of the device?
 
-Model FLOPs utilisation (MFU) is the share of the device's peak that does the model's own work:
+Model FLOPs utilization (MFU) is the share of the device's peak that does the model's own work:
 
     MFU = tokens/s x model FLOPs per token / peak FLOP/s        (Chowdhery et al. 2022, appendix B)
 

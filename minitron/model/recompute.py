@@ -8,7 +8,7 @@ arithmetic: one more forward pass of what is replayed.
 The autograd graph stays the one of the plain run: only what its nodes have saved comes from a
 replay. So no gradient is computed differently, whatever requires one.
 
-Read in this order: recompute, Replay, Surroundings, the policies, segments_for_budget.
+Read in this order: recompute, RecomputedCall, ForwardContext, the policies, segments_for_budget.
 Reference: Chen et al. 2016 (segments, section 4); Korthikanti et al. 2022 (selective, section 5).
 """
 
@@ -35,17 +35,17 @@ def recompute(function: Callable, *tensors: Tensor):
     """
     if not torch.is_grad_enabled():
         return function(*tensors)
-    replay = Replay(function, tensors)
-    with saved_tensors_hooks(replay.drop, replay.fetch):
+    call = RecomputedCall(function, tensors)
+    with saved_tensors_hooks(call.drop, call.fetch):
         return function(*tensors)
 
 
-class Replay:
+class RecomputedCall:
     """One call of a function whose saved tensors are dropped, and made again when fetched."""
 
     def __init__(self, function: Callable, tensors: tuple[Tensor, ...]):
         self.function = function
-        self.surroundings = Surroundings(tensors[0].device)
+        self.context = ForwardContext(tensors[0].device)
         # Saved as a node's tensors are, so that a replay around this one drops them too. The
         # anchor requires a gradient: else nothing is saved when no input requires one.
         anchor = torch.empty(0, requires_grad=True)
@@ -68,7 +68,7 @@ class Replay:
         """Call the function as in the forward pass, and keep what it saves this time."""
         inputs = self.inputs.saved_tensors
         self.kept = {}
-        with self.surroundings.restored(), torch.enable_grad(), span("recompute"):
+        with self.context.restored(), torch.enable_grad(), span("recompute"):
             try:
                 with saved_tensors_hooks(self.keep, _refuse):
                     self.function(*inputs)
@@ -106,7 +106,7 @@ class Keep(torch.autograd.Function):
         raise AssertionError("nothing is computed from it")
 
 
-class Surroundings:
+class ForwardContext:
     """What a function reads besides its arguments: random generators and autocast, as they are."""
 
     def __init__(self, device: torch.device):
@@ -264,9 +264,9 @@ def _fitting_segments(
     activation_bytes: list[int], boundary_bytes: int, budget: int
 ) -> list[int] | None:
     num_blocks = len(activation_bytes)
-    for num_replayed in range(num_blocks + 1):
-        tail = sum(activation_bytes[num_replayed:])
-        segments = _longest_first(activation_bytes[:num_replayed], boundary_bytes, budget)
+    for num_recomputed in range(num_blocks + 1):
+        tail = sum(activation_bytes[num_recomputed:])
+        segments = _longest_first(activation_bytes[:num_recomputed], boundary_bytes, budget)
         if segments is not None and len(segments) * boundary_bytes + tail <= budget:
             return segments
     return None

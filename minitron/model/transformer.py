@@ -27,7 +27,7 @@ from minitron.config import ModelConfig
 
 
 class Transformer(nn.Module):
-    """Token ids (B, S) in, logits (B, S, V) out; `initialise` fills the weights."""
+    """Token ids (B, S) in, logits (B, S, V) out; `initialize` fills the weights."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -81,7 +81,7 @@ def run_in_order(
 
 
 class Block(nn.Module):
-    """One layer: each branch normalises its input and adds its output to it."""
+    """One layer: each branch normalizes its input and adds its output to it."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -165,7 +165,7 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float) -
     )
 
 
-def materialised_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
+def materialized_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
     """Attend causally with the S x S matrix in memory: slower, and every step is visible."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
@@ -214,10 +214,10 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return (x * cosine + turned * sine).type_as(x)
 
 
-# Initialisation
+# Initialization
 
 
-def initialise(model: nn.Module, seed: int) -> None:
+def initialize(model: nn.Module, seed: int) -> None:
     """Fill every weight from its global name, so that no later cut or device changes it."""
     fill(model, partial(initial_value, seed=seed, num_layers=model.config.num_layers))
 
@@ -241,7 +241,7 @@ def global_name(model: nn.Module, name: str) -> str:
     return "token_embedding.weight" if is_tied else name
 
 
-def materialise(model: nn.Module, device: torch.device, in_memory: bool = True) -> None:
+def materialize(model: nn.Module, device: torch.device, in_memory: bool = True) -> None:
     """Put new parameters on `device` in the place of those on the meta device: NaN until filled.
 
     Without `in_memory` each is a single NaN, seen in the parameter's shape.

@@ -167,11 +167,11 @@ class ParallelModel(ABC):
     # What the grid asks of each axis
 
     @abstractmethod
-    def tell_passes(self, data: "ParallelModel") -> None:
-        """Let every pass of a micro-batch through a stage run in `data.around_pass`."""
+    def connect_data(self, data: "ParallelModel") -> None:
+        """Let every pass of a micro-batch through a stage run in `data.pass_context`."""
 
     @abstractmethod
-    def around_pass(self, stage: int, kind: Kind, is_last: bool) -> AbstractContextManager:
+    def pass_context(self, stage: int, kind: Kind, is_last: bool) -> AbstractContextManager:
         """The context of a pass of one micro-batch through this rank's stage number `stage`.
 
         With `is_last` the stage's gradients are those of the whole step after it.

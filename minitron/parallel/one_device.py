@@ -124,10 +124,10 @@ class OneDevice(ParallelModel):
 
     # What the grid asks of each axis
 
-    def tell_passes(self, data: ParallelModel) -> None:
+    def connect_data(self, data: ParallelModel) -> None:
         pass
 
-    def around_pass(self, stage: int, kind: Kind, is_last: bool) -> AbstractContextManager:
+    def pass_context(self, stage: int, kind: Kind, is_last: bool) -> AbstractContextManager:
         return nullcontext()
 
     def stage_parameters(self) -> list[list[nn.Parameter]]:

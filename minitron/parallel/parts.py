@@ -57,7 +57,7 @@ class Boxes:
     at: dict[Offset, Tensor]
 
     @staticmethod
-    def whole(tensor: Tensor) -> "Boxes":
+    def full(tensor: Tensor) -> "Boxes":
         """One box, all of `tensor`."""
         return Boxes(tuple(tensor.shape), tensor.dtype, {(0,) * tensor.dim(): tensor})
 

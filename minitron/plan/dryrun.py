@@ -219,8 +219,8 @@ def lengths(training: Training) -> tuple[int, int, int]:
 
 def most_held(training: Training) -> int:
     """Micro-batches that are on their way at once, at most, through this rank."""
-    whole_step = training.config.train.global_batch_size
-    return training.parallel.num_in_flight(training.num_micro_batches(whole_step))
+    global_batch_size = training.config.train.global_batch_size
+    return training.parallel.num_in_flight(training.num_micro_batches(global_batch_size))
 
 
 def micro_batches(training: Training, num_sequences: int) -> list:

@@ -1,7 +1,7 @@
 """How long a step takes and what a rank holds, for any layout, without running it.
 
 A micro-batch's forward and backward pass on each rank of a pipeline: its operators, the collectives
-that its layers wait for, the messages to its neighbours, and no less than the hosts need to start
+that its layers wait for, the messages to its neighbors, and no less than the hosts need to start
 all that. From these the schedule's length follows. After it comes what is done once a step:
 gradients and weights travel, the optimizer updates.
 

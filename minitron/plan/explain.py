@@ -30,7 +30,7 @@ RESOURCES = {
     "NVLink bandwidth": ("nvlink_bandwidth",),
     "network bandwidth": ("nic_bandwidth",),
 }
-NUM_TOLD = 4  # values of an option
+NUM_SHOWN = 4  # values of an option
 SAME = 0.001  # of the seconds: nobody could measure less
 
 
@@ -61,7 +61,7 @@ def alternatives(found: Search) -> dict[str, dict[object, Candidate]]:
     return best
 
 
-def told(option: str, by_value: dict[object, Candidate], winner: Candidate) -> str:
+def option_line(option: str, by_value: dict[object, Candidate], winner: Candidate) -> str:
     """A line: "8 is best; 4 +12.0% (bubble), 16 +15.1% (tp); 1, 2 would not fit"."""
     chosen = OPTIONS[option](winner.decision)
     others = {value: each for value, each in by_value.items() if each.fits and value != chosen}
@@ -69,7 +69,7 @@ def told(option: str, by_value: dict[object, Candidate], winner: Candidate) -> s
     if not others and not too_large:
         return f"{chosen}: there is no other choice"
     phrases = [f"{value} {difference(each, winner)}" for value, each in others.items()]
-    parts = [f"{chosen} is best", ", ".join(phrases[:NUM_TOLD]),
+    parts = [f"{chosen} is best", ", ".join(phrases[:NUM_SHOWN]),
              f"{', '.join(too_large)} would not fit" if too_large else ""]
     return "; ".join(filter(None, parts))
 
@@ -121,7 +121,7 @@ def explain(found: Search, standing: Candidate | None = None) -> str:
     """
     winner = found.candidates[0]
     lines = [f"best: {winner}", *columns(winner, standing), "", "Each option, the others free:", ""]
-    lines += [f"  {option:<12} {told(option, by_value, winner)}"
+    lines += [f"  {option:<12} {option_line(option, by_value, winner)}"
               for option, by_value in alternatives(found).items()]
     lines += ["", "With twice as much of one thing, the best layout for that:", ""]
 

@@ -75,7 +75,7 @@ def holdings(
     activation = activations(at)
     early = 0.0
     stay = at.has_buckets and precision.master is None
-    if at.under_way == decision.num_micro_batches(job) * parallel.chunks and not stay:
+    if at.in_flight == decision.num_micro_batches(job) * parallel.chunks and not stay:
         # All are under way before the first gradients come, which then take the place of one
         early = min(state["gradient"], activation / decision.num_micro_batches(job))
     state["gradient"] -= early
@@ -121,7 +121,7 @@ class Rank:
         return self.parallel.zero == 3
 
     @cached_property
-    def under_way(self) -> int:
+    def in_flight(self) -> int:
         """Micro-batches at once, at most, counted for each chunk of blocks."""
         parallel, m = self.parallel, self.decision.num_micro_batches(self.job)
         return cost.activations_held(
@@ -140,10 +140,10 @@ class Rank:
 
     @cached_property
     def messages(self) -> int:
-        """Bytes: for each neighbour in the pipeline, one that arrives and one that leaves."""
+        """Bytes: for each neighbor in the pipeline, one that arrives and one that leaves."""
         parallel = self.parallel
-        num_neighbours = 2 if parallel.chunks > 1 else (self.index > 0) + (not self.is_last)
-        return 2 * num_neighbours * (4 if self.casts else self.value) * self.stream
+        num_neighbors = 2 if parallel.chunks > 1 else (self.index > 0) + (not self.is_last)
+        return 2 * num_neighbors * (4 if self.casts else self.value) * self.stream
 
     @cached_property
     def logits(self) -> int:
@@ -225,7 +225,7 @@ class Rank:
 def activations(at: Rank) -> float:
     """Bytes that the micro-batches under way keep for their backward passes."""
     parallel, recompute = at.parallel, at.decision.recompute
-    held = at.under_way * at.num_blocks / parallel.chunks * at.kept(recompute)
+    held = at.in_flight * at.num_blocks / parallel.chunks * at.kept(recompute)
     # Replayed blocks' rounded weights go when autocast ends: with the forward pass, or a pipeline's
     # step
     goes = recompute == "full" and parallel.pp == 1 and at.casts
@@ -239,7 +239,7 @@ def activations(at: Rank) -> float:
     if at.casts:  # the last norm's float32 input
         ends += (4 - at.value) * at.stream
     # All other schedules begin the backward pass where the forward pass ends
-    return held + ends * (at.under_way if parallel.schedule == "gpipe" else 1)
+    return held + ends * (at.in_flight if parallel.schedule == "gpipe" else 1)
 
 
 # What is there for a moment

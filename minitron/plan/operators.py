@@ -113,7 +113,7 @@ class Work:
     def memory_seconds(self, num_bytes: float) -> float:
         return num_bytes / (self.rates.memory * self.device.memory_bandwidth)
 
-    def product_seconds(self, m: float, n: float, k: float, rate: float, count: float = 1) -> float:
+    def matmul_seconds(self, m: float, n: float, k: float, rate: float, count: float = 1) -> float:
         """Of `count` products (m, k) x (k, n)."""
         # The sum, not the longer: a kernel loads before it multiplies, and stores after
         multiply = 2 * m * n * k / rate
@@ -145,7 +145,7 @@ def linears(work: Work) -> Cost:
     ups = 1 if model.family == "gpt" else 2
     outputs = [heads + 2 * keys, *[F] * ups]
     shapes = [(n, D) for n in outputs] + [(D, heads), (D, F)]
-    seconds = sum(work.product_seconds(work.tokens, n, k, work.linear_flops) for n, k in shapes)
+    seconds = sum(work.matmul_seconds(work.tokens, n, k, work.linear_flops) for n, k in shapes)
     return Cost(matmul=seconds, num_kernels=len(shapes))
 
 
@@ -154,11 +154,11 @@ def attention_forward(work: Work) -> Cost:
     S, K, squares = attention_sizes(work)
     if work.system.attention == "fused":
         return Cost(attention=fused_seconds(work, 2), num_kernels=1)
-    products = work.product_seconds(S, S, K, work.matmul_flops, 2 * squares)
+    matmuls = work.matmul_seconds(S, S, K, work.matmul_flops, 2 * squares)
     moved = 2 if work.system.fuses else 6  # scale, mask, softmax
     moved += 2.5 if work.model.dropout > 0 else 0  # writes a mask of bytes
     scores = work.memory_seconds(moved * work.value * squares * S * S)
-    return Cost(attention=products + scores, num_kernels=4)
+    return Cost(attention=matmuls + scores, num_kernels=4)
 
 
 def attention_backward(work: Work) -> Cost:
@@ -166,10 +166,10 @@ def attention_backward(work: Work) -> Cost:
     S, K, squares = attention_sizes(work)
     if work.system.attention == "fused":
         return Cost(attention=fused_seconds(work, 5), num_kernels=3)
-    products = work.product_seconds(S, S, K, work.matmul_flops, 4 * squares)
+    matmuls = work.matmul_seconds(S, S, K, work.matmul_flops, 4 * squares)
     moved = (3 if work.system.fuses else 7) + (2.5 if work.model.dropout > 0 else 0)
     scores = work.memory_seconds(moved * work.value * squares * S * S)
-    return Cost(attention=products + scores, num_kernels=6)
+    return Cost(attention=matmuls + scores, num_kernels=6)
 
 
 def attention_sizes(work: Work) -> tuple[int, int, int]:
@@ -178,10 +178,10 @@ def attention_sizes(work: Work) -> tuple[int, int, int]:
     return work.sequence_length, work.model.head_width, work.batch_size * heads
 
 
-def fused_seconds(work: Work, num_products: int) -> float:
+def fused_seconds(work: Work, num_matmuls: int) -> float:
     """Of products of S x S and K, of which the masked half is skipped."""
     S, K, squares = attention_sizes(work)
-    flops = num_products * squares * 2 * S * S * K / 2
+    flops = num_matmuls * squares * 2 * S * S * K / 2
     return flops / (work.rates.attention * work.matmul_flops)
 
 
@@ -222,7 +222,7 @@ def head_forward(work: Work) -> Cost:
     """Final norm, logits, and a float32 cross entropy, which reads logits and writes softmax."""
     V = share("model.vocab_size", work.model.vocab_size, work.layout.tensor_parallel)
     D, T = work.model.width, work.tokens
-    logits = work.product_seconds(T, V, D, work.matmul_flops)
+    logits = work.matmul_seconds(T, V, D, work.matmul_flops)
     moved = work.memory_seconds((work.value + 4 + 4 + 4) * T * V)
     return Cost(matmul=logits, elementwise=moved, num_kernels=6)
 
@@ -231,7 +231,7 @@ def head_backward(work: Work) -> Cost:
     """Two products for the logits; the gradient is read and written in float32, then rounded."""
     V = share("model.vocab_size", work.model.vocab_size, work.layout.tensor_parallel)
     D, T = work.model.width, work.tokens
-    logits = 2 * work.product_seconds(T, V, D, work.matmul_flops)
+    logits = 2 * work.matmul_seconds(T, V, D, work.matmul_flops)
     moved = work.memory_seconds((4 + 4 + 4 + work.value) * T * V)
     return Cost(matmul=logits, elementwise=moved, num_kernels=6)
 

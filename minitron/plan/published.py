@@ -24,7 +24,7 @@ from minitron.plan.job import Decision, Job
 from minitron.plan.operators import Work, block_backward, block_forward
 from minitron.plan.traffic import layer_seconds
 
-MEGATRON = System("materialised", fuses=True, balance="blocks", scatters_messages=True)
+MEGATRON = System("materialized", fuses=True, balance="blocks", scatters_messages=True)
 """Megatron-LM of 2021 and 2022: gradients travel at the end of a step (data_parallel = naive)."""
 MEGATRON_CORE = System(fuses=True, balance="blocks", hides_tensor=True, hides_data=True)
 """Megatron-Core with its overlap flags, as NVIDIA's table was measured."""

@@ -72,7 +72,7 @@ def layer_seconds(
     every = travel(decision.layout)
     waits = travel(replace(decision.layout, regather=False))
     alone = 0 if system.hides_tensor else 1 - overlap
-    return with_replay(decision, {phase: overlap * every[phase] + alone * waits[phase]
+    return with_recompute(decision, {phase: overlap * every[phase] + alone * waits[phase]
                                   for phase in every})
 
 
@@ -86,14 +86,14 @@ def host_seconds(
     each = system.host_seconds
     if parallel.pp > 1 and job.num_gpus > job.gpus_per_node:
         each = max(each, system.host_seconds_beside_pipeline)
-    return with_replay(decision, {
+    return with_recompute(decision, {
         phase: sum(count * (kernel + parallel.tp * ROUNDS[op] * each)
                    for op, count in counts.items())
         for phase, counts in cost.tensor_parallel_calls(decision.layout).items()
     })
 
 
-def with_replay(decision: Decision, seconds: dict[str, float]) -> dict[str, float]:
+def with_recompute(decision: Decision, seconds: dict[str, float]) -> dict[str, float]:
     """The backward pass has the forward pass's collectives too if it computes all again."""
     if decision.recompute != "full":
         return seconds

@@ -84,7 +84,7 @@ def read_facts(facts: dict, where: Path) -> dict:
     return facts | {"config": config}
 
 
-def require_whole_state(saved: dict[str, tuple[Size, dtype]], where: Path) -> None:
+def require_complete_state(saved: dict[str, tuple[Size, dtype]], where: Path) -> None:
     """Raise ConfigError unless a checkpoint has AdamW's state of each parameter, or of none.
 
     It has none while float16 has overflowed in every step.

@@ -217,13 +217,13 @@ class Guard:
             return
         self.state.looking = True
         try:
-            what = self._offence(event, args, self._stack())
+            what = self._offense(event, args, self._stack())
         finally:
             self.state.looking = False
         if what:
             self.refuse(what)
 
-    def _offence(self, event: str, args: tuple, stack: list[FrameType]) -> str | None:
+    def _offense(self, event: str, args: tuple, stack: list[FrameType]) -> str | None:
         own = [self._is_learners(frame) for frame in stack]
         if True not in own:
             return None

@@ -20,7 +20,7 @@ class Message(NamedTuple):
     peer: int
 
 
-def as_whole(action: Action) -> Action:
+def as_full_backward(action: Action) -> Action:
     """I as B: a stage need not know whether the next one cuts its backward passes in two."""
     return action._replace(kind="B") if action.kind == "I" else action
 
@@ -57,7 +57,7 @@ def forwards(schedule: Schedule, num_micro_batches: int) -> Schedule:
 def split_blocks(
     costs: list[float], num_stages: int, first: float = 0.0, last: float = 0.0
 ) -> list[range]:
-    """Give each stage neighbouring blocks, so that the most expensive stage costs least.
+    """Give each stage neighboring blocks, so that the most expensive stage costs least.
 
     `first` and `last` are what the first and the last stage have beside their blocks. Raises
     ConfigError if there are fewer blocks than stages.

@@ -11,7 +11,7 @@ Read in this order: Action, Schedule, gpipe, one_forward_one_backward, interleav
 then schedule_check.check, which proves a schedule of your own, and simulator.simulate.
 
 Reference: Huang et al. 2019, "GPipe" (section 2.3); Narayanan et al. 2021 (section 2.2: 1F1B and
-interleaving); Qi et al. 2023, "Zero Bubble" (section 2: ZB-H1, ZB-H2).
+interleaving); Qi et al. 2023, "Zero Bubble" (section 2: ZB-H1).
 """
 
 from dataclasses import dataclass
@@ -128,32 +128,18 @@ def zero_bubble(num_ranks: int, num_micro_batches: int) -> Schedule:
 
     Every rank then holds p micro-batches, as the first one does in 1F1B.
     """
-    return defer_weights("ZB-H1", num_ranks, num_micro_batches, 1)
-
-
-def zero_bubble_h2(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """ZB-H2: twice the warm-up, W deferred twice as far: once it has begun, no rank is ever idle.
-
-    For F, I and W of equal length and m >= 2p - 1. Every rank holds 2p - 1 micro-batches, and ends
-    later than the one before: only if the next step may begin before that is the time won.
-    """
-    return defer_weights("ZB-H2", num_ranks, num_micro_batches, 2)
-
-
-def defer_weights(name: str, num_ranks: int, num_micro_batches: int, depth: int) -> Schedule:
-    """1F1B of F and I, with `depth` times its warm-up; W follows `depth` r micro-batches later."""
     lists = []
     for rank in range(num_ranks):
         forwards = [Action("F", i, rank) for i in range(num_micro_batches)]
         inputs = [Action("I", i, rank) for i in range(num_micro_batches)]
         weights = [Action("W", i, rank) for i in range(num_micro_batches)]
         actions = []
-        for action in alternate(forwards, inputs, depth * (num_ranks - 1 - rank)):
+        for action in alternate(forwards, inputs, num_ranks - 1 - rank):
             actions.append(action)
-            if action.kind == "I" and action.micro_batch >= depth * rank:
+            if action.kind == "I" and action.micro_batch >= rank:
                 actions.append(weights.pop(0))
         lists.append(actions + weights)
-    return make(name, num_micro_batches, lists)
+    return make("ZB-H1", num_micro_batches, lists)
 
 
 # Several stages a rank

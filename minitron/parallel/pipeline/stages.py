@@ -16,7 +16,7 @@ schedule can come to a standstill, also where messages between two ranks keep th
 Once a step, the loss; and of a tied embedding the gradient, both ways between the first and the
 last stage.
 
-Read in this order: schedules; pipeline_plan.script and split_blocks; PipelineParallel; passage.
+Read in this order: schedules; pipeline_plan.script and split_blocks; PipelineParallel; executor.
 
 Reference: Huang et al. 2019, "GPipe" (section 2); Narayanan et al. 2021 (section 2.2).
 """
@@ -36,7 +36,7 @@ from minitron.model.linear import NoDeferral, apply_deferred_weight_gradients
 from minitron.parallel.interface import Accumulate, MicroBatches, ParallelModel, SumLoss
 from minitron.parallel.one_device import OneDevice
 from minitron.parallel.pipeline.block_costs import Count, count_parameters
-from minitron.parallel.pipeline.executor import Passage
+from minitron.parallel.pipeline.executor import ScheduleExecutor
 from minitron.parallel.pipeline.plan import Message, forwards, script, split_blocks
 from minitron.parallel.pipeline.schedule_check import check, peak_activations
 from minitron.parallel.pipeline.schedules import Action, Schedule, one_forward_one_backward
@@ -75,7 +75,7 @@ class PipelineParallel(OneDevice):
         self.data: ParallelModel = OneDevice(model)
         self.keep_stages()
 
-    def tell_passes(self, data: ParallelModel) -> None:
+    def connect_data(self, data: ParallelModel) -> None:
         self.data = data
 
     def stage_parameters(self) -> list[list[nn.Parameter]]:
@@ -154,16 +154,16 @@ class PipelineParallel(OneDevice):
         The loss is the sum of `sum_loss(logits, targets)` over the micro-batches, over `divisor`:
         not a mean of their means. Every rank needs all inputs and targets, (B, S) token ids.
         """
-        passage = Passage(self, micro_batches, lambda *pair: sum_loss(*pair) / divisor)
-        total = passage.run(self.script(len(micro_batches)))
-        dtype = torch.promote_types(passage.dtype, torch.float32)
-        return self.from_last(total, torch.zeros((), dtype=dtype, device=passage.device))
+        executor = ScheduleExecutor(self, micro_batches, lambda *pair: sum_loss(*pair) / divisor)
+        total = executor.run(self.script(len(micro_batches)))
+        dtype = torch.promote_types(executor.dtype, torch.float32)
+        return self.from_last(total, torch.zeros((), dtype=dtype, device=executor.device))
 
     @torch.no_grad()
     def evaluate(self, micro_batches: MicroBatches, read: Callable) -> Tensor | None:
         """The sum of `read(logits, targets)` over the micro-batches, on the last stage's rank."""
-        passage = Passage(self, micro_batches, read)
-        return passage.run(script(forwards(self.layout, len(micro_batches)), self.rank))
+        executor = ScheduleExecutor(self, micro_batches, read)
+        return executor.run(script(forwards(self.layout, len(micro_batches)), self.rank))
 
     def shape_between(self, tokens: Tensor) -> tuple[int, int, int]:
         """The shape of what one stage sends to the next, and gets back."""

@@ -57,7 +57,7 @@ class Cut:
         """Where in the whole a part of shape `shard` starts."""
         return tuple(size * self.index if dim == self.dim else 0 for dim, size in enumerate(shard))
 
-    def whole(self, parts: list[Tensor]) -> Tensor:
+    def unshard(self, parts: list[Tensor]) -> Tensor:
         """Join what all ranks hold, in their order."""
         return torch.cat(parts[::self.copies], self.dim)
 

@@ -16,8 +16,8 @@ the feed-forward; in the backward pass one of the gradient of the input of each.
 pass, for the head one in the backward pass, for the loss three numbers a token. Once a step the
 gradients of shared key-value heads. At the start a broadcast of rank 0's parameters.
 
-Read in this order: cuts.PLAN, model.linear, WholeSequence, FusedColumnLinears, RowParallelLinear,
-TensorParallel; then vocabulary, random_regions.
+Read in this order: cuts.PLAN, model.linear, AllReduceExchange, FusedColumnLinears,
+RowParallelLinear, TensorParallel; then vocabulary, random_regions.
 
 Reference: Shoeybi et al. 2019, "Megatron-LM" (section 3); Narayanan et al. 2021 (section 3.2: the
 volume).
@@ -45,7 +45,7 @@ from minitron.parallel.tensor.vocabulary import (
 )
 
 
-class WholeSequence(NoExchange):
+class AllReduceExchange(NoExchange):
     """What happens at the ends of a cut region, if all ranks have all activations around it.
 
     Where it begins, each rank needs the whole input (B, S, D), which is there, and in the backward
@@ -113,23 +113,23 @@ class TensorParallel(OneDevice):
     backward pass of a step. All ranks read the same samples.
     """
 
-    def __init__(self, model: nn.Module, exchange: WholeSequence):
+    def __init__(self, model: nn.Module, exchange: AllReduceExchange):
         super().__init__(model)
         self.group, self.exchange = exchange.group, exchange
         self.rank, self.size = self.group.rank(), self.group.size()
         self.cuts = plan_cuts(model, self.rank, self.size)
-        self.take_parts()
-        self.change_layers()
+        self.shard_parameters()
+        self.parallelize_layers()
 
-    def take_parts(self) -> None:
+    def shard_parameters(self) -> None:
         """Leave this rank its part of every parameter."""
         for name, parameter in global_parameters(self.model):
             if not parameter.is_meta:
                 broadcast(parameter.detach(), 0, self.group)
             parameter.data = self.cuts[name].copy_of(parameter.detach())
 
-    def change_layers(self) -> None:
-        readers: dict[str, list[nn.Linear]] = {}  # of the same input: neighbours in the model
+    def parallelize_layers(self) -> None:
+        readers: dict[str, list[nn.Linear]] = {}  # of the same input: neighbors in the model
         for path, kind in planned(self.model):
             layer = self.model.get_submodule(path)
             if kind == "columns":
@@ -173,22 +173,22 @@ class TensorParallel(OneDevice):
             cut, grad = self.cuts[name], gradient(parameter)
             if cut.is_partial and grad is not None:
                 shared.setdefault(grad.dtype, []).append((cut, grad))
-        for summands in shared.values():
-            self.sum_in_one_message(summands)
+        for partial_sums in shared.values():
+            self.sum_in_one_message(partial_sums)
 
-    def sum_in_one_message(self, summands: list[tuple[Cut, Tensor]]) -> None:
+    def sum_in_one_message(self, partial_sums: list[tuple[Cut, Tensor]]) -> None:
         """Sum gradients over the ranks that hold the same part, in place.
 
         Each travels as all of its parts, zeros but for this rank's: so one group is enough.
         """
-        sizes = [cut.count * grad.numel() for cut, grad in summands]
-        flat = summands[0][1].new_zeros(sum(sizes))
+        sizes = [cut.count * grad.numel() for cut, grad in partial_sums]
+        flat = partial_sums[0][1].new_zeros(sum(sizes))
         own = [parts.view(cut.count, *grad.shape)[cut.index]
-               for parts, (cut, grad) in zip(flat.split(sizes), summands, strict=True)]
-        for part, (_, grad) in zip(own, summands, strict=True):
+               for parts, (cut, grad) in zip(flat.split(sizes), partial_sums, strict=True)]
+        for part, (_, grad) in zip(own, partial_sums, strict=True):
             part.copy_(grad)
         all_reduce(flat, self.group)
-        for part, (_, grad) in zip(own, summands, strict=True):
+        for part, (_, grad) in zip(own, partial_sums, strict=True):
             grad.copy_(part)
 
     # The whole model
@@ -227,7 +227,7 @@ class TensorParallel(OneDevice):
         own = part.to(self.device).contiguous()
         parts = own.new_empty(self.size, *own.shape)
         all_gather_single(parts.flatten(0, 1), own, self.group)
-        return cut.whole(list(parts.unbind())).cpu()
+        return cut.unshard(list(parts.unbind())).cpu()
 
     @property
     def device(self) -> torch.device:
@@ -240,4 +240,4 @@ def apply_tensor_parallel(model: nn.Module, group: ProcessGroup) -> TensorParall
     Parameters on the meta device stay there. Raises ConfigError for sizes of the model that do not
     divide by the number of ranks.
     """
-    return TensorParallel(model, WholeSequence(group))
+    return TensorParallel(model, AllReduceExchange(group))
