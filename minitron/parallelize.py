@@ -23,11 +23,7 @@ from minitron.comm.mesh import Mesh, OneRankMesh, make_mesh
 from minitron.config import Config, ParallelConfig, require
 from minitron.model.recompute import RECOMPUTE_POLICIES
 from minitron.model.transformer import Transformer, initial_value, materialize
-from minitron.parallel.data.ddp import (
-    apply_bucketed_data_parallel,
-    apply_hooked_data_parallel,
-    apply_naive_data_parallel,
-)
+from minitron.parallel.data.ddp import apply_bucketed_data_parallel
 from minitron.parallel.data.fsdp import apply_fsdp
 from minitron.parallel.data.zero import apply_zero1, apply_zero2
 from minitron.parallel.grid import Grid
@@ -159,9 +155,4 @@ def apply_data_parallel(
         return apply_zero2(model, group, **when)
     if parallel.zero == 1:
         return apply_zero1(model, group, **common)
-    versions = {
-        "naive": apply_naive_data_parallel,
-        "hooked": apply_hooked_data_parallel,
-        "bucketed": apply_bucketed_data_parallel,
-    }
-    return versions[parallel.data_parallel](model, group)
+    return apply_bucketed_data_parallel(model, group)

@@ -171,7 +171,7 @@ class Run(Training):
 
     def save(self) -> None:
         """Write everything the next step depends on; every rank writes its part of it."""
-        random_state = {name: Boxes.whole(state) for name, state in self.random_state().items()}
+        random_state = {name: Boxes.full(state) for name, state in self.random_state().items()}
         facts = {
             "step": self.step,
             "position": self.position,
@@ -222,6 +222,6 @@ class Run(Training):
                    for table in (facts["config"], to_dict(self.config))]
         if layouts[0] == layouts[1] and facts["num_ranks"] == self.size:
             state = self.random_state()
-            read({name: Boxes.whole(own) for name, own in state.items() if name in saved})
+            read({name: Boxes.full(own) for name, own in state.items() if name in saved})
             with one_fault_fails_all(self.group):
                 self.set_random_state(state)

@@ -53,7 +53,7 @@ class Given(OneDevice):
 
 
 # Exercise 4.1 | Naive averaging | 15 min | difficulty 1 | replaces minitron.parallel.data.ddp
-# Train with yours on 2 ranks: --parallel.data-parallel naive
+# Train with yours on 2 ranks: apply_naive_data_parallel for apply_bucketed_data_parallel
 def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
     """After the backward pass, make every gradient its mean over the ranks.
 
@@ -111,7 +111,7 @@ def assign_buckets(sizes: list[int], bucket_bytes: int) -> list[list[int]]:
 
 
 # Exercise 4.3 | Overlap by hooks | 20 min | difficulty 2 | replaces minitron.parallel.data.ddp
-# Train with yours on 2 ranks: --parallel.data-parallel hooked
+# Train with yours on 2 ranks: apply_hooked_data_parallel for apply_bucketed_data_parallel
 class HookedDataParallel(Given):
     """Average each gradient over the ranks while the backward pass still computes the others.
 
@@ -167,7 +167,7 @@ class HookedDataParallel(Given):
 
 
 # Exercise 4.4 | Buckets | 30 min | difficulty 3 | replaces minitron.parallel.data.ddp
-# Train with yours on 2 ranks: --parallel.data-parallel bucketed
+# Train with yours on 2 ranks
 class BucketedDataParallel(Given):
     """As 4.3, but the gradients travel in buckets: few large messages instead of many small ones.
 

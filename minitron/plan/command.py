@@ -278,7 +278,7 @@ def in_layout(config: Config, decision: Decision) -> Config:
     """The same training in another layout; not compiled, if it cannot be with that."""
     axes = decision.parallel
     dp = axes.dp if config.parallel.dp else 0  # 0: it follows from the number of ranks
-    parallel = replace(axes, dp=dp, data_parallel=config.parallel.data_parallel)
+    parallel = replace(axes, dp=dp)
     changes = {"recompute": decision.recompute, "micro_batch_size": decision.micro_batch_size}
     try:
         return replace(config, parallel=parallel, train=replace(config.train, **changes))

@@ -24,8 +24,9 @@ from minitron.plan.job import Decision, Job
 from minitron.plan.operators import Work, block_backward, block_forward
 from minitron.plan.traffic import layer_seconds
 
-MEGATRON = System("materialized", fuses=True, balance="blocks", scatters_messages=True)
-"""Megatron-LM of 2021 and 2022: gradients travel at the end of a step (data_parallel = naive)."""
+MEGATRON = System("materialized", fuses=True, balance="blocks", scatters_messages=True,
+                  overlaps_gradients=False)
+"""Megatron-LM of 2021 and 2022."""
 MEGATRON_CORE = System(fuses=True, balance="blocks", hides_tensor=True, hides_data=True)
 """Megatron-Core with its overlap flags, as NVIDIA's table was measured."""
 NANOTRON = System(balance="time", both_gradients=True, copies=6, host_seconds=44e-6,
@@ -99,7 +100,7 @@ def narayanan(row: dict[str, str]) -> Row:
     gpus, batch, micro_batch, chunks = numbers(
         row, "gpus", "batch_size", "micro_batch", "virtual_stages")
     job = Job(gpt(row, dropout=0.1), gpus, A100, 2048, batch, precision="fp16")
-    decision = Decision(axes(row, chunks, data_parallel="naive"), "full", micro_batch)
+    decision = Decision(axes(row, chunks), "full", micro_batch)
     return Row("Narayanan et al. 2021, table 1", f"{row['params_b']}B", job, (decision,), MEGATRON,
                float(row["step_time_s_derived"]))
 
@@ -112,7 +113,7 @@ def korthikanti(row: dict[str, str]) -> list[Row]:
     rows = []
     for recompute, sequence, column in (("full", False, "iter_s_full_recompute"),
                                         ("selective", True, "iter_s_sp_plus_selective")):
-        parallel = axes(row, chunks, sequence=sequence, data_parallel="naive")
+        parallel = axes(row, chunks, sequence=sequence)
         decision = Decision(parallel, recompute, micro_batch)
         rows.append(Row("Korthikanti et al. 2022, table 5", f"{row['model']}, {recompute}", job,
                         (decision,), MEGATRON, float(row[column])))

@@ -25,6 +25,9 @@ class System:
     scatters_messages: bool = False
     """Without sequence parallelism too, each tensor-parallel rank sends a part of what goes to the
     next stage (Narayanan et al. 2021, section 4.1)."""
+    overlaps_gradients: bool = True
+    """Without ZeRO, gradients travel in buckets while the backward pass computes. If not, they
+    travel after it."""
     hides_tensor: bool = False
     """Collectives along tp travel while matrix products compute."""
     hides_data: bool = False

@@ -142,7 +142,7 @@ def data_seconds(
     if system.hides_data:
         return beside(reduce, backward, overlap) + beside(gather, forward, overlap)
     hides = parallel.pp == 1 or calls.reduce_scatters > 1
-    hides = hides and (parallel.zero > 0 or parallel.data_parallel != "naive")
+    hides = hides and (parallel.zero > 0 or system.overlaps_gradients)
     hidden = backward if hides else 0
     if parallel.zero == 0:
         return beside(reduce + gather, hidden, overlap)

@@ -54,14 +54,14 @@ def sharded_rows(system: System = DEEPSPEED) -> list[Row]:
 def narayanan(row: dict[str, str]) -> Row:
     """Table 1, the models that `published_rows` leaves out."""
     size, chunks = numbers(row, "micro_batch", "virtual_stages")
-    layout = Decision(axes(row, chunks, data_parallel="naive"), "full", size)
+    layout = Decision(axes(row, chunks), "full", size)
     return rated("Narayanan et al. 2021, table 1", row, (layout,), MEGATRON)
 
 
 def narayanan_cut(row: dict[str, str]) -> Row:
     """Table 2, tp and pp; chunks are not stated."""
     L, pp = numbers(row, "layers", "pp")
-    layout = Decision(axes(row, data_parallel="naive"), "full", 1)
+    layout = Decision(axes(row), "full", 1)
     chunks = [v for v in range(1, L // pp + 1) if L // pp % v == 0]
     options = left_open(job_of(row), layout, MEGATRON, chunks, sizes=(1,))
     return rated("Narayanan et al. 2021, table 2", row, options, MEGATRON)
@@ -102,7 +102,7 @@ def larger(row: dict[str, str]) -> Row:
         sizes = {"vocab": 51200, "seq_len": S, "layers": 105, "hidden": 20480, "heads": 128}
         model = gpt({key: str(value) for key, value in sizes.items()}, dropout=0.1)
         job = Job(model, gpus, A100, S, batch, precision="fp16")
-        layout = Decision(axes(row, data_parallel="naive"), "full")
+        layout = Decision(axes(row), "full")
         options = left_open(job, layout, MEGATRON, chunks=(1,))
         return Row("Smith et al. 2022", name, job, options, MEGATRON, float(row["step_time_s"]))
 

@@ -537,27 +537,27 @@ class RightCountdown(Bucketed):
 
     def reset(self):
         self.missing = [len(bucket) for bucket in self.buckets]
-        self.under_way = []
+        self.in_flight = []
 
     def collect(self, p):
         if self.synchronizes:
             number = next(n for n, bucket in enumerate(self.buckets)
                           if any(p is other for other in bucket))
             self.missing[number] -= 1
-            while len(self.under_way) < len(self.buckets) and not self.missing[
-                    len(self.under_way)]:
-                self.send(self.buckets[len(self.under_way)])
+            while len(self.in_flight) < len(self.buckets) and not self.missing[
+                    len(self.in_flight)]:
+                self.send(self.buckets[len(self.in_flight)])
 
     def send(self, bucket):
         flat = torch.cat([
             (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in bucket])
         work = dist.all_reduce(flat, group=self.group, async_op=True)
-        self.under_way.append((bucket, flat, work))
+        self.in_flight.append((bucket, flat, work))
 
     def finish(self):
-        for bucket in self.buckets[len(self.under_way):]:
+        for bucket in self.buckets[len(self.in_flight):]:
             self.send(bucket)
-        for bucket, flat, work in self.under_way:
+        for bucket, flat, work in self.in_flight:
             work.wait()
             flat /= self.group.size()
             for p, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):

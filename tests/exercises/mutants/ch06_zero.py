@@ -398,20 +398,20 @@ class Handing:
 class RightOneUnderWay(Handing):
     """One reduce-scatter runs beside the backward pass; the next waits for it."""
 
-    under_way = None
+    in_flight = None
 
     def reduce(self, index, flat):
         self.land()
         arrived = torch.empty_like(self.shards[index])
         work = reduce_scatter_single(arrived, flat, self.group, async_op=True)
-        self.under_way = index, arrived, work
+        self.in_flight = index, arrived, work
 
     def land(self):
-        if self.under_way is not None:
-            index, arrived, work = self.under_way
+        if self.in_flight is not None:
+            index, arrived, work = self.in_flight
             work.wait()
             self.shards[index].add_(arrived)
-            self.under_way = None
+            self.in_flight = None
 
     def finish(self):
         super().finish()
@@ -523,17 +523,17 @@ class HoldsEveryFlat(Handing):
 
     def reset(self):
         super().reset()
-        self.under_way = []
+        self.in_flight = []
 
     def reduce(self, index, flat):
         arrived = torch.empty_like(self.shards[index])
         work = reduce_scatter_single(arrived, flat, self.group, async_op=True)
-        self.under_way.append((index, arrived, flat, work))
+        self.in_flight.append((index, arrived, flat, work))
 
     def finish(self):
         for index in range(self.num_sent, len(self.buckets)):
             self.reduce_bucket(index)
-        for index, arrived, _, work in self.under_way:
+        for index, arrived, _, work in self.in_flight:
             work.wait()
             self.add(index, arrived)
         self.reset()
