@@ -292,7 +292,7 @@ def dispatch(args: list[str]) -> int:
 
 
 def main() -> None:
-    """The console script."""
+    """Run the console script."""
     command_line.run(dispatch)
 
 

@@ -50,7 +50,7 @@ from minitron.precision import (
 def lay_out(
     parallel: ParallelConfig, num_ranks: int, device: torch.device
 ) -> Mesh | OneRankMesh:
-    """The ranks as a grid: neighbors are those that communicate most, tensor-parallel ones.
+    """Lay the ranks out as a grid; neighbors communicate most: tensor-parallel ones.
 
     Stages, which communicate least, are furthest from each other: on other nodes, if there are any.
     """
@@ -68,7 +68,7 @@ def lay_out(
 def build(
     config: Config, mesh: Mesh | OneRankMesh, device: torch.device
 ) -> tuple[Transformer, ParallelModel]:
-    """A model with its initial weights, divided as `config` says, and what a step asks of it.
+    """Build a model with its initial weights, divided as `config` says, and its `ParallelModel`.
 
     No rank ever holds more than its parts and one full parameter; in stage 3, and a unit.
     """
@@ -117,7 +117,7 @@ def apply_pipeline(model: nn.Module, mesh: Mesh, config: Config) -> PipelinePara
 
 
 def make_schedule(parallel: ParallelConfig) -> Callable[[int, int], Schedule]:
-    """The function of p ranks and m micro-batches that makes the schedule."""
+    """Return the function of p ranks and m micro-batches that makes the schedule."""
     schedules = {
         "gpipe": gpipe,
         "1f1b": one_forward_one_backward,

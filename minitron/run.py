@@ -96,7 +96,7 @@ class Run(Training):
         self.num_eval_sequences = min(config.train.eval_sequences, self.validation.num_samples)
 
     def next_batch(self) -> Tensor:
-        """This rank's tokens of the next step, (B, S+1), which are read once.
+        """Return this rank's tokens of the next step, (B, S+1), which are read once.
 
         The loop asks for them before the ranks agree to go on: a shard that only one rank finds cut
         short ends all of them after the same step.
@@ -148,7 +148,7 @@ class Run(Training):
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Mean loss over the first `eval_sequences` validation sequences, nats per token."""
+        """Return the mean loss over the first `eval_sequences` validation sequences, per token."""
         num_sequences = self.num_eval_sequences
         with one_fault_fails_all(self.group):
             batch = self.validation.batch(0, num_sequences, self.data_rank, self.data_size)
@@ -160,7 +160,7 @@ class Run(Training):
         return float(self.parallel.mean(total.double())) * self.data_size / num_tokens
 
     def sample(self, num_texts: int, num_tokens: int) -> list[str]:
-        """Texts that the model writes after an end-of-document token; [] without a tokenizer."""
+        """Sample texts that the model writes after an end-of-document token; [] if no tokenizer."""
         tokenizer = load_tokenizer(self.config.data.path)
         if tokenizer is None:
             return []
@@ -184,7 +184,7 @@ class Run(Training):
         self.saver.save(self.step, state | random_state, facts)
 
     def random_state(self) -> dict[str, Tensor]:
-        """The state of this rank's generators, by a name in the checkpoint."""
+        """Return the state of this rank's generators, by a name in the checkpoint."""
         state = {f"random.cpu.{self.rank}": torch.get_rng_state()}
         if self.device.type == "cuda":
             state[f"random.cuda.{self.rank}"] = torch.cuda.get_rng_state(self.device)

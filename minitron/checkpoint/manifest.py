@@ -14,7 +14,7 @@ MANIFEST = "manifest.json"
 
 
 def step_of(path: Path) -> int:
-    """The step that a checkpoint's name promises."""
+    """Return the step that a checkpoint's name states."""
     return int(path.name[5:])
 
 
@@ -24,7 +24,7 @@ def write_manifest(folder: Path, files: dict[str, dict], facts: dict) -> None:
 
 
 def read_manifest(path: Path) -> dict:
-    """The manifest of a checkpoint; raises OSError, or ValueError in a few words.
+    """Read the manifest of a checkpoint; raises OSError, or ValueError in a few words.
 
     What its facts mean is for those to check who have written them, except for the step: a folder
     is not believed by its name.
@@ -58,7 +58,7 @@ def is_entry(value) -> bool:
 
 
 def has_manifest(path: Path) -> bool:
-    """Whether a folder is a checkpoint of the step it is named after."""
+    """Return whether a folder is a checkpoint of the step it is named after."""
     try:
         read_manifest(path)
     except (OSError, ValueError):

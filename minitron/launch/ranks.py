@@ -187,7 +187,7 @@ class Ranks:
         return self._first_failure() if self._failed() else None
 
     def values(self) -> list[bytes]:
-        """What each rank returned, pickled."""
+        """Return what each rank returned, pickled."""
         return [rank.outcome.value for rank in self.ranks]
 
     def end(self) -> None:

@@ -57,7 +57,7 @@ class Meter(DispatchMode):
         self.timeline: list[Moment] = []
 
     def now(self) -> dict[str, int]:
-        """Live bytes of each of `CATEGORIES`, now."""
+        """Return the live bytes of each of `CATEGORIES`."""
         return dict(self._bytes)
 
     @property

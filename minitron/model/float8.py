@@ -36,12 +36,12 @@ def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def multiplies_float8(device: torch.device) -> bool:
-    """Whether `device` multiplies 8-bit floats itself: NVIDIA's from Ada and Hopper on."""
+    """Return whether `device` multiplies 8-bit floats itself: NVIDIA's from Ada and Hopper on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def multiply(a: Tensor, a_dtype: torch.dtype, b: Tensor, b_dtype: torch.dtype) -> Tensor:
-    """a (n, k) times b (k, m), each rounded to 8 bits first; the product has a's dtype."""
+    """Multiply a (n, k) by b (k, m), each rounded to 8 bits first; the product has a's dtype."""
     (a8, a_scale), (b8, b_scale) = quantize(a, a_dtype), quantize(b, b_dtype)
     if multiplies_float8(a.device) and all(size % MULTIPLE == 0 for size in (*a.shape, *b.shape)):
         columns = b8.T.contiguous().T  # it reads rows of the first, columns of the second

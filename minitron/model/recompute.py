@@ -134,7 +134,7 @@ class ForwardContext:
 
 
 def get_random_states(device: torch.device) -> tuple[Tensor, ...]:
-    """The states of the CPU's generator and of the device's own, if it has one."""
+    """Return the states of the CPU's generator and of the device's own, if it has one."""
     states = (torch.get_rng_state(),)
     if has_generator(device):
         states += (torch.get_device_module(device).get_rng_state(device),)
@@ -226,13 +226,13 @@ def recompute_attention(
 
 
 def even_segments(num_blocks: int, num_segments: int) -> list[int]:
-    """Lengths that differ by one at most, the longer ones first, where fewest inputs are held."""
+    """Return lengths that differ by one at most: longer ones first, beside the fewest inputs."""
     shorter, num_longer = divmod(num_blocks, num_segments)
     return [shorter + (index < num_longer) for index in range(num_segments)]
 
 
 def sqrt_segments(num_blocks: int) -> list[int]:
-    """About sqrt(L) segments of about sqrt(L) blocks (Chen et al. 2016, section 4.1).
+    """Return about sqrt(L) segments of about sqrt(L) blocks (Chen et al. 2016, section 4.1).
 
     The fewest tensors are alive so if a block keeps one. A Transformer's keeps more, and
     `segments_for_budget` counts them.

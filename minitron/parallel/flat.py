@@ -32,7 +32,7 @@ from minitron.pytorch.private import resize_storage
 
 
 def owned_ranges(sizes: list[int], num_ranks: int, rank: int) -> list[range]:
-    """Which elements of each parameter `rank` owns, for parameters of `sizes` in one buffer.
+    """Return which elements of each parameter `rank` owns, for parameters of `sizes` in one buffer.
 
     They lie one after the other, in shards of ceil(n / N) elements; the last ones may lack some.
     """
@@ -164,7 +164,7 @@ class FlatShards(Flat):
             parameter.grad = view.copy_(parameter.grad)
 
     def grad_view(self, parameter: nn.Parameter) -> Tensor:
-        """Where a full gradient has its place."""
+        """Return the view of the buffer that holds a parameter's full gradient."""
         if self.grad_full is None:
             self.grad_full = self.shard.new_empty(self.num_elements, dtype=self.reduce_dtype)
             self.grad_views = self.views(self.grad_full)

@@ -27,7 +27,7 @@ IGNORED = -100
 
 
 def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy of logits (B, S, V) and targets (B, S), summed over counted tokens, nats."""
+    """Return the summed cross-entropy of logits (B, S, V) and counted targets (B, S), nats."""
     return F.cross_entropy(
         logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=IGNORED
     )

@@ -16,7 +16,7 @@ Saved = dict[str, tuple[torch.Size, torch.dtype]]
 def training_state(
     parallel: ParallelModel, optimizer: torch.optim.Optimizer
 ) -> dict[str, Boxes]:
-    """Weights, as the optimizer has them, and the optimizer's state: what this rank writes."""
+    """Return what this rank saves: weights as the optimizer has them, and the optimizer state."""
     found = {}
     for name, part in parallel.parts():
         if not parallel.is_saved(name):

@@ -65,7 +65,7 @@ class Row:
 
 
 def published_rows() -> list[Row]:
-    """Every step that the estimate's constants are fitted to."""
+    """Return every step that the estimate's constants are fitted to."""
     return [*map(narayanan, table("narayanan2021_table1")),
             *(row for each in table("korthikanti2022_table3_table5") for row in korthikanti(each)),
             *map(megatron_core, table("megatron_core_h100_weak_scaling")),
@@ -96,7 +96,7 @@ def axes(row: dict[str, str], chunks: int = 1, **options) -> ParallelConfig:
 
 
 def narayanan(row: dict[str, str]) -> Row:
-    """Table 1: activations recomputed in full, no sequence parallelism."""
+    """Read table 1: full recomputation, no sequence parallelism."""
     gpus, batch, micro_batch, chunks = numbers(
         row, "gpus", "batch_size", "micro_batch", "virtual_stages")
     job = Job(gpt(row, dropout=0.1), gpus, A100, 2048, batch, precision="fp16")
@@ -106,7 +106,7 @@ def narayanan(row: dict[str, str]) -> Row:
 
 
 def korthikanti(row: dict[str, str]) -> list[Row]:
-    """Tables 3 and 5: full recomputation, and sequence parallelism with selective."""
+    """Read tables 3 and 5: full recomputation, and sequence parallelism with selective."""
     gpus, batch, micro_batch, chunks = numbers(
         row, "gpus", "global_batch", "micro_batch", "virtual_stages")
     job = Job(gpt(row, dropout=0.1), gpus, A100, 2048, batch, precision="fp16")
@@ -121,7 +121,7 @@ def korthikanti(row: dict[str, str]) -> list[Row]:
 
 
 def megatron_core(row: dict[str, str]) -> Row:
-    """NVIDIA's weak scaling: micro-batches and chunks are not stated."""
+    """Read NVIDIA's weak scaling: micro-batches and chunks are not stated."""
     tp, pp, gpus, batch, L = numbers(row, "tp", "pp", "gpus", "batch_size", "layers")
     job = Job(gpt(row, dropout=0.0), gpus, H100, 4096, batch, precision="bf16-fp32-grads")
     chunks = [v for v in range(1, L // pp + 1) if L // pp % v == 0 and (pp > 1 or v == 1)]
@@ -135,7 +135,7 @@ def left_open(
     job: Job, layout: Decision, system: System, chunks: Sequence[int],
     sizes: Sequence[int] = (1, 2, 4, 8),
 ) -> tuple[Decision, ...]:
-    """The layout with each of the `chunks` and `sizes` of a micro-batch that can run and fit.
+    """Return the layout with each of `chunks` and micro-batch `sizes` that can run and fit.
 
     All that can run, if none fits: the system holds less than this package does.
     """
@@ -151,7 +151,7 @@ def left_open(
 
 
 def nanotron(row: dict[str, str]) -> Row:
-    """The Ultra-Scale Playbook's runs of one model on 8 to 64 H100 with EFA."""
+    """Read the Ultra-Scale Playbook's runs of one model on 8 to 64 H100 with EFA."""
     V, S, L, D, H, F = numbers(row, "vocab", "seq_len", "layers", "hidden", "heads", "ffn")
     gpus, batch, micro_batch, zero, tp = numbers(row, "gpus", "gbs", "mbs", "zero", "tp")
     job = Job(published_llama(L, D, H, H, F, V, S), gpus, EFA, S, batch,
@@ -166,7 +166,7 @@ def nanotron(row: dict[str, str]) -> Row:
 
 
 def published_layers(rates: Rates = RATES) -> list[tuple[str, float, float]]:
-    """Korthikanti et al. 2022, table 4: name, published and estimated seconds of a block's pass.
+    """Read Korthikanti et al. 2022, table 4: name, published and estimated seconds of a pass.
 
     Of the 22B model: t = 8, 4 sequences of 2048 tokens.
     """
@@ -192,5 +192,5 @@ def published_layers(rates: Rates = RATES) -> list[tuple[str, float, float]]:
 
 
 def error(estimated: float, published: float) -> float:
-    """The logarithm of their ratio: 0.05 is 5 % too much, -0.05 as much too little."""
+    """Return the logarithm of their ratio: 0.05 is 5 % too much, -0.05 as much too little."""
     return math.log(estimated / published)

@@ -52,7 +52,7 @@ MINITRON = System()
 
 
 def blocks_per_rank(model: ModelConfig, parallel: ParallelConfig, system: System) -> list[int]:
-    """How many blocks each rank of a pipeline has, as `pipeline_plan.split_blocks` divides them."""
+    """Return each pipeline rank's number of blocks, as `pipeline.plan.split_blocks` does."""
     p = parallel.pp
     if p == 1:
         return [model.num_layers]
@@ -67,7 +67,7 @@ def blocks_per_rank(model: ModelConfig, parallel: ParallelConfig, system: System
 
 @cache
 def even_stages(num_blocks: int, num_stages: int, first: float, last: float) -> tuple[int, ...]:
-    """Blocks of each stage, so that the most expensive stage costs least.
+    """Return the blocks of each stage, so that the most expensive stage costs least.
 
     A block costs 1; the first and the last stage cost `first` and `last` more. Later stages are
     filled first.

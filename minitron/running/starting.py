@@ -58,7 +58,7 @@ step is the same but for the order of its sums."""
 
 
 def read_facts(facts: dict, where: Path) -> dict:
-    """What a checkpoint says of its run, checked, for others may have written it.
+    """Return what a checkpoint says of its run, checked, since others may have written it.
 
     Raises ConfigError for anything that `Run.save` would not write.
     """

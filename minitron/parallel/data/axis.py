@@ -71,7 +71,7 @@ class DataAxis(OneDevice):
             self.is_last = self.completes = True
 
     def mean(self, tensor: Tensor) -> Tensor:
-        """The mean of a small tensor, a loss say, over the ranks; without a graph."""
+        """Average a small tensor, a loss say, over the ranks; without a graph."""
         total = tensor.detach().clone()
         self.sum_over_ranks(total)
         return total / self.data_part[1]

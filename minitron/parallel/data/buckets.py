@@ -40,7 +40,7 @@ def bucket_parameters(
 
 
 def by_dtype_and_device(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """The parameters of each dtype and device."""
+    """Group the parameters by dtype and device."""
     kinds: dict[tuple, list[nn.Parameter]] = {}
     for parameter in parameters:
         kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
@@ -50,6 +50,6 @@ def by_dtype_and_device(parameters: list[nn.Parameter]) -> list[list[nn.Paramete
 def in_backward_order(
     buckets: list[list[nn.Parameter]], parameters: list[nn.Parameter]
 ) -> list[list[nn.Parameter]]:
-    """Buckets in the order in which they fill up when the last parameter's gradient comes first."""
+    """Sort buckets by when they fill up: the last parameter's gradient comes first."""
     place = {parameter: index for index, parameter in enumerate(parameters)}
     return sorted(buckets, key=lambda bucket: -place[bucket[-1]])

@@ -234,10 +234,10 @@ def apply_naive_data_parallel(model: nn.Module, group: dist.ProcessGroup, **opti
 
 
 def apply_hooked_data_parallel(model: nn.Module, group: dist.ProcessGroup, **options):
-    """As `apply_naive_data_parallel`, with overlap."""
+    """Do the same as `apply_naive_data_parallel`, with overlap."""
     return HookedDataParallel(model, group, **options)
 
 
 def apply_bucketed_data_parallel(model: nn.Module, group: dist.ProcessGroup, *args, **options):
-    """As `apply_naive_data_parallel`, with overlap and buckets; `args` may be `bucket_bytes`."""
+    """Do the same, with overlap and buckets; `args` may be `bucket_bytes`."""
     return BucketedDataParallel(model, group, *args, **options)

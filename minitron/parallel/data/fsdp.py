@@ -249,7 +249,7 @@ class FullyShardedDataParallel(ShardedDataParallel):
         super().fill(value)
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """Every parameter by name, on the CPU; every rank must call it."""
+        """Gather every parameter by name, on the CPU; every rank must call it."""
         full = self.gather(lambda piece: piece.detach())
         return {name: full[p] for p, name in self.names.items()}
 

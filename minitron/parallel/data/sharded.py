@@ -121,7 +121,7 @@ class ShardedDataParallel(DataAxis):
         return [self.group]
 
     def is_saved(self, name: str) -> bool:
-        """Whether this is the first of the replicas."""
+        """Return whether this is the first of the replicas."""
         return self.replicas.rank() == 0
 
     # The whole model
@@ -137,7 +137,7 @@ class ShardedDataParallel(DataAxis):
                 parameter.copy_(full)
 
     def full_gradients(self) -> dict[str, Tensor | None]:
-        """Every gradient after `finish`, by name, on the CPU; every rank must call it."""
+        """Gather every gradient after `finish`, by name, on the CPU; every rank must call it."""
         full = self.gather(lambda piece: piece.grad)
         return {name: full[p] for p, name in self.names.items() if p.requires_grad}
 

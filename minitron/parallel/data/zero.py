@@ -122,7 +122,7 @@ class Zero1(ShardedDataParallel):
                            for module in model.modules()]
 
     def make_queue(self, stage: list[nn.Parameter], bucket_bytes: int) -> BucketQueue:
-        """The buckets of one stage of the pipeline; what another stage has too is one alone."""
+        """Make the buckets of one pipeline stage; a parameter of two stages has one of its own."""
         of_stage = set(stage)
         names = {p: name for p, name in self.names.items() if p in of_stage}
         shared = [p for p in self.pipeline.shared_parameters() if names.pop(p, None)]

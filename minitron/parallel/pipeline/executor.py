@@ -56,7 +56,7 @@ class ScheduleExecutor:
         return self.total
 
     def pass_context(self, action: Action) -> AbstractContextManager:
-        """What the data axis does around a pass."""
+        """Return the context in which the data axis wants a pass to run."""
         if action.kind in ("B", "W"):  # which complete a micro-batch's gradients
             self.num_done[action.stage] += 1
         is_last = self.num_done[action.stage] == len(self.micro_batches)
@@ -128,7 +128,7 @@ class ScheduleExecutor:
         self.arriving[as_full_backward(message.action)] = work, buffer
 
     def take(self, action: Action) -> Tensor:
-        """What another stage has made, as soon as it is here."""
+        """Return what another stage has made, as soon as it is here."""
         if action in self.made:
             return self.made.pop(action)
         work, tensor = self.arriving.pop(action)

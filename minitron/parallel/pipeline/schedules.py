@@ -62,11 +62,11 @@ class Schedule:
         return 1 + max(self.rank_of, default=-1)
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages that a rank holds, in the order of the layers."""
+        """Return the stages that a rank holds, in the order of the layers."""
         return sorted(stage for stage, holder in self.rank_of.items() if holder == rank)
 
     def needs(self, action: Action) -> list[Action]:
-        """What must be done before: at the same stage, and at the one that sends its input."""
+        """Return what must be done before: at this stage, and at the one that sends its input."""
         kind, i, stage = action
         if kind == "F":
             return [Action("F", i, stage - 1)] if stage > 0 else []
@@ -82,7 +82,7 @@ class Schedule:
 
 
 def sequential(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """Each micro-batch forward and back before the next: one rank works, the others wait."""
+    """Schedule each micro-batch forward and back before the next: all ranks but one wait."""
     lists = [
         [Action(kind, i, rank) for i in range(num_micro_batches) for kind in ("F", "B")]
         for rank in range(num_ranks)
@@ -91,7 +91,7 @@ def sequential(num_ranks: int, num_micro_batches: int) -> Schedule:
 
 
 def gpipe(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """All micro-batches forward, then all backward: m of them are held."""
+    """Schedule all micro-batches forward, then all backward: m of them are held."""
     lists = [
         [Action(kind, i, rank) for kind in ("F", "B") for i in range(num_micro_batches)]
         for rank in range(num_ranks)
@@ -100,7 +100,7 @@ def gpipe(num_ranks: int, num_micro_batches: int) -> Schedule:
 
 
 def one_forward_one_backward(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """1F1B: as soon as a micro-batch has come back, one more may go: p - rank are held.
+    """Schedule 1F1B: start a micro-batch whenever one has come back, so p - rank are held.
 
     Warm-up: as many forward passes as there are stages after this one. Steady: one forward, one
     backward. Cool-down: the backward passes that are left.
@@ -116,7 +116,7 @@ def one_forward_one_backward(num_ranks: int, num_micro_batches: int) -> Schedule
 def alternate(
     forwards: list[Action], backwards: list[Action], num_warm_up: int
 ) -> list[Action]:
-    """`num_warm_up` forwards; then a forward and a backward in turn; then the backwards left."""
+    """Order `num_warm_up` forwards; then a forward and a backward in turn; then the backwards."""
     steady = zip(forwards[num_warm_up:], backwards, strict=False)
     num_steady = max(0, len(forwards) - num_warm_up)
     return [*forwards[:num_warm_up], *(action for pair in steady for action in pair),
@@ -124,7 +124,7 @@ def alternate(
 
 
 def zero_bubble(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """ZB-H1: 1F1B with W deferred on rank r by r micro-batches, into what was idle time.
+    """Schedule ZB-H1: 1F1B with W deferred on rank r by r micro-batches, into what was idle time.
 
     Every rank then holds p micro-batches, as the first one does in 1F1B.
     """
@@ -146,8 +146,7 @@ def zero_bubble(num_ranks: int, num_micro_batches: int) -> Schedule:
 
 
 def interleaved(num_ranks: int, num_micro_batches: int, num_chunks: int) -> Schedule:
-    """1F1B with v stages on each rank, number rank + p c: a bubble v times smaller, v times the
-    messages.
+    """Schedule 1F1B with v stages a rank, number rank + p c: 1/v the bubble, v times the messages.
 
     Micro-batches go in groups of p: a rank takes such a group through its first chunk, then
     through the next. Raises ConfigError unless m divides by p.

@@ -79,7 +79,7 @@ class PipelineParallel(OneDevice):
         self.data = data
 
     def stage_parameters(self) -> list[list[nn.Parameter]]:
-        """The parameters of each of this rank's stages; a tied one is the first stage's alone."""
+        """Return the parameters of each of this rank's stages; a tied one is the first stage's."""
         model, stages, found = self.model, [], set()
         ends = {"blocks", "final_norm", "head"}
         for stage in self.stages:
@@ -101,12 +101,12 @@ class PipelineParallel(OneDevice):
         self.script(num_micro_batches)
 
     def num_in_flight(self, num_micro_batches: int) -> int:
-        """How many micro-batches' activations this rank holds at once, at most."""
+        """Return the most micro-batches whose activations this rank holds at once."""
         schedule = self.make_schedule(self.size, num_micro_batches)
         return ceil(peak_activations(schedule)[self.rank] / len(self.stages))
 
     def script(self, num_micro_batches: int) -> list[Action | Message]:
-        """What this rank does in a step; raises ConfigError for a schedule that cannot run."""
+        """List what this rank does in a step; raises ConfigError for a schedule that cannot run."""
         m = num_micro_batches
         if m not in self.scripts:
             schedule = self.make_schedule(self.size, m)
@@ -138,7 +138,7 @@ class PipelineParallel(OneDevice):
             model.final_norm, model.head = nn.Identity(), nn.Identity()
 
     def rounds(self, micro_batches: MicroBatches) -> list[MicroBatches]:
-        """All micro-batches together: they overlap."""
+        """Return all micro-batches together: they overlap."""
         return [micro_batches] if micro_batches else []
 
     def forward_backward(
@@ -161,12 +161,12 @@ class PipelineParallel(OneDevice):
 
     @torch.no_grad()
     def evaluate(self, micro_batches: MicroBatches, read: Callable) -> Tensor | None:
-        """The sum of `read(logits, targets)` over the micro-batches, on the last stage's rank."""
+        """Sum `read(logits, targets)` over the micro-batches, on the last stage's rank."""
         executor = ScheduleExecutor(self, micro_batches, read)
         return executor.run(script(forwards(self.layout, len(micro_batches)), self.rank))
 
     def shape_between(self, tokens: Tensor) -> tuple[int, int, int]:
-        """The shape of what one stage sends to the next, and gets back."""
+        """Return the shape of what one stage sends to the next, and gets back."""
         return tokens.shape[0], tokens.shape[1] // self.sequence_parts, self.model.config.width
 
     def from_last(self, value: Tensor | None, like: Tensor) -> Tensor:
@@ -179,18 +179,18 @@ class PipelineParallel(OneDevice):
         self, forward: Callable[[Tensor], Tensor], micro_batches: MicroBatches,
         sum_loss: SumLoss,
     ) -> Tensor:
-        """The sum of the losses of all micro-batches, on every rank; without a gradient."""
+        """Return the summed loss of all micro-batches, on every rank; without a gradient."""
         loss = self.evaluate(micro_batches, sum_loss)
         return self.from_last(loss, torch.zeros((), device=micro_batches[0][0].device))
 
     def predict(self, tokens: Tensor) -> Tensor:
-        """The logits of `tokens` (B, S), on every rank; without a gradient."""
+        """Return the logits of `tokens` (B, S), on every rank; without a gradient."""
         logits = self.evaluate([(tokens, tokens)], lambda logits, targets: logits)
         shape = gathered(None if logits is None else logits.shape, self.group)[self.ends[1]]
         return self.from_last(logits, torch.empty(shape, device=tokens.device))
 
     def casting(self, enabled: bool):
-        """Autocast, if there is any: off around a step, which keeps its casts of the weights."""
+        """Return the autocast context, if any: off around a step, which keeps its cast weights."""
         if self.autocast is None:
             return nullcontext()
         device = next(self.model.parameters()).device
@@ -215,7 +215,7 @@ class PipelineParallel(OneDevice):
         return 1 if self.tied is None or name != "token_embedding.weight" else 2
 
     def is_saved(self, name: str) -> bool:
-        """Whether this is not the last stage's copy of the first one's embedding."""
+        """Return whether this is not the last stage's copy of the first one's embedding."""
         return self.rank == 0 or name != "token_embedding.weight"
 
     @property

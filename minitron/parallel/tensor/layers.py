@@ -61,7 +61,7 @@ class AllReduceExchange(NoExchange):
         return start_all_reduce(grad_partial, self.group)
 
     def reduce(self, out_partial: Tensor) -> Tensor:
-        """Where a region ends, each rank has a summand of the output; differentiable."""
+        """Sum the ranks' partial outputs, at the end of a cut region; differentiable."""
         return differentiable.all_reduce(out_partial, self.group)
 
 
@@ -77,7 +77,7 @@ class FusedColumnLinears:
         self.outputs: dict[nn.Linear, Tensor] = {}
 
     def output(self, layer: nn.Linear, x: Tensor) -> Tensor:
-        """What `layer` makes of `x` (B, S, D): (B, S, F/tp)."""
+        """Return the output (B, S, F/tp) of `layer` for `x` (B, S, D)."""
         if x is not self.x or layer not in self.outputs:
             parameters = [p for each in self.layers for p in (each.weight, each.bias)]
             outputs = layer.parts.compute(x, *parameters)
@@ -153,11 +153,11 @@ class TensorParallel(OneDevice):
     # A step
 
     def summed_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy of logits (B, S, V/tp), summed over the counted targets, nats."""
+        """Return the cross-entropy of logits (B, S, V/tp), summed over counted targets, nats."""
         return vocabulary_parallel_cross_entropy(logits, targets, self.group)
 
     def full_logits(self, logits: Tensor) -> Tensor:
-        """The logits (B, S, V) of (B, S, V/tp), to draw tokens from; without a gradient."""
+        """Gather logits (B, S, V/tp) to (B, S, V), to draw tokens from; without a gradient."""
         return differentiable.start_all_gather(logits.detach(), self.group, logits.dim() - 1)()
 
     def finish(self) -> None:
@@ -209,7 +209,7 @@ class TensorParallel(OneDevice):
         return cut.full_shape(shape), cut.origin(shape)
 
     def part_of(self, value: Values) -> Values:
-        """The same by name and the shape that this rank holds: its parts."""
+        """Wrap `value` so that it takes the shape of this rank's part, and returns that part."""
         def part(name: str, shape: torch.Size) -> Tensor:
             cut = self.cuts[name]
             return cut.of(value(name, cut.full_shape(shape)))
@@ -221,7 +221,7 @@ class TensorParallel(OneDevice):
         return {name: self.join(self.cuts[name], block) for name, block in blocks.items()}
 
     def join(self, cut: Cut, part: Tensor | None) -> Tensor | None:
-        """The whole of a tensor, on the CPU: a device that needs cuts may not hold them all."""
+        """Unshard a tensor on the CPU, since a device may not have room for all of them."""
         if part is None or cut.count == 1:
             return part
         own = part.to(self.device).contiguous()
