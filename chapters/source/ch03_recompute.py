@@ -306,8 +306,8 @@ show(curves(range(1, 121), losses, "step", "loss (nats per token)"), alt=(
 print(inspect.getsource(recompute))
 
 # %% [markdown]
-# Whenever autograd saves a tensor, `replay.drop` takes it away and leaves a number in its place.
-# When backward asks for it, `replay.fetch` runs the function again and gives the new tensor out.
+# Whenever autograd saves a tensor, `call.drop` takes it away and leaves a number in its place.
+# When backward asks for it, `call.fetch` runs the function again and gives the new tensor out.
 # The graph itself stays the one of the plain run; only the saved tensors come from a replay. So
 # nothing special is needed for the weights, or for several inputs. A replay stops as soon as the
 # last saved tensor is there again.

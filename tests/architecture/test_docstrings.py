@@ -14,7 +14,7 @@ what which whether how who whose where when why while in of for from by to with 
 about beside between inside under over after before during until since if and or but then also not
 all any both each every either few fewer less many more most much no none only several some
 one two three four first second third last next lowest highest least smaller larger true false
-number latency entropy token shape category hardware mean name value size kind pair idle mwh flop
+number latency entropy token shape category hardware mean value size kind pair idle mwh flop
 """.split())
 
 
@@ -22,7 +22,8 @@ def opens_with_a_verb(docstring: str) -> bool:
     """By its first word: a capitalized one, no plural or "Returns", and not of `NO_VERBS`."""
     word = docstring.split()[0].rstrip(".,:;")
     is_plural = word.endswith("s") and not word.endswith("ss")
-    return bool(re.fullmatch("[A-Z][a-z]+", word)) and not is_plural and word.lower() not in NO_VERBS
+    is_word = re.fullmatch("[A-Z][a-z]+", word) is not None
+    return is_word and not is_plural and word.lower() not in NO_VERBS
 
 
 def public_functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef]]:
