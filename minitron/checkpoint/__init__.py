@@ -1,7 +1,7 @@
 """Save a run at any layout, and find it again at any other.
 
 A checkpoint is a folder, `step_00000200`, planned by torch.distributed.checkpoint: each rank writes
-what it keeps, of copies one rank does, and reads what it needs, whoever has written it. The folder
+what it keeps, of copies one rank does, and reads what it needs, whichever rank wrote it. The folder
 has a temporary name until it is complete. `manifest.json` in it has every file's length and
 checksum, so that a file cut short, or with a bit turned over, is found before anything is read.
 The checksums tell that files are as they were written, not by whom: so all of them are JSON and

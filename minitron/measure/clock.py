@@ -7,7 +7,7 @@ Model FLOPs utilization (MFU) is the share of the device's peak that does the mo
 Model FLOPs are `cost.training_flops_per_token`: forward and backward matrix products, attention
 counted in full (not halved for causality), recomputation not counted. The peak is the vendor's
 dense figure where the device is in the table, else the fastest matrix product measured here.
-Whoever is faster than that peak has no MFU: it was not the peak.
+A run faster than that peak reports no MFU, since it was not the peak.
 """
 
 import time

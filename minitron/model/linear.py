@@ -64,7 +64,7 @@ class NoExchange:
         return lambda: x
 
     def start_reduce(self, grad_partial: Tensor) -> Callable[[], Tensor]:
-        """Start to make of this rank's summand the gradient of x; returns a function that waits."""
+        """Start to reduce this rank's partial gradient of x; returns a function that waits."""
         return lambda: grad_partial
 
 

@@ -247,7 +247,7 @@ class FlatUnit(FlatShards):
         self.grad_dtype, self.reduce_dtype = first.dtype, reduce_dtype or dtype
         self.full = torch.empty(self.num_elements, dtype=dtype, device=device)
         self.full_views = self.views(self.full)
-        # In place of a freed parameter: whoever reads it finds NaN, and not freed memory.
+        # In place of a freed parameter: reading it yields NaN, not freed memory.
         self.absent = torch.full((), torch.nan, dtype=dtype, device=device)
         self.reset()
 

@@ -185,7 +185,7 @@ class ParallelModel(ABC):
     def shared_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that another stage's rank has too, with a part of the gradient.
 
-        Whoever divides them must do it alike on both: each in a flat buffer of its own.
+        Sharding must treat them alike on both ranks: each gets a flat buffer of its own.
         """
 
     @abstractmethod

@@ -36,7 +36,7 @@ class Cut:
     """Which part of a parameter a rank holds: number `index` of `count` equal ones along `dim`.
 
     The same part is on `copies` ranks next to each other. Count 1: all of it, on all ranks. If it
-    `is_partial`, each of these ranks has a summand of its gradient; else each has all of it.
+    `is_partial`, each of these ranks has a partial sum of its gradient; else each has all of it.
     """
 
     dim: int

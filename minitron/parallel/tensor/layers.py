@@ -1,10 +1,10 @@
 """Tensor parallelism: a layer too large for one rank is cut inside, and N ranks compute it.
 
 Idea: Y = f(X A) B. Cut A by columns and B by rows. Each rank computes its columns of X A, applies
-f to them, and multiplies them by its rows of B: one of N summands of Y, and an all-reduce makes
-them Y. f needs no column of another rank: it is GELU, or attention, head by head.
+f to them, and multiplies them by its rows of B: one of N partial sums of Y, which an all-reduce
+adds up. f needs no column of another rank: it is GELU, or attention, head by head.
 
-Notation: N ranks, `tp` in shapes; G key-value heads. Y_partial is a summand.
+Notation: N ranks, `tp` in shapes; G key-value heads. Y_partial is a partial sum.
 
 Each rank holds: 1/N of the matrices and of the vocabulary; the norms, the biases that are added to
 a sum, and learned positions; of the activations 1/N inside the cut layers, all between them. If
@@ -46,10 +46,10 @@ from minitron.parallel.tensor.vocabulary import (
 
 
 class AllReduceExchange(NoExchange):
-    """What happens at the ends of a cut region, if all ranks have all activations around it.
+    """The exchange at the ends of a cut region, if all ranks have all activations around it.
 
-    Where it begins, each rank needs the whole input (B, S, D), which is there, and in the backward
-    pass has a summand of that input's gradient.
+    Where the region begins, each rank already has the full input (B, S, D); in the backward pass
+    it has a partial sum of that input's gradient.
     """
 
     num_parts = 1  # of the sequence
@@ -97,7 +97,7 @@ class ColumnParallelLinear(Linear):
 
 
 class RowParallelLinear(Linear):
-    """Holds weight (D, F/tp) and the whole bias (D,); reads (B, S, F/tp), a cut layer's output."""
+    """Holds weight (D, F/tp) and the full bias (D,); reads (B, S, F/tp), a cut layer's output."""
 
     def forward(self, x: Tensor) -> Tensor:
         (out_partial,) = self.parts.compute(x, self.weight, None)
