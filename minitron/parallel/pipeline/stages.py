@@ -16,7 +16,7 @@ schedule can come to a standstill, also where messages between two ranks keep th
 Once a step, the loss; and of a tied embedding the gradient, both ways between the first and the
 last stage.
 
-Read in this order: schedules; pipeline_plan.script and split_blocks; PipelineParallel; executor.
+Read in this order: schedules; plan.script and split_blocks; PipelineParallel; executor.
 
 Reference: Huang et al. 2019, "GPipe" (section 2); Narayanan et al. 2021 (section 2.2).
 """
