@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from minitron.config import ModelConfig
 from minitron.launch import run
-from minitron.model.transformer import Transformer, initialise
+from minitron.model.transformer import Transformer, initialize
 from minitron.parallel.data.ddp import (
     apply_bucketed_data_parallel,
     apply_hooked_data_parallel,
@@ -51,7 +51,7 @@ SIDES = [*OURS, "torch DDP", "torch DDP, gradients as views",
 def make_step(side: str, group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
     config, num_sequences, S = SIZES[device.type]
     model = Transformer(config).to(device)
-    initialise(model, seed=0)
+    initialize(model, seed=0)
     generator = torch.Generator().manual_seed(group.rank())
     tokens = torch.randint(config.vocab_size, (num_sequences, S + 1), generator=generator)
     batch = tokens[:, :-1].to(device), tokens[:, 1:].to(device)

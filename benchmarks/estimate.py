@@ -153,7 +153,7 @@ def steps(rows: list[Row]) -> list[str]:
 
 
 def sharded() -> list[str]:
-    """ZeRO 3 as it ran, and as if a block's weights travelled while another one computed."""
+    """ZeRO 3 as it ran, and as if a block's weights traveled while another one computed."""
     lines = ["| row | published | as DeepSpeed | error | hidden | error |",
              "|---|---:|---:|---:|---:|---:|"]
     for row, hidden in zip(sharded_rows(), sharded_rows(MEGATRON), strict=True):

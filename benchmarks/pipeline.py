@@ -37,8 +37,8 @@ from torch.distributed.pipelining import (
 
 from minitron.config import ModelConfig
 from minitron.launch import run
-from minitron.model.transformer import Transformer, initialise
-from minitron.parallel.pipeline.plan import as_whole
+from minitron.model.transformer import Transformer, initialize
+from minitron.parallel.pipeline.plan import as_full_backward
 from minitron.parallel.pipeline.schedules import (
     gpipe,
     interleaved,
@@ -46,7 +46,7 @@ from minitron.parallel.pipeline.schedules import (
     zero_bubble,
 )
 from minitron.parallel.pipeline.simulator import simulate
-from minitron.parallel.pipeline.stages import Passage, apply_pipeline_parallel
+from minitron.parallel.pipeline.stages import ScheduleExecutor, apply_pipeline_parallel
 from minitron.step import summed_loss
 
 SIZES = {  # model, sequences per micro-batch, S, micro-batches
@@ -72,7 +72,7 @@ make_optimizer = partial(torch.optim.AdamW, lr=1e-3, fused=True)
 def make_step(side: str, group: dist.ProcessGroup, device: torch.device) -> Step:
     config, num_sequences, S, m = SIZES[device.type]
     model = Transformer(config).to(device)
-    initialise(model, seed=0)
+    initialize(model, seed=0)
     generator = torch.Generator().manual_seed(0)  # the same samples on every rank
     tokens = torch.randint(config.vocab_size, (m * num_sequences, S + 1), generator=generator)
     inputs, targets = tokens[:, :-1].to(device), tokens[:, 1:].to(device)
@@ -148,7 +148,7 @@ def table(num_ranks: int, rounds: int) -> list[str]:
 # The bubble
 
 
-class Emulated(Passage):
+class Emulated(ScheduleExecutor):
     """A passage whose passes sleep instead of computing; tensors travel as ever."""
 
     def __init__(self, pipeline, micro_batches, slept: list[tuple[str, float]]):
@@ -170,10 +170,10 @@ class Emulated(Passage):
 
     def backward(self, action) -> None:
         if action.stage < self.pipeline.last_stage:
-            self.take(as_whole(action._replace(stage=action.stage + 1)))
+            self.take(as_full_backward(action._replace(stage=action.stage + 1)))
         self.sleep(action.kind)
         if action.stage > 0:
-            self.made[as_whole(action)] = self.empty(action)
+            self.made[as_full_backward(action)] = self.empty(action)
 
     def weights(self, action) -> None:
         self.sleep("W")

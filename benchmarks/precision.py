@@ -37,7 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from minitron.config import Config, DataConfig, ModelConfig, TrainConfig
 from minitron.model.float8 import E4M3, multiplies_float8
-from minitron.model.transformer import Transformer, initialise
+from minitron.model.transformer import Transformer, initialize
 from minitron.parallelize import build, lay_out
 from minitron.precision import PRECISIONS, LossScale, low_precision
 from minitron.step import make_optimizer, train_step
@@ -96,7 +96,7 @@ def make_ours(side: str, group, device: torch.device, inputs: Tensor, targets: T
 def make_theirs(side: str, group, device: torch.device, inputs: Tensor, targets: Tensor) -> Step:
     precision = TORCH[side]
     model = Transformer(SIZES[device.type][0]).to(device)
-    initialise(model, seed=0)
+    initialize(model, seed=0)
     optimizer = make_optimizer(model, TrainConfig(learning_rate=RATE), device)
     scaler = torch.amp.GradScaler(device.type, enabled=precision.scales_loss)
     forward = model

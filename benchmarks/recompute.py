@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from minitron.config import ModelConfig
 from minitron.measure.meter import Meter
 from minitron.model.recompute import apply_full_recompute
-from minitron.model.transformer import Transformer, initialise
+from minitron.model.transformer import Transformer, initialize
 from minitron.precision import low_precision
 from minitron.step import accumulate_gradients
 
@@ -69,7 +69,7 @@ def build(policy: Callable, config: ModelConfig, batch: tuple[Tensor, Tensor]):
     """A model with its policy, and the function that takes one step of it."""
     device = batch[0].device
     model = Transformer(config).to(device)
-    initialise(model, seed=0)
+    initialize(model, seed=0)
     policy(model)
     forward = low_precision(model, device) if device.type == "cuda" else model
     return model, lambda: accumulate_gradients(forward, [batch])

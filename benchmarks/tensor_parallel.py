@@ -50,8 +50,8 @@ from torch.distributed.tensor.parallel import (
 
 from minitron.config import ModelConfig
 from minitron.launch.slow_network import SlowNetwork
-from minitron.model.transformer import Transformer, initialise
-from minitron.parallel.tensor.layers import WholeSequence, apply_tensor_parallel
+from minitron.model.transformer import Transformer, initialize
+from minitron.parallel.tensor.layers import AllReduceExchange, apply_tensor_parallel
 from minitron.parallel.tensor.sequence import apply_sequence_parallel
 
 SIZES = {  # model, sequences per step, S
@@ -76,7 +76,7 @@ make_optimizer = partial(torch.optim.AdamW, lr=1e-3, fused=True)
 def make_step(side: str, group: dist.ProcessGroup, device: torch.device) -> Step:
     config, num_sequences, S = SIZES[device.type]
     model = Transformer(config).to(device)
-    initialise(model, seed=0)
+    initialize(model, seed=0)
     if device.type == "cuda":
         model.to(torch.bfloat16)
     generator = torch.Generator().manual_seed(0)  # the same samples on every rank
@@ -117,7 +117,7 @@ def make_ours(side: str, model: nn.Module, group: dist.ProcessGroup, device: tor
     return compute_gradients
 
 
-class OneAfterTheOther(WholeSequence):
+class OneAfterTheOther(AllReduceExchange):
     """Waits for the sum of the input gradients before the weight gradients are computed."""
 
     def start_reduce(self, grad_partial: Tensor) -> Callable[[], Tensor]:

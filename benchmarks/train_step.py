@@ -26,7 +26,7 @@ from torch import Tensor
 from minitron import cost
 from minitron.config import ModelConfig, TrainConfig
 from minitron.measure.clock import Clock, peak_flops
-from minitron.model.transformer import Transformer, initialise
+from minitron.model.transformer import Transformer, initialize
 from minitron.precision import low_precision
 from minitron.step import make_optimizer, train_step
 
@@ -48,7 +48,7 @@ SIZES = {  # family -> (model, sequences per step, S)
 
 def our_step(config: ModelConfig, device: torch.device, compiled: bool) -> Step:
     model = Transformer(config).to(device)
-    initialise(model, seed=0)
+    initialize(model, seed=0)
     optimizer = make_optimizer(model, TrainConfig(), device)
     forward = low_precision(model, device) if device.type == "cuda" else model
     if compiled:
@@ -58,7 +58,7 @@ def our_step(config: ModelConfig, device: torch.device, compiled: bool) -> Step:
 
 def plain_step(config: ModelConfig, device: torch.device, compiled: bool) -> Step:
     model = Transformer(config).to(device)
-    initialise(model, seed=0)
+    initialize(model, seed=0)
 
     def loss_of(inputs: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):

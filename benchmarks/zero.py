@@ -47,7 +47,7 @@ from torch.nn.parallel import DistributedDataParallel
 from minitron import cost
 from minitron.config import ModelConfig
 from minitron.launch.slow_network import SlowNetwork
-from minitron.model.transformer import Transformer, initialise
+from minitron.model.transformer import Transformer, initialize
 from minitron.parallel.data.ddp import apply_bucketed_data_parallel
 from minitron.parallel.data.fsdp import apply_fsdp
 from minitron.parallel.data.units import Unit
@@ -77,7 +77,7 @@ make_optimizer = partial(torch.optim.AdamW, lr=1e-3, fused=True)
 def make_step(side: str, group: dist.ProcessGroup, device: torch.device) -> Step:
     config, num_sequences, S, _ = SIZES[device.type]
     model = Transformer(config).to(device)
-    initialise(model, seed=0)
+    initialize(model, seed=0)
     generator = torch.Generator().manual_seed(group.rank())
     tokens = torch.randint(config.vocab_size, (num_sequences, S + 1), generator=generator)
     batch = tokens[:, :-1].to(device), tokens[:, 1:].to(device)

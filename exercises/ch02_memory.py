@@ -53,12 +53,12 @@ def plans_that_fit(
 
 
 # Exercise 2.2 | What a block saves | 30 min | difficulty 3
-def materialised_block_bytes(
+def materialized_block_bytes(
     model: ModelConfig, batch_size: int, sequence_length: int, bytes_per_value: int
 ) -> int:
     """Count the bytes that one gpt block saves in forward for its backward pass.
 
-    Attention is `materialised_attention` of minitron/model/transformer.py, with the S x S matrix
+    Attention is `materialized_attention` of minitron/model/transformer.py, with the S x S matrix
     in memory. B = batch_size, S = sequence_length, D = model.width, H = model.num_heads,
     F = model.ffn_width. Values have `bytes_per_value` bytes, a dropout mask has 1 byte per value.
     Go through the block line by line and ask each operation what its backward pass needs:

@@ -34,16 +34,16 @@ class Given(OneDevice):
         super().__init__(model)
         self.group = group
         self.data_part = group.rank(), group.size()
-        self.synchronises = True
+        self.synchronizes = True
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor.detach(), group=group, group_src=0)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Say that the gradients of this micro-batch are not the last of the step."""
-        self.synchronises = False
+        self.synchronizes = False
         yield
-        self.synchronises = True
+        self.synchronizes = True
 
     def mean(self, tensor: Tensor) -> Tensor:
         """The mean of a small tensor, a loss say, over the ranks."""
@@ -53,7 +53,7 @@ class Given(OneDevice):
 
 
 # Exercise 4.1 | Naive averaging | 15 min | difficulty 1 | replaces minitron.parallel.data.ddp
-# Train with yours on 2 ranks: --parallel.data-parallel naive
+# Train with yours on 2 ranks: apply_naive_data_parallel for apply_bucketed_data_parallel
 def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
     """After the backward pass, make every gradient its mean over the ranks.
 
@@ -93,7 +93,7 @@ def assign_buckets(sizes: list[int], bucket_bytes: int) -> list[list[int]]:
 
 
 # Exercise 4.3 | Overlap by hooks | 20 min | difficulty 2 | replaces minitron.parallel.data.ddp
-# Train with yours on 2 ranks: --parallel.data-parallel hooked
+# Train with yours on 2 ranks: apply_hooked_data_parallel for apply_bucketed_data_parallel
 class HookedDataParallel(Given):
     """Average each gradient over the ranks while the backward pass still computes the others.
 
@@ -109,7 +109,7 @@ class HookedDataParallel(Given):
     the mean over the ranks of what each has accumulated, and nothing else of the step is held.
 
     One all-reduce per step and parameter that has got a gradient, in the shape of .grad. Under
-    no_sync(), where self.synchronises is False, there is none; gradients add up in .grad as they
+    no_sync(), where self.synchronizes is False, there is none; gradients add up in .grad as they
     would without this class. Frozen parameters take no part. A parameter that no rank uses keeps
     .grad = None. A tied weight is one parameter; PyTorch calls its hook once, when both of its
     places have added to .grad.
@@ -135,7 +135,7 @@ class HookedDataParallel(Given):
 
 
 # Exercise 4.4 | Buckets | 30 min | difficulty 3 | replaces minitron.parallel.data.ddp
-# Train with yours on 2 ranks: --parallel.data-parallel bucketed
+# Train with yours on 2 ranks
 class BucketedDataParallel(Given):
     """As 4.3, but the gradients travel in buckets: few large messages instead of many small ones.
 

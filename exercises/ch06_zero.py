@@ -137,7 +137,7 @@ class ShardedGradients:
         """Hand over what can be handed over, now that the .grad of `parameter` is complete."""
         raise NotImplementedError("Exercise 6.3 - The ZeRO-2 hand-over.  Hint: minitron hint 6.3")
 
-    def hand_over(self, index: int) -> None:
+    def reduce_bucket(self, index: int) -> None:
         """Reduce-scatter bucket `index`, add what arrives to its shard, free its gradients."""
         raise NotImplementedError("Exercise 6.3 - The ZeRO-2 hand-over.  Hint: minitron hint 6.3")
 

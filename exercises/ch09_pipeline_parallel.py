@@ -99,7 +99,7 @@ def split_blocks(
 ) -> list[range]:
     """Which blocks does each stage get, so that the most expensive stage costs least?
 
-    Block i costs costs[i]. Each stage gets neighbouring blocks, one at least: return their numbers
+    Block i costs costs[i]. Each stage gets neighboring blocks, one at least: return their numbers
     as a range, stage by stage. The first stage also has the embedding, which costs `first`, the
     last one norm and head, which cost `last`. All ranks wait for the most expensive stage, so its
     cost must be as small as it can be; where several cuts are equally good, any will do.

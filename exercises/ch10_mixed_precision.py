@@ -110,7 +110,7 @@ class MasterStep:
     Between two steps a trainable parameter of n elements holds 2 n bytes, its master 4 n, AdamW's
     two moments 8 n: 14 n in all. No gradient is held, and no other copy.
 
-    Example: w = 1 in bfloat16, whose neighbours are 1 - 2^-8 and 1 + 2^-7, and plain SGD, which
+    Example: w = 1 in bfloat16, whose neighbors are 1 - 2^-8 and 1 + 2^-7, and plain SGD, which
     subtracts 2^-10 in every step. Without a master w stays 1 for ever. With one it is 1 after one
     step, 1 - 2^-8 after four.
     """
@@ -154,7 +154,7 @@ def step_together(
 
 
 # Exercise 10.5 | An fp8 scale | 20 min | difficulty 2
-def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Round x to 8 bits with one scale; returns values and scale: x is about values * scale.
 
     x: float32, bfloat16 or float16, not empty. dtype: torch.float8_e4m3fn, whose largest number is
@@ -170,10 +170,10 @@ def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     raise NotImplementedError("Exercise 10.5 - An fp8 scale.  Hint: minitron hint 10.5")
 
 
-def quantise_shard(
+def quantize_shard(
     shard: Tensor, dtype: torch.dtype, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """As `quantise`, of a tensor that is cut over the ranks: all have the whole tensor's scale.
+    """As `quantize`, of a tensor that is cut over the ranks: all have the whole tensor's scale.
 
     Each rank has its shard, not empty and not always of the same shape, and returns the shard's
     values, and the scale that one process would find for the whole tensor. Here no value is

@@ -120,7 +120,7 @@ def layouts(
 
     - dp x tp x pp is num_gpus. The last node may have fewer than gpus_per_node GPUs.
     - Here tp divides model.num_kv_heads, and so model.num_heads, and model.ffn_width.
-    - The ranks of tp are neighbours, [0, tp), [tp, 2 tp) and so on; each such group lies within one
+    - The ranks of tp are neighbors, [0, tp), [tp, 2 tp) and so on; each such group lies within one
       node. Node 0 has the ranks [0, gpus_per_node), and so on.
     - pp divides model.num_layers, dp divides batch_size, the sequences of a step.
     - zero is 0 to 3; 0 alone if dp is 1, where there is nothing to divide; 0 or 1 if pp is more

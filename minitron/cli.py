@@ -121,7 +121,7 @@ class Python:
 
 @dataclass(frozen=True)
 class FineWeb:
-    """Download FineWeb, tokenised for GPT-2, by the shard of 100 M tokens. Needs a network."""
+    """Download FineWeb, tokenized for GPT-2, by the shard of 100 M tokens. Needs a network."""
 
     out: Path = Path("data/fineweb")
     """Folder to write; a second call continues an interrupted one."""
@@ -292,7 +292,7 @@ def dispatch(args: list[str]) -> int:
 
 
 def main() -> None:
-    """The console script."""
+    """Run the console script."""
     command_line.run(dispatch)
 
 

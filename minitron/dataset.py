@@ -1,7 +1,7 @@
 """Which tokens a rank reads: shards of tokens on disk, and an order over their samples.
 
 A shard is 256 int32 of header (magic, version, count, zeros), then `count` uint16 tokens, all
-little-endian: the format of the public pre-tokenised FineWeb shards, so small and large runs
+little-endian: the format of the public pre-tokenized FineWeb shards, so small and large runs
 read the same files. Tokens stay on disk.
 
 A run counts the samples it has consumed, over all ranks and epochs. That one number, the
@@ -42,7 +42,7 @@ def write_shard(path: Path, tokens: np.ndarray) -> None:
 
 
 def count_tokens(path: Path) -> int:
-    """How many tokens a shard holds.
+    """Count the tokens of a shard.
 
     Raises ConfigError, naming the byte, if the header or the file's size is not what it must be.
     """
@@ -99,7 +99,7 @@ class Shard:
         return type(self), (self.path,)  # another process opens the file itself
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens `start` to `stop`, uint16; raises ConfigError if the file ends before."""
+        """Read tokens `start` to `stop`, uint16; raises ConfigError if the file ends before."""
         num_bytes = TOKEN_BYTES * (stop - start)
         self.file.seek(HEADER_BYTES + TOKEN_BYTES * start)
         data = self.file.read(num_bytes)
@@ -150,7 +150,7 @@ class TokenDataset:
         return torch.from_numpy(np.stack(samples).astype(np.int64))
 
     def fingerprint(self) -> str:
-        """A checksum of the shards' lengths and first tokens; `corpus.contents` looks at all."""
+        """Return a checksum of shard lengths and first tokens; `corpus.contents` reads all."""
         digest = hashlib.sha256()
         for shard in self.shards:
             first = shard.read(0, min(len(shard), 4096))

@@ -22,12 +22,8 @@ from minitron.comm.agreement import ALONE
 from minitron.comm.mesh import Mesh, OneRankMesh, make_mesh
 from minitron.config import Config, ParallelConfig, require
 from minitron.model.recompute import RECOMPUTE_POLICIES
-from minitron.model.transformer import Transformer, initial_value, materialise
-from minitron.parallel.data.ddp import (
-    apply_bucketed_data_parallel,
-    apply_hooked_data_parallel,
-    apply_naive_data_parallel,
-)
+from minitron.model.transformer import Transformer, initial_value, materialize
+from minitron.parallel.data.ddp import apply_bucketed_data_parallel
 from minitron.parallel.data.fsdp import apply_fsdp
 from minitron.parallel.data.zero import apply_zero1, apply_zero2
 from minitron.parallel.grid import Grid
@@ -54,7 +50,7 @@ from minitron.precision import (
 def lay_out(
     parallel: ParallelConfig, num_ranks: int, device: torch.device
 ) -> Mesh | OneRankMesh:
-    """The ranks as a grid: neighbors are those that communicate most, tensor-parallel ones.
+    """Lay the ranks out as a grid; neighbors communicate most: tensor-parallel ones.
 
     Stages, which communicate least, are furthest from each other: on other nodes, if there are any.
     """
@@ -72,7 +68,7 @@ def lay_out(
 def build(
     config: Config, mesh: Mesh | OneRankMesh, device: torch.device
 ) -> tuple[Transformer, ParallelModel]:
-    """A model with its initial weights, divided as `config` says, and what a step asks of it.
+    """Build a model with its initial weights, divided as `config` says, and its `ParallelModel`.
 
     No rank ever holds more than its parts and one full parameter; in stage 3, and a unit.
     """
@@ -121,7 +117,7 @@ def apply_pipeline(model: nn.Module, mesh: Mesh, config: Config) -> PipelinePara
 
 
 def make_schedule(parallel: ParallelConfig) -> Callable[[int, int], Schedule]:
-    """The function of p ranks and m micro-batches that makes the schedule."""
+    """Return the function of p ranks and m micro-batches that makes the schedule."""
     schedules = {
         "gpipe": gpipe,
         "1f1b": one_forward_one_backward,
@@ -150,7 +146,7 @@ def apply_data_parallel(
         if precision.gradients != precision.activations:
             hold_gradients_in(model, precision.gradients)
         return sharded
-    materialise(model, device)
+    materialize(model, device)
     if precision.master is not None:
         hold_gradients_in(model, precision.gradients)
     if mesh.num_ranks == 1:
@@ -159,9 +155,4 @@ def apply_data_parallel(
         return apply_zero2(model, group, **when)
     if parallel.zero == 1:
         return apply_zero1(model, group, **common)
-    versions = {
-        "naive": apply_naive_data_parallel,
-        "hooked": apply_hooked_data_parallel,
-        "bucketed": apply_bucketed_data_parallel,
-    }
-    return versions[parallel.data_parallel](model, group)
+    return apply_bucketed_data_parallel(model, group)

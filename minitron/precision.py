@@ -27,7 +27,7 @@ class Precision(formats.Precision):
     """Which of PyTorch's dtypes holds what in training."""
 
     def tolerance(self, num_roundings: int) -> float:
-        """How far apart two computations may be, relative to their result.
+        """Return how far apart two computations may be, relative to their result.
 
         Each rounding errs by up to half a unit in the last place, u, evenly: by u / sqrt(3) in the
         mean square. Independent ones add up in squares. Twice that is allowed.
@@ -36,7 +36,7 @@ class Precision(formats.Precision):
         return 2 * math.sqrt(num_roundings / 3) * unit_roundoff
 
     def make_loss_scale(self) -> "LossScale | NoLossScale":
-        """What the loss is multiplied by, at the beginning of a run."""
+        """Make the loss scale with which a run begins."""
         return LossScale() if self.scales_loss else NoLossScale()
 
 
@@ -74,19 +74,19 @@ def hold_gradients_in(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
-    """In which dtype autograd adds up the parameter's gradient."""
+    """Return the dtype in which autograd accumulates the parameter's gradient."""
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
 def zero_gradient(parameter: nn.Parameter) -> Tensor:
-    """What counts where a parameter has not been used."""
+    """Return zeros, the gradient of a parameter that was not used."""
     return torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
 
 
 def low_precision(
     model: Callable, device: torch.device, precision: Precision = PRECISIONS["bf16-autocast"]
 ) -> Callable[[Tensor], Tensor]:
-    """The model's forward pass, under autocast if asked; float32 logits (B, S, V)."""
+    """Run the model's forward pass, under autocast if asked; float32 logits (B, S, V)."""
 
     def forward(tokens: Tensor) -> Tensor:
         with torch.autocast(device.type, precision.activations, enabled=precision.autocasts):
@@ -139,11 +139,11 @@ class MasterWeights:
             self.pieces[parameter].copy_(value)
 
     def optimized(self, parameter: nn.Parameter, without: Tensor) -> Tensor:
-        """What the optimizer updates: the parameter's master, `without` one something else."""
+        """Return what the optimizer updates: the parameter's master, else `without`."""
         return self.pieces.get(parameter, without)
 
     def full_gradients(self) -> dict[str, Tensor | None]:
-        """Every gradient after `take_gradients`, by name."""
+        """Return every gradient after `take_gradients`, by name."""
         return {name: self.pieces[p].grad for p, name in self.names.items()}
 
 
@@ -160,12 +160,12 @@ class NoLossScale:
         """Leave every `.grad` as it is."""
 
     def accepts(self, grad_norm: Tensor) -> bool:
-        """True; raises FloatingPointError for a norm (0-d) that is not finite."""
+        """Return True; raises FloatingPointError for a norm (0-d) that is not finite."""
         require_finite(grad_norm)
         return True
 
     def row(self) -> dict:
-        """What the log says of it: nothing."""
+        """Return what the log says of it: nothing."""
         return {}
 
     def __str__(self) -> str:
@@ -201,7 +201,7 @@ class LossScale:
             multiply_tensors_(grads, 1 / self.value)
 
     def accepts(self, grad_norm: Tensor) -> bool:
-        """Whether to step; changes the scale for the next one. Waits for the device.
+        """Decide whether to step, and set the next step's scale. Waits for the device.
 
         `grad_norm` is 0-d and that of all ranks: one overflow anywhere makes it infinite or NaN
         everywhere, so that all ranks skip together and keep the same scale.
@@ -216,7 +216,7 @@ class LossScale:
         return False
 
     def row(self) -> dict:
-        """What the log says of it: the scale of the next step, and how many were skipped."""
+        """Return what the log says of it: the scale of the next step, and how many were skipped."""
         return {"loss_scale": self.value, "skipped_steps": self.skipped}
 
     def __str__(self) -> str:

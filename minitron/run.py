@@ -30,9 +30,9 @@ from minitron.running.memory import require_memory
 from minitron.running.starting import (
     read_facts,
     require_a_gpu_each,
+    require_complete_state,
     require_same_training,
     require_validation,
-    require_whole_state,
     with_vocabulary_of_data,
 )
 from minitron.running.stopping import Stop
@@ -96,7 +96,7 @@ class Run(Training):
         self.num_eval_sequences = min(config.train.eval_sequences, self.validation.num_samples)
 
     def next_batch(self) -> Tensor:
-        """This rank's tokens of the next step, (B, S+1), which are read once.
+        """Return this rank's tokens of the next step, (B, S+1), which are read once.
 
         The loop asks for them before the ranks agree to go on: a shard that only one rank finds cut
         short ends all of them after the same step.
@@ -148,7 +148,7 @@ class Run(Training):
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Mean loss over the first `eval_sequences` validation sequences, nats per token."""
+        """Return the mean loss over the first `eval_sequences` validation sequences, per token."""
         num_sequences = self.num_eval_sequences
         with one_fault_fails_all(self.group):
             batch = self.validation.batch(0, num_sequences, self.data_rank, self.data_size)
@@ -160,7 +160,7 @@ class Run(Training):
         return float(self.parallel.mean(total.double())) * self.data_size / num_tokens
 
     def sample(self, num_texts: int, num_tokens: int) -> list[str]:
-        """Texts that the model writes after an end-of-document token; [] without a tokenizer."""
+        """Sample texts that the model writes after an end-of-document token; [] if no tokenizer."""
         tokenizer = load_tokenizer(self.config.data.path)
         if tokenizer is None:
             return []
@@ -171,7 +171,7 @@ class Run(Training):
 
     def save(self) -> None:
         """Write everything the next step depends on; every rank writes its part of it."""
-        random_state = {name: Boxes.whole(state) for name, state in self.random_state().items()}
+        random_state = {name: Boxes.full(state) for name, state in self.random_state().items()}
         facts = {
             "step": self.step,
             "position": self.position,
@@ -184,7 +184,7 @@ class Run(Training):
         self.saver.save(self.step, state | random_state, facts)
 
     def random_state(self) -> dict[str, Tensor]:
-        """The state of this rank's generators, by a name in the checkpoint."""
+        """Return the state of this rank's generators, by a name in the checkpoint."""
         state = {f"random.cpu.{self.rank}": torch.get_rng_state()}
         if self.device.type == "cuda":
             state[f"random.cuda.{self.rank}"] = torch.cuda.get_rng_state(self.device)
@@ -209,7 +209,7 @@ class Run(Training):
         facts = read_facts(checkpoint.facts_of(path), path)
         require_same_training(facts, self.config, self.folder, self.fingerprint)
         saved = checkpoint.saved_tensors(path)
-        require_whole_state(saved, path)
+        require_complete_state(saved, path)
         checkpoint.set_aside(folder, path, self.group)
         read = partial(checkpoint.load, path, group=self.group)
         load_training_state(self.parallel, self.optimizer, saved, read)
@@ -222,6 +222,6 @@ class Run(Training):
                    for table in (facts["config"], to_dict(self.config))]
         if layouts[0] == layouts[1] and facts["num_ranks"] == self.size:
             state = self.random_state()
-            read({name: Boxes.whole(own) for name, own in state.items() if name in saved})
+            read({name: Boxes.full(own) for name, own in state.items() if name in saved})
             with one_fault_fails_all(self.group):
                 self.set_random_state(state)

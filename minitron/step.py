@@ -114,14 +114,14 @@ def accumulate_over_ranks(
 
 
 def count_targets(micro_batches: MicroBatches) -> Tensor:
-    """The number of targets that count, 0-d."""
+    """Count the targets that are not ignored, 0-d."""
     return sum((targets != IGNORED).sum() for _, targets in micro_batches)
 
 
 def learning_rate(
     step: int, peak: float, minimum: float, warmup_steps: int, total_steps: int
 ) -> float:
-    """Rate of `step`, counted from 0: a line up to `peak`, then half a cosine to `minimum`.
+    """Return the rate of `step`, from 0: a line up to `peak`, then half a cosine to `minimum`.
 
     The line reaches `peak` at the last warm-up step, the cosine `minimum` at the last step.
     """
@@ -132,7 +132,7 @@ def learning_rate(
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig, device: torch.device):
-    """AdamW; matrices decay, vectors (norms and biases) do not."""
+    """Make AdamW, with weight decay for matrices but not for vectors (norms and biases)."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},

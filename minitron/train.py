@@ -90,7 +90,7 @@ def begin(
     config: Config, folder: Path, resume: bool, group: Group, restart: bool, weights: Path | None,
     claim: Claim, contents: dict[str, Contents],
 ) -> Run:
-    """A run at its first step, or where its newest checkpoint was written."""
+    """Return a run at its first step, or where its newest checkpoint was written."""
     rank = group.rank()
     with one_fault_fails_all(group):
         if rank == 0 and folder.is_dir():
@@ -112,7 +112,7 @@ def begin(
 
 
 def loop(run: Run, log: MetricsLog, bar: Progress, trace: Trace, watchdog: Watchdog) -> None:
-    """Step, log, evaluate and save until the steps are done or a signal asks to stop."""
+    """Train, log, evaluate and save until the steps are done or a signal asks to stop."""
     config = run.config.train
     flops = cost.training_flops_per_token(run.config.model, run.config.data.sequence_length)
     dtype = PRECISIONS[config.precision].activations
@@ -235,7 +235,7 @@ def start(options: TrainOptions, conclude: Callable[[Run], None] = lambda run: N
 
 
 def exit_code(run: Run) -> int:
-    """0, or 128 plus the signal's number if one has stopped the run."""
+    """Return 0, or 128 plus the signal's number if one has stopped the run."""
     return 0 if run.stop.signal is None else 128 + run.stop.signal
 
 

@@ -21,7 +21,7 @@ SMALLEST_SCALE = 2.0**-24  # of a loss: with it float16 holds gradients of up to
 
 
 def describe(run: Run) -> str:
-    """Lines on what a reader should know of the speed, "" if there is nothing."""
+    """Describe in lines what a reader should know of the speed, "" if there is nothing."""
     lines = []
     if run.config.parallel.pp > 1:
         lines.append(describe_pipeline(run))

@@ -83,10 +83,10 @@ def segments_for_budget(
     """
     ### BEGIN SOLUTION
     num_blocks = len(activation_bytes)
-    for num_replayed in range(num_blocks + 1):
+    for num_recomputed in range(num_blocks + 1):
         # The first segments have the most room, so each is filled as far as it goes.
         segments, held = [], 0
-        for size in activation_bytes[:num_replayed]:
+        for size in activation_bytes[:num_recomputed]:
             if segments and (len(segments) - 1) * boundary_bytes + held + size <= budget:
                 segments[-1] += 1
                 held += size
@@ -96,7 +96,7 @@ def segments_for_budget(
             if (len(segments) - 1) * boundary_bytes + held > budget:
                 break
         else:
-            tail = sum(activation_bytes[num_replayed:])
+            tail = sum(activation_bytes[num_recomputed:])
             if len(segments) * boundary_bytes + tail <= budget:
                 return segments
     raise ValueError(f"no choice of segments holds {budget} bytes or less")

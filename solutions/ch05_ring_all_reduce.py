@@ -1,4 +1,4 @@
-"""Exercises of chapter 5: the ring all-reduce, built from messages between neighbours.
+"""Exercises of chapter 5: the ring all-reduce, built from messages between neighbors.
 
 Write a body, save, and ask `minitron check 5.1`, or check("5.1") in a notebook. Stuck:
 `minitron hint 5.1`, three levels. Start again: `minitron reset 5.1`. The exercises do not build on

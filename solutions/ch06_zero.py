@@ -175,10 +175,10 @@ class ShardedGradients:
         self.complete.add(parameter)
         while self.num_sent < len(self.buckets) \
                 and self.complete.issuperset(self.buckets[self.num_sent]):
-            self.hand_over(self.num_sent)
+            self.reduce_bucket(self.num_sent)
         ### END SOLUTION
 
-    def hand_over(self, index: int) -> None:
+    def reduce_bucket(self, index: int) -> None:
         """Reduce-scatter bucket `index`, add what arrives to its shard, free its gradients."""
         ### BEGIN SOLUTION
         bucket, size = self.buckets[index], self.group.size()
@@ -197,7 +197,7 @@ class ShardedGradients:
         """Hand over the buckets that are left; the next backward pass starts from the first."""
         ### BEGIN SOLUTION
         while self.num_sent < len(self.buckets):
-            self.hand_over(self.num_sent)
+            self.reduce_bucket(self.num_sent)
         self.complete.clear()
         self.num_sent = 0
         ### END SOLUTION

@@ -39,7 +39,7 @@ LONGEST_SECONDS = 900.0
 LONGEST_VERDICT = 100_000
 PRINTED_CHARACTERS = 600
 WORDS = {"passed": "passed", "failed": "not yet", "unsolved": "to do"}
-COLOURS = {"passed": "#009E73", "failed": "#D55E00", "unsolved": "#999999"}
+COLORS = {"passed": "#009E73", "failed": "#D55E00", "unsolved": "#999999"}
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def _row(name: str, text: str) -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """The results of one or several exercises; a notebook shows it in colour."""
+    """The results of one or several exercises; a notebook shows it in color."""
 
     results: tuple[Result, ...]
 
@@ -104,7 +104,7 @@ class Report:
 
     def _repr_html_(self) -> str:
         return "".join(
-            f'<pre style="border-left: 4px solid {COLOURS[result.verdict.state]}; '
+            f'<pre style="border-left: 4px solid {COLORS[result.verdict.state]}; '
             f'padding-left: 8px">{html.escape(str(result))}</pre>' for result in self.results
         )
 

@@ -9,7 +9,10 @@ and the functions or classes up to the next header belong to it. Everything else
 by name: the learner's file `exercises/chNN_topic.py`, the hints `solutions/chNN_topic.hints.toml`,
 the grader `grade_1_1` in `teaching/graders/chNN_topic.py`. The last field names the
 module whose functions of the same names `use` replaces (see `teaching.use`). The second line is
-there if training calls them: with these options, and where it says so, on several ranks.
+there if training calls them: with these options, and where it says so, on several ranks. An
+exercise that is another version of what training runs by default says which takes its place:
+
+    # Train with yours on 2 ranks: apply_naive_data_parallel for apply_bucketed_data_parallel
 
 Read in this order: Exercise, known, make_stub, load.
 """
@@ -21,6 +24,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
@@ -43,7 +47,7 @@ class Text(str):
 
 TRAINING = re.compile(
     r"# Train with (?:yours|your (?P<name>\w+))(?: on (?P<ranks>\d) ranks)?"
-    r"(?:: (?P<options>--.+))?$"
+    r"(?:: (?:(?P<options>--.+)|(?P<variant>\w+) for (?P<default>\w+)))?$"
 )
 
 
@@ -66,6 +70,10 @@ class Exercise:
     """On how many ranks it does."""
     options: tuple[str, ...] = ()
     """With which options of the command line it does."""
+    variant: str | None = None
+    """The function of the module that calls them, if training calls another one by default."""
+    default: str | None = None
+    """That other one."""
 
     @property
     def file(self) -> str:
@@ -92,6 +100,15 @@ def replaced(exercise: Exercise) -> dict[str, Callable]:
     """The package's functions of the same names; an exercise may have more than it replaces."""
     package = import_module(exercise.replaces)
     return {name: getattr(package, name) for name in exercise.names if hasattr(package, name)}
+
+
+def variants(exercise: Exercise) -> list[tuple[Callable, Callable]]:
+    """The function that training calls by default, and what calls the learner's in its place."""
+    if exercise.variant is None:
+        return []
+    package = import_module(exercise.replaces)
+    # A new object each time, so that it can be told from the variant itself when it is swapped back
+    return [(getattr(package, exercise.default), partial(getattr(package, exercise.variant)))]
 
 
 def known(root: Path = ROOT) -> dict[str, Exercise]:
@@ -165,6 +182,7 @@ def read_exercises(text: str, chapter: str) -> list[Exercise]:
             fields["trained"] = (training["name"],) if training["name"] else names
             fields["num_ranks"] = int(training["ranks"] or 1)
             fields["options"] = tuple((training["options"] or "").split())
+            fields |= {key: training[key] for key in ("variant", "default")}
         exercises.append(Exercise(**fields, chapter=chapter, names=names))
     return exercises
 

@@ -106,24 +106,24 @@ def crossing(
 ) -> Figure:
     """Draw several predictions on log-log axes, dashed, and dots where there is a measurement.
 
-    Each line is named at its right end; a measurement has the colour of the line of its name.
+    Each line is named at its right end; a measurement has the color of the line of its name.
     What lies above `limit` is a grey band.
     """
     figure, axes = canvas()
     axes.set_xscale("log")
     axes.set_yscale("log")
     measured = measured or {}
-    colours = dict(zip(predicted, (BLUE, VERMILLION, GREEN, PURPLE, BLACK), strict=False))
+    colors = dict(zip(predicted, (BLUE, VERMILLION, GREEN, PURPLE, BLACK), strict=False))
 
     lowest = min(min(y) for y in predicted.values())
     highest = max(max(y) for y in predicted.values())
     gap, last = (highest / lowest) ** 0.07, 0.0
     for name, y in sorted(predicted.items(), key=lambda line: line[1][-1]):
-        axes.plot(x, y, "--", color=colours[name])
+        axes.plot(x, y, "--", color=colors[name])
         last = max(y[-1], gap * last)  # names of lines that meet are pushed apart
-        label_end(axes, x[-1], last, name, colours[name])
+        label_end(axes, x[-1], last, name, colors[name])
         if name in measured:
-            axes.plot(x, measured[name], "o", color=colours[name], markersize=6)
+            axes.plot(x, measured[name], "o", color=colors[name], markersize=6)
 
     if limit is not None:
         top = 2 * max(highest, limit)
@@ -150,18 +150,18 @@ def curves(
 ) -> Figure:
     """Draw up to four solid lines over a common x, and dashed ones, each named at its right end."""
     figure, axes = canvas()
-    colours = (BLUE, VERMILLION, GREEN, PURPLE)
-    lines = [(name, y, colour, "-")
-             for (name, y), colour in zip(measured.items(), colours, strict=False)]
+    colors = (BLUE, VERMILLION, GREEN, PURPLE)
+    lines = [(name, y, color, "-")
+             for (name, y), color in zip(measured.items(), colors, strict=False)]
     lines += [(name, y, BLACK, "--") for name, y in (predicted or {}).items()]
 
     gap = 0.07 * max(max(y) for _, y, _, _ in lines)
     last_label = -gap
-    for name, y, colour, style in sorted(lines, key=lambda line: line[1][-1]):
+    for name, y, color, style in sorted(lines, key=lambda line: line[1][-1]):
         width, order = (2, 2) if style == "-" else (1.2, 3)  # dashes stay visible where lines meet
-        axes.plot(x, y, style, color=colour, linewidth=width, zorder=order)
+        axes.plot(x, y, style, color=color, linewidth=width, zorder=order)
         last_label = max(y[-1], last_label + gap)  # labels of lines that meet are pushed apart
-        label_end(axes, x[-1], last_label, name, colour)
+        label_end(axes, x[-1], last_label, name, color)
 
     axes.set_xlim(x[0], x[-1])
     axes.set_ylim(bottom=0)

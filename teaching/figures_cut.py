@@ -1,6 +1,6 @@
 """Matrices, and who holds which part of them: the picture of tensor and sequence parallelism.
 
-A part has the colour and the number of its rank; grey is whole on every rank. Cards on top of
+A part has the color and the number of its rank; grey is whole on every rank. Cards on top of
 each other are copies on several ranks; striped ones are summands that are still to be added.
 
 Read in this order: Matrix, cut.
@@ -23,7 +23,7 @@ from teaching.figures_style import (
     ON_DARK,
     ORANGE,
     PURPLE,
-    RANK_COLOUR,
+    RANK_COLOR,
     STYLE,
 )
 
@@ -161,10 +161,10 @@ def _draw_row(axes: Axes, row: Row, middle: float, unit: float) -> None:
 
 def _draw_arrow(axes: Axes, text: str, start: float, end: float, y: float) -> None:
     """An arrow; one that points left has its text below."""
-    colour = PURPLE if text.startswith(COLLECTIVES) else GREY
+    color = PURPLE if text.startswith(COLLECTIVES) else GREY
     inset = 0.07 if end > start else -0.07
     axes.annotate("", (end - inset, y), (start + inset, y), arrowprops={
-        "arrowstyle": "-|>", "color": colour, "linewidth": 2 if text else 1,
+        "arrowstyle": "-|>", "color": color, "linewidth": 2 if text else 1,
         "shrinkA": 0, "shrinkB": 0,
     })
     above = end > start
@@ -172,11 +172,11 @@ def _draw_arrow(axes: Axes, text: str, start: float, end: float, y: float) -> No
               ha="center", va="bottom" if above else "top", color=BLACK, linespacing=1.1)
 
 
-def _draw_matrix(axes: Axes, matrix: Matrix, centre: float, middle: float, unit: float) -> None:
+def _draw_matrix(axes: Axes, matrix: Matrix, center: float, middle: float, unit: float) -> None:
     width, height = _size(matrix, unit)
-    left, top = centre - width / 2, middle - height / 2
-    axes.text(centre, top - 0.06, matrix.name, ha="center", va="bottom", linespacing=1.1)
-    axes.text(centre, top + height + 0.06, matrix.shape, ha="center", va="top", size=9.5,
+    left, top = center - width / 2, middle - height / 2
+    axes.text(center, top - 0.06, matrix.name, ha="center", va="bottom", linespacing=1.1)
+    axes.text(center, top + height + 0.06, matrix.shape, ha="center", va="top", size=9.5,
               color=GREY)
 
     def part(holders: Holders, column: float, row: float, num_columns: int, num_rows: int) -> None:
@@ -193,7 +193,7 @@ def _draw_matrix(axes: Axes, matrix: Matrix, centre: float, middle: float, unit:
         part(matrix.sum_of, 0, 0, 1, 1)
     if _is_whole(matrix):
         _draw_card(axes, (left, top, width, height), unit, BAND)
-        _write(axes, (centre, middle), "all", GREY, BAND)
+        _write(axes, (center, middle), "all", GREY, BAND)
 
 
 def _draw_cards(
@@ -205,26 +205,26 @@ def _draw_cards(
     step = min(CARD, 0.6 * min(width, height) / steps) if steps else 0.0
     behind = steps * step + GAP if steps else 0.0
     for index, rank in enumerate(ranks):
-        colour = RANK_COLOUR[rank % len(RANK_COLOUR)]
+        color = RANK_COLOR[rank % len(RANK_COLOR)]
         x, y = left + index * step, top + index * step
         card = _draw_card(
-            axes, (x, y, width - behind, height - behind), unit, colour, is_striped
+            axes, (x, y, width - behind, height - behind), unit, color, is_striped
         )
 
         place = (x + CARD / 2, y + CARD / 2) if steps else (x + width / 2, y + height / 2)
-        ground = "white" if is_striped else colour
+        ground = "white" if is_striped else color
         number = _write(axes, place, str(rank), "white" if ground in ON_DARK else BLACK, ground)
         number.set(clip_path=card, clip_on=True)
 
 
 def _draw_card(
-    axes: Axes, box: Box, unit: float, colour: str, is_striped: bool = False
+    axes: Axes, box: Box, unit: float, color: str, is_striped: bool = False
 ) -> Rectangle:
-    """A rectangle with the lines of a grid, or striped in its colour."""
+    """A rectangle with the lines of a grid, or striped in its color."""
     left, top, width, height = box
     card = axes.add_patch(Rectangle(
         (left, top), width, height, linewidth=1.3, hatch=STRIPES if is_striped else None,
-        facecolor="white" if is_striped else colour, edgecolor=colour if is_striped else "white",
+        facecolor="white" if is_striped else color, edgecolor=color if is_striped else "white",
     ))
     if is_striped:
         return card
@@ -240,10 +240,10 @@ def _draw_card(
     return card
 
 
-def _write(axes: Axes, place: tuple[float, float], text: str, colour: str, ground: str) -> Text:
+def _write(axes: Axes, place: tuple[float, float], text: str, color: str, ground: str) -> Text:
     """Text in a part, on a patch that covers the lines behind it."""
     return axes.text(
-        *place, text, size=10, color=colour, ha="center", va="center_baseline", zorder=1,
+        *place, text, size=10, color=color, ha="center", va="center_baseline", zorder=1,
         bbox={"facecolor": ground, "linewidth": 0, "pad": 0.8},
     )
 
@@ -259,11 +259,11 @@ def _draw_legend(axes: Axes, items: Row, middle: float) -> None:
         ("summands, one on each", sums, (BLUE, ORANGE), STRIPES),
     ]
     left = MARGIN
-    for text, occurs, colours, hatch in looks:
-        for index, colour in enumerate(colours if occurs else ()):
+    for text, occurs, colors, hatch in looks:
+        for index, color in enumerate(colors if occurs else ()):
             axes.add_patch(Rectangle(
                 (left, middle - 0.09 + 0.05 * index), 0.18, 0.14, hatch=hatch, linewidth=0.8,
-                facecolor="white" if hatch else colour, edgecolor=colour if hatch else "white",
+                facecolor="white" if hatch else color, edgecolor=color if hatch else "white",
             ))
             left += 0.05
         if occurs:

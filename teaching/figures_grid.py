@@ -26,7 +26,7 @@ from teaching.figures_style import (
     VERMILLION,
 )
 
-AXIS_COLOUR = {"tp": BLUE, "dp": ORANGE, "pp": GREEN, "cp": VERMILLION, "ep": PURPLE}
+AXIS_COLOR = {"tp": BLUE, "dp": ORANGE, "pp": GREEN, "cp": VERMILLION, "ep": PURPLE}
 MOST_RANKS, WIDEST = 128, 16
 """Squares in a figure, and beside each other."""
 
@@ -86,9 +86,9 @@ def rank_grid(axes: dict[str, int], gpus_per_node: int = 8) -> Figure:
     for number, box in enumerate(boxes):
         _draw_node(page, box, number)
     for axis, group in groups.items():
-        _draw_links(page, places, group, size, pitch, AXIS_COLOUR[axis])
+        _draw_links(page, places, group, size, pitch, AXIS_COLOR[axis])
     for rank, place in places.items():
-        _draw_rank(page, place, rank, pitch, _colour(rank, groups))
+        _draw_rank(page, place, rank, pitch, _color(rank, groups))
     for row, (axis, group) in enumerate(groups.items()):
         words = (left + SAMPLE * (2 if is_mixed else 1), bottom + LEGEND * (row + 0.5))
         _describe(page, words, axis, group, size)
@@ -144,23 +144,23 @@ def _draw_node(page: Axes, box: Box, number: int) -> None:
               ha="right", va="center")
 
 
-def _draw_rank(page: Axes, place: Place, rank: int, pitch: float, colour) -> None:
+def _draw_rank(page: Axes, place: Place, rank: int, pitch: float, color) -> None:
     side = SQUARE * pitch
     x, y = place
-    page.add_patch(Rectangle((x - side / 2, y - side / 2), side, side, facecolor=colour, zorder=3))
+    page.add_patch(Rectangle((x - side / 2, y - side / 2), side, side, facecolor=color, zorder=3))
     page.text(x, y, str(rank), ha="center", va="center_baseline", zorder=4,
-              size=min(11, 30 * side), color="white" if colour in {BLACK, *ON_DARK} else BLACK)
+              size=min(11, 30 * side), color="white" if color in {BLACK, *ON_DARK} else BLACK)
 
 
-def _colour(rank: int, groups: dict[str, range]) -> str:
+def _color(rank: int, groups: dict[str, range]) -> str:
     """Rank 0 is in every group; another is in one at most."""
     if rank == 0:
         return BLACK
-    return next((AXIS_COLOUR[axis] for axis, group in groups.items() if rank in group), BAND)
+    return next((AXIS_COLOR[axis] for axis, group in groups.items() if rank in group), BAND)
 
 
 def _draw_links(
-    page: Axes, places: Places, group: range, size: int, pitch: float, colour: str
+    page: Axes, places: Places, group: range, size: int, pitch: float, color: str
 ) -> None:
     """From each rank of the group to the next, in a bow around squares that are between them."""
     for rank, following in zip(group, group[1:], strict=False):
@@ -175,7 +175,7 @@ def _draw_links(
             else:
                 start, end = ((x, y - SQUARE * pitch / 2) for x, y in (start, end))
         page.add_patch(FancyArrowPatch(
-            start, end, arrowstyle="-", color=colour, zorder=2, shrinkA=0, shrinkB=0,
+            start, end, arrowstyle="-", color=color, zorder=2, shrinkA=0, shrinkB=0,
             connectionstyle=f"arc3,rad={bow}", linewidth=4 if is_inside else 2,
             linestyle="-" if is_inside else DASHES,
         ))
@@ -195,7 +195,7 @@ def _describe(page: Axes, place: Place, axis: str, group: range, size: int) -> N
         links.append(("the network", DASHES, 2))
     for number, (_, style, width) in enumerate(reversed(links), start=1):
         left, y = place[0] - SAMPLE * number, place[1]
-        page.plot([left, left + 0.8 * SAMPLE], [y, y], color=AXIS_COLOUR[axis], linewidth=width,
+        page.plot([left, left + 0.8 * SAMPLE], [y, y], color=AXIS_COLOR[axis], linewidth=width,
                   linestyle=style, solid_capstyle="butt")
 
     numbers = ", ".join(map(str, group)) if len(group) <= 8 else f"0, {group[1]} ... {group[-1]}"

@@ -1,6 +1,6 @@
 """Figures of bytes: over one step (skyline), per kind (memory_bars), per rank (holdings).
 
-A kind of bytes has the colour of the phase that makes it: activations that of the forward pass,
+A kind of bytes has the color of the phase that makes it: activations that of the forward pass,
 gradients that of the backward pass, optimizer state that of the optimizer.
 """
 
@@ -19,7 +19,7 @@ from teaching.figures_style import (
     BLUE,
     GREEN,
     GREY,
-    KIND_COLOUR,
+    KIND_COLOR,
     ORANGE,
     SKY,
     STYLE,
@@ -30,7 +30,7 @@ from teaching.figures_style import (
     plain_bytes,
 )
 
-CATEGORY_COLOUR = {  # in the order in which they are stacked
+CATEGORY_COLOR = {  # in the order in which they are stacked
     "parameter": BLUE,
     "gradient": ORANGE,
     "optimizer state": GREEN,
@@ -63,9 +63,9 @@ def skyline(
     """
     figure, axes = canvas(height=3.7)
     x = range(len(timeline))
-    layers = [[moment.bytes.get(kind, 0) for moment in timeline] for kind in CATEGORY_COLOUR]
+    layers = [[moment.bytes.get(kind, 0) for moment in timeline] for kind in CATEGORY_COLOR]
     axes.stackplot(
-        x, layers, colors=list(CATEGORY_COLOUR.values()), step="post", linewidth=0
+        x, layers, colors=list(CATEGORY_COLOR.values()), step="post", linewidth=0
     )
     top = 1.15 * max(peak.total, predicted or 0)
     axes.set_xlim(0, len(timeline) - 1)
@@ -96,7 +96,7 @@ def _draw_phases(axes: Axes, timeline: Sequence[Moment]) -> None:
         phase = timeline[start].phase
         axes.add_patch(Rectangle(
             (start, 1.02), end - start, 0.07, transform=above, clip_on=False, linewidth=0.8,
-            facecolor=KIND_COLOUR.get(phase, BAND), edgecolor="white",
+            facecolor=KIND_COLOR.get(phase, BAND), edgecolor="white",
         ))
         if end - start > NARROW * last:
             axes.text((start + end) / 2, 1.05, phase, transform=above, ha="center",
@@ -112,10 +112,10 @@ def _list_kinds(axes: Axes, peak: Snapshot) -> None:
     axes.plot([1.03], [1.06], "v", color=BLACK, transform=axes.transAxes, clip_on=False)
     axes.text(1.055, 1.06, f"peak {plain_bytes(peak.total)}", transform=axes.transAxes,
               va="center")
-    for row, (kind, colour) in enumerate(reversed(CATEGORY_COLOUR.items())):
+    for row, (kind, color) in enumerate(reversed(CATEGORY_COLOR.items())):
         y = 0.92 - 0.19 * row
         axes.add_patch(Rectangle((1.02, y - 0.09), 0.02, 0.17, transform=axes.transAxes,
-                                 clip_on=False, facecolor=colour))
+                                 clip_on=False, facecolor=color))
         axes.text(1.055, y, f"{kind}\n{plain_bytes(peak.bytes.get(kind, 0))}", size=10,
                   transform=axes.transAxes, va="center", linespacing=1.2)
 
@@ -130,7 +130,7 @@ def memory_bars(
     """Draw a bar of bytes per row, stacked by kind, its total at the end.
 
     `measured` and `predicted` (dashed, above) map a row's name to the bytes of each kind of
-    `CATEGORY_COLOUR`. What lies beyond `limit`, a device's memory, is a grey band.
+    `CATEGORY_COLOR`. What lies beyond `limit`, a device's memory, is a grey band.
     """
     groups = [(rows, rows is predicted) for rows in (predicted, measured) if rows]
     bars = [(name, kinds, dashed) for rows, dashed in groups for name, kinds in rows.items()]
@@ -150,7 +150,7 @@ def memory_bars(
     axes.set_yticks(range(len(bars)), [name for name, _, _ in bars])
     axes.tick_params(axis="y", length=0, labelcolor=BLACK)
     axes.spines["left"].set_visible(False)
-    _name_kinds(axes, [kind for kind in CATEGORY_COLOUR if any(bar[1].get(kind) for bar in bars)])
+    _name_kinds(axes, [kind for kind in CATEGORY_COLOR if any(bar[1].get(kind) for bar in bars)])
     count_bytes(axes.xaxis, span, "held")
     return figure
 
@@ -159,17 +159,17 @@ def _draw_stack(
     axes: Axes, row: int, kinds: dict[str, float], is_predicted: bool, span: float
 ) -> None:
     left = 0.0
-    for kind, colour in CATEGORY_COLOUR.items():
+    for kind, color in CATEGORY_COLOR.items():
         width = kinds.get(kind, 0)
         if width == 0:
             continue
         axes.barh(
-            row, width, 0.7, left, color=pale(colour) if is_predicted else colour,
+            row, width, 0.7, left, color=pale(color) if is_predicted else color,
             edgecolor=BLACK if is_predicted else "white", linewidth=1,
             linestyle="--" if is_predicted else "-",
         )
         if width > 0.11 * span:  # as wide as "12.3 GB"
-            on_dark = colour == BLUE and not is_predicted
+            on_dark = color == BLUE and not is_predicted
             axes.text(left + width / 2, row, plain_bytes(width), ha="center", va="center",
                       size=10, color="white" if on_dark else BLACK)
         left += width
@@ -179,8 +179,8 @@ def _draw_stack(
 
 
 def _name_kinds(axes: Axes, kinds: list[str]) -> None:
-    """A line above the bars: each kind's name behind a square of its colour."""
-    handles = [Rectangle((0, 0), 1, 1, facecolor=CATEGORY_COLOUR[kind]) for kind in kinds]
+    """A line above the bars: each kind's name behind a square of its color."""
+    handles = [Rectangle((0, 0), 1, 1, facecolor=CATEGORY_COLOR[kind]) for kind in kinds]
     axes.legend(
         handles, kinds, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=len(kinds),
         frameon=False, handlelength=0.9, handleheight=0.9, columnspacing=1.3, borderpad=0,
@@ -193,7 +193,7 @@ def holdings(rows: dict[str, dict[str, Held]]) -> Figure:
     """Draw who holds what: a row per rank (or moment), a column per kind, the bytes written in.
 
     A cell is filled from the left up to its share of the whole thing; an empty box holds nothing.
-    Kinds without a colour of their own are drawn in `BLUE`.
+    Kinds without a color of their own are drawn in `BLUE`.
     """
     names = list(rows)
     kinds = list(dict.fromkeys(kind for held in rows.values() for kind in held))
@@ -201,12 +201,12 @@ def holdings(rows: dict[str, dict[str, Held]]) -> Figure:
     for y, held in enumerate(rows.values()):
         for x, kind in enumerate(kinds):
             cell = held.get(kind, Held(0, 0))
-            colour = CATEGORY_COLOUR.get(kind, BLUE)
+            color = CATEGORY_COLOR.get(kind, BLUE)
             axes.add_patch(Rectangle((x + 0.04, y + 0.1), 0.92, 0.8, facecolor="white",
                                      edgecolor=GREY, linewidth=0.8))
             axes.add_patch(Rectangle((x + 0.04, y + 0.1), 0.92 * cell.share, 0.8,
-                                     facecolor=colour))
-            on_dark = colour == BLUE and cell.share > 0.6
+                                     facecolor=color))
+            on_dark = color == BLUE and cell.share > 0.6
             axes.text(x + 0.5, y + 0.5, plain_bytes(cell.bytes) if cell.bytes else "-",
                       ha="center", va="center", color="white" if on_dark else BLACK)
 

@@ -66,13 +66,13 @@ def number_line(
 
     for row, name in enumerate(formats):
         layout, middle = layout_of(FORMATS[name]), row + 0.5
-        colour = BLUE if focus in (None, name) else GREY
-        _draw_values(axes, FORMATS[name], middle, FINEST * (high - low) / inner, colour, at)
+        color = BLUE if focus in (None, name) else GREY
+        _draw_values(axes, FORMATS[name], middle, FINEST * (high - low) / inner, color, at)
         bits = f"1 + {layout.exponent} + {layout.mantissa} bits"
-        axes.text(-LEFT / inner + 0.03, middle - 0.2, name, weight="bold", color=colour, **beside)
+        axes.text(-LEFT / inner + 0.03, middle - 0.2, name, weight="bold", color=color, **beside)
         axes.text(-LEFT / inner + 0.03, middle + 0.22, bits, size=8.5, color=GREY, **beside)
         gap = "too large" if overflows(FORMATS[name], at) else _power(layout.spacing(at))
-        axes.text(1.03, middle, gap, color=colour, **beside)
+        axes.text(1.03, middle, gap, color=color, **beside)
 
     _mark(axes, formats, at, plus)
     axes.text(1.03, -0.44 / LANE, f"spacing at\n{say(at)}", size=9.5, color=GREY, **beside)
@@ -83,7 +83,7 @@ def number_line(
 
 
 def _draw_values(
-    axes: Axes, dtype: torch.dtype, middle: float, finest: float, colour: str, at: float
+    axes: Axes, dtype: torch.dtype, middle: float, finest: float, color: str, at: float
 ) -> None:
     """Ticks, a filled band where they would be denser than `finest`, grey beyond the largest."""
     layout, (low, high) = layout_of(dtype), axes.get_xlim()
@@ -96,7 +96,7 @@ def _draw_values(
     dense = min(layout.finest(finest), layout.largest)
     start, end = max(low, -dense), min(high, dense)
     if end > start:
-        axes.barh(middle, end - start, left=start, color=pale(colour), **bar)
+        axes.barh(middle, end - start, left=start, color=pale(color), **bar)
         if end - start >= 0.5 * (high - low):
             place, side = (end, "right") if at < (start + end) / 2 else (start, "left")
             axes.text(place, middle, " too dense to draw ", size=9, ha=side,
@@ -104,7 +104,7 @@ def _draw_values(
     for piece in ((low, min(high, -dense)), (max(low, dense), high)):
         if piece[1] >= piece[0]:
             ticks = representable(dtype, *piece).tolist()
-            axes.vlines(ticks, middle - 0.28, middle + 0.28, color=colour, linewidth=1.2)
+            axes.vlines(ticks, middle - 0.28, middle + 0.28, color=color, linewidth=1.2)
 
 
 def _mark(axes: Axes, formats: Sequence[str], at: float, plus: float | None) -> None:
@@ -159,8 +159,8 @@ def ranges(formats: Sequence[str] = tuple(FORMATS)) -> Figure:
         axes.text(highest, row, f" {_largest(values[2])}", va="center", size=9.5)
 
     bits.set_yticks(range(len(formats)), formats, weight="bold", color=BLACK)
-    for x, text, colour in ((0, "sign", GREY), (4, "exponent", ORANGE), (16, "mantissa", BLUE)):
-        bits.text(x, -0.4, text, color=colour, size=10)
+    for x, text, color in ((0, "sign", GREY), (4, "exponent", ORANGE), (16, "mantissa", BLUE)):
+        bits.text(x, -0.4, text, color=color, size=10)
     axes.set_xticks(range(-128, 129, 64), [f"$2^{{{e}}}$" for e in range(-128, 129, 64)])
     axes.set_xlabel("positive numbers, subnormal ones pale")
     return figure
@@ -184,15 +184,15 @@ def _pair_of_axes(num_rows: int) -> tuple[Figure, list[Axes]]:
 def _draw_bits(axes: Axes, layout: Layout, row: int) -> None:
     """A square per bit; in those of exponent and mantissa, how many they are."""
     start = 0
-    for count, colour in ((1, GREY), (layout.exponent, ORANGE), (layout.mantissa, BLUE)):
+    for count, color in ((1, GREY), (layout.exponent, ORANGE), (layout.mantissa, BLUE)):
         for index in range(start, start + count):
             axes.add_patch(Rectangle(
-                (index, row - 0.25), 1, 0.5, facecolor=colour, edgecolor="white", linewidth=0.8
+                (index, row - 0.25), 1, 0.5, facecolor=color, edgecolor="white", linewidth=0.8
             ))
         if count > 1:
             axes.text(start + count / 2, row, str(count), size=10, ha="center",
-                      va="center_baseline", color=BLACK if colour == ORANGE else "white",
-                      bbox={"facecolor": colour, "linewidth": 0, "pad": 0.5})
+                      va="center_baseline", color=BLACK if color == ORANGE else "white",
+                      bbox={"facecolor": color, "linewidth": 0, "pad": 0.5})
         start += count
 
 

@@ -28,7 +28,7 @@ from teaching.figures_style import (
 
 SHADES = {"F": (SKY, BLUE), "B": (ORANGE, VERMILLION), "I": (ORANGE, VERMILLION)}
 """Of a rank's first chunk and of its last."""
-DARK = [to_rgb(colour) for colour in ON_DARK]
+DARK = [to_rgb(color) for color in ON_DARK]
 WIDTH, LANE, MARGIN = 9.0, 0.36, 1.1
 """Of the figure, of a lane, and of what stands beside the lanes, in inches."""
 DIGIT = 0.64
@@ -89,11 +89,11 @@ def _held(passes: Sequence[Pass]) -> float:
 def _draw_lane(
     axes: Axes, row: float, passes: Sequence[Pass], inch: float, is_predicted: bool
 ) -> None:
-    colours = [_colour(each.action, _chunks(passes), is_predicted) for each in passes]
+    colors = [_color(each.action, _chunks(passes), is_predicted) for each in passes]
     widths = sorted(72 * (each.end - each.start) / inch for each in passes)
     axes.broken_barh(
         [(each.start, each.end - each.start) for each in passes], (row - 0.4, 0.8),
-        facecolors=colours, edgecolors=BLACK if is_predicted else "white",
+        facecolors=colors, edgecolors=BLACK if is_predicted else "white",
         linestyles="--" if is_predicted else "-",
         linewidths=min(0.8, 0.08 * widths[len(widths) // 10]),  # or edges would hide narrow blocks
     )
@@ -103,10 +103,10 @@ def _number_lane(
     axes: Axes, row: float, passes: Sequence[Pass], inch: float, size: float, is_predicted: bool
 ) -> None:
     for each in passes:
-        colour = _colour(each.action, _chunks(passes), is_predicted)
+        color = _color(each.action, _chunks(passes), is_predicted)
         if size <= _fitting_size(each, inch):
             axes.text((each.start + each.end) / 2, row, str(each.action.micro_batch), size=size,
-                      color="white" if colour in DARK else BLACK, ha="center",
+                      color="white" if color in DARK else BLACK, ha="center",
                       va="center_baseline")
 
 
@@ -122,13 +122,13 @@ def _font_size(passes: Sequence[Pass], inch: float, num_left_out: int) -> float:
     return min(LARGEST, size) if size >= SMALLEST else math.inf
 
 
-def _colour(action: Action, chunks: list[int], is_predicted: bool) -> tuple[float, ...]:
+def _color(action: Action, chunks: list[int], is_predicted: bool) -> tuple[float, ...]:
     """From the first shade of its kind to the last, in equal steps, chunk by chunk."""
     first, last = map(to_rgb, SHADES.get(action.kind, SHADES["B"]))
     share = chunks.index(action.stage) / max(1, len(chunks) - 1)
-    colour = tuple((1 - share) * a + share * b for a, b in zip(first, last, strict=True))
-    colour = pale(colour) if action.kind == "W" else colour
-    return pale(colour) if is_predicted else colour
+    color = tuple((1 - share) * a + share * b for a, b in zip(first, last, strict=True))
+    color = pale(color) if action.kind == "W" else color
+    return pale(color) if is_predicted else color
 
 
 def measured_timeline(

@@ -29,7 +29,7 @@ from teaching.figures_style import (
     plain_log_ticks,
 )
 
-PART_STYLE = {  # in the order in which they are stacked: colour, hatch, and the name that is shown
+PART_STYLE = {  # in the order in which they are stacked: color, hatch, and the name that is shown
     "matmul": (SKY, "", "products"),
     "attention": (BLUE, "", "attention"),
     "elementwise": (pale(SKY), "", "elementwise"),
@@ -65,13 +65,13 @@ def draw_steps(axes: Axes, steps: dict[str, dict[str, float]], unit: str = "s") 
     for row, parts in enumerate(steps.values()):
         total = sum(parts.values())
         left = 0.0
-        for part, (colour, hatch, _) in PART_STYLE.items():
+        for part, (color, hatch, _) in PART_STYLE.items():
             width = parts.get(part, 0.0)
-            axes.barh(row, width, 0.7, left, color=colour, hatch=hatch, linewidth=0.7,
+            axes.barh(row, width, 0.7, left, color=color, hatch=hatch, linewidth=0.7,
                       edgecolor=GREY if hatch else "white")
             if width > WIDE * span:
                 axes.text(left + width / 2, row, f"{width / total:.0%}", ha="center", va="center",
-                          size=10, color="white" if colour == BLUE else BLACK,
+                          size=10, color="white" if color == BLUE else BLACK,
                           backgroundcolor="white" if hatch else "none")
             left += width
         axes.annotate(f"{total:.3g} {unit}", (total, row), textcoords="offset points",
@@ -88,7 +88,7 @@ def draw_steps(axes: Axes, steps: dict[str, dict[str, float]], unit: str = "s") 
 
 
 def _name_parts(axes: Axes, parts: list[str]) -> None:
-    """A line above the bars: each part's name behind a square of its colour."""
+    """A line above the bars: each part's name behind a square of its color."""
     handles = [Rectangle((0, 0), 1, 1, facecolor=PART_STYLE[part][0], hatch=PART_STYLE[part][1],
                          edgecolor=GREY, linewidth=0.5) for part in parts]
     axes.figure.legend(
@@ -109,9 +109,9 @@ def landscape(
     figure, axes = canvas(height=4.0)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    for points, colour in ((too_large, GREY), (fitting, SKY)):
+    for points, color in ((too_large, GREY), (fitting, SKY)):
         if points:
-            axes.plot(*zip(*points, strict=True), ".", color=colour, markersize=2.5,
+            axes.plot(*zip(*points, strict=True), ".", color=color, markersize=2.5,
                       markeredgewidth=0, rasterized=True)
     points = [*fitting, *too_large]
     left, right = min(x for x, _ in points) / 1.15, max(x for x, _ in points) * 1.15
@@ -119,11 +119,11 @@ def landscape(
     axes.annotate("does not fit", (limit, 1), xycoords=("data", "axes fraction"), color=GREY,
                   textcoords="offset points", xytext=(4, -3), va="top")
 
-    colours = (BLACK, VERMILLION, GREEN, PURPLE)
-    for (name, (x, y)), colour in zip(marked.items(), colours, strict=False):
-        axes.plot([x], [y], "o", color=colour, markersize=8, zorder=4)
+    colors = (BLACK, VERMILLION, GREEN, PURPLE)
+    for (name, (x, y)), color in zip(marked.items(), colors, strict=False):
+        axes.plot([x], [y], "o", color=color, markersize=8, zorder=4)
         axes.annotate(name, (x, y), textcoords="offset points", xytext=(0, -16), ha="center",
-                      color=colour, zorder=4,
+                      color=color, zorder=4,
                       bbox={"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1})
     lowest = min(y for _, y in [*points, *marked.values()])
     axes.set_xlim(left, right)
@@ -139,7 +139,7 @@ def landscape(
 
 @rc_context(STYLE)
 def errors(groups: dict[str, dict[str, Sequence[float]]], band: float = 0.1) -> Figure:
-    """Draw by which share predictions are off: a row for each source, and a colour for each group.
+    """Draw by which share predictions are off: a row for each source, and a color for each group.
 
     `groups` maps a group's name to its sources: name and predicted / published - 1 of every row.
     The one that is furthest off has its number. Within `band` the background is grey.
@@ -151,14 +151,14 @@ def errors(groups: dict[str, dict[str, Sequence[float]]], band: float = 0.1) -> 
     span = max(1.5 * band, *(1.3 * abs(error) for error in furthest))  # with its number
     axes.axvspan(-band, band, color=BAND, zorder=0)
     axes.axvline(0, color=BLACK, linewidth=1, zorder=1)
-    colours = dict(zip(groups, (BLUE, VERMILLION, GREEN, PURPLE), strict=False))
+    colors = dict(zip(groups, (BLUE, VERMILLION, GREEN, PURPLE), strict=False))
     for y, ((group, _, values), error) in enumerate(zip(rows, furthest, strict=True)):
-        axes.plot(values, [y] * len(values), "o", color=colours[group], markersize=8, alpha=0.7)
+        axes.plot(values, [y] * len(values), "o", color=colors[group], markersize=8, alpha=0.7)
         axes.annotate(_percent(error), (error, y), va="center", textcoords="offset points",
                       xytext=(9 if error > 0 else -9, 0), ha="left" if error > 0 else "right")
-    for group, colour in colours.items():
+    for group, color in colors.items():
         first = next(y for y, row in enumerate(rows) if row[0] == group)
-        axes.text(span, first, group, color=colour, ha="right", va="center")
+        axes.text(span, first, group, color=color, ha="right", va="center")
 
     axes.set_xlim(-span, span)
     axes.set_ylim(len(rows) - 0.5, -0.6)
@@ -178,11 +178,11 @@ def _percent(error: float) -> str:
 
 @rc_context(STYLE)
 def time_and_memory(
-    parts: dict[str, float], kinds: dict[str, float], limit: float, colours: dict[str, str]
+    parts: dict[str, float], kinds: dict[str, float], limit: float, colors: dict[str, str]
 ) -> Figure:
     """Draw a step's seconds above a GPU's gigabytes, with what lies beyond `limit` as a band.
 
-    `kinds` are GB by kind, in `colours`; both dictionaries may be empty.
+    `kinds` are GB by kind, in `colors`; both dictionaries may be empty.
     """
     figure = Figure(figsize=(7.0, 3.4), layout="constrained")
     above, below = figure.subplots(2)
@@ -198,7 +198,7 @@ def time_and_memory(
     below.annotate("kept free", (limit, 1), xycoords=("data", "axes fraction"), color=GREY,
                    textcoords="offset points", xytext=(4, -3), va="top")
     for kind, gigabytes in kinds.items():
-        below.barh(0, gigabytes, 0.7, left, color=colours[kind], edgecolor="white", label=kind)
+        below.barh(0, gigabytes, 0.7, left, color=colors[kind], edgecolor="white", label=kind)
         left += gigabytes
     if kinds:
         below.annotate(f"{total:.3g} GB", (total, 0), textcoords="offset points", xytext=(5, 0),

@@ -45,8 +45,8 @@ LOOKS = {"zero": VERMILLION, "subnormal": ORANGE, "normal": BLUE, "inf": PURPLE}
 def exponent_histogram(tensors: dict[str, Tensor], loss_scale: float = 1.0) -> Figure:
     """Draw how the magnitudes of each tensor times `loss_scale` spread over the powers of two.
 
-    A row per tensor, coloured by what float16 makes of the values; the ranges above say which
-    colour is what. A black outline is the tensor before it was scaled. Half of the smallest
+    A row per tensor, colored by what float16 makes of the values; the ranges above say which
+    color is what. A black outline is the tensor before it was scaled. Half of the smallest
     number, 2^-25, is where values round to zero.
     """
     figure = Figure(figsize=(7.0, 1.3 + 1.3 * len(tensors)), layout="constrained")
@@ -77,7 +77,7 @@ def _fate(values: Tensor) -> str:
 
 
 def _draw_ranges(axes: Axes, left: float, right: float) -> None:
-    """What fp16 makes of each magnitude, in its colours, and how far bf16 reaches."""
+    """What fp16 makes of each magnitude, in its colors, and how far bf16 reaches."""
     for start, end, name in _regions(left, right):
         axes.barh(0, end - start, left=start, height=0.7, color=LOOKS[name])
         axes.text((start + end) / 2, 0, name, size=9, ha="center", va="center_baseline",
@@ -140,11 +140,11 @@ def one_weight(histories: dict[str, Sequence[float]], grid: str | None = None) -
     axes.set_ylim(low, high)
 
     last_label = -math.inf
-    colours = dict(zip(histories, (VERMILLION, BLUE, GREEN, PURPLE, BLACK), strict=False))
+    colors = dict(zip(histories, (VERMILLION, BLUE, GREEN, PURPLE, BLACK), strict=False))
     for name, history in sorted(histories.items(), key=lambda item: item[1][-1]):
-        axes.plot(range(len(history)), history, color=colours[name], drawstyle="steps-post")
+        axes.plot(range(len(history)), history, color=colors[name], drawstyle="steps-post")
         last_label = max(history[-1], last_label + 1.1 * margin)
-        label_end(axes, len(history) - 1, last_label, name, colours[name])
+        label_end(axes, len(history) - 1, last_label, name, colors[name])
 
     longest = max(map(len, histories.values())) - 1
     axes.set_xlim(0, longest)

@@ -13,9 +13,9 @@ from teaching.figures_style import (
     BLACK,
     BLUE,
     GREY,
-    KIND_COLOUR,
+    KIND_COLOR,
     ON_DARK,
-    RANK_COLOUR,
+    RANK_COLOR,
     STYLE,
     canvas,
     count_bytes,
@@ -30,7 +30,7 @@ SHORTEST = 0.003
 
 @dataclass(frozen=True)
 class Block:
-    """A stretch of time in one lane; `kind`, a key of `KIND_COLOUR` as a rule, gives the colour."""
+    """A stretch of time in one lane; `kind`, a key of `KIND_COLOR` as a rule, gives the color."""
 
     kind: str
     start: float
@@ -94,7 +94,7 @@ def _draw_block(
 ) -> None:
     width = block.end - block.start
     axes.barh(
-        row, width, 0.7, block.start, color=KIND_COLOUR.get(block.kind, BAND),
+        row, width, 0.7, block.start, color=KIND_COLOR.get(block.kind, BAND),
         alpha=0.45 if is_predicted else 1.0, edgecolor=BLACK if is_predicted else "white",
         linestyle="--" if is_predicted else "-",
         linewidth=1 if width > 0.02 * span else 0.4,  # or the edges would hide narrow blocks
@@ -189,8 +189,8 @@ def wire(
 def _draw_bar(
     axes: Axes, y: float, rank: int | None, value: float, tick: float, span: float
 ) -> None:
-    colour = BLUE if rank is None else RANK_COLOUR[rank % len(RANK_COLOUR)]
-    axes.barh(y, value, 0.8, color=colour)
+    color = BLUE if rank is None else RANK_COLOR[rank % len(RANK_COLOR)]
+    axes.barh(y, value, 0.8, color=color)
     axes.plot([tick, tick], [y - 0.48, y + 0.48], color=BLACK, linewidth=2.5)
 
     name, number = "each rank" if rank is None else f"rank {rank}", plain_bytes(value)
@@ -198,7 +198,7 @@ def _draw_bar(
     if fits:
         axes.annotate(
             name, (0, y), textcoords="offset points", xytext=(5, 0), va="center", size=10,
-            color="white" if colour in ON_DARK else BLACK,
+            color="white" if color in ON_DARK else BLACK,
         )
     axes.annotate(
         number if fits else f"{number}, {name}", (max(value, tick), y), va="center", size=10,

@@ -12,7 +12,7 @@ from teaching.figures_style import (
     BLACK,
     GREY,
     ON_DARK,
-    RANK_COLOUR,
+    RANK_COLOR,
     STYLE,
     canvas,
 )
@@ -43,7 +43,7 @@ def sent_chunks(size: int, time: int) -> list[tuple[int, int]]:
 def ring_frame(size: int, step: int) -> Figure:
     """Draw the ring all-reduce after `step` of its 2 (size - 1) steps, one row per rank.
 
-    A cell is a chunk; it is filled with the colours and numbers of the ranks that are summed in
+    A cell is a chunk; it is filled with the colors and numbers of the ranks that are summed in
     it. An arrow shows what has come from the rank before.
     """
     figure, axes = canvas(height=0.8 + 0.6 * size)
@@ -95,8 +95,8 @@ def _draw_chunk(
     for other in sorted(summed):
         width = 0.88 / size
         left = chunk + 0.06 + other * width
-        colour = RANK_COLOUR[other % len(RANK_COLOUR)]
-        axes.add_patch(Rectangle((left, rank + 0.12), width, 0.76, facecolor=colour))
+        color = RANK_COLOR[other % len(RANK_COLOR)]
+        axes.add_patch(Rectangle((left, rank + 0.12), width, 0.76, facecolor=color))
         if numbered:
             axes.text(left + width / 2, rank + 0.5, str(other), ha="center", va="center", size=10,
-                      color="white" if colour in ON_DARK else BLACK)
+                      color="white" if color in ON_DARK else BLACK)

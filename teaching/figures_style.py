@@ -1,4 +1,4 @@
-"""What all figures share: colours, fonts, labels, and the way into a notebook or a file.
+"""What all figures share: colors, fonts, labels, and the way into a notebook or a file.
 
 Figures are drawn without pyplot and so without a screen or global state.
 """
@@ -12,14 +12,14 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-# Okabe and Ito's colours: told apart with every common colour blindness.
+# Okabe and Ito's colors: told apart with every common color blindness.
 BLUE, ORANGE, GREEN, VERMILLION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 SKY, PURPLE, YELLOW, BLACK = "#56B4E9", "#CC79A7", "#F0E442", "#000000"
 GREY, BAND = "#6B6B6B", "#E3E3E3"
-RANK_COLOUR = (BLUE, ORANGE, GREEN, VERMILLION, SKY, PURPLE, YELLOW, GREY)  # and its number
+RANK_COLOR = (BLUE, ORANGE, GREEN, VERMILLION, SKY, PURPLE, YELLOW, GREY)  # and its number
 ON_DARK = {BLUE, GREEN, VERMILLION, GREY}  # on these a number is white
 
-KIND_COLOUR = {
+KIND_COLOR = {
     "forward": SKY, "backward": ORANGE, "optimizer": GREEN, "communication": PURPLE,
 }
 
@@ -73,15 +73,15 @@ def canvas(width: float = 7.0, height: float = 3.3) -> tuple[Figure, Axes]:
     return figure, figure.add_subplot()
 
 
-def pale(colour: str) -> tuple[float, ...]:
-    """The colour of what is predicted: half white, and opaque, so nothing shines through."""
-    return tuple((1 + channel) / 2 for channel in to_rgb(colour))
+def pale(color: str) -> tuple[float, ...]:
+    """The color of what is predicted: half white, and opaque, so nothing shines through."""
+    return tuple((1 + channel) / 2 for channel in to_rgb(color))
 
 
-def label_end(axes: Axes, x: float, y: float, text: str, colour: str) -> None:
-    """Write a line's name to the right of its end, in its colour."""
+def label_end(axes: Axes, x: float, y: float, text: str, color: str) -> None:
+    """Write a line's name to the right of its end, in its color."""
     axes.annotate(
-        text, (x, y), textcoords="offset points", xytext=(6, 0), va="center", color=colour,
+        text, (x, y), textcoords="offset points", xytext=(6, 0), va="center", color=color,
         annotation_clip=False,
     )
 

@@ -78,7 +78,7 @@ def overflows(dtype: torch.dtype, value: float) -> bool:
     """Whether `value` rounds beyond the largest number: to what depends on format and version."""
     layout = layout_of(dtype)
     halfway = layout.largest + layout.spacing(layout.largest) / 2
-    is_odd = _pattern(dtype, layout.largest) % 2 == 1  # ties go to the even neighbour
+    is_odd = _pattern(dtype, layout.largest) % 2 == 1  # ties go to the even neighbor
     return abs(value) > halfway or (abs(value) == halfway and is_odd)
 
 

@@ -1,4 +1,4 @@
-"""Start an exercise again: its stub comes back, its neighbours stay, the old file is kept."""
+"""Start an exercise again: its stub comes back, its neighbors stay, the old file is kept."""
 
 import ast
 import re

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from minitron import launch
 from minitron.config import ConfigError, require
-from teaching.exercises import ROOT, Exercise, find, is_stub, load, replaced
+from teaching.exercises import ROOT, Exercise, find, is_stub, load, replaced, variants
 
 
 @contextmanager
@@ -33,9 +33,10 @@ def use(*ids: str, root: Path = ROOT) -> Iterator[None]:
             require(not is_stub(exercise, root), f"exercise {exercise} is not written yet",
                     f"edit {exercise.file}, then minitron check {exercise.id}")
             written = _load_or_explain(exercise, root)
-            for name, original in replaced(exercise).items():
-                _swap(original, written[name])
-                swapped.append((original, written[name]))
+            pairs = [(original, written[name]) for name, original in replaced(exercise).items()]
+            for original, mine in pairs + variants(exercise):
+                _swap(original, mine)
+                swapped.append((original, mine))
         yield
     finally:
         launch.RANK_CONTEXTS.remove(on_ranks)

@@ -224,10 +224,10 @@ def sequence_explorer() -> None:
             "model": tuple(cost.PUBLISHED),
             "sequence_length": (1024, 2048, 4096, 8192, 16_384, 32_768),
             "micro_batch": (1, 2, 4, 8),
-            "attention": ("materialised", "fused"),
+            "attention": ("materialized", "fused"),
         },
         start={"model": "GPT-3 175B", "sequence_length": 2048, "micro_batch": 1,
-               "attention": "materialised"},
+               "attention": "materialized"},
         task="find the fewest ranks with which each line gets below the band. Which lines bend, "
              "and what does not shrink there? Then take the fused attention: what is selective "
              "recomputation still worth?",

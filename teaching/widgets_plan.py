@@ -15,7 +15,7 @@ from minitron.plan.job import Decision, Job
 from minitron.plan.money import training_days
 from minitron.plan.search import Candidate, checked, grid_of, layouts
 from teaching.drawings import Drawing
-from teaching.figures_memory import CATEGORY_COLOUR
+from teaching.figures_memory import CATEGORY_COLOR
 from teaching.figures_plan import time_and_memory
 from teaching.widgets import explore
 
@@ -60,7 +60,7 @@ def draw_plan(job: str, tp: int, pp: int, micro_batch: int) -> Drawing:
     try:
         best = best_of(job, tp, pp, micro_batch)
     except ConfigError as error:
-        return time_and_memory({}, {}, limit, CATEGORY_COLOUR), f"It cannot run: {error}."
+        return time_and_memory({}, {}, limit, CATEGORY_COLOR), f"It cannot run: {error}."
     estimate = best.estimate
     kinds = {kind: size / 1e9 for kind, size in estimate.memory.items()}
     flops = tokens / given.sequence_length / given.global_batch_size * estimate.model_flops
@@ -70,7 +70,7 @@ def draw_plan(job: str, tp: int, pp: int, micro_batch: int) -> Drawing:
         f"{best}: {best.seconds:.3g} s a step, {estimate.mfu:.0%} MFU, {days:,.0f} days for "
         f"{tokens / 1e12:g} T tokens; {best.total_bytes / 1e9:.0f} GB, which {fits}."
     )
-    return time_and_memory(estimate.parts, kinds, limit, CATEGORY_COLOUR), sentence
+    return time_and_memory(estimate.parts, kinds, limit, CATEGORY_COLOR), sentence
 
 
 @cache

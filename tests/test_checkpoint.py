@@ -19,7 +19,7 @@ KIB = 256
 
 
 def state_of(step):
-    return {"weights": Boxes.whole(torch.full((KIB,), float(step)))}
+    return {"weights": Boxes.full(torch.full((KIB,), float(step)))}
 
 
 def save(folder, step, keep=3, group=ALONE, state=None):
@@ -31,7 +31,7 @@ def load(folder, group=ALONE):
     """Step and weights of the newest good one."""
     path = checkpoint.newest_good(folder, group)
     weights = torch.zeros(KIB)
-    checkpoint.load(path, {"weights": Boxes.whole(weights)}, group)
+    checkpoint.load(path, {"weights": Boxes.full(weights)}, group)
     return checkpoint.facts_of(path)["step"], weights
 
 
@@ -49,7 +49,7 @@ def test_the_newest_is_found_and_the_oldest_deleted(tmp_path):
 
 def test_a_step_can_be_saved_again(tmp_path):
     save(tmp_path, 1)
-    save(tmp_path, 1, state={"weights": Boxes.whole(torch.full((KIB,), 7.0))})
+    save(tmp_path, 1, state={"weights": Boxes.full(torch.full((KIB,), 7.0))})
     assert load(tmp_path)[1][0] == 7 and names(tmp_path) == ["step_00000001"]
 
 
@@ -118,7 +118,7 @@ def test_nothing_to_resume_is_told(tmp_path):
 
 def save_two_and_load(group, folder):
     for step in (1, 2):
-        state = {f"weights.{group.rank()}": Boxes.whole(torch.full((KIB,), float(step)))}
+        state = {f"weights.{group.rank()}": Boxes.full(torch.full((KIB,), float(step)))}
         save(folder, step, group=group, state=state)
     if group.rank() == 0:
         flip_a_bit(folder / "step_00000002" / "rank_00001.safetensors")
@@ -136,7 +136,7 @@ def test_what_one_rank_finds_damaged_none_takes(tmp_path):
 def test_what_fails_in_the_background_is_told_later(tmp_path, monkeypatch):
     saver = checkpoint.Saver(tmp_path, 3, ALONE, in_background=True)
     weights = torch.ones(KIB)
-    saver.save(1, {"weights": Boxes.whole(weights)}, {"step": 1})
+    saver.save(1, {"weights": Boxes.full(weights)}, {"step": 1})
     weights.zero_()  # training goes on
     saver.wait()
     assert load(tmp_path)[1][0] == 1
@@ -223,7 +223,7 @@ def test_a_full_device_is_told(tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint, "make_empty", on_full_device)
     with pytest.raises(ConfigError, match=r"step_00000002: cannot be written \(No space left"):
-        save(tmp_path, 2, state={"weights": Boxes.whole(torch.ones(1_000_000))})
+        save(tmp_path, 2, state={"weights": Boxes.full(torch.ones(1_000_000))})
     assert load(tmp_path)[0] == 1
 
 

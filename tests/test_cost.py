@@ -19,7 +19,7 @@ from minitron.model.transformer import (
     Block,
     Transformer,
     fused_attention,
-    materialised_attention,
+    materialized_attention,
     rotary_table,
 )
 from minitron.step import summed_loss
@@ -39,7 +39,7 @@ def test_flops_are_what_the_counter_sees(config):
     B, S = 2, 31
     model = Transformer(config)
     for block in model.blocks:
-        block.attention.attention_fn = materialised_attention
+        block.attention.attention_fn = materialized_attention
     tokens = torch.zeros(B, S, dtype=torch.int64)
 
     with FlopCounterMode(display=False) as counter:
@@ -78,7 +78,7 @@ def test_recomputed_flops_are_what_the_counter_sees(config, kind):
     B, S = 2, 31
     model = Transformer(config)
     for block in model.blocks:
-        block.attention.attention_fn = materialised_attention
+        block.attention.attention_fn = materialized_attention
     {"none": lambda _: None, "selective": apply_selective_recompute,
      "full": apply_full_recompute}[kind](model)
     tokens = torch.zeros(B, S, dtype=torch.int64)
@@ -171,7 +171,7 @@ def cuda_kernels(monkeypatch):
     monkeypatch.setattr(F, "rms_norm", rms_norm)
 
 
-ATTENTIONS = {"fused": fused_attention, "materialised": materialised_attention}
+ATTENTIONS = {"fused": fused_attention, "materialized": materialized_attention}
 BLOCKS = {
     "gpt": ModelConfig("gpt", 61, 64, 1, 48, 4, 4, 192),
     "gpt, dropout": ModelConfig("gpt", 61, 64, 1, 48, 4, 4, 192, dropout=0.1),
@@ -182,7 +182,7 @@ BLOCKS = {
 }
 # the CPU has no fused attention with dropout
 CASES = [(name, attention) for name, config in BLOCKS.items() for attention in ATTENTIONS
-         if attention == "materialised" or config.dropout == 0]
+         if attention == "materialized" or config.dropout == 0]
 
 
 def saved_by_a_block(config, B, S, dtype, attention_fn):
@@ -216,8 +216,8 @@ def test_a_block_saves_what_the_formula_says_to_the_byte(name, attention, dtype,
 
 def test_the_cpus_own_dropout_saves_masks_as_wide_as_values():
     config = BLOCKS["gpt, dropout"]
-    formula = cost.activation_bytes_per_layer(config, 2, 16, 4, "materialised", mask_bytes=4)
-    assert saved_by_a_block(config, 2, 16, torch.float32, materialised_attention) == formula
+    formula = cost.activation_bytes_per_layer(config, 2, 16, 4, "materialized", mask_bytes=4)
+    assert saved_by_a_block(config, 2, 16, torch.float32, materialized_attention) == formula
 
 
 def test_the_cpus_own_rms_norm_saves_its_normalised_input_too():
@@ -234,20 +234,20 @@ def test_gpt_is_equation_1_of_korthikanti_2022(cuda_kernels):
     config = ModelConfig("gpt", 61, s, 1, h, a, a, 4 * h, dropout=0.1)
     paper = s * b * h * 34 + 5 * a * s * s * b
     left_out = 2 * 8 * s * b + s * s
-    assert cost.activation_bytes_per_layer(config, b, s, 2, "materialised") == paper + left_out
+    assert cost.activation_bytes_per_layer(config, b, s, 2, "materialized") == paper + left_out
 
-    measured = saved_by_a_block(config, b, s, torch.bfloat16, materialised_attention)
+    measured = saved_by_a_block(config, b, s, torch.bfloat16, materialized_attention)
     assert measured == pytest.approx(paper, rel=0.02)
 
     gpt3, s = cost.PUBLISHED["GPT-3 175B"], 2048
     paper = s * 12288 * 34 + 5 * 96 * s * s
-    assert cost.activation_bytes_per_layer(gpt3, 1, s, 2, "materialised") == pytest.approx(
+    assert cost.activation_bytes_per_layer(gpt3, 1, s, 2, "materialized") == pytest.approx(
         paper, rel=0.002)
 
 
 def test_selective_and_full_are_rows_of_korthikantis_table_2():
     gpt3, s, h = cost.PUBLISHED["GPT-3 175B"], 2048, 12288
-    selective = cost.activation_bytes_per_layer(gpt3, 1, s, 2, "materialised", "selective")
+    selective = cost.activation_bytes_per_layer(gpt3, 1, s, 2, "materialized", "selective")
     assert selective - 2 * 8 * s == 34 * s * h
     assert cost.activation_bytes_per_layer(gpt3, 1, s, 2, recompute="full") == 2 * s * h
 

@@ -493,7 +493,7 @@ def test_random_bytes_in_json_are_one_line(strangers, refused):
 
 
 def save(folder: Path, step: int, keep: int = 3) -> Path:
-    boxes = {"weights": Boxes.whole(torch.full((8,), float(step)))}
+    boxes = {"weights": Boxes.full(torch.full((8,), float(step)))}
     return checkpoint.save(folder, step, boxes, {"step": step}, keep)
 
 

@@ -217,8 +217,7 @@ def gradients(group, config: Config) -> dict[str, torch.Tensor]:
 
 
 LAYOUTS = {
-    "one process": (1, {}), "bucketed": (2, {}), "naive": (2, {"data_parallel": "naive"}),
-    "hooked": (3, {"data_parallel": "hooked"}), "ZeRO-1": (2, {"zero": 1}),
+    "one process": (1, {}), "bucketed": (2, {}), "ZeRO-1": (2, {"zero": 1}),
     "ZeRO-2": (3, {"zero": 2}), "ZeRO-3": (2, {"zero": 3}), "tp": (2, {"tp": 2}),
     "sequence": (2, {"tp": 2, "sequence": True}), "pp": (2, {"pp": 2}),
     "zero-bubble": (2, {"pp": 2, "schedule": "zero-bubble"}),

@@ -34,8 +34,7 @@ micro_batch_size = 2
 eval_sequences = 4
 device = "cpu"
 """
-ON_2 = ["--parallel.data-parallel naive", "--parallel.data-parallel hooked", "",
-        "--parallel.zero 1", "--parallel.zero 2", "--parallel.zero 3", "--parallel.tp 2",
+ON_2 = ["", "--parallel.zero 1", "--parallel.zero 2", "--parallel.zero 3", "--parallel.tp 2",
         "--parallel.tp 2 --parallel.sequence --model.family gpt --model.num-kv-heads 4",
         "--parallel.pp 2 --parallel.schedule gpipe --model.family gpt --model.num-kv-heads 4",
         "--parallel.pp 2", "--parallel.pp 2 --parallel.schedule zero-bubble",

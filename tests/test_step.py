@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from minitron.config import ModelConfig, TrainConfig
-from minitron.model.transformer import Transformer, initialise
+from minitron.model.transformer import Transformer, initialize
 from minitron.precision import low_precision
 from minitron.step import (
     IGNORED,
@@ -22,7 +22,7 @@ CONFIG = ModelConfig(vocab_size=31, max_sequence_length=16, num_layers=2, width=
 
 def make_model() -> Transformer:
     model = Transformer(CONFIG).double()
-    initialise(model, seed=0)
+    initialize(model, seed=0)
     return model
 
 

@@ -56,7 +56,7 @@ def torchrun(num_ranks: int, *words: str) -> list[str]:
 
 
 @pytest.mark.parametrize("num_ranks, parallel", [
-    (2, {"data_parallel": "naive"}), (3, {"data_parallel": "hooked"}), (3, {}), (4, {}),
+    (2, {}), (3, {}), (4, {}),
     (2, {"zero": 1}), (3, {"zero": 2}), (4, {"zero": 3}),
     (3, {"zero": 3, "sync_every_micro_batch": False}),
 ], ids=str)

@@ -42,8 +42,6 @@ BATCH = 8  # cases for which ranks are started once
 
 FAMILIES = "gpt", "llama"
 DATA = {
-    "naive": {"data_parallel": "naive"},
-    "hooked": {"data_parallel": "hooked"},
     "bucketed": {},
     "zero1": {"zero": 1},
     "zero2": {"zero": 2},
@@ -206,7 +204,7 @@ def records_of(group, case: Case, apply, make_model, num_micro_batches: int) -> 
 def differences(case: Case, by_rank: list[Records]) -> list[str]:
     """Where the ranks leave one process, for each optimizer; [] if nowhere."""
     schedule = case.schedule if case.schedule == "interleaved" else "1f1b"  # it counts the layers
-    alike = case._replace(data="naive", sequence=False, recompute="none", schedule=schedule)
+    alike = case._replace(data="bucketed", sequence=False, recompute="none", schedule=schedule)
     found = {name: first_difference(moments, [records[name] for records in by_rank])
              for name, moments in of_one_process(alike).items()}
     return [f"{name}: {what}" for name, what in found.items() if what] + apart(by_rank)
@@ -244,7 +242,7 @@ def try_each(cases: list[Case]) -> list[list[str]]:
 
 
 def in_batches(cases: list[Case]) -> Iterator[list[Case]]:
-    """Neighbours with as many ranks, BATCH at most."""
+    """Neighbors with as many ranks, BATCH at most."""
     for _, alike in groupby(cases, key=lambda case: case.num_ranks):
         alike = list(alike)
         yield from (alike[first:first + BATCH] for first in range(0, len(alike), BATCH))

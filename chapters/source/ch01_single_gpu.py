@@ -50,7 +50,7 @@ from minitron.corpus.story_grammar import ADJECTIVES, BOYS, GIRLS, OBJECTS, PLAC
 from minitron.dataset import TokenDataset
 from minitron.measure.clock import DENSE_BF16_PEAKS, Clock, peak_flops
 from minitron.model.generate import generate
-from minitron.model.transformer import Transformer, initialise
+from minitron.model.transformer import Transformer, initialize
 from minitron.step import (
     accumulate_gradients, forward_backward, learning_rate, make_optimizer, train_step,
 )
@@ -139,7 +139,7 @@ print(tokenizer.decode(batch[0].tolist(), skip_special_tokens=False))
 
 # %% [markdown]
 # The unit of work is the token, not the sequence: 16 sequences of 64 targets are a batch of 1,024
-# tokens. Neighbouring columns of the same row serve as input and target.
+# tokens. Neighboring columns of the same row serve as input and target.
 
 # %% [markdown]
 # ## 3. One step, by hand
@@ -148,7 +148,7 @@ print(tokenizer.decode(batch[0].tolist(), skip_special_tokens=False))
 
 # %%
 model = Transformer(config)
-initialise(model, seed=0)
+initialize(model, seed=0)
 optimizer = make_optimizer(model, TrainConfig(learning_rate=1e-3), cpu)
 
 
@@ -225,7 +225,7 @@ print(f"optimizer: {optimizer_ms / update:.0%} of the step")
 def train_steps(num_steps, peak=0.01, warmup_steps=50, config=config, watch=None):
     """Train a new model for the first `num_steps` of 600; returns it and its losses."""
     model = Transformer(config)
-    initialise(model, seed=0)
+    initialize(model, seed=0)
     optimizer = make_optimizer(model, TrainConfig(), cpu)
     losses = []
     for step in range(num_steps):
@@ -283,7 +283,7 @@ show(scaling(
 
 # %% [markdown]
 # The dashed line has one measured number in it, the variance at one sequence; the other points had
-# to fall on it, and would not if neighbouring samples were alike. That is why `TokenDataset` reads
+# to fall on it, and would not if neighboring samples were alike. That is why `TokenDataset` reads
 # them in a shuffled order.
 #
 # The critical batch is not a constant of the model. Early in training nearly all sequences agree on
@@ -451,7 +451,7 @@ show(curves(steps, {"rate": rates}, "step", "learning rate"), alt=(
 #
 # ### How near to the limit?
 #
-# Tokens per second say how fast a run is, but not whether that is good. **Model FLOPs utilisation**
+# Tokens per second say how fast a run is, but not whether that is good. **Model FLOPs utilization**
 # divides by what the device could do (Chowdhery et al. 2022, appendix B):
 #
 # $$ \mathrm{MFU} = \frac{\text{tokens/s} \times \text{FLOPs per token}}{\text{peak FLOP/s}} $$
@@ -464,7 +464,7 @@ show(curves(steps, {"rate": rates}, "step", "learning rate"), alt=(
 
 # %%
 model = Transformer(config)
-initialise(model, seed=0)
+initialize(model, seed=0)
 optimizer = make_optimizer(model, TrainConfig(), cpu)
 clock = Clock(training, peak_flops(cpu, torch.float32), cpu)
 

@@ -43,7 +43,7 @@ from teaching.widgets import memory_calculator
 # %%
 from minitron.measure.meter import Meter
 from minitron.model.transformer import (
-    FeedForward, Transformer, fused_attention, initialise, materialised_attention,
+    FeedForward, Transformer, fused_attention, initialize, materialized_attention,
 )
 from minitron.step import make_optimizer, train_step
 
@@ -127,13 +127,13 @@ for name, recipe in cost.RECIPES.items():
 # operator; here for one sequence:
 
 # %% tags=["output-activations", "nbval-check-output"]
-for attention in ("fused", "materialised"):
+for attention in ("fused", "materialized"):
     held = cost.activation_bytes(llama_8b, batch_size=1, sequence_length=8192, attention=attention)
     print(f"activations of one sequence of 8,192 tokens, {attention:12} attention "
           f"{held / GB:6.0f} GB")
 
 # %% [markdown]
-# *Materialised* attention writes the S x S matrix of scores to memory, as the formula in the paper
+# *Materialized* attention writes the S x S matrix of scores to memory, as the formula in the paper
 # does. The *fused* kernel computes it in tiles and never stores it (Dao et al. 2022). We take the
 # fused one unless we say otherwise, and come back to the difference.
 
@@ -158,7 +158,7 @@ B, S = 8, 128  # sequences, tokens each
 # %%
 def build(config):
     model = Transformer(config)
-    initialise(model, seed=0)
+    initialize(model, seed=0)
     return model, make_optimizer(model, TrainConfig(), cpu)
 
 
@@ -323,7 +323,7 @@ print(f"{'4 B S (D + 2 F)':16} {4 * B * S * (D + 2 * F_width):9,} bytes")
 
 # %% [markdown]
 # The guess is exact, because nothing here is a matter of taste: an operator's derivative says what
-# it needs. Do this for a whole GPT block, with materialised attention and dropout, in 16 bits, and
+# it needs. Do this for a whole GPT block, with materialized attention and dropout, in 16 bits, and
 # you get the formula of Korthikanti et al. (2022, section 4.1), with their names for our S, B, D
 # and H:
 #
@@ -337,7 +337,7 @@ gpt_block = dataclasses.replace(llama_8b, family="gpt", num_kv_heads=32, ffn_wid
                                 dropout=0.1, num_layers=1)
 s, b, h, a = 2048, 1, 4096, 32
 paper = s * b * h * (34 + 5 * a * s / h)
-ours = cost.activation_bytes_per_layer(gpt_block, b, s, attention="materialised")
+ours = cost.activation_bytes_per_layer(gpt_block, b, s, attention="materialized")
 print(f"paper {paper:13,.0f} bytes per layer")
 print(f"cost  {ours:13,} bytes per layer, {ours / paper - 1:+.1%}")
 
@@ -392,7 +392,7 @@ for name, model_config, batch_size, length in (
 # %% tags=["figure-sequence"]
 lengths = [32, 64, 128, 256, 512]
 measured, predicted = {}, {}
-for name, function in (("fused", fused_attention), ("materialised", materialised_attention)):
+for name, function in (("fused", fused_attention), ("materialized", materialized_attention)):
     batches = [2048 // length for length in lengths]
     measured[name] = [activations(config, b, s, function) / MB
                       for b, s in zip(batches, lengths, strict=True)]
@@ -651,7 +651,7 @@ def cut(pool, size, i, j):
 
 # %%
 def give_back(pool, cell):
-    """Free a cell and join it with free neighbours of its segment."""
+    """Free a cell and join it with free neighbors of its segment."""
     cell.used = False
     for segment in pool:
         joined = []
@@ -703,7 +703,7 @@ state_of("one tensor of 40 MiB", pool)
 #
 # Two remedies. Let shapes be the same in every step, so that each freed block fits its successor.
 # Or set `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, which maps memory in small pages into
-# one long segment, so that free neighbours join. On your GPU, four calls tell the story:
+# one long segment, so that free neighbors join. On your GPU, four calls tell the story:
 # `torch.cuda.max_memory_allocated()` is what the meter predicts, `torch.cuda.max_memory_reserved()`
 # is what the device gives up, `torch.cuda.memory._record_memory_history()` before the step and
 # `torch.cuda.memory._dump_snapshot(path)` after it draw every block at pytorch.org/memory_viz.
@@ -747,7 +747,7 @@ for name, shape in models.items():
 #    no optimizer state.
 # 3. What an operator saves follows from its derivative, so activations can be counted on paper, and
 #    paper, meter and PyTorch's tracker agree within 2 %.
-# 4. With a fused attention kernel, activations grow with the tokens; with a materialised one, with
+# 4. With a fused attention kernel, activations grow with the tokens; with a materialized one, with
 #    the sequence length squared. The state does not depend on either.
 # 5. A number that still has its graph holds every activation of that graph; what is reserved on a
 #    GPU is more than what is allocated, because free bytes may lie in pieces.

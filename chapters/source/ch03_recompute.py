@@ -44,10 +44,10 @@ from minitron.measure.meter import Meter
 
 # %%
 from minitron.model.recompute import (
-    Surroundings, apply_full_recompute, apply_segmented_recompute, apply_selective_recompute,
+    ForwardContext, apply_full_recompute, apply_segmented_recompute, apply_selective_recompute,
     recompute, segments_for_budget, sqrt_segments,
 )
-from minitron.model.transformer import Transformer, initialise, materialised_attention
+from minitron.model.transformer import Transformer, initialize, materialized_attention
 from minitron.step import make_optimizer, train_step
 
 torch.set_num_threads(1)
@@ -62,7 +62,7 @@ MB, GB = 1e6, 1e9
 
 # %% tags=["output-question", "nbval-check-output"]
 gpt3, S3 = cost.PUBLISHED["GPT-3 175B"], 2048
-one_sequence = cost.activation_bytes(gpt3, 1, S3, attention="materialised")
+one_sequence = cost.activation_bytes(gpt3, 1, S3, attention="materialized")
 print(f"activations of one sequence: {one_sequence / GB:.0f} GB")
 print(f"sequences in 80 GB: {80 * GB / one_sequence:.2f}")
 
@@ -84,7 +84,7 @@ print(f"sequences in 80 GB: {80 * GB / one_sequence:.2f}")
 # <details><summary>Answer</summary>
 #
 # A step was three forward passes, one forward and two for backward. It becomes four, a third more.
-# The factor is the surprise: a block with materialised attention keeps more than fifty times its
+# The factor is the surprise: a block with materialized attention keeps more than fifty times its
 # input at this size.
 #
 # </details>
@@ -93,8 +93,8 @@ print(f"sequences in 80 GB: {80 * GB / one_sequence:.2f}")
 training = cost.training_flops_per_token(gpt3, S3)
 print("recompute   one layer   all layers with head and loss   FLOPs added")
 for kind in ("none", "selective", "full"):
-    layer = cost.activation_bytes_per_layer(gpt3, 1, S3, 2, "materialised", kind)
-    model_bytes = cost.activation_bytes(gpt3, 1, S3, 2, "materialised", kind)
+    layer = cost.activation_bytes_per_layer(gpt3, 1, S3, 2, "materialized", kind)
+    model_bytes = cost.activation_bytes(gpt3, 1, S3, 2, "materialized", kind)
     added = cost.recompute_flops_per_token(gpt3, S3, kind) / training
     print(f"{kind:9} {layer / GB:9.2f} GB {model_bytes / GB:28.1f} GB {added:13.1%}")
 
@@ -105,7 +105,7 @@ for kind in ("none", "selective", "full"):
 # %% [markdown]
 # ## 3. Picture
 #
-# Sixteen layers, materialised attention, dropout, and the meter. First a plain step, then the same
+# Sixteen layers, materialized attention, dropout, and the meter. First a plain step, then the same
 # step with every block replayed.
 #
 # **Predict.** Draw the second skyline. Where is its peak, and what does the backward pass look
@@ -125,9 +125,9 @@ inputs, targets = batch[:, :-1], batch[:, 1:]
 # %%
 def build(policy=lambda model: None):
     model = Transformer(config)
-    initialise(model, seed=0)
+    initialize(model, seed=0)
     for block in model.blocks:
-        block.attention.attention_fn = materialised_attention
+        block.attention.attention_fn = materialized_attention
     policy(model)
     return model
 
@@ -274,7 +274,7 @@ def copying_batch(step):
 def train(policy, num_steps=120):
     torch.manual_seed(0)
     model = Transformer(small)
-    initialise(model, seed=0)
+    initialize(model, seed=0)
     policy(model)
     optimizer = make_optimizer(model, TrainConfig(), torch.device("cpu"))
     return [float(train_step(model, optimizer, [copying_batch(step)], 3e-3, 1.0)[0])
@@ -306,8 +306,8 @@ show(curves(range(1, 121), losses, "step", "loss (nats per token)"), alt=(
 print(inspect.getsource(recompute))
 
 # %% [markdown]
-# Whenever autograd saves a tensor, `replay.drop` takes it away and leaves a number in its place.
-# When backward asks for it, `replay.fetch` runs the function again and gives the new tensor out.
+# Whenever autograd saves a tensor, `call.drop` takes it away and leaves a number in its place.
+# When backward asks for it, `call.fetch` runs the function again and gives the new tensor out.
 # The graph itself stays the one of the plain run; only the saved tensors come from a replay. So
 # nothing special is needed for the weights, or for several inputs. A replay stops as soon as the
 # last saved tensor is there again.
@@ -315,7 +315,7 @@ print(inspect.getsource(recompute))
 # And the replay happens where the forward pass happened:
 
 # %%
-print(inspect.getsource(Surroundings.restored))
+print(inspect.getsource(ForwardContext.restored))
 
 # %% [markdown]
 # The generators are set back to what they were, and afterwards to what they are now, as if nothing
@@ -343,7 +343,7 @@ for name, policy in policies.items():
           f"generator {same_generator}")
 
 # %% [markdown]
-# One thing no surroundings can restore: a function that *counts*. Batch normalisation keeps a
+# One thing no surroundings can restore: a function that *counts*. Batch normalization keeps a
 # running mean and the number of batches it has seen.
 #
 # **Predict.** One batch, one backward pass. How many batches has the norm counted?
@@ -392,7 +392,7 @@ kinds = {"none": lambda model: None, **{k: policies[k] for k in ("selective", "f
 print("           after forward (MB)    at most    FLOPs added")
 print("           formula   measured   measured   formula  measured")
 for kind, policy in kinds.items():
-    formula = cost.activation_bytes(config, B, S, 4, "materialised", kind, mask_bytes=4)
+    formula = cost.activation_bytes(config, B, S, 4, "materialized", kind, mask_bytes=4)
     kept, most, flops = both_sides(policy)
     added = cost.recompute_flops_per_token(config, S, kind) / per_token
     print(f"{kind:9} {formula / MB:8.2f} {kept / MB:10.2f} {most / MB:10.2f} "
@@ -414,7 +414,7 @@ for kind, policy in kinds.items():
 # 16 layers segments of 4. Is that the lowest peak here?
 
 # %%
-block_bytes = cost.activation_bytes_per_layer(config, B, S, 4, "materialised", mask_bytes=4)
+block_bytes = cost.activation_bytes_per_layer(config, B, S, 4, "materialized", mask_bytes=4)
 boundary = cost.activation_bytes_per_layer(config, B, S, 4, recompute="full")
 lengths = [1, 2, 3, 4, 6, 8, 12, 16]
 peaks, predicted, added = [], [], []
@@ -483,7 +483,7 @@ show(curves([budget / MB for budget in budgets], {"measured": paid}, "budget for
 
 # %% tags=["output-claim", "nbval-check-output"]
 h, a = gpt3.width, gpt3.num_heads
-layer = {kind: cost.activation_bytes_per_layer(gpt3, 1, S3, 2, "materialised", kind)
+layer = {kind: cost.activation_bytes_per_layer(gpt3, 1, S3, 2, "materialized", kind)
          for kind in ("none", "selective", "full")}
 saved = 1 - layer["selective"] / layer["none"]
 counted = cost.recompute_flops_per_token(gpt3, S3, "selective") / training
@@ -509,7 +509,7 @@ def layer_of_gpt3(policy):
     with FakeTensorMode():
         x = torch.zeros(1, S3, h, dtype=torch.bfloat16, requires_grad=True)
         model = half(lambda: Transformer(one_layer))
-        model.blocks[0].attention.attention_fn = materialised_attention
+        model.blocks[0].attention.attention_fn = materialized_attention
         policy(model)
         with Meter(model) as meter, FlopCounterMode(display=False) as counter:
             out = model.run_blocks(model.blocks, x.clone(), None)
@@ -584,7 +584,7 @@ for num_sequences in (1, 2, 4, 8, 14):
 # 2. A replay gives the same gradient to the last bit, if it draws the same random numbers, runs in
 #    the same precision, and the function leaves nothing behind.
 # 3. A wrong replay has the right loss: only a comparison of gradients shows it.
-# 4. Selective recomputation is the best deal where attention is materialised, most of the bytes for
+# 4. Selective recomputation is the best deal where attention is materialized, most of the bytes for
 #    hardly any FLOPs; fused attention has it built in.
 # 5. Replay as few blocks as the budget allows, block by block: the square root is for layers that
 #    keep no more than their input.

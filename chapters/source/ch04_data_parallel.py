@@ -56,7 +56,7 @@ from minitron.measure.ledger import Ledger, merged
 from minitron.proof.oracle import after_backward, assert_same_training
 
 # %%
-from minitron.model.transformer import Transformer, initialise
+from minitron.model.transformer import Transformer, initialize
 from minitron.parallel.data.ddp import (
     FIRST_BUCKET_BYTES, BucketedDataParallel, HookedDataParallel, apply_bucketed_data_parallel,
     apply_hooked_data_parallel, apply_naive_data_parallel, assign_buckets, average_gradients,
@@ -188,7 +188,7 @@ batch = torch.randint(64, (16, 25), generator=generator)
 
 def build():
     model = Transformer(ModelConfig("gpt", 64, 24, 2, 32, 4, 4, 128))
-    initialise(model, seed=0)
+    initialize(model, seed=0)
     return model.double()
 
 
@@ -500,7 +500,7 @@ N = 2
 def start(seed=0):
     """A model, its optimizer, and one micro-batch of 512 tokens."""
     model = Transformer(wide)
-    initialise(model, seed)
+    initialize(model, seed)
     rows = torch.randint(256, (4, 129), generator=torch.Generator().manual_seed(seed))
     optimizer = make_optimizer(model, TrainConfig(), torch.device("cpu"))
     return model, optimizer, [(rows[:, :-1], rows[:, 1:])]

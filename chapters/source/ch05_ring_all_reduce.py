@@ -63,10 +63,10 @@ MB, GB = 1e6, 1e9
 # %% tags=["output-question", "nbval-check-output"]
 llama, num_gpus, link = cost.PUBLISHED["Llama 2 7B"], 64, 50 * GB
 gradient_bytes = 2 * cost.num_parameters(llama)  # 16-bit values
-centre = cost.naive_all_reduce_seconds(gradient_bytes, num_gpus, 0, link)
+center = cost.naive_all_reduce_seconds(gradient_bytes, num_gpus, 0, link)
 flops = 4096 * cost.training_flops_per_token(llama, 4096)
 print(f"one gradient: {gradient_bytes / GB:.1f} GB")
-print(f"the sum, with GPU 0 in the middle: {centre:.1f} s")
+print(f"the sum, with GPU 0 in the middle: {center:.1f} s")
 print(f"computing it, from 4,096 tokens a GPU at 400 TFLOP/s: {flops / 400e12:.2f} s")
 
 # %% [markdown]
@@ -155,7 +155,7 @@ show(wire(
 # everywhere: this is **reduce-scatter**. Then the finished chunks go round once more, without
 # adding: **all-gather**.
 #
-# Below, a row is a rank and a column is a chunk. A stripe is the part of one rank, in its colour,
+# Below, a row is a rank and a column is a chunk. A stripe is the part of one rank, in its color,
 # and an outlined chunk has just come from the row above (row 0 from the last).
 
 # %% tags=["figure-ring"]
@@ -470,7 +470,7 @@ for name, seconds in FORMULA.items():
 #
 # The halving has as many bytes as the ring and fewer messages. Why a ring, then? The formula gives
 # every pair of ranks a link of their own. Halving needs that: it has another partner in each step,
-# many of them far away, and their messages meet on shared links. A ring talks to two neighbours
+# many of them far away, and their messages meet on shared links. A ring talks to two neighbors
 # alone, which any wiring allows without two messages on one link (Patarasuk and Yuan 2009), and it
 # takes any N as it is.
 
@@ -672,7 +672,7 @@ print(f"at the rate measured on two nodes      {volume / (bus[0] * GB):.2f} s")
 
 # %% tags=["output-answer", "nbval-check-output"]
 answers = {
-    "GPU 0 in the middle": centre,
+    "GPU 0 in the middle": center,
     "one ring, 50 GB/s": cost.ring_all_reduce_seconds(gradient_bytes, 64, 0, network),
     "levels, NVLink inside": cost.hierarchical_all_reduce_seconds(
         gradient_bytes, 8, 8, cost.Link(0, nvlink), cost.Link(0, network)),

@@ -59,7 +59,7 @@ from minitron.proof.oracle import (
 )
 
 # %%
-from minitron.model.transformer import Transformer, initialise
+from minitron.model.transformer import Transformer, initialize
 from minitron.parallel.clipping import clip_pieces
 from minitron.parallel.data.ddp import apply_bucketed_data_parallel
 from minitron.parallel.data.fsdp import FullyShardedDataParallel, Unit, apply_fsdp
@@ -183,7 +183,7 @@ def backward(matrix, x, y, dy):
 
 # %% [markdown]
 # Adam (without its epsilon), and what it touches: one weight, its gradient, its two averages. No
-# number looks at its neighbour, so this works on any part of the weights.
+# number looks at its neighbor, so this works on any part of the weights.
 
 
 # %%
@@ -670,7 +670,7 @@ def shape_of(num_layers):
 
 def prepare(group, apply, num_layers):
     model = Transformer(shape_of(num_layers))
-    initialise(model, seed=0)
+    initialize(model, seed=0)
     parallel, optimizer = apply(model, group), adamw(model.parameters())
     if hasattr(parallel, "shard"):  # let it step this rank's part alone
         parallel.shard(optimizer)
@@ -842,7 +842,7 @@ tokens = torch.randint(256, (4, 129), generator=torch.Generator().manual_seed(0)
 def compute_alone(group):
     """Seconds of a forward and a backward pass without communication, the fastest of each."""
     model, fastest = Transformer(wide), (float("inf"),) * 2
-    initialise(model, seed=0)
+    initialize(model, seed=0)
     for _ in range(10):
         with Ledger() as ledger:
             loss_of(model, tokens).backward()
@@ -917,7 +917,7 @@ def ask_and_wait(unit):
 def slow_steps(group, apply, num_steps=6):
     """Calls, spans and seconds of each step on the slow network."""
     model, steps = Transformer(wide), []
-    initialise(model, seed=0)
+    initialize(model, seed=0)
     parallel = apply(model, group)
     optimizer = parallel.shard(adamw(model.parameters()))
     for _ in range(num_steps):

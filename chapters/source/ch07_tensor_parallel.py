@@ -55,10 +55,10 @@ from minitron.measure.ledger import Ledger, merged
 from minitron.measure.meter import Meter
 from minitron.parallel.one_device import OneDevice
 from minitron.proof.oracle import assert_same_training, small_model
-from minitron.model.transformer import Transformer, initialise
+from minitron.model.transformer import Transformer, initialize
 from minitron.parallel.tensor.cuts import PLAN, require_sizes
 from minitron.parallel.tensor.layers import (
-    RowParallelLinear, TensorParallel, WholeSequence, apply_tensor_parallel,
+    RowParallelLinear, TensorParallel, AllReduceExchange, apply_tensor_parallel,
 )
 
 # %%
@@ -369,7 +369,7 @@ def grouped_queries():
 
 # %% tags=["figure-grouped"]
 show(grouped_queries(), alt=(
-    "Of four ranks each has a query head of its own, and two neighbours hold the same key-value "
+    "Of four ranks each has a query head of its own, and two neighbors hold the same key-value "
     "head."
 ))
 
@@ -540,7 +540,7 @@ def loss_of(model, parallel, rows):
 def train(group, apply, num_steps=20):
     """Each step's loss, and in the end the parameters that every rank holds whole."""
     model, losses = small_gpt(), []
-    initialise(model, seed=0)
+    initialize(model, seed=0)
     parallel = apply(model, group)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(num_steps):
@@ -608,7 +608,7 @@ print(verdict(bias_first, 2))
 
 
 # %%
-class Forgotten(WholeSequence):
+class Forgotten(AllReduceExchange):
     def start_reduce(self, grad_partial):
         return lambda: grad_partial
 
@@ -722,7 +722,7 @@ def shape_of(num_layers):
 
 def prepare(group, config):
     model = Transformer(config)
-    initialise(model, seed=0)
+    initialize(model, seed=0)
     alone = group.size() == 1
     return model, OneDevice(model) if alone else apply_tensor_parallel(model, group)
 
@@ -962,7 +962,7 @@ print(f"that is {undivided / whole:.3%} of the whole")
 
 
 # %%
-class Waiting(WholeSequence):
+class Waiting(AllReduceExchange):
     """Waits for the sum of the input gradients, and goes on then."""
 
     def start_reduce(self, grad_partial):
@@ -1022,7 +1022,7 @@ def standstill(calls, spans):
 def fastest_step(group, exchange, num_steps=8):
     """Calls and spans of the fastest of some steps, without the optimizer's."""
     model, steps = Transformer(wide), []
-    initialise(model, seed=0)
+    initialize(model, seed=0)
     parallel = TensorParallel(model, exchange(group))
     for _ in range(num_steps):
         dist.barrier(group)
@@ -1034,7 +1034,7 @@ def fastest_step(group, exchange, num_steps=8):
 
 # %% tags=["output-overlap"]
 expected = {Waiting: 3 * transfer,
-            WholeSequence: sum(max(0, transfer - seconds) for seconds in meanwhile.values())}
+            AllReduceExchange: sum(max(0, transfer - seconds) for seconds in meanwhile.values())}
 by_way = {way: run(fastest_step, 2, way, watch=False)[0] for way in expected}
 print(SlowNetwork(*network))
 print("the backward pass stands still: predicted   measured")
@@ -1043,7 +1043,7 @@ for way, seconds in expected.items():
 
 # %% tags=["figure-overlap"]
 lanes = {}
-for name, way in (("waits", Waiting), ("overlaps", WholeSequence)):
+for name, way in (("waits", Waiting), ("overlaps", AllReduceExchange)):
     compute, link = rank_lanes(*([backward_of(events)] for events in by_way[way])).values()
     lanes |= {f"{name}: compute": compute, f"{name}: network": link}
 show(timeline(lanes, unit="ms, its backward pass, network emulated"), alt=(

@@ -51,11 +51,11 @@ from minitron.measure.meter import Meter
 from minitron.proof.oracle import assert_same_training, small_model
 from minitron.model.linear import LinearFunction, WeightGradients
 from minitron.model.recompute import apply_selective_recompute
-from minitron.model.transformer import Transformer, initialise, materialised_attention
+from minitron.model.transformer import Transformer, initialize, materialized_attention
 
 # %%
 from minitron.parallel.tensor.random_regions import OwnDropout
-from minitron.parallel.tensor.sequence import SequenceParts, apply_sequence_parallel
+from minitron.parallel.tensor.sequence import SequenceParallelExchange, apply_sequence_parallel
 from minitron.parallel.tensor.layers import TensorParallel, apply_tensor_parallel
 from minitron.plan.hardware import DEVICES
 
@@ -74,7 +74,7 @@ MB, GB = 1e6, 1e9
 
 # %% tags=["output-question", "nbval-check-output"]
 gpt3, S3 = cost.PUBLISHED["GPT-3 175B"], 2048
-layer_bytes = partial(cost.activation_bytes_per_layer, gpt3, 1, S3, attention="materialised")
+layer_bytes = partial(cost.activation_bytes_per_layer, gpt3, 1, S3, attention="materialized")
 one, eighth = (layer_bytes(recompute="selective", layout=cost.Layout(t)) for t in (1, 8))
 whole = (8 * eighth - one) / 7
 layers = gpt3.num_layers
@@ -413,7 +413,7 @@ def counting_rows(step):
 def train(group, apply, num_steps=60):
     """Each step's loss and final norm weights, as this rank has them."""
     model, losses, gains = Transformer(config), [], []
-    initialise(model, seed=0)
+    initialize(model, seed=0)
     parallel = apply(model, group)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for rows in map(counting_rows, range(num_steps)):
@@ -586,7 +586,7 @@ for name, apply in {"tensor parallel": apply_tensor_parallel,
 # sequence; here it is this. Three methods, for dim 1 of (B, S, D).
 
 # %%
-print(inspect.getsource(SequenceParts))
+print(inspect.getsource(SequenceParallelExchange))
 
 # %% [markdown]
 # `reduce` also ends the embedding, and `start_gather` begins the head, so the stream is divided
@@ -626,7 +626,7 @@ for name, make_model, apply, num_ranks in (
 # %% [markdown]
 # ## 7. Measure
 #
-# One GPT block of width 128 on four ranks, in bfloat16, with dropout and materialised attention.
+# One GPT block of width 128 on four ranks, in bfloat16, with dropout and materialized attention.
 # The **meter** reads the activations after the forward pass, the **ledger** the whole of forward
 # and backward.
 
@@ -638,8 +638,8 @@ APPLY = dict(zip(LAYOUTS, (apply_tensor_parallel, keeping, apply_sequence_parall
 
 def prepared(apply, group, selective):
     model = Transformer(shape)
-    initialise(model, seed=0)
-    model.bfloat16().blocks[0].attention.attention_fn = materialised_attention
+    initialize(model, seed=0)
+    model.bfloat16().blocks[0].attention.attention_fn = materialized_attention
     apply(model, group)
     if selective:
         apply_selective_recompute(model)
@@ -669,7 +669,7 @@ def measured(group, name, selective):
 def formula(name, recompute, mask_bytes):
     """Bytes of this block on each of t ranks."""
     layout = cost.Layout(t, LAYOUTS[name].sequence_parallel, LAYOUTS[name].regather)
-    return cost.activation_bytes_per_layer(shape, B, S, 2, "materialised", recompute, mask_bytes,
+    return cost.activation_bytes_per_layer(shape, B, S, 2, "materialized", recompute, mask_bytes,
                                            layout)
 
 
@@ -776,7 +776,7 @@ print("        MB a layer   share of it with                      both")
 print("        tensor       sequence  selective  both    full   saves")
 for name, (a, h, L, b) in models.items():
     model = ModelConfig("gpt", 51200, 2048, L, h, a, a, 4 * h, dropout=0.1)
-    sizes = [cost.activation_bytes_per_layer(model, b, 2048, 2, "materialised", kind,
+    sizes = [cost.activation_bytes_per_layer(model, b, 2048, 2, "materialized", kind,
                                              layout=cost.Layout(8, sequence))
              for sequence, kind in (*choices.values(),)[:5]]
     shares = [f"{size / sizes[0]:.0%}" for size in sizes]
@@ -795,7 +795,7 @@ milliseconds = {"tensor": 19.6, "tensor + sequence": 19.0, "tensor, selective": 
 model_22b = ModelConfig("gpt", 51200, 2048, 48, 6144, 64, 64, 4 * 6144, dropout=0.1)
 for name, time in milliseconds.items():
     sequence, kind = choices[name]
-    size = cost.activation_bytes_per_layer(model_22b, 4, 2048, 2, "materialised", kind,
+    size = cost.activation_bytes_per_layer(model_22b, 4, 2048, 2, "materialized", kind,
                                            layout=cost.Layout(8, sequence))
     print(f"{name:29} {size / MB:6,.0f} MB {time:6.1f} ms {time / 19.6 - 1:+5.0%}")
 gone = 1 - (20.3 - 19.6) / (27.2 - 19.6)

@@ -50,7 +50,7 @@ from teaching.widgets import schedule_explorer
 from minitron.measure.ledger import Ledger
 from minitron.measure.meter import Meter
 from minitron.proof.oracle import assert_same_training, small_model
-from minitron.model.transformer import Transformer, initialise
+from minitron.model.transformer import Transformer, initialize
 from minitron.plan.hardware import DEVICES
 
 # %%
@@ -65,7 +65,7 @@ from minitron.parallel.pipeline.simulator import simulate
 # %%
 from minitron.parallel.grid import Grid
 from minitron.model.linear import LinearFunction, accumulate_all
-from minitron.parallel.pipeline.executor import Passage
+from minitron.parallel.pipeline.executor import ScheduleExecutor
 from minitron.parallel.pipeline.stages import apply_pipeline_parallel
 from minitron.parallel.pipeline.block_costs import count_multiplications, count_parameters
 from minitron.parallel.pipeline.plan import Message, script, split_blocks
@@ -105,7 +105,7 @@ print(f"the output of a layer: {S * gpt3.width * 2 / GB:.2f} GB")
 # %% [markdown]
 # ## 2. Estimate
 #
-# Cut the model into p **stages** of neighbouring layers, one on each rank. A stage needs nothing of
+# Cut the model into p **stages** of neighboring layers, one on each rank. A stage needs nothing of
 # the others but its input, and in the backward pass the gradient of its output.
 #
 # **Predict.** Four stages of equal size, and one batch. Which share of the time does a rank work?
@@ -139,7 +139,7 @@ for m in (1, 2, 4, 8, 16, 32):
 # of the **ideal** time that the work alone would take, (p - 1)/m. The second can be above 100 %.
 #
 # **A claim.** One can read that in a pipeline of four GPUs "often only one works", at "25 %
-# utilisation". The table tells which line that is: the first, a batch in one piece. With 32
+# utilization". The table tells which line that is: the first, a batch in one piece. With 32
 # micro-batches it is 91 %, on the same GPUs and with the same layers.
 
 # %% [markdown]
@@ -550,7 +550,7 @@ def counting_rows(step):
 def train(group, apply, make_optimizer, num_steps=30, m=4):
     """The reported loss of each step."""
     model, losses = Transformer(config), []
-    initialise(model, seed=0)
+    initialize(model, seed=0)
     parallel = apply(model, group)
     optimizer = make_optimizer(model.parameters())
     for rows in map(counting_rows, range(num_steps)):
@@ -636,8 +636,8 @@ print(inspect.getsource(script))
 # and awaited where its action begins. Then the step:
 
 # %%
-print(inspect.getsource(Passage.run))
-print(inspect.getsource(Passage.backward))
+print(inspect.getsource(ScheduleExecutor.run))
+print(inspect.getsource(ScheduleExecutor.backward))
 
 # %% [markdown]
 # Compare with section 4: the same backward from the output, with the gradient that has arrived. But
@@ -791,7 +791,7 @@ def micro_batches(m, shape):
 
 def prepared(group, shape, make_schedule):
     model = Transformer(shape)
-    initialise(model, seed=0)
+    initialize(model, seed=0)
     return model, apply_pipeline_parallel(model, group, make_schedule)
 
 
@@ -931,7 +931,7 @@ show(wire(sent, ticks), alt=(
 # <details><summary>Answer</summary>
 #
 # Rank 1 sends each micro-batch once forward, once back, B S D values each; with two stages, each of
-# them twice. The first and the last rank have a neighbour on one side; when a micro-batch runs
+# them twice. The first and the last rank have a neighbor on one side; when a micro-batch runs
 # round, they have one on the other side too, but for the first time and the last.
 #
 # </details>
@@ -991,7 +991,7 @@ def idle(schedule, b):
 def gigabytes(schedule, b):
     """Model states and activations of the first rank."""
     layer = cost.activation_bytes_per_layer(
-        gpt3, b, S, attention="materialised", recompute="selective", layout=cost.Layout(t, True))
+        gpt3, b, S, attention="materialized", recompute="selective", layout=cost.Layout(t, True))
     held = peak_activations(schedule)[0] * gpt3.num_layers / schedule.num_stages
     return (held * layer + P / (t * p) * recipe.total) / GB
 

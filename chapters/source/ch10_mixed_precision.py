@@ -61,7 +61,7 @@ from minitron.dataset import TokenDataset
 from minitron.measure.ledger import Ledger
 from minitron.measure.meter import Meter
 from minitron.proof.oracle import assert_same_training
-from minitron.model.transformer import Transformer, initialise
+from minitron.model.transformer import Transformer, initialize
 from minitron.plan.hardware import DEVICES
 from minitron.parallel.grid import Grid
 from minitron.parallel.data.ddp import apply_bucketed_data_parallel
@@ -74,7 +74,7 @@ from minitron.step import (
 
 
 # %%
-from minitron.model.float8 import Float8Matmuls, quantise
+from minitron.model.float8 import Float8Matmuls, quantize
 
 torch.set_num_threads(1)  # the same losses every time
 f32, bf16, f16 = torch.float32, torch.bfloat16, torch.float16
@@ -103,7 +103,7 @@ adamw = partial(torch.optim.AdamW, betas=(0.9, 0.98))
 
 def story_model(dtype=f32):
     model = Transformer(shape)
-    initialise(model, seed=0)
+    initialize(model, seed=0)
     return model.to(dtype)
 
 
@@ -317,7 +317,7 @@ def to_nearest(master):
 
 
 @torch.no_grad()
-def bring_back(weights, masters, rounded):
+def copy_weights(weights, masters, rounded):
     for weight, master in zip(weights, masters, strict=True):
         weight.copy_(rounded(master))
 
@@ -329,7 +329,7 @@ def with_masters(dtype):
     return model, weights, [weight.detach().float().requires_grad_() for weight in weights]
 
 
-def hand_over(weights, masters, scale=1.0):
+def copy_gradients(weights, masters, scale=1.0):
     for weight, master in zip(weights, masters, strict=True):
         master.grad = weight.grad.float() / scale
 
@@ -341,13 +341,13 @@ def train_with_masters(rounded=to_nearest, keep=True):
     optimizer, losses = adamw(masters), []
     for step in range(num_steps):
         if not keep:
-            bring_back(masters, weights, torch.Tensor.float)
+            copy_weights(masters, weights, torch.Tensor.float)
         model.zero_grad()
         losses.append(add_gradients(model, step))
-        hand_over(weights, masters)
+        copy_gradients(weights, masters)
         set_rate(optimizer, step)
         optimizer.step()
-        bring_back(weights, masters, rounded)
+        copy_weights(weights, masters, rounded)
     return losses
 
 
@@ -439,7 +439,7 @@ for dtype in (f32, f16, bf16):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# 2,048 and 256. There the steps become 2, so 1 is half a step, and a tie goes to the neighbour
+# 2,048 and 256. There the steps become 2, so 1 is half a step, and a tie goes to the neighbor
 # whose last bit is 0: down.
 #
 # </details>
@@ -596,11 +596,11 @@ def train_float16(scaler):
         model.zero_grad()
         scales.append(scaler.value)
         losses.append(add_gradients(model, step, scaler.value / large_step))
-        hand_over(weights, masters, scaler.value)
+        copy_gradients(weights, masters, scaler.value)
         set_rate(optimizer, step)
         if scaler.accepts(master.grad for master in masters):
             optimizer.step()
-            bring_back(weights, masters, torch.Tensor.half)
+            copy_weights(weights, masters, torch.Tensor.half)
     return losses, scales
 
 
@@ -846,7 +846,7 @@ print(f"float16, PyTorch's own {kernels[0]:13.3g}   {[round(p, 3) for p in kerne
 #
 # In float16 the square of 300 is beyond 65,504, and so is the exponential of 12: infinity over
 # infinity is NaN. In bfloat16 both are fine. But beyond 256 it does not have every integer:
-# neighbouring tokens get the same position, and would be turned by the same angle. Rotary tables in
+# neighboring tokens get the same position, and would be turned by the same angle. Rotary tables in
 # 16 bits have been a bug in real code (EleutherAI/gpt-neox#1003, huggingface/transformers#29285).
 #
 # </details>
@@ -1008,7 +1008,7 @@ print(inspect.getsource(LossScale.accepts))
 # (Micikevicius et al. 2022, section 2):
 
 # %%
-print(inspect.getsource(quantise))
+print(inspect.getsource(quantize))
 
 # %% [markdown]
 # **Predict.** Normal random numbers, rounded to each format with its best scale: by how much are
@@ -1022,7 +1022,7 @@ print("               off by   with an outlier: the others off by   become zero"
 for dtype in (bf16, f16, e4m3, e5m2):
     errors = []
     for tensor in (x, outlier):
-        values, scale = quantise(tensor, dtype)
+        values, scale = quantize(tensor, dtype)
         back = values.float() * scale
         errors.append(((back - tensor)[1:].norm() / tensor[1:].norm()).item())
     print(f"{str(dtype)[6:]:14} {errors[0]:6.2%} {errors[1]:36.2%} "
@@ -1272,7 +1272,7 @@ check("10.3")
 check("10.4")
 
 # %% [markdown]
-# **10.5 Eight bits with a scale** (20 minutes): quantise, and get back.
+# **10.5 Eight bits with a scale** (20 minutes): quantize, and get back.
 
 # %%
 check("10.5")

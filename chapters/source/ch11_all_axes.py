@@ -63,7 +63,7 @@ from minitron.proof.difference import Moment, first_difference
 from minitron.measure.ledger import Ledger
 from minitron.measure.metrics import read_metrics
 from minitron.proof.oracle import as_arrays, assert_same_training, small_model
-from minitron.model.transformer import Transformer, initialise
+from minitron.model.transformer import Transformer, initialize
 from minitron.parallel.grid import Grid
 from minitron.parallel.parts import boxes_of
 from minitron.parallel.pipeline.stages import apply_pipeline_parallel
@@ -227,7 +227,7 @@ for order in sorted(sending, key=sending.get):
 
 # %% tags=["figure-grid"]
 show(rank_grid({"pp": 2, "dp": 2, "tp": 2}, gpus_per_node=4), alt=(
-    "Eight ranks as a grid of pp x dp x tp: tensor-parallel neighbours and data-parallel copies "
+    "Eight ranks as a grid of pp x dp x tp: tensor-parallel neighbors and data-parallel copies "
     "share a node, the two stages are on two nodes."
 ))
 
@@ -513,7 +513,7 @@ for name, change in RULES.items():
     by_rank = run(trained, 8, layout, change, 10, watch=False, timeout=90)
     losses, norms, records, weights = zip(*by_rank, strict=True)
     first = sorted({f"{of_rank[0]:.4f}" for of_rank in norms})
-    apart = (weights[0] - weights[1]).abs().max()  # of ranks 0 and 1, neighbours along tp
+    apart = (weights[0] - weights[1]).abs().max()  # of ranks 0 and 1, neighbors along tp
     print(f"{name:22} norm {' '.join(first)}, loss after 10 steps {losses[0][-1]:.3f}\n"
           f"    {named(expected, records)}\n    two copies of a weight, then: {apart:.0e} apart")
 
@@ -615,7 +615,7 @@ def zero_then_stages(model, mesh):
 def tried(group, apply, axes):
     """The losses of two steps on the same samples."""
     model = Transformer(shape)
-    initialise(model, seed=0)
+    initialize(model, seed=0)
     parallel = apply(model, make_mesh("cpu", **axes))
     optimizer = parallel.shard(torch.optim.AdamW(model.parameters()))
     rows = dataset.batch(0, 4)
@@ -1009,7 +1009,7 @@ print("saved:", *(path.name for path in checkpoint.checkpoints(saved)))
 #
 # </details>
 #
-# Read it backwards. Rank 4 misses rank 5, its neighbour along tp; rank 7 misses it along dp. Who
+# Read it backwards. Rank 4 misses rank 5, its neighbor along tp; rank 7 misses it along dp. Who
 # needs one of these waits in turn: one death, and in a moment all seven wait, along all three axes.
 #
 # A death in the middle of a save leaves a folder with a temporary name, which nobody reads. Damage
@@ -1074,7 +1074,7 @@ print(f"{len(restarted)} steps; loss {restarted[-1]:.4f}, of one process {whole[
 #
 # ## 8. Recap
 #
-# 1. The ranks are a grid. The axis that is named last has neighbouring ranks, and gets the links
+# 1. The ranks are a grid. The axis that is named last has neighboring ranks, and gets the links
 #    inside the node: tp, which sends activations for every layer. In any other order the cluster
 #    waits.
 # 2. Sum over an axis what its ranks have parts of, and nothing that they have copies of.

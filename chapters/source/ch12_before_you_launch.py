@@ -832,7 +832,7 @@ facts(
 # %%
 more = 1.5e12
 dropping = replace(gpt3, dropout=0.1)
-ours = [cost.activation_bytes_per_layer(dropping, 1, S, attention="materialised", recompute=kind)
+ours = [cost.activation_bytes_per_layer(dropping, 1, S, attention="materialized", recompute=kind)
         for kind in ("none", "selective")]
 again = cost.recompute_flops_per_token(gpt3, S, "selective") \
     / cost.training_flops_per_token(gpt3, S)

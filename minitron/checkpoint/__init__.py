@@ -1,7 +1,7 @@
 """Save a run at any layout, and find it again at any other.
 
 A checkpoint is a folder, `step_00000200`, planned by torch.distributed.checkpoint: each rank writes
-what it keeps, of copies one rank does, and reads what it needs, whoever has written it. The folder
+what it keeps, of copies one rank does, and reads what it needs, whichever rank wrote it. The folder
 has a temporary name until it is complete. `manifest.json` in it has every file's length and
 checksum, so that a file cut short, or with a bit turned over, is found before anything is read.
 The checksums tell that files are as they were written, not by whom: so all of them are JSON and
@@ -108,7 +108,7 @@ def save(
 
 
 def remedy(folder: Path, error: Exception) -> str:
-    """What to do when a checkpoint cannot be written."""
+    """Say what to do when a checkpoint cannot be written."""
     is_full = reason(error) in [os.strerror(number) for number in (ENOSPC, EDQUOT)]
     act = "make room" if is_full else f"let the run write to {folder}"
     if checkpoints(folder):
@@ -124,7 +124,7 @@ def write(folder: Path, state: dict[str, Boxes], group: Group) -> None:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Without warnings of what is meant: one process alone, ranks with other tensors."""
+    """Suppress warnings about what is intended: one process alone, ranks with different tensors."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is .*")
         warnings.filterwarnings("ignore", "Detected mismatched keys")  # torch before 2.13
@@ -169,13 +169,13 @@ def move(path: Path, target: Path) -> None:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints in `folder`, oldest first."""
+    """Return the complete checkpoints in `folder`, oldest first."""
     found = [path for path in folder.glob("step_*") if re.fullmatch("step_[0-9]{8,}", path.name)]
     return sorted(found, key=step_of)
 
 
 def newest_good(folder: Path, group: Group = ALONE) -> Path:
-    """The newest checkpoint in `folder` whose files are as they were written; all ranks call it.
+    """Return the newest checkpoint in `folder` whose files are intact; every rank must call it.
 
     Damaged ones are told. Raises ConfigError if there is no good one; nothing is changed.
     """
@@ -210,13 +210,13 @@ def set_aside(folder: Path, good: Path, group: Group = ALONE) -> None:
 
 
 def free_name(path: Path, suffix: str) -> Path:
-    """What nothing is called yet: `.damaged`, `.damaged2`, ..."""
+    """Return a name that is not taken yet: `.damaged`, `.damaged2`, ..."""
     names = (path.with_suffix(f"{suffix}{number or ''}") for number in (0, *range(2, 10**6)))
     return next(name for name in names if not os.path.lexists(name))
 
 
 def damage(path: Path, rank: int = 0, size: int = 1) -> str | None:
-    """What is wrong with the files of which this rank checks every `size`-th, None if nothing."""
+    """Say what is wrong with this rank's share of the files (every `size`-th), None if nothing."""
     try:
         written = read_manifest(path)["files"]
         for name, expected in sorted(written.items())[rank::size]:
@@ -234,18 +234,18 @@ def damage(path: Path, rank: int = 0, size: int = 1) -> str | None:
 
 
 def facts_of(path: Path) -> dict:
-    """What `save` was given beside the state."""
+    """Return the facts that `save` was given beside the state."""
     return checked(read_manifest, path)["facts"]
 
 
 def saved_tensors(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shape and dtype of every tensor in a checkpoint, by name."""
+    """Return the shape and dtype of every tensor in a checkpoint, by name."""
     table = checked(read_table, path).state_dict_metadata
     return {name: (tensor.size, tensor.properties.dtype) for name, tensor in table.items()}
 
 
 def checked(read: Callable, path: Path):
-    """What `read` finds in a checkpoint; raises ConfigError if that is nothing good."""
+    """Return what `read` finds in a checkpoint; raises ConfigError if it is damaged."""
     try:
         return read(path)
     except (OSError, ValueError) as error:
@@ -266,17 +266,17 @@ def load(path: Path, state: dict[str, Boxes], group: Group = ALONE) -> None:
 
 
 def read_tensor(path: Path, name: str) -> torch.Tensor:
-    """One whole tensor of a checkpoint, by its name in it."""
+    """Read one full tensor of a checkpoint, by its name in it."""
     saved = saved_tensors(path)
     require(name in saved, f"{path}: holds no {name}: is it another model's?")
     shape, dtype = saved[name]
     tensor = torch.empty(shape, dtype=dtype)
-    load(path, {name: Boxes.whole(tensor)})
+    load(path, {name: Boxes.full(tensor)})
     return tensor
 
 
 def reason(error: Exception) -> str:
-    """One line; of what has failed on some ranks, the first."""
+    """Return one line: the first of the errors on the ranks that failed."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     return files.reason(error)

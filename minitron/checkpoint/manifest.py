@@ -14,7 +14,7 @@ MANIFEST = "manifest.json"
 
 
 def step_of(path: Path) -> int:
-    """The step that a checkpoint's name promises."""
+    """Return the step that a checkpoint's name states."""
     return int(path.name[5:])
 
 
@@ -24,7 +24,7 @@ def write_manifest(folder: Path, files: dict[str, dict], facts: dict) -> None:
 
 
 def read_manifest(path: Path) -> dict:
-    """The manifest of a checkpoint; raises OSError, or ValueError in a few words.
+    """Read the manifest of a checkpoint; raises OSError, or ValueError in a few words.
 
     What its facts mean is for those to check who have written them, except for the step: a folder
     is not believed by its name.
@@ -40,10 +40,10 @@ def read_manifest(path: Path) -> dict:
             raise ValueError("of an earlier version, in pickles, which are not read since they can "
                              "execute anything; finish or export the run with that version")
         case {"files": dict(files), "facts": {"step": int(step)}}:
-            is_whole = all(map(is_entry, files.values()))
+            is_complete = all(map(is_entry, files.values()))
         case _:
-            is_whole = False
-    if not is_whole:
+            is_complete = False
+    if not is_complete:
         raise ValueError(f"{MANIFEST} does not say what was written")
     if step != step_of(path):
         raise ValueError(f"renamed: it holds step {step}; call it step_{step:08d} again")
@@ -58,7 +58,7 @@ def is_entry(value) -> bool:
 
 
 def has_manifest(path: Path) -> bool:
-    """Whether a folder is a checkpoint of the step it is named after."""
+    """Return whether a folder is a checkpoint of the step it is named after."""
     try:
         read_manifest(path)
     except (OSError, ValueError):

@@ -76,7 +76,7 @@ class LoadPlanner(DefaultLoadPlanner):
         ])
 
     def saved(self, name: str, shape: Size) -> TensorStorageMetadata:
-        """Where the tensor of this name and shape is; raises ValueError if it is nowhere."""
+        """Find where the tensor of this name and shape is; raises ValueError if it is nowhere."""
         found = self.metadata.state_dict_metadata.get(name)
         if found is None:
             raise ValueError(f"it holds no {name}")

@@ -104,7 +104,7 @@ class Writer(StorageWriter):
 
 
 def header(items: list[WriteItem]) -> bytes:
-    """What a safetensors file begins with: its length, then names, dtypes, shapes and places.
+    """Return the header of a safetensors file: its length, then names, dtypes, shapes and offsets.
 
     `save_file` of safetensors would want all tensors in the host's memory at once.
     """
@@ -127,7 +127,7 @@ def num_bytes(item: WriteItem) -> int:
 
 
 def key(index: MetadataIndex, sizes: Size, shape: Size) -> str:
-    """What a box is called in its file: as its tensor, and where in it if it is not all of it."""
+    """Return a box's name in its file: the tensor's name, and the offset if it is only a part."""
     if sizes == shape:
         return index.fqn
     return f"{index.fqn}@{','.join(map(str, index.offset))}"
@@ -140,7 +140,7 @@ def done(value) -> Future:
 
 
 def read_table(folder: Path) -> Metadata:
-    """What a checkpoint holds, checked: boxes lie in their tensors, fill them, and fit their files.
+    """Read what a checkpoint holds; check that boxes fill their tensors and fit their files.
 
     So nothing that is allocated for it is larger than the files are. `storage_data` has each box's
     file. Raises OSError, or ValueError in a few words.
@@ -173,7 +173,7 @@ def read_table(folder: Path) -> Metadata:
 
 
 def neighbors(chunks: list[ChunkStorageMetadata]) -> tuple[list, list]:
-    """The pairs of boxes that share an index of the first dim, as two lists."""
+    """Return the pairs of boxes that share an index of the first dim, as two lists."""
     pairs, open_boxes = [], []
     for chunk in sorted(chunks, key=lambda chunk: chunk.offsets):
         start = chunk.offsets[:1]
@@ -188,13 +188,13 @@ def end_of(box: ChunkStorageMetadata) -> int:
 
 
 def overlap(one: ChunkStorageMetadata, other: ChunkStorageMetadata) -> bool:
-    """Whether two boxes of a tensor have an element in common, or are both of a tensor without."""
+    """Return whether two boxes of a tensor share an element, or are both of a 0-d tensor."""
     return all(a < b + n and b < a + m for a, m, b, n in
                zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True))
 
 
 def read_box(box, shape: Size, where: str) -> tuple[ChunkStorageMetadata, str]:
-    """A box of a tensor of this shape, and its file."""
+    """Return a box of a tensor of this shape, and its file."""
     match box:
         case [list(offset), list(sizes), str(file)] if re.fullmatch(
             r"rank_[0-9]{5,9}\.safetensors", file
@@ -211,7 +211,7 @@ def read_box(box, shape: Size, where: str) -> tuple[ChunkStorageMetadata, str]:
 
 
 def sizes_in(values: list) -> Size:
-    """Sizes or offsets that JSON has given."""
+    """Return sizes or offsets that were read from JSON, checked."""
     if len(values) > MOST_DIMS or any(
         type(value) is not int or not 0 <= value < 2**62 for value in values
     ):
@@ -249,7 +249,7 @@ class Reader(StorageReader):
         return done(None)
 
     def box(self, opened: safe_open, index: MetadataIndex) -> Tensor:
-        """A box as it lies in its file, which must agree with the table."""
+        """Return a box as it lies in its file, which must agree with the table."""
         tensor = self.metadata.state_dict_metadata[index.fqn]
         sizes = tensor.chunks[index.index].sizes
         name = key(index, sizes, tensor.size)

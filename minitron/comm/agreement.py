@@ -16,11 +16,11 @@ class OneRank:
     """The null case of a process group: one rank, which has nobody to talk with."""
 
     def rank(self) -> int:
-        """This rank's number, 0."""
+        """Return this rank's number, 0."""
         return 0
 
     def size(self) -> int:
-        """The number of ranks, 1."""
+        """Return the number of ranks, 1."""
         return 1
 
 
@@ -29,14 +29,14 @@ Group = dist.ProcessGroup | OneRank
 
 
 def second_group(group: Group) -> Group:
-    """The same ranks once more: for messages that must not mix with those of `group`."""
+    """Make another group of the same ranks, for messages that must not mix with `group`'s."""
     if group.size() == 1:
         return group
     return dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
 
 
 def gathered(value, group: Group) -> list:
-    """Every rank's `value`, which must be picklable, in rank order and on every rank."""
+    """Return every rank's `value`, which must be picklable, in rank order and on every rank."""
     if group.size() == 1:
         return [value]
     values = [None] * group.size()
@@ -45,7 +45,7 @@ def gathered(value, group: Group) -> list:
 
 
 def largest(number: int, group: Group) -> int:
-    """The largest of the ranks' numbers: cheap enough for every step."""
+    """Return the largest of the ranks' numbers: cheap enough for every step."""
     if group.size() == 1:
         return number
     numbers = torch.tensor([number])
@@ -54,7 +54,7 @@ def largest(number: int, group: Group) -> int:
 
 
 def agreed(act: Callable, group: Group) -> list:
-    """What `act` returns on each rank; raises OSError on all if it does on one."""
+    """Return what `act` returns on each rank; raises OSError on all ranks if it does on one."""
     try:
         outcome = act()
     except OSError as error:

@@ -46,7 +46,7 @@ def reduce_scatter_ring(flat: Tensor, group: ProcessGroup) -> Tensor:
     rank, size = group.rank(), group.size()
     chunks = in_pieces(flat, size)
 
-    # A chunk starts at the rank after its own, and collects a summand on every rank it visits.
+    # A chunk starts at the rank after its own, and adds a term on every rank it visits.
     outgoing = [piece for step in range(size - 1) for piece in chunks[(rank - 1 - step) % size]]
     sums = [piece for step in range(size - 1) for piece in chunks[(rank - 2 - step) % size]]
     buffers = [torch.empty_like(chunks[0][0]) for _ in range(2)]  # one fills, one is added

@@ -150,7 +150,7 @@ def start_reduce_scatter(x_partial: Tensor, group: ProcessGroup, dim: int) -> Ca
 
 
 def summed(x_partial: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum over the ranks; `x_partial` stays as it is."""
+    """Return the sum over the ranks; `x_partial` stays as it is."""
     return start_all_reduce(x_partial.clone(memory_format=torch.contiguous_format), group)()
 
 

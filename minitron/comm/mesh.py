@@ -3,7 +3,7 @@
     mesh = make_mesh("cuda", dp=2, tp=4)    # 8 ranks; rank 5 is (dp 1, tp 1)
     mesh.group("tp"), mesh.rank("tp"), mesh.size("tp")
 
-The last axis varies fastest: its ranks are neighbours, and share a node where there is one. So
+The last axis varies fastest: its ranks are neighbors, and share a node where there is one. So
 name the axis that communicates most last. Reference: torch.distributed.device_mesh.
 """
 
@@ -38,15 +38,15 @@ class Mesh:
         return prod(self.axes.values())
 
     def group(self, axis: str) -> ProcessGroup:
-        """The ranks that differ from this one along `axis` alone, and this one."""
+        """Return the group of ranks that differ from this one along `axis` alone."""
         return self.device_mesh.get_group(axis)
 
     def rank(self, axis: str) -> int:
-        """This rank's place along `axis`, from 0."""
+        """Return this rank's place along `axis`, from 0."""
         return self.device_mesh.get_local_rank(axis)
 
     def size(self, axis: str) -> int:
-        """The number of ranks along `axis`."""
+        """Return the number of ranks along `axis`."""
         return self.axes[axis]
 
 
@@ -56,15 +56,15 @@ class OneRankMesh:
     num_ranks = 1
 
     def group(self, axis: str) -> OneRank:
-        """This rank alone."""
+        """Return the group of this rank alone."""
         return ALONE
 
     def rank(self, axis: str) -> int:
-        """This rank's place along `axis`, 0."""
+        """Return this rank's place along `axis`, 0."""
         return 0
 
     def size(self, axis: str) -> int:
-        """The number of ranks along `axis`, 1."""
+        """Return the number of ranks along `axis`, 1."""
         return 1
 
 

@@ -74,8 +74,8 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def other_heads(model) -> str:
-    """The nearest number of heads that divides the width: each of even width, none of them left
-    over by the kv heads; else the next width that these heads divide."""
+    """Return the nearest number of heads that gives even head widths and is a multiple of the kv
+    heads; else the next width that these heads divide."""
     width, num_heads, num_kv_heads = model.width, model.num_heads, model.num_kv_heads
     numbers = range(num_kv_heads, width, num_kv_heads)[:MOST_HEADS_TRIED]
     fitting = [number for number in numbers if width % (2 * number) == 0]

@@ -43,14 +43,14 @@ def parse(
 
 
 def own_error(error: BaseException | None) -> ConfigError | None:
-    """The ConfigError of ours that tyro has met while it built the dataclass, if it was one."""
+    """Return our own ConfigError that tyro met while building the dataclass, if that was it."""
     while error is not None and not isinstance(error, ConfigError):
         error = error.__context__
     return error
 
 
 def in_words(event: errors.ParseErrorEvent, options: type) -> list[str]:
-    """What tyro could not read, and what would be read."""
+    """Say what tyro could not read, and what it would have read."""
     match event:
         case errors.UnrecognizedArgs(tokens=tokens):
             near = difflib.get_close_matches(tokens[0], names_of(options), n=1)
@@ -74,7 +74,7 @@ def in_words(event: errors.ParseErrorEvent, options: type) -> list[str]:
 
 
 def names_of(options: type, prefix: str = "--") -> list[str]:
-    """The options that a dataclass of dataclasses makes, or any of a union of them."""
+    """Return the options that a dataclass of dataclasses makes, or any of a union of them."""
     if not dataclasses.is_dataclass(options):
         return [name for each in get_args(options) for name in names_of(each, prefix)]
     names = []
@@ -131,6 +131,6 @@ def refused(error: Exception) -> int | None:
     if name is None:
         sys.stdout = None  # or what it could not write is tried again at exit
     remedy = "make room" if number in disk.NO_ROOM else "choose another path"
-    told = ConfigError(f"{name or 'the output'}: {os.strerror(number)}; {remedy}")  # on one line
-    print(f"minitron: {told}", file=sys.stderr)
+    error = ConfigError(f"{name or 'the output'}: {os.strerror(number)}; {remedy}")  # on one line
+    print(f"minitron: {error}", file=sys.stderr)
     return 2

@@ -45,7 +45,7 @@ def from_dict(tables: dict, where: str = "config", model: ModelConfig | None = N
 
 
 def to_dict(config: Config) -> dict:
-    """Nested dictionaries of plain values, ready for JSON."""
+    """Return nested dictionaries of plain values, ready for JSON."""
     tables = dataclasses.asdict(config)
     tables["data"]["path"] = str(config.data.path)
     return tables

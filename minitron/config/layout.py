@@ -68,7 +68,7 @@ def counted(size: int) -> str:
 
 
 def num_readers(config: Config, size: int) -> int:
-    """How many of the ranks read samples of their own."""
+    """Return how many of the ranks read samples of their own."""
     return size // (config.parallel.tp * config.parallel.pp)
 
 
@@ -109,7 +109,7 @@ def require_groups(config: Config, num_sequences: int) -> None:
 
 
 def layouts_that_fit(config: Config, size: int) -> list[tuple[int, int, int]]:
-    """Every (dp, tp, pp) of `size` ranks that suits all else in `config`, the nearest one first.
+    """Return every (dp, tp, pp) of `size` ranks that suits the rest of `config`, nearest first.
 
     Near is what changes tp and pp by small factors.
     """
@@ -125,7 +125,7 @@ def layouts_that_fit(config: Config, size: int) -> list[tuple[int, int, int]]:
 
 
 def divisors(number: int) -> list[int]:
-    """From 1 to `number`."""
+    """Return the divisors of `number`, from 1 to `number`."""
     small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
     return sorted({*small, *(number // divisor for divisor in small)})
 
@@ -140,7 +140,7 @@ def fits(config: Config, dp: int, tp: int, pp: int) -> bool:
 
 
 def flags(asked: ParallelConfig, dp: int, tp: int, pp: int) -> str:
-    """What to add to a command line that asks for `asked` to have this layout."""
+    """Return the options that give this layout to a command line that asks for `asked`."""
     changes = [f"--parallel.{axis} {ranks}" for axis, ranks in (("tp", tp), ("pp", pp))
                if ranks != getattr(asked, axis)]
     return " ".join([*changes, f"--parallel.dp {dp}" if asked.dp else f"(dp {dp})"])

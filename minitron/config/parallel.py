@@ -12,7 +12,7 @@ class ParallelConfig:
     dp: int = 0
     """Data-parallel ranks; 0: all that torchrun has started, divided by tp and pp."""
     tp: int = 1
-    """Ranks that compute each layer together (tensor parallelism): neighbours, of one node."""
+    """Ranks that compute each layer together (tensor parallelism): neighbors, of one node."""
     sequence: bool = False
     """With tp, divide the sequence too where layers are not cut: norms, dropout, residual."""
     pp: int = 1
@@ -21,8 +21,6 @@ class ParallelConfig:
     """In which order the pipeline's ranks work on the micro-batches."""
     chunks: int = 1
     """Stages that each rank of the pipeline holds: 2 or more with interleaved, else 1."""
-    data_parallel: Literal["naive", "hooked", "bucketed"] = "bucketed"
-    """When gradients are sent: after the backward pass, each as it is ready, or in buckets."""
     zero: Literal[0, 1, 2, 3] = 0
     """ZeRO's stage: each rank keeps its part of 1: optimizer state, 2: and gradients, 3: and
     weights."""

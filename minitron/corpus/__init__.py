@@ -1,1 +1,1 @@
-"""Where tokens come from: a story grammar, any text, pre-tokenised web shards."""
+"""Where tokens come from: a story grammar, any text, pre-tokenized web shards."""

@@ -39,7 +39,7 @@ class Contents:
 
 
 def read_contents(folder: Path, group: Group = ALONE) -> dict[str, Contents]:
-    """The contents of every shard, by its name, on every rank; all ranks call.
+    """Return the contents of every shard, by its name; every rank must call it.
 
     Each rank reads its share of the shards: where nodes have copies of the folder, they are taken
     to be alike if they hold files of the same names and sizes. Raises ConfigError on all ranks if
@@ -72,7 +72,7 @@ def read_contents(folder: Path, group: Group = ALONE) -> dict[str, Contents]:
 
 
 def fingerprint(dataset: TokenDataset, contents: dict[str, Contents]) -> str:
-    """A checksum of all tokens of a run, those that validate too.
+    """Return a checksum of all tokens of a run, validation included.
 
     It begins with the dataset's own, of first tokens alone, which is all that old runs have saved.
     """
@@ -113,13 +113,13 @@ def read_shard(path: Path, bar: Progress) -> Contents:
 
 
 def stamp(path: Path) -> list[int]:
-    """Another one if the file has been written, replaced, or copied, since."""
+    """Return a stamp that changes if the file is written, replaced or copied."""
     status = path.stat()
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
 
 def remembered(folder: Path, paths: list[Path]) -> dict[str, Contents]:
-    """What contents.json knows of these files as they are now; nothing if it is damaged."""
+    """Return what contents.json knows of these files as they are now; nothing if it is damaged."""
     try:
         saved = read_json(folder / "contents.json")
         entries = {path: saved.get(path.name, {}) for path in paths}

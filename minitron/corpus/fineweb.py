@@ -1,4 +1,4 @@
-"""FineWeb, already tokenised by GPT-2's BPE: shards of 100 million tokens, fetched by count.
+"""FineWeb, already tokenized by GPT-2's BPE: shards of 100 million tokens, fetched by count.
 
 A download that is cut goes on where it stopped, by an HTTP Range request onto `NAME.part`. A file
 gets its final name only after its checksum and its header have been verified, so every `*.bin`

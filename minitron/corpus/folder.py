@@ -130,6 +130,6 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
 
 
 def end_of_document(tokenizer: Tokenizer) -> int:
-    """The token that stands between documents: ours, or GPT-2's."""
+    """Return the token that stands between documents: ours, or GPT-2's."""
     known = [tokenizer.token_to_id(name) for name in (END, "<|endoftext|>")]
     return next((token for token in known if token is not None), 0)

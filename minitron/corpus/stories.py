@@ -91,14 +91,14 @@ def story_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def detokenise(words: list[str]) -> str:
+def detokenize(words: list[str]) -> str:
     """Join words into text, punctuation attached, one story per line."""
     text = " ".join(words)
     return re.sub(r" ([.,])", r"\1", text).replace(f" {END} ", f" {END}\n")
 
 
 def split_words(text: str) -> list[str]:
-    """Split text into the grammar's words, the inverse of `detokenise`."""
+    """Split text into the grammar's words, the inverse of `detokenize`."""
     return re.findall(rf"{END}|[.,]|[^\s.,<]+|<", text)
 
 
@@ -143,7 +143,7 @@ def _anywhere() -> list[tuple[float, tuple]]:
 
 
 def surprisals(words: list[str], opening: list[tuple[float, tuple]] | None = None) -> list[float]:
-    """-log of the probability of each word given those before it, in nats.
+    """Return -log of the probability of each word given those before it, in nats.
 
     The text opens at the start of a story unless `opening` says otherwise. The list ends with
     infinity at the first word that no story continues with.
@@ -167,7 +167,7 @@ def surprisals(words: list[str], opening: list[tuple[float, tuple]] | None = Non
 
 
 def is_grammatical(sentence: list[str]) -> bool:
-    """True if some template reads this sentence, its slots agreeing with each other."""
+    """Return whether some template reads this sentence, its slots agreeing with each other."""
     return any(_fits(template, sentence) for template in TEMPLATES if template != [END])
 
 
@@ -183,12 +183,12 @@ def _fits(template: list[str], sentence: list[str]) -> bool:
 
 
 def is_consistent(story: list[str]) -> bool:
-    """True if the grammar can tell this whole story (without its `<end>`): order, names, things."""
+    """Return whether the grammar can produce this story (without `<end>`): order, names, things."""
     return math.isfinite(sum(surprisals([*story, END]))) and END not in story
 
 
 def grammatical_share(*texts: str) -> tuple[float, float]:
-    """Shares of the sentences that are grammatical and of the stories that are consistent.
+    """Return the shares of sentences that are grammatical and of stories that are consistent.
 
     Each text opens at the start of a story; what follows its last full stop, and the story after
     its last `<end>`, are cut short and not counted. NaN where nothing is left to count.
@@ -211,7 +211,7 @@ def _share(test, items: list) -> float:
 
 
 def entropy_in_window(sequence_length: int, num_tokens: int = 40_000, seed: int = 0) -> float:
-    """Lowest possible loss, nats per token, of a model that sees samples of S+1 tokens.
+    """Return the lowest possible loss, nats per token, of a model that sees samples of S+1 tokens.
 
     A sample opens anywhere in a story, so the model pays again for the names and things that it
     has not seen, and at first for not knowing where it is. The reader is ideal and exact; what

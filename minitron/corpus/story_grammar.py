@@ -131,12 +131,12 @@ def sample_story(rng: random.Random) -> list[str]:
 
 
 def expected_length() -> float:
-    """Expected number of tokens of a story, `<end>` included."""
+    """Return the expected number of tokens of a story, `<end>` included."""
     return sum(sum(map(len, line)) / len(line) for line in LINES)
 
 
 def entropy_per_token() -> float:
-    """Entropy rate of the stream of stories, nats per token, exact.
+    """Return the exact entropy rate of the stream of stories, nats per token.
 
     The choices are independent and uniform, and text and choices determine each other: the
     entropy of a story is the sum of log(number of options), divided here by the expected length.

@@ -1,7 +1,7 @@
 """Any text as tokens: a byte-level BPE is trained on the files, then writes their shards.
 
 Byte-pair encoding starts from the 256 bytes, so every text can be written and read back exactly,
-and merges the most frequent pair of neighbours until the vocabulary is full (Sennrich et al.
+and merges the most frequent pair of neighbors until the vocabulary is full (Sennrich et al.
 2016; on bytes: Radford et al. 2019, GPT-2). The tokenizers library does the work.
 """
 

@@ -65,7 +65,6 @@ from minitron.cost.pipeline import (
     pipeline_volume,
     sequential_bubble,
     zb_h1_bubble,
-    zb_h2_bubble,
 )
 from minitron.cost.sharding import (
     Accumulation,
@@ -102,5 +101,5 @@ __all__ = [
     "scatter_volume", "sequential_bubble", "step_collectives", "step_holdings",
     "tensor_parallel_calls", "tensor_parallel_parameters", "tensor_parallel_volume",
     "training_flops_per_token", "tree_all_reduce_seconds", "vocabulary_parallel_volume",
-    "zb_h1_bubble", "zb_h2_bubble", "zero_bytes", "zero_holdings", "zero_volume",
+    "zb_h1_bubble", "zero_bytes", "zero_holdings", "zero_volume",
 ]

@@ -34,7 +34,7 @@ class Link(NamedTuple):
 
 
 def message_seconds(num_bytes: float, latency: float, bandwidth: float) -> float:
-    """Time of one message: alpha + n / bandwidth (Hockney 1994)."""
+    """Return the time of one message: alpha + n / bandwidth (Hockney 1994)."""
     return latency + num_bytes / bandwidth
 
 
@@ -52,7 +52,7 @@ def fit_link(num_bytes: Sequence[float], seconds: Sequence[float]) -> Link:
 
 
 def chunk_sizes(num_elements: int, size: int) -> list[int]:
-    """Elements of each rank's chunk: they differ by one at most, the longer ones come first.
+    """Return the elements of each rank's chunk: longer ones first, differing by one at most.
 
     As `torch.tensor_split` cuts; with fewer elements than ranks the last chunks are empty.
     """
@@ -66,7 +66,7 @@ def chunk_sizes(num_elements: int, size: int) -> list[int]:
 def ring_reduce_scatter_volume(
     num_elements: int, element_size: int, size: int, rank: int
 ) -> Volume:
-    """Bytes of a ring reduce-scatter: (N-1)/N of the tensor (Patarasuk & Yuan 2009).
+    """Return the bytes of a ring reduce-scatter: (N-1)/N of the tensor (Patarasuk & Yuan 2009).
 
     A rank sends every chunk but its own, whose sum ends there, and receives every chunk but that
     of the rank before it.
@@ -76,13 +76,13 @@ def ring_reduce_scatter_volume(
 
 
 def ring_all_gather_volume(num_elements: int, element_size: int, size: int, rank: int) -> Volume:
-    """Bytes of a ring all-gather: all chunks but the next rank's sent, but its own received."""
+    """Return the bytes of a ring all-gather: sends all chunks but the next rank's."""
     chunks = [element_size * n for n in chunk_sizes(num_elements, size)]
     return Volume(sum(chunks) - chunks[(rank + 1) % size], sum(chunks) - chunks[rank])
 
 
 def ring_all_reduce_volume(num_elements: int, element_size: int, size: int, rank: int) -> Volume:
-    """Bytes of a ring all-reduce: 2 (N-1)/N, the least possible (Patarasuk & Yuan 2009)."""
+    """Return the bytes of a ring all-reduce: 2 (N-1)/N, the least (Patarasuk & Yuan 2009)."""
     scatter = ring_reduce_scatter_volume(num_elements, element_size, size, rank)
     gather = ring_all_gather_volume(num_elements, element_size, size, rank)
     return Volume(scatter.sent + gather.sent, scatter.received + gather.received)
@@ -91,7 +91,7 @@ def ring_all_reduce_volume(num_elements: int, element_size: int, size: int, rank
 def ring_reduce_scatter_seconds(
     num_bytes: float, size: int, latency: float, bandwidth: float
 ) -> float:
-    """(N-1) (alpha + n / N / bandwidth)."""
+    """Return (N-1) (alpha + n / N / bandwidth)."""
     return (size - 1) * message_seconds(num_bytes / size, latency, bandwidth)
 
 
@@ -99,7 +99,7 @@ ring_all_gather_seconds = ring_reduce_scatter_seconds
 
 
 def ring_all_reduce_seconds(num_bytes: float, size: int, latency: float, bandwidth: float) -> float:
-    """2 (N-1) (alpha + n / N / bandwidth): the bytes hardly grow with N, the latency does."""
+    """Return 2 (N-1) (alpha + n / N / bandwidth): bytes hardly grow with N, the latency does."""
     return 2 * ring_reduce_scatter_seconds(num_bytes, size, latency, bandwidth)
 
 
@@ -107,7 +107,7 @@ def ring_all_reduce_seconds(num_bytes: float, size: int, latency: float, bandwid
 
 
 def naive_all_reduce_volume(num_elements: int, element_size: int, size: int, rank: int) -> Volume:
-    """Bytes with rank 0 in the middle: N-1 whole tensors in and out there, one elsewhere."""
+    """Return the bytes with rank 0 in the middle: N-1 tensors in and out there, one elsewhere."""
     num_tensors = size - 1 if rank == 0 else 1
     num_bytes = num_tensors * num_elements * element_size
     return Volume(num_bytes, num_bytes)
@@ -116,7 +116,7 @@ def naive_all_reduce_volume(num_elements: int, element_size: int, size: int, ran
 def naive_all_reduce_seconds(
     num_bytes: float, size: int, latency: float, bandwidth: float
 ) -> float:
-    """2 (N-1) (alpha + n / bandwidth): all of it crosses the link of rank 0."""
+    """Return 2 (N-1) (alpha + n / bandwidth): all of it crosses the link of rank 0."""
     return 2 * (size - 1) * message_seconds(num_bytes, latency, bandwidth)
 
 
@@ -127,7 +127,7 @@ def naive_all_reduce_seconds(
 def doubling_all_reduce_volume(
     num_elements: int, element_size: int, size: int, rank: int
 ) -> Volume:
-    """Bytes of recursive doubling: the whole tensor to each of log2(P) partners.
+    """Return the bytes of recursive doubling: the full tensor to each of log2(P) partners.
 
     Reference: Thakur, Rabenseifner & Gropp 2005, section 4.5.
     """
@@ -138,7 +138,7 @@ def doubling_all_reduce_volume(
 
 
 def halving_all_reduce_volume(num_elements: int, element_size: int, size: int, rank: int) -> Volume:
-    """Bytes of recursive halving, then doubling: as few as a ring's, in fewer messages.
+    """Return the bytes of recursive halving and doubling: as few as a ring's, in fewer messages.
 
     Halving sends every chunk but its own, and receives what stays after each cut; doubling is the
     same, backwards. Reference: as above, where it is called Rabenseifner's algorithm.
@@ -159,14 +159,14 @@ def _folded_bytes(num_bytes: int, size: int, rank: int) -> int:
 
 
 def power_of_two(size: int) -> int:
-    """The largest power of two that is not above `size`."""
+    """Return the largest power of two that is not above `size`."""
     return 2 ** (size.bit_length() - 1)
 
 
 def doubling_all_reduce_seconds(
     num_bytes: float, size: int, latency: float, bandwidth: float
 ) -> float:
-    """log2(P) (alpha + n / bandwidth), and two messages more if N is not a power of two."""
+    """Return log2(P) (alpha + n / bandwidth), and two messages more if N is no power of two."""
     power = power_of_two(size)
     num_messages = math.log2(power) + 2 * (power < size)
     return num_messages * message_seconds(num_bytes, latency, bandwidth)
@@ -175,7 +175,7 @@ def doubling_all_reduce_seconds(
 def halving_all_reduce_seconds(
     num_bytes: float, size: int, latency: float, bandwidth: float
 ) -> float:
-    """2 log2(P) alpha + 2 (P-1)/P n / bandwidth, and two messages more if N is not P."""
+    """Return 2 log2(P) alpha + 2 (P-1)/P n / bandwidth, and two messages more if N is not P."""
     power = power_of_two(size)
     folded = 2 * (power < size) * message_seconds(num_bytes, latency, bandwidth)
     share = (power - 1) / power
@@ -186,7 +186,7 @@ def halving_all_reduce_seconds(
 
 
 def tree_all_reduce_seconds(num_bytes: float, size: int, latency: float, bandwidth: float) -> float:
-    """(sqrt(4 ceil(log2 N) alpha) + sqrt(2 n / bandwidth))^2: the way up and down, the bytes.
+    """Return (sqrt(4 ceil(log2 N) alpha) + sqrt(2 n / bandwidth))^2: the way up and down.
 
     Two binary trees sum half of the tensor each, and spread it, in k packets of the best size. A
     rank is a leaf in one and has two children in the other, and takes one packet at a time: up
@@ -202,7 +202,7 @@ def tree_all_reduce_seconds(num_bytes: float, size: int, latency: float, bandwid
 def hierarchical_all_reduce_seconds(
     num_bytes: float, ranks_per_node: int, num_nodes: int, inside: Link, across: Link
 ) -> float:
-    """Ring reduce-scatter inside each node, ring all-reduce across nodes, all-gather inside.
+    """Add up a reduce-scatter inside each node, an all-reduce across nodes, an all-gather inside.
 
     Across, each rank sums its n / ranks_per_node bytes with its like in the other nodes, over a
     link of its own: the slow link carries the smallest part.
@@ -216,7 +216,7 @@ def hierarchical_all_reduce_seconds(
 
 
 def broadcast_volume(num_elements: int, element_size: int, size: int, rank: int) -> Volume:
-    """Bytes of a binomial tree: who has the tensor sends it on, and their number doubles.
+    """Return the bytes of a binomial tree: every rank that has the tensor sends it on.
 
     Rank r > 0 receives it from r without its highest bit, and then sends it to r + 2^k for each
     2^k > r. Reference: Thakur, Rabenseifner & Gropp 2005, section 4.2.
@@ -227,30 +227,30 @@ def broadcast_volume(num_elements: int, element_size: int, size: int, rank: int)
 
 
 def reduce_volume(num_elements: int, element_size: int, size: int, rank: int) -> Volume:
-    """Bytes of the same tree, walked from its leaves to the root."""
+    """Return the bytes of the same tree, walked from its leaves to the root."""
     sent, received = broadcast_volume(num_elements, element_size, size, rank)
     return Volume(received, sent)
 
 
 def broadcast_seconds(num_bytes: float, size: int, latency: float, bandwidth: float) -> float:
-    """ceil(log2 N) (alpha + n / bandwidth)."""
+    """Return ceil(log2 N) (alpha + n / bandwidth)."""
     return math.ceil(math.log2(size)) * message_seconds(num_bytes, latency, bandwidth)
 
 
 def gather_volume(num_elements: int, element_size: int, size: int, rank: int) -> Volume:
-    """Bytes of chunks sent to the root, each straight from its owner."""
+    """Return the bytes of chunks sent to the root, each straight from its owner."""
     chunks = [element_size * n for n in chunk_sizes(num_elements, size)]
     return Volume(chunks[rank], 0) if rank > 0 else Volume(0, sum(chunks) - chunks[0])
 
 
 def scatter_volume(num_elements: int, element_size: int, size: int, rank: int) -> Volume:
-    """Bytes of chunks sent by the root, each straight to its owner."""
+    """Return the bytes of chunks sent by the root, each straight to its owner."""
     sent, received = gather_volume(num_elements, element_size, size, rank)
     return Volume(received, sent)
 
 
 def all_to_all_volume(num_elements: int, element_size: int, size: int, rank: int) -> Volume:
-    """Bytes when each rank has a chunk for every other: N-1 sent, N-1 of its own number come."""
+    """Return the bytes if each rank has a chunk for every other: N-1 sent, N-1 received."""
     chunks = [element_size * n for n in chunk_sizes(num_elements, size)]
     return Volume(sum(chunks) - chunks[rank], (size - 1) * chunks[rank])
 
@@ -289,12 +289,12 @@ SECONDS: dict[str, Callable[[float, int, float, float], float]] = {
 def collective_volume(
     op: str, num_elements: int, element_size: int, size: int, rank: int, root: int = 0
 ) -> Volume:
-    """Bytes that `rank` sends and receives in one `op`; `root` is the source or destination."""
+    """Return the bytes that `rank` sends and receives in an `op`; `root` sends it or gets it."""
     return VOLUMES[op](num_elements, element_size, size, (rank - root) % size)
 
 
 def collective_seconds(
     op: str, num_bytes: float, size: int, latency: float, bandwidth: float
 ) -> float:
-    """Time of one `op` of `num_bytes` on `size` ranks, if all of them start at once."""
+    """Return the time of one `op` of `num_bytes` on `size` ranks, if all of them start at once."""
     return SECONDS[op](num_bytes, size, latency, bandwidth)

@@ -8,7 +8,7 @@ RecomputeKind = Literal["none", "selective", "full"]
 
 
 def num_parameters(model: ModelConfig) -> int:
-    """Number of trainable values of the model, tied weights counted once."""
+    """Count the trainable values of the model, tied weights once."""
     embedding = model.vocab_size * model.width
     positions = model.max_sequence_length * model.width if model.family == "gpt" else 0
     head = 0 if model.tied_embedding else embedding
@@ -17,7 +17,7 @@ def num_parameters(model: ModelConfig) -> int:
 
 
 def num_block_parameters(model: ModelConfig) -> int:
-    """Number of trainable values of one block: attention, feed-forward and its two norms."""
+    """Count the trainable values of one block: attention, feed-forward and its two norms."""
     D, F, kv_width = model.width, model.ffn_width, model.num_kv_heads * model.head_width
     attention = 2 * D * D + 2 * D * kv_width  # query and out, key and value
     matrices = 2 if model.family == "gpt" else 3  # up, down (and llama's gate)
@@ -26,12 +26,12 @@ def num_block_parameters(model: ModelConfig) -> int:
 
 
 def num_norm_parameters(model: ModelConfig) -> int:
-    """LayerNorm (gpt) has a weight and a bias, RMSNorm (llama) a weight."""
+    """Count a norm's parameters: LayerNorm (gpt) has weight and bias, RMSNorm (llama) a weight."""
     return model.width * (2 if model.family == "gpt" else 1)
 
 
 def forward_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
-    """FLOPs of the forward pass per token: matrix products only.
+    """Return the FLOPs of the forward pass per token, matmuls only.
 
     Two per weight of every linear layer and of the head (embedding look-ups are free), and
     4 S D per layer for attention's QK^T and PV (Narayanan et al. 2021, appendix; their
@@ -45,7 +45,7 @@ def forward_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
 
 
 def backward_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
-    """FLOPs of the backward pass per token: each product of the forward pass needs two.
+    """Return the FLOPs of the backward pass per token: two matmuls for each of the forward pass.
 
     One gives the gradient of its left factor, one that of its right factor.
     """
@@ -53,7 +53,7 @@ def backward_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
 
 
 def training_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
-    """Model FLOPs of one training step per token: forward plus backward, which costs twice as much.
+    """Return the model FLOPs of one training step per token: forward, and twice that backward.
 
     Recomputation is not counted: these are model FLOPs, the numerator of MFU
     (Chowdhery et al. 2022, PaLM, appendix B), not hardware FLOPs.
@@ -64,7 +64,7 @@ def training_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
 def recompute_flops_per_token(
     model: ModelConfig, sequence_length: int, recompute: RecomputeKind = "full"
 ) -> int:
-    """FLOPs per token that recomputation adds to a training step.
+    """Return the FLOPs per token that recomputation adds to a training step.
 
     selective: attention's QK^T and PV once more, 4 S D per layer. full: the forward pass of every
     block once more, without the head (Korthikanti et al. 2022, section 5 and appendix A).

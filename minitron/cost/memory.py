@@ -13,7 +13,7 @@ from minitron.cost.tensor import (
     tokens_between_layers,
 )
 
-AttentionKind = Literal["fused", "materialised"]
+AttentionKind = Literal["fused", "materialized"]
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ RECIPES = {
 
 
 def model_state_bytes(model: ModelConfig, recipe: Recipe) -> int:
-    """Bytes of weights, gradients and optimizer state (Rajbhandari et al. 2019, section 3.1)."""
+    """Return the bytes of weights, gradients and optimizer state (Rajbhandari et al. 2019, 3.1)."""
     return num_parameters(model) * recipe.total
 
 
 def model_state_table(models: dict[str, ModelConfig]) -> dict[str, dict[str, int]]:
-    """Bytes of the model states, by model and by the name of the recipe."""
+    """Return the bytes of the model states, by model and by the name of the recipe."""
     return {
         name: {recipe: model_state_bytes(model, RECIPES[recipe]) for recipe in RECIPES}
         for name, model in models.items()
@@ -68,9 +68,9 @@ def activation_bytes_per_layer(
     mask_bytes: int = 1,
     layout: Layout = ONE_DEVICE,
 ) -> int:
-    """Bytes that one block saves for the backward pass, per rank of the layout.
+    """Return the bytes that one block saves for the backward pass, per rank of the layout.
 
-    For GPT with F = 4 D, dropout and a materialised attention this is table 2 of Korthikanti et
+    For GPT with F = 4 D, dropout and a materialized attention this is table 2 of Korthikanti et
     al. 2022: s b h (34 + 5 a s / h) on one device, s b h (10 + 24/t + 5 a s / (h t)) on t
     tensor-parallel ranks, s b h (34/t + 5 a s / (h t)) with sequence parallelism (30/t + 4 for
     34/t if the layers do not gather their inputs again); with recompute "full" 2 s b h, and 2 s b
@@ -97,7 +97,7 @@ def activation_bytes_per_layer(
 
     # Inside: query, and the input of out; key and value; what the feed-forward makes
     heads = share("model.num_heads", model.num_heads, size)
-    keeps_repeated = attention == "materialised" and recompute == "none"  # K and V, to H heads
+    keeps_repeated = attention == "materialized" and recompute == "none"  # K and V, to H heads
     kv_heads = heads if keeps_repeated else kv_heads_per_rank(model, size)
     hidden = 2 if model.family == "gpt" else 4  # up, GELU; gate, SiLU, up, their product
     ffn_width = share("model.ffn_width", model.ffn_width, size)
@@ -117,10 +117,10 @@ def attention_bytes(
     mask_bytes: int = 1,
     layout: Layout = ONE_DEVICE,
 ) -> int:
-    """Bytes that one attention saves between its inputs and its output, per rank: H/t heads.
+    """Return the bytes that attention saves between its inputs and its output, per rank: H/t heads.
 
     fused: one float32 per query and head, the log of its softmax's sum (Dao 2023, section 3.1);
-    dropout is drawn again. materialised: the softmax, and with dropout its mask and the dropped
+    dropout is drawn again. materialized: the softmax, and with dropout its mask and the dropped
     softmax, B H S S values each, and the causal mask, S S booleans.
     """
     heads = share("model.num_heads", model.num_heads, layout.tensor_parallel)
@@ -134,7 +134,7 @@ def attention_bytes(
 
 
 def norm_statistics_bytes(model: ModelConfig) -> int:
-    """Bytes per token: LayerNorm saves mean and 1/deviation in float32, RMSNorm the second."""
+    """Return float32 bytes per token: LayerNorm saves mean and 1/deviation, RMSNorm the second."""
     return 8 if model.family == "gpt" else 4
 
 
@@ -148,7 +148,7 @@ def activation_bytes(
     mask_bytes: int = 1,
     layout: Layout = ONE_DEVICE,
 ) -> int:
-    """Bytes saved at the end of the forward pass: all blocks, embedding, final norm, head, loss.
+    """Return the bytes saved by the forward pass: all blocks, embedding, final norm, head, loss.
 
     The loss is taken from float32 logits and saves V float32 log-probabilities per token; where
     the vocabulary is cut, this rank's V/t of the softmax. With recompute "full" the backward pass

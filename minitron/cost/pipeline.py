@@ -41,7 +41,7 @@ class Bubble(NamedTuple):
 def sequential_bubble(
     num_ranks: int, num_micro_batches: int, forward: float, backward: float
 ) -> Bubble:
-    """(p-1) m (t_F + t_B): while one rank works, all others wait."""
+    """Return (p-1) m (t_F + t_B): while one rank works, all others wait."""
     ideal = num_micro_batches * (forward + backward)
     return Bubble((num_ranks - 1) * ideal, ideal)
 
@@ -49,7 +49,7 @@ def sequential_bubble(
 def pipeline_bubble(
     num_ranks: int, num_micro_batches: int, forward: float, backward: float, num_chunks: int = 1
 ) -> Bubble:
-    """(p-1) (t_F + t_B) / v, of GPipe, 1F1B, and interleaved 1F1B with v chunks a rank.
+    """Return (p-1) (t_F + t_B) / v, for GPipe, 1F1B, and interleaved 1F1B with v chunks a rank.
 
     For any m; interleaved, for m that p divides. Reference: Narayanan et al. 2021, sections 2.2.1
     and 2.2.2; as a share of the total, Huang et al. 2019, section 2.3.
@@ -61,23 +61,12 @@ def pipeline_bubble(
 def zb_h1_bubble(
     num_ranks: int, num_micro_batches: int, forward: float, inputs: float, weights: float
 ) -> Bubble:
-    """(p-1) (t_F + t_I - t_W), of ZB-H1, whose backward pass is cut into I and W.
+    """Return (p-1) (t_F + t_I - t_W), for ZB-H1, whose backward pass is cut into I and W.
 
     For m >= p, and t_W no longer than t_F or t_I. Reference: Qi et al. 2023, table 2, where t_I is
     T_B.
     """
     idle = forward + inputs - weights
-    return Bubble((num_ranks - 1) * idle, num_micro_batches * (forward + inputs + weights))
-
-
-def zb_h2_bubble(
-    num_ranks: int, num_micro_batches: int, forward: float, inputs: float, weights: float
-) -> Bubble:
-    """(p-1) (t_F + t_I - 2 t_W), of ZB-H2: idle between a rank's own first and last pass.
-
-    For m >= 2p - 1 and t_F = t_I = t_W, when it is 0. Reference: Qi et al. 2023, table 2.
-    """
-    idle = forward + inputs - 2 * weights
     return Bubble((num_ranks - 1) * idle, num_micro_batches * (forward + inputs + weights))
 
 
@@ -87,7 +76,7 @@ def zb_h2_bubble(
 def activations_held(
     schedule: str, num_ranks: int, num_micro_batches: int, rank: int, num_chunks: int = 1
 ) -> int:
-    """Most micro-batches whose activations a rank holds at once, counted for each of its stages.
+    """Return the most micro-batches whose activations a rank holds at once, counted for each stage.
 
     `schedule` is the name of a `parallel.schedules.Schedule`. Each count is a v-th of the rank's
     layers, whole until W: what I frees before is not taken off, nor added what it leaves for W, the
@@ -101,13 +90,12 @@ def activations_held(
         "1F1B": p - rank,
         "interleaved 1F1B": (v - 1) * p + 2 * (p - 1 - rank) + 1,
         "ZB-H1": p,
-        "ZB-H2": 2 * p - 1,
     }
     return min(counts[schedule], num_micro_batches * v)
 
 
 def interleaved_activation_factor(num_ranks: int, num_chunks: int) -> float:
-    """1 + (p-1)/(p v): what the first rank holds, over what it holds in 1F1B, for m > p.
+    """Return 1 + (p-1)/(p v): the first rank's activations over those of 1F1B, for m > p.
 
     Reference: Korthikanti et al. 2022, section 4.2.3.
     """
@@ -121,7 +109,7 @@ def pipeline_volume(
     batch_size: int, sequence_length: int, width: int, element_size: int,
     num_ranks: int, num_micro_batches: int, rank: int, num_chunks: int = 1,
 ) -> Volume:
-    """Bytes that one rank sends and receives per step.
+    """Return the bytes that one rank sends and receives per step.
 
     Between two stages each micro-batch sends B S D values forward, and as many gradients back
     (Narayanan et al. 2021, section 3.2). Stage number rank + p c follows the one before on the

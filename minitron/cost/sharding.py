@@ -48,7 +48,7 @@ Accumulation = Literal["reduced", "sharded", "unsharded"]
 def zero_holdings(
     num_parameters: int, num_ranks: int, stage: int, recipe: Recipe = RECIPES["bf16"]
 ) -> dict[str, int]:
-    """Bytes per rank of "parameter", "gradient" and "optimizer state", master weights in the last.
+    """Return bytes per rank of "parameter", "gradient" and "optimizer state" (with the masters).
 
     A divided kind is rounded up to whole parameters. Without what is whole for a moment: a bucket
     of gradients in stage 2 and 3, the unit that computes in stage 3.
@@ -59,7 +59,7 @@ def zero_holdings(
 def zero_bytes(
     num_parameters: int, num_ranks: int, stage: int, recipe: Recipe = RECIPES["bf16"]
 ) -> int:
-    """Bytes of the model states per rank (Rajbhandari et al. 2019, figure 1 and table 1)."""
+    """Return the bytes of model states per rank (Rajbhandari et al. 2019, figure 1 and table 1)."""
     return sum(zero_holdings(num_parameters, num_ranks, stage, recipe).values())
 
 
@@ -67,7 +67,7 @@ def zero_volume(
     num_elements: int, element_size: int, size: int, rank: int, stage: int,
     num_reductions: int = 1,
 ) -> Volume:
-    """Bytes that one rank sends and receives per step, in rings: (N-1)/N of 2 P, 2 P, 2 P, 3 P.
+    """Return the bytes a rank sends and receives per step, in rings: (N-1)/N of 2 P, 2 P, 2 P, 3 P.
 
     Gradients are reduce-scattered `num_reductions` times: once, or after each micro-batch.
     Parameters are all-gathered once, in stage 3 before the forward and the backward pass of each
@@ -87,7 +87,7 @@ def step_holdings(
     num_parameters: int, num_shards: int, stage: int, shards: Recipe, unsharded: Recipe,
     reshards: bool = True, accumulation: Accumulation = "sharded",
 ) -> dict[str, int]:
-    """Bytes per rank while micro-batches are under way, by the same kinds as `zero_holdings`.
+    """Return bytes per rank between micro-batches, by the same kinds as `zero_holdings`.
 
     Stage 3 that reshards: P/S of everything, `shards.total` bytes each. Without, the parameters are
     there twice: P unsharded beside P/S. Gradients of stages 2 and 3: P if they add up unsharded,
@@ -125,7 +125,7 @@ def step_collectives(
     stage: int, num_micro_batches: int, reshards: bool = True,
     accumulation: Accumulation = "sharded",
 ) -> StepCollectives:
-    """Stage 3 that reshards gathers 2 m times, before each forward and backward pass; else once.
+    """Count a step's collectives: stage 3 with resharding gathers 2 m times, else once.
 
     Gradients: see the table above; below stage 2 they add up unsharded. The stages of a pipeline do
     the same with the parameters of their own: their forward and backward passes are interleaved,
@@ -145,7 +145,7 @@ def replica_volume(
     num_elements: int, element_size: int, num_shards: int, num_replicas: int, rank: int,
     num_reductions: int = 1,
 ) -> Volume:
-    """What hybrid sharding sends beside `zero_volume` within a replica, per step.
+    """Return what hybrid sharding sends per step beside `zero_volume` within a replica.
 
     Each shard's gradient is all-reduced over the replicas `num_reductions` times: once, or after
     each micro-batch. `rank` counts the replicas. Reference: Zhao et al. 2023 (section 3.2.2).
@@ -159,7 +159,7 @@ def hybrid_volume(
     num_elements: int, gathered_size: int, reduced_size: int, grid: tuple[int, int],
     place: tuple[int, int], calls: StepCollectives,
 ) -> dict[str, Volume]:
-    """Bytes that one rank sends and receives per step, over its "shards" and its "replicas".
+    """Return the bytes a rank sends and receives per step, over its "shards" and its "replicas".
 
     With G gathers of b bytes a value, and of gradients, with c bytes, A reduce-scatters and B
     all-reduces: (S-1)/S P (G b + A c) over the shards, and 2 (R-1)/R P/S B c over the replicas.

@@ -33,7 +33,7 @@ ONE_DEVICE = Layout()
 
 
 def share(name: str, count: int, size: int) -> int:
-    """One rank's part of `count`; raises ConfigError if it does not divide by `size` ranks."""
+    """Return one rank's part of `count`; raises ConfigError if `size` ranks do not divide it."""
     require(
         count % size == 0,
         f"{name} = {count} does not divide by {size} ranks of tensor parallelism",
@@ -43,13 +43,13 @@ def share(name: str, count: int, size: int) -> int:
 
 
 def kv_heads_per_rank(model: ModelConfig, size: int) -> int:
-    """Key-value heads on one rank: G/t; one, on t/G ranks each, if there are fewer than ranks."""
+    """Return the key-value heads on one rank: G/t; one, shared by t/G ranks, if G < t."""
     G = model.num_kv_heads
     return 1 if size % G == 0 else share("model.num_kv_heads", G, size)
 
 
 def tokens_between_layers(batch_size: int, sequence_length: int, layout: Layout) -> int:
-    """Tokens of which one rank holds norms, dropout and residual stream."""
+    """Return for how many tokens one rank holds norms, dropout and residual stream."""
     if not layout.sequence_parallel:
         return batch_size * sequence_length
     return batch_size * share("sequence length", sequence_length, layout.tensor_parallel)
@@ -59,7 +59,7 @@ def tokens_between_layers(batch_size: int, sequence_length: int, layout: Layout)
 
 
 def tensor_parallel_calls(layout: Layout) -> dict[str, dict[str, int]]:
-    """How often a block calls each collective per micro-batch, by phase; of (B, S, D) each.
+    """Count a block's calls of each collective per micro-batch, by phase; each of (B, S, D).
 
     An all-reduce after attention and one after the feed-forward; in the backward pass for the
     inputs of the two. With sequence parallelism each is a reduce-scatter and an all-gather, as
@@ -78,7 +78,7 @@ def tensor_parallel_calls(layout: Layout) -> dict[str, dict[str, int]]:
 def tensor_parallel_volume(
     batch_size: int, sequence_length: int, width: int, element_size: int, rank: int, layout: Layout
 ) -> Volume:
-    """Bytes that one rank sends and receives per block and micro-batch, forward and backward.
+    """Return the bytes a rank sends and receives per block and micro-batch, forward and backward.
 
     8 B S D (t-1)/t elements (Narayanan et al. 2021, section 3.2), as many with sequence
     parallelism, and 10 if inputs are gathered again. Recomputation is not counted.
@@ -97,7 +97,7 @@ def vocabulary_parallel_volume(
     batch_size: int, sequence_length: int, width: int, element_size: int, rank: int, layout: Layout,
     loss_element_size: int = 4,
 ) -> Volume:
-    """Bytes per micro-batch of embedding, head and loss, whose vocabulary is cut.
+    """Return the bytes per micro-batch of an embedding, head and loss with a cut vocabulary.
 
     Embedding and head make one pair, half a block; under autocast the embedding's sum has 4 bytes
     a value, though, like the loss. The loss all-reduces three numbers a token: the largest logit;
@@ -119,7 +119,7 @@ def vocabulary_parallel_volume(
 
 
 def tensor_parallel_parameters(model: ModelConfig, size: int) -> int:
-    """Number of values that one of `size` ranks holds: a little more than 1/t of the parameters.
+    """Count what one of `size` ranks holds: a little more than 1/t of the parameters.
 
     Whole are the norms, the biases that are added after a sum, the learned positions, and a
     key-value head where there are fewer than ranks. Reference: Shoeybi et al. 2019, section 3.

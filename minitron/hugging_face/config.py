@@ -75,7 +75,7 @@ LARGEST = 2**24
 
 
 def read_model_config(folder: Path) -> ModelConfig:
-    """The model that `folder/config.json` describes; dropout is left to the run.
+    """Read the model that `folder/config.json` describes; dropout is left to the run.
 
     Raises ConfigError for a model that cannot be built here.
     """
@@ -107,7 +107,7 @@ def read_model_config(folder: Path) -> ModelConfig:
 
 
 def read_field(theirs: dict, key: str, field: str, file: Path):
-    """What `key` says of our `field`, of the type and the size that it must have."""
+    """Read what `key` says of our `field`, and check its type and size."""
     require(key in theirs, f"{file}: {key} is missing", "fetch the model again")
     value = theirs[key]
     if field == "tied_embedding":
@@ -127,7 +127,7 @@ def require_number(value, where: str) -> None:
 
 
 def read_rope(theirs: dict, file: Path) -> dict[str, float]:
-    """Our fields of rotary positions; transformers 5 has one table for them, 4 has two keys."""
+    """Read our rotary fields: transformers 5 has one table for them, 4 has two keys."""
     rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
     require(isinstance(rope, dict), f"{file}: {rope!r:.50} says nothing of rotary positions",
             "fetch the model again")
@@ -144,7 +144,7 @@ def read_rope(theirs: dict, file: Path) -> dict[str, float]:
 
 
 def to_hugging_face(model: ModelConfig, dtype: str, end: int | None) -> dict:
-    """What config.json says of `model`; `end` is the token that stands between documents."""
+    """Describe `model` as config.json does; `end` is the token that stands between documents."""
     theirs = {key: getattr(model, field) for field, key in KEYS[model.family].items()}
     theirs |= {"dtype": dtype, "bos_token_id": end, "eos_token_id": end}
     if model.family == "gpt":

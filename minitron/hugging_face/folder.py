@@ -38,7 +38,7 @@ def export(run: Path, folder: Path, dtype: str = "as-trained") -> None:
 
 
 def config_of(path: Path) -> Config:
-    """What a checkpoint says that it was trained with.
+    """Return the config that a checkpoint was trained with.
 
     Raises ConfigError unless its model has the shapes that the checkpoint holds: nothing is built
     of sizes that others have written.

@@ -74,11 +74,11 @@ class Place:
     part: int | None = None  # of three, along the last dim
 
     def stored(self, parameter: Tensor) -> Tensor:
-        """The parameter as it is stored, and back again."""
+        """Return the parameter as it is stored, and back again."""
         return parameter.T if self.is_transposed else parameter
 
     def stored_shape(self, shape: torch.Size) -> list[int]:
-        """The shape of the tensor that holds a parameter of this shape."""
+        """Return the shape of the tensor that holds a parameter of this shape."""
         stored = list(reversed(shape)) if self.is_transposed else list(shape)
         if self.part is not None:
             stored[-1] *= 3
@@ -86,7 +86,7 @@ class Place:
 
 
 def place_of(name: str, family: str) -> Place:
-    """Where the parameter with our `name` is."""
+    """Find where the parameter with our `name` is."""
     module, _, kind = name.rpartition(".")
     layer = re.findall(r"\d+", module)
     key = NAMES[family][re.sub(r"\d+", "*", module)].format(*layer) + "." + kind
@@ -139,7 +139,7 @@ class Weights:
         self.opened.clear()
 
     def find(self, name: str, shape: torch.Size):
-        """The tensor with the parameter called `name`, not read yet, and how many rows it lacks."""
+        """Find the tensor with the parameter called `name`, unread, and how many rows it lacks."""
         place = place_of(name, self.model.family)
         tensor = self.open(place.key)
         found, expected = tensor.get_shape(), place.stored_shape(shape)
@@ -157,7 +157,7 @@ class Weights:
         return tensor, num_new
 
     def open(self, key: str):
-        """The tensor called `key`."""
+        """Open the tensor called `key`."""
         shorter = key.partition(".")[2]  # saved without its head, a model has no prefix: GPT-2
         present = next((each for each in (key, shorter) if each in self.files), None)
         require(present is not None or not key.startswith("lm_head."), f"{self.folder}: holds no "
@@ -176,7 +176,7 @@ class Weights:
 
 
 def files_of_tensors(folder: Path) -> dict[str, str]:
-    """The file that each tensor is in."""
+    """Return the file that each tensor is in."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.exists():
         return dict.fromkeys(open_file(folder, whole.name).keys(), whole.name)
@@ -190,7 +190,7 @@ def files_of_tensors(folder: Path) -> dict[str, str]:
 
 
 def open_file(folder: Path, name: str) -> safe_open:
-    """A file of tensors in the folder; an index may name anything, also what is not there."""
+    """Open a file of tensors in the folder; an index may name anything, also what is not there."""
     try:
         return safe_open(file_in(folder, name), framework="pt")
     except (OSError, ValueError, SafetensorError) as error:
@@ -256,7 +256,7 @@ def all_or_nothing(folder: Path, files: list[str], num_bytes: int) -> Iterator[N
 
 
 def tensors_of(model: ModelConfig) -> dict[str, dict[str, int]]:
-    """The tensors to write: by key, the parameters in each and how many numbers they have."""
+    """Return the tensors to write: by key, the parameters in each and their number of elements."""
     with torch.device("meta"):
         parameters = Transformer(model).named_parameters()
     tensors: dict[str, dict[str, int]] = {}
@@ -268,7 +268,7 @@ def tensors_of(model: ModelConfig) -> dict[str, dict[str, int]]:
 def join(
     names: Iterable[str], model: ModelConfig, value: Callable[[str], Tensor], dtype: torch.dtype
 ) -> Tensor:
-    """The tensor in which the parameters called `names` are stored."""
+    """Build the tensor in which the parameters called `names` are stored."""
     parts = [place_of(name, model.family).stored(value(name)).to("cpu", dtype) for name in names]
     return torch.cat(parts, dim=-1)
 

@@ -114,7 +114,7 @@ def _launched(
 
 
 def start_method() -> str:
-    """How `multiprocessing` starts processes here: "forkserver" or "spawn"."""
+    """Say how `multiprocessing` starts processes here: "forkserver" or "spawn"."""
     return os.environ.get("MINITRON_START", START_METHOD)
 
 
@@ -152,12 +152,12 @@ def torchrun_group() -> Iterator[Group]:
 
 
 def is_torchrun_rank() -> bool:
-    """Whether torchrun has started this process, alone or with others."""
+    """Return whether torchrun has started this process, alone or with others."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def restarts() -> tuple[int, int]:
-    """How often torchrun has started this job's ranks again, and how often it may."""
+    """Return how often torchrun has restarted this job's ranks, and how often it may."""
     return tuple(int(os.environ.get(f"TORCHELASTIC_{name}", "0"))
                  for name in ("RESTART_COUNT", "MAX_RESTARTS"))
 

@@ -86,7 +86,7 @@ def has_children() -> bool:
     return False
 
 
-def kill_those_of(folder: Path) -> None:
+def kill_run_descendants(folder: Path) -> None:
     """Kill all processes that were started by ranks of the run in `folder`, dead ones too."""
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):

@@ -11,7 +11,7 @@ from minitron.config import ConfigError
 
 
 def pick_device(name: str) -> torch.device:
-    """The device called `name`; "auto" is CUDA if there is one, else the CPU."""
+    """Return the device called `name`; "auto" is CUDA if there is one, else the CPU."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -29,7 +29,7 @@ STOP_SIGNALS = [getattr(signal, name) for name in ("SIGHUP", "SIGINT", "SIGTERM"
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Bytes of memory that there are for what lies on the device; on a CPU, the machine's."""
+    """Return the bytes of memory on the device; on a CPU, the machine's."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     machine = psutil.virtual_memory().total

@@ -4,7 +4,7 @@ import psutil
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time that a process has used so far; 0 if it is gone."""
+    """Return the CPU time that a process has used so far; 0 if it is gone."""
     try:
         times = psutil.Process(pid).cpu_times()
     except psutil.NoSuchProcess:
@@ -13,7 +13,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def wants_cpu(pid: int) -> bool:
-    """Whether it computes, or would if it were given a CPU; else it sleeps, or is gone."""
+    """Return whether a process computes, or would if it were given a CPU; else it sleeps."""
     try:
         return psutil.Process(pid).status() in (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)
     except psutil.NoSuchProcess:

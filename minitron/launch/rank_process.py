@@ -167,7 +167,7 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def strip_launcher(frames: list) -> list:
-    """The frames, outermost first, from the rank's function on; they have the file as [0]."""
+    """Return the frames, outermost first, from the rank's function on; [0] is the file."""
     inside = [frame[0] == __file__ for frame in frames]
     if True not in inside:
         return frames

@@ -165,7 +165,7 @@ def read_stacks(files: dict[int, Path]) -> dict[int, list[Frame]]:
 
 
 def asking_signal(pid: int) -> signal.Signals:
-    """Which signal asks a rank for its stack.
+    """Return the signal that asks a rank for its stack.
 
     In the main thread it would end a native sleep early, as if the time were over: so another
     thread is interrupted where the main one sleeps. Where that runs, its own frames would change

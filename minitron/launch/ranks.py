@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing import connection
 
-from minitron.launch.descendants import kill_descendants, kill_those_of, work_below
+from minitron.launch.descendants import kill_descendants, kill_run_descendants, work_below
 from minitron.launch.messages import read_message
 from minitron.launch.process_state import cpu_seconds, wants_cpu
 from minitron.launch.rank_process import (
@@ -43,7 +43,7 @@ from minitron.launch.rank_report import (
     report,
     say,
 )
-from minitron.launch.starting import deaf_to_interrupts, interrupted_later, without_main
+from minitron.launch.starting import ignore_interrupts, interrupted_later, without_main
 from minitron.measure.ledger import Call, Matcher
 from minitron.pytorch import SLOW_TO_IMPORT
 
@@ -157,7 +157,7 @@ class Ranks:
         if method == "forkserver":
             context.set_forkserver_preload(PRELOADED)
         self.ranks = []
-        with deaf_to_interrupts(), without_main():
+        with ignore_interrupts(), without_main():
             for number in range(self.orders.num_ranks):
                 self.ranks.append(Rank(number, context, self.orders))
                 self.ranks[-1].start()
@@ -187,7 +187,7 @@ class Ranks:
         return self._first_failure() if self._failed() else None
 
     def values(self) -> list[bytes]:
-        """What each rank returned, pickled."""
+        """Return what each rank returned, pickled."""
         return [rank.outcome.value for rank in self.ranks]
 
     def end(self) -> None:
@@ -204,7 +204,7 @@ class Ranks:
         for rank in self.ranks:
             rank.end()
         if died:
-            kill_those_of(self.orders.folder)
+            kill_run_descendants(self.orders.folder)
 
     def _running(self) -> list[Rank]:
         return [rank for rank in self.ranks if rank.outcome is None]

@@ -5,7 +5,7 @@
     print(network)
 
 On one machine, ranks talk through memory, and what overlapping saves cannot be seen. Here each
-operation really runs, and whoever waits for it sleeps until it would have arrived:
+operation really runs, and a rank that waits for it sleeps until it would have arrived:
 
     due = max(now, when the link is free) + cost.collective_seconds(...)
 

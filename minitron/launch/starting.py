@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def deaf_to_interrupts() -> Iterator[None]:
+def ignore_interrupts() -> Iterator[None]:
     """Start processes that Ctrl-C does not reach: it is sent to all of a terminal or kernel."""
     if not hasattr(signal, "pthread_sigmask"):
         yield

@@ -82,6 +82,6 @@ class Watchdog:
             print(f"\n{report(headline, texts)}", file=sys.stderr, flush=True)
 
     def frames(self) -> list[Frame]:
-        """The main thread's stack, outermost first."""
+        """Return the main thread's stack, outermost first."""
         stack = traceback.extract_stack(sys._current_frames()[self.main_thread])
         return [Frame(line.filename, line.lineno, line.name, line.line or "") for line in stack]

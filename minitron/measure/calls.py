@@ -57,7 +57,7 @@ class Call:
 
 
 def readable_bytes(num_bytes: int) -> str:
-    """4200000 -> 4.2 MB."""
+    """Write a size as a person would: 4200000 -> 4.2 MB."""
     for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if num_bytes >= 0.9995 * size:
             return f"{num_bytes / size:.1f} {unit}"
@@ -189,7 +189,7 @@ class Matcher:
 
 
 def first_mismatch(calls_by_rank: Sequence[Sequence[Call]]) -> str | None:
-    """The earliest call in which ranks part, by op, size, dtype, root or reduction."""
+    """Find the earliest call in which ranks part, by op, size, dtype, root or reduction."""
     pairs = [(rank, call) for rank, calls in enumerate(calls_by_rank) for call in calls]
     matcher = Matcher()
     for rank, call in sorted(pairs, key=lambda pair: pair[1].started):

@@ -1,13 +1,13 @@
 """The clock: how fast is a step, and how near the limit of the device?
 
-Model FLOPs utilisation (MFU) is the share of the device's peak that does the model's own work:
+Model FLOPs utilization (MFU) is the share of the device's peak that does the model's own work:
 
     MFU = tokens/s x model FLOPs per token / peak FLOP/s        (Chowdhery et al. 2022, appendix B)
 
 Model FLOPs are `cost.training_flops_per_token`: forward and backward matrix products, attention
 counted in full (not halved for causality), recomputation not counted. The peak is the vendor's
 dense figure where the device is in the table, else the fastest matrix product measured here.
-Whoever is faster than that peak has no MFU: it was not the peak.
+A run faster than that peak reports no MFU, since it was not the peak.
 """
 
 import time
@@ -79,13 +79,13 @@ class Clock:
         return Speed(tokens_per_second, seconds / num_steps, self.mfu(tokens_per_second))
 
     def mfu(self, tokens_per_second: float) -> float | None:
-        """The share of the peak, 0 to 1; None if the peak is below what was achieved."""
+        """Return the share of the peak, 0 to 1; None if the peak is below what was achieved."""
         share = tokens_per_second * self.flops_per_token / self.peak.flops
         return share if share <= 1 else None
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> Peak:
-    """The device's dense peak for `dtype`: from the table, else measured."""
+    """Return the device's dense peak for `dtype`: from the table, else measured."""
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
         name = torch.cuda.get_device_name(device)
         for known, flops in DENSE_BF16_PEAKS.items():
@@ -97,7 +97,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> Peak:
 def measured_matmul_flops(
     device: torch.device, dtype: torch.dtype, seconds: float = 0.3
 ) -> float:
-    """FLOP/s of the fastest of several square matrix products, tried for about `seconds`.
+    """Measure the FLOP/s of the fastest of several square matmuls, for about `seconds`.
 
     Rows meet rows, a times a transposed, as in a linear layer: where a CPU has no instruction for
     `dtype`, other orders may be 20 times slower, and a model faster than such a peak.

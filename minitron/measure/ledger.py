@@ -96,7 +96,7 @@ class Transfer(WorkAround):
         self.work.synchronize()
 
     def get_future(self) -> torch.futures.Future:
-        """A future that is done when `wait` would return; torch's own C++ code waits for it."""
+        """Return a future that is done when `wait` would return; torch's C++ code waits for it."""
         return self.work.get_future().then(self._hold)
 
     def follow(self) -> None:
@@ -177,13 +177,13 @@ class Ledger(DispatchMode):
     def bytes_sent(
         self, op: str | None = None, axis: str | None = None, phase: str | None = None
     ) -> int:
-        """Bytes that this rank has sent, in all or of one op, axis or phase."""
+        """Return the bytes that this rank has sent, in all or of one op, axis or phase."""
         return sum(call.sent for call in self._of(op, axis, phase))
 
     def bytes_received(
         self, op: str | None = None, axis: str | None = None, phase: str | None = None
     ) -> int:
-        """Bytes that this rank has received, in all or of one op, axis or phase."""
+        """Return the bytes that this rank has received, in all or of one op, axis or phase."""
         return sum(call.received for call in self._of(op, axis, phase))
 
     def _of(self, op: str | None, axis: str | None, phase: str | None) -> list[Call]:

@@ -23,7 +23,7 @@ from minitron.system.files import read_text
 def open_log(
     config: LogConfig, folder: Path, rank: int, step: int, settings: dict
 ) -> MetricsLog:
-    """The log of a rank in a run at `step`: that of rank 0, others if asked, else none.
+    """Open the log of a rank in a run at `step`: that of rank 0, others if asked, else none.
 
     What was written of later steps is forgotten. `settings` are the run's, in plain values. Raises
     ConfigError if what is asked for is not installed.
@@ -111,7 +111,7 @@ class WandbLog:
 
 
 def numbers(row: dict) -> dict[str, float]:
-    """The numbers of a row but its step."""
+    """Return the numbers of a row but its step."""
     return {name: value for name, value in row.items()
             if name != "step" and isinstance(value, Real)}
 
@@ -127,7 +127,7 @@ def imported(module: str, field: str, package: str) -> ModuleType:
 
 
 def peak_memory(device: torch.device) -> dict[str, int]:
-    """For a row: the most bytes that tensors have had on a GPU so far; nothing for a CPU."""
+    """Return, for a row, the peak bytes of tensors on a GPU so far; nothing for a CPU."""
     if device.type != "cuda":
         return {}
     return {"peak_memory": torch.cuda.max_memory_allocated(device)}

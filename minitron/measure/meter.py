@@ -57,7 +57,7 @@ class Meter(DispatchMode):
         self.timeline: list[Moment] = []
 
     def now(self) -> dict[str, int]:
-        """Live bytes of each of `CATEGORIES`, now."""
+        """Return the live bytes of each of `CATEGORIES`."""
         return dict(self._bytes)
 
     @property
@@ -85,7 +85,7 @@ class Meter(DispatchMode):
         self._bytes = dict.fromkeys(CATEGORIES, 0)
         self._live: dict[int, Entry] = {}  # by the address of the storage
         self._history: list[Entry] = []
-        self._phase, self._named, self._replaying = "forward", None, False
+        self._phase, self._named, self._recomputing = "forward", None, False
         self._modules = [""]  # the modules whose forward is running, innermost last
         self._module_of_node: dict[int, str] = {}
         self._register_owned()
@@ -132,7 +132,7 @@ class Meter(DispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if in_backward():
             self._phase = "backward"
-            self._listen_to_replay(func, args)
+            self._listen_to_recompute(func, args)
         elif self._phase == "optimizer":
             self._register_newest_state()
         inputs = {storage_address(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
@@ -148,12 +148,12 @@ class Meter(DispatchMode):
             self._record(op)
         return outputs
 
-    def _listen_to_replay(self, func, args) -> None:
+    def _listen_to_recompute(self, func, args) -> None:
         # Recomputation's own hooks detach what they keep. Only a replay has gradients enabled
         # within the backward pass; inside a hook they are off.
         if func is not torch.ops.aten.detach.default:
-            self._replaying = torch.is_grad_enabled()
-        elif self._replaying:
+            self._recomputing = torch.is_grad_enabled()
+        elif self._recomputing:
             self._mark_saved(args[0])
 
     def _pack(self, tensor: Tensor) -> Tensor:

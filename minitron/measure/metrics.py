@@ -59,7 +59,7 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """All rows of a log; what is none, such as a last line cut off by a kill, is left out."""
+    """Read all rows of a log; skips lines that are none, such as one cut off by a kill."""
     rows = map(parse, lines_of(path.read_bytes()))
     return [row for row in rows if row is not None]
 
@@ -70,7 +70,7 @@ def lines_of(content: bytes) -> list[bytes]:
 
 
 def parse(line: bytes) -> dict | None:
-    """The row in a line, None if there is none."""
+    """Return the row in a line, None if there is none."""
     try:
         row = json.loads(line.decode())
     except (ValueError, RecursionError):
@@ -80,7 +80,7 @@ def parse(line: bytes) -> dict | None:
 
 
 def open_to_append(path: Path) -> FileIO:
-    """A file without a buffer: what has been written is there."""
+    """Open a file without a buffer: what has been written is there."""
     return open(path, "ab", buffering=0, opener=disk.open_itself)
 
 

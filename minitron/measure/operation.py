@@ -112,7 +112,7 @@ def read_operation(func: OpOverload, args: tuple) -> Operation:
 
 
 def group_of(args: tuple) -> dist.ProcessGroup:
-    """The process group among an operator's arguments; functional ones name it, at the end."""
+    """Find the process group among an operator's arguments; functional ones name it, at the end."""
     for argument in args:
         if isinstance(argument, torch.ScriptObject):
             return dist.ProcessGroup.unbox(argument)
@@ -121,7 +121,7 @@ def group_of(args: tuple) -> dist.ProcessGroup:
 
 
 def axis_of(group: dist.ProcessGroup) -> str:
-    """The name of the group's axis: "dp" for a mesh's, "world" for all ranks."""
+    """Return the name of the group's axis: "dp" for a mesh's, "world" for all ranks."""
     if group.group_desc == "default_pg":
         return "world"
     if group.group_desc == "undefined":
@@ -130,14 +130,14 @@ def axis_of(group: dist.ProcessGroup) -> str:
 
 
 def flat(tensors) -> list[Tensor]:
-    """The tensors of nested lists, in order."""
+    """Return the tensors of nested lists, in order."""
     if isinstance(tensors, Tensor):
         return [tensors]
     return [tensor for inner in tensors for tensor in flat(inner)]
 
 
 def all_to_all_volume(func: OpOverload, args: tuple, group: dist.ProcessGroup) -> Volume:
-    """Bytes of the parts for other ranks, which may differ in size."""
+    """Return the bytes of the parts for other ranks, which may differ in size."""
     if func is c10d.alltoall_.default:
         received, sent = ([part.nbytes for part in flat(parts)] for parts in args[:2])
     elif func is c10d.alltoall_base_.default:
@@ -153,7 +153,7 @@ def all_to_all_volume(func: OpOverload, args: tuple, group: dist.ProcessGroup) -
 
 
 def bytes_by_rank(tensor: Tensor, rows: list[int], size: int) -> list[int]:
-    """Bytes of each rank's rows of a tensor; an empty list cuts it evenly."""
+    """Return the bytes of each rank's rows of a tensor; an empty list cuts it evenly."""
     if not rows:
         return [tensor.nbytes // size] * size
     return [tensor.nbytes // max(1, len(tensor)) * n for n in rows]

@@ -49,7 +49,7 @@ class Trace(AbstractContextManager):
 def open_trace(
     config: Config, folder: Path, rank: int, step: int, device: torch.device
 ) -> Trace:
-    """The trace of a rank in a run at `step`: that of rank 0 if asked, of the others if asked too.
+    """Open the trace of a rank in a run at `step`: of rank 0 if asked, of the others if asked too.
 
     A run that is resumed too near to its end has none. Raises ConfigError if it is too short.
     """

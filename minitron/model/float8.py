@@ -8,7 +8,7 @@ Only the products have 8 bits: parameters, gradients and what layers pass on kee
 it saves time and not memory. Where the device has no such product it is emulated: the numbers are
 rounded to 8 bits and multiplied as what they were before. That shows the numerics, not the speed.
 
-Read in this order: quantise, multiply, Float8Matmuls, apply_float8.
+Read in this order: quantize, multiply, Float8Matmuls, apply_float8.
 
 Reference: Micikevicius et al. 2022, "FP8 Formats for Deep Learning" (sections 2 and 3).
 """
@@ -23,7 +23,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16  # of which the hardware wants every dimension
 
 
-def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Round x to `dtype`; returns values and scale, 0-d and float32: x is about values * scale.
 
     The scale is max|x| over the largest number of `dtype`, and 1 for a tensor of zeros.
@@ -36,13 +36,13 @@ def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def multiplies_float8(device: torch.device) -> bool:
-    """Whether `device` multiplies 8-bit floats itself: NVIDIA's from Ada and Hopper on."""
+    """Return whether `device` multiplies 8-bit floats itself: NVIDIA's from Ada and Hopper on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def multiply(a: Tensor, a_dtype: torch.dtype, b: Tensor, b_dtype: torch.dtype) -> Tensor:
-    """a (n, k) times b (k, m), each rounded to 8 bits first; the product has a's dtype."""
-    (a8, a_scale), (b8, b_scale) = quantise(a, a_dtype), quantise(b, b_dtype)
+    """Multiply a (n, k) by b (k, m), each rounded to 8 bits first; the product has a's dtype."""
+    (a8, a_scale), (b8, b_scale) = quantize(a, a_dtype), quantize(b, b_dtype)
     if multiplies_float8(a.device) and all(size % MULTIPLE == 0 for size in (*a.shape, *b.shape)):
         columns = b8.T.contiguous().T  # it reads rows of the first, columns of the second
         return multiply_float8(a8.contiguous(), columns, a_scale, b_scale, a.dtype)

@@ -64,7 +64,7 @@ class NoExchange:
         return lambda: x
 
     def start_reduce(self, grad_partial: Tensor) -> Callable[[], Tensor]:
-        """Start to make of this rank's summand the gradient of x; returns a function that waits."""
+        """Start to reduce this rank's partial gradient of x; returns a function that waits."""
         return lambda: grad_partial
 
 
@@ -110,7 +110,7 @@ class LinearFunction(torch.autograd.Function):
 
 
 def input_gradient(matmuls: Matmuls, rows: list[Tensor], weights: list[Tensor]) -> Tensor:
-    """The gradient (B S, D) of what layers of these weights (F, D) read, from rows (B S, F)."""
+    """Return the input's gradient (B S, D) for weights (F, D), from gradient rows (B S, F)."""
     weights = [weight.to(rows[0].dtype) for weight in weights]  # as autocast has done
     total = matmuls.grad_input(rows[0], weights[0])
     for grad, weight in zip(rows[1:], weights[1:], strict=True):
@@ -119,7 +119,7 @@ def input_gradient(matmuls: Matmuls, rows: list[Tensor], weights: list[Tensor]) 
 
 
 def no_gradient() -> None:
-    """That of an input that needs none."""
+    """Return None, for an input that needs no gradient."""
 
 
 class WeightGradients:
@@ -160,7 +160,7 @@ class NoDeferral:
     """The gradients of weights are computed in the backward pass that asks for them."""
 
     def takes(self, half: WeightGradients) -> bool:
-        """Whether `half` will be computed later."""
+        """Return whether `half` will be computed later."""
         return False
 
     @contextmanager
@@ -215,7 +215,7 @@ class Parts:
     deferral: NoDeferral = NoDeferral()
 
     def compute(self, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
-        """What layers with the `parameters` weight, bias, ... make of x (B, S, D)."""
+        """Return the outputs of layers with the `parameters` weight, bias, ... for x (B, S, D)."""
         if torch.is_autocast_enabled(x.device.type):  # which casts the weights itself
             x = x.to(torch.get_autocast_dtype(x.device.type))
         return LinearFunction.apply(self, x, *parameters)

@@ -1,14 +1,14 @@
 """Recompute activations in the backward pass instead of keeping them from the forward pass.
 
 Idea: a function's intermediate tensors are dropped as they are made. When the backward pass asks
-for the first of them, the function is replayed from its inputs, under the random numbers and the
+for the first of them, the function is called again on its inputs, with the random number state and
 autocast of the forward pass, and the same tensors are there again, bit for bit. The price is
-arithmetic: one more forward pass of what is replayed.
+compute: one more forward pass of what is recomputed.
 
-The autograd graph stays the one of the plain run: only what its nodes have saved comes from a
-replay. So no gradient is computed differently, whatever requires one.
+The autograd graph stays that of the plain run; only the tensors that its nodes have saved are
+recomputed. So every gradient is computed in the same way, whatever requires one.
 
-Read in this order: recompute, Replay, Surroundings, the policies, segments_for_budget.
+Read in this order: recompute, RecomputedCall, ForwardContext, the policies, segments_for_budget.
 Reference: Chen et al. 2016 (segments, section 4); Korthikanti et al. 2022 (selective, section 5).
 """
 
@@ -35,18 +35,18 @@ def recompute(function: Callable, *tensors: Tensor):
     """
     if not torch.is_grad_enabled():
         return function(*tensors)
-    replay = Replay(function, tensors)
-    with saved_tensors_hooks(replay.drop, replay.fetch):
+    call = RecomputedCall(function, tensors)
+    with saved_tensors_hooks(call.drop, call.fetch):
         return function(*tensors)
 
 
-class Replay:
+class RecomputedCall:
     """One call of a function whose saved tensors are dropped, and made again when fetched."""
 
     def __init__(self, function: Callable, tensors: tuple[Tensor, ...]):
         self.function = function
-        self.surroundings = Surroundings(tensors[0].device)
-        # Saved as a node's tensors are, so that a replay around this one drops them too. The
+        self.context = ForwardContext(tensors[0].device)
+        # Saved as a node's tensors are: a recomputed call around this one drops them too. The
         # anchor requires a gradient: else nothing is saved when no input requires one.
         anchor = torch.empty(0, requires_grad=True)
         self.inputs = Keep.apply(anchor, *tensors).grad_fn
@@ -68,7 +68,7 @@ class Replay:
         """Call the function as in the forward pass, and keep what it saves this time."""
         inputs = self.inputs.saved_tensors
         self.kept = {}
-        with self.surroundings.restored(), torch.enable_grad(), span("recompute"):
+        with self.context.restored(), torch.enable_grad(), span("recompute"):
             try:
                 with saved_tensors_hooks(self.keep, _refuse):
                     self.function(*inputs)
@@ -80,9 +80,9 @@ class Replay:
         )
 
     def keep(self, tensor: Tensor) -> None:
-        self.kept[len(self.kept)] = tensor.detach()  # without the graph of the replay
+        self.kept[len(self.kept)] = tensor.detach()  # without the graph of this second call
         if len(self.kept) == self.num_dropped:
-            raise Complete  # a matrix product that comes last saves its inputs before it runs
+            raise Complete  # a matmul that comes last saves its inputs before it runs
 
 
 class Complete(Exception):
@@ -106,7 +106,7 @@ class Keep(torch.autograd.Function):
         raise AssertionError("nothing is computed from it")
 
 
-class Surroundings:
+class ForwardContext:
     """What a function reads besides its arguments: random generators and autocast, as they are."""
 
     def __init__(self, device: torch.device):
@@ -121,7 +121,7 @@ class Surroundings:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Bring them back for a while; afterwards the generators go on as if nothing had been."""
+        """Restore them for a while; then the generators continue as if nothing had happened."""
         present = get_random_states(self.device)
         set_random_states(self.device, self.random_states)
         try:
@@ -134,7 +134,7 @@ class Surroundings:
 
 
 def get_random_states(device: torch.device) -> tuple[Tensor, ...]:
-    """The states of the CPU's generator and of the device's own, if it has one."""
+    """Return the states of the CPU's generator and of the device's own, if it has one."""
     states = (torch.get_rng_state(),)
     if has_generator(device):
         states += (torch.get_device_module(device).get_rng_state(device),)
@@ -151,7 +151,7 @@ def has_generator(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta")
 
 
-# Policies: which calls are replayed
+# Policies: which calls are recomputed
 
 
 def apply_full_recompute(model: Transformer) -> None:
@@ -160,9 +160,9 @@ def apply_full_recompute(model: Transformer) -> None:
 
 
 def apply_segmented_recompute(model: Transformer, segment_lengths: list[int]) -> None:
-    """Replay the first blocks in segments of these lengths; the blocks after them keep all.
+    """Recompute the first blocks in segments of these lengths; the blocks after them keep all.
 
-    Kept are the segments' inputs; a replay holds one segment's activations at a time. Raises
+    Kept are the segments' inputs; recomputing holds one segment's activations at a time. Raises
     ConfigError if the lengths are not positive or exceed the model's blocks together.
     """
     num_blocks = len(model.blocks)
@@ -176,7 +176,7 @@ def apply_segmented_recompute(model: Transformer, segment_lengths: list[int]) ->
 
 
 def apply_sqrt_recompute(model: Transformer) -> None:
-    """Replay about sqrt(L) segments of about sqrt(L) blocks."""
+    """Recompute about sqrt(L) segments of about sqrt(L) blocks."""
     apply_segmented_recompute(model, sqrt_segments(len(model.blocks)))
 
 
@@ -199,7 +199,7 @@ def run_in_segments(
 
 
 def apply_selective_recompute(model: Transformer) -> None:
-    """Replay the attention function alone: cheap to compute, and its S x S matrix is large.
+    """Recompute the attention function alone: cheap to compute, and its S x S matrix is large.
 
     It keeps query, key and value (Korthikanti et al. 2022, section 5). A fused attention never
     stores the matrix, and only its output is saved.
@@ -227,13 +227,13 @@ def recompute_attention(
 
 
 def even_segments(num_blocks: int, num_segments: int) -> list[int]:
-    """Lengths that differ by one at most, the longer ones first, where fewest inputs are held."""
+    """Return lengths that differ by one at most: longer ones first, beside the fewest inputs."""
     shorter, num_longer = divmod(num_blocks, num_segments)
     return [shorter + (index < num_longer) for index in range(num_segments)]
 
 
 def sqrt_segments(num_blocks: int) -> list[int]:
-    """About sqrt(L) segments of about sqrt(L) blocks (Chen et al. 2016, section 4.1).
+    """Return about sqrt(L) segments of about sqrt(L) blocks (Chen et al. 2016, section 4.1).
 
     The fewest tensors are alive so if a block keeps one. A Transformer's keeps more, and
     `segments_for_budget` counts them.
@@ -244,11 +244,11 @@ def sqrt_segments(num_blocks: int) -> list[int]:
 def segments_for_budget(
     activation_bytes: list[int], boundary_bytes: int, budget: int
 ) -> list[int]:
-    """Choose segments that hold at most `budget` bytes at any time and replay the fewest blocks.
+    """Choose segments that hold at most `budget` bytes at any time and recompute the fewest blocks.
 
     `activation_bytes` is what each block keeps for its backward pass, its input of
     `boundary_bytes` included. At the end of the forward pass the segments' inputs are held, and
-    all of the blocks after them; when segment j is replayed, the inputs of those before it and
+    all of the blocks after them; when segment j is recomputed, the inputs of those before it and
     the activations of its own blocks. Raises ConfigError if no segments fit.
     """
     segments = _fitting_segments(activation_bytes, boundary_bytes, budget)
@@ -265,9 +265,9 @@ def _fitting_segments(
     activation_bytes: list[int], boundary_bytes: int, budget: int
 ) -> list[int] | None:
     num_blocks = len(activation_bytes)
-    for num_replayed in range(num_blocks + 1):
-        tail = sum(activation_bytes[num_replayed:])
-        segments = _longest_first(activation_bytes[:num_replayed], boundary_bytes, budget)
+    for num_recomputed in range(num_blocks + 1):
+        tail = sum(activation_bytes[num_recomputed:])
+        segments = _longest_first(activation_bytes[:num_recomputed], boundary_bytes, budget)
         if segments is not None and len(segments) * boundary_bytes + tail <= budget:
             return segments
     return None
@@ -276,7 +276,7 @@ def _fitting_segments(
 def _longest_first(
     activation_bytes: list[int], boundary_bytes: int, budget: int
 ) -> list[int] | None:
-    # Each further segment has less room, for it is replayed beside one more input: so the fewest
+    # Each further segment has less room, for it is recomputed beside one more input: so the fewest
     # segments come from filling each as far as it goes.
     segments: list[int] = []
     room, filled = budget, math.inf

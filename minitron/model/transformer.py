@@ -27,7 +27,7 @@ from minitron.config import ModelConfig
 
 
 class Transformer(nn.Module):
-    """Token ids (B, S) in, logits (B, S, V) out; `initialise` fills the weights."""
+    """Token ids (B, S) in, logits (B, S, V) out; `initialize` fills the weights."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -56,18 +56,18 @@ class Transformer(nn.Module):
         return self.predict(x)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """What the first block reads (B, S, D)."""
+        """Return the first block's input (B, S, D)."""
         x = self.token_embedding(tokens)
         if self.config.family == "gpt":
             x = x + self.position_embedding(positions)
         return self.dropout(x)
 
     def rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-        """What all blocks read beside x: Llama's rotary table."""
+        """Return what all blocks read beside x: Llama's rotary table."""
         return None if self.config.family == "gpt" else rotary_table(positions, self.config, dtype)
 
     def predict(self, x: Tensor) -> Tensor:
-        """The logits (B, S, V) of what the last block wrote (B, S, D)."""
+        """Return the logits (B, S, V) of the last block's output (B, S, D)."""
         return self.head(self.final_norm(x))
 
 
@@ -81,7 +81,7 @@ def run_in_order(
 
 
 class Block(nn.Module):
-    """One layer: each branch normalises its input and adds its output to it."""
+    """One layer: each branch normalizes its input and adds its output to it."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -165,7 +165,7 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float) -
     )
 
 
-def materialised_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
+def materialized_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
     """Attend causally with the S x S matrix in memory: slower, and every step is visible."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
@@ -182,7 +182,7 @@ def materialised_attention(query: Tensor, key: Tensor, value: Tensor, dropout: f
 def rotary_table(
     positions: Tensor, config: ModelConfig, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine (S, K) of each position's angles.
+    """Return cosine and sine (S, K) of each position's angles.
 
     Computed in float32 or better: bfloat16 does not have every position beyond 256.
     """
@@ -214,10 +214,10 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return (x * cosine + turned * sine).type_as(x)
 
 
-# Initialisation
+# Initialization
 
 
-def initialise(model: nn.Module, seed: int) -> None:
+def initialize(model: nn.Module, seed: int) -> None:
     """Fill every weight from its global name, so that no later cut or device changes it."""
     fill(model, partial(initial_value, seed=seed, num_layers=model.config.num_layers))
 
@@ -230,18 +230,18 @@ def fill(model: nn.Module, value: Callable[[str, torch.Size], Tensor]) -> None:
 
 
 def global_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Each parameter with its global name: that in the whole model, also of a part of it."""
+    """Yield each parameter with its name in the full model, also for a part of it."""
     for name, parameter in model.named_parameters():
         yield global_name(model, name), parameter
 
 
 def global_name(model: nn.Module, name: str) -> str:
-    """A tied head is the token embedding, even where only the head is left."""
+    """Return a parameter's name in the full model: a tied head is the token embedding."""
     is_tied = name == "head.weight" and model.config.tied_embedding
     return "token_embedding.weight" if is_tied else name
 
 
-def materialise(model: nn.Module, device: torch.device, in_memory: bool = True) -> None:
+def materialize(model: nn.Module, device: torch.device, in_memory: bool = True) -> None:
     """Put new parameters on `device` in the place of those on the meta device: NaN until filled.
 
     Without `in_memory` each is a single NaN, seen in the parameter's shape.
@@ -258,7 +258,7 @@ def materialise(model: nn.Module, device: torch.device, in_memory: bool = True) 
 
 
 def initial_value(name: str, shape: torch.Size, seed: int, num_layers: int) -> Tensor:
-    """The full float32 initial value of the parameter called `name`.
+    """Return the full float32 initial value of the parameter called `name`.
 
     Normal with deviation 0.02, and 0.02 / sqrt(2 L) for the matrices that write to the residual
     stream (Radford et al. 2019, section 2.3); norms are ones, biases zeros.

@@ -32,7 +32,7 @@ from minitron.pytorch.private import resize_storage
 
 
 def owned_ranges(sizes: list[int], num_ranks: int, rank: int) -> list[range]:
-    """Which elements of each parameter `rank` owns, for parameters of `sizes` in one buffer.
+    """Return which elements of each parameter `rank` owns, for parameters of `sizes` in one buffer.
 
     They lie one after the other, in shards of ceil(n / N) elements; the last ones may lack some.
     """
@@ -117,7 +117,7 @@ class FlatShards(Flat):
         self.own = self.full[group.rank() * self.length:][:self.length]
         self.shard = self.own.to(torch.promote_types(self.own.dtype, torch.float32))
         self.pieces = self.cut(self.shard)
-        self.start_over()
+        self.reset()
 
     @torch.no_grad()
     def set(self, parameter: nn.Parameter, value: Tensor) -> None:
@@ -149,7 +149,7 @@ class FlatShards(Flat):
 
     # Gradients
 
-    def start_over(self) -> None:
+    def reset(self) -> None:
         """Hold no gradients; what is on its way must have arrived."""
         self.work: dist.Work | Arrived = ARRIVED  # which keeps what it sends
         self.grad_full: Tensor | None = None  # (n,) while it is filled and sent
@@ -157,14 +157,14 @@ class FlatShards(Flat):
         self.of_all: Tensor | None = None  # (n/N,), that sum on its way
         self.grad_shard: Tensor | None = None  # (n/N,), the sum of what has arrived
 
-    def hold(self, parameter: nn.Parameter) -> None:
+    def accumulate(self, parameter: nn.Parameter) -> None:
         """Let a gradient add up in here over several micro-batches: `.grad` becomes a view."""
         view = self.grad_view(parameter)
         if parameter.grad is not view:
             parameter.grad = view.copy_(parameter.grad)
 
     def grad_view(self, parameter: nn.Parameter) -> Tensor:
-        """Where a full gradient has its place."""
+        """Return the view of the buffer that holds a parameter's full gradient."""
         if self.grad_full is None:
             self.grad_full = self.shard.new_empty(self.num_elements, dtype=self.reduce_dtype)
             self.grad_views = self.views(self.grad_full)
@@ -206,7 +206,7 @@ class FlatShards(Flat):
                 self.add_arrived()
 
     def add_arrived(self) -> None:
-        """Add to the shard's gradient what has travelled over the replicas."""
+        """Add to the shard's gradient what has traveled over the replicas."""
         if self.of_all is not None:
             self.work.wait()
             if self.grad_shard is None:
@@ -221,7 +221,7 @@ class FlatShards(Flat):
         grads = {} if self.grad_shard is None else self.cut(self.grad_shard.to(self.shard.dtype))
         for parameter, piece in self.pieces.items():
             piece.grad = None if parameter in unused else grads.get(parameter)
-        self.start_over()
+        self.reset()
 
 
 class FlatUnit(FlatShards):
@@ -247,9 +247,9 @@ class FlatUnit(FlatShards):
         self.grad_dtype, self.reduce_dtype = first.dtype, reduce_dtype or dtype
         self.full = torch.empty(self.num_elements, dtype=dtype, device=device)
         self.full_views = self.views(self.full)
-        # In place of a freed parameter: whoever reads it finds NaN, and not freed memory.
+        # In place of a freed parameter: reading it yields NaN, not freed memory.
         self.absent = torch.full((), torch.nan, dtype=dtype, device=device)
-        self.start_over()
+        self.reset()
 
     def set(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Set this rank's piece of a parameter to its part of a full `value`."""

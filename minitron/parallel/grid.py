@@ -39,7 +39,7 @@ class Grid(OneDevice):
         self.data, self.tensor, self.pipeline = self.axes = [
             axes.pop(name, alone) for name in ("data", "tensor", "pipeline")]
         assert not axes, f"no such axes: {list(axes)}"
-        self.pipeline.tell_passes(self.data)
+        self.pipeline.connect_data(self.data)
         self.masters = masters
         self.device = next(model.parameters()).device
 

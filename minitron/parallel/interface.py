@@ -63,7 +63,7 @@ class ParallelModel(ABC):
 
     @abstractmethod
     def num_in_flight(self, num_micro_batches: int) -> int:
-        """How many micro-batches' activations this rank holds at once, at most."""
+        """Return the most micro-batches whose activations this rank holds at once."""
 
     # A step
 
@@ -76,7 +76,7 @@ class ParallelModel(ABC):
 
     @abstractmethod
     def no_sync(self) -> AbstractContextManager:
-        """The context of every round but the last: gradients need not be reduced yet."""
+        """Return the context of every round but the last: gradients need not be reduced yet."""
 
     @abstractmethod
     def forward_backward(
@@ -90,7 +90,7 @@ class ParallelModel(ABC):
 
     @abstractmethod
     def summed_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy of this rank's logits, summed over the counted targets, 0-d, nats."""
+        """Return the cross-entropy of this rank's logits, summed over counted targets, nats."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -107,7 +107,7 @@ class ParallelModel(ABC):
 
     @abstractmethod
     def mean(self, tensor: Tensor) -> Tensor:
-        """The mean of a small tensor over the ranks that read other samples; without a graph."""
+        """Average a small tensor over the ranks that read other samples; without a graph."""
 
     @abstractmethod
     def clip(self, parameters: list[Tensor], max_norm: float) -> Tensor:
@@ -127,7 +127,7 @@ class ParallelModel(ABC):
 
     @abstractmethod
     def make_optimizer(self, factory: Callable[[list], torch.optim.Optimizer]):
-        """`factory(trainable parameters)`, sharded."""
+        """Return `factory(trainable parameters)`, sharded."""
 
     # Without a gradient
 
@@ -136,11 +136,11 @@ class ParallelModel(ABC):
         self, forward: Callable[[Tensor], Tensor], micro_batches: MicroBatches,
         sum_loss: SumLoss,
     ) -> Tensor:
-        """The sum of the losses of this rank's samples, 0-d, nats; without a gradient."""
+        """Return the summed loss of this rank's samples, 0-d, nats; without a gradient."""
 
     @abstractmethod
     def full_model(self) -> nn.Module:
-        """A module from tokens (B, S) to logits (B, S, V); every rank must call it together."""
+        """Return a module from tokens (B, S) to logits (B, S, V), for all ranks to call."""
 
     # The whole model, whatever the number of ranks
 
@@ -150,15 +150,15 @@ class ParallelModel(ABC):
 
     @abstractmethod
     def full_parameters(self) -> dict[str, Tensor]:
-        """Every parameter, unsharded, by its global name; every rank must call it."""
+        """Return every parameter, unsharded, by its global name; every rank must call it."""
 
     @abstractmethod
     def full_gradients(self) -> dict[str, Tensor | None]:
-        """Every trainable parameter's gradient after `finish`, likewise; None where it has none."""
+        """Return every trainable parameter's gradient after `finish`, or None, in the same way."""
 
     @abstractmethod
     def parts(self) -> Iterator[tuple[str, Part]]:
-        """What this rank updates of each parameter and writes to a checkpoint, by global name."""
+        """Yield, by global name, the part of each parameter that this rank updates and saves."""
 
     @abstractmethod
     def copy_to_parameters(self) -> None:
@@ -167,55 +167,55 @@ class ParallelModel(ABC):
     # What the grid asks of each axis
 
     @abstractmethod
-    def tell_passes(self, data: "ParallelModel") -> None:
-        """Let every pass of a micro-batch through a stage run in `data.around_pass`."""
+    def connect_data(self, data: "ParallelModel") -> None:
+        """Let every pass of a micro-batch through a stage run in `data.pass_context`."""
 
     @abstractmethod
-    def around_pass(self, stage: int, kind: Kind, is_last: bool) -> AbstractContextManager:
-        """The context of a pass of one micro-batch through this rank's stage number `stage`.
+    def pass_context(self, stage: int, kind: Kind, is_last: bool) -> AbstractContextManager:
+        """Return the context of one micro-batch's pass through this rank's stage number `stage`.
 
         With `is_last` the stage's gradients are those of the whole step after it.
         """
 
     @abstractmethod
     def stage_parameters(self) -> list[list[nn.Parameter]]:
-        """The parameters of each of this rank's stages, in the order of the forward pass."""
+        """Return the parameters of each of this rank's stages, in the order of the forward pass."""
 
     @abstractmethod
     def shared_parameters(self) -> list[nn.Parameter]:
-        """Those that another stage's rank has too, each with a part of the gradient.
+        """Return the parameters that another stage's rank has too, with a part of the gradient.
 
-        Whoever divides them must do it alike on both: each in a flat buffer of its own.
+        Sharding must treat them alike on both ranks: each gets a flat buffer of its own.
         """
 
     @abstractmethod
     def norm_groups(self) -> list:
-        """The groups over which different gradients are divided: their squares are summed."""
+        """Return the groups whose ranks hold different gradients: their squares are summed."""
 
     @abstractmethod
     def num_copies(self, name: str) -> int:
-        """How many ranks of `norm_groups` hold the same gradient of a parameter."""
+        """Return how many ranks of `norm_groups` hold the same gradient of a parameter."""
 
     @abstractmethod
     def optimized(self, parameter: nn.Parameter) -> Tensor:
-        """What the optimizer updates in place of `parameter`: its shard, its master, or itself."""
+        """Return what the optimizer updates for `parameter`: its shard, its master, or itself."""
 
     @abstractmethod
     def owned(self, parameter: nn.Parameter) -> range:
-        """Which of the parameter's elements, flattened, this rank updates."""
+        """Return which of the parameter's elements, flattened, this rank updates."""
 
     @abstractmethod
     def is_saved(self, name: str) -> bool:
-        """Whether this rank writes a parameter to a checkpoint, or another one has it too."""
+        """Return whether this rank, not another with a copy, writes a parameter to a checkpoint."""
 
     @abstractmethod
     def place(self, name: str, shape: torch.Size) -> tuple[torch.Size, tuple[int, ...]]:
-        """The full shape of a parameter of which this rank computes with a block of `shape`, and
-        where in the full one the block begins."""
+        """Return the full shape of a parameter whose block on this rank has `shape`, and where in
+        the full one the block begins."""
 
     @abstractmethod
     def part_of(self, value: Values) -> Values:
-        """The same by name and the shape that this rank computes with: its blocks."""
+        """Wrap `value` so that it takes the shape of this rank's block, and returns that block."""
 
     @abstractmethod
     def unshard(self, blocks: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
@@ -223,11 +223,11 @@ class ParallelModel(ABC):
 
     @abstractmethod
     def predict(self, tokens: Tensor) -> Tensor:
-        """The logits of tokens (B, S), as this rank computes them; without a gradient."""
+        """Return the logits of tokens (B, S), as this rank computes them; without a gradient."""
 
     @abstractmethod
     def full_logits(self, logits: Tensor) -> Tensor:
-        """The logits (B, S, V) of what `predict` returns; without a gradient."""
+        """Return the logits (B, S, V) of what `predict` returns; without a gradient."""
 
     @property
     @abstractmethod

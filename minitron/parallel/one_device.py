@@ -27,7 +27,7 @@ IGNORED = -100
 
 
 def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy of logits (B, S, V) and targets (B, S), summed over counted tokens, nats."""
+    """Return the summed cross-entropy of logits (B, S, V) and counted targets (B, S), nats."""
     return F.cross_entropy(
         logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=IGNORED
     )
@@ -124,10 +124,10 @@ class OneDevice(ParallelModel):
 
     # What the grid asks of each axis
 
-    def tell_passes(self, data: ParallelModel) -> None:
+    def connect_data(self, data: ParallelModel) -> None:
         pass
 
-    def around_pass(self, stage: int, kind: Kind, is_last: bool) -> AbstractContextManager:
+    def pass_context(self, stage: int, kind: Kind, is_last: bool) -> AbstractContextManager:
         return nullcontext()
 
     def stage_parameters(self) -> list[list[nn.Parameter]]:

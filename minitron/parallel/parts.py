@@ -18,7 +18,7 @@ Offset = tuple[int, ...]
 
 
 def boxes_of(shape: tuple[int, ...], own: range) -> Iterator[tuple[Offset, Offset]]:
-    """Offset and sizes of the boxes that make up the elements `own` of a tensor of `shape`.
+    """Yield offset and sizes of the boxes that make up the elements `own` of a tensor of `shape`.
 
     Their elements, one box after the other, are those of `own` in their order. There are at most
     2 d - 1 of them in d dimensions.
@@ -43,7 +43,7 @@ def boxes_of(shape: tuple[int, ...], own: range) -> Iterator[tuple[Offset, Offse
 
 
 def within(row: int, boxes: Iterator[tuple[Offset, Offset]]) -> Iterator[tuple[Offset, Offset]]:
-    """Boxes of row `row` as boxes of the whole."""
+    """Yield boxes of row `row` as boxes of the full tensor."""
     for offset, sizes in boxes:
         yield (row, *offset), (1, *sizes)
 
@@ -57,12 +57,12 @@ class Boxes:
     at: dict[Offset, Tensor]
 
     @staticmethod
-    def whole(tensor: Tensor) -> "Boxes":
-        """One box, all of `tensor`."""
+    def full(tensor: Tensor) -> "Boxes":
+        """Return one box, all of `tensor`."""
         return Boxes(tuple(tensor.shape), tensor.dtype, {(0,) * tensor.dim(): tensor})
 
     def copy(self) -> "Boxes":
-        """The same on the CPU, which does not change with what it was taken from."""
+        """Return a copy on the CPU, which does not change with what it was taken from."""
         at = {offset: values.to("cpu", copy=True) for offset, values in self.at.items()}
         return Boxes(self.shape, self.dtype, at)
 

@@ -16,7 +16,7 @@ Saved = dict[str, tuple[torch.Size, torch.dtype]]
 def training_state(
     parallel: ParallelModel, optimizer: torch.optim.Optimizer
 ) -> dict[str, Boxes]:
-    """Weights, as the optimizer has them, and the optimizer's state: what this rank writes."""
+    """Return what this rank saves: weights as the optimizer has them, and the optimizer state."""
     found = {}
     for name, part in parallel.parts():
         if not parallel.is_saved(name):
@@ -24,7 +24,7 @@ def training_state(
         found[f"model.{name}"] = part.boxes(part.values)
         for key, value in optimizer.state.get(part.values, {}).items():
             if isinstance(value, Tensor):
-                boxes = part.boxes(value) if value.dim() else Boxes.whole(value)
+                boxes = part.boxes(value) if value.dim() else Boxes.full(value)
                 found[f"optimizer.{name}.{key}"] = boxes
     return found
 
@@ -43,7 +43,7 @@ def load_training_state(
             if place == f"optimizer.{name}":
                 like = part.values if shape else torch.empty(())
                 state[key] = value = torch.empty_like(like, dtype=dtype, requires_grad=False)
-                wanted[saved_name] = part.boxes(value) if shape else Boxes.whole(value)
+                wanted[saved_name] = part.boxes(value) if shape else Boxes.full(value)
     read(wanted)
 
     groups = optimizer.state_dict()["param_groups"]

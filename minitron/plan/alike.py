@@ -41,7 +41,7 @@ def dry_runs(config: Config, num_gpus: int, ranks: Iterable[int]) -> Iterator[Dr
 
 
 def leaders(config: Config, num_gpus: int) -> list[int]:
-    """For each rank of a pipeline the first one that does the same."""
+    """Return, for each rank of a pipeline, the first one that does the same."""
     pp = config.parallel.pp
     if pp == 1:
         return [0]
@@ -56,7 +56,7 @@ def leaders(config: Config, num_gpus: int) -> list[int]:
 
 
 def duties(schedule: Schedule, blocks: Sequence[int], rank: int) -> tuple:
-    """What a rank holds and does, with stages and ranks counted from its own."""
+    """Return what a rank holds and does, with stages and ranks counted from its own."""
     own = schedule.stages_of(rank)
     steps = []
     for step in script(schedule, rank):

@@ -54,7 +54,7 @@ def calibrate(name: str = "auto") -> Device:
 
 
 def measured_rank(group: dist.ProcessGroup) -> Device:
-    """What one of two CPU ranks can do while the other one does the same."""
+    """Measure what one of two CPU ranks can do while the other one does the same."""
     device = torch.device("cpu")
     dist.barrier(group)
     measured, link = alone(device, None), ring_link(group, "cpu")
@@ -63,7 +63,7 @@ def measured_rank(group: dist.ProcessGroup) -> Device:
 
 
 def alone(device: torch.device, known: Device | None) -> Device:
-    """What a device can do without others; its links are `known`'s."""
+    """Measure what a device can do without others; its links are `known`'s."""
     flops, float32 = (matmul_flops(device, dtype) for dtype in (torch.bfloat16, torch.float32))
     measured = {"name": f"this machine's {device.type}", "source": "minitron.plan.calibrate",
                 "memory_bytes": total_memory(device), "float32_share": float32 / flops}
@@ -80,7 +80,7 @@ def alone(device: torch.device, known: Device | None) -> Device:
 
 
 def known_device(full_name: str) -> Device | None:
-    """The row of hardware.csv for a name like "NVIDIA A100-SXM4-80GB", by chip and then memory."""
+    """Find the row of hardware.csv for a name like "NVIDIA A100-SXM4-80GB", by chip and memory."""
     rows = [device for device in DEVICES.values()
             if device.name.split("-")[0] in full_name and "PCIe" not in full_name]
     exact = [device for device in rows if device.name.split("-")[2] in full_name]
@@ -88,7 +88,7 @@ def known_device(full_name: str) -> Device | None:
 
 
 def total_memory(device: torch.device) -> float:
-    """Bytes of the device; on a CPU, a core's part of the machine's."""
+    """Return the bytes of the device; on a CPU, a core's part of the machine's."""
     num_sharing = (os.cpu_count() or 1) if device.type == "cpu" else 1
     return memory_bytes(device) / num_sharing
 
@@ -97,7 +97,7 @@ def total_memory(device: torch.device) -> float:
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of the fastest of several square matrix products, a times a transposed."""
+    """Measure the FLOP/s of the fastest of several square matmuls, a times a transposed."""
     fastest = 0.0
     for size in MATMUL_SIZES[device.type]:
         a = torch.randn(size, size, device=device).to(dtype)
@@ -107,14 +107,14 @@ def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def memory_bandwidth(device: torch.device) -> float:
-    """Bytes per second that a copy reads and writes."""
+    """Measure the bytes per second that a copy reads and writes."""
     source = torch.zeros(COPIED[device.type] // 4, device=device)
     target = torch.empty_like(source)
     return 2 * COPIED[device.type] / fastest_seconds(lambda: target.copy_(source), device)
 
 
 def ring_link(group: dist.ProcessGroup, kind: str) -> cost.Link:
-    """Latency and bandwidth of a hop, from all-reduces: n bytes on two ranks are 2 hops of n/2."""
+    """Fit latency and bandwidth of a hop to all-reduces: n bytes on two ranks are 2 hops of n/2."""
     device = torch.device(kind, group.rank() if kind == "cuda" else None)
     if kind == "cuda":
         torch.cuda.set_device(device)
@@ -134,7 +134,7 @@ def ring_link(group: dist.ProcessGroup, kind: str) -> cost.Link:
 
 
 def fastest_seconds(do: Callable[[], object], device: torch.device, times: int = 3) -> float:
-    """The least of several times; the first call, which sets up, does not count."""
+    """Return the least of several times, after a first call that sets up."""
     do()
     least = float("inf")
     for _ in range(times):

@@ -87,7 +87,7 @@ def asked(options: PlanOptions) -> Config:
 
 
 def with_vocabulary(config: Config) -> Config:
-    """The config, its vocabulary as large as the data's where the file leaves it to the data."""
+    """Return the config with the data's vocabulary size, if the file leaves it to the data."""
     if config.model.vocab_size > 0:
         return config
     from minitron.running.starting import with_vocabulary_of_data  # with all that reads data
@@ -140,7 +140,7 @@ def run_plan(args: Sequence[str]) -> int:
 
 
 def job_of(config: Config, num_gpus: int, device: Device, gpus_per_node: int = 8) -> Job:
-    """What `config` trains, on so many GPUs."""
+    """Describe what `config` trains, on so many GPUs."""
     train = config.train
     return Job(config.model, num_gpus, device, config.data.sequence_length,
                train.global_batch_size, gpus_per_node, train.precision)
@@ -161,7 +161,7 @@ def heading(name: str, job: Job) -> str:
 
 
 def counted(found: Search, seconds: float) -> str:
-    """How many layouts there are, and why most are not in the table."""
+    """Say how many layouts there are, and why most are not in the table."""
     reasons = [(len(found.candidates), "fit"), *found.dropped()[:NUM_REASONS]]
     lines = [f"{found.num_layouts:,} layouts in {seconds:.1f} s; of the kinds that drop out, each "
              "with its first:", *(f"{count:>9,}  {reason}" for count, reason in reasons)]
@@ -169,7 +169,7 @@ def counted(found: Search, seconds: float) -> str:
 
 
 def table(candidates: Sequence[Candidate], tokens: float, gpu_hour: GpuHour) -> str:
-    """A row for each layout: its options, then what it holds, takes and costs."""
+    """Write a row for each layout: its options, then what it holds, takes and costs."""
     names = ["tp", "seq", "pp", "chunks", "dp", "ZeRO", "recompute", "micro", "GB", "s/step", "MFU",
              "bubble", "comm", "days", "GPU-hours",
              *[gpu_hour.currency] * (gpu_hour.price is not None),
@@ -196,7 +196,7 @@ def row(candidate: Candidate, tokens: float, gpu_hour: GpuHour) -> list[str]:
 
 
 def paid(tokens: float, gpu_hour: GpuHour) -> str:
-    """What the table's last columns are for."""
+    """Say what the table's last columns are for."""
     energy = "" if gpu_hour.watts is None else f", {gpu_hour.watts:g} W a GPU, PUE {gpu_hour.pue:g}"
     price = "" if gpu_hour.price is None else \
         f", {gpu_hour.price:g} {gpu_hour.currency} a GPU-hour"
@@ -205,14 +205,14 @@ def paid(tokens: float, gpu_hour: GpuHour) -> str:
 
 
 def of_stage_3() -> str:
-    """What the seconds of ZeRO 3 rest on."""
+    """Say what the seconds of ZeRO 3 rest on."""
     times = max(row.seconds / row.predict().seconds for row in sharded_rows(MINITRON))
     return "ZeRO 3: its messages are assumed to travel while the GPUs compute; measured steps of " \
         f"another system took up to {times:.1f} times as long (Narayanan et al. 2021, table 2)"
 
 
 def compared(standing: Candidate | ConfigError, found: Search) -> str:
-    """How far a layout is from the best, or what is wrong with it."""
+    """Say how far a layout is from the best, or what is wrong with it."""
     if isinstance(standing, ConfigError):
         return f"cannot run on {found.job.num_gpus} GPUs: {standing}"
     if not standing.fits:
@@ -231,7 +231,7 @@ def compared(standing: Candidate | ConfigError, found: Search) -> str:
 
 
 def next_lines(options: PlanOptions, best: Candidate) -> str:
-    """The command lines that train in the best layout, and that run a step of it dry."""
+    """Write the command lines that train in the best layout, and that dry-run a step of it."""
     wanted = in_layout(asked(options), best.decision)
     words = shlex.join([str(options.file), *changes(load(options.file), wanted)])
     device = "" if options.calibrate else f" --device {best.job.device.name}"
@@ -240,7 +240,7 @@ def next_lines(options: PlanOptions, best: Candidate) -> str:
 
 
 def launcher(best: Candidate) -> str:
-    """What starts the training: on every node, with $HEAD the name of one, if there are several.
+    """Write what starts the training, on every node; with several, $HEAD is the name of one.
 
     Each has as many GPUs; where those of a node do not divide the job's, fewer are used.
     """
@@ -255,12 +255,12 @@ def launcher(best: Candidate) -> str:
 
 
 def flags(config: Config, decision: Decision) -> str:
-    """What to add to the command line that trains `config`, so that it has this layout."""
+    """Return the options that give the command line that trains `config` this layout."""
     return shlex.join(changes(config, in_layout(config, decision)))
 
 
 def changes(before: Config, after: Config) -> list[str]:
-    """The words of a command line that make the one config the other."""
+    """Return the words of a command line that turn one config into the other."""
     words = []
     for section in ("parallel", "train", "model", "data"):
         for name, value in vars(getattr(after, section)).items():
@@ -275,10 +275,10 @@ def changes(before: Config, after: Config) -> list[str]:
 
 
 def in_layout(config: Config, decision: Decision) -> Config:
-    """The same training in another layout; not compiled, if it cannot be with that."""
+    """Return the same training in another layout; not compiled, if it cannot be with that."""
     axes = decision.parallel
     dp = axes.dp if config.parallel.dp else 0  # 0: it follows from the number of ranks
-    parallel = replace(axes, dp=dp, data_parallel=config.parallel.data_parallel)
+    parallel = replace(axes, dp=dp)
     changes = {"recompute": decision.recompute, "micro_batch_size": decision.micro_batch_size}
     try:
         return replace(config, parallel=parallel, train=replace(config.train, **changes))

@@ -61,12 +61,12 @@ def compared(gigabytes: float, job: Job) -> str:
 
 
 def total_bytes(job: Job, decision: Decision) -> float:
-    """Of the rank that holds most."""
+    """Return the bytes on the rank that holds most."""
     return sum(memory_of(job, decision).values())
 
 
 def cuts(job: Job) -> list[tuple[int, int]]:
-    """Pairs (tp, pp) in the order of the tree; tp beyond a node comes last.
+    """Return pairs (tp, pp) in the order of the tree; tp beyond a node comes last.
 
     Raises ConfigError if the global batch has too few sequences for any.
     """
@@ -85,7 +85,7 @@ def cuts(job: Job) -> list[tuple[int, int]]:
 
 
 def divides(job: Job, tp: int) -> bool:
-    """Whether the model can be cut in `tp` equal parts, and nodes in such groups."""
+    """Return whether the model can be cut in `tp` equal parts, and nodes in such groups."""
     try:
         cost.activation_bytes(job.model, 1, job.sequence_length, layout=cost.Layout(tp, tp > 1))
     except ConfigError:
@@ -95,7 +95,7 @@ def divides(job: Job, tp: int) -> bool:
 
 
 def remedy(job: Job, tp: int, pp: int) -> Decision:
-    """The first that fits of ZeRO 0, 1, 2, 3, and the same with recomputation; else the last."""
+    """Return the first that fits of ZeRO 0 to 3, then of these with recomputation, or the last."""
     dp = job.num_gpus // (tp * pp)
     last_stage = 0 if dp == 1 else 3 if pp == 1 else 1
     for recompute in ("none", "full"):

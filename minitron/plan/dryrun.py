@@ -71,7 +71,7 @@ class Step:
         return {key: traffic.sent for key, traffic in self.traffic.items()}
 
     def extended(self, shorter: "Step", times: int) -> "Step":
-        """This step with `times` more of what it has more than a `shorter` one."""
+        """Return this step plus `times` the difference between it and a `shorter` one."""
         def more(long: int, short: int) -> int:
             return long + times * (long - short)
 
@@ -128,7 +128,7 @@ def dry_run(
 
 
 def prepared(config: Config, num_gpus: int) -> Config:
-    """The config with a vocabulary, and not compiled; raises ConfigError if it cannot be run."""
+    """Return the config with a vocabulary, not compiled; raises ConfigError if it cannot be run."""
     require(num_gpus > 0, f"{num_gpus} GPUs: a dry run needs 1 or more")
     if config.model.vocab_size == 0:
         config = with_vocabulary_of_data(config)
@@ -140,7 +140,7 @@ def prepared(config: Config, num_gpus: int) -> Config:
 
 @contextmanager
 def fake_group(num_ranks: int, rank: int) -> Iterator[None]:
-    """Be `rank` of `num_ranks` that are not there: messages arrive at once, and say nothing."""
+    """Act as `rank` of `num_ranks` that do not exist: messages arrive at once, and say nothing."""
     require(not dist.is_initialized(), "this process has a process group already, and a dry run "
             "makes one of its own", "run it in another process, or destroy the group first")
     init_fake_process_group(rank, num_ranks)
@@ -186,7 +186,7 @@ class FusedRMSNorm(torch.autograd.Function):
 
 
 def measured(training: Training) -> tuple[Step, int]:
-    """What a whole step is, and how many micro-batches were run to know it."""
+    """Measure a full step, and return how many micro-batches were run for it."""
     whole, count = training.config.train.global_batch_size, training.num_micro_batches
     shortest, short, period = lengths(training)
     training.update(micro_batches(training, shortest), 0.0)  # makes the optimizer's state
@@ -203,7 +203,7 @@ def measured(training: Training) -> tuple[Step, int]:
 
 
 def lengths(training: Training) -> tuple[int, int, int]:
-    """The shortest step, one that fills this rank's part of the pipeline, and a period.
+    """Return the shortest step, one that fills this rank's part of the pipeline, and a period.
 
     In sequences over all ranks. Two micro-batches more than are held: one so that gradients are
     there when the most is held, one so that its successor's messages are.
@@ -218,13 +218,13 @@ def lengths(training: Training) -> tuple[int, int, int]:
 
 
 def most_held(training: Training) -> int:
-    """Micro-batches that are on their way at once, at most, through this rank."""
-    whole_step = training.config.train.global_batch_size
-    return training.parallel.num_in_flight(training.num_micro_batches(whole_step))
+    """Return the most micro-batches that are in flight at once on this rank."""
+    global_batch_size = training.config.train.global_batch_size
+    return training.parallel.num_in_flight(training.num_micro_batches(global_batch_size))
 
 
 def micro_batches(training: Training, num_sequences: int) -> list:
-    """This rank's, of a step of so many sequences over all ranks."""
+    """Return this rank's micro-batches, in a step of so many sequences over all ranks."""
     own = len(range(training.data_rank, num_sequences, training.data_size))
     batch = torch.zeros(own, training.config.data.sequence_length + 1, dtype=torch.int64)
     return training.micro_batches(batch, num_sequences)
@@ -239,7 +239,7 @@ def run(training: Training, num_sequences: int) -> Step:
 
 
 def summed(calls: list[Call]) -> dict[tuple[str, str], Traffic]:
-    """Calls and bytes by op and axis, in the order of the first calls."""
+    """Add up calls and bytes by op and axis, in the order of the first calls."""
     found: dict[tuple[str, str], Traffic] = {}
     for call in calls:
         before = found.get((call.op, call.axis), (0, 0, 0))
@@ -271,7 +271,7 @@ class Flops(DispatchMode):
 
 
 def attention_flops(name: str, args: tuple) -> int:
-    """FLOPs of a fused attention kernel: two products forward, five backward, scores once more."""
+    """Count the FLOPs of fused attention: two matmuls forward, five backward (scores again)."""
     is_backward = "backward" in name
     query, key = args[1:3] if is_backward else args[:2]  # (B, H, S, K), (B, G, S, K)
     return (10 if is_backward else 4) * query.numel() * key.shape[-2]

@@ -54,7 +54,7 @@ def read_dry_run(args: Sequence[str]) -> DryRunOptions:
 
 
 def ranks_of(options: DryRunOptions) -> list[int]:
-    """The ranks to run: the first of each stage that is asked for."""
+    """Return the ranks to run: the first of each stage that is asked for."""
     if options.rank is not None:
         return [options.rank]
     pp = options.parallel.pp
@@ -83,7 +83,7 @@ def run_dry_run(args: Sequence[str]) -> int:
 
 
 def heading(options: DryRunOptions, config: Config) -> str:
-    """The model, the layout and a step in words."""
+    """Describe the model, the layout and a step in words."""
     axes, train, gpus = config.parallel, config.train, options.gpus
     chunks = f" x {axes.chunks}" if axes.chunks > 1 else ""
     sequence = " + sequence" if axes.sequence else ""

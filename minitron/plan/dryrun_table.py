@@ -17,7 +17,7 @@ WIDTH = 96  # characters, of the widest line
 
 
 def describe(runs: Sequence[DryRun], device: Device | None = None) -> str:
-    """Tables of what the ranks hold and send; of the one that holds most, its largest tensors.
+    """Tabulate what the ranks hold and send, and the largest tensors of the one that holds most.
 
     With a `device`, whether that rank fits.
     """
@@ -31,7 +31,7 @@ def fullest(runs: Sequence[DryRun]) -> DryRun:
 
 
 def held(runs: Sequence[DryRun]) -> str:
-    """A row for each rank: the bytes of each category at its peak, and the FLOPs of its step."""
+    """Tabulate, for each rank, the bytes by category at its peak, and the FLOPs of its step."""
     unit, size = unit_of(run.peak.total for run in runs)
     flop_unit, flop_size = unit_of((run.flops for run in runs), "FLOP")
     rows = [["rank", *runs[0].place, *CATEGORIES, "in all", flop_unit]]
@@ -43,7 +43,7 @@ def held(runs: Sequence[DryRun]) -> str:
 
 
 def sent(runs: Sequence[DryRun]) -> str:
-    """A row for each rank: the bytes that it sends in a step by op and axis."""
+    """Tabulate, for each rank, the bytes that it sends in a step by op and axis."""
     keys = {key: None for run in runs for key, count in run.bytes_sent.items() if count}
     if not keys:
         return "Nothing is sent."
@@ -55,7 +55,7 @@ def sent(runs: Sequence[DryRun]) -> str:
 
 
 def largest(run: DryRun) -> str:
-    """The kinds of tensors that hold most at the peak; blocks and micro-batches count together."""
+    """List the kinds of tensors that hold most at the peak, over all blocks and micro-batches."""
     total, count = defaultdict(int), Counter()
     for tensor in run.peak.tensors:
         kind = kind_of(tensor)
@@ -69,7 +69,7 @@ def largest(run: DryRun) -> str:
 
 
 def kind_of(tensor: LiveTensor) -> tuple[str, str, str]:
-    """Category, shape and dtype, and a name without numbers."""
+    """Return category, shape and dtype, and a name without numbers."""
     made = tensor.name if tensor.category in CATEGORIES[:3] else \
         f"{tensor.name} in {tensor.module or 'the step'}"
     dtype = str(tensor.dtype).removeprefix("torch.")
@@ -77,7 +77,7 @@ def kind_of(tensor: LiveTensor) -> tuple[str, str, str]:
 
 
 def how(runs: Sequence[DryRun]) -> str:
-    """How much of the step was run, and how long it took."""
+    """Say how much of the step was run, and how long it took."""
     m, num_run = runs[0].num_micro_batches, max(run.num_run for run in runs)
     part = f"; {num_run:,} at most were run, the others are like them" if num_run < m else ""
     num_equal = sum(run.seconds == 0 for run in runs)
@@ -86,7 +86,7 @@ def how(runs: Sequence[DryRun]) -> str:
 
 
 def verdict(run: DryRun, device: Device) -> str:
-    """Whether what a rank holds fits, and what is left or missing."""
+    """Say whether what a rank holds fits, and what is left or missing."""
     gigabytes, limit = run.peak.total / 1e9, device.memory_bytes / 1e9
     if gigabytes > limit:
         return f"Does not fit on {device.name}: rank {run.rank:,} holds {gigabytes:.1f} GB, " \
@@ -96,7 +96,7 @@ def verdict(run: DryRun, device: Device) -> str:
 
 
 def unit_of(amounts: Iterable[float], name: str = "B") -> tuple[str, float]:
-    """A unit in which the largest of the amounts is easy to read, and its size."""
+    """Return a unit in which the largest of the amounts is easy to read, and its size."""
     most = max(amounts, default=0)
     letters = {"B": "GMk", "FLOP": "TGM"}[name]
     sizes = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3}
@@ -109,7 +109,7 @@ def shown(amount: float, size: float) -> str:
 
 
 def aligned(rows: list[list[str]], left: int | None = None) -> str:
-    """Columns of one width each; those from `left` on begin at the left.
+    """Align columns to one width each; those from `left` on begin at the left.
 
     No line is wider than WIDTH: numbers beyond it go into a table below, with the first column
     again, and a last column of words goes on in the next line.

@@ -1,7 +1,7 @@
 """How long a step takes and what a rank holds, for any layout, without running it.
 
 A micro-batch's forward and backward pass on each rank of a pipeline: its operators, the collectives
-that its layers wait for, the messages to its neighbours, and no less than the hosts need to start
+that its layers wait for, the messages to its neighbors, and no less than the hosts need to start
 all that. From these the schedule's length follows. After it comes what is done once a step:
 gradients and weights travel, the optimizer updates.
 
@@ -139,8 +139,7 @@ Passes = tuple[Pass, Pass]  # forward and backward
 
 
 def rank_passes(job: Job, decision: Decision, work: Work) -> list[Passes]:
-    """Each rank's passes; all but the first and the last one of a pipeline may be the same object.
-    """
+    """Return each rank's passes; those between the first and the last rank may share one object."""
     hidden = work.tokens * job.model.width * work.value
     message = message_seconds(job, decision, work.system, hidden)
     waits = layer_seconds(job, decision, work.system, hidden, work.rates.overlap)
@@ -165,7 +164,7 @@ def rank_passes(job: Job, decision: Decision, work: Work) -> list[Passes]:
 def computation(
     work: Work, recompute: cost.RecomputeKind
 ) -> tuple[tuple[Cost, Cost], tuple[Cost, Cost]]:
-    """A block's passes, and the head's; a search asks for the same ones again and again."""
+    """Return a block's passes, and the head's; cached, since a search asks for them again."""
     backward = block_backward(work, recompute) + accumulation(work)
     return (block_forward(work), backward), (head_forward(work), head_backward(work))
 
@@ -176,7 +175,7 @@ def computation(
 def pipeline_seconds(
     ranks: Sequence[Passes], parallel: ParallelConfig, m: int
 ) -> tuple[float, Passes]:
-    """Seconds from the first pass to the last, and the passes of the rank that sets the pace.
+    """Return the seconds from the first pass to the last, and the pace-setting rank's passes.
 
     That rank is never idle but while it waits for others: until the first micro-batch has come down
     to it, and gone on to the last rank and back, and as long again at the end. With v chunks it
@@ -208,7 +207,7 @@ def pipeline_seconds(
 def return_seconds(
     after: float, forward: float, backward: float, m: int, num_after: int
 ) -> float:
-    """Seconds that a rank waits for micro-batches to return from `num_after` ranks after it.
+    """Return the seconds a rank waits for micro-batches to return from `num_after` later ranks.
 
     It takes them `after` seconds. Meanwhile the rank works on as many other micro-batches as there
     are ranks after it: forward at the beginning, backward at the end.
@@ -219,7 +218,7 @@ def return_seconds(
 
 
 def step_parts(forward: Pass, backward: Pass, m: int, seconds: float) -> dict[str, float]:
-    """What the slowest rank does in the `seconds` of its m micro-batches."""
+    """Return what the slowest rank does in the `seconds` of its m micro-batches."""
     return {
         "matmul": m * (forward.work.matmul + backward.work.matmul),
         "attention": m * (forward.work.attention + backward.work.attention),

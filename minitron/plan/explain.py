@@ -30,12 +30,12 @@ RESOURCES = {
     "NVLink bandwidth": ("nvlink_bandwidth",),
     "network bandwidth": ("nic_bandwidth",),
 }
-NUM_TOLD = 4  # values of an option
+NUM_SHOWN = 4  # values of an option
 SAME = 0.001  # of the seconds: nobody could measure less
 
 
 def as_it_stands(config: Config, job: Job) -> Candidate:
-    """The layout that `config` asks for, on the job's GPUs; raises ConfigError if it cannot run."""
+    """Return the layout that `config` asks for; raises ConfigError if it cannot run."""
     require_gpus(config, job.num_gpus)
     require(config.train.recompute != "sqrt", "train.recompute = sqrt: a plan knows none, "
             "selective and full")
@@ -50,7 +50,7 @@ def as_it_stands(config: Config, job: Job) -> Candidate:
 
 
 def alternatives(found: Search) -> dict[str, dict[object, Candidate]]:
-    """For each option and each value of it the fastest layout, all other options free.
+    """Return, for each value of each option, the fastest layout with all other options free.
 
     Where none fits it is the smallest; a value that cannot be trained is left out.
     """
@@ -61,21 +61,21 @@ def alternatives(found: Search) -> dict[str, dict[object, Candidate]]:
     return best
 
 
-def told(option: str, by_value: dict[object, Candidate], winner: Candidate) -> str:
-    """A line: "8 is best; 4 +12.0% (bubble), 16 +15.1% (tp); 1, 2 would not fit"."""
+def option_line(option: str, by_value: dict[object, Candidate], winner: Candidate) -> str:
+    """Write a line: "8 is best; 4 +12.0% (bubble), 16 +15.1% (tp); 1, 2 would not fit"."""
     chosen = OPTIONS[option](winner.decision)
     others = {value: each for value, each in by_value.items() if each.fits and value != chosen}
     too_large = [str(value) for value, each in by_value.items() if not each.fits]
     if not others and not too_large:
         return f"{chosen}: there is no other choice"
     phrases = [f"{value} {difference(each, winner)}" for value, each in others.items()]
-    parts = [f"{chosen} is best", ", ".join(phrases[:NUM_TOLD]),
+    parts = [f"{chosen} is best", ", ".join(phrases[:NUM_SHOWN]),
              f"{', '.join(too_large)} would not fit" if too_large else ""]
     return "; ".join(filter(None, parts))
 
 
 def difference(other: Candidate, winner: Candidate) -> str:
-    """By how much it is slower and what costs most of that; or what it holds, if as fast."""
+    """Say by how much it is slower and what costs most of that; or what it holds, if as fast."""
     slower = other.seconds / winner.seconds - 1
     if slower < SAME:
         more = (other.total_bytes - winner.total_bytes) / 1e9
@@ -84,7 +84,7 @@ def difference(other: Candidate, winner: Candidate) -> str:
 
 
 def costs_most(other: Candidate, winner: Candidate) -> str:
-    """The part of a step that is longer by most."""
+    """Return the part of a step that grows most."""
     parts = other.estimate.parts
     return max(parts, key=lambda part: parts[part] - winner.estimate.parts.get(part, 0))
 
@@ -93,7 +93,7 @@ def costs_most(other: Candidate, winner: Candidate) -> str:
 
 
 def with_twice(found: Search, resource: str) -> Candidate:
-    """The best layout if the device had twice as much of one of RESOURCES."""
+    """Return the best layout if the device had twice as much of one of RESOURCES."""
     return best_on(doubled(found.job.device, resource), found)
 
 
@@ -103,7 +103,7 @@ def doubled(device: Device, resource: str) -> Device:
 
 
 def best_on(device: Device, found: Search) -> Candidate:
-    """The fastest of a search's layouts on another device, which changes what fits, and times."""
+    """Return the fastest of a search's layouts on another device, where other ones fit."""
     job = replace(found.job, device=device)
     fitting = (each for each in found.candidates + found.too_large
                if each.total_bytes <= job.limit)
@@ -115,13 +115,13 @@ def best_on(device: Device, found: Search) -> Candidate:
 
 
 def explain(found: Search, standing: Candidate | None = None) -> str:
-    """Where the winner's time and memory go, what other choices cost, and what binds it.
+    """Say where the winner's time and memory go, what other choices cost, and what binds it.
 
     `standing` is a layout to set beside it.
     """
     winner = found.candidates[0]
     lines = [f"best: {winner}", *columns(winner, standing), "", "Each option, the others free:", ""]
-    lines += [f"  {option:<12} {told(option, by_value, winner)}"
+    lines += [f"  {option:<12} {option_line(option, by_value, winner)}"
               for option, by_value in alternatives(found).items()]
     lines += ["", "With twice as much of one thing, the best layout for that:", ""]
 
@@ -135,7 +135,7 @@ def explain(found: Search, standing: Candidate | None = None) -> str:
 
 
 def columns(winner: Candidate, standing: Candidate | None) -> list[str]:
-    """Seconds and GB of the winner's parts, and beside them those of another layout."""
+    """Tabulate seconds and GB of the winner's parts, beside those of another layout."""
     shown = [cells(winner)]
     title = f"\n  {'':<17}{'the best':>17}"
     if standing is not None and standing.decision != winner.decision:
@@ -147,7 +147,7 @@ def columns(winner: Candidate, standing: Candidate | None) -> list[str]:
 
 
 def cells(candidate: Candidate) -> dict[str, str]:
-    """By its name, each part with its share of the whole."""
+    """Return, by its name, each part with its share of the total."""
     texts = {}
     for whole, parts, unit, symbol in (("a step", candidate.estimate.parts, 1, "s"),
                                        ("a GPU", candidate.estimate.memory, 1e9, "GB")):
@@ -158,7 +158,7 @@ def cells(candidate: Candidate) -> dict[str, str]:
 
 
 def what_binds(faster: dict[str, float]) -> str:
-    """In a sentence, from the share of a step that twice as much of each resource would save."""
+    """Say in a sentence what binds: the share of a step that twice each resource would save."""
     first, second = islice(sorted(faster, key=faster.get, reverse=True), 2)
     if faster[first] < SAME:
         return "Nothing binds it: twice as much of anything would not make it faster."

@@ -54,7 +54,7 @@ class Device:
 
 
 def read_devices() -> dict[str, Device]:
-    """The rows of hardware.csv by name; where each is from stands there."""
+    """Read the rows of hardware.csv by name; the file says where each is from."""
     text = (files("minitron.plan") / "hardware.csv").read_text(encoding="utf-8")
     rows = csv.DictReader(line for line in text.splitlines() if not line.startswith("#"))
     return {row["name"]: _device(row) for row in rows}
@@ -89,7 +89,7 @@ DEVICES = read_devices()
 
 
 def find_device(name: str) -> Device:
-    """A device by its name or by the first letters of it, in any case: "h100".
+    """Find a device by its name or by its first letters, in any case: "h100".
 
     The first row that fits counts. Raises ConfigError, with all names, if there is none.
     """

@@ -52,12 +52,12 @@ class Decision:
         return "sharded" if self.parallel.sync_every_micro_batch else "unsharded"
 
     def collectives(self, job: Job) -> cost.StepCollectives:
-        """How often a step sends parameters and gradients along dp."""
+        """Count how often a step sends parameters and gradients along dp."""
         return cost.step_collectives(self.parallel.zero, self.num_micro_batches(job),
                                      accumulation=self.accumulation)
 
     def num_micro_batches(self, job: Job) -> int:
-        """Per step, on the rank that reads most."""
+        """Count the micro-batches of a step, on the rank that reads most."""
         sequences = math.ceil(job.global_batch_size / self.parallel.dp)
         return math.ceil(sequences / self.micro_batch_size)
 
@@ -70,7 +70,7 @@ class Decision:
 
 
 def size_of(model: ModelConfig) -> str:
-    """How many parameters, as in "124 M" or "1.01 T"."""
+    """Say how many parameters, as in "124 M" or "1.01 T"."""
     number = cost.num_parameters(model)
     prefixes = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3}
     prefix = next((each for each in prefixes if number >= 0.9995 * prefixes[each]), "k")

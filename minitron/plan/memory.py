@@ -28,7 +28,7 @@ SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "interleaved 1F1B"
 
 
 def memory_of(job: Job, decision: Decision, system: System = MINITRON) -> dict[str, float]:
-    """Bytes of the rank that holds most, by the meter's kinds.
+    """Return the bytes of the rank that holds most, by the meter's kinds.
 
     Raises ConfigError for sizes that do not divide.
     """
@@ -38,13 +38,13 @@ def memory_of(job: Job, decision: Decision, system: System = MINITRON) -> dict[s
 
 
 def extreme_ranks(counts: list[int]) -> set[int]:
-    """The last; the second, with neighbors on both sides; of equally large ones the first."""
+    """Return the last rank, and the first of the largest ones between two neighbors."""
     firsts = {counts.index(count) for count in set(counts)}
     return {len(counts) - 1, min(1, len(counts) - 1), *firsts}
 
 
 def parameters_of(job: Job, parallel: ParallelConfig, rank: int, num_blocks: int) -> int:
-    """Values that a rank of the pipeline holds: its blocks, the embedding, the head."""
+    """Count the parameters that a rank of the pipeline holds: blocks, embedding, head."""
     model = job.model
     whole = parameters_per_rank(model, num_blocks, parallel.tp)
     num_ends = (rank == 0) + (rank == parallel.pp - 1)
@@ -55,14 +55,14 @@ def parameters_of(job: Job, parallel: ParallelConfig, rank: int, num_blocks: int
 
 @lru_cache(maxsize=4096)
 def parameters_per_rank(model: ModelConfig, num_blocks: int, tp: int) -> int:
-    """Values that one of `tp` ranks holds of a model with so many blocks."""
+    """Count the parameters that one of `tp` ranks holds of a model with so many blocks."""
     return cost.tensor_parallel_parameters(replace(model, num_layers=num_blocks), tp)
 
 
 def holdings(
     job: Job, decision: Decision, system: System, rank: int, counts: list[int]
 ) -> dict[str, float]:
-    """Bytes of one rank of the pipeline, which has `counts[rank]` blocks."""
+    """Return the bytes of one rank of the pipeline, which has `counts[rank]` blocks."""
     parallel, precision = decision.parallel, PRECISIONS[job.precision]
     num_parameters = parameters_of(job, parallel, rank, counts[rank])
     beside = precision.parameters.itemsize if system.both_gradients else 0
@@ -75,7 +75,7 @@ def holdings(
     activation = activations(at)
     early = 0.0
     stay = at.has_buckets and precision.master is None
-    if at.under_way == decision.num_micro_batches(job) * parallel.chunks and not stay:
+    if at.in_flight == decision.num_micro_batches(job) * parallel.chunks and not stay:
         # All are under way before the first gradients come, which then take the place of one
         early = min(state["gradient"], activation / decision.num_micro_batches(job))
     state["gradient"] -= early
@@ -121,7 +121,7 @@ class Rank:
         return self.parallel.zero == 3
 
     @cached_property
-    def under_way(self) -> int:
+    def in_flight(self) -> int:
         """Micro-batches at once, at most, counted for each chunk of blocks."""
         parallel, m = self.parallel, self.decision.num_micro_batches(self.job)
         return cost.activations_held(
@@ -140,10 +140,10 @@ class Rank:
 
     @cached_property
     def messages(self) -> int:
-        """Bytes: for each neighbour in the pipeline, one that arrives and one that leaves."""
+        """Bytes: for each neighbor in the pipeline, one that arrives and one that leaves."""
         parallel = self.parallel
-        num_neighbours = 2 if parallel.chunks > 1 else (self.index > 0) + (not self.is_last)
-        return 2 * num_neighbours * (4 if self.casts else self.value) * self.stream
+        num_neighbors = 2 if parallel.chunks > 1 else (self.index > 0) + (not self.is_last)
+        return 2 * num_neighbors * (4 if self.casts else self.value) * self.stream
 
     @cached_property
     def logits(self) -> int:
@@ -181,7 +181,7 @@ class Rank:
     def has_buckets(self) -> bool:
         """Whether gradients are views of buckets, which nothing frees."""
         parallel = self.parallel
-        return parallel.zero == 0 and parallel.dp > 1 and parallel.data_parallel == "bucketed"
+        return parallel.zero == 0 and parallel.dp > 1 and self.system.overlaps_gradients
 
     @cached_property
     def root(self) -> int:
@@ -189,7 +189,7 @@ class Rank:
         return self.num_parameters - self.num_blocks * self.block
 
     def kept(self, recompute: cost.RecomputeKind) -> float:
-        """Bytes that a block keeps for its backward pass."""
+        """Return the bytes that a block keeps for its backward pass."""
         model = self.job.model
         kept = cost.activation_bytes_per_layer(
             model, *self.sizes, recompute=recompute, layout=self.decision.layout)
@@ -223,9 +223,9 @@ class Rank:
 
 
 def activations(at: Rank) -> float:
-    """Bytes that the micro-batches under way keep for their backward passes."""
+    """Return the bytes that micro-batches in flight keep for their backward passes."""
     parallel, recompute = at.parallel, at.decision.recompute
-    held = at.under_way * at.num_blocks / parallel.chunks * at.kept(recompute)
+    held = at.in_flight * at.num_blocks / parallel.chunks * at.kept(recompute)
     # Replayed blocks' rounded weights go when autocast ends: with the forward pass, or a pipeline's
     # step
     goes = recompute == "full" and parallel.pp == 1 and at.casts
@@ -239,14 +239,14 @@ def activations(at: Rank) -> float:
     if at.casts:  # the last norm's float32 input
         ends += (4 - at.value) * at.stream
     # All other schedules begin the backward pass where the forward pass ends
-    return held + ends * (at.under_way if parallel.schedule == "gpipe" else 1)
+    return held + ends * (at.in_flight if parallel.schedule == "gpipe" else 1)
 
 
 # What is there for a moment
 
 
 def temporary(at: Rank, activation: float) -> float:
-    """Bytes beside `activation` when most are there; less what has been freed until then."""
+    """Return the most bytes beside `activation`, less what has been freed until then."""
     moments = [in_a_block(at), at_the_end(at) - activation]
     if at.is_last:
         moments += [at_the_loss(at), at_the_head(at)]
@@ -256,13 +256,13 @@ def temporary(at: Rank, activation: float) -> float:
 
 
 def at_the_loss(at: Rank) -> float:
-    """Two float32 gradients; one where the vocabulary is cut, whose loss is one operator."""
+    """Count two float32 gradients; one where the vocabulary is cut, whose loss is one operator."""
     gradients = 4 * at.logits * (2 if at.parallel.tp == 1 else 1)
     return gradients + at.messages + (at.value * at.root if at.reshards else 0)
 
 
 def at_the_head(at: Rank) -> float:
-    """The gradients of logits and weight, when the softmax is gone."""
+    """Count the gradients of logits and weight, when the softmax is gone."""
     held = (at.value - 4) * at.logits + at.gradient * at.head
     if at.reshards:  # the root's weights, and the last block's on their way
         return held + at.value * (at.root + at.block)
@@ -270,7 +270,7 @@ def at_the_head(at: Rank) -> float:
 
 
 def in_a_block(at: Rank) -> float:
-    """When a block's backward pass begins, or ends, in which its activations are gone."""
+    """Count from when a block's backward pass begins, or ends, with its activations gone."""
     model, value = at.job.model, at.value
     inside = value * (at.tokens + model.width) * model.ffn_width // at.parallel.tp  # of down
     inside += value * at.stream
@@ -287,7 +287,7 @@ def in_a_block(at: Rank) -> float:
 
 
 def at_the_end(at: Rank) -> float:
-    """When all activations are gone, and gradients travel or are rounded up for the masters."""
+    """Count when all activations are gone, and gradients travel or are cast up for the masters."""
     if at.reshards:  # the root's leave last; beside those of a tied matrix is their sum
         added = 2 * at.gradient * at.head * at.job.model.tied_embedding
         both = at.gradient + at.reduced

@@ -19,7 +19,7 @@ TYPICAL_PUE = 1.1
 
 
 def training_days(flops: float, num_gpus: int, flops_per_second: float) -> float:
-    """Days for so many FLOPs in all, at the rate that each GPU reaches.
+    """Return the days for so many FLOPs in all, at the rate that each GPU reaches.
 
     With 8 T P for `flops`, the forward pass of P parameters and T tokens done twice, this is
     equation 4 of Narayanan et al. 2021.
@@ -32,7 +32,7 @@ def gpu_hours(num_gpus: int, days: float) -> float:
 
 
 def energy(hours: float, watts: float, pue: float = TYPICAL_PUE) -> float:
-    """MWh that so many GPU-hours take (Patterson et al. 2021, section 2).
+    """Return the MWh that so many GPU-hours take (Patterson et al. 2021, section 2).
 
     `watts` of a GPU with its share of the node, on average; `pue` is 1 for them alone.
     """

@@ -113,8 +113,8 @@ class Work:
     def memory_seconds(self, num_bytes: float) -> float:
         return num_bytes / (self.rates.memory * self.device.memory_bandwidth)
 
-    def product_seconds(self, m: float, n: float, k: float, rate: float, count: float = 1) -> float:
-        """Of `count` products (m, k) x (k, n)."""
+    def matmul_seconds(self, m: float, n: float, k: float, rate: float, count: float = 1) -> float:
+        """Estimate `count` matmuls (m, k) x (k, n)."""
         # The sum, not the longer: a kernel loads before it multiplies, and stores after
         multiply = 2 * m * n * k / rate
         return count * (multiply + self.memory_seconds(self.value * (m * k + k * n + m * n)))
@@ -124,12 +124,12 @@ class Work:
 
 
 def block_forward(work: Work) -> Cost:
-    """One block's forward pass."""
+    """Estimate one block's forward pass."""
     return linears(work) + attention_forward(work) + between_forward(work)
 
 
 def block_backward(work: Work, recompute: cost.RecomputeKind = "none") -> Cost:
-    """One block's backward pass, with what it computes again: each product needs two."""
+    """Estimate one block's backward pass, two matmuls for each, and what it recomputes."""
     backward = linears(work).times(2) + attention_backward(work) + between_backward(work)
     if recompute == "selective":
         return backward + attention_forward(work)
@@ -137,7 +137,7 @@ def block_backward(work: Work, recompute: cost.RecomputeKind = "none") -> Cost:
 
 
 def linears(work: Work) -> Cost:
-    """Query, key and value; out; up (and gate); down."""
+    """Estimate the linear layers: query, key and value; out; up (and gate); down."""
     model, t = work.model, work.layout.tensor_parallel
     D, F = model.width, share("model.ffn_width", model.ffn_width, t)
     heads = share("model.num_heads", model.num_heads, t) * model.head_width
@@ -145,48 +145,48 @@ def linears(work: Work) -> Cost:
     ups = 1 if model.family == "gpt" else 2
     outputs = [heads + 2 * keys, *[F] * ups]
     shapes = [(n, D) for n in outputs] + [(D, heads), (D, F)]
-    seconds = sum(work.product_seconds(work.tokens, n, k, work.linear_flops) for n, k in shapes)
+    seconds = sum(work.matmul_seconds(work.tokens, n, k, work.linear_flops) for n, k in shapes)
     return Cost(matmul=seconds, num_kernels=len(shapes))
 
 
 def attention_forward(work: Work) -> Cost:
-    """Q K^T, softmax, dropout, P V."""
+    """Estimate Q K^T, softmax, dropout, P V."""
     S, K, squares = attention_sizes(work)
     if work.system.attention == "fused":
         return Cost(attention=fused_seconds(work, 2), num_kernels=1)
-    products = work.product_seconds(S, S, K, work.matmul_flops, 2 * squares)
+    matmuls = work.matmul_seconds(S, S, K, work.matmul_flops, 2 * squares)
     moved = 2 if work.system.fuses else 6  # scale, mask, softmax
     moved += 2.5 if work.model.dropout > 0 else 0  # writes a mask of bytes
     scores = work.memory_seconds(moved * work.value * squares * S * S)
-    return Cost(attention=products + scores, num_kernels=4)
+    return Cost(attention=matmuls + scores, num_kernels=4)
 
 
 def attention_backward(work: Work) -> Cost:
-    """Two products for each; fused attention computes Q K^T again (Dao 2023, section 3.1)."""
+    """Estimate two matmuls for each; fused attention recomputes Q K^T (Dao 2023, section 3.1)."""
     S, K, squares = attention_sizes(work)
     if work.system.attention == "fused":
         return Cost(attention=fused_seconds(work, 5), num_kernels=3)
-    products = work.product_seconds(S, S, K, work.matmul_flops, 4 * squares)
+    matmuls = work.matmul_seconds(S, S, K, work.matmul_flops, 4 * squares)
     moved = (3 if work.system.fuses else 7) + (2.5 if work.model.dropout > 0 else 0)
     scores = work.memory_seconds(moved * work.value * squares * S * S)
-    return Cost(attention=products + scores, num_kernels=6)
+    return Cost(attention=matmuls + scores, num_kernels=6)
 
 
 def attention_sizes(work: Work) -> tuple[int, int, int]:
-    """S, the head width, and how many S x S squares there are."""
+    """Return S, the head width, and how many S x S squares there are."""
     heads = share("model.num_heads", work.model.num_heads, work.layout.tensor_parallel)
     return work.sequence_length, work.model.head_width, work.batch_size * heads
 
 
-def fused_seconds(work: Work, num_products: int) -> float:
-    """Of products of S x S and K, of which the masked half is skipped."""
+def fused_seconds(work: Work, num_matmuls: int) -> float:
+    """Estimate matmuls of S x S and K, of which the masked half is skipped."""
     S, K, squares = attention_sizes(work)
-    flops = num_products * squares * 2 * S * S * K / 2
+    flops = num_matmuls * squares * 2 * S * S * K / 2
     return flops / (work.rates.attention * work.matmul_flops)
 
 
 def between_forward(work: Work) -> Cost:
-    """Two norms, two sums with the residual stream; between the feed-forward's products."""
+    """Estimate two norms, two residual additions, and what the feed-forward has between matmuls."""
     if work.model.dropout > 0:  # writes a mask of bytes
         add = 3.5 if work.system.fuses else 5.5
     else:
@@ -197,7 +197,7 @@ def between_forward(work: Work) -> Cost:
 
 
 def between_backward(work: Work) -> Cost:
-    """The same; a norm reads two and writes one, gradients meet where the stream branched."""
+    """Estimate the same; a norm reads two, writes one; gradients meet where the stream branched."""
     add = 5.5 if work.model.dropout > 0 else 3
     if work.model.family == "gpt":
         return elementwise(work, 2 * (3 + add), 3, 8)
@@ -205,7 +205,7 @@ def between_backward(work: Work) -> Cost:
 
 
 def elementwise(work: Work, between: float, inside: float, num_kernels: int) -> Cost:
-    """`between` reads and writes of (T, D), `inside` of (T, F/t); llama turns Q and K too."""
+    """Estimate `between` passes over (T, D), `inside` over (T, F/t); llama rotates Q and K too."""
     model, t = work.model, work.layout.tensor_parallel
     values = between * work.tokens_between * model.width \
         + inside * work.tokens * model.ffn_width / t
@@ -219,19 +219,19 @@ def elementwise(work: Work, between: float, inside: float, num_kernels: int) -> 
 
 
 def head_forward(work: Work) -> Cost:
-    """Final norm, logits, and a float32 cross entropy, which reads logits and writes softmax."""
+    """Estimate final norm, logits, and a float32 cross-entropy: reads logits, writes softmax."""
     V = share("model.vocab_size", work.model.vocab_size, work.layout.tensor_parallel)
     D, T = work.model.width, work.tokens
-    logits = work.product_seconds(T, V, D, work.matmul_flops)
+    logits = work.matmul_seconds(T, V, D, work.matmul_flops)
     moved = work.memory_seconds((work.value + 4 + 4 + 4) * T * V)
     return Cost(matmul=logits, elementwise=moved, num_kernels=6)
 
 
 def head_backward(work: Work) -> Cost:
-    """Two products for the logits; the gradient is read and written in float32, then rounded."""
+    """Estimate two matmuls for the logits; their gradient is handled in float32, then rounded."""
     V = share("model.vocab_size", work.model.vocab_size, work.layout.tensor_parallel)
     D, T = work.model.width, work.tokens
-    logits = 2 * work.product_seconds(T, V, D, work.matmul_flops)
+    logits = 2 * work.matmul_seconds(T, V, D, work.matmul_flops)
     moved = work.memory_seconds((4 + 4 + 4 + work.value) * T * V)
     return Cost(matmul=logits, elementwise=moved, num_kernels=6)
 

@@ -24,8 +24,9 @@ from minitron.plan.job import Decision, Job
 from minitron.plan.operators import Work, block_backward, block_forward
 from minitron.plan.traffic import layer_seconds
 
-MEGATRON = System("materialised", fuses=True, balance="blocks", scatters_messages=True)
-"""Megatron-LM of 2021 and 2022: gradients travel at the end of a step (data_parallel = naive)."""
+MEGATRON = System("materialized", fuses=True, balance="blocks", scatters_messages=True,
+                  overlaps_gradients=False)
+"""Megatron-LM of 2021 and 2022."""
 MEGATRON_CORE = System(fuses=True, balance="blocks", hides_tensor=True, hides_data=True)
 """Megatron-Core with its overlap flags, as NVIDIA's table was measured."""
 NANOTRON = System(balance="time", both_gradients=True, copies=6, host_seconds=44e-6,
@@ -64,7 +65,7 @@ class Row:
 
 
 def published_rows() -> list[Row]:
-    """Every step that the estimate's constants are fitted to."""
+    """Return every step that the estimate's constants are fitted to."""
     return [*map(narayanan, table("narayanan2021_table1")),
             *(row for each in table("korthikanti2022_table3_table5") for row in korthikanti(each)),
             *map(megatron_core, table("megatron_core_h100_weak_scaling")),
@@ -95,24 +96,24 @@ def axes(row: dict[str, str], chunks: int = 1, **options) -> ParallelConfig:
 
 
 def narayanan(row: dict[str, str]) -> Row:
-    """Table 1: activations recomputed in full, no sequence parallelism."""
+    """Read table 1: full recomputation, no sequence parallelism."""
     gpus, batch, micro_batch, chunks = numbers(
         row, "gpus", "batch_size", "micro_batch", "virtual_stages")
     job = Job(gpt(row, dropout=0.1), gpus, A100, 2048, batch, precision="fp16")
-    decision = Decision(axes(row, chunks, data_parallel="naive"), "full", micro_batch)
+    decision = Decision(axes(row, chunks), "full", micro_batch)
     return Row("Narayanan et al. 2021, table 1", f"{row['params_b']}B", job, (decision,), MEGATRON,
                float(row["step_time_s_derived"]))
 
 
 def korthikanti(row: dict[str, str]) -> list[Row]:
-    """Tables 3 and 5: full recomputation, and sequence parallelism with selective."""
+    """Read tables 3 and 5: full recomputation, and sequence parallelism with selective."""
     gpus, batch, micro_batch, chunks = numbers(
         row, "gpus", "global_batch", "micro_batch", "virtual_stages")
     job = Job(gpt(row, dropout=0.1), gpus, A100, 2048, batch, precision="fp16")
     rows = []
     for recompute, sequence, column in (("full", False, "iter_s_full_recompute"),
                                         ("selective", True, "iter_s_sp_plus_selective")):
-        parallel = axes(row, chunks, sequence=sequence, data_parallel="naive")
+        parallel = axes(row, chunks, sequence=sequence)
         decision = Decision(parallel, recompute, micro_batch)
         rows.append(Row("Korthikanti et al. 2022, table 5", f"{row['model']}, {recompute}", job,
                         (decision,), MEGATRON, float(row[column])))
@@ -120,7 +121,7 @@ def korthikanti(row: dict[str, str]) -> list[Row]:
 
 
 def megatron_core(row: dict[str, str]) -> Row:
-    """NVIDIA's weak scaling: micro-batches and chunks are not stated."""
+    """Read NVIDIA's weak scaling: micro-batches and chunks are not stated."""
     tp, pp, gpus, batch, L = numbers(row, "tp", "pp", "gpus", "batch_size", "layers")
     job = Job(gpt(row, dropout=0.0), gpus, H100, 4096, batch, precision="bf16-fp32-grads")
     chunks = [v for v in range(1, L // pp + 1) if L // pp % v == 0 and (pp > 1 or v == 1)]
@@ -134,7 +135,7 @@ def left_open(
     job: Job, layout: Decision, system: System, chunks: Sequence[int],
     sizes: Sequence[int] = (1, 2, 4, 8),
 ) -> tuple[Decision, ...]:
-    """The layout with each of the `chunks` and `sizes` of a micro-batch that can run and fit.
+    """Return the layout with each of `chunks` and micro-batch `sizes` that can run and fit.
 
     All that can run, if none fits: the system holds less than this package does.
     """
@@ -150,7 +151,7 @@ def left_open(
 
 
 def nanotron(row: dict[str, str]) -> Row:
-    """The Ultra-Scale Playbook's runs of one model on 8 to 64 H100 with EFA."""
+    """Read the Ultra-Scale Playbook's runs of one model on 8 to 64 H100 with EFA."""
     V, S, L, D, H, F = numbers(row, "vocab", "seq_len", "layers", "hidden", "heads", "ffn")
     gpus, batch, micro_batch, zero, tp = numbers(row, "gpus", "gbs", "mbs", "zero", "tp")
     job = Job(published_llama(L, D, H, H, F, V, S), gpus, EFA, S, batch,
@@ -165,7 +166,7 @@ def nanotron(row: dict[str, str]) -> Row:
 
 
 def published_layers(rates: Rates = RATES) -> list[tuple[str, float, float]]:
-    """Korthikanti et al. 2022, table 4: name, published and estimated seconds of a block's pass.
+    """Read Korthikanti et al. 2022, table 4: name, published and estimated seconds of a pass.
 
     Of the 22B model: t = 8, 4 sequences of 2048 tokens.
     """
@@ -191,5 +192,5 @@ def published_layers(rates: Rates = RATES) -> list[tuple[str, float, float]]:
 
 
 def error(estimated: float, published: float) -> float:
-    """The logarithm of their ratio: 0.05 is 5 % too much, -0.05 as much too little."""
+    """Return the logarithm of their ratio: 0.05 is 5 % too much, -0.05 as much too little."""
     return math.log(estimated / published)

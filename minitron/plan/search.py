@@ -72,7 +72,7 @@ class Candidate:
 
 
 def words(decision: Decision) -> str:
-    """The layout in a phrase: "tp 8 + sequence, pp 4 x 5, dp 16, ZeRO 1, micro-batches of 2"."""
+    """Describe the layout: "tp 8 + sequence, pp 4 x 5, dp 16, ZeRO 1, micro-batches of 2"."""
     axes = decision.parallel
     phrases = [f"tp {axes.tp}" + " + sequence" * axes.sequence,
                f"pp {axes.pp}" + f" x {axes.chunks}" * (axes.chunks > 1),
@@ -106,7 +106,7 @@ class Search:
         return len(self.candidates) + len(self.too_large) + self.refused.total()
 
     def dropped(self) -> list[tuple[int, str]]:
-        """How many layouts dropped out for which reason, most first.
+        """Count the layouts that dropped out for each reason, most first.
 
         Reasons of one kind count as one, told as the first of them.
         """
@@ -137,7 +137,7 @@ def search(job: Job) -> Search:
 
 
 def decisions(job: Job, refused: Counter[Reason]) -> Iterator[Decision]:
-    """Every layout that can be trained; counts the others in `refused`, by the reason."""
+    """Yield every layout that can be trained; counts the others in `refused`, by the reason."""
     require(job.num_gpus > 0, f"{job.num_gpus} GPUs: a plan needs one or more")
     for sizes in layouts(job):
         num_sequences = math.ceil(job.global_batch_size / sizes["dp"])
@@ -155,7 +155,7 @@ def decisions(job: Job, refused: Counter[Reason]) -> Iterator[Decision]:
 
 
 def layouts(job: Job) -> Iterator[dict]:
-    """Fields of ParallelConfig; ZeRO over one rank divides nothing."""
+    """Yield fields of ParallelConfig; ZeRO over one rank divides nothing."""
     for tp in divisors(job.num_gpus):
         for pp in divisors(job.num_gpus // tp):
             dp = job.num_gpus // (tp * pp)
@@ -165,14 +165,14 @@ def layouts(job: Job) -> Iterator[dict]:
 
 
 def pipelines(job: Job, pp: int) -> list[dict]:
-    """Schedules: 1F1B, and interleaved with each number of chunks that divides a rank's blocks."""
+    """List schedules: 1F1B, and interleaved with each number of chunks that divides the blocks."""
     counts = [1] if pp == 1 else divisors(math.ceil(job.model.num_layers / pp))
     return [{"schedule": "interleaved" if chunks > 1 else "1f1b", "chunks": chunks}
             for chunks in counts]
 
 
 def batch_sizes(num_sequences: int) -> list[int]:
-    """Powers of two, and all that a rank reads in a step."""
+    """Return powers of two, and all that a rank reads in a step."""
     powers = (2**k for k in range(num_sequences.bit_length()))
     return [*(size for size in powers if size < num_sequences), num_sequences]
 
@@ -193,7 +193,7 @@ def checked(job: Job, decision: Decision) -> Decision:
 
 
 def config_of(job: Job, decision: Decision) -> Config:
-    """What a run of the job in this layout is told; raises ConfigError for what cannot work."""
+    """Return the config of the job in this layout; raises ConfigError if it cannot work."""
     train = train_config(job, decision.recompute, decision.micro_batch_size)
     data = DataConfig(sequence_length=job.sequence_length)
     return Config(job.model, data, train, decision.parallel)
@@ -223,7 +223,7 @@ def require_gpus(config: Config, num_gpus: int) -> None:
 
 
 def nothing_fits(found: Search) -> str:
-    """Why, by how much, and how many GPUs, or of how much memory, would do."""
+    """Say why nothing fits, by how much, and how many GPUs, or how much memory, would do."""
     job = found.job
     if not found.too_large:
         count, reason = found.dropped()[0]
@@ -241,7 +241,7 @@ def nothing_fits(found: Search) -> str:
 
 
 def enough_gpus(job: Job) -> int | None:
-    """The fewest of two, four, ... times as many GPUs on which a layout fits, up to 1024 times."""
+    """Return the fewest of 2, 4, ..., 1024 times as many GPUs on which a layout fits."""
     for factor in (2**k for k in range(1, 11)):
         larger = replace(job, num_gpus=factor * job.num_gpus)
         if any(Candidate(larger, each).fits for each in decisions(larger, Counter())):

@@ -25,6 +25,9 @@ class System:
     scatters_messages: bool = False
     """Without sequence parallelism too, each tensor-parallel rank sends a part of what goes to the
     next stage (Narayanan et al. 2021, section 4.1)."""
+    overlaps_gradients: bool = True
+    """Without ZeRO, gradients travel in buckets while the backward pass computes. If not, they
+    travel after it."""
     hides_tensor: bool = False
     """Collectives along tp travel while matrix products compute."""
     hides_data: bool = False
@@ -49,7 +52,7 @@ MINITRON = System()
 
 
 def blocks_per_rank(model: ModelConfig, parallel: ParallelConfig, system: System) -> list[int]:
-    """How many blocks each rank of a pipeline has, as `pipeline_plan.split_blocks` divides them."""
+    """Return each pipeline rank's number of blocks, as `pipeline.plan.split_blocks` does."""
     p = parallel.pp
     if p == 1:
         return [model.num_layers]
@@ -64,7 +67,7 @@ def blocks_per_rank(model: ModelConfig, parallel: ParallelConfig, system: System
 
 @cache
 def even_stages(num_blocks: int, num_stages: int, first: float, last: float) -> tuple[int, ...]:
-    """Blocks of each stage, so that the most expensive stage costs least.
+    """Return the blocks of each stage, so that the most expensive stage costs least.
 
     A block costs 1; the first and the last stage cost `first` and `last` more. Later stages are
     filled first.

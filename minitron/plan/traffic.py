@@ -26,13 +26,13 @@ ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 
 
 def link_of(job: Job, parallel: ParallelConfig, axis: str) -> cost.Link:
-    """What a group along `axis` sends through, in the grid that `parallelize.lay_out` makes."""
+    """Return the link of a group along `axis`, in the grid that `parallelize.lay_out` makes."""
     stride = {"tp": 1, "dp": parallel.tp, "pp": parallel.tp * parallel.dp}[axis]
     return link(job, getattr(parallel, axis), stride, is_ring=axis != "pp")
 
 
 def link(job: Job, size: int, stride: int, is_ring: bool = True) -> cost.Link:
-    """What `size` ranks send through, of which each is `stride` after the one before.
+    """Return the link of `size` ranks, each `stride` after the one before.
 
     Between nodes a ring runs through as many network cards as it has ranks in a node; a stage of a
     pipeline sends to one other rank, through one. Every hop of such a ring takes a network card's
@@ -55,7 +55,7 @@ def link(job: Job, size: int, stride: int, is_ring: bool = True) -> cost.Link:
 def layer_seconds(
     job: Job, decision: Decision, system: System, num_bytes: float, overlap: float
 ) -> dict[str, float]:
-    """Seconds by which a block's collectives of `num_bytes` along tp lengthen it, by phase.
+    """Return by how many seconds tp's collectives of `num_bytes` lengthen a block, by phase.
 
     What is gathered again travels while the backward pass computes; all may, in some systems.
     """
@@ -72,29 +72,29 @@ def layer_seconds(
     every = travel(decision.layout)
     waits = travel(replace(decision.layout, regather=False))
     alone = 0 if system.hides_tensor else 1 - overlap
-    return with_replay(decision, {phase: overlap * every[phase] + alone * waits[phase]
+    return with_recompute(decision, {phase: overlap * every[phase] + alone * waits[phase]
                                   for phase in every})
 
 
 def host_seconds(
     job: Job, decision: Decision, system: System, kernel: float
 ) -> dict[str, float]:
-    """Seconds that the hosts take for the same, `kernel` of them to start one, by phase."""
+    """Return the seconds that the hosts take for the same, `kernel` to start one, by phase."""
     parallel = decision.parallel
     if parallel.tp == 1:
         return {"forward": 0.0, "backward": 0.0}
     each = system.host_seconds
     if parallel.pp > 1 and job.num_gpus > job.gpus_per_node:
         each = max(each, system.host_seconds_beside_pipeline)
-    return with_replay(decision, {
+    return with_recompute(decision, {
         phase: sum(count * (kernel + parallel.tp * ROUNDS[op] * each)
                    for op, count in counts.items())
         for phase, counts in cost.tensor_parallel_calls(decision.layout).items()
     })
 
 
-def with_replay(decision: Decision, seconds: dict[str, float]) -> dict[str, float]:
-    """The backward pass has the forward pass's collectives too if it computes all again."""
+def with_recompute(decision: Decision, seconds: dict[str, float]) -> dict[str, float]:
+    """Add the forward pass's collectives to the backward pass, if that recomputes everything."""
     if decision.recompute != "full":
         return seconds
     return seconds | {"backward": seconds["forward"] + seconds["backward"]}
@@ -104,7 +104,7 @@ def with_replay(decision: Decision, seconds: dict[str, float]) -> dict[str, floa
 
 
 def message_seconds(job: Job, decision: Decision, system: System, num_bytes: float) -> float:
-    """Seconds that a rank's stages take to send `num_bytes` each to the next one."""
+    """Return the seconds that a rank's stages take to send `num_bytes` each to the next one."""
     parallel = decision.parallel
     if parallel.pp == 1:
         return 0.0
@@ -120,7 +120,7 @@ def data_seconds(
     job: Job, decision: Decision, system: System, num_elements: float,
     passes: tuple[float, float], overlap: float,
 ) -> float:
-    """Seconds by which a rank's `num_elements` gradients and weights along dp lengthen a step.
+    """Return by how many seconds `num_elements` gradients and weights along dp lengthen a step.
 
     `passes` are the seconds of a micro-batch forward and backward. Stages 0 to 2 send gradients
     during the backward pass, but not what a pipeline sends once a step; stage 3 sends all while it
@@ -142,7 +142,7 @@ def data_seconds(
     if system.hides_data:
         return beside(reduce, backward, overlap) + beside(gather, forward, overlap)
     hides = parallel.pp == 1 or calls.reduce_scatters > 1
-    hides = hides and (parallel.zero > 0 or parallel.data_parallel != "naive")
+    hides = hides and (parallel.zero > 0 or system.overlaps_gradients)
     hidden = backward if hides else 0
     if parallel.zero == 0:
         return beside(reduce + gather, hidden, overlap)
@@ -153,7 +153,7 @@ def shard_seconds(
     job: Job, decision: Decision, system: System, num_elements: float,
     passes: tuple[float, float], calls: cost.StepCollectives, overlap: float,
 ) -> float:
-    """Of stage 3, which gathers and reduces as often as `calls` say.
+    """Return the same for stage 3, which gathers and reduces as often as `calls` say.
 
     A unit's weights are gathered while the one before it computes, its gradients reduced while the
     next one does: the first gather of a forward pass and the last reduction of a backward pass are
@@ -182,5 +182,5 @@ def shard_seconds(
 
 
 def beside(travels: float, computes: float, overlap: float) -> float:
-    """Seconds by which what `travels` lengthens what `computes` meanwhile."""
+    """Return by how many seconds what `travels` lengthens what `computes` meanwhile."""
     return max(0.0, travels - computes) + overlap * min(travels, computes)

@@ -33,7 +33,7 @@ one before it computes, all streams wait for them, and overlap_comm is off by de
 
 
 def unseen_rows() -> list[Row]:
-    """Steps of the same papers, and of larger trainings, with ZeRO 0, 1 or 2."""
+    """Read steps of the same papers, and of larger trainings, with ZeRO 0, 1 or 2."""
     cut = [row for row in table("narayanan2021_table2") if row["scheme"] != "ZeRO-3"]
     return [*map(narayanan, table("narayanan2021_table1_unseen")),
             *(row for each in table("korthikanti2022_table3_table5_unseen")
@@ -43,7 +43,7 @@ def unseen_rows() -> list[Row]:
 
 
 def sharded_rows(system: System = DEEPSPEED) -> list[Row]:
-    """Steps with ZeRO 3 alone (Narayanan et al. 2021, table 2), as `system` would run them."""
+    """Read steps with ZeRO 3 (Narayanan et al. 2021, table 2), as `system` would run them."""
     sharded = [row for row in table("narayanan2021_table2") if row["scheme"] == "ZeRO-3"]
     return [narayanan_sharded(row, system) for row in sharded]
 
@@ -52,16 +52,16 @@ def sharded_rows(system: System = DEEPSPEED) -> list[Row]:
 
 
 def narayanan(row: dict[str, str]) -> Row:
-    """Table 1, the models that `published_rows` leaves out."""
+    """Read table 1, the models that `published_rows` leaves out."""
     size, chunks = numbers(row, "micro_batch", "virtual_stages")
-    layout = Decision(axes(row, chunks, data_parallel="naive"), "full", size)
+    layout = Decision(axes(row, chunks), "full", size)
     return rated("Narayanan et al. 2021, table 1", row, (layout,), MEGATRON)
 
 
 def narayanan_cut(row: dict[str, str]) -> Row:
-    """Table 2, tp and pp; chunks are not stated."""
+    """Read table 2, tp and pp; chunks are not stated."""
     L, pp = numbers(row, "layers", "pp")
-    layout = Decision(axes(row, data_parallel="naive"), "full", 1)
+    layout = Decision(axes(row), "full", 1)
     chunks = [v for v in range(1, L // pp + 1) if L // pp % v == 0]
     options = left_open(job_of(row), layout, MEGATRON, chunks, sizes=(1,))
     return rated("Narayanan et al. 2021, table 2", row, options, MEGATRON)
@@ -81,7 +81,7 @@ def job_of(row: dict[str, str]) -> Job:
 def rated(
     source: str, row: dict[str, str], options: tuple[Decision, ...], system: System
 ) -> Row:
-    """A row of which hardware FLOP/s of a GPU are published."""
+    """Make a row of which hardware FLOP/s of a GPU are published."""
     job = job_of(row)
     flops = estimate(job, options[0], system).hardware_flops
     seconds = flops / job.num_gpus / (float(row["tflops_per_gpu_hw"]) * 1e12)
@@ -90,7 +90,7 @@ def rated(
 
 
 def larger(row: dict[str, str]) -> Row:
-    """MT-NLG, in Megatron-LM's layout without its chunks; Llama 3, as Megatron-Core would run it.
+    """Read MT-NLG, in Megatron-LM's layout without chunks; Llama 3, as Megatron-Core would run it.
 
     Llama's ZeRO is said to divide gradients and optimizer states, and weights without freeing them
     (Llama Team 2024, section 3.3.2): stage 2, once a step. Its 16 stages have 16 sequences on
@@ -102,7 +102,7 @@ def larger(row: dict[str, str]) -> Row:
         sizes = {"vocab": 51200, "seq_len": S, "layers": 105, "hidden": 20480, "heads": 128}
         model = gpt({key: str(value) for key, value in sizes.items()}, dropout=0.1)
         job = Job(model, gpus, A100, S, batch, precision="fp16")
-        layout = Decision(axes(row, data_parallel="naive"), "full")
+        layout = Decision(axes(row), "full")
         options = left_open(job, layout, MEGATRON, chunks=(1,))
         return Row("Smith et al. 2022", name, job, options, MEGATRON, float(row["step_time_s"]))
 

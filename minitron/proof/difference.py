@@ -38,7 +38,7 @@ def first_difference(expected: list[Moment], by_rank: list[list[Moment]]) -> str
 
 
 def agree(got: np.ndarray | None, want: np.ndarray | None, largest: float) -> bool:
-    """Whether two tensors agree to TOLERANCE of their largest value.
+    """Return whether two tensors agree to TOLERANCE of their largest value.
 
     Or of a thousandth of the largest value of all tensors: some gradients are zero but for
     rounding, that of a key's bias for one.
@@ -50,7 +50,7 @@ def agree(got: np.ndarray | None, want: np.ndarray | None, largest: float) -> bo
 
 
 def explain(kind: str, name: str, got: list, want: np.ndarray | None, largest: float) -> str:
-    """One line: which tensor, what it is instead, on which ranks, the likeliest cause."""
+    """Say in one line which tensor differs, how, on which ranks, and the likeliest cause."""
     wrong = [rank for rank, value in enumerate(got) if not agree(value, want, largest)]
     where, first = which(wrong, got), got[wrong[0]]
     if kind == "initial":
@@ -83,7 +83,7 @@ def which(ranks: list[int], got: list) -> str:
 
 
 def compare_sizes(got: np.ndarray, want: np.ndarray, num_ranks: int) -> tuple[str, str]:
-    """How `got` relates to `want`, and what would do that; a factor by least squares."""
+    """Say how `got` relates to `want`, and what would do that; a factor by least squares."""
     if not got.any():
         return "zero", ": overwritten, or left out of the communication?"
     error = np.abs(got - want).max() / max(np.abs(want).max(), np.finfo(float).tiny)
@@ -101,7 +101,7 @@ def compare_sizes(got: np.ndarray, want: np.ndarray, num_ranks: int) -> tuple[st
 
 
 def split_between(got: list[np.ndarray], want: np.ndarray, largest: float) -> str:
-    """Why the ranks' gradients differ from each other."""
+    """Say why the ranks' gradients differ from each other."""
     if agree(sum(got), want, largest) or agree(sum(got) / len(got), want, largest):
         return "together they are right: never reduced?"
     right = [str(rank) for rank, value in enumerate(got) if agree(value, want, largest)]
@@ -111,7 +111,7 @@ def split_between(got: list[np.ndarray], want: np.ndarray, largest: float) -> st
 
 
 def hidden_by_adamw(reference: dict[str, list[Moment]], by_rank: list[dict]) -> str:
-    """A line for the message if the losses under AdamW hardly show what those under SGD do."""
+    """Return a line for the message if AdamW's losses hardly show what SGD's do."""
     error = {}
     for optimizer, expected in reference.items():
         losses = [[moment.values["model"] for moment in record if moment.kind == "loss"]

@@ -46,7 +46,7 @@ OPTIMIZERS = {
 
 
 def small_model(family: str, **sizes) -> nn.Module:
-    """A Transformer of odd sizes with a frozen parameter; GPT ties its embedding, Llama groups.
+    """Make a Transformer of odd sizes, one parameter frozen; GPT ties its embedding, Llama groups.
 
     `sizes` are fields of ModelConfig that it shall have instead.
     """
@@ -95,7 +95,7 @@ def assert_same_training(
 
 
 def undivided(model: nn.Module, group: Group) -> ParallelModel:
-    """The reference: a model that is all on one device."""
+    """Return the reference: a model that is all on one device."""
     return OneDevice(model)
 
 
@@ -133,7 +133,7 @@ class AfterBackward(OneDevice):
 def sample_batches(
     sizes: tuple[int, ...], vocabulary: int = VOCABULARY, sequence: int = SEQUENCE
 ) -> list[Tensor]:
-    """Token ids (B, S+1), one tensor a step."""
+    """Draw token ids (B, S+1), one tensor a step."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(size, sequence + 1) for size in sizes]
     return [torch.randint(vocabulary, shape, generator=generator) for shape in shapes]

@@ -39,7 +39,7 @@ def fake_tensors() -> AbstractContextManager:
 
 
 def init_fake_process_group(rank: int, num_ranks: int) -> None:
-    """Be `rank` of `num_ranks` that do not exist: collectives return at once and move nothing.
+    """Act as `rank` of `num_ranks` that do not exist: collectives return at once, moving nothing.
 
     Public PyTorch names the backend "fake", but not the store that it needs.
     """
@@ -83,7 +83,7 @@ def storage_address(tensor: Tensor) -> int:
 
 
 def in_backward() -> bool:
-    """Whether this thread is inside a backward pass; public PyTorch does not tell."""
+    """Return whether this thread is inside a backward pass; public PyTorch does not tell."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -191,5 +191,5 @@ class WorkAround(dist.Work):
 
 
 def is_profiling() -> bool:
-    """Whether a profiler runs; without it a name in its trace would still cost 5 us a span."""
+    """Return whether a profiler runs; without it a name in its trace still costs 5 us a span."""
     return profiler._is_profiler_enabled

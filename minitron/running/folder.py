@@ -59,7 +59,7 @@ class Claim:
             time.sleep(1)
 
     def try_lock(self) -> bool:
-        """Lock the file and put this process's name into it; False if another process holds it."""
+        """Take the lock and write this process's name into it; False if another one has it."""
         try:
             fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -75,7 +75,7 @@ class Claim:
         return True
 
     def owner(self) -> tuple[bool, str]:
-        """Whether the process that holds the lock is seen to live on this host; what to call it."""
+        """Return whether the process that holds the lock is on this host, and what to call it."""
         try:
             name = json.loads(os.pread(self.file, 4096, 0))
             host, pid, since = str(name["host"]), int(name["pid"]), str(name["since"])
@@ -92,14 +92,14 @@ class Claim:
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a run has got somewhere there; one that failed before leaves the folder free."""
+    """Return whether a run has got somewhere there; one that failed before leaves it free."""
     log = folder / "metrics.jsonl"
     has_rows = log.exists() and log.stat().st_size > 0
     return has_rows or bool(checkpoints(folder / "checkpoints"))
 
 
 def default_folder(file: Path | None, resume: bool) -> Path:
-    """runs/NAME, runs/NAME-2, ...: the newest one there to resume, else the first one free."""
+    """Choose runs/NAME, runs/NAME-2, ...: the newest to resume, else the first free one."""
     name = file.stem if file else "train"
     folders = [Path("runs") / name]
     while holds_run(folders[-1]):

@@ -45,7 +45,7 @@ def gigabytes(size: float) -> str:
 
 
 def least_bytes(config: Config, num_ranks: int, num_eval_sequences: int = 0) -> dict[str, float]:
-    """What a rank holds at least, by what it is for; temporary tensors are left out."""
+    """Return what a rank holds at least, by purpose; temporary tensors are left out."""
     model, axes, train = config.model, config.parallel, config.train
     precision, readers = PRECISIONS[train.precision], num_readers(config, num_ranks)
     recipe = FULLY_SHARDED if axes.zero == 3 else precision.cost
@@ -63,7 +63,7 @@ def least_bytes(config: Config, num_ranks: int, num_eval_sequences: int = 0) -> 
 
 
 def least_activations(config: Config, num_sequences: int) -> float:
-    """Bytes of one micro-batch: a block with the ends, or so many blocks as a rank has."""
+    """Return the bytes of one micro-batch: a block with the ends, or all blocks that a rank has."""
     model, axes, train = config.model, config.parallel, config.train
     kept, num_blocks = train.recompute, model.num_layers / axes.pp
     if kept == "sqrt" or train.compile:

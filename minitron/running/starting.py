@@ -58,7 +58,7 @@ step is the same but for the order of its sums."""
 
 
 def read_facts(facts: dict, where: Path) -> dict:
-    """What a checkpoint says of its run, checked, for others may have written it.
+    """Return what a checkpoint says of its run, checked, since others may have written it.
 
     Raises ConfigError for anything that `Run.save` would not write.
     """
@@ -84,7 +84,7 @@ def read_facts(facts: dict, where: Path) -> dict:
     return facts | {"config": config}
 
 
-def require_whole_state(saved: dict[str, tuple[Size, dtype]], where: Path) -> None:
+def require_complete_state(saved: dict[str, tuple[Size, dtype]], where: Path) -> None:
     """Raise ConfigError unless a checkpoint has AdamW's state of each parameter, or of none.
 
     It has none while float16 has overflowed in every step.

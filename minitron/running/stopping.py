@@ -31,7 +31,7 @@ class Stop:
             self.fault = self.fault or error
 
     def agreed(self) -> signal.Signals | None:
-        """The signal that asked any rank to stop; all ranks call it after every step.
+        """Return the signal that asked any rank to stop; all ranks call it after every step.
 
         Raises ConfigError on every rank if one could not tell what it had to.
         """

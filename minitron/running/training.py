@@ -53,6 +53,6 @@ class Training:
         return pairs
 
     def num_micro_batches(self, num_sequences: int) -> int:
-        """In how many micro-batches the ranks with most of the sequences read theirs."""
+        """Return in how many micro-batches the ranks with most of the sequences read theirs."""
         most = math.ceil(num_sequences / self.data_size)
         return math.ceil(most / self.config.train.micro_batch_size)

@@ -20,7 +20,7 @@ REFUSALS = NO_WRITES | {getattr(errno, name) for name in (
 
 
 def refusal(error: BaseException) -> int | None:
-    """The number of the error if a disk has refused something, None if it is another fault.
+    """Return the error's number if a disk has refused something, None if it is another fault.
 
     Libraries in Rust, such as tokenizers and safetensors, put the number into their message. An
     error of permission that names no file is not of a disk.
@@ -53,7 +53,7 @@ def writing(path: Path, remedy: str = "make room, or choose another folder") -> 
 
 
 def open_itself(path: str | Path, flags: int) -> int:
-    """os.open, but no link and no pipe: a run's folder may come from a stranger.
+    """Open as os.open does, but no link and no pipe: a run's folder may come from a stranger.
 
     A link would lead out of it, and a pipe would block. Raises ConfigError for a pipe.
     """

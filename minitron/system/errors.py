@@ -37,7 +37,7 @@ def require(
 
 
 def one_line(text: str) -> str:
-    """The text on one line that a terminal can show, its longest words cut short."""
+    """Return the text on one line that a terminal can show, its longest words cut short."""
     escaped = UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
     return re.sub(rf"\S{{{LONGEST_WORD},}}", shortened, escaped)
 

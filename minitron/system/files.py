@@ -13,7 +13,7 @@ MOST_DIGITS = 50
 
 
 def read_json(path: Path) -> dict:
-    """The object in a JSON file.
+    """Read the object in a JSON file.
 
     Raises OSError, or ValueError in a few words, for anything else: no regular file (a pipe would
     block), too large, nested too deeply, a key twice, a number of thousands of digits.
@@ -32,7 +32,7 @@ def read_json(path: Path) -> dict:
 
 
 def read_text(path: Path, most_bytes: int) -> str:
-    """The text of a regular file; raises OSError, or ValueError in a few words."""
+    """Read the text of a regular file; raises OSError, or ValueError in a few words."""
     require_regular(path)
     with path.open("rb") as file:
         content = file.read(most_bytes + 1)
@@ -45,7 +45,7 @@ def read_text(path: Path, most_bytes: int) -> str:
 
 
 def file_in(folder: Path, name: str) -> Path:
-    """The regular file called `name` in `folder`.
+    """Return the regular file called `name` in `folder`.
 
     Raises OSError if there is none, and ValueError for a name or a link that leads out of the
     folder. The cache of Hugging Face may link from `snapshots/REVISION` to its `blobs`.
@@ -68,7 +68,7 @@ def require_regular(path: Path) -> None:
 
 
 def reason(error: Exception) -> str:
-    """One line on why a file could not be read or written."""
+    """Say in one line why a file could not be read or written."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error).split("\n")[0] or type(error).__name__

@@ -30,7 +30,7 @@ from minitron.launch.process_state import cpu_seconds, wants_cpu
 from minitron.launch.rank_process import Failure, Frame
 from minitron.launch.rank_report import killed, parse_stack, read_stacks
 from minitron.launch.ranks import PRELOADED
-from minitron.launch.starting import deaf_to_interrupts, without_main
+from minitron.launch.starting import ignore_interrupts, without_main
 from teaching.graders import plain
 from teaching.graders.bench_process import Raised, Source, bench_main, call, resolve
 from teaching.graders.verdicts import Mistake
@@ -84,7 +84,7 @@ class Bench:
         prints, their_prints = context.Pipe(duplex=False)
         self._process = context.Process(
             target=bench_main, args=(self.source, their_prints, self._stack, theirs), daemon=True)
-        with deaf_to_interrupts(), without_main():
+        with ignore_interrupts(), without_main():
             self._process.start()
         theirs.close(), their_prints.close()
         self._reader = threading.Thread(target=_relay, args=(prints,), daemon=True)

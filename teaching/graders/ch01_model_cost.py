@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from minitron.config import ModelConfig
-from minitron.model.transformer import Transformer, materialised_attention
+from minitron.model.transformer import Transformer, materialized_attention
 from teaching.graders import asked, expect
 
 
@@ -58,7 +58,7 @@ def _real_flops(config: ModelConfig, sequence_length: int) -> int:
     model = _meta_model(config)
     tokens = torch.zeros(2, sequence_length, dtype=torch.int64, device="meta")
     for block in model.blocks:
-        block.attention.attention_fn = materialised_attention  # its products are in the open
+        block.attention.attention_fn = materialized_attention  # its products are in the open
     with FlopCounterMode(display=False) as counter:
         model(tokens).sum().backward()
     return counter.get_total_flops() // tokens.numel()

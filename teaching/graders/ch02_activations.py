@@ -19,9 +19,9 @@ SHAPES = [  # B, S, H, D, F, bytes per value: no two parts have the same size
 ]
 
 
-def grade_2_2(materialised_block_bytes: Callable, fused_block_bytes: Callable) -> None:
+def grade_2_2(materialized_block_bytes: Callable, fused_block_bytes: Callable) -> None:
     """Compare both formulas with real blocks, without and with dropout."""
-    functions = [(materialised_block_bytes, masked_attention, "in memory"),
+    functions = [(materialized_block_bytes, masked_attention, "in memory"),
                  (fused_block_bytes, fused_without_mask, "in a fused kernel")]
     for function, attention_fn, where in functions:
         for dropout in (0.0, 0.1):
@@ -58,7 +58,7 @@ class MaskedDropout(nn.Module):
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
-    """`materialised_attention` with that dropout."""
+    """`materialized_attention` with that dropout."""
     scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
     future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
     probabilities = scores.masked_fill(future, -math.inf).softmax(-1)
@@ -114,7 +114,7 @@ def _expect_bytes(seen: int, right: int, size: int, faults: dict[int, str]) -> N
 
 
 def _faults(
-    model: ModelConfig, batch_size: int, sequence_length: int, size: int, materialised: bool
+    model: ModelConfig, batch_size: int, sequence_length: int, size: int, materialized: bool
 ) -> dict[int, str]:
     """What a difference from the right bytes means; the sign tells missing from superfluous."""
     wide = batch_size * sequence_length * model.width
@@ -135,7 +135,7 @@ def _faults(
         square * size: "one S x S tensor too many: softmax needs its output, not its input, and "
                        "without dropout that is the one the product with the values reads",
     }
-    if not materialised:
+    if not materialized:
         faults |= {
             (size + 1) * square + square * size: "the fused kernel stores nothing of S x S",
             square * size: "the fused kernel stores nothing of S x S",
@@ -144,7 +144,7 @@ def _faults(
                           "its output, the input of `out`",
             -4 * wide * size: "attention saves query, key, value and output",
         }
-    faults |= _mask_faults(model.dropout, wide, square if materialised else 0, size)
+    faults |= _mask_faults(model.dropout, wide, square if materialized else 0, size)
     return faults
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from minitron.config import ModelConfig
 from minitron.measure.meter import Meter
-from minitron.model.transformer import Transformer, initialise
+from minitron.model.transformer import Transformer, initialize
 from teaching.graders import apart, asked, expect
 from teaching.graders.python_memory import python_bytes, variables
 from teaching.graders.ranks import source_file
@@ -47,7 +47,7 @@ class Watched(nn.Module):
     def __init__(self):
         super().__init__()
         self.inner = Transformer(CONFIG)
-        initialise(self.inner, seed=1)
+        initialize(self.inner, seed=1)
         self.double()
         self.num_forwards = self.num_evaluating = 0
         self.graphs = weakref.WeakSet()

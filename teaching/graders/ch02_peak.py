@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from minitron.config import ModelConfig
 from minitron.measure.meter import Meter, Snapshot
-from minitron.model.transformer import Transformer, initialise
+from minitron.model.transformer import Transformer, initialize
 from teaching.graders import apart, asked, expect
 
 SIZES = dict(family="gpt", max_sequence_length=32, num_heads=2, num_kv_heads=2, ffn_width=52)
@@ -27,7 +27,7 @@ class Training:
 
     def __init__(self, fields: dict, shape: tuple[int, int]):
         self.model = Transformer(ModelConfig(**SIZES, **fields))
-        initialise(self.model, seed=3)
+        initialize(self.model, seed=3)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         generator = torch.Generator().manual_seed(7)
         self.tokens = torch.randint(fields["vocab_size"], shape, generator=generator)

@@ -12,7 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from minitron.config import ModelConfig
-from minitron.model.transformer import Transformer, materialised_attention
+from minitron.model.transformer import Transformer, materialized_attention
 from teaching.graders import asked, expect
 from teaching.graders.ch03_replay import grade_3_1
 
@@ -130,7 +130,7 @@ def replayed_flops(config: ModelConfig, sequence_length: int, kind: str) -> int:
         return call
 
     for block in model.blocks:
-        block.attention.attention_fn = counted("selective", materialised_attention)
+        block.attention.attention_fn = counted("selective", materialized_attention)
     model.run_blocks = counted("full", model.run_blocks)
     model(tokens)
     return counts[kind] // tokens.numel()

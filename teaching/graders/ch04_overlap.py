@@ -143,7 +143,7 @@ def expect_step(
     if len(seen) > 1:
         silent = [len(step.payloads(before="last")) for step in seen]
         expect(not any(silent), seen=per_rank([f"{n} all-reduces under no_sync()" for n in silent]),
-               likely="no_sync() sets self.synchronises to False: look at it when a gradient is "
+               likely="no_sync() sets self.synchronizes to False: look at it when a gradient is "
                       "complete")
         expect_calls(seen)
         _expect_overlap(seen, least_early)

@@ -165,7 +165,7 @@ def _expect_all_chunks(seen: list[Seen], length: int) -> None:
 def _expect_messages(seen: list[Seen], length: int, own_stays: bool) -> None:
     size = len(seen)
     calls = [mine.calls for mine in seen]
-    _expect_neighbours(calls, size)
+    _expect_neighbors(calls, size)
     sent = [_payloads(mine, "send") for mine in calls]
     chunks = [VALUE * n for n in chunk_sizes(length, size)]
     for rank, payloads in enumerate(sent):
@@ -186,7 +186,7 @@ def _expect_all_done(seen: list[Seen]) -> None:
                   "be changed while it is still being sent")
 
 
-def _expect_neighbours(calls: list[list[Call]], size: int) -> None:
+def _expect_neighbors(calls: list[list[Call]], size: int) -> None:
     wrong = {}
     for rank, mine in enumerate(calls):
         to = {call.peer for call in mine if call.op == "send"} - {(rank + 1) % size}

@@ -156,7 +156,7 @@ def _why_other_link(
     if math.isclose(answer.latency, plain.latency, rel_tol=1e-3):
         return "those are the smallest plain squares, and the largest message decides alone: " \
                "divide each error by its measured time"
-    return "minimise the sum of (predicted / measured - 1)^2 over all messages, in float64: the " \
+    return "minimize the sum of (predicted / measured - 1)^2 over all messages, in float64: the " \
            "coefficients are 1 / t and n / t, the right-hand side is 1"
 
 

@@ -144,7 +144,7 @@ def _expect_cut(seen: list[Cut], G: int) -> None:
 
 def _why_other_query_heads(mine: list) -> str:
     if any(isinstance(answer, range) and answer.step > 1 for answer in mine):
-        return "heads after one another, not every N-th: neighbours read the same key-value head"
+        return "heads after one another, not every N-th: neighbors read the same key-value head"
     return f"a range of H/N = {HEADS // len(mine)} heads, and that of rank 0 begins with head 0"
 
 

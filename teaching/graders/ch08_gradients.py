@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitron.config import ModelConfig
-from minitron.model.transformer import Transformer, initialise
+from minitron.model.transformer import Transformer, initialize
 from minitron.parallel.tensor.cuts import Cut, plan_cuts
 from minitron.parallel.tensor.sequence import apply_sequence_parallel
 from teaching.graders import Mistake, asked, expect
@@ -59,7 +59,7 @@ def make_model(family: str) -> nn.Module:
     config = ModelConfig(family, VOCABULARY, SEQUENCE, num_layers=3, width=24, num_heads=12,
                          num_kv_heads=12, ffn_width=36, tied_embedding=family == "gpt")
     model = Transformer(config).double()
-    initialise(model, seed=8)
+    initialize(model, seed=8)
     model.get_parameter(FROZEN).requires_grad_(False)
     return model
 

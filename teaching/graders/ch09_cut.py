@@ -1,4 +1,4 @@
-"""Grader of 9.3: neighbouring blocks for every stage, then the largest cost against the least."""
+"""Grader of 9.3: neighboring blocks for every stage, then the largest cost against the least."""
 
 import random
 from collections.abc import Callable
@@ -107,7 +107,7 @@ def stage_costs(answer: list[range], case: Case) -> list[float]:
 
 @cache
 def _least(costs: tuple[float, ...], num_stages: int) -> float:
-    """What the most expensive stage must cost: try each possible sum of neighbours as a limit."""
+    """What the most expensive stage must cost: try each possible sum of neighbors as a limit."""
     before = list(accumulate(costs, initial=0.0))
     limits = sorted({before[end] - before[start]
                      for end in range(1, len(before)) for start in range(end)})

@@ -53,44 +53,44 @@ CONVERTS = {convert_op: 0, torch.ops.aten.copy_.default: 1}
 """Which argument an operator converts."""
 
 
-def grade_10_5(quantise: Callable, quantise_shard: Callable) -> None:
-    """Quantise whole tensors of three dtypes, then shards of one on 1 to 4 ranks."""
+def grade_10_5(quantize: Callable, quantize_shard: Callable) -> None:
+    """Quantize whole tensors of three dtypes, then shards of one on 1 to 4 ranks."""
     for name, x in tensors().items():
         for dtype in (E4M3, E5M2):
-            with asked(f"quantise({name}, {dtype})"):
-                _expect_quantised(_call(quantise, x, dtype), x, dtype)
+            with asked(f"quantize({name}, {dtype})"):
+                _expect_quantized(_call(quantize, x, dtype), x, dtype)
     for odd, dtype in product((torch.inf, -torch.inf, torch.nan), (E4M3, E5M2)):
-        with asked(f"quantise([1, {odd}, 2], {dtype})"):
-            answer = _call(quantise, torch.tensor([1.0, odd, 2.0]), dtype)
+        with asked(f"quantize([1, {odd}, 2], {dtype})"):
+            answer = _call(quantize, torch.tensor([1.0, odd, 2.0]), dtype)
             values = answer.values * answer.scale
             expect(not values.isfinite().all(), seen=f"values * scale is {values.tolist()} for "
                    f"[1, {odd}, 2]", likely="an overflow must be seen: the loss scale and the one "
                    "who looks for the fault depend on it")
 
     names = list(shards(1))
-    with asked(f"quantise_shard of {len(names)} tensors, cut over 1, 2, 3 and 4 ranks; some shards "
+    with asked(f"quantize_shard of {len(names)} tensors, cut over 1, 2, 3 and 4 ranks; some shards "
                "are all zeros"):
-        by_size = on_ranks(try_all, quantise_shard, stuck=STUCK)
+        by_size = on_ranks(try_all, quantize_shard, stuck=STUCK)
     for size in SIZES:
         for number, name in enumerate(names):
             for dtype in (E4M3, E5M2):
-                with asked(f"quantise_shard of {name}, {dtype}, on {size} ranks"):
+                with asked(f"quantize_shard of {name}, {dtype}, on {size} ranks"):
                     _expect_agreed([mine[number, dtype] for mine in by_size[size]],
                                    shards(size)[name], dtype)
 
 
-def _call(quantise: Callable, x: Tensor, dtype: torch.dtype) -> Answer:
-    answer, after, converted = apart(watch, quantise, x, dtype)
+def _call(quantize: Callable, x: Tensor, dtype: torch.dtype) -> Answer:
+    answer, after, converted = apart(watch, quantize, x, dtype)
     changed = difference(after, x)
     expect(changed == "", seen=f"x has changed: {changed}", likely=IN_PLACE)
     return _answer(answer)._replace(converted=converted)
 
 
-def watch(quantise: Callable, x: Tensor, dtype: torch.dtype) -> tuple:
+def watch(quantize: Callable, x: Tensor, dtype: torch.dtype) -> tuple:
     """What is returned, what x is then, and the largest quotient that was converted."""
     mine = copy_of(x)
     with Conversions() as conversions:
-        answer = quantise(mine, dtype)
+        answer = quantize(mine, dtype)
     return answer, mine, conversions.largest
 
 
@@ -137,7 +137,7 @@ def _answer(answer) -> Answer:
     return Answer(values.float(), scale, values.dtype)
 
 
-def _expect_quantised(answer: Answer, x: Tensor, dtype: torch.dtype) -> None:
+def _expect_quantized(answer: Answer, x: Tensor, dtype: torch.dtype) -> None:
     _expect_kind(answer, x, dtype)
     right, seen = right_scale(x, dtype), float(answer.scale)
     if not _is_close(seen, right):
@@ -222,13 +222,13 @@ def _expect_clamped(answer: Answer, dtype: torch.dtype) -> None:
 # A tensor that is cut
 
 
-def try_all(group, quantise_shard) -> dict[tuple, tuple[Answer, list[Call], str]]:
+def try_all(group, quantize_shard) -> dict[tuple, tuple[Answer, list[Call], str]]:
     evidence = {}
     for number, mine in enumerate(shards(group.size()).values()):
         for dtype in (E4M3, E5M2):
             shard = copy_of(mine[group.rank()])
             with ShardWire(allowed={"all_reduce"}) as wire, Conversions() as conversions:
-                answer = quantise_shard(shard, dtype, group)
+                answer = quantize_shard(shard, dtype, group)
             try:
                 seen = _answer(answer)._replace(converted=conversions.largest)
                 changed = difference(shard, mine[group.rank()])

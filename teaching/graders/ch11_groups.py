@@ -112,7 +112,7 @@ def _expect_groups(seen, axis: str, axes: Axes) -> None:
     elif not all(seen):
         likely = f"there is an empty group: each has {axes[axis]} ranks"
     elif seen == backwards:
-        likely = "that is the first axis fastest: neighbours differ in the last one"
+        likely = "that is the first axis fastest: neighbors differ in the last one"
     elif any(seen == groups for groups in others.values()):
         name = next(name for name, groups in others.items() if groups == seen)
         likely = f"those differ along {name}"
@@ -120,7 +120,7 @@ def _expect_groups(seen, axis: str, axes: Axes) -> None:
         likely = "those are the ranks with the same place along the axis: a group has one rank of "\
                  "each place, and the same place along all others"
     elif all(group == list(range(group[0], group[0] + len(group))) for group in seen):
-        likely = f"a group's ranks are neighbours only if no axis is behind {axis}"
+        likely = f"a group's ranks are neighbors only if no axis is behind {axis}"
     raise Mistake(f"{seen}, not {right}", likely)
 
 

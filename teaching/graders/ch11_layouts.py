@@ -88,7 +88,7 @@ def conditions(case: Case, layout: Layout) -> dict[str, bool]:
             model.num_kv_heads % tp == 0,
         f"tp = {tp} does not divide a feed-forward width of {model.ffn_width}":
             model.ffn_width % tp == 0,
-        f"a group of tp = {tp} neighbours lies on two nodes of {node}":
+        f"a group of tp = {tp} neighbors lies on two nodes of {node}":
             all(group[0] // node == group[-1] // node for group in groups),
         f"pp = {pp} does not divide {model.num_layers} layers": model.num_layers % pp == 0,
         f"dp = {dp} does not divide a batch of {case.batch_size}": case.batch_size % dp == 0,

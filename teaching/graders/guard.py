@@ -87,7 +87,7 @@ class Guard:
         self.files = {str(path)}
         roots = {ROOT, path.resolve().parents[1]}
         self.secrets = ("/proc/", *(f"{root / name}{os.sep}" for root in roots for name in SECRETS))
-        self.told: list[str] = []
+        self.violations: list[str] = []
         self.state = threading.local()
         self.guarded_files: set[str] = set()
         self.instruments = find_instruments()
@@ -105,13 +105,13 @@ class Guard:
 
     def refuse(self, what: str) -> None:
         """Raise Forbidden; the verdict will say so even if the learner's code catches it."""
-        self.told.append(what)
+        self.violations.append(what)
         raise Forbidden(what)
 
     def expect_untold(self) -> None:
         """Raise Forbidden for what was refused before."""
-        if self.told:
-            raise Forbidden(self.told[0])
+        if self.violations:
+            raise Forbidden(self.violations[0])
 
     def expect_intact(self) -> None:
         """Raise Forbidden if the learner's code has changed what its work is measured with."""
@@ -217,13 +217,13 @@ class Guard:
             return
         self.state.looking = True
         try:
-            what = self._offence(event, args, self._stack())
+            what = self._offense(event, args, self._stack())
         finally:
             self.state.looking = False
         if what:
             self.refuse(what)
 
-    def _offence(self, event: str, args: tuple, stack: list[FrameType]) -> str | None:
+    def _offense(self, event: str, args: tuple, stack: list[FrameType]) -> str | None:
         own = [self._is_learners(frame) for frame in stack]
         if True not in own:
             return None

@@ -48,7 +48,7 @@ CAUSES = {
     "allowed is": "the exercise is about doing without it",
     "without group=group": "without it torch.distributed takes the group of all ranks there are",
     "Pair is not connected": "a rank sends to itself, or waits for itself: on one rank there is no "
-                             "neighbour, and a ring takes N-1 = 0 steps",
+                             "neighbor, and a ring takes N-1 = 0 steps",
     "ReduceOp.AVG": "this version of gloo cannot average: sum, then divide",
     "Exercise ": "this part is still the stub",
 }

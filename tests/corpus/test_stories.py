@@ -9,7 +9,7 @@ import pytest
 from minitron.corpus import stories
 from minitron.corpus.folder import END, load_tokenizer, read_corpus_info
 from minitron.corpus.stories import (
-    detokenise,
+    detokenize,
     entropy_in_window,
     grammatical_share,
     is_consistent,
@@ -47,7 +47,7 @@ def sample(number: int, seed: int = 0) -> list[list[str]]:
 
 
 def test_the_stories_are_the_same_on_every_python():
-    text = "\n".join(detokenise(story) for story in sample(200))
+    text = "\n".join(detokenize(story) for story in sample(200))
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == "a5a9045e202afeab"
 
 
@@ -70,8 +70,8 @@ def test_stories_have_the_size_that_was_meant():
 
 def test_text_and_words_are_inverse():
     for story in sample(50):
-        assert split_words(detokenise(story)) == story
-    assert detokenise(["Ben", ",", "he", "ran", ".", END, "Mia", "."]) == "Ben, he ran. <end>\nMia."
+        assert split_words(detokenize(story)) == story
+    assert detokenize(["Ben", ",", "he", "ran", ".", END, "Mia", "."]) == "Ben, he ran. <end>\nMia."
 
 
 # --- The checker ----------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ def test_text_and_words_are_inverse():
 def test_every_sampled_story_passes():
     for story in sample(300):
         assert is_consistent(story[:-1])
-    assert grammatical_share(*(detokenise(story) for story in sample(300))) == (1, 1)
+    assert grammatical_share(*(detokenize(story) for story in sample(300))) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_seeds_share_no_stream():
 def test_the_tokenizer_reads_text_as_a_person_types_it():
     tokenizer = stories.story_tokenizer()
     story = sample(1)[0]
-    ids = tokenizer.encode(detokenise(story)).ids
+    ids = tokenizer.encode(detokenize(story)).ids
     assert [VOCABULARY[index] for index in ids] == story
-    assert tokenizer.decode(ids, skip_special_tokens=False) == detokenise(story)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == detokenize(story)
     assert tokenizer.encode("Ben had a zebra.").tokens == ["Ben", "had", "a", "<unknown>", "."]

@@ -59,7 +59,7 @@ ROWS = {
 
 def layer_bytes(shape: Shape, layout: Layout, recompute: str = "none") -> int:
     return activation_bytes_per_layer(
-        shape.model, shape.b, shape.s, attention="materialised", recompute=recompute, layout=layout)
+        shape.model, shape.b, shape.s, attention="materialized", recompute=recompute, layout=layout)
 
 
 def left_out(shape: Shape, layout: Layout, recompute: str = "none") -> int:
@@ -89,7 +89,7 @@ def test_all_layers_and_what_is_outside_of_them(shape):
         shape.printed("all layers"), rel=1e-13)
 
     whole = activation_bytes(
-        shape.model, shape.b, shape.s, attention="materialised", layout=layout)
+        shape.model, shape.b, shape.s, attention="materialized", layout=layout)
     tokens = shape.s * shape.b
     # the final norm's statistics, the rows of tokens and targets, the positions
     small = 8 * tokens // shape.t + 19 * tokens + 8 * shape.s
@@ -143,9 +143,9 @@ def test_key_value_heads_counted_by_hand():
     fused = 4 * 2  # log-sum of 2 heads
     assert activation_bytes_per_layer(llama, B, S, layout=Layout(t)) == \
         B * S * (between + inside + fused)
-    # the materialised attention repeats them for its 2 query heads
+    # the materialized attention repeats them for its 2 query heads
     scores = B * 2 * S * S * 2 + S * S
-    assert activation_bytes_per_layer(llama, B, S, attention="materialised", layout=Layout(t)) == \
+    assert activation_bytes_per_layer(llama, B, S, attention="materialized", layout=Layout(t)) == \
         B * S * (between + inside + 2 * 4 * 2) + scores
     # and selective recomputation keeps them as they were
     assert activation_bytes_per_layer(llama, B, S, recompute="selective", layout=Layout(t)) == \

@@ -20,21 +20,18 @@ from minitron.parallel.pipeline.schedules import (
     one_forward_one_backward,
     sequential,
     zero_bubble,
-    zero_bubble_h2,
 )
 from minitron.parallel.pipeline.stages import apply_pipeline_parallel
 from minitron.proof.oracle import small_model
 
 LINES = (Path(__file__).parent / "pipeline_bubble_formulas.csv").read_text().splitlines()
 PRINTED = list(csv.DictReader(line for line in LINES if not line.startswith("#")))
-ONE_STAGE = (sequential, gpipe, one_forward_one_backward, zero_bubble, zero_bubble_h2)
+ONE_STAGE = (sequential, gpipe, one_forward_one_backward, zero_bubble)
 
 
 def bubble(schedule, p, m, v, tf, ti, tw):
     if schedule == "ZB-H1":
         return cost.zb_h1_bubble(p, m, tf, ti, tw)
-    if schedule == "ZB-H2":
-        return cost.zb_h2_bubble(p, m, tf, ti, tw)
     return cost.pipeline_bubble(p, m, tf, ti + tw, v)
 
 
@@ -68,7 +65,6 @@ def test_four_ranks_and_eight_micro_batches_by_hand():
     assert (two_chunks.seconds, two_chunks.ideal_seconds) == (4.5, 24)
     assert cost.sequential_bubble(4, 8, 1, 2).of_total == 3 / 4, "one of four ranks works"
     assert cost.zb_h1_bubble(4, 8, 1, 1, 1).seconds == 3
-    assert cost.zb_h2_bubble(4, 8, 1, 1, 1).seconds == 0
 
 
 def test_every_rank_of_every_schedule_holds_what_the_formula_counts():
@@ -81,7 +77,7 @@ def test_every_rank_of_every_schedule_holds_what_the_formula_counts():
             expected = [cost.activations_held(schedule.name, p, m, rank, v) for rank in range(p)]
             assert peak_activations(schedule) == expected, (schedule.name, p, m, v)
             num_cases += 1
-    assert num_cases > 450
+    assert num_cases > 400
 
 
 @pytest.mark.parametrize(("p", "v"), [(2, 1), (4, 1), (4, 2), (8, 3), (3, 4)])
@@ -114,7 +110,7 @@ def test_a_rank_sends_an_activation_for_every_message_of_its_schedule(p, m, v):
             assert tuple(volume) == expected
 
 
-def test_two_chunks_send_twice_as_much_between_neighbours_and_close_the_ring():
+def test_two_chunks_send_twice_as_much_between_neighbors_and_close_the_ring():
     one, two = ([cost.pipeline_volume(1, 1, 1, 1, 4, 8, rank, v).sent for rank in range(4)]
                 for v in (1, 2))
     assert one == [8, 16, 16, 8]

@@ -14,7 +14,7 @@ from minitron.launch import run
 from minitron.measure.ledger import Ledger
 from minitron.measure.meter import Meter
 from minitron.model.recompute import RECOMPUTE_POLICIES
-from minitron.model.transformer import Transformer, fused_attention, materialised_attention
+from minitron.model.transformer import Transformer, fused_attention, materialized_attention
 from minitron.parallel.tensor.layers import apply_tensor_parallel
 from minitron.parallel.tensor.sequence import apply_sequence_parallel
 
@@ -92,13 +92,13 @@ def test_key_value_heads_of_a_rank():
 # Ranks that do it
 
 B, S = 2, 24
-ATTENTIONS = {"fused": fused_attention, "materialised": materialised_attention}
+ATTENTIONS = {"fused": fused_attention, "materialized": materialized_attention}
 CASES = [  # the CPU has no fused attention with dropout
-    (GPT, "materialised", "none"),
-    (GPT, "materialised", "selective"),
-    (GPT, "materialised", "full"),
+    (GPT, "materialized", "none"),
+    (GPT, "materialized", "selective"),
+    (GPT, "materialized", "full"),
     (LLAMA, "fused", "none"),
-    (LLAMA, "materialised", "none"),  # which repeats its key-value heads
+    (LLAMA, "materialized", "none"),  # which repeats its key-value heads
 ]
 
 
@@ -141,7 +141,7 @@ def formulas(config: ModelConfig, attention: str, recompute: str, layout: Layout
     """The same, of float32 on a CPU, where a value of a mask has 4 bytes."""
     L, D, size = config.num_layers, config.width, layout.tensor_parallel
     saved = cost.activation_bytes(config, B, S, 4, attention, recompute, 4, layout)
-    if config.family == "llama":  # the CPU's RMSNorm saves its normalised input too
+    if config.family == "llama":  # the CPU's RMSNorm saves its normalized input too
         saved += (2 * L + 1) * D * 4 * B * S // (size if layout.sequence_parallel else 1)
     calls = Counter({("forward", "all_reduce"): 2})  # of the loss
     for phase, ops in cost.tensor_parallel_calls(layout).items():

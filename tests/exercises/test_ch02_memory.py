@@ -33,9 +33,9 @@ def test_the_examples_in_the_docstrings_are_true():
 
     blocks = solution("2.2")
     sizes = dict(width=4, num_heads=2, num_kv_heads=2, ffn_width=16)
-    for dropout, materialised, fused in ((0.0, 272, 256), (0.1, 312, 272)):
+    for dropout, materialized, fused in ((0.0, 272, 256), (0.1, 312, 272)):
         config = ModelConfig(**GPT, **sizes, dropout=dropout)
-        assert blocks["materialised_block_bytes"](config, 1, 2, 2) == materialised
+        assert blocks["materialized_block_bytes"](config, 1, 2, 2) == materialized
         assert blocks["fused_block_bytes"](config, 1, 2, 2) == fused
 
 
@@ -45,7 +45,7 @@ def test_the_formula_is_the_published_one(dropout):
         **GPT, width=12, num_heads=3, num_kv_heads=3, ffn_width=48, dropout=dropout)
     functions = solution("2.2")
     masks, wide, square = dropout > 0, 5 * 7 * 12, 5 * 3 * 7 * 7
-    assert functions["materialised_block_bytes"](config, 5, 7, 2) == \
+    assert functions["materialized_block_bytes"](config, 5, 7, 2) == \
         wide * (32 + 2 * masks) + square * (2 + 3 * masks)
     assert functions["fused_block_bytes"](config, 5, 7, 2) == wide * (32 + 2 * masks)
 

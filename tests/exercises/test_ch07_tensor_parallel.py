@@ -156,7 +156,7 @@ def test_a_whole_layer_that_is_kept_is_found():
 def test_a_call_of_the_packages_layer_is_refused():
     class Asks(CHAPTER.right_answers["RowParallelLinear"][0]):
         def forward(self, x):
-            self.exchange = layers.WholeSequence(self.group)
+            self.exchange = layers.AllReduceExchange(self.group)
             return layers.RowParallelLinear.forward(self, x)
 
     verdict = CHAPTER.grade("RowParallelLinear", Asks)

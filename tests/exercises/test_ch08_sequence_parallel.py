@@ -111,7 +111,7 @@ def test_the_published_bytes_are_the_packages(name):
     model = ModelConfig("gpt", 51200, S, 1, D, H, H, ffn_width=4 * D, dropout=0.1)
     for sequence_parallel, selective in METHODS:
         ours = cost.activation_bytes_per_layer(
-            model, B, S, attention="materialised",
+            model, B, S, attention="materialized",
             recompute="selective" if selective else "none",
             layout=cost.Layout(8, sequence_parallel))
         right = published(sizes, 8, sequence_parallel, selective, inside)

@@ -74,7 +74,7 @@ def test_the_masters_example_is_true():
 
 
 def test_the_examples_on_two_ranks_are_true():
-    (step_together,), (quantise, quantise_shard) = solution("10.4"), solution("10.5")
+    (step_together,), (quantize, quantize_shard) = solution("10.4"), solution("10.5")
 
     def example(group):
         rank, done = group.rank(), []
@@ -84,7 +84,7 @@ def test_the_examples_on_two_ranks_are_true():
             sgd = torch.optim.SGD([shard], lr=1.0)
             done.append((step_together([shard], sgd, 8.0, 2.5, group), shard.item()))
         shard = torch.tensor([[-896.0, 2.0], [4.0, 0.0]][rank])
-        values, scale = quantise_shard(shard, torch.float8_e4m3fn, group)
+        values, scale = quantize_shard(shard, torch.float8_e4m3fn, group)
         return (*done, values.tolist(), scale.item())
 
     stays = 4.0, 10.0  # half the scale, and the weight
@@ -92,27 +92,27 @@ def test_the_examples_on_two_ranks_are_true():
         ((8.0, pytest.approx(8.5)), (4.0, 10.0), [-448.0, 1.0], 2.0),
         ((8.0, pytest.approx(8.0)), stays, [2.0, 0.0], 2.0),
     ]
-    values, scale = quantise(torch.tensor([-896.0, 2.0, 0.0]), torch.float8_e4m3fn)
+    values, scale = quantize(torch.tensor([-896.0, 2.0, 0.0]), torch.float8_e4m3fn)
     assert (values.tolist(), scale.item()) == ([-448.0, 1.0, 0.0], 2.0)
 
 
 def test_the_package_passes():
-    verdict = CHAPTER.grade("quantise", float8.quantise)
+    verdict = CHAPTER.grade("quantize", float8.quantize)
     assert verdict.state == "passed", verdict
 
 
 def test_calling_the_package_is_no_answer():
-    def quantise(x, dtype):
-        return float8.quantise(x, dtype)
+    def quantize(x, dtype):
+        return float8.quantize(x, dtype)
 
-    verdict = CHAPTER.grade("quantise", quantise)
+    verdict = CHAPTER.grade("quantize", quantize)
     assert verdict.state == "failed" and "is called" in verdict.seen
 
 
 @pytest.mark.parametrize(("name", "answer", "says"), [
     (name, answer, says) for name, answers in FURTHER.items() for answer, says in answers.items()
 ], ids=lambda value: getattr(value, "__name__", ""))
-def test_further_mistakes_are_recognised(name, answer, says):
+def test_further_mistakes_are_recognized(name, answer, says):
     verdict = CHAPTER.grade(name, answer)
     assert verdict.state == "failed" and says in f"{verdict.seen}\n{verdict.likely}"
 

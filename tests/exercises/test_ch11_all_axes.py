@@ -81,7 +81,7 @@ def test_the_examples_of_layouts_and_pieces_are_true():
 @pytest.mark.parametrize(("name", "answer", "says"), [
     (name, answer, says) for name, answers in FURTHER.items() for answer, says in answers.items()
 ], ids=lambda value: getattr(value, "__name__", ""))
-def test_further_mistakes_are_recognised(name, answer, says):
+def test_further_mistakes_are_recognized(name, answer, says):
     verdict = CHAPTER.grade(name, answer)
     assert verdict.state == "failed" and says in f"{verdict.seen}\n{verdict.likely}"
 

@@ -1,4 +1,4 @@
-"""Every chapter's exercises: stubs fail, right answers pass, each named mistake is recognised."""
+"""Every chapter's exercises: stubs fail, right answers pass, each named mistake is recognized."""
 
 import pytest
 
@@ -35,7 +35,7 @@ def test_a_differently_written_right_answer_passes(chapter, name, answer):
 @pytest.mark.parametrize(
     ("chapter", "name", "answer", "says"), MISTAKES, ids=lambda v: getattr(v, "__name__", "")
 )
-def test_a_mistake_is_recognised(chapter, name, answer, says):
+def test_a_mistake_is_recognized(chapter, name, answer, says):
     verdict = CHAPTERS[chapter].grade(name, answer)
     assert verdict.state == "failed"
     assert says in f"{verdict.seen}\n{verdict.likely}"

@@ -25,7 +25,7 @@ from minitron.model.recompute import (
     segments_for_budget,
     sqrt_segments,
 )
-from minitron.model.transformer import Transformer, initialise, materialised_attention
+from minitron.model.transformer import Transformer, initialize, materialized_attention
 
 GPT = ModelConfig("gpt", 97, 16, 3, 24, 3, 3, 56, dropout=0.1)
 LLAMA = ModelConfig("llama", 97, 16, 3, 24, 6, 2, 56, tied_embedding=False, dropout=0.1)
@@ -50,7 +50,7 @@ def train(
 ):
     """Gradients by name of `num` accumulated passes, and the random state after them."""
     model = Transformer(config)
-    initialise(model, seed=0)
+    initialize(model, seed=0)
     if precision is torch.float64:
         model.double()
     for name, parameter in model.named_parameters():
@@ -88,7 +88,7 @@ def same(one, other) -> bool:
 @pytest.mark.parametrize("precision", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
 def test_gradients_and_random_state_are_those_of_the_plain_run(config, precision, policy):
-    for attention in (None, materialised_attention):
+    for attention in (None, materialized_attention):
         plain = train(config, None, precision, attention)
         assert same(train(config, POLICIES[policy], precision, attention), plain)
 
@@ -137,13 +137,13 @@ def test_without_going_back_to_the_present_random_state_the_next_step_is_wrong(m
 def test_without_autocast_the_replay_is_wrong(monkeypatch):
     config = dataclasses.replace(GPT, dropout=0.0)
     plain = train(config, None, torch.bfloat16)
-    real = module.Surroundings.__init__
+    real = module.ForwardContext.__init__
 
     def forgetful(self, device):
         real(self, device)
         self.autocasts = []
 
-    monkeypatch.setattr(module.Surroundings, "__init__", forgetful)
+    monkeypatch.setattr(module.ForwardContext, "__init__", forgetful)
     try:
         assert not same(train(config, apply_full_recompute, torch.bfloat16), plain)
     except RuntimeError as error:
@@ -166,7 +166,7 @@ def test_without_keeping_what_a_replay_saved_it_runs_for_every_tensor(monkeypatc
         self.run()
         return self.kept[number]
 
-    monkeypatch.setattr(module.Replay, "fetch", forgetful)
+    monkeypatch.setattr(module.RecomputedCall, "fetch", forgetful)
     counted, calls = count_calls(lambda x: x.sin().exp())
     recompute(counted, torch.ones(3, requires_grad=True)).sum().backward()
     assert len(calls) == 3
@@ -333,8 +333,8 @@ def test_only_the_inputs_of_segments_are_held(lengths, mode):
 
 
 def test_selective_recompute_drops_the_square_matrix():
-    plain, plain_peak, _ = held(attention=materialised_attention)
-    selective, peak, calls = held(apply_selective_recompute, materialised_attention)
+    plain, plain_peak, _ = held(attention=materialized_attention)
+    selective, peak, calls = held(apply_selective_recompute, materialized_attention)
     square = 2 * 2 * 32 * 32  # B H S S values
     # with dropout off: softmax's output in float32, and the mask that fills the future
     assert plain - selective >= 8 * 4 * square
@@ -344,13 +344,13 @@ def test_selective_recompute_drops_the_square_matrix():
 
 def test_a_replay_inside_a_replay_holds_no_more():
     """The inner call's inputs are tensors of the outer one, and dropped with them."""
-    outer = held(apply_full_recompute, materialised_attention)[0]
+    outer = held(apply_full_recompute, materialized_attention)[0]
 
     def both(model):
         apply_selective_recompute(model)
         apply_full_recompute(model)
 
-    assert held(both, materialised_attention)[0] == outer
+    assert held(both, materialized_attention)[0] == outer
 
 
 def test_parameters_keep_their_names():

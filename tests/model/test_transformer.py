@@ -1,4 +1,4 @@
-"""The model against `transformers`, its own materialised form, and published parameter counts."""
+"""The model against `transformers`, its own materialized form, and published parameter counts."""
 
 import csv
 from pathlib import Path
@@ -12,7 +12,7 @@ from transformers.models.llama import modeling_llama
 from minitron import cost
 from minitron.config import ModelConfig
 from minitron.model.generate import generate
-from minitron.model.transformer import Transformer, initialise, materialised_attention
+from minitron.model.transformer import Transformer, initialize, materialized_attention
 
 GPT = ModelConfig(
     family="gpt", vocab_size=97, max_sequence_length=33, num_layers=3, width=24,
@@ -158,12 +158,12 @@ def test_llama_agrees_with_unpatched_transformers_in_float32():
 
 
 @pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
-def test_materialised_attention_is_the_fused_one(config):
+def test_materialized_attention_is_the_fused_one(config):
     model = random_model(config)
     tokens = torch.randint(0, 97, (2, 20))
     fused = model(tokens)
     for block in model.blocks:
-        block.attention.attention_fn = materialised_attention
+        block.attention.attention_fn = materialized_attention
     torch.testing.assert_close(model(tokens), fused, rtol=1e-12, atol=1e-12)
 
 
@@ -190,7 +190,7 @@ def test_rotary_positions_survive_bfloat16_weights():
 def test_initial_weights_depend_on_the_name_alone(config):
     torch.manual_seed(5)
     model = Transformer(config)
-    initialise(model, seed=3)
+    initialize(model, seed=3)
     torch.manual_seed(6)
     with torch.device("meta"):
         other = Transformer(config)
@@ -198,7 +198,7 @@ def test_initial_weights_depend_on_the_name_alone(config):
     if config.tied_embedding:
         other.head.weight = other.token_embedding.weight
     state = torch.random.get_rng_state()
-    initialise(other.double(), seed=3)
+    initialize(other.double(), seed=3)
     assert torch.equal(torch.random.get_rng_state(), state)
     for (name, a), b in zip(model.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(a.double(), b), name
@@ -206,7 +206,7 @@ def test_initial_weights_depend_on_the_name_alone(config):
     first, second = model.blocks[0].attention.key.weight, model.blocks[1].attention.key.weight
     assert not torch.equal(first, second)
     assert model.blocks[0].attention.query.weight.std().item() == pytest.approx(0.02, rel=0.15)
-    initialise(other, seed=4)
+    initialize(other, seed=4)
     assert not torch.equal(first.double(), other.blocks[0].attention.key.weight)
 
 

@@ -25,10 +25,10 @@ class Watcher(TorchDispatchMode):
     @contextmanager
     def listening(self, cls, *names):
         """Listen to methods of `cls` that start something and return a function that waits."""
-        with patch.multiple(cls, **{name: self.told(name, getattr(cls, name)) for name in names}):
+        with patch.multiple(cls, **{name: self.timed(name, getattr(cls, name)) for name in names}):
             yield
 
-    def told(self, name, start):
+    def timed(self, name, start):
         def start_and_tell(*args):
             self.events.append((name, "starts"))
             wait = start(*args)

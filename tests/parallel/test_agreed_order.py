@@ -15,7 +15,7 @@ from torch import nn
 from minitron.comm.agreement import ALONE
 from minitron.launch import run
 from minitron.parallel.data import ddp, fsdp, zero
-from minitron.parallel.data.buckets import share_out
+from minitron.parallel.data.buckets import bucket_parameters
 from minitron.parallel.data.ddp import (
     HookedDataParallel,
     apply_bucketed_data_parallel,
@@ -116,10 +116,11 @@ def other_buckets_on_rank_1(group):
     def exchanged(names, bucket_bytes):
         parameters = {name: parameter for parameter, name in names.items()}
         pairs = {"left": "right", "right": "left"}
-        return share_out([parameters[".".join(pairs.get(part, part) for part in name.split("."))]
-                          for name in parameters], bucket_bytes)
+        order = [".".join(pairs.get(part, part) for part in name.split(".")) for name in parameters]
+        return bucket_parameters([parameters[name] for name in order], bucket_bytes)
 
-    return patch.object(zero, "share_out", exchanged) if group.rank() == 1 else nullcontext()
+    swapped = patch.object(zero, "bucket_parameters", exchanged)
+    return swapped if group.rank() == 1 else nullcontext()
 
 
 def other_units_on_rank_1(group):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from minitron.parallel.data.buckets import share_out
+from minitron.parallel.data.buckets import bucket_parameters
 from minitron.parallel.flat import owned_ranges
 
 
@@ -32,6 +32,6 @@ def test_every_element_has_one_owner(size):
 def test_buckets_are_of_one_dtype_and_in_the_order_of_the_backward_pass():
     a, b, c, d = (nn.Parameter(torch.ones(4)) for _ in range(4))
     low = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-    buckets = share_out({a: "a", b: "b", low: "low", c: "c", d: "d"}, bucket_bytes=32)
+    buckets = bucket_parameters({a: "a", b: "b", low: "low", c: "c", d: "d"}, bucket_bytes=32)
     names = {a: "a", b: "b", low: "low", c: "c", d: "d"}
     assert [[names[p] for p in bucket] for bucket in buckets] == [["d", "c"], ["low"], ["b", "a"]]

@@ -23,7 +23,7 @@ from minitron.model.recompute import (
     apply_segmented_recompute,
     apply_selective_recompute,
 )
-from minitron.model.transformer import Transformer, initial_value, initialise
+from minitron.model.transformer import Transformer, initial_value, initialize
 from minitron.parallel import clipping, flat
 from minitron.parallel.data import axis, units
 from minitron.parallel.data.fsdp import apply_fsdp
@@ -418,7 +418,7 @@ def from_meta(group):
 
 def test_a_model_is_built_from_the_meta_device():
     model = deep("gpt")
-    initialise(model, 5)
+    initialize(model, 5)
     model(torch.zeros(1, 7, dtype=torch.long)).sum().backward()
     for unfilled, tied, weights, gradients in run(from_meta, 3):
         assert unfilled and tied

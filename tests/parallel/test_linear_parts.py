@@ -18,8 +18,8 @@ from minitron.model.linear import (
     accumulate_all,
     apply_deferred_weight_gradients,
 )
-from minitron.parallel.tensor.layers import WholeSequence, apply_tensor_parallel
-from minitron.parallel.tensor.sequence import SequenceParts, apply_sequence_parallel
+from minitron.parallel.tensor.layers import AllReduceExchange, apply_tensor_parallel
+from minitron.parallel.tensor.sequence import SequenceParallelExchange, apply_sequence_parallel
 from minitron.proof.oracle import small_model
 from tests.parallel.events import Watcher
 
@@ -67,7 +67,7 @@ def one_step(group, cut, is_deferred):
     model, parallel, deferral = made(group, cut, order)
     loss = parallel.summed_loss(model(TOKENS), TOKENS)
     watcher = Watcher()
-    exchange = WholeSequence if cut == "tensor" else SequenceParts
+    exchange = AllReduceExchange if cut == "tensor" else SequenceParallelExchange
     with Ledger() as ledger, watcher.listening(exchange, "start_gather", "start_reduce"), watcher:
         with ledger.phase("I"), deferral.collecting() as later:
             loss.backward()
@@ -96,7 +96,7 @@ def ranks():
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("order", permutations(TECHNIQUES), ids="-".join)
 def test_in_any_order_a_layer_keeps_what_it_has_and_computes_the_same_bits(ranks, cut, order):
-    exchange = WholeSequence if cut == "tensor" else SequenceParts
+    exchange = AllReduceExchange if cut == "tensor" else SequenceParallelExchange
     for done in ranks:
         expected, none_deferred, _ = done["bits"][cut, ("float8", "cut")]
         found, num_deferred, given = done["bits"][cut, order]

@@ -27,7 +27,7 @@ from minitron.parallel.data.ddp import (
 from minitron.parallel.data.zero import apply_zero1, apply_zero2
 from minitron.parallel.grid import Grid
 from minitron.parallel.one_device import OneDevice
-from minitron.parallel.pipeline.executor import Passage
+from minitron.parallel.pipeline.executor import ScheduleExecutor
 from minitron.parallel.pipeline.schedules import (
     Action,
     Schedule,
@@ -36,7 +36,6 @@ from minitron.parallel.pipeline.schedules import (
     one_forward_one_backward,
     sequential,
     zero_bubble,
-    zero_bubble_h2,
 )
 from minitron.parallel.pipeline.stages import PipelineParallel, apply_pipeline_parallel
 from minitron.parallel.tensor.layers import RowParallelLinear, apply_tensor_parallel
@@ -143,7 +142,7 @@ LAYOUTS = {
     "2, frozen": Layout(zero_bubble, 2, frozen),
     "3, 1F1B": Layout(one_f_one_b, 3, num_micro_batches=5),
     "3, halves, fewer micro-batches": Layout(zero_bubble, 3, llama, 2),
-    "3, twice the warm-up": Layout(zero_bubble_h2, 3, untied, 7),
+    "3, halves, untied": Layout(zero_bubble, 3, untied, 7),
     "3, two chunks": Layout(chunked, 3, partial(gpt, num_layers=7), 3, (7, 8)),
     "3, frozen": Layout(gpipe, 3, frozen, 3),
     "3, unplanned": Layout(unplanned, 3, num_micro_batches=4),
@@ -199,7 +198,7 @@ def test_the_oracle_takes_it_as_it_is():
 
 # Mutations: take the essential line out, and the oracle must tell
 
-run_all, send, take = PipelineParallel.run, Passage.send, linear.Deferral.takes
+run_all, send, take = PipelineParallel.run, ScheduleExecutor.send, linear.Deferral.takes
 
 
 def gradient_of_a_sum(self, micro_batches, sum_loss, divisor):
@@ -274,12 +273,12 @@ MUTANTS = {
         EVEN, patch.object(PipelineParallel, "sum_partial_gradients", not_done),
         "token_embedding.weight: gradient not proportional to that of one process on all ranks"),
     "gradient of the last micro-batch lost": (
-        EVEN, patch.object(Passage, "send", last_gradient_zeroed),
+        EVEN, patch.object(ScheduleExecutor, "send", last_gradient_zeroed),
         "gradient not proportional to that of one process on all ranks"),
     "the first micro-batch sent again": (
-        EVEN, patch.object(Passage, "send", first_sent_again), "model: loss"),
+        EVEN, patch.object(ScheduleExecutor, "send", first_sent_again), "model: loss"),
     "gradients of weights dropped": (
-        HALVES, patch.object(Passage, "weights", weights_dropped),
+        HALVES, patch.object(ScheduleExecutor, "weights", weights_dropped),
         "gradient missing (None) on all ranks"),
     "one gradient of a weight dropped": (
         CUT_HALVES, patch("minitron.parallel.pipeline.executor.accumulate_all", one_weight_dropped),

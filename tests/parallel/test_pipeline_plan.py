@@ -17,10 +17,9 @@ from minitron.parallel.pipeline.schedules import (
     one_forward_one_backward,
     sequential,
     zero_bubble,
-    zero_bubble_h2,
 )
 
-ONE_STAGE = (sequential, gpipe, one_forward_one_backward, zero_bubble, zero_bubble_h2)
+ONE_STAGE = (sequential, gpipe, one_forward_one_backward, zero_bubble)
 
 
 def random_schedule(seed):
@@ -224,7 +223,7 @@ def test_no_other_split_has_a_cheaper_most_expensive_stage(seed):
         first, last = (draw.choice([0.0, 1.5, 20.0]) for _ in range(2))
         found = split_blocks(costs, num_stages, first, last)
         options = list(every_split(n, num_stages))
-        assert found in options  # neighbours, in order, every block once, no stage empty
+        assert found in options  # neighbors, in order, every block once, no stage empty
         best = min(cost_of(costs, option, first, last) for option in options)
         assert cost_of(costs, found, first, last) == pytest.approx(best)
 

@@ -13,7 +13,7 @@ from minitron.cost.pipeline import pipeline_volume
 from minitron.launch import RankError, run
 from minitron.measure.ledger import Ledger
 from minitron.parallel.grid import Grid
-from minitron.parallel.pipeline.executor import Passage
+from minitron.parallel.pipeline.executor import ScheduleExecutor
 from minitron.parallel.pipeline.schedules import (
     gpipe,
     interleaved,
@@ -106,14 +106,14 @@ def test_a_tied_embedding_is_exchanged_once_and_stays_the_same():
 
 def stands_still(group):
     """Rank 1 never leaves the backward pass of the second micro-batch."""
-    backward = Passage.backward
+    backward = ScheduleExecutor.backward
 
     def stuck(self, action):
         if group.rank() == 1 and action.micro_batch == 1:
             time.sleep(100)
         backward(self, action)
 
-    with patch.object(Passage, "backward", stuck):
+    with patch.object(ScheduleExecutor, "backward", stuck):
         apply_pipeline_parallel(gpt(), group).run(batches(4), summed, 99.0)
 
 

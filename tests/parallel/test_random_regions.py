@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from minitron.launch import run
 from minitron.model.recompute import apply_full_recompute, apply_selective_recompute
-from minitron.model.transformer import materialised_attention
+from minitron.model.transformer import materialized_attention
 from minitron.parallel.tensor.layers import apply_tensor_parallel
 from minitron.parallel.tensor.random_regions import own_random_numbers
 from minitron.parallel.tensor.sequence import apply_sequence_parallel
@@ -30,7 +30,7 @@ def make(family, apply, group, recompute=(), recompute_first=False):
     model = small_model(family, vocab_size=V, max_sequence_length=S, width=24, num_heads=6,
                         num_kv_heads=6, ffn_width=36, dropout=RATE)
     for block in model.blocks:
-        block.attention.attention_fn = materialised_attention
+        block.attention.attention_fn = materialized_attention
     if recompute_first:
         for policy in recompute:
             policy(model)
@@ -107,7 +107,7 @@ def test_the_residual_stream_is_dropped_alike_where_all_hold_it_and_heads_never_
 
 @pytest.mark.parametrize("name", PARALLEL)
 def test_independent_masks_agree_on_half_of_their_values(ranks, name):
-    """Not shifted or repeated numbers: neighbouring ranks' masks are as good as unrelated."""
+    """Not shifted or repeated numbers: neighboring ranks' masks are as good as unrelated."""
     by_rank = [split_by_region(done[name][0]) for done in ranks]
     for (stream, attention), (other_stream, other_attention) in combinations(by_rank, 2):
         pairs = list(zip(attention, other_attention, strict=True))

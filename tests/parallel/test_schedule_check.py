@@ -14,10 +14,9 @@ from minitron.parallel.pipeline.schedules import (
     one_forward_one_backward,
     sequential,
     zero_bubble,
-    zero_bubble_h2,
 )
 
-ONE_STAGE = (sequential, gpipe, one_forward_one_backward, zero_bubble, zero_bubble_h2)
+ONE_STAGE = (sequential, gpipe, one_forward_one_backward, zero_bubble)
 
 
 def written(num_micro_batches, *ranks):
@@ -169,7 +168,6 @@ def test_the_order_is_one_in_which_a_single_process_could_run_everything():
     (gpipe(3, 5), [5, 5, 5]),
     (one_forward_one_backward(3, 5), [3, 2, 1]),
     (zero_bubble(3, 5), [3, 3, 3]),
-    (zero_bubble_h2(3, 5), [5, 5, 5]),
     (interleaved(4, 8, 2), [11, 9, 7, 5]),
     (written(2, "F0 I0 F1 I1 W0 W1"), [2]),  # I alone frees nothing: W still needs the input
 ])

@@ -10,7 +10,6 @@ from minitron.parallel.pipeline.schedules import (
     one_forward_one_backward,
     sequential,
     zero_bubble,
-    zero_bubble_h2,
 )
 
 
@@ -85,17 +84,8 @@ def test_zb_h1_puts_the_weights_off_by_as_many_micro_batches_as_the_rank_says():
     ]
 
 
-def test_zb_h2_warms_up_and_puts_off_twice_as_far():
-    """ZB-H2 of Qi et al. 2023, section 2.2."""
-    assert lines(zero_bubble_h2(3, 5)) == [
-        "F0 F1 F2 F3 F4 I0 W0 I1 W1 I2 W2 I3 W3 I4 W4",
-        "F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4",
-        "F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 W1 W2 W3 W4",
-    ]
-
-
 @pytest.mark.parametrize("make", [
-    sequential, gpipe, one_forward_one_backward, zero_bubble, zero_bubble_h2])
+    sequential, gpipe, one_forward_one_backward, zero_bubble])
 def test_one_rank_needs_nobody(make):
     assert [action.micro_batch for action in make(1, 3).actions[0] if action.kind == "F"] == \
         [0, 1, 2]

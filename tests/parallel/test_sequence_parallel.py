@@ -21,10 +21,10 @@ from minitron.launch import run
 from minitron.measure.ledger import Ledger
 from minitron.measure.meter import Meter
 from minitron.model.recompute import apply_full_recompute, apply_selective_recompute
-from minitron.model.transformer import materialise, materialised_attention
+from minitron.model.transformer import materialize, materialized_attention
 from minitron.parallel.tensor import sequence
 from minitron.parallel.tensor.layers import TensorParallel, apply_tensor_parallel
-from minitron.parallel.tensor.sequence import SequenceParts, apply_sequence_parallel
+from minitron.parallel.tensor.sequence import SequenceParallelExchange, apply_sequence_parallel
 from minitron.proof.difference import first_difference
 from minitron.proof.oracle import (
     assert_same_training,
@@ -154,12 +154,12 @@ MUTANTS = {
         gpt, patch.object(TensorParallel, "sum_partial_gradients", norms_only),
         f"position_embedding.weight: {TOGETHER}"),
     "reduce-scatter removed": (
-        gpt, patch.object(SequenceParts, "reduce", own_part), "model: loss"),
+        gpt, patch.object(SequenceParallelExchange, "reduce", own_part), "model: loss"),
     "reduce-scatter of the backward pass removed": (
-        gpt, patch.object(SequenceParts, "start_reduce", own_grad_part),
+        gpt, patch.object(SequenceParallelExchange, "start_reduce", own_grad_part),
         "token_embedding.weight: gradient not proportional"),
     "all-gather removed": (
-        gpt, patch.object(SequenceParts, "start_gather", own_tokens), "model: loss"),
+        gpt, patch.object(SequenceParallelExchange, "start_gather", own_tokens), "model: loss"),
     "none": (llama, nullcontext(), None),
 }
 
@@ -323,7 +323,7 @@ def activations(group, apply, recompute):
                             width=h, num_heads=a, num_kv_heads=a, ffn_width=4 * h, dropout=0.1)
         model = model.bfloat16()
         for block in model.blocks:
-            block.attention.attention_fn = materialised_attention
+            block.attention.attention_fn = materialized_attention
         apply(model, group)
         recompute(model)
         tokens = torch.zeros(b, s, dtype=torch.int64)
@@ -359,7 +359,7 @@ def overlap(group):
     tokens = torch.zeros(2, S, dtype=torch.int64)
     loss = parallel.summed_loss(model(tokens), tokens)
     watcher = Watcher()
-    with watcher.listening(SequenceParts, "start_gather", "start_reduce"), watcher:
+    with watcher.listening(SequenceParallelExchange, "start_gather", "start_reduce"), watcher:
         loss.backward()
     return watcher.events
 
@@ -390,7 +390,7 @@ def test_a_step_of_one_fake_rank_of_many(apply):
                                     num_heads=16, num_kv_heads=16, ffn_width=256, dropout=0.1)
             parallel = apply(model, dist.group.WORLD)
             apply_full_recompute(model)
-            materialise(model, "cpu")
+            materialize(model, "cpu")
             tokens = torch.zeros(2, 64, dtype=torch.int64)
             with Meter(model) as meter, Ledger() as ledger:
                 parallel.summed_loss(model(tokens), tokens).backward()

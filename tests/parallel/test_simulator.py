@@ -16,7 +16,6 @@ from minitron.parallel.pipeline.schedules import (
     one_forward_one_backward,
     sequential,
     zero_bubble,
-    zero_bubble_h2,
 )
 from minitron.parallel.pipeline.simulator import simulate
 
@@ -85,29 +84,10 @@ def test_zb_h1_does_not_reach_its_formula_with_fewer_micro_batches_or_a_long_w()
     assert late.seconds > 8 * 5 + cost.zb_h1_bubble(4, 8, 1, 1, 3).seconds
 
 
-def test_zb_h2_never_pauses_once_it_has_begun():
-    num_cases = 0
-    for p, m, each in product(RANKS, MICRO_BATCHES, (Fraction(1), Fraction(2, 3))):
-        if m >= 2 * p - 1:
-            timeline = simulate(zero_bubble_h2(p, m), {"F": each, "I": each, "W": each})
-            assert cost.zb_h2_bubble(p, m, each, each, each).seconds == 0
-            assert [timeline.waiting_seconds(rank) for rank in range(p)] == [0] * p
-            assert [rank[-1].end for rank in timeline.passes] == \
-                [(3 * m + rank) * each for rank in range(p)]
-            num_cases += 1
-    assert num_cases == 56
-
-
-def test_zb_h2_pauses_with_fewer_micro_batches():
-    timeline = simulate(zero_bubble_h2(4, 6), {"F": 1, "I": 1, "W": 1})
-    assert max(map(timeline.waiting_seconds, range(4))) > 0
-
-
 # Against a clock that ticks
 
 GENERATED = [
-    make(p, m) for make in (sequential, gpipe, one_forward_one_backward, zero_bubble,
-                            zero_bubble_h2)
+    make(p, m) for make in (sequential, gpipe, one_forward_one_backward, zero_bubble)
     for p, m in [(1, 2), (2, 3), (3, 2), (4, 6)]
 ] + [interleaved(p, m, v) for p, m, v in [(1, 2, 2), (2, 4, 3), (4, 8, 2)]]
 

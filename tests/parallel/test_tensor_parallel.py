@@ -20,13 +20,13 @@ from minitron.launch import run
 from minitron.measure.ledger import Ledger
 from minitron.measure.meter import Meter
 from minitron.model.recompute import apply_full_recompute, apply_selective_recompute
-from minitron.model.transformer import initial_value, initialise, materialise
+from minitron.model.transformer import initial_value, initialize, materialize
 from minitron.parallel.tensor import layers, vocabulary
 from minitron.parallel.tensor.cuts import plan_cuts
 from minitron.parallel.tensor.layers import (
+    AllReduceExchange,
     RowParallelLinear,
     TensorParallel,
-    WholeSequence,
     apply_tensor_parallel,
 )
 from minitron.parallel.tensor.sequence import apply_sequence_parallel
@@ -164,7 +164,7 @@ class AllReducedBothWays(torch.autograd.Function):
         return differentiable.summed(grad, ctx.group), None
 
 
-class ReducedTwice(WholeSequence):
+class ReducedTwice(AllReduceExchange):
     def reduce(self, out_partial):
         return AllReducedBothWays.apply(out_partial, self.group)
 
@@ -181,12 +181,12 @@ def not_sent(*args, **kwargs):
 ONE_HEAD = partial(llama, num_kv_heads=1)
 MUTANTS = {
     "forward all-reduce removed": (
-        gpt, patch.object(WholeSequence, "reduce", lambda self, out: out), "model: loss"),
+        gpt, patch.object(AllReduceExchange, "reduce", lambda self, out: out), "model: loss"),
     "backward all-reduce removed": (
-        gpt, patch.object(WholeSequence, "start_reduce", lambda self, grad: lambda: grad),
+        gpt, patch.object(AllReduceExchange, "start_reduce", lambda self, grad: lambda: grad),
         "token_embedding.weight: gradient not proportional"),
     "backward all-reduce in the wrong place too": (
-        gpt, patch.object(layers, "WholeSequence", ReducedTwice),
+        gpt, patch.object(layers, "AllReduceExchange", ReducedTwice),
         "token_embedding.weight: gradient "),
     "bias added on every rank": (
         gpt, patch.object(RowParallelLinear, "forward", bias_on_every_rank), "model: loss"),
@@ -234,10 +234,10 @@ def weights(group, is_meta):
     with torch.device("meta" if is_meta else "cpu"):
         model = for_weights(group.size())
     if not is_meta:
-        initialise(model, seed=5 + group.rank())
+        initialize(model, seed=5 + group.rank())
     parallel = apply_tensor_parallel(model, group)
     if is_meta:
-        materialise(model, "cpu")
+        materialize(model, "cpu")
         parallel.fill(lambda name, shape: initial_value(name, shape, 5, 2))
     for parameter in model.parameters():
         assert parameter.is_contiguous()
@@ -249,7 +249,7 @@ def weights(group, is_meta):
 @pytest.mark.parametrize("size", SIZES)
 def test_the_weights_of_any_layout_are_slices_of_the_same(ranks, size):
     model = for_weights(size)
-    initialise(model, seed=5)
+    initialize(model, seed=5)
     for rank, done in enumerate(ranks[size]):
         for parts, cuts, full, tied in done["weights"]:
             assert tied == model.config.tied_embedding
@@ -348,7 +348,7 @@ def overlap(group):
     tokens = torch.zeros(2, S, dtype=torch.int64)
     loss = parallel.summed_loss(model(tokens), tokens)
     watcher = Watcher()
-    with watcher.listening(WholeSequence, "start_reduce"), watcher:
+    with watcher.listening(AllReduceExchange, "start_reduce"), watcher:
         loss.backward()
     return watcher.events
 

@@ -369,7 +369,7 @@ def step(model, parallel, optimizer, x):
 
 def test_a_step_ends_before_its_parameters_are_gathered():
     """A module waits for its own; the last ones are on their way when the first one runs."""
-    def buckets_on_their_way(group):
+    def buckets_in_flight(group):
         model, seen = mlp(), []
         parallel = VERSIONS["stage 1, gathered ahead"](model, group)
         optimizer = parallel.make_optimizer(torch.optim.SGD)
@@ -380,7 +380,7 @@ def test_a_step_ends_before_its_parameters_are_gathered():
         model(torch.ones(1, 59))
         return len(parallel.flats), before, seen[0], seen[-1]
 
-    for num_buckets, before, first, last in run(buckets_on_their_way, 2):
+    for num_buckets, before, first, last in run(buckets_in_flight, 2):
         assert before == num_buckets > first > last == 0
 
 

@@ -21,6 +21,7 @@ from minitron.plan.calibrate import (
 from minitron.plan.estimate import estimate
 from minitron.plan.hardware import DEVICES
 from minitron.plan.job import Decision, Job
+from minitron.plan.systems import System
 
 CPU = torch.device("cpu")
 
@@ -132,7 +133,8 @@ def test_an_unknown_device_is_one_line():
 def test_a_slower_network_of_this_machine_is_slower():
     here = alone(CPU, None)
     slow = replace(here, nvlink_bandwidth=here.nvlink_bandwidth / 10)
-    layout = Decision(ParallelConfig(dp=2, data_parallel="naive"))
+    layout = Decision(ParallelConfig(dp=2))
+    system = System(overlaps_gradients=False)
     job = Job(ModelConfig(vocab_size=512), 2, here, 128, 32, gpus_per_node=2)
-    assert estimate(replace(job, device=slow), layout).parts["dp"] > \
-        estimate(job, layout).parts["dp"]
+    assert estimate(replace(job, device=slow), layout, system).parts["dp"] > \
+        estimate(job, layout, system).parts["dp"]

@@ -153,11 +153,11 @@ def test_recomputation_costs_what_it_says():
 @pytest.mark.parametrize("tp", [1, 4])
 @pytest.mark.parametrize("model", [LLAMA_8B, GPT3], ids=["Llama 8B", "GPT-3"])
 def test_the_products_are_those_of_the_cost_model(model, tp):
-    """With a memory that takes no time, and materialised attention, their FLOPs at one rate."""
+    """With a memory that takes no time, and materialized attention, their FLOPs at one rate."""
     device = replace(H100, memory_bandwidth=1e30)
     layout = Decision(ParallelConfig(dp=1, tp=tp), "full")
     job = Job(model, tp, device, 2048, 3, precision="bf16")
-    parts = estimate(job, layout, System("materialised")).parts
+    parts = estimate(job, layout, System("materialized")).parts
     flops = 3 * 2048 * (cost.training_flops_per_token(model, 2048)
                         + cost.recompute_flops_per_token(model, 2048, "full"))
     rate = RATES.matmul * 794.5e12 * tp

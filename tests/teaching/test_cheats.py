@@ -32,7 +32,7 @@ CHEATS = {
         f"{PLAN}    return 0, 0", "Mistake is replaced"),
     "replaces what watches": (
         "1.1", "import sys\ng = sys.modules['teaching.graders.guard'].Guard\n"
-        f"g._offence = lambda *a: None\n{GRADIENTS}    return 0.0", "Guard._offence is replaced"),
+        f"g._offense = lambda *a: None\n{GRADIENTS}    return 0.0", "Guard._offense is replaced"),
     "replaces torch.allclose": (
         "1.1", f"import torch\ntorch.allclose = lambda *a, **k: True\n{GRADIENTS}    return 0.0",
         "torch.allclose is replaced"),

@@ -80,7 +80,7 @@ def test_the_block_says_how_long_its_ranks_wait():
 
 
 def test_activations_in_four_ways_follow_the_table_of_the_paper():
-    figure, sentence = draw_sequence("GPT-3 175B", 2048, 1, "materialised")
+    figure, sentence = draw_sequence("GPT-3 175B", 2048, 1, "materialized")
     h, num_layers, num_heads, s = 12288, 96, 96, 2048
     scores, mask = 5 * num_heads * s / h, s / h  # the causal mask, s x s, is left out there
     expected = [  # Korthikanti et al. 2022, table 2: bytes per token and width, on t ranks

@@ -94,7 +94,7 @@ def test_every_stub_names_its_exercise(exercise, root):
             function(*arguments)
 
 
-def test_a_stub_keeps_imports_docstrings_and_neighbours():
+def test_a_stub_keeps_imports_docstrings_and_neighbors():
     text = "\n".join([
         "import math", "", ONE, "def f(x: int) -> int:", '    """Double."""', f"    {BEGIN}",
         "    y = 2 * x", "    return y", f"    {END}", ""])
@@ -241,7 +241,7 @@ RAISE_1_2 = '    raise NotImplementedError("Exercise 1.2 - Learning-rate schedul
 RAISE_1_4 = RAISE_1_2.replace("1.2", "1.4").replace("Learning-rate schedule", "Planning the batch")
 
 
-def test_reset_restores_one_and_keeps_the_neighbours(root):
+def test_reset_restores_one_and_keeps_the_neighbors(root):
     edit(root, RAISE_1_4, "    return 1, 2")
     path = edit(root, "import math", "import math\nimport random")
     before = path.read_text()

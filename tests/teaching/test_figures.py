@@ -21,7 +21,7 @@ from teaching.figures import (
     skyline,
     timeline,
 )
-from teaching.figures_memory import CATEGORY_COLOUR
+from teaching.figures_memory import CATEGORY_COLOR
 
 STEP = [Block("forward", 0, 4), Block("backward", 4, 12), Block("optimizer", 12, 12.5)]
 ROWS = [
@@ -159,8 +159,8 @@ def test_every_axis_has_its_unit(draw, units):
 
 
 def test_the_kinds_of_bytes_are_the_meters_and_stacked_in_their_order():
-    assert tuple(CATEGORY_COLOUR) == CATEGORIES
-    assert len(set(CATEGORY_COLOUR.values())) == len(CATEGORIES)
+    assert tuple(CATEGORY_COLOR) == CATEGORIES
+    assert len(set(CATEGORY_COLOR.values())) == len(CATEGORIES)
 
 
 def test_skyline_stacks_every_byte_and_marks_the_peak():

@@ -8,7 +8,7 @@ from matplotlib.text import Annotation
 
 from teaching.figures import Matrix, cut, png
 from teaching.figures_cut import LEGEND, WIDTH
-from teaching.figures_style import BAND, PURPLE, RANK_COLOUR
+from teaching.figures_style import BAND, PURPLE, RANK_COLOR
 
 X = Matrix("X", "S x D")
 BY_COLUMNS = [
@@ -25,7 +25,7 @@ BLOCK = [HALVES, ("all-gather", "reduce-scatter"), HEADS, ("reduce-scatter", "al
 
 
 def cards(figure):
-    """What is drawn above the legend: (colour of a rank or grey, is striped, x, y, w, h)."""
+    """What is drawn above the legend: (color of a rank or grey, is striped, x, y, w, h)."""
     axes = figure.axes[0]
     above = [p for p in axes.patches if p.get_y() + p.get_height() < axes.get_ylim()[0] - LEGEND]
     return [
@@ -40,7 +40,7 @@ def texts(figure):
 
 
 def arrows(figure):
-    """(text, start, end, colour) of every arrow, from the left as they were drawn."""
+    """(text, start, end, color) of every arrow, from the left as they were drawn."""
     axes = figure.axes[0]
     drawn = [(text, following) for text, following in zip(axes.texts, axes.texts[1:], strict=False)
              if isinstance(text, Annotation)]
@@ -56,10 +56,10 @@ def test_the_same_matrices_give_the_same_bytes(row):
     assert png(cut({"row": row})) == png(cut({"row": row}))
 
 
-def test_columns_stand_beside_each_other_in_their_ranks_colours():
+def test_columns_stand_beside_each_other_in_their_ranks_colors():
     grey, first, second, *_ = cards(cut({"by columns": BY_COLUMNS}))
     assert grey[0] == BAND
-    assert (first[0], second[0]) == RANK_COLOUR[:2]
+    assert (first[0], second[0]) == RANK_COLOR[:2]
     assert first[2] + first[4] == pytest.approx(second[2]), "the second begins where one ends"
     assert first[3] == second[3] and first[5] == second[5] == grey[5]
     assert first[4] == second[4] == pytest.approx(grey[4]), "half of twice the width"
@@ -67,14 +67,14 @@ def test_columns_stand_beside_each_other_in_their_ranks_colours():
 
 def test_rows_stand_below_each_other():
     _, _, first, second, *_ = cards(cut({"by rows": BY_ROWS}))
-    assert (first[0], second[0]) == RANK_COLOUR[:2]
+    assert (first[0], second[0]) == RANK_COLOR[:2]
     assert first[3] + first[5] == pytest.approx(second[3]) and first[2] == second[2]
 
 
 def test_only_summands_are_striped_and_each_is_as_large_as_the_sum():
     drawn = cards(cut({"by rows": BY_ROWS}))
     striped = [card for card in drawn if card[1]]
-    assert [card[0] for card in striped] == list(RANK_COLOUR[:2])
+    assert [card[0] for card in striped] == list(RANK_COLOR[:2])
     total = drawn[-1]
     assert total[0] == BAND and not total[1]
     for card in striped:
@@ -88,7 +88,7 @@ def test_copies_of_a_part_overlap_within_the_part(ranks):
     half = ranks // 2
     key = Matrix("key", "D x 2K", columns=(tuple(range(half)), tuple(range(half, ranks))))
     drawn = cards(cut({"key": [key]}))
-    assert [card[0] for card in drawn] == [RANK_COLOUR[rank] for rank in range(ranks)]
+    assert [card[0] for card in drawn] == [RANK_COLOR[rank] for rank in range(ranks)]
     left, right = drawn[:half], drawn[half:]
     assert max(card[2] + card[4] for card in left) <= right[0][2]
     assert all(card[4] > 0.05 and card[5] > 0.05 for card in drawn)
@@ -108,7 +108,7 @@ def test_each_matrix_has_its_name_its_shape_and_who_holds_it():
 def test_an_arrow_is_purple_where_bytes_cross_the_wire():
     row = [X, "GELU", X, "all-reduce", X, "all-gather\nof X", X]
     drawn = arrows(cut({"row": row}))
-    assert [(text, colour == PURPLE) for text, _, _, colour in drawn] == [
+    assert [(text, color == PURPLE) for text, _, _, color in drawn] == [
         ("GELU", False), ("all-\nreduce", True), ("all-\ngather\nof X", True)]
     assert all(start < end for _, start, end, _ in drawn)
 

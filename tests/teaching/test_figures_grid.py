@@ -58,14 +58,14 @@ def test_a_group_is_a_line_through_rank_0(axes):
         assert list(group_along(axes, axis)) == list(line)
 
 
-def test_colours_say_which_ranks_talk_with_rank_0():
-    colours = {rank: to_hex(square.get_facecolor()).upper()
+def test_colors_say_which_ranks_talk_with_rank_0():
+    colors = {rank: to_hex(square.get_facecolor()).upper()
                for rank, square in squares(rank_grid(CUBE, 4)).items()}
-    assert colours == {0: BLACK, 1: BLUE, 2: ORANGE, 4: GREEN, 3: BAND, 5: BAND, 6: BAND, 7: BAND}
+    assert colors == {0: BLACK, 1: BLUE, 2: ORANGE, 4: GREEN, 3: BAND, 5: BAND, 6: BAND, 7: BAND}
 
 
 def links(figure):
-    """Colour and whether solid, in the order in which they are drawn: the fastest axis first."""
+    """Color and whether solid, in the order in which they are drawn: the fastest axis first."""
     return [(to_hex(link.get_edgecolor()).upper(), link.get_linestyle() == "-")
             for link in patches(figure, FancyArrowPatch)]
 

@@ -30,10 +30,10 @@ def lanes(figure):
 
 
 def blocks(lane):
-    """Start, end and colour of each block of a lane."""
+    """Start, end and color of each block of a lane."""
     extents = [path.get_extents() for path in lane.get_paths()]
-    colours = [to_hex(colour).upper() for colour in lane.get_facecolor()]
-    return [(box.x0, box.x1, colour) for box, colour in zip(extents, colours, strict=True)]
+    colors = [to_hex(color).upper() for color in lane.get_facecolor()]
+    return [(box.x0, box.x1, color) for box, color in zip(extents, colors, strict=True)]
 
 
 def texts(figure, row=None):
@@ -60,24 +60,24 @@ def test_the_same_timeline_gives_the_same_bytes():
     assert png(pipeline(timeline)) == png(pipeline(timeline))
 
 
-def test_colours_tell_the_kind_and_the_chunk():
+def test_colors_tell_the_kind_and_the_chunk():
     light, dark = [to_hex(c) for c in (SKY, ORANGE)], [to_hex(c) for c in (BLUE, VERMILLION)]
     timeline = simulate(interleaved(2, 2, 2), SECONDS)
     for lane, passes in zip(lanes(pipeline(timeline)), timeline.passes, strict=True):
-        for (_, _, colour), each in zip(blocks(lane), passes, strict=True):
+        for (_, _, color), each in zip(blocks(lane), passes, strict=True):
             shades = dark if each.action.stage >= 2 else light
-            assert colour.lower() == shades[each.action.kind == "B"]
+            assert color.lower() == shades[each.action.kind == "B"]
 
     timeline = simulate(zero_bubble(2, 2), SECONDS)
-    colours = {"F": to_hex(SKY), "I": to_hex(ORANGE), "W": to_hex(pale(ORANGE))}
+    colors = {"F": to_hex(SKY), "I": to_hex(ORANGE), "W": to_hex(pale(ORANGE))}
     for lane, passes in zip(lanes(pipeline(timeline)), timeline.passes, strict=True):
-        assert [colour.lower() for _, _, colour in blocks(lane)] == \
-            [colours[each.action.kind] for each in passes]
+        assert [color.lower() for _, _, color in blocks(lane)] == \
+            [colors[each.action.kind] for each in passes]
 
 
 def test_three_chunks_are_three_shades():
     first_lane = lanes(pipeline(simulate(interleaved(1, 1, 3), SECONDS)))[0]
-    assert len({colour for _, _, colour in blocks(first_lane)}) == 6
+    assert len({color for _, _, color in blocks(first_lane)}) == 6
 
 
 def test_what_nobody_does_is_hatched():

@@ -34,10 +34,10 @@ def test_a_bar_is_as_long_as_its_parts_in_their_order():
     assert named == ["products", "attention", "bubble", "tp", "dp"]
 
 
-def test_every_part_of_an_estimate_has_a_colour_of_its_own():
+def test_every_part_of_an_estimate_has_a_color_of_its_own():
     best = best_of("GPT-3 175B, 1,024 A100s", 8, 8, 1)
     assert set(best.estimate.parts) == set(PART_STYLE)
-    assert len({(to_rgb(colour), hatch) for colour, hatch, _ in PART_STYLE.values()}) == 9
+    assert len({(to_rgb(color), hatch) for color, hatch, _ in PART_STYLE.values()}) == 9
     assert PART_STYLE["bubble"][1], "idle is hatched"
 
 
@@ -53,7 +53,7 @@ def test_the_landscape_has_every_layout_and_a_band_where_none_fits():
     assert {"fastest", "does not fit"} <= set(texts(figure))
 
 
-def test_every_error_is_a_dot_in_its_sources_row_and_its_groups_colour():
+def test_every_error_is_a_dot_in_its_sources_row_and_its_groups_color():
     figure = errors({"fitted": {"a": [0.05, 0.03], "b": [-0.002]}, "not": {"c": [0.1, -0.2]}})
     dots = [line for line in figure.axes[0].lines if line.get_marker() == "o"]
     assert [tuple(dot.get_xdata()) for dot in dots] == [(0.05, 0.03), (-0.002,), (0.1, -0.2)]

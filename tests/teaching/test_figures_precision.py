@@ -29,13 +29,13 @@ def ticks(figure):
 
 
 def bars(axes):
-    """(colour, left, right, middle) of every bar."""
+    """(color, left, right, middle) of every bar."""
     return [(to_hex(bar.get_facecolor()).upper(), bar.get_x(), bar.get_x() + bar.get_width(),
              bar.get_y() + bar.get_height() / 2) for bar in axes.patches]
 
 
 def marks(figure):
-    """(colour, x, lane) of every dot and ring."""
+    """(color, x, lane) of every dot and ring."""
     return [(line.get_color(), line.get_xdata()[0], line.get_ydata()[0] - 0.5)
             for line in figure.axes[0].lines if line.get_marker() == "o"]
 
@@ -63,8 +63,8 @@ def test_every_number_that_can_be_told_apart_is_a_tick():
 
 def test_denser_numbers_are_a_band_that_says_so_and_ends_where_ticks_begin():
     figure = number_line(["fp16"], 240, 272, at=256)
-    ((colour, left, right, _),) = bars(figure.axes[0])
-    assert (colour, left, right) == (to_hex(pale(BLUE)).upper(), 240, 256)
+    ((color, left, right, _),) = bars(figure.axes[0])
+    assert (color, left, right) == (to_hex(pale(BLUE)).upper(), 240, 256)
     drawn = sorted({x for lane in ticks(figure) for x in lane})
     assert drawn == representable(torch.float16, 256, 272).tolist()
     assert " too dense to draw " in texts(figure.axes[0])
@@ -102,7 +102,7 @@ def test_a_dot_is_what_is_held_and_a_ring_what_an_addition_makes_of_it():
     figure = number_line(ALL, 240, 272, at=256.0, plus=1.0)
     assert [mark for mark in marks(figure) if mark[0] == BLACK] == \
         [(BLACK, 256, row) for row in range(5)]
-    rings = [x for colour, x, _ in marks(figure) if colour == VERMILLION]
+    rings = [x for color, x, _ in marks(figure) if color == VERMILLION]
     assert rings == [257, 256, 257, 256, 256]
 
     nearest = number_line(["e4m3"], 200, 300, at=263.0, plus=10.0)
@@ -182,7 +182,7 @@ def test_the_labels_of_the_ranges_do_not_meet():
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**20])
-def test_a_bar_per_power_of_two_in_the_colour_of_what_fp16_makes_of_it(scale):
+def test_a_bar_per_power_of_two_in_the_color_of_what_fp16_makes_of_it(scale):
     figure = exponent_histogram({"all": GRADIENTS}, loss_scale=scale)
     _, axes = figure.axes
     counts, _ = exponents(GRADIENTS.double() * scale)
@@ -198,9 +198,9 @@ def test_a_bar_per_power_of_two_in_the_colour_of_what_fp16_makes_of_it(scale):
         assert to_hex(bar.get_facecolor()).upper() == LOOKS[fate], exponent
 
 
-def test_the_ranges_above_are_the_legend_of_the_colours():
+def test_the_ranges_above_are_the_legend_of_the_colors():
     lanes, rows = exponent_histogram({"all": GRADIENTS}).axes
-    fp16 = {colour: (left, right) for colour, left, right, row in bars(lanes) if row == 0}
+    fp16 = {color: (left, right) for color, left, right, row in bars(lanes) if row == 0}
     left, right = rows.get_xlim()
     assert fp16 == {LOOKS["zero"]: (left, -25), LOOKS["subnormal"]: (-25, -14),
                     LOOKS["normal"]: (-14, 16), LOOKS["inf"]: (16, right)}
@@ -231,7 +231,7 @@ def test_every_recipe_has_its_line_and_its_name():
     axes = one_weight(HISTORIES).axes[0]
     drawn = {line.get_color(): list(line.get_ydata()) for line in axes.lines}
     named = {text.get_text(): text.get_color() for text in axes.texts}
-    assert {name: drawn[colour] for name, colour in named.items()} == HISTORIES
+    assert {name: drawn[color] for name, color in named.items()} == HISTORIES
 
 
 def test_grey_lines_are_the_numbers_of_the_format():

@@ -18,7 +18,7 @@ from teaching.figures import (
     wire,
 )
 from teaching.figures_ring import ring_sums, sent_chunks
-from teaching.figures_style import RANK_COLOUR
+from teaching.figures_style import RANK_COLOR
 
 
 def call(started, finished, payload=4_200_000):
@@ -87,8 +87,8 @@ def test_wire_draws_a_bar_per_rank_where_they_differ_and_one_where_they_agree():
     axes = wire(measured, formula).axes[0]
     assert [bar.get_width() for bar in axes.patches] == [6e6, 2e6, 2e6, 3e6]
     assert [line.get_xdata()[0] for line in axes.lines] == [6e6, 2e6, 1e6, 3e6]
-    colours = [to_hex(bar.get_facecolor()).upper() for bar in axes.patches]
-    assert colours[:3] == list(RANK_COLOUR[:3])
+    colors = [to_hex(bar.get_facecolor()).upper() for bar in axes.patches]
+    assert colors[:3] == list(RANK_COLOR[:3])
     assert [t for t in texts(axes) if "rank" in t] == ["rank 0", "rank 1", "rank 2", "each rank"]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["naive", "ring"]
     assert "MB sent" in axes.get_xlabel()

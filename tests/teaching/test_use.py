@@ -12,11 +12,12 @@ from collections import Counter
 import pytest
 import torch
 
-from minitron import cli, cost
+from minitron import cli, cost, parallelize
 from minitron.comm import collectives
 from minitron.comm.agreement import ALONE
 from minitron.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from minitron.launch import run
+from minitron.parallel.data import ddp
 from minitron.plan.estimate import estimate
 from minitron.plan.hardware import DEVICES
 from minitron.plan.job import Decision, Job
@@ -211,6 +212,16 @@ def test_ranks_that_torchrun_starts_use_it_too(solved, tmp_path):
                "2", str(script), str(root)]
     subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
     assert solved.count() == {"reduce_scatter_ring": 2}
+
+
+@pytest.mark.parametrize("id, variant", [
+    ("4.1", ddp.apply_naive_data_parallel), ("4.3", ddp.apply_hooked_data_parallel)])
+def test_another_version_takes_the_place_of_the_default_and_gives_it_back(id, variant, solved):
+    default = ddp.apply_bucketed_data_parallel
+    with use(id, root=solved(EXERCISES[id])):
+        assert parallelize.apply_bucketed_data_parallel.func is variant
+    assert parallelize.apply_bucketed_data_parallel is ddp.apply_bucketed_data_parallel is default
+    assert variant in vars(ddp).values()
 
 
 def test_a_name_that_a_module_imports_meanwhile_is_given_back(solved, monkeypatch):

@@ -27,7 +27,7 @@ class DataAxis(OneDevice):
         self.hooks: list = []
         self.buffers: list[Tensor] = []  # that follow rank 0's
 
-    def start_alike(self) -> None:
+    def broadcast_module_state(self) -> None:
         """Copy parameters and buffers of the axis's first rank to all others."""
         # Running statistics; a constant table is not in the state, and equal on all ranks.
         state = self.model.state_dict()
@@ -62,7 +62,7 @@ class DataAxis(OneDevice):
             self.is_last = True
 
     @contextmanager
-    def around_pass(self, stage: int, kind: Kind, is_last: bool) -> Iterator[None]:
+    def pass_context(self, stage: int, kind: Kind, is_last: bool) -> Iterator[None]:
         """Send gradients in the last backward pass of a stage alone."""
         self.is_last, self.completes = is_last, kind != "I"
         try:
@@ -71,7 +71,7 @@ class DataAxis(OneDevice):
             self.is_last = self.completes = True
 
     def mean(self, tensor: Tensor) -> Tensor:
-        """The mean of a small tensor, a loss say, over the ranks; without a graph."""
+        """Average a small tensor, a loss say, over the ranks; without a graph."""
         total = tensor.detach().clone()
         self.sum_over_ranks(total)
         return total / self.data_part[1]

@@ -1,6 +1,6 @@
 """Which gradients travel together: buckets that fill up in the order of the backward pass.
 
-Read in this order: assign_buckets, share_out.
+Read in this order: assign_buckets, bucket_parameters.
 """
 
 from collections.abc import Iterable
@@ -24,30 +24,32 @@ def assign_buckets(sizes: list[int], bucket_bytes: int) -> list[list[int]]:
     return buckets
 
 
-def share_out(parameters: Iterable[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
+def bucket_parameters(
+    parameters: Iterable[nn.Parameter], bucket_bytes: int
+) -> list[list[nn.Parameter]]:
     """Fill buckets of one dtype and device each, in the order in which gradients come: last first.
 
     `parameters` are in the order of the forward pass.
     """
     parameters = list(parameters)
     buckets = [
-        [alike[index] for index in indices] for alike in alike_together(parameters)
+        [alike[index] for index in indices] for alike in by_dtype_and_device(parameters)
         for indices in assign_buckets([parameter.nbytes for parameter in alike], bucket_bytes)
     ]
-    return by_last(buckets, parameters)
+    return in_backward_order(buckets, parameters)
 
 
-def alike_together(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """The parameters of each dtype and device."""
+def by_dtype_and_device(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Group the parameters by dtype and device."""
     kinds: dict[tuple, list[nn.Parameter]] = {}
     for parameter in parameters:
         kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
     return list(kinds.values())
 
 
-def by_last(
+def in_backward_order(
     buckets: list[list[nn.Parameter]], parameters: list[nn.Parameter]
 ) -> list[list[nn.Parameter]]:
-    """Buckets in the order in which they fill up when the last parameter's gradient comes first."""
+    """Sort buckets by when they fill up: the last parameter's gradient comes first."""
     place = {parameter: index for index, parameter in enumerate(parameters)}
     return sorted(buckets, key=lambda bucket: -place[bucket[-1]])

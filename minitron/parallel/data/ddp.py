@@ -25,7 +25,7 @@ from torch import nn
 from minitron.comm.collectives import all_reduce, broadcast
 from minitron.cost.sharding import BUCKET_BYTES
 from minitron.parallel.data.axis import DataAxis
-from minitron.parallel.data.buckets import alike_together, assign_buckets, by_last
+from minitron.parallel.data.buckets import assign_buckets, by_dtype_and_device, in_backward_order
 from minitron.parallel.flat import FlatGradients
 from minitron.precision import zero_gradient
 from minitron.pytorch.private import host_value
@@ -68,7 +68,7 @@ class DataParallel(DataAxis):
         self.names: dict[nn.Parameter, str] = {}  # what is averaged; a tied weight is there once
         if group.size() > 1:
             self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
-            self.start_alike()
+            self.broadcast_module_state()
 
     def finish(self) -> None:
         """Leave in every `.grad` the mean over the ranks; call it after the last backward pass.
@@ -176,13 +176,13 @@ class BucketedDataParallel(HookedDataParallel):
 
     def make_buckets(self, parameters: list[nn.Parameter]) -> None:
         """Lay out the buckets, one dtype and device each, in the order in which they fill up."""
-        buckets = [bucket for alike in alike_together(parameters)
-                   for bucket in self.share_out(alike)]
-        self.buckets = by_last(buckets, parameters)
+        buckets = [bucket for alike in by_dtype_and_device(parameters)
+                   for bucket in self.bucket_parameters(alike)]
+        self.buckets = in_backward_order(buckets, parameters)
         self.flats = [FlatGradients(bucket, self.group) for bucket in self.buckets]
         self.flat_of = {p: flat for flat in self.flats for p in flat.parameters}
 
-    def share_out(self, parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    def bucket_parameters(self, parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
         sizes = [parameter.nbytes for parameter in parameters]
         first = assign_buckets(sizes, min(FIRST_BUCKET_BYTES, self.bucket_bytes))[0]
         others = assign_buckets(sizes[: -len(first)], self.bucket_bytes)
@@ -234,10 +234,10 @@ def apply_naive_data_parallel(model: nn.Module, group: dist.ProcessGroup, **opti
 
 
 def apply_hooked_data_parallel(model: nn.Module, group: dist.ProcessGroup, **options):
-    """As `apply_naive_data_parallel`, with overlap."""
+    """Do the same as `apply_naive_data_parallel`, with overlap."""
     return HookedDataParallel(model, group, **options)
 
 
 def apply_bucketed_data_parallel(model: nn.Module, group: dist.ProcessGroup, *args, **options):
-    """As `apply_naive_data_parallel`, with overlap and buckets; `args` may be `bucket_bytes`."""
+    """Do the same, with overlap and buckets; `args` may be `bucket_bytes`."""
     return BucketedDataParallel(model, group, *args, **options)

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minitron.comm.agreement import ALONE, Group
-from minitron.model.transformer import materialise
+from minitron.model.transformer import materialize
 from minitron.parallel.data.ddp import no_gradient
 from minitron.parallel.data.sharded import ShardedDataParallel
 from minitron.parallel.data.units import Unit, root_modules, split_into_units
@@ -69,11 +69,11 @@ class FullyShardedDataParallel(ShardedDataParallel):
         self.stage = 0  # of this rank's, through which a micro-batch passes
         self.active: int | None = None  # the unit whose backward pass is running
         self.reducing: Unit | None = None  # whose gradients are on their way
-        self.replaying: Unit | None = None  # gathered for a recomputation alone
+        self.recomputing: Unit | None = None  # gathered for a recomputation alone
 
         have_values = not any(parameter.is_meta for parameter in model.parameters())
         require_real(model, device, have_values)
-        materialise(model, device, in_memory=False)
+        materialize(model, device, in_memory=False)
         self.names = {parameter: name for name, parameter in model.named_parameters()}
         values = {p: p.detach() for p in self.names} if have_values else {}
         options = {"device": device, "compute_dtype": compute_dtype, "reduce_dtype": reduce_dtype,
@@ -84,7 +84,7 @@ class FullyShardedDataParallel(ShardedDataParallel):
         stages = [set(stage) for stage in self.pipeline.stage_parameters()]
         self.stage_units = [[unit for unit in self.units if stage & unit.parameters]
                             for stage in stages]
-        self.hold([flat for unit in self.units for flat in unit.flats])
+        self.register_shards([flat for unit in self.units for flat in unit.flats])
         for parameter in self.flat_of if have_values else ():
             self.start_from(parameter, values.pop(parameter))
         for buffer in model.buffers():
@@ -119,7 +119,7 @@ class FullyShardedDataParallel(ShardedDataParallel):
         """Have a block's parameters there, and those of the next unit coming."""
         unit = self.units[index]
         if self.active is not None:  # a recomputation, within the backward pass
-            self.replaying = unit if unit.is_sharded else None
+            self.recomputing = unit if unit.is_sharded else None
             unit.wait_for_unshard()
             return
         if self.frees_after_forward():
@@ -132,9 +132,9 @@ class FullyShardedDataParallel(ShardedDataParallel):
         unit = self.units[index]
         if self.active is None:
             self.listen(index, module, inputs, output)
-        if unit is self.replaying or (self.active is None and self.frees_after_forward()):
+        if unit is self.recomputing or (self.active is None and self.frees_after_forward()):
             unit.reshard()
-            self.replaying = None
+            self.recomputing = None
 
     def listen(self, index: int, module: nn.Module, inputs: tuple, output) -> None:
         """Let `pre_backward` be called when the gradient of the unit's output is there."""
@@ -199,15 +199,15 @@ class FullyShardedDataParallel(ShardedDataParallel):
     def end_failed_backward(self) -> None:
         """Begin anew if the last backward pass has raised, or a recomputation in it."""
         if self.active is not None:
-            self.active = self.replaying = None
+            self.active = self.recomputing = None
             self.finish_reduce()
             self.reshard()
 
     @contextmanager
-    def around_pass(self, stage: int, kind: Kind, is_last: bool) -> Iterator[None]:
+    def pass_context(self, stage: int, kind: Kind, is_last: bool) -> Iterator[None]:
         """Free a stage's parameters after a forward pass, reduce its gradients after W."""
         self.stage = stage
-        with super().around_pass(stage, kind, is_last):
+        with super().pass_context(stage, kind, is_last):
             yield
             if kind == "F" and self.frees_after_forward():
                 self.reshard()
@@ -249,9 +249,9 @@ class FullyShardedDataParallel(ShardedDataParallel):
         super().fill(value)
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """Every parameter by name, on the CPU; every rank must call it."""
-        whole = self.gather(lambda piece: piece.detach())
-        return {name: whole[p] for p, name in self.names.items()}
+        """Gather every parameter by name, on the CPU; every rank must call it."""
+        full = self.gather(lambda piece: piece.detach())
+        return {name: full[p] for p, name in self.names.items()}
 
 
 def require_real(model: nn.Module, device: torch.device | str | None, have_values: bool) -> None:

@@ -50,7 +50,7 @@ class ShardedDataParallel(DataAxis):
         self.used: set[nn.Parameter] = set()  # had a gradient on this rank, since `finish`
         self.names: dict[nn.Parameter, str] = {}  # what has a gradient or is sharded
 
-    def hold(self, flats: list[FlatShards]) -> None:
+    def register_shards(self, flats: list[FlatShards]) -> None:
         """Keep a shard of each of `flats`."""
         self.flats = flats
         self.flat_of = {p: flat for flat in flats for p in flat.parameters}
@@ -67,10 +67,10 @@ class ShardedDataParallel(DataAxis):
         every = self.sync_replicas_every_micro_batch or self.replicas.size() == 1
         return self.is_last or every
 
-    def around_pass(self, stage: int, kind: Kind, is_last: bool) -> AbstractContextManager:
+    def pass_context(self, stage: int, kind: Kind, is_last: bool) -> AbstractContextManager:
         assert self.knows_stages or not self.model.config.tied_embedding, (
             "two stages have the embedding and must divide it alike: pass `pipeline` too")
-        return super().around_pass(stage, kind, is_last)
+        return super().pass_context(stage, kind, is_last)
 
     # What a technique does
 
@@ -78,7 +78,7 @@ class ShardedDataParallel(DataAxis):
         """Forget all gradients since the last step; every rank must call it."""
         for flat in self.flats:
             flat.add_arrived()
-            flat.start_over()
+            flat.reset()
         for parameter in self.names:
             parameter.grad = None
         self.used.clear()
@@ -96,7 +96,7 @@ class ShardedDataParallel(DataAxis):
         """
         for group in optimizer.param_groups:
             group["params"] = [self.pieces[p] for p in group["params"] if p in self.pieces]
-        also_discard(optimizer, self.discard)
+        discard_on_zero_grad(optimizer, self.discard)
         optimizer.register_step_pre_hook(self.require_finished)
         optimizer.register_step_post_hook(lambda *_: self.after_step())
         return optimizer
@@ -121,7 +121,7 @@ class ShardedDataParallel(DataAxis):
         return [self.group]
 
     def is_saved(self, name: str) -> bool:
-        """Whether this is the first of the replicas."""
+        """Return whether this is the first of the replicas."""
         return self.replicas.rank() == 0
 
     # The whole model
@@ -137,19 +137,19 @@ class ShardedDataParallel(DataAxis):
                 parameter.copy_(full)
 
     def full_gradients(self) -> dict[str, Tensor | None]:
-        """Every gradient after `finish`, by name, on the CPU; every rank must call it."""
-        whole = self.gather(lambda piece: piece.grad)
-        return {name: whole[p] for p, name in self.names.items() if p.requires_grad}
+        """Gather every gradient after `finish`, by name, on the CPU; every rank must call it."""
+        full = self.gather(lambda piece: piece.grad)
+        return {name: full[p] for p, name in self.names.items() if p.requires_grad}
 
     def gather(self, of: Callable[[Tensor], Tensor | None]) -> dict[nn.Parameter, Tensor | None]:
         """Join what the ranks have `of` their pieces, by parameter, on the CPU."""
-        whole = {}
+        full = {}
         for flat in self.flats:
-            whole.update(flat.gather({p: of(piece) for p, piece in flat.pieces.items()}))
-        return whole
+            full.update(flat.gather({p: of(piece) for p, piece in flat.pieces.items()}))
+        return full
 
 
-def also_discard(optimizer: torch.optim.Optimizer, discard: Callable[[], None]) -> None:
+def discard_on_zero_grad(optimizer: torch.optim.Optimizer, discard: Callable[[], None]) -> None:
     """Let `optimizer.zero_grad` call `discard` too: it knows the gradients of the pieces alone."""
     zero_grad = optimizer.zero_grad
 

@@ -77,7 +77,7 @@ class Unit:
 
 
 def split_into_units(model: nn.Module) -> dict[str, list[nn.Parameter]]:
-    """The parameters of each of `model.blocks`, by name, and at last those of the rest, the root.
+    """Return the parameters of each of `model.blocks`, by name, and last all others, the root.
 
     Raises ValueError for a parameter that nobody can tell when it is needed.
     """
@@ -98,7 +98,7 @@ def split_into_units(model: nn.Module) -> dict[str, list[nn.Parameter]]:
 
 
 def root_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules with parameters of their own outside the blocks."""
+    """Return the modules with parameters of their own outside the blocks."""
     inside = {module for block in model.blocks for module in block.modules()}
     return [module for module in model.modules()
             if module not in inside and any(True for _ in module.parameters(recurse=False))]

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minitron.cost.sharding import BUCKET_BYTES
-from minitron.parallel.data.buckets import share_out
+from minitron.parallel.data.buckets import bucket_parameters
 from minitron.parallel.data.ddp import no_gradient
 from minitron.parallel.data.sharded import ShardedDataParallel
 from minitron.parallel.flat import FlatShards
@@ -42,22 +42,22 @@ class BucketQueue:
     """Buckets that are reduced one after the other, in an order that all ranks share.
 
     A bucket waits for those before it, whatever the order in which gradients come. At most
-    `most_on_their_way` travel at a time: their full gradients are held.
+    `max_in_flight` travel at a time: their full gradients are held.
     """
 
     def __init__(
-        self, buckets: list[FlatShards], most_on_their_way: int,
+        self, buckets: list[FlatShards], max_in_flight: int,
         finish_reduce: Callable[[FlatShards], None],
     ):
-        self.buckets, self.most_on_their_way = buckets, most_on_their_way
+        self.buckets, self.max_in_flight = buckets, max_in_flight
         self.finish_reduce = finish_reduce
         self.bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
-        self.start_over()
+        self.reset()
 
-    def start_over(self) -> None:
+    def reset(self) -> None:
         """Begin with the first bucket again."""
         self.ready: set[nn.Parameter] = set()
-        self.on_their_way: list[FlatShards] = []
+        self.in_flight: list[FlatShards] = []
         self.num_sent = 0
 
     def accept(self, parameter: nn.Parameter) -> None:
@@ -70,18 +70,18 @@ class BucketQueue:
 
     def send(self, bucket: FlatShards) -> None:
         """Start to reduce one bucket."""
-        while len(self.on_their_way) >= self.most_on_their_way:
-            self.finish_reduce(self.on_their_way.pop(0))
+        while len(self.in_flight) >= self.max_in_flight:
+            self.finish_reduce(self.in_flight.pop(0))
         with span("ZeRO reduce bucket", self.num_sent):
             bucket.start_reduce()
-        self.on_their_way.append(bucket)
+        self.in_flight.append(bucket)
         self.num_sent += 1
 
     def wait(self) -> None:
         """Let all that is on its way arrive."""
-        for bucket in self.on_their_way:
+        for bucket in self.in_flight:
             self.finish_reduce(bucket)
-        self.start_over()
+        self.reset()
 
 
 class Zero1(ShardedDataParallel):
@@ -96,7 +96,7 @@ class Zero1(ShardedDataParallel):
     pass waits for its own: between steps read them by `full_parameters`, not from the model.
     """
 
-    most_on_their_way = 1  # beside it one is filled
+    max_in_flight = 1  # beside it one is filled
 
     def __init__(
         self, model: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = BUCKET_BYTES,
@@ -109,35 +109,35 @@ class Zero1(ShardedDataParallel):
         if not self.names:
             raise ValueError("the model has 0 trainable parameters: requires_grad_(True) some")
         if self.data_part[1] > 1:
-            self.start_alike()
+            self.broadcast_module_state()
         self.queues = [self.make_queue(stage, bucket_bytes)
                        for stage in self.pipeline.stage_parameters()]
         self.queue_of = {p: queue for queue in self.queues for p in queue.bucket_of}
-        self.hold([bucket for queue in self.queues for bucket in queue.buckets])
+        self.register_shards([bucket for queue in self.queues for bucket in queue.buckets])
         self.hooks = [p.register_post_accumulate_grad_hook(self.collect) for p in self.names]
         self.gathers: dict[FlatShards, dist.Work] = {}  # parameters on their way
         self.overlap_gather = overlap_gather
         if overlap_gather:
-            self.hooks += [module.register_forward_pre_hook(self.before_use)
+            self.hooks += [module.register_forward_pre_hook(self.pre_forward)
                            for module in model.modules()]
 
     def make_queue(self, stage: list[nn.Parameter], bucket_bytes: int) -> BucketQueue:
-        """The buckets of one stage of the pipeline; what another stage has too is one alone."""
+        """Make the buckets of one pipeline stage; a parameter of two stages has one of its own."""
         of_stage = set(stage)
         names = {p: name for p, name in self.names.items() if p in of_stage}
         shared = [p for p in self.pipeline.shared_parameters() if names.pop(p, None)]
-        buckets = share_out(names, bucket_bytes) + [[p] for p in shared]
+        buckets = bucket_parameters(names, bucket_bytes) + [[p] for p in shared]
         return BucketQueue(
             [FlatShards(bucket, self.group, self.replicas) for bucket in buckets],
-            self.most_on_their_way,
+            self.max_in_flight,
             lambda bucket: bucket.finish_reduce(self.reduces_over_replicas))
 
     # Gradients
 
     @contextmanager
-    def around_pass(self, stage: int, kind: Kind, is_last: bool) -> Iterator[None]:
+    def pass_context(self, stage: int, kind: Kind, is_last: bool) -> Iterator[None]:
         """Reduce a stage's gradients in the pass that completes them, or in the last of a step."""
-        with super().around_pass(stage, kind, is_last):
+        with super().pass_context(stage, kind, is_last):
             yield
             if kind in ("B", "W") and self.reduces:
                 self.send_rest(self.queues[stage])
@@ -149,7 +149,7 @@ class Zero1(ShardedDataParallel):
         if self.reduces:
             self.accept(parameter)
         elif parameter.grad is not None and not self.sync_every_micro_batch:  # W is to come
-            self.queue_of[parameter].bucket_of[parameter].hold(parameter)
+            self.queue_of[parameter].bucket_of[parameter].accumulate(parameter)
 
     def accept(self, parameter: nn.Parameter) -> None:
         """Move one more gradient into its bucket, and send the buckets whose turn has come."""
@@ -231,7 +231,7 @@ class Zero1(ShardedDataParallel):
             if flat in self.gathers:
                 self.gathers.pop(flat).wait()
 
-    def before_use(self, module: nn.Module, inputs: tuple) -> None:
+    def pre_forward(self, module: nn.Module, inputs: tuple) -> None:
         """Have a module's own parameters there."""
         if self.gathers:
             own = module.parameters(recurse=False)

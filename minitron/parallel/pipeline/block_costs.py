@@ -11,13 +11,13 @@ Count = Callable[[nn.Module], tuple[list[float], float, float]]  # of the blocks
 
 
 def count_parameters(model: nn.Module) -> tuple[list[float], float, float]:
-    """What each block, the embedding and the head cost in memory."""
+    """Count what each block, the embedding and the head cost in memory."""
     return ([size_of(block) for block in model.blocks],
             size_of(model.token_embedding), size_of(model.head))
 
 
 def count_multiplications(model: nn.Module) -> tuple[list[float], float, float]:
-    """What they cost in time: a token is looked up, and multiplied with all else."""
+    """Count what they cost in time: an embedding is a lookup, the rest are matmuls."""
     blocks, _, head = count_parameters(model)
     return blocks, 0.0, head
 

@@ -1,6 +1,6 @@
 """One step of a pipeline's rank: micro-batches pass through its stages, messages come and go.
 
-Read in this order: Passage.run, forward, backward; then its messages.
+Read in this order: ScheduleExecutor.run, forward, backward; then its messages.
 """
 
 from collections import Counter
@@ -14,12 +14,12 @@ from torch.autograd.graph import get_gradient_edge
 
 from minitron.model.linear import WeightGradients, accumulate_all
 from minitron.parallel.interface import MicroBatches
-from minitron.parallel.pipeline.plan import Message, as_whole
+from minitron.parallel.pipeline.plan import Message, as_full_backward
 from minitron.parallel.pipeline.schedules import Action
 from minitron.pytorch.spans import span
 
 
-class Passage:
+class ScheduleExecutor:
     """All micro-batches of a step on their way through this rank's stages.
 
     `pipeline` is the `PipelineParallel` that holds the stages; `read(logits, targets)` makes of the
@@ -48,20 +48,20 @@ class Passage:
                     (self.send if step.is_send else self.receive)(step)
                 else:
                     action = f"{step} stage {step.stage}"
-                    with span("pipeline", action, phase=action), self.around(step):
+                    with span("pipeline", action, phase=action), self.pass_context(step):
                         compute[step.kind](step)
         for work, _ in self.leaving.values():
             work.wait()
         self.leaving.clear()
         return self.total
 
-    def around(self, action: Action) -> AbstractContextManager:
-        """What the data axis does around a pass."""
+    def pass_context(self, action: Action) -> AbstractContextManager:
+        """Return the context in which the data axis wants a pass to run."""
         if action.kind in ("B", "W"):  # which complete a micro-batch's gradients
             self.num_done[action.stage] += 1
         is_last = self.num_done[action.stage] == len(self.micro_batches)
         stage = self.pipeline.stages.index(action.stage)
-        return self.pipeline.data.around_pass(stage, action.kind, is_last)
+        return self.pipeline.data.pass_context(stage, action.kind, is_last)
 
     def forward(self, action: Action) -> None:
         """Take a micro-batch through one stage."""
@@ -112,7 +112,7 @@ class Passage:
 
     def send(self, message: Message) -> None:
         """Start to send; a tensor stays until it has left, and the next one waits for that."""
-        action = as_whole(message.action)
+        action = as_full_backward(message.action)
         tensor = self.made.pop(action).contiguous()
         way = message.peer, action.kind
         if way in self.leaving:
@@ -125,10 +125,10 @@ class Passage:
         shape = self.pipeline.shape_between(tokens)
         buffer = torch.empty(shape, dtype=self.dtype, device=self.device)
         work = dist.irecv(buffer, group=self.pipeline.group, group_src=message.peer)
-        self.arriving[as_whole(message.action)] = work, buffer
+        self.arriving[as_full_backward(message.action)] = work, buffer
 
     def take(self, action: Action) -> Tensor:
-        """What another stage has made, as soon as it is here."""
+        """Return what another stage has made, as soon as it is here."""
         if action in self.made:
             return self.made.pop(action)
         work, tensor = self.arriving.pop(action)

@@ -20,13 +20,13 @@ class Message(NamedTuple):
     peer: int
 
 
-def as_whole(action: Action) -> Action:
-    """I as B: a stage need not know whether the next one cuts its backward passes in two."""
+def as_full_backward(action: Action) -> Action:
+    """Name I as B: a stage need not know whether the next one splits its backward passes."""
     return action._replace(kind="B") if action.kind == "I" else action
 
 
 def script(schedule: Schedule, rank: int) -> list[Action | Message]:
-    """What `rank` does, its messages included.
+    """List what `rank` does, its messages included.
 
     They are where they stand in one order of all ranks' actions: a send after the action that made
     the tensor, its receive as soon as the other rank has done what comes before.
@@ -42,13 +42,13 @@ def script(schedule: Schedule, rank: int) -> list[Action | Message]:
 
 
 def target_rank(schedule: Schedule, action: Action) -> int | None:
-    """The rank of the stage that needs what `action` makes."""
+    """Return the rank of the stage that needs what `action` makes."""
     towards = {"F": 1, "B": -1, "I": -1, "W": None}[action.kind]
     return None if towards is None else schedule.rank_of.get(action.stage + towards)
 
 
 def forwards(schedule: Schedule, num_micro_batches: int) -> Schedule:
-    """Forward passes alone, through the stages of `schedule`: for an evaluation."""
+    """Keep only the forward passes through the stages of `schedule`, for an evaluation."""
     lists = ((Action("F", i, stage) for stage in schedule.stages_of(rank)
               for i in range(num_micro_batches)) for rank in range(schedule.num_ranks))
     return Schedule("forward", num_micro_batches, tuple(map(tuple, lists)))
@@ -57,7 +57,7 @@ def forwards(schedule: Schedule, num_micro_batches: int) -> Schedule:
 def split_blocks(
     costs: list[float], num_stages: int, first: float = 0.0, last: float = 0.0
 ) -> list[range]:
-    """Give each stage neighbouring blocks, so that the most expensive stage costs least.
+    """Give each stage neighboring blocks, so that the most expensive stage costs least.
 
     `first` and `last` are what the first and the last stage have beside their blocks. Raises
     ConfigError if there are fewer blocks than stages.

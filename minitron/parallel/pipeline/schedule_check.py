@@ -42,7 +42,7 @@ def check(schedule: Schedule) -> None:
 
 
 def require_known(action: Action, rank: int, num_micro_batches: int) -> None:
-    """One entry of a list: an Action of a kind, a micro-batch and a stage that there are."""
+    """Require of a list's entry an Action with a kind, a micro-batch and a stage that exist."""
     require(isinstance(action, Action), f"rank {rank} runs {action!r}",
             "write Action(kind, micro_batch, stage)")
     kind, i, stage = action
@@ -55,7 +55,7 @@ def require_known(action: Action, rank: int, num_micro_batches: int) -> None:
 
 
 def require_once(counts: Counter, stage: int, i: int) -> None:
-    """Each micro-batch goes through a stage once: F, and B or its two halves."""
+    """Require that each micro-batch passes a stage once: F, and B or its two halves."""
     runs = {kind: counts[Action(kind, i, stage)] for kind in ("F", "B", "I", "W")}
     for kind, count in runs.items():
         require(count <= 1, f"stage {stage} runs {kind}{i} {count} times: once is enough")
@@ -72,7 +72,7 @@ def require_once(counts: Counter, stage: int, i: int) -> None:
 
 
 def in_order(schedule: Schedule) -> Iterator[Action]:
-    """All actions, each after what it needs; raises ConfigError where ranks wait for each other."""
+    """Yield all actions, each after what it needs; raises ConfigError for a deadlock."""
     done: set[Action] = set()
     left = [list(reversed(actions)) for actions in schedule.actions]
     while any(left):
@@ -116,7 +116,7 @@ def wait(action: Action, missing: Action, before: Action, is_own: bool) -> str:
 
 
 def peak_activations(schedule: Schedule) -> list[int]:
-    """Most micro-batches whose activations a rank holds at once, counted for each of its stages.
+    """Return the most micro-batches whose activations a rank holds at once, counted for each stage.
 
     From F on until the gradients of the weights are there.
     """

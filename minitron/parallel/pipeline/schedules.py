@@ -11,7 +11,7 @@ Read in this order: Action, Schedule, gpipe, one_forward_one_backward, interleav
 then schedule_check.check, which proves a schedule of your own, and simulator.simulate.
 
 Reference: Huang et al. 2019, "GPipe" (section 2.3); Narayanan et al. 2021 (section 2.2: 1F1B and
-interleaving); Qi et al. 2023, "Zero Bubble" (section 2: ZB-H1, ZB-H2).
+interleaving); Qi et al. 2023, "Zero Bubble" (section 2: ZB-H1).
 """
 
 from dataclasses import dataclass
@@ -62,11 +62,11 @@ class Schedule:
         return 1 + max(self.rank_of, default=-1)
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages that a rank holds, in the order of the layers."""
+        """Return the stages that a rank holds, in the order of the layers."""
         return sorted(stage for stage, holder in self.rank_of.items() if holder == rank)
 
     def needs(self, action: Action) -> list[Action]:
-        """What must be done before: at the same stage, and at the one that sends its input."""
+        """Return what must be done before: at this stage, and at the one that sends its input."""
         kind, i, stage = action
         if kind == "F":
             return [Action("F", i, stage - 1)] if stage > 0 else []
@@ -82,7 +82,7 @@ class Schedule:
 
 
 def sequential(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """Each micro-batch forward and back before the next: one rank works, the others wait."""
+    """Schedule each micro-batch forward and back before the next: all ranks but one wait."""
     lists = [
         [Action(kind, i, rank) for i in range(num_micro_batches) for kind in ("F", "B")]
         for rank in range(num_ranks)
@@ -91,7 +91,7 @@ def sequential(num_ranks: int, num_micro_batches: int) -> Schedule:
 
 
 def gpipe(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """All micro-batches forward, then all backward: m of them are held."""
+    """Schedule all micro-batches forward, then all backward: m of them are held."""
     lists = [
         [Action(kind, i, rank) for kind in ("F", "B") for i in range(num_micro_batches)]
         for rank in range(num_ranks)
@@ -100,7 +100,7 @@ def gpipe(num_ranks: int, num_micro_batches: int) -> Schedule:
 
 
 def one_forward_one_backward(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """1F1B: as soon as a micro-batch has come back, one more may go: p - rank are held.
+    """Schedule 1F1B: start a micro-batch whenever one has come back, so p - rank are held.
 
     Warm-up: as many forward passes as there are stages after this one. Steady: one forward, one
     backward. Cool-down: the backward passes that are left.
@@ -116,7 +116,7 @@ def one_forward_one_backward(num_ranks: int, num_micro_batches: int) -> Schedule
 def alternate(
     forwards: list[Action], backwards: list[Action], num_warm_up: int
 ) -> list[Action]:
-    """`num_warm_up` forwards; then a forward and a backward in turn; then the backwards left."""
+    """Order `num_warm_up` forwards; then a forward and a backward in turn; then the backwards."""
     steady = zip(forwards[num_warm_up:], backwards, strict=False)
     num_steady = max(0, len(forwards) - num_warm_up)
     return [*forwards[:num_warm_up], *(action for pair in steady for action in pair),
@@ -124,44 +124,29 @@ def alternate(
 
 
 def zero_bubble(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """ZB-H1: 1F1B with W deferred on rank r by r micro-batches, into what was idle time.
+    """Schedule ZB-H1: 1F1B with W deferred on rank r by r micro-batches, into what was idle time.
 
     Every rank then holds p micro-batches, as the first one does in 1F1B.
     """
-    return defer_weights("ZB-H1", num_ranks, num_micro_batches, 1)
-
-
-def zero_bubble_h2(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """ZB-H2: twice the warm-up, W deferred twice as far: once it has begun, no rank is ever idle.
-
-    For F, I and W of equal length and m >= 2p - 1. Every rank holds 2p - 1 micro-batches, and ends
-    later than the one before: only if the next step may begin before that is the time won.
-    """
-    return defer_weights("ZB-H2", num_ranks, num_micro_batches, 2)
-
-
-def defer_weights(name: str, num_ranks: int, num_micro_batches: int, depth: int) -> Schedule:
-    """1F1B of F and I, with `depth` times its warm-up; W follows `depth` r micro-batches later."""
     lists = []
     for rank in range(num_ranks):
         forwards = [Action("F", i, rank) for i in range(num_micro_batches)]
         inputs = [Action("I", i, rank) for i in range(num_micro_batches)]
         weights = [Action("W", i, rank) for i in range(num_micro_batches)]
         actions = []
-        for action in alternate(forwards, inputs, depth * (num_ranks - 1 - rank)):
+        for action in alternate(forwards, inputs, num_ranks - 1 - rank):
             actions.append(action)
-            if action.kind == "I" and action.micro_batch >= depth * rank:
+            if action.kind == "I" and action.micro_batch >= rank:
                 actions.append(weights.pop(0))
         lists.append(actions + weights)
-    return make(name, num_micro_batches, lists)
+    return make("ZB-H1", num_micro_batches, lists)
 
 
 # Several stages a rank
 
 
 def interleaved(num_ranks: int, num_micro_batches: int, num_chunks: int) -> Schedule:
-    """1F1B with v stages on each rank, number rank + p c: a bubble v times smaller, v times the
-    messages.
+    """Schedule 1F1B with v stages a rank, number rank + p c: 1/v the bubble, v times the messages.
 
     Micro-batches go in groups of p: a rank takes such a group through its first chunk, then
     through the next. Raises ConfigError unless m divides by p.

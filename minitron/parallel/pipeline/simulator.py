@@ -37,7 +37,7 @@ class Timeline:
         return sum(each.end - each.start for each in self.passes[rank])
 
     def waiting_seconds(self, rank: int) -> float:
-        """Idle time between a rank's own first and last pass."""
+        """Return the idle time between a rank's own first and last pass."""
         return self.passes[rank][-1].end - self.passes[rank][0].start - self.busy_seconds(rank)
 
     @property

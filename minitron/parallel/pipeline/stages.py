@@ -16,7 +16,7 @@ schedule can come to a standstill, also where messages between two ranks keep th
 Once a step, the loss; and of a tied embedding the gradient, both ways between the first and the
 last stage.
 
-Read in this order: schedules; pipeline_plan.script and split_blocks; PipelineParallel; passage.
+Read in this order: schedules; plan.script and split_blocks; PipelineParallel; executor.
 
 Reference: Huang et al. 2019, "GPipe" (section 2); Narayanan et al. 2021 (section 2.2).
 """
@@ -36,7 +36,7 @@ from minitron.model.linear import NoDeferral, apply_deferred_weight_gradients
 from minitron.parallel.interface import Accumulate, MicroBatches, ParallelModel, SumLoss
 from minitron.parallel.one_device import OneDevice
 from minitron.parallel.pipeline.block_costs import Count, count_parameters
-from minitron.parallel.pipeline.executor import Passage
+from minitron.parallel.pipeline.executor import ScheduleExecutor
 from minitron.parallel.pipeline.plan import Message, forwards, script, split_blocks
 from minitron.parallel.pipeline.schedule_check import check, peak_activations
 from minitron.parallel.pipeline.schedules import Action, Schedule, one_forward_one_backward
@@ -75,11 +75,11 @@ class PipelineParallel(OneDevice):
         self.data: ParallelModel = OneDevice(model)
         self.keep_stages()
 
-    def tell_passes(self, data: ParallelModel) -> None:
+    def connect_data(self, data: ParallelModel) -> None:
         self.data = data
 
     def stage_parameters(self) -> list[list[nn.Parameter]]:
-        """The parameters of each of this rank's stages; a tied one is the first stage's alone."""
+        """Return the parameters of each of this rank's stages; a tied one is the first stage's."""
         model, stages, found = self.model, [], set()
         ends = {"blocks", "final_norm", "head"}
         for stage in self.stages:
@@ -101,12 +101,12 @@ class PipelineParallel(OneDevice):
         self.script(num_micro_batches)
 
     def num_in_flight(self, num_micro_batches: int) -> int:
-        """How many micro-batches' activations this rank holds at once, at most."""
+        """Return the most micro-batches whose activations this rank holds at once."""
         schedule = self.make_schedule(self.size, num_micro_batches)
         return ceil(peak_activations(schedule)[self.rank] / len(self.stages))
 
     def script(self, num_micro_batches: int) -> list[Action | Message]:
-        """What this rank does in a step; raises ConfigError for a schedule that cannot run."""
+        """List what this rank does in a step; raises ConfigError for a schedule that cannot run."""
         m = num_micro_batches
         if m not in self.scripts:
             schedule = self.make_schedule(self.size, m)
@@ -138,7 +138,7 @@ class PipelineParallel(OneDevice):
             model.final_norm, model.head = nn.Identity(), nn.Identity()
 
     def rounds(self, micro_batches: MicroBatches) -> list[MicroBatches]:
-        """All micro-batches together: they overlap."""
+        """Return all micro-batches together: they overlap."""
         return [micro_batches] if micro_batches else []
 
     def forward_backward(
@@ -154,19 +154,19 @@ class PipelineParallel(OneDevice):
         The loss is the sum of `sum_loss(logits, targets)` over the micro-batches, over `divisor`:
         not a mean of their means. Every rank needs all inputs and targets, (B, S) token ids.
         """
-        passage = Passage(self, micro_batches, lambda *pair: sum_loss(*pair) / divisor)
-        total = passage.run(self.script(len(micro_batches)))
-        dtype = torch.promote_types(passage.dtype, torch.float32)
-        return self.from_last(total, torch.zeros((), dtype=dtype, device=passage.device))
+        executor = ScheduleExecutor(self, micro_batches, lambda *pair: sum_loss(*pair) / divisor)
+        total = executor.run(self.script(len(micro_batches)))
+        dtype = torch.promote_types(executor.dtype, torch.float32)
+        return self.from_last(total, torch.zeros((), dtype=dtype, device=executor.device))
 
     @torch.no_grad()
     def evaluate(self, micro_batches: MicroBatches, read: Callable) -> Tensor | None:
-        """The sum of `read(logits, targets)` over the micro-batches, on the last stage's rank."""
-        passage = Passage(self, micro_batches, read)
-        return passage.run(script(forwards(self.layout, len(micro_batches)), self.rank))
+        """Sum `read(logits, targets)` over the micro-batches, on the last stage's rank."""
+        executor = ScheduleExecutor(self, micro_batches, read)
+        return executor.run(script(forwards(self.layout, len(micro_batches)), self.rank))
 
     def shape_between(self, tokens: Tensor) -> tuple[int, int, int]:
-        """The shape of what one stage sends to the next, and gets back."""
+        """Return the shape of what one stage sends to the next, and gets back."""
         return tokens.shape[0], tokens.shape[1] // self.sequence_parts, self.model.config.width
 
     def from_last(self, value: Tensor | None, like: Tensor) -> Tensor:
@@ -179,18 +179,18 @@ class PipelineParallel(OneDevice):
         self, forward: Callable[[Tensor], Tensor], micro_batches: MicroBatches,
         sum_loss: SumLoss,
     ) -> Tensor:
-        """The sum of the losses of all micro-batches, on every rank; without a gradient."""
+        """Return the summed loss of all micro-batches, on every rank; without a gradient."""
         loss = self.evaluate(micro_batches, sum_loss)
         return self.from_last(loss, torch.zeros((), device=micro_batches[0][0].device))
 
     def predict(self, tokens: Tensor) -> Tensor:
-        """The logits of `tokens` (B, S), on every rank; without a gradient."""
+        """Return the logits of `tokens` (B, S), on every rank; without a gradient."""
         logits = self.evaluate([(tokens, tokens)], lambda logits, targets: logits)
         shape = gathered(None if logits is None else logits.shape, self.group)[self.ends[1]]
         return self.from_last(logits, torch.empty(shape, device=tokens.device))
 
     def casting(self, enabled: bool):
-        """Autocast, if there is any: off around a step, which keeps its casts of the weights."""
+        """Return the autocast context, if any: off around a step, which keeps its cast weights."""
         if self.autocast is None:
             return nullcontext()
         device = next(self.model.parameters()).device
@@ -215,7 +215,7 @@ class PipelineParallel(OneDevice):
         return 1 if self.tied is None or name != "token_embedding.weight" else 2
 
     def is_saved(self, name: str) -> bool:
-        """Whether this is not the last stage's copy of the first one's embedding."""
+        """Return whether this is not the last stage's copy of the first one's embedding."""
         return self.rank == 0 or name != "token_embedding.weight"
 
     @property

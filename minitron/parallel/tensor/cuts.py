@@ -36,7 +36,7 @@ class Cut:
     """Which part of a parameter a rank holds: number `index` of `count` equal ones along `dim`.
 
     The same part is on `copies` ranks next to each other. Count 1: all of it, on all ranks. If it
-    `is_partial`, each of these ranks has a summand of its gradient; else each has all of it.
+    `is_partial`, each of these ranks has a partial sum of its gradient; else each has all of it.
     """
 
     dim: int
@@ -46,30 +46,30 @@ class Cut:
     is_partial: bool = False
 
     def of(self, full: Tensor) -> Tensor:
-        """This rank's part, a view."""
+        """Return this rank's part, a view."""
         return full.chunk(self.count, self.dim)[self.index]
 
     def copy_of(self, full: Tensor) -> Tensor:
-        """This rank's part, contiguous as kernels expect it, without the memory of the rest."""
+        """Copy this rank's part, contiguous as kernels expect it, so that the rest can be freed."""
         return self.of(full).clone(memory_format=torch.contiguous_format)
 
     def origin(self, shard: torch.Size) -> tuple[int, ...]:
-        """Where in the whole a part of shape `shard` starts."""
+        """Return where in the full tensor a part of shape `shard` starts."""
         return tuple(size * self.index if dim == self.dim else 0 for dim, size in enumerate(shard))
 
-    def whole(self, parts: list[Tensor]) -> Tensor:
+    def unshard(self, parts: list[Tensor]) -> Tensor:
         """Join what all ranks hold, in their order."""
         return torch.cat(parts[::self.copies], self.dim)
 
     def full_shape(self, shard: torch.Size) -> torch.Size:
-        """The shape of what `shard` is a part of."""
+        """Return the full shape of which `shard` is a part."""
         shape = list(shard)
         shape[self.dim] *= self.count
         return torch.Size(shape)
 
 
 def plan_cuts(model: nn.Module, rank: int, size: int) -> dict[str, Cut]:
-    """The cut of every parameter by its name, for rank `rank` of `size`.
+    """Return the cut of every parameter by its name, for rank `rank` of `size`.
 
     Raises ConfigError for sizes of the model that do not divide.
     """
@@ -92,7 +92,7 @@ def plan_cuts(model: nn.Module, rank: int, size: int) -> dict[str, Cut]:
 
 
 def planned(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """The modules that the plan cuts: path and kind, in the model's order."""
+    """Yield the modules that the plan cuts: path and kind, in the model's order."""
     for path, _ in model.named_modules():
         for pattern, kind in PLAN.items():
             if fnmatch.fnmatchcase(path, pattern):

@@ -1,10 +1,10 @@
 """Tensor parallelism: a layer too large for one rank is cut inside, and N ranks compute it.
 
 Idea: Y = f(X A) B. Cut A by columns and B by rows. Each rank computes its columns of X A, applies
-f to them, and multiplies them by its rows of B: one of N summands of Y, and an all-reduce makes
-them Y. f needs no column of another rank: it is GELU, or attention, head by head.
+f to them, and multiplies them by its rows of B: one of N partial sums of Y, which an all-reduce
+adds up. f needs no column of another rank: it is GELU, or attention, head by head.
 
-Notation: N ranks, `tp` in shapes; G key-value heads. Y_partial is a summand.
+Notation: N ranks, `tp` in shapes; G key-value heads. Y_partial is a partial sum.
 
 Each rank holds: 1/N of the matrices and of the vocabulary; the norms, the biases that are added to
 a sum, and learned positions; of the activations 1/N inside the cut layers, all between them. If
@@ -16,8 +16,8 @@ the feed-forward; in the backward pass one of the gradient of the input of each.
 pass, for the head one in the backward pass, for the loss three numbers a token. Once a step the
 gradients of shared key-value heads. At the start a broadcast of rank 0's parameters.
 
-Read in this order: cuts.PLAN, model.linear, WholeSequence, FusedColumnLinears, RowParallelLinear,
-TensorParallel; then vocabulary, random_regions.
+Read in this order: cuts.PLAN, model.linear, AllReduceExchange, FusedColumnLinears,
+RowParallelLinear, TensorParallel; then vocabulary, random_regions.
 
 Reference: Shoeybi et al. 2019, "Megatron-LM" (section 3); Narayanan et al. 2021 (section 3.2: the
 volume).
@@ -45,11 +45,11 @@ from minitron.parallel.tensor.vocabulary import (
 )
 
 
-class WholeSequence(NoExchange):
-    """What happens at the ends of a cut region, if all ranks have all activations around it.
+class AllReduceExchange(NoExchange):
+    """The exchange at the ends of a cut region, if all ranks have all activations around it.
 
-    Where it begins, each rank needs the whole input (B, S, D), which is there, and in the backward
-    pass has a summand of that input's gradient.
+    Where the region begins, each rank already has the full input (B, S, D); in the backward pass
+    it has a partial sum of that input's gradient.
     """
 
     num_parts = 1  # of the sequence
@@ -61,7 +61,7 @@ class WholeSequence(NoExchange):
         return start_all_reduce(grad_partial, self.group)
 
     def reduce(self, out_partial: Tensor) -> Tensor:
-        """Where a region ends, each rank has a summand of the output; differentiable."""
+        """Sum the ranks' partial outputs, at the end of a cut region; differentiable."""
         return differentiable.all_reduce(out_partial, self.group)
 
 
@@ -77,7 +77,7 @@ class FusedColumnLinears:
         self.outputs: dict[nn.Linear, Tensor] = {}
 
     def output(self, layer: nn.Linear, x: Tensor) -> Tensor:
-        """What `layer` makes of `x` (B, S, D): (B, S, F/tp)."""
+        """Return the output (B, S, F/tp) of `layer` for `x` (B, S, D)."""
         if x is not self.x or layer not in self.outputs:
             parameters = [p for each in self.layers for p in (each.weight, each.bias)]
             outputs = layer.parts.compute(x, *parameters)
@@ -97,7 +97,7 @@ class ColumnParallelLinear(Linear):
 
 
 class RowParallelLinear(Linear):
-    """Holds weight (D, F/tp) and the whole bias (D,); reads (B, S, F/tp), a cut layer's output."""
+    """Holds weight (D, F/tp) and the full bias (D,); reads (B, S, F/tp), a cut layer's output."""
 
     def forward(self, x: Tensor) -> Tensor:
         (out_partial,) = self.parts.compute(x, self.weight, None)
@@ -113,23 +113,23 @@ class TensorParallel(OneDevice):
     backward pass of a step. All ranks read the same samples.
     """
 
-    def __init__(self, model: nn.Module, exchange: WholeSequence):
+    def __init__(self, model: nn.Module, exchange: AllReduceExchange):
         super().__init__(model)
         self.group, self.exchange = exchange.group, exchange
         self.rank, self.size = self.group.rank(), self.group.size()
         self.cuts = plan_cuts(model, self.rank, self.size)
-        self.take_parts()
-        self.change_layers()
+        self.shard_parameters()
+        self.parallelize_layers()
 
-    def take_parts(self) -> None:
+    def shard_parameters(self) -> None:
         """Leave this rank its part of every parameter."""
         for name, parameter in global_parameters(self.model):
             if not parameter.is_meta:
                 broadcast(parameter.detach(), 0, self.group)
             parameter.data = self.cuts[name].copy_of(parameter.detach())
 
-    def change_layers(self) -> None:
-        readers: dict[str, list[nn.Linear]] = {}  # of the same input: neighbours in the model
+    def parallelize_layers(self) -> None:
+        readers: dict[str, list[nn.Linear]] = {}  # of the same input: neighbors in the model
         for path, kind in planned(self.model):
             layer = self.model.get_submodule(path)
             if kind == "columns":
@@ -153,11 +153,11 @@ class TensorParallel(OneDevice):
     # A step
 
     def summed_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy of logits (B, S, V/tp), summed over the counted targets, nats."""
+        """Return the cross-entropy of logits (B, S, V/tp), summed over counted targets, nats."""
         return vocabulary_parallel_cross_entropy(logits, targets, self.group)
 
     def full_logits(self, logits: Tensor) -> Tensor:
-        """The logits (B, S, V) of (B, S, V/tp), to draw tokens from; without a gradient."""
+        """Gather logits (B, S, V/tp) to (B, S, V), to draw tokens from; without a gradient."""
         return differentiable.start_all_gather(logits.detach(), self.group, logits.dim() - 1)()
 
     def finish(self) -> None:
@@ -173,22 +173,22 @@ class TensorParallel(OneDevice):
             cut, grad = self.cuts[name], gradient(parameter)
             if cut.is_partial and grad is not None:
                 shared.setdefault(grad.dtype, []).append((cut, grad))
-        for summands in shared.values():
-            self.sum_in_one_message(summands)
+        for partial_sums in shared.values():
+            self.sum_in_one_message(partial_sums)
 
-    def sum_in_one_message(self, summands: list[tuple[Cut, Tensor]]) -> None:
+    def sum_in_one_message(self, partial_sums: list[tuple[Cut, Tensor]]) -> None:
         """Sum gradients over the ranks that hold the same part, in place.
 
         Each travels as all of its parts, zeros but for this rank's: so one group is enough.
         """
-        sizes = [cut.count * grad.numel() for cut, grad in summands]
-        flat = summands[0][1].new_zeros(sum(sizes))
+        sizes = [cut.count * grad.numel() for cut, grad in partial_sums]
+        flat = partial_sums[0][1].new_zeros(sum(sizes))
         own = [parts.view(cut.count, *grad.shape)[cut.index]
-               for parts, (cut, grad) in zip(flat.split(sizes), summands, strict=True)]
-        for part, (_, grad) in zip(own, summands, strict=True):
+               for parts, (cut, grad) in zip(flat.split(sizes), partial_sums, strict=True)]
+        for part, (_, grad) in zip(own, partial_sums, strict=True):
             part.copy_(grad)
         all_reduce(flat, self.group)
-        for part, (_, grad) in zip(own, summands, strict=True):
+        for part, (_, grad) in zip(own, partial_sums, strict=True):
             grad.copy_(part)
 
     # The whole model
@@ -209,7 +209,7 @@ class TensorParallel(OneDevice):
         return cut.full_shape(shape), cut.origin(shape)
 
     def part_of(self, value: Values) -> Values:
-        """The same by name and the shape that this rank holds: its parts."""
+        """Wrap `value` so that it takes the shape of this rank's part, and returns that part."""
         def part(name: str, shape: torch.Size) -> Tensor:
             cut = self.cuts[name]
             return cut.of(value(name, cut.full_shape(shape)))
@@ -221,13 +221,13 @@ class TensorParallel(OneDevice):
         return {name: self.join(self.cuts[name], block) for name, block in blocks.items()}
 
     def join(self, cut: Cut, part: Tensor | None) -> Tensor | None:
-        """The whole of a tensor, on the CPU: a device that needs cuts may not hold them all."""
+        """Unshard a tensor on the CPU, since a device may not have room for all of them."""
         if part is None or cut.count == 1:
             return part
         own = part.to(self.device).contiguous()
         parts = own.new_empty(self.size, *own.shape)
         all_gather_single(parts.flatten(0, 1), own, self.group)
-        return cut.whole(list(parts.unbind())).cpu()
+        return cut.unshard(list(parts.unbind())).cpu()
 
     @property
     def device(self) -> torch.device:
@@ -240,4 +240,4 @@ def apply_tensor_parallel(model: nn.Module, group: ProcessGroup) -> TensorParall
     Parameters on the meta device stay there. Raises ConfigError for sizes of the model that do not
     divide by the number of ranks.
     """
-    return TensorParallel(model, WholeSequence(group))
+    return TensorParallel(model, AllReduceExchange(group))

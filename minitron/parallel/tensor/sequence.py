@@ -17,7 +17,7 @@ keeps the whole. Embedding and head are the two halves of one more such pair. On
 all-reduce of the gradients of what every rank holds whole: norms, biases added to a sum, learned
 positions. Each rank has seen its tokens alone.
 
-Read in this order: SequenceParts, apply_sequence_parallel.
+Read in this order: SequenceParallelExchange, apply_sequence_parallel.
 
 Reference: Korthikanti et al. 2022 (section 4.2.2). Not to be confused with context parallelism,
 which divides the sequence inside attention too.
@@ -31,13 +31,13 @@ from torch.distributed import ProcessGroup
 
 from minitron.comm import differentiable
 from minitron.comm.differentiable import equal_parts, start_all_gather, start_reduce_scatter
-from minitron.parallel.tensor.layers import TensorParallel, WholeSequence
+from minitron.parallel.tensor.layers import AllReduceExchange, TensorParallel
 from minitron.parallel.tensor.random_regions import OwnDropout
 
 SEQUENCE = 1  # dim of (B, S, D)
 
 
-class SequenceParts(WholeSequence):
+class SequenceParallelExchange(AllReduceExchange):
     """What happens at the ends of a cut region, if each rank has (B, S/tp, D) around it."""
 
     def __init__(self, group: ProcessGroup, regathers: bool):
@@ -61,7 +61,7 @@ def apply_sequence_parallel(
 
     The sequence must divide by the number of ranks: the forward pass raises ValueError if not.
     """
-    parallel = TensorParallel(model, SequenceParts(group, regather))
+    parallel = TensorParallel(model, SequenceParallelExchange(group, regather))
     for name, cut in parallel.cuts.items():
         if cut.count == 1:  # every rank holds it whole, and has used it for its own tokens
             parallel.cuts[name] = replace(cut, is_partial=True)

@@ -40,7 +40,7 @@ def divide_vocabulary(embedding: nn.Embedding, exchange, rank: int, size: int) -
 def vocabulary_parallel_cross_entropy(
     logits_shard: Tensor, targets: Tensor, group: ProcessGroup
 ) -> Tensor:
-    """Cross-entropy of logits (B, S, V/N) and targets (B, S), summed over the targets, nats.
+    """Return the cross-entropy of logits (B, S, V/N) and targets (B, S), summed, nats.
 
     The same 0-d sum on every rank. No rank sees the logits of another: three numbers a token cross
     the wire. A target of -100 does not count. Computed in float32 or better.
@@ -82,7 +82,7 @@ class CrossEntropy(torch.autograd.Function):
 
 
 def local_rows(tokens: Tensor, num_rows: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Each token's row on this rank, 0 if it is on another; and whether it is on this one."""
+    """Return each token's row on this rank, 0 if it is elsewhere; and whether it is here."""
     rows = tokens - rank * num_rows
     is_mine = (rows >= 0) & (rows < num_rows)
     return rows.where(is_mine, 0), is_mine

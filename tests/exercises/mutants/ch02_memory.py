@@ -156,7 +156,7 @@ def sizes(model, batch_size, sequence_length):
     return tokens * model.width, tokens * model.ffn_width, square
 
 
-def right_materialised(model, batch_size, sequence_length, bytes_per_value):
+def right_materialized(model, batch_size, sequence_length, bytes_per_value):
     """Adds up the branches one after the other, bytes per token."""
     n, dropout, D = bytes_per_value, model.dropout > 0, model.width
     scores = model.num_heads * sequence_length
@@ -174,83 +174,83 @@ def paper_formula(model, batch_size, sequence_length, bytes_per_value):
 def width_times_four(model, batch_size, sequence_length, bytes_per_value):
     """The feed-forward is 4 D wide: it is ffn_width wide."""
     wide, inner, _ = sizes(model, batch_size, sequence_length)
-    right = right_materialised(model, batch_size, sequence_length, bytes_per_value)
+    right = right_materialized(model, batch_size, sequence_length, bytes_per_value)
     return right + 2 * (4 * wide - inner) * bytes_per_value
 
 
 def input_of_each(model, batch_size, sequence_length, bytes_per_value):
     """Three linear layers save three inputs: it is one tensor."""
     wide, *_ = sizes(model, batch_size, sequence_length)
-    right = right_materialised(model, batch_size, sequence_length, bytes_per_value)
+    right = right_materialized(model, batch_size, sequence_length, bytes_per_value)
     return right + 2 * wide * bytes_per_value
 
 
 def saves_the_scores(model, batch_size, sequence_length, bytes_per_value):
     """Softmax needs its input: its output is enough."""
     *_, square = sizes(model, batch_size, sequence_length)
-    right = right_materialised(model, batch_size, sequence_length, bytes_per_value)
+    right = right_materialized(model, batch_size, sequence_length, bytes_per_value)
     return right + square * bytes_per_value
 
 
 def no_norm_inputs(model, batch_size, sequence_length, bytes_per_value):
     """Norms are small, so they save little: they save their input."""
     wide, *_ = sizes(model, batch_size, sequence_length)
-    right = right_materialised(model, batch_size, sequence_length, bytes_per_value)
+    right = right_materialized(model, batch_size, sequence_length, bytes_per_value)
     return right - 2 * wide * bytes_per_value
 
 
 def forgets_gelu(model, batch_size, sequence_length, bytes_per_value):
     """Only matrix products save something: gelu needs its input."""
     _, inner, _ = sizes(model, batch_size, sequence_length)
-    right = right_materialised(model, batch_size, sequence_length, bytes_per_value)
+    right = right_materialized(model, batch_size, sequence_length, bytes_per_value)
     return right - inner * bytes_per_value
 
 
 def wide_masks(model, batch_size, sequence_length, bytes_per_value):
     """A mask is a tensor like any other: it takes 1 byte per value."""
     wide, _, square = sizes(model, batch_size, sequence_length)
-    right = right_materialised(model, batch_size, sequence_length, bytes_per_value)
+    right = right_materialized(model, batch_size, sequence_length, bytes_per_value)
     return right + (model.dropout > 0) * (bytes_per_value - 1) * (square + 2 * wide)
 
 
 def masks_alone(model, batch_size, sequence_length, bytes_per_value):
     """Dropout adds its masks, and nothing else."""
     *_, square = sizes(model, batch_size, sequence_length)
-    right = right_materialised(model, batch_size, sequence_length, bytes_per_value)
+    right = right_materialized(model, batch_size, sequence_length, bytes_per_value)
     return right - (model.dropout > 0) * square * bytes_per_value
 
 
 def no_branch_masks(model, batch_size, sequence_length, bytes_per_value):
     """Dropout acts on the probabilities: and on the outputs of the branches."""
     wide, *_ = sizes(model, batch_size, sequence_length)
-    right = right_materialised(model, batch_size, sequence_length, bytes_per_value)
+    right = right_materialized(model, batch_size, sequence_length, bytes_per_value)
     return right - (model.dropout > 0) * 2 * wide
 
 
 def always_masks(model, batch_size, sequence_length, bytes_per_value):
     """Dropout's masks are always there: with probability 0 it does nothing."""
     wide, _, square = sizes(model, batch_size, sequence_length)
-    right = right_materialised(model, batch_size, sequence_length, bytes_per_value)
+    right = right_materialized(model, batch_size, sequence_length, bytes_per_value)
     return right + (model.dropout == 0) * (2 * wide + square)
 
 
 def values_not_bytes(model, batch_size, sequence_length, bytes_per_value):
     """The count of values is the answer."""
-    return right_materialised(model, batch_size, sequence_length, bytes_per_value) \
+    return right_materialized(model, batch_size, sequence_length, bytes_per_value) \
         // bytes_per_value
 
 
 def right_fused(model, batch_size, sequence_length, bytes_per_value):
-    """Takes away from the materialised block what has S twice."""
+    """Takes away from the materialized block what has S twice."""
     *_, square = sizes(model, batch_size, sequence_length)
     n, dropout = bytes_per_value, model.dropout > 0
-    whole = right_materialised(model, batch_size, sequence_length, n)
+    whole = right_materialized(model, batch_size, sequence_length, n)
     return whole - square * (n + dropout * (n + 1))
 
 
 def still_square(model, batch_size, sequence_length, bytes_per_value):
     """The kernel is faster and saves the same."""
-    return right_materialised(model, batch_size, sequence_length, bytes_per_value)
+    return right_materialized(model, batch_size, sequence_length, bytes_per_value)
 
 
 def keeps_the_mask(model, batch_size, sequence_length, bytes_per_value):
@@ -589,7 +589,7 @@ MISTAKES = {
         whole_gigabytes: "compare bytes, not GB that were rounded",
         truncated_memory: "memory_gb need not be a whole number",
     },
-    "materialised_block_bytes": {
+    "materialized_block_bytes": {
         paper_formula: "right for F = 4 D, 2 bytes, dropout",
         width_times_four: "the feed-forward is F = ffn_width wide, not 4 D",
         input_of_each: "read one and the same input",
@@ -639,7 +639,7 @@ MISTAKES = {
 RIGHT_ANSWERS = {
     "state_bytes": [right_states],
     "plans_that_fit": [right_fit],
-    "materialised_block_bytes": [right_materialised],
+    "materialized_block_bytes": [right_materialized],
     "fused_block_bytes": [right_fused],
     "find_peak": [right_peak],
     "train": [right_functions, right_detached],

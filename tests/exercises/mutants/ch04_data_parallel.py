@@ -270,7 +270,7 @@ class Hooked:
     """The answer of the course, in parts to be replaced."""
 
     def __init__(self, model, group):
-        self.model, self.group, self.synchronises, self.works = model, group, True, []
+        self.model, self.group, self.synchronizes, self.works = model, group, True, []
         for p in self.hooked():
             p.register_post_accumulate_grad_hook(self.reduce)
 
@@ -281,7 +281,7 @@ class Hooked:
         self.works.append(dist.all_reduce(tensor, group=self.group, async_op=True))
 
     def reduce(self, p):
-        if self.synchronises:
+        if self.synchronizes:
             p.grad /= self.group.size()
             self.send(p.grad)
 
@@ -292,16 +292,16 @@ class Hooked:
 
     @contextmanager
     def no_sync(self):
-        self.synchronises = False
+        self.synchronizes = False
         yield
-        self.synchronises = True
+        self.synchronizes = True
 
 
 class RightCopies(Hooked):
     """Sends a flat copy, and divides when it has arrived."""
 
     def reduce(self, p):
-        if self.synchronises:
+        if self.synchronizes:
             copy = p.grad.reshape(-1).clone()
             work = dist.all_reduce(copy, group=self.group, async_op=True)
             self.works.append((p, copy, work))
@@ -317,13 +317,13 @@ class RightClosures(Hooked):
     """A closure per parameter, and futures instead of works."""
 
     def __init__(self, model, group):
-        self.group, self.synchronises, self.works = group, True, {}
+        self.group, self.synchronizes, self.works = group, True, {}
         for name, p in model.named_parameters():
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(lambda p, name=name: self.start(name, p))
 
     def start(self, name, p):
-        if self.synchronises:
+        if self.synchronizes:
             self.works[name] = p, dist.all_reduce(p.grad, group=self.group, async_op=True)
 
     def finish(self):
@@ -363,7 +363,7 @@ class DividesEachMicroBatch(Hooked):
 
     def reduce(self, p):
         p.grad /= self.group.size()
-        if self.synchronises:
+        if self.synchronizes:
             self.send(p.grad)
 
 
@@ -371,7 +371,7 @@ class InFloat32(Hooked):
     """Gradients may travel in half the bytes: they arrive with half the digits."""
 
     def reduce(self, p):
-        if self.synchronises:
+        if self.synchronizes:
             small = (p.grad / self.group.size()).float()
             work = dist.all_reduce(small, group=self.group, async_op=True)
             self.works.append((p, small, work))
@@ -421,7 +421,7 @@ class ReducesParameter(Hooked):
     """The hook's argument is the gradient: it is the parameter (a bug of a public code base)."""
 
     def reduce(self, p):
-        if self.synchronises:
+        if self.synchronizes:
             self.send(p.data)
 
 
@@ -429,7 +429,7 @@ class Sums(Hooked):
     """The sum will do, AdamW does not mind the scale: SGD and clipping do."""
 
     def reduce(self, p):
-        if self.synchronises:
+        if self.synchronizes:
             self.send(p.grad)
 
 
@@ -437,7 +437,7 @@ class DividesUnderWay(Hooked):
     """Start the all-reduce, then divide: the network still reads and writes that tensor."""
 
     def reduce(self, p):
-        if self.synchronises:
+        if self.synchronizes:
             self.send(p.grad)
             p.grad /= self.group.size()
 
@@ -481,9 +481,9 @@ class Bucketed:
     """The answer of the course, in parts to be replaced."""
 
     def __init__(self, model, group, bucket_bytes):
-        self.group, self.synchronises = group, True
+        self.group, self.synchronizes = group, True
         self.buckets = self.fill(learning(model), bucket_bytes)
-        self.start_over()
+        self.reset()
         for p in learning(model):
             p.register_post_accumulate_grad_hook(self.collect)
 
@@ -492,11 +492,11 @@ class Bucketed:
         plan = right_recursive([p.nbytes for p in parameters], bucket_bytes)
         return [[parameters[index] for index in bucket] for bucket in plan]
 
-    def start_over(self):
+    def reset(self):
         self.complete, self.works, self.num_sent = set(), [], 0
 
     def collect(self, p):
-        if self.synchronises:
+        if self.synchronizes:
             self.complete.add(p)
             self.send_complete()
 
@@ -523,53 +523,53 @@ class Bucketed:
             self.send(bucket)
         for work in self.works:
             work.wait()
-        self.start_over()
+        self.reset()
 
     @contextmanager
     def no_sync(self):
-        self.synchronises = False
+        self.synchronizes = False
         yield
-        self.synchronises = True
+        self.synchronizes = True
 
 
 class RightCountdown(Bucketed):
     """Counts down per bucket, and copies back from flat tensors that are dropped."""
 
-    def start_over(self):
+    def reset(self):
         self.missing = [len(bucket) for bucket in self.buckets]
-        self.under_way = []
+        self.in_flight = []
 
     def collect(self, p):
-        if self.synchronises:
+        if self.synchronizes:
             number = next(n for n, bucket in enumerate(self.buckets)
                           if any(p is other for other in bucket))
             self.missing[number] -= 1
-            while len(self.under_way) < len(self.buckets) and not self.missing[
-                    len(self.under_way)]:
-                self.send(self.buckets[len(self.under_way)])
+            while len(self.in_flight) < len(self.buckets) and not self.missing[
+                    len(self.in_flight)]:
+                self.send(self.buckets[len(self.in_flight)])
 
     def send(self, bucket):
         flat = torch.cat([
             (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in bucket])
         work = dist.all_reduce(flat, group=self.group, async_op=True)
-        self.under_way.append((bucket, flat, work))
+        self.in_flight.append((bucket, flat, work))
 
     def finish(self):
-        for bucket in self.buckets[len(self.under_way):]:
+        for bucket in self.buckets[len(self.in_flight):]:
             self.send(bucket)
-        for bucket, flat, work in self.under_way:
+        for bucket, flat, work in self.in_flight:
             work.wait()
             flat /= self.group.size()
             for p, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
                 p.grad = part.clone().view_as(p)
-        self.start_over()
+        self.reset()
 
 
 class RightViews(Bucketed):
     """Flat tensors that stay, each .grad a view of one."""
 
-    def start_over(self):
-        super().start_over()
+    def reset(self):
+        super().reset()
         if not hasattr(self, "flats"):
             self.flats = [torch.empty(sum(p.numel() for p in bucket), dtype=bucket[0].dtype)
                           for bucket in self.buckets]
@@ -600,14 +600,14 @@ class DropsTheLast(Bucketed):
     def finish(self):
         for work in self.works:
             work.wait()
-        self.start_over()
+        self.reset()
 
 
 class WheneverComplete(Bucketed):
     """A bucket goes out when it is complete: in another order on another rank."""
 
-    def start_over(self):
-        super().start_over()
+    def reset(self):
+        super().reset()
         self.sent = set()
 
     def send_complete(self):
@@ -622,14 +622,14 @@ class WheneverComplete(Bucketed):
                 self.send(bucket)
         for work in self.works:
             work.wait()
-        self.start_over()
+        self.reset()
 
 
 class TrustsTheOrder(Bucketed):
     """The last gradient of the list comes last: on another rank another one does."""
 
     def collect(self, p):
-        if self.synchronises and self.num_sent < len(self.buckets) \
+        if self.synchronizes and self.num_sent < len(self.buckets) \
                 and p is self.buckets[self.num_sent][-1]:
             self.send(self.buckets[self.num_sent])
 
@@ -637,7 +637,7 @@ class TrustsTheOrder(Bucketed):
 class NeverForgets(Bucketed):
     """What was complete stays complete: in the next step it is not."""
 
-    def start_over(self):
+    def reset(self):
         self.complete, self.works, self.num_sent = getattr(self, "complete", set()), [], 0
 
 
@@ -660,7 +660,7 @@ class OverlapsInOneOrder(Bucketed):
     """Only its last gradient can send a bucket: in another order it stays until finish()."""
 
     def collect(self, p):
-        if self.synchronises:
+        if self.synchronizes:
             self.complete.add(p)
             if self.num_sent < len(self.buckets) and p is self.buckets[self.num_sent][-1]:
                 self.send_complete()
@@ -671,7 +671,7 @@ class CountsUnderNoSync(Bucketed):
 
     def collect(self, p):
         self.complete.add(p)
-        if self.synchronises:
+        if self.synchronizes:
             self.send_complete()
 
 
@@ -685,7 +685,7 @@ class SkipsNone(Bucketed):
 class NeverForgetsWorks(Bucketed):
     """The works of all steps may stay in a list: each holds its flat tensor."""
 
-    def start_over(self):
+    def reset(self):
         self.complete, self.num_sent = set(), 0
         self.works = getattr(self, "works", [])
 

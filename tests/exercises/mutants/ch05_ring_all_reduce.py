@@ -122,7 +122,7 @@ def starts_with_its_own(flat, group):
 
 
 def straight_to_the_owner(flat, group):
-    """Each chunk sent to its owner: as many bytes, but not to the neighbour."""
+    """Each chunk sent to its owner: as many bytes, but not to the neighbor."""
     chunks, rank, size, *_ = ring_of(flat, group)
     for distance in range(1, size):
         to, source = (rank + distance) % size, (rank - distance) % size
@@ -260,7 +260,7 @@ def gathers_one_step_more(flat, group):
 
 
 def gathers_on_one_rank_too(flat, group):
-    """N steps for N ranks, and so one on a single rank: it would be its own neighbour."""
+    """N steps for N ranks, and so one on a single rank: it would be its own neighbor."""
     chunks, rank, size, after, before = ring_of(flat, group)
     for step in range(size):
         swap(chunks[(rank - step) % size], after, chunks[(rank - 1 - step) % size], before, group)
@@ -564,7 +564,7 @@ MISTAKES = {
         gathers_whole_tensors: "the whole tensor goes over the wire in every step",
         gathers_one_step_short: "too few steps",
         gathers_one_step_more: "one step too many",
-        gathers_on_one_rank_too: "on one rank there is no neighbour",
+        gathers_on_one_rank_too: "on one rank there is no neighbor",
         sends_its_own_again: "what came in goes out in the next step",
         wrong_places: "each chunk goes to its own place",
         gathers_backwards: "rank r sends to (r + 1) % N alone",

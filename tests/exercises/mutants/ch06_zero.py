@@ -352,11 +352,11 @@ class Handing:
         self.buckets = [[parameters[index] for index in bucket] for bucket in plan]
         self.shards = [torch.zeros_like(own(flatten(bucket, group.size()), group))
                        for bucket in self.buckets]
-        self.start_over()
+        self.reset()
         for p in parameters:
             p.register_post_accumulate_grad_hook(self.collect)
 
-    def start_over(self):
+    def reset(self):
         self.complete, self.num_sent = set(), 0
 
     def collect(self, p):
@@ -366,9 +366,9 @@ class Handing:
     def send_complete(self):
         while self.num_sent < len(self.buckets) and self.complete.issuperset(
                 self.buckets[self.num_sent]):
-            self.hand_over(self.num_sent)
+            self.reduce_bucket(self.num_sent)
 
-    def hand_over(self, index):
+    def reduce_bucket(self, index):
         flat = self.flat_gradient(self.buckets[index]) / self.group.size()
         self.free(self.buckets[index])
         self.reduce(index, flat)
@@ -391,27 +391,27 @@ class Handing:
 
     def finish(self):
         for index in range(self.num_sent, len(self.buckets)):
-            self.hand_over(index)
-        self.start_over()
+            self.reduce_bucket(index)
+        self.reset()
 
 
 class RightOneUnderWay(Handing):
     """One reduce-scatter runs beside the backward pass; the next waits for it."""
 
-    under_way = None
+    in_flight = None
 
     def reduce(self, index, flat):
         self.land()
         arrived = torch.empty_like(self.shards[index])
         work = reduce_scatter_single(arrived, flat, self.group, async_op=True)
-        self.under_way = index, arrived, work
+        self.in_flight = index, arrived, work
 
     def land(self):
-        if self.under_way is not None:
-            index, arrived, work = self.under_way
+        if self.in_flight is not None:
+            index, arrived, work = self.in_flight
             work.wait()
             self.shards[index].add_(arrived)
-            self.under_way = None
+            self.in_flight = None
 
     def finish(self):
         super().finish()
@@ -421,7 +421,7 @@ class RightOneUnderWay(Handing):
 class RightCountdown(Handing):
     """Counts down per bucket, and divides what arrives."""
 
-    def start_over(self):
+    def reset(self):
         self.num_sent = 0
         self.missing = [len(bucket) for bucket in self.buckets]
 
@@ -429,7 +429,7 @@ class RightCountdown(Handing):
         index = next(i for i, bucket in enumerate(self.buckets) if any(p is q for q in bucket))
         self.missing[index] -= 1
         while self.num_sent < len(self.buckets) and self.missing[self.num_sent] == 0:
-            self.hand_over(self.num_sent)
+            self.reduce_bucket(self.num_sent)
 
     def flat_gradient(self, bucket):
         return super().flat_gradient(bucket) * self.group.size()
@@ -449,26 +449,26 @@ class ForgetsTheLast(Handing):
     """Hooks send everything: not a bucket with a parameter that nothing uses."""
 
     def finish(self):
-        self.start_over()
+        self.reset()
 
 
 class WheneverComplete(Handing):
     """A bucket goes out when it is complete: in another order on another rank."""
 
-    def start_over(self):
-        super().start_over()
+    def reset(self):
+        super().reset()
         self.sent = set()
 
     def send_complete(self):
         for index, bucket in enumerate(self.buckets):
             if index not in self.sent and self.complete.issuperset(bucket):
                 self.sent.add(index)
-                self.hand_over(index)
+                self.reduce_bucket(index)
 
     def finish(self):
         for index in set(range(len(self.buckets))) - self.sent:
-            self.hand_over(index)
-        self.start_over()
+            self.reduce_bucket(index)
+        self.reset()
 
 
 class TrustsTheOrder(Handing):
@@ -476,7 +476,7 @@ class TrustsTheOrder(Handing):
 
     def collect(self, p):
         if self.num_sent < len(self.buckets) and p is self.buckets[self.num_sent][-1]:
-            self.hand_over(self.num_sent)
+            self.reduce_bucket(self.num_sent)
 
 
 class Overwrites(Handing):
@@ -521,22 +521,22 @@ class NeverWaits(Handing):
 class HoldsEveryFlat(Handing):
     """Everything under way, waited for at the end: every flat gradient is held until then."""
 
-    def start_over(self):
-        super().start_over()
-        self.under_way = []
+    def reset(self):
+        super().reset()
+        self.in_flight = []
 
     def reduce(self, index, flat):
         arrived = torch.empty_like(self.shards[index])
         work = reduce_scatter_single(arrived, flat, self.group, async_op=True)
-        self.under_way.append((index, arrived, flat, work))
+        self.in_flight.append((index, arrived, flat, work))
 
     def finish(self):
         for index in range(self.num_sent, len(self.buckets)):
-            self.hand_over(index)
-        for index, arrived, _, work in self.under_way:
+            self.reduce_bucket(index)
+        for index, arrived, _, work in self.in_flight:
             work.wait()
             self.add(index, arrived)
-        self.start_over()
+        self.reset()
 
 
 class KeepsOneFlat(Handing):
@@ -558,7 +558,7 @@ class KeepsAllInNumpy(Handing):
 class NeverEmpty(Handing):
     """What was complete stays complete: the next backward pass sends what is not there yet."""
 
-    def start_over(self):
+    def reset(self):
         self.complete, self.num_sent = getattr(self, "complete", set()), 0
 
 

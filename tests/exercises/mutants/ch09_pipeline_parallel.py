@@ -224,7 +224,7 @@ def all_stages(num_ranks, num_micro_batches, num_chunks):
 
 
 def one_works(num_ranks, num_micro_batches, num_chunks):
-    """"Often only one GPU works, 25 % utilisation": with one micro-batch alone."""
+    """"Often only one GPU works, 25 % utilization": with one micro-batch alone."""
     return 1 - 1 / num_ranks, num_ranks - 1.0
 
 
@@ -323,7 +323,7 @@ def fill_to(costs, num_stages, limit):
 
 
 def right_limits(costs, num_stages, first=0.0, last=0.0):
-    """The lowest limit up to which stages can be filled, found by trying sums of neighbours."""
+    """The lowest limit up to which stages can be filled, found by trying sums of neighbors."""
     refuse(costs, num_stages)
     costs = with_ends(costs, first, last)
     before = list(accumulate(costs, initial=0.0))
@@ -393,7 +393,7 @@ def shared_blocks(costs, num_stages, first=0.0, last=0.0):
 
 
 def dealt_out(costs, num_stages, first=0.0, last=0.0):
-    """The most expensive block to the cheapest stage: but neighbours belong together."""
+    """The most expensive block to the cheapest stage: but neighbors belong together."""
     refuse(costs, num_stages)
     return [range(stage, len(costs), num_stages) for stage in range(num_stages)]
 

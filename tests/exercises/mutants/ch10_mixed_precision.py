@@ -413,14 +413,14 @@ class Masters:
 
     def step(self):
         for p, master in self.pairs:
-            self.hand_over(p, master)
+            self.copy_gradients(p, master)
         self.optimizer.step()
         with torch.no_grad():
             for p, master in self.pairs:
                 self.round(p, master)
         self.free()
 
-    def hand_over(self, p, master):
+    def copy_gradients(self, p, master):
         master.grad = None if p.grad is None else p.grad.float()
         p.grad = None
 
@@ -452,7 +452,7 @@ class RightOneByOne(Masters):
     def step(self):
         for p, master in self.pairs:
             if p.grad is not None:
-                self.hand_over(p, master)
+                self.copy_gradients(p, master)
         self.optimizer.step()
 
     def after(self):
@@ -480,15 +480,15 @@ class MastersOf16Bits(Masters):
     def copy(self, p):
         return p.detach().clone()
 
-    def hand_over(self, p, master):
+    def copy_gradients(self, p, master):
         master.grad, p.grad = p.grad, None
 
 
 class Anew(Masters):
     """The weights are the truth: the masters are made of them for every step."""
 
-    def hand_over(self, p, master):
-        super().hand_over(p, master)
+    def copy_gradients(self, p, master):
+        super().copy_gradients(p, master)
         master.copy_(p.detach())
 
 
@@ -519,7 +519,7 @@ class FrozenToo(Masters):
 class Zeros(Masters):
     """No gradient is a gradient of zero: not for weight decay."""
 
-    def hand_over(self, p, master):
+    def copy_gradients(self, p, master):
         master.grad = torch.zeros_like(master) if p.grad is None else p.grad.float()
         p.grad = None
 
@@ -527,9 +527,9 @@ class Zeros(Masters):
 class Stale(Masters):
     """Hands over what is there: what is not there leaves the last one."""
 
-    def hand_over(self, p, master):
+    def copy_gradients(self, p, master):
         if p.grad is not None:
-            super().hand_over(p, master)
+            super().copy_gradients(p, master)
 
     def free(self):
         pass
@@ -567,7 +567,7 @@ class KeepsTheirGradients(Masters):
 class KeepsGradients(Masters):
     """Copies gradients: those of the model stay."""
 
-    def hand_over(self, p, master):
+    def copy_gradients(self, p, master):
         master.grad = None if p.grad is None else p.grad.float()
 
 
@@ -1184,8 +1184,8 @@ RIGHT_ANSWERS = {
     "LossScaler": [RightElementByElement, RightCounting],
     "MasterStep": [RightAsParameters, RightOneByOne],
     "step_together": [right_with_a_flag, right_scaled_norm],
-    "quantise": [right_reciprocal, right_by_rows],
-    "quantise_shard": [right_agreed_scale, right_asynchronously],
+    "quantize": [right_reciprocal, right_by_rows],
+    "quantize_shard": [right_agreed_scale, right_asynchronously],
 }
 
 MISTAKES = {
@@ -1273,7 +1273,7 @@ MISTAKES = {
         skips_zero: "also if all gradients are zero",
         one_at_least: "after a skipped step the scale is multiplied by backoff",
     },
-    "quantise": {
+    "quantize": {
         unscaled_cast: "values are x / scale",
         without_abs: "of the absolute values",
         inverse: "that is the inverse",
@@ -1290,7 +1290,7 @@ MISTAKES = {
         hides_overflow_of_e5m2: "must be seen",
         hides_minus_infinity: "must be seen",
     },
-    "quantise_shard": {
+    "quantize_shard": {
         own_scale: "each rank has used its own shard's",
         adds_them_up: "dist.ReduceOp.MAX",
         largest_of_scales: "agree on the largest value, not on the scale",
@@ -1321,7 +1321,7 @@ FURTHER = {
         forgets_the_root: "take the root",
         multiplies_always: "also where the norm is below",
     },
-    "quantise": {
+    "quantize": {
         divides_in_16_bits: "rounded twice",
     },
 }

@@ -190,8 +190,8 @@ def right_by_reshape(axis, axes):
     return rows.tolist()
 
 
-def always_neighbours(axis, axes):
-    """A group is as many neighbours as the axis is long."""
+def always_neighbors(axis, axes):
+    """A group is as many neighbors as the axis is long."""
     size = axes[axis]
     return [list(range(first, first + size)) for first in range(0, prod(axes.values()), size)]
 
@@ -494,7 +494,7 @@ def powers_of_two(model, num_gpus, gpus_per_node, batch_size, bytes_per_gpu, byt
 
 
 def smaller_than_a_node(model, num_gpus, gpus_per_node, batch_size, bytes_per_gpu, bytes_needed):
-    """tp stays in a node if it is not larger than one: neighbours may lie on two."""
+    """tp stays in a node if it is not larger than one: neighbors may lie on two."""
     found = possible(model, num_gpus, gpus_per_node, batch_size, "node")
     found = [layout for layout in found if layout[1] <= gpus_per_node]
     return fitting(found, bytes_needed, bytes_per_gpu)
@@ -820,7 +820,7 @@ MISTAKES = {
         pops_places: "change the caller's dict",
     },
     "groups_along": {
-        always_neighbours: "neighbours only if no axis is behind dp",
+        always_neighbors: "neighbors only if no axis is behind dp",
         same_place: "a group has one rank of each place",
         grid_backwards: "the first axis fastest",
         far_apart: "as far from one another as the axes behind",

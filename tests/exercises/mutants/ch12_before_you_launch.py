@@ -327,7 +327,7 @@ def fullest(pipeline, counts, heads=None):
     return held.index(max(held)), max(held)
 
 
-def on_their_way(pipeline):
+def in_flight(pipeline):
     p, m = len(pipeline[0]), pipeline[2]
     return [min(m, p - stage) for stage in range(p)]
 
@@ -377,28 +377,28 @@ def first_is_fullest(stages, states, m, block, head):
 
 def head_everywhere(*pipeline):
     """Each micro-batch has a loss."""
-    return fullest(pipeline, on_their_way(pipeline), [pipeline[4]] * len(pipeline[0]))
+    return fullest(pipeline, in_flight(pipeline), [pipeline[4]] * len(pipeline[0]))
 
 
 def headless(*pipeline):
     """Blocks and state."""
-    return fullest(pipeline, on_their_way(pipeline), [0] * len(pipeline[0]))
+    return fullest(pipeline, in_flight(pipeline), [0] * len(pipeline[0]))
 
 
 def stateless(*pipeline):
     """Activations are what a pipeline holds."""
-    return fullest((pipeline[0], [0] * len(pipeline[0]), *pipeline[2:]), on_their_way(pipeline))
+    return fullest((pipeline[0], [0] * len(pipeline[0]), *pipeline[2:]), in_flight(pipeline))
 
 
 def from_one(*pipeline):
     """The first stage is number 1."""
-    stage, held = fullest(pipeline, on_their_way(pipeline))
+    stage, held = fullest(pipeline, in_flight(pipeline))
     return stage + 1, held
 
 
 def bytes_alone(*pipeline):
     """How many bytes?"""
-    return fullest(pipeline, on_their_way(pipeline))[1]
+    return fullest(pipeline, in_flight(pipeline))[1]
 
 
 # 12.3

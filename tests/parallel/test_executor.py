@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from minitron.launch import run
 from minitron.measure.ledger import Ledger
 from minitron.model.recompute import RECOMPUTE_POLICIES
-from minitron.model.transformer import global_name, initialise, materialise
-from minitron.parallel.pipeline.executor import Passage
+from minitron.model.transformer import global_name, initialize, materialize
+from minitron.parallel.pipeline.executor import ScheduleExecutor
 from minitron.parallel.pipeline.schedule_check import peak_activations
 from minitron.parallel.pipeline.schedules import (
     gpipe,
@@ -49,20 +49,20 @@ def summed(logits, targets):
 
 def held(group, make_schedule, num_micro_batches):
     """The most micro-batches held in a step, and what is left after it."""
-    passages, counts = set(), []
-    forward = Passage.forward
+    executors, counts = set(), []
+    forward = ScheduleExecutor.forward
 
     def counted(self, action):
         forward(self, action)
-        passages.add(self)
+        executors.add(self)
         counts.append(len(self.kept) + sum(map(bool, self.deferred.values())))
 
     pipeline = apply_pipeline_parallel(seeded(), group, make_schedule)
-    with patch.object(Passage, "forward", counted):
+    with patch.object(ScheduleExecutor, "forward", counted):
         pipeline.run(batches(num_micro_batches), summed, 99.0)
-    (passage,) = passages
-    left = [passage.kept, passage.made, passage.arriving, passage.leaving]
-    return max(counts), sum(map(len, left)) + sum(map(len, passage.deferred.values()))
+    (executor,) = executors
+    left = [executor.kept, executor.made, executor.arriving, executor.leaving]
+    return max(counts), sum(map(len, left)) + sum(map(len, executor.deferred.values()))
 
 
 def parts(group, make_schedule):
@@ -70,10 +70,10 @@ def parts(group, make_schedule):
     with torch.device("meta"):
         model = gpt()
     pipeline = apply_pipeline_parallel(model, group, make_schedule)
-    materialise(model, torch.device("cpu"))
-    initialise(model, seed=3)
+    materialize(model, torch.device("cpu"))
+    initialize(model, seed=3)
     whole = gpt()
-    initialise(whole, seed=3)
+    initialize(whole, seed=3)
     expected = dict(whole.named_parameters())
     same = all(torch.equal(parameter, expected[global_name(model, name)])
                for name, parameter in model.named_parameters())
