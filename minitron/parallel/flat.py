@@ -192,14 +192,13 @@ class FlatShards(Flat):
         With `over_replicas` the sum since the last time starts to travel over the replicas.
         """
         self.work.wait()
-        if self.of_replica is None:
-            self.of_replica = self.arriving
-        else:
-            self.of_replica += self.arriving
+        total = self.arriving if self.of_replica is None else self.of_replica.add_(self.arriving)
         self.grad_full = self.grad_views = self.arriving = None
         self.work = ARRIVED
-        if over_replicas:
-            self.of_all, self.of_replica = self.of_replica, None
+        if not over_replicas:
+            self.of_replica = total.to(self.grad_dtype)
+        else:
+            self.of_all, self.of_replica = total.to(self.reduce_dtype), None
             if self.replicas.size() > 1:
                 self.work = all_reduce(self.of_all, self.replicas, async_op=True)
             else:

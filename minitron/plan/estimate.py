@@ -88,8 +88,8 @@ def estimate(
     counts = blocks_per_rank(job.model, parallel, system)
     num_held = max(parameters_of(job, parallel, rank, counts[rank])
                    for rank in extreme_ranks(counts))
-    num_gradients = num_held / (parallel.dp if parallel.zero >= 2 else 1)
-    num_updated = num_held / (parallel.dp if parallel.zero >= 1 else 1)
+    num_gradients = num_held / (decision.num_shards if parallel.zero >= 2 else 1)
+    num_updated = num_held / (decision.num_shards if parallel.zero >= 1 else 1)
     parts["optimizer"] = optimizer_seconds(work, num_gradients, num_updated)
     parts["dp"] = data_seconds(job, decision, system, num_held,
                                (forward.seconds, backward.seconds), rates.overlap)
