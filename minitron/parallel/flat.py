@@ -158,7 +158,12 @@ class FlatShards(Flat):
         self.grad_shard: Tensor | None = None  # (n/N,), the sum of what has arrived
 
     def hold(self, parameter: nn.Parameter) -> None:
-        """Let a gradient add up in here over several micro-batches: `.grad` becomes a view."""
+        """Let a gradient add up in here over several micro-batches: `.grad` becomes a view.
+
+        There may be none yet: a zero-bubble schedule defers it, and autograd tells the hook anyway.
+        """
+        if parameter.grad is None:
+            return
         view = self.grad_view(parameter)
         if parameter.grad is not view:
             parameter.grad = view.copy_(parameter.grad)

@@ -75,9 +75,13 @@ class Estimate:
 
 
 def estimate(
-    job: Job, decision: Decision, system: System = MINITRON, rates: Rates = RATES
+    job: Job, decision: Decision, system: System = MINITRON, rates: Rates = RATES,
+    memory: dict[str, float] | None = None,
 ) -> Estimate:
-    """Estimate a step's time and memory; raises ConfigError for sizes that do not divide."""
+    """Estimate a step's time and memory; raises ConfigError for sizes that do not divide.
+
+    `memory` is what `memory_of` has said, if it has been asked.
+    """
     parallel, m = decision.parallel, decision.num_micro_batches(job)
     work = Work(job.model, job.device, decision.micro_batch_size, job.sequence_length,
                 decision.layout, job.precision, system, rates)
@@ -99,7 +103,7 @@ def estimate(
     again = cost.recompute_flops_per_token(job.model, job.sequence_length, decision.recompute)
     return Estimate(
         parts=parts,
-        memory=memory_of(job, decision, system),
+        memory=memory or memory_of(job, decision, system),
         model_flops=model_flops,
         hardware_flops=model_flops + tokens * again,
         peak_flops=job.num_gpus * job.device.bf16_flops,

@@ -51,10 +51,12 @@ def holdings(
     """Bytes of one rank of the pipeline, which has `counts[rank]` blocks."""
     parallel, precision = decision.parallel, PRECISIONS[job.precision]
     num_parameters = parameters_of(job, parallel, rank, counts[rank])
-    beside = precision.parameters.itemsize if system.both_gradients else 0
-    shards, unsharded = (
-        replace(recipe, gradient=recipe.gradient + beside)
-        for recipe in (FULLY_SHARDED if parallel.zero == 3 else precision.cost, precision.cost))
+    unsharded = precision.cost
+    shards = FULLY_SHARDED if parallel.zero == 3 else unsharded
+    if system.both_gradients:
+        shards, unsharded = (
+            replace(recipe, gradient=recipe.gradient + precision.parameters.itemsize)
+            for recipe in (shards, unsharded))
     state = cost.step_holdings(num_parameters, decision.num_shards, parallel.zero, shards,
                                unsharded, parallel.reshard_each_pass, decision.accumulation)
     if decision.accumulation == "reduced":  # what is on its way to the replicas
