@@ -173,7 +173,7 @@ def find_layout(job: Job) -> Decision | None:
       num_kv_heads, ffn_width and vocab_size of job.model;
     - sequence is tp > 1; then tp divides job.sequence_length;
     - pp divides job.model.num_layers, dp divides job.global_batch_size;
-    - zero is 0 if dp is 1; 0 or 1 if pp is more than 1; else 0 to 3;
+    - zero is 0 if dp is 1, else 0 to 3;
     - recompute is "none", "selective" or "full";
     - the micro-batch size is a power of two, 1 too, that divides job.global_batch_size / dp.
 

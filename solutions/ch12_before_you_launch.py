@@ -230,7 +230,7 @@ def find_layout(job: Job) -> Decision | None:
       num_kv_heads, ffn_width and vocab_size of job.model;
     - sequence is tp > 1; then tp divides job.sequence_length;
     - pp divides job.model.num_layers, dp divides job.global_batch_size;
-    - zero is 0 if dp is 1; 0 or 1 if pp is more than 1; else 0 to 3;
+    - zero is 0 if dp is 1, else 0 to 3;
     - recompute is "none", "selective" or "full";
     - the micro-batch size is a power of two, 1 too, that divides job.global_batch_size / dp.
 
@@ -252,7 +252,7 @@ def find_layout(job: Job) -> Decision | None:
         dp, rest = divmod(job.num_gpus, tp * pp)
         if rest or model.num_layers % pp or job.global_batch_size % dp:
             continue
-        stages = (0,) if dp == 1 else (0, 1) if pp > 1 else range(4)
+        stages = (0,) if dp == 1 else range(4)
         sequences = job.global_batch_size // dp
         sizes = [2**k for k in range(sequences.bit_length()) if sequences % 2**k == 0]
 

@@ -13,7 +13,7 @@ from minitron.config import ConfigError
 from minitron.plan.hardware import DEVICES
 from minitron.plan.job import Decision, Job
 from minitron.plan.money import training_days
-from minitron.plan.search import Candidate, checked, grid_of, layouts
+from minitron.plan.search import Candidate, checked, grid_of, layouts, with_variants
 from teaching.drawings import Drawing
 from teaching.figures_memory import CATEGORY_COLOR
 from teaching.figures_plan import time_and_memory
@@ -91,5 +91,5 @@ def best_of(job: str, tp: int, pp: int, micro_batch: int) -> Candidate:
     if not found:
         raise ConfigError(refused.most_common(1)[0][0] if refused else
                           f"{given.num_gpus} GPUs do not divide by tp {tp} x pp {pp}")
-    return min(found, key=lambda each: (not each.fits, each.seconds if each.fits
-                                        else each.total_bytes))
+    fitting = [each for each in found if each.fits]
+    return with_variants(fitting)[0] if fitting else min(found, key=lambda each: each.total_bytes)

@@ -95,8 +95,8 @@ H100 = DEVICES["H100-SXM-80GB"]
 # divided, stages, recomputation, and the size of a micro-batch. In how many ways can they be set?
 # In how many does it fit? And does it matter which one you take?
 #
-# In a pipeline this list stops at ZeRO-1. ZeRO-3 would gather the weights again for every
-# micro-batch, and ZeRO-2 would keep unsharded gradients until the last one.
+# In a pipeline this list stops at ZeRO-1, to keep it short. ZeRO-2 and ZeRO-3 train there too, but
+# they communicate for every micro-batch, and a pipeline needs many; chapter 12 searches them all.
 
 # %%
 llama, S_llama = cost.PUBLISHED["Llama 3.1 70B"], 8192
@@ -811,7 +811,7 @@ for line in decide(big).steps:
 
 # %% [markdown]
 # A tree sees one path. A search asks the same estimator about *every* layout that the package can
-# train, also with interleaved stages, selective recomputation, and tensor parallelism across nodes
+# train: other schedules, hybrid sharding, selective recomputation, tensor parallelism across nodes
 # (chapter 12). **Predict.** How much slower is the tree's choice than the best of them?
 
 # %%
@@ -845,7 +845,7 @@ print("the tree is slower by " + ", ".join(f"{each:.0%}" for each in behind))
 # <details><summary>Answer</summary>
 #
 # Next to nothing while a few nodes are enough. On 1,024 GPUs it depends on the model: Llama's
-# choice is the best there is, GPT-3's is slower by a quarter. On larger clusters it may lose more;
+# choices are within a tenth of the best, GPT-3's is slower by a quarter. Larger clusters lose more;
 # chapter 12 shows one.
 #
 # </details>
@@ -862,9 +862,9 @@ for name, each in (("the tree", Candidate(job, chosen)), ("the best", best)):
 
 # %% [markdown]
 # It waits less along tp, because it cuts the layers over half a node; the tree filled the node
-# before it tried a stage, and never went back. And although it has twice as many stages, its bubble
-# is smaller: the stages are interleaved (chapter 9), which is a question that the tree does not
-# ask.
+# before it tried a stage, and never went back. With as many stages, its bubble is half as long: a
+# zero-bubble schedule fills it with weight gradients (chapter 9). And along dp it gathers the
+# weights while it computes. The tree asks about neither.
 #
 # Both follow the estimator. Should you? Narayanan et al. (2021, section 5.2, table 2) have measured
 # two kinds of layout for GPT-3 on A100s, with full recomputation and 1,536 sequences a step: ZeRO-3

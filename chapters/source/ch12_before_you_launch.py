@@ -607,8 +607,8 @@ show(landscape(
        "fit, the slowest takes many times as long as the fastest.")
 
 # %% [markdown]
-# Most layouts cannot be trained: heads or layers do not divide, a rank would get no sequence, or a
-# pipeline has a stage of ZeRO that it cannot have (`minitron plan` counts the reasons). The best
+# Most layouts cannot be trained: heads or layers do not divide, a rank would get no sequence, or
+# micro-batches do not suit the schedule (`minitron plan` counts the reasons). The best
 # six are within a few percent of each other, closer than the error of the estimate. That is what a
 # search is for: a handful to try on Monday, out of tens of thousands, and the reason why the others
 # are not among them. (`minitron plan configs/gpt3-175b.toml --gpus 1024 --device a100 --explain`
@@ -649,9 +649,9 @@ for name, (given, layout) in CHOSEN.items():
 #
 # From what did not exist yet. MT-NLG and the 1T model recompute everything. Sequence parallelism
 # and fused attention came later; with them the activations fit, and a quarter of the FLOPs is
-# gone. ZeRO-1 inside a pipeline is the other one: fewer stages fit, so the bubble is smaller.
-# Llama's authors freed tensors early by hand and divided gradients too; as this package holds them,
-# their layout is too large, and the best that fits is slower.
+# gone. The others are a sharded state inside the pipeline, which then needs fewer stages, and zero
+# bubble. Llama's authors freed tensors early by hand and divided gradients too; as the package
+# holds them, their layout is too large, and the best that fits is slower.
 #
 # </details>
 #
@@ -689,12 +689,12 @@ for name, (given, _) in CHOSEN.items():
           f"{chosen.seconds / fastest.seconds:6.2f} x {most:>8}   {brief(chosen)}")
 
 # %% [markdown]
-# The tree finds the best layout for one job, is about a tenth slower for two, and takes almost
-# twice as long for the fourth. As in chapter 11, it loses where it has no question to ask. Llama's
+# The tree is about a tenth slower than the best layout for three jobs, and takes almost twice as
+# long for the fourth. As in chapter 11, it loses where it has no question to ask. Llama's
 # batch leaves only a few sequences for each copy of the model, so its pipeline idles; the best
-# layout interleaves its stages, and shares each layer among the GPUs of two nodes. For GPT-3 the
-# best layout interleaves too, and with ZeRO-1 it has room for larger micro-batches, which the tree
-# never tries in a pipeline. One path is enough to explain a choice. It is not enough to bet a month
+# layout interleaves its stages, and shares each layer among the GPUs of two nodes. For the others
+# the best layout has a zero-bubble schedule and gathers its weights ahead, while it computes; the
+# tree tries neither. One path is enough to explain a choice. It is not enough to bet a month
 # on.
 #
 # ### What if the network were twice as fast?

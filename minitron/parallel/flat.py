@@ -158,7 +158,12 @@ class FlatShards(Flat):
         self.grad_shard: Tensor | None = None  # (n/N,), the sum of what has arrived
 
     def accumulate(self, parameter: nn.Parameter) -> None:
-        """Let a gradient add up in here over several micro-batches: `.grad` becomes a view."""
+        """Let a gradient add up in here over several micro-batches: `.grad` becomes a view.
+
+        There may be none yet: a zero-bubble schedule defers it, and autograd tells the hook anyway.
+        """
+        if parameter.grad is None:
+            return
         view = self.grad_view(parameter)
         if parameter.grad is not view:
             parameter.grad = view.copy_(parameter.grad)
@@ -192,14 +197,13 @@ class FlatShards(Flat):
         With `over_replicas` the sum since the last time starts to travel over the replicas.
         """
         self.work.wait()
-        if self.of_replica is None:
-            self.of_replica = self.arriving
-        else:
-            self.of_replica += self.arriving
+        total = self.arriving if self.of_replica is None else self.of_replica.add_(self.arriving)
         self.grad_full = self.grad_views = self.arriving = None
         self.work = ARRIVED
-        if over_replicas:
-            self.of_all, self.of_replica = self.of_replica, None
+        if not over_replicas:
+            self.of_replica = total.to(self.grad_dtype)
+        else:
+            self.of_all, self.of_replica = total.to(self.reduce_dtype), None
             if self.replicas.size() > 1:
                 self.work = all_reduce(self.of_all, self.replicas, async_op=True)
             else:

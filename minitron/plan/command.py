@@ -15,7 +15,7 @@ from tyro.conf import Positional
 from minitron.config import Config, ConfigError, command_line, require
 from minitron.config.file import load
 from minitron.config.layout import divisors
-from minitron.plan.explain import as_it_stands, costs_most, explain
+from minitron.plan.explain import OPTIONS, as_it_stands, costs_most, explain
 from minitron.plan.hardware import Device, find_device
 from minitron.plan.job import Decision, Job, size_of
 from minitron.plan.money import TYPICAL_PUE, GpuHour, bill
@@ -24,6 +24,8 @@ from minitron.plan.systems import MINITRON
 from minitron.plan.unseen import sharded_rows
 from minitron.system.progress import CLOCK, Progress
 
+RARE = {"schedule": ("1f1b", "interleaved"), "replicas": (1,), "unsharded": ("nothing",)}
+"""Options whose columns are left out where all layouts have the usual values."""
 NUM_REASONS = 6  # for dropping a layout that are told
 
 
@@ -169,24 +171,33 @@ def counted(found: Search, seconds: float) -> str:
 
 
 def table(candidates: Sequence[Candidate], tokens: float, gpu_hour: GpuHour) -> str:
-    """Write a row for each layout: its options, then what it holds, takes and costs."""
-    names = ["tp", "seq", "pp", "chunks", "dp", "ZeRO", "recompute", "micro", "GB", "s/step", "MFU",
-             "bubble", "comm", "days", "GPU-hours",
+    """Write a row for each layout: its options, then what it holds, takes and costs.
+
+    Options that few layouts have get a column only if one of these has it.
+    """
+    rare = [name for name, default in RARE.items()
+            if any(OPTIONS[name](each.decision) not in default for each in candidates)]
+    names = ["tp", "seq", "pp", "chunks", "dp", "ZeRO", *rare, "recompute",
+             "micro", "GB", "s/step", "MFU", "bubble", "comm", "days", "GPU-hours",
              *[gpu_hour.currency] * (gpu_hour.price is not None),
              *["MWh"] * (gpu_hour.watts is not None)]
-    rows = [names, *(row(candidate, tokens, gpu_hour) for candidate in candidates)]
+    rows = [names, *(row(candidate, tokens, gpu_hour, rare) for candidate in candidates)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
                      for cells in rows)
 
 
-def row(candidate: Candidate, tokens: float, gpu_hour: GpuHour) -> list[str]:
+def row(
+    candidate: Candidate, tokens: float, gpu_hour: GpuHour, rare: Sequence[str]
+) -> list[str]:
     decision, job = candidate.decision, candidate.job
     axes = decision.parallel
     total = bill(tokens, tokens_per_step(job), candidate.seconds, job.num_gpus, gpu_hour)
     return [
         str(axes.tp), "yes" if axes.sequence else "no", str(axes.pp), str(axes.chunks),
-        str(axes.dp), str(axes.zero), decision.recompute, str(decision.micro_batch_size),
+        str(axes.dp), str(axes.zero),
+        *(str(OPTIONS[name](decision)).replace(" and ", "+") for name in rare),
+        decision.recompute, str(decision.micro_batch_size),
         f"{candidate.total_bytes / 1e9:.1f}", f"{candidate.seconds:.4g}",
         f"{candidate.estimate.mfu:.1%}", f"{candidate.bubble:.1%}",
         f"{candidate.communication:.1%}", f"{total.days:.3g}", f"{total.gpu_hours:,.0f}",

@@ -5,9 +5,10 @@ stages over nodes. Of each cut it asks two questions. What must be sharded or re
 fits? And is a step faster than with the cut before? `memory.memory_of` and `estimate.estimate`
 answer, as they do in a search of all layouts (search.py).
 
-The tree looks at about a dozen layouts, and says why it takes one. It never looks at interleaved
-stages or selective recomputation, nor at tensor parallelism over several nodes where anything else
-fits; so its choice may be slower than the best of a search.
+The tree looks at about a dozen layouts, and says why it takes one. It never looks at interleaved or
+zero-bubble schedules, ZeRO 2 and 3 in a pipeline, hybrid sharding, or selective recomputation, nor
+at tensor parallelism over several nodes where anything else fits; so its choice may be slower than
+the best of a search.
 
 Read in this order: job.py; decide, cuts, remedy, enlarged.
 Reference: Narayanan et al. 2021, section 3 (takeaways 1 to 3).

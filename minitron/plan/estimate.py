@@ -75,9 +75,13 @@ class Estimate:
 
 
 def estimate(
-    job: Job, decision: Decision, system: System = MINITRON, rates: Rates = RATES
+    job: Job, decision: Decision, system: System = MINITRON, rates: Rates = RATES,
+    memory: dict[str, float] | None = None,
 ) -> Estimate:
-    """Estimate a step's time and memory; raises ConfigError for sizes that do not divide."""
+    """Estimate a step's time and memory; raises ConfigError for sizes that do not divide.
+
+    `memory` is what `memory_of` has said, if it has been asked.
+    """
     parallel, m = decision.parallel, decision.num_micro_batches(job)
     work = Work(job.model, job.device, decision.micro_batch_size, job.sequence_length,
                 decision.layout, job.precision, system, rates)
@@ -88,8 +92,8 @@ def estimate(
     counts = blocks_per_rank(job.model, parallel, system)
     num_held = max(parameters_of(job, parallel, rank, counts[rank])
                    for rank in extreme_ranks(counts))
-    num_gradients = num_held / (parallel.dp if parallel.zero >= 2 else 1)
-    num_updated = num_held / (parallel.dp if parallel.zero >= 1 else 1)
+    num_gradients = num_held / (decision.num_shards if parallel.zero >= 2 else 1)
+    num_updated = num_held / (decision.num_shards if parallel.zero >= 1 else 1)
     parts["optimizer"] = optimizer_seconds(work, num_gradients, num_updated)
     parts["dp"] = data_seconds(job, decision, system, num_held,
                                (forward.seconds, backward.seconds), rates.overlap)
@@ -99,7 +103,7 @@ def estimate(
     again = cost.recompute_flops_per_token(job.model, job.sequence_length, decision.recompute)
     return Estimate(
         parts=parts,
-        memory=memory_of(job, decision, system),
+        memory=memory or memory_of(job, decision, system),
         model_flops=model_flops,
         hardware_flops=model_flops + tokens * again,
         peak_flops=job.num_gpus * job.device.bf16_flops,

@@ -12,14 +12,18 @@ from minitron.config import Config, require
 from minitron.config.layout import num_readers
 from minitron.plan.hardware import Device
 from minitron.plan.job import Decision, Job
-from minitron.plan.search import Candidate, Search, require_gpus
+from minitron.plan.search import SAME, Candidate, Search, require_gpus, with_variants
+from minitron.plan.variants import is_variant, unsharded
 
 OPTIONS: dict[str, Callable[[Decision], object]] = {
     "tp": lambda decision: decision.parallel.tp,
     "sequence": lambda decision: "on" if decision.parallel.sequence else "off",
     "pp": lambda decision: decision.parallel.pp,
+    "schedule": lambda decision: decision.parallel.schedule,
     "chunks": lambda decision: decision.parallel.chunks,
     "ZeRO": lambda decision: decision.parallel.zero,
+    "replicas": lambda decision: decision.parallel.replicas,
+    "unsharded": unsharded,
     "recompute": lambda decision: decision.recompute,
     "micro-batch": lambda decision: decision.micro_batch_size,
 }
@@ -31,7 +35,6 @@ RESOURCES = {
     "network bandwidth": ("nic_bandwidth",),
 }
 NUM_SHOWN = 4  # values of an option
-SAME = 0.001  # of the seconds: nobody could measure less
 
 
 def as_it_stands(config: Config, job: Job) -> Candidate:
@@ -106,9 +109,8 @@ def best_on(device: Device, found: Search) -> Candidate:
     """Return the fastest of a search's layouts on another device, where other ones fit."""
     job = replace(found.job, device=device)
     fitting = (each for each in found.candidates + found.too_large
-               if each.total_bytes <= job.limit)
-    candidates = (Candidate(job, each.decision) for each in fitting)
-    return min(candidates, key=lambda each: (each.seconds, each.total_bytes))
+               if each.total_bytes <= job.limit and not is_variant(each.decision))
+    return with_variants([Candidate(job, each.decision) for each in fitting])[0]
 
 
 # In words

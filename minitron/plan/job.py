@@ -49,12 +49,20 @@ class Decision:
     @property
     def accumulation(self) -> cost.Accumulation:
         """What gradients are between micro-batches, if ZeRO divides them."""
-        return "sharded" if self.parallel.sync_every_micro_batch else "unsharded"
+        if not self.parallel.sync_every_micro_batch:
+            return "unsharded"
+        return "reduced" if self.parallel.sync_replicas_every_micro_batch else "sharded"
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks among which ZeRO divides the state, of those along dp."""
+        return self.parallel.dp // self.parallel.replicas
 
     def collectives(self, job: Job) -> cost.StepCollectives:
         """Count how often a step sends parameters and gradients along dp."""
-        return cost.step_collectives(self.parallel.zero, self.num_micro_batches(job),
-                                     accumulation=self.accumulation)
+        parallel = self.parallel
+        return cost.step_collectives(parallel.zero, self.num_micro_batches(job),
+                                     parallel.reshard_each_pass, self.accumulation)
 
     def num_micro_batches(self, job: Job) -> int:
         """Count the micro-batches of a step, on the rank that reads most."""

@@ -29,8 +29,8 @@ MEGATRON = System("materialized", fuses=True, balance="blocks", scatters_message
 """Megatron-LM of 2021 and 2022."""
 MEGATRON_CORE = System(fuses=True, balance="blocks", hides_tensor=True, hides_data=True)
 """Megatron-Core with its overlap flags, as NVIDIA's table was measured."""
-NANOTRON = System(balance="time", both_gradients=True, copies=6, host_seconds=44e-6,
-                  host_seconds_beside_pipeline=305e-6)
+NANOTRON = System(balance="time", both_gradients=True, copies=6, reduces_last=True,
+                  host_seconds=44e-6, host_seconds_beside_pipeline=305e-6)
 """nanotron as the Ultra-Scale Playbook used it: query, key and value, their rotation, and the
 output of attention are copied between (S, B, D) and (B, S, D). `copies` is the number with which
 its published memory is met best. What its hosts take is fitted to its rows, and no other source

@@ -1,14 +1,18 @@
 """Every layout that the package can train: which fit, and which of them is fastest.
 
-Nothing is guessed and nothing left out: each combination of the options is put to the checks that
-a run makes before it begins, then weighed, then timed. What drops out is counted with its reason.
+Nothing is guessed: each combination of the options is put to the checks that a run makes before it
+begins, then weighed, then timed. What drops out is counted with its reason. Left out is what
+another layout beats by the formulas: GPipe, which waits as long as 1F1B and holds more; ZeRO 2 that
+reduces once a step, which is ZeRO 1; and variants of a layout that hold more so as to send less
+along dp, where it would not be the fastest if it sent nothing there.
 
-Read in this order: Candidate, Search, search, decisions, grid_of, checked, nothing_fits.
+Read in this order: Candidate, Search, search, decisions, grid_of, checked, with_variants,
+nothing_fits.
 """
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import product
@@ -26,8 +30,10 @@ from minitron.config import (
 from minitron.config.layout import WrongNumRanks, divisors, require_layout, require_ranks
 from minitron.plan.estimate import Estimate, estimate, memory_of
 from minitron.plan.job import Decision, Job
+from minitron.plan.variants import unsharded, variants
 
 COMMUNICATION = ("tp", "pp", "dp")
+SAME = 0.001  # of the seconds: nobody could measure less
 MOST_GPUS = 1_000_000
 """Several times as many as the largest clusters have; the layouts of more take too long."""
 
@@ -41,7 +47,7 @@ class Candidate:
 
     @cached_property
     def estimate(self) -> Estimate:
-        return estimate(self.job, self.decision)
+        return estimate(self.job, self.decision, memory=self.memory)
 
     @property
     def seconds(self) -> float:
@@ -49,9 +55,13 @@ class Candidate:
         return self.estimate.seconds
 
     @cached_property
+    def memory(self) -> dict[str, float]:
+        """Bytes of the rank that holds most; sooner than by an estimate."""
+        return memory_of(self.job, self.decision)
+
+    @cached_property
     def total_bytes(self) -> float:
-        """Of the rank that holds most."""
-        return sum(memory_of(self.job, self.decision).values())  # sooner than by an estimate
+        return sum(self.memory.values())
 
     @property
     def fits(self) -> bool:
@@ -75,8 +85,12 @@ def words(decision: Decision) -> str:
     """Describe the layout: "tp 8 + sequence, pp 4 x 5, dp 16, ZeRO 1, micro-batches of 2"."""
     axes = decision.parallel
     phrases = [f"tp {axes.tp}" + " + sequence" * axes.sequence,
-               f"pp {axes.pp}" + f" x {axes.chunks}" * (axes.chunks > 1),
-               f"dp {axes.dp}", f"ZeRO {axes.zero}"]
+               f"pp {axes.pp}" + f" x {axes.chunks}" * (axes.chunks > 1)
+               + " zero-bubble" * (axes.schedule == "zero-bubble"),
+               f"dp {axes.dp}",
+               f"ZeRO {axes.zero}" + f" in {axes.replicas} replicas" * (axes.replicas > 1)]
+    if unsharded(decision) != "nothing":
+        phrases.append(f"{unsharded(decision)} kept")
     if decision.recompute != "none":
         phrases.append(f"{decision.recompute} recomputation")
     return ", ".join([*phrases, f"micro-batches of {decision.micro_batch_size}"])
@@ -126,7 +140,7 @@ def search(job: Job) -> Search:
     for decision in decisions(job, found.refused):
         candidate = Candidate(job, decision)
         (found.candidates if candidate.fits else found.too_large).append(candidate)
-    found.candidates.sort(key=lambda each: (each.seconds, each.total_bytes))
+    found.candidates = with_variants(found.candidates)
     found.too_large.sort(key=lambda each: each.total_bytes)
     if not found.candidates:
         raise ConfigError(nothing_fits(found))
@@ -166,9 +180,11 @@ def layouts(job: Job) -> Iterator[dict]:
 
 def pipelines(job: Job, pp: int) -> list[dict]:
     """List schedules: 1F1B, and interleaved with each number of chunks that divides the blocks."""
-    counts = [1] if pp == 1 else divisors(math.ceil(job.model.num_layers / pp))
-    return [{"schedule": "interleaved" if chunks > 1 else "1f1b", "chunks": chunks}
-            for chunks in counts]
+    if pp == 1:
+        return [{}]
+    counts = divisors(math.ceil(job.model.num_layers / pp))[1:]
+    return [{}, {"schedule": "zero-bubble"},
+            *({"schedule": "interleaved", "chunks": chunks} for chunks in counts)]
 
 
 def batch_sizes(num_sequences: int) -> list[int]:
@@ -208,6 +224,40 @@ def train_config(
         global_batch_size=job.global_batch_size, micro_batch_size=micro_batch_size,
         precision=job.precision, recompute=recompute,
     )
+
+
+# What holds more to send less along dp
+
+
+def with_variants(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return the fastest first, and among them the variants that fit and may be the fastest of all.
+
+    `candidates` are without variants, which take at least as long as their layout takes without
+    what it sends along dp.
+    """
+    found = list(candidates)
+    fastest = min((each.seconds for each in found), default=math.inf)
+    for each in sorted(candidates, key=at_least):
+        if at_least(each) >= fastest:
+            break
+        fitting = [other for decision in variants(each.decision, each.job.gpus_per_node)
+                   if (other := Candidate(each.job, decision)).fits]
+        least = each.seconds
+        for other in sorted(fitting, key=lambda other: other.total_bytes):
+            if other.seconds < (1 - SAME) * least:  # or it holds more for nothing
+                found.append(other)
+                least = other.seconds
+        fastest = min(fastest, least)
+    return sorted(found, key=speed)
+
+
+def at_least(candidate: Candidate) -> float:
+    """Return the seconds that its variants take at least."""
+    return candidate.seconds - candidate.estimate.parts["dp"]
+
+
+def speed(candidate: Candidate) -> tuple[float, float]:
+    return candidate.seconds, candidate.total_bytes
 
 
 def require_gpus(config: Config, num_gpus: int) -> None:

@@ -32,6 +32,8 @@ class System:
     """Collectives along tp travel while matrix products compute."""
     hides_data: bool = False
     """In a pipeline, and with stage 1, gradients and weights travel while a rank computes."""
+    reduces_last: bool = False
+    """With stage 1, gradients travel after the backward pass and not during it."""
     shards_ahead: bool = True
     """With stage 3 a block's weights are gathered together, while the block before it computes, and
     its gradients travel likewise. If not, each matrix travels alone, when it is needed, and once

@@ -27,8 +27,12 @@ ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 
 def link_of(job: Job, parallel: ParallelConfig, axis: str) -> cost.Link:
     """Return the link of a group along `axis`, in the grid that `parallelize.lay_out` makes."""
-    stride = {"tp": 1, "dp": parallel.tp, "pp": parallel.tp * parallel.dp}[axis]
-    return link(job, getattr(parallel, axis), stride, is_ring=axis != "pp")
+    tp, num_shards = parallel.tp, parallel.dp // parallel.replicas
+    size, stride = {
+        "tp": (tp, 1), "dp": (num_shards, tp), "replicas": (parallel.replicas, tp * num_shards),
+        "pp": (parallel.pp, tp * parallel.dp),
+    }[axis]
+    return link(job, size, stride, is_ring=axis != "pp")
 
 
 def link(job: Job, size: int, stride: int, is_ring: bool = True) -> cost.Link:
@@ -124,7 +128,7 @@ def data_seconds(
 
     `passes` are the seconds of a micro-batch forward and backward. Stages 0 to 2 send gradients
     during the backward pass, but not what a pipeline sends once a step; stage 3 sends all while it
-    computes.
+    computes. The shards of gradients are then summed over the replicas, in the same time.
     """
     parallel, precision = decision.parallel, PRECISIONS[job.precision]
     link, calls = link_of(job, parallel, "dp"), decision.collectives(job)
@@ -135,18 +139,31 @@ def data_seconds(
         return shard_seconds(job, decision, system, num_elements, passes, calls, overlap)
 
     def seconds(op: str, dtype) -> float:
-        return cost.collective_seconds(op, num_elements * dtype.itemsize, parallel.dp, *link)
+        num_bytes = num_elements * dtype.itemsize
+        return cost.collective_seconds(op, num_bytes, decision.num_shards, *link)
 
     reduce = seconds("reduce_scatter", precision.reduction)
+    across = replica_seconds(job, decision, num_elements)
     gather = seconds("all_gather", precision.parameters if parallel.zero else precision.reduction)
     if system.hides_data:
-        return beside(reduce, backward, overlap) + beside(gather, forward, overlap)
+        return beside(reduce + across, backward, overlap) + beside(gather, forward, overlap)
     hides = parallel.pp == 1 or calls.reduce_scatters > 1
-    hides = hides and (parallel.zero > 0 or system.overlaps_gradients)
-    hidden = backward if hides else 0
+    is_naive = parallel.data_parallel == "naive" if parallel.zero == 0 else \
+        parallel.zero == 1 and system.reduces_last
+    hidden = backward if hides and not is_naive else 0
     if parallel.zero == 0:
         return beside(reduce + gather, hidden, overlap)
-    return gather + calls.reduce_scatters * beside(reduce, hidden, overlap)
+    num_within = calls.reduce_scatters - calls.all_reduces  # that stay within a replica
+    return gather + num_within * beside(reduce, hidden, overlap) \
+        + calls.all_reduces * beside(reduce + across, hidden, overlap)
+
+
+def replica_seconds(job: Job, decision: Decision, num_elements: float) -> float:
+    """Return the seconds to sum the shards of `num_elements` gradients over the replicas once."""
+    parallel, precision = decision.parallel, PRECISIONS[job.precision]
+    shard = num_elements * precision.reduction.itemsize / decision.num_shards
+    link = link_of(job, parallel, "replicas")
+    return cost.collective_seconds("all_reduce", shard, parallel.replicas, *link)
 
 
 def shard_seconds(
@@ -157,28 +174,33 @@ def shard_seconds(
 
     A unit's weights are gathered while the one before it computes, its gradients reduced while the
     next one does: the first gather of a forward pass and the last reduction of a backward pass are
-    beside nothing. Weights that stay unsharded for the step are gathered by its first forward pass.
+    beside nothing, in each stage of a pipeline. There the first gather of a backward pass is too:
+    another micro-batch's pass comes before it. Weights that stay unsharded for the step are
+    gathered by its first forward pass.
     """
-    precision, (forward, backward) = PRECISIONS[job.precision], passes
-    m, link = decision.num_micro_batches(job), link_of(job, decision.parallel, "dp")
+    parallel, precision, (forward, backward) = decision.parallel, PRECISIONS[job.precision], passes
+    m, link = decision.num_micro_batches(job), link_of(job, parallel, "dp")
     per_block = 1 if system.shards_ahead else 4 if job.model.family == "gpt" else 7  # matrices
-    num_units = per_block * math.ceil(job.model.num_layers / decision.parallel.pp) + 1
+    num_units = per_block * math.ceil(job.model.num_layers / parallel.pp) + 1
 
     def unit(op: str, dtype) -> float:
         each = num_elements * dtype.itemsize / num_units
-        return cost.collective_seconds(op, each, decision.parallel.dp, *link)
+        return cost.collective_seconds(op, each, decision.num_shards, *link)
 
     gather = unit("all_gather", precision.activations)
     reduce = unit("reduce_scatter", precision.reduction) * calls.reduce_scatters / m
+    reduce += replica_seconds(job, decision, num_elements / num_units) * calls.all_reduces / m
     if not system.shards_ahead:
         gathers = 3 if decision.recompute == "full" else 2
         return m * num_units * (gathers * gather + reduce)
     gather_forward = gather * min(1, calls.all_gathers / m)
     gather_backward = gather * max(0, calls.all_gathers / m - 1)
-    others = num_units - 1
-    behind = beside(others * gather_forward, forward, overlap) \
-        + beside(num_units * gather_backward + others * reduce, backward, overlap)
-    return m * (gather_forward + behind + reduce)
+    first = parallel.chunks  # units: one of each stage
+    alone = first * (gather_forward + reduce + gather_backward * (parallel.pp > 1))
+    others = num_units - first
+    again = (num_units if parallel.pp == 1 else others) * gather_backward
+    return m * (alone + beside(others * gather_forward, forward, overlap)
+                + beside(again + others * reduce, backward, overlap))
 
 
 def beside(travels: float, computes: float, overlap: float) -> float:

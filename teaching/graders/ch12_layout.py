@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple, get_args
 
-from minitron.config import ModelConfig
+from minitron.config import ModelConfig, ParallelConfig
 from minitron.cost import PUBLISHED, RecomputeKind, published_llama
 from minitron.plan.estimate import estimate
 from minitron.plan.hardware import find_device
@@ -128,12 +128,12 @@ def conditions(job: Job, decision: Decision) -> dict[str, bool]:
         f"dp = {dp} does not divide {job.global_batch_size} sequences":
             job.global_batch_size % dp == 0,
         f"zero = {zero} with dp = 1: there is nothing to divide": dp > 1 or zero == 0,
-        f"zero = {zero} with pp = {pp}: in a pipeline 0 or 1": pp == 1 or zero < 2,
         f"recompute is {decision.recompute!r}": decision.recompute in get_args(RecomputeKind),
         f"micro-batches of {size} do not divide a rank's {sequences} sequences":
             size > 0 and sequences % size == 0,
         f"a micro-batch size of {size} is no power of two": size & (size - 1) == 0,
-        "chunks and schedule are as ParallelConfig has them by itself": axes.chunks == 1,
+        "all else is as ParallelConfig has it by itself": axes == ParallelConfig(
+            dp=dp, tp=tp, sequence=axes.sequence, pp=pp, zero=zero),
     }
 
 

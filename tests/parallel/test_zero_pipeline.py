@@ -10,13 +10,15 @@ from minitron.comm.agreement import ALONE
 from minitron.comm.mesh import make_mesh
 from minitron.config import ParallelConfig
 from minitron.cost.communication import ring_all_gather_volume, ring_reduce_scatter_volume
+from minitron.cost.memory import RECIPES
+from minitron.cost.sharding import hybrid_volume, step_collectives, step_holdings
 from minitron.launch import run
 from minitron.measure.ledger import Ledger
 from minitron.measure.meter import Meter
 from minitron.model.recompute import apply_full_recompute
 from minitron.parallel.data.ddp import apply_bucketed_data_parallel
 from minitron.parallel.data.fsdp import apply_fsdp
-from minitron.parallel.data.zero import apply_zero1, apply_zero2
+from minitron.parallel.data.zero import Zero2, apply_zero1, apply_zero2
 from minitron.parallel.grid import Grid
 from minitron.parallel.one_device import OneDevice
 from minitron.parallel.pipeline.schedules import (
@@ -75,6 +77,9 @@ def train_all(world):
     with patch.object(PipelineParallel, "sum_partial_gradients", lambda *_: None):
         done["tied"] = trainings(world, applied("1f1b", "zero 3"), gpt, batches[:1], M)["SGD"]
     done["wire"] = {case: wire(world, *case) for case in CASES if case[1].startswith("zero 3")}
+    done["wire 2"] = {case: wire_of_stage_2(world, *case) for case in CASES if "zero 2" in case[1]}
+    with patch.object(Zero2, "reduces", True):
+        done["always reduced"] = wire_of_stage_2(world, "1f1b", "zero 2, reduced once")
     done["state"] = {data: state_of(world, data) for data in ("zero 2", "zero 3")}
     return done
 
@@ -141,12 +146,72 @@ def wire(world, schedule, data):
     return moved, formula.tolist(), peak / whole
 
 
+def wire_of_stage_2(world, schedule, data):
+    """Bytes sent over the data axis in a step, and of gradients held between passes: counted, and
+    by formula; and those of a bucket of each stage.
+
+    All parameters are gathered once, after the update; gradients are reduced after each of M
+    micro-batches, or once. A rank holds their shards; or, reduced once, all of them unsharded. With
+    two stages a bucket of one may be on its way while the other computes; and zero-bubble schedules
+    have the gradients of norms before those of the matrices that share their buckets.
+    """
+    model = gpt()
+    parallel = applied(schedule, data)(model, world)
+    axis, held = parallel.data, []
+    optimizer = parallel.make_optimizer(torch.optim.SGD)
+    tokens = torch.zeros(1, 7, dtype=torch.long)
+
+    def gradients_between_passes(step, *args, **kwargs):
+        flats = axis.flats
+        held.append(sum(tensor.nbytes for flat in flats for tensor in
+                        (flat.grad_full, flat.grad_shard) if tensor is not None)
+                    + sum(p.grad.nbytes for p in axis.names if p.grad is not None
+                          and axis.flat_of[p].grad_full is None))
+        return around(step, *args, **kwargs)
+
+    around = axis.pass_context
+    with patch.object(axis, "pass_context", gradients_between_passes), Ledger() as ledger:
+        parallel.forward_backward(None, M * [(tokens, tokens)], 1.0, parallel.summed_loss)
+        parallel.finish()
+        optimizer.step()
+    moved = [sum(getattr(call, way) for call in ledger.calls
+                 if call.op in ("all_gather", "reduce_scatter")) for way in ("sent", "received")]
+
+    accumulation = "unsharded" if "once" in data else "sharded"
+    calls = step_collectives(2, M, accumulation=accumulation)
+    formula = torch.zeros(2)
+    for flat in axis.flats:
+        size, place = axis.group.size(), axis.group.rank()
+        volume = hybrid_volume(flat.num_elements, 4, 4, (1, size), (0, place), calls)
+        formula += torch.tensor(volume["shards"])
+    count = sum(flat.num_elements for flat in axis.flats)
+    expected = step_holdings(count, size, 2, RECIPES["fp32"], RECIPES["fp32"],
+                             accumulation=accumulation)["gradient"]
+    buckets = sum(max(4 * flat.num_elements for flat in queue.buckets) for queue in axis.queues)
+    return moved, formula.tolist(), max(held), expected, buckets
+
+
 @pytest.mark.parametrize("case", [case for case in CASES if case[1].startswith("zero 3")], ids=str)
 def test_the_volume_is_that_of_the_formulas(ranks, case):
     for done in ranks:
         moved, formula, held = done["wire"][case]
         assert moved == formula
         assert (held > 0.99) == ("kept" in case[1]), held
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "zero 2" in case[1]], ids=str)
+def test_stage_2_sends_and_holds_what_the_formulas_say(ranks, case):
+    for done in ranks:
+        moved, formula, held, expected, buckets = done["wire 2"][case]
+        assert moved == formula
+        on_the_way = buckets if case[0] in ("interleaved", "zero-bubble") else 0
+        assert expected <= held <= expected + on_the_way
+
+
+def test_the_ledger_tells_that_stage_2_reduces_too_often(ranks):
+    for done in ranks:
+        moved, formula, *_ = done["always reduced"]
+        assert moved[0] > formula[0]
 
 
 # A state that is saved

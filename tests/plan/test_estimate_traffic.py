@@ -98,6 +98,48 @@ def test_the_first_gather_and_the_last_reduction_of_stage_3_are_beside_nothing()
     assert alone(0, True, "unsharded") == pytest.approx(33 * (8 * each[0] + each[1]))
 
 
+def test_a_stage_of_a_pipeline_begins_each_pass_with_a_gather_that_nothing_hides():
+    """Two chunks of 16 blocks on each of two ranks: forward, backward, and the last reduction."""
+    parallel = ParallelConfig(dp=64, pp=2, zero=3, schedule="interleaved", chunks=2)
+    layout = Decision(parallel)
+    job = job_of(layout)
+    each = [cost.collective_seconds(op, 17e9 * 2 / 17, 64, *link_of(job, parallel, "dp"))
+            for op in ("all_gather", "reduce_scatter")]
+
+    def alone(seconds, decision):
+        return shard_seconds(job, decision, MINITRON, 17e9, (seconds, seconds),
+                             decision.collectives(job), overlap=0)
+
+    assert alone(1e9, layout) == pytest.approx(4 * 2 * (2 * each[0] + each[1]))
+    assert alone(0, layout) == pytest.approx(4 * 17 * (2 * each[0] + each[1]))
+    kept = Decision(replace(parallel, reshard_each_pass=False))
+    assert alone(1e9, kept) == pytest.approx(2 * each[0] + 4 * 2 * each[1])
+    assert alone(0, kept) == pytest.approx(17 * (each[0] + 4 * each[1]))
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_shards_travel_inside_nodes_and_their_sums_between_replicas(zero):
+    """Of 64 ranks 8 shards each: NVLink carries them, and 8 replicas sum an eighth by the network,
+    in as many all-reduces as the formulas of hybrid sharding say."""
+    slow = replace(H100, nic_bandwidth=1e8, nvlink_bandwidth=1e15, nvlink_latency=0.0)
+    shard = 2 * cost.num_parameters(LLAMA_8B) / 8
+    link = cost.Link(H100.nic_latency, slow.nic_share * 1e8)
+    often = dict(sync_replicas_every_micro_batch=True) if zero > 1 else {}
+    for options, times in (({}, 1), (often, 4 if often else 1)):
+        layout = Decision(ParallelConfig(dp=64, zero=zero, replicas=8, **options))
+        job = job_of(layout, device=slow)
+        assert link_of(job, layout.parallel, "replicas") == link
+        assert layout.collectives(job).all_reduces == times
+        across = cost.collective_seconds("all_reduce", shard, 8, *link)
+        assert estimate(job, layout).parts["dp"] == pytest.approx(times * across, rel=0.05)
+
+
+def test_a_replica_within_one_node_sends_less_over_the_network_than_shards_over_all():
+    whole, hybrid = (exposed(ParallelConfig(dp=64, zero=3, replicas=replicas))
+                     for replicas in (1, 8))
+    assert hybrid < whole / 5
+
+
 # Links
 
 

@@ -23,6 +23,8 @@ LLAMA = ModelConfig("llama", 16000, 1024, 4, 1024, 8, 4, 2816, tied_embedding=Fa
 GPT = ModelConfig("gpt", 16000, 1024, 4, 1024, 8, 8, 4096)
 SHORT = {"vocab_size": 512}  # activations are most, not the loss
 CHUNKS = {"schedule": "interleaved", "chunks": 2}
+ONCE = {"sync_every_micro_batch": False}
+KEPT = {"reshard_each_pass": False}
 
 
 def case(model=LLAMA, precision="bf16", recompute="none", size=2, length=1024, m=6, **parallel):
@@ -42,6 +44,20 @@ CASES = {
     "ZeRO 2, reduced once": case(GPT, dp=4, zero=2, sync_every_micro_batch=False),
     "ZeRO 3, reduced once": case(dp=4, zero=3, sync_every_micro_batch=False),
     "ZeRO 2 in a pipeline": case(size=1, dp=2, pp=2, zero=2, sync_every_micro_batch=False),
+    "ZeRO 2 in a pipeline, reduced each time": case(size=1, dp=2, pp=2, zero=2),
+    "ZeRO 3, kept": case(dp=4, zero=3, **KEPT),
+    "ZeRO 3, kept, reduced once": case(GPT, dp=4, zero=3, **KEPT, **ONCE),
+    "ZeRO 3 in a pipeline": case(size=1, dp=2, pp=4, zero=3),
+    "ZeRO 3 in a pipeline, kept": case(size=1, dp=2, pp=4, zero=3, **KEPT),
+    "ZeRO 3, interleaved, kept": case(size=1, dp=2, pp=2, zero=3, **CHUNKS, **KEPT),
+    "ZeRO 3, zero bubble": case(size=1, dp=2, pp=2, zero=3, schedule="zero-bubble"),
+    "ZeRO 3, GPipe, full": case(
+        GPT, recompute="full", size=1, dp=2, pp=2, zero=3, schedule="gpipe"),
+    "hybrid, ZeRO 2": case(dp=4, zero=2, replicas=2),
+    "hybrid, ZeRO 3": case(dp=4, zero=3, replicas=2),
+    "hybrid, ZeRO 3, all of it each time": case(
+        GPT, dp=4, zero=3, replicas=2, sync_replicas_every_micro_batch=True),
+    "hybrid, ZeRO 3 in a pipeline, kept": case(size=1, dp=4, pp=2, zero=3, replicas=2, **KEPT),
     "ZeRO 3": case(dp=4, zero=3), "ZeRO 3, fp16": case(GPT, "fp16", dp=4, zero=3),
     "ZeRO 3, full": case(replace(LLAMA, **SHORT), recompute="full", dp=4, zero=3),
     "ZeRO 3, few tokens": case(GPT, size=1, length=64, m=2, dp=4, zero=3),
@@ -64,6 +80,10 @@ CASES = {
     "1F1B, as many as stages": case(replace(LLAMA, **SHORT), size=1, m=4, pp=4),
     "GPipe": case(GPT, size=1, pp=2, schedule="gpipe"),
     "zero bubble": case(size=1, pp=2, schedule="zero-bubble"),
+    "zero bubble, full": case(
+        replace(LLAMA, **SHORT), recompute="full", size=1, pp=4, schedule="zero-bubble"),
+    "zero bubble, selective, a loss": case(
+        GPT, recompute="selective", size=1, pp=4, schedule="zero-bubble"),
     "zero bubble, sequence": case(size=1, tp=2, sequence=True, pp=2, schedule="zero-bubble"),
     "few tokens": case(size=1, length=64, m=2, dp=4),  # the optimizer holds most
     "few tokens, ZeRO 2": case(size=1, length=64, m=2, dp=4, zero=2),

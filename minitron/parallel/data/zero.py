@@ -9,8 +9,9 @@ Notation: N ranks; P trainable parameters; a shard is one N-th of a bucket of pa
 filled up so that all are equal; a piece is what a shard holds of one parameter.
 
 Each rank holds: all parameters and the activations of its part of the batch; 1/N of the optimizer
-state, and of the float32 master weights if the parameters have 16 bits; gradients: all of them
-until `finish` in stage 1, 1/N and two buckets in stage 2.
+state, and of the float32 master weights if the parameters have 16 bits; gradients: all of them in
+stage 1 until the last backward pass of a step, which frees them bucket by bucket as they are
+reduced; 1/N and two buckets in stage 2.
 
 Communication: per step a reduce-scatter of every gradient and an all-gather of every parameter,
 P (N-1)/N elements sent and received per rank each: together as much as one all-reduce. Gradients
@@ -148,7 +149,7 @@ class Zero1(ShardedDataParallel):
         """Take a gradient that is complete, or let it add up where it will be sent from."""
         if self.reduces:
             self.accept(parameter)
-        elif parameter.grad is not None and not self.sync_every_micro_batch:  # W is to come
+        elif not self.sync_every_micro_batch:
             self.queue_of[parameter].bucket_of[parameter].accumulate(parameter)
 
     def accept(self, parameter: nn.Parameter) -> None:

@@ -580,7 +580,7 @@ def allowed(job, leave_out=()):
                                                      job.sequence_length)),
             "layers": model.num_layers % pp == 0,
             "batch": job.global_batch_size % dp == 0,
-            "zero": (dp > 1 or zero == 0) and (pp == 1 or zero < 2),
+            "zero": dp > 1 or zero == 0,
         }
         if all(holds[name] for name in holds if name not in leave_out):
             axes = ParallelConfig(dp=dp, tp=tp, sequence=tp > 1, pp=pp, zero=zero)
