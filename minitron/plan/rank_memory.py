@@ -138,7 +138,7 @@ class Rank:
     def has_buckets(self) -> bool:
         """Whether gradients are views of buckets, which nothing frees."""
         parallel = self.parallel
-        return parallel.zero == 0 and parallel.dp > 1 and parallel.data_parallel == "bucketed"
+        return parallel.zero == 0 and parallel.dp > 1 and self.system.overlaps_gradients
 
     @cached_property
     def root(self) -> int:

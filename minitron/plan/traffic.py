@@ -148,9 +148,11 @@ def data_seconds(
     if system.hides_data:
         return beside(reduce + across, backward, overlap) + beside(gather, forward, overlap)
     hides = parallel.pp == 1 or calls.reduce_scatters > 1
-    is_naive = parallel.data_parallel == "naive" if parallel.zero == 0 else \
-        parallel.zero == 1 and system.reduces_last
-    hidden = backward if hides and not is_naive else 0
+    if parallel.zero == 0:
+        hides = hides and system.overlaps_gradients
+    elif parallel.zero == 1:
+        hides = hides and not system.reduces_last
+    hidden = backward if hides else 0
     if parallel.zero == 0:
         return beside(reduce + gather, hidden, overlap)
     num_within = calls.reduce_scatters - calls.all_reduces  # that stay within a replica
