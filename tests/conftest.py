@@ -1,7 +1,11 @@
+import os
 from pathlib import Path
 
+# Before torch is imported, and for kernels and commands that tests start: each worker has a core
+# for itself, and threads that wait for one another on a busy core take many times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
-import torch
 
 from minitron.corpus.stories import write_stories
 from minitron.launch import start_method
@@ -13,12 +17,8 @@ PACKAGE = {exercise.replaces for exercise in known().values() if exercise.replac
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread_and_a_warm_server() -> None:
-    """A worker has a core for itself; its ranks and benches find the graders imported.
-
-    So does a learner's `minitron check`: the process that grades, and the server that it starts.
-    """
-    torch.set_num_threads(1)
+def warm_server() -> None:
+    """Let ranks and benches find the graders imported, as they do in a learner's check."""
     context_of(start_method(), also=tuple(sorted(GRADERS | PACKAGE)))
 
 
