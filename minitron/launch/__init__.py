@@ -8,7 +8,8 @@
 Each rank is a process with one thread that talks to the others through gloo on this machine. It
 is forked from a server that has imported torch already, so that a start takes a tenth of a second.
 Functions of a cell or a script travel by value (the script is not run again and needs no
-`if __name__ == "__main__"`); those of modules are imported anew, so an edited file counts.
+`if __name__ == "__main__"`); those of modules are imported anew, so an edited file counts. (The
+server has imported the launcher and what it imports: of these, the state at its start counts.)
 
 On Windows, which cannot fork, and where the server does not start, each rank imports torch itself
 ("spawn", some seconds); MINITRON_START=spawn asks for that. Under torchrun the processes are there

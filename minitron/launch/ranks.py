@@ -12,7 +12,6 @@ Read in this order: Ranks.wait, Rank.receive, Ranks._have_stalled.
 """
 
 import math
-import multiprocessing
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -43,11 +42,14 @@ from minitron.launch.rank_report import (
     report,
     say,
 )
-from minitron.launch.starting import ignore_interrupts, interrupted_later, without_main
+from minitron.launch.starting import (
+    context_of,
+    deaf_to_interrupts,
+    interrupted_later,
+    without_main,
+)
 from minitron.measure.ledger import Call, Matcher
-from minitron.pytorch import SLOW_TO_IMPORT
 
-PRELOADED = ["torch", "torch.distributed", SLOW_TO_IMPORT, "cloudpickle"]
 PROCESS_NAME = "minitron rank"
 LOOK_SECONDS = 0.1
 STALL_SECONDS = 5.0
@@ -153,11 +155,9 @@ class Ranks:
             self._start("spawn")
 
     def _start(self, method: str) -> None:
-        context = multiprocessing.get_context(method)
-        if method == "forkserver":
-            context.set_forkserver_preload(PRELOADED)
         self.ranks = []
-        with ignore_interrupts(), without_main():
+        with deaf_to_interrupts(), without_main():
+            context = context_of(method)
             for number in range(self.orders.num_ranks):
                 self.ranks.append(Rank(number, context, self.orders))
                 self.ranks[-1].start()

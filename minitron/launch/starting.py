@@ -1,11 +1,54 @@
-"""What must not disturb ranks as they start and end: Ctrl-C, and the script of the parent."""
+"""How ranks start, and what must not disturb it: Ctrl-C, and the script of the parent."""
 
+import multiprocessing
+import os
 import signal
 import sys
 import threading
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import forkserver
+from multiprocessing.context import BaseContext
+
+from minitron.pytorch import SLOW_TO_IMPORT
+
+PRELOADED = ["torch", "torch.distributed", SLOW_TO_IMPORT, "cloudpickle",
+             "minitron.launch.rank_process"]
+"""What the server imports, once for all ranks. The launcher itself is most of what an empty rank
+would compute."""
+
+
+def context_of(method: str, also: tuple[str, ...] = ()) -> BaseContext:
+    """The way to start processes by `method`, with a server that runs if one is needed.
+
+    A server that starts now imports the modules `also`, too.
+    """
+    context = multiprocessing.get_context(method)
+    if method == "forkserver":
+        context.set_forkserver_preload([*PRELOADED, *also])
+        with _same_modules():
+            forkserver.ensure_running()
+    return context
+
+
+@contextmanager
+def _same_modules() -> Iterator[None]:
+    """Let a Python that starts here find the modules that this one finds.
+
+    Up to Python 3.12 the server looks into the current folder first: another clone may be there.
+    """
+    own = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"}
+    before = {name: os.environ.get(name) for name in own}
+    os.environ.update(own)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 @contextmanager

@@ -13,7 +13,6 @@ Read in this order: Bench, Answer, apart, Patience.
 """
 
 import builtins
-import multiprocessing
 import os
 import tempfile
 import threading
@@ -29,8 +28,7 @@ from minitron.launch import start_method
 from minitron.launch.process_state import cpu_seconds, wants_cpu
 from minitron.launch.rank_process import Failure, Frame
 from minitron.launch.rank_report import killed, parse_stack, read_stacks
-from minitron.launch.ranks import PRELOADED
-from minitron.launch.starting import ignore_interrupts, without_main
+from minitron.launch.starting import context_of, deaf_to_interrupts, without_main
 from teaching.graders import plain
 from teaching.graders.bench_process import Raised, Source, bench_main, call, resolve
 from teaching.graders.verdicts import Mistake
@@ -77,14 +75,13 @@ class Bench:
             self._start()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context(start_method())
-        if hasattr(context, "set_forkserver_preload"):
-            context.set_forkserver_preload([*PRELOADED, "teaching.graders"])
-        self._pipe, theirs = context.Pipe()
-        prints, their_prints = context.Pipe(duplex=False)
-        self._process = context.Process(
-            target=bench_main, args=(self.source, their_prints, self._stack, theirs), daemon=True)
-        with ignore_interrupts(), without_main():
+        with deaf_to_interrupts(), without_main():
+            context = context_of(start_method(), also=("teaching.graders",))
+            self._pipe, theirs = context.Pipe()
+            prints, their_prints = context.Pipe(duplex=False)
+            self._process = context.Process(
+                target=bench_main, args=(self.source, their_prints, self._stack, theirs),
+                daemon=True)
             self._process.start()
         theirs.close(), their_prints.close()
         self._reader = threading.Thread(target=_relay, args=(prints,), daemon=True)

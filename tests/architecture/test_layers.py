@@ -28,7 +28,7 @@ NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tok
            tokenize.ENCODING, tokenize.ENDMARKER)
 ENVIRONMENT_READERS = (
     "minitron/config/command_line.py", "minitron/launch/__init__.py",
-    "minitron/launch/rank_process.py", "teaching/doctor.py",
+    "minitron/launch/rank_process.py", "minitron/launch/starting.py", "teaching/doctor.py",
 )
 
 

@@ -1,9 +1,16 @@
 """The exercises of chapter 1: their examples."""
 
 from minitron.config import ModelConfig
-from teaching.exercises import ROOT, known, load
+from teaching.exercises import ROOT, load
+from tests.exercises.common import Chapter
+from tests.exercises.grading import Grading
 
-EXERCISES = known()
+CHAPTER = Chapter("ch01_single_gpu")
+EXERCISES = CHAPTER.exercises
+
+
+class TestGrading(Grading):
+    chapter = CHAPTER
 
 
 def test_the_examples_in_the_docstrings_are_true():

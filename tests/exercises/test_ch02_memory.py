@@ -8,9 +8,14 @@ from minitron.config import ModelConfig
 from teaching.exercises import ROOT, load
 from teaching.graders import ch02_leak
 from tests.exercises.common import Chapter
+from tests.exercises.grading import Grading
 
 CHAPTER = Chapter("ch02_memory")
 GPT = dict(family="gpt", vocab_size=9, num_layers=1, max_sequence_length=64)
+
+
+class TestGrading(Grading):
+    chapter = CHAPTER
 
 
 def solution(exercise_id):

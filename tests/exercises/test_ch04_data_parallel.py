@@ -21,10 +21,15 @@ from teaching.graders.ch04_toy import alone, expect_gradients
 from teaching.graders.ranks import Wire, factor, on_ranks, per_rank, source_file
 from tests.exercises import common
 from tests.exercises.common import Chapter
+from tests.exercises.grading import Grading
 
 CHAPTER = Chapter("ch04_data_parallel")
 NAMES = {"4.1": "average_gradients", "4.2": "assign_buckets", "4.3": "HookedDataParallel",
          "4.4": "BucketedDataParallel"}
+
+
+class TestGrading(Grading):
+    chapter = CHAPTER
 
 
 def solution(exercise_id):

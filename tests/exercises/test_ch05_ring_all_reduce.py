@@ -14,8 +14,13 @@ from teaching.exercises import ROOT, load
 from teaching.graders.ch05_ring import lengths
 from teaching.graders.ch05_ring_all_reduce import walk
 from tests.exercises.common import Chapter
+from tests.exercises.grading import Grading
 
 CHAPTER = Chapter("ch05_ring_all_reduce")
+
+
+class TestGrading(Grading):
+    chapter = CHAPTER
 
 
 def solution(exercise_id):

@@ -17,8 +17,13 @@ from teaching.graders.ch06_toy import Held, ShardWire, cut, storage_bytes
 from teaching.graders.ch06_zero import right_ranges
 from teaching.graders.ranks import on_ranks
 from tests.exercises.common import Chapter
+from tests.exercises.grading import Grading
 
 CHAPTER = Chapter("ch06_zero")
+
+
+class TestGrading(Grading):
+    chapter = CHAPTER
 
 
 def solution(exercise_id):

@@ -24,9 +24,14 @@ from teaching.graders.ch07_toy import expect_close
 from teaching.graders.ch07_vocabulary import CASES, Shapes
 from teaching.use import use
 from tests.exercises.common import Chapter
+from tests.exercises.grading import Grading
 
 NAME = "ch07_tensor_parallel"
 CHAPTER = Chapter(NAME)
+
+
+class TestGrading(Grading):
+    chapter = CHAPTER
 
 
 def solution(exercise_id):

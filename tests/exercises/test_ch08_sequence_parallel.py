@@ -15,8 +15,13 @@ from teaching.exercises import ROOT, load
 from teaching.graders.ch08_gradients import FAMILIES, FROZEN, alone, whole_names
 from teaching.graders.ch08_saved import METHODS, PUBLISHED, published
 from tests.exercises.common import Chapter
+from tests.exercises.grading import Grading
 
 CHAPTER = Chapter("ch08_sequence_parallel")
+
+
+class TestGrading(Grading):
+    chapter = CHAPTER
 
 
 def solution(exercise_id):

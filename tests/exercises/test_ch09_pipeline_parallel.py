@@ -24,8 +24,13 @@ from teaching.graders.ch09_cut import (
     stage_costs,
 )
 from tests.exercises.common import Chapter
+from tests.exercises.grading import Grading
 
 CHAPTER = Chapter("ch09_pipeline_parallel")
+
+
+class TestGrading(Grading):
+    chapter = CHAPTER
 
 
 def solution(exercise_id):

@@ -20,10 +20,15 @@ from teaching.graders import (
     ch10_underflow,
 )
 from tests.exercises.common import Chapter
+from tests.exercises.grading import Grading
 from tests.exercises.mutants.ch10_mixed_precision import FURTHER
 
 CHAPTER = Chapter("ch10_mixed_precision")
 NAN = math.nan
+
+
+class TestGrading(Grading):
+    chapter = CHAPTER
 
 
 def solution(exercise_id):

@@ -25,9 +25,14 @@ from teaching.graders import (
 )
 from teaching.graders.ch11_places import GRIDS
 from tests.exercises.common import Chapter
+from tests.exercises.grading import Grading
 from tests.exercises.mutants.ch11_all_axes import FURTHER
 
 CHAPTER = Chapter("ch11_all_axes")
+
+
+class TestGrading(Grading):
+    chapter = CHAPTER
 
 
 def solution(exercise_id):

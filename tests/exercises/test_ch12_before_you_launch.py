@@ -11,9 +11,14 @@ from minitron.plan.search import search
 from teaching.exercises import ROOT, load
 from teaching.graders import ch12_days, ch12_layout, ch12_memory, ch12_schedule
 from tests.exercises.common import Chapter
+from tests.exercises.grading import Grading
 from tests.exercises.mutants.ch12_before_you_launch import FURTHER
 
 CHAPTER = Chapter("ch12_before_you_launch")
+
+
+class TestGrading(Grading):
+    chapter = CHAPTER
 
 
 def solution(exercise_id):

@@ -16,6 +16,7 @@ from minitron.comm.agreement import ALONE
 from minitron.config import ConfigError
 from minitron.launch import RankError, run, torchrun_group
 from minitron.launch import ranks as ranks_module
+from minitron.launch.starting import context_of, without_main
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -131,6 +132,33 @@ def test_an_edited_file_counts(tmp_path, monkeypatch):
     assert run(edited_exercise.answer, 1) == ["before"]
     exercise.write_text("def answer(group):\n    return 'after the edit'\n")
     assert run(edited_exercise.answer, 1) == ["after the edit"]
+
+
+LOADED = "import sys; sys.exit('minitron.launch.rank_process' not in sys.modules)"
+
+
+def test_the_server_has_loaded_the_launcher():
+    """Or every rank would: most of what an empty one computes."""
+    with without_main():
+        process = context_of("forkserver").Process(target=exec, args=(LOADED,))
+        process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
+def test_another_clone_in_the_current_folder_is_not_taken(tmp_path):
+    (tmp_path / "minitron").mkdir()
+    (tmp_path / "minitron" / "__init__.py").write_text("raise RuntimeError('the other clone')")
+    script = tmp_path / "scripts" / "where.py"
+    script.parent.mkdir()
+    script.write_text("from minitron.launch import run\n"
+                      "def where(group):\n"
+                      "    import minitron\n"
+                      "    return minitron.__file__\n"
+                      "print(*run(where, 1))\n")
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, timeout=120)
+    assert done.stdout == f"{REPOSITORY / 'minitron' / '__init__.py'}\n", done.stderr
 
 
 def test_spawn(monkeypatch):

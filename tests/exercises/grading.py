@@ -1,0 +1,63 @@
+"""What is tested of every chapter's exercises, in a file of tests for each chapter."""
+
+from inspect import signature
+
+import pytest
+
+from minitron.launch import ranks
+from teaching import graders
+from teaching.exercises import ROOT
+from teaching.graders import bench
+from tests.exercises.common import Chapter
+
+
+class Grading:
+    """Stubs fail, right answers pass, each named mistake is recognised; of one chapter.
+
+    A file of tests has a subclass with its `chapter`, so that two workers can share the chapters.
+    """
+
+    chapter: Chapter
+
+    @pytest.fixture(autouse=True)
+    def impatient(self, monkeypatch):
+        """A hang is found sooner than a learner's, by the same looks at the processes."""
+        for module in (bench, ranks):
+            monkeypatch.setattr(module, "STALL_SECONDS", 2.0)
+
+    def pytest_generate_tests(self, metafunc):
+        rows = {
+            ("exercise",): [(exercise,) for exercise in self.chapter.exercises.values()],
+            ("name", "answer"): self.chapter.all_right(),
+            ("name", "answer", "says"): self.chapter.all_mistakes(),
+        }
+        wanted = tuple(signature(metafunc.function).parameters)[1:]  # without self
+        if wanted in rows:
+            ids = [str(row[0]) if len(row) == 1 else f"{row[0]}-{row[1].__name__}"
+                   for row in rows[wanted]]
+            metafunc.parametrize(wanted, rows[wanted], ids=ids)
+
+    def test_there_are_four_or_five_exercises_with_their_own_functions(self):
+        exercises = self.chapter.exercises
+        numbers = [exercise_id.split(".")[1] for exercise_id in exercises]
+        assert numbers in (["1", "2", "3", "4"], ["1", "2", "3", "4", "5"])
+        names = [name for exercise in exercises.values() for name in exercise.names]
+        assert set(names) == set(self.chapter.mistakes) == set(self.chapter.right_answers)
+        assert all(self.chapter.right_answers.values())
+
+    def test_every_function_has_four_mistakes_or_more(self):
+        # No upper bound: each wrong answer that once passed a grader stays here.
+        assert all(len(mistakes) >= 4 for mistakes in self.chapter.mistakes.values())
+
+    def test_our_solution_passes(self, exercise):
+        verdict = graders.grade_file(exercise, ROOT / exercise.solution_file)
+        assert verdict == graders.Verdict("passed")
+
+    def test_a_differently_written_right_answer_passes(self, name, answer):
+        assert self.chapter.grade(name, answer) == graders.Verdict("passed")
+
+    def test_a_mistake_is_recognised(self, name, answer, says):
+        verdict = self.chapter.grade(name, answer)
+        assert verdict.state == "failed"
+        assert says in f"{verdict.seen}\n{verdict.likely}"
+        assert verdict.asked and answer.__doc__
