@@ -138,7 +138,7 @@ def weighed(stage: int) -> str:
 
 
 def main() -> None:
-    options = read_options(__doc__, rounds=3, ranks=(1, 2, 4))
+    options = read_options(__doc__, rounds=3, ranks=(1, 2, 4), sizes=SIZES)
     kind = "cuda" if have_gpus() else "cpu"
     chosen = [(name, num_ranks, config) for num_ranks in options.ranks for name in LAYOUTS
               if (config := config_of(name, kind, num_ranks)) is not None]

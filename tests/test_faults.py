@@ -192,7 +192,8 @@ def test_a_rank_that_stands_still_is_named_and_the_job_ends(config, tmp_path):
                           env={**os.environ, "PYTHONPATH": package})
     assert done.returncode == 1
     assert "no step has ended for 10 s (train.hang_timeout):" in done.stderr
-    assert "rank 1 is at sleeper.py line 10: time.sleep(1000)" in done.stderr
+    line = SLEEPER.splitlines().index("        time.sleep(1000)") + 1
+    assert f"rank 1 is at sleeper.py line {line}: time.sleep(1000)" in done.stderr
     assert "rank 0 waits in" in done.stderr
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")
             if "loss" in row][:3] == [1, 2, 3]
@@ -203,11 +204,11 @@ import sys, time
 from pathlib import Path
 from minitron.launch.watchdog import Watchdog
 
-class Alone:
+class First:
     def rank(self): return 0
-    def size(self): return 1
+    def size(self): return 2
 
-with Watchdog(Path(sys.argv[1]), Alone(), timeout=1):
+with Watchdog(Path(sys.argv[1]), First(), timeout=1):
     print("inside", flush=True)
     time.sleep(100)
 """
