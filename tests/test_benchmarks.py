@@ -25,7 +25,7 @@ SIDES = {
 
 @pytest.mark.parametrize("name", SIDES)
 def test_a_round_on_two_ranks(name):
-    command = [sys.executable, BENCHMARKS / name, "--ranks", "2", "--rounds", "1"]
+    command = [sys.executable, BENCHMARKS / name, "--ranks", "2", "--rounds", "1", "--small"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("|")]
