@@ -35,7 +35,7 @@ MEGABYTES = (1, 4, 16, 64)
 
 
 def race(
-    group: dist.ProcessGroup, rounds: int
+    group: dist.ProcessGroup, rounds: int, sizes: list[int]
 ) -> tuple[str, dict[int, dict[str, list[float]]]]:
     """Where, and seconds per all-reduce, by MB and side, round by round."""
     device, where = torch.device("cpu"), f"CPU, {os.cpu_count()} cores, gloo"
@@ -44,7 +44,7 @@ def race(
         where = f"{torch.cuda.get_device_name(device)}, NCCL"
     return where, {
         megabytes: race_at(torch.zeros(megabytes * 10**6 // 4, device=device), group, rounds)
-        for megabytes in MEGABYTES
+        for megabytes in sizes
     }
 
 
@@ -98,10 +98,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, default=int(os.environ.get("WORLD_SIZE", 4)))
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--megabytes", type=int, nargs="+", default=MEGABYTES)
     parser.add_argument("--out", type=Path, help="write the table here as Markdown too")
     options = parser.parse_args()
 
-    where, results = run(race, options.ranks, options.rounds, timeout=3600.0, watch=False)[0]
+    arguments = options.rounds, options.megabytes
+    where, results = run(race, options.ranks, *arguments, timeout=3600.0, watch=False)[0]
     if int(os.environ.get("RANK", 0)) != 0:
         return
     lines = [

@@ -7,7 +7,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -31,14 +31,24 @@ LATENCY, BANDWIDTH = 0.2e-3, 400e6  # of the emulated network
 
 
 def read_options(
-    description: str, rounds: int, ranks: tuple[int, ...] = (2, 4)
+    description: str, rounds: int, ranks: tuple[int, ...] = (2, 4), *, sizes: dict[str, tuple]
 ) -> argparse.Namespace:
-    """The command line of a benchmark of many ranks: ranks, rounds, out."""
+    """The command line of a benchmark of many ranks: ranks, rounds, out, small.
+
+    `sizes` has the model and its data by kind of device; `--small` makes the CPU's model tiny.
+    """
     parser = argparse.ArgumentParser(description=description.split("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=ranks)
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--out", type=Path, help="write the tables here as Markdown too")
-    return parser.parse_args()
+    parser.add_argument("--small", action="store_true",
+                        help="a tiny model: that everything runs, nothing of its speed")
+    options = parser.parse_args()
+    if options.small:
+        config, *data = sizes["cpu"]
+        tiny = replace(config, vocab_size=256, num_layers=4, width=64, ffn_width=128)
+        sizes["cpu"] = tiny, *data
+    return options
 
 
 def have_gpus() -> bool:

@@ -110,7 +110,7 @@ def table(num_ranks: int, rounds: int) -> list[str]:
 
 
 def main() -> None:
-    options = read_options(__doc__, rounds=20)
+    options = read_options(__doc__, rounds=20, sizes=SIZES)
     on_gpu = torch.cuda.is_available()
     lines = [
         conditions("bf16 autocast" if on_gpu else "float32"),

@@ -118,14 +118,14 @@ def row(name: str, num_ranks: int, dry: DryRun, by_rank: list[tuple[int, int]]) 
         f"| {'yes' if dry_sent == sent else 'no'} |"
 
 
-def of_a_trillion() -> list[str]:
-    """A row for the first rank of the first, a middle and the last stage of TRILLION."""
+def of_a_trillion(stages: tuple[int, ...]) -> list[str]:
+    """A row for the first rank of each of these stages of TRILLION."""
     lines = ["", f"1 T parameters on {NUM_GPUS:,} GPUs: tp 8, pp 64, dp 6, {os.cpu_count()} cores",
              "", "| rank | stage | micro-batches | run | s | resident, GiB | held, GB |",
              "|--:|--:|--:|--:|--:|--:|--:|"]
     context = get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as alone:
-        return lines + [alone.submit(weighed, stage).result() for stage in (0, 32, 63)]
+        return lines + [alone.submit(weighed, stage).result() for stage in stages]
 
 
 def weighed(stage: int) -> str:
@@ -138,11 +138,11 @@ def weighed(stage: int) -> str:
 
 
 def main() -> None:
-    options = read_options(__doc__, rounds=3, ranks=(1, 2, 4))
+    options = read_options(__doc__, rounds=3, ranks=(1, 2, 4), sizes=SIZES)
     kind = "cuda" if have_gpus() else "cpu"
     chosen = [(name, num_ranks, config) for num_ranks in options.ranks for name in LAYOUTS
               if (config := config_of(name, kind, num_ranks)) is not None]
-    trillion = [] if have_gpus() else of_a_trillion()
+    trillion = [] if have_gpus() else of_a_trillion((63,) if options.small else (0, 32, 63))
     # First, for a dry run needs a process without a group of ranks.
     dry_runs = [predicted(config, num_ranks, kind) for _, num_ranks, config in chosen]
 

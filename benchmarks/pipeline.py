@@ -224,7 +224,7 @@ def bubble_rows(num_ranks: int, rounds: int) -> list[str]:
 
 
 def main() -> None:
-    options = read_options(__doc__, rounds=12)
+    options = read_options(__doc__, rounds=12, sizes=SIZES)
     on_gpu = torch.cuda.is_available()
     lines = [
         conditions("float32"),

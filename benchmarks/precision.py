@@ -158,7 +158,7 @@ def table(num_ranks: int, rounds: int, device: torch.device) -> list[str]:
 
 
 def main() -> None:
-    options = read_options(__doc__, rounds=12, ranks=(1, 2))
+    options = read_options(__doc__, rounds=12, ranks=(1, 2), sizes=SIZES)
     device = torch.device("cuda" if have_gpus() else "cpu")
     found = sorted(set().union(*INSTRUCTIONS.values()) & cpu_flags())
     on_cpu = f"native products of 16 bits: {', '.join(found) or 'none'}"

@@ -176,7 +176,7 @@ def table(num_ranks: int, rounds: int) -> list[str]:
 
 
 def main() -> None:
-    options = read_options(__doc__, rounds=12)
+    options = read_options(__doc__, rounds=12, sizes=SIZES)
     on_gpu = torch.cuda.is_available()
     lines = [
         conditions("bfloat16" if on_gpu else "float32"),

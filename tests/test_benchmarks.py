@@ -1,4 +1,4 @@
-"""Every benchmark of many ranks runs, one round of it, and names all its sides."""
+"""Every benchmark of many ranks runs, one round of a tiny model, and names all its sides."""
 
 import subprocess
 import sys
@@ -21,11 +21,13 @@ SIDES = {
                      "torch, fp32", "torch.amp, bf16", "torch.amp, fp16"],
     "dryrun.py": ["fp32", "ZeRO 3", "sequence", "1F1B"],
 }
+SMALL = {"launch.py": [], "all_reduce.py": ["--megabytes", "1"]}  # the others: --small
 
 
 @pytest.mark.parametrize("name", SIDES)
 def test_a_round_on_two_ranks(name):
-    command = [sys.executable, BENCHMARKS / name, "--ranks", "2", "--rounds", "1"]
+    command = [sys.executable, BENCHMARKS / name, "--ranks", "2", "--rounds", "1",
+               *SMALL.get(name, ["--small"])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("|")]

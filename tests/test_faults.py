@@ -109,37 +109,41 @@ def ranks_of(torchrun: subprocess.Popen) -> list[psutil.Process]:
             if "minitron.train" in " ".join(child.cmdline())]
 
 
-def eight_ranks(folder: Path, data: Path, *more: str) -> list[str]:
-    words = {"--run-dir": folder, "--data.path": data, "--data.sequence-length": 32,
-             "--model.max-sequence-length": 32, "--model.num-layers": 2, "--model.width": 32,
-             "--model.num-heads": 4, "--model.num-kv-heads": 2, "--model.ffn-width": 48,
-             "--model.vocab-size": 720, "--train.steps": 30, "--train.global-batch-size": 8,
-             "--train.micro-batch-size": 2, "--train.checkpoint-every": 2, "--train.device": "cpu",
-             "--train.eval-every": 0, "--train.eval-sequences": 8}
-    return ["-m", "minitron.train", *(str(word) for pair in words.items() for word in pair), *more]
+def train_and_die(group, config: Config, folder: Path, after: int) -> None:
+    """Train; the last rank dies after so many steps."""
+    take_step = Run.train_step
+
+    def step(run: Run) -> dict:
+        if run.step == after and run.rank == group.size() - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return take_step(run)
+
+    Run.train_step = step
+    train.train(config, folder, group=group)
+
+
+def resume(group, config: Config, folder: Path) -> None:
+    train.train(config, folder, resume=True, group=group)
 
 
 def test_eight_ranks_on_all_axes_die_and_go_on_cut_otherwise(stories, tmp_path):
     """dp 2 x tp 2 x pp 2 with ZeRO-1 and sequence parallelism, then dp 2 x tp 4."""
     one, many = tmp_path / "one", tmp_path / "many"
-    subprocess.run([sys.executable, *eight_ranks(one, stories)], check=True, timeout=300,
-                   capture_output=True)
-    layout = "--parallel.tp", "2", "--parallel.pp", "2", "--parallel.zero", "1", \
-        "--parallel.sequence"
-    process = subprocess.Popen(torchrun(8, *eight_ranks(many, stories, *layout)))
-    try:
-        wait_for(lambda: checkpoint.checkpoints(many / "checkpoints"), process)
-        ranks_of(process)[-1].kill()
-        assert process.wait(60) == 1
-    finally:
-        process.terminate()
-        process.wait(60)
-    died_after = int(checkpoint.newest_good(many / "checkpoints").name[5:])
-    assert 0 < died_after < 30
+    settings = TrainConfig(steps=30, global_batch_size=8, micro_batch_size=2, checkpoint_every=2,
+                           eval_every=0, eval_sequences=8, device="cpu")
+    alone = Config(dataclasses.replace(MODEL, vocab_size=720),
+                   DataConfig(stories, sequence_length=32), settings)
+    train.train(alone, one)
 
-    layout = "--parallel.tp", "4", "--parallel.pp", "1"  # the rest as it was
-    command = torchrun(8, *eight_ranks(many, stories, "--resume", *layout))
-    subprocess.run(command, check=True, timeout=180, capture_output=True)
+    cut = dataclasses.replace(
+        alone, parallel=ParallelConfig(tp=2, pp=2, zero=1, sequence=True))
+    with pytest.raises(RankError, match="rank 7 was killed by SIGKILL"):
+        run(train_and_die, 8, cut, many, 7, timeout=300)
+    assert 0 < int(checkpoint.newest_good(many / "checkpoints").name[5:]) <= 6
+
+    otherwise = dataclasses.replace(
+        alone, parallel=ParallelConfig(tp=4, zero=1, sequence=True))
+    run(resume, 8, otherwise, many, timeout=300)
     parallel = json.loads((many / "config.json").read_text())["parallel"]
     assert (parallel["tp"], parallel["pp"], parallel["zero"]) == (4, 1, 1)
     for found, expected in zip(trained(many, *COLUMNS), trained(one, *COLUMNS), strict=True):
@@ -192,7 +196,8 @@ def test_a_rank_that_stands_still_is_named_and_the_job_ends(config, tmp_path):
                           env={**os.environ, "PYTHONPATH": package})
     assert done.returncode == 1
     assert "no step has ended for 10 s (train.hang_timeout):" in done.stderr
-    assert "rank 1 is at sleeper.py line 10: time.sleep(1000)" in done.stderr
+    line = SLEEPER.splitlines().index("        time.sleep(1000)") + 1
+    assert f"rank 1 is at sleeper.py line {line}: time.sleep(1000)" in done.stderr
     assert "rank 0 waits in" in done.stderr
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")
             if "loss" in row][:3] == [1, 2, 3]
@@ -203,11 +208,11 @@ import sys, time
 from pathlib import Path
 from minitron.launch.watchdog import Watchdog
 
-class Alone:
+class First:
     def rank(self): return 0
-    def size(self): return 1
+    def size(self): return 2
 
-with Watchdog(Path(sys.argv[1]), Alone(), timeout=1):
+with Watchdog(Path(sys.argv[1]), First(), timeout=1):
     print("inside", flush=True)
     time.sleep(100)
 """
