@@ -29,9 +29,8 @@ train: setup ## Train the story model: about a minute on 2 cores
 	$(BIN)/minitron train configs/stories.toml
 
 # Two files at a time: tests of ranks wait more than they compute. The longest come first
-# (tests/conftest.py), so that both end together. Each has one core, so one thread is fastest:
-# threads that wait for each other at every product of a tiny model took twice the CPU time.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# (tests/conftest.py), so that both end together.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 quick: lint ## Run the tests of a minute and a half: lint, layers, each axis, each chapter's first exercise
 	$(PYTEST) @tests/quick.txt

@@ -16,14 +16,17 @@ GRADERS = {f"teaching.graders.{exercise.chapter}" for exercise in known().values
 PACKAGE = {exercise.replaces for exercise in known().values() if exercise.replaces}
 
 
-@pytest.fixture(scope="session", autouse=True)
-def warm_server() -> None:
-    """Let ranks and benches find the graders imported, as they do in a learner's check."""
-    context_of(start_method(), also=tuple(sorted(GRADERS | PACKAGE)))
-
 ROOT = Path(__file__).parents[1]
 LONGEST = (  # files, the longest first
-    "tests/exercises/test_every_chapter.py",
+    "tests/exercises/test_ch08_sequence_parallel.py",
+    "tests/exercises/test_ch06_zero.py",
+    "tests/exercises/test_ch02_memory.py",
+    "tests/exercises/test_ch04_data_parallel.py",
+    "tests/exercises/test_ch10_mixed_precision.py",
+    "tests/exercises/test_ch07_tensor_parallel.py",
+    "tests/exercises/test_ch12_before_you_launch.py",
+    "tests/exercises/test_ch11_all_axes.py",
+    "tests/exercises/test_ch09_pipeline_parallel.py",
     "tests/test_faults.py",
     "tests/test_grid.py",
     "chapters/ch12_before_you_launch.ipynb",
@@ -52,6 +55,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest files, so that no core idles at the end of `make test`."""
     order = {ROOT / name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path, len(LONGEST)))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_server() -> None:
+    """Let ranks and benches find the graders imported, as they do in a learner's check."""
+    context_of(start_method(), also=tuple(sorted(GRADERS | PACKAGE)))
 
 
 @pytest.fixture(scope="session")

@@ -44,7 +44,7 @@ from minitron.launch.rank_report import (
 )
 from minitron.launch.starting import (
     context_of,
-    deaf_to_interrupts,
+    ignore_interrupts,
     interrupted_later,
     without_main,
 )
@@ -156,7 +156,7 @@ class Ranks:
 
     def _start(self, method: str) -> None:
         self.ranks = []
-        with deaf_to_interrupts(), without_main():
+        with ignore_interrupts(), without_main():
             context = context_of(method)
             for number in range(self.orders.num_ranks):
                 self.ranks.append(Rank(number, context, self.orders))

@@ -20,7 +20,7 @@ would compute."""
 
 
 def context_of(method: str, also: tuple[str, ...] = ()) -> BaseContext:
-    """The way to start processes by `method`, with a server that runs if one is needed.
+    """Return the way to start processes by `method`, with a server that runs if one is needed.
 
     A server that starts now imports the modules `also`, too.
     """

@@ -28,7 +28,7 @@ from minitron.launch import start_method
 from minitron.launch.process_state import cpu_seconds, wants_cpu
 from minitron.launch.rank_process import Failure, Frame
 from minitron.launch.rank_report import killed, parse_stack, read_stacks
-from minitron.launch.starting import context_of, deaf_to_interrupts, without_main
+from minitron.launch.starting import context_of, ignore_interrupts, without_main
 from teaching.graders import plain
 from teaching.graders.bench_process import Raised, Source, bench_main, call, resolve
 from teaching.graders.verdicts import Mistake
@@ -75,7 +75,7 @@ class Bench:
             self._start()
 
     def _start(self) -> None:
-        with deaf_to_interrupts(), without_main():
+        with ignore_interrupts(), without_main():
             context = context_of(start_method(), also=("teaching.graders",))
             self._pipe, theirs = context.Pipe()
             prints, their_prints = context.Pipe(duplex=False)

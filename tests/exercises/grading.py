@@ -12,7 +12,7 @@ from tests.exercises.common import Chapter
 
 
 class Grading:
-    """Stubs fail, right answers pass, each named mistake is recognised; of one chapter.
+    """Stubs fail, right answers pass, each named mistake is recognized; of one chapter.
 
     A file of tests has a subclass with its `chapter`, so that two workers can share the chapters.
     """
@@ -56,7 +56,7 @@ class Grading:
     def test_a_differently_written_right_answer_passes(self, name, answer):
         assert self.chapter.grade(name, answer) == graders.Verdict("passed")
 
-    def test_a_mistake_is_recognised(self, name, answer, says):
+    def test_a_mistake_is_recognized(self, name, answer, says):
         verdict = self.chapter.grade(name, answer)
         assert verdict.state == "failed"
         assert says in f"{verdict.seen}\n{verdict.likely}"
