@@ -39,7 +39,7 @@ from minitron.config import Config, DataConfig, ModelConfig, TrainConfig
 from minitron.model.float8 import E4M3, multiplies_float8
 from minitron.model.transformer import Transformer, initialize
 from minitron.parallelize import build, lay_out
-from minitron.precision import PRECISIONS, LossScale, low_precision
+from minitron.precision import PRECISIONS, low_precision
 from minitron.step import make_optimizer, train_step
 
 SIZES = {  # model, sequences per rank and step, S
@@ -84,7 +84,7 @@ def make_ours(side: str, group, device: torch.device, inputs: Tensor, targets: T
     optimizer = parallel.shard(make_optimizer(model, config.train, device))
     precision = PRECISIONS[side]
     forward = low_precision(model, device, precision)
-    loss_scale = LossScale() if precision.scales_loss else None
+    loss_scale = precision.make_loss_scale()
 
     def step() -> Tensor:
         batch = [(inputs, targets)]

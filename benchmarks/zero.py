@@ -3,11 +3,12 @@
     python benchmarks/zero.py             # CPU: gloo, 2 and 4 ranks
     torchrun --nproc-per-node 8 --local-ranks-filter 0 benchmarks/zero.py --ranks 8   # GPUs: NCCL
 
-Every side trains the same model from the same weights on the same tokens: forward, loss, backward,
-gradients averaged, AdamW. They take turns, round by round, so that a noisy machine disturbs all
-alike; a ratio is the median over the rounds, of the slowest rank. A side whose loss differs from
-the first one's is an error. Bytes are counted in separate steps, one side at a time, since
-counting costs time:
+Every side trains the same model from the same weights on the same tokens: AdamW, forward, loss,
+backward, gradients averaged. The update comes first, so that a side that ends it before the
+parameters are gathered waits for them within its own time. Sides take turns, round by round, so
+that a noisy machine disturbs all alike; a ratio is the median over the rounds, of the slowest rank.
+A side whose loss differs from the first one's is an error. Bytes are counted in separate steps, one
+side at a time, since counting costs time:
 
     peak    bytes held at the peak of a step, of the rank with the most. On the CPU the real sizes
             of all storages that operators touch: what gloo itself holds is not seen. On CUDA, what
@@ -18,11 +19,18 @@ counting costs time:
             all-reduce of all gradients is 2. What really crosses may be more: gloo makes every
             reduce-scatter from an all-reduce of a copy, for all sides alike.
 
-The second table shows what gathering ahead hides: "exposed" is how long a step waits for transfers,
+The second table is what the backend takes for the collectives of stage 1 (reduce-scatter,
+all-gather) and of its rival (all-reduce, broadcasts) without any training, each for all parameters.
+On the CPU those of stage 1 are the slower ones: gloo's reduce-scatter is an all-reduce of a copy,
+and its all-gather fills a buffer of its own and copies that.
+
+The third table shows what gathering ahead hides: "exposed" is how long a step waits for transfers,
 "alone" what these would take one after the other. On the CPU the network is emulated, and each
 collective of `fully_shard` blocks: to overlap, it needs CUDA streams.
 """
 
+import math
+import statistics
 from collections.abc import Callable
 from functools import partial
 
@@ -34,8 +42,11 @@ from common import (
     Step,
     compare,
     conditions,
+    device_of,
+    of_slowest,
     overlap_rows,
     publish,
+    race,
     read_options,
 )
 from torch import Tensor, nn
@@ -45,7 +56,14 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from minitron import cost
+from minitron.comm.collectives import (
+    all_gather_single,
+    all_reduce,
+    broadcast,
+    reduce_scatter_single,
+)
 from minitron.config import ModelConfig
+from minitron.launch import run
 from minitron.launch.slow_network import SlowNetwork
 from minitron.model.transformer import Transformer, initialize
 from minitron.parallel.data.ddp import apply_bucketed_data_parallel
@@ -87,10 +105,10 @@ def make_step(side: str, group: dist.ProcessGroup, device: torch.device) -> Step
     forward, optimizer, finish = make(side, model, group, device)
 
     def step() -> Tensor:
+        optimizer.step()  # first: the forward pass hides what is gathered ahead, if anything does
         optimizer.zero_grad()
         loss = accumulate_gradients(forward, [batch])
         finish()
-        optimizer.step()
         return loss
 
     return step
@@ -168,6 +186,47 @@ def table(num_ranks: int, rounds: int) -> list[str]:
     return compare(make_step, RIVALS, num_ranks, rounds, unit)
 
 
+# The collectives alone
+
+
+def time_collectives(group: dist.ProcessGroup, rounds: int) -> dict[str, list[float]]:
+    """Seconds on this rank, round by round, of each collective for all parameters."""
+    device, rank, size = device_of(group), group.rank(), group.size()
+    config, _, _, bucket_bytes = SIZES[device.type]
+    num_buckets = math.ceil(4 * cost.num_parameters(config) / bucket_bytes)
+    flat = torch.zeros(num_buckets * bucket_bytes // 4, device=device)
+    buckets = flat.chunk(num_buckets)
+    own = [bucket.chunk(size)[rank] for bucket in buckets]
+    arriving = torch.empty_like(own[0])
+
+    works = {
+        "all-reduce": lambda: [
+            all_reduce(bucket, group) for bucket in buckets],
+        "broadcasts of the shards": lambda: [
+            broadcast(shard, source, group) for source, shard in enumerate(flat.chunk(size))],
+        "reduce-scatter": lambda: [
+            reduce_scatter_single(arriving, bucket, group) for bucket in buckets],
+        "all-gather": lambda: [
+            all_gather_single(bucket, shard, group)
+            for bucket, shard in zip(buckets, own, strict=True)],
+    }
+    return dict(zip(works, race(list(works.values()), device, rounds), strict=True))
+
+
+def collective_rows(num_ranks: int, rounds: int) -> list[str]:
+    """One row per collective, and the sum of each side's two."""
+    by_rank = run(time_collectives, num_ranks, rounds, timeout=600, watch=False)
+    seconds = dict(zip(by_rank[0], of_slowest([list(r.values()) for r in by_rank]), strict=True))
+    for side, (reduce, gather) in {
+        "ZeroRedundancyOptimizer": ("all-reduce", "broadcasts of the shards"),
+        "stage 1": ("reduce-scatter", "all-gather"),
+    }.items():
+        both = zip(seconds[reduce], seconds[gather], strict=True)
+        seconds[f"{side}: {reduce}, {gather}"] = list(map(sum, both))
+    return [f"| {num_ranks} | {name} | {1e3 * statistics.median(times):.1f} |"
+            for name, times in seconds.items()]
+
+
 def main() -> None:
     options = read_options(__doc__, rounds=12, sizes=SIZES)
     on_gpu = torch.cuda.is_available()
@@ -178,6 +237,12 @@ def main() -> None:
         "| against | time, ours / theirs | peak, ours / theirs |",
         "|---|---|---|---|---|---|---|---|---|",
         *(row for num_ranks in options.ranks for row in table(num_ranks, options.rounds)),
+        "",
+        "The collectives alone, of all parameters:",
+        "",
+        "| ranks | collective | ms |",
+        "|---|---|---|",
+        *(row for num_ranks in options.ranks for row in collective_rows(num_ranks, options.rounds)),
         "",
         "Gathering ahead" + ("" if on_gpu else f", {SlowNetwork(LATENCY, BANDWIDTH)}") + ":",
         "",

@@ -14,8 +14,6 @@ from teaching.exercises import known
 
 GRADERS = {f"teaching.graders.{exercise.chapter}" for exercise in known().values()}
 PACKAGE = {exercise.replaces for exercise in known().values() if exercise.replaces}
-
-
 ROOT = Path(__file__).parents[1]
 LONGEST = (  # files, the longest first
     "tests/exercises/test_ch08_sequence_parallel.py",

@@ -11,6 +11,7 @@ References: Patarasuk & Yuan 2009 (ring); Thakur, Rabenseifner & Gropp 2005, sec
 
 import math
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -49,12 +50,21 @@ def reduce_scatter_ring(flat: Tensor, group: ProcessGroup) -> Tensor:
     # A chunk starts at the rank after its own, and adds a term on every rank it visits.
     outgoing = [piece for step in range(size - 1) for piece in chunks[(rank - 1 - step) % size]]
     sums = [piece for step in range(size - 1) for piece in chunks[(rank - 2 - step) % size]]
-    buffers = [torch.empty_like(chunks[0][0]) for _ in range(2)]  # one fills, one is added
-    incoming = [buffers[index % 2][:len(piece)] for index, piece in enumerate(sums)]
+    buffers = receive_buffers(len(chunks[0][0]), flat.dtype, flat.device)
+    incoming = [buffers[index % 3][:len(piece)] for index, piece in enumerate(sums)]
 
-    for index in pass_on(outgoing, incoming, group, ahead=1):
+    for index in pass_on(outgoing, incoming, group, ahead=2):
         sums[index] += incoming[index]
     return flat.tensor_split(size)[rank]
+
+
+@lru_cache(maxsize=1)
+def receive_buffers(length: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Two that fill while a third is added, kept for the next call: fresh ones would cost more.
+
+    On a virtual machine the first touch of 4 KB can take 3 us, as long as sending them does.
+    """
+    return [torch.empty(length, dtype=dtype, device=device) for _ in range(3)]
 
 
 def all_gather_ring(flat: Tensor, group: ProcessGroup) -> None:

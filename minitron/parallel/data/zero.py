@@ -58,15 +58,18 @@ class BucketQueue:
     def reset(self) -> None:
         """Begin with the first bucket again."""
         self.ready: set[nn.Parameter] = set()
+        self.num_missing = {bucket: len(bucket.parameters) for bucket in self.buckets}
         self.in_flight: list[FlatShards] = []
         self.num_sent = 0
 
     def accept(self, parameter: nn.Parameter) -> None:
         """Move one more gradient into its bucket, and send the buckets whose turn has come."""
+        bucket = self.bucket_of[parameter]
+        bucket.take(parameter)
         self.ready.add(parameter)
-        self.bucket_of[parameter].take(parameter)
+        self.num_missing[bucket] -= 1
         while self.num_sent < len(self.buckets) \
-                and self.ready.issuperset(self.buckets[self.num_sent].parameters):
+                and self.num_missing[self.buckets[self.num_sent]] == 0:
             self.send(self.buckets[self.num_sent])
 
     def send(self, bucket: FlatShards) -> None:
@@ -119,8 +122,8 @@ class Zero1(ShardedDataParallel):
         self.gathers: dict[FlatShards, dist.Work] = {}  # parameters on their way
         self.overlap_gather = overlap_gather
         if overlap_gather:
-            self.hooks += [module.register_forward_pre_hook(self.pre_forward)
-                           for module in model.modules()]
+            for module in model.modules():
+                self.gather_before(module)
 
     def make_queue(self, stage: list[nn.Parameter], bucket_bytes: int) -> BucketQueue:
         """Make the buckets of one pipeline stage; a parameter of two stages has one of its own."""
@@ -232,11 +235,11 @@ class Zero1(ShardedDataParallel):
             if flat in self.gathers:
                 self.gathers.pop(flat).wait()
 
-    def pre_forward(self, module: nn.Module, inputs: tuple) -> None:
-        """Have a module's own parameters there."""
-        if self.gathers:
-            own = module.parameters(recurse=False)
-            self.wait_for(dict.fromkeys(self.flat_of[p] for p in own if p in self.flat_of))
+    def gather_before(self, module: nn.Module) -> None:
+        """Have a module's own parameters there whenever its forward pass begins."""
+        own = [self.flat_of[p] for p in module.parameters(recurse=False) if p in self.flat_of]
+        if own:
+            self.hooks.append(module.register_forward_pre_hook(lambda *_: self.wait_for(own)))
 
     def full_parameters(self) -> dict[str, Tensor]:
         self.wait_for(self.flats)
