@@ -60,7 +60,7 @@ def reduce_scatter_ring(flat: Tensor, group: ProcessGroup) -> Tensor:
 
 @lru_cache(maxsize=1)
 def receive_buffers(length: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Two that fill while a third is added, kept for the next call: fresh ones would cost more.
+    """Return two to fill while a third is added, kept for the next call: fresh ones cost more.
 
     On a virtual machine the first touch of 4 KB can take 3 us, as long as sending them does.
     """
