@@ -46,7 +46,7 @@ def claim_in_turn(group, folder: Path) -> str:
 
 def test_a_second_process_is_refused_and_told_of_the_first(tmp_path):
     pid, told = run(claim_in_turn, 2, tmp_path / "new" / "run")
-    assert re.search(rf"run: process {pid} on \S+ \(since 20\d\d-.*\) is training in it: end that "
+    assert re.search(rf"run: process {pid} on \S+ \(since 20\d\d-.*\) is training in it; end that "
                      "one first, or choose another --run-dir$", told)
 
 
