@@ -204,6 +204,6 @@ def test_other_tokens_are_refused(exported, tmp_path):
     write_text([tmp_path / "a.txt"], tmp_path / "text", vocab_size=270)
     config = dataclasses.replace(first.config, data=DataConfig(tmp_path / "text", 32))
     with pytest.raises(ConfigError, match=r"its tokenizer \(\d+ tokens\) is not that of .*text "
-                       r"\(\d+ tokens\): choose a corpus"):
+                       r"\(\d+ tokens\); choose a corpus"):
         train.train(config, tmp_path / "run", weights=folder)
     assert not (tmp_path / "run").exists()
