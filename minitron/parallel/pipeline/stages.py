@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitron.comm.agreement import gathered
+from minitron.comm.agreement import gathered, gathered_tensors
 from minitron.comm.collectives import broadcast, exchange
 from minitron.config import require
 from minitron.model.linear import NoDeferral, apply_deferred_weight_gradients
@@ -200,9 +200,7 @@ class PipelineParallel(OneDevice):
 
     def unshard(self, blocks: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
         """Join the parameters of all stages, on the CPU."""
-        own = {name: block if block is None else block.to("cpu", copy=True)
-               for name, block in blocks.items()}
-        by_stage = gathered(own, self.group)
+        by_stage = gathered_tensors(blocks, self.group)
         return {name: value for stage in reversed(by_stage)  # a tied one is the first stage's
                 for name, value in stage.items()}
 
