@@ -66,7 +66,9 @@ def to_bytes(tensor: Tensor) -> tuple[np.ndarray, torch.dtype, torch.Size]:
 
 def from_bytes(values: np.ndarray, dtype: torch.dtype, shape: torch.Size) -> Tensor:
     """Return the tensor of `to_bytes`, with memory of its own."""
-    return torch.from_numpy(values).view(dtype).reshape(shape)
+    tensor = torch.empty(shape, dtype=dtype)
+    tensor.view(-1).view(torch.uint8).copy_(torch.from_numpy(values))
+    return tensor
 
 
 def largest(number: int, group: Group) -> int:
