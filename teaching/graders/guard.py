@@ -31,7 +31,7 @@ from types import CodeType, FrameType, FunctionType
 import minitron
 from teaching.exercises import ROOT, Exercise
 from teaching.graders.answers import package_answers
-from teaching.graders.instruments import find_instruments, snapshot
+from teaching.graders.instruments import Instruments
 from teaching.graders.verdicts import Forbidden
 
 PACKAGE = str(Path(minitron.__file__).parent)
@@ -90,14 +90,13 @@ class Guard:
         self.violations: list[str] = []
         self.state = threading.local()
         self.guarded_files: set[str] = set()
-        self.instruments = find_instruments()
         # A test that grades the package itself hands in a file of the package.
         self.grades_package = str(path).startswith(PACKAGE + os.sep)
         for name in () if self.grades_package else package_answers(exercise):
             self.forbid_calls(name, f"{name.partition(':')[2]} of minitron is called")
         for name in STARTS_PROCESSES:
             self.forbid_calls(name, "a process is started")
-        self.before = snapshot(self.instruments)
+        self.instruments = Instruments()  # as they are now, with what is forbidden in front
         # Or a first import, and a first temporary file, would be taken for the learner's writing.
         sys.dont_write_bytecode = True
         tempfile.gettempdir()
@@ -116,11 +115,9 @@ class Guard:
     def expect_intact(self) -> None:
         """Raise Forbidden if the learner's code has changed what its work is measured with."""
         self.expect_untold()
-        after = snapshot(self.instruments)
-        for (owner, name), (value, code) in self.before.items():
-            now = after.get((owner, name), (None, None))
-            if now[0] is not value or now[1] is not code:
-                self.refuse(f"{owner}.{name} is replaced")
+        name = self.instruments.replaced()
+        if name is not None:
+            self.refuse(f"{name} is replaced")
 
     # What is looked at before anything runs
 
