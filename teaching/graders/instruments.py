@@ -2,6 +2,7 @@
 
 import builtins
 import sys
+from operator import is_
 from types import ModuleType
 
 import torch
@@ -15,7 +16,7 @@ class Instruments:
     """Functions and classes as they were before an answer ran.
 
     Looking at all of them takes milliseconds, so what has not changed since the last look is only
-    compared by identity.
+    compared by identity: by `is_`, as each `id` is an audit event, of which the guard hears.
     """
 
     def __init__(self):
@@ -26,17 +27,16 @@ class Instruments:
         self.look()
 
     def look(self) -> None:
-        """Remember what every name stands for; a value is kept, so that no other gets its id."""
+        """Remember what every name stands for."""
         self.seen = [(list(space), list(space.values())) for space in self.namespaces]
-        self.ids = [list(map(id, values)) for _, values in self.seen]
 
     def is_as_seen(self) -> bool:
         """Return whether every name stands for what it did, and every function has its code."""
-        spaces = zip(self.namespaces, self.seen, self.ids, strict=True)
+        spaces = zip(self.namespaces, self.seen, strict=True)
         return all(sys.modules.get(module.__name__) is module for module in self.modules) \
             and all(value.__code__ is code for value, code in self.codes) \
-            and all(list(space) == names and list(map(id, space.values())) == ids
-                    for space, (names, _), ids in spaces)
+            and all(list(space) == names and all(map(is_, space.values(), values))
+                    for space, (names, values) in spaces)
 
     def replaced(self) -> str | None:
         """Name one that is another now, or has other code; None if there is none."""
