@@ -30,6 +30,8 @@ train: setup ## Train the story model: about a minute on 2 cores
 
 # Two files at a time: tests of ranks wait more than they compute. The longest come first
 # (tests/conftest.py), so that both end together.
+# Where Python may not keep what it compiles, each process that a test starts compiles all anew.
+export PYTHONDONTWRITEBYTECODE =
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 quick: lint ## Run the tests of a minute and a half: lint, layers, each axis, each chapter's first exercise

@@ -17,6 +17,7 @@ from minitron.parallelize import make_schedule
 from minitron.run import Run
 from minitron.system.progress import Progress
 
+SAMPLE_TOKENS = 40
 SMALLEST_SCALE = 2.0**-24  # of a loss: with it float16 holds gradients of up to 1e12
 
 
@@ -57,7 +58,7 @@ def evaluate(run: Run, log: MetricsLog, bar: Progress, progress: str) -> None:
     """Log the validation loss, and what the model writes; all ranks call it."""
     val_loss = run.evaluate()
     require_sound(run, val_loss)
-    [text] = run.sample(num_texts=1, num_tokens=40) or [""]  # of the same seed everywhere
+    [text] = run.sample(num_texts=1, num_tokens=SAMPLE_TOKENS) or [""]  # the same on all ranks
     with run.stop.telling():
         log.write(step=run.step, tokens=run.tokens, val_loss=val_loss, sample=text)
     if run.rank == 0:

@@ -11,6 +11,7 @@ from minitron.corpus.stories import write_stories
 from minitron.launch import start_method
 from minitron.launch.starting import context_of
 from teaching.exercises import known
+from tests import sparing
 
 GRADERS = {f"teaching.graders.{exercise.chapter}" for exercise in known().values()}
 PACKAGE = {exercise.replaces for exercise in known().values() if exercise.replaces}
@@ -58,7 +59,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def warm_server() -> None:
     """Let ranks and benches find the graders imported, as they do in a learner's check."""
-    context_of(start_method(), also=tuple(sorted(GRADERS | PACKAGE)))
+    context_of(start_method(), also=tuple(sorted(GRADERS | PACKAGE | {sparing.__name__})))
 
 
 @pytest.fixture(scope="session")

@@ -41,6 +41,7 @@ from minitron.comm.agreement import ALONE, Group, gathered
 from minitron.config import ConfigError, require
 from minitron.launch.descendants import MARK
 from minitron.launch.messages import read_bytes
+from minitron.launch.process import share_cores
 from minitron.launch.rank_process import Failure, Orders
 from minitron.launch.rank_report import RankError
 from minitron.launch.ranks import PROCESS_NAME, Ranks
@@ -189,6 +190,7 @@ def _joined_group() -> Iterator[dist.ProcessGroup]:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
             dist.init_process_group("cpu:gloo,cuda:nccl", **_meeting_place())
         else:
+            share_cores()
             dist.init_process_group("gloo", **_meeting_place())
     try:
         yield dist.group.WORLD

@@ -6,11 +6,15 @@ is. So the parent reads with an allow-list.
 
 import io
 import pickle
+from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
-from minitron.launch.rank_process import Failure, Frame, Returned, Started
+from minitron.launch.rank_process import LENGTH_BYTES, Failure, Frame, Returned, Started
 from minitron.measure.ledger import Call
+
+MOST_BYTES = 2**20  # read at once, so that one busy rank does not hide the others
 
 
 class _Reader(pickle.Unpickler):
@@ -34,3 +38,24 @@ def read_bytes(data: bytes) -> bytes:
     if type(value) is not bytes:
         raise pickle.UnpicklingError(f"a rank sent a {type(value).__name__}, not bytes")
     return value
+
+
+class Announcements:
+    """The file in which a rank announces its calls, as the parent reads it: again and again."""
+
+    def __init__(self, path: Path):
+        path.touch()
+        self._file, self._unread = open(path, "rb", buffering=0), b""
+
+    def read(self) -> Iterator[Call | str | None]:
+        """Read what has been added and is complete: calls, and names of phases."""
+        self._unread += self._file.read(MOST_BYTES)
+        while len(self._unread) >= LENGTH_BYTES:
+            end = LENGTH_BYTES + int.from_bytes(self._unread[:LENGTH_BYTES])
+            if len(self._unread) < end:
+                break
+            data, self._unread = self._unread[LENGTH_BYTES:end], self._unread[end:]
+            yield read_message(data)
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,7 +1,9 @@
-"""What a training process settles with its machine: device, memory, and how it may be stopped."""
+"""What a process settles with its machine: device, memory, cores, and how it may be stopped."""
 
+import os
 import signal
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -37,6 +39,17 @@ def memory_bytes(device: torch.device) -> int:
         return min(machine, int(CGROUP_LIMIT.read_text()))
     except (OSError, ValueError):
         return machine
+
+
+def share_cores() -> None:
+    """Let no thread that wakes up interrupt another one, as Linux does for batch jobs.
+
+    There are more ranks than cores, and each has a thread for its messages. Every message wakes
+    several, so most of the time would go into switching.
+    """
+    if hasattr(os, "SCHED_BATCH"):
+        with suppress(OSError):  # a container may forbid it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 class Interruption:

@@ -36,11 +36,13 @@ from minitron.launch.descendants import (
     kill_descendants,
     outlive_server,
 )
-from minitron.measure.ledger import Ledger
+from minitron.launch.process import share_cores
+from minitron.measure.ledger import Call, Ledger
 
 # Asks for the stack: the main thread, whose native sleep or read this would end too early, or the
 # thread that listens to the parent, whatever the main thread does. Windows has neither.
 ASK, ASIDE = (getattr(signal, name, None) for name in ("SIGUSR1", "SIGUSR2"))
+LENGTH_BYTES = 4  # before each announced call: its length
 NO_LIMIT = timedelta(days=1)  # the parent watches over time; gloo must not give up before it
 
 
@@ -99,6 +101,7 @@ class Failure:
 def rank_main(rank: int, orders: Orders, pipe: Connection) -> None:
     """Call the function of `orders` as rank `rank`, send its outcome, leave when told to."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal
+    share_cores()
     end_with_server()
     adopt_descendants()
     if ASIDE is not None:
@@ -109,7 +112,7 @@ def rank_main(rank: int, orders: Orders, pipe: Connection) -> None:
     redirect_prints(output_file(orders.folder, rank))
     stack = open(stack_file(orders.folder, rank), "w")
     answer_with_stack(stack)
-    mailbox = Mailbox(pipe)
+    mailbox = Mailbox(pipe, calls_file(orders.folder, rank))
     mailbox.send(Started())
 
     mailbox.send(outcome_of(rank, orders, mailbox))
@@ -138,7 +141,7 @@ def outcome_of(rank: int, orders: Orders, mailbox: "Mailbox") -> Returned | Fail
             "gloo", store=store, rank=rank, world_size=orders.num_ranks, timeout=NO_LIMIT
         )
         dist.barrier()  # or a rank that dies at once is missed by those that still connect
-        with Ledger(announce=mailbox.send) if orders.watch else nullcontext():
+        with Ledger(announce=mailbox.announce) if orders.watch else nullcontext():
             value = fn(dist.group.WORLD, *args)
     except BaseException as error:  # sys.exit() as well
         return failure_of(error)
@@ -178,15 +181,23 @@ def strip_launcher(frames: list) -> list:
 
 
 class Mailbox:
-    """The way to the parent, for any thread: hooks may send from autograd's own."""
+    """The way to the parent, for any thread: hooks may announce calls from autograd's own.
 
-    def __init__(self, pipe: Connection):
-        self._pipe, self._lock = pipe, threading.Lock()
+    An outcome goes through the pipe and wakes the parent. Calls go to a file, which it reads ten
+    times a second: to wake it would take as long as the call itself.
+    """
 
-    def send(self, message) -> None:
-        data = pickle.dumps(message)
+    def __init__(self, pipe: Connection, calls: Path):
+        self._pipe, self._calls = pipe, open(calls, "ab", buffering=0)
+        self._lock = threading.Lock()
+
+    def send(self, message: Started | Returned | Failure) -> None:
+        self._pipe.send_bytes(pickle.dumps(message))
+
+    def announce(self, call: Call | str | None) -> None:
+        data = pickle.dumps(call)
         with self._lock:
-            self._pipe.send_bytes(data)
+            self._calls.write(len(data).to_bytes(LENGTH_BYTES) + data)
 
 
 def _obey_parent(pipe: Connection, may_leave: threading.Event) -> None:
@@ -226,6 +237,10 @@ def output_file(folder: Path, rank: int) -> Path:
 
 def stack_file(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.stack"
+
+
+def calls_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.calls"
 
 
 def _first_line(error: BaseException | traceback.TracebackException) -> str:

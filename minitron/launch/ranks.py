@@ -1,7 +1,8 @@
 """The processes of a run, as their parent sees them: started, listened to, ended.
 
-A rank sends messages over its pipe: that it has started, each call it is about to make, at last
-its outcome. The parent reads until all have an outcome, or until it is clear that some will not:
+A rank tells over its pipe that it has started and what came of it, and writes each call it is about
+to make to a file. The parent reads until all have an outcome, or until it is clear that some will
+not:
 
     a rank has raised or died            the others cannot go on without it
     two ranks make different calls       both would wait for ever
@@ -18,7 +19,7 @@ from contextlib import suppress
 from multiprocessing import connection
 
 from minitron.launch.descendants import kill_descendants, kill_run_descendants, work_below
-from minitron.launch.messages import read_message
+from minitron.launch.messages import Announcements, read_message
 from minitron.launch.process_state import cpu_seconds, wants_cpu
 from minitron.launch.rank_process import (
     Failure,
@@ -26,6 +27,7 @@ from minitron.launch.rank_process import (
     Orders,
     Returned,
     Started,
+    calls_file,
     output_file,
     rank_main,
     stack_file,
@@ -57,7 +59,6 @@ NOTE_SECONDS = 8.0
 BUSY_SECONDS = 0.05  # less CPU time than this during a stall is waiting
 GRACE_SECONDS = 0.3  # after a failure, for those of other ranks
 LEAVE_SECONDS = 5.0  # to tear a group down
-MOST_MESSAGES = 100  # read at once, so that one busy rank does not hide the others
 
 
 class Rank:
@@ -68,6 +69,7 @@ class Rank:
         self.process = context.Process(
             target=rank_main, args=(number, orders, theirs), name=f"{PROCESS_NAME} {number}"
         )
+        self.announcements = Announcements(calls_file(orders.folder, number))
         self.number, self.orders, self._theirs = number, orders, theirs
         self.has_started = False
         self.last_call: Call | None = None
@@ -79,25 +81,25 @@ class Rank:
         self._theirs.close()
 
     def receive(self) -> Iterator[Call]:
-        """Read what it has sent; the calls are for the caller."""
+        """Read what it has sent and announced; the calls are for the caller."""
         has_ended = bool(connection.wait([self.process.sentinel], 0))
         try:
-            for _ in range(MOST_MESSAGES):
-                if self.outcome is not None or not self.pipe.poll():
-                    break
+            while self.outcome is None and self.pipe.poll():
                 message = read_message(self.pipe.recv_bytes())
-                if isinstance(message, Call):
-                    self.last_call = message
-                    yield message
-                elif isinstance(message, Started):
+                if isinstance(message, Started):
                     self.has_started = True
-                elif message is None or isinstance(message, str):
-                    self.phase = message
                 else:
                     self.outcome = message
-            has_ended = has_ended and not self.pipe.poll()
         except (EOFError, OSError):
             has_ended = True
+
+        for announced in self.announcements.read():
+            if isinstance(announced, Call):
+                self.last_call = announced
+                yield announced
+            else:
+                self.phase = announced
+
         if has_ended and self.outcome is None:
             self.process.join(1)
             self.outcome = killed(self.process.exitcode)
@@ -130,6 +132,7 @@ class Rank:
             self.process.kill()
             self.process.join()
         self.pipe.close()
+        self.announcements.close()
 
 
 class Ranks:
@@ -219,6 +222,7 @@ class Ranks:
         something_came = bool(connection.wait(handles, seconds))
         for rank in running:
             for call in rank.receive():
+                something_came = True
                 self.mismatch = self.mismatch or self.matcher.add(rank.number, call)
         self.prints.show([rank.outcome is not None for rank in self.ranks])
         self._silent_looks += 1

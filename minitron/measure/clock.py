@@ -18,6 +18,7 @@ import torch
 # Dense bfloat16 peaks in FLOP/s, without structured sparsity, from NVIDIA's datasheets, which give
 # float16 the same. The first name that occurs in the device's name counts, so variants stand before
 # the plain one.
+MEASURING_SECONDS = 0.3
 DENSE_BF16_PEAKS = {
     "GB200": 2500e12,
     "B200": 2250e12,
@@ -91,11 +92,11 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> Peak:
         for known, flops in DENSE_BF16_PEAKS.items():
             if known in name:
                 return Peak(flops, f"{known} datasheet, dense 16 bits")
-    return Peak(measured_matmul_flops(device, dtype), "the fastest matmul here")
+    return Peak(measured_matmul_flops(device, dtype, MEASURING_SECONDS), "the fastest matmul here")
 
 
 def measured_matmul_flops(
-    device: torch.device, dtype: torch.dtype, seconds: float = 0.3
+    device: torch.device, dtype: torch.dtype, seconds: float
 ) -> float:
     """Measure the FLOP/s of the fastest of several square matmuls, for about `seconds`.
 

@@ -34,6 +34,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from minitron.measure.live import CATEGORIES, Entry, Moment, Snapshot
 from minitron.pytorch.private import (
     DispatchMode,
+    device_of,
     in_backward,
     next_node_number,
     resize_storage_op,
@@ -53,7 +54,7 @@ class Meter(DispatchMode):
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None):
         super().__init__()
         self.model, self.optimizer = model, optimizer
-        self.device = next(model.parameters()).device
+        self.device = device_of(next(model.parameters()))
         self.timeline: list[Moment] = []
 
     def now(self) -> dict[str, int]:
@@ -177,7 +178,7 @@ class Meter(DispatchMode):
     def _track(self, tensor: Tensor, name: str, module: str) -> bool:
         """Start counting the tensor's storage; False if it is already counted, or elsewhere."""
         key = storage_address(tensor)
-        if key in self._live or tensor.device != self.device:
+        if key in self._live or device_of(tensor) != self.device:
             return False
         entry = Entry(tensor, name, module, born=len(self.timeline))
         entry.storage = weakref.ref(tensor.untyped_storage(), lambda _: self._forget(key))
@@ -213,7 +214,7 @@ class Meter(DispatchMode):
         self.timeline.append(Moment(self._named or self._phase, op, dict(self._bytes)))
 
     def _own(self, tensor: Tensor | None, category: str, name: str) -> None:
-        if tensor is not None and tensor.device == self.device:
+        if tensor is not None and device_of(tensor) == self.device:
             self._track(tensor, name, "")
             entry = self._live[storage_address(tensor)]
             entry.name, entry.module = name, name.rpartition(".")[0]

@@ -37,7 +37,13 @@ from minitron.measure.meter import Meter
 from minitron.model.transformer import Transformer
 from minitron.parallelize import lay_out
 from minitron.plan.search import require_gpus
-from minitron.pytorch.private import DispatchMode, fake_tensors, init_fake_process_group
+from minitron.pytorch.private import (
+    DispatchMode,
+    device_of,
+    device_op,
+    fake_tensors,
+    init_fake_process_group,
+)
 from minitron.running.memory import require_memory
 from minitron.running.starting import with_vocabulary_of_data
 from minitron.running.training import Training
@@ -259,8 +265,8 @@ class Flops(DispatchMode):
         self.total = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.prim.device.default:  # half of all calls: answer for the modes below
-            return args[0].device
+        if func is device_op:  # half of all calls: answer for the modes below
+            return device_of(args[0])
         outputs = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__.removesuffix("_")  # addmm_ is addmm, in place
         if name.startswith("_scaled_dot_product"):

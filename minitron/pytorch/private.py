@@ -38,6 +38,14 @@ def fake_tensors() -> AbstractContextManager:
     return FakeTensorMode()
 
 
+def device_of(tensor: Tensor) -> torch.device:
+    """Return the device that a tensor is on or, if it is fake, stands for.
+
+    Public is `tensor.device`, but for a fake tensor that is an operator, which every mode sees.
+    """
+    return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+
+
 def init_fake_process_group(rank: int, num_ranks: int) -> None:
     """Act as `rank` of `num_ranks` that do not exist: collectives return at once, moving nothing.
 
@@ -137,6 +145,8 @@ def multiply_float8(
     return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=out_dtype)
 
 
+device_op = torch.ops.prim.device.default
+"""What `tensor.device` is for a fake tensor."""
 convert_op = torch.ops.aten._to_copy.default
 """What `Tensor.to` becomes where it converts."""
 
