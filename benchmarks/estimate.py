@@ -228,7 +228,7 @@ system holds less than this package); how much that may matter, the last column 
 - Errors rise with the model: within a source, from too fast for narrow ones to too slow for wide
   ones (Korthikanti: 22B to 1T). Probably wide products come closer to the device's fastest one;
   the estimate gives all of them the same share of it.
-- MT-NLG took a fifth longer, at each size; the same cut of as large a model (Narayanan) did not.
+- MT-NLG took 21 to 26 % longer; the same cut of as large a model (Narayanan) did not.
 - nanotron's median rests on two constants for its hosts, which no other source shows. Without them
   it is the last row. They are no part of an estimate for minitron, whose hosts nobody has measured.
 

@@ -161,8 +161,8 @@ def layouts(
       node. Node 0 has the ranks [0, gpus_per_node), and so on.
     - pp divides model.num_layers, dp divides batch_size, the sequences of a step.
     - zero is 0 to 3; 0 alone if dp is 1, where there is nothing to divide; 0 or 1 if pp is more
-      than 1: in a pipeline stage 2 would reduce the gradients after each of many micro-batches,
-      and stage 3 would gather the weights for each.
+      than 1. (The package trains stages 2 and 3 in a pipeline, too. Leave them out here, because
+      by default they communicate for each of its many micro-batches.)
     - bytes_needed(dp, tp, pp, zero), what the fullest GPU holds, is bytes_per_gpu at most. Call it
       only for layouts that fulfil all other conditions.
 
@@ -242,7 +242,7 @@ def layout() -> dict:
     tokens. Return a dict with all of these keys, which `minitron train` has too:
 
         dp, tp, pp            ranks along each axis; dp x tp x pp is 8
-        zero                  0 to 3: what is divided over dp; in a pipeline 0 or 1, as in 11.3
+        zero                  0 to 3: what is divided over dp, with or without a pipeline
         sequence              True or False: with tp, the sequence divided too, between cut layers
         recompute             "none", "full", "selective" or "sqrt"
         micro_batch_size      sequences in one forward and backward pass of a rank

@@ -369,9 +369,10 @@ print(inspect.getsource(pass_on))
 
 # %% [markdown]
 # The indices and the one addition are those of section 4. Three things make it fast. All receives
-# are posted before their turn (`ahead`), so a message finds its place ready. There are two buffers:
-# one fills while the other is added. And a send is waited for at the very end. On GPUs the order of
-# the calls is the order on the wire, so there each step posts its send and its receive together.
+# are posted up to two steps early (`ahead=2`), so a message finds its place ready. There are three
+# buffers, kept between calls: two fill while the third is added. And a send is waited for at the
+# very end. On GPUs the order of the calls is the order on the wire, so there each step posts its
+# send and its receive together. A chunk above 4 MiB travels in pieces.
 #
 # The oracle: each algorithm of the package, on one to five ranks, at lengths that do not divide,
 # that are shorter than the ring, and zero. The sum is known; what each rank has sent and received
@@ -698,8 +699,8 @@ for name, seconds in answers.items():
 # 4. A message costs $\alpha + n/\beta$. The ring has $2(N-1)$ of them, so its latency grows with N;
 #    that of doubling, halving and trees grows with $\log_2 N$, and levels keep most hops inside a
 #    node.
-# 5. Two fitted numbers predict sizes that were not measured, and describe 16 to 512 GPUs in rough
-#    outline; where they fail, ask who shares the link.
+# 5. On an idle machine, two fitted numbers predict sizes that were not measured, within a factor of
+#    two, and describe 16 to 512 GPUs in rough outline; where they fail, ask who shares the link.
 #
 # ## Exercises
 #

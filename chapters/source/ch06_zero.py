@@ -656,7 +656,7 @@ for num_ranks in (2, 3, 4):
 #
 # ### What is held, what is sent
 #
-# A Transformer with 0.7 million parameters in float32, one sequence per rank, AdamW. In float32
+# A Transformer with 0.7 million parameters in float32, two sequences per rank, AdamW. In float32
 # there is no second copy of the weights: 4 bytes for the parameter, 4 for the gradient, 8 for Adam.
 # That makes 16 again, and other shares:
 #
@@ -678,14 +678,18 @@ def prepare(group, apply, num_layers):
 
 
 # %%
-def take_step(model, parallel, optimizer, rows):
+def take_step(model, parallel, optimizer, *micro_batches):
+    *others, last = micro_batches
     optimizer.zero_grad()
-    loss_of(model, rows).backward()
+    for rows in others:
+        with parallel.no_sync():
+            loss_of(model, rows).backward()
+    loss_of(model, last).backward()
     parallel.finish()
     optimizer.step()
 
 
-rows = torch.randint(64, (4, 9), generator=torch.Generator().manual_seed(0))
+rows = torch.randint(64, (8, 9), generator=torch.Generator().manual_seed(0))
 whole_buckets = {"bucket_bytes": 400_000}  # about a block
 STAGES = {
     "stage 0": partial(apply_bucketed_data_parallel, **whole_buckets),
@@ -696,20 +700,22 @@ STAGES = {
 
 
 # %% [markdown]
-# The **meter** watches the second step, the **ledger** the third. Gradients come and go: of them we
-# take the most that is held at any moment. In stage 3 the model itself holds nothing between its
-# layers, and the weights are the optimizer's. The meter calls such weights "master weight".
+# The **meter** watches the second step, of two micro-batches, so that gradients are accumulated.
+# The **ledger** watches the third, of one. Gradients come and go: we take the most that is held at
+# any moment. In stage 3 the model itself holds nothing between its layers, and the weights are the
+# optimizer's. The meter calls such weights "master weight".
 
 
 # %%
 def peak_of(group, apply, num_layers):
     """What the meter sees in the second step, and the means to take a third."""
     model, parallel, optimizer = prepare(group, apply, num_layers)
-    step = partial(take_step, model, parallel, optimizer, rows[group.rank() :: group.size()])
-    step()
+    own = rows[group.rank() :: group.size()]
+    step = partial(take_step, model, parallel, optimizer)
+    step(own)
     with Meter(model, optimizer) as meter:
-        step()
-    return meter, step
+        step(*own.split(1))
+    return meter, partial(step, own)
 
 
 # %%
@@ -737,7 +743,7 @@ print("largest difference of meter and formula:", ", ".join(
     f"{kind} {max(abs(held[s][kind] / formula[s][kind] - 1) for s in STAGES):.2%}"
     for kind in held["stage 0"]))
 show(memory_bars(held, {f"{stage}, formula": kinds for stage, kinds in formula.items()}), alt=(
-    "What four ranks hold in each stage, by formula (dashed) and by the meter: they agree."
+    "What four ranks hold in each stage, by formula (dashed) and by the meter: all bars agree."
 ))
 
 # %% [markdown]
@@ -1062,17 +1068,18 @@ for stage, seconds in exposed.items():
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# No. As written in this package, stages 1 and 2 gather the new parameters after the step, when
-# there is nothing to compute. (One can also let that overlap with the next forward pass.) Stage 3
-# spreads its traffic over the whole step: each pass has a transfer of its own size to hide.
+# No. By default, stages 1 and 2 gather the new parameters after the step, when there is nothing to
+# compute. (`apply_zero1(..., overlap_gather=True)` overlaps that with the next forward pass.) Stage
+# 3 spreads its traffic over the whole step: each pass has a transfer of its own size to hide.
 #
 # </details>
 #
 # With micro-batches it is another matter. Stages 0 and 1 add gradients up, whole, and send them
 # once. Stages 2 and 3 reduce them after each micro-batch, or the sums would be whole: with
-# `sync_every_micro_batch=False` they are, travel once, and stage 2 holds as many as stage 1. Stage
-# 3 gathers the parameters for every micro-batch too. So people use both with few large
-# micro-batches.
+# `sync_every_micro_batch=False` they are, travel once, and stage 2 holds as many as stage 1. By
+# default stage 3 also gathers the parameters twice per micro-batch; with `reshard_each_pass=False`
+# it gathers them once a step and holds them in full. At the defaults, both stages pay off with few,
+# large micro-batches.
 
 # %% tags=["figure-explorer"]
 zero_explorer()

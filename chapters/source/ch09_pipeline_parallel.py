@@ -891,8 +891,9 @@ for name, (make_schedule, _) in MAKERS.items():
 # <details><summary>Answer</summary>
 #
 # GPipe: all eight, everywhere. 1F1B: four on rank 0, one on rank 3. The meter finds more than that
-# on rank 3: it holds the logits and the loss as well. ZB-H1 stays below its count:
-# once I has run, only what W needs is left, inputs and output gradients of the linear layers.
+# on rank 3: it holds the logits and the loss as well. On the later ranks ZB-H1 stays below its
+# count: once I has run, only what W needs is left, inputs and output gradients of the linear
+# layers.
 #
 # </details>
 

@@ -95,8 +95,9 @@ H100 = DEVICES["H100-SXM-80GB"]
 # divided, stages, recomputation, and the size of a micro-batch. In how many ways can they be set?
 # In how many does it fit? And does it matter which one you take?
 #
-# In a pipeline this list stops at ZeRO-1, to keep it short. ZeRO-2 and ZeRO-3 train there too, but
-# they communicate for every micro-batch, and a pipeline needs many; chapter 12 searches them all.
+# In a pipeline this list stops at ZeRO-1, to keep it short. ZeRO-2 and ZeRO-3 train there too. By
+# default they communicate for every micro-batch, and a pipeline needs many; they can also hold more
+# and communicate once a step. Chapter 12 searches them all.
 
 # %%
 llama, S_llama = cost.PUBLISHED["Llama 3.1 70B"], 8192
@@ -137,7 +138,7 @@ print(f"{steps[slowest].seconds / steps[fastest].seconds:.1f} times as long")
 
 # %% [markdown]
 # More than half of them do not fit. (A fifth of the memory is left for CUDA, NCCL and
-# fragmentation.) Of those that do, the slowest takes about ten times as long as the fastest. Some
+# fragmentation.) Of those that do, the slowest takes eleven times as long as the fastest. Some
 # of that is recomputation; most of it is waiting along one axis, tp. The seconds come from the
 # package's estimator, which adds up what a layout computes, sends and waits for; chapter 12 tests
 # it against published step times. Why does one axis cost so much?
@@ -639,7 +640,8 @@ for apply, axes in ((stages_then_columns, {"pp": 2, "tp": 2}),
 #
 # All three stop. The cuts find layers by name. Where a stage has no head an identity stands in its
 # place, and it has no weight to cut. The flat buffers have room for whole matrices, and gradients
-# of cut ones arrive. And ZeRO asks for the gradients of layers that are on another rank.
+# of cut ones arrive. And ZeRO was applied before the stages were known: both ends of the pipeline
+# hold the tied embedding, and must shard it alike on both.
 #
 # </details>
 #
@@ -800,9 +802,10 @@ show(wire(measured, predicted), alt=(
 # %% [markdown]
 # ### The decision tree
 #
-# How do you choose among hundreds of layouts? A rule of thumb says: one GPU if the model fits; ZeRO
-# inside the node; tensor parallelism up to a whole node; then pipeline stages. The package has a
-# decision tree in this order. At each cut it asks the estimator two questions, and writes down the
+# How do you choose among hundreds of layouts? A rule of thumb says: replicate the model if it fits;
+# shard its state with ZeRO if it does not; then tensor parallelism up to a whole node; then
+# pipeline stages. The package's decision tree tries the cuts in this order, each with the lowest
+# stage of ZeRO that fits. At each cut it asks the estimator two questions, and writes down the
 # answers:
 
 # %% tags=["output-tree", "nbval-check-output"]
@@ -845,8 +848,8 @@ print("the tree is slower by " + ", ".join(f"{each:.0%}" for each in behind))
 # <details><summary>Answer</summary>
 #
 # Next to nothing while a few nodes are enough. On 1,024 GPUs it depends on the model: Llama's
-# choices are within a tenth of the best, GPT-3's is slower by a quarter. Larger clusters lose more;
-# chapter 12 shows one.
+# choices are within a tenth of the best, GPT-3's is slower by a quarter. Size alone does not decide
+# it: chapter 12 has clusters of 2,240 to 16,384 GPUs.
 #
 # </details>
 #
@@ -864,7 +867,7 @@ for name, each in (("the tree", Candidate(job, chosen)), ("the best", best)):
 # It waits less along tp, because it cuts the layers over half a node; the tree filled the node
 # before it tried a stage, and never went back. With as many stages, its bubble is half as long: a
 # zero-bubble schedule fills it with weight gradients (chapter 9). And along dp it gathers the
-# weights while it computes. The tree asks about neither.
+# weights while it computes. The tree tries neither zero bubble nor ZeRO-3 in a pipeline.
 #
 # Both follow the estimator. Should you? Narayanan et al. (2021, section 5.2, table 2) have measured
 # two kinds of layout for GPT-3 on A100s, with full recomputation and 1,536 sequences a step: ZeRO-3

@@ -169,8 +169,8 @@ print(", ".join(f"{kind} {size / GB:.1f} GB" for kind, size in by_hand.items()))
 print(f"in all {sum(by_hand.values()) / GB:.1f} GB of {A100.memory_bytes / GB:.0f}")
 
 # %% [markdown]
-# Most are gradients: float32, and ZeRO-1 does not divide them. It fits, says the formula. You will
-# see what the code says.
+# The largest part is gradients: they are accumulated in float32, and ZeRO-1 does not divide that
+# sum. It fits, says the formula. You will see what the code says.
 
 # %% [markdown]
 # ## 3. Picture
@@ -396,8 +396,9 @@ for row in rows:
 print(inspect.getsource(dry_run))
 
 # %% [markdown]
-# `measured` runs two short steps, the second with one micro-batch more (with interleaved stages p
-# more). If their peaks are the same, byte by byte, all further ones are like it, and are not run.
+# `measured` runs short steps, each one micro-batch longer than the last (with interleaved stages
+# p). Once two peaks are the same, byte by byte, all further micro-batches are like the last, and
+# are not run. If no two are, the whole step is.
 #
 # But is it the same step? The **oracle** here: the same function on real ranks, and rank by rank on
 # a fake one. Two tensor-parallel ranks times two stages, in bfloat16, eight sequences.
@@ -544,7 +545,7 @@ show(errors(off), alt=(
 #
 # The misses are as telling as the hits. Korthikanti's models were faster than predicted, the more
 # so the wider they are: wide products come closer to the fastest one, and here all have one share
-# of it. MT-NLG took a fifth longer at each size, and the same cut of as large a model in
+# of it. MT-NLG took 21 to 26 % longer, and the same cut of as large a model in
 # Narayanan's table did not: an estimate says what a layout allows, not why a system stays below.
 #
 # None of these rows divides weights. **Predict.** ZeRO-3 sends its weights while a rank computes,
@@ -560,10 +561,10 @@ for row, hidden in zip(sharded_rows(), sharded_rows(MINITRON), strict=True):
 # <details><summary>Answer</summary>
 #
 # There it was not. The measured steps took up to four times as long as if all were hidden. If each
-# matrix is gathered when it is needed, and all wait for it, the estimate comes near: that is how
-# that system worked then. This package gathers ahead (chapter 6), on links that nobody has measured
-# for you. So where a plan wins by ZeRO-3, `minitron plan` says so, and you measure before you
-# believe.
+# matrix is gathered when it is needed, and all wait for it, the estimate is still 10 to 32 % too
+# fast, but no longer a factor of four off: that is how that system worked then. This package
+# gathers ahead (chapter 6), on links that nobody has measured for you. So where a plan wins by
+# ZeRO-3, `minitron plan` says so, and you measure before you believe.
 #
 # </details>
 
@@ -655,10 +656,10 @@ for name, (given, layout) in CHOSEN.items():
 #
 # </details>
 #
-# And the dry run? A search believes formulas: 40 bytes here, 60 there, over a hundred thousand
-# layouts. Before Monday one runs the real step of the layout it has chosen. Here are the papers'
-# three, by the last of their ranks, which takes a few seconds each; and GPT-3's by its first, from
-# section 6. The formula's GB are those of the rank that holds most.
+# And the dry run? A search believes formulas: 40 bytes here, 60 there, for tens of thousands of
+# layouts a job. Before Monday one runs the real step of the layout it has chosen. Here are the
+# papers' three, by the last of their ranks, which takes a few seconds each; and GPT-3's by its
+# first, from section 6. The formula's GB are those of the rank that holds most.
 
 # %% tags=["output-last", "nbval-check-output"]
 print("                  GB by formula, fullest rank   by dry run, this rank   its TFLOP")
@@ -689,7 +690,7 @@ for name, (given, _) in CHOSEN.items():
           f"{chosen.seconds / fastest.seconds:6.2f} x {most:>8}   {brief(chosen)}")
 
 # %% [markdown]
-# The tree is about a tenth slower than the best layout for three jobs, and takes almost twice as
+# The tree is 8 to 16 % slower than the best layout for three jobs, and takes almost twice as
 # long for the fourth. As in chapter 11, it loses where it has no question to ask. Llama's
 # batch leaves only a few sequences for each copy of the model, so its pipeline idles; the best
 # layout interleaves its stages, and shares each layer among the GPUs of two nodes. For the others
@@ -891,8 +892,8 @@ facts(
 # %% [markdown]
 # ### Plan yourself
 #
-# The sliders set tp, pp and the micro-batch; ZeRO, sequence, chunks and recomputation are the best
-# that go with them.
+# The sliders set tp, pp and the micro-batch. The schedule and its chunks, ZeRO and what it keeps
+# unsharded, replicas, sequence and recomputation are the best that go with them.
 
 # %% tags=["figure-planner"]
 planner()

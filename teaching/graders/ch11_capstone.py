@@ -123,8 +123,7 @@ def _config_of(answer: dict) -> Config:
             ParallelConfig(dp, tp, answer["sequence"], pp, zero=answer["zero"]),
         )
     except ConfigError as error:
-        raise Mistake(str(error), f"{REFUSED}: another split of the 8 ranks, or another stage of "
-                      "ZeRO") from None
+        raise Mistake(str(error), f"{REFUSED}: another split of the 8 ranks") from None
 
 
 @cache
