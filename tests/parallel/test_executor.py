@@ -5,7 +5,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from minitron.launch import run
 from minitron.measure.ledger import Ledger
@@ -22,8 +21,9 @@ from minitron.parallel.pipeline.schedules import (
 )
 from minitron.parallel.pipeline.stages import apply_pipeline_parallel
 from minitron.proof.oracle import small_model
+from tests.parallel.losses import V, micro_batches, summed
 
-V, B, S, M = 29, 2, 7, 5
+M = 5
 gpt = partial(small_model, "gpt", vocab_size=V, num_layers=4)
 chunked = partial(interleaved, num_chunks=2)
 SCHEDULES = {"sequential": sequential, "GPipe": gpipe, "1F1B": one_forward_one_backward,
@@ -35,16 +35,6 @@ FREEZING = [one_forward_one_backward, zero_bubble]
 def seeded(**sizes):
     torch.manual_seed(0)
     return gpt(**sizes)
-
-
-def batches(num_micro_batches=M):
-    generator = torch.Generator().manual_seed(1)
-    return [tuple(torch.randint(V, (B, S), generator=generator) for _ in range(2))
-            for _ in range(num_micro_batches)]
-
-
-def summed(logits, targets):
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
 def held(group, make_schedule, num_micro_batches):
@@ -59,7 +49,7 @@ def held(group, make_schedule, num_micro_batches):
 
     pipeline = apply_pipeline_parallel(seeded(), group, make_schedule)
     with patch.object(ScheduleExecutor, "forward", counted):
-        pipeline.run(batches(num_micro_batches), summed, 99.0)
+        pipeline.run(micro_batches(num_micro_batches), summed, 99.0)
     (executor,) = executors
     left = [executor.kept, executor.made, executor.arriving, executor.leaving]
     return max(counts), sum(map(len, left)) + sum(map(len, executor.deferred.values()))
@@ -85,11 +75,12 @@ def evaluated(group, make_schedule):
     model = seeded()
     if group is None:
         with torch.no_grad():
-            pairs = batches()
+            pairs = micro_batches(M)
             losses = sum(summed(model(tokens), targets) for tokens, targets in pairs)
             return losses, model(pairs[0][0]), True
     pipeline = apply_pipeline_parallel(model, group, make_schedule)
-    total, logits = pipeline.sum_losses(None, batches(), summed), pipeline.predict(batches()[0][0])
+    total = pipeline.sum_losses(None, micro_batches(M), summed)
+    logits = pipeline.predict(micro_batches(M)[0][0])
     return total, logits, all(p.grad is None for p in model.parameters())
 
 
@@ -98,14 +89,14 @@ def with_dropout(group, probability, policy):
     policy(model)
     pipeline = apply_pipeline_parallel(model, group, one_forward_one_backward)
     torch.manual_seed(group.rank())
-    loss = pipeline.run(batches(), summed, 99.0)
+    loss = pipeline.run(micro_batches(M), summed, 99.0)
     return [loss, *(p.grad for p in model.parameters() if p.requires_grad)]
 
 
 def in_bfloat16(group):
     pipeline = apply_pipeline_parallel(seeded().bfloat16(), group)
     with Ledger() as ledger:
-        loss = pipeline.run(batches(), summed, 99.0)
+        loss = pipeline.run(micro_batches(M), summed, 99.0)
     return loss, {(call.op, call.dtype) for call in ledger.calls}
 
 
@@ -115,10 +106,10 @@ def with_a_frozen_stage(group, make_schedule):
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.startswith(("token", "position", "blocks.0", "blocks.1")))
     if group is None:
-        for tokens, targets in batches():
+        for tokens, targets in micro_batches(M):
             (summed(model(tokens), targets) / 7).backward()
     else:
-        apply_pipeline_parallel(model, group, make_schedule).run(batches(), summed, 7)
+        apply_pipeline_parallel(model, group, make_schedule).run(micro_batches(M), summed, 7)
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 

@@ -11,7 +11,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from minitron.comm.agreement import ALONE
 from minitron.comm.mesh import make_mesh
@@ -48,6 +47,7 @@ from minitron.proof.oracle import (
     trainings,
     undivided,
 )
+from tests.parallel.losses import summed
 from tests.parallel.test_pipeline_plan import random_schedule
 
 V, S = 36, 12
@@ -319,10 +319,6 @@ def test_adamw_would_hide_losses_that_are_not_weighted(ranks):
 
 
 # Mistakes
-
-
-def summed(logits, targets):
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
 @pytest.mark.parametrize(("make_schedule", "words"), [

@@ -7,7 +7,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from minitron.cost.pipeline import pipeline_volume
 from minitron.launch import RankError, run
@@ -22,9 +21,9 @@ from minitron.parallel.pipeline.schedules import (
 )
 from minitron.parallel.pipeline.stages import apply_pipeline_parallel
 from minitron.proof.oracle import small_model
+from tests.parallel.losses import B, S, V, micro_batches, summed
 
-V, D = 29, 15  # small_gpt's width
-B, S, M = 2, 7, 6
+D, M = 15, 6  # small_gpt's width
 MESSAGE = B * S * D * 4  # bytes
 CASES = {
     "GPipe": (gpipe, 2, 1),
@@ -37,16 +36,6 @@ gpt = partial(small_model, "gpt", vocab_size=V, width=D, num_layers=4)
 untied = partial(gpt, tied_embedding=False)
 
 
-def batches(num_micro_batches=M):
-    generator = torch.Generator().manual_seed(0)
-    return [tuple(torch.randint(V, (B, S), generator=generator) for _ in range(2))
-            for _ in range(num_micro_batches)]
-
-
-def summed(logits, targets):
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-
-
 def calls_of_a_step(group, make_model, make_schedule):
     """Of the step, and of what follows the optimizer's."""
     model = make_model()
@@ -54,7 +43,7 @@ def calls_of_a_step(group, make_model, make_schedule):
     parallel = Grid(model, pipeline=pipeline)
     optimizer = parallel.make_optimizer(partial(torch.optim.SGD, lr=0.1))
     with Ledger() as step:
-        pipeline.run(batches(), summed, 99.0)
+        pipeline.run(micro_batches(M), summed, 99.0)
         parallel.finish()
     with Ledger() as update:
         optimizer.step()
@@ -114,7 +103,7 @@ def stands_still(group):
         backward(self, action)
 
     with patch.object(ScheduleExecutor, "backward", stuck):
-        apply_pipeline_parallel(gpt(), group).run(batches(4), summed, 99.0)
+        apply_pipeline_parallel(gpt(), group).run(micro_batches(4), summed, 99.0)
 
 
 def test_a_stuck_stage_is_named_by_its_action():
