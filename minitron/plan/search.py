@@ -210,20 +210,20 @@ def checked(job: Job, decision: Decision) -> Decision:
 
 def config_of(job: Job, decision: Decision) -> Config:
     """Return the config of the job in this layout; raises ConfigError if it cannot work."""
-    train = train_config(job, decision.recompute, decision.micro_batch_size)
-    data = DataConfig(sequence_length=job.sequence_length)
-    return Config(job.model, data, train, decision.parallel)
+    undivided = undivided_config(job, decision.recompute, decision.micro_batch_size)
+    return replace(undivided, parallel=decision.parallel)
 
 
 @lru_cache(maxsize=4096)
-def train_config(
+def undivided_config(
     job: Job, recompute: cost.RecomputeKind, micro_batch_size: int
-) -> TrainConfig:
+) -> Config:
     """Build what layouts share that differ in their axes alone: its fields are checked once."""
-    return TrainConfig(
+    train = TrainConfig(
         global_batch_size=job.global_batch_size, micro_batch_size=micro_batch_size,
         precision=job.precision, recompute=recompute,
     )
+    return Config(job.model, DataConfig(sequence_length=job.sequence_length), train)
 
 
 # What holds more to send less along dp
