@@ -54,6 +54,7 @@ LAYOUTS = {  # precision, recomputation, axes
     "interleaved": ("bf16", "full", {"pp": 2, "schedule": "interleaved", "chunks": 2}),
     "all axes": ("bf16-fp32-grads", "full", {"tp": 2, "sequence": True, "pp": 2, "zero": 1}),
 }
+FEW = ("fp32", "ZeRO 3", "sequence", "1F1B")  # with --small
 SEQUENCES = 8  # a step, of all ranks
 
 TRILLION = Config(
@@ -140,7 +141,8 @@ def weighed(stage: int) -> str:
 def main() -> None:
     options = read_options(__doc__, rounds=3, ranks=(1, 2, 4), sizes=SIZES)
     kind = "cuda" if have_gpus() else "cpu"
-    chosen = [(name, num_ranks, config) for num_ranks in options.ranks for name in LAYOUTS
+    chosen = [(name, num_ranks, config) for num_ranks in options.ranks
+              for name in (FEW if options.small else LAYOUTS)
               if (config := config_of(name, kind, num_ranks)) is not None]
     trillion = [] if have_gpus() else of_a_trillion((63,) if options.small else (0, 32, 63))
     # First, for a dry run needs a process without a group of ranks.

@@ -225,6 +225,8 @@ def bubble_rows(num_ranks: int, rounds: int) -> list[str]:
 
 def main() -> None:
     options = read_options(__doc__, rounds=12, sizes=SIZES)
+    if options.small:
+        SECONDS.update({kind: seconds / 20 for kind, seconds in SECONDS.items()})
     on_gpu = torch.cuda.is_available()
     lines = [
         conditions("float32"),
@@ -237,7 +239,8 @@ def main() -> None:
     if not on_gpu:
         lines += [
             "",
-            "Bubble, with passes that sleep: F, I and W 100 ms, B 200 ms:",
+            f"Bubble, with passes that sleep: F, I and W {1e3 * SECONDS['F']:.0f} ms, "
+            f"B {1e3 * SECONDS['B']:.0f} ms:",
             "",
             "| ranks | schedule | micro-batches | work, ms | simulated, ms | measured, ms "
             "| bubble of ideal, simulated | measured | bubble, measured / simulated |",

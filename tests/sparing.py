@@ -7,6 +7,7 @@ import pytest  # noqa: F401
 
 from minitron import train_log
 from minitron.measure import clock
+from teaching import report  # noqa: F401
 
 train_log.SAMPLE_TOKENS = 8
 clock.MEASURING_SECONDS = 0.02

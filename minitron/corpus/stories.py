@@ -210,6 +210,7 @@ def _share(test, items: list) -> float:
     return sum(map(test, items)) / len(items) if items else math.nan
 
 
+@functools.cache
 def entropy_in_window(sequence_length: int, num_tokens: int = 40_000, seed: int = 0) -> float:
     """Return the lowest possible loss, nats per token, of a model that sees samples of S+1 tokens.
 
