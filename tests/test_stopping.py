@@ -1,6 +1,7 @@
 """Signals that ask a run to stop: who sends them, how often, and what is saved."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -14,13 +15,15 @@ import torch
 from minitron import checkpoint, train
 from minitron.comm.agreement import ALONE
 from minitron.config import Config, DataConfig, TrainConfig
+from minitron.config.file import from_dict
+from minitron.launch import run
 from minitron.launch.process import STOP_SIGNALS, Interruption
 from minitron.measure.metrics import read_metrics
 from minitron.run import Run
 from minitron.running import stopping
 from minitron.running.stopping import Stop
 from tests.test_train import MODEL, command, trained, wait_for
-from tests.test_train_ranks import torchrun
+from tests.test_train_ranks import torchrun, train_on_ranks
 
 TRAIN = TrainConfig(steps=12, global_batch_size=6, micro_batch_size=4, warmup_steps=3,
                     eval_every=4, eval_sequences=8, checkpoint_every=4, device="cpu")
@@ -185,9 +188,9 @@ def test_a_signal_to_torchrun_and_its_ranks_together_saves(config, tmp_path, num
     assert last < 60 and (folder / "checkpoints" / f"step_{last:08d}").exists()
 
     if len(pauses) > 1:
-        for each, again in ((folder, ["--resume"]), (whole, [])):
-            subprocess.run(job(each, *again), check=True, capture_output=True, timeout=120,
-                           env=environment)
+        same = from_dict(json.loads((folder / "config.json").read_text()))
+        for each, resume in ((folder, True), (whole, False)):
+            run(train_on_ranks, 2, same, each, resume, timeout=120)
         assert trained(folder, "step", "loss") == trained(whole, "step", "loss")
         ends = [each / "checkpoints" / "step_00000060" for each in (folder, whole)]
         for name in checkpoint.saved_tensors(ends[0]):

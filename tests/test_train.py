@@ -15,6 +15,7 @@ import torch
 
 from minitron import train
 from minitron.config import Config, ConfigError, DataConfig, ModelConfig, TrainConfig
+from minitron.config.file import from_dict
 from minitron.corpus.stories import write_stories
 from minitron.measure.metrics import read_metrics
 from minitron.train import Run
@@ -97,17 +98,18 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(config, tmp_path, de
 
 
 def test_kill_9_and_resume_is_bit_identical(config, tmp_path):
-    steps = ["--train.steps", "300"]
-    subprocess.run(command(config, tmp_path / "whole", *steps), check=True, timeout=300)
-
-    victim = subprocess.Popen(command(config, tmp_path / "killed", *steps))
-    checkpoints = tmp_path / "killed" / "checkpoints"
+    steps = ["--train.steps", "300", "--train.checkpoint-every", "20"]
+    killed = tmp_path / "killed"
+    victim = subprocess.Popen(command(config, killed, *steps))
+    checkpoints = killed / "checkpoints"
     wait_for(lambda: checkpoints.is_dir() and any(checkpoints.glob("step_????????")), victim)
     victim.kill()
     victim.wait()
     assert max(path.name for path in checkpoints.glob("step_????????")) < "step_00000300"
-    resume = ["--resume", "--run-dir", str(tmp_path / "killed")]
+    resume = ["--resume", "--run-dir", str(killed)]
     subprocess.run([sys.executable, "-m", "minitron.train", *resume], check=True, timeout=300)
+    same = from_dict(json.loads((killed / "config.json").read_text()))
+    train.train(same, tmp_path / "whole")
 
     columns = "step", "loss", "grad_norm"
     assert trained(tmp_path / "killed", *columns) == trained(tmp_path / "whole", *columns)

@@ -27,8 +27,10 @@ ONCE = {"sync_every_micro_batch": False}
 KEPT = {"reshard_each_pass": False}
 
 
-def case(model=LLAMA, precision="bf16", recompute="none", size=2, length=1024, m=6, **parallel):
-    """A job and a layout on as many GPUs as it has ranks; `m` micro-batches a step."""
+def case(model=LLAMA, precision="bf16", recompute="none", size=2, length=1024, m=0, **parallel):
+    """A job and a layout on as many GPUs as it has ranks; `m` micro-batches a step, by default
+    three, or enough to fill a pipeline."""
+    m = m or (6 if "pp" in parallel else 3)
     layout = ParallelConfig(**{"dp": 1} | parallel)
     num_gpus = layout.dp * layout.tp * layout.pp
     job = Job(model, num_gpus, H100, length, m * size * layout.dp, precision=precision)
