@@ -689,6 +689,7 @@ def take_step(model, parallel, optimizer, *micro_batches):
     optimizer.step()
 
 
+# %%
 rows = torch.randint(64, (8, 9), generator=torch.Generator().manual_seed(0))
 whole_buckets = {"bucket_bytes": 400_000}  # about a block
 STAGES = {
@@ -795,39 +796,49 @@ print(f"bytes a rank holds  {ratio:.2f} times")
 # **Predict.** In float32 on four ranks, stage 3 holds a quarter of what stage 0 holds. Is its
 # largest model four times as large?
 #
-# The formula tells the model states. What comes on top we take from the six layers that were just
-# measured: buckets and units do not grow with the number of layers.
+# The formula tells the model states. What comes on top (buckets, units, activations) we measure with
+# four layers and with six, and expect it to grow evenly.
 
 # %%
 limit = 8 * MB
 
 
-def predict_layers(stage):
-    """The most layers whose model states, and what came on top of six layers', stay below it."""
-    peak = max(of_rank[1] for of_rank in results[f"stage {stage}"])
-    on_top, layers = peak - zero_bytes(P, 4, stage, fp32), 1
-    while zero_bytes(cost.num_parameters(shape_of(layers + 1)), 4, stage, fp32) + on_top <= limit:
-        layers += 1
-    return layers
+def states(stage, layers):
+    return zero_bytes(cost.num_parameters(shape_of(layers)), 4, stage, fp32)
 
 
 def peaks(group, apply, layers):
-    return [peak_of(group, apply, L)[0].peak.total for L in (layers, layers + 1)]
+    return [peak_of(group, apply, L)[0].peak.total for L in layers]
+
+
+# %%
+def fullest(apply, *layers):
+    """Bytes at the peak of the fullest rank, for each number of layers."""
+    return map(max, zip(*run(peaks, 4, apply, layers, watch=False), strict=True))
+
+
+def predict_layers(stage, apply):
+    """The most layers that stay below the limit."""
+    four, six = fullest(apply, 4, 6)
+    on_top = four - states(stage, 4)
+    more = (six - states(stage, 6) - on_top) / 2  # with each layer
+    return max(L for L in range(4, 50) if states(stage, L) + on_top + (L - 4) * more <= limit)
 
 
 # %% tags=["output-largest"]
 print("         layers   parameters      peak   with one layer more")
 for stage, apply in enumerate(STAGES.values()):
-    layers = predict_layers(stage)
-    fits, bursts = map(max, zip(*run(peaks, 4, apply, layers, watch=False), strict=True))
+    layers = predict_layers(stage, apply)
+    fits, bursts = fullest(apply, layers, layers + 1)
     print(f"stage {stage} {layers:7} {cost.num_parameters(shape_of(layers)):12,} "
           f"{plain_bytes(fits):>9} {plain_bytes(bursts):>21}")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Nearly. What is whole for a moment does not shrink with N: a bucket or two of gradients in stage
-# 2, and in stage 3 the parameters and gradients of two units. With more layers it matters less.
+# Not quite: three times. What is unsharded for a moment does not shrink with N: a bucket or two of
+# gradients in stage 2, and in stage 3 the parameters and gradients of two units. Activations do not
+# shrink either. With wider and more layers all of this matters less.
 #
 # </details>
 
