@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from minitron import cost
 from minitron.comm.agreement import ALONE
+from minitron.comm.mesh import make_mesh
 from minitron.cost.sharding import zero_holdings, zero_volume
 from minitron.launch import RankError, run
 from minitron.measure.ledger import Ledger
@@ -22,7 +23,10 @@ from minitron.measure.meter import Meter
 from minitron.model.recompute import apply_full_recompute, apply_selective_recompute
 from minitron.parallel import flat
 from minitron.parallel.data.zero import Zero1, Zero2, apply_zero1, apply_zero2
+from minitron.parallel.grid import Grid
 from minitron.parallel.one_device import OneDevice
+from minitron.parallel.tensor.layers import apply_tensor_parallel
+from minitron.parallel.tensor.sequence import apply_sequence_parallel
 from minitron.proof import oracle
 from minitron.proof.difference import first_difference
 from minitron.proof.oracle import (
@@ -30,9 +34,11 @@ from minitron.proof.oracle import (
     sample_batches,
     small_gpt,
     small_llama,
+    small_model,
     trainings,
 )
 from minitron.step import train_step
+from tests.parallel.saving import load, saved
 
 SIZES = (1, 2, 3, 4, 8)
 SMALL = 6000  # bytes: several buckets in a small model
@@ -382,6 +388,137 @@ def test_a_step_ends_before_its_parameters_are_gathered():
 
     for num_buckets, before, first, last in run(buckets_in_flight, 2):
         assert before == num_buckets > first > last == 0
+
+
+# Parameters that are on their way
+
+
+class Arriving:
+    """A gather that arrives no sooner than it is waited for, and what it sends meanwhile."""
+
+    def __init__(self, bucket):
+        self.bucket, self.sent = bucket, bucket.own.clone()
+        self.full = torch.empty_like(bucket.full)
+        flat.all_gather_single(self.full, self.sent, bucket.group)
+
+    def wait(self):
+        assert torch.equal(self.bucket.own, self.sent), "what is being sent has been changed"
+        self.bucket.full.copy_(self.full)
+
+
+gathered_late = patch.object(flat.FlatShards, "unshard", lambda bucket: Arriving(bucket))
+LATE = {"bucket_bytes": 1, "overlap_gather": True}  # a parameter a bucket
+
+
+def cut(tensor_parallel, apply):
+    """dp 2 x tp 2, or dp alone."""
+    def apply_all(model, group):
+        if tensor_parallel is None:
+            return Grid(model, data=apply(model, group))
+        mesh = make_mesh("cpu", dp=2, tp=2)
+        tensor = tensor_parallel(model, mesh.group("tp"))
+        return Grid(model, data=apply(model, mesh.group("dp")), tensor=tensor)
+
+    return apply_all
+
+
+def late_steps(group, tensor_parallel, apply):
+    """Losses of three steps and of a validation between them; nothing else reads the parameters."""
+    torch.manual_seed(0)
+    model = small_model("llama", vocab_size=32, max_sequence_length=8, width=24, num_heads=4,
+                        num_kv_heads=2, ffn_width=36).double()
+    parallel = apply(model, group) if group is ALONE else cut(tensor_parallel, apply)(model, group)
+    optimizer = parallel.shard(torch.optim.AdamW(decaying_matrices(model), lr=0.05, eps=1e-6))
+    rank, size = parallel.data_part
+    losses = []
+    with gathered_late:
+        for tokens in sample_batches((4, 4, 4), sequence=8):
+            part = tokens[rank::size]
+            pairs = [(part[:, :-1], part[:, 1:])]
+            loss, _ = train_step(model, optimizer, pairs, 0.05, 0.0, parallel)
+            validated = parallel.sum_losses(model, pairs, parallel.summed_loss)
+            losses += [loss, parallel.mean(validated.double()) * size]
+    return torch.stack(losses), dict(parallel.full_parameters())
+
+
+@pytest.mark.parametrize("tensor_parallel", [
+    None, apply_tensor_parallel, apply_sequence_parallel])
+def test_a_module_waits_for_all_that_it_reads(tensor_parallel):
+    """A cut query computes for key and value too, whose weights are in other buckets."""
+    losses, weights = late_steps(ALONE, None, lambda model, group: OneDevice(model))
+    num_ranks = 4 if tensor_parallel else 2
+    for found, others in run(late_steps, num_ranks, tensor_parallel, partial(apply_zero1, **LATE)):
+        torch.testing.assert_close(found, losses, rtol=1e-10, atol=0, check_dtype=False)
+        torch.testing.assert_close(others, weights, rtol=1e-9, atol=1e-12)
+
+
+def a_late_training(group):
+    torch.manual_seed(0)
+    model = small_gpt().double()
+    data = OneDevice(model) if group is ALONE else apply_zero1(model, group, **LATE)
+    parallel = Grid(model, data=data)
+    optimizer = parallel.make_optimizer(partial(torch.optim.AdamW, lr=0.05, eps=1e-6))
+    return model, parallel, optimizer, partial(one_step, model, parallel, optimizer)
+
+
+def clones(parameters):
+    return {name: parameter.clone() for name, parameter in parameters.items()}
+
+
+def one_step(model, parallel, optimizer, number):
+    rank, size = parallel.data_part
+    optimizer.zero_grad()
+    (model(sample_batches((4, 4))[number][rank::size, 1:])**2).mean().backward()
+    parallel.finish()
+    optimizer.step()
+
+
+@torch.no_grad()
+def loss_of(model):
+    return (model(torch.arange(7)[None])**2).mean()
+
+
+def read_and_set(group):
+    """What whoever reads or sets the parameters finds, and the loss afterwards."""
+    found = {}
+    with gathered_late:
+        model, parallel, optimizer, step = a_late_training(group)
+        step(0)
+        state = saved(parallel, optimizer, group)
+        found["saved"] = state, loss_of(model)
+        step(1)
+        load(parallel, optimizer, state)
+        found["loaded"] = saved(parallel, optimizer, group), loss_of(model)
+
+        model, parallel, _, step = a_late_training(group)
+        step(0)
+        found["read"] = clones(parallel.full_parameters()), loss_of(model)
+        step(1)
+        parallel.fill(lambda name, shape: torch.full(shape, len(name) / 100))
+        found["filled"] = clones(parallel.full_parameters()), loss_of(model)
+
+        model, parallel, _, step = a_late_training(group)
+        step(0)
+        if group is not ALONE:
+            assert len(parallel.data.gathers) == len(parallel.data.flats) > 9
+            parallel.data.remove()
+        found["hooks removed"] = dict(model.named_parameters()), loss_of(model)
+    return found
+
+
+@pytest.fixture(scope="module")
+def late():
+    return run(read_and_set, 2)
+
+
+@pytest.mark.parametrize("what", ["saved", "loaded", "read", "filled", "hooks removed"])
+def test_whoever_reads_or_sets_parameters_waits_for_them(late, what):
+    expected = read_and_set(ALONE)[what]
+    for found in late:
+        torch.testing.assert_close(found[what], expected, rtol=1e-9, atol=1e-12)
+
+
+# How many bytes
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

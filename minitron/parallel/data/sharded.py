@@ -8,7 +8,6 @@ Read in this order: ShardedDataParallel, from finish to shard.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import wraps
 
 import torch
 import torch.distributed as dist
@@ -75,7 +74,6 @@ class ShardedDataParallel(DataAxis):
     # What a technique does
 
     def discard(self) -> None:
-        """Forget all gradients since the last step; every rank must call it."""
         for flat in self.flats:
             flat.add_arrived()
             flat.reset()
@@ -91,15 +89,13 @@ class ShardedDataParallel(DataAxis):
     def shard(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Let `optimizer`, made for the model's parameters, update this rank's pieces instead.
 
-        `zero_grad` discards what `finish` has not given to the pieces as well, and every `step`
-        ends with `after_step`.
+        Every `step` ends with `after_step`.
         """
         for group in optimizer.param_groups:
             group["params"] = [self.pieces[p] for p in group["params"] if p in self.pieces]
-        discard_on_zero_grad(optimizer, self.discard)
         optimizer.register_step_pre_hook(self.require_finished)
         optimizer.register_step_post_hook(lambda *_: self.after_step())
-        return optimizer
+        return super().shard(optimizer)
 
     def after_step(self) -> None:
         """Let the model have what the optimizer has updated."""
@@ -147,15 +143,3 @@ class ShardedDataParallel(DataAxis):
         for flat in self.flats:
             full.update(flat.gather({p: of(piece) for p, piece in flat.pieces.items()}))
         return full
-
-
-def discard_on_zero_grad(optimizer: torch.optim.Optimizer, discard: Callable[[], None]) -> None:
-    """Let `optimizer.zero_grad` call `discard` too: it knows the gradients of the pieces alone."""
-    zero_grad = optimizer.zero_grad
-
-    @wraps(zero_grad)
-    def zero_all(set_to_none: bool = True) -> None:
-        discard()
-        zero_grad(set_to_none)
-
-    optimizer.zero_grad = zero_all
