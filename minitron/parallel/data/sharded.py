@@ -39,11 +39,12 @@ class ShardedDataParallel(DataAxis):
     def __init__(
         self, model: nn.Module, group: dist.ProcessGroup, replicas: Group = ALONE,
         sync_every_micro_batch: bool = True, sync_replicas_every_micro_batch: bool = False,
-        pipeline: ParallelModel | None = None,
+        **axes: ParallelModel,
     ):
         super().__init__(model, group, replicas)
-        self.knows_stages = pipeline is not None
-        self.pipeline = pipeline or OneDevice(model)
+        self.pipeline = axes.pop("pipeline", OneDevice(model))
+        if axes:
+            raise TypeError(f"unknown options: {', '.join(axes)}")
         self.sync_every_micro_batch = sync_every_micro_batch
         self.sync_replicas_every_micro_batch = sync_replicas_every_micro_batch
         self.used: set[nn.Parameter] = set()  # had a gradient on this rank, since `finish`
@@ -54,6 +55,11 @@ class ShardedDataParallel(DataAxis):
         self.flats = flats
         self.flat_of = {p: flat for flat in flats for p in flat.parameters}
         self.pieces = {p: piece for flat in flats for p, piece in flat.pieces.items()}
+
+    @property
+    def is_stage(self) -> bool:
+        """Whether other ranks have other layers: there is a pipeline."""
+        return bool(self.pipeline.norm_groups())
 
     @property
     def reduces(self) -> bool:
@@ -67,8 +73,8 @@ class ShardedDataParallel(DataAxis):
         return self.is_last or every
 
     def pass_context(self, stage: int, kind: Kind, is_last: bool) -> AbstractContextManager:
-        assert self.knows_stages or not self.model.config.tied_embedding, (
-            "two stages have the embedding and must divide it alike: pass `pipeline` too")
+        assert self.is_stage, (
+            "two stages have the embedding and must divide it alike, if it is tied: pass `pipeline`")
         return super().pass_context(stage, kind, is_last)
 
     # What a technique does

@@ -45,7 +45,7 @@ class Zero1(ShardedDataParallel):
     In the last backward pass of a step they travel bucket by bucket, `bucket_bytes` in one
     message, and are freed once they have arrived: the bucket on its way and the next are held.
     With `find_unused_parameters` a parameter without a gradient counts as zeros (see
-    `DataParallel`). Raises ValueError if no parameter is trainable.
+    `DataParallel`). Raises ValueError if no parameter is trainable, but for a pipeline's stage.
 
     With `overlap_gather` a step ends before the parameters are gathered, and a module's forward
     pass waits for its own: between steps read them by `full_parameters`, not from the model.
@@ -61,7 +61,7 @@ class Zero1(ShardedDataParallel):
         super().__init__(model, group, sync_every_micro_batch=sync_every_micro_batch, **options)
         self.find_unused_parameters = find_unused_parameters
         self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
-        if not self.names:
+        if not self.names and not self.is_stage:
             raise ValueError("the model has 0 trainable parameters: requires_grad_(True) some")
         if self.data_part[1] > 1:
             self.broadcast_module_state()
@@ -143,7 +143,7 @@ class Zero1(ShardedDataParallel):
                              + ", else pass find_unused_parameters=True")
         self.finish_gather()  # if nothing has used them
         self.reduce()
-        unused = self.unused_on_all_ranks(used) if self.find_unused_parameters else set()
+        unused = self.unused_on_all_ranks(used) if used and self.find_unused_parameters else set()
         for flat in self.flats:
             flat.set_gradients(unused)
         self.copy_buffers()
