@@ -25,6 +25,7 @@ from minitron.parallel import flat
 from minitron.parallel.data.zero import Zero1, Zero2, apply_zero1, apply_zero2
 from minitron.parallel.grid import Grid
 from minitron.parallel.one_device import OneDevice
+from minitron.parallel.pipeline.stages import apply_pipeline_parallel
 from minitron.parallel.tensor.layers import apply_tensor_parallel
 from minitron.parallel.tensor.sequence import apply_sequence_parallel
 from minitron.proof import oracle
@@ -410,24 +411,25 @@ gathered_late = patch.object(flat.FlatShards, "unshard", lambda bucket: Arriving
 LATE = {"bucket_bytes": 1, "overlap_gather": True}  # a parameter a bucket
 
 
-def cut(tensor_parallel, apply):
-    """dp 2 x tp 2, or dp alone."""
-    def apply_all(model, group):
-        if tensor_parallel is None:
-            return Grid(model, data=apply(model, group))
-        mesh = make_mesh("cpu", dp=2, tp=2)
-        tensor = tensor_parallel(model, mesh.group("tp"))
-        return Grid(model, data=apply(model, mesh.group("dp")), tensor=tensor)
+def with_layers_divided(divide, model, world):
+    """dp 2 x tp 2, or x pp 2; or dp alone."""
+    if divide is None:
+        return Grid(model, data=apply_zero1(model, world, **LATE))
+    if divide is apply_pipeline_parallel:
+        mesh = make_mesh("cpu", pp=2, dp=2)
+        stages = {"pipeline": divide(model, mesh.group("pp"))}
+        return Grid(model, data=apply_zero1(model, mesh.group("dp"), **LATE, **stages), **stages)
+    mesh = make_mesh("cpu", dp=2, tp=2)
+    tensor = divide(model, mesh.group("tp"))
+    return Grid(model, data=apply_zero1(model, mesh.group("dp"), **LATE), tensor=tensor)
 
-    return apply_all
 
-
-def late_steps(group, tensor_parallel, apply):
+def late_steps(group, divide=None):
     """Losses of three steps and of a validation between them; nothing else reads the parameters."""
     torch.manual_seed(0)
     model = small_model("llama", vocab_size=32, max_sequence_length=8, width=24, num_heads=4,
                         num_kv_heads=2, ffn_width=36).double()
-    parallel = apply(model, group) if group is ALONE else cut(tensor_parallel, apply)(model, group)
+    parallel = OneDevice(model) if group is ALONE else with_layers_divided(divide, model, group)
     optimizer = parallel.shard(torch.optim.AdamW(decaying_matrices(model), lr=0.05, eps=1e-6))
     rank, size = parallel.data_part
     losses = []
@@ -441,14 +443,13 @@ def late_steps(group, tensor_parallel, apply):
     return torch.stack(losses), dict(parallel.full_parameters())
 
 
-@pytest.mark.parametrize("tensor_parallel", [
-    None, apply_tensor_parallel, apply_sequence_parallel])
-def test_a_module_waits_for_all_that_it_reads(tensor_parallel):
+@pytest.mark.parametrize("divide", [
+    None, apply_tensor_parallel, apply_sequence_parallel, apply_pipeline_parallel])
+def test_a_module_waits_for_all_that_it_reads(divide):
     """A cut query computes for key and value too, whose weights are in other buckets."""
-    losses, weights = late_steps(ALONE, None, lambda model, group: OneDevice(model))
-    num_ranks = 4 if tensor_parallel else 2
-    for found, others in run(late_steps, num_ranks, tensor_parallel, partial(apply_zero1, **LATE)):
-        torch.testing.assert_close(found, losses, rtol=1e-10, atol=0, check_dtype=False)
+    losses, weights = late_steps(ALONE)
+    for found, others in run(late_steps, 4 if divide else 2, divide):
+        torch.testing.assert_close(found, losses, rtol=1e-6, atol=0, check_dtype=False)
         torch.testing.assert_close(others, weights, rtol=1e-9, atol=1e-12)
 
 

@@ -84,7 +84,8 @@ def train_all(world):
     batches = sample_batches(STEPS)
     done = {case: trainings(world, applied(*case), gpt, batches, M) for case in CASES}
     for data in ONE_STAGE_FROZEN:
-        done["frozen", data] = trainings(world, applied("1f1b", data), first_stage_frozen, batches, M)
+        done["frozen", data] = trainings(
+            world, applied("1f1b", data), first_stage_frozen, batches, M)
     done["recomputed"] = trainings(
         world, applied("1f1b", "zero 3", apply_full_recompute), small_llama, batches, M)
     with patch.object(PipelineParallel, "sum_partial_gradients", lambda *_: None):

@@ -73,8 +73,8 @@ class ShardedDataParallel(DataAxis):
         return self.is_last or every
 
     def pass_context(self, stage: int, kind: Kind, is_last: bool) -> AbstractContextManager:
-        assert self.is_stage, (
-            "two stages have the embedding and must divide it alike, if it is tied: pass `pipeline`")
+        assert self.is_stage, ("two stages have the embedding and must divide it alike, if it is "
+                               "tied: pass `pipeline`")
         return super().pass_context(stage, kind, is_last)
 
     # What a technique does
