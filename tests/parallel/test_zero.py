@@ -453,6 +453,23 @@ def test_a_module_waits_for_all_that_it_reads(divide):
         torch.testing.assert_close(others, weights, rtol=1e-9, atol=1e-12)
 
 
+def test_the_next_step_begins_before_they_have_arrived():
+    """A step first averages the number of its tokens; here rank 1 sends no weights before that."""
+    def loss_after(group):
+        model = mlp()
+        parallel = apply_zero1(model, group, **LATE)
+        optimizer = parallel.make_optimizer(torch.optim.SGD)
+        with patch.object(parallel, "start_gather") if group.rank() == 1 else nullcontext():
+            step(model, parallel, optimizer, torch.ones(1, 59))
+        mean = parallel.mean(torch.tensor(float(group.rank())))
+        if group.rank() == 1:
+            parallel.start_gather()
+        return float(mean), model(torch.ones(1, 59)).sum().item()
+
+    (mean, loss), other = run(loss_after, 2, watch=False)  # of which the order would be wrong
+    assert mean == 0.5 and other == (mean, loss)
+
+
 def a_late_training(group):
     torch.manual_seed(0)
     model = small_gpt().double()

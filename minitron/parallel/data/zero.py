@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from minitron.comm.agreement import group_beside
 from minitron.cost.sharding import BUCKET_BYTES
 from minitron.parallel.data.buckets import BucketQueue, bucket_parameters
 from minitron.parallel.data.ddp import no_gradient
@@ -47,8 +48,9 @@ class Zero1(ShardedDataParallel):
     With `find_unused_parameters` a parameter without a gradient counts as zeros (see
     `DataParallel`). Raises ValueError if no parameter is trainable, but for a pipeline's stage.
 
-    With `overlap_gather` a step ends before the parameters are gathered, and a module's forward
-    pass waits for its own: between steps read them by `full_parameters`, not from the model.
+    With `overlap_gather` a step ends before the parameters are gathered, over a group of their own,
+    and a block's forward pass waits for what it reads: between steps read them by
+    `full_parameters`, not from the model.
     """
 
     max_in_flight = 1  # beside it one is filled
@@ -73,8 +75,7 @@ class Zero1(ShardedDataParallel):
         self.gathers: dict[FlatShards, dist.Work] = {}  # parameters on their way
         self.overlap_gather = overlap_gather
         if overlap_gather:
-            for module in model.modules():
-                self.gather_before(module)
+            self.overlap_gathers()
 
     def make_queue(self, stage: list[nn.Parameter], bucket_bytes: int) -> BucketQueue:
         """Make the buckets of one pipeline stage; a parameter of two stages has one of its own."""
@@ -189,6 +190,14 @@ class Zero1(ShardedDataParallel):
         for flat in flats if self.gathers else ():
             if flat in self.gathers:
                 self.gathers.pop(flat).wait()
+
+    def overlap_gathers(self) -> None:
+        """Let the next step go on while the parameters of the last one arrive."""
+        beside = group_beside(self.group)  # or its first small message would wait for all of them
+        for flat in self.flats:
+            flat.gather_group = beside
+        for module in self.model.modules():
+            self.gather_before(module)
 
     def gather_before(self, module: nn.Module) -> None:
         """Have everything there that a module may read whenever its forward pass begins.
