@@ -37,15 +37,6 @@ def second_group(group: Group) -> Group:
     return dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
 
 
-def group_beside(group: Group) -> Group:
-    """Make another group of the same ranks, which alone call this; none waits for the other's
-    messages."""
-    if group.size() == 1:
-        return group
-    ranks = dist.get_process_group_ranks(group)
-    return dist.new_group(ranks, use_local_synchronization=True, group_desc=group.group_desc)
-
-
 def gathered(value, group: Group) -> list:
     """Return every rank's `value`, which must be picklable, in rank order and on every rank."""
     if group.size() == 1:

@@ -37,8 +37,8 @@ class ParallelConfig:
     """Stages 2 and 3 with replicas: sum the shards' gradients over them after each micro-batch too,
     instead of once."""
     overlap_gather: bool = False
-    """Stages 1 and 2: let a step end before its weights are gathered; each block of the next
-    forward pass waits for its own."""
+    """Stages 1 and 2: gather the updated weights during the next forward pass, in which each block
+    waits for its own, instead of at the end of a step."""
 
     def __post_init__(self):
         require_types("parallel", self)

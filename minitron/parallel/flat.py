@@ -110,7 +110,6 @@ class FlatShards(Flat):
     def __init__(self, parameters: list[nn.Parameter], group: Group, replicas: Group = ALONE):
         super().__init__(parameters, group)
         self.replicas = replicas
-        self.gather_group = group
         self.grad_dtype = self.reduce_dtype = gradient_dtype(parameters[0])
         self.full = parameters[0].detach().new_zeros(self.num_elements)
         for parameter, view in self.views(self.full).items():
@@ -135,7 +134,7 @@ class FlatShards(Flat):
         """Start to fill `full` with the shards of all ranks."""
         if self.shard is not self.own:
             self.own.copy_(self.shard)
-        return all_gather_single(self.full, self.own, self.gather_group, async_op=True)
+        return all_gather_single(self.full, self.own, self.group, async_op=True)
 
     def gather(
         self, own: dict[nn.Parameter, Tensor | None]

@@ -383,12 +383,12 @@ def test_a_step_ends_before_its_parameters_are_gathered():
         step(model, parallel, optimizer, torch.ones(1, 59))
         for module in (model[0], model[-1]):
             module.register_forward_hook(lambda *_: seen.append(len(parallel.gathers)))
-        before = len(parallel.gathers)
+        assert parallel.is_stale and not parallel.gathers
         model(torch.ones(1, 59))
-        return len(parallel.flats), before, seen[0], seen[-1]
+        return len(parallel.flats), seen[0], seen[-1]
 
-    for num_buckets, before, first, last in run(buckets_in_flight, 2):
-        assert before == num_buckets > first > last == 0
+    for num_buckets, first, last in run(buckets_in_flight, 2):
+        assert num_buckets > first > last == 0
 
 
 # Parameters that are on their way
@@ -453,21 +453,19 @@ def test_a_module_waits_for_all_that_it_reads(divide):
         torch.testing.assert_close(others, weights, rtol=1e-9, atol=1e-12)
 
 
-def test_the_next_step_begins_before_they_have_arrived():
-    """A step first averages the number of its tokens; here rank 1 sends no weights before that."""
-    def loss_after(group):
+def test_the_next_step_begins_before_they_are_sent():
+    """It first averages the number of its tokens, which would wait for all weights."""
+    def messages(group):
         model = mlp()
         parallel = apply_zero1(model, group, **LATE)
-        optimizer = parallel.make_optimizer(torch.optim.SGD)
-        with patch.object(parallel, "start_gather") if group.rank() == 1 else nullcontext():
-            step(model, parallel, optimizer, torch.ones(1, 59))
-        mean = parallel.mean(torch.tensor(float(group.rank())))
-        if group.rank() == 1:
-            parallel.start_gather()
-        return float(mean), model(torch.ones(1, 59)).sum().item()
+        step(model, parallel, parallel.make_optimizer(torch.optim.SGD), torch.ones(1, 59))
+        with Ledger() as ledger:
+            parallel.mean(torch.ones(()))
+            model(torch.ones(1, 59))
+        return [call.op for call in ledger.calls], len(parallel.flats)
 
-    (mean, loss), other = run(loss_after, 2, watch=False)  # of which the order would be wrong
-    assert mean == 0.5 and other == (mean, loss)
+    for ops, num_buckets in run(messages, 2):
+        assert ops == ["all_reduce", *num_buckets * ["all_gather"]]
 
 
 def a_late_training(group):
@@ -484,11 +482,15 @@ def clones(parameters):
 
 
 def one_step(model, parallel, optimizer, number):
+    """Afterwards all parameters are on their way."""
     rank, size = parallel.data_part
     optimizer.zero_grad()
     (model(sample_batches((4, 4))[number][rank::size, 1:])**2).mean().backward()
     parallel.finish()
     optimizer.step()
+    if size > 1:
+        parallel.data.start_gather()
+        assert len(parallel.data.gathers) == len(parallel.data.flats) > 9
 
 
 @torch.no_grad()
@@ -518,7 +520,6 @@ def read_and_set(group):
         model, parallel, _, step = a_late_training(group)
         step(0)
         if group is not ALONE:
-            assert len(parallel.data.gathers) == len(parallel.data.flats) > 9
             parallel.data.remove()
         found["hooks removed"] = dict(model.named_parameters()), loss_of(model)
     return found

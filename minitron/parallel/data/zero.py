@@ -30,7 +30,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minitron.comm.agreement import group_beside
 from minitron.cost.sharding import BUCKET_BYTES
 from minitron.parallel.data.buckets import BucketQueue, bucket_parameters
 from minitron.parallel.data.ddp import no_gradient
@@ -48,9 +47,9 @@ class Zero1(ShardedDataParallel):
     With `find_unused_parameters` a parameter without a gradient counts as zeros (see
     `DataParallel`). Raises ValueError if no parameter is trainable, but for a pipeline's stage.
 
-    With `overlap_gather` a step ends before the parameters are gathered, over a group of their own,
-    and a block's forward pass waits for what it reads: between steps read them by
-    `full_parameters`, not from the model.
+    With `overlap_gather` a step ends before the parameters are gathered: that starts with the next
+    forward pass, in which a block waits for what it reads. Every rank must run one, or none.
+    Between steps read the parameters by `full_parameters`, not from the model.
     """
 
     max_in_flight = 1  # beside it one is filled
@@ -74,8 +73,10 @@ class Zero1(ShardedDataParallel):
         self.hooks = [p.register_post_accumulate_grad_hook(self.collect) for p in self.names]
         self.gathers: dict[FlatShards, dist.Work] = {}  # parameters on their way
         self.overlap_gather = overlap_gather
+        self.is_stale = False  # the optimizer has updated shards that no gather has sent
         if overlap_gather:
-            self.overlap_gathers()
+            for module in model.modules():
+                self.gather_before(module)
 
     def make_queue(self, stage: list[nn.Parameter], bucket_bytes: int) -> BucketQueue:
         """Make the buckets of one pipeline stage; a parameter of two stages has one of its own."""
@@ -171,13 +172,15 @@ class Zero1(ShardedDataParallel):
         self.finish_gather()
 
     def after_step(self) -> None:
-        self.start_gather()
-        if not self.overlap_gather:
-            self.finish_gather()
+        if self.overlap_gather:
+            self.is_stale = True  # a step's first message, a small one, goes before the gathers
+        else:
+            self.copy_to_parameters()
 
     def start_gather(self) -> None:
         """Start to gather the parameters, those first that the forward pass needs first."""
         with span("ZeRO gather weights"):
+            self.is_stale = False
             self.finish_gather()
             self.gathers = {flat: flat.unshard() for flat in reversed(self.flats)}
 
@@ -187,17 +190,11 @@ class Zero1(ShardedDataParallel):
 
     def wait_for(self, flats: Iterable[FlatShards]) -> None:
         """Have the parameters of these buckets there."""
+        if self.is_stale:
+            self.start_gather()
         for flat in flats if self.gathers else ():
             if flat in self.gathers:
                 self.gathers.pop(flat).wait()
-
-    def overlap_gathers(self) -> None:
-        """Let the next step go on while the parameters of the last one arrive."""
-        beside = group_beside(self.group)  # or its first small message would wait for all of them
-        for flat in self.flats:
-            flat.gather_group = beside
-        for module in self.model.modules():
-            self.gather_before(module)
 
     def gather_before(self, module: nn.Module) -> None:
         """Have everything there that a module may read whenever its forward pass begins.
