@@ -134,14 +134,14 @@ def apply_data_parallel(
     parallel, group = config.parallel, mesh.group("dp")
     precision = PRECISIONS[config.train.precision]
     replicas = mesh.group("replicas") if parallel.replicas > 1 else ALONE
-    common = {"pipeline": pipeline, "replicas": replicas,
-              "sync_replicas_every_micro_batch": parallel.sync_replicas_every_micro_batch}
-    when = common | {"sync_every_micro_batch": parallel.sync_every_micro_batch}
+    common = {"pipeline": pipeline, "replicas": replicas}
+    when = {"sync_every_micro_batch": parallel.sync_every_micro_batch,
+            "sync_replicas_every_micro_batch": parallel.sync_replicas_every_micro_batch}
     if parallel.zero == 3:
         dtypes = {"compute_dtype": precision.activations, "reduce_dtype": precision.reduction}
         if config.train.precision == "fp32":
             dtypes = {}  # those that the model has
-        sharded = apply_fsdp(model, group, device=device, **dtypes, **when,
+        sharded = apply_fsdp(model, group, device=device, **dtypes, **common, **when,
                              reshard_each_pass=parallel.reshard_each_pass)
         if precision.gradients != precision.activations:
             hold_gradients_in(model, precision.gradients)
@@ -151,8 +151,9 @@ def apply_data_parallel(
         hold_gradients_in(model, precision.gradients)
     if mesh.num_ranks == 1:
         return OneDevice(model)
+    late = {"overlap_gather": parallel.overlap_gather}
     if parallel.zero == 2:
-        return apply_zero2(model, group, **when)
+        return apply_zero2(model, group, **common, **when, **late)
     if parallel.zero == 1:
-        return apply_zero1(model, group, **common)
+        return apply_zero1(model, group, **common, **late)
     return apply_bucketed_data_parallel(model, group)

@@ -13,6 +13,7 @@ Reference: Micikevicius et al. 2018, "Mixed Precision Training" (sections 3.1 an
 
 import math
 from collections.abc import Callable, Iterable
+from functools import wraps
 
 import torch
 from torch import Tensor, nn
@@ -124,8 +125,14 @@ class MasterWeights:
         """Let `optimizer`, made for the parameters, update the masters; returns it."""
         for group in optimizer.param_groups:
             group["params"] = [self.pieces.get(p, p) for p in group["params"]]
+        discard_on_zero_grad(optimizer, self.discard)
         optimizer.register_step_post_hook(self.copy_to_parameters)
         return optimizer
+
+    def discard(self) -> None:
+        """Forget the gradients that `take_gradients` has not moved."""
+        for parameter in self.pieces:
+            parameter.grad = None
 
     @torch.no_grad()
     def copy_to_parameters(self, *_) -> None:
@@ -145,6 +152,21 @@ class MasterWeights:
     def full_gradients(self) -> dict[str, Tensor | None]:
         """Return every gradient after `take_gradients`, by name."""
         return {name: self.pieces[p].grad for p, name in self.names.items()}
+
+
+def discard_on_zero_grad(optimizer: torch.optim.Optimizer, discard: Callable[[], None]) -> None:
+    """Let `optimizer.zero_grad` call `discard` too: it knows only what it updates.
+
+    So a step begins anew, also after a backward pass that has raised.
+    """
+    zero_grad = optimizer.zero_grad
+
+    @wraps(zero_grad)
+    def zero_all(set_to_none: bool = True) -> None:
+        discard()
+        zero_grad(set_to_none)
+
+    optimizer.zero_grad = zero_all
 
 
 NO_MASTERS = MasterWeights(nn.Module())

@@ -163,11 +163,16 @@ class NeverRounds(MasterWeights):
 
 
 class KeepsGradients(MasterWeights):
+    """Neither handing them over nor `zero_grad` lets go of them."""
+
     def take_gradients(self):
         gradients = [p.grad for p in self.pieces]
         super().take_gradients()
         for parameter, grad in zip(self.pieces, gradients, strict=True):
             parameter.grad = grad
+
+    def discard(self):
+        pass
 
 
 class HalfHandedOver(MasterWeights):
@@ -198,6 +203,18 @@ def test_what_16_bits_round_away_adds_up_in_the_masters():
         seen.append(layer.weight.item())
     assert seen == 4 * [1.0] + 4 * [1 + 2.0**-7]  # 4 steps are a tie, which goes to the even one
     assert masters.pieces[layer.weight].item() == 1 + 8 * 2.0**-10
+
+
+def test_zero_grad_forgets_gradients_that_no_master_has_taken():
+    """Those of a backward pass that has raised, say: they would be added to the next step's."""
+    layer = nn.Linear(3, 2).to(torch.bfloat16)
+    parallel = Grid(layer, MasterWeights(layer))
+    optimizer = parallel.make_optimizer(torch.optim.SGD)
+    for _ in range(2):
+        optimizer.zero_grad()
+        layer(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+    parallel.finish()
+    assert all((grad == 1).all() for grad in parallel.full_gradients().values())
 
 
 # The numbers: gradients of all layouts against those of one process in float32

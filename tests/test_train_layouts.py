@@ -36,6 +36,8 @@ def describe(value) -> str:
     (LLAMA, 4, {"pp": 2, "tp": 2, "sequence": True}),
     (LLAMA, 4, {"pp": 2, "tp": 2, "sequence": True, "schedule": "zero-bubble"}),
     (GPT, 4, {"pp": 2, "zero": 1}),
+    (GPT, 4, {"pp": 2, "zero": 1, "overlap_gather": True}),
+    (LLAMA, 4, {"tp": 2, "zero": 1, "overlap_gather": True}),
 ], ids=describe)
 def test_a_cut_model_trains_what_one_process_trains(stories, tmp_path, model, num_ranks, parallel):
     """Losses, norms before clipping and validation losses, and the same sampled text."""
@@ -115,6 +117,17 @@ def test_sequence_is_what_the_config_says(stories, tmp_path):
         config = config_of(LLAMA, stories, tp=2, sequence=sequence)
         (ops, _), _ = run(train_and_look, 2, config, tmp_path / op)
         assert op in ops and ("reduce_scatter" in ops) == sequence
+
+
+def gathers_late(group, config, folder) -> bool:
+    return train.train(config, folder, group=group).parallel.data.overlap_gather
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_weights_are_gathered_when_the_config_says(stories, tmp_path, zero):
+    for late in (False, True):
+        config = config_of(LLAMA, stories, zero=zero, overlap_gather=late)
+        assert run(gathers_late, 2, config, tmp_path / str(late)) == [late, late]
 
 
 def test_dropout_keeps_alike_what_every_rank_holds(stories, tmp_path):

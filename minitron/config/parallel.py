@@ -34,7 +34,11 @@ class ParallelConfig:
     """Stage 3: free the weights after each pass of a micro-batch, and gather them again for the
     next. Switched off they are gathered once a step, and each rank holds them whole meanwhile."""
     sync_replicas_every_micro_batch: bool = False
-    """Sum the shards' gradients over the replicas after each micro-batch too, instead of once."""
+    """Stages 2 and 3 with replicas: sum the shards' gradients over them after each micro-batch too,
+    instead of once."""
+    overlap_gather: bool = False
+    """Stages 1 and 2: gather the updated weights during the next forward pass, in which each block
+    waits for its own, instead of at the end of a step."""
 
     def __post_init__(self):
         require_types("parallel", self)
@@ -49,6 +53,9 @@ class ParallelConfig:
             f"{self.zero}: below stage 2 gradients travel once a step anyway", "leave it out",
             field="parallel.sync_every_micro_batch",
         )
+        require(not self.overlap_gather or self.zero in (1, 2), "parallel.overlap_gather with "
+                f"parallel.zero = {self.zero}: only stages 1 and 2 gather weights after a step",
+                "leave it out", field="parallel.overlap_gather")
         self.require_replicas()
         if self.pp > 1:
             self.require_pipeline()
@@ -70,9 +77,10 @@ class ParallelConfig:
                 "leave it out", field="parallel.reshard_each_pass")
         require(
             not self.sync_replicas_every_micro_batch
-            or (self.replicas > 1 and self.sync_every_micro_batch),
+            or (self.replicas > 1 and self.zero >= 2 and self.sync_every_micro_batch),
             "parallel.sync_replicas_every_micro_batch needs parallel.replicas of 2 or more (here "
-            f"{self.replicas}) and parallel.sync_every_micro_batch", "leave it out",
+            f"{self.replicas}), parallel.zero = 2 or 3 (here {self.zero}) and "
+            "parallel.sync_every_micro_batch", "leave it out",
             field="parallel.sync_replicas_every_micro_batch",
         )
 

@@ -220,6 +220,8 @@ class Config:
                  "a compiled model keeps the weights that stage 3 frees"),
                 ("tp", tp == 1, "collectives inside cut layers are not compiled"),
                 ("pp", parallel.pp == 1, "a stage is not compiled"),
+                ("overlap_gather", not parallel.overlap_gather,
+                 "waiting for weights between layers breaks the compiled graph"),
             ):
                 require(works, f"train.compile with parallel.{axis} = {getattr(parallel, axis)}: "
                         f"{why}", "switch it off", field="train.compile")

@@ -85,7 +85,8 @@ class OneDevice(ParallelModel):
         return optimizer
 
     def make_optimizer(self, factory: Callable[[list], torch.optim.Optimizer]):
-        return self.shard(factory([p for p in self.model.parameters() if p.requires_grad]))
+        trainable = [p for p in self.model.parameters() if p.requires_grad]
+        return self.shard(factory([{"params": trainable}]))  # of a stage maybe none
 
     # Without a gradient
 

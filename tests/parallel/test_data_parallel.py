@@ -403,6 +403,58 @@ def test_mean_and_a_gradient_that_is_zeroed_in_place():
     assert results == [([[1.0, 1.0, 1.0]], 1.0, False, float(rank)) for rank in range(3)]
 
 
+# Gradients that are not wanted
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ArithmeticError("in the backward pass")
+
+
+def three_layers():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 30), nn.Linear(30, 30), nn.Linear(30, 3))
+
+
+def gradients_after_failures(group):
+    """By version, those of a step after one that was left, twice: in it the buckets are rebuilt."""
+    found = {}
+    for version, apply in VERSIONS.items():
+        model, x = three_layers(), torch.full((1, 5), 1.0 + group.rank())
+        parallel = apply(model, group)
+        optimizer = parallel.make_optimizer(torch.optim.SGD)
+        for _ in range(2):
+            model(x).sum().backward()
+            optimizer.zero_grad()
+            with parallel.no_sync():
+                model(x).sum().backward()
+            optimizer.zero_grad()
+            with pytest.raises(ArithmeticError):
+                model[1:](Failing.apply(model[:1](x))).sum().backward()
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            parallel.finish()
+        found[version] = parallel.full_gradients()
+        optimizer.zero_grad()
+        assert all(p.grad is None for p in model.parameters())
+    return found
+
+
+def test_zero_grad_begins_a_step_anew():
+    """After a backward pass, after one under no_sync, and after one that has raised."""
+    expected = three_layers()
+    expected(torch.full((1, 5), 1.5)).sum().backward()
+    for found in run(gradients_after_failures, 2):
+        for version in VERSIONS:
+            for name, gradient in found[version].items():
+                torch.testing.assert_close(gradient, expected.get_parameter(name).grad)
+
+
 # Plans
 
 

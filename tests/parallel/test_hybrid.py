@@ -282,6 +282,10 @@ def test_a_state_continues_on_one_process(ranks, stage):
     (dict(replicas=3, dp=4, zero=1), "replicas = 3 does not divide parallel.dp = 4"),
     (dict(replicas=0), "parallel.replicas = 0"),
     (dict(sync_replicas_every_micro_batch=True), "needs parallel.replicas of 2 or more"),
+    (dict(sync_replicas_every_micro_batch=True, replicas=2, zero=1),
+     "parallel.zero = 2 or 3 .here 1.*: leave it out"),
+    (dict(sync_replicas_every_micro_batch=True, replicas=2, zero=2, sync_every_micro_batch=False),
+     "and parallel.sync_every_micro_batch"),
 ])
 def test_mistakes_are_named(fields, words):
     with pytest.raises(ConfigError, match=words):

@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from minitron import cost
 from minitron.comm.agreement import ALONE
+from minitron.comm.mesh import make_mesh
 from minitron.cost.sharding import zero_holdings, zero_volume
 from minitron.launch import RankError, run
 from minitron.measure.ledger import Ledger
@@ -22,7 +23,11 @@ from minitron.measure.meter import Meter
 from minitron.model.recompute import apply_full_recompute, apply_selective_recompute
 from minitron.parallel import flat
 from minitron.parallel.data.zero import Zero1, Zero2, apply_zero1, apply_zero2
+from minitron.parallel.grid import Grid
 from minitron.parallel.one_device import OneDevice
+from minitron.parallel.pipeline.stages import apply_pipeline_parallel
+from minitron.parallel.tensor.layers import apply_tensor_parallel
+from minitron.parallel.tensor.sequence import apply_sequence_parallel
 from minitron.proof import oracle
 from minitron.proof.difference import first_difference
 from minitron.proof.oracle import (
@@ -30,9 +35,11 @@ from minitron.proof.oracle import (
     sample_batches,
     small_gpt,
     small_llama,
+    small_model,
     trainings,
 )
 from minitron.step import train_step
+from tests.parallel.saving import load, saved
 
 SIZES = (1, 2, 3, 4, 8)
 SMALL = 6000  # bytes: several buckets in a small model
@@ -376,12 +383,161 @@ def test_a_step_ends_before_its_parameters_are_gathered():
         step(model, parallel, optimizer, torch.ones(1, 59))
         for module in (model[0], model[-1]):
             module.register_forward_hook(lambda *_: seen.append(len(parallel.gathers)))
-        before = len(parallel.gathers)
+        assert parallel.is_stale and not parallel.gathers
         model(torch.ones(1, 59))
-        return len(parallel.flats), before, seen[0], seen[-1]
+        return len(parallel.flats), seen[0], seen[-1]
 
-    for num_buckets, before, first, last in run(buckets_in_flight, 2):
-        assert before == num_buckets > first > last == 0
+    for num_buckets, first, last in run(buckets_in_flight, 2):
+        assert num_buckets > first > last == 0
+
+
+# Parameters that are on their way
+
+
+class Arriving:
+    """A gather that arrives no sooner than it is waited for, and what it sends meanwhile."""
+
+    def __init__(self, bucket):
+        self.bucket, self.sent = bucket, bucket.own.clone()
+        self.full = torch.empty_like(bucket.full)
+        flat.all_gather_single(self.full, self.sent, bucket.group)
+
+    def wait(self):
+        assert torch.equal(self.bucket.own, self.sent), "what is being sent has been changed"
+        self.bucket.full.copy_(self.full)
+
+
+gathered_late = patch.object(flat.FlatShards, "unshard", lambda bucket: Arriving(bucket))
+LATE = {"bucket_bytes": 1, "overlap_gather": True}  # a parameter a bucket
+
+
+def with_layers_divided(divide, model, world):
+    """dp 2 x tp 2, or x pp 2; or dp alone."""
+    if divide is None:
+        return Grid(model, data=apply_zero1(model, world, **LATE))
+    if divide is apply_pipeline_parallel:
+        mesh = make_mesh("cpu", pp=2, dp=2)
+        stages = {"pipeline": divide(model, mesh.group("pp"))}
+        return Grid(model, data=apply_zero1(model, mesh.group("dp"), **LATE, **stages), **stages)
+    mesh = make_mesh("cpu", dp=2, tp=2)
+    tensor = divide(model, mesh.group("tp"))
+    return Grid(model, data=apply_zero1(model, mesh.group("dp"), **LATE), tensor=tensor)
+
+
+def late_steps(group, divide=None):
+    """Losses of three steps and of a validation between them; nothing else reads the parameters."""
+    torch.manual_seed(0)
+    model = small_model("llama", vocab_size=32, max_sequence_length=8, width=24, num_heads=4,
+                        num_kv_heads=2, ffn_width=36).double()
+    parallel = OneDevice(model) if group is ALONE else with_layers_divided(divide, model, group)
+    optimizer = parallel.shard(torch.optim.AdamW(decaying_matrices(model), lr=0.05, eps=1e-6))
+    rank, size = parallel.data_part
+    losses = []
+    with gathered_late:
+        for tokens in sample_batches((4, 4, 4), sequence=8):
+            part = tokens[rank::size]
+            pairs = [(part[:, :-1], part[:, 1:])]
+            loss, _ = train_step(model, optimizer, pairs, 0.05, 0.0, parallel)
+            validated = parallel.sum_losses(model, pairs, parallel.summed_loss)
+            losses += [loss, parallel.mean(validated.double()) * size]
+    return torch.stack(losses), dict(parallel.full_parameters())
+
+
+@pytest.mark.parametrize("divide", [
+    None, apply_tensor_parallel, apply_sequence_parallel, apply_pipeline_parallel])
+def test_a_module_waits_for_all_that_it_reads(divide):
+    """A cut query computes for key and value too, whose weights are in other buckets."""
+    losses, weights = late_steps(ALONE)
+    for found, others in run(late_steps, 4 if divide else 2, divide):
+        torch.testing.assert_close(found, losses, rtol=1e-6, atol=0, check_dtype=False)
+        torch.testing.assert_close(others, weights, rtol=1e-9, atol=1e-12)
+
+
+def test_the_next_step_begins_before_they_are_sent():
+    """It first averages the number of its tokens, which would wait for all weights."""
+    def messages(group):
+        model = mlp()
+        parallel = apply_zero1(model, group, **LATE)
+        step(model, parallel, parallel.make_optimizer(torch.optim.SGD), torch.ones(1, 59))
+        with Ledger() as ledger:
+            parallel.mean(torch.ones(()))
+            model(torch.ones(1, 59))
+        return [call.op for call in ledger.calls], len(parallel.flats)
+
+    for ops, num_buckets in run(messages, 2):
+        assert ops == ["all_reduce", *num_buckets * ["all_gather"]]
+
+
+def a_late_training(group):
+    torch.manual_seed(0)
+    model = small_gpt().double()
+    data = OneDevice(model) if group is ALONE else apply_zero1(model, group, **LATE)
+    parallel = Grid(model, data=data)
+    optimizer = parallel.make_optimizer(partial(torch.optim.AdamW, lr=0.05, eps=1e-6))
+    return model, parallel, optimizer, partial(one_step, model, parallel, optimizer)
+
+
+def clones(parameters):
+    return {name: parameter.clone() for name, parameter in parameters.items()}
+
+
+def one_step(model, parallel, optimizer, number):
+    """Afterwards all parameters are on their way."""
+    rank, size = parallel.data_part
+    optimizer.zero_grad()
+    (model(sample_batches((4, 4))[number][rank::size, 1:])**2).mean().backward()
+    parallel.finish()
+    optimizer.step()
+    if size > 1:
+        parallel.data.start_gather()
+        assert len(parallel.data.gathers) == len(parallel.data.flats) > 9
+
+
+@torch.no_grad()
+def loss_of(model):
+    return (model(torch.arange(7)[None])**2).mean()
+
+
+def read_and_set(group):
+    """What whoever reads or sets the parameters finds, and the loss afterwards."""
+    found = {}
+    with gathered_late:
+        model, parallel, optimizer, step = a_late_training(group)
+        step(0)
+        state = saved(parallel, optimizer, group)
+        found["saved"] = state, loss_of(model)
+        step(1)
+        load(parallel, optimizer, state)
+        found["loaded"] = saved(parallel, optimizer, group), loss_of(model)
+
+        model, parallel, _, step = a_late_training(group)
+        step(0)
+        found["read"] = clones(parallel.full_parameters()), loss_of(model)
+        step(1)
+        parallel.fill(lambda name, shape: torch.full(shape, len(name) / 100))
+        found["filled"] = clones(parallel.full_parameters()), loss_of(model)
+
+        model, parallel, _, step = a_late_training(group)
+        step(0)
+        if group is not ALONE:
+            parallel.data.remove()
+        found["hooks removed"] = dict(model.named_parameters()), loss_of(model)
+    return found
+
+
+@pytest.fixture(scope="module")
+def late():
+    return run(read_and_set, 2)
+
+
+@pytest.mark.parametrize("what", ["saved", "loaded", "read", "filled", "hooks removed"])
+def test_whoever_reads_or_sets_parameters_waits_for_them(late, what):
+    expected = read_and_set(ALONE)[what]
+    for found in late:
+        torch.testing.assert_close(found[what], expected, rtol=1e-9, atol=1e-12)
+
+
+# How many bytes
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

@@ -58,6 +58,17 @@ M = 4  # micro-batches
 gpt = partial(small_gpt, num_layers=5)  # whose embedding is on both ranks
 
 
+ONE_STAGE_FROZEN = "bucketed", "zero 1", "zero 2", "zero 3"
+
+
+def first_stage_frozen():
+    """Of the first stage's ranks none has anything to train."""
+    model = small_llama(num_layers=4)
+    model.token_embedding.requires_grad_(False)
+    model.blocks[:2].requires_grad_(False)
+    return model
+
+
 def applied(schedule, data, policy=lambda model: None):
     def apply(model, world):
         mesh = make_mesh("cpu", pp=2, dp=2)
@@ -72,6 +83,9 @@ def applied(schedule, data, policy=lambda model: None):
 def train_all(world):
     batches = sample_batches(STEPS)
     done = {case: trainings(world, applied(*case), gpt, batches, M) for case in CASES}
+    for data in ONE_STAGE_FROZEN:
+        done["frozen", data] = trainings(
+            world, applied("1f1b", data), first_stage_frozen, batches, M)
     done["recomputed"] = trainings(
         world, applied("1f1b", "zero 3", apply_full_recompute), small_llama, batches, M)
     with patch.object(PipelineParallel, "sum_partial_gradients", lambda *_: None):
@@ -92,16 +106,18 @@ def ranks():
 @pytest.fixture(scope="module")
 def reference():
     return {model: trainings(ALONE, on_one_device, model, sample_batches(STEPS), 1)
-            for model in (gpt, small_llama)}
+            for model in (gpt, small_llama, first_stage_frozen)}
 
 
 def on_one_device(model, group):
     return OneDevice(model)
 
 
-@pytest.mark.parametrize("case", [*CASES, "recomputed"], ids=str)
+@pytest.mark.parametrize(
+    "case", [*CASES, "recomputed", *(("frozen", data) for data in ONE_STAGE_FROZEN)], ids=str)
 def test_it_is_the_same_training(ranks, reference, case):
-    model = small_llama if case == "recomputed" else gpt
+    model = {"recomputed": small_llama, "frozen": first_stage_frozen}.get(
+        case if case == "recomputed" else case[0], gpt)
     for optimizer, expected in reference[model].items():
         seen = [done[case][optimizer] for done in ranks]
         assert first_difference(expected, seen) is None, optimizer

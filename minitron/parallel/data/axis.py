@@ -7,6 +7,7 @@ those that hold the same part of it. Neighbors share; the replicas are further a
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -14,6 +15,7 @@ from minitron.comm.agreement import ALONE, Group
 from minitron.comm.collectives import all_reduce, broadcast
 from minitron.parallel.interface import Kind
 from minitron.parallel.one_device import OneDevice
+from minitron.precision import discard_on_zero_grad
 
 
 class DataAxis(OneDevice):
@@ -51,6 +53,14 @@ class DataAxis(OneDevice):
         """This rank's part of every global batch."""
         count = self.group.size() * self.replicas.size()
         return self.replicas.rank() * self.group.size() + self.group.rank(), count
+
+    def shard(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Let `zero_grad` discard what `finish` has not given to the optimizer."""
+        discard_on_zero_grad(optimizer, self.discard)
+        return optimizer
+
+    def discard(self) -> None:
+        """Forget all gradients since the last step; every rank must call it."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -1,11 +1,14 @@
 """Which gradients travel together: buckets that fill up in the order of the backward pass.
 
-Read in this order: assign_buckets, bucket_parameters.
+Read in this order: assign_buckets, bucket_parameters, BucketQueue.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from torch import nn
+
+from minitron.parallel.flat import FlatShards
+from minitron.pytorch.spans import span
 
 
 def assign_buckets(sizes: list[int], bucket_bytes: int) -> list[list[int]]:
@@ -53,3 +56,52 @@ def in_backward_order(
     """Sort buckets by when they fill up: the last parameter's gradient comes first."""
     place = {parameter: index for index, parameter in enumerate(parameters)}
     return sorted(buckets, key=lambda bucket: -place[bucket[-1]])
+
+
+class BucketQueue:
+    """Buckets that are reduced one after the other, in an order that all ranks share.
+
+    A bucket waits for those before it, whatever the order in which gradients come. At most
+    `max_in_flight` travel at a time: their full gradients are held.
+    """
+
+    def __init__(
+        self, buckets: list[FlatShards], max_in_flight: int,
+        finish_reduce: Callable[[FlatShards], None],
+    ):
+        self.buckets, self.max_in_flight = buckets, max_in_flight
+        self.finish_reduce = finish_reduce
+        self.bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin with the first bucket again."""
+        self.ready: set[nn.Parameter] = set()
+        self.num_missing = {bucket: len(bucket.parameters) for bucket in self.buckets}
+        self.in_flight: list[FlatShards] = []
+        self.num_sent = 0
+
+    def accept(self, parameter: nn.Parameter) -> None:
+        """Move one more gradient into its bucket, and send the buckets whose turn has come."""
+        bucket = self.bucket_of[parameter]
+        bucket.take(parameter)
+        self.ready.add(parameter)
+        self.num_missing[bucket] -= 1
+        while self.num_sent < len(self.buckets) \
+                and self.num_missing[self.buckets[self.num_sent]] == 0:
+            self.send(self.buckets[self.num_sent])
+
+    def send(self, bucket: FlatShards) -> None:
+        """Start to reduce one bucket."""
+        while len(self.in_flight) >= self.max_in_flight:
+            self.finish_reduce(self.in_flight.pop(0))
+        with span("ZeRO reduce bucket", self.num_sent):
+            bucket.start_reduce()
+        self.in_flight.append(bucket)
+        self.num_sent += 1
+
+    def wait(self) -> None:
+        """Let all that is on its way arrive."""
+        for bucket in self.in_flight:
+            self.finish_reduce(bucket)
+        self.reset()

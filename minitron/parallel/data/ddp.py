@@ -56,7 +56,8 @@ class DataParallel(DataAxis):
         optimizer.step(); optimizer.zero_grad()
 
     Every rank starts from rank 0's parameters and buffers. The numbers of micro-batches may
-    differ; a rank without any calls `finish()` alone. A group of one communicates nothing.
+    differ; a rank without any calls `finish()` alone. A group of one communicates nothing. With
+    an optimizer from `shard`, `zero_grad()` begins anew after a backward pass that has raised.
 
     With `find_unused_parameters` a parameter without a gradient counts as zeros; one that no rank
     has used keeps None: AdamW would let it decay. Costs an all-reduce and a wait for the device.
@@ -80,10 +81,7 @@ class DataParallel(DataAxis):
             missing = [name for p, name in self.names.items() if p.grad is None]
             raise ValueError(no_gradient(missing, len(used), self.group.rank())
                              + ", else pass find_unused_parameters=True")
-        for parameter in self.names:
-            if parameter.grad is None:
-                parameter.grad = zero_gradient(parameter)
-
+        self.fill_missing()
         self.average()
         if used and self.find_unused_parameters:
             num_users = torch.tensor(used, dtype=torch.int32, device=next(iter(self.names)).device)
@@ -93,6 +91,12 @@ class DataParallel(DataAxis):
                 parameter.grad = parameter.grad if count else None
         # Here, not in the forward pass: every rank gets here, also without a micro-batch.
         self.copy_buffers()
+
+    def fill_missing(self) -> None:
+        """Let a gradient that is None be zeros: the other ranks wait for this rank's part."""
+        for parameter in self.names:
+            if parameter.grad is None:
+                parameter.grad = zero_gradient(parameter)
 
     def average(self) -> None:
         """Average the gradients of all parameters in `names`."""
@@ -159,6 +163,11 @@ class HookedDataParallel(DataParallel):
         for work in self.works:
             work.wait()
         self.ready, self.works = {}, []
+
+    def discard(self) -> None:
+        if self.ready:  # some are on their way: the other ranks wait for the rest of them
+            self.fill_missing()
+            self.average()
 
 
 class BucketedDataParallel(HookedDataParallel):

@@ -8,7 +8,6 @@ Read in this order: ShardedDataParallel, from finish to shard.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import wraps
 
 import torch
 import torch.distributed as dist
@@ -40,11 +39,12 @@ class ShardedDataParallel(DataAxis):
     def __init__(
         self, model: nn.Module, group: dist.ProcessGroup, replicas: Group = ALONE,
         sync_every_micro_batch: bool = True, sync_replicas_every_micro_batch: bool = False,
-        pipeline: ParallelModel | None = None,
+        **axes: ParallelModel,
     ):
         super().__init__(model, group, replicas)
-        self.knows_stages = pipeline is not None
-        self.pipeline = pipeline or OneDevice(model)
+        self.pipeline = axes.pop("pipeline", OneDevice(model))
+        if axes:
+            raise TypeError(f"unknown options: {', '.join(axes)}")
         self.sync_every_micro_batch = sync_every_micro_batch
         self.sync_replicas_every_micro_batch = sync_replicas_every_micro_batch
         self.used: set[nn.Parameter] = set()  # had a gradient on this rank, since `finish`
@@ -55,6 +55,11 @@ class ShardedDataParallel(DataAxis):
         self.flats = flats
         self.flat_of = {p: flat for flat in flats for p in flat.parameters}
         self.pieces = {p: piece for flat in flats for p, piece in flat.pieces.items()}
+
+    @property
+    def is_stage(self) -> bool:
+        """Whether other ranks have other layers: there is a pipeline."""
+        return bool(self.pipeline.norm_groups())
 
     @property
     def reduces(self) -> bool:
@@ -68,14 +73,13 @@ class ShardedDataParallel(DataAxis):
         return self.is_last or every
 
     def pass_context(self, stage: int, kind: Kind, is_last: bool) -> AbstractContextManager:
-        assert self.knows_stages or not self.model.config.tied_embedding, (
-            "two stages have the embedding and must divide it alike: pass `pipeline` too")
+        assert self.is_stage, ("two stages have the embedding and must divide it alike, if it is "
+                               "tied: pass `pipeline`")
         return super().pass_context(stage, kind, is_last)
 
     # What a technique does
 
     def discard(self) -> None:
-        """Forget all gradients since the last step; every rank must call it."""
         for flat in self.flats:
             flat.add_arrived()
             flat.reset()
@@ -91,15 +95,13 @@ class ShardedDataParallel(DataAxis):
     def shard(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Let `optimizer`, made for the model's parameters, update this rank's pieces instead.
 
-        `zero_grad` discards what `finish` has not given to the pieces as well, and every `step`
-        ends with `after_step`.
+        Every `step` ends with `after_step`.
         """
         for group in optimizer.param_groups:
             group["params"] = [self.pieces[p] for p in group["params"] if p in self.pieces]
-        discard_on_zero_grad(optimizer, self.discard)
         optimizer.register_step_pre_hook(self.require_finished)
         optimizer.register_step_post_hook(lambda *_: self.after_step())
-        return optimizer
+        return super().shard(optimizer)
 
     def after_step(self) -> None:
         """Let the model have what the optimizer has updated."""
@@ -147,15 +149,3 @@ class ShardedDataParallel(DataAxis):
         for flat in self.flats:
             full.update(flat.gather({p: of(piece) for p, piece in flat.pieces.items()}))
         return full
-
-
-def discard_on_zero_grad(optimizer: torch.optim.Optimizer, discard: Callable[[], None]) -> None:
-    """Let `optimizer.zero_grad` call `discard` too: it knows the gradients of the pieces alone."""
-    zero_grad = optimizer.zero_grad
-
-    @wraps(zero_grad)
-    def zero_all(set_to_none: bool = True) -> None:
-        discard()
-        zero_grad(set_to_none)
-
-    optimizer.zero_grad = zero_all

@@ -18,12 +18,12 @@ P (N-1)/N elements sent and received per rank each: together as much as one all-
 travel during the last backward pass; in stage 2 during each, unless it is told to hold them whole
 meanwhile. At the start a broadcast of rank 0's parameters; with `clip` an all-reduce of one number.
 
-Read in this order: flat.owned_ranges, flat.FlatShards, BucketQueue, Zero1, Zero2.
+Read in this order: flat.owned_ranges, flat.FlatShards, buckets.BucketQueue, Zero1, Zero2.
 
 Reference: Rajbhandari et al. 2019, "ZeRO" (section 5.1, 5.2: the stages; 7.2.1: the volume).
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -31,61 +31,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minitron.cost.sharding import BUCKET_BYTES
-from minitron.parallel.data.buckets import bucket_parameters
+from minitron.parallel.data.buckets import BucketQueue, bucket_parameters
 from minitron.parallel.data.ddp import no_gradient
 from minitron.parallel.data.sharded import ShardedDataParallel
 from minitron.parallel.flat import FlatShards
-from minitron.parallel.interface import Kind
+from minitron.parallel.interface import Kind, Values
 from minitron.pytorch.spans import span
-
-
-class BucketQueue:
-    """Buckets that are reduced one after the other, in an order that all ranks share.
-
-    A bucket waits for those before it, whatever the order in which gradients come. At most
-    `max_in_flight` travel at a time: their full gradients are held.
-    """
-
-    def __init__(
-        self, buckets: list[FlatShards], max_in_flight: int,
-        finish_reduce: Callable[[FlatShards], None],
-    ):
-        self.buckets, self.max_in_flight = buckets, max_in_flight
-        self.finish_reduce = finish_reduce
-        self.bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
-        self.reset()
-
-    def reset(self) -> None:
-        """Begin with the first bucket again."""
-        self.ready: set[nn.Parameter] = set()
-        self.num_missing = {bucket: len(bucket.parameters) for bucket in self.buckets}
-        self.in_flight: list[FlatShards] = []
-        self.num_sent = 0
-
-    def accept(self, parameter: nn.Parameter) -> None:
-        """Move one more gradient into its bucket, and send the buckets whose turn has come."""
-        bucket = self.bucket_of[parameter]
-        bucket.take(parameter)
-        self.ready.add(parameter)
-        self.num_missing[bucket] -= 1
-        while self.num_sent < len(self.buckets) \
-                and self.num_missing[self.buckets[self.num_sent]] == 0:
-            self.send(self.buckets[self.num_sent])
-
-    def send(self, bucket: FlatShards) -> None:
-        """Start to reduce one bucket."""
-        while len(self.in_flight) >= self.max_in_flight:
-            self.finish_reduce(self.in_flight.pop(0))
-        with span("ZeRO reduce bucket", self.num_sent):
-            bucket.start_reduce()
-        self.in_flight.append(bucket)
-        self.num_sent += 1
-
-    def wait(self) -> None:
-        """Let all that is on its way arrive."""
-        for bucket in self.in_flight:
-            self.finish_reduce(bucket)
-        self.reset()
 
 
 class Zero1(ShardedDataParallel):
@@ -94,10 +45,11 @@ class Zero1(ShardedDataParallel):
     In the last backward pass of a step they travel bucket by bucket, `bucket_bytes` in one
     message, and are freed once they have arrived: the bucket on its way and the next are held.
     With `find_unused_parameters` a parameter without a gradient counts as zeros (see
-    `DataParallel`). Raises ValueError if no parameter is trainable.
+    `DataParallel`). Raises ValueError if no parameter is trainable, but for a pipeline's stage.
 
-    With `overlap_gather` a step ends before the parameters are gathered, and a module's forward
-    pass waits for its own: between steps read them by `full_parameters`, not from the model.
+    With `overlap_gather` a step ends before the parameters are gathered: that starts with the next
+    forward pass, in which a block waits for what it reads. Every rank must run one, or none.
+    Between steps read the parameters by `full_parameters`, not from the model.
     """
 
     max_in_flight = 1  # beside it one is filled
@@ -110,7 +62,7 @@ class Zero1(ShardedDataParallel):
         super().__init__(model, group, sync_every_micro_batch=sync_every_micro_batch, **options)
         self.find_unused_parameters = find_unused_parameters
         self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
-        if not self.names:
+        if not self.names and not self.is_stage:
             raise ValueError("the model has 0 trainable parameters: requires_grad_(True) some")
         if self.data_part[1] > 1:
             self.broadcast_module_state()
@@ -121,6 +73,7 @@ class Zero1(ShardedDataParallel):
         self.hooks = [p.register_post_accumulate_grad_hook(self.collect) for p in self.names]
         self.gathers: dict[FlatShards, dist.Work] = {}  # parameters on their way
         self.overlap_gather = overlap_gather
+        self.is_stale = False  # the optimizer has updated shards that no gather has sent
         if overlap_gather:
             for module in model.modules():
                 self.gather_before(module)
@@ -190,9 +143,9 @@ class Zero1(ShardedDataParallel):
         if 0 < len(missing) < len(used) and not self.find_unused_parameters:
             raise ValueError(no_gradient(missing, len(used), self.group.rank())
                              + ", else pass find_unused_parameters=True")
-        self.wait_for(self.flats)  # if nothing has used them
+        self.finish_gather()  # if nothing has used them
         self.reduce()
-        unused = self.unused_on_all_ranks(used) if self.find_unused_parameters else set()
+        unused = self.unused_on_all_ranks(used) if used and self.find_unused_parameters else set()
         for flat in self.flats:
             flat.set_gradients(unused)
         self.copy_buffers()
@@ -216,34 +169,61 @@ class Zero1(ShardedDataParallel):
     def copy_to_parameters(self) -> None:
         """Bring the shards of all ranks into the parameters."""
         self.start_gather()
-        self.wait_for(self.flats)
+        self.finish_gather()
 
     def after_step(self) -> None:
-        self.start_gather()
-        if not self.overlap_gather:
-            self.wait_for(self.flats)
+        if self.overlap_gather:
+            self.is_stale = True  # a step's first message, a small one, goes before the gathers
+        else:
+            self.copy_to_parameters()
 
     def start_gather(self) -> None:
         """Start to gather the parameters, those first that the forward pass needs first."""
         with span("ZeRO gather weights"):
-            self.wait_for(self.flats)
+            self.is_stale = False
+            self.finish_gather()
             self.gathers = {flat: flat.unshard() for flat in reversed(self.flats)}
+
+    def finish_gather(self) -> None:
+        """Have all parameters there: whoever else reads or sets them, or their pieces, calls it."""
+        self.wait_for(self.flats)
 
     def wait_for(self, flats: Iterable[FlatShards]) -> None:
         """Have the parameters of these buckets there."""
-        for flat in flats:
+        if self.is_stale:
+            self.start_gather()
+        for flat in flats if self.gathers else ():
             if flat in self.gathers:
                 self.gathers.pop(flat).wait()
 
     def gather_before(self, module: nn.Module) -> None:
-        """Have a module's own parameters there whenever its forward pass begins."""
-        own = [self.flat_of[p] for p in module.parameters(recurse=False) if p in self.flat_of]
-        if own:
-            self.hooks.append(module.register_forward_pre_hook(lambda *_: self.wait_for(own)))
+        """Have everything there that a module may read whenever its forward pass begins.
+
+        That is all it contains, since some layers compute for their neighbors as well (with tensor
+        parallelism, query for key and value). Only a model with a list of parts, which it calls
+        one after the other, waits for its own parameters alone.
+        """
+        has_list = any(isinstance(each, nn.ModuleList | nn.Sequential) for each in module.modules())
+        read = dict.fromkeys(self.flat_of[p] for p in module.parameters(recurse=not has_list)
+                             if p in self.flat_of)
+        if read:
+            self.hooks.append(module.register_forward_pre_hook(lambda *_: self.wait_for(read)))
 
     def full_parameters(self) -> dict[str, Tensor]:
-        self.wait_for(self.flats)
+        self.finish_gather()
         return super().full_parameters()
+
+    def fill(self, value: Values) -> None:
+        self.finish_gather()  # or what arrives would replace the values
+        super().fill(value)
+
+    def optimized(self, parameter: nn.Parameter) -> Tensor:
+        self.finish_gather()  # who loads a checkpoint sets the piece, which may be on its way
+        return super().optimized(parameter)
+
+    def remove(self) -> None:
+        self.finish_gather()
+        super().remove()
 
 
 class Zero2(Zero1):
