@@ -796,8 +796,8 @@ print(f"bytes a rank holds  {ratio:.2f} times")
 # **Predict.** In float32 on four ranks, stage 3 holds a quarter of what stage 0 holds. Is its
 # largest model four times as large?
 #
-# The formula tells the model states. What comes on top (buckets, units, activations) we measure with
-# four layers and with six, and expect it to grow evenly.
+# The formula tells the model states. What comes on top (buckets, units, activations) we measure
+# with four layers and with six, and expect it to grow evenly.
 
 # %%
 limit = 8 * MB

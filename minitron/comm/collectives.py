@@ -50,7 +50,7 @@ def reduce_scatter_ring(flat: Tensor, group: ProcessGroup) -> Tensor:
     # A chunk starts at the rank after its own, and adds a term on every rank it visits.
     outgoing = [piece for step in range(size - 1) for piece in chunks[(rank - 1 - step) % size]]
     sums = [piece for step in range(size - 1) for piece in chunks[(rank - 2 - step) % size]]
-    buffers = receive_buffers(len(chunks[0][0]), flat.dtype, flat.device)
+    buffers = receive_buffers(len(chunks[0][0]), flat)
     incoming = [buffers[index % 3][:len(piece)] for index, piece in enumerate(sums)]
 
     for index in pass_on(outgoing, incoming, group, ahead=2):
@@ -58,13 +58,22 @@ def reduce_scatter_ring(flat: Tensor, group: ProcessGroup) -> Tensor:
     return flat.tensor_split(size)[rank]
 
 
-@lru_cache(maxsize=1)
-def receive_buffers(length: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+def receive_buffers(length: int, like: Tensor) -> list[Tensor]:
     """Return two to fill while a third is added, kept for the next call: fresh ones cost more.
 
-    On a virtual machine the first touch of 4 KB can take 3 us, as long as sending them does.
+    On a virtual machine the first touch of 4 KB can take 3 us, as long as sending them does. What
+    is fake, or made in inference mode, is of no use to a later call, and is not kept.
     """
+    is_plain = type(like) is Tensor and not torch.is_inference_mode_enabled()
+    make = kept_buffers if is_plain else new_buffers
+    return make(length, like.dtype, like.device)
+
+
+def new_buffers(length: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     return [torch.empty(length, dtype=dtype, device=device) for _ in range(3)]
+
+
+kept_buffers = lru_cache(maxsize=1)(new_buffers)
 
 
 def all_gather_ring(flat: Tensor, group: ProcessGroup) -> None:

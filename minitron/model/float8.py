@@ -26,9 +26,11 @@ MULTIPLE = 16  # of which the hardware wants every dimension
 def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Round x to `dtype`; returns values and scale, 0-d and float32: x is about values * scale.
 
-    The scale is max|x| over the largest number of `dtype`, and 1 for a tensor of zeros.
+    The scale is max|x| over the largest number of `dtype`, and 1 for a tensor of zeros or of no
+    elements.
     """
-    largest, limit = x.abs().amax().float(), torch.finfo(dtype).max
+    largest = x.abs().amax().float() if x.numel() > 0 else x.new_zeros((), dtype=torch.float32)
+    limit = torch.finfo(dtype).max
     scale = torch.where(largest > 0, largest / limit, 1.0)
     # The quotient may pass the limit by a rounding, and what a cast makes of that (NaN, or the
     # limit: e4m3 has no infinity) depends on device and version.

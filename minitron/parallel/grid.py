@@ -15,11 +15,9 @@ from contextlib import AbstractContextManager
 from math import prod
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitron.model.transformer import global_name, global_parameters
-from minitron.parallel.clipping import clip_pieces
 from minitron.parallel.interface import Accumulate, MicroBatches, ParallelModel, SumLoss, Values
 from minitron.parallel.one_device import OneDevice
 from minitron.precision import NO_MASTERS, MasterWeights
@@ -84,13 +82,6 @@ class Grid(OneDevice):
     def mean(self, tensor: Tensor) -> Tensor:
         return self.data.mean(tensor)
 
-    def clip(self, parameters: list[Tensor], max_norm: float) -> Tensor:
-        dtype = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
-        like = torch.zeros((), dtype=dtype, device=self.device)
-        copies = {self.optimized(p): self.num_copies(name)
-                  for name, p in global_parameters(self.model)}
-        return clip_pieces(parameters, max_norm, like, self.norm_groups(), copies)
-
     # The optimizer
 
     def shard(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -106,9 +97,6 @@ class Grid(OneDevice):
         sum_loss: SumLoss,
     ) -> Tensor:
         return self.pipeline.sum_losses(forward, micro_batches, sum_loss)
-
-    def full_model(self) -> nn.Module:
-        return FullModel(self)
 
     def predict(self, tokens: Tensor) -> Tensor:
         return self.pipeline.predict(tokens)
@@ -164,19 +152,3 @@ class Grid(OneDevice):
 
     def part_of(self, value: Values) -> Values:
         return self.tensor.part_of(value)
-
-
-class FullModel(nn.Module):
-    """A divided model as one from tokens (B, S) to logits (B, S, V), on every rank."""
-
-    def __init__(self, parallel: ParallelModel):
-        super().__init__()
-        self.parallel, self.config = parallel, parallel.model.config
-        self.model = parallel.model  # whose mode, to train or not, this one shares
-        self.train(self.model.training)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        S = tokens.shape[1]
-        # fill up to equal parts: it changes no earlier logits
-        tokens = F.pad(tokens, (0, -S % self.parallel.sequence_parts))
-        return self.parallel.full_logits(self.parallel.predict(tokens)[:, :S])

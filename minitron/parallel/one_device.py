@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitron.model.transformer import fill, global_parameters
+from minitron.parallel.clipping import clip_pieces
 from minitron.parallel.interface import (
     Accumulate,
     Kind,
@@ -77,7 +78,13 @@ class OneDevice(ParallelModel):
         return tensor.detach()
 
     def clip(self, parameters: list[Tensor], max_norm: float) -> Tensor:
-        return nn.utils.clip_grad_norm_(parameters, max_norm)
+        groups, first = self.norm_groups(), next(self.model.parameters())
+        if not groups:
+            return nn.utils.clip_grad_norm_(parameters, max_norm)
+        like = first.new_zeros((), dtype=torch.promote_types(first.dtype, torch.float32))
+        copies = {self.optimized(p): self.num_copies(name)
+                  for name, p in global_parameters(self.model)}
+        return clip_pieces(parameters, max_norm, like, groups, copies)
 
     # The optimizer
 
@@ -98,7 +105,7 @@ class OneDevice(ParallelModel):
         return sum(sum_loss(forward(inputs), targets) for inputs, targets in micro_batches)
 
     def full_model(self) -> nn.Module:
-        return self.model
+        return FullModel(self)
 
     # The whole model
 
@@ -166,3 +173,19 @@ class OneDevice(ParallelModel):
 
     def full_logits(self, logits: Tensor) -> Tensor:
         return logits
+
+
+class FullModel(nn.Module):
+    """A divided model as one from tokens (B, S) to logits (B, S, V), on every rank."""
+
+    def __init__(self, parallel: ParallelModel):
+        super().__init__()
+        self.parallel, self.config = parallel, parallel.model.config
+        self.model = parallel.model  # whose mode, to train or not, this one shares
+        self.train(self.model.training)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        S = tokens.shape[1]
+        # fill up to equal parts: it changes no earlier logits
+        tokens = F.pad(tokens, (0, -S % self.parallel.sequence_parts))
+        return self.parallel.full_logits(self.parallel.predict(tokens)[:, :S])

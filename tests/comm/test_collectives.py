@@ -15,6 +15,7 @@ from minitron import cost
 from minitron.comm import collectives
 from minitron.launch import run
 from minitron.measure.ledger import Ledger
+from minitron.pytorch.private import fake_tensors
 
 ALL_REDUCES = {
     "ring": (collectives.all_reduce_ring, cost.ring_all_reduce_volume),
@@ -215,3 +216,28 @@ def wrapped(group):
 def test_the_wrappers_call_the_collective_that_they_name():
     for rank, result in enumerate(run(wrapped, 3)):
         assert result == (3.0, 2, [0.0, 1.0, 2.0], [2 * [3.0 * rank]])
+
+
+# The ring's buffers, which it keeps for the next call
+
+
+def ring_after_inference(group):
+    with torch.inference_mode():
+        collectives.all_reduce_ring(torch.ones(8), group)
+    flat = torch.ones(8)
+    collectives.all_reduce_ring(flat, group)
+    return flat
+
+
+def test_a_ring_in_inference_mode_does_not_spoil_the_next_one():
+    for flat in run(ring_after_inference, 2):
+        assert flat.tolist() == [2.0] * 8
+
+
+def test_fake_buffers_are_not_kept():
+    with fake_tensors():
+        fake = collectives.receive_buffers(4, torch.empty(4))
+    real = collectives.receive_buffers(4, torch.empty(4))
+    assert all(type(each) is torch.Tensor for each in real)
+    assert all(type(each) is not torch.Tensor for each in fake)
+    assert collectives.receive_buffers(4, torch.empty(4)) is real

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from minitron.comm.agreement import ALONE, Group
 from minitron.model.transformer import global_parameters
-from minitron.parallel.clipping import clip_pieces
 from minitron.parallel.data.axis import DataAxis
 from minitron.parallel.flat import FlatShards
 from minitron.parallel.interface import Kind, ParallelModel, Values
@@ -86,9 +85,6 @@ class ShardedDataParallel(DataAxis):
         for parameter in self.names:
             parameter.grad = None
         self.used.clear()
-
-    def clip(self, parameters: list[Tensor], max_norm: float) -> Tensor:
-        return clip_pieces(parameters, max_norm, self.flats[0].shard, self.norm_groups())
 
     # The optimizer
 

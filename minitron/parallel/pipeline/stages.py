@@ -181,13 +181,16 @@ class PipelineParallel(OneDevice):
     ) -> Tensor:
         """Return the summed loss of all micro-batches, on every rank; without a gradient."""
         loss = self.evaluate(micro_batches, sum_loss)
-        return self.from_last(loss, torch.zeros((), device=micro_batches[0][0].device))
+        first = next(self.model.parameters())
+        dtype = torch.promote_types(first.dtype, torch.float32)
+        return self.from_last(loss, first.new_zeros((), dtype=dtype))
 
     def predict(self, tokens: Tensor) -> Tensor:
         """Return the logits of `tokens` (B, S), on every rank; without a gradient."""
         logits = self.evaluate([(tokens, tokens)], lambda logits, targets: logits)
-        shape = gathered(None if logits is None else logits.shape, self.group)[self.ends[1]]
-        return self.from_last(logits, torch.empty(shape, device=tokens.device))
+        known = None if logits is None else (logits.shape, logits.dtype)
+        shape, dtype = gathered(known, self.group)[self.ends[1]]
+        return self.from_last(logits, torch.empty(shape, dtype=dtype, device=tokens.device))
 
     def casting(self, enabled: bool):
         """Return the autocast context, if any: off around a step, which keeps its cast weights."""
