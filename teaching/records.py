@@ -11,9 +11,11 @@ import ast
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
+from importlib.metadata import version
 from pathlib import Path
 
 from teaching.exercises import ROOT, Exercise
@@ -41,7 +43,9 @@ def write(name: str, records: dict, root: Path = ROOT) -> None:
 def key_of(exercise: Exercise, root: Path = ROOT) -> str:
     """A hash of all that decides a verdict; comments and layout of the answer do not count."""
     solution = _contents(root / exercise.solution_file)
-    parts = [exercise.id.encode(), meaning(_contents(root / exercise.file)), solution, _package()]
+    versions = f"{version('torch')} {sys.version}".encode()
+    parts = [exercise.id.encode(), meaning(_contents(root / exercise.file)), solution, versions,
+             _package()]
     return hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
 
