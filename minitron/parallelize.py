@@ -119,10 +119,10 @@ def apply_pipeline(model: nn.Module, mesh: Mesh, config: Config) -> PipelinePara
 def make_schedule(parallel: ParallelConfig) -> Callable[[int, int], Schedule]:
     """Return the function of p ranks and m micro-batches that makes the schedule."""
     schedules = {
-        "gpipe": gpipe,
+        "gpipe": partial(gpipe, num_chunks=parallel.chunks),
         "1f1b": one_forward_one_backward,
         "interleaved": partial(interleaved, num_chunks=parallel.chunks),
-        "zero-bubble": zero_bubble,
+        "zero-bubble": partial(zero_bubble, num_chunks=parallel.chunks),
     }
     return schedules[parallel.schedule]
 

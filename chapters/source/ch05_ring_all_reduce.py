@@ -372,7 +372,7 @@ print(inspect.getsource(pass_on))
 # are posted up to two steps early (`ahead=2`), so a message finds its place ready. There are three
 # buffers, kept between calls: two fill while the third is added. And a send is waited for at the
 # very end. On GPUs the order of the calls is the order on the wire, so there each step posts its
-# send and its receive together. A chunk above 4 MiB travels in pieces.
+# send and its receive together. A chunk above 1 MiB travels in pieces.
 #
 # The oracle: each algorithm of the package, on one to five ranks, at lengths that do not divide,
 # that are shorter than the ring, and zero. The sum is known; what each rank has sent and received

@@ -26,8 +26,8 @@ from minitron.pytorch.spans import span
 POSTS_AHEAD = ("cpu",)
 
 # Bytes. A chunk is one message up to here; a larger one travels in pieces, so that one is added
-# while the next comes in, and the buffers stay small.
-LARGEST_PIECE = 4 * 2**20
+# while the next comes in, and what has come in is still in the core's cache.
+LARGEST_PIECE = 2**20
 
 # Ring: send to the next rank, receive from the one before
 

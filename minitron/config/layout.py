@@ -90,9 +90,10 @@ def require_cuts(model: ModelConfig, tp: int) -> None:
 
 
 def require_groups(config: Config, num_sequences: int) -> None:
-    """Raise ConfigError unless a rank's `num_sequences` make what an interleaved schedule needs."""
-    size, pp = config.train.micro_batch_size, config.parallel.pp
-    if config.parallel.schedule != "interleaved" or ceil(num_sequences / size) % pp == 0:
+    """Raise ConfigError unless a rank's `num_sequences` make what a schedule with chunks needs."""
+    parallel, size = config.parallel, config.train.micro_batch_size
+    pp, needs_groups = parallel.pp, parallel.chunks > 1 and parallel.schedule != "gpipe"
+    if not needs_groups or ceil(num_sequences / size) % pp == 0:
         return
     near = range(max(1, size - NUM_TRIED), min(num_sequences, size + NUM_TRIED) + 1)
     fitting = [other for other in {*near, ceil(num_sequences / pp)}
@@ -100,9 +101,10 @@ def require_groups(config: Config, num_sequences: int) -> None:
     nearest = sorted(fitting, key=lambda other: abs(other - size))[:NUM_OFFERED]
     remedy = f"set train.micro_batch_size to {' or '.join(map(str, nearest))}" if nearest else \
         f"raise train.global_batch_size, of which a rank has {num_sequences}"
-    raise ConfigError(f"{ceil(num_sequences / size)} micro-batches a step (train.micro_batch_size "
-                      f"= {size}) do not divide by parallel.pp = {pp} (interleaved)", remedy,
-                      field="train.micro_batch_size", kind="micro-batches that pp does not divide")
+    problem = f"{ceil(num_sequences / size)} micro-batches a step (train.micro_batch_size = " \
+        f"{size}) do not divide by parallel.pp = {pp} ({parallel.schedule})"
+    raise ConfigError(problem, remedy, field="train.micro_batch_size",
+                      kind="micro-batches that pp does not divide")
 
 
 # What would fit

@@ -20,7 +20,7 @@ class ParallelConfig:
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
     """In which order the pipeline's ranks work on the micro-batches."""
     chunks: int = 1
-    """Stages that each rank of the pipeline holds: 2 or more with interleaved, else 1."""
+    """Stages that each rank of the pipeline holds: 2 or more with interleaved, 1 with 1f1b."""
     zero: Literal[0, 1, 2, 3] = 0
     """ZeRO's stage: each rank keeps its part of 1: optimizer state, 2: and gradients, 3: and
     weights."""
@@ -85,7 +85,8 @@ class ParallelConfig:
         )
 
     def require_pipeline(self) -> None:
-        require((self.chunks > 1) == (self.schedule == "interleaved"),
-                f"parallel.chunks = {self.chunks} with parallel.schedule = {self.schedule}",
-                "the interleaved schedule needs 2 chunks or more, the others have 1",
-                field="parallel.chunks")
+        problem = f"parallel.chunks = {self.chunks} with parallel.schedule = {self.schedule}"
+        require(self.schedule != "interleaved" or self.chunks > 1, problem,
+                "it needs 2 chunks or more; 1f1b has 1", field="parallel.chunks")
+        require(self.schedule != "1f1b" or self.chunks == 1, problem,
+                "interleaved is 1F1B with chunks", field="parallel.chunks")

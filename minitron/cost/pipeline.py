@@ -59,14 +59,15 @@ def pipeline_bubble(
 
 
 def zb_h1_bubble(
-    num_ranks: int, num_micro_batches: int, forward: float, inputs: float, weights: float
+    num_ranks: int, num_micro_batches: int, forward: float, inputs: float, weights: float,
+    num_chunks: int = 1,
 ) -> Bubble:
-    """Return (p-1) (t_F + t_I - t_W), for ZB-H1, whose backward pass is cut into I and W.
+    """Return (p-1) (t_F + t_I - t_W) / v, for ZB-H1, whose backward pass is cut into I and W.
 
-    For m >= p, and t_W no longer than t_F or t_I. Reference: Qi et al. 2023, table 2, where t_I is
-    T_B.
+    For m >= p, and t_W no longer than t_F or t_I; with chunks, for m that p divides. Reference: Qi
+    et al. 2023, table 2, where t_I is T_B.
     """
-    idle = forward + inputs - weights
+    idle = (forward + inputs - weights) / num_chunks
     return Bubble((num_ranks - 1) * idle, num_micro_batches * (forward + inputs + weights))
 
 
@@ -86,10 +87,10 @@ def activations_held(
     p, v = num_ranks, num_chunks
     counts = {
         "sequential": 1,
-        "GPipe": num_micro_batches,
+        "GPipe": num_micro_batches * v,
         "1F1B": p - rank,
         "interleaved 1F1B": (v - 1) * p + 2 * (p - 1 - rank) + 1,
-        "ZB-H1": p,
+        "ZB-H1": p * v,
     }
     return min(counts[schedule], num_micro_batches * v)
 

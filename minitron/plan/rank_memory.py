@@ -80,7 +80,7 @@ class Rank:
 
     @cached_property
     def deferred(self) -> int:
-        """Micro-batches that wait for W, in a zero-bubble schedule, beside the one that runs."""
+        """Passes that wait for W, in a zero-bubble schedule, beside the one that runs."""
         splits = self.parallel.schedule == "zero-bubble"
         return min(self.index, self.in_flight - 1) if splits else 0
 
@@ -185,7 +185,7 @@ def activations(at: Rank) -> float:
     held = at.in_flight * at.num_blocks / parallel.chunks * at.kept(recompute)
     if at.deferred:  # what is computed again stays until W, and so do the gradients of the logits
         again = at.kept("none") - at.kept("full") if recompute == "full" else 0
-        held += at.deferred * (at.num_blocks * again + at.value * at.logits)
+        held += at.deferred * (at.num_blocks / parallel.chunks * again + at.value * at.logits)
     # Replayed blocks' rounded weights go when autocast ends: with the forward pass, or a pipeline's
     # step
     goes = recompute == "full" and parallel.pp == 1 and at.casts
@@ -199,7 +199,7 @@ def activations(at: Rank) -> float:
     if at.casts:  # the last norm's float32 input
         ends += (4 - at.value) * at.stream
     # All other schedules begin the backward pass where the forward pass ends
-    return held + ends * (at.in_flight if parallel.schedule == "gpipe" else 1)
+    return held + ends * (at.in_flight // parallel.chunks if parallel.schedule == "gpipe" else 1)
 
 
 # What is there for a moment

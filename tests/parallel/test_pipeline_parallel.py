@@ -58,6 +58,8 @@ llama = partial(small_model, "llama", **MODEL | {"num_kv_heads": 2})
 untied = partial(gpt, tied_embedding=False)
 
 chunked = partial(interleaved, num_chunks=2)
+chunked_gpipe = partial(gpipe, num_chunks=2)
+chunked_halves = partial(zero_bubble, num_chunks=2)
 zero2 = partial(apply_zero2, sync_every_micro_batch=False)
 keeping = partial(apply_sequence_parallel, regather=False)
 
@@ -140,6 +142,9 @@ LAYOUTS = {
     "2, one micro-batch": Layout(gpipe, 2, untied, 1),
     "2, there and back": Layout(there_and_back, 2, num_micro_batches=3),
     "2, frozen": Layout(zero_bubble, 2, frozen),
+    "2, GPipe, two chunks": Layout(chunked_gpipe, 2, llama, 3),
+    "2, halves, two chunks": Layout(chunked_halves, 2),
+    "3, halves, two chunks": Layout(chunked_halves, 3, partial(gpt, num_layers=7), 6, (7, 8)),
     "3, 1F1B": Layout(one_f_one_b, 3, num_micro_batches=5),
     "3, halves, fewer micro-batches": Layout(zero_bubble, 3, llama, 2),
     "3, halves, untied": Layout(zero_bubble, 3, untied, 7),
@@ -156,6 +161,9 @@ LAYOUTS = {
     "bucketed, halves": Layout(zero_bubble, 2, gpt, 3, (9, 5), apply_bucketed_data_parallel),
     "zero 1": Layout(zero_bubble, 2, gpt, 4, (9, 8), apply_zero1, None, FULL),
     "zero 2": Layout(chunked, 2, gpt, 2, (9, 5), zero2),
+    "zero 1, halves, two chunks": Layout(chunked_halves, 2, gpt, 4, (8, 8), apply_zero1),
+    "sequence, halves, two chunks": Layout(
+        chunked_halves, 2, llama, 2, (9, 5), None, apply_sequence_parallel),
     "tensor": Layout(one_f_one_b, 2, llama, 4, (9, 5), None, apply_tensor_parallel, SELECTIVE),
     "tensor, halves": Layout(zero_bubble, 2, llama, 4, (9, 5), None, apply_tensor_parallel),
     "sequence, halves": Layout(zero_bubble, 2, gpt, 3, (9, 5), None, apply_sequence_parallel),

@@ -33,7 +33,8 @@ def generated(num_ranks, num_micro_batches):
     """Every schedule of the package."""
     p, m = num_ranks, num_micro_batches
     chunks = (1, 2, 3, 4) if m % p == 0 else ()
-    return [make(p, m) for make in ONE_STAGE] + [interleaved(p, m, v) for v in chunks]
+    return [make(p, m) for make in ONE_STAGE] + [gpipe(p, m, v) for v in (2, 3)] + [
+        make(p, m, v) for make in (interleaved, zero_bubble) for v in chunks]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 8])

@@ -70,8 +70,7 @@ def test_interleaved_refuses_what_it_cannot_group():
     with pytest.raises(ConfigError) as error:
         interleaved(4, 6, 2)
     assert str(error.value) == (
-        "6 micro-batches do not divide by 4 ranks: the interleaved schedule takes them in groups "
-        "of 4; use 8")
+        "6 micro-batches do not divide by 4 ranks: with 2 chunks they go in groups of 4; use 8")
 
 
 def test_zb_h1_puts_the_weights_off_by_as_many_micro_batches_as_the_rank_says():
@@ -82,6 +81,20 @@ def test_zb_h1_puts_the_weights_off_by_as_many_micro_batches_as_the_rank_says():
         "F0 F1 I0 F2 I1 F3 I2 W0 F4 I3 W1 I4 W2 W3 W4",
         "F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 W2 W3 W4",
     ]
+
+
+def test_gpipe_with_chunks_goes_through_one_stage_after_the_other():
+    assert lines(gpipe(2, 2, 2)) == 2 * ["F0 F1 F0' F1' B0' B1' B0 B1"]
+
+
+def test_zb_h1_with_chunks_defers_by_as_many_passes_as_the_rank_says():
+    schedule = zero_bubble(2, 2, 2)
+    assert lines(schedule) == [
+        "F0 F1 F0' F1' I0' W0' I1' W1' I0 W0 I1 W1",
+        "F0 F1 F0' I0' F1' I1' W0' I0 W1' I1 W0 W1",
+    ]
+    with pytest.raises(ConfigError, match="^3 micro-batches do not divide by 2 ranks: with 2 "):
+        zero_bubble(2, 3, 2)
 
 
 @pytest.mark.parametrize("make", [

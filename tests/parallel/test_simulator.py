@@ -56,6 +56,14 @@ def test_interleaved_whenever_the_micro_batches_can_be_grouped(v):
         agrees(timeline, cost.pipeline_bubble(p, groups * p, forward, backward, v))
 
 
+@pytest.mark.parametrize("v", [2, 3])
+def test_gpipe_with_chunks_for_any_number_of_micro_batches_from_ranks_on(v):
+    for p, m, (forward, backward) in product(RANKS, MICRO_BATCHES, TIMES):
+        if m >= p:
+            timeline = simulate(gpipe(p, m, v), {"F": forward / v, "B": backward / v})
+            agrees(timeline, cost.pipeline_bubble(p, m, forward, backward, v))
+
+
 HALVES = [tuple(map(Fraction, times)) for times in [
     (1, 1, 1), (2, 1, 1), (1, 2, 1), (3, 2, 1), (3, 4, "1/3"), (1, 1, "9/10")]]
 """Of F, I and W, where W is no longer than the others."""
@@ -70,6 +78,15 @@ def test_zb_h1_from_as_many_micro_batches_as_ranks_on():
             agrees(timeline, cost.zb_h1_bubble(p, m, forward, inputs, weights))
             num_cases += 1
     assert num_cases == 234
+
+
+@pytest.mark.parametrize("v", [2, 3, 4])
+def test_zb_h1_with_chunks_whenever_the_micro_batches_can_be_grouped(v):
+    """126 cases each."""
+    for p, groups, (forward, inputs, weights) in product(RANKS, (1, 2, 3), HALVES):
+        timeline = simulate(zero_bubble(p, groups * p, v),
+                            {"F": forward / v, "I": inputs / v, "W": weights / v})
+        agrees(timeline, cost.zb_h1_bubble(p, groups * p, forward, inputs, weights, v))
 
 
 def test_zb_h1_does_not_reach_its_formula_with_fewer_micro_batches_or_a_long_w():
@@ -89,7 +106,8 @@ def test_zb_h1_does_not_reach_its_formula_with_fewer_micro_batches_or_a_long_w()
 GENERATED = [
     make(p, m) for make in (sequential, gpipe, one_forward_one_backward, zero_bubble)
     for p, m in [(1, 2), (2, 3), (3, 2), (4, 6)]
-] + [interleaved(p, m, v) for p, m, v in [(1, 2, 2), (2, 4, 3), (4, 8, 2)]]
+] + [make(p, m, v) for make in (interleaved, gpipe, zero_bubble)
+     for p, m, v in [(1, 2, 2), (2, 4, 3), (4, 8, 2)]]
 
 
 def tick(schedule, seconds, transfer):

@@ -39,6 +39,8 @@ SCHEDULES = {
     "interleaved": partial(interleaved, num_chunks=2),
     "zero-bubble": zero_bubble,
 }
+WITH_CHUNKS = {"gpipe, chunks": partial(gpipe, num_chunks=2),
+               "zero-bubble, chunks": partial(zero_bubble, num_chunks=2)}
 ONCE = {"sync_every_micro_batch": False}
 KEPT = {"reshard_each_pass": False}
 SMALL = {"bucket_bytes": 6000}
@@ -53,6 +55,8 @@ DATA = {
     "zero 3, kept, reduced once": partial(apply_fsdp, **KEPT, **ONCE),
 }
 CASES = [(schedule, data) for schedule in SCHEDULES for data in DATA]
+CHUNKED = [("gpipe, chunks", "zero 2"), ("gpipe, chunks", "zero 3, reduced once"),
+           ("zero-bubble, chunks", "zero 1"), ("zero-bubble, chunks", "zero 3, kept")]
 STEPS = (8, 8)
 M = 4  # micro-batches
 gpt = partial(small_gpt, num_layers=5)  # whose embedding is on both ranks
@@ -73,7 +77,8 @@ def applied(schedule, data, policy=lambda model: None):
     def apply(model, world):
         mesh = make_mesh("cpu", pp=2, dp=2)
         policy(model)
-        pipeline = apply_pipeline_parallel(model, mesh.group("pp"), SCHEDULES[schedule])
+        make_schedule = (SCHEDULES | WITH_CHUNKS)[schedule]
+        pipeline = apply_pipeline_parallel(model, mesh.group("pp"), make_schedule)
         stages = {} if data == "bucketed" else {"pipeline": pipeline}
         return Grid(model, data=DATA[data](model, mesh.group("dp"), **stages), pipeline=pipeline)
 
@@ -86,6 +91,8 @@ def train_all(world):
     for data in ONE_STAGE_FROZEN:
         done["frozen", data] = trainings(
             world, applied("1f1b", data), first_stage_frozen, batches, M)
+    for case in CHUNKED:
+        done[case] = trainings(world, applied(*case), gpt, batches, M)
     done["recomputed"] = trainings(
         world, applied("1f1b", "zero 3", apply_full_recompute), small_llama, batches, M)
     with patch.object(PipelineParallel, "sum_partial_gradients", lambda *_: None):
@@ -114,7 +121,8 @@ def on_one_device(model, group):
 
 
 @pytest.mark.parametrize(
-    "case", [*CASES, "recomputed", *(("frozen", data) for data in ONE_STAGE_FROZEN)], ids=str)
+    "case", [*CASES, *CHUNKED, "recomputed",
+             *(("frozen", data) for data in ONE_STAGE_FROZEN)], ids=str)
 def test_it_is_the_same_training(ranks, reference, case):
     model = {"recomputed": small_llama, "frozen": first_stage_frozen}.get(
         case if case == "recomputed" else case[0], gpt)

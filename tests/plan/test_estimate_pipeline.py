@@ -64,6 +64,10 @@ def test_even_stages_are_as_the_simulator_says(p, m):
         chunk = {"F": 1.0, "B": 2.0}
         simulated = simulate(interleaved(p, m, 2), chunk).seconds
         assert closed_form("interleaved", forward, backward, m, 2) == pytest.approx(simulated)
+        chunk |= {"I": 1.0, "W": 1.0}
+        for name, make in (("gpipe", gpipe), ("zero-bubble", zero_bubble)):
+            simulated = simulate(make(p, m, 2), chunk).seconds
+            assert closed_form(name, forward, backward, m, 2) == pytest.approx(simulated)
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)

@@ -82,6 +82,11 @@ CASES = {
     "1F1B, as many as stages": case(replace(LLAMA, **SHORT), size=1, m=4, pp=4),
     "GPipe": case(GPT, size=1, pp=2, schedule="gpipe"),
     "zero bubble": case(size=1, pp=2, schedule="zero-bubble"),
+    "GPipe, chunks": case(GPT, size=1, pp=2, schedule="gpipe", chunks=2),
+    "zero bubble, chunks": case(
+        replace(LLAMA, **SHORT), size=1, pp=2, schedule="zero-bubble", chunks=2),
+    "zero bubble, chunks, full": case(
+        GPT, recompute="full", size=1, pp=2, schedule="zero-bubble", chunks=2),
     "zero bubble, full": case(
         replace(LLAMA, **SHORT), recompute="full", size=1, pp=4, schedule="zero-bubble"),
     "zero bubble, selective, a loss": case(

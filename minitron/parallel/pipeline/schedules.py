@@ -11,7 +11,8 @@ Read in this order: Action, Schedule, gpipe, one_forward_one_backward, interleav
 then schedule_check.check, which proves a schedule of your own, and simulator.simulate.
 
 Reference: Huang et al. 2019, "GPipe" (section 2.3); Narayanan et al. 2021 (section 2.2: 1F1B and
-interleaving); Qi et al. 2023, "Zero Bubble" (section 2: ZB-H1).
+interleaving); Lamy-Poirier 2022, "Breadth-First Pipeline Parallelism" (section 4: GPipe with
+chunks); Qi et al. 2023, "Zero Bubble" (section 2: ZB-H1).
 """
 
 from dataclasses import dataclass
@@ -90,12 +91,18 @@ def sequential(num_ranks: int, num_micro_batches: int) -> Schedule:
     return make("sequential", num_micro_batches, lists)
 
 
-def gpipe(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """Schedule all micro-batches forward, then all backward: m of them are held."""
-    lists = [
-        [Action(kind, i, rank) for kind in ("F", "B") for i in range(num_micro_batches)]
-        for rank in range(num_ranks)
-    ]
+def gpipe(num_ranks: int, num_micro_batches: int, num_chunks: int = 1) -> Schedule:
+    """Schedule all micro-batches forward, then all backward: m of them are held.
+
+    With v stages a rank, number rank + p c, all go through one stage before any goes through the
+    rank's next: 1/v the bubble (looped breadth-first).
+    """
+    lists = []
+    for rank in range(num_ranks):
+        stages = range(rank, num_ranks * num_chunks, num_ranks)
+        forwards = [Action("F", i, stage) for stage in stages for i in range(num_micro_batches)]
+        lists.append(forwards + [Action("B", i, stage) for stage in reversed(stages)
+                                 for i in range(num_micro_batches)])
     return make("GPipe", num_micro_batches, lists)
 
 
@@ -123,26 +130,47 @@ def alternate(
             *backwards[num_steady:]]
 
 
-def zero_bubble(num_ranks: int, num_micro_batches: int) -> Schedule:
+def zero_bubble(num_ranks: int, num_micro_batches: int, num_chunks: int = 1) -> Schedule:
     """Schedule ZB-H1: 1F1B with W deferred on rank r by r micro-batches, into what was idle time.
 
-    Every rank then holds p micro-batches, as the first one does in 1F1B.
+    Every rank then holds p micro-batches, as the first one does in 1F1B. With v stages a rank,
+    number rank + p c, a rank takes micro-batches in groups of p through each of its stages, and
+    defers W by r passes: 1/v the bubble. Raises ConfigError unless m then divides by p.
     """
+    p, v = num_ranks, num_chunks
     lists = []
-    for rank in range(num_ranks):
-        forwards = [Action("F", i, rank) for i in range(num_micro_batches)]
-        inputs = [Action("I", i, rank) for i in range(num_micro_batches)]
-        weights = [Action("W", i, rank) for i in range(num_micro_batches)]
-        actions = []
-        for action in alternate(forwards, inputs, num_ranks - 1 - rank):
+    for rank in range(p):
+        order = in_groups(p, num_micro_batches, v)
+        forwards = [Action("F", i, rank + p * chunk) for i, chunk in order]
+        inputs = [Action("I", i, rank + p * (v - 1 - chunk)) for i, chunk in order]
+        weights = [Action("W", i, stage) for _, i, stage in inputs]
+        actions, num_inputs = [], 0
+        for action in alternate(forwards, inputs, (v - 1) * p + p - 1 - rank):
             actions.append(action)
-            if action.kind == "I" and action.micro_batch >= rank:
+            num_inputs += action.kind == "I"
+            if action.kind == "I" and num_inputs > rank:
                 actions.append(weights.pop(0))
         lists.append(actions + weights)
     return make("ZB-H1", num_micro_batches, lists)
 
 
 # Several stages a rank
+
+
+def in_groups(
+    num_ranks: int, num_micro_batches: int, num_chunks: int
+) -> list[tuple[int, int]]:
+    """Order (micro-batch, chunk): p micro-batches through every chunk, then the next p."""
+    p, m, v = num_ranks, num_micro_batches, num_chunks
+    if v == 1:
+        return [(i, 0) for i in range(m)]
+    require(
+        m % p == 0,
+        f"{m} micro-batches do not divide by {p} ranks: with {v} chunks they go in groups of {p}",
+        f"use {-(-m // p) * p}",
+    )
+    return [(group * p + i, chunk)
+            for group in range(m // p) for chunk in range(v) for i in range(p)]
 
 
 def interleaved(num_ranks: int, num_micro_batches: int, num_chunks: int) -> Schedule:
@@ -152,15 +180,9 @@ def interleaved(num_ranks: int, num_micro_batches: int, num_chunks: int) -> Sche
     through the next. Raises ConfigError unless m divides by p.
     """
     p, m, v = num_ranks, num_micro_batches, num_chunks
-    require(
-        m % p == 0,
-        f"{m} micro-batches do not divide by {p} ranks: the interleaved schedule takes them in "
-        f"groups of {p}", f"use {-(-m // p) * p}",
-    )
     lists = []
     for rank in range(p):
-        order = [(group * p + i, chunk)
-                 for group in range(m // p) for chunk in range(v) for i in range(p)]
+        order = in_groups(p, m, v)
         forwards = [Action("F", i, rank + p * chunk) for i, chunk in order]
         backwards = [Action("B", i, rank + p * (v - 1 - chunk)) for i, chunk in order]
         # The last chunk's group must have begun, and gone p - 1 - rank stages and back.
