@@ -31,6 +31,7 @@ from minitron.parallel.interface import ParallelModel
 from minitron.parallel.one_device import OneDevice
 from minitron.parallel.pipeline.schedules import (
     Schedule,
+    breadth_first,
     gpipe,
     interleaved,
     one_forward_one_backward,
@@ -119,7 +120,8 @@ def apply_pipeline(model: nn.Module, mesh: Mesh, config: Config) -> PipelinePara
 def make_schedule(parallel: ParallelConfig) -> Callable[[int, int], Schedule]:
     """Return the function of p ranks and m micro-batches that makes the schedule."""
     schedules = {
-        "gpipe": partial(gpipe, num_chunks=parallel.chunks),
+        "gpipe": gpipe if parallel.chunks == 1 else partial(
+            breadth_first, num_chunks=parallel.chunks),
         "1f1b": one_forward_one_backward,
         "interleaved": partial(interleaved, num_chunks=parallel.chunks),
         "zero-bubble": partial(zero_bubble, num_chunks=parallel.chunks),

@@ -178,7 +178,7 @@ def test_what_the_config_alone_can_tell(stories):
         ParallelConfig(zero=2, reshard_each_pass=False)
     with pytest.raises(ConfigError, match="schedule = gpipe and chunks = 1 with parallel.pp = 1"):
         ParallelConfig(schedule="gpipe")
-    with pytest.raises(ConfigError, match="chunks = 2 with parallel.schedule = 1f1b; interleaved"):
+    with pytest.raises(ConfigError, match="chunks = 2 with parallel.schedule = 1f1b: interleaved"):
         ParallelConfig(pp=2, chunks=2)
     with pytest.raises(ConfigError, match="chunks = 1 with parallel.schedule = interleaved"):
         ParallelConfig(pp=2, schedule="interleaved")

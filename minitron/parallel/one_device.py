@@ -78,9 +78,10 @@ class OneDevice(ParallelModel):
         return tensor.detach()
 
     def clip(self, parameters: list[Tensor], max_norm: float) -> Tensor:
-        groups, first = self.norm_groups(), next(self.model.parameters())
+        groups = self.norm_groups()
         if not groups:
             return nn.utils.clip_grad_norm_(parameters, max_norm)
+        first = next(self.model.parameters())
         like = first.new_zeros((), dtype=torch.promote_types(first.dtype, torch.float32))
         copies = {self.optimized(p): self.num_copies(name)
                   for name, p in global_parameters(self.model)}

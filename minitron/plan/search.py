@@ -179,7 +179,10 @@ def layouts(job: Job) -> Iterator[dict]:
 
 
 def pipelines(job: Job, pp: int) -> list[dict]:
-    """List schedules: 1F1B, and interleaved with each number of chunks that divides the blocks."""
+    """List schedules: 1F1B, zero bubble, and interleaved with every fitting number of chunks.
+
+    Zero bubble with chunks trains, but is not searched.
+    """
     if pp == 1:
         return [{}]
     counts = divisors(math.ceil(job.model.num_layers / pp))[1:]

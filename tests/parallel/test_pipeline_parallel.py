@@ -30,6 +30,7 @@ from minitron.parallel.pipeline.executor import ScheduleExecutor
 from minitron.parallel.pipeline.schedules import (
     Action,
     Schedule,
+    breadth_first,
     gpipe,
     interleaved,
     one_forward_one_backward,
@@ -58,7 +59,7 @@ llama = partial(small_model, "llama", **MODEL | {"num_kv_heads": 2})
 untied = partial(gpt, tied_embedding=False)
 
 chunked = partial(interleaved, num_chunks=2)
-chunked_gpipe = partial(gpipe, num_chunks=2)
+chunked_gpipe = partial(breadth_first, num_chunks=2)
 chunked_halves = partial(zero_bubble, num_chunks=2)
 zero2 = partial(apply_zero2, sync_every_micro_batch=False)
 keeping = partial(apply_sequence_parallel, regather=False)

@@ -9,6 +9,7 @@ from minitron.parallel.pipeline.schedule_check import check, in_order, peak_acti
 from minitron.parallel.pipeline.schedules import (
     Action,
     Schedule,
+    breadth_first,
     gpipe,
     interleaved,
     one_forward_one_backward,
@@ -33,7 +34,7 @@ def generated(num_ranks, num_micro_batches):
     """Every schedule of the package."""
     p, m = num_ranks, num_micro_batches
     chunks = (1, 2, 3, 4) if m % p == 0 else ()
-    return [make(p, m) for make in ONE_STAGE] + [gpipe(p, m, v) for v in (2, 3)] + [
+    return [make(p, m) for make in ONE_STAGE] + [breadth_first(p, m, v) for v in (2, 3)] + [
         make(p, m, v) for make in (interleaved, zero_bubble) for v in chunks]
 
 

@@ -5,6 +5,7 @@ import pytest
 from minitron.config import ConfigError
 from minitron.parallel.pipeline.schedules import (
     Action,
+    breadth_first,
     gpipe,
     interleaved,
     one_forward_one_backward,
@@ -83,8 +84,8 @@ def test_zb_h1_puts_the_weights_off_by_as_many_micro_batches_as_the_rank_says():
     ]
 
 
-def test_gpipe_with_chunks_goes_through_one_stage_after_the_other():
-    assert lines(gpipe(2, 2, 2)) == 2 * ["F0 F1 F0' F1' B0' B1' B0 B1"]
+def test_breadth_first_goes_through_one_stage_after_the_other():
+    assert lines(breadth_first(2, 2, 2)) == 2 * ["F0 F1 F0' F1' B0' B1' B0 B1"]
 
 
 def test_zb_h1_with_chunks_defers_by_as_many_passes_as_the_rank_says():

@@ -22,6 +22,7 @@ from minitron.parallel.data.zero import Zero2, apply_zero1, apply_zero2
 from minitron.parallel.grid import Grid
 from minitron.parallel.one_device import OneDevice
 from minitron.parallel.pipeline.schedules import (
+    breadth_first,
     gpipe,
     interleaved,
     one_forward_one_backward,
@@ -39,7 +40,7 @@ SCHEDULES = {
     "interleaved": partial(interleaved, num_chunks=2),
     "zero-bubble": zero_bubble,
 }
-WITH_CHUNKS = {"gpipe, chunks": partial(gpipe, num_chunks=2),
+WITH_CHUNKS = {"gpipe, chunks": partial(breadth_first, num_chunks=2),
                "zero-bubble, chunks": partial(zero_bubble, num_chunks=2)}
 ONCE = {"sync_every_micro_batch": False}
 KEPT = {"reshard_each_pass": False}

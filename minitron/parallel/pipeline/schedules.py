@@ -7,7 +7,7 @@ the order of the layers, 0 to p v - 1. F, B: forward and backward pass of a stag
 cut B into I, the gradients of the stage's input, which the stage before waits for, and W, those of
 its weights, which nobody waits for.
 
-Read in this order: Action, Schedule, gpipe, one_forward_one_backward, interleaved, zero_bubble;
+Read in this order: Action, Schedule, gpipe, one_forward_one_backward, zero_bubble, interleaved;
 then schedule_check.check, which proves a schedule of your own, and simulator.simulate.
 
 Reference: Huang et al. 2019, "GPipe" (section 2.3); Narayanan et al. 2021 (section 2.2: 1F1B and
@@ -91,19 +91,9 @@ def sequential(num_ranks: int, num_micro_batches: int) -> Schedule:
     return make("sequential", num_micro_batches, lists)
 
 
-def gpipe(num_ranks: int, num_micro_batches: int, num_chunks: int = 1) -> Schedule:
-    """Schedule all micro-batches forward, then all backward: m of them are held.
-
-    With v stages a rank, number rank + p c, all go through one stage before any goes through the
-    rank's next: 1/v the bubble (looped breadth-first).
-    """
-    lists = []
-    for rank in range(num_ranks):
-        stages = range(rank, num_ranks * num_chunks, num_ranks)
-        forwards = [Action("F", i, stage) for stage in stages for i in range(num_micro_batches)]
-        lists.append(forwards + [Action("B", i, stage) for stage in reversed(stages)
-                                 for i in range(num_micro_batches)])
-    return make("GPipe", num_micro_batches, lists)
+def gpipe(num_ranks: int, num_micro_batches: int) -> Schedule:
+    """Schedule all micro-batches forward, then all backward: m of them are held."""
+    return breadth_first(num_ranks, num_micro_batches, num_chunks=1)
 
 
 def one_forward_one_backward(num_ranks: int, num_micro_batches: int) -> Schedule:
@@ -171,6 +161,20 @@ def in_groups(
     )
     return [(group * p + i, chunk)
             for group in range(m // p) for chunk in range(v) for i in range(p)]
+
+
+def breadth_first(num_ranks: int, num_micro_batches: int, num_chunks: int) -> Schedule:
+    """Schedule GPipe with v stages a rank, number rank + p c: 1/v the bubble.
+
+    All micro-batches go through one stage of a rank before any goes through its next.
+    """
+    lists = []
+    for rank in range(num_ranks):
+        stages = range(rank, num_ranks * num_chunks, num_ranks)
+        forwards = [Action("F", i, stage) for stage in stages for i in range(num_micro_batches)]
+        lists.append(forwards + [Action("B", i, stage) for stage in reversed(stages)
+                                 for i in range(num_micro_batches)])
+    return make("GPipe", num_micro_batches, lists)
 
 
 def interleaved(num_ranks: int, num_micro_batches: int, num_chunks: int) -> Schedule:
