@@ -101,11 +101,6 @@ class DryRun(Step):
     seconds: float
     """That the dry run took."""
 
-    def __str__(self) -> str:
-        from minitron.plan.dryrun_table import describe
-
-        return describe([self])
-
 
 def dry_run(
     config: Config, num_gpus: int, rank: int = 0, kernels: Literal["gpu", "cpu"] = "gpu"

@@ -2,6 +2,7 @@
 
 import ast
 import tokenize
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,13 @@ def name(path: Path) -> str:
 def test_imports_go_downwards(capfd):
     code = lint_imports(str(REPOSITORY / "pyproject.toml"), no_cache=True)
     assert code == 0, capfd.readouterr().out
+
+
+def test_no_import_between_layers_is_excused():
+    configuration = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    for contract in configuration["tool"]["importlinter"]["contracts"]:
+        excused = contract.get("ignore_imports", [])
+        assert not excused or contract["type"] == "forbidden", f"{contract['name']}: {excused}"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name)
