@@ -37,32 +37,11 @@ USAGE = """usage: minitron COMMAND [...]
 Positional = tyro.conf.Positional
 
 
-def read_training(args: list[str]):
-    """Read the options of `minitron.train`, and `--use`."""
-    from minitron.train import TrainOptions, read_options
-
-    @dataclass(frozen=True)
-    class LearnerOptions(TrainOptions):
-        """Train a model as a TOML file says, with any field overridden."""
-
-        use: tuple[str, ...] = ()
-        """Exercises, such as 1.1 1.2, whose functions of yours the package shall run."""
-
-    return read_options(args, LearnerOptions)
-
-
 def train(args: list[str]) -> int:
-    """Train, then report; torchrun starts this too, as minitron.train."""
-    from minitron import train
-    from teaching.report import report
-    from teaching.use import use
+    """Train a model."""
+    from minitron.train import run_train
 
-    options = read_training(args)
-    with use(*options.use):
-        run = train.start(options, report)
-    if run.stop.signal is not None and run.rank == 0 and options.use:
-        print(f"  and add --use {' '.join(options.use)} to go on with your functions")
-    return train.exit_code(run)
+    return run_train(args)
 
 
 @dataclass(frozen=True)

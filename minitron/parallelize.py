@@ -37,7 +37,7 @@ from minitron.parallel.pipeline.schedules import (
     one_forward_one_backward,
     zero_bubble,
 )
-from minitron.parallel.pipeline.stages import PipelineParallel, apply_pipeline_parallel
+from minitron.parallel.pipeline.stages import apply_pipeline_parallel
 from minitron.parallel.tensor.layers import apply_tensor_parallel
 from minitron.parallel.tensor.sequence import apply_sequence_parallel
 from minitron.precision import (
@@ -98,23 +98,16 @@ def parallelize(
         tensor = apply(model, mesh.group("tp"))
     RECOMPUTE_POLICIES[config.train.recompute](model)
     if mesh.size("pp") > 1:
-        pipeline = apply_pipeline(model, mesh, config)
-        pipeline.sequence_parts = tensor.sequence_parts
+        pipeline = apply_pipeline_parallel(
+            model, mesh.group("pp"), make_schedule(config.parallel),
+            sequence_parts=tensor.sequence_parts,
+            autocast=precision.activations if precision.autocasts else None)
     data = apply_data_parallel(model, mesh, config, device, pipeline)
     if precision.master is not None and zero == 0:
         return Grid(model, MasterWeights(model), data=data, tensor=tensor, pipeline=pipeline)
     if mesh.num_ranks == 1:
         return data
     return Grid(model, data=data, tensor=tensor, pipeline=pipeline)
-
-
-def apply_pipeline(model: nn.Module, mesh: Mesh, config: Config) -> PipelineParallel:
-    """Leave each rank its stages, to run in the order that `config` names."""
-    pipeline = apply_pipeline_parallel(model, mesh.group("pp"), make_schedule(config.parallel))
-    precision = PRECISIONS[config.train.precision]
-    if precision.autocasts:
-        pipeline.autocast = precision.activations
-    return pipeline
 
 
 def make_schedule(parallel: ParallelConfig) -> Callable[[int, int], Schedule]:

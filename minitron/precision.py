@@ -1,6 +1,6 @@
 """Low precision: which numbers have how many bits, and what keeps the training the same.
 
-16-bit numbers halve the bytes and double the speed of matrix products. They are too coarse for two
+16-bit numbers halve the bytes and double the speed of matmuls. They are too coarse for two
 things. An update is often smaller than half a unit in the last place of its weight, and would be
 rounded away: so the optimizer works on float32 master weights. And float16 ends at 6e-8: smaller
 gradients would be zero; so the loss is multiplied by a large scale before the backward pass, and
@@ -53,7 +53,7 @@ PRECISIONS = {name: with_torch_dtypes(named) for name, named in formats.PRECISIO
 
 
 def apply_precision(model: nn.Module, precision: Precision, is_sharded: bool = False) -> None:
-    """Give the parameters their dtype, and the blocks' linear layers their products.
+    """Give the parameters their dtype, and the blocks' linear layers their matmuls.
 
     In stage 3 of ZeRO (`is_sharded`) the model stays as it is: its shards are the masters, and are
     rounded each time they are gathered.

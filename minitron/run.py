@@ -120,8 +120,9 @@ class Run(Training):
             loss, grad_norm = self.update(micro_batches, rate)
         except FloatingPointError as error:
             self.set_random_state(random_state)
-            raise ConfigError(f"step {self.step + 1}: {error}; {self.fault(micro_batches)}"
-                              ) from None
+            raise ConfigError(
+                f"step {self.step + 1}: {error}; {self.fault(micro_batches)}",
+                "look at these samples, lower train.learning_rate, or clip the gradient") from None
         self.step += 1
         self.position += config.global_batch_size
         row = {"step": self.step, "loss": loss, "learning_rate": rate, "grad_norm": grad_norm,
@@ -138,8 +139,7 @@ class Run(Training):
         _, rank, place = min(gathered((fault.order, self.rank, str(fault)), self.group))
         last = self.position + self.config.train.global_batch_size - 1
         return (f"first in {place}, on rank {rank}, in samples {self.position:,} to {last:,}; the "
-                f"checkpoints before are in {self.folder}: look at these samples, lower "
-                "train.learning_rate, or clip the gradient")
+                f"checkpoints before are in {self.folder}")
 
     @property
     def tokens(self) -> int:

@@ -1,157 +1,27 @@
-"""The training loop: how a run is started, logged, stopped and resumed.
-
-Read in this order: `train`, `begin`, `loop`, then the command line, `read_options` and `start`.
+"""The command that trains: its options, how a run is started, and what it says at the end.
 
     minitron train configs/stories.toml
     torchrun --nproc-per-node 4 -m minitron.train configs/stories.toml
+
+Read in this order: TrainOptions, read_options, start, run_train. The loop is in `train_loop`.
 """
 
-import sys
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
 
-from minitron import cost
-from minitron.checkpoint import checkpoints
-from minitron.comm.agreement import (
-    ALONE,
-    Group,
-    gathered,
-    largest,
-    one_fault_ends_all,
-    one_fault_fails_all,
-)
+from minitron.comm.agreement import gathered, largest
 from minitron.config import Config, ConfigError, command_line, require
-from minitron.config.file import from_dict, load, to_dict
-from minitron.corpus.contents import Contents, read_contents
+from minitron.config.file import from_dict, load
 from minitron.hugging_face.config import read_model_config
-from minitron.hugging_face.folder import require_fits
-from minitron.hugging_face.weights import Weights
 from minitron.launch import is_torchrun_rank, restarts, torchrun_group
 from minitron.launch.process import Interruption
-from minitron.launch.watchdog import Watchdog
-from minitron.measure.clock import Clock, peak_flops
-from minitron.measure.loggers import open_log
-from minitron.measure.metrics import MetricsLog
-from minitron.measure.trace import Trace, open_trace
-from minitron.precision import PRECISIONS
 from minitron.run import Run
-from minitron.running.folder import Claim, default_folder, require_place
-from minitron.system import disk
+from minitron.running.folder import default_folder
 from minitron.system.files import read_json
-from minitron.system.progress import Progress
-from minitron.train_log import describe, evaluate, log_rows
-
-
-def train(
-    config: Config, folder: Path, resume: bool = False, group: Group = ALONE, restart: bool = False,
-    weights: Path | None = None, interruption: Interruption | None = None,
-) -> Run:
-    """Train until `config.train.steps`, or until a signal asks to stop, and save at the end.
-
-    `folder` receives config.json, metrics.jsonl and checkpoints/. With `resume` the run in it is
-    continued bit for bit, with `restart` begun anew if it has no checkpoint; otherwise it must not
-    hold one. A new one starts from the parameters in `weights`, a folder of Hugging Face's, if
-    there is one. `group` holds all ranks; rank 0 writes what the others read, and keeps other
-    processes out of `folder`. `interruption` hears the signals.
-    """
-    with one_fault_ends_all(group):  # before the watchdog: the first time, it reads all tokens
-        contents = read_contents(config.data.path, group)
-    watchdog = Watchdog(folder / "hang", group, config.train.hang_timeout)
-    with closing(Claim(folder)) as claim, watchdog:
-        with one_fault_ends_all(group):
-            run = begin(config, folder, resume, group, restart, weights, claim, contents)
-            run.stop.interruption = interruption or run.stop.interruption
-            run.next_batch()
-            with disk.writing(folder):
-                log = open_log(config.log, folder, run.rank, run.step, to_dict(run.config))
-                trace = open_trace(config, folder, run.rank, run.step, run.device)
-                if run.rank == 0:
-                    disk.write_json(folder / "config.json", to_dict(run.config))
-
-        watchdog.beat()
-        if run.rank == 0:
-            print(describe(run), end="", file=sys.stderr)
-        bar = Progress(total=config.train.steps, initial=run.step, desc="step", leave=True,
-                       disable=run.rank != 0)
-        with closing(log), run.stop.interruption, bar, trace:
-            try:
-                loop(run, log, bar, trace, watchdog)
-            except (ConfigError, OSError):  # all ranks have agreed: what is being saved is good
-                run.saver.wait()
-                raise
-    return run
-
-
-def begin(
-    config: Config, folder: Path, resume: bool, group: Group, restart: bool, weights: Path | None,
-    claim: Claim, contents: dict[str, Contents],
-) -> Run:
-    """Return a run at its first step, or where its newest checkpoint was written."""
-    rank = group.rank()
-    with one_fault_fails_all(group):
-        if rank == 0 and folder.is_dir():
-            claim.take(restart)
-        require_place(folder, resume, restart)
-        if weights is not None:
-            require_fits(weights, config)
-    run = Run(config, folder, group, contents)
-    with one_fault_fails_all(group):
-        if rank == 0:  # only now is a folder made
-            claim.take(restart)
-        require_place(folder, resume, restart)
-    saved = gathered(checkpoints(folder / "checkpoints"), group)[0]
-    if resume or (restart and saved):
-        run.restore()
-    elif weights is not None:
-        run.parallel.fill(Weights(weights, run.config.model))
-    return run
-
-
-def loop(run: Run, log: MetricsLog, bar: Progress, trace: Trace, watchdog: Watchdog) -> None:
-    """Train, log, evaluate and save until the steps are done or a signal asks to stop."""
-    config = run.config.train
-    flops = cost.training_flops_per_token(run.config.model, run.config.data.sequence_length)
-    dtype = PRECISIONS[config.precision].activations
-    clock = Clock(flops, peak_flops(run.device, dtype), run.device, run.size)
-    rows: list[dict] = []
-
-    while run.step < config.steps:
-        rows.append(run.train_step())
-        with run.stop.telling():
-            trace.step()
-            if run.step < config.steps:
-                run.next_batch()
-        watchdog.beat()
-        is_stopped = run.stop.agreed() is not None
-
-        def due(every: int) -> bool:
-            return run.step == config.steps or (every > 0 and run.step % every == 0)
-
-        everies = config.log_every, config.eval_every, config.checkpoint_every
-        if is_stopped or any(map(due, everies)):
-            progress = f"{log_rows(run, log, rows, clock)}{run.loss_scale}"
-            bar.set_postfix_str(f"loss {float(rows[-1]['loss']):.3f}, {progress}")
-            bar.update(len(rows))
-            rows = []
-        if is_stopped:  # first what must not be lost: whoever has sent the signal may not wait long
-            run.save()
-            run.saver.wait()
-        if due(config.eval_every):
-            evaluate(run, log, bar, progress)
-            watchdog.beat()
-        if due(config.checkpoint_every) and not is_stopped:
-            run.save()
-            watchdog.beat()
-        if due(config.eval_every) or due(config.checkpoint_every):
-            clock.start()  # evaluating and saving are not training
-        if is_stopped:
-            break
-    run.saver.wait()
-    run.stop.agreed()  # for one that has come to a single rank since
+from minitron.train_loop import train
 
 
 @dataclass(frozen=True)
@@ -169,9 +39,11 @@ class TrainOptions(Config):
     and again, until it is done."""
     weights: Path | None = None
     """Start from a folder of Hugging Face's, a Llama or GPT-2: its config.json fills in [model]."""
+    use: tuple[str, ...] = ()
+    """Exercises, such as 1.1 1.2, whose functions of yours the package shall run."""
 
 
-def read_options(args: list[str], kind: type[TrainOptions] = TrainOptions) -> TrainOptions:
+def read_options(args: list[str]) -> TrainOptions:
     """Read the command line of a training run; raises ConfigError with one line."""
     for word in args[1:]:
         require(
@@ -191,7 +63,7 @@ def read_options(args: list[str], kind: type[TrainOptions] = TrainOptions) -> Tr
         config = load_saved(Path(words[words.index("--run-dir") + 1]))
     else:
         config = from_dict({}, model=model)
-    return command_line.parse(kind, args, "minitron train", kind(**vars(config)))
+    return command_line.parse(TrainOptions, args, "minitron train", TrainOptions(**vars(config)))
 
 
 def load_saved(folder: Path) -> Config:
@@ -239,7 +111,18 @@ def exit_code(run: Run) -> int:
     return 0 if run.stop.signal is None else 128 + run.stop.signal
 
 
-if __name__ == "__main__":  # for torchrun: the command itself, with the report at the end
-    from minitron import cli
+def run_train(args: list[str]) -> int:
+    """Train, with the learner's functions if asked, and report."""
+    from teaching.report import report
+    from teaching.use import use
 
-    command_line.run(cli.train)
+    options = read_options(args)
+    with use(*options.use):
+        run = start(options, report)
+    if run.stop.signal is not None and run.rank == 0 and options.use:
+        print(f"  and add --use {' '.join(options.use)} to go on with your functions")
+    return exit_code(run)
+
+
+if __name__ == "__main__":
+    command_line.run(run_train)

@@ -27,7 +27,7 @@ def describe(run: Run) -> str:
     if run.config.parallel.pp > 1:
         lines.append(describe_pipeline(run))
     if run.config.train.precision == "fp8" and not multiplies_float8(run.device):
-        lines.append(f"{run.device} has no products of 8 bits: they are emulated, with their "
+        lines.append(f"{run.device} has no 8-bit matmuls: they are emulated, with their "
                      "roundings and without their speed")
     return "".join(f"{line}\n" for line in lines)
 

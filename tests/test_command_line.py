@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from minitron import cli, train
+from minitron import cli, train_loop
 from minitron.config import Config, ConfigError, command_line
 from minitron.corpus.stories import write_stories
 
@@ -46,7 +46,7 @@ def stub(monkeypatch, tmp_path):
     def trained(*args):
         raise ConfigError("trained")
 
-    monkeypatch.setattr(train, "loop", trained)
+    monkeypatch.setattr(train_loop, "loop", trained)
 
 
 @pytest.mark.parametrize(("section", "field"), fields(), ids=lambda it: getattr(it, "name", it))

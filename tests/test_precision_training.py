@@ -162,7 +162,7 @@ def test_a_resumed_run_has_the_same_scale_and_skips_the_same_steps(config, tmp_p
 def test_a_run_says_that_its_8_bits_are_emulated(config, tmp_path, capsys, precision):
     settings = dataclasses.replace(config.train, precision=precision, steps=1, device="cpu")
     train.train(dataclasses.replace(config, train=settings), tmp_path / "run")
-    told = capsys.readouterr().err.count("cpu has no products of 8 bits: they are emulated")
+    told = capsys.readouterr().err.count("cpu has no 8-bit matmuls: they are emulated")
     assert told == (precision == "fp8")
 
 

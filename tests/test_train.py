@@ -17,7 +17,7 @@ from minitron import train
 from minitron.config import Config, ConfigError, DataConfig, ModelConfig, TrainConfig
 from minitron.config.file import from_dict
 from minitron.corpus.stories import write_stories
-from minitron.measure.metrics import read_metrics
+from minitron.measure.metrics import MetricsLog, read_metrics
 from minitron.train import Run
 
 MODEL = ModelConfig(max_sequence_length=32, num_layers=2, width=32, num_heads=2, num_kv_heads=1,
@@ -81,7 +81,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(config, tmp_path, de
 
     half = dataclasses.replace(config, train=dataclasses.replace(settings, checkpoint_every=3))
     stopped = Run(half, tmp_path / "parts")
-    log = train.MetricsLog(tmp_path / "parts" / "metrics.jsonl")
+    log = MetricsLog(tmp_path / "parts" / "metrics.jsonl")
     for _ in range(7):  # as if killed after step 7, with step 6 saved
         row = stopped.train_step()
         log.write(**row | {"loss": float(row["loss"]), "grad_norm": float(row["grad_norm"])})
@@ -222,7 +222,7 @@ def test_a_diverged_run_stops_and_keeps_its_checkpoints(config, tmp_path, monkey
     monkeypatch.setattr(Run, "train_step", diverge)
     with pytest.raises(ConfigError, match=(
         "step 6: loss and gradient are not finite, but nan; first in blocks.1.mlp.up, in its "
-        r"output, on rank 0, in samples 30 to 35; the checkpoints before are in .*run: look at"
+        r"output, on rank 0, in samples 30 to 35; the checkpoints before are in .*run; look at"
     )):
         train.train(config, tmp_path / "run")
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000004"]

@@ -97,7 +97,7 @@ def layouts_of(num_ranks: int) -> list[tuple[int, int, int]]:
 def why_refused(case: Case) -> str | None:
     """What the message says of a combination that is not offered; None: it is."""
     reasons = {
-        "it divides what tensor parallelism leaves whole": case.sequence and case.tp == 1,
+        "it divides what tensor parallelism replicates": case.sequence and case.tp == 1,
         "there is no pipeline": case.schedule != "1f1b" and case.pp == 1,
         "micro-batches a step":
             case.schedule == "interleaved" and case.num_micro_batches % case.pp > 0,

@@ -105,15 +105,17 @@ def one_fault_fails_all(group: Group) -> Iterator[None]:
     Without this the other ranks would wait for the one that has left. Nothing within may wait for
     other ranks unless all of them fail alike there.
     """
-    fault: ConfigError | OSError | None = None
+    own = told = None
     try:
         yield
-    except (ConfigError, OSError) as error:
-        fault = error
-    faults = gathered(None if fault is None else str(fault), group)
-    failed = [rank for rank, text in enumerate(faults) if text is not None]
+    except ConfigError as error:
+        own = told = error
+    except OSError as error:
+        own, told = error, ConfigError(str(error))
+    faults = gathered(told, group)
+    failed = [rank for rank, fault in enumerate(faults) if fault is not None]
     if failed:
-        raise fault or ConfigError(f"{faults[failed[0]]} (on rank {failed[0]})")
+        raise own or faults[failed[0]].on_rank(failed[0])
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
     function          forward           backward         from                 to
     all_reduce        all-reduce        identity         N partial sums       the same sum
-    all_gather        all-gather        reduce-scatter   shards of x          the whole of x, N uses
+    all_gather        all-gather        reduce-scatter   shards of x          the full x, N uses
     reduce_scatter    reduce-scatter    all-gather       N partial sums       shards of the sum
     all_to_all        all-to-all        all-to-all       cut along one dim    cut along another
 
@@ -122,7 +122,7 @@ def start_all_reduce(x_partial: Tensor, group: ProcessGroup) -> Callable[[], Ten
 
 
 def start_all_gather(x_shard: Tensor, group: ProcessGroup, dim: int) -> Callable[[], Tensor]:
-    """Start to join `x_shard` along `dim`; returns a function that waits for the whole."""
+    """Start to join `x_shard` along `dim`; returns a function that waits for the full x."""
     size, x_shard, dim = group.size(), x_shard.contiguous(), dim % x_shard.dim()
     stacked = x_shard.new_empty(size, *x_shard.shape)
     work = all_gather_single(stacked.flatten(0, 1), x_shard, group, async_op=True)

@@ -29,10 +29,10 @@ class ParallelConfig:
     state over the dp / replicas ranks of one, which are neighbors, say those of a node."""
     sync_every_micro_batch: bool = True
     """Stages 2 and 3: reduce gradients after each micro-batch, so that their sums are sharded.
-    Switched off they travel once a step, but each rank holds them whole until then."""
+    Switched off they travel once a step, but each rank holds them unsharded until then."""
     reshard_each_pass: bool = True
     """Stage 3: free the weights after each pass of a micro-batch, and gather them again for the
-    next. Switched off they are gathered once a step, and each rank holds them whole meanwhile."""
+    next. Switched off they are gathered once a step and stay unsharded meanwhile."""
     sync_replicas_every_micro_batch: bool = False
     """Stages 2 and 3 with replicas: sum the shards' gradients over them after each micro-batch too,
     instead of once."""
@@ -45,7 +45,7 @@ class ParallelConfig:
         require_at_least("parallel", self, dp=0)
         require_positive("parallel", self, "tp", "pp", "chunks")
         require(not self.sequence or self.tp > 1, f"parallel.sequence with parallel.tp = {self.tp}:"
-                " it divides what tensor parallelism leaves whole", "set parallel.tp to 2 or more",
+                " it divides what tensor parallelism replicates", "set parallel.tp to 2 or more",
                 field="parallel.sequence")
         require(
             self.sync_every_micro_batch or self.zero >= 2,

@@ -29,7 +29,7 @@ class Precision:
     parameters: Dtype
     """Of the model, held on the device and gathered from other ranks."""
     compute: Dtype
-    """Of the operands of matrix products; their sums have 32 bits."""
+    """Of the operands of matmuls; their sums have 32 bits."""
     gradients: Dtype
     """In `.grad`, where those of the micro-batches add up."""
     reduction: Dtype

@@ -26,7 +26,7 @@ class Layout:
     """Between the cut layers each rank has 1/t of the sequence: norms, dropout, residual stream."""
     regather: bool = True
     """With sequence parallelism, a cut layer keeps its rank's part of the input, and gathers the
-    whole again in the backward pass; if False it keeps the whole."""
+    whole again in the backward pass; if False it keeps all of it."""
 
 
 ONE_DEVICE = Layout()

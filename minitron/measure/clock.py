@@ -4,9 +4,9 @@ Model FLOPs utilization (MFU) is the share of the device's peak that does the mo
 
     MFU = tokens/s x model FLOPs per token / peak FLOP/s        (Chowdhery et al. 2022, appendix B)
 
-Model FLOPs are `cost.training_flops_per_token`: forward and backward matrix products, attention
+Model FLOPs are `cost.training_flops_per_token`: forward and backward matmuls, attention
 counted in full (not halved for causality), recomputation not counted. The peak is the vendor's
-dense figure where the device is in the table, else the fastest matrix product measured here.
+dense figure where the device is in the table, else the fastest matmul measured here.
 A run faster than that peak reports no MFU, since it was not the peak.
 """
 

@@ -4,9 +4,10 @@ Idea: e4m3 has 3 bits of mantissa and ends at 448, e5m2 has 2 and ends at 57344.
 after a division by one scale, which maps its largest value to the largest that the dtype has.
 Weights and inputs take e4m3; gradients, whose values are further apart, e5m2. Sums have 32 bits.
 
-Only the products have 8 bits: parameters, gradients and what layers pass on keep their dtype. So
-it saves time and not memory. Where the device has no such product it is emulated: the numbers are
-rounded to 8 bits and multiplied as what they were before. That shows the numerics, not the speed.
+Only the operands of matmuls have 8 bits: parameters, gradients and what layers pass on keep their
+dtype. So it saves time and not memory. Where the device has no such matmul it is emulated: the
+numbers are rounded to 8 bits and multiplied as what they were before. That shows the numerics, not
+the speed.
 
 Read in this order: quantize, multiply, Float8Matmuls, apply_float8.
 

@@ -1,10 +1,10 @@
 """Linear layers whose backward pass is written out, so that a technique can change a part of it.
 
-Idea: a layer y = x W^T + b has three matrix products: y, the gradient of x, the gradient of W.
+Idea: a layer y = x W^T + b has three matmuls: y, the gradient of x, the gradient of W.
 PyTorch computes the two gradients at once, in the dtype of the tensors, on one device. Training at
 scale asks for something else in three places. Each is an argument here, and has a null case:
 
-    matmuls    in which precision the products are computed       Matmuls: in that of the tensors
+    matmuls    in which precision they are computed               Matmuls: in that of the tensors
     exchange   what ranks send each other at the layer's input    NoExchange: nothing
     deferral   when the gradient of W is computed                 NoDeferral: with that of x
 
@@ -15,7 +15,7 @@ With a deferral the backward pass has two halves. I computes the gradients of x 
 another stage may wait; W computes that of the weight, later. Until W a layer keeps what forward has
 saved of x, and the gradient of y. If x was gathered and only this rank's part of it saved, it is
 the part that waits, and W gathers x again instead of I: the same bytes sent, and no full x held in
-between. In I the message that sums the gradient of x has no product to hide behind any more; in W
+between. In I the message that sums the gradient of x has no matmul to hide behind any more; in W
 the next layer's x travels while this one's gradient is computed.
 
 Read in this order: Matmuls, NoExchange, LinearFunction, WeightGradients, Deferral, customize.
@@ -34,7 +34,7 @@ from torch.autograd.function import once_differentiable
 
 
 class Matmuls:
-    """The three products of a linear layer: of x (..., D), weight (F, D), output's grad (n, F)."""
+    """The three matmuls of a linear layer: of x (..., D), weight (F, D), output's grad (n, F)."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the output (..., F)."""

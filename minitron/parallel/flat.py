@@ -68,7 +68,7 @@ class Flat:
 
 
 class FlatGradients(Flat):
-    """Gradients of whole parameters: every `.grad` is a view of the buffer, averaged in place."""
+    """Gradients of full parameters: every `.grad` is a view of the buffer, averaged in place."""
 
     def __init__(self, parameters: list[nn.Parameter], replicas: dist.ProcessGroup):
         super().__init__(parameters)

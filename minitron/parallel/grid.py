@@ -104,7 +104,7 @@ class Grid(OneDevice):
     def full_logits(self, logits: Tensor) -> Tensor:
         return self.tensor.full_logits(logits)
 
-    # The whole model
+    # The full model
 
     def fill(self, value: Values) -> None:
         block, parameters = self.tensor.part_of(value), dict(global_parameters(self.model))

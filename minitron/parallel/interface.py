@@ -113,7 +113,7 @@ class ParallelModel(ABC):
     def clip(self, parameters: list[Tensor], max_norm: float) -> Tensor:
         """Scale gradients to a global norm of `max_norm` at most; returns the norm before, 0-d.
 
-        `parameters` are what the optimizer updates; the norm is that of the whole model.
+        `parameters` are what the optimizer updates; the norm is that of the full model.
         """
 
     # The optimizer
@@ -142,7 +142,7 @@ class ParallelModel(ABC):
     def full_model(self) -> nn.Module:
         """Return a module from tokens (B, S) to logits (B, S, V), for all ranks to call."""
 
-    # The whole model, whatever the number of ranks
+    # The full model, whatever the number of ranks
 
     @abstractmethod
     def fill(self, value: Values) -> None:

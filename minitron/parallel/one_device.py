@@ -108,7 +108,7 @@ class OneDevice(ParallelModel):
     def full_model(self) -> nn.Module:
         return FullModel(self)
 
-    # The whole model
+    # The full model
 
     def fill(self, value: Values) -> None:
         fill(self.model, self.part_of(value))

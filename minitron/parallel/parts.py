@@ -1,4 +1,4 @@
-"""What a rank keeps of a parameter, as boxes of the whole one: so any layout can save and load.
+"""What a rank keeps of a parameter, as boxes of the full one: so any layout can save and load.
 
 Tensor parallelism leaves a rank a block of each parameter, ZeRO a range of the flattened block.
 Such a range is a few boxes: the end of a row, whole rows, the beginning of a row. Boxes of one
@@ -71,7 +71,7 @@ class Boxes:
 class Part:
     """The elements `own` of a flattened block of a parameter.
 
-    The block has `block_shape` and lies at `origin` in the whole one, of `shape`.
+    The block has `block_shape` and lies at `origin` in the full one, of `shape`.
     """
 
     shape: tuple[int, ...]
@@ -82,7 +82,7 @@ class Part:
     """What the optimizer updates: len(own) elements, in any shape."""
 
     def boxes(self, values: Tensor) -> Boxes:
-        """View `values`, a number for each of the part's elements, as boxes of the whole."""
+        """View `values`, a number for each of the part's elements, as boxes of the full one."""
         flat, start, at = values.detach().view(-1), 0, {}
         for offset, sizes in boxes_of(self.block_shape, self.own):
             count = prod(sizes)

@@ -1,7 +1,7 @@
 """Measure this machine as a `Device`, in seconds: what `minitron plan --calibrate` plans for.
 
 On a GPU of hardware.csv the datasheet's peaks stay, and what is reached of them is measured. On any
-other device the fastest matrix product stands for the peak: MFU then counts from what this machine
+other device the fastest matmul stands for the peak: MFU then counts from what this machine
 can do. On a CPU a device is one rank of `run`, with one thread, while another one works beside it.
 
 Two ranks sum tensors of several sizes; latency and bandwidth follow from the times. There is no
@@ -33,7 +33,7 @@ MESSAGES = tuple(2**power for power in range(12, 25, 2))
 
 
 def calibrate(name: str = "auto") -> Device:
-    """Measure matrix products, memory and all-reduces on this machine.
+    """Measure matmuls, memory and all-reduces on this machine.
 
     `name` is "auto", "cpu" or "cuda". Raises ConfigError if there is no such device. A GPU that is
     alone keeps its datasheet's links; of an unknown device the watts are 0.

@@ -97,8 +97,8 @@ def with_vocabulary(config: Config) -> Config:
     try:
         return with_vocabulary_of_data(config)
     except ConfigError as error:
-        raise ConfigError(f"{error}; or say how many tokens it knows with --model.vocab-size") \
-            from None
+        raise ConfigError(error.problem, *error.remedies, "or say how many tokens it knows with "
+                          "--model.vocab-size", field="model.vocab_size") from None
 
 
 def chosen_device(options: PlanOptions) -> Device:

@@ -69,7 +69,7 @@ class Step:
     traffic: dict[tuple[str, str], Traffic]
     """By op and axis, such as ("all_reduce", "dp")."""
     flops: int
-    """Of all matrix products that are run, also again; attention's with the whole S x S square."""
+    """Of all matmuls that are run, also those run again; of attention, all S x S scores."""
 
     @property
     def bytes_sent(self) -> dict[tuple[str, str], int]:
@@ -253,7 +253,7 @@ FORMULAS = {operator.__name__: formula for operator, formula in flop_registry.it
 
 
 class Flops(DispatchMode):
-    """Count the FLOPs of matrix products while it is entered; a multiply-add counts as two."""
+    """Count the FLOPs of matmuls while it is entered; a multiply-add counts as two."""
 
     def __init__(self):
         super().__init__()

@@ -53,7 +53,7 @@ class Estimate:
     memory: dict[str, float]
     """Bytes on the rank that holds most, by the meter's kinds."""
     model_flops: float
-    """Of the step, on all GPUs: forward and backward products, attention's whole square."""
+    """Of the step, on all GPUs: forward and backward matmuls, all S x S scores of attention."""
     hardware_flops: float
     """The same with what is computed again."""
     peak_flops: float

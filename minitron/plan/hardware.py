@@ -40,7 +40,7 @@ class Device:
     watts: float
     source: str
     matmul_share: float = MATMUL_SHARE
-    """Of the peak FLOP/s, what the fastest matrix product reaches that anybody has measured."""
+    """Of the peak FLOP/s, what the fastest matmul reaches that anybody has measured."""
     nvlink_share: float = LINK_SHARE
     """Of the link's bandwidth, what a large collective inside a node reaches."""
     nic_share: float = LINK_SHARE

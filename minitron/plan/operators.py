@@ -1,6 +1,6 @@
 """Seconds of what a step computes: a block's passes, both ends of a model, the optimizer.
 
-A matrix product takes as long as its multiplications and the memory that it reads and writes: a
+A matmul takes as long as its multiplications and the memory that it reads and writes: a
 large one is nearly as fast as the device can multiply, a narrow one much slower. Everything else
 takes as long as its memory: each kernel reads its inputs and writes its outputs once.
 
@@ -28,11 +28,11 @@ class Rates:
     """The constants of the estimate, for all models and devices."""
 
     matmul: float = 0.9
-    """Of the device's fastest product's FLOP/s, what the multiplications of any product reach."""
+    """Of the device's fastest matmul's FLOP/s, what the multiplications of any matmul reach."""
     memory: float = 0.88
     """Of the memory's bandwidth, what one kernel after the other reaches."""
     attention: float = 0.196
-    """An effective rate: of the products' FLOP/s, what fused attention reaches on the half that is
+    """An effective rate: of the matmuls' FLOP/s, what fused attention reaches on the half that is
     not masked, with all that surrounds it in the systems of the rows (copies, rotation, casts). The
     kernel alone reaches about 0.4 on an H100 (Dao 2023, section 4)."""
     overlap: float = 0.16
@@ -99,7 +99,7 @@ class Work:
 
     @cached_property
     def matmul_flops(self) -> float:
-        """FLOP/s of the large products outside linear layers."""
+        """FLOP/s of the large matmuls outside linear layers."""
         slower = self.device.float32_share if self.precision == "fp32" else 1
         return self.rates.matmul * slower * self.device.matmul_share * self.device.bf16_flops
 

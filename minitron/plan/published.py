@@ -2,9 +2,9 @@
 
 The tables of `reference/` are copied from the papers that their source columns name. Each source
 counts in its own way. Korthikanti et al. 2022 print seconds, nanotron tokens per second (its MFU
-counts the embedding as a product). Narayanan et al. 2021 print hardware FLOP/s, recomputation
+counts the embedding as a matmul). Narayanan et al. 2021 print hardware FLOP/s, recomputation
 included; NVIDIA's Megatron-Core table model FLOP/s: their seconds follow by each source's formula.
-Attention's whole square counts in all of them.
+All S x S scores of attention count in all of them.
 
 Read in this order: Row, published_rows, left_open, published_layers; then `unseen`.
 """

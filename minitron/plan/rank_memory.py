@@ -53,7 +53,7 @@ class Rank:
 
     @cached_property
     def value(self) -> int:
-        """Bytes of what matrix products read and write."""
+        """Bytes of what matmuls read and write."""
         return self.precision.activations.itemsize
 
     @cached_property

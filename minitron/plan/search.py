@@ -179,10 +179,7 @@ def layouts(job: Job) -> Iterator[dict]:
 
 
 def pipelines(job: Job, pp: int) -> list[dict]:
-    """List schedules: 1F1B, zero bubble, and interleaved with every fitting number of chunks.
-
-    Zero bubble with chunks trains, but is not searched.
-    """
+    """List schedules: 1F1B, zero bubble, and interleaved with every fitting number of chunks."""
     if pp == 1:
         return [{}]
     counts = divisors(math.ceil(job.model.num_layers / pp))[1:]

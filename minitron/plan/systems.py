@@ -29,7 +29,7 @@ class System:
     """Without ZeRO, gradients travel in buckets while the backward pass computes. If not, they
     travel after it."""
     hides_tensor: bool = False
-    """Collectives along tp travel while matrix products compute."""
+    """Collectives along tp travel while matmuls compute."""
     hides_data: bool = False
     """In a pipeline, and with stage 1, gradients and weights travel while a rank computes."""
     reduces_last: bool = False

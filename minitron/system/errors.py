@@ -18,6 +18,12 @@ class ConfigError(ValueError):
         super().__init__(problem, *remedies)
         self.problem, self.remedies = str(problem), remedies
         self.field, self.kind = field, kind or self.problem
+        self.where = ""
+
+    def on_rank(self, rank: int) -> "ConfigError":
+        """Return this error, which also says on which rank it was raised."""
+        self.where = f" (on rank {rank})"
+        return self
 
     @property
     def remedy(self) -> str:
@@ -25,7 +31,8 @@ class ConfigError(ValueError):
 
     def __str__(self) -> str:
         joint = "; " if ": " in self.problem else ": "  # a problem may explain itself
-        return joint.join(one_line(part) for part in (self.problem, self.remedy) if part)
+        parts = (one_line(part) for part in (self.problem, self.remedy) if part)
+        return joint.join(parts) + self.where
 
 
 def require(

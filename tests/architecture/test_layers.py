@@ -2,6 +2,7 @@
 
 import ast
 import tokenize
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,13 @@ MODULES = sorted(path for package in ("minitron", "teaching")
                  for path in (REPOSITORY / package).rglob("*.py"))
 LONGEST_FILE = 300
 LONGEST_FUNCTION = 40
-CORE_LINES = 5250  # of code: words that explain it are not what makes it large
+CORE_LINES = 5200  # of code: words that explain it are not what makes it large
 # what the course does not read line by line: instruments, tools, how processes are started, and how
 # files of strangers are read
 OUTSIDE_THE_CORE = ("measure", "proof", "plan", "corpus", "hugging_face", "launch", "system",
-                    "cli.py", "train_log.py", "config/checks.py", "config/command_line.py",
-                    "config/layout.py", "pytorch/private.py", "running/folder.py",
-                    "running/memory.py", "running/starting.py",
+                    "cli.py", "train.py", "train_log.py", "config/checks.py",
+                    "config/command_line.py", "config/layout.py", "pytorch/private.py",
+                    "running/folder.py", "running/memory.py", "running/starting.py",
                     "checkpoint/storage.py", "checkpoint/manifest.py")
 # where a private name of PyTorch may stand, and the private names that are not PyTorch's
 PRIVATE_PYTORCH = ("minitron/pytorch/private.py", "minitron/pytorch/__init__.py")
@@ -39,6 +40,13 @@ def name(path: Path) -> str:
 def test_imports_go_downwards(capfd):
     code = lint_imports(str(REPOSITORY / "pyproject.toml"), no_cache=True)
     assert code == 0, capfd.readouterr().out
+
+
+def test_no_import_between_layers_is_excused():
+    configuration = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    for contract in configuration["tool"]["importlinter"]["contracts"]:
+        excused = contract.get("ignore_imports", [])
+        assert not excused or contract["type"] == "forbidden", f"{contract['name']}: {excused}"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from minitron import cli
+from minitron.train import read_options
 from teaching import exercises
 
 REPOSITORY = Path(__file__).parents[2]
@@ -41,7 +42,7 @@ def test_commands_are_understood(command, monkeypatch):
     words = shlex.split(re.sub("^torchrun .*-m minitron.train", "minitron train", command))[1:]
     assert words[0] in cli.COMMANDS
     if words[0] == "train" and "--help" not in words and "--run-dir" not in words:
-        options = cli.read_training(words[1:])
+        options = read_options(words[1:])
         assert options.file and options.file.is_file()
     if words[0] == "data":
         corpus = cli.read_corpus(words[1:])

@@ -111,8 +111,8 @@ class Layout(NamedTuple):
             else OneDevice(model)
         for policy in self.policies:
             policy(model)
-        pipeline = apply_pipeline_parallel(model, mesh.group("pp"), self.make_schedule)
-        pipeline.sequence_parts = tensor.sequence_parts
+        pipeline = apply_pipeline_parallel(model, mesh.group("pp"), self.make_schedule,
+                                           sequence_parts=tensor.sequence_parts)
         stages = {"pipeline": pipeline} if self.apply_data in (apply_zero1, zero2) else {}
         data = self.apply_data(model, mesh.group("dp"), **stages) if self.apply_data \
             else OneDevice(model)

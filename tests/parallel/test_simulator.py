@@ -157,7 +157,6 @@ def test_two_ranks_by_hand():
         [("F0", 1.5, 2.5), ("F1", 2.5, 3.5), ("B0", 3.5, 5.5), ("B1", 5.5, 7.5)],
     ]
     assert timeline.seconds == 10 and timeline.busy_seconds(0) == 6
-    assert [timeline.waiting_seconds(rank) for rank in (0, 1)] == [4, 0]
     assert timeline.bubble_of_total == pytest.approx(8 / 20)
     assert timeline.bubble_of_ideal == pytest.approx(8 / 12)
 

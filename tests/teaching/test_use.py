@@ -12,7 +12,7 @@ from collections import Counter
 import pytest
 import torch
 
-from minitron import cli, cost, parallelize
+from minitron import cost, parallelize
 from minitron.comm import collectives
 from minitron.comm.agreement import ALONE
 from minitron.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
@@ -151,7 +151,7 @@ def test_training_calls_it_and_ends_with_the_same_weights(
 @pytest.mark.parametrize("exercise", TRAINING, ids=str)
 def test_the_command_that_check_prints_is_one(exercise):
     words = exercise.command.split()
-    options = cli.read_training(words[words.index("train") + 1:])
+    options = read_options(words[words.index("train") + 1:])
     assert options.use == (exercise.id,)
     assert words[0] == ("minitron" if exercise.num_ranks == 1 else "torchrun")
 

@@ -1,4 +1,4 @@
-"""Data parallelism: every rank holds the whole model and reads its own part of the global batch.
+"""Data parallelism: every rank holds the full model and reads its own part of the global batch.
 
 Idea: the gradient of the global batch is the mean of the ranks' gradients, so one all-reduce of
 the gradients makes N processes train as one. The naive version does it after the backward pass.

@@ -47,7 +47,7 @@ class FullyShardedDataParallel(ShardedDataParallel):
 
     A step is that of `DataParallel`, the optimizer one from `shard`; gradients are in the pieces'
     `.grad`. They are reduced after each micro-batch and add up in the shards; without
-    `sync_every_micro_batch` they add up whole under `no_sync` and travel once: P elements held.
+    `sync_every_micro_batch` they add up unsharded under `no_sync` and travel once: P elements held.
     With `reshard_each_pass=False` parameters are gathered once a step, and stay until `finish`.
 
     Every rank starts from rank 0's parameters; those of a model on the meta device, which `device`

@@ -1,7 +1,7 @@
 """What the stages of ZeRO have in common: an optimizer that updates this rank's pieces alone.
 
 A technique divides the model's parameters into flat buffers (`parallel.flat`) and says when they
-are unsharded, resharded and reduced. The optimizer, clipping, and the whole model again are here.
+are unsharded, resharded and reduced. The optimizer, clipping, and the full model again are here.
 
 Read in this order: ShardedDataParallel, from finish to shard.
 """
@@ -122,7 +122,7 @@ class ShardedDataParallel(DataAxis):
         """Return whether this is the first of the replicas."""
         return self.replicas.rank() == 0
 
-    # The whole model
+    # The full model
 
     @torch.no_grad()
     def fill(self, value: Values) -> None:

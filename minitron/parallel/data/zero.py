@@ -15,7 +15,7 @@ reduced; 1/N and two buckets in stage 2.
 
 Communication: per step a reduce-scatter of every gradient and an all-gather of every parameter,
 P (N-1)/N elements sent and received per rank each: together as much as one all-reduce. Gradients
-travel during the last backward pass; in stage 2 during each, unless it is told to hold them whole
+travel during the last backward pass; in stage 2 during each, unless they are to stay unsharded
 meanwhile. At the start a broadcast of rank 0's parameters; with `clip` an all-reduce of one number.
 
 Read in this order: flat.owned_ranges, flat.FlatShards, buckets.BucketQueue, Zero1, Zero2.
@@ -230,8 +230,8 @@ class Zero2(Zero1):
     """Stage 2: free gradients as soon as they are reduced, and reduce them after each micro-batch.
 
     They add up in the shards: P (N-1)/N elements more for each further micro-batch, of which every
-    rank must have as many. Without `sync_every_micro_batch` they add up whole under `no_sync`, P
-    elements held as in stage 1, and travel once a step.
+    rank must have as many. Without `sync_every_micro_batch` they add up unsharded under `no_sync`:
+    P elements held as in stage 1, and sent once a step.
     """
 
     def __init__(

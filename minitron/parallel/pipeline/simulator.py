@@ -36,10 +36,6 @@ class Timeline:
     def busy_seconds(self, rank: int) -> float:
         return sum(each.end - each.start for each in self.passes[rank])
 
-    def waiting_seconds(self, rank: int) -> float:
-        """Return the idle time between a rank's own first and last pass."""
-        return self.passes[rank][-1].end - self.passes[rank][0].start - self.busy_seconds(rank)
-
     @property
     def bubble_of_total(self) -> float:
         """The idle share of all ranks' time."""

@@ -51,14 +51,14 @@ class PipelineParallel(OneDevice):
     """
 
     def __init__(
-        self, model: nn.Module, group: ProcessGroup, make_schedule: MakeSchedule, count: Count
+        self, model: nn.Module, group: ProcessGroup, make_schedule: MakeSchedule, count: Count,
+        sequence_parts: int, autocast: torch.dtype | None,
     ):
         super().__init__(model)
         self.group, self.make_schedule = group, make_schedule
         self.rank, self.size = group.rank(), group.size()
         self.scripts: dict[int, list[Action | Message]] = {}  # by the number of micro-batches
-        self.autocast: torch.dtype | None = None  # of the forward passes
-        self.sequence_parts = 1  # by sequence parallelism, which sees 1/tp of x
+        self.sequence_parts, self.autocast = sequence_parts, autocast
         self.layout = schedule = make_schedule(self.size, self.size)
         check(schedule)
         require(schedule.num_ranks == self.size, f"a schedule of {schedule.num_ranks} ranks on "
@@ -199,7 +199,7 @@ class PipelineParallel(OneDevice):
         device = next(self.model.parameters()).device
         return torch.autocast(device.type, self.autocast, enabled=enabled)
 
-    # The whole model
+    # The full model
 
     def unshard(self, blocks: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
         """Join the parameters of all stages, on the CPU."""
@@ -247,11 +247,13 @@ class PipelineParallel(OneDevice):
 
 def apply_pipeline_parallel(
     model: nn.Module, group: ProcessGroup, make_schedule: MakeSchedule = one_forward_one_backward,
-    count: Count = count_parameters,
+    count: Count = count_parameters, sequence_parts: int = 1, autocast: torch.dtype | None = None,
 ) -> PipelineParallel:
     """Leave each rank of `group` its stages of `model`, to run as `make_schedule(p, m)` says.
 
     The stages cost about the same, as `count` counts. Every rank starts from rank 0's parameters.
+    Under sequence parallelism this rank sees one of `sequence_parts` of what stages exchange; with
+    `autocast`, forward passes compute in that dtype.
     Raises ConfigError for a schedule that cannot run, and for fewer blocks than stages.
     """
-    return PipelineParallel(model, group, make_schedule, count)
+    return PipelineParallel(model, group, make_schedule, count, sequence_parts, autocast)

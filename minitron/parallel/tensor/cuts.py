@@ -24,7 +24,7 @@ PLAN = {
     "blocks.*.mlp.down": "rows",  # (D, F/tp)
     "head": "columns",  # (V/tp, D)
 }
-"""Which modules are cut, and how; the others every rank holds whole.
+"""Which modules are cut, and how; the others are replicated.
 
 A linear layer computes x A. Cut by columns of A, each rank computes some of the outputs; by rows,
 it reads some of the inputs. PyTorch stores A transposed: weights are (outputs, inputs).

@@ -191,7 +191,7 @@ class TensorParallel(OneDevice):
         for part, (_, grad) in zip(own, partial_sums, strict=True):
             grad.copy_(part)
 
-    # The whole model
+    # The full model
 
     @property
     def sequence_parts(self) -> int:

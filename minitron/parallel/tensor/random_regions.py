@@ -1,6 +1,6 @@
 """Dropout under tensor parallelism: which random numbers ranks share, and which are their own.
 
-What every rank holds whole must be dropped alike on all: the ranks' common generator does that, as
+What all ranks have a copy of must be dropped alike on all: their common generator does that, as
 long as all draw from it equally often. What a rank holds alone, heads or tokens, must be dropped
 unlike the others': for these it draws own numbers, and then returns to the common ones.
 

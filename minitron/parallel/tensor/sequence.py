@@ -7,14 +7,14 @@ an all-gather: put the norm between the two, and the wire carries no byte more.
 Notation: N ranks, `tp` in shapes.
 
 Each rank holds: parameters as in tensor parallelism; of all activations of a block 1/N, but with
-`regather=False` the whole inputs of the cut layers.
+`regather=False` the full inputs of the cut layers.
 
 Communication: per block and micro-batch an all-gather of (B, S/tp, D) before attention and before
 the feed-forward, and a reduce-scatter after each; in the backward pass the same in reverse:
 8 B S D (N-1)/N elements sent and received per rank. As a layer keeps its part of the input alone
 and gathers it again in the backward pass, 2 B S D (N-1)/N more; not with `regather=False`, which
 keeps the whole. Embedding and head are the two halves of one more such pair. Once a step an
-all-reduce of the gradients of what every rank holds whole: norms, biases added to a sum, learned
+all-reduce of the gradients of the replicated parameters: norms, biases added to a sum, learned
 positions. Each rank has seen its tokens alone.
 
 Read in this order: SequenceParallelExchange, apply_sequence_parallel.
@@ -63,7 +63,7 @@ def apply_sequence_parallel(
     """
     parallel = TensorParallel(model, SequenceParallelExchange(group, regather))
     for name, cut in parallel.cuts.items():
-        if cut.count == 1:  # every rank holds it whole, and has used it for its own tokens
+        if cut.count == 1:  # it is replicated: every rank has used it for its own tokens
             parallel.cuts[name] = replace(cut, is_partial=True)
 
     for module in model.modules():

@@ -13,8 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from minitron.comm.collectives import all_reduce, all_reduce_max
-
-IGNORED = -100  # the target of a token that does not count
+from minitron.parallel.one_device import IGNORED
 
 
 class VocabularyParallelEmbedding(nn.Embedding):
