@@ -16,6 +16,7 @@ from math import prod
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from minitron.model.transformer import global_name, global_parameters
 from minitron.parallel.interface import Accumulate, MicroBatches, ParallelModel, SumLoss, Values
@@ -117,14 +118,14 @@ class Grid(OneDevice):
         self.data.fill(also_for_masters)
 
     def full_parameters(self) -> dict[str, Tensor]:
-        return self.unshard(self.data.full_parameters())
+        return self.join_blocks(self.data.full_parameters())
 
     def full_gradients(self) -> dict[str, Tensor | None]:
-        return self.unshard(self.data.full_gradients() | self.masters.full_gradients())
+        return self.join_blocks(self.data.full_gradients() | self.masters.full_gradients())
 
-    def unshard(self, blocks: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    def join_blocks(self, blocks: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
         blocks = {global_name(self.model, name): block for name, block in blocks.items()}
-        return self.pipeline.unshard(self.tensor.unshard(blocks))
+        return self.pipeline.join_blocks(self.tensor.join_blocks(blocks))
 
     def copy_to_parameters(self) -> None:
         self.data.copy_to_parameters()
@@ -132,7 +133,7 @@ class Grid(OneDevice):
 
     # What each axis answers, combined
 
-    def norm_groups(self) -> list:
+    def norm_groups(self) -> list[ProcessGroup]:
         return [group for axis in self.axes for group in axis.norm_groups()]
 
     def num_copies(self, name: str) -> int:

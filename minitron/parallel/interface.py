@@ -27,6 +27,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from minitron.parallel.parts import Part
 
@@ -126,7 +127,9 @@ class ParallelModel(ABC):
         """
 
     @abstractmethod
-    def make_optimizer(self, factory: Callable[[list], torch.optim.Optimizer]):
+    def make_optimizer(
+        self, factory: Callable[[list], torch.optim.Optimizer]
+    ) -> torch.optim.Optimizer:
         """Return `factory(trainable parameters)`, sharded."""
 
     # Without a gradient
@@ -189,7 +192,7 @@ class ParallelModel(ABC):
         """
 
     @abstractmethod
-    def norm_groups(self) -> list:
+    def norm_groups(self) -> list[ProcessGroup]:
         """Return the groups whose ranks hold different gradients: their squares are summed."""
 
     @abstractmethod
@@ -218,7 +221,7 @@ class ParallelModel(ABC):
         """Wrap `value` so that it takes the shape of this rank's block, and returns that block."""
 
     @abstractmethod
-    def unshard(self, blocks: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    def join_blocks(self, blocks: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
         """Join what the ranks of this axis have for their blocks, by global name."""
 
     @abstractmethod

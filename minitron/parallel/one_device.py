@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from minitron.model.transformer import fill, global_parameters
 from minitron.parallel.clipping import clip_pieces
@@ -92,7 +93,9 @@ class OneDevice(ParallelModel):
     def shard(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         return optimizer
 
-    def make_optimizer(self, factory: Callable[[list], torch.optim.Optimizer]):
+    def make_optimizer(
+        self, factory: Callable[[list], torch.optim.Optimizer]
+    ) -> torch.optim.Optimizer:
         trainable = [p for p in self.model.parameters() if p.requires_grad]
         return self.shard(factory([{"params": trainable}]))  # of a stage maybe none
 
@@ -114,11 +117,11 @@ class OneDevice(ParallelModel):
         fill(self.model, self.part_of(value))
 
     def full_parameters(self) -> dict[str, Tensor]:
-        return self.unshard({name: p.detach() for name, p in self.model.named_parameters()})
+        return self.join_blocks({name: p.detach() for name, p in self.model.named_parameters()})
 
     def full_gradients(self) -> dict[str, Tensor | None]:
-        return self.unshard({name: self.optimized(p).grad
-                             for name, p in self.model.named_parameters() if p.requires_grad})
+        return self.join_blocks({name: self.optimized(p).grad
+                                 for name, p in self.model.named_parameters() if p.requires_grad})
 
     def parts(self) -> Iterator[tuple[str, Part]]:
         for name, parameter in global_parameters(self.model):
@@ -145,7 +148,7 @@ class OneDevice(ParallelModel):
     def shared_parameters(self) -> list[nn.Parameter]:
         return []
 
-    def norm_groups(self) -> list:
+    def norm_groups(self) -> list[ProcessGroup]:
         return []
 
     def num_copies(self, name: str) -> int:
@@ -166,7 +169,7 @@ class OneDevice(ParallelModel):
     def part_of(self, value: Values) -> Values:
         return value
 
-    def unshard(self, blocks: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    def join_blocks(self, blocks: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
         return blocks
 
     def predict(self, tokens: Tensor) -> Tensor:

@@ -117,7 +117,7 @@ def dry_run(
     require(0 <= rank < num_gpus, f"rank {rank} of {num_gpus} GPUs", f"use 0 to {num_gpus - 1}")
     with fake_group(num_gpus, rank):
         mesh = lay_out(config.parallel, num_gpus, device)
-        place = {axis: 0 if mesh is None else mesh.rank(axis) for axis in ("pp", "dp", "tp")}
+        place = {axis: mesh.rank(axis) for axis in ("pp", "dp", "tp")}
         with fake_tensors():
             training = Training(config, mesh, device)
             if kernels == "gpu":

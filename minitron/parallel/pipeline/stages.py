@@ -201,7 +201,7 @@ class PipelineParallel(OneDevice):
 
     # The full model
 
-    def unshard(self, blocks: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    def join_blocks(self, blocks: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
         """Join the parameters of all stages, on the CPU."""
         by_stage = gathered_tensors(blocks, self.group)
         return {name: value for stage in reversed(by_stage)  # a tied one is the first stage's

@@ -216,7 +216,7 @@ class TensorParallel(OneDevice):
 
         return part
 
-    def unshard(self, blocks: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    def join_blocks(self, blocks: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
         """Join what each rank has for its parts of the parameters, by name."""
         return {name: self.join(self.cuts[name], block) for name, block in blocks.items()}
 
