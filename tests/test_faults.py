@@ -226,6 +226,32 @@ def test_a_watchdog_that_cannot_write_ends_the_rank_all_the_same(tmp_path):
     assert (done.returncode, done.stdout) == (1, "inside\n")
 
 
+LEFT_BEHIND = """
+import sys, time
+from pathlib import Path
+from minitron.launch.watchdog import Watchdog
+
+class First:
+    def rank(self): return 0
+    def size(self): return 2
+
+folder = Path(sys.argv[1])
+with Watchdog(folder, First(), timeout=1):
+    while not (folder / "rank0.txt").exists():
+        time.sleep(0.01)
+    raise RuntimeError("connection closed by peer")
+"""
+
+
+def test_a_report_that_has_begun_is_finished_although_another_rank_has_left(tmp_path):
+    package = str(Path(train.__file__).parents[1])
+    done = subprocess.run([sys.executable, "-c", LEFT_BEHIND, str(tmp_path / "hang")], timeout=300,
+                          capture_output=True, text=True, env={**os.environ, "PYTHONPATH": package})
+    assert done.returncode == 1
+    assert "no step has ended for 1 s (train.hang_timeout):" in done.stderr
+    assert "rank 1 does not answer" in done.stderr
+
+
 # Numbers that are none
 
 

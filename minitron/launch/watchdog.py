@@ -32,7 +32,7 @@ class Watchdog:
         self.rank, self.size = group.rank(), group.size()
         self.folder, self.timeout = folder, timeout
         self.main_thread = threading.get_ident()
-        self.ended = threading.Event()
+        self.ended, self.is_telling = threading.Event(), False
         self.thread = None
         if group.size() > 1 and timeout > 0:
             self.thread = threading.Thread(target=self.watch, name="watchdog", daemon=True)
@@ -47,6 +47,8 @@ class Watchdog:
 
     def __exit__(self, *exception) -> None:
         self.ended.set()
+        if self.is_telling:  # another rank has left, and what waited for it has raised here
+            self.thread.join()
 
     def beat(self) -> None:
         """Tell that this rank goes on."""
@@ -58,6 +60,7 @@ class Watchdog:
     def watch(self) -> None:
         while not self.ended.wait(min(1.0, self.timeout / 4)):
             if time.monotonic() - self.last > self.timeout:
+                self.is_telling = True
                 # the main thread would not hear of an exception, and the folder may hang as well
                 at_last = threading.Timer(3 * SECONDS_TO_ANSWER, os._exit, (1,))
                 at_last.daemon = True
