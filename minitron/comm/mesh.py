@@ -8,6 +8,7 @@ name the axis that communicates most last. Reference: torch.distributed.device_m
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 import torch.distributed as dist
@@ -72,7 +73,8 @@ def make_mesh(device_type: str, **axes: int) -> Mesh:
     """Lay out all ranks along `axes`, name to size, in the given order.
 
     Each axis has a group of its own, with the description "mesh_dp" and so on, also one that
-    covers all ranks. Raises ConfigError if the sizes do not multiply to the number of ranks.
+    covers all ranks. The same axes give the same mesh again. Raises ConfigError if the sizes do not
+    multiply to the number of ranks.
     """
     world = dist.group.WORLD
     unknown = [axis for axis in axes if axis not in AXES]
@@ -83,12 +85,14 @@ def make_mesh(device_type: str, **axes: int) -> Mesh:
         f"{prod(axes.values())} ranks does not fit {world.size()} processes",
         "change a size, or the number of processes",
     )
+    return new_mesh(world, device_type, tuple(axes.items()))
+
+
+@lru_cache(maxsize=8)  # a group of gloo's has a thread that wakes up every 10 ms, also when idle
+def new_mesh(world: ProcessGroup, device_type: str, axes: tuple[tuple[str, int], ...]) -> Mesh:
+    """Make the mesh, with its groups; every rank of `world` must call it."""
+    names, sizes = zip(*axes, strict=True)
     # Else an axis that covers all ranks would share their group, whose description names no axis.
     backend = dist.get_backend_config(world)
-    device_mesh = init_device_mesh(
-        device_type,
-        tuple(axes.values()),
-        mesh_dim_names=tuple(axes),
-        backend_override=dict.fromkeys(axes, backend),
-    )
-    return Mesh(device_mesh)
+    return Mesh(init_device_mesh(device_type, sizes, mesh_dim_names=names,
+                                 backend_override=dict.fromkeys(names, backend)))
