@@ -181,7 +181,7 @@ class Ranks:
                 return self._error(f"not finished after {most_cpu:g} s of CPU time (the limit)")
             if not something_came and self._have_stalled():
                 return self._error(f"a hang: no rank has moved for {STALL_SECONDS:g} s")
-            if self._silent_looks == round(NOTE_SECONDS / LOOK_SECONDS):
+            if self.orders.watch and self._silent_looks == round(NOTE_SECONDS / LOOK_SECONDS):
                 self._note(f"no call for {NOTE_SECONDS:g} s, waiting on (timeout {timeout:g} s)")
         if self._failed():
             self._hear_the_others()

@@ -80,7 +80,9 @@ class Watchdog:
         texts = {rank: self.file(rank).read_text() if self.file(rank).exists() else
                  "does not answer" for rank in range(self.size)}
         first = min(rank for rank, text in texts.items() if text != "does not answer")
-        if self.rank == first:
+        if self.rank != first:
+            time.sleep(SECONDS_TO_ANSWER)  # whoever leaves ends the job: let the first one tell it
+        else:
             headline = f"minitron: no step has ended for {self.timeout:g} s (train.hang_timeout):"
             print(f"\n{report(headline, texts)}", file=sys.stderr, flush=True)
 

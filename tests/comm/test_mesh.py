@@ -39,6 +39,17 @@ def test_the_ledger_names_the_axis_also_where_it_covers_all_ranks():
         assert calls == [("pp", 0, 0), ("dp", 0, 12), ("world", 0, 12)], rank
 
 
+def again(group):
+    mesh = make_mesh("cpu", dp=2, tp=1)
+    same, other = make_mesh("cpu", dp=2, tp=1), make_mesh("cpu", tp=1, dp=2)
+    return same.group("dp") is mesh.group("dp"), list(same.axes), list(other.axes)
+
+
+def test_the_same_axes_give_the_same_groups():
+    for reused, axes, others in run(again, 2):
+        assert reused and axes == ["dp", "tp"] and others == ["tp", "dp"]
+
+
 def wrong_meshes(group):
     messages = []
     for axes in ({"dp": 2, "tp": 2}, {"data": 2}):

@@ -231,7 +231,7 @@ def test_equal_stages_are_run_once_and_are_equal(changes, num_equal):
     """As if each had been run: bytes by category, messages, FLOPs."""
     m = changes.pop("m", 8)
     parallel = ParallelConfig(pp=4, **changes)
-    model = ModelConfig("gpt", 64, 32, num_layers=16, width=64, ffn_width=256)
+    model = ModelConfig("gpt", 64, 32, num_layers=8, width=64, ffn_width=256)
     whole = Config(model, DataConfig(sequence_length=32),
                    TrainConfig(global_batch_size=2 * m, micro_batch_size=1), parallel)
     found = list(dry_runs(whole, 8, range(0, 8, 2)))
