@@ -39,9 +39,8 @@ from minitron.launch.descendants import (
 from minitron.launch.process import share_cores
 from minitron.measure.ledger import Call, Ledger
 
-# Asks for the stack: the main thread, whose native sleep or read this would end too early, or the
-# thread that listens to the parent, whatever the main thread does. Windows has neither.
-ASK, ASIDE = (getattr(signal, name, None) for name in ("SIGUSR1", "SIGUSR2"))
+WHERE = b"where"  # the parent asks for the stack: through the pipe, or by a signal
+ASK = getattr(signal, "SIGUSR1", None)  # Windows has none
 LENGTH_BYTES = 4  # before each announced call: its length
 NO_LIMIT = timedelta(days=1)  # the parent watches over time; gloo must not give up before it
 
@@ -104,14 +103,13 @@ def rank_main(rank: int, orders: Orders, pipe: Connection) -> None:
     share_cores()
     end_with_server()
     adopt_descendants()
-    if ASIDE is not None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {ASIDE})  # also in threads that start later
-    may_leave = threading.Event()
-    threading.Thread(target=_obey_parent, args=(pipe, may_leave), daemon=True).start()
-
+    if ASK is not None:  # in the main thread it would end a native sleep or read too early
+        signal.pthread_sigmask(signal.SIG_BLOCK, {ASK})  # also in threads that start later
     redirect_prints(output_file(orders.folder, rank))
     stack = open(stack_file(orders.folder, rank), "w")
     answer_with_stack(stack)
+    may_leave = threading.Event()
+    threading.Thread(target=_obey_parent, args=(pipe, stack, may_leave), daemon=True).start()
     mailbox = Mailbox(pipe, calls_file(orders.folder, rank))
     mailbox.send(Started())
 
@@ -124,9 +122,9 @@ def rank_main(rank: int, orders: Orders, pipe: Connection) -> None:
 
 
 def answer_with_stack(stack: TextIO) -> None:
-    """Write this process's stack to a file whenever a signal asks for it, even from within gloo."""
-    for asking in (ASK, ASIDE) if ASK is not None else ():
-        faulthandler.register(asking, stack)
+    """Write this process's stack to a file whenever a signal asks for it, whoever has the lock."""
+    if ASK is not None:
+        faulthandler.register(ASK, stack)
 
 
 def outcome_of(rank: int, orders: Orders, mailbox: "Mailbox") -> Returned | Failure:
@@ -200,11 +198,12 @@ class Mailbox:
             self._calls.write(len(data).to_bytes(LENGTH_BYTES) + data)
 
 
-def _obey_parent(pipe: Connection, may_leave: threading.Event) -> None:
-    if ASIDE is not None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {ASIDE})
+def _obey_parent(pipe: Connection, stack: TextIO, may_leave: threading.Event) -> None:
+    if ASK is not None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {ASK})
     try:
-        pipe.recv_bytes()
+        while pipe.recv_bytes() == WHERE:
+            faulthandler.dump_traceback(stack)  # with Python's lock, so that no frame changes
         may_leave.set()
     except (EOFError, OSError):  # the parent is gone, even by kill -9
         outlive_server()

@@ -3,8 +3,9 @@
     ranks 0, 1 and 3 wait in all_reduce #0 (16 B, axis world), cell line 4: dist.all_reduce(x)
     rank 2 has finished
 
-A rank that hangs is asked for its stack by a signal, which Python's faulthandler answers even while
-the rank is within gloo. Windows has no such signal; there the last announced call must do.
+A rank that hangs is asked for its stack through its pipe, where a thread of its own answers, also
+while the rank is within gloo. One that keeps Python's lock is asked by a signal, which Python's
+faulthandler answers; Windows has no such signal, and there the last announced call must do.
 """
 
 import linecache
@@ -13,12 +14,15 @@ import re
 import signal
 import sysconfig
 import time
+from collections.abc import Mapping
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import MappingProxyType
 
-import psutil
 import torch
 
-from minitron.launch.rank_process import ASIDE, ASK, Failure, Frame, strip_launcher
+from minitron.launch.rank_process import ASK, WHERE, Failure, Frame, strip_launcher
 
 PACKAGE = Path(__file__).parents[1]
 LEDGER = str(PACKAGE / "measure" / "ledger.py")
@@ -145,34 +149,32 @@ def killed(exit_code: int | None) -> Failure:
     return Failure(f"exited with code {exit_code} before it returned")
 
 
-def read_stacks(files: dict[int, Path]) -> dict[int, list[Frame]]:
-    """Ask processes, given as {pid: file of its faulthandler}, for their stacks."""
-    if ASK is None:
-        return {pid: [] for pid in files}
+def read_stacks(
+    files: dict[int, Path], pipes: Mapping[int, Connection] = MappingProxyType({})
+) -> dict[int, list[Frame]]:
+    """Ask processes, given as {pid: file of its faulthandler}, for their stacks.
 
-    before = {pid: file.stat().st_size for pid, file in files.items()}
-    for pid in files:
-        try:
-            os.kill(pid, asking_signal(pid))
-        except (ProcessLookupError, psutil.NoSuchProcess):
-            pass  # it has ended meanwhile
-    deadline = time.monotonic() + SECONDS_FOR_STACKS
-    while time.monotonic() < deadline:
-        time.sleep(0.02)  # also lets the last one finish writing
-        if all(file.stat().st_size > before[pid] for pid, file in files.items()):
-            break
-    return {pid: parse_stack(file.read_text()[before[pid]:]) for pid, file in files.items()}
-
-
-def asking_signal(pid: int) -> signal.Signals:
-    """Return the signal that asks a rank for its stack.
-
-    In the main thread it would end a native sleep early, as if the time were over: so another
-    thread is interrupted where the main one sleeps. Where that runs, its own frames would change
-    while another thread reads them.
+    Those that do not answer through their pipes are asked by a signal. That is the second choice:
+    whoever answers reads the frames of a main thread that may be changing them.
     """
-    sleeps = psutil.Process(pid).status() in (psutil.STATUS_SLEEPING, psutil.STATUS_DISK_SLEEP)
-    return ASIDE if sleeps else ASK
+    before = {pid: file.stat().st_size for pid, file in files.items()}
+
+    def silent_after(seconds: float) -> list[int]:
+        deadline = time.monotonic() + seconds
+        while True:
+            time.sleep(0.02)  # also lets the last one finish writing
+            silent = [pid for pid, file in files.items() if file.stat().st_size == before[pid]]
+            if not silent or time.monotonic() > deadline:
+                return silent
+
+    for pipe in pipes.values():
+        with suppress(OSError):  # it has ended meanwhile
+            pipe.send_bytes(WHERE)
+    for pid in silent_after(SECONDS_FOR_STACKS if pipes else 0.0) if ASK is not None else ():
+        with suppress(ProcessLookupError):
+            os.kill(pid, ASK)
+    silent_after(SECONDS_FOR_STACKS)
+    return {pid: parse_stack(file.read_text()[before[pid]:]) for pid, file in files.items()}
 
 
 def parse_stack(text: str) -> list[Frame]:

@@ -256,9 +256,9 @@ class Ranks:
 
     def _stacks(self) -> list:
         """The running ranks, each with its frames."""
-        files = {rank.process.pid: stack_file(self.orders.folder, rank.number)
-                 for rank in self._running() if rank.has_started}
-        stacks = read_stacks(files)
+        asked = [rank for rank in self._running() if rank.has_started]
+        files = {r.process.pid: stack_file(self.orders.folder, r.number) for r in asked}
+        stacks = read_stacks(files, {r.process.pid: r.pipe for r in asked})
         return [(rank, stacks.get(rank.process.pid, [])) for rank in self._running()]
 
     def _note(self, headline: str) -> None:

@@ -366,6 +366,19 @@ def test_an_endless_loop():
     assert waiting.startswith("  rank 1 waits in barrier #0")
 
 
+def test_a_rank_that_can_answer_is_asked_without_a_signal(impatient, monkeypatch):
+    """Whoever answers a signal reads frames that the main thread may be changing: a crash."""
+    def loop_or_wait(group):
+        while group.rank() == 0:
+            time.sleep(1e-5)
+        dist.barrier(group=group)
+
+    monkeypatch.setattr("minitron.launch.rank_report.ASK", None)
+    _, sleeping, waiting = str(fails(loop_or_wait, 2, timeout=3)).split("\n")
+    assert sleeping.endswith((": time.sleep(1e-5)", ": while group.rank() == 0:"))
+    assert waiting.startswith("  rank 1 waits in barrier #0") and waiting.endswith("(group=group)")
+
+
 @pytest.mark.parametrize("library", ["CDLL", "PyDLL"])  # the second keeps Python's lock
 def test_looking_at_a_rank_does_not_wake_it(impatient, library):
     """C's sleep ends early when a signal comes, and would be taken for over."""
