@@ -6,7 +6,7 @@ BIN := $(or $(if $(ACTIVE),$(shell "$(ACTIVE)/bin/python" tools/environment.py))
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train quick test lab exercises chapters slides lint grid benchmark clean
+.PHONY: help setup train quick test lab exercises chapters slides lint grid benchmark gpu clean
 
 help: ## Show this help
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -41,9 +41,10 @@ test: setup ## Run every test, the chapters included
 	$(PYTEST)
 
 # The folder of settings keeps JupyterLab from asking about its news.
-lab: setup ## Open the chapters in JupyterLab
+lab: setup ## Open the chapters in JupyterLab, as copies of your own in my_chapters/
+	$(BIN)/python tools/my_chapters.py
 	JUPYTER_CONFIG_PATH="$(CURDIR)/tools/jupyter$${JUPYTER_CONFIG_PATH:+:$$JUPYTER_CONFIG_PATH}" \
-		$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/chapters/ch01_single_gpu.ipynb
+		$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/my_chapters/ch01_single_gpu.ipynb
 
 exercises: setup ## (maintainers) Write exercises/ from solutions/
 	$(BIN)/python tools/build_exercises.py
@@ -70,6 +71,10 @@ benchmark: setup ## Compare with transformers and PyTorch's own, each in one run
 	$(BIN)/python benchmarks/precision.py
 	$(BIN)/python benchmarks/dryrun.py
 	$(BIN)/python benchmarks/estimate.py
+
+# With the environment if it has been made, else with the python3 that has torch with CUDA: no pip.
+gpu: ## Measure everything on the GPU of this machine, in under 9 minutes: benchmarks/results/gpu/
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py
 
 clean: ## Remove the environment and what runs have made (data/, runs/)
 	rm -rf .venv data runs .minitron slides/build slides/node_modules

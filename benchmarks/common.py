@@ -45,10 +45,15 @@ def read_options(
                         help="a tiny model: that everything runs, nothing of its speed")
     options = parser.parse_args()
     if options.small:
-        config, *data = sizes["cpu"]
-        tiny = replace(config, vocab_size=256, num_layers=4, width=64, ffn_width=128)
-        sizes["cpu"] = tiny, *data
+        shrink(sizes)
     return options
+
+
+def shrink(sizes: dict[str, tuple]) -> None:
+    """Replace the CPU's model by a tiny one."""
+    config, *data = sizes["cpu"]
+    tiny = replace(config, vocab_size=256, num_layers=4, width=64, ffn_width=128)
+    sizes["cpu"] = tiny, *data
 
 
 def have_gpus() -> bool:
@@ -198,8 +203,18 @@ class Result:
     """Bytes, of the rank with the most."""
     sent: float
     """Bytes, the mean over the ranks."""
-    ratios: str
-    """Three cells of a table: the rival, and time and peak over the rival's."""
+    rival: str = ""
+    """The side that this one is compared with, if it is ours."""
+    time_ratio: float = math.nan
+    """Median over the rounds of this side's time over the rival's."""
+    peak_ratio: float = math.nan
+
+    @property
+    def cells(self) -> str:
+        """Three cells of a table: the rival, and time and peak over the rival's."""
+        if not self.rival:
+            return "| | "
+        return f"{self.rival} | {self.time_ratio:.2f} | {self.peak_ratio:.2f}"
 
 
 def contest(
@@ -216,14 +231,15 @@ def contest(
 
     results = {}
     for side in sides:
-        ratios = "| | "
+        sent = statistics.mean(rank[1] for rank in counts[side])
+        result = Result(statistics.median(seconds[side]), peaks[side], sent)
         if side in rivals:
             rival = rivals[side]
             times = zip(seconds[side], seconds[rival], strict=True)
             ratio = statistics.median(ours / theirs for ours, theirs in times)
-            ratios = f"{rival} | {ratio:.2f} | {peaks[side] / peaks[rival]:.2f}"
-        sent = statistics.mean(rank[1] for rank in counts[side])
-        results[side] = Result(statistics.median(seconds[side]), peaks[side], sent, ratios)
+            result = replace(result, rival=rival, time_ratio=ratio,
+                             peak_ratio=peaks[side] / peaks[rival])
+        results[side] = result
     return results
 
 
@@ -233,7 +249,7 @@ def compare(
     """One row per side; ratios are ours over theirs, bytes sent also in units of `unit`."""
     return [
         f"| {num_ranks} | {side} | {1e3 * result.seconds:.1f} | {result.peak / 1e6:.1f} "
-        f"| {result.sent / 1e6:.2f} | {result.sent / unit:.2f} | {result.ratios} |"
+        f"| {result.sent / 1e6:.2f} | {result.sent / unit:.2f} | {result.cells} |"
         for side, result in contest(make_step, rivals, num_ranks, rounds).items()
     ]
 

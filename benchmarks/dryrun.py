@@ -45,16 +45,16 @@ LAYOUTS = {  # precision, recomputation, axes
     "fp32": ("fp32", "none", {}),
     "autocast": ("bf16-autocast", "none", {}),
     "masters, recomputed": ("bf16-fp32-grads", "full", {}),
-    "ZeRO 1": ("bf16", "none", {"zero": 1}),
-    "ZeRO 2": ("bf16", "none", {"zero": 2}),
-    "ZeRO 3": ("bf16", "full", {"zero": 3}),
+    "ZeRO-1": ("bf16", "none", {"zero": 1}),
+    "ZeRO-2": ("bf16", "none", {"zero": 2}),
+    "ZeRO-3": ("bf16", "full", {"zero": 3}),
     "tensor": ("bf16", "none", {"tp": 2}),
     "sequence": ("bf16", "none", {"tp": 2, "sequence": True}),
     "1F1B": ("bf16-fp32-grads", "none", {"pp": 2}),
     "interleaved": ("bf16", "full", {"pp": 2, "schedule": "interleaved", "chunks": 2}),
     "all axes": ("bf16-fp32-grads", "full", {"tp": 2, "sequence": True, "pp": 2, "zero": 1}),
 }
-FEW = ("fp32", "ZeRO 3", "sequence", "1F1B")  # with --small
+FEW = ("fp32", "ZeRO-3", "sequence", "1F1B")  # with --small
 SEQUENCES = 8  # a step, of all ranks
 
 TRILLION = Config(

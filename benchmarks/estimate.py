@@ -153,7 +153,7 @@ def steps(rows: list[Row]) -> list[str]:
 
 
 def sharded() -> list[str]:
-    """ZeRO 3 as it ran, and as if a block's weights traveled while another one computed."""
+    """ZeRO-3 as it ran, and as if a block's weights traveled while another one computed."""
     lines = ["| row | published | as DeepSpeed | error | hidden | error |",
              "|---|---:|---:|---:|---:|---:|"]
     for row, hidden in zip(sharded_rows(), sharded_rows(MEGATRON), strict=True):
@@ -237,11 +237,11 @@ Inputs, by source: which attention, which kernels are fused, how stages are divi
 (`minitron/plan/hardware.csv`); EFA's, from the playbook: {network}.
 
 Of nanotron's rows about one in five takes twice as long as the estimate or longer, and no formula
-says why. ZeRO 0 over several nodes with a pipeline takes up to 40 times as long as the same with
-ZeRO 1; runs near 80 GB allocate again and again; one layout, measured twice, took 19 and 89 s. They
+says why. ZeRO-0 over several nodes with a pipeline takes up to 40 times as long as the same with
+ZeRO-1; runs near 80 GB allocate again and again; one layout, measured twice, took 19 and 89 s. They
 count in the median, but an error above 30 % pulls at no constant.
 
-## ZeRO 3 (Narayanan et al. 2021, table 2)
+## ZeRO-3 (Narayanan et al. 2021, table 2)
 {sharded}
 
 DeepSpeed's stage 3 of 2021 gathers each matrix on its own, when it is needed, and waits (with

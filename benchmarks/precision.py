@@ -152,7 +152,7 @@ def table(num_ranks: int, rounds: int, device: torch.device) -> list[str]:
         rows.append(
             f"| {num_ranks} | {side} | {products} | {1e3 * result.seconds:.1f} "
             f"| {num_tokens / result.seconds:,.0f} | {precision.cost.total} "
-            f"| {result.peak / 1e6:.1f} | {result.sent / 1e6:.2f} | {result.ratios} |"
+            f"| {result.peak / 1e6:.1f} | {result.sent / 1e6:.2f} | {result.cells} |"
         )
     return rows
 

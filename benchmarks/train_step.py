@@ -15,13 +15,13 @@ import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-import transformers
 from common import race
-from torch import Tensor
+from torch import Tensor, nn
 
 from minitron import cost
 from minitron.config import ModelConfig, TrainConfig
@@ -29,6 +29,7 @@ from minitron.measure.clock import Clock, peak_flops
 from minitron.model.transformer import Transformer, initialize
 from minitron.precision import low_precision
 from minitron.step import make_optimizer, train_step
+from teaching.lab.gpu_models import STEPS
 
 Step = Callable[[Tensor, Tensor], object]
 
@@ -37,50 +38,41 @@ SIZES = {  # family -> (model, sequences per step, S)
         "gpt": (ModelConfig("gpt", 4096, 256, 4, 256, 4, 4, 1024), 8, 256),
         "llama": (ModelConfig("llama", 4096, 256, 4, 256, 4, 2, 768), 8, 256),
     },
-    "cuda": {
-        "gpt": (ModelConfig("gpt", 50304, 1024, 12, 768, 12, 12, 3072), 32, 1024),
-        "llama": (  # 1.3 billion parameters
-            ModelConfig("llama", 32000, 2048, 24, 2048, 16, 16, 5632, tied_embedding=False), 8, 2048
-        ),
-    },
+    "cuda": {"gpt": STEPS["GPT-2 124M"], "llama": STEPS["Llama 1.3B"]},
 }
 
 
-def our_step(config: ModelConfig, device: torch.device, compiled: bool) -> Step:
-    model = Transformer(config).to(device)
-    initialize(model, seed=0)
-    optimizer = make_optimizer(model, TrainConfig(), device)
+def our_step(model: Transformer, device: torch.device, optimizer=None, compiled=False) -> Step:
     forward = low_precision(model, device) if device.type == "cuda" else model
     if compiled:
         forward = torch.compile(forward)
+    optimizer = optimizer or make_optimizer(model, TrainConfig(), device)
     return lambda inputs, targets: train_step(forward, optimizer, [(inputs, targets)], 1e-4, 1.0)
 
 
-def plain_step(config: ModelConfig, device: torch.device, compiled: bool) -> Step:
-    model = Transformer(config).to(device)
-    initialize(model, seed=0)
-
+def plain_step(model: Transformer, device: torch.device, optimizer=None, compiled=False) -> Step:
     def loss_of(inputs: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             logits = model(inputs)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
-    return loop(torch.compile(loss_of) if compiled else loss_of, model, device)
+    loss_of = torch.compile(loss_of) if compiled else loss_of
+    return loop(loss_of, model, optimizer or make_optimizer(model, TrainConfig(), device))
 
 
-def their_step(config: ModelConfig, device: torch.device, compiled: bool) -> Step:
-    model = their_model(config).to(device)
-
+def their_step(model: nn.Module, device: torch.device, optimizer=None, compiled=False) -> Step:
     def loss_of(inputs: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             return model(inputs, shift_labels=targets, labels=targets, use_cache=False).loss
 
-    return loop(torch.compile(loss_of) if compiled else loss_of, model, device)
+    loss_of = torch.compile(loss_of) if compiled else loss_of
+    return loop(loss_of, model, optimizer or make_optimizer(model, TrainConfig(), device))
 
 
-def loop(loss_of: Callable[[Tensor, Tensor], Tensor], model, device: torch.device) -> Step:
+def loop(
+    loss_of: Callable[[Tensor, Tensor], Tensor], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Step:
     """What everybody writes."""
-    optimizer = make_optimizer(model, TrainConfig(), device)
 
     def step(inputs: Tensor, targets: Tensor) -> None:
         optimizer.zero_grad()
@@ -91,7 +83,15 @@ def loop(loss_of: Callable[[Tensor, Tensor], Tensor], model, device: torch.devic
     return step
 
 
-def their_model(config: ModelConfig):
+def our_model(config: ModelConfig) -> Transformer:
+    model = Transformer(config)
+    initialize(model, seed=0)
+    return model
+
+
+def their_model(config: ModelConfig) -> nn.Module:
+    import transformers  # here: on_gpu/mfu.py runs where it is not installed
+
     if config.family == "gpt":
         return transformers.GPT2LMHeadModel(transformers.GPT2Config(
             vocab_size=config.vocab_size, n_positions=config.max_sequence_length,
@@ -122,7 +122,7 @@ def main() -> None:
     peak = peak_flops(device, dtype)
     lines = [
         f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}, {dtype}; `{' '.join(['python', *sys.argv])}`",
+        f"transformers {version('transformers')}, {dtype}; `{' '.join(['python', *sys.argv])}`",
         "",
         "| model | parameters | compile | ours, tokens/s | plain, tokens/s "
         "| transformers, tokens/s | ours / plain | ours / transformers | our MFU |",
@@ -143,7 +143,9 @@ def compare(family, config, batch_size, S, device, compiled, rounds, peak) -> st
     torch.manual_seed(0)
     tokens = torch.randint(0, config.vocab_size, (batch_size, S + 1), device=device)
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    steps = [build(config, device, compiled) for build in (our_step, plain_step, their_step)]
+    models = {our_step: our_model, plain_step: our_model, their_step: their_model}
+    steps = [build(model(config).to(device), device, compiled=compiled)
+             for build, model in models.items()]
     sides = race([partial(step, *batch) for step in steps], device, rounds, warm_up=3)
 
     plain, theirs = (statistics.median(b / a for a, b in zip(sides[0], other, strict=True))

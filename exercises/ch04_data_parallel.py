@@ -1,12 +1,13 @@
-"""Exercises of chapter 4: data parallelism. Every rank has the whole model and its own data.
+"""Exercises of chapter 4: data parallelism. Every rank holds the full model and has its own data.
 
-Write a body, save, and ask `minitron check 4.1`, or check("4.1") in a notebook. Stuck:
-`minitron hint 4.1`, three levels. Start again: `minitron reset 4.1`. The exercises do not build on
-one another; take them in any order.
+Write the body, save, and run `minitron check 4.1` in a terminal or check("4.1") in a notebook. If
+you are stuck, `minitron hint 4.1` gives hints in three steps; `minitron reset 4.1` restores the
+original. The exercises do not build on each other, so you can take them in any order.
 
-Every rank runs your code. `group` is the group of the ranks: group.rank(), group.size(), and
-group=group in every call of torch.distributed, for it need not be the group of all ranks there
-are. Allowed is dist.all_reduce alone, which adds up.
+Every rank runs your code. `group` is the process group of the ranks: use group.rank() and
+group.size(), and pass group=group to every call of torch.distributed, because there may be other
+ranks that are not in this group. The only collective you may use is dist.all_reduce, which
+computes a sum.
 """
 
 from collections.abc import Iterator
@@ -21,11 +22,11 @@ from minitron.parallel.one_device import OneDevice
 
 
 class Given(OneDevice):
-    """What 4.3 and 4.4 start from: equal weights, a switch, and a mean for the training loop.
+    """What 4.3 and 4.4 start from: equal weights, no_sync(), and a mean for the training loop.
 
-    What else the training loop asks is answered as on one device, which has the whole model too.
-    The package's classes accept a parameter without a gradient only with find_unused_parameters.
-    Yours always accept one, so you can ignore the argument.
+    Everything else the training loop needs is inherited from training on one device, because a
+    rank holds the full model too. The package's classes accept a parameter without a gradient
+    only with find_unused_parameters; yours always accept one, so you can ignore the argument.
     """
 
     def __init__(
@@ -40,13 +41,13 @@ class Given(OneDevice):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Say that the gradients of this micro-batch are not the last of the step."""
+        """Inside it, backward passes only accumulate: more micro-batches of the step follow."""
         self.synchronizes = False
         yield
         self.synchronizes = True
 
     def mean(self, tensor: Tensor) -> Tensor:
-        """The mean of a small tensor, a loss say, over the ranks."""
+        """The mean of a small tensor, such as the loss, over the ranks."""
         total = tensor.detach().clone()
         dist.all_reduce(total, group=self.group)
         return total / self.group.size()
@@ -55,18 +56,17 @@ class Given(OneDevice):
 # Exercise 4.1 | Naive averaging | 15 min | difficulty 1 | replaces minitron.parallel.data.ddp
 # Train with yours on 2 ranks: apply_naive_data_parallel for apply_bucketed_data_parallel
 def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """After the backward pass, make every gradient its mean over the ranks.
+    """Replace every gradient by its mean over the ranks; called after the backward pass.
 
-    The ranks hold equal weights, and each has run backward() on the mean loss of its own rows, as
-    many as any other's. Afterwards .grad is on every rank what one process would have computed
-    from all the rows. Weights do not change.
+    All ranks hold the same weights, and each has run backward() on the mean loss of its own rows;
+    all have the same number of rows. Afterwards .grad is, on every rank, what one process would
+    have computed from all the rows. Weights do not change.
 
-    A frozen parameter has no gradient, and takes no part. A parameter that requires a gradient may
-    have none (.grad is None) on some ranks, whose rows did not use it: there it counts as zeros.
-    A tied weight is one parameter. Each rank sends each gradient once: one all-reduce per
-    parameter, or fewer.
+    Leave frozen parameters out. A parameter that requires a gradient may have .grad = None on some
+    ranks, because their rows did not use it; count it as zeros there. A tied weight is one
+    parameter. Send each gradient once: at most one all-reduce per parameter.
 
-    Shapes: .grad has its parameter's shape, () included; all have one dtype.
+    Shapes: .grad has the shape of its parameter, which may be (); all have the same dtype.
 
     Example: on 2 ranks .grad of w is [1, 2] on rank 0 and [3, 6] on rank 1; both end with [2, 4].
     If rank 1 has None, both end with [0.5, 1].
@@ -77,14 +77,14 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
 # Exercise 4.2 | Fill the buckets | 10 min | difficulty 1 | replaces minitron.parallel.data.buckets
 # Train with yours on 2 ranks
 def assign_buckets(sizes: list[int], bucket_bytes: int) -> list[list[int]]:
-    """Share out the gradients among buckets, in the order in which backward() finishes them.
+    """Assign the gradients to buckets, in the order in which backward() completes them.
 
-    sizes[i] is the size of gradient i in bytes; 0 is the parameter that the model registered
-    first, so its gradient comes last. Start with the last one. A gradient joins the current
-    bucket if the bucket then holds bucket_bytes or less, else it starts the next one: a bucket
-    that was left is never filled up later. A gradient larger than bucket_bytes has a bucket to
-    itself. Every index is in one bucket, no bucket is empty, and each lists its indices in the
-    order in which they joined.
+    sizes[i] is the size of gradient i in bytes. Index 0 is the parameter that the model registered
+    first, so its gradient is completed last: start with the last index. A gradient joins the
+    current bucket if the bucket then holds at most bucket_bytes; otherwise it starts a new one,
+    and nothing is added to an earlier bucket later. A gradient larger than bucket_bytes gets a
+    bucket of its own. Every index is in exactly one bucket, no bucket is empty, and each bucket
+    lists its indices in the order in which they joined.
 
     Example: sizes [40, 10, 20, 30] with bucket_bytes = 50 give [[3, 2], [1, 0]]: 30 + 20, then
     10 + 40. With 45 they give [[3], [2, 1], [0]]. On 2 ranks each bucket is one all-reduce.
@@ -104,15 +104,15 @@ class HookedDataParallel(Given):
         parallel.finish()
         optimizer.step(); optimizer.zero_grad()
 
-    When backward() has completed a parameter's .grad, its all-reduce is issued at once, with
-    async_op=True, and nobody waits for it before finish(). After finish(), .grad is on every rank
-    the mean over the ranks of what each has accumulated, and nothing else of the step is held.
+    As soon as backward() has completed a parameter's .grad, start its all-reduce with
+    async_op=True; do not wait for it before finish(). After finish(), .grad is, on every rank, the
+    mean of what the ranks have accumulated, and nothing else is kept from the step.
 
-    One all-reduce per step and parameter that has got a gradient, in the shape of .grad. Under
-    no_sync(), where self.synchronizes is False, there is none; gradients add up in .grad as they
-    would without this class. Frozen parameters take no part. A parameter that no rank uses keeps
-    .grad = None. A tied weight is one parameter; PyTorch calls its hook once, when both of its
-    places have added to .grad.
+    There is one all-reduce per step for each parameter that has a gradient, in the shape of .grad.
+    Under no_sync(), while self.synchronizes is False, there is none, and gradients accumulate in
+    .grad as they would without this class. Leave frozen parameters out. A parameter that no rank
+    uses keeps .grad = None. A tied weight is one parameter; PyTorch calls its hook once, after
+    both uses have added to .grad.
 
     Example: on 2 ranks a model has layers 0 and 1. backward() completes layer 1's gradient: its
     all-reduce starts. While it runs, backward() computes layer 0's, whose all-reduce starts too.
@@ -126,7 +126,7 @@ class HookedDataParallel(Given):
         raise NotImplementedError("Exercise 4.3 - Overlap by hooks.  Hint: minitron hint 4.3")
 
     def reduce(self, parameter: nn.Parameter) -> None:
-        """Issue the all-reduce of `parameter`, whose .grad has just been completed."""
+        """Start the all-reduce of `parameter`, whose .grad has just been completed."""
         raise NotImplementedError("Exercise 4.3 - Overlap by hooks.  Hint: minitron hint 4.3")
 
     def finish(self) -> None:
@@ -137,21 +137,22 @@ class HookedDataParallel(Given):
 # Exercise 4.4 | Buckets | 30 min | difficulty 3 | replaces minitron.parallel.data.ddp
 # Train with yours on 2 ranks
 class BucketedDataParallel(Given):
-    """As 4.3, but the gradients travel in buckets: few large messages instead of many small ones.
+    """Like 4.3, but in buckets: a few large messages instead of many small ones.
 
-    self.buckets lists the parameters that require a gradient, bucket by bucket, those whose
-    gradients come first in the first. A bucket is sent as one all-reduce of one flat tensor: its
-    gradients end to end, in the bucket's order. It is sent during the backward pass, when its last
-    gradient is complete and the bucket before it has been sent: never out of order, because the
-    ranks need not complete their gradients in the same order, but must send the same buckets.
-    Nobody waits before finish(); finish() first sends what was not sent. A parameter without a
-    gradient on this rank counts as zeros.
+    self.buckets lists the parameters that require a gradient, bucket by bucket, beginning with
+    those whose gradients are completed first. A bucket is sent as one all-reduce of one flat
+    tensor, which holds its gradients one after the other in the bucket's order. Send it during the
+    backward pass, as soon as all of its gradients are complete and the previous bucket has been
+    sent. Keep to this order: ranks may complete their gradients in different orders, but must send
+    the same buckets together. Do not wait before finish(), which first sends the buckets that have
+    not been sent. A parameter without a gradient on this rank counts as zeros.
 
-    Every step outside no_sync() sends every bucket once, with all that has accumulated. After
-    finish(), .grad is the mean on every rank (zeros or None if no rank had one), and nothing of
-    the gradients' size is held beside .grad: a flat tensor is gone, or .grad are views of it.
+    Every step outside no_sync() sends every bucket once, with everything that has accumulated.
+    After finish(), .grad is the mean on every rank (zeros or None if no rank had one), and nothing
+    as large as the gradients is kept besides .grad: either free the flat tensors, or let each
+    .grad be a view into one.
 
-    Shapes: .grad as the parameter, () included; all have one dtype.
+    Shapes: .grad has the shape of its parameter, which may be (); all have the same dtype.
 
     Example: on 2 ranks, bucket 0 holds b (2 values) and a (1 value). Rank 0 has the gradients
     b = [2, 4], a = [6], rank 1 has b = [4, 8], a = None. One all-reduce sums [2, 4, 6] and
@@ -170,13 +171,13 @@ class BucketedDataParallel(Given):
         raise NotImplementedError("Exercise 4.4 - Buckets.  Hint: minitron hint 4.4")
 
     def collect(self, parameter: nn.Parameter) -> None:
-        """Send what can be sent, now that the .grad of `parameter` is complete."""
+        """Send the buckets that can be sent, now that the .grad of `parameter` is complete."""
         raise NotImplementedError("Exercise 4.4 - Buckets.  Hint: minitron hint 4.4")
 
     def send(self, index: int) -> dist.Work:
-        """Issue the all-reduce of self.buckets[index]."""
+        """Start the all-reduce of self.buckets[index]."""
         raise NotImplementedError("Exercise 4.4 - Buckets.  Hint: minitron hint 4.4")
 
     def finish(self) -> None:
-        """Send the buckets that were not sent, wait for all, leave the mean in .grad."""
+        """Send the remaining buckets, wait for all of them, and leave the mean in .grad."""
         raise NotImplementedError("Exercise 4.4 - Buckets.  Hint: minitron hint 4.4")

@@ -1,15 +1,15 @@
 """Exercises of chapter 5: the ring all-reduce, built from messages between neighbors.
 
-Write a body, save, and ask `minitron check 5.1`, or check("5.1") in a notebook. Stuck:
-`minitron hint 5.1`, three levels. Start again: `minitron reset 5.1`. The exercises do not build on
-one another; take them in any order.
+Write the body, save, and run `minitron check 5.1` in a terminal or check("5.1") in a notebook. If
+you are stuck, `minitron hint 5.1` gives hints in three steps; `minitron reset 5.1` restores the
+original. The exercises do not build on each other, so you can take them in any order.
 
-In 5.1 and 5.2 every rank runs your code. `group` is the group of the ranks: group.rank(),
-group.size(). Allowed are messages alone, between ranks numbered in the group:
+In 5.1 and 5.2 every rank runs your code. `group` is the process group of the ranks: group.rank(),
+group.size(). Use only messages between ranks of the group:
 
-    dist.send(tensor, group=group, group_dst=rank)     returns when the tensor has been taken
-    dist.recv(tensor, group=group, group_src=rank)     returns when it is filled
-    work = dist.isend(...); work = dist.irecv(...)     start, and return at once; then work.wait()
+    dist.send(tensor, group=group, group_dst=rank)    returns when the receiver has taken the tensor
+    dist.recv(tensor, group=group, group_src=rank)    returns when the tensor is filled
+    work = dist.isend(...); work = dist.irecv(...)    return immediately; call work.wait() later
 """
 
 import math
@@ -25,15 +25,15 @@ from minitron.cost import Link, Volume
 def reduce_scatter_ring(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum `flat` over the ranks; rank r ends with chunk r of the sum, and returns it.
 
-    flat is (n,), of one length and dtype on all ranks. Of N ranks each has a chunk, as
-    flat.tensor_split(N) cuts them, views of flat: lengths differ by one at most, and with fewer
-    values than ranks some are empty. Chunk r of flat holds its sum afterwards, and that view is
-    what you return. What the other chunks hold then does not matter.
+    flat is (n,), with the same length and dtype on all N ranks. flat.tensor_split(N) divides it
+    into one chunk per rank. The chunks are views of flat; their lengths differ by at most one, and
+    if there are fewer values than ranks, some are empty. Afterwards chunk r of flat holds the sum,
+    and you return that view. The other chunks may hold anything.
 
-    The ring: in each of N-1 steps a rank sends one chunk to the next rank, (r + 1) % N, receives
-    one from the one before, (r - 1) % N, and adds it to its own. What it has added it sends in the
-    next step. So each chunk travels once round the ring, collects all the summands, and must end
-    at home: which one does rank r send first? An empty chunk may be sent or left out.
+    The ring: in each of N-1 steps, rank r sends one chunk to the next rank, (r + 1) % N, receives
+    one from the previous rank, (r - 1) % N, and adds it to its own. It sends that sum in the next
+    step. So each chunk travels around the ring, collects every rank's values, and must arrive on
+    the rank that returns it. Which chunk does rank r send first? You may send or skip empty chunks.
 
     Example: on 2 ranks flat is [1, 2, 3] and [10, 20, 30]; chunks 0 and 1 have 2 values and 1.
     Rank 0 sends [3], receives [10, 20], returns [11, 22]. Rank 1 returns [33].
@@ -43,16 +43,16 @@ def reduce_scatter_ring(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 # Exercise 5.2 | Ring all-gather | 15 min | difficulty 2 | replaces minitron.comm.collectives
 def all_gather_ring(flat: Tensor, group: dist.ProcessGroup) -> None:
-    """Fill `flat` on every rank with the chunks of all: rank r comes with chunk r alone.
+    """Fill `flat` on every rank with the chunks of all ranks; at first, rank r has only chunk r.
 
-    flat is (n,), of one length and dtype on all ranks. Of N ranks each has a chunk, as
-    flat.tensor_split(N) cuts them, views of flat: lengths differ by one at most, and with fewer
-    values than ranks some are empty. Before, chunk r is valid on rank r, and all else is rubbish.
-    Afterwards all of flat is valid, and the same on every rank.
+    flat is (n,), with the same length and dtype on all N ranks. flat.tensor_split(N) divides it
+    into one chunk per rank. The chunks are views of flat; their lengths differ by at most one, and
+    if there are fewer values than ranks, some are empty. Before the call, rank r has valid values
+    in chunk r only. Afterwards all of flat is valid and the same on every rank.
 
-    The ring: in each of N-1 steps a rank sends one chunk to the next rank, (r + 1) % N, and
-    receives one from the one before, (r - 1) % N. No rank sends to any other. An empty chunk may
-    be sent or left out.
+    The ring: in each of N-1 steps, rank r sends one chunk to the next rank, (r + 1) % N, and
+    receives one from the previous rank, (r - 1) % N. It sends to no other rank. You may send or
+    skip empty chunks.
 
     Example: on 2 ranks flat is [1, 2, ?] and [?, ?, 3]. Rank 0 sends [1, 2] and receives [3], rank
     1 the other way round; both end with [1, 2, 3].
@@ -62,10 +62,10 @@ def all_gather_ring(flat: Tensor, group: dist.ProcessGroup) -> None:
 
 # Exercise 5.3 | Uneven chunks, to the byte | 20 min | difficulty 2 | replaces minitron.cost
 def chunk_sizes(num_elements: int, size: int) -> list[int]:
-    """Cut `num_elements` into one chunk for each of `size` ranks: the lengths, in rank order.
+    """Return the lengths of the chunks of `num_elements` values on `size` ranks, in rank order.
 
-    They add up to num_elements, differ by one at most, and the longer ones come first. This is
-    how Tensor.tensor_split cuts; do without a tensor, for a planner asks for billions of values.
+    They add up to num_elements, differ by at most one, and the longer ones come first, as in
+    Tensor.tensor_split. Do not create a tensor: a planner asks for billions of values.
 
     Example: chunk_sizes(3, 2) is [2, 1], chunk_sizes(10, 4) is [3, 3, 2, 2], chunk_sizes(2, 4) is
     [1, 1, 0, 0].
@@ -76,11 +76,14 @@ def chunk_sizes(num_elements: int, size: int) -> list[int]:
 def ring_all_reduce_volume(num_elements: int, element_size: int, size: int, rank: int) -> Volume:
     """Count the bytes that `rank` sends and receives in a ring all-reduce, exactly.
 
-    The tensor has num_elements values of element_size bytes, cut as chunk_sizes cuts. On N = size
-    ranks, r = rank does 2 (N-1) steps, sends to rank r + 1 and receives from rank r - 1:
-    reduce-scatter, every chunk ends at home: it sends chunks r-1, r-2, ... down to r+1;
-    all-gather: it sends chunks r, r-1, ... down to r+2.
-    All numbers are mod N. Returns Volume(sent, received). On one rank nothing is sent.
+    The tensor has num_elements values of element_size bytes each, in chunks as chunk_sizes returns
+    them. There are N = size ranks. Rank r takes 2 (N-1) steps, in which it sends to rank r + 1 and
+    receives from rank r - 1:
+
+    - in the reduce-scatter it sends chunks r-1, r-2, ... down to r+1;
+    - in the all-gather it sends chunks r, r-1, ... down to r+2.
+
+    All numbers are mod N. Returns Volume(sent, received). With one rank, nothing is sent.
 
     Example: 3 values of 4 bytes on 2 ranks, chunks of 8 and 4 bytes. Rank 0 sends chunk 1, then
     chunk 0, and receives chunk 0, then chunk 1: Volume(12, 12). On 4 ranks, 10 values of 1 byte:
@@ -94,12 +97,13 @@ def fit_link(num_bytes: list[int], seconds: list[float]) -> Link:
     """Fit a link to measured messages: message i had num_bytes[i] bytes and took seconds[i].
 
     The model: a message of n bytes takes latency + n / bandwidth seconds. Find the latency and the
-    bandwidth with the smallest sum of squared relative errors, (predicted / measured - 1)^2. Plain
-    squares would do for equal sizes; measured from 1 byte to 100 MB, the error of the largest one
-    would outweigh the whole latency. Returns Link(latency, bandwidth), in seconds and bytes/s.
+    bandwidth that minimize the sum of squared relative errors, (predicted / measured - 1)^2.
+    (With absolute errors and sizes from 1 byte to 100 MB, the error of the largest message would
+    outweigh the whole latency.) Returns Link(latency, bandwidth), in seconds and bytes/s.
 
-    The errors are linear in the latency and in the seconds per byte: a least-squares problem with
-    two unknowns. torch.linalg.lstsq is one way, in float64. The messages have two sizes at least.
+    The relative errors are linear in the latency and in the seconds per byte, so this is a
+    least-squares problem with two unknowns. One way to solve it is torch.linalg.lstsq in float64.
+    There are at least two different message sizes.
 
     Example: two ranks time 0 bytes at 0.001 s and 1,000,000 bytes at 0.011 s between them: the
     latency is 0.001 s, the bandwidth 100,000,000 bytes/s.
@@ -108,17 +112,18 @@ def fit_link(num_bytes: list[int], seconds: list[float]) -> Link:
 
 
 def ring_wins_from(size: int, latency: float, bandwidth: float) -> float:
-    """Find the bytes of a tensor from which on the ring all-reduce is the faster one.
+    """Return the tensor size in bytes above which the ring all-reduce is faster than doubling.
 
-    On N = size ranks, a power of two, 2 or more, a tensor of n bytes is summed by
-    ring: 2 (N-1) messages in a row, of n/N bytes each;
-    recursive doubling: log2(N) messages in a row, of n bytes each.
-    A message of m bytes takes latency + m / bandwidth seconds, latency > 0. Returns the n at which
-    both take the same time: below it doubling is faster, above it the ring. math.inf if the ring
-    never is.
+    There are N = size ranks; N is a power of two, at least 2. To sum a tensor of n bytes,
+
+    - the ring needs 2 (N-1) messages of n/N bytes, one after the other;
+    - recursive doubling needs log2(N) messages of n bytes, one after the other.
+
+    A message of m bytes takes latency + m / bandwidth seconds, with latency > 0. Returns the n at
+    which both take the same time, or math.inf if the ring is never faster.
 
     Example: latency 0.001 s, bandwidth 1,000,000 bytes/s. On 2 ranks the ring takes 2 messages of
-    n/2 bytes, doubling one of n: the ring never wins, math.inf. On 4 ranks 6 messages of n/4 bytes
-    stand against 2 of n: both take 0.018 s at 8000 bytes.
+    n/2 bytes and doubling takes one of n bytes, so the ring is never faster: math.inf. On 4 ranks
+    it is 6 messages of n/4 bytes against 2 of n bytes, and at 8000 bytes both take 0.018 s.
     """
     raise NotImplementedError("Exercise 5.4 - Measure, fit, choose.  Hint: minitron hint 5.4")

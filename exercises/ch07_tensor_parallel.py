@@ -1,16 +1,16 @@
-"""Exercises of chapter 7: tensor parallelism. A layer is cut inside, and N ranks compute it.
+"""Exercises of chapter 7: tensor parallelism. N ranks compute each layer together.
 
 Write a body, save, and ask `minitron check 7.1`, or check("7.1") in a notebook. Stuck:
 `minitron hint 7.1`, three levels. Start again: `minitron reset 7.1`. The exercises do not build on
 one another; take them in any order.
 
-Every rank runs your code, on the same samples. `group` is the group of the ranks: group.rank(),
-group.size(). Allowed are
+Every rank runs your code on the same samples. `group` is the group of ranks: group.rank(),
+group.size(), which is N below. You may use
 
-    dist.all_reduce(tensor, group=group)      sums over the ranks, in place; autograd knows nothing
-                                              of it. op=dist.ReduceOp.MAX: the largest, not the sum
-    all_reduce(x_partial, group)              in 7.2 and 7.3: returns the sum, and its backward
-                                              pass hands the gradient on as it is (g of 7.1)
+    dist.all_reduce(tensor, group=group)      sums over the ranks, in place; autograd does not see
+                                              it. With op=dist.ReduceOp.MAX: the maximum
+    all_reduce(x_partial, group)              in 7.2 and 7.3: returns the sum; its backward pass
+                                              returns the gradient unchanged (g of 7.1)
 """
 
 import torch
@@ -26,15 +26,17 @@ IGNORED = -100  # the target of a token that does not count
 # Exercise 7.1 | f and g | 15 min | difficulty 1 | replaces minitron.comm.differentiable
 # Train with your AllReduce on 2 ranks: --parallel.tp 2
 class Replicate(torch.autograd.Function):
-    """Megatron's f: x goes in as it is; on the way back, its gradient is summed over the ranks.
+    """Megatron's f: identity in the forward pass, all-reduce of the gradient in the backward pass.
 
         y = Replicate.apply(x, group)
 
-    x is the same on all ranks, and each goes on from y with a computation of its own: with its
-    columns of a weight, say. So each rank's backward pass brings another part of the gradient of
-    x, and only the sum of all parts is the gradient. On the wire: nothing forward, one all-reduce
-    backward. What autograd hands you belongs to others too: leave its values as they are. Results
-    have the dtype of the input.
+    The setting: x is the same on all ranks, and each rank continues from y with a computation of
+    its own, such as its columns of a weight. Each rank's backward pass therefore produces a partial
+    sum of the gradient of x; only their total is the gradient.
+
+    Communication: none in the forward pass, one all-reduce in the backward pass. Do not modify the
+    gradient that autograd passes in: other nodes may use the same tensor. Results have the dtype of
+    the input.
 
     Example: on 2 ranks x = [1, 2], and so is y. The gradient of y is [1, 0] on rank 0 and [4, 5]
     on rank 1. The gradient of x is [5, 5] on both.
@@ -42,7 +44,7 @@ class Replicate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Return y; what the backward pass needs is kept in attributes of ctx."""
+        """Return y; store what the backward pass needs in attributes of ctx."""
         raise NotImplementedError("Exercise 7.1 - f and g.  Hint: minitron hint 7.1")
 
     @staticmethod
@@ -52,15 +54,16 @@ class Replicate(torch.autograd.Function):
 
 
 class AllReduce(torch.autograd.Function):
-    """Megatron's g: y is the sum of the ranks' x; on the way back, the gradient goes on as it is.
+    """Megatron's g: all-reduce in the forward pass, identity in the backward pass.
 
         y = AllReduce.apply(x_partial, group)
 
-    x_partial differs from rank to rank: it is this rank's part of a sum, say from its rows of a
-    weight.
-    From y on all ranks compute the same, and so the gradient of y is the same on all. On the wire:
-    one all-reduce forward, nothing backward. Leave the values of x as they are. Results have the
-    dtype of the input.
+    The setting: x_partial differs between ranks. It is this rank's partial sum, such as the output
+    of its rows of a weight. From y on, all ranks compute the same thing, so the gradient of y is
+    the same on all of them.
+
+    Communication: one all-reduce in the forward pass, none in the backward pass. Do not modify x.
+    Results have the dtype of the input.
 
     Example: on 2 ranks x is [1, 2] and [10, 20]; y is [11, 22] on both. The gradient of y is
     [3, 4] on both, and so is that of x.
@@ -79,20 +82,24 @@ class AllReduce(torch.autograd.Function):
 
 # Exercise 7.2 | Row-parallel linear | 20 min | difficulty 2
 class RowParallelLinear(nn.Module):
-    """Compute a linear layer whose input is already cut: N partial sums, one all-reduce.
+    """Compute a linear layer whose input is already sharded: N partial sums, one all-reduce.
 
         layer = RowParallelLinear(linear, group)    # linear is the same on all ranks
         out = layer(x_shard)                        # (..., I/N) -> (..., O)
 
-    linear is x @ weight.T + bias, with weight (O, I), and bias (O,) or None. The matrix that x is
-    multiplied by is weight.T, and rank r holds its rows r I/N to (r + 1) I/N: as self.weight, an
-    nn.Parameter of shape (O, I/N), and no more of it. self.bias is whole on every rank, an
-    nn.Parameter of shape (O,), or None. x_shard is the same part of x. If N does not divide I,
-    raise a ValueError whose message has both numbers.
+    linear computes x @ weight.T + bias, with weight (O, I), and bias (O,) or None. It multiplies x
+    by weight.T, of which rank r holds the rows r I/N to (r + 1) I/N. So each rank holds
 
-    out is linear(x) on every rank. From there on all ranks compute the same. After backward()
-    x_shard.grad and weight.grad are this rank's part of what one process would have, bias.grad is
-    all of it, on every rank. On the wire: one all-reduce of out, in the forward pass.
+    - self.weight: an nn.Parameter of shape (O, I/N) with its own storage, not a view of linear's;
+    - self.bias: the full bias, an nn.Parameter of shape (O,), or None.
+
+    x_shard holds the same range of x's last dimension. If N does not divide I, raise a ValueError
+    whose message contains both numbers.
+
+    out equals linear(x) on every rank, and from there on all ranks compute the same thing. After
+    backward(), x_shard.grad and weight.grad are this rank's shards of the gradients that one
+    process would have; bias.grad is the full gradient, on every rank. Communication: one all-reduce
+    of out, in the forward pass.
 
     Example: weight [[2, 5]], bias [10], x = [3, 4]. Rank 0 has weight [[2]] and x_shard [3], rank 1
     [[5]] and [4]. The partial sums are 6 and 20; out is [36] on both, and bias.grad [1].
@@ -108,57 +115,71 @@ class RowParallelLinear(nn.Module):
         raise NotImplementedError("Exercise 7.2 - Row-parallel linear.  Hint: minitron hint 7.2")
 
 
-# Exercise 7.3 | Cut vocabulary | 25 min | difficulty 3 | replaces minitron.parallel.tensor.layers
+# Exercise 7.3 | Sharded logits | 25 min | difficulty 3 | replaces minitron.parallel.tensor.layers
 # Train with yours on 2 ranks: --parallel.tp 2
 def vocabulary_parallel_cross_entropy(
     logits_shard: Tensor, targets: Tensor, group: dist.ProcessGroup
 ) -> Tensor:
-    """Add up the cross-entropy of all targets, where each rank has some columns of the logits.
+    """Sum the cross-entropy of all targets when each rank has some columns of the logits.
 
-    logits_shard is (B, S, V/N): on rank r the logits of the ids r V/N to (r + 1) V/N, float32 or
-    float64. targets, (B, S), are ids, the same on all ranks; a target of IGNORED does not count.
-    Returned is, on every rank, F.cross_entropy(all logits, targets, reduction="sum"), shape ().
+    Return, on every rank, F.cross_entropy(all logits, targets, reduction="sum"), shape ().
 
-    With any m, the loss of one target is log(sum of exp(logit - m) over all ids) - (its own
-    logit - m). If m is the largest logit of all ranks, no exp overflows. m is a constant, not a
-    function of the logits: the gradient is right without it.
+    - logits_shard, (B, S, V/N), float32 or float64: on rank r the logits of the token ids r V/N to
+      (r + 1) V/N.
+    - targets, (B, S): token ids, the same on all ranks; a target of IGNORED does not count.
 
-    No rank may hold a tensor with V columns: that is what the cut is for. On the wire, forward:
-    all-reduces of 3 B S values in all (for each target a largest logit, a sum and a logit);
-    backward: nothing. After backward() logits_shard.grad is this rank's columns of the gradient.
-    Logits and targets belong to the caller: leave their values as they are.
+    For any number m, the loss of one target is
+    log(sum over all ids of exp(logit - m)) - (the target's logit - m). If m is the maximum over all
+    ranks, no exp overflows. Treat m as a constant: the gradient is right without it.
+
+    After backward(), logits_shard.grad is this rank's columns of the gradient. No rank may ever
+    hold a tensor with V columns. Do not modify logits_shard or targets.
+
+    Communication: in the forward pass, all-reduces of 3 B S values in total (per target a maximum,
+    a sum and a logit); in the backward pass, none.
 
     Example: V = 2, one target, id 1. Rank 0 has the logit 0, rank 1 has log 3. m = log 3, the exps
     are 1/3 and 1, their sum is 4/3; rank 1 knows logit - m = 0. The loss is log(4/3) on both ranks,
     the gradient 1/4 on rank 0 and 3/4 - 1 on rank 1.
     """
-    raise NotImplementedError("Exercise 7.3 - Cut vocabulary.  Hint: minitron hint 7.3")
+    raise NotImplementedError("Exercise 7.3 - Sharded logits.  Hint: minitron hint 7.3")
 
 
 # Exercise 7.4 | Heads for every rank | 30 min | difficulty 3
 class SplitAttention:
-    """Give each rank some heads of an attention layer, and mend the gradients of what is shared.
+    """Give each rank some heads of an attention layer; complete the gradients of shared heads.
 
         split = SplitAttention(attention, group)    # once; then in every step:
         loss.backward()                             # per micro-batch
-        split.finish()                              # after the last
+        split.finish()                              # after the last one
 
-    H query heads, G key-value heads, each K wide: query head h reads key-value head h // (H/G).
-    attention.query.weight is (H K, D), key.weight and value.weight (G K, D): K rows after one
-    another are a head. out.weight is (D, H K): K columns after one another belong to a head. All
-    are whole, and the same on all ranks; there are no biases.
+    The layer has H query heads and G key-value heads, each K wide. Query head h reads key-value
+    head h // (H/G). Before the split, all weights are full-sized and the same on all ranks, and
+    there are no biases:
 
-    Of N ranks, rank r gets H/N query heads after one another, the first of them on rank 0, and the
-    key-value heads that they read: G/N of them, or one alone if G < N. self.query_heads and
-    self.kv_heads are their ranges. Each of the four weights becomes an nn.Parameter of the rows or
-    columns of this rank's heads, and nothing else is held. If N does not divide H, or neither of N
-    and G divides the other, raise a ValueError whose message has both numbers.
+    | weight | shape | a head is |
+    |---|---|---|
+    | attention.query.weight | (H K, D) | K consecutive rows |
+    | attention.key.weight, attention.value.weight | (G K, D) | K consecutive rows |
+    | attention.out.weight | (D, H K) | K consecutive columns |
 
-    If G < N, N/G ranks hold the same key-value head, and each has a part of its gradient, from its
-    own query heads. finish() makes key.weight.grad and value.weight.grad the sum of these parts, on
-    each of these ranks. On the wire: nothing before finish(), and nothing at all if G >= N; else
-    all-reduces over group, of G K D values for the keys and as many for the values. That is a place
-    for each of the G heads: what a rank leaves at zero adds nothing to the heads of others.
+    The constructor gives rank r of N
+
+    - H/N consecutive query heads, in the order of the ranks; their range is self.query_heads;
+    - the key-value heads that these read: G/N of them, or a single one if G < N; their range is
+      self.kv_heads;
+    - in place of each of the four weights an nn.Parameter with only these heads' rows or columns.
+
+    If N does not divide H, or neither of N and G divides the other, raise a ValueError whose
+    message contains both numbers.
+
+    If G < N, N/G ranks hold the same key-value head, and each computes a partial sum of its
+    gradient, from its own query heads. finish() replaces key.weight.grad and value.weight.grad by
+    the total, on each of these ranks.
+
+    Communication: none before finish(), and none at all if G >= N. Otherwise all-reduces over group
+    with G K D values for the keys and as many for the values: one slot per key-value head, where a
+    rank leaves the slots of other heads at zero.
 
     Example: H = 2, G = 1 on 2 ranks: query_heads are range(0, 1) and range(1, 2), kv_heads is
     range(0, 1) on both. After backward() key.weight.grad is [[1, 2]] on rank 0 and [[5, 5]] on

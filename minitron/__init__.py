@@ -15,7 +15,7 @@ Layers are folders, techniques are files, and imports go downward only:
     comm | precision | dataset     collectives; which dtype holds what; which tokens a rank reads
     model                          what is trained
     cost                           parameters, FLOPs and bytes as formulas
-    config                         what a run is told
+    config                         a run's configuration
     system                         disk, files, terminal; mistakes of users, as data
     pytorch                        what PyTorch keeps private
 """

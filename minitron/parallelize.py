@@ -1,11 +1,13 @@
 """In which order a model is cut and its training state divided: the only file that knows all of it.
 
     precision              first: what is cut, sent and divided has its dtype
+    context parallelism    replaces the attention function, which what follows wraps
     tensor parallelism     then: what follows sees the layers that this rank computes
     sequence parallelism   is tensor parallelism with other collectives
-    recomputation          replays calls with their collectives: hooks of what follows stay outside
+    recomputation          repeats calls with their collectives: hooks of what follows stay outside
     pipeline parallelism   leaves a rank its stages: only these have a state to divide
-    data parallelism       plain, or with the state divided over the ranks (ZeRO, stages 1 to 3)
+    data parallelism       plain, or with the state divided over the ranks (ZeRO, stages 1 to 3);
+                           over those of context parallelism too, which have other tokens
     compilation            last, by `Run`: it sees what a step calls; no layer may be cut then
 
 Read in this order: lay_out, build, parallelize.
@@ -23,6 +25,10 @@ from minitron.comm.mesh import Mesh, OneRankMesh, make_mesh
 from minitron.config import Config, ParallelConfig, require
 from minitron.model.recompute import RECOMPUTE_POLICIES
 from minitron.model.transformer import Transformer, initial_value, materialize
+from minitron.parallel.context.axis import apply_context_parallel
+from minitron.parallel.context.chunks import contiguous
+from minitron.parallel.context.gather import gathered_attention
+from minitron.parallel.context.ulysses import ulysses_attention
 from minitron.parallel.data.ddp import apply_bucketed_data_parallel
 from minitron.parallel.data.fsdp import apply_fsdp
 from minitron.parallel.data.zero import apply_zero1, apply_zero2
@@ -38,6 +44,7 @@ from minitron.parallel.pipeline.schedules import (
     zero_bubble,
 )
 from minitron.parallel.pipeline.stages import apply_pipeline_parallel
+from minitron.parallel.pipeline.v_schedules import dualpipe_v, zb_v
 from minitron.parallel.tensor.layers import apply_tensor_parallel
 from minitron.parallel.tensor.sequence import apply_sequence_parallel
 from minitron.precision import (
@@ -57,13 +64,14 @@ def lay_out(
     """
     if num_ranks == 1:
         return OneRankMesh()
-    dp, replicas = num_ranks // (parallel.pp * parallel.tp), parallel.replicas
-    if replicas == 1:
-        return make_mesh(device.type, pp=parallel.pp, dp=dp, tp=parallel.tp)
+    dp, replicas = num_ranks // (parallel.pp * parallel.cp * parallel.tp), parallel.replicas
     require(dp % replicas == 0, f"parallel.replicas = {replicas} does not divide {dp} "
             "data-parallel ranks", "use a divisor of them")
-    return make_mesh(
-        device.type, pp=parallel.pp, replicas=replicas, dp=dp // replicas, tp=parallel.tp)
+    sizes = {"pp": parallel.pp, "replicas": replicas, "dp": dp // replicas, "cp": parallel.cp,
+             "tp": parallel.tp}
+    present = {axis: size for axis, size in sizes.items()
+               if size > 1 or axis not in ("replicas", "cp")}
+    return make_mesh(device.type, **present)
 
 
 def build(
@@ -91,8 +99,10 @@ def parallelize(
     if mesh.num_ranks == 1:  # which has nothing to share out
         config = replace(config, parallel=ParallelConfig())
     precision, zero = PRECISIONS[config.train.precision], config.parallel.zero
-    tensor = pipeline = OneDevice(model)
+    context = tensor = pipeline = OneDevice(model)
     apply_precision(model, precision, is_sharded=zero == 3)
+    if config.parallel.cp > 1:
+        context = CONTEXTS[config.parallel.context](model, mesh.group("cp"))
     if mesh.size("tp") > 1:
         apply = apply_sequence_parallel if config.parallel.sequence else apply_tensor_parallel
         tensor = apply(model, mesh.group("tp"))
@@ -103,11 +113,20 @@ def parallelize(
             sequence_parts=tensor.sequence_parts,
             autocast=precision.activations if precision.autocasts else None)
     data = apply_data_parallel(model, mesh, config, device, pipeline)
+    axes = {"data": data, "context": context, "tensor": tensor, "pipeline": pipeline}
     if precision.master is not None and zero == 0:
-        return Grid(model, MasterWeights(model), data=data, tensor=tensor, pipeline=pipeline)
+        return Grid(model, MasterWeights(model), **axes)
     if mesh.num_ranks == 1:
         return data
-    return Grid(model, data=data, tensor=tensor, pipeline=pipeline)
+    return Grid(model, **axes)
+
+
+CONTEXTS = {
+    "ring": apply_context_parallel,
+    "all-gather": partial(apply_context_parallel, attention=gathered_attention),
+    "ulysses": partial(
+        apply_context_parallel, attention=ulysses_attention, chunks_of=contiguous),
+}
 
 
 def make_schedule(parallel: ParallelConfig) -> Callable[[int, int], Schedule]:
@@ -118,6 +137,8 @@ def make_schedule(parallel: ParallelConfig) -> Callable[[int, int], Schedule]:
         "1f1b": one_forward_one_backward,
         "interleaved": partial(interleaved, num_chunks=parallel.chunks),
         "zero-bubble": partial(zero_bubble, num_chunks=parallel.chunks),
+        "zb-v": zb_v,
+        "dualpipe-v": dualpipe_v,
     }
     return schedules[parallel.schedule]
 
@@ -126,7 +147,8 @@ def apply_data_parallel(
     model: nn.Module, mesh: Mesh, config: Config, device: torch.device, pipeline: ParallelModel
 ) -> ParallelModel:
     """Divide the samples over the ranks, and what the stage of ZeRO says."""
-    parallel, group = config.parallel, mesh.group("dp")
+    parallel = config.parallel
+    group = mesh.group("dp") if parallel.cp == 1 else mesh.joined_group("dp", "cp")
     precision = PRECISIONS[config.train.precision]
     replicas = mesh.group("replicas") if parallel.replicas > 1 else ALONE
     common = {"pipeline": pipeline, "replicas": replicas}

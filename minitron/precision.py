@@ -1,10 +1,10 @@
-"""Low precision: which numbers have how many bits, and what keeps the training the same.
+"""Low precision: which tensors use which dtype, and what keeps the training the same.
 
-16-bit numbers halve the bytes and double the speed of matmuls. They are too coarse for two
-things. An update is often smaller than half a unit in the last place of its weight, and would be
-rounded away: so the optimizer works on float32 master weights. And float16 ends at 6e-8: smaller
-gradients would be zero; so the loss is multiplied by a large scale before the backward pass, and
-the gradients are divided by it before anything looks at them.
+16-bit numbers halve the bytes and at least double the speed of matmuls, but they fail in two
+places. An update is often smaller than half an ulp of its weight and would be rounded away, so the
+optimizer updates float32 master weights. And float16's smallest number is 6e-8, so smaller
+gradients would underflow to zero: the loss is multiplied by a large scale before the backward pass,
+and the gradients are divided by it before anything reads them.
 
 Read in this order: Precision, PRECISIONS, apply_precision, MasterWeights, LossScale.
 
@@ -25,24 +25,24 @@ from minitron.pytorch.private import host_value, multiply_tensors_
 
 
 class Precision(formats.Precision):
-    """Which of PyTorch's dtypes holds what in training."""
+    """Which PyTorch dtype holds what in training."""
 
     def tolerance(self, num_roundings: int) -> float:
-        """Return how far apart two computations may be, relative to their result.
+        """Return by how much two computations may differ, relative to their result.
 
-        Each rounding errs by up to half a unit in the last place, u, evenly: by u / sqrt(3) in the
-        mean square. Independent ones add up in squares. Twice that is allowed.
+        Rounding error is uniform in plus or minus u, half an ulp: u / sqrt(3) as a root mean
+        square. The squares of independent errors add up. Twice the result is allowed.
         """
         unit_roundoff = torch.finfo(self.compute).eps / 2
         return 2 * math.sqrt(num_roundings / 3) * unit_roundoff
 
     def make_loss_scale(self) -> "LossScale | NoLossScale":
-        """Make the loss scale with which a run begins."""
+        """Make the loss scale that a run starts with."""
         return LossScale() if self.scales_loss else NoLossScale()
 
 
 def with_torch_dtypes(named: formats.Precision) -> Precision:
-    """Turn the names of dtypes into PyTorch's dtypes."""
+    """Replace the names of dtypes by PyTorch's dtypes."""
     return Precision(**{
         field: getattr(torch, value.name) if isinstance(value, formats.Dtype) else value
         for field, value in vars(named).items()
@@ -53,20 +53,20 @@ PRECISIONS = {name: with_torch_dtypes(named) for name, named in formats.PRECISIO
 
 
 def apply_precision(model: nn.Module, precision: Precision, is_sharded: bool = False) -> None:
-    """Give the parameters their dtype, and the blocks' linear layers their matmuls.
+    """Convert the parameters to their dtype and give the blocks' linear layers their matmuls.
 
-    In stage 3 of ZeRO (`is_sharded`) the model stays as it is: its shards are the masters, and are
-    rounded each time they are gathered.
+    With ZeRO-3 (`is_sharded`) the parameters keep their dtype: their shards are the masters, and
+    each all-gather rounds them.
     """
     if precision.master is not None and not is_sharded:
-        for parameter in model.parameters():  # not by model.to, which cannot swap fake ones
+        for parameter in model.parameters():  # model.to cannot swap fake tensors
             parameter.data = parameter.detach().to(precision.parameters)
     if precision.compute == E4M3:
         apply_float8(model.blocks)
 
 
 def hold_gradients_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let autograd add up gradients in `dtype`, whatever the parameters have."""
+    """Let autograd accumulate gradients in `dtype`, whatever the dtype of the parameters."""
     for parameter in model.parameters():
         if gradient_dtype(parameter) != dtype:
             require(hasattr(parameter, "grad_dtype"), f"gradients in {dtype} of parameters in "
@@ -80,14 +80,14 @@ def gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
 
 
 def zero_gradient(parameter: nn.Parameter) -> Tensor:
-    """Return zeros, the gradient of a parameter that was not used."""
+    """Return zeros in place of the missing gradient of an unused parameter."""
     return torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
 
 
 def low_precision(
     model: Callable, device: torch.device, precision: Precision = PRECISIONS["bf16-autocast"]
 ) -> Callable[[Tensor], Tensor]:
-    """Run the model's forward pass, under autocast if asked; float32 logits (B, S, V)."""
+    """Return the model's forward pass, under autocast if the recipe says so; float32 logits."""
 
     def forward(tokens: Tensor) -> Tensor:
         with torch.autocast(device.type, precision.activations, enabled=precision.autocasts):
@@ -97,17 +97,17 @@ def low_precision(
     return forward
 
 
-def require_finite(number: Tensor) -> None:
-    """Raise FloatingPointError unless `number`, 0-d, is finite; waits for the device."""
+def require_finite(name: str, number: Tensor) -> None:
+    """Raise FloatingPointError unless `number` (0-d) is finite; synchronizes with the device."""
     if not host_value(number.isfinite(), when_fake=True):
-        raise FloatingPointError(f"loss and gradient are not finite, but {float(number)}")
+        raise FloatingPointError(f"{name} is {float(number)}")
 
 
 class MasterWeights:
-    """Float32 copies of a model's trainable parameters, which an optimizer updates in their place.
+    """Float32 copies of a model's trainable parameters, which the optimizer updates instead.
 
-    `pieces` are these copies, by parameter. A step of the optimizer ends with rounding them into
-    the parameters; those that round to what the parameters are keep their bits.
+    `pieces` maps each parameter to its copy. At the end of an optimizer step every parameter
+    becomes its copy, rounded; the copy keeps what the rounding has cut off.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype = torch.float32):
@@ -115,14 +115,14 @@ class MasterWeights:
         self.pieces = {p: p.detach().to(dtype, copy=True) for p in self.names}
 
     def take_gradients(self) -> None:
-        """Move every gradient to its master; call it after the last backward pass of a step."""
+        """Move every gradient to its master; call this after a step's last backward pass."""
         for parameter, master in self.pieces.items():
             grad = parameter.grad
             master.grad = None if grad is None else grad.to(master.dtype)
             parameter.grad = None
 
     def shard(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Let `optimizer`, made for the parameters, update the masters; returns it."""
+        """Make `optimizer`, which was built for the parameters, update the masters; returns it."""
         for group in optimizer.param_groups:
             group["params"] = [self.pieces.get(p, p) for p in group["params"]]
         discard_on_zero_grad(optimizer, self.discard)
@@ -130,23 +130,23 @@ class MasterWeights:
         return optimizer
 
     def discard(self) -> None:
-        """Forget the gradients that `take_gradients` has not moved."""
+        """Drop the gradients that `take_gradients` has not moved yet."""
         for parameter in self.pieces:
             parameter.grad = None
 
     @torch.no_grad()
     def copy_to_parameters(self, *_) -> None:
-        """Round the masters to the nearest numbers that the parameters can hold."""
+        """Set every parameter to its master, rounded to the nearest number of its dtype."""
         for parameter, master in self.pieces.items():
             parameter.copy_(master)
 
     def set(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Set a parameter's master, if it has one, to `value`, which has not been rounded."""
+        """Set the parameter's master, if it has one, to the unrounded `value`."""
         if parameter in self.pieces:
             self.pieces[parameter].copy_(value)
 
     def optimized(self, parameter: nn.Parameter, without: Tensor) -> Tensor:
-        """Return what the optimizer updates: the parameter's master, else `without`."""
+        """Return what the optimizer updates: the master, or `without` if there is none."""
         return self.pieces.get(parameter, without)
 
     def full_gradients(self) -> dict[str, Tensor | None]:
@@ -155,9 +155,9 @@ class MasterWeights:
 
 
 def discard_on_zero_grad(optimizer: torch.optim.Optimizer, discard: Callable[[], None]) -> None:
-    """Let `optimizer.zero_grad` call `discard` too: it knows only what it updates.
+    """Make `optimizer.zero_grad` call `discard` too: the optimizer knows only the masters.
 
-    So a step begins anew, also after a backward pass that has raised.
+    So a step starts without old gradients even after a backward pass that raised.
     """
     zero_grad = optimizer.zero_grad
 
@@ -170,11 +170,11 @@ def discard_on_zero_grad(optimizer: torch.optim.Optimizer, discard: Callable[[],
 
 
 NO_MASTERS = MasterWeights(nn.Module())
-"""Those of a model whose parameters the optimizer updates themselves."""
+"""The null case: the optimizer updates the parameters directly."""
 
 
 class NoLossScale:
-    """The null case of `LossScale`: gradients are what they are, and must be finite."""
+    """The null case of `LossScale`: gradients are not scaled and must be finite."""
 
     value = 1.0
 
@@ -183,11 +183,11 @@ class NoLossScale:
 
     def accepts(self, grad_norm: Tensor) -> bool:
         """Return True; raises FloatingPointError for a norm (0-d) that is not finite."""
-        require_finite(grad_norm)
+        require_finite("the gradient norm", grad_norm)
         return True
 
     def row(self) -> dict:
-        """Return what the log says of it: nothing."""
+        """Return the fields for the log: none."""
         return {}
 
     def __str__(self) -> str:
@@ -197,15 +197,15 @@ class NoLossScale:
         """Return None: there is nothing to resume."""
 
     def load_state_dict(self, state: None) -> None:
-        """Take what `state_dict` has returned."""
+        """Accept the result of `state_dict`."""
 
 
 class LossScale:
-    """By what the loss is multiplied, so that float16 gradients neither vanish nor overflow.
+    """The factor on the loss that keeps float16 gradients from underflowing and overflowing.
 
-    The scale halves when a gradient has overflowed, and doubles after `interval` steps without; it
-    stays a power of two, so that it changes no bit of a gradient's mantissa. The defaults are those
-    of torch.amp.GradScaler. `interval` counts steps.
+    The scale halves after a step whose gradients overflowed and doubles after `interval` good steps
+    in a row. It stays a power of two, so it changes no bit of a gradient's mantissa. The defaults
+    are those of torch.amp.GradScaler.
     """
 
     def __init__(
@@ -213,20 +213,20 @@ class LossScale:
         interval: int = 2000,
     ):
         self.value, self.growth, self.backoff, self.interval = initial, growth, backoff, interval
-        self.good_steps = 0  # since the scale has changed
+        self.good_steps = 0  # since the scale last changed
         self.skipped = 0
 
     def unscale(self, parameters: Iterable[Tensor]) -> None:
-        """Divide every `.grad`: before clipping, which would take the scaled norm for the norm."""
+        """Divide every `.grad` by the scale; do this before clipping, which needs the true norm."""
         grads = [p.grad for p in parameters if p.grad is not None]
         if grads:
             multiply_tensors_(grads, 1 / self.value)
 
     def accepts(self, grad_norm: Tensor) -> bool:
-        """Decide whether to step, and set the next step's scale. Waits for the device.
+        """Decide whether to step, and set the next step's scale; synchronizes with the device.
 
-        `grad_norm` is 0-d and that of all ranks: one overflow anywhere makes it infinite or NaN
-        everywhere, so that all ranks skip together and keep the same scale.
+        `grad_norm` (0-d) is the norm over all ranks. One overflow anywhere makes it infinite or NaN
+        everywhere, so all ranks skip together and keep the same scale.
         """
         if host_value(grad_norm.isfinite(), when_fake=True):
             self.good_steps += 1
@@ -238,7 +238,7 @@ class LossScale:
         return False
 
     def row(self) -> dict:
-        """Return what the log says of it: the scale of the next step, and how many were skipped."""
+        """Return the fields for the log: the next step's scale and the number of skipped steps."""
         return {"loss_scale": self.value, "skipped_steps": self.skipped}
 
     def __str__(self) -> str:

@@ -121,8 +121,9 @@ class Run(Training):
         except FloatingPointError as error:
             self.set_random_state(random_state)
             raise ConfigError(
-                f"step {self.step + 1}: {error}; {self.fault(micro_batches)}",
-                "look at these samples, lower train.learning_rate, or clip the gradient") from None
+                f"step {self.step + 1}: {error}. {self.fault(micro_batches)}",
+                "inspect these samples, lower train.learning_rate, or lower train.clip_norm"
+            ) from None
         self.step += 1
         self.position += config.global_batch_size
         row = {"step": self.step, "loss": loss, "learning_rate": rate, "grad_norm": grad_norm,
@@ -130,7 +131,7 @@ class Run(Training):
         return row | self.loss_scale.row()
 
     def fault(self, micro_batches: list[tuple[Tensor, Tensor]]) -> str:
-        """Repeat a step that has failed, and tell where its numbers went wrong; all ranks call."""
+        """Repeat a step that has failed, and say where its numbers went wrong; all ranks call."""
         self.optimizer.zero_grad()
         forward = low_precision(self.model, self.device, self.precision)  # never compiled
         weights = {name: part.values for name, part in self.parallel.parts()}
@@ -138,8 +139,9 @@ class Run(Training):
             accumulate_over_ranks(forward, micro_batches, self.parallel)
         _, rank, place = min(gathered((fault.order, self.rank, str(fault)), self.group))
         last = self.position + self.config.train.global_batch_size - 1
-        return (f"first in {place}, on rank {rank}, in samples {self.position:,} to {last:,}; the "
-                f"checkpoints before are in {self.folder}")
+        return (f"First non-finite value: {place}, on rank {rank} (samples {self.position:,} to "
+                f"{last:,}). The run stopped before it updated the weights; its checkpoints are in "
+                f"{self.folder}")
 
     @property
     def tokens(self) -> int:
@@ -195,8 +197,8 @@ class Run(Training):
             torch.set_rng_state(state[f"random.cpu.{self.rank}"])
             if self.device.type == "cuda":
                 torch.cuda.set_rng_state(state[f"random.cuda.{self.rank}"], self.device)
-        except RuntimeError as error:  # only from a checkpoint that nobody has written so
-            raise ConfigError(f"{self.folder}: the state of its random numbers is none ({error})",
+        except RuntimeError as error:  # only from a checkpoint that was not written by us
+            raise ConfigError(f"{self.folder}: its random-number state is not valid ({error})",
                               "resume from another checkpoint") from None
 
     def restore(self) -> None:

@@ -49,7 +49,7 @@ def train_step(
 
     for group in optimizer.param_groups:
         group["lr"] = rate
-    require_finite(loss)
+    require_finite("the loss", loss)
     if loss_scale.accepts(grad_norm):
         optimizer.step()
     return loss, grad_norm

@@ -126,7 +126,7 @@ def loop(run: Run, log: MetricsLog, bar: Progress, trace: Trace, watchdog: Watch
             bar.set_postfix_str(f"loss {float(rows[-1]['loss']):.3f}, {progress}")
             bar.update(len(rows))
             rows = []
-        if is_stopped:  # first what must not be lost: whoever has sent the signal may not wait long
+        if is_stopped:  # first what must not be lost: the sender of the signal may not wait long
             run.save()
             run.saver.wait()
         if due(config.eval_every):

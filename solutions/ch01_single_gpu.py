@@ -34,19 +34,22 @@ def accumulate_gradients(
 ) -> Tensor:
     """Add the gradient of one large batch into .grad, one micro-batch at a time.
 
-    The loss is the mean cross-entropy over all counted target tokens of all micro-batches
-    together: the sum of the tokens' losses divided by the number of counted tokens. Add its
-    gradient to whatever .grad already holds, and return the loss: a float, or a detached tensor
-    without dimensions. Only one micro-batch's activations may be alive at a time: run its backward
-    pass before the next forward pass. No optimizer step, no zero_grad, and leave the model in the
-    mode, train or eval, that it is in. If no target counts at all, the loss is 0.
+    The loss is the mean cross-entropy over all counted targets of all micro-batches together: the
+    sum of the tokens' losses divided by the number of counted tokens. A target counts unless it is
+    IGNORED. Your function must
+
+    - add the gradient of that loss to whatever .grad already holds;
+    - return the loss, as a float or as a detached tensor without dimensions (0 if nothing counts);
+    - keep the activations of only one micro-batch alive at a time: run its backward pass before
+      the next forward pass;
+    - leave everything else alone: no optimizer step, no zero_grad, no change of train/eval mode.
 
     sum_loss(logits, targets) returns the cross-entropy of one micro-batch, summed over its counted
-    targets. If divisor is given, divide by it instead of counting: when several ranks share one
-    batch, none of them sees all of its targets, so the package passes the right divisor.
+    targets. If `divisor` is given, divide by it instead of by the count: when several ranks share
+    one batch, no rank sees all of its targets, so the package passes the divisor in.
 
-    Shapes: each micro-batch is (inputs, targets), both (B, S) int64; B and the number of ignored
-    targets differ from one to the next, and all targets of one may be ignored.
+    Shapes: each micro-batch is (inputs, targets), both (B, S) int64. B and the number of ignored
+    targets differ between micro-batches, and all targets of one may be ignored.
     model(inputs) gives logits (B, S, V).
 
     Example: two micro-batches with 3 and 1 counted tokens, whose losses are 1, 1, 1 and 5. The
@@ -73,11 +76,15 @@ def learning_rate(
 ) -> float:
     """Warm up linearly to `peak`, then fall along half a cosine to `minimum`.
 
-    Steps count from 0. While step < warmup_steps, step k gets (k + 1) / warmup_steps of the peak,
-    so that the first step already learns and the last of the warm-up has the full rate. The
-    cosine begins at step warmup_steps, with the peak, and reaches `minimum` at the last step,
-    total_steps - 1. From there on the rate stays at `minimum`. warmup_steps may be 0, and the
-    cosine may be a single step long: that step has the peak.
+    Steps count from 0.
+
+    - Warm-up, while step < warmup_steps: step k gets (k + 1) / warmup_steps of the peak. So the
+      first step already learns, and the last step of the warm-up has the peak rate.
+    - Decay: the cosine starts at step warmup_steps with the peak and reaches `minimum` at the last
+      step, total_steps - 1. If the decay is a single step long, that step has the peak.
+    - After the last step the rate stays at `minimum`.
+
+    warmup_steps may be 0.
 
     Example: peak 1.0, minimum 0.0, warmup_steps 2, total_steps 7 gives, for steps 0 to 6,
     0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0.
@@ -97,8 +104,8 @@ def learning_rate(
 def num_parameters(model: ModelConfig) -> int:
     """Count the model's trainable values from its shapes; a tied weight counts once.
 
-    D = width, F = ffn_width, V = vocab_size, G = num_kv_heads, K = head_width. Linear layers
-    store one value per input and output, and one per output if they have a bias.
+    D = width, F = ffn_width, V = vocab_size, G = num_kv_heads, K = head_width. A linear layer
+    stores one value for each pair of input and output, and one per output if it has a bias.
 
     Both families: a token embedding (V, D); per block a norm, attention (query D to D, key and
     value D to G K each, out D to D), another norm, a feed-forward; after the blocks a final norm
@@ -130,13 +137,18 @@ def num_parameters(model: ModelConfig) -> int:
 def training_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
     """Count the floating-point operations that training spends on one token: matrices only.
 
-    A matrix product of (M, K) with (K, N) is 2 M K N operations, a multiplication and an addition
-    each. Count every linear layer, the head (tied or not: it is multiplied with), and attention's
-    two products, scores = query keys^T and scores times values. Attention over S =
-    sequence_length tokens counts as the full S x S square, although half of it is masked. Grouped
-    queries share keys and values, they do not skip work: all H query heads attend. Looking up an
-    embedding is free, and norms and activation functions are too small to count. The backward
-    pass costs twice the forward pass.
+    A matmul of (M, K) with (K, N) is 2 M K N operations: M K N multiplications and as many
+    additions.
+
+    | counts | does not count |
+    |---|---|
+    | every linear layer | looking up an embedding |
+    | the head, tied or not: it is a matmul either way | norms, activation functions |
+    | attention's two matmuls, query keys^T and scores values | |
+    | the backward pass: twice the forward pass | |
+
+    Attention over S = sequence_length tokens counts as the full S x S square, although half of it
+    is masked. Grouped-query heads share keys and values but skip no work: all H query heads attend.
 
     Example: the model above with S = 3: the linear layers and the head hold 64 + 72 + 40 = 176
     weights, 2 x 176 = 352; attention 2 x 2 S D = 48; forward 400, training 1200 per token.
@@ -147,7 +159,7 @@ def training_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
     feed_forward = (2 if model.family == "gpt" else 3) * D * model.ffn_width
     block_weights = 2 * D * D + 2 * D * kv_width + feed_forward
     linear = 2 * (model.num_layers * block_weights + D * model.vocab_size)
-    # per token and head: S scores of K products each, then S values of width K; H K = D
+    # per token and head: S scores of K multiplications each, then S values of width K; H K = D
     attention = model.num_layers * 2 * (2 * sequence_length * D)
     return 3 * (linear + attention)
     ### END SOLUTION
@@ -159,10 +171,10 @@ def plan_batch(
 ) -> tuple[int, int]:
     """Split a step's tokens into (micro_batch_size, accumulation_steps), the same on every rank.
 
-    tokens_per_step = micro_batch_size x accumulation_steps x num_ranks x sequence_length, exactly:
-    a different batch would be a different training run. micro_batch_size counts sequences and is
-    at most largest_micro_batch, what memory allows; take the largest that divides, for the fewest
-    and fullest passes.
+    tokens_per_step = micro_batch_size x accumulation_steps x num_ranks x sequence_length must hold
+    exactly, since a different batch would be a different training. micro_batch_size counts
+    sequences and is at most largest_micro_batch, which is what memory allows. Among the sizes that
+    divide, return the largest, which needs the fewest passes.
 
     Raises ValueError, with tokens_per_step and the product sequence_length x num_ranks in its
     message, when the first is not a multiple of the second.

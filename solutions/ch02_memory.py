@@ -18,19 +18,19 @@ from minitron.measure.meter import Meter
 
 # Exercise 2.1 | Bytes before any token | 15 min | difficulty 1
 def state_bytes(model: nn.Module, dtypes: dict[str, torch.dtype | None]) -> dict[str, int]:
-    """Count the bytes that training `model` with Adam holds at all times, by part.
+    """Return the bytes of the state that training `model` with Adam keeps, part by part.
 
-    `dtypes` is the plan, and the keys of the answer are the same:
+    `dtypes` gives the dtype of each part, and the answer has the same keys:
 
-        "parameter"   what forward and backward compute with
-        "gradient"    the one copy of it that lasts from backward to the optimizer
-        "master"      the copy of the weights that the optimizer updates; None: there is none
-        "moments"     Adam's running means of the gradient and of its square, together
+        "parameter"   the weights that the forward and backward passes compute with
+        "gradient"    the gradients, from the backward pass to the optimizer
+        "master"      the copy of the weights that the optimizer updates; None: there is no copy
+        "moments"     Adam's moving averages of the gradient and of its square, together
 
-    A tied weight is one tensor. A frozen parameter (requires_grad is False) is stored like the
-    others, and that is all: the optimizer does not know it. The model may be in another dtype
-    now, or have shapes and no values (torch.device("meta")): the plan counts. Buffers and Adam's
-    step counters are left out. Counts are exact integers.
+    A tied weight is one tensor. A frozen parameter (requires_grad is False) is stored, but it has
+    no gradient, no master copy and no moments. Use the dtypes in `dtypes`, whatever dtype the model
+    has now; it may even have no values (torch.device("meta")). Leave out buffers and Adam's step
+    counters. Return exact integers.
 
     Example: nn.Linear(4, 5) has 25 parameters. In bfloat16 with gradient, master and moments in
     float32: 50, 100, 100 and 200 bytes.
@@ -51,10 +51,11 @@ def state_bytes(model: nn.Module, dtypes: dict[str, torch.dtype | None]) -> dict
 def plans_that_fit(
     model: nn.Module, plans: dict[str, dict[str, torch.dtype | None]], memory_gb: float
 ) -> list[str]:
-    """Name the plans (name -> dtypes) whose state fits into `memory_gb`, the smallest first.
+    """Return the names of the plans whose state fits into `memory_gb`, the smallest first.
 
-    A GB is 10^9 bytes, as GPUs are sold. All parts of the state must fit at once, and may fill
-    the memory exactly. Plans of equally many bytes keep the order of the dict.
+    `plans` maps a name to the dtypes of its parts. A GB is 10^9 bytes. All parts of the state must
+    fit together; they may fill the memory exactly. Plans with the same number of bytes keep the
+    order of the dict.
 
     Example: 10^9 parameters, all trained, in 15 GB. Everything in float32 needs 16 GB and does
     not fit; everything in bfloat16, without a master, needs 8 GB and does.
@@ -70,24 +71,24 @@ def plans_that_fit(
 def materialized_block_bytes(
     model: ModelConfig, batch_size: int, sequence_length: int, bytes_per_value: int
 ) -> int:
-    """Count the bytes that one gpt block saves in forward for its backward pass.
+    """Return the bytes that one gpt block saves in the forward pass for the backward pass.
 
     Attention is `materialized_attention` of minitron/model/transformer.py, with the S x S matrix
     in memory. B = batch_size, S = sequence_length, D = model.width, H = model.num_heads,
-    F = model.ffn_width. Values have `bytes_per_value` bytes, a dropout mask has 1 byte per value.
-    Go through the block line by line and ask each operation what its backward pass needs:
+    F = model.ffn_width. A value has `bytes_per_value` bytes; a dropout mask has 1 byte per value.
+    Go through the block line by line and ask what the backward pass of each operation needs:
 
-        linear    its input (and its weight, which is there anyway: not counted)
+        linear    its input (and its weight, which is in memory anyway: do not count it)
         norm      its input
         gelu      its input
         softmax   its output
-        product of two activations   both
-        dropout   its mask; only if model.dropout > 0, else it is not there
-        sums, transposes, a division by a number, masking out the future   nothing
+        matmul of two activations   both of them
+        dropout   its mask; with model.dropout == 0 there is no dropout
+        sums, transposes, division by a number, the causal mask   nothing
 
-    A tensor that two operations need is stored once. Dropout acts on the probabilities and on
-    the outputs of both branches. Leave out what is small: the norms' means and deviations, and
-    the (S, S) mask of the future.
+    A tensor that two operations need is stored once. Dropout acts on the attention probabilities
+    and on the outputs of both branches. Leave out what is small: the norms' means and standard
+    deviations, and the causal mask itself, (S, S).
 
     Example: B 1, S 2, D 4, H 2, F 16, 2 bytes. Without dropout 272 bytes, of which the
     probabilities, 1 x 2 x 2 x 2 values, are 16. With dropout 312: that is B S D (34 + 5 H S / D),
@@ -112,12 +113,12 @@ def materialized_block_bytes(
 def fused_block_bytes(
     model: ModelConfig, batch_size: int, sequence_length: int, bytes_per_value: int
 ) -> int:
-    """Count the same when a fused kernel computes attention (Dao et al. 2022, section 3.1).
+    """Return the same when a fused kernel computes attention (Dao et al. 2022, section 3.1).
 
-    In forward the kernel works through the S x S matrix piece by piece and stores none of it; in
-    backward it computes the pieces again. For that it saves the query, key, value and its output,
-    and one number per token and head (leave it out: it is small). It draws its dropout mask again
-    from a seed, too. The dropout of the two branches is as before.
+    In the forward pass the kernel works through the S x S matrix tile by tile and stores none of
+    it; in the backward pass it recomputes the tiles. For that it saves query, key, value and its
+    output, and one number per token and head (leave that out: it is small). It also regenerates its
+    dropout mask from a seed. Dropout on the outputs of the two branches is as before.
 
     Example: the block above: 256 bytes without dropout, 272 with it, 34 B S D.
     """
@@ -129,21 +130,19 @@ def fused_block_bytes(
     ### END SOLUTION
 
 
-# Exercise 2.3 | Who is there at the peak | 15 min | difficulty 2
+# Exercise 2.3 | What is held at the peak | 15 min | difficulty 2
 def find_peak(
     step: Callable[[], None], model: nn.Module, optimizer: torch.optim.Optimizer, num_holders: int
 ) -> tuple[str, int, list[tuple[str, str, int]]]:
-    """Find the largest moment of a training step, and who holds its bytes.
-
-    Returns the phase it falls into, its bytes, and its largest holders.
+    """Return the phase in which a training step's memory peaks, the bytes, and what holds them.
 
     `step()` trains `model` with `optimizer` for one step; call it as often as you need. Nothing
-    has run yet, and a run has thousands of steps: describe the step that they are like.
+    has run yet. Describe the peak of a typical step of a long run.
 
-    Read the peak with minitron's Meter (minitron/measure/meter.py): a Snapshot has its phase, its
-    total, and every LiveTensor that was alive, with bytes, category and module. A holder is
-    (category, module, bytes), its bytes the sum over all tensors of that category and module.
-    List the `num_holders` largest, the largest first; equals in any order.
+    Read the peak with minitron's Meter (minitron/measure/meter.py): its Snapshot has the phase, the
+    total, and every LiveTensor that was alive, with bytes, category and module. The third answer is
+    a list of holders (category, module, bytes): the bytes are the sum over all tensors of that
+    category and module. Return the `num_holders` largest, largest first; ties in any order.
 
     Example: alive at the peak are two activations of "blocks.0.mlp", 300 and 200 bytes, and a
     parameter of "head", 400 bytes. The largest holder is ("activation", "blocks.0.mlp", 500).
@@ -168,9 +167,9 @@ def train(
     batches: Iterator[tuple[Tensor, Tensor]],
     validation: list[tuple[Tensor, Tensor]],
 ) -> dict[str, list[float]]:
-    """Train as the loop below does, to the same numbers, and without its leaks.
+    """Train like the loop below, with the same numbers but without its memory leaks.
 
-    This loop was found in a run that died of memory after some hours:
+    The loop is from a run that ran out of memory after some hours:
 
         history = {"loss": [], "average": [], "accuracy": [], "validation": []}
         average = 0.0
@@ -193,15 +192,15 @@ def train(
         history["accuracy"] = [correct.mean() for correct in history["accuracy"]]
         return {key: [value.item() for value in values] for key, values in history.items()}
 
-    The meter reads the peak of every step. No step may need more than the second one, but for a
-    few 0-d tensors, and the second no more than a loop that keeps nothing. Nor may the number of
-    graphs that are alive grow. Take one batch after the other: `batches` makes each when it is
-    asked for. The history is lists of floats, one per step.
+    The grader meters the peak of every step. The second step may need no more than a loop that
+    keeps no history at all, and no later step more than the second, except for a few 0-d tensors.
+    The number of live graphs must not grow either. Take the batches one at a time, because
+    `batches` creates each one on request. Return the history as lists of floats, one per step.
 
     Shapes: inputs and targets (B, S) int64, model(inputs) gives logits (B, S, V).
 
     Example: the fourth step of the loop above holds the graphs of four steps and of four
-    validations. Yours holds those of one step.
+    validations. Yours holds the graph of that step alone.
     """
     ### BEGIN SOLUTION
     history = {"loss": [], "average": [], "accuracy": [], "validation": []}

@@ -17,23 +17,26 @@ from minitron.config import ModelConfig
 # Exercise 3.1 | Recompute a function | 30 min | difficulty 3 | replaces minitron.model.recompute
 # Train with yours: --train.recompute full
 def recompute(function: Callable, *tensors: Tensor) -> Tensor:
-    """Call `function(*tensors)`, keep only `tensors`, and call it once more in the backward pass.
+    """Call `function(*tensors)`, keep only `tensors`, and call it again in the backward pass.
 
-    Values and gradients are those of the plain call. `function` returns one tensor. Some of
-    `tensors` may require no gradient, or have integers: their gradient is None.
-    It reads weights from its closure: they get their gradients too, added to what .grad holds,
-    also when none of `tensors` requires one. It may draw random numbers (dropout, on the CPU):
-    the replay must draw the same ones, and afterwards torch.get_rng_state() must be what it was
-    before the replay. Under torch.no_grad() it is the plain call. Autocast is left aside.
+    The result and all gradients must equal those of the plain call.
 
-    An autograd.Function is one way; write the class inside this function or above it. Nothing in
-    its `forward` is recorded; its `backward` runs with recording switched off.
+    - `function` returns one tensor. Some of `tensors` may not require a gradient, or may hold
+      integers: their gradient is None.
+    - `function` may read weights from its closure. They get their gradients, too, added to what
+      .grad holds, even if none of `tensors` requires a gradient.
+    - `function` may draw random numbers (dropout, on the CPU). Recomputation must draw the same
+      ones, and afterwards torch.get_rng_state() must be what it was before recomputation.
+    - Under torch.no_grad() this is the plain call. You may ignore autocast.
+
+    One way is an autograd.Function; write the class inside this function or above it. Its
+    `forward` runs without recording a graph, and so does its `backward` unless you enable it.
 
     Example: with w = 3 and x = 2, recompute(lambda x: w * x * x, x) is 12 and holds x alone.
     backward() then calls the lambda again, sets x.grad = 12 and w.grad = 4.
     """
     ### BEGIN SOLUTION
-    class Replay(torch.autograd.Function):
+    class Recompute(torch.autograd.Function):
         @staticmethod
         def forward(ctx, anchor, *tensors):
             ctx.random_state = torch.get_rng_state()
@@ -56,7 +59,7 @@ def recompute(function: Callable, *tensors: Tensor) -> Tensor:
     # The weights are invisible to autograd here: without an input that requires a gradient it
     # would not call `backward`.
     anchor = torch.empty(0, requires_grad=True)
-    return Replay.apply(anchor, *tensors)
+    return Recompute.apply(anchor, *tensors)
     ### END SOLUTION
 
 
@@ -64,22 +67,23 @@ def recompute(function: Callable, *tensors: Tensor) -> Tensor:
 def segments_for_budget(
     activation_bytes: list[int], boundary_bytes: int, budget: int
 ) -> list[int]:
-    """Choose segments that hold at most `budget` bytes at any time and replay the fewest blocks.
+    """Return segment lengths that need at most `budget` bytes and recompute the fewest blocks.
 
-    activation_bytes[i] is what block i keeps for its backward pass, its own input of
-    boundary_bytes included. The returned lengths cut the first blocks into segments, each
-    replayed as one; the blocks after the last segment, the tail, keep their activations. An empty
-    list replays nothing. Held are
+    activation_bytes[i] is what block i stores for its backward pass, including its own input of
+    boundary_bytes. The lengths you return divide the first blocks into segments, each of which is
+    recomputed as one call. The blocks after the last segment, the tail, keep their activations.
+    An empty list recomputes nothing. The bytes in memory are
+
     - at the end of the forward pass: the inputs of all segments, boundary_bytes each, and the
       activations of the tail;
-    - while segment j is replayed: the inputs of the segments before it, and the activations of
-      its own blocks. What comes after it is gone by then.
+    - while a segment is recomputed: the inputs of the segments before it, and the activations of
+      its own blocks. Everything after it has been freed by then.
 
-    Of several choices with the fewest replayed blocks, any is right. Raises ValueError, with the
-    budget in its message, if no choice fits.
+    If several answers recompute the fewest blocks, any of them is right. Raise ValueError, with
+    the budget in its message, if nothing fits.
 
-    Example: four blocks keep 10 each, the boundary is 1. A budget of 40 gives []. With 21 the
-    tail has two blocks: [2], for 1 + 20 at the end of the forward pass, and 20 in the replay.
+    Example: four blocks store 10 each, the boundary is 1. A budget of 40 gives []. A budget of 21
+    gives [2]: 1 + 20 at the end of the forward pass, and 20 while the segment is recomputed.
     """
     ### BEGIN SOLUTION
     num_blocks = len(activation_bytes)
@@ -107,17 +111,19 @@ def segments_for_budget(
 def recompute_flops_per_token(
     model: ModelConfig, sequence_length: int, recompute: str = "full"
 ) -> int:
-    """Count the operations that recomputation adds to a training step, per token.
+    """Return the FLOPs that recomputation adds to a training step, per token.
 
-    "none" adds nothing. "full" replays the forward pass of every block; the embedding and the head
-    are outside of the blocks. "selective" replays attention's core alone: the scores QK^T and
-    their product with the values, without the four linear layers around them.
+        "none"        nothing
+        "full"        the forward pass of every block; the embedding and the output head are
+                      outside the blocks
+        "selective"   attention's core alone: the scores QK^T and their matmul with the values,
+                      without the four linear layers around them
 
     D = width, F = ffn_width, G = num_kv_heads, K = head_width, S = sequence_length. A block's
-    weights: query and out D x D each, key and value D x G K each; the feed-forward has two
-    matrices D x F (gpt) or three (llama). A product with a weight costs two operations per value.
-    Attention's two products cost 2 S D each: all H heads attend, to the full S x S square.
-    Norms and activation functions are too small to count.
+    weight matrices: query and out D x D each, key and value D x G K each, and in the feed-forward
+    two (gpt) or three (llama) of D x F. A linear layer costs 2 FLOPs per weight and token. Each
+    of attention's two matmuls costs 2 S D per token: all heads, the full S x S square. Ignore
+    norms and activation functions.
 
     Example: llama, one layer, V 10, D 4, two heads, two KV heads, F 6, S 3: full 320, selective
     48, of the 1200 of the training step: 27 % and 4 %.
@@ -136,17 +142,17 @@ def recompute_flops_per_token(
 def best_segment_length(
     num_blocks: int, activation_bytes: int, boundary_bytes: int
 ) -> tuple[int, int]:
-    """Find the segment length with the lowest peak, and that peak: (length, bytes).
+    """Return the segment length with the lowest memory peak, and that peak: (length, bytes).
 
-    Every block is replayed. All segments have the same length, but the last is shorter when the
-    length does not divide num_blocks. While a segment is replayed, the inputs of the segments
-    before it are held, boundary_bytes each, and activation_bytes for each of its own blocks (the
-    segment's own input is among them). The peak is the largest of these sums. Of several lengths
-    with the same peak, return the longest: fewer inputs wait for the backward pass.
+    Every block is recomputed. All segments have the same length, except that the last one is
+    shorter if the length does not divide num_blocks. While a segment is recomputed, memory holds
+    boundary_bytes for each segment before it, and activation_bytes for each of its own blocks
+    (which include the segment's own input). The peak is the largest of these sums. If several
+    lengths have the same peak, return the longest of them: it keeps the fewest inputs.
 
-    Example: 7 blocks, activations 4, boundary 2. Length 2 makes segments of 2, 2, 2, 1: replayed,
-    they hold 8, 2 + 8, 4 + 8 and 6 + 4. The peak is 12. Length 3 (3, 3, 1) holds 12, 2 + 12 and
-    4 + 4: 14. Length 1 holds up to 6 x 2 + 4 = 16. The answer is (2, 12).
+    Example: 7 blocks, activations 4, boundary 2. Length 2 gives segments of 2, 2, 2, 1, which need
+    8, 2 + 8, 4 + 8 and 6 + 4: the peak is 12. Length 3 (3, 3, 1) needs 12, 2 + 12 and 4 + 4: 14.
+    Length 1 needs up to 6 x 2 + 4 = 16. The answer is (2, 12).
     """
     ### BEGIN SOLUTION
     def peak(length: int) -> int:

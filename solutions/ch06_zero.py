@@ -1,18 +1,18 @@
-"""Exercises of chapter 6: ZeRO. A rank keeps its shard, and holds the rest while it is in use.
+"""Exercises of chapter 6: ZeRO. A rank stores its shard, and the rest only while it is in use.
 
-Write a body, save, and ask `minitron check 6.1`, or check("6.1") in a notebook. Stuck:
-`minitron hint 6.1`, three levels. Start again: `minitron reset 6.1`. The exercises do not build on
-one another; take them in any order.
+Write the body, save, and run `minitron check 6.1` in a terminal or check("6.1") in a notebook. If
+you are stuck, `minitron hint 6.1` gives hints in three steps; `minitron reset 6.1` restores the
+original. The exercises do not build on each other, so you can take them in any order.
 
-In 6.2 to 6.4 every rank runs your code. `group` is the group of the ranks: group.rank(),
-group.size(). With N ranks and shards of L values, allowed are
+In 6.2 to 6.4 every rank runs your code. `group` is the process group of the ranks: use group.rank()
+and group.size(), which is N below. With shards of L values you may use
 
     reduce_scatter_single(output, input, group)    sums input, (N L,), over the ranks: output,
                                                    (L,), gets values r L to (r + 1) L on rank r
     all_gather_single(output, input, group)        fills output, (N L,), with the ranks' inputs,
                                                    (L,), in the order of the ranks
 
-Both block; with async_op=True they return a work to wait() for.
+Both block. With async_op=True they return immediately, with a work that you must wait() for.
 """
 
 from collections.abc import Callable, Iterable
@@ -27,13 +27,13 @@ from minitron.parallel.data.buckets import assign_buckets
 
 
 def flatten(tensors: Iterable[Tensor], num_ranks: int) -> Tensor:
-    """Copy tensors end to end into one, (N L,), with zeros behind until N divides its length."""
+    """Concatenate tensors into one, (N L,), padded with zeros until N divides its length."""
     values = torch.cat([tensor.detach().flatten() for tensor in tensors])
     return F.pad(values, (0, -len(values) % num_ranks))
 
 
 def views(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """Cut what `flatten` made into views with the shapes of `like`; the zeros are left out."""
+    """Split what `flatten` made into views with the shapes of `like`; the padding is left out."""
     sizes = [tensor.numel() for tensor in like]
     parts = flat[:sum(sizes)].split(sizes)
     return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
@@ -42,12 +42,14 @@ def views(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
 # Exercise 6.1 | Shard ranges | 10 min | difficulty 1 | replaces minitron.parallel.flat
 # Train with yours on 2 ranks: --parallel.zero 1
 def owned_ranges(sizes: list[int], num_ranks: int, rank: int) -> list[range]:
-    """Which elements of each parameter does `rank` own?
+    """Return which elements of each parameter `rank` owns.
 
-    Parameters of `sizes` elements lie end to end, n elements in all. They are cut into N shards
-    of L = ceil(n / N), one after the other: rank 0 owns the first L elements. The last shards may
-    have fewer, or none. For each parameter, in order, return the range of its own elements,
-    counted from its own start, that lie in the shard of `rank`. A range may be empty.
+    The parameters, with `sizes` elements each, are concatenated: n elements in total. These are
+    split into N consecutive shards of L = ceil(n / N) elements: rank 0 owns the first L, rank 1 the
+    next L, and so on. The last shards may have fewer elements, or none.
+
+    Return one range per parameter, in order: which of its elements lie in the shard of `rank`,
+    counted from the parameter's own first element. A range may be empty.
 
     Example: sizes [3, 4] on 2 ranks: n = 7, L = 4. Rank 0 owns [range(0, 3), range(0, 1)], that is
     all of the first parameter and one element of the second; rank 1 [range(0, 0), range(1, 4)].
@@ -55,7 +57,7 @@ def owned_ranges(sizes: list[int], num_ranks: int, rank: int) -> list[range]:
     ### BEGIN SOLUTION
     length = -(-sum(sizes) // num_ranks)
     owned = []
-    start = 0  # of the parameter, in the whole
+    start = 0  # of the parameter, in the concatenation
     for size in sizes:
         first, stop = (min(max(0, edge - start), size)
                        for edge in (rank * length, (rank + 1) * length))
@@ -67,30 +69,33 @@ def owned_ranges(sizes: list[int], num_ranks: int, rank: int) -> list[range]:
 
 # Exercise 6.2 | ZeRO-1 step | 25 min | difficulty 2
 class ShardedOptimizer:
-    """Let each rank keep one N-th of the optimizer's state, and update one N-th of the parameters.
+    """Let each rank store one N-th of the optimizer's state and update one N-th of the parameters.
 
         sharded = ShardedOptimizer(model, group, make_optimizer)    # once; then in every step:
         loss(my_rows).backward()
         norm = sharded.step(max_norm)
 
-    The parameters are equal on all ranks. Flattened they are N L values, and rank r's shard is
-    the values r L to (r + 1) L. make_optimizer([tensor, ...]) returns a torch.optim optimizer:
-    call it once, for this rank's shard alone.
+    The setting: the parameters are equal on all ranks. Flattened, they are N L values, and rank r's
+    shard is the values r L to (r + 1) L. make_optimizer([tensor, ...]) returns a torch.optim
+    optimizer; call it once, with this rank's shard only.
 
-    step begins with .grad of this rank's rows; None counts as zeros. The gradient is the mean over
-    the ranks. If its global norm, the root of the sum of the squares of all its elements, exceeds
-    max_norm, it is multiplied by max_norm / norm; the norm may also be 0. Then the optimizer
-    updates the shard, and every rank gets the others' shards into its parameters. Returned is the
-    norm before clipping, shape (). Afterwards every .grad is None, and beside the parameters a rank
-    holds its shard, the optimizer's state for it, and the shard's gradient: nothing of the model's
-    size.
+    step starts from the .grad that this rank's rows produced (None counts as zeros) and
 
-    On the wire, per step: one reduce-scatter and one all-gather of N L values each, and a
+    1. averages the gradient over the ranks; a rank keeps its shard of the average;
+    2. computes the global norm, the root of the sum of the squares of all N L elements. If it
+       exceeds max_norm, multiplies the gradient by max_norm / norm. The norm may be 0;
+    3. lets the optimizer update the shard, and copies all ranks' shards into the parameters;
+    4. returns the norm before clipping, shape ().
+
+    Afterwards every .grad is None. Besides the parameters, a rank holds its shard, the shard's
+    gradient and the optimizer's state for it, and nothing else of the model's size.
+
+    Communication per step: one reduce-scatter and one all-gather of N L values each, and a
     dist.all_reduce(tensor, group=group) of one number.
 
-    Example: on 2 ranks w = [1, 2, 3], with a zero behind, so L = 2. The ranks' .grad are [6, 0, 0]
-    and [0, 0, 8]; the mean is [3, 0, 4]. Rank 0 has [3, 0] of it, rank 1 [4, 0]; the norm is 5 on
-    both. With max_norm = 2.5 and plain SGD at rate 1 both end with w = [-0.5, 2, 1].
+    Example: on 2 ranks w = [1, 2, 3], padded with one zero, so L = 2. The ranks' .grad are
+    [6, 0, 0] and [0, 0, 8]; the mean is [3, 0, 4]. Rank 0 has [3, 0] of it, rank 1 [4, 0]; the
+    norm is 5 on both. With max_norm = 2.5 and plain SGD at rate 1 both end with w = [-0.5, 2, 1].
     """
 
     def __init__(
@@ -127,27 +132,35 @@ class ShardedOptimizer:
         ### END SOLUTION
 
 
-# Exercise 6.3 | The ZeRO-2 hand-over | 25 min | difficulty 2
+# Exercise 6.3 | ZeRO-2 gradients | 25 min | difficulty 2
 class ShardedGradients:
-    """Hand each bucket of gradients over during the backward pass, keep a shard, free the rest.
+    """Reduce-scatter each gradient bucket during the backward pass; keep a shard, free the rest.
 
         sharded = ShardedGradients(model, group, bucket_bytes)      # once; then in every step:
         loss(my_rows).backward(); sharded.finish()                  # per micro-batch
         (the optimizer reads self.shards)
         for shard in self.shards: shard.zero_()
 
-    self.buckets lists the parameters that require a gradient, bucket by bucket, those whose
-    gradients come first in the first. self.shards[i], (L,), begins as zeros: into it you add this
-    rank's part of the mean over the ranks of bucket i, flattened, for every micro-batch.
+    What is given:
 
-    A bucket travels when its last gradient is complete and the bucket before it has been handed
-    over, for all ranks must send in the same order; what is left travels in finish(). A parameter
-    without a gradient counts as zeros. On the wire, per micro-batch: one reduce-scatter per bucket,
-    of its N L values.
+    - self.buckets[i]: the parameters of bucket i. Bucket 0 holds those whose gradients are complete
+      first in the backward pass.
+    - self.shards[i], (L,): this rank's shard of bucket i's gradient, initially zeros.
 
-    Once a bucket is handed over, the .grad of its parameters is None, and nothing of it is held but
-    the shard: not all buckets at once, at no time. You may wait for a reduce-scatter right away;
-    if not, wait for it before you start the next.
+    To reduce a bucket means:
+
+    1. flatten the gradients of its parameters; a parameter without a gradient counts as zeros;
+    2. reduce-scatter them, N L values, and divide by N: this rank's shard of the mean;
+    3. add that to self.shards[i], so that shards accumulate over micro-batches;
+    4. set the .grad of the bucket's parameters to None, and keep nothing of it but the shard.
+
+    When to reduce a bucket: as soon as all its gradients are complete *and* the previous bucket has
+    been reduced. The order matters: ranks may complete their gradients in different orders, but
+    must reduce the same buckets together. finish() reduces those that remain. At no time may the
+    gradients of all buckets be held at once.
+
+    Communication per micro-batch: one reduce-scatter per bucket. You may wait for each right away;
+    otherwise wait for it before you start the next.
 
     Example: on 2 ranks bucket 0 holds b (2 values) and a (1 value). Rank 0 has the gradients
     b = [2, 4], a = [6], rank 1 has b = [4, 8], a = None. One reduce-scatter sums [2, 4, 6, 0] and
@@ -170,7 +183,7 @@ class ShardedGradients:
         ### END SOLUTION
 
     def collect(self, parameter: nn.Parameter) -> None:
-        """Hand over what can be handed over, now that the .grad of `parameter` is complete."""
+        """Reduce the buckets that can be reduced, now that the .grad of `parameter` is complete."""
         ### BEGIN SOLUTION
         self.complete.add(parameter)
         while self.num_sent < len(self.buckets) \
@@ -179,7 +192,7 @@ class ShardedGradients:
         ### END SOLUTION
 
     def reduce_bucket(self, index: int) -> None:
-        """Reduce-scatter bucket `index`, add what arrives to its shard, free its gradients."""
+        """Reduce bucket `index`, as described above."""
         ### BEGIN SOLUTION
         bucket, size = self.buckets[index], self.group.size()
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
@@ -194,7 +207,7 @@ class ShardedGradients:
         ### END SOLUTION
 
     def finish(self) -> None:
-        """Hand over the buckets that are left; the next backward pass starts from the first."""
+        """Reduce the buckets that are left; the next backward pass starts with bucket 0 again."""
         ### BEGIN SOLUTION
         while self.num_sent < len(self.buckets):
             self.reduce_bucket(self.num_sent)
@@ -205,25 +218,29 @@ class ShardedGradients:
 
 # Exercise 6.4 | A ZeRO-3 unit | 30 min | difficulty 3
 class ShardedUnit:
-    """Keep one N-th of a module's parameters, and hold all of them only while it computes.
+    """Store one N-th of a module's parameters, and hold all of them only while it computes.
 
         units = [ShardedUnit(block, group) for block in blocks]     # once; then in every step:
         loss(my_rows).backward()                                    # per micro-batch
         optimizer.step(); optimizer.zero_grad()                     # made for all unit.shard
 
-    self.shard is an nn.Parameter, (L,): this rank's part of the module's parameters, flattened,
-    which are equal on all ranks at the start. Its .grad is the mean over the ranks, and adds up
-    over micro-batches. The parameters keep their names and shapes, not their values: those are
-    there from unshard to reshard, around the forward and around the backward pass. Each of them
-    gets a gradient in every backward pass.
+    self.shard is an nn.Parameter, (L,): this rank's shard of the module's flattened parameters,
+    which are equal on all ranks at the start. Its .grad is the mean over the ranks and accumulates
+    over micro-batches. The module's own parameters keep their names and shapes. Their values exist
+    only between unshard and reshard: around the forward pass, and again around the backward pass.
+    Every parameter gets a gradient in every backward pass.
 
-    unshard: all-gather the shards into one flat tensor, whose views the parameters are.
-    reshard: free it. Autograd keeps views of it for the backward pass, so one more reference is
-    always there: flat.untyped_storage().resize_(0) gives the bytes back all the same, and
-    resize_(bytes) makes room to fill the same tensor again.
-    collect: when all .grad of the unit are complete, reduce-scatter them, free them, reshard.
+    | method | what it does |
+    |---|---|
+    | unshard | all-gathers the shards into one flat tensor, of which the parameters are views |
+    | reshard | frees the values of that flat tensor |
+    | collect | once all .grad of the unit are complete: reduce-scatters and frees them, reshards |
 
-    On the wire, per micro-batch: two all-gathers and one reduce-scatter, of N L values each.
+    Freeing: autograd keeps views of the flat tensor for the backward pass, so dropping your
+    reference is not enough. flat.untyped_storage().resize_(0) releases the memory anyway, and
+    resize_(num_bytes) makes room to fill the same tensor again.
+
+    Communication per micro-batch: two all-gathers and one reduce-scatter, of N L values each.
 
     Example: on 2 ranks a module has w = [1, 2, 3]; rank 0 keeps [1, 2], rank 1 [3, 0]. Before
     forward() both gather [1, 2, 3, 0]; after it w holds nothing. Before backward() they gather
@@ -262,7 +279,7 @@ class ShardedUnit:
         ### END SOLUTION
 
     def collect(self, parameter: nn.Parameter) -> None:
-        """Reduce the gradients and free everything, if that of `parameter` was the last one."""
+        """Reduce the gradients and free everything once the last parameter's .grad is complete."""
         ### BEGIN SOLUTION
         self.num_complete += 1
         if self.num_complete < len(self.parameters):

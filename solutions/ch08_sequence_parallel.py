@@ -1,11 +1,11 @@
-"""Exercises of chapter 8: sequence parallelism. What every rank still holds whole is cut too.
+"""Exercises of chapter 8: sequence parallelism. What tensor parallelism replicates is sharded too.
 
 Write a body, save, and ask `minitron check 8.1`, or check("8.1") in a notebook. Stuck:
 `minitron hint 8.1`, three levels. Start again: `minitron reset 8.1`. The exercises do not build on
 one another; take them in any order.
 
-In 8.1, 8.2 and 8.4 every rank runs your code. `group` is the group of the ranks: group.rank(),
-group.size(). With N ranks, these take contiguous tensors, and autograd knows nothing of them:
+In 8.1, 8.2 and 8.4 every rank runs your code. `group` is the group of ranks: group.rank(),
+group.size(), which is N below. These take contiguous tensors, and autograd does not see them:
 
     all_gather_single(output, input, group)        fills output, (N n, ...), with the ranks' inputs,
                                                    (n, ...), in the order of the ranks
@@ -27,17 +27,22 @@ from minitron.comm.differentiable import all_gather, reduce_scatter
 # Exercise 8.1 | Gather and scatter | 20 min | difficulty 2 | replaces minitron.comm.differentiable
 # Train with your ReduceScatter on 2 ranks: --parallel.tp 2 --parallel.sequence
 class AllGather(torch.autograd.Function):
-    """Join what the ranks have; on the way back, sum their gradients and give each its part.
+    """All-gather in the forward pass, reduce-scatter of the gradient in the backward pass.
 
         x = AllGather.apply(x_shard, group, dim)
 
-    x_shard is this rank's part of x along dim, (..., n/N, ...). x is whole, (..., n, ...), and the
-    same on all ranks. Each rank goes on from x with a computation of its own, so each has another
-    gradient of x; that of x_shard is this rank's part of their sum. On the wire: one all-gather of
-    x forward, one reduce-scatter of its gradient backward.
+    - x_shard, (..., n/N, ...): this rank's shard of x along dim.
+    - x, (..., n, ...): the full tensor, the same on all ranks.
 
-    Mostly dim is 1, the sequence in (B, S/N, D); the collectives know dim 0 alone. x_shard and the
-    gradients need not be contiguous. They belong to others too: leave their values as they are.
+    Each rank continues from x with a computation of its own, so each has its own partial sum of the
+    gradient of x. The gradient of x_shard is this rank's shard of their total.
+
+    dim is usually 1, the sequence in (B, S/N, D), but the collectives above work along dimension 0
+    only. x_shard and the gradients need not be contiguous. Do not modify either: other nodes may
+    use the same tensors.
+
+    Communication: one all-gather of x in the forward pass, one reduce-scatter of its gradient in
+    the backward pass.
 
     Example: on 2 ranks x_shard is [[1], [3]] and [[2], [4]], and dim is 1: x is [[1, 2], [3, 4]].
     The gradient of x is [[1, 1], [1, 1]] on rank 0 and [[0, 10], [20, 0]] on rank 1; that of
@@ -46,7 +51,7 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x_shard: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        """Return x; what the backward pass needs is kept in attributes of ctx."""
+        """Return x; store what the backward pass needs in attributes of ctx."""
         ### BEGIN SOLUTION
         ctx.group, ctx.dim = group, dim
         shards = x_shard.new_empty(group.size() * len(x_shard), *x_shard.shape[1:])
@@ -66,13 +71,17 @@ class AllGather(torch.autograd.Function):
 
 
 class ReduceScatter(torch.autograd.Function):
-    """Sum what the ranks have, and give each its part; on the way back, join the gradients.
+    """Reduce-scatter in the forward pass, all-gather of the gradient in the backward pass.
 
         x_shard = ReduceScatter.apply(x_partial, group, dim)
 
-    x_partial is one of N summands of x, (..., n, ...). x_shard is this rank's part of the sum along
-    dim, (..., n/N, ...). On the wire: one reduce-scatter of x_partial forward, one all-gather of
-    the gradient backward. dim, layout and whose tensors they are: as above.
+    - x_partial, (..., n, ...): this rank's partial sum of x.
+    - x_shard, (..., n/N, ...): this rank's shard, along dim, of the total over the ranks.
+
+    What is said above of dim, of contiguous tensors and of not modifying them holds here too.
+
+    Communication: one reduce-scatter of x_partial in the forward pass, one all-gather of the
+    gradient in the backward pass.
 
     Example: on 2 ranks x_partial is [[1, 2], [3, 4]] and [[10, 20], [30, 40]], and dim is 1:
     x_shard is [[11], [33]] on rank 0 and [[22], [44]] on rank 1. Its gradient is [[1], [2]] and
@@ -103,26 +112,30 @@ class ReduceScatter(torch.autograd.Function):
 
 # Exercise 8.2 | Gradients of other tokens | 15 min | difficulty 2
 def sum_partial_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Make every gradient of a sequence-parallel model what it is in one process.
+    """Complete the gradients of which each rank has only a partial sum.
 
-    It is called once per step, after the last backward pass. `model` is minitron's Transformer
-    (minitron/model/transformer.py), of the gpt or of the llama family: its parameters have their
-    usual names. It is cut over the group:
+    Called once per step, after the last backward pass. Afterwards, every gradient on this rank must
+    be what one process would have (for a sharded parameter: this rank's shard of it).
 
-        query, key, value, up, gate, head    read all tokens. A rank has some of the rows of their
-                                             weights, and of their biases
-        out, down                            read all tokens. A rank has some of the columns of
-                                             their weights: the sum over the ranks is scattered,
-                                             then the bias is added, which every rank has whole
-        token_embedding                      a rank has some of the vocabulary's rows, and looks
-                                             all tokens up in them; that sum is scattered too
-        everything else                      is whole on every rank, and is used for this rank's
-                                             tokens alone, S/N of every sequence
+    `model` is minitron's Transformer (minitron/model/transformer.py), of the gpt or the llama
+    family, with its usual parameter names, split over the group with sequence parallelism:
 
-    Of a parameter that is cut, backward() brings this rank's part of the gradient, complete. Which
-    gradients are not complete? Make those the same on all ranks, and leave the others as they are.
-    Parameters without a gradient, such as frozen ones, have none on any rank, and keep none. On the
-    wire: one all-reduce, of the values that need it.
+        query, key, value, up, gate, head    column-parallel: a rank holds some rows of the weight
+                                             and of the bias, and applies them to all tokens
+        out, down                            row-parallel: a rank holds some columns of the weight
+                                             and applies them to all tokens; the output is
+                                             reduce-scattered along the sequence, and then the bias,
+                                             which is replicated, is added
+        token_embedding                      a rank holds some rows of the vocabulary and looks up
+                                             all tokens; the output is reduce-scattered too
+        everything else                      is replicated, and applied to this rank's S/N tokens of
+                                             every sequence
+
+    backward() leaves the complete gradient of every sharded parameter. Decide which of the other
+    gradients are partial sums, add those over the ranks, and leave all others unchanged. Parameters
+    without a gradient, such as frozen ones, have none on any rank; leave them without one.
+
+    Communication: one all-reduce of exactly the values that need it.
 
     Example: on 2 ranks final_norm.weight.grad is [1, 2] and [10, 20], head.weight.grad [[3, 4]] and
     [[5, 6]]. Afterwards final_norm.weight.grad is [11, 22] on both; head.weight.grad is as before.
@@ -144,28 +157,31 @@ def saved_bytes(
     batch_size: int, sequence_length: int, width: int, num_heads: int, num_ranks: int,
     sequence_parallel: bool, selective: bool,
 ) -> int:
-    """Count the bytes that one gpt block saves in forward, on one of N ranks that share it.
+    """Count the bytes that a rank saves for the backward pass of one gpt block, shared by N ranks.
 
     B, S, D, H and N are the first five arguments; the feed-forward is F = 4 D wide. Values have 2
     bytes, dropout is on, and its masks have 1 byte per value. On one rank, N = 1, a block saves
 
         the inputs of both norms                               2 B S D values
-        what query, key and value read, and what up reads      2 B S D values
+        the input of query, key and value; the input of up     2 B S D values
         query, key and value                                   3 B S D values
-        what out reads                                         1 B S D values
-        what gelu reads, and what down reads                   8 B S D values
-        the masks of both branches' outputs                    2 B S D masks
-        softmax's output, the same after dropout               2 B H S S values
+        the input of out                                       1 B S D values
+        the input of GELU, the input of down                   8 B S D values
+        the masks of the two dropouts on the residual stream   2 B S D masks
+        softmax's output, before and after dropout             2 B H S S values
         the mask of that dropout                               1 B H S S masks
 
-    Tensor parallelism gives a rank some of the heads and some of the F. Which of these does it cut,
-    and which has every rank in full? With sequence_parallel a rank has S/N tokens of everything
-    between the cut layers; and query, key, value and up keep their part of what they read, as they
-    gather it again for the backward pass. If selective, attention is computed again, from query,
-    key and value to what out reads: what lies between them is not saved.
+    With N ranks, decide for each line whether a rank saves all of it or an N-th:
 
-    N divides H, D and S. Counts are exact integers. Left out is what is small: the norms' means and
-    deviations, and the mask of the future.
+    - Tensor parallelism always applies: query, key, value and up are column-parallel, out and down
+      row-parallel, and each rank has H/N heads.
+    - sequence_parallel: sequence parallelism as in section 6 of the chapter, where a
+      column-parallel layer saves only its own tokens of the input and gathers the rest again.
+    - selective: attention, from query, key and value to the input of out, is recomputed in the
+      backward pass, so what lies between is not saved.
+
+    N divides H, D and S. Counts are exact integers. Small terms are left out: the norms' means and
+    deviations, and the causal mask.
 
     Example: B 1, S 2, D 4, H 2 on 2 ranks. Tensor parallelism alone: 196 bytes. With
     sequence_parallel 156; selective as well, 136.
@@ -174,7 +190,7 @@ def saved_bytes(
     wide = batch_size * sequence_length * width
     square = batch_size * num_heads * sequence_length**2
 
-    # norms, what the cut layers read, masks | query, key, value, out, gelu, down
+    # norms, inputs of the columns, masks | query, key, value, out, gelu, down
     around, inside = (2 + 2) * 2 + 2, (3 + 1 + 8) * 2
     saved = inside * wide // num_ranks
     saved += around * wide // (num_ranks if sequence_parallel else 1)
@@ -184,26 +200,27 @@ def saved_bytes(
 
 # Exercise 8.4 | Gather it again | 20 min | difficulty 2
 class GatheredLinear(torch.autograd.Function):
-    """Compute a linear layer on all tokens, and keep the input of this rank's tokens alone.
+    """Compute a column-parallel layer on all tokens, but save only this rank's tokens.
 
         y_shard = GatheredLinear.apply(x_shard, weight_shard, group)
 
-    x_shard, (B, S/N, D), are this rank's tokens of x, the ranks' parts of the sequence one after
-    the other. weight_shard, (F/N, D), are this rank's rows of the weight. y_shard, (B, S, F/N),
-    is x @ weight_shard.T, for all tokens.
+    - x_shard, (B, S/N, D): this rank's tokens of x; ranks hold consecutive parts of the sequence.
+    - weight_shard, (F/N, D): this rank's rows of the weight.
+    - y_shard, (B, S, F/N): x @ weight_shard.T, for all tokens.
 
-    Plain autograd would save x for the gradient of the weight: N times x_shard. Save x_shard
-    instead, and gather x again in the backward pass. From forward to backward nothing is held that
-    was not there before; y_shard belongs to the caller. Neither x_shard nor the gradient of y_shard
-    need be contiguous, and others read them too: leave their values as they are.
+    Plain autograd would save the full x for the gradient of the weight, which is N times x_shard.
+    Save x_shard instead and gather x again in the backward pass. Between forward and backward your
+    function may keep nothing that did not exist before the call, except y_shard. x_shard and the
+    gradient of y_shard need not be contiguous; do not modify them.
 
-    The gradient of y_shard is another one on every rank. Each rank has a summand of the gradient of
-    x, and that of x_shard is this rank's part of their sum. That of weight_shard is complete on its
-    rank. On the wire: one all-gather of x forward; backward the same again, and one reduce-scatter
-    of x's size.
+    The gradient of y_shard differs between ranks. Each rank computes a partial sum of the gradient
+    of x, and the gradient of x_shard is this rank's shard of their total. The gradient of
+    weight_shard is complete on its rank.
 
-    Beside the collectives above, all_gather(x_shard, group, dim) and reduce_scatter(x_partial,
-    group, dim) of minitron/comm/differentiable.py are there: they join and cut along dim.
+    Communication: one all-gather of x in the forward pass; one all-gather of x and one
+    reduce-scatter of the same size in the backward pass. Besides the collectives above you may use
+    all_gather(x_shard, group, dim) and reduce_scatter(x_partial, group, dim) from
+    minitron/comm/differentiable.py, which work along any dimension.
 
     Example: B, D and F/N are 1, S is 2. On 2 ranks x_shard is [[[3]]] and [[[4]]], weight_shard
     [[2]] and [[5]]: y_shard is [[[6], [8]]] on rank 0 and [[[15], [20]]] on rank 1. If its gradient

@@ -1,14 +1,14 @@
 """Exercises of chapter 9: pipeline parallelism. Each rank holds some layers; micro-batches pass.
 
-Write a body, save, and ask `minitron check 9.1`, or check("9.1") in a notebook. Stuck:
-`minitron hint 9.1`, three levels. Start again: `minitron reset 9.1`. The exercises do not build on
-one another; take them in any order.
+Write a body, save, and run `minitron check 9.1`, or check("9.1") in a notebook. If you are stuck,
+`minitron hint 9.1` gives three hints of increasing strength; `minitron reset 9.1` starts over. The
+exercises do not build on one another, so take them in any order.
 
 Notation: p ranks, m micro-batches numbered from 0. Stages are numbered in the order of the layers;
-with one stage on each rank, rank r holds stage r. Action(kind, micro_batch, stage) is one pass of a
-micro-batch through a stage: kind "F" forward, "B" backward. A schedule is a list of actions for
-each rank: what it does, in this order. An action waits until what it needs is there: F i at stage s
-for F i at stage s - 1; B i at stage s for B i at stage s + 1.
+with one stage per rank, rank r holds stage r. Action(kind, micro_batch, stage) is one pass of a
+micro-batch through a stage: kind "F" is forward, "B" is backward. A schedule is a list of actions
+for each rank, in the order in which the rank performs them. An action waits for its input: F i at
+stage s needs F i at stage s - 1, and B i at stage s needs B i at stage s + 1.
 """
 
 from collections.abc import Callable
@@ -25,13 +25,15 @@ from minitron.parallel.pipeline.schedules import Action, Schedule, make
 # Exercise 9.1 | Schedules | 20 min | difficulty 2 | replaces minitron.parallel.pipeline.schedules
 # Train with your one_forward_one_backward on 2 ranks: --parallel.pp 2
 def gpipe(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """All micro-batches forward, then all backward.
+    """GPipe: all micro-batches forward, then all backward.
 
-    For each rank, list its actions: m passes forward, m backward, at the stage of the rank's
-    number. There may be fewer micro-batches than ranks.
+    For each rank, list its actions: m forward passes and then m backward passes, at the stage with
+    the rank's number. There may be fewer micro-batches than ranks.
 
-    Example: on 2 ranks with 2 micro-batches rank 0 does F0 F1 B0 B1 at stage 0, rank 1 the same at
-    stage 1. Both hold the activations of 2 micro-batches; with m of them, of m.
+    Example: on 2 ranks with 2 micro-batches, rank 0 does F0 F1 B0 B1 at stage 0, and rank 1 does
+    the same at stage 1. At its peak each rank holds the activations of all m micro-batches.
+
+    Graded: the validator accepts the schedule, what each rank holds, and the simulated time.
     """
     lists: list[list[Action]] = []  # by rank
     ### BEGIN SOLUTION
@@ -44,15 +46,21 @@ def gpipe(num_ranks: int, num_micro_batches: int) -> Schedule:
 
 
 def one_forward_one_backward(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """1F1B: as long as GPipe, and rank r holds p - r micro-batches at most, however many there are.
+    """1F1B: takes as long as GPipe, but rank r holds at most p - r micro-batches.
 
-    Each rank has three parts. Warm-up: forward passes alone, just as many as there are stages
-    behind this one. Steady: a forward and a backward pass in turn, until all m have gone forward.
-    Cool-down: the backward passes that are left. There may be fewer micro-batches than the warm-up
-    would take.
+    Each rank's list has three parts:
 
-    Example: on 2 ranks with 3 micro-batches rank 0 does F0 F1 B0 F2 B1 B2 and holds 2, rank 1 does
-    F0 B0 F1 B1 F2 B2 and holds 1. With 1 micro-batch both do F0 B0.
+    warm-up       forward passes only: as many as there are stages after this one (p - 1 - r)
+    steady state  one forward pass, then one backward pass, alternating until all m have gone
+                  forward
+    cool-down     the remaining backward passes
+
+    With few micro-batches, all m may have gone forward before the warm-up is complete.
+
+    Example: on 2 ranks with 3 micro-batches, rank 0 does F0 F1 B0 F2 B1 B2 and holds 2 at its peak;
+    rank 1 does F0 B0 F1 B1 F2 B2 and holds 1. With 1 micro-batch both do F0 B0.
+
+    Graded: the validator accepts the schedule, what each rank holds, and the simulated time.
     """
     lists: list[list[Action]] = []  # by rank
     ### BEGIN SOLUTION
@@ -70,16 +78,19 @@ def one_forward_one_backward(num_ranks: int, num_micro_batches: int) -> Schedule
 
 # Exercise 9.2 | Bubble and memory | 20 min | difficulty 2
 def bubble(num_ranks: int, num_micro_batches: int, num_chunks: int) -> tuple[float, float]:
-    """How much time is idle: as a share of the total time, and over the time of the work alone.
+    """Return a rank's idle time, divided by the total time and divided by the ideal time.
 
-    Papers mean one or the other. All stages take the same time, messages take none. With one chunk
-    the schedule is GPipe or 1F1B: the last rank waits until a micro-batch has come through p - 1
-    stages, and in the end for its way back. With v = num_chunks chunks each rank holds v stages,
-    each a v-th as long, and m is a multiple of p: interleaved 1F1B. There too it waits for p - 1
-    stages: of these shorter ones.
+    The ideal time is the time the work takes without any bubble. All stages take equally long, and
+    messages take no time.
 
-    Example: on 2 ranks with 2 micro-batches, passes of 1 s forward and 2 s backward: a rank works
-    for 6 s of the 9 s. bubble(2, 2, 1) is (1/3, 1/2). With 2 chunks 6 s of 7.5 s: (1/5, 1/4).
+    num_chunks = 1: GPipe or 1F1B. A rank idles for p - 1 forward and backward passes through a
+    stage.
+    num_chunks = v > 1: interleaved 1F1B. Each rank holds v stages, each 1/v as long, and m is a
+    multiple of p. A rank idles for p - 1 forward and backward passes through these shorter stages.
+
+    Example: on 2 ranks with 2 micro-batches, 1 s forward and 2 s backward, a rank works for 6 s of
+    the 9 s that the step takes, so bubble(2, 2, 1) is (1/3, 1/2). With 2 chunks it works for 6 s of
+    7.5 s: (1/5, 1/4).
     """
     ### BEGIN SOLUTION
     idle = num_ranks - 1  # in passes forward and back through one stage
@@ -92,20 +103,21 @@ def activation_bytes(
     schedule: str, num_ranks: int, num_micro_batches: int, num_chunks: int, rank: int,
     model_bytes: int,
 ) -> int:
-    """Count the bytes of activations that `rank` holds when it holds most.
+    """Return the bytes of activations that `rank` holds at its peak.
 
-    The activations of one micro-batch in the whole model have model_bytes, each of the p v stages
-    an equal part of them, in whole bytes. A rank holds its stage's part from F on, until B is done.
+    One micro-batch's activations in the full model take model_bytes, divided equally over the
+    p x v stages, where v = num_chunks. A rank holds a stage's part from the start of F until the
+    end of B. So its peak is this number of parts:
 
-    schedule              forward passes before the first backward pass is done
-    "GPipe"               all m
-    "1F1B"                one for each stage behind this one, and one more; never more than m
-    "interleaved 1F1B"    (v-1) p + 2 (p-1-rank), and one more; never more than m v
+    schedule              parts held at the peak
+    "GPipe"               m
+    "1F1B"                number of stages after this rank's, plus 1; at most m
+    "interleaved 1F1B"    (v - 1) p + 2 (p - 1 - rank), plus 1; at most m v
 
-    v = num_chunks is 1 for the first two; for the third m is a multiple of p.
+    v is 1 for the first two. For the third, m is a multiple of p. The result is an int.
 
-    Example: on 2 ranks, 4 micro-batches of 1200 bytes. GPipe: 4 x 600 on both. 1F1B: 2 x 600 on
-    rank 0, 600 on rank 1. Interleaved with 2 chunks: 5 x 300 on rank 0, 3 x 300 on rank 1.
+    Example: on 2 ranks with 4 micro-batches of 1200 bytes. GPipe: 4 x 600 on both. 1F1B: 2 x 600 on
+    rank 0 and 600 on rank 1. Interleaved with 2 chunks: 5 x 300 on rank 0 and 3 x 300 on rank 1.
     """
     ### BEGIN SOLUTION
     p, m, v = num_ranks, num_micro_batches, num_chunks
@@ -118,23 +130,25 @@ def activation_bytes(
     ### END SOLUTION
 
 
-# Exercise 9.3 | The cut | 25 min | difficulty 2 | replaces minitron.parallel.pipeline.plan
+# Exercise 9.3 | Layers per stage | 25 min | difficulty 2 | replaces minitron.parallel.pipeline.plan
 # Train with yours on 2 ranks: --parallel.pp 2
 def split_blocks(
     costs: list[float], num_stages: int, first: float = 0.0, last: float = 0.0
 ) -> list[range]:
-    """Which blocks does each stage get, so that the most expensive stage costs least?
+    """Assign blocks to stages so that the most expensive stage is as cheap as possible.
 
-    Block i costs costs[i]. Each stage gets neighboring blocks, one at least: return their numbers
-    as a range, stage by stage. The first stage also has the embedding, which costs `first`, the
-    last one norm and head, which cost `last`. All ranks wait for the most expensive stage, so its
-    cost must be as small as it can be; where several cuts are equally good, any will do.
+    Block i costs costs[i]. Every stage gets consecutive blocks, at least one. Return one range of
+    block numbers per stage, in order. The first stage also holds the embedding, which adds `first`
+    to its cost; the last stage also holds the final norm and the head, which add `last`. All ranks
+    wait for the most expensive stage, so minimize the largest cost. If several assignments are
+    equally good, return any of them.
 
-    With fewer blocks than stages, raise a ValueError whose message has both numbers. 126 blocks can
-    be cut into 16 stages in more than 10^18 ways: do not try them all.
+    With fewer blocks than stages, raise a ValueError whose message contains both numbers. There are
+    more than 10^18 ways to divide 126 blocks into 16 stages, so do not try them all.
 
-    Example: 5 blocks that cost 2 each, 2 stages. Without ends [range(0, 3), range(3, 5)] is one of
-    the best: 6 and 4. With last = 6 it is [range(0, 4), range(4, 5)]: both cost 8.
+    Example: 5 blocks that cost 2 each, 2 stages. With first = last = 0, [range(0, 3), range(3, 5)]
+    is one of the best, with costs 6 and 4. With last = 6, the best is [range(0, 4), range(4, 5)]:
+    both stages cost 8.
     """
     ### BEGIN SOLUTION
     n = len(costs)
@@ -166,32 +180,34 @@ def run_stage(
     stage: nn.Module, actions: list[Action], micro_batches: list[tuple[Tensor, Tensor]],
     sum_loss: Callable[[Tensor, Tensor], Tensor], group: dist.ProcessGroup,
 ) -> Tensor | None:
-    """Run one rank's stage of a step, in the order of `actions`, and leave its gradients in .grad.
+    """Run one rank's part of a step, in the order of `actions`; leave the gradients in .grad.
 
-    Rank r of `group` has stage r: its actions are Action("F" or "B", micro_batch, stage), each
-    micro-batch once each way. Micro-batch i is (x, targets) = micro_batches[i]. x is (T, D), the
-    input of stage 0; T, its number of tokens, differs between micro-batches. Every stage makes of
-    (T, D) another (T, D) of the same dtype, which is that of the micro-batches. All ranks have all
-    micro-batches, so they know each T; leave their values as they are.
+    The setting: rank r of `group` runs stage r. `actions` is its list: Action("F" or "B",
+    micro_batch, stage), each micro-batch once forward and once backward. Micro-batch i is
+    (x, targets) = micro_batches[i]; x, shape (T, D), is the input of stage 0. Micro-batches differ
+    in their number of tokens T. Every stage maps (T, D) to (T, D), in the dtype of the
+    micro-batches. Every rank gets all micro-batches, so it knows each T and dtype; do not modify
+    them.
 
-    The last stage's output goes into sum_loss(out, targets), the sum over T tokens, shape (). The
-    loss of the step is the mean over all tokens of all micro-batches: return it, without a graph,
-    on the last rank, and None on the others. The gradients are of this loss, on every stage.
+    Loss: sum_loss(out, targets) of the last stage's output is the sum over T tokens, shape (). The
+    loss of the step is the mean over all tokens of all micro-batches. The last rank returns it,
+    detached; the other ranks return None. Every stage's gradients are those of this loss.
 
-    Once a micro-batch has gone back, keep nothing of its input, output or graph: no tensors, and
-    no copies of them as NumPy arrays, bytes or lists.
+    Messages: after F, send the output to the next rank. After B, send the gradient of the stage's
+    input to the previous rank. Send nothing else. Any two ranks exchange messages in the order of
+    their lists. Use
 
-    Sent are the output of every F to the next rank, and of every B the gradient of the stage's
-    input to the rank before; nothing else. Two ranks send and receive in the same order. Allowed:
+        dist.send(tensor, group=group, group_dst=rank)     returns when the receiver has taken it
+        dist.recv(tensor, group=group, group_src=rank)     returns when the tensor is filled
+        work = dist.isend(...); work = dist.irecv(...)     return at once; call work.wait() later
 
-        dist.send(tensor, group=group, group_dst=rank)     returns when the tensor has been taken
-        dist.recv(tensor, group=group, group_src=rank)     returns when it is filled
-        work = dist.isend(...); work = dist.irecv(...)     start, return at once; then work.wait()
+    Memory: once the backward pass of a micro-batch is done, keep nothing of its input, output or
+    graph, neither as tensors nor as copies in NumPy arrays, bytes or lists.
 
-    Example: on 2 ranks the stages multiply by 3 and by 2, and sum_loss is out.sum(). Micro-batches
-    of the inputs [1] and [2, 3] have 3 tokens. Rank 0 does F0 F1 B0 B1: it sends [3] and [6, 9],
-    receives [2/3] and [2/3, 2/3]; its factor 3 gets the gradient 2/3 (1 + 2 + 3) = 4. Rank 1 does
-    F0 B0 F1 B1 and returns (6 + 12 + 18) / 3 = 12.
+    Example: on 2 ranks, stage 0 multiplies by 3, stage 1 by 2, and sum_loss is out.sum(). The
+    micro-batches have inputs [1] and [2, 3], together 3 tokens. Rank 0 does F0 F1 B0 B1: it sends
+    [3] and [6, 9], receives [2/3] and [2/3, 2/3], and its factor 3 gets the gradient
+    2/3 (1 + 2 + 3) = 4. Rank 1 does F0 B0 F1 B1 and returns (6 + 12 + 18) / 3 = 12.
     """
     ### BEGIN SOLUTION
     rank, last = group.rank(), group.size() - 1

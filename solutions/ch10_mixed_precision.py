@@ -1,12 +1,13 @@
 """Exercises of chapter 10: mixed precision. Fewer bits for each number, and the same training.
 
-Write a body, save, and ask `minitron check 10.1`, or check("10.1") in a notebook. Stuck:
-`minitron hint 10.1`, three levels. Start again: `minitron reset 10.1`. The exercises do not build
-on one another; take them in any order.
+Write the body, save, and run `minitron check 10.1` in a terminal or check("10.1") in a notebook. If
+you are stuck, `minitron hint 10.1` gives hints in three steps; `minitron reset 10.1` restores the
+original. The exercises do not build on each other, so you can take them in any order.
 
-In 10.4 and in the second half of 10.5 every rank runs your code. `group` is the group of the ranks:
-group.rank(), group.size(). Allowed is dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group):
-tensor becomes the sum, or with dist.ReduceOp.MAX the largest, over the ranks, on all of them.
+In 10.4 and in the second half of 10.5, every rank runs your code. `group` is the process group of
+the ranks: group.rank(), group.size(). The only collective you may use is
+dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group), which replaces tensor by the sum over
+the ranks, on all of them; with dist.ReduceOp.MAX it is the maximum.
 """
 
 from collections.abc import Callable
@@ -18,18 +19,18 @@ from torch import Tensor, nn
 
 # Exercise 10.1 | Find the underflow | 20 min | difficulty 2
 def flushed_share(gradients: dict[str, Tensor], scale: float = 1.0) -> float:
-    """Which share of the gradients becomes zero in float16, if they are multiplied by `scale`?
+    """Return the share of the gradients that becomes zero in float16, after scaling by `scale`.
 
-    gradients: by name, float32, any shape, some without elements; they need not be contiguous.
-    Count the values of all tensors together that are not zero, and which of them float16 rounds to
-    zero; return the quotient, from 0 to 1, and 0 if all are zero. Infinity and NaN are not zero
-    either: they count, as kept.
+    gradients: float32 tensors by name, of any shape; some may have no elements or not be
+    contiguous. Over all tensors together, count the nonzero values, and those among them that
+    float16 rounds to zero once multiplied by scale ("flushed"). Return the second number divided
+    by the first, or 0 if all values are zero. Infinity and NaN are nonzero and not flushed.
 
-    The smallest normal number of float16 is 2^-14. Below it there are still the multiples of
-    2^-24. A number becomes the nearest one; halfway, the one whose last bit is 0.
+    The smallest normal number of float16 is 2^-14. Below it are the multiples of 2^-24. A value is
+    rounded to the nearest number of the format, and in a tie to the one whose last bit is 0.
 
-    Example: w = [2^-30, 2^-24, 0] and b = [1, -1]. Of 4 values that are not zero, 2^-30 is
-    flushed: 1/4. With scale 64 it becomes 2^-24, and nothing is flushed.
+    Example: w = [2^-30, 2^-24, 0] and b = [1, -1]. Of 4 nonzero values, 2^-30 is flushed: 1/4.
+    With scale 64 it becomes 2^-24, and nothing is flushed.
     """
     ### BEGIN SOLUTION
     num_nonzero = num_flushed = 0
@@ -42,15 +43,15 @@ def flushed_share(gradients: dict[str, Tensor], scale: float = 1.0) -> float:
 
 
 def smallest_scale(gradients: dict[str, Tensor], max_share: float) -> float | None:
-    """The smallest of 1, 2, 4, 8 ... that is a good loss scale, or None.
+    """Return the smallest of 1, 2, 4, 8 ... that is a good loss scale, or None if there is none.
 
-    Multiplied by it, `max_share` of the gradients at most is flushed, as flushed_share counts, and
-    none is infinite or NaN in float16. The largest number of float16 is 65504; what is nearer to
-    it than to 65536 becomes 65504, the rest infinity. Gradients that are all zero are good as they
-    are, so the answer is 1.
+    A scale is good if, after scaling, at most the share `max_share` of the gradients is flushed
+    (as in flushed_share) and none is infinite or NaN in float16. The largest number of float16 is
+    65504; a value becomes infinite if it is at least as close to 65536. If all gradients are zero,
+    the answer is 1.
 
-    Example: w = [2^-30, 2^-24, 0] and b = [1, -1]. With max_share 0.25 it is 1, with 0.1 it is 64.
-    With b = [2000, -1] and 0.1 it is None: 64 times 2000 is too large.
+    Example: w = [2^-30, 2^-24, 0] and b = [1, -1]. With max_share 0.25 the answer is 1, with 0.1
+    it is 64. With b = [2000, -1] and 0.1 it is None, because 64 times 2000 is too large.
     """
     ### BEGIN SOLUTION
     scale = 1.0
@@ -64,27 +65,30 @@ def smallest_scale(gradients: dict[str, Tensor], max_share: float) -> float | No
 
 # Exercise 10.2 | Dynamic loss scaler | 25 min | difficulty 2
 class LossScaler:
-    """Multiply the loss so that float16 gradients do not vanish, and find out by how much.
+    """Multiply the loss so that float16 gradients do not vanish, and adapt the factor.
 
         scaler = LossScaler(optimizer, max_norm)        # once; then in every step:
         scaler.scaled(loss).backward()
         moved = scaler.step()
 
-    scaled: the loss times self.value, which every gradient is then multiplied by. The loss itself
-    stays as it is: it is logged.
+    scaled returns the loss times self.value, so that every gradient is multiplied by it. The loss
+    tensor itself must not change, because it is logged.
 
-    step begins with the .grad of the optimizer's parameters, in all of its parameter groups, some
-    of them None. The true gradient is .grad / self.value. If all of it is finite, it is clipped: if
-    its norm, the root of the sum of the squares of all elements, exceeds max_norm, it is multiplied
-    by max_norm / norm. Then the optimizer takes its step. If an element is infinite or NaN, there
-    is none: weights, and what the optimizer remembers, stay as they are. Return whether there was a
-    step. Either way every .grad is None afterwards.
+    step finds scaled gradients in the .grad of the parameters in all of the optimizer's parameter
+    groups; some are None. The true gradient is .grad / self.value.
 
-    self.value follows: after a skipped step it is multiplied by `backoff`; after `interval` steps
-    in a row that were not skipped, by `growth`, and the count starts again.
+    - If all its elements are finite, clip it: if its norm over all parameters together (the root
+      of the sum of squares) exceeds max_norm, multiply it by max_norm / norm. Then let the
+      optimizer take its step, and return True.
+    - If an element is infinite or NaN, skip the step: weights and optimizer state do not change.
+      Return False.
 
-    Example: value 8, interval 2, and gradients that are fine, fine, NaN, fine, fine: the value
-    afterwards is 8, 16, 8, 8, 16.
+    Either way, every .grad is None afterwards. Then self.value is adapted: after a skipped step it
+    is multiplied by `backoff`; after `interval` consecutive steps that were not skipped it is
+    multiplied by `growth`, and the count starts again.
+
+    Example: with value 8, interval 2, and gradients that are finite, finite, NaN, finite, finite,
+    self.value after each step is 8, 16, 8, 8, 16.
     """
 
     def __init__(
@@ -93,16 +97,16 @@ class LossScaler:
     ):
         self.optimizer, self.max_norm = optimizer, max_norm
         self.value, self.growth, self.backoff, self.interval = initial, growth, backoff, interval
-        self.num_good = 0  # steps in a row
+        self.num_good = 0  # consecutive steps that were not skipped
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """What backward() is called on."""
+        """Return the tensor to call backward() on."""
         ### BEGIN SOLUTION
         return loss * self.value
         ### END SOLUTION
 
     def step(self) -> bool:
-        """Unscale, then clip and step, or skip; returns whether there was a step."""
+        """Unscale, then clip and step, or skip; return whether there was a step."""
         ### BEGIN SOLUTION
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]
                       if p.grad is not None]
@@ -110,7 +114,7 @@ class LossScaler:
             parameter.grad /= self.value
         norm = nn.utils.clip_grad_norm_(parameters, self.max_norm)
 
-        moved = bool(norm.isfinite())  # one element that is not, and neither is the norm
+        moved = bool(norm.isfinite())  # it is not if one element is not
         if moved:
             self.optimizer.step()
             self.num_good += 1
@@ -127,27 +131,28 @@ class LossScaler:
 
 # Exercise 10.3 | Master weights | 20 min | difficulty 2
 class MasterStep:
-    """Train a model of 16-bit parameters by an optimizer that updates float32 copies of them.
+    """Train a model with 16-bit parameters through an optimizer that updates float32 copies.
 
         masters = MasterStep(model, make_optimizer)     # once; then in every step:
-        loss.backward()                                 # per micro-batch; adds up in .grad
+        loss.backward()                                 # per micro-batch; accumulates in .grad
         masters.step()
 
     Every parameter that requires a gradient has a master: a float32 copy, made once. A parameter
-    that two layers share has one. make_optimizer([tensor, ...]) returns a torch.optim optimizer:
-    call it once, for the masters.
+    shared by two layers has one master. make_optimizer([tensor, ...]) returns a torch.optim
+    optimizer: call it once, with the masters.
 
-    step: each gradient goes to its master as float32, and the parameter's .grad becomes None. The
-    optimizer updates the masters; then each parameter gets its master's value, rounded to what it
-    can hold. A parameter whose .grad is None, in this step, gets no update, nor weight decay: its
-    master has no gradient. Frozen parameters stay as they are, and all keep their dtype.
+    step moves each gradient to its master, in float32, and sets the parameter's .grad to None. The
+    optimizer updates the masters. Then each parameter is set to its master's value, rounded to the
+    parameter's dtype. If a parameter's .grad is None in this step, its master gets no gradient
+    either, so there is no update and no weight decay. Frozen parameters do not change, and all
+    parameters keep their dtype.
 
-    Between two steps a trainable parameter of n elements holds 2 n bytes, its master 4 n, AdamW's
-    two moments 8 n: 14 n in all. No gradient is held, and no other copy.
+    Between two steps, a trainable parameter of n elements takes 2 n bytes, its master 4 n, and
+    AdamW's two moments 8 n: 14 n in total. No gradients and no other copies are kept.
 
     Example: w = 1 in bfloat16, whose neighbors are 1 - 2^-8 and 1 + 2^-7, and plain SGD, which
-    subtracts 2^-10 in every step. Without a master w stays 1 for ever. With one it is 1 after one
-    step, 1 - 2^-8 after four.
+    subtracts 2^-10 in every step. Without a master, w stays 1 forever. With one, it is 1 after one
+    step and 1 - 2^-8 after four.
     """
 
     def __init__(
@@ -161,7 +166,7 @@ class MasterStep:
         ### END SOLUTION
 
     def step(self) -> None:
-        """Hand the gradients over, update the masters, round them into the parameters."""
+        """Move the gradients to the masters, update them, and round them into the parameters."""
         ### BEGIN SOLUTION
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if parameter.grad is not None:
@@ -180,24 +185,26 @@ def step_together(
     shards: list[Tensor], optimizer: torch.optim.Optimizer, scale: float, max_norm: float,
     group: dist.ProcessGroup, backoff: float = 0.5,
 ) -> float:
-    """Clip and step on all ranks, or skip on all ranks; returns the loss scale of the next step.
+    """Clip and step on all ranks, or skip on all ranks; return the loss scale of the next step.
 
     Each rank owns a part of the gradient, as in ZeRO: the .grad of its `shards`, float32, which
-    `optimizer` updates. They are multiplied by `scale`, which is the same on all ranks. A .grad may
-    be None, and a rank may have none at all.
+    `optimizer` updates. The gradients have been multiplied by `scale`, the same on all ranks. Some
+    .grad may be None, and a rank may have no gradient at all.
 
-    The true gradient is that of all ranks' shards, divided by `scale`. If all of it is finite, it
-    is clipped: if its norm, the root of the sum of the squares of all elements on all ranks,
-    exceeds max_norm, every rank multiplies its part by max_norm / norm. Then every rank steps, and
-    the scale stays. If an element on any rank is infinite or NaN, no rank steps, nothing of its
-    optimizer changes, and the scale is multiplied by `backoff`. Either way every .grad is None
-    afterwards.
+    The true gradient is that of all ranks' shards together, divided by `scale`.
 
-    On the wire: one all-reduce of 16 bytes at most, on every rank, whatever it holds.
+    - If all its elements are finite, clip it: if its norm (the root of the sum of squares over all
+      ranks) exceeds max_norm, every rank multiplies its part by max_norm / norm. Then every rank
+      steps, and the scale stays the same.
+    - If an element on any rank is infinite or NaN, no rank steps, no optimizer state changes, and
+      the scale is multiplied by `backoff`.
+
+    Either way, every .grad is None afterwards. Communication: exactly one all-reduce of at most 16
+    bytes on every rank, whatever its gradients are.
 
     Example: on 2 ranks the shards' .grad are [24] and [32], scale 8, max_norm 2.5. The true
     gradient is [3] and [4], its norm 5: plain SGD at rate 1 subtracts 1.5 and 2, and both return 8.
-    With [24] and [NaN] neither rank moves, and both return 4.
+    With [24] and [NaN] neither rank steps, and both return 4.
     """
     ### BEGIN SOLUTION
     grads = [shard.grad for shard in shards if shard.grad is not None]
@@ -205,7 +212,7 @@ def step_together(
     for grad in grads:
         grad /= scale
         square += grad.square().sum()
-    dist.all_reduce(square, group=group)  # squares never cancel: inf and NaN arrive everywhere
+    dist.all_reduce(square, group=group)  # squares cannot cancel: inf and NaN reach every rank
 
     norm = square.sqrt()
     moved = bool(norm.isfinite())
@@ -220,15 +227,18 @@ def step_together(
 
 # Exercise 10.5 | An fp8 scale | 20 min | difficulty 2
 def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Round x to 8 bits with one scale; returns values and scale: x is about values * scale.
+    """Round x to 8 bits with one scale; return (values, scale), where x is about values * scale.
 
-    x: float32, bfloat16 or float16, not empty. dtype: torch.float8_e4m3fn, whose largest number is
-    448, or torch.float8_e5m2, 57344: torch.finfo(dtype).max. values has x's shape and that dtype;
-    scale, shape () and float32, is the largest |x| over that number. If x is all zeros, scale is 1
-    and the values are 0. Divide in float32, and let no quotient lie beyond the largest number: what
-    a conversion makes of one depends on dtype, device and version of PyTorch, the largest number,
-    infinity or NaN. But if x has an infinity or a NaN, so has values * scale. x, which need not be
-    contiguous, keeps its values: the caller needs them.
+    x: float32, bfloat16 or float16, not empty, not necessarily contiguous. Do not change it.
+    dtype: torch.float8_e4m3fn or torch.float8_e5m2, whose largest numbers are 448 and 57344; see
+    torch.finfo(dtype).max.
+
+    scale has shape () and dtype float32, and is the largest |x| divided by the largest number of
+    dtype; if x is all zeros, it is 1. values has the shape of x and the given dtype, and is x /
+    scale, computed in float32 and converted. Clamp the quotients to the largest number before you
+    convert: what a larger one becomes (the largest number, infinity or NaN) depends on the dtype,
+    the device and the version of PyTorch. If x contains an infinity or a NaN, values * scale must
+    contain one, too.
 
     Example: x = [-896, 2, 0], e4m3: scale 2, values [-448, 1, 0].
     """
@@ -243,11 +253,11 @@ def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def quantize_shard(
     shard: Tensor, dtype: torch.dtype, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """As `quantize`, of a tensor that is cut over the ranks: all have the whole tensor's scale.
+    """Like `quantize`, for a tensor that is sharded over the ranks, with one scale for all of it.
 
-    Each rank has its shard, not empty and not always of the same shape, and returns the shard's
-    values, and the scale that one process would find for the whole tensor. Here no value is
-    infinite or NaN. On the wire: one all-reduce of one float32.
+    Each rank passes its shard, which is not empty; shards may have different shapes. It returns
+    the values of its shard, and the scale that one process would compute for the full tensor. No
+    value is infinite or NaN. Communication: one all-reduce of one float32.
 
     Example: on 2 ranks the shards are [-896, 2] and [4, 0]; e4m3. Both return scale 2; the values
     are [-448, 1] and [2, 0].

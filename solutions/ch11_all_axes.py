@@ -1,13 +1,13 @@
 """Exercises of chapter 11: all axes together. A grid of ranks, and who talks to whom.
 
-Write a body, save, and ask `minitron check 11.1`, or check("11.1") in a notebook. Stuck:
-`minitron hint 11.1`, three levels. Start again: `minitron reset 11.1`. The exercises do not build
-on one another; take them in any order.
+Write the body, save, and run `minitron check 11.1` in a terminal or check("11.1") in a notebook. If
+you are stuck, `minitron hint 11.1` gives hints in three steps; `minitron reset 11.1` restores the
+original. The exercises do not build on each other, so you can take them in any order.
 
-Notation: axes = {"pp": 2, "dp": 3, "tp": 2} is a grid of 12 ranks, numbered from 0, in which every
-rank has one place along each axis, from 0 as well. The last axis varies fastest: ranks 0 and 1
-differ in tp alone. Along tp ranks compute each layer together, on the same samples; along pp they
-hold other layers; along dp they hold the same parts, and read other samples.
+Notation: axes = {"pp": 2, "dp": 3, "tp": 2} is a grid of 12 ranks. Ranks are numbered from 0, and
+so are the places along each axis. The last axis varies fastest: ranks 0 and 1 differ only in tp.
+Ranks that differ along tp compute each layer together, on the same samples. Ranks that differ along
+pp hold different layers. Ranks that differ along dp hold the same layers, and their samples differ.
 """
 
 from collections.abc import Callable
@@ -23,11 +23,11 @@ from minitron.config import ModelConfig
 
 # Exercise 11.1 | Rank and place | 15 min | difficulty 1
 def place_of(rank: int, axes: dict[str, int]) -> dict[str, int]:
-    """The place of a rank along each axis: {"pp": 0, "dp": 1, "tp": 0}.
+    """Return the place of a rank along each axis, such as {"pp": 0, "dp": 1, "tp": 0}.
 
-    axes: name to size, in order; one axis or more, of any names, of any size from 1 on. For a rank
-    that is not in the grid raise a ValueError whose message has both numbers, the rank and how many
-    there are. Do not modify the arguments.
+    axes maps names to sizes, in order: at least one axis, with any name and any size from 1 on. If
+    the rank is not in the grid, raise a ValueError whose message contains both numbers: the rank,
+    and how many ranks there are. Do not modify the arguments.
 
     Example: of {"pp": 2, "dp": 3, "tp": 2}, rank 9 is (1 x 3 + 1) x 2 + 1: pp 1, dp 1, tp 1.
     """
@@ -42,10 +42,11 @@ def place_of(rank: int, axes: dict[str, int]) -> dict[str, int]:
 
 
 def rank_at(place: dict[str, int], axes: dict[str, int]) -> int:
-    """The rank at a place, which names every axis, in any order: the inverse of `place_of`.
+    """Return the rank at a place: the inverse of `place_of`.
 
-    If the place along an axis is not in the grid, raise a ValueError whose message has both
-    numbers, the place along that axis and the axis's size. Do not modify the arguments.
+    place names every axis, in any order. If the place along an axis is not in the grid, raise a
+    ValueError whose message contains both numbers: the place along that axis, and the axis's size.
+    Do not modify the arguments.
 
     Example: of {"pp": 2, "dp": 3, "tp": 2}, {"tp": 1, "dp": 1, "pp": 1} is rank 9.
     """
@@ -61,10 +62,10 @@ def rank_at(place: dict[str, int], axes: dict[str, int]) -> int:
 
 # Exercise 11.2 | Who talks to whom | 30 min | difficulty 3
 def groups_along(axis: str, axes: dict[str, int]) -> list[list[int]]:
-    """The groups of ranks that differ in their place along `axis` alone.
+    """Return the groups of ranks that differ only in their place along `axis`.
 
-    Each group is a list of ranks in rising order, and so are the groups, by their first ranks. Each
-    rank is in one of them. Do not modify the arguments.
+    Each rank is in exactly one group. A group lists its ranks in ascending order, and the groups
+    are in ascending order of their first ranks. Do not modify the arguments.
 
     Example: of {"pp": 2, "dp": 1, "tp": 2}, tp has [[0, 1], [2, 3]], pp has [[0, 2], [1, 3]], dp
     has [[0], [1], [2], [3]].
@@ -79,28 +80,33 @@ def groups_along(axis: str, axes: dict[str, int]) -> list[list[int]]:
 
 
 def axes_of(event: str, zero: int, sequence: bool) -> set[str]:
-    """Over which of the axes "pp", "dp" and "tp" must ranks talk for this to be right?
+    """Return the axes, out of "pp", "dp" and "tp", over which ranks must communicate.
 
-    Along all three axes there are 2 ranks or more. Matrices, the embedding among them, are cut over
-    tp, and every rank of tp has key-value heads of its own. Of a norm's weight each has a whole
-    copy, and the same gradient. Only with `sequence` (sequence parallelism) does a rank of tp see
-    its part of the tokens there, not all. The first stage has the embedding, and the last one, as
-    its head, a copy of it. With zero = 1 a rank keeps, of every gradient, after it has been
-    averaged, and of AdamW's moments its own shard alone, one of dp.
+    The question is what has to be communicated at one point of a training step, after the backward
+    pass. The setting:
 
-    event           what must travel after the backward pass
-    "matrix"        so that a rank has its gradient of a matrix of a block (with zero = 1, of its
-                    shard): that of the mean loss over the batch
-    "norm"          the same of a norm's weight in a block
-    "embedding"     the same of the embedding, which both its uses add to
-    "clip"          every rank has its averaged gradients, and needs the norm of the whole model's
-    "loss"          the ranks of the last stage have the loss of their samples, all along tp the
-                    same; rank 0, on the first stage, is to log the mean
-    "weights"       after optimizer.step(): so that every rank has its whole updated part of a
-                    matrix
+    - Every axis has at least 2 ranks.
+    - Weight matrices, including the embedding, are sharded over tp, and each tp rank has its own
+      key-value heads. Norm weights are replicated over tp.
+    - Without `sequence`, the tp ranks see the same tokens, so their norm gradients are equal. With
+      `sequence` (sequence parallelism), each sees a different part of the tokens in the norms.
+    - The first stage has the embedding, and the last stage has a copy of it as its output head.
+    - With zero = 1, gradients are averaged over dp, and each dp rank then keeps only its shard of
+      every gradient and of AdamW's moments.
 
-    Example: axes_of("matrix", 0, False) is {"dp"}: other stages and other ranks of tp have other
-    matrices.
+    event         what must be correct afterwards
+    "matrix"      a rank's gradient of a block's matrix (with zero = 1, its shard of it): that of
+                  the mean loss over the whole batch
+    "norm"        the same for a norm's weight in a block
+    "embedding"   the same for the embedding, to which both of its uses contribute
+    "clip"        every rank knows the norm of the full model's gradient; before, it has its own
+                  averaged gradients
+    "loss"        rank 0, on the first stage, knows the mean loss to log it; before, the ranks of
+                  the last stage know the loss of their samples (the same along tp)
+    "weights"     after optimizer.step(), every rank has its updated part of a matrix, complete
+
+    Example: axes_of("matrix", 0, False) is {"dp"}, because other stages and other tp ranks have
+    different matrices.
     """
     ### BEGIN SOLUTION
     return {
@@ -117,21 +123,22 @@ def axes_of(event: str, zero: int, sequence: bool) -> set[str]:
 def gradient_norm(
     gradients: dict[str, Tensor], cut: set[str], zero: int, groups: dict[str, dist.ProcessGroup]
 ) -> Tensor:
-    """The norm of the whole model's gradient, shape (), on every rank the same.
+    """Return the norm of the full model's gradient, shape (), the same on every rank.
 
-    gradients: float32, by name, what this rank has; there may be none. The parameters in `cut` are
-    cut over tp; of all others each rank of tp has the same gradient. Along pp ranks have gradients
-    of other parameters (none is tied). Along dp they have the same gradients; with zero = 1 each
-    has its own shard of every one instead. groups: "pp", "dp" and "tp", this rank's group along
-    each; group.size() ranks, perhaps 1. Tensors need not be contiguous. Do not modify the
-    arguments.
+    gradients: what this rank has, float32 by name; there may be none, and tensors need not be
+    contiguous. groups: this rank's group along "pp", "dp" and "tp", each of size 1 or more. Do not
+    modify the arguments.
 
-    Every element of the model's gradient counts once. The norm is the root of the sum of the
-    squares. On the wire: one all-reduce of 8 bytes at most over each axis that needs it, none over
-    the others: dist.all_reduce(tensor, group=groups["tp"]) sums.
+    - Along tp: parameters in `cut` are sharded, all others are replicated and have equal gradients.
+    - Along pp: ranks have gradients of different parameters (none is tied).
+    - Along dp: ranks have equal gradients; with zero = 1, each has its own shard of every gradient.
 
-    Example: along tp 2 ranks have of a cut matrix [3] and [4], of a norm's weight both [5]. The
-    norm is the root of 9 + 16 + 25, 7.07.
+    Every element of the model's gradient must count exactly once; the norm is the root of the sum
+    of squares. Communication: one all-reduce of at most 8 bytes over each axis that needs it, and
+    none over the others. dist.all_reduce(tensor, group=groups["tp"]) computes a sum.
+
+    Example: with 2 tp ranks, the gradients of a sharded matrix are [3] and [4], and both ranks have
+    [5] for a norm's weight. The norm is the root of 9 + 16 + 25, 7.07.
     """
     ### BEGIN SOLUTION
     square = torch.zeros(())
@@ -153,21 +160,21 @@ def layouts(
     model: ModelConfig, num_gpus: int, gpus_per_node: int, batch_size: int, bytes_per_gpu: int,
     bytes_needed: Callable[[int, int, int, int], int],
 ) -> list[Layout]:
-    """All layouts (dp, tp, pp, zero) that train the model on all GPUs, in the order of the tree.
+    """Return all layouts (dp, tp, pp, zero) that can train the model on all GPUs.
 
-    - dp x tp x pp is num_gpus. The last node may have fewer than gpus_per_node GPUs.
-    - Here tp divides model.num_kv_heads, and so model.num_heads, and model.ffn_width.
-    - The ranks of tp are neighbors, [0, tp), [tp, 2 tp) and so on; each such group lies within one
-      node. Node 0 has the ranks [0, gpus_per_node), and so on.
-    - pp divides model.num_layers, dp divides batch_size, the sequences of a step.
-    - zero is 0 to 3; 0 alone if dp is 1, where there is nothing to divide; 0 or 1 if pp is more
-      than 1. (The package trains stages 2 and 3 in a pipeline, too. Leave them out here, because
-      by default they communicate for each of its many micro-batches.)
-    - bytes_needed(dp, tp, pp, zero), what the fullest GPU holds, is bytes_per_gpu at most. Call it
-      only for layouts that fulfil all other conditions.
+    - dp x tp x pp = num_gpus. The last node may have fewer than gpus_per_node GPUs.
+    - tp divides model.num_kv_heads (and with it model.num_heads) and model.ffn_width.
+    - tp groups consist of neighboring ranks, [0, tp), [tp, 2 tp) and so on, and each group lies
+      within one node. Node 0 has the ranks [0, gpus_per_node), and so on.
+    - pp divides model.num_layers, and dp divides batch_size, the sequences per step.
+    - zero is 0 to 3; only 0 if dp is 1, because there is nothing to shard; 0 or 1 if pp is more
+      than 1. (The package can train ZeRO-2 and ZeRO-3 in a pipeline. Leave them out here, because
+      by default they communicate for every micro-batch.)
+    - bytes_needed(dp, tp, pp, zero), the bytes on the fullest GPU, is at most bytes_per_gpu. Call
+      it only for layouts that meet all other conditions.
 
-    The order, a rule of thumb that cuts the model as little as it can: first the smallest tp, of
-    these the smallest pp, of these the smallest zero.
+    Order: by tp, then by pp, then by zero, each ascending. So the layouts that cut the model least
+    come first.
 
     Example: 8 GPUs in nodes of 4, a batch of 8, and a model of 4 heads and 2 layers. If only
     layouts with tp x pp = 4 fit, the answer is [(2, 2, 2, 0), (2, 2, 2, 1), (2, 4, 1, 0),
@@ -194,19 +201,20 @@ def layouts(
 
 # Exercise 11.4 | Save here, resume there | 25 min | difficulty 2
 Piece = tuple[int, range, range]
-"""The old rank that has it, where it lies in the old shard, where it goes in the new one."""
+"""The old rank that has it, its range in the old shard, and its range in the new shard."""
 
 
 def pieces(num_elements: int, num_old: int, num_new: int) -> list[list[Piece]]:
-    """What each of num_new ranks copies from the shards that num_old ranks have saved.
+    """Return what each of num_new ranks copies from the shards that num_old ranks have saved.
 
-    A flat tensor of num_elements is cut over N ranks so: rank r has the elements from r L on, L of
-    them or what is left, where L is num_elements / N, rounded up. The last ranks may have none;
-    num_elements may be 0.
+    A flat tensor of num_elements values is sharded over N ranks as follows: rank r has L elements,
+    starting with element r L, or as many as are left, where L is num_elements / N, rounded up. The
+    last ranks may have none, and num_elements may be 0.
 
-    For each new rank, list its pieces in their order: (old rank, range there, range here). Both
-    ranges count from the start of a shard, not of the tensor. Each element comes once, in as few
-    pieces as can be; none is empty. There may be billions of elements: no loop over them.
+    For each new rank, list its pieces in order: (old rank, range in the old shard, range in the new
+    shard). Both ranges count from the start of the shard, not of the tensor. Every element is
+    copied once, in as few pieces as possible, and no piece is empty. There may be billions of
+    elements, so do not loop over them.
 
     Example: 7 elements, from 2 ranks ([0, 4) and [4, 7)) to 3 ([0, 3), [3, 6) and [6, 7)):
     [[(0, range(0, 3), range(0, 3))],
@@ -235,28 +243,29 @@ def pieces(num_elements: int, num_old: int, num_new: int) -> list[list[Piece]]:
 
 # Exercise 11.5 | 8 ranks, one limit | 30 min | difficulty 3
 def layout() -> dict:
-    """Choose how 8 ranks train the story model, so that none holds more than 1.15 MB.
+    """Choose a layout in which 8 ranks train the story model and none holds more than 1.15 MB.
 
-    The model: a Llama of 4 layers, width 64, 2 heads, feed-forward width 192, 136 words, embedding
-    and head tied: 222,272 parameters, all in float32, and AdamW. A step takes 8 sequences of 64
-    tokens. Return a dict with all of these keys, which `minitron train` has too:
+    The model: a Llama with 4 layers, width 64, 2 heads, feed-forward width 192 and a vocabulary of
+    136, embedding and output head tied: 222,272 parameters, all in float32, trained with AdamW. A
+    step has 8 sequences of 64 tokens. Return a dict with all of these keys, which are also options
+    of `minitron train`:
 
         dp, tp, pp            ranks along each axis; dp x tp x pp is 8
-        zero                  0 to 3: what is divided over dp, with or without a pipeline
-        sequence              True or False: with tp, the sequence divided too, between cut layers
+        zero                  0 to 3: the ZeRO stage, with or without a pipeline
+        sequence              True or False: sequence parallelism, which needs tp
         recompute             "none", "full", "selective" or "sqrt"
         micro_batch_size      sequences in one forward and backward pass of a rank
 
-    The grader trains 10 steps on 8 real ranks, the first two under a meter. At its peak no rank may
-    hold more than 1,150,000 bytes of parameters, gradients, optimizer state, activations and
-    temporary tensors together. The mean loss of the last 2 steps must be 4.2 nats per token or
-    less, which every layout that runs reaches; a model that knows how frequent each word is, and no
-    more, has 4.37.
+    The grader trains 10 steps on 8 real ranks, the first two under a memory meter. At its peak, no
+    rank may hold more than 1,150,000 bytes of parameters, gradients, optimizer state, activations
+    and temporary tensors together. The mean loss of the last 2 steps must be at most
+    4.2 nats per token, which every layout that runs reaches; a model that knows only how frequent
+    each word is has 4.37.
 
-    More than one layout fits; the first that come to mind do not. Estimate before you try: a
-    parameter has 16 bytes with gradient and moments; for the backward pass a layer keeps about 5.7
-    kB per token, or, recomputed, its input of 256 bytes; in a pipeline of 1F1B rank r has p - r
-    micro-batches on their way.
+    More than one layout fits, but probably not the first that you think of. Estimate before you
+    try: a parameter takes 16 bytes with its gradient and moments; for the backward pass, a layer
+    saves about 5.7 kB per token, or 256 bytes (its input) with recomputation; with 1F1B, pipeline
+    rank r has up to p - r micro-batches in flight.
     """
     ### BEGIN SOLUTION
     return {

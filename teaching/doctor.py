@@ -14,6 +14,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from minitron.launch import RankError, run
+from minitron.measure.record import driver_version
 
 GIB = 2**30
 OLDEST_PYTHON = (3, 11)
@@ -28,6 +30,7 @@ OLDEST_TORCH = (2, 9)
 FEWEST_CORES = 2
 LEAST_MEMORY = 4 * GIB
 LEAST_DISK = 2 * GIB
+LEAST_GPU_MEMORY = 60 * GIB  # the 1.3B model: 21 GB of state, 27 GB of activations, and its loss
 SLOW_S = 20.0  # for two processes that do nothing; 3 s is usual
 
 
@@ -44,8 +47,9 @@ class Check:
 def run_doctor() -> int:
     """Print one line per check; return 0 if all pass, else 1 (an exit code)."""
     passed = True
-    for check in (check_python, check_torch, check_cores, check_memory, check_gpu, check_gloo,
-                  check_ranks, check_writing, check_disk, check_jupyter):
+    for check in (check_python, check_torch, check_cores, check_memory, check_gpu,
+                  check_measuring, check_gloo, check_ranks, check_writing, check_disk,
+                  check_jupyter):
         result = check()
         passed = passed and result.ok
         print(report(result), flush=True)
@@ -97,6 +101,26 @@ def check_gpu() -> Check:
         return Check("GPU", True, f"{len(names)} x {names[0]}; no NCCL, so gloo is used")
     nccl = _dotted(torch.cuda.nccl.version())
     return Check("GPU", True, f"{len(names)} x {names[0]}, NCCL {nccl}")
+
+
+def check_measuring() -> Check:
+    """Say whether `make gpu` can measure everything here; never a failure: it is optional."""
+    if not torch.cuda.is_available():
+        why = ("this torch has no CUDA" if torch.version.cuda is None
+               else f"torch for CUDA {torch.version.cuda} sees no device; nvidia-smi tells why")
+        return Check("make gpu", True, f"not here: {why}")
+    properties, lacks = torch.cuda.get_device_properties(0), []
+    if properties.total_memory < LEAST_GPU_MEMORY:
+        lacks.append(f"{properties.total_memory / GIB:.0f} GiB of memory, and the 1.3B model takes "
+                     f"{LEAST_GPU_MEMORY / GIB:.0f}")
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        lacks.append("no bf16 matmuls")
+    if (properties.major, properties.minor) < (8, 9):
+        lacks.append("no fp8 matmuls, which are emulated")
+    if find_spec("transformers") is None:
+        lacks.append("transformers is not installed, and gets no rows")
+    seen = f"CUDA {torch.version.cuda}, driver {driver_version() or 'unknown'}"
+    return Check("make gpu", True, "; ".join([seen, *lacks]))
 
 
 def check_gloo(timeout_s: float = 60.0, start_s: float = 240.0) -> Check:

@@ -37,6 +37,7 @@ from teaching.overlap import compute_in_proportion, step_lanes, transfers
 Drawing = tuple[Figure, str]
 """A figure, and the sentence that states its numbers."""
 H100 = DEVICES["H100-SXM-80GB"]
+H100_LIMIT = f"beyond an H100's {H100.memory_bytes / 1e9:.1f} GB"
 GPUS_PER_NODE = 8
 
 # In the proportions of Llama 3: heads of 128, 8 key-value heads, F = 3.5 D.
@@ -71,7 +72,7 @@ def draw_memory(
         f"gradients and optimizer state, and {plain_bytes(activations)} of activations make "
         f"{plain_bytes(total)}, {total / H100.memory_bytes:.1f} times an H100's memory."
     )
-    figure = memory_bars({}, {"one device": kinds}, H100.memory_bytes, "beyond an H100's 80 GB")
+    figure = memory_bars({}, {"one device": kinds}, H100.memory_bytes, H100_LIMIT)
     return figure, sentence
 
 
@@ -122,10 +123,10 @@ def draw_ring(ranks: int, step: int) -> Drawing:
 
 
 def draw_stages(billions: int, ranks: int, recipe: str) -> Drawing:
-    """Draw what a rank holds in each stage: weights, gradients, optimizer state, by formula."""
+    """Draw what a rank holds with ZeRO-0 to 3: weights, gradients, optimizer state, by formula."""
     num_parameters = billions * 10**9
     bars = {
-        f"stage {stage}": zero_holdings(num_parameters, ranks, stage, cost.RECIPES[recipe])
+        f"ZeRO-{stage}": zero_holdings(num_parameters, ranks, stage, cost.RECIPES[recipe])
         for stage in STAGES
     }
     totals = {name: sum(kinds.values()) for name, kinds in bars.items()}
@@ -135,7 +136,7 @@ def draw_stages(billions: int, ranks: int, recipe: str) -> Drawing:
         + ", ".join(f"{name} {plain_bytes(total)}" for name, total in totals.items())
         + (f"; {fitting[0]} is the first that fits." if fitting else "; none of them fits.")
     )
-    return memory_bars({}, bars, H100.memory_bytes, "beyond an H100's 80 GB"), sentence
+    return memory_bars({}, bars, H100.memory_bytes, H100_LIMIT), sentence
 
 
 def draw_tensor(model: str, ranks: int, tokens: int, link: str) -> Drawing:
@@ -251,7 +252,7 @@ def draw_sequence(model: str, sequence_length: int, micro_batch: int, attention:
     lines = {name: [gigabytes(ranks, *way) for ranks in TENSOR_RANKS] for name, way in ways.items()}
     figure = crossing(
         TENSOR_RANKS, lines, "tensor-parallel ranks", "activations (GB per rank)",
-        limit=H100.memory_bytes / 1e9, limit_label="beyond an H100's 80 GB",
+        limit=H100.memory_bytes / 1e9, limit_label=H100_LIMIT,
     )
     figure.axes[0].minorticks_off()
     figure.axes[0].set_xticks(TENSOR_RANKS, [str(ranks) for ranks in TENSOR_RANKS])

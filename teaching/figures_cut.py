@@ -1,7 +1,7 @@
 """Matrices, and who holds which part of them: the picture of tensor and sequence parallelism.
 
-A part has the color and the number of its rank; grey is whole on every rank. Cards on top of
-each other are copies on several ranks; striped ones are summands that are still to be added.
+A part has the color and the number of its rank; grey is replicated on every rank. Cards on top of
+each other are copies on several ranks; striped ones are partial sums.
 
 Read in this order: Matrix, cut.
 """
@@ -18,13 +18,11 @@ from matplotlib.text import Text
 from teaching.figures_style import (
     BAND,
     BLACK,
-    BLUE,
     GREY,
-    ON_DARK,
-    ORANGE,
-    PURPLE,
     RANK_COLOR,
     STYLE,
+    WORK_COLOR,
+    ink,
 )
 
 Holders = int | tuple[int, ...]
@@ -48,7 +46,7 @@ STRIPES = "////"
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix, whole on every rank unless `columns`, `rows` or `sum_of` says who holds what.
+    """A matrix, replicated unless `columns`, `rows` or `sum_of` says who holds what.
 
     `shape` is written below it, such as "S x D"; `height` and `width` are lengths in the picture.
     """
@@ -62,7 +60,7 @@ class Matrix:
     rows: Sequence[Holders] = ()
     """Who holds each block of rows, from the top."""
     sum_of: tuple[int, ...] = ()
-    """The ranks that hold a summand each, as large as the matrix itself."""
+    """The ranks that hold a partial sum each, as large as the matrix itself."""
 
     def __post_init__(self):
         assert sum(map(bool, (self.columns, self.rows, self.sum_of))) <= 1, "cut one way at most"
@@ -161,7 +159,7 @@ def _draw_row(axes: Axes, row: Row, middle: float, unit: float) -> None:
 
 def _draw_arrow(axes: Axes, text: str, start: float, end: float, y: float) -> None:
     """An arrow; one that points left has its text below."""
-    color = PURPLE if text.startswith(COLLECTIVES) else GREY
+    color = WORK_COLOR["communication"] if text.startswith(COLLECTIVES) else GREY
     inset = 0.07 if end > start else -0.07
     axes.annotate("", (end - inset, y), (start + inset, y), arrowprops={
         "arrowstyle": "-|>", "color": color, "linewidth": 2 if text else 1,
@@ -213,7 +211,7 @@ def _draw_cards(
 
         place = (x + CARD / 2, y + CARD / 2) if steps else (x + width / 2, y + height / 2)
         ground = "white" if is_striped else color
-        number = _write(axes, place, str(rank), "white" if ground in ON_DARK else BLACK, ground)
+        number = _write(axes, place, str(rank), ink(ground), ground)
         number.set(clip_path=card, clip_on=True)
 
 
@@ -253,10 +251,10 @@ def _draw_legend(axes: Axes, items: Row, middle: float) -> None:
     parts = [holders for m in _matrices(items) for holders in (*m.columns, *m.rows)]
     sums = any(m.sum_of for m in _matrices(items))
     looks = [
-        ("part of a rank", any(isinstance(holders, int) for holders in parts), (BLUE,), None),
-        ("whole on every rank", any(_is_whole(m) for m in _matrices(items)), (BAND,), None),
-        ("a copy on each", any(isinstance(h, tuple) for h in parts), (BLUE, ORANGE), None),
-        ("summands, one on each", sums, (BLUE, ORANGE), STRIPES),
+        ("a shard", any(isinstance(holders, int) for holders in parts), RANK_COLOR[:1], None),
+        ("replicated", any(_is_whole(m) for m in _matrices(items)), (BAND,), None),
+        ("a copy per rank", any(isinstance(h, tuple) for h in parts), RANK_COLOR[:2], None),
+        ("partial sums", sums, RANK_COLOR[:2], STRIPES),
     ]
     left = MARGIN
     for text, occurs, colors, hatch in looks:

@@ -14,19 +14,14 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
 from teaching.figures_style import (
+    AXIS_COLOR,
     BAND,
     BLACK,
-    BLUE,
-    GREEN,
     GREY,
-    ON_DARK,
-    ORANGE,
-    PURPLE,
     STYLE,
-    VERMILLION,
+    ink,
 )
 
-AXIS_COLOR = {"tp": BLUE, "dp": ORANGE, "pp": GREEN, "cp": VERMILLION, "ep": PURPLE}
 MOST_RANKS, WIDEST = 128, 16
 """Squares in a figure, and beside each other."""
 
@@ -149,7 +144,7 @@ def _draw_rank(page: Axes, place: Place, rank: int, pitch: float, color) -> None
     x, y = place
     page.add_patch(Rectangle((x - side / 2, y - side / 2), side, side, facecolor=color, zorder=3))
     page.text(x, y, str(rank), ha="center", va="center_baseline", zorder=4,
-              size=min(11, 30 * side), color="white" if color in {BLACK, *ON_DARK} else BLACK)
+              size=min(11, 30 * side), color=ink(color))
 
 
 def _color(rank: int, groups: dict[str, range]) -> str:

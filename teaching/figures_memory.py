@@ -16,27 +16,17 @@ from minitron.measure.meter import Moment, Snapshot
 from teaching.figures_style import (
     BAND,
     BLACK,
-    BLUE,
-    GREEN,
+    CATEGORY_COLOR,
     GREY,
-    KIND_COLOR,
-    ORANGE,
-    SKY,
     STYLE,
-    YELLOW,
+    WORK_COLOR,
     canvas,
     count_bytes,
+    ink,
     pale,
     plain_bytes,
 )
 
-CATEGORY_COLOR = {  # in the order in which they are stacked
-    "parameter": BLUE,
-    "gradient": ORANGE,
-    "optimizer state": GREEN,
-    "activation": SKY,
-    "temporary": YELLOW,
-}
 NARROW = 0.07
 """A phase shorter than this share of the axis has no room for its name."""
 
@@ -56,23 +46,23 @@ def skyline(
     predicted: float | None = None,
     predicted_label: str = "formula",
 ) -> Figure:
-    """Draw the bytes alive after each operator, stacked by kind, the peak marked.
+    """Draw the bytes alive over time, stacked by kind, the peak marked.
 
-    `timeline` and `peak` are the meter's; `predicted` is the peak's formula, in bytes, dashed.
-    The names at the right carry the bytes of their kind at the peak.
+    `timeline` and `peak` are the meter's, whose own work is in the times; `predicted` is the peak's
+    formula, in bytes, dashed. The names at the right carry the bytes of their kind at the peak.
     """
     figure, axes = canvas(height=3.7)
-    x = range(len(timeline))
+    x = [1e3 * moment.seconds for moment in timeline]
     layers = [[moment.bytes.get(kind, 0) for moment in timeline] for kind in CATEGORY_COLOR]
     axes.stackplot(
         x, layers, colors=list(CATEGORY_COLOR.values()), step="post", linewidth=0
     )
     top = 1.15 * max(peak.total, predicted or 0)
-    axes.set_xlim(0, len(timeline) - 1)
+    axes.set_xlim(0, x[-1])
     axes.set_ylim(0, top)
 
     highest = max(range(len(timeline)), key=lambda i: timeline[i].total)
-    axes.plot([highest], [peak.total], "v", color=BLACK, markersize=7, zorder=3)
+    axes.plot([x[highest]], [peak.total], "v", color=BLACK, markersize=7, zorder=3)
     if predicted is not None:
         axes.axhline(predicted, color=BLACK, linestyle="--", linewidth=1.3)
         axes.annotate(
@@ -82,21 +72,21 @@ def skyline(
     _draw_phases(axes, timeline)
     _list_kinds(axes, peak)
     count_bytes(axes.yaxis, top, "alive")
-    axes.set_xlabel("operators called")
+    axes.set_xlabel("time (ms), while the meter counts")
     return figure
 
 
 def _draw_phases(axes: Axes, timeline: Sequence[Moment]) -> None:
-    """A strip above the axes: which phase, from which operator to which."""
-    starts = [i for i, moment in enumerate(timeline)
-              if i == 0 or moment.phase != timeline[i - 1].phase]
-    last = len(timeline) - 1
+    """A strip above the axes: which phase, from when to when."""
+    first = [i for i, moment in enumerate(timeline)
+             if i == 0 or moment.phase != timeline[i - 1].phase]
+    starts, last = [1e3 * timeline[i].seconds for i in first], 1e3 * timeline[-1].seconds
     above = axes.get_xaxis_transform()
-    for start, end in zip(starts, [*starts[1:], last], strict=True):
-        phase = timeline[start].phase
+    for i, start, end in zip(first, starts, [*starts[1:], last], strict=True):
+        phase = timeline[i].phase
         axes.add_patch(Rectangle(
             (start, 1.02), end - start, 0.07, transform=above, clip_on=False, linewidth=0.8,
-            facecolor=KIND_COLOR.get(phase, BAND), edgecolor="white",
+            facecolor=WORK_COLOR.get(phase, BAND), edgecolor="white",
         ))
         if end - start > NARROW * last:
             axes.text((start + end) / 2, 1.05, phase, transform=above, ha="center",
@@ -169,9 +159,8 @@ def _draw_stack(
             linestyle="--" if is_predicted else "-",
         )
         if width > 0.11 * span:  # as wide as "12.3 GB"
-            on_dark = color == BLUE and not is_predicted
             axes.text(left + width / 2, row, plain_bytes(width), ha="center", va="center",
-                      size=10, color="white" if on_dark else BLACK)
+                      size=10, color=BLACK if is_predicted else ink(color))
         left += width
     axes.annotate(
         plain_bytes(left), (left, row), textcoords="offset points", xytext=(5, 0), va="center"
@@ -193,7 +182,7 @@ def holdings(rows: dict[str, dict[str, Held]]) -> Figure:
     """Draw who holds what: a row per rank (or moment), a column per kind, the bytes written in.
 
     A cell is filled from the left up to its share of the whole thing; an empty box holds nothing.
-    Kinds without a color of their own are drawn in `BLUE`.
+    Kinds without a color of their own are drawn in grey.
     """
     names = list(rows)
     kinds = list(dict.fromkeys(kind for held in rows.values() for kind in held))
@@ -201,14 +190,13 @@ def holdings(rows: dict[str, dict[str, Held]]) -> Figure:
     for y, held in enumerate(rows.values()):
         for x, kind in enumerate(kinds):
             cell = held.get(kind, Held(0, 0))
-            color = CATEGORY_COLOR.get(kind, BLUE)
+            color = CATEGORY_COLOR.get(kind, BAND)
             axes.add_patch(Rectangle((x + 0.04, y + 0.1), 0.92, 0.8, facecolor="white",
                                      edgecolor=GREY, linewidth=0.8))
             axes.add_patch(Rectangle((x + 0.04, y + 0.1), 0.92 * cell.share, 0.8,
                                      facecolor=color))
-            on_dark = color == BLUE and cell.share > 0.6
             axes.text(x + 0.5, y + 0.5, plain_bytes(cell.bytes) if cell.bytes else "-",
-                      ha="center", va="center", color="white" if on_dark else BLACK)
+                      ha="center", va="center", color=ink(color) if cell.share > 0.6 else BLACK)
 
     axes.set_xlim(0, len(kinds))
     axes.set_ylim(len(names), 0)

@@ -17,11 +17,11 @@ from teaching.drawings import Drawing
 from teaching.figures_style import (
     BAND,
     BLACK,
-    BLUE,
     GREY,
-    ORANGE,
+    NUMBER_COLOR,
+    SERIES,
     STYLE,
-    VERMILLION,
+    ink,
     pale,
 )
 from teaching.floats import (
@@ -66,7 +66,7 @@ def number_line(
 
     for row, name in enumerate(formats):
         layout, middle = layout_of(FORMATS[name]), row + 0.5
-        color = BLUE if focus in (None, name) else GREY
+        color = NUMBER_COLOR["normal"] if focus in (None, name) else GREY
         _draw_values(axes, FORMATS[name], middle, FINEST * (high - low) / inner, color, at)
         bits = f"1 + {layout.exponent} + {layout.mantissa} bits"
         axes.text(-LEFT / inner + 0.03, middle - 0.2, name, weight="bold", color=color, **beside)
@@ -111,7 +111,7 @@ def _mark(axes: Axes, formats: Sequence[str], at: float, plus: float | None) -> 
     """Lines at `at` and `at + plus`, and what each format holds in their place."""
     low, high = axes.get_xlim()
     dot = {"color": BLACK, "markersize": 6, "zorder": 4}
-    ring = {"color": VERMILLION, "markersize": 11, "zorder": 4, "fillstyle": "none",
+    ring = {"color": SERIES[1], "markersize": 11, "zorder": 4, "fillstyle": "none",
             "markeredgewidth": 1.6}
 
     def put(value: float, row: int, look: dict) -> None:
@@ -123,8 +123,8 @@ def _mark(axes: Axes, formats: Sequence[str], at: float, plus: float | None) -> 
         axes.axvline(at, color=BLACK, linewidth=1, zorder=1)
         axes.text(at, -0.15, f"{say(at)} ", ha="right")
     if plus is not None and low <= at + plus <= high:
-        axes.axvline(at + plus, color=VERMILLION, linestyle="--", linewidth=1, zorder=1)
-        axes.text(at + plus, -0.15, f" + {say(plus)}", color=VERMILLION)
+        axes.axvline(at + plus, color=SERIES[1], linestyle="--", linewidth=1, zorder=1)
+        axes.text(at + plus, -0.15, f" + {say(plus)}", color=SERIES[1])
     for row, name in enumerate(formats):
         put(at, row, dot)
         if plus is not None and not overflows(FORMATS[name], at):
@@ -141,7 +141,7 @@ def _power(value: float) -> str:
 
 @rc_context(STYLE)
 def ranges(formats: Sequence[str] = tuple(FORMATS)) -> Figure:
-    """Draw each format's bits, and its positive numbers on a log axis, the subnormal ones pale.
+    """Draw each format's bits, and its positive numbers on a log axis, the subnormal ones yellow.
 
     `formats` are keys of `FORMATS`. At the left end stand the smallest number and the smallest
     normal one, at the right end the largest.
@@ -152,17 +152,17 @@ def ranges(formats: Sequence[str] = tuple(FORMATS)) -> Figure:
         _draw_bits(bits, layout, row)
         values = layout.smallest_subnormal, layout.smallest_normal, layout.largest
         lowest, normal, highest = map(math.log2, values)
-        axes.barh(row, normal - lowest, left=lowest, height=0.5, color=pale(BLUE))
-        axes.barh(row, highest - normal, left=normal, height=0.5, color=BLUE)
+        axes.barh(row, normal - lowest, left=lowest, height=0.5, color=NUMBER_COLOR["subnormal"])
+        axes.barh(row, highest - normal, left=normal, height=0.5, color=NUMBER_COLOR["normal"])
         left = f"$2^{{{lowest:.0f}}}$, normal from $2^{{{normal:.0f}}}$ "
         axes.text(lowest, row, left, ha="right", va="center", size=9.5)
         axes.text(highest, row, f" {_largest(values[2])}", va="center", size=9.5)
 
     bits.set_yticks(range(len(formats)), formats, weight="bold", color=BLACK)
-    for x, text, color in ((0, "sign", GREY), (4, "exponent", ORANGE), (16, "mantissa", BLUE)):
-        bits.text(x, -0.4, text, color=color, size=10)
+    for x, text in ((0, "sign"), (4, "exponent"), (16, "mantissa")):
+        bits.text(x, -0.4, text, color=NUMBER_COLOR.get(text, GREY), size=10)
     axes.set_xticks(range(-128, 129, 64), [f"$2^{{{e}}}$" for e in range(-128, 129, 64)])
-    axes.set_xlabel("positive numbers, subnormal ones pale")
+    axes.set_xlabel("positive numbers, subnormal ones yellow")
     return figure
 
 
@@ -184,14 +184,16 @@ def _pair_of_axes(num_rows: int) -> tuple[Figure, list[Axes]]:
 def _draw_bits(axes: Axes, layout: Layout, row: int) -> None:
     """A square per bit; in those of exponent and mantissa, how many they are."""
     start = 0
-    for count, color in ((1, GREY), (layout.exponent, ORANGE), (layout.mantissa, BLUE)):
+    parts = (1, GREY), (layout.exponent, NUMBER_COLOR["exponent"]), \
+        (layout.mantissa, NUMBER_COLOR["mantissa"])
+    for count, color in parts:
         for index in range(start, start + count):
             axes.add_patch(Rectangle(
                 (index, row - 0.25), 1, 0.5, facecolor=color, edgecolor="white", linewidth=0.8
             ))
         if count > 1:
             axes.text(start + count / 2, row, str(count), size=10, ha="center",
-                      va="center_baseline", color=BLACK if color == ORANGE else "white",
+                      va="center_baseline", color=ink(color),
                       bbox={"facecolor": color, "linewidth": 0, "pad": 0.5})
         start += count
 

@@ -15,20 +15,16 @@ from minitron.parallel.pipeline.simulator import Pass, Timeline
 from teaching.figures_ranks import SHORTEST, draw_idle
 from teaching.figures_style import (
     BLACK,
-    BLUE,
     GREY,
-    ON_DARK,
-    ORANGE,
-    SKY,
     STYLE,
-    VERMILLION,
+    WORK_COLOR,
     canvas,
+    ink,
     pale,
 )
 
-SHADES = {"F": (SKY, BLUE), "B": (ORANGE, VERMILLION), "I": (ORANGE, VERMILLION)}
-"""Of a rank's first chunk and of its last."""
-DARK = [to_rgb(color) for color in ON_DARK]
+DARKEST = 0.6
+"""What is left of a color's light in a rank's last chunk."""
 WIDTH, LANE, MARGIN = 9.0, 0.36, 1.1
 """Of the figure, of a lane, and of what stands beside the lanes, in inches."""
 DIGIT = 0.64
@@ -41,7 +37,7 @@ LARGEST, SMALLEST = 10, 6
 def pipeline(timeline: Timeline, measured: Timeline | None = None, unit: str = "ms") -> Figure:
     """Draw what each rank runs when, predicted lanes dashed above measured ones if there are any.
 
-    F is blue, B and I are orange, W is pale, later chunks of a rank are darker, idle time hatched.
+    F is blue, B and I are tan, W is pale, later chunks of a rank are darker, idle time hatched.
     The number is the micro-batch. To the right stands the most that a rank holds at once: how many
     micro-batches' activations of all its layers. Times are in `unit`.
     """
@@ -106,7 +102,7 @@ def _number_lane(
         color = _color(each.action, _chunks(passes), is_predicted)
         if size <= _fitting_size(each, inch):
             axes.text((each.start + each.end) / 2, row, str(each.action.micro_batch), size=size,
-                      color="white" if color in DARK else BLACK, ha="center",
+                      color=ink(color), ha="center",
                       va="center_baseline")
 
 
@@ -123,10 +119,10 @@ def _font_size(passes: Sequence[Pass], inch: float, num_left_out: int) -> float:
 
 
 def _color(action: Action, chunks: list[int], is_predicted: bool) -> tuple[float, ...]:
-    """From the first shade of its kind to the last, in equal steps, chunk by chunk."""
-    first, last = map(to_rgb, SHADES.get(action.kind, SHADES["B"]))
+    """Its kind's color, darker from chunk to chunk in equal steps."""
+    first = to_rgb(WORK_COLOR["forward" if action.kind == "F" else "backward"])
     share = chunks.index(action.stage) / max(1, len(chunks) - 1)
-    color = tuple((1 - share) * a + share * b for a, b in zip(first, last, strict=True))
+    color = tuple((1 - share * (1 - DARKEST)) * channel for channel in first)
     color = pale(color) if action.kind == "W" else color
     return pale(color) if is_predicted else color
 

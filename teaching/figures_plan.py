@@ -1,7 +1,6 @@
 """The figures of planning: where a step's time goes, all layouts at once, errors of predictions.
 
-What is computed is blue, what the optimizer does green, what is sent purple; the bubble is hatched,
-since nobody works.
+Work has its color, traffic that of the mesh axis it crosses; the bubble is hatched.
 
 Read in this order: PART_STYLE, step_bars, landscape, errors, time_and_memory.
 """
@@ -15,30 +14,29 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from teaching.figures_style import (
+    AXIS_COLOR,
     BAND,
     BLACK,
-    BLUE,
-    GREEN,
     GREY,
-    PURPLE,
-    SKY,
+    SERIES,
     STYLE,
-    VERMILLION,
+    WORK_COLOR,
     canvas,
+    ink,
     pale,
     plain_log_ticks,
 )
 
 PART_STYLE = {  # in the order in which they are stacked: color, hatch, and the name that is shown
-    "matmul": (SKY, "", "products"),
-    "attention": (BLUE, "", "attention"),
-    "elementwise": (pale(SKY), "", "elementwise"),
+    "matmul": (WORK_COLOR["matmul"], "", "matmuls"),
+    "attention": (WORK_COLOR["attention"], "", "attention"),
+    "elementwise": (WORK_COLOR["elementwise"], "", "elementwise"),
     "host": (GREY, "", "host"),
-    "optimizer": (GREEN, "", "optimizer"),
+    "optimizer": (WORK_COLOR["optimizer"], "", "optimizer"),
     "bubble": ("white", "////", "bubble"),
-    "tp": (PURPLE, "", "tp"),
-    "pp": (pale(PURPLE), "", "pp"),
-    "dp": (VERMILLION, "", "dp"),
+    "tp": (AXIS_COLOR["tp"], "", "tp"),
+    "pp": (AXIS_COLOR["pp"], "", "pp"),
+    "dp": (AXIS_COLOR["dp"], "", "dp"),
 }
 SEEN = 0.004
 """A smaller share of the longest bar is no wider than its edge, and is not named."""
@@ -71,7 +69,7 @@ def draw_steps(axes: Axes, steps: dict[str, dict[str, float]], unit: str = "s") 
                       edgecolor=GREY if hatch else "white")
             if width > WIDE * span:
                 axes.text(left + width / 2, row, f"{width / total:.0%}", ha="center", va="center",
-                          size=10, color="white" if color == BLUE else BLACK,
+                          size=10, color=BLACK if hatch else ink(color),
                           backgroundcolor="white" if hatch else "none")
             left += width
         axes.annotate(f"{total:.3g} {unit}", (total, row), textcoords="offset points",
@@ -82,7 +80,7 @@ def draw_steps(axes: Axes, steps: dict[str, dict[str, float]], unit: str = "s") 
     axes.set_yticks(range(len(steps)), list(steps))
     axes.tick_params(axis="y", length=0, labelcolor=BLACK)
     axes.spines["left"].set_visible(False)
-    axes.set_xlabel(f"a step ({unit})")
+    axes.set_xlabel(f"time per step ({unit})")
     _name_parts(axes, [part for part in PART_STYLE
                        if any(parts.get(part, 0) > SEEN * longest for parts in steps.values())])
 
@@ -109,7 +107,7 @@ def landscape(
     figure, axes = canvas(height=4.0)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    for points, color in ((too_large, GREY), (fitting, SKY)):
+    for points, color in ((too_large, GREY), (fitting, pale(SERIES[0]))):
         if points:
             axes.plot(*zip(*points, strict=True), ".", color=color, markersize=2.5,
                       markeredgewidth=0, rasterized=True)
@@ -119,21 +117,21 @@ def landscape(
     axes.annotate("does not fit", (limit, 1), xycoords=("data", "axes fraction"), color=GREY,
                   textcoords="offset points", xytext=(4, -3), va="top")
 
-    colors = (BLACK, VERMILLION, GREEN, PURPLE)
-    for (name, (x, y)), color in zip(marked.items(), colors, strict=False):
-        axes.plot([x], [y], "o", color=color, markersize=8, zorder=4)
-        axes.annotate(name, (x, y), textcoords="offset points", xytext=(0, -16), ha="center",
-                      color=color, zorder=4,
-                      bbox={"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1})
+    colors = (BLACK, *SERIES[1:4])
     lowest = min(y for _, y in [*points, *marked.values()])
     axes.set_xlim(left, right)
-    axes.set_ylim(bottom=0.75 * lowest)
+    for row, ((name, (x, y)), color) in enumerate(zip(marked.items(), colors, strict=False)):
+        axes.plot([x], [y], "o", color=color, markersize=8, zorder=4)
+        axes.annotate(name, (x, y), xytext=(0.02, 0.05 + 0.075 * row), ha="left", va="center",
+                      textcoords="axes fraction", color=color, zorder=4,
+                      arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.8})
+    axes.set_ylim(bottom=lowest / (max(y for _, y in points) / lowest) ** 0.4)
     plain_log_ticks(axes)
     axes.set_xticks([x for x in (5, 10, 20, 40, 80, 160, 320, 640, 1280) if left < x < right])
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("on each GPU (GB)")
-    axes.set_ylabel("a step (s)")
+    axes.set_xlabel("memory per GPU (GB)")
+    axes.set_ylabel("time per step (s)")
     return figure
 
 
@@ -151,7 +149,7 @@ def errors(groups: dict[str, dict[str, Sequence[float]]], band: float = 0.1) -> 
     span = max(1.5 * band, *(1.3 * abs(error) for error in furthest))  # with its number
     axes.axvspan(-band, band, color=BAND, zorder=0)
     axes.axvline(0, color=BLACK, linewidth=1, zorder=1)
-    colors = dict(zip(groups, (BLUE, VERMILLION, GREEN, PURPLE), strict=False))
+    colors = dict(zip(groups, SERIES, strict=False))
     for y, ((group, _, values), error) in enumerate(zip(rows, furthest, strict=True)):
         axes.plot(values, [y] * len(values), "o", color=colors[group], markersize=8, alpha=0.7)
         axes.annotate(_percent(error), (error, y), va="center", textcoords="offset points",
@@ -195,7 +193,7 @@ def time_and_memory(
     total, left = sum(kinds.values()), 0.0
     span = 1.25 * max(limit, total)
     below.axvspan(limit, span, color=BAND, zorder=0)
-    below.annotate("kept free", (limit, 1), xycoords=("data", "axes fraction"), color=GREY,
+    below.annotate("reserved", (limit, 1), xycoords=("data", "axes fraction"), color=GREY,
                    textcoords="offset points", xytext=(4, -3), va="top")
     for kind, gigabytes in kinds.items():
         below.barh(0, gigabytes, 0.7, left, color=colors[kind], edgecolor="white", label=kind)

@@ -16,15 +16,12 @@ from torch import Tensor
 
 from teaching.figures_style import (
     BLACK,
-    BLUE,
-    GREEN,
     GREY,
-    ON_DARK,
-    ORANGE,
-    PURPLE,
+    NUMBER_COLOR,
+    SERIES,
     STYLE,
-    VERMILLION,
     canvas,
+    ink,
     label_end,
 )
 from teaching.floats import (
@@ -37,7 +34,7 @@ from teaching.floats import (
     say,
 )
 
-LOOKS = {"zero": VERMILLION, "subnormal": ORANGE, "normal": BLUE, "inf": PURPLE}
+CLASSES = ("zero", "subnormal", "normal", "inf")
 """What float16 makes of a magnitude, from the smallest on."""
 
 
@@ -79,9 +76,9 @@ def _fate(values: Tensor) -> str:
 def _draw_ranges(axes: Axes, left: float, right: float) -> None:
     """What fp16 makes of each magnitude, in its colors, and how far bf16 reaches."""
     for start, end, name in _regions(left, right):
-        axes.barh(0, end - start, left=start, height=0.7, color=LOOKS[name])
+        axes.barh(0, end - start, left=start, height=0.7, color=NUMBER_COLOR[name])
         axes.text((start + end) / 2, 0, name, size=9, ha="center", va="center_baseline",
-                  color="white" if LOOKS[name] in ON_DARK else BLACK)
+                  color=ink(NUMBER_COLOR[name]))
     axes.barh(1, right - left, left=left, height=0.7, color=GREY)
     layout = layout_of(torch.bfloat16)
     reach = [round(math.log2(x)) for x in (layout.smallest_subnormal, layout.largest)]
@@ -99,7 +96,7 @@ def _regions(left: float, right: float) -> list[tuple[float, float, str]]:
     zero = math.log2(layout.smallest_subnormal) - 1
     edges = [left, zero, math.log2(layout.smallest_normal), math.ceil(math.log2(layout.largest)),
              right]
-    return [(start, end, name) for (start, end), name in zip(pairwise(edges), LOOKS, strict=True)]
+    return [(start, end, name) for (start, end), name in zip(pairwise(edges), CLASSES, strict=True)]
 
 
 def _draw_counts(axes: Axes, counts: dict[int, int], num_zeros: int) -> None:
@@ -108,7 +105,7 @@ def _draw_counts(axes: Axes, counts: dict[int, int], num_zeros: int) -> None:
     regions = _regions(-math.inf, math.inf)
     for exponent, count in counts.items():
         (name,) = [name for start, end, name in regions if start <= exponent < end]
-        axes.bar(exponent, 100 * count / total, 0.94, align="edge", color=LOOKS[name])
+        axes.bar(exponent, 100 * count / total, 0.94, align="edge", color=NUMBER_COLOR[name])
     if num_zeros:
         share = num_zeros / (num_zeros + total)
         axes.text(0, 0.9, f" {share:.1%} are 0 already", va="top", size=9.5, color=GREY,
@@ -140,7 +137,7 @@ def one_weight(histories: dict[str, Sequence[float]], grid: str | None = None) -
     axes.set_ylim(low, high)
 
     last_label = -math.inf
-    colors = dict(zip(histories, (VERMILLION, BLUE, GREEN, PURPLE, BLACK), strict=False))
+    colors = dict(zip(histories, SERIES, strict=False))
     for name, history in sorted(histories.items(), key=lambda item: item[1][-1]):
         axes.plot(range(len(history)), history, color=colors[name], drawstyle="steps-post")
         last_label = max(history[-1], last_label + 1.1 * margin)
@@ -151,7 +148,7 @@ def one_weight(histories: dict[str, Sequence[float]], grid: str | None = None) -
     if grid:
         for value in representable(FORMATS[grid], low, high).tolist():
             axes.axhline(value, color=GREY, linewidth=0.6, zorder=0)
-        axes.text(0, 1.02, f"grey lines: the numbers of {grid}", size=9.5, color=GREY,
+        axes.text(0, 1.02, f"gray lines: the numbers of {grid}", size=9.5, color=GREY,
                   transform=axes.transAxes)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: say(value)))
     axes.set_xlabel("optimizer steps")

@@ -9,16 +9,16 @@ from matplotlib.figure import Figure
 
 from minitron.measure.ledger import Call, Span
 from teaching.figures_style import (
+    AXIS_COLOR,
     BAND,
     BLACK,
-    BLUE,
     GREY,
-    KIND_COLOR,
-    ON_DARK,
     RANK_COLOR,
     STYLE,
+    WORK_COLOR,
     canvas,
     count_bytes,
+    ink,
     plain_bytes,
 )
 
@@ -30,7 +30,7 @@ SHORTEST = 0.003
 
 @dataclass(frozen=True)
 class Block:
-    """A stretch of time in one lane; `kind`, a key of `KIND_COLOR` as a rule, gives the color."""
+    """A stretch of time in one lane; `kind`, a key of `WORK_COLOR` or `AXIS_COLOR`, its color."""
 
     kind: str
     start: float
@@ -55,7 +55,7 @@ def timeline(
 
     rows = []
     for lanes in steps:
-        named = {block.label or block.kind for blocks in lanes.values() for block in blocks
+        named = {(block.kind, block.label) for blocks in lanes.values() for block in blocks
                  if _fits(block, span)}
         for blocks in lanes.values():
             row = len(rows) + (0.3 if lanes is measured and predicted else 0)  # a gap between both
@@ -94,21 +94,25 @@ def _draw_block(
 ) -> None:
     width = block.end - block.start
     axes.barh(
-        row, width, 0.7, block.start, color=KIND_COLOR.get(block.kind, BAND),
+        row, width, 0.7, block.start, color=(WORK_COLOR | AXIS_COLOR).get(block.kind, BAND),
         alpha=0.45 if is_predicted else 1.0, edgecolor=BLACK if is_predicted else "white",
         linestyle="--" if is_predicted else "-",
         linewidth=1 if width > 0.02 * span else 0.4,  # or the edges would hide narrow blocks
     )
 
 
-def _name_block(axes: Axes, row: float, block: Block, span: float, named: set[str]) -> None:
+def _name_block(
+    axes: Axes, row: float, block: Block, span: float, named: set[tuple[str, str]]
+) -> None:
     """Write a block's name into it, or above it if the name is not there yet; no transfer's."""
     label = block.label or block.kind
     if _fits(block, span):
         axes.text((block.start + block.end) / 2, row, label, ha="center", va="center")
-    elif block.kind != "communication" and label not in named:
-        axes.text(block.end, row - 0.37, label, ha="right", va="bottom", size=9, color=GREY)
-    named.add(label)
+    elif block.kind != "communication" and (block.kind, block.label) not in named:
+        is_late = block.start + 0.8 * LETTER * len(label) * span > span
+        axes.text(block.end if is_late else block.start, row - 0.37, label, va="bottom", size=9,
+                  ha="right" if is_late else "left", color=GREY)
+    named.add((block.kind, block.label))
 
 
 def _fits(block: Block, span: float) -> bool:
@@ -189,7 +193,7 @@ def wire(
 def _draw_bar(
     axes: Axes, y: float, rank: int | None, value: float, tick: float, span: float
 ) -> None:
-    color = BLUE if rank is None else RANK_COLOR[rank % len(RANK_COLOR)]
+    color = WORK_COLOR["communication"] if rank is None else RANK_COLOR[rank % len(RANK_COLOR)]
     axes.barh(y, value, 0.8, color=color)
     axes.plot([tick, tick], [y - 0.48, y + 0.48], color=BLACK, linewidth=2.5)
 
@@ -198,7 +202,7 @@ def _draw_bar(
     if fits:
         axes.annotate(
             name, (0, y), textcoords="offset points", xytext=(5, 0), va="center", size=10,
-            color="white" if color in ON_DARK else BLACK,
+            color=ink(color),
         )
     axes.annotate(
         number if fits else f"{number}, {name}", (max(value, tick), y), va="center", size=10,

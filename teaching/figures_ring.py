@@ -11,10 +11,10 @@ from matplotlib.patches import Rectangle
 from teaching.figures_style import (
     BLACK,
     GREY,
-    ON_DARK,
     RANK_COLOR,
     STYLE,
     canvas,
+    ink,
 )
 
 
@@ -99,4 +99,4 @@ def _draw_chunk(
         axes.add_patch(Rectangle((left, rank + 0.12), width, 0.76, facecolor=color))
         if numbered:
             axes.text(left + width / 2, rank + 0.5, str(other), ha="center", va="center", size=10,
-                      color="white" if color in ON_DARK else BLACK)
+                      color=ink(color))

@@ -3,6 +3,8 @@
 Figures are drawn without pyplot and so without a screen or global state.
 """
 
+import base64
+import html
 import io
 from pathlib import Path
 
@@ -12,15 +14,49 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-# Okabe and Ito's colors: told apart with every common color blindness.
-BLUE, ORANGE, GREEN, VERMILLION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
-SKY, PURPLE, YELLOW, BLACK = "#56B4E9", "#CC79A7", "#F0E442", "#000000"
-GREY, BAND = "#6B6B6B", "#E3E3E3"
-RANK_COLOR = (BLUE, ORANGE, GREEN, VERMILLION, SKY, PURPLE, YELLOW, GREY)  # and its number
-ON_DARK = {BLUE, GREEN, VERMILLION, GREY}  # on these a number is white
+BLACK, GREY, BAND = "#000000", "#6B6B6B", "#E3E3E3"
 
-KIND_COLOR = {
-    "forward": SKY, "backward": ORANGE, "optimizer": GREEN, "communication": PURPLE,
+# One color means one thing: no two of these share a color, and none is close to another, also as
+# the color-blind see them. Ranks have the colors of Okabe and Ito, and the rank's number in them.
+RANK_COLOR = (
+    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#F0E442", "#5A5A5A",
+)
+CATEGORY_COLOR = {  # kinds of bytes, in the order in which they are stacked
+    "parameter": "#1B1AA6",
+    "gradient": "#CD7A7C",
+    "optimizer state": "#12882C",
+    "activation": "#7ADAEC",
+    "temporary": "#C4B03C",
+}
+WORK_COLOR = {  # what a rank does
+    "forward": "#B3C2EB",
+    "backward": "#DEA67C",
+    "optimizer": "#B8E468",
+    "communication": "#A661BC",
+    "matmul": "#5FBEAB",
+    "attention": "#235E58",
+    "elementwise": "#D1EFE9",
+}
+AXIS_COLOR = {
+    "tp": "#0B2F91", "dp": "#D32C67", "pp": "#A36904", "cp": "#154E19", "ep": "#AE4CD5",
+}
+NUMBER_COLOR = {  # what a format makes of a magnitude, from the smallest on; and its bits
+    "zero": "#E72112",
+    "subnormal": "#E9D489",
+    "normal": "#7395C3",
+    "inf": "#7C1263",
+    "exponent": "#674AC5",
+    "mantissa": "#593C29",
+}
+SERIES = ("#28A1B0", "#D3573D", "#702086", "#0611F9", BLACK)
+"""Lines and points that stand for none of these; what is measured has the first."""
+PALETTES = {
+    "rank": RANK_COLOR,
+    "bytes": tuple(CATEGORY_COLOR.values()),
+    "work": tuple(WORK_COLOR.values()),
+    "axis": tuple(AXIS_COLOR.values()),
+    "number": tuple(NUMBER_COLOR.values()),
+    "series": SERIES,
 }
 
 STYLE = {
@@ -55,16 +91,42 @@ def save(figure: Figure, path: Path) -> None:
 def show(figure: Figure, alt: str) -> None:
     """Put a figure into the notebook, with `alt` as its alternative text and its caption.
 
-    The image is plain `image/png`, which JupyterLab, nbconvert and GitHub all show. GitHub drops
+    A stored image is plain `image/png`, which GitHub and nbconvert show; nbconvert takes `alt` from
+    its metadata. JupyterLab does not, so in a live notebook the image is HTML. GitHub drops
     alternative texts, so the same sentence stands below as Markdown, where a screen reader finds
     it. `alt` states the figure's message, not its parts.
     """
     from IPython.display import Markdown, display
 
-    width = round(figure.get_figwidth() * 100)
-    bundle = {"image/png": png(figure), "text/plain": alt}
-    display(bundle, raw=True, metadata={"image/png": {"alt": alt, "width": width}})
+    if is_live():
+        display({"text/html": image_tag(figure, alt), "text/plain": alt}, raw=True)
+    else:
+        bundle = {"image/png": png(figure), "text/plain": alt}
+        about = {"alt": alt, "width": _pixels(figure)[0]}
+        display(bundle, raw=True, metadata={"image/png": about})
     display(Markdown(f"*{alt}*"))
+
+
+def is_live() -> bool:
+    """Whether a person runs this cell: a front end says which cell it is, a program does not."""
+    from IPython import get_ipython
+
+    parent = getattr(get_ipython(), "get_parent", dict)()
+    return bool(parent.get("metadata"))
+
+
+def image_tag(figure: Figure, alt: str) -> str:
+    """Return the figure as an HTML image of its own size, with its alternative text."""
+    width, height = _pixels(figure)
+    data = base64.b64encode(png(figure)).decode()
+    return (f'<img alt="{html.escape(alt)}" width="{width}" height="{height}" decoding="sync" '
+            f'src="data:image/png;base64,{data}">')
+
+
+def _pixels(figure: Figure) -> tuple[int, int]:
+    """The size in which a figure is shown: 100 pixels to the inch."""
+    width, height = figure.get_size_inches()
+    return round(100 * width), round(100 * height)
 
 
 def canvas(width: float = 7.0, height: float = 3.3) -> tuple[Figure, Axes]:
@@ -78,12 +140,23 @@ def pale(color: str) -> tuple[float, ...]:
     return tuple((1 + channel) / 2 for channel in to_rgb(color))
 
 
+def ink(color: str | tuple[float, ...]) -> str:
+    """The color of text on `color`: white if that is dark, by the lightness that the eye sees."""
+    red, green, blue = (channel**2.2 for channel in to_rgb(color))
+    return "white" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.3 else BLACK
+
+
 def label_end(axes: Axes, x: float, y: float, text: str, color: str) -> None:
     """Write a line's name to the right of its end, in its color."""
     axes.annotate(
         text, (x, y), textcoords="offset points", xytext=(6, 0), va="center", color=color,
         annotation_clip=False,
     )
+
+
+def label_start(axes: Axes, x: float, y: float, text: str, color: str) -> None:
+    """Write a line's name above its start, in its color."""
+    axes.annotate(text, (x, y), textcoords="offset points", xytext=(0, 4), color=color)
 
 
 def plain_log_ticks(axes: Axes) -> None:
@@ -95,7 +168,7 @@ def plain_log_ticks(axes: Axes) -> None:
 
 def plain(value: float) -> str:
     """12000 -> 12 k, 0.2 -> 0.2: three digits and a unit prefix."""
-    for size, prefix in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
+    for size, prefix in ((1e15, " P"), (1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
         if abs(value) >= size:
             return f"{value / size:.3g}{prefix}"
     return f"{value:.3g}"

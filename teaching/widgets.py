@@ -9,8 +9,6 @@ Read in this order: explore, memory_calculator and the others; what they draw is
 import html
 from collections.abc import Callable, Sequence
 
-from matplotlib.figure import Figure
-
 from minitron import cost
 from teaching.drawings import (
     LINKS,
@@ -25,7 +23,7 @@ from teaching.drawings import (
     draw_stages,
     draw_tensor,
 )
-from teaching.figures import png, show
+from teaching.figures import image_tag, is_live, png, show
 from teaching.figures_numbers import draw_number_line
 from teaching.floats import FORMATS
 
@@ -62,14 +60,6 @@ def explore(
     display(Markdown(f"**Try:** {task}"))
 
 
-def is_live() -> bool:
-    """Whether a person runs this cell: a front end says which cell it is, a program does not."""
-    from IPython import get_ipython
-
-    parent = getattr(get_ipython(), "get_parent", dict)()
-    return bool(parent.get("metadata"))
-
-
 def _display_controls(
     draw: Callable[..., Drawing], controls: dict[str, Sequence], start: dict,
     allowed: Callable[[dict], dict[str, Sequence]],
@@ -79,7 +69,7 @@ def _display_controls(
 
     handles = {name: _control(name, values, start[name]) for name, values in controls.items()}
     figure, sentence = draw(**start)
-    image = ipywidgets.Image(value=png(figure), format="png", layout=_size(figure))
+    image = ipywidgets.HTML(image_tag(figure, sentence))
     text = ipywidgets.HTML(html.escape(sentence), layout={"min_height": "4em", "width": "100%"})
     narrowing = False
 
@@ -99,7 +89,7 @@ def _display_controls(
             return
         narrow()
         figure, sentence = draw(**values())
-        image.value, text.value = png(figure), html.escape(sentence)
+        image.value, text.value = image_tag(figure, sentence), html.escape(sentence)
 
     narrow()
     for handle in handles.values():
@@ -130,11 +120,6 @@ def _set_options(handle, values: Sequence) -> None:
         now = handle.value
         handle.options = _options(values)
         handle.value = now if now in values else values[-1]
-
-
-def _size(figure: Figure) -> dict[str, str]:
-    width, height = figure.get_size_inches()
-    return {"width": f"{round(100 * width)}px", "height": f"{round(100 * height)}px"}
 
 
 def memory_calculator() -> None:
@@ -184,7 +169,7 @@ def ring_explorer() -> None:
 
 
 def zero_explorer() -> None:
-    """Show what each stage of ZeRO leaves on a GPU, and let the reader choose model and ranks."""
+    """Show what ZeRO-0 to 3 leave on a GPU, and let the reader choose model and ranks."""
     explore(
         draw_stages,
         controls={
@@ -193,8 +178,9 @@ def zero_explorer() -> None:
             "recipe": tuple(cost.RECIPES),
         },
         start={"billions": 13, "ranks": 8, "recipe": "bf16"},
-        task="find the fewest ranks on which 13 billion parameters fit, stage by stage. From "
-             "which size on does no number of ranks help stage 1, and stage 2?",
+        task="find the fewest ranks on which 13 billion parameters fit, with ZeRO-1, with ZeRO-2, "
+             "with ZeRO-3. From which size on does ZeRO-1 not fit on any number of ranks? And "
+             "ZeRO-2?",
     )
 
 
@@ -249,7 +235,7 @@ def schedule_explorer() -> None:
             "chunks": (1, 2, 4) if now["schedule"] == "interleaved 1F1B" else ()},
         task="raise the micro-batches until less than 5 % of the step is idle. Then take 8 ranks: "
              "which schedules get there with as many micro-batches, and what does the first rank "
-             "hold for it? Which two differ in what they hold alone?",
+             "hold for it? Which two differ only in what they hold?",
     )
 
 

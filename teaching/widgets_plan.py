@@ -15,8 +15,8 @@ from minitron.plan.job import Decision, Job
 from minitron.plan.money import training_days
 from minitron.plan.search import Candidate, checked, grid_of, layouts, with_variants
 from teaching.drawings import Drawing
-from teaching.figures_memory import CATEGORY_COLOR
 from teaching.figures_plan import time_and_memory
+from teaching.figures_style import CATEGORY_COLOR
 from teaching.widgets import explore
 
 A100, H100 = DEVICES["A100-SXM-80GB"], DEVICES["H100-SXM-80GB"]
@@ -90,6 +90,6 @@ def best_of(job: str, tp: int, pp: int, micro_batch: int) -> Candidate:
                 found.append(Candidate(given, decision))
     if not found:
         raise ConfigError(refused.most_common(1)[0][0] if refused else
-                          f"{given.num_gpus} GPUs do not divide by tp {tp} x pp {pp}")
+                          f"{given.num_gpus} GPUs are not divisible by tp {tp} x pp {pp}")
     fitting = [each for each in found if each.fits]
     return with_variants(fitting)[0] if fitting else min(found, key=lambda each: each.total_bytes)

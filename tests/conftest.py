@@ -32,6 +32,7 @@ LONGEST = (  # files, the longest first
     "tests/plan/test_dryrun_steps.py",
     "tests/test_train_ranks.py",
     "tests/test_train_layouts.py",
+    "tests/parallel/test_context_grid.py",
     "tests/test_precision_training.py",
     "tests/test_benchmarks.py",
     "tests/test_train.py",

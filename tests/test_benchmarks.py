@@ -19,7 +19,7 @@ SIDES = {
                     "torch interleaved 1F1B", "ZB-H1"],
     "precision.py": ["fp32", "bf16-autocast", "bf16", "bf16-fp32-grads", "fp16", "fp8",
                      "torch, fp32", "torch.amp, bf16", "torch.amp, fp16"],
-    "dryrun.py": ["fp32", "ZeRO 3", "sequence", "1F1B"],
+    "dryrun.py": ["fp32", "ZeRO-3", "sequence", "1F1B"],
 }
 SMALL = {"launch.py": [], "all_reduce.py": ["--megabytes", "1"]}  # the others: --small
 

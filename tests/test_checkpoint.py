@@ -104,7 +104,7 @@ def test_every_bit_of_a_manifest_counts(tmp_path):
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["facts"]["step"] = 2
     (path / "manifest.json").write_text(json.dumps(manifest))
-    assert checkpoint.damage(path) == "manifest.json is not what was written"
+    assert checkpoint.damage(path) == "manifest.json has changed since it was written"
 
 
 def test_nothing_to_resume_is_told(tmp_path):

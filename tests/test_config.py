@@ -76,6 +76,20 @@ def test_every_config_of_ours_loads(path):
     ("[parallel]\nzero = 1\noverlap_gather = true\n[train]\ncompile = true\n",
      "breaks the compiled graph; switch it off"),
     ("[parallel]\nzero = 3\noverlap_gather = true\n", "only stages 1 and 2 gather weights"),
+    ("[parallel]\ncp = 0\n", "parallel.cp = 0: must be greater than 0"),
+    ("[parallel]\ncp = 2\ncontext = 'rings'\n", "must be one of ring, all-gather, ulysses"),
+    ("[parallel]\ncontext = 'ulysses'\n", "parallel.context = ulysses with parallel.cp = 1: the "
+                                          "sequence is not divided inside attention; set "),
+    ("[parallel]\ncp = 3\n", "data.sequence_length = 128 is not divisible by 2 x parallel.cp = 6: "
+                             "use 132"),
+    ("[data]\nsequence_length = 120\n[parallel]\ncp = 3\n",
+     "model.max_sequence_length = 128 is not divisible by 2 x parallel.cp = 6: use 132"),
+    ("[parallel]\ncp = 8\ntp = 16\nsequence = true\n", "is not divisible by 2 x parallel.cp x "
+     "parallel.tp = 256 (parallel.sequence is on): use 256"),
+    ("[model]\ndropout = 0.1\n[parallel]\ncp = 2\n", "model.dropout = 0.1 with parallel.cp = 2: "
+     "attention over other ranks' keys drops nothing; set model.dropout to 0"),
+    ("[parallel]\ncp = 2\n[train]\ncompile = true\n", "train.compile with parallel.cp = 2: "
+     "messages inside attention are not compiled; switch it off"),
     ("[parallel]\nzero = true\n", "parallel.zero = True: must be one of 0, 1, 2, 3"),
     ("[parallel]\nzero = 1.0\n", "parallel.zero = 1.0: must be one of 0, 1, 2, 3"),
     ("[parallel]\nsequence = 1\n", "parallel.sequence = 1: must be of type bool, not int"),

@@ -58,11 +58,11 @@ def test_what_is_written_between_is_not_torn(capsys):
 @pytest.fixture
 def patient(monkeypatch):
     """No bar ends before its thread has told a line, however quick the work is."""
-    told, close = set(), Progress.close
+    told, close = {}, Progress.close  # bars by id, kept alive: an id is given again
 
     def tell(bar, **options):
         print(bar, **options)
-        told.add(id(bar))
+        told[id(bar)] = bar
 
     def close_once_told(bar):
         while not (bar.disable or bar.ended.is_set() or id(bar) in told):

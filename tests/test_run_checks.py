@@ -46,15 +46,27 @@ CHUNKED = {"pp": 2, "schedule": "interleaved", "chunks": 2}
     (config_of(LLAMA, dp=3, tp=2, pp=2), 8, "parallel.dp = 3 and parallel.tp = 2 and parallel.pp = "
      "2, but there are 8 ranks: start it with torchrun --nproc-per-node 12",
      "with 8 ranks --parallel.dp 2 or --parallel.tp 1 --parallel.dp 4 would do"),
-    (config_of(GPT, tp=4), 4, "model.num_heads = 6 does not divide by 4 ranks (parallel.tp), 8 "
-     "would", "with 4 ranks --parallel.tp 2 (dp 2) or --parallel.tp 1 (dp 4) would do"),
+    (config_of(GPT, tp=4), 4, "model.num_heads = 6 is not divisible by 4 ranks (parallel.tp), 8 "
+     "would be", "with 4 ranks --parallel.tp 2 (dp 2) or --parallel.tp 1 (dp 4) would do"),
     (config_of(LLAMA, sequences=4, tp=2), 16, "train.global_batch_size = 4 leaves some of 8 ranks "
      "without a sequence: raise it to 8, or start fewer",
      "with 16 ranks --parallel.pp 2 (dp 4) or --parallel.tp 4 (dp 4) would do"),
-    (config_of(LLAMA, **CHUNKED), 2, "5 micro-batches a step (train.micro_batch_size = 2) do not "
-     "divide by parallel.pp = 2 (interleaved)", "set train.micro_batch_size to 1 or 3"),
-    (config_of(LLAMA, sequences=2, **CHUNKED), 4, "1 micro-batches a step",
+    (config_of(LLAMA, **CHUNKED), 2, "5 micro-batches a step (train.micro_batch_size = 2) are "
+     "not divisible by parallel.pp = 2 (interleaved)", "set train.micro_batch_size to 1 or 3"),
+    (config_of(LLAMA, sequences=2, **CHUNKED), 4, "1 micro-batch a step (train.micro_batch_size "
+     "= 2) is not divisible by",
      "raise train.global_batch_size, of which a rank has 1"),
+    (config_of(LLAMA, cp=4), 6, "parallel.cp = 4, but there are 6 ranks: start a multiple of 4",
+     "with torchrun --nproc-per-node"),
+    (config_of(LLAMA, dp=3, tp=2, cp=2), 8, "parallel.dp = 3 and parallel.tp = 2 and parallel.cp = "
+     "2, but there are 8 ranks: start it with torchrun --nproc-per-node 12",
+     "with 8 ranks --parallel.dp 2 or --parallel.tp 1 --parallel.dp 4 would do"),
+    (config_of(LLAMA, cp=4, context="ulysses"), 4, "model.num_kv_heads = 2, of which a rank has 2 "
+     "(parallel.tp = 1), is not divisible by parallel.cp = 4 (parallel.context = ulysses): use "
+     "ring or all-gather", "or a divisor"),
+    (config_of(LLAMA, cp=2, tp=2, context="ulysses"), 4, "model.num_kv_heads = 2, of which a rank "
+     "has 1 (parallel.tp = 2), is not", "with 4 ranks --parallel.tp 1 (dp 2) or --parallel.tp 1 "
+     "--parallel.pp 2 (dp 1) would do"),
     (config_of(LLAMA, tp=2, sequence=True), 5, "parallel.tp = 2, but there are 5 ranks",
      "start a multiple of 2 with torchrun --nproc-per-node"),  # nothing fits 5
 ], ids=lambda value: value if isinstance(value, str) else "")
@@ -64,8 +76,8 @@ def test_a_misfit_names_both_numbers_and_what_fits(config, size, what, remedy):
 
 
 @pytest.mark.parametrize(("model", "what"), [
-    (dataclasses.replace(LLAMA, vocab_size=721), "model.vocab_size = 721 does not divide by 2 "
-     "ranks (parallel.tp), 722 would"),
+    (dataclasses.replace(LLAMA, vocab_size=721), "model.vocab_size = 721 is not divisible by 2 "
+     "ranks (parallel.tp), 722 would be"),
     (dataclasses.replace(LLAMA, ffn_width=49), "model.ffn_width = 49"),
     (ModelConfig("llama", 720, 32, 4, 36, 6, 3, 48), "model.num_kv_heads = 3"),
 ])
@@ -115,6 +127,7 @@ def test_a_model_is_refused_if_and_only_if_it_cannot_be_cut():
 @pytest.mark.parametrize("parallel", [
     {}, {"tp": 2, "sequence": True}, {"zero": 3}, {"pp": 2, "zero": 1}, CHUNKED,
     {"pp": 2, "schedule": "zero-bubble"}, {"pp": 2, "schedule": "zero-bubble", "tp": 2},
+    {"cp": 2}, {"cp": 2, "context": "ulysses", "zero": 1},
 ], ids=str)
 @pytest.mark.parametrize("size", [1, 6, 8, 12])
 def test_the_layouts_that_fit_are_all_of_those_that_are_accepted(parallel, size):
@@ -128,7 +141,8 @@ def test_the_layouts_that_fit_are_all_of_those_that_are_accepted(parallel, size)
         except ConfigError:
             continue
         accepted.add((dp, tp, pp))
-        assert dp * tp * pp == size and GPT.num_heads % tp == 0 and pp <= GPT.num_layers
+        assert dp * tp * pp * config.parallel.cp == size
+        assert GPT.num_heads % tp == 0 and pp <= GPT.num_layers
     offered = layouts_that_fit(config, size)
     assert set(offered) == accepted and len(offered) == len(accepted)
 

@@ -19,7 +19,7 @@ from minitron.launch.process import memory_bytes, pick_device
 from minitron.measure.meter import Meter
 from minitron.model.transformer import Transformer
 from minitron.run import Run, Training
-from minitron.running.memory import least_bytes, require_memory
+from minitron.running.memory import least_activations, least_bytes, require_memory
 
 CPU = torch.device("cpu")
 MODEL = ModelConfig("llama", 720, num_layers=4, width=64, num_heads=4, num_kv_heads=2, ffn_width=96)
@@ -113,3 +113,11 @@ def test_a_remedy_for_a_batch_of_a_billion_is_found_at_once():
     assert layouts_that_fit(Config(MODEL), 1) == [(1, 1, 1)]
 
 
+
+
+def test_a_divided_sequence_is_a_shorter_one_and_its_ranks_share_the_state():
+    whole = Config(MODEL, parallel=ParallelConfig(zero=3))
+    cut = dataclasses.replace(whole, parallel=ParallelConfig(zero=3, cp=4))
+    plain, divided = least_bytes(whole, 4), least_bytes(cut, 4)
+    assert divided["the training state"] == plain["the training state"]  # over 4 ranks in both
+    assert least_activations(cut, 8) == pytest.approx(least_activations(whole, 8) / 4, rel=1e-3)

@@ -221,8 +221,8 @@ def test_a_diverged_run_stops_and_keeps_its_checkpoints(config, tmp_path, monkey
 
     monkeypatch.setattr(Run, "train_step", diverge)
     with pytest.raises(ConfigError, match=(
-        "step 6: loss and gradient are not finite, but nan; first in blocks.1.mlp.up, in its "
-        r"output, on rank 0, in samples 30 to 35; the checkpoints before are in .*run; look at"
+        "step 6: the loss is nan. First non-finite value: the output of blocks.1.mlp.up, on "
+        r"rank 0 .samples 30 to 35.. The run stopped .* checkpoints are in .*run; inspect these"
     )):
         train.train(config, tmp_path / "run")
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000004"]

@@ -16,6 +16,7 @@ from tests.test_train_ranks import TRAIN, kill_after, train_on_ranks
 
 LLAMA = ModelConfig("llama", 720, 32, 2, 32, 4, 1, 48)
 GPT = ModelConfig("gpt", 720, 32, 2, 36, 6, 6, 48)
+DEEP = dataclasses.replace(GPT, num_layers=4)
 COLUMNS = "step", "loss", "grad_norm"
 
 
@@ -38,6 +39,11 @@ def describe(value) -> str:
     (GPT, 4, {"pp": 2, "zero": 1}),
     (GPT, 4, {"pp": 2, "zero": 1, "overlap_gather": True}),
     (LLAMA, 4, {"tp": 2, "zero": 1, "overlap_gather": True}),
+    (DEEP, 2, {"pp": 2, "schedule": "zb-v", "chunks": 2}),
+    (LLAMA, 2, {"cp": 2}),
+    (LLAMA, 4, {"cp": 2, "context": "all-gather", "tp": 2, "sequence": True, "zero": 3}),
+    (GPT, 4, {"cp": 2, "context": "ulysses", "pp": 2, "zero": 1}),
+    (DEEP, 4, {"pp": 2, "schedule": "dualpipe-v", "chunks": 2, "tp": 2, "sequence": True}),
 ], ids=describe)
 def test_a_cut_model_trains_what_one_process_trains(stories, tmp_path, model, num_ranks, parallel):
     """Losses, norms before clipping and validation losses, and the same sampled text."""
@@ -52,6 +58,24 @@ def test_a_cut_model_trains_what_one_process_trains(stories, tmp_path, model, nu
     for expected, found in zip(*evaluations, strict=True):
         assert found["val_loss"] == pytest.approx(expected["val_loss"], rel=2e-5)
         assert found["sample"] == expected["sample"]
+
+
+@pytest.mark.parametrize("precision, parallel", [
+    ("bf16", {"cp": 2}), ("bf16", {"cp": 2, "zero": 3, "context": "all-gather"}),
+    ("bf16-autocast", {"cp": 2, "zero": 1}), ("bf16-autocast", {"cp": 2, "context": "ulysses"}),
+    ("fp16", {"cp": 2, "zero": 2}), ("fp8", {"cp": 2}),
+], ids=describe)
+def test_a_divided_sequence_trains_in_low_precision(stories, tmp_path, precision, parallel):
+    """Ulysses has two key-value heads to divide."""
+    config = config_of(dataclasses.replace(LLAMA, num_kv_heads=2), stories)
+    config = dataclasses.replace(
+        config, train=dataclasses.replace(TRAIN, precision=precision, eval_every=0))
+    train.train(config, tmp_path / "one")
+    cut = dataclasses.replace(config, parallel=ParallelConfig(**parallel))
+    run(train_on_ranks, 2, cut, tmp_path / "many")
+    one, many = (trained(tmp_path / name, *COLUMNS) for name in ("one", "many"))
+    for expected, found in zip(one, many, strict=True):
+        assert found == pytest.approx(expected, rel=2e-2)
 
 
 def test_a_run_moves_between_layouts(stories, tmp_path):
@@ -83,14 +107,14 @@ def train_in_float64(group, config, folder, resume=False) -> None:
 
 
 def test_a_run_moves_between_layouts_to_12_digits(stories, tmp_path):
-    """dp 2 x tp 2, then 4 stages, then one process, then stage 3 on 3 ranks; in float64."""
+    """dp 2 x tp 2, 4 stages, one process, stage 3 on 3 ranks, then dp 2 x cp 2; in float64."""
     config = config_of(dataclasses.replace(LLAMA, num_layers=4), stories)
     config = dataclasses.replace(config, train=dataclasses.replace(
-        TRAIN, steps=8, checkpoint_every=2, keep_checkpoints=5))
+        TRAIN, steps=10, checkpoint_every=2, keep_checkpoints=5))
     train_in_float64(ALONE, config, tmp_path / "whole")
     folder = tmp_path / "moved"
     layouts = [(4, {"tp": 2, "zero": 1, "sequence": True}), (4, {"pp": 4}), (1, {}),
-               (3, {"zero": 3})]
+               (3, {"zero": 3}), (4, {"cp": 2, "zero": 2})]
     for number, (num_ranks, parallel) in enumerate(layouts):
         cut = dataclasses.replace(config, parallel=ParallelConfig(**parallel))
         if num_ranks == 1:
@@ -155,10 +179,12 @@ def test_dropout_resumes_bit_for_bit_in_the_same_layout(stories, tmp_path):
     (LLAMA, 2, {"tp": 2, "dp": 2}, "--nproc-per-node 4"),
     (dataclasses.replace(LLAMA, vocab_size=721), 2, {"tp": 2}, "model.vocab_size = 721"),
     (dataclasses.replace(LLAMA, ffn_width=49), 2, {"tp": 2}, "model.ffn_width = 49"),
-    (GPT, 4, {"tp": 4}, "model.num_heads = 6 does not divide by 4 ranks"),
+    (GPT, 4, {"tp": 4}, "model.num_heads = 6 is not divisible by 4 ranks"),
     (GPT, 2, {"pp": 2, "tp": 2}, "parallel.tp = 2 and parallel.pp = 2, but there are 2 ranks"),
-    (dataclasses.replace(GPT, num_layers=4), 2,
-     {"pp": 2, "schedule": "interleaved", "chunks": 2}, "5 micro-batches .* do not divide by"),
+    (DEEP, 2, {"pp": 2, "schedule": "interleaved", "chunks": 2},
+     "5 micro-batches .* are not divisible by"),
+    (DEEP, 4, {"pp": 2, "dp": 2, "schedule": "dualpipe-v", "chunks": 2},
+     "3 micro-batches .* but dualpipe-v needs 4 or more on parallel.pp = 2"),
 ], ids=describe)
 def test_a_layout_that_cannot_work_is_one_line(
     stories, tmp_path, model, num_ranks, parallel, mistake
@@ -170,7 +196,7 @@ def test_a_layout_that_cannot_work_is_one_line(
 def test_what_the_config_alone_can_tell(stories):
     with pytest.raises(ConfigError, match="parallel.sequence with parallel.tp = 1"):
         ParallelConfig(sequence=True)
-    with pytest.raises(ConfigError, match="32 does not divide by parallel.tp = 3.*use 33"):
+    with pytest.raises(ConfigError, match="32 is not divisible by parallel.tp = 3.*use 33"):
         config_of(GPT, stories, tp=3, sequence=True)
     with pytest.raises(ConfigError, match="num_layers = 2 does not fill .* = 3 stages"):
         config_of(GPT, stories, pp=3)
@@ -182,3 +208,5 @@ def test_what_the_config_alone_can_tell(stories):
         ParallelConfig(pp=2, chunks=2)
     with pytest.raises(ConfigError, match="chunks = 1 with parallel.schedule = interleaved"):
         ParallelConfig(pp=2, schedule="interleaved")
+    with pytest.raises(ConfigError, match="chunks = 3 with parallel.schedule = zb-v: each rank"):
+        ParallelConfig(pp=2, schedule="zb-v", chunks=3)

@@ -2,6 +2,7 @@
 
     python tools/build_chapters.py              every chapter
     python tools/build_chapters.py ch01         the chapters whose name starts so
+    python tools/build_chapters.py --text       execute nothing, renew prose and links alone
     python tools/build_chapters.py --check      execute nothing, compare with what is committed
 
 A source is chapters/source/chNN_*.py in jupytext's py:percent form. A code cell tagged
@@ -24,6 +25,11 @@ import nbformat
 from nbformat import NotebookNode
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # run as a script, Python looks in tools/ alone
+
+from tools import chapter_links  # noqa: E402
+from tools.chapter_links import LinkError  # noqa: E402
+
 SOURCES = ROOT / "chapters" / "source"
 ASSETS = ROOT / "slides" / "assets"
 
@@ -42,16 +48,21 @@ class ChapterError(Exception):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="beginnings of chapter names; none: every chapter")
-    parser.add_argument("--check", action="store_true", help="compare only, execute nothing")
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument("--text", action="store_true",
+                       help="renew Markdown cells and links; keep code cells and their outputs")
+    modes.add_argument("--check", action="store_true", help="compare only, execute nothing")
     arguments = parser.parse_args()
 
     for source in chapter_sources(arguments.names):
         try:
             if arguments.check:
                 check_chapter(source)
+            elif arguments.text:
+                renew_text(source)
             else:
                 build_chapter(source)
-        except ChapterError as error:
+        except (ChapterError, LinkError) as error:
             print(f"{source.relative_to(ROOT)}: {error}", file=sys.stderr)
             return 1
         print(f"{notebook_path(source).relative_to(ROOT)}: {'agrees' if arguments.check else 'ok'}")
@@ -85,6 +96,25 @@ def build_chapter(source: Path) -> None:
     nbformat.write(notebook, notebook_path(source))
 
 
+def renew_text(source: Path) -> None:
+    """Write a chapter's notebook anew from its source, with the outputs that it has.
+
+    Raise ChapterError if a code cell was edited, added, moved or removed: that needs execution.
+    """
+    path = notebook_path(source)
+    built = nbformat.read(path, as_version=4)
+    notebook = read_source(source)
+    require_style(notebook)
+
+    old = [cell for cell in built.cells if cell.cell_type == "code"]
+    new = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    if [cell.source for cell in old] != [cell.source for cell in new]:
+        raise ChapterError("its code cells changed: build it without --text")
+    for cell, executed in zip(new, old, strict=True):
+        cell.outputs, cell.execution_count = executed.outputs, executed.execution_count
+    nbformat.write(notebook, path)
+
+
 def check_chapter(source: Path, read: Callable[[Path], str] = Path.read_text) -> None:
     """Raise ChapterError unless the notebook, as `read` finds it, is the one `source` makes."""
     path = notebook_path(source)
@@ -100,8 +130,9 @@ def check_chapter(source: Path, read: Callable[[Path], str] = Path.read_text) ->
 
 
 def read_source(source: Path) -> NotebookNode:
-    """Parse a source into a notebook without outputs, its ids and metadata fixed."""
+    """Parse a source into a notebook without outputs; resolve its links, fix ids and metadata."""
     notebook = jupytext.read(source)
+    chapter_links.complete(notebook, source.stem)
     for position, cell in enumerate(notebook.cells):
         name = f"{source.stem}/{position}"
         cell.id = hashlib.sha256(name.encode()).hexdigest()[:12]

@@ -99,7 +99,7 @@ def why_refused(case: Case) -> str | None:
     reasons = {
         "it divides what tensor parallelism replicates": case.sequence and case.tp == 1,
         "there is no pipeline": case.schedule != "1f1b" and case.pp == 1,
-        "micro-batches a step":
+        "a step (train.micro_batch_size = 1)":
             case.schedule == "interleaved" and case.num_micro_batches % case.pp > 0,
     }
     return next((reason for reason, applies in reasons.items() if applies), None)

@@ -11,20 +11,21 @@
 # ---
 
 # %% [markdown]
-# # One device: what a training step does
+# # 1. One device: what a training step does
 #
-# **45 minutes. No GPU. Exercises 1.1 to 1.4.**
+# **45 minutes. No GPU. [Exercises 1.1](exercise:1.1) to 1.4.**
 #
-# *You need:* one model that you have trained yourself in PyTorch, and the words "loss" and
-# "gradient".
+# *You need:* to have trained one model in PyTorch, so that "loss" and "gradient" mean something to
+# you.
 #
 # *You will be able to:*
-# - **predict** how long a training step takes, from the model's shape and the device's peak;
-# - **choose** a batch size in tokens, from the noise of the gradient;
-# - **accumulate** that batch in pieces that fit in memory, without changing the training.
+# - **predict** how long a training step takes from the model's shape and the device's peak FLOP/s;
+# - **choose** a batch size in tokens by measuring how noisy the gradient is;
+# - **accumulate** a large batch from micro-batches that fit in memory, without changing the
+#   training.
 #
 # Run the cells in order. When the text asks you to predict something, write your guess down before
-# you open the fold.
+# you open the answer.
 
 # %%
 import dataclasses
@@ -33,39 +34,41 @@ import math
 import tempfile
 import time
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 
 import torch
 import torch.nn.functional as F
 
 from minitron import cost
-from minitron.config import ModelConfig, TrainConfig
+from minitron.config import ModelConfig
 from teaching.check import check
 from teaching.figures import Block, curves, loss_curve, scaling, show, timeline
 
 # %%
 from minitron.corpus.folder import load_tokenizer
 from minitron.corpus.stories import grammatical_share, write_stories
-from minitron.corpus.story_grammar import ADJECTIVES, BOYS, GIRLS, OBJECTS, PLACES, VOCABULARY
+from minitron.corpus.story_grammar import VOCABULARY
 from minitron.dataset import TokenDataset
 from minitron.measure.clock import DENSE_BF16_PEAKS, Clock, peak_flops
-from minitron.model.generate import generate
-from minitron.model.transformer import Transformer, initialize
-from minitron.step import (
-    accumulate_gradients, forward_backward, learning_rate, make_optimizer, train_step,
+from minitron.step import accumulate_gradients, forward_backward, learning_rate, train_step
+from teaching.lab import recorded, show_text
+from teaching.lab.ch01 import (
+    batch_variances, continue_story, copy_bandwidth, eager_and_compiled, losses_by_kind, new_model,
+    roof_line, roofline, sequence_gradients, tokens_per_second, train_story_model,
 )
 
-torch.set_num_threads(1)  # one thread: steadier clocks, and the same losses every time
+torch.set_num_threads(1)  # one thread: steadier timings, and losses that this machine repeats
 cpu = torch.device("cpu")
 
 # %% [markdown]
 # ## 1. The question
 #
-# Llama 3 8B was trained on 15 trillion tokens (Llama Team 2024, section 1). You have one H100, and
-# you keep it at 40 % of its peak, which is good. How long does it take? Guess the unit first:
-# weeks, months, years?
+# Llama 3 8B was trained on 15 trillion tokens
+# ([Llama Team 2024](https://arxiv.org/abs/2407.21783), section 1). Suppose you have one H100 and
+# keep it busy at 40 % of its peak, which is good. How long does the training take? Guess the unit
+# first: weeks, months, or years?
 
-# %% tags=["nbval-check-output"]
+# %% tags=["nbval-check-output", "output-question"]
 llama_8b = ModelConfig(
     vocab_size=128_256, num_layers=32, width=4096, num_heads=32, num_kv_heads=8,
     ffn_width=14_336, max_sequence_length=8192, tied_embedding=False,
@@ -75,30 +78,32 @@ flops = tokens * cost.training_flops_per_token(llama_8b, sequence_length=8192)
 peak = DENSE_BF16_PEAKS["H100"]
 
 print(f"{cost.num_parameters(llama_8b):,} parameters, {flops:.2g} FLOPs")
-print(f"one H100 at 40 % of {peak / 1e12:.0f} TFLOP/s")
-print(f"{flops / (0.40 * peak) / 3600 / 24 / 365:.0f} years")
+print(f"one H100 at 40 % of {peak / 1e12:.0f} TFLOP/s: "
+      f"{flops / (0.40 * peak) / 3600 / 24 / 365:.0f} years")
 
 # %% [markdown]
-# That is what the other chapters are about: sharing these years among thousands of devices. But
-# what is shared out is one thing, repeated: the training step. This chapter takes it apart on one
-# device, with a model small enough for your laptop. Where does its time go? How many tokens should
-# it have? How near is it to the limit of the device?
+# The rest of the course is about splitting those years across thousands of GPUs. What they split is
+# always the same unit of work, the training step. This chapter takes one step apart on a single
+# device, with a model small enough for your laptop, and answers three questions. Where does its
+# time go? How many tokens should it process? How close does it come to the device's limit?
 
 # %% [markdown]
 # ## 2. Estimate
 #
-# Nearly all arithmetic of a Transformer is in its matrix products. A product with a weight of
-# $n$ values costs $2n$ FLOPs per token: one multiplication and one addition per value.
+# Nearly all of a Transformer's arithmetic is in its matmuls. Multiplying one token's activations by
+# a weight matrix of $n$ values costs $2n$ FLOPs, because each value takes one multiplication and
+# one addition.
 #
-# **Predict.** The forward pass uses each weight matrix once. How often does the backward pass use
-# it, and so how many FLOPs does a whole step take, in forward passes?
+# **Predict.** The forward pass uses each weight matrix once. How many matmuls of the same size does
+# the backward pass need for it? How many forward passes' worth of FLOPs is a whole step?
 #
 # <details><summary>Answer</summary>
 #
-# For $Y = XW^T$ the backward pass computes two products of the same size: the gradient of the
-# input, $dX = dY\,W$, which the layer below waits for, and the gradient of the weight,
-# $dW = dY^T X$, which the optimizer waits for. Backward costs two forward passes, a step costs
-# three. With $2N$ for the forward pass, that is the rule of thumb of $6N$ FLOPs per token.
+# For $Y = XW^T$ the backward pass computes two matmuls of the same size: the gradient of the input,
+# $dX = dY\,W$, which the layer below is waiting for, and the gradient of the weight,
+# $dW = dY^T X$, which the optimizer is waiting for. So the backward pass costs two forward passes
+# and the step costs three. A model with $P$ parameters needs about $2P$ FLOPs per token for the
+# forward pass; a step needs about $6P$ per token.
 #
 # </details>
 
@@ -108,51 +113,49 @@ config = ModelConfig(
     family="gpt", vocab_size=len(VOCABULARY), num_layers=2, width=64, num_heads=4, num_kv_heads=4,
     ffn_width=256, max_sequence_length=S,
 )
-N = cost.num_parameters(config)
+P = cost.num_parameters(config)
 forward = cost.forward_flops_per_token(config, S)
 training = cost.training_flops_per_token(config, S)
-print(f"{N:,} parameters")
+print(f"{P:,} parameters")
 print(f"forward  {forward:8,} FLOPs per token")
 print(f"training {training:8,} FLOPs per token, {training / forward:.0f} forward passes")
-print(f"6 N      {6 * N:8,}")
+print(f"6 P      {6 * P:8,}")
 
 # %% [markdown]
-# The rule of thumb is close but not equal: it counts embedding rows and norms, which cost almost
-# nothing, and leaves out attention's $QK^T$ and $PV$, which have no weights. `minitron.cost` counts
-# the products one by one.
+# The $6P$ rule comes close but is not exact. It charges for embedding rows and norms, which cost
+# almost nothing, and it misses attention's two matmuls, $QK^T$ and $PV$, which have no weights.
+# [`minitron.cost`](code:minitron.cost.compute) counts matmul by matmul.
 #
-# What the model reads is text of a small grammar, written here in a second. It is made for this
-# course: every story mentions people and things again, and its entropy is known, so we know the
-# best loss that any model can reach.
+# The training text comes from a small grammar that writes stories; generating it takes a second.
+# We use it because every story refers back to its people and things, and because its entropy is
+# known. So we know the lowest loss that any model can reach.
 
 # %% tags=["nbval-check-output"]
 workspace = tempfile.TemporaryDirectory()
 folder = Path(workspace.name) / "stories"
 facts = write_stories(folder, num_tokens=1_000_000)
-data, validation = TokenDataset(folder, "train", S, seed=0), TokenDataset(folder, "val", S)
+data = TokenDataset(folder, "train", S, seed=0)
 tokenizer = load_tokenizer(folder)
 
 batch = data.batch(position=0, batch_size=16)  # (B, S + 1)
 inputs, targets = batch[:, :-1], batch[:, 1:]
 print(f"{tuple(batch.shape)}: {targets.numel():,} tokens to predict")
-print(tokenizer.decode(batch[0].tolist(), skip_special_tokens=False))
+story = tokenizer.decode(batch[0].tolist(), skip_special_tokens=False)
+print(story[:75] + "\n" + story[75:150] + " ...")
 
 # %% [markdown]
-# The unit of work is the token, not the sequence: 16 sequences of 64 targets are a batch of 1,024
-# tokens. Neighboring columns of the same row serve as input and target.
+# We count work in tokens, not sequences: 16 sequences with 64 targets each are a batch of 1,024
+# tokens. Each row holds 65 tokens, because the target of a position is the token after it.
 
 # %% [markdown]
 # ## 3. One step, by hand
 #
-# A step is three calls. We stop the time between them.
+# A step is three calls: forward, backward, optimizer. We read the clock between them.
 
 # %%
-model = Transformer(config)
-initialize(model, seed=0)
-optimizer = make_optimizer(model, TrainConfig(learning_rate=1e-3), cpu)
+model, optimizer = new_model(config)
 
 
-# %%
 def step_by_hand():
     times = [time.perf_counter()]
     loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
@@ -166,146 +169,143 @@ def step_by_hand():
 
 
 # %% [markdown]
-# **Predict.** Forward is one part, backward two. AdamW does a dozen operations per *parameter*, not
-# per token. Is it a large or a small part of the step here, and what if the batch had one sequence?
+# **Predict.** By FLOPs, forward takes one part of the time and backward two. AdamW performs about a
+# dozen operations per *parameter*, however many tokens there are. Will the optimizer be a large or
+# a small part of this step? And if the batch had a single sequence?
 #
 # <details><summary>Answer</summary>
 #
-# Small, and it does not depend on the batch: the arithmetic above is per parameter *and* per token,
-# AdamW's is per parameter only. Divide the batch by 16 and the optimizer's share grows. Try it:
-# replace `inputs, targets` by `inputs[:1], targets[:1]`.
+# Small here. Forward and backward cost FLOPs per parameter *and* per token; AdamW costs them per
+# parameter only. With a sixteenth of the batch, forward and backward shrink and the optimizer does
+# not, so its share grows. Try it: replace `inputs, targets` by `inputs[:1], targets[:1]`.
 #
 # </details>
 
 # %% tags=["figure-timeline"]
-runs = [step_by_hand() for _ in range(40)]
-forward_ms, backward_ms, optimizer_ms = (median(run[i] for run in runs[10:]) for i in range(3))
+runs = [step_by_hand() for _ in range(40)][10:]
+forward_ms, backward_ms, optimizer_ms = (median(run[i] for run in runs) for i in range(3))
+for name, times in zip(("forward", "backward", "optimizer"), zip(*runs, strict=True), strict=True):
+    low, middle, high = quantiles(times, n=4)
+    print(f"{name:9} {middle:6.2f} ms (half of {len(runs)} steps: {low:.2f} to {high:.2f})")
+
 turn, update = forward_ms + backward_ms, forward_ms + backward_ms + optimizer_ms
 
 predicted = [Block("forward", 0, forward_ms), Block("backward", forward_ms, 3 * forward_ms)]
 measured = [Block("forward", 0, forward_ms), Block("backward", forward_ms, turn),
             Block("optimizer", turn, update)]
 show(timeline({"measured": measured}, {"predicted": predicted}), alt=(
-    "A step is a forward pass, a backward pass of about twice its length, and a short update."
+    f"Backward takes {backward_ms / forward_ms:.1f} times as long as forward, where FLOPs predict "
+    f"2; the optimizer takes {optimizer_ms / update:.0%} of the step. Medians of {len(runs)} steps."
 ))
 
-# %%
-print(f"backward / forward: predicted 2, measured {backward_ms / forward_ms:.2f}")
-print(f"optimizer: {optimizer_ms / update:.0%} of the step")
-
 # %% [markdown]
-# The prediction takes the forward time from the clock and everything else from the count of FLOPs.
-# What it misses is work that is not a matrix product: norms, GELU, softmax, the loss, and the cost
-# of calling many small operations.
+# The prediction takes the forward time from the clock and derives the backward time from FLOPs
+# alone. But the forward time also contains what is not a matmul: norms, GELU, softmax, the loss,
+# and the fixed cost of launching many small operations. The prediction doubles these too, and
+# nothing says that the backward pass takes twice as long for them.
 
 # %% [markdown]
 # ## 4. How many tokens should a step have?
 #
-# The gradient of a batch is an estimate. The quantity we want is the gradient over *all* text,
-# $G$; the batch gives its mean over $B$ sequences that were drawn at random. So it carries noise,
-# and like every mean of independent draws, its variance falls as $1/B$.
+# The gradient of a batch is an estimate. What we want is $G$, the gradient over *all* text; what we
+# have is the mean over $B$ sequences drawn at random. The variance of a mean of independent draws
+# falls as $1/B$.
 #
-# **Predict.** You double the batch, and with it the cost of the step. When is that worth it: when
-# the noise is larger than $|G|^2$, or when it is smaller?
+# **Predict.** Doubling the batch doubles the cost of a step. When is that worth it: while the
+# noise in the gradient is larger than $|G|^2$, or once it is smaller?
 #
 # <details><summary>Answer</summary>
 #
-# When it is larger. As long as noise dominates, twice the batch gives a step that you can trust
-# about twice as far, so you need half as many steps. Once the noise is far below $|G|^2$, the
-# direction is already right, and the second half of the batch tells you what you knew.
+# While it is larger. As long as noise dominates, a batch twice as large lets you take a step about
+# twice as long, so you need about half as many. Once the noise is well below $|G|^2$ the direction
+# is already right, and the second half of the batch adds nothing you did not know.
 #
 # </details>
 #
-# Both regimes meet at the **critical batch size**, where noise equals signal (McCandlish et al.
-# 2018, section 2.2; measured from gradients alone, as here, they call it the *noise scale*). Take
-# the gradient of each of 512 held-out sequences alone, then average them in groups. We do it early
-# in a training, after 50 steps; section 6 says what `train_step` does.
-
-# %%
-def train_steps(num_steps, peak=0.01, warmup_steps=50, config=config, watch=None):
-    """Train a new model for the first `num_steps` of 600; returns it and its losses."""
-    model = Transformer(config)
-    initialize(model, seed=0)
-    optimizer = make_optimizer(model, TrainConfig(), cpu)
-    losses = []
-    for step in range(num_steps):
-        batch = data.batch(step * 16, 16)
-        rate = learning_rate(step, peak, peak / 10, warmup_steps, total_steps=600)
-        loss, _ = train_step(model, optimizer, [(batch[:, :-1], batch[:, 1:])], rate, 1.0)
-        losses.append(float(loss))
-        if watch and (step + 1) % 25 == 0:
-            watch(step + 1, model)
-    return model, losses
-
-
-# %%
-model, _ = train_steps(50)
-
-# %%
-def sequence_gradients(model, batch):
-    """One row per sequence of `batch` (B, S+1): its gradient, all parameters in a line."""
-    rows = []
-    for sequence in batch.split(1):
-        model.zero_grad()
-        accumulate_gradients(model, [(sequence[:, :-1], sequence[:, 1:])])
-        rows.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    model.zero_grad()
-    return torch.stack(rows)
-
+# The two regimes meet at the **critical batch size**, where noise equals signal
+# ([McCandlish et al. 2018](https://arxiv.org/abs/1812.06162), section 2.2; computed from gradients
+# alone, as here, they call it the *noise scale*). To measure it, we compute the gradient of each of
+# 512 held-out sequences separately and average them in groups of $B$. We do this early in training,
+# after 50 steps.
 
 # %%
 def noise_and_signal(gradients):
-    """Variance of one sequence's gradient, and |G|^2 freed of the noise that is left in it."""
+    """Variance of one sequence's gradient, and |G|^2 corrected for the noise left in the mean."""
     mean = gradients.mean(0)
     noise = gradients.var(0).sum()
     return float(noise), float(mean.square().sum() - noise / len(gradients))
 
 
 # %%
+model, _ = train_story_model(config, data, num_steps=50)
+validation = TokenDataset(folder, "val", S, seed=0)  # a seed: in random order
 gradients = sequence_gradients(model, validation.batch(0, 512))
 noise, signal = noise_and_signal(gradients)
 
 sizes = [1, 2, 4, 8, 16, 32, 64]
-variances = []
-for size in sizes:
-    means = gradients.view(-1, size, N).mean(1)  # a row per batch of `size` sequences
-    variances.append(float(means.var(0).sum()))
-    print(f"B = {size:3} sequences: variance {variances[-1]:.4f}, noise/B {noise / size:.4f}")
-print(f"signal |G|^2 = {signal:.4f}, so the critical batch is {noise / signal:.1f} sequences, "
-      f"{S * noise / signal:,.0f} tokens")
+variances = batch_variances(gradients, sizes)
+print(f"signal |G|^2 = {signal:.3f}, noise of one sequence = {noise:.3f}")
+print(f"critical batch: {noise / signal:.1f} sequences, {S * noise / signal:,.0f} tokens")
 
 # %% tags=["figure-gradient-noise"]
 show(scaling(
     [S * size for size in sizes], variances, "batch size (tokens)", "variance of the gradient",
     predicted=[noise / size for size in sizes], predicted_label="1/B",
     limit=signal, limit_label="below |G|²: a larger batch adds little", limit_is_above=False,
-), alt="The variance of the gradient falls as 1/B, and below |G|² a larger batch buys little.")
+), alt=(
+    "The variance of the gradient falls as 1/B: at every batch size it is within "
+    f"{max(abs(v * b / noise - 1) for v, b in zip(variances, sizes, strict=True)):.0%} of the line."
+))
 
 # %% [markdown]
-# The dashed line has one measured number in it, the variance at one sequence; the other points had
-# to fall on it, and would not if neighboring samples were alike. That is why `TokenDataset` reads
-# them in a shuffled order.
+# The dashed line contains one measurement, the variance at a single sequence. The other points are
+# free to miss it. The last ones scatter, because 512 gradients make only eight batches of 64; but
+# all points move off the line if the draws are not independent.
 #
-# The critical batch is not a constant of the model. Early in training nearly all sequences agree on
-# what is wrong. Later the easy things are learned, $|G|^2$ shrinks, and what remains is noise. We
-# measure it again at the end of the chapter. A large critical batch is what lets thousands of
-# devices share one step: there must be enough tokens in it to go round.
+# **Predict.** The file holds one story after another, and a story often runs over the end of a
+# sequence. If you read the 512 sequences in *file order* instead of at random, will the variance of
+# the batches' means come out above or below $1/B$?
+
+# %%
+in_file_order = TokenDataset(folder, "val", S)  # no seed: as they stand in the file
+neighbors = batch_variances(sequence_gradients(model, in_file_order.batch(0, 512)), sizes)
+print("variance relative to 1/B, at B =" + "".join(f"{size:6}" for size in sizes[1:]))
+for name, found in (("at random", variances), ("file order", neighbors)):
+    ratios = [size * value / found[0] for size, value in zip(sizes, found, strict=True)]
+    print(f"{name:>32}" + "".join(f"{ratio:6.2f}" for ratio in ratios[1:]))
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# Above. Neighboring sequences share a story, so their gradients resemble each other, and averaging
+# two of them removes less noise than averaging two independent ones. A loader that reads in file
+# order gives you a smaller effective batch than you pay for, which is why
+# [`TokenDataset`](code:minitron.dataset.TokenDataset) shuffles the training set.
+#
+# </details>
+#
+# The critical batch size is not a constant of the model. Early in training almost all sequences
+# agree about what is wrong. Later the easy things have been learned, $|G|^2$ shrinks, and mostly
+# noise remains. We measure it again in section 7. A large critical batch is what makes large-scale
+# data parallelism possible: thousands of GPUs can share one step only if the step has enough tokens
+# for all of them.
 
 # %% [markdown]
 # ## 5. Accumulate, and the trap
 #
-# A batch may be right for learning and too large for memory, because activations grow with the
-# tokens in flight. The remedy: cut it into micro-batches, run forward and backward for each, and
-# let `.grad` add up. PyTorch adds into `.grad` anyway. Only the divisor is ours to choose.
+# A batch can be right for learning and too large for memory, because activations grow with the
+# number of tokens in flight. The remedy is gradient accumulation: cut the batch into
+# [micro-batches](word:micro-batch), run forward and backward on each, and let `.grad` add up.
+# PyTorch already adds into `.grad`. All we choose is the divisor.
 #
-# By hand, in float64, where equal means equal to about 16 digits:
+# First by hand, in float64, where "equal" means equal to about 16 digits:
 
 # %%
 model = model.double()
 
 
-def flat_gradient():
-    """Take all gradients out of the model, as one vector."""
+def take_gradient():
+    """All gradients of the model as one vector; the model's own are cleared."""
     gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
     model.zero_grad()
     return gradient
@@ -313,7 +313,7 @@ def flat_gradient():
 
 # %%
 def mean_of_means(micro_batches):
-    """Every micro-batch takes its own mean, and the means are averaged. The losses alike."""
+    """Average each micro-batch's mean loss, and so its gradient."""
     total = 0.0
     for x, y in micro_batches:
         loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten()) / len(micro_batches)
@@ -328,27 +328,26 @@ def relative_difference(gradient, reference):
 
 
 F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
-one_batch = flat_gradient()
+one_batch = take_gradient()
 
 mean_of_means(list(zip(inputs.split(4), targets.split(4), strict=True)))
-difference = relative_difference(flat_gradient(), one_batch)
+difference = relative_difference(take_gradient(), one_batch)
 print("4 micro-batches of 4 sequences equal 1 batch of 16:", difference < 1e-12)
 
 # %% [markdown]
-# The gradients agree. It works, it goes into the code base, and it stays there for years.
+# The gradients agree, so the code is merged, and it stays for years. Then someone trains on texts
+# of different lengths. Short ones are padded, and the target -100, which `cross_entropy` leaves out
+# of its mean, marks the padding. Below, the last four sequences have 8 real tokens each and the
+# others have 64.
 #
-# Then someone trains on texts of different lengths. Short ones are padded, and the target -100
-# (which `cross_entropy` leaves out of its mean) marks the padding. Here the last four sequences
-# have 8 real tokens each, the others 64.
-#
-# **Predict.** One token of a short text against one token of a long text: how much more does it
-# weigh in the gradient now?
+# **Predict.** Compare one token of a short text with one token of a long text. How much more does
+# it weigh in the gradient now?
 #
 # <details><summary>Answer</summary>
 #
-# Every micro-batch has the same weight, a quarter, and divides it among its tokens: 32 of them in
-# the last micro-batch, 256 in the others. A token of the short texts weighs 8 times as much. In one
-# batch of all sequences each token would weigh the same.
+# 8 times as much. Every micro-batch gets the same weight, a quarter, and spreads it over its own
+# tokens: 32 in the last micro-batch, 256 in each of the others. In one undivided batch all tokens
+# would weigh the same.
 #
 # </details>
 
@@ -365,27 +364,28 @@ for i, count in enumerate(counts):
 # %% tags=["output-trap"]
 loss = F.cross_entropy(model(inputs).flatten(0, 1), padded.flatten())
 loss.backward()
-one_batch = flat_gradient()
+one_batch = take_gradient()
 
 wrong_loss = mean_of_means(micro_batches)
-wrong_gradient = flat_gradient()
-print(f"loss of one batch {loss.item():.3f}, mean of means {wrong_loss:.3f}")
+wrong_gradient = take_gradient()
+print(f"loss: {loss.item():.3f} in one batch, {wrong_loss:.3f} as a mean of means")
 print(f"gradient off by {relative_difference(wrong_gradient, one_batch):.0%} of its length")
 
 # %% [markdown]
-# The loss looks fine: nobody would stop a run for that difference. The gradient is far off. The
-# instrument that sees the fault is the comparison with the gradient of the undivided batch.
-# Micro-batching has changed *what* is trained: short texts count more than long ones.
+# Nobody would stop a run over that difference in the loss, yet the gradient is far off. What
+# catches the bug is comparing it with the gradient of the undivided batch. Splitting into
+# micro-batches has changed *what* is trained: short texts now count more than long ones.
 #
-# This is a bug from the field. Until October 2024 the Hugging Face Trainer averaged the means of
-# its micro-batches, so the same data gave another model with another number of accumulation steps
-# (huggingface/transformers, pull request 34191, "Fix Gradient Accumulation issue"). The same
-# mistake waits wherever a mean of means is taken: across devices, too.
+# This is a real bug. Until October 2024 the Hugging Face Trainer averaged the means of its
+# micro-batches, so changing the number of accumulation steps changed the model that came out
+# ([huggingface/transformers, pull request
+# 34191](https://github.com/huggingface/transformers/pull/34191)). Look for the same mistake
+# wherever means are averaged, across GPUs too.
 
 # %% [markdown]
 # ## 6. The real one
 #
-# The package's own function. Find the divisor.
+# Here is the package's own function. Find the divisor.
 
 # %%
 print(inspect.getsource(accumulate_gradients))
@@ -393,118 +393,116 @@ print(inspect.getsource(forward_backward))
 
 # %% [markdown]
 # `divisor` counts the targets of *all* micro-batches before the first one runs. Each micro-batch
-# adds a *sum* divided by that one number. `loss.backward()` frees its activations before the next
-# micro-batch starts, which is the whole point.
+# then contributes the *sum* of its losses divided by that one number. `backward()` frees a
+# micro-batch's activations before the next one starts; without that, accumulation would save no
+# memory.
 #
-# Does it compute the same gradient as the undivided batch? Not roughly: to the last digits.
+# Is it the same gradient as the undivided batch's? Not approximately: to the last digits.
 
 # %% tags=["nbval-check-output"]
 for cut in ([16], [4, 4, 4, 4], [13, 2, 1], [1] * 16):
     accumulate_gradients(model, list(zip(inputs.split(cut), padded.split(cut), strict=True)))
-    difference = relative_difference(flat_gradient(), one_batch)
-    print(f"micro-batches of {cut}: same gradient: {difference < 1e-12}")
+    difference = relative_difference(take_gradient(), one_batch)
+    print(f"{len(cut):2} micro-batches of {cut[:4]}: same gradient: {difference < 1e-12}")
 
 # %% [markdown]
-# Around it stands the whole step: gradients, clip, set the rate, update.
+# The whole step wraps around it: accumulate the gradient, clip it, set the learning rate, update.
 
 # %%
 print(inspect.getsource(train_step))
 
 # %% [markdown]
-# One argument is left to explain, `rate`. AdamW divides each gradient by a running estimate of its
-# size. In the first steps the estimate rests on a handful of batches, yet the steps it allows are
-# full-sized.
+# One argument still needs an explanation: `rate`. AdamW divides each gradient by a running estimate
+# of its magnitude. During the first steps that estimate rests on a handful of batches, yet the
+# updates it produces are full-sized.
 #
-# **Predict.** Three runs of 100 steps with the same peak rate, 0.02, and a warm-up of 0, 10 and 50
+# **Predict.** Three runs of 100 steps share a peak rate of 0.02 and warm up over 0, 10, and 50
 # steps. The run without warm-up spends the most time at the full rate. Does it learn fastest?
 
-# %%
-warmed = {
-    f"warm-up {steps}": train_steps(100, peak=0.02, warmup_steps=steps)[1] for steps in (0, 10, 50)
-}
-
 # %% tags=["figure-warmup"]
+warmed = {
+    f"warm-up {steps}": train_story_model(config, data, 100, peak=0.02, warmup_steps=steps)[1]
+    for steps in (0, 10, 50)
+}
+last = {name: sum(losses[-10:]) / 10 for name, losses in warmed.items()}
+worst = max(last, key=last.get)
 show(curves(range(1, 101), warmed, "step", "loss (nats per token)"), alt=(
-    "The same data and the same peak rate: without a warm-up the run stays behind."
+    f"Same data, same peak rate: after 100 steps the run with {worst} has the highest loss, "
+    f"{last[worst]:.2f} against {min(last.values()):.2f} nats."
 ))
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# It learns slowest, and has not caught up after 100 steps. The usual explanation: a few steps of
-# full size in a badly known direction carry the weights to a place from which descent is slow.
+# No: it falls behind at once and has not caught up after 100 steps. The usual explanation is that a
+# few full-sized updates in a poorly known direction move the weights to a region from which descent
+# is slow.
 #
 # </details>
 #
-# After the warm-up the rate falls along half a cosine: large steps while there is far to go, small
-# ones to settle in the noise that section 4 measured.
+# After the warm-up the rate decays along half a cosine: large updates while there is far to go,
+# small ones at the end, so that the weights settle despite the noise that section 4 measured.
 
 # %% tags=["figure-schedule"]
 steps = range(600)
 rates = [learning_rate(step, 0.01, 0.001, warmup_steps=50, total_steps=600) for step in steps]
 show(curves(steps, {"rate": rates}, "step", "learning rate"), alt=(
-    "The learning rate climbs in a line to its peak and falls along half a cosine."
+    "The learning rate climbs linearly to its peak and then decays along half a cosine."
 ))
 
 # %% [markdown]
 # ## 7. Measure
 #
-# ### How near to the limit?
+# ### How close to the limit?
 #
-# Tokens per second say how fast a run is, but not whether that is good. **Model FLOPs utilization**
-# divides by what the device could do (Chowdhery et al. 2022, appendix B):
+# Tokens per second say how fast a run is, not whether that is good. **Model FLOPs utilization**
+# ([MFU](word:mfu)) compares it with what the device could do
+# ([Chowdhery et al. 2022](https://arxiv.org/abs/2204.02311), appendix B):
 #
 # $$ \mathrm{MFU} = \frac{\text{tokens/s} \times \text{FLOPs per token}}{\text{peak FLOP/s}} $$
 #
-# The FLOPs are those the *model* needs. Doing the same work twice does not raise it. The peak of a
-# GPU stands in its datasheet; for your CPU the clock measures the fastest matrix product it can
-# find.
+# The numerator counts the FLOPs that the *model* needs, so doing the same work twice does not raise
+# it. Attention counts as the full square, although the causal mask makes half of it unnecessary;
+# papers differ here, and at long sequences the convention alone moves an MFU by several points. A
+# GPU's peak is in its datasheet. For your CPU the clock measures the fastest matmul it can find.
 #
 # **Predict.** Does a batch of 1 sequence reach the same MFU as a batch of 64?
 
-# %%
-model = Transformer(config)
-initialize(model, seed=0)
-optimizer = make_optimizer(model, TrainConfig(), cpu)
-clock = Clock(training, peak_flops(cpu, torch.float32), cpu)
-
-speeds = {}
-for size in (1, 2, 4, 8, 16, 32, 64):
-    batch = data.batch(0, size)
-    laps = []
-    for _ in range(max(4, 64 // size)):
-        clock.start()
-        train_step(model, optimizer, [(batch[:, :-1], batch[:, 1:])], 1e-3, 1.0)
-        laps.append(clock.lap(num_tokens=size * S).tokens_per_second)
-    speeds[size * S] = median(laps)
-
 # %% tags=["figure-throughput"]
+clock = Clock(training, peak_flops(cpu, torch.float32), cpu)
+speeds = tokens_per_second(config, data, clock, sizes=(1, 2, 4, 8, 16, 32, 64))
 limit = clock.peak.flops / training
-for tokens, speed in speeds.items():
-    print(f"{tokens:5,} tokens per step: {speed:8,.0f} tokens/s, MFU {speed / limit:.1%}")
+for tokens_per_step, laps in speeds.items():
+    speed, low, high = (f(laps) / limit for f in (median, min, max))
+    print(f"{tokens_per_step:5,} tokens per step: {median(laps):8,.0f} tokens/s, "
+          f"MFU {speed:5.1%} ({low:.1%} to {high:.1%} of {len(laps)} steps)")
+middle = [median(laps) for laps in speeds.values()]
 show(scaling(
-    list(speeds), list(speeds.values()), "batch size (tokens)", "tokens/s",
-    limit=limit, limit_label="100 % MFU: the fastest matrix product here",
-), alt="More tokens per step use the device better, up to a ceiling well below its peak.")
+    list(speeds), middle, "batch size (tokens)", "tokens/s",
+    limit=limit, limit_label="100 % MFU: the fastest matmul here",
+), alt=f"From {min(speeds)} to {max(speeds):,} tokens per step the throughput grows "
+       f"{max(middle) / middle[0]:.1f} times; the best MFU is {max(middle) / limit:.0%}.")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# No. A step has fixed costs: calling each operation, and the optimizer's pass over all parameters.
-# With few tokens they dominate. With many they vanish in the matrix products, and a ceiling
-# remains, because these matrices are too small to fill the device. Wider models come nearer.
+# No. Each step has fixed costs: launching every operation, and the optimizer's pass over all
+# parameters. With few tokens they dominate. With many tokens they disappear next to the matmuls,
+# and a ceiling remains, because matrices this small cannot keep the device busy. Wider models come
+# closer to the peak; the first *Further* section below shows why.
 #
 # </details>
 #
-# So there are two reasons for more tokens per step, and one against: the device likes them, the
-# noise of section 4 allows them up to the critical batch, and memory forbids them, until you
+# So two things favor more tokens per step: the device runs them more efficiently, and gradient
+# noise justifies them up to the critical batch. One thing opposes them, memory, until you
 # accumulate.
 
 # %% [markdown]
 # ### Train, and watch the loss
 #
-# Now a whole run, with the package's step. A word that has occurred earlier in the same story can
-# be copied; every other word has to be known or guessed. We follow the two kinds separately.
+# Now a whole run of 600 steps with the package's step. A name or a thing that occurred earlier in
+# the same story can be copied; every other word has to be known or guessed. We track the two kinds
+# separately.
 #
 # **Predict.** A loss curve is usually drawn as a smooth slope. Will both kinds of words be learned
 # at the same time?
@@ -512,58 +510,30 @@ show(scaling(
 # %%
 held_out = validation.batch(0, 64)
 end = tokenizer.token_to_id("<end>")
-names_and_things = {*BOYS, *GIRLS, *ADJECTIVES, *OBJECTS, *PLACES}
-is_name = torch.tensor([word in names_and_things for word in VOCABULARY])
-
-
-def copyable(inputs, targets):
-    """Targets (B, S) that are names or things and stand earlier in their own story."""
-    story = (inputs == end).cumsum(1)
-    same_story = story[:, :, None] == story[:, None, :]
-    earlier = (targets[:, :, None] == inputs[:, None, :]) & same_story
-    return earlier.tril().any(-1) & is_name[targets]
-
-
-# %%
-@torch.no_grad()
-def losses_by_kind(model):
-    """Loss over the held-out text: all words, words that can be copied, all others."""
-    inputs, targets = held_out[:, :-1], held_out[:, 1:]
-    losses = F.cross_entropy(model(inputs).transpose(1, 2), targets, reduction="none")
-    copied = copyable(inputs, targets)
-    return losses.mean().item(), losses[copied].mean().item(), losses[~copied].mean().item()
-
-
-def tell(model, num_tokens=600):
-    """Text that the model continues after the end of a story."""
-    story = generate(model, torch.tensor([[end]]), num_tokens)
-    return tokenizer.decode(story[0, 1:].tolist(), skip_special_tokens=False)
-
-
-# %%
-by_kind, told = {}, {}
+by_kind, written = {}, {}
 
 
 def watch(step, model):
-    by_kind[step] = losses_by_kind(model)
+    by_kind[step] = losses_by_kind(model, held_out, end)  # all words, copyable ones, all others
     if step in (50, 150, 600):
-        told[step] = tell(model)
+        written[step] = continue_story(model, tokenizer)
 
 
-model, losses = train_steps(600, watch=watch)
+model, losses = train_story_model(config, data, 600, watch=watch)
 rows = [{"step": i, "tokens": i * 16 * S, "loss": loss} for i, loss in enumerate(losses, start=1)]
 rows += [{"step": step, "val_loss": losses[0]} for step, losses in by_kind.items()]
 
 # %% tags=["figure-loss"]
 floor = facts["entropy_in_window"][str(S)]
 show(loss_curve(rows, floor), alt=(
-    "The loss falls, rests on a plateau, and falls again: a second thing was learned late."
+    f"The loss falls, levels off, and falls again, to {by_kind[600][0]:.2f} nats on held-out text; "
+    f"the entropy of the text is {floor:.2f}."
 ))
 
 # %% [markdown]
-# The dashed line is the entropy of the text as seen through windows of 64 tokens, known to about
-# 1 %: no model of any size gets below it on average. The curve comes down in two falls with a
-# plateau between them. What was learned in the second one?
+# The dashed line is the entropy of the text as seen through windows of 64 tokens; no model of any
+# size gets below it on average. The curve falls twice, with a plateau in between. What was learned
+# in the second fall?
 
 # %% tags=["figure-copying"]
 steps = list(by_kind)
@@ -573,47 +543,65 @@ lines = {
 }
 guess = {"a guess among 10": [math.log(10)] * len(steps)}
 show(curves(steps, lines, "step", "loss (nats per token)", predicted=guess), alt=(
-    "For a while names and things seen before are only guessed, then the model looks them up."
+    "At first names and things seen before are guessed like any other of their kind; "
+    f"by step 600 their loss is {by_kind[600][1]:.2f} nats, and a guess would cost "
+    f"{math.log(10):.2f}."
 ))
 
 # %%
-for step, text in told.items():
+for step, text in written.items():
     sentences, _ = grammatical_share(text)
-    print(f"step {step}: {sentences:.0%} of the sentences are grammatical\n  {text[:190]} ...\n")
+    print(f"step {step}: {sentences:.0%} of the sentences are grammatical")
+    print(f"  {text[:74]}\n  {text[74:146]} ...\n")
 
 # %% [markdown]
-# On the plateau many sentences are right and the story is not: from one sentence to the next,
-# people and things change. The figure says why. The model knows that a name or a thing comes next,
-# and guesses among the ten or so of its kind, although the right one stands a few words back. The
-# cliff is where attention begins to look there. A smooth average hides a sudden event; a loss
-# split by kind shows it.
+# On the plateau many sentences are correct, but the story is not: people and things change from one
+# sentence to the next. The figure says why. The model knows that a name or a thing must come next
+# and guesses among the ten or so of that kind, although the right one is a few words back. The
+# second fall is the moment when attention starts to look there. The average loss hides this event;
+# a loss split by kind of word shows it.
 #
-# Large models fall off a similar cliff when two attention layers begin to work together as an
-# *induction head*: one marks each word with the word before it, the other looks for an earlier
-# place with the same mark and copies from there (Olsson et al. 2022).
+# Large models go through a similar fall when two attention layers begin to work together as an
+# *induction head*: one marks each word with the word before it, the other finds an earlier place
+# with the same mark and copies from there
+# ([Olsson et al. 2022](https://arxiv.org/abs/2209.11895)).
 #
-# **Predict.** Then what should a model with one layer do? The same training, once more:
+# Is that what happened here? If so, a model with a single layer should fail. The obvious test sets
+# `num_layers=1`, but that halves the parameters as well, so we run a second control: one layer
+# with a wider feed-forward and as many parameters as the two layers had.
+#
+# **Predict.** Where will each of the two one-layer models end on the names seen before?
+
+# %%
+def copying_of(**changes):
+    """The loss on names seen before, over the steps of a run with another shape."""
+    found, other = {}, dataclasses.replace(config, **changes)
+    train_story_model(other, data, 600, watch=lambda step, model: found.update(
+        {step: losses_by_kind(model, held_out, end)[1]}))
+    return f"{changes['num_layers']} layer, {cost.num_parameters(other):,}", list(found.values())
+
+
+lines = {f"2 layers, {P:,}": [by_kind[step][1] for step in steps]}
+lines |= dict([copying_of(num_layers=1, ffn_width=644), copying_of(num_layers=1)])
+two, one, small = (line[-1] for line in lines.values())
 
 # %% tags=["figure-layers"]
-shallow = {}
-train_steps(
-    600, config=dataclasses.replace(config, num_layers=1),
-    watch=lambda step, model: shallow.update({step: losses_by_kind(model)}),
-)
-lines = {
-    "two layers": [by_kind[step][1] for step in steps],
-    "one layer": [shallow[step][1] for step in steps],
-}
 show(curves(steps, lines, "step", "loss on names seen before (nats)", predicted=guess), alt=(
-    "One layer learns to look back in part; with two layers most of the guessing is gone."
+    f"One layer with half the parameters ends at {small:.2f} nats, one layer with as many "
+    f"parameters at {one:.2f}, two layers at {two:.2f}."
 ))
+depth_needed = one > 1.5 * two
+print("Depth, not size, made the difference." if depth_needed else
+      "Size made the difference here, not depth: one layer of equal size copies too.")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# One layer can look for "a name, somewhere earlier", and gains something by it. To find *which*
-# thing followed the same word the last time takes two. The measurement fits the explanation; had
-# both lines fallen alike, it would have refuted it.
+# The small one-layer model stays far behind, which looks like proof that copying takes two layers.
+# The second control takes that proof away: a single layer of the same size catches up. These
+# stories have few people and things each, so "some name, earlier in this story" is nearly always
+# the right one, and one layer can look that up. An experiment that changes two things at once
+# cannot tell you which of them mattered.
 #
 # </details>
 #
@@ -630,74 +618,193 @@ print(f"critical batch       {critical:9,.0f} {late_critical:12,.0f} tokens")
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Much larger. The signal has nearly vanished, because little is left to learn that all sequences
-# agree on; the noise is still there. By this measure a batch that was wasteful early is too small
-# late.
+# Much larger. Little remains to be learned that all sequences agree on, so the signal has nearly
+# vanished, while the noise is still there. A batch that was wasteful early in training is too small
+# late in training.
 #
 # </details>
 #
 # ### On a real GPU
 #
-# The same functions with an H100's numbers. Nothing in the formula knows how small our model was.
+# The same functions, with an H100's numbers. Nothing in the formula knew how small our model was.
 
-# %% tags=["nbval-check-output"]
+# %% tags=["nbval-check-output", "output-h100"]
 per_token = cost.training_flops_per_token(llama_8b, sequence_length=8192)
-tokens = 15e12
-print("  MFU   tokens/s on one H100   H100s for 30 days")
-for mfu in (0.2, 0.4, 0.6):
+gpu_hours = 1.3e6  # of H100s that Llama 3 8B took, by its model card
+spent_at = flops / (gpu_hours * 3600 * peak)
+print("MFU   tokens/s on one H100   years on one   H100s for 30 days")
+for mfu in (spent_at, 0.40, 0.60):
     rate = mfu * DENSE_BF16_PEAKS["H100"] / per_token
-    print(f"{mfu:5.0%} {rate:22,.0f} {tokens / rate / (30 * 24 * 3600):19,.0f}")
+    days = tokens / rate / (24 * 3600)
+    print(f"{mfu:.0%} {rate:22,.0f} {days / 365:14,.0f} {days / 30:19,.0f}")
 
 held = 4 * 4 * cost.num_parameters(llama_8b)
-print(f"weights, gradients and AdamW's two averages in float32: {held / 1e9:.0f} GB")
+print(f"weights, gradients and AdamW's two moments in float32: {held / 1e9:.0f} GB")
 
 # %% [markdown]
-# Hundreds of devices, if each keeps 40 % of its peak while it shares the work, which is
-# what the rest of the course is for. On a GPU two things differ from your CPU. Its operations run
-# after the call has returned, so a clock must wait for the device (`synchronize`) before it reads.
-# And its matrix units want bfloat16 and wide matrices: small ones leave most of them idle.
+# Time is inversely proportional to MFU, so always ask which MFU an estimate assumes. At 40 % this
+# training takes 70 years of one H100. The model card of Llama 3 8B reports 1.3 million H100 hours,
+# which is 148 years, and corresponds to an MFU of 19 %; [chapter 4](chapter:4) starts from that
+# number. Both are honest: 40 % is what a well-tuned run sustains while it runs, and the GPU hours
+# contain everything that was paid for. The model, the tokens and the GPU are the same; the factor
+# of two is all in how the GPUs were used.
 #
-# The next obstacle is not time, though. An H100 has 80 GB, and the last line above has counted no
-# activations yet: this model does not even fit. The next chapter counts its bytes.
+# Which MFU does the package reach? The planner of [chapter 12](chapter:12) predicts it from the
+# shapes, for eager kernels. `make gpu` measures it, against plain PyTorch and `transformers`, on a
+# machine with a GPU; the figure shows the latest record.
+
+# %%
+shown = recorded.mfu()
+show_text(shown.sentence)
+show(shown.figure, alt=shown.alt)
+
+# %% [markdown]
+# Two things differ between a GPU and your CPU. GPU operations run asynchronously: the call returns
+# before the work is done, so a clock must `synchronize` before it reads. And its matrix units want
+# bfloat16 and large matrices; small ones leave most of them idle.
+#
+# Time is not the only obstacle, though. The last line above exceeds an H100's memory before a
+# single activation is stored. The next chapter counts the bytes.
+
+# %% [markdown]
+# ## Further: the roofline, or why small matrices are slow
+#
+# An operation has two speed limits. It cannot compute faster than the peak FLOP/s, and it cannot
+# read its inputs faster than the memory bandwidth allows. Which one binds depends on its
+# **arithmetic intensity**, the FLOPs it performs per byte it moves: the attainable rate is
+# $\min(\text{peak}, \text{intensity} \times \text{bandwidth})$, the *roofline*
+# ([Williams et al. 2009](https://doi.org/10.1145/1498765.1498785)).
+#
+# **Predict.** A matmul of $R$ rows with a 2,048 x 2,048 weight in float32 reads the weight once,
+# whatever $R$ is. What happens to its intensity as $R$ grows? Where is `x + 1`?
+
+# %% tags=["figure-roofline"]
+points = roofline(peak_flops(cpu, torch.float32).flops, copy_bandwidth())
+print("operation           FLOPs/byte  roof GFLOP/s  reached (in 7 runs)   bound by")
+for point in points:
+    low, high = (rate / point.roof for rate in point.spread)
+    print(f"{point.name:20}{point.intensity:10.2f}{point.roof / 1e9:14.1f}"
+          f"{point.reached / point.roof:9.0%} ({low:3.0%} to {high:4.0%})  {point.bound}")
+x, roof = roof_line(points)
+show(scaling(
+    [round(point.intensity, 2) for point in points], [point.reached for point in points],
+    "arithmetic intensity (FLOPs per byte)", "FLOP/s", roof, "roof", predicted_x=x,
+), alt="Below a few FLOPs per byte memory bandwidth limits an operation, above it the peak; "
+       f"the largest matmul reaches {points[-1].reached / points[-1].roof:.0%} of its roof.")
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# With few rows nearly all bytes are the weight's, so the intensity is $R/2$ FLOPs per byte, and it
+# grows more slowly once the inputs and outputs count too. `x + 1` performs one FLOP for every 8
+# bytes, however large the tensor is: that is the far left.
+#
+# </details>
+#
+# The roof is a bound, not a forecast. Its slope is the fastest transfer seen, and a weight of this
+# size may fit into the last cache, which is faster than memory. If matmuls of a few rows stay far
+# below it, a likely reason is that the library first repacks the weight, and that a few rows do not
+# pay for the copy.
+#
+# The same for a GPU's bf16 matmuls, from the latest record:
+
+# %%
+shown = recorded.matmul_roofline()
+show_text(shown.sentence)
+show(shown.figure, alt=shown.alt)
+
+# %% [markdown]
+# An H100's roof has its corner much farther to the right, because from one generation of GPUs to
+# the next FLOP/s have grown faster than bandwidth:
+
+# %% tags=["nbval-check-output"]
+h100_bandwidth = 3.35e12  # bytes/s, H100 SXM datasheet
+print(f"H100: compute-bound above {DENSE_BF16_PEAKS['H100'] / h100_bandwidth:.0f} FLOPs per byte")
+for width in (1024, 4096, 16384):
+    rows = 8192  # tokens; bfloat16: 2 bytes a number
+    intensity = 2 * rows * width**2 / (2 * (2 * rows * width + width**2))
+    print(f"matmul of {rows} tokens, {width:6} x {width:6}: {intensity:5.0f} FLOPs per byte")
+
+# %% [markdown]
+# So a wide layer's matmul is compute-bound, while everything pointwise, such as norms, activation
+# functions, dropout and the optimizer, is memory-bound: its time is its bytes.
+
+# %% [markdown]
+# ## Further: kernels and `torch.compile`
+#
+# Run eagerly, each operation is a kernel of its own: it reads its input from memory and writes its
+# output back. For memory-bound operations that traffic is the cost. `torch.compile` fuses a chain
+# of pointwise operations into one kernel that reads once and writes once.
+#
+# **Predict.** `gelu(x * scale + shift)` is three operations. Counting only the large tensors, by
+# what factor does fusion reduce the bytes, and so at best the time?
+
+# %%
+try:
+    eager, compiled = eager_and_compiled()
+    gain = median(eager) / median(compiled)
+    for name, times in (("eager", eager), ("compiled", compiled)):
+        print(f"{name:9} {1000 * median(times):6.1f} ms  "
+              f"({1000 * min(times):.1f} to {1000 * max(times):.1f}, {len(times)} runs)")
+    verdict = "memory-bound, as predicted" if gain > 2.5 else "the arithmetic of GELU counts too"
+    print(f"predicted {6 / 2:.1f} times by bytes, measured {gain:.1f}: {verdict}")
+except RuntimeError as error:
+    print(str(error)[:300])
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# Eagerly, three reads and three writes of the tensor; fused, one of each: 6 against 2, at best 3
+# times faster. On a GPU the gain is nearer to that bound, because arithmetic is cheaper there
+# relative to memory. Fusion does not help the matmuls, which are compute-bound. What compiling
+# gains a whole model therefore depends on how much of its step is *not* matmuls; on a GPU it also
+# saves the CPU's launch time per kernel, which matters when kernels are short.
+#
+# </details>
 
 # %% [markdown]
 # ## 8. Recap
 #
-# 1. A step is a forward pass, a backward pass of twice its FLOPs, and an update that does not
-#    depend on the number of tokens.
-# 2. The gradient's variance falls as $1/B$; beyond the critical batch more tokens per step
-#    buy little, and the critical batch grows during training.
-# 3. Accumulated gradients equal the large batch to the last digits if all micro-batches share one
-#    divisor, the number of tokens; a mean of means trains something else, and the loss hides it.
-# 4. The learning rate warms up, because the first steps are the least informed, and decays, because
-#    the last ones fight noise.
-# 5. MFU is tokens per second, times FLOPs per token, over the device's peak: it says how much a
-#    better program could still gain.
+# 1. A step is a forward pass, a backward pass with twice its FLOPs, and an update whose cost does
+#    not depend on the number of tokens.
+# 2. The gradient's variance falls as $1/B$ if the samples are drawn independently. Beyond the
+#    critical batch size more tokens per step buy little, and that size grows during training.
+# 3. Gradient accumulation reproduces the large batch to the last digits if all micro-batches share
+#    one divisor, the number of tokens. A mean of means trains something else, and the loss hides
+#    it.
+# 4. The learning rate warms up because the first updates rest on few batches, and decays so that
+#    the weights settle despite the noise.
+# 5. MFU is tokens per second times FLOPs per token over the device's peak. It tells how much a
+#    better program could still gain, and every estimate of training time assumes one.
 #
 # ## Exercises
 #
 # Write your answers into `exercises/ch01_single_gpu.py`, save, and run the cell. In a terminal,
 # `minitron hint 1.1` gives hints in three steps.
 #
-# **1.1 Gradient accumulation** (20 minutes): the function of section 6, for ragged micro-batches.
+# [**1.1 Gradient accumulation**](exercise:1.1) (20 minutes): the function of section 6, for ragged
+# micro-batches.
 
 # %%
 check("1.1")
 
 # %% [markdown]
-# **1.2 Learning-rate schedule** (10 minutes): warm-up and cosine, with the ends exactly right.
+# [**1.2 Learning-rate schedule**](exercise:1.2) (10 minutes): warm-up and cosine, exact at both
+# ends.
 
 # %%
 check("1.2")
 
 # %% [markdown]
-# **1.3 What a model costs** (30 minutes): parameters and FLOPs from the shapes of both families.
+# [**1.3 What a model costs**](exercise:1.3) (30 minutes): parameters and FLOPs from the shapes of
+# both model families.
 
 # %%
 check("1.3")
 
 # %% [markdown]
-# **1.4 Planning the batch** (15 minutes): tokens per step into micro-batches that fit.
+# [**1.4 Planning the batch**](exercise:1.4) (15 minutes): split a step's tokens into micro-batches
+# that fit.
 
 # %%
 check("1.4")
@@ -705,11 +812,17 @@ check("1.4")
 # %% [markdown]
 # ## Further reading
 #
-# - McCandlish, Kaplan, Amodei, *An Empirical Model of Large-Batch Training*, 2018, section 2.2 and
-#   appendix A: the critical batch size, and how to measure it.
-# - Chowdhery et al., *PaLM*, 2022, appendix B: MFU and its conventions.
-# - Kaplan et al., *Scaling Laws for Neural Language Models*, 2020, section 2.1: counting FLOPs.
-# - Llama Team, *The Llama 3 Herd of Models*, 2024, section 3.3: a real run's hardware and MFU.
-# - Goyal et al., *Accurate, Large Minibatch SGD*, 2017, section 2.2: warm-up.
-# - Olsson et al., *In-context Learning and Induction Heads*, 2022, argument 1: the cliff of large
-#   models.
+# - McCandlish, Kaplan, Amodei, [*An Empirical Model of Large-Batch
+#   Training*](https://arxiv.org/abs/1812.06162), 2018, section 2.2 and appendix A: the critical
+#   batch size and how to measure it.
+# - Chowdhery et al., [*PaLM*](https://arxiv.org/abs/2204.02311), 2022, appendix B: MFU and its
+#   conventions.
+# - Kaplan et al., [*Scaling Laws for Neural Language Models*](https://arxiv.org/abs/2001.08361),
+#   2020, section 2.1: counting FLOPs.
+# - Llama Team, [*The Llama 3 Herd of Models*](https://arxiv.org/abs/2407.21783), 2024, section 3.3:
+#   a real run's hardware and MFU.
+# - Goyal et al., [*Accurate, Large Minibatch SGD*](https://arxiv.org/abs/1706.02677), 2017,
+#   section 2.2: warm-up.
+# - Olsson et al., [*In-context Learning and Induction Heads*](https://arxiv.org/abs/2209.11895),
+#   2022, argument 1: the sudden fall in large models.
+# - Williams, Waterman, Patterson, [*Roofline*](https://doi.org/10.1145/1498765.1498785), 2009.

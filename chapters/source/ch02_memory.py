@@ -11,33 +11,36 @@
 # ---
 
 # %% [markdown]
-# # Memory: what a training step holds, and when
+# # 2. Memory: what a training step holds, and when
 #
-# **45 minutes. No GPU. Exercises 2.1 to 2.4.**
+# **45 minutes. No GPU. [Exercises 2.1](exercise:2.1) to 2.4.**
 #
-# *You need:* chapter 1's three parts of a step (forward, backward, optimizer), and a model that
-# once ran out of memory on you.
+# *You need:* the three phases of a step from [chapter 1](chapter:1) (forward, backward, optimizer),
+# and the memory of a run that once ended with "CUDA out of memory".
 #
 # *You will be able to:*
-# - **account** for every byte of a step: which tensor, held by whom, from when to when;
-# - **predict** the peak from the model's shape, before you rent the device;
-# - **find** a leak with an instrument, instead of guessing at it.
+# - **account** for every byte of a training step: which tensor, in which category, from when to
+#   when;
+# - **predict** the peak from the model's shape, before you rent the GPU;
+# - **find** a memory leak with an instrument instead of guessing.
 #
 # Run the cells in order. When the text asks you to predict something, write your guess down before
-# you open the fold.
+# you open the answer.
 
 # %%
 import dataclasses
 import inspect
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from minitron import cost
 from minitron.config import ModelConfig, TrainConfig
+from minitron.plan.hardware import DEVICES
 from teaching.check import check
 from teaching.figures import Held, curves, holdings, memory_bars, show, skyline
+from teaching.lab import recorded, show_text
+from teaching.lab.allocator import MIB, CachingAllocator, OutOfDeviceMemory
 from teaching.widgets import memory_calculator
 
 # %%
@@ -49,64 +52,71 @@ from minitron.step import make_optimizer, train_step
 
 torch.set_num_threads(1)
 cpu = torch.device("cpu")
-MB, GB = 1e6, 1e9
+MB, GB, H100 = 1e6, 1e9, DEVICES["H100-SXM-80GB"]
 
 # %% [markdown]
 # ## 1. The question
 #
-# Chapter 1 ended with Llama 3 8B and years of computing on one H100. There is an obstacle before
-# that one. The weights in bfloat16 fill a fifth of the H100's 80 GB, and the model answers
-# questions there without trouble. Then you call `optimizer.step()`.
+# Chapter 1 ended with Llama 3 8B and the years it would take to train on one H100. Before you get
+# to spend those years, there is a more immediate obstacle. In bfloat16 the weights fill a fifth of
+# the GPU's memory, and generating text works without trouble. Then you call `optimizer.step()`.
 
 # %% tags=["figure-question"]
 llama_8b = ModelConfig(
     vocab_size=128_256, num_layers=32, width=4096, num_heads=32, num_kv_heads=8,
     ffn_width=14_336, max_sequence_length=8192, tied_embedding=False,
 )
-N, recipe = cost.num_parameters(llama_8b), cost.RECIPES["bf16"]
+P, recipe = cost.num_parameters(llama_8b), cost.RECIPES["bf16"]
 training = {
-    "parameter": recipe.parameter * N,
-    "gradient": recipe.gradient * N,
-    "optimizer state": (recipe.master + recipe.optimizer_state) * N,
+    "parameter": recipe.parameter * P,
+    "gradient": recipe.gradient * P,
+    "optimizer state": (recipe.master + recipe.optimizer_state) * P,
 }
 show(memory_bars(
-    {}, {"answering": {"parameter": 2 * N}, "training": training}, limit=80 * GB,
-    limit_label="beyond an H100's 80 GB",
-), alt="The weights fit on the device with room to spare; with training's state they do not.")
+    {}, {"inference": {"parameter": 2 * P}, "training": training}, limit=H100.memory_bytes,
+    limit_label=f"beyond an H100's {H100.memory_bytes / GB:.1f} GB",
+), alt="The weights fit on the GPU with room to spare; the training state does not.")
 
 # %% tags=["nbval-check-output"]
-print(f"{N:,} parameters")
-print(f"weights in bfloat16  {2 * N / GB:6.1f} GB")
-print(f"state of training    {cost.model_state_bytes(llama_8b, recipe) / GB:6.1f} GB")
+print(f"{P:,} parameters")
+print(f"weights in bfloat16  {2 * P / GB:6.1f} GB")
+print(f"training state       {cost.model_state_bytes(llama_8b, recipe) / GB:6.1f} GB")
+print(f"an H100 has          {H100.memory_bytes / GB:6.1f} GB = {H100.memory_bytes / MIB:,.0f} MiB")
 
 # %% [markdown]
-# 128 GB, and not one token has been read. Activations come on top. This chapter finds out where
-# each byte is, first on paper, then with an instrument, on a model that fits on your laptop. The
-# bytes follow the same rules there.
+# The training state alone exceeds the GPU's memory, and we have not read a single token:
+# activations come on top. (An "80 GB" H100 has more than 80 billion bytes, because the label counts
+# in GiB, units of 2^30 bytes. The driver and the CUDA context use some of them.)
+#
+# In this chapter we find out where every byte goes, first on paper and then with an instrument, on
+# a model that fits on your laptop. The same rules hold for the large one.
 
 # %% [markdown]
 # ## 2. Estimate
 #
-# Four things belong to each parameter: the weight that the forward pass reads, its gradient, Adam's
-# two running averages, and, when the weight is kept in 16 bits, a 32-bit *master* copy that the
-# optimizer updates. Why a copy? A weight of 1.0 gets an update of 0.001:
+# For each parameter, training stores four things: the weight used by the forward pass, its
+# gradient, Adam's two moving averages, and, if the weight is in 16 bits, a 32-bit *master* copy,
+# which is the one the optimizer updates. Why a copy? Watch a weight of 1.0 receive an update of
+# 0.001:
 
 # %% tags=["nbval-check-output"]
 weight = torch.tensor(1.0, dtype=torch.bfloat16)
-print(f"1.0 + 0.001 in bfloat16 is {(weight + 0.001).item()}, the next number above 1.0 is "
+print(f"1.0 + 0.001 in bfloat16 is {(weight + 0.001).item()}; the next number above 1.0 is "
       f"{1 + torch.finfo(torch.bfloat16).eps}")
 
 # %% [markdown]
-# Every small step would be rounded away. In the float32 copy they add up.
+# In bfloat16 every small update rounds to no update at all. In the float32 copy, they add up
+# (Micikevicius et al. 2018, section 3.1).
 #
-# **Predict.** You change from float32 to bfloat16, which has half the bytes. By how much does this
-# memory fall?
+# **Predict.** You switch training from float32 to bfloat16, which has half the bytes. By how much
+# does the memory for these four things shrink?
 #
 # <details><summary>Answer</summary>
 #
-# Not at all. Weight and gradient shrink from 8 bytes to 4, and the master copy adds 4. What gets
-# smaller are the activations, and what gets faster are the matrix products. If gradients are added
-# up in 32 bits, which long accumulations want, the recipe is even larger than plain float32.
+# Not at all. Weight and gradient go from 8 bytes per parameter to 4, and the master copy adds 4
+# back. What bfloat16 does save is activation memory and time in matmuls. If you accumulate
+# gradients in 32 bits, as long accumulations should, the total is even larger than in plain
+# float32.
 #
 # </details>
 
@@ -118,13 +128,14 @@ for name, recipe in cost.RECIPES.items():
           f"{recipe.optimizer_state:4} {recipe.total:5} {gigabytes:6.0f} GB")
 
 # %% [markdown]
-# The rows are the recipes in use: the second one is the count of the ZeRO paper (Rajbhandari et al.
-# 2020, section 3.1), 16 bytes per parameter. None of it depends on the batch.
+# These rows are the recipes in common use. The second one is the count in the [ZeRO
+# paper](https://arxiv.org/abs/1910.02054) (Rajbhandari et al. 2020, section 3.1): 16 bytes per
+# parameter. None of this depends on the batch.
 #
 # The rest does. To compute gradients, the backward pass needs values from the forward pass: the
-# input of each matrix product, the input of each nonlinearity. These **activations** are kept from
-# the moment they are made until backward has used them. `minitron.cost` counts them operator by
-# operator; here for one sequence:
+# input of each matmul, the input of each nonlinearity. These **activations** are stored from the
+# moment they are computed until the backward pass has used them. `minitron.cost` counts them
+# operator by operator. For one sequence:
 
 # %% tags=["output-activations", "nbval-check-output"]
 for attention in ("fused", "materialized"):
@@ -133,26 +144,26 @@ for attention in ("fused", "materialized"):
           f"{held / GB:6.0f} GB")
 
 # %% [markdown]
-# *Materialized* attention writes the S x S matrix of scores to memory, as the formula in the paper
-# does. The *fused* kernel computes it in tiles and never stores it (Dao et al. 2022). We take the
-# fused one unless we say otherwise, and come back to the difference.
-
-# %% [markdown]
+# *Materialized* attention writes the S x S matrix of scores to memory, just as the formula is
+# usually written. A *fused* kernel such as [FlashAttention](https://arxiv.org/abs/2205.14135)
+# computes it tile by tile and never stores it (Dao et al. 2022). From here on attention is fused
+# unless we say otherwise; section 4 comes back to the difference.
+#
 # ## 3. Picture: two steps, byte by byte
 #
-# A model of 12 layers, small enough for any laptop, in float32. The **meter** watches two training
-# steps. It sees every operator, counts every new tensor until it dies, and sorts the bytes by who
-# needs them.
+# The model: 12 layers in float32, small enough for any laptop. The **meter** watches two training
+# steps. It sees every operator, counts each new tensor until it is freed, and sorts the bytes by
+# what they are for.
 #
-# **Predict.** Draw the bytes alive over two steps. Where is the peak: in the forward pass, in the
-# backward pass, or in the optimizer? Are both steps alike?
+# **Predict.** Sketch the bytes alive over two steps. Where is the peak: in the forward pass, the
+# backward pass, or the optimizer? Do the two steps look the same?
 
 # %%
 config = ModelConfig(
     family="gpt", vocab_size=256, num_layers=12, width=96, num_heads=4, num_kv_heads=4,
     ffn_width=384, max_sequence_length=512,
 )
-B, S = 8, 128  # sequences, tokens each
+B, S = 8, 128  # sequences, tokens in each
 
 
 # %%
@@ -174,22 +185,23 @@ with Meter(model, optimizer) as meter:
         train_step(model, optimizer, [random_batch(B, S)], rate=1e-3, clip_norm=1.0)
 
 show(skyline(meter.timeline, meter.peak), alt=(
-    "Activations pile up in forward and melt in backward; the second step starts higher, because "
-    "the optimizer's state has come to stay."
+    "Activations pile up during the forward pass and shrink during the backward pass; the second "
+    "step starts higher, because the optimizer's state now exists."
 ))
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The peak is where forward turns into backward: every activation is there and none has been used.
-# From there on each layer's activations are freed as its gradients appear. The optimizer's state
-# does not exist before the first `optimizer.step()`: Adam makes its averages when it first sees a
-# gradient. So the second step carries them through its whole length, and the first does not.
+# The peak is where forward turns into backward: every activation has been stored and none has been
+# used. From there on, each layer's activations are freed as its gradients are computed. The
+# optimizer's state does not exist before the first `optimizer.step()`: Adam allocates its averages
+# when it first sees a gradient. The second step carries them from start to finish; the first does
+# not.
 #
 # </details>
 #
-# That explains a sight from the field: a run does its first step, prints a loss, and dies in the
-# second. Say the device had this much memory, and no more:
+# This explains a common sight: a run completes its first step, prints a loss, and runs out of
+# memory in the second. Suppose the GPU had exactly this much memory:
 
 # %% tags=["output-second"]
 starts = [i for i, moment in enumerate(meter.timeline)
@@ -198,13 +210,14 @@ first, second = (
     max(moment.total for moment in steps)
     for steps in (meter.timeline[: starts[1]], meter.timeline[starts[1] :])
 )
-device = 90 * MB
+capacity = 90 * MB
 for name, peak in (("first", first), ("second", second)):
-    verdict = "fits" if peak <= device else "out of memory"
-    print(f"{name:6} step: peak {peak / MB:5.1f} MB of {device / MB:.0f} MB: {verdict}")
+    verdict = "fits" if peak <= capacity else "out of memory"
+    print(f"{name:6} step: peak {peak / MB:5.1f} MB of {capacity / MB:.0f} MB: {verdict}")
 
 # %% [markdown]
-# Never judge by one step whether a model fits. The same by hand, read after each part of a step:
+# Never conclude from one step that a model fits. Here is the same step by hand, with a reading
+# after each part:
 
 # %%
 def loss_of(model, batch):
@@ -236,17 +249,17 @@ most = {kind: max(row[kind] for row in held.values()) for kind in kinds}
 rows = {name: {kind: Held(row[kind], row[kind] / most[kind]) for kind in kinds}
         for name, row in held.items()}
 show(holdings(rows), alt=(
-    "Parameters are always held, gradients from backward to the next step, optimizer state from "
+    "Parameters are held throughout, gradients from backward to zero_grad, optimizer state from "
     "the first update on, activations from forward to backward."
 ))
 
 # %% [markdown]
-# **Predict.** At the peak there are no gradients yet. With accumulation, chapter 1's remedy for a
-# large batch, a step has two or more micro-batches. What does that change at the peak?
+# **Predict.** At the peak there are no gradients yet. Now accumulate gradients over several
+# micro-batches, as in [chapter 1](chapter:1). What does the peak hold now?
 
 # %% tags=["output-accumulation"]
 def peak_of_step(config, batches):
-    """The peak of the second step, for which the state exists."""
+    """Return the peak of the second step, in which the optimizer's state exists."""
     model, optimizer = build(config)
     train_step(model, optimizer, batches, 1e-3, 1.0)
     with Meter(model, optimizer) as meter:
@@ -262,13 +275,14 @@ for count in (1, 2, 4):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The second micro-batch's forward pass runs while the first one's gradients are held: parameters,
-# gradients, optimizer state and activations are all there at once. More micro-batches add nothing.
-# That is the rule to plan with: **the full recipe plus the activations of one micro-batch**.
+# The second micro-batch's forward pass runs while the first one's gradients are being kept, so
+# parameters, gradients, optimizer state and activations are all in memory at once. Further
+# micro-batches add nothing, because each backward pass frees the activations of its own. That is
+# the rule to plan with: **the full recipe plus the activations of one micro-batch**.
 #
 # </details>
 #
-# That is an upper bound. What if there are hardly any activations?
+# This is an upper bound. What happens when there are hardly any activations?
 
 # %% tags=["output-short"]
 peak = peak_of_step(config, [random_batch(1, 8)])
@@ -276,27 +290,28 @@ print(f"one sequence of 8 tokens: peak {peak.total / MB:.1f} MB in {peak.phase},
       f"gradients {peak.bytes['gradient'] / MB:.1f} MB")
 
 # %% [markdown]
-# Then the peak is the end of the backward pass or the optimizer, where gradients and state meet.
-
-# %% [markdown]
-# ## 4. By hand: what does backward need?
+# Then the peak moves to the end of the backward pass or into the optimizer, where gradients and
+# optimizer state are in memory together.
 #
-# Autograd tells you, if you ask. A pair of hooks is called with each tensor that an operator saves.
-# Take one feed-forward: up to width F, GELU, down to width D.
+# ## 4. By hand: what does the backward pass need?
+#
+# Autograd will tell you. A pair of hooks is called with each tensor that an operator saves for
+# backward. Take one feed-forward layer: a projection up to width F, GELU, and a projection down to
+# width D.
 #
 # **Predict.** Which tensors are saved, and how large is each, for an input of shape (B, S, D)?
 #
 # <details><summary>Answer</summary>
 #
-# `up` needs its input for its weight's gradient: B S D values. GELU needs its input, to know its
-# slope: B S F. `down` needs its input, GELU's output: B S F. Both products also save their weights,
-# which are in memory anyway. What `down` returns is not needed by anyone here.
+# `up` needs its input to compute its weight's gradient: B S D values. GELU needs its input to
+# compute its slope: B S F. `down` needs its input, which is GELU's output: B S F. Both projections
+# also save their weights, which are in memory anyway. Nothing here needs the output of `down`.
 #
 # </details>
 
 # %%
 def saved_by(function, *inputs, owned=()):
-    """The tensors that autograd saves while `function` runs, without those in `owned`."""
+    """Return the tensors that autograd saves while `function` runs, without those in `owned`."""
     known = {tensor.untyped_storage()._cdata for tensor in owned}
     saved = {}
 
@@ -322,15 +337,15 @@ print(f"{'measured':16} {total:9,} bytes")
 print(f"{'4 B S (D + 2 F)':16} {4 * B * S * (D + 2 * F_width):9,} bytes")
 
 # %% [markdown]
-# The guess is exact, because nothing here is a matter of taste: an operator's derivative says what
-# it needs. Do this for a whole GPT block, with materialized attention and dropout, in 16 bits, and
-# you get the formula of Korthikanti et al. (2022, section 4.1), with their names for our S, B, D
-# and H:
+# The prediction is exact, because there is nothing to tune: each operator's derivative determines
+# what must be saved. Do the same for a whole GPT block, with materialized attention and dropout, in
+# 16 bits, and you get the formula of [Korthikanti et al.](https://arxiv.org/abs/2205.05198) (2022,
+# section 4.1), in which s, b, h and a are our S, B, D and H:
 #
 # $$ s\,b\,h\left(34 + 5\,\frac{a\,s}{h}\right) \text{ bytes per layer} $$
 #
-# The first term grows with the number of tokens. The second one has the square of the sequence
-# length in it. Exercise 2.2 derives both.
+# The first term is proportional to the number of tokens. The second is quadratic in the sequence
+# length. [Exercise 2.2](exercise:2.2) derives both.
 
 # %% tags=["output-paper", "nbval-check-output"]
 gpt_block = dataclasses.replace(llama_8b, family="gpt", num_kv_heads=32, ffn_width=4 * 4096,
@@ -342,24 +357,23 @@ print(f"paper {paper:13,.0f} bytes per layer")
 print(f"cost  {ours:13,} bytes per layer, {ours / paper - 1:+.1%}")
 
 # %% [markdown]
-# The difference is what the paper leaves out as small: the statistics of the norms, and the causal
-# mask.
+# The difference is what the paper neglects as small: the norms' statistics and the causal mask.
 #
 # ### What grows, and how fast?
 #
-# **Predict.** Double one thing at a time: the batch, the sequence, the width, the depth. By which
-# factor do the activations grow? And the state?
+# **Predict.** Double one thing at a time: the batch, the sequence length, the width, the depth. By
+# what factor do the activations grow? And the training state?
 
 # %%
 def activations(config, batch_size, sequence_length, attention=fused_attention):
-    """Measured bytes that forward leaves for backward."""
+    """Measure the bytes that a forward pass keeps for the backward pass."""
     model, _ = build(config)
     for block in model.blocks:
         block.attention.attention_fn = attention
     with Meter(model) as meter:
         loss = loss_of(model, random_batch(batch_size, sequence_length))
         held = meter.now()["activation"]
-    del loss  # it kept the graph until here
+    del loss  # it kept the graph alive until here
     return held
 
 
@@ -378,16 +392,18 @@ for name, model_config, batch_size, length in (
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# With the fused kernel activations are linear in everything; what depends neither on width nor on
-# depth (the loss over the vocabulary, say) keeps some factors below 2. The state does not care for
-# tokens, and grows with the square of the width. So a wide model with a short batch is all state,
-# and a small model with long sequences is all activations. They need different remedies.
+# With the fused kernel, activations are linear in all four. Factors slightly below 2 come from
+# tensors that do not depend on width or depth, such as the loss over the vocabulary. The state does
+# not depend on the tokens at all, and it grows with the square of the width. So a wide model
+# trained on a short batch is mostly state, and a small model trained on long sequences is mostly
+# activations. The two cases need different remedies.
 #
 # </details>
 #
-# Now the sequence alone, with the number of tokens held fixed: twice the length, half the batch.
+# Now vary the sequence length at a fixed number of tokens: sequences twice as long, half as many of
+# them.
 #
-# **Predict.** Which of the two attentions notices?
+# **Predict.** Which of the two kinds of attention needs more memory when the sequences get longer?
 
 # %% tags=["figure-sequence"]
 lengths = [32, 64, 128, 256, 512]
@@ -400,22 +416,22 @@ for name, function in (("fused", fused_attention), ("materialized", materialized
         cost.activation_bytes(config, b, s, 4, attention=name) / MB
         for b, s in zip(batches, lengths, strict=True)
     ]
-show(curves(lengths, measured, "sequence length, at 2,048 tokens in all", "activations (MB)",
+show(curves(lengths, measured, "sequence length, at 2,048 tokens in total", "activations (MB)",
             predicted), alt=(
-    "At a fixed number of tokens the fused kernel's activations stay flat, the others' climb."
+    "With a fixed number of tokens, the fused kernel's activations do not grow with the sequence "
+    "length; materialized attention's do."
 ))
 
 # %% [markdown]
-# The fused kernel does not: it keeps its inputs, its output, and one number per row of scores. The
-# other one keeps the square. This is why long contexts became affordable, and the flat line is why
-# one may say that a modern block's activations depend on the number of tokens alone.
-
-# %% [markdown]
+# Materialized attention does, because it stores the S x S matrix. The fused kernel stores its
+# inputs, its output, and one number per row of scores. This is what made long contexts affordable,
+# and it is why we can say that a modern block's activations depend only on the number of tokens.
+#
 # ## 5. The trap: a number that holds a graph
 #
-# Two pieces of code, both from real training loops. The first keeps the loss of each training
-# step, to plot it later. The second averages the loss over the validation data. Each has
-# been called a memory leak.
+# Two pieces of code, both found in real training loops. The first stores the loss of every training
+# step, to plot it later. The second averages the loss over the validation data. Both have been
+# accused of leaking memory.
 
 # %%
 def train_and_keep(model, optimizer, batches):
@@ -438,11 +454,11 @@ def validate(model, batches):
 
 
 # %% [markdown]
-# **Predict.** For each: how many bytes more are held after every further batch?
+# **Predict.** For each loop: how many more bytes are in memory after each additional batch?
 
 # %%
 model, optimizer = build(config)
-train_step(model, optimizer, [random_batch(B, S)], 1e-3, 1.0)  # Adam's state is there
+train_step(model, optimizer, [random_batch(B, S)], 1e-3, 1.0)  # now Adam's state exists
 batches = [random_batch(B, S) for _ in range(4)]
 
 
@@ -468,14 +484,14 @@ report("validation loop", summed)
 # <details><summary>Answer</summary>
 #
 # The training loop leaks 4 bytes per step, the loss itself: `backward()` has used the saved tensors
-# and let them go, although the graph's nodes are still there. The validation loop never calls
-# `backward()`. Each `total` holds the graph of its batch and of all batches before it, with all
-# their activations. Nothing about the number is wrong, so nobody looks here.
+# and released them, even though the graph's nodes still exist. The validation loop never calls
+# `backward()`, so each `total` holds the graph of its batch and of all earlier batches, with all
+# their activations. The number it reports is correct, which is why nobody looks there.
 #
 # </details>
 #
-# Folklore accuses the first loop, so that is where people search. The meter's snapshot names the
-# second one. It lists every tensor alive at the peak, with the module that made it:
+# The first loop is the one people usually suspect. The meter's snapshot points at the second: it
+# lists every tensor alive at the peak, with the module that created it.
 
 # %% tags=["output-leak", "nbval-check-output"]
 largest = leak.peak.tensors[0].bytes
@@ -486,7 +502,7 @@ for module in ("blocks.0.mlp.up", "blocks.11.mlp.up"):
     print(f"  {copies[0].shape} of {module}: {len(copies)} times")
 
 # %% [markdown]
-# One layer's activation, once for each batch. In a healthy step it is there once. The repair is to
+# One layer's activation appears once per batch. In a healthy step it appears once. The fix is to
 # build no graph where nobody calls `backward()`:
 
 # %% tags=["output-repaired", "nbval-check-output"]
@@ -495,41 +511,66 @@ with torch.no_grad():
 report("with no_grad", repaired)
 
 # %% [markdown]
-# The same happens with a running average, `average = 0.9 * average + 0.1 * loss`, also in training:
-# the average holds the graphs of all losses. `loss.detach()` ends it. Exercise 2.4 has a loop with
-# several of these.
+# The training loop is harmless only as long as `backward()` releases what the graph has saved.
+#
+# **Predict.** A running average, `average = 0.9 * average + 0.1 * loss`, is connected to the graphs
+# of all losses so far. Does it leak? And if `backward()` is called with `retain_graph` set?
+
+# %% tags=["output-average", "nbval-check-output"]
+def train_and_average(model, optimizer, batches, retain_graph):
+    average = 0.0
+    for batch in batches:
+        loss = loss_of(model, batch)
+        optimizer.zero_grad()
+        loss.backward(retain_graph=retain_graph)
+        optimizer.step()
+        average = 0.9 * average + 0.1 * loss
+        yield average
+
+
+for name, retain_graph in (("graph released", False), ("graph retained", True)):
+    averaged, _ = held_after_each(train_and_average(model, optimizer, batches, retain_graph))
+    report(name, averaged)
 
 # %% [markdown]
+# <details><summary>Answer</summary>
+#
+# After a plain `backward()` the graphs are empty, and the average keeps only their nodes. With
+# `retain_graph` it keeps every step's activations, as the validation loop did. `loss.detach()` has
+# no graph to keep, so an average or a list of detached losses is safe in either case.
+#
+# </details>
+#
+# The loop in [exercise 2.4](exercise:2.4) has several of these bugs.
+#
 # ## 6. The real one
 #
-# How does the meter know? PyTorch calls it for every operator, in forward, in backward, and in the
-# optimizer.
+# How does the [`Meter`](code:minitron.measure.meter.Meter) know? PyTorch calls it for every
+# operator: in the forward pass, in the backward pass and in the optimizer.
 
 # %%
 print(inspect.getsource(Meter.__torch_dispatch__))
-
-# %%
 print(inspect.getsource(Meter._pack))
 
 # %% [markdown]
-# Three things to see. A tensor whose storage was among the inputs is a view, or was changed in
-# place: nothing new. What is new is *tracked*, through a weak reference, so the meter notices its
-# death without keeping it alive. And `_pack` is the hook of section 4: whatever autograd saves is
-# marked, and counts as activation instead of temporary.
+# Three things to notice. An output whose storage was among the inputs is a view or an in-place
+# result: nothing new. What is new is *tracked* through a weak reference, so the meter learns when
+# it is freed without keeping it alive. And `_pack` is the hook from section 4: whatever autograd
+# saves is reclassified from temporary to activation.
 #
-# Is it right? Three counts that know nothing of one another: the meter, the formula, and PyTorch's
-# own memory tracker, on the model of 12 layers, in the second step. The formula for its peak: the
-# weights, Adam's averages, the activations, and the gradient of the logits twice, once as it enters
-# the softmax's backward and once as it leaves.
+# Is it right? Three independent counts of the same step, on the model of 12 layers: the meter, the
+# formula, and PyTorch's own memory tracker. The formula for the peak adds the weights, Adam's
+# averages, the activations, and two copies of the gradient of the logits: one enters the
+# softmax's backward pass, and one leaves it.
 
 # %%
 def predict_peak(config, batch_size, sequence_length):
-    """Bytes by kind where forward turns into backward, in float32 with AdamW."""
-    N = cost.num_parameters(config)
+    """Return bytes by kind where forward turns into backward, in float32 with AdamW."""
+    P = cost.num_parameters(config)
     logits = 4 * batch_size * sequence_length * config.vocab_size
     return {
-        "parameter": 4 * N,
-        "optimizer state": 8 * N,
+        "parameter": 4 * P,
+        "optimizer state": 8 * P,
         "activation": cost.activation_bytes(config, batch_size, sequence_length, 4),
         "temporary": 2 * logits,
     }
@@ -540,7 +581,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 
 def tracked_peak(config, batch):
-    """What PyTorch's own tracker sees at the peak of the second step."""
+    """Return the peak of the second step as PyTorch's tracker counts it."""
     model, optimizer = build(config)
     train_step(model, optimizer, [batch], 1e-3, 1.0)
     tracker = MemTracker()
@@ -565,20 +606,21 @@ for name, count in (("formula", formula), ("PyTorch's tracker", tracker)):
 # %% [markdown]
 # ## 7. Measure
 #
-# The same comparison by kind. The dashed bar was known before anything ran.
+# The same comparison by category. The dashed bar was computed before anything ran.
 
 # %% tags=["figure-agreement"]
 show(memory_bars({"measured": metered.bytes}, {"predicted": predict_peak(config, B, S)}), alt=(
-    "Kind by kind, the peak is what the formula said before the step ran."
+    "In every category, the measured peak equals the formula's prediction."
 ))
 
 # %% [markdown]
 # ### The calculator
 #
-# Since the formula holds, it can be asked about models that fit nowhere near your laptop. The
-# figure is for a model in the proportions of Llama 3. In a live notebook it has sliders.
+# Since the formula holds, we can ask it about models that do not fit anywhere near your laptop. The
+# figure shows a model with the proportions of Llama 3. In a live notebook it has sliders.
 #
-# **Predict.** Which shrinks the total more at the default: half the layers, or half the width?
+# **Predict.** Starting from the default, which reduces the total more: half the layers, or half the
+# width?
 
 # %% tags=["figure-calculator"]
 memory_calculator()
@@ -586,196 +628,161 @@ memory_calculator()
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Half the width: the matrices have two sides. Half the layers halves the blocks and leaves the
-# embedding and the head, which at a vocabulary of 128,256 are not small.
+# Half the width, because it halves both dimensions of each matrix in a block. With half the layers,
+# half the blocks remain, but the embedding and the output head stay as they are, and with a
+# vocabulary of 128,256 they are not small.
 #
 # </details>
+#
+# ### The allocator: memory that no tensor holds
+#
+# On a GPU, one more layer sits between tensors and memory. Asking the driver for memory is slow, so
+# PyTorch keeps freed memory and reuses it. `nvidia-smi` shows what PyTorch has **reserved**, in
+# *segments*; the meter counts what is **allocated** to tensors, in *blocks* of those segments. Free
+# memory helps a request only if one free block is large enough.
+#
+# Without a GPU we use a model: [`CachingAllocator`](code:teaching.lab.allocator) follows the rules
+# and constants of PyTorch's `CUDACachingAllocator.cpp`. Two of its methods matter here.
+
+# %%
+print(inspect.getsource(CachingAllocator.allocate))
+print(inspect.getsource(CachingAllocator.release_free_segments))
 
 # %% [markdown]
-# ### The allocator: bytes that nobody holds
+# A device with 320 MiB (scaled down, like the rest of this chapter). A model keeps ten tensors of
+# 30 MiB and frees every second one, so 150 MiB are free. Then it asks for 40 MiB. We try it twice.
+# The only difference is what ran before: in the second case, a batch of longer sequences had
+# allocated, and freed, five tensors of 60 MiB.
 #
-# On a GPU one more layer sits between tensors and memory. Asking the driver for memory is slow, so
-# PyTorch keeps what was freed and hands it out again. `nvidia-smi` therefore shows what PyTorch has
-# **reserved**; the meter counts what is **allocated**. The difference can be large: a free block
-# helps only if it is long enough.
-#
-# You have no GPU here, so this is a simulation, not a measurement: the allocator's rules, as
-# PyTorch's `CUDACachingAllocator.cpp` states them, in a few lines. Sizes are rounded up to 512
-# bytes. Small blocks (up to 1 MiB) are cut from segments of 2 MiB, larger ones from segments of 20
-# MiB, and from 10 MiB on a segment is made to measure. The smallest free block that fits is taken.
+# **Predict.** Does the request succeed in each case?
 
 # %%
-MIB = 2**20
+def every_second_freed(allocator):
+    blocks = [allocator.allocate(30 * MIB) for _ in range(10)]
+    for block in blocks[::2]:
+        allocator.free(block)
 
 
-def round_up(size, multiple):
-    return -(-size // multiple) * multiple
+def request(allocator, size):
+    print(f"before: {allocator.picture()}")
+    try:
+        allocator.allocate(size)
+        print(f"after:  {allocator.picture()}")
+    except OutOfDeviceMemory as error:
+        print(error)
 
-
-def segment_bytes(size):
-    """How much the driver is asked for when no free block fits `size` bytes."""
-    if size <= MIB:
-        return 2 * MIB
-    return 20 * MIB if size < 10 * MIB else round_up(size, 2 * MIB)
-
-
-# %%
-@dataclass(eq=False)
-class Cell:
-    size: int
-    used: bool = False
-
-
-def take(pool, asked):
-    """Hand out a block from `pool`, a list of segments, each a list of cells in address order."""
-    size = round_up(asked, 512)
-    fitting = [(cell.size, i, j) for i, segment in enumerate(pool)
-               for j, cell in enumerate(segment) if not cell.used and cell.size >= size]
-    if not fitting:
-        pool.append([Cell(segment_bytes(size))])
-        return take(pool, asked)
-    return cut(pool, size, *min(fitting)[1:])
-
-
-# %%
-def cut(pool, size, i, j):
-    """Use the first `size` bytes of a cell; a rest worth keeping becomes a free cell."""
-    cell = pool[i][j]
-    cell.used = True
-    rest = cell.size - size
-    if rest >= (512 if size <= MIB else MIB + 1):
-        cell.size = size
-        pool[i].insert(j + 1, Cell(rest))
-    return cell
-
-
-# %%
-def give_back(pool, cell):
-    """Free a cell and join it with free neighbors of its segment."""
-    cell.used = False
-    for segment in pool:
-        joined = []
-        for cell in segment:
-            if joined and not joined[-1].used and not cell.used:
-                joined[-1].size += cell.size
-            else:
-                joined.append(cell)
-        segment[:] = joined
-
-
-# %%
-def mebibytes(pool):
-    """Allocated, reserved, and the longest free cell."""
-    cells = [cell for segment in pool for cell in segment]
-    used, free = ([c.size for c in cells if c.used is state] for state in (True, False))
-    return sum(used) // MIB, (sum(used) + sum(free)) // MIB, max(free, default=0) // MIB
-
-
-# %% [markdown]
-# A model works on sequences of 30 MiB activations. Then every second of them is freed, and a longer
-# sequence comes, which needs 40 MiB.
-#
-# **Predict.** Ten tensors of 30 MiB, five freed: 150 MiB are free. Does a tensor of 40 MiB fit?
 
 # %% tags=["output-allocator", "nbval-check-output"]
-def state_of(event, pool):
-    allocated, reserved, largest = mebibytes(pool)
-    print(f"{event:22} allocated {allocated}, reserved {reserved}, longest free {largest:2}")
+print("nothing ran before (# live, . free, 10 MiB each; a segment in brackets)")
+allocator = CachingAllocator(320 * MIB)
+every_second_freed(allocator)
+request(allocator, 40 * MIB)
 
-
-pool = []  # all numbers in MiB
-cells = [take(pool, 30 * MIB) for _ in range(10)]
-state_of("10 tensors of 30 MiB", pool)
-for cell in cells[::2]:
-    give_back(pool, cell)
-state_of("every second one freed", pool)
-take(pool, 40 * MIB)
-state_of("one tensor of 40 MiB", pool)
+print("\nafter a batch of longer sequences")
+allocator = CachingAllocator(320 * MIB)
+for block in [allocator.allocate(60 * MIB) for _ in range(5)]:
+    allocator.free(block)
+every_second_freed(allocator)
+request(allocator, 40 * MIB)
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# No. The free bytes lie in five pieces, and none is 40 MiB long. The allocator reserves more, while
-# 150 MiB of what it has stay unused. This is **fragmentation**, and on a full GPU that last line is
-# the out-of-memory error that reports plenty of "reserved but unallocated" memory.
+# In the first case it succeeds. Each tensor has a segment of its own, so five segments are entirely
+# free: the allocator returns them to the device and tries again. In the second case each tensor
+# occupies half of a 60 MiB segment, and each free half shares its segment with a live tensor, which
+# pins it. Nothing can be returned. The live bytes and the free bytes are the same in both cases.
 #
 # </details>
 #
-# Two remedies. Let shapes be the same in every step, so that each freed block fits its successor.
-# Or set `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, which maps memory in small pages into
-# one long segment, so that free neighbors join. On your GPU, four calls tell the story:
-# `torch.cuda.max_memory_allocated()` is what the meter predicts, `torch.cuda.max_memory_reserved()`
-# is what the device gives up, `torch.cuda.memory._record_memory_history()` before the step and
-# `torch.cuda.memory._dump_snapshot(path)` after it draw every block at pytorch.org/memory_viz.
-# What `nvidia-smi` shows beyond *reserved* is the CUDA context and the libraries' own workspaces.
+# This is **fragmentation**, and the last lines are what PyTorch's out-of-memory error says in that
+# case: plenty of memory "reserved by PyTorch but unallocated". Two remedies: keep shapes the same
+# in every step, so that each freed block fits its successor, and set
+# `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`. An expandable segment is made of small pages
+# that can be unmapped and mapped again at its end, so free pages next to live tensors are not lost.
+#
+# On your GPU, `torch.cuda.max_memory_allocated()` corresponds to the meter's peak, and
+# `torch.cuda.max_memory_reserved()` is what the device must provide. To see every block, call
+# `torch.cuda.memory._record_memory_history()` before the step and
+# `torch.cuda.memory._dump_snapshot(path)` after it, and open the file at pytorch.org/memory_viz.
+# What `nvidia-smi` shows beyond *reserved* is the CUDA context and the libraries' workspaces.
 
 # %% [markdown]
 # ### On real GPUs
 #
-# The same functions, with the shapes of published models and an H100's 80 GB.
+# The same functions, with the shapes of published models and an H100's memory.
 #
-# **Predict.** How many H100s hold the state of a 70B model, at 16 bytes per parameter? And of 405B?
+# **Predict.** How many H100s does it take to hold the training state of a 70B model, at 16 bytes
+# per parameter? And of 405B?
 
 # %% tags=["output-models", "nbval-check-output"]
 models = {name: shape for name, shape in cost.PUBLISHED.items() if "Llama" in name}
 states = cost.model_state_table(models)
-print("state in GB           " + "".join(f"{name:>16}" for name in models))
+print("state in GB          " + "".join(f"{name.removeprefix('Llama '):>13}" for name in models))
 for recipe in cost.RECIPES:
-    row = "".join(f"{states[name][recipe] / GB:16,.0f}" for name in models)
-    print(f"{recipe:22}{row}")
+    row = "".join(f"{states[name][recipe] / GB:13,.0f}" for name in models)
+    print(f"{recipe:21}{row}")
 
 # %% tags=["output-devices", "nbval-check-output"]
 print("bf16, 8,192 tokens     state   activations   H100s for the state")
 for name, shape in models.items():
     state = cost.model_state_bytes(shape, cost.RECIPES["bf16"])
     held = cost.activation_bytes(shape, 1, 8192)
-    print(f"{name:18} {state / GB:6,.0f} GB {held / GB:10,.0f} GB {-(-state // int(80 * GB)):21,}")
+    count = -(-state // int(H100.memory_bytes))
+    print(f"{name:18} {state / GB:6,.0f} GB {held / GB:10,.0f} GB {count:21,}")
 
 # %% [markdown]
-# Only the first model leaves room on one device. There are three ways out, and the course takes
-# them in turn. The activations can be computed again instead of kept: chapter 3. The state is the
-# same on every device that works on another part of the batch, so it can be cut instead of copied.
-# And the matrices themselves can be cut.
+# And does a GPU's allocator see what we count? The first step ends by making AdamW's moments, so
+# the second is the one that must fit. For half of a 1.3B Llama, in bf16:
+
+# %%
+shown = recorded.two_steps()
+show_text(shown.sentence)
+show(shown.figure, alt=shown.alt)
+
+# %% [markdown]
+# Only the smallest model leaves room for activations on one GPU. There are three ways out, and the
+# course takes them in turn. Activations can be recomputed instead of stored: that is [chapter
+# 3](chapter:3). Training state that is the same on every data-parallel rank can be sharded instead
+# of replicated: that is [chapter 6](chapter:6). And the matrices themselves can be split over GPUs:
+# that is [chapter 7](chapter:7).
 
 # %% [markdown]
 # ## 8. Recap
 #
-# 1. Training with Adam holds 16 bytes per parameter, in float32 and in bfloat16 with a float32
-#    master copy alike; a 32-bit gradient adds to it.
-# 2. Unless activations are few, the peak comes where forward turns into backward. Plan with the
-#    full recipe plus the activations of one micro-batch, and never judge by the first step: it has
-#    no optimizer state.
-# 3. What an operator saves follows from its derivative, so activations can be counted on paper, and
-#    paper, meter and PyTorch's tracker agree within 2 %.
-# 4. With a fused attention kernel, activations grow with the tokens; with a materialized one, with
-#    the sequence length squared. The state does not depend on either.
-# 5. A number that still has its graph holds every activation of that graph; what is reserved on a
-#    GPU is more than what is allocated, because free bytes may lie in pieces.
+# 1. Training with Adam stores 16 bytes per parameter, in float32 as well as in bfloat16 with a
+#    float32 master copy; 32-bit gradients add to it.
+# 2. Unless activations are few, the peak is where forward turns into backward. Plan with the full
+#    recipe plus the activations of one micro-batch, and never judge by the first step: the
+#    optimizer's state does not exist yet.
+# 3. What an operator saves follows from its derivative, so activations can be counted on paper.
+#    Formula, meter and PyTorch's tracker agree within 2 %.
+# 4. With fused attention, activations are proportional to the number of tokens; with materialized
+#    attention they also grow with the square of the sequence length. The training state depends on
+#    neither.
+# 5. A loss on which nobody calls `backward()` keeps all of its graph's activations alive. On a GPU,
+#    live tensors can pin free memory in pieces too small for the next request.
 #
 # ## Exercises
 #
 # Write your answers into `exercises/ch02_memory.py`, save, and run the cell. In a terminal,
 # `minitron hint 2.1` gives hints in three steps.
 #
-# **2.1 Bytes before any token** (15 minutes): a model's state, part by part, and what fits.
+# - [**2.1 Bytes before any token**](exercise:2.1) (15 minutes): a model's training state, part by
+#   part, and what fits.
+# - [**2.2 What a block saves**](exercise:2.2) (30 minutes): the formula of section 4, to the byte.
+# - [**2.3 What is held at the peak**](exercise:2.3) (15 minutes): read a step with the meter.
+# - [**2.4 The leak**](exercise:2.4) (20 minutes): repair a loop that runs out of memory after some
+#   hours.
 
 # %%
 check("2.1")
 
-# %% [markdown]
-# **2.2 What a block saves** (30 minutes): the formula of section 4, to the byte.
-
 # %%
 check("2.2")
 
-# %% [markdown]
-# **2.3 Who is there at the peak** (15 minutes): read a step with the meter.
-
 # %%
 check("2.3")
-
-# %% [markdown]
-# **2.4 The leak** (20 minutes): a loop that dies after some hours, to be repaired.
 
 # %%
 check("2.4")
@@ -783,11 +790,16 @@ check("2.4")
 # %% [markdown]
 # ## Further reading
 #
-# - Rajbhandari, Rasley, Ruwase, He, *ZeRO: Memory Optimizations Toward Training Trillion Parameter
-#   Models*, 2020, section 3: where the memory goes, 16 bytes per parameter.
-# - Korthikanti et al., *Reducing Activation Recomputation in Large Transformer Models*, 2022,
-#   section 4: activations per layer, counted.
-# - Micikevicius et al., *Mixed Precision Training*, 2018, section 3.1: the float32 master copy.
-# - Dao, Fu, Ermon, Rudra, Ré, *FlashAttention*, 2022, section 3: attention without the matrix.
-# - PyTorch documentation, *Understanding CUDA Memory Usage*, and *CUDA semantics*, its section on
-#   memory management.
+# - Rajbhandari, Rasley, Ruwase, He, [ZeRO: Memory Optimizations Toward Training Trillion Parameter
+#   Models](https://arxiv.org/abs/1910.02054), 2020, section 3: where the memory goes, 16 bytes per
+#   parameter.
+# - Korthikanti et al., [Reducing Activation Recomputation in Large Transformer
+#   Models](https://arxiv.org/abs/2205.05198), 2022, section 4: activations per layer.
+# - Micikevicius et al., [Mixed Precision Training](https://arxiv.org/abs/1710.03740), 2018,
+#   section 3.1: the float32 master copy.
+# - Dao, Fu, Ermon, Rudra, Ré, [FlashAttention](https://arxiv.org/abs/2205.14135), 2022, section 3:
+#   attention without the matrix.
+# - PyTorch documentation, [Understanding CUDA Memory
+#   Usage](https://docs.pytorch.org/docs/stable/torch_cuda_memory.html) and [CUDA
+#   semantics](https://docs.pytorch.org/docs/stable/notes/cuda.html), its section on memory
+#   management.

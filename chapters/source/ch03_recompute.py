@@ -11,36 +11,39 @@
 # ---
 
 # %% [markdown]
-# # Recomputation: memory bought with arithmetic
+# # 3. Recomputation: trade compute for memory
 #
-# **45 minutes. No GPU. Exercises 3.1 to 3.4.**
+# **30 minutes. No GPU. [Exercises 3.1](exercise:3.1) to 3.4.**
 #
-# *You need:* chapter 2's account of a step, above all what an activation is and when it dies.
+# *You need:* [chapter 2](chapter:2)'s account of a step, in particular what an activation is and
+# when it is freed.
 #
 # *You will be able to:*
-# - **replay** a part of the forward pass in the backward pass, with every gradient bit the same;
-# - **choose** what to replay, full, selective or in segments, for the memory you have;
-# - **predict** both sides of the deal: the bytes saved and the FLOPs paid.
+# - **recompute** part of the forward pass during the backward pass, with every bit of the gradient
+#   unchanged;
+# - **choose** what to recompute, given the memory you have: everything, attention only, or
+#   segments;
+# - **predict** both sides of the trade, the bytes you save and the FLOPs you add.
 #
 # Run the cells in order. When the text asks you to predict something, write your guess down before
-# you open the fold.
+# you open the answer.
 
 # %%
-import dataclasses
 import inspect
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from minitron import cost
-from minitron.config import ModelConfig, TrainConfig
+from minitron.config import ModelConfig
+from minitron.measure.meter import Meter
+from minitron.plan.hardware import DEVICES
 from teaching.check import check
 from teaching.figures import curves, show, skyline
-from minitron.measure.meter import Meter
+from teaching.lab import ch03 as lab, recorded, show_text
 
 # %%
 from minitron.model.recompute import (
@@ -48,44 +51,41 @@ from minitron.model.recompute import (
     recompute, segments_for_budget, sqrt_segments,
 )
 from minitron.model.transformer import Transformer, initialize, materialized_attention
-from minitron.step import make_optimizer, train_step
 
 torch.set_num_threads(1)
-MB, GB = 1e6, 1e9
+MB, GB, H100 = 1e6, 1e9, DEVICES["H100-SXM-80GB"]
 
 # %% [markdown]
 # ## 1. The question
 #
-# GPT-3 has 96 layers. Suppose that its weights and everything that belongs to them were somebody
-# else's problem, and a device with 80 GB had nothing to hold but activations. How many sequences of
-# 2,048 tokens could be in flight?
+# Suppose GPT-3's weights, gradients and optimizer state were somebody else's problem, and an H100
+# had to hold nothing but its activations. How many sequences of 2,048 tokens would fit?
 
 # %% tags=["output-question", "nbval-check-output"]
 gpt3, S3 = cost.PUBLISHED["GPT-3 175B"], 2048
 one_sequence = cost.activation_bytes(gpt3, 1, S3, attention="materialized")
-print(f"activations of one sequence: {one_sequence / GB:.0f} GB")
-print(f"sequences in 80 GB: {80 * GB / one_sequence:.2f}")
+print(f"activations of one sequence, {gpt3.num_layers} layers: {one_sequence / GB:.0f} GB")
+print(f"sequences in {H100.memory_bytes / GB:.1f} GB: {H100.memory_bytes / one_sequence:.2f}")
 
 # %% [markdown]
-# Less than a third of one. A smaller micro-batch does not exist. But nearly all of these bytes are
-# results of a computation whose inputs are at hand, and which can be done again.
-
-# %% [markdown]
+# Less than a third of one, and a micro-batch cannot be smaller than one sequence. But nearly all of
+# these bytes are results of computations whose inputs we still have. We can compute them again.
+#
 # ## 2. Estimate
 #
-# A block turns one tensor (B, S, D) into another. Keep that input, forget everything inside. When
-# the backward pass comes to the block, run its forward pass once more: the same activations are
-# back, are used, and are freed before the next block's turn. This is **full recomputation** (many
-# libraries call it activation checkpointing).
+# A block maps one tensor of shape (B, S, D) to another. Keep the input and drop everything the
+# block computes inside. When the backward pass reaches the block, run its forward pass once more:
+# the same activations exist again, are used, and are freed before the previous block's turn comes.
+# This is **full recomputation**, which many libraries call *activation checkpointing*.
 #
-# **Predict.** In 16 bits the input is 2 bytes for each of B S D values. By which factor do the
-# activations shrink, and how many FLOPs does a step have now, in forward passes?
+# **Predict.** In 16 bits, the block's input is 2 bytes for each of B S D values. By what factor do
+# the activations shrink? And how many forward passes' worth of FLOPs does a training step now take?
 #
 # <details><summary>Answer</summary>
 #
-# A step was three forward passes, one forward and two for backward. It becomes four, a third more.
-# The factor is the surprise: a block with materialized attention keeps more than fifty times its
-# input at this size.
+# A step used to cost three forward passes: one for forward and two for backward. Now it costs four,
+# a third more. The surprise is the factor: at this size, a block with materialized attention stores
+# more than fifty times as many bytes as its input has.
 #
 # </details>
 
@@ -99,17 +99,15 @@ for kind in ("none", "selective", "full"):
     print(f"{kind:9} {layer / GB:9.2f} GB {model_bytes / GB:28.1f} GB {added:13.1%}")
 
 # %% [markdown]
-# With full recomputation 80 GB hold many sequences. The row between the two is the better deal of
-# the three, and we come back to it: most of the bytes for almost no arithmetic.
-
-# %% [markdown]
+# With full recomputation, the GPU holds many sequences. The middle row is the best deal of the
+# three: it saves most of the bytes for almost no extra compute. We will come back to it.
+#
 # ## 3. Picture
 #
-# Sixteen layers, materialized attention, dropout, and the meter. First a plain step, then the same
-# step with every block replayed.
+# Sixteen layers with materialized attention and dropout, and the meter. First a plain step, then
+# the same step with every block recomputed.
 #
-# **Predict.** Draw the second skyline. Where is its peak, and what does the backward pass look
-# like?
+# **Predict.** Sketch the second skyline. Where is its peak? What does the backward pass look like?
 
 # %%
 config = ModelConfig(
@@ -138,7 +136,7 @@ def loss_of(model):
 
 # %%
 def metered(policy):
-    """One forward and backward pass under the meter."""
+    """Run one forward and backward pass under the meter."""
     model = build(policy)
     with Meter(model) as meter:
         loss_of(model).backward()
@@ -149,65 +147,66 @@ plain, full = metered(lambda model: None), metered(apply_full_recompute)
 
 # %% tags=["figure-plain"]
 show(skyline(plain.timeline, plain.peak), alt=(
-    "Without recomputation the activations of all layers are there when backward begins."
+    "Without recomputation, the activations of all layers are in memory when the backward pass "
+    "begins."
 ))
 
 # %% tags=["figure-full"]
 show(skyline(full.timeline, full.peak), alt=(
-    "With full recomputation only the blocks' inputs pile up; in backward each block's "
-    "activations come back for a moment, one tooth per layer."
+    "With full recomputation, only the blocks' inputs accumulate; in the backward pass each "
+    "block's activations exist for a moment, one tooth per layer."
 ))
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The forward pass climbs slowly, by one block input per layer. The backward pass is a saw with
-# sixteen teeth: each replay brings one block's activations back, and its backward pass eats them.
-# The inputs melt from one tooth to the next while the gradients grow, so the last tooth is the
-# highest here. The step has more operators, so the axis is longer: that is the price.
+# The forward pass climbs slowly, by one block input per layer. The backward pass is a sawtooth with
+# sixteen teeth: each recomputation allocates one block's activations, and that block's backward
+# pass frees them. From tooth to tooth one input is freed and the gradients grow, so in this model
+# the last tooth is the highest. The backward pass takes longer: that is the price.
 #
 # </details>
-
-# %% [markdown]
+#
 # ## 4. By hand
 #
-# Two things must be told to autograd: record nothing now, and here is what to do later. An
-# `autograd.Function` says both. Its `forward` runs without a graph. Its `backward` gets the
-# gradient of the output, builds the graph that was not built before, and walks it at once.
+# We have to tell autograd two things: do not record this now, and here is what to do later. An
+# `autograd.Function` can say both. Its `forward` runs without building a graph. Its `backward` gets
+# the gradient of the output, builds the graph that was skipped, and runs the backward pass through
+# it immediately.
 
 
 # %%
-class Forgetful(torch.autograd.Function):
+class Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, function, x):
         ctx.function = function
-        ctx.save_for_backward(x)  # the input, and nothing else
+        ctx.save_for_backward(x)  # the input and nothing else
         return function(x)
 
     @staticmethod
     def backward(ctx, grad_out):
         x = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():  # backward itself runs with recording off
-            out = ctx.function(x)  # once more, recorded this time
-        out.backward(grad_out)  # the weights get their .grad on the way
+        with torch.enable_grad():  # inside backward, recording is off by default
+            out = ctx.function(x)  # again, and recorded this time
+        out.backward(grad_out)  # this also accumulates into the weights' .grad
         return None, x.grad
 
 
 # %%
-def run_forgetful(blocks, x, rotation):
-    """What the model calls instead of running its blocks in order."""
+def run_recomputed(blocks, x, rotation):
+    """Run the blocks in order; the model calls this instead of doing so itself."""
     for block in blocks:
-        x = Forgetful.apply(partial(block, rotation=rotation), x)
+        x = Recomputed.apply(partial(block, rotation=rotation), x)
     return x
 
 
-def forget(model):
-    model.run_blocks = run_forgetful
+def by_hand(model):
+    model.run_blocks = run_recomputed
 
 
 # %%
 def gradient_of(model, seed=1):
-    """The loss, and all gradients in a line; `seed` draws the dropout."""
+    """Return the loss, and all gradients in one vector; `seed` determines the dropout masks."""
     torch.manual_seed(seed)
     loss = loss_of(model)
     loss.backward()
@@ -215,116 +214,97 @@ def gradient_of(model, seed=1):
 
 
 # %% [markdown]
-# `run_blocks` is one of the model's seams: the model calls it, and does not know what it does. We
-# compare with the plain step, dropout switched off.
+# `run_blocks` is one of the model's extension points: the model calls it without knowing what it
+# does. We compare with the plain step, with dropout switched off.
 
 # %% tags=["output-byhand", "nbval-check-output"]
 most = max(moment.bytes["activation"] for moment in plain.timeline)
-ours = max(moment.bytes["activation"] for moment in metered(forget).timeline)
+ours = max(moment.bytes["activation"] for moment in metered(by_hand).timeline)
 print(f"activations: {most / MB:.1f} MB plain, {ours / MB:.1f} MB by hand")
 
 loss, gradient = gradient_of(build().eval())
-our_loss, our_gradient = gradient_of(build(forget).eval())
+our_loss, our_gradient = gradient_of(build(by_hand).eval())
 print("same loss:", loss == our_loss)
 print("same gradient, to the last bit:", torch.equal(gradient, our_gradient))
 
 # %% [markdown]
-# Bit for bit, with a dozen lines. A replay does the same operations on the same numbers, so there
-# is no reason for even the last bit to differ.
+# A dozen lines, and the gradient is identical bit for bit. Recomputation performs the same
+# operations on the same numbers, so there is no reason why even the last bit should differ.
 #
-# Is there?
-
-# %% [markdown]
-# ## 5. The trap: a replay of something else
+# Or is there?
 #
-# We switch dropout on, as in training, and seed it, so that both runs draw the same masks.
+# ## 5. The trap: recomputing something else
 #
-# **Predict.** Loss and gradient: which of the two are still the same?
+# We switch dropout on, as in training, and set the seed before each run, so that both runs draw the
+# same masks in the forward pass.
+#
+# **Predict.** Loss and gradient: which of the two is still the same?
 
 # %% tags=["output-trap"]
 loss, gradient = gradient_of(build())
-wrong_loss, wrong_gradient = gradient_of(build(forget))
+wrong_loss, wrong_gradient = gradient_of(build(by_hand))
 off = (wrong_gradient - gradient).norm() / gradient.norm()
 print(f"loss      plain {loss:.6f}, by hand {wrong_loss:.6f}, equal: {loss == wrong_loss}")
-print(f"gradient  off by {off:.0%} of its length")
+print(f"gradient  relative error {off:.0%}")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The loss is the same, for the forward pass is untouched. The gradient is not. The replay draws
-# *new* dropout masks: backward then differentiates a network that nobody ran. And the generator has
-# moved on, so all that is drawn later differs, too.
+# The loss is the same, because the forward pass has not changed. The gradient is not. Recomputation
+# draws *new* dropout masks, so the backward pass differentiates a network that never ran. It also
+# advances the random number generator, so everything drawn later differs as well.
 #
 # </details>
 #
-# No error, no warning, and the loss is right to the last bit. Would you see it in training? We
-# teach both models to copy: the next token is the one that stood eight places earlier.
-
-# %%
-small = ModelConfig("gpt", 64, 64, 2, 64, 4, 4, 256, dropout=0.2)
-
-
-def copying_batch(step):
-    own = torch.Generator().manual_seed(step)
-    tokens = torch.randint(small.vocab_size, (16, 8), generator=own).repeat(1, 3)
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-# %%
-def train(policy, num_steps=120):
-    torch.manual_seed(0)
-    model = Transformer(small)
-    initialize(model, seed=0)
-    policy(model)
-    optimizer = make_optimizer(model, TrainConfig(), torch.device("cpu"))
-    return [float(train_step(model, optimizer, [copying_batch(step)], 3e-3, 1.0)[0])
-            for step in range(num_steps)]
-
+# There is no error and no warning, and the loss is correct to the last bit. Would you notice during
+# training? We teach a small model to copy: the next token is the one eight places earlier.
 
 # %% tags=["figure-trap"]
-losses = {"plain": train(lambda model: None), "new masks in the replay": train(forget)}
+losses = {"plain": lab.train(lambda model: None), "new masks": lab.train(by_hand)}
+worse = losses["new masks"][-1] > losses["plain"][-1]
 show(curves(range(1, 121), losses, "step", "loss (nats per token)"), alt=(
-    "Both losses fall; the run whose replays draw new masks is the worse one, and nothing says so."
+    "Both losses fall. The run whose recomputation draws new dropout masks is "
+    + ("the worse one, and nothing says so." if worse else "not even worse in this task.")
 ))
 
 # %% [markdown]
-# A falling loss like so many others. Whoever has only this run would call it a matter of the
-# learning rate. The instrument that sees the fault is the gradient of the plain step, compared to
-# the last bit.
+# Seen alone, the second curve looks like many others; you would probably blame the learning rate.
+# What exposes the bug is a comparison with the plain step's gradient, bit by bit.
 #
-# PyTorch's own `torch.utils.checkpoint` saves the generator's state for this reason, and lets you
-# switch it off to gain time (`preserve_rng_state=False`). With dropout in the block that switch is
-# this bug.
-
-# %% [markdown]
+# PyTorch's `torch.utils.checkpoint` saves and restores the generator's state for this reason, and
+# it has a switch that turns this off to save time,
+# [`preserve_rng_state`](https://docs.pytorch.org/docs/stable/checkpoint.html). With dropout in the
+# block, switching it off gives you exactly this bug.
+#
 # ## 6. The real one
 #
-# The package's function goes another way than an `autograd.Function`. Find the two lines that know
-# of the backward pass.
+# The package's [`recompute`](code:minitron.model.recompute.recompute) does not use an
+# `autograd.Function`. Which two lines have to do with the backward pass?
 
 # %%
 print(inspect.getsource(recompute))
 
 # %% [markdown]
-# Whenever autograd saves a tensor, `call.drop` takes it away and leaves a number in its place.
-# When backward asks for it, `call.fetch` runs the function again and gives the new tensor out.
-# The graph itself stays the one of the plain run; only the saved tensors come from a replay. So
-# nothing special is needed for the weights, or for several inputs. A replay stops as soon as the
-# last saved tensor is there again.
+# Whenever autograd saves a tensor, `call.drop` discards it and stores a number instead. When the
+# backward pass asks for the tensor, `call.fetch` runs the function again and returns the new one.
+# The autograd graph is the one from the plain run; only the saved tensors are recomputed. Weights
+# and multiple inputs therefore need no special treatment, and recomputation can stop as soon as the
+# last saved tensor exists again.
 #
-# And the replay happens where the forward pass happened:
+# Recomputation must also happen under the same conditions as the forward pass:
 
 # %%
 print(inspect.getsource(ForwardContext.restored))
 
 # %% [markdown]
-# The generators are set back to what they were, and afterwards to what they are now, as if nothing
-# had been drawn. Autocast is part of the surroundings, too: a replay in another precision would be
-# a replay of something else.
+# The generators are reset to their state in the forward pass, and afterwards to their present
+# state, as if nothing had been drawn. Autocast is restored as well: recomputing in another
+# precision would also be recomputing something else.
 #
-# Three policies are built from this one function. Full: each block. Selective: only the attention
-# between query, key, value and their mixture. Segments: several consecutive blocks as one. The
-# oracle is the plain step, dropout on:
+# The package builds three policies from this one function. *Full* recomputes each block.
+# *Selective* recomputes only the attention core, from query, key and value to the weighted sum of
+# the values. *Segments* recompute several consecutive blocks as one call. The oracle is the plain
+# step, with dropout on:
 
 # %% tags=["output-oracle", "nbval-check-output"]
 policies = {
@@ -333,18 +313,17 @@ policies = {
     "sqrt(L) segments": partial(apply_segmented_recompute, segment_lengths=sqrt_segments(L)),
     "first 5, as 3 + 2": partial(apply_segmented_recompute, segment_lengths=[3, 2]),
 }
+print("equal to the plain step's:   loss  gradient  generator")
 loss, gradient = gradient_of(build())
 drawn_next = torch.rand(1)
 for name, policy in policies.items():
     its_loss, its_gradient = gradient_of(build(policy))
-    same_gradient = torch.equal(gradient, its_gradient)
-    same_generator = torch.equal(drawn_next, torch.rand(1))
-    print(f"{name:18} loss {its_loss == loss}, gradient {same_gradient}, "
-          f"generator {same_generator}")
+    print(f"{name:27} {its_loss == loss!s:>6} {torch.equal(gradient, its_gradient)!s:>9} "
+          f"{torch.equal(drawn_next, torch.rand(1))!s:>10}")
 
 # %% [markdown]
-# One thing no surroundings can restore: a function that *counts*. Batch normalization keeps a
-# running mean and the number of batches it has seen.
+# There is one thing that no restored context can fix: a function with a side effect. Batch
+# normalization updates a running mean and counts the batches it has seen.
 #
 # **Predict.** One batch, one backward pass. How many batches has the norm counted?
 
@@ -353,29 +332,28 @@ norm, x = nn.BatchNorm1d(3), torch.ones(4, 3, requires_grad=True)
 recompute(norm, x).sum().backward()
 plain_norm = nn.BatchNorm1d(3)
 plain_norm(x)
-for name, module in (("plain", plain_norm), ("replayed", norm)):
-    print(f"{name:9} {int(module.num_batches_tracked)} batches, "
+for name, module in (("plain", plain_norm), ("recomputed", norm)):
+    print(f"{name:10} batches {int(module.num_batches_tracked)}, "
           f"running mean {module.running_mean[0]:.2f}")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Two, and the running mean has been moved twice as well. The gradient is right this time; the state
-# is wrong, and shows at evaluation. What is replayed must do the same both times and leave nothing
-# behind. LayerNorm and RMSNorm have no state, which is one reason why Transformers are easy to
-# recompute.
+# Two, and the running mean has been updated twice as well. This time the gradient is correct but
+# the state is wrong, which shows up at evaluation. A function that is recomputed must do the same
+# thing both times and have no side effects. LayerNorm and RMSNorm keep no state, which is one
+# reason why Transformers are easy to recompute.
 #
 # </details>
-
-# %% [markdown]
+#
 # ## 7. Measure
 #
-# Both sides of the deal have an instrument: the meter counts bytes, and PyTorch's `FlopCounterMode`
-# counts the FLOPs of every matrix product that runs, replays included.
+# Each side of the trade has an instrument. The meter counts bytes, and PyTorch's `FlopCounterMode`
+# counts the FLOPs of every matmul that runs, including the recomputed ones.
 
 # %%
 def both_sides(policy):
-    """Activation bytes after the forward pass and at the most, and the FLOPs of the step."""
+    """Return activation bytes after the forward pass and at most, and the FLOPs of the step."""
     model = build(policy)
     with Meter(model) as meter, FlopCounterMode(display=False) as counter:
         loss = loss_of(model)
@@ -399,19 +377,19 @@ for kind, policy in kinds.items():
           f"{added:9.1%} {flops / plain_flops - 1:9.1%}")
 
 # %% [markdown]
-# The bytes agree. (A CPU's dropout keeps its mask as wide as its values, 4 bytes here; CUDA keeps
-# one byte.) The FLOPs of the full replay agree as well. Those of the selective one are half of the
-# formula: it counts both products of attention, and the replay stops before the second one, whose
-# output nobody asks for.
-
-# %% [markdown]
+# The bytes agree. (On the CPU, a dropout mask takes 4 bytes per value here; on CUDA it takes one.)
+# The FLOPs of full recomputation agree as well. Selective recomputation costs only half of what the
+# formula says: the formula counts both of attention's matmuls, but recomputation stops before the
+# second one, whose output was never dropped: it is the input that the next linear layer has saved.
+#
 # ### How long should a segment be?
 #
-# A segment of $k$ blocks keeps one input instead of $k$. But when it is replayed, the activations
-# of $k$ blocks are there at once.
+# A segment of $k$ blocks keeps one input instead of $k$. But when it is recomputed, the activations
+# of all $k$ blocks are in memory at once.
 #
-# **Predict.** The classic answer is about $\sqrt{L}$ segments (Chen et al. 2016, section 4.1), for
-# 16 layers segments of 4. Is that the lowest peak here?
+# **Predict.** The classic answer is about $\sqrt{L}$ segments
+# ([Chen et al. 2016](https://arxiv.org/abs/1604.06174), section 4.1), so for 16 layers, segments of
+# 4. Is that the lowest peak here?
 
 # %%
 block_bytes = cost.activation_bytes_per_layer(config, B, S, 4, "materialized", mask_bytes=4)
@@ -430,25 +408,29 @@ for length in lengths:
 # %% tags=["figure-segments"]
 print(f"a block keeps {block_bytes / boundary:.0f} times its input")
 print("FLOPs added at every length:", *{f"{share:.1%}" for share in added})
+best = lengths[peaks.index(min(peaks))]
 show(curves(lengths, {"measured": peaks}, "blocks per segment", "activations at the peak (MB)",
             {"formula": predicted}), alt=(
-    "Longer segments hold more: replaying block by block has the lowest peak."
+    f"The peak grows with the segment's length, as the formula predicts: segments of {best} "
+    f"block{'s' * (best > 1)} have the lowest peak."
 ))
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# No: single blocks win, at the same price. The square root assumes a layer that keeps no more than
-# its input. A segment of $k$ blocks holds about $\frac{L}{k} b + k A$ bytes, with $b$ for an input
-# and $A$ for a block's activations, and that is smallest at $k = \sqrt{L\,b/A}$. Here $A$ is so
-# much larger than $b$ that $k$ falls below 1. Exercise 3.4 finds the best length for any numbers.
+# No. Single blocks have the lowest peak, at the same cost. The square root assumes a layer that
+# stores no more than its input. With segments of $k$ blocks, memory peaks at about
+# $\frac{L}{k} b + k A$ bytes, where $b$ is the size of an input and $A$ that of a block's
+# activations. This is smallest at $k = \sqrt{L\,b/A}$, and here $A$ is so much larger than $b$ that
+# this $k$ is below 1. [Exercise 3.4](exercise:3.4) finds the best length for any numbers.
 #
 # </details>
 #
-# ### The frontier
+# ### Recompute only as much as you must
 #
-# All of these replay every block. With more memory, replay fewer. `segments_for_budget` takes the
-# bytes of each block and a budget, and replays as few blocks as fit in it.
+# So far we recomputed every block. With more memory we can recompute fewer of them.
+# [`segments_for_budget`](code:minitron.model.recompute.segments_for_budget) takes the bytes of each
+# block and a budget, and recomputes as few blocks as possible within that budget.
 
 # %%
 budgets = [round(share * L * block_bytes) for share in (0.1, 0.15, 0.2, 0.3, 0.45, 0.6, 0.8, 1)]
@@ -459,27 +441,31 @@ for budget in budgets:
     _, most, flops = both_sides(partial(apply_segmented_recompute, segment_lengths=segments))
     paid.append(100 * (flops / plain_flops - 1))
     expected.append(100 * sum(segments) * block_flops / per_token)
-    rows.append(f"{budget / MB:8.1f} {most / MB:8.1f} {sum(segments):11}   {segments}")
+    rows.append(f"{budget / MB:9.1f} {most / MB:8.1f} {sum(segments):11}   {segments}")
 
 # %% tags=["figure-frontier"]
-print("budget MB  held MB  replayed of 16, in segments of", *rows, sep="\n")
+print("budget MB  peak MB  recomputed of 16, in segments of", *rows, sep="\n")
 show(curves([budget / MB for budget in budgets], {"measured": paid}, "budget for activations (MB)",
             "FLOPs added (%)", {"formula": expected}), alt=(
-    "Every further megabyte saves arithmetic, in a nearly straight line down to nothing."
+    "The more memory, the less recomputation, in a nearly straight line down to none."
 ))
 
 # %% [markdown]
-# A straight line is what a price per block must give. Where the held bytes exceed the budget by a
-# little, it is what lies outside of the blocks: the loss, the head's input, the embedding's mask.
+# Each block costs the same, so the line is nearly straight; it bends because blocks are recomputed
+# whole or not at all. Where the budget has room for several blocks at once, the function joins them
+# into a segment, which keeps one input instead of several. Where the peak exceeds the budget
+# slightly, the difference is what lies outside the blocks: the loss, the input of the output head,
+# the embedding's dropout mask.
 #
-# The good deal lies off that line. Selective recomputation replays the few products whose results
-# are large, instead of whole blocks in which large and small ones are mixed.
-
-# %% [markdown]
+# Better deals lie off this line. A whole block contains operators whose outputs are large and cheap
+# to recompute, and others whose outputs are small and expensive. Selective recomputation picks the
+# former; the first Further section sorts all of them.
+#
 # ### On real GPUs
 #
-# The paper on selective recomputation says of GPT-3: 70 % of the activations saved, for 2.7 % more
-# FLOPs (Korthikanti et al. 2022, section 5). Both numbers can be computed here.
+# For GPT-3, the paper on selective recomputation reports 70 % of the activation memory saved, for
+# 2.7 % more FLOPs ([Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198), section 5). We can
+# compute both numbers.
 
 # %% tags=["output-claim", "nbval-check-output"]
 h, a = gpt3.width, gpt3.num_heads
@@ -497,48 +483,23 @@ print(f"FLOPs of QK^T and PV, once more    {counted:.1%}")
 
 # %% [markdown]
 # The bytes agree. The FLOPs do not: the paper's equation 8 adds attention's share of a *whole*
-# training step, forward and backward, while a replay repeats the forward products alone, a third of
-# it. The claim errs on the safe side. Which count is right? The instruments can decide it at full
-# size, on a laptop, because they need no values: **fake tensors** have a shape, a type and no
-# memory. Here is one layer of GPT-3, in 16 bits:
-
-# %%
-def layer_of_gpt3(policy):
-    """Activation bytes and FLOPs of forward and backward through one layer, nothing computed."""
-    one_layer = dataclasses.replace(gpt3, num_layers=1)
-    with FakeTensorMode():
-        x = torch.zeros(1, S3, h, dtype=torch.bfloat16, requires_grad=True)
-        model = half(lambda: Transformer(one_layer))
-        model.blocks[0].attention.attention_fn = materialized_attention
-        policy(model)
-        with Meter(model) as meter, FlopCounterMode(display=False) as counter:
-            out = model.run_blocks(model.blocks, x.clone(), None)
-            kept = meter.now()["activation"]
-            out.sum().backward()
-    return kept, counter.get_total_flops()
-
-
-# %%
-def half(make):
-    """Call `make` with bfloat16 as the type of new weights."""
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        return make()
-    finally:
-        torch.set_default_dtype(torch.float32)
-
+# training step, forward and backward, whereas recomputation repeats only the forward matmuls, a
+# third of that. So the claim is conservative. Which count is right? The instruments can tell, at
+# full size and on a laptop, because they need no values: **fake tensors** have a shape and a dtype
+# but no memory. This is one layer of GPT-3 in 16 bits:
 
 # %% tags=["output-gpt3", "nbval-check-output"]
-plain_layer = layer_of_gpt3(lambda model: None)
+_, plain_flops_3 = lab.layer_without_values(gpt3, S3, lambda model: None)
 for kind, policy in kinds.items():
-    kept, flops = layer_of_gpt3(policy)
+    kept, flops = lab.layer_without_values(gpt3, S3, policy)
     print(f"{kind:9} {kept / GB:5.2f} GB kept, {flops / 1e12:5.2f} TFLOPs, "
-          f"{flops / plain_layer[1] - 1:6.2%} more")
+          f"{flops / plain_flops_3 - 1:6.2%} more")
 
 # %% [markdown]
-# (The first row is larger than the formula's, by the width of a CPU's dropout masks.) Under one per
-# cent, and half of our own count, because the replay stops early. Time is another
-# matter. The paper measured one layer of a 22-billion-parameter model on A100s (table 4):
+# (The first row exceeds the formula because of the CPU's larger dropout masks.) Selective
+# recomputation costs less than one percent, half of our own count, because it stops early. Time is
+# a different matter. The paper measured one layer of a 22-billion-parameter model on A100s
+# (Korthikanti et al. 2022, table 4):
 
 # %% tags=["output-time", "nbval-check-output"]
 milliseconds = {"none": 7.7 + 11.9, "selective": 7.7 + 13.2, "full": 7.7 + 19.5}
@@ -550,69 +511,185 @@ for kind, time in milliseconds.items():
           f"{flops:5.1%} more FLOPs")
 
 # %% [markdown]
-# What selective recomputation replays is short on FLOPs and long on memory traffic: softmax and
-# dropout read and write the S x S matrix. It still costs a fraction of the full replay.
+# What selective recomputation repeats takes few FLOPs but a lot of memory traffic: softmax and
+# dropout read and write the S x S matrix. It is still far cheaper than full recomputation.
 #
-# Today a fused kernel (Dao et al. 2022) does the selective replay itself, tile by tile, inside
-# attention's backward pass, without ever writing the matrix. That is why our models use it by
-# default. The formula for it is the selective row plus one number per head and token. What is left
-# to decide is how many blocks to replay. All layers of GPT-3, the 80 GB of section 1, several
-# sequences:
+# Today a fused kernel ([Dao et al. 2022](https://arxiv.org/abs/2205.14135)) performs the selective
+# recomputation inside attention's backward pass, tile by tile, and never writes the matrix. That is
+# why our models use it by default; its memory is the selective row plus one number per head and
+# token. What remains to be decided is how many blocks to recompute. All of GPT-3's layers on the
+# H100 of section 1:
 
 # %% tags=["output-budget", "nbval-check-output"]
-print("sequences   fused, all kept   replayed layers   FLOPs added")
+print("sequences   fused, all kept   recomputed layers   FLOPs added")
 for num_sequences in (1, 2, 4, 8, 14):
     layer = cost.activation_bytes_per_layer(gpt3, num_sequences, S3)
     outside = cost.activation_bytes(gpt3, num_sequences, S3) - layers * layer
     block_input = cost.activation_bytes_per_layer(gpt3, num_sequences, S3, recompute="full")
-    segments = segments_for_budget([layer] * layers, block_input, int(80 * GB - outside))
+    budget = int(H100.memory_bytes - outside)
+    segments = segments_for_budget([layer] * layers, block_input, budget)
     added = cost.recompute_flops_per_token(gpt3, S3) * sum(segments) / layers / training
-    print(f"{num_sequences:9} {(layers * layer + outside) / GB:14.0f} GB {sum(segments):17} "
+    print(f"{num_sequences:9} {(layers * layer + outside) / GB:14.0f} GB {sum(segments):19} "
           f"{added:13.1%}")
 
 # %% [markdown]
-# A device that held not even a third of a sequence takes one for almost nothing, and 14 for a third
-# more arithmetic. MFU does not count that third: it divides by the model's FLOPs, not by those
-# that the hardware was made to do. On a real device the weights want their place, too. Sharing
-# *them* is the next chapters' subject.
+# Does a GPU hold what these formulas say? Half of a 1.3B Llama, in bf16, by kind of recomputation:
+
+# %%
+shown = recorded.recomputation()
+show_text(shown.sentence)
+show(shown.figure, alt=shown.alt)
+
+# %% [markdown]
+# A GPU that could not hold a third of a sequence now holds one without recomputing any block, and
+# 14 for less than a third more compute. MFU does not count this compute: its numerator has the
+# FLOPs that the model requires, not those that the hardware executed ([chapter 1](chapter:1)). On a
+# real GPU the weights need room, too. How to split *them* over GPUs is the subject of the next
+# chapters.
+
+# %% [markdown]
+# ## Further: recompute per operator
+#
+# Which operators' outputs are worth keeping? The measure is FLOPs per byte: what it costs to
+# recompute one byte of the output. In a matmul, each output value is a sum over the contracted
+# dimension, so it costs 2 FLOPs per term. Everything else in a block (norms, GELU, softmax,
+# dropout) costs a few FLOPs per value.
+#
+# **Predict.** Sort a GPT block's matmuls by FLOPs per byte. Which output would you recompute
+# first, and which last?
+
+# %% tags=["output-operators", "nbval-check-output"]
+K, D, FF = gpt3.head_width, gpt3.width, gpt3.ffn_width
+print("GPT-3 in bf16           contracted   FLOPs per byte   MB per sequence")
+for name, terms, values in (
+    ("scores, QK^T", K, a * S3 * S3), ("weighted sum, PV", S3, S3 * D),
+    ("query, key, value", D, 3 * S3 * D), ("out", D, S3 * D), ("up", D, S3 * FF),
+    ("down", FF, S3 * D),
+):
+    print(f"{name:23} {terms:10,} {2 * terms // 2:16,} {2 * values / MB:17,.0f}")
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# The scores: each value takes only as many terms as a head is wide, and the matrix is by far the
+# largest. That is selective recomputation. `down` comes last: it has the longest sum, for one of
+# the smallest outputs.
+#
+# </details>
+#
+# PyTorch can make this choice per operator: `torch.utils.checkpoint` accepts a policy that is asked
+# about each operator (`torch.utils.checkpoint.create_selective_checkpoint_contexts`). Ours keeps
+# the outputs of matmuls above a threshold of FLOPs per byte. The last column is what recomputing
+# whole blocks would cost at the same number of bytes.
+
+# %% tags=["output-peroperator", "nbval-check-output"]
+def per_operator(threshold):
+    model = build(lab.keep_if_expensive(threshold))
+    torch.manual_seed(1)
+    with Meter(model) as meter, FlopCounterMode(display=False) as counter:
+        loss = loss_of(model)
+        kept = meter.now()["activation"] + meter.now()["temporary"]
+        loss.backward()
+    same = torch.equal(gradient, torch.cat([p.grad.flatten() for p in model.parameters()]))
+    return kept, counter.get_total_flops() / plain_flops - 1, same
+
+
+# %% tags=["output-thresholds", "nbval-check-output"]
+least, _, full_flops = both_sides(apply_full_recompute)
+print("keep matmuls above            kept   FLOPs added   whole blocks   same gradient")
+for threshold in (0, 10, 40, 1000):
+    kept, added, same = per_operator(threshold)
+    whole = (plain_bytes - kept) / (plain_bytes - least) * (full_flops / plain_flops - 1)
+    print(f"{threshold:5} FLOPs per byte {kept / MB:12.1f} MB {added:11.1%} {whole:14.1%} "
+          f"{same!s:>15}")
+
+# %% [markdown]
+# Keeping all matmul outputs halves the memory without recomputing a single matmul: what is
+# recomputed are the norms, GELU, softmax and dropout, which take memory traffic rather than FLOPs.
+# At every threshold that keeps something, per-operator recomputation costs less than recomputing
+# whole blocks within the same bytes.
+
+# %% [markdown]
+# ## Further: offload activations to host memory
+#
+# Instead of recomputing an activation, you can copy it to the CPU's memory and fetch it when the
+# backward pass needs it. The hooks of [chapter 2](chapter:2) suffice, and PyTorch has them ready
+# made: `torch.autograd.graph.save_on_cpu(pin_memory=True)`. Without a GPU, we let NumPy's memory
+# play the host, because our meter does not see it.
+
+# %% tags=["output-offload", "nbval-check-output"]
+model = build()
+host = lab.Host(model)
+lab.offload_blocks(host)(model)
+torch.manual_seed(1)
+with Meter(model) as meter:
+    loss = loss_of(model)
+    left = meter.now()["activation"]
+    loss.backward()
+offloaded = torch.cat([p.grad.flatten() for p in model.parameters()])
+print(f"activations on the device: {plain_bytes / MB:.1f} MB kept, {left / MB:.1f} MB offloaded")
+print(f"sent to the host: {host.bytes_sent / MB:.1f} MB, and as much back")
+print("same gradient, to the last bit:", torch.equal(gradient, offloaded))
+
+# %% [markdown]
+# **Predict.** On an H100, is the copy hidden behind the compute? A PCIe 5.0 x16 link has 16 lanes.
+# Each moves 32 Gbit/s in either direction, with 130 bits on the wire for 128 bits of data.
+
+# %% tags=["output-pcie", "nbval-check-output"]
+pcie = 32e9 * 16 / 8 * 128 / 130
+print(f"PCIe 5.0 x16: {pcie / GB:.0f} GB/s. Per layer and sequence, forward:")
+print("               compute at 40 %    send all activations   send the block's input")
+for name, length in (("Llama 3.2 1B", 8192), ("Llama 3.1 70B", 8192), ("GPT-3 175B", 2048)):
+    shape = cost.PUBLISHED[name]
+    flops = cost.recompute_flops_per_token(shape, length) * length / shape.num_layers
+    compute = flops / (0.4 * H100.bf16_flops)
+    every, block_input = (cost.activation_bytes_per_layer(shape, 1, length, recompute=kind) / pcie
+                          for kind in ("none", "full"))
+    print(f"{name:14} {1e3 * compute:12.1f} ms {1e3 * every:18.1f} ms {1e3 * block_input:21.1f} ms")
+
+# %% [markdown]
+# The wider the layer, the better it hides: FLOPs per token grow with the square of the width, bytes
+# only in proportion to it. In small models, sending every activation takes longer than computing
+# it, so you would lose less by recomputing. Sending only the blocks' inputs is hidden in all three
+# models, and it combines with full recomputation: then the GPU keeps almost nothing per layer. What
+# it takes is host memory, and a PCIe link that is not busy with something else, such as a data
+# loader or a network card.
 
 # %% [markdown]
 # ## 8. Recap
 #
-# 1. Activations are results, and what can be computed again need not be kept: full recomputation
-#    keeps one input per block, for one more forward pass of the blocks.
-# 2. A replay gives the same gradient to the last bit, if it draws the same random numbers, runs in
-#    the same precision, and the function leaves nothing behind.
-# 3. A wrong replay has the right loss: only a comparison of gradients shows it.
-# 4. Selective recomputation is the best deal where attention is materialized, most of the bytes for
-#    hardly any FLOPs; fused attention has it built in.
-# 5. Replay as few blocks as the budget allows, block by block: the square root is for layers that
-#    keep no more than their input.
+# 1. Activations are results, and what can be computed again need not be stored: full recomputation
+#    keeps one input per block and costs one more forward pass through the blocks.
+# 2. Recomputation gives the same gradient to the last bit, provided that it draws the same random
+#    numbers, runs in the same precision, and has no side effects.
+# 3. If it is wrong, the loss is still right: only a comparison of gradients shows the bug.
+# 4. Selective recomputation is the best deal where attention is materialized: most of the bytes for
+#    hardly any FLOPs. Fused attention has it built in.
+# 5. Recompute as few blocks as the budget allows. If all are recomputed, segments of one block have
+#    the lowest peak: the square-root rule is for layers that store no more than their input.
 #
 # ## Exercises
 #
 # Write your answers into `exercises/ch03_recompute.py`, save, and run the cell. In a terminal,
 # `minitron hint 3.1` gives hints in three steps.
 #
-# **3.1 Recompute a function** (30 minutes): section 4's function, without the trap of section 5.
+# - [**3.1 Recompute a function**](exercise:3.1) (30 minutes): section 4's function, without the
+#   trap of section 5.
+# - [**3.2 Fit a byte budget**](exercise:3.2) (25 minutes): which blocks to recompute, and in which
+#   segments.
+# - [**3.3 What recomputation costs**](exercise:3.3) (15 minutes): the FLOPs of both policies, from
+#   the shapes.
+# - [**3.4 The best segment length**](exercise:3.4) (15 minutes): the lowest peak for any depth,
+#   block and input.
 
 # %%
 check("3.1")
 
-# %% [markdown]
-# **3.2 Fit a byte budget** (25 minutes): which blocks to replay, and in which segments.
-
 # %%
 check("3.2")
 
-# %% [markdown]
-# **3.3 What recomputation costs** (15 minutes): the FLOPs of both policies, from the shapes.
-
 # %%
 check("3.3")
-
-# %% [markdown]
-# **3.4 The best segment length** (15 minutes): the lowest peak for any depth, block and input.
 
 # %%
 check("3.4")
@@ -620,9 +697,16 @@ check("3.4")
 # %% [markdown]
 # ## Further reading
 #
-# - Chen, Xu, Zhang, Guestrin, *Training Deep Nets with Sublinear Memory Cost*, 2016, sections 3
-#   and 4: replaying segments, and the square root.
-# - Korthikanti et al., *Reducing Activation Recomputation in Large Transformer Models*, 2022,
-#   sections 4 and 5: the bytes of a block, and what to replay.
-# - Dao, Fu, Ermon, Rudra, Ré, *FlashAttention*, 2022, section 3.1: recomputation inside a kernel.
-# - Chowdhery et al., *PaLM*, 2022, appendix B: why MFU leaves replays out.
+# - Chen, Xu, Zhang, Guestrin, [Training Deep Nets with Sublinear Memory
+#   Cost](https://arxiv.org/abs/1604.06174), 2016, sections 3 and 4: recomputing segments, and the
+#   square root.
+# - Korthikanti et al., [Reducing Activation Recomputation in Large Transformer
+#   Models](https://arxiv.org/abs/2205.05198), 2022, sections 4 and 5: the bytes of a block, and
+#   what to recompute.
+# - Dao, Fu, Ermon, Rudra, Ré, [FlashAttention](https://arxiv.org/abs/2205.14135), 2022, section
+#   3.1: recomputation inside a kernel.
+# - Chowdhery et al., [PaLM](https://arxiv.org/abs/2204.02311), 2022, appendix B: why MFU does not
+#   count recomputation.
+# - PyTorch documentation,
+#   [torch.utils.checkpoint](https://docs.pytorch.org/docs/stable/checkpoint.html): selective
+#   checkpointing per operator.

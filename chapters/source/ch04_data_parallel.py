@@ -11,104 +11,106 @@
 # ---
 
 # %% [markdown]
-# # Data parallelism: many devices, one training
+# # 4. Data parallelism: many GPUs, one training run
 #
-# **50 minutes. No GPU. Exercises 4.1 to 4.4.**
+# **40 minutes. No GPU. Exercises 4.1 to 4.4.**
 #
-# *You need:* chapter 1's step and its global batch, and chapter 2's account of who holds what.
+# *You need:* the training step and the global batch from [chapter 1](chapter:1), and the categories
+# of memory from [chapter 2](chapter:2).
 #
 # *You will be able to:*
-# - **train** one model on several processes, so that it is provably the training of one process;
-# - **hide** the communication behind the backward pass, and predict what stays exposed;
-# - **find** the bug that no loss curve shows, with an instrument that names the factor.
+# - **train** one model on several processes, provably the same training as on one process;
+# - **overlap** communication with the backward pass, and predict what stays exposed;
+# - **find** a bug that no loss curve shows, with an instrument that names the factor.
 #
 # Run the cells in order. When the text asks you to predict something, write your guess down before
-# you open the fold.
+# you open the answer.
 
 # %%
 import inspect
 import tempfile
-import time
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
 
 from minitron import cost
+from minitron.config import ModelConfig
+from minitron.dataset import TokenDataset, write_shard
 from minitron.launch import RankError, run
 from minitron.launch.slow_network import SlowNetwork
-
-# %%
-from minitron.config import ModelConfig, TrainConfig
-from teaching.check import check
-from teaching.figures import (
-    Held, curves, holdings, rank_lanes, scaling, show, timeline, wire,
-)
-from teaching.overlap import Compute, step_lanes, transfers
-from teaching.widgets import bucket_explorer
-from minitron.dataset import TokenDataset, write_shard
 from minitron.measure.clock import DENSE_BF16_PEAKS
-from minitron.measure.ledger import Ledger, merged
-from minitron.proof.oracle import after_backward, assert_same_training
 
 # %%
+from minitron.measure.ledger import Ledger, merged
 from minitron.model.transformer import Transformer, initialize
 from minitron.parallel.data.ddp import (
-    FIRST_BUCKET_BYTES, BucketedDataParallel, HookedDataParallel, apply_bucketed_data_parallel,
+    BucketedDataParallel, HookedDataParallel, apply_bucketed_data_parallel,
     apply_hooked_data_parallel, apply_naive_data_parallel, assign_buckets, average_gradients,
 )
-from minitron.step import make_optimizer, train_step
-
+from minitron.parallel.flat import FlatGradients
+from minitron.proof.oracle import after_backward
+from teaching.check import check
+from teaching.figures import Held, curves, holdings, ranges, rank_lanes, show, timeline, wire
+from teaching.lab import ch04 as lab, loss_of, recorded, show_text, verdict
+from teaching.overlap import step_lanes, transfers
+from teaching.widgets import bucket_explorer
 torch.set_num_threads(1)
-MB, GB = 1e6, 1e9
+MB, GB, KiB = 1e6, 1e9, 2**10
 
 # %% [markdown]
 # ## 1. The question
 #
-# The model card of Llama 3 8B says: 1.3 million GPU hours on H100s. How long is that on one of
-# them, and how many would finish in a month?
+# The [model card of Llama 3 8B](https://huggingface.co/meta-llama/Meta-Llama-3-8B) reports 15
+# trillion tokens and 1.3 million GPU hours on H100s. How long is that on a single one? And how many
+# would you need to finish in a month?
 
 # %% tags=["output-question", "nbval-check-output"]
-hours = 1.3e6
+llama_8b = cost.published_llama(32, 4096, 32, 8, 14336, 128256, 8192)
+hours, peak = 1.3e6, DENSE_BF16_PEAKS["H100"]
+flops = 15e12 * cost.training_flops_per_token(llama_8b, 8192)
 print(f"one H100: {hours / 24 / 365:.0f} years")
-print(f"in 30 days: {hours / 24 / 30:,.0f} H100s, if none of them ever waits")
+print(f"in 30 days: {hours / 24 / 30:,.0f} H100s")
+print(f"in chapter 1, at an MFU of 40%: {flops / (0.4 * peak) / 3600 / 24 / 365:.0f} years")
+print(f"the MFU of 1.3 million hours: {flops / peak / 3600 / hours:.0%}")
 
 # %% [markdown]
-# The batch of a step has millions of tokens, and each sequence in it can be worked on by another
-# device. So the work is easily shared. The *result* is not: at the end of the step there must be
-# one model.
-
-# %% [markdown]
+# Chapter 1 arrived at half as many years for the same model, because it assumed an MFU that a good
+# training loop reaches. Both numbers are right. GPU hours count everything a run was billed for,
+# such as waiting for the network, restarts and evaluation, and the model card does not break them
+# down. When you plan a run, half of its cost can be in what the FLOPs do not show, and the network
+# is the first place to look.
+#
+# The work is easy to split: a step's batch has millions of tokens, and each GPU can take some of
+# its sequences. The *result* is not: at the end of the step there must be one model.
+#
 # ## 2. Estimate
 #
-# Every process, a **rank**, holds the whole model and reads its own part of the global batch. Its
-# backward pass gives the gradient of its part. The gradient of the whole batch is the mean of
-# these, so the ranks need one operation: everyone contributes a tensor, everyone gets the sum. It
-# is called **all-reduce**, and the best algorithms make each rank send
+# Each process, called a **rank**, holds the whole model and reads its own part of the global batch.
+# Its backward pass yields the gradient of that part. The gradient of the whole batch is the mean of
+# them, so the ranks need one operation: every rank contributes a tensor, and every rank receives
+# the sum. It is called **all-reduce**, and with the best algorithms each rank sends
 #
 # $$2\,\frac{N-1}{N}\,G \text{ bytes, for gradients of } G \text{ bytes on } N \text{ ranks}$$
 #
-# (Patarasuk & Yuan 2009; chapter 5 builds one of them).
+# (Patarasuk & Yuan 2009; we build such an algorithm in [chapter 5](chapter:5)).
 #
-# **Predict.** Llama 3 8B with gradients in bfloat16, each H100 with its own 400 Gb/s network card
-# (50 GB/s), 8,192 tokens per rank and step. What takes longer, the backward pass or the all-reduce?
-# And with 2,048 ranks instead of 8?
+# **Predict.** Llama 3 8B with gradients in bfloat16. Each H100 has its own 400 Gb/s network card
+# (50 GB/s), sends everything through it, and gets 8,192 tokens per step. Which takes longer, the
+# backward pass or the all-reduce? And what changes if there are 2,048 ranks instead of 8?
 #
 # <details><summary>Answer</summary>
 #
-# The backward pass, but not by much. And the number of ranks hardly matters: from 8 to 2,048 the
+# The backward pass, but not by much. The number of ranks hardly matters: from 8 to 2,048 ranks, the
 # bytes grow by a seventh.
 #
 # </details>
 
 # %% tags=["output-estimate", "nbval-check-output"]
-llama_8b, tokens = cost.published_llama(32, 4096, 32, 8, 14336, 128256, 8192), 8192
-G = 2 * cost.num_parameters(llama_8b)
-speed = 0.40 * DENSE_BF16_PEAKS["H100"]  # FLOP/s, at 40 % of the peak
+tokens, G = 8192, 2 * cost.num_parameters(llama_8b)
+speed = 0.40 * peak  # FLOP/s
 backward = tokens * cost.backward_flops_per_token(llama_8b, tokens) / speed
 print(f"gradients {G / GB:.1f} GB, backward pass {backward:.2f} s")
 print("ranks   sent by each   all-reduce")
@@ -117,15 +119,14 @@ for N in (2, 8, 64, 2048):
     print(f"{N:5,} {sent / GB:11.1f} GB {sent / (50 * GB):10.2f} s")
 
 # %% [markdown]
-# If the ranks first compute and then talk, a good part of the time goes into talking. If they can
-# do both at the same time, nearly all of it could vanish. That is the plot of this chapter: first
-# make it right, then make it disappear.
-
-# %% [markdown]
+# If the ranks first compute and then communicate, they spend a good part of their time
+# communicating. If they can do both at once, most of that time disappears. So this chapter has two
+# goals: make it correct, then make it overlap.
+#
 # ## 3. Picture
 #
-# Who holds what? Llama 3.2 1B, a batch of four sequences, four ranks. **Predict:** which of the
-# four kinds of bytes does data parallelism divide by four?
+# Llama 3.2 1B, a batch of four sequences of 2,048 tokens, four ranks. **Predict:** which of the
+# four categories of memory does data parallelism divide by four?
 
 # %% tags=["figure-holdings"]
 llama_1b, recipe = cost.PUBLISHED["Llama 3.2 1B"], cost.RECIPES["bf16"]
@@ -136,24 +137,25 @@ four = cost.activation_bytes(llama_1b, 4, 2048)
 row = {kind: Held(num_bytes) for kind, num_bytes in state.items()}
 row["activation"] = Held(four / 4, 0.25)
 show(holdings({f"rank {rank}": row for rank in range(4)}), alt=(
-    "Every rank holds the whole model, its gradients and its optimizer state; "
-    "only the activations are shared out."
+    "Every rank holds the full model, its gradients and its optimizer state; only the activations "
+    "are divided among the ranks."
 ))
 
 # %% [markdown]
-# Only the activations. Data parallelism shares work, not memory: a model that does not fit on one
-# device does not fit on a thousand of them this way.
+# Only the activations. Data parallelism splits the work, not the memory: a model that does not fit
+# on one GPU does not fit on a thousand of them this way.
 #
-# ### Who reads what
+# ### Which rank reads what
 #
-# The sequences of one step are the **global batch** (GBS). A rank works through its part in
-# micro-batches (MBS), and adds up the gradients of several of them (GA, accumulation) before the
-# ranks talk:
+# The sequences of one step are the **global batch** (GBS). Each rank processes its part in
+# micro-batches of MBS sequences and accumulates the gradients of several of them (GA) before the
+# ranks communicate:
 #
-# $$\text{GBS} = \text{MBS} \times \text{GA} \times \text{DP}$$
+# $$\text{GBS} = \text{MBS} \times \text{GA} \times N \text{ for } N \text{ ranks}$$
 #
-# with DP ranks. What the step computes must depend on GBS alone, not on how it was cut. So a rank
-# does not own a part of the data set. It takes its share of the *sample numbers* of this step:
+# What the step computes must depend on GBS alone, not on how the batch is divided. A rank therefore
+# does not own a part of the data set. Each step has a range of *sample numbers*, and the rank takes
+# its share of them:
 
 # %%
 workspace = tempfile.TemporaryDirectory()
@@ -162,24 +164,25 @@ write_shard(Path(workspace.name) / "train_0.bin", np.arange(400))
 data = TokenDataset(Path(workspace.name), "train", sequence_length=S, seed=0)
 
 # %% tags=["output-samples", "nbval-check-output"]
-whole = data.batch(position=16, batch_size=GBS)[:, 0] // S  # a sample's first token tells which
-print("one process:", whole.tolist())
-for DP in (2, 3, 4):
-    parts = [data.batch(16, GBS, rank, DP)[:, 0] // S for rank in range(DP)]
-    same = sorted(torch.cat(parts).tolist()) == sorted(whole.tolist())
-    print(f"{DP} ranks:    ", *(part.tolist() for part in parts), "together the same:", same)
+batch_alone = data.batch(position=16, batch_size=GBS)[:, 0] // S  # by a sample's first token
+print("one process:", batch_alone.tolist())
+for N in (2, 3, 4):
+    parts = [data.batch(16, GBS, rank, N)[:, 0] // S for rank in range(N)]
+    same = sorted(torch.cat(parts).tolist()) == sorted(batch_alone.tolist())
+    print(f"{N} ranks:    ", *(part.tolist() for part in parts), "together the same:", same)
 
 # %% [markdown]
-# With three ranks the parts are not equal, and that is allowed: each rank divides its summed loss
-# by its *fair share* of all tokens, a third, not by its own number. A run can stop on 4 ranks and
-# go on with 3: the position in the data is one number, and it counts the samples of all ranks.
-
-# %% [markdown]
+# With three ranks the parts have different sizes, and that is fine: each rank divides its summed
+# loss by an *equal share* of all tokens, one third, not by its own number of tokens. A run can stop
+# on 4 ranks and resume on 3, because its position in the data is a single number that counts all
+# ranks' samples.
+#
 # ## 4. By hand
 #
-# `run(function, 4)` starts four processes and calls `function(group)` in each. `group` is how they
-# reach each other: `group.rank()` is who I am, `group.size()` how many we are. Nothing else differs
-# between them. They run the same code, with the same seed, so they hold the same weights.
+# `run(function, 4)` starts four processes and calls `function(group)` in each. Through `group` they
+# reach each other: `group.rank()` is this process's number and `group.size()` how many there are.
+# Nothing else distinguishes them. They run the same code with the same seed, so they hold the same
+# weights.
 
 # %%
 generator = torch.Generator().manual_seed(0)
@@ -190,10 +193,6 @@ def build():
     model = Transformer(ModelConfig("gpt", 64, 24, 2, 32, 4, 4, 128))
     initialize(model, seed=0)
     return model.double()
-
-
-def loss_of(model, rows):
-    return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
 
 
 # %%
@@ -220,61 +219,64 @@ def flat_gradient(model):
 model = build()
 loss_of(model, batch).backward()
 alone = flat_gradient(model)
-for rank, gradient in enumerate(run(by_hand, 4)):
+by_rank = run(by_hand, 4)
+for rank, gradient in enumerate(by_rank):
     error = (gradient - alone).abs().max() / alone.abs().max()
-    print(f"rank {rank}: off by {error:.0e} of the largest value")
+    print(f"rank {rank}: off by {error:.0e} of the largest value; "
+          f"same bits as rank 0: {torch.equal(gradient, by_rank[0])}")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The same up to rounding: the numbers are added in another order, and floating-point addition
-# notices. In float64 that is the sixteenth digit. All four ranks agree with each other exactly,
-# because each gets the same sum. This matters: they never compare their weights again.
+# The same, up to rounding: the numbers are added in a different order, and floating-point addition
+# depends on the order. In float64 the difference is in the sixteenth digit. The four ranks agree
+# with each other exactly, because each receives the same sum. That matters, because they never
+# compare their weights again.
 #
 # </details>
 #
 # ### What a mistake looks like
 #
-# A collective is a meeting. If one rank does not come, the others wait. Here rank 2 has an empty
-# part and goes home early:
+# All ranks of a group must take part in a collective; if one does not, the others wait. Here rank 2
+# has no work and returns early:
 
 # %% tags=["output-hang"]
 def early(group):
     total = torch.ones(1000)
     if group.rank() == 2:
-        return  # "nothing to do for me"
+        return  # nothing to do here
     dist.all_reduce(total, group=group)
 
 
 try:
     run(early, 4)
 except RankError as error:
-    print(error)
+    show_text(error)
 
 # %% [markdown]
-# On a cluster you would see GPUs at full load and nothing else, until NCCL's time-out some minutes
-# later. Here the launcher asks each rank where it is. And if ranks meet in different calls, it says
-# so before anyone waits long, for it compares what they announce:
+# On a cluster you would see GPUs at full utilization and no progress, until NCCL times out some
+# minutes later. Here the launcher asks every rank where it is. It also compares which collectives
+# the ranks announce, so a mismatch is reported right away:
 
 # %% tags=["output-mismatch"]
 def confused(group):
     loss = torch.ones(1)
     if group.rank() != 2:
-        dist.all_reduce(loss, group=group)  # "rank 2 does not log anyway"
+        dist.all_reduce(loss, group=group)  # rank 2 does not log the loss
     dist.barrier(group)
 
 
 try:
     run(confused, 4)
 except RankError as error:
-    print(str(error).splitlines()[0])
+    show_text(error)
 
 # %% [markdown]
 # ## 5. The trap: the loss looks fine
 #
-# Why wait for the end of the backward pass? A hook can send each gradient as soon as it is there.
-# PyTorch offers `register_post_accumulate_grad_hook`: your function is called when a parameter's
-# gradient is complete. Read the code. Would it pass your review?
+# Why wait until the backward pass has finished? A hook can send each gradient as soon as it is
+# complete. PyTorch offers `register_post_accumulate_grad_hook`: it calls your function when a
+# parameter's gradient has been accumulated. Read this code. Would it pass your review?
 
 
 # %%
@@ -292,9 +294,9 @@ def hook_by_hand(model, group):
 
 
 # %% [markdown]
-# And a second version, which runs after the backward pass and leaves the division out. Both teach a
-# table of 64 tokens to count in sevens: the next token is the last one plus 7, modulo 64. AdamW,
-# four ranks.
+# Here is a second version, which runs after the backward pass and forgets to divide. With each
+# version, an embedding and a linear layer learn to count in sevens (of 64 tokens, the next one is
+# the last one plus 7, modulo 64), with AdamW on four ranks.
 
 
 # %%
@@ -303,96 +305,61 @@ def sum_by_hand(model, group):
         dist.all_reduce(p.grad, group=group)
 
 
-def counting_rows(step):
-    own = torch.Generator().manual_seed(step)
-    return (torch.randint(64, (16, 1), generator=own) + 7 * torch.arange(25)) % 64
-
-
-# %%
-def train(group, hook, finish, num_steps=60):
-    torch.manual_seed(0)
-    model, losses = nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 64)), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    hook(model, group)
-    for step in range(num_steps):
-        optimizer.zero_grad()
-        loss = loss_of(model, counting_rows(step)[group.rank() :: group.size()])
-        loss.backward()
-        finish(model, group)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-# %%
-def nothing(model, group):
-    pass
-
-
-def train_all(group):
-    """Losses (version, step) of this rank."""
-    versions = ((nothing, average_gradients), (nothing, sum_by_hand), (hook_by_hand, nothing))
-    return torch.tensor([train(group, *version) for version in versions])
-
-
 # %% tags=["figure-trap"]
-mean_losses = torch.stack(run(train_all, 4, watch=False)).mean(0)
+versions = [(lab.nothing, average_gradients), (lab.nothing, sum_by_hand),
+            (hook_by_hand, lab.nothing)]
+mean_losses = torch.stack(run(lab.train_all, 4, versions, timeout=300, watch=False)).mean(0)
 right, summed, hooked = mean_losses.tolist()
-show(curves(range(1, 61), {"the sum": summed, "the hook": hooked}, "step",
-            "loss (nats per token)", {"the mean, as it should be": right}), alt=(
-    "Three losses fall to zero as if nothing were wrong. Two of the three trainings are wrong."
+show(curves(range(1, 61), {"sum": summed, "hook": hooked}, "step", "loss (nats per token)",
+            {"mean (correct)": right}), alt=(
+    "All three losses fall " + ("to nearly zero" if max(hooked[-1], summed[-1]) < 0.3 else "")
+    + " as if nothing were wrong. Two of the three trainings are wrong."
 ))
 
 # %% [markdown]
-# Three healthy curves, all the way to zero. Now the **oracle**: it trains a small model on N ranks
-# and in one process, with the same samples, in float64, with SGD and with AdamW, and compares
-# losses, every gradient and every parameter on every rank after every step. What does it say of
-# ours?
+# Three healthy curves. Now the **oracle**. It trains a small model on N ranks and in one process,
+# with the same samples, in float64, with SGD and with AdamW, and after every step it compares the
+# losses, every gradient and every parameter on every rank. What does it say about our two versions?
 
 # %% tags=["output-oracle-trap"]
-def verdict(apply, num_ranks=4):
-    try:
-        assert_same_training(apply, num_ranks)
-        return "the same training"
-    except AssertionError as error:
-        return str(error)
-
-
 def with_hook(model, group):
     hook_by_hand(model, group)
-    return after_backward(nothing)(model, group)  # equal weights at the start
+    return after_backward(lab.nothing)(model, group)  # equal weights at the start
 
 
-print("SUM\n" + verdict(after_backward(sum_by_hand)))
-print("\nHOOK\n" + verdict(with_hook))
+for name, apply in (("sum", after_backward(sum_by_hand)), ("hook", with_hook)):
+    print(f"{name}:")
+    show_text(verdict(apply))
 
 # %% [markdown]
-# **The sum** is a gradient N times too large. AdamW divides each gradient by its own size, so it
-# does not care, and that is why the oracle also trains with SGD. You would notice the day you
-# switch on gradient clipping, or change the number of ranks.
+# **The sum** gives a gradient that is N times too large. AdamW divides each gradient by its own
+# magnitude and hides the factor, which is why the oracle also trains with SGD. You would notice on
+# the day you turn on gradient clipping, whose threshold is then N times too strict, or resume on
+# another number of ranks, where the new gradients no longer match the scale of AdamW's moments.
 #
 # **The hook** is worse. `register_post_accumulate_grad_hook` passes the *parameter*. The argument
-# is called `grad`, and everyone who reads the function believes it. What it averages is the
-# weights, half-way through the backward pass, while every rank keeps its own gradient. Each rank
-# trains on its own data and is pulled back to the others one step late.
+# is named `grad`, and every reader believes it. So it averages the weights in the middle of the
+# backward pass, while each rank keeps its own gradient. Each rank trains on its own data and is
+# pulled back toward the others one step late.
 #
-# This bug is not invented. A public code base for teaching has it, in its `DataParallelNaive`
-# (huggingface/picotron, `picotron/data_parallel/data_parallel.py`, as of August 2025): the method
-# `_allreduce_grads(self, grad)` is registered with this very hook. With `register_hook`, which
-# passes the gradient, the same body is right. The cells above are all it takes to reproduce it.
-
-# %% [markdown]
+# This bug is real. [picotron](https://github.com/huggingface/picotron), a code base for teaching,
+# has it in `DataParallelNaive` (huggingface/picotron, `picotron/data_parallel/data_parallel.py`, as
+# of August 2025): its method `_allreduce_grads(self, grad)` is registered with this very hook. With
+# `register_hook`, which passes the gradient, the same body would be correct. The cells above
+# reproduce it.
+#
 # ## 6. The real one
 #
-# The package has three versions. The naive one you know:
+# The package has three versions. You know the naive one:
 
 # %%
 print(inspect.getsource(average_gradients))
 
 # %% [markdown]
-# It divides before the sum, so that N gradients in 16 bits cannot overflow, and it does not let a
-# rank stay away whose data did not touch a parameter. The hooked one differs in *when*. Find the
-# line that may make a gradient wait although it is ready, and the reason.
+# It divides before it sums, so that N gradients in 16 bits cannot overflow. And if a parameter got
+# no gradient on this rank, the rank takes part with zeros. The hooked version,
+# [`HookedDataParallel`](code:minitron.parallel.data.ddp.HookedDataParallel), differs in *when* it
+# sends. Find the line that can make a gradient wait although it is ready, and the reason for it.
 
 # %%
 print(inspect.getsource(HookedDataParallel.collect))
@@ -400,41 +367,43 @@ print(inspect.getsource(HookedDataParallel.accept))
 print(inspect.getsource(HookedDataParallel.send))
 
 # %% [markdown]
-# `async_op=True` starts the all-reduce and returns at once; `finish()` waits for all of them. The
-# `while` loop sends in one fixed order. Autograd may complete gradients in another order on another
-# rank, and then two ranks would meet with different tensors.
+# `async_op=True` starts the all-reduce and returns immediately; `finish()` waits for all of them.
+# The `while` loop sends in one fixed order. Autograd may complete gradients in a different order on
+# another rank, and then two ranks would reduce different tensors together.
 #
-# The bucketed one differs in *how much*. A message costs a fixed time, the latency, however short
-# it is, and a model has hundreds of small tensors. So gradients are copied into flat **buckets**,
-# and each bucket is one message. `assign_buckets` starts with the last parameter, whose gradient is
-# ready first:
+# The bucketed version differs in *how much* it sends at once. A message has a fixed cost, its
+# latency, however short it is, and a model has hundreds of small tensors. So gradients are copied
+# into flat [buckets](word:bucket), and each bucket is one message. `assign_buckets` starts with the
+# last parameter, whose gradient is complete first:
 
 # %%
 print(assign_buckets([40, 10, 20, 30], bucket_bytes=50), "\n")
 print(inspect.getsource(BucketedDataParallel.prepare))
+print(inspect.getsource(FlatGradients.take))
 print(inspect.getsource(BucketedDataParallel.send))
 
 # %% [markdown]
-# `torch.mul(..., out=view)` is the copy and the division in one. From then on `.grad` *is* a view
-# into the bucket: nothing is copied back. The oracle, on every number of ranks:
+# In `take`, `torch.mul(..., out=view)` copies and divides in one operation. From then on `.grad`
+# *is* a view into the bucket, so nothing has to be copied back. The oracle, for several numbers of
+# ranks:
 
 # %% tags=["output-oracle", "nbval-check-output"]
-small_buckets = partial(apply_bucketed_data_parallel, bucket_bytes=5_000)  # several of them
+small_buckets = partial(apply_bucketed_data_parallel, bucket_bytes=5_000)  # to have several
 applies = {"naive": apply_naive_data_parallel, "hooked": apply_hooked_data_parallel,
            "bucketed": small_buckets}
 for num_ranks in (1, 2, 3, 4):
     for name, apply in applies.items():
-        print(f"ranks: {num_ranks}  {name:9} {verdict(apply, num_ranks)}")
+        print(f"{num_ranks} ranks  {name:9} {verdict(apply, num_ranks)}")
 
 # %% [markdown]
-# That includes a batch that does not divide by the number of ranks, a frozen parameter, a tied
-# embedding, and ranks that were seeded differently on purpose.
+# This includes a batch that is not divisible by the number of ranks, a frozen parameter, a tied
+# embedding, and ranks that were deliberately given different seeds.
 #
 # ### Accumulation and `no_sync`
 #
 # With four micro-batches per step, the ranks could average after each backward pass.
 #
-# **Predict.** What would be wrong with the result? What would be wrong with the wire?
+# **Predict.** Would the gradient be wrong? And what would that cost on the network?
 
 # %%
 def accumulate(group, sync_each):
@@ -456,239 +425,178 @@ def accumulate(group, sync_each):
 measured = {}
 for name, sync_each in (("after each of 4", True), ("once, no_sync", False)):
     gradients, calls = zip(*run(accumulate, 4, sync_each), strict=True)
-    right = torch.allclose(gradients[3], alone, rtol=1e-12, atol=1e-15)
-    print(f"{name:16} gradient right: {right}")
+    correct = torch.allclose(gradients[3], alone, rtol=1e-12, atol=1e-15)
+    print(f"{name:16} gradient correct: {correct}")
     print(merged(calls), end="\n\n")
     measured[name] = [sum(call.sent for call in rank_calls) for rank_calls in calls]
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The result is right: a mean of sums is a sum of means, and averaging what is already equal changes
-# nothing. But every pass sends all the bytes. Under `no_sync` gradients add up in `.grad`, and only
-# the last pass of the step sends.
+# The gradient is correct: averaging what has been averaged already changes nothing, and the mean of
+# sums is the sum of means. But every backward pass sends all the bytes. Under `no_sync`, gradients
+# accumulate in `.grad`, and only the last backward pass of the step sends them.
 #
 # </details>
 #
-# The **ledger** has counted these bytes. It sees every operation that a rank starts, also from
-# hooks. Do they agree with the formula of section 2?
+# The **ledger** counted these bytes. It sees every collective that a rank starts, including those
+# started from hooks. Do the counts agree with the formula of section 2?
 
 # %% tags=["figure-wire"]
 elements = [p.numel() for p in build().parameters()]
 once = [sum(cost.ring_all_reduce_volume(n, 8, 4, rank).sent for n in elements) for rank in range(4)]
 formula = {"after each of 4": [4 * sent for sent in once], "once, no_sync": once}
+assert measured == formula
 show(wire(measured, formula), alt=(
-    "Averaging after each of four micro-batches sends four times the bytes of averaging once; "
-    "both are what the formula says."
+    "Averaging after each of four micro-batches sends four times the bytes of averaging once; both "
+    "counts equal the formula."
 ))
 
 # %% [markdown]
 # ## 7. Measure
 #
-# Four processes on one machine talk through its memory, and there is hardly anything to hide. So we
-# slow the network down. `SlowNetwork` is an **emulation**: each transfer really happens, and
-# whoever waits for it sleeps until a link of that latency and bandwidth would have delivered. The
-# processor is free meanwhile, so the overlap is real.
+# Four processes on one machine communicate through its memory, so there is hardly anything to hide.
+# We slow the network down. [`SlowNetwork`](code:minitron.launch.slow_network.SlowNetwork) is an
+# **emulation**: every transfer really takes place, and a rank that waits for one sleeps until a
+# link with that latency and bandwidth would have delivered it. The processor is free in the
+# meantime, so the overlap is real.
 #
-# Two ranks from here on, and a larger model. First the compute alone: when is each gradient ready?
-
-# %%
-wide = ModelConfig("gpt", 256, 128, 4, 256, 4, 4, 1024, tied_embedding=False)
-N = 2
-
-
-def start(seed=0):
-    """A model, its optimizer, and one micro-batch of 512 tokens."""
-    model = Transformer(wide)
-    initialize(model, seed)
-    rows = torch.randint(256, (4, 129), generator=torch.Generator().manual_seed(seed))
-    optimizer = make_optimizer(model, TrainConfig(), torch.device("cpu"))
-    return model, optimizer, [(rows[:, :-1], rows[:, 1:])]
-
-
-# %%
-def compute_alone(group, num_steps=6):
-    """The fastest of some steps without any communication."""
-    model, optimizer, micro_batches = start()
-    number = {p: index for index, p in enumerate(model.parameters())}
-    ready, steps = [0.0] * len(number), []
-    for each in number:
-        each.register_post_accumulate_grad_hook(
-            lambda p: ready.__setitem__(number[p], time.perf_counter()))
-    for _ in range(num_steps):
-        with Ledger() as ledger:
-            train_step(model, optimizer, micro_batches, 1e-3, 1.0)
-        begin, end = ledger.spans[0].start, ledger.spans[-1].end
-        forward = ledger.spans[0].end - begin
-        steps.append(Compute(forward, [at - begin for at in ready], end - max(ready)))
-    return min(steps, key=lambda step: step.backward + step.optimizer)
-
-
-# %% [markdown]
-# Now a network that suits the speed of your machine: all bytes of the gradients take 60 % of the
-# backward pass, and the latencies of all of them, sent one by one, take as long as all of it.
+# From here on there are two ranks and a larger model. First we measure the compute alone: when is
+# each gradient complete? Then we choose a network to match the speed of your machine: at its
+# bandwidth, all gradients take three fifths of the backward pass; its latency, paid once per
+# gradient, adds up to as much time as the whole backward pass.
 
 # %% tags=["output-compute"]
-compute = run(compute_alone, N, watch=False)[0]
-backward = compute.backward - compute.forward
-sizes = [p.nbytes for p in start()[0].parameters()]
-one_by_one = [[index] for index in reversed(range(len(sizes)))]
-
-bandwidth = round(sum(sizes) / (0.6 * backward), -6)
-latency = round(backward / (2 * len(sizes)), 5)  # each all-reduce on 2 ranks has two messages
-print(f"backward pass {1e3 * backward:.0f} ms, {len(sizes)} gradients, {sum(sizes) / MB:.1f} MB")
-print(SlowNetwork(latency, bandwidth))
+compute = run(lab.compute_alone, 2, watch=False)[0]
+sizes = lab.gradient_bytes()
+network = lab.Network.for_machine(compute, sizes)
+print(f"backward pass {1e3 * (compute.backward - compute.forward):.0f} ms, "
+      f"{len(sizes)} gradients, {sum(sizes) / MB:.1f} MB")
+print(SlowNetwork(*network))
 
 # %% [markdown]
-# The rest of the prediction is a queue. A bucket leaves when its last gradient is ready and the
-# link is free:
+# The prediction is a queue. A bucket leaves when its last gradient is complete and the link is
+# free:
 
 # %%
 print(inspect.getsource(transfers))
 
-
-# %%
-def buckets_of(bucket_bytes):
-    """The package's buckets: a small first one, then the others."""
-    first = assign_buckets(sizes, min(FIRST_BUCKET_BYTES, bucket_bytes))[0]
-    return [first, *assign_buckets(sizes[: -len(first)], bucket_bytes)]
-
-
-def predict(buckets, overlapped=True):
-    """When each transfer runs; without overlap every gradient is ready at the end of backward."""
-    ready = compute.ready if overlapped else [compute.backward] * len(sizes)
-    return transfers(ready, sizes, buckets, N, latency, bandwidth)
-
-
-# %%
-def slow_steps(group, apply, num_steps=3):
-    """Calls, spans and seconds of each step on the slow network."""
-    model, optimizer, micro_batches = start()
-    parallel, steps = apply(model, group), []
-    for _ in range(num_steps):
-        dist.barrier(group)
-        begin = time.perf_counter()
-        with SlowNetwork(latency, bandwidth), Ledger() as ledger:
-            train_step(model, optimizer, micro_batches, 1e-3, 1.0, parallel)
-        steps.append((ledger.calls, ledger.spans, time.perf_counter() - begin))
-    return steps
-
-
-# %%
-def fastest(apply):
-    """Calls, spans and seconds, rank by rank, of the step that the slower rank finished first."""
-    rank_0, rank_1 = run(slow_steps, N, apply, watch=False)
-    steps = [list(zip(*both, strict=True)) for both in zip(rank_0, rank_1, strict=True)]
-    return min(steps, key=lambda step: max(step[2]))
-
-
 # %% [markdown]
-# ### Naive: after the backward pass
-#
-# **Predict.** How long is the step, compared with its compute?
+# **Predict.** Three steps are about to be drawn: naive (one message per gradient, after the
+# backward pass), hooked (one message per gradient, when it is ready), and bucketed. Where does each
+# of them wait for the network?
 
-# %%
-def draw(apply, sent, alt):
-    """The predicted lanes above those that the ledgers have seen."""
-    calls, spans, seconds = fastest(apply)
-    predicted = step_lanes(compute, sent)
-    print(SlowNetwork(latency, bandwidth))
-    print(f"step: predicted {predicted['predicted compute'][-1].end:.0f} ms, "
-          f"measured {max(seconds) * 1e3:.0f} ms in {len(calls[0])} calls")
-    show(timeline(rank_lanes(calls, spans), predicted, "ms, network emulated"), alt=alt)
-
+# %% tags=["output-three"]
+best_size, one_by_one = 2 * KiB**2, [[index] for index in reversed(range(len(sizes)))]
+ways = {"naive": (apply_naive_data_parallel, network.predict(compute, one_by_one, False)),
+        "hooked": (apply_hooked_data_parallel, network.predict(compute, one_by_one)),
+        "bucketed": (lab.sized(best_size), network.predict(compute, lab.buckets_of(best_size)))}
+steps = dict(zip(ways, lab.measure([apply for apply, _ in ways.values()], network), strict=True))
+print("ms of a step   calls   predicted   measured: median (middle half of 15)")
+for name, (_, sent) in ways.items():
+    expected = lab.end_of(compute, sent)
+    low, middle, high = lab.spread(steps[name])
+    calls = len(steps[name][0].calls[0])
+    print(f"{name:12} {calls:7} {expected:11.0f} {middle:11.0f} ({low:.0f} to {high:.0f})")
 
 # %% tags=["figure-naive"]
-draw(apply_naive_data_parallel, predict(one_by_one, overlapped=False), (
-    "Naive: while gradients travel, nobody computes; while ranks compute, nothing travels."
-))
+def draw(name, alt):
+    """Draw the predicted lanes above what the ledgers saw in the fastest step."""
+    step, sent = steps[name][0], ways[name][1]
+    lanes = rank_lanes(step.calls, step.spans)
+    show(timeline(lanes, step_lanes(compute, sent), "ms, network emulated"), alt=alt)
+
+
+draw("naive", "Naive: while gradients travel, no rank computes; while ranks compute, nothing "
+     "travels.")
 
 # %% [markdown]
-# Each stripe is one gradient. The narrow ones are hardly more than latency.
-#
-# ### Hooked: as soon as it is ready
+# Each stripe is one gradient. The narrow ones are hardly more than the latency.
 
 # %% tags=["figure-hooked"]
-draw(apply_hooked_data_parallel, predict(one_by_one), (
-    "Hooked: the network works during the backward pass, but many small messages keep it "
-    "busy long after."
-))
+draw("hooked", "Hooked: the network works during the backward pass, but many small messages keep "
+     "it busy long after its end.")
 
 # %% [markdown]
-# Overlap, and still an exposed tail: not bytes but latency, once per tensor. In the measured lanes
-# the backward pass itself has grown, too. Starting dozens of calls takes time on the processor.
-#
-# ### Bucketed: few messages
+# There is overlap, and still an exposed tail. The tail consists of latency rather than bytes, once
+# per tensor. In the measured lanes the backward pass itself has also become longer, because
+# starting dozens of collectives takes processor time.
 
 # %% tags=["figure-bucketed"]
-best_size = 2 * 2**20
-bucketed = partial(apply_bucketed_data_parallel, bucket_bytes=best_size)
-draw(bucketed, predict(buckets_of(best_size)), (
-    "Bucketed: the network keeps up with the backward pass, and what is exposed is little more "
-    "than the last bucket."
-))
+draw("bucketed", "Bucketed: the network keeps up with the backward pass, and what is exposed is "
+     "little more than the last bucket.")
 
 # %% [markdown]
-# The gap between prediction and measurement has names. Starting and ending a call costs time on the
-# processor, most of all where there are many calls; so does copying gradients into buckets. Two
-# more small all-reduces, of the number of tokens and of the loss, are not in the prediction. And a
-# rank that is late makes the others wait: a stripe much longer than its bytes is such a wait.
+# What does the gap between prediction and measurement consist of? Starting and completing a
+# collective takes processor time, and so does copying gradients into buckets. Two small
+# all-reduces, of the number of tokens and of the loss, are not in the prediction. And when one rank
+# is late, the others wait for it: a stripe that is much longer than its bytes justify is such a
+# wait.
 #
 # ### How large should a bucket be?
 #
-# **Predict.** Small buckets leave early and pay the latency often. Large ones pay it once and
-# leave late. What does the curve of the step time look like, and what moves its lowest point to the
-# left?
+# **Predict.** Small buckets leave early and pay the latency often. Large ones pay it once and leave
+# late. What does the step time look like as a function of the bucket size? What would move its
+# minimum to smaller buckets?
 
 # %%
-KiB = 2**10
-candidates = [64 * KiB, 1024 * KiB, 4096 * KiB, 16_384 * KiB]
-
-
-def milliseconds(bucket_bytes):
-    apply = partial(apply_bucketed_data_parallel, bucket_bytes=bucket_bytes)
-    return 1e3 * max(fastest(apply)[2])
-
-
-rounds = [[milliseconds(size) for size in candidates] for _ in range(2)]
-taken = [min(both) for both in zip(*rounds, strict=True)]
-lanes = [step_lanes(compute, predict(buckets_of(size))) for size in candidates]
-predicted = [each["predicted compute"][-1].end for each in lanes]
+candidates = [64 * KiB, 256 * KiB, 1024 * KiB, 4096 * KiB, 16_384 * KiB]
+labels = {f"{size // KiB} KiB": size for size in candidates}
+sweep = lab.measure([lab.sized(size) for size in candidates], network)
+spreads = {name: lab.spread(found) for name, found in zip(labels, sweep, strict=True)}
+predicted = {name: lab.end_of(compute, network.predict(compute, lab.buckets_of(size)))
+             for name, size in labels.items()}
 
 # %% tags=["figure-buckets"]
-print("bucket KiB   buckets   predicted ms   measured ms")
-for size, expected, found in zip(candidates, predicted, taken, strict=True):
-    print(f"{size // KiB:10} {len(buckets_of(size)):9} {expected:14.0f} {found:13.0f}")
-show(scaling([size // KiB for size in candidates], taken, "bucket size (KiB)", "step (ms)",
-             predicted), alt=(
-    "Small buckets pay the latency often, large ones leave late: the best size lies between."
+print("                   ms: predicted   measured: median (middle half of 15)")
+for name, (low, middle, high) in spreads.items():
+    number = len(lab.buckets_of(labels[name]))
+    print(f"{name:9} {number:2} buckets {predicted[name]:10.0f} {middle:10.0f} "
+          f"({low:.0f} to {high:.0f})")
+print(f"predicted best: {min(predicted, key=predicted.get)}. Measured:")
+show_text(lab.told_apart(spreads))
+show(ranges(spreads, predicted, "step (ms), network emulated"), alt=(
+    "Step time by bucket size; the lines span the middle half of the repeats. "
+    + lab.told_apart(spreads)
 ))
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# A valley. A shorter latency moves it to the left: then small buckets cost nothing. PyTorch's
-# default is 25 MiB, with a first bucket of 1 MiB so that the network starts early; the package does
-# the same.
+# A valley, in the prediction: the smallest buckets pay the latency dozens of times, and the largest
+# one leaves when the backward pass is over. The floor of the valley is flat, so how precisely the
+# best size can be measured depends on the spread of the repeats. A shorter latency moves the
+# minimum to smaller buckets, because then many messages cost little. PyTorch's default is 25 MiB,
+# with a first bucket of 1 MiB so that the network starts early ([Li et al.
+# 2020](https://arxiv.org/abs/2006.15704), section 5); the package does the same.
 #
 # </details>
 #
 # ### On real GPUs
 #
-# The same functions, with an H100's numbers: 40 % of 989 TFLOP/s, 450 GB/s per direction through
-# NVLink inside a node, 50 GB/s through a 400 Gb/s card between nodes (NVIDIA's data sheets), 64
-# ranks.
+# The same functions with an H100's numbers from NVIDIA's datasheets (2023): 40 % of 989 TFLOP/s,
+# 450 GB/s per direction over NVLink inside a node, and 50 GB/s through a 400 Gb/s card between
+# nodes; 64 ranks.
 
 # %% tags=["figure-explorer"]
 bucket_explorer()
 
 # %% [markdown]
-# In the best of cases the all-reduce is hidden behind the backward pass. How much work must a rank
-# have for that? Both are proportional to the number of parameters P. The backward pass takes about
-# 4 P FLOPs per token, the all-reduce sends about 2 x 2 P bytes. P cancels.
+# What there is to hide behind is one step's backward pass. On one GPU, for six layers of a 1.3B
+# Llama:
+
+# %%
+shown = recorded.one_step()
+show_text(shown.sentence)
+show(shown.figure, alt=shown.alt)
+
+# %% [markdown]
+# At best, the all-reduce is completely hidden behind the backward pass. How much work must a rank
+# have for that? Both times are proportional to the number of parameters P: the backward pass takes
+# about 4 P FLOPs per token, and the all-reduce sends about 2 x 2 P bytes. So P cancels.
 #
 # **Predict.** How many tokens per rank hide the all-reduce between nodes? Does a larger model need
-# more of them, or fewer?
+# more tokens, or fewer?
 
 # %% tags=["output-tokens", "nbval-check-output"]
 links = {"NVLink": 450 * GB, "400 Gb/s": 50 * GB, "100 Gb/s": 12.5 * GB}
@@ -704,60 +612,58 @@ for name, rate in links.items():
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# About as many as the device's FLOP/s divided by the link's bytes per second, whatever the model.
-# (Attention adds FLOPs but no gradients, so the exact numbers are somewhat lower.)
+# Approximately the FLOP/s that the GPU achieves, divided by the link's bytes per second, for any
+# model. (Attention adds FLOPs but no gradients, so the exact numbers are lower, most of all for the
+# smaller model, where attention is a larger share of the FLOPs.)
 #
 # </details>
 #
-# This rule is also the limit of data parallelism. Each rank needs its thousands of tokens, so the
-# global batch grows with the number of ranks, and chapter 1 showed that a batch beyond a certain
-# size buys less and less. Goyal et al. (2017) went to 256 GPUs with a warm-up and a learning rate
-# in proportion to the batch. When the batch must not grow any more, the ranks have to share
-# something else than samples.
+# This rule is also the limit of data parallelism. Every rank needs its thousands of tokens, so the
+# global batch grows with the number of ranks, and chapter 1 showed that beyond a certain size a
+# larger batch buys less and less. [Goyal et al. (2017)](https://arxiv.org/abs/1706.02677) scaled to
+# 256 GPUs with a learning rate proportional to the batch and a warm-up. Once the batch cannot grow
+# any further, the ranks have to split something other than samples.
 
 # %% tags=["output-limit", "nbval-check-output"]
 print(" ranks   tokens per step, 8,192 each")
-for N_ranks in (8, 64, 512, 4096, 16384):
-    print(f"{N_ranks:6,} {N_ranks * 8192 / 1e6:10.2f} million")
+for N in (8, 64, 512, 4096, 16384):
+    print(f"{N:6,} {N * 8192 / 1e6:10.2f} million")
 
 # %% [markdown]
 # ## 8. Recap
 #
-# 1. Every rank holds the whole model and reads its own samples; the mean of the ranks' gradients is
+# 1. Every rank holds the full model and reads its own samples; the mean of the ranks' gradients is
 #    the gradient of the global batch, up to the order of the additions.
-# 2. An all-reduce sends 2 (N-1)/N of the gradients' bytes per rank: the number of ranks hardly
-#    matters, and under `no_sync` nor does the number of micro-batches.
-# 3. A sum in place of a mean, or a hook that averages weights, has a healthy loss: the oracle sees
-#    it, and SGD tells it the factor.
-# 4. Hooks let the network work during the backward pass, and buckets pay the latency once for many
-#    tensors; the best size lies between.
-# 5. What a rank must have to hide the all-reduce is a number of tokens, and it does not depend on
-#    the model.
+# 2. In an all-reduce each rank sends 2 (N-1)/N times the bytes of the gradients, so the number of
+#    ranks hardly matters; with `no_sync`, neither does the number of micro-batches.
+# 3. A sum instead of a mean, or a hook that averages weights, still gives a healthy loss curve. The
+#    oracle finds both, and with SGD it names the factor.
+# 4. Hooks let the network work during the backward pass; buckets pay the latency once for many
+#    tensors. The best bucket size lies between the extremes.
+# 5. Hiding the all-reduce takes a certain number of tokens per rank, which depends on the GPU and
+#    the network, hardly on the model.
 #
 # ## Exercises
 #
 # Write your answers into `exercises/ch04_data_parallel.py`, save, and run the cell. In a terminal,
 # `minitron hint 4.1` gives hints in three steps.
 #
-# **4.1 Naive averaging** (15 minutes): section 4's loop, for tied, frozen and unused parameters.
+# - [**4.1 Naive averaging**](exercise:4.1) (15 minutes): section 4's loop, for tied, frozen and
+#   unused parameters.
+# - [**4.2 Fill the buckets**](exercise:4.2) (10 minutes): which gradients travel together, given
+#   sizes and a limit.
+# - [**4.3 Overlap by hooks**](exercise:4.3) (20 minutes): section 5's idea, without its trap.
+# - [**4.4 Buckets**](exercise:4.4) (30 minutes): one all-reduce per bucket, and none under
+#   `no_sync`.
 
 # %%
 check("4.1")
 
-# %% [markdown]
-# **4.2 Fill the buckets** (10 minutes): which gradients travel together, from sizes and a limit.
-
 # %%
 check("4.2")
 
-# %% [markdown]
-# **4.3 Overlap by hooks** (20 minutes): section 5's idea, without its trap.
-
 # %%
 check("4.3")
-
-# %% [markdown]
-# **4.4 Buckets** (30 minutes): one all-reduce per bucket, none under `no_sync`.
 
 # %%
 check("4.4")
@@ -765,9 +671,11 @@ check("4.4")
 # %% [markdown]
 # ## Further reading
 #
-# - Li et al., *PyTorch Distributed: Experiences on Accelerating Data Parallel Training*, VLDB 2020,
-#   sections 3 and 5: the three versions, and the bucket size measured on two networks.
-# - Goyal et al., *Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour*, 2017, sections 2 and
-#   3: the learning rate of a large batch, and mistakes in averaging that look like training.
-# - Patarasuk, Yuan, *Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations*, 2009:
-#   why 2 (N-1)/N is the least.
+# - Li et al., [PyTorch Distributed: Experiences on Accelerating Data Parallel
+#   Training](https://arxiv.org/abs/2006.15704), VLDB 2020, sections 3 and 5: the three versions,
+#   and the bucket size measured on two networks.
+# - Goyal et al., [Accurate, Large Minibatch SGD: Training ImageNet in 1
+#   Hour](https://arxiv.org/abs/1706.02677), 2017, sections 2 and 3: the learning rate of a large
+#   batch, and averaging mistakes that still train.
+# - Patarasuk, Yuan, *Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations*, Journal
+#   of Parallel and Distributed Computing 69(2), 2009: why 2 (N-1)/N is the minimum.

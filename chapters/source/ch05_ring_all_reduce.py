@@ -11,43 +11,41 @@
 # ---
 
 # %% [markdown]
-# # Ring all-reduce: no link carries more than another
+# # 5. Ring all-reduce: every link carries the same load
 #
-# **45 minutes. No GPU. Exercises 5.1 to 5.4.**
+# **40 minutes. No GPU. Exercises 5.1 to 5.4.**
 #
-# *You need:* chapter 4's `run(fn, 4)`, and why ranks that read different data need the sum of
-# their gradients.
+# *You need:* `run(function, 4)` from [chapter 4](chapter:4), and why ranks that read different data
+# need the sum of their gradients.
 #
 # *You will be able to:*
-# - **build** the sum over all ranks from sends and receives, with the fewest bytes that can do it;
-# - **catch** the ring that is right and still moves too much, and the one that hangs;
+# - **build** the sum over all ranks from sends and receives, with the fewest bytes possible;
+# - **catch** a ring that computes the correct sum and still sends too much, and one that hangs;
 # - **predict** how long it takes, on your machine and on a cluster, from two measured numbers.
 #
 # Run the cells in order. When the text asks you to predict something, write your guess down before
-# you open the fold.
+# you open the answer.
 
 # %%
 import inspect
-import time
 
 import torch
 import torch.distributed as dist
 
 from minitron import cost
 from minitron.comm.collectives import (
-    all_reduce_doubling, all_reduce_halving, all_reduce_naive, all_reduce_ring, pass_on,
-    reduce_scatter_ring,
+    all_gather_ring, all_reduce_doubling, all_reduce_halving, all_reduce_naive, all_reduce_ring,
+    pass_on, reduce_scatter_ring,
 )
 from minitron.launch import RankError, run
 from minitron.launch.slow_network import SlowNetwork
+from minitron.measure.ledger import Ledger
 
 # %%
 from teaching.check import check
-from teaching.figures import (
-    crossing, curves, plain_bytes, ring_frames, scaling, show, wire,
-)
+from teaching.figures import crossing, curves, plain_bytes, ring_frames, scaling, show, wire
+from teaching.lab import ch05 as lab, show_text
 from teaching.widgets import ring_explorer
-from minitron.measure.ledger import Ledger
 
 torch.set_num_threads(1)
 MB, GB = 1e6, 1e9
@@ -55,10 +53,10 @@ MB, GB = 1e6, 1e9
 # %% [markdown]
 # ## 1. The question
 #
-# Llama 2 7B trains on 64 GPUs. Each GPU has read its own part of the batch and holds its own
-# gradient; before the optimizer's step all 64 need the sum. The obvious plan: everyone sends to
-# GPU 0, GPU 0 adds and sends the sum back. How long is that, if a GPU's link to the network takes
-# 50 GB/s in each direction?
+# Llama 2 7B trains on 64 GPUs. Each GPU has processed its own part of the batch and holds its own
+# gradient. Before the optimizer step, all 64 need the sum. The obvious plan: every GPU sends its
+# gradient to GPU 0, which adds them up and sends the sum back. How long does that take, if the link
+# between a GPU and the network carries 50 GB/s in each direction?
 
 # %% tags=["output-question", "nbval-check-output"]
 llama, num_gpus, link = cost.PUBLISHED["Llama 2 7B"], 64, 50 * GB
@@ -66,30 +64,30 @@ gradient_bytes = 2 * cost.num_parameters(llama)  # 16-bit values
 center = cost.naive_all_reduce_seconds(gradient_bytes, num_gpus, 0, link)
 flops = 4096 * cost.training_flops_per_token(llama, 4096)
 print(f"one gradient: {gradient_bytes / GB:.1f} GB")
-print(f"the sum, with GPU 0 in the middle: {center:.1f} s")
-print(f"computing it, from 4,096 tokens a GPU at 400 TFLOP/s: {flops / 400e12:.2f} s")
+print(f"the sum, through GPU 0: {center:.1f} s")
+print(f"computing it, from 4,096 tokens per GPU at 400 TFLOP/s: {flops / 400e12:.2f} s")
 
 # %% [markdown]
-# Half a second of work, and then more than half a minute in which 63 links are almost idle. The
-# links are there. They are used badly.
-
-# %% [markdown]
+# Half a second of computation, then more than half a minute in which all links but one are almost
+# idle. There is enough hardware; the algorithm does not use it.
+#
 # ## 2. Estimate
 #
-# Smaller, and real: four ranks each hold a 40 MB gradient and all need the sum.
+# Now a smaller case that we can run: four ranks each hold a 40 MB gradient, and all need the sum.
 #
-# **Predict.** Everyone sends to rank 0, rank 0 adds and sends back. Which rank's link is the
+# **Predict.** Everyone sends to rank 0, which adds and sends the sum back. Which rank's link is the
 # bottleneck, and how many megabytes cross it?
 #
 # <details><summary>Answer</summary>
 #
-# Rank 0's: three tensors of 40 MB come in, three go out. Every other link carries one each way.
+# Rank 0's: three tensors of 40 MB come in and three go out. Every other link carries one in each
+# direction.
 #
 # </details>
 
 # %%
-def in_the_middle(tensor, group):
-    """Sum `tensor` over all ranks, in place: rank 0 does it."""
+def through_rank_0(tensor, group):
+    """Sum `tensor` over all ranks, in place: rank 0 does all the work."""
     if group.rank() > 0:
         dist.send(tensor, group=group, group_dst=0)
         dist.recv(tensor, group=group, group_src=0)
@@ -104,109 +102,110 @@ def in_the_middle(tensor, group):
 
 
 # %% [markdown]
-# The **ledger** writes down what each rank sends and receives. `counted` runs any all-reduce under
-# it, on numbers whose sum we know.
+# The **ledger** records what each rank sends and receives. `counted` runs any all-reduce under it,
+# on numbers whose sum we know:
 
 
 # %%
 def counted(group, all_reduce, num_elements):
-    """Returns whether the sum is right, and the bytes that this rank has sent and received."""
+    """Return whether the sum is correct, and the bytes this rank has sent and received."""
     pattern = torch.arange(num_elements) % 7
     tensor = (pattern + group.rank()).float()
     with Ledger() as ledger:
         all_reduce(tensor, group)
 
     size = group.size()
-    is_sum = torch.equal(tensor, (size * pattern + size * (size - 1) / 2).float())
-    return is_sum, ledger.bytes_sent(), ledger.bytes_received()
+    correct = torch.equal(tensor, (size * pattern + size * (size - 1) / 2).float())
+    return correct, ledger.bytes_sent(), ledger.bytes_received()
 
 
 # %% tags=["output-naive", "nbval-check-output"]
 n = 10_000_000  # 40 MB of float32
-in_middle = run(counted, 4, in_the_middle, n)
-print("rank   right      sent   formula  received   formula")
-for rank, (is_sum, sent, received) in enumerate(in_middle):
-    formula = cost.naive_all_reduce_volume(n, 4, 4, rank)
-    print(f"{rank:4}   {is_sum!s:5} {sent / MB:6.0f} MB {formula.sent / MB:6.0f} MB "
+naive = run(counted, 4, through_rank_0, n)
+volumes = [cost.naive_all_reduce_volume(n, 4, 4, rank) for rank in range(4)]
+print("rank   correct      sent   formula  received   formula")
+for rank, ((correct, sent, received), formula) in enumerate(zip(naive, volumes, strict=True)):
+    print(f"{rank:4}   {correct!s:7} {sent / MB:6.0f} MB {formula.sent / MB:6.0f} MB "
           f"{received / MB:6.0f} MB {formula.received / MB:6.0f} MB")
 
 thousand = cost.naive_all_reduce_volume(n, 4, 1000, rank=0)
 print(f"rank 0 of 1,000: {sum(thousand) / GB:.0f} GB")
 
 # %% tags=["figure-naive"]
-show(wire(
-    {"in the middle": [sent for _, sent, _ in in_middle]},
-    {"in the middle": [cost.naive_all_reduce_volume(n, 4, 4, rank).sent for rank in range(4)]},
-), alt="Rank 0 sends three tensors, every other rank one: the link of rank 0 is the bottleneck.")
+show(wire({"through rank 0": [sent for _, sent, _ in naive]},
+          {"through rank 0": [formula.sent for formula in volumes]}),
+     alt="Rank 0 sends three tensors, every other rank one: the link of rank 0 is the bottleneck.")
 
 # %% [markdown]
-# With 1,000 ranks, rank 0 would move 80 GB for a gradient of 40 MB. Nobody builds it this way. What
-# would you change, so that no link carries more than any other?
-
-# %% [markdown]
+# With 1,000 ranks, rank 0 would move 80 GB for a gradient of 40 MB. What would you change so that
+# no link carries more than any other?
+#
 # ## 3. Picture
 #
-# Let every rank be the middle, for a part of the tensor. Cut it into as many chunks as there are
-# ranks. In each step every rank sends one chunk to the next rank and receives another from the one
-# before, so all links are busy at once, in both directions.
+# Let every rank do rank 0's job for a part of the tensor. Split it into as many chunks as there are
+# ranks. In each step, every rank sends one chunk to the next rank and receives another from the
+# previous one, so all links are busy at once, in both directions.
 #
-# A chunk starts as the part of one rank. At each hop the receiver adds its own part and, in the
-# next step, sends the result on. After N - 1 steps each rank holds one chunk that has been
-# everywhere: this is **reduce-scatter**. Then the finished chunks go round once more, without
-# adding: **all-gather**.
+# A chunk starts out as one rank's contribution. At each hop, the receiver adds its own contribution
+# and passes the result on in the next step. After N - 1 steps, each rank holds one chunk of the
+# complete sum: this is a **reduce-scatter**. Then the complete chunks travel around the ring once
+# more, without adding: an **all-gather**.
 #
-# Below, a row is a rank and a column is a chunk. A stripe is the part of one rank, in its color,
-# and an outlined chunk has just come from the row above (row 0 from the last).
+# In the figure, a row is a rank and a column is a chunk. Each stripe is one rank's contribution, in
+# that rank's color. An outlined chunk has just arrived from the row above (in row 0, from the last
+# row).
 
 # %% tags=["figure-ring"]
 show(ring_frames(4), alt=(
-    "Every chunk walks round the ring and collects a part at each rank; after three steps each "
-    "rank has one complete sum, after three more all ranks have all of them."
+    "Every chunk travels around the ring and collects a contribution at each rank; after three "
+    "steps each rank has one complete sum, after three more every rank has all of them."
 ))
 
 # %%
 ring_explorer()
 
 # %% [markdown]
-# **Predict.** How many bytes does a rank send in all, in units of the tensor? And with 1,000 ranks?
+# **Predict.** How many bytes does a rank send in total, in units of the tensor? And with 1,000
+# ranks?
 #
 # <details><summary>Answer</summary>
 #
-# Twice N - 1 steps, each sends the N-th part: $2\,\frac{N-1}{N}$ of the tensor. That is 1.5 for
-# four ranks and never reaches 2. The number of ranks has almost gone from the formula.
+# It sends one N-th of the tensor in each of 2 (N - 1) steps: $2\,\frac{N-1}{N}$ of the tensor. That
+# is 1.5 for four ranks and never reaches 2. The number of ranks has almost dropped out of the
+# formula.
 #
 # </details>
-
-# %% [markdown]
+#
 # ## 4. By hand
 #
-# One step is a send and a receive at the same time. `isend` starts the send and returns at once.
+# One step is a send and a receive at the same time. `isend` starts the send and returns
+# immediately.
 
 
 # %%
 def hop(outgoing, incoming, group):
-    """Send to the next rank while receiving from the one before."""
-    after = (group.rank() + 1) % group.size()
-    before = (group.rank() - 1) % group.size()
-    sending = dist.isend(outgoing, group=group, group_dst=after)
-    dist.recv(incoming, group=group, group_src=before)
+    """Send to the next rank while receiving from the previous one."""
+    following = (group.rank() + 1) % group.size()
+    previous = (group.rank() - 1) % group.size()
+    sending = dist.isend(outgoing, group=group, group_dst=following)
+    dist.recv(incoming, group=group, group_src=previous)
     sending.wait()
 
 
 # %%
 def reduce_scatter(chunks, group):
-    """After N - 1 steps chunk number `rank` is the sum over all ranks."""
+    """After N - 1 steps, chunk number `rank` is the sum over all ranks."""
     c = group.rank() - 1
     for _ in range(group.size() - 1):
         incoming = torch.empty_like(chunks[c - 1])
         hop(chunks[c], incoming, group)
-        c -= 1  # below 0 it counts from the end: the ring closes by itself
+        c -= 1  # a negative index counts from the end: the ring closes by itself
         chunks[c].add_(incoming)
 
 
 # %%
 def all_gather(chunks, group):
-    """Chunk number `rank` is finished before, all chunks are afterwards."""
+    """Chunk number `rank` is complete before, all chunks are complete afterwards."""
     c = group.rank()
     for _ in range(group.size() - 1):
         hop(chunks[c], chunks[c - 1], group)
@@ -220,52 +219,50 @@ def ring(tensor, group):
 
 
 # %% [markdown]
-# The chunks are views: adding to a chunk adds to the tensor. And 1,000,003 elements, which three
-# ranks cannot share evenly:
+# The chunks are views, so adding to a chunk changes the tensor. We also try 1,000,003 elements,
+# which three ranks cannot share evenly:
 
 # %% tags=["output-byhand", "nbval-check-output"]
-print("ranks  rank   right          sent       formula  tensors sent")
+print("ranks  rank   correct        sent       formula  tensors sent")
 for size, elements in ((4, n), (3, 1_000_003)):
-    for rank, (is_sum, sent, _) in enumerate(run(counted, size, ring, elements)):
+    for rank, (correct, sent, _) in enumerate(run(counted, size, ring, elements)):
         formula = cost.ring_all_reduce_volume(elements, 4, size, rank)
-        print(f"{size:5} {rank:5}   {is_sum!s:5} {sent:13,} {formula.sent:13,} "
+        print(f"{size:5} {rank:5}   {correct!s:7} {sent:11,} {formula.sent:13,} "
               f"{sent / (4 * elements):13.6f}")
 
 # %% [markdown]
-# To the byte, on every rank, also where a chunk is one element longer than the others. No rank
-# sends much more than another, and the volume hardly depends on how many they are:
+# The counts agree to the byte on every rank, even where one chunk is an element longer than the
+# others. No rank sends much more than another, and the volume hardly depends on their number:
 
 # %%
 def tensors_sent(group):
-    """Tensors that this rank sends, with rank 0 in the middle and in a ring."""
+    """Tensors that this rank sends, through rank 0 and in a ring."""
     return [counted(group, all_reduce, 9600)[1] / (4 * 9600)
-            for all_reduce in (in_the_middle, ring)]
+            for all_reduce in (through_rank_0, ring)]
 
 
 sizes = [2, 3, 4, 6, 8]
-of_rank_0 = [run(tensors_sent, size)[0] for size in sizes]
-middle, in_ring = zip(*of_rank_0, strict=True)
+by_center, by_ring = zip(*(run(tensors_sent, size)[0] for size in sizes), strict=True)
 
 # %% tags=["figure-volume"]
-show(curves(sizes, {"in the middle": middle, "ring": in_ring}, "ranks", "tensors sent by rank 0",
-            {"twice the tensor": [2] * len(sizes)}), alt=(
-    "In the middle, rank 0 sends one more tensor with each further rank; in a ring it never sends "
-    "more than two."
+show(curves(sizes, {"through rank 0": by_center, "ring": by_ring}, "ranks",
+            "tensors sent by rank 0", {"twice the tensor": [2] * len(sizes)}), alt=(
+    "Through rank 0, each additional rank means one more tensor for rank 0 to send; in a ring it "
+    "never sends more than two."
 ))
 
 # %% [markdown]
 # Could another algorithm send less? No. Every part of the tensor must be sent N - 1 times before
-# all N are in its sum, and the sum must be sent N - 1 times before all N ranks have it. Shared
-# evenly, that is $2\,\frac{N-1}{N}$ of the tensor for each rank, which the ring reaches (Patarasuk
-# and Yuan 2009).
-
-# %% [markdown]
-# ## 5. The trap: a ring that is right
+# all N contributions are in its sum, and the sum must be sent N - 1 times before all N ranks have
+# it. Divided evenly, that is $2\,\frac{N-1}{N}$ of the tensor per rank, exactly what the ring sends
+# (Patarasuk & Yuan 2009).
 #
-# Here is a shorter ring, without chunks. A tensor goes round, everyone adds what comes by. This is
-# no straw man: PyTorch's tutorial *Writing Distributed Applications* builds its all-reduce this
-# way, and leaves the chunks as an exercise. The Gloo library lists it as `allreduce_ring`, above
-# `allreduce_ring_chunked`.
+# ## 5. The trap: the sum is correct
+#
+# Here is a simpler ring, without chunks: a tensor travels around, and every rank adds what passes
+# by. PyTorch's tutorial [Writing Distributed
+# Applications](https://docs.pytorch.org/tutorials/intermediate/dist_tuto.html) builds its
+# all-reduce this way and leaves the chunks as an exercise.
 
 
 # %%
@@ -279,40 +276,41 @@ def whole_ring(tensor, group):
 
 
 # %% [markdown]
-# **Predict.** Is the sum right? How many times the ring's bytes does a rank send, with 2 ranks,
-# with 4, with 8?
+# **Predict.** Is the sum correct? How many times the bytes of the chunked ring does a rank send,
+# with 2 ranks, with 4, with 8?
 
 # %% tags=["output-trap", "nbval-check-output"]
-print("ranks   right      sent   ring's formula   times")
+print("ranks   correct      sent   ring's formula   ratio")
 whole, least = {}, {}
 for size in (2, 4, 8):
     everyone = run(counted, size, whole_ring, 9600)
     whole[f"{size} ranks"] = [sent for _, sent, _ in everyone]
     least[f"{size} ranks"] = [cost.ring_all_reduce_volume(9600, 4, size, 0).sent] * size
     sent, formula = everyone[0][1], least[f"{size} ranks"][0]
-    right = all(is_sum for is_sum, _, _ in everyone)
-    print(f"{size:5}   {right!s:5} {sent:9,} {formula:16,} {sent / formula:7.2f}")
+    correct = all(is_sum for is_sum, _, _ in everyone)
+    print(f"{size:5}   {correct!s:7} {sent:9,} {formula:16,} {sent / formula:7.2f}")
 
 # %% tags=["figure-trap"]
 show(wire(whole, least), alt=(
-    "With two ranks whole tensors cost what the ring costs, with eight four times as much."
+    "With two ranks, sending whole tensors costs as much as the chunked ring; with eight ranks it "
+    "costs four times as much."
 ))
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The sum is right. But N - 1 whole tensors instead of $2\,\frac{N-1}{N}$ are N/2 times the bytes.
-# With two ranks there is nothing to see, and a test on two ranks is the one most people write.
+# The sum is correct. But N - 1 whole tensors instead of $2\,\frac{N-1}{N}$ are N/2 times the bytes.
+# With two ranks you cannot see it, and a test on two ranks is the one most people write.
 #
 # </details>
 #
-# There is a second fault in it. Those were small whole numbers, which add up without rounding.
-# Gradients are not.
+# There is a second bug in it. The numbers above were small integers, which add up without rounding
+# error. Gradients are not.
 
 
 # %%
 def all_alike(group, all_reduce, num_elements):
-    """Whether all ranks end with the same bits."""
+    """Whether all ranks end up with the same bits."""
     torch.manual_seed(group.rank())
     tensor = torch.rand(num_elements)
     all_reduce(tensor, group)
@@ -325,41 +323,41 @@ def all_alike(group, all_reduce, num_elements):
 for size in (2, 4):
     for all_reduce in (whole_ring, ring):
         alike = all(run(all_alike, size, all_reduce, 9600))
-        print(f"{size} ranks, {all_reduce.__name__:10}  all ranks hold the same bits: {alike}")
+        print(f"{size} ranks, {all_reduce.__name__:10}  same bits on all ranks: {alike}")
 
 # %% [markdown]
-# Floating-point addition depends on the order, and in the ring without chunks each rank adds in an
-# order of its own. The ranks' gradients differ in the last bits, then their weights, and no later
-# step brings them together again. With chunks a sum is made once, on one path, and copied. Two
-# ranks are blind to this, too: a + b is b + a.
+# Floating-point addition depends on the order, and in the ring without chunks each rank adds in its
+# own order. The ranks' gradients differ in the last bits, then their weights do, and no later step
+# brings them back together. With chunks, each sum is computed once, along one path, and copied. Two
+# ranks cannot show this bug either, because a + b equals b + a.
 #
-# One more way to get it wrong. Everyone sends first, and receives then, with the plain `send`.
+# Here is one more way to get it wrong: every rank first sends, then receives, with a blocking
+# `send`.
 
 
 # %%
 def send_first(group):
     x = torch.ones(1000)
-    after = (group.rank() + 1) % group.size()
-    before = (group.rank() - 1) % group.size()
-    dist.send(x, after, group)
-    dist.recv(x, before, group)
+    following = (group.rank() + 1) % group.size()
+    previous = (group.rank() - 1) % group.size()
+    dist.send(x, following, group)
+    dist.recv(x, previous, group)
 
 
 # %% tags=["output-hang"]
 try:
     run(send_first, 4)
 except RankError as error:
-    print(error)
+    show_text(error)
 
 # %% [markdown]
-# A `send` may wait until the other side receives, and here the other side waits in its own `send`,
-# all the way round. Some libraries have a buffer for short messages. Then this code passes its
-# tests, and hangs on the first long tensor.
-
-# %% [markdown]
+# A `send` may block until the other side receives, and here the other side is blocked in its own
+# `send`, all the way around. Some libraries buffer short messages. With those, this code passes its
+# tests and then hangs on the first long tensor.
+#
 # ## 6. The real one
 #
-# Which lines are those of section 4, and what is different?
+# Which lines do you recognize from section 4, and what is different?
 
 # %%
 print(inspect.getsource(reduce_scatter_ring))
@@ -368,15 +366,17 @@ print(inspect.getsource(reduce_scatter_ring))
 print(inspect.getsource(pass_on))
 
 # %% [markdown]
-# The indices and the one addition are those of section 4. Three things make it fast. All receives
-# are posted up to two steps early (`ahead=2`), so a message finds its place ready. There are three
-# buffers, kept between calls: two fill while the third is added. And a send is waited for at the
-# very end. On GPUs the order of the calls is the order on the wire, so there each step posts its
-# send and its receive together. A chunk above 1 MiB travels in pieces.
+# The indices and the one addition are those of section 4. Three things make it fast. Receives are
+# posted up to two steps early (`ahead=2`), so that each message finds a buffer waiting for it. The
+# three buffers are kept between calls: two are being filled while the third is added. And the sends
+# are waited for only at the end. (On GPUs, NCCL executes calls in the order in which they were
+# posted, so there each step posts its send and its receive together.) A chunk larger than 1 MiB is
+# sent in pieces.
 #
-# The oracle: each algorithm of the package, on one to five ranks, at lengths that do not divide,
-# that are shorter than the ring, and zero. The sum is known; what each rank has sent and received
-# is held against the formula. The ring of section 5 goes along, against the formula of the ring.
+# The oracle runs every algorithm of the package on one to five ranks, with lengths that do not
+# divide evenly, that are shorter than the ring, and zero. It knows the sum, and it compares the
+# bytes each rank has sent and received with the formula. The ring of section 5 is included, and
+# compared with the formula of the chunked ring.
 
 # %%
 ALGORITHMS = {
@@ -389,10 +389,10 @@ SUSPECT = {"whole tensors": (whole_ring, cost.ring_all_reduce_volume)}
 
 
 def judged(group, all_reduce, volume, num_elements):
-    """Whether the sum, the bytes and the bits are right on this rank."""
-    is_sum, *moved = counted(group, all_reduce, num_elements)
+    """Whether the sum, the bytes and the bits are correct on this rank."""
+    correct, *moved = counted(group, all_reduce, num_elements)
     formula = volume(num_elements, 4, group.size(), group.rank())
-    return is_sum, tuple(moved) == formula, all_alike(group, all_reduce, num_elements)
+    return correct, tuple(moved) == formula, all_alike(group, all_reduce, num_elements)
 
 
 # %%
@@ -405,61 +405,54 @@ def judge_all(group, candidates):
 # %% tags=["output-oracle", "nbval-check-output"]
 verdicts = [verdict for size in range(1, 6)
             for verdict in run(judge_all, size, ALGORITHMS | SUSPECT)]
-print("               cases   right sum   bytes of the formula   same bits")
+print("               cases   correct sum   bytes as in the formula   same bits")
 for name in verdicts[0]:
     cases = [case for verdict in verdicts for case in verdict[name]]
-    sums, volumes, bits = (sum(column) for column in zip(*cases, strict=True))
-    print(f"{name:14} {len(cases):5} {sums:11} {volumes:22} {bits:11}")
+    sums, as_formula, bits = (sum(column) for column in zip(*cases, strict=True))
+    print(f"{name:14} {len(cases):5} {sums:13} {as_formula:25} {bits:11}")
 
 # %% [markdown]
-# The package's four agree in every case. Whole tensors pass where there is nothing to send, or
-# where one or two ranks cannot tell: the wrong bytes and the wrong bits are all on three ranks and
-# more.
-
-# %% [markdown]
+# The package's four algorithms pass in every case. The ring of whole tensors always has the correct
+# sum. Its bytes and bits are right only where there is nothing to send or where one or two ranks
+# cannot tell the difference.
+#
 # ## 7. Measure
 #
 # ### What a step costs
 #
-# Bytes are half of the story. A message takes $\alpha + n/\beta$ seconds: $\alpha$ is the
-# **latency**, the price of any message, however short, and $\beta$ the **bandwidth**. The ring
+# Bytes are half of the story. A message takes $\alpha + n/\beta$ seconds, where $\alpha$ is the
+# **latency**, the cost of any message however short, and $\beta$ is the **bandwidth**. The ring
 # sends few bytes, but in $2(N-1)$ messages, one after the other.
 #
-# **Recursive doubling** needs fewer: swap the whole tensor with a partner at distance 1, then 2,
-# then 4. **Recursive halving and doubling** swaps only the part that a rank still has to sum:
-# half of the tensor, then a quarter, then an eighth, and the same way back.
+# **Recursive doubling** needs fewer: exchange the whole tensor with a partner at distance 1, then
+# 2, then 4. **Recursive halving and doubling** exchanges only the part that a rank still has to
+# sum: half of the tensor, then a quarter, then an eighth, and the same way back.
 #
-# **Predict.** Eight ranks. Which of the four is best for 1 kB? Which for 4 MB?
-
-# %%
-def emulated(group, num_bytes, latency, bandwidth):
-    """Seconds of each algorithm on a network made slow: an emulation, by waiting."""
-    tensor, fastest = torch.zeros(num_bytes // 4), {}
-    for name, (all_reduce, _) in 3 * list(ALGORITHMS.items()):
-        dist.barrier(group=group)
-        begin = time.perf_counter()
-        with SlowNetwork(latency, bandwidth):
-            all_reduce(tensor, group)
-        seconds = time.perf_counter() - begin
-        fastest[name] = min(seconds, fastest.get(name, seconds))
-    return fastest
-
+# **Predict.** Eight ranks on a slow network (emulated: every transfer really takes place, and a
+# rank that waits for one sleeps until such a link would have delivered it). Which of the four
+# algorithms is fastest for 1 kB? Which for 4 MB?
 
 # %%
 FORMULA = {
     "naive": cost.naive_all_reduce_seconds, "ring": cost.ring_all_reduce_seconds,
     "doubling": cost.doubling_all_reduce_seconds, "halving": cost.halving_all_reduce_seconds,
 }
-slow = (5e-3, 100 * MB)  # 5 ms, 100 MB/s
-short, long = (run(emulated, 8, num_bytes, *slow)[0] for num_bytes in (1000, 4_000_000))
+slow = cost.Link(latency=5e-3, bandwidth=100 * MB)
+functions = {name: all_reduce for name, (all_reduce, _) in ALGORITHMS.items()}
+short, long = (run(lab.emulated_seconds, 8, functions, num_bytes, slow)[0]
+               for num_bytes in (1000, 4_000_000))
 
 # %% tags=["output-emulated"]
 print(SlowNetwork(*slow))
-print("8 ranks                      1 kB                 4 MB")
-print("                      formula   measured   formula   measured")
+print("8 ranks, ms         1 kB                              4 MB")
+print("          " + 2 * "formula    median (range of 3)    ")
 for name, seconds in FORMULA.items():
-    print(f"{name:18} {1e3 * seconds(1e3, 8, *slow):8.0f} ms {1e3 * short[name]:7.0f} ms"
-          f" {1e3 * seconds(4e6, 8, *slow):7.0f} ms {1e3 * long[name]:7.0f} ms")
+    columns = []
+    for num_bytes, times in ((1e3, short[name]), (4e6, long[name])):
+        low, middle, high = (f"{1e3 * each:.0f}" for each in times)
+        formula = 1e3 * seconds(num_bytes, 8, *slow)
+        columns.append(f"{formula:7.0f} {middle:>9} ({low} to {high})")
+    print(f"{name:10}{columns[0]:34}{columns[1]}")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
@@ -469,54 +462,35 @@ for name, seconds in FORMULA.items():
 #
 # </details>
 #
-# The halving has as many bytes as the ring and fewer messages. Why a ring, then? The formula gives
-# every pair of ranks a link of their own. Halving needs that: it has another partner in each step,
-# many of them far away, and their messages meet on shared links. A ring talks to two neighbors
-# alone, which any wiring allows without two messages on one link (Patarasuk and Yuan 2009), and it
-# takes any N as it is.
-
-# %% [markdown]
+# Halving sends as few bytes as the ring, in fewer messages. Why use a ring, then? The formula
+# assumes a separate link between every pair of ranks, and halving needs that: it has a different
+# partner in each step, many of them far away, and their messages share links along the way. A ring
+# communicates with two neighbors only, which almost any wiring supports without sharing (Patarasuk
+# & Yuan 2009), and it works for any N.
+#
 # ### Your machine
 #
-# Here the ranks are processes of one computer, and what they send is copied by its operating
-# system. Two numbers should describe that, too. We time the ring at six sizes, keep the fastest of
-# several runs (whatever else this machine does can only add time), and fit $\alpha$ and $\beta$ by
-# least squares.
-
-
-# %%
-def fastest(group, sizes):
-    """Seconds of this rank's fastest ring all-reduce of each size in bytes."""
-    tensor, best = torch.zeros(max(sizes) // 4), [float("inf")] * len(sizes)
-    for _ in range(20):
-        for i, num_bytes in enumerate(sizes):
-            dist.barrier(group=group)
-            begin = time.perf_counter()
-            all_reduce_ring(tensor[:num_bytes // 4], group)
-            best[i] = min(best[i], time.perf_counter() - begin)
-    return best
-
+# Here the ranks are processes on one computer, and what they send is copied by the operating
+# system. Can two numbers describe that, too? We time the ring at six sizes and keep the fastest of
+# several runs, because anything else this machine does can only add time. Then we fit $\alpha$ and
+# $\beta$ by least squares.
 
 # %%
-def measure(sizes):
-    return [max(ranks) for ranks in zip(*run(fastest, 4, sizes, watch=False), strict=True)]
-
-
 fitted_sizes = [2**14 * 4**i for i in range(6)]
-measured = measure(fitted_sizes)
+measured = lab.ring_seconds(fitted_sizes)
 messages, chunk = 2 * (4 - 1), 1 / 4
 mine = cost.fit_link([num_bytes * chunk for num_bytes in fitted_sizes],
                      [seconds / messages for seconds in measured])
 
 # %% [markdown]
-# **Predict**, with the two numbers, three sizes that were not measured. Two lie between the others,
-# the third is beyond them.
+# **Predict** three new sizes from the two numbers. Two lie between the measured sizes, the third
+# beyond them.
 
 # %% tags=["output-fit"]
 print(f"alpha {1e6 * mine.latency:.0f} microseconds, beta {mine.bandwidth / GB:.2f} GB/s")
 print("    size   predicted   measured   measured / predicted")
 new_sizes = [500_000, 8_000_000, 32_000_000]
-for num_bytes, seconds in zip(new_sizes, measure(new_sizes), strict=True):
+for num_bytes, seconds in zip(new_sizes, lab.ring_seconds(new_sizes), strict=True):
     predicted = cost.ring_all_reduce_seconds(num_bytes, 4, *mine)
     print(f"{num_bytes / MB:5.1f} MB {1e3 * predicted:8.2f} ms {1e3 * seconds:7.2f} ms "
           f"{seconds / predicted:14.2f}")
@@ -527,96 +501,102 @@ show(crossing(
     {"fitted": [1e3 * cost.ring_all_reduce_seconds(size, 4, *mine) for size in fitted_sizes]},
     "tensor (bytes)", "ring all-reduce (ms; dots: measured)",
     {"fitted": [1e3 * seconds for seconds in measured]},
-), alt="Short tensors all take the same time, the latency's; long ones grow with their bytes.")
+), alt="For short tensors the latency dominates; for long ones the time grows with the bytes.")
 
 # %% [markdown]
-# Where the two disagree, an assumption of the model is broken, and here are several to choose from.
-# Adding costs nothing, it says, but here the processor that adds is the one that copies. Each
-# rank's link is its own, it says, but these share one memory and a few cores. And what fits into
-# the processor's cache is copied faster than what does not.
-
-# %% [markdown]
+# Where the two disagree, an assumption of the model does not hold. It assumes that adding costs
+# nothing, but here the processor that adds also does the copying. It assumes that each rank has a
+# link of its own, but these ranks share one memory and a few cores. And data that fits into the
+# processor's cache is copied faster than data that does not.
+#
 # ### On real GPUs
 #
-# The same two numbers for a cluster. The Ultra-Scale Playbook (2025, section on pipeline
-# parallelism) shows NCCL's all-reduce of 256 MB on nodes of 8 H100 as **bus bandwidth**:
-# $2\,\frac{N-1}{N}$ of the tensor over the time. It would be the same for any N if bandwidth were
-# all that counts. By the datasheets an H100 has 450 GB/s in each direction to the others in its
-# node (NVLink 4), and a network link of 50 GB/s (400 Gb/s); a node has eight of these. (The
-# figure's axis says bandwidth. It gives 436 GB/s for one node, and only as bus bandwidth does that
-# fit through a link of 450.)
+# The same two numbers for a cluster. The [Ultra-Scale
+# Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook) (2025, section on pipeline
+# parallelism) publishes NCCL's all-reduce of 256 MB on nodes of 8 H100s, as **bus bandwidth**:
+# $2\,\frac{N-1}{N}$ of the tensor divided by the time. If only bandwidth mattered, it would be the
+# same for every N. According to NVIDIA's datasheets (2023), an H100 has 450 GB/s in each direction
+# to the other GPUs in its node (NVLink 4) and a network card of 50 GB/s (400 Gb/s); a node has
+# eight of these. (The playbook's axis says only "bandwidth". We read it as bus bandwidth, which is
+# what NCCL's own benchmark reports. As size divided by time, the playbook's 436 GB/s for a single
+# node would be out of reach for a ring, which sends nearly two tensors through a link of 450.)
 #
-# **Predict.** 2 nodes, then 64. Does the bus bandwidth fall, and to what?
+# **Predict.** From 2 nodes to 64, does the bus bandwidth fall, and to what? And if you fit
+# $\alpha$ and $\beta$ to all node counts but one, how well do they predict the one you left out?
 
 # %%
-nodes = [2, 4, 8, 16, 32, 64]  # of 8 GPUs; GB/s, over many runs
+nodes = [2, 4, 8, 16, 32, 64]  # of 8 GPUs; GB/s, means over many runs
 bus = [361.7492, 160.1395, 99.5643, 84.7405, 64.9254, 32.9378]
-gpus = [8 * count for count in nodes]
-taken = [cost.ring_all_reduce_seconds(256e6, size, 0, rate * GB)
-         for size, rate in zip(gpus, bus, strict=True)]
-cluster = cost.fit_link([256e6 / size for size in gpus],
-                        [t / (2 * (size - 1)) for size, t in zip(gpus, taken, strict=True)])
-by_fit = [2 * (size - 1) / size * 0.256 / cost.ring_all_reduce_seconds(256e6, size, *cluster)
-          for size in gpus]
+cluster = lab.fit_cluster(nodes, bus)
+by_fit = [lab.bus_bandwidth(count, cluster) for count in nodes]
 
 # %% tags=["output-cluster", "nbval-check-output"]
-print(f"alpha {1e6 * cluster.latency:.1f} microseconds, beta {cluster.bandwidth / GB:.0f} GB/s; "
-      f"eight links of 50 GB/s make {8 * 50}")
-print("nodes   measured   fitted")
-for count, rate, fit in zip(nodes, bus, by_fit, strict=True):
-    print(f"{count:5} {rate:8.0f} {fit:8.0f} GB/s")
+def summary(link):
+    return f"alpha {1e6 * link.latency:4.1f} us, beta {link.bandwidth / GB:3.0f} GB/s"
+
+
+print(f"fitted to all six: {summary(cluster)}")
+print("nodes   measured   fitted   fitted without it            which predicts")
+for index, (count, rate) in enumerate(zip(nodes, bus, strict=True)):
+    others = lab.fit_cluster(nodes[:index] + nodes[index + 1:], bus[:index] + bus[index + 1:])
+    predicted = lab.bus_bandwidth(count, others)
+    print(f"{count:5} {rate:10.0f} {by_fit[index]:8.0f}   {summary(others)} {predicted:8.0f}"
+          f" ({predicted / rate - 1:+.0%})")
 low, high = 12.4935, 177.36  # percentiles 5 and 95 of the runs on 64 nodes
-print(f"64 nodes: {2 * (gpus[-1] - 1):,} hops in a ring; "
-      f"runs from {low:.0f} to {high:.0f} GB/s")
+print(f"64 nodes: {2 * (64 * 8 - 1):,} hops in a ring; runs from {low:.0f} to {high:.0f} GB/s")
 
 # %% tags=["figure-cluster"]
 show(scaling(nodes, bus, "nodes of 8 H100", "bus bandwidth (GB/s)", by_fit, "fitted",
              limit=400, limit_label="eight network links of 50 GB/s"), alt=(
-    "The bus bandwidth falls to less than a tenth from 2 to 64 nodes; a ring with a fixed latency "
-    "per hop falls the same way."
+    f"From 2 to 64 nodes the bus bandwidth falls to {bus[-1] / bus[0]:.0%}; a ring with a fixed "
+    f"latency per hop falls to {by_fit[-1] / by_fit[0]:.0%}."
 ))
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# It falls to less than a tenth. The fit finds the eight network links in $\beta$ without being
-# told, and a latency per hop. That is nothing for one message, but a ring over 64 nodes has a
-# thousand hops.
+# It falls to less than a tenth. A ring with a constant latency per hop explains the direction and
+# the rough size of the drop: some 15 microseconds are nothing for one message, but a ring over 64
+# nodes has a thousand hops.
 #
 # </details>
 #
-# Two numbers describe the fall, roughly. That is no proof that latency is all of its cause: leave
-# out the slowest and the fastest 5 % of the runs on 64 nodes, and the rest still spread as the last
-# line says. What the model does not know is who else was using the network, and which algorithm
-# NCCL chose.
+# Do not read more into the fit. Its $\beta$ is close to eight network links of 50 GB/s, which looks
+# like a discovery, until you leave out the measurement on 2 nodes: then $\beta$ is less than half
+# of that. One point decides it. The fitted rates on 4 and 8 nodes are about one and a half times
+# the measured ones, even though those are part of the fit. And the runs on 64 nodes differ among
+# themselves by more than a factor of ten, as the last line says. The model does not know who else
+# was using the network, nor which algorithm NCCL chose, and other causes could produce the same
+# fall.
 #
-# ### Trees and levels
+# ### Trees and hierarchies
 #
-# There are two ways out of a thousand hops. A **tree** has a path of $\log_2 N$: packet after
-# packet goes up from child to parent, which adds, and the sums come down. With two trees at once,
-# where a leaf of one is a branch of the other, all links are busy (Sanders, Speck, Träff 2009).
-# **Levels** use the machine's shape: reduce-scatter inside each node, then a ring across the nodes
-# for the eighth of the tensor that each GPU is left with, then all-gather inside.
+# There are two ways to avoid a thousand hops. A **tree** has a path of length $\log_2 N$: packets
+# travel from child to parent, which adds, and the sums travel back down. With two trees at once,
+# arranged so that the leaves of one are inner nodes of the other, all links are busy (Sanders,
+# Speck & Träff 2009). A **hierarchical** all-reduce follows the structure of the machine: a
+# reduce-scatter inside each node, then a ring across nodes for the eighth of the tensor that each
+# GPU is left with, then an all-gather inside the node.
 
 # %%
-sizes = [10 ** (k / 2) for k in range(10, 21)]
+tensors = [10 ** (k / 2) for k in range(10, 21)]
 
 
-def levels(num_bytes, latency, bandwidth):
+def hierarchical(num_bytes, latency, bandwidth):
     inside, across = cost.Link(latency, 450 * GB), cost.Link(latency, bandwidth / 8)
     return cost.hierarchical_all_reduce_seconds(num_bytes, 8, 64, inside, across)
 
 
 lines = {
-    "ring": [cost.ring_all_reduce_seconds(size, 512, *cluster) for size in sizes],
-    "tree": [cost.tree_all_reduce_seconds(size, 512, *cluster) for size in sizes],
-    "levels": [levels(size, *cluster) for size in sizes],
+    "ring": [cost.ring_all_reduce_seconds(size, 512, *cluster) for size in tensors],
+    "tree": [cost.tree_all_reduce_seconds(size, 512, *cluster) for size in tensors],
+    "hierarchical": [hierarchical(size, *cluster) for size in tensors],
 }
 
 # %% tags=["figure-crossing"]
-show(crossing(sizes, lines, "tensor (bytes)", "all-reduce on 512 GPUs (s)"), alt=(
+show(crossing(tensors, lines, "tensor (bytes)", "all-reduce on 512 GPUs (s)"), alt=(
     "With 512 GPUs the tree is fastest at every size shown; the ring comes close only where "
-    "bandwidth is everything."
+    "bandwidth is all that matters."
 ))
 
 # %% [markdown]
@@ -636,16 +616,18 @@ for size in (8, 64, 512):
     print(f"{size:4} ranks: the ring is faster from {plain_bytes(crossing_bytes(size))} on")
 
 # %% [markdown]
-# Short tensors and many ranks want a tree, long ones and few ranks a ring. (Levels lose at the very
-# end, for here what is inside and what is across take place one after the other.) NCCL chooses in
-# every call, by a model with a latency and a bandwidth for each algorithm.
+# Short tensors and many ranks favor a tree, long tensors and few ranks a ring. The sizes follow
+# from the fitted $\alpha$ and $\beta$, so read them as orders of magnitude. (The hierarchical
+# all-reduce loses at the far right because its formula runs the parts inside and across nodes one
+# after the other.) NCCL chooses for every call, with a model that has a latency and a bandwidth for
+# each algorithm.
 #
-# ### A claim, and the question of section 1
+# ### A popular number, and the question of section 1
 #
-# One can read that the all-reduce of a 100-billion-parameter model's gradient, 200 GB over 16 GPUs,
-# takes 0.22 s at 900 GB/s.
+# You can read that the all-reduce of the gradient of a 100-billion-parameter model, 200 GB over 16
+# GPUs, takes 0.22 s at 900 GB/s.
 #
-# **Predict.** It errs in three ways, all in the same direction. Which?
+# **Predict.** It contains three errors, all in the same direction. Which?
 
 # %% tags=["output-claim", "nbval-check-output"]
 gradient, size, nvlink, network = 200 * GB, 16, 450 * GB, 50 * GB
@@ -656,90 +638,185 @@ two_nodes = cost.hierarchical_all_reduce_seconds(
 print(f"the claim: 200 GB at 900 GB/s          {gradient / (900 * GB):.2f} s")
 print(f"a rank sends {volume / GB:.0f} GB                    {volume / (900 * GB):.2f} s")
 print(f"900 GB/s is both directions together   {volume / nvlink:.2f} s")
-print(f"16 GPUs are two nodes: in levels       {two_nodes:.2f} s")
+print(f"16 GPUs are two nodes: hierarchical    {two_nodes:.2f} s")
 print(f"at the rate measured on two nodes      {volume / (bus[0] * GB):.2f} s")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The tensor must be sent nearly twice. A link's datasheet adds up both directions. And NVLink
-# connects the 8 GPUs of a node; to the other 8 the way is the network. (The measured rate beats
-# levels that wait for each other: their parts can overlap.)
+# The tensor has to be sent nearly twice. A datasheet adds up both directions of a link. And NVLink
+# connects only the 8 GPUs of a node; the way to the other 8 is the network. (The formula for the
+# hierarchical all-reduce runs its parts one after the other; in NCCL they can overlap, so the
+# measured rate may be better.)
 #
 # </details>
 #
-# The same functions answer section 1. Llama 2 7B on 64 GPUs, 8 nodes, half a second of computing
-# per step:
+# The same functions answer section 1: Llama 2 7B on 64 GPUs, which are 8 nodes, with half a second
+# of computation per step.
 
 # %% tags=["output-answer", "nbval-check-output"]
 answers = {
-    "GPU 0 in the middle": center,
+    "through GPU 0": center,
     "one ring, 50 GB/s": cost.ring_all_reduce_seconds(gradient_bytes, 64, 0, network),
-    "levels, NVLink inside": cost.hierarchical_all_reduce_seconds(
+    "hierarchical, NVLink inside": cost.hierarchical_all_reduce_seconds(
         gradient_bytes, 8, 8, cost.Link(0, nvlink), cost.Link(0, network)),
     "rate measured on 8 nodes": cost.ring_all_reduce_seconds(gradient_bytes, 64, 0, bus[2] * GB),
 }
 for name, seconds in answers.items():
-    print(f"{name:25} {seconds:6.2f} s")
+    print(f"{name:27} {seconds:6.2f} s")
 
 # %% [markdown]
-# Same network, same sum. What is left still has to be paid in every step, unless it happens while
-# the backward pass computes: that is chapter 4's bucketed data parallelism. And look once more at
-# the state after N - 1 steps: each rank holds the sum of one chunk. Why should every rank keep all
-# of the rest? That question is the next chapter.
-
-# %% [markdown]
+# The network is the same and so is the sum; only the algorithm has changed. The time that is left
+# is paid in every step, unless the all-reduce overlaps with the backward pass: that is chapter 4's
+# bucketed data parallelism. And look once more at the state after N - 1 steps: each rank holds one
+# chunk of the complete sum. Does every rank really need the rest? That is the question of [chapter
+# 6](chapter:6).
+#
 # ## 8. Recap
 #
-# 1. With one rank in the middle its link carries N - 1 tensors each way, and the others wait.
-# 2. A ring cuts the tensor into N chunks; each rank sends $2\,\frac{N-1}{N}$ tensors, the least
+# 1. If one rank adds everything, its link carries N - 1 tensors in each direction while the other
+#    links wait.
+# 2. A ring splits the tensor into N chunks; each rank sends $2\,\frac{N-1}{N}$ tensors, the minimum
 #    possible, exact to the byte.
-# 3. A sum that is right can still be wrong: whole tensors cost N/2 times the bytes, and ranks that
-#    add in different orders drift apart. The ledger and a comparison of bits show it.
-# 4. A message costs $\alpha + n/\beta$. The ring has $2(N-1)$ of them, so its latency grows with N;
-#    that of doubling, halving and trees grows with $\log_2 N$, and levels keep most hops inside a
-#    node.
-# 5. On an idle machine, two fitted numbers predict sizes that were not measured, within a factor of
-#    two, and describe 16 to 512 GPUs in rough outline; where they fail, ask who shares the link.
+# 3. A correct sum is not enough: whole tensors cost N/2 times the bytes, and ranks that add in
+#    different orders drift apart. The ledger and a comparison of bits show it.
+# 4. A message costs $\alpha + n/\beta$. The ring needs $2(N-1)$ of them, so its latency grows with
+#    N. For doubling, halving and trees it grows with $\log_2 N$, and a hierarchical all-reduce
+#    keeps most hops inside a node.
+# 5. Two fitted numbers predict sizes that were not measured. Before you trust a fit, leave out a
+#    point and see whether it predicts it.
 #
 # ## Exercises
 #
 # Write your answers into `exercises/ch05_ring_all_reduce.py`, save, and run the cell. In a
 # terminal, `minitron hint 5.1` gives hints in three steps.
 #
-# **5.1 Ring reduce-scatter** (30 minutes): on real ranks, any length, without section 4 in sight.
+# - [**5.1 Ring reduce-scatter**](exercise:5.1) (30 minutes): on real ranks, for any length.
+# - [**5.2 Ring all-gather**](exercise:5.2) (15 minutes): the second half.
+# - [**5.3 Uneven chunks, to the byte**](exercise:5.3) (20 minutes): predict what the ledger will
+#   count.
+# - [**5.4 Measure, fit, choose**](exercise:5.4) (25 minutes): a link from measured messages, and
+#   where the ring wins.
 
 # %%
 check("5.1")
 
-# %% [markdown]
-# **5.2 Ring all-gather** (15 minutes): the second half of the way.
-
 # %%
 check("5.2")
 
-# %% [markdown]
-# **5.3 Uneven chunks, to the byte** (20 minutes): what the ledger will count, before it does.
-
 # %%
 check("5.3")
-
-# %% [markdown]
-# **5.4 Measure, fit, choose** (25 minutes): a link from measured messages, and where the ring wins.
 
 # %%
 check("5.4")
 
 # %% [markdown]
+# ## Further: NCCL's protocols
+#
+# Where does a latency of 15 microseconds per hop come from? Partly from the network, and partly
+# from how a GPU knows that data has arrived. NCCL has three protocols for that (Hu et al. 2025,
+# [Demystifying NCCL](https://arxiv.org/abs/2507.04786)):
+#
+# - **Simple** sends large blocks and announces each with a memory fence: full bandwidth, but about
+#   6 microseconds per hop;
+# - **LL** (low latency) sends a flag with every 4 bytes of data, in one 8-byte store: about 1
+#   microsecond, at no more than half the bandwidth;
+# - **LL128** sends 8 bytes of flags with every 120 bytes of data, which needs a link that keeps
+#   128-byte stores together, as NVLink does: about 2 microseconds, at some 95 % of the bandwidth.
+#
+# **Predict.** For a ring over the 8 GPUs of a node, which protocol is fastest for 64 kB? For
+# 256 MB?
+
+# %% tags=["output-protocols", "nbval-check-output"]
+protocols = {"LL": cost.Link(1e-6, nvlink * 4 / 8), "LL128": cost.Link(2e-6, nvlink * 120 / 128),
+             "Simple": cost.Link(6e-6, nvlink)}
+print("8 GPUs, microseconds of a ring   " + "".join(f"{name:>9}" for name in protocols))
+for num_bytes in (64_000, 1e6, 16e6, 256e6):
+    took = {name: 1e6 * cost.ring_all_reduce_seconds(num_bytes, 8, *each)
+            for name, each in protocols.items()}
+    print(f"{plain_bytes(num_bytes):>32} " + "".join(f"{each:9,.0f}" for each in took.values())
+          + f"   {min(took, key=took.get)}")
+
+# %% [markdown]
+# Each protocol has a range of sizes, and NCCL switches between them as it switches between rings
+# and trees. If an all-reduce takes noticeably longer than one of nearly the same size, you may be
+# looking at such a switch: `NCCL_DEBUG=INFO` together with `NCCL_DEBUG_SUBSYS=TUNING` logs the
+# choice.
+#
+# ## Further: NVSwitch, or adding inside the network
+#
+# The proof in section 4 that nobody can send less than the ring assumes that only ranks can add.
+# Inside a node of H100s, the GPUs are connected by NVSwitch chips, and these chips can add: with
+# NVLink SHARP (NCCL's algorithm NVLS), each GPU sends its tensor to the switch once and receives
+# the sum once. How much is that worth?
+
+# %% tags=["output-nvls", "nbval-check-output"]
+G, N = 256e6, 8
+sent_by = {"ring": 2 * (N - 1) / N * G, "in the switch": G}
+print("8 GPUs, 256 MB    sent by each GPU      time    bus bandwidth")
+for name, sent in sent_by.items():
+    took = sent / nvlink
+    print(f"{name:16} {plain_bytes(sent):>17} {1e6 * took:6.0f} us"
+          f" {2 * (N - 1) / N * G / took / GB:11.0f} GB/s")
+print(f"measured on one node: 436 GB/s, {436 * GB / nvlink:.0%} of a link")
+
+# %% [markdown]
+# In the best case it nearly doubles the bus bandwidth, which can then be higher than what the link
+# carries: bus bandwidth is defined by what a ring would have sent. The 436 GB/s measured by the
+# playbook would be an extraordinarily good ring, or an ordinary reduction in the switch. The number
+# alone does not say which.
+#
+# ## Further: rails
+#
+# Number the GPUs of every node from 0 to 7. In many clusters, the network cards of all GPUs with
+# the same number are connected to the same switch, called a **rail**. Traffic between different
+# rails takes a longer way, through switches that everyone shares. Which messages of an all-reduce
+# leave their rail? Here 8 ranks act as 2 nodes of 4 GPUs, and the ledger counts only what crosses
+# from one node to the other.
+
+# %%
+def hierarchical_by_hand(tensor, inside, across):
+    chunk = reduce_scatter_ring(tensor, inside)
+    with Ledger() as network:
+        all_reduce_ring(chunk, across)
+    all_gather_ring(tensor, inside)
+    return network.bytes_sent()
+
+
+def on_rails(group):
+    """Bytes that this rank sends to the other node: in one ring, and hierarchically."""
+    _, ring_bytes, _ = counted(group, all_reduce_ring, 9600)
+    tensor = torch.full((9600,), float(group.rank()))
+    crossed = hierarchical_by_hand(tensor, *lab.node_and_rail(group, gpus_per_node=4))
+    assert (tensor == sum(range(8))).all()
+    return ring_bytes if group.rank() % 4 == 3 else 0, crossed  # 3 and 7 send to the other node
+
+
+# %% tags=["output-rails", "nbval-check-output"]
+in_one_ring, on_own_rail = zip(*run(on_rails, 8), strict=True)
+print("bytes to the other node, by rank")
+for name, row in (("rank", range(8)), ("one ring", in_one_ring), ("hierarchical", on_own_rail)):
+    print(f"{name:12}" + "".join(f"{value:8,}" for value in row))
+
+# %% [markdown]
+# A single ring sends everything through two network cards, from rank 3 to rank 4 and from rank 7 to
+# rank 0, and each of these messages changes rails. (NCCL therefore builds several rings that leave
+# the node through different cards.) The hierarchical all-reduce uses all cards equally, each sends
+# a seventh of what the busiest card had to send, and every message stays on its rail.
+#
 # ## Further reading
 #
-# - Patarasuk, Yuan, *Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations*, 2009:
-#   the least that must be sent, and the ring that reaches it on any wiring.
+# - Patarasuk, Yuan, *Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations*, Journal
+#   of Parallel and Distributed Computing 69(2), 2009: the minimum that must be sent, and the ring
+#   that achieves it on any wiring.
 # - Thakur, Rabenseifner, Gropp, *Optimization of Collective Communication Operations in MPICH*,
 #   2005, sections 3 and 4: the cost model, doubling and halving.
 # - Sanders, Speck, Träff, *Two-Tree Algorithms for Full Bandwidth Broadcast, Reduction and Scan*,
 #   2009: two trees that keep every link busy.
-# - Sergeev, Del Balso, *Horovod: Fast and Easy Distributed Deep Learning in TensorFlow*, 2018: how
-#   the ring came to training.
-# - Tazi et al., *The Ultra-Scale Playbook*, 2025, section on pipeline parallelism: the bandwidths
-#   measured on 1 to 64 nodes.
+# - Sergeev, Del Balso, [Horovod: Fast and Easy Distributed Deep Learning in
+#   TensorFlow](https://arxiv.org/abs/1802.05799), 2018: how the ring came to deep learning.
+# - Hu et al., [Demystifying NCCL](https://arxiv.org/abs/2507.04786), 2025: protocols, algorithms
+#   and how NCCL chooses.
+# - Tazi et al., [The Ultra-Scale
+#   Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook), 2025, section on pipeline
+#   parallelism: the bandwidths measured on 1 to 64 nodes.

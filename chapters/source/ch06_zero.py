@@ -11,157 +11,139 @@
 # ---
 
 # %% [markdown]
-# # ZeRO: what is redundant, and how to stop holding it
+# # 6. ZeRO: shard the training state
 #
-# **55 minutes. No GPU. Exercises 6.1 to 6.4.**
+# **45 minutes. No GPU. [Exercises 6.1](exercise:6.1) to 6.4.**
 #
-# *You need:* chapter 2's 16 bytes per parameter, chapter 4's gradient averaged over the ranks, and
-# chapter 5's two halves of the ring, reduce-scatter and all-gather.
+# *You need:* the 16 bytes per parameter of [chapter 2](chapter:2), averaged gradients
+# ([chapter 4](chapter:4)), and the two halves of the ring, reduce-scatter and all-gather
+# ([chapter 5](chapter:5)).
 #
 # *You will be able to:*
-# - **divide** optimizer state, gradients and parameters over the ranks, with the same training;
-# - **predict** for each stage what a rank holds and what it sends, to the byte;
-# - **catch** the mistakes that sharding invites, which neither a falling loss nor equal ranks show.
+# - **shard** optimizer state, gradients and parameters over the ranks, with the same training;
+# - **predict**, to the byte, what a rank holds and sends with ZeRO-1, 2 and 3;
+# - **catch** the mistakes that sharding invites, which neither a falling loss nor identical ranks
+#   reveal.
 #
 # Run the cells in order. When the text asks you to predict something, write your guess down before
-# you open the fold.
+# you open the answer.
 
 # %%
 import inspect
 import time
 from functools import partial
+from statistics import median
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from minitron import cost
 from minitron.comm.collectives import all_gather_ring, reduce_scatter_ring
-from minitron.launch import RankError, run
-from minitron.launch.slow_network import SlowNetwork
 from minitron.config import ModelConfig
-
-# %%
 from minitron.cost.sharding import zero_bytes, zero_holdings, zero_volume
-from teaching.check import check
-from teaching.figures import (
-    Block, Held, holdings, memory_bars, plain_bytes, rank_lanes, show, timeline, wire,
-)
-from teaching.widgets import zero_explorer
+from minitron.launch import RankError, run
 from minitron.measure.clock import DENSE_BF16_PEAKS
-from minitron.proof.difference import first_difference
-from minitron.measure.ledger import Ledger, merged
-from minitron.measure.meter import Meter
-from minitron.proof.oracle import (
-    assert_same_training, sample_batches, small_llama, trainings,
-)
 
 # %%
-from minitron.model.transformer import Transformer, initialize
+from minitron.measure.ledger import merged
 from minitron.parallel.clipping import clip_pieces
-from minitron.parallel.data.ddp import apply_bucketed_data_parallel
-from minitron.parallel.data.fsdp import FullyShardedDataParallel, Unit, apply_fsdp
+from minitron.parallel.data.fsdp import FullyShardedDataParallel, apply_fsdp
 from minitron.parallel.data.zero import Zero1, apply_zero1, apply_zero2
 from minitron.parallel.flat import FlatShards
+from minitron.plan.hardware import DEVICES
+from minitron.proof.oracle import assert_same_training
+from teaching.check import check
+from teaching.figures import memory_bars, plain_bytes, show, timeline, wire
+from teaching.lab import ch06 as lab, recorded, show_text, verdict
+from teaching.lab import ch06_prefetch as overlap
+from teaching.widgets import zero_explorer
 
 torch.set_num_threads(1)
-MB, GB, TB = 1e6, 1e9, 1e12
+MB, GB, TB, H100 = 1e6, 1e9, 1e12, DEVICES["H100-SXM-80GB"]
 
 # %% [markdown]
 # ## 1. The question
 #
-# Llama 3 8B in mixed precision with Adam. Chapter 2 counted 16 bytes for each parameter. Chapter 4
-# put the model on many GPUs. How many bytes of weights, gradients and optimizer state, its training
-# state, are there on 64 of them, and does it fit?
+# Llama 3 8B, in mixed precision with Adam. Chapter 2 counted 16 bytes per parameter for its
+# training state: weights, gradients and optimizer state. Chapter 4 replicated the model on many
+# GPUs. How many bytes of training state are there on 64 of them, and does it fit?
 
 # %% tags=["output-question", "nbval-check-output"]
 llama_8b = cost.published_llama(32, 4096, 32, 8, 14336, 128256, 8192)
 P_llama, num_gpus = cost.num_parameters(llama_8b), 64
 one = zero_bytes(P_llama, num_gpus, stage=0)
-print(f"on each GPU: {one / GB:.0f} GB of training state; an H100 has 80")
+print(f"per GPU: {one / GB:.0f} GB of training state; an H100 has {H100.memory_bytes / GB:.1f} GB")
 print(f"on {num_gpus} GPUs: {num_gpus * one / TB:.1f} TB, of which {one / TB:.2f} TB "
-      "are different numbers")
+      "are distinct values")
 
 # %% [markdown]
-# Sixty-four copies, and none of them fits. The memory is there: it is full of the same numbers.
+# It does not fit on any of the 64 GPUs. Together they have plenty of memory, but it is filled with
+# 64 copies of the same numbers.
 
 # %% [markdown]
 # ## 2. Estimate
 #
-# Take the 16 bytes apart, and ask of each part: *when* does a rank need *all* of it?
+# Split the 16 bytes into their parts and ask of each: *when* does a rank need *all* of it?
 #
-# | bytes per parameter | what | needed whole |
+# | bytes per parameter | what | when is all of it needed? |
 # |---|---|---|
-# | 12 | Adam's two averages and the float32 weight (optimizer state) | ? |
+# | 12 | Adam's two moments and the float32 master weight (optimizer state) | ? |
 # | 2 | the gradient | ? |
-# | 2 | the weight to compute with (parameter) | ? |
+# | 2 | the bfloat16 weight used for compute (parameter) | ? |
 #
-# **Predict.** Fill in the last column. Which of the three can be divided over N ranks, so that each
-# holds an N-th, without any further byte on the wire?
+# **Predict.** Fill in the last column. Which of the three can be sharded over N ranks, so that each
+# holds one N-th, without any additional communication?
 #
 # <details><summary>Answer</summary>
 #
-# Optimizer state: never. Adam treats each number by itself, so a rank can update an N-th of the
-# weights with an N-th of the state. Gradients: never, for that update needs their sum for an N-th
-# of the weights alone. Parameters: each layer's during its own forward and backward pass, the rest
-# of the time not at all. The first two are free. The third costs traffic.
+# Optimizer state: never. Adam treats every value independently, so a rank can update one N-th of
+# the weights with one N-th of the state. Gradients: never, because that update only needs their sum
+# for the same N-th. Parameters: each layer's during its own forward and backward pass, and not
+# otherwise. Sharding the first two is free; sharding the third costs communication.
 #
 # </details>
 #
-# These are the three stages of ZeRO, the *zero redundancy optimizer* (Rajbhandari et al. 2019):
-# stage 1 divides the optimizer state, stage 2 the gradients too, stage 3 the parameters too. For P
-# parameters on N ranks, in bytes per rank:
+# These are the three stages of ZeRO, the *zero redundancy optimizer* ([Rajbhandari et al.
+# 2019](https://arxiv.org/abs/1910.02054)): ZeRO-1 shards the optimizer state, ZeRO-2 the gradients
+# too, ZeRO-3 the parameters as well. For P parameters on N ranks, the bytes per rank are
 #
 # $$16P \quad\to\quad 4P + \frac{12P}{N} \quad\to\quad 2P + \frac{14P}{N} \quad\to\quad
 # \frac{16P}{N}$$
 
 # %% tags=["output-estimate", "nbval-check-output"]
-print("GPUs          8      64   1,024")
+print("GPUs         8      64   1,024")
 for stage in range(4):
     sizes = [zero_bytes(P_llama, N, stage) / GB for N in (8, 64, 1024)]
-    print(f"stage {stage} " + "".join(f"{size:8.1f}" for size in sizes) + " GB each")
+    print(f"ZeRO-{stage} " + "".join(f"{size:8.1f}" for size in sizes) + " GB each")
 
 # %% [markdown]
-# Stage 0 is data parallelism. With stage 1 the model states fit, from 8 GPUs on. Why go further?
-# Look along the rows. 4 bytes of each parameter stay however many GPUs there are, in stage 2 still
-# 2 bytes. So a model ten times the size would fit in neither, on any number of GPUs.
+# ZeRO-0 is plain data parallelism. On 8 GPUs, ZeRO-1 already makes the training state fit. Why go
+# further? Read along the rows: with ZeRO-1, 4 bytes per parameter remain however many GPUs there
+# are, and with ZeRO-2 still 2. A model ten times the size would not fit with either of them on any
+# number of GPUs.
 
 # %% [markdown]
 # ## 3. Picture
 #
-# Who holds what? Four ranks and Llama 3.2 1B, one row for each stage. Every rank of a row holds as
-# much as the others. A box that is a quarter full is another quarter on every rank.
-
-
-# %%
-def stages_of_llama(num_ranks=4):
-    """What each rank holds, by the formula; boxes show the share of the whole."""
-    P = cost.num_parameters(cost.PUBLISHED["Llama 3.2 1B"])
-    whole, rows = zero_holdings(P, 1, 0), {}
-    for stage in range(4):
-        held = zero_holdings(P, num_ranks, stage)
-        rows[f"stage {stage}"] = {kind: Held(held[kind], held[kind] / whole[kind])
-                                  for kind in whole}
-    return holdings(rows)
-
+# Who holds what? Llama 3.2 1B on four ranks, with one row for each of ZeRO-0 to 3. All four ranks
+# hold the same amount. A box that is a quarter full stands for a different quarter on every rank.
 
 # %% tags=["figure-holdings"]
-show(stages_of_llama(), alt=(
-    "Stage by stage one more kind of bytes is divided over the ranks: optimizer state, gradients, "
-    "parameters."
+show(lab.stages_of_llama(), alt=(
+    "From ZeRO-1 to ZeRO-3, one more kind of bytes is sharded over the ranks each time: optimizer "
+    "state, gradients, parameters."
 ))
 
 # %% [markdown]
-# Activations are not in the picture. They belong to the samples that a rank has read, and those
-# were divided from the start.
+# Activations are not in the picture. They belong to the samples a rank has read, and samples are
+# divided among the ranks already.
 
 # %% [markdown]
 # ## 4. By hand
 #
-# A model that one can see through: six layers, each a matrix and a tanh. Forward and backward pass
-# of one layer are a line each.
+# We use a model that is small enough to follow: six layers, each a matrix and a tanh. A layer's
+# forward pass takes one line, its backward pass two.
 
 # %%
 D, num_layers = 45, 6
@@ -176,14 +158,14 @@ def forward(matrix, x):
 
 
 def backward(matrix, x, y, dy):
-    """The gradients of the matrix and of the input x, from that of the output y."""
+    """The gradients of the matrix and of the input x, given that of the output y."""
     dz = dy * (1 - y**2)
     return x.T @ dz, dz @ matrix.T
 
 
 # %% [markdown]
-# Adam (without its epsilon), and what it touches: one weight, its gradient, its two averages. No
-# number looks at its neighbor, so this works on any part of the weights.
+# Next, Adam (without epsilon). It touches one weight, its gradient, and its two moments, and never
+# looks at a neighboring value. So it works on any slice of the weights.
 
 
 # %%
@@ -196,17 +178,17 @@ def adam(weight, grad, state, step):
 
 
 def own_part(tensor, group):
-    """The part (n/N,) of a tensor of n numbers that this rank is responsible for, a view."""
+    """The slice (n/N,) of a tensor of n values that this rank owns, as a view."""
     return tensor.view(-1).tensor_split(group.size())[group.rank()]
 
 
 # %% [markdown]
-# A rank reads every N-th sample. Each divides by the number of samples of *all* ranks, so the sum
-# of the ranks' gradients is the gradient.
+# Each rank reads every N-th sample and divides by the number of samples of *all* ranks, so that
+# summing the ranks' gradients gives the gradient.
 
 
 # %%
-def through(matrices, x):
+def activations(matrices, x):
     """The input and the outputs of all layers."""
     outputs = [x]
     for matrix in matrices:
@@ -224,9 +206,9 @@ def error_gradient(output, target):
 
 # %%
 def gradients(weights, group):
-    """The gradients (P,) of this rank's samples, from the last layer to the first."""
+    """The gradients (P,) of this rank's samples, computed from the last layer to the first."""
     x, target = samples(group)
-    outputs, grads = through(weights, x), torch.empty_like(weights)
+    outputs, grads = activations(weights, x), torch.empty_like(weights)
     dy = error_gradient(outputs[-1], target)
     for i in reversed(range(num_layers)):
         grads[i], dy = backward(weights[i], outputs[i], outputs[i + 1], dy)
@@ -234,15 +216,16 @@ def gradients(weights, group):
 
 
 # %% [markdown]
-# ### Stage 1: a part of the optimizer state
+# ### ZeRO-1: shard the optimizer state
 #
-# Data parallelism sums the gradients in two halves, says chapter 5: a reduce-scatter, then an
-# all-gather. After the first half each rank has the sum of its own part. That is all it needs to
-# step. So step *between* the halves, and gather the new weights in place of the gradients.
+# Chapter 5 split the all-reduce of data parallelism into two halves, a reduce-scatter and an
+# all-gather. After the first half each rank has the complete sum for its own part, which is all it
+# needs for its update. So run the optimizer *between* the halves, and gather the updated weights
+# instead of the gradients.
 
 
 # %%
-def stage_1(group, num_steps=3):
+def zero_1(group, num_steps=3):
     weights = start.clone()
     own = own_part(weights, group)  # (P/N,)
     state = torch.zeros(2, len(own), dtype=own.dtype)
@@ -256,81 +239,39 @@ def stage_1(group, num_steps=3):
 # %% [markdown]
 # **Predict.** How many bytes does a rank send per step, compared with data parallelism?
 #
-# To judge it: how far are the weights from those of one process, what does a rank still hold at the
-# end of a step (every storage once), and what has it sent?
-
-
-# %%
-def bytes_kept(tensors):
-    """Bytes of the storages that these tensors keep alive."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
-
-
-def judged(group, stage):
-    """Weights, bytes kept by kind, and bytes sent in the second and third step."""
-    sent = []
-    for num_steps in (1, 3):
-        with Ledger() as ledger:
-            kept = stage(group, num_steps)
-        sent.append(ledger.bytes_sent())
-    weights = torch.cat([t.view(-1) for t in kept["parameter"]])
-    return weights, {k: bytes_kept(ts) for k, ts in kept.items()}, (sent[1] - sent[0]) // 2
-
-
-# %%
-alone = run(stage_1, 1)[0]["parameter"][0]  # the weights that one process ends with
-
-
-def off_by(weights, rank, N):
-    """The largest error, whether a rank holds all weights or its parts of each layer."""
-    parts = alone.flatten(1).tensor_split(N, dim=1)
-    right = alone if weights.numel() == alone.numel() else parts[rank]
-    return (weights - right.reshape(-1)).abs().max()
-
-
-# %%
-def report(stage, formula, N=4):
-    """Print error and bytes on the wire, rank by rank; returns the picture of what is kept."""
-    picture, whole = {}, start.nbytes
-    print("rank  off by   bytes sent     formula   sent in units of P")
-    for rank, (weights, kept, sent) in enumerate(run(judged, N, stage)):
-        print(f"{rank:4} {off_by(weights, rank, N):7.0e} {sent:12,} {formula(rank):11,} "
-              f"{sent / whole:20.4f}")
-        shares = {"parameter": whole, "gradient": whole, "optimizer state": 2 * whole}
-        picture[f"rank {rank}"] = {kind: Held(kept[kind], kept[kind] / shares[kind])
-                                   for kind in kept}
-    return holdings(picture)
-
+# `report` answers three questions per rank: how far are its weights from those of one process, what
+# does it hold at the end of a step (each storage counted once), and how many bytes has it sent?
 
 # %% tags=["figure-stage1"]
-show(report(stage_1, lambda rank: zero_volume(start.numel(), 8, 4, rank, stage=1).sent), alt=(
-    "Stage 1 by hand, measured: all parameters, all gradients, a quarter of the optimizer state."
+alone = run(zero_1, 1)[0]["parameter"][0]  # the weights that one process ends with
+show(lab.report(zero_1, start, alone,
+                lambda rank: zero_volume(start.numel(), 8, 4, rank, stage=1).sent), alt=(
+    "ZeRO-1 by hand, measured: all parameters, all gradients, a quarter of the optimizer state."
 ))
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
 # The same: $2\,\frac{N-1}{N}P$, the two halves of the ring. One half carries gradients, the other
-# new weights. The formula of `minitron.cost` knows which rank's part is one number longer.
+# updated weights. The formula in `minitron.cost` also knows which rank's part is one value longer.
 #
 # </details>
 #
-# ### Stage 2: a part of the gradients
+# ### ZeRO-2: shard the gradients
 #
-# A rank keeps the sum of its own part. The rest of the gradient is waste as soon as it is sent. So
-# do not wait for the end: cut every *layer* into N parts, and reduce each layer's gradient as soon
-# as the backward pass has made it.
+# A rank keeps the sum for its own part. The rest of the gradient is useless once it has been sent,
+# so there is no reason to wait for the end of the backward pass. Split every *layer* into N parts,
+# and reduce-scatter each layer's gradient as soon as the backward pass has produced it.
 
 
 # %%
-def stage_2(group, num_steps=3):
+def zero_2(group, num_steps=3):
     weights, own_grads = start.clone(), [None] * num_layers
     owns = [own_part(matrix, group) for matrix in weights]
     states = [torch.zeros(2, len(own), dtype=own.dtype) for own in owns]
     x, target = samples(group)
     for step in range(1, num_steps + 1):
-        outputs = through(weights, x)
+        outputs = activations(weights, x)
         dy = error_gradient(outputs[-1], target)
         for i in reversed(range(num_layers)):
             grad, dy = backward(weights[i], outputs[i], outputs[i + 1], dy)
@@ -343,24 +284,23 @@ def stage_2(group, num_steps=3):
 
 # %% tags=["figure-stage2"]
 def by_layer(stage):
-    """The formula where each layer is cut for itself."""
+    """The formula when each layer is sharded separately."""
     return lambda rank: num_layers * zero_volume(D * D, 8, 4, rank, stage).sent
 
 
-show(report(stage_2, by_layer(2)), alt=(
-    "Stage 2 by hand, measured: all parameters, a quarter of the gradients and of the state."
+show(lab.report(zero_2, start, alone, by_layer(2)), alt=(
+    "ZeRO-2 by hand, measured: all parameters, a quarter of the gradients and of the state."
 ))
 
 # %% [markdown]
-# **Predict.** Why the `.clone()`? Take it away: are the weights still right, and the bytes on the
-# wire?
+# **Predict.** Why the `.clone()`? Without it, are the weights still right, and the bytes sent?
 
 # %% tags=["output-view", "nbval-check-output"]
 def kept_of_a_layer(group, clones):
     """Bytes that this rank's part of a layer's gradient keeps alive."""
     grad = torch.ones(D * D, dtype=torch.float64)
     own = reduce_scatter_ring(grad, group)
-    return bytes_kept([own.clone() if clones else own])
+    return lab.bytes_kept([own.clone() if clones else own])
 
 
 for name, clones in (("with clone", True), ("without", False)):
@@ -369,23 +309,23 @@ for name, clones in (("with clone", True), ("without", False)):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Both are still right. But a view keeps its whole storage alive. All gradients would be held, and
-# neither the loss nor the wire would tell: only counting bytes does.
+# Both are still right. But a view keeps its entire storage alive, so the full gradients would stay
+# in memory. Neither the loss nor the traffic would show it; only counting bytes does.
 #
 # </details>
 #
-# ### Stage 3: a part of the parameters
+# ### ZeRO-3: shard the parameters
 #
-# Now a rank holds no layer whole. Before it computes with one, all ranks gather it (**unshard**);
-# afterwards it is thrown away (**reshard**). In the backward pass the same again.
+# Now no rank stores a full layer. Before a layer computes, all ranks gather it (**unshard**);
+# afterwards they free it (**reshard**). The backward pass does the same again.
 
 
 # %%
 def unshard(shard, group):
-    whole = torch.empty(D * D, dtype=shard.dtype)
-    own_part(whole, group).copy_(shard)
-    all_gather_ring(whole, group)
-    return whole.view(D, D)
+    full = torch.empty(D * D, dtype=shard.dtype)
+    own_part(full, group).copy_(shard)
+    all_gather_ring(full, group)
+    return full.view(D, D)
 
 
 def forward_sharded(shards, x, group):
@@ -396,7 +336,7 @@ def forward_sharded(shards, x, group):
 
 
 # %%
-def stage_3(group, num_steps=3):
+def zero_3(group, num_steps=3):
     shards, own_grads = [own_part(m, group).clone() for m in start], [None] * num_layers
     states = [torch.zeros(2, len(shard), dtype=shard.dtype) for shard in shards]
     x, target = samples(group)
@@ -413,36 +353,35 @@ def stage_3(group, num_steps=3):
 
 
 # %% [markdown]
-# **Predict.** How many all-gathers and how many reduce-scatters of P numbers is a step now?
+# **Predict.** How many all-gathers and how many reduce-scatters of P values does a step need now?
 
 # %% tags=["figure-stage3"]
-show(report(stage_3, by_layer(3)), alt=(
-    "Stage 3 by hand, measured: a quarter of everything, kept between the layers."
+show(lab.report(zero_3, start, alone, by_layer(3)), alt=(
+    "ZeRO-3 by hand, measured: a quarter of everything is held between the layers."
 ))
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# An all-gather for the forward pass, one for the backward pass, a reduce-scatter:
-# $3\,\frac{N-1}{N}P$. The all-gather after the step is gone, because the next forward pass gathers
-# anyway. So it is not two more than before but one.
+# One all-gather for the forward pass, one for the backward pass, and one reduce-scatter:
+# $3\,\frac{N-1}{N}P$. The all-gather after the update is gone, because the next forward pass
+# gathers anyway. So the price is one transfer more than before, not two.
 #
 # </details>
 
 # %% [markdown]
-# ## 5. The trap
+# ## 5. The trap: clipping by a local norm
 #
-# ### Clipping by a local norm
-#
-# Most training scripts have this line before `optimizer.step()`:
+# Most training scripts contain this line before `optimizer.step()`:
 #
 #     nn.utils.clip_grad_norm_(parameters, max_norm)
 #
-# It computes the norm of all gradients and, where that is above `max_norm`, scales them down to it.
-# In stage 1 the optimizer's parameters are this rank's part, with the gradients of this part.
+# It computes the norm of all gradients and, if that exceeds `max_norm`, scales them down to it.
+# With ZeRO-1 the optimizer's parameters are this rank's shard, with the gradients of that shard.
 #
-# **Predict.** Four ranks run the line unchanged. By what does each rank scale? Do the ranks'
-# weights drift apart?
+# **Predict.** Four ranks run the line unchanged. By what factor does each rank scale? Do the ranks'
+# weights drift apart? (We train twenty steps on a task with a known answer: the next token is the
+# last one plus 7.)
 
 # %%
 def local_norm(parallel, parameters):
@@ -454,7 +393,7 @@ def global_norm(parallel, parameters):
 
 
 def clipping(clip):
-    """The package's stage 1, with `clip` as soon as the gradients are complete."""
+    """The package's ZeRO-1, which calls `clip` as soon as the gradients are complete."""
     class Clipping(Zero1):
         def finish(self):
             super().finish()
@@ -462,91 +401,314 @@ def clipping(clip):
     return Clipping
 
 
-# %% [markdown]
-# Twenty steps on a task with an answer: the next token is the last one plus 7.
-
-
-# %%
-def counting_rows(step, vocabulary=29):
-    generator = torch.Generator().manual_seed(step)
-    first = torch.randint(vocabulary, (16, 1), generator=generator)
-    return (first + 7 * torch.arange(8)) % vocabulary
-
-
-def loss_of(model, rows):
-    return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
-
-
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=3e-3)
-
-
-# %%
-def train(group, apply, num_steps=20):
-    """Each step's loss and norm as this rank sees it, and the weights at the end."""
-    torch.manual_seed(0)
-    model, seen = small_llama(), []
-    parallel = apply(model, group)
-    optimizer = parallel.shard(adamw(model.parameters()))
-    for step in range(num_steps):
-        optimizer.zero_grad()
-        loss = loss_of(model, counting_rows(step)[group.rank() :: group.size()])
-        loss.backward()
-        parallel.finish()
-        optimizer.step()
-        seen.append((parallel.mean(loss).item(), parallel.norm.item()))
-    return seen, torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
 # %% tags=["output-clip"]
-print("              loss           alike   norm that each rank sees")
+print("              loss           ranks agree   norm that each rank sees")
 for clip in (global_norm, local_norm):
-    by_rank = run(train, 4, clipping(clip), watch=False)
-    losses, alike = by_rank[0][0], all(torch.equal(w, by_rank[0][1]) for _, w in by_rank)
-    print(f"{clip.__name__:13} {losses[0][0]:.2f} to {losses[-1][0]:.2f}   {alike!s:5}   "
+    by_rank = run(lab.train, 4, clipping(clip), watch=False)
+    losses, agree = by_rank[0][0], all(torch.equal(w, by_rank[0][1]) for _, w in by_rank)
+    print(f"{clip.__name__:13} {losses[0][0]:.2f} to {losses[-1][0]:.2f}   {agree!s:11}   "
           + " ".join(f"{seen[0][1]:.2f}" for seen, _ in by_rank))
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Each rank scales its part by a factor of its own. And the weights do not drift apart, because
-# every weight is updated by one rank and copied to the others. So the usual check, are all ranks
-# alike, finds nothing. Nor does the loss: AdamW divides scales away, as in chapter 4. But parts of
-# the gradient have been scaled differently, so it has another direction, and what is trained
-# depends on the number of ranks.
+# Each rank scales its shard by a factor of its own. The weights do not drift apart, because every
+# weight is updated by one rank and copied to the others. So the usual check, whether all ranks hold
+# the same weights, finds nothing. Nor does the loss, because AdamW normalizes scales away, as in
+# chapter 4. But parts of the gradient were scaled differently, so it points in another direction,
+# and what is trained depends on the number of ranks.
 #
 # </details>
 #
-# The **oracle** compares with one process. Here that is the same code on one rank, whose local norm
-# is the global one:
-
-
-# %%
-def compare(apply, num_ranks):
-    arguments = (apply, small_llama, sample_batches((9, 9, 7)), 1)
-    alone, by_rank = (run(trainings, size, *arguments) for size in (1, num_ranks))
-    found = first_difference(alone[0]["SGD"], [records["SGD"] for records in by_rank])
-    return found or "the same training"
-
+# The [oracle](word:oracle) compares with one process. Here that is the same code on one rank, whose
+# local norm is the global one:
 
 # %% tags=["output-clip-oracle"]
 for clip in (global_norm, local_norm):
-    print(f"{clip.__name__}\n  {compare(clipping(clip), 4)}")
+    print(f"{clip.__name__}\n  {lab.compare(clipping(clip), 4)}")
 
 # %% [markdown]
-# The repair is one number on the wire. The square of the global norm is the sum of the squares of
-# the local ones:
+# The fix costs one all-reduce of a single number. The square of the global norm is the sum of the
+# squares of the local norms:
 
 # %%
 print(inspect.getsource(clip_pieces))
 
 # %% [markdown]
-# The package's `train_step` calls this where the optimizer's parameters are sharded.
+# The package's [`train_step`](code:minitron.step.train_step) calls `parallel.clip`, which ends up
+# here when the optimizer's parameters are sharded. (A second trap, a step taken before the
+# gradients are complete, is a *Further* section below.)
+
+# %% [markdown]
+# ## 6. The real one
 #
-# ### Stepping before the gradients are complete
+# The package's ZeRO works on any model. Parameters have all sizes, so they are laid end to end in
+# flat **buckets**, and each bucket is split into N equal shards. A shard may begin in the middle of
+# a matrix; an optimizer that treats every value independently does not care.
 #
-# Chapter 4 hid the communication behind the backward pass. Here is stage 1 again, with the sum
-# started in the background. Would it pass your review?
+# A bucket's gradients leave during the backward pass, as in chapter 4, but by reduce-scatter. Which
+# line frees them?
+
+# %%
+print(inspect.getsource(FlatShards.start_reduce))
+print(inspect.getsource(FlatShards.finish_reduce))
+
+# %% [markdown]
+# ZeRO-3 puts hooks on the model. Each block is a **unit** whose parameters are gathered together.
+# Read the life cycle, and find the line that lets communication overlap with compute.
+
+# %%
+print(inspect.getsource(FullyShardedDataParallel.pre_forward))
+print(inspect.getsource(FullyShardedDataParallel.pre_backward))
+print(inspect.getsource(FullyShardedDataParallel.post_backward))
+
+# %% [markdown]
+# `self.prefetch(index + 1)` starts the next unit's all-gather without waiting for it. The backward
+# pass goes through the units in reverse, so there it is `self.prefetch(index - 1)`.
+#
+# Now the oracle, with several buckets, on two to four ranks. The small model has a frozen parameter
+# and a tied embedding, and its sizes are odd, so that shards begin and end inside of matrices.
+
+# %% tags=["output-oracle", "nbval-check-output"]
+small_buckets = {"bucket_bytes": 12_000}
+APPLY = {"ZeRO-1": partial(apply_zero1, **small_buckets),
+         "ZeRO-2": partial(apply_zero2, **small_buckets), "ZeRO-3": apply_fsdp}
+for num_ranks in (2, 3, 4):
+    for name, apply in APPLY.items():
+        print(f"{num_ranks} ranks  {name}  {verdict(apply, num_ranks)}")
+
+# %% [markdown]
+# ## 7. Measure
+#
+# ### What is held, what is sent
+#
+# A Transformer with 0.7 million parameters in float32 on four ranks, two sequences per rank, AdamW.
+# In float32 there is no master copy of the weights: 4 bytes for the parameter, 4 for the gradient,
+# 8 for Adam. That adds up to 16 again, with other shares:
+#
+# $$16P \quad\to\quad 8P + \frac{8P}{N} \quad\to\quad 4P + \frac{12P}{N} \quad\to\quad
+# \frac{16P}{N}$$
+#
+# The [meter](word:meter) watches a step with two micro-batches, so that gradients accumulate. The
+# [ledger](word:ledger) watches a step with one. For gradients, which come and go, we take the
+# maximum over the step.
+
+# %% tags=["figure-bars"]
+results = {name: run(lab.measured, 4, apply, watch=False) for name, apply in lab.STAGES.items()}
+P = cost.num_parameters(lab.shape_of(6))
+held = {name: by_rank[0][0] for name, by_rank in results.items()}
+formula = {f"ZeRO-{stage}": zero_holdings(P, 4, stage, lab.FP32) for stage in range(4)}
+worst = {kind: max(abs(held[s][kind] / formula[s][kind] - 1) for s in formula)
+         for kind in held["ZeRO-0"]}
+print("largest error:", ", ".join(f"{kind} {error:.2%}" for kind, error in worst.items()))
+show(memory_bars(held, {f"{stage}, formula": kinds for stage, kinds in formula.items()}), alt=(
+    "What each of four ranks holds with ZeRO-0 to 3, by formula (dashed) and by the meter: they "
+    f"differ by {max(worst.values()):.2%} at most."
+))
+
+# %% [markdown]
+# Now the traffic. **Predict.** Which collectives do ZeRO-2 and ZeRO-3 use, in which order, and
+# which of them carry gradients?
+
+# %% tags=["output-ledger", "nbval-check-output"]
+for name in ("ZeRO-0", "ZeRO-2", "ZeRO-3"):
+    print(f"{name}\n{merged([of_rank[2] for of_rank in results[name]])}\n")
+
+# %% [markdown]
+# An all-reduce is a reduce-scatter followed by an all-gather. ZeRO-1 and ZeRO-2 run the optimizer
+# between them. ZeRO-3 moves the all-gather from the end of the step into the forward pass and needs
+# another one in the backward pass. (Everything outside the blocks is one unit, the root. Because
+# the embedding comes first and the head last, the root is gathered twice in the forward pass and is
+# still there when the backward pass starts with it.)
+
+# %% tags=["figure-wire"]
+sent = {name: [sum(call.sent for call in of_rank[2]) for of_rank in by_rank]
+        for name, by_rank in results.items()}
+ticks = {f"ZeRO-{stage}": [zero_volume(P, 4, 4, rank, stage).sent for rank in range(4)]
+         for stage in range(4)}
+ratio = {name: by_rank[0] / sent["ZeRO-0"][0] for name, by_rank in sent.items()}
+show(wire(sent, ticks), alt=(
+    "Bytes sent per step relative to data parallelism: "
+    + ", ".join(f"{name} {each:.2f}" for name, each in ratio.items()) + "."
+))
+
+# %% [markdown]
+# ### Prefetch
+#
+# Two ranks, a larger model, and an **emulated** slow network: each transfer really happens, and a
+# rank that waits for it sleeps until a link of the given latency and bandwidth would have
+# delivered. We choose a bandwidth at which a block's all-gather takes 70 % of its forward pass.
+#
+# The prediction is a queue. With prefetch, a block's all-gather is requested when the block before
+# it starts to compute; without, when that block ends. A block's gradients leave when its backward
+# pass ends. Compute times come from a run without communication. We compare the same thing on both
+# sides: from the start of the forward pass until the last gradient has arrived, without the
+# optimizer.
+#
+# **Predict.** The network needs 70 % of a forward pass per block. What does prefetch save at best:
+# all of the communication, or only a part?
+
+# %%
+passes = run(overlap.compute_alone, 2, watch=False)[0]  # forward, backward
+block_bytes, blocks = 4 * cost.num_block_parameters(overlap.WIDE), overlap.WIDE.num_layers
+network = 1e-4, round(block_bytes / 2 / (0.7 * passes[0] / blocks), -6)
+transfer = cost.ring_all_gather_seconds(block_bytes, 2, *network)
+WAYS = {"without prefetch": (overlap.without_prefetch, False), "with prefetch": (apply_fsdp, True)}
+applies = [apply for apply, _ in WAYS.values()]
+found = run(overlap.slow_passes, 2, applies, network, timeout=300, watch=False)[0]
+steps = dict(zip(WAYS, found, strict=True))
+
+# %% tags=["output-prefetch"]
+print(f"a block: forward {1e3 * passes[0] / blocks:.1f} ms, all-gather {1e3 * transfer:.1f} ms")
+print("ms                 predicted   measured  (spread)        predicted, own compute")
+gains = []
+for name, (_, prefetch) in WAYS.items():
+    times = sorted(1e3 * seconds for *_, seconds in steps[name])
+    own = [median(each) for each in zip(*(overlap.compute_of(spans) for _, spans, _ in steps[name]),
+                                        strict=True)]
+    two = [1e3 * overlap.predicted_seconds(each, transfer, prefetch) for each in (passes, own)]
+    gains.append((two[0], median(times), two[1]))
+    print(f"{name:18} {two[0]:9.0f} {median(times):10.0f}  ({times[0]:.0f} to {times[-1]:.0f})"
+          f" {two[1]:20.0f}")
+gain = [without - with_it for without, with_it in zip(*gains, strict=True)]
+print(f"gain               {gain[0]:9.0f} {gain[1]:10.0f} {gain[2]:33.0f}")
+print("prefetch pays here" if gain[1] > 0 else "no gain here: the processor, not the link, is busy")
+
+# %% [markdown]
+# The step takes longer than the first prediction. The last column shows where the difference comes
+# from: it is the same queue, but with the compute time that the ledger recorded *in the step*. That
+# contains what the model alone does not do: copying gathered shards into parameters and gradients
+# into flat buffers, in a process that shares its cores with the other rank's communication threads.
+# If the last column agrees with the measurement, the queue is right and the compute time was the
+# only error. In the measured lanes below, a transfer is drawn for as long as it occupies the
+# emulated link.
+
+# %% tags=["figure-without"]
+def draw(name):
+    calls, spans, seconds = min(steps[name], key=lambda step: step[2])
+    predicted = overlap.predict_lanes(passes, transfer, WAYS[name][1])
+    measured = overlap.measured_lanes(calls, spans, network)
+    return timeline(measured, predicted, "ms, network emulated")
+
+
+show(draw("without prefetch"), alt=(
+    "Without prefetch, compute and network alternate: while one works, the other waits."
+))
+
+# %% tags=["figure-prefetch"]
+show(draw("with prefetch"), alt=(
+    "With prefetch, the network fetches the next block while this one computes; gaps remain at the "
+    "start and at the turn from forward to backward."
+))
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# A part. Communication stays exposed where there is nothing to compute meanwhile: the very first
+# unit, the turn from forward to backward, and the last gradients. In the backward pass each block
+# also has two transfers, its all-gather and its gradients, against a compute time of two forward
+# passes.
+#
+# </details>
+
+# %% [markdown]
+# ### On real GPUs
+#
+# Llama 3 8B on 64 H100s, 8,192 tokens on each, compute at 40 % of the dense peak, and a link of 50
+# GB/s (400 Gb/s) per GPU.
+#
+# **Predict.** ZeRO-3 sends the most. Is its step the longest?
+
+# %%
+tokens_each, speed = 8192, 0.40 * DENSE_BF16_PEAKS["H100"]
+forth = tokens_each * cost.forward_flops_per_token(llama_8b, tokens_each) / speed
+back = tokens_each * cost.backward_flops_per_token(llama_8b, tokens_each) / speed
+once = cost.ring_all_gather_seconds(2 * P_llama, 64, 0, 50 * GB)
+after = max(0, once - back) + once  # the reduce-scatter during, the all-gather after backward
+overlapped = max(0, once - back) + max(0, once - forth)  # the all-gather in the next forward
+exposed = {  # at best: whole passes against whole transfers
+    "ZeRO-0": max(0, 2 * once - back), "ZeRO-1": after, "ZeRO-2": after,
+    "ZeRO-1, overlap_gather": overlapped, "ZeRO-2, overlap_gather": overlapped,
+    "ZeRO-3": max(0, once - forth) + max(0, 2 * once - back),
+}
+
+# %% tags=["output-traffic", "nbval-check-output"]
+print(f"forward {forth:.2f} s, backward {back:.2f} s, sending all parameters once {once:.2f} s")
+print("                            sent per step   exposed, at best   4 micro-batches")
+for name, seconds in exposed.items():
+    stage = int(name[5])
+    sent_GB = [zero_volume(P_llama, 2, 64, 0, stage, count).sent / GB
+               for count in (1, 4 if stage >= 2 else 1)]
+    print(f"{name:25} {sent_GB[0]:12.0f} GB {seconds:16.2f} s {sent_GB[1]:14.0f} GB")
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# No. By default, ZeRO-1 and ZeRO-2 gather the updated parameters after the step, when there is
+# nothing to compute, so both expose the same. With `overlap_gather=True` the package overlaps that
+# all-gather with the next forward pass. ZeRO-3 spreads its traffic over the entire step: each pass
+# has a transfer of its own size to hide.
+#
+# </details>
+#
+# Micro-batches change the picture (last column). ZeRO-0 and ZeRO-1 accumulate full gradients and
+# send them once. ZeRO-2 and ZeRO-3 reduce them after every micro-batch, since otherwise they would
+# have to hold full gradients; with `sync_every_micro_batch=False` they do, and send them once. By
+# default ZeRO-3 also gathers the parameters twice per micro-batch; with `reshard_each_pass=False`
+# it gathers them once per step and holds them in full. At the defaults, both pay off with few,
+# large micro-batches.
+#
+# A single GPU can already show the prefetch. Its group has one rank, so a gather is a copy from the
+# shard, on a stream of its own. How much of the copies does the compute of six layers hide?
+
+# %%
+shown = recorded.prefetch()
+show_text(shown.sentence)
+show(shown.figure, alt=shown.alt)
+
+# %% [markdown]
+# ### A trillion parameters?
+#
+# The paper's famous number: the training state of a trillion parameters is 16 TB, so each of 1,024
+# GPUs holds 16 GB. Does the model fit on an H100?
+#
+# **Predict.** What else is in that memory? Take the shape of Narayanan et al.'s trillion-parameter
+# model ([2021](https://arxiv.org/abs/2104.04473), table 1): 128 layers of width 25,600.
+
+# %% tags=["output-trillion", "nbval-check-output"]
+trillion = ModelConfig("gpt", 51_200, 2048, 128, 25_600, 160, 160, 102_400)
+P_trillion, unit = cost.num_parameters(trillion), 2 * cost.num_block_parameters(trillion)
+kept = cost.activation_bytes(trillion, 1, 2048, recompute="full")
+parts = {
+    f"a 1,024th of {16 * P_trillion / TB:.0f} TB": zero_bytes(P_trillion, 1024, 3),
+    "parameters of two units": 2 * unit,
+    "gradients of two units": 2 * unit,
+    "one sequence, with full recomputation":
+        kept + cost.activation_bytes_per_layer(trillion, 1, 2048),
+}
+for name, size in (parts | {"together": sum(parts.values())}).items():
+    print(f"{name:40} {size / GB:6.1f} GB")
+print(f"{'an H100 has':40} {H100.memory_bytes / GB:6.1f} GB")
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# It does not fit. A layer of this model is so large that the two temporarily unsharded units weigh
+# more than all the shards.
+#
+# </details>
+#
+# ZeRO-3 shards what a rank *stores*. To *compute*, every rank still needs a full layer. The next
+# chapter splits the layers themselves.
+
+# %% tags=["figure-explorer"]
+zero_explorer()
+
+# %% [markdown]
+# ## Further: stepping before the gradients are complete
+#
+# Chapter 4 overlapped communication with the backward pass. Here is ZeRO-1 again, with the sum
+# started asynchronously. Would you approve this in a review?
 
 
 # %%
@@ -558,7 +720,7 @@ def hasty(group, late_rank=None, num_steps=3):
         grads = gradients(weights, group)
         time.sleep(0.2 if group.rank() == late_rank else 0)
         summing = dist.all_reduce(grads, group=group, async_op=True)
-        time.sleep(0.1)  # stands for other work: the next micro-batch, say
+        time.sleep(0.1)  # stands for other work, such as the next micro-batch
         adam(own, own_part(grads, group), state, step)
         summing.wait()
         all_gather_ring(weights.view(-1), group)
@@ -566,27 +728,27 @@ def hasty(group, late_rank=None, num_steps=3):
 
 
 # %% [markdown]
-# **Predict.** It has run for weeks, and was right every time. Then one rank is late.
+# **Predict.** It has run for weeks and was right every time. Then one rank is late. What happens?
 
 # %% tags=["output-hasty"]
-print("late rank   error / whole change   ranks alike")
+print("late rank   error / total change   ranks agree")
 for late_rank in (None, 2):
     by_rank = run(hasty, 4, late_rank)
     error = (by_rank[0] - alone).abs().max() / (start - alone).abs().max()
-    alike = all(torch.equal(weights, by_rank[0]) for weights in by_rank)
-    print(f"{late_rank!s:9} {error:20.1g}   {alike}")
+    agree = all(torch.equal(weights, by_rank[0]) for weights in by_rank)
+    print(f"{late_rank!s:9} {error:20.1g}   {agree}")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# `summing.wait()` stands one line too low. As long as the network is faster than the other work,
-# the sum is there in time, by luck. When a rank is late, the others step with their own gradient,
-# or with half a sum. No error, no hang, and again the ranks are alike.
+# `summing.wait()` comes one line too late. As long as the network is faster than the other work,
+# the sum happens to be there in time. When a rank is late, the others step with their own gradient
+# or with half a sum. There is no error and no hang, and again the ranks agree.
 #
 # </details>
 #
-# No test on a quiet machine finds this. So the package does not leave it to luck: its optimizer
-# refuses to step before `finish`, which waits.
+# No test on an idle machine finds this. The package rules it out: its optimizer refuses to step
+# before `finish`, which waits.
 
 # %% tags=["output-refused"]
 class Forgetful(Zero1):
@@ -597,393 +759,108 @@ class Forgetful(Zero1):
 try:
     assert_same_training(Forgetful, 2)
 except RankError as error:
-    print(str(error).splitlines()[0])
+    print(str(error).splitlines()[0].replace(": the", ":\n  the"))
 
 # %% [markdown]
-# ## 6. The real one
+# ## Further: a claim about compute
 #
-# The package's stages work on any model. Parameters have all sizes, so they are laid end to end in
-# flat **buckets**, and each bucket is cut into N equal shards. A rank's shard may begin in the
-# middle of a matrix. For an optimizer that treats each number alike it makes no difference.
-#
-# A bucket's gradients leave as in chapter 4, with another collective at the end of the way. Which
-# line frees them?
-
-# %%
-print(inspect.getsource(FlatShards.start_reduce))
-print(inspect.getsource(FlatShards.finish_reduce))
-
-# %% [markdown]
-# Stage 3 puts hooks on the model. Each block is a **unit**: its parameters are gathered together.
-# Read the lifecycle, and find the line that makes the network work while the device computes.
-
-# %%
-print(inspect.getsource(FullyShardedDataParallel.pre_forward))
-print(inspect.getsource(FullyShardedDataParallel.pre_backward))
-print(inspect.getsource(FullyShardedDataParallel.post_backward))
-
-# %% [markdown]
-# `self.units[index + 1].unshard()` starts the next unit's all-gather and does not wait for it:
-# **prefetch**. In the backward pass it is the unit before.
-#
-# The oracle, with several buckets, on two to four ranks. The small model has a frozen parameter and
-# a tied embedding, and no size in it divides by four.
-
-# %%
-small_buckets = {"bucket_bytes": 12_000}
-APPLY = {
-    "stage 1": partial(apply_zero1, **small_buckets),
-    "stage 2": partial(apply_zero2, **small_buckets),
-    "stage 3": apply_fsdp,
-}
-
-
-def verdict(apply, num_ranks, **options):
-    try:
-        assert_same_training(apply, num_ranks, **options)
-        return "the same training"
-    except AssertionError as error:
-        return str(error)
-
-
-# %% tags=["output-oracle", "nbval-check-output"]
-for num_ranks in (2, 3, 4):
-    for name, apply in APPLY.items():
-        print(f"ranks: {num_ranks}  {name}  {verdict(apply, num_ranks)}")
-
-# %% [markdown]
-# ## 7. Measure
-#
-# ### What is held, what is sent
-#
-# A Transformer with 0.7 million parameters in float32, two sequences per rank, AdamW. In float32
-# there is no second copy of the weights: 4 bytes for the parameter, 4 for the gradient, 8 for Adam.
-# That makes 16 again, and other shares:
-#
-# $$16P \quad\to\quad 8P + \frac{8P}{N} \quad\to\quad 4P + \frac{12P}{N} \quad\to\quad
-# \frac{16P}{N}$$
-
-# %%
-def shape_of(num_layers):
-    return ModelConfig("gpt", 64, 16, num_layers, 96, 4, 4, 384)
-
-
-def prepare(group, apply, num_layers):
-    model = Transformer(shape_of(num_layers))
-    initialize(model, seed=0)
-    parallel, optimizer = apply(model, group), adamw(model.parameters())
-    if hasattr(parallel, "shard"):  # let it step this rank's part alone
-        parallel.shard(optimizer)
-    return model, parallel, optimizer
-
-
-# %%
-def take_step(model, parallel, optimizer, *micro_batches):
-    *others, last = micro_batches
-    optimizer.zero_grad()
-    for rows in others:
-        with parallel.no_sync():
-            loss_of(model, rows).backward()
-    loss_of(model, last).backward()
-    parallel.finish()
-    optimizer.step()
-
-
-# %%
-rows = torch.randint(64, (8, 9), generator=torch.Generator().manual_seed(0))
-whole_buckets = {"bucket_bytes": 400_000}  # about a block
-STAGES = {
-    "stage 0": partial(apply_bucketed_data_parallel, **whole_buckets),
-    "stage 1": partial(apply_zero1, **whole_buckets),
-    "stage 2": partial(apply_zero2, **whole_buckets),
-    "stage 3": apply_fsdp,
-}
-
-
-# %% [markdown]
-# The **meter** watches the second step, of two micro-batches, so that gradients are accumulated.
-# The **ledger** watches the third, of one. Gradients come and go: we take the most that is held at
-# any moment. In stage 3 the model itself holds nothing between its layers, and the weights are the
-# optimizer's. The meter calls such weights "master weight".
-
-
-# %%
-def peak_of(group, apply, num_layers):
-    """What the meter sees in the second step, and the means to take a third."""
-    model, parallel, optimizer = prepare(group, apply, num_layers)
-    own = rows[group.rank() :: group.size()]
-    step = partial(take_step, model, parallel, optimizer)
-    step(own)
-    with Meter(model, optimizer) as meter:
-        step(*own.split(1))
-    return meter, partial(step, own)
-
-
-# %%
-def measured(group, apply):
-    """Bytes held by kind, bytes at the peak; the calls and the FLOPs of one step."""
-    meter, step = peak_of(group, apply, num_layers=6)
-    held = meter.now() | {"gradient": max(moment.bytes["gradient"] for moment in meter.timeline)}
-    own = sum(t.bytes for t in meter.peak.tensors
-              if (t.name, t.category) == ("master weight", "optimizer state"))
-    held = {"parameter": held["parameter"] + own, "gradient": held["gradient"],
-            "optimizer state": held["optimizer state"] - own}
-    with Ledger() as ledger, FlopCounterMode(display=False) as flops:
-        step()
-    return held, meter.peak.total, ledger.calls, flops.get_total_flops()
-
-
-# %%
-results = {name: run(measured, 4, apply, watch=False) for name, apply in STAGES.items()}
-P, fp32 = cost.num_parameters(shape_of(6)), cost.RECIPES["fp32"]
-held = {name: by_rank[0][0] for name, by_rank in results.items()}
-formula = {f"stage {stage}": zero_holdings(P, 4, stage, fp32) for stage in range(4)}
-
-# %% tags=["figure-bars"]
-print("largest difference of meter and formula:", ", ".join(
-    f"{kind} {max(abs(held[s][kind] / formula[s][kind] - 1) for s in STAGES):.2%}"
-    for kind in held["stage 0"]))
-show(memory_bars(held, {f"{stage}, formula": kinds for stage, kinds in formula.items()}), alt=(
-    "What four ranks hold in each stage, by formula (dashed) and by the meter: all bars agree."
-))
-
-# %% [markdown]
-# And the wire. **Predict.** In which order of collectives do stages 2 and 3 send, and which of them
-# carry gradients?
-
-# %% tags=["output-ledger", "nbval-check-output"]
-for name in ("stage 0", "stage 2", "stage 3"):
-    print(f"{name}\n{merged([of_rank[2] for of_rank in results[name]])}\n")
-
-# %% [markdown]
-# An all-reduce is a reduce-scatter and an all-gather. Stages 1 and 2 put the optimizer between
-# them. Stage 3 moves the all-gather from the end of the step into the forward pass, and has another
-# in the backward pass. (What stands outside the blocks is one unit. The embedding comes first and
-# the head last, so this unit is gathered twice in the forward pass, and is still there when the
-# backward pass begins with it.)
-
-# %% tags=["figure-wire"]
-sent = {name: [sum(call.sent for call in of_rank[2]) for of_rank in by_rank]
-        for name, by_rank in results.items()}
-ticks = {f"stage {stage}": [zero_volume(P, 4, 4, rank, stage).sent for rank in range(4)]
-         for stage in range(4)}
-show(wire(sent, ticks), alt=(
-    "Data parallelism and stages 1 and 2 send the same; stage 3 sends half as much again."
-))
-
-# %% [markdown]
-# ### A claim
-#
-# One can read that stage 3 takes 1.5 times the *computing time*. The number is right. What does it
+# You can read that ZeRO-3 takes 1.5 times the *computing time*. The number is right. What does it
 # count?
 
-# %% tags=["output-claim"]
-work = [results[f"stage {stage}"][0][3] for stage in (0, 3)]
+# %% tags=["output-claim", "nbval-check-output"]
+work = [results[f"ZeRO-{stage}"][0][3] for stage in (0, 3)]
 print(f"FLOPs of a rank     {work[0]:,} and {work[1]:,}: {work[1] / work[0]:.2f} times")
-print(f"bytes a rank sends  {sent['stage 0'][0]:,} and {sent['stage 3'][0]:,}: "
-      f"{sent['stage 3'][0] / sent['stage 0'][0]:.2f} times")
-ratio = sum(held["stage 3"].values()) / sum(held["stage 0"].values())
+print(f"bytes a rank sends  {sent['ZeRO-0'][0]:,} and {sent['ZeRO-3'][0]:,}: "
+      f"{sent['ZeRO-3'][0] / sent['ZeRO-0'][0]:.2f} times")
+ratio = sum(held["ZeRO-3"].values()) / sum(held["ZeRO-0"].values())
 print(f"bytes a rank holds  {ratio:.2f} times")
 
 # %% [markdown]
-# Traffic, neither compute nor memory (Rajbhandari et al. 2019, section 7.2.2). Whether a step gets
-# slower depends on whether the traffic can be hidden. That is the next measurement but one.
+# It counts traffic, not compute (Rajbhandari et al. 2019, section 7.2.2). Whether the step gets
+# slower depends on how much of the traffic overlaps with compute.
+
+# %% [markdown]
+# ## Further: the largest model under a limit
 #
-# ### The largest model under a limit
+# Suppose a rank may use 8 MB for everything: training state, activations, buckets, gathered units,
+# temporary tensors.
 #
-# Say a rank may use 8 MB, all included: activations, buckets, gathered units, temporary results.
+# **Predict.** In float32 on four ranks, ZeRO-3 holds a quarter of what ZeRO-0 holds. Is its largest
+# model four times as large?
 #
-# **Predict.** In float32 on four ranks, stage 3 holds a quarter of what stage 0 holds. Is its
-# largest model four times as large?
-#
-# The formula tells the model states. What comes on top (buckets, units, activations) we measure
-# with four layers and with six, and expect it to grow evenly.
-
-# %%
-limit = 8 * MB
-
-
-def states(stage, layers):
-    return zero_bytes(cost.num_parameters(shape_of(layers)), 4, stage, fp32)
-
-
-def peaks(group, apply, layers):
-    return [peak_of(group, apply, L)[0].peak.total for L in layers]
-
-
-# %%
-def fullest(apply, *layers):
-    """Bytes at the peak of the fullest rank, for each number of layers."""
-    return map(max, zip(*run(peaks, 4, apply, layers, watch=False), strict=True))
-
-
-def predict_layers(stage, apply):
-    """The most layers that stay below the limit."""
-    four, six = fullest(apply, 4, 6)
-    on_top = four - states(stage, 4)
-    more = (six - states(stage, 6) - on_top) / 2  # with each layer
-    return max(L for L in range(4, 50) if states(stage, L) + on_top + (L - 4) * more <= limit)
-
+# The formula gives the training state. What comes on top (buckets, units, activations) we measure
+# with four layers and with six, and extrapolate linearly.
 
 # %% tags=["output-largest"]
 print("         layers   parameters      peak   with one layer more")
-for stage, apply in enumerate(STAGES.values()):
-    layers = predict_layers(stage, apply)
-    fits, bursts = fullest(apply, layers, layers + 1)
-    print(f"stage {stage} {layers:7} {cost.num_parameters(shape_of(layers)):12,} "
-          f"{plain_bytes(fits):>9} {plain_bytes(bursts):>21}")
+for stage, (name, apply) in enumerate(lab.STAGES.items()):
+    layers = lab.predict_layers(stage, apply, 8 * MB)
+    fits, exceeds = lab.fullest(apply, layers, layers + 1)
+    print(f"{name:8} {layers:6} {cost.num_parameters(lab.shape_of(layers)):12,} "
+          f"{plain_bytes(fits):>9} {plain_bytes(exceeds):>21}")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Not quite: three times. What is unsharded for a moment does not shrink with N: a bucket or two of
-# gradients in stage 2, and in stage 3 the parameters and gradients of two units. Activations do not
-# shrink either. With wider and more layers all of this matters less.
+# Not quite: three times. Temporarily unsharded tensors do not shrink with N: a bucket or two of
+# gradients in ZeRO-2, and in ZeRO-3 the parameters and gradients of two units. Activations do not
+# shrink either. With more and wider layers all of this matters less.
 #
 # </details>
 
 # %% [markdown]
-# ### Prefetch
+# ## Further: hybrid sharding (HSDP)
 #
-# Two ranks, a larger model, and a network that is slowed down. `SlowNetwork` is an **emulation**:
-# the transfer happens, and whoever waits for it sleeps until a link of that latency and bandwidth
-# would have delivered. We choose a bandwidth at which a block's all-gather takes 70 % of its
-# forward pass.
-
-
-# %%
-wide, N = ModelConfig("gpt", 256, 128, 6, 192, 4, 4, 768), 2
-tokens = torch.randint(256, (4, 129), generator=torch.Generator().manual_seed(0))
-
-
-def compute_alone(group):
-    """Seconds of a forward and a backward pass without communication, the fastest of each."""
-    model, fastest = Transformer(wide), (float("inf"),) * 2
-    initialize(model, seed=0)
-    for _ in range(10):
-        with Ledger() as ledger:
-            loss_of(model, tokens).backward()
-        took = [sum(span.end - span.start for span in ledger.spans if span.phase == phase)
-                for phase in ("forward", "backward")]
-        fastest = list(map(min, fastest, took))
-    return fastest
-
-
-# %%
-passes = run(compute_alone, N, watch=False)[0]
-block_bytes = 4 * cost.num_block_parameters(wide)
-network = 1e-4, round(block_bytes / 2 / (0.7 * passes[0] / wide.num_layers), -6)
-gathering = cost.ring_all_gather_seconds(block_bytes, N, *network)
-print(SlowNetwork(*network))
-print(f"a block: forward {1e3 * passes[0] / wide.num_layers:.1f} ms, "
-      f"all-gather {1e3 * gathering:.1f} ms")
-
-# %% [markdown]
-# The prediction is a queue again: the blocks of the forward pass, and the same blocks backwards.
-# With prefetch the next block's parameters are sent for when this one begins to compute, without it
-# when it ends. A block's gradients leave when its backward pass ends.
-
-
-# %%
-def send(link, asked):
-    """Queue one block's transfer; returns when it is over, in ms."""
-    begin = max(asked, link[-1].end if link else 0.0)
-    link.append(Block("communication", begin, begin + 1e3 * gathering))
-    return link[-1].end
-
-
-# %%
-def predict_lanes(prefetch):
-    L, compute, link, now = wide.num_layers, [], [], 0.0
-    for k in range(2 * L):
-        kind = "forward" if k < L else "backward"
-        if k in (0, L) or not prefetch:
-            there = send(link, now)
-        begin = max(now, there)
-        now = begin + 1e3 * passes[k >= L] / L
-        compute.append(Block(kind, begin, now))
-        if prefetch and k not in (L - 1, 2 * L - 1):
-            there = send(link, begin)
-        if kind == "backward":
-            send(link, now)
-    return {"predicted compute": compute, "predicted network": link}
-
-
-# %% [markdown]
-# The package always prefetches. To see the difference, we take it away: asking for a unit ahead of
-# time does nothing, and waiting for it asks first.
-
-
-# %%
-def without_prefetch(model, group):
-    parallel = apply_fsdp(model, group)
-    for unit in parallel.units:
-        unit.unshard = lambda: None
-        unit.wait_for_unshard = partial(ask_and_wait, unit)
-    return parallel
-
-
-def ask_and_wait(unit):
-    Unit.unshard(unit)
-    for gather in unit.gathers:
-        gather.wait()
-    unit.gathers = []
-
-
-# %%
-def slow_steps(group, apply, num_steps=6):
-    """Calls, spans and seconds of each step on the slow network."""
-    model, steps = Transformer(wide), []
-    initialize(model, seed=0)
-    parallel = apply(model, group)
-    optimizer = parallel.shard(adamw(model.parameters()))
-    for _ in range(num_steps):
-        dist.barrier(group)
-        begin = time.perf_counter()
-        with SlowNetwork(*network), Ledger() as ledger:
-            take_step(model, parallel, optimizer, tokens)
-        steps.append((ledger.calls, ledger.spans, time.perf_counter() - begin))
-    return steps
-
-
-# %%
-def draw(apply, prefetch, alt):
-    """The predicted lanes above those of rank 0 in its fastest step."""
-    steps = run(slow_steps, N, apply, watch=False)[0]
-    calls, spans, seconds = min(steps, key=lambda step: step[2])
-    predicted = predict_lanes(prefetch)
-    print(SlowNetwork(*network))
-    print(f"forward and backward: predicted {predicted['predicted network'][-1].end:.0f} ms; "
-          f"whole step measured {1e3 * seconds:.0f} ms")
-    lanes = rank_lanes([calls], [spans])
-    show(timeline(lanes, predicted, "ms, network emulated"), alt=alt)
-
-
-# %% tags=["figure-without"]
-draw(without_prefetch, False, (
-    "Without prefetch compute and network take turns: whenever one works, the other waits."
-))
-
-# %% tags=["figure-prefetch"]
-draw(apply_fsdp, True, (
-    "With prefetch the network fetches the next block while this one computes: hardly any gap is "
-    "left in the compute lane."
-))
-
-# %% [markdown]
-# What is left exposed are the places where there is nothing to compute meanwhile: the very first
-# unit, the turn from forward to backward, the last gradients. The measured step has more than the
-# prediction: the root unit with its small transfers, copies into and out of flat tensors, the
-# optimizer, and whatever else this machine does.
-
-# %% [markdown]
-# ### On real GPUs
+# ZeRO-3's collectives run over all ranks. On many nodes, each unit's all-gathers and reduce-scatter
+# then cross the network between nodes. **Hybrid sharding** shards within a group of S ranks, such
+# as a node, and replicates over R groups ([Zhao et al. 2023](https://arxiv.org/abs/2304.11277),
+# section 3.2.2). All-gathers and reduce-scatters stay inside the group; across groups only each
+# rank's *shard* of the gradient is all-reduced.
 #
-# The paper's table 1: GB of model states per GPU, for models of 7.5 billion, 128 billion and a
-# trillion parameters, mixed precision, stages 1 to 3. Here are its 54 numbers, and the formula.
+# **Predict.** Four ranks, either one group of four or two groups of two. What does each rank store,
+# and what does it send inside and across the groups?
+
+# %% tags=["output-hybrid", "nbval-check-output"]
+print("groups x ranks   weights    sent inside   sent across   formula   same training")
+for grid, apply in (((1, 4), apply_fsdp), ((2, 2), lab.apply_hybrid)):
+    traffic, stored = run(lab.hybrid_step, 4, grid, watch=False)[0]
+    print(f"{grid[0]} x {grid[1]} {plain_bytes(stored):>17} {traffic['dp']:15,} "
+          f"{traffic['replicas']:13,}   {traffic == lab.hybrid_formula(grid)!s:7}   "
+          f"{verdict(apply, 4) == 'the same training'}")
+
+# %% [markdown]
+# <details><summary>Answer</summary>
 #
-# **Predict.** They trained on V100s with 32 GB. Which stage does the model of 7.5 billion need on
-# 64 of them?
+# With two groups of two each rank stores twice as many parameters, gradients and moments. Inside a
+# group it sends $3\,\frac{S-1}{S}P$, less than before because the group is smaller. Across groups
+# it sends $2\,\frac{R-1}{R}\,\frac{P}{S}$, which is all that a slow link between nodes sees. You
+# pay with memory for less traffic between nodes.
+#
+# </details>
+#
+# PyTorch's [FSDP2](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) has the
+# same thing under other names:
+#
+# | here | PyTorch FSDP2 |
+# |---|---|
+# | `apply_fsdp(model, group)` | `fully_shard(block, mesh=...)` on each block, then on the model |
+# | a unit | a module that `fully_shard` was called on |
+# | `unshard`, `reshard` | `unshard()`, `reshard()` |
+# | `reshard_after_forward=False` | the same |
+# | `replicas=...` | a mesh of two dimensions, replicate and shard |
+# | `compute_dtype`, `reduce_dtype` | `MixedPrecisionPolicy(param_dtype, reduce_dtype)` |
+# | `no_sync()`, with `sync_every_micro_batch=False` | `set_requires_gradient_sync(False)` |
+# | shards of a flat tensor per unit | each parameter sharded on dimension 0, a DTensor |
+
+# %% [markdown]
+# ## Further: the paper's table
+#
+# Table 1 of Rajbhandari et al. 2019: GB of training state per GPU, for models of 7.5 billion, 128
+# billion and a trillion parameters in mixed precision, with ZeRO-1 to 3. Here are its 54 numbers,
+# and the formula.
+#
+# **Predict.** They trained on V100s with 32 GB. Which stage does the model with 7.5 billion
+# parameters need on 64 of them?
 
 # %%
 published = """
@@ -1015,124 +892,48 @@ print(f"{agree} of 54 agree with the paper to the last digit that it prints")
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Stage 1, by the model states alone, and activations and buckets have no room beside it: stage 2 is
-# the first to train.
+# ZeRO-1, going by the training state alone. But activations and buckets would have no room beside
+# it, so ZeRO-2 is the first that can train.
 #
 # </details>
-#
-# The last number of the last row is the famous one: a trillion parameters are 16 TB, 1,024 GPUs
-# make 16 GB each of it. An H100 has 80. Does the model fit?
-#
-# **Predict.** What else is in that memory? Take the shape that Narayanan et al. (2021, table 1)
-# give for their model of a trillion parameters: 128 layers of width 25,600.
-
-# %% tags=["output-trillion", "nbval-check-output"]
-trillion = ModelConfig("gpt", 51_200, 2048, 128, 25_600, 160, 160, 102_400)
-P_trillion, unit = cost.num_parameters(trillion), 2 * cost.num_block_parameters(trillion)
-kept = cost.activation_bytes(trillion, 1, 2048, recompute="full")
-parts = {
-    f"one part of 1,024 of {16 * P_trillion / TB:.0f} TB": zero_bytes(P_trillion, 1024, 3),
-    "parameters of two units": 2 * unit,
-    "gradients of two units": 2 * unit,
-    "one sequence, with full recomputation":
-        kept + cost.activation_bytes_per_layer(trillion, 1, 2048),
-}
-for name, size in (parts | {"together": sum(parts.values())}).items():
-    print(f"{name:40} {size / GB:6.1f} GB")
-
-# %% [markdown]
-# <details><summary>Answer</summary>
-#
-# It does not fit. A layer of this model is so large that the two that are whole for a moment weigh
-# more than all the shards.
-#
-# </details>
-#
-# Stage 3 divides what is *kept*. What *computes* is still whole. The next chapter cuts the layers
-# themselves.
-#
-# And the traffic? Llama 3 8B on 64 H100s, 8,192 tokens each, 40 % of the dense peak, a link of 50
-# GB/s (400 Gb/s) for each.
-#
-# **Predict.** Stage 3 sends most. Is its step the longest?
-
-# %%
-tokens_each, speed = 8192, 0.40 * DENSE_BF16_PEAKS["H100"]
-forth = tokens_each * cost.forward_flops_per_token(llama_8b, tokens_each) / speed
-back = tokens_each * cost.backward_flops_per_token(llama_8b, tokens_each) / speed
-once = cost.ring_all_gather_seconds(2 * P_llama, 64, 0, 50 * GB)
-exposed = {  # what no computing hides; at best, whole passes against whole transfers
-    0: max(0, 2 * once - back),
-    1: max(0, once - back) + once,
-    2: max(0, once - back) + once,
-    3: max(0, once - forth) + max(0, 2 * once - back),
-}
-
-# %% tags=["output-traffic", "nbval-check-output"]
-print(f"forward {forth:.2f} s, backward {back:.2f} s, sending all parameters once {once:.2f} s")
-print("          sent per step   exposed, at best   sent with 4 micro-batches")
-for stage, seconds in exposed.items():
-    sent_GB = [zero_volume(P_llama, 2, 64, 0, stage, count).sent / GB
-               for count in (1, 4 if stage >= 2 else 1)]
-    print(f"stage {stage} {sent_GB[0]:12.0f} GB {seconds:16.2f} s {sent_GB[1]:24.0f} GB")
-
-# %% [markdown]
-# <details><summary>Answer</summary>
-#
-# No. By default, stages 1 and 2 gather the new parameters after the step, when there is nothing to
-# compute. (`apply_zero1(..., overlap_gather=True)` overlaps that with the next forward pass.) Stage
-# 3 spreads its traffic over the whole step: each pass has a transfer of its own size to hide.
-#
-# </details>
-#
-# With micro-batches it is another matter. Stages 0 and 1 add gradients up, whole, and send them
-# once. Stages 2 and 3 reduce them after each micro-batch, or the sums would be whole: with
-# `sync_every_micro_batch=False` they are, travel once, and stage 2 holds as many as stage 1. By
-# default stage 3 also gathers the parameters twice per micro-batch; with `reshard_each_pass=False`
-# it gathers them once a step and holds them in full. At the defaults, both stages pay off with few,
-# large micro-batches.
-
-# %% tags=["figure-explorer"]
-zero_explorer()
 
 # %% [markdown]
 # ## 8. Recap
 #
-# 1. N data-parallel ranks hold N copies of 16 P bytes; an optimizer that treats each number alike
-#    can be cut anywhere, so 12 of the 16 need not be held twice, and then 14, and then all.
-# 2. Stages 1 and 2 send what data parallelism sends, $2\,\frac{N-1}{N}P$: the halves of the ring
-#    with the step between them. Stage 3 sends $3\,\frac{N-1}{N}P$, and computes no more.
-# 3. The training is the same, which neither a falling loss nor equal ranks can show: with local
-#    norms and early steps it falls too. The oracle sees the first, the package refuses the second.
-# 4. A view keeps the whole alive: only counting bytes shows whether sharding saves anything.
-# 5. Prefetch hides the gathers behind the layer before; what stays whole for a moment, two units
-#    and their gradients, does not shrink with N.
+# 1. N data-parallel ranks hold N copies of 16 P bytes. An optimizer that treats every value
+#    independently can be split anywhere, so first 12 of the 16 bytes, then 14, then all can be
+#    sharded.
+# 2. ZeRO-1 and ZeRO-2 send what data parallelism sends, $2\,\frac{N-1}{N}P$: the two halves of the
+#    ring with the optimizer between them. ZeRO-3 sends $3\,\frac{N-1}{N}P$.
+# 3. If each rank clips by its local norm, the result is a different training run, which neither a
+#    falling loss nor identical ranks reveal. The oracle does.
+# 4. A view keeps its whole storage alive. Only counting bytes shows whether sharding saves
+#    anything.
+# 5. Prefetch overlaps each all-gather with the previous unit's compute. Temporarily unsharded units
+#    and their gradients do not shrink with N.
 #
 # ## Exercises
 #
 # Write your answers into `exercises/ch06_zero.py`, save, and run the cell. In a terminal, `minitron
 # hint 6.1` gives hints in three steps.
 #
-# **6.1 Shard ranges** (10 minutes): who owns which elements, when parameters do not divide.
+# - [**6.1 Shard ranges**](exercise:6.1) (10 minutes): who owns which elements when parameters do
+#   not divide evenly.
+# - [**6.2 ZeRO-1 step**](exercise:6.2) (25 minutes): an optimizer that keeps one shard of its state
+#   and clips by the global norm.
+# - [**6.3 ZeRO-2 gradients**](exercise:6.3) (25 minutes): gradients that are reduced and freed
+#   during the backward pass.
+# - [**6.4 A ZeRO-3 unit**](exercise:6.4) (30 minutes): a module that holds nothing between its
+#   uses.
 
 # %%
 check("6.1")
 
-# %% [markdown]
-# **6.2 ZeRO-1 step** (25 minutes): an optimizer that keeps one part of its state, and clips by the
-# global norm.
-
 # %%
 check("6.2")
 
-# %% [markdown]
-# **6.3 The ZeRO-2 hand-over** (25 minutes): gradients that leave during the backward pass.
-
 # %%
 check("6.3")
-
-# %% [markdown]
-# **6.4 A ZeRO-3 unit** (30 minutes): a module that holds nothing between its uses.
 
 # %%
 check("6.4")
@@ -1140,11 +941,13 @@ check("6.4")
 # %% [markdown]
 # ## Further reading
 #
-# - Rajbhandari, Rasley, Ruwase, He, *ZeRO: Memory Optimizations Toward Training Trillion Parameter
-#   Models*, 2019: section 3 (where the bytes are), 5 (the stages), 7 (the traffic).
-# - Zhao et al., *PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel*, VLDB 2023,
-#   section 3: units, prefetch, and what the allocator does with freed parameters.
-# - Xu, Lee, Chen et al., *Automatic Cross-Replica Sharding of Weight Update in Data-Parallel
-#   Training*, 2020: stage 1, found by a compiler.
-# - Ren et al., *ZeRO-Offload*, 2021, and Rajbhandari et al., *ZeRO-Infinity*, 2021: the same parts
-#   in the memory of the host, and on disks.
+# - Rajbhandari et al., [*ZeRO: Memory Optimizations Toward Training Trillion Parameter
+#   Models*](https://arxiv.org/abs/1910.02054), 2019: sections 3 (where the bytes are), 5 (the
+#   stages) and 7 (the traffic).
+# - Zhao et al., [*PyTorch FSDP*](https://arxiv.org/abs/2304.11277), VLDB 2023, section 3: units,
+#   prefetch, hybrid sharding, and what the allocator does with freed parameters.
+# - Xu et al., [*Automatic Cross-Replica Sharding of Weight
+#   Update*](https://arxiv.org/abs/2004.13336), 2020: ZeRO-1, found by a compiler.
+# - Ren et al., [*ZeRO-Offload*](https://arxiv.org/abs/2101.06840), 2021, and Rajbhandari et al.,
+#   [*ZeRO-Infinity*](https://arxiv.org/abs/2104.07857), 2021: the same shards in host memory and on
+#   disk.

@@ -11,20 +11,22 @@
 # ---
 
 # %% [markdown]
-# # Pipeline parallelism: layers over ranks
+# # 9. Pipeline parallelism: stages on different ranks
 #
-# **55 minutes. No GPU. Exercises 9.1 to 9.4 (95 minutes).**
+# **50 minutes. No GPU. [Exercises 9.1](exercise:9.1) to 9.4.**
 #
-# *You need:* chapter 2's 16 bytes per parameter, chapter 3's activations of a block, chapter 4's
-# scale of a gradient, and chapter 7's bytes of tensor parallelism.
+# *You need:* the 16 bytes per parameter of [chapter 2](chapter:2), the activations of a block
+# ([chapter 3](chapter:3)), why gradients are averaged ([chapter 4](chapter:4)), and the traffic of
+# tensor parallelism ([chapter 7](chapter:7)).
 #
 # *You will be able to:*
-# - **write** a pipeline schedule as a list, have it proven, and train with it on real ranks;
-# - **predict** its idle time, the activations that each rank holds, and its messages;
-# - **catch** two ranks that wait for each other, and a loss of the wrong scale.
+# - **write** a pipeline schedule as a list of actions, validate it, and train with it on real
+#   ranks;
+# - **predict** its idle time, the activations each rank holds, and the messages it sends;
+# - **catch** two ranks that wait for each other, and a loss with the wrong scale.
 #
 # Run the cells in order. When the text asks you to predict something, write your guess down before
-# you open the fold.
+# you open the answer.
 
 # %%
 import inspect
@@ -32,157 +34,147 @@ import textwrap
 import time
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from minitron import cost
-from minitron.launch import RankError, run
 from minitron.comm.mesh import make_mesh
-from minitron.config import ConfigError, ModelConfig
+from minitron.launch import run
+from minitron.measure.ledger import Ledger
+from teaching.check import check
+from teaching.figures import memory_bars, pipeline, show, wire
 
 # %%
-from teaching.check import check
-from teaching.figures import measured_timeline, memory_bars, pipeline, show, wire
-from teaching.widgets import schedule_explorer
-from minitron.measure.ledger import Ledger
-from minitron.measure.meter import Meter
-from minitron.proof.oracle import assert_same_training, small_model
-from minitron.model.transformer import Transformer, initialize
+from minitron.model.linear import LinearFunction, accumulate_all
+from minitron.model.transformer import Transformer
+from minitron.parallel.data.zero import apply_zero1
+from minitron.parallel.grid import Grid
 from minitron.plan.hardware import DEVICES
+from teaching.lab import ch09 as lab
+from teaching.widgets import schedule_explorer
+
+torch.set_num_threads(1)
+GB = 1e9
 
 # %%
 from minitron.parallel.pipeline import schedule_check
+from minitron.parallel.pipeline.block_costs import count_multiplications, count_parameters
+from minitron.parallel.pipeline.executor import ScheduleExecutor
+from minitron.parallel.pipeline.plan import Message, script, split_blocks
 from minitron.parallel.pipeline.schedule_check import peak_activations
 from minitron.parallel.pipeline.schedules import (
     Action, Schedule, alternate, gpipe, interleaved, one_forward_one_backward, sequential,
     zero_bubble,
 )
 from minitron.parallel.pipeline.simulator import simulate
-
-# %%
-from minitron.parallel.grid import Grid
-from minitron.model.linear import LinearFunction, accumulate_all
-from minitron.parallel.pipeline.executor import ScheduleExecutor
 from minitron.parallel.pipeline.stages import apply_pipeline_parallel
-from minitron.parallel.pipeline.block_costs import count_multiplications, count_parameters
-from minitron.parallel.pipeline.plan import Message, script, split_blocks
-from minitron.parallel.data.zero import apply_zero1
-
-torch.set_num_threads(1)
-GB = 1e9
+from minitron.parallel.pipeline.v_schedules import dualpipe_v, zb_v
 
 # %% [markdown]
 # ## 1. The question
 #
-# Chapter 7 put GPT-3 on 1,024 GPUs: every layer cut over the eight of a node, and ZeRO 3 between
-# 128 such groups, because the links between nodes are too slow to cut further. It fits. But ZeRO 3
-# gathers the weights for every pass. A group reads one sequence at a time, as there. For how long
-# does it compute, and for how long does it send?
+# Chapter 7 put GPT-3 on 1,024 GPUs: tensor parallelism over the eight GPUs of a node, and ZeRO-3
+# across 128 such nodes, because the links between nodes are too slow for tensor parallelism. It
+# fits. But ZeRO-3 gathers the weights in every pass, and with 1,024 GPUs each node processes one
+# sequence at a time. How long does a node compute on a sequence, and how long does it communicate?
 
 # %% tags=["output-question", "nbval-check-output"]
-gpt3, S = replace(cost.PUBLISHED["GPT-3 175B"], vocab_size=51_200), 2048  # so that 8 divide it
+gpt3, S = replace(cost.PUBLISHED["GPT-3 175B"], vocab_size=51_200), 2048  # divisible by 8
 P, each = cost.num_parameters(gpt3), cost.tensor_parallel_parameters(gpt3, 8)
 recipe, H100 = cost.RECIPES["bf16"], DEVICES["H100-SXM-80GB"]
 sent = cost.zero_volume(each, recipe.parameter, 128, 0, stage=3).sent
 compute = S * cost.training_flops_per_token(gpt3, S) / 8 / (0.4 * H100.bf16_flops)
-print(f"{P * recipe.parameter / GB:.0f} GB of weights, on each of 8 GPUs "
+print(f"weights: {P * recipe.parameter / GB:.0f} GB; on each of 8 GPUs "
       f"{each * recipe.parameter / GB:.0f} GB")
-print(f"with gradients and optimizer {each * recipe.total / GB:.0f} GB, "
-      f"without ZeRO; an H100 has {H100.memory_bytes / GB:.0f}")
-print(f"ZeRO 3, each sequence: {sent / GB:.0f} GB between nodes, "
-      f"{sent / H100.nic_bandwidth:.1f} s; computing, {compute:.1f} s")
-print(f"the output of a layer: {S * gpt3.width * 2 / GB:.2f} GB")
+print(f"with gradients and optimizer states, without ZeRO: {each * recipe.total / GB:.0f} GB "
+      f"per GPU; it has {H100.memory_bytes / GB:.0f}")
+print(f"ZeRO-3, per sequence: {sent / GB:.0f} GB between nodes take "
+      f"{sent / H100.nic_bandwidth:.1f} s; the compute takes {compute:.1f} s")
+print(f"the output of one layer: {S * gpt3.width * 2 / GB:.2f} GB")
 
 # %% [markdown]
-# Without ZeRO 3 it does not fit: weights and gradients alone are more than a GPU has. With it, the
-# GPUs wait for weights most of the time. ZeRO brings the weights to the tokens. Look at the last
-# line: it would be cheaper to bring the tokens to the weights. Put the first layers on one node and
-# leave them there, the next ones on another, and send on what comes out.
-
-# %% [markdown]
+# Without ZeRO the training state does not fit. With ZeRO-3 it does, but the GPUs spend most of
+# their time waiting for weights, because ZeRO moves the weights to the tokens. The last line
+# suggests the opposite: move the tokens to the weights. Keep the first layers on one node and the
+# next layers on another, and send the activations from one to the next. They are three orders of
+# magnitude smaller.
+#
 # ## 2. Estimate
 #
-# Cut the model into p **stages** of neighboring layers, one on each rank. A stage needs nothing of
-# the others but its input, and in the backward pass the gradient of its output.
+# Split the model into p **stages** of consecutive layers, one stage per rank. In the forward pass a
+# stage needs the previous stage's output; in the backward pass it needs the gradient of its own
+# output. Nothing else crosses between ranks.
 #
-# **Predict.** Four stages of equal size, and one batch. Which share of the time does a rank work?
+# **Predict.** Four stages of equal size, one batch. For what fraction of the time is a rank busy?
 #
 # <details><summary>Answer</summary>
 #
-# A quarter. Stage 1 waits for the output of stage 0, stage 2 for that of stage 1; on the way back
-# the same in the other direction. At every moment one of four works. The idle time of a pipeline is
-# called its **bubble**.
+# A quarter. Stage 1 waits for stage 0, stage 2 waits for stage 1, and on the way back the other way
+# around. At any moment one rank of the four works. The idle time of a pipeline is called its
+# [**bubble**](word:bubble).
 #
 # </details>
 #
-# Now cut the batch into m **micro-batches** and send them one after the other. As soon as stage 0
-# has passed the first one on, it can take the second. The first needs p - 1 steps to come to the
-# last stage. From there on something arrives in every step:
+# Now split the batch into m **micro-batches** and send them in one after another: as soon as stage
+# 0 has finished the first micro-batch, it can start the second. The first micro-batch takes p - 1
+# steps to reach the last stage; after that, one arrives every step. With $t_F$ and $t_B$ seconds
+# for the forward and backward pass of one micro-batch through one stage,
 #
 # $$\text{time} = (m + p - 1)\,(t_F + t_B), \qquad
-# \text{bubble} = (p - 1)\,(t_F + t_B)$$
-#
-# for $t_F$ and $t_B$ seconds of a stage's forward and backward pass of one micro-batch.
+# \text{bubble} = (p - 1)\,(t_F + t_B).$$
 
 # %% tags=["output-estimate", "nbval-check-output"]
 p = 4
-print("micro-batches   a rank works   bubble of total   bubble of ideal time")
+print("micro-batches   busy   bubble / total time   bubble / ideal time")
 for m in (1, 2, 4, 8, 16, 32):
     bubble = cost.pipeline_bubble(p, m, forward=1, backward=2)
-    print(f"{m:13} {1 - bubble.of_total:14.0%} {bubble.of_total:17.0%} {bubble.of_ideal:22.0%}")
+    print(f"{m:13} {1 - bubble.of_total:6.0%} {bubble.of_total:21.0%} {bubble.of_ideal:21.0%}")
 
 # %% [markdown]
-# Papers use two conventions: the bubble as a share of the **total** time, (p - 1)/(m + p - 1), or
-# of the **ideal** time that the work alone would take, (p - 1)/m. The second can be above 100 %.
+# Papers use two conventions: the bubble as a fraction of the **total** time, (p - 1)/(m + p - 1),
+# or of the **ideal** time without any bubble, (p - 1)/m. The second can exceed 100 %, so check
+# which one a paper means before you compare.
 #
-# **A claim.** One can read that in a pipeline of four GPUs "often only one works", at "25 %
-# utilization". The table tells which line that is: the first, a batch in one piece. With 32
-# micro-batches it is 91 %, on the same GPUs and with the same layers.
-
-# %% [markdown]
+# You may read that in a four-GPU pipeline only one GPU works at a time. The table shows when that
+# is true: in its first line, with the batch in one piece. With 32 micro-batches the same four GPUs
+# are busy 91 % of the time.
+#
 # ## 3. Picture
 #
-# A **schedule** says for each rank in which order it works on what. It is a list of actions: F3 is
-# the forward pass of micro-batch 3, B3 its backward pass.
+# A **schedule** is a list of actions for each rank, in the order in which the rank performs them.
+# F3 is the forward pass of micro-batch 3, B3 its backward pass.
 
 # %% tags=["output-list", "nbval-check-output"]
 for schedule in (sequential(3, 4), gpipe(3, 4)):
     print(f"{schedule.name:10}  rank 0:", *schedule.actions[0])
 
 # %% [markdown]
-# A list and the duration of each action give a timeline. Say that a stage takes 20 ms forward and
-# 40 ms backward. Blue is forward, orange backward, the number is the micro-batch, hatching is idle.
-# To the right stands the most micro-batches that a rank holds at once; more of that in section 4.
-
-# %%
-MS = {"F": 20, "B": 40}
-
-
-def draw(schedule, alt, durations=MS):
-    """The timeline that the simulator predicts."""
-    show(pipeline(simulate(schedule, durations)), alt=alt)
-
-
+# The lists and a duration for each kind of action determine a timeline, which the package's
+# [simulator](code:minitron.parallel.pipeline.simulator) computes. Let a stage take 20 ms forward
+# and 40 ms backward. Forward passes are light blue, backward passes tan, idle time is hatched, and
+# the number in a block is the micro-batch. The number on the right is how many micro-batches'
+# activations the rank holds at its peak; section 4 comes back to it.
 
 # %% tags=["figure-sequential"]
-draw(sequential(3, 4), (
-    "Each micro-batch forward and back before the next: at every moment one rank of three works."
+MS = {"F": 20, "B": 40}
+show(pipeline(simulate(sequential(3, 4), MS)), alt=(
+    "Sequential: each micro-batch goes forward and back before the next one starts, so one rank of "
+    "three works at any moment."
 ))
 
 # %% tags=["figure-gpipe"]
-draw(gpipe(3, 4), (
-    "All micro-batches forward, then all backward (GPipe): the same work in half of the time; what "
-    "is idle are the corners, where the pipeline fills, turns and empties."
+show(pipeline(simulate(gpipe(3, 4), MS)), alt=(
+    "GPipe: all micro-batches forward, then all backward. The same work takes half as long; ranks "
+    "idle only while the pipeline fills, turns around, and drains."
 ))
 
 # %% [markdown]
 # ## 4. By hand
 #
-# A model that one can see through: twelve layers, each a matrix and a tanh. The loss is a sum over
-# samples, divided by the number of targets of the *whole* batch. Remember that for section 5.
+# The smallest model that shows everything: twelve layers, each a matrix and a tanh. The loss is a
+# sum over samples divided by the number of targets in the *whole* batch. Section 5 shows why that
+# matters.
 
 # %%
 D, num_layers = 16, 12
@@ -203,16 +195,23 @@ def loss_of(y, target):
 
 
 # %% [markdown]
-# A stage is a piece of the model, and a piece of its graph. In the forward pass it detaches its
-# output. So the graph ends at the stage's border, and autograd has to be told what comes from
-# behind it: `y.backward(gradient of y)`.
+# A stage owns some layers and their part of the autograd graph. In the forward pass it sends a
+# *detached* output, so the graph ends at the stage's boundary. In the backward pass the next stage
+# sends back the gradient of that output, and `y.backward(grad)` continues from there.
 #
-# **Predict.** What must a stage keep between the two?
+# **Predict.** What must a stage keep between the forward and the backward pass of a micro-batch?
+#
+# <details><summary>Answer</summary>
+#
+# Its input x, because x.grad is what the previous stage needs, and its output y, which is the
+# handle to the graph. The graph holds all of this micro-batch's activations in between.
+#
+# </details>
 
 
 # %%
 class Stage:
-    """A rank's layers, and the micro-batches that have gone forward and not yet back."""
+    """A rank's layers, and the micro-batches that have gone forward but not yet back."""
 
     def __init__(self, group, m):
         self.layers = start.chunk(group.size())[group.rank()].clone().requires_grad_()
@@ -227,7 +226,7 @@ class Stage:
 
 # %%
 def backward(stage, i, arrived):
-    """Add to the gradients of the layers; returns that of the input, for the stage before."""
+    """Accumulate the layers' gradients; returns the input's gradient for the previous stage."""
     x, y = stage.held.pop(i)
     if arrived is None:  # the last stage
         loss_of(y, stage.targets[i]).backward()
@@ -237,112 +236,86 @@ def backward(stage, i, arrived):
 
 
 # %% [markdown]
-# <details><summary>Answer</summary>
-#
-# Its input x, on which the gradient for the stage before appears, and its output y, from which the
-# graph can be run back. The graph holds all activations of this micro-batch in between.
-#
-# </details>
-
-
-# %%
-def received(like, source, group):
-    """What rank `source` sends; None beyond the ends of the pipeline."""
-    if 0 <= source < group.size():
-        tensor = torch.empty_like(like)
-        dist.recv(tensor, group=group, group_src=source)
-        return tensor
-
-
-def wait_for(leaving):
-    """Wait until all that was sent has left; until then its tensor must stay."""
-    for work, _ in leaving:
-        if work is not None:  # of `send`, which has waited itself
-            work.wait()
-
-
-# %% [markdown]
-# A rank's program is its list. It receives what an action needs, computes, and sends what it has
-# made. More ranks than processor cores would compute in turns, so a **sleep** stands for the work
-# of a large stage. The ledger notes when each action begins and ends.
+# Each rank executes its list: receive what an action needs, compute, send the result. We have fewer
+# cores than a cluster has GPUs, so a `sleep` stands in for the time a large stage would take; the
+# messages and the gradients are real. The [ledger](word:ledger) records when each action starts and
+# ends.
 
 
 # %%
 def play(group, schedule, send=dist.isend):
-    """Run this rank's list: its gradients, and the ledger's spans."""
+    """Execute this rank's list; returns its gradients and the ledger's spans."""
     rank, stage, leaving = group.rank(), Stage(group, schedule.num_micro_batches), []
     dist.barrier(group)
     with Ledger() as ledger:
         for action in schedule.actions[rank]:
             step, work = (1, Stage.forward) if action.kind == "F" else (-1, backward)
             with ledger.phase(f"{action} stage {rank}"):
-                arrived = received(stage.inputs[0], rank - step, group)
+                arrived = lab.receive_from(rank - step, group, like=stage.inputs[0])
                 out = work(stage, action.micro_batch, arrived)
                 time.sleep(MS[action.kind] / 1e3)
             if 0 <= rank + step < group.size():
                 leaving.append((send(out, group=group, group_dst=rank + step), out))
-    wait_for(leaving)
+    lab.wait_for(leaving)
     return stage.layers.grad, ledger.spans
 
 
 # %% [markdown]
-# Is it the same gradient? And as fast as the simulator says? The fastest of three runs counts.
-
-# %%
-def alone():
-    layers = start.clone().requires_grad_()
-    loss_of(through(layers, inputs), targets).backward()
-    return layers.grad
-
+# Do the three ranks compute the gradients that one process computes, and does a step take as long
+# as the simulator predicts? Each schedule runs three times.
 
 # %% tags=["output-byhand"]
-measured = {}
-print("three ranks, four micro-batches   gradients off by    predicted    measured")
+layers, measured = start.clone().requires_grad_(), {}
+loss_of(through(layers, inputs), targets).backward()
+print("3 ranks, 4 micro-batches   gradients    ms: predicted   median (min-max)")
 for make_schedule in (sequential, gpipe, one_forward_one_backward):
     schedule = make_schedule(3, 4)
-    runs = [zip(*run(play, 3, schedule, watch=False), strict=True) for _ in range(3)]
-    lines = [(measured_timeline(schedule, spans), grads) for grads, spans in runs]
-    measured[schedule.name], grads = min(lines, key=lambda pair: pair[0].seconds)
-    print(f"{schedule.name:33} {(torch.cat(grads) - alone()).abs().max():16.0e} "
-          f"{simulate(schedule, MS).seconds:9.0f} ms {measured[schedule.name].seconds:8.0f} ms")
+    timelines, grads = lab.play_repeatedly(play, schedule)
+    measured[schedule.name] = min(timelines, key=lambda line: line.seconds)
+    print(f"{schedule.name:24} off by {(grads - layers.grad).abs().max():.0e}"
+          f"{simulate(schedule, MS).seconds:15.0f}   "
+          f"{lab.spread([line.seconds for line in timelines])}")
 
 # %% [markdown]
-# The gradients are the same, but for rounding. And it is never faster than the simulator says: a
-# sleep lasts at least its time. What the last column has on top are sleeps that end late, the
-# products, the messages, and waits for a processor core.
+# The gradients agree to rounding error. No step is faster than predicted, because a sleep lasts at
+# least as long as requested. The excess consists of sleeps that end late, the small matmuls, the
+# messages, and waiting for a core; the more your machine is doing besides, the larger it is.
 
 # %% tags=["figure-byhand"]
 show(pipeline(simulate(sequential(3, 4), MS), measured["sequential"]), alt=(
-    "Sequential on three real ranks, measured below the prediction: one rank works, two wait."
+    "The sequential schedule on three real ranks, measured below the prediction: one rank works "
+    "while two wait."
 ))
 
 # %% [markdown]
-# ### What is held: 1F1B
+# ### 1F1B: hold fewer activations
 #
-# By the simulator, the third one in the table takes as long as GPipe. Then what is it for? Look at
-# `held`: a micro-batch is in there from its forward to its backward pass, with all its activations.
+# The third schedule takes exactly as long as GPipe. Its advantage is in the right-hand column of
+# the timelines: a rank holds all activations of a micro-batch from its forward to its backward
+# pass.
 #
-# **Predict.** GPipe with m micro-batches: how many does a rank hold at most? What would you change
-# in its list?
+# **Predict.** With GPipe and m micro-batches, how many does a rank hold at its peak? How would you
+# reorder its list to hold fewer?
 #
 # <details><summary>Answer</summary>
 #
-# All m: no backward pass begins before the last forward pass. But the first micro-batch could come
-# back much earlier: as soon as the last stage has its output, it can turn round. Let a rank go
-# forward with as many micro-batches as there are stages after it (**warm-up**), then in turns one
-# forward, one backward (**steady**), then back with what is left (**cool-down**). This is **1F1B**.
-# Rank r holds at most p - r, for any m.
+# All m, because no backward pass starts before the last forward pass has finished. But the first
+# micro-batch could come back much earlier: the last stage can start its backward pass as soon as it
+# has the loss. So let each rank run as many forward passes as there are stages after it
+# (**warm-up**), then alternate one forward and one backward pass (**steady state**), then finish
+# the remaining backward passes (**cool-down**). This is **1F1B**. Rank r holds at most p - r
+# micro-batches, however large m is.
 #
 # </details>
 
 # %% tags=["figure-1f1b"]
-draw(one_forward_one_backward(3, 4), (
+show(pipeline(simulate(one_forward_one_backward(3, 4), MS)), alt=(
     "1F1B: the same bubble as GPipe, but rank 0 never holds more than three micro-batches."
 ))
 
 # %% tags=["output-held", "nbval-check-output"]
 p = 4
-print("       micro-batches held, by rank      bubble of total")
+print("       micro-batches held, by rank      bubble / total time")
 print("    m  GPipe           1F1B             GPipe   1F1B")
 for m in (2, 4, 8, 32):
     schedules = [make_schedule(p, m) for make_schedule in (gpipe, one_forward_one_backward)]
@@ -351,84 +324,91 @@ for m in (2, 4, 8, 32):
     print(f"{m:5}  {held[0]:15} {held[1]:15} {bubbles[0]:6.0%} {bubbles[1]:6.0%}")
 
 # %% [markdown]
-# So 1F1B saves memory, not time. A smaller bubble comes with it by a detour: with GPipe, memory
-# limits m; now it does not. (The GPipe paper recomputes, as in chapter 3: it keeps the *inputs* of
-# m micro-batches and the activations of one, and pays with a second forward pass.)
+# 1F1B saves memory, not time. It reduces the bubble only indirectly: with GPipe memory limits m;
+# with 1F1B it no longer does. (GPipe as published also recomputes, as in chapter 3: it keeps the
+# *inputs* of m micro-batches and the activations of one, and pays with a second forward pass; Huang
+# et al. 2019, section 2.3.)
 #
-# ### A smaller bubble: interleaving
+# ### Interleaving: a smaller bubble
 #
-# The bubble lasts p - 1 times a stage's forward and backward pass. Make the stages smaller! With v
-# times as many stages a stage takes a v-th of the time. Each rank gets v of them: of eight stages
-# on four ranks, rank 0 has stages 0 and 4.
+# The bubble lasts as long as p - 1 forward and backward passes through a stage, so make the stages
+# smaller. With v stages per rank, each takes 1/v of the time. With eight stages on four ranks, rank
+# 0 holds stages 0 and 4; the stages of one rank are also called its chunks.
 #
-# **Predict.** Why not stages 0 and 1, so that fewer messages cross?
-
-# %%
-p, m = 4, 8
-HALF = {kind: duration / 2 for kind, duration in MS.items()}  # a stage of half the layers
+# **Predict.** Why not stages 0 and 1, so that fewer messages cross between ranks?
 
 # %% tags=["figure-interleaved"]
-draw(interleaved(p, m, num_chunks=2), (
-    "Interleaved 1F1B with two stages a rank, light and dark: filling and emptying takes half of "
-    "the time, since a stage takes half of it."
-), HALF)
+p, m = 4, 8
+HALF = {kind: duration / 2 for kind, duration in MS.items()}  # a stage of half the layers
+show(pipeline(simulate(interleaved(p, m, num_chunks=2), HALF)), alt=(
+    "Interleaved 1F1B with two stages per rank, light and dark: filling and draining the pipeline "
+    "takes half as long, because a stage takes half as long."
+))
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Then a micro-batch would need as long to the last rank as before: filling the pipeline takes what
-# the ranks *before* the last have to do. It has to run round all ranks once with a part of their
-# layers, so that the last rank has something to do early.
+# With stages 0 and 1 on rank 0, the first micro-batch reaches the last rank no earlier than before:
+# filling the pipeline takes as long as all the layers *before* the last rank. A micro-batch must
+# visit every rank with a few of its layers first, so that the last rank gets something to do early.
 #
 # </details>
 #
-# The price: a micro-batch runs round v times, so there are v times as many messages. Every rank
-# keeps more. And micro-batches go in groups of p, so p must divide m.
+# The price is threefold. A micro-batch travels around v times, so there are v times as many
+# messages; every rank holds more activations; and micro-batches advance in groups of p, so p must
+# divide m.
 #
-# ### Half of the backward pass can wait: zero bubble
+# ### Zero bubble: half of the backward pass can wait
 #
-# A backward pass computes two things, with about as many FLOPs each. **I**: the gradients of the
-# stage's input. **W**: those of its weights. The stage before waits for one of them. Which? And who
-# waits for the other?
+# A backward pass computes two things, at about equal cost: **I**, the gradient of the stage's
+# input, and **W**, the gradients of its weights.
+#
+# **Predict.** Which of the two does the previous stage wait for? And what waits for the other?
 #
 # <details><summary>Answer</summary>
 #
-# For I. Nobody waits for W but the optimizer, at the end of the step. So W can be deferred until
-# a rank would be idle: it fills the bubble.
+# The previous stage waits for I. Nothing waits for W except the optimizer, at the end of the step.
+# So W can be deferred to a time when the rank would otherwise be idle (Qi et al. 2023).
 #
 # </details>
 
 # %% tags=["figure-zero"]
 SPLIT = {"F": 20, "I": 20, "W": 20}
-draw(zero_bubble(p, m), (
-    "ZB-H1: the backward pass in two halves; weight gradients (pale) fill most of what was idle."
-), SPLIT)
+show(pipeline(simulate(zero_bubble(p, m), SPLIT)), alt=(
+    "ZB-H1: the backward pass split in two. Weight gradients (pale) fill most of the idle time."
+))
 
-# %% tags=["output-four", "nbval-check-output"]
+# %%
 MAKERS = {"GPipe": (gpipe, MS), "1F1B": (one_forward_one_backward, MS),
           "interleaved, v = 2": (partial(interleaved, num_chunks=2), HALF),
           "ZB-H1": (zero_bubble, SPLIT)}
-print("                     ms of      bubble                 held by")
-print(f"p = {p}, m = {m}       a step    of total   of ideal   rank 0   rank {p - 1}")
-for name, (make_schedule, durations) in MAKERS.items():
-    schedule = make_schedule(p, m)
-    line, v = simulate(schedule, durations), schedule.num_stages // p
-    held = [count / v for count in peak_activations(schedule)]  # in 1/p of the layers
-    print(f"{name:18} {line.seconds:7g} {line.bubble_of_total:11.0%} {line.bubble_of_ideal:10.0%} "
-          f"{held[0]:8g} {held[-1]:8g}")
+
+
+# %% tags=["output-four", "nbval-check-output"]
+def compare(makers):
+    print("                     ms of      bubble over       micro-batches held")
+    print(f"p = {p}, m = {m}       a step    total    ideal   rank 0   rank {p - 1}")
+    for name, (make_schedule, durations) in makers.items():
+        schedule = make_schedule(p, m)
+        line, v = simulate(schedule, durations), schedule.num_stages // p
+        held = [count / v for count in peak_activations(schedule)]  # of 1/p of the layers
+        print(f"{name:18} {line.seconds:7g} {line.bubble_of_total:8.0%} "
+              f"{line.bubble_of_ideal:8.0%} {held[0]:8g} {held[-1]:8g}")
+
+
+compare(MAKERS)
 
 # %% [markdown]
-# Two ways to pay for a smaller bubble: with messages and some memory, or with memory that 1F1B
-# leaves unused on the later ranks.
-
-# %% [markdown]
+# Interleaving pays for its smaller bubble with messages and some memory. ZB-H1 pays with memory
+# that 1F1B leaves unused on the later ranks.
+#
 # ## 5. Traps
 #
 # ### Two ranks that wait for each other
 #
-# Two ranks, two micro-batches. Rank 0 is impatient and wants its first gradient before it goes on.
+# Two ranks, two micro-batches. Rank 0 is impatient: it wants its first gradient before it goes on.
 #
-# **Predict.** Does this run?
+# **Predict.** Does this schedule run?
 
 # %%
 F, B = partial(Action, "F"), partial(Action, "B")  # (micro-batch, stage)
@@ -437,92 +417,83 @@ impatient = Schedule("impatient", 2, (
     (F(0, 1), F(1, 1), B(0, 1), B(1, 1)),
 ))
 
-
-def verdict(function, *args, **options):
-    try:
-        function(*args, **options)
-        return "runs"
-    except (ConfigError, RankError, AssertionError) as error:
-        return "\n".join(textwrap.fill(line, 76, subsequent_indent="  ")
-                         for line in str(error).splitlines())
-
-
 # %% [markdown]
-# The **validator** needs no rank to tell. It plays the lists, and finds who waits for whom:
+# The package's [validator](code:minitron.parallel.pipeline.schedule_check) can tell without
+# starting a process. It steps through the lists and reports which ranks wait for which:
 
 # %% tags=["output-validator", "nbval-check-output"]
-print(verdict(schedule_check.check, impatient))
+print(lab.verdict(schedule_check.check, impatient))
 
 # %% [markdown]
-# And if nobody asks it? Then the ranks wait, with no error. When time is up, the **launcher** names
-# them, and the call in which each of them waits; of the package's executor, the action as well.
+# If you skip the validator, the ranks hang silently. When the timeout expires, the launcher reports
+# each stuck rank and the call it is waiting in:
 
 # %% tags=["output-circle"]
-print(verdict(run, play, 2, impatient, timeout=2))
+print(lab.verdict(run, play, 2, impatient, timeout=4))
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# No. Rank 0 wants B0, which rank 1 runs after F1, for which rank 0 has to send first.
+# No. Rank 0 waits for the gradient of micro-batch 0, which rank 1 computes only after F1, and for
+# F1 it waits for rank 0's second activation.
 #
 # </details>
 #
 # ### The order of sends and receives
 #
-# In section 4, `play` sent with `isend`, which does not wait. Most people would write `send` first.
+# In section 4, `play` used `isend`, which returns immediately. Most people would write `send`,
+# which returns when the receiver has taken the message.
 #
-# **Predict.** Six micro-batches on three ranks, all lists valid. `send` returns when the other rank
-# takes the message. Does GPipe run? Does 1F1B?
+# **Predict.** Six micro-batches on three ranks; both schedules are valid. With `send`, does GPipe
+# run? Does 1F1B?
 
 # %% tags=["output-order"]
 for make_schedule in (gpipe, one_forward_one_backward):
     schedule = make_schedule(3, 6)
     schedule_check.check(schedule)
-    print(f"{schedule.name}: {verdict(run, play, 3, schedule, dist.send, timeout=3)}")
+    print(f"{schedule.name}: {lab.verdict(run, play, 3, schedule, dist.send, timeout=5)}")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# GPipe runs: while all go forward, nobody sends back. In 1F1B's steady phase a rank has an
-# activation for the next one, while the next one has a gradient for it. Both send, and nobody
-# receives.
+# GPipe runs: during the forward passes no rank sends anything back. 1F1B deadlocks: in the steady
+# state a rank has an activation for the next rank while the next rank has a gradient for it. Both
+# send, and neither receives.
 #
 # </details>
 #
-# The schedule was right; the *messages* were in a circle. With `isend` on CPUs the trouble is over.
-# On GPUs it is not: between two ranks, NCCL runs messages in the order in which they were posted. A
-# receive ahead of its turn holds up the send behind it. Megatron-LM posts both in one batch
-# (`batch_isend_irecv`) where it knows that they meet. The package does without knowing: it puts all
-# actions of all ranks into *one* order, and every rank posts its messages in that order. Take the
-# first message of that order that has not gone through. Both its ranks have done everything before
-# it, so both post it, and it goes through. Then the next.
+# The schedule was correct, but the *messages* formed a cycle. On CPUs `isend` solves this. On GPUs
+# it does not: NCCL executes the messages between two ranks in the order in which they were posted,
+# so a receive posted too early blocks the send behind it. Megatron-LM posts the two messages that
+# meet as one batch (`batch_isend_irecv`). This package uses a rule that works for any schedule: it
+# sorts the actions of *all* ranks into one global order, and every rank posts its messages in that
+# order. This cannot deadlock. Take the first message in the global order that has not been
+# delivered: everything before it is done, so both of its ranks have posted it, so it is delivered.
+# Then the same holds for the next one.
 #
 # ### The scale of the loss
 #
-# A micro-batch's loss is a mean over its tokens, as everywhere. The reported loss is their mean.
+# A training loop usually computes a micro-batch's loss as a mean over its tokens and reports the
+# mean of these means.
 #
-# **Predict.** Write `loss.backward()` for each. What is wrong, and by which factor? Does the loss
-# curve show it?
+# **Predict.** Call `loss.backward()` on each micro-batch's mean. What is wrong, and by which
+# factor? Does the loss curve show it?
 
 
 # %%
 def cut(model, group, make_schedule=one_forward_one_backward):
-    """The package's pipeline alone, with what a step and the oracle ask."""
+    """The package's pipeline, in the form the training step and the oracle expect."""
     return Grid(model, pipeline=apply_pipeline_parallel(model, group, make_schedule))
-
-
-def sum_loss(logits, targets):
-    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
 # %%
 def mean_of_each(model, group, weight):
-    """Every micro-batch's own mean, times `weight(m)`; the reported loss is their mean."""
+    """Backward on every micro-batch's own mean, times `weight(m)`; reports the mean of means."""
     parallel = cut(model, group)
     real = parallel.pipeline.run
 
     def run(micro_batches, sum_loss, divisor):
-        m = len(micro_batches)  # and `real` divides by its divisor, so 1/weight multiplies
+        m = len(micro_batches)  # `real` divides by its divisor, so 1/weight multiplies
         loss = real(micro_batches, lambda *pair: sum_loss(*pair) / pair[1].numel(), 1 / weight(m))
         return loss / (m * weight(m))
 
@@ -530,94 +501,49 @@ def mean_of_each(model, group, weight):
     return parallel
 
 
-# %%
-RULES = {
-    "sum / all tokens": cut,
-    "mean of each": partial(mean_of_each, weight=lambda m: 1),
-    "mean of each, / m": partial(mean_of_each, weight=lambda m: 1 / m),
-}
-config = ModelConfig("gpt", 29, 12, 2, 24, 4, 4, 96)
-OPTIMIZERS = {"AdamW": partial(torch.optim.AdamW, lr=1e-2), "SGD": partial(torch.optim.SGD, lr=0.3)}
-
-
-def counting_rows(step):
-    """Token ids (8, 13): the next token is the last one plus 7."""
-    first = torch.randint(29, (8, 1), generator=torch.Generator().manual_seed(step))
-    return (first + 7 * torch.arange(13)) % 29
-
-
-# %%
-def train(group, apply, make_optimizer, num_steps=30, m=4):
-    """The reported loss of each step."""
-    model, losses = Transformer(config), []
-    initialize(model, seed=0)
-    parallel = apply(model, group)
-    optimizer = make_optimizer(model.parameters())
-    for rows in map(counting_rows, range(num_steps)):
-        optimizer.zero_grad()
-        parts = [(part[:, :-1], part[:, 1:]) for part in rows.tensor_split(m)]
-        loss = parallel.pipeline.run(parts, sum_loss, rows[:, 1:].numel())
-        parallel.finish()  # a tied embedding's gradient has a part on both stages
-        losses.append(loss.item())
-        optimizer.step()
-    return losses
-
-
 # %% tags=["output-trap"]
-print("two ranks, four micro-batches        loss after step")
+RULES = {"sum / all tokens": cut, "mean of each": partial(mean_of_each, weight=lambda m: 1),
+         "mean of each, / m": partial(mean_of_each, weight=lambda m: 1 / m)}
+print("2 ranks, 4 micro-batches             reported loss after step")
 print("gradient of           optimizer      1     15     30")
 for name, apply in RULES.items():
-    for optimizer, make_optimizer in OPTIMIZERS.items():
-        losses = run(train, 2, apply, make_optimizer, watch=False)[0]
+    for optimizer in ("AdamW", "SGD"):
+        losses = lab.losses_of(apply, optimizer)
         print(f"{name:21} {optimizer:9} "
               + " ".join(f"{losses[step]:6.2f}" for step in (0, 14, 29)))
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The gradients add up over micro-batches, so they are m times too large. The reported loss was
-# divided, so it is right. AdamW divides the scale of a gradient away, and its curve is as good as
-# the right one. SGD takes steps that are m times too long.
+# Gradients accumulate over micro-batches, so they are m times too large, while the reported loss
+# was divided and looks right. AdamW normalizes the scale of the gradient away, so its curve is as
+# good as the correct one. SGD takes steps m times too large.
 #
 # </details>
 #
-# This has been built. picotron's pipeline runs backward on each micro-batch's mean, and divides
-# only what it logs (huggingface/picotron, `pipeline_parallel.py`). In torchtitan a pipeline's
+# This bug has shipped. picotron's pipeline calls backward on each micro-batch's mean and divides
+# only the loss it logs (huggingface/picotron, `pipeline_parallel.py`). In torchtitan, a pipeline's
 # gradients were too large by the number of tokens (pytorch/torchtitan, issue 2972). Dividing by m
-# repairs the first. Always? Ask the **oracle**, with two micro-batches:
-
-# %%
-gpt = partial(small_model, "gpt", num_layers=4)
-llama = partial(small_model, "llama", num_layers=4)
-
-
-def oracle(apply, num_ranks, make_model=gpt, m=2, batch_sizes=(4, 5, 4)):
-    """The first line of what the oracle says."""
-    try:
-        assert_same_training(apply, num_ranks, make_model, m, batch_sizes)
-        return "the same training"
-    except AssertionError as error:
-        return str(error).splitlines()[0]
-
+# fixes the former. Always? Ask the [oracle](word:oracle), with two micro-batches:
 
 # %% tags=["output-oracle-trap"]
 for rows in ((2, 2), (3, 2)):
     for name, apply in RULES.items():
         print(f"{name}, micro-batches of {rows[0]} and {rows[1]} rows")
-        print(f"  {oracle(apply, 2, batch_sizes=(sum(rows),) * 2)}")
+        found = lab.oracle(apply, 2, batch_sizes=(sum(rows),) * 2)
+        print(textwrap.indent(textwrap.fill(found, 76), "  "))
 
 # %% [markdown]
-# The mean of means is right for equal micro-batches, and wrong for others: a token in a small one
-# weighs more. Padding and masked targets make them unequal all the time.
+# The mean of means is correct only when all micro-batches have the same number of tokens. Otherwise
+# a token in a small micro-batch counts more than one in a large one. Padding and masked targets
+# make micro-batches unequal all the time. So the package's pipeline takes the micro-batches, a loss
+# *summed* over tokens, and the number to divide by: `run(micro_batches, sum_loss, divisor)`.
 #
-# So the package wants three things from a step: all micro-batches, the loss *summed* over tokens,
-# and what to divide by: `run(micro_batches, sum_loss, divisor)`.
-
-# %% [markdown]
 # ## 6. The real one
 #
-# The executor knows no schedule. It takes the list, and does what stands there. First, where do the
-# messages go? Rank 1 of three, 1F1B:
+# The [executor](code:minitron.parallel.pipeline.executor.ScheduleExecutor) knows nothing about any
+# particular schedule. It executes the list it is given. First, where do the messages go? Rank 1 of
+# three, with 1F1B:
 
 # %% tags=["output-script", "nbval-check-output"]
 def written(step):
@@ -626,28 +552,30 @@ def written(step):
     return f"send {step.action}" if step.is_send else f"receive {step.action}"
 
 
-print(*map(written, script(one_forward_one_backward(3, 3), 1)), sep=", ")
+steps = ", ".join(map(written, script(one_forward_one_backward(3, 3), 1)))
+print(textwrap.fill(steps, 76))
 
 # %%
 print(inspect.getsource(script))
 
 # %% [markdown]
-# `in_order` yields all actions of all ranks, each after what it needs. A receive is posted early
-# and awaited where its action begins. Then the step:
+# `in_order` yields the actions of all ranks, each after everything it depends on: the global order
+# of section 5. A receive is posted early, and the executor waits for it where its action begins.
+# Then the step:
 
 # %%
 print(inspect.getsource(ScheduleExecutor.run))
 print(inspect.getsource(ScheduleExecutor.backward))
 
 # %% [markdown]
-# Compare with section 4: the same backward from the output, with the gradient that has arrived. But
-# what is kept is an `edge`, the place in the graph where the output was made, and not the output
-# itself. Its values are needed no more once they are sent, so their memory is free again: B S D
-# values less for each micro-batch in flight (Korthikanti et al. 2022, appendix B).
+# This is section 4's backward pass: continue from the output with the gradient that has arrived.
+# One difference saves memory. The executor keeps an `edge`, the node of the graph that produced the
+# output, instead of the output itself. Once the values have been sent they are not needed again, so
+# B x S x D values per micro-batch in flight are freed (Korthikanti et al. 2022, appendix B).
 #
-# New is what happens for I: a list collects what is deferred. How can a backward pass leave out the
-# weights? The linear layers have one of their own. While the list is open, `deferral.takes` puts
-# their `second_half` there, and W calls `accumulate_all`:
+# The other difference makes I possible. How can a backward pass skip the weights? The package's
+# linear layers have their own autograd function. While a deferral is open, `deferral.takes` stores
+# their `second_half`, and W runs `accumulate_all` on what was stored:
 
 # %%
 print(inspect.getsource(LinearFunction.backward))
@@ -656,46 +584,44 @@ print(inspect.getsource(accumulate_all))
 # %% [markdown]
 # ### Which layers make a stage?
 #
-# A pipeline is as fast as its slowest stage, and it fits if its fullest stage does. Embedding and
-# head belong to a stage, too. Llama 3.2 1B has 16 layers and a vocabulary of 128,256.
+# A pipeline is as fast as its slowest stage, and it fits in memory if its largest stage does. The
+# embedding and the head belong to stages, too. Llama 3.2 1B has 16 layers and a large vocabulary.
 #
-# **Predict.** Four stages: how many layers does each get?
+# **Predict.** With four stages, how many layers should each get?
 #
-# The head multiplies with every weight. The embedding is a lookup: it is held, and costs no time.
-# The package can count either way.
-
-# %%
-with torch.device("meta"):  # no weights
-    llama_1b = Transformer(cost.PUBLISHED["Llama 3.2 1B"])
-blocks, embedding, head = count_parameters(llama_1b)
+# Note that the head multiplies by all its weights, while the embedding is a lookup: it takes memory
+# but no time. The package can balance either.
 
 # %% tags=["output-split", "nbval-check-output"]
+with torch.device("meta"):  # no memory for weights
+    llama_1b = Transformer(cost.PUBLISHED["Llama 3.2 1B"])
+blocks, embedding, head = count_parameters(llama_1b)
 ways = {"equal numbers": [range(4)] * 4}
 for count in (count_parameters, count_multiplications):
     costs, first, last = count(llama_1b)
     ways[count.__name__] = split_blocks(costs, 4, first, last)
-print("                       layers of     the largest stage, in million parameters")
-print("                       each stage     held   multiplied")
+print("                       layers in     largest stage, millions of parameters")
+print("                       each stage    held   multiplied")
 for name, ranges in ways.items():
     multiplied = [len(layers) * blocks[0] for layers in ranges]
     multiplied[-1] += head
     held = [multiplied[0] + embedding, *multiplied[1:]]
-    print(f"{name:22} {list(map(len, ranges))!s:12} {max(held) / 1e6:6.0f} "
+    print(f"{name:22} {list(map(len, ranges))!s:13} {max(held) / 1e6:4.0f} "
           f"{max(multiplied) / 1e6:12.0f}")
 
 # %% [markdown]
-# Equal numbers make the slowest stage. The fastest cut makes the fullest one. Unless told otherwise
-# (`count=`), the package takes the middle line: it balances what is held.
+# Equal numbers of layers produce the slowest stage, and the fastest split produces the largest one.
+# By default the package balances what is held (the middle line).
 #
-# Llama 3.2 1B ties its embedding to its head, as GPT does. The first and the last stage then have a
-# copy each, and each a summand of its gradient: one more message, at the end of the step. With data
-# parallelism beside the pipeline, each stage sums its gradients with its like, once a step. The
-# oracle:
+# Llama 3.2 1B ties its embedding to its head, as GPT does. The first and the last stage then each
+# have a copy and each compute a partial sum of its gradient, so one more message at the end of the
+# step adds them. With data parallelism, every stage averages its gradients with the same stage of
+# the other pipelines, once per step. The oracle checks all of this:
 
 
 # %%
 def cut_and_copied(model, group):
-    """Two pipelines of half of the ranks, and ZeRO-1 between them."""
+    """Two pipelines on half of the ranks each, and ZeRO-1 between them."""
     mesh = make_mesh("cpu", dp=2, pp=group.size() // 2)
     pipeline_parallel = apply_pipeline_parallel(model, mesh.group("pp"))
     data = apply_zero1(model, mesh.group("dp"), pipeline=pipeline_parallel)
@@ -703,22 +629,235 @@ def cut_and_copied(model, group):
 
 
 # %% tags=["output-oracle", "nbval-check-output"]
-two_stages = partial(interleaved, num_chunks=2)
-for model, schedule, make_model, num_ranks, apply, m in (
-    ("GPT (tied)", "1F1B", gpt, 3, cut, 2),
-    ("GPT (tied)", "ZB-H1", gpt, 4, partial(cut, make_schedule=zero_bubble), 3),
-    ("Llama", "interleaved", llama, 2, partial(cut, make_schedule=two_stages), 4),
-    ("Llama", "1F1B, ZeRO-1", llama, 4, cut_and_copied, 2),
+two_chunks = partial(interleaved, num_chunks=2)
+for family, schedule, num_ranks, apply, m in (
+    ("gpt", "1F1B, tied embedding", 3, cut, 2),
+    ("gpt", "ZB-H1, tied embedding", 4, partial(cut, make_schedule=zero_bubble), 3),
+    ("llama", "interleaved", 2, partial(cut, make_schedule=two_chunks), 4),
+    ("llama", "1F1B and ZeRO-1", 4, cut_and_copied, 2),
 ):
-    found = oracle(apply, num_ranks, make_model, m)
-    print(f"ranks: {num_ranks}  {model:10}  {schedule:12}  {found}")
+    found = lab.oracle(apply, num_ranks, family, m)
+    print(f"{num_ranks} ranks  {family:6} {schedule:22} {found}")
 
 # %% [markdown]
-# ### A schedule of your own
+# ## 7. Measure
 #
-# A schedule is any function of p and m that returns lists. Here is one: in 1F1B a rank waits for
-# every message there and back. Over slow links that is idle time. What if it went forward with
-# twice as many micro-batches first?
+# ### Time
+#
+# Does the real executor take the time that the simulator predicts? A Transformer of eight small
+# blocks on four ranks. Each block sleeps for F, for I, and for W, as if it were large: the duration
+# of a stage is **emulated**, while the schedule, the messages and autograd are real. The simulator
+# predicts twice: once with the durations we asked for, and once with the mean durations the passes
+# really had.
+
+# %% tags=["output-measured"]
+p, m, lines = 4, 8, {}
+print("p = 4, m = 8         ms of a step: predicted from    measured")
+print("                     durations asked    as measured    median (min-max)")
+for name, (make_schedule, durations) in MAKERS.items():
+    schedule, steps = make_schedule(p, m), lab.emulated_steps(make_schedule, p, m)
+    steps.sort(key=lambda line: line.seconds)
+    predicted, lines[name] = simulate(schedule, durations), steps[len(steps) // 2]
+    longer = simulate(schedule, lab.mean_durations(lines[name]))
+    print(f"{name:18} {predicted.seconds:17.0f} {longer.seconds:14.0f}    "
+          f"{lab.spread([line.seconds for line in steps])}")
+
+# %% tags=["figure-measured"]
+predicted = simulate(one_forward_one_backward(p, m), MS)
+show(pipeline(predicted, lines["1F1B"]), alt=(
+    "1F1B on four real ranks below the simulator's prediction: the same passes in the same order, "
+    f"in {lines['1F1B'].seconds:.0f} ms instead of {predicted.seconds:.0f}."
+))
+
+# %% [markdown]
+# The order is the predicted one. The time exceeds the prediction for two reasons. Passes take
+# longer than asked for, because a sleep ends late and the small blocks do compute; the second
+# prediction accounts for that. The rest are messages, and passes that happen to be slower than the
+# mean where another rank is waiting for them. Both grow when other programs compete for the cores.
+#
+# ### Memory
+#
+# **Predict.** Four ranks, eight micro-batches. How many micro-batches' activations does the
+# [meter](word:meter) find at the peak of rank 0 and of rank 3, for each schedule?
+
+# %% tags=["output-meter", "nbval-check-output"]
+shape = lab.SHAPE  # eight blocks, one sequence of 32 tokens in a micro-batch
+stage_bytes = 2 * cost.activation_bytes_per_layer(shape, 1, 32, bytes_per_value=4)
+results = {name: lab.metered(make_schedule, p, m) for name, (make_schedule, _) in MAKERS.items()}
+print("micro-batches held,      by the meter                by the list")
+print("in stages                rank 0  1     2     3       rank 0  1     2     3")
+for name, (make_schedule, _) in MAKERS.items():
+    schedule = make_schedule(p, m)
+    held = [rank.peak_activation_bytes / stage_bytes for rank in results[name]]
+    counted = [count * p / schedule.num_stages for count in peak_activations(schedule)]
+    print(f"{name:22} " + " ".join(f"{count:5.1f}" for count in held) + "     "
+          + " ".join(f"{count:5.1f}" for count in counted))
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# GPipe: all eight on every rank. 1F1B: four on rank 0, one on rank 3. The meter finds more on rank
+# 3 because it also holds the logits and the loss. On the later ranks ZB-H1 stays below the count of
+# its list: after I, only what W needs is left, the inputs and output gradients of the linear
+# layers.
+#
+# </details>
+
+# %% tags=["figure-held"]
+rows = {name: {"activation": results[name][0].peak_activation_bytes} for name in MAKERS}
+counts = {name: cost.activations_held(s.name, p, m, 0, s.num_stages // p) * p / s.num_stages
+          for name, (make_schedule, _) in MAKERS.items() for s in [make_schedule(p, m)]}
+formula = {f"{name}, formula": {"activation": count * stage_bytes}
+           for name, count in counts.items()}
+show(memory_bars(rows, formula), alt=(
+    "Activations on rank 0 with eight micro-batches: 1F1B and ZB-H1 hold half as much as GPipe; "
+    "interleaving is in between."
+))
+
+# %% [markdown]
+# ### Messages
+#
+# **Predict.** Rank 1 of four, eight micro-batches: how many messages does it send with 1F1B? And
+# with two stages per rank?
+
+# %% tags=["output-messages", "nbval-check-output"]
+chosen = {"1F1B": 1, "interleaved, v = 2": 2, "ZB-H1": 1}
+for name in chosen:
+    print(f"{name:18} messages sent by each rank:",
+          *(rank.messages_sent for rank in results[name]))
+
+# %% tags=["figure-wire"]
+sent = {name: [rank.bytes_sent for rank in results[name]] for name in chosen}
+ticks = {name: [cost.pipeline_volume(1, 32, shape.width, 4, p, m, rank, v).sent
+                for rank in range(p)] for name, v in chosen.items()}
+show(wire(sent, ticks), alt=(
+    "Bytes sent by each rank, equal to the formula: two stages per rank send twice as much, three "
+    "times at the ends of the pipeline; splitting the backward pass sends nothing extra."
+))
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# 16 with 1F1B: each micro-batch once forward and once back, B x S x D values each. With two stages
+# per rank, twice as many. The first and the last rank have only one neighbor, so they send half as
+# much. With interleaving they send more than that, because each micro-batch also travels from the
+# last rank to the first between two laps, and its gradient travels back.
+#
+# </details>
+#
+# ### On real GPUs: which axis crosses nodes?
+#
+# GPT-3 on 1,024 H100s in nodes of eight: tensor-parallel size t = 8, p = 8 stages, and N = 16
+# data-parallel replicas. A step processes 1,536 sequences, so each pipeline gets 96.
+#
+# **Predict.** Which of the three axes sends most, and which one should stay inside a node?
+
+# %% tags=["output-traffic", "nbval-check-output"]
+t, p, N = 8, 8, 16
+m = 1536 // N
+layers, sizes = gpt3.num_layers // p, (1, S, gpt3.width, 2)
+tensor = m * layers * cost.tensor_parallel_volume(*sizes, 0, cost.Layout(t)).sent
+stages = cost.pipeline_volume(*sizes, p, m, rank=1).sent
+data = cost.ring_all_reduce_volume(P // (t * p), 2, N, 0).sent
+print("a GPU sends per step       GB   seconds over NVLink   over InfiniBand")
+for name, size in (("tensor parallelism", tensor), ("pipeline", stages), ("data", data)):
+    print(f"{name:20} {size / GB:8.1f} {size / H100.nvlink_bandwidth:21.2f} "
+          f"{size / H100.nic_bandwidth:17.2f}")
+flops = m * S * cost.training_flops_per_token(gpt3, S) / (t * p)
+work = flops / (0.4 * H100.bf16_flops)
+print(f"compute, at 40 % of the peak: {work:.1f} s")
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# Per micro-batch, tensor parallelism sends 8 B S D (t-1)/t values for *every layer*; the pipeline
+# sends 2 B S D for *every stage*, however many layers a stage has. Over InfiniBand, tensor
+# parallelism would take about as long as the compute. So tensor parallelism gets the links inside
+# the node, and the pipeline crosses nodes. The package numbers its ranks accordingly: tp innermost,
+# then dp, pp outermost.
+#
+# </details>
+#
+# With sequence parallelism each of the t ranks sends only its own tokens to the next stage, 1/t of
+# the bytes; Megatron-LM's scatter/gather optimization achieves the same without it (Narayanan et
+# al. 2021, section 4.1).
+#
+# Try it: drag `micro_batches` until the bubble is below 10 %, then switch the schedule and see what
+# each rank holds.
+
+# %% tags=["figure-explorer"]
+schedule_explorer()
+
+# %% [markdown]
+# ## Further: V-shaped schedules, ZB-V and DualPipeV
+#
+# Interleaving places stages 0 to p - 1 on the ranks in order, then stages p to 2p - 1 in the *same*
+# order. Place the second half in reverse order instead, so that rank r holds stages r and 2p - 1 -
+# r: a micro-batch goes down the ranks and comes back up. The last rank passes it on to itself, and
+# rank 0 holds both ends of the model, so it can start a backward pass as soon as it has the loss.
+#
+# **ZB-V** (Qi et al. 2023, section 6) combines the V with split backward passes. If F, I and W take
+# equally long, each rank is busy without interruption from its first to its last pass.
+#
+# **DualPipe** (DeepSeek-AI 2024, section 3.2.1) feeds micro-batches in from both ends of the
+# pipeline and pairs the forward pass of one direction with the backward pass of the other, so that
+# on a GPU one computes while the other communicates. It needs two copies of the parameters and
+# holds p + 1 micro-batches (table 2 there). **DualPipeV** folds it into a V, which produces the
+# same pairs with a single copy. The lists of both are PyTorch's, action by action
+# (`torch.distributed.pipelining`, `ScheduleZBVZeroBubble` and `ScheduleDualPipeV`); a test compares
+# them.
+
+# %% tags=["figure-zbv"]
+p, m = 4, 8
+QUARTERS = {"F": 10, "I": 10, "W": 10, "B": 20}  # stages of half the layers
+show(pipeline(simulate(zb_v(p, m), QUARTERS)), alt=(
+    "ZB-V: micro-batches go down the ranks (light) and back up (dark). Each rank is busy from its "
+    "first pass to its last; only the start is staggered."
+))
+
+# %% tags=["figure-dualpipev"]
+show(pipeline(simulate(dualpipe_v(p, m), QUARTERS)), alt=(
+    "DualPipeV on the same ranks: in the steady state every forward pass has a backward pass of "
+    "the other direction next to it."
+))
+
+# %% tags=["output-v", "nbval-check-output"]
+VS = {"ZB-V": (zb_v, QUARTERS), "DualPipeV": (dualpipe_v, QUARTERS)}
+compare({"1F1B": MAKERS["1F1B"], "ZB-H1": MAKERS["ZB-H1"], **VS})
+pairs = len(dualpipe_v(p, m).overlapped)
+print(f"DualPipeV pairs {pairs} of {2 * p * m} forward passes with a backward pass")
+for name, (make_schedule, _) in VS.items():
+    for p_small in (2, 3):
+        apply = partial(cut, make_schedule=make_schedule)
+        found = lab.oracle(apply, p_small, "gpt", 2 * p_small, (9, 8), num_layers=2 * p_small)
+        print(f"{name}, {p_small} ranks, tied embedding: {found}")
+
+# %% [markdown]
+# Both reduce the bubble to (p - 1) t_F / 2 with $t_F$ for a rank's two stages: the time the first
+# micro-batch takes to come down to the last rank. Every rank holds the same, where 1F1B loads the
+# first rank most. What this package does not do is run the two passes of a pair at the same time:
+# `Schedule.overlapped` marks the pairs, and the executor runs them one after the other. So the
+# table shows the bubble, not the overlap of communication and computation that DualPipe was built
+# for.
+#
+# The real executor, with emulated stages:
+
+# %% tags=["output-vmeasured"]
+print("p = 4, m = 8   predicted from   ms, as         measured,")
+print("               durations asked  measured       median (min-max)")
+for name, (make_schedule, durations) in VS.items():
+    schedule, steps = make_schedule(p, m), lab.emulated_steps(make_schedule, p, m)
+    middle = sorted(steps, key=lambda line: line.seconds)[len(steps) // 2]
+    longer = simulate(schedule, {**durations, **lab.mean_durations(middle)})
+    print(f"{name:14} {simulate(schedule, durations).seconds:13.0f} {longer.seconds:11.0f}       "
+          f"{lab.spread([line.seconds for line in steps]):>18}")
+
+# %% [markdown]
+# ## Further: write your own schedule
+#
+# A schedule is any function of p and m that returns lists. In 1F1B a rank waits for every message
+# to travel there and back, which is idle time on slow links. What if it ran twice as many forward
+# passes before its first backward pass?
 
 
 # %%
@@ -732,269 +871,43 @@ def eager(p, m):
 
 
 # %% tags=["output-eager", "nbval-check-output"]
-print("                 ms of a step, if a message takes     held by")
-print("p = 4, m = 16        0 ms     10 ms     20 ms         rank 0")
+print("                 ms of a step, if a message takes     micro-batches")
+print("p = 4, m = 16        0 ms     10 ms     20 ms         on rank 0")
 for make_schedule in (one_forward_one_backward, eager):
     schedule = make_schedule(4, 16)
     schedule_check.check(schedule)
     times = [simulate(schedule, MS, transfer).seconds for transfer in (0, 10, 20)]
     print(f"{schedule.name:13} " + " ".join(f"{time:9,.0f}" for time in times)
           + f"{peak_activations(schedule)[0]:15}")
-
-# %% [markdown]
-# It hides the messages, and pays with memory. Does it train?
-
-# %% tags=["output-own"]
 apply = partial(cut, make_schedule=eager)
-losses = run(train, 2, apply, OPTIMIZERS["AdamW"], watch=False)[0]
-print(f"eager 1F1B on 3 ranks: {oracle(apply, 3, gpt, 4, (4, 4, 4))}")
-print(f"loss on 2 ranks: {losses[0]:.2f} to {losses[-1]:.2f}")
+print(f"on 3 ranks: {lab.oracle(apply, 3, 'gpt', 4, (4, 4, 4))}")
 
 # %% [markdown]
-# ## 7. Measure
+# It hides the messages and pays with memory. The oracle confirms that it trains.
 #
-# ### Time
+# ## Further: choose m and v under a memory limit
 #
-# Does the real executor take the time that the simulator predicts? A Transformer of eight small
-# blocks on four ranks. Each block sleeps, forward, for I and for W, as if it were large. The
-# duration of a stage is **emulated**; schedule, messages and autograd are real.
-
-
-# %%
-class Sleeping(torch.autograd.Function):
-    """Let a block take `seconds` forward, as many for I and as many for W."""
-
-    @staticmethod
-    def forward(ctx, x, seconds, deferral):
-        ctx.seconds, ctx.deferral = seconds, deferral
-        time.sleep(seconds)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, out_grad):
-        time.sleep(ctx.seconds)
-        weights = SimpleNamespace(start=list, accumulate=partial(time.sleep, ctx.seconds))
-        ctx.deferral.takes(weights) or weights.accumulate()
-        return out_grad, None, None
-
-
-# %%
-small, nap = ModelConfig("gpt", 64, 16, 8, 16, 4, 4, 64), 0.01  # seconds; a stage is two blocks
-
-
-def micro_batches(m, shape):
-    """m times one sequence: inputs and targets (1, S)."""
-    size, generator = (m, 1, shape.max_sequence_length + 1), torch.Generator().manual_seed(0)
-    rows = torch.randint(shape.vocab_size, size, generator=generator)
-    return [(row[:, :-1], row[:, 1:]) for row in rows]
-
-
-def prepared(group, shape, make_schedule):
-    model = Transformer(shape)
-    initialize(model, seed=0)
-    return model, apply_pipeline_parallel(model, group, make_schedule)
-
-
-# %%
-def sleeping_steps(group, make_schedule, m, num_steps=4):
-    """This rank's spans in each step."""
-    model, pipeline_parallel = prepared(group, small, make_schedule)
-    for block in model.blocks:
-        block.register_forward_hook(
-            lambda block, _, out: Sleeping.apply(out, nap, pipeline_parallel.deferral))
-    steps = []
-    for _ in range(num_steps):
-        dist.barrier(group)
-        with Ledger() as ledger:
-            pipeline_parallel.run(micro_batches(m, small), sum_loss, 16 * m)
-        steps.append(ledger.spans)
-    return steps
-
-
-# %%
-def timelines(name, p, m):
-    """What the simulator predicts, and what was measured in the fastest step."""
-    make_schedule, durations = MAKERS[name]
-    schedule = make_schedule(p, m)
-    steps = zip(*run(sleeping_steps, p, make_schedule, m, watch=False), strict=True)
-    measured = [measured_timeline(schedule, spans_by_rank) for spans_by_rank in steps]
-    return simulate(schedule, durations), min(measured, key=lambda line: line.seconds)
-
-
-def real_durations(line):
-    """The mean of what the actions of each kind took, in ms."""
-    durations = {}
-    for one in (one for lane in line.passes for one in lane):
-        durations.setdefault(one.action.kind, []).append(one.end - one.start)
-    return {kind: sum(times) / len(times) for kind, times in durations.items()}
-
-
-# %% tags=["output-measured"]
-lines = {name: timelines(name, p=4, m=8) for name in MAKERS}
-print("p = 4, m = 8       ms of a step: predicted for               bubble of total")
-print("                     the naps  real passes   measured    predicted   measured")
-for name, (predicted, line) in lines.items():
-    longer = simulate(MAKERS[name][0](4, 8), real_durations(line))
-    print(f"{name:18} {predicted.seconds:10.0f} {longer.seconds:12.0f} {line.seconds:10.0f} "
-          f"{predicted.bubble_of_total:11.0%} {line.bubble_of_total:10.0%}")
-
-# %% tags=["figure-measured"]
-show(pipeline(*lines["1F1B"]), alt=(
-    "1F1B on four real ranks, below what the simulator predicts: the same passes in the same "
-    f"order, in {lines['1F1B'][1].seconds:.0f} ms in place of {lines['1F1B'][0].seconds:.0f}."
-))
-
-# %% tags=["figure-measuredzero"]
-show(pipeline(*lines["ZB-H1"]), alt=(
-    "ZB-H1 on four real ranks: weight gradients run where 1F1B was idle."
-))
-
-# %% [markdown]
-# The order is the prediction's. What comes on top has two parts. From the first column to the
-# second: the simulator is told how long an action really took on the mean, for a sleep ends a
-# little late, and the small blocks do compute. From the second to the third: messages, and actions
-# that are slower than the mean just where others wait for them. Both grow where other programs
-# share the cores.
-#
-# ### Memory
-#
-# **Predict.** Four ranks, eight micro-batches. How many micro-batches' activations does the meter
-# find at the peak, on rank 0 and on rank 3, in each schedule?
-
-# %%
-shape = ModelConfig("gpt", 64, 32, 8, 64, 4, 4, 256, tied_embedding=False)
-stage_bytes = 2 * cost.activation_bytes_per_layer(shape, 1, 32, bytes_per_value=4)
-
-
-def metered(group, make_schedule, m):
-    """Activation bytes of this rank at the peak, the bytes it has sent, in how many messages."""
-    model, parallel = prepared(group, shape, make_schedule)
-    with Ledger() as ledger, Meter(model) as meter:
-        parallel.run(micro_batches(m, shape), sum_loss, 32 * m)
-    peak = max(moment.bytes["activation"] for moment in meter.timeline)
-    return peak, ledger.bytes_sent("send"), sum(call.op == "send" for call in ledger.calls)
-
-
-# %% tags=["output-meter", "nbval-check-output"]
-m, results = 8, {}
-print("micro-batches held,      by the meter                by the list")
-print("in stages                rank 0  1     2     3       rank 0  1     2     3")
-for name, (make_schedule, _) in MAKERS.items():
-    schedule = make_schedule(4, m)
-    results[name] = run(metered, 4, make_schedule, m, watch=False)
-    held = [peak / stage_bytes for peak, *_ in results[name]]
-    counted = [count * 4 / schedule.num_stages for count in peak_activations(schedule)]
-    print(f"{name:22} " + " ".join(f"{count:5.1f}" for count in held) + "     "
-          + " ".join(f"{count:5.1f}" for count in counted))
-
-# %% [markdown]
-# <details><summary>Answer</summary>
-#
-# GPipe: all eight, everywhere. 1F1B: four on rank 0, one on rank 3. The meter finds more than that
-# on rank 3: it holds the logits and the loss as well. On the later ranks ZB-H1 stays below its
-# count: once I has run, only what W needs is left, inputs and output gradients of the linear
-# layers.
-#
-# </details>
-
-# %% tags=["figure-held"]
-rows = {name: {"activation": results[name][0][0]} for name in MAKERS}
-counts = {name: cost.activations_held(s.name, 4, m, 0, s.num_stages // 4) * 4 / s.num_stages
-          for name, (make_schedule, _) in MAKERS.items() for s in [make_schedule(4, m)]}
-predicted = {f"{name}, formula": {"activation": count * stage_bytes}
-             for name, count in counts.items()}
-show(memory_bars(rows, predicted), alt=(
-    "Activations of rank 0 with eight micro-batches: 1F1B and ZB-H1 hold half of what GPipe holds, "
-    "interleaving lies between."
-))
-
-# %% [markdown]
-# ### Messages
-#
-# **Predict.** Rank 1 of four, eight micro-batches: how many messages does it send in 1F1B? With two
-# stages a rank?
-
-# %% tags=["output-messages", "nbval-check-output"]
-for name in ("1F1B", "interleaved, v = 2", "ZB-H1"):
-    print(f"{name:18} messages sent by each rank:", *(count for *_, count in results[name]))
-
-# %% tags=["figure-wire"]
-chosen = {"1F1B": 1, "interleaved, v = 2": 2, "ZB-H1": 1}
-sent = {name: [size for _, size, _ in results[name]] for name in chosen}
-ticks = {name: [cost.pipeline_volume(1, 32, shape.width, 4, 4, m, rank, v).sent
-                for rank in range(4)] for name, v in chosen.items()}
-show(wire(sent, ticks), alt=(
-    "Bytes sent by each rank, equal to the formula: two stages a rank send twice as much, at the "
-    "ends of the pipeline three times, and a split backward pass sends no more."
-))
-
-# %% [markdown]
-# <details><summary>Answer</summary>
-#
-# Rank 1 sends each micro-batch once forward, once back, B S D values each; with two stages, each of
-# them twice. The first and the last rank have a neighbor on one side; when a micro-batch runs
-# round, they have one on the other side too, but for the first time and the last.
-#
-# </details>
-#
-# ### On real GPUs: who crosses the nodes?
-#
-# GPT-3 on 1,024 H100s in nodes of eight: tensor parallelism over 8, pipeline over 8, data
-# parallelism over 16. A step of 1,536 sequences, so each pipeline gets 96.
-#
-# **Predict.** Of the three, which sends most, and which should stay inside a node?
-
-# %% tags=["output-traffic", "nbval-check-output"]
-t, p, d = 8, 8, 16
-m = 1536 // d
-layers, sizes = gpt3.num_layers // p, (1, S, gpt3.width, 2)
-tensor = m * layers * cost.tensor_parallel_volume(*sizes, 0, cost.Layout(t)).sent
-stages = cost.pipeline_volume(*sizes, p, m, rank=1).sent
-data = cost.ring_all_reduce_volume(P // (t * p), 2, d, 0).sent
-print("a GPU sends in a step      GB   seconds over NVLink   over InfiniBand")
-for name, size in (("tensor parallelism", tensor), ("pipeline", stages), ("data", data)):
-    print(f"{name:20} {size / GB:8.1f} {size / H100.nvlink_bandwidth:21.2f} "
-          f"{size / H100.nic_bandwidth:17.2f}")
-flops = m * S * cost.training_flops_per_token(gpt3, S) / (t * p)
-work = flops / (0.4 * H100.bf16_flops)
-print(f"computing, at 40 % of the peak: {work:.1f} s")
-
-# %% [markdown]
-# <details><summary>Answer</summary>
-#
-# Per micro-batch, tensor parallelism sends 8 B S D (t-1)/t values for *every layer*, the pipeline 2
-# B S D for every *stage*, however many layers it has. Tensor parallelism over InfiniBand would take
-# as long as the computing. So it gets the links inside the node, and the pipeline crosses. The
-# package numbers its ranks so: tp innermost, then dp, and pp outermost.
-#
-# </details>
-#
-# With sequence parallelism each of the eight ranks sends its own tokens alone: an eighth of it.
-# Megatron-LM's scatter/gather gets the same without (Narayanan et al. 2021, section 4.1).
-#
-# ### Choose m and v under a memory limit
-#
-# Those 96 sequences can go as 96 micro-batches of one sequence, 48 of two, or 24 of four. Larger
-# ones run faster per token, which is not in the table. What fits into 80 GB, and which share of a
-# step is idle? Take all 16 bytes per parameter, without ZeRO; activations with sequence parallelism
-# and selective recomputation; messages over InfiniBand.
+# The 96 sequences of each pipeline can go as 96 micro-batches of one sequence, 48 of two, or 24 of
+# four. What fits on an H100, and what fraction of a step is idle? Count all 16 bytes per parameter,
+# without ZeRO; activations with sequence parallelism and selective recomputation; messages over
+# InfiniBand.
 
 
 # %%
 def idle(schedule, b):
-    """Share of a step that a GPU is idle, messages included, b sequences a micro-batch."""
-    each = b * work / m / 3 / schedule.num_stages * p  # seconds of F of a stage; B takes twice that
-    message = b * S * gpt3.width * 2 / t / H100.nic_bandwidth  # each of t ranks its own tokens
+    """Fraction of a step that a GPU idles, messages included, with b sequences a micro-batch."""
+    each = b * work / 96 / 3 / schedule.num_stages * 8  # seconds of F; B takes twice that
+    message = b * S * gpt3.width * 2 / t / H100.nic_bandwidth  # each of t ranks, its own tokens
     durations = {"F": each, "B": 2 * each, "I": each, "W": each}
     return simulate(schedule, durations, message).bubble_of_total
 
 
 def gigabytes(schedule, b):
-    """Model states and activations of the first rank."""
+    """Training state and activations of the first rank."""
     layer = cost.activation_bytes_per_layer(
         gpt3, b, S, attention="materialized", recompute="selective", layout=cost.Layout(t, True))
     held = peak_activations(schedule)[0] * gpt3.num_layers / schedule.num_stages
-    return (held * layer + P / (t * p) * recipe.total) / GB
+    return (held * layer + P / (t * 8) * recipe.total) / GB
 
 
 # %% tags=["output-choose", "nbval-check-output"]
@@ -1004,75 +917,56 @@ print("                     b = 1, m = 96       b = 2, m = 48       b = 4, m = 2
 for name, make_schedule in options.items():
     cells = []
     for b in (1, 2, 4):
-        schedule = make_schedule(p, m // b)
+        schedule = make_schedule(8, 96 // b)
         size = gigabytes(schedule, b)
-        cells.append(f"{idle(schedule, b):6.1%} {size:4.0f} GB {'' if size < 80 else 'no':2}")
+        fits = "" if size * GB < H100.memory_bytes else "no"
+        cells.append(f"{idle(schedule, b):6.1%} {size:4.0f} GB {fits:2}")
     print(f"{name:20}" + "    ".join(cells))
 
 # %% [markdown]
-# GPipe fits nowhere. Among the others it is a choice: interleaving reaches the smallest bubble, and
-# the more stages a rank has, the less it holds beyond 1F1B: the factor is 1 + (p-1)/(pv)
-# (Korthikanti et al. 2022, section 4.2.3).
+# GPipe fits nowhere. Among the others, interleaving reaches the smallest bubble, and the more
+# stages a rank has, the less it holds beyond 1F1B: the factor is 1 + (p-1)/(pv) (Korthikanti et al.
+# 2022, section 4.2.3).
 #
-# By the table one would take b = 1 and v = 12, twelve times the messages included. Distrust it
-# there. The simulator lets messages run beside the computing, and gives small products full speed.
-# The kernels of one layer and one sequence do not reach it, and larger micro-batches run faster per
-# token. So measure around the best lines.
+# According to the table you would choose b = 1 and v = 12. Be skeptical of that corner: the
+# simulator lets messages overlap with compute perfectly, starts a pass without any overhead, and
+# assumes that matmuls over one sequence are as efficient as over four. So measure the best few
+# lines. In a run of the package, v = 6 is
+# `--parallel.pp 8 --parallel.schedule interleaved --parallel.chunks 6`.
 #
-# ZeRO 1 over the 16 copies of each stage would leave more room. In a run of the package all this is
-# `--parallel.pp 8 --parallel.schedule interleaved --parallel.chunks 6`; at the start `minitron
-# train` prints one line with the share of the time that the ranks will be idle.
-#
-# To close, the picture of a pipeline of eight stages, with 16 micro-batches.
-
-# %% tags=["figure-large"]
-line = simulate(one_forward_one_backward(8, 16), MS)
-show(pipeline(line), alt=(
-    "1F1B with eight stages and 16 micro-batches: warm-up, steady phase and cool-down, "
-    f"{line.bubble_of_total:.0%} idle."
-))
-
-# %% tags=["figure-explorer"]
-schedule_explorer()
-
-# %% [markdown]
 # ## 8. Recap
 #
-# 1. A stage needs its input and the gradient of its output. With m micro-batches p stages work
-#    m/(m + p - 1) of the time: a quarter for one micro-batch on four, 91 % for 32.
+# 1. A stage needs its input and the gradient of its output. With m micro-batches, p stages are busy
+#    m/(m + p - 1) of the time: a quarter for one micro-batch on four stages, 91 % for 32.
 # 2. A schedule is a list. GPipe and 1F1B have the same bubble; GPipe holds m micro-batches, 1F1B at
-#    most as many as there are stages from a rank to the end.
-# 3. v stages a rank make the bubble v times smaller and the messages v times more. Nobody waits for
-#    weight gradients, so they can fill it.
-# 4. A valid schedule can still hang if messages are awaited in a circle: post them in one order of
-#    all ranks.
-# 5. Losses are summed and divided by the tokens of the whole batch. Means add up to m times the
-#    gradient, and AdamW hides it.
+#    most as many as there are stages from the rank to the end.
+# 3. With v stages per rank the bubble is v times smaller and there are v times as many messages.
+#    Nothing waits for weight gradients, so they can fill the bubble.
+# 4. A valid schedule can still deadlock if its messages form a cycle. Post them in one global
+#    order.
+# 5. Sum the loss over tokens and divide by the tokens of the whole batch. Summing the means of m
+#    micro-batches gives m times the gradient, and AdamW hides the factor.
 #
 # ## Exercises
 #
-# Write your answers into `exercises/ch09_pipeline_parallel.py`, save, and run the cell. In a
-# terminal, `minitron hint 9.1` gives hints in three steps.
+# Write your answers into `exercises/ch09_pipeline_parallel.py`, save, and run the cell below each
+# exercise. In a terminal, `minitron hint 9.1` gives hints in three steps.
 #
-# **9.1 Schedules** (20 minutes): GPipe and 1F1B as lists of actions.
+# - [**9.1 Schedules**](exercise:9.1) (20 minutes): GPipe and 1F1B as lists of actions.
+# - [**9.2 Bubble and memory**](exercise:9.2) (20 minutes): what a schedule costs, as formulas.
+# - [**9.3 Layers per stage**](exercise:9.3) (25 minutes): which layers go to which stage, with
+#   embedding and head.
+# - [**9.4 Run a stage**](exercise:9.4) (30 minutes): any schedule, on real ranks, with the right
+#   loss.
 
 # %%
 check("9.1")
 
-# %% [markdown]
-# **9.2 Bubble and memory** (20 minutes): what a schedule costs, as formulas.
-
 # %%
 check("9.2")
 
-# %% [markdown]
-# **9.3 The cut** (25 minutes): which layers on which stage, with embedding and head.
-
 # %%
 check("9.3")
-
-# %% [markdown]
-# **9.4 Run a stage** (30 minutes): any schedule, on real ranks, with the right loss.
 
 # %%
 check("9.4")
@@ -1080,10 +974,15 @@ check("9.4")
 # %% [markdown]
 # ## Further reading
 #
-# - Huang et al., *GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism*,
-#   2019: section 2.3 (bubble and memory).
-# - Narayanan et al., *Efficient Large-Scale Language Model Training on GPU Clusters Using
-#   Megatron-LM*, 2021: section 2.2 (1F1B with a flush, interleaving), 3.2 (the traffic).
-# - Qi et al., *Zero Bubble Pipeline Parallelism*, 2023: section 2, table 2.
-# - Harlap et al., *PipeDream: Fast and Efficient Pipeline Parallel DNN Training*, 2018: 1F1B that
-#   never empties the pipeline, at the price of older weights.
+# - Huang et al., [*GPipe: Efficient Training of Giant Neural Networks using Pipeline
+#   Parallelism*](https://arxiv.org/abs/1811.06965), 2019: section 2.3 (bubble and memory).
+# - Narayanan et al., [*Efficient Large-Scale Language Model Training on GPU Clusters Using
+#   Megatron-LM*](https://arxiv.org/abs/2104.04473), 2021: section 2.2 (1F1B with a flush,
+#   interleaving), section 3.2 (the traffic).
+# - Qi et al., [*Zero Bubble Pipeline Parallelism*](https://arxiv.org/abs/2401.10241), 2023: section
+#   2, table 2, section 6 (ZB-V).
+# - DeepSeek-AI, [*DeepSeek-V3 Technical Report*](https://arxiv.org/abs/2412.19437), 2024: section
+#   3.2.1 (DualPipe).
+# - Harlap et al., [*PipeDream: Fast and Efficient Pipeline Parallel DNN
+#   Training*](https://arxiv.org/abs/1806.03377), 2018: 1F1B that never drains the pipeline, at the
+#   price of stale weights.

@@ -11,20 +11,21 @@
 # ---
 
 # %% [markdown]
-# # Before you launch: will it fit, how fast, how long, how much
+# # 12. Before you launch: will it fit, how fast, how long, how much
 #
-# **60 minutes. No GPU. Exercises 12.1 to 12.4 (105 minutes).**
+# **50 minutes. No GPU. Exercises 12.1 to 12.4.**
 #
-# *You need:* chapter 2's bytes of a parameter, chapter 5's time of a collective, chapter 9's bubble
-# and what its stages hold, chapter 11's grid and its decision tree.
+# *You need:* the bytes of a parameter ([chapter 2](chapter:2)), the time of a collective
+# ([chapter 5](chapter:5)), the pipeline bubble and what stages hold ([chapter 9](chapter:9)), the
+# grid and the decision tree of [chapter 11](chapter:11).
 #
 # *You will be able to:*
-# - **estimate** days, memory and money of a training by hand, and say by which convention;
-# - **run** the real step of one rank of a thousand on a laptop, and read its bytes;
-# - **choose** a layout by search, and say what binds it.
+# - **estimate** days, memory and money of a training run by hand, and say by which convention;
+# - **run** the real training step of one rank out of a thousand on a laptop, and read its bytes;
+# - **choose** a layout by search, and say what limits it.
 #
 # Run the cells in order. When the text asks you to predict something, write your guess down before
-# you open the fold.
+# you open the answer.
 
 # %%
 import inspect
@@ -39,27 +40,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from minitron import cost
-
-# %%
+from minitron.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from minitron.launch import run
-from minitron.config import (
-    Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig,
-)
-from teaching.check import check
-from teaching.figures import memory_bars, show
-from teaching.figures_plan import errors, landscape, step_bars
-from teaching.widgets_plan import planner
 from minitron.measure.ledger import Ledger
-from minitron.parallelize import lay_out
 
 # %%
+from minitron.parallelize import lay_out
 from minitron.plan import dryrun, dryrun_table
-from minitron.plan.decide import decide
 from minitron.plan.dryrun import dry_run
 from minitron.plan.estimate import estimate
 from minitron.plan.explain import RESOURCES, costs_most, doubled
 from minitron.plan.hardware import DEVICES
-from minitron.plan.job import Decision, Job
+from minitron.plan.job import Job
 from minitron.plan.money import GpuHour, bill, energy, training_days
 from minitron.plan.published import published_rows
 from minitron.plan.search import Candidate, search
@@ -68,6 +60,12 @@ from minitron.plan.unseen import sharded_rows, unseen_rows
 from minitron.run import Training
 
 # %%
+from teaching.check import check
+from teaching.figures import memory_bars, show
+from teaching.figures_plan import errors, landscape, step_bars
+from teaching.lab import ch12 as lab, recorded, show_text, trees
+from teaching.widgets_plan import planner
+
 torch.set_num_threads(1)
 GB, cpu = 1e9, torch.device("cpu")
 A100, H100 = DEVICES["A100-SXM-80GB"], DEVICES["H100-SXM-80GB"]
@@ -75,8 +73,8 @@ A100, H100 = DEVICES["A100-SXM-80GB"], DEVICES["H100-SXM-80GB"]
 # %% [markdown]
 # ## 1. The question
 #
-# Somebody has 1,024 A100s for you, from Monday on, and you want to train GPT-3: 175 billion
-# parameters on 300 billion tokens. Until Monday you have a laptop. What can you know by then?
+# From Monday on you can have 1,024 A100s, and you want to train GPT-3: 175 billion parameters on
+# 300 billion tokens. Until Monday you have a laptop. What can you find out by then?
 
 # %% tags=["output-question", "nbval-check-output"]
 gpt3 = replace(cost.PUBLISHED["GPT-3 175B"], vocab_size=51_200, dropout=0.0)
@@ -84,29 +82,29 @@ S, tokens = 2048, 300e9
 P = cost.num_parameters(gpt3)
 state, work = 16 * P, 6 * P * tokens
 hours = 24 * training_days(work, 1, 0.5 * A100.bf16_flops)
-print(f"16 bytes for each parameter: {state / 1e12:.1f} TB, an A100 has "
+print(f"16 bytes per parameter: {state / 1e12:.1f} TB; an A100 has "
       f"{A100.memory_bytes / GB:.0f} GB")
-print(f"6 FLOPs for each parameter and token: {work:.2g}, at half of an A100's peak "
-      f"{hours / 24 / 365:.0f} years")
-print(f"that is {hours / 1e3:,.0f} thousand GPU-hours, and at 2 dollars each "
-      f"{2 * hours / 1e6:.1f} million dollars")
+print(f"6 FLOPs per parameter and token: {work:.2g}")
+print(f"at half of an A100's peak: {hours / 24 / 365:.0f} years, or {hours / 1e3:,.0f} thousand "
+      f"GPU-hours")
+print(f"at 2 dollars per GPU-hour: {2 * hours / 1e6:.1f} million dollars")
 
 # %% [markdown]
-# (2 dollars for a GPU-hour is an assumption, that of the DeepSeek-V3 report. Put in yours.)
+# (2 dollars per GPU-hour is an assumption, the one in the report on
+# [DeepSeek-V3](https://arxiv.org/abs/2412.19437), 2024. Use your own price.)
 #
-# A layout that does not fit says so on Monday. A layout that is half as fast as it could be says
-# nothing at all, and costs another million. So before you launch there are four questions. Will it
-# fit? How fast is a step? How long does the training take? And what does it cost?
-
-# %% [markdown]
+# A layout that does not fit tells you so on Monday. A layout that is half as fast as it could be
+# tells you nothing, and costs another million. So there are four questions before you launch. Will
+# it fit? How fast is a step? How long does the training take? What does it cost?
+#
 # ## 2. Estimate
 #
-# The oldest formula: a training has 6 N T FLOPs, for N parameters and T tokens. Divide by what all
-# GPUs do in a second. The one thing you do not know is which share of the peak they reach.
+# The oldest formula: training takes 6 N T FLOPs, for N parameters and T tokens. Divide by what all
+# GPUs compute per second. The only thing you do not know is which share of the peak they reach.
 #
-# **Predict.** Take 40 %. By how much are you wrong?
+# **Predict.** Assume 40 %. How far off are you?
 
-# %%
+# %% tags=["output-hours", "nbval-check-output"]
 TRAINED = {  # parameters, tokens, device, GPU-hours as published
     "LLaMA 65B": (65.2e9, 1.4e12, A100, 1_022_362),
     "Llama 2 70B": (69.0e9, 2.0e12, A100, 1_720_320),
@@ -114,9 +112,7 @@ TRAINED = {  # parameters, tokens, device, GPU-hours as published
     "Llama 3.1 70B": (70.6e9, 15e12, H100, 7_000_000),
     "Llama 3.1 405B": (405.9e9, 15.6e12, H100, 30_840_000),
 }
-
-# %% tags=["output-hours", "nbval-check-output"]
-print("                  6 N T    hours, at 40 %     published   reached, of the peak")
+print("                  6 N T    hours, at 40 %     published   share of the peak")
 for name, (number, read, device, hours) in TRAINED.items():
     flops = 6 * number * read
     by_hand = 24 * training_days(flops, 1, 0.4 * device.bf16_flops)
@@ -126,107 +122,102 @@ for name, (number, read, device, hours) in TRAINED.items():
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# By less than a factor of two, from two numbers and no GPU. Two of these trainings did better and
-# three worse: 40 % is what a good step reaches, and GPU-hours also count what is lost between the
-# steps. (Llama 3.1's are those of the model card, which does not say what is in them.)
+# By less than a factor of two, from two numbers and without a GPU. Two of these runs did better and
+# three did worse. 40 % is what a good training step reaches, and GPU-hours also include what is
+# lost between steps. (The hours of Llama 3.1 come from its model card, which does not say what they
+# include.)
 #
 # </details>
 #
-# Sources: LLaMA paper, table 15; Llama 2 and Llama 3.1 model cards; BLOOM: Luccioni et al. 2022.
+# Sources: LLaMA paper (Touvron et al. 2023), table 15; Llama 2 and Llama 3.1 model cards; BLOOM:
+# Luccioni et al. 2022.
 #
-# **Which FLOPs?** Narayanan et al. 2021 (section 5.1) plan this very training: 1,024 A100s, 300
-# billion tokens, 140 TFLOP/s on each, so 34 days. **Predict.** Is that 6 N T?
+# **Which FLOPs?** [Narayanan et al. (2021)](https://arxiv.org/abs/2104.04473), section 5.1, plan
+# exactly this training run: 1,024 A100s, 300 billion tokens, 140 TFLOP/s per GPU, hence 34 days.
+# **Predict.** Is that 6 N T?
 
 # %% tags=["output-convention", "nbval-check-output"]
 for each in (6, 8):
     days = training_days(each * 175e9 * tokens, 1024, 140e12)
-    print(f"{each} N T at 140 TFLOP/s a GPU: {days:.0f} days")
-print(f"140 are {140e12 / A100.bf16_flops:.0%} of the peak; without what is computed again, "
+    print(f"{each} N T at 140 TFLOP/s per GPU: {days:.0f} days")
+print(f"140 TFLOP/s are {140e12 / A100.bf16_flops:.0%} of the peak; without recomputation, "
       f"{0.75 * 140e12 / A100.bf16_flops:.0%}")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# It is 8 N T. They recompute all activations, so the forward pass is done twice, and their 140 are
-# **hardware FLOPs**. The training needs the 6: **model FLOPs**. Who divides model FLOPs by a rate
-# of hardware FLOPs plans nine days too few.
+# It is 8 N T. They recompute all activations, so the forward pass runs twice, and their 140 TFLOP/s
+# count **hardware FLOPs**. The model needs only the 6: **model FLOPs**. If you divide model FLOPs
+# by a rate of hardware FLOPs, you plan nine days too few.
 #
 # </details>
 #
-# **Will it fit?** Take tp 8 inside the nodes, 8 stages, 16 copies with ZeRO-1, and one sequence a
-# micro-batch. Gradients are summed in float32. **Predict.** How many GB does a GPU of the first
-# stage hold, and what is most of it?
+# **Will it fit?** Take tp 8 inside the nodes, 8 stages, 16 copies with ZeRO-1, and micro-batches of
+# one sequence. Gradients are accumulated in float32. **Predict.** How many GB does a GPU of the
+# first stage hold, and which category is largest?
 
 # %% tags=["output-memory", "nbval-check-output"]
 t, p, d = 8, 8, 16
 weights, gradients = 2 * P / (t * p), 4 * P / (t * p)
-optimizer = 12 * P / (t * p * d)  # masters, mean and square: ZeRO-1 divides them
+optimizer = 12 * P / (t * p * d)  # masters and two moments: ZeRO-1 shards them
 block = cost.activation_bytes_per_layer(gpt3, 1, S, layout=cost.Layout(t, sequence_parallel=True))
-activations = p * (gpt3.num_layers // p) * block  # p micro-batches are on their way through it
+activations = p * (gpt3.num_layers // p) * block  # of p micro-batches in flight
 by_hand = {"parameter": weights, "gradient": gradients, "optimizer state": optimizer,
            "activation": activations}
 print(", ".join(f"{kind} {size / GB:.1f} GB" for kind, size in by_hand.items()))
-print(f"in all {sum(by_hand.values()) / GB:.1f} GB of {A100.memory_bytes / GB:.0f}")
+print(f"total {sum(by_hand.values()) / GB:.1f} GB of {A100.memory_bytes / GB:.0f}")
 
 # %% [markdown]
-# The largest part is gradients: they are accumulated in float32, and ZeRO-1 does not divide that
-# sum. It fits, says the formula. You will see what the code says.
-
-# %% [markdown]
+# The largest category is gradients: they are accumulated in float32, and ZeRO-1 does not shard that
+# sum. The formula says it fits. We will see what the code says.
+#
 # ## 3. Picture
 #
-# Days need the seconds of a step, and a step is more than products at a share of the peak. Where do
-# its seconds go? Here are four layouts for the same GPUs, taken apart by a cost model. It adds up
-# what each operator computes or moves, each message, and the waiting: section 7 tests it.
-
-
-# %%
-def cut(dp, tp=1, pp=1, chunks=1, recompute="none", micro_batch=1, zero=1, sequence=True):
-    """A layout; with more than one rank along tp the sequence is divided, unless told otherwise."""
-    schedule = "interleaved" if chunks > 1 else "1f1b"
-    parallel = ParallelConfig(dp=dp, tp=tp, pp=pp, chunks=chunks, schedule=schedule,
-                              sequence=sequence and tp > 1, zero=zero)
-    return Decision(parallel, recompute, micro_batch)
-
-
-job = Job(gpt3, 1024, A100, S, 1536, precision="bf16-fp32-grads")
-LAYOUTS = {"tp 8, pp 8": cut(16, tp=8, pp=8), "tp 8, pp 8 x 4": cut(16, tp=8, pp=8, chunks=4),
-           "tp 16, pp 4": cut(16, tp=16, pp=4), "ZeRO 3 alone": cut(1024, zero=3)}
+# To get from FLOPs to days you need the seconds of a step, and a step is more than matmuls at a
+# share of the peak. Where does its time go? Here are four layouts for the same GPUs, taken apart by
+# a cost model that adds up what each operator computes or moves, each message, and all waiting.
+# Section 7 tests it.
 
 # %% tags=["figure-parts"]
+job = Job(gpt3, 1024, A100, S, 1536, precision="bf16-fp32-grads")
+LAYOUTS = {"tp 8, pp 8": lab.cut(16, tp=8, pp=8),
+           "tp 8, pp 8 x 4": lab.cut(16, tp=8, pp=8, chunks=4),
+           "tp 16, pp 4": lab.cut(16, tp=16, pp=4), "ZeRO-3 only": lab.cut(1024, zero=3)}
+print("do not fit:", *(name for name, layout in LAYOUTS.items()
+                       if Candidate(job, layout).total_bytes > job.limit))
 show(step_bars({name: estimate(job, layout).parts for name, layout in LAYOUTS.items()}), alt=(
-    "A step of GPT-3 on 1,024 A100s in four layouts: what is not products, the bubble and what is "
-    "sent along tp and dp, makes most of the difference."
+    "A step of GPT-3 on 1,024 A100s in four layouts: the matmuls of the first three take about as "
+    "long; the bubble, and communication along tp and dp, make most of the difference."
 ))
 
 # %% [markdown]
-# In the first three the products take about as long: they are the training itself. Everything to
-# their right is the layout, and that is what you choose. Along tp 16 each sum crosses two nodes.
+# In the first three, the matmuls take about as long: they are the training itself. Everything to
+# their right depends on the layout, and that is what you choose. With tp 16, each collective along
+# tp spans two nodes. (The bars are about time alone: the line above them names what does not fit.)
 #
-# **Predict.** ZeRO-3 alone cuts no product, and recomputes none. Why do its products take longer?
+# **Predict.** ZeRO-3 alone splits no matmul and recomputes nothing. Why do its matmuls take longer?
 #
 # <details><summary>Answer</summary>
 #
-# A step has 1,536 sequences. Over 1,024 copies, half of them get two and half get one. All wait for
-# those with two: a step takes as long as if there were 2,048 sequences.
+# A step has 1,536 sequences for 1,024 copies of the model: half of them process two sequences, half
+# process one. All wait for those with two, so a step takes as long as if there were 2,048.
 #
 # </details>
-
-# %% [markdown]
+#
 # ## 4. By hand
 #
-# A formula knows what its author thought of. The code knows the rest: which tensors autograd keeps,
-# what a bucket is padded to, which copy lives a moment longer. To ask the code, run it. But on
-# what?
+# A formula knows what its author thought of. The code knows the rest: which tensors autograd saves,
+# how a bucket is padded, which copy lives a moment longer. To ask the code, run it. But on what?
 #
-# A step needs values only for its loss. What it holds, sends and multiplies follows from *shapes*.
-# PyTorch has both halves of a trick: **fake tensors**, which have a shape, a dtype and no memory;
-# and a **fake process group**, which answers every message at once. Take one cut layer:
+# A training step needs values only for its loss. What it holds, sends and computes follows from
+# *shapes*. PyTorch has both halves of the trick: **fake tensors**, which have a shape and a dtype
+# but no memory, and a **fake process group**, in which every collective returns immediately. Take a
+# single sharded layer:
 
 
 # %%
 def toy_step(group, width, tokens):
-    """Forward and backward through a layer cut over the group; bytes sent, and held at the end."""
+    """Forward and backward through a sharded layer; bytes sent, and bytes held at the end."""
     weight = torch.empty(width // group.size(), width, requires_grad=True)
     x = torch.empty(tokens, width, requires_grad=True)
     with Ledger() as ledger:
@@ -237,24 +228,24 @@ def toy_step(group, width, tokens):
 
 
 # %%
-def pretend(fn, num_ranks, rank, *args):
-    """Call fn on one rank of a group whose other ranks are not there."""
+def pretend(function, num_ranks, rank, *args):
+    """Call function on one rank of a group whose other ranks do not exist."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
     try:
         with FakeTensorMode():
-            return fn(dist.group.WORLD, *args)
+            return function(dist.group.WORLD, *args)
     finally:
         dist.destroy_process_group()
 
 
 # %% [markdown]
-# **Predict.** Four real processes against one that pretends to be the fourth: which of the two
+# **Predict.** Four real processes, against one that pretends to be the fourth: which of the two
 # numbers will differ?
 
 # %% tags=["output-pretend", "nbval-check-output"]
 real, fake = run(toy_step, 4, 512, 64)[3], pretend(toy_step, 4, 3, 512, 64)
-print(f"rank 3 of 4, real:       sends {real[0]:,} B, holds {real[1]:,} B")
-print(f"rank 3 of 4, pretended:  sends {fake[0]:,} B, holds {fake[1]:,} B")
+print(f"rank 3 of 4, real:  sends {real[0]:,} B, holds {real[1]:,} B")
+print(f"rank 3 of 4, fake:  sends {fake[0]:,} B, holds {fake[1]:,} B")
 sent, held = pretend(toy_step, 1024, 777, 2**20, 8192)
 print(f"rank 777 of 1,024, with a matrix of {4 * 2**40 / 1e12:.1f} TB: sends {sent / GB:.1f} GB, "
       f"holds {held / GB:.1f} GB")
@@ -262,146 +253,110 @@ print(f"rank 777 of 1,024, with a matrix of {4 * 2**40 / 1e12:.1f} TB: sends {se
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# None. And the last line took no memory and no time, for 1,024 ranks as for four.
+# Neither. And the last line took no memory and no time, with 1,024 ranks as with four.
 #
 # </details>
 #
-# The package's step runs like this too, because it keeps three rules: the group is an argument, no
-# branch depends on a value, and no device is hard-wired. `dry_run(config, num_gpus, rank)` does it
-# with the *whole* training step, optimizer and all.
-
-# %% [markdown]
+# The package's training step can run like this because it keeps three rules: the group is an
+# argument, no branch depends on a value, and no device is hard-coded. `dry_run(config, num_gpus,
+# rank)` does this with the *complete* training step, including the optimizer.
+#
 # ## 5. Traps
 #
-# ### What is on its way
+# ### Micro-batches in flight
 #
-# GPT-3 again, with the layout of section 2, in a colleague's spreadsheet. The training state takes
-# what it takes. A stage has 12 of 96 layers, so it keeps the activations of 12 layers. Then there
-# is room for larger micro-batches, which means larger products, and fewer messages.
-
-
-# %%
-def config_of(job, layout):
-    """What a run of this job in this layout is told."""
-    train = TrainConfig(global_batch_size=job.global_batch_size, recompute=layout.recompute,
-                        micro_batch_size=layout.micro_batch_size, precision=job.precision)
-    data = DataConfig(sequence_length=job.sequence_length)
-    return Config(job.model, data, train, layout.parallel)
-
+# GPT-3 again, in the layout of section 2, this time in a colleague's spreadsheet: the training
+# state is what it is. A stage has 12 of 96 layers, so it saves the activations of 12 layers. That
+# leaves room for larger micro-batches, which mean larger matmuls and fewer messages.
 
 # %% tags=["output-plausible", "nbval-check-output"]
 for size in (1, 2, 4, 8):
     of_a_stage = size * block * gpt3.num_layers / p
     total = weights + gradients + optimizer + of_a_stage
-    print(f"micro-batches of {size}: {total / GB:.0f} GB, of {A100.memory_bytes / GB:.0f}")
+    print(f"micro-batches of {size}: {total / GB:.0f} GB of {A100.memory_bytes / GB:.0f}")
 
 # %% [markdown]
-# Eight at a time, then? On Monday, 1,024 GPUs would tell. The dry run tells now, of the first rank.
-# (Each dry run is a process's work of some seconds. Two processes share those of this chapter: also
-# those of section 6, which begin here, and which nobody has to wait for.)
-
-# %%
-pool = ProcessPoolExecutor(2, get_context("spawn"))
-
-
-def begin(job, layout, rank):
-    """Begin a dry run of a rank; ask for its `result()` later."""
-    return pool.submit(dry_run, config_of(job, layout), job.num_gpus, rank)
-
+# So, eight at a time? On Monday, 1,024 GPUs would tell. The dry run of the first rank tells now.
+# (Each dry run keeps a process busy for some seconds. We start those of section 6 as well, in the
+# background.)
 
 # %% tags=["output-trap", "nbval-check-output"]
-plain = LAYOUTS["tp 8, pp 8"]
-begun = [begin(job, layout, stage * d * t) for layout, stage in (
-    (cut(16, tp=8, pp=8, micro_batch=8), 0), (plain, 0), (plain, 4), (plain, 7))]
+pool, plain = ProcessPoolExecutor(2, get_context("spawn")), LAYOUTS["tp 8, pp 8"]
+begun = [lab.begin(pool, job, layout, stage * d * t) for layout, stage in (
+    (lab.cut(16, tp=8, pp=8, micro_batch=8), 0), (plain, 0), (plain, 4), (plain, 7))]
 eight = begun[0].result()
-print(f"{eight.peak.total / GB:.0f} GB:", ", ".join(
+show_text(f"{eight.peak.total / GB:.0f} GB: " + ", ".join(
     f"{kind} {size / GB:.1f}" for kind, size in eight.peak.bytes.items()))
 
 # %% [markdown]
-# **Predict.** It is out of memory, by far. Which factor is missing, and why does no test on one
-# node of eight GPUs, with pp 1, find it?
+# **Predict.** It is out of memory. Which factor is missing in the spreadsheet, and why does
+# no test on a single node of eight GPUs, with pp 1, find it?
 #
 # <details><summary>Answer</summary>
 #
-# A factor of p. While the first micro-batch is on its way to the last stage and back, the first
-# stage begins p - 1 others (chapter 9). It keeps 12 layers of *eight* micro-batches: as much as all
-# 96 layers of one. Stages divide weights, and not the activations of the first of them. With pp 1
-# nothing is on its way.
+# A factor of p. While the first micro-batch travels to the last stage and back, the first stage
+# starts p - 1 others (chapter 9). It saves 12 layers of *eight* micro-batches: as much as all 96
+# layers of one. Stages divide the weights, but not the activations of the first stage. With pp 1
+# there is only one micro-batch in flight.
 #
 # </details>
 #
-# One can read that a model of 100 layers on four stages needs a quarter of the memory on each. That
-# is this mistake. The formula is in Korthikanti et al. 2022, section 4.2.3.
-
-# %% [markdown]
+# Some articles say that a model of 100 layers on four stages needs a quarter of the memory on each.
+# That is this mistake. The formula is in [Korthikanti et al.
+# (2022)](https://arxiv.org/abs/2205.05198), section 4.2.3.
+#
 # ### The datasheet
 #
-# A planner of seconds is tested with trainings whose seconds are known. `published_rows` has some:
-# from papers, what was trained, in which layout, on which GPUs, by which system, and how long a
-# step took. Here are those on A100s.
+# A planner that predicts seconds is tested with training runs whose seconds are known.
+# `published_rows` has some from papers: what was trained, in which layout, on which GPUs, by which
+# system, and how long a step took. Here are those on A100s.
 #
-# Now read the datasheet. "A100: 624 TFLOP/s, NVLink 600 GB/s." **Predict.** What does the planner
-# say with these?
-
-# %%
-rows = published_rows()
-
-
-def label(row):
-    first = row.source.split()[0]
-    return row.name if row.name.startswith(first) else f"{first} {row.name}"
-
-
-def seconds_on(device, row):
-    """The estimate; where a source leaves something open, the fastest that fits."""
-    given = replace(row.job, device=device)
-    return min(estimate(given, each, row.system).seconds for each in row.decisions)
-
-
-sold = doubled(doubled(A100, "FLOP/s"), "NVLink bandwidth")  # as printed: 624 TFLOP/s, 600 GB/s
+# Now read the datasheet: "A100: 624 TFLOP/s, NVLink 600 GB/s." **Predict.** What does the planner
+# say with these numbers?
 
 # %% tags=["output-datasheet", "nbval-check-output"]
-print("on A100s                         published   312 TFLOP/s, 300 GB/s   624 and 600")
+rows = published_rows()
+sold = doubled(doubled(A100, "FLOP/s"), "NVLink bandwidth")  # as printed: 624 TFLOP/s, 600 GB/s
+print("on A100s                     published   312 TFLOP/s, 300 GB/s   624 and 600")
 for row in rows:
     if row.job.device == A100:
-        line = f"{label(row):30} {row.seconds:9.2f} s"
+        line = f"{lab.label(row):28} {row.seconds:7.2f} s"
         for device in (A100, sold):
-            predicted = seconds_on(device, row)
-            line += f"{predicted:8.2f} s {predicted / row.seconds - 1:+6.0%}"
+            predicted = lab.seconds_on(device, row)
+            line += f"{predicted:9.2f} s {predicted / row.seconds - 1:+6.0%}"
         print(line)
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
 # That every step is far shorter than it was. 624 is the peak with *structured sparsity*, where half
-# of each matrix is zero: no training here has that. 600 GB/s are both directions of NVLink
-# together. One row alone could be bad luck. All rows on one side, by about as much, are a wrong
-# constant.
+# of each matrix is zero, which no training here uses. 600 GB/s adds up both directions of NVLink.
+# One row alone could be bad luck. If all rows are off in the same direction, by about as much, a
+# constant is wrong.
 #
 # </details>
 #
-# The same peak under a measured rate prints half of the MFU. It is common: PyTorch Lightning had
-# dense peaks for one H100 and sparse ones for another (Lightning-AI/pytorch-lightning, pull request
-# 21743). OLMo-core halved the A100's peak, which was dense already, and so reported an MFU twice
-# too high (allenai/OLMo-core, pull request 614).
-
-# %% [markdown]
+# The same wrong peak under a measured rate gives half of the MFU. This is common: PyTorch Lightning
+# had dense peaks for one H100 and sparse ones for another (Lightning-AI/pytorch-lightning, pull
+# request 21743). OLMo-core halved the A100's peak, which was dense already, and reported an MFU
+# twice too high (allenai/OLMo-core, pull request 614).
+#
 # ## 6. The real one
 #
 # ### The dry run
 #
-# It is `pretend`, with the training of `minitron train` inside:
+# It is `pretend`, with the training step of `minitron train` inside:
 
 # %%
 print(inspect.getsource(dry_run))
 
 # %% [markdown]
-# `measured` runs short steps, each one micro-batch longer than the last (with interleaved stages
-# p). Once two peaks are the same, byte by byte, all further micro-batches are like the last, and
-# are not run. If no two are, the whole step is.
+# `measured` runs short steps, each with one more micro-batch than the last (p more for interleaved
+# stages). As soon as two peaks agree byte by byte, all further micro-batches repeat the last one
+# and are not run. If no two agree, it runs the complete step.
 #
-# But is it the same step? The **oracle** here: the same function on real ranks, and rank by rank on
-# a fake one. Two tensor-parallel ranks times two stages, in bfloat16, eight sequences.
+# But is it the same step? Here the **oracle** runs the same function on real ranks, and each rank
+# on a fake one: two tensor-parallel ranks times two stages, in bfloat16, with eight sequences.
 
 # %%
 axes = ParallelConfig(dp=1, tp=2, sequence=True, pp=2)
@@ -421,8 +376,8 @@ for rank, real in enumerate(run(real_step, 4, watch=False)):
     fake = dry_run(small, 4, rank, kernels="cpu")
     same = (real.traffic, real.flops) == (fake.traffic, fake.flops)
     close = abs(fake.peak.total / real.peak.total - 1) < 0.01
-    print(f"rank {rank}: {sum(real.bytes_sent.values()):,} B sent, {real.flops:,} FLOPs; "
-          f"the dry run's the same: {same}, its peak within 1 %: {close}")
+    print(f"rank {rank}: {sum(real.bytes_sent.values()):7,} B sent, {real.flops:,} FLOPs; "
+          f"equal: {same}; peak within 1 %: {close}")
 
 # %% [markdown]
 # ### GPT-3, three ranks of 1,024
@@ -434,47 +389,53 @@ for rank, real in enumerate(run(real_step, 4, watch=False)):
 
 # %% tags=["output-dryrun", "nbval-check-output"]
 stages = [run_of_a_rank.result() for run_of_a_rank in begun[1:]]
-middle = stages[1]
-print(dryrun_table.held(stages))
-print("\nGB sent     tp      pp      dp")
-for run_of_a_rank in stages:
+print("GB held  " + "  ".join(stages[0].peak.bytes) + "   total")
+for each in stages:
+    print(f"rank {each.rank:3} " + "".join(
+        f"{size / GB:{len(kind) + 2}.2f}" for kind, size in each.peak.bytes.items())
+        + f"{each.peak.total / GB:8.2f}")
+print("\nGB sent        tp      pp      dp")
+for each in stages:
     along = dict.fromkeys(("tp", "pp", "dp"), 0)
-    for (_, axis), size in run_of_a_rank.bytes_sent.items():
+    for (_, axis), size in each.bytes_sent.items():
         along[axis] += size
-    print(f"{run_of_a_rank.rank:4}" + "".join(f"{size / GB:8.2f}" for size in along.values()))
-print(f"\n{dryrun_table.largest(stages[0])}")
+    print(f"rank {each.rank:3} " + "".join(f"{size / GB:8.2f}" for size in along.values()))
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The first stage: eight micro-batches are on their way through it, through the fifth four, through
-# the last one. Along pp the middle sends most: activations to one side, gradients to the other.
-# Along dp all send about the same, once a step.
+# The first stage: it has eight micro-batches in flight, the fifth four, the last one. Along pp, the
+# middle sends most: activations in one direction, gradients in the other. Along dp, all send about
+# the same, once per step.
 #
 # </details>
 #
-# The list says what is alive at the peak, the largest first. **Predict.** You have to save memory:
-# where do you begin?
-#
+# What is in memory at the peak of the first rank? The largest first. **Predict.** If you had to
+# save memory, where would you begin?
+
+# %% tags=["output-largest", "nbval-check-output"]
+print(dryrun_table.largest(stages[0]))
+
+# %% [markdown]
 # <details><summary>Answer</summary>
 #
-# With the gradients: summed in 16 bits they take half (`--train.precision bf16`). Then with what
-# the feed-forward layers keep, by computing it again. The optimizer state, which everybody thinks
-# of first, is a small part already: 16 copies share it.
+# With the gradients: accumulated in 16 bits they take half (`--train.precision bf16`). Then with
+# what the feed-forward layers save, by recomputing it. The optimizer state, which most people think
+# of first, is already a small part, because 16 copies share it.
 #
 # </details>
 
 # %% tags=["figure-byhand"]
 held = {f"rank {run.rank}": run.peak.bytes for run in stages}
-show(memory_bars(held, {"by hand, rank 0": by_hand}, job.limit, "kept free"), alt=(
+show(memory_bars(held, {"by hand, rank 0": by_hand}, job.limit, "reserved"), alt=(
     "What three ranks of 1,024 hold, by dry run, below the formula for the first of them: they "
     "agree; later stages hold fewer activations."
 ))
 
 # %% [markdown]
-# And the wire, of the middle stage, by the formulas of chapters 5 to 9:
+# And the bytes that the middle stage sends, by the formulas of chapters 5 to 9:
 
-# %%
+# %% tags=["output-wire", "nbval-check-output"]
 m, layers = job.global_batch_size // d, gpt3.num_layers // p
 two, one = (cost.tensor_parallel_parameters(replace(gpt3, num_layers=n), t) for n in (2, 1))
 own = layers * (two - one)
@@ -485,74 +446,63 @@ formula = {
     "dp": cost.collective_volume("reduce_scatter", own, 4, d, 0).sent
     + cost.collective_volume("all_gather", own, 2, d, 0).sent,
 }
-
-# %% tags=["output-wire", "nbval-check-output"]
 for axis, predicted in formula.items():
-    ledger = sum(sent for (_, on), sent in middle.bytes_sent.items() if on == axis)
-    print(f"{axis}: formula {predicted:>15,} B, dry run {ledger:>15,} B, "
-          f"difference {ledger - predicted:>7,} B")
+    ledger = sum(sent for (_, on), sent in stages[1].bytes_sent.items() if on == axis)
+    print(f"{axis}: formula {predicted:>15,} B, dry run {ledger:>15,} B, {ledger - predicted:+,}")
 
 # %% [markdown]
-# Of half a terabyte some kilobytes are missing in the formulas. **Predict.** What are they?
+# Of half a terabyte, the formulas miss a few hundred kilobytes: what is small and sent once per
+# step. Along tp these are the gradients of norms and biases, which are replicated (each rank sends
+# those of its ZeRO shard), the norm of the gradient, and the loss.
 #
-# <details><summary>Answer</summary>
-#
-# What is sent once a step, and small: along tp the gradients of norms and biases of which all ranks
-# have copies, each rank those of its ZeRO shard; the norm of the gradient, and the loss.
-#
-# </details>
-
-# %% [markdown]
 # ## 7. Measure
 #
 # ### Seconds against papers
 #
-# The estimate of a step has a handful of constants, each with a physical meaning: of the fastest
-# product's speed, what products in training reach; of a memory's bandwidth, what one kernel after
-# the other reaches; what fused attention reaches. They were fitted once, on the rows of four
-# sources. `benchmarks/results/estimate.md` has all errors. The test of a planner is what it has
-# *not* seen: other rows of the same papers, and larger trainings.
+# The estimator has a handful of constants, each with a physical meaning: the share of the fastest
+# matmul's speed that matmuls in training reach; the share of the memory bandwidth that one kernel
+# after another reaches; the speed of fused attention. They were fitted once, to the rows of four
+# sources. `benchmarks/results/estimate.md` lists all errors. The test of a planner is what it has
+# *not* seen: other rows of the same papers, and larger runs.
 
 # %% tags=["output-papers", "nbval-check-output"]
 shown = {"fitted": [row for row in rows if "nanotron" not in row.source],
+         "fitted, nanotron": [row for row in rows if "nanotron" in row.source],
          "not fitted": unseen_rows()}
-off = {group: {} for group in shown}
-for group, listed in shown.items():
-    print(f"{group:37} published   predicted    error")
-    for row in listed:
-        predicted = row.predict().seconds
-        error = predicted / row.seconds - 1
-        off[group].setdefault(label(row).split()[0], []).append(error)
-        print(f"{label(row):35} {row.seconds:9.2f} s {predicted:9.2f} s {error:+8.1%}")
-    print(f"median {median(abs(each) for some in off[group].values() for each in some):50.1%}")
-
-# %% tags=["output-nanotron", "nbval-check-output"]
-many = [row.predict().seconds / row.seconds for row in rows if "nanotron" in row.source]
-print(f"{len(many)} rows of nanotron, fitted: median {median(abs(each - 1) for each in many):.1%}; "
-      f"{sum(each < 0.5 for each in many)} took more than twice as long as predicted")
+off = {group: lab.errors_by_source(listed) for group, listed in shown.items()}
+for group, by_source in off.items():
+    found = sorted(abs(each) for some in by_source.values() for each in some)
+    print(f"{group:16} {len(found):3} steps, median error {median(found):5.1%}, "
+          f"within 10 %: {sum(each < 0.1 for each in found) / len(found):4.0%}")
+worst = {name: max(some, key=abs) for name, some in off["not fitted"].items()}
+print("largest errors:", ", ".join(f"{name} {e:+.0%}" for name, e in worst.items()))
 
 # %% tags=["figure-errors"]
-show(errors(off), alt=(
-    "Errors of predicted step times, a dot for each step, by source: most are within 10 %, also "
+drawn = {group: off[group] for group in ("fitted", "not fitted")}
+show(errors(drawn), alt=(
+    "Errors of predicted step times, a dot for each step, by source: most are within 10 %, even "
     "where nothing was fitted; Smith et al.'s MT-NLG took longer than predicted, at all sizes."
 ))
 
 # %% [markdown]
 # Sources: Narayanan et al. 2021, tables 1 and 2; Korthikanti et al. 2022, table 5; Smith et al.
-# 2022, section 2.4; Llama Team 2024, table 4. What they leave open, such as the chunks of Llama's
-# stages, is one rule for all: of those that fit, the fastest counts. A published rate is turned
-# into seconds with *its* FLOPs: hardware FLOPs in Narayanan's tables, model FLOPs for Llama.
+# 2022, section 2.4; Llama Team 2024, table 4; NVIDIA's table of Megatron-Core r0.8.0; Ultra-Scale
+# Playbook 2025 (nanotron). Where a source leaves something open, such as the chunks of Llama's
+# stages, the same rule applies to all: of those that fit, the fastest counts. A published rate is
+# converted to seconds with *its* FLOPs: hardware FLOPs in Narayanan's tables, model FLOPs for
+# Llama.
 #
-# The misses are as telling as the hits. Korthikanti's models were faster than predicted, the more
-# so the wider they are: wide products come closer to the fastest one, and here all have one share
-# of it. MT-NLG took 21 to 26 % longer, and the same cut of as large a model in
-# Narayanan's table did not: an estimate says what a layout allows, not why a system stays below.
+# The misses are as instructive as the hits. Korthikanti's models were faster than predicted, the
+# more so the wider they are. A likely reason: wide matmuls come closer to the device's fastest one,
+# while the estimator lets all matmuls multiply at the same share of its speed. MT-NLG took about a
+# quarter longer, while a model of the same size in the same layout in Narayanan's table did not: an
+# estimate says what a layout allows, not why a system stays below it.
 #
-# None of these rows divides weights. **Predict.** ZeRO-3 sends its weights while a rank computes,
-# and the estimate believes that they are hidden, but for a small part. Is it so?
+# None of these rows shards weights. **Predict.** ZeRO-3 gathers its weights while a rank computes,
+# and the estimator assumes that nearly all of it is hidden. Is it?
 
 # %% tags=["output-sharded", "nbval-check-output"]
-print("ZeRO-3, Narayanan et al. 2021, table 2   published   hidden   one by one")
+print("ZeRO-3, Narayanan et al. 2021, table 2   published   hidden   not hidden")
 for row, hidden in zip(sharded_rows(), sharded_rows(MINITRON), strict=True):
     print(f"{row.name:40} {row.seconds:7.1f} s {hidden.predict().seconds:6.1f} s "
           f"{row.predict().seconds:10.1f} s")
@@ -560,66 +510,59 @@ for row, hidden in zip(sharded_rows(), sharded_rows(MINITRON), strict=True):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# There it was not. The measured steps took up to four times as long as if all were hidden. If each
-# matrix is gathered when it is needed, and all wait for it, the estimate is still 10 to 32 % too
-# fast, but no longer a factor of four off: that is how that system worked then. This package
-# gathers ahead (chapter 6), on links that nobody has measured for you. So where a plan wins by
-# ZeRO-3, `minitron plan` says so, and you measure before you believe.
+# There it was not. The measured steps took up to four times as long as if all of it were hidden. If
+# each matrix is gathered when it is needed, and everyone waits for it, the estimate is still too
+# fast, but no longer by a factor of four: apparently that system worked like this. This package
+# gathers ahead (chapter 6), on links that nobody has measured for you. So where a plan wins because
+# of ZeRO-3, `minitron plan` says so, and you measure before you believe it.
 #
 # </details>
-
-# %% [markdown]
+#
 # ### All layouts
 #
-# A formula that takes less than a millisecond can be asked for *every* layout.
+# A formula that takes less than a millisecond can be evaluated for *every* layout.
 #
 # **Predict.** GPT-3 on 1,024 A100s. How many layouts are there? How many fit?
 
-# %%
+# %% tags=["output-search", "nbval-check-output"]
 found = search(job)
 best = found.candidates[0]
-
-
-def brief(candidate):
-    """The layout; b is the number of sequences in a micro-batch."""
-    words = str(candidate).replace("micro-batches of", "b")
-    return words.replace("full recomputation", "recomputed").replace(" recomputation", "")
-
-# %% tags=["output-search", "nbval-check-output"]
 print(f"{found.num_layouts:,} layouts: {found.refused.total():,} cannot be trained, "
       f"{len(found.too_large):,} do not fit, {len(found.candidates):,} do")
-print("\n s a step     MFU   bubble   sending   GB   layout")
+print("\nseconds   MFU  bubble  commun.  layout")
 for each in found.candidates[:6]:
-    print(f"{each.seconds:9.2f} {each.estimate.mfu:7.1%} {each.bubble:8.1%} "
-          f"{each.communication:9.1%} {each.total_bytes / GB:4.0f}   {brief(each)}")
-
+    print(f"{each.seconds:6.2f} {each.estimate.mfu:6.1%} {each.bubble:7.1%} "
+          f"{each.communication:8.1%}  {lab.brief(each)}")
 
 # %% tags=["figure-landscape"]
 def place(candidate):
     return candidate.total_bytes / GB, candidate.seconds
 
 
-tree = Candidate(job, decide(job))
+judged = trees.against_search(job, found)
 show(landscape(
     [place(each) for each in found.candidates], [place(each) for each in found.too_large],
-    job.limit / GB, {"fastest": place(best), "section 2": place(Candidate(job, plain)),
-                     "tree": place(tree)},
+    job.limit / GB, {"fastest": place(best), "tree": place(judged.tree),
+                     "section 2": place(Candidate(job, plain))},
 ), alt="Every layout of GPT-3 on 1,024 A100s as a dot, memory against seconds: among those that "
-       "fit, the slowest takes many times as long as the fastest.")
+       f"fit, the slowest takes {found.candidates[-1].seconds / best.seconds:.0f} times as long "
+       "as the fastest.")
 
 # %% [markdown]
-# Most layouts cannot be trained: heads or layers do not divide, a rank would get no sequence, or
-# micro-batches do not suit the schedule (`minitron plan` counts the reasons). The best
-# six are within a few percent of each other, closer than the error of the estimate. That is what a
-# search is for: a handful to try on Monday, out of tens of thousands, and the reason why the others
-# are not among them. (`minitron plan configs/gpt3-175b.toml --gpus 1024 --device a100 --explain`
-# prints both.)
+# ("unsharded": ZeRO-3's weights and gradients stay unsharded during a step. "ZB" is the zero-bubble
+# schedule of chapter 9. Wherever there is tp, there is sequence parallelism.) Most layouts cannot
+# be trained: heads or layers are not divisible, a rank would get no sequence, or the number of
+# micro-batches does not suit the schedule (`minitron plan` counts the reasons). The best six are
+# within a few percent of each other, which is less than the error of the estimate. That is what a
+# search is for: a handful of layouts to try on Monday, out of tens of thousands, and the reason why
+# the others are not among them. (`minitron plan configs/gpt3-175b.toml --gpus 1024 --device a100
+# --explain` prints both.)
 #
 # ### What the papers chose
 #
-# Four jobs, each with the layout of its paper (GPT-3 with that of section 2), and with the best
-# that this package could train. Both are timed as this package runs them, so that *layouts* are
-# compared and nothing else.
+# Four jobs, each with its paper's layout (for GPT-3, that of section 2), and with the best that
+# this package could train. Both are timed as this package would run them, so that only the
+# *layouts* are compared.
 
 # %%
 mt_nlg, trillion = (
@@ -628,125 +571,91 @@ mt_nlg, trillion = (
 llama = cost.PUBLISHED["Llama 3.1 405B"]
 CHOSEN = {
     "GPT-3 175B": (job, plain),
-    "MT-NLG 530B": (Job(mt_nlg, 2240, A100, S, 1920), cut(8, 8, 35, recompute="full")),
-    "1T": (Job(trillion, 3072, A100, S, 3072), cut(6, 8, 64, recompute="full")),
-    "Llama 3.1 405B": (Job(llama, 16_384, H100, 8192, 2048), cut(128, 8, 16, chunks=4)),
+    "MT-NLG 530B": (Job(mt_nlg, 2240, A100, S, 1920), lab.cut(8, 8, 35, recompute="full")),
+    "1T": (Job(trillion, 3072, A100, S, 3072), lab.cut(6, 8, 64, recompute="full")),
+    "Llama 3.1 405B": (Job(llama, 16_384, H100, 8192, 2048), lab.cut(128, 8, 16, chunks=4)),
 }
-last = {name: begin(given, layout, given.num_gpus - 1)  # they go on while we search
+last = {name: lab.begin(pool, given, layout, given.num_gpus - 1)  # they run while we search
         for name, (given, layout) in CHOSEN.items() if given is not job}
 searched = {name: found if given is job else search(given) for name, (given, _) in CHOSEN.items()}
 
 # %% tags=["output-chosen", "nbval-check-output"]
-print("                 s a step     MFU    GB   layout")
+print("                 s per step    MFU    GB   layout of the paper, then the best")
 for name, (given, layout) in CHOSEN.items():
     for title, each in ((name, Candidate(given, layout)), ("", searched[name].candidates[0])):
-        print(f"{title:15} {each.seconds:9.1f} {each.estimate.mfu:7.1%} "
-              f"{each.total_bytes / GB:5.0f}   {brief(each)}")
+        print(f"{title:15} {each.seconds:9.1f} {each.estimate.mfu:9.1%} "
+              f"{each.total_bytes / GB:5.0f}\n{'':12} {lab.brief(each)}")
 
 # %% [markdown]
-# **Predict.** The papers' authors knew what they did. Where does the difference come from?
+# **Predict.** The papers' authors knew what they were doing. Where does the difference come from?
 #
 # <details><summary>Answer</summary>
 #
 # From what did not exist yet. MT-NLG and the 1T model recompute everything. Sequence parallelism
-# and fused attention came later; with them the activations fit, and a quarter of the FLOPs is
-# gone. The others are a sharded state inside the pipeline, which then needs fewer stages, and zero
-# bubble. Llama's authors freed tensors early by hand and divided gradients too; as the package
-# holds them, their layout is too large, and the best that fits is slower.
+# and fused attention came later; with them, the activations fit, and a quarter of the FLOPs is no
+# longer needed. The rest is fewer stages, as far as the memory allows (in two of these jobs thanks
+# to ZeRO-3 inside the pipeline), and zero-bubble schedules. Llama's authors freed tensors early by
+# hand and sharded gradients, too; with what this package holds, their layout is too large, and the
+# best one that fits is slower.
 #
 # </details>
 #
-# And the dry run? A search believes formulas: 40 bytes here, 60 there, for tens of thousands of
-# layouts a job. Before Monday one runs the real step of the layout it has chosen. Here are the
-# papers' three, by the last of their ranks, which takes a few seconds each; and GPT-3's by its
-# first, from section 6. The formula's GB are those of the rank that holds most.
-
-# %% tags=["output-last", "nbval-check-output"]
-print("                  GB by formula, fullest rank   by dry run, this rank   its TFLOP")
-for name, chosen in CHOSEN.items():
-    done = last[name].result() if name in last else stages[0]
-    print(f"{name:17} {Candidate(*chosen).total_bytes / GB:28.1f} "
-          f"{done.peak.total / GB:23.1f} {done.flops / 1e12:11,.0f}")
-pool.shutdown()
-
-# %% [markdown]
-# For GPT-3 the rank is the fullest, and both agree. The last ranks hold less than the fullest: one
-# micro-batch is on its way through them, not p, but the head stands on top. To confirm a layout,
-# take rank 0. (The first stage of the trillion-parameter model takes 15 seconds, and no longer
-# with a hundred times as many GPUs: `benchmarks/results/dryrun_cpu.md`.)
-
-# %% [markdown]
 # ### The decision tree
 #
-# Chapter 11's tree asks the same estimator, but along one path. How far is its choice from the
-# best?
+# Chapter 11's tree asks the same estimator, but follows a single path. How far is its choice from
+# the best?
 
 # %% tags=["output-tree", "nbval-check-output"]
-print("                 the tree   the best            most in   the tree's layout")
+print("seconds per step     tree     best   ratio   slower mostly in")
 for name, (given, _) in CHOSEN.items():
-    chosen, fastest = Candidate(given, decide(given)), searched[name].candidates[0]
-    most = costs_most(chosen, fastest) if chosen.seconds > fastest.seconds else "-"
-    print(f"{name:15} {chosen.seconds:8.1f} s {fastest.seconds:8.1f} s "
-          f"{chosen.seconds / fastest.seconds:6.2f} x {most:>8}   {brief(chosen)}")
+    tree, fastest = judged = trees.against_search(given, searched[name])
+    most = costs_most(tree, fastest) if tree.seconds > fastest.seconds else "-"
+    print(f"{name:15} {tree.seconds:9.1f} {fastest.seconds:8.1f} {judged.ratio:7.2f}   {most}")
+    print(f"{'':15} {lab.brief(tree)}")
 
 # %% [markdown]
-# The tree is 8 to 16 % slower than the best layout for three jobs, and takes almost twice as
-# long for the fourth. As in chapter 11, it loses where it has no question to ask. Llama's
-# batch leaves only a few sequences for each copy of the model, so its pipeline idles; the best
-# layout interleaves its stages, and shares each layer among the GPUs of two nodes. For the others
-# the best layout has a zero-bubble schedule and gathers its weights ahead, while it computes; the
-# tree tries neither. One path is enough to explain a choice. It is not enough to bet a month
-# on.
+# On a few nodes the tree loses little (chapter 11). Here it is slower by less than a fifth for
+# three jobs, and by almost a factor of two for the fourth. It loses where it has no question to
+# ask. Llama's batch leaves only a few sequences for each copy of the model, so its pipeline idles;
+# the best layout interleaves its stages and splits each layer over the GPUs of two nodes. For the
+# others, the best layout has a zero-bubble schedule, and for two of them it also shards the weights
+# inside the pipeline (ZeRO-3); the tree tries neither. A single path is enough to explain a choice,
+# but too little to base a month of training on. (As in chapter 11, this only compares two users of
+# one estimator. Chapter 11's table is measured.)
 #
 # ### What if the network were twice as fast?
 #
-# The best layout depends on the machine. So ask for another machine: twice the FLOP/s, or memory,
-# or bandwidth, of memory or of a link, each alone; and for the best layout *there*, among the 300
-# that were best and all that fit now.
-
-
-# %%
-def best_with(resource, found):
-    """The fastest of a search's best layouts, on devices with twice as much of a resource."""
-    given = replace(found.job, device=doubled(found.job.device, resource))
-    now_fit = [each for each in found.too_large if each.total_bytes <= given.limit]
-    layouts = [each.decision for each in found.candidates[:300] + now_fit]
-    return min((Candidate(given, layout) for layout in layouts), key=lambda each: each.seconds)
-
+# The best layout depends on the machine. So ask about a different machine: twice the FLOP/s, or
+# memory, or bandwidth of memory or of a link, one at a time; and about the best layout *there*,
+# among the 300 best so far and all that fit only now.
 
 # %% tags=["output-sensitivity", "nbval-check-output"]
-print(f"{'twice the':17}" + "".join(
-    f"{resource.replace(' bandwidth', ' B/s'):>13}" for resource in RESOURCES))
+print(f"{'twice the':14}" + "".join(
+    f"{resource.replace(' bandwidth', ' B/s'):>12}" for resource in RESOURCES))
 for name, each in searched.items():
     before = each.candidates[0].seconds
-    faster = [best_with(resource, each).seconds / before - 1 for resource in RESOURCES]
-    print(f"{name:17}" + "".join(f"{change:+13.0%}" for change in faster))
-print(f"\nGPT-3 with twice the memory: {brief(best_with('memory', found))}")
+    faster = [lab.best_with(resource, each).seconds / before - 1 for resource in RESOURCES]
+    print(f"{name:14}" + "".join(f"{change:+12.0%}" for change in faster))
+print(f"\nGPT-3 with twice the memory: {lab.brief(lab.best_with('memory', found))}")
 
 # %% [markdown]
-# **Predict.** Twice the FLOP/s: why is a step not half as long? Twice the network: why does it gain
-# so little, for trainings on thousands of GPUs?
+# **Predict.** Why does twice the FLOP/s not halve the step? Why does twice the network gain so
+# little, even on thousands of GPUs? And what does memory buy in the last line, a layout of another
+# *kind*?
 #
 # <details><summary>Answer</summary>
 #
-# What is sent takes as long as before, and so does what waits for memory. With faster GPUs it is a
-# larger share of the step: each generation needs faster links to stay where it is. And a good
-# layout has put on the network what the network can bear: that is what made it the best.
+# Communication takes as long as before, and so does whatever waits for memory. With faster GPUs,
+# that is a larger share of the step: each generation of GPUs needs faster links just to keep up.
+# And a good layout asks no more of the network than it can carry; that is what made it the best.
+#
+# With twice the memory there is no pipeline, so there is no bubble: ZeRO-3 shards the state. What
+# it gathers for a micro-batch does not depend on the number of sequences, and with room for more of
+# them there is more compute to hide it. By this estimate, that is: the measurements above show how
+# much of such a promise a system may miss.
 #
 # </details>
 #
-# The last line is a layout of another *kind*. **Predict.** What does memory buy there?
-#
-# <details><summary>Answer</summary>
-#
-# No pipeline, so no bubble: ZeRO-3 divides the state. What it gathers for each micro-batch is the
-# same for one sequence or for many, and with room for more sequences there is more computing to
-# hide it. By this estimate, that is: the measurements above say how much of such a promise a system
-# may miss.
-#
-# </details>
-
-# %% [markdown]
 # ### Days, money, energy
 
 # %% tags=["output-bill", "nbval-check-output"]
@@ -760,12 +669,189 @@ for name, each in searched.items():
           f"{total.megawatt_hours:6,.0f}")
 
 # %% [markdown]
-# Days are the step's seconds times the steps: nothing breaks, nobody restarts. The Llama Team
-# counted 466 interruptions in 54 days (section 3.3.4), and 30.8 million GPU-hours (model card).
-# Watts are the datasheet's, an upper bound; 1.1 is the **PUE**, the energy of the machine room over
-# that of what computes in it.
+# Days are the seconds of a step times the number of steps, if nothing ever breaks. The Llama Team
+# (2024, section 3.3.4) counted 466 interruptions in 54 days; chapter 11's section on goodput shows
+# what that costs. Watts are the datasheet's, an upper bound. 1.1 is the **PUE**, the energy of the
+# data center over that of the machines that compute in it.
 #
-# Energy has conventions too:
+# ### Check the facts
+#
+# A dozen claims that you can read in articles about training large models. **Predict** for each:
+# right, wrong, or right by a convention that it does not name?
+#
+# 1. Training GPT-3 took 1,287 MWh, and training BLOOM took 433: a third.
+# 2. The training FLOPs of such a model are hundreds of exaFLOPs.
+# 3. Adam's moments take as much memory as the weights, so they double it.
+# 4. 100 billion parameters need 10 to 15 H100s to hold the training state.
+# 5. An all-reduce of 200 GB over 16 GPUs takes 0.22 s, with NVLink's 900 GB/s.
+# 6. 100 layers on four pipeline stages: each GPU needs a quarter of the memory.
+# 7. GPT-3 on 1.5 trillion tokens takes 1,024 A100s 120 days.
+# 8. An H100 has 4,000 TFLOP/s, so a training run of 6e25 FLOPs would take it over 400 years.
+# 9. ZeRO-3 makes compute 1.5 times as long.
+# 10. With ZeRO-3 on 1,024 GPUs, a trillion parameters take 16 GB on each.
+# 11. ZeRO-1 saves a factor of 4, ZeRO-2 a factor of 8.
+# 12. Selective recomputation saves 70 % of GPT-3's activations for a few percent of the FLOPs.
+
+# %% tags=["output-facts", "nbval-check-output"]
+inside, network = cost.Link(0, 450e9), cost.Link(0, 50e9)
+print("   claim                                claimed   computed         ratio")
+for line in (
+    (1, "GPT-3's energy, as Patterson counts", 1287, energy(10_000 * 14.8 * 24, 330), "MWh"),
+    (1, "BLOOM's, with a PUE like GPT-3's", 433, energy(1_082_990, 400, 1.1), "MWh"),
+    (2, "FLOPs of GPT-3", 300, 6 * P * tokens / 1e18, "exaFLOP"),
+    (3, "two float32 moments / bf16 weights", 1, (4 + 4) / 2, "times"),
+    (3, "with the float32 master weights", 1, (4 + 4 + 4) / 2, "times"),
+    (4, "H100s for 16 B x 100 G parameters", 15, 16 * 100e9 / H100.memory_bytes, "GPUs"),
+    (5, "ring of 16, 450 GB/s each way", 0.22, cost.ring_all_reduce_seconds(200e9, 16, 0, 450e9),
+     "s"),
+    (5, "two nodes of 8, hierarchical", 0.22,
+     cost.hierarchical_all_reduce_seconds(200e9, 8, 2, inside, network), "s"),
+):
+    print(lab.fact(*line))
+
+# %% tags=["output-facts2", "nbval-check-output"]
+full, sharded = (estimate(job, lab.cut(1024, zero=stage)).hardware_flops for stage in (0, 3))
+for line in (
+    (6, "weights of a stage", 1 / 4, 25 / 100, "of all"),
+    (6, "activations of the first stage", 1 / 4,
+     cost.activations_held("1F1B", 4, 32, rank=0) * 25 / 100, "of all"),
+    (7, "6 N T at 40 % of the peak", 120,
+     training_days(6 * 175e9 * 1.5e12, 1024, 0.4 * A100.bf16_flops), "days"),
+    (7, "8 N T at 140 TFLOP/s", 120, training_days(8 * 175e9 * 1.5e12, 1024, 140e12), "days"),
+    (8, "dense bf16, at 40 % of the peak", 400,
+     training_days(6e25, 1, 0.4 * H100.bf16_flops) / 365, "years"),
+    (9, "FLOPs, ZeRO-3 / no ZeRO", 1.5, sharded / full, "times"),
+    (9, "bytes sent, ZeRO-3 / no ZeRO", 1.5, cost.zero_volume(2**30, 2, 64, 0, 3).sent
+     / cost.zero_volume(2**30, 2, 64, 0, 0).sent, "times"),
+):
+    print(lab.fact(*line))
+
+# %% tags=["output-facts3", "nbval-check-output"]
+ours = [cost.activation_bytes_per_layer(replace(gpt3, dropout=0.1), 1, S, recompute=kind,
+                                        attention="materialized") for kind in ("none", "selective")]
+again = cost.recompute_flops_per_token(gpt3, S, "selective") \
+    / cost.training_flops_per_token(gpt3, S)
+for line in (
+    (10, "16 B / 1,024 of 1e12 parameters", 16, 16e12 / 1024 / GB, "GB"),
+    *((11, f"ZeRO-{stage} on {ranks:,} ranks", 4 * stage, lab.saved(stage, ranks), "times")
+      for stage in (1, 2) for ranks in (8, 1024)),
+    (12, "activations, materialized attention", 70, 100 * (1 - ours[1] / ours[0]), "%"),
+    (12, "added FLOPs (2.7 % in the paper)", 2.7, 100 * again, "%"),
+):
+    print(lab.fact(*line))
+
+# %% [markdown]
+# <details><summary>Answers</summary>
+#
+# 1. Each number is right, but not the comparison: one counts measured watts and a PUE, the other a
+#    datasheet's watts and no PUE.
+# 2. Wrong by a factor of a thousand: hundreds of *zetta*FLOPs.
+# 3. Wrong. Two float32 moments take 8 bytes, four times the 2 bytes of a bfloat16 weight; with the
+#    float32 master weight, the optimizer holds six times as much.
+# 4. Wrong: 19, and that leaves no room for a single activation.
+# 5. Wrong by a factor of almost six, from three errors (chapter 5): a ring sends almost twice the
+#    bytes, 900 GB/s adds up both directions, and 16 GPUs are two nodes.
+# 6. Right for weights, wrong for activations: section 5.
+# 7. Optimistic: it is longer at 40 % of the peak, and longer still as Narayanan et al. ran GPT-3.
+# 8. A wrong assumption: 4,000 is fp8 with sparsity. In dense bfloat16 it is thousands of years.
+# 9. The wrong word. It *sends* 1.5 times the bytes; it computes the same.
+# 10. Right, for the training state alone.
+# 11. Right in the limit of many ranks; on the eight of a node far from it.
+# 12. Right if attention saves its S x S scores, and cheaper than claimed. Fused attention saves no
+#     scores; then there is little left to save.
+#
+# </details>
+#
+# ### Plan it yourself
+#
+# The sliders set tp, pp and the micro-batch size. For the rest (schedule, chunks, ZeRO, replicas,
+# sequence parallelism, recomputation) the planner takes the best that goes with them.
+
+# %% tags=["figure-planner"]
+planner()
+
+# %% [markdown]
+# ### On real GPUs
+#
+# ```
+# minitron plan configs/gpt3-175b.toml --gpus 1024 --device a100 --tokens 300e9 --price 2
+# minitron dryrun configs/gpt3-175b.toml --gpus 1024 --every-stage
+# minitron plan configs/llama-8b.toml --gpus 8 --calibrate
+# ```
+#
+# The last one measures *your* machine: matmuls, memory, links. Some things none of these can see:
+# the memory of CUDA and NCCL, fragmentation, a network shared with others, kernels that are slower
+# for odd sizes, and data that arrives late. So leave a fifth of the memory free, try the first
+# three layouts for twenty steps each, and believe the clock. Here is what it said of one GPU,
+# beside the estimate of the same steps:
+
+# %%
+shown = recorded.estimates()
+show_text(shown.sentence)
+show(shown.figure, alt=shown.alt)
+
+# %% [markdown]
+# ## 8. Recap
+#
+# 1. 6 N T divided by the GPUs' rate gives days to within a factor of two, if both count model
+#    FLOPs.
+# 2. The first stage saves the activations of p micro-batches: stages divide the weights, but not
+#    these.
+# 3. Shapes are enough: one rank out of 1,024 runs its real step on a laptop, and sends the same
+#    bytes.
+# 4. Datasheets count sparse matmuls and both directions. Published step times reveal the mistake.
+# 5. Tens of thousands of layouts can be searched. The first few are about equally good, and what
+#    limits them changes with the machine.
+#
+# ## Exercises
+#
+# Write your answers into `exercises/ch12_before_you_launch.py`, save, and run the cell. In a
+# terminal, `minitron hint 12.1` gives hints in three steps.
+#
+# - [**12.1 Training days**](exercise:12.1) (25 minutes): from FLOPs to days, with the convention of
+#   each source.
+# - [**12.2 What a rank holds**](exercise:12.2) (25 minutes): weights, gradients, optimizer state
+#   and activations of any rank of a layout.
+# - [**12.3 Bubble under a limit**](exercise:12.3) (25 minutes): as few idle seconds as the memory
+#   allows.
+# - [**12.4 Find the layout**](exercise:12.4) (30 minutes): the core of the search.
+
+# %%
+check("12.1")
+
+# %%
+check("12.2")
+
+# %%
+check("12.3")
+
+# %%
+check("12.4")
+
+# %% [markdown]
+# ## Further: confirm a search with dry runs
+#
+# A search believes formulas, for tens of thousands of layouts per job. Before Monday you would dry
+# run the layout that you have chosen. Here are those of the papers, on their last rank, which takes
+# a few seconds each; and GPT-3's on its first, from section 6. The formula's GB are those of the
+# rank that holds most.
+
+# %% tags=["output-last", "nbval-check-output"]
+print("                GB by formula, fullest rank   dry run, this rank   TFLOP")
+for name, chosen in CHOSEN.items():
+    done = last[name].result() if name in last else stages[0]
+    print(f"{name:15} {Candidate(*chosen).total_bytes / GB:25.1f} "
+          f"{done.peak.total / GB:22.1f} {done.flops / 1e12:10,.0f}")
+pool.shutdown()
+
+# %% [markdown]
+# For GPT-3, this rank is the fullest, and both agree. The last ranks hold less than the fullest:
+# they have one micro-batch in flight instead of p, but also the output head. To confirm a layout,
+# use rank 0.
+#
+# ## Further: the conventions of energy
+#
+# Published energies follow different conventions. Each can be reproduced:
 
 # %% tags=["output-energy", "nbval-check-output"]
 POWER = {  # GPU-hours, watts, PUE, MWh as published
@@ -780,186 +866,21 @@ for name, (hours, watts, pue, megawatt_hours) in POWER.items():
           f"{energy(hours, watts, pue):7.1f} MWh, published {megawatt_hours}")
 
 # %% [markdown]
-# Every one of them can be recomputed, and few are comparable: GPT-3 and T5 have measured watts of a
-# whole system (GPT-3's days are assumed); LLaMA has the datasheet's watts and a PUE, BLOOM and OPT
-# the datasheet's watts alone. (Patterson et al. 2021, table 4; LLaMA, table 15; Luccioni et al.
-# 2022, whose 433 MWh are the dynamic part; the OPT row is LLaMA's.)
-
-# %% [markdown]
-# ### Check the facts
+# But few can be compared: GPT-3 and T5 use measured watts of a complete system (GPT-3's days are
+# assumed); LLaMA uses the datasheet's watts and a PUE, BLOOM and OPT the datasheet's watts alone.
+# (Patterson et al. 2021, table 4; Touvron et al. 2023, table 15; Luccioni et al. 2022, whose 433
+# MWh are the dynamic part; the OPT row is from the LLaMA paper.)
 #
-# A dozen claims that one can read in articles about training large models. **Predict** for each:
-# right, wrong, or right by a convention that it does not name?
-#
-# 1. Training GPT-3 took 1,287 MWh, training BLOOM 433: a third.
-# 2. Training FLOPs of such a model are counted in hundreds of exaFLOPs.
-# 3. Adam's states double the memory that the weights take.
-# 4. 100 billion parameters need 10 to 15 H100s to hold the training state.
-# 5. An all-reduce of 200 GB over 16 GPUs takes 0.22 s on NVLink's 900 GB/s.
-# 6. 100 layers on four pipeline stages: each GPU needs a quarter of the memory.
-# 7. GPT-3 on 1.5 trillion tokens takes 1,024 A100s 120 days.
-# 8. An H100 has 4,000 TFLOP/s, so a training of 6e25 FLOPs would take it over 400 years.
-# 9. ZeRO-3 makes computing 1.5 times as long.
-# 10. With ZeRO-3 on 1,024 GPUs, a trillion parameters take 16 GB on each.
-# 11. ZeRO-1 saves a factor of 4, ZeRO-2 a factor of 8.
-# 12. Selective recomputation saves 70 % of GPT-3's activations for a few percent of the FLOPs.
-
-
-# %%
-def facts(*lines):
-    """Print claimed and computed numbers; what differs by less than 5 % is right."""
-    for number, what, claimed, computed, unit in lines:
-        ratio = computed / claimed
-        verdict = "right" if abs(ratio - 1) < 0.05 else f"{ratio:,.3g} times the claim"
-        print(f"{number:>3} {what:39} {claimed:>8,.6g} {computed:>11,.4g} {unit:8} {verdict}")
-
-
-# %% tags=["output-facts", "nbval-check-output"]
-print("    claim                                    claimed    computed")
-facts(
-    (1, "GPT-3's energy, as Patterson counts", 1287, energy(10_000 * 14.8 * 24, 330), "MWh"),
-    (1, "BLOOM's, as Luccioni counts", 433, energy(1_082_990, 400, 1), "MWh"),
-    (1, "BLOOM's, with a PUE like GPT-3's", 433, energy(1_082_990, 400, 1.1), "MWh"),
-    (2, "FLOPs of GPT-3", 300, 6 * P * tokens / 1e18, "exaFLOP"),
-    (3, "Adam's states over bf16 weights", 1, (4 + 8) / 2, "times"),
-    (4, "H100s for 16 B x 100 G, no activations", 15, 16 * 100e9 / H100.memory_bytes, "GPUs"),
-    (5, "ring over 16 ranks, 450 GB/s each way", 0.22,
-     cost.ring_all_reduce_seconds(200e9, 16, 0, 450e9), "s"),
-    (6, "weights of a stage", 1 / 4, 25 / 100, "of all"),
-    (6, "activations of the first stage", 1 / 4,
-     cost.activations_held("1F1B", 4, 32, rank=0) * 25 / 100, "of all"),
-)
-
-# %%
-more = 1.5e12
-dropping = replace(gpt3, dropout=0.1)
-ours = [cost.activation_bytes_per_layer(dropping, 1, S, attention="materialized", recompute=kind)
-        for kind in ("none", "selective")]
-again = cost.recompute_flops_per_token(gpt3, S, "selective") \
-    / cost.training_flops_per_token(gpt3, S)
-whole, divided = (estimate(job, cut(1024, zero=stage)).hardware_flops for stage in (0, 3))
-
-
-def saved(stage, num_ranks):
-    """Bytes of the training state without ZeRO, over those with it."""
-    whole, divided = (sum(cost.zero_holdings(2**30, num_ranks, each).values())
-                      for each in (0, stage))
-    return whole / divided
-
-
-# %% tags=["output-facts2", "nbval-check-output"]
-facts(
-    (7, "model FLOPs, at 40 % of the peak", 120,
-     training_days(6 * 175e9 * more, 1024, 0.4 * A100.bf16_flops), "days"),
-    (7, "all recomputed, at 140 TFLOP/s", 120, training_days(8 * 175e9 * more, 1024, 140e12),
-     "days"),
-    (8, "dense, at 40 % of the peak", 400, training_days(6e25, 1, 0.4 * H100.bf16_flops) / 365,
-     "years"),
-    (9, "FLOPs, stage 3 over stage 0", 1.5, divided / whole, "times"),
-    (9, "bytes sent, stage 3 over stage 0", 1.5, cost.zero_volume(2**30, 2, 64, 0, 3).sent
-     / cost.zero_volume(2**30, 2, 64, 0, 0).sent, "times"),
-)
-
-# %% tags=["output-facts3", "nbval-check-output"]
-facts(
-    (10, "16 B / 1,024 of 1e12 parameters", 16, 16e12 / 1024 / GB, "GB"),
-    *((11, f"ZeRO-{stage} on {ranks:,} ranks", 4 * stage, saved(stage, ranks), "times")
-      for stage in (1, 2) for ranks in (8, 64, 1024)),
-    (12, "activations saved, separate kernels", 70, 100 * (1 - ours[1] / ours[0]), "%"),
-    (12, "FLOPs on top (2.7 % in the paper)", 2.7, 100 * again, "%"),
-)
-
-# %% [markdown]
-# <details><summary>Answers</summary>
-#
-# 1. Each number is right, the third is not: one counts measured watts and a PUE, the other a
-#    datasheet and none.
-# 2. Wrong by a factor of a thousand: hundreds of *zetta*FLOPs.
-# 3. Wrong. Mean, square and the float32 master are 12 bytes, the weights 2.
-# 4. Wrong: 20, and not one activation has a place yet.
-# 5. Wrong by a factor of four. A ring sends almost twice the bytes, and 900 GB/s are both ways.
-# 6. Right for weights, wrong for activations: section 5.
-# 7. Hopeful: at 40 % of the peak it is 143 days, and as Narayanan et al. ran GPT-3, 170.
-# 8. Wrong assumption: 4,000 is fp8 with sparsity. Dense bfloat16, at 40 %: thousands of years.
-# 9. Wrong word. It *sends* 1.5 times the bytes; it computes the same.
-# 10. Right, for the state alone.
-# 11. Right in the limit of many ranks; on the eight of a node far from it.
-# 12. Right, if attention keeps its S x S scores, and cheaper than is told: one more forward pass of
-#     attention. Fused attention keeps no scores; then there is little left to save.
-#
-# </details>
-
-# %% [markdown]
-# ### Plan yourself
-#
-# The sliders set tp, pp and the micro-batch. The schedule and its chunks, ZeRO and what it keeps
-# unsharded, replicas, sequence and recomputation are the best that go with them.
-
-# %% tags=["figure-planner"]
-planner()
-
-# %% [markdown]
-# ### On real GPUs
-#
-# ```
-# minitron plan configs/gpt3-175b.toml --gpus 1024 --device a100 --tokens 300e9 --price 2
-# minitron dryrun configs/gpt3-175b.toml --gpus 1024 --every-stage
-# minitron plan configs/llama-8b.toml --gpus 8 --calibrate
-# ```
-#
-# The last one measures *your* machine: products, memory, links. What none of these sees: CUDA's and
-# NCCL's own memory, pieces of memory too small to use, a network that others use too, kernels that
-# are slower for odd sizes, data that come late. So leave a fifth of the memory free, try the first
-# three layouts for twenty steps each, and believe the clock.
-
-# %% [markdown]
-# ## 8. Recap
-#
-# 1. 6 N T over the GPUs' rate gives days to within a factor of two, if both are model FLOPs.
-# 2. A first stage keeps the activations of p micro-batches: stages divide weights, not those.
-# 3. Shapes are enough: one rank of 1,024 runs its real step on a laptop, and sends the same bytes.
-# 4. Datasheets count sparse products and both directions. Known trainings show the mistake.
-# 5. Tens of thousands of layouts can be searched; the first few are equals, and what binds them
-#    changes with the machine.
-#
-# ## Exercises
-#
-# Write your answers into `exercises/ch12_before_you_launch.py`, save, and run the cell. In a
-# terminal, `minitron hint 12.1` gives hints in three steps.
-#
-# **12.1 Training days** (25 minutes): from FLOPs to days, with the convention of each source.
-
-# %%
-check("12.1")
-
-# %% [markdown]
-# **12.2 What a rank holds** (25 minutes): weights, gradients, optimizer state and activations of
-# any rank of a layout.
-
-# %%
-check("12.2")
-
-# %% [markdown]
-# **12.3 Bubble under a limit** (25 minutes): as few idle seconds as the memory allows.
-
-# %%
-check("12.3")
-
-# %% [markdown]
-# **12.4 Find the layout** (30 minutes): the core of the search.
-
-# %%
-check("12.4")
-
-# %% [markdown]
 # ## Further reading
 #
-# - Narayanan et al., *Efficient Large-Scale Language Model Training on GPU Clusters Using
-#   Megatron-LM*, 2021: section 3 (a model of the step) and 5.1 (days).
-# - Korthikanti et al., *Reducing Activation Recomputation in Large Transformer Models*, 2022:
-#   section 4.2.3, memory of pipeline stages.
-# - Chowdhery et al., *PaLM: Scaling Language Modeling with Pathways*, 2022: appendix B, MFU.
-# - Patterson et al., *Carbon Emissions and Large Neural Network Training*, 2021: section 2 and
-#   table 4.
-# - Llama Team, *The Llama 3 Herd of Models*, 2024: section 3.3.
-# - Smith et al., *Using DeepSpeed and Megatron to Train Megatron-Turing NLG 530B*, 2022: section 2.
+# - Narayanan et al., [Efficient Large-Scale Language Model Training on GPU Clusters Using
+#   Megatron-LM](https://arxiv.org/abs/2104.04473), 2021: section 3 (a model of the step) and 5.1
+#   (days).
+# - Korthikanti et al., [Reducing Activation Recomputation in Large Transformer
+#   Models](https://arxiv.org/abs/2205.05198), 2022: section 4.2.3, memory of pipeline stages.
+# - Chowdhery et al., [PaLM](https://arxiv.org/abs/2204.02311), 2022: appendix B, MFU.
+# - Patterson et al., [Carbon Emissions and Large Neural Network
+#   Training](https://arxiv.org/abs/2104.10350), 2021: section 2 and table 4.
+# - Llama Team, [The Llama 3 Herd of Models](https://arxiv.org/abs/2407.21783), 2024: section 3.3.
+# - Smith et al., [Using DeepSpeed and Megatron to Train Megatron-Turing NLG
+#   530B](https://arxiv.org/abs/2201.11990), 2022: section 2.

@@ -177,7 +177,7 @@ def checkpoints(folder: Path) -> list[Path]:
 def newest_good(folder: Path, group: Group = ALONE) -> Path:
     """Return the newest checkpoint in `folder` whose files are intact; every rank must call it.
 
-    Damaged ones are told. Raises ConfigError if there is no good one; nothing is changed.
+    Damaged ones are reported. Raises ConfigError if there is no good one; nothing is changed.
     """
     rank, size = group.rank(), group.size()
     found = gathered(checkpoints(folder), group)[0]
@@ -191,7 +191,7 @@ def newest_good(folder: Path, group: Group = ALONE) -> Path:
     require(bool(found), f"{folder}: holds no checkpoint to resume from; is the folder right, and "
             "do all nodes see it? Without --resume, and with another --run-dir, a run starts anew")
     raise ConfigError(f"{folder}: no checkpoint in it is intact on all nodes ({found[-1].name}: "
-                      f"{fault}); nothing was changed. Copy the folder and look into what is "
+                      f"{fault}); nothing was changed. Copy the folder and examine the files "
                       "named above", "meanwhile start a run in another --run-dir")
 
 
@@ -268,7 +268,7 @@ def load(path: Path, state: dict[str, Boxes], group: Group = ALONE) -> None:
 def read_tensor(path: Path, name: str) -> torch.Tensor:
     """Read one full tensor of a checkpoint, by its name in it."""
     saved = saved_tensors(path)
-    require(name in saved, f"{path}: holds no {name}: is it another model's?")
+    require(name in saved, f"{path}: holds no {name}: does it belong to another model?")
     shape, dtype = saved[name]
     tensor = torch.empty(shape, dtype=dtype)
     load(path, {name: Boxes.full(tensor)})

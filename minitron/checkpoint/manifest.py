@@ -34,7 +34,7 @@ def read_manifest(path: Path) -> dict:
     except ValueError as error:
         raise ValueError(f"{MANIFEST}: {error}") from None
     if manifest.pop("sha256", None) != digest(manifest):
-        raise ValueError(f"{MANIFEST} is not what was written")
+        raise ValueError(f"{MANIFEST} has changed since it was written")
     match manifest:
         case {"files": {".metadata": _}}:
             raise ValueError("of an earlier version, in pickles, which are not read since they can "
@@ -44,7 +44,7 @@ def read_manifest(path: Path) -> dict:
         case _:
             is_complete = False
     if not is_complete:
-        raise ValueError(f"{MANIFEST} does not say what was written")
+        raise ValueError(f"{MANIFEST} does not describe a checkpoint")
     if step != step_of(path):
         raise ValueError(f"renamed: it holds step {step}; call it step_{step:08d} again")
     return manifest

@@ -1,7 +1,7 @@
 """How a checkpoint lies on the disk: safetensors and JSON, which can be read without trust.
 
 torch.distributed.checkpoint plans who writes and who reads what. Its own files are pickles, and
-whoever reads a pickle executes what its writer wanted. Here each rank writes one safetensors file,
+reading a pickle executes what its writer wanted. Here each rank writes one safetensors file,
 `rank_00000.safetensors`, and rank 0 a table of them, `tensors.json`: each tensor's dtype and shape,
 and the boxes it is saved in, each with its file.
 
@@ -151,7 +151,7 @@ def read_table(folder: Path) -> Metadata:
             case {"dtype": str(dtype), "shape": list(shape), "boxes": list(boxes)}:
                 shape = sizes_in(shape)
             case _:
-                raise ValueError(f"{TABLE}: {name!r:.80} is no tensor")
+                raise ValueError(f"{TABLE}: {name!r:.80} does not describe a tensor")
         if dtype not in DTYPES:
             raise ValueError(f"{TABLE}: {name!r:.80} has an unknown dtype, {dtype!r:.20}")
         chunks = []
@@ -201,12 +201,12 @@ def read_box(box, shape: Size, where: str) -> tuple[ChunkStorageMetadata, str]:
         ):
             offset, sizes = sizes_in(offset), sizes_in(sizes)
         case _:
-            raise ValueError(f"{where} has a box that is none")
+            raise ValueError(f"{where} has a malformed box")
     inside = len(offset) == len(sizes) == len(shape) and all(
         start + size <= end for start, size, end in zip(offset, sizes, shape, strict=True)
     )
     if not inside:
-        raise ValueError(f"{where} has a box outside of it")
+        raise ValueError(f"{where} has a box outside its shape")
     return ChunkStorageMetadata(offset, sizes), file
 
 
@@ -215,7 +215,7 @@ def sizes_in(values: list) -> Size:
     if len(values) > MOST_DIMS or any(
         type(value) is not int or not 0 <= value < 2**62 for value in values
     ):
-        raise ValueError(f"{TABLE}: {str(values)[:80]} are no sizes")
+        raise ValueError(f"{TABLE}: {str(values)[:80]} are not valid sizes")
     return Size(values)
 
 

@@ -15,7 +15,7 @@ from minitron.config import ConfigError
 
 
 class OneRank:
-    """The null case of a process group: one rank, which has nobody to talk with."""
+    """The null case of a process group: one rank, alone."""
 
     def rank(self) -> int:
         """Return this rank's number, 0."""
@@ -105,14 +105,14 @@ def one_fault_fails_all(group: Group) -> Iterator[None]:
     Without this the other ranks would wait for the one that has left. Nothing within may wait for
     other ranks unless all of them fail alike there.
     """
-    own = told = None
+    own = sent = None
     try:
         yield
     except ConfigError as error:
-        own = told = error
+        own = sent = error
     except OSError as error:
-        own, told = error, ConfigError(str(error))
-    faults = gathered(told, group)
+        own, sent = error, ConfigError(str(error))
+    faults = gathered(sent, group)
     failed = [rank for rank, fault in enumerate(faults) if fault is not None]
     if failed:
         raise own or faults[failed[0]].on_rank(failed[0])

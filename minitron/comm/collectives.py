@@ -123,7 +123,14 @@ def pass_on(
 def exchange(
     outgoing: Tensor, destination: int, incoming: Tensor, source: int, group: ProcessGroup
 ) -> None:
-    """Send one tensor and receive another at the same time; returns when both are done.
+    """Send one tensor and receive another at the same time; returns when both are done."""
+    start_exchange(outgoing, destination, incoming, source, group)()
+
+
+def start_exchange(
+    outgoing: Tensor, destination: int, incoming: Tensor, source: int, group: ProcessGroup
+) -> Callable[[], Tensor]:
+    """Start to send one tensor and receive another; returns a function that waits for the second.
 
     Posted together: if all ranks sent first and received then, each would wait for the next.
     """
@@ -131,8 +138,13 @@ def exchange(
         dist.P2POp(dist.isend, outgoing, group=group, group_peer=destination),
         dist.P2POp(dist.irecv, incoming, group=group, group_peer=source),
     ])
-    for work in works:
-        work.wait()
+
+    def wait() -> Tensor:
+        for work in works:
+            work.wait()
+        return incoming
+
+    return wait
 
 
 def flattened(tensor: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ def all_gather(x_shard: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 def reduce_scatter(x_partial: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     """Sum `x_partial` over the ranks, and keep this rank's part along `dim`, (..., n/N, ...).
 
-    Raises ValueError if `dim` does not divide by the number of ranks.
+    Raises ValueError if `dim` is not divisible by the number of ranks.
     """
     return ReduceScatter.apply(x_partial, group, dim)
 
@@ -54,7 +54,7 @@ def reduce_scatter(x_partial: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 def all_to_all(x: Tensor, group: ProcessGroup, split_dim: int, join_dim: int) -> Tensor:
     """Give rank r the part r along `split_dim`; join what all ranks give along `join_dim`.
 
-    Raises ValueError if `split_dim` does not divide by the number of ranks.
+    Raises ValueError if `split_dim` is not divisible by the number of ranks.
     """
     return AllToAll.apply(x, group, split_dim, join_dim)
 
@@ -165,7 +165,7 @@ def equal_parts(x: Tensor, count: int, dim: int) -> tuple[Tensor, ...]:
     """Cut `x` into `count` equal parts along `dim`."""
     if x.shape[dim] % count != 0:
         raise ValueError(
-            f"dim {dim} of {tuple(x.shape)} has {x.shape[dim]} entries, which do not divide by "
+            f"dim {dim} of {tuple(x.shape)} has {x.shape[dim]} entries, which are not divisible by "
             f"{count} ranks: pad it to {-(-x.shape[dim] // count) * count}"
         )
     return x.chunk(count, dim)

@@ -9,6 +9,7 @@ name the axis that communicates most last. Reference: torch.distributed.device_m
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from math import prod
 
 import torch.distributed as dist
@@ -49,6 +50,32 @@ class Mesh:
     def size(self, axis: str) -> int:
         """Return the number of ranks along `axis`."""
         return self.axes[axis]
+
+    def joined_group(self, *axes: str) -> ProcessGroup:
+        """Return the group of ranks that differ from this one along these `axes` alone.
+
+        In the order of the mesh; its description is "mesh_dp_cp", say. All of them must ask.
+        """
+        return join_axes(dist.group.WORLD, tuple(self.axes.items()), axes)
+
+
+def joined_ranks(axes: dict[str, int], joined: tuple[str, ...], rank: int) -> list[int]:
+    """Return the ranks that share with `rank` their places along all other `axes`."""
+    places = list(product(*map(range, axes.values())))  # of every rank: the last varies fastest
+    own = places[rank]
+    kept = [index for index, axis in enumerate(axes) if axis not in joined]
+    return [other for other, place in enumerate(places)
+            if all(place[index] == own[index] for index in kept)]
+
+
+@lru_cache(maxsize=8)  # as `new_mesh`
+def join_axes(
+    world: ProcessGroup, axes: tuple[tuple[str, int], ...], joined: tuple[str, ...]
+) -> ProcessGroup:
+    """Make the group of this rank's along several axes; its other ranks must call it too."""
+    return dist.new_group(
+        joined_ranks(dict(axes), joined, world.rank()), use_local_synchronization=True,
+        group_desc=f"mesh_{'_'.join(joined)}")
 
 
 class OneRankMesh:

@@ -1,4 +1,4 @@
-"""What a run is told: its fields, TOML files and the command line, and what must fit together."""
+"""A run's settings: its fields, TOML files and the command line, and what must fit together."""
 
 from minitron.config.checks import require_positive
 from minitron.config.schema import (

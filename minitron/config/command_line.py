@@ -1,4 +1,4 @@
-"""Command lines from dataclasses, by tyro, with every mistake told in one line."""
+"""Command lines from dataclasses, by tyro, with every mistake reported in one line."""
 
 import contextlib
 import dataclasses
@@ -88,8 +88,9 @@ def names_of(options: type, prefix: str = "--") -> list[str]:
 def require_text(words: Sequence[str]) -> None:
     """Raise ConfigError for a word with control characters, or bytes that are not UTF-8."""
     for word in words:
-        require(not UNPRINTABLE.search(word), f"'{word}' is no text that can be printed: "
-                "libraries that read files stop at it", "use another name")
+        require(not UNPRINTABLE.search(word), f"'{word}' holds a control character or "
+                "bytes that are not UTF-8, which libraries that read files refuse",
+                "use another name")
 
 
 def run(main: Callable[[list[str]], int]) -> None:
@@ -100,7 +101,7 @@ def run(main: Callable[[list[str]], int]) -> None:
     try:
         require_text(sys.argv[1:])
         code = main(sys.argv[1:])
-        sys.stdout.flush()  # here, where what goes wrong is told
+        sys.stdout.flush()  # here, where what goes wrong is reported
     except ConfigError as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(SECONDS_ALONE)  # a node's ranks mostly make the same mistake

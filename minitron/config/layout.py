@@ -38,18 +38,20 @@ class WrongNumRanks(ConfigError):
 
 def require_layout(config: Config, size: int) -> None:
     """Raise ConfigError for the first of what does not fit: ranks, model, batch, micro-batches."""
-    dp, tp, pp = config.parallel.dp, config.parallel.tp, config.parallel.pp
+    dp, tp, cp, pp = (getattr(config.parallel, axis) for axis in ("dp", "tp", "cp", "pp"))
+    together = tp * cp * pp
     there = f"there {'is' if size == 1 else 'are'} {counted(size)}"
-    model = " and ".join(f"parallel.{axis} = {ranks}" for axis, ranks in (("tp", tp), ("pp", pp))
-                         if ranks > 1)
-    if size % (tp * pp):
-        needed = f"a multiple of {tp * pp}"
+    model = " and ".join(f"parallel.{axis} = {ranks}" for axis, ranks in (
+        ("tp", tp), ("cp", cp), ("pp", pp)) if ranks > 1)
+    if size % together:
+        needed = f"a multiple of {together}"
         raise WrongNumRanks(f"{model}, but {there}", needed,
                             f"start {needed} with torchrun --nproc-per-node")
     require_cuts(config.model, tp)
+    require_heads(config)
     readers = num_readers(config, size)
     if dp not in (0, readers):
-        needed = str(dp * tp * pp)
+        needed = str(dp * together)
         raise WrongNumRanks(
             f"parallel.dp = {dp}{' and ' if model else ''}{model}, but {there}", needed,
             f"start it with torchrun --nproc-per-node {needed} -m minitron.train")
@@ -60,7 +62,7 @@ def require_layout(config: Config, size: int) -> None:
         "sequence", f"raise it to {readers}, or start fewer ranks",
         field="train.global_batch_size", kind="fewer sequences than ranks",
     )
-    require_groups(config, ceil(batch_size / readers))
+    require_micro_batches(config, ceil(batch_size / readers))
 
 
 def counted(size: int) -> str:
@@ -69,7 +71,7 @@ def counted(size: int) -> str:
 
 def num_readers(config: Config, size: int) -> int:
     """Return how many of the ranks read samples of their own."""
-    return size // (config.parallel.tp * config.parallel.pp)
+    return size // (config.parallel.tp * config.parallel.cp * config.parallel.pp)
 
 
 def require_cuts(model: ModelConfig, tp: int) -> None:
@@ -83,28 +85,50 @@ def require_cuts(model: ModelConfig, tp: int) -> None:
         is_copied = name == "num_kv_heads" and tp % count == 0
         require(
             is_copied or count % tp == 0,
-            f"model.{name} = {count} does not divide by {tp} ranks (parallel.tp), "
-            f"{ceil(count / tp) * tp} would",
+            f"model.{name} = {count} is not divisible by {tp} ranks (parallel.tp), "
+            f"{ceil(count / tp) * tp} would be",
             field=f"model.{name}", kind=f"tp does not divide model.{name}",
         )
 
 
-def require_groups(config: Config, num_sequences: int) -> None:
-    """Raise ConfigError unless a rank's `num_sequences` make what a schedule with chunks needs."""
+def require_heads(config: Config) -> None:
+    """Raise ConfigError if Ulysses cannot divide the key-value heads that a rank has."""
+    tp, cp = config.parallel.tp, config.parallel.cp
+    heads = max(1, config.model.num_kv_heads // tp)
+    require(
+        config.parallel.context != "ulysses" or heads % cp == 0,
+        f"model.num_kv_heads = {config.model.num_kv_heads}, of which a rank has {heads} "
+        f"(parallel.tp = {tp}), is not divisible by parallel.cp = {cp} (parallel.context = "
+        "ulysses)", "use ring or all-gather, or a divisor",
+        field="parallel.context", kind="cp does not divide model.num_kv_heads",
+    )
+
+
+def require_micro_batches(config: Config, num_sequences: int) -> None:
+    """Raise ConfigError unless the schedule can run a rank's `num_sequences` of a step."""
     parallel, size = config.parallel, config.train.micro_batch_size
-    pp, needs_groups = parallel.pp, parallel.chunks > 1 and parallel.schedule != "gpipe"
-    if not needs_groups or ceil(num_sequences / size) % pp == 0:
+    pp, (fewest, divisor) = parallel.pp, parallel.micro_batch_rule
+
+    def suits(micro_batch_size: int) -> bool:
+        m = ceil(num_sequences / micro_batch_size)
+        return m >= fewest and m % divisor == 0
+
+    if suits(size):
         return
     near = range(max(1, size - NUM_TRIED), min(num_sequences, size + NUM_TRIED) + 1)
-    fitting = [other for other in {*near, ceil(num_sequences / pp)}
-               if ceil(num_sequences / other) % pp == 0]
+    fitting = [other for other in {*near, ceil(num_sequences / fewest)} if suits(other)]
     nearest = sorted(fitting, key=lambda other: abs(other - size))[:NUM_OFFERED]
     remedy = f"set train.micro_batch_size to {' or '.join(map(str, nearest))}" if nearest else \
         f"raise train.global_batch_size, of which a rank has {num_sequences}"
-    problem = f"{ceil(num_sequences / size)} micro-batches a step (train.micro_batch_size = " \
-        f"{size}) do not divide by parallel.pp = {pp} ({parallel.schedule})"
-    raise ConfigError(problem, remedy, field="train.micro_batch_size",
-                      kind="micro-batches that pp does not divide")
+    m = ceil(num_sequences / size)
+    given = f"{m} micro-batch{'es' if m > 1 else ''} a step (train.micro_batch_size = {size})"
+    if m < fewest and divisor == 1:
+        needs = f"{given}, but {parallel.schedule} needs {fewest} or more on parallel.pp = {pp}"
+        raise ConfigError(needs, remedy, field="train.micro_batch_size",
+                          kind="too few micro-batches for the schedule")
+    raise ConfigError(f"{given} {'are' if m > 1 else 'is'} not divisible by parallel.pp = {pp} "
+                      f"({parallel.schedule})", remedy,
+                      field="train.micro_batch_size", kind="micro-batches that pp does not divide")
 
 
 # What would fit
@@ -113,11 +137,12 @@ def require_groups(config: Config, num_sequences: int) -> None:
 def layouts_that_fit(config: Config, size: int) -> list[tuple[int, int, int]]:
     """Return every (dp, tp, pp) of `size` ranks that suits the rest of `config`, nearest first.
 
-    Near is what changes tp and pp by small factors.
+    Near is what changes tp and pp by small factors; cp stays.
     """
     asked = config.parallel
-    layouts = [(size // (tp * pp), tp, pp)
-               for tp in divisors(size) for pp in divisors(size // tp)]
+    groups = size // asked.cp if size % asked.cp == 0 else 0
+    layouts = [(groups // (tp * pp), tp, pp)
+               for tp in divisors(groups) for pp in divisors(groups // tp)]
 
     def distance(layout: tuple[int, int, int]) -> float:
         _, tp, pp = layout
@@ -135,7 +160,7 @@ def divisors(number: int) -> list[int]:
 def fits(config: Config, dp: int, tp: int, pp: int) -> bool:
     try:
         parallel = replace(config.parallel, dp=dp, tp=tp, pp=pp)
-        require_layout(replace(config, parallel=parallel), dp * tp * pp)
+        require_layout(replace(config, parallel=parallel), dp * tp * pp * parallel.cp)
     except ConfigError:
         return False
     return True

@@ -6,21 +6,30 @@ from typing import Literal
 from minitron.config.checks import require_at_least, require_positive, require_types
 from minitron.system.errors import require
 
+V_SCHEDULES = "zb-v", "dualpipe-v"  # rank r holds stages r and 2 pp - 1 - r
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)  # so that a new axis cannot take the place of another
 class ParallelConfig:
     dp: int = 0
-    """Data-parallel ranks; 0: all that torchrun has started, divided by tp and pp."""
+    """Data-parallel ranks; 0: all that torchrun has started, divided by tp, cp and pp."""
     tp: int = 1
     """Ranks that compute each layer together (tensor parallelism): neighbors, of one node."""
     sequence: bool = False
     """With tp, divide the sequence too where layers are not cut: norms, dropout, residual."""
+    cp: int = 1
+    """Ranks that have a part of every sequence each (context parallelism), for long ones."""
+    context: Literal["ring", "all-gather", "ulysses"] = "ring"
+    """With cp, how attention gets the keys and values of the other parts: ring passes them on while
+    ranks compute, all-gather brings all at once, ulysses divides the heads instead."""
     pp: int = 1
     """Ranks that hold the layers one after the other (pipeline parallelism)."""
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
+    schedule: Literal[
+        "gpipe", "1f1b", "interleaved", "zero-bubble", "zb-v", "dualpipe-v"] = "1f1b"
     """In which order the pipeline's ranks work on the micro-batches."""
     chunks: int = 1
-    """Stages that each rank of the pipeline holds: 2 or more with interleaved, 1 with 1f1b."""
+    """Stages that each rank of the pipeline holds: 1 with 1f1b, 2 or more with interleaved, exactly
+    2 with zb-v and dualpipe-v."""
     zero: Literal[0, 1, 2, 3] = 0
     """ZeRO's stage: each rank keeps its part of 1: optimizer state, 2: and gradients, 3: and
     weights."""
@@ -43,10 +52,13 @@ class ParallelConfig:
     def __post_init__(self):
         require_types("parallel", self)
         require_at_least("parallel", self, dp=0)
-        require_positive("parallel", self, "tp", "pp", "chunks")
+        require_positive("parallel", self, "tp", "cp", "pp", "chunks")
         require(not self.sequence or self.tp > 1, f"parallel.sequence with parallel.tp = {self.tp}:"
                 " it divides what tensor parallelism replicates", "set parallel.tp to 2 or more",
                 field="parallel.sequence")
+        require(self.context == "ring" or self.cp > 1, f"parallel.context = {self.context} with "
+                f"parallel.cp = {self.cp}: the sequence is not divided inside attention",
+                "set parallel.cp to 2 or more, or leave it out", field="parallel.context")
         require(
             self.sync_every_micro_batch or self.zero >= 2,
             f"parallel.sync_every_micro_batch = {self.sync_every_micro_batch} with parallel.zero = "
@@ -64,6 +76,31 @@ class ParallelConfig:
                     f"{self.schedule} and chunks = {self.chunks} with parallel.pp = 1: there is no "
                     "pipeline", "set parallel.pp to 2 or more, or leave them out",
                     field="parallel.schedule")
+
+    @property
+    def is_v(self) -> bool:
+        """Whether stages go down the ranks and back up, so that rank 0 has the first and last."""
+        return self.schedule in V_SCHEDULES
+
+    @property
+    def sequence_parts(self) -> int:
+        """What must divide a sequence: 2 chunks a rank of cp, each in tp parts with `sequence`."""
+        return (1 if self.cp == 1 else 2 * self.cp) * (self.tp if self.sequence else 1)
+
+    @property
+    def words_for_sequence_parts(self) -> str:
+        factors = ["2 x parallel.cp"] * (self.cp > 1) + ["parallel.tp"] * self.sequence
+        reason = " (parallel.sequence is on)" if self.sequence else ""
+        return f"{' x '.join(factors)} = {self.sequence_parts}{reason}"
+
+    @property
+    def micro_batch_rule(self) -> tuple[int, int]:
+        """The fewest micro-batches of a step that the schedule runs, and what must divide them."""
+        if self.schedule == "dualpipe-v":
+            return 2 * self.pp, 1
+        if self.chunks > 1 and self.schedule in ("interleaved", "zero-bubble"):
+            return self.pp, self.pp
+        return 1, 1
 
     def require_replicas(self) -> None:
         require_positive("parallel", self, "replicas")
@@ -90,3 +127,6 @@ class ParallelConfig:
                 "it needs 2 chunks or more; 1f1b has 1", field="parallel.chunks")
         require(self.schedule != "1f1b" or self.chunks == 1, problem,
                 "interleaved is 1F1B with chunks", field="parallel.chunks")
+        require(not self.is_v or self.chunks == 2, problem,
+                "each rank holds one stage on the way down and one on the way up: set it to 2",
+                field="parallel.chunks")

@@ -1,4 +1,4 @@
-"""What a run is told: five frozen dataclasses, read from TOML, overridden on the command line.
+"""A run's configuration: five frozen dataclasses, read from TOML, overridden on the command line.
 
     minitron train configs/stories.toml --model.num-layers 12 --train.steps 200
 
@@ -208,7 +208,7 @@ class Config:
                 f"data.sequence_length = {self.data.sequence_length} is longer than "
                 f"model.max_sequence_length = {self.model.max_sequence_length}",
                 "raise the second or lower the first", field="data.sequence_length")
-        parallel, tp = self.parallel, self.parallel.tp
+        parallel = self.parallel
         num_stages = parallel.pp * parallel.chunks
         require(self.model.num_layers >= num_stages, f"model.num_layers = {self.model.num_layers} "
                 f"does not fill parallel.pp x parallel.chunks = {num_stages} stages",
@@ -218,16 +218,20 @@ class Config:
             for axis, works, why in (
                 ("zero", parallel.zero < 3,
                  "a compiled model keeps the weights that stage 3 frees"),
-                ("tp", tp == 1, "collectives inside cut layers are not compiled"),
+                ("tp", parallel.tp == 1, "collectives inside cut layers are not compiled"),
+                ("cp", parallel.cp == 1, "messages inside attention are not compiled"),
                 ("pp", parallel.pp == 1, "a stage is not compiled"),
                 ("overlap_gather", not parallel.overlap_gather,
                  "waiting for weights between layers breaks the compiled graph"),
             ):
                 require(works, f"train.compile with parallel.{axis} = {getattr(parallel, axis)}: "
                         f"{why}", "switch it off", field="train.compile")
+        require(parallel.cp == 1 or self.model.dropout == 0, f"model.dropout = "
+                f"{self.model.dropout} with parallel.cp = {parallel.cp}: attention over other "
+                "ranks' keys drops nothing", "set model.dropout to 0", field="model.dropout")
         for name, length in (("data.sequence_length", self.data.sequence_length),
                              ("model.max_sequence_length", self.model.max_sequence_length)):
-            require(not parallel.sequence or length % tp == 0, f"{name} = {length} does not divide "
-                    f"by parallel.tp = {tp} (parallel.sequence is on)",
-                    f"use {round_up(length, tp)}", field=name,
-                    kind="a sequence that tp does not divide")
+            require(length % parallel.sequence_parts == 0,
+                    f"{name} = {length} is not divisible by {parallel.words_for_sequence_parts}",
+                    f"use {round_up(length, parallel.sequence_parts)}", field=name,
+                    kind=f"a sequence that {'tp' if parallel.cp == 1 else 'cp'} does not divide")

@@ -9,13 +9,16 @@ import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from minitron.config import ConfigError, require
 from minitron.dataset import write_shard
 from minitron.system.files import read_json, reason, require_regular
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 SHARD_TOKENS = 100_000_000
 LARGEST_VOCABULARY = 2**16  # a token is stored as uint16
@@ -114,7 +117,7 @@ def read_corpus_info(folder: Path) -> dict:
     return info
 
 
-def load_tokenizer(folder: Path) -> Tokenizer | None:
+def load_tokenizer(folder: Path) -> "Tokenizer | None":
     """Load `tokenizer.json`; None if the folder has none (training needs none, text does).
 
     Decode with `skip_special_tokens=False` to see where a document ends.
@@ -122,6 +125,8 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     path = Path(folder) / "tokenizer.json"
     if not path.exists():
         return None
+    from tokenizers import Tokenizer  # here: a dry run needs a folder's facts, and no tokenizer
+
     try:
         require_regular(path)
         return Tokenizer.from_file(str(path))
@@ -129,7 +134,7 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
         raise ConfigError(f"{path}: no tokenizer ({error})", "write the corpus again") from None
 
 
-def end_of_document(tokenizer: Tokenizer) -> int:
+def end_of_document(tokenizer: "Tokenizer") -> int:
     """Return the token that stands between documents: ours, or GPT-2's."""
     known = [tokenizer.token_to_id(name) for name in (END, "<|endoftext|>")]
     return next((token for token in known if token is not None), 0)

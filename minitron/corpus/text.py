@@ -166,10 +166,10 @@ def require_room(files: list[Path]) -> None:
     """Raise ConfigError if memory cannot hold the text, and the tokens of its largest file."""
     sizes = [path.stat().st_size for path in files]
     needed, there = sum(sizes) + BYTES_PER_BYTE * max(sizes), memory_bytes(torch.device("cpu"))
-    require(needed <= there, f"{files[sizes.index(max(sizes))]}: to encode {sum(sizes) / 1e9:,.1f} "
+    require(needed <= there, f"{files[sizes.index(max(sizes))]}: encoding {sum(sizes) / 1e9:,.1f} "
             f"GB of text, {max(sizes) / 1e9:,.1f} GB of it in this file, takes {needed / 1e9:,.0f} "
-            f"GB of memory, and there are {there / 1e9:,.0f} GB", "cut it into smaller files, or "
-            "leave some out")
+            f"GB of memory, but this machine has {there / 1e9:,.0f} GB", "split it into smaller "
+            "files, or leave some out")
 
 
 def _find_files(paths: list[Path], pattern: str) -> list[Path]:

@@ -80,7 +80,7 @@ def activation_bytes_per_layer(
     Weights and activations have `bytes_per_value` bytes each, a value of a dropout mask
     `mask_bytes` (in PyTorch 1 on CUDA, as many as a value on the CPU); there are masks if
     model.dropout > 0. Kernels are CUDA's: RMSNorm is one operation (PyTorch runs it as several on
-    the CPU, which save more). Raises ConfigError for sizes that do not divide by the ranks.
+    the CPU, which save more). Raises ConfigError for sizes that are not divisible by the ranks.
     """
     tokens, D, size = batch_size * sequence_length, model.width, layout.tensor_parallel
     tokens_between = tokens_between_layers(batch_size, sequence_length, layout)
@@ -152,7 +152,7 @@ def activation_bytes(
 
     The loss is taken from float32 logits and saves V float32 log-probabilities per token; where
     the vocabulary is cut, this rank's V/t of the softmax. With recompute "full" the backward pass
-    soon holds one block more, the one it replays: `activation_bytes_per_layer` of recompute
+    soon holds one block more, the one it recomputes: `activation_bytes_per_layer` of recompute
     "none".
     """
     tokens, D, size = batch_size * sequence_length, model.width, layout.tensor_parallel

@@ -10,7 +10,8 @@ whole step, (p-1) / (m+p-1), or of the time that the work alone takes, (p-1) / m
 
 Read in this order: Bubble, pipeline_bubble, activations_held, pipeline_volume.
 Reference: Huang et al. 2019, "GPipe" (section 2.3); Narayanan et al. 2021 (sections 2.2, 3.2);
-Korthikanti et al. 2022 (section 4.2.3); Qi et al. 2023, "Zero Bubble" (table 2).
+Korthikanti et al. 2022 (section 4.2.3); Qi et al. 2023, "Zero Bubble" (table 2, section 6);
+DeepSeek-AI 2024, "DeepSeek-V3" (table 2).
 """
 
 from typing import NamedTuple
@@ -71,6 +72,17 @@ def zb_h1_bubble(
     return Bubble((num_ranks - 1) * idle, num_micro_batches * (forward + inputs + weights))
 
 
+def v_bubble(num_ranks: int, num_micro_batches: int, each: float) -> Bubble:
+    """Return (p-1) t_F / 2, for ZB-V and DualPipeV where t_F = t_I = t_W = `each`.
+
+    For ZB-V with m of 2p - 1 or more. A micro-batch takes that long to come down to the last rank,
+    and nothing can fill it. Papers call ZB-V's bubble zero because each rank is busy from its own
+    first pass to its last; a step that waits for all ranks waits for this too. Reference: Qi et al.
+    2023, section 6; DeepSeek-AI 2024, table 2, counts a pair of overlapped passes as one.
+    """
+    return Bubble((num_ranks - 1) * each / 2, num_micro_batches * 3 * each)
+
+
 # Held
 
 
@@ -80,7 +92,7 @@ def activations_held(
     """Return the most micro-batches whose activations a rank holds at once, counted for each stage.
 
     `schedule` is the name of a `parallel.schedules.Schedule`. Each count is a v-th of the rank's
-    layers, whole until W: what I frees before is not taken off, nor added what it leaves for W, the
+    layers, held until W: what I frees before is not taken off, nor added what it leaves for W, the
     gradients of the linear layers' outputs. Reference: Narayanan et al. 2021, section 2.2; Qi et
     al. 2023, table 2.
     """
@@ -91,6 +103,8 @@ def activations_held(
         "1F1B": p - rank,
         "interleaved 1F1B": (v - 1) * p + 2 * (p - 1 - rank) + 1,
         "ZB-H1": p * v,
+        "ZB-V": min(2 * p - 1 - rank, num_micro_batches) + rank + 1,
+        "DualPipeV": 2 * p + 1,
     }
     return min(counts[schedule], num_micro_batches * v)
 

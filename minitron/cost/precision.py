@@ -1,4 +1,4 @@
-"""Which dtype holds what in training, as names and bytes; `minitron.precision` trains with them.
+"""Which dtype holds what in training, as names and bytes; `minitron.precision` trains with it.
 
 Read in this order: Dtype, Precision, PRECISIONS.
 Reference: Micikevicius et al. 2018, "Mixed Precision Training".
@@ -27,22 +27,22 @@ class Precision:
     """Which dtype holds what in training."""
 
     parameters: Dtype
-    """Of the model, held on the device and gathered from other ranks."""
+    """Of the model's parameters, as the device holds them and as ranks gather them."""
     compute: Dtype
-    """Of the operands of matmuls; their sums have 32 bits."""
+    """Of the operands of matmuls, which accumulate in float32."""
     gradients: Dtype
-    """In `.grad`, where those of the micro-batches add up."""
+    """Of `.grad`, where the gradients of the micro-batches accumulate."""
     reduction: Dtype
-    """In messages that sum gradients over ranks."""
+    """Of the messages that sum gradients over ranks."""
     master: Dtype | None
-    """Of a copy that the optimizer updates in place of the parameters; None: there is none."""
+    """Of the copy that the optimizer updates instead of the parameters; None: it has no copy."""
     optimizer_state: Dtype = f32
     scales_loss: bool = False
-    """Multiply the loss, so that small gradients stay above the dtype's smallest number."""
+    """Whether the loss is scaled, so that small gradients do not underflow."""
 
     @property
     def cost(self) -> Recipe:
-        """Bytes that each parameter costs with Adam."""
+        """Bytes per parameter with Adam."""
         return Recipe(
             parameter=self.parameters.itemsize,
             gradient=self.gradients.itemsize,
@@ -52,12 +52,12 @@ class Precision:
 
     @property
     def autocasts(self) -> bool:
-        """Whether parameters are converted each time they are used."""
+        """Whether autocast converts the parameters each time they are used."""
         return self.master is None and self.compute != self.parameters
 
     @property
     def activations(self) -> Dtype:
-        """Of what layers pass on."""
+        """Of the activations that layers pass on."""
         return self.compute if self.autocasts else self.parameters
 
 
@@ -69,4 +69,4 @@ PRECISIONS = {
     "fp16": Precision(f16, f16, f16, f16, f32, scales_loss=True),
     "fp8": Precision(bf16, e4m3, bf16, bf16, f32),
 }
-"""On the story model the 16-bit ones end within 0.3 % of float32's loss, fp8 within 1.5 %."""
+"""On the story model, 16-bit recipes end within 0.3 % of float32's loss, fp8 within 1.5 %."""

@@ -50,8 +50,8 @@ def zero_holdings(
 ) -> dict[str, int]:
     """Return bytes per rank of "parameter", "gradient" and "optimizer state" (with the masters).
 
-    A divided kind is rounded up to whole parameters. Without what is whole for a moment: a bucket
-    of gradients in stage 2 and 3, the unit that computes in stage 3.
+    A sharded kind is rounded up to whole parameters. Temporarily unsharded tensors are left out:
+    a bucket of gradients in stage 2 and 3, the unit that computes in stage 3.
     """
     return step_holdings(num_parameters, num_ranks, stage, recipe, recipe)
 

@@ -36,7 +36,7 @@ def share(name: str, count: int, size: int) -> int:
     """Return one rank's part of `count`; raises ConfigError if `size` ranks do not divide it."""
     require(
         count % size == 0,
-        f"{name} = {count} does not divide by {size} ranks of tensor parallelism",
+        f"{name} = {count} is not divisible by {size} ranks of tensor parallelism",
         f"raise it to {-(-count // size) * size}, or take fewer ranks",
     )
     return count // size

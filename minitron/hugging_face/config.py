@@ -129,7 +129,7 @@ def require_number(value, where: str) -> None:
 def read_rope(theirs: dict, file: Path) -> dict[str, float]:
     """Read our rotary fields: transformers 5 has one table for them, 4 has two keys."""
     rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
-    require(isinstance(rope, dict), f"{file}: {rope!r:.50} says nothing of rotary positions",
+    require(isinstance(rope, dict), f"{file}: {rope!r:.50} does not describe rotary positions",
             "fetch the model again")
     theta = rope.get("rope_theta") or theirs.get("rope_theta") or 10_000.0
     require_number(theta, f"{file}: rope_theta")

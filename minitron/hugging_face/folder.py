@@ -44,7 +44,7 @@ def config_of(path: Path) -> Config:
     of sizes that others have written.
     """
     tables = checkpoint.facts_of(path).get("config")
-    require(isinstance(tables, dict), f"{path}: does not say what it was trained with",
+    require(isinstance(tables, dict), f"{path}: does not say how it was trained",
             "export another run")
     config = from_dict(tables, where=str(path))
     saved = checkpoint.saved_tensors(path)

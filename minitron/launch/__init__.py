@@ -86,11 +86,11 @@ def _in_contexts(contexts: list, fn: Callable, group, *args):
 
 
 def run_apart(fn: Callable, num_ranks: int, *args, cpu_seconds: float) -> list[bytes]:
-    """Call `fn(group, *args)`, which must return bytes, where it may run anybody's code.
+    """Call `fn(group, *args)`, which must return bytes, where it may run untrusted code.
 
     As `run`, but nothing that comes back is unpickled: the ranks can send bytes, and no objects.
-    They may use `cpu_seconds` of CPU time each, and by the wall clock ten times as many: a busy
-    machine makes nobody late.
+    They may use `cpu_seconds` of CPU time each, and ten times as many by the wall clock, so that a
+    busy machine fails nothing.
     """
     error, values = _launched(fn, num_ranks, args, 10 * cpu_seconds, True, cpu_seconds)
     if error is not None:

@@ -1,6 +1,6 @@
 """What a rank may send to its parent: a few kinds of objects, and nothing that runs.
 
-Ranks may run anybody's code, a learner's or a stranger's, and a pickle can build any object there
+Ranks may run untrusted code, a learner's or a stranger's, and a pickle can build any object there
 is. So the parent reads with an allow-list.
 """
 

@@ -47,7 +47,7 @@ NO_LIMIT = timedelta(days=1)  # the parent watches over time; gloo must not give
 
 @dataclass(frozen=True)
 class Orders:
-    """What every rank of a run is told."""
+    """What every rank of a run receives."""
 
     num_ranks: int
     folder: Path
@@ -98,7 +98,7 @@ class Failure:
 
 
 def rank_main(rank: int, orders: Orders, pipe: Connection) -> None:
-    """Call the function of `orders` as rank `rank`, send its outcome, leave when told to."""
+    """Call the function of `orders` as rank `rank`, send its outcome, leave when asked to."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal
     share_cores()
     end_with_server()
@@ -122,13 +122,13 @@ def rank_main(rank: int, orders: Orders, pipe: Connection) -> None:
 
 
 def answer_with_stack(stack: TextIO) -> None:
-    """Write this process's stack to a file whenever a signal asks for it, whoever has the lock."""
+    """Write this process's stack to a file when a signal asks for it, whichever thread runs."""
     if ASK is not None:
         faulthandler.register(ASK, stack)
 
 
 def outcome_of(rank: int, orders: Orders, mailbox: "Mailbox") -> Returned | Failure:
-    """Call the function; whatever happens is told, not raised."""
+    """Call the function; what happens is reported, not raised."""
     try:
         _take_over(orders)
         fn, args = cloudpickle.loads(orders.job)

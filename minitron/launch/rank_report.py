@@ -155,7 +155,7 @@ def read_stacks(
     """Ask processes, given as {pid: file of its faulthandler}, for their stacks.
 
     Those that do not answer through their pipes are asked by a signal. That is the second choice:
-    whoever answers reads the frames of a main thread that may be changing them.
+    the thread that answers reads the frames of a main thread that may be changing them.
     """
     before = {pid: file.stat().st_size for pid, file in files.items()}
 

@@ -6,7 +6,7 @@ not:
 
     a rank has raised or died            the others cannot go on without it
     two ranks make different calls       both would wait for ever
-    nobody computes and somebody waits   for 5 seconds: a hang
+    no rank computes and one waits       for 5 seconds: a hang
     the time is over                     an endless loop, say; after 8 seconds a note says where
 
 Read in this order: Ranks.wait, Rank.receive, Ranks._have_stalled.

@@ -81,7 +81,7 @@ class Watchdog:
                  "does not answer" for rank in range(self.size)}
         first = min(rank for rank, text in texts.items() if text != "does not answer")
         if self.rank != first:
-            time.sleep(SECONDS_TO_ANSWER)  # whoever leaves ends the job: let the first one tell it
+            time.sleep(SECONDS_TO_ANSWER)  # leaving ends the job: let the first report
         else:
             headline = f"minitron: no step has ended for {self.timeout:g} s (train.hang_timeout):"
             print(f"\n{report(headline, texts)}", file=sys.stderr, flush=True)

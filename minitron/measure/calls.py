@@ -184,7 +184,7 @@ class Matcher:
         ends = rank, call.ranks[call.peer]
         source, destination = ends if call.op == "send" else ends[::-1]
         if (*group, destination) in self._receives_anything:
-            return None, 0  # which message it met cannot be told
+            return None, 0  # which message it met is unknown
         return (*group, source, destination, call.tag, call.number), 2
 
 

@@ -3,7 +3,7 @@
     with FirstFault(model, dict(model.named_parameters())) as fault:
         loss = ...
         loss.backward()
-    print(fault)    # blocks.3.mlp.down, in its output
+    print(fault)    # the output of blocks.3.mlp.down
 
 Read in this order: FirstFault, from __enter__ on.
 """
@@ -33,7 +33,7 @@ class FirstFault:
 
     def __enter__(self) -> "FirstFault":
         for name, weight in self.weights.items():
-            self.look(weight, f"{name}, a weight")
+            self.look(weight, f"the weight {name}")
         for name, module in self.model.named_modules():
             path = name or "the model"
             self.handles += [
@@ -49,16 +49,16 @@ class FirstFault:
     def before(self, path: str):
         def look_at_inputs(module: nn.Module, inputs: tuple) -> None:
             for tensor in tree_leaves(inputs):
-                self.look(tensor, f"{path}, in what it reads")
+                self.look(tensor, f"the input of {path}")
 
         return look_at_inputs
 
     def after(self, path: str):
         def look_at_outputs(module: nn.Module, inputs: tuple, output) -> None:
             for tensor in tree_leaves(output):
-                self.look(tensor, f"{path}, in its output")
+                self.look(tensor, f"the output of {path}")
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    place = f"{path}, in the gradient of its output"
+                    place = f"the gradient of the output of {path}"
                     tensor.register_hook(partial(self.look, place=place))
 
         return look_at_outputs
@@ -84,4 +84,4 @@ class FirstFault:
         return self.place is None, is_backward, -depth if is_backward else depth, self.num_looks
 
     def __str__(self) -> str:
-        return self.place or "no module: the gradient of a weight, or what is computed after all"
+        return self.place or "in no module: a weight's gradient, or a computation after the model"

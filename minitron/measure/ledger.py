@@ -100,7 +100,7 @@ class Transfer(WorkAround):
         return self.work.get_future().then(self._hold)
 
     def follow(self) -> None:
-        """Note the arrival at once, not only when somebody waits."""
+        """Note the arrival at once, not only when a rank waits for it."""
         try:
             self.work.get_future().add_done_callback(lambda _: self._arrive())
         except RuntimeError:
@@ -154,7 +154,7 @@ class Ledger(DispatchMode):
 
     def _start_over(self) -> None:
         self._calls: list[Call] = []
-        self._transfers: dict[int, Transfer] = {}  # of the calls that nobody has waited for
+        self._transfers: dict[int, Transfer] = {}  # of the calls not waited for yet
         self._numbers: Counter = Counter()
         self._spans: list[Span] = []
         self._recent, self._named = "forward", None

@@ -15,9 +15,12 @@ class Moment:
     phase: str
     """forward, backward, optimizer, or the name given to `Meter.phase`."""
     op: str
-    """The operator that made a new tensor, such as "addmm"; "" at the start and the end."""
+    """The operator that made a new tensor, such as "addmm"; "" at the start and the end, of the
+    optimizer's step too."""
     bytes: dict[str, int]
     """Live bytes of each of `CATEGORIES`."""
+    seconds: float
+    """Since the meter was entered; the meter's own work is in it."""
 
     @property
     def total(self) -> int:

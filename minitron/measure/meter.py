@@ -21,6 +21,7 @@ the allocator adds (CUDA rounds each block up to 512 bytes).
 Read in this order: Meter, its __torch_dispatch__, live.Entry.
 """
 
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -82,7 +83,7 @@ class Meter(DispatchMode):
     # Where it listens
 
     def __enter__(self):
-        self.timeline = []
+        self.timeline, self._start = [], time.perf_counter()
         self._bytes = dict.fromkeys(CATEGORIES, 0)
         self._live: dict[int, Entry] = {}  # by the address of the storage
         self._history: list[Entry] = []
@@ -116,11 +117,11 @@ class Meter(DispatchMode):
                 )
         if self.optimizer is not None:
             yield self.optimizer.register_step_pre_hook(self._enter_optimizer)
-            yield self.optimizer.register_step_post_hook(lambda *_: self._register_owned())
+            yield self.optimizer.register_step_post_hook(self._leave_optimizer)
 
     def _enter_module(self, name: str, *_) -> None:
         self._modules.append(name)
-        if not in_backward():  # or it is a replay
+        if not in_backward():  # else it is recomputation
             self._phase = "forward"
 
     def _leave_module(self, *_) -> None:
@@ -129,6 +130,11 @@ class Meter(DispatchMode):
     def _enter_optimizer(self, *_) -> None:
         self._register_owned()  # gradients that were assigned, not accumulated
         self._phase = "optimizer"
+        self._record("")  # its operators work in place: later none may make a new tensor
+
+    def _leave_optimizer(self, *_) -> None:
+        self._register_owned()
+        self._record("")
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if in_backward():
@@ -150,7 +156,7 @@ class Meter(DispatchMode):
         return outputs
 
     def _listen_to_recompute(self, func, args) -> None:
-        # Recomputation's own hooks detach what they keep. Only a replay has gradients enabled
+        # Recomputation's own hooks detach what they keep. Only recomputation has gradients enabled
         # within the backward pass; inside a hook they are off.
         if func is not torch.ops.aten.detach.default:
             self._recomputing = torch.is_grad_enabled()
@@ -196,7 +202,7 @@ class Meter(DispatchMode):
         """Count anew a storage that changes its size: sharding gathers parameters into it."""
         key = storage_address(tensor)
         if key in self._live:
-            self._live[key].storage = None  # or its death would be told twice
+            self._live[key].storage = None  # or its end would be counted twice
             self._forget(key)
         self._own(tensor, "parameter", "unsharded")
 
@@ -211,7 +217,9 @@ class Meter(DispatchMode):
                 counts[category] += entry.bytes
 
     def _record(self, op: str) -> None:
-        self.timeline.append(Moment(self._named or self._phase, op, dict(self._bytes)))
+        seconds = time.perf_counter() - self._start
+        self.timeline.append(
+            Moment(self._named or self._phase, op, dict(self._bytes), seconds))
 
     def _own(self, tensor: Tensor | None, category: str, name: str) -> None:
         if tensor is not None and device_of(tensor) == self.device:

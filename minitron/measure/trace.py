@@ -24,7 +24,7 @@ WARM_UP = 5
 
 
 class Trace(AbstractContextManager):
-    """To be entered around a run, and told by `step` that one is over; costs little otherwise."""
+    """Entered around a run; call `step` after each step. Costs little while nothing is traced."""
 
     def __init__(self, profiler: profile | None = None):
         self.profiler = profiler

@@ -1,13 +1,13 @@
-"""Linear layers that multiply 8-bit floats: twice the speed of 16 bits, where the device has them.
+"""Linear layers that multiply 8-bit floats, at up to twice the speed of 16 bits on GPUs with FP8.
 
-Idea: e4m3 has 3 bits of mantissa and ends at 448, e5m2 has 2 and ends at 57344. A tensor fits
-after a division by one scale, which maps its largest value to the largest that the dtype has.
-Weights and inputs take e4m3; gradients, whose values are further apart, e5m2. Sums have 32 bits.
+Idea: e4m3 has 3 mantissa bits and ends at 448, e5m2 has 2 and ends at 57344. To make a tensor fit,
+divide it by one scale, which maps its largest value to the largest number of the dtype. Weights and
+inputs use e4m3; gradients, whose magnitudes vary more, use e5m2. Matmuls accumulate in float32.
 
-Only the operands of matmuls have 8 bits: parameters, gradients and what layers pass on keep their
-dtype. So it saves time and not memory. Where the device has no such matmul it is emulated: the
-numbers are rounded to 8 bits and multiplied as what they were before. That shows the numerics, not
-the speed.
+Only the operands of matmuls have 8 bits. Parameters, gradients and the activations passed between
+layers keep their dtype, so this saves time but no memory. Where the device has no FP8 matmul it is
+emulated: operands are rounded to 8 bits and multiplied in their original dtype, which shows the
+numerics but not the speed.
 
 Read in this order: quantize, multiply, Float8Matmuls, apply_float8.
 
@@ -21,40 +21,40 @@ from minitron.model.linear import Matmuls, customize_all
 from minitron.pytorch.private import multiply_float8
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-MULTIPLE = 16  # of which the hardware wants every dimension
+MULTIPLE = 16  # the hardware needs every dimension to be a multiple of this
 
 
 def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Round x to `dtype`; returns values and scale, 0-d and float32: x is about values * scale.
+    """Round x to `dtype` with one scale; returns (values, scale), where x is about values * scale.
 
-    The scale is max|x| over the largest number of `dtype`, and 1 for a tensor of zeros or of no
-    elements.
+    The scale, 0-d and float32, is max|x| divided by the largest number of `dtype`. It is 1 if x is
+    all zeros or has no elements.
     """
     largest = x.abs().amax().float() if x.numel() > 0 else x.new_zeros((), dtype=torch.float32)
     limit = torch.finfo(dtype).max
     scale = torch.where(largest > 0, largest / limit, 1.0)
-    # The quotient may pass the limit by a rounding, and what a cast makes of that (NaN, or the
-    # limit: e4m3 has no infinity) depends on device and version.
+    # Rounding can push the quotient slightly past the limit. What a cast makes of it then (NaN or
+    # the limit, since e4m3 has no infinity) depends on the device and the version: so clamp.
     return (x.float() / scale).clamp(-limit, limit).to(dtype), scale
 
 
 def multiplies_float8(device: torch.device) -> bool:
-    """Return whether `device` multiplies 8-bit floats itself: NVIDIA's from Ada and Hopper on."""
+    """Return whether `device` has FP8 matmuls: NVIDIA GPUs do since Ada and Hopper."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def multiply(a: Tensor, a_dtype: torch.dtype, b: Tensor, b_dtype: torch.dtype) -> Tensor:
-    """Multiply a (n, k) by b (k, m), each rounded to 8 bits first; the product has a's dtype."""
+    """Round a (n, k) and b (k, m) to 8 bits and multiply them; the product has a's dtype."""
     (a8, a_scale), (b8, b_scale) = quantize(a, a_dtype), quantize(b, b_dtype)
     if multiplies_float8(a.device) and all(size % MULTIPLE == 0 for size in (*a.shape, *b.shape)):
-        columns = b8.T.contiguous().T  # it reads rows of the first, columns of the second
+        columns = b8.T.contiguous().T  # the kernel wants a row-major and b column-major
         return multiply_float8(a8.contiguous(), columns, a_scale, b_scale, a.dtype)
     product = a8.to(a.dtype) @ b8.to(a.dtype)
     return (product.float() * (a_scale * b_scale)).to(a.dtype)
 
 
 class Float8Matmuls(Matmuls):
-    """Those with operands of 8 bits, one scale for each tensor; the bias is added afterwards."""
+    """Matmuls of 8-bit operands with one scale per tensor; the bias is added after scaling."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         out = multiply(x.flatten(0, -2), E4M3, weight.T, E4M3).unflatten(0, x.shape[:-1])
@@ -71,5 +71,5 @@ class Float8Matmuls(Matmuls):
 
 
 def apply_float8(model: nn.Module) -> None:
-    """Let the linear layers of `model` multiply in 8 bits; their parameters and names stay."""
+    """Let the linear layers of `model` multiply in 8 bits; parameters and names do not change."""
     customize_all(model, matmuls=Float8Matmuls())

@@ -190,9 +190,9 @@ class Deferral(NoDeferral):
 
 
 def accumulate_all(later: list[WeightGradients]) -> None:
-    """Compute deferred gradients, the first of the list first, and let go of what they keep.
+    """Compute deferred gradients in the order of the list, and free what each one keeps.
 
-    The next one's x is gathered while one is computed.
+    While one is computed, the x of the next is gathered.
     """
     for first in later[:1]:
         first.start()

@@ -75,7 +75,7 @@ class RecomputedCall:
             except Complete:
                 return
         raise AssertionError(
-            f"the replay saved {len(self.kept)} tensors, the forward pass {self.num_dropped}: "
+            f"recomputation saved {len(self.kept)} tensors, the forward pass {self.num_dropped}: "
             "the function must do the same both times"
         )
 
@@ -90,7 +90,7 @@ class Complete(Exception):
 
 
 def _refuse(packed: None) -> Tensor:
-    raise AssertionError("the graph of a replay is never walked")
+    raise AssertionError("the graph of a recomputation is never walked")
 
 
 class Keep(torch.autograd.Function):

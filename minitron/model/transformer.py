@@ -1,8 +1,9 @@
 """A decoder-only Transformer of the GPT and of the Llama family.
 
 The model runs on one device and knows nothing of ranks. It offers seams that a parallelism fills
-from outside: its `nn.Linear` and `nn.Embedding` layers by name, `attention_fn`, `blocks`, and
-`run_blocks`, which calls them between `embed` and `predict`.
+from outside: its `nn.Linear` and `nn.Embedding` layers by name, `attention_fn`, `positions_of`,
+which says where in a sequence its tokens stand, `blocks`, and `run_blocks`, which calls them
+between `embed` and `predict`.
 
 Shapes, here and in the whole package, are what this rank holds:
 
@@ -38,6 +39,7 @@ class Transformer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.run_blocks: Callable = run_in_order
+        self.positions_of: Callable = consecutive_positions
         self.final_norm = make_norm(config)
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
         if config.tied_embedding:
@@ -46,10 +48,10 @@ class Transformer(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """Compute the logits (B, S, V) of the token that follows each of `tokens` (B, S).
 
-        `positions` (S,) are the tokens' places in their sequence, 0 to S-1 unless given.
+        `positions` (S,) are the tokens' places in their sequence, unless given `positions_of` them.
         """
         if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)
+            positions = self.positions_of(tokens)
 
         x = self.embed(tokens, positions)
         x = self.run_blocks(self.blocks, x, self.rotation(positions, x.dtype))
@@ -69,6 +71,11 @@ class Transformer(nn.Module):
     def predict(self, x: Tensor) -> Tensor:
         """Return the logits (B, S, V) of the last block's output (B, S, D)."""
         return self.head(self.final_norm(x))
+
+
+def consecutive_positions(tokens: Tensor) -> Tensor:
+    """Return the places (S,) of tokens (B, S) that are a whole sequence: 0 to S-1."""
+    return torch.arange(tokens.shape[1], device=tokens.device)
 
 
 def run_in_order(

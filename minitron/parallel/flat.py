@@ -2,7 +2,7 @@
 
 Idea: one large message costs less than many small ones, and a tensor of many parameters can be cut
 into equal parts, whatever the parameters' shapes. Data parallelism sends gradients in flat buffers
-(`FlatGradients`), ZeRO 1 and 2 cut them and the parameters into shards (`FlatShards`), and ZeRO 3
+(`FlatGradients`), ZeRO-1 and 2 cut them and the parameters into shards (`FlatShards`), and ZeRO-3
 holds the parameters only while they are needed (`FlatUnit`).
 
 Notation: N ranks; n elements in a buffer, those that fill up its end included.

@@ -1,8 +1,10 @@
 """The grid of axes: several ways of dividing a model, as one parallel model.
 
 Along `tensor` the ranks compute each layer together, along `pipeline` one after the other, on the
-same samples; along `data` they hold the same layers and read other samples. An axis with one rank
-is a `OneDevice`. `masters` are float32 copies that the optimizer updates, if there are any.
+same samples; along `data` they hold the same layers and read other samples. Along `context` they
+read the same samples too, each its part of a sequence. For the training state that is as good as
+other samples, so the ranks of `data` are those of both axes. An axis with one rank is a
+`OneDevice`. `masters` are float32 copies that the optimizer updates, if there are any.
 
 The grid knows no technique: it asks every axis the same questions (see `interface`) and combines
 the answers.
@@ -12,6 +14,7 @@ Read in this order: Grid, from forward_backward to clip; then how the blocks are
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from math import prod
 
 import torch
@@ -27,7 +30,7 @@ from minitron.precision import NO_MASTERS, MasterWeights
 class Grid(OneDevice):
     """Axes together, each an implementation of `ParallelModel` for the same `model`.
 
-    `axes` are `data`, `tensor` and `pipeline`; those that are left out have one rank.
+    `axes` are `data`, `context`, `tensor` and `pipeline`; those that are left out have one rank.
     """
 
     def __init__(
@@ -35,8 +38,8 @@ class Grid(OneDevice):
     ):
         super().__init__(model)
         alone = OneDevice(model)
-        self.data, self.tensor, self.pipeline = self.axes = [
-            axes.pop(name, alone) for name in ("data", "tensor", "pipeline")]
+        self.data, self.context, self.tensor, self.pipeline = self.axes = [
+            axes.pop(name, alone) for name in ("data", "context", "tensor", "pipeline")]
         assert not axes, f"no such axes: {list(axes)}"
         self.pipeline.connect_data(self.data)
         self.masters = masters
@@ -44,11 +47,16 @@ class Grid(OneDevice):
 
     @property
     def data_part(self) -> tuple[int, int]:
-        return self.data.data_part
+        index, count = self.data.data_part
+        return index // self.ranks_per_sample, count // self.ranks_per_sample
+
+    @property
+    def ranks_per_sample(self) -> int:
+        return self.context.ranks_per_sample
 
     @property
     def sequence_parts(self) -> int:
-        return self.tensor.sequence_parts
+        return self.context.sequence_parts * self.tensor.sequence_parts
 
     def require_runnable(self, num_micro_batches: int) -> None:
         for axis in self.axes:
@@ -69,7 +77,8 @@ class Grid(OneDevice):
         self, accumulate: Accumulate, micro_batches: MicroBatches, divisor: Tensor,
         sum_loss: SumLoss,
     ) -> Tensor:
-        return self.pipeline.forward_backward(accumulate, micro_batches, divisor, sum_loss)
+        through_stages = partial(self.pipeline.forward_backward, accumulate)
+        return self.context.forward_backward(through_stages, micro_batches, divisor, sum_loss)
 
     def summed_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         return self.tensor.summed_loss(logits, targets)
@@ -97,13 +106,20 @@ class Grid(OneDevice):
         self, forward: Callable[[Tensor], Tensor], micro_batches: MicroBatches,
         sum_loss: SumLoss,
     ) -> Tensor:
-        return self.pipeline.sum_losses(forward, micro_batches, sum_loss)
+        own = [tuple(map(self.own_tokens, pair)) for pair in micro_batches]
+        return self.sum_over_sequence(self.pipeline.sum_losses(forward, own, sum_loss))
+
+    def own_tokens(self, tokens: Tensor) -> Tensor:
+        return self.context.own_tokens(tokens)
+
+    def sum_over_sequence(self, tensor: Tensor) -> Tensor:
+        return self.context.sum_over_sequence(tensor)
 
     def predict(self, tokens: Tensor) -> Tensor:
-        return self.pipeline.predict(tokens)
+        return self.pipeline.predict(self.own_tokens(tokens))
 
     def full_logits(self, logits: Tensor) -> Tensor:
-        return self.tensor.full_logits(logits)
+        return self.context.full_logits(self.tensor.full_logits(logits))
 
     # The full model
 

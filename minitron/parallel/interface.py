@@ -174,10 +174,14 @@ class ParallelModel(ABC):
         """Let every pass of a micro-batch through a stage run in `data.pass_context`."""
 
     @abstractmethod
-    def pass_context(self, stage: int, kind: Kind, is_last: bool) -> AbstractContextManager:
+    def pass_context(
+        self, stage: int, kind: Kind, is_last: bool, incomplete: frozenset[nn.Parameter],
+    ) -> AbstractContextManager:
         """Return the context of one micro-batch's pass through this rank's stage number `stage`.
 
-        With `is_last` the stage's gradients are those of the whole step after it.
+        With `is_last` the stage's gradients are those of the whole step after it. Those of
+        `incomplete` are not: another stage of this rank reads these parameters too, and its passes
+        complete them.
         """
 
     @abstractmethod
@@ -232,7 +236,20 @@ class ParallelModel(ABC):
     def full_logits(self, logits: Tensor) -> Tensor:
         """Return the logits (B, S, V) of what `predict` returns; without a gradient."""
 
+    @abstractmethod
+    def own_tokens(self, tokens: Tensor) -> Tensor:
+        """Return this rank's part of the sequences of inputs or targets (B, S), (B, S/cp)."""
+
+    @abstractmethod
+    def sum_over_sequence(self, tensor: Tensor) -> Tensor:
+        """Sum a small tensor over the ranks that have the sequences' parts; without a graph."""
+
+    @property
+    @abstractmethod
+    def ranks_per_sample(self) -> int:
+        """How many neighbors along the data axis read the same samples, each a part of them."""
+
     @property
     @abstractmethod
     def sequence_parts(self) -> int:
-        """In how many parts the sequence is divided between the layers."""
+        """In how many parts the sequence is divided: they must be equal."""

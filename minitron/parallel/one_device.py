@@ -39,7 +39,7 @@ class OneDevice(ParallelModel):
     """A model that is all on this rank."""
 
     data_part = (0, 1)
-    sequence_parts = 1
+    sequence_parts = ranks_per_sample = 1
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -139,7 +139,9 @@ class OneDevice(ParallelModel):
     def connect_data(self, data: ParallelModel) -> None:
         pass
 
-    def pass_context(self, stage: int, kind: Kind, is_last: bool) -> AbstractContextManager:
+    def pass_context(
+        self, stage: int, kind: Kind, is_last: bool, incomplete: frozenset[nn.Parameter],
+    ) -> AbstractContextManager:
         return nullcontext()
 
     def stage_parameters(self) -> list[list[nn.Parameter]]:
@@ -172,6 +174,12 @@ class OneDevice(ParallelModel):
     def join_blocks(self, blocks: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
         return blocks
 
+    def own_tokens(self, tokens: Tensor) -> Tensor:
+        return tokens
+
+    def sum_over_sequence(self, tensor: Tensor) -> Tensor:
+        return tensor
+
     def predict(self, tokens: Tensor) -> Tensor:
         return self.model(tokens)
 
@@ -192,4 +200,4 @@ class FullModel(nn.Module):
         S = tokens.shape[1]
         # fill up to equal parts: it changes no earlier logits
         tokens = F.pad(tokens, (0, -S % self.parallel.sequence_parts))
-        return self.parallel.full_logits(self.parallel.predict(tokens)[:, :S])
+        return self.parallel.full_logits(self.parallel.predict(tokens))[:, :S]

@@ -26,7 +26,7 @@ from minitron.system.progress import CLOCK, Progress
 
 RARE = {"schedule": ("1f1b", "interleaved"), "replicas": (1,), "unsharded": ("nothing",)}
 """Options whose columns are left out where all layouts have the usual values."""
-NUM_REASONS = 6  # for dropping a layout that are told
+NUM_REASONS = 6  # for dropping a layout that are listed
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class PlanOptions(Config):
     price: float | None = None
     """Of a GPU-hour, in `currency`."""
     currency: str = "USD"
-    """In which the price is given, and the cost is told."""
+    """Of the price that is given and of the cost that is printed."""
     watts: float | None = None
     """That a GPU draws, with its share of the node. Default: its datasheet's, which is more."""
     pue: float = TYPICAL_PUE
@@ -216,9 +216,9 @@ def paid(tokens: float, gpu_hour: GpuHour) -> str:
 
 
 def of_stage_3() -> str:
-    """Say what the seconds of ZeRO 3 rest on."""
+    """Say what the seconds of ZeRO-3 rest on."""
     times = max(row.seconds / row.predict().seconds for row in sharded_rows(MINITRON))
-    return "ZeRO 3: its messages are assumed to travel while the GPUs compute; measured steps of " \
+    return "ZeRO-3: its messages are assumed to travel while the GPUs compute; measured steps of " \
         f"another system took up to {times:.1f} times as long (Narayanan et al. 2021, table 2)"
 
 

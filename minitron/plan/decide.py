@@ -6,7 +6,7 @@ fits? And is a step faster than with the cut before? `memory.memory_of` and `est
 answer, as they do in a search of all layouts (search.py).
 
 The tree looks at about a dozen layouts, and says why it takes one. It never looks at interleaved or
-zero-bubble schedules, ZeRO 2 and 3 in a pipeline, hybrid sharding, or selective recomputation, nor
+zero-bubble schedules, ZeRO-2 and 3 in a pipeline, hybrid sharding, or selective recomputation, nor
 at tensor parallelism over several nodes where anything else fits; so its choice may be slower than
 the best of a search.
 
@@ -79,8 +79,8 @@ def cuts(job: Job) -> list[tuple[int, int]]:
     path += [(t, 1) for t in widths if t > widest]
 
     fewest = job.num_gpus // max(t * p for t, p in path)
-    require(fewest <= job.global_batch_size, f"{job.num_gpus} GPUs are at least {fewest} copies of "
-            f"the model, for {job.global_batch_size} sequences a step",
+    require(fewest <= job.global_batch_size, f"{job.num_gpus} GPUs hold at least {fewest} copies "
+            f"of the model, but a step has only {job.global_batch_size} sequences",
             "raise the global batch, or take fewer GPUs")
     return [(t, p) for t, p in path if job.num_gpus // (t * p) <= job.global_batch_size]
 
@@ -96,7 +96,7 @@ def divides(job: Job, tp: int) -> bool:
 
 
 def remedy(job: Job, tp: int, pp: int) -> Decision:
-    """Return the first that fits of ZeRO 0 to 3, then of these with recomputation, or the last."""
+    """Return the first that fits of ZeRO-0 to 3, then of these with recomputation, or the last."""
     dp = job.num_gpus // (tp * pp)
     last_stage = 0 if dp == 1 else 3 if pp == 1 else 1
     for recompute in ("none", "full"):

@@ -93,7 +93,7 @@ class DryRun(Step):
     num_gpus: int
     rank: int
     place: dict[str, int]
-    """The rank's number along each axis: "pp", "dp" and "tp"."""
+    """The rank's number along each axis: "pp", "dp", "tp", and "cp" if there is one."""
     num_micro_batches: int
     """Of the step, on this rank."""
     num_run: int
@@ -117,7 +117,7 @@ def dry_run(
     require(0 <= rank < num_gpus, f"rank {rank} of {num_gpus} GPUs", f"use 0 to {num_gpus - 1}")
     with fake_group(num_gpus, rank):
         mesh = lay_out(config.parallel, num_gpus, device)
-        place = {axis: mesh.rank(axis) for axis in ("pp", "dp", "tp")}
+        place = {axis: mesh.rank(axis) for axis in axes_of(config)}
         with fake_tensors():
             training = Training(config, mesh, device)
             if kernels == "gpu":
@@ -126,6 +126,10 @@ def dry_run(
     m = training.num_micro_batches(config.train.global_batch_size)
     return DryRun(**vars(step), num_gpus=num_gpus, rank=rank, place=place, num_micro_batches=m,
                   num_run=num_run, seconds=time.perf_counter() - start)
+
+
+def axes_of(config: Config) -> tuple[str, ...]:
+    return ("pp", "dp") + ("cp",) * (config.parallel.cp > 1) + ("tp",)
 
 
 def prepared(config: Config, num_gpus: int) -> Config:
@@ -207,15 +211,21 @@ def lengths(training: Training) -> tuple[int, int, int]:
     """Return the shortest step, one that fills this rank's part of the pipeline, and a period.
 
     In sequences over all ranks. Two micro-batches more than are held: one so that gradients are
-    there when the most is held, one so that its successor's messages are.
+    there when the most is held, one so that its successor's messages are. A V is full when the
+    first micro-batch has gone down and up.
     """
     parallel, train = training.config.parallel, training.config.train
     whole, ranks = train.global_batch_size, training.data_size
-    period = ranks * train.micro_batch_size * (parallel.pp if parallel.chunks > 1 else 1)
-    shortest = whole - (whole - ranks) // period * period
-    missing = most_held(training) + 2 - training.num_micro_batches(shortest)
-    num_periods = max(0, ceil(missing * ranks * train.micro_batch_size / period))
-    return shortest, shortest + num_periods * period, period
+    fewest, divisor = parallel.micro_batch_rule
+    period = ranks * train.micro_batch_size * divisor
+
+    def at_least(num_micro_batches: int, length: int) -> int:
+        missing = num_micro_batches - training.num_micro_batches(length)
+        return length + max(0, ceil(missing / divisor)) * period
+
+    shortest = at_least(fewest, whole - (whole - ranks) // period * period)
+    fills = max(most_held(training), 2 * parallel.pp if parallel.is_v else 0)
+    return shortest, at_least(fills + 2, shortest), period
 
 
 def most_held(training: Training) -> int:

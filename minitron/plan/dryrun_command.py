@@ -8,6 +8,7 @@ from tyro.conf import Positional
 
 from minitron.config import Config, command_line, require
 from minitron.config.file import load
+from minitron.config.layout import num_readers
 from minitron.plan.hardware import find_device
 from minitron.plan.job import size_of
 from minitron.plan.search import MOST_GPUS
@@ -87,10 +88,11 @@ def heading(options: DryRunOptions, config: Config) -> str:
     axes, train, gpus = config.parallel, config.train, options.gpus
     chunks = f" x {axes.chunks}" if axes.chunks > 1 else ""
     sequence = " + sequence" if axes.sequence else ""
+    context = f"cp {axes.cp} ({axes.context}), " if axes.cp > 1 else ""
     left_out = ", not compiled" if options.train.compile else ""
     return f"{options.file.stem}: {size_of(config.model)} parameters on " \
-        f"{gpus:,} GPUs, dp {gpus // (axes.tp * axes.pp)}, pp {axes.pp}{chunks}, " \
-        f"tp {axes.tp}{sequence}, ZeRO {axes.zero}\n" \
+        f"{gpus:,} GPUs, dp {num_readers(config, gpus)}, pp {axes.pp}{chunks}, " \
+        f"{context}tp {axes.tp}{sequence}, ZeRO-{axes.zero}\n" \
         f"A step: {train.global_batch_size:,} sequences of {config.data.sequence_length:,} " \
         f"tokens, {train.micro_batch_size} a micro-batch, in {train.precision}, recomputed: " \
         f"{train.recompute}{left_out}"

@@ -63,16 +63,17 @@ def largest(run: DryRun) -> str:
         count[kind] += 1
     unit, size = unit_of(total.values())
     most = sorted(total, key=lambda kind: -total[kind])[:NUM_LARGEST]
-    rows = [[unit, "category", "tensors", "shape", "what"]]
+    rows = [[unit, "category", "count", "shape", "what"]]
     rows += [[shown(total[kind], size), kind[0], f"{count[kind]:,}", *kind[1:]] for kind in most]
-    return f"Rank {run.rank:,} holds most in the {run.peak.phase} phase:\n{aligned(rows, left=4)}"
+    title = f"Rank {run.rank:,} holds the most in the {run.peak.phase} phase:"
+    return f"{title}\n{aligned(rows, left=4)}"
 
 
 def kind_of(tensor: LiveTensor) -> tuple[str, str, str]:
     """Return category, shape and dtype, and a name without numbers."""
     made = tensor.name if tensor.category in CATEGORIES[:3] else \
         f"{tensor.name} in {tensor.module or 'the step'}"
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    dtype = str(tensor.dtype).removeprefix("torch.").replace("float", "fp").replace("bfp", "bf")
     return tensor.category, f"{dtype} {tuple(tensor.shape)}", re.sub(r"\.\d+", ".*", made)
 
 

@@ -41,7 +41,7 @@ __all__ = ["MINITRON", "RATES", "Estimate", "Rates", "System", "estimate", "memo
 class Estimate:
     """A step of a job in a layout.
 
-    ZeRO 3's messages are assumed to travel while the device computes. No published run has
+    ZeRO-3's messages are assumed to travel while the device computes. No published run has
     confirmed that at scale; in one system, which gathered matrix by matrix, steps took up to four
     times as long (Narayanan et al. 2021, table 2; benchmarks/results/estimate.md).
     """

@@ -40,8 +40,8 @@ NUM_SHOWN = 4  # values of an option
 def as_it_stands(config: Config, job: Job) -> Candidate:
     """Return the layout that `config` asks for; raises ConfigError if it cannot run."""
     require_gpus(config, job.num_gpus)
-    require(config.train.recompute != "sqrt", "train.recompute = sqrt: a plan knows none, "
-            "selective and full")
+    require(config.train.recompute != "sqrt", "train.recompute = sqrt: the planner has no "
+            "formula for it", "use none, selective or full")
     readers = num_readers(config, job.num_gpus)
     largest = math.ceil(job.global_batch_size / readers)
     size = min(config.train.micro_batch_size, largest)

@@ -18,7 +18,7 @@ NVLINK_LATENCY, NIC_LATENCY = 3.4e-6, 14.0e-6
 """Seconds per hop of a ring inside a node and between nodes, by which NCCL 2.20.3 chooses its
 algorithm (github.com/NVIDIA/nccl, src/graph/tuning.cc: hwLat, ring, simple protocol)."""
 MATMUL_SHARE, LINK_SHARE = 0.8, 0.7
-"""Of the peak, where nobody has measured it: the means of those devices on which somebody has."""
+"""Of the peak, for devices without a measurement: the means of those that have one."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Device:
     fp8_flops: float | None
     """Dense float8 FLOP/s; None if the device has no float8."""
     memory_bytes: float
+    """As the driver reports them: 85.5e9 for an H100 that is sold as having 80 GB."""
     memory_bandwidth: float
     """Bytes per second between the device and its memory."""
     nvlink_bandwidth: float
@@ -40,7 +41,7 @@ class Device:
     watts: float
     source: str
     matmul_share: float = MATMUL_SHARE
-    """Of the peak FLOP/s, what the fastest matmul reaches that anybody has measured."""
+    """Of the peak FLOP/s, what the fastest published matmul reaches."""
     nvlink_share: float = LINK_SHARE
     """Of the link's bandwidth, what a large collective inside a node reaches."""
     nic_share: float = LINK_SHARE
@@ -68,7 +69,7 @@ def _device(row: dict[str, str]) -> Device:
         name=row["name"],
         bf16_flops=peak * 1e12,
         fp8_flops=number["fp8_tflops"] * 1e12 if "fp8_tflops" in number else None,
-        memory_bytes=number["memory_gb"] * 1e9,
+        memory_bytes=number["memory_mib"] * 2**20,
         memory_bandwidth=number["memory_tb_s"] * 1e12,
         nvlink_bandwidth=nvlink * 1e9,
         nic_bandwidth=nic * 1e9,

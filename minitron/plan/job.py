@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from minitron import cost
-from minitron.config import ModelConfig, ParallelConfig
+from minitron.config import ModelConfig, ParallelConfig, require
 from minitron.plan.hardware import Device
 
 USABLE = 0.8
@@ -42,6 +42,15 @@ class Decision:
     steps: tuple[str, ...] = ()
     """Each question with its two numbers and the answer."""
 
+    def __post_init__(self):
+        require(not self.parallel.is_v, f"parallel.schedule = {self.parallel.schedule}: the "
+                "planner has no formula for a rank that holds the first and the last stage",
+                "measure one with `minitron dryrun`, or simulate the schedule (chapter 9)",
+                field="parallel.schedule")
+        require(self.parallel.cp == 1, f"parallel.cp = {self.parallel.cp}: the planner has no "
+                "formula for context parallelism", "measure one with `minitron dryrun`",
+                field="parallel.cp")
+
     @property
     def layout(self) -> cost.Layout:
         return cost.Layout(self.parallel.tp, self.parallel.sequence)
@@ -73,7 +82,7 @@ class Decision:
         axes, size = self.parallel, self.micro_batch_size
         recomputed = {"none": "", "selective": ", attention recomputed", "full": ", recomputed"}
         together = f", {size} sequences at once" if size > 1 else ""
-        return f"tp {axes.tp}, pp {axes.pp}, dp {axes.dp}, ZeRO {axes.zero}" \
+        return f"tp {axes.tp}, pp {axes.pp}, dp {axes.dp}, ZeRO-{axes.zero}" \
             f"{recomputed[self.recompute]}{together}"
 
 

@@ -157,7 +157,7 @@ def nanotron(row: dict[str, str]) -> Row:
     job = Job(published_llama(L, D, H, H, F, V, S), gpus, EFA, S, batch,
               precision="bf16-fp32-grads")
     decision = Decision(axes(row, sequence=tp > 1, zero=zero), "none", micro_batch)
-    name = f"{row['nodes']} nodes, micro-batches of {micro_batch}, ZeRO {zero}"
+    name = f"{row['nodes']} nodes, micro-batches of {micro_batch}, ZeRO-{zero}"
     return Row("nanotron 8.86B, H100", name, job, (decision,), NANOTRON,
                float(row["step_time_s_derived"]), float(row["mem_gb"]) * 1e9)
 

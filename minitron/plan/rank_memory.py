@@ -58,7 +58,7 @@ class Rank:
 
     @cached_property
     def casts(self) -> bool:
-        """Whether autocast rounds weights and inputs; ZeRO 3 gathers 16-bit weights instead."""
+        """Whether autocast rounds weights and inputs; ZeRO-3 gathers 16-bit weights instead."""
         return self.precision.autocasts and not self.has_units
 
     @cached_property

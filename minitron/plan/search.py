@@ -2,8 +2,8 @@
 
 Nothing is guessed: each combination of the options is put to the checks that a run makes before it
 begins, then weighed, then timed. What drops out is counted with its reason. Left out is what
-another layout beats by the formulas: GPipe, which waits as long as 1F1B and holds more; ZeRO 2 that
-reduces once a step, which is ZeRO 1; and variants of a layout that hold more so as to send less
+another layout beats by the formulas: GPipe, which waits as long as 1F1B and holds more; ZeRO-2 that
+reduces once a step, which is ZeRO-1; and variants of a layout that hold more so as to send less
 along dp, where it would not be the fastest if it sent nothing there.
 
 Read in this order: Candidate, Search, search, decisions, grid_of, checked, with_variants,
@@ -33,7 +33,7 @@ from minitron.plan.job import Decision, Job
 from minitron.plan.variants import unsharded, variants
 
 COMMUNICATION = ("tp", "pp", "dp")
-SAME = 0.001  # of the seconds: nobody could measure less
+SAME = 0.001  # of the seconds: no measurement resolves less
 MOST_GPUS = 1_000_000
 """Several times as many as the largest clusters have; the layouts of more take too long."""
 
@@ -82,15 +82,15 @@ class Candidate:
 
 
 def words(decision: Decision) -> str:
-    """Describe the layout: "tp 8 + sequence, pp 4 x 5, dp 16, ZeRO 1, micro-batches of 2"."""
+    """Describe the layout: "tp 8 + sequence, pp 4 x 5, dp 16, ZeRO-1, micro-batches of 2"."""
     axes = decision.parallel
     phrases = [f"tp {axes.tp}" + " + sequence" * axes.sequence,
                f"pp {axes.pp}" + f" x {axes.chunks}" * (axes.chunks > 1)
                + " zero-bubble" * (axes.schedule == "zero-bubble"),
                f"dp {axes.dp}",
-               f"ZeRO {axes.zero}" + f" in {axes.replicas} replicas" * (axes.replicas > 1)]
+               f"ZeRO-{axes.zero}" + f" in {axes.replicas} replicas" * (axes.replicas > 1)]
     if unsharded(decision) != "nothing":
-        phrases.append(f"{unsharded(decision)} kept")
+        phrases.append(f"{unsharded(decision)} kept unsharded")
     if decision.recompute != "none":
         phrases.append(f"{decision.recompute} recomputation")
     return ", ".join([*phrases, f"micro-batches of {decision.micro_batch_size}"])
@@ -122,15 +122,15 @@ class Search:
     def dropped(self) -> list[tuple[int, str]]:
         """Count the layouts that dropped out for each reason, most first.
 
-        Reasons of one kind count as one, told as the first of them.
+        Reasons of one kind count as one, reported as the first of them.
         """
-        told, counts = {}, Counter()
+        first, counts = {}, Counter()
         if self.too_large:
             usable, there = self.job.limit / 1e9, self.job.device.memory_bytes / 1e9
             counts[f"do not fit in {usable:.0f} GB, what is usable of {there:.0f}"] = \
                 len(self.too_large)
         for reason, count in self.refused.items():
-            counts[told.setdefault(reason.kind, reason.problem)] += count
+            counts[first.setdefault(reason.kind, reason.problem)] += count
         return [(count, reason) for reason, count in counts.most_common()]
 
 
@@ -197,8 +197,8 @@ def grid_of(job: Job, sizes: dict) -> ParallelConfig:
     """Build a layout's axes; raises ConfigError if they do not go together, or with the nodes."""
     parallel, node = ParallelConfig(**sizes), min(job.gpus_per_node, job.num_gpus)
     require(node % parallel.tp == 0 or parallel.tp % node == 0, f"parallel.tp = {parallel.tp}: "
-            f"groups of so many straddle nodes of {node} GPUs",
-            field="parallel.tp", kind="tp groups that straddle nodes")
+            f"such groups would span nodes of {node} GPUs",
+            field="parallel.tp", kind="tp groups that span nodes")
     return parallel
 
 

@@ -27,13 +27,13 @@ from minitron.plan.published import (
 )
 
 DEEPSPEED = replace(MEGATRON, shards_ahead=False)
-"""Megatron-LM's models with DeepSpeed's ZeRO 3 of 2021: a submodule's matrices are gathered one by
+"""Megatron-LM's models with DeepSpeed's ZeRO-3 of 2021: a submodule's matrices are gathered one by
 one before it computes, all streams wait for them, and overlap_comm is off by default
 (github.com/microsoft/DeepSpeed, runtime/zero/stage3.py: fetch_sub_module)."""
 
 
 def unseen_rows() -> list[Row]:
-    """Read steps of the same papers, and of larger trainings, with ZeRO 0, 1 or 2."""
+    """Read steps of the same papers, and of larger trainings, with ZeRO-0, 1 or 2."""
     cut = [row for row in table("narayanan2021_table2") if row["scheme"] != "ZeRO-3"]
     return [*map(narayanan, table("narayanan2021_table1_unseen")),
             *(row for each in table("korthikanti2022_table3_table5_unseen")
@@ -43,7 +43,7 @@ def unseen_rows() -> list[Row]:
 
 
 def sharded_rows(system: System = DEEPSPEED) -> list[Row]:
-    """Read steps with ZeRO 3 (Narayanan et al. 2021, table 2), as `system` would run them."""
+    """Read steps with ZeRO-3 (Narayanan et al. 2021, table 2), as `system` would run them."""
     sharded = [row for row in table("narayanan2021_table2") if row["scheme"] == "ZeRO-3"]
     return [narayanan_sharded(row, system) for row in sharded]
 
@@ -70,7 +70,7 @@ def narayanan_cut(row: dict[str, str]) -> Row:
 def narayanan_sharded(row: dict[str, str], system: System) -> Row:
     size, = numbers(row, "micro_batch")
     layout = Decision(axes(row, zero=3), "full", size)
-    return rated("Narayanan et al. 2021, table 2, ZeRO 3", row, (layout,), system)
+    return rated("Narayanan et al. 2021, table 2, ZeRO-3", row, (layout,), system)
 
 
 def job_of(row: dict[str, str]) -> Job:

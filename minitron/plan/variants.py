@@ -34,7 +34,7 @@ def is_variant(decision: Decision) -> bool:
 
 
 def unsharded(decision: Decision) -> str:
-    """Return what ZeRO 2 or 3 leaves unsharded between the micro-batches of a step."""
+    """Return what ZeRO-2 or 3 leaves unsharded between the micro-batches of a step."""
     axes = decision.parallel
     if axes.sync_every_micro_batch:
         return "nothing" if axes.reshard_each_pass else "weights"

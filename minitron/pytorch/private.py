@@ -7,8 +7,8 @@ Each need is one function or name here, with the public thing that is missing; n
 Run on torch 2.13 (CPU).
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -195,6 +195,31 @@ class WorkAround(dist.Work):
 
     def _source_rank(self) -> int:
         return self.work._source_rank()
+
+
+# CUDA's caching allocator
+
+
+@contextmanager
+def record_allocations(device: torch.device) -> Iterator[None]:
+    """Let the allocator keep a trace of what it does in a block, for `allocator_trace`.
+
+    Public are sums (`torch.cuda.memory_stats`) and the segments of one moment.
+    """
+    torch.cuda.memory._record_memory_history("all", context=None, device=device)
+    try:
+        yield
+    finally:
+        torch.cuda.memory._record_memory_history(None, device=device)
+
+
+def allocator_trace(device: torch.device) -> list[dict]:
+    """Return what the allocator has done on `device` since `record_allocations` was entered.
+
+    Each entry has an "action" ("alloc", "free_completed", "segment_alloc", ...) and a "size".
+    """
+    traces = torch.cuda.memory._snapshot(device)["device_traces"]
+    return traces[torch.cuda.current_device() if device.index is None else device.index]
 
 
 # Profiling

@@ -1,5 +1,5 @@
-"""Names for stretches of a step: a profiler's trace shows them (see `measure.trace`), and whoever
-listens is told of those that are a phase of the step.
+"""Names for stretches of a step: a profiler's trace shows them (see `measure.trace`), and
+listeners are notified of those that are a phase of the step.
 """
 
 import threading
@@ -17,7 +17,7 @@ NOTHING = nullcontext()
 
 
 def span(*words, phase: str | None = None) -> AbstractContextManager:
-    """Name what runs inside "word word ..."; costs next to nothing while nobody listens.
+    """Name what runs inside "word word ..."; costs next to nothing without a listener.
 
     A process group is named after the technique that its axis is for. With `phase` the block is a
     phase of the step by that name, such as an action of a pipeline.

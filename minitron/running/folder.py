@@ -32,7 +32,7 @@ class Claim:
     It is a POSIX lock on the file `run.lock`, which ends with the process that holds it, however
     it dies, and which NFS and other shared file systems pass on between nodes. Not seen are
     processes on another node where locks are local (mount options `nolock`, `local_lock`,
-    `localflock`), or where the file system has none, which is told; and there is none on Windows.
+    `localflock`), or where the file system has none, which is reported. Windows has none.
     """
 
     def __init__(self, folder: Path):

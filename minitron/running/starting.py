@@ -31,7 +31,8 @@ def require_a_gpu_each(device: torch.device, group: Group) -> None:
         num_devices = torch.cuda.device_count()
         require(
             "cuda:nccl" in dist.get_backend_config(group),
-            f"{group.size()} ranks without a GPU each, of which this machine has {num_devices}",
+            f"{group.size()} ranks, but this machine has {num_devices} "
+            f"GPU{'s' * (num_devices != 1)}",
             f"start torchrun with --nproc-per-node {num_devices}, or set train.device to cpu",
         )
 
@@ -75,7 +76,7 @@ def read_facts(facts: dict, where: Path) -> dict:
                 is_sound &= types == scale and 0 < loss_scale["value"] < inf
         case _:
             is_sound = False
-    require(is_sound, f"{where}: its {MANIFEST} does not say what a run would have written",
+    require(is_sound, f"{where}: its {MANIFEST} was not written by a run",
             "resume from another checkpoint")
     precision = config["train"]["precision"]
     require((loss_scale is not None) == PRECISIONS[precision].scales_loss, f"{where}: its "

@@ -1,4 +1,4 @@
-"""What a disk refuses, told in one line; and files that are replaced whole or not at all."""
+"""A disk's refusals, reported in one line; and files that are replaced completely or not at all."""
 
 import errno
 import json
@@ -26,9 +26,9 @@ def refusal(error: BaseException) -> int | None:
     error of permission that names no file is not of a disk.
     """
     number = getattr(error, "errno", None)
-    told = re.search(r"\(os error (\d+)\)", str(error))
-    if number is None and told is not None:
-        number = int(told[1])
+    code = re.search(r"\(os error (\d+)\)", str(error))
+    if number is None and code is not None:
+        number = int(code[1])
     is_named = getattr(error, "filename", None) is not None
     return number if number in (REFUSALS if is_named else NO_WRITES | {errno.EIO}) else None
 
@@ -65,7 +65,7 @@ def open_itself(path: str | Path, flags: int) -> int:
             return file
         os.close(file)
     except OSError as error:
-        if error.errno != errno.ENXIO:  # of a pipe that nobody reads
+        if error.errno != errno.ENXIO:  # of a pipe without a reader
             raise
     raise ConfigError(f"{path}: is a pipe, not a file", "remove it, or choose another --run-dir")
 

@@ -79,7 +79,7 @@ def _compare_with_one_batch(
                 "forward pass begins",
            likely="backward() frees what its graph has saved: call it once, without retain_graph")
     expect(seen.num_evaluating == 0, seen="the model was put into eval mode",
-           likely="dropout belongs to training: leave the mode to the caller")
+           likely="dropout is on in training: leave the mode to the caller")
     loss = seen.loss
     expect(_is_number(loss), seen=f"it returned {loss!r}, of type {type(loss).__name__}",
            likely="the loss is a float, or a 0-d tensor whose graph does not keep memory alive: "
@@ -100,12 +100,13 @@ def _expect_divided(accumulate_gradients: Callable, divisor: float | Tensor) -> 
         expect(torch.allclose(seen, times * right, rtol=1e-9, atol=1e-12),
                seen=f"{name}.grad is {_ratio(seen, right):.4g} times that without a divisor; right "
                     f"is 26 / {float(divisor):g} = {times:.4g} times",
-               likely="divide the sum of the losses by `divisor` if it is not None, in place of "
-                      "the number of counted targets")
+               likely="divide the sum of the losses by `divisor` if it is not None, instead of the "
+                      "number of counted targets")
     expect(_is_number(mine.loss)
            and math.isclose(mine.loss, times * plain.loss, rel_tol=1e-9),
            seen=f"the gradients are right; the loss is {mine.loss}, not {times * plain.loss:.6f}",
-           likely="return what you called .backward() on, divided by the same divisor")
+           likely="divide the loss that you return by `divisor`, too: return the sum of what you "
+                  "called .backward() on")
 
 
 def _ratio(seen: Tensor, right: Tensor) -> float:
@@ -129,8 +130,8 @@ def _expect_own_loss(seen: tuple[list, float | Tensor]) -> None:
     shapes = [((rows, SEQUENCE, VOCABULARY), (rows, SEQUENCE)) for rows in (2, 1)]
     expect(calls == shapes, seen=f"it was called {len(calls)} times, with shapes {calls}",
            likely="call sum_loss(logits, targets) once for each micro-batch, with logits (B, S, V) "
-                  "and targets (B, S) as they are: where logits are cut over ranks, only it knows "
-                  "their loss")
+                  "and targets (B, S) as they are: if the vocabulary is sharded over ranks, only "
+                  "sum_loss can compute the loss")
     expect(_is_number(loss) and abs(float(loss) - 3.0) < 1e-12,
            seen=f"the loss returned is {loss}, not 3",
            likely="return the sum of what sum_loss gave, divided by the number of counted targets")
@@ -219,9 +220,9 @@ def _explain_gradient(
         "the mean of the micro-batches' means: one with few counted tokens weighs as much as one "
         "with many; divide each sum of losses by the count of all micro-batches":
             [1 / len(counts) / max(count, 1) for count in counts],
-        "the means of the micro-batches, added up: they must be divided too, by the count of all "
-        "micro-batches": [1 / max(count, 1) for count in counts],
-        "ignored targets are in the count: divide by the number of targets that are not -100":
+        "the means of the micro-batches, added up: divide each sum of losses by the count of all "
+        "micro-batches instead": [1 / max(count, 1) for count in counts],
+        "ignored targets are counted: divide by the number of targets that are not -100":
             [1 / num_tokens for _ in counts],
         "the sum of the tokens' losses, not their mean": [1.0 for _ in counts],
     }

@@ -32,7 +32,7 @@ def grade_1_3(num_parameters: Callable, training_flops_per_token: Callable) -> N
                           _parameter_faults(config))
     for (name, config), sequence_length in product(configs.items(), (29, 53)):
         with asked(f"training_flops_per_token({name}: {_sizes(config)}, {sequence_length}), "
-                   "against a real model's matrix products"):
+                   "against a real model's matmuls"):
             _expect_count(training_flops_per_token(config, sequence_length),
                           _real_flops(config, sequence_length), "FLOPs per token",
                           _flops_faults(config, sequence_length))
@@ -68,12 +68,12 @@ def _expect_count(seen: int, right: int, unit: str, faults: dict[int, str]) -> N
     expect(isinstance(seen, int), seen=f"{seen!r}, of type {type(seen).__name__}",
            likely="counts are exact integers: use // or no division at all, not /")
     difference = seen - right
-    likely = faults.get(difference, "print name and shape of every weight and compare: for name, p "
-                        "in Transformer(config).named_parameters(): print(name, p.shape)")
+    likely = faults.get(difference, "print the name and shape of every weight and compare: for "
+                        "name, p in Transformer(config).named_parameters(): print(name, p.shape)")
     if 3 * seen == right:
-        likely = "that is the forward pass alone: the backward pass costs twice as much again"
+        likely = "that is only the forward pass: the backward pass costs twice as much on top"
     elif 2 * seen == right:
-        likely = "a multiplication and an addition are two operations"
+        likely = "a multiply-add counts as 2 FLOPs"
     expect(difference == 0, seen=f"{seen:,} {unit}, not {right:,} (difference {difference:+,})",
            likely=likely)
 
@@ -85,21 +85,23 @@ def _parameter_faults(config: ModelConfig) -> dict[int, str]:
     head, positions = config.vocab_size * D, config.max_sequence_length * D
     norm = 2 * D if gpt else D
     faults = {
-        head: "that is V x D: a tied head is the embedding's own weight, and counts once",
-        -head: "that is V x D: an untied head is a weight of its own",
-        positions: "that is a table of positions: llama's rotary positions are not stored",
-        -positions: "that is gpt's table of learned positions",
-        -norm: "that is one norm: the final one comes after the blocks",
-        -(2 * L + 1) * norm: "those are the norms, 2 in each block and the final one",
-        -L * D * ffn: "that is one feed-forward matrix per block: llama has three, gate, up, down",
-        L * D * ffn: "that is one feed-forward matrix per block: gpt has two, up and down",
+        head: "the difference is V x D: a tied head is the embedding's weight, and counts once",
+        -head: "the difference is V x D: an untied head has its own weight",
+        positions: "the difference is a position table: llama's rotary positions are not stored",
+        -positions: "the difference is gpt's table of learned positions",
+        -norm: "the difference is one norm: the final one, after the blocks",
+        -(2 * L + 1) * norm: "the difference is the norms: 2 in each block, and the final one",
+        -L * D * ffn: "the difference is one feed-forward matrix per block: llama has three, gate, "
+                      "up and down",
+        L * D * ffn: "the difference is one feed-forward matrix per block: gpt has two, up and "
+                     "down",
     }
     if gpt:
-        faults[-(5 * D + ffn) * L] = "those are the biases of the blocks' linear layers"
+        faults[-(5 * D + ffn) * L] = "the difference is the biases of the blocks' linear layers"
         faults[-(2 * L + 1) * D] = "gpt's norms have a weight and a bias, D values each"
     if kv_width < D:
         faults[2 * L * D * (D - kv_width)] = \
-            "grouped queries: key and value are D to G K, narrower than the query"
+            "grouped queries: key and value map D to G K, narrower than the query"
     return faults
 
 
@@ -113,20 +115,21 @@ def _flops_faults(config: ModelConfig, sequence_length: int) -> dict[int, str]:
                  if isinstance(m, nn.Linear))
     everything = 6 * (_real_parameters(config) - linear)
     faults = {
-        everything - attention: "that is 6 per parameter: look-ups and norms are not products of "
-                                "matrices, and attention's products have no parameters",
-        everything: "look-ups, norms and biases are counted as products of matrices",
-        -attention: "attention's two products are missing, 2 S D each per layer and token",
-        -attention // 2: "half of attention is missing: two products, 2 S D each, and the whole "
-                         "S x S square although half is masked",
-        head: "that is V x D: looking up an embedding is no product, the head is one",
-        -head: "that is V x D: the head is multiplied with, tied or not",
+        everything - attention: "that is 6 per parameter: lookups and norms are not matmuls, and "
+                                "attention's two matmuls have no parameters",
+        everything: "lookups, norms and biases are counted, but they are not matmuls",
+        -attention: "attention's two matmuls are missing, 2 S D each per layer and token",
+        -attention // 2: "half of attention is missing: it has two matmuls of 2 S D each, and the "
+                         "causal mask is ignored",
+        head: "the difference is V x D: an embedding lookup is not a matmul, the head is one",
+        -head: "the difference is V x D: the head is a matmul, tied or not",
         -L * 6 * D * config.ffn_width:
-            "that is one feed-forward matrix per block: llama has three, gate, up and down",
+            "the difference is one feed-forward matrix per block: llama has three, gate, up and "
+            "down",
     }
     if kv_width < D:
         faults[-attention * (D - kv_width) // D] = \
-            "grouped queries share keys and values; all H query heads attend all the same"
+            "grouped queries share keys and values; all H query heads still attend"
         faults[6 * 2 * L * D * (D - kv_width)] = \
-            "grouped queries: key and value are D to G K, narrower than the query"
+            "grouped queries: key and value map D to G K, narrower than the query"
     return faults

@@ -23,24 +23,24 @@ def grade_1_2(learning_rate: Callable) -> None:
         (0, run, 0.5, "steps count from 0: the first has (0 + 1) / warmup_steps of the peak"),
         (2, run, 1.5, "step k of the warm-up has (k + 1) / warmup_steps of the peak"),
         (3, run, 2.0, "the last step of the warm-up has the full peak"),
-        (4, run, 2.0, "the cosine begins at warmup_steps, with the peak: progress is "
+        (4, run, 2.0, "the cosine begins at warmup_steps, at the peak: progress is "
                       "(step - warmup_steps) / ..., and the height runs from 1 to 0"),
-        (16, run, 0.5, "the last step, total_steps - 1, has the minimum: the cosine stands on it, "
-                       "and takes total_steps - 1 - warmup_steps intervals"),
-        (10, run, 1.25, "halfway down is the mean of peak and minimum: scale the cosine to "
-                        "(peak - minimum), and let minimum carry it"),
+        (16, run, 0.5, "the last step, total_steps - 1, has the minimum: the cosine takes "
+                       "total_steps - 1 - warmup_steps intervals"),
+        (10, run, 1.25, "halfway down is the mean of peak and minimum: scale the cosine to (peak - "
+                        "minimum), and add minimum"),
         (8, run, 1.625, "a third of the way a cosine is still at 3/4 of the height (a straight "
                         "line would be at 2/3)"),
         (17, run, 0.5, "past the end the rate stays at the minimum: clip progress to 1, or the "
-                       "cosine comes back up"),
+                       "cosine rises again"),
         (29, run, 0.5, "past the end the rate stays at the minimum: clip progress to 1"),
         (0, (2.0, 0.5, 0, 9), 2.0, "without warm-up the first step is the cosine's first"),
         (4, (2.0, 0.5, 0, 9), 1.25, "without warm-up the cosine takes total_steps - 1 intervals"),
         (3, (2.0, 0.5, 3, 4), 2.0, "the cosine is one step long, total_steps - 1 - warmup_steps "
                                    "is 0: divide by at least 1"),
         (7, (3.0, 3.0, 2, 11), 3.0, "minimum equal to peak is a constant rate"),
-        (1, (0.003, 0.0003, 7, 23), 0.006 / 7, "return the rate as it is: rounded, a small one "
-                                               "loses most of its digits"),
+        (1, (0.003, 0.0003, 7, 23), 0.006 / 7, "do not round the rate: a small one loses most of "
+                                               "its digits"),
     ]
     for step, arguments, right, likely in points:
         _expect_rate(learning_rate, step, arguments, right, likely)
@@ -103,7 +103,7 @@ def _expect_plan(plan_batch: Callable, arguments: tuple, right: tuple[int, int])
         seen = f"{plan}, which trains on {planned} tokens; right is {right}"
         expect(micro_batch_size <= largest, seen=seen,
                likely=f"micro-batches of {micro_batch_size} do not fit, {largest} is the most: "
-                      "divide by sequence_length and num_ranks first, and return the size first")
+                      "divide by sequence_length and num_ranks first, and put the size first")
         expect(planned == tokens, seen=seen,
                likely="the batch changed: micro_batch_size must divide the sequences per rank, "
                       "tokens_per_step / (sequence_length x num_ranks)")
@@ -123,8 +123,8 @@ def _expect_refusal(
         except ValueError as error:
             message = str(error).replace(",", "").replace("_", "")
             expect(str(tokens) in message and str(unit) in message, seen=f"ValueError: {error}",
-                   likely=f"the message names both numbers, {tokens} and {unit}, so that the "
-                          "reader can mend one of them")
+                   likely=f"the message must contain both numbers, {tokens} and {unit}, so that "
+                          "the reader can change one of them")
         else:
             expect(False, seen=f"it returned {plan}",
                    likely="// rounds down and drops tokens: test with % and raise ValueError")

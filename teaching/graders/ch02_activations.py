@@ -108,7 +108,7 @@ def _expect_bytes(seen: int, right: int, size: int, faults: dict[int, str]) -> N
     likely = faults.get(seen - right, "let the meter list them: `for t in meter.peak.tensors: "
                         "print(t.name, t.shape, t.bytes, t.category)`")
     if seen * size == right:
-        likely = "those are values: multiply with bytes_per_value"
+        likely = "that is the number of values: multiply by bytes_per_value"
     expect(seen == right, seen=f"{seen:,} bytes, not {right:,} (difference {seen - right:+,})",
            likely=likely)
 
@@ -122,24 +122,24 @@ def _faults(
     square = batch_size * model.num_heads * sequence_length**2
     faults = {
         8 * wide * size - 2 * inner * size: "the feed-forward is F = ffn_width wide, not 4 D",
-        2 * wide * size: "two tensors of B S D too many: query, key and value layers read one "
-                         "and the same input, and a sum saves nothing",
+        2 * wide * size: "two tensors of B S D too many: the query, key and value layers read "
+                         "one and the same input, and a sum saves nothing",
         wide * size: "one tensor of B S D too many: the block's output is the next block's to save",
         -wide * size: "one tensor of B S D is missing: both norms' inputs, their outputs (which "
                       "the linear layers read), query, key, value, and the input of out",
         -2 * wide * size: "two tensors of B S D are missing: a norm needs its input, and the "
                           "linear layers after it theirs",
-        -inner * size: "one of the tensors that are F wide is missing: gelu needs its input, and "
+        -inner * size: "one of the tensors of width F is missing: gelu needs its input, and "
                        "down needs gelu's output",
         square: "a mask of S x S too many: is there one?",
         square * size: "one S x S tensor too many: softmax needs its output, not its input, and "
-                       "without dropout that is the one the product with the values reads",
+                       "without dropout its output is what the matmul with the values reads",
     }
     if not materialized:
         faults |= {
             (size + 1) * square + square * size: "the fused kernel stores nothing of S x S",
             square * size: "the fused kernel stores nothing of S x S",
-            square: "the fused kernel draws its mask again from a seed: no S x S mask is saved",
+            square: "the fused kernel regenerates its mask from a seed: no S x S mask is saved",
             -wide * size: "one tensor of B S D is missing: the kernel saves query, key, value and "
                           "its output, the input of `out`",
             -4 * wide * size: "attention saves query, key, value and output",
@@ -163,9 +163,9 @@ def _mask_faults(dropout: float, wide: int, square: int, size: int) -> dict[int,
     if square:
         faults |= {
             -square: "the mask of the probabilities is missing, 1 byte per value",
-            -square * size: "with dropout the product with the values has an input of its own, "
-                            "the dropped probabilities: a second S x S tensor",
-            -masks - square * size: "with dropout: a mask of 1 byte per value at three places, "
-                                    "and the dropped probabilities as a second S x S tensor",
+            -square * size: "with dropout, the matmul with the values reads the probabilities "
+                            "after dropout: a second S x S tensor",
+            -masks - square * size: "with dropout: a mask of 1 byte per value in three places, "
+                                    "and the probabilities after it, a second S x S tensor",
         }
     return faults

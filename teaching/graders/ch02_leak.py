@@ -116,7 +116,7 @@ def grade_2_4(train: Callable) -> None:
         for name, wanted in right.weights.items():
             expect(torch.allclose(seen.weights[name], wanted, rtol=0, atol=1e-12),
                    seen=f"{name} differs after {NUM_STEPS} steps",
-                   likely="the same steps on the same batches: only what is kept may change")
+                   likely="take the same steps on the same batches: change only what is stored")
         _expect_memory(seen, clean)
 
 
@@ -193,9 +193,9 @@ def _explain(key: str) -> str:
     return {
         "loss": "the loss is taken before the update, and the training must be the same: the "
                 "same forward, backward and step, on every batch",
-        "average": "0.9 of the average so far and 0.1 of the new loss, from 0.0 on",
-        "accuracy": "the share of all B x S tokens whose largest logit is the target's, from the "
-                    "logits of the training step, before the update",
+        "average": "0.9 times the average so far plus 0.1 times the new loss, starting from 0.0",
+        "accuracy": "the fraction of all B x S tokens whose largest logit is the target's, from "
+                    "the logits of the training step, before the update",
         "validation": "the mean over the validation batches, after the update",
     }[key]
 
@@ -203,41 +203,41 @@ def _explain(key: str) -> str:
 def _expect_training_mode(seen: Seen) -> None:
     expect(seen.num_evaluating == 0,
            seen=f"{seen.num_evaluating} of {seen.forwards[-1]} forward passes ran in eval mode",
-           likely="the loop above never leaves training mode: model.eval() switches dropout off, "
-                  "and without model.train() behind it for the rest of the training too. Here it "
-                  "is torch.no_grad() that saves memory")
+           likely="the loop in the exercise never leaves training mode. model.eval() switches "
+                  "dropout off, and without model.train() after it, for the rest of the training. "
+                  "What saves memory is torch.no_grad()")
 
 
 def _expect_memory(watch: Seen, clean: Seen) -> None:
     work = clean.forwards
     expect(watch.forwards == work,
            seen=f"forward passes before each request for a batch: {watch.forwards}, not {work}",
-           likely="take one batch after the other, each with its step and its validation: a "
-                  "list(batches) makes them all, and holds them all")
+           likely="take the batches one at a time, each with its step and its validation: "
+                  "list(batches) creates them all and keeps them all")
 
     objects = watch.objects
     expect(objects[-1] - objects[1] <= OBJECTS * (NUM_STEPS - 1),
            seen=f"bytes of Python objects and NumPy arrays that are kept when each step begins: "
                 f"{_list(objects)}",
-           likely=f"something of each step is kept that grows with the batch of {B * S} tokens; a "
-                  "copy in NumPy, bytes or a list of floats needs memory, too: reduce it to one "
-                  "float at once")
+           likely=f"each step leaves something behind that grows with the batch of {B * S} tokens; "
+                  "a copy in NumPy, bytes or a list of floats takes memory, too: reduce it to one "
+                  "float immediately")
     peaks, allowed = watch.peaks, clean.peaks[1] + 8 * SCALARS
     seen = f"bytes at the peak of each step: {_list(peaks)}; a loop that keeps nothing: " \
            f"{_list(clean.peaks)}; graphs alive when each ends: {watch.graphs[1:]}"
     growth = peaks[-1] - peaks[1]
     per_step = B * S
     expect(growth <= SCALARS * (NUM_STEPS - 2) or watch.graphs[-1] > watch.graphs[1], seen=seen,
-           likely=f"something of each step is kept whose size grows with the batch, such as "
-                  f"{per_step} values per token: reduce it to a float at once")
+           likely=f"each step leaves something behind whose size grows with the batch, such as "
+                  f"{per_step} values, one per token: reduce it to a float immediately")
     expect(watch.graphs[-1] <= watch.graphs[1], seen=seen,
-           likely="what is kept of each step still has its graph, and with it what the graph has "
-                  "saved: keep .item() or .detach(), of the average too, and validate under "
+           likely="what each step leaves behind still has its graph, and the graph keeps its saved "
+                  "tensors: store .item() or .detach(), for the average too, and validate under "
                   "torch.no_grad()")
     expect(peaks[1] <= allowed, seen=seen,
-           likely="nothing grows, and more is alive at once than a step needs: a graph that "
-                  "outlives its backward pass (retain_graph), or validation batches that each "
-                  "leave theirs until the sum is done (torch.no_grad() makes none)")
+           likely="nothing grows, but more is alive at once than a step needs: a graph that "
+                  "outlives its backward pass (retain_graph), or validation batches whose graphs "
+                  "live until the sum is complete (torch.no_grad() builds none)")
 
 
 def _list(sizes: list[int]) -> str:

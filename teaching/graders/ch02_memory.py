@@ -111,7 +111,7 @@ def _expect_parts(seen: dict, right: dict[str, int], faults: dict) -> None:
     for part in PARTS:
         expect(seen[part] == right[part], seen=f"{part}: {seen[part]} bytes, not {right[part]}",
                likely=faults.get((part, seen[part]),
-                              f"values in the {part} part, times bytes of {part}'s own dtype"))
+                              f"number of values in {part}, times the bytes of {part}'s own dtype"))
 
 
 def _faults(model: nn.Module, dtypes: dict) -> dict[tuple[str, int], str]:
@@ -126,21 +126,21 @@ def _faults(model: nn.Module, dtypes: dict) -> dict[tuple[str, int], str]:
     for part in PARTS:
         times = size[part] * (2 if part == "moments" else 1)
         faults |= {
-            (part, counts[part]): "that is the number of values: multiply with dtype.itemsize",
-            (part, counts[part] * 4): "that is float32: each part has a dtype of its own in the "
-                                      "plan, whatever the model is in now",
-            (part, counts[part] * size["parameter"]): "that is in the parameter's dtype: each "
-                                                      "part has its own in the plan",
+            (part, counts[part]): "that is the number of values: multiply it by dtype.itemsize",
+            (part, counts[part] * 4): "that is the size in float32: use the part's dtype from "
+                                      "`dtypes`, whatever dtype the model has now",
+            (part, counts[part] * size["parameter"]): "that uses the parameter's dtype: each "
+                                                      "part has its own in `dtypes`",
             (part, stored * times): "a frozen parameter has no gradient, no master and no moments",
             (part, sum(p.numel() for p in named) * times): "a tied weight is counted twice: it "
-                                                           "has two names and is one tensor",
+                                                           "has two names but is one tensor",
             (part, sum(p.numel() for p in named if p.requires_grad) * times):
-                "a tied weight is counted twice: it has two names and is one tensor",
+                "a tied weight is counted twice: it has two names but is one tensor",
         }
     faults["parameter", trained * size["parameter"]] = \
-        "a frozen parameter is not trained, and stored all the same"
+        "a frozen parameter is not trained, but it is stored: count its weights"
     faults["moments", trained * size["moments"]] = \
-        "Adam keeps two means: of the gradient, and of its square"
+        "Adam keeps two moving averages: of the gradient, and of its square"
     if dtypes["master"] is None:
         faults["master", trained * 4] = "master is None: the optimizer updates the parameters"
     return faults
@@ -156,18 +156,19 @@ def _grade_fitting(plans_that_fit: Callable) -> None:
 
     cases = [
         ("5 x 10^9 parameters", whole, 100.0, [narrow, full, master, wide],
-         "the fewest bytes first; equals in the order of the dict"),
+         "sort by bytes, the smallest first; ties stay in the order of the dict"),
         ("5 x 10^9 parameters", whole, 80.0, [narrow, full, master],
-         "16 bytes each fill 80 GB exactly, and that fits; 18 do not: all parts count"),
+         "16 bytes per parameter fill 80 GB exactly, which fits; 18 do not: count all parts"),
         ("5 x 10^9 parameters", whole, 75.0, [narrow],
-         "80 GB are more than 75: a GB is 10^9 bytes, not 2^30, and all parts count"),
-        ("5 x 10^9 parameters", whole, 39.9, [], "40 GB are more than 39.9: then none fits"),
+         "80 GB exceed 75: a GB is 10^9 bytes, not 2^30. Count all parts"),
+        ("5 x 10^9 parameters", whole, 39.9, [],
+         "even the smallest plan needs 40 GB, more than 39.9: return an empty list"),
         ("5 x 10^9 trained parameters, 10^9 frozen ones", partly, 83.0, [narrow, master],
-         "frozen ones need 4 bytes each in float32, 84 GB in all, and 2 in bfloat16, 82"),
+         "a frozen parameter takes 4 bytes in float32 (84 GB in total), 2 in bfloat16 (82 GB)"),
         ("5.0001 x 10^9 parameters", more, 80.0, [narrow],
-         "80.0016 GB are more than 80: compare bytes, not GB that were rounded or divided by //"),
+         "80.0016 GB exceed 80: compare bytes, not GB that were rounded"),
         ("5.0001 x 10^9 parameters", more, 80.5, [narrow, full, master],
-         "80.0016 GB are less than 80.5: memory_gb need not be a whole number"),
+         "80.0016 GB are less than 80.5: memory_gb need not be an integer"),
     ]
     for model_name, model, memory_gb, right, likely in cases:
         with asked(f"plans_that_fit({model_name}; plans {'; '.join(PLANS)}; {memory_gb:g} GB)"):

@@ -94,12 +94,12 @@ def _expect_peak(answer: tuple, right: Right, num_steps: int) -> None:
     likely = "the most bytes at one moment: meter.peak.total and meter.peak.phase, read after " \
              "Meter(model, optimizer) has watched a whole step"
     if num_steps == 1:
-        likely = "that is the first step: Adam makes its state in it, so the first forward and " \
-                 "backward run without; run a step before the one you measure"
+        likely = "that is the first step: Adam allocates its state at its end, so its forward " \
+                 "and backward passes run without it. Run one step before the one you measure"
     elif size == right.peak.total - states:
-        likely = "the optimizer's state is not in it: give the meter the optimizer, too"
+        likely = "the optimizer's state is missing: give the meter the optimizer, too"
     elif size == 2 * right.peak.bytes["parameter"] + states:  # as many bytes of gradients
-        likely = "that is what is left at the end: the peak is over when the step is"
+        likely = "that is what remains at the end: the peak is over when the step ends"
     expect(size == right.peak.total, seen=seen, likely=likely)
     expect(phase == right.peak.phase, seen=seen,
            likely="the phase of the peak itself, meter.peak.phase, not of the step's last moment")
@@ -125,11 +125,11 @@ def _expect_holders(holders: list, held: Counter, num_holders: int) -> None:
                likely="group by the meter's own category and module of each tensor, together")
         expect(size == held[category, module],
                seen=f"({category!r}, {module!r}): {size:,} bytes, not {held[category, module]:,}",
-               likely="a holder has several tensors: add up all of one category and module")
+               likely="a holder can have several tensors: add up all of one category and module")
     expect(len({holder[:2] for holder in holders}) == num_holders,
            seen=f"a holder is listed twice: {holders}"[:300],
            likely="one entry for each category and module: add up before you list")
     sizes = [size for *_, size in holders]
     expect(sizes == [size for _, size in largest],
            seen=f"holders of {sizes} bytes, not {[size for _, size in largest]}",
-           likely="the largest first: add up everything, then sort by bytes, then cut")
+           likely="largest first: add up everything, then sort by bytes, then cut the list")

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from minitron.config import ModelConfig
 from minitron.model.transformer import Transformer, materialized_attention
 from teaching.graders import asked, expect
-from teaching.graders.ch03_replay import grade_3_1
+from teaching.graders.ch03_function import grade_3_1
 
 __all__ = ["grade_3_1", "grade_3_2", "grade_3_3", "grade_3_4"]
 
@@ -43,11 +43,11 @@ def all_plans(num_blocks: int) -> list[list[int]]:
 
 
 def moments_of(plan: list[int], sizes: list[int], boundary: int) -> list[int]:
-    """Bytes held while each segment is replayed, and last at the end of the forward pass."""
+    """Bytes held while each segment is recomputed, and last at the end of the forward pass."""
     starts = [sum(plan[:index]) for index in range(len(plan) + 1)]
-    replays = [index * boundary + sum(sizes[start:start + length])
-               for index, (start, length) in enumerate(zip(starts, plan, strict=False))]
-    return [*replays, len(plan) * boundary + sum(sizes[starts[-1]:])]
+    needs = [index * boundary + sum(sizes[start:start + length])
+             for index, (start, length) in enumerate(zip(starts, plan, strict=False))]
+    return [*needs, len(plan) * boundary + sum(sizes[starts[-1]:])]
 
 
 def peak_of(plan: list[int], sizes: list[int], boundary: int) -> int:
@@ -57,27 +57,27 @@ def peak_of(plan: list[int], sizes: list[int], boundary: int) -> int:
 def _expect_plan(plan, sizes: list[int], boundary: int, budget: int, right: list[int]) -> None:
     lengths = isinstance(plan, list) and all(type(n) is int and n > 0 for n in plan)
     expect(lengths and sum(plan) <= len(sizes), seen=f"it returned {plan!r}",
-           likely=f"a list of positive lengths, {len(sizes)} blocks together at most; [] replays "
-                  "nothing")
-    *replays, end = moments_of(plan, sizes, boundary)
-    seen = f"{plan} holds {end} bytes at the end of the forward pass and {replays or 'nothing'} " \
-           f"in the replays; right is {right}"
+           likely=f"a list of positive lengths, {len(sizes)} blocks in total at most; [] "
+                  "recomputes nothing")
+    *needs, end = moments_of(plan, sizes, boundary)
+    seen = f"{plan} needs {end} bytes at the end of the forward pass and {needs or 'nothing'} " \
+           f"while its segments are recomputed; a right answer is {right}"
     expect(end <= budget, seen=seen,
-           likely="at the end of the forward pass the inputs of all segments are held, beside "
-                  "the tail's activations")
-    expect(max(replays, default=0) <= budget, seen=seen,
-           likely="a replay holds the inputs of the segments before it, beside its own blocks: "
-                  "later segments have less room")
-    expect(sum(plan) <= sum(right), seen=f"{seen}, which replays {sum(right)} blocks, not "
+           likely="at the end of the forward pass, memory holds the inputs of all segments as well "
+                  "as the tail's activations")
+    expect(max(needs, default=0) <= budget, seen=seen,
+           likely="while a segment is recomputed, the inputs of the segments before it are also in "
+                  "memory: later segments have less room")
+    expect(sum(plan) <= sum(right), seen=f"{seen}, which recomputes {sum(right)} blocks, not "
            f"{sum(plan)}", likely=_why_too_many(plan, sizes))
 
 
 def _why_too_many(plan: list[int], sizes: list[int]) -> str:
     if sum(plan) == len(sizes):
-        return "every block is replayed: the last ones can be kept, for their activations are " \
-               "gone when the segments are replayed"
-    return "replay fewer blocks: fill the first segments as far as they go, they have the most " \
-           "room, and do not count the tail beside a replay"
+        return "every block is recomputed: keep the last ones, whose activations have been " \
+               "freed by the time the segments are recomputed"
+    return "recompute fewer blocks: fill the first segments as far as they go, since they have " \
+           "the most room, and do not count the tail while a segment is recomputed"
 
 
 def _expect_refusal(
@@ -92,7 +92,7 @@ def _expect_refusal(
     else:
         least = min(peak_of(plan, sizes, boundary) for plan in all_plans(len(sizes)))
         expect(False, seen=f"it returned {plan}",
-               likely=f"nothing fits: any choice needs {least} bytes or more; raise ValueError")
+               likely=f"nothing fits: every choice needs {least} bytes or more; raise ValueError")
 
 
 def grade_3_3(recompute_flops_per_token: Callable) -> None:
@@ -114,8 +114,8 @@ def grade_3_3(recompute_flops_per_token: Callable) -> None:
 
 
 @cache
-def replayed_flops(config: ModelConfig, sequence_length: int, kind: str) -> int:
-    """FLOPs per token of the forward pass of what is replayed, counted on a real model."""
+def recomputed_flops(config: ModelConfig, sequence_length: int, kind: str) -> int:
+    """FLOPs per token of the forward pass of what is recomputed, counted on a real model."""
     with torch.device("meta"):  # shapes only: nothing is stored or computed
         model = Transformer(config)
         tokens = torch.zeros(2, sequence_length, dtype=torch.int64)
@@ -139,33 +139,33 @@ def replayed_flops(config: ModelConfig, sequence_length: int, kind: str) -> int:
 def _expect_flops(seen: int, config: ModelConfig, sequence_length: int, kind: str) -> None:
     expect(isinstance(seen, int), seen=f"{seen!r}, of type {type(seen).__name__}",
            likely="counts are exact integers: use // or no division at all, not /")
-    right = replayed_flops(config, sequence_length, kind)
+    right = recomputed_flops(config, sequence_length, kind)
     faults = _flops_faults(config, sequence_length, kind)
     expect(seen == right,
            seen=f"{seen:,} FLOPs per token, not {right:,} (difference {seen - right:+,})",
-           likely=faults.get(seen, "add up the products of one block, times L"))
+           likely=faults.get(seen, "add up the matmuls of one block, times L"))
 
 
 def _flops_faults(config: ModelConfig, sequence_length: int, kind: str) -> dict[int, str]:
     """What a wrong count means."""
     D, L = config.width, config.num_layers
     kv_width = config.num_kv_heads * config.head_width
-    full, core = (replayed_flops(config, sequence_length, k) for k in ("full", "selective"))
+    full, core = (recomputed_flops(config, sequence_length, k) for k in ("full", "selective"))
     right = {"none": 0, "selective": core, "full": full}[kind]
     head, up = 2 * D * config.vocab_size, 2 * L * D * config.ffn_width
     linear = 2 * L * (2 * D * D + 2 * D * kv_width)
-    per_head = "all H query heads attend, to keys that they share: 2 S D per product, not 2 S G K"
+    per_head = "all H query heads attend, to keys that they share: 2 S D per matmul, not 2 S G K"
     faults = {
-        full + head: "the head lies after the blocks: it is not replayed",
+        full + head: "the head comes after the blocks: it is not recomputed",
         3 * (full + head): "that is the whole step: only the forward pass of the blocks is added",
         3 * right: "the backward pass runs once in any case: only the forward pass is added",
-        2 * right: "twice too much: it is replayed once",
+        2 * right: "twice the right number: it is recomputed once",
         right // L: "that is one layer: there are L",
-        right // 2: "half is missing: a multiplication and an addition are two operations, and "
-                    "the whole S x S square counts",
-        right - core: "attention's two products are missing",
-        right - core // 2: "one of attention's two products is missing",
-        right + linear: "query, key, value and out are outside of attention's core",
+        right // 2: "half is missing: a multiplication and an addition are two FLOPs, and the full "
+                    "S x S square counts",
+        right - core: "attention's two matmuls are missing",
+        right - core // 2: "one of attention's two matmuls is missing",
+        right + linear: "query, key, value and out are outside attention's core",
         right - up: "llama's feed-forward has three matrices: gate, up and down",
         right + up: "gpt's feed-forward has two matrices: up and down",
     }
@@ -173,12 +173,12 @@ def _flops_faults(config: ModelConfig, sequence_length: int, kind: str) -> dict[
         faults[right - core + core * kv_width // D] = per_head
     faults.pop(right, None)
     if kind == "none":
-        return dict.fromkeys([*faults, full, core], "nothing is replayed, nothing is added")
+        return dict.fromkeys([*faults, full, core], "nothing is recomputed, nothing is added")
     return faults
 
 
 def grade_3_4(best_segment_length: Callable) -> None:
-    """Compare with every length, each of its segments replayed by hand."""
+    """Compare with every length, each of its segments added up by hand."""
     examples = [
         (6, 10, 1),  # even, so that a segment's own input counted twice is not a longer last one
         (7, 4, 2),
@@ -209,16 +209,16 @@ def _expect_length(answer, num_blocks: int, activation: int, boundary: int) -> N
            likely=f"a tuple of two integers, a length from 1 to {num_blocks} and its peak in "
                   "bytes: divide with //")
     length, peak = answer
-    replays = moments_of(cut(num_blocks, length), sizes, boundary)[:-1]
-    seen = f"{answer}; length {length} cuts into {_short(cut(num_blocks, length))}, whose " \
-           f"replays hold {_short(replays)}"
+    needs = moments_of(cut(num_blocks, length), sizes, boundary)[:-1]
+    seen = f"{answer}; length {length} cuts into {_short(cut(num_blocks, length))}; " \
+           f"its segments need {_short(needs)}"
     expect(peak == peaks[length], seen=f"{seen}, {peaks[length]} at most",
-           likely=_why_wrong_peak(peak, replays, length, activation, boundary))
+           likely=_why_wrong_peak(peak, needs, length, activation, boundary))
     likely = f"length {right} peaks at {lowest}: compare all lengths"
     if peaks[length] == lowest:
         likely = f"length {right} has the same peak: return the longest"
     elif length == max(1, round(num_blocks ** 0.5)):
-        likely += "; the square root is right where a block keeps as much as a boundary is large"
+        likely += "; the square root is right where a block stores as much as its input"
     expect(length == right, seen=f"{seen}; right is {(right, lowest)}", likely=likely)
 
 
@@ -228,19 +228,19 @@ def _short(values: list[int]) -> str:
 
 
 def _why_wrong_peak(
-    peak: int, replays: list[int], length: int, activation: int, boundary: int
+    peak: int, needs: list[int], length: int, activation: int, boundary: int
 ) -> str:
-    inputs = (len(replays) - 1) * boundary
+    inputs = (len(needs) - 1) * boundary
     faults = {
-        replays[-1]: "that is the last segment, which may be short: the one before it can hold "
+        needs[-1]: "that is the last segment, which may be short: the one before it can need "
                      "more",
-        replays[0]: "that is the first segment: later ones hold the inputs of those before them",
-        max(replays) + boundary: "a segment's own input is among its activations: count the inputs "
+        needs[0]: "that is the first segment: later ones also need the earlier inputs",
+        max(needs) + boundary: "a segment's own input is among its activations: count the inputs "
                                  "of the segments before it",
         inputs + boundary + length * activation:
-            "that is every input beside a full segment: a segment's own input is among its "
+            "that is every input plus a full segment: a segment's own input is among its "
             "activations, and the last segment can be shorter",
         inputs + length * activation: "the last segment is shorter when the length does not divide "
-                                      "the blocks: see which segment holds the most",
+                                      "the blocks: see which segment needs the most",
     }
-    return faults.get(peak, "segment j, from 0, holds j inputs and the activations of its blocks")
+    return faults.get(peak, "segment j, from 0, needs j inputs and the activations of its blocks")

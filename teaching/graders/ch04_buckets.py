@@ -24,9 +24,9 @@ LATE_BUCKETS = {600: 2, 1100: 1}
 """By bucket_bytes: buckets that wait for the embedding, complete at the very last, or for `spare`.
 
 The larger ones hold `left` and `right` together, which come in either order."""
-UNORDERED = "a bucket may be complete before the one that comes before it, and on some ranks " \
-            "never: send them in their order, whatever is complete, and the rest in finish(), " \
-            "with zeros for what is None"
+UNORDERED = "a bucket may be complete before the previous one, and on some ranks it never is: " \
+            "send them in their order, and in finish() send those that remain, with zeros for " \
+            "None"
 SQUARE = 64
 MOST_HELD = 1.2  # times the gradients
 PATIENCE = 1.0  # seconds
@@ -76,13 +76,13 @@ def _expect_bucketed_step(
 
 def _expect_each_bucket(buckets: list[int], seen: list[Step]) -> None:
     payloads = [step.payloads() for step in seen]
-    likely = "one all-reduce for each of self.buckets, in their order, with zeros for what is None"
+    likely = "one all-reduce for each of self.buckets, in their order, with zeros for None"
     counts = {len(mine) for mine in payloads}
     if max(counts) > len(buckets):
-        likely = "one all-reduce per bucket, once: put its gradients end to end in one flat tensor"
+        likely = "one all-reduce per bucket: concatenate its gradients in one flat tensor"
     elif min(counts) < len(buckets):
         likely = "a bucket with a parameter that gets no gradient is never complete: finish() " \
-                 "sends what was not sent; and a new step starts with nothing sent"
+                 "sends the rest; and every step starts with no bucket sent"
     saw = [f"{len(mine)} all-reduces of {', '.join(map(str, mine)) or 'no'} bytes"
            for mine in payloads]
     expect(all(mine == buckets for mine in payloads),
@@ -94,14 +94,14 @@ def _expect_complete(buckets: list[dict], seen: list[Step], first_step: bool) ->
              if (names := _sent_before_ready(buckets, step))}
     before_last = {what for step in seen for name, what in step.events[:step.place("last")]
                    if name == "ready"}
-    likely = "a bucket was sent before all of its gradients were there: they come in any order, " \
-             "so look for every one of them"
+    likely = "a bucket was sent before all of its gradients were complete: they come in any " \
+             "order, so check every one of them"
     if before_last & set(sum(early.values(), [])):
-        likely = "a gradient is complete after the last micro-batch: what a hook saw under " \
-                 "no_sync() does not count"
+        likely = "a gradient is complete after the last micro-batch: hooks that ran under " \
+                 "no_sync() do not count"
     elif not first_step:
-        likely = "a bucket was sent before it was complete: is what finish() must forget from " \
-                 "the last step forgotten?"
+        likely = "a bucket was sent before it was complete: does finish() reset what was kept " \
+                 "track of in the last step?"
     saw = {rank: f"sent before complete: {', '.join(names)}" for rank, names in early.items()}
     expect(not early, seen=per_rank(saw), likely=likely)
 
@@ -138,5 +138,5 @@ def _expect_nothing_beside(seen: list[tuple[int, int]]) -> None:
     few = [held < MOST_HELD * needed for needed, held in seen]
     expect(all(few), seen=per_rank([f"{held:,} bytes of gradients and temporary tensors, where "
                                     f".grad needs {needed:,}" for needed, held in seen]),
-           likely="flat tensors are still held beside .grad: forget them in finish(), or let .grad "
-                  "be views of them")
+           likely="flat tensors are still held besides .grad: free them in finish(), or let each "
+                  ".grad be a view of one")

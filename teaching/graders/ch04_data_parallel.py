@@ -66,7 +66,7 @@ def _expect_average(average_gradients: Callable, rows: Rows) -> None:
         expect_same_weights([s.weights for s in seen], right.weights)
         expect_gradients([s.grads for s in seen], right)
         expect(all(s.frozen for s in seen), seen="requires_grad of a parameter has changed",
-               likely="what is frozen is the caller's choice: only read requires_grad")
+               likely="the caller decides what is frozen: do not set requires_grad")
         if size > 1:
             _expect_frugal([s.calls for s in seen])
 
@@ -99,21 +99,21 @@ def _without_flags(calls: list[Call], num_gradients: int) -> list[int]:
 def _why_other_traffic(most: int, total: int, number: int, sizes: dict[str, int]) -> str:
     frozen = Toy().second.bias.nbytes
     if most in (2 * total, 2 * (total - sizes["spare"])):
-        return "everything is sent twice: the mean of equal gradients is the same again, so the " \
-               "numbers are right, and half of the traffic is for nothing"
+        return "everything is sent twice: averaging equal gradients again does not change them, " \
+               "so the values are right, but half of the traffic is wasted"
     if most in (total + frozen, total + frozen - sizes["spare"]):
-        return "second.bias is frozen, and sent: leave out what does not require a gradient"
+        return "second.bias is frozen but sent: skip parameters that do not require a gradient"
     if most - total == sizes["embedding.weight"] or \
             most - total == sizes["embedding.weight"] - sizes["spare"]:
         return "the tied weight is sent under both of its names, or another tensor as large as " \
                "it: model.parameters() lists it once"
     if number > len(sizes):
-        return "more calls than gradients: zeros stand for None, so nobody needs to ask first; " \
-               "one message for all such flags would do, too"
+        return "more calls than gradients: if None counts as zeros, the ranks need not ask each " \
+               "other who has a gradient; if you do ask, one message for all of them is enough"
     if most < total:
-        return "fewer bytes than the gradients have: each parameter that requires a gradient has " \
-               "one, in its own dtype"
-    return "send each gradient that a parameter requires, once, and nothing else"
+        return "fewer bytes than the gradients have: send one for each parameter that requires a " \
+               "gradient, in its own dtype"
+    return "send the gradient of each parameter that requires one, once, and nothing else"
 
 
 # 4.2
@@ -149,7 +149,7 @@ def _expect_buckets(buckets, sizes: list[int], bucket_bytes: int) -> None:
     expect(lists and all(type(index) is int for bucket in buckets for index in bucket),
            seen=f"it returned {buckets!r}"[:200], likely="a list of lists of indices")
     held = [sum(sizes[index] for index in bucket if 0 <= index < len(sizes)) for bucket in buckets]
-    expect(buckets == right, seen=f"{buckets}, which hold {held} bytes; right is {right}",
+    expect(buckets == right, seen=f"{buckets}, which hold {held} bytes; correct is {right}",
            likely=_why_other_buckets(buckets, right, held, sizes, bucket_bytes))
 
 
@@ -161,17 +161,17 @@ def _why_other_buckets(
     missing = sorted(set(range(len(sizes))) - set(flat))
     last = len(sizes) - 1
     if missing:
-        return f"gradients {missing} are in no bucket: is the last bucket kept when the loop ends?"
+        return f"gradients {missing} are in no bucket: is the last one kept when the loop ends?"
     if len(flat) > len(sizes):
         return "a gradient is in two buckets, or an index does not exist"
     if not all(buckets):
-        return "a bucket is empty: start the next one only when there is something to put into it"
+        return "a bucket is empty: start one only when there is a gradient to put into it"
     full = [n for n, bucket in zip(held, buckets, strict=True) if len(bucket) > 1]
     if max(full, default=0) > bucket_bytes:
-        return f"a bucket holds more than {bucket_bytes}: look before the gradient joins, not after"
+        return f"a bucket holds more than {bucket_bytes}: check before the gradient joins it"
     if flat != [index for bucket in right for index in bucket]:
         if sorted(flat) == flat:
-            return f"backward() finishes gradient {last} first and gradient 0 last: go backwards"
-        return "the order is that of backward(), from the last to the first: no sorting by size, " \
-               "no filling up of a bucket that was left, no reordering inside a bucket"
-    return f"a bucket may hold exactly {bucket_bytes}, and takes every gradient that still fits"
+            return f"backward() completes gradient {last} first and 0 last: start at the end"
+        return "keep the order of backward(), from last to first: do not sort by size, do not " \
+               "add to an earlier bucket, do not reorder within a bucket"
+    return f"a bucket may hold exactly {bucket_bytes}: it takes every gradient that still fits"

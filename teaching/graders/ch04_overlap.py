@@ -120,13 +120,13 @@ def expect_no_old_works(by_size: dict[int, list[list[Step]]]) -> None:
                seen=f"{size} ranks, " + per_rank(
                    [f"{', '.join(map(str, mine))} works are held after finish() of step 1, 2, 3"
                     for mine in held]),
-               likely="the works of earlier steps are never forgotten: each holds its tensor, and "
+               likely="the works of earlier steps are never dropped: each holds its tensor, and "
                       "finish() waits for all of them again. Clear the list in finish()")
         grown = [steps[-1].num_bytes - steps[0].num_bytes for steps in seen]
         expect(max(grown) <= SLACK, seen=f"{size} ranks, " + per_rank(
                    [f"{n:,} bytes more are held after step 3 than after step 1" for n in grown]),
-               likely="something of every step is kept, tensors or arrays: after finish() .grad is "
-                      "all there is")
+               likely="tensors or arrays of every step are kept: after finish(), nothing but .grad "
+                      "may remain")
 
 
 def requests(call: str) -> list[str]:
@@ -143,7 +143,7 @@ def expect_step(
     if len(seen) > 1:
         silent = [len(step.payloads(before="last")) for step in seen]
         expect(not any(silent), seen=per_rank([f"{n} all-reduces under no_sync()" for n in silent]),
-               likely="no_sync() sets self.synchronizes to False: look at it when a gradient is "
+               likely="no_sync() sets self.synchronizes to False: check it when a gradient is "
                       "complete")
         expect_calls(seen)
         _expect_overlap(seen, least_early)
@@ -153,10 +153,10 @@ def expect_step(
 def _expect_one_each(sizes: dict[str, int], seen: list[Step]) -> None:
     payloads = [step.payloads() for step in seen]
     counts = {len(mine) for mine in payloads}
-    likely = "send .grad itself, all of it, once"
+    likely = "send .grad itself, in one message, once"
     if max(counts) > len(sizes):
         likely = "more calls than gradients: is a hook registered twice for the tied weight, or " \
-                 "anew in every step, or does something send again what was sent?"
+                 "again in every step, or is a gradient sent twice?"
     elif max(counts) < len(sizes):
         likely = "a parameter without a hook, or a hook that does not fire in this step"
     saw = [f"{len(mine)} all-reduces of {', '.join(map(str, mine))} bytes" for mine in payloads]
@@ -169,12 +169,12 @@ def _expect_overlap(seen: list[Step], least_early: int) -> None:
     early, waits = zip(*map(_before_the_last_gradient, seen), strict=True)
     expect(not any(waits), seen=per_rank([f"it waits {n} times before its last gradient is complete"
                                           for n in waits]),
-           likely="each wait stops the backward pass: pass async_op=True, keep what all_reduce "
+           likely="each wait blocks the backward pass: pass async_op=True, keep what all_reduce "
                   "returns, and wait for it in finish()")
     expect(min(early) >= least_early,
-           seen=per_rank([f"{n} all-reduces are issued before its last gradient is complete"
+           seen=per_rank([f"{n} all-reduces are started before its last gradient is complete"
                           for n in early]) + f"; {least_early} or more can be",
-           likely="send from the hook, as soon as what is to be sent is complete: in finish() the "
+           likely="send from the hook, as soon as the gradients are complete: by finish() the "
                   "backward pass is over, and nothing overlaps")
 
 

@@ -130,7 +130,7 @@ def gradient_bytes(model: nn.Module) -> dict[str, int]:
 def forbid_library() -> None:
     """Refuse torch's own data parallelism in this process, which is a rank of a grader."""
     def refuse(self, *args, **kwargs):
-        raise Forbidden("DistributedDataParallel is used; allowed is all_reduce")
+        raise Forbidden("DistributedDataParallel is used; use only all_reduce")
     nn.parallel.DistributedDataParallel.__init__ = refuse
 
 
@@ -147,13 +147,13 @@ def expect_gradients(seen: list[Grads], right: Right, unused_stays_none: bool = 
             nothing = [g is None or not (strict or g.any()) for g in grads]
             kind = "is frozen" if frozen else "is used by no rank"
             expect(all(nothing), seen=f"{name}, which {kind}, has a gradient: {_which(nothing)}",
-                   likely="leave out what does not require a gradient" if frozen else
-                   "a gradient that backward() did not make is not to be sent")
+                   likely="skip parameters that do not require a gradient" if frozen else
+                   "do not send a gradient that backward() did not compute")
             continue
         there = [g is not None and g.shape == mean.shape for g in grads]
         expect(all(there), seen=f"{name}.grad, of shape {tuple(mean.shape)}, is missing or has "
                f"another shape: {_which(there)}",
-               likely="every rank ends with the same gradients, in their parameters' shapes")
+               likely="every rank must end with the same gradients, in their parameters' shapes")
         own = [mine[name] for mine in right.own]
         expect(all(relative_error(g, mean) < 1e-12 for g in grads),
                seen=f"{name}.grad is wrong. " + _in_words(grads, own, mean),
@@ -185,28 +185,28 @@ def _why(grads: list[Tensor], own: list[Tensor | None], mean: Tensor) -> str:
     size = len(grads)
     error = max(relative_error(grad, mean) for grad in grads)
     if error < ROUNDED:
-        return f"right but for rounding, with an error of {error:.0e} of the largest entry: are " \
-               "gradients sent or divided in another dtype? float32 has 7 digits, float16 and " \
-               "bfloat16 have 3 or 2; these are float64"
+        return f"correct except for rounding, with an error of {error:.0e} of the largest entry: " \
+               "are gradients sent or divided in another dtype? float32 has 7 digits, float16 " \
+               "and bfloat16 have 3 or 2; these are float64"
     names = {_name(*pair, mean, size) for pair in zip(grads, own, strict=True)}
     if names == {"the sum"}:
-        return "all_reduce adds up: divide by group.size(), and before the sum is under way or " \
-               "after it has been waited for"
+        return "all_reduce computes a sum: divide by group.size(), either before you start it or " \
+               "after you have waited for it"
     if names & {"its own gradient", f"its own gradient / {size}"}:
-        return "what the other ranks sent did not get there: reduce .grad itself, in place, and " \
-               "wait for every asynchronous all_reduce before its result is used"
+        return "the other ranks' values did not arrive: reduce .grad itself, in place, and " \
+               "wait for every asynchronous all_reduce before you use its result"
     factors = [factor(grad, mean) for grad in grads]
     if None not in factors and max(factors) - min(factors) < 1e-9:
         return _why_factor(factors[0], size)
-    return "is something else added up than the gradients of the last micro-batch's backward " \
-           "pass, or is .grad changed between all_reduce and wait()? It is complete after the " \
-           "last micro-batch, and under way until wait()"
+    return "is something other than the accumulated gradient sent, or is .grad changed between " \
+           "all_reduce and wait()? It is complete after the last micro-batch's backward pass, " \
+           "and the all-reduce reads and writes it until wait()"
 
 
 def _why_factor(times: float, size: int) -> str:
-    causes = {0: "every rank sent zeros: the gradient was not there yet, or was there no more",
-              1 / size: "divided twice", size / max(SIZES): "divided by the number of all ranks "
-              "there are: group.size() is the group's"}
+    causes = {0: "every rank sent zeros: it was sent before backward() or after zero_grad()",
+              1 / size: "divided twice", size / max(SIZES): "divided by the number of all ranks: "
+              "use group.size(), the number in this group"}
     return next((cause for value, cause in causes.items() if abs(times - value) < 1e-9),
                 f"divide the sum by group.size(), here {size}, once")
 
@@ -215,6 +215,6 @@ def expect_same_weights(seen: list[dict[str, Tensor]], right: dict[str, Tensor])
     """Nothing but the optimizer moves a weight."""
     for name, weight in right.items():
         same = [relative_error(mine[name], weight) < 1e-12 for mine in seen]
-        expect(all(same), seen=f"the weight {name} itself has changed: {_which(same)}",
+        expect(all(same), seen=f"the weight {name} itself has changed, {_which(same)}",
                likely="a parameter was reduced, not its gradient: the gradient is parameter.grad "
                       "(a hook is given the parameter)")

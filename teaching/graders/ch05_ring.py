@@ -14,8 +14,8 @@ from minitron.measure.ledger import Call
 from teaching.graders import asked, expect
 from teaching.graders.ranks import Wire, on_ranks, per_rank
 
-STUCK = "does every rank send with dist.send before it receives? dist.send returns when its " \
-        "tensor has been taken, so all wait for all: start an isend, receive, then wait for it"
+STUCK = "does every rank call dist.send before it receives? dist.send returns when its tensor " \
+        "has been received, so every rank waits: start an isend, receive, then wait for the isend"
 VALUE = 8  # bytes, float64
 RUBBISH = -1.0
 
@@ -59,13 +59,13 @@ def _address(tensor: Tensor) -> int:
 # 5.1
 
 
-def summand(rank: int, size: int, length: int) -> Tensor:
-    """10^rank in every place, and the place: each digit of a sum tells whose summand is in it."""
+def contribution(rank: int, size: int, length: int) -> Tensor:
+    """10^rank in every place, times the place: each digit of a sum tells which rank is in it."""
     return 10.0**rank * torch.arange(1, length + 1, dtype=torch.float64)
 
 
 def scatter(group, reduce_scatter_ring: Callable) -> list[Seen]:
-    return run_trial(group, reduce_scatter_ring, summand)
+    return run_trial(group, reduce_scatter_ring, contribution)
 
 
 def grade_5_1(reduce_scatter_ring: Callable) -> None:
@@ -84,7 +84,7 @@ def grade_5_1(reduce_scatter_ring: Callable) -> None:
 
 def _expect_sums(seen: list[Seen], length: int) -> None:
     size = len(seen)
-    total = sum(summand(rank, size, length) for rank in range(size))
+    total = sum(contribution(rank, size, length) for rank in range(size))
     for rank, (mine, right) in enumerate(zip(seen, total.tensor_split(size), strict=True)):
         result = mine.result
         expect(isinstance(result, Tensor), seen=f"rank {rank}: it returned {result!r:.60}",
@@ -96,8 +96,8 @@ def _expect_sums(seen: list[Seen], length: int) -> None:
         expect(torch.equal(mine.flat.tensor_split(size)[rank], right),
                seen=f"rank {rank}: chunk {rank} of flat holds "
                     f"{_values(mine.flat.tensor_split(size)[rank])}, the sum is {_values(right)}",
-               likely="what is returned is right, but flat does not hold it: add in place, "
-                      "chunk += received, for chunk = chunk + received makes a new tensor")
+               likely="the returned tensor is correct, but not a part of flat: add in place with "
+                      "chunk += received; chunk = chunk + received makes a new tensor")
         expect(mine.in_place or not right.numel(), seen=f"rank {rank}: a copy was returned",
                likely="return the view, chunks[rank], not a copy of it")
 
@@ -105,10 +105,10 @@ def _expect_sums(seen: list[Seen], length: int) -> None:
 def _why_other_sum(result: Tensor, total: Tensor, rank: int, size: int) -> str:
     for other, chunk in enumerate(total.tensor_split(size)):
         if torch.equal(result, chunk):
-            return f"that is chunk {other} of the sum: in which step does rank {rank} receive " \
-                   f"chunk {rank}? It must be the last; rank r first sends chunk r - 1"
-    return "each chunk must pass every rank once and collect its summand there: send what was " \
-           "added in the step before, and add what comes in, once"
+            return f"that is chunk {other} of the sum: rank {rank} must receive chunk {rank} in " \
+                   "the last step, so rank r first sends chunk r - 1"
+    return "each chunk must pass every rank once and collect its values: send the sum of the " \
+           "previous step, and add what arrives once"
 
 
 # 5.2
@@ -146,17 +146,17 @@ def _expect_all_chunks(seen: list[Seen], length: int) -> None:
     owners = torch.repeat_interleave(torch.tensor(chunk_sizes(length, size)))
     for rank, mine in enumerate(seen):
         wrong = sorted(set(owners[mine.flat != right].tolist()))
-        likely = "what came in goes out in the next step, and each chunk goes to its own place: " \
-                 "rank r receives chunk r - 1 first, then r - 2"
+        likely = "send in each step what the previous step received, and receive each chunk in " \
+                 "its own place: rank r receives chunk r - 1 first, then r - 2"
         if rank in wrong:
-            likely = "the rank's own chunk was right before: start with sending it, and receive " \
+            likely = "the rank's own chunk was valid before the call: send it first, and receive " \
                      "chunk r - 1"
         elif bool((mine.flat == RUBBISH).any()):
-            likely = "rubbish is left: a chunk was passed on before it had come in, or was never " \
-                     "received"
+            likely = "some values were never filled: a chunk was passed on before it arrived, " \
+                     "or was never received"
         expect(not wrong, seen=f"rank {rank}: flat is {_values(mine.flat)}, wrong in "
                                f"chunk{'s' * (len(wrong) > 1)} {', '.join(map(str, wrong))}; "
-                               f"right is {_values(right)}", likely=likely)
+                               f"correct is {_values(right)}", likely=likely)
 
 
 # The wire
@@ -181,9 +181,9 @@ def _expect_messages(seen: list[Seen], length: int, own_stays: bool) -> None:
 def _expect_all_done(seen: list[Seen]) -> None:
     left_open = [mine.num_open for mine in seen]
     expect(not any(left_open),
-           seen=per_rank([f"{n} messages were started, and never waited for" for n in left_open]),
-           likely="isend and irecv return at once: keep the work and call wait(), or the chunk may "
-                  "be changed while it is still being sent")
+           seen=per_rank([f"{n} messages were started but never waited for" for n in left_open]),
+           likely="isend and irecv return immediately: keep the work and call wait(), or the chunk "
+                  "may change while it is still being sent")
 
 
 def _expect_neighbors(calls: list[list[Call]], size: int) -> None:
@@ -196,18 +196,18 @@ def _expect_neighbors(calls: list[list[Call]], size: int) -> None:
             wrong[rank] = " and ".join(
                 verbs + [f"received from rank {peer}" for peer in sorted(source)])
     expect(not wrong, seen=f"{size} ranks, {per_rank(wrong)}",
-           likely="rank r sends to (r + 1) % N alone, and receives from (r - 1) % N alone")
+           likely="rank r sends only to (r + 1) % N and receives only from (r - 1) % N")
 
 
 def _expect_number(payloads: list[int], right: list[int], size: int, rank: int) -> None:
     number = len(payloads)
     likely = "one chunk in each of the N-1 steps"
     if number == size and size > 1:
-        likely = "one step too many: after N-1 steps everything has been everywhere"
+        likely = "one step too many: after N-1 steps every chunk has been on every rank"
     elif number == 2 * (size - 1) and size > 2:
-        likely = "is that a whole all-reduce? Here one half of it is asked for, N-1 steps"
+        likely = "is that a complete all-reduce? This exercise asks for one half of it, N-1 steps"
     elif number < len(right):
-        likely = "too few steps: a chunk has N-1 ranks to travel to"
+        likely = "too few steps: a chunk travels to N-1 other ranks"
     expect(number == len(right),
            seen=f"rank {rank} sent {number} message{'s' * (number != 1)} that "
                 f"{'are' if number != 1 else 'is'} not empty; a ring over {size} ranks sends "
@@ -216,9 +216,9 @@ def _expect_number(payloads: list[int], right: list[int], size: int, rank: int) 
 
 def _why_other_bytes(payloads: list[int], chunks: list[int]) -> str:
     if len(chunks) > 1 and max(payloads, default=0) == sum(chunks):
-        return "the whole tensor goes over the wire in every step: send one chunk, " \
+        return "the whole tensor is sent in every step: send one chunk, " \
                f"1/{len(chunks)} of it"
-    return "every message is one chunk as tensor_split cuts, none twice"
+    return "every message is one chunk as in tensor_split, none is sent twice"
 
 
 def _payloads(calls: list[Call], op: str) -> list[int]:

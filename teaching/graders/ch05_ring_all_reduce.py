@@ -43,20 +43,20 @@ def _expect_chunks(answer, num_elements: int, size: int) -> None:
     likely = "num_elements // size for each, and one more for each of the first " \
              "num_elements % size"
     if len(answer) != size:
-        likely = f"one length for each of the {size} ranks, 0 where nothing is left"
+        likely = f"return one length for each of the {size} ranks, 0 for an empty chunk"
     elif sum(answer) != num_elements:
         likely = f"they add up to {sum(answer)}: what becomes of the remainder of the division?"
     elif sorted(answer) == sorted(right):
         likely = "the longer ones come first"
     elif max(answer) - min(answer) > 1:
-        likely = "lengths differ by one at most: the ring waits for the longest chunk in every step"
+        likely = "lengths differ by at most one: in every step the ring waits for the longest chunk"
     expect(answer == right, seen=f"it returned {answer}, not {right}", likely=likely)
 
 
 def _expect_large_chunks(answer: list[int]) -> None:
     right = cost.chunk_sizes(70_000_000_001, 1024)
     expect(answer == right, seen=f"it starts with {answer[:3]}, not {right[:3]}",
-           likely="stay with integers: a float has no room for all the digits")
+           likely="use integers: a float cannot hold all the digits")
 
 
 def walk(num_elements: int, element_size: int, size: int) -> list[tuple[int, int]]:
@@ -89,19 +89,19 @@ def _why_other_volume(
     gather = cost.ring_all_gather_volume(num_elements, element_size, size, rank)
     faults = {
         right[::-1]: "sent and received are exchanged",
-        tuple(gather): "that is the all-gather alone: the reduce-scatter comes before it",
-        tuple(scatter): "that is the reduce-scatter alone: the all-gather sends as much again",
-        (2 * total, 2 * total): "that is every chunk twice: two of them a rank sends only once",
+        tuple(gather): "that is only the all-gather: the reduce-scatter comes before it",
+        tuple(scatter): "that is only the reduce-scatter: the all-gather sends about as much again",
+        (2 * total, 2 * total): "that is every chunk twice: a rank sends two of them only once",
         (2 * (size - 1) * total,) * 2: "a message is one chunk, not the tensor",
         (right[0] // element_size, right[1] // element_size):
-            f"those are values: each has {element_size} bytes",
-        (right[0], right[0]): "a rank receives what the one before it sends: with uneven chunks "
-                              "that is not what it sends itself",
+            f"those are numbers of values: each value has {element_size} bytes",
+        (right[0], right[0]): "a rank receives what the previous rank sends: with uneven chunks "
+                              "that differs from what it sends itself",
     }
     even = 2 * (size - 1) * total // size
-    likely = "list the chunks of its 2 (N-1) messages, as the docstring does, and add their bytes"
+    likely = "list the chunks of its 2 (N-1) messages as in the docstring, and add up their bytes"
     if answer == (even, even):
-        likely = "2 (N-1)/N of the tensor is right for equal chunks; here they differ"
+        likely = "2 (N-1)/N of the tensor is correct for equal chunks; these are not equal"
     return faults.get(answer, likely)
 
 
@@ -136,7 +136,7 @@ def _expect_link(answer, right: cost.Link, sizes: list[int], seconds: list[float
     expect(pair and all(isinstance(n, float) for n in answer), seen=f"it returned {answer!r:.80}",
            likely="Link(latency, bandwidth), two floats: tensor.item() makes one")
     close = all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(answer, right, strict=True))
-    expect(close, seen=f"{_link(cost.Link(*answer))}; right is {_link(right)}",
+    expect(close, seen=f"{_link(cost.Link(*answer))}; correct is {_link(right)}",
            likely=_why_other_link(cost.Link(*answer), right, sizes, seconds))
 
 
@@ -144,20 +144,20 @@ def _why_other_link(
     answer: cost.Link, right: cost.Link, sizes: list[int], seconds: list[float]
 ) -> str:
     if math.isclose(answer.bandwidth, 1 / right.bandwidth, rel_tol=1e-3):
-        return "that is the seconds per byte: the bandwidth is 1 over it"
+        return "that is the seconds per byte: the bandwidth is its reciprocal"
     if math.isclose(answer.latency, right.bandwidth, rel_tol=1e-3) or math.isclose(
             answer.latency, 1 / right.bandwidth, rel_tol=1e-3):
         return "latency and bandwidth are exchanged"
     if math.isclose(answer.bandwidth, 8 * right.bandwidth, rel_tol=1e-3):
-        return "that is bits per second: bytes are asked for"
+        return "that is bits per second: return bytes per second"
     if abs(answer.latency) < 1e-3 * right.latency:
         return "a line through the origin has no latency: fit two unknowns"
     plain = _plain_fit(sizes, seconds)
     if math.isclose(answer.latency, plain.latency, rel_tol=1e-3):
-        return "those are the smallest plain squares, and the largest message decides alone: " \
+        return "that minimizes the absolute errors, so the largest message alone decides: " \
                "divide each error by its measured time"
     return "minimize the sum of (predicted / measured - 1)^2 over all messages, in float64: the " \
-           "coefficients are 1 / t and n / t, the right-hand side is 1"
+           "coefficients are 1 / t and n / t, and the right-hand side is 1"
 
 
 def _plain_fit(sizes: list[int], seconds: list[float]) -> cost.Link:
@@ -188,15 +188,15 @@ def _why_other_crossover(answer: float, size: int, link: cost.Link) -> str:
     steps, doubling = 2 * (size - 1), math.log2(size)
     product_ = link.latency * link.bandwidth
     faults = {
-        "a ring all-reduce has 2 (N-1) messages in a row: a reduce-scatter and an all-gather":
+        "a ring all-reduce has 2 (N-1) messages: a reduce-scatter and an all-gather":
             (size - 1 - doubling) * product_ / (doubling - (size - 1) / size),
-        "the ring's messages have n/N bytes each, 2 (N-1) of them: 2 (N-1)/N of n in all":
+        "the ring sends 2 (N-1) messages of n/N bytes each: 2 (N-1)/N of n in total":
             (steps - doubling) * product_ / (doubling - 1 / size),
         "doubling sends the whole tensor in each of its log2(N) messages, not once":
             (steps - doubling) * product_ / abs(1 - steps / size),
-        "log2(N), not the natural logarithm":
+        "use log2(N), not the natural logarithm":
             (steps - math.log(size)) * product_ / (math.log(size) - steps / size),
-        "that many bits, or values? Bytes are asked for, as the bandwidth counts them":
+        "is that a number of bits or of values? Return bytes; the bandwidth is in bytes per second":
             8 * (steps - doubling) * product_ / (doubling - steps / size),
     }
     for likely, value in faults.items():

@@ -48,9 +48,9 @@ def grade_6_3(ShardedGradients: type) -> None:
         call = "ShardedGradients(model, group, bucket_bytes)"
         with asked(f"{call}: three micro-batches, on 1, 2, 3 and 4 ranks{cases[0].how}"):
             by_size = on_ranks(collect_all, ShardedGradients, cases,
-                               stuck="a bucket may be complete before the one that comes before "
-                                     "it, and on some ranks never: send them in their order, and "
-                                     "the rest in finish(), with zeros for what is None")
+                               stuck="a bucket may be complete before the previous one, and on "
+                                     "some ranks it never is: send them in their order, and in "
+                                     "finish() send those that remain, with zeros for None")
         for number, case in enumerate(cases):
             call = f"ShardedGradients(model, group, bucket_bytes={case.bucket_bytes})"
             for size, seen in by_size.items():
@@ -146,8 +146,8 @@ def _expect_handed_over(seen: list[HandedOver], case: Case, number: int) -> None
     left = [micro_batch.left for micro_batch in seen]
     expect(not any(left), seen=per_rank([f"{len(names)} parameters still have a .grad"
                                          for names in left]),
-           likely="a gradient that was handed over is freed: set parameter.grad to None; and one "
-                  "that comes when its bucket has gone was sent too early")
+           likely="free a gradient once it has been reduced: set parameter.grad to None. If it is "
+                  "completed only after its bucket was sent, the bucket was sent too early")
     for index, shards in enumerate(right):
         mine = [micro_batch.shards[index] for micro_batch in seen]
         same = [is_close(*pair) for pair in zip(mine, shards, strict=True)]
@@ -161,13 +161,13 @@ def _expect_calls(seen: list[HandedOver], right: list[int], least_early: int) ->
     sent = [[what for name, what in micro_batch.events if name == "reduce_scatter"]
             for micro_batch in seen]
     likely = "one reduce-scatter for each of self.buckets, in their order, of one flat tensor: " \
-             "all of its gradients end to end, zeros for what is None and behind"
+             "all of its gradients end to end, zeros for None, padded with zeros to N L values"
     if min(map(len, sent)) < len(right):
         likely = "a bucket with a parameter that gets no gradient is never complete: finish() " \
-                 "sends what was not sent; and a new backward pass starts with nothing sent"
+                 "sends those that remain; and every backward pass starts with none sent"
     expect(all(mine == right for mine in sent),
            seen=per_rank([f"reduce-scatters of {', '.join(map(str, mine)) or 'no'} bytes"
-                          for mine in sent]) + f"; right are {', '.join(map(str, right))}",
+                          for mine in sent]) + f"; correct are {', '.join(map(str, right))}",
            likely=likely)
 
     early = []
@@ -178,7 +178,7 @@ def _expect_calls(seen: list[HandedOver], right: list[int], least_early: int) ->
            seen=per_rank([f"{n} reduce-scatters before its last gradient is complete"
                           for n in early]) + f"; {least_early} or more can be",
            likely="send from the hook, as soon as the bucket is complete: in finish() all "
-                  "gradients are held at once, as without ZeRO")
+                  "gradients are held at once, as they would be without ZeRO")
 
 
 def _why_other_shard(
@@ -190,21 +190,22 @@ def _why_other_shard(
     faults = {
         "that is the sum over the ranks: divide by group.size()": [size * s for s in right],
         "divided by group.size() twice": [s / size for s in right],
-        "that is the last micro-batch alone: add what arrives to the shard": last,
-        "nothing has arrived: add it to self.shards[index], after it has been waited for":
+        "that is the last micro-batch only: add the result to the shard": last,
+        "the shard is still zero: add the result once the reduce-scatter has been waited for":
             [0 * s for s in right],
-        "that is another rank's part: rank r has the values r L to (r + 1) L":
+        "that is another rank's shard: rank r owns the values r L to (r + 1) L":
             right[1:] + right[:1],
     }
     for part in (1, size):
         own = [right_shards(case, size, numbers, [rank])[index][rank] / part * size
                for rank in range(size)]
-        faults["that is this rank's own gradient: what the others sent is not in it"] = own
+        faults["that is this rank's own gradient, without the other ranks' contributions"] = own
     for why, shards in faults.items():
         if all(is_close(*pair) for pair in zip(mine, shards, strict=True)):
             return why
-    return "the mean over the ranks of the bucket's gradients, in its order, flattened; added up " \
-           "over micro-batches, and taken only when it is complete and has been waited for"
+    return "a shard is the mean over the ranks of the bucket's flattened gradients, in order, " \
+           "added up over micro-batches. Is the bucket complete when it is sent, and the " \
+           "reduce-scatter waited for before its result is used?"
 
 
 def hold(group, ShardedGradients: type) -> tuple[int, int, int]:
@@ -231,15 +232,15 @@ def _expect_freed(seen: list[tuple[int, int, int]]) -> None:
     shards = NUM_SQUARES / MANY
     few = [after < (shards + AFTERWARDS) * size for _, after, size in seen]
     expect(all(few),
-           seen=per_rank([f"{after:,} bytes beside the parameters after finish(), where the shards "
-                          f"have {int(shards * size):,}, a bucket {size:,}"
+           seen=per_rank([f"{after:,} bytes besides the parameters after finish(), where the "
+                          f"shards have {int(shards * size):,}, a bucket {size:,}"
                           for _, after, size in seen]),
-           likely="of a bucket that was handed over nothing is held but the shard: is its flat "
-                  "gradient, or what has arrived, in an attribute, in a work or in an array?")
+           likely="once a bucket is reduced, nothing is held but the shard: does an attribute, a "
+                  "work or an array still hold its flat gradient or the result?")
     few = [peak < (shards + UNDER_WAY) * size for peak, _, size in seen]
     expect(all(few),
-           seen=per_rank([f"at the peak {peak:,} bytes beside the parameters, where all gradients "
+           seen=per_rank([f"at the peak {peak:,} bytes besides the parameters, where all gradients "
                           f"have {NUM_SQUARES * size:,}, the shards {int(shards * size):,}, a "
                           f"bucket {size:,}" for peak, _, size in seen]),
-           likely="buckets that were handed over are still held: forget .grad, the flat tensor "
+           likely="buckets are still held after they were reduced: free .grad, the flat tensor "
                   "and the work, and wait for one reduce-scatter before the next starts")

@@ -161,7 +161,7 @@ def _expect_steps(seen: list[list[Update]], Model: type, name: str, max_norm: fl
         left = [update.left for update in updates]
         expect(not any(left), seen=per_rank([f"{len(names)} parameters have a .grad after step"
                                              for names in left]),
-               likely="set parameter.grad to None: else the next backward pass adds to it")
+               likely="set parameter.grad to None; otherwise the next backward pass adds to it")
 
 
 def _wrong_weights(
@@ -172,14 +172,14 @@ def _wrong_weights(
     size = len(updates)
     own = [f"{total_norm([shard]):.4g}" for shard in cut(mean, size)]
     return {
-        "the gradient was not clipped: multiply the shard's by max_norm / norm": unclipped,
+        "the gradient was not clipped: multiply the shard's gradient by max_norm / norm": unclipped,
         f"each rank clipped by the norm of its own shard ({', '.join(own)}) instead of the global "
         f"norm ({total_norm(mean):.4g}), which it returned: use the same number for both":
             by_shard,
         "a gradient whose norm is below max_norm was enlarged to it: clip only if norm exceeds "
         "max_norm": always,
-        "every element was clipped to max_norm by itself, which changes the direction: multiply "
-        "all by max_norm / norm": by_value,
+        "every element was clipped to max_norm separately, which changes the direction: multiply "
+        "all of them by max_norm / norm": by_value,
     }
 
 
@@ -187,12 +187,12 @@ def _expect_sharded(given: list[list[int]], total: int) -> None:
     length = shard_length(total, len(given))
     once = [len(mine) == 1 for mine in given]
     expect(all(once), seen=per_rank([f"make_optimizer was called {len(n)} times" for n in given]),
-           likely="once, in __init__: an optimizer that is made anew has forgotten its state")
+           likely="call it once, in __init__: a new optimizer has forgotten its state")
     few = [mine[0] <= length for mine in given]
     expect(all(few), seen=per_rank([f"the optimizer has {n} of {total} elements" for n, in given])
            + f"; a shard has {length}",
-           likely="this optimizer is not sharded: every rank keeps the state of what others update "
-                  "too. Make it for this rank's shard alone")
+           likely="this optimizer is not sharded: every rank also keeps state for values that "
+                  "other ranks update. Make it for this rank's shard only")
 
 
 def _expect_traffic(calls: list[list[Call]], total: int) -> None:
@@ -203,12 +203,12 @@ def _expect_traffic(calls: list[list[Call]], total: int) -> None:
     saw = per_rank([", ".join(f"{call.op} of {call.payload} bytes" for call in mine) or "nothing"
                     for mine in calls])
     large = max((call.payload for mine in reduced for call in mine), default=0)
-    expect(large <= ELEMENT, seen=saw, likely="all_reduce is for one number here: what it sends of "
-           "the gradient is twice what a reduce-scatter does, and each rank needs its part alone")
+    expect(large <= ELEMENT, seen=saw, likely="all_reduce is for one number here: for the gradient "
+           "it sends twice as much as a reduce-scatter, and each rank needs only its shard")
     expect(all([(call.op, call.payload) for call in mine]
                == [("reduce_scatter", full), ("all_gather", full)] for mine in moved),
-           seen=f"{saw}; right is a reduce_scatter, then an all_gather, of {full} bytes each",
-           likely="one flat tensor of N L values, for all parameters: its shards are reduced to "
+           seen=f"{saw}; correct is a reduce_scatter, then an all_gather, of {full} bytes each",
+           likely="one flat tensor of N L values holds all parameters: its shards are reduced to "
                   "their owners before the optimizer's step, and gathered after it")
 
 
@@ -222,7 +222,7 @@ def _expect_norm(norms: list, mean: list[Tensor], max_norm: float) -> None:
         "squares add up, norms do not: all-reduce the square, then take the root": sum(parts),
         "that is the square: take the root": norm**2,
         "that is the norm of the sum over the ranks: the gradient is the mean": norm * size,
-        "divided by N twice, or too late": norm / size,
+        "divided by N twice": norm / size,
         "that is the norm after clipping: return the one before": min(norm, max_norm),
     }
     likely = "the root of the sum of the squares of all elements of the mean gradient, on all ranks"
@@ -235,7 +235,7 @@ def _expect_norm(norms: list, mean: list[Tensor], max_norm: float) -> None:
                  "its own. Add the squares up over the ranks"
     expect(all(math.isclose(float(seen), norm, rel_tol=CLOSE) for seen in norms),
            seen=per_rank([f"the norm {float(seen):.6g}" for seen in norms])
-           + f"; right is {norm:.6g}", likely=likely)
+           + f"; correct is {norm:.6g}", likely=likely)
 
 
 def _expect_weights(
@@ -244,7 +244,7 @@ def _expect_weights(
     for name, weight in right.items():
         same = [is_close(mine[name], weight) for mine in seen]
         which = ", ".join(str(rank) for rank, ok in enumerate(same) if not ok)
-        likely = "the optimizer updates the shard by the mean gradient, clipped; then every " \
+        likely = "the optimizer updates the shard with the clipped mean gradient; then every " \
                  "parameter gets its values from the gathered shards"
         for why, wrong in mistakes.items():
             if all(is_close(mine[other], wrong[other]) for mine in seen for other in right):
@@ -274,7 +274,7 @@ def hold(group, ShardedOptimizer: type) -> tuple[int, int]:
 
 def _expect_little(seen: list[tuple[int, int]]) -> None:
     few = [held < STATE * shard for held, shard in seen]
-    expect(all(few), seen=per_rank([f"{held:,} bytes beside the parameters, where a shard has "
+    expect(all(few), seen=per_rank([f"{held:,} bytes besides the parameters, where a shard has "
                                     f"{shard:,}" for held, shard in seen]),
            likely="something of the model's size is kept: the flat gradient, the gathered "
                   "parameters, or a shard that is a view of all of them (clone it)")

@@ -70,8 +70,9 @@ def _explain_freed(trial, ShardedUnit: type, **options) -> dict[int, list]:
         return on_ranks(trial, ShardedUnit, **options)
     except Mistake as mistake:
         if any(words in mistake.seen for words in FREED):
-            mistake.likely = "parameters are read whose storage is freed: unshard before forward " \
-                             "and again before backward, and reshard when no gradient is missing"
+            mistake.likely = "a parameter is read after its storage was freed: unshard before " \
+                             "forward and again before backward, and reshard when no gradient is " \
+                             "missing"
         raise
 
 
@@ -148,16 +149,16 @@ def _expect_sharded(seen: list[Seen]) -> None:
                + f"; L is {length}, of {total}",
                likely="the module is not sharded: shard is this rank's part of the flattened "
                       "parameters, L = ceil(n / N) elements" if made[0][0] > length else
-                      "shard is of the flattened parameters with zeros behind, N L in all")
+                      "flatten the parameters and pad them with zeros to N L values")
         _expect_nothing_there([held for _, held in made], f"after __init__ of unit {index}",
                               "the module shards nothing: the parameters still hold all their "
-                              "values. Let them be views of a flat tensor, and reshard at the end "
+                              "values. Make them views of a flat tensor, and reshard at the end "
                               "of __init__")
 
 
 def _expect_nothing_there(held: list[int], when: str, likely: str) -> None:
     expect(not any(held), seen=per_rank([f"{when} its parameters hold {n} bytes" for n in held])
-           + "; right is 0", likely=likely)
+           + "; correct is 0", likely=likely)
 
 
 def _expect_between(seen: list[Seen]) -> None:
@@ -187,7 +188,7 @@ def _expect_calls(seen: list[Seen]) -> None:
         expect(all(sorted(mine) == sorted(payloads) for by_rank in sent for mine in by_rank),
                seen=per_rank([f"in {when} {op}s of {', '.join(map(str, mine[0])) or 'no'} bytes"
                               for mine in sent]) +
-               f"; right are {', '.join(map(str, payloads)) or 'none'}", likely=whys[op])
+               f"; correct are {', '.join(map(str, payloads)) or 'none'}", likely=whys[op])
 
 
 def _payloads(events: list[tuple], when: str, op: str) -> list[list[int]]:
@@ -211,8 +212,8 @@ def _expect_numbers(seen: list[Seen]) -> None:
             same = [is_close(mine.outs[number], right.outs[number][rank])
                     for rank, mine in enumerate(seen)]
             expect(all(same), seen=f"the output of micro-batch {number} is wrong, before its "
-                   "backward()", likely="unshard gathers the shards as they are now, after "
-                   "optimizer.step() too, and each parameter is the view of its own place")
+                   "backward()", likely="unshard must gather the shards as they are now, also "
+                   "after optimizer.step(), and each parameter must be the view of its own place")
         for index, (grads, shards) in enumerate(right.steps[step]):
             mine, after = zip(*(rank.steps[step][index] for rank in seen), strict=True)
             expect(all(is_close(*pair) for pair in zip(mine, grads, strict=True)),
@@ -220,18 +221,18 @@ def _expect_numbers(seen: list[Seen]) -> None:
                    likely=_why_other_gradient(mine, grads))
             expect(all(is_close(*pair) for pair in zip(after, shards, strict=True)),
                    seen=f"unit {index}: the shard is wrong after step {step}",
-                   likely="shard is the nn.Parameter that the optimizer updates: rank r's values "
-                          "r L to (r + 1) L, zeros behind the last")
+                   likely="shard is the nn.Parameter that the optimizer updates: on rank r, values "
+                          "r L to (r + 1) L, padded with zeros")
 
 
 def _why_other_gradient(mine: tuple, right: list[Tensor]) -> str:
     size = len(right)
     if any(grad is None for grad in mine):
-        return "shard.grad is None: put there what the reduce-scatter brings"
+        return "shard.grad is None: put the result of the reduce-scatter there"
     if all(is_close(*pair) for pair in zip(mine, [size * grad for grad in right], strict=True)):
         return "that is the sum over the ranks: divide by group.size()"
-    return "the mean over the ranks, added to what shard.grad has from the micro-batches before; " \
-           "reduce when the gradients of all parameters of the unit are complete"
+    return "it is the mean over the ranks, added to what shard.grad holds from the micro-batches " \
+           "before; reduce when the gradients of all parameters of the unit are complete"
 
 
 def hold(group, ShardedUnit: type) -> tuple[int, int, int, int]:
@@ -262,15 +263,15 @@ def _expect_little(seen: list[tuple[int, int, int, int]]) -> None:
     shards = NUM_SQUARES / MANY
     limits = {
         "after __init__": (shards + ROUNDING, "the module shards nothing: its values are still "
-                           "held somewhere. shard is a copy (clone), and the flat tensor is freed"),
+                           "held somewhere. Make shard a copy (clone), and free the flat tensor"),
         "after forward": (shards + ROUNDING, "autograd keeps views of the flat tensors: free the "
                           "storage, flat.untyped_storage().resize_(0), and fill the same tensor "
                           "again, instead of making a new one"),
         "at the peak of backward": (2 * shards + UNDER_WAY, "each unit frees its parameters and "
                                     "gradients, and flat tensors of them, before the next begins"),
-        "after backward": (2 * shards + ROUNDING / 3, "what has been reduced is in shard.grad, and "
-                           "all else is gone: is a flat gradient in an attribute, a work or an "
-                           "array?"),
+        "after backward": (2 * shards + ROUNDING / 3, "once reduced, gradients are held in "
+                           "shard.grad only: does an attribute, a work or an array still hold a "
+                           "flat one?"),
     }
     for number, (when, (most, likely)) in enumerate(limits.items()):
         expect(all(mine[number] < most * unit for mine in seen),

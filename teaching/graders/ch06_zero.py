@@ -29,7 +29,7 @@ def grade_6_1(owned_ranges: Callable) -> None:
             right = right_ranges(sizes, num_ranks, rank)
             if answer != right:
                 with asked(f"owned_ranges(sizes={sizes}, num_ranks={num_ranks}, rank={rank})"):
-                    raise Mistake(f"{answer}; right is {right}",
+                    raise Mistake(f"{answer}; correct is {right}",
                                   _why_other_ranges(answers, sizes, num_ranks))
 
 
@@ -44,7 +44,8 @@ def right_ranges(sizes: list[int], num_ranks: int, rank: int) -> list[range]:
 
 def _expect_ranges(answer, sizes: list[int], num_ranks: int, rank: int) -> None:
     expect(isinstance(answer, list) and all(isinstance(own, range) for own in answer),
-           seen=f"it returned {answer!r:.120}", likely="a list of ranges, one for each parameter")
+           seen=f"it returned {answer!r:.120}",
+           likely="return a list of ranges, one for each parameter")
     expect(len(answer) == len(sizes), seen=f"{len(answer)} ranges for {len(sizes)} parameters",
            likely="one range for each parameter, an empty one if the rank owns none of it")
     inside = [not own or (own[0] >= 0 and own[-1] < size)
@@ -52,7 +53,7 @@ def _expect_ranges(answer, sizes: list[int], num_ranks: int, rank: int) -> None:
     starts = accumulate(sizes, initial=0)
     shifted = [range(own.start + start, own.stop + start) for own, start in
                zip(right_ranges(sizes, num_ranks, rank), starts, strict=False)]
-    likely = "cut both ends to 0 ... size: a shard begins before a parameter, or ends behind it"
+    likely = "cut both ends to 0 ... size: a shard may begin before a parameter, or end after it"
     if answer == shifted:
         likely = "those count from the start of all parameters: count from the parameter's own"
     expect(all(inside), seen=f"{answer}, where the parameters have {sizes} elements", likely=likely)
@@ -63,10 +64,10 @@ def _expect_partition(answers: list[list[range]], sizes: list[int]) -> None:
               for number, size in enumerate(sizes)]
     for number, of_parameter in enumerate(owners):
         for i, ranks in enumerate(of_parameter):
-            expect(len(ranks) > 0, seen=f"element {i} of parameter {number} is no rank's",
-                   likely="L is rounded up, and a range's stop is one behind its last element")
-            expect(len(ranks) == 1, seen=f"element {i} of parameter {number} is that of the ranks "
-                   f"{ranks}", likely="a shard ends where the next one starts")
+            expect(len(ranks) > 0, seen=f"no rank owns element {i} of parameter {number}",
+                   likely="L is rounded up, and a range's stop is one past its last element")
+            expect(len(ranks) == 1, seen=f"element {i} of parameter {number} is owned by ranks "
+                   f"{', '.join(map(str, ranks))}", likely="a shard ends where the next one starts")
 
 
 def _why_other_ranges(answers: list[list[range]], sizes: list[int], num_ranks: int) -> str:
@@ -79,6 +80,7 @@ def _why_other_ranges(answers: list[list[range]], sizes: list[int], num_ranks: i
     for answer in answers:
         elements = [start + i for start, own in zip(starts, answer, strict=False) for i in own]
         if elements and elements[-1] - elements[0] >= len(elements):
-            return "a rank's elements lie one after the other: cut the whole, not each parameter"
-    return f"every shard has L = ceil(n / N) = {length} elements, but the last, which have what " \
-           "is left"
+            return "a rank's elements are consecutive: split the concatenated parameters, " \
+                   "not each parameter by itself"
+    return f"every shard has L = ceil(n / N) = {length} elements, except the last, which may " \
+           "have fewer or none"

@@ -134,28 +134,28 @@ def _expect_cut(seen: list[Cut], G: int) -> None:
     for name in LAYERS:
         full = getattr(attention, name).weight.detach()
         parts = [part_of(full, name, rank, size, G) for rank in range(size)]
-        likely = f"{name}.weight is (heads x K, D): K rows after one another are a head"
+        likely = f"{name}.weight is (heads x K, D): K consecutive rows are a head"
         if name == "out":
-            likely = "out.weight is (D, H K), and reads the heads: K columns after one another " \
-                     "belong to a head"
+            likely = "out.weight is (D, H K), and reads the heads: K consecutive columns belong " \
+                     "to a head"
         expect_close(f"{name}.weight", [cut.weights[name] for cut in seen], parts, [],
                      f"{likely}; a new nn.Parameter of those of this rank")
 
 
 def _why_other_query_heads(mine: list) -> str:
     if any(isinstance(answer, range) and answer.step > 1 for answer in mine):
-        return "heads after one another, not every N-th: neighbors read the same key-value head"
+        return "take consecutive heads, not every N-th: neighbors read the same key-value head"
     return f"a range of H/N = {HEADS // len(mine)} heads, and that of rank 0 begins with head 0"
 
 
 def _why_other_kv_heads(mine: list, size: int, G: int) -> str:
     if size > G and mine == [range(rank % G, rank % G + 1) for rank in range(size)]:
-        return "that deals the heads out in turns: query head h reads head h // (H/G), so the " \
-               f"first {size // G} ranks all need head 0"
+        return "that deals out the key-value heads in turn; query head h reads head h // (H/G), " \
+               f"so the first {size // G} ranks all need head 0"
     if size > G and all(answer == range(G) for answer in mine):
-        return "the query heads of a rank read one head here: it holds no other"
+        return "the query heads of a rank read one key-value head here, so it holds only that one"
     if any(isinstance(answer, range) and not len(answer) for answer in mine):
-        return f"G/N = {G}/{size} is 0 in integers: a rank holds one head at least"
+        return f"G/N = {G}/{size} is 0 in integers: a rank holds at least one head"
     return "which key-value heads do this rank's query heads read? Query head h reads head " \
            f"h // (H/G) = h // {HEADS // G}"
 
@@ -196,8 +196,7 @@ def _expect_gradients(seen: list[Trained], G: int, step: int) -> None:
         faults = {}
         if name in ("key", "value"):
             faults = _wrong_sums(name, size, G, step)
-            likely = "the sum of what the backward passes bring on the ranks with this head, " \
-                     "each part once"
+            likely = "sum the gradients of the ranks that hold this head, each once"
         expect_close(f"{name}.weight.grad", grads, right, faults.items(), likely)
 
 
@@ -207,17 +206,17 @@ def _wrong_sums(name: str, size: int, G: int, step: int) -> dict[str, list[Tenso
     sums = [sum(own[rank - rank % copies:][:copies]) for rank in range(size)]
     before = [part_of(right_gradients(G, 0)[name], name, rank, size, G) for rank in range(size)]
     return {
-        "the sums of the step before are in it: begin every finish() with zeros in the places of "
-        "the other heads": [total + (size - copies) * old
+        "it still contains the sums of the previous step: zero the places of the other heads at "
+        "the start of every finish()": [total + (size - copies) * old
                             for total, old in zip(sums, before, strict=True)],
-        "that is this rank's own part: the query heads of other ranks read this head too": own,
-        "that is the mean: each rank has a part of the gradient, and the parts add up":
+        "that is only this rank's part: query heads of other ranks read this head too": own,
+        "that is the mean: each rank has a partial sum, so add without dividing":
             [total / copies for total in sums],
-        "that is the sum divided by N: the parts add up": [total / size for total in sums],
-        "that is the sum over all ranks: add up those of the ranks that hold the same head, and "
-        "no others": [sum(own)] * size,
-        f"each part is in it {copies} times: on every rank leave the places of all heads but its "
-        "own at zero, and sum once": [copies * total for total in sums],
+        "that is the sum divided by N: add without dividing": [total / size for total in sums],
+        "that is the sum over all ranks: add only the gradients of ranks that hold the same "
+        "head": [sum(own)] * size,
+        f"it contains each part {copies} times: on every rank zero the places of all heads but its "
+        "own, and sum once": [copies * total for total in sums],
     }
 
 
@@ -226,25 +225,26 @@ def _expect_traffic(seen: list[Trained], G: int) -> None:
     early = [in_words(mine.early) for mine in seen]
     expect(not any(mine.early for mine in seen),
            seen=per_rank([f"before finish() {words} is sent" for words in early]),
-           likely="a gradient is complete after the last micro-batch: sum it once, in finish(). "
-                  "Summed after each, the first parts are summed again with the later ones")
+           likely="reduce once per step, in finish(): if you reduce after every micro-batch, the "
+                  "earlier parts are summed again with the later ones")
     calls = [mine.calls for mine in seen]
     places = G * HEAD_WIDTH * HEADS * HEAD_WIDTH * ELEMENT  # of the keys alone
     if G >= size:
         expect_calls("in finish()", calls, [],
-                     "with G >= N no two ranks hold the same head: each has all of its gradient")
+                     "with G >= N no two ranks hold the same head, so every gradient is already "
+                     "complete")
         return
     likely = f"a tensor with a place for each of the {G} heads, (G K, D): zeros in it, but for " \
              "this rank's own head. One all-reduce of it for the keys, one for the values"
     sent = [sum(call.payload for call in mine) for mine in calls]
     if all(n == 2 * places // G for n in sent) and G > 1:
-        likely = f"that adds up all ranks' gradients, whichever head they are of: send {likely}"
+        likely = f"that adds up the gradients of different heads: send {likely}"
     elif not any(calls):
-        likely = "each of the ranks that hold a key-value head has the part of its gradient from " \
-                 "its own query heads: sum the parts in finish()"
+        likely = "every rank that holds a key-value head has a partial sum of its gradient, from " \
+                 "its own query heads: add these up in finish()"
     expect(all(n == 2 * places for n in sent),
            seen=per_rank([f"in finish() {in_words(mine)} is sent" for mine in calls])
-           + f"; right are {places} bytes for the keys, as many for the values", likely=likely)
+           + f"; expected {places} bytes for the keys, as many for the values", likely=likely)
 
 
 # What is held
@@ -266,5 +266,5 @@ def _expect_little(seen: list[tuple[int, int]]) -> None:
     part = (2 * width // size + 2 * LARGE) * width * ELEMENT
     whole = (2 * width + 2 * 2 * LARGE) * width * ELEMENT
     expect_little(seen, whole, part,
-                  "a view keeps the whole weight alive: clone the part, and keep nothing else")
+                  "a view keeps the full weight alive: clone the shard, and keep nothing else")
 

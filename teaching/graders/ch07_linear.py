@@ -159,7 +159,7 @@ def _expect_computed(seen: list[Computed], case: Case) -> None:
                seen=per_rank([f"{name} is " + ("no nn.Parameter" if mine is None else
                                                f"of shape {mine}") for mine in shapes])
                + f"; right is {shape}",
-               likely="a rank holds I/N columns of weight (O, I), and the whole bias, as "
+               likely="a rank holds I/N columns of weight (O, I), and the full bias, as "
                       "parameters; bias is None where the layer has none")
     expect_dtype("weight", [mine.dtype for mine in seen], case.dtype)
     linear, xs, outs = case.make(), [], []
@@ -171,16 +171,15 @@ def _expect_computed(seen: list[Computed], case: Case) -> None:
 
     pieces = list(linear.weight.detach().chunk(size, dim=1))
     expect_close("weight", [mine.weight for mine in seen], pieces, [],
-                 "rank r holds columns r I/N to (r + 1) I/N of weight, the part that its x_shard "
-                 "is multiplied by")
+                 "rank r holds columns r I/N to (r + 1) I/N of weight, which multiply its x_shard")
     if size > 1:
         _expect_one_call_each(seen, outs[0])
     for number, (x, out) in enumerate(zip(xs, outs, strict=True)):
-        first = "that is the output of the first call again: compute it anew in each"
+        first = "that is the output of the first call: compute it in every call"
         faults = [*wrong_outputs(linear, x.detach(), size), (first, [outs[0].detach()] * size)]
         expect_close(f"the output of call {number + 1}", [mine.outs[number] for mine in seen],
                      [out.detach()] * size, faults,
-                     "the sum over the ranks of x_shard @ weight.T, and the bias, once",
+                     "sum x_shard @ weight.T over the ranks, then add the bias once",
                      case.rounding)
     _expect_gradients(seen, linear, xs[-1].grad, case.rounding)
 
@@ -188,10 +187,10 @@ def _expect_computed(seen: list[Computed], case: Case) -> None:
 def _expect_one_call_each(seen: list[Computed], out: Tensor) -> None:
     expect_calls(f"in {MICRO_BATCHES} forward passes:", [mine.forward for mine in seen],
                  [out.nbytes] * MICRO_BATCHES,
-                 "one all-reduce of the partial output in each; the bias is not sent")
+                 "one all-reduce of the partial sum per call; the bias is not sent")
     expect_calls("backward:", [mine.backward for mine in seen], [],
-                 "every rank has the whole gradient of out already, and from it those of its own "
-                 "parameters: to sum any of them makes it N times as large")
+                 "every rank already has the full gradient of out, so its parameters' gradients "
+                 "are complete; a sum over the ranks makes them N times too large")
 
 
 def wrong_outputs(linear: nn.Linear, x: Tensor, size: int) -> Iterator[tuple[str, list[Tensor]]]:
@@ -202,8 +201,9 @@ def wrong_outputs(linear: nn.Linear, x: Tensor, size: int) -> Iterator[tuple[str
     parts = [x_shard @ weight.T for x_shard, weight in pieces]
     yield f"the bias is in it {size} times: add it after the sum", [out + (size - 1) * bias] * size
     yield "the bias is missing", [out - bias] * size
-    yield "that is the mean: partial sums add up", [(out - bias) / size + bias] * size
-    not_summed = "that is this rank's partial sum alone: return what all_reduce returns"
+    yield "that is the mean: add the partial sums without " \
+          "dividing", [(out - bias) / size + bias] * size
+    not_summed = "that is only this rank's partial sum: return the result of all_reduce"
     yield not_summed, [part + bias for part in parts]
     yield not_summed, parts
 
@@ -216,12 +216,12 @@ def _expect_gradients(
         _expect_bias_gradient([mine.grads["bias"] for mine in seen], linear.bias.grad, most)
     pieces = {"x_shard": grad_x.chunk(size, dim=-1), "weight": linear.weight.grad.chunk(size, 1)}
     for name, right in pieces.items():
-        faults = [(f"that is {size} times the gradient: in the backward pass nothing is summed",
+        faults = [(f"that is {size} times the gradient: the backward pass sums nothing",
                    [size * grad for grad in right])]
         expect_close(f"{name}.grad", [mine.grads[name] for mine in seen], list(right),
-                     faults, "this rank's part of one process's gradient: autograd computes it, if "
-                             "all_reduce hands the gradient of the sum on as it is, and adds to "
-                             "what the micro-batch before has left in .grad", most)
+                     faults, "this rank's shard of the gradient on one process. Autograd computes "
+                             "it if all_reduce passes the gradient through unchanged, and it adds "
+                             "to the .grad of earlier micro-batches", most)
 
 
 def _expect_bias_gradient(grads: list[Tensor | None], right: Tensor, most: float) -> None:
@@ -229,12 +229,12 @@ def _expect_bias_gradient(grads: list[Tensor | None], right: Tensor, most: float
     likely = "the gradient of out, summed over all dimensions but the last, on every rank"
     without = [grad is None or not grad.any() for grad in grads]
     if any(without) and not all(without):
-        likely = "added on one rank alone, the bias learns on that rank alone, and the copies of " \
-                 "the others stay behind: add it on every rank, after the sum"
+        likely = "a bias added on one rank learns only there, and its replicas drift apart: add " \
+                 "it on every rank, after the sum"
     faults = {
         f"the output is right, but each rank gets 1/{size} of the bias's gradient: add the whole "
         "bias, after the sum": [right / size] * size,
-        f"that is {size} times the gradient: it is the same on all ranks, and not to be summed":
+        f"that is {size} times the gradient: it is the same on all ranks, so do not sum it":
             [size * right] * size,
     }
     expect_close("bias.grad", grads, [right] * size, faults.items(), likely, most)
@@ -255,5 +255,5 @@ def hold(group, RowParallelLinear: type) -> tuple[int, int]:
 def _expect_little(seen: list[tuple[int, int]]) -> None:
     whole, bias = LARGE * LARGE * ELEMENT, LARGE * ELEMENT
     expect_little(seen, whole + bias, whole // len(seen) + bias,
-                  "a view keeps the whole weight alive: clone the part, and do not keep linear")
+                  "a view keeps the full weight alive: clone the shard, and do not keep linear")
 

@@ -51,13 +51,13 @@ class Case(NamedTuple):
 CASES = [Case((3, 5)), Case((1,)), Case(()), Case((3, 5), seed=1),
          Case((3, 5), contiguous=False, seed=2), Case((2, 3), torch.float32)]
 SENT = {
-    ("backward", "forward"): "x is the same on all ranks already: the all-reduce of f is in the "
-                             "backward pass, where each rank has another part of the gradient",
-    ("backward", "backward"): "each rank's backward pass has its own part of the gradient of x: "
+    ("backward", "forward"): "x is already the same on all ranks: f does its all-reduce in the "
+                             "backward pass, where each rank has a partial sum of the gradient",
+    ("backward", "backward"): "each rank's backward pass has a partial sum of the gradient of x: "
                               "all-reduce it, once",
-    ("forward", "forward"): "each rank's x is its own part of the sum: all-reduce it, once",
-    ("forward", "backward"): "the gradient of y is on every rank the whole gradient already: hand "
-                             "it on. A sum over the ranks would make it N times as large",
+    ("forward", "forward"): "each rank's x is a partial sum: all-reduce it, once",
+    ("forward", "backward"): "every rank already has the full gradient of y: pass it through. A "
+                             "sum over the ranks would make it N times too large",
 }
 """Where the sum belongs, what is judged, and why that is wrong."""
 
@@ -144,7 +144,8 @@ def _expect_passed(seen: list[Passed], case: Case, sums: str) -> None:
     changed = [" and ".join(mine.changed) for mine in seen]
     expect(not any(changed), seen=per_rank([f"{names or 'nothing'} has other values than before"
                                             for names in changed]),
-           likely="dist.all_reduce works in place, and others read that tensor too: clone it first")
+           likely="dist.all_reduce works in place, and the caller still needs that tensor: clone "
+                  "it first")
 
 
 def _expect_values(
@@ -153,13 +154,13 @@ def _expect_values(
     size, total = len(seen), sum(parts)
     right = [total] * size if is_sum else parts
     faults = {
-        "that is what came in on this rank: return what the all-reduce has summed, once it has "
-        "been waited for": parts,
-        "that is the mean: the parts add up": [total / size] * size,
-        "that is the sum of an earlier call with tensors of the same shape: each call sums anew":
+        "that is this rank's input: return the sum, after waiting for the all-reduce": parts,
+        "that is the mean: add the parts without dividing": [total / size] * size,
+        "that is the sum from an earlier call with tensors of the same shape: sum again in each "
+        "call":
             [sum(earlier)] * size,
-        f"that is 1/{size} of it: what comes in is whole already": [part / size for part in parts],
+        f"that is 1/{size} of it: the input is already complete": [part / size for part in parts],
     }
-    likely = "the sum over the ranks of what came in" if is_sum else \
-        "hand on what comes in, unchanged"
+    likely = "the sum of the input over the ranks" if is_sum else \
+        "pass the input through unchanged"
     expect_close(what, seen, right, faults.items(), likely, most)

@@ -63,7 +63,7 @@ def expect_dtype(what: str, seen: list[torch.dtype], right: torch.dtype) -> None
     """Expect of `what` on every rank the dtype of what came in."""
     expect(all(dtype == right for dtype in seen),
            seen=per_rank([f"{what} is {in_short(dtype)}" for dtype in seen])
-           + f"; what came in is {in_short(right)}",
+           + f"; the input is {in_short(right)}",
            likely="keep the dtype: .double(), .float() or a new tensor without dtype= changes it, "
                   "and in training 16 bits would become 32 or 64, held and on the wire")
 
@@ -96,7 +96,7 @@ def expect_calls(when: str, calls: list[list[Call]], right: list[int], likely: s
     once = all(len(mine) == len(right) for mine in calls)
     if right and once and all(call.payload == 2 * right[0] for mine in calls for call in mine):
         likely = "as many values as are right, each of twice the bytes: " \
-            f"{in_short(calls[0][0].dtype)} is sent. Keep the dtype of what comes in"
+            f"{in_short(calls[0][0].dtype)} is sent. Keep the dtype of the input"
     expect(all(sent), seen=per_rank([f"{when} {in_words(mine)} is sent" for mine in calls])
            + f"; right is {wanted}", likely=likely)
 
@@ -109,13 +109,13 @@ def expect_little(
     `seen`: on every rank the bytes of tensors, and those of other Python objects.
     """
     expect(all(tensors <= 1.1 * part for tensors, _ in seen),
-           seen=per_rank([f"{tensors:,} bytes are alive; whole it would be {whole:,}, a rank's "
-                          f"part is {part:,}" for tensors, _ in seen]), likely=likely)
+           seen=per_rank([f"{tensors:,} bytes are alive; the full layer has {whole:,}, a rank's "
+                          f"shard {part:,}" for tensors, _ in seen]), likely=likely)
     expect(all(objects <= 0.1 * part for _, objects in seen),
            seen=per_rank([f"besides its tensors {objects:,} bytes of NumPy arrays or other Python "
                           "objects are alive" for _, objects in seen]),
-           likely="a copy in NumPy, bytes or a list takes memory too: a rank keeps its part, as "
-                  "parameters, and nothing else")
+           likely="a copy in NumPy, bytes or a list takes memory too: a rank keeps only its shard, "
+                  "as parameters")
 
 
 def refusal(make: Callable[[], object]) -> tuple[str, str]:
@@ -131,8 +131,8 @@ def expect_refusal(refusals: list[tuple[str, str]], numbers: tuple[int, int]) ->
     """Expect of every rank a ValueError whose message has both numbers."""
     expect(all(name == "ValueError" for name, _ in refusals),
            seen=per_rank([f"{name} is raised" for name, _ in refusals]),
-           likely=f"{numbers[0]} over {numbers[1]} ranks: raise a ValueError before anything is "
-                  "cut. Unequal parts would be found out later, and elsewhere")
+           likely=f"{numbers[0]} over {numbers[1]} ranks: raise a ValueError before splitting "
+                  "anything. Unequal shards would fail later, somewhere else")
     both = [set(map(str, numbers)) <= set(re.findall(r"\d+", message)) for _, message in refusals]
     expect(all(both), seen=per_rank([f"the message is {message!r}" for _, message in refusals]),
-           likely=f"whoever reads it needs both numbers, {numbers[0]} and {numbers[1]}")
+           likely=f"the message must contain both numbers, {numbers[0]} and {numbers[1]}")

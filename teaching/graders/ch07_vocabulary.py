@@ -124,12 +124,13 @@ def _expect_loss(seen: list[Seen], case: Case) -> None:
     expect(all(isinstance(mine.loss, Tensor) for mine in seen),
            seen=per_rank([f"it returned {mine.loss}" if isinstance(mine.loss, str) else
                           "it returned a tensor of shape ()" for mine in seen]),
-           likely="return one number, a tensor of shape (): the sum over all targets that count")
+           likely="return one number, a tensor of shape (): the sum over all targets that are not "
+                  "ignored")
     expect(not any(mine.changed for mine in seen),
            seen=per_rank([f"{mine.changed or 'nothing'} has other values than before"
                           for mine in seen]),
-           likely="an operation in place, such as logits_shard.data -= m or targets[...] = 0: "
-                  "both are the caller's, who may still count or log with them")
+           likely="an in-place operation, such as logits_shard.data -= m or targets[...] = 0: the "
+                  "caller still needs both tensors")
     logits, targets = case.data(size)
     if size > 1:
         _expect_no_more_columns(seen, logits.shape[-1])
@@ -157,8 +158,8 @@ def _expect_no_more_columns(seen: list[Seen], num_ids: int) -> None:
     expect(not any(whole), seen=per_rank([f"tensors of shape {', '.join(map(str, shapes)) or '-'} "
                                           "are made" for shapes in whole])
            + f", where V is {num_ids} and a rank has {num_ids // len(seen)} columns",
-           likely="the whole vocabulary is on every rank again: each rank looks for the target "
-                  "among its own columns, and sends numbers, not columns")
+           likely="every rank holds the full vocabulary again: look for the target among the "
+                  "rank's own columns, and send numbers, not columns")
 
 
 def _expect_few_values(seen: list[Seen]) -> None:
@@ -168,21 +169,23 @@ def _expect_few_values(seen: list[Seen]) -> None:
            seen=per_rank([f"forward: {in_words(mine.forward)} is sent, {n} values"
                           for mine, n in zip(seen, num_values, strict=True)])
            + f"; {B} x {S} targets need {3 * B * S}",
-           likely="for each target three numbers: the largest logit, the sum of exps, and the "
-                  "target's own logit")
+           likely="send three numbers per target: the largest logit, the sum of exps, and the "
+                  "target's logit")
     expect(not any(mine.backward for mine in seen),
            seen=per_rank([f"backward: {in_words(mine.backward)} is sent" for mine in seen])
            + "; right is nothing",
-           likely="the gradient of the loss is the same on all ranks: hand it on, as all_reduce of "
-                  "minitron.comm.differentiable does; another sum makes it N times as large")
+           likely="the gradient of the loss is the same on all ranks: pass it through, as "
+                  "all_reduce of minitron.comm.differentiable does; another sum makes it N times "
+                  "too large")
 
 
 def _why_other_loss(losses: list[Tensor]) -> str:
     if not all_close(losses, losses[:1] * len(losses), 1e-4):
-        return "the ranks have different losses: the sum of exps and the target's logit are on " \
-               "each rank those of its own columns, until they are summed over the ranks"
-    return "log(sum of exp(logit - m)) - (own logit - m), summed over the targets that count; " \
-           "the own logit comes from the rank that has the target, from the others nothing"
+        return "the ranks have different losses: each rank has the sum of exps and the target's " \
+               "logit of its own columns only; sum both over the ranks"
+    return "log(sum of exp(logit - m)) - (own logit - m), summed over the targets that are not " \
+           "ignored; the own logit comes from the rank that has the target, and the other ranks " \
+           "add 0"
 
 
 def wrong_losses(
@@ -195,10 +198,10 @@ def wrong_losses(
     own = shifted.gather(-1, targets.clamp(min=0)[..., None]).squeeze(-1)
     right = (log_sum - own)[counts].sum()
 
-    yield "that is the mean: the sum is asked for", [right / counts.sum()] * size
+    yield "that is the mean: return the sum", [right / counts.sum()] * size
     yield f"that is the loss {size} times", [size * right] * size
     for added in (log_sum, log_sum + largest, log_sum - own):
-        yield ("an ignored target costs nothing: leave out its log(sum) too",
+        yield ("an ignored target contributes nothing: leave out its log(sum) too",
                [right + added[~counts].sum()] * size)
     for sign in (-1, 1):
         yield ("shift both by the same m, or neither",
@@ -215,7 +218,7 @@ def wrong_losses(
     owner = targets.clamp(min=0) // shards[0].shape[-1]
     own_top = torch.stack(tops).gather(0, owner[None]).squeeze(0)
     for known in (own, own - own_top):
-        yield ("each rank subtracts a largest logit of its own: m must be that of all ranks",
+        yield ("each rank subtracts its own largest logit: m must be the largest over all ranks",
                [(sums.log() - known)[counts].sum()] * size)
 
 
@@ -238,14 +241,14 @@ def _expect_gradient(grads: list, whole: Tensor, targets: Tensor, case: Case) ->
         f"that is 1/{size} of the gradient": whole.grad / size,
         "the loss was multiplied by a number before backward(): multiply by the gradient that "
         "comes in": whole.grad / FACTOR,
-        "that is the softmax alone: 1 is subtracted at the target": FACTOR * softmax * counts,
+        "that is only the softmax: subtract 1 at the target": FACTOR * softmax * counts,
         "ignored targets have a gradient": whole.grad + FACTOR * softmax * ~counts,
     }
     likely = "softmax of all columns, less 1 at the target, for the columns of this rank; zeros " \
              "for an ignored target"
     if _only_at_the_largest(grads, right):
-        likely = "it is wrong where this rank's logits are the largest: m is a constant, and is " \
-                 "looked for in logits_shard.detach()"
+        likely = "it is wrong where this rank's logits are the largest: m is a constant: take " \
+                 "the maximum of logits_shard.detach()"
     expect_close("logits_shard.grad", grads, list(right),
                  [(why, list(wrong.chunk(size, -1))) for why, wrong in faults.items()],
                  likely, case.rounding)

@@ -20,7 +20,8 @@ FAMILIES = ("gpt", "llama")
 BATCH, SEQUENCE, VOCABULARY = 2, 12, 24
 MICRO_BATCHES = 2
 FROZEN = "blocks.0.mlp_norm.weight"
-STUCK = "every rank must make the same call: does yours depend on the rank, or on its values?"
+STUCK = "every rank must make the same call: check whether yours depends on the rank, or on its " \
+        "values"
 
 Gradients = dict[str, Tensor | None]
 
@@ -48,7 +49,8 @@ def grade_8_2(sum_partial_gradients: Callable) -> None:
                 seen = [mine[number] for mine in by_rank]
                 expect(not any(mine.moved for mine in seen), seen=per_rank(
                     [f"{len(mine.moved)} parameters have changed" for mine in seen]),
-                       likely="gradients are summed, weights stay: the optimizer steps later")
+                       likely="sum the gradients and leave the weights alone: the optimizer steps "
+                              "later")
                 _expect_gradients(seen, family)
                 if size > 1:
                     _expect_one_message(seen, family)
@@ -150,21 +152,21 @@ def _why_wrong(
     if right[0][name] is None:
         return "a frozen parameter has no gradient, and needs none"
     if size > 1 and name not in whole:
-        return f"{name} is cut: its gradient was complete before the call. In a sum over the " \
-               "ranks, other rows or columns are added to it"
+        return f"{name} is sharded: its gradient was complete before the call. A sum over the " \
+               "ranks adds other rows or columns to it"
     unchanged = all(_same(mine.after[name], mine.before[name]) for mine in seen)
     if unchanged and whole.issubset([*wrong, FROZEN]):
-        return "nothing has changed: sum over the ranks, and write the sums into the .grad " \
-               "(flatten and cat make copies)"
+        return "the gradients did not change: write the sums back into .grad (flatten and cat " \
+               "make copies)"
     if unchanged:
-        return f"every rank holds {name} whole and uses it for its own tokens: its gradient is " \
-               "a sum over the ranks, as that of the others which are not cut"
+        return f"every rank holds {name} in full and uses it for its own tokens: its gradient is " \
+               "a sum over the ranks, like that of the other replicated parameters"
     means = [right_grads[name] / size for right_grads in right]
     if all(_same(mine.after[name], mean) for mine, mean in zip(seen, means, strict=True)):
-        return "that is the mean: each rank has the gradient of other tokens of the same " \
-               "samples, and those add up"
-    return "each rank has the gradient of its own tokens: the sum over the ranks, once, of each " \
-           "parameter's own values"
+        return "that is the mean: each rank has the gradient of different tokens of the same " \
+               "samples; add without dividing"
+    return "each rank has the gradient of its own tokens: sum each parameter's values over the " \
+           "ranks, once"
 
 
 def _expect_one_message(seen: list[Seen], family: str) -> None:
@@ -172,6 +174,6 @@ def _expect_one_message(seen: list[Seen], family: str) -> None:
     values = sum(full[name].numel() for name in whole_names(family, len(seen)) - {FROZEN})
     expect(all(mine.sent == [values * ELEMENT] for mine in seen),
            seen=per_rank([f"{len(mine.sent)} all-reduces, of {sum(mine.sent):,} bytes in all"
-                          for mine in seen]) + f"; right is 1, of {values * ELEMENT:,}",
-           likely="put the gradients end to end into one tensor (flatten, torch.cat): small "
-                  "messages cost a round each; and send nothing that is complete")
+                          for mine in seen]) + f"; expected 1, of {values * ELEMENT:,}",
+           likely="concatenate the gradients into one tensor (flatten, torch.cat): every small "
+                  "message costs its latency. Do not send gradients that are already complete")

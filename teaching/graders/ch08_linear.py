@@ -134,20 +134,19 @@ def _expect_output(seen: tuple[Seen, ...], layer: int) -> None:
     expect(all(shape == tuple(right.outs[0].shape) for shape in shapes),
            seen=per_rank([f"y_shard has the shape {shape}" for shape in shapes])
            + f"; right is {tuple(right.outs[0].shape)}",
-           likely="every rank computes its columns for all tokens of all sequences: join the "
-                  "parts along dim 1")
+           likely="every rank computes its columns for all tokens of all sequences: concatenate "
+                  "the shards along dim 1")
     same = [is_close(mine.out, out) for mine, out in zip(seen, right.outs, strict=True)]
     expect(all(same), seen=_which("y_shard", same),
-           likely="x is the ranks' parts joined along dim 1, of (B, S/N, D); all_gather_single "
-                  "joins along dim 0")
+           likely="x is the ranks' shards, (B, S/N, D), concatenated along dim 1; "
+                  "all_gather_single concatenates along dim 0")
 
 
 def _expect_unchanged(seen: tuple[Seen, ...]) -> None:
     expect(not any(mine.changed for mine in seen),
            seen=per_rank([f"{mine.changed or 'nothing'} has other values than before"
                           for mine in seen]),
-           likely="an operation in place: inputs and gradients belong to others too, who still "
-                  "read them")
+           likely="an in-place operation: the caller still needs inputs and gradients")
 
 
 def _which(what: str, same: list[bool]) -> str:
@@ -157,7 +156,7 @@ def _which(what: str, same: list[bool]) -> str:
 def _expect_calls(seen: tuple[Seen, ...]) -> None:
     payload = ELEMENT * len(seen) * BATCH * TOKENS * WIDTH
     right = {"forward": ["all_gather"], "backward": ["all_gather", "reduce_scatter"]}
-    likely = {"forward": "one all-gather of x_shard, and nothing else",
+    likely = {"forward": "forward: one all-gather of x_shard, and nothing else",
               "backward": "gather x again, from the x_shard that was saved, and reduce-scatter the "
                           "gradient of x: once each"}
     for phase, ops in right.items():
@@ -184,8 +183,8 @@ def _expect_little(held: tuple[int, ...], hidden: tuple[int, ...]) -> None:
     expect(not any(held),
            seen=per_rank([f"between forward and backward {n:,} bytes are held" for n in held])
            + f", besides inputs and outputs{sizes}",
-           likely="save x_shard and weight_shard themselves, no copies, and nothing that is made "
-                  "from all tokens: a part of x is a view, which keeps all of x, and so does an "
+           likely="save x_shard and weight_shard themselves, not copies, and nothing made from all "
+                  "tokens: a slice of x is a view and keeps all of x alive, and so does an "
                   "attribute of ctx")
     expect(all(n < shard for n in hidden),
            seen=per_rank([f"{n:,} bytes of NumPy arrays or other Python objects are held between "
@@ -213,11 +212,11 @@ def _why_other_input(mine: list[Tensor | None], partial: list[Tensor]) -> str:
     size, parts = len(partial), sum(partial).chunk(len(partial), dim=1)
     rows = [part.view_as(parts[0]) for part in sum(partial).flatten().chunk(size)]
     return _first_fault(mine, {
-        "that is the mean over the ranks: the columns of all ranks read x, and add up":
+        "that is the mean over the ranks: the columns of all ranks read x, so add without dividing":
             [part / size for part in parts],
-        "reduce_scatter_single cuts along dim 0: put the N parts along dim 1 one after the other "
-        "first": rows,
-    }, "the sum over the ranks of grad @ weight_shard, and of this this rank's part along dim 1")
+        "reduce_scatter_single splits along dim 0: first lay the N parts of dim 1 one after the "
+        "other": rows,
+    }, "sum grad @ weight_shard over the ranks, and return this rank's part along dim 1")
 
 
 def _why_other_weight(mine: list[Tensor | None], right: Whole) -> str:

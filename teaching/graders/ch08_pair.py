@@ -18,7 +18,7 @@ from teaching.graders.ranks import on_ranks, per_rank
 
 PART = (2, 3, 5)  # (B, S/N, D): with B = 1 nobody would see a wrong layout
 TALK = {"all_gather", "reduce_scatter"}
-WAIT = "wait for the collective before you use what it brings, and join or cut along dim"
+WAIT = "wait for the collective before you use its output, and concatenate or split along dim"
 
 
 @dataclass(frozen=True)
@@ -127,15 +127,15 @@ def _expect_pair(seen: list[Seen], case: Case, gathers: bool) -> None:
     expect(all(shape == right for shape in shapes),
            seen=per_rank([f"the output has the shape {shape}" for shape in shapes])
            + f"; right is {right}",
-           likely="the collectives join and cut along dim 0, whatever dim is: join what arrives, "
-                  "or cut what is sent, along dim yourself")
+           likely="the collectives concatenate and split along dim 0, whatever dim is: rearrange "
+                  "the input or the output for dim yourself")
     expect_dtype("the output", [mine.out.dtype for mine in seen], case.dtype)
     if size > 1:
         _expect_calls(seen, case.dtype.itemsize * size * prod(case.part), gathers)
     changed = [", ".join(mine.changed) for mine in seen]
     expect(not any(changed),
            seen=per_rank([f"changed in place: {names or 'nothing'}" for names in changed]),
-           likely="others use those tensors too: let the collective write into a new one")
+           likely="the caller still needs these tensors: let the collective write into a new one")
 
     faults = [_why_not_gathered, _why_not_scattered]
     why_out, why_grad = faults if gathers else faults[::-1]
@@ -144,7 +144,7 @@ def _expect_pair(seen: list[Seen], case: Case, gathers: bool) -> None:
         stale = [out.to(case.dtype) for out in there(earlier, CASES[0])]
         expect(not all(_same(mine.out, old) for mine, old in zip(seen, stale, strict=True)),
                seen="the output is that of the first call, with tensors of the same shape",
-               likely="compute it anew in every call: the values are others")
+               likely="compute it in every call: the values differ")
     _expect_values("the output", [mine.out for mine in seen], right_outs, why_out, xs, case)
     _expect_values("the gradient of the input", [mine.grad for mine in seen], right_grads,
                    why_grad, grads, case)
@@ -198,9 +198,11 @@ def _first_difference(seen: Tensor | None, right: Tensor) -> str:
 def _why_not_gathered(mine: list[Tensor], shards: list[Tensor], case: Case) -> str:
     size, whole = len(shards), torch.cat(shards, case.dim)
     return _first_fault(mine, {
-        "rank after rank, viewed in another shape: the collectives join along dim 0, so cut what "
-        "arrives into N, and join that along dim": [torch.cat(shards).view_as(whole)] * size,
-        "that is divided by N: joining adds nothing up": [whole / size] * size,
+        "the output is viewed in another shape: the collectives concatenate along dim 0, so split "
+        "the output into N parts and concatenate these along dim":
+            [torch.cat(shards).view_as(whole)] * size,
+        "that is divided by N: an all-gather sums nothing, so divide nothing":
+            [whole / size] * size,
     })
 
 
@@ -209,9 +211,10 @@ def _why_not_scattered(mine: list[Tensor], partial: list[Tensor], case: Case) ->
     parts = total.chunk(size, case.dim)
     rows = [part.view_as(parts[0]) for part in total.flatten().chunk(size)]
     return _first_fault(mine, {
-        "that is the mean: N summands of one tensor add up": [part / size for part in parts],
-        "cut along dim 0: the collective knows no other, so cut along dim into N parts, and send "
-        "those one after the other": rows,
+        "that is the mean: add the N partial sums without dividing":
+            [part / size for part in parts],
+        "that is split along dim 0, the only one the collective knows: split along dim into N "
+        "parts, and send these one after the other": rows,
     })
 
 

@@ -73,8 +73,10 @@ def grade_8_3(saved_bytes: Callable) -> None:
         with asked(f"saved_bytes of {HUGE}, on 3 ranks{words(*method)}"):
             right = published(HUGE, 3, *method, HUGE_INSIDE)
             seen = saved_bytes(*astuple(HUGE), 3, *method)
-            expect(seen == right, seen=f"{seen:,}, not {right:,}", likely="right but for rounding: "
-                   "/ makes a float, which has 16 digits. Divide integers by //")
+            expect(seen == right, seen=f"{seen:,}, not {right:,}", likely="only the rounding is "
+                                                                          "wrong: / makes a float, "
+                                                                          "which has 16 digits. "
+                                                                          "Divide integers with //")
 
 
 def words(sequence_parallel: bool, selective: bool) -> str:
@@ -130,12 +132,12 @@ def _expect_bytes(
     seen: int, right: list[int], sizes: Sizes, size: int, method: tuple[bool, bool]
 ) -> None:
     expect(type(seen) is int, seen=f"{seen!r}, of type {type(seen).__name__}",
-           likely="bytes are exact integers: divide by //, not /")
+           likely="return exact integers: divide with //, not /")
     likely = _faults(sizes, size, *method).get(
-        seen - right[0], "go through the table: which tensors have S tokens on every rank, which "
-        "S/N; which have all heads or all of F, which an N-th")
+        seen - right[0], "go through the table: which tensors have S tokens on every rank, and "
+                         "which S/N? Which have all heads or all of F, and which 1/N of them?")
     expect(all(seen == bytes_ for bytes_ in right),
-           seen=f"{seen:,}; right are {per_rank([f'{n:,}' for n in right])}, the difference is "
+           seen=f"{seen:,}; expected {per_rank([f'{n:,}' for n in right])}, the difference is "
            f"{(seen - right[0]) / sizes.wide:+.3g} bytes for each of the B S D values",
            likely=likely)
 
@@ -147,28 +149,28 @@ def _faults(
     wide, square = sizes.wide, sizes.square
     uncut, uncut_square = wide - wide // size, square - square // size
     faults = {
-        24 * uncut: "a rank has some of the heads and of F: query, key, value, what out, gelu and "
-                    "down read are cut",
+        24 * uncut: "a rank has 1/N of the heads and of F: query, key, value and the inputs of "
+                    "out, gelu and down are sharded",
         -2 * wide // (size if sequence_parallel else 1):
             "the masks of both branches' outputs are missing, 1 byte per value",
     }
     if sequence_parallel:
         faults |= {
-            10 * uncut: "with sequence_parallel a rank has S/N tokens between the cut layers: "
-                        "nothing is left in full",
-            4 * uncut: "query, key, value and up keep their part of what they read: S/N tokens",
+            10 * uncut: "with sequence_parallel a rank has S/N tokens between the tensor-parallel "
+                        "layers: nothing is held in full",
+            4 * uncut: "query, key, value and up save their shard of the input: S/N tokens",
         }
     else:
-        faults[-10 * uncut] = "the norms, what query, key, value and up read, and the masks have " \
-                              "S tokens on every rank: without sequence_parallel nothing cuts them"
+        faults[-10 * uncut] = "the norms, the inputs of query, key, value and up, and the masks " \
+                              "have S tokens on every rank: only sequence_parallel shards them"
     if selective:
         return faults | {
-            5 * square // size: "selective: nothing of S x S is saved, it is computed again",
-            -6 * wide // size: "selective computes from query, key and value: these are saved",
+            5 * square // size: "selective saves nothing of size S x S: it is recomputed",
+            -6 * wide // size: "selective recomputes from query, key and value: these are saved",
         }
     return faults | {
         5 * uncut_square: "a rank has H/N heads: a matrix of S x S for each of them",
-        -5 * uncut_square // size: "attention is cut by heads alone: each of a rank's heads has "
-                                   "S x S scores, of all tokens",
+        -5 * uncut_square // size: "attention is sharded by heads only: each of a rank's heads has "
+                                   "S x S scores, over all tokens",
         -2 * square // size: "softmax's output and the same after dropout are two tensors",
     }

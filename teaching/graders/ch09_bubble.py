@@ -49,8 +49,9 @@ def _expect_exact(activation_bytes: Callable) -> None:
                f"num_chunks={v}, rank=0, model_bytes={model_bytes})"):
         seen = activation_bytes(name, p, m, v, 0, model_bytes)
         right = peak_activations(interleaved(p, m, v))[0] * MANY
-        expect(seen == right, seen=f"{seen}, not {right}", likely="right but for rounding: / makes "
-               "a float, which has 16 digits. Divide integers by //")
+        expect(seen == right, seen=f"{seen}, not {right}", likely="only the rounding is wrong: / "
+                                                                  "makes a float, which has 16 "
+                                                                  "digits. Divide integers with //")
 
 
 def grid() -> list[tuple[str, int, int, int, Schedule]]:
@@ -64,7 +65,7 @@ def grid() -> list[tuple[str, int, int, int, Schedule]]:
 def _expect_bubble(answer, schedule: Schedule, v: int) -> None:
     p, m = schedule.num_ranks, schedule.num_micro_batches
     expect(isinstance(answer, tuple) and len(answer) == 2, seen=f"it returned {answer!r:.80}",
-           likely="two numbers: the share of the total time, and idle over working time")
+           likely="return two numbers: idle / total time, and idle / compute time")
     timeline = simulate(schedule, SECONDS)
     right = timeline.bubble_of_total, timeline.bubble_of_ideal
     same = [isclose(*pair, rel_tol=1e-9, abs_tol=1e-12) for pair in zip(answer, right, strict=True)]
@@ -81,25 +82,24 @@ def _why_other_bubble(
 ) -> str:
     total, ideal = answer
     if isclose(total, right[1]) and isclose(ideal, right[0]):
-        return "the other way round: first the share of the total time, the smaller one"
+        return "the two are swapped: the share of the total time, the smaller one, comes first"
     if isclose(total, right[1]):
-        return "the first is idle time over working time as well: as a share of the total, " \
-               "working and idle time stand below"
+        return "the first is also idle / compute time: for the share of the total, divide by " \
+               "compute plus idle time"
     if isclose(ideal, right[0]):
-        return "the second is a share of the total as well: over working time, the idle time " \
-               "does not stand below"
+        return "the second is also a share of the total: divide by the compute time alone"
     if v > 1 and isclose(ideal, (p - 1) / m):
-        return "with chunks the work stays the same, and p - 1 stages that are v times shorter " \
-               "stand idle"
+        return "with v chunks the compute time stays the same, and the bubble is p - 1 passes " \
+               "through a stage that is v times shorter"
     if isclose(ideal, p / (m * v)):
-        return "a rank waits for the other stages: p - 1 of them"
+        return "a rank waits for the other p - 1 stages"
     if isclose(total, 1 - 1 / p):
-        return "that is one micro-batch after the other, where one rank works at a time: m of " \
-               "them follow each other closely"
+        return "that is one micro-batch at a time through all stages; in a pipeline m of them " \
+               "overlap"
     if any(map(is_rounded, answer, right)):
         return ROUNDED
-    return "a rank works for m passes forward and back, and is idle for p - 1; with chunks these " \
-           "are of one stage, a v-th of the rank's layers"
+    return "a rank computes for m passes, forward and backward, and is idle for p - 1; with v " \
+           "chunks those p - 1 are passes through one stage, 1/v of the rank's layers"
 
 
 class Place(NamedTuple):
@@ -114,7 +114,7 @@ class Place(NamedTuple):
 
 def _expect_bytes(seen, right: int, place: Place) -> None:
     expect(type(seen) is int, seen=f"{seen!r}, of type {type(seen).__name__}",
-           likely="bytes are exact integers: divide by //, not /")
+           likely="return exact integers: divide with //, not /")
     num_held, num_right = seen / STAGE_BYTES, right // STAGE_BYTES
     expect(seen == right, seen=f"{seen} bytes, {num_held:g} times a stage's part of a micro-batch; "
            f"in the schedule rank {place.rank} holds {num_right} of them",
@@ -124,19 +124,19 @@ def _expect_bytes(seen, right: int, place: Place) -> None:
 def _why_other_bytes(num_held: float, num_right: int, at: Place) -> str:
     whole = at.p * at.v
     if num_held > at.m * at.v and num_held not in (num_right * whole, num_right * at.v):
-        return "there are only m micro-batches: no rank can hold more"
+        return "there are only m micro-batches, so no rank can hold more"
     if at.name == "GPipe" and num_held < num_right:
-        return "GPipe holds all micro-batches when the first one comes back"
+        return "GPipe holds all micro-batches when the first backward pass begins"
     faults = {
-        num_right * whole: "a rank does not hold a micro-batch of the whole model: its stage has "
-                           "1/(p v) of the layers",
+        num_right * whole: "a rank does not hold a micro-batch's activations of the whole model: a "
+                           "stage has 1/(p v) of the layers",
         num_right * at.v: "with chunks a stage is shorter: of p v stages, each has 1/(p v)",
-        num_right - 1: "one more: the one that is about to go back is held as well",
-        min(at.m, at.rank + 1): "count the stages behind the rank, not those before it: rank 0 "
-                                "holds most",
-        at.m: "that is GPipe: in 1F1B a rank holds no more than are on their way to the last stage "
-              "and back",
-        at.p: "the ranks differ: the fewer stages lie behind, the sooner a micro-batch is back",
+        num_right - 1: "one more: the micro-batch whose backward pass is next is held as well",
+        min(at.m, at.rank + 1): "count the stages after the rank, not those before it: rank 0 "
+                                "holds the most",
+        at.m: "that is GPipe: with 1F1B, rank r holds at most p - r micro-batches",
+        at.p: "ranks differ: the fewer stages come after a rank, the sooner its backward pass "
+              "follows",
     }
     return faults.get(num_held, "the number of passes in the table, times a stage's part of "
                                 "model_bytes")

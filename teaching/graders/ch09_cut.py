@@ -50,7 +50,7 @@ def grade_9_3(split_blocks: Callable) -> None:
     for case in [*EXAMPLES, *random_cases(), case_of_llama()]:
         with asked(str(case)):
             answer = call_unchanged(split_blocks, *case, names="the list costs",
-                                    likely="it is the caller's: change a copy")
+                                    likely="it belongs to the caller: modify a copy")
             _expect_ranges(answer, case)
             _expect_least(answer, case)
 
@@ -83,18 +83,18 @@ def _expect_ranges(answer, case: Case) -> None:
            "stage")
     expect(len(answer) == case.num_stages,
            seen=f"{len(answer)} ranges for {case.num_stages} stages",
-           likely="one range for each stage, the last one too")
+           likely="return one range for each stage, including the last")
     empty = [stage for stage, blocks in enumerate(answer) if not blocks]
     expect(not empty, seen=f"stage {', '.join(map(str, empty))} has no block: {answer}",
-           likely="each stage gets one block at least: leave enough for the stages behind")
+           likely="each stage needs at least one block: leave enough for the stages after it")
     blocks = [block for stage in answer for block in stage]
     right = list(range(len(case.costs)))
     twice = sorted({block for block in blocks if blocks.count(block) > 1})
     missing = sorted(set(right) - set(blocks))
     problem = f"blocks {twice} are on two stages" if twice else \
         f"blocks {missing} are on none" if missing else "blocks are out of order"
-    likely = "a range ends before its stop: the next one starts there" if twice or missing else \
-             "blocks keep their order: a stage takes what the one before gives it"
+    likely = "a range excludes its stop: the next range starts there" if twice or missing else \
+             "blocks keep their order: a stage continues where the one before it ends"
     expect(blocks == right, seen=f"{answer}: {problem}", likely=likely)
 
 
@@ -145,22 +145,21 @@ def _expect_least(answer: list[range], case: Case) -> None:
     if max(costs) > least:
         shown = ", ".join(f"{cost:g}" for cost in costs)
         most, possible = apart(max(costs), least)
-        raise Mistake(f"{answer}: the stages cost {shown}; the most expensive one costs {most} and "
-                      f"can cost {possible}", _why_not_least(answer, case))
+        raise Mistake(f"{answer}: the stages cost {shown}; the largest cost is {most} and could be "
+                      f"{possible}", _why_not_least(answer, case))
 
 
 def _why_not_least(answer: list[range], case: Case) -> str:
     without_ends = Case(case.costs, case.num_stages)
     lengths = [len(blocks) for blocks in answer]
     if max(lengths) - min(lengths) <= 1 and max(case.costs) > min(case.costs):
-        return "as many blocks on each stage: it is their cost that counts"
+        return "equal numbers of blocks are not equal costs: compare the stages' costs"
     if case.first + case.last and \
             max(stage_costs(answer, without_ends)) == least_largest(without_ends):
-        return "the blocks alone are cut well, but the first stage also has the embedding, the " \
-               "last one norm and head"
-    return "filling one stage after the other up to the mean leaves too much, or too little, for " \
-           "the last ones: for each place where a stage may end, ask what the best cut of the " \
-           "rest costs"
+        return "the blocks alone are split well, but the first stage also has the embedding, and " \
+               "the last one the norm and head"
+    return "filling stages up to the mean, one after the other, leaves too much or too little " \
+           "for the last: for each place where a stage may end, find the best split of the rest"
 
 
 def _expect_refused(split_blocks: Callable, case: Case) -> None:
@@ -169,8 +168,8 @@ def _expect_refused(split_blocks: Callable, case: Case) -> None:
         answer = split_blocks(list(case.costs), *case[1:])
     except ValueError as error:
         expect(all(number in str(error) for number in numbers), seen=f"ValueError: {error}",
-               likely=f"the message must say both numbers, {numbers[0]} blocks and {numbers[1]} "
-                      "stages")
+               likely=f"the message must contain both numbers, {numbers[0]} blocks and "
+                      f"{numbers[1]} stages")
     else:
         raise Mistake(f"it returned {answer!r:.120}", "raise a ValueError: a stage without a block "
-                      "would wait and send for nothing")
+                                                      "has nothing to compute")

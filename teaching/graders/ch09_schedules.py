@@ -13,16 +13,16 @@ CASES = [(2, 4), (4, 8), (3, 7), (1, 3), (4, 2), (8, 5), (3, 1)]
 """Ranks and micro-batches: from the fourth on fewer of these than ranks."""
 SECONDS = {"F": 1, "B": 2}
 FAULTS = {
-    "never runs F": "every rank takes all micro-batches forward, numbered 0 to m - 1",
-    "never runs B": "what has gone forward comes back: after the last forward pass the backward "
-                    "passes that are left",
-    "but there are only": "micro-batches are numbered 0 to m - 1; with fewer of them than stages "
-                          "behind this one, the warm-up ends when all have gone forward",
-    "times: once": "each micro-batch goes through a stage once each way",
-    "which it needs": "a rank cannot go back with a micro-batch that it has not taken forward: in "
-                      "each pair of passes, which one is first?",
-    "waits for": "a rank waits with what is first in its list, whatever comes behind: the first "
-                 "rank is the first to go forward, the last one the first to go back",
+    "never runs F": "every rank runs all micro-batches forward, numbered 0 to m - 1",
+    "never runs B": "every forward pass needs its backward pass: after the last forward pass, run "
+                    "the backward passes that remain",
+    "but there are only": "micro-batches are numbered 0 to m - 1; with fewer micro-batches than "
+                          "stages after this one, the warm-up ends when all have run forward",
+    "times: once": "each micro-batch runs through a stage once forward and once backward",
+    "which it needs": "a rank cannot run backward for a micro-batch before running it forward: "
+                      "which comes first in each pair of passes?",
+    "waits for": "a rank runs its list in order, whatever comes later in it: the first rank is the "
+                 "first to run forward, the last rank the first to run backward",
 }
 """What the validator says, and what it comes from."""
 
@@ -55,12 +55,12 @@ def _expect_valid(schedule, p: int, m: int) -> None:
     expect(stages == [{rank} for rank in range(p)],
            seen=per_rank([f"passes through stage {' and '.join(map(str, sorted(mine))) or 'none'}"
                           for mine in stages]),
-           likely="rank r holds stage r alone, for both kinds of passes")
+           likely="rank r holds only stage r, for both kinds of passes")
     try:
         check(schedule)
     except ConfigError as error:
         likely = next((why for words, why in FAULTS.items() if words in str(error)),
-                      "draw a lane for each rank, and see who waits for what")
+                      "draw a lane for each rank, and see which rank waits for what")
         raise Mistake(f"{error}\n{_lists(schedule)}", likely) from None
 
 
@@ -83,23 +83,23 @@ def _why_other_held(schedule: Schedule, held: list[int], right: list[int]) -> st
     if right == [m] * p:
         return "in GPipe the first backward pass comes after the last forward pass, on every rank"
     if held == [m] * p:
-        return "nothing comes back before all have gone forward: that is GPipe. After the " \
-               "warm-up each forward pass is followed by a backward pass"
+        return "no backward pass runs before the last forward pass: that is GPipe. After the " \
+               "warm-up, a backward pass follows each forward pass"
     if any(mine < most for mine, most in zip(held, right, strict=True)):
-        return "the warm-up is too short: while a micro-batch goes through the stages behind and " \
-               "comes back, this rank could take others forward"
+        return "the warm-up is too short: while a micro-batch is in the later stages, this rank " \
+               "could run others forward"
     if len(set(held)) == 1:
-        return "the ranks differ: the more stages lie behind a rank, the longer its warm-up, and " \
-               "the last rank has none"
-    return "the warm-up is too long: one pass for each stage behind this one; the last rank has " \
-           "none, and goes back with each micro-batch at once"
+        return "ranks differ: the more stages come after a rank, the longer its warm-up, and the " \
+               "last rank has none"
+    return "the warm-up is too long: it has one pass for each stage after this one; the last " \
+           "rank has none, and runs each micro-batch backward at once"
 
 
 def _expect_seconds(schedule: Schedule, right: int) -> None:
     timeline = simulate(schedule, SECONDS)
     idle = [timeline.seconds - timeline.busy_seconds(rank) for rank in range(schedule.num_ranks)]
     expect(timeline.seconds == right,
-           seen=f"the step takes {timeline.seconds:g} s, with F 1 s and B 2 s; {right} are enough. "
+           seen=f"the step takes {timeline.seconds:g} s, with F 1 s and B 2 s; {right} would do. "
            + per_rank([f"{seconds:g} s idle" for seconds in idle]) + f"\n{_lists(schedule)}",
-           likely="all ranks must take the micro-batches in the same order, or one waits for "
-                  "what another does last")
+           likely="all ranks must run the micro-batches in the same order, or one waits for what "
+                  "another does last")

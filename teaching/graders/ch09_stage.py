@@ -39,18 +39,19 @@ CLOSE = {torch.float64: 1e-9, torch.float32: 1e-5}
 ELEMENT, MESSAGES = 8, 2
 STUCK = "with 1F1B a rank sends an activation while the next one sends it a gradient; with " \
         "dist.send each waits until the other receives. Start sends with isend, go on, and wait " \
-        "for them in the end. Each message sent must be received, in the order it is sent"
+        "for them at the end. Every message must be received, in the order in which it is sent"
 FAULTS = {
     "do not match": "a message has as many tokens as its own micro-batch: T differs",
     "does not require grad": "keep the stage's output with its graph for the backward pass, and "
                              "detach only what is sent",
-    "'NoneType'> instead": "what is received needs requires_grad_() before it goes into the "
+    "'NoneType'> instead": "a received activation needs requires_grad_() before it goes into the "
                            "stage, or there is no x.grad to send",
 }
 """What a failed run says, and what it comes from."""
-DTYPES = "a buffer must have the dtype of what arrives: torch.empty(shape) alone is float32. " \
-         "Take torch.empty_like(x), or dtype=x.dtype; the gradient that comes back has the output's"
-OF_TOKENS = "the sum over the tokens is divided by the tokens of all micro-batches, once"
+DTYPES = "a receive buffer must have the dtype of the message: torch.empty(shape) alone is " \
+         "float32. Take torch.empty_like(x), or dtype=x.dtype; the gradient has the dtype of the " \
+         "output"
+OF_TOKENS = "divide the sum over the tokens by the number of tokens of all micro-batches, once"
 MEAN_OF_MEANS = "that is the mean of the micro-batches' means: tokens of a short one count more. " \
                 "Divide each sum by the tokens of all micro-batches"
 SUM_OF_MEANS = "that adds up the micro-batches' means: divide each sum by the tokens of all " \
@@ -168,9 +169,9 @@ def _expect_passes(seen: list[Seen], schedule: Schedule) -> None:
              if mine.passes != actions}
     first = next(iter(wrong), 0)
     passes, asked_for = seen[first].passes, right[first]
-    likely = "go through `actions` one after the other; the schedule is not yours to choose"
+    likely = "run `actions` in their order: the schedule is given"
     if len(passes) > len(asked_for):
-        likely = "each pass once: the graph of the forward pass serves the backward pass, so " \
+        likely = "run each pass once: the backward pass uses the graph of the forward pass, so " \
                  "keep input and output until then"
     elif not any(kind == "B" for kind, _ in passes):
         likely = "no backward pass reaches the stage: keep its output with its graph, and detach " \
@@ -189,9 +190,11 @@ def _expect_messages(seen: list[Seen], schedule: Schedule, element: int) -> None
             peer = rank + (1 if kind == "F" else -1)
             if 0 <= peer < len(seen):
                 right.setdefault(peer, []).append(element * WIDTH * TOKENS[i])
-        expect(mine.sent == right, seen=f"rank {rank} sends {_bytes(mine.sent)}; right is "
-               f"{_bytes(right)}", likely="one message for each F, to the next rank, and for each "
-               "B, to the rank before: as many values as the micro-batch has")
+        expect(mine.sent == right, seen=f"rank {rank} sends {_bytes(mine.sent)}; expected "
+                                        f"{_bytes(right)}", likely="send one message per F to the "
+                                                                   "next rank and one per B to the "
+                                                                   "previous rank, each with as "
+                                                                   "many values as the micro-batch")
 
 
 def _bytes(sent: dict[int, list[int]]) -> str:
@@ -208,7 +211,7 @@ def _expect_loss(seen: list[Seen], m: int, close: float) -> None:
     expect(isinstance(last, Tensor) and last.shape == (), seen=f"rank {size - 1} returned "
            f"{last!r:.60}", likely="the loss is a tensor of shape () on the last rank")
     expect(not last.requires_grad, seen=f"rank {size - 1} returned a loss with its graph",
-           likely="detach it: the graph stays as long as what refers to it")
+           likely="detach it: the graph lives as long as a tensor refers to it")
     right = alone(size, m)[0]
     if relative_error(last, right) >= close:
         seen, wanted = apart(last.item(), right.item())
@@ -242,9 +245,9 @@ def _why_other_gradients(
         return _why_scaled(mine, right, of_means, m) or \
             "each backward pass starts from the loss of its own micro-batch, and adds to .grad"
     if factor(mine, right):
-        return "what arrives from the next rank is the gradient of the loss already: no rank but " \
-               "the last one scales anything"
-    return "what goes back is the gradient of the stage's input, x.grad; what arrives is that of " \
+        return "the gradient from the next rank is already that of the loss: only the last rank " \
+               "scales anything"
+    return "send back the gradient of the stage's input, x.grad; the one you receive is that of " \
            "the output: out.backward(grad)"
 
 
@@ -255,10 +258,10 @@ def _why_scaled(mine: Tensor, right: Tensor, of_means: Tensor, m: int) -> str:
         if relative_error(mine, share * of_means) < CLOSE[torch.float64]:
             return text
     causes = {
-        num_tokens: "that is the sum over all tokens: divide by their number, and before the "
-                    "backward pass",
-        1 / m: f"divided by the {m} micro-batches on top: the tokens of all micro-batches are the "
-               "whole divisor",
+        num_tokens: "that is the sum over all tokens: divide by their number, before the backward "
+                    "pass",
+        1 / m: f"divided by the {m} micro-batches as well: the only divisor is the number of "
+               "tokens of all micro-batches",
         num_tokens / m: f"that is divided by the {m} micro-batches: divide by the tokens",
     }
     for share, text in causes.items():
@@ -268,27 +271,27 @@ def _why_scaled(mine: Tensor, right: Tensor, of_means: Tensor, m: int) -> str:
 
 
 def _expect_little(seen: list[Seen]) -> None:
-    kept = {rank: f"input or output of {mine.kept} micro-batches that have gone back already"
+    kept = {rank: f"input or output of {mine.kept} micro-batches whose backward pass is done"
             for rank, mine in enumerate(seen) if mine.kept}
     expect(not kept, seen=f"held at one time: {per_rank(kept)}",
-           likely="after B i nothing needs input and output of micro-batch i: let go of them, as "
-                  "pop(i) does. Whoever keeps them holds all m, as in GPipe, in any order")
+           likely="after B i nothing needs the input and output of micro-batch i: drop them, for "
+                  "instance with pop(i). Otherwise every schedule holds all m, like GPipe")
     expect(not any(mine.changed for mine in seen),
            seen=per_rank(["the micro-batches have other values than before" if mine.changed else
                           "unchanged" for mine in seen]),
-           likely="an operation in place on x or targets: they are the caller's")
+           likely="an in-place operation on x or targets, which belong to the caller")
 
 
 def _expect_no_copies(copies: tuple[int, ...], objects: tuple[int, ...]) -> None:
-    when = "when the last micro-batch goes back"
+    when = "when the last backward pass begins"
     expect(max(copies) <= MESSAGES, seen=per_rank(
-        [f"of one that has gone back long ago {num} tensors are held" for num in copies]
+        [f"of a micro-batch that finished long ago {num} tensors are held" for num in copies]
     ) + f" {when}; its messages forward and back would be {MESSAGES}",
-           likely="copies of input or output of each micro-batch: they are needed until it has "
-                  "gone back, and no longer")
+           likely="copies of input or output of each micro-batch: drop them after its backward "
+                  "pass")
     gone = sum(TOKENS[:-2]) * LARGE * ELEMENT
     expect(max(objects) < gone / 2, seen=per_rank(
         [f"{num:,} bytes of NumPy arrays or other Python objects are held" for num in objects])
            + f" {when}; the first {len(TOKENS) - 2} have {gone:,}",
-           likely="a copy in NumPy, bytes or a list takes memory too: let go of what belongs to a "
-                  "micro-batch that has gone back")
+           likely="a copy in NumPy, bytes or a list takes memory too: drop what belongs to a "
+                  "micro-batch after its backward pass")

@@ -43,7 +43,7 @@ def last_first(num_ranks: int, num_micro_batches: int) -> Schedule:
          *(Action("B", i, rank) for i in reversed(range(num_micro_batches)))]
         for rank in range(num_ranks)
     ]
-    return make("GPipe, last micro-batch back first", num_micro_batches, lists)
+    return make("GPipe, last micro-batch backward first", num_micro_batches, lists)
 
 
 class Case(NamedTuple):

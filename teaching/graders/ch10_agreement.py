@@ -20,8 +20,8 @@ OPTIMIZERS = {
     "SGD with momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "AdamW": partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1),
 }
-STUCK = "every rank must make the same call, also one whose own gradient is fine, or not there: " \
-        "only the others know whether there was an overflow"
+STUCK = "every rank must make the same call, even if its own gradient is finite or None: only " \
+        "the others know whether they had an overflow"
 WORDS = {"fine": "a fine gradient", "zero": "a gradient of zeros",
         "none": "no gradient", "nan": "a NaN", "inf": "an infinity"}
 
@@ -213,29 +213,30 @@ def _expect_one_message(calls: list[list[Call]]) -> None:
     small = [len(mine) == 1 and mine[0].payload <= MOST_BYTES for mine in calls]
     large = max((call.payload for mine in calls for call in mine), default=0)
     num = {len(mine) for mine in calls}
-    likely = "the gradients stay where they are: a number that is infinite or NaN if one of them " \
-             "is, is enough" if large > MOST_BYTES else \
-             "nobody knows of the others' overflow" if num == {0} else \
+    likely = "do not send the gradients, but one number that is infinite or NaN if any of them " \
+             "is" if large > MOST_BYTES else \
+             "no rank learns of an overflow on another rank" if num == {0} else \
              STUCK if num == {0, 1} else \
-             "one message answers both, how long the gradient is and whether it is finite"
+             "one message answers both: what the norm is, and whether all gradients are finite"
     expect(all(small), seen=per_rank([in_words(mine) for mine in calls])
-           + f"; right is one all_reduce of {MOST_BYTES} bytes at most", likely=likely)
+           + f"; correct is one all_reduce of at most {MOST_BYTES} bytes", likely=likely)
 
 
 def _expect_skipped(seen: list[Seen], before: list[Seen]) -> None:
     moved = [not all(map(torch.equal, *pair))
              for pair in zip([s.weights for s in seen], [b.weights for b in before], strict=True)]
-    likely = "an overflow on one rank must stop all of them: else each has weights of another step"
+    likely = "an overflow on one rank must stop all of them, or their weights come from " \
+             "different steps"
     if all(moved):
         likely = "no optimizer.step() on any rank: a maximum can lose a NaN, an infinity is an " \
-                 "overflow too, and with gradients of zero momentum still moves the weights"
+                 "overflow, too, and with zero gradients momentum still moves the weights"
     expect(not any(moved), seen=per_rank(["its weights moved" if m else "skipped" for m in moved]),
            likely=likely)
     changed = [len(mine.state) != len(old.state) or not all(map(torch.equal, mine.state, old.state))
                for mine, old in zip(seen, before, strict=True)]
-    expect(not any(changed), seen=per_rank(["what its optimizer remembers has changed" if c else
+    expect(not any(changed), seen=per_rank(["its optimizer state has changed" if c else
                                             "skipped" for c in changed]),
-           likely="no optimizer.step() at all: with gradients of zero the moments decay")
+           likely="no optimizer.step() at all: with zero gradients the moments decay")
 
 
 def _expect_moved(seen: list[Seen], before: list[Seen], name: str, number: int) -> None:
@@ -246,14 +247,14 @@ def _expect_moved(seen: list[Seen], before: list[Seen], name: str, number: int) 
 
     same = same_as()
     faults = {
-        "clip by the norm of the whole gradient: every rank has used that of its own shards":
+        "clip by the norm over all ranks: every rank has used the norm of its own shards":
             "own norm",
         "that is the largest of the ranks' norms: add up their squares": "max",
         "that is the sum of the ranks' norms: add up their squares": "sum",
         "the squares of all ranks are added up, not averaged": "mean",
         "that is the square of the norm: take the root": "square",
-        "its norm always becomes max_norm: the gradient is not divided by the scale before it is "
-        "clipped, or is multiplied also where the norm is below max_norm": "always",
+        "its norm always becomes max_norm: either the gradient is not divided by the scale before "
+        "clipping, or it is multiplied even if the norm is below max_norm": "always",
         "the gradient is not clipped": "unclipped",
     }
     likely = next((why for why, mistake in faults.items() if all(same_as(mistake))),
@@ -262,9 +263,9 @@ def _expect_moved(seen: list[Seen], before: list[Seen], name: str, number: int) 
     still = [not ok and all(map(torch.equal, mine.weights, old.weights))
              for ok, mine, old in zip(same, seen, before, strict=True)]
     if any(still):
-        likely = "nothing has overflowed: every rank steps, also if all gradients are zero, for " \
-                 "momentum and weight decay. None counts as zero"
-    expect(all(same), seen=per_rank(["right" if ok else "did not step" if s else
+        likely = "nothing has overflowed: every rank steps, even if all gradients are zero, " \
+                 "because of momentum and weight decay. None counts as zero"
+    expect(all(same), seen=per_rank(["correct" if ok else "did not step" if s else
                                      "its weights are wrong"
                                      for ok, s in zip(same, still, strict=True)]), likely=likely)
 
@@ -272,10 +273,11 @@ def _expect_moved(seen: list[Seen], before: list[Seen], name: str, number: int) 
 def _expect_scale(seen: list[Seen], before: list[Seen], overflow: bool) -> None:
     right = before[0].scale * (BACKOFF if overflow else 1)
     scales = [mine.scale for mine in seen]
-    likely = "after a skipped step the scale is multiplied by backoff, else it stays"
+    likely = "after a skipped step the scale is multiplied by backoff, otherwise it stays"
     if len(set(scales)) > 1:
-        likely = "all ranks need the same scale: they multiply the next loss by it. Decide by " \
-                 "what all ranks know"
+        likely = "all ranks need the same scale, because they multiply the next loss by it: " \
+                 "decide by a number that all ranks have"
     expect(all(scale == right for scale in scales),
-           seen=per_rank([f"the scale is {scale:g}" for scale in scales]) + f"; right is {right:g}",
+           seen=per_rank([f"the scale is {scale:g}" for scale in scales])
+           + f"; correct is {right:g}",
            likely=likely)

@@ -19,10 +19,10 @@ from teaching.graders.ranks import SIZES, on_ranks, per_rank
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 CLOSE = 1e-5
-STUCK = "every rank must make the same call, also one whose shard is all zeros"
+STUCK = "every rank must make the same call, even if its shard is all zeros"
 NUMBER = 4  # bytes of a float32
-IN_PLACE = "the caller still needs x. Of a float32 tensor x.float() is x itself: /= and clamp_ " \
-           "behind it change what was passed in"
+IN_PLACE = "the caller still needs x. If x is float32, x.float() is x itself, and /= or clamp_ " \
+           "change what was passed in"
 
 
 class Answer(NamedTuple):
@@ -64,8 +64,8 @@ def grade_10_5(quantize: Callable, quantize_shard: Callable) -> None:
             answer = _call(quantize, torch.tensor([1.0, odd, 2.0]), dtype)
             values = answer.values * answer.scale
             expect(not values.isfinite().all(), seen=f"values * scale is {values.tolist()} for "
-                   f"[1, {odd}, 2]", likely="an overflow must be seen: the loss scale and the one "
-                   "who looks for the fault depend on it")
+                   f"[1, {odd}, 2]", likely="an overflow must be seen: the loss scale, and anyone "
+                   "who debugs the run, depend on it")
 
     names = list(shards(1))
     with asked(f"quantize_shard of {len(names)} tensors, cut over 1, 2, 3 and 4 ranks; some shards "
@@ -152,7 +152,7 @@ def _expect_kind(answer: Answer, x: Tensor, dtype: torch.dtype) -> None:
     expect(scale.shape == (), seen=f"the scale has shape {tuple(scale.shape)}, not ()",
            likely="one scale for all of x, 0-d: x.abs().max()")
     expect(scale.dtype == torch.float32, seen=f"the scale is {scale.dtype}",
-           likely="a scale is float32: 16 bits have too few for what x may be")
+           likely="the scale must be float32: 16 bits are too coarse, or their range is too small")
     expect(seen == dtype, seen=f"the values are {seen}, not {dtype}",
            likely="convert the quotients to dtype, and return them like that: 1 byte each")
     expect(values.shape == x.shape, seen=f"the values have shape {tuple(values.shape)}, not "
@@ -173,7 +173,7 @@ def _why_other_scale(seen: float, right: float, x: Tensor, dtype: torch.dtype) -
             float(x.double().max()) / limit,
         "each dtype has its own largest number: torch.finfo(dtype).max":
             largest / torch.finfo(E4M3 if dtype == E5M2 else E5M2).max,
-        "values are x / scale, with a scale that is not always 1": 1.0,
+        "values are x / scale, with a scale that depends on x": 1.0,
         "that is the largest |x|: divide it by the largest number of dtype": largest,
     }
     likely = next((why for why, value in faults.items() if _is_close(seen, value)),
@@ -202,10 +202,11 @@ def _expect_values(answer: Answer, x: Tensor, dtype: torch.dtype) -> None:
     coarse = (x / scale).to(dtype).double() * scale  # in x's own dtype
     likely = "values are x / scale, divided in float32, then converted"
     if not seen.isfinite().all():
-        likely = "a quotient lies beyond the largest number, or is 0 / 0: clamp it to the largest"
+        likely = "a quotient is beyond the largest number, or is 0 / 0: clamp, and take 1 as the " \
+                 "scale of zeros"
     elif torch.equal(seen, rounded):
-        likely = "no rounding of your own: the conversion to dtype rounds, small numbers to less " \
-                 "than 1"
+        likely = "no rounding of your own: the conversion to dtype rounds, in steps below 1 for " \
+                 "small numbers"
     elif x.dtype != torch.float32 and torch.equal(seen, coarse):
         likely = f"divided in {x.dtype}, and so rounded twice: x.float() first"
     raise Mistake(f"values * scale is {value:.7g} where x is {wanted:.7g}; the nearest in {dtype} "
@@ -270,12 +271,12 @@ def _expect_agreed(
     scales = [float(answer.scale) for answer in answers]
     if not all(_is_close(scale, right) for scale in scales):
         raise Mistake(per_rank([f"scale {scale:.8g}" for scale in scales])
-                      + f"; right is {right:.8g}", _why_not_agreed(scales, whole, x, dtype))
+                      + f"; correct is {right:.8g}", _why_not_agreed(scales, whole, x, dtype))
 
     once = [len(mine) == 1 and mine[0].payload == NUMBER for mine in calls]
     expect(all(once), seen=per_rank([in_words(mine) for mine in calls])
-           + f"; right is one all_reduce of {NUMBER} bytes", likely=STUCK if not all(calls) else
-           "the largest value travels, as one float32: not the tensor")
+           + f"; correct is one all_reduce of {NUMBER} bytes", likely=STUCK if not all(calls) else
+           "send the largest value, as one float32, not the tensor")
     for answer, mine in zip(answers, x, strict=True):
         _expect_values(answer, mine, dtype)
         _expect_clamped(answer, dtype)
@@ -289,10 +290,10 @@ def _why_not_agreed(
     own = [right_scale(mine, dtype) for mine in x]
     largest = [float(mine.double().abs().max()) for mine in x]
     if all(map(_is_close, scales, own)):
-        return "each rank has used its own shard's: the products of shards are added up, so all " \
-               "need the whole tensor's"
+        return "each rank has used its own shard's scale: the products of shards are added up, " \
+               "so all need that of the full tensor"
     if _is_close(scales[0], sum(largest) / torch.finfo(dtype).max):
-        return "the ranks' values were added up: the largest is wanted, dist.ReduceOp.MAX"
+        return "the ranks' values were added up: take the largest, with dist.ReduceOp.MAX"
     if _is_close(scales[0], max(own)):
         return "agree on the largest value, not on the scale: that is 1 for a shard of zeros, " \
                "and can be larger than all others"

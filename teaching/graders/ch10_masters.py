@@ -123,9 +123,9 @@ def _expect_masters(made: list[list[Tensor]], dtype: torch.dtype) -> None:
     num = sum(tensor.numel() for tensor in given)
     likely = {
         right + frozen: "frozen parameters need no master: those that require a gradient do",
-        right + tied: "embedding and head share a parameter: one master, or each overwrites what "
-                      "the other has updated. model.parameters() names it once",
-        right + tied + frozen: "shared parameters once, and frozen ones not at all",
+        right + tied: "embedding and head share a parameter: give it one master, or each "
+                      "overwrites the other's update. model.parameters() lists it once",
+        right + tied + frozen: "one master for a shared parameter, and none for frozen ones",
         right - model.unused.numel(): "a parameter may get its first gradient later",
     }.get(num, "one master for every parameter that requires a gradient")
     expect(num == right, seen=f"the optimizer has {num} elements; the model trains {right}",
@@ -189,9 +189,9 @@ def _expect_step(seen: Seen, dtype: torch.dtype, name: str, step: int) -> None:
         if not rounds_to(seen.parameters[key], right[key]):
             raise Mistake(_difference(key, seen.parameters[key], right[key]),
                           _why_other(key, seen.parameters[key], dtype, name, step))
-    expect(not seen.left, seen=f"a .grad is left: of {' and '.join(seen.left)}",
-           likely="once it is handed over, parameter.grad = None: else it is held twice, and the "
-                  "next backward pass adds to it")
+    expect(not seen.left, seen=f"a .grad is not None: that of {' and '.join(seen.left)}",
+           likely="once the master has it, set parameter.grad = None: otherwise it is held twice, "
+                  "and the next backward pass adds to it")
 
 
 def _difference(key: str, weight: Tensor, master: Tensor) -> str:
@@ -208,23 +208,24 @@ def _why_other(
         return rounds_to(weight, reference(dtype, name, step + 1, mistake)[key])
 
     if torch.equal(weight, Model(dtype).trained()[key].detach()):
-        return "no element has moved: after the optimizer's step the masters' values go back " \
-               "into the parameters"
+        return "no element has changed: after the optimizer's step, copy the masters' values " \
+               "back into the parameters"
     if is_like("anew"):
-        return "small updates are lost: a master that is made from the 16-bit weight in every " \
-               "step forgets them. Make it once"
+        return "small updates are lost, because the master is recreated from the 16-bit weight " \
+               "in every step. Make it once"
     if is_like("stale"):
-        return "this parameter had no gradient in this step: the master still has the one of a " \
-               "step before. Set it to None"
+        return "this parameter had no gradient in this step, but the master still has that of an " \
+               "earlier step. Set it to None"
     if is_like("none"):
         return "its gradient was zeros, not None: the optimizer takes its step, and momentum and " \
-               "weight decay move the weights. Ask whether .grad is None, not whether it is zero"
+               "weight decay move the weights. Check whether .grad is None, not whether it is zero"
     if is_like("zeros"):
         return "this parameter had no gradient: leave the master's at None. With zeros the " \
                "optimizer still applies momentum and weight decay"
     master = reference(dtype, name, step + 1)[key]
     if bool(((weight.float() - master).abs() <= master.abs() * torch.finfo(dtype).eps).all()):
-        return "within one unit, but not the nearest: copy_ and .to(dtype) round to the nearest"
+        return "off by less than one unit, but not the nearest: copy_ and .to(dtype) round to " \
+               "nearest"
     return "gradients go to the masters as float32, the optimizer updates them, and each " \
            "parameter gets its own master's value, rounded"
 
@@ -249,7 +250,7 @@ def _expect_little(of_tensors: float, of_objects: float) -> None:
            f"step, where {BYTES} are enough",
            likely="the masters' gradients are kept (4 bytes), the parameters' own (2), or one more "
                   "copy of the weights (2 or 4)")
-    expect(of_objects < MOST_BYTES - BYTES, seen=f"besides the tensors {of_objects:.1f} bytes of "
-           "NumPy arrays or other Python objects for each parameter are held after a step",
+    expect(of_objects < MOST_BYTES - BYTES, seen=f"in addition to the tensors, {of_objects:.1f} "
+           "bytes of NumPy arrays or other Python objects for each parameter are held after a step",
            likely="a copy in NumPy, bytes or a list takes memory too: parameter, master and the "
                   "optimizer's moments are all that is needed")

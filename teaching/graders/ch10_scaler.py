@@ -217,23 +217,23 @@ def _expect_right(
            seen=f"step() returned {seen.moved!r:.60}, not {right.moved}",
            likely="return whether the optimizer has stepped, True or False")
     expect(seen.value == right.value,
-           seen=f"the scale is afterwards {a_not_b(seen.value, right.value)}",
+           seen=f"afterwards the scale is {a_not_b(seen.value, right.value)}",
            likely=_why_other_value(seen.value, before.value, settings, number))
-    expect(not seen.left, seen=f"a .grad is left: of {' and '.join(seen.left)}",
-           likely="set every .grad to None, also after a skipped step: else the next backward pass "
-                  "adds to what has overflowed")
+    expect(not seen.left, seen=f"a .grad is not None: that of {' and '.join(seen.left)}",
+           likely="set every .grad to None, even after a skipped step: otherwise the next backward "
+                  "pass adds to what has overflowed")
 
 
 def _expect_skipped(seen: Seen, before: Seen) -> None:
     same = all(map(torch.equal, seen.weights, before.weights))
-    expect(same, seen="the gradient was not finite, and the weights have moved",
-           likely="no optimizer.step(): with zeros for a gradient momentum and weight decay still "
-                  "move the weights")
+    expect(same, seen="the gradient was not finite, but the weights have changed",
+           likely="do not call optimizer.step(): even with zero gradients, momentum and weight "
+                  "decay still move the weights")
     remembers = len(seen.state) == len(before.state) and \
         all(map(torch.equal, seen.state, before.state))
-    expect(remembers, seen="the weights are as they were, but what the optimizer remembers has "
-           "changed", likely="skip optimizer.step() itself: with weights restored, or the gradient "
-           "set to zeros, its moments are not what they were")
+    expect(remembers, seen="the weights have not changed, but the optimizer state "
+           "has", likely="skip optimizer.step() itself: if you restore the weights, or set the "
+           "gradient to zeros, its moments have still changed")
 
 
 def _expect_moved(
@@ -251,8 +251,8 @@ def _expect_moved(
         "parameters together": lambda norms, scale: map(clip, norms),
         "the second parameter group is neither divided by the scale nor clipped: go through all "
         "of optimizer.param_groups": lambda norms, scale: [clip(norms[0]), scale],
-        "its norm always becomes max_norm: the gradient is not divided by the scale before it is "
-        "clipped, or is multiplied also where the norm is below max_norm":
+        "its norm always becomes max_norm: either the gradient is not divided by the scale before "
+        "clipping, or it is multiplied even if the norm is below max_norm":
             lambda norms, scale: [MAX_NORM / (math.hypot(*norms) or MAX_NORM)] * 2,
         "clipped first, divided by the scale afterwards: max_norm is for the true gradient":
             lambda norms, scale: [clip(math.hypot(*norms) * scale)] * 2,
@@ -273,9 +273,9 @@ def _expect_moved(
 def _why_other_value(value: float, before: float, settings: Settings, number: int) -> str:
     events = history(settings, number + 1)
     if events[-1] == "skipped":
-        return "after an overflow multiply it by backoff, also if the scale falls below 1 then"
+        return "after an overflow, multiply it by backoff, even if the scale then falls below 1"
     if value == before:
-        return "after `interval` good steps in a row, those that were clipped among them, it is " \
+        return "after `interval` consecutive good steps, including clipped ones, it is " \
                "multiplied by growth: in the last of them, not in the next one. There is no " \
                "upper limit"
     if events[-1] == "grown" or value != before * settings.growth:
@@ -283,8 +283,8 @@ def _why_other_value(value: float, before: float, settings: Settings, number: in
                "no upper limit"
     changes = [event for event in events if event != "fine"]
     return {
-        "skipped": "good steps in a row: a skipped step sets the count back to 0",
-        "grown": "after growth the count starts again at 0",
+        "skipped": "count consecutive good steps: a skipped step resets the count to 0",
+        "grown": "after growth, the count starts again at 0",
     }.get(changes[-1] if changes else "", "it grows after `interval` good steps, not before")
 
 

@@ -135,29 +135,29 @@ def _why_other_share(seen: float, right: float, given: Gradients, scale: float) 
     scaled = values[values != 0] * scale
     each = [right_share({name: v}, scale) for name, v in given.items()]
     faults = {
-        "without a value that is not zero there is nothing to divide by: return 0":
+        "if all values are zero there is nothing to divide by: return 0":
             math.nan if len(scaled) == 0 else -1,
         "that is a percentage": 100 * right,
-        "that is their number: divide by that of the values that are not zero":
+        "that is a number of values: divide it by the number of nonzero values":
             right * len(scaled),
-        "that is the share of those that are kept": 1 - right,
+        "that is the share of values that are not flushed": 1 - right,
         "zeros do not count: they were zero before": right * len(scaled) / max(len(values), 1),
         "a zero is not flushed: it was zero before": _share(values * scale, HALF_SMALLEST),
-        "what is below 2^-24 is not always zero: a number becomes the nearest one, which is 2^-24 "
-        "for those above 2^-25": float((scaled.abs() < 2.0**-24).double().mean()),
-        "what is below the smallest normal number, 2^-14, is not zero: there are 1023 subnormal "
+        "a value below 2^-24 does not always become zero: it is rounded to the nearest number, "
+        "which is 2^-24 for values above 2^-25": float((scaled.abs() < 2.0**-24).double().mean()),
+        "a value below the smallest normal number, 2^-14, is not zero: there are 1023 subnormal "
         "numbers": float((scaled.abs() < SMALLEST_NORMAL).double().mean()),
-        "2^-25 lies halfway between 0 and 2^-24, and becomes the even one: 0":
+        "2^-25 is halfway between 0 and 2^-24, and a tie is rounded to the even one: 0":
             float((scaled.abs() < HALF_SMALLEST).double().mean()),
         "a mean of the tensors' shares: a small tensor would count as much as a large one":
             sum(each) / len(each),
         "the scale does not count: multiply before the conversion, in float32": right_share(
             given, 1.0),
-        "infinity and NaN are values too that are not zero, and they are kept":
+        "infinity and NaN are nonzero values, too, and they are not flushed":
             _share(scaled[scaled.abs() < math.inf], HALF_SMALLEST),
-        "what is infinite or NaN, before or after, is not flushed: it is not zero": right + float(
+        "a value that is or becomes infinite or NaN is not flushed: it is not zero": right + float(
             (~(scaled.abs() < TOO_LARGE)).double().mean()),
-        "what overflows is not zero, it counts as kept":
+        "a value that overflows is not zero, so it is not flushed":
             _share(scaled[scaled.abs() < TOO_LARGE], HALF_SMALLEST),
     }
     for why, value in faults.items():
@@ -165,8 +165,8 @@ def _why_other_share(seen: float, right: float, given: Gradients, scale: float) 
             return why
     if is_rounded(seen, right):
         return ROUNDED
-    return "count what is not zero before and zero after, in all tensors, and divide by the " \
-           "number of what is not zero before"
+    return "count the values that are nonzero before and zero after, in all tensors, and divide " \
+           "by the number that are nonzero before"
 
 
 def _expect_scale(seen: float | None, given: Gradients, most: float) -> None:
@@ -192,7 +192,7 @@ def _why_other_scale(
     if right is not None and seen == math.log2(right):
         return "that is the exponent: return the power of two itself"
     if not math.isfinite(seen) or seen < 1 or math.log2(seen) % 1:
-        return "a power of two, from 1 on: any other factor rounds the gradients"
+        return "return a power of two, at least 1: any other factor rounds the gradients"
     if not values.isfinite().all():
         return "a gradient is infinite or NaN already: no scale helps, the answer is None"
     largest = float(values.abs().max()) * seen
@@ -204,8 +204,8 @@ def _why_other_scale(
         seen_share, limit = apart(share, most, digits=3)
         return f"there {seen_share} of the gradients is flushed, where at most {limit} may be"
     if right_share(given, right) == most > 0:
-        return "max_share is what may be flushed at most: with exactly that a scale is good"
-    return "a smaller one is good enough: begin with 1, and stop at the first"
+        return "at most max_share may be flushed: a scale with exactly that share is good"
+    return "a smaller one is good enough: begin with 1 and stop at the first good one"
 
 
 def _why_none(right: float, values: Tensor) -> str:

@@ -38,12 +38,12 @@ METERED = 2
 LIMIT = 1_150_000
 """Bytes that a rank may hold at its peak."""
 TARGET = 4.2
-"""Nats per token, the mean of the last LAST steps: less than the entropy of single words, 4.37."""
+"""Nats per token, the mean of the last LAST steps; the entropy of single words is 4.37."""
 LAST = 2
 SECONDS = 60.0
-REFUSED = "the package does not train this"
-SLOW = "8 ranks share the cores of this machine: what else is running? And a step of many small " \
-       "micro-batches, through many stages, takes longest"
+REFUSED = "the package does not train this layout"
+SLOW = "8 ranks share the cores of this machine: close what else is running. Many small " \
+       "micro-batches through many stages take longest"
 CPU = torch.device("cpu")
 
 KEYS = {
@@ -56,13 +56,14 @@ KEYS = {
     "micro_batch_size": range(1, BATCH + 1),
 }
 REMEDIES = {
-    "parameter": "tp and pp cut the weights, zero = 3 divides them over dp",
-    "gradient": "tp and pp cut the gradients with the weights, zero = 2 and 3 divide them over dp",
-    "optimizer state": "it is twice the weights: zero = 1 and more divide it over dp",
-    "activation": "fewer sequences at once, sequence parallelism with tp, or recomputation; a "
-                  "pipeline's first ranks hold several micro-batches",
-    "temporary": "what a block makes on its way, with recomputation its activations anew, and "
-                 "gradients before they are divided: smaller micro-batches and tp divide these",
+    "parameter": "tp and pp split the weights; zero = 3 also shards them over dp",
+    "gradient": "tp and pp split the gradients like the weights; zero = 2 or 3 also shards them "
+                "over dp",
+    "optimizer state": "it is twice the weights: zero = 1, 2 or 3 shards it over dp",
+    "activation": "use smaller micro-batches, sequence parallelism with tp, or recomputation; "
+                  "the first stages of a pipeline hold several micro-batches",
+    "temporary": "intermediate results of a block, the activations it recomputes, and gradients "
+                 "before they are sharded: smaller micro-batches and more tp reduce these",
 }
 
 
@@ -78,7 +79,7 @@ class Seen(NamedTuple):
 
 
 def grade_11_5(layout: Callable) -> None:
-    """Let the layout train for two steps, look what was held, and then for the others."""
+    """Train with the layout for two steps and check the peak; then train on, check the loss."""
     with asked("layout()"):
         answer = layout()
         _expect_values(answer)
@@ -97,7 +98,7 @@ def _expect_values(answer) -> None:
     expect(isinstance(answer, dict), seen=f"it returned {answer!r:.80}", likely="return a dict")
     wrong = sorted(map(str, set(KEYS) ^ set(answer)))
     expect(not wrong, seen=f"its keys are {', '.join(map(str, answer))}",
-           likely=f"there are {', '.join(KEYS)}: {', '.join(wrong)} is missing or unknown")
+           likely=f"the keys are {', '.join(KEYS)}: missing or unknown is {', '.join(wrong)}")
     for key, values in KEYS.items():
         fits = type(answer[key]) is type(values[0]) and answer[key] in values
         expect(fits, seen=f"{key} is {answer[key]!r}", likely=f"{key} is "
@@ -109,8 +110,7 @@ def _config_of(answer: dict) -> Config:
     """What a run of this layout is told. Raises Mistake with the package's own words."""
     dp, tp, pp = (answer[axis] for axis in ("dp", "tp", "pp"))
     expect(dp * tp * pp == NUM_RANKS, seen=f"dp x tp x pp = {dp} x {tp} x {pp} = {dp * tp * pp}",
-           likely=f"there are {NUM_RANKS} ranks, and each has one place: the product is "
-                  f"{NUM_RANKS}")
+           likely=f"the product must be the number of ranks, {NUM_RANKS}")
     try:
         require_sizes(MODEL, tp)
         return Config(
@@ -120,10 +120,11 @@ def _config_of(answer: dict) -> Config:
                 steps=STEPS, global_batch_size=BATCH, micro_batch_size=answer["micro_batch_size"],
                 recompute=answer["recompute"], learning_rate=RATE,
             ),
-            ParallelConfig(dp, tp, answer["sequence"], pp, zero=answer["zero"]),
+            ParallelConfig(dp=dp, tp=tp, pp=pp, sequence=answer["sequence"],
+                           zero=answer["zero"]),
         )
     except ConfigError as error:
-        raise Mistake(str(error), f"{REFUSED}: another split of the 8 ranks") from None
+        raise Mistake(str(error), f"{REFUSED}: try another one for the 8 ranks") from None
 
 
 @cache
@@ -165,7 +166,7 @@ def _expect_fits(seen: list[Seen]) -> None:
         worst = max(seen, key=lambda mine: mine.total).peak
         kind = max(worst, key=worst.get)
         raise Mistake(f"over {LIMIT / 1e6:.2f} MB at the peak of a step: {per_rank(texts)}",
-                      f"most is {kind}: {REMEDIES[kind]}")
+                      f"the largest part is {kind}: {REMEDIES[kind]}")
 
 
 def in_words(peak: dict[str, int]) -> str:
@@ -180,4 +181,4 @@ def _expect_learned(seen: list[Seen]) -> None:
     expect(all(mean <= TARGET for mean in means),
            seen=per_rank([f"the loss of the last {LAST} steps is {mean:.3f}" for mean in means])
            + f"; the target is {TARGET:g}",
-           likely="every layout is the same training: this should not happen")
+           likely="every layout trains the same model, so this should not happen; please report it")

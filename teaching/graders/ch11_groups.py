@@ -25,37 +25,39 @@ MESHES: list[Axes] = [{"pp": 1, "dp": 2, "tp": 2}, {"pp": 2, "dp": 1, "tp": 2},
 CUT = {"wide.weight", "narrow.weight"}
 MOST_BYTES = 8
 CLOSE = 1e-5
-STUCK = "every rank must make the same calls in the same order, also one that has no gradient"
+STUCK = "every rank must make the same calls in the same order, even if it has no gradients"
 
 EVENTS = ("matrix", "norm", "embedding", "clip", "loss", "weights")
 TOO_MANY = {
     ("pp", "matrix"): "other stages have other matrices",
     ("pp", "norm"): "other stages have other norms",
     ("pp", "weights"): "other stages have other matrices",
-    ("tp", "matrix"): "the ranks of tp have other parts of the matrix, and each its whole gradient",
-    ("tp", "norm"): "without sequence parallelism each rank of tp has seen all tokens there: a sum "
-                    "would make the gradient tp times as large",
-    ("tp", "embedding"): "its vocabulary is cut over tp: each rank has its own rows",
-    ("tp", "loss"): "it is the same along tp: a sum would count it tp times",
-    ("tp", "weights"): "a rank updates its own part of a matrix; nobody else has it",
-    ("dp", "clip"): "without ZeRO averaged gradients are the same along dp: a sum would count each "
-                    "dp times",
-    ("dp", "weights"): "without ZeRO each rank of dp has updated all of its part itself",
+    ("tp", "matrix"): "each tp rank has a different shard of the matrix and the full gradient of "
+                      "that shard",
+    ("tp", "norm"): "without sequence parallelism every tp rank has seen all tokens there: a sum "
+                    "would make the gradient tp times too large",
+    ("tp", "embedding"): "its vocabulary is sharded over tp: each rank has its own rows",
+    ("tp", "loss"): "it is the same on all tp ranks: a sum would count it tp times",
+    ("tp", "weights"): "each tp rank updates its own shard of a matrix, which no other tp rank "
+                       "needs",
+    ("dp", "clip"): "without ZeRO, averaged gradients are the same on all dp ranks: a sum would "
+                    "count each dp times",
+    ("dp", "weights"): "without ZeRO each dp rank has updated all of its parameters itself",
 }
 TOO_FEW = {
-    ("dp", "matrix"): "ranks along dp read other samples: their gradients are averaged",
-    ("dp", "norm"): "ranks along dp read other samples: their gradients are averaged",
-    ("dp", "embedding"): "ranks along dp read other samples: their gradients are averaged",
-    ("dp", "loss"): "ranks along dp read other samples: the batch is all of them",
-    ("dp", "clip"): "with ZeRO a rank keeps the averaged gradient of its own shard alone",
-    ("dp", "weights"): "with ZeRO each rank of dp has updated its own shard alone",
-    ("tp", "norm"): "with sequence parallelism a rank of tp has seen its part of the tokens alone: "
-                    "its gradient is a part of the sum",
-    ("tp", "clip"): "the other parts of the matrices count too",
+    ("dp", "matrix"): "dp ranks read different samples: their gradients must be averaged",
+    ("dp", "norm"): "dp ranks read different samples: their gradients must be averaged",
+    ("dp", "embedding"): "dp ranks read different samples: their gradients must be averaged",
+    ("dp", "loss"): "dp ranks read different samples: the batch is all of these",
+    ("dp", "clip"): "with ZeRO a rank keeps the averaged gradient of its own shard only",
+    ("dp", "weights"): "with ZeRO each dp rank has updated only its own shard",
+    ("tp", "norm"): "with sequence parallelism each tp rank has seen only its part of the tokens: "
+                    "its gradient is a partial sum",
+    ("tp", "clip"): "the other shards of the matrices count too",
     ("pp", "clip"): "the other stages' gradients count too",
-    ("pp", "embedding"): "the first stage has the gradient of looking up, the last one that of the "
-                         "head: it is their sum",
-    ("pp", "loss"): "the last stage alone has it, and rank 0 is on the first",
+    ("pp", "embedding"): "the first stage has the gradient of the lookup, the last one that of the "
+                         "head: add the two",
+    ("pp", "loss"): "only the last stage has the loss, and rank 0 is on the first",
 }
 
 
@@ -77,9 +79,9 @@ def grade_11_2(groups_along: Callable, axes_of: Callable, gradient_norm: Callabl
         with asked(f"gradient_norm on {grid} ranks, zero={zero}"):
             _expect_calls([mine[number][1] for mine in seen], axes, zero)
             expect(all(mine[number][2] for mine in seen),
-                   seen="the gradients have changed, or the set cut",
-                   likely="they are the caller's: square() and not square_(), and nothing is taken "
-                          "out of the dict or the set")
+                   seen="the call modified the gradients, or the set cut",
+                   likely="they belong to the caller: use square(), not square_(), and remove "
+                          "nothing from the dict or the set")
             _expect_norm([mine[number][0] for mine in seen], axes, zero)
 
 
@@ -100,27 +102,27 @@ def _expect_groups(seen, axis: str, axes: Axes) -> None:
     if seen == right:
         return
     fits = isinstance(seen, list) and all(isinstance(group, list) for group in seen)
-    expect(fits, seen=f"it returned {seen!r:.120}", likely="a list of lists of ranks")
+    expect(fits, seen=f"it returned {seen!r:.120}", likely="return a list of lists of ranks")
     others = {name: right_groups(name, axes) for name in axes}
     backwards = right_groups(axis, {name: axes[name] for name in reversed(axes)})
     members = sorted(rank for group in seen for rank in group)
-    likely = "ranks of a group are as far from one another as the axes behind have ranks together"
+    likely = "the stride between ranks of a group is the product of the axes after this one"
     if sorted(map(sorted, seen)) == right:
-        likely = "in rising order, the ranks of a group, and the groups by their first rank"
+        likely = "sort the ranks of each group, and the groups by their first rank"
     elif members != list(range(prod(axes.values()))):
-        likely = "each rank is in one group, and in one only"
+        likely = "each rank is in exactly one group"
     elif not all(seen):
-        likely = f"there is an empty group: each has {axes[axis]} ranks"
+        likely = f"one group is empty: each has {axes[axis]} ranks"
     elif seen == backwards:
-        likely = "that is the first axis fastest: neighbors differ in the last one"
+        likely = "here the first axis varies fastest; it should be the last"
     elif any(seen == groups for groups in others.values()):
         name = next(name for name, groups in others.items() if groups == seen)
-        likely = f"those differ along {name}"
+        likely = f"those ranks differ along {name}"
     elif len(seen) == axes[axis]:
-        likely = "those are the ranks with the same place along the axis: a group has one rank of "\
-                 "each place, and the same place along all others"
+        likely = "those ranks share the place along the axis; a group has one rank of each place " \
+                 "along it, and they share the places along all other axes"
     elif all(group == list(range(group[0], group[0] + len(group))) for group in seen):
-        likely = f"a group's ranks are neighbors only if no axis is behind {axis}"
+        likely = f"a group's ranks are neighbors only if no axis comes after {axis}"
     raise Mistake(f"{seen}, not {right}", likely)
 
 
@@ -138,7 +140,8 @@ def right_axes(event: str, zero: int, sequence: bool) -> set[str]:
 
 def _expect_axes(seen, event: str, zero: int, sequence: bool) -> None:
     expect(isinstance(seen, set | frozenset) and seen <= {"pp", "dp", "tp"},
-           seen=f"it returned {seen!r:.80}", likely='a set of names among "pp", "dp" and "tp"')
+           seen=f"it returned {seen!r:.80}", likely='return a set of names out of "pp", "dp" and '
+                                                    '"tp"')
     right = right_axes(event, zero, sequence)
     for axis in ("dp", "tp", "pp"):
         expect(axis in right or axis not in seen, seen=f"{axis} is in {_named(seen)}",
@@ -208,22 +211,22 @@ def _expect_calls(calls: list[list[Call]], axes: Axes, zero: int) -> None:
     needed = ["pp", "tp", "dp"] if zero else ["pp", "tp"]
     texts = [_in_words(mine) for mine in calls]
     right = " and ".join(f"one over {axis}" for axis in needed if axes[axis] > 1)
-    seen = f"{per_rank(texts)}; right is {right or 'nothing'}"
+    seen = f"{per_rank(texts)}; expected: {right or 'nothing'}"
     for call in (call for mine in calls for call in mine):
-        expect(call.axis in axes, seen=seen, likely="without group=groups[...] it goes over all "
-               "ranks, also those that have the same")
-        expect(call.op == "all_reduce", seen=seen, likely="an all-reduce of the sum of squares is "
+        expect(call.axis in axes, seen=seen, likely="without group=groups[...] it runs over all "
+               "ranks, including those that hold the same values")
+        expect(call.op == "all_reduce", seen=seen, likely="one all-reduce of the sum of squares is "
                "enough")
-        expect(call.payload <= MOST_BYTES, seen=seen, likely="the gradients stay where they are: "
-               "send the sum of their squares, one number for all parameters")
+        expect(call.payload <= MOST_BYTES, seen=seen, likely="do not send gradients: send "
+               "the sum of their squares, one number for all parameters")
     for axis, size in axes.items():
         counts = {sum(call.axis == axis for call in mine) for mine in calls}
         if size > 1 and axis in needed:
             expect(0 not in counts, seen=seen, likely=TOO_FEW[axis, "clip"])
         expect(axis in needed or size == 1 or counts == {0}, seen=seen,
                likely=TOO_MANY.get((axis, "clip"), ""))
-        expect(max(counts) <= 1, seen=seen, likely="one number for all parameters: add the squares "
-               "up on the rank first")
+        expect(max(counts) <= 1, seen=seen, likely="one call for all parameters: add up the "
+               "squares on the rank first")
 
 
 def _in_words(calls: list[Call]) -> str:
@@ -234,17 +237,17 @@ def _in_words(calls: list[Call]) -> str:
 def _expect_norm(norms: list, axes: Axes, zero: int) -> None:
     for norm in norms:
         fits = isinstance(norm, Tensor) and norm.shape == ()
-        expect(fits, seen=f"it returned {norm!r:.80}", likely="a tensor of shape ()")
+        expect(fits, seen=f"it returned {norm!r:.80}", likely="return a tensor of shape ()")
     seen, right = [float(norm) for norm in norms], right_norm(axes)
     if all(_is_close(value, right) for value in seen):
         return
-    likely = "on each rank the squares of what it has, those of copies divided by their number; " \
-             "summed over the axes; then the root"
+    likely = "each rank sums the squares of its gradients, those of replicated ones divided by " \
+             "the number of replicas; then sum over the axes; then take the root"
     for why, wrong in faults(axes, zero).items():
         if all(_is_close(value, wrong) for value in seen):
             likely = why
             break
-    raise Mistake(f"{per_rank([f'{value:.8g}' for value in seen])}; right is {right:.8g}", likely)
+    raise Mistake(f"{per_rank([f'{value:.8g}' for value in seen])}; expected: {right:.8g}", likely)
 
 
 def faults(axes: Axes, zero: int) -> dict[str, float]:
@@ -261,17 +264,17 @@ def faults(axes: Axes, zero: int) -> dict[str, float]:
         return total
 
     return {
-        f"what is not cut is on all {tp} ranks of tp: it counts {tp} times":
+        f"replicated gradients are on all {tp} tp ranks, so they count {tp} times":
             sqrt(root_of_sum(1, 1)),
-        "the cut parameters are divided too: of these each rank has a part of its own":
+        "you also divide the sharded gradients, but each rank has a different shard of these":
             sqrt(root_of_sum(1 / tp, 1 / tp)),
-        "the cut ones are divided by tp, the copies are not: the other way round":
+        "divide the squares of replicated gradients by tp, not those of sharded ones":
             sqrt(root_of_sum(1 / tp, 1)),
-        "of the copies the square is divided by their number: of the norm it would be the root":
+        "divide the squares of replicated gradients by tp, not the gradients themselves":
             sqrt(root_of_sum(1, 1 / tp**2)),
         "that is the square of the norm: take the root": root_of_sum(1, 1 / tp),
-        "norms do not add up, their squares do: take the root last": root_of_sum(1, 1 / tp, 1),
-        "the copies are left out on every rank: they count once": sqrt(root_of_sum(1, 0)),
+        "norms do not add up, but their squares do: take the root last": root_of_sum(1, 1 / tp, 1),
+        "replicated gradients are missing: they count once": sqrt(root_of_sum(1, 0)),
     }
 
 

@@ -14,7 +14,7 @@ Layout = tuple[int, int, int, int]
 
 
 def state_bytes(model: ModelConfig, dp: int, tp: int, pp: int, zero: int) -> int:
-    """Weights, gradients and optimizer state in mixed precision, of equal parts."""
+    """Weights, gradients and optimizer state in mixed precision, split evenly."""
     return zero_bytes(-(-num_parameters(model) // (tp * pp)), dp, zero)
 
 
@@ -75,7 +75,7 @@ def cases() -> list[Case]:
 
 
 def conditions(case: Case, layout: Layout) -> dict[str, bool]:
-    """Each condition but the last, in words, and whether the layout fulfils it.
+    """What is wrong if the layout breaks a condition (all but the last), and whether it meets it.
 
     Key-value heads divide the heads, so what divides the first divides the second.
     """
@@ -84,17 +84,18 @@ def conditions(case: Case, layout: Layout) -> dict[str, bool]:
     groups = [range(first, first + tp) for first in range(0, case.num_gpus, tp)]
     return {
         f"dp x tp x pp is {dp * tp * pp}, not {case.num_gpus}": dp * tp * pp == case.num_gpus,
-        f"tp = {tp} does not divide {model.num_kv_heads} key-value heads":
+        f"tp = {tp} does not divide the {model.num_kv_heads} key-value heads":
             model.num_kv_heads % tp == 0,
-        f"tp = {tp} does not divide a feed-forward width of {model.ffn_width}":
+        f"tp = {tp} does not divide the feed-forward width, {model.ffn_width}":
             model.ffn_width % tp == 0,
-        f"a group of tp = {tp} neighbors lies on two nodes of {node}":
+        f"a group of tp = {tp} neighbors spans two nodes of {node} GPUs":
             all(group[0] // node == group[-1] // node for group in groups),
-        f"pp = {pp} does not divide {model.num_layers} layers": model.num_layers % pp == 0,
-        f"dp = {dp} does not divide a batch of {case.batch_size}": case.batch_size % dp == 0,
-        f"zero = {zero} with dp = 1 divides nothing: it is zero = 0 again": dp > 1 or zero == 0,
-        f"zero = {zero} with pp = {pp}: in a pipeline 0 or 1": pp == 1 or zero < 2,
-        "zero is 0 to 3": zero in range(4),
+        f"pp = {pp} does not divide the {model.num_layers} layers": model.num_layers % pp == 0,
+        f"dp = {dp} does not divide the batch of {case.batch_size}": case.batch_size % dp == 0,
+        f"zero = {zero} with dp = 1 shards nothing: with dp = 1 only zero = 0 is a "
+        "layout": dp > 1 or zero == 0,
+        f"zero = {zero} with pp = {pp}: a pipeline allows 0 and 1 only": pp == 1 or zero < 2,
+        f"zero = {zero} is not 0 to 3": zero in range(4),
     }
 
 
@@ -119,7 +120,7 @@ def grade_11_3(layouts: Callable) -> None:
 
 
 def ask(layouts: Callable, case: Case) -> tuple:
-    """What is returned, and of which layouts bytes_needed was asked on the way."""
+    """What is returned, and the layouts for which bytes_needed was called."""
     called: list[Layout] = []
 
     def bytes_needed(dp: int, tp: int, pp: int, zero: int) -> int:
@@ -134,7 +135,7 @@ def _expect_layouts(answer) -> None:
         isinstance(layout, tuple) and len(layout) == 4 and all(type(n) is int for n in layout)
         for layout in answer)
     expect(fits, seen=f"it returned {answer!r:.120}",
-           likely="a list of tuples of four int: dp, tp, pp, zero")
+           likely="return a list of tuples of four ints: dp, tp, pp, zero")
 
 
 def _expect_right(answer: list[Layout], case: Case) -> None:
@@ -156,7 +157,7 @@ def _expect_right(answer: list[Layout], case: Case) -> None:
         place = next(n for n, pair in enumerate(zip(answer, right, strict=True))
                      if pair[0] != pair[1])
         raise Mistake(f"number {place + 1} is {answer[place]}, not {right[place]}",
-                      "first the smallest tp, of these the smallest pp, then the smallest zero")
+                      "sort by tp, then by pp, then by zero, smallest first")
 
 
 def in_words(answer: list[Layout]) -> str:
@@ -166,25 +167,26 @@ def in_words(answer: list[Layout]) -> str:
 def _why_missing(layout: Layout, answer: list[Layout], case: Case) -> str:
     dp, tp, pp, zero = layout
     if case.bytes_needed(*layout) == case.bytes_per_gpu:
-        return "it needs exactly what a GPU has: that fits"
+        return "it needs exactly the bytes that a GPU has: that fits"
     if len(answer) == 1:
-        return "all that fit, not the first one alone"
+        return "return all layouts that fit, not only the first"
     if any(other[:3] == layout[:3] for other in answer):
-        return "all stages of ZeRO that fit: a higher one sends more, and is a layout too"
+        return "return every ZeRO stage that fits: a higher one sends more, but it is a layout too"
     if case.num_gpus <= case.gpus_per_node and case.gpus_per_node % tp:
-        return f"all {case.num_gpus} GPUs are in one node: so is every group"
+        return f"all {case.num_gpus} GPUs are in one node, so every group is too"
     if any(size & (size - 1) for size in layout[:3]) and \
             not any(size & (size - 1) for other in answer for size in other[:3]):
-        return "sizes need not be powers of two: whatever divides"
+        return "sizes need not be powers of two: any divisor counts"
     if case.gpus_per_node < case.num_gpus and tp == case.gpus_per_node:
         return "tp may be as large as the node"
     if answer and any(layout[axis] > max(other[axis] for other in answer) for axis in range(3)):
-        return "no size has an upper limit of its own: only the conditions, and what fits"
-    return "it fulfils every condition, and fits"
+        return "there is no upper limit on a size, other than the conditions and the memory"
+    return "it meets every condition, and fits"
 
 
 def _expect_asked_of_possible(impossible: list[Layout], case: Case) -> None:
     if impossible:
         broken = [why for why, holds in conditions(case, impossible[0]).items() if not holds]
         raise Mistake(f"bytes_needed{impossible[0]} is called, though {broken[0]}",
-                      "ask for the bytes last: a cost model may refuse what cannot be cut")
+                      "check the other conditions first: a cost model may raise for sizes that do "
+                      "not divide")

@@ -20,12 +20,12 @@ GRIDS: list[Axes] = [
     {"dp": 6},
     {"pp": 2, "dp": 2, "cp": 3, "tp": 1},
 ]
-CALLERS = "pop, popitem and clear change the caller's dict: read it, or change a copy"
+CALLERS = "the dict belongs to the caller: read it, or modify a copy"
 OUTSIDE: dict[str, int] = {"pp": 2, "dp": 3, "tp": 2}
 
 
 def grade_11_1(place_of: Callable, rank_at: Callable) -> None:
-    """Ask for every rank and every place, then for some that there are not."""
+    """Ask for every rank and every place, then for some that do not exist."""
     for axes in GRIDS:
         for rank, right in enumerate(places(axes)):
             with asked(f"place_of({rank}, {axes})"):
@@ -57,29 +57,30 @@ def places(axes: Axes) -> list[dict[str, int]]:
 
 def _expect_place(seen, right: dict[str, int], axes: Axes) -> None:
     expect(isinstance(seen, dict), seen=f"it returned {seen!r:.80}",
-           likely="a dict, from the name of each axis to the place along it")
+           likely="return a dict from the name of each axis to the place along it")
     if seen == right:
         whole = all(isinstance(where, int) for where in seen.values())
-        expect(whole, seen=f"{seen}", likely="ints of Python: divide with //, not with /, and take "
-               "int(...) of what NumPy or torch returns")
+        expect(whole, seen=f"{seen}", likely="return Python ints: divide with // instead of /, and "
+               "call int(...) on what NumPy or torch returns")
         return
     rank = places(axes).index(right)
     names = list(axes)
     other_way = places({name: axes[name] for name in reversed(names)})[rank]
-    likely = "from the last axis on: what is left of rank / size is the place, and the quotient " \
-             "goes on to the axis before"
+    likely = "start at the last axis: rank % size is the place along it, and rank // size is the " \
+             "rank to continue with on the axis before"
     if set(seen) != set(right):
-        likely = f"the axes are {', '.join(names)}: take their names from `axes`"
+        likely = f"the axes here are {', '.join(names)}: take their names from `axes`"
     elif seen == other_way:
-        likely = "that is the first axis fastest: rank 1 differs from rank 0 in the last one"
+        likely = "here the first axis varies fastest; it should be the last: ranks 0 and 1 " \
+                 "differ only there"
     elif seen in ({name: rank % size for name, size in axes.items()},
                   {name: rank // size % size for name, size in axes.items()}):
-        likely = "one step along an axis passes as many ranks as the axes behind it have " \
-                 "together: divide by that product first, not by the axis's own size"
+        likely = "one step along an axis skips as many ranks as the product of the axes " \
+                 "after it: divide by that first, not by the axis's own size"
     elif seen == {name: place + 1 for name, place in right.items()}:
         likely = "places are numbered from 0"
     elif any(not 0 <= seen[name] < axes[name] for name in names):
-        likely = "a place is less than the axis's size: take the rest, %, as well as the quotient"
+        likely = "a place is less than the axis's size: take the remainder with %"
     raise Mistake(f"{seen}, not {right}", likely)
 
 
@@ -87,18 +88,18 @@ def _expect_rank(seen, right: int, place: dict[str, int], axes: Axes) -> None:
     if seen == right and isinstance(seen, int):
         return
     names = list(axes)
-    likely = "rank = rank * size + place, axis by axis, from the first one on"
+    likely = "rank = rank * size + place, axis by axis, starting with the first"
     if not isinstance(seen, int):
-        likely = "a rank is an int"
+        likely = "return an int"
     elif list(place) != names and seen == _rank_in_order(place, axes):
-        likely = "the order of the axes is that of `axes`; that of `place` means nothing"
+        likely = "the order of the axes is the order of `axes`, whatever the order of `place`"
     elif seen == _rank_in_order({name: place[name] for name in reversed(names)}, axes):
-        likely = "that is the first axis fastest: rank 1 differs from rank 0 in the last one"
+        likely = "here the first axis varies fastest; it should be the last: ranks 0 and 1 " \
+                 "differ only there"
     elif seen == sum(place.values()):
-        likely = "one step along an axis passes all ranks of the axes behind it"
+        likely = "one step along an axis skips as many ranks as the product of the axes after it"
     elif seen == sum(place[name] * axes[name] for name in names):
-        likely = "one step along an axis passes as many ranks as the axes behind it have: their " \
-                 "product, not the axis's own size"
+        likely = "multiply by the product of the axes after it, not by the axis's own size"
     raise Mistake(f"{seen!r:.60}, not {right}", likely)
 
 
@@ -113,7 +114,7 @@ def _expect_refused(function: Callable, given, size: int, outside: int) -> None:
     except ValueError as error:
         numbers = re.findall(r"-?\d+", str(error))
         expect({str(size), str(outside)} <= set(numbers), seen=f"ValueError: {error}",
-               likely=f"the message must say both numbers, {outside} and {size}")
+               likely=f"the message must contain both numbers, {outside} and {size}")
     else:
-        raise Mistake(f"it returned {answer!r:.80}", f"{outside} is outside: 0 to {size - 1} are "
-                      "there. Raise a ValueError, or a wrong rank gets the message")
+        raise Mistake(f"it returned {answer!r:.80}", f"{outside} is outside 0 to {size - 1}: raise "
+                      "a ValueError, or the wrong rank gets the message")

@@ -1,4 +1,4 @@
-"""Grader of 11.4: pieces are looked at one by one, then a tensor is moved by them."""
+"""Grader of 11.4: pieces are checked one by one, then a tensor is moved piece by piece."""
 
 from collections.abc import Callable
 
@@ -11,11 +11,11 @@ from teaching.graders.ranks import per_rank
 CASES = [(7, 2, 3), (12, 4, 2), (12, 2, 4), (12, 3, 3), (10, 4, 3), (9, 3, 4), (5, 4, 4), (3, 5, 2),
          (10, 1, 3), (10, 3, 1), (10, 6, 4), (2, 4, 8), (1, 1, 1), (97, 8, 6), (0, 2, 3)]
 LARGE = 70_000_000_001, 48, 36
-"""Nobody has the time for a loop over the elements."""
+"""Too large for a loop over the elements."""
 
 
 def grade_11_4(pieces: Callable) -> None:
-    """Cut, move and compare; then a tensor of which only the pieces fit into memory."""
+    """Check the pieces, move a tensor, compare; then one of which only the pieces fit in memory."""
     for case in CASES:
         with asked("pieces(num_elements={}, num_old={}, num_new={})".format(*case)):
             answer = pieces(*case)
@@ -26,9 +26,9 @@ def grade_11_4(pieces: Callable) -> None:
         answer = pieces(*LARGE)
         _expect_pieces(answer, *LARGE)
         for rank, (mine, right) in enumerate(zip(answer, right_pieces(*LARGE), strict=True)):
-            expect(mine == right, seen=f"rank {rank} copies {mine}; right is {right}",
-                   likely="with small numbers it is right: is a float among yours? // divides "
-                          "whole numbers exactly")
+            expect(mine == right, seen=f"rank {rank} copies {mine}, not {right}",
+                   likely="small numbers work, so the likely cause is a float: divide with // "
+                          "instead of /")
 
 
 def shards(num_elements: int, num_ranks: int) -> list[range]:
@@ -39,7 +39,7 @@ def shards(num_elements: int, num_ranks: int) -> list[range]:
 
 
 def right_pieces(num_elements: int, num_old: int, num_new: int) -> list[list[tuple]]:
-    """By going along both cuts at the same time."""
+    """By walking along both sets of shards at the same time."""
     old, answer = shards(num_elements, num_old), []
     for here in shards(num_elements, num_new):
         mine, position = [], here.start
@@ -55,10 +55,11 @@ def right_pieces(num_elements: int, num_old: int, num_new: int) -> list[list[tup
 
 def _expect_pieces(answer, num_elements: int, num_old: int, num_new: int) -> None:
     expect(isinstance(answer, list) and all(isinstance(mine, list) for mine in answer),
-           seen=f"it returned {answer!r:.120}", likely="a list for each new rank, of its pieces")
-    likely = "a list for each new rank, an empty one for a rank without elements"
+           seen=f"it returned {answer!r:.120}", likely="return a list that holds, for each new "
+                                                       "rank, the list of its pieces")
+    likely = "return one list per new rank, also an empty one for a rank without elements"
     if len(answer) == num_old:
-        likely = "that is a list for each old rank: ask from the side of those that read"
+        likely = "that is one list per old rank: list the pieces by the new rank, which reads them"
     expect(len(answer) == num_new, seen=f"{len(answer)} lists for {num_new} new ranks",
            likely=likely)
     for rank, piece in ((rank, piece) for rank, mine in enumerate(answer) for piece in mine):
@@ -67,11 +68,11 @@ def _expect_pieces(answer, num_elements: int, num_old: int, num_new: int) -> Non
         expect(fits, seen=f"new rank {rank} has the piece {piece!r:.80}",
                likely="a piece is (old rank, range there, range here)")
         expect(len(piece[1]) > 0, seen=f"new rank {rank} has the piece {piece}",
-               likely="a piece without elements is none: leave it out")
+               likely="leave out a piece that has no elements")
         expect(len(piece[1]) == len(piece[2]), seen=f"new rank {rank} has the piece {piece}",
-               likely="as many elements here as there")
+               likely="the two ranges must have the same length")
         expect(piece[0] in range(num_old), seen=f"new rank {rank} has the piece {piece}",
-               likely=f"there are the old ranks 0 to {num_old - 1}")
+               likely=f"the old ranks are 0 to {num_old - 1}")
         _expect_inside(rank, piece, num_elements, num_old, num_new)
 
 
@@ -82,10 +83,10 @@ def _expect_inside(
     old, new = shards(num_elements, num_old)[old_rank], shards(num_elements, num_new)[rank]
     for part, shard, whose in ((there, old, f"old rank {old_rank}"), (here, new, "it")):
         from_start = range(part.start - shard.start, part.stop - shard.start)
-        likely = f"a shard has ceil({num_elements} / N) elements, the last ones what is left"
+        likely = f"a shard has ceil({num_elements} / N) elements, the last ones what remains"
         if shard.start and 0 <= from_start.start and from_start.stop <= len(shard):
-            likely = "both ranges count from the start of a shard: this one counts from that of " \
-                     "the tensor"
+            likely = "both ranges count from the start of a shard: this one counts from the " \
+                     "start of the tensor"
         expect(0 <= part.start and part.stop <= len(shard),
                seen=f"new rank {rank} has the piece {piece}, where {whose} has {len(shard)} "
                     f"element{'s' * (len(shard) != 1)}", likely=likely)
@@ -103,14 +104,15 @@ def _expect_moved(answer: list[list[tuple]], num_elements: int, num_old: int, nu
         num_written[rank][here.start:here.stop] += 1
 
     texts = [_arrived(*row) for row in zip(loaded, right, num_written, strict=True)]
-    likely = "new element i is element i of the tensor: whose shard is that in, and where?"
+    likely = "element i of the tensor must arrive as element i: in which old shard is it, and " \
+             "where?"
     num_right = [len(mine) for mine in right_pieces(num_elements, num_old, num_new)]
     if any("never" in text for text in texts) and [len(mine) for mine in answer] == num_right:
-        likely = "a range ends before its stop, which is one more than its last element"
+        likely = "a range excludes its stop: the stop is one more than the last element"
     elif any("never" in text for text in texts):
-        likely = "every old shard that overlaps the new one has a piece, the last and shortest too"
+        likely = "every old shard that overlaps the new one gives a piece, the short last one too"
     elif any("times" in text for text in texts):
-        likely = "where one piece stops the next one starts"
+        likely = "the next piece starts where the one before it stops"
     expect(all(text == "right" for text in texts), seen=per_rank(texts), likely=likely)
 
 
@@ -129,7 +131,7 @@ def _expect_fewest(
     right = right_pieces(num_elements, num_old, num_new)
     for rank, (mine, best) in enumerate(zip(answer, right, strict=True)):
         expect(len(mine) == len(best), seen=f"new rank {rank} has {len(mine)} pieces: {mine}",
-               likely=f"{len(best)} would do: all that lies in one old shard is one piece")
+               likely=f"{len(best)} would do: what comes from one old shard is one piece")
         if mine != best:
             raise Mistake(f"new rank {rank} has its pieces in the order {mine}",
-                          "in the order of the elements")
+                          "list the pieces in the order of the elements")

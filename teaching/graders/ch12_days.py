@@ -62,17 +62,17 @@ def right_flops(shape: Shape, recompute: str) -> tuple[int, int]:
 
 
 def runs() -> list[Run]:
-    """Trainings told in four ways, with recomputation and without; then published ones.
+    """Made-up runs reported in four ways, with recomputation and without; then published ones.
 
     GPT-3: Narayanan et al. 2021, section 5.1. MT-NLG: Smith et al. 2022, section 2.4. BLOOM:
     Luccioni et al. 2022. Llama: its model card; sequences of 8192 tokens, most of the time.
     """
-    told = [("HFU", 0.5), ("MFU", 0.375), ("TFLOP/s", 50.0), ("GPU-hours", 38400.0)]
+    reports = [("HFU", 0.5), ("MFU", 0.375), ("TFLOP/s", 50.0), ("GPU-hours", 38400.0)]
     made_up = 864e9, 120, 1e14
     return [
-        *(Run("a made-up model", (6 * 10**9, 8 * 10**9), *made_up, *row) for row in told),
+        *(Run("a made-up model", (6 * 10**9, 8 * 10**9), *made_up, *row) for row in reports),
         *(Run("a made-up model, not recomputed", (6 * 10**9, 6 * 10**9), *made_up, *row)
-          for row in told),
+          for row in reports),
         Run("GPT-3 175B on A100s", right_flops(GPT3, "full"), 300e9, 1024, A100, "TFLOP/s", 140.0),
         Run("MT-NLG 530B on A100s", right_flops(MT_NLG, "full"), 270e9, 2240, A100, "TFLOP/s",
             126.0),
@@ -115,54 +115,55 @@ def grade_12_1(flops_per_token: Callable, days_and_mfu: Callable) -> None:
 
 def _expect_flops(answer, shape: Shape, recompute: str) -> None:
     expect(isinstance(answer, tuple) and len(answer) == 2, seen=f"it returned {answer!r:.80}",
-           likely="two numbers: model FLOPs, then hardware FLOPs")
+           likely="return two numbers: model FLOPs, then hardware FLOPs")
     expect(all(type(n) is int for n in answer), seen=f"it returned {answer!r:.80}",
-           likely="exact integers: no division, or //")
+           likely="return exact integers: use // where you divide, and 2 instead of 2.0")
     right = right_flops(shape, recompute)
     faults = _model_faults(shape), _hardware_faults(shape, recompute)
     for name, seen, wanted, known in zip(("model", "hardware"), answer, right, faults, strict=True):
         if seen == wanted:
             continue
-        likely = known.get(seen, "forward 2 P + 4 S D L, backward twice as much; then what "
-                                 "recomputation does again")
+        likely = known.get(seen, "forward is 2 P + 4 S D L and backward twice as much; "
+                                 "hardware FLOPs add what is recomputed")
         if answer == right[::-1]:
-            likely = "the other way round: first the model's, which are never more"
+            likely = "the two are swapped: model FLOPs, never the larger number, come first"
         elif math.isclose(seen, wanted, rel_tol=1e-14):
-            likely = "right but for rounding: a float has 16 digits. Count in integers: 2, not " \
-                     "2.0, and // in place of /"
+            likely = "only the rounding is wrong: a float has 16 digits. Count in integers: " \
+                     "write 2 instead of 2.0, and // instead of /"
         raise Mistake(f"{seen:,} {name} FLOPs, not {wanted:,}", likely)
 
 
 def _model_faults(shape: Shape) -> dict[int, str]:
     P, attention, forward = shape.num_parameters, shape.attention, shape.forward
     return {
-        forward: "that is the forward pass alone: backward costs twice as much",
-        2 * forward: "backward costs twice as much as forward, so both cost three times as much",
-        3 * forward // 2: "a multiply-add is two operations",
-        6 * P: "that is 6 P: attention's two products are missing, which have no parameters",
-        6 * P + attention: "backward costs twice as much for attention's products too",
-        6 * P + 3 * attention // 2: "there are two products, 2 S D each, and the whole square "
-                                    "counts although half of it is masked",
-        6 * P + 3 * attention // shape.num_layers: "attention is in each of the layers",
-        4 * forward: "that is with recomputation: model FLOPs are without",
-        3 * forward + attention: "that is with recomputation: model FLOPs are without",
+        forward: "that is only the forward pass: backward costs twice as much on top",
+        2 * forward: "backward costs twice as much as forward, so together they cost 3 x forward",
+        3 * forward // 2: "a multiply-add counts as 2 FLOPs",
+        6 * P: "that is 6 P: attention's two matmuls, which have no parameters, are missing",
+        6 * P + attention: "backward costs twice as much for attention's matmuls too",
+        6 * P + 3 * attention // 2: "attention has two matmuls of 2 S D each, and the causal "
+                                    "mask is ignored: the whole square counts",
+        6 * P + 3 * attention // shape.num_layers: "attention is counted once: every layer has it",
+        4 * forward: "that includes recomputation: model FLOPs never do",
+        3 * forward + attention: "that includes recomputation: model FLOPs never do",
     }
 
 
 def _hardware_faults(shape: Shape, recompute: str) -> dict[int, str]:
     model, P = 3 * shape.forward, shape.num_parameters
     if recompute == "none":
-        return {model + again: "without recomputation hardware and model FLOPs are the same"
+        return {model + again: "without recomputation, hardware FLOPs equal model FLOPs"
                 for again in (shape.attention, shape.forward)}
     return {
-        model: "what recomputation does again is missing",
-        model + 3 * shape.forward: "the forward pass alone is done again, not backward",
-        model + 3 * shape.attention: "the forward products alone are done again, not backward",
-        model + 2 * P: "all of the forward pass is done again, attention too: "
+        model: "the recomputed FLOPs are missing",
+        model + 3 * shape.forward: "only the forward pass is recomputed, not the backward pass",
+        model + 3 * shape.attention:
+            "only the forward of attention's matmuls is recomputed, not their backward",
+        model + 2 * P: "full recomputes the whole forward pass, with attention: "
                        "2 P + 4 S D L" if recompute == "full" else
-                       "selective does again what has no parameters: attention's two products",
-        model + shape.forward: "selective does attention's two products again, no others",
-        model + shape.attention: "full does all of the forward pass again, not attention alone",
+                       "selective recomputes attention's two matmuls, which have no parameters",
+        model + shape.forward: "selective recomputes attention's two matmuls and nothing else",
+        model + shape.attention: "full recomputes the whole forward pass, not only attention",
     }
 
 
@@ -172,7 +173,7 @@ def _hardware_faults(shape: Shape, recompute: str) -> dict[int, str]:
 def _expect_days(answer, run: Run) -> None:
     fits = isinstance(answer, tuple) and len(answer) == 2 and all(
         isinstance(n, int | float) for n in answer)
-    expect(fits, seen=f"it returned {answer!r:.80}", likely="two numbers: days, and the MFU")
+    expect(fits, seen=f"it returned {answer!r:.80}", likely="return two numbers: days and MFU")
     right, names = right_answer(run), ("days", "for the MFU")
     faults = _day_faults(run, right[0]), _mfu_faults(run, right[1])
     for seen, wanted, name, known in zip(answer, right, names, faults, strict=True):
@@ -181,40 +182,43 @@ def _expect_days(answer, run: Run) -> None:
         causes = [why for why, value in known.items() if math.isclose(seen, value, rel_tol=1e-6)]
         if is_rounded(seen, wanted):
             causes.append(ROUNDED)
-        causes.append("seconds are FLOPs over GPUs x FLOP/s of each; MFU is model FLOPs over what "
-                      "the peak would do in the time")
-        told, right_told = apart(seen, wanted, digits=6)
-        raise Mistake(f"{told} {name}, not {right_told}", causes[0])
+        causes.append("seconds are FLOPs / (GPUs x FLOP/s of each); the MFU is model FLOPs, "
+                      "divided by what all GPUs could do at peak in that time")
+        shown, right_shown = apart(seen, wanted, digits=6)
+        raise Mistake(f"{shown} {name}, not {right_shown}", causes[0])
 
 
 def _day_faults(run: Run, right: float) -> dict[str, float]:
     model, hardware = run.flops
     faults = {
-        "MFU counts model FLOPs: what is computed again is no progress":
+        "MFU counts model FLOPs: recomputation does not count as progress":
             right * hardware / model if run.known == "MFU" else math.nan,
-        f"{run.known} counts hardware FLOPs, with what is computed again":
+        f"{run.known} counts hardware FLOPs, including recomputation":
             right * model / hardware if run.known in ("HFU", "TFLOP/s") else math.nan,
-        "GPU-hours are of all GPUs together: divide by their number":
+        "GPU-hours are summed over all GPUs: divide by num_gpus":
             right * run.num_gpus if run.known == "GPU-hours" else math.nan,
-        "that is how long one GPU takes: there are num_gpus of them": right * run.num_gpus,
-        "those are seconds: a day has 86,400": right * DAY,
-        "those are hours: a day has 24": right * 24,
-        "those are minutes: a day has 1,440": right * 1440,
+        "that is how long a single GPU would take: there are num_gpus of them":
+            right * run.num_gpus,
+        "that is in seconds: a day has 86,400": right * DAY,
+        "that is in hours: a day has 24": right * 24,
+        "that is in minutes: a day has 1,440": right * 1440,
         "a TFLOP is 10^12 FLOPs": right * TERA,
         "a TFLOP is 10^12 FLOPs, not 10^9": right * 1e3,
     }
     if run.known in ("MFU", "HFU"):
-        faults["that is at the peak: GPUs reach a share of it"] = right * run.value
+        faults["that assumes peak FLOP/s: GPUs sustain only the fraction `value` of it"] = (
+            right * run.value)
     return faults
 
 
 def _mfu_faults(run: Run, right: float) -> dict[str, float]:
     model, hardware = run.flops
     return {
-        "that is the HFU: MFU leaves out what is computed again": right * hardware / model,
-        "a share, from 0 to 1, not a percentage": right * 100,
-        "all GPUs together have a peak num_gpus times as high": right * run.num_gpus,
-        "model FLOPs over hardware FLOPs, times the HFU, not the other way round":
+        "that is the HFU: the MFU leaves out recomputed FLOPs": right * hardware / model,
+        "return a fraction from 0 to 1, not a percentage": right * 100,
+        "that is relative to the peak of one GPU: use the peak of all num_gpus":
+            right * run.num_gpus,
+        "multiply the HFU by model FLOPs / hardware FLOPs only once":
             right * (hardware / model) ** 2,
-        "that many FLOP/s, not over the peak": right * run.peak_flops,
+        "that is in FLOP/s: divide by the peak": right * run.peak_flops,
     }

@@ -39,7 +39,9 @@ class Case(NamedTuple):
 
 @cache
 def cases() -> list[Case]:
-    h100, a100 = find_device("H100-SXM-80GB"), find_device("A100-SXM-40GB")
+    # round numbers of bytes, with which the fastest layouts differ most from case to case
+    h100 = replace(find_device("H100-SXM-80GB"), memory_bytes=80e9)
+    a100 = replace(find_device("A100-SXM-40GB"), memory_bytes=40e9)
     slow = replace(h100, nic_bandwidth=1e9)
     llama_8b = published_llama(32, 4096, 32, 8, 14336, 128256, 8192)
     llama_70b = PUBLISHED["Llama 3.1 70B"]
@@ -109,31 +111,32 @@ class Timed(NamedTuple):
 
 
 def conditions(job: Job, decision: Decision) -> dict[str, bool]:
-    """Each condition of the exercise, in words, and whether the layout fulfils it."""
+    """What is wrong if the layout breaks a condition, and whether it meets it."""
     axes, model, size = decision.parallel, job.model, decision.micro_batch_size
     dp, tp, pp, zero = axes.dp, axes.tp, axes.pp, axes.zero
     node = min(job.gpus_per_node, job.num_gpus)
     sequences = job.global_batch_size // max(dp, 1)
     return {
         f"dp x tp x pp is {dp * tp * pp}, not {job.num_gpus}": dp * tp * pp == job.num_gpus,
-        f"tp = {tp} does not divide a node of {node} GPUs": node % tp == 0,
+        f"tp = {tp} does not divide the {node} GPUs of a node": node % tp == 0,
         f"tp = {tp} does not divide num_kv_heads = {model.num_kv_heads}":
             model.num_kv_heads % tp == 0,
         f"tp = {tp} does not divide ffn_width or vocab_size":
             model.ffn_width % tp == 0 and model.vocab_size % tp == 0,
         f"sequence is {axes.sequence} with tp = {tp}": axes.sequence == (tp > 1),
-        f"tp = {tp} does not divide sequences of {job.sequence_length}":
+        f"tp = {tp} does not divide the sequence length, {job.sequence_length}":
             job.sequence_length % tp == 0,
-        f"pp = {pp} does not divide {model.num_layers} layers": model.num_layers % pp == 0,
-        f"dp = {dp} does not divide {job.global_batch_size} sequences":
+        f"pp = {pp} does not divide the {model.num_layers} layers": model.num_layers % pp == 0,
+        f"dp = {dp} does not divide the global batch of {job.global_batch_size} sequences":
             job.global_batch_size % dp == 0,
-        f"zero = {zero} with dp = 1: there is nothing to divide": dp > 1 or zero == 0,
+        f"zero = {zero} with dp = 1: there is nothing to shard over, so zero must be 0":
+            dp > 1 or zero == 0,
         f"recompute is {decision.recompute!r}": decision.recompute in get_args(RecomputeKind),
-        f"micro-batches of {size} do not divide a rank's {sequences} sequences":
+        f"a micro-batch size of {size} does not divide a rank's {sequences} sequences":
             size > 0 and sequences % size == 0,
-        f"a micro-batch size of {size} is no power of two": size & (size - 1) == 0,
-        "all else is as ParallelConfig has it by itself": axes == ParallelConfig(
-            dp=dp, tp=tp, sequence=axes.sequence, pp=pp, zero=zero),
+        f"a micro-batch size of {size} is not a power of two": size & (size - 1) == 0,
+        "set dp, tp, sequence, pp and zero; leave the other fields of ParallelConfig alone":
+            axes == ParallelConfig(dp=dp, tp=tp, sequence=axes.sequence, pp=pp, zero=zero),
     }
 
 
@@ -157,13 +160,13 @@ def grade_12_4(find_layout: Callable) -> None:
 
 def _expect_best(answer, job: Job) -> None:
     expect(answer is None or isinstance(answer, Decision), seen=f"it returned {answer!r:.80}",
-           likely="one Decision, the fastest that fits, or None")
+           likely="return one Decision, the fastest that fits, or None")
     fitting = [each for each in layouts(job) if each.fits]
     right = str(fitting[0]) if fitting else "nothing fits"
     if answer is None:
         expect(not fitting, seen=f"None, though {right}",
-               likely="a layout fits: are all of them tried, with recomputation and ZeRO, and "
-                      "with each size of dp, tp and pp, 1 too?")
+               likely="a layout fits. Check that you try every size of dp, tp and pp (1 is one), "
+                      "every ZeRO stage and every kind of recomputation")
         return
     broken = [why for why, holds in conditions(job, answer).items() if not holds]
     expect(not broken, seen=f"it returned {words(answer)}", likely=(broken or [""])[0])
@@ -177,12 +180,12 @@ def _expect_best(answer, job: Job) -> None:
 def _why_too_large(mine: Timed, job: Job) -> str:
     usable, largest = f"{job.limit / 1e9:.1f} GB", max(mine.memory, key=mine.memory.get)
     if mine.total_bytes <= job.device.memory_bytes:
-        return f"job.limit is {usable}: less than the device has, for some is lost. Compare with " \
-               "job.limit itself, not with a share of the device's memory"
+        return f"job.limit is {usable}, less than the device's memory, because some of that is " \
+               "not usable. Compare with job.limit itself"
     if mine.memory[largest] <= job.limit:
-        return f"all kinds together must fit into job.limit, {usable} here, not each by itself, " \
-            f"and into no other limit; most is {largest}"
-    return f"leave out what does not fit: {largest} alone is more than {usable}"
+        return f"the sum over all kinds must be at most job.limit, {usable} here: no other " \
+            f"number, and not each kind by itself (the largest, {largest}, does fit alone)"
+    return f"skip layouts that do not fit: {largest} alone exceeds the {usable} of job.limit"
 
 
 def _why_slower(mine: Timed, fitting: list[Timed]) -> str:
@@ -190,19 +193,19 @@ def _why_slower(mine: Timed, fitting: list[Timed]) -> str:
     best, axes = fitting[0].decision, mine.decision.parallel
     for name, is_like in ALONE.items():
         if is_like(mine) and _is_least(mine, filter(is_like, fitting), lambda each: each.seconds):
-            return f"that is the fastest {name}: try the others too"
+            return f"that is the fastest layout {name}: try the others too"
     if _is_least(mine, fitting, lambda each: -each.hfu):
-        return "that has the highest HFU: what is computed again counts there, and takes time"
+        return "that has the highest HFU, which counts recomputed FLOPs as useful; rank by .seconds"
     if _is_least(mine, fitting, lambda each: each.total_bytes):
-        return "that holds least: nothing is won with memory that is left"
+        return "that needs the least memory, but free memory makes no step faster; rank by .seconds"
     if axes.dp > best.parallel.dp:
-        return "the largest dp is not always the fastest: gradients cross the network, and what " \
-               "does not fit is recomputed"
+        return "the largest dp is not always the fastest: gradients cross the network, and more " \
+               "must be recomputed to fit"
     if axes.tp > best.parallel.tp:
-        return "the largest tp is not always the fastest: every layer waits for its messages"
+        return "the largest tp is not always the fastest: every layer waits for its collectives"
     if mine.decision.micro_batch_size != best.micro_batch_size:
-        return "try each micro-batch size: it changes kernels, the bubble, and what fits"
-    return "of all that fit the one with the least estimate(job, decision).seconds"
+        return "try every micro-batch size: it changes kernel efficiency, the bubble, and what fits"
+    return "of the layouts that fit, return the one with the fewest estimate(job, decision).seconds"
 
 
 ALONE: dict[str, Callable[[Timed], bool]] = {
@@ -214,9 +217,9 @@ ALONE: dict[str, Callable[[Timed], bool]] = {
     "without recomputation": lambda each: each.decision.recompute == "none",
     "with full recomputation": lambda each: each.decision.recompute == "full",
     "without ZeRO": lambda each: each.decision.parallel.zero == 0,
-    "with ZeRO 1 at most": lambda each: each.decision.parallel.zero <= 1,
+    "with at most ZeRO-1": lambda each: each.decision.parallel.zero <= 1,
 }
-"""What somebody may have left out, and which layouts are left then."""
+"""What the learner may have left out, and which layouts remain then."""
 
 
 def _is_least(mine: Timed, among: Iterable[Timed], key: Callable[[Timed], float]) -> bool:

@@ -16,7 +16,7 @@ from teaching.graders import Mistake, asked, expect
 from teaching.graders.arguments import call_unchanged
 
 RECIPE = Recipe(parameter=2, gradient=2, master=4, optimizer_state=8)
-CALLERS = "the list is the caller's: make another one"
+CALLERS = "the list belongs to the caller: build a new one"
 EACH = {"parameter": 2, "gradient": 2, "optimizer state": 12}
 DIVIDED_FROM = {"parameter": 3, "gradient": 2, "optimizer state": 1}
 """The stage of ZeRO that begins to divide a kind."""
@@ -56,7 +56,7 @@ def llama(num_layers: int = 5, tied: bool = False) -> ModelConfig:
 
 
 def places() -> list[Place]:
-    """Ends and cuts one after the other, before anything is divided over dp."""
+    """First stages, tp and ties, one after the other; only then anything is sharded over dp."""
     untied, tied, stages = llama(7), llama(7, tied=True), [3, 2, 2]
     rows = [
         (untied, stages, 1, 1, 1, 0), (untied, stages, 0, 1, 1, 0), (untied, stages, 2, 1, 1, 0),
@@ -99,7 +99,8 @@ def dry_runs() -> list[tuple[str, Place, dict[str, int]]]:
                 for kind in EACH}  # without AdamW's step counters, of no dimension
         stages = blocks_per_rank(model, config.parallel, MINITRON)
         place = Place(model, stages, 0 if rank == 0 else 1, 2, 2, 0)
-        found.append((f": rank {rank} of 8, in a dry run of the real step", place, held))
+        where = f", compared with rank {rank} of 8 in a dry run of the real step"
+        found.append((where, place, held))
     return found
 
 
@@ -121,30 +122,31 @@ def grade_12_2(state_bytes: Callable, fullest_stage: Callable) -> None:
 
 def _expect_state(answer, right: dict[str, int], place: Place) -> None:
     expect(isinstance(answer, dict) and set(answer) == set(right),
-           seen=f"it returned {answer!r:.90}", likely=f"a dict of {', '.join(map(repr, right))}")
+           seen=f"it returned {answer!r:.90}",
+           likely=f"return a dict with the keys {', '.join(map(repr, right))}")
     for kind, wanted in right.items():
         seen = answer[kind]
         expect(type(seen) is int, seen=f"{kind}: {seen!r}, of type {type(seen).__name__}",
-               likely="bytes are exact integers: divide by //, and round up")
+               likely="return exact integers: divide with //, and round up")
         if seen != wanted:
             each = EACH[kind]
-            raise Mistake(f"{kind}: {seen:,} bytes, not {wanted:,}: {seen / each:,g} x {each} "
-                          f"in place of {wanted // each:,} x {each}",
+            raise Mistake(f"{kind}: {seen:,} bytes, not {wanted:,} ({seen / each:,g} x {each} "
+                          f"instead of {wanted // each:,} x {each})",
                           _why_other_state(kind, seen, place))
 
 
 def _why_other_state(kind: str, seen: int, place: Place) -> str:
     count, dp, each, first = num_parameters(place), place.dp, EACH[kind], DIVIDED_FROM[kind]
-    whole = f"stage {place.zero} of ZeRO leaves the {kind} whole: it is divided from stage {first}"
+    whole = f"ZeRO-{place.zero} does not shard the {kind}: ZeRO-{first} is the first that does"
     faults = {  # where two are the same number, the later one counts
-        ceil(each * count / dp): "divided are whole parameters, not bytes",
-        each * count // dp: "divided are whole parameters, not bytes",
-        each * (count // dp): "rounded up, or the last few parameters are nobody's",
-        each * count: f"stage {place.zero} of ZeRO divides the {kind} over {dp} ranks",
+        ceil(each * count / dp): "round up the number of parameters, then multiply by their bytes",
+        each * count // dp: "round up the number of parameters, then multiply by their bytes",
+        each * (count // dp): "round up, or the last few parameters belong to no rank",
+        each * count: f"ZeRO-{place.zero} shards the {kind} over {dp} ranks",
         each * ceil(count / dp): whole,
     }
     if kind == "optimizer state":
-        faults |= {8 * n: "12 bytes: two moments and the float32 master weight, 4 each"
+        faults |= {8 * n: "it takes 12 bytes: two moments and the float32 master weight, 4 each"
                    for n in (count, ceil(count / dp))}
     return faults.get(seen) or _why_other_count(seen / each, place)
 
@@ -154,41 +156,42 @@ def _why_other_count(seen: float, place: Place) -> str:
     model, tp, blocks = place.model, place.tp, place.stages[place.stage]
     D, keys = model.width, model.num_kv_heads * model.head_width
     matrix, norms = model.vocab_size * D // tp, 2 * D * blocks
-    one_copy = "tied and on one stage, embedding and head are one matrix"
-    two_copies = "embedding and head are on two stages: each has its matrix, tied or not"
+    one_copy = "tied and on the same stage, embedding and head are one matrix"
+    two_copies = "embedding and head are on two stages: each stores its matrix, tied or not"
     tied = one_copy if len(place.stages) == 1 else two_copies
     if not place.is_first and not place.is_last:
-        tied = "that is V x D: a stage in the middle has neither embedding nor head, tied or not"
-    ends = "that is V x D: the first stage has the embedding, the last one the head, of others none"
+        tied = "the difference is V x D: a middle stage has neither embedding nor head, tied or not"
+    ends = "the difference is V x D: only the first stage has the embedding, only the last the head"
     difference = seen - num_parameters(place)
     faults = {
         matrix: tied if model.tied_embedding else ends,
         -matrix: tied if model.tied_embedding else ends,
         2 * matrix: ends, -2 * matrix: ends, 2 * matrix + D: ends, matrix + D: ends,
-        matrix * (tp - 1): "tp cuts embedding and head too, by the vocabulary",
-        -D: "that is one norm: the final one, on the last stage",
-        D: "that is one norm: the final one is on the last stage alone",
-        -norms: "those are the blocks' norms, two in each",
+        matrix * (tp - 1): "tp shards embedding and head too, along the vocabulary",
+        -D: "one norm is missing: the final one, on the last stage",
+        D: "that is one norm too many: only the last stage has the final one",
+        -norms: "the blocks' norms are missing, two in each",
         -norms / 2: "a block has two norms",
-        -blocks * D * model.ffn_width // tp: "one feed-forward matrix is missing: gate, up, down",
-        blocks * 2 * D * (D - keys) // tp: "key and value are narrower than the query: "
-                                           "num_kv_heads heads",
-        -blocks * D * keys // tp: "key and value are two matrices",
-        norms / tp - norms: "norms are not cut: each rank of tp has them whole",
+        -blocks * D * model.ffn_width // tp: "one of the three, gate, up and down, is missing",
+        blocks * 2 * D * (D - keys) // tp: "key and value are narrower than the query: they "
+                                           "have num_kv_heads heads",
+        -blocks * D * keys // tp: "one matrix is missing: key and value are two",
+        norms / tp - norms:
+            "norms are replicated, not sharded: each tp rank has all of their weights",
         (norms + D * place.is_last) * (1 / tp - 1):
-            "norms are not cut: each rank of tp has them whole",
+            "norms are replicated, not sharded: each tp rank has all of their weights",
     }
     whole = num_parameters(place._replace(tp=1))
     if seen == whole and tp > 1:
-        return "tp cuts the matrices: that is a stage of one rank"
+        return "tp shards the matrices: that is the whole stage, not one rank's part"
     mean = sum(place.stages) / len(place.stages)
     block = (num_parameters(place) - num_parameters(_one_block_less(place)))
     if mean != blocks and abs(difference - (mean - blocks) * block) < 1:
-        return "the stages differ: this one has stages[stage] blocks"
+        return "stages differ in their number of blocks: this one has stages[stage]"
     if len(place.stages) > 1 and difference >= (sum(place.stages) - blocks) * block:
-        return "a rank has the blocks of its own stage, not of the whole model"
-    return faults.get(difference, "add up what the stage has: its blocks' matrices over tp, their "
-                                  "norms, and the ends")
+        return "a rank holds the blocks of its own stage, not those of the whole model"
+    return faults.get(difference, "add up the stage's block matrices / tp, its norms, and the "
+                                  "embedding or head if the stage has one")
 
 
 def _one_block_less(place: Place) -> Place:
@@ -239,12 +242,13 @@ def right_counts(pipeline: Pipeline) -> list[int]:
 
 def _expect_fullest(answer, pipeline: Pipeline) -> None:
     fits = isinstance(answer, tuple) and len(answer) == 2 and all(type(n) is int for n in answer)
-    expect(fits, seen=f"it returned {answer!r:.80}", likely="two int: a stage, and its bytes")
+    expect(fits, seen=f"it returned {answer!r:.80}",
+           likely="return two ints: a stage, and its bytes")
     stages = held(pipeline, right_counts(pipeline))
     most = max(stages)
     if answer[1] != most or stages[answer[0] % len(stages)] != most or answer[0] not in range(
             len(stages)):
-        raise Mistake(f"stage {answer[0]} with {answer[1]} bytes; the stages hold {stages}",
+        raise Mistake(f"stage {answer[0]} with {answer[1]} bytes; in fact the stages hold {stages}",
                       _why_other_stage(answer, pipeline))
 
 
@@ -253,21 +257,23 @@ def _why_other_stage(answer: tuple[int, int], pipeline: Pipeline) -> str:
     stages = held(pipeline, counts)
     mean = pipeline._replace(stages=[sum(pipeline.stages) / p] * p)
     faults = {
-        "more than num_micro_batches are never on their way":
+        "a stage cannot hold more than num_micro_batches micro-batches":
             held(pipeline, [p - stage for stage in range(p)]),
-        "one more: the micro-batch that the stage itself has": held(
+        "one more: besides one for each stage after it, a stage holds one for itself": held(
             pipeline, [min(m, p - 1 - stage) for stage in range(p)]),
-        "that is GPipe: 1F1B holds as many as the stages from this one on": held(pipeline, [m] * p),
-        "count the stages behind, not those before: the first one waits longest":
+        "that is GPipe: with 1F1B, stage i holds at most p - i micro-batches":
+            held(pipeline, [m] * p),
+        "count the stages after this one, not those before it: the first stage waits longest":
             held(pipeline, [min(m, stage + 1) for stage in range(p)]),
-        "the later stages hold fewer: as many as there are from each on":
+        "later stages hold fewer micro-batches: stage i at most p - i":
             held(pipeline, [min(m, p)] * p),
         "the last stage also holds head_bytes": held(pipeline, counts, lambda stage: False),
-        "head_bytes are on the last stage alone": held(pipeline, counts, lambda stage: True),
-        "without the state: states[i] is held all the time":
+        "only the last stage holds head_bytes": held(pipeline, counts, lambda stage: True),
+        "the state is missing: stage i always holds states[i]":
             held(pipeline._replace(states=[0] * p), counts),
-        "the stages have different numbers of blocks": held(mean, counts),
-        "one micro-batch on each stage: the others have gone ahead": held(pipeline, [1] * p),
+        "stages differ in their number of blocks: stage i has stages[i]": held(mean, counts),
+        "that is one micro-batch on each stage, but earlier stages hold several at a time":
+            held(pipeline, [1] * p),
     }
     if answer == (stages.index(max(stages)) + 1, max(stages)):
         return "stages are counted from 0"
@@ -275,7 +281,7 @@ def _why_other_stage(answer: tuple[int, int], pipeline: Pipeline) -> str:
         if answer == (values.index(max(values)), max(values)):
             return why
     if answer[1] in stages:
-        return "that is what a stage holds, but another one holds more: which one it is depends " \
-               "on blocks, state and head"
-    return "state, and for each micro-batch on its way the stage's blocks, on the last stage " \
-           "with the head"
+        return "that is what the stage holds, but another stage holds more: compute all of them, " \
+               "because blocks, state and head differ"
+    return "a stage holds its state and, for each micro-batch it keeps, block_bytes per block; " \
+           "the last stage adds head_bytes per micro-batch"

@@ -43,11 +43,11 @@ START_SECONDS = 60.0
 AXIS = "dp"
 DIFFER = "every rank must make the same calls in the same order: does yours skip one on some " \
          "rank, by an `if` on the rank or on a gradient being None?"
-DIED = "something ends the process: os._exit, too much memory, a crash in a native function"
+DIED = "something ended the process: os._exit, too much memory, a crash in a native function"
 CAUSES = {
-    "allowed is": "the exercise is about doing without it",
-    "without group=group": "without it torch.distributed takes the group of all ranks there are",
-    "Pair is not connected": "a rank sends to itself, or waits for itself: on one rank there is no "
+    "is called; use only": "the point of the exercise is to do without it",
+    "without group=group": "without it torch.distributed uses the group of all ranks",
+    "Pair is not connected": "a rank sends to itself, or waits for itself: a single rank has no "
                              "neighbor, and a ring takes N-1 = 0 steps",
     "ReduceOp.AVG": "this version of gloo cannot average: sum, then divide",
     "Exercise ": "this part is still the stub",
@@ -92,7 +92,7 @@ def _source_of(args: tuple) -> tuple[Source | None, list[str]]:
 
 @cache
 def start_server() -> None:
-    """Wait until ranks can be forked: the first start imports torch, on nobody's time."""
+    """Wait until ranks can be forked. The first start imports torch; that time is not counted."""
     run(_nothing, 1, timeout=START_SECONDS)
 
 
@@ -200,7 +200,7 @@ class Wire:
             return
         allowed = " and ".join(sorted(self.allowed)) or "nothing"
         if call.op not in self.allowed:
-            raise Forbidden(f"{call.op} is called; allowed is {allowed}")
+            raise Forbidden(f"{call.op} is called; use only {allowed}")
         if call.axis != AXIS:
             raise Forbidden(f"{call.op} is called without group=group")
         self.note(call.op, call)

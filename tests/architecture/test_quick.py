@@ -5,7 +5,7 @@ from tests.conftest import LONGEST, ROOT
 from tests.proof import test_axes
 
 LINES = (ROOT / "tests" / "quick.txt").read_text().splitlines()
-AXES = {"data", "ZeRO 1", "ZeRO 2", "ZeRO 3", "tensor", "sequence", "pipeline"}
+AXES = {"data", "ZeRO-1", "ZeRO-2", "ZeRO-3", "tensor", "sequence", "pipeline"}
 SOLVED = {exercise: f"tests/exercises/test_{exercise.chapter}.py::TestGrading"
                     f"::test_our_solution_passes[{exercise}]" for exercise in known().values()}
 
@@ -14,6 +14,7 @@ def test_it_has_every_layer_and_every_axis():
     assert {"tests/architecture", "tests/proof/test_axes.py"} <= set(LINES)
     assert set(test_axes.AXES) == AXES
     assert test_axes.test_it_is_the_same_training
+    assert test_axes.test_context_parallelism_is_the_same_training
     assert test_axes.test_hybrid_sharding_is_the_same_training
 
 

@@ -50,6 +50,39 @@ def test_every_figure_has_an_alternative_text(source):
     assert all(image.metadata["image/png"]["alt"] for image in images)
 
 
+MOST_COLUMNS = 80
+"""A wider line wraps in JupyterLab beside its sidebar, and a wrapped table cannot be read."""
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+def test_what_a_chapter_prints_fits_its_columns(source):
+    text = committed_text(build_chapters.notebook_path(source))
+    assert too_wide(build_chapters.nbformat.reads(text, as_version=4)) == []
+
+
+def too_wide(notebook) -> list[str]:
+    """Return the printed lines over MOST_COLUMNS; not those of a printed source."""
+    return [line for cell in notebook.cells if cell.cell_type == "code"
+            if "getsource(" not in cell.source
+            for output in cell.outputs for line in output.get("text", "").splitlines()
+            if len(line) > MOST_COLUMNS]
+
+
+def test_a_wide_table_is_found_and_a_wide_source_is_not(notebook):
+    cell = first(notebook, lambda cell: cell.cell_type == "code")
+    cell.outputs = [build_chapters.nbformat.v4.new_output("stream", text=f"ab\n{81 * 'x'}\n")]
+    assert too_wide(notebook) == [81 * "x"]
+    cell.source = "print(inspect.getsource(step))"
+    assert too_wide(notebook) == []
+
+
+def test_no_figure_lies_about_that_no_chapter_makes_any_more():
+    made = {name for source in SOURCES for name in build_chapters.figures(
+        source.stem, build_chapters.nbformat.reads(
+            committed_text(build_chapters.notebook_path(source)), as_version=4))}
+    assert set(build_chapters.ASSETS.glob("*.png")) == made
+
+
 def test_ids_are_the_same_every_time_and_unique():
     ids = [cell.id for cell in read_source(FIRST).cells]
     assert ids == [cell.id for cell in read_source(FIRST).cells]

@@ -297,8 +297,8 @@ def test_a_dim_that_does_not_divide_is_told_with_both_numbers():
             messages, [(0, 2, 3), (1, 5, 6), (1, 5, 6), (0, 2, 3)], strict=True
         ):
             assert message == (
-                f"dim {dim} of (2, 5, 3) has {entries} entries, which do not divide by 3 ranks: "
-                f"pad it to {padded}")
+                f"dim {dim} of (2, 5, 3) has {entries} entries, which are not divisible by 3 "
+                f"ranks: pad it to {padded}")
 
 
 def test_parts_are_views_of_equal_size():

@@ -50,6 +50,25 @@ def test_the_same_axes_give_the_same_groups():
         assert reused and axes == ["dp", "tp"] and others == ["tp", "dp"]
 
 
+def two_axes_together(group):
+    mesh = make_mesh("cpu", pp=2, dp=2, cp=2, tp=1)
+    joined = mesh.joined_group("dp", "cp")
+    with Ledger() as ledger:
+        dist.all_reduce(torch.ones(4), group=joined)
+    others = dist.get_process_group_ranks(mesh.joined_group("pp", "cp"))
+    members, again = dist.get_process_group_ranks(joined), mesh.joined_group("dp", "cp") is joined
+    return members, joined.rank(), [call.axis for call in ledger.calls], others, again
+
+
+def test_a_group_over_two_axes_is_in_the_order_of_the_mesh():
+    for rank, (members, own, axes, others, again) in enumerate(run(two_axes_together, 8)):
+        pp, place = divmod(rank, 4)
+        assert members == list(range(4 * pp, 4 * pp + 4)) and own == place
+        assert axes == ["dp_cp"] and again
+        dp = place // 2
+        assert others == [2 * dp, 2 * dp + 1, 4 + 2 * dp, 5 + 2 * dp]
+
+
 def wrong_meshes(group):
     messages = []
     for axes in ({"dp": 2, "tp": 2}, {"data": 2}):

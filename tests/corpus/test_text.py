@@ -153,7 +153,7 @@ def test_a_pattern_that_is_none(texts, tmp_path, pattern):
 
 def test_more_text_than_memory_holds(texts, tmp_path, monkeypatch):
     monkeypatch.setattr("minitron.corpus.text.memory_bytes", lambda device: 1000)
-    with pytest.raises(ConfigError, match="of memory, and there are .* cut it into smaller files"):
+    with pytest.raises(ConfigError, match="but this machine has .* split it into smaller files"):
         write_text([texts], tmp_path / "data")
 
 

@@ -153,11 +153,11 @@ def test_key_value_heads_counted_by_hand():
 
 
 @pytest.mark.parametrize(("change", "layout", "message"), [
-    ({}, Layout(5), "model.num_heads = 8 does not divide by 5 ranks"),
+    ({}, Layout(5), "model.num_heads = 8 is not divisible by 5 ranks"),
     ({"ffn_width": 82}, Layout(4), "model.ffn_width = 82 .* by 4 ranks .* raise it to 84"),
     ({}, Layout(4), "model.vocab_size = 61 .* by 4 ranks .* raise it to 64"),
     ({"vocab_size": 64}, Layout(4, sequence_parallel=True), "sequence length = 18 .* to 20"),
-    ({"num_kv_heads": 8}, Layout(16), "model.num_heads = 8 does not divide by 16 ranks"),
+    ({"num_kv_heads": 8}, Layout(16), "model.num_heads = 8 is not divisible by 16 ranks"),
     ({"num_heads": 12, "num_kv_heads": 4, "width": 96}, Layout(6), "num_kv_heads = 4 .* by 6"),
 ])
 def test_sizes_that_do_not_divide_are_refused(change, layout, message):

@@ -22,6 +22,7 @@ from minitron.parallel.pipeline.schedules import (
     zero_bubble,
 )
 from minitron.parallel.pipeline.stages import apply_pipeline_parallel
+from minitron.parallel.pipeline.v_schedules import dualpipe_v, zb_v
 from minitron.proof.oracle import small_model
 
 LINES = (Path(__file__).parent / "pipeline_bubble_formulas.csv").read_text().splitlines()
@@ -73,6 +74,9 @@ def test_every_rank_of_every_schedule_holds_what_the_formula_counts():
         schedules = [(1, make(p, m)) for make in ONE_STAGE]
         if m % p == 0:
             schedules += [(v, interleaved(p, m, v)) for v in (1, 2, 3, 4)]
+        schedules.append((2, zb_v(p, m)))
+        if m >= 2 * p:
+            schedules.append((2, dualpipe_v(p, m)))
         for v, schedule in schedules:
             expected = [cost.activations_held(schedule.name, p, m, rank, v) for rank in range(p)]
             assert peak_activations(schedule) == expected, (schedule.name, p, m, v)

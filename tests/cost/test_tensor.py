@@ -85,7 +85,7 @@ def test_what_8_ranks_hold_counted_by_hand():
 
 def test_key_value_heads_of_a_rank():
     assert [kv_heads_per_rank(LLAMA, size) for size in (1, 2, 4, 6)] == [2, 1, 1, 1]
-    with pytest.raises(ConfigError, match="model.num_kv_heads = 2 does not divide by 3 ranks"):
+    with pytest.raises(ConfigError, match="model.num_kv_heads = 2 is not divisible by 3 ranks"):
         kv_heads_per_rank(LLAMA, 3)
 
 

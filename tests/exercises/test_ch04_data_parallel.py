@@ -215,8 +215,8 @@ def test_a_rank_that_dies_is_told_apart_from_a_hang():
 
 
 @pytest.mark.parametrize(("call", "says"), [
-    (lambda x, group: dist.broadcast(x, group=group, group_src=0), "broadcast is called; allowed "
-     "is all_reduce and recv and send"),
+    (lambda x, group: dist.broadcast(x, group=group, group_src=0), "broadcast is called; use only "
+     "all_reduce and recv and send"),
     (lambda x, group: dist.all_reduce(x), "all_reduce is called without group=group"),
 ])
 def test_other_calls_and_other_groups_are_refused(call, says):

@@ -137,7 +137,7 @@ def test_heads_that_do_not_divide_must_be_refused():
             raise ValueError(f"{N} ranks are too many")
 
     verdict = CHAPTER.grade("SplitAttention", right_split(check=one_number))
-    assert "needs both numbers" in verdict.likely
+    assert "must contain both numbers" in verdict.likely
 
 
 def test_whole_weights_behind_a_view_are_found():
@@ -145,7 +145,7 @@ def test_whole_weights_behind_a_view_are_found():
         return weight[heads.start * self.K:heads.stop * self.K]
 
     verdict = CHAPTER.grade("SplitAttention", right_split(part=part))
-    assert "a view keeps the whole weight alive" in verdict.likely
+    assert "a view keeps the full weight alive" in verdict.likely
 
 
 def test_a_whole_layer_that_is_kept_is_found():

@@ -189,7 +189,7 @@ def test_a_rank_that_has_learned_less_is_named():
 
 @pytest.mark.parametrize(("failures", "says"), [
     ({3: Failure("raised ValueError: 3 is odd", "ValueError")},
-     "the package does not train this: raised ValueError: 3 is odd"),
+     "the package does not train this layout: raised ValueError: 3 is odd"),
     ({3: Failure("waits in recv #2")}, "8 ranks share the cores"),
 ])
 def test_a_rank_that_raises_is_not_called_slow(monkeypatch, failures, says):

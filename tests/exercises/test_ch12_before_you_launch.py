@@ -51,7 +51,7 @@ def test_the_examples_of_schedules_are_true():
     micro_batches_needed, fastest_schedule = solution("12.3")
     assert (micro_batches_needed(4, 1, 4), micro_batches_needed(4, 2, 4)) == (9, 8)
     case = ch12_schedule.cases()[1]
-    assert {pair: tuple(step) for pair, step in ch12_schedule.all_played(case).items()} == {
+    assert {pair: tuple(step) for pair, step in ch12_schedule.all_steps(case).items()} == {
         (1, 1): (60, 40), (1, 2): (54, 50), (2, 1): (54, 80), (2, 2): (45, 80), (4, 1): (60, 80)}
     answers = {limit: fastest_schedule(2, 4, 4, case.seconds, 10, limit) for limit in (80, 50, 39)}
     assert answers == {80: (2, 2), 50: (1, 2), 39: None}
@@ -132,7 +132,7 @@ def test_the_least_number_of_micro_batches_is_the_least():
 def test_every_way_to_choose_a_schedule_loses_somewhere():
     wins = {"bubble": True, "bytes": True, "size": True, "none": False}
     for case in ch12_schedule.cases():
-        fitting = {pair: step for pair, step in ch12_schedule.all_played(case).items()
+        fitting = {pair: step for pair, step in ch12_schedule.all_steps(case).items()
                    if step.bytes <= case.limit}
         if not fitting:
             wins["none"] = True

@@ -251,6 +251,23 @@ def test_the_timeline_names_phases_and_operators():
     assert meter.timeline[0].op == meter.timeline[-1].op == ""
 
 
+@pytest.mark.parametrize("kind", [{"fused": True}, {"foreach": True}])
+def test_the_optimizer_takes_time_also_where_it_makes_no_new_tensor(kind):
+    model, optimizer, inputs, targets = make(**kind)
+    with Meter(model, optimizer) as meter:
+        for _ in range(2):
+            backward(model, inputs, targets)
+            optimizer.step()
+            optimizer.zero_grad()
+    times = [m.seconds for m in meter.timeline]
+    assert times == sorted(times) and times[0] >= 0
+    starts = [i for i, m in enumerate(meter.timeline)
+              if m.phase == "optimizer" and meter.timeline[i - 1].phase != "optimizer"]
+    assert len(starts) == 2
+    assert all(meter.timeline[i + 1].phase == "optimizer" for i in starts), "it also ends"
+    assert all(meter.timeline[i + 1].seconds > meter.timeline[i].seconds for i in starts)
+
+
 def test_the_peak_is_a_moment_and_its_tensors_add_up():
     model, optimizer, inputs, targets = make(fused=True)
     with Meter(model, optimizer) as meter:

@@ -75,9 +75,9 @@ VERSIONS = {
     "naive": apply_naive_data_parallel,
     "hooked": apply_hooked_data_parallel,
     "bucketed": bucketed,
-    "ZeRO 1": partial(apply_zero1, bucket_bytes=ONE_WEIGHT),
-    "ZeRO 2": partial(apply_zero2, bucket_bytes=ONE_WEIGHT),
-    "ZeRO 2, once a step": partial(
+    "ZeRO-1": partial(apply_zero1, bucket_bytes=ONE_WEIGHT),
+    "ZeRO-2": partial(apply_zero2, bucket_bytes=ONE_WEIGHT),
+    "ZeRO-2, once a step": partial(
         apply_zero2, bucket_bytes=ONE_WEIGHT, sync_every_micro_batch=False),
     "FSDP": apply_fsdp,
     "FSDP, kept": partial(apply_fsdp, reshard_after_forward=False, sync_every_micro_batch=False),
@@ -136,10 +136,10 @@ MIXED = "gradient differs between ranks, right on none"
 MUTANTS = {
     "bucketed: the order is not that of rank 0": (bucketed, no_broadcast_of_the_order, MIXED, 1),
     "hooked: a gradient is sent when it is ready": (SentWhenFull, nullcontext, MIXED, 0),
-    "ZeRO 2: a bucket is sent when it is full": (
+    "ZeRO-2: a bucket is sent when it is full": (
         partial(ReducedWhenFull, bucket_bytes=ONE_WEIGHT), nullcontext,
         "gradient not proportional to that of one process on all ranks", 0),
-    "ZeRO 1: buckets differ": (VERSIONS["ZeRO 1"], other_buckets_on_rank_1, MIXED, 0),
+    "ZeRO-1: buckets differ": (VERSIONS["ZeRO-1"], other_buckets_on_rank_1, MIXED, 0),
     "FSDP: units differ": (apply_fsdp, other_units_on_rank_1, "initial weights differ", 0),
 }
 

@@ -609,7 +609,7 @@ class Unused(NormFirst):
 @pytest.mark.parametrize(("model", "words"), [
     (OwnParameter, "scale is a parameter of the model itself: put it into a module"),
     (Shared, "blocks.0.weight is shared by a block and another part of the model"),
-    (Table, r"table is a buffer on the meta device, and fill\(\) sets parameters alone"),
+    (Table, r"table is a buffer on the meta device, and fill\(\) sets only parameters"),
     (Unused, r"no gradient for 2 of 11 parameters \(never.weight, never.bias\): freeze"),
 ])
 def test_mistakes_are_named(model, words):

@@ -38,6 +38,7 @@ from minitron.parallel.pipeline.schedules import (
     zero_bubble,
 )
 from minitron.parallel.pipeline.stages import PipelineParallel, apply_pipeline_parallel
+from minitron.parallel.pipeline.v_schedules import dualpipe_v, zb_v
 from minitron.parallel.tensor.layers import RowParallelLinear, apply_tensor_parallel
 from minitron.parallel.tensor.sequence import apply_sequence_parallel
 from minitron.proof.difference import first_difference, hidden_by_adamw
@@ -151,6 +152,13 @@ LAYOUTS = {
     "3, halves, untied": Layout(zero_bubble, 3, untied, 7),
     "3, two chunks": Layout(chunked, 3, partial(gpt, num_layers=7), 3, (7, 8)),
     "3, frozen": Layout(gpipe, 3, frozen, 3),
+    "2, ZB-V": Layout(zb_v, 2),
+    "2, ZB-V, fewer micro-batches": Layout(zb_v, 2, llama, 2),
+    "2, DualPipeV": Layout(dualpipe_v, 2, num_micro_batches=5),
+    "3, ZB-V": Layout(zb_v, 3, partial(gpt, num_layers=7), 6, (7, 8)),
+    "3, DualPipeV": Layout(dualpipe_v, 3, partial(untied, num_layers=6), 7, (7, 9)),
+    "4, ZB-V": Layout(zb_v, 4, partial(gpt, num_layers=8), 7, (9, 5)),
+    "4, DualPipeV": Layout(dualpipe_v, 4, partial(llama, num_layers=9), 8, (9, 8)),
     "3, unplanned": Layout(unplanned, 3, num_micro_batches=4),
     "4, 1F1B, fewer micro-batches": Layout(one_f_one_b, 4, llama, 3),
     "4, GPipe, full": Layout(gpipe, 4, gpt, 5, policies=FULL),
@@ -163,6 +171,11 @@ LAYOUTS = {
     "zero 1": Layout(zero_bubble, 2, gpt, 4, (9, 8), apply_zero1, None, FULL),
     "zero 2": Layout(chunked, 2, gpt, 2, (9, 5), zero2),
     "zero 1, halves, two chunks": Layout(chunked_halves, 2, gpt, 4, (8, 8), apply_zero1),
+    "hooked, ZB-V": Layout(zb_v, 2, gpt, 3, (9, 6), apply_hooked_data_parallel),
+    "bucketed, DualPipeV": Layout(dualpipe_v, 2, gpt, 4, (9, 8), apply_bucketed_data_parallel),
+    "zero 2, there and back": Layout(there_and_back, 2, gpt, 3, (9, 6), zero2),
+    "sequence, DualPipeV": Layout(
+        dualpipe_v, 2, llama, 4, (9, 5), None, apply_sequence_parallel, SELECTIVE),
     "sequence, halves, two chunks": Layout(
         chunked_halves, 2, llama, 2, (9, 5), None, apply_sequence_parallel),
     "tensor": Layout(one_f_one_b, 2, llama, 4, (9, 5), None, apply_tensor_parallel, SELECTIVE),
@@ -334,7 +347,7 @@ def test_adamw_would_hide_losses_that_are_not_weighted(ranks):
     (lambda p, m: one_f_one_b(2, m), "^a schedule of 2 ranks on 1: make it for 1$"),
     (lambda p, m: Schedule("", m, ((Action("F", 0, 0),),)), "^stage 0 never runs B0"),
     (partial(interleaved, num_chunks=6), "^5 blocks do not fill 6 stages of a pipeline"),
-    (lambda p, m: one_f_one_b(p, 3), "^a schedule of 3 micro-batches in a step of 2: "),
+    (lambda p, m: one_f_one_b(p, 2), "^a schedule of 2 micro-batches in a step of 3: "),
     (lambda p, m: interleaved(p, m, m), "a stage must stay on its rank$"),
 ])
 def test_a_schedule_that_cannot_run_here_is_told_in_one_line(make_schedule, words):
@@ -342,6 +355,6 @@ def test_a_schedule_that_cannot_run_here_is_told_in_one_line(make_schedule, word
         tokens = torch.zeros(1, S, dtype=torch.int64)
         with pytest.raises(ConfigError, match=words):
             apply_pipeline_parallel(untied(), group, make_schedule).run(
-                2 * [(tokens, tokens)], summed, 1.0)
+                3 * [(tokens, tokens)], summed, 1.0)
 
     run(one_rank, 1)

@@ -18,6 +18,7 @@ from minitron.parallel.pipeline.schedules import (
     sequential,
     zero_bubble,
 )
+from minitron.parallel.pipeline.v_schedules import dualpipe_v, zb_v
 
 ONE_STAGE = (sequential, gpipe, one_forward_one_backward, zero_bubble)
 
@@ -47,6 +48,7 @@ def random_schedule(seed):
 
 PLANNED = [make(p, m) for make in ONE_STAGE for p in (1, 2, 3, 4, 8) for m in (1, 3, 8, 16)]
 PLANNED += [interleaved(p, m, v) for p in (1, 2, 4) for m in (4, 8) for v in (2, 3)]
+PLANNED += [make(p, m) for make in (zb_v, dualpipe_v) for p in (1, 2, 3, 4) for m in (8, 9)]
 RANDOM = [random_schedule(seed) for seed in range(300)]
 SCHEDULES = PLANNED + RANDOM
 

@@ -16,6 +16,7 @@ from minitron.parallel.pipeline.schedules import (
     sequential,
     zero_bubble,
 )
+from minitron.parallel.pipeline.v_schedules import dualpipe_v, zb_v
 
 ONE_STAGE = (sequential, gpipe, one_forward_one_backward, zero_bubble)
 
@@ -34,7 +35,9 @@ def generated(num_ranks, num_micro_batches):
     """Every schedule of the package."""
     p, m = num_ranks, num_micro_batches
     chunks = (1, 2, 3, 4) if m % p == 0 else ()
-    return [make(p, m) for make in ONE_STAGE] + [breadth_first(p, m, v) for v in (2, 3)] + [
+    duals = [dualpipe_v(p, m)] if m >= 2 * p else []
+    return [*(make(p, m) for make in (*ONE_STAGE, zb_v)), *duals] + [
+        breadth_first(p, m, v) for v in (2, 3)] + [
         make(p, m, v) for make in (interleaved, zero_bubble) for v in chunks]
 
 
@@ -109,31 +112,31 @@ BROKEN = {
         "rank 0 runs ('F', 0, 0): write Action(kind, micro_batch, stage)"),
     "backward before forward": (
         written(2, "F0 B0 B1 F1", "F0 B0 F1 B1"),
-        "stage 0 runs B1 before F1, which it needs: nobody can go on"),
+        "stage 0 runs B1 before F1, which it needs: a deadlock"),
     "weights before inputs": (
         written(1, "F0 I0 W0", "F0 W0 I0"),
-        "stage 1 runs W0 before I0, which it needs: nobody can go on"),
+        "stage 1 runs W0 before I0, which it needs: a deadlock"),
     "the second stage of a rank before its first": (
         written(1, "F0/1 F0/0 B0/1 B0/0"),
-        "stage 1 runs F0 before F0 of stage 0, which it needs: nobody can go on"),
+        "stage 1 runs F0 before F0 of stage 0, which it needs: a deadlock"),
     "a circle of two stages": (
         written(2, "F0 B0 F1 B1", "F0 F1 B0 B1"),
         "stage 0 waits for B0 from stage 1, which stage 1 runs after F1; "
-        "stage 1 waits for F1 from stage 0, which stage 0 runs after B0: nobody can go on"),
+        "stage 1 waits for F1 from stage 0, which stage 0 runs after B0: a deadlock"),
     "a circle of two, and a third that waits for them": (
         written(2, "F0 B0 F1 B1", "F0 F1 B0 B1", "F0 F1 B0 B1"),
         "stage 0 waits for B0 from stage 1, which stage 1 runs after F1; "
-        "stage 1 waits for F1 from stage 0, which stage 0 runs after B0: nobody can go on"),
+        "stage 1 waits for F1 from stage 0, which stage 0 runs after B0: a deadlock"),
     "a circle at the end of the pipeline alone": (
         written(2, "F0 F1 B0 B1", "F0 B0 F1 B1", "F0 F1 B0 B1"),
         "stage 1 waits for B0 from stage 2, which stage 2 runs after F1; "
-        "stage 2 waits for F1 from stage 1, which stage 1 runs after B0: nobody can go on"),
+        "stage 2 waits for F1 from stage 1, which stage 1 runs after B0: a deadlock"),
     "a circle of three stages": (
         written(1, "F0/0 B0/0 F0/3 B0/3", "F0/1 B0/1", "F0/2 B0/2"),
         "stage 0 waits for B0 from stage 1, which stage 1 runs after B0; "
         "stage 1 waits for B0 from stage 2, which stage 2 runs after B0; "
         "stage 2 waits for B0 from stage 3, which stage 3 runs after B0 of stage 0, on the same "
-        "rank: nobody can go on"),
+        "rank: a deadlock"),
 }
 
 
@@ -147,7 +150,7 @@ def test_a_broken_schedule_is_told_in_one_line_what_is_wrong(schedule, line):
 def test_an_order_of_something_incomplete_names_what_nobody_runs():
     with pytest.raises(ConfigError) as error:
         list(in_order(written(1, "F0 B0", "F0/2 B0/2")))
-    assert str(error.value) == "stage 0 waits for B0 from stage 1, which nobody runs"
+    assert str(error.value) == "stage 0 waits for B0 from stage 1, which no rank runs"
 
 
 # What it says of a valid one
@@ -171,6 +174,8 @@ def test_the_order_is_one_in_which_a_single_process_could_run_everything():
     (one_forward_one_backward(3, 5), [3, 2, 1]),
     (zero_bubble(3, 5), [3, 3, 3]),
     (interleaved(4, 8, 2), [11, 9, 7, 5]),
+    (zb_v(4, 8), [8, 8, 8, 8]),
+    (dualpipe_v(4, 8), [9, 9, 9, 9]),
     (written(2, "F0 I0 F1 I1 W0 W1"), [2]),  # I alone frees nothing: W still needs the input
 ])
 def test_activations_are_held_from_f_until_the_weights_have_their_gradient(schedule, peaks):

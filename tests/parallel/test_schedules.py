@@ -71,7 +71,7 @@ def test_interleaved_refuses_what_it_cannot_group():
     with pytest.raises(ConfigError) as error:
         interleaved(4, 6, 2)
     assert str(error.value) == (
-        "6 micro-batches do not divide by 4 ranks: with 2 chunks they go in groups of 4; use 8")
+        "6 micro-batches are not divisible by 4 ranks: 2 chunks need groups of 4; use 8")
 
 
 def test_zb_h1_puts_the_weights_off_by_as_many_micro_batches_as_the_rank_says():
@@ -94,7 +94,7 @@ def test_zb_h1_with_chunks_defers_by_as_many_passes_as_the_rank_says():
         "F0 F1 F0' F1' I0' W0' I1' W1' I0 W0 I1 W1",
         "F0 F1 F0' I0' F1' I1' W0' I0 W1' I1 W0 W1",
     ]
-    with pytest.raises(ConfigError, match="^3 micro-batches do not divide by 2 ranks: with 2 "):
+    with pytest.raises(ConfigError, match="^3 micro-batches are not divisible by 2 ranks: 2 "):
         zero_bubble(2, 3, 2)
 
 

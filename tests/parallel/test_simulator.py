@@ -19,6 +19,7 @@ from minitron.parallel.pipeline.schedules import (
     zero_bubble,
 )
 from minitron.parallel.pipeline.simulator import simulate
+from minitron.parallel.pipeline.v_schedules import dualpipe_v, zb_v
 
 RANKS, MICRO_BATCHES = range(1, 7), (1, 2, 3, 4, 5, 6, 8, 11, 12)
 TIMES = [(Fraction(1), Fraction(1)), (Fraction(1), Fraction(2)), (Fraction(5, 3), Fraction(3, 7)),
@@ -102,13 +103,32 @@ def test_zb_h1_does_not_reach_its_formula_with_fewer_micro_batches_or_a_long_w()
     assert late.seconds > 8 * 5 + cost.zb_h1_bubble(4, 8, 1, 1, 3).seconds
 
 
+def test_a_v_waits_for_its_first_micro_batch_alone():
+    """48 cases; and in ZB-V every rank is busy from its first pass to its last: a zero bubble."""
+    for p, m, each in product(RANKS, (12, 13, 15, 24), (Fraction(1), Fraction(2, 3))):
+        seconds = {"F": each / 2, "I": each / 2, "W": each / 2, "B": each}
+        for make in (zb_v, dualpipe_v):
+            timeline = simulate(make(p, m), seconds)
+            agrees(timeline, cost.v_bubble(p, m, each))
+        for rank, passes in enumerate(simulate(zb_v(p, m), seconds).passes):
+            assert passes[-1].end - passes[0].start == timeline.busy_seconds(rank)
+
+
+def test_zb_v_does_not_reach_its_formula_with_uneven_passes_or_few_micro_batches():
+    late = simulate(zb_v(4, 8), {"F": 2, "I": 1, "W": 1})
+    assert late.seconds > 2 * 8 * 4 + 3 * 2
+    few = simulate(zb_v(4, 3), {"F": 1, "I": 1, "W": 1})
+    assert few.seconds > cost.v_bubble(4, 3, 2).seconds + 3 * 6
+
+
 # Against a clock that ticks
 
 GENERATED = [
     make(p, m) for make in (sequential, gpipe, one_forward_one_backward, zero_bubble)
     for p, m in [(1, 2), (2, 3), (3, 2), (4, 6)]
 ] + [make(p, m, v) for make in (interleaved, breadth_first, zero_bubble)
-     for p, m, v in [(1, 2, 2), (2, 4, 3), (4, 8, 2)]]
+     for p, m, v in [(1, 2, 2), (2, 4, 3), (4, 8, 2)]
+] + [make(p, m) for make in (zb_v, dualpipe_v) for p, m in [(1, 2), (2, 5), (4, 8)]]
 
 
 def tick(schedule, seconds, transfer):

@@ -282,7 +282,7 @@ def test_which_part_a_rank_holds_counted_by_hand():
 ])
 def test_a_size_that_does_not_divide_is_told_with_both_numbers(family, sizes, ranks, name):
     model = small_model(family, **MODEL | sizes)
-    words = f"^model.{name} does not divide by {ranks} ranks of tensor parallelism: raise it to "
+    words = f"^model.{name} is not divisible by {ranks} ranks of tensor parallelism: raise it to "
     with pytest.raises(ConfigError, match=words):
         plan_cuts(model, 0, ranks)
 

@@ -22,6 +22,8 @@ from minitron.parallel.data.zero import Zero2, apply_zero1, apply_zero2
 from minitron.parallel.grid import Grid
 from minitron.parallel.one_device import OneDevice
 from minitron.parallel.pipeline.schedules import (
+    Action,
+    Schedule,
     breadth_first,
     gpipe,
     interleaved,
@@ -29,19 +31,35 @@ from minitron.parallel.pipeline.schedules import (
     zero_bubble,
 )
 from minitron.parallel.pipeline.stages import PipelineParallel, apply_pipeline_parallel
+from minitron.parallel.pipeline.v_schedules import dualpipe_v, zb_v
 from minitron.parallelize import make_schedule
 from minitron.proof.difference import first_difference
 from minitron.proof.oracle import sample_batches, small_gpt, small_llama, trainings
 from tests.parallel.saving import load, saved
+
+
+def head_last(num_ranks, num_micro_batches):
+    """A V of two ranks; the first has its last stage's W after all that its first stage does."""
+    def stage_by_stage(*order):
+        return tuple(Action(kind, i, stage) for kind, stage in order
+                     for i in range(num_micro_batches))
+
+    return Schedule("head last", num_micro_batches, (
+        stage_by_stage(("F", 0), ("F", 3), ("I", 3), ("B", 0), ("W", 3)),
+        stage_by_stage(("F", 1), ("F", 2), ("B", 2), ("B", 1))))
+
 
 SCHEDULES = {
     "gpipe": gpipe,
     "1f1b": one_forward_one_backward,
     "interleaved": partial(interleaved, num_chunks=2),
     "zero-bubble": zero_bubble,
+    "zb-v": zb_v,
+    "dualpipe-v": dualpipe_v,
 }
 WITH_CHUNKS = {"gpipe, chunks": partial(breadth_first, num_chunks=2),
-               "zero-bubble, chunks": partial(zero_bubble, num_chunks=2)}
+               "zero-bubble, chunks": partial(zero_bubble, num_chunks=2),
+               "head last": head_last}
 ONCE = {"sync_every_micro_batch": False}
 KEPT = {"reshard_each_pass": False}
 SMALL = {"bucket_bytes": 6000}
@@ -57,7 +75,8 @@ DATA = {
 }
 CASES = [(schedule, data) for schedule in SCHEDULES for data in DATA]
 CHUNKED = [("gpipe, chunks", "zero 2"), ("gpipe, chunks", "zero 3, reduced once"),
-           ("zero-bubble, chunks", "zero 1"), ("zero-bubble, chunks", "zero 3, kept")]
+           ("zero-bubble, chunks", "zero 1"), ("zero-bubble, chunks", "zero 3, kept"),
+           *(("head last", data) for data in DATA)]
 STEPS = (8, 8)
 M = 4  # micro-batches
 gpt = partial(small_gpt, num_layers=5)  # whose embedding is on both ranks
@@ -144,7 +163,8 @@ def wire(world, schedule, data):
     """Bytes sent over the data axis in a step, by the ledger and by the formulas; parameters held.
 
     Each pass gathers its stage's units: forward and backward of M micro-batches. Only the embedding
-    is not needed in the backward pass. What is kept is gathered once.
+    is not needed in the backward pass. What is kept is gathered once. A rank with both ends of the
+    model has one root, and three passes that gather it: all but the first stage's backward.
     """
     model = gpt()
     parallel = applied(schedule, data)(model, world)
@@ -158,10 +178,11 @@ def wire(world, schedule, data):
 
     axis = parallel.data
     embedding = axis.root.flats if parallel.pipeline.rank == 0 else []
+    num_passes = 3 if parallel.pipeline.shares_ends else 1
     scatters = 1 if "once" in data else M
     formula = torch.zeros(2)
     for flat in axis.flats:
-        gathers = 1 if "kept" in data else M if flat in embedding else 2 * M
+        gathers = 1 if "kept" in data else num_passes * M if flat in embedding else 2 * M
         place = flat.num_elements, 4, axis.group.size(), axis.group.rank()
         formula += gathers * torch.tensor(ring_all_gather_volume(*place))
         if flat.is_trainable:
@@ -229,7 +250,7 @@ def test_stage_2_sends_and_holds_what_the_formulas_say(ranks, case):
     for done in ranks:
         moved, formula, held, expected, buckets = done["wire 2"][case]
         assert moved == formula
-        on_the_way = buckets if case[0] in ("interleaved", "zero-bubble") else 0
+        on_the_way = 0 if case[0] in ("gpipe", "1f1b") else buckets
         assert expected <= held <= expected + on_the_way
 
 
@@ -284,6 +305,6 @@ def test_a_state_continues_on_one_process(ranks, data):
 @pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_no_layout_is_refused(schedule, zero):
-    chunks = 2 if schedule == "interleaved" else 1
+    chunks = 1 if schedule in ("gpipe", "1f1b", "zero-bubble") else 2
     parallel = ParallelConfig(dp=2, pp=2, zero=zero, schedule=schedule, chunks=chunks)
     assert make_schedule(parallel)(2, M).num_ranks == 2

@@ -47,11 +47,16 @@ def whole(monkeypatch, asked: Config, num_gpus: int, rank: int) -> dryrun.DryRun
     (config(49, 3, model=ONE, zero=2), 2, 1),  # 24, where the first rank has 25
     (config(16, recompute="full", model=TWO, zero=3), 2, 0),
     (config(8, model=ONE, tp=2, sequence=True), 2, 1),
+    (config(16, model=ONE, cp=2, zero=2), 4, 1),
+    (config(16, model=ONE, cp=2, context="ulysses", recompute="full"), 4, 2),
     (config(pp=4, recompute="full"), 4, 0),
     (config(pp=4), 8, 7),
     (config(20, precision="bf16-autocast", pp=2, schedule="interleaved", chunks=2), 2, 0),
     (config(20, pp=2, schedule="interleaved", chunks=2), 2, 1),
     (config(12, pp=3, schedule="zero-bubble"), 3, 1),
+    (config(16, pp=2, schedule="zb-v", chunks=2), 2, 0),
+    (config(16, pp=2, schedule="zb-v", chunks=2), 2, 1),
+    (config(18, pp=2, schedule="dualpipe-v", chunks=2), 2, 0),
 ])
 def test_the_rest_of_a_step_is_like_what_was_run(monkeypatch, asked, num_gpus, rank):
     short, long = dry_run(asked, num_gpus, rank), whole(monkeypatch, asked, num_gpus, rank)
@@ -172,7 +177,7 @@ def test_it_leaves_nothing_behind():
     state = torch.get_rng_state()
     for asked, num_gpus in ((config(4, model=TWO, pp=2), 4), (config(2, model=ONE), 1)):
         dry_run(asked, num_gpus)
-    with pytest.raises(ConfigError, match="does not divide"):
+    with pytest.raises(ConfigError, match="is not divisible"):
         dry_run(config(tp=3), 3)
     assert not dist.is_initialized()
     assert torch.equal(state, torch.get_rng_state())
@@ -208,7 +213,7 @@ def test_the_command_shows_first_middle_and_last(file, capsys):
     assert f"{dry.peak.total / 1e6:,.2f}" in out
     assert [line.split()[:2] for line in out.splitlines() if line.lstrip()[:1].isdigit()][:3] == [
         ["0", "0"], ["4", "2"], ["6", "3"]]
-    assert "small: 235 k parameters on 8 GPUs, dp 2, pp 4, tp 1, ZeRO 0" in out
+    assert "small: 235 k parameters on 8 GPUs, dp 2, pp 4, tp 1, ZeRO-0" in out
     assert "Fits on A100" in out
 
 
@@ -250,7 +255,7 @@ def test_equal_stages_are_run_once_and_are_equal(changes, num_equal):
 @pytest.mark.parametrize("words, message", [
     (["--gpus", "7", "--parallel.tp", "8", "--train.no-compile"],
      "7 ranks: plan for a multiple of 8; with 7 ranks --parallel.tp 1 (dp 7) would do"),
-    (["--gpus", "6", "--parallel.tp", "3", "--train.no-compile"], "does not divide by 3"),
+    (["--gpus", "6", "--parallel.tp", "3", "--train.no-compile"], "is not divisible by 3"),
     (["--gpus", "4", "--parallel.dp", "2"], "parallel.dp = 2, but there are 4 ranks: plan for 2"),
     ([], "say how many GPUs there are, as in --gpus 1024"),
     (["--gpus", "0"], "--gpus 0: must be 1 or more"),

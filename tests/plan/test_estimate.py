@@ -21,8 +21,8 @@ PARTS = ["matmul", "attention", "elementwise", "host", "bubble", "tp", "pp", "op
 ROWS = published_rows()
 LAYOUTS = {
     "one GPU": Decision(ParallelConfig(dp=1)),
-    "ZeRO 1": Decision(ParallelConfig(dp=64, zero=1)),
-    "ZeRO 3": Decision(ParallelConfig(dp=64, zero=3)),
+    "ZeRO-1": Decision(ParallelConfig(dp=64, zero=1)),
+    "ZeRO-3": Decision(ParallelConfig(dp=64, zero=3)),
     "tp over nodes": Decision(ParallelConfig(dp=1, tp=16, sequence=True)),
     "tp": Decision(ParallelConfig(dp=8, tp=8), "full", 2),
     "all": Decision(ParallelConfig(dp=4, tp=4, sequence=True, pp=4, zero=1), "selective"),
@@ -188,7 +188,7 @@ def test_float8_is_faster_and_float32_much_slower():
 def test_heads_that_do_not_divide_are_refused():
     narrow = ModelConfig("gpt", 50304, 1024, 12, 768, 12, 12, 3072)
     layout = Decision(ParallelConfig(dp=1, tp=8))
-    with pytest.raises(ConfigError, match="num_heads = 12 does not divide by 8"):
+    with pytest.raises(ConfigError, match="num_heads = 12 is not divisible by 8"):
         estimate(Job(narrow, 8, H100, 1024, 8), layout)
 
 

@@ -67,7 +67,7 @@ def test_korthikantis_errors_grow_with_the_model():
         assert errors == sorted(errors) and len(errors) == 4
 
 
-# ZeRO 3
+# ZeRO-3
 
 
 def test_matrices_that_travel_alone_explain_most_of_zero_3():

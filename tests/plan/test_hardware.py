@@ -36,7 +36,7 @@ def test_a_direction_is_half_of_what_is_sold(row):
 def test_units_are_flops_bytes_and_seconds():
     h100 = DEVICES["H100-SXM-80GB"]
     assert (h100.bf16_flops, h100.fp8_flops) == (989.4e12, 1978.9e12)
-    assert (h100.memory_bytes, h100.memory_bandwidth) == (80e9, 3.35e12)
+    assert (h100.memory_bytes, h100.memory_bandwidth) == (81559 * 2**20, 3.35e12)
     assert (h100.nvlink_bandwidth, h100.nic_bandwidth) == (450e9, 50e9)
     assert h100.watts == 700
     assert (h100.nvlink_latency, h100.nic_latency) == (3.4e-6, pytest.approx(14e-6))

@@ -3,7 +3,7 @@
 import pytest
 
 from minitron import cost
-from minitron.config import ModelConfig
+from minitron.config import ConfigError, ModelConfig, ParallelConfig
 from minitron.plan import job
 
 
@@ -21,3 +21,13 @@ def test_the_size_of_a_model(model, words):
 def test_the_prefix_is_that_of_the_rounded_number(monkeypatch, number, words):
     monkeypatch.setattr(cost, "num_parameters", lambda model: number)
     assert job.size_of(ModelConfig()) == words
+
+
+def test_context_parallelism_has_no_formula_yet():
+    with pytest.raises(ConfigError, match="parallel.cp = 2: the planner has no formula .* measure"):
+        job.Decision(ParallelConfig(cp=2))
+
+
+def test_a_schedule_without_a_formula_is_refused():
+    with pytest.raises(ConfigError, match="zb-v: the planner has no formula .* `minitron dryrun`"):
+        job.Decision(ParallelConfig(pp=2, schedule="zb-v", chunks=2))

@@ -54,6 +54,26 @@ def test_memory(monkeypatch, free, ok):
     assert "needs 4 GiB free" in check.remedy
 
 
+def test_measuring_on_a_gpu_says_what_would_be_missing(monkeypatch):
+    assert "not here: this torch has no CUDA" in doctor.check_measuring().seen
+    Properties = collections.namedtuple("Properties", "total_memory major minor")
+    found = Properties(80 * GIB, 9, 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported",
+                        lambda including_emulation: found.major >= 8)
+    monkeypatch.setattr(doctor, "driver_version", lambda: "580.1")
+    assert doctor.check_measuring() == Check("make gpu", True, "CUDA 13.0, driver 580.1")
+
+    found = Properties(24 * GIB, 7, 5)
+    monkeypatch.setattr(doctor, "find_spec", lambda _: None)
+    check = doctor.check_measuring()
+    assert check.ok and check.seen.split("; ")[1:] == [
+        "24 GiB of memory, and the 1.3B model takes 60", "no bf16 matmuls",
+        "no fp8 matmuls, which are emulated", "transformers is not installed, and gets no rows"]
+
+
 def test_no_gpu_is_no_failure(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert doctor.check_gpu() == Check("GPU", True, "none; every chapter runs on the CPU")
@@ -159,7 +179,7 @@ def test_one_line_per_check_and_the_exit_code(monkeypatch, capsys, failing):
 
     assert run_doctor() == (1 if failing else 0)
     *lines, verdict = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(CHECKS) == 10
+    assert len(lines) == len(CHECKS) == 11
     failed = [line.split()[1] for line in lines if line.startswith("FAIL")]
     assert failed == ([failing] if failing else [])
     assert sum("seen: do this" in line for line in lines) == bool(failing)

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from minitron.measure.meter import CATEGORIES, Moment, Snapshot
+from teaching import figures_style
 from teaching.figures import (
     Block,
     Held,
@@ -15,13 +16,14 @@ from teaching.figures import (
     memory_bars,
     plain_bytes,
     png,
+    ranges,
     save,
     scaling,
     show,
     skyline,
     timeline,
 )
-from teaching.figures_memory import CATEGORY_COLOR
+from teaching.figures_style import CATEGORY_COLOR
 
 STEP = [Block("forward", 0, 4), Block("backward", 4, 12), Block("optimizer", 12, 12.5)]
 ROWS = [
@@ -29,12 +31,12 @@ ROWS = [
     for step in range(1, 11)
 ] + [{"step": 5, "val_loss": 0.9}, {"step": 10, "val_loss": 0.5, "sample": "Once"}]
 MEMORY = [
-    Moment(phase, "mm", {"parameter": 4e6, "activation": activation, "gradient": gradient})
-    for phase, activation, gradient in [
+    Moment(phase, "mm", {"parameter": 4e6, "activation": held, "gradient": gradient}, 1e-3 * i)
+    for i, (phase, held, gradient) in enumerate([
         *[("forward", i * 1e6, 0) for i in range(10)],
         *[("backward", (10 - i) * 1e6, i * 4e5) for i in range(11)],
-        ("optimizer", 0, 4e6),
-    ]
+        *[("optimizer", 0, 4e6)] * 3,
+    ])
 ]
 PEAK = Snapshot(MEMORY[10].bytes, "backward", [])
 STATE = {"parameter": 16e9, "gradient": 16e9, "optimizer state": 96e9}
@@ -123,7 +125,20 @@ def test_curves_keep_the_labels_of_lines_that_meet_apart():
 def test_curves_draw_the_predicted_dashed():
     axes = curves([0, 1], {"a": [3, 1]}, "step", "loss", predicted={"plan": [2, 2]}).axes[0]
     styles = {tuple(line.get_ydata()): line.get_linestyle() for line in axes.lines}
-    assert styles == {(3, 1): "-", (2, 2): "--"}
+    assert styles == {(3, 1): "None", (2, 2): "--"}, "few measured values are points"
+
+    many = [0.0] * 17
+    axes = curves(range(17), {"a": many}, "step", "loss", predicted={"plan": [1.0] * 17}).axes[0]
+    styles = {tuple(line.get_ydata()): line.get_linestyle() for line in axes.lines}
+    assert styles[tuple(many)] == "-"
+
+
+def test_ranges_show_repeats_and_what_was_predicted_for_each():
+    axes = ranges({"a": (1, 2, 5), "b": (3, 4, 6)}, {"a": 2.5, "b": 3.5}, "step (ms)").axes[0]
+    seen = [(list(map(float, line.get_xdata())), line.get_linestyle()) for line in axes.lines]
+    assert seen == [([1, 5], "-"), ([2], "None"), ([2.5, 2.5], "--"),
+                    ([3, 6], "-"), ([4], "None"), ([3.5, 3.5], "--")]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "b"]
 
 
 def test_loss_curve_places_validation_at_the_tokens_of_its_step():
@@ -149,7 +164,7 @@ def test_curves_draw_the_predicted_over_the_measured_it_agrees_with():
 @pytest.mark.parametrize(("draw", "units"), [
     (lambda: timeline({"rank 0": STEP}), ["(ms)"]),
     (lambda: loss_curve(ROWS), ["tokens", "nats"]),
-    (lambda: skyline(MEMORY, PEAK), ["MB", "operators"]),
+    (lambda: skyline(MEMORY, PEAK), ["MB", "ms"]),
     (lambda: memory_bars({"8B": STATE}), ["GB"]),
 ])
 def test_every_axis_has_its_unit(draw, units):
@@ -169,7 +184,7 @@ def test_skyline_stacks_every_byte_and_marks_the_peak():
     assert stacked == PEAK.total == 14e6
 
     mark = next(line for line in axes.lines if line.get_marker() == "v")
-    assert (list(mark.get_xdata()), list(mark.get_ydata())) == ([10], [14e6])
+    assert (list(mark.get_xdata()), list(mark.get_ydata())) == ([pytest.approx(10)], [14e6])
     dashed = [line for line in axes.lines if line.get_linestyle() == "--"]
     assert [list(line.get_ydata()) for line in dashed] == [[15e6, 15e6]]
     assert "plan 15.0 MB" in texts(axes) and "peak 14.0 MB" in texts(axes)
@@ -184,7 +199,8 @@ def test_skyline_names_every_phase_and_every_kind_with_its_bytes_at_the_peak():
     assert {"activation\n10.0 MB", "parameter\n4.00 MB", "temporary\n0 B"} <= set(shown)
 
     strips = [patch for patch in axes.patches if patch.get_y() == pytest.approx(1.02)]
-    assert [(strip.get_x(), strip.get_width()) for strip in strips] == [(0, 10), (10, 11), (21, 0)]
+    seen = [number for strip in strips for number in (strip.get_x(), strip.get_width())]
+    assert seen == pytest.approx([0, 10, 10, 11, 21, 2])
 
 
 def test_memory_bars_stack_the_kinds_predicted_dashed_above_measured():
@@ -239,3 +255,15 @@ def test_show_carries_its_message_as_alternative_text_and_as_caption(monkeypatch
     assert how["metadata"]["image/png"]["alt"] == image["text/plain"] == "The loss doubles."
     assert image["image/png"].startswith(b"\x89PNG")
     assert caption.data == "*The loss doubles.*"
+
+
+def test_in_a_live_notebook_the_image_itself_has_its_alternative_text(monkeypatch):
+    shown = []
+    monkeypatch.setattr("IPython.display.display", lambda *what, **how: shown.append(what[0]))
+    monkeypatch.setattr(figures_style, "is_live", lambda: True)
+    show(curves([0, 1], {"a": [1, 2]}, "step", "loss"), alt='Loss < 2 "doubles".')
+
+    image, caption = shown
+    assert set(image) == {"text/html", "text/plain"}, "JupyterLab would choose another image"
+    assert '<img alt="Loss &lt; 2 &quot;doubles&quot;." width="700"' in image["text/html"]
+    assert caption.data == '*Loss < 2 "doubles".*'

@@ -8,7 +8,7 @@ from matplotlib.text import Annotation
 
 from teaching.figures import Matrix, cut, png
 from teaching.figures_cut import LEGEND, WIDTH
-from teaching.figures_style import BAND, PURPLE, RANK_COLOR
+from teaching.figures_style import BAND, RANK_COLOR, WORK_COLOR
 
 X = Matrix("X", "S x D")
 BY_COLUMNS = [
@@ -71,7 +71,7 @@ def test_rows_stand_below_each_other():
     assert first[3] + first[5] == pytest.approx(second[3]) and first[2] == second[2]
 
 
-def test_only_summands_are_striped_and_each_is_as_large_as_the_sum():
+def test_only_partial_sums_are_striped_and_each_is_as_large_as_the_sum():
     drawn = cards(cut({"by rows": BY_ROWS}))
     striped = [card for card in drawn if card[1]]
     assert [card[0] for card in striped] == list(RANK_COLOR[:2])
@@ -108,7 +108,7 @@ def test_each_matrix_has_its_name_its_shape_and_who_holds_it():
 def test_an_arrow_is_purple_where_bytes_cross_the_wire():
     row = [X, "GELU", X, "all-reduce", X, "all-gather\nof X", X]
     drawn = arrows(cut({"row": row}))
-    assert [(text, color == PURPLE) for text, _, _, color in drawn] == [
+    assert [(text, color == WORK_COLOR["communication"]) for text, _, _, color in drawn] == [
         ("GELU", False), ("all-\nreduce", True), ("all-\ngather\nof X", True)]
     assert all(start < end for _, start, end, _ in drawn)
 
@@ -128,7 +128,8 @@ def test_a_pair_points_forward_and_back():
     assert there[1] < there[2] and back[1] > back[2]
 
     nothing, reduced = arrows(cut({"block": [X, ("", "all-reduce"), X]}))
-    assert nothing[0] == "" and nothing[3] != PURPLE and reduced[3] == PURPLE
+    sent = WORK_COLOR["communication"]
+    assert nothing[0] == "" and nothing[3] != sent and reduced[3] == sent
 
 
 def test_like_regions_of_two_lanes_stand_above_each_other():
@@ -140,11 +141,12 @@ def test_like_regions_of_two_lanes_stand_above_each_other():
 
 
 @pytest.mark.parametrize(("row", "said", "unsaid"), [
-    (BY_COLUMNS, ["part of a rank", "whole on every rank"], ["summands", "copy", "backward"]),
-    (BY_ROWS, ["part of a rank", "summands"], ["copy", "backward"]),
-    ([HALVES], ["part of a rank"], ["whole", "copy", "summands", "backward"]),
-    ([Matrix("key", "D x K", columns=((0, 1),))], ["copy"], ["part of", "whole", "summands"]),
-    (BLOCK, ["part of a rank", "upper arrow: forward, lower: backward"], ["whole", "summands"]),
+    (BY_COLUMNS, ["a shard", "replicated"], ["partial sums", "copy", "backward"]),
+    (BY_ROWS, ["a shard", "partial sums"], ["copy", "backward"]),
+    ([HALVES], ["a shard"], ["replicated", "copy", "partial sums", "backward"]),
+    ([Matrix("key", "D x K", columns=((0, 1),))], ["copy"],
+     ["a shard", "replicated", "partial sums"]),
+    (BLOCK, ["a shard", "upper arrow: forward, lower: backward"], ["replicated", "partial sums"]),
 ], ids=["columns", "rows", "halves", "copies", "block"])
 def test_the_legend_says_what_occurs_and_nothing_else(row, said, unsaid):
     figure = cut({"": row})

@@ -7,7 +7,9 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
 from teaching.figures import png
 from teaching.figures_grid import group_along, rank_grid
-from teaching.figures_style import BAND, BLACK, BLUE, GREEN, ORANGE
+from teaching.figures_style import AXIS_COLOR, BAND, BLACK
+
+TP, DP, PP = (AXIS_COLOR[axis] for axis in ("tp", "dp", "pp"))
 
 CUBE = {"pp": 2, "dp": 2, "tp": 2}
 SHAPES = [(CUBE, 4), (CUBE, 8), ({"pp": 4, "dp": 2, "tp": 8}, 8), ({"dp": 16}, 8),
@@ -61,7 +63,7 @@ def test_a_group_is_a_line_through_rank_0(axes):
 def test_colors_say_which_ranks_talk_with_rank_0():
     colors = {rank: to_hex(square.get_facecolor()).upper()
                for rank, square in squares(rank_grid(CUBE, 4)).items()}
-    assert colors == {0: BLACK, 1: BLUE, 2: ORANGE, 4: GREEN, 3: BAND, 5: BAND, 6: BAND, 7: BAND}
+    assert colors == {0: BLACK, 1: TP, 2: DP, 4: PP, 3: BAND, 5: BAND, 6: BAND, 7: BAND}
 
 
 def links(figure):
@@ -71,10 +73,10 @@ def links(figure):
 
 
 def test_links_are_solid_inside_a_node_and_dashed_between_nodes():
-    assert links(rank_grid(CUBE, 4)) == [(BLUE, True), (ORANGE, True), (GREEN, False)]
-    assert links(rank_grid(CUBE, 8)) == [(BLUE, True), (ORANGE, True), (GREEN, True)]
-    assert links(rank_grid(CUBE, 2)) == [(BLUE, True), (ORANGE, False), (GREEN, False)]
-    assert links(rank_grid({"dp": 4}, 2)) == [(ORANGE, True), (ORANGE, False), (ORANGE, True)]
+    assert links(rank_grid(CUBE, 4)) == [(TP, True), (DP, True), (PP, False)]
+    assert links(rank_grid(CUBE, 8)) == [(TP, True), (DP, True), (PP, True)]
+    assert links(rank_grid(CUBE, 2)) == [(TP, True), (DP, False), (PP, False)]
+    assert links(rank_grid({"dp": 4}, 2)) == [(DP, True), (DP, False), (DP, True)]
 
 
 @pytest.mark.parametrize(("axes", "gpus_per_node"), SHAPES)

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from matplotlib.collections import PolyCollection
-from matplotlib.colors import to_hex
+from matplotlib.colors import to_hex, to_rgb
 
 from minitron.launch import run
 from minitron.measure.ledger import Ledger, Span
@@ -19,8 +19,10 @@ from minitron.parallel.pipeline.simulator import simulate
 from minitron.parallel.pipeline.stages import apply_pipeline_parallel
 from minitron.proof.oracle import small_model
 from teaching.figures import measured_timeline, pipeline, png
-from teaching.figures_style import BLUE, ORANGE, SKY, VERMILLION, pale
+from teaching.figures_pipeline import DARKEST
+from teaching.figures_style import WORK_COLOR, pale
 
+FORWARD, BACKWARD = WORK_COLOR["forward"], WORK_COLOR["backward"]
 SECONDS = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
@@ -61,15 +63,16 @@ def test_the_same_timeline_gives_the_same_bytes():
 
 
 def test_colors_tell_the_kind_and_the_chunk():
-    light, dark = [to_hex(c) for c in (SKY, ORANGE)], [to_hex(c) for c in (BLUE, VERMILLION)]
+    light = [to_rgb(FORWARD), to_rgb(BACKWARD)]
+    dark = [tuple(DARKEST * channel for channel in color) for color in light]
     timeline = simulate(interleaved(2, 2, 2), SECONDS)
     for lane, passes in zip(lanes(pipeline(timeline)), timeline.passes, strict=True):
         for (_, _, color), each in zip(blocks(lane), passes, strict=True):
             shades = dark if each.action.stage >= 2 else light
-            assert color.lower() == shades[each.action.kind == "B"]
+            assert color.lower() == to_hex(shades[each.action.kind == "B"])
 
     timeline = simulate(zero_bubble(2, 2), SECONDS)
-    colors = {"F": to_hex(SKY), "I": to_hex(ORANGE), "W": to_hex(pale(ORANGE))}
+    colors = {"F": to_hex(FORWARD), "I": to_hex(BACKWARD), "W": to_hex(pale(BACKWARD))}
     for lane, passes in zip(lanes(pipeline(timeline)), timeline.passes, strict=True):
         assert [color.lower() for _, _, color in blocks(lane)] == \
             [colors[each.action.kind] for each in passes]
@@ -107,7 +110,7 @@ def test_the_predicted_stands_dashed_and_pale_above_the_measured():
     solid = [lane.get_linestyle()[0][1] is None for lane in lanes(figure)]
     assert solid == [False, False, True, True]
     assert [blocks(lane)[0][2].lower() for lane in lanes(figure)] == \
-        2 * [to_hex(pale(SKY))] + 2 * [to_hex(SKY)]
+        2 * [to_hex(pale(FORWARD))] + 2 * [to_hex(FORWARD)]
     assert [t for t in texts(figure) if t in ("predicted", "measured")] == ["predicted", "measured"]
     assert figure.axes[0].get_xlabel() == "time in one step (s)"
 

@@ -8,8 +8,8 @@ from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 
 from teaching.figures_numbers import draw_number_line, number_line, ranges
-from teaching.figures_precision import LOOKS, exponent_histogram, one_weight
-from teaching.figures_style import BAND, BLACK, BLUE, GREY, VERMILLION, pale, png
+from teaching.figures_precision import CLASSES, exponent_histogram, one_weight
+from teaching.figures_style import BAND, BLACK, GREY, NUMBER_COLOR, SERIES, pale, png
 from teaching.floats import FORMATS, exponents, layout_of, representable
 
 ALL = tuple(FORMATS)
@@ -64,7 +64,7 @@ def test_every_number_that_can_be_told_apart_is_a_tick():
 def test_denser_numbers_are_a_band_that_says_so_and_ends_where_ticks_begin():
     figure = number_line(["fp16"], 240, 272, at=256)
     ((color, left, right, _),) = bars(figure.axes[0])
-    assert (color, left, right) == (to_hex(pale(BLUE)).upper(), 240, 256)
+    assert (color, left, right) == (to_hex(pale(NUMBER_COLOR["normal"])).upper(), 240, 256)
     drawn = sorted({x for lane in ticks(figure) for x in lane})
     assert drawn == representable(torch.float16, 256, 272).tolist()
     assert " too dense to draw " in texts(figure.axes[0])
@@ -102,7 +102,7 @@ def test_a_dot_is_what_is_held_and_a_ring_what_an_addition_makes_of_it():
     figure = number_line(ALL, 240, 272, at=256.0, plus=1.0)
     assert [mark for mark in marks(figure) if mark[0] == BLACK] == \
         [(BLACK, 256, row) for row in range(5)]
-    rings = [x for color, x, _ in marks(figure) if color == VERMILLION]
+    rings = [x for color, x, _ in marks(figure) if color == SERIES[1]]
     assert rings == [257, 256, 257, 256, 256]
 
     nearest = number_line(["e4m3"], 200, 300, at=263.0, plus=10.0)
@@ -112,7 +112,7 @@ def test_a_dot_is_what_is_held_and_a_ring_what_an_addition_makes_of_it():
 def test_lanes_out_of_focus_are_grey():
     axes = number_line(ALL, 0, 4, focus="bf16").axes[0]
     names = {text.get_text(): text.get_color() for text in axes.texts if text.get_text() in ALL}
-    assert names == {name: BLUE if name == "bf16" else GREY for name in ALL}
+    assert names == {name: NUMBER_COLOR["normal"] if name == "bf16" else GREY for name in ALL}
 
 
 @pytest.mark.parametrize(("low", "high", "at", "plus"), [
@@ -162,7 +162,7 @@ def test_a_format_reaches_from_its_smallest_number_to_its_largest():
     for row, name in enumerate(ALL):
         (weak, lowest, normal, _), (full, start, highest, _) = [b for b in drawn if b[3] == row]
         layout = layout_of(FORMATS[name])
-        assert (weak, full) == (to_hex(pale(BLUE)).upper(), BLUE)
+        assert (weak, full) == (NUMBER_COLOR["subnormal"], NUMBER_COLOR["normal"])
         assert 2.0**lowest == layout.smallest_subnormal
         assert 2.0**normal == 2.0**start == layout.smallest_normal
         assert 2.0 ** (highest - 64) == pytest.approx(layout.largest * 2.0**-64)
@@ -195,16 +195,16 @@ def test_a_bar_per_power_of_two_in_the_color_of_what_fp16_makes_of_it(scale):
         fate = ("zero" if held == 0 else "subnormal" if held < 2.0**-14 else "inf"
                 if held == float("inf") else "normal")
         (bar,) = [bar for bar in drawn if bar.get_x() == exponent]
-        assert to_hex(bar.get_facecolor()).upper() == LOOKS[fate], exponent
+        assert to_hex(bar.get_facecolor()).upper() == NUMBER_COLOR[fate], exponent
 
 
 def test_the_ranges_above_are_the_legend_of_the_colors():
     lanes, rows = exponent_histogram({"all": GRADIENTS}).axes
     fp16 = {color: (left, right) for color, left, right, row in bars(lanes) if row == 0}
     left, right = rows.get_xlim()
-    assert fp16 == {LOOKS["zero"]: (left, -25), LOOKS["subnormal"]: (-25, -14),
-                    LOOKS["normal"]: (-14, 16), LOOKS["inf"]: (16, right)}
-    assert texts(lanes) == [*LOOKS, "from $2^{-133}$ to $2^{128}$"]
+    assert fp16 == {NUMBER_COLOR["zero"]: (left, -25), NUMBER_COLOR["subnormal"]: (-25, -14),
+                    NUMBER_COLOR["normal"]: (-14, 16), NUMBER_COLOR["inf"]: (16, right)}
+    assert texts(lanes) == [*CLASSES, "from $2^{-133}$ to $2^{128}$"]
     assert lanes.get_xlim() == (left, right)
 
 
@@ -239,7 +239,7 @@ def test_grey_lines_are_the_numbers_of_the_format():
     low, high = axes.get_ylim()
     grey = [line.get_ydata()[0] for line in axes.lines if line.get_color() == GREY]
     assert grey == representable(torch.bfloat16, low, high).tolist() and len(grey) == 3
-    assert "grey lines: the numbers of bf16" in texts(axes)
+    assert "gray lines: the numbers of bf16" in texts(axes)
 
 
 def test_names_of_lines_that_meet_are_pushed_apart():

@@ -69,6 +69,11 @@ def test_a_timeline_names_a_narrow_block_only_if_no_other_bears_the_name():
     assert texts(timeline({"rank 0": lane}).axes[0]) == ["forward", "backward"]
 
 
+def test_a_timeline_names_a_narrow_block_of_another_kind_though_the_name_stands_elsewhere():
+    lane = [Block("forward", 0, 1, "attention"), Block("backward", 2, 100, "attention")]
+    assert texts(timeline({"rank 0": lane}).axes[0]) == ["attention", "attention"]
+
+
 def test_a_timeline_names_narrow_blocks_once_and_narrow_transfers_never():
     lane = [Block("forward", 0, 60), Block("communication", 60, 61), Block("optimizer", 98, 99),
             Block("optimizer", 99, 100)]
@@ -143,10 +148,17 @@ def test_frames_show_the_start_and_every_step():
 
 
 def test_crossing_names_every_line_and_dots_what_was_measured():
-    axes = crossing([1, 10, 100], {"ring": [1, 2, 9.9], "tree": [2, 3, 10]}, "bytes", "seconds",
+    axes = crossing([1, 10, 100], {"ring": [2, 2, 9.9], "tree": [2, 3, 10]}, "bytes", "seconds",
                     {"ring": [1.1, 2.1, 9]}).axes[0]
     assert axes.get_xscale() == axes.get_yscale() == "log"
     styles = [(line.get_linestyle(), list(line.get_ydata())) for line in axes.lines]
     assert ("--", [2, 3, 10]) in styles and ("None", [1.1, 2.1, 9]) in styles
     heights = {text.get_text(): text.xy[1] for text in axes.texts}
     assert heights["tree"] > 1.1 * heights["ring"], "names of lines that meet are pushed apart"
+
+
+def test_crossing_names_lines_where_they_are_further_apart():
+    lines = {"ring": [8, 9, 10], "tree": [1, 5, 11]}
+    texts = crossing([1, 10, 100], lines, "x", "y").axes[0].texts
+    starts = {text.get_text(): text.xy for text in texts}
+    assert starts == {"ring": (1, 8), "tree": (1, 1)}

@@ -26,6 +26,7 @@ class DataAxis(OneDevice):
         self.group, self.replicas = group, replicas
         self.is_last = True  # the micro-batch that is running, of this step
         self.completes = True  # its gradients: the backward pass that is running is not half of one
+        self.incomplete: frozenset[nn.Parameter] = frozenset()  # for another stage adds to them
         self.hooks: list = []
         self.buffers: list[Tensor] = []  # that follow rank 0's
 
@@ -72,13 +73,16 @@ class DataAxis(OneDevice):
             self.is_last = True
 
     @contextmanager
-    def pass_context(self, stage: int, kind: Kind, is_last: bool) -> Iterator[None]:
+    def pass_context(
+        self, stage: int, kind: Kind, is_last: bool, incomplete: frozenset[nn.Parameter],
+    ) -> Iterator[None]:
         """Send gradients in the last backward pass of a stage alone."""
-        self.is_last, self.completes = is_last, kind != "I"
+        self.is_last, self.completes, self.incomplete = is_last, kind != "I", incomplete
         try:
             yield
         finally:
             self.is_last = self.completes = True
+            self.incomplete = frozenset()
 
     def mean(self, tensor: Tensor) -> Tensor:
         """Average a small tensor, a loss say, over the ranks; without a graph."""

@@ -123,7 +123,7 @@ class HookedDataParallel(DataParallel):
 
     def collect(self, parameter: nn.Parameter) -> None:
         """Take a complete gradient. A hook's argument is the parameter, not its `.grad`."""
-        if self.is_last and self.completes:
+        if self.is_last and self.completes and parameter not in self.incomplete:
             self.accept(parameter)
 
     def accept(self, parameter: nn.Parameter) -> None:

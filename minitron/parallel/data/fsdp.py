@@ -17,7 +17,8 @@ once, together 3P (N-1)/N elements sent and received per rank; what is frozen is
 With `reshard_after_forward=False` parameters stay from the forward to the backward pass:
 2P (N-1)/N, as in data parallelism. With `reshard_each_pass=False` they stay for all micro-batches
 of a step, which suits a pipeline: one gather instead of 2 m. At the start, a broadcast of rank 0's
-parameters. Every rank must run the same number of micro-batches, one at least.
+parameters. Every rank must run the same number of micro-batches, one at least. Where a pipeline
+has both ends of the model on one rank, each pass through either of them gathers the root.
 
 Read in this order: flat.owned_ranges, flat.FlatUnit, units.Unit, FullyShardedDataParallel.
 
@@ -81,9 +82,11 @@ class FullyShardedDataParallel(ShardedDataParallel):
         self.units = [Unit(name, parameters, group, **options)
                       for name, parameters in split_into_units(model).items()]
         self.root = self.units[-1]
-        stages = [set(stage) for stage in self.pipeline.stage_parameters()]
-        self.stage_units = [[unit for unit in self.units if stage & unit.parameters]
-                            for stage in stages]
+        self.stage_units: list[list[Unit]] = []  # the root is the first one's that has any of it
+        for stage in self.pipeline.stage_parameters():
+            known = [unit for units in self.stage_units for unit in units]
+            self.stage_units.append([unit for unit in self.units if unit not in known
+                                     and unit.parameters.intersection(stage)])
         self.register_shards([flat for unit in self.units for flat in unit.flats])
         for parameter in self.flat_of if have_values else ():
             self.start_from(parameter, values.pop(parameter))
@@ -125,7 +128,7 @@ class FullyShardedDataParallel(ShardedDataParallel):
         if self.frees_after_forward():
             self.root.reshard()
         unit.wait_for_unshard()
-        self.units[index + 1].unshard()
+        self.prefetch(index + 1)
 
     def post_forward(self, index: int, module: nn.Module, inputs: tuple, output) -> None:
         """Free a block's parameters."""
@@ -163,7 +166,13 @@ class FullyShardedDataParallel(ShardedDataParallel):
         self.active = index
         self.units[index].wait_for_unshard()
         if index > 0 and (is_first or self.units[index] is not self.root):
-            self.units[index - 1].unshard()
+            self.prefetch(index - 1)
+
+    def prefetch(self, index: int) -> None:
+        """Start to gather a unit, unless the pass ends before: it is another stage's."""
+        unit = self.units[index]
+        if unit is self.root or unit in self.stage_units[self.stage]:
+            unit.unshard()
 
     def post_backward(self, index: int) -> None:
         """Free a unit's parameters, and send its gradients."""
@@ -204,10 +213,12 @@ class FullyShardedDataParallel(ShardedDataParallel):
             self.reshard()
 
     @contextmanager
-    def pass_context(self, stage: int, kind: Kind, is_last: bool) -> Iterator[None]:
+    def pass_context(
+        self, stage: int, kind: Kind, is_last: bool, incomplete: frozenset[nn.Parameter],
+    ) -> Iterator[None]:
         """Free a stage's parameters after a forward pass, reduce its gradients after W."""
         self.stage = stage
-        with super().pass_context(stage, kind, is_last):
+        with super().pass_context(stage, kind, is_last, incomplete):
             yield
             if kind == "F" and self.frees_after_forward():
                 self.reshard()
@@ -257,11 +268,11 @@ class FullyShardedDataParallel(ShardedDataParallel):
 def require_real(model: nn.Module, device: torch.device | str | None, have_values: bool) -> None:
     """Raise ValueError for a model on the meta device that cannot be filled."""
     if device is None and not have_values:
-        raise ValueError("the model is on the meta device: pass the device it shall train on")
+        raise ValueError("the model is on the meta device: pass the device to train on")
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise ValueError(f"{name} is a buffer on the meta device, and fill() sets "
-                             "parameters alone: make it where the model shall train")
+                             "only parameters: create it on the device to train on")
 
 
 def apply_fsdp(model: nn.Module, group: dist.ProcessGroup, **options) -> FullyShardedDataParallel:

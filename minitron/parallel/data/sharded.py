@@ -71,10 +71,12 @@ class ShardedDataParallel(DataAxis):
         every = self.sync_replicas_every_micro_batch or self.replicas.size() == 1
         return self.is_last or every
 
-    def pass_context(self, stage: int, kind: Kind, is_last: bool) -> AbstractContextManager:
-        assert self.is_stage, ("two stages have the embedding and must divide it alike, if it is "
-                               "tied: pass `pipeline`")
-        return super().pass_context(stage, kind, is_last)
+    def pass_context(
+        self, stage: int, kind: Kind, is_last: bool, incomplete: frozenset[nn.Parameter],
+    ) -> AbstractContextManager:
+        assert self.is_stage, ("both end stages hold the embedding and must shard it in the same "
+                               "way if it is tied: pass `pipeline`")
+        return super().pass_context(stage, kind, is_last, incomplete)
 
     # What a technique does
 

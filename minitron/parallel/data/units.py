@@ -79,7 +79,7 @@ class Unit:
 def split_into_units(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     """Return the parameters of each of `model.blocks`, by name, and last all others, the root.
 
-    Raises ValueError for a parameter that nobody can tell when it is needed.
+    Raises ValueError for a parameter of which it is unknown when it is needed.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     root = root_modules(model)

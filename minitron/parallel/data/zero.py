@@ -92,9 +92,11 @@ class Zero1(ShardedDataParallel):
     # Gradients
 
     @contextmanager
-    def pass_context(self, stage: int, kind: Kind, is_last: bool) -> Iterator[None]:
+    def pass_context(
+        self, stage: int, kind: Kind, is_last: bool, incomplete: frozenset[nn.Parameter],
+    ) -> Iterator[None]:
         """Reduce a stage's gradients in the pass that completes them, or in the last of a step."""
-        with super().pass_context(stage, kind, is_last):
+        with super().pass_context(stage, kind, is_last, incomplete):
             yield
             if kind in ("B", "W") and self.reduces:
                 self.send_rest(self.queues[stage])
@@ -103,7 +105,7 @@ class Zero1(ShardedDataParallel):
 
     def collect(self, parameter: nn.Parameter) -> None:
         """Take a gradient that is complete, or let it add up where it will be sent from."""
-        if self.reduces:
+        if self.reduces and parameter not in self.incomplete:
             self.accept(parameter)
         elif not self.sync_every_micro_batch:
             self.queue_of[parameter].bucket_of[parameter].accumulate(parameter)
@@ -185,7 +187,7 @@ class Zero1(ShardedDataParallel):
             self.gathers = {flat: flat.unshard() for flat in reversed(self.flats)}
 
     def finish_gather(self) -> None:
-        """Have all parameters there: whoever else reads or sets them, or their pieces, calls it."""
+        """Have all parameters there, before anything else reads or sets them or their pieces."""
         self.wait_for(self.flats)
 
     def wait_for(self, flats: Iterable[FlatShards]) -> None:

@@ -33,6 +33,7 @@ class ScheduleExecutor:
         self.dtype, self.device = parameter.dtype, parameter.device
         self.total: Tensor | None = None
         self.num_done: Counter[int] = Counter()  # backward passes, by stage
+        self.finished: list[int] = []  # stages whose gradients are those of the whole step
         self.made: dict[Action, Tensor] = {}  # to be sent, or read by another stage of this rank
         self.arriving: dict[Action, tuple[dist.Work, Tensor]] = {}
         self.leaving: dict[tuple[int, str], tuple[dist.Work, Tensor]] = {}  # one each way and rank
@@ -40,7 +41,7 @@ class ScheduleExecutor:
         self.deferred: dict[tuple[int, int], list[WeightGradients]] = {}
 
     def run(self, steps: list[Action | Message]) -> Tensor | None:
-        """Do what a script says; returns the sum of what `read` has made, on the last rank."""
+        """Execute a script; on the last rank, return the sum of what `read` returned."""
         compute = {"F": self.forward, "B": self.backward, "I": self.backward, "W": self.weights}
         with self.pipeline.casting(False):
             for step in steps:
@@ -50,24 +51,40 @@ class ScheduleExecutor:
                     action = f"{step} stage {step.stage}"
                     with span("pipeline", action, phase=action), self.pass_context(step):
                         compute[step.kind](step)
+        self.complete_shared_gradients()
         for work, _ in self.leaving.values():
             work.wait()
         self.leaving.clear()
         return self.total
 
     def pass_context(self, action: Action) -> AbstractContextManager:
-        """Return the context in which the data axis wants a pass to run."""
+        """Return the context in which the data axis wants a pass to run.
+
+        Where a rank has both ends of the model, what they share is the first stage's: a tied
+        embedding, and a unit of ZeRO-3. It is complete when both are.
+        """
+        pipeline, stage = self.pipeline, action.stage
         if action.kind in ("B", "W"):  # which complete a micro-batch's gradients
-            self.num_done[action.stage] += 1
-        is_last = self.num_done[action.stage] == len(self.micro_batches)
-        stage = self.pipeline.stages.index(action.stage)
-        return self.pipeline.data.pass_context(stage, action.kind, is_last)
+            self.num_done[stage] += 1
+            if self.num_done[stage] == len(self.micro_batches):
+                self.finished.append(stage)
+        needed = {stage} | ({pipeline.last_stage} if pipeline.shares_ends and stage == 0 else set())
+        incomplete = pipeline.tied_within_rank if stage == pipeline.last_stage else frozenset()
+        return pipeline.data.pass_context(
+            pipeline.stages.index(stage), action.kind, needed.issubset(self.finished), incomplete)
+
+    def complete_shared_gradients(self) -> None:
+        """Let the data axis send what both ends share, if the last stage has finished last."""
+        ends = [stage for stage in self.finished if stage in (0, self.pipeline.last_stage)]
+        if self.pipeline.shares_ends and ends[-1:] == [self.pipeline.last_stage]:
+            with self.pipeline.data.pass_context(0, "W", True, frozenset()):
+                pass
 
     def forward(self, action: Action) -> None:
         """Take a micro-batch through one stage."""
         (tokens, targets), stage = self.micro_batches[action.micro_batch], action.stage
         blocks = self.pipeline.ranges[stage]
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        positions = self.model.positions_of(tokens)
         x = None if stage == 0 else self.take(action._replace(stage=stage - 1))
         with self.pipeline.casting(True):
             if x is None:

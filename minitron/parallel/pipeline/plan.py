@@ -28,8 +28,8 @@ def as_full_backward(action: Action) -> Action:
 def script(schedule: Schedule, rank: int) -> list[Action | Message]:
     """List what `rank` does, its messages included.
 
-    They are where they stand in one order of all ranks' actions: a send after the action that made
-    the tensor, its receive as soon as the other rank has done what comes before.
+    Messages follow one global order of all ranks' actions: a tensor is sent right after the action
+    that made it, and the other rank posts its receive at the same point of that order.
     """
     steps: list[Action | Message] = []
     for action in in_order(schedule):

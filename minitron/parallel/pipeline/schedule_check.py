@@ -15,9 +15,9 @@ def check(schedule: Schedule) -> None:
     """Raise ConfigError, with the first thing that is wrong, if a schedule cannot run.
 
     Every rank has something to do, every stage is on one rank and runs every micro-batch once each
-    way, and nobody waits for ever.
+    way, and no rank hangs.
     """
-    require(isinstance(schedule, Schedule), f"{type(schedule).__name__} is no Schedule",
+    require(isinstance(schedule, Schedule), f"{type(schedule).__name__} is not a Schedule",
             "give it a name, the number of micro-batches and a list of actions for each rank")
     m = schedule.num_micro_batches
     require(type(m) is int and m > 0, f"a schedule of {m} micro-batches: there must be 1 or more")
@@ -98,11 +98,11 @@ def who_waits(schedule: Schedule, stuck: dict[int, Action], done: set[Action]) -
         other = schedule.rank_of.get(missing.stage)
         if other not in stuck or missing not in schedule.all_actions:
             return f"stage {action.stage} waits for {missing} from stage {missing.stage}, " \
-                   "which nobody runs"
+                   "which no rank runs"
         waits[rank] = wait(action, missing, stuck[other], is_own=other == rank)
         rank = other
     circle = list(waits)[list(waits).index(rank):]
-    return "; ".join(waits[rank] for rank in circle) + ": nobody can go on"
+    return "; ".join(waits[rank] for rank in circle) + ": a deadlock"
 
 
 def wait(action: Action, missing: Action, before: Action, is_own: bool) -> str:

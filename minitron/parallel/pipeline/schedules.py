@@ -5,7 +5,7 @@ A schedule is data. The same lists are drawn, checked, simulated and run.
 Notation: p ranks; v chunks, the stages that a rank holds; m micro-batches. Stages are numbered in
 the order of the layers, 0 to p v - 1. F, B: forward and backward pass of a stage; a schedule may
 cut B into I, the gradients of the stage's input, which the stage before waits for, and W, those of
-its weights, which nobody waits for.
+its weights, which no stage waits for.
 
 Read in this order: Action, Schedule, gpipe, one_forward_one_backward, zero_bubble, interleaved;
 then schedule_check.check, which proves a schedule of your own, and simulator.simulate.
@@ -43,6 +43,8 @@ class Schedule:
     num_micro_batches: int
     actions: tuple[tuple[Action, ...], ...]
     """By rank."""
+    overlapped: frozenset[Action] = frozenset()
+    """Forward passes that a GPU may run at the same time as the backward pass after them."""
 
     @property
     def num_ranks(self) -> int:
@@ -156,7 +158,7 @@ def in_groups(
         return [(i, 0) for i in range(m)]
     require(
         m % p == 0,
-        f"{m} micro-batches do not divide by {p} ranks: with {v} chunks they go in groups of {p}",
+        f"{m} micro-batches are not divisible by {p} ranks: {v} chunks need groups of {p}",
         f"use {-(-m // p) * p}",
     )
     return [(group * p + i, chunk)

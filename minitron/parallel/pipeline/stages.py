@@ -59,7 +59,8 @@ class PipelineParallel(OneDevice):
         self.rank, self.size = group.rank(), group.size()
         self.scripts: dict[int, list[Action | Message]] = {}  # by the number of micro-batches
         self.sequence_parts, self.autocast = sequence_parts, autocast
-        self.layout = schedule = make_schedule(self.size, self.size)
+        # Where the stages are does not depend on m; and every schedule runs 2p micro-batches.
+        self.layout = schedule = make_schedule(self.size, 2 * self.size)
         check(schedule)
         require(schedule.num_ranks == self.size, f"a schedule of {schedule.num_ranks} ranks on "
                 f"{self.size}", f"make it for {self.size}")
@@ -217,7 +218,7 @@ class PipelineParallel(OneDevice):
 
     def is_saved(self, name: str) -> bool:
         """Return whether this is not the last stage's copy of the first one's embedding."""
-        return self.rank == 0 or name != "token_embedding.weight"
+        return self.rank == self.ends[0] or name != "token_embedding.weight"
 
     @property
     def tied(self) -> nn.Parameter | None:
@@ -226,6 +227,17 @@ class PipelineParallel(OneDevice):
         if not self.model.config.tied_embedding or first == last or self.rank not in self.ends:
             return None
         return (self.model.token_embedding if self.rank == first else self.model.head).weight
+
+    @property
+    def tied_within_rank(self) -> frozenset[nn.Parameter]:
+        """The tied embedding, if it belongs to two stages of this rank."""
+        is_shared = self.shares_ends and self.model.config.tied_embedding
+        return frozenset({self.model.head.weight} if is_shared else ())
+
+    @property
+    def shares_ends(self) -> bool:
+        """Whether the first and the last stage are two, and both on this rank."""
+        return self.ends == (self.rank, self.rank) and self.last_stage > 0
 
     def finish(self) -> None:
         self.sum_partial_gradients(lambda parameter: parameter.grad)

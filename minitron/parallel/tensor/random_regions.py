@@ -21,7 +21,7 @@ from minitron.pytorch.private import host_value
 def own_random_numbers(rank: int, device: torch.device) -> Iterator[None]:
     """Draw other numbers than the other ranks for a while; afterwards all go on alike.
 
-    The seed comes from the generator that all share, so that a replay finds the same numbers.
+    The seed comes from the generator that all share, so a recomputation draws the same numbers.
     """
     drawn = torch.randint(2**62, ())  # on the CPU: no wait for the device
     seed = host_value(drawn, when_fake=0)

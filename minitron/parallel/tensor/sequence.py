@@ -38,7 +38,7 @@ SEQUENCE = 1  # dim of (B, S, D)
 
 
 class SequenceParallelExchange(AllReduceExchange):
-    """What happens at the ends of a cut region, if each rank has (B, S/tp, D) around it."""
+    """The messages at the two ends of a cut region, if each rank has (B, S/tp, D) outside it."""
 
     def __init__(self, group: ProcessGroup, regathers: bool):
         super().__init__(group)

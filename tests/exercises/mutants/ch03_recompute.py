@@ -15,14 +15,14 @@ from minitron import cost
 # 3.1
 
 
-def write_replay(
-    function, tensors, restore=True, go_back=True, detach=True, anchored=True, num_replays=1,
+def write_recompute(
+    function, tensors, restore=True, go_back=True, detach=True, anchored=True, num_calls=1,
     start=lambda grad: grad, record=True, weights=True, keep=None,
     wants=lambda tensor: tensor.requires_grad,
 ):
     """The answer of the course with one of its parts left out."""
 
-    class Replay(torch.autograd.Function):
+    class Recompute(torch.autograd.Function):
         @staticmethod
         def forward(ctx, anchor, *tensors):
             ctx.random_state = torch.get_rng_state()
@@ -36,7 +36,7 @@ def write_replay(
             if detach:
                 inputs = [t.detach().requires_grad_(wants(t)) for t in inputs]
             present = torch.get_rng_state()
-            for _ in range(num_replays):
+            for _ in range(num_calls):
                 if restore:
                     torch.set_rng_state(ctx.random_state)
                 with torch.set_grad_enabled(record):
@@ -50,7 +50,7 @@ def write_replay(
             torch.autograd.backward(result, start(grad))
             return None, *(t.grad if t.is_leaf else None for t in inputs)
 
-    return Replay.apply(torch.empty(0, requires_grad=anchored), *tensors)
+    return Recompute.apply(torch.empty(0, requires_grad=anchored), *tensors)
 
 
 def plain_call(function, *tensors):
@@ -60,12 +60,12 @@ def plain_call(function, *tensors):
 
 def other_random_numbers(function, *tensors):
     """Calling the function again gives the same tensors: not with dropout in it."""
-    return write_replay(function, tensors, restore=False)
+    return write_recompute(function, tensors, restore=False)
 
 
 def stays_in_the_past(function, *tensors):
     """Setting the old random state is enough: what comes next draws the same numbers again."""
-    return write_replay(function, tensors, go_back=False)
+    return write_recompute(function, tensors, go_back=False)
 
 
 def seeds_both(function, *tensors):
@@ -73,37 +73,37 @@ def seeds_both(function, *tensors):
     def seeded(*inputs):
         torch.manual_seed(0)
         return function(*inputs)
-    return write_replay(seeded, tensors)
+    return write_recompute(seeded, tensors)
 
 
 def goes_through(function, *tensors):
     """The saved inputs can be used as they are: they still hang on the graph before them."""
-    return write_replay(function, tensors, detach=False)
+    return write_recompute(function, tensors, detach=False)
 
 
 def needs_an_input(function, *tensors):
     """Some input always requires a gradient: not the first layer's, above a frozen embedding."""
-    return write_replay(function, tensors, anchored=False)
+    return write_recompute(function, tensors, anchored=False)
 
 
-def replays_twice(function, *tensors):
-    """One replay for the inputs' gradients, one for the weights'."""
-    return write_replay(function, tensors, num_replays=2)
+def recomputes_twice(function, *tensors):
+    """One recomputation for the inputs' gradients, one for the weights'."""
+    return write_recompute(function, tensors, num_calls=2)
 
 
 def starts_from_one(function, *tensors):
     """backward() starts from ones, as it does for a loss."""
-    return write_replay(function, tensors, start=torch.ones_like)
+    return write_recompute(function, tensors, start=torch.ones_like)
 
 
 def records_nothing(function, *tensors):
-    """The replay builds a graph like any call: inside `backward` recording is off."""
-    return write_replay(function, tensors, record=False)
+    """Recomputation builds a graph like any call: inside `backward` recording is off."""
+    return write_recompute(function, tensors, record=False)
 
 
 def inputs_only(function, *tensors):
     """The gradients of the inputs are all there is: the weights are in the closure."""
-    return write_replay(function, tensors, weights=False)
+    return write_recompute(function, tensors, weights=False)
 
 
 def cut_off(function, *tensors):
@@ -114,12 +114,12 @@ def cut_off(function, *tensors):
 
 def saves_copies(function, *tensors):
     """The caller may change x, so a copy is safer: the memory is what it is about."""
-    return write_replay(function, tensors, keep=torch.clone)
+    return write_recompute(function, tensors, keep=torch.clone)
 
 
 def saves_in_numpy(function, *tensors):
     """An array is no tensor: it has as many bytes."""
-    return write_replay(function, tensors, keep=lambda t: t.detach().numpy().copy())
+    return write_recompute(function, tensors, keep=lambda t: t.detach().numpy().copy())
 
 
 REPLAYED = []
@@ -130,12 +130,12 @@ def never_lets_go(function, *tensors):
     def noted(*inputs):
         REPLAYED.append(function(*inputs))
         return REPLAYED[-1]
-    return write_replay(noted, tensors)
+    return write_recompute(noted, tensors)
 
 
 def all_require_a_gradient(function, *tensors):
     """Every input gets a gradient: integers have none."""
-    return write_replay(function, tensors, wants=lambda t: True)
+    return write_recompute(function, tensors, wants=lambda t: True)
 
 
 def marks_the_callers(function, *tensors):
@@ -143,11 +143,11 @@ def marks_the_callers(function, *tensors):
     for tensor in tensors:
         if tensor.is_leaf and tensor.is_floating_point():
             tensor.requires_grad_()
-    return write_replay(function, tensors)
+    return write_recompute(function, tensors)
 
 
 def right_by_hooks(function, *tensors):
-    """Drops every saved tensor, and replays for the first that is asked for."""
+    """Drops every saved tensor, and recomputes for the first that is asked for."""
     if not torch.is_grad_enabled():
         return function(*tensors)
     state, dropped, kept = torch.get_rng_state(), [], []
@@ -194,8 +194,8 @@ def right_dynamic(activation_bytes, boundary_bytes, budget):
     return best
 
 
-def replays_everything(activation_bytes, boundary_bytes, budget):
-    """A block is either kept or replayed, so all are: unless everything fits."""
+def recomputes_everything(activation_bytes, boundary_bytes, budget):
+    """A block is either kept or recomputed, so all are: unless everything fits."""
     if sum(activation_bytes) <= budget:
         return []
     right_dynamic(activation_bytes, boundary_bytes, budget)
@@ -215,8 +215,8 @@ def forgets_boundaries(activation_bytes, boundary_bytes, budget):
     return right_dynamic(activation_bytes, 0, budget)
 
 
-def counts_the_tail_in_replays(activation_bytes, boundary_bytes, budget):
-    """The tail is held all the time: it is gone when the segments are replayed."""
+def counts_the_tail_while_recomputing(activation_bytes, boundary_bytes, budget):
+    """The tail is held all the time: it is gone when the segments are recomputed."""
     for done in range(len(activation_bytes) + 1):
         tail = sum(activation_bytes[done:])
         inside = max(activation_bytes[:done], default=0)
@@ -226,7 +226,7 @@ def counts_the_tail_in_replays(activation_bytes, boundary_bytes, budget):
 
 
 def one_block_each(activation_bytes, boundary_bytes, budget):
-    """Every segment is one block: many inputs are held, so more blocks are replayed."""
+    """Every segment is one block: many inputs are held, so more blocks are recomputed."""
     for done in range(len(activation_bytes) + 1):
         tail = sum(activation_bytes[done:])
         if done * boundary_bytes + tail <= budget and all(
@@ -238,7 +238,7 @@ def one_block_each(activation_bytes, boundary_bytes, budget):
 
 
 def never_refuses(activation_bytes, boundary_bytes, budget):
-    """Replaying every block alone is the best that can be done."""
+    """Recomputing every block alone is the best that can be done."""
     try:
         return right_dynamic(activation_bytes, boundary_bytes, budget)
     except ValueError:
@@ -273,7 +273,7 @@ def with_head(model, sequence_length, recompute="full"):
 
 
 def three_passes(model, sequence_length, recompute="full"):
-    """What is replayed goes backward too: it did so before."""
+    """What is recomputed goes backward too: it did so before."""
     return 3 * right_by_difference(model, sequence_length, recompute)
 
 
@@ -288,7 +288,7 @@ def no_attention(model, sequence_length, recompute="full"):
 
 
 def whole_attention(model, sequence_length, recompute="full"):
-    """Selective replays the attention layer: only its core."""
+    """Selective recomputes the attention layer: only its core."""
     seen = right_by_difference(model, sequence_length, recompute)
     narrow = model.num_kv_heads * model.head_width
     linear = 4 * model.num_layers * model.width * (model.width + narrow)
@@ -383,13 +383,13 @@ def length_alone(num_blocks, activation_bytes, boundary_bytes):
 MISTAKES = {
     "recompute": {
         plain_call: "are held after the forward pass",
-        other_random_numbers: "the replay dropped other values",
+        other_random_numbers: "recomputation dropped other values",
         stays_in_the_past: "the random generator is not where it would be",
         seeds_both: "the result itself differs",
         goes_through: "Trying to backward through the graph a second time",
         needs_an_input: "autograd sees no input that requires a gradient",
-        replays_twice: "replay each once",
-        starts_from_one: "start the replay's backward pass with the gradient that you were given",
+        recomputes_twice: "recompute each call once",
+        starts_from_one: "start the inner backward pass from the gradient that you were given",
         records_nothing: "does not require grad",
         inputs_only: "torch.autograd.grad fills no .grad",
         cut_off: "cuts it off",
@@ -400,20 +400,20 @@ MISTAKES = {
         all_require_a_gradient: "only Tensors of floating point",
     },
     "segments_for_budget": {
-        replays_everything: "every block is replayed",
-        forgets_boundaries: "at the end of the forward pass the inputs of all segments are held",
-        counts_the_tail_in_replays: "do not count the tail beside a replay",
+        recomputes_everything: "every block is recomputed",
+        forgets_boundaries: "memory holds the inputs of all segments",
+        counts_the_tail_while_recomputing: "do not count the tail while a segment is recomputed",
         one_block_each: "fill the first segments as far as they go",
         never_refuses: "nothing fits",
         says_nothing: "the message names the budget",
     },
     "recompute_flops_per_token": {
-        with_head: "the head lies after the blocks",
+        with_head: "the head comes after the blocks",
         three_passes: "only the forward pass is added",
         one_layer: "that is one layer",
-        no_attention: "attention's two products are missing",
-        whole_attention: "are outside of attention's core",
-        one_product: "one of attention's two products is missing",
+        no_attention: "attention's two matmuls are missing",
+        whole_attention: "are outside attention's core",
+        one_product: "one of attention's two matmuls is missing",
         fewer_heads_attend: "all H query heads attend",
         in_floats: "of type float",
     },
@@ -421,7 +421,7 @@ MISTAKES = {
         square_root: "the square root is right where",
         by_the_derivative: "compare all lengths",
         all_full: "the last segment is shorter",
-        last_segment_only: "the one before it can hold more",
+        last_segment_only: "the one before it can need more",
         own_input_twice: "a segment's own input is among its activations",
         shortest: "return the longest",
         length_alone: "a tuple of two integers",

@@ -444,7 +444,7 @@ def right_normal_equations(num_bytes, seconds):
 
 
 def plain_squares(num_bytes, seconds):
-    """Absolute errors: the largest message decides alone."""
+    """Absolute errors: the largest message alone decides."""
     per_byte, latency = numpy.polyfit(num_bytes, seconds, 1)
     return Link(float(latency), float(1 / per_byte))
 
@@ -504,7 +504,7 @@ def solved(more_messages, fewer_bytes, latency, bandwidth):
 
 
 def half_a_ring(size, latency, bandwidth):
-    """N-1 messages: that is the reduce-scatter alone."""
+    """N-1 messages: that is only the reduce-scatter."""
     steps = math.log2(size)
     return solved(size - 1 - steps, steps - (size - 1) / size, latency, bandwidth) \
         if size > 2 else math.inf
@@ -547,51 +547,51 @@ RIGHT_ANSWERS = {
 
 MISTAKES = {
     "reduce_scatter_ring": {
-        sends_the_whole_tensor: "the whole tensor goes over the wire in every step",
+        sends_the_whole_tensor: "the whole tensor is sent in every step",
         one_step_short: "too few steps",
         starts_with_its_own: "rank r first sends chunk r - 1",
-        straight_to_the_owner: "rank r sends to (r + 1) % N alone",
-        cuts_rounded_up: "one chunk as tensor_split cuts",
-        whole_all_reduce: "is that a whole all-reduce",
+        straight_to_the_owner: "rank r sends only to (r + 1) % N",
+        cuts_rounded_up: "one chunk as in tensor_split",
+        whole_all_reduce: "is that a complete all-reduce",
         returns_a_copy: "a copy was returned",
-        sends_its_own_summands: "send what was added in the step before",
+        sends_its_own_summands: "send the sum of the previous step",
         adds_out_of_place: "chunk + received makes a new tensor",
         all_send_first: "start an isend, receive, then wait",
-        uses_all_reduce: "all_reduce is called; allowed is recv and send",
+        uses_all_reduce: "all_reduce is called; use only recv and send",
         never_waits_for_its_send: "never waited for",
     },
     "all_gather_ring": {
-        gathers_whole_tensors: "the whole tensor goes over the wire in every step",
+        gathers_whole_tensors: "the whole tensor is sent in every step",
         gathers_one_step_short: "too few steps",
         gathers_one_step_more: "one step too many",
-        gathers_on_one_rank_too: "on one rank there is no neighbor",
-        sends_its_own_again: "what came in goes out in the next step",
-        wrong_places: "each chunk goes to its own place",
-        gathers_backwards: "rank r sends to (r + 1) % N alone",
-        to_everyone: "rank r sends to (r + 1) % N alone",
-        starts_at_the_wrong_chunk: "the rank's own chunk was right before",
+        gathers_on_one_rank_too: "a single rank has no neighbor",
+        sends_its_own_again: "send in each step what the previous step received",
+        wrong_places: "receive each chunk in its own place",
+        gathers_backwards: "rank r sends only to (r + 1) % N",
+        to_everyone: "rank r sends only to (r + 1) % N",
+        starts_at_the_wrong_chunk: "the rank's own chunk was valid before",
         gathers_all_send_first: "start an isend, receive, then wait",
-        never_waits: "rubbish is left",
+        never_waits: "some values were never filled",
         gathers_without_waiting: "never waited for",
     },
     "chunk_sizes": {
         forgets_the_remainder: "what becomes of the remainder",
-        remainder_to_the_last: "lengths differ by one at most",
+        remainder_to_the_last: "lengths differ by at most one",
         longer_ones_last: "the longer ones come first",
-        rounded_up: "differ by one at most",
+        rounded_up: "differ by at most one",
         as_floats: "a list of integers",
     },
     "ring_all_reduce_volume": {
-        equal_chunks: "right for equal chunks",
-        as_much_in_as_out: "receives what the one before it sends",
-        scatter_alone: "that is the reduce-scatter alone",
-        n_steps: "two of them a rank sends only once",
+        equal_chunks: "correct for equal chunks",
+        as_much_in_as_out: "receives what the previous rank sends",
+        scatter_alone: "that is only the reduce-scatter",
+        n_steps: "a rank sends two of them only once",
         whole_tensors: "a message is one chunk",
-        values_not_bytes: "those are values",
+        values_not_bytes: "those are numbers of values",
         exchanged: "sent and received are exchanged",
     },
     "fit_link": {
-        plain_squares: "the largest message decides alone",
+        plain_squares: "the largest message alone decides",
         seconds_per_byte: "that is the seconds per byte",
         through_the_origin: "has no latency",
         exchanged_link: "latency and bandwidth are exchanged",
@@ -600,7 +600,7 @@ MISTAKES = {
         as_tensors: "two floats",
     },
     "ring_wins_from": {
-        half_a_ring: "2 (N-1) messages in a row",
+        half_a_ring: "2 (N-1) messages",
         one_chunk_in_all: "n/N bytes each",
         natural_logarithm: "not the natural logarithm",
         never_infinite: "in twice the messages",

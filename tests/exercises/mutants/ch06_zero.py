@@ -44,7 +44,7 @@ def right_between(sizes, num_ranks, rank):
 
 
 def floor(sizes, num_ranks, rank):
-    """n // N elements for each: the remainder is nobody's."""
+    """n // N elements for each: no rank owns the remainder."""
     length = sum(sizes) // num_ranks
     return between(sizes, (rank * length, (rank + 1) * length))
 
@@ -804,11 +804,11 @@ MISTAKES = {
         floor: "L is rounded up",
         last_takes_the_rest: "every shard has L = ceil(n / N)",
         tensor_split: "every shard has L = ceil(n / N)",
-        each_parameter: "cut the whole, not each parameter",
+        each_parameter: "not each parameter by itself",
         whole_parameters: "a cut may go through a parameter",
         in_the_whole: "count from the parameter's own",
         not_cut_off: "cut both ends",
-        without_the_last: "stop is one behind",
+        without_the_last: "stop is one past",
     },
     "ShardedOptimizer": {
         Unsharded: "this optimizer is not sharded",
@@ -830,14 +830,14 @@ MISTAKES = {
         KeepsTheGradientInNumpy: "something of the model's size is kept",
     },
     "ShardedGradients": {
-        AllAtTheEnd: "as without ZeRO",
-        ForgetsTheLast: "finish() sends what was not sent",
+        AllAtTheEnd: "as they would be without ZeRO",
+        ForgetsTheLast: "finish() sends those that remain",
         WheneverComplete: "send them in their order",
         TrustsTheOrder: "was sent too early",
-        Overwrites: "the last micro-batch alone",
-        KeepsGrad: "handed over is freed",
-        SkipsNone: "zeros for what is None",
-        AllReducesBuckets: "all_reduce is called; allowed is reduce_scatter",
+        Overwrites: "the last micro-batch only",
+        KeepsGrad: "free a gradient once it has been reduced",
+        SkipsNone: "zeros for None",
+        AllReducesBuckets: "all_reduce is called; use only reduce_scatter",
         NeverWaits: "waited for",
         HoldsEveryFlat: "wait for one reduce-scatter before the next starts",
         NeverEmpty: "was sent too early",
@@ -850,7 +850,7 @@ MISTAKES = {
         NewTensorEachTime: "autograd keeps views of the flat tensors",
         StaysAfterForward: "reshard in a forward hook",
         OnlyForForward: "again before backward",
-        FullBackwardHook: "when no gradient is missing",
+        FullBackwardHook: "when no gradient is ",
         SumsUnits: "that is the sum",
         OverwritesGrad: "from the micro-batches before",
         KeepsFullGradients: "the full gradients are freed",

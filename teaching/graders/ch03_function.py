@@ -1,4 +1,4 @@
-"""Grader of 3.1: a replayed function against the plain call, and what is held in between."""
+"""Grader of 3.1: a recomputed function against the plain call, and what is held in between."""
 
 import gc
 import math
@@ -139,26 +139,26 @@ def grade_3_1(recompute: Callable) -> None:
 
     with asked("recompute(function, x, shift), twice in a row, then backward(); no dropout"):
         mine, _ = compare(Case())
-        _expect_replay(mine)
+        _expect_recomputation(mine)
     with asked("the same, where neither x nor shift requires a gradient: the weights that the "
                "function holds do"):
         compare(Case(frozen_input=True),
-                "autograd sees no input that requires a gradient, so nothing goes back: "
+                "autograd sees no input that requires a gradient, so it never calls `backward`: "
                 "pass an empty tensor that requires one as an extra input")
     with asked("the same, with .grad holding 0.5 everywhere"):
         compare(Case(held=0.5), "add to .grad, as backward() does; do not replace it")
     with asked("recompute(function, x, shift, tokens, counts): tokens are int64, counts is bool"):
-        compare(Case(selects=True), "each input has its place among the gradients: None for one "
-                "that is of integers, or requires no gradient")
+        compare(Case(selects=True), "return a gradient for each input: None for one that holds "
+                "integers or requires no gradient")
     with asked("a function with dropout: 20 % of the values are dropped, at two places"):
-        mine, right = compare(Case(dropout=0.2), "the replay dropped other values: note "
+        mine, right = compare(Case(dropout=0.2), "recomputation dropped other values: store "
                               "torch.get_rng_state() before the first call, and set it for the "
-                              "replay")
+                              "second")
         expect(torch.equal(mine.random_state, right.random_state),
                seen="after backward() the random generator is not where it would be without "
                     "recomputation",
-               likely="note the state before the replay, and set it back afterwards: else the "
-                      "next dropout draws numbers that were used already")
+               likely="store the state before recomputing, and restore it afterwards: otherwise "
+                      "the next dropout draws numbers that have been used already")
     with asked("recompute(function, x, shift) under torch.no_grad()"):
         _expect_plain_without_gradients(*apart(call_without_gradients, recompute))
 
@@ -168,7 +168,7 @@ def _expect_values(mine: Seen, plain: Seen, likely: str) -> None:
            likely="return what the function returned")
     expect(torch.equal(mine.result, plain.result),
            seen="the result itself differs from function(*tensors)",
-           likely="the first call is the plain one: same inputs, same random numbers, no new seed")
+           likely="the first call must be the plain one: same inputs and random numbers, no seed")
     expect(mine.trains, seen="the result does not require a gradient",
            likely=likely or "the result must be connected to the inputs: torch.no_grad() or "
                             "detach() outside of an autograd.Function cuts it off")
@@ -183,7 +183,7 @@ def _expect_values(mine: Seen, plain: Seen, likely: str) -> None:
         expect(grad is not None, seen=f"{role} has no gradient",
                likely="return the gradient of each input, in order" if name == "before" else
                likely or "torch.autograd.grad fills no .grad: torch.autograd.backward from the "
-               "replay's result reaches the weights too")
+               "recomputed result reaches the weights too")
         error = (grad - right).abs().max().item()
         expect(error < 1e-12, seen=f"the gradient of {role} is wrong: largest error {error:.3g}, "
                f"where the right one's largest entry is {right.abs().max().item():.3g}",
@@ -192,22 +192,22 @@ def _expect_values(mine: Seen, plain: Seen, likely: str) -> None:
 
 def _explain(grad: Tensor, right: Tensor) -> str:
     if torch.allclose(grad, 2 * right):
-        return "twice the right gradient: the replay went back past its inputs (detach them), " \
-               "or went back twice"
-    return "start the replay's backward pass with the gradient that you were given, and stop it " \
-           "at the detached inputs"
+        return "twice the right gradient: the inner backward pass went past its inputs (detach " \
+               "them), or ran twice"
+    return "start the inner backward pass from the gradient that you were given, and stop it at " \
+           "the detached inputs"
 
 
-def _expect_replay(seen: Seen) -> None:
+def _expect_recomputation(seen: Seen) -> None:
     forward_calls, backward_calls = seen.calls
     expect(forward_calls == 2, seen=f"{forward_calls} calls in the forward pass, not 2",
            likely="one call now, one in the backward pass")
     needed = 3 * OUTPUT
-    likely = "the graph of the first call is alive: record nothing there (the forward of an " \
-             "autograd.Function does not), and save the inputs only"
+    likely = "the graph of the first call is alive: do not record it (the forward of an " \
+             "autograd.Function does not), and save only the inputs"
     if seen.held < needed + INNER:
         likely = "copies of the inputs: ctx.save_for_backward keeps the tensors themselves, " \
-                 "which are there anyway"
+                 "which exist anyway"
     expect(seen.held <= needed + OUTPUT // 2,  # and the states of the random generator
            seen=f"{seen.held / KIB:.0f} KiB are held after the forward pass; x and the two results "
                 f"are {needed / KIB:.0f} KiB, each tensor inside the function {INNER / KIB:.0f}",
@@ -215,15 +215,15 @@ def _expect_replay(seen: Seen) -> None:
     expect(seen.objects <= OUTPUT // 2,
            seen=f"{seen.objects / KIB:.0f} KiB of NumPy arrays or Python objects hang on the graph "
                 "after the forward pass",
-           likely="a copy in NumPy or bytes needs memory like any other: keep the input tensors")
+           likely="a copy in NumPy or bytes takes memory like any other: keep the input tensors")
     expect(backward_calls == 2,
            seen=f"{backward_calls} calls in the backward pass of two recomputed calls, not 2",
-           likely="replay each once, and take all gradients from that one replay")
+           likely="recompute each call once, and take all gradients from that")
     expect(seen.kept <= OUTPUT + OUTPUT // 2,  # the result itself, and random states
            seen=f"{seen.kept / KIB:.0f} KiB are still held after the backward pass, beside "
                 "parameters and gradients",
-           likely="what belongs to one call belongs into its ctx, which goes with the graph; in a "
-                  "list or a variable outside it stays")
+           likely="store what belongs to one call in its ctx, which is freed with the graph; a "
+                  "list or a variable outside keeps it alive")
 
 
 def call_without_gradients(recompute: Callable) -> tuple[bool, int]:
@@ -237,5 +237,5 @@ def call_without_gradients(recompute: Callable) -> tuple[bool, int]:
 def _expect_plain_without_gradients(requires_grad: bool, calls: int) -> None:
     expect(not requires_grad and calls == 1,
            seen=f"requires_grad is {requires_grad}, and there were {calls} calls",
-           likely="switch recording on in the backward pass only: torch.enable_grad() around the "
-                  "first call undoes the caller's no_grad")
+           likely="enable recording in the backward pass only: torch.enable_grad() around the "
+                  "first call overrides the caller's no_grad")

@@ -1,0 +1,1 @@
+"""Context parallelism: the sequence divided over ranks, inside attention too."""

@@ -1,0 +1,39 @@
+"""What the chapters' cells call to set up and time their measurements: one module a chapter."""
+
+import textwrap
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minitron.proof.oracle import Apply, assert_same_training
+
+MEASURING = 300.0
+"""The timeout of a measurement in seconds: a busy machine must not end it."""
+
+
+def show_text(text: object) -> None:
+    """Print a message in lines of at most 78 characters."""
+    for line in str(text).splitlines():
+        print(textwrap.fill(line, 78, initial_indent="  ", subsequent_indent="    "))
+
+
+def counting_rows(step: int, num_rows: int, length: int, vocabulary: int) -> Tensor:
+    """Return samples (num_rows, length) of a task with an answer: each token is the last plus 7."""
+    own = torch.Generator().manual_seed(step)
+    first = torch.randint(vocabulary, (num_rows, 1), generator=own)
+    return (first + 7 * torch.arange(length)) % vocabulary
+
+
+def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
+    """Return the mean loss over the targets of `rows` (B, S+1), nats per token."""
+    return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+
+
+def verdict(apply: Apply, num_ranks: int = 4, *model, **sizes) -> str:
+    """Return what the oracle says of `apply`: "the same training", or the first difference."""
+    try:
+        assert_same_training(apply, num_ranks, *model, **sizes)
+        return "the same training"
+    except AssertionError as error:
+        return str(error)

@@ -1,0 +1,230 @@
+"""Chapter 1's measurements: training the story model, gradient noise, throughput, the roofline."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from minitron.config import ModelConfig, TrainConfig
+from minitron.corpus.story_grammar import ADJECTIVES, BOYS, GIRLS, OBJECTS, PLACES, VOCABULARY
+from minitron.dataset import TokenDataset
+from minitron.measure.clock import Clock
+from minitron.model.generate import generate
+from minitron.model.transformer import Transformer, initialize
+from minitron.step import accumulate_gradients, learning_rate, make_optimizer, train_step
+
+CPU = torch.device("cpu")
+BATCH, TOTAL_STEPS = 16, 600
+"""Sequences per step, and the steps over which the learning rate falls."""
+
+
+def new_model(config: ModelConfig) -> tuple[Transformer, torch.optim.Optimizer]:
+    """Return a freshly initialized model and its optimizer."""
+    model = Transformer(config)
+    initialize(model, seed=0)
+    return model, make_optimizer(model, TrainConfig(), CPU)
+
+
+def train_story_model(
+    config: ModelConfig, data: TokenDataset, num_steps: int, peak: float = 0.01,
+    warmup_steps: int = 50, watch: Callable[[int, Transformer], None] | None = None,
+) -> tuple[Transformer, list[float]]:
+    """Train a new model for the first `num_steps` of 600; return it and the loss of each step.
+
+    `watch(step, model)` is called after every 25th step.
+    """
+    model, optimizer = new_model(config)
+    losses = []
+    for step in range(num_steps):
+        batch = data.batch(step * BATCH, BATCH)
+        rate = learning_rate(step, peak, peak / 10, warmup_steps, TOTAL_STEPS)
+        loss, _ = train_step(model, optimizer, [(batch[:, :-1], batch[:, 1:])], rate, 1.0)
+        losses.append(float(loss))
+        if watch and (step + 1) % 25 == 0:
+            watch(step + 1, model)
+    return model, losses
+
+
+# Gradient noise
+
+
+def sequence_gradients(model: Transformer, batch: Tensor) -> Tensor:
+    """Return the gradient of each sequence of `batch` (B, S+1) on its own: (B, parameters)."""
+    rows = []
+    for sequence in batch.split(1):
+        model.zero_grad()
+        accumulate_gradients(model, [(sequence[:, :-1], sequence[:, 1:])])
+        rows.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    model.zero_grad()
+    return torch.stack(rows)
+
+
+def batch_variances(gradients: Tensor, sizes: Sequence[int]) -> list[float]:
+    """Return the variance of the mean of `size` consecutive rows, summed over the parameters."""
+    num_parameters = gradients.shape[1]
+    return [float(gradients.view(-1, size, num_parameters).mean(1).var(0).sum()) for size in sizes]
+
+
+# Throughput
+
+
+def tokens_per_second(
+    config: ModelConfig, data: TokenDataset, clock: Clock, sizes: Sequence[int]
+) -> dict[int, list[float]]:
+    """Return the speeds of several steps for each batch of `sizes` sequences, by its tokens."""
+    model, optimizer = new_model(config)
+    speeds = {}
+    for size in sizes:
+        batch = data.batch(0, size)
+        inputs, targets = batch[:, :-1], batch[:, 1:]
+        laps = []
+        for _ in range(max(5, 64 // size)):
+            clock.start()
+            train_step(model, optimizer, [(inputs, targets)], 1e-3, 1.0)
+            laps.append(clock.lap(num_tokens=targets.numel()).tokens_per_second)
+        speeds[targets.numel()] = laps[1:]  # the first pays for set-up
+    return speeds
+
+
+# What the model has learned to copy
+
+
+def copyable(inputs: Tensor, targets: Tensor, end: int) -> Tensor:
+    """Return which targets (B, S) are names or things that stand earlier in their own story."""
+    kinds = {*BOYS, *GIRLS, *ADJECTIVES, *OBJECTS, *PLACES}
+    is_name = torch.tensor([word in kinds for word in VOCABULARY])
+    story = (inputs == end).cumsum(1)
+    same_story = story[:, :, None] == story[:, None, :]
+    earlier = (targets[:, :, None] == inputs[:, None, :]) & same_story
+    return earlier.tril().any(-1) & is_name[targets]
+
+
+@torch.no_grad()
+def losses_by_kind(model: Transformer, batch: Tensor, end: int) -> tuple[float, float, float]:
+    """Return the loss on all words of `batch` (B, S+1), on those one can copy, on all others."""
+    inputs, targets = batch[:, :-1], batch[:, 1:]
+    losses = F.cross_entropy(model(inputs).transpose(1, 2), targets, reduction="none")
+    copied = copyable(inputs, targets, end)
+    return losses.mean().item(), losses[copied].mean().item(), losses[~copied].mean().item()
+
+
+def continue_story(model: Transformer, tokenizer: Tokenizer, num_tokens: int = 600) -> str:
+    """Return the text that the model writes after the end of a story."""
+    end = tokenizer.token_to_id("<end>")
+    story = generate(model, torch.tensor([[end]]), num_tokens)
+    return tokenizer.decode(story[0, 1:].tolist(), skip_special_tokens=False)
+
+
+# The roofline
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """An operation under the roof: what it could reach, and what it does reach."""
+
+    name: str
+    intensity: float
+    """FLOPs per byte that the operation must read or write."""
+    reached: float
+    """FLOP/s, measured."""
+    peak: float
+    """FLOP/s of the fastest matmul."""
+    bandwidth: float
+    """Bytes per second to and from memory."""
+    spread: tuple[float, float] = (0.0, 0.0)
+    """FLOP/s of the slowest and of the fastest run."""
+
+    @property
+    def roof(self) -> float:
+        return min(self.peak, self.intensity * self.bandwidth)
+
+    @property
+    def bound(self) -> str:
+        return "memory" if self.roof < self.peak else "compute"
+
+
+def seconds_of(call: Callable[[], object], repeats: int = 7) -> list[float]:
+    """Return the times of some calls, after one that is not counted."""
+    call()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def copy_bandwidth(num_bytes: int = 256 * 2**20) -> float:
+    """Measure the bytes read plus written per second in copying a tensor larger than all caches."""
+    source = torch.ones(num_bytes // 4)
+    target = torch.empty_like(source)
+    return 2 * num_bytes / median(seconds_of(lambda: target.copy_(source)))
+
+
+def roofline(peak: float, bandwidth: float) -> list[Roofline]:
+    """Measure float32 operations from memory-bound to compute-bound against their roof.
+
+    The roof is the fastest seen: `peak` and `bandwidth` rise to what an operation here exceeds.
+    """
+    x = torch.randn(4096, 2048)
+    out = torch.empty_like(x)  # or each call would also pay for fresh pages
+    measured = [("x + 1", x.numel(), 8 * x.numel(),
+                 seconds_of(lambda: torch.add(x, 1.0, out=out)))]
+
+    weight = torch.randn(2048, 2048)
+    for rows in (1, 4, 16, 64, 256, 1024):
+        a, out = torch.randn(rows, 2048), torch.empty(rows, 2048)
+        moved = 4 * (a.numel() + weight.numel() + out.numel())
+        times = seconds_of(lambda a=a, out=out: torch.mm(a, weight.T, out=out))
+        name = f"matmul of {rows} row{'s' * (rows > 1)}"
+        measured.append((name, 2 * rows * weight.numel(), moved, times))
+
+    peak = max(peak, *(flops / min(times) for _, flops, _, times in measured))
+    bandwidth = max(bandwidth, *(moved / min(times) for _, _, moved, times in measured))
+    return [
+        Roofline(name, flops / moved, flops / median(times), peak, bandwidth,
+                 spread=(flops / max(times), flops / min(times)))
+        for name, flops, moved, times in measured
+    ]
+
+
+def roof_line(points: Sequence[Roofline]) -> tuple[list[float], list[float]]:
+    """Return the roof's intensities and FLOP/s: its left end, its corner, its right end."""
+    peak, bandwidth = points[0].peak, points[0].bandwidth
+    intensities = [point.intensity for point in points]
+    x = [min(intensities), peak / bandwidth, max(intensities)]
+    return x, [min(peak, each * bandwidth) for each in x]
+
+
+# torch.compile
+
+
+def gelu_of_scaled(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """Apply three pointwise operations in a row, as a norm's end and an activation do."""
+    return F.gelu(x * scale + shift, approximate="tanh")
+
+
+def eager_and_compiled(rows: int = 4096, width: int = 2048) -> tuple[list[float], list[float]]:
+    """Return the times of `gelu_of_scaled` run eagerly and compiled, repeats of each in turn.
+
+    Raises RuntimeError where torch.compile finds no C++ compiler.
+    """
+    x, scale, shift = torch.randn(rows, width), torch.randn(width), torch.randn(width)
+    compiled = torch.compile(gelu_of_scaled)
+    with torch.no_grad():
+        try:
+            compiled(x, scale, shift)
+        except Exception as error:  # the compiler's own error class is private
+            raise RuntimeError(f"torch.compile does not work here: {error}") from error
+        times: tuple[list[float], list[float]] = [], []
+        for _ in range(9):
+            for function, kept in zip((gelu_of_scaled, compiled), times, strict=True):
+                start = time.perf_counter()
+                function(x, scale, shift)
+                kept.append(time.perf_counter() - start)
+    return times

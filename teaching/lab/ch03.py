@@ -1,0 +1,154 @@
+"""Chapter 3's measurements: a copying task, a layer without values, operators, offloading."""
+
+import dataclasses
+import weakref
+from collections.abc import Callable
+from contextlib import contextmanager
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+from torch.utils.flop_counter import FlopCounterMode
+
+from minitron.config import ModelConfig, TrainConfig
+from minitron.measure.meter import Meter
+from minitron.model.transformer import Transformer, initialize, materialized_attention, run_in_order
+from minitron.pytorch.private import fake_tensors
+from minitron.step import make_optimizer, train_step
+
+Policy = Callable[[Transformer], None]
+aten = torch.ops.aten
+
+
+# The trap: a task whose loss falls with the wrong masks, too
+
+COPYING = ModelConfig("gpt", 64, 64, 2, 64, 4, 4, 256, dropout=0.2)
+
+
+def copying_batch(step: int) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets (16, 23): each token repeats the one eight places earlier."""
+    own = torch.Generator().manual_seed(step)
+    tokens = torch.randint(COPYING.vocab_size, (16, 8), generator=own).repeat(1, 3)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def train(policy: Policy, num_steps: int = 120) -> list[float]:
+    """Return the losses of a training with this policy; all policies start from the same seed."""
+    torch.manual_seed(0)
+    model = Transformer(COPYING)
+    initialize(model, seed=0)
+    policy(model)
+    optimizer = make_optimizer(model, TrainConfig(), torch.device("cpu"))
+    return [float(train_step(model, optimizer, [copying_batch(step)], 3e-3, 1.0)[0])
+            for step in range(num_steps)]
+
+
+# A layer of GPT-3 without values
+
+
+def layer_without_values(config: ModelConfig, length: int, policy: Policy) -> tuple[int, int]:
+    """Return activation bytes and FLOPs of one layer's forward and backward pass, in bfloat16.
+
+    Fake tensors have a shape and a dtype but no memory, so nothing is computed.
+    """
+    one_layer = dataclasses.replace(config, num_layers=1)
+    with fake_tensors():
+        x = torch.zeros(1, length, config.width, dtype=torch.bfloat16, requires_grad=True)
+        with default_dtype(torch.bfloat16):
+            model = Transformer(one_layer)
+        model.blocks[0].attention.attention_fn = materialized_attention
+        policy(model)
+        with Meter(model) as meter, FlopCounterMode(display=False) as counter:
+            out = model.run_blocks(model.blocks, x.clone(), None)
+            kept = meter.now()["activation"]
+            out.sum().backward()
+    return kept, counter.get_total_flops()
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+# Per operator
+
+
+def keep_if_expensive(threshold: float) -> Policy:
+    """Keep the outputs of matmuls that take more than `threshold` FLOPs per byte to recompute.
+
+    Everything else in a block is recomputed: the other matmuls and all that is not a matmul. Built
+    from PyTorch's selective activation checkpointing, which asks about each operator.
+    """
+    def choose(context, op, *args, **kwargs) -> CheckpointPolicy:
+        keep = flops_per_byte(op, args) > threshold
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return checkpoint_blocks(partial(create_selective_checkpoint_contexts, choose))
+
+
+def flops_per_byte(op, args: tuple) -> float:
+    """Return the FLOPs that a byte of the operator's output takes: 2 per term of its sum."""
+    left = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1}.get(op)
+    return 0.0 if left is None else 2 * args[left].shape[-1] / args[left].element_size()
+
+
+def checkpoint_blocks(contexts: Callable) -> Policy:
+    """Run every block under PyTorch's own checkpoint with these contexts."""
+    def run_blocks(blocks: nn.ModuleList, x: Tensor, rotation) -> Tensor:
+        for block in blocks:
+            x = checkpoint(partial(block, rotation=rotation), x, use_reentrant=False,
+                           context_fn=contexts)
+        return x
+
+    return lambda model: setattr(model, "run_blocks", run_blocks)
+
+
+# Offloading
+
+
+class Host:
+    """Memory that the device's meter does not see: NumPy's. It counts what is sent to it."""
+
+    def __init__(self, model: nn.Module):
+        self.bytes_sent = 0
+        self.weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self.sent: dict[int, tuple[weakref.ref, np.ndarray]] = {}
+
+    def send(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Copy what autograd saves, a storage once; weights stay. Return how to get it back."""
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in self.weights:
+            return lambda: tensor
+        layout = tensor.shape, tensor.stride(), tensor.storage_offset()
+        copy, dtype = self._copy(storage), tensor.dtype
+        return lambda: torch.empty(0, dtype=dtype).set_(
+            torch.from_numpy(copy.copy()).untyped_storage(), layout[2], *layout[:2])
+
+    def _copy(self, storage: torch.UntypedStorage) -> np.ndarray:
+        known, copy = self.sent.get(storage.data_ptr(), (lambda: None, None))
+        if known() is None:  # a new storage, perhaps at the address of one that is gone
+            copy = torch.tensor([], dtype=torch.uint8).set_(storage).numpy().copy()
+            self.sent[storage.data_ptr()] = weakref.ref(storage), copy
+            self.bytes_sent += storage.nbytes()
+        return copy
+
+
+def offload_blocks(host: Host) -> Policy:
+    """Keep on the host what the blocks save for the backward pass."""
+    def run_blocks(blocks: nn.ModuleList, x: Tensor, rotation) -> Tensor:
+        with saved_tensors_hooks(host.send, lambda fetch: fetch()):
+            return run_in_order(blocks, x, rotation)
+
+    return lambda model: setattr(model, "run_blocks", run_blocks)

@@ -1,0 +1,137 @@
+"""Chapter 6's prefetch on an emulated network: measured, and predicted as a queue."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from minitron.config import ModelConfig
+from minitron.cost import collective_seconds
+from minitron.launch.slow_network import SlowNetwork
+from minitron.measure.ledger import Call, Ledger, Span
+from minitron.model.transformer import Transformer, initialize
+from minitron.parallel.data.fsdp import FullyShardedDataParallel, Unit, apply_fsdp
+from teaching.figures import Block, rank_lanes
+from teaching.lab.ch06 import Apply, adamw, loss_of
+
+WIDE = ModelConfig("gpt", 256, 128, 6, 192, 4, 4, 768)
+TOKENS = torch.randint(256, (4, 129), generator=torch.Generator().manual_seed(0))
+
+
+def compute_alone(group: ProcessGroup) -> list[float]:
+    """Return the median seconds of a forward and of a backward pass without communication."""
+    model, took = Transformer(WIDE), []
+    initialize(model, seed=0)
+    for _ in range(10):
+        with Ledger() as ledger:
+            loss_of(model, TOKENS).backward()
+        took.append(compute_of(ledger.spans))
+    return [median(times) for times in zip(*took, strict=True)]
+
+
+def compute_of(spans: Sequence) -> list[float]:
+    """Return the seconds computed in the forward and in the backward pass."""
+    return [sum(span.end - span.start for span in spans if span.phase == phase)
+            for phase in ("forward", "backward")]
+
+
+def without_prefetch(model: nn.Module, group: ProcessGroup) -> FullyShardedDataParallel:
+    """FSDP that asks for a unit's parameters when it needs them, not before."""
+    parallel = apply_fsdp(model, group)
+    for unit in parallel.units:
+        unit.unshard = lambda: None
+        unit.wait_for_unshard = partial(_ask_and_wait, unit)
+    return parallel
+
+
+def _ask_and_wait(unit: Unit) -> None:
+    Unit.unshard(unit)
+    for gather in unit.gathers:
+        gather.wait()
+    unit.gathers = []
+
+
+def slow_passes(
+    group: ProcessGroup, applies: Sequence[Apply], network: tuple[float, float], num_steps: int = 9
+) -> list[list[tuple[list, list, float]]]:
+    """Return, for each of `applies`, calls, spans and seconds of several forward-backward passes.
+
+    The variants take turns, so that whatever else the machine does meets all of them. The time ends
+    when the last gradient has arrived: the optimizer is not in it. The first pass is dropped.
+    """
+    parts = []
+    for apply in applies:
+        model = Transformer(WIDE)
+        initialize(model, seed=0)
+        parallel = apply(model, group)
+        parts.append((model, parallel, parallel.shard(adamw(model.parameters()))))
+
+    steps: list[list] = [[] for _ in applies]
+    for _ in range(num_steps + 1):
+        for (model, parallel, optimizer), kept in zip(parts, steps, strict=True):
+            optimizer.zero_grad()
+            dist.barrier(group)
+            with SlowNetwork(*network), Ledger() as ledger:
+                start = time.perf_counter()
+                loss_of(model, TOKENS).backward()
+                parallel.finish()
+                seconds = time.perf_counter() - start
+            optimizer.step()
+            kept.append((ledger.calls, ledger.spans, seconds))
+    return [kept[1:] for kept in steps]
+
+
+def predict_lanes(
+    passes: Sequence[float], transfer: float, prefetch: bool
+) -> dict[str, list[Block]]:
+    """Predict compute and network of a forward and a backward pass, in ms, as a queue.
+
+    `passes` are the seconds of the two passes, `transfer` those of one block's all-gather or
+    reduce-scatter. With prefetch the next block's parameters are requested when a block begins to
+    compute, without it when the block ends. A block's gradients leave when its backward ends.
+    """
+    L, compute, link, now = WIDE.num_layers, [], [], 0.0
+
+    def send(asked: float) -> float:
+        begin = max(asked, link[-1].end if link else 0.0)
+        link.append(Block("communication", begin, begin + 1e3 * transfer))
+        return link[-1].end
+
+    for k in range(2 * L):
+        if k in (0, L) or not prefetch:
+            arrived = send(now)
+        begin = max(now, arrived)
+        now = begin + 1e3 * passes[k >= L] / L
+        compute.append(Block("forward" if k < L else "backward", begin, now))
+        if prefetch and k not in (L - 1, 2 * L - 1):
+            arrived = send(begin)
+        if k >= L:
+            send(now)
+    return {"predicted compute": compute, "predicted network": link}
+
+
+def measured_lanes(
+    calls: Sequence[Call], spans: Sequence[Span], network: tuple[float, float], num_ranks: int = 2
+) -> dict[str, list[Block]]:
+    """Return one rank's lanes, with each transfer as long as it occupied the emulated link.
+
+    Transfers queue for the link in the order of their calls. The ledger alone would not do: gloo's
+    reduce-scatter does not tell when it ends, so it seems to last until the rank waits for it.
+    """
+    free, transfers = 0.0, []
+    for call in sorted(calls, key=lambda call: call.started):
+        seconds = collective_seconds(call.op, call.payload, num_ranks, *network)
+        free = max(free, call.started) + seconds
+        transfers.append(replace(call, finished=free))
+    return rank_lanes([transfers], [spans])
+
+
+def predicted_seconds(passes: Sequence[float], transfer: float, prefetch: bool) -> float:
+    """Return when the last gradient has arrived, by `predict_lanes`."""
+    return 1e-3 * predict_lanes(passes, transfer, prefetch)["predicted network"][-1].end

@@ -1,0 +1,241 @@
+"""What a GPU was recorded to do, beside what is predicted for it: the sections "On real GPUs".
+
+Where no record is there, each function says so in its sentence and draws the prediction alone.
+
+Read in this order: gpu_records.Shown, gpu_records.newest, then one function a chapter.
+"""
+
+from pathlib import Path
+from statistics import mean
+
+from minitron import cost
+from minitron.measure.record import Record, Row
+from teaching.figures import (
+    Block,
+    crossing,
+    curves,
+    memory_bars,
+    plain_bytes,
+    ranges,
+    scaling,
+    timeline,
+)
+from teaching.lab.gpu_models import (
+    HALF_LLAMA,
+    SEQUENCES,
+    SIX_LAYERS,
+    STEPS,
+    STORIES,
+    STORYTELLER,
+)
+from teaching.lab.gpu_records import (
+    FOLDER,
+    Shown,
+    device_of,
+    low_middle_high,
+    newest,
+    origin,
+    rows_of,
+    step_of,
+)
+
+# Chapter 1: how near the peak is a step?
+
+
+def mfu(folder: Path = FOLDER) -> Shown:
+    """MFU of whole steps, each side a row; predicted for our eager kernels."""
+    record = newest("mfu", folder)
+    device = device_of(record)
+    predicted = {f"{name}, eager, ours": 100 * step_of(*size, device, "bf16-autocast").mfu
+                 for name, size in STEPS.items()}
+    rows = {row["case"]: low_middle_high(row, 100 * row["mfu"] * row["seconds"])
+            for row in rows_of(record, lambda row: row["mfu"] is not None)}
+    if rows:
+        best = max(rows, key=lambda name: rows[name][1])
+        alt = f"The highest recorded MFU is {rows[best][1]:.0f} %, of {best}."
+    else:
+        alt = "Predicted MFU: " + ", ".join(f"{name} {share:.0f} %"
+                                            for name, share in predicted.items()) + "."
+    return Shown(origin(record), ranges(rows, predicted, "MFU (%)"), alt)
+
+
+def matmul_roofline(folder: Path = FOLDER) -> Shown:
+    """Recorded matmuls of growing size under the roof of peak and bandwidth."""
+    record = newest("kernels", folder)
+    device = device_of(record)
+    rows = rows_of(record, lambda row: row["kind"] == "matmul")
+    rows = sorted(rows, key=lambda row: row["intensity"])[::2]
+    peak, bandwidth = ((rows[0]["peak"], rows[0]["bandwidth"]) if rows
+                       else (device.bf16_flops, device.memory_bandwidth))
+    corner = peak / bandwidth
+    ends = (rows[0]["intensity"], rows[-1]["intensity"]) if rows else (1.0, 16 * corner)
+    x = sorted({ends[0], corner, ends[1]})
+    roof = [min(peak, each * bandwidth) for each in x]
+    labels = "arithmetic intensity (FLOPs per byte)", "FLOP/s"
+    alt = f"The roof bends at {corner:.0f} FLOPs per byte"
+    if not rows:
+        return Shown(origin(record), crossing([round(each) for each in x], {"roof": roof}, *labels),
+                     f"{alt}.")
+    reached = [row["flops_per_second"] for row in rows]
+    figure = scaling([float(f"{row['intensity']:.3g}") for row in rows], reached, *labels, roof,
+                     "roof", predicted_x=x)
+    alt += f"; the fastest recorded matmul reaches {max(reached) / peak:.0%} of the peak."
+    return Shown(origin(record), figure, alt)
+
+
+# Chapter 2: the allocator over two steps
+
+
+def two_steps(folder: Path = FOLDER) -> Shown:
+    """Bytes through the first two steps: recorded block by block, or as predicted."""
+    record = newest("memory", folder)
+    kinds = step_of(HALF_LLAMA, SEQUENCES, 2048, device_of(record), "bf16").memory
+    moments = 8 * cost.num_parameters(HALF_LLAMA)  # AdamW's, which the first step makes at its end
+    first = kinds | {"optimizer state": kinds["optimizer state"] - moments}
+    peaks = sum(first.values()), sum(kinds.values())
+    said = f"Predicted peaks: {plain_bytes(peaks[0])} in step 1, {plain_bytes(peaks[1])} in step 2."
+    row = next(iter(rows_of(record, lambda row: row["case"] == "two steps")), None)
+    if row is None:
+        figure = memory_bars({}, {"step 1": first, "step 2": kinds})
+        return Shown(f"{origin(record)} {said}", figure, said)
+    held = {name: [size / 1e9 for size in row[name]] for name in ("allocated", "reserved")}
+    end = row["entries"][0]
+    lines = {"predicted peak": [peaks[entry > end] / 1e9 for entry in row["entry"]]}
+    figure = curves(row["entry"], held, "entry of the allocator's trace", "GB", lines)
+    found = " and ".join(plain_bytes(peak) for peak in row["peak_of_step"])
+    alt = f"Recorded peaks of the two steps: {found}. {said}"
+    return Shown(" ".join([origin(record), said, *allocator_answers(record)]), figure, alt)
+
+
+def allocator_answers(record: Record) -> list[str]:
+    """Say how the allocator answered this chapter's two requests, and a limit between the peaks."""
+    words = []
+    for row in rows_of(record, lambda row: row["case"].startswith("fragmentation")):
+        answer = "can be had" if row["succeeds"] else "cannot be had"
+        words.append(f"{row['case'].capitalize()}: of {row['picture']}, 40 MiB more {answer}.")
+    out = record.row("out of memory in the second step")
+    if out is not None:
+        words.append(f"Limited to {plain_bytes(out['limit_bytes'])}, it ran out of memory in step "
+                     f"{out['failed_in_step']}.")
+    return words
+
+
+# Chapter 3: what recomputation saves
+
+
+def recomputation(folder: Path = FOLDER) -> Shown:
+    """The peak of a step by policy: recorded by the meter, and predicted."""
+    record = newest("memory", folder)
+    predicted = {
+        f"{kind}, predicted": step_of(HALF_LLAMA, SEQUENCES, 2048, device_of(record), "bf16", kind)
+        .memory for kind in ("none", "selective", "full")}
+    rows = rows_of(record, lambda row: "recompute" in row)
+    measured = {f"{row['recompute']}, recorded": meter_kinds(row) for row in rows}
+    sentence = origin(record)
+    if rows:
+        off = max(abs(row[name] / row["allocated_bytes"] - 1) for row in rows
+                  for name in ("meter_bytes", "dry_run_bytes"))
+        sentence += f" Meter and dry run are within {off:.1%} of what the allocator counted."
+    bars = measured or predicted
+    alt = "Peak of a step: " + ", ".join(
+        f"{name} {plain_bytes(sum(kinds.values()))}" for name, kinds in bars.items()) + "."
+    return Shown(sentence, memory_bars(measured, predicted), alt)
+
+
+def meter_kinds(row: Row) -> dict[str, float]:
+    """Return the bytes that the meter saw at the peak, by kind."""
+    kinds = ("parameter", "gradient", "optimizer state", "activation", "temporary")
+    return {kind: row[f"meter_{kind.replace(' ', '_')}"] for kind in kinds}
+
+
+# Chapters 4 and 6: what happens when
+
+
+def one_step(folder: Path = FOLDER) -> Shown:
+    """Forward, backward and optimizer of a step that sends nothing: what can hide messages."""
+    record = newest("overlap", folder)
+    guess = step_of(SIX_LAYERS, SEQUENCES, 2048, device_of(record), "bf16-autocast")
+    update = 1e3 * guess.parts["optimizer"]
+    compute = 1e3 * guess.seconds - update
+    predicted = {"predicted": phases(0.0, compute / 3, compute, compute + update)}
+    row = next(iter(rows_of(record, lambda row: row["case"] == "plain step")), None)
+    ends = [row[name] for name in ("forward_end_ms", "update_start_ms", "update_end_ms")] \
+        if row is not None else [None]
+    # a trace may lack a name: then there is nothing to draw
+    recorded = {} if None in ends else {"recorded": phases(0.0, *ends)}
+    figure = timeline(recorded, predicted)
+    lanes = recorded or predicted
+    backward = next(iter(lanes.values()))[1]
+    alt = (f"Backward takes {backward.end - backward.start:.1f} ms: an all-reduce of the gradients "
+           "that is no longer can be hidden behind it.")
+    return Shown(origin(record), figure, alt)
+
+
+def phases(start: float, forward_end: float, update_start: float, end: float) -> list[Block]:
+    return [Block("forward", start, forward_end), Block("backward", forward_end, update_start),
+            Block("optimizer", update_start, end)]
+
+
+def prefetch(folder: Path = FOLDER) -> Shown:
+    """Milliseconds of FSDP's gathers and of compute, and how much of the gathers is hidden."""
+    record = newest("overlap", folder)
+    device = device_of(record)
+    guess = step_of(SIX_LAYERS, SEQUENCES, 2048, device, "bf16")
+    # a gather of one rank reads and writes each 16-bit parameter once; twice a step
+    copied = 2 * 2 * 2 * cost.num_parameters(SIX_LAYERS)
+    predicted = {"compute": 1e3 * guess.seconds, "copies": 1e3 * copied / device.memory_bandwidth,
+                 "copies, hidden": 1e3 * copied / device.memory_bandwidth}
+    row = next(iter(rows_of(record, lambda row: row["case"] == "FSDP step")), None)
+    recorded, sentence = {}, origin(record)
+    if row is not None and "busy_ms" in row:
+        for name, key in (("compute", "busy_ms"), ("copies", "other_streams_ms"),
+                          ("copies, hidden", "hidden_ms")):
+            recorded[name] = (row[key],) * 3
+    alt = f"Predicted: {predicted['copies']:.1f} ms of copies beside {predicted['compute']:.0f} ms."
+    if recorded:
+        alt = (f"Recorded: {row['hidden_ms']:.1f} of {row['other_streams_ms']:.1f} ms of copies "
+               "are hidden behind compute.")
+    return Shown(sentence, ranges(recorded, predicted, "ms in one step"), alt)
+
+
+# Chapter 10: what a precision is worth
+
+
+def precisions(folder: Path = FOLDER) -> Shown:
+    """Tokens per second of each recipe, and its loss after the same steps."""
+    record = newest("precision", folder)
+    device, tokens = device_of(record), STORIES * STORYTELLER.max_sequence_length
+    recipes = ("fp32", "bf16-autocast", "bf16", "bf16-fp32-grads", "fp16", "fp8")
+    predicted = {recipe: tokens / step_of(STORYTELLER, STORIES, STORYTELLER.max_sequence_length,
+                                          device, recipe).seconds for recipe in recipes}
+    rows = rows_of(record)
+    recorded = {row["case"]: low_middle_high(row, row["tokens_per_second"] * row["seconds"])
+                for row in rows}
+    sentence, alt = origin(record), "Predicted tokens per second of each recipe."
+    if rows:
+        losses = [row["loss"] for row in rows]
+        sentence += (f" Losses after {rows[0]['steps']} steps: {min(losses):.3f} to "
+                     f"{max(losses):.3f}, mean {mean(losses):.3f}.")
+        fastest = max(recorded, key=lambda name: recorded[name][1])
+        alt = f"{fastest} is the fastest, {recorded[fastest][1]:,.0f} tokens per second."
+    return Shown(sentence, ranges(recorded, predicted, "tokens/s"), alt)
+
+
+# Chapter 12: estimates and clock
+
+
+def estimates(folder: Path = FOLDER) -> Shown:
+    """Seconds of the steps of chapter 1's models, estimated and recorded."""
+    record = newest("mfu", folder)
+    device = device_of(record)
+    recipes = {"ours": "bf16-autocast", "ours, bf16 weights": "bf16"}
+    predicted = {f"{name}, eager, {side}": 1e3 * step_of(*size, device, recipe).seconds
+                 for name, size in STEPS.items() for side, recipe in recipes.items()}
+    rows = {row["case"]: tuple(1e3 * row[name] for name in (
+                "seconds_least", "seconds", "seconds_most"))
+            for row in rows_of(record) if row["case"] in predicted}
+    alt = "Estimated: " + ", ".join(f"{name} {ms:.0f} ms" for name, ms in predicted.items()) + "."
+    if rows:
+        errors = [predicted[name] / rows[name][1] - 1 for name in rows]
+        alt = f"The estimates are off by {min(errors):+.0%} to {max(errors):+.0%}."
+    return Shown(origin(record), ranges(rows, predicted, "ms per step"), alt)

@@ -1,0 +1,66 @@
+"""Chapter 1's measurements: what they count as a copy, a variance, a roof."""
+
+import pytest
+import torch
+
+from minitron.corpus.story_grammar import BOYS, OBJECTS, VOCABULARY
+from teaching.lab import ch01
+
+END, BOY, THING, OTHER = 0, VOCABULARY.index(BOYS[0]), VOCABULARY.index(OBJECTS[0]), \
+    next(i for i, word in enumerate(VOCABULARY) if word not in {*BOYS, *OBJECTS, "<end>"} and i > 0)
+
+
+def test_only_names_that_stand_earlier_in_their_own_story_can_be_copied():
+    words = torch.tensor([[BOY, OTHER, BOY, OTHER, END, BOY, THING, THING]])
+    found = ch01.copyable(words[:, :-1], words[:, 1:], END)[0].tolist()
+    #      targets: OTHER  BOY   OTHER  END    BOY    THING  THING
+    assert found == [False, True, False, False, False, False, True]
+
+
+def test_the_variance_of_means_falls_with_independent_rows_and_not_with_equal_neighbors():
+    rows = torch.randn(512, 200, generator=torch.Generator().manual_seed(0))
+    one, eight = ch01.batch_variances(rows, [1, 8])
+    assert one / eight == pytest.approx(8, rel=0.1)
+    one, eight = ch01.batch_variances(rows[:64].repeat_interleave(8, 0), [1, 8])
+    assert one / eight == pytest.approx(1, rel=0.05)
+
+
+def test_each_sequence_has_a_gradient_of_its_own():
+    config = ch01.ModelConfig(family="gpt", vocab_size=12, num_layers=1, width=8, num_heads=2,
+                              num_kv_heads=2, ffn_width=16, max_sequence_length=4)
+    model, _ = ch01.new_model(config)
+    batch = torch.randint(12, (3, 5), generator=torch.Generator().manual_seed(1))
+    rows = ch01.sequence_gradients(model, batch)
+    ch01.accumulate_gradients(model, [(batch[:, :-1], batch[:, 1:])])
+    together = torch.cat([p.grad.flatten() for p in model.parameters()])
+    torch.testing.assert_close(rows.mean(0), together, rtol=1e-4, atol=1e-6)
+
+
+def test_nothing_is_above_its_roof():
+    points = ch01.roofline(peak=1.0, bandwidth=1.0)  # far too low
+    for point in points:
+        slowest, fastest = point.spread
+        assert slowest <= point.reached <= fastest <= point.roof * (1 + 1e-9)
+    assert points[0].bound == "memory" and points[-1].bound == "compute"
+    assert [p.intensity for p in points] == sorted(p.intensity for p in points)
+
+
+def test_the_roof_bends_where_compute_takes_as_long_as_memory():
+    points = [ch01.Roofline(name, at, 1.0, peak=100.0, bandwidth=4.0)
+              for name, at in (("add", 0.5), ("matmul", 50.0))]
+    assert ch01.roof_line(points) == ([0.5, 25.0, 50.0], [2.0, 100.0, 100.0])
+
+
+def test_eager_and_compiled_agree_or_say_why_not(monkeypatch):
+    x, scale, shift = torch.randn(3, 5), torch.randn(5), torch.randn(5)
+    expected = torch.nn.functional.gelu(x * scale + shift, approximate="tanh")
+    torch.testing.assert_close(ch01.gelu_of_scaled(x, scale, shift), expected)
+
+    def broken(function):
+        def call(*_):
+            raise OSError("no C++ compiler")
+        return call
+
+    monkeypatch.setattr(torch, "compile", broken)
+    with pytest.raises(RuntimeError, match="torch.compile does not work here: no C"):
+        ch01.eager_and_compiled(4, 4)

@@ -1,0 +1,81 @@
+"""Chapter 3's measurements: which matmuls are kept, and what offloading leaves on the device."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from minitron.config import ModelConfig
+from minitron.measure.meter import Meter
+from minitron.model.recompute import apply_full_recompute
+from minitron.model.transformer import Transformer, initialize, materialized_attention
+from teaching.lab import ch03 as lab
+
+CONFIG = ModelConfig("gpt", 64, 64, 3, 64, 4, 4, 256, dropout=0.1)
+TOKENS = torch.randint(64, (2, 32), generator=torch.Generator().manual_seed(0))
+MATMUL = torch.ops.aten.mm.default
+
+
+def build(policy=lambda model: None):
+    model = Transformer(CONFIG)
+    initialize(model, seed=0)
+    for block in model.blocks:
+        block.attention.attention_fn = materialized_attention
+    policy(model)
+    return model
+
+
+def step(model):
+    """Gradient, bytes kept after the forward pass and FLOPs."""
+    torch.manual_seed(1)
+    with Meter(model) as meter, FlopCounterMode(display=False) as counter:
+        loss = model(TOKENS).square().mean()
+        kept = meter.now()["activation"] + meter.now()["temporary"]
+        loss.backward()
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+    return gradient, kept, counter.get_total_flops()
+
+
+def test_a_byte_of_a_matmul_takes_two_flops_per_term():
+    left, right = torch.zeros(3, 10), torch.zeros(10, 7)
+    assert lab.flops_per_byte(MATMUL, (left, right)) == 2 * 10 / 4
+    assert lab.flops_per_byte(torch.ops.aten.addmm.default, (right, left, right)) == 2 * 10 / 4
+    assert lab.flops_per_byte(torch.ops.aten.gelu.default, (left,)) == 0
+
+
+def test_the_lower_the_threshold_the_more_is_kept_and_the_less_recomputed():
+    plain, most, flops = step(build())
+    _, least, full_flops = step(build(apply_full_recompute))
+    rows = [step(build(lab.keep_if_expensive(threshold))) for threshold in (0, 10, 40, 1000)]
+    assert all(torch.equal(gradient, plain) for gradient, *_ in rows)
+    kept, costs = [row[1] for row in rows], [row[2] for row in rows]
+    assert kept == sorted(kept, reverse=True) and costs == sorted(costs)
+    assert (costs[0], costs[-1], kept[-1]) == (flops, full_flops, least) and kept[0] < most
+
+
+def test_offloading_leaves_nothing_of_the_blocks_on_the_device():
+    plain, most, flops = step(build())
+    model = build()
+    host = lab.Host(model)
+    lab.offload_blocks(host)(model)
+    gradient, left, its_flops = step(model)
+    assert torch.equal(gradient, plain) and its_flops == flops
+    assert left < most / 4
+    assert host.bytes_sent == pytest.approx(most - left, rel=0.05)
+
+
+def test_a_storage_that_two_operators_save_is_sent_once_and_weights_never():
+    layer = torch.nn.Linear(8, 8)
+    x = torch.zeros(4, 8, requires_grad=True)
+    host = lab.Host(layer)
+    first = host.send(x)
+    assert host.send(x[:2]) is not first and host.bytes_sent == x.nbytes
+    assert host.send(layer.weight)() is layer.weight and host.bytes_sent == x.nbytes
+
+
+def test_a_layer_without_values_costs_what_the_formula_says():
+    config = ModelConfig("gpt", 64, 64, 5, 64, 4, 4, 256)
+    kept, flops = lab.layer_without_values(config, 64, lambda model: None)
+    assert flops == 3 * (2 * 12 * 64**2 + 4 * 64 * 64) * 64
+    full, more = lab.layer_without_values(config, 64, apply_full_recompute)
+    down = 2 * 64 * 256 * 64  # comes last: its output is needed by nothing in the block
+    assert full < kept / 10 and more == flops * 4 / 3 - down

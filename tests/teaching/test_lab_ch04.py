@@ -1,0 +1,76 @@
+"""Chapter 4's measurements: a network that suits the machine, a queue, and what repeats carry."""
+
+import pytest
+import torch
+
+from minitron.launch import run
+from minitron.parallel.data.ddp import apply_naive_data_parallel, average_gradients
+from teaching.lab import ch04 as lab
+from teaching.overlap import Compute, compute_in_proportion
+
+SIZES = lab.gradient_bytes()
+
+
+def test_the_network_s_two_costs_are_those_it_promises():
+    compute = compute_in_proportion(SIZES, 0.05, 0.1)
+    network = lab.Network.for_machine(compute, SIZES)
+    assert sum(SIZES) / network.bandwidth == pytest.approx(0.06, rel=0.02)
+    assert 2 * len(SIZES) * network.latency == pytest.approx(0.1, rel=0.02)
+
+
+def test_without_overlap_nothing_travels_before_the_backward_pass_is_over():
+    compute = compute_in_proportion(SIZES, 0.05, 0.1)
+    network, buckets = lab.Network(1e-4, 1e8), lab.buckets_of(2**20)
+    late = network.predict(compute, buckets, overlapped=False)
+    early = network.predict(compute, buckets)
+    assert late[0][0] == compute.backward > early[0][0]
+    assert late[-1][1] > early[-1][1]
+    assert [len(spans) for spans in (late, early)] == [len(buckets)] * 2
+
+
+def test_every_gradient_is_in_one_bucket_and_the_first_is_small():
+    buckets = lab.buckets_of(16 * 2**20)
+    assert sorted(sum(buckets, [])) == list(range(len(SIZES)))
+    assert sum(SIZES[i] for i in buckets[0]) <= 2**20 < sum(SIZES[i] for i in buckets[-1])
+
+
+def test_steps_take_turns_and_are_those_of_the_slowest_rank():
+    network = lab.Network(1e-4, 1e9)
+    found = lab.measure([apply_naive_data_parallel, lab.sized(2**20)], network, num_steps=2)
+    assert [len(steps) for steps in found] == [2, 2]
+    for steps in found:
+        assert [len(step.calls) for step in steps] == [2, 2], "both ranks"
+        assert steps[0].seconds <= steps[1].seconds
+    naive, bucketed = (len(steps[0].calls[0]) for steps in found)
+    assert naive > 2 * bucketed > 0
+
+
+def test_compute_alone_ends_with_the_first_parameter_s_gradient():
+    compute = run(lab.compute_alone, 1, 3, watch=False)[0]
+    assert isinstance(compute, Compute) and len(compute.ready) == len(SIZES)
+    assert 0 < compute.forward < min(compute.ready) and compute.optimizer > 0
+
+
+@pytest.mark.parametrize(("spreads", "said"), [
+    ({"a": (10, 11, 12), "b": (20, 21, 22)}, "a was the fastest; b was slower."),
+    ({"a": (10, 11, 30), "b": (20, 21, 22)},
+     "a was the fastest; these repeats cannot tell it from b."),
+    ({"a": (10, 13, 14), "b": (12, 15, 22), "c": (30, 31, 32), "d": (40, 41, 42),
+      "e": (50, 51, 52)},
+     "a was the fastest; these repeats cannot tell it from b; c, d and e were slower."),
+    ({"a": (10, 11, 12), "b": (11.5, 15, 22)}, "a was the fastest; b was slower."),
+])
+def test_only_what_the_repeats_carry_is_said(spreads, said):
+    assert lab.told_apart(spreads) == said
+
+
+def test_three_versions_start_alike_and_learn():
+    versions = [(lab.nothing, average_gradients), (lab.nothing, lab.nothing)]
+    losses = torch.stack(run(lab.train_all, 2, versions, 20, watch=False))
+    assert torch.equal(losses[:, 0, 0], losses[:, 1, 0]), "the first loss, before any update"
+    assert losses[:, 0, -1].mean() < 0.7 * losses[:, 0, 0].mean()
+
+
+def test_the_spread_leaves_out_what_happens_once():
+    steps = [lab.Step([], [], seconds) for seconds in (0.010, 0.011, 0.012, 0.013, 0.9)]
+    assert lab.spread(steps) == pytest.approx((11, 12, 13))

@@ -1,0 +1,51 @@
+"""Chapter 12's helpers: layouts in words, estimates of published steps, claims."""
+
+import pytest
+
+from minitron import cost
+from minitron.plan.hardware import DEVICES
+from minitron.plan.job import Job
+from minitron.plan.published import published_rows
+from minitron.plan.search import Candidate, search
+from teaching.lab import ch12 as lab
+
+A100 = DEVICES["A100-SXM-80GB"]
+JOB = Job(cost.PUBLISHED["Llama 3.2 1B"], 8, A100, 8192, 64)
+
+
+def test_a_layout_in_few_words():
+    layout = lab.cut(2, tp=2, pp=2, chunks=2, recompute="full", micro_batch=4)
+    assert layout.parallel.sequence and layout.parallel.schedule == "interleaved"
+    assert lab.brief(Candidate(JOB, layout)) == "tp 2, pp 2 x 2, dp 2, ZeRO-1, recomputed, b 4"
+    config = lab.config_of(JOB, layout)
+    assert (config.train.micro_batch_size, config.train.recompute) == (4, "full")
+    assert config.data.sequence_length == 8192 and config.parallel == layout.parallel
+
+
+def test_more_of_a_resource_is_never_slower():
+    found = search(JOB)
+    best = found.candidates[0].seconds
+    assert lab.best_with("FLOP/s", found).seconds < best
+    assert lab.best_with("memory", found).seconds <= best
+
+
+def test_estimates_of_published_steps():
+    rows = [row for row in published_rows() if row.job.device == A100]
+    errors = lab.errors_by_source(rows)
+    assert set(errors) == {"Narayanan", "Korthikanti"}
+    assert sum(map(len, errors.values())) == len(rows)
+    first = rows[0]
+    assert lab.seconds_on(A100, first) == pytest.approx(first.predict().seconds)
+    assert lab.label(first) == "Narayanan 1.7B"
+
+
+@pytest.mark.parametrize(("computed", "verdict"), [
+    (100, "right"), (104.9, "right"), (94, "0.94 x"), (200, "2 x")])
+def test_a_claim_is_right_within_5_percent(computed, verdict):
+    line = lab.fact(3, "what is claimed", 100, computed, "GB")
+    assert line.endswith(verdict) and line.startswith(" 3 what") and len(line) <= 80
+
+
+def test_zero_saves_as_much_as_its_paper_says():
+    assert lab.saved(1, 10**6) == pytest.approx(4, rel=0.01)
+    assert lab.saved(3, 64) == pytest.approx(64)
