@@ -10,7 +10,11 @@ from teaching.graders.ranks import source_file
 
 
 class Chapter:
-    """A chapter's exercises, with the right and wrong answers in mutants/."""
+    """A chapter's exercises, with the right and wrong answers in mutants/.
+
+    Wrong answers are its MISTAKES. The first two of each function are the most telling; `make test`
+    grades those, `make test-all` all of them.
+    """
 
     def __init__(self, name: str):
         self.exercises = {e.id: e for e in known().values() if e.chapter == name}

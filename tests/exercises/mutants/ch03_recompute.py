@@ -382,8 +382,8 @@ def length_alone(num_blocks, activation_bytes, boundary_bytes):
 
 MISTAKES = {
     "recompute": {
-        plain_call: "are held after the forward pass",
         other_random_numbers: "recomputation dropped other values",
+        plain_call: "are held after the forward pass",
         stays_in_the_past: "the random generator is not where it would be",
         seeds_both: "the result itself differs",
         goes_through: "Trying to backward through the graph a second time",
@@ -400,28 +400,28 @@ MISTAKES = {
         all_require_a_gradient: "only Tensors of floating point",
     },
     "segments_for_budget": {
-        recomputes_everything: "every block is recomputed",
         forgets_boundaries: "memory holds the inputs of all segments",
+        recomputes_everything: "every block is recomputed",
         counts_the_tail_while_recomputing: "do not count the tail while a segment is recomputed",
         one_block_each: "fill the first segments as far as they go",
         never_refuses: "nothing fits",
         says_nothing: "the message names the budget",
     },
     "recompute_flops_per_token": {
-        with_head: "the head comes after the blocks",
         three_passes: "only the forward pass is added",
+        whole_attention: "are outside attention's core",
+        with_head: "the head comes after the blocks",
         one_layer: "that is one layer",
         no_attention: "attention's two matmuls are missing",
-        whole_attention: "are outside attention's core",
         one_product: "one of attention's two matmuls is missing",
         fewer_heads_attend: "all H query heads attend",
         in_floats: "of type float",
     },
     "best_segment_length": {
         square_root: "the square root is right where",
+        last_segment_only: "the one before it can need more",
         by_the_derivative: "compare all lengths",
         all_full: "the last segment is shorter",
-        last_segment_only: "the one before it can need more",
         own_input_twice: "a segment's own input is among its activations",
         shortest: "return the longest",
         length_alone: "a tuple of two integers",

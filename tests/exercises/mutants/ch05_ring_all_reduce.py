@@ -547,9 +547,9 @@ RIGHT_ANSWERS = {
 
 MISTAKES = {
     "reduce_scatter_ring": {
+        starts_with_its_own: "rank r first sends chunk r - 1",
         sends_the_whole_tensor: "the whole tensor is sent in every step",
         one_step_short: "too few steps",
-        starts_with_its_own: "rank r first sends chunk r - 1",
         straight_to_the_owner: "rank r sends only to (r + 1) % N",
         cuts_rounded_up: "one chunk as in tensor_split",
         whole_all_reduce: "is that a complete all-reduce",
@@ -561,11 +561,11 @@ MISTAKES = {
         never_waits_for_its_send: "never waited for",
     },
     "all_gather_ring": {
+        sends_its_own_again: "send in each step what the previous step received",
         gathers_whole_tensors: "the whole tensor is sent in every step",
         gathers_one_step_short: "too few steps",
         gathers_one_step_more: "one step too many",
         gathers_on_one_rank_too: "a single rank has no neighbor",
-        sends_its_own_again: "send in each step what the previous step received",
         wrong_places: "receive each chunk in its own place",
         gathers_backwards: "rank r sends only to (r + 1) % N",
         to_everyone: "rank r sends only to (r + 1) % N",
@@ -592,8 +592,8 @@ MISTAKES = {
     },
     "fit_link": {
         plain_squares: "the largest message alone decides",
-        seconds_per_byte: "that is the seconds per byte",
         through_the_origin: "has no latency",
+        seconds_per_byte: "that is the seconds per byte",
         exchanged_link: "latency and bandwidth are exchanged",
         in_bits: "bits per second",
         first_and_last: "over all messages",
@@ -601,9 +601,9 @@ MISTAKES = {
     },
     "ring_wins_from": {
         half_a_ring: "2 (N-1) messages",
+        never_infinite: "in twice the messages",
         one_chunk_in_all: "n/N bytes each",
         natural_logarithm: "not the natural logarithm",
-        never_infinite: "in twice the messages",
         in_bits_again: "bits",
     },
 }

@@ -712,10 +712,10 @@ RIGHT_ANSWERS = {
 
 MISTAKES = {
     "AllGather": {
-        GathersRows: "so split the output into N parts and concatenate these along",
-        JoinsAlongZero: "the collectives concatenate and split along dim 0",
         TakesItsOwnPart: "right is reduce_scatter of",
         AllReducesGradient: "all_reduce is called; use only all_gather and reduce_scatter",
+        GathersRows: "so split the output into N parts and concatenate these along",
+        JoinsAlongZero: "the collectives concatenate and split along dim 0",
         AveragesGradient: "that is the mean",
         ScattersGradientRows: "that is split along dim 0",
         NeedsContiguous: "Tensors must be contiguous",
@@ -738,13 +738,13 @@ MISTAKES = {
     },
     "sum_partial_gradients": {
         norms_alone: "uses it for its own tokens",
+        one_by_one: "into one tensor",
         without_positions: "every rank holds position_embedding.weight in full",
         everything: "token_embedding.weight is sharded",
         every_vector: "query.bias is sharded",
         every_embedding: "token_embedding.weight is sharded",
         all_of_out: "attention.out.weight is sharded",
         averages: "that is the mean",
-        one_by_one: "into one tensor",
         never_written_back: "write the sums back into .grad (flatten and cat make copies)",
         to_rank_0: "reduce is called; use only all_reduce",
         frozen_too: "NoneType",
@@ -753,8 +753,8 @@ MISTAKES = {
     },
     "saved_bytes": {
         everything_is_cut: "and the masks have S tokens on every rank",
-        nothing_more_is_cut: "a rank has S/N tokens between the tensor-parallel layers",
         inputs_in_full: "value and up save their shard of the input",
+        nothing_more_is_cut: "a rank has S/N tokens between the tensor-parallel layers",
         scores_in_full: "a rank has H/N heads",
         scores_cut_twice: "each of a rank's heads has S x S scores",
         nothing_inside_is_cut: "a rank has 1/N of the heads and of F",
@@ -766,13 +766,13 @@ MISTAKES = {
         rounds_large_counts: "only the rounding is wrong",
     },
     "GatheredLinear": {
+        OwnColumns: "reduce-scatter the gradient of x",
         SavesWhole: "a slice of x is a view and keeps all of x alive",
         SavesBoth: "so does an attribute of ctx",
         SavesAView: "a slice of x is a view and keeps all of x alive",
         LinearJoinsRows: "all_gather_single concatenates along dim 0",
         LinearJoinsAlongZero: "every rank computes its columns for all tokens of all",
         NeverGathersAgain: "gather x again",
-        OwnColumns: "reduce-scatter the gradient of x",
         AllReducesInput: "all_reduce is called; use only all_gather and reduce_scatter",
         AveragesInput: "that is the mean over the ranks",
         ScattersInputRows: "first lay the N parts of dim 1 one after the other",
