@@ -6,10 +6,10 @@ BIN := $(or $(if $(ACTIVE),$(shell "$(ACTIVE)/bin/python" tools/environment.py))
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train quick test lab exercises chapters slides lint grid benchmark gpu clean
+.PHONY: help setup train quick test test-all affected lab exercises chapters slides lint grid benchmark gpu clean
 
 help: ## Show this help
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 # The stamp is newer than both lists, so unchanged requirements cost nothing.
 setup: $(if $(filter .venv/bin,$(BIN)),.venv/stamp) ## Make .venv and install the requirements and the package (done by the others when needed)
@@ -37,8 +37,16 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 quick: lint ## Run the tests of a minute and a half: lint, layers, each axis, each chapter's first exercise
 	$(PYTEST) @tests/quick.txt
 
-test: setup ## Run every test, the chapters included
+test: setup ## Run what a change must pass: every area and every chapter, without the exhaustive tests
+	$(PYTEST) -m "not exhaustive"
+
+test-all: setup ## Run every test
 	$(PYTEST)
+
+affected: setup ## Run the tests, exhaustive ones included, that changes since a commit can reach: SINCE=REV
+	@files=$$($(BIN)/python tools/affected.py $(if $(SINCE),--since $(SINCE))) || exit 2; \
+	if [ -z "$$files" ]; then echo "affected: no test depends on what changed"; \
+	else $(PYTEST) $$files; fi
 
 # The folder of settings keeps JupyterLab from asking about its news.
 lab: setup ## Open the chapters in JupyterLab, as copies of your own in my_chapters/

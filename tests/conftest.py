@@ -1,4 +1,7 @@
+"""What all tests share. It imports nothing of the project, or any change would reach all tests."""
+
 import os
+import sys
 from pathlib import Path
 
 # Before torch is imported, and for kernels and commands that tests start: each worker has a core
@@ -7,15 +10,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
-from minitron.corpus.stories import write_stories
-from minitron.launch import start_method
-from minitron.launch.starting import context_of
-from teaching.exercises import known
-from tests import sparing
-
-GRADERS = {f"teaching.graders.{exercise.chapter}" for exercise in known().values()}
-PACKAGE = {exercise.replaces for exercise in known().values() if exercise.replaces}
 ROOT = Path(__file__).parents[1]
+PRELOADED = ("teaching.graders.", "minitron.parallel.", "minitron.step", "tests.train.sparing")
 LONGEST = (  # files, the longest first
     "tests/exercises/test_ch08_sequence_parallel.py",
     "tests/exercises/test_ch06_zero.py",
@@ -26,19 +22,19 @@ LONGEST = (  # files, the longest first
     "tests/exercises/test_ch12_before_you_launch.py",
     "tests/exercises/test_ch11_all_axes.py",
     "tests/exercises/test_ch09_pipeline_parallel.py",
-    "tests/test_faults.py",
+    "tests/train/test_faults.py",
     "tests/test_grid.py",
     "chapters/ch12_before_you_launch.ipynb",
     "tests/plan/test_dryrun_steps.py",
-    "tests/test_train_ranks.py",
-    "tests/test_train_layouts.py",
+    "tests/train/test_train_ranks.py",
+    "tests/train/test_train_layouts.py",
     "tests/parallel/test_context_grid.py",
-    "tests/test_precision_training.py",
+    "tests/train/test_precision_training.py",
     "tests/test_benchmarks.py",
-    "tests/test_train.py",
-    "tests/test_stopping.py",
+    "tests/train/test_train.py",
+    "tests/train/test_stopping.py",
     "tests/launch/test_launch.py",
-    "tests/teaching/test_use.py",
+    "tests/train/test_use.py",
     "tests/teaching/test_check.py",
     "tests/plan/test_planned_memory.py",
     "tests/plan/test_search.py",
@@ -59,13 +55,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def warm_server() -> None:
-    """Let ranks and benches find the graders imported, as they do in a learner's check."""
-    context_of(start_method(), also=tuple(sorted(GRADERS | PACKAGE | {sparing.__name__})))
+    """Start the server of ranks, where a collected test imports it, with what its ranks will need.
 
-
-@pytest.fixture(scope="session")
-def stories(tmp_path_factory) -> Path:
-    """A small corpus of stories."""
-    folder = tmp_path_factory.mktemp("data") / "stories"
-    write_stories(folder, num_tokens=30_000)
-    return folder
+    Ranks import what is missing themselves: this saves seconds and decides no result.
+    """
+    launch = sys.modules.get("minitron.launch")
+    if launch is not None:
+        needed = sorted(name for name in sys.modules if name.startswith(PRELOADED))
+        sys.modules["minitron.launch.starting"].context_of(launch.start_method(), tuple(needed))

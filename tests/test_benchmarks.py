@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import tiered
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SIDES = {
     "launch.py": ["yes", "no"],
@@ -24,7 +26,7 @@ SIDES = {
 SMALL = {"launch.py": [], "all_reduce.py": ["--megabytes", "1"]}  # the others: --small
 
 
-@pytest.mark.parametrize("name", SIDES)
+@pytest.mark.parametrize("name", tiered(SIDES))
 def test_a_round_on_two_ranks(name):
     command = [sys.executable, BENCHMARKS / name, "--ranks", "2", "--rounds", "1",
                *SMALL.get(name, ["--small"])]

@@ -16,8 +16,10 @@ import pytest
 from minitron.comm.agreement import ALONE
 from minitron.measure.record import load
 from teaching.lab import recorded
+from tests.tiers import exhaustive
 
 ROOT = Path(__file__).parents[1]
+pytestmark = exhaustive
 COMMAND = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--device", "cpu", "--tiny"]
 PARTS = ("mfu", "memory", "kernels", "precision", "overlap", "plan")
 MISSING = ("tyro", "tqdm", "matplotlib", "tokenizers", "transformers")

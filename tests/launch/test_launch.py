@@ -17,6 +17,7 @@ from minitron.config import ConfigError
 from minitron.launch import RankError, run, torchrun_group
 from minitron.launch import ranks as ranks_module
 from minitron.launch.starting import context_of, without_main
+from tests.tiers import exhaustive
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -161,11 +162,13 @@ def test_another_clone_in_the_current_folder_is_not_taken(tmp_path):
     assert done.stdout == f"{REPOSITORY / 'minitron' / '__init__.py'}\n", done.stderr
 
 
+@exhaustive
 def test_spawn(monkeypatch):
     monkeypatch.setenv("MINITRON_START", "spawn")
     assert run(lambda group: group.rank(), 1) == [0]
 
 
+@exhaustive
 def test_spawn_where_the_server_does_not_start(monkeypatch):
     def broken(*_):
         raise EOFError
@@ -325,6 +328,7 @@ def test_sleeping_or_computing_is_no_stall(impatient):
     run(work, 2)
 
 
+@exhaustive
 @pytest.mark.parametrize(("seconds", "timeout"), [(3, 20), (100, 3)])
 def test_a_note_while_some_wait_for_one_that_computes(monkeypatch, capsys, seconds, timeout):
     def work(group):
@@ -342,6 +346,7 @@ def test_a_note_while_some_wait_for_one_that_computes(monkeypatch, capsys, secon
     assert computing.startswith("  rank 1 is at test_launch.py line ")
 
 
+@exhaustive
 def test_no_note_while_all_compute(monkeypatch, capsys):
     def work(group):
         end = time.monotonic() + 1.5
@@ -379,6 +384,7 @@ def test_a_rank_that_can_answer_is_asked_without_a_signal(impatient, monkeypatch
     assert waiting.startswith("  rank 1 waits in barrier #0") and waiting.endswith("(group=group)")
 
 
+@exhaustive
 @pytest.mark.parametrize("library", ["CDLL", "PyDLL"])  # the second keeps Python's lock
 def test_looking_at_a_rank_does_not_wake_it(impatient, library):
     """C's sleep ends early when a signal comes, and would be taken for over."""
@@ -394,6 +400,7 @@ def test_looking_at_a_rank_does_not_wake_it(impatient, library):
     assert sleeping.endswith("(None).sleep(1000)")
 
 
+@exhaustive
 @pytest.mark.parametrize("how", ["thread", "process"])
 def test_waiting_for_a_thread_or_a_process_is_no_hang(impatient, how):
     def wait(group):
@@ -410,6 +417,7 @@ def test_waiting_for_a_thread_or_a_process_is_no_hang(impatient, how):
     run(wait, 2)
 
 
+@exhaustive
 def test_a_note_does_not_wake_a_rank(monkeypatch, capsys):
     def work(group):
         import ctypes

@@ -6,6 +6,7 @@ import pytest
 
 from minitron.comm.agreement import ALONE
 from minitron.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
+from minitron.corpus.stories import write_stories
 from minitron.launch import run as run_ranks
 from minitron.measure.ledger import Ledger
 from minitron.measure.meter import Meter
@@ -68,9 +69,11 @@ def third_steps(group, configs: dict[str, Config], folder) -> dict:
 
 
 @pytest.fixture(scope="module")
-def real(stories, tmp_path_factory) -> dict:
+def real(tmp_path_factory) -> dict:
     """By number of ranks and case, what each rank has measured."""
     found, folder = {}, tmp_path_factory.mktemp("run")
+    stories = folder / "stories"
+    write_stories(stories, num_tokens=30_000)
     for num_ranks, cases in CASES.items():
         there = {name: replace(config, data=replace(config.data, path=stories))
                  for name, config in cases.items()}

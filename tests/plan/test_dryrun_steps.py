@@ -22,6 +22,7 @@ from minitron.plan.dryrun import dry_run
 from minitron.plan.dryrun_command import ranks_of, read_dry_run
 from minitron.plan.dryrun_table import describe, unit_of
 from minitron.plan.hardware import DEVICES
+from tests.tiers import exhaustive, tiered
 
 GPT = ModelConfig("gpt", 512, 32, num_layers=4, width=64, num_heads=4, num_kv_heads=4,
                   ffn_width=256)
@@ -79,7 +80,9 @@ def test_peaks_that_differ_are_not_extrapolated(monkeypatch):
     assert dry.peak.bytes == right.peak.bytes and dry.traffic == right.traffic
 
 
-@pytest.mark.parametrize("recompute, family", [("none", "gpt"), ("full", "gpt"), ("none", "llama")])
+@pytest.mark.parametrize("recompute, family", tiered([
+    ("none", "gpt"), ("full", "gpt"), ("none", "llama"),
+]))
 def test_flops_are_those_of_the_formula(recompute, family):
     """But a fused attention's backward pass makes the scores once more, and a replay ends when all
     is there that it was made for: before the block's last product."""
@@ -108,6 +111,7 @@ class Counted(dryrun.Flops):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
+@exhaustive
 def test_more_gpus_and_larger_batches_cost_nothing(monkeypatch):
     """On the first stage, which has most on its way. Of 2 and of 5,000 data-parallel ranks each
     does the same, and the wire has its (N-1)/N; of 14 and of 400 micro-batches as many are run."""
@@ -128,6 +132,7 @@ def test_more_gpus_and_larger_batches_cost_nothing(monkeypatch):
     assert many == pytest.approx(2 * few * (1 - 1 / 5_000), rel=1e-3)
 
 
+@exhaustive
 def test_a_trillion_parameters():
     """The last stage of the 1T model of Narayanan et al. 2021, table 1, on 3,072 GPUs."""
     model = ModelConfig("gpt", 51200, 2048, 128, 25600, 160, 160, 4 * 25600)

@@ -12,6 +12,7 @@ from minitron.plan.hardware import DEVICES
 from minitron.plan.job import Decision, Job
 from minitron.plan.memory import holdings, memory_of
 from minitron.plan.systems import MINITRON, System, blocks_per_rank
+from tests.tiers import tiered
 
 H100 = DEVICES["H100-SXM-80GB"]
 MODEL = published_llama(32, 4096, 32, 32, 14336, 131072, 4096)
@@ -108,7 +109,7 @@ def fullest(job: Job, decision: Decision) -> int:
                for stage in range(pp))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", tiered(CASES, 12))
 def test_it_is_what_the_fullest_stage_holds(name):
     job, decision = CASES[name]
     assert sum(memory_of(job, decision).values()) == pytest.approx(fullest(job, decision), rel=0.05)

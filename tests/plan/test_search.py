@@ -27,6 +27,7 @@ from minitron.plan.hardware import DEVICES
 from minitron.plan.job import Job
 from minitron.plan.search import Candidate, checked, config_of, decisions, search
 from minitron.plan.variants import is_variant, variants
+from tests.tiers import tiered
 
 H100 = DEVICES["H100-SXM-80GB"]
 GPT2 = ModelConfig("gpt", 50304, 1024, 12, 768, 12, 12, 3072)
@@ -215,7 +216,7 @@ TWICE = {"FLOP/s": {"bf16_flops", "fp8_flops"}, "memory": {"memory_bytes"},
          "network bandwidth": {"nic_bandwidth"}}
 
 
-@pytest.mark.parametrize("resource", RESOURCES)
+@pytest.mark.parametrize("resource", tiered(RESOURCES))
 def test_twice_as_much_of_a_resource_is_as_good_as_a_search_anew(resource):
     result = found(MIDDLE)
     device = doubled(H100, resource)
@@ -305,7 +306,7 @@ def test_the_decision_tree_is_not_far_from_the_best_on_a_few_nodes(model, num_gp
     assert chosen.seconds <= AT_MOST * search(job).candidates[0].seconds
 
 
-@pytest.mark.parametrize("name", LOSES_MORE)
+@pytest.mark.parametrize("name", tiered(LOSES_MORE))
 def test_the_decision_tree_is_far_from_the_best_on_thousands(name):
     """It knows no schedule but 1F1B, and leaves a node with tensor parallelism only if it must."""
     if name.startswith("GPT-3"):

@@ -12,6 +12,9 @@ from teaching import graders, records
 from teaching.check import check, run_check, run_solution, run_status, solution, status
 from teaching.exercises import ROOT, known, make_stub
 from teaching.hints import hint
+from tests.tiers import tiered
+
+REACHES = "teaching/graders", "solutions"  # by name: for tools/affected.py
 
 SOURCE = ROOT / "solutions" / "ch01_single_gpu.py"
 FILE = "exercises/ch01_single_gpu.py"
@@ -85,7 +88,7 @@ HARMLESS = {
 }
 
 
-@pytest.mark.parametrize(("above", "inside"), HARMLESS.values(), ids=HARMLESS)
+@pytest.mark.parametrize(("above", "inside"), tiered(HARMLESS.values(), 3), ids=HARMLESS)
 def test_a_right_answer_may_use_python(root, tmp_path, monkeypatch, above, inside):
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     (tmp_path / "never_imported_before.py").write_text("VALUE = 1\n")
@@ -119,7 +122,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("body", "says"), DEADLY.values(), ids=DEADLY)
+@pytest.mark.parametrize(("body", "says"), tiered(DEADLY.values(), 2), ids=DEADLY)
 def test_what_ends_or_blocks_the_process_gives_a_sentence(root, body, says):
     answer(root, body)
     report = check("1.4", root=root, timeout=2)
@@ -127,7 +130,7 @@ def test_what_ends_or_blocks_the_process_gives_a_sentence(root, body, says):
     assert_one_screen(repr(report), says)
 
 
-@pytest.mark.parametrize(("body", "says"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(("body", "says"), tiered(WRONG.values(), 2), ids=WRONG)
 def test_what_raises_or_is_wrong_gives_a_sentence(root, body, says):
     answer(root, body)
     exercise = known(root)["1.4"]

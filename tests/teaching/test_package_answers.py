@@ -11,6 +11,9 @@ from teaching.exercises import ROOT, known, replaced
 from teaching.graders import Forbidden
 from teaching.graders.answers import OTHERS, package_answers
 from teaching.graders.guard import Guard, _functions_of
+from tests.tiers import tiered
+
+REACHES = "teaching/graders", "solutions"  # by name: for tools/affected.py
 
 EXERCISES = known()
 REPLACING = [exercise for exercise in EXERCISES.values() if exercise.replaces]
@@ -31,7 +34,7 @@ def test_the_table_names_what_there_is():
             assert inspect.isfunction(target_of(name)) or inspect.isclass(target_of(name)), name
 
 
-@pytest.mark.parametrize("exercise_id", OTHERS)
+@pytest.mark.parametrize("exercise_id", tiered(OTHERS, 6))
 def test_whatever_is_listed_refuses_the_learners_calls(exercise_id):
     """In a process like a bench, without a grader: the learner's code calls each of them."""
     exercise = EXERCISES[exercise_id]
@@ -72,14 +75,14 @@ def grade(tmp_path, exercise, lines):
     return graders.grade_file(exercise, path)
 
 
-@pytest.mark.parametrize("exercise", REPLACING, ids=str)
+@pytest.mark.parametrize("exercise", tiered(REPLACING, 4), ids=str)
 def test_the_package_s_own_function_handed_in_is_told(tmp_path, exercise):
     lines = [f"{name} = package.{theirs}" for name, theirs in answers_of(exercise)]
     verdict = grade(tmp_path, exercise, lines)
     assert verdict.state == "failed" and "is the package's own" in verdict.seen
 
 
-@pytest.mark.parametrize("exercise", REPLACING, ids=str)
+@pytest.mark.parametrize("exercise", tiered(REPLACING, 4), ids=str)
 def test_an_answer_that_calls_the_package_s_is_told(tmp_path, exercise):
     lines = []
     for name, theirs in answers_of(exercise):

@@ -11,8 +11,9 @@ from minitron.config import Config, ConfigError, DataConfig, ModelConfig, Parall
 from minitron.launch import RankError, run
 from minitron.measure.ledger import Ledger
 from minitron.measure.metrics import read_metrics
-from tests.test_train import trained
-from tests.test_train_ranks import TRAIN, kill_after, train_on_ranks
+from tests.tiers import exhaustive, tiered
+from tests.train.test_train import trained
+from tests.train.test_train_ranks import TRAIN, kill_after, train_on_ranks
 
 LLAMA = ModelConfig("llama", 720, 32, 2, 32, 4, 1, 48)
 GPT = ModelConfig("gpt", 720, 32, 2, 36, 6, 6, 48)
@@ -60,11 +61,11 @@ def test_a_cut_model_trains_what_one_process_trains(stories, tmp_path, model, nu
         assert found["sample"] == expected["sample"]
 
 
-@pytest.mark.parametrize("precision, parallel", [
+@pytest.mark.parametrize("precision, parallel", tiered([
     ("bf16", {"cp": 2}), ("bf16", {"cp": 2, "zero": 3, "context": "all-gather"}),
     ("bf16-autocast", {"cp": 2, "zero": 1}), ("bf16-autocast", {"cp": 2, "context": "ulysses"}),
     ("fp16", {"cp": 2, "zero": 2}), ("fp8", {"cp": 2}),
-], ids=describe)
+]), ids=describe)
 def test_a_divided_sequence_trains_in_low_precision(stories, tmp_path, precision, parallel):
     """Ulysses has two key-value heads to divide."""
     config = config_of(dataclasses.replace(LLAMA, num_kv_heads=2), stories)
@@ -106,6 +107,7 @@ def train_in_float64(group, config, folder, resume=False) -> None:
         torch.set_default_dtype(before)
 
 
+@exhaustive
 def test_a_run_moves_between_layouts_to_12_digits(stories, tmp_path):
     """dp 2 x tp 2, 4 stages, one process, stage 3 on 3 ranks, then dp 2 x cp 2; in float64."""
     config = config_of(dataclasses.replace(LLAMA, num_layers=4), stories)
@@ -147,6 +149,7 @@ def gathers_late(group, config, folder) -> bool:
     return train.train(config, folder, group=group).parallel.data.overlap_gather
 
 
+@exhaustive
 @pytest.mark.parametrize("zero", [1, 2])
 def test_weights_are_gathered_when_the_config_says(stories, tmp_path, zero):
     for late in (False, True):
@@ -154,6 +157,7 @@ def test_weights_are_gathered_when_the_config_says(stories, tmp_path, zero):
         assert run(gathers_late, 2, config, tmp_path / str(late)) == [late, late]
 
 
+@exhaustive
 def test_dropout_keeps_alike_what_every_rank_holds(stories, tmp_path):
     """The residual stream is dropped alike on both ranks, their heads are not."""
     config = config_of(dataclasses.replace(LLAMA, dropout=0.3), stories, tp=2)
@@ -163,6 +167,7 @@ def test_dropout_keeps_alike_what_every_rank_holds(stories, tmp_path):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@exhaustive
 def test_dropout_resumes_bit_for_bit_in_the_same_layout(stories, tmp_path):
     model = dataclasses.replace(LLAMA, dropout=0.2)
     config = config_of(model, stories, tp=2, sequence=True)

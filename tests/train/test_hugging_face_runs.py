@@ -21,8 +21,9 @@ from minitron.measure.metrics import read_metrics
 from minitron.model.transformer import Transformer
 from minitron.parallelize import build, lay_out
 from minitron.run import Run
-from tests.test_train_layouts import describe
-from tests.test_train_ranks import TRAIN, train_on_ranks
+from tests.tiers import tiered
+from tests.train.test_train_layouts import describe
+from tests.train.test_train_ranks import TRAIN, train_on_ranks
 
 GPT = ModelConfig("gpt", 720, 32, 2, 36, 6, 6, 48)
 LLAMA = ModelConfig("llama", 720, 32, 2, 32, 4, 1, 48, tied_embedding=False)
@@ -38,10 +39,10 @@ def read_and_write(group, config: Config, source: Path, target: Path) -> None:
         write(target, config.model, parameters.__getitem__)
 
 
-@pytest.mark.parametrize("model, num_ranks, parallel", [
+@pytest.mark.parametrize("model, num_ranks, parallel", tiered([
     (GPT, 3, {"zero": 3}), (GPT, 2, {"pp": 2}), (GPT, 4, {"tp": 2, "pp": 2}),
     (LLAMA, 2, {"tp": 2}), (LLAMA, 4, {"tp": 2, "zero": 3}), (LLAMA, 2, {"pp": 2, "zero": 1}),
-], ids=describe)
+]), ids=describe)
 def test_any_layout_reads_and_writes_the_same_bits(tmp_path, model, num_ranks, parallel):
     torch.manual_seed(0)
     parameters = {name: torch.randn(parameter.shape)
@@ -120,7 +121,7 @@ def test_transformers_reads_and_speaks_as_the_run_does(exported, transformers):
     assert written.shape[1] > 6 and torch.equal(written[:, 4:], likeliest[:, 3:])
 
 
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", tiered([3, 0]))
 def test_the_dtype_is_the_one_that_was_used(stories, tmp_path, zero, transformers):
     """In stage 3 the checkpoint has float32 masters, but computed was with 16 bits."""
     low = dataclasses.replace(TRAIN, steps=2, precision="bf16")

@@ -16,7 +16,7 @@ from minitron.config import Config, ConfigError, DataConfig, LogConfig, Parallel
 from minitron.launch import run
 from minitron.measure.trace import WARM_UP, open_trace
 from minitron.pytorch.spans import span
-from tests.test_train_ranks import MODEL, TRAIN, train_on_ranks
+from tests.train.test_train_ranks import MODEL, TRAIN, train_on_ranks
 
 STEPS = 2
 TRACED = LogConfig(trace_steps=STEPS)

@@ -29,8 +29,9 @@ from minitron.config.file import from_dict
 from minitron.launch import RankError, run
 from minitron.measure.metrics import read_metrics
 from minitron.run import Run
-from tests.test_train import command, trained, wait_for
-from tests.test_train_ranks import kill_after, torchrun
+from tests.tiers import exhaustive
+from tests.train.test_train import command, trained, wait_for
+from tests.train.test_train_ranks import kill_after, torchrun
 
 MODEL = ModelConfig("llama", 0, 32, 2, 32, 4, 2, 48)
 TRAIN = TrainConfig(steps=12, global_batch_size=4, micro_batch_size=2, warmup_steps=3,
@@ -57,6 +58,7 @@ def weights_after(group, config: Config, folder: Path, kill_after: float | None 
     return finished.parallel.full_parameters()
 
 
+@exhaustive
 @pytest.mark.parametrize("in_background", [False, True], ids=["at once", "in the background"])
 def test_killed_at_random_moments_a_run_ends_where_an_undisturbed_one_does(
     config, tmp_path, in_background
@@ -64,7 +66,7 @@ def test_killed_at_random_moments_a_run_ends_where_an_undisturbed_one_does(
     """10 deaths each: while it is built, while it computes, saves, reads and evaluates."""
     config = with_train(config, async_checkpoint=in_background, keep_checkpoints=12)
     start = time.monotonic()
-    expected = run(weights_after, 2, config, tmp_path / "whole")[0]
+    expected = run(weights_after, 2, config, tmp_path / "whole", timeout=300)[0]
     seconds = time.monotonic() - start  # a first guess: it is slower than those to come
 
     folder, moments, deaths = tmp_path / "killed", random.Random(int(in_background)), 0
@@ -80,11 +82,12 @@ def test_killed_at_random_moments_a_run_ends_where_an_undisturbed_one_does(
             assert "was killed by SIGKILL" in str(error)
             deaths += 1
     assert deaths == 10
-    found = run(weights_after, 2, config, folder)[0]
+    found = run(weights_after, 2, config, folder, timeout=300)[0]
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert trained(folder, *COLUMNS) == trained(tmp_path / "whole", *COLUMNS)
 
 
+@exhaustive
 def test_torchrun_starts_a_dead_rank_again_and_the_run_goes_on(config, tmp_path):
     whole, folder = tmp_path / "whole", tmp_path / "killed"
     job = torchrun(2, "--max-restarts", "2", *command(
@@ -99,7 +102,8 @@ def test_torchrun_starts_a_dead_rank_again_and_the_run_goes_on(config, tmp_path)
         process.wait(60)
     assert process.returncode == 0, errors
     assert "failed (exitcode: -9)" in errors
-    run(weights_after, 2, from_dict(json.loads((folder / "config.json").read_text())), whole)
+    whole_config = from_dict(json.loads((folder / "config.json").read_text()))
+    run(weights_after, 2, whole_config, whole, timeout=300)
     assert trained(folder, *COLUMNS) == trained(whole, *COLUMNS)
 
 
@@ -125,6 +129,7 @@ def resume(group, config: Config, folder: Path) -> None:
     train.train(config, folder, resume=True, group=group)
 
 
+@exhaustive
 def test_eight_ranks_on_all_axes_die_and_go_on_cut_otherwise(stories, tmp_path):
     """dp 2 x tp 2 x pp 2 with ZeRO-1 and sequence parallelism, then dp 2 x tp 4."""
     one, many = tmp_path / "one", tmp_path / "many"
@@ -157,6 +162,7 @@ def test_a_restart_needs_to_know_its_folder(config, tmp_path, monkeypatch):
         train.start(train.TrainOptions(**vars(config)))
 
 
+@exhaustive
 def test_restart_begins_what_has_no_checkpoint_and_goes_on_with_what_has(config, tmp_path):
     alone = dataclasses.replace(config, parallel=ParallelConfig())
     for steps in (4, 8):
@@ -185,6 +191,7 @@ command_line.run(cli.train)
 """
 
 
+@exhaustive
 def test_a_rank_that_stands_still_is_named_and_the_job_ends(config, tmp_path):
     script = tmp_path / "sleeper.py"
     script.write_text(SLEEPER)

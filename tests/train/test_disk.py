@@ -19,7 +19,7 @@ from minitron.measure import loggers, metrics
 from minitron.measure.metrics import read_metrics
 from minitron.run import Run
 from minitron.system import disk
-from tests.test_train import MODEL, TRAIN, command
+from tests.train.test_train import MODEL, TRAIN, command
 
 resource = pytest.importorskip("resource", reason="Windows limits no file's size")
 

@@ -14,7 +14,7 @@ from minitron.launch import run
 from minitron.measure.metrics import read_metrics
 from minitron.running import folder as run_folder
 from minitron.running.folder import Claim
-from tests.test_train import MODEL, TRAIN, command, trained, wait_for
+from tests.train.test_train import MODEL, TRAIN, command, trained, wait_for
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ from minitron.launch import run
 from minitron.measure.metrics import read_metrics
 from minitron.run import Run
 from teaching import report
-from tests.test_train_ranks import torchrun
+from tests.tiers import exhaustive
+from tests.train.test_train_ranks import torchrun
 
 TINY = """
 [model]
@@ -68,6 +69,7 @@ def to_the_end(group, config: Path, layouts: list[str]) -> list[tuple[int, str]]
     return ended
 
 
+@exhaustive
 @pytest.mark.parametrize("num_ranks, layouts", [(2, ON_2), (4, ON_4)])
 def test_every_layout_comes_to_the_end_and_reports_once(config, num_ranks, layouts):
     first, *others = run(to_the_end, num_ranks, config, layouts, timeout=300)
@@ -82,6 +84,7 @@ def test_every_layout_comes_to_the_end_and_reports_once(config, num_ranks, layou
         assert ended == [(0, "")] * len(layouts)
 
 
+@exhaustive
 def test_torchrun_reports_as_one_process_does(config, tmp_path):
     words = ["-m", "minitron.train", str(config), "--run-dir", str(tmp_path / "run")]
     done = subprocess.run(torchrun(2, *words, "--parallel.tp", "2"), capture_output=True, text=True,

@@ -25,6 +25,7 @@ from minitron.hugging_face.folder import export
 from minitron.parallel.parts import Boxes
 from minitron.system.disk import write_json
 from minitron.system.files import file_in, read_json
+from tests.tiers import tiered
 
 MODEL = ModelConfig(max_sequence_length=32, num_layers=2, width=32, num_heads=2, num_kv_heads=1,
                     ffn_width=48, tied_embedding=False)
@@ -162,7 +163,7 @@ PAYLOADS = {
 }
 
 
-@pytest.mark.parametrize("place", PAYLOADS)
+@pytest.mark.parametrize("place", tiered(PAYLOADS))
 def test_nothing_in_a_checkpoint_is_executed(strangers, tmp_path, refused, place):
     payload, path = Payload(tmp_path / "executed"), strangers / "run/checkpoints/step_00000004"
     PAYLOADS[place](path, payload)
@@ -303,7 +304,7 @@ TABLES = {
 }
 
 
-@pytest.mark.parametrize("harm", TABLES)
+@pytest.mark.parametrize("harm", tiered(TABLES))
 def test_what_a_checkpoint_states_is_checked(strangers, refused, harm):
     path = strangers / "run/checkpoints/step_00000004"
     TABLES[harm](path)
@@ -400,7 +401,7 @@ FACTS = {
 }
 
 
-@pytest.mark.parametrize("harm", MANIFESTS)
+@pytest.mark.parametrize("harm", tiered(MANIFESTS))
 def test_a_manifest_may_be_anything_and_the_older_one_is_found(original, tmp_path, harm):
     shutil.copytree(original / "run", tmp_path / "run")
     newest = tmp_path / "run/checkpoints/step_00000004"
@@ -410,7 +411,7 @@ def test_a_manifest_may_be_anything_and_the_older_one_is_found(original, tmp_pat
     assert checkpoint.newest_good(newest.parent).name == "step_00000002"
 
 
-@pytest.mark.parametrize("harm", ["a list", "deep", "a pipe"])
+@pytest.mark.parametrize("harm", tiered(["a list", "deep", "a pipe"]))
 def test_a_run_goes_on_from_the_older_one(original, tmp_path, capsys, monkeypatch, harm):
     shutil.copytree(original / "run", tmp_path / "run")
     newest = tmp_path / "run/checkpoints/step_00000004"
@@ -420,7 +421,7 @@ def test_a_run_goes_on_from_the_older_one(original, tmp_path, capsys, monkeypatc
     assert (newest.parent / "step_00000004.damaged").exists()
 
 
-@pytest.mark.parametrize("harm", MANIFESTS | FACTS)
+@pytest.mark.parametrize("harm", tiered(MANIFESTS | FACTS))
 def test_what_a_manifest_states_is_checked(strangers, refused, harm):
     path = strangers / "run/checkpoints/step_00000004"
     (MANIFESTS | FACTS)[harm](path)
@@ -454,7 +455,7 @@ RUN_CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("text", RUN_CONFIGS.values(), ids=RUN_CONFIGS)
+@pytest.mark.parametrize("text", tiered(RUN_CONFIGS.values()), ids=RUN_CONFIGS)
 def test_the_config_in_a_run_is_checked(strangers, refused, text):
     (strangers / "run" / "config.json").write_text(text)
     assert "config.json" in refused(*commands(strangers)[0])
@@ -607,7 +608,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("harm", CONFIGS)
+@pytest.mark.parametrize("harm", tiered(CONFIGS))
 def test_what_weights_state_is_checked(strangers, refused, harm):
     CONFIGS[harm](strangers / "model")
     told = refused(*start_from(strangers))
@@ -633,7 +634,7 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", tiered(PLACES))
 def test_an_index_cannot_lead_out_of_its_folder(strangers, refused, place):
     folder = strangers / "model"
     shutil.copy(folder / "model.safetensors", strangers / "secret.safetensors")
@@ -705,8 +706,10 @@ def words_with_own_data(strangers) -> list:
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no pipes among files")
 @pytest.mark.parametrize("kind", ["a pipe", "a folder", "a device"])
-@pytest.mark.parametrize("name", ["mine.toml", "data/corpus.json", "data/train_000.bin",
-                                  "data/val_000.bin", "data/tokenizer.json"])
+@pytest.mark.parametrize("name", tiered([
+    "mine.toml", "data/corpus.json", "data/train_000.bin", "data/val_000.bin",
+    "data/tokenizer.json",
+]))
 def test_what_is_no_regular_file_is_called_so(strangers, words_with_own_data, refused, name, kind):
     assert (strangers / name).is_file()
     of_no_kind(kind, strangers / name)

@@ -25,6 +25,9 @@ from minitron.train import read_options
 from minitron.train import train as loop
 from teaching.exercises import ROOT, known, load, replaced
 from teaching.use import use
+from tests.tiers import exhaustive, tiered
+
+REACHES = "teaching/graders", "solutions"  # by name: for tools/affected.py
 
 EXERCISES = known()
 REPLACING = [e for e in EXERCISES.values() if e.replaces]
@@ -124,7 +127,7 @@ def packages_own():
     return {}
 
 
-@pytest.mark.parametrize("exercise, num_ranks, options", LAYOUTS, ids=lambda v: str(v))
+@pytest.mark.parametrize("exercise, num_ranks, options", tiered(LAYOUTS, 4), ids=lambda v: str(v))
 def test_training_calls_it_and_ends_with_the_same_weights(
     exercise, num_ranks, options, solved, stories, tmp_path, packages_own
 ):
@@ -166,7 +169,7 @@ def ring_volumes() -> list[cost.Volume]:
     return [cost.collective_volume("all_reduce", 10, 4, size, 0) for size in (2, 3)]
 
 
-@pytest.mark.parametrize("id", ["5.1", "5.2"])
+@pytest.mark.parametrize("id", tiered(["5.1", "5.2"]))
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_the_package_s_ring_calls_it_with_the_same_result(id, num_ranks, solved):
     right = run(ring_sum, num_ranks)
@@ -197,13 +200,14 @@ import sys
 from pathlib import Path
 from minitron.launch import torchrun_group
 from teaching.use import use
-from tests.teaching.test_use import ring_sum
+from tests.train.test_use import ring_sum
 
 with torchrun_group() as group, use("5.1", root=Path(sys.argv[1])):
     assert ring_sum(group) == [11.0] * 5
 """
 
 
+@exhaustive
 def test_ranks_that_torchrun_starts_use_it_too(solved, tmp_path):
     root = solved(EXERCISES["5.1"])
     script = tmp_path / "script.py"

@@ -17,12 +17,13 @@ from minitron.measure.metrics import read_metrics
 from minitron.precision import PRECISIONS, LossScale, MasterWeights
 from minitron.run import Run
 from minitron.running import training as training_module
-from tests.test_train import MODEL, TRAIN, trained
-from tests.test_train_ranks import kill_after
+from tests.tiers import exhaustive
+from tests.train.test_train import MODEL, TRAIN, trained
+from tests.train.test_train_ranks import kill_after
 
 # The loss
 
-STORY_MODEL = load(Path(__file__).parents[1] / "configs" / "stories.toml")
+STORY_MODEL = load(Path(__file__).parents[2] / "configs" / "stories.toml")
 S, BATCH = 64, 4
 LARGE_STEP = 2**22  # tokens, as of Llama 3 405B (Llama Team 2024, section 3.4.1)
 
@@ -61,11 +62,13 @@ def losses(stories) -> dict[str, float]:
     return {name: end_loss(stories, name) for name in PRECISIONS}
 
 
+@exhaustive
 @pytest.mark.parametrize("name", [name for name in PRECISIONS if name != "fp32"])
 def test_every_recipe_ends_where_float32_does(losses, name):
     assert abs(losses[name] / losses["fp32"] - 1) < DISTANCE[name]
 
 
+@exhaustive
 def test_every_recipe_rounds_otherwise(losses):
     """Else one of them would be another, by mistake."""
     assert len(set(losses.values())) == len(PRECISIONS)
@@ -81,12 +84,14 @@ class Forgetful(MasterWeights):
             master.copy_(parameter)
 
 
+@exhaustive
 def test_bfloat16_without_masters_ends_visibly_higher(stories, losses, monkeypatch):
     """By 5.0 to 5.6 %, over the seeds 0, 1 and 2."""
     monkeypatch.setattr(parallelize, "MasterWeights", Forgetful)
     assert end_loss(stories, "bf16") > 1.03 * losses["fp32"]
 
 
+@exhaustive
 @pytest.mark.parametrize("scaled", [False, True], ids=["unscaled", "scaled"])
 def test_float16_needs_its_scale_where_steps_are_large(stories, losses, scaled):
     """The 256 tokens of a step here, as one micro-batch of a step of 4 million tokens.
@@ -189,7 +194,7 @@ def step_without_norm(num_good: int):
 
 
 def test_a_run_whose_gradients_stay_infinite_stops(config, tmp_path, monkeypatch):
-    """Else it would skip every step, unheard. The other recipes never skip: tests/test_faults."""
+    """Else it would skip every step, unheard. Other recipes never skip: tests/train/test_faults."""
     begin_with(monkeypatch, train_log.SMALLEST_SCALE, interval=100)
     monkeypatch.setattr(training_module, "train_step", step_without_norm(num_good=3))
     message = r"the loss scale has fallen to 3.0e-08 in step 4, and .* still overflows"

@@ -19,6 +19,7 @@ from minitron.config.file import from_dict
 from minitron.corpus.stories import write_stories
 from minitron.measure.metrics import MetricsLog, read_metrics
 from minitron.train import Run
+from tests.tiers import exhaustive
 
 MODEL = ModelConfig(max_sequence_length=32, num_layers=2, width=32, num_heads=2, num_kv_heads=1,
                     ffn_width=48, dropout=0.1)
@@ -133,6 +134,7 @@ def test_a_signal_saves_first_and_tells_how_to_go_on(config, tmp_path, number):
     assert (folder / "checkpoints" / f"step_{last:08d}").exists()
 
 
+@exhaustive
 def test_a_signal_is_heard_after_every_step_however_rarely_the_run_logs(
     config, tmp_path, monkeypatch
 ):
@@ -248,6 +250,7 @@ def test_a_device_that_is_not_there_is_refused(config, tmp_path, device):
         train.train(elsewhere, tmp_path / "run")
 
 
+@exhaustive
 @pytest.mark.parametrize("policy", ["full", "selective", "sqrt"])
 def test_recomputation_trains_bit_identically(config, tmp_path, policy):
     train.train(config, tmp_path / "plain")

@@ -11,7 +11,7 @@ from minitron.config import Config, ConfigError, DataConfig, LogConfig
 from minitron.measure.loggers import SharedLog, TensorBoardLog, WandbLog
 from minitron.measure.metrics import read_metrics
 from minitron.running.folder import holds_run
-from tests.test_train_ranks import MODEL, TRAIN
+from tests.train.test_train_ranks import MODEL, TRAIN
 
 
 class FakeWriter:

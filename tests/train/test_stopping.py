@@ -22,8 +22,9 @@ from minitron.measure.metrics import read_metrics
 from minitron.run import Run
 from minitron.running import stopping
 from minitron.running.stopping import Stop
-from tests.test_train import MODEL, command, trained, wait_for
-from tests.test_train_ranks import torchrun, train_on_ranks
+from tests.tiers import exhaustive
+from tests.train.test_train import MODEL, command, trained, wait_for
+from tests.train.test_train_ranks import torchrun, train_on_ranks
 
 TRAIN = TrainConfig(steps=12, global_batch_size=6, micro_batch_size=4, warmup_steps=3,
                     eval_every=4, eval_sequences=8, checkpoint_every=4, device="cpu")
@@ -160,6 +161,7 @@ def stop_all(process: subprocess.Popen, number: signal.Signals, pauses: list[flo
                 os.killpg(group, number)
 
 
+@exhaustive
 @pytest.mark.parametrize("number, pauses", [
     (signal.SIGTERM, [0]), (signal.SIGTERM, [0, 0.05, 0.3, 1.0]), (signal.SIGINT, [0]),
 ], ids=["SIGTERM", "SIGTERM again and again", "SIGINT"])

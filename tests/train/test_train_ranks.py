@@ -33,7 +33,8 @@ from minitron.measure.meter import Meter
 from minitron.measure.metrics import read_metrics
 from minitron.run import Run
 from minitron.running.starting import require_a_gpu_each
-from tests.test_train import command, trained, wait_for
+from tests.tiers import exhaustive
+from tests.train.test_train import command, trained, wait_for
 
 MODEL = ModelConfig(max_sequence_length=32, num_layers=2, width=32, num_heads=2, num_kv_heads=1,
                     ffn_width=48)
@@ -100,6 +101,7 @@ def test_a_run_resumes_on_other_ranks_and_at_another_stage(config, tmp_path, sta
         assert moved == pytest.approx(whole, rel=1e-5)
 
 
+@exhaustive
 @pytest.mark.parametrize(("precision", "zero"), [("bf16", 0), ("fp16", 1), ("fp8", 3)])
 def test_low_precision_resumes_bit_for_bit(config, tmp_path, precision, zero):
     """Masters and the loss's scale are in the checkpoint: rounded weights would part at once."""
@@ -128,6 +130,7 @@ def kill_after(folder: Path, step: int) -> None:
             shutil.rmtree(path)
 
 
+@exhaustive
 def test_dropout_resumes_bit_for_bit_on_the_same_ranks(config, tmp_path):
     config = dataclasses.replace(config, model=dataclasses.replace(MODEL, dropout=0.2))
     assert_resumes_bit_for_bit(config, tmp_path)
@@ -260,6 +263,7 @@ def reductions(group, config: Config, folder: Path) -> int:
     return sum(call.op == "reduce_scatter" for call in ledger.calls)
 
 
+@exhaustive
 @pytest.mark.parametrize("stage", [2, 3])
 def test_gradients_travel_after_each_micro_batch_or_once_a_step(config, tmp_path, stage):
     """5 sequences in micro-batches of 2: three for each rank."""
