@@ -6,7 +6,7 @@ BIN := $(or $(if $(ACTIVE),$(shell "$(ACTIVE)/bin/python" tools/environment.py))
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train quick test test-all affected lab exercises chapters slides lint grid benchmark gpu clean
+.PHONY: help setup train quick test test-all affected lab exercises chapters chapter slides lint grid benchmark gpu clean
 
 help: ## Show this help
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -57,9 +57,14 @@ lab: setup ## Open the chapters in JupyterLab, as copies of your own in my_chapt
 exercises: setup ## (maintainers) Write exercises/ from solutions/
 	$(BIN)/python tools/build_exercises.py
 
-chapters: setup ## (maintainers) Execute chapters/source/*.py into chapters/*.ipynb
-	$(PIP) --quiet --editable '.[maintain]'
+# Executing takes nbclient, whose program is jupyter-execute.
+chapters: setup ## (maintainers) Build chapters/*.ipynb from chapters/source/*.py, executing what changed
+	@test -x $(BIN)/jupyter-execute || $(PIP) --quiet --editable '.[maintain]'
 	$(BIN)/python tools/build_chapters.py
+
+chapter: setup ## (maintainers) Build a chapter, its exercises and its deck, and check them: make chapter CH=6
+	@test -x $(BIN)/jupyter-execute || $(PIP) --quiet --editable '.[maintain]'
+	@$(BIN)/python tools/chapter.py "$(CH)"
 
 slides: setup ## (maintainers, instructors) Build slides/build/*.html and *.pdf; needs Node
 	$(BIN)/python tools/build_slides.py

@@ -1,33 +1,46 @@
-"""Execute the chapters' sources into the notebooks that learners open.
+"""Build the notebooks that learners open from the chapters' sources, and execute what changed.
 
     python tools/build_chapters.py              every chapter
     python tools/build_chapters.py ch01         the chapters whose name starts so
-    python tools/build_chapters.py --text       execute nothing, renew prose and links alone
-    python tools/build_chapters.py --check      execute nothing, compare with what is committed
+    python tools/build_chapters.py --execute    execute them all the same, to measure anew
+    python tools/build_chapters.py --check      write nothing, compare with what is there
+
+A notebook keeps the hash of its code cells and of what they import (chapter_hash.py). Where both
+are as they were, its outputs stay and the text around them is replaced.
 
 A source is chapters/source/chNN_*.py in jupytext's py:percent form. A code cell tagged
 "figure-NAME" also has its image written to slides/assets/chNN_NAME.png, for the slides and the
-README. Building twice changes nothing but measured numbers: cell ids come from the chapter's name
+README. Executing twice changes nothing but measured numbers: cell ids come from the chapter's name
 and the cell's position, and no time, version or path of the machine is kept.
 """
 
 import argparse
 import ast
 import base64
+import copy
 import hashlib
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import jupytext
-import nbformat
-from nbformat import NotebookNode
+# An extra that nbformat's jsonschema can do without: its grammars take longer than all the rest.
+sys.modules.setdefault("rfc3987_syntax", None)
+
+import jupytext  # noqa: E402
+import nbformat  # noqa: E402
+from nbformat import NotebookNode  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # run as a script, Python looks in tools/ alone
 
 from tools import chapter_links  # noqa: E402
+from tools.chapter_hash import (  # noqa: E402
+    execution_hashes,
+    hash_of_cells,
+    hash_of_imports,
+    parse_cell,
+)
 from tools.chapter_links import LinkError  # noqa: E402
 
 SOURCES = ROOT / "chapters" / "source"
@@ -49,23 +62,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="beginnings of chapter names; none: every chapter")
     modes = parser.add_mutually_exclusive_group()
-    modes.add_argument("--text", action="store_true",
-                       help="renew Markdown cells and links; keep code cells and their outputs")
-    modes.add_argument("--check", action="store_true", help="compare only, execute nothing")
+    modes.add_argument("--execute", action="store_true", help="execute whatever has changed or not")
+    modes.add_argument("--check", action="store_true", help="compare only, write nothing")
     arguments = parser.parse_args()
 
     for source in chapter_sources(arguments.names):
         try:
             if arguments.check:
                 check_chapter(source)
-            elif arguments.text:
-                renew_text(source)
+                done = "agrees"
             else:
-                build_chapter(source)
+                done = build_chapter(source, arguments.execute)
         except (ChapterError, LinkError) as error:
             print(f"{source.relative_to(ROOT)}: {error}", file=sys.stderr)
             return 1
-        print(f"{notebook_path(source).relative_to(ROOT)}: {'agrees' if arguments.check else 'ok'}")
+        print(f"{notebook_path(source).relative_to(ROOT)}: {done}")
+        if arguments.check and is_stale(source):
+            print(f"stale: {source.stem}: what it imports has changed since it was executed")
     return 0
 
 
@@ -83,36 +96,59 @@ def notebook_path(source: Path) -> Path:
     return source.parent.parent / f"{source.stem}.ipynb"
 
 
-def build_chapter(source: Path) -> None:
-    """Execute one source in a fresh kernel; write its notebook and its tagged figures."""
-    notebook = read_source(source)
-    require_style(notebook)
-    execute(notebook, cwd=notebook_path(source).parent)
-    compare(read_source(source), notebook)
+def build_chapter(source: Path, anew: bool = False) -> str:
+    """Write one source's notebook and its tagged figures; return what was done, in a phrase.
 
-    for path, image in figures(source.stem, notebook).items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(image)
-    nbformat.write(notebook, notebook_path(source))
-
-
-def renew_text(source: Path) -> None:
-    """Write a chapter's notebook anew from its source, with the outputs that it has.
-
-    Raise ChapterError if a code cell was edited, added, moved or removed: that needs execution.
+    It is executed in a fresh kernel where its outputs may have changed, or where asked to (`anew`).
     """
-    path = notebook_path(source)
-    built = nbformat.read(path, as_version=4)
-    notebook = read_source(source)
+    path, notebook = notebook_path(source), read_source(source)
     require_style(notebook)
+    expected, hashes = copy.deepcopy(notebook), execution_hashes(notebook)
+    reason = "as asked" if anew else keep_outputs(notebook, path, hashes)
+    if reason:
+        execute(notebook, cwd=path.parent)
+    notebook.metadata = _metadata(hashes)
+    compare(expected, notebook)
 
-    old = [cell for cell in built.cells if cell.cell_type == "code"]
-    new = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    if [cell.source for cell in old] != [cell.source for cell in new]:
-        raise ChapterError("its code cells changed: build it without --text")
+    for figure, image in figures(source.stem, notebook).items():
+        figure.parent.mkdir(parents=True, exist_ok=True)
+        figure.write_bytes(image)
+    nbformat.write(notebook, path)
+    return f"executed: {reason}" if reason else "not executed, text renewed"
+
+
+def keep_outputs(notebook: NotebookNode, path: Path, hashes: dict[str, str]) -> str | None:
+    """Take the outputs of the notebook at `path`; return why not, where they may have changed."""
+    try:
+        built = nbformat.read(path, as_version=4)
+    except (FileNotFoundError, nbformat.reader.NotJSONError):
+        return "there was no notebook"
+    old, new = _code(built), _code(notebook)
+    known = built.metadata.get("minitron", {})
+    if known.get("cells") != hashes["cells"] or [c.source for c in old] != [c.source for c in new]:
+        return "its cells changed"
+    if known.get("imports") != hashes["imports"]:
+        return "what it imports changed"
+    counts = [cell.execution_count for cell in old]
+    if built.metadata != _metadata(hashes) or counts != list(range(1, len(old) + 1)):
+        return "its notebook was run or cleared by hand"
     for cell, executed in zip(new, old, strict=True):
         cell.outputs, cell.execution_count = executed.outputs, executed.execution_count
-    nbformat.write(notebook, path)
+    return None
+
+
+def _code(notebook: NotebookNode) -> list[NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def _metadata(hashes: dict[str, str]) -> NotebookNode:
+    return nbformat.from_dict({**METADATA, "minitron": hashes})
+
+
+def is_stale(source: Path) -> bool:
+    """Return whether what a chapter imports has changed since its notebook was executed."""
+    built = nbformat.read(notebook_path(source), as_version=4)
+    return built.metadata["minitron"]["imports"] != hash_of_imports(built)
 
 
 def check_chapter(source: Path, read: Callable[[Path], str] = Path.read_text) -> None:
@@ -152,7 +188,6 @@ def execute(notebook: NotebookNode, cwd: Path) -> None:
         resources={"metadata": {"path": str(cwd)}},
     )
     client.execute()
-    notebook.metadata = nbformat.from_dict(METADATA)
 
 
 def require_style(notebook: NotebookNode) -> None:
@@ -182,8 +217,12 @@ def compare(expected: NotebookNode, notebook: NotebookNode) -> None:
     Also for a cell that was not executed in order, lost its outputs, failed, or names a path of
     the machine it ran on.
     """
-    if notebook.metadata != expected.metadata:
-        raise ChapterError(f"the notebook's metadata is {notebook.metadata}, not as built")
+    metadata = dict(notebook.metadata)
+    hashes = metadata.pop("minitron", {})
+    if metadata != expected.metadata:
+        raise ChapterError(f"the notebook's metadata is {metadata}, not as built")
+    if hashes.get("cells") != hash_of_cells(expected) or "imports" not in hashes:
+        raise ChapterError("the notebook was executed from other cells: build again")
     if len(notebook.cells) != len(expected.cells):
         raise ChapterError(
             f"the notebook has {len(notebook.cells)} cells, its source {len(expected.cells)}"
@@ -215,7 +254,7 @@ def _require_executed(cell: NotebookNode, position: int, count: int) -> None:
 
 def speaks(source: str) -> bool:
     """Whether a cell prints or shows something itself, outside the functions it defines."""
-    pending: list[ast.AST] = [ast.parse(re.sub(r"^[%!].*$", "pass", source, flags=re.MULTILINE))]
+    pending: list[ast.AST] = [parse_cell(source)]
     while pending:
         node = pending.pop()
         if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Lambda):

@@ -14,13 +14,15 @@ from teaching.exercises import ROOT, make_stub
 
 def build(root: Path = ROOT) -> list[Path]:
     """Write every exercises file and return the paths."""
-    written = []
-    for source in sorted((root / "solutions").glob("ch*.py")):
-        target = root / "exercises" / source.name
-        target.parent.mkdir(exist_ok=True)
-        target.write_text(make_stub(source.read_text("utf-8"), source.stem), "utf-8")
-        written.append(target)
-    return written
+    return [build_one(source) for source in sorted((root / "solutions").glob("ch*.py"))]
+
+
+def build_one(source: Path) -> Path:
+    """Write the exercises file of one solutions file and return its path."""
+    target = source.parent.parent / "exercises" / source.name
+    target.parent.mkdir(exist_ok=True)
+    target.write_text(make_stub(source.read_text("utf-8"), source.stem), "utf-8")
+    return target
 
 
 if __name__ == "__main__":

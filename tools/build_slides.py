@@ -62,7 +62,6 @@ def main() -> int:
 
     install_marp()
     browser = find_browser()
-    BUILD.mkdir(exist_ok=True)
     for deck in decks:
         html = build_deck(deck, browser, arguments.images)
         print(f"{html.relative_to(ROOT)} and .pdf")
@@ -75,20 +74,31 @@ class SlideError(Exception):
 
 def build_deck(deck: Path, browser: str, images: bool) -> Path:
     """Write the deck's HTML and PDF, and PNGs if asked; returns the HTML's path."""
-    try:
-        notebook = read_notebook(ROOT / "chapters" / f"{deck.stem}.ipynb")
-        markdown = insert_outputs(insert_sources(deck.read_text()), notebook)
-    except SlideError as error:
-        sys.exit(f"slides/{deck.name}: {error}")
-    source = inline_images(markdown, deck.parent)
-    html = BUILD / f"{deck.stem}.html"
-    marp(source, browser, "--output", html)
+    source = complete(deck)
+    html = write_html(source, deck.stem, browser)
     marp(source, browser, "--pdf", "--pdf-outlines", "--output", html.with_suffix(".pdf"))
     if images:
         folder = BUILD / deck.stem
         folder.mkdir(exist_ok=True)
         marp(source, browser, "--images", "png", "--output", folder / "slide.png")
+    return html
 
+
+def complete(deck: Path) -> str:
+    """Return the deck's Markdown with sources, outputs and images in it."""
+    try:
+        notebook = read_notebook(ROOT / "chapters" / f"{deck.stem}.ipynb")
+        markdown = insert_outputs(insert_sources(deck.read_text()), notebook)
+    except SlideError as error:
+        sys.exit(f"slides/{deck.name}: {error}")
+    return inline_images(markdown, deck.parent)
+
+
+def write_html(source: str, name: str, browser: str = "") -> Path:
+    """Write a completed deck's HTML, which no browser is needed for, and return its path."""
+    BUILD.mkdir(exist_ok=True)
+    html = BUILD / f"{name}.html"
+    marp(source, browser, "--output", html)
     resource = first_remote_resource(html.read_text())
     if resource:
         sys.exit(f"{html.name} would load {resource}: put the file into slides/assets")

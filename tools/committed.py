@@ -1,10 +1,13 @@
 """What maintainers have committed, whatever a learner has since done to the working files."""
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+READ_WORKING_FILES = "MINITRON_READ_WORKING_FILES"
+"""The environment variable with which a maintainer checks what is not staged yet."""
 
 
 def committed_text(path: Path) -> str:
@@ -17,7 +20,12 @@ def committed_text(path: Path) -> str:
 
 
 def text_in_git(path: Path) -> str | None:
-    """The text of a file in git's index (as committed, or staged since), None if git has none."""
+    """The text of a file in git's index (as committed, or staged since), None if git has none.
+
+    With READ_WORKING_FILES in the environment, the working file's.
+    """
+    if os.environ.get(READ_WORKING_FILES):
+        return path.read_text() if path.is_file() else None
     git = shutil.which("git") and subprocess.run(
         ["git", "show", f":./{path.relative_to(REPOSITORY).as_posix()}"], cwd=REPOSITORY,
         capture_output=True, text=True, encoding="utf-8",

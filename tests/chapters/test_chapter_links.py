@@ -61,27 +61,3 @@ def test_the_build_adds_neighbors_and_boxes():
     assert '<details style="border:' in first and first.endswith("Four.\n\n</details>")
     assert "←" not in neighbors("ch01_single_gpu")
     assert "→" not in neighbors(SOURCES[-1].stem)
-
-
-def written(tmp_path, text: str):
-    folder = tmp_path / "chapters" / "source"
-    folder.mkdir(parents=True, exist_ok=True)
-    source = folder / "ch99_small.py"
-    source.write_text(text)
-    return source
-
-
-def test_text_alone_is_renewed_and_outputs_stay(tmp_path):
-    text = "# %% [markdown]\n# # Small\n#\n# Old.\n\n# %%\nprint(6 * 7)\n"
-    source = written(tmp_path, text)
-    build_chapters.build_chapter(source)
-
-    written(tmp_path, text.replace("Old", "New"))
-    build_chapters.renew_text(source)
-    build_chapters.check_chapter(source)
-    notebook = build_chapters.notebook_path(source).read_text()
-    assert "New." in notebook and "Old." not in notebook and '"42\\n"' in notebook
-
-    written(tmp_path, text.replace("6 * 7", "6 * 8"))
-    with pytest.raises(build_chapters.ChapterError, match="code cells changed"):
-        build_chapters.renew_text(source)
