@@ -22,3 +22,13 @@ def as_exhaustive(case):
         return pytest.param(*case.values, id=case.id, marks=[*case.marks, exhaustive])
     values = case if isinstance(case, tuple) else (case,)
     return pytest.param(*values, marks=exhaustive)
+
+
+def collected(request: pytest.FixtureRequest, name: str) -> list:
+    """Return the values of the parameter `name` in the tests of this module that will run.
+
+    For a fixture that starts ranks once and tries all cases on them: it tries these alone.
+    """
+    calls = [item.callspec for item in request.session.items
+             if item.path == request.path and hasattr(item, "callspec")]
+    return list(dict.fromkeys(call.params[name] for call in calls if name in call.params))

@@ -47,7 +47,7 @@ def test_a_change_of_what_is_installed_reaches_everything(graph):
 
 
 def test_the_shared_conftest_imports_nothing_of_the_project(graph):
-    assert affected.closure("tests/conftest.py", graph) == {"tests/conftest.py"}
+    assert affected.reached("tests/conftest.py", graph) == {"tests/conftest.py"}
 
 
 def test_every_kind_of_change_is_seen(tmp_path, monkeypatch):
