@@ -16,6 +16,12 @@ def tiered(cases: Iterable, keep: int = 1) -> list:
     return cases[:keep] + [as_exhaustive(case) for case in cases[keep:]]
 
 
+def in_tiers(kept: set, cases: Iterable) -> list:
+    """Return cases for pytest.mark.parametrize: all but those in `kept` are exhaustive."""
+    return [pytest.param(case, id=str(case), marks=[] if case in kept else [exhaustive])
+            for case in cases]
+
+
 def as_exhaustive(case):
     """Return one case with the marker; a tuple is a row of values, as in pytest.param(*values)."""
     if isinstance(case, type(pytest.param())):

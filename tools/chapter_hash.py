@@ -22,7 +22,8 @@ from tools.imports import closure, import_graph, imported, imported_directly
 ROOT = Path(__file__).resolve().parent.parent
 WITH_TABLES = ("minitron", "teaching")
 TABLES = {".csv", ".json", ".toml"}
-READS = {"teaching.lab.gpu_records": "benchmarks/results/gpu"}
+READS = {"teaching.lab.gpu_records": "benchmarks/results/gpu",
+         "teaching.lab.large_plans": "benchmarks/results/plans"}
 """Modules that read tables from outside of the packages, and the folder of these."""
 
 

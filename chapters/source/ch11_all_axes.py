@@ -648,7 +648,8 @@ for line in decide(big).steps:
 # %% [markdown]
 # A tree follows one path. A search asks the same estimator about *every* layout that the package
 # can train, including other schedules, hybrid sharding and selective recomputation (chapter 12).
-# **Predict.** How much slower is the tree's choice than the best layout?
+# (A search for 64 GPUs or more takes seconds, so the layouts that won there are read from a
+# committed record.) **Predict.** How much slower is the tree's choice than the best layout?
 
 # %% tags=["output-against", "nbval-check-output"]
 gpt3 = replace(cost.PUBLISHED["GPT-3 175B"], vocab_size=51_200)  # divisible by 8

@@ -148,11 +148,14 @@ def trainings(
     make_model: Callable[[], nn.Module],
     batches: list[Tensor],
     num_micro_batches: int,
-    optimizers: Iterable[str] = tuple(OPTIMIZERS),
+    optimizers: Iterable[str] | None = None,
 ) -> dict[str, list[Moment]]:
-    """Train with each optimizer, on each of many ranks or in one process; returns the records."""
+    """Train with each optimizer, on each of many ranks or in one process; returns the records.
+
+    `optimizers` are names of OPTIMIZERS, by default all.
+    """
     records = {}
-    for name in optimizers:
+    for name in optimizers or OPTIMIZERS:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(group.rank())  # other weights on each rank: those of rank 0 must win
             model = make_model().double()

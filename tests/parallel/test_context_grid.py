@@ -16,7 +16,7 @@ from minitron.parallel.one_device import IGNORED
 from minitron.proof.difference import first_difference
 from minitron.proof.oracle import sample_batches, trainings
 from minitron.step import accumulate_over_ranks
-from tests.tiers import as_exhaustive, collected
+from tests.tiers import collected, in_tiers
 from tools.grid import apart, divide, leave_undivided, on_cpu, on_meta
 
 V, S = 32, 24
@@ -105,8 +105,7 @@ def ranks(request):
     return run(train_all, 4, collected(request, "case"), timeout=300, watch=False)
 
 
-@pytest.mark.parametrize("case", [
-    case if case in KEPT else as_exhaustive(case) for case in CASES])
+@pytest.mark.parametrize("case", in_tiers(KEPT, CASES))
 def test_it_is_the_same_training(ranks, case):
     by_rank = [done["cases"][case] for done in ranks]
     for optimizer, moments in of_one_process(CASES[case]).items():

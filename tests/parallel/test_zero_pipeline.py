@@ -36,7 +36,7 @@ from minitron.parallelize import make_schedule
 from minitron.proof.difference import first_difference
 from minitron.proof.oracle import sample_batches, small_gpt, small_llama, trainings
 from tests.parallel.saving import load, saved
-from tests.tiers import collected, exhaustive
+from tests.tiers import collected, in_tiers
 
 
 def head_last(num_ranks, num_micro_batches):
@@ -153,14 +153,8 @@ def on_one_device(model, group):
     return OneDevice(model)
 
 
-def kept_first(cases):
-    """All cases; those that are not KEPT are exhaustive."""
-    return [pytest.param(case, marks=[] if case in KEPT else exhaustive, id=str(case))
-            for case in cases]
-
-
-@pytest.mark.parametrize("case", kept_first(
-    [*CASES, *CHUNKED, "recomputed", *(("frozen", data) for data in ONE_STAGE_FROZEN)]))
+@pytest.mark.parametrize("case", in_tiers(
+    KEPT, [*CASES, *CHUNKED, "recomputed", *(("frozen", data) for data in ONE_STAGE_FROZEN)]))
 def test_it_is_the_same_training(ranks, reference, case):
     _, model = training_of(case)
     for optimizer, expected in reference[model].items():
@@ -254,7 +248,7 @@ def wire_of_stage_2(world, schedule, data):
     return moved, formula.tolist(), max(held), expected, buckets
 
 
-@pytest.mark.parametrize("wire", kept_first(case for case in CASES if "zero 3" in case[1]))
+@pytest.mark.parametrize("wire", in_tiers(KEPT, (case for case in CASES if "zero 3" in case[1])))
 def test_the_volume_is_that_of_the_formulas(ranks, wire):
     for done in ranks:
         moved, formula, held = done["wire"][wire]
@@ -262,7 +256,7 @@ def test_the_volume_is_that_of_the_formulas(ranks, wire):
         assert (held > 0.99) == ("kept" in wire[1]), held
 
 
-@pytest.mark.parametrize("wire", kept_first(case for case in CASES if "zero 2" in case[1]))
+@pytest.mark.parametrize("wire", in_tiers(KEPT, (case for case in CASES if "zero 2" in case[1])))
 def test_stage_2_sends_and_holds_what_the_formulas_say(ranks, wire):
     for done in ranks:
         moved, formula, held, expected, buckets = done["wire 2"][wire]
