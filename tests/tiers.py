@@ -18,8 +18,22 @@ def tiered(cases: Iterable, keep: int = 1) -> list:
 
 def in_tiers(kept: set, cases: Iterable) -> list:
     """Return cases for pytest.mark.parametrize: all but those in `kept` are exhaustive."""
+    cases = list(cases)
+    assert kept <= set(cases), f"no such cases: {kept - set(cases)}"
     return [pytest.param(case, id=str(case), marks=[] if case in kept else [exhaustive])
             for case in cases]
+
+
+def diagonal_of(first: Iterable, second: Iterable) -> list:
+    """Return all pairs for pytest.mark.parametrize("one, other", ...); most are exhaustive.
+
+    Kept is a diagonal, on which every value of either occurs: (a0, b0), (a1, b1), ...
+    """
+    first, second = list(first), list(second)
+    length = max(len(first), len(second))
+    kept = {(n % len(first), n % len(second)) for n in range(length)}
+    return [(a, b) if (i, j) in kept else as_exhaustive((a, b))
+            for i, a in enumerate(first) for j, b in enumerate(second)]
 
 
 def as_exhaustive(case):
