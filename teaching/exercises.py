@@ -24,7 +24,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
@@ -164,7 +164,8 @@ def find(exercise_id: str, root: Path = ROOT) -> Exercise:
 # The source: headers and markers
 
 
-def read_exercises(text: str, chapter: str) -> list[Exercise]:
+@cache
+def read_exercises(text: str, chapter: str) -> tuple[Exercise, ...]:
     """Read the exercises from a solutions file. Raises ValueError for a malformed header."""
     lines = text.splitlines()
     starts = [n for n, line in enumerate(lines, 1) if line.startswith("# Exercise")]
@@ -184,7 +185,7 @@ def read_exercises(text: str, chapter: str) -> list[Exercise]:
             fields["options"] = tuple((training["options"] or "").split())
             fields |= {key: training[key] for key in ("variant", "default")}
         exercises.append(Exercise(**fields, chapter=chapter, names=names))
-    return exercises
+    return tuple(exercises)
 
 
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)

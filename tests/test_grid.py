@@ -1,5 +1,7 @@
 """Every two choices together, on up to four ranks and on 2 x 2 x 2: the same training.
 
+The optimizer is a choice like the others: gradients are compared with either.
+
 `tools/grid.py` tries all combinations on up to 8 ranks.
 """
 
@@ -35,43 +37,54 @@ EVERY_LAYOUT = [layout for size in range(1, 9) for layout in layouts_of(size)]
 SMALL_LAYOUTS = [layout for size in (1, 2, 3, 4) for layout in layouts_of(size)] + [(2, 2, 2)]
 
 
-def pairs_of(case: Case) -> frozenset:
-    """Every two of its values; the layout, all of (dp, tp, pp), counts as one."""
-    return frozenset(combinations([case[:3], *enumerate(case[3:])], 2))
+Trial = tuple[Case, str]  # the second is the optimizer's name
 
 
-def cover(cases: list[Case]) -> list[Case]:
-    """A few in which every two values are together that are so in any of `cases`.
+def values_of(trial: Trial) -> tuple:
+    """Its choices; the layout, all of (dp, tp, pp), counts as one."""
+    case, optimizer = trial
+    return case[:3], *case[3:], optimizer
 
-    Greedy: the next is the first of those with most of the pairs that are missing.
+
+def cover(trials: list[Trial]) -> list[Trial]:
+    """A few in which every two values are together that are so in any of `trials`.
+
+    Greedy: the next is the first of those with most of the pairs that are missing. A set of pairs
+    is an integer with a bit for each, which is quick to intersect.
     """
-    pairs = {case: pairs_of(case) for case in cases}
-    missing, chosen = frozenset().union(*pairs.values()), []
+    numbers: dict = {}
+    sets = {trial: sum(1 << numbers.setdefault(pair, len(numbers))
+                       for pair in combinations(enumerate(values_of(trial)), 2))
+            for trial in trials}
+    missing, chosen = (1 << len(numbers)) - 1, []
     while missing:
-        chosen.append(max(cases, key=lambda case: len(pairs[case] & missing)))
-        missing -= pairs[chosen[-1]]
+        chosen.append(max(trials, key=lambda trial: (sets[trial] & missing).bit_count()))
+        missing &= ~sets[chosen[-1]]
     return chosen
 
 
 @cache
-def small_cases() -> list[Case]:
-    return [case for case in all_cases(SMALL_LAYOUTS) if why_refused(case) is None]
+def small_trials() -> list[Trial]:
+    return [(case, optimizer) for case in all_cases(SMALL_LAYOUTS) if why_refused(case) is None
+            for optimizer in grid.BOTH]
 
 
-COVERING = sorted(cover(small_cases()), key=lambda case: case.num_ranks)
-BATCHES = list(in_batches(COVERING))
+COVERING = cover(small_trials())
+BATCHES = [
+    (batch, optimizer) for optimizer in grid.BOTH for batch in in_batches(sorted(
+        (case for case, name in COVERING if name == optimizer), key=lambda case: case.num_ranks))]
 
 
 def test_every_pair_that_is_offered_is_tried():
     """By counting, as `cover` does not: of any two columns, the values that occur together."""
-    def together(cases):
-        columns = [(case[:3], *case[3:]) for case in cases]
-        return {(i, j): {(row[i], row[j]) for row in columns}
-                for i, j in combinations(range(len(columns[0])), 2)}
+    def together(trials):
+        rows = list(map(values_of, trials))
+        return {(i, j): {(row[i], row[j]) for row in rows}
+                for i, j in combinations(range(len(rows[0])), 2)}
 
-    assert together(COVERING) == together(small_cases())
-    assert len(COVERING) == len(set(COVERING)) < 140
-    zero_and_layout = {(case[:3], grid.DATA[case.data].get("zero", 0)) for case in COVERING}
+    assert together(COVERING) == together(small_trials())
+    assert len(COVERING) == len(set(COVERING)) < 150
+    zero_and_layout = {(case[:3], grid.DATA[case.data].get("zero", 0)) for case, _ in COVERING}
     assert len(zero_and_layout) == 4 * len(SMALL_LAYOUTS)
 
 
@@ -87,9 +100,10 @@ def test_what_is_refused_is_refused_for_its_reason_and_all_else_is_accepted(layo
             assert reason is None, case
 
 
-@pytest.mark.parametrize("batch", BATCHES, ids=lambda batch: f"{batch[0].num_ranks}-ranks")
-def test_the_training_is_that_of_one_process(batch):
-    found = zip(map(str, batch), try_each(batch), strict=True)
+@pytest.mark.parametrize("batch, optimizer", BATCHES, ids=lambda value: (
+    value if isinstance(value, str) else f"{value[0].num_ranks}-ranks"))
+def test_the_training_is_that_of_one_process(batch, optimizer):
+    found = zip(map(str, batch), try_each(batch, (optimizer,)), strict=True)
     assert not {case: wrong for case, wrong in found if wrong}
 
 

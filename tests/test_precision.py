@@ -32,6 +32,7 @@ from minitron.precision import (
 from minitron.proof.oracle import assert_same_training
 from minitron.step import accumulate_over_ranks, make_optimizer, train_step
 from tests.parallel.saving import load, saved
+from tests.tiers import diagonal_of, tiered
 
 CPU = torch.device("cpu")
 MODEL = ModelConfig("llama", 32, 16, 2, 48, 4, 2, 64)
@@ -110,7 +111,7 @@ def held_by_recipe(group, stage: int) -> dict[str, tuple[int, dict, dict]]:
     return seen
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", tiered([3, 1, 2]))
 def test_the_meter_sees_what_zero_divides(stage):
     for by_recipe in run(held_by_recipe, 2, stage, watch=False):
         for name, (P, between, after) in by_recipe.items():
@@ -151,7 +152,7 @@ def with_masters(apply, masters=MasterWeights, **options):
 VERSIONS = [apply_naive_data_parallel, apply_hooked_data_parallel, apply_bucketed_data_parallel]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", tiered([3, 2]))
 @pytest.mark.parametrize("apply", VERSIONS, ids=lambda f: f.__name__)
 def test_master_weights_are_the_same_training(apply, num_ranks):
     assert_same_training(with_masters(apply), num_ranks, num_micro_batches=2)
@@ -243,8 +244,8 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", [name for name in PRECISIONS if name != "fp32"])
+@pytest.mark.parametrize("layout, name", diagonal_of(
+    LAYOUTS, [name for name in PRECISIONS if name != "fp32"]))
 def test_gradients_are_within_their_roundings_of_float32(name, layout):
     num_ranks, parallel = LAYOUTS[layout]
     exact = gradients(ALONE, config_of("fp32"))
@@ -268,15 +269,16 @@ def reductions(group, config: Config) -> set[torch.dtype]:
     return {call.dtype for call in ledger.calls if call.reduce and call.payload > 1000}
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("name", ["bf16-autocast", "bf16", "bf16-fp32-grads", "fp16", "fp8"])
+@pytest.mark.parametrize("zero, name", diagonal_of(
+    [0, 1, 2, 3], ["bf16-autocast", "bf16", "bf16-fp32-grads", "fp16", "fp8"]))
 def test_gradients_travel_in_the_dtype_that_the_recipe_names(name, zero):
     for seen in run(reductions, 2, config_of(name, zero=zero)):
         assert seen == {PRECISIONS[name].reduction}
 
 
-@pytest.mark.parametrize("parallel", [{}, {"zero": 3}, {"tp": 2, "sequence": True}], ids=str)
-@pytest.mark.parametrize("name", [name for name in PRECISIONS if name != "fp32"])
+@pytest.mark.parametrize("parallel, name", diagonal_of(
+    [{}, {"zero": 3}, {"tp": 2, "sequence": True}],
+    [name for name in PRECISIONS if name != "fp32"]), ids=str)
 def test_recomputing_changes_no_bit(name, parallel):
     kept, recomputed = (
         run(gradients, 2, dataclasses.replace(config, train=dataclasses.replace(
@@ -293,8 +295,9 @@ def both_schedules(group, name, parallel):
             for schedule in ("1f1b", "zero-bubble")]
 
 
-@pytest.mark.parametrize("parallel", [{}, {"tp": 2}, {"tp": 2, "sequence": True}], ids=str)
-@pytest.mark.parametrize("name", ["fp32", "bf16-autocast", "bf16-fp32-grads", "fp8"])
+@pytest.mark.parametrize("parallel, name", diagonal_of(
+    [{}, {"tp": 2}, {"tp": 2, "sequence": True}],
+    ["fp32", "bf16-autocast", "bf16-fp32-grads", "fp8"]), ids=str)
 def test_deferring_the_gradients_of_weights_changes_no_bit(name, parallel):
     """They are the same products of the same tensors, added up in the same order."""
     num_ranks = 2 * parallel.get("tp", 1)
@@ -350,10 +353,10 @@ def overflow_on_one_rank(group, parallel):
     return skipped, after_first, moved, scale.value, float(loss), float(norm)
 
 
-@pytest.mark.parametrize(("num_ranks", "parallel"), [
-    (2, {}), (3, {"zero": 1}), (2, {"zero": 2}), (2, {"zero": 3}), (2, {"tp": 2}), (2, {"pp": 2}),
-    (4, {"tp": 2, "pp": 2}),
-], ids=str)
+@pytest.mark.parametrize(("num_ranks", "parallel"), tiered([
+    (2, {}), (3, {"zero": 1}), (2, {"zero": 3}), (4, {"tp": 2, "pp": 2}),
+    (2, {"zero": 2}), (2, {"tp": 2}), (2, {"pp": 2}),
+], keep=4), ids=str)
 def test_an_overflow_on_one_rank_is_skipped_by_all(num_ranks, parallel):
     for done in run(overflow_on_one_rank, num_ranks, parallel, watch=False):
         skipped, (value, num_states), moved, later, loss, norm = done

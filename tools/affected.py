@@ -16,10 +16,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-import grimp
-
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("minitron", "teaching", "tests", "tools")
+sys.path.insert(0, str(ROOT))
+
+from tools.imports import (  # noqa: E402
+    closure,
+    import_graph,
+    imported,
+    imported_directly,
+    packages_of,
+    parse_cell,
+)
+
 REACHES_ALL = {"pyproject.toml", "requirements.txt", "environment.yml"}
 SHARED_BY_CHAPTER = ("teaching/graders", "solutions", "exercises", "tests/exercises/mutants")
 
@@ -62,22 +70,15 @@ def affected(changed: set[str], graph: dict[str, set[str]]) -> list[str]:
     tests = sorted(file for file in graph if is_test(file))
     if changed & REACHES_ALL:
         return tests
-    return [test for test in tests if closure(test, graph) & changed]
+    return [test for test in tests if reached(test, graph) & changed]
+
+
+def reached(test: str, graph: dict[str, set[str]]) -> set[str]:
+    return closure([test], lambda file: graph.get(file, ()))
 
 
 def is_test(file: str) -> bool:
     return file.endswith(".ipynb") or file.startswith("tests/") and "/test_" in file
-
-
-def closure(start: str, graph: dict[str, set[str]]) -> set[str]:
-    found: set[str] = set()
-    pending = [start]
-    while pending:
-        file = pending.pop()
-        if file not in found:
-            found.add(file)
-            pending += graph.get(file, ())
-    return found
 
 
 def edges() -> dict[str, set[str]]:
@@ -98,12 +99,10 @@ def edges() -> dict[str, set[str]]:
 
     graph = {}
     packages = {str(Path(file).parent) for file in modules.values()}
-    imports = grimp.build_graph(*PACKAGES, cache_dir=None)
     for module, file in modules.items():
         code = (ROOT / file).read_text()
-        needed = imports.find_modules_directly_imported_by(module) if module in imports.modules \
-            else imported(code)
-        graph[file] = {modules[name] for name in needed | packages_of(module) if name in modules}
+        needed = imported_directly(module) if module in import_graph().modules else imported(code)
+        graph[file] = {modules[name] for name in needed if name in modules}
         if file.startswith(("minitron/", "teaching/")):
             package = str(Path(file).parent)
             graph[file] |= {data for data in places[package] if not data.endswith(".py")
@@ -125,26 +124,9 @@ def module_name(file: str) -> str:
     return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def packages_of(module: str) -> set[str]:
-    """Return the packages that Python imports before `module`."""
-    parts = module.split(".")
-    return {".".join(parts[:length]) for length in range(1, len(parts))}
-
-
-def imported(code: str) -> set[str]:
-    """Return the modules that `code` imports anywhere; of `from a import b` both a and a.b."""
-    found = set()
-    for node in ast.walk(ast.parse(code)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found
-
-
 def named(code: str, places: dict[str, set[str]], modules: dict[str, str]) -> set[str]:
     """Return the files that a string in `code` names: by path, by folder, or as a module."""
-    strings = {node.value.rstrip("/") for node in ast.walk(ast.parse(code))
+    strings = {node.value.rstrip("/") for node in ast.walk(parse_cell(code))
                if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return {modules[name] for name in strings & set(modules) if "." in name}.union(
         *(places[name] for name in strings & set(places)))

@@ -39,9 +39,9 @@ from tools.chapter_hash import (  # noqa: E402
     execution_hashes,
     hash_of_cells,
     hash_of_imports,
-    parse_cell,
 )
 from tools.chapter_links import LinkError  # noqa: E402
+from tools.imports import parse_cell  # noqa: E402
 
 SOURCES = ROOT / "chapters" / "source"
 ASSETS = ROOT / "slides" / "assets"

@@ -17,10 +17,13 @@ from pathlib import Path
 
 from nbformat import NotebookNode
 
+from tools.imports import closure, import_graph, imported, imported_directly
+
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("minitron", "teaching")
+WITH_TABLES = ("minitron", "teaching")
 TABLES = {".csv", ".json", ".toml"}
-READS = {"teaching.lab.gpu_records": "benchmarks/results/gpu"}
+READS = {"teaching.lab.gpu_records": "benchmarks/results/gpu",
+         "teaching.lab.large_plans": "benchmarks/results/plans"}
 """Modules that read tables from outside of the packages, and the folder of these."""
 
 
@@ -37,7 +40,7 @@ def hash_of_imports(notebook: NotebookNode) -> str:
     """Hash all that the cells reach: modules, printed definitions, tables."""
     cells = _code(notebook)
     printed = {word for cell in cells if "getsource(" in cell for word in re.findall(r"\w+", cell)}
-    modules = reached(name for cell in cells for name in _imported(cell))
+    modules = reached(name for cell in cells for name in imported(cell))
     parts = _tables(modules)
     for module in sorted(modules):
         shown = _definitions(module)
@@ -49,43 +52,13 @@ def _code(notebook: NotebookNode) -> list[str]:
     return [cell.source for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def parse_cell(source: str) -> ast.Module:
-    """Parse a cell without its magics and shell commands."""
-    return ast.parse(re.sub(r"^[%!].*$", "pass", source, flags=re.MULTILINE))
-
-
 def reached(names: Iterable[str]) -> set[str]:
     """Return the modules of this repository that importing `names` can import, at any depth.
 
     Imports inside functions count, and so do the packages that a module is in.
     """
-    graph, modules = _graph()
-    found, pending = set(), list(names)
-    while pending:
-        name = pending.pop()
-        if name in modules and name not in found:
-            found.add(name)
-            pending += [name.rpartition(".")[0], *graph.find_modules_directly_imported_by(name)]
-    return found
-
-
-@cache
-def _graph():
-    import grimp
-
-    graph = grimp.build_graph(*PACKAGES, cache_dir=None)
-    return graph, frozenset(graph.modules)
-
-
-def _imported(cell: str) -> set[str]:
-    """Every dotted name that a cell imports: a module, or a member of one."""
-    names = set()
-    for node in ast.walk(parse_cell(cell)):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return names
+    modules = import_graph().modules
+    return closure(set(names) & modules, imported_directly) & modules
 
 
 def _hash(parts: list[str]) -> str:
@@ -95,7 +68,7 @@ def _hash(parts: list[str]) -> str:
 
 
 def _tables(modules: set[str]) -> list[str]:
-    folders = [package for package in PACKAGES if package in modules]
+    folders = [package for package in WITH_TABLES if package in modules]
     folders += [folder for module, folder in READS.items() if module in modules]
     files = sorted(file for folder in folders for file in (ROOT / folder).rglob("*"))
     return [file.read_text("utf-8") for file in files if file.suffix in TABLES]

@@ -166,6 +166,8 @@ def exists(name: str) -> bool:
     first, *rest = name.split()
     if first in PROGRAMS and not rest:
         return True
+    if first == "python" and rest and rest[0] == "-m":
+        return (ROOT / rest[1].replace(".", "/")).with_suffix(".py").exists()
     if first == "make":
         makefile = (ROOT / "Makefile").read_text("utf-8")
         return all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in rest)

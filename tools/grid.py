@@ -30,10 +30,12 @@ from minitron.parallel.interface import ParallelModel
 from minitron.parallel.one_device import OneDevice
 from minitron.parallelize import lay_out, parallelize
 from minitron.proof.difference import Moment, first_difference
-from minitron.proof.oracle import sample_batches, trainings
+from minitron.proof.oracle import OPTIMIZERS, sample_batches, trainings
 
 MOST_RANKS = 8
 Records = dict[str, list[Moment]]  # by optimizer
+Optimizers = tuple[str, ...]
+BOTH = tuple(OPTIMIZERS)
 
 CPU = torch.device("cpu")
 CLIP_NORM = 0.1  # below the gradient's norm
@@ -56,7 +58,7 @@ MICRO_BATCHES = "one", "2 pp", "2 pp + 1"
 
 
 class Case(NamedTuple):
-    """One combination; the optimizers are not in it, since a case trains with both."""
+    """One combination; a case trains with every optimizer that it is tried with."""
 
     dp: int
     tp: int
@@ -182,23 +184,26 @@ def clipping(make_optimizer: Callable, clip: Callable) -> Callable:
 on_meta, on_cpu = partial(model_on, "meta"), partial(model_on, "cpu")
 
 
-def train_all(group, cases: list[Case]) -> list[Records]:
+def train_all(group, cases: list[Case], optimizers: Optimizers = BOTH) -> list[Records]:
     """What the oracle records of each case, on one rank."""
-    return [records_of(group, case, divide, on_meta, case.num_micro_batches) for case in cases]
+    return [records_of(group, case, divide, on_meta, case.num_micro_batches, optimizers)
+            for case in cases]
 
 
-@lru_cache(maxsize=16)
-def of_one_process(case: Case) -> Records:
-    return records_of(ALONE, case, leave_undivided, on_cpu, num_micro_batches=1)
+@lru_cache(maxsize=64)
+def of_one_process(case: Case, optimizers: Optimizers) -> Records:
+    return records_of(ALONE, case, leave_undivided, on_cpu, 1, optimizers)
 
 
-def records_of(group, case: Case, apply, make_model, num_micro_batches: int) -> Records:
+def records_of(
+    group, case: Case, apply, make_model, num_micro_batches: int, optimizers: Optimizers
+) -> Records:
     config = config_of(case)
     least = config.train.global_batch_size  # a sequence for each micro-batch
     sizes = least + 1, least + case.dp - 1  # and not as many for each rank
     batches = sample_batches(sizes, config.model.vocab_size, config.data.sequence_length)
     apply, make_model = partial(apply, config), partial(make_model, config)
-    return trainings(group, apply, make_model, batches, num_micro_batches)
+    return trainings(group, apply, make_model, batches, num_micro_batches, optimizers)
 
 
 def differences(case: Case, by_rank: list[Records]) -> list[str]:
@@ -206,7 +211,7 @@ def differences(case: Case, by_rank: list[Records]) -> list[str]:
     schedule = case.schedule if case.schedule == "interleaved" else "1f1b"  # it counts the layers
     alike = case._replace(data="bucketed", sequence=False, recompute="none", schedule=schedule)
     found = {name: first_difference(moments, [records[name] for records in by_rank])
-             for name, moments in of_one_process(alike).items()}
+             for name, moments in of_one_process(alike, tuple(by_rank[0])).items()}
     return [f"{name}: {what}" for name, what in found.items() if what] + apart(by_rank)
 
 
@@ -220,10 +225,12 @@ def apart(by_rank: list[Records]) -> list[str]:
             if any((other.values[name] != value).any() for other in others)]
 
 
-def try_all(cases: list[Case], watch: bool = False) -> list[list[str]]:
+def try_all(
+    cases: list[Case], optimizers: Optimizers = BOTH, watch: bool = False
+) -> list[list[str]]:
     """What is wrong with each case; all have as many ranks, which are started once."""
     timeout = SECONDS_PER_CASE * len(cases)
-    by_rank = run(train_all, cases[0].num_ranks, cases, timeout=timeout, watch=watch)
+    by_rank = run(train_all, cases[0].num_ranks, cases, optimizers, timeout=timeout, watch=watch)
     return [differences(case, [records[index] for records in by_rank])
             for index, case in enumerate(cases)]
 
@@ -231,14 +238,14 @@ def try_all(cases: list[Case], watch: bool = False) -> list[list[str]]:
 # The command
 
 
-def try_each(cases: list[Case]) -> list[list[str]]:
+def try_each(cases: list[Case], optimizers: Optimizers = BOTH) -> list[list[str]]:
     """The same for cases of which one may bring down the ranks."""
     try:
-        return try_all(cases, watch=len(cases) == 1)
+        return try_all(cases, optimizers, watch=len(cases) == 1)
     except RankError as error:
         if len(cases) == 1:
             return [[str(error)]]
-    return [try_each([case])[0] for case in cases]
+    return [try_each([case], optimizers)[0] for case in cases]
 
 
 def in_batches(cases: list[Case]) -> Iterator[list[Case]]:

@@ -235,8 +235,8 @@ for axis in reversed(AXES):
 # %% [markdown]
 # Rank 5 shares a group with rank 4 along tp, with rank 7 along dp, and with rank 1 along pp.
 #
-# Now with real ranks. Each rank has eight zeros except for a 1 at its own number, and all-reduces
-# them along each axis: the ones show who took part.
+# Now with real ranks. Each has eight zeros except for a 1 at its own number, and all-reduces them
+# along each axis: the ones show who took part.
 
 
 # %%
@@ -648,7 +648,8 @@ for line in decide(big).steps:
 # %% [markdown]
 # A tree follows one path. A search asks the same estimator about *every* layout that the package
 # can train, including other schedules, hybrid sharding and selective recomputation (chapter 12).
-# **Predict.** How much slower is the tree's choice than the best layout?
+# From 64 GPUs on, the winners come from a committed record. **Predict.** How much slower is the
+# tree's choice than the best layout?
 
 # %% tags=["output-against", "nbval-check-output"]
 gpt3 = replace(cost.PUBLISHED["GPT-3 175B"], vocab_size=51_200)  # divisible by 8
@@ -669,17 +670,17 @@ for name, num_gpus in product(MODELS, (8, 64, 1024)):
 #
 # By 6 % at most on up to 64 GPUs. On 1,024 GPUs it depends on the model: for Llama the tree's
 # choice is within a tenth of the best, for GPT-3 it is slower by more than a quarter. Chapter 12
-# repeats the comparison, with the same functions, for jobs on up to 16,384 GPUs.
+# repeats this for jobs on up to 16,384 GPUs.
 #
 # </details>
 #
 # This comparison is circular, though: the tree and the search ask the same estimator, so it shows
-# what the tree *does not look at*, and not that either of them is right. Measurements can tell. The
-# [Ultra-Scale Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook) (2025)
-# publishes step times of one model, with 8.86 billion parameters, in many layouts on 8 to 64 H100s.
-# For each number of GPUs we let three rules pick one of the measured layouts: the fewest cuts (the
-# rule of thumb: least tp x pp, tensor before pipeline, lowest ZeRO stage), the estimator, and the
-# estimator without its memory limit.
+# what the tree *does not look at*, not that either is right. The [Ultra-Scale
+# Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook) (2025) publishes step times
+# of one model, with 8.86 billion parameters, in many layouts on 8 to 64 H100s. For each number of
+# GPUs we let three rules pick one of the measured layouts: the fewest cuts (the rule of thumb:
+# least tp x pp, tensor before pipeline, lowest ZeRO stage), the estimator, and the estimator
+# without its memory limit.
 #
 # **Predict.** How far are their picks from the fastest layout that was measured?
 
@@ -738,9 +739,9 @@ for num_gpus, measured_rates in TABLE_2.items():
 #
 # </details>
 #
-# So treat a plan that relies on ZeRO-3's overlap as a hypothesis until you have measured it. A tree
-# is fast and easy to explain, a search misses nothing that the estimator knows, and both are only
-# as good as the estimator. Take their first few choices, and measure them.
+# So treat a plan that relies on ZeRO-3's overlap as a hypothesis until you have measured it. The
+# tree and the search are only as good as the estimator: take their first few choices, and measure
+# them.
 #
 # ### Save here, resume there
 #

@@ -29,9 +29,7 @@
 
 # %%
 import inspect
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from multiprocessing import get_context
 from statistics import median
 
 import torch
@@ -63,7 +61,7 @@ from minitron.run import Training
 from teaching.check import check
 from teaching.figures import memory_bars, show
 from teaching.figures_plan import errors, landscape, step_bars
-from teaching.lab import ch12 as lab, recorded, show_text, trees
+from teaching.lab import ch12 as lab, large_plans as plans, recorded, show_text, trees
 from teaching.widgets_plan import planner
 
 torch.set_num_threads(1)
@@ -276,15 +274,14 @@ for size in (1, 2, 4, 8):
     print(f"micro-batches of {size}: {total / GB:.0f} GB of {A100.memory_bytes / GB:.0f}")
 
 # %% [markdown]
-# So, eight at a time? On Monday, 1,024 GPUs would tell. The dry run of the first rank tells now.
-# (Each dry run keeps a process busy for some seconds. We start those of section 6 as well, in the
-# background.)
+# So, eight at a time? On Monday, 1,024 GPUs would tell you. A dry run of the first rank tells you
+# today. It keeps a laptop busy for ten seconds or more, so `plans.counted` reads this one from a
+# committed record, like the other large dry runs and searches of this chapter. (Change the job or
+# the layout, and it is run here. `python -m teaching.lab.large_plans` makes the whole record anew.)
 
 # %% tags=["output-trap", "nbval-check-output"]
-pool, plain = ProcessPoolExecutor(2, get_context("spawn")), LAYOUTS["tp 8, pp 8"]
-begun = [lab.begin(pool, job, layout, stage * d * t) for layout, stage in (
-    (lab.cut(16, tp=8, pp=8, micro_batch=8), 0), (plain, 0), (plain, 4), (plain, 7))]
-eight = begun[0].result()
+plain = LAYOUTS["tp 8, pp 8"]
+eight = plans.counted(job, lab.cut(16, tp=8, pp=8, micro_batch=8), rank=0)
 show_text(f"{eight.peak.total / GB:.0f} GB: " + ", ".join(
     f"{kind} {size / GB:.1f}" for kind, size in eight.peak.bytes.items()))
 
@@ -388,7 +385,7 @@ for rank, real in enumerate(run(real_step, 4, watch=False)):
 # **Predict.** Which of the three holds most? And which sends most along pp?
 
 # %% tags=["output-dryrun", "nbval-check-output"]
-stages = [run_of_a_rank.result() for run_of_a_rank in begun[1:]]
+stages = [plans.counted(job, plain, rank=stage * d * t) for stage in (0, 4, 7)]
 print("GB held  " + "  ".join(stages[0].peak.bytes) + "   total")
 for each in stages:
     print(f"rank {each.rank:3} " + "".join(
@@ -539,7 +536,7 @@ def place(candidate):
     return candidate.total_bytes / GB, candidate.seconds
 
 
-judged = trees.against_search(job, found)
+judged = trees.against_search(job, best)
 show(landscape(
     [place(each) for each in found.candidates], [place(each) for each in found.too_large],
     job.limit / GB, {"fastest": place(best), "tree": place(judged.tree),
@@ -562,7 +559,8 @@ show(landscape(
 #
 # Four jobs, each with its paper's layout (for GPT-3, that of section 2), and with the best that
 # this package could train. Both are timed as this package would run them, so that only the
-# *layouts* are compared.
+# *layouts* are compared. Searching all four takes most of a minute, so the layouts that won come
+# from the record; their seconds are estimated here.
 
 # %%
 mt_nlg, trillion = (
@@ -575,14 +573,14 @@ CHOSEN = {
     "1T": (Job(trillion, 3072, A100, S, 3072), lab.cut(6, 8, 64, recompute="full")),
     "Llama 3.1 405B": (Job(llama, 16_384, H100, 8192, 2048), lab.cut(128, 8, 16, chunks=4)),
 }
-last = {name: lab.begin(pool, given, layout, given.num_gpus - 1)  # they run while we search
-        for name, (given, layout) in CHOSEN.items() if given is not job}
-searched = {name: found if given is job else search(given) for name, (given, _) in CHOSEN.items()}
+searched = {name: plans.chosen(given) for name, (given, _) in CHOSEN.items()}
+print("the record has the layout that the search above found:",
+      searched["GPT-3 175B"].best.decision == best.decision)
 
 # %% tags=["output-chosen", "nbval-check-output"]
 print("                 s per step    MFU    GB   layout of the paper, then the best")
 for name, (given, layout) in CHOSEN.items():
-    for title, each in ((name, Candidate(given, layout)), ("", searched[name].candidates[0])):
+    for title, each in ((name, Candidate(given, layout)), ("", searched[name].best)):
         print(f"{title:15} {each.seconds:9.1f} {each.estimate.mfu:9.1%} "
               f"{each.total_bytes / GB:5.0f}\n{'':12} {lab.brief(each)}")
 
@@ -608,7 +606,7 @@ for name, (given, layout) in CHOSEN.items():
 # %% tags=["output-tree", "nbval-check-output"]
 print("seconds per step     tree     best   ratio   slower mostly in")
 for name, (given, _) in CHOSEN.items():
-    tree, fastest = judged = trees.against_search(given, searched[name])
+    tree, fastest = judged = trees.against_search(given, searched[name].best)
     most = costs_most(tree, fastest) if tree.seconds > fastest.seconds else "-"
     print(f"{name:15} {tree.seconds:9.1f} {fastest.seconds:8.1f} {judged.ratio:7.2f}   {most}")
     print(f"{'':15} {lab.brief(tree)}")
@@ -633,10 +631,9 @@ for name, (given, _) in CHOSEN.items():
 print(f"{'twice the':14}" + "".join(
     f"{resource.replace(' bandwidth', ' B/s'):>12}" for resource in RESOURCES))
 for name, each in searched.items():
-    before = each.candidates[0].seconds
-    faster = [lab.best_with(resource, each).seconds / before - 1 for resource in RESOURCES]
+    faster = [each.with_twice[resource].seconds / each.best.seconds - 1 for resource in RESOURCES]
     print(f"{name:14}" + "".join(f"{change:+12.0%}" for change in faster))
-print(f"\nGPT-3 with twice the memory: {lab.brief(lab.best_with('memory', found))}")
+print(f"\nGPT-3 with twice the memory: {lab.brief(searched['GPT-3 175B'].with_twice['memory'])}")
 
 # %% [markdown]
 # **Predict.** Why does twice the FLOP/s not halve the step? Why does twice the network gain so
@@ -662,7 +659,7 @@ print(f"\nGPT-3 with twice the memory: {lab.brief(lab.best_with('memory', found)
 READ = {"GPT-3 175B": 300e9, "MT-NLG 530B": 270e9, "1T": 450e9, "Llama 3.1 405B": 15.6e12}
 print("                  days   GPU-hours    million $    MWh")
 for name, each in searched.items():
-    given, fastest = each.job, each.candidates[0]
+    given, fastest = each.job, each.best
     total = bill(READ[name], given.global_batch_size * given.sequence_length, fastest.seconds,
                  given.num_gpus, GpuHour(given.device.watts, pue=1.1, price=2))
     print(f"{name:15} {total.days:6.0f} {total.gpu_hours:11,.0f} {total.price / 1e6:12.1f} "
@@ -832,17 +829,16 @@ check("12.4")
 # ## Further: confirm a search with dry runs
 #
 # A search believes formulas, for tens of thousands of layouts per job. Before Monday you would dry
-# run the layout that you have chosen. Here are those of the papers, on their last rank, which takes
-# a few seconds each; and GPT-3's on its first, from section 6. The formula's GB are those of the
-# rank that holds most.
+# run the layout that you have chosen. Here are those of the papers, on their last rank; and
+# GPT-3's on its first, from section 6. The formula's GB are those of the rank that holds most.
 
 # %% tags=["output-last", "nbval-check-output"]
 print("                GB by formula, fullest rank   dry run, this rank   TFLOP")
-for name, chosen in CHOSEN.items():
-    done = last[name].result() if name in last else stages[0]
-    print(f"{name:15} {Candidate(*chosen).total_bytes / GB:25.1f} "
+for name, (given, layout) in CHOSEN.items():
+    rank = 0 if given is job else given.num_gpus - 1
+    done = plans.counted(given, layout, rank)
+    print(f"{name:15} {Candidate(given, layout).total_bytes / GB:25.1f} "
           f"{done.peak.total / GB:22.1f} {done.flops / 1e12:10,.0f}")
-pool.shutdown()
 
 # %% [markdown]
 # For GPT-3, this rank is the fullest, and both agree. The last ranks hold less than the fullest:

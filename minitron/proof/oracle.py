@@ -16,7 +16,7 @@ oracle asks what a training step asks, and one device is the reference.
 Read in this order: assert_same_training, trainings, train; then `difference.first_difference`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -148,10 +148,14 @@ def trainings(
     make_model: Callable[[], nn.Module],
     batches: list[Tensor],
     num_micro_batches: int,
+    optimizers: Iterable[str] | None = None,
 ) -> dict[str, list[Moment]]:
-    """Train with each optimizer, on each of many ranks or in one process; returns the records."""
+    """Train with each optimizer, on each of many ranks or in one process; returns the records.
+
+    `optimizers` are names of OPTIMIZERS, by default all.
+    """
     records = {}
-    for name, factory in OPTIMIZERS.items():
+    for name in optimizers or OPTIMIZERS:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(group.rank())  # other weights on each rank: those of rank 0 must win
             model = make_model().double()
@@ -159,7 +163,7 @@ def trainings(
         assert isinstance(parallel, ParallelModel), (
             f"apply returned a {type(parallel).__name__}: derive it from OneDevice, and answer "
             "differently where it differs")
-        records[name] = list(train(parallel, factory, batches, num_micro_batches))
+        records[name] = list(train(parallel, OPTIMIZERS[name], batches, num_micro_batches))
     return records
 
 

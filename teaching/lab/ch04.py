@@ -157,7 +157,7 @@ def slow_steps(
     return [kept[1:] for kept in steps]
 
 
-def measure(applies: Sequence[Apply], network: Network, num_steps: int = 15) -> list[list[Step]]:
+def measure(applies: Sequence[Apply], network: Network, num_steps: int = 9) -> list[list[Step]]:
     """Return, for each of `applies`, several steps on two ranks, the fastest first."""
     ranks = run(slow_steps, 2, applies, network, num_steps, timeout=MEASURING, watch=False)
     found = []

@@ -1,31 +1,18 @@
 """Chapter 12's helpers: layouts in words, estimates of published steps, claims and what is so."""
 
 from collections.abc import Sequence
-from concurrent.futures import Executor, Future
 from dataclasses import replace
 
 from minitron import cost
-from minitron.config import Config, DataConfig, ParallelConfig, TrainConfig
-from minitron.plan.dryrun import dry_run
 from minitron.plan.estimate import estimate
-from minitron.plan.explain import doubled
 from minitron.plan.hardware import Device
-from minitron.plan.job import Decision, Job
 from minitron.plan.published import Row
-from minitron.plan.search import Candidate, Search
+from minitron.plan.search import Candidate
+from teaching.lab.large_plans import cut
+
+__all__ = ["brief", "cut", "errors_by_source", "fact", "label", "saved", "seconds_on"]
 
 # Layouts
-
-
-def cut(
-    dp: int, tp: int = 1, pp: int = 1, chunks: int = 1, recompute: str = "none",
-    micro_batch: int = 1, zero: int = 1,
-) -> Decision:
-    """Return a layout, with sequence parallelism wherever there is tensor parallelism."""
-    schedule = "interleaved" if chunks > 1 else "1f1b"
-    parallel = ParallelConfig(dp=dp, tp=tp, pp=pp, chunks=chunks, schedule=schedule,
-                              sequence=tp > 1, zero=zero)
-    return Decision(parallel, recompute, micro_batch)
 
 
 def brief(candidate: Candidate) -> str:
@@ -34,30 +21,6 @@ def brief(candidate: Candidate) -> str:
     words = words.replace(", weights and gradients kept unsharded", " (unsharded)")
     words = words.replace("zero-bubble", "ZB")
     return words.replace("full recomputation", "recomputed").replace(" recomputation", "")
-
-
-def config_of(job: Job, layout: Decision) -> Config:
-    """Return what a run of this job in this layout is configured with."""
-    train = TrainConfig(global_batch_size=job.global_batch_size, recompute=layout.recompute,
-                        micro_batch_size=layout.micro_batch_size, precision=job.precision)
-    data = DataConfig(sequence_length=job.sequence_length)
-    return Config(job.model, data, train, layout.parallel)
-
-
-def begin(pool: Executor, job: Job, layout: Decision, rank: int) -> Future:
-    """Start a dry run of a rank in another process; ask for its `result()` later."""
-    return pool.submit(dry_run, config_of(job, layout), job.num_gpus, rank)
-
-
-def best_with(resource: str, found: Search) -> Candidate:
-    """Return the fastest layout on devices with twice as much of a resource.
-
-    Tried are the 300 best layouts of the search, and all that fit only now.
-    """
-    given = replace(found.job, device=doubled(found.job.device, resource))
-    now_fit = [each for each in found.too_large if each.total_bytes <= given.limit]
-    layouts = [each.decision for each in found.candidates[:300] + now_fit]
-    return min((Candidate(given, layout) for layout in layouts), key=lambda each: each.seconds)
 
 
 # Published steps

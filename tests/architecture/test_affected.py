@@ -5,7 +5,6 @@ import sys
 
 import pytest
 
-from tests.tiers import as_exhaustive, exhaustive, tiered
 from tools import affected
 
 
@@ -47,7 +46,7 @@ def test_a_change_of_what_is_installed_reaches_everything(graph):
 
 
 def test_the_shared_conftest_imports_nothing_of_the_project(graph):
-    assert affected.closure("tests/conftest.py", graph) == {"tests/conftest.py"}
+    assert affected.reached("tests/conftest.py", graph) == {"tests/conftest.py"}
 
 
 def test_every_kind_of_change_is_seen(tmp_path, monkeypatch):
@@ -71,11 +70,3 @@ def test_a_commit_that_is_not_there_is_one_line():
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("affected: ") and done.stderr.count("\n") == 1
     assert "nowhere" in done.stderr
-
-
-def test_all_but_the_first_cases_are_exhaustive():
-    first, *others = tiered(["a", ("b", 2), pytest.param("c", id="see")])
-    assert first == "a"
-    assert [other.values for other in others] == [("b", 2), ("c",)]
-    assert all(exhaustive.mark in other.marks or exhaustive in other.marks for other in others)
-    assert as_exhaustive(pytest.param("c", id="see")).id == "see"

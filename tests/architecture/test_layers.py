@@ -3,6 +3,7 @@
 import ast
 import tokenize
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,11 @@ def name(path: Path) -> str:
     return str(path.relative_to(REPOSITORY))
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def test_imports_go_downwards(capfd):
     code = lint_imports(str(REPOSITORY / "pyproject.toml"), no_cache=True)
     assert code == 0, capfd.readouterr().out
@@ -49,15 +55,22 @@ def test_no_import_between_layers_is_excused():
         assert not excused or contract["type"] == "forbidden", f"{contract['name']}: {excused}"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name)
-def test_a_file_is_read_in_one_sitting(path):
-    tree = ast.parse(path.read_text())
-    assert len(path.read_text().splitlines()) <= LONGEST_FILE
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef):
-            body = node.body[1:] if ast.get_docstring(node) else node.body
-            lines = node.end_lineno - body[0].lineno + 1 if body else 1
-            assert lines <= LONGEST_FUNCTION, f"{node.name}: {lines} lines under its docstring"
+def test_a_file_is_read_in_one_sitting():
+    lengths = {name(path): len(path.read_text().splitlines()) for path in MODULES}
+    assert {file: lines for file, lines in lengths.items() if lines > LONGEST_FILE} == {}
+
+
+def test_a_function_fits_on_a_screen():
+    found = [f"{name(path)}:{node.lineno} {node.name}: {lines} lines below its docstring"
+             for path in MODULES for node in ast.walk(parsed(path))
+             if isinstance(node, ast.FunctionDef)
+             if (lines := lines_below_docstring(node)) > LONGEST_FUNCTION]
+    assert not found, "\n".join(found)
+
+
+def lines_below_docstring(function: ast.FunctionDef) -> int:
+    body = function.body[1:] if ast.get_docstring(function) else function.body
+    return function.end_lineno - body[0].lineno + 1 if body else 1
 
 
 def test_the_core_stays_small():
@@ -70,8 +83,7 @@ def test_the_core_stays_small():
 
 def count_code_lines(path: Path) -> int:
     """Lines without docstrings, comments and blank lines."""
-    tree = ast.parse(path.read_text())
-    docstrings = [range(node.lineno, node.end_lineno + 1) for node in ast.walk(tree)
+    docstrings = [range(node.lineno, node.end_lineno + 1) for node in ast.walk(parsed(path))
                   if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
     with path.open("rb") as file:
         tokens = [token for token in tokenize.tokenize(file.readline) if token.type not in NO_CODE]
@@ -79,23 +91,39 @@ def count_code_lines(path: Path) -> int:
     return len(lines.difference(*docstrings) - {0})
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name)
-def test_no_hidden_state(path):
+def test_no_hidden_state():
     """No default process group and no environment below the command line, no star imports."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Attribute):
-            called = ast.unparse(node)
-            assert called.split(".")[-1] not in ("get_rank", "get_world_size", "getenv")
-            if called == "os.environ":
-                assert name(path) in ENVIRONMENT_READERS
-        if isinstance(node, ast.ImportFrom):
-            assert not {alias.name for alias in node.names} & {"*", "get_rank", "get_world_size"}
+    found = [f"{name(path)}: {word}" for path in MODULES for word in hidden_state(parsed(path))
+             if word != "os.environ" or name(path) not in ENVIRONMENT_READERS]
+    assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name)
-def test_private_names_of_pytorch_stand_in_one_module(path):
-    if name(path) not in PRIVATE_PYTORCH:
-        assert not private_names(ast.parse(path.read_text())), "ask minitron.pytorch.private"
+@pytest.mark.parametrize("code", [
+    "dist.get_rank()", "world = torch.distributed.get_world_size", "os.getenv('RANK')",
+    "os.environ['RANK']", "from torch.distributed import get_rank", "from minitron.cost import *",
+])
+def test_hidden_state_is_found(code):
+    assert hidden_state(ast.parse(code))
+
+
+def hidden_state(tree: ast.AST) -> list[str]:
+    found = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(attr="get_rank" | "get_world_size" | "getenv"):
+                found.append(ast.unparse(node))
+            case ast.Attribute(value=ast.Name(id="os"), attr="environ"):
+                found.append("os.environ")
+            case ast.ImportFrom():
+                names = {alias.name for alias in node.names}
+                found += names & {"*", "get_rank", "get_world_size"}
+    return found
+
+
+def test_private_names_of_pytorch_are_used_in_one_module():
+    found = {name(path): names for path in MODULES if name(path) not in PRIVATE_PYTORCH
+             if (names := private_names(parsed(path)))}
+    assert found == {}, "ask minitron.pytorch.private"
 
 
 @pytest.mark.parametrize("code", [

@@ -8,7 +8,7 @@ import sys
 import nbformat
 import pytest
 
-from tools import build_chapters, chapter, chapter_hash, committed
+from tools import build_chapters, chapter, chapter_hash, committed, imports
 from tools.build_chapters import ChapterError, build_chapter, check_chapter, is_stale, notebook_path
 
 SOURCE = '''\
@@ -58,7 +58,8 @@ def source(tmp_path, monkeypatch):
         path.write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(chapter_hash, "ROOT", tmp_path)
-    monkeypatch.setattr(chapter_hash, "PACKAGES", ("small",))
+    monkeypatch.setattr(imports, "PACKAGES", ("small",))
+    monkeypatch.setattr(chapter_hash, "WITH_TABLES", ("small",))
 
     source = tmp_path / "chapters" / "source" / "ch99_small.py"
     source.parent.mkdir(parents=True)
@@ -70,7 +71,7 @@ def source(tmp_path, monkeypatch):
 
 def forget() -> None:
     """Let the next build see files as they are now: a command reads each once."""
-    for cached in (chapter_hash._graph, chapter_hash._read, chapter_hash._program,
+    for cached in (imports.import_graph, chapter_hash._read, chapter_hash._program,
                    chapter_hash._definitions):
         cached.cache_clear()
 

@@ -79,7 +79,7 @@ def test_the_chapter_s_code_vouches_for_a_number():
     "apply_zero1", "minitron.parallel.data.zero", "torch.compile", "F.cross_entropy", "nn.Linear",
     "loss.detach()", "parallel/data/zero.py", "make test", "minitron plan --gpus 8", "train.steps",
     "--train.recompute full", "torchrun --nproc-per-node 2", "PYTORCH_ALLOC_CONF", "nvidia-smi",
-    "no_sync", "len",
+    "no_sync", "len", "python -m teaching.lab.large_plans",
 ])
 def test_a_name_that_exists(name):
     assert exists(name)
@@ -88,6 +88,7 @@ def test_a_name_that_exists(name):
 @pytest.mark.parametrize("name", [
     "apply_zero9", "minitron.parallel.data.nothing", "torch.compile_it", "F.cross_entropies",
     "make teas", "minitron plan --gpuz 8", "train.stepz", "torchrun --nproc-per-mode 2",
+    "python -m teaching.lab.larger_plans", "python teaching.lab.large_plans",
 ])
 def test_a_name_that_does_not(name):
     assert not exists(name)

@@ -5,15 +5,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from teaching import graders
-from teaching.exercises import ROOT, known, load
+from teaching.exercises import ROOT, Exercise, known, load
 from teaching.graders.ranks import source_file
 
 
 class Chapter:
     """A chapter's exercises, with the right and wrong answers in mutants/.
 
-    Wrong answers are its MISTAKES. The first two of each function are the most telling; `make test`
-    grades those, `make test-all` all of them.
+    Wrong answers are its MISTAKES, each function's most telling ones first: `make test` grades two
+    of each exercise, `make test-all` all of them.
     """
 
     def __init__(self, name: str):
@@ -33,9 +33,13 @@ class Chapter:
         return [(name, answer) for name, answers in self.right_answers.items()
                 for answer in answers]
 
+    def exercise_of(self, name: str) -> Exercise:
+        """Return the exercise that asks for the function `name`."""
+        return next(e for e in self.exercises.values() if name in e.names)
+
     def grade(self, name: str, answer: Callable) -> graders.Verdict:
         """Grade our solution with the function `name` replaced by `answer`, maybe the package's."""
-        exercise = next(e for e in self.exercises.values() if name in e.names)
+        exercise = self.exercise_of(name)
         functions = load(exercise, ROOT / exercise.solution_file) | {name: answer}
         is_package = answer.__module__.startswith("minitron.")
         path = Path(source_file(answer)) if is_package else self.mutants_file

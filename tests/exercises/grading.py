@@ -13,17 +13,26 @@ from tests.exercises.common import Chapter
 from tests.tiers import as_exhaustive
 
 KEPT = {("exercise",): 1, ("name", "answer"): 1, ("name", "answer", "says"): 2}
-"""Of each exercise or function, how many rows are graded by `make test`."""
+"""How many rows of each exercise `make test` grades."""
 
 
-def first_of_each(rows: list[tuple], keep: int) -> list:
-    """Return all rows; beyond the first `keep` with the same first value, they are exhaustive."""
-    seen: Counter = Counter()
-    tiers = []
+def tiers_of(rows: list[tuple], exercises: list[str], keep: int) -> list:
+    """Return all rows, given the exercise of each; beyond `keep` of an exercise, exhaustive.
+
+    A row starts with a function's name. An exercise of several functions keeps the first row of
+    each of them before the second row of any.
+    """
+    before: Counter = Counter()
+    turns = []
     for row in rows:
-        seen[row[0]] += 1
-        tiers.append(row if seen[row[0]] <= keep else as_exhaustive(row))
-    return tiers
+        turns.append(before[row[0]])
+        before[row[0]] += 1
+
+    kept: dict[str, list[int]] = {}
+    for index in sorted(range(len(rows)), key=turns.__getitem__):
+        kept.setdefault(exercises[index], []).append(index)
+    chosen = {index for indices in kept.values() for index in indices[:keep]}
+    return [row if index in chosen else as_exhaustive(row) for index, row in enumerate(rows)]
 
 
 class Grading:
@@ -50,7 +59,10 @@ class Grading:
         if wanted in rows:
             ids = [str(row[0]) if len(row) == 1 else f"{row[0]}-{row[1].__name__}"
                    for row in rows[wanted]]
-            metafunc.parametrize(wanted, first_of_each(rows[wanted], KEPT[wanted]), ids=ids)
+            exercises = [str(row[0]) if len(row) == 1 else str(self.chapter.exercise_of(row[0]))
+                         for row in rows[wanted]]
+            tiers = tiers_of(rows[wanted], exercises, KEPT[wanted])
+            metafunc.parametrize(wanted, tiers, ids=ids)
 
     def test_there_are_four_or_five_exercises_with_their_own_functions(self):
         exercises = self.chapter.exercises

@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from minitron.launch import RankError, ranks, run, starting
+from tests.tiers import tiered
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -74,7 +75,7 @@ ENDS = {
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="daemons are found on Linux alone")
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("end", tiered(ENDS, keep=4))
 def test_what_a_rank_has_started_ends_with_it(tmp_path, end):
     def work(group, finish):
         if group.rank() == 1:
@@ -127,7 +128,7 @@ def script(tmp_path, *arguments) -> tuple[subprocess.Popen, list[psutil.Process]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="daemons are found on Linux alone")
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("sent", tiered([signal.SIGKILL, signal.SIGTERM, signal.SIGINT]))
 def test_what_a_rank_has_started_ends_with_the_parent(tmp_path, sent):
     folder = tmp_path / "children"
     folder.mkdir()

@@ -30,6 +30,7 @@ from minitron.parallel.tensor.sequence import apply_sequence_parallel
 from minitron.proof.difference import first_difference
 from minitron.proof.oracle import sample_batches, small_model, trainings, undivided
 from tests.parallel.saving import saved
+from tests.tiers import collected, in_tiers
 
 V, S = 36, 12
 MODEL = dict(vocab_size=V, max_sequence_length=S, width=24, num_heads=6, num_kv_heads=6,
@@ -74,13 +75,16 @@ LAYOUTS = {
     "four ranks a layer": Layout(partial(one_head, num_heads=12), apply_fsdp, sequence, FULL, 4),
     "whole layers": Layout(gpt, apply_zero2, tensor, (), 1),
 }
+KEPT = {"hooked, sequence, full", "zero 1", "zero 2 summed whole, sequence", "zero 3, full",
+        "four ranks a layer", "whole layers"}
 SEQUENCES = 5, 4  # of each step: two and three on the data-parallel ranks
 
 
-def train_all(group):
+def train_all(group, names):
     """Records of two trainings by the oracle's optimizers, and what a third leaves."""
     done = {}
-    for name, layout in LAYOUTS.items():
+    for name in names:
+        layout = LAYOUTS[name]
         batches, num_micro_batches = sample_batches(SEQUENCES, V, S), min(layout.tp, 2)
         done[name] = (trainings(group, layout.apply, layout.model, batches, num_micro_batches),
                       clipped_steps(group, layout))
@@ -88,11 +92,11 @@ def train_all(group):
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    return run(train_all, 4, timeout=120, watch=False)
+def ranks(request):
+    return run(train_all, 4, collected(request, "name"), timeout=300, watch=False)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", in_tiers(KEPT, LAYOUTS))
 def test_it_is_the_same_training(ranks, name):
     model, batches = LAYOUTS[name].model, sample_batches(SEQUENCES, V, S)
     expected = trainings(ALONE, undivided, model, batches, 1)
@@ -134,7 +138,7 @@ def clipped_steps(group, layout, saves: bool = True):
     return torch.stack(norms), parallel.full_parameters(), state, held
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", in_tiers(KEPT, LAYOUTS))
 def test_norm_and_optimizer_state_are_those_of_the_whole_model(ranks, name):
     norms, weights, state, _ = clipped_steps(ALONE, LAYOUTS[name])
     assert min(norms) > 0.2  # of which 0.1 is left
@@ -146,7 +150,7 @@ def test_norm_and_optimizer_state_are_those_of_the_whole_model(ranks, name):
         close(dict(got_state), dict(state))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", in_tiers(KEPT, LAYOUTS))
 def test_what_several_ranks_hold_stays_the_same_bits(ranks, name):
     """Ranks whose copies part by a rounding part further with every step."""
     for done in ranks[1:]:

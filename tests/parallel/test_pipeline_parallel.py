@@ -51,6 +51,7 @@ from minitron.proof.oracle import (
 )
 from tests.parallel.losses import summed
 from tests.parallel.test_pipeline_plan import random_schedule
+from tests.tiers import collected, in_tiers
 
 V, S = 36, 12
 MODEL = dict(vocab_size=V, max_sequence_length=S, width=24, num_heads=6, num_kv_heads=6,
@@ -184,29 +185,36 @@ LAYOUTS = {
     "sequence, full": Layout(zero_bubble, 2, gpt, 3, (9, 5), None, apply_sequence_parallel, FULL),
     "sequence, halves, keeping": Layout(zero_bubble, 2, untied, 3, (9, 5), None, keeping),
 }
+KEPT = {  # by `make test`: each schedule, alone and with each kind of the other axes
+    "alone, halves, sequence", "2, there and back", "2, frozen", "3, 1F1B",
+    "3, halves, two chunks", "2, ZB-V, fewer micro-batches", "3, DualPipeV", "3, unplanned",
+    "4, GPipe, full", "4, two chunks", "hooked", "bucketed", "zero 1", "zero 2, there and back",
+    "sequence, DualPipeV", "tensor, halves",
+}
 SIZES = 1, 2, 3, 4
 
 
-def everything(group):
+def everything(group, names):
     size = group.size()
     return {
-        "trainings": {name: layout.records(group) for name, layout in LAYOUTS.items()
-                      if layout.size == size},
+        "trainings": {name: LAYOUTS[name].records(group) for name in names
+                      if LAYOUTS[name].size == size},
         "mutants": {name: train_mutant(group, *mutant) for name, mutant in MUTANTS.items()
                     if mutant[0].size == size},
     }
 
 
 @pytest.fixture(scope="module")
-def ranks():
+def ranks(request):
     """Of each size, by rank."""
-    return {size: run(everything, size, timeout=90, watch=False) for size in SIZES}
+    names = collected(request, "case")
+    return {size: run(everything, size, names, timeout=300, watch=False) for size in SIZES}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_it_is_the_same_training(ranks, name):
-    layout = LAYOUTS[name]
-    by_rank = [done["trainings"][name] for done in ranks[layout.size]]
+@pytest.mark.parametrize("case", in_tiers(KEPT, LAYOUTS))
+def test_it_is_the_same_training(ranks, case):
+    layout = LAYOUTS[case]
+    by_rank = [done["trainings"][case] for done in ranks[layout.size]]
     for optimizer, moments in one_process(layout).items():
         assert first_difference(moments, [record[optimizer] for record in by_rank]) is None
 

@@ -2,6 +2,7 @@
 
 import random
 from collections import defaultdict, deque
+from functools import cache
 from itertools import combinations, pairwise
 
 import pytest
@@ -49,16 +50,23 @@ def random_schedule(seed):
 PLANNED = [make(p, m) for make in ONE_STAGE for p in (1, 2, 3, 4, 8) for m in (1, 3, 8, 16)]
 PLANNED += [interleaved(p, m, v) for p in (1, 2, 4) for m in (4, 8) for v in (2, 3)]
 PLANNED += [make(p, m) for make in (zb_v, dualpipe_v) for p in (1, 2, 3, 4) for m in (8, 9)]
-RANDOM = [random_schedule(seed) for seed in range(300)]
-SCHEDULES = PLANNED + RANDOM
+
+
+@cache
+def random_schedules():
+    return [random_schedule(seed) for seed in range(300)]
+
+
+def all_schedules():
+    return PLANNED + random_schedules()
 
 
 def test_the_random_schedules_are_valid_and_not_all_alike():
-    for schedule in RANDOM:
+    for schedule in random_schedules():
         check(schedule)
-    assert {schedule.num_ranks for schedule in RANDOM} == {1, 2, 3, 4}
-    assert sum(schedule.num_stages > schedule.num_ranks for schedule in RANDOM) > 100
-    turning_back = [s for s in RANDOM
+    assert {schedule.num_ranks for schedule in random_schedules()} == {1, 2, 3, 4}
+    assert sum(schedule.num_stages > schedule.num_ranks for schedule in random_schedules()) > 100
+    turning_back = [s for s in random_schedules()
                     if any(s.rank_of[a] > s.rank_of[a + 1] for a in range(s.num_stages - 1))]
     assert len(turning_back) > 100  # no package schedule has a boundary like that but interleaved
 
@@ -76,13 +84,13 @@ def messages(steps, peer):
 
 
 def test_a_script_has_the_ranks_own_actions_in_their_own_order():
-    for schedule in SCHEDULES:
+    for schedule in all_schedules():
         for actions, steps in zip(schedule.actions, scripts_of(schedule), strict=True):
             assert [step for step in steps if isinstance(step, Action)] == list(actions)
 
 
 def test_what_is_made_for_another_rank_is_sent_at_once_and_all_that_is_needed_is_there():
-    for schedule in SCHEDULES:
+    for schedule in all_schedules():
         for rank, steps in enumerate(scripts_of(schedule)):
             here = set()
             for before, step in pairwise([None, *steps]):
@@ -96,7 +104,7 @@ def test_what_is_made_for_another_rank_is_sent_at_once_and_all_that_is_needed_is
 
 
 def test_the_two_ends_of_every_pair_list_their_messages_in_the_same_order():
-    for schedule in SCHEDULES:
+    for schedule in all_schedules():
         scripts = scripts_of(schedule)
         for a, b in combinations(range(schedule.num_ranks), 2):
             there = [(not is_send, action) for is_send, action in messages(scripts[b], a)]
@@ -156,7 +164,7 @@ one_stream_a_peer, one_stream = (lambda peer: peer), (lambda peer: None)
 
 @pytest.mark.parametrize("lane", [one_stream_a_peer, one_stream])
 def test_no_valid_schedule_stands_still_where_messages_keep_their_order(lane):
-    for schedule in SCHEDULES:
+    for schedule in all_schedules():
         assert not stands_still(schedule, scripts_of(schedule), lane), schedule.name
 
 
@@ -189,7 +197,7 @@ def test_receives_in_the_order_of_need_do_stand_still():
 
 
 def test_an_evaluation_goes_forward_through_the_same_stages():
-    for schedule in SCHEDULES:
+    for schedule in all_schedules():
         forward = forwards(schedule, 3)
         done = list(in_order(forward))
         assert sorted(done) == sorted(

@@ -40,6 +40,7 @@ from minitron.proof.oracle import (
 )
 from minitron.step import train_step
 from tests.parallel.saving import load, saved
+from tests.tiers import collected, in_tiers
 
 SIZES = (1, 2, 3, 4, 8)
 SMALL = 6000  # bytes: several buckets in a small model
@@ -152,10 +153,10 @@ def on_ranks(apply, clip=None):
 in_one_process = on_ranks(lambda model, group: OneDevice(model))
 
 
-def train_all(group):
-    parts = {size: dist.new_group(range(size)) for size in SIZES}
+def train_all(group, cases):
+    parts = {size: dist.new_group(range(size)) for size in SIZES if size <= group.size()}
     records = {}
-    for name, version, size in CASES:
+    for name, version, size in cases:
         if group.rank() < size:
             training = TRAININGS[name]
             apply = on_ranks(partial(VERSIONS[version], **training.options))
@@ -164,12 +165,15 @@ def train_all(group):
 
 
 @pytest.fixture(scope="module")
-def records():
-    return run(train_all, max(SIZES), timeout=120, watch=False)
+def records(request):
+    cases = collected(request, "case")
+    num_ranks = max((size for *_, size in cases), default=1)
+    return run(train_all, num_ranks, cases, timeout=300, watch=False)
 
 
-@pytest.mark.parametrize(("name", "version", "size"), CASES)
-def test_every_version_is_the_same_training(records, name, version, size):
+@pytest.mark.parametrize("case", in_tiers({case for case in CASES if case[-1] == 3}, CASES))
+def test_every_version_is_the_same_training(records, case):
+    name, version, size = case
     training = TRAININGS[name]._replace(num_micro_batches=1, sizes=(size,))
     expected = training.records(ALONE, in_one_process)
     assert len(expected) == len(training.optimizers)

@@ -36,6 +36,7 @@ from minitron.parallelize import make_schedule
 from minitron.proof.difference import first_difference
 from minitron.proof.oracle import sample_batches, small_gpt, small_llama, trainings
 from tests.parallel.saving import load, saved
+from tests.tiers import collected, in_tiers
 
 
 def head_last(num_ranks, num_micro_batches):
@@ -74,6 +75,14 @@ DATA = {
     "zero 3, kept, reduced once": partial(apply_fsdp, **KEPT, **ONCE),
 }
 CASES = [(schedule, data) for schedule in SCHEDULES for data in DATA]
+KEPT = {  # by `make test`: each schedule and each kind of data parallelism
+    ("gpipe", "bucketed"), ("1f1b", "zero 1"), ("interleaved", "zero 2"),
+    ("zero-bubble", "zero 2, reduced once"), ("zb-v", "zero 3"),
+    ("dualpipe-v", "zero 3, reduced once"), ("zero-bubble", "zero 3, kept"),
+    ("interleaved", "zero 3, kept, reduced once"),
+    ("gpipe, chunks", "zero 2"), ("zero-bubble, chunks", "zero 3, kept"),
+    ("head last", "zero 3"), ("frozen", "zero 1"), ("frozen", "zero 3"), "recomputed",
+}
 CHUNKED = [("gpipe, chunks", "zero 2"), ("gpipe, chunks", "zero 3, reduced once"),
            ("zero-bubble, chunks", "zero 1"), ("zero-bubble, chunks", "zero 3, kept"),
            *(("head last", data) for data in DATA)]
@@ -105,20 +114,23 @@ def applied(schedule, data, policy=lambda model: None):
     return apply
 
 
-def train_all(world):
+def training_of(case):
+    """How a case is applied to a model, and the model's maker."""
+    if case == "recomputed":
+        return applied("1f1b", "zero 3", apply_full_recompute), small_llama
+    schedule, data = case
+    if schedule == "frozen":
+        return applied("1f1b", data), first_stage_frozen
+    return applied(schedule, data), gpt
+
+
+def train_all(world, cases, wires):
     batches = sample_batches(STEPS)
-    done = {case: trainings(world, applied(*case), gpt, batches, M) for case in CASES}
-    for data in ONE_STAGE_FROZEN:
-        done["frozen", data] = trainings(
-            world, applied("1f1b", data), first_stage_frozen, batches, M)
-    for case in CHUNKED:
-        done[case] = trainings(world, applied(*case), gpt, batches, M)
-    done["recomputed"] = trainings(
-        world, applied("1f1b", "zero 3", apply_full_recompute), small_llama, batches, M)
+    done = {case: trainings(world, *training_of(case), batches, M) for case in cases}
     with patch.object(PipelineParallel, "sum_partial_gradients", lambda *_: None):
         done["tied"] = trainings(world, applied("1f1b", "zero 3"), gpt, batches[:1], M)["SGD"]
-    done["wire"] = {case: wire(world, *case) for case in CASES if case[1].startswith("zero 3")}
-    done["wire 2"] = {case: wire_of_stage_2(world, *case) for case in CASES if "zero 2" in case[1]}
+    done["wire"] = {case: wire(world, *case) for case in wires if "zero 3" in case[1]}
+    done["wire 2"] = {case: wire_of_stage_2(world, *case) for case in wires if "zero 2" in case[1]}
     with patch.object(Zero2, "reduces", True):
         done["always reduced"] = wire_of_stage_2(world, "1f1b", "zero 2, reduced once")
     done["state"] = {data: state_of(world, data) for data in ("zero 2", "zero 3")}
@@ -126,8 +138,9 @@ def train_all(world):
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    return run(train_all, 4, timeout=200, watch=False)
+def ranks(request):
+    cases, wires = collected(request, "case"), collected(request, "wire")
+    return run(train_all, 4, cases, wires, timeout=200, watch=False)
 
 
 @pytest.fixture(scope="module")
@@ -140,12 +153,10 @@ def on_one_device(model, group):
     return OneDevice(model)
 
 
-@pytest.mark.parametrize(
-    "case", [*CASES, *CHUNKED, "recomputed",
-             *(("frozen", data) for data in ONE_STAGE_FROZEN)], ids=str)
+@pytest.mark.parametrize("case", in_tiers(
+    KEPT, [*CASES, *CHUNKED, "recomputed", *(("frozen", data) for data in ONE_STAGE_FROZEN)]))
 def test_it_is_the_same_training(ranks, reference, case):
-    model = {"recomputed": small_llama, "frozen": first_stage_frozen}.get(
-        case if case == "recomputed" else case[0], gpt)
+    _, model = training_of(case)
     for optimizer, expected in reference[model].items():
         seen = [done[case][optimizer] for done in ranks]
         assert first_difference(expected, seen) is None, optimizer
@@ -237,20 +248,25 @@ def wire_of_stage_2(world, schedule, data):
     return moved, formula.tolist(), max(held), expected, buckets
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case[1].startswith("zero 3")], ids=str)
-def test_the_volume_is_that_of_the_formulas(ranks, case):
-    for done in ranks:
-        moved, formula, held = done["wire"][case]
-        assert moved == formula
-        assert (held > 0.99) == ("kept" in case[1]), held
+def cases_of(data):
+    cases = [case for case in CASES if data in case[1]]
+    return in_tiers(KEPT.intersection(cases), cases)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if "zero 2" in case[1]], ids=str)
-def test_stage_2_sends_and_holds_what_the_formulas_say(ranks, case):
+@pytest.mark.parametrize("wire", cases_of("zero 3"))
+def test_the_volume_is_that_of_the_formulas(ranks, wire):
     for done in ranks:
-        moved, formula, held, expected, buckets = done["wire 2"][case]
+        moved, formula, held = done["wire"][wire]
         assert moved == formula
-        on_the_way = 0 if case[0] in ("gpipe", "1f1b") else buckets
+        assert (held > 0.99) == ("kept" in wire[1]), held
+
+
+@pytest.mark.parametrize("wire", cases_of("zero 2"))
+def test_stage_2_sends_and_holds_what_the_formulas_say(ranks, wire):
+    for done in ranks:
+        moved, formula, held, expected, buckets = done["wire 2"][wire]
+        assert moved == formula
+        on_the_way = 0 if wire[0] in ("gpipe", "1f1b") else buckets
         assert expected <= held <= expected + on_the_way
 
 

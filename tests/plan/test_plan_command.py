@@ -5,6 +5,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from minitron import cli
 from minitron.config import ConfigError
 from minitron.config.file import load
 from minitron.config.layout import require_ranks
+from minitron.plan import command
 from minitron.plan.command import (
     PlanOptions,
     compared,
@@ -28,13 +30,24 @@ from minitron.plan.explain import as_it_stands
 from minitron.plan.hardware import DEVICES
 from minitron.plan.job import Decision
 from minitron.plan.money import GpuHour, bill
-from minitron.plan.search import Candidate, Search, search
+from minitron.plan.search import Candidate, Search
+from minitron.plan.search import search as search_anew
 from minitron.train import read_options
+from tests.tiers import tiered
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 H100 = DEVICES["H100-SXM-80GB"]
 LARGE = ("gpt2-124m", "llama-1b", "llama-8b", "llama-70b", "gpt3-175b")
 GPT2, LLAMA_1B, LLAMA_8B, LLAMA_70B, GPT3 = (str(CONFIGS / f"{name}.toml") for name in LARGE)
+
+
+search = cache(search_anew)
+
+
+@pytest.fixture(autouse=True)
+def one_search_for_a_job(monkeypatch):
+    """The command searches a job that an earlier test has searched no second time."""
+    monkeypatch.setattr(command, "search", search)
 
 
 def plan(*words: str) -> int:
@@ -109,8 +122,9 @@ def test_what_the_seconds_of_zero_3_rest_on_is_told(num_gpus, has_stage_3, capsy
 # What to type next
 
 
-@pytest.mark.parametrize(("name", "num_gpus"), [
-    ("gpt2-124m", 8), ("gpt2-124m", 1024), ("llama-1b", 8), ("llama-8b", 8), ("llama-8b", 24)])
+@pytest.mark.parametrize(("name", "num_gpus"), tiered([
+    ("gpt2-124m", 8), ("llama-1b", 8), ("gpt2-124m", 1024), ("llama-8b", 8), ("llama-8b", 24),
+], keep=2))
 def test_a_layout_is_trained_by_the_options_that_are_printed(name, num_gpus):
     path = CONFIGS / f"{name}.toml"
     config = load(path)

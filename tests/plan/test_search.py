@@ -27,7 +27,7 @@ from minitron.plan.hardware import DEVICES
 from minitron.plan.job import Job
 from minitron.plan.search import Candidate, checked, config_of, decisions, search
 from minitron.plan.variants import is_variant, variants
-from tests.tiers import tiered
+from tests.tiers import exhaustive, tiered
 
 H100 = DEVICES["H100-SXM-80GB"]
 GPT2 = ModelConfig("gpt", 50304, 1024, 12, 768, 12, 12, 3072)
@@ -140,7 +140,7 @@ def test_groups_of_tensor_parallelism_do_not_span_nodes():
 # Nothing fits
 
 
-@pytest.mark.parametrize(("model", "num_gpus"), [(GPT3, 7), (LLAMA_8B, 1)])
+@pytest.mark.parametrize(("model", "num_gpus"), tiered([(LLAMA_8B, 1), (GPT3, 7)]))
 def test_what_fits_nowhere_is_refused_with_remedies_that_help(model, num_gpus):
     job = Job(model, num_gpus, H100, 2048, 1536)
     with pytest.raises(ConfigError) as refusal:
@@ -168,7 +168,8 @@ def test_gpus_that_no_layout_can_use():
 # Variants
 
 
-@pytest.mark.parametrize("job", [MIDDLE, replace(MIDDLE, num_gpus=32, global_batch_size=128)])
+@pytest.mark.parametrize("job", tiered([
+    MIDDLE, replace(MIDDLE, num_gpus=32, global_batch_size=128)]))
 def test_no_variant_is_faster_than_what_was_found(job):
     """Tried with all that fit, also where the search has seen that it need not."""
     winner, tried = found(job).candidates[0], 0
@@ -291,14 +292,14 @@ LOSES_MORE = {"GPT-3 on 1,024": 1.13, "Llama 405B on 16,384": 1.81}
 """The same on thousands."""
 
 
-@pytest.mark.parametrize(("model", "num_gpus", "length", "batch"), [
+@pytest.mark.parametrize(("model", "num_gpus", "length", "batch"), tiered([
     (GPT2, 8, 1024, 512),
     (cost.PUBLISHED["Llama 3.2 1B"], 8, 8192, 128),
     (LLAMA_8B, 8, 8192, 128),
     (LLAMA_8B, 64, 8192, 512),
     (LLAMA_70B, 64, 8192, 256),
     (GPT3, 64, 2048, 1536),
-])
+], keep=3))
 def test_the_decision_tree_is_not_far_from_the_best_on_a_few_nodes(model, num_gpus, length, batch):
     job = Job(model, num_gpus, H100, length, batch)
     chosen = Candidate(job, decide(job))
@@ -306,7 +307,8 @@ def test_the_decision_tree_is_not_far_from_the_best_on_a_few_nodes(model, num_gp
     assert chosen.seconds <= AT_MOST * search(job).candidates[0].seconds
 
 
-@pytest.mark.parametrize("name", tiered(LOSES_MORE))
+@exhaustive
+@pytest.mark.parametrize("name", LOSES_MORE)
 def test_the_decision_tree_is_far_from_the_best_on_thousands(name):
     """It knows no schedule but 1F1B, and leaves a node with tensor parallelism only if it must."""
     if name.startswith("GPT-3"):
@@ -317,7 +319,6 @@ def test_the_decision_tree_is_far_from_the_best_on_thousands(name):
     chosen = Candidate(job, decide(job))
     loses = chosen.seconds / search(job).candidates[0].seconds
     assert loses == pytest.approx(LOSES_MORE[name], rel=0.02)
-
 
 
 def test_reasons_are_counted_by_kind_not_by_their_words():

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import asdict
 
 import pytest
 
@@ -30,6 +31,17 @@ def root(tmp_path):
     return tmp_path
 
 
+def grade_here(exercise, root, timeout):
+    """What `teaching.check` runs in a process of its own, without the seconds that one takes."""
+    verdict = graders.grade_file(exercise, root / exercise.file, timeout)
+    return 0, json.dumps(asdict(verdict)), ""
+
+
+@pytest.fixture
+def in_process(monkeypatch):
+    monkeypatch.setattr(checking, "_run_grader", grade_here)
+
+
 @pytest.fixture(scope="module")
 def solved_once(tmp_path_factory):
     """A clone whose exercises are all solved, and the report of checking them."""
@@ -37,7 +49,9 @@ def solved_once(tmp_path_factory):
     copy_solutions(folder)
     (folder / "exercises").mkdir()
     write(folder, SOURCE.read_text())
-    return folder, check("1", root=folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checking, "_run_grader", grade_here)
+        return folder, check("1", root=folder)
 
 
 @pytest.fixture
@@ -88,6 +102,7 @@ HARMLESS = {
 }
 
 
+@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize(("above", "inside"), tiered(HARMLESS.values(), 3), ids=HARMLESS)
 def test_a_right_answer_may_use_python(root, tmp_path, monkeypatch, above, inside):
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
@@ -148,12 +163,14 @@ def assert_one_screen(text, says):
     assert "site-packages" not in text and "teaching" not in text
 
 
+@pytest.mark.usefixtures("in_process")
 def test_an_error_at_import_names_the_line(root):
     write(root, "import math\nmath.cosine\n")
     text = repr(check("1.4", root=root))
     assert "ch01_single_gpu.py, line 2" in text and "AttributeError" in text
 
 
+@pytest.mark.usefixtures("in_process")
 def test_a_missing_function_and_a_missing_file(root):
     write(root, "import math\n")
     text = str(check("1.4", root=root))
@@ -205,6 +222,7 @@ def test_a_report_shows_in_a_notebook_what_the_learner_printed(root):
     assert "&lt;b&gt;sizes" in page and "<b>" not in page and "<pre" in page
 
 
+@pytest.mark.usefixtures("in_process")
 def test_status_is_derived_from_the_files(root, monkeypatch):
     assert "0 of 4 passed" in status(root)
     started = count_processes(monkeypatch)
@@ -309,6 +327,7 @@ def test_a_grader_that_dies_passes_nothing(root, monkeypatch, verdict):
     assert "ended with exit code 1" in str(check("1.4", root=root))
 
 
+@pytest.mark.usefixtures("in_process")
 def test_a_record_of_a_pass_is_worthless_after_an_edit(solved):
     root = solved
     assert "1.4   passed" in status(root)

@@ -15,6 +15,7 @@ from teaching.figures_plan import (
     time_and_memory,
 )
 from teaching.widgets_plan import JOBS, best_of, draw_plan
+from tests.tiers import tiered
 
 PARTS = {"matmul": 6.0, "attention": 1.0, "bubble": 2.0, "tp": 0.9, "dp": 0.1}
 
@@ -85,7 +86,7 @@ def test_the_same_numbers_give_the_same_bytes(figure):
 # The planner
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", tiered(JOBS))
 def test_the_planner_finds_what_the_search_finds(name):
     """Over all settings of the sliders, the best is as good as the best with these settings."""
     controls = asked()["controls"]

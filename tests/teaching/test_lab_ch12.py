@@ -6,7 +6,7 @@ from minitron import cost
 from minitron.plan.hardware import DEVICES
 from minitron.plan.job import Job
 from minitron.plan.published import published_rows
-from minitron.plan.search import Candidate, search
+from minitron.plan.search import Candidate
 from teaching.lab import ch12 as lab
 
 A100 = DEVICES["A100-SXM-80GB"]
@@ -17,16 +17,6 @@ def test_a_layout_in_few_words():
     layout = lab.cut(2, tp=2, pp=2, chunks=2, recompute="full", micro_batch=4)
     assert layout.parallel.sequence and layout.parallel.schedule == "interleaved"
     assert lab.brief(Candidate(JOB, layout)) == "tp 2, pp 2 x 2, dp 2, ZeRO-1, recomputed, b 4"
-    config = lab.config_of(JOB, layout)
-    assert (config.train.micro_batch_size, config.train.recompute) == (4, "full")
-    assert config.data.sequence_length == 8192 and config.parallel == layout.parallel
-
-
-def test_more_of_a_resource_is_never_slower():
-    found = search(JOB)
-    best = found.candidates[0].seconds
-    assert lab.best_with("FLOP/s", found).seconds < best
-    assert lab.best_with("memory", found).seconds <= best
 
 
 def test_estimates_of_published_steps():

@@ -19,6 +19,7 @@ from minitron.measure import loggers, metrics
 from minitron.measure.metrics import read_metrics
 from minitron.run import Run
 from minitron.system import disk
+from tests.tiers import tiered
 from tests.train.test_train import MODEL, TRAIN, command
 
 resource = pytest.importorskip("resource", reason="Windows limits no file's size")
@@ -64,7 +65,7 @@ def test_a_new_run_that_cannot_write_is_one_line(config, tmp_path):
     assert sorted(path.name for path in folder.iterdir()) == ["metrics.jsonl", "run.lock"]
 
 
-@pytest.mark.parametrize("num_bytes", [0, 100_000])
+@pytest.mark.parametrize("num_bytes", tiered([100_000, 0]))
 def test_data_that_does_not_fit_is_one_line(tmp_path, num_bytes):
     told = the_line(with_files_up_to(
         num_bytes, sys.executable, "-m", "minitron.cli", "data", "stories", "--num-tokens",

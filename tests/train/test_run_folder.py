@@ -14,6 +14,7 @@ from minitron.launch import run
 from minitron.measure.metrics import read_metrics
 from minitron.running import folder as run_folder
 from minitron.running.folder import Claim
+from tests.tiers import exhaustive
 from tests.train.test_train import MODEL, TRAIN, command, trained, wait_for
 
 
@@ -118,6 +119,7 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
     assert (tmp_path / "precious").read_text() == "mine"
 
 
+@exhaustive
 def test_two_processes_in_one_folder_lose_nothing(config, tmp_path):
     folder = tmp_path / "run"
     first = subprocess.Popen(

@@ -16,6 +16,7 @@ from minitron.config import Config, ConfigError, DataConfig, LogConfig, Parallel
 from minitron.launch import run
 from minitron.measure.trace import WARM_UP, open_trace
 from minitron.pytorch.spans import span
+from tests.tiers import tiered
 from tests.train.test_train_ranks import MODEL, TRAIN, train_on_ranks
 
 STEPS = 2
@@ -33,14 +34,14 @@ def names_in(path: Path) -> list[str]:
         return [event["name"] for event in json.load(file)["traceEvents"] if "name" in event]
 
 
-@pytest.mark.parametrize("parallel, expected", [
+@pytest.mark.parametrize("parallel, expected", tiered([
     ({"zero": 3}, ["ZeRO-3 gather blocks.1", "ZeRO-3 gather root", "ZeRO-3 reduce blocks.0",
                    "data parallel all_gather", "data parallel reduce_scatter", "recompute",
                    "micro-batch 3", "forward", "backward",
                    "Optimizer.step#AdamW.step"]),
     ({"tp": 2, "sequence": True}, ["tensor parallel all_gather", "tensor parallel reduce_scatter",
                                    "tensor parallel all_reduce"]),
-], ids=str)
+]), ids=str)
 def test_a_trace_names_what_a_technique_does(stories, tmp_path, parallel, expected):
     settings = dataclasses.replace(SHORT, recompute="full")
     run(train_on_ranks, 2, config_of(stories, settings, **parallel), tmp_path)

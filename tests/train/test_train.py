@@ -19,7 +19,7 @@ from minitron.config.file import from_dict
 from minitron.corpus.stories import write_stories
 from minitron.measure.metrics import MetricsLog, read_metrics
 from minitron.train import Run
-from tests.tiers import exhaustive
+from tests.tiers import exhaustive, tiered
 
 MODEL = ModelConfig(max_sequence_length=32, num_layers=2, width=32, num_heads=2, num_kv_heads=1,
                     ffn_width=48, dropout=0.1)
@@ -116,7 +116,7 @@ def test_kill_9_and_resume_is_bit_identical(config, tmp_path):
     assert trained(tmp_path / "killed", *columns) == trained(tmp_path / "whole", *columns)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", tiered([signal.SIGTERM, signal.SIGINT]))
 def test_a_signal_saves_first_and_tells_how_to_go_on(config, tmp_path, number):
     folder = tmp_path / "run"
     process = subprocess.Popen(

@@ -1,6 +1,8 @@
 """A run whose layers are cut: the same training in any layout, also after a move to another."""
 
 import dataclasses
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,33 +31,49 @@ def describe(value) -> str:
     return value.family if isinstance(value, ModelConfig) else str(value)
 
 
-@pytest.mark.parametrize("model, num_ranks, parallel", [
+@pytest.fixture(scope="module")
+def trained_alone(stories, tmp_path_factory):
+    """A function that trains a model in one process, once, and returns the run's folder."""
+
+    @cache
+    def folder_of(model: ModelConfig) -> Path:
+        folder = tmp_path_factory.mktemp("alone")
+        train.train(config_of(model, stories), folder)
+        return folder
+
+    return folder_of
+
+
+@pytest.mark.parametrize("model, num_ranks, parallel", tiered([
+    (LLAMA, 4, {"pp": 2, "tp": 2, "sequence": True, "schedule": "zero-bubble"}),
+    (LLAMA, 4, {"cp": 2, "context": "all-gather", "tp": 2, "sequence": True, "zero": 3}),
+    (GPT, 4, {"cp": 2, "context": "ulysses", "pp": 2, "zero": 1, "overlap_gather": True}),
+    (DEEP, 4, {"pp": 2, "schedule": "dualpipe-v", "chunks": 2, "tp": 2, "sequence": True}),
     (GPT, 3, {"tp": 3}),
     (LLAMA, 4, {"tp": 2, "sequence": True, "zero": 1}),
     (GPT, 4, {"tp": 2, "sequence": True, "zero": 3}),
     (LLAMA, 4, {"tp": 4, "sequence": True}),
     (GPT, 2, {"pp": 2, "schedule": "zero-bubble"}),
     (LLAMA, 4, {"pp": 2, "tp": 2, "sequence": True}),
-    (LLAMA, 4, {"pp": 2, "tp": 2, "sequence": True, "schedule": "zero-bubble"}),
     (GPT, 4, {"pp": 2, "zero": 1}),
     (GPT, 4, {"pp": 2, "zero": 1, "overlap_gather": True}),
     (LLAMA, 4, {"tp": 2, "zero": 1, "overlap_gather": True}),
     (DEEP, 2, {"pp": 2, "schedule": "zb-v", "chunks": 2}),
     (LLAMA, 2, {"cp": 2}),
-    (LLAMA, 4, {"cp": 2, "context": "all-gather", "tp": 2, "sequence": True, "zero": 3}),
     (GPT, 4, {"cp": 2, "context": "ulysses", "pp": 2, "zero": 1}),
-    (DEEP, 4, {"pp": 2, "schedule": "dualpipe-v", "chunks": 2, "tp": 2, "sequence": True}),
-], ids=describe)
-def test_a_cut_model_trains_what_one_process_trains(stories, tmp_path, model, num_ranks, parallel):
+], keep=4), ids=describe)
+def test_a_cut_model_trains_what_one_process_trains(
+    stories, trained_alone, tmp_path, model, num_ranks, parallel
+):
     """Losses, norms before clipping and validation losses, and the same sampled text."""
-    train.train(config_of(model, stories), tmp_path / "one")
-    run(train_on_ranks, num_ranks, config_of(model, stories, **parallel), tmp_path / "many")
-    one, many = (trained(tmp_path / name, *COLUMNS) for name in ("one", "many"))
+    folders = trained_alone(model), tmp_path
+    run(train_on_ranks, num_ranks, config_of(model, stories, **parallel), tmp_path, timeout=300)
+    one, many = (trained(folder, *COLUMNS) for folder in folders)
     for expected, found in zip(one, many, strict=True):
         assert found == pytest.approx(expected, rel=2e-5)
 
-    evaluations = [[row for row in read_metrics(tmp_path / name / "metrics.jsonl")
-                    if "val_loss" in row] for name in ("one", "many")]
+    evaluations = [[row for row in read_metrics(folder / "metrics.jsonl") if "val_loss" in row]
+                   for folder in folders]
     for expected, found in zip(*evaluations, strict=True):
         assert found["val_loss"] == pytest.approx(expected["val_loss"], rel=2e-5)
         assert found["sample"] == expected["sample"]

@@ -33,7 +33,7 @@ from minitron.measure.meter import Meter
 from minitron.measure.metrics import read_metrics
 from minitron.run import Run
 from minitron.running.starting import require_a_gpu_each
-from tests.tiers import exhaustive
+from tests.tiers import exhaustive, tiered
 from tests.train.test_train import command, trained, wait_for
 
 MODEL = ModelConfig(max_sequence_length=32, num_layers=2, width=32, num_heads=2, num_kv_heads=1,
@@ -56,32 +56,39 @@ def torchrun(num_ranks: int, *words: str) -> list[str]:
             str(num_ranks), *words]
 
 
-@pytest.mark.parametrize("num_ranks, parallel", [
-    (2, {}), (3, {}), (4, {}),
-    (2, {"zero": 1}), (3, {"zero": 2}), (4, {"zero": 3}),
-    (3, {"zero": 3, "sync_every_micro_batch": False}),
-], ids=str)
-def test_any_number_of_ranks_trains_what_one_process_trains(config, tmp_path, num_ranks, parallel):
+@pytest.fixture(scope="module")
+def alone(stories, tmp_path_factory) -> Path:
+    """The folder of a run in one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    train.train(Config(MODEL, DataConfig(stories, sequence_length=32), TRAIN), folder)
+    return folder
+
+
+@pytest.mark.parametrize("num_ranks, parallel", tiered([
+    (3, {}), (3, {"zero": 2}), (4, {"zero": 3}),
+    (2, {}), (4, {}), (2, {"zero": 1}), (3, {"zero": 3, "sync_every_micro_batch": False}),
+], keep=3), ids=str)
+def test_any_number_of_ranks_trains_what_one_process_trains(
+    config, alone, tmp_path, num_ranks, parallel
+):
     """10 sequences in micro-batches of 2: on 3 and 4 ranks neither divides.
 
     float32: sums in another order differ in the last bits, and AdamW carries that on.
     """
-    train.train(config, tmp_path / "one")
     cut = dataclasses.replace(config, parallel=ParallelConfig(**parallel))
-    run(train_on_ranks, num_ranks, cut, tmp_path / "many")
+    run(train_on_ranks, num_ranks, cut, tmp_path, timeout=300)
     columns = "step", "loss", "grad_norm", "tokens"
-    for one, many in zip(trained(tmp_path / "one", *columns), trained(tmp_path / "many", *columns),
-                         strict=True):
+    for one, many in zip(trained(alone, *columns), trained(tmp_path, *columns), strict=True):
         assert many == pytest.approx(one, rel=1e-5)
     val_one, val_many = (
-        [row["val_loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl")
-         if "val_loss" in row] for name in ("one", "many")
+        [row["val_loss"] for row in read_metrics(folder / "metrics.jsonl") if "val_loss" in row]
+        for folder in (alone, tmp_path)
     )
     assert val_many == pytest.approx(val_one, rel=1e-5)
 
 
-@pytest.mark.parametrize("stages", [(0, 0), (3, 1), (2, 0)])
-def test_a_run_resumes_on_other_ranks_and_at_another_stage(config, tmp_path, stages):
+@pytest.mark.parametrize("before, after", tiered([(3, 1), (0, 0), (2, 0)]))
+def test_a_run_resumes_on_other_ranks_and_at_another_stage(config, tmp_path, before, after):
     """2 steps on 2 ranks, 2 on 3, 2 on one process: the losses of a run that never moved."""
     config = dataclasses.replace(
         config, train=dataclasses.replace(TRAIN, checkpoint_every=2, keep_checkpoints=3)
@@ -89,7 +96,7 @@ def test_a_run_resumes_on_other_ranks_and_at_another_stage(config, tmp_path, sta
     train.train(config, tmp_path / "whole")
     folder = tmp_path / "moved"
     first, second = (dataclasses.replace(config, parallel=ParallelConfig(zero=stage))
-                     for stage in stages)
+                     for stage in (before, after))
     run(train_on_ranks, 2, first, folder)
     kill_after(folder, 2)
     run(train_on_ranks, 3, second, folder, True)
@@ -182,6 +189,7 @@ def test_a_mistake_leaves_no_group_behind(monkeypatch):
         gc.enable()
 
 
+@exhaustive
 def test_a_folder_that_cannot_be_is_told_once(config, tmp_path):
     (tmp_path / "file").write_text("")
     words = command(config, tmp_path / "file" / "run")[1:]
