@@ -72,7 +72,8 @@ def device_for(name: str) -> torch.device:
         raise ConfigError(f"torch {torch.__version__} sees no CUDA GPU on this machine",
                           "`minitron doctor` says what is missing; --device cpu --tiny --out "
                           "FOLDER tries the command itself")
-    return torch.device(name)
+    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else \
+        torch.device(name)
 
 
 def read_options() -> argparse.Namespace:

@@ -29,16 +29,17 @@ from minitron.measure.clock import Clock, peak_flops
 from minitron.model.transformer import Transformer, initialize
 from minitron.precision import low_precision
 from minitron.step import make_optimizer, train_step
-from teaching.lab.gpu_models import STEPS
+from teaching.lab.gpu_models import SPEED, MeasuredStep
 
-Step = Callable[[Tensor, Tensor], object]
+Step = Callable[[list[tuple[Tensor, Tensor]]], object]
+"""Of micro-batches: inputs and targets (B, S)."""
 
-SIZES = {  # family -> (model, sequences per step, S)
+SIZES = {
     "cpu": {
-        "gpt": (ModelConfig("gpt", 4096, 256, 4, 256, 4, 4, 1024), 8, 256),
-        "llama": (ModelConfig("llama", 4096, 256, 4, 256, 4, 2, 768), 8, 256),
+        "gpt": MeasuredStep(ModelConfig("gpt", 4096, 256, 4, 256, 4, 4, 1024), 8, 8),
+        "llama": MeasuredStep(ModelConfig("llama", 4096, 256, 4, 256, 4, 2, 768), 8, 8),
     },
-    "cuda": {"gpt": STEPS["GPT-2 124M"], "llama": STEPS["Llama 1.3B"]},
+    "cuda": {"gpt": SPEED["GPT-2 124M"], "llama": SPEED["Llama 1.3B"]},
 }
 
 
@@ -47,7 +48,7 @@ def our_step(model: Transformer, device: torch.device, optimizer=None, compiled=
     if compiled:
         forward = torch.compile(forward)
     optimizer = optimizer or make_optimizer(model, TrainConfig(), device)
-    return lambda inputs, targets: train_step(forward, optimizer, [(inputs, targets)], 1e-4, 1.0)
+    return lambda micro_batches: train_step(forward, optimizer, micro_batches, 1e-4, 1.0)
 
 
 def plain_step(model: Transformer, device: torch.device, optimizer=None, compiled=False) -> Step:
@@ -74,9 +75,10 @@ def loop(
 ) -> Step:
     """What everybody writes."""
 
-    def step(inputs: Tensor, targets: Tensor) -> None:
+    def step(micro_batches: list[tuple[Tensor, Tensor]]) -> None:
         optimizer.zero_grad()
-        loss_of(inputs, targets).backward()
+        for inputs, targets in micro_batches:
+            (loss_of(inputs, targets) / len(micro_batches)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
@@ -129,29 +131,40 @@ def main() -> None:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     print("\n".join(lines))
-    for family, (config, batch_size, S) in SIZES[device.type].items():
+    for family, measured in SIZES[device.type].items():
         for compiled in (False, True) if device.type == "cuda" else (False,):
-            row = compare(family, config, batch_size, S, device, compiled, options.rounds, peak)
+            row = compare(family, measured, device, compiled, options.rounds, peak)
             print(row)
             lines.append(row)
     if options.out:
         options.out.write_text("\n".join(lines) + "\n")
 
 
-def compare(family, config, batch_size, S, device, compiled, rounds, peak) -> str:
+def random_micro_batches(step: MeasuredStep, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """Return a step's inputs and targets, of random tokens."""
+    shape = step.sequences, step.sequence_length + 1
+    tokens = torch.randint(0, step.model.vocab_size, shape, device=device)
+    return [(part[:, :-1].contiguous(), part[:, 1:].contiguous())
+            for part in tokens.split(step.micro_batch_size)]
+
+
+def compare(
+    family: str, measured: MeasuredStep, device: torch.device, compiled: bool, rounds: int, peak
+) -> str:
     """One row of the table."""
+    config = measured.model
     torch.manual_seed(0)
-    tokens = torch.randint(0, config.vocab_size, (batch_size, S + 1), device=device)
-    batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    micro_batches = random_micro_batches(measured, device)
     models = {our_step: our_model, plain_step: our_model, their_step: their_model}
     steps = [build(model(config).to(device), device, compiled=compiled)
              for build, model in models.items()]
-    sides = race([partial(step, *batch) for step in steps], device, rounds, warm_up=3)
+    sides = race([partial(step, micro_batches) for step in steps], device, rounds, warm_up=3)
 
     plain, theirs = (statistics.median(b / a for a, b in zip(sides[0], other, strict=True))
                      for other in sides[1:])
-    speeds = [batch_size * S / statistics.median(seconds) for seconds in sides]
-    mfu = Clock(cost.training_flops_per_token(config, S), peak, device).mfu(speeds[0])
+    speeds = [measured.num_tokens / statistics.median(seconds) for seconds in sides]
+    clock = Clock(cost.training_flops_per_token(config, measured.sequence_length), peak, device)
+    mfu = clock.mfu(speeds[0])
     share = "unknown" if mfu is None else f"{100 * mfu:.1f} %"
     return (
         f"| {family} | {cost.num_parameters(config) / 1e6:.1f} M | {'yes' if compiled else 'no'} "

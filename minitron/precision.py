@@ -97,10 +97,17 @@ def low_precision(
     return forward
 
 
-def require_finite(name: str, number: Tensor) -> None:
-    """Raise FloatingPointError unless `number` (0-d) is finite; synchronizes with the device."""
-    if not host_value(number.isfinite(), when_fake=True):
-        raise FloatingPointError(f"{name} is {float(number)}")
+def norm_is_finite(loss: Tensor, grad_norm: Tensor) -> bool:
+    """Return whether the gradient's norm (0-d) is finite; waits for the device.
+
+    Raises FloatingPointError if the loss (0-d) is not. One wait answers both: until the host has
+    the answer it launches nothing, and the device idles.
+    """
+    loss_finite, norm_finite = host_value(
+        torch.stack([loss.isfinite(), grad_norm.isfinite()]), when_fake=(True, True))
+    if not loss_finite:
+        raise FloatingPointError(f"the loss is {float(loss)}")
+    return norm_finite
 
 
 class MasterWeights:
@@ -181,9 +188,10 @@ class NoLossScale:
     def unscale(self, parameters: Iterable[Tensor]) -> None:
         """Leave every `.grad` as it is."""
 
-    def accepts(self, grad_norm: Tensor) -> bool:
-        """Return True; raises FloatingPointError for a norm (0-d) that is not finite."""
-        require_finite("the gradient norm", grad_norm)
+    def accepts(self, loss: Tensor, grad_norm: Tensor) -> bool:
+        """Return True; raises FloatingPointError if the loss or the norm (0-d) is not finite."""
+        if not norm_is_finite(loss, grad_norm):
+            raise FloatingPointError(f"the gradient norm is {float(grad_norm)}")
         return True
 
     def row(self) -> dict:
@@ -222,13 +230,14 @@ class LossScale:
         if grads:
             multiply_tensors_(grads, 1 / self.value)
 
-    def accepts(self, grad_norm: Tensor) -> bool:
-        """Decide whether to step, and set the next step's scale; synchronizes with the device.
+    def accepts(self, loss: Tensor, grad_norm: Tensor) -> bool:
+        """Decide whether to step, and set the next step's scale; waits for the device.
 
         `grad_norm` (0-d) is the norm over all ranks. One overflow anywhere makes it infinite or NaN
-        everywhere, so all ranks skip together and keep the same scale.
+        everywhere, so all ranks skip together and keep the same scale. Raises FloatingPointError
+        if the loss (0-d) is not finite: no scale would change that.
         """
-        if host_value(grad_norm.isfinite(), when_fake=True):
+        if norm_is_finite(loss, grad_norm):
             self.good_steps += 1
             if self.good_steps == self.interval:
                 self.value, self.good_steps = self.value * self.growth, 0

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from minitron.config import TrainConfig
 from minitron.parallel.interface import MicroBatches, ParallelModel, SumLoss
 from minitron.parallel.one_device import IGNORED, OneDevice, summed_loss
-from minitron.precision import LossScale, NoLossScale, require_finite
+from minitron.precision import LossScale, NoLossScale
 from minitron.pytorch.spans import span
 
 ALONE = OneDevice(nn.Module())
@@ -38,7 +38,7 @@ def train_step(
     the same on every rank. With a `LossScale` a step is skipped, on all ranks, if a gradient has
     overflowed: the norm is then not finite. Otherwise raises FloatingPointError on all ranks, with
     the weights as they were, if loss or norm are not finite; for that the host waits for the
-    device.
+    device, once.
     """
     optimizer.zero_grad()
     loss = accumulate_over_ranks(model, micro_batches, parallel, loss_scale.value)
@@ -49,8 +49,7 @@ def train_step(
 
     for group in optimizer.param_groups:
         group["lr"] = rate
-    require_finite("the loss", loss)
-    if loss_scale.accepts(grad_norm):
+    if loss_scale.accepts(loss, grad_norm):
         optimizer.step()
     return loss, grad_norm
 

@@ -231,7 +231,7 @@ def _name_both(axes: Axes, rows: dict, predicted: dict[str, float], every: list[
     dot = [(rows[every[y]][1], "measured", SERIES[0])] if every[y] in rows else []
     for (x, text, color), side in zip(sorted(tick + dot), ("right", "left"), strict=False):
         axes.annotate(text, (x, y - 0.4), ha=side, color=color, textcoords="offset points",
-                      xytext=(3 if side == "right" else -3, 3))
+                      xytext=(-3 if side == "right" else 3, 3))
 
 
 @rc_context(STYLE)

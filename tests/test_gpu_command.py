@@ -276,7 +276,7 @@ def test_a_chapter_draws_what_was_recorded(out, draw):
 @pytest.mark.parametrize("draw", DRAWN, ids=lambda draw: draw.__name__)
 def test_without_a_record_a_chapter_says_so_and_draws_the_prediction(tmp_path, draw):
     shown = draw(tmp_path)
-    assert shown.sentence.startswith("Nothing has been recorded on a GPU yet")
+    assert shown.sentence.startswith("This has not been recorded on a GPU yet")
     assert shown.figure.axes and shown.alt.endswith(".")
 
 

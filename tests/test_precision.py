@@ -319,7 +319,7 @@ def test_the_tolerance_tells_a_sum_from_a_mean(name):
 def test_the_scale_backs_off_and_grows():
     scale = LossScale(initial=8.0, interval=2)
     norms = [1.0, float("inf"), 1.0, float("nan"), 1.0, 1.0, 1.0, 1.0]
-    accepted = [scale.accepts(torch.tensor(norm)) for norm in norms]
+    accepted = [scale.accepts(torch.tensor(1.0), torch.tensor(norm)) for norm in norms]
     assert accepted == [True, False, True, False, True, True, True, True]
     assert scale.value == 8.0 / 2 / 2 * 2 * 2 and scale.skipped == 2 and scale.good_steps == 0
 

@@ -44,18 +44,23 @@ class Findings:
 
 
 def seconds_each(
-    do: Callable[[], object], device: torch.device, rounds: int, warm_up: int = 2
+    do: Callable[[], object], device: torch.device, rounds: int, calls: int = 1
 ) -> list[float]:
-    """Seconds of each of some calls, after others that choose kernels and fill caches."""
-    for _ in range(warm_up):
+    """Seconds of a call, once a round, after two calls that choose kernels and fill caches.
+
+    A round makes `calls` calls in a row and divides: a kernel of a few microseconds is over before
+    the next one has been launched, unless many are waiting.
+    """
+    for _ in range(2):
         do()
     seconds = []
     for _ in range(rounds):
         synchronize(device)
         start = time.perf_counter()
-        do()
+        for _ in range(calls):
+            do()
         synchronize(device)
-        seconds.append(time.perf_counter() - start)
+        seconds.append((time.perf_counter() - start) / calls)
     return seconds
 
 

@@ -2,22 +2,25 @@
 
 A matmul of R rows with a square bf16 weight moves its three matrices once, at best; its arithmetic
 intensity is FLOPs per byte of that. The roof is the datasheet's peak, or the fastest matmul here
-where the device has none, and the bandwidth of a copy measured in the same run.
+where the device has none, and the bandwidth of a copy measured in the same run. Weights take turns,
+so that none is still in the cache when its turn comes again, and many matmuls are timed together,
+so that the time to launch one is hidden behind the others.
 
 Attention is forward and backward, in bf16, with the causal mask; FLOPs count the full S x S square,
 as the package's MFU does. The batch shrinks as the sequence grows, so that each length has as many
 tokens. Fused is PyTorch's kernel, materialized has the S x S matrix in memory, and tiles are ours
-by hand, in Python. A matrix that does not fit is not computed: its row says how large it is. Tiles
+by hand, in Python. Where the matrix does not fit, the row says how large it is, and no more. Tiles
 stop where a step would take minutes.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
-from on_gpu.findings import Findings, Machine, seconds_each, spread
+from on_gpu.findings import Findings, Machine, release, seconds_each, spread
 from torch import Tensor
 
 from minitron.measure.clock import peak_flops
@@ -30,9 +33,11 @@ WIDTH, ROWS = 4096, tuple(2**power for power in range(15))
 SQUARES = (1024, 2048, 4096, 8192, 16384)
 LENGTHS, TOKENS = (1024, 2048, 4096, 8192, 16384, 32768), 32768
 HEADS, KV_HEADS, HEAD_WIDTH = 16, 16, 128
-MATRICES_ALIVE = 6
-"""Of S x S, at the peak of materialized attention's backward pass: scores, mask, probabilities,
-their gradients, and one in float32."""
+BEYOND_CACHE = 2**28
+"""Bytes of the weights that take turns: a few times an H200's cache of 60 MB."""
+
+LEAST_FLOPS = 2**42
+"""Of the matmuls that are timed together, up to 200 of them: some milliseconds."""
 
 LONGEST_IN_TILES = 8192
 TILE = 1024
@@ -63,11 +68,15 @@ def matmul_row(
 ) -> Row:
     """A row of x (rows, inner) times a weight (columns, inner), transposed as in a linear layer."""
     x = torch.randn(rows, inner, device=machine.device, dtype=torch.bfloat16)
-    weight = torch.randn(columns, inner, device=machine.device, dtype=torch.bfloat16)
     out = torch.empty(rows, columns, device=machine.device, dtype=torch.bfloat16)
-    seconds = seconds_each(lambda: torch.mm(x, weight.T, out=out), machine.device, 10)
     flops = 2 * rows * inner * columns
-    moved = x.nbytes + weight.nbytes + out.nbytes
+    moved = 2 * (rows * inner + inner * columns + rows * columns)
+    num_weights = 1 if machine.tiny else math.ceil(BEYOND_CACHE / (2 * inner * columns))
+    weights = itertools.cycle(
+        torch.randn(num_weights, columns, inner, device=machine.device, dtype=torch.bfloat16))
+    calls = 1 if machine.tiny else max(4, min(200, LEAST_FLOPS // flops))
+    seconds = seconds_each(
+        lambda: torch.mm(x, next(weights).T, out=out), machine.device, 10, calls)
     return {"case": f"matmul {rows} x {inner} x {columns}", "kind": "matmul", "size": rows,
             **spread(seconds), "flops": flops, "bytes": moved,
             "flops_per_second": flops / min(seconds), "intensity": flops / moved,
@@ -82,9 +91,7 @@ def attention_row(
     matrix = 2 * batch_size * HEADS * S * S
     row = {"case": f"attention {name}, {S} tokens", "kind": "attention", "function": name,
            "sequence_length": S, "sequences": batch_size, "flops": flops, "matrix_bytes": matrix,
-           "peak": peak, "fits": name != "materialized" or fits(MATRICES_ALIVE * matrix, machine)}
-    if not row["fits"]:
-        return row
+           "peak": peak, "fits": True}
     shapes = [(batch_size, heads, S, HEAD_WIDTH) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     inputs = [torch.randn(shape, device=machine.device, dtype=torch.bfloat16, requires_grad=True)
               for shape in shapes]
@@ -95,6 +102,7 @@ def attention_row(
         return torch.autograd.grad(attention(*inputs, 0.0), inputs, gradient)
 
     if machine.on_gpu:
+        release(machine.device)
         torch.cuda.reset_peak_memory_stats(machine.device)
         before = torch.cuda.memory_allocated(machine.device)
         try:
@@ -104,9 +112,3 @@ def attention_row(
         row["peak_bytes"] = torch.cuda.max_memory_allocated(machine.device) - before
     seconds = seconds_each(forward_backward, machine.device, rounds)
     return row | spread(seconds) | {"flops_per_second": flops / min(seconds)}
-
-
-def fits(num_bytes: int, machine: Machine) -> bool:
-    """Return whether so many bytes are free on the device; of a CPU, nobody asks for many."""
-    free = torch.cuda.mem_get_info(machine.device)[0] if machine.on_gpu else math.inf
-    return num_bytes < free

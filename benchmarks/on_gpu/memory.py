@@ -19,9 +19,9 @@ from minitron.measure.meter import Meter
 from minitron.measure.record import Row
 from minitron.plan.dryrun import dry_run, micro_batches
 from minitron.running.training import Training
-from teaching.lab.gpu_models import HALF_LLAMA, SEQUENCES
+from teaching.lab.gpu_models import MEMORY, MeasuredStep
 
-TINY = ModelConfig("llama", 256, 64, 2, 64, 4, 4, 128, tied_embedding=False)
+TINY = MeasuredStep(ModelConfig("llama", 256, 64, 2, 64, 4, 4, 128, tied_embedding=False), 4, 4)
 MOST_OFF = 0.02
 
 
@@ -43,11 +43,16 @@ def measure(machine: Machine, folder: Path) -> Findings:
     return findings
 
 
+def step(machine: Machine) -> MeasuredStep:
+    return TINY if machine.tiny else MEMORY
+
+
 def config_of(machine: Machine, recompute: str) -> Config:
-    model = TINY if machine.tiny else HALF_LLAMA
-    train = TrainConfig(precision="bf16", recompute=recompute, global_batch_size=SEQUENCES,
-                        micro_batch_size=SEQUENCES)
-    return Config(model, DataConfig(sequence_length=model.max_sequence_length), train)
+    measured = step(machine)
+    train = TrainConfig(precision="bf16", recompute=recompute,
+                        global_batch_size=measured.sequences,
+                        micro_batch_size=measured.micro_batch_size)
+    return Config(measured.model, DataConfig(sequence_length=measured.sequence_length), train)
 
 
 def peaks(config: Config, machine: Machine, recompute: str) -> Row:
@@ -55,7 +60,7 @@ def peaks(config: Config, machine: Machine, recompute: str) -> Row:
     dry = dry_run(config, 1, kernels="gpu" if machine.on_gpu else "cpu")
     before = allocator.bytes_before(machine.device)
     training = Training(config, OneRankMesh(), machine.device)
-    pairs = micro_batches(training, SEQUENCES)
+    pairs = micro_batches(training, config.train.global_batch_size)
     for _ in range(2):
         training.update(pairs, 1e-4)
     with Meter(training.model, training.optimizer) as meter:
@@ -67,7 +72,8 @@ def peaks(config: Config, machine: Machine, recompute: str) -> Row:
         training.update(pairs, 1e-4)
         held = torch.cuda.max_memory_allocated(machine.device) - before
     return {"case": f"recompute {recompute}", "recompute": recompute,
-            "sequences": SEQUENCES, "sequence_length": config.data.sequence_length,
+            "sequences": config.train.global_batch_size,
+            "sequence_length": config.data.sequence_length,
             "num_layers": config.model.num_layers, "allocated_bytes": held,
             "meter_bytes": metered.total, "dry_run_bytes": dry.peak.total,
             **{f"meter_{kind.replace(' ', '_')}": size for kind, size in metered.bytes.items()},

@@ -19,20 +19,22 @@ from pathlib import Path
 import torch
 from common import race
 from on_gpu.findings import Findings, Machine, release, spread
-from torch import Tensor, nn
-from train_step import our_step, plain_step, their_model, their_step
+from torch import nn
+from train_step import our_step, plain_step, random_micro_batches, their_model, their_step
 
 from minitron import cost
 from minitron.comm.mesh import OneRankMesh
-from minitron.config import Config, DataConfig, ModelConfig, TrainConfig
+from minitron.config import Config, DataConfig, TrainConfig
 from minitron.measure.clock import Clock, peak_flops
 from minitron.measure.record import Row
 from minitron.model.transformer import Transformer
 from minitron.running.training import Training
 from minitron.step import make_optimizer
-from teaching.lab.gpu_models import STEPS
+from teaching.lab.gpu_models import SPEED, MeasuredStep
 
-ROUNDS, WARM_UP = 10, 3
+TINY = {"vocab_size": 256, "max_sequence_length": 32, "num_layers": 1, "width": 64,
+        "num_heads": 4, "num_kv_heads": 4, "ffn_width": 128}
+ROUNDS, WARM_UP = 6, 2
 LEAST_MFU = 0.55
 """Of the larger model, on our fastest side."""
 
@@ -42,21 +44,19 @@ def measure(machine: Machine, folder: Path) -> Findings:
     findings = Findings()
     if find_spec("transformers") is None:
         findings.notes.append("transformers is not installed: it has no rows")
-    for name, (config, batch_size, S) in sizes(machine).items():
+    for name, step in steps(machine).items():
         for compiled in (False, True):
-            case = Case(name, config, batch_size, S, compiled, machine)
+            case = Case(name, step, compiled, machine)
             findings.rows += case.rows(case.seconds_by_side())
     set_targets(findings)
     return findings
 
 
-def sizes(machine: Machine) -> dict[str, tuple[ModelConfig, int, int]]:
-    """Return each model by name, with the sequences of a step and S."""
+def steps(machine: Machine) -> dict[str, MeasuredStep]:
+    """Return each measured step, by its model's name."""
     if not machine.tiny:
-        return STEPS
-    return {name: (replace(config, vocab_size=256, num_layers=1, width=64, num_heads=4,
-                           num_kv_heads=4, ffn_width=128), 2, 32)
-            for name, (config, _, _) in STEPS.items()}
+        return SPEED
+    return {name: MeasuredStep(replace(step.model, **TINY), 4, 2) for name, step in SPEED.items()}
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,7 @@ class Case:
     """One model, eager or compiled, on all sides."""
 
     name: str
-    config: ModelConfig
-    batch_size: int
-    S: int
+    step: MeasuredStep
     compiled: bool
     machine: Machine
 
@@ -74,7 +72,7 @@ class Case:
         """Seconds of each side, round by round. One model is held at a time: three do not fit."""
         device = self.machine.device
         with device:  # random weights are made where they are used
-            model = Transformer(self.config)
+            model = Transformer(self.step.model)
         steps = [make(model, device, make_optimizer(model, TrainConfig(), device))
                  for make in (our_step, plain_step)]
         ours, plain = self.timed(model.blocks, *steps)
@@ -84,15 +82,15 @@ class Case:
 
         if find_spec("transformers") is not None:
             with device:
-                model = their_model(self.config)
-            layers = model.transformer.h if self.config.family == "gpt" else model.model.layers
+                model = their_model(self.step.model)
+            layers = model.transformer.h if self.step.model.family == "gpt" else model.model.layers
             [sides["transformers"]] = self.timed(layers, their_step(model, device))
             del model, layers
             release(device)
 
-        training = bf16_training(self.config, self.batch_size, self.S, device)
-        update = partial(take_step, training)
-        [sides["ours, bf16 weights"]] = self.timed(training.model.blocks, update)
+        training = bf16_training(self.step, device)
+        [sides["ours, bf16 weights"]] = self.timed(
+            training.model.blocks, partial(training.update, rate=1e-4))
         return sides
 
     def timed(self, blocks: nn.ModuleList, *steps: Callable) -> list[list[float]]:
@@ -101,42 +99,37 @@ class Case:
             for block in blocks:
                 block.compile(backend="aot_eager" if self.machine.tiny else "inductor")
         rounds, device = 2 if self.machine.tiny else ROUNDS, self.machine.device
-        seconds = race([partial(step, *self.batch()) for step in steps], device, rounds, WARM_UP)
+        micro_batches = random_micro_batches(self.step, device)
+        seconds = race([partial(step, micro_batches) for step in steps], device, rounds, WARM_UP)
         if self.compiled:
             torch.compiler.reset()  # what has been compiled keeps its model
         return seconds
 
-    def batch(self) -> tuple[Tensor, Tensor]:
-        shape = self.batch_size, self.S + 1
-        tokens = torch.randint(0, self.config.vocab_size, shape, device=self.machine.device)
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
     def rows(self, sides: dict[str, list[float]]) -> list[Row]:
         how = "compiled" if self.compiled else "eager"
-        device = self.machine.device
-        clock = Clock(cost.training_flops_per_token(self.config, self.S),
+        device, model, S = self.machine.device, self.step.model, self.step.sequence_length
+        clock = Clock(cost.training_flops_per_token(model, S),
                       peak_flops(device, torch.bfloat16), device)
         rows = []
         for side, seconds in sides.items():
-            speed = self.batch_size * self.S / statistics.median(seconds)
+            speed = self.step.num_tokens / statistics.median(seconds)
             rows.append({
                 "case": f"{self.name}, {how}, {side}", "model": self.name, "side": side,
-                "compiled": self.compiled, "parameters": cost.num_parameters(self.config),
-                "sequences": self.batch_size, "sequence_length": self.S, **spread(seconds),
+                "compiled": self.compiled, "parameters": cost.num_parameters(model),
+                "sequences": self.step.sequences, "sequence_length": S,
+                "micro_batch_size": self.step.micro_batch_size, **spread(seconds),
                 "tokens_per_second": speed, "mfu": clock.mfu(speed),
                 "speed_of_plain": statistics.median(sides["plain"]) / statistics.median(seconds),
             })
         return rows
 
 
-def bf16_training(config: ModelConfig, size: int, S: int, device: torch.device) -> Training:
+def bf16_training(step: MeasuredStep, device: torch.device) -> Training:
     """Our training with weights, gradients and activations in bf16, and float32 master weights."""
-    train = TrainConfig(precision="bf16", global_batch_size=size, micro_batch_size=size)
-    return Training(Config(config, DataConfig(sequence_length=S), train), OneRankMesh(), device)
-
-
-def take_step(training: Training, inputs: Tensor, targets: Tensor) -> None:
-    training.update([(inputs, targets)], 1e-4)
+    train = TrainConfig(precision="bf16", global_batch_size=step.sequences,
+                        micro_batch_size=step.micro_batch_size)
+    config = Config(step.model, DataConfig(sequence_length=step.sequence_length), train)
+    return Training(config, OneRankMesh(), device)
 
 
 def set_targets(findings: Findings) -> None:

@@ -28,7 +28,7 @@ from minitron.model.transformer import Transformer, initialize
 from minitron.parallel.data.fsdp import apply_fsdp
 from minitron.precision import PRECISIONS, low_precision
 from minitron.step import make_optimizer, train_step
-from teaching.lab.gpu_models import SEQUENCES, SIX_LAYERS
+from teaching.lab.gpu_models import OVERLAP
 
 TINY = ModelConfig("llama", 256, 32, 2, 32, 2, 2, 64, tied_embedding=False)
 MOST_RANGES = 120
@@ -45,7 +45,7 @@ def measure(machine: Machine, folder: Path) -> Findings:
     findings = Findings()
     for name, make in (("plain step", plain_step), ("FSDP step", fsdp_step)):
         with one_rank_group(machine.device) as group:
-            step = make(TINY if machine.tiny else SIX_LAYERS, machine.device, group)
+            step = make(TINY if machine.tiny else OVERLAP.model, machine.device, group)
             path = folder / f"trace_{name.split()[0].lower()}.json.gz"
             row = read_trace(traced(step, machine, path))
         findings.rows.append({"case": name, "trace": path.name, **row})
@@ -66,7 +66,7 @@ def one_rank_group(device: torch.device) -> Iterator[dist.ProcessGroup]:
 
 
 def batch_of(config: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    shape = SEQUENCES, config.max_sequence_length + 1
+    shape = OVERLAP.sequences, config.max_sequence_length + 1
     tokens = torch.randint(0, config.vocab_size, shape, device=device)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 

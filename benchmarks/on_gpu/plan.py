@@ -11,12 +11,9 @@ import torch
 from on_gpu import memory, mfu
 from on_gpu.findings import Findings, Machine
 
-from minitron.config import ModelConfig, ParallelConfig
 from minitron.measure.record import Record, Row, load
 from minitron.plan.calibrate import calibrate, known_device
-from minitron.plan.estimate import Estimate, estimate
 from minitron.plan.hardware import Device
-from minitron.plan.job import Decision, Job
 
 PRECISION = {"ours": "bf16-autocast", "ours, bf16 weights": "bf16"}
 
@@ -45,14 +42,13 @@ def numbers(device: Device) -> Row:
 
 def step_rows(record: Record, devices: dict[str, Device], machine: Machine) -> list[Row]:
     """Estimate our eager steps: the estimate is of eager kernels."""
-    sizes = mfu.sizes(machine)
+    steps = mfu.steps(machine)
     rows = []
     for measured in record.rows:
         if measured["side"] not in PRECISION or measured["compiled"]:
             continue
-        config, batch_size, S = sizes[measured["model"]]
         for name, device in devices.items():
-            guess = estimated(config, batch_size, S, device, PRECISION[measured["side"]], "none")
+            guess = steps[measured["model"]].estimate(device, PRECISION[measured["side"]])
             rows.append({
                 "case": f"{measured['case']}, {name}", "device": name, "of": measured["case"],
                 "measured_seconds": measured["seconds"], "estimated_seconds": guess.seconds,
@@ -67,19 +63,9 @@ def memory_rows(record: Record, devices: dict[str, Device], machine: Machine) ->
     for measured in record.rows:
         if "recompute" not in measured:
             continue  # an experiment with the allocator
-        config = memory.config_of(machine, measured["recompute"])
-        guess = estimated(config.model, config.train.micro_batch_size, config.data.sequence_length,
-                          device, config.train.precision, measured["recompute"])
+        guess = memory.step(machine).estimate(device, "bf16", measured["recompute"])
         held = sum(guess.memory.values())
         rows.append({"case": f"memory, {measured['case']}", "of": measured["case"],
                      "measured_bytes": measured["allocated_bytes"], "estimated_bytes": held,
                      "error": held / measured["allocated_bytes"] - 1})
     return rows
-
-
-def estimated(
-    model: ModelConfig, batch_size: int, S: int, device: Device, precision: str, recompute: str
-) -> Estimate:
-    """Estimate one step of one device, all its sequences at once."""
-    job = Job(model, 1, device, S, batch_size, precision=precision)
-    return estimate(job, Decision(ParallelConfig(dp=1), recompute, batch_size))

@@ -1,9 +1,10 @@
 """The same 200 steps in every precision, ours and `torch.amp`'s: speed, memory and the last loss.
 
 All sides train the same Llama from the same weights on the same stories; a side's loss is the mean
-over its last steps. TF32 is float32 whose matmuls round their operands to 10 mantissa bits. fp8 is
-`_scaled_mm` where the device has it. `torch.amp` keeps float32 weights, so our recipes that do not
-meet its autocast to the same 16 bits.
+over its last steps. The two float32 sides add in different orders, and already end at different
+losses, so a precision has lost something only where its loss is above both. TF32 is float32 whose
+matmuls round their operands to 10 mantissa bits. fp8 is `_scaled_mm` where the device has it.
+`torch.amp` keeps float32 weights, so our recipes that do not meet its autocast to the same 16 bits.
 """
 
 import random
@@ -29,14 +30,15 @@ from minitron.model.float8 import multiplies_float8
 from minitron.model.transformer import Transformer, initialize
 from minitron.running.training import Training
 from minitron.step import learning_rate, make_optimizer
-from teaching.lab.gpu_models import STORIES, STORYTELLER
+from teaching.lab.gpu_models import PRECISION, STORYTELLER
 
 TINY = replace(STORYTELLER, max_sequence_length=64, num_layers=1, width=32, num_heads=2,
                num_kv_heads=2, ffn_width=64)
+STORIES = PRECISION.sequences
 STEPS, RATE, CLIP_NORM = 200, 6e-4, 1.0
 LAST = 20
 """Steps whose mean is the loss."""
-MOST_OFF = 0.02
+MOST_ABOVE = 0.02
 """Of the loss, relative to float32's."""
 
 Update = Callable[[Tensor, Tensor, float], Tensor]  # inputs, targets, learning rate -> loss
@@ -69,7 +71,7 @@ SIDES = {
 
 def measure(machine: Machine, folder: Path) -> Findings:
     """Train with every side, one after the other; rows have seconds, bytes and the loss."""
-    findings, model = Findings(), TINY if machine.tiny else STORYTELLER
+    findings, model = Findings(), TINY if machine.tiny else PRECISION.model
     steps = 4 if machine.tiny else STEPS
     batches = list(story_batches(model.max_sequence_length, steps, machine.device))
     for name, side in SIDES.items():
@@ -79,11 +81,20 @@ def measure(machine: Machine, folder: Path) -> Findings:
         row = by_case[name]
         if side.against:
             row["speed_of_theirs"] = by_case[side.against]["seconds"] / row["seconds"]
-        off = abs(row["loss"] / by_case["fp32"]["loss"] - 1)
-        findings.at_most(f"{name}: loss off float32's by", off, MOST_OFF)
+    set_targets(findings)
     if not multiplies_float8(machine.device):
         findings.notes.append("this device has no fp8 matmuls: they were emulated")
     return findings
+
+
+def set_targets(findings: Findings) -> None:
+    """Hold our losses to the higher one of the two float32 sides'."""
+    by_case = {row["case"]: row for row in findings.rows}
+    float32 = max(by_case[name]["loss"] for name in ("fp32", "torch, fp32"))
+    for name, row in by_case.items():
+        if row["is_ours"]:
+            above = max(0.0, row["loss"] / float32 - 1)
+            findings.at_most(f"{name}: loss above float32's by", above, MOST_ABOVE)
 
 
 def story_batches(S: int, steps: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:

@@ -49,7 +49,8 @@ class RecomputedCall:
         # Saved as a node's tensors are: a recomputed call around this one drops them too. The
         # anchor requires a gradient: else nothing is saved when no input requires one.
         anchor = torch.empty(0, requires_grad=True)
-        self.inputs = Keep.apply(anchor, *tensors).grad_fn
+        # The output, not its node: up to torch 2.11 a node loses its tensors with its output.
+        self.inputs = Keep.apply(anchor, *tensors)
         self.num_dropped = 0
         self.kept: dict[int, Tensor] = {}
 
@@ -66,7 +67,7 @@ class RecomputedCall:
 
     def run(self) -> None:
         """Call the function as in the forward pass, and keep what it saves this time."""
-        inputs = self.inputs.saved_tensors
+        inputs = self.inputs.grad_fn.saved_tensors
         self.kept = {}
         with self.context.restored(), torch.enable_grad(), span("recompute"):
             try:

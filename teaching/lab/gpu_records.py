@@ -10,19 +10,16 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from minitron import cost
-from minitron.config import ConfigError, ModelConfig, ParallelConfig
+from minitron.config import ConfigError
 from minitron.measure.record import Record, Row, load
 from minitron.plan.calibrate import known_device
-from minitron.plan.estimate import Estimate, estimate
 from minitron.plan.hardware import DEVICES, Device
-from minitron.plan.job import Decision, Job
 from teaching.exercises import ROOT
 
 FOLDER = ROOT / "benchmarks" / "results" / "gpu"
 H100 = DEVICES["H100-SXM-80GB"]
-NOTHING = ("Nothing has been recorded on a GPU yet (`make gpu` measures one): this is the "
-           "prediction alone, for an H100.")
+NOTHING = ("This has not been recorded on a GPU yet (`make gpu` does it): you see the prediction "
+           "alone, for an H100.")
 
 
 @dataclass(frozen=True)
@@ -58,15 +55,6 @@ def device_of(record: Record | None) -> Device:
     """Return the datasheet of the device that a record is of; without one, an H100's."""
     known = None if record is None else known_device(record.conditions.device)
     return known or H100
-
-
-def step_of(
-    model: ModelConfig, sequences: int, S: int, device: Device, precision: str,
-    recompute: cost.RecomputeKind = "none",
-) -> Estimate:
-    """Estimate a step of one device that runs all its sequences at once."""
-    job = Job(model, 1, device, S, sequences, precision=precision)
-    return estimate(job, Decision(ParallelConfig(dp=1), recompute, sequences))
 
 
 def rows_of(record: Record | None, keep: Callable[[Row], bool] = lambda row: True) -> list[Row]:

@@ -6,7 +6,6 @@ Read in this order: gpu_records.Shown, gpu_records.newest, then one function a c
 """
 
 from pathlib import Path
-from statistics import mean
 
 from minitron import cost
 from minitron.measure.record import Record, Row
@@ -20,14 +19,7 @@ from teaching.figures import (
     scaling,
     timeline,
 )
-from teaching.lab.gpu_models import (
-    HALF_LLAMA,
-    SEQUENCES,
-    SIX_LAYERS,
-    STEPS,
-    STORIES,
-    STORYTELLER,
-)
+from teaching.lab.gpu_models import MEMORY, OVERLAP, PRECISION, SPEED
 from teaching.lab.gpu_records import (
     FOLDER,
     Shown,
@@ -36,7 +28,6 @@ from teaching.lab.gpu_records import (
     newest,
     origin,
     rows_of,
-    step_of,
 )
 
 # Chapter 1: how near the peak is a step?
@@ -46,8 +37,8 @@ def mfu(folder: Path = FOLDER) -> Shown:
     """MFU of whole steps, each side a row; predicted for our eager kernels."""
     record = newest("mfu", folder)
     device = device_of(record)
-    predicted = {f"{name}, eager, ours": 100 * step_of(*size, device, "bf16-autocast").mfu
-                 for name, size in STEPS.items()}
+    predicted = {f"{name}, eager, ours": 100 * step.estimate(device, "bf16-autocast").mfu
+                 for name, step in SPEED.items()}
     rows = {row["case"]: low_middle_high(row, 100 * row["mfu"] * row["seconds"])
             for row in rows_of(record, lambda row: row["mfu"] is not None)}
     if rows:
@@ -64,7 +55,8 @@ def matmul_roofline(folder: Path = FOLDER) -> Shown:
     record = newest("kernels", folder)
     device = device_of(record)
     rows = rows_of(record, lambda row: row["kind"] == "matmul")
-    rows = sorted(rows, key=lambda row: row["intensity"])[::2]
+    reached = max((row["flops_per_second"] for row in rows), default=0.0)
+    rows = spaced(sorted(rows, key=lambda row: row["intensity"]))
     peak, bandwidth = ((rows[0]["peak"], rows[0]["bandwidth"]) if rows
                        else (device.bf16_flops, device.memory_bandwidth))
     corner = peak / bandwidth
@@ -76,11 +68,20 @@ def matmul_roofline(folder: Path = FOLDER) -> Shown:
     if not rows:
         return Shown(origin(record), crossing([round(each) for each in x], {"roof": roof}, *labels),
                      f"{alt}.")
-    reached = [row["flops_per_second"] for row in rows]
-    figure = scaling([float(f"{row['intensity']:.3g}") for row in rows], reached, *labels, roof,
-                     "roof", predicted_x=x)
-    alt += f"; the fastest recorded matmul reaches {max(reached) / peak:.0%} of the peak."
+    figure = scaling([float(f"{row['intensity']:.2g}") for row in rows],
+                     [row["flops_per_second"] for row in rows], *labels, roof, "roof",
+                     predicted_x=x)
+    alt += f"; the fastest recorded matmul reaches {reached / peak:.0%} of the peak."
     return Shown(origin(record), figure, alt)
+
+
+def spaced(rows: list[Row]) -> list[Row]:
+    """Keep rows, sorted by intensity, of at least twice the intensity of the last one kept."""
+    kept: list[Row] = []
+    for row in rows:
+        if not kept or row["intensity"] >= 2 * kept[-1]["intensity"]:
+            kept.append(row)
+    return kept
 
 
 # Chapter 2: the allocator over two steps
@@ -89,8 +90,9 @@ def matmul_roofline(folder: Path = FOLDER) -> Shown:
 def two_steps(folder: Path = FOLDER) -> Shown:
     """Bytes through the first two steps: recorded block by block, or as predicted."""
     record = newest("memory", folder)
-    kinds = step_of(HALF_LLAMA, SEQUENCES, 2048, device_of(record), "bf16").memory
-    moments = 8 * cost.num_parameters(HALF_LLAMA)  # AdamW's, which the first step makes at its end
+    kinds = MEMORY.estimate(device_of(record), "bf16").memory
+    # AdamW's moments, which the first step makes at its end
+    moments = 8 * cost.num_parameters(MEMORY.model)
     first = kinds | {"optimizer state": kinds["optimizer state"] - moments}
     peaks = sum(first.values()), sum(kinds.values())
     said = f"Predicted peaks: {plain_bytes(peaks[0])} in step 1, {plain_bytes(peaks[1])} in step 2."
@@ -127,8 +129,8 @@ def recomputation(folder: Path = FOLDER) -> Shown:
     """The peak of a step by policy: recorded by the meter, and predicted."""
     record = newest("memory", folder)
     predicted = {
-        f"{kind}, predicted": step_of(HALF_LLAMA, SEQUENCES, 2048, device_of(record), "bf16", kind)
-        .memory for kind in ("none", "selective", "full")}
+        f"{kind}, predicted": MEMORY.estimate(device_of(record), "bf16", kind).memory
+        for kind in ("none", "selective", "full")}
     rows = rows_of(record, lambda row: "recompute" in row)
     measured = {f"{row['recompute']}, recorded": meter_kinds(row) for row in rows}
     sentence = origin(record)
@@ -154,7 +156,7 @@ def meter_kinds(row: Row) -> dict[str, float]:
 def one_step(folder: Path = FOLDER) -> Shown:
     """Forward, backward and optimizer of a step that sends nothing: what can hide messages."""
     record = newest("overlap", folder)
-    guess = step_of(SIX_LAYERS, SEQUENCES, 2048, device_of(record), "bf16-autocast")
+    guess = OVERLAP.estimate(device_of(record), "bf16-autocast")
     update = 1e3 * guess.parts["optimizer"]
     compute = 1e3 * guess.seconds - update
     predicted = {"predicted": phases(0.0, compute / 3, compute, compute + update)}
@@ -180,21 +182,22 @@ def prefetch(folder: Path = FOLDER) -> Shown:
     """Milliseconds of FSDP's gathers and of compute, and how much of the gathers is hidden."""
     record = newest("overlap", folder)
     device = device_of(record)
-    guess = step_of(SIX_LAYERS, SEQUENCES, 2048, device, "bf16")
+    guess = OVERLAP.estimate(device, "bf16")
     # a gather of one rank reads and writes each 16-bit parameter once; twice a step
-    copied = 2 * 2 * 2 * cost.num_parameters(SIX_LAYERS)
+    copied = 2 * 2 * 2 * cost.num_parameters(OVERLAP.model)
     predicted = {"compute": 1e3 * guess.seconds, "copies": 1e3 * copied / device.memory_bandwidth,
                  "copies, hidden": 1e3 * copied / device.memory_bandwidth}
     row = next(iter(rows_of(record, lambda row: row["case"] == "FSDP step")), None)
     recorded, sentence = {}, origin(record)
+    alt = f"Predicted: {predicted['copies']:.1f} ms of copies beside {predicted['compute']:.0f} ms."
     if row is not None and "busy_ms" in row:
         for name, key in (("compute", "busy_ms"), ("copies", "other_streams_ms"),
                           ("copies, hidden", "hidden_ms")):
             recorded[name] = (row[key],) * 3
-    alt = f"Predicted: {predicted['copies']:.1f} ms of copies beside {predicted['compute']:.0f} ms."
-    if recorded:
-        alt = (f"Recorded: {row['hidden_ms']:.1f} of {row['other_streams_ms']:.1f} ms of copies "
-               "are hidden behind compute.")
+        alt = (f"{row['hidden_ms']:.1f} of {row['other_streams_ms']:.1f} ms of copies are hidden "
+               "behind compute.")
+        sentence += (f" {alt} The step takes {row['step_ms']:.1f} ms; without FSDP it takes "
+                     f"{record.row('plain step')['step_ms']:.1f} ms.")
     return Shown(sentence, ranges(recorded, predicted, "ms in one step"), alt)
 
 
@@ -204,18 +207,20 @@ def prefetch(folder: Path = FOLDER) -> Shown:
 def precisions(folder: Path = FOLDER) -> Shown:
     """Tokens per second of each recipe, and its loss after the same steps."""
     record = newest("precision", folder)
-    device, tokens = device_of(record), STORIES * STORYTELLER.max_sequence_length
+    device = device_of(record)
     recipes = ("fp32", "bf16-autocast", "bf16", "bf16-fp32-grads", "fp16", "fp8")
-    predicted = {recipe: tokens / step_of(STORYTELLER, STORIES, STORYTELLER.max_sequence_length,
-                                          device, recipe).seconds for recipe in recipes}
+    predicted = {recipe: PRECISION.num_tokens / PRECISION.estimate(device, recipe).seconds
+                 for recipe in recipes}
     rows = rows_of(record)
     recorded = {row["case"]: low_middle_high(row, row["tokens_per_second"] * row["seconds"])
                 for row in rows}
     sentence, alt = origin(record), "Predicted tokens per second of each recipe."
     if rows:
-        losses = [row["loss"] for row in rows]
-        sentence += (f" Losses after {rows[0]['steps']} steps: {min(losses):.3f} to "
-                     f"{max(losses):.3f}, mean {mean(losses):.3f}.")
+        losses = {row["case"]: row["loss"] for row in rows}
+        sentence += (f" Losses after {rows[0]['steps']} steps: {min(losses.values()):.3f} to "
+                     f"{max(losses.values()):.3f}. Float32 ends at {losses['fp32']:.3f} with our "
+                     f"step and at {losses['torch, fp32']:.3f} with PyTorch's, which only adds in "
+                     "a different order: differences of that size say nothing about a precision.")
         fastest = max(recorded, key=lambda name: recorded[name][1])
         alt = f"{fastest} is the fastest, {recorded[fastest][1]:,.0f} tokens per second."
     return Shown(sentence, ranges(recorded, predicted, "tokens/s"), alt)
@@ -229,8 +234,8 @@ def estimates(folder: Path = FOLDER) -> Shown:
     record = newest("mfu", folder)
     device = device_of(record)
     recipes = {"ours": "bf16-autocast", "ours, bf16 weights": "bf16"}
-    predicted = {f"{name}, eager, {side}": 1e3 * step_of(*size, device, recipe).seconds
-                 for name, size in STEPS.items() for side, recipe in recipes.items()}
+    predicted = {f"{name}, eager, {side}": 1e3 * step.estimate(device, recipe).seconds
+                 for name, step in SPEED.items() for side, recipe in recipes.items()}
     rows = {row["case"]: tuple(1e3 * row[name] for name in (
                 "seconds_least", "seconds", "seconds_most"))
             for row in rows_of(record) if row["case"] in predicted}

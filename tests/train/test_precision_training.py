@@ -187,7 +187,7 @@ def step_without_norm(num_good: int):
         steps.append(loss)
         if len(steps) > num_good:
             norm = norm * math.nan
-            args[-1].accepts(norm)
+            args[-1].accepts(loss, norm)
         return loss, norm
 
     return step
