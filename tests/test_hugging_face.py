@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -168,6 +169,47 @@ def test_new_tokens_have_the_mean_logit(tmp_path, tied):
     torch.testing.assert_close(logits[..., :97], expected, rtol=1e-12, atol=1e-12)
     mean = expected.mean(-1, keepdim=True).expand(-1, -1, 7)
     torch.testing.assert_close(logits[..., 97:], mean, rtol=1e-6, atol=1e-6)
+
+
+def test_a_head_that_config_json_calls_tied_must_be_the_embedding(tmp_path):
+    theirs = random_reference("llama")
+    theirs.save_pretrained(tmp_path, max_shard_size="30KB")
+    edit_json(tmp_path / "config.json", tie_word_embeddings=True)
+    with pytest.raises(ConfigError, match="lm_head.weight is not model.embed_tokens.weight, "
+                       "although tie_word_embeddings says so; set tie_word_embeddings to false"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.usefixtures("float64_llama")
+def test_a_tied_head_that_was_saved_all_the_same(tmp_path, kind):
+    theirs = random_reference(kind, tie_word_embeddings=True)
+    theirs.save_pretrained(tmp_path)
+    file, embedding = tmp_path / "model.safetensors", theirs.get_input_embeddings().weight
+    save_file(load_file(file) | {"lm_head.weight": embedding.detach().clone()}, file)
+    assert_same_logits(read(tmp_path), theirs, 1e-12)
+
+
+@pytest.mark.parametrize("kind, extra", [
+    ("llama", "model.layers.0.self_attn.q_proj.bias"), ("llama", "model.layers.0.self_attn.q_norm"),
+    ("gpt2", "transformer.h.0.crossattention.c_attn.weight"), ("gpt2", "lm_head.bias"),
+])
+def test_a_tensor_that_no_parameter_reads_is_refused(tmp_path, kind, extra):
+    random_reference(kind).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {extra: torch.ones(3)}, file)
+    with pytest.raises(ConfigError, match=f"no place for 1 of its {len(tensors) + 1} tensors, "
+                       f"{re.escape(extra)} among them; leave sizes out"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("kind, key", [("gpt2", "n_layer"), ("llama", "num_hidden_layers")])
+def test_layers_that_config_json_leaves_out_are_refused(tmp_path, kind, key):
+    random_reference(kind).save_pretrained(tmp_path, max_shard_size="30KB")
+    edit_json(tmp_path / "config.json", **{key: 1})
+    with pytest.raises(ConfigError, match="our model has no place for .* tensors"):
+        read(tmp_path)
 
 
 # Writing

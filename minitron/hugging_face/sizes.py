@@ -20,6 +20,13 @@ def require_layers(model: ModelConfig, num_tensors: int, where: str) -> None:
             "leave sizes out of [model], or choose another model")
 
 
+def names_of(model: ModelConfig) -> Iterator[str]:
+    """Name each parameter of all blocks."""
+    for name, _ in shapes_of(replace(model, num_layers=1)):
+        blocks = range(model.num_layers) if name.startswith("blocks.") else [0]
+        yield from (name.replace("blocks.0.", f"blocks.{number}.") for number in blocks)
+
+
 def shapes_of(model: ModelConfig) -> Iterator[tuple[str, torch.Size]]:
     """Name and full shape of each parameter, of the last block alone among the equal ones."""
     with torch.device("meta"):

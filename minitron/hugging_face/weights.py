@@ -24,7 +24,7 @@ from torch import Tensor
 
 from minitron.config import ConfigError, ModelConfig, require
 from minitron.hugging_face.config import read_file, read_model_config, to_hugging_face
-from minitron.hugging_face.sizes import require_layers, shapes_of
+from minitron.hugging_face.sizes import names_of, require_layers, shapes_of
 from minitron.model.transformer import Transformer
 from minitron.system.disk import write_json
 from minitron.system.files import file_in, reason
@@ -61,6 +61,10 @@ NAMES = {
 }
 """Our modules, and theirs."""
 
+BUFFERS = re.compile(r"(^|\.)(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
+"""Causal masks and rotary frequencies, which old versions saved too: the config determines them."""
+
+HEAD = "lm_head.weight"
 FLOATS = "F64", "F32", "BF16", "F16"
 """What weights may be stored as: others need scales, which are in tensors that are not read."""
 
@@ -106,7 +110,8 @@ class Weights:
     their logits are mean logits. A row of zeros gives 0, which may be the largest of all (Hewitt
     2021, "Initializing New Word Embeddings for Pretrained Language Models").
 
-    Raises ConfigError for a tensor that is missing, or of another shape than `model` has;
+    Raises ConfigError for a tensor that is missing, of another shape than `model` has, or that no
+    parameter of `model` reads; for a head other than the embedding that config.json ties it to;
     and for a model that cannot be built here.
     """
 
@@ -117,8 +122,12 @@ class Weights:
         require(family == model.family, f"{folder}: holds a {family}, but model.family = "
                 f"{model.family}", "leave [model] to the folder's config.json")
         self.opened: dict[str, safe_open] = {}
+        require_layers(model, len(self.files), str(folder))
+        self.require_all_read()
 
     def __call__(self, name: str, shape: torch.Size) -> Tensor:
+        if name == "token_embedding.weight" and self.model.tied_embedding:
+            self.require_tied()
         place = place_of(name, self.model.family)
         tensor, num_new = self.find(name, shape)
         start, end = 0, tensor.get_shape()[-1]
@@ -133,10 +142,35 @@ class Weights:
 
     def check_sizes(self) -> None:
         """Raise ConfigError unless the files hold a model of this size: before it is built."""
-        require_layers(self.model, len(self.files), str(self.folder))
         for name, shape in shapes_of(self.model):
             self.find(name, shape)
         self.opened.clear()
+
+    def require_all_read(self) -> None:
+        """Raise ConfigError if a tensor is left over: without it, this is another model."""
+        keys = {place_of(name, self.model.family).key for name in names_of(self.model)}
+        read = {self.present(key) for key in keys} | {HEAD}  # a tied one is compared when read
+        unread = [key for key in self.files if key not in read and not BUFFERS.search(key)]
+        require(not unread, f"{self.folder}: our model has no place for {len(unread)} of its "
+                f"{len(self.files)} tensors, {unread[0] if unread else ''} among them",
+                "leave sizes out of [model]; if they are, config.json is not that of this model: "
+                "fetch it again, or choose another model")
+
+    def require_tied(self) -> None:
+        """Raise ConfigError if the files hold a head of its own, unlike the embedding."""
+        if HEAD not in self.files:
+            return
+        embedding = place_of("token_embedding.weight", self.model.family).key
+        tied, head = self.open(embedding)[...], self.open(HEAD)[...]
+        require(tied.shape == head.shape and bool((tied == head).all()), f"{self.folder}: "
+                f"{HEAD} is not {self.present(embedding)}, although tie_word_embeddings says so",
+                "set tie_word_embeddings to false in config.json, or remove the head's tensor if "
+                "the embedding is right")
+
+    def present(self, key: str) -> str | None:
+        """Return the name under which the files hold the tensor `key`; None if they do not."""
+        shorter = key.partition(".")[2]  # saved without its head, a model has no prefix: GPT-2
+        return next((each for each in (key, shorter) if each in self.files), None)
 
     def find(self, name: str, shape: torch.Size):
         """Find the tensor with the parameter called `name`, unread, and how many rows it lacks."""
@@ -158,8 +192,7 @@ class Weights:
 
     def open(self, key: str):
         """Open the tensor called `key`."""
-        shorter = key.partition(".")[2]  # saved without its head, a model has no prefix: GPT-2
-        present = next((each for each in (key, shorter) if each in self.files), None)
+        present = self.present(key)
         require(present is not None or not key.startswith("lm_head."), f"{self.folder}: holds no "
                 f"{key}, the head of a model whose embedding is not tied: if the head is the "
                 "embedding, set --model.tied-embedding; otherwise choose a model that has its head")
