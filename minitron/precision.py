@@ -84,6 +84,18 @@ def zero_gradient(parameter: nn.Parameter) -> Tensor:
     return torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
 
 
+WITHOUT_FLOAT64 = {"mps"}
+"""Kinds of devices."""
+
+
+def widest_float(device: torch.device) -> torch.dtype:
+    """Return the dtype for counts and sums that should be exact: float64 where the device has it.
+
+    float32 counts exactly up to 2**24.
+    """
+    return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
+
+
 def low_precision(
     model: Callable, device: torch.device, precision: Precision = PRECISIONS["bf16-autocast"]
 ) -> Callable[[Tensor], Tensor]:

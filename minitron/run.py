@@ -22,10 +22,11 @@ from minitron.dataset import TokenDataset
 from minitron.launch.process import memory_bytes, pick_device
 from minitron.measure.divergence import FirstFault
 from minitron.model.generate import generate
+from minitron.model.recompute import has_generator
 from minitron.parallel.parts import Boxes
 from minitron.parallel.state import load_training_state, training_state
 from minitron.parallelize import lay_out
-from minitron.precision import low_precision
+from minitron.precision import low_precision, widest_float
 from minitron.running.memory import require_memory
 from minitron.running.starting import (
     read_facts,
@@ -159,7 +160,8 @@ class Run(Training):
             self.forward, self.micro_batches(batch, num_sequences), self.parallel.summed_loss)
         self.model.train()
         num_tokens = num_sequences * self.config.data.sequence_length
-        return float(self.parallel.mean(total.double())) * self.data_size / num_tokens
+        mean = self.parallel.mean(total.to(widest_float(total.device)))
+        return float(mean) * self.data_size / num_tokens
 
     def sample(self, num_texts: int, num_tokens: int) -> list[str]:
         """Sample texts that the model writes after an end-of-document token; [] if no tokenizer."""
@@ -188,15 +190,17 @@ class Run(Training):
     def random_state(self) -> dict[str, Tensor]:
         """Return the state of this rank's generators, by a name in the checkpoint."""
         state = {f"random.cpu.{self.rank}": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            state[f"random.cuda.{self.rank}"] = torch.cuda.get_rng_state(self.device)
+        if has_generator(self.device):
+            module = torch.get_device_module(self.device)
+            state[f"random.{self.device.type}.{self.rank}"] = module.get_rng_state(self.device)
         return state
 
     def set_random_state(self, state: dict[str, Tensor]) -> None:
         try:
             torch.set_rng_state(state[f"random.cpu.{self.rank}"])
-            if self.device.type == "cuda":
-                torch.cuda.set_rng_state(state[f"random.cuda.{self.rank}"], self.device)
+            if has_generator(self.device):
+                torch.get_device_module(self.device).set_rng_state(
+                    state[f"random.{self.device.type}.{self.rank}"], self.device)
         except RuntimeError as error:  # only from a checkpoint that was not written by us
             raise ConfigError(f"{self.folder}: its random-number state is not valid ({error})",
                               "resume from another checkpoint") from None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from minitron.config import TrainConfig
 from minitron.parallel.interface import MicroBatches, ParallelModel, SumLoss
 from minitron.parallel.one_device import IGNORED, OneDevice, summed_loss
-from minitron.precision import LossScale, NoLossScale
+from minitron.precision import LossScale, NoLossScale, widest_float
 from minitron.pytorch.spans import span
 
 ALONE = OneDevice(nn.Module())
@@ -97,7 +97,8 @@ def accumulate_over_ranks(
     gradient are the same on every rank.
     """
     # Ranks average their gradients, so each divides by its fair share of all tokens.
-    share = parallel.mean(count_targets(micro_batches).double())
+    count = count_targets(micro_batches)
+    share = parallel.mean(count.to(widest_float(count.device)))
     share = torch.where(share > 0, share, 1) / scale
     accumulate = partial(accumulate_gradients, model)
 

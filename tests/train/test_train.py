@@ -12,14 +12,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import minitron.precision
 from minitron import train
 from minitron.config import Config, ConfigError, DataConfig, ModelConfig, TrainConfig
 from minitron.config.file import from_dict
 from minitron.corpus.stories import write_stories
 from minitron.measure.metrics import MetricsLog, read_metrics
+from minitron.pytorch.private import tree_leaves
 from minitron.train import Run
-from tests.tiers import exhaustive, tiered
+from tests.tiers import as_exhaustive, exhaustive, tiered
 
 MODEL = ModelConfig(max_sequence_length=32, num_layers=2, width=32, num_heads=2, num_kv_heads=1,
                     ffn_width=48, dropout=0.1)
@@ -96,6 +99,29 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(config, tmp_path, de
     assert trained(tmp_path / "parts", *columns) == trained(tmp_path / "whole", *columns)
     for a, b in zip(weights(whole), weights(resumed), strict=True):
         assert torch.equal(a, b)
+
+
+class RefuseFloat64(TorchDispatchMode):
+    """What Apple's GPUs do."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        for tensor in tree_leaves((args, kwargs, out)):
+            if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float64:
+                raise TypeError(f"{func}: the device has no float64")
+        return out
+
+
+@pytest.mark.parametrize("precision", [
+    "fp16", as_exhaustive("fp32"), as_exhaustive("bf16-autocast")])
+def test_a_device_without_float64_trains_and_evaluates(config, tmp_path, monkeypatch, precision):
+    """Nothing on a device's path may need float64: dropout, clipping, evaluation, samples."""
+    monkeypatch.setattr(minitron.precision, "WITHOUT_FLOAT64", {"cpu"})
+    settings = dataclasses.replace(TRAIN, precision=precision, recompute="full", steps=5)
+    with RefuseFloat64():
+        train.train(dataclasses.replace(config, train=settings), tmp_path / "run")
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows if "val_loss" in row] == [5]
 
 
 def test_kill_9_and_resume_is_bit_identical(config, tmp_path):
