@@ -135,10 +135,12 @@ def _orders(fn: Callable, args: tuple, num_ranks: int, folder: Path, watch: bool
 
 
 def _run_under_torchrun(fn: Callable, num_ranks: int, args: tuple) -> list:
+    _require_torchrun()
     started = int(os.environ["WORLD_SIZE"])
     require(started == num_ranks,
             f"run() was asked for {num_ranks} ranks, torchrun has started {started}",
-            f"start it with --nproc-per-node {num_ranks}")
+            f"start it with --nproc-per-node {num_ranks}; if torchrun did not set WORLD_SIZE = "
+            f"{started}, `unset RANK WORLD_SIZE`")
     with _joined_group() as group:
         return gathered(fn(group, *args), group)
 
@@ -146,11 +148,26 @@ def _run_under_torchrun(fn: Callable, num_ranks: int, args: tuple) -> list:
 @contextmanager
 def torchrun_group() -> Iterator[Group]:
     """Join the processes that torchrun has started; yields their group, `ALONE` if there is one."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if os.environ.get("WORLD_SIZE", "1") == "1":
         yield ALONE
         return
+    _require_torchrun()
     with _joined_group() as group:
         yield group
+
+
+def _require_torchrun() -> None:
+    """Raise ConfigError unless the environment says where torchrun's processes meet.
+
+    An earlier command, or a cluster, may have set RANK or WORLD_SIZE in this shell.
+    """
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR"):
+        value = os.environ.get(name, "")
+        require(value.isdigit() or (value and name == "MASTER_ADDR"),
+                f"WORLD_SIZE = {os.environ['WORLD_SIZE']:.20} is set, but {name} is "
+                + (f"{value!r:.40}" if value else "not"),
+                "start the ranks with torchrun, which sets both; or, without torchrun, `unset "
+                "RANK WORLD_SIZE`")
 
 
 def is_torchrun_rank() -> bool:

@@ -614,6 +614,25 @@ def test_torchrun(tmp_path):
     ) == 2
 
 
+@pytest.mark.parametrize("variables, said", [
+    ({"RANK": "0", "WORLD_SIZE": "1"}, "WORLD_SIZE = 1 is set, but MASTER_PORT is not"),
+    ({"RANK": "0", "WORLD_SIZE": "4", "MASTER_PORT": "29500"}, "but MASTER_ADDR is not"),
+    ({"RANK": "0", "WORLD_SIZE": "many", "MASTER_PORT": "1", "MASTER_ADDR": "a"}, "is 'many'"),
+], ids=str)
+def test_a_stranger_s_variables_are_one_line(monkeypatch, variables, said):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"{said}.*unset RANK WORLD_SIZE"):
+        run(print, 2)
+
+
+def test_a_world_size_without_a_rank_is_one_line(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="WORLD_SIZE = 2 is set, but RANK is not"), \
+            torchrun_group():
+        pass
+
+
 def test_no_group_without_torchrun(monkeypatch):
     with torchrun_group() as group:
         assert group is ALONE

@@ -46,6 +46,10 @@ CASES = {
     "all ranks a sequence, zero 3": config_of("llama", cp=4, zero=3),
     "hybrid sharding": gpt(zero=2, dp=2, replicas=2),
     "hybrid sharding, zero 3": llama(zero=3, dp=2, replicas=2, context="all-gather"),
+    # of a tied embedding both stages hold a copy, in a flat buffer of its own
+    "tied embedding, replicas, zero 1": config_of("gpt", pp=2, dp=2, replicas=2, zero=1),
+    "tied embedding, replicas, zero 2": config_of("gpt", pp=2, dp=2, replicas=2, zero=2),
+    "tied embedding, replicas, zero 3": config_of("gpt", pp=2, dp=2, replicas=2, zero=3),
     "tensor": llama(tp=2),
     "tensor, all-gather": gpt("selective", tp=2, context="all-gather"),
     "sequence": gpt(tp=2, sequence=True),
@@ -59,8 +63,9 @@ CASES = {
 }
 KEPT = {  # by `make test`: every kind of context parallelism, with every other axis and ZeRO stage
     "zero 1, overlapped, ulysses", "zero 2, all-gather", "zero 3 kept, recomputed by sqrt",
-    "hybrid sharding, zero 3", "tensor, all-gather", "sequence, ulysses, zero 1", "pipeline",
-    "dualpipe-v, zero 3",
+    "hybrid sharding, zero 3", "tied embedding, replicas, zero 1",
+    "tied embedding, replicas, zero 3", "tensor, all-gather", "sequence, ulysses, zero 1",
+    "pipeline", "dualpipe-v, zero 3",
 }
 MICRO_BATCHES = 4
 SEQUENCES = 9, 8  # of each step: with two data-parallel ranks one has more

@@ -12,7 +12,15 @@ from torch.distributed.fsdp import fully_shard
 
 from minitron.comm.agreement import ALONE
 from minitron.comm.mesh import make_mesh
-from minitron.config import Config, ConfigError, ModelConfig, ParallelConfig
+from minitron.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    TrainConfig,
+)
+from minitron.cost import num_parameters
 from minitron.cost.communication import ring_all_gather_volume, ring_reduce_scatter_volume
 from minitron.cost.sharding import replica_volume
 from minitron.launch import run
@@ -26,6 +34,7 @@ from minitron.parallel.one_device import OneDevice
 from minitron.parallelize import lay_out
 from minitron.proof.difference import first_difference
 from minitron.proof.oracle import sample_batches, small_gpt, small_llama, trainings
+from minitron.running.training import Training
 from tests.parallel.saving import load, saved
 
 SMALL = 6000  # bytes: several buckets in a small model
@@ -116,6 +125,8 @@ def train_all(world):
     done["wire"] = {case: wire(groups, *case) for case in CASES}
     done["fully_shard"] = torchs(world), {
         mode: ours(groups, mode) for mode in MODES}
+    done["pieces"] = {stage: num_pieces(world, stage) for stage in STAGES}
+    done["clipped"] = {stage: clipped(groups, stage) for stage in STAGES}
     done["state"] = {stage: state_of(world, groups, stage) for stage in STAGES}
     return done
 
@@ -272,6 +283,56 @@ def test_a_state_continues_on_one_process(ranks, stage):
     take_step(model, parallel, optimizer, 1)
     torch.testing.assert_close(
         saved(parallel, optimizer, ALONE), expected, rtol=1e-9, atol=1e-12)
+
+
+# A run with `parallel.replicas`
+
+
+def num_pieces(world, stage):
+    """How many ranks read samples of their own, and elements that the optimizer updates here."""
+    model = ModelConfig("gpt", 32, 8, 2, 16, 2, 2, 32)
+    config = Config(model, DataConfig(sequence_length=8), TrainConfig(global_batch_size=4),
+                    ParallelConfig(zero=stage, replicas=2))
+    mesh = lay_out(config.parallel, world.size(), torch.device("cpu"))
+    training = Training(config, mesh, torch.device("cpu"))
+    pieces = [p for group in training.optimizer.param_groups for p in group["params"]]
+    return training.data_size, sum(map(torch.numel, pieces)), num_parameters(model)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_four_ranks_of_a_run_read_samples_and_two_divide_the_state(ranks, stage):
+    readers, counts, (total, *_) = zip(*(done["pieces"][stage] for done in ranks), strict=True)
+    assert readers == (4, 4, 4, 4)
+    assert counts[0] + counts[1] == counts[2] + counts[3] == total
+    assert counts[:2] == counts[2:] and max(counts) < 0.55 * total
+
+
+def clipped(groups, stage):
+    """The gradient's norm before clipping, and the gradients after it."""
+    torch.manual_seed(0)
+    model = small_gpt().double()
+    parallel = Grid(model, data=applied(groups, stage, "once")(model, None))
+    optimizer = parallel.make_optimizer(partial(torch.optim.SGD, lr=0.1))
+    index, count = parallel.data_part
+    loss_of(model, sample_batches((8,))[0][index::count]).backward()
+    parallel.finish()
+    norm = parallel.clip([p for group in optimizer.param_groups for p in group["params"]], 0.01)
+    return norm, parallel.full_gradients()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_norm_counts_a_gradient_once_however_many_replicas_hold_it(ranks, stage):
+    torch.manual_seed(0)
+    model = small_gpt().double()
+    loss_of(model, sample_batches((8,))[0]).backward()
+    expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    for done in ranks:
+        norm, gradients = done["clipped"][stage]
+        torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                torch.testing.assert_close(
+                    gradients[name], parameter.grad, rtol=1e-9, atol=1e-14)
 
 
 # Mistakes
