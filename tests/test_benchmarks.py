@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from minitron.measure.record import load
 from tests.tiers import tiered
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -35,3 +36,41 @@ def test_a_round_on_two_ranks(name):
     rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("|")]
     for side in SIDES[name]:
         assert any(side in (cell.strip("| ") for cell in row) for row in rows), side
+
+
+def test_the_pages_quote_what_the_gpu_s_records_say():
+    """The numbers under "On GPUs" in benchmarks/results/README.md, and README's own."""
+    folder = BENCHMARKS / "results" / "gpu" / "h200"
+    rows = {part: {row["case"]: row for row in load(folder / f"{part}.json").rows}
+            for part in ("mfu", "kernels", "precision", "plan")}
+    mfu, kernels, precision = rows["mfu"], rows["kernels"], rows["precision"]
+    llama = {side: mfu[f"Llama 1.3B, {side}"]["mfu"] for side in (
+        "compiled, ours, bf16 weights", "compiled, ours", "eager, ours")}
+    ours = [row["speed_of_plain"] for row in mfu.values() if row["side"] == "ours"]
+    theirs = [row["speed_of_plain"] for row in mfu.values() if row["side"] == "transformers"]
+    fastest = max(row["flops_per_second"] / row["peak"] for row in kernels.values()
+                  if row["kind"] == "matmul")
+    fused, slow = (kernels[f"attention {kind}, 8192 tokens"] for kind in ("fused", "materialized"))
+    seconds = {name: row["seconds"] for name, row in precision.items()}
+    errors = {device: [row["error"] for row in rows["plan"].values() if row.get("device") == device]
+              for device in ("calibrated", "datasheet")}
+
+    text = " ".join((BENCHMARKS / "results" / "README.md").read_text().split())
+    for quoted in (
+        "reaches {:.0%} MFU with bf16 weights and compiled blocks, {:.0%} under autocast, {:.0%} "
+        "without".format(*llama.values()),
+        f"at {ours[2]:.2f} times its speed for the Llama and at {min(ours):.2f} to {ours[0]:.2f}",
+        f"`transformers` runs at {min(theirs):.2f} to {max(theirs):.2f}",
+        f"matmul reaches {fastest:.0%} of the datasheet's peak",
+        f"fused attention is {slow['seconds'] / fused['seconds']:.0f} times as fast",
+        f"with {fused['peak_bytes'] / 1e9:.1f} GB in place of {slow['peak_bytes'] / 1e9:.0f}",
+        f"bf16 is {seconds['fp32'] / seconds['bf16']:.1f} times as fast as float32",
+        f"TF32 {seconds['fp32'] / seconds['tf32']:.1f} times",
+        f"fp8 takes {seconds['fp8'] / seconds['bf16']:.1f} times as long as bf16",
+        f"between {-min(errors['calibrated']):.0%} too low and {max(errors['calibrated']):.0%}",
+        f"between {-min(errors['datasheet']):.0%} and {-max(errors['datasheet']):.0%} too low",
+    ):
+        assert quoted.replace("%", " %") in text, quoted
+    readme = (BENCHMARKS.parent / "README.md").read_text()
+    assert f"a 1.3B Llama reaches {llama['compiled, ours, bf16 weights']:.0%}".replace(
+        "%", " %") in readme

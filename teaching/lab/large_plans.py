@@ -124,8 +124,8 @@ MT_NLG, TRILLION = (
     ModelConfig("gpt", 51_200, 2048, layers, width, heads, heads, 4 * width, dropout=0.1)
     for layers, width, heads in ((105, 20_480, 128), (128, 25_600, 160)))
 PUBLISHED = {
-    "GPT-3 175B": (Job(GPT3, 1024, A100, 2048, 1536, precision="bf16-fp32-grads"),
-                   cut(16, tp=8, pp=8)),
+    "GPT-3 175B": (Job(replace(GPT3, dropout=0.0), 1024, A100, 2048, 1536,
+                       precision="bf16-fp32-grads"), cut(16, tp=8, pp=8)),
     "MT-NLG 530B": (Job(MT_NLG, 2240, A100, 2048, 1920), cut(8, 8, 35, recompute="full")),
     "1T": (Job(TRILLION, 3072, A100, 2048, 3072), cut(6, 8, 64, recompute="full")),
     "Llama 3.1 405B": (Job(LLAMA, 16_384, H100, 8192, 2048), cut(128, 8, 16, chunks=4)),

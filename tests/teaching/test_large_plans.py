@@ -1,5 +1,6 @@
 """The record of large searches and dry runs: what it returns is what is computed."""
 
+import ast
 import json
 from dataclasses import replace
 
@@ -11,6 +12,8 @@ from minitron.plan.dryrun import dry_run
 from minitron.plan.hardware import DEVICES
 from minitron.plan.job import Job
 from minitron.plan.search import search
+from teaching.exercises import ROOT
+from teaching.lab import ch12
 from teaching.lab import large_plans as plans
 from tests.tiers import exhaustive
 
@@ -74,6 +77,22 @@ def test_the_committed_record_has_every_job():
     assert plans._record().keys() == plans.rows().keys()
     for job in plans.SEARCHES:
         assert plans.chosen(job).best.fits
+
+
+def test_chapter_12_asks_for_what_the_record_has():
+    """A job that differs in one field is computed in the chapter, for a minute or more."""
+    [source] = (ROOT / "chapters" / "source").glob("ch12_*.py")
+    given = {"A100", "H100", "gpt3", "S", "mt_nlg", "trillion", "llama", "job", "LAYOUTS", "plain",
+             "CHOSEN"}
+    cells = {"replace": replace, "cost": cost, "DEVICES": DEVICES, "Job": Job,
+             "ModelConfig": ModelConfig, "lab": ch12}
+    for node in ast.parse(source.read_text()).body:
+        names = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)
+                 and isinstance(name.ctx, ast.Store)}
+        if isinstance(node, ast.Assign) and names & given:
+            exec(compile(ast.Module([node], []), source.name, "exec"), cells)
+    for name, (job, layout) in cells["CHOSEN"].items():
+        assert (job, layout) == plans.PUBLISHED[name], name
 
 
 @exhaustive
