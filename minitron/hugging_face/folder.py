@@ -67,6 +67,7 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, max_length: int) -> None
             "bos_token": end,
             "eos_token": end,
             "model_max_length": max_length,
+            "split_special_tokens": True,  # "<end>" in a text is ordinary text, as in the corpus
             "clean_up_tokenization_spaces": False,  # the tokenizer's own decoder does
         })
     except OSError as error:
