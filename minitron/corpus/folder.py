@@ -117,11 +117,13 @@ def read_corpus_info(folder: Path) -> dict:
     return info
 
 
-def load_tokenizer(folder: Path) -> "Tokenizer | None":
+def load_tokenizer(
+    folder: Path, remedy: str = "write the corpus again"
+) -> "Tokenizer | None":
     """Load `tokenizer.json`; None if the folder has none (training needs none, text does).
 
     Decode with `skip_special_tokens=False` to see where a document ends. Raises ConfigError for a
-    file that holds no tokenizer.
+    file that holds no tokenizer; `remedy` says what to do then.
     """
     path = Path(folder) / "tokenizer.json"
     if not path.exists():
@@ -132,7 +134,7 @@ def load_tokenizer(folder: Path) -> "Tokenizer | None":
         require_regular(path)
         return without_markup(Tokenizer.from_file(str(path)))
     except Exception as error:  # the library raises no narrower one
-        raise ConfigError(f"{path}: no tokenizer ({error})", "write the corpus again") from None
+        raise ConfigError(f"{path}: no tokenizer ({error})", remedy) from None
 
 
 def without_markup(tokenizer: "Tokenizer") -> "Tokenizer":
