@@ -17,7 +17,7 @@ from minitron.config import Config, ConfigError
 from minitron.config.file import to_dict
 from minitron.config.layout import num_readers, require_ranks
 from minitron.corpus.contents import Contents, fingerprint, read_contents, require_tokens
-from minitron.corpus.folder import end_of_document, load_tokenizer
+from minitron.corpus.folder import end_of_document, load_tokenizer, read_corpus_info
 from minitron.dataset import TokenDataset
 from minitron.launch.process import memory_bytes, pick_device
 from minitron.measure.divergence import FirstFault
@@ -27,6 +27,7 @@ from minitron.parallel.parts import Boxes
 from minitron.parallel.state import load_training_state, training_state
 from minitron.parallelize import lay_out
 from minitron.precision import low_precision, widest_float
+from minitron.running.folder import kept_tokenizer
 from minitron.running.memory import require_memory
 from minitron.running.starting import (
     read_facts,
@@ -92,6 +93,9 @@ class Run(Training):
 
     def open_data(self, config: Config) -> None:
         S = config.data.sequence_length
+        # both now: another corpus may be written into the folder while the run goes on
+        self.corpus_info = read_corpus_info(config.data.path)
+        self.tokenizer = load_tokenizer(config.data.path)
         self.dataset = TokenDataset(config.data.path, "train", S, config.train.seed)
         self.validation = TokenDataset(config.data.path, "val", S, seed=None)
         self.num_eval_sequences = min(config.train.eval_sequences, self.validation.num_samples)
@@ -165,13 +169,12 @@ class Run(Training):
 
     def sample(self, num_texts: int, num_tokens: int) -> list[str]:
         """Sample texts that the model writes after an end-of-document token; [] if no tokenizer."""
-        tokenizer = load_tokenizer(self.config.data.path)
-        if tokenizer is None:
+        if self.tokenizer is None:
             return []
-        prompt = torch.full((num_texts, 1), end_of_document(tokenizer), device=self.device)
+        prompt = torch.full((num_texts, 1), end_of_document(self.tokenizer), device=self.device)
         model, seed = self.parallel.full_model(), self.config.train.seed
         tokens = generate(model, prompt, num_tokens, seed=seed)
-        return tokenizer.decode_batch(tokens[:, 1:].tolist(), skip_special_tokens=False)
+        return self.tokenizer.decode_batch(tokens[:, 1:].tolist(), skip_special_tokens=False)
 
     def save(self) -> None:
         """Write everything the next step depends on; every rank writes its part of it."""
@@ -216,6 +219,8 @@ class Run(Training):
         require_same_training(facts, self.config, self.folder, self.fingerprint)
         saved = checkpoint.saved_tensors(path)
         require_complete_state(saved, path)
+        with one_fault_fails_all(self.group):
+            self.tokenizer = kept_tokenizer(self.folder) or self.tokenizer
         checkpoint.set_aside(folder, path, self.group)
         read = partial(checkpoint.load, path, group=self.group)
         load_training_state(self.parallel, self.optimizer, saved, read)

@@ -29,7 +29,7 @@ from minitron.measure.metrics import MetricsLog
 from minitron.measure.trace import Trace, open_trace
 from minitron.precision import PRECISIONS
 from minitron.run import Run
-from minitron.running.folder import Claim, require_place
+from minitron.running.folder import Claim, keep_tokenizer, require_place
 from minitron.system import disk
 from minitron.system.progress import Progress
 from minitron.train_log import describe, evaluate, log_rows
@@ -41,11 +41,11 @@ def train(
 ) -> Run:
     """Train until `config.train.steps`, or until a signal asks to stop, and save at the end.
 
-    `folder` receives config.json, metrics.jsonl and checkpoints/. With `resume` the run in it is
-    continued bit for bit, with `restart` begun anew if it has no checkpoint; otherwise it must not
-    hold one. A new one starts from the parameters in `weights`, a folder of Hugging Face's, if
-    there is one. `group` holds all ranks; rank 0 writes what the others read, and keeps other
-    processes out of `folder`. `interruption` hears the signals.
+    `folder` receives config.json, tokenizer.json, metrics.jsonl and checkpoints/. With `resume` the
+    run in it is continued bit for bit, with `restart` begun anew if it has no checkpoint; otherwise
+    it must not hold one. A new one starts from the parameters in `weights`, a folder of Hugging
+    Face's, if there is one. `group` holds all ranks; rank 0 writes what the others read, and keeps
+    other processes out of `folder`. `interruption` hears the signals.
     """
     with one_fault_ends_all(group):  # before the watchdog: the first time, it reads all tokens
         contents = read_contents(config.data.path, group)
@@ -60,6 +60,7 @@ def train(
                 trace = open_trace(config, folder, run.rank, run.step, run.device)
                 if run.rank == 0:
                     disk.write_json(folder / "config.json", to_dict(run.config))
+                    keep_tokenizer(folder, run.tokenizer)
 
         watchdog.beat()
         if run.rank == 0:

@@ -3,7 +3,6 @@
 import textwrap
 
 from minitron.comm.agreement import gathered, one_fault_ends_all
-from minitron.corpus.folder import read_corpus_info
 from minitron.corpus.stories import grammatical_share
 from minitron.measure.metrics import read_metrics
 from minitron.run import Run
@@ -41,8 +40,8 @@ def saved_report(run: Run) -> str | None:
 
 
 def new_report(run: Run) -> str:
-    info = read_corpus_info(run.config.data.path)
-    lines = describe_stories(run) if info["kind"] == "stories" else describe_text(run)
+    is_stories = run.corpus_info["kind"] == "stories"
+    lines = describe_stories(run) if is_stories else describe_text(run)
     lines.append(steps_line(run))
     losses = [row["val_loss"] for row in logged(run) if "val_loss" in row]
     if losses:  # a damaged log may have none
@@ -77,10 +76,9 @@ def steps_line(run: Run) -> str:
 
 def lowest_loss(run: Run) -> float | None:
     """The entropy of the text, where it is known."""
-    info = read_corpus_info(run.config.data.path)
-    if info["kind"] != "stories":
+    if run.corpus_info["kind"] != "stories":
         return None
-    return window_entropy(info, run.config.data.sequence_length)
+    return window_entropy(run.corpus_info, run.config.data.sequence_length)
 
 
 def describe_stories(run: Run) -> list[str]:
@@ -118,7 +116,7 @@ def next_steps(run: Run) -> str:
     """What to type next, for this kind of corpus and of machine."""
     if run.size > 1:
         return f"Next: write it for transformers:\n  minitron export {run.folder} my-model"
-    if read_corpus_info(run.config.data.path)["kind"] == "stories":
+    if run.corpus_info["kind"] == "stories":
         return (
             "Next: `make lab` opens chapter 1; or train on real text:\n"
             "  minitron data python\n"

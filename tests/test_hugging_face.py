@@ -14,7 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from minitron.config import ConfigError, ModelConfig
+from minitron.corpus.folder import END
+from minitron.corpus.text import train_tokenizer
 from minitron.hugging_face.config import read_model_config
+from minitron.hugging_face.folder import write_tokenizer
 from minitron.hugging_face.weights import Weights, split, write
 from minitron.model.transformer import Transformer, fill
 from tests.model.test_transformer import float64_llama, random_model  # noqa: F401
@@ -324,6 +327,17 @@ def test_what_comes_after_the_weights_may_fail_as_well(tmp_path, monkeypatch, er
     with pytest.raises((ConfigError, KeyboardInterrupt)):
         write_model(random_model(OURS["gpt"]), tmp_path, max_file_bytes=20_000)
     assert not any(tmp_path.iterdir())
+
+
+def test_the_name_of_a_special_token_is_text_for_their_tokenizer_too(tmp_path):
+    ours = train_tokenizer(["one text and another one"], 270)
+    write_tokenizer(tmp_path, ours, max_length=40)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    text = f"a {END} b{END}"
+    tokens = ours.encode(text).ids
+    assert theirs(text)["input_ids"] == tokens and theirs.eos_token_id not in tokens
+    assert theirs.decode([*tokens, theirs.eos_token_id], skip_special_tokens=True) == text
+    assert theirs.decode([*tokens, theirs.eos_token_id]) == text + END
 
 
 def test_files_are_filled_in_order():

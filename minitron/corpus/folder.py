@@ -117,10 +117,13 @@ def read_corpus_info(folder: Path) -> dict:
     return info
 
 
-def load_tokenizer(folder: Path) -> "Tokenizer | None":
+def load_tokenizer(
+    folder: Path, remedy: str = "write the corpus again"
+) -> "Tokenizer | None":
     """Load `tokenizer.json`; None if the folder has none (training needs none, text does).
 
-    Decode with `skip_special_tokens=False` to see where a document ends.
+    Decode with `skip_special_tokens=False` to see where a document ends. Raises ConfigError for a
+    file that holds no tokenizer; `remedy` says what to do then.
     """
     path = Path(folder) / "tokenizer.json"
     if not path.exists():
@@ -129,9 +132,19 @@ def load_tokenizer(folder: Path) -> "Tokenizer | None":
 
     try:
         require_regular(path)
-        return Tokenizer.from_file(str(path))
+        return without_markup(Tokenizer.from_file(str(path)))
     except Exception as error:  # the library raises no narrower one
-        raise ConfigError(f"{path}: no tokenizer ({error})", "write the corpus again") from None
+        raise ConfigError(f"{path}: no tokenizer ({error})", remedy) from None
+
+
+def without_markup(tokenizer: "Tokenizer") -> "Tokenizer":
+    """Let a tokenizer read `<end>`, or the name of another special token, as ordinary text.
+
+    A document may contain such a name, and does not end there. The setting is not saved in
+    `tokenizer.json`: each tokenizer that is made or loaded needs it.
+    """
+    tokenizer.encode_special_tokens = True
+    return tokenizer
 
 
 def end_of_document(tokenizer: "Tokenizer") -> int:

@@ -19,6 +19,7 @@ from minitron.corpus.folder import (
     END,
     SHARD_TOKENS,
     start_corpus,
+    without_markup,
     write_corpus_info,
     write_split,
 )
@@ -42,13 +43,14 @@ def write_text(
 ) -> dict:
     """Turn text files, and the files matching `pattern` in directories, into a data folder.
 
-    Every 1/val_share-th file validates, the others train. Where that would be less than half of
+    A file that is named twice, or is also in a directory that is named, is read once. Every
+    1/val_share-th file validates, the others train. Where that would be less than half of
     `val_share` of the text, or more than twice as much, the end of each file validates instead.
     Returns what `corpus.json` says. Raises ConfigError for a path that is missing, a file that is
     not UTF-8, no text at all, or a vocabulary that bytes or uint16 do not allow.
     """
     require_vocabulary(vocab_size)
-    files = _find_files([Path(path) for path in paths], pattern)
+    files = _once(_find_files([Path(path) for path in paths], pattern))
     require_room(files)
     documents = [text for text in Progress(map(_read, files), "reading", len(files)) if text]
     require(len(documents) > 0, f"{', '.join(map(str, paths))}: {len(files)} files, all empty")
@@ -70,10 +72,10 @@ def write_python(
     require_vocabulary(vocab_size)
     library = library or Path(sysconfig.get_path("stdlib"))
     left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+    paths = [path for path in sorted(library.rglob("*.py"))
+             if left_out.isdisjoint(path.relative_to(library).parts)]
     documents, size = [], 0
-    for path in sorted(library.rglob("*.py")):
-        if not left_out.isdisjoint(path.relative_to(library).parts):
-            continue
+    for path in _once(paths):
         size += path.stat().st_size
         if size > max_bytes:
             break
@@ -136,7 +138,7 @@ def train_tokenizer(documents: list[str], vocab_size: int) -> Tokenizer:
     with Progress(desc="learning the vocabulary", bar_format=CLOCK):
         tokenizer.train_from_iterator(documents, trainer, length=len(documents))
     tokenizer.pre_tokenizer = words
-    return tokenizer
+    return without_markup(tokenizer)
 
 
 def _encode(tokenizer: Tokenizer, documents: list[str], bar: Progress) -> Iterator[np.ndarray]:
@@ -187,6 +189,14 @@ def _find_files(paths: list[Path], pattern: str) -> list[Path]:
                 "try --pattern")
         files += found
     return files
+
+
+def _once(files: list[Path]) -> list[Path]:
+    """Leave out what an earlier path leads to: a text must not both train and validate."""
+    first: dict[Path, Path] = {}
+    for file in files:
+        first.setdefault(file.resolve(), file)
+    return list(first.values())
 
 
 def _read(path: Path) -> str:

@@ -13,21 +13,23 @@ from minitron.corpus.folder import end_of_document, load_tokenizer
 from minitron.hugging_face.sizes import require_layers, shapes_of
 from minitron.hugging_face.weights import Weights, write
 from minitron.precision import PRECISIONS
+from minitron.running.folder import tokenizer_of_run
 from minitron.system.disk import write_json
 
 
 def export(run: Path, folder: Path, dtype: str = "as-trained") -> None:
-    """Write the model of a run's newest checkpoint, and the tokenizer of its corpus.
+    """Write the model of a run's newest checkpoint, and the tokenizer that it was trained with.
 
     `transformers` loads both by their Auto classes. `dtype` is float32, bfloat16, float16, or
-    as-trained: what the parameters had when they were used.
+    as-trained: what the parameters had when they were used. Raises ConfigError if there is no run,
+    or its tokenizer cannot be told any more.
     """
     require((run / "config.json").is_file(), f"{run}: there is no run to export",
             "name a folder that `minitron train` has written")
     path = checkpoint.newest_good(run / "checkpoints")
     config = config_of(path)
     used = PRECISIONS[config.train.precision].parameters
-    tokenizer = load_tokenizer(config.data.path)
+    tokenizer = tokenizer_of_run(run, config, str(checkpoint.facts_of(path).get("fingerprint")))
     write(
         folder, config.model, lambda name: checkpoint.read_tensor(path, f"model.{name}"),
         dtype=used if dtype == "as-trained" else getattr(torch, dtype),
@@ -67,6 +69,7 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, max_length: int) -> None
             "bos_token": end,
             "eos_token": end,
             "model_max_length": max_length,
+            "split_special_tokens": True,  # "<end>" in a text is ordinary text, as in the corpus
             "clean_up_tokenization_spaces": False,  # the tokenizer's own decoder does
         })
     except OSError as error:

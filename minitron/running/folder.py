@@ -1,6 +1,6 @@
-"""The folder of a run: whether it holds one, which is next, and who trains in it now.
+"""The folder of a run: whether it holds one, which is next, who trains in it now, its tokenizer.
 
-Read in this order: Claim, require_place, default_folder.
+Read in this order: Claim, require_place, default_folder; keep_tokenizer, tokenizer_of_run.
 """
 
 import errno
@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 try:
     import fcntl
@@ -19,8 +20,14 @@ except ImportError:  # Windows
 import psutil
 
 from minitron.checkpoint import checkpoints
-from minitron.config import ConfigError, require
-from minitron.system.disk import open_itself, writing
+from minitron.config import Config, ConfigError, require
+from minitron.corpus.contents import fingerprint, read_contents
+from minitron.corpus.folder import load_tokenizer
+from minitron.dataset import TokenDataset
+from minitron.system.disk import open_itself, replace, writing
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 SECONDS_TO_RETAKE = 120
 """For a restarted run: a file server may hold a dead node's lock for as long as its lease."""
@@ -116,3 +123,50 @@ def require_place(folder: Path, resume: bool, restart: bool) -> None:
         f"{folder}: already holds a run",
         "add --resume to continue it, or choose another --run-dir",
     )
+
+
+# Its tokenizer: that of the corpus as the run began, since another corpus may be written there
+
+
+def keep_tokenizer(folder: Path, tokenizer: "Tokenizer | None") -> None:
+    """Write the tokenizer of a run that begins; None removes what one that failed has left."""
+    path = folder / "tokenizer.json"
+    if tokenizer is None:
+        path.unlink(missing_ok=True)
+    else:
+        replace(path, tokenizer.to_str().encode())
+
+
+def kept_tokenizer(folder: Path) -> "Tokenizer | None":
+    """Load the tokenizer that a run has kept; None if it had none, or began before runs kept it."""
+    return load_tokenizer(folder, "replace it with the one of the corpus it was trained on")
+
+
+def tokenizer_of_run(folder: Path, config: Config, trained_on: str) -> "Tokenizer | None":
+    """Load the tokenizer of a run: the one it has kept, else that of its corpus, if there is one.
+
+    Raises ConfigError if the run has kept none and its corpus no longer holds the tokens whose
+    fingerprint is `trained_on`: its tokenizer may be another one as well.
+    """
+    kept, corpus = kept_tokenizer(folder), config.data.path
+    tokenizer = kept or load_tokenizer(corpus)
+    if kept is None and tokenizer is not None:
+        found = tokens_now(config)[: len(trained_on)]  # an old run's is the first half
+        now = f"tokens with checksum {found[-12:]}" if found else "no readable tokens"
+        require(
+            found == trained_on,
+            f"{folder}: has no tokenizer.json, and {corpus}/tokenizer.json may not fit: the run "
+            f"trained on tokens with checksum {trained_on[-12:]}, but {corpus} now holds {now}",
+            f"copy the old corpus's tokenizer.json into {folder}, or move {corpus}/tokenizer.json "
+            "away to export no tokenizer",
+        )
+    return tokenizer
+
+
+def tokens_now(config: Config) -> str:
+    """Return the fingerprint of the tokens of a run's corpus as it is now; "" if there are none."""
+    try:
+        dataset = TokenDataset(config.data.path, "train", config.data.sequence_length)
+        return fingerprint(dataset, read_contents(config.data.path))
+    except ConfigError:
+        return ""

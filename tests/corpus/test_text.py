@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from tokenizers import AddedToken
 
 from minitron.config import ConfigError
 from minitron.corpus.folder import END, load_tokenizer, read_corpus_info
@@ -67,6 +68,20 @@ def test_long_words_change_nothing_for_others():
     assert cut.encode(WORDS).tokens == tokenizer.encode(WORDS).tokens
 
 
+@pytest.mark.parametrize("special", [AddedToken("<|user|>"), AddedToken("<pad>", lstrip=True)])
+def test_no_special_token_of_any_tokenizer_is_read_in_a_text(tmp_path, special):
+    """Those of a tokenizer that comes from elsewhere are ordinary text too, once it is loaded."""
+    made = train_tokenizer([WORDS], 300)
+    made.add_special_tokens([special])
+    made.save(str(tmp_path / "tokenizer.json"))
+    loaded = load_tokenizer(tmp_path)
+    text = f"a {special.content} b{END}{special.content}"
+    for tokenizer in (made, loaded):
+        ids = tokenizer.encode(text).ids
+        assert {0, tokenizer.token_to_id(special.content)}.isdisjoint(ids)
+        assert tokenizer.decode(ids) == text
+
+
 # --- Files ----------------------------------------------------------------------------------------
 
 
@@ -125,6 +140,48 @@ def test_of_two_files_the_ends_validate(tmp_path):
     write_text([tmp_path], tmp_path / "data", vocab_size=300)
     assert text_of(tmp_path / "data", "train") == "a" * 19 + END + "b" * 19 + END
     assert text_of(tmp_path / "data", "val") == "a" + END + "b" + END
+
+
+def documents_of(folder, split) -> list[str]:
+    """The documents of a split, cut at the tokens that end them."""
+    tokenizer, documents, document = load_tokenizer(folder), [], []
+    for token in tokens_of(folder, split):
+        if token == tokenizer.token_to_id(END):
+            documents.append(tokenizer.decode(document))
+            document = []
+        else:
+            document.append(token)
+    assert not document
+    return documents
+
+
+def test_the_name_of_the_end_does_not_end_a_document(tmp_path):
+    texts = [f"file {index}: {WORDS}\n" for index in range(40)]
+    texts[7] = f"{END} closes a text, and {END} is its name"
+    for index, text in enumerate(texts):
+        (tmp_path / f"{index:02d}.txt").write_text(text)
+    info = write_text([tmp_path], tmp_path / "data", vocab_size=300)
+    assert info["documents"] == 40
+    written = [documents_of(tmp_path / "data", split) for split in ("train", "val")]
+    assert sorted(sum(written, [])) == sorted(texts)
+
+
+@pytest.mark.parametrize("place", ["a.txt", "deep/b.txt"])
+def test_a_file_is_read_once_wherever_it_is_named(tmp_path, monkeypatch, place):
+    (tmp_path / "texts" / "deep").mkdir(parents=True)
+    for name in ("a.txt", "deep/b.txt", "c.txt"):
+        (tmp_path / "texts" / name).write_text(f"{name}: {WORDS}\n")
+    (tmp_path / "link.txt").symlink_to(tmp_path / "texts" / place)
+    (tmp_path / "linked").symlink_to(tmp_path / "texts")
+    monkeypatch.chdir(tmp_path)
+    paths = ["texts", f"texts/{place}", f"texts/deep/../{place}", "texts/deep",
+             tmp_path / "texts", "link.txt", f"linked/{place}"]
+    write_text(["texts"], tmp_path / "once", vocab_size=300)
+    for number, several in enumerate((paths, [*paths[:1], *paths])):
+        info = write_text(several, tmp_path / f"{number}", vocab_size=300)
+        assert info == read_corpus_info(tmp_path / "once") and info["documents"] == 3
+        for split in ("train", "val"):
+            assert tokens_of(tmp_path / f"{number}", split) == tokens_of(tmp_path / "once", split)
 
 
 def test_the_pattern_chooses(texts, tmp_path):

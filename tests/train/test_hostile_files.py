@@ -190,6 +190,14 @@ def test_nothing_else_in_a_run_is_executed(strangers, tmp_path, refused):
     assert not payload.marker.exists()
 
 
+def test_a_tokenizer_of_a_run_is_not_executed(strangers, tmp_path, refused):
+    payload = Payload(tmp_path / "executed")
+    (strangers / "run" / "tokenizer.json").write_bytes(pickle.dumps(payload))
+    for words in commands(strangers):
+        assert "run/tokenizer.json: no tokenizer (" in refused(*words)
+    assert not payload.marker.exists() and not (strangers / "out").exists()
+
+
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_nothing_in_weights_is_executed(strangers, tmp_path, refused, name):
     payload = Payload(tmp_path / "executed")
