@@ -23,11 +23,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from minitron.config import ConfigError, ModelConfig, require
-from minitron.hugging_face.config import read_file, read_model_config, to_hugging_face
+from minitron.hugging_face.config import read_model_config, to_hugging_face
+from minitron.hugging_face.files import files_of_tensors, open_file
 from minitron.hugging_face.sizes import names_of, require_layers, shapes_of
 from minitron.model.transformer import Transformer
 from minitron.system.disk import write_json
-from minitron.system.files import file_in, reason
+from minitron.system.files import reason
 
 NAMES = {
     "gpt": {
@@ -206,29 +207,6 @@ class Weights:
         except SafetensorError as error:
             raise ConfigError(f"{self.folder / file}: {reason(error)}", "fetch the model again"
                               ) from None
-
-
-def files_of_tensors(folder: Path) -> dict[str, str]:
-    """Return the file that each tensor is in."""
-    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if whole.exists():
-        return dict.fromkeys(open_file(folder, whole.name).keys(), whole.name)
-    require(index.exists(), f"{folder}: holds neither {whole.name} nor {index.name}",
-            "name a folder that save_pretrained of transformers has written")
-    files = read_file(folder, index.name).get("weight_map")
-    is_map = isinstance(files, dict) and all(isinstance(name, str) for name in files.values())
-    require(is_map, f"{index}: weight_map does not say which tensor is in which file",
-            "fetch the model again")
-    return files
-
-
-def open_file(folder: Path, name: str) -> safe_open:
-    """Open a file of tensors in the folder; an index may name anything, also what is not there."""
-    try:
-        return safe_open(file_in(folder, name), framework="pt")
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError(f"{folder}/{name:.80}: cannot be read ({reason(error)})",
-                          "fetch the model again") from None
 
 
 # Writing
