@@ -83,7 +83,8 @@ def how(runs: Sequence[DryRun]) -> str:
     part = f"; {num_run:,} at most were run, the others are like them" if num_run < m else ""
     num_equal = sum(run.seconds == 0 for run in runs)
     equal = f" Not run, but equal to a rank above: {num_equal}." if num_equal else ""
-    return f"A step has {m:,} micro-batches{part}.{equal} {sum(run.seconds for run in runs):.0f} s."
+    seconds = sum(run.seconds for run in runs)
+    return f"A step has {m:,} micro-batch{'es' * (m != 1)}{part}.{equal} {seconds:.0f} s."
 
 
 def verdict(run: DryRun, device: Device) -> str:

@@ -55,12 +55,14 @@ def as_it_stands(config: Config, job: Job) -> Candidate:
 def alternatives(found: Search) -> dict[str, dict[object, Candidate]]:
     """Return, for each value of each option, the fastest layout with all other options free.
 
-    Where none fits it is the smallest; a value that cannot be trained is left out.
+    Where none fits it is the smallest; a value that cannot be trained is left out. An estimate that
+    is not trusted stands for its own stage of ZeRO alone.
     """
     best: dict[str, dict[object, Candidate]] = {option: {} for option in OPTIONS}
     for candidate in found.candidates + found.too_large:
         for option, value_of in OPTIONS.items():
-            best[option].setdefault(value_of(candidate.decision), candidate)
+            if option == "ZeRO" or found.trusts(candidate):
+                best[option].setdefault(value_of(candidate.decision), candidate)
     return best
 
 
@@ -72,7 +74,9 @@ def option_line(option: str, by_value: dict[object, Candidate], winner: Candidat
     if not others and not too_large:
         return f"{chosen}: there is no other choice"
     phrases = [f"{value} {difference(each, winner)}" for value, each in others.items()]
-    parts = [f"{chosen} is best", ", ".join(phrases[:NUM_SHOWN]),
+    is_best = all(each.seconds >= winner.seconds for each in others.values())
+    parts = [f"{chosen} is best" if is_best else f"{chosen} comes first",
+             ", ".join(phrases[:NUM_SHOWN]),
              f"{', '.join(too_large)} would not fit" if too_large else ""]
     return "; ".join(filter(None, parts))
 
@@ -80,10 +84,11 @@ def option_line(option: str, by_value: dict[object, Candidate], winner: Candidat
 def difference(other: Candidate, winner: Candidate) -> str:
     """Say by how much it is slower and what costs most of that; or what it holds, if as fast."""
     slower = other.seconds / winner.seconds - 1
-    if slower < SAME:
+    if abs(slower) < SAME:
         more = (other.total_bytes - winner.total_bytes) / 1e9
         return f"as fast, {abs(more):.1f} GB {'more' if more > 0 else 'less'}"
-    return f"{slower:+.1%} ({costs_most(other, winner)})"
+    longer, shorter = (other, winner) if slower > 0 else (winner, other)
+    return f"{slower:+.1%} ({costs_most(longer, shorter)})"
 
 
 def costs_most(other: Candidate, winner: Candidate) -> str:
@@ -106,10 +111,10 @@ def doubled(device: Device, resource: str) -> Device:
 
 
 def best_on(device: Device, found: Search) -> Candidate:
-    """Return the fastest of a search's layouts on another device, where other ones fit."""
+    """Return the fastest of the trusted layouts on another device, where other ones fit."""
     job = replace(found.job, device=device)
-    fitting = (each for each in found.candidates + found.too_large
-               if each.total_bytes <= job.limit and not is_variant(each.decision))
+    fitting = (each for each in found.candidates + found.too_large if found.trusts(each)
+               and each.total_bytes <= job.limit and not is_variant(each.decision))
     return with_variants([Candidate(job, each.decision) for each in fitting])[0]
 
 
@@ -121,7 +126,7 @@ def explain(found: Search, standing: Candidate | None = None) -> str:
 
     `standing` is a layout to set beside it.
     """
-    winner = found.candidates[0]
+    winner = found.trusted
     lines = [f"best: {winner}", *columns(winner, standing), "", "Each option, the others free:", ""]
     lines += [f"  {option:<12} {option_line(option, by_value, winner)}"
               for option, by_value in alternatives(found).items()]

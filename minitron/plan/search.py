@@ -119,6 +119,19 @@ class Search:
     def num_layouts(self) -> int:
         return len(self.candidates) + len(self.too_large) + self.refused.total()
 
+    @property
+    def trusted(self) -> Candidate:
+        """The fastest layout whose estimate measured steps confirm: those of ZeRO-3 do not.
+
+        If none fits without ZeRO-3, it is the fastest of all.
+        """
+        return next(filter(self.trusts, self.candidates), self.candidates[0])
+
+    def trusts(self, candidate: Candidate) -> bool:
+        """Return whether a candidate may be compared with `trusted` by its estimate."""
+        return candidate.decision.parallel.zero < 3 or not any(
+            each.decision.parallel.zero < 3 for each in self.candidates)
+
     def dropped(self) -> list[tuple[int, str]]:
         """Count the layouts that dropped out for each reason, most first.
 

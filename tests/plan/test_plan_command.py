@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from minitron import cli
-from minitron.config import ConfigError
+from minitron.config import ConfigError, ParallelConfig
 from minitron.config.file import load
 from minitron.config.layout import require_ranks
 from minitron.plan import command
@@ -185,7 +185,7 @@ def test_it_ends_with_two_lines_that_can_be_typed(words, launcher, capsys):
     for name in ("steps", "precision", "global_batch_size"):
         assert getattr(options.train, name) == getattr(asked.train, name)
     job = job_of(asked, num_gpus, H100)
-    assert as_it_stands(options, job) == search(job).candidates[0]
+    assert as_it_stands(options, job) == search(job).trusted
 
 
 @pytest.mark.parametrize(("num_gpus", "tp", "nodes"), [
@@ -199,6 +199,34 @@ def test_each_node_starts_as_many_ranks_and_whole_groups(num_gpus, tp, nodes):
     num_nodes = re.search(r"--nnodes (\d+)", line)
     assert int(num_nodes[1] if num_nodes else 1) == nodes[0]
     assert f"--nproc-per-node {nodes[1]} " in line
+
+
+# ZeRO-3, whose estimates are not confirmed
+
+
+def of_stages(*stages: int) -> Search:
+    """What a search would find on 8 GPUs, of these stages of ZeRO in this order."""
+    job = job_of(load(Path(LLAMA_1B)), 8, H100)
+    return Search(job, [Candidate(job, Decision(ParallelConfig(dp=8, zero=stage), "full", 1))
+                        for stage in stages])
+
+
+@pytest.mark.parametrize("stages, first", [((3, 1), 1), ((3, 2, 1), 2), ((1, 3), 1), ((3,), 3)])
+def test_the_first_choice_is_one_whose_estimate_is_trusted(stages, first):
+    assert of_stages(*stages).trusted.decision.parallel.zero == first
+
+
+def test_the_table_begins_with_it_and_says_why(capsys, monkeypatch):
+    found = of_stages(3, 1, 2)
+    monkeypatch.setattr(command, "search", lambda job: found)
+    assert plan(LLAMA_1B, "--gpus", "8", "--explain") == 0
+    text = capsys.readouterr().out
+    rows = text[text.index("ZeRO"):].splitlines()[1:4]
+    assert [row.split()[5] for row in rows] == ["1", "3", "2"]
+    gain = 1 - found.candidates[0].seconds / found.candidates[1].seconds
+    assert f"So the fastest layout without ZeRO-3 comes first, although the estimate of the " \
+        f"fastest one is {gain:.1%} less" in text
+    assert "--parallel.zero 3" not in text
 
 
 # The layout in the file
