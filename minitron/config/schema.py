@@ -148,8 +148,9 @@ class TrainConfig:
     """Write checkpoints in the background, from a copy in the host's memory."""
     hang_timeout: float = 900.0
     """End a run on many ranks when no step has ended for so many seconds, and say which rank the
-    others wait for. A first step that compiles may take minutes, and so may a save. With 0 PyTorch
-    alone ends a collective, after half an hour, without a name."""
+    others wait for. An evaluation counts in pieces no longer than a step. A first step that
+    compiles may take minutes, and so may a save. With 0 PyTorch alone ends a collective, after half
+    an hour, without a name."""
 
     def __post_init__(self):
         require_types("train", self)
