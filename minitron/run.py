@@ -1,6 +1,7 @@
 """A run: everything it owns, one step of it, and what its checkpoint holds."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from minitron.comm.agreement import (
     one_fault_fails_all,
 )
 from minitron.config import Config, ConfigError, require
-from minitron.config.file import to_dict
+from minitron.config.file import from_dict, to_dict
 from minitron.config.layout import num_readers, require_ranks
 from minitron.corpus.contents import Contents, fingerprint, read_contents, require_tokens
 from minitron.corpus.folder import end_of_document, load_tokenizer
@@ -28,6 +29,7 @@ from minitron.parallel.state import load_training_state, training_state
 from minitron.parallelize import lay_out
 from minitron.precision import low_precision
 from minitron.running.memory import require_memory
+from minitron.running.schedule import Schedule, resumed
 from minitron.running.starting import (
     read_facts,
     require_a_gpu_each,
@@ -38,7 +40,7 @@ from minitron.running.starting import (
 )
 from minitron.running.stopping import Stop
 from minitron.running.training import Training
-from minitron.step import accumulate_over_ranks, learning_rate
+from minitron.step import accumulate_over_ranks
 from minitron.system.progress import CLOCK, Progress
 
 
@@ -86,6 +88,7 @@ class Run(Training):
             config.train.async_checkpoint,
         )
         self.stop = Stop(group)
+        self.schedule = Schedule.of(config.train)
         self.step = self.first_step = 0
         self.position = 0  # samples trained on
         self.read_ahead: tuple[int, Tensor] | None = None
@@ -111,10 +114,7 @@ class Run(Training):
     def train_step(self) -> dict:
         """Take one step; returns its row of the log, with loss and norm still on the device."""
         config = self.config.train
-        rate = learning_rate(
-            self.step, config.learning_rate, config.min_learning_rate, config.warmup_steps,
-            config.steps,
-        )
+        rate = self.schedule.rate(self.step)
         micro_batches = self.micro_batches(self.next_batch(), config.global_batch_size)
         random_state = self.random_state()  # a step that fails is repeated, to tell where
         try:
@@ -206,6 +206,7 @@ class Run(Training):
             "position": self.position,
             "num_ranks": self.size,
             "config": to_dict(self.config),
+            "continued": {"start": self.schedule.start, "last_rate": self.schedule.last_rate},
             "fingerprint": self.fingerprint,
             "loss_scale": self.loss_scale.state_dict(),
         }
@@ -239,6 +240,7 @@ class Run(Training):
         beat()
         facts = read_facts(checkpoint.facts_of(path), path)
         require_same_training(facts, self.config, self.folder, self.fingerprint)
+        self.resume_schedule(facts)
         saved = checkpoint.saved_tensors(path)
         require_complete_state(saved, path)
         checkpoint.set_aside(folder, path, self.group)
@@ -256,3 +258,11 @@ class Run(Training):
             read({name: Boxes.full(own) for name, own in state.items() if name in saved})
             with one_fault_fails_all(self.group):
                 self.set_random_state(state)
+
+    def resume_schedule(self, facts: dict) -> None:
+        """Take over the schedule of a checkpoint's `facts`, or continue it as the config asks."""
+        train = self.config.train
+        recorded = Schedule.of(from_dict(facts["config"]).train, **facts["continued"])
+        self.schedule = resumed(recorded, Schedule.of(train), facts["step"], self.folder)
+        train = replace(train, continuation=self.schedule.continuation)  # for the next checkpoint
+        self.config = replace(self.config, train=train)

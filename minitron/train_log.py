@@ -24,13 +24,16 @@ SMALLEST_SCALE = 2.0**-24  # of a loss: with it float16 holds gradients of up to
 
 
 def describe(run: Run) -> str:
-    """Describe in lines what a reader should know of the speed, "" if there is nothing."""
+    """Describe in lines what a reader should know of speed and schedule, "" if it is nothing."""
     lines = []
     if run.config.parallel.pp > 1:
         lines.append(describe_pipeline(run))
     if run.config.train.precision == "fp8" and not multiplies_float8(run.device):
         lines.append(f"{run.device} has no 8-bit matmuls: they are emulated, with their "
                      "roundings and without their speed")
+    if run.schedule.start > 0:
+        lines.append(f"the learning rate is {run.schedule} (train.continuation = "
+                     f"{run.schedule.continuation})")
     return "".join(f"{line}\n" for line in lines)
 
 

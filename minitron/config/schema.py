@@ -114,6 +114,10 @@ class TrainConfig:
     """Where the cosine ends."""
     warmup_steps: int = 50
     """Steps of linear warm-up."""
+    continuation: Literal["none", "constant", "linear", "restart", "stretch"] = "none"
+    """What the learning rate does when a run is resumed with other steps, or another peak, minimum
+    or warm-up. none: refuse. constant: keep the last rate. linear: go from it to the minimum, or to
+    0 if it is there. restart: warm up and decay again. stretch: jump to the new cosine."""
     weight_decay: float = 0.1
     """AdamW's decay, on matrices only (norms and biases are left alone)."""
     beta1: float = 0.9

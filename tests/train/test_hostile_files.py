@@ -179,7 +179,8 @@ def test_nothing_in_a_checkpoint_is_executed(strangers, tmp_path, refused, place
 
 def commands(folder: Path) -> list[list]:
     """All that read a checkpoint."""
-    return [["train", "--resume", "--run-dir", folder / "run", "--train.steps", "6"],
+    return [["train", "--resume", "--run-dir", folder / "run", "--train.steps", "6",
+             "--train.continuation", "stretch"],
             ["export", folder / "run", folder / "out"]]
 
 
