@@ -71,7 +71,7 @@ def learning_rate(
     - Warm-up, while step < warmup_steps: step k gets (k + 1) / warmup_steps of the peak. So the
       first step already learns, and the last step of the warm-up has the peak rate.
     - Decay: the cosine starts at step warmup_steps with the peak and reaches `minimum` at the last
-      step, total_steps - 1. If the decay is a single step long, that step has the peak.
+      step, total_steps - 1. If the decay is a single step long, that step has the minimum.
     - After the last step the rate stays at `minimum`.
 
     warmup_steps may be 0.

@@ -1,5 +1,7 @@
 """A run: everything it owns, one step of it, and what its checkpoint holds."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,8 +15,8 @@ from minitron.comm.agreement import (
     gathered,
     one_fault_fails_all,
 )
-from minitron.config import Config, ConfigError
-from minitron.config.file import to_dict
+from minitron.config import Config, ConfigError, require
+from minitron.config.file import from_dict, to_dict
 from minitron.config.layout import num_readers, require_ranks
 from minitron.corpus.contents import Contents, fingerprint, read_contents, require_tokens
 from minitron.corpus.folder import end_of_document, load_tokenizer, read_corpus_info
@@ -29,6 +31,7 @@ from minitron.parallelize import lay_out
 from minitron.precision import low_precision, widest_float
 from minitron.running.folder import kept_tokenizer
 from minitron.running.memory import require_memory
+from minitron.running.schedule import Schedule, resumed
 from minitron.running.starting import (
     read_facts,
     require_a_gpu_each,
@@ -39,7 +42,7 @@ from minitron.running.starting import (
 )
 from minitron.running.stopping import Stop
 from minitron.running.training import Training
-from minitron.step import accumulate_over_ranks, learning_rate
+from minitron.step import accumulate_over_ranks
 from minitron.system.progress import CLOCK, Progress
 
 
@@ -87,6 +90,7 @@ class Run(Training):
             config.train.async_checkpoint,
         )
         self.stop = Stop(group)
+        self.schedule = Schedule.of(config.train)
         self.step = self.first_step = 0
         self.position = 0  # samples trained on
         self.read_ahead: tuple[int, Tensor] | None = None
@@ -115,10 +119,7 @@ class Run(Training):
     def train_step(self) -> dict:
         """Take one step; returns its row of the log, with loss and norm still on the device."""
         config = self.config.train
-        rate = learning_rate(
-            self.step, config.learning_rate, config.min_learning_rate, config.warmup_steps,
-            config.steps,
-        )
+        rate = self.schedule.rate(self.step)
         micro_batches = self.micro_batches(self.next_batch(), config.global_batch_size)
         random_state = self.random_state()  # a step that fails is repeated, to tell where
         try:
@@ -154,36 +155,63 @@ class Run(Training):
         return self.position * self.config.data.sequence_length
 
     @torch.no_grad()
-    def evaluate(self) -> float:
-        """Return the mean loss over the first `eval_sequences` validation sequences, per token."""
+    def evaluate(self, go_on: Callable[[], bool] = lambda: True) -> float | None:
+        """Return the mean loss over the first `eval_sequences` validation sequences, per token.
+
+        They are read in pieces that have at most as many micro-batches as a step. After each piece
+        all ranks ask `go_on`, which must answer the same on each: if it says no, there is no loss.
+        """
         num_sequences = self.num_eval_sequences
         with one_fault_fails_all(self.group):
             batch = self.validation.batch(0, num_sequences, self.data_rank, self.data_size)
+        micro_batches = self.micro_batches(batch, num_sequences)
+        size = self.num_micro_batches(self.config.train.global_batch_size)
+        total, is_complete = 0.0, True
         self.model.eval()
-        total = self.parallel.sum_losses(
-            self.forward, self.micro_batches(batch, num_sequences), self.parallel.summed_loss)
+        for start in range(0, len(micro_batches), size):
+            piece = micro_batches[start : start + size]
+            loss = self.parallel.sum_losses(self.forward, piece, self.parallel.summed_loss)
+            total += float(loss)  # the host waits: a piece has ended when the device is done
+            is_complete = go_on()
+            if not is_complete:
+                break
         self.model.train()
         num_tokens = num_sequences * self.config.data.sequence_length
-        mean = self.parallel.mean(total.to(widest_float(total.device)))
-        return float(mean) * self.data_size / num_tokens
+        mean = self.parallel.mean(
+            torch.tensor(total, dtype=widest_float(self.device), device=self.device))
+        return float(mean) * self.data_size / num_tokens if is_complete else None
 
-    def sample(self, num_texts: int, num_tokens: int) -> list[str]:
-        """Sample texts that the model writes after an end-of-document token; [] if no tokenizer."""
+    def sample(
+        self, num_texts: int, num_tokens: int, go_on: Callable[[], bool] = lambda: True
+    ) -> list[str]:
+        """Sample texts that the model writes after an end-of-document token; [] if no tokenizer.
+
+        All ranks ask `go_on` after each token: if it says no, the texts end there.
+        """
         if self.tokenizer is None:
             return []
         prompt = torch.full((num_texts, 1), end_of_document(self.tokenizer), device=self.device)
         model, seed = self.parallel.full_model(), self.config.train.seed
-        tokens = generate(model, prompt, num_tokens, seed=seed)
+        tokens = generate(model, prompt, num_tokens, seed=seed, go_on=go_on)
         return self.tokenizer.decode_batch(tokens[:, 1:].tolist(), skip_special_tokens=False)
 
     def save(self) -> None:
-        """Write everything the next step depends on; every rank writes its part of it."""
+        """Write everything the next step depends on; every rank writes its part of it.
+
+        Raises ConfigError on every rank if a weight is not finite: that is not worth keeping.
+        """
+        is_sound = all(bool(part.values.isfinite().all()) for _, part in self.parallel.parts())
+        with one_fault_fails_all(self.group):
+            require(is_sound, f"step {self.step}: weights are not finite, and were not saved; "
+                    f"earlier checkpoints are kept in {self.folder}",
+                    "lower train.learning_rate or clip the gradient")
         random_state = {name: Boxes.full(state) for name, state in self.random_state().items()}
         facts = {
             "step": self.step,
             "position": self.position,
             "num_ranks": self.size,
             "config": to_dict(self.config),
+            "continued": {"start": self.schedule.start, "last_rate": self.schedule.last_rate},
             "fingerprint": self.fingerprint,
             "loss_scale": self.loss_scale.state_dict(),
         }
@@ -208,15 +236,18 @@ class Run(Training):
             raise ConfigError(f"{self.folder}: its random-number state is not valid ({error})",
                               "resume from another checkpoint") from None
 
-    def restore(self) -> None:
+    def restore(self, beat: Callable[[], None] = lambda: None) -> None:
         """Continue exactly where the newest good checkpoint was written, also in another layout.
 
-        Then only dropout draws anew.
+        Then only dropout draws anew. `beat` is called when the checkpoint's checksums have been
+        verified, which reads all of it, before it is loaded, which reads it again.
         """
         folder = self.folder / "checkpoints"
         path = checkpoint.newest_good(folder, self.group)
+        beat()
         facts = read_facts(checkpoint.facts_of(path), path)
         require_same_training(facts, self.config, self.folder, self.fingerprint)
+        self.resume_schedule(facts)
         saved = checkpoint.saved_tensors(path)
         require_complete_state(saved, path)
         with one_fault_fails_all(self.group):
@@ -236,3 +267,11 @@ class Run(Training):
             read({name: Boxes.full(own) for name, own in state.items() if name in saved})
             with one_fault_fails_all(self.group):
                 self.set_random_state(state)
+
+    def resume_schedule(self, facts: dict) -> None:
+        """Take over the schedule of a checkpoint's `facts`, or continue it as the config asks."""
+        train = self.config.train
+        recorded = Schedule.of(from_dict(facts["config"]).train, **facts["continued"])
+        self.schedule = resumed(recorded, Schedule.of(train), facts["step"], self.folder)
+        train = replace(train, continuation=self.schedule.continuation)  # for the next checkpoint
+        self.config = replace(self.config, train=train)

@@ -123,11 +123,15 @@ def learning_rate(
 ) -> float:
     """Return the rate of `step`, from 0: a line up to `peak`, then half a cosine to `minimum`.
 
-    The line reaches `peak` at the last warm-up step, the cosine `minimum` at the last step.
+    The line reaches `peak` at the last warm-up step. The cosine starts at `peak` in the step after
+    and reaches `minimum` at the last step, `total_steps - 1`, even if that is its only one; the
+    rate stays there afterwards.
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
-    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - 1 - warmup_steps))
+    if step >= total_steps - 1:
+        return minimum
+    progress = (step - warmup_steps) / (total_steps - 1 - warmup_steps)
     return minimum + (peak - minimum) * (1 + math.cos(math.pi * progress)) / 2
 
 

@@ -1,16 +1,18 @@
 """What a run tells while it trains: rows of the log, the validation loss, how fast it is.
 
-Read in this order: describe, log_rows, evaluate.
+Read in this order: describe, log_rows, evaluate, lacks_validation.
 """
 
 import math
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 
+from minitron.comm.agreement import gathered
 from minitron.config import require
 from minitron.measure.clock import Clock, Speed
 from minitron.measure.loggers import peak_memory
-from minitron.measure.metrics import MetricsLog
+from minitron.measure.metrics import MetricsLog, read_metrics
 from minitron.model.float8 import multiplies_float8
 from minitron.parallel.pipeline.simulator import simulate
 from minitron.parallelize import make_schedule
@@ -22,13 +24,16 @@ SMALLEST_SCALE = 2.0**-24  # of a loss: with it float16 holds gradients of up to
 
 
 def describe(run: Run) -> str:
-    """Describe in lines what a reader should know of the speed, "" if there is nothing."""
+    """Describe in lines what a reader should know of speed and schedule, "" if it is nothing."""
     lines = []
     if run.config.parallel.pp > 1:
         lines.append(describe_pipeline(run))
     if run.config.train.precision == "fp8" and not multiplies_float8(run.device):
         lines.append(f"{run.device} has no 8-bit matmuls: they are emulated, with their "
                      "roundings and without their speed")
+    if run.schedule.start > 0:
+        lines.append(f"the learning rate is {run.schedule} (train.continuation = "
+                     f"{run.schedule.continuation})")
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -54,17 +59,33 @@ def log_rows(run: Run, log: MetricsLog, rows: list[dict], clock: Clock) -> Speed
     return speed
 
 
-def evaluate(run: Run, log: MetricsLog, bar: Progress, progress: str) -> None:
-    """Log the validation loss, and what the model writes; all ranks call it."""
-    val_loss = run.evaluate()
+def evaluate(
+    run: Run, log: MetricsLog, bar: Progress, progress: str, go_on: Callable[[], bool]
+) -> None:
+    """Log the validation loss, and what the model writes; all ranks call it.
+
+    They ask `go_on` after every piece of it: if it says no, nothing is logged.
+    """
+    val_loss = run.evaluate(go_on)
+    if val_loss is None:
+        return
     require_sound(run, val_loss)
-    [text] = run.sample(num_texts=1, num_tokens=SAMPLE_TOKENS) or [""]  # the same on all ranks
+    [text] = run.sample(1, SAMPLE_TOKENS, go_on) or [""]  # the same on all ranks
+    if run.stop.signal is not None:
+        return
     with run.stop.telling():
         log.write(step=run.step, tokens=run.tokens, val_loss=val_loss, sample=text)
     if run.rank == 0:
-        line = f"step {run.step:>6,}   validation loss {val_loss:.4f}   {progress}"
+        line = f"step {run.step:>6,}   validation loss {val_loss:.4f}   {progress}".rstrip()
         with suppress(OSError):  # a terminal that is closed
             bar.write(f"{line}\n  {' '.join(text.split())}", file=sys.stderr)
+
+
+def lacks_validation(run: Run) -> bool:
+    """Return whether no validation loss of the run's present step is logged; all ranks call it."""
+    rows = read_metrics(run.folder / "metrics.jsonl") if run.rank == 0 else []
+    is_logged = any("val_loss" in row and row["step"] == run.step for row in rows)
+    return not gathered(is_logged, run.group)[0]
 
 
 def require_sound(run: Run, val_loss: float = 0.0) -> None:

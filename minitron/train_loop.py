@@ -5,6 +5,7 @@ Read in this order: train, begin, loop. `minitron.train` is the command that sta
 
 import sys
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 from minitron import cost
@@ -32,7 +33,7 @@ from minitron.run import Run
 from minitron.running.folder import Claim, keep_tokenizer, require_place
 from minitron.system import disk
 from minitron.system.progress import Progress
-from minitron.train_log import describe, evaluate, log_rows
+from minitron.train_log import describe, evaluate, lacks_validation, log_rows
 
 
 def train(
@@ -52,7 +53,8 @@ def train(
     watchdog = Watchdog(folder / "hang", group, config.train.hang_timeout)
     with closing(Claim(folder)) as claim, watchdog:
         with one_fault_ends_all(group):
-            run = begin(config, folder, resume, group, restart, weights, claim, contents)
+            run = begin(config, folder, resume, group, restart, weights, claim, contents,
+                        watchdog)
             run.stop.interruption = interruption or run.stop.interruption
             run.next_batch()
             with disk.writing(folder):
@@ -78,7 +80,7 @@ def train(
 
 def begin(
     config: Config, folder: Path, resume: bool, group: Group, restart: bool, weights: Path | None,
-    claim: Claim, contents: dict[str, Contents],
+    claim: Claim, contents: dict[str, Contents], watchdog: Watchdog,
 ) -> Run:
     """Return a run at its first step, or where its newest checkpoint was written."""
     rank = group.rank()
@@ -89,37 +91,57 @@ def begin(
         if weights is not None:
             require_fits(weights, config)
     run = Run(config, folder, group, contents)
+    watchdog.beat()
     with one_fault_fails_all(group):
         if rank == 0:  # only now is a folder made
             claim.take(restart)
         require_place(folder, resume, restart)
     saved = gathered(checkpoints(folder / "checkpoints"), group)[0]
     if resume or (restart and saved):
-        run.restore()
+        run.restore(watchdog.beat)
     elif weights is not None:
         run.parallel.fill(Weights(weights, run.config.model))
     return run
 
 
-def loop(run: Run, log: MetricsLog, bar: Progress, trace: Trace, watchdog: Watchdog) -> None:
-    """Train, log, evaluate and save until the steps are done or a signal asks to stop."""
-    config = run.config.train
+def start_clock(run: Run) -> Clock:
+    """Start the clock of a run; measures the device's peak first, where it is not known."""
     flops = cost.training_flops_per_token(run.config.model, run.config.data.sequence_length)
-    dtype = PRECISIONS[config.precision].activations
-    clock = Clock(flops, peak_flops(run.device, dtype), run.device, run.size)
-    rows: list[dict] = []
+    dtype = PRECISIONS[run.config.train.precision].activations
+    return Clock(flops, peak_flops(run.device, dtype), run.device, run.size)
 
-    while run.step < config.steps:
+
+def is_due(run: Run, every: int) -> bool:
+    """Return whether what is done after every so many steps (0: none) and after the last is due."""
+    return run.step == run.config.train.steps or (every > 0 and run.step % every == 0)
+
+
+def loop(run: Run, log: MetricsLog, bar: Progress, trace: Trace, watchdog: Watchdog) -> None:
+    """Train, log, save and evaluate until the steps are done or a signal asks to stop.
+
+    It saves first: neither a long evaluation nor a fault in it may cost what has been trained. What
+    takes long is done in pieces, between which the watchdog sees a beat and the signal is heard.
+    """
+    config = run.config.train
+    due = partial(is_due, run)
+
+    def go_on() -> bool:
+        watchdog.beat()
+        return run.stop.agreed() is None
+
+    if run.step > 0 and due(config.eval_every) and lacks_validation(run):
+        evaluate(run, log, bar, "", go_on)  # it was interrupted, after its step was saved
+
+    clock = start_clock(run)
+    rows: list[dict] = []
+    while run.step < config.steps and run.stop.signal is None:
         rows.append(run.train_step())
+        watchdog.beat()
         with run.stop.telling():
             trace.step()
             if run.step < config.steps:
                 run.next_batch()
-        watchdog.beat()
-        is_stopped = run.stop.agreed() is not None
-
-        def due(every: int) -> bool:
-            return run.step == config.steps or (every > 0 and run.step % every == 0)
+        is_stopped = not go_on()
 
         everies = config.log_every, config.eval_every, config.checkpoint_every
         if is_stopped or any(map(due, everies)):
@@ -127,18 +149,15 @@ def loop(run: Run, log: MetricsLog, bar: Progress, trace: Trace, watchdog: Watch
             bar.set_postfix_str(f"loss {float(rows[-1]['loss']):.3f}, {progress}")
             bar.update(len(rows))
             rows = []
-        if is_stopped:  # first what must not be lost: the sender of the signal may not wait long
-            run.save()
-            run.saver.wait()
-        if due(config.eval_every):
-            evaluate(run, log, bar, progress)
-            watchdog.beat()
-        if due(config.checkpoint_every) and not is_stopped:
+        if due(config.checkpoint_every):
             run.save()
             watchdog.beat()
+        if due(config.eval_every) and not is_stopped:
+            evaluate(run, log, bar, progress, go_on)
         if due(config.eval_every) or due(config.checkpoint_every):
             clock.start()  # evaluating and saving are not training
-        if is_stopped:
-            break
+    if run.stop.signal is not None and not due(config.checkpoint_every):
+        run.save()
+        watchdog.beat()
     run.saver.wait()
     run.stop.agreed()  # for one that has come to a single rank since

@@ -81,7 +81,7 @@ def learning_rate(
     - Warm-up, while step < warmup_steps: step k gets (k + 1) / warmup_steps of the peak. So the
       first step already learns, and the last step of the warm-up has the peak rate.
     - Decay: the cosine starts at step warmup_steps with the peak and reaches `minimum` at the last
-      step, total_steps - 1. If the decay is a single step long, that step has the peak.
+      step, total_steps - 1. If the decay is a single step long, that step has the minimum.
     - After the last step the rate stays at `minimum`.
 
     warmup_steps may be 0.
@@ -92,8 +92,9 @@ def learning_rate(
     ### BEGIN SOLUTION
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
-    cosine_steps = max(1, total_steps - 1 - warmup_steps)
-    progress = min(1.0, (step - warmup_steps) / cosine_steps)  # 0 at the peak, 1 at the end
+    if step >= total_steps - 1:
+        return minimum
+    progress = (step - warmup_steps) / (total_steps - 1 - warmup_steps)  # 0 at the peak
     height = (1 + math.cos(math.pi * progress)) / 2
     return minimum + (peak - minimum) * height
     ### END SOLUTION

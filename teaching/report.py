@@ -24,7 +24,7 @@ def report(run: Run) -> None:
         if run.rank == 0:
             if saved is not None:
                 print(f"{run.folder}: all {run.step:,} steps are done; --train.steps "
-                      f"{2 * run.step} would add as many. The report:")
+                      f"{2 * run.step} --train.continuation restart would add as many. The report:")
             print(f"\n{text}\nloss curve           {run.folder / 'loss_curve.png'}"
                   f"\nrun                  {run.folder}\n\n{next_steps(run)}", flush=True)
             keep(run, text)

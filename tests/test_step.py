@@ -77,7 +77,13 @@ def test_learning_rate_at_every_corner():
     assert rates(warmup_steps=0)[0] == pytest.approx(1.0)
     assert learning_rate(99, 1.0, 0.1, 4, 11) == pytest.approx(0.1)
     assert rates(warmup_steps=11)[-1] == pytest.approx(1.0)
-    assert rates(total_steps=1, warmup_steps=0) == pytest.approx([1.0])
+    assert learning_rate(11, 1.0, 0.1, 11, 11) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("warmup_steps, total_steps", [(4, 5), (0, 1), (4, 6), (0, 2), (4, 11)])
+def test_the_last_step_after_the_warm_up_has_the_minimum(warmup_steps, total_steps):
+    """Even if it is the only one."""
+    assert learning_rate(total_steps - 1, 1.0, 0.1, warmup_steps, total_steps) == 0.1
 
 
 def test_the_optimizer_decays_matrices_only():

@@ -114,6 +114,10 @@ class TrainConfig:
     """Where the cosine ends."""
     warmup_steps: int = 50
     """Steps of linear warm-up."""
+    continuation: Literal["none", "constant", "linear", "restart", "stretch"] = "none"
+    """What the learning rate does when a run is resumed with other steps, or another peak, minimum
+    or warm-up. none: refuse. constant: keep the last rate. linear: go from it to the minimum, or to
+    0 if it is there. restart: warm up and decay again. stretch: jump to the new cosine."""
     weight_decay: float = 0.1
     """AdamW's decay, on matrices only (norms and biases are left alone)."""
     beta1: float = 0.9
@@ -148,8 +152,9 @@ class TrainConfig:
     """Write checkpoints in the background, from a copy in the host's memory."""
     hang_timeout: float = 900.0
     """End a run on many ranks when no step has ended for so many seconds, and say which rank the
-    others wait for. A first step that compiles may take minutes, and so may a save. With 0 PyTorch
-    alone ends a collective, after half an hour, without a name."""
+    others wait for. An evaluation counts in pieces no longer than a step. A first step that
+    compiles may take minutes, and so may a save. With 0 PyTorch alone ends a collective, after half
+    an hour, without a name."""
 
     def __post_init__(self):
         require_types("train", self)

@@ -25,6 +25,8 @@ SECONDS_TO_ANSWER = 3.0
 class Watchdog:
     """Within it, the ranks leave with exit code 1 if `beat` is not called for `timeout` seconds.
 
+    What takes longer than a step must be in pieces, with a `beat` after each.
+
     `folder` is one that all ranks see. With a timeout of 0, or without a group, nothing is watched.
     """
 

@@ -55,7 +55,13 @@ MAY_CHANGE = {"steps", "log_every", "eval_every", "eval_sequences", "checkpoint_
               "keep_checkpoints", "async_checkpoint", "hang_timeout", "device", "recompute",
               "micro_batch_size", "compile"}
 """Fields of TrainConfig that a resumed run may be given anew, as it may be another layout: every
-step is the same but for the order of its sums."""
+step is the same but for the order of its sums, and for the learning rate if `steps` is another."""
+OF_SCHEDULE = {"learning_rate", "min_learning_rate", "warmup_steps", "continuation"}
+"""Fields that may change, with `steps`, where `train.continuation` says how: `schedule.resumed`."""
+
+
+NEVER = {"start": 0, "last_rate": 0.0}
+"""When, and after which rate, the schedule of a run was continued that never was."""
 
 
 def read_facts(facts: dict, where: Path) -> dict:
@@ -71,6 +77,8 @@ def read_facts(facts: dict, where: Path) -> dict:
         }:
             config = to_dict(from_dict(tables, where=str(where)))
             is_sound = min(step, position, num_ranks) >= 0 and position < 2**62
+            continued = facts.get("continued", NEVER)  # an old run's facts do not say
+            is_sound &= is_continuation(continued, step, config["train"]["steps"])
             if loss_scale is not None:
                 types = {name: type(value) for name, value in loss_scale.items()}
                 is_sound &= types == scale and 0 < loss_scale["value"] < inf
@@ -82,7 +90,15 @@ def read_facts(facts: dict, where: Path) -> dict:
     require((loss_scale is not None) == PRECISIONS[precision].scales_loss, f"{where}: its "
             f"{MANIFEST} has a loss scale that does not fit train.precision = {precision}",
             "resume from another checkpoint")
-    return facts | {"config": config}
+    return facts | {"config": config, "continued": continued}
+
+
+def is_continuation(continued: object, step: int, steps: int) -> bool:
+    """Return whether this can be where the schedule of a run at `step` of `steps` was continued."""
+    match continued:
+        case {"start": int(start), "last_rate": float(rate)} if len(continued) == 2:
+            return 0 <= rate < inf and (start == 0 or 0 < start <= min(step, steps - 1))
+    return False
 
 
 def require_complete_state(saved: dict[str, tuple[Size, dtype]], where: Path) -> None:
@@ -108,7 +124,7 @@ def require_same_training(facts: dict, config: Config, folder: Path, fingerprint
     """Raise ConfigError if the run would not continue what the checkpoint's `facts` tell of."""
     saved, asked = facts["config"], to_dict(config)
     fixed = [("model", key) for key in saved["model"]] + [("data", "sequence_length")]
-    fixed += [("train", key) for key in saved["train"] if key not in MAY_CHANGE]
+    fixed += [("train", key) for key in saved["train"] if key not in MAY_CHANGE | OF_SCHEDULE]
     for section, key in fixed:
         before, now = saved[section][key], asked[section][key]
         require(

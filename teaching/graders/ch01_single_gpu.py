@@ -36,8 +36,10 @@ def grade_1_2(learning_rate: Callable) -> None:
         (29, run, 0.5, "past the end the rate stays at the minimum: clip progress to 1"),
         (0, (2.0, 0.5, 0, 9), 2.0, "without warm-up the first step is the cosine's first"),
         (4, (2.0, 0.5, 0, 9), 1.25, "without warm-up the cosine takes total_steps - 1 intervals"),
-        (3, (2.0, 0.5, 3, 4), 2.0, "the cosine is one step long, total_steps - 1 - warmup_steps "
-                                   "is 0: divide by at least 1"),
+        (3, (2.0, 0.5, 3, 4), 0.5, "the decay is one step long, and the last step has the minimum: "
+                                   "total_steps - 1 - warmup_steps is 0, so return the minimum "
+                                   "before you divide"),
+        (0, (2.0, 0.5, 0, 1), 0.5, "the only step is the last step, which has the minimum"),
         (7, (3.0, 3.0, 2, 11), 3.0, "minimum equal to peak is a constant rate"),
         (1, (0.003, 0.0003, 7, 23), 0.006 / 7, "do not round the rate: a small one loses most of "
                                                "its digits"),

@@ -14,7 +14,7 @@ MODULES = sorted(path for package in ("minitron", "teaching")
                  for path in (REPOSITORY / package).rglob("*.py"))
 LONGEST_FILE = 300
 LONGEST_FUNCTION = 40
-CORE_LINES = 5_960  # of code: words that explain it are not what makes it large
+CORE_LINES = 6_060  # of code: words that explain it are not what makes it large
 # what the course does not read line by line: instruments, tools, how processes are started, and how
 # files of strangers are read
 OUTSIDE_THE_CORE = ("measure", "proof", "plan", "corpus", "hugging_face", "launch", "system",

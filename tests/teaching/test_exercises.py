@@ -200,12 +200,13 @@ def test_use_restores_after_an_error(root):
 
 
 def test_use_reaches_the_training_loop(root):
-    from minitron import run, step
+    from minitron import step
+    from minitron.running import schedule
     write(root, "ch01_single_gpu", "\ndef learning_rate(*arguments):\n    return 7.0\n")
     original = step.learning_rate
     with use("1.2", root=root):
-        assert step.learning_rate(0) == run.learning_rate(0) == 7.0
-    assert step.learning_rate is run.learning_rate is original
+        assert step.learning_rate(0) == schedule.learning_rate(0) == 7.0
+    assert step.learning_rate is schedule.learning_rate is original
 
 
 @pytest.mark.parametrize("exercise", EXERCISES.values(), ids=str)

@@ -164,7 +164,8 @@ def test_a_restart_needs_to_know_its_folder(config, tmp_path, monkeypatch):
 
 @exhaustive
 def test_restart_begins_what_has_no_checkpoint_and_goes_on_with_what_has(config, tmp_path):
-    alone = dataclasses.replace(config, parallel=ParallelConfig())
+    alone = with_train(dataclasses.replace(config, parallel=ParallelConfig()),
+                       continuation="constant")
     for steps in (4, 8):
         finished = train.train(with_train(alone, steps=steps), tmp_path, restart=True)
         assert finished.step == steps

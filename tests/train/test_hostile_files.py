@@ -179,7 +179,8 @@ def test_nothing_in_a_checkpoint_is_executed(strangers, tmp_path, refused, place
 
 def commands(folder: Path) -> list[list]:
     """All that read a checkpoint."""
-    return [["train", "--resume", "--run-dir", folder / "run", "--train.steps", "6"],
+    return [["train", "--resume", "--run-dir", folder / "run", "--train.steps", "6",
+             "--train.continuation", "stretch"],
             ["export", folder / "run", folder / "out"]]
 
 
@@ -398,6 +399,11 @@ FACTS = {
     "another fingerprint": facts(fingerprint="x"),
     "a loss scale": facts(loss_scale={"value": 1.0, "good_steps": 0, "skipped": 0}),
     "a loss scale that is none": facts(loss_scale=[]),
+    "a continuation is a list": facts(continued=[0, 0.0]),
+    "a continuation of nothing": facts(continued={"start": 3}),
+    "a continuation in the future": facts(continued={"start": 5, "last_rate": 0.1}),
+    "a continuation at the end": facts(continued={"start": 4, "last_rate": 0.1}),
+    "a continuation without end": facts(continued={"start": 2, "last_rate": float("inf")}),
     "config is a list": facts(config=[]), "config is null": facts(config=None),
     "config is empty": facts(config={}), "config has strings": facts(config={"model": "x"}),
     "section is a list": facts(config={"model": [1]}), "unknown": config("model", spoon=1),

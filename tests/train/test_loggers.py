@@ -95,7 +95,8 @@ def test_a_resumed_run_goes_on_with_its_curves(stories, tmp_path, writers, wandb
     config = Config(MODEL, DataConfig(stories, 32), settings, log=log)
     train.train(config, tmp_path / "run")
     assert wandb.options["id"] is None
-    longer = dataclasses.replace(config, train=dataclasses.replace(settings, steps=3))
+    longer = dataclasses.replace(config, train=dataclasses.replace(
+        settings, steps=3, continuation="constant"))
     train.train(longer, tmp_path / "run", resume=True)
 
     assert wandb.options["id"] == "abc123" and wandb.options["resume"] == "allow"

@@ -205,9 +205,25 @@ def test_a_run_whose_gradients_stay_infinite_stops(config, tmp_path, monkeypatch
 
 
 def test_weights_lost_in_the_last_step_are_not_saved(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(Run, "evaluate", lambda run: math.nan)
+    take_step = Run.train_step
+
+    def lose(run: Run) -> dict:
+        row = take_step(run)
+        if run.step == 5:
+            with torch.no_grad():
+                run.model.blocks[1].mlp.up.weight[3, 5] = math.nan
+        return row
+
+    monkeypatch.setattr(Run, "train_step", lose)
     settings = dataclasses.replace(config.train, precision="fp32", eval_every=5)
-    with pytest.raises(ConfigError, match="the validation loss of step 5 is nan: the run has"):
+    with pytest.raises(ConfigError, match="step 5: weights are not finite, and were not saved"):
         train.train(dataclasses.replace(config, train=settings), tmp_path / "run")
     saved = max(path.stem for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert saved == "step_00000004"
+
+
+def test_a_validation_loss_that_is_not_finite_ends_the_run(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(Run, "evaluate", lambda run, go_on: math.nan)
+    settings = dataclasses.replace(config.train, precision="fp32", eval_every=5)
+    with pytest.raises(ConfigError, match="the validation loss of step 5 is nan: the run has"):
+        train.train(dataclasses.replace(config, train=settings), tmp_path / "run")

@@ -108,12 +108,13 @@ def test_a_finished_run_that_is_resumed_tells_what_it_has(config, capsys, monkey
         again = dispatched(capsys, config, "--resume")
     sample.assert_not_called()
     folder = config.parent / "run"
-    assert again == (f"{folder}: all 2 steps are done; --train.steps 4 would add as many. "
-                     f"The report:\n{first}")
+    assert again == (f"{folder}: all 2 steps are done; --train.steps 4 --train.continuation "
+                     f"restart would add as many. The report:\n{first}")
 
     (folder / "report.txt").unlink()  # as if it had been killed before
     assert "A story by your model" in dispatched(capsys, config, "--resume")
-    longer = dispatched(capsys, config, "--resume", "--train.steps", "4")
+    longer = dispatched(capsys, config, "--resume", "--train.steps", "4",
+                        "--train.continuation", "restart")
     assert "trained for          4 steps" in longer and "are done" not in longer
 
 

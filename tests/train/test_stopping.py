@@ -1,28 +1,34 @@
 """Signals that ask a run to stop: who sends them, how often, and what is saved."""
 
 import contextlib
+import dataclasses
+import itertools
 import json
 import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
-from minitron import checkpoint, train
+from minitron import checkpoint, train, train_log, train_loop
+from minitron import run as run_module
 from minitron.comm.agreement import ALONE
-from minitron.config import Config, DataConfig, TrainConfig
+from minitron.config import Config, DataConfig, ParallelConfig, TrainConfig
 from minitron.config.file import from_dict
 from minitron.launch import run
 from minitron.launch.process import STOP_SIGNALS, Interruption
+from minitron.launch.watchdog import Watchdog
 from minitron.measure.metrics import read_metrics
+from minitron.measure.trace import Trace
 from minitron.run import Run
 from minitron.running import stopping
 from minitron.running.stopping import Stop
-from tests.tiers import exhaustive
+from tests.tiers import exhaustive, tiered
 from tests.train.test_train import MODEL, command, trained, wait_for
 from tests.train.test_train_ranks import torchrun, train_on_ranks
 
@@ -120,16 +126,142 @@ def interrupt_at(monkeypatch, step: int) -> list[str]:
 
     monkeypatch.setattr(Run, "train_step", interrupted)
     monkeypatch.setattr(Run, "save", lambda run: (events.append("save"), save(run)))
-    monkeypatch.setattr(Run, "evaluate", lambda run: (events.append("evaluate"), evaluate(run))[1])
+    monkeypatch.setattr(
+        Run, "evaluate", lambda run, go_on: (events.append("evaluate"), evaluate(run, go_on))[1])
     return events
 
 
-@pytest.mark.parametrize("step, expected", [(3, ["save"]), (4, ["save", "evaluate"])])
-def test_a_stopped_run_saves_before_all_else(config, tmp_path, monkeypatch, step, expected):
+@pytest.mark.parametrize("step, expected", [
+    (3, ["save"]), (4, ["save"]), (7, ["save", "evaluate", "save"]),
+])
+def test_a_stopped_run_saves_and_does_nothing_else(config, tmp_path, monkeypatch, step, expected):
     """Whoever stops it kills it after a while, which a long evaluation may take."""
     events = interrupt_at(monkeypatch, step)
     run = train.train(config, tmp_path / "run")
     assert (events, run.step, run.stop.signal) == (expected, step, signal.SIGTERM)
+
+
+def test_a_step_that_saves_and_evaluates_saves_first(config, tmp_path, monkeypatch):
+    """Or an evaluation that is killed costs every step since the checkpoint before, each time."""
+    events = interrupt_at(monkeypatch, step=-1)
+    train.train(config, tmp_path / "run")
+    assert events == ["save", "evaluate"] * 3
+
+
+# An evaluation is done in pieces
+
+
+def in_pieces(config: Config) -> Config:
+    """Evaluate at steps 4, 8 and 12, each time in 4 pieces of the 2 micro-batches of a step."""
+    return dataclasses.replace(config, train=dataclasses.replace(TRAIN, eval_sequences=32))
+
+
+def count_pieces(run: Run, act: Callable[[int], None]) -> None:
+    """Call `act` with the number of each piece of validation data that is evaluated."""
+    sum_losses, pieces = run.parallel.sum_losses, itertools.count(1)
+
+    def counted(*args):
+        loss = sum_losses(*args)
+        act(next(pieces))
+        return loss
+
+    run.parallel.sum_losses = counted
+
+
+def val_losses(folder: Path) -> list[tuple[int, float]]:
+    return [(row["step"], row["val_loss"]) for row in read_metrics(folder / "metrics.jsonl")
+            if "val_loss" in row]
+
+
+def signal_in_piece(monkeypatch, number: int, rank: int = 0) -> list[int]:
+    """Send this rank, if it is `rank`, SIGTERM in a piece; returns the pieces as they are done."""
+    begin, done = train_loop.begin, []
+
+    def act(piece: int) -> None:
+        done.append(piece)
+        if piece == number:
+            signal.raise_signal(signal.SIGTERM)
+
+    def begun(*args) -> Run:
+        run = begin(*args)
+        count_pieces(run, act if run.rank == rank else done.append)
+        return run
+
+    monkeypatch.setattr(train_loop, "begin", begun)
+    return done
+
+
+@pytest.mark.parametrize("piece, step", [(2, 4), (4, 4), (10, 12)], ids=str)
+def test_an_evaluation_that_is_stopped_is_done_again(config, tmp_path, piece, step):
+    config, folder = in_pieces(config), tmp_path / "stopped"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        done = signal_in_piece(monkeypatch, piece)
+        run = train.train(config, folder)
+    assert (run.step, run.stop.signal, done[-1]) == (step, signal.SIGTERM, piece)
+    assert [saved for saved, _ in val_losses(folder)] == list(range(4, step, 4))
+    assert (folder / "checkpoints" / f"step_{step:08d}").exists()
+
+    assert train.train(config, folder, resume=True).step == 12
+    train.train(config, tmp_path / "whole")
+    assert val_losses(folder) == val_losses(tmp_path / "whole")
+    assert trained(folder, "step", "loss") == trained(tmp_path / "whole", "step", "loss")
+
+
+def test_an_evaluation_at_a_step_that_was_not_saved_is_saved_when_it_is_stopped(
+    config, tmp_path, monkeypatch
+):
+    config = in_pieces(config)
+    config = dataclasses.replace(
+        config, train=dataclasses.replace(config.train, checkpoint_every=0))
+    signal_in_piece(monkeypatch, 2)
+    assert train.train(config, tmp_path).step == 4
+    assert checkpoint.newest_good(tmp_path / "checkpoints").name == "step_00000004"
+
+
+def stopped_on_ranks(group, config: Config, folder: Path, rank: int) -> tuple:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        done = signal_in_piece(monkeypatch, 2, rank)
+        run = train.train(config, folder, group=group)
+    return run.step, run.stop.signal, done
+
+
+@pytest.mark.parametrize("parallel", tiered([{"zero": 3}, {"pp": 2}, {"tp": 2}]), ids=str)
+def test_ranks_of_which_one_is_signaled_stop_after_the_same_piece(config, tmp_path, parallel):
+    config = dataclasses.replace(
+        in_pieces(config), model=dataclasses.replace(MODEL, dropout=0.0, num_kv_heads=2),
+        parallel=ParallelConfig(**parallel))
+    folder = tmp_path / "stopped"
+    for found in run(stopped_on_ranks, 2, config, folder, 1, timeout=120):
+        assert found == (4, signal.SIGTERM, [1, 2])
+    run(train_on_ranks, 2, config, folder, True, timeout=120)
+    run(train_on_ranks, 2, config, tmp_path / "whole", timeout=120)
+    assert val_losses(folder) == val_losses(tmp_path / "whole")
+    assert trained(folder, "step", "loss") == trained(tmp_path / "whole", "step", "loss")
+
+
+def test_the_watchdog_sees_a_beat_between_any_two_pieces(config, tmp_path, monkeypatch):
+    """And between any two tokens of the sample, and between a step and a trace's export."""
+    beat, begin, generate = Watchdog.beat, train_loop.begin, run_module.generate
+    events = []
+
+    def begun(*args) -> Run:
+        run = begin(*args)
+        count_pieces(run, lambda piece: events.append("long"))
+        return run
+
+    def generated(model, *args, **options):
+        model.register_forward_hook(lambda *args: events.append("long"))
+        return generate(model, *args, **options)
+
+    monkeypatch.setattr(Watchdog, "beat", lambda dog: (events.append("beat"), beat(dog)))
+    monkeypatch.setattr(train_loop, "begin", begun)
+    monkeypatch.setattr(run_module, "generate", generated)
+    monkeypatch.setattr(Trace, "step", lambda trace: events.append("long"))
+    for name, act in (("save", Run.save), ("train_step", Run.train_step)):
+        monkeypatch.setattr(Run, name, lambda run, act=act: (events.append("long"), act(run))[1])
+    train.train(in_pieces(config), tmp_path)
+    assert events.count("long") == 12 * 2 + 3 * (1 + 4 + train_log.SAMPLE_TOKENS)
+    assert ("long", "long") not in itertools.pairwise(events)
 
 
 # A whole job

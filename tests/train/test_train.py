@@ -221,7 +221,8 @@ def test_resuming_as_another_model_is_refused(config, tmp_path):
     shorter = dataclasses.replace(config, train=dataclasses.replace(TRAIN, steps=5))
     with pytest.raises(ConfigError, match=r"train.steps = 5, but .* is at step 12"):
         train.train(shorter, tmp_path / "run", resume=True)
-    longer = dataclasses.replace(config, train=dataclasses.replace(TRAIN, steps=14))
+    longer = dataclasses.replace(
+        config, train=dataclasses.replace(TRAIN, steps=14, continuation="constant"))
     assert train.train(longer, tmp_path / "run", resume=True).step == 14
 
 

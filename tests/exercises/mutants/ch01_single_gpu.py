@@ -265,6 +265,14 @@ def needs_a_long_run(step, peak, minimum, warmup_steps, total_steps):
     return minimum + (peak - minimum) * (1 + math.cos(math.pi * progress)) / 2
 
 
+def ends_a_short_run_at_the_peak(step, peak, minimum, warmup_steps, total_steps):
+    """Dividing by at least 1 is enough: a decay of one step is then all peak."""
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - 1 - warmup_steps))
+    return minimum + (peak - minimum) * (1 + math.cos(math.pi * progress)) / 2
+
+
 def rounds(step, peak, minimum, warmup_steps, total_steps):
     """Three digits are enough for a rate: of 0.000857 they leave one."""
     return round(right_schedule(step, peak, minimum, warmup_steps, total_steps), 3)
@@ -273,8 +281,9 @@ def rounds(step, peak, minimum, warmup_steps, total_steps):
 def right_schedule(step, peak, minimum, warmup_steps, total_steps):
     """Clips first, then averages peak and minimum with weights cos^2 and sin^2."""
     if step >= warmup_steps:
-        last = max(warmup_steps + 1, total_steps - 1)
-        angle = (min(step, last) - warmup_steps) / (last - warmup_steps) * math.pi / 2
+        last = total_steps - 1
+        progress = 1 if step >= last else (step - warmup_steps) / (last - warmup_steps)
+        angle = progress * math.pi / 2
         return peak * math.cos(angle) ** 2 + minimum * math.sin(angle) ** 2
     return (step + 1) * peak / warmup_steps
 
@@ -513,6 +522,7 @@ MISTAKES = {
         rises_again: "past the end",
         needs_a_warm_up: "ZeroDivisionError",
         needs_a_long_run: "ZeroDivisionError",
+        ends_a_short_run_at_the_peak: "the decay is one step long, and the last step has",
         rounds: "a small one loses most of its digits",
     },
     "num_parameters": {
