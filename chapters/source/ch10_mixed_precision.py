@@ -895,6 +895,12 @@ show_text(shown.sentence)
 show(shown.figure, alt=shown.alt)
 
 # %% [markdown]
+# The estimates in the figure count the bytes that an operation moves. For fp8, each operand is also
+# scaled and rounded, and without a compiler that takes several kernels, each of which reads and
+# writes the operand once. In layers of this size they take longer than the 8-bit matmul saves, so
+# trust the estimate for fp8 only where a compiler or a library fuses these kernels.
+
+# %% [markdown]
 # ## Further: stochastic rounding
 #
 # Can we do without the master? 1.001 lies an eighth of the way from 1 to the next number of

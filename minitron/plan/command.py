@@ -1,23 +1,23 @@
 """`minitron plan`: the best layouts for a config on so many GPUs, as a table.
 
-Read in this order: PlanOptions, read_plan, run_plan, table, compared, next_lines, flags, in_layout.
+Read in this order: PlanOptions, read_plan, run_plan, table, compared, next_lines.
 """
 
 import math
 import shlex
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from tyro.conf import Positional
 
 from minitron.config import Config, ConfigError, command_line, require
 from minitron.config.file import load
-from minitron.config.layout import divisors
 from minitron.plan.explain import OPTIONS, as_it_stands, costs_most, explain
 from minitron.plan.hardware import Device, find_device
-from minitron.plan.job import Decision, Job, size_of
+from minitron.plan.job import Job, size_of
+from minitron.plan.launching import changes, in_layout, launcher
 from minitron.plan.money import TYPICAL_PUE, GpuHour, bill
 from minitron.plan.search import MOST_GPUS, Candidate, Search, search
 from minitron.plan.systems import MINITRON
@@ -255,51 +255,3 @@ def next_lines(options: PlanOptions, best: Candidate) -> str:
     device = "" if options.calibrate else f" --device {best.job.device.name}"
     return f"The best: {launcher(best)} {words}\n" \
         f"What its ranks hold: minitron dryrun {words} --gpus {best.job.num_gpus}{device}"
-
-
-def launcher(best: Candidate) -> str:
-    """Write what starts the training, on every node; with several, $HEAD is the name of one.
-
-    Each has as many GPUs; where those of a node do not divide the job's, fewer are used.
-    """
-    job, tp = best.job, best.decision.parallel.tp
-    if job.num_gpus == 1:
-        return "minitron train"
-    on_node = max(number for number in divisors(job.num_gpus) if number <= job.gpus_per_node
-                  and (number % tp == 0 or tp % number == 0))
-    nodes = f"--nnodes {job.num_gpus // on_node} --rdzv-backend c10d --rdzv-endpoint $HEAD:29500 "
-    return f"torchrun {nodes if on_node < job.num_gpus else ''}--nproc-per-node {on_node} " \
-        "-m minitron.train"
-
-
-def flags(config: Config, decision: Decision) -> str:
-    """Return the options that give the command line that trains `config` this layout."""
-    return shlex.join(changes(config, in_layout(config, decision)))
-
-
-def changes(before: Config, after: Config) -> list[str]:
-    """Return the words of a command line that turn one config into the other."""
-    words = []
-    for section in ("parallel", "train", "model", "data"):
-        for name, value in vars(getattr(after, section)).items():
-            if value == getattr(getattr(before, section), name):
-                continue
-            option = name.replace("_", "-")
-            if isinstance(value, bool):
-                words.append(f"--{section}.{option if value else 'no-' + option}")
-            else:
-                words += [f"--{section}.{option}", str(value)]
-    return words
-
-
-def in_layout(config: Config, decision: Decision) -> Config:
-    """Return the same training in another layout; not compiled, if it cannot be with that."""
-    axes = decision.parallel
-    dp = axes.dp if config.parallel.dp else 0  # 0: it follows from the number of ranks
-    parallel = replace(axes, dp=dp)
-    changes = {"recompute": decision.recompute, "micro_batch_size": decision.micro_batch_size}
-    try:
-        return replace(config, parallel=parallel, train=replace(config.train, **changes))
-    except ConfigError:
-        train = replace(config.train, **changes, compile=False)
-        return replace(config, parallel=parallel, train=train)

@@ -36,7 +36,7 @@ from minitron.measure.live import Snapshot
 from minitron.measure.meter import Meter
 from minitron.model.transformer import Transformer
 from minitron.parallelize import lay_out
-from minitron.plan.search import require_gpus
+from minitron.plan.job import require_gpus
 from minitron.pytorch.private import (
     DispatchMode,
     device_of,

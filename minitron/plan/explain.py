@@ -11,8 +11,8 @@ from itertools import islice
 from minitron.config import Config, require
 from minitron.config.layout import num_readers
 from minitron.plan.hardware import Device
-from minitron.plan.job import Decision, Job
-from minitron.plan.search import SAME, Candidate, Search, require_gpus, with_variants
+from minitron.plan.job import Decision, Job, require_gpus
+from minitron.plan.search import SAME, Candidate, Search, with_variants
 from minitron.plan.variants import is_variant, unsharded
 
 OPTIONS: dict[str, Callable[[Decision], object]] = {

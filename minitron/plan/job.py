@@ -7,7 +7,8 @@ import math
 from dataclasses import dataclass
 
 from minitron import cost
-from minitron.config import ModelConfig, ParallelConfig, require
+from minitron.config import Config, ModelConfig, ParallelConfig, require
+from minitron.config.layout import WrongNumRanks, require_ranks
 from minitron.plan.hardware import Device
 
 USABLE = 0.8
@@ -92,3 +93,12 @@ def size_of(model: ModelConfig) -> str:
     prefixes = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3}
     prefix = next((each for each in prefixes if number >= 0.9995 * prefixes[each]), "k")
     return f"{number / prefixes[prefix]:.3g} {prefix}"
+
+
+def require_gpus(config: Config, num_gpus: int) -> None:
+    """Raise ConfigError if so many GPUs cannot run `config`, as a run would, but nothing starts."""
+    try:
+        require_ranks(config, num_gpus)
+    except WrongNumRanks as error:
+        error.remedies = (f"plan for {error.needed}", *error.remedies[1:])
+        raise

@@ -27,7 +27,7 @@ from minitron.config import (
     TrainConfig,
     require,
 )
-from minitron.config.layout import WrongNumRanks, divisors, require_layout, require_ranks
+from minitron.config.layout import divisors, require_layout
 from minitron.plan.estimate import Estimate, estimate, memory_of
 from minitron.plan.job import Decision, Job
 from minitron.plan.variants import unsharded, variants
@@ -121,14 +121,11 @@ class Search:
 
     @property
     def trusted(self) -> Candidate:
-        """The fastest layout whose estimate measured steps confirm: those of ZeRO-3 do not.
-
-        If none fits without ZeRO-3, it is the fastest of all.
-        """
-        return next(filter(self.trusts, self.candidates), self.candidates[0])
+        """The fastest layout whose estimate measured steps confirm."""
+        return next(filter(self.trusts, self.candidates))
 
     def trusts(self, candidate: Candidate) -> bool:
-        """Return whether a candidate may be compared with `trusted` by its estimate."""
+        """Return whether its estimate counts: that of ZeRO-3 does if nothing else fits."""
         return candidate.decision.parallel.zero < 3 or not any(
             each.decision.parallel.zero < 3 for each in self.candidates)
 
@@ -271,15 +268,6 @@ def at_least(candidate: Candidate) -> float:
 
 def speed(candidate: Candidate) -> tuple[float, float]:
     return candidate.seconds, candidate.total_bytes
-
-
-def require_gpus(config: Config, num_gpus: int) -> None:
-    """Raise ConfigError if so many GPUs cannot run `config`, as a run would, but nothing starts."""
-    try:
-        require_ranks(config, num_gpus)
-    except WrongNumRanks as error:
-        error.remedies = (f"plan for {error.needed}", *error.remedies[1:])
-        raise
 
 
 # Nothing fits

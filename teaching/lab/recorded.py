@@ -68,7 +68,7 @@ def matmul_roofline(folder: Path = FOLDER) -> Shown:
     if not rows:
         return Shown(origin(record), crossing([round(each) for each in x], {"roof": roof}, *labels),
                      f"{alt}.")
-    figure = scaling([float(f"{row['intensity']:.2g}") for row in rows],
+    figure = scaling([round(row["intensity"]) for row in rows],
                      [row["flops_per_second"] for row in rows], *labels, roof, "roof",
                      predicted_x=x)
     alt += f"; the fastest recorded matmul reaches {reached / peak:.0%} of the peak."
@@ -76,10 +76,10 @@ def matmul_roofline(folder: Path = FOLDER) -> Shown:
 
 
 def spaced(rows: list[Row]) -> list[Row]:
-    """Keep rows, sorted by intensity, of at least twice the intensity of the last one kept."""
+    """Keep rows, sorted by intensity, of at least 3.5 times that of the last one kept."""
     kept: list[Row] = []
     for row in rows:
-        if not kept or row["intensity"] >= 2 * kept[-1]["intensity"]:
+        if not kept or row["intensity"] >= 3.5 * kept[-1]["intensity"]:
             kept.append(row)
     return kept
 

@@ -19,7 +19,6 @@ from minitron.plan import command
 from minitron.plan.command import (
     PlanOptions,
     compared,
-    flags,
     job_of,
     next_lines,
     table,
@@ -29,6 +28,7 @@ from minitron.plan.dryrun_command import read_dry_run
 from minitron.plan.explain import as_it_stands
 from minitron.plan.hardware import DEVICES
 from minitron.plan.job import Decision
+from minitron.plan.launching import flags
 from minitron.plan.money import GpuHour, bill
 from minitron.plan.search import Candidate, Search
 from minitron.plan.search import search as search_anew
