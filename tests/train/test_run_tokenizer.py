@@ -62,7 +62,8 @@ def config(place: Path, **changes) -> Config:
 
 
 def resume(place: Path, steps: int) -> Run:
-    return train.train(config(place, steps=steps), place / "run", resume=True)
+    longer = config(place, steps=steps, continuation="stretch")
+    return train.train(longer, place / "run", resume=True)
 
 
 def exported(place: Path) -> dict:
