@@ -66,12 +66,15 @@ def resumed(recorded: Schedule, asked: Schedule, step: int, folder: Path) -> Sch
     """Return the schedule of a run in `folder` that is resumed after `step` steps.
 
     It is the `recorded` one, unless a config has `asked` for other numbers or for another
-    continuation. Raises ConfigError if it asks for other numbers and does not say how to go on, or
-    would go on with a rate of 0.
+    continuation. Raises ConfigError if the learning rate would jump and the config does not say how
+    to go on, or if it would go on with a rate of 0.
     """
     same = replace(recorded, start=0, last_rate=0.0)
     if asked.steps == step or asked in (same, replace(same, continuation="none")):
         return recorded if recorded.start > 0 else asked  # a run that is through takes no step
+    jumps = recorded.start > 0 or asked.rate(step) != recorded.rate(step)
+    if asked.continuation == "none" and not jumps:  # in the warm-up, or at a constant rate
+        return asked
 
     last = float(recorded.rate(step - 1))
     line = replace(asked, continuation="linear", start=step, last_rate=last)

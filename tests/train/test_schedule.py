@@ -64,6 +64,13 @@ def test_what_asks_for_nothing_else_changes_nothing():
     assert go_on("none", steps=30, step=30).steps == 30  # it stops here: no rate is asked for
 
 
+def test_a_rate_that_does_not_jump_needs_no_continuation():
+    constant = Schedule(1e-3, 1e-3, 2, 60)
+    assert go_on("none", old=constant) == dataclasses.replace(constant, steps=120)
+    in_warm_up = go_on("none", step=3)
+    assert in_warm_up.rate(3) == OLD.rate(3) and in_warm_up.steps == 120
+
+
 def test_constant_keeps_the_last_rate():
     assert rates(go_on("constant"))[60:] == [1e-4] * 60
     assert set(rates(go_on("constant", step=30))[30:]) == {OLD.rate(29)}
