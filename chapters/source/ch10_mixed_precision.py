@@ -690,8 +690,8 @@ print(inspect.getsource(LossScale.unscale))
 print(inspect.getsource(LossScale.accepts))
 
 # %% [markdown]
-# `accepts` is given the norm over all ranks, the one number of the trap above. With ZeRO the masters
-# are sharded: each rank has those of its own part.
+# `accepts` is given the norm over all ranks, the one number of the trap above. With ZeRO the
+# masters are sharded: each rank has those of its own part.
 #
 # ### Eight bits
 #
