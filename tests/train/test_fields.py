@@ -16,6 +16,7 @@ from minitron import checkpoint, train, train_loop
 from minitron.config import Config, ConfigError, DataConfig, TrainConfig
 from minitron.measure.metrics import read_metrics
 from minitron.model.transformer import Block
+from minitron.plan.dryrun import Flops
 from minitron.run import Run
 from tests.train.test_train import MODEL
 
@@ -55,6 +56,18 @@ def forward_passes(config: Config, folder: Path) -> int:
     run.model.blocks[0].mlp.register_forward_hook(lambda *_: calls.append(1))
     run.train_step()
     return len(calls)
+
+
+def flops_of_block(config: Config, folder: Path) -> float:
+    """Of a step with one block, in multiples of a forward pass: 3, or 4 where it is recomputed."""
+    model = replace(config.model, num_layers=1, ffn_width=2048)  # the head counts for little
+    run = Run(replace(config, model=model), folder)
+    inputs = run.next_batch()[:, :-1]
+    with Flops() as step:
+        run.train_step()
+    with torch.no_grad(), Flops() as forward:
+        run.model(inputs)
+    return step.total / forward.total
 
 
 def count_rows(function: Callable[[], object]) -> int:
@@ -169,7 +182,7 @@ ROWS = [  # field, what it is for both, the other value, what is observed withou
     ("clip_norm", {"clip_norm": 0.1}, 0.05, moments_norm, lambda seen: round(seen, 3), 0.1, 0.05),
     ("precision", {}, "bf16-autocast", dtype_of_matmuls, lambda seen: seen,
      torch.float32, torch.bfloat16),
-    ("recompute", {}, "full", forward_passes, int, 2, 4),
+    ("recompute", {}, "full", flops_of_block, round, 3, 4),
     ("compile", {}, True, compiled, int, 0, 1),
     ("device", {}, "meta", chosen_device, str, "cpu", "refused"),
     ("log_every", RARE, 4, waits_for_the_device, int, 4, 1),
