@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from minitron import cost
 from minitron.launch import run
 from minitron.launch.slow_network import SlowNetwork
 from minitron.measure.clock import synchronize
 from minitron.measure.ledger import Ledger
+from minitron.pytorch.private import tensors_in
 
 Step = Callable[[], Tensor]  # returns the loss
 MakeStep = Callable[[str, dist.ProcessGroup, torch.device], Step]  # of a side
@@ -151,7 +151,7 @@ class Storages(TorchDispatchMode):
 
 def storages_in(tree) -> dict[int, torch.UntypedStorage]:
     """The storages of all tensors in nested lists, tuples and dicts, by address."""
-    tensors = [tensor for tensor in tree_leaves(tree) if isinstance(tensor, Tensor)]
+    tensors = tensors_in(tree)
     local = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
     storages = [tensor.untyped_storage() for tensor in local]
     return {storage._cdata: storage for storage in storages}

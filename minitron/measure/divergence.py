@@ -15,7 +15,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from minitron.pytorch.private import tree_leaves
+from minitron.pytorch.private import tensors_in
 
 
 class FirstFault:
@@ -48,23 +48,23 @@ class FirstFault:
 
     def before(self, path: str):
         def look_at_inputs(module: nn.Module, inputs: tuple) -> None:
-            for tensor in tree_leaves(inputs):
+            for tensor in tensors_in(inputs):
                 self.look(tensor, f"the input of {path}")
 
         return look_at_inputs
 
     def after(self, path: str):
         def look_at_outputs(module: nn.Module, inputs: tuple, output) -> None:
-            for tensor in tree_leaves(output):
+            for tensor in tensors_in(output):
                 self.look(tensor, f"the output of {path}")
-                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                if tensor.requires_grad:
                     place = f"the gradient of the output of {path}"
                     tensor.register_hook(partial(self.look, place=place))
 
         return look_at_outputs
 
-    def look(self, tensor, place: str) -> None:
-        if self.place is not None or not isinstance(tensor, Tensor):
+    def look(self, tensor: Tensor, place: str) -> None:
+        if self.place is not None:
             return
         self.num_looks += 1
         if tensor.is_floating_point() and not bool(tensor.detach().isfinite().all()):

@@ -41,7 +41,7 @@ from minitron.pytorch.private import (
     resize_storage_op,
     running_node_number,
     storage_address,
-    tree_leaves,
+    tensors_in,
 )
 
 
@@ -142,13 +142,13 @@ class Meter(DispatchMode):
             self._listen_to_recompute(func, args)
         elif self._phase == "optimizer":
             self._register_newest_state()
-        inputs = {storage_address(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        inputs = {storage_address(tensor) for tensor in tensors_in(args, kwargs)}
 
         outputs = func(*args, **(kwargs or {}))
 
         op, module = func.overloadpacket.__name__, self._current_module()
-        made = [t for t in tree_leaves(outputs)
-                if isinstance(t, Tensor) and storage_address(t) not in inputs]  # or it is a view
+        made = [tensor for tensor in tensors_in(outputs)
+                if storage_address(tensor) not in inputs]  # or it is a view
         if func is resize_storage_op:
             self._refill(args[0])
         if any([self._track(tensor, op, module) for tensor in made]) or func is resize_storage_op:

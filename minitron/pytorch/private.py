@@ -71,12 +71,26 @@ class DispatchMode(_python_dispatch.TorchDispatchMode):
         return False  # else torch wraps what follows in a function that imports its compiler: 1 s
 
 
-tree_leaves = _pytree.tree_leaves
-"""The leaves of nested lists, tuples and dicts. Public PyTorch offers none (optree is optional)."""
 tree_map = _pytree.tree_map
 """Apply a function to each leaf of nested lists, tuples and dicts."""
 OpOverload = torch._ops.OpOverload
 """The type of the operators that a DispatchMode is called with; it has no public name."""
+
+
+def tensors_in(*values) -> list[Tensor]:
+    """Return the tensors in nested lists, tuples and dicts, such as an operator's arguments.
+
+    PyTorch's own `tree_leaves` is private too, and takes four times as long: it knows more types.
+    """
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += tensors_in(*value)
+        elif isinstance(value, dict):
+            found += tensors_in(*value.values())
+    return found
 
 
 def storage_address(tensor: Tensor) -> int:

@@ -12,7 +12,7 @@ from minitron.pytorch.private import (
     all_gather_base_op,
     reduce_scatter_base_op,
     storage_address,
-    tree_leaves,
+    tensors_in,
     tree_map,
 )
 from teaching.graders.ch04_toy import VOCAB, Toy
@@ -116,8 +116,8 @@ class _LateArrival(DispatchMode):
             return func(*args, **(kwargs or {}))
         copies = tree_map(lambda tensor: tensor.detach().clone(), args[0])
         result = func(copies, *args[1:], **(kwargs or {}))
-        tensors = tree_leaves(args[0])
-        work = _LateWork(result, tensors, tree_leaves(copies), len(self.works), self.note)
+        tensors = tensors_in(args[0])
+        work = _LateWork(result, tensors, tensors_in(copies), len(self.works), self.note)
         self.works.append(work)
         return args[0], work.boxed()
 
@@ -144,12 +144,11 @@ class Held(DispatchMode):
         self.peak = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        before = {storage_address(leaf) for leaf in tree_leaves((args, kwargs))
-                  if isinstance(leaf, Tensor)}
+        before = {storage_address(tensor) for tensor in tensors_in(args, kwargs)}
         outputs = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(outputs):
-            if isinstance(leaf, Tensor) and storage_address(leaf) not in before:
-                self.storages[storage_address(leaf)] = leaf.untyped_storage()
+        for tensor in tensors_in(outputs):
+            if storage_address(tensor) not in before:
+                self.storages[storage_address(tensor)] = tensor.untyped_storage()
         self.peak = max(self.peak, self.now())
         return outputs
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minitron.measure.ledger import Call
-from minitron.pytorch.private import DispatchMode, tree_leaves
+from minitron.pytorch.private import DispatchMode, tensors_in
 from teaching.graders import asked, expect
 from teaching.graders.ch07_toy import (
     all_close,
@@ -114,8 +114,7 @@ class Shapes(DispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         outputs = func(*args, **(kwargs or {}))
-        self.shapes |= {tuple(leaf.shape) for leaf in tree_leaves(outputs)
-                        if isinstance(leaf, Tensor)}
+        self.shapes |= {tuple(tensor.shape) for tensor in tensors_in(outputs)}
         return outputs
 
 

@@ -10,7 +10,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from minitron.pytorch.private import DispatchMode, tree_leaves
+from minitron.pytorch.private import DispatchMode, tensors_in
 from teaching.graders import Mistake, asked, expect
 from teaching.graders.ch06_toy import ShardWire
 from teaching.graders.ch07_toy import expect_dtype, in_short
@@ -98,8 +98,7 @@ class ContiguousOnly(DispatchMode):
     """Refuse what NCCL refuses; gloo takes it."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-        if func.namespace == "c10d" and not all(t.is_contiguous() for t in tensors):
+        if func.namespace == "c10d" and not all(t.is_contiguous() for t in tensors_in(args)):
             raise ValueError("Tensors must be contiguous; gloo takes others, NCCL does not")
         return func(*args, **(kwargs or {}))
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from minitron.launch import run
 from minitron.measure.ledger import Ledger
@@ -14,6 +13,7 @@ from minitron.parallel.tensor.layers import apply_tensor_parallel
 from minitron.parallel.tensor.sequence import apply_sequence_parallel
 from minitron.parallel.tensor.vocabulary import vocabulary_parallel_cross_entropy
 from minitron.proof.oracle import small_model
+from minitron.pytorch.private import tensors_in
 
 B, S, V = 3, 5, 24
 
@@ -106,7 +106,7 @@ class Shapes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        self.seen |= {tuple(t.shape) for t in tree_leaves(out) if isinstance(t, torch.Tensor)}
+        self.seen |= {tuple(tensor.shape) for tensor in tensors_in(out)}
         return out
 
 

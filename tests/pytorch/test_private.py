@@ -80,10 +80,14 @@ assert "{SLOW_TO_IMPORT}" in sys.modules
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_leaves_of_nested_containers():
-    nested = [1, (2, {"a": 3})]
-    assert private.tree_leaves(nested) == [1, 2, 3]
-    assert private.tree_map(lambda leaf: leaf + 1, nested) == [2, (3, {"a": 4})]
+def test_tensors_of_nested_containers():
+    a, b, c = torch.ones(3, 1).unbind()
+    found = private.tensors_in([a, 1, None], (("name", {"b": b, "lr": 0.1}),), c)
+    assert [id(tensor) for tensor in found] == [id(a), id(b), id(c)]
+
+
+def test_a_function_of_each_leaf():
+    assert private.tree_map(lambda leaf: leaf + 1, [1, (2, {"a": 3})]) == [2, (3, {"a": 4})]
 
 
 def test_tensors_of_one_storage_have_one_address_also_if_it_is_fake():

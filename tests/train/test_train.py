@@ -20,7 +20,7 @@ from minitron.config import Config, ConfigError, DataConfig, ModelConfig, TrainC
 from minitron.config.file import from_dict
 from minitron.corpus.stories import write_stories
 from minitron.measure.metrics import MetricsLog, read_metrics
-from minitron.pytorch.private import tree_leaves
+from minitron.pytorch.private import tensors_in
 from minitron.train import Run
 from tests.tiers import as_exhaustive, exhaustive, tiered
 
@@ -106,8 +106,8 @@ class RefuseFloat64(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **kwargs or {})
-        for tensor in tree_leaves((args, kwargs, out)):
-            if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float64:
+        for tensor in tensors_in(args, kwargs, out):
+            if tensor.dtype == torch.float64:
                 raise TypeError(f"{func}: the device has no float64")
         return out
 

@@ -40,7 +40,7 @@ from minitron.parallel.data.ddp import no_gradient
 from minitron.parallel.data.sharded import ShardedDataParallel
 from minitron.parallel.data.units import Unit, root_modules, split_into_units
 from minitron.parallel.interface import Kind, Values
-from minitron.pytorch.private import call_after_backward, tree_leaves
+from minitron.pytorch.private import call_after_backward, tensors_in
 
 
 class FullyShardedDataParallel(ShardedDataParallel):
@@ -141,8 +141,8 @@ class FullyShardedDataParallel(ShardedDataParallel):
 
     def listen(self, index: int, module: nn.Module, inputs: tuple, output) -> None:
         """Let `pre_backward` be called when the gradient of the unit's output is there."""
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
                 tensor.register_hook(partial(self.pre_backward, index))
 
     def end_forward(self, *_) -> None:
