@@ -19,14 +19,7 @@ from itertools import product
 from typing import NamedTuple, get_args
 
 from minitron import cost
-from minitron.config import (
-    Config,
-    ConfigError,
-    DataConfig,
-    ParallelConfig,
-    TrainConfig,
-    require,
-)
+from minitron.config import Config, ConfigError, DataConfig, ParallelConfig, TrainConfig, require
 from minitron.config.layout import divisors, require_layout
 from minitron.plan.estimate import Estimate, estimate, memory_of
 from minitron.plan.job import Decision, Job
@@ -126,8 +119,11 @@ class Search:
 
     def trusts(self, candidate: Candidate) -> bool:
         """Return whether its estimate counts: that of ZeRO-3 does if nothing else fits."""
-        return candidate.decision.parallel.zero < 3 or not any(
-            each.decision.parallel.zero < 3 for each in self.candidates)
+        return candidate.decision.parallel.zero < 3 or self.only_zero3_fits
+
+    @cached_property
+    def only_zero3_fits(self) -> bool:
+        return all(each.decision.parallel.zero == 3 for each in self.candidates)
 
     def dropped(self) -> list[tuple[int, str]]:
         """Count the layouts that dropped out for each reason, most first.
