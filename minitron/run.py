@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from random import Random
 
 import torch
 from torch import Tensor
@@ -80,8 +81,7 @@ class Run(Training):
         mesh = lay_out(config.parallel, self.size, device)
         with Progress(desc="building the model", bar_format=CLOCK, disable=self.rank != 0):
             super().__init__(config, mesh, device)
-        # Dropout, of other samples and other layers; the weights have seeds of their own.
-        torch.manual_seed(config.train.seed + self.data_rank + mesh.rank("pp") * self.data_size)
+        self.dropout_part = self.data_rank + mesh.rank("pp") * self.data_size
         if config.train.compile:
             self.forward = torch.compile(self.forward)
 
@@ -92,6 +92,7 @@ class Run(Training):
         self.stop = Stop(group)
         self.schedule = Schedule.of(config.train)
         self.step = self.first_step = 0
+        self.seed_dropout()
         self.position = 0  # samples trained on
         self.read_ahead: tuple[int, Tensor] | None = None
 
@@ -236,11 +237,21 @@ class Run(Training):
             raise ConfigError(f"{self.folder}: its random-number state is not valid ({error})",
                               "resume from another checkpoint") from None
 
-    def restore(self, beat: Callable[[], None] = lambda: None) -> None:
-        """Continue exactly where the newest good checkpoint was written, also in another layout.
+    def seed_dropout(self) -> None:
+        """Seed the generators by the run's seed, the step, and the samples and layers of this rank.
 
-        Then only dropout draws anew. `beat` is called when the checkpoint's checksums have been
-        verified, which reads all of it, before it is loaded, which reads it again.
+        Ranks of one tensor-parallel group share the numbers. The step is part of the seed: a run
+        that continues in a different layout must not draw the masks of its first steps again.
+        """
+        words = f"dropout/{self.config.train.seed}/{self.step}/{self.dropout_part}"
+        torch.manual_seed(Random(words).getrandbits(63))
+
+    def restore(self, beat: Callable[[], None] = lambda: None) -> None:
+        """Continue exactly where the newest good checkpoint was written, even in another layout.
+
+        In another layout dropout draws new masks, as in `seed_dropout`. `beat` is called when the
+        checkpoint's checksums have been verified, which reads all of it, before it is loaded, which
+        reads it again.
         """
         folder = self.folder / "checkpoints"
         path = checkpoint.newest_good(folder, self.group)
@@ -259,7 +270,8 @@ class Run(Training):
         self.position = facts["position"]
         self.loss_scale.load_state_dict(facts["loss_scale"])
 
-        # of which tp tells whose numbers are the same, pp who drops what
+        self.seed_dropout()
+        # of the layout, tp tells whose numbers are the same, pp who drops what
         layouts = [[table["parallel"].get(axis, 1) for axis in ("tp", "pp")]
                    for table in (facts["config"], to_dict(self.config))]
         if layouts[0] == layouts[1] and facts["num_ranks"] == self.size:
