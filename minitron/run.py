@@ -16,7 +16,7 @@ from minitron.comm.agreement import (
     gathered,
     one_fault_fails_all,
 )
-from minitron.config import Config, ConfigError, require
+from minitron.config import Config, ConfigError
 from minitron.config.file import from_dict, to_dict
 from minitron.config.layout import num_readers, require_ranks
 from minitron.corpus.contents import Contents, fingerprint, read_contents, require_tokens
@@ -147,8 +147,8 @@ class Run(Training):
         _, rank, place = min(gathered((fault.order, self.rank, str(fault)), self.group))
         last = self.position + self.config.train.global_batch_size - 1
         return (f"First non-finite value: {place}, on rank {rank} (samples {self.position:,} to "
-                f"{last:,}). The run stopped before it updated the weights; its checkpoints are in "
-                f"{self.folder}")
+                f"{last:,}). The run stopped before it updated the weights; "
+                f"{self.saver.newest()}")
 
     @property
     def tokens(self) -> int:
@@ -203,9 +203,10 @@ class Run(Training):
         """
         is_sound = all(bool(part.values.isfinite().all()) for _, part in self.parallel.parts())
         with one_fault_fails_all(self.group):
-            require(is_sound, f"step {self.step}: weights are not finite, and were not saved; "
-                    f"earlier checkpoints are kept in {self.folder}",
-                    "lower train.learning_rate or clip the gradient")
+            if not is_sound:
+                raise ConfigError(f"step {self.step}: weights are not finite, and were not saved; "
+                                  f"{self.saver.newest()}",
+                                  "lower train.learning_rate or clip the gradient")
         random_state = {name: Boxes.full(state) for name, state in self.random_state().items()}
         facts = {
             "step": self.step,

@@ -143,6 +143,13 @@ def test_dropout_resumes_bit_for_bit_on_the_same_ranks(config, tmp_path):
     assert_resumes_bit_for_bit(config, tmp_path)
 
 
+def test_ranks_that_were_killed_before_their_first_checkpoint_start_over(config, tmp_path, alone):
+    run(train_on_ranks, 2, config, tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints")
+    assert run(train_on_ranks, 2, config, tmp_path, True) == [6, 6]
+    assert trained(tmp_path, "step") == trained(alone, "step")
+
+
 def next_numbers(group, config: Config, folder: Path, step: int) -> list[float]:
     """What dropout would draw next, in a run that begins (`step` 0) or goes on after `step`."""
     started = Run(config, folder, group)
