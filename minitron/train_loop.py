@@ -42,6 +42,8 @@ from minitron.system import disk
 from minitron.system.progress import Progress
 from minitron.train_log import describe, evaluate, lacks_validation, log_rows
 
+STEADY_SECONDS = 2.0  # over which speed and MFU are read: a single step is no measurement
+
 
 def train(
     config: Config, folder: Path, resume: bool = False, group: Group = ALONE, restart: bool = False,
@@ -122,7 +124,8 @@ def start_clock(run: Run) -> Clock:
     """Start the clock of a run; measures the device's peak first, where it is not known."""
     flops = cost.training_flops_per_token(run.config.model, run.config.data.sequence_length)
     dtype = PRECISIONS[run.config.train.precision].activations
-    return Clock(flops, peak_flops(run.device, dtype), run.device, run.size)
+    return Clock(flops, peak_flops(run.device, dtype), run.device, run.size,
+                 STEADY_SECONDS)
 
 
 def is_due(run: Run, every: int) -> bool:
