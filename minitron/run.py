@@ -1,5 +1,6 @@
 """A run: everything it owns, one step of it, and what its checkpoint holds."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -83,6 +84,8 @@ class Run(Training):
             super().__init__(config, mesh, device)
         self.dropout_part = self.data_rank + mesh.rank("pp") * self.data_size
         if config.train.compile:
+            # A ledger's hook fires for the compiled module too: it only notes a forward pass.
+            warnings.filterwarnings("ignore", r"Using `torch.compile\(module\)` when there are")
             self.forward = torch.compile(self.forward)
 
         self.saver = checkpoint.Saver(

@@ -8,7 +8,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import warnings
 import weakref
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -148,6 +150,20 @@ def test_ranks_that_were_killed_before_their_first_checkpoint_start_over(config,
     shutil.rmtree(tmp_path / "checkpoints")
     assert run(train_on_ranks, 2, config, tmp_path, True) == [6, 6]
     assert trained(tmp_path, "step") == trained(alone, "step")
+
+
+def warnings_of(group, config: Config, folder: Path) -> list[str]:
+    """What a compiled model warns of; nothing is compiled, for that takes a minute."""
+    with patch.object(torch, "compile", partial(torch.compile, backend="eager")), \
+            warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train.train(config, folder, group=group)
+    return [str(each.message) for each in caught if "torch.compile" in str(each.message)]
+
+
+def test_ranks_do_not_warn_of_the_ledger_s_hook_on_a_compiled_model(config, tmp_path):
+    config = dataclasses.replace(config, train=dataclasses.replace(TRAIN, compile=True, steps=1))
+    assert run(warnings_of, 2, config, tmp_path) == [[], []]
 
 
 def next_numbers(group, config: Config, folder: Path, step: int) -> list[float]:
