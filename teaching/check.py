@@ -125,7 +125,7 @@ class Report:
 def _to_do(unwritten: list[Result]) -> str:
     """What is not written yet, a line for each chapter, and where to begin."""
     files = groupby(unwritten, key=lambda result: result.exercise.file)
-    lines = [f"  {', '.join(each.exercise.id for each in of_file):26}{file}"
+    lines = [f"  {', '.join(each.exercise.id for each in of_file):28}  {file}"
              for file, of_file in files]
     return "\n".join(["Not written yet:", *lines, _row("next", unwritten[0].next)])
 
