@@ -1,9 +1,11 @@
 """A run: everything it owns, one step of it, and what its checkpoint holds."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from random import Random
 
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ from minitron.comm.agreement import (
     gathered,
     one_fault_fails_all,
 )
-from minitron.config import Config, ConfigError, require
+from minitron.config import Config, ConfigError
 from minitron.config.file import from_dict, to_dict
 from minitron.config.layout import num_readers, require_ranks
 from minitron.corpus.contents import Contents, fingerprint, read_contents, require_tokens
@@ -80,9 +82,10 @@ class Run(Training):
         mesh = lay_out(config.parallel, self.size, device)
         with Progress(desc="building the model", bar_format=CLOCK, disable=self.rank != 0):
             super().__init__(config, mesh, device)
-        # Dropout, of other samples and other layers; the weights have seeds of their own.
-        torch.manual_seed(config.train.seed + self.data_rank + mesh.rank("pp") * self.data_size)
+        self.dropout_part = self.data_rank + mesh.rank("pp") * self.data_size
         if config.train.compile:
+            # A ledger's hook fires for the compiled module too: it only notes a forward pass.
+            warnings.filterwarnings("ignore", r"Using `torch.compile\(module\)` when there are")
             self.forward = torch.compile(self.forward)
 
         self.saver = checkpoint.Saver(
@@ -92,6 +95,7 @@ class Run(Training):
         self.stop = Stop(group)
         self.schedule = Schedule.of(config.train)
         self.step = self.first_step = 0
+        self.seed_dropout()
         self.position = 0  # samples trained on
         self.read_ahead: tuple[int, Tensor] | None = None
 
@@ -146,8 +150,8 @@ class Run(Training):
         _, rank, place = min(gathered((fault.order, self.rank, str(fault)), self.group))
         last = self.position + self.config.train.global_batch_size - 1
         return (f"First non-finite value: {place}, on rank {rank} (samples {self.position:,} to "
-                f"{last:,}). The run stopped before it updated the weights; its checkpoints are in "
-                f"{self.folder}")
+                f"{last:,}). The run stopped before it updated the weights; "
+                f"{self.saver.newest()}")
 
     @property
     def tokens(self) -> int:
@@ -202,9 +206,10 @@ class Run(Training):
         """
         is_sound = all(bool(part.values.isfinite().all()) for _, part in self.parallel.parts())
         with one_fault_fails_all(self.group):
-            require(is_sound, f"step {self.step}: weights are not finite, and were not saved; "
-                    f"earlier checkpoints are kept in {self.folder}",
-                    "lower train.learning_rate or clip the gradient")
+            if not is_sound:
+                raise ConfigError(f"step {self.step}: weights are not finite, and were not saved; "
+                                  f"{self.saver.newest()}",
+                                  "lower train.learning_rate or clip the gradient")
         random_state = {name: Boxes.full(state) for name, state in self.random_state().items()}
         facts = {
             "step": self.step,
@@ -236,11 +241,21 @@ class Run(Training):
             raise ConfigError(f"{self.folder}: its random-number state is not valid ({error})",
                               "resume from another checkpoint") from None
 
-    def restore(self, beat: Callable[[], None] = lambda: None) -> None:
-        """Continue exactly where the newest good checkpoint was written, also in another layout.
+    def seed_dropout(self) -> None:
+        """Seed the generators by the run's seed, the step, and the samples and layers of this rank.
 
-        Then only dropout draws anew. `beat` is called when the checkpoint's checksums have been
-        verified, which reads all of it, before it is loaded, which reads it again.
+        Ranks of one tensor-parallel group share the numbers. The step is part of the seed: a run
+        that continues in a different layout must not draw the masks of its first steps again.
+        """
+        words = f"dropout/{self.config.train.seed}/{self.step}/{self.dropout_part}"
+        torch.manual_seed(Random(words).getrandbits(63))
+
+    def restore(self, beat: Callable[[], None] = lambda: None) -> None:
+        """Continue exactly where the newest good checkpoint was written, even in another layout.
+
+        In another layout dropout draws new masks, as in `seed_dropout`. `beat` is called when the
+        checkpoint's checksums have been verified, which reads all of it, before it is loaded, which
+        reads it again.
         """
         folder = self.folder / "checkpoints"
         path = checkpoint.newest_good(folder, self.group)
@@ -259,7 +274,8 @@ class Run(Training):
         self.position = facts["position"]
         self.loss_scale.load_state_dict(facts["loss_scale"])
 
-        # of which tp tells whose numbers are the same, pp who drops what
+        self.seed_dropout()
+        # of the layout, tp tells whose numbers are the same, pp who drops what
         layouts = [[table["parallel"].get(axis, 1) for axis in ("tp", "pp")]
                    for table in (facts["config"], to_dict(self.config))]
         if layouts[0] == layouts[1] and facts["num_ranks"] == self.size:

@@ -113,12 +113,17 @@ def exit_code(run: Run) -> int:
 
 def run_train(args: list[str]) -> int:
     """Train, with the learner's functions if asked, and report."""
-    from teaching.report import report
+    from teaching.report import report, report_use
     from teaching.use import use
 
     options = read_options(args)
-    with use(*options.use):
-        run = start(options, report)
+    with torchrun_group(), use(*options.use) as calls:  # within a group, all ranks end in order
+
+        def conclude(run: Run) -> None:
+            report_use(run, calls)
+            report(run)
+
+        run = start(options, conclude)
     if run.stop.signal is not None and run.rank == 0 and options.use:
         print(f"  and add --use {' '.join(options.use)} to go on with your functions")
     return exit_code(run)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from minitron.comm.agreement import gathered
-from minitron.config import require
+from minitron.config import ConfigError
 from minitron.measure.clock import Clock, Speed
 from minitron.measure.loggers import peak_memory
 from minitron.measure.metrics import MetricsLog, read_metrics
@@ -90,15 +90,13 @@ def lacks_validation(run: Run) -> bool:
 
 def require_sound(run: Run, val_loss: float = 0.0) -> None:
     """Raise ConfigError if the weights are lost, or float16 overflows by whatever it is scaled."""
-    require(
-        math.isfinite(val_loss),
-        f"the validation loss of step {run.step} is {val_loss}: the run has diverged; its "
-        f"checkpoints are kept in {run.folder}", "lower train.learning_rate or clip the gradient",
-    )
+    if not math.isfinite(val_loss):
+        raise ConfigError(f"the validation loss of step {run.step} is {val_loss}: the run has "
+                          f"diverged; {run.saver.newest()}",
+                          "lower train.learning_rate or clip the gradient")
     scale = run.loss_scale.value
-    require(
-        scale >= SMALLEST_SCALE,
-        f"the loss scale has fallen to {scale:.1e} in step {run.step}, and the gradient still "
-        f"overflows; checkpoints are kept in {run.folder}; lower train.learning_rate, or start "
-        "again with train.precision = bf16, which needs no scale",
-    )
+    if scale < SMALLEST_SCALE:
+        raise ConfigError(f"the loss scale has fallen to {scale:.1e} in step {run.step}, and the "
+                          f"gradient still overflows; {run.saver.newest()}",
+                          "lower train.learning_rate, or start a new run with train.precision = "
+                          "bf16, which needs no scale")

@@ -30,10 +30,19 @@ from minitron.measure.metrics import MetricsLog
 from minitron.measure.trace import Trace, open_trace
 from minitron.precision import PRECISIONS
 from minitron.run import Run
-from minitron.running.folder import Claim, keep_tokenizer, require_place
+from minitron.running.folder import (
+    Claim,
+    has_begun,
+    keep_origin,
+    keep_tokenizer,
+    require_place,
+    start_over,
+)
 from minitron.system import disk
 from minitron.system.progress import Progress
 from minitron.train_log import describe, evaluate, lacks_validation, log_rows
+
+STEADY_SECONDS = 2.0  # over which speed and MFU are read: a single step is no measurement
 
 
 def train(
@@ -43,10 +52,11 @@ def train(
     """Train until `config.train.steps`, or until a signal asks to stop, and save at the end.
 
     `folder` receives config.json, tokenizer.json, metrics.jsonl and checkpoints/. With `resume` the
-    run in it is continued bit for bit, with `restart` begun anew if it has no checkpoint; otherwise
-    it must not hold one. A new one starts from the parameters in `weights`, a folder of Hugging
-    Face's, if there is one. `group` holds all ranks; rank 0 writes what the others read, and keeps
-    other processes out of `folder`. `interruption` hears the signals.
+    run in it is continued bit for bit, or starts over if it was killed before its first checkpoint;
+    with `restart` it may also not have begun; otherwise there must be none. A new one starts from
+    the parameters in `weights`, a folder of Hugging Face's, if there is one. `group` holds all
+    ranks; rank 0 writes what the others read, and keeps other processes out of `folder`.
+    `interruption` hears the signals.
     """
     with one_fault_ends_all(group):  # before the watchdog: the first time, it reads all tokens
         contents = read_contents(config.data.path, group)
@@ -63,6 +73,8 @@ def train(
                 if run.rank == 0:
                     disk.write_json(folder / "config.json", to_dict(run.config))
                     keep_tokenizer(folder, run.tokenizer)
+                    if run.step == 0:
+                        keep_origin(folder, weights)
 
         watchdog.beat()
         if run.rank == 0:
@@ -97,9 +109,13 @@ def begin(
             claim.take(restart)
         require_place(folder, resume, restart)
     saved = gathered(checkpoints(folder / "checkpoints"), group)[0]
-    if resume or (restart and saved):
+    if saved:  # or `require_place` would have refused a new run
         run.restore(watchdog.beat)
-    elif weights is not None:
+        return run
+    with one_fault_fails_all(group):
+        if rank == 0 and has_begun(folder) and (resume or restart):
+            start_over(folder, weights)
+    if weights is not None:
         run.parallel.fill(Weights(weights, run.config.model))
     return run
 
@@ -108,7 +124,8 @@ def start_clock(run: Run) -> Clock:
     """Start the clock of a run; measures the device's peak first, where it is not known."""
     flops = cost.training_flops_per_token(run.config.model, run.config.data.sequence_length)
     dtype = PRECISIONS[run.config.train.precision].activations
-    return Clock(flops, peak_flops(run.device, dtype), run.device, run.size)
+    return Clock(flops, peak_flops(run.device, dtype), run.device, run.size,
+                 STEADY_SECONDS)
 
 
 def is_due(run: Run, every: int) -> bool:

@@ -16,6 +16,7 @@ import textwrap
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from minitron.config import require
@@ -33,6 +34,7 @@ from teaching.exercises import (
     select,
 )
 from teaching.graders import LIMIT_SECONDS, Verdict
+from teaching.wrapping import fill
 
 LONGEST_SECONDS = 900.0
 """By the wall clock, for the whole of a grading; the limits that matter are of CPU time."""
@@ -51,6 +53,8 @@ class Result:
     printed: str = ""
     is_missing: bool = False
     """Whether there is no file to grade."""
+    is_unwritten: bool = False
+    """Whether the file still holds the stub."""
 
     @property
     def passed(self) -> bool:
@@ -85,7 +89,7 @@ def _how_to_use(exercise: Exercise) -> str:
 
 
 def _row(name: str, text: str) -> str:
-    wrapped = [part for line in text.splitlines() for part in textwrap.wrap(line, 86)]
+    wrapped = [fill(line, 86) for line in text.splitlines() if line.strip()]
     return textwrap.indent("\n".join(wrapped), " " * 11).replace(" " * 11, f"  {name:9}", 1)
 
 
@@ -100,13 +104,30 @@ class Report:
         return all(result.passed for result in self.results)
 
     def __repr__(self) -> str:
-        return "\n\n".join(map(str, self.results))
+        return "\n\n".join(text for _, text in self.parts())
 
     def _repr_html_(self) -> str:
         return "".join(
-            f'<pre style="border-left: 4px solid {COLORS[result.verdict.state]}; '
-            f'padding-left: 8px">{html.escape(str(result))}</pre>' for result in self.results
+            f'<pre style="border-left: 4px solid {COLORS[state]}; '
+            f'padding-left: 8px">{html.escape(text)}</pre>' for state, text in self.parts()
         )
+
+    def parts(self) -> list[tuple[str, str]]:
+        """State and text of each exercise that has been tried; all others share one short list."""
+        unwritten = [each for each in self.results if each.is_unwritten]
+        if len(unwritten) < 2:
+            return [(each.verdict.state, str(each)) for each in self.results]
+        tried = [(each.verdict.state, str(each)) for each in self.results
+                 if not each.is_unwritten]
+        return [*tried, ("unsolved", _to_do(unwritten))]
+
+
+def _to_do(unwritten: list[Result]) -> str:
+    """What is not written yet, a line for each chapter, and where to begin."""
+    files = groupby(unwritten, key=lambda result: result.exercise.file)
+    lines = [f"  {', '.join(each.exercise.id for each in of_file):28}  {file}"
+             for file, of_file in files]
+    return "\n".join(["Not written yet:", *lines, _row("next", unwritten[0].next)])
 
 
 def check(*ids: str, root: Path = ROOT, timeout: float = LIMIT_SECONDS) -> Report:
@@ -202,7 +223,8 @@ def _check(exercise: Exercise, root: Path, timeout: float, announced: bool = Fal
         return Result(exercise, Verdict("failed", seen=f"there is no file {exercise.file}",
                       likely="moved or deleted"), is_missing=True)
     if is_stub(exercise, root):
-        return Result(exercise, Verdict("unsolved", seen=f"{exercise.file} holds the stub"))
+        return Result(exercise, Verdict("unsolved", seen=f"{exercise.file} holds the stub"),
+                      is_unwritten=True)
     if announced:
         print(f"checking {exercise} ...", file=sys.stderr, flush=True)
     key = records.key_of(exercise, root)

@@ -1,6 +1,8 @@
 """What a finished run tells its owner: a sample, how good it is, where it lies, what comes next."""
 
+import sys
 import textwrap
+from collections import Counter
 
 from minitron.comm.agreement import gathered, one_fault_ends_all
 from minitron.corpus.stories import grammatical_share
@@ -8,6 +10,7 @@ from minitron.measure.metrics import read_metrics
 from minitron.run import Run
 from minitron.system import disk
 from teaching import figures
+from teaching.exercises import Exercise, find
 
 NUM_STORIES, STORY_TOKENS, TEXT_TOKENS = 64, 120, 200
 
@@ -28,6 +31,36 @@ def report(run: Run) -> None:
             print(f"\n{text}\nloss curve           {run.folder / 'loss_curve.png'}"
                   f"\nrun                  {run.folder}\n\n{next_steps(run)}", flush=True)
             keep(run, text)
+
+
+def report_use(run: Run, calls: Counter) -> None:
+    """Print how often a run has called the learner's functions, as `use` counts; all ranks call it.
+
+    Warns of an exercise of which nothing was called: the run trained without it. One that was
+    through already says nothing.
+    """
+    everyone = gathered(calls, run.group)
+    if run.rank > 0 or run.step == run.first_step:
+        return
+    of_ranks = f" on the rank with the most calls, of {run.size}" if run.size > 1 else ""
+    for number in sorted({number for number, _ in calls}):
+        most = {key[1]: max(each[key] for each in everyone) for key in calls if key[0] == number}
+        called = [f"{name} {count:,} time{'s' * (count != 1)}" for name, count in most.items()
+                  if count > 0]
+        if called:
+            print(f"exercise {number}: the run called your {', '.join(called)}{of_ranks}")
+        else:
+            print(f"minitron: warning: {why_unused(find(number), run)}", file=sys.stderr)
+
+
+def why_unused(exercise: Exercise, run: Run) -> str:
+    """Say that a run has called none of an exercise's functions, and which one would."""
+    unused = f"the run never called your {' or '.join(exercise.names)} (exercise {exercise.id})"
+    if run.config.train.compile:
+        return f"{unused}, except perhaps in the compiled model, where calls are not counted"
+    if exercise.command is None:
+        return f"{unused}: training does not need it"
+    return f"{unused}; this one does: {exercise.command}"
 
 
 def saved_report(run: Run) -> str | None:

@@ -108,7 +108,7 @@ def test_every_bit_of_a_manifest_counts(tmp_path):
 
 
 def test_nothing_to_resume_is_told(tmp_path):
-    with pytest.raises(ConfigError, match="holds no checkpoint to resume from"):
+    with pytest.raises(ConfigError, match="holds no checkpoint; check that"):
         checkpoint.newest_good(tmp_path)
     cut_short(save(tmp_path, 1) / "rank_00000.safetensors")
     with pytest.raises(ConfigError, match="no checkpoint in it is intact on all nodes"):

@@ -3,6 +3,7 @@
 import io
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -91,13 +92,44 @@ def test_data_and_train_tell_how_far_they_are(patient, capsys, tmp_path, monkeyp
     assert "reading data/text: " in told and " of 2, 00:" in told and " so far" in told
 
 
-def test_a_terminal_gets_a_bar(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
+
+def on_terminal(monkeypatch) -> Terminal:
+    """Called by the test itself: pytest puts its own standard error back after each fixture."""
+    monkeypatch.setattr(progress, "TICK_S", 0.01)
     monkeypatch.setattr(sys, "stderr", Terminal())
+    return sys.stderr
+
+
+def test_a_terminal_gets_a_bar(monkeypatch):
+    terminal = on_terminal(monkeypatch)
     with Progress(total=3, desc="step", file=sys.stderr) as bar:
         bar.update(3)
         bar.refresh()
-    assert "\r" in sys.stderr.getvalue() and "100%" in sys.stderr.getvalue()
+    assert "\r" in terminal.getvalue() and "100%" in terminal.getvalue()
+
+
+def test_the_clock_of_a_terminal_runs_while_nothing_is_counted(monkeypatch):
+    terminal = on_terminal(monkeypatch)
+    with Progress(desc="weighing", bar_format=CLOCK, file=sys.stderr) as bar:
+        drawn = terminal.getvalue().count("weighing: ")
+        while terminal.getvalue().count("weighing: ") < drawn + 3:
+            threading.Event().wait(0.01)
+    text = terminal.getvalue()
+    assert not bar.thread.is_alive() and text == terminal.getvalue()
+
+
+@pytest.mark.parametrize("words, expected", [
+    ("plan configs/gpt2-124m.toml --gpus 2 --explain",
+     ["reading the config", "weighing layouts", "weighing other hardware"]),
+    ("dryrun configs/gpt2-124m.toml --gpus 2 --rank 0", ["loading PyTorch", "ranks"]),
+])
+def test_plan_and_dryrun_show_a_bar_from_the_start(monkeypatch, words, expected):
+    terminal = on_terminal(monkeypatch)
+    monkeypatch.chdir(Path(__file__).parents[1])
+    assert cli.dispatch(words.split()) == 0
+    shown = [line.split(":")[0].strip() for line in terminal.getvalue().split("\r")]
+    assert [name for name in dict.fromkeys(shown) if name in expected] == expected

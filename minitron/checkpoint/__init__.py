@@ -81,6 +81,14 @@ class Saver:
             pending, self.pending = self.pending, None
             pending.result()
 
+    def newest(self) -> str:
+        """Say, for a run that fails, where it can continue; waits for what is being written."""
+        self.wait()
+        found = checkpoints(self.folder)
+        if found:
+            return f"the newest checkpoint is {found[-1]}"
+        return "no checkpoint had been written yet, so with --resume the run starts over"
+
 
 def save(
     folder: Path, step: int, state: dict[str, Boxes], facts: dict, keep: int, group: Group = ALONE
@@ -188,8 +196,8 @@ def newest_good(folder: Path, group: Group = ALONE) -> Path:
             return path
         if rank == 0:
             print(f"{path}: damaged ({fault}); looking for an older one", file=sys.stderr)
-    require(bool(found), f"{folder}: holds no checkpoint to resume from; is the folder right, and "
-            "do all nodes see it? Without --resume, and with another --run-dir, a run starts anew")
+    require(bool(found), f"{folder}: holds no checkpoint",
+            "check that the folder is the right one, and that all nodes see it")
     raise ConfigError(f"{folder}: no checkpoint in it is intact on all nodes ({found[-1].name}: "
                       f"{fault}); nothing was changed. Copy the folder and examine the files "
                       "named above", "meanwhile start a run in another --run-dir")

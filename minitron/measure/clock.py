@@ -8,9 +8,15 @@ Model FLOPs are `cost.training_flops_per_token`: forward and backward matmuls, a
 counted in full (not halved for causality), recomputation not counted. The peak is the vendor's
 dense figure where the device is in the table, else the fastest matmul measured here.
 A run faster than that peak reports no MFU, since it was not the peak.
+
+On a CPU, which other programs use too, one step may take half as long as the next, and the peak was
+measured at a third moment. So a run's clock reads the mean of its last seconds, and shows no MFU
+before they have passed.
 """
 
+import operator
 import time
+from collections import deque
 from dataclasses import dataclass, replace
 
 import torch
@@ -45,8 +51,12 @@ class Speed:
     tokens_per_second: float
     step_seconds: float
     mfu: float | None
+    is_steady: bool = True
+    """Whether it was read over all of the clock's window."""
 
     def __str__(self) -> str:
+        if not self.is_steady:
+            return f"{self.tokens_per_second:,.0f} tokens/s"
         mfu = "unknown" if self.mfu is None else f"{100 * self.mfu:.1f} %"
         return f"{self.tokens_per_second:,.0f} tokens/s, MFU {mfu}"
 
@@ -55,15 +65,19 @@ class Clock:
     """Times steps: `start` before the first, `lap` after one or several.
 
     `flops_per_token` are model FLOPs of a training step per token; `peak` is one device's, of
-    `num_devices` that share the work.
+    `num_devices` that share the work. A lap's speed is the mean of the laps in the last `window`
+    seconds, pauses not counted; with 0 it is the lap's own.
     """
 
     def __init__(
-        self, flops_per_token: int, peak: Peak, device: torch.device, num_devices: int = 1
+        self, flops_per_token: int, peak: Peak, device: torch.device, num_devices: int = 1,
+        window: float = 0.0,
     ):
         self.flops_per_token = flops_per_token
         self.peak = replace(peak, flops=num_devices * peak.flops)
-        self.device = device
+        self.device, self.window = device, window
+        self.laps: deque[tuple[float, int, int]] = deque()  # seconds, tokens, steps
+        self.total = (0.0, 0, 0)
         self.start()
 
     def start(self) -> None:
@@ -71,13 +85,22 @@ class Clock:
         self.started = time.perf_counter()
 
     def lap(self, num_tokens: int, num_steps: int = 1) -> Speed:
-        """Read the speed since `start` or the last lap, in which `num_tokens` were trained on."""
+        """Read the speed after a lap, since `start` or the last one, of `num_tokens`."""
         synchronize(self.device)
         now = time.perf_counter()
-        seconds = now - self.started
+        self.add((now - self.started, num_tokens, num_steps))
         self.started = now
+        seconds, num_tokens, num_steps = self.total
         tokens_per_second = num_tokens / seconds
-        return Speed(tokens_per_second, seconds / num_steps, self.mfu(tokens_per_second))
+        return Speed(tokens_per_second, seconds / num_steps, self.mfu(tokens_per_second),
+                     is_steady=seconds >= self.window)
+
+    def add(self, lap: tuple[float, int, int]) -> None:
+        """Add a lap to those of the window, and drop what the window holds no more."""
+        self.laps.append(lap)
+        self.total = tuple(map(operator.add, self.total, lap))
+        while len(self.laps) > 1 and self.total[0] - self.laps[0][0] >= self.window:
+            self.total = tuple(map(operator.sub, self.total, self.laps.popleft()))
 
     def mfu(self, tokens_per_second: float) -> float | None:
         """Return the share of the peak, 0 to 1; None if the peak is below what was achieved."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from minitron.system import disk
 
 CRASH_LEFT = b"\0"  # a block of them, where data had not reached the disk
-REMEDY = "the checkpoints are intact: make room, and continue with --resume"
+REMEDY = "make room, and continue with --resume; checkpoints already written are intact"
 
 
 class MetricsLog:

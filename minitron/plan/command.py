@@ -14,7 +14,7 @@ from tyro.conf import Positional
 
 from minitron.config import Config, ConfigError, command_line, require
 from minitron.config.file import load
-from minitron.plan.explain import OPTIONS, as_it_stands, costs_most, explain
+from minitron.plan.explain import OPTIONS, PARTS, as_it_stands, costs_most, explain
 from minitron.plan.hardware import Device, find_device
 from minitron.plan.job import Job, size_of
 from minitron.plan.launching import changes, in_layout, launcher
@@ -112,7 +112,9 @@ def chosen_device(options: PlanOptions) -> Device:
 def run_plan(args: Sequence[str]) -> int:
     """Print the plan that the command line asks for."""
     options = read_plan(args)
-    device, config = chosen_device(options), with_vocabulary(asked(options))
+    first = "measuring this machine" if options.calibrate else "reading the config"
+    with Progress(desc=first, bar_format=CLOCK):
+        device, config = chosen_device(options), with_vocabulary(asked(options))
     watts = options.watts if options.watts is not None else device.watts or None
     gpu_hour = GpuHour(watts, options.pue, options.price, options.currency)
     job = job_of(config, options.gpus, device, options.gpus_per_node)
@@ -137,7 +139,9 @@ def run_plan(args: Sequence[str]) -> int:
         print(of_stage_3(found))
     print(f"{options.file} as it stands: {compared(standing, found)}")
     if options.explain:
-        print(f"\n{explain(found, standing if isinstance(standing, Candidate) else None)}\n")
+        with Progress(desc="weighing other hardware", bar_format=CLOCK):
+            text = explain(found, standing if isinstance(standing, Candidate) else None)
+        print(f"\n{text}\n")
     print(next_lines(options, best))
     return 0
 
@@ -242,7 +246,7 @@ def compared(standing: Candidate | ConfigError, found: Search) -> str:
     num_faster = sum(each.seconds < standing.seconds for each in found.candidates)
     faster = "1 layout is faster" if num_faster == 1 else f"{num_faster:,} layouts are faster"
     return f"{standing}: {standing.seconds:.4g} s a step, {times:.2f} times the best, most of it " \
-        f"in {costs_most(standing, best)}; {faster}"
+        f"in {PARTS[costs_most(standing, best)]}; {faster}"
 
 
 # What to type next

@@ -12,7 +12,7 @@ from minitron.config.layout import num_readers
 from minitron.plan.hardware import find_device
 from minitron.plan.job import size_of
 from minitron.plan.search import MOST_GPUS
-from minitron.system.progress import Progress
+from minitron.system.progress import CLOCK, Progress
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,14 @@ def run_dry_run(args: Sequence[str]) -> int:
     """Print what the command line asks for."""
     options = read_dry_run(args)
     device = None if options.device is None else find_device(options.device)
-    from minitron.plan.alike import dry_runs
-    from minitron.plan.dryrun import prepared
-    from minitron.plan.dryrun_table import describe
+    with Progress(desc="loading PyTorch", bar_format=CLOCK):
+        from minitron.plan.alike import dry_runs
+        from minitron.plan.dryrun import prepared
+        from minitron.plan.dryrun_table import describe
 
-    config = Config(options.model, options.data, options.train, options.parallel)
-    config = prepared(config, options.gpus)
-    print(f"{heading(options, config)}\n")
+        config = Config(options.model, options.data, options.train, options.parallel)
+        config = prepared(config, options.gpus)
+    print(f"{heading(options, config)}\n", flush=True)  # it takes minutes to the next line
     with Progress(total=len(ranks_of(options)), desc="ranks") as bar:
         runs = []
         for run in dry_runs(config, options.gpus, ranks_of(options)):

@@ -34,6 +34,18 @@ RESOURCES = {
     "NVLink bandwidth": ("nvlink_bandwidth",),
     "network bandwidth": ("nic_bandwidth",),
 }
+PARTS = {
+    "matmul": "matrix multiplications",
+    "attention": "the attention kernel",
+    "elementwise": "elementwise operations: norms, activation functions, residual sums, the loss",
+    "host": "waiting for the host to launch kernels",
+    "bubble": "waiting for other pipeline stages",
+    "tp": "messages of tensor parallelism",
+    "pp": "messages between pipeline stages",
+    "optimizer": "the optimizer",
+    "dp": "messages of data parallelism",
+}
+"""What a step's time goes into; of messages, what is not hidden behind computing."""
 NUM_SHOWN = 4  # values of an option
 
 
@@ -127,7 +139,8 @@ def explain(found: Search, standing: Candidate | None = None) -> str:
     `standing` is a layout to set beside it.
     """
     winner = found.trusted
-    lines = [f"best: {winner}", *columns(winner, standing), "", "Each option, the others free:", ""]
+    lines = [f"best: {winner}", *columns(winner, standing), "",
+             "Each option, the others free; in parentheses what costs most of the difference:", ""]
     lines += [f"  {option:<12} {option_line(option, by_value, winner)}"
               for option, by_value in alternatives(found).items()]
     lines += ["", "With twice as much of one thing, the best layout for that:", ""]
@@ -149,7 +162,7 @@ def columns(winner: Candidate, standing: Candidate | None) -> list[str]:
         shown.append(cells(standing))
         title += f"{'as it stands':>17}"
     lines = [f"  {name:<17}" + "".join(f"{column[name]:>17}" for column in shown)
-             for name in shown[0]]
+             + (f"   {PARTS[name]}" if name in PARTS else "") for name in shown[0]]
     return [title, *lines]
 
 

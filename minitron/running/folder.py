@@ -1,6 +1,7 @@
 """The folder of a run: whether it holds one, which is next, who trains in it now, its tokenizer.
 
-Read in this order: Claim, require_place, default_folder; keep_tokenizer, tokenizer_of_run.
+Read in this order: Claim, require_place, default_folder, start_over; then keep_tokenizer and
+tokenizer_of_run.
 """
 
 import errno
@@ -24,11 +25,12 @@ from minitron.config import Config, ConfigError, require
 from minitron.corpus.contents import fingerprint, read_contents
 from minitron.corpus.folder import load_tokenizer
 from minitron.dataset import TokenDataset
-from minitron.system.disk import open_itself, replace, writing
+from minitron.system.disk import open_itself, replace, write_json, writing
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+ORIGIN = "started_from.json"
 SECONDS_TO_RETAKE = 120
 """For a restarted run: a file server may hold a dead node's lock for as long as its lease."""
 
@@ -105,6 +107,11 @@ def holds_run(folder: Path) -> bool:
     return has_rows or bool(checkpoints(folder / "checkpoints"))
 
 
+def has_begun(folder: Path) -> bool:
+    """Return whether a run has come to its first step there, saved or not."""
+    return (folder / "config.json").exists()
+
+
 def default_folder(file: Path | None, resume: bool) -> Path:
     """Choose runs/NAME, runs/NAME-2, ...: the newest to resume, else the first free one."""
     name = file.stem if file else "train"
@@ -115,14 +122,41 @@ def default_folder(file: Path | None, resume: bool) -> Path:
 
 
 def require_place(folder: Path, resume: bool, restart: bool) -> None:
-    """Raise ConfigError if a new run would meet an old one, or an old one is not there."""
-    require(not resume or folder.is_dir(), f"{folder}: there is no run to resume",
-            "check --run-dir")
+    """Raise ConfigError if a new run would meet an old one, or an old one is not there.
+
+    One that was killed before its first checkpoint is there: it has written its config.json.
+    """
+    require(not resume or has_begun(folder) or checkpoints(folder / "checkpoints"),
+            f"{folder}: there is no run to resume",
+            "check --run-dir, or start one without --resume")
     require(
         resume or restart or not holds_run(folder),
         f"{folder}: already holds a run",
         "add --resume to continue it, or choose another --run-dir",
     )
+
+
+def keep_origin(folder: Path, weights: Path | None) -> None:
+    """Write down the folder of weights that a run starts from; None removes an older note."""
+    path = folder / ORIGIN
+    if weights is None:
+        path.unlink(missing_ok=True)
+    else:
+        write_json(path, {"weights": str(weights)})
+
+
+def start_over(folder: Path, weights: Path | None) -> None:
+    """Say that a run that is resumed has no checkpoint, and so begins again.
+
+    Raises ConfigError if it had started from weights, which were not given again.
+    """
+    require(
+        weights is not None or not (folder / ORIGIN).exists(),
+        f"{folder}: the run started from --weights, and ended before its first checkpoint",
+        "repeat its first command with --restart in place of --resume",
+    )
+    print(f"{folder}: the run ended before its first checkpoint, so it starts over at step 1",
+          file=sys.stderr)
 
 
 # Its tokenizer: that of the corpus as the run began, since another corpus may be written there

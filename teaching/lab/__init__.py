@@ -1,12 +1,11 @@
 """What the chapters' cells call to set up and time their measurements: one module a chapter."""
 
-import textwrap
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitron.proof.oracle import Apply, assert_same_training
+from teaching.wrapping import fill
 
 MEASURING = 300.0
 """The timeout of a measurement in seconds: a busy machine must not end it."""
@@ -15,7 +14,7 @@ MEASURING = 300.0
 def show_text(text: object) -> None:
     """Print a message in lines of at most 78 characters."""
     for line in str(text).splitlines():
-        print(textwrap.fill(line, 78, initial_indent="  ", subsequent_indent="    "))
+        print(fill(line, 78, indent="  ", subsequent_indent="    "))
 
 
 def counting_rows(step: int, num_rows: int, length: int, vocabulary: int) -> Tensor:

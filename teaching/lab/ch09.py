@@ -1,6 +1,5 @@
 """Chapter 9's measurements: a pipeline by hand, a wrong scale of the loss, emulated stages."""
 
-import textwrap
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,6 +23,7 @@ from minitron.parallel.pipeline.stages import apply_pipeline_parallel
 from minitron.proof.oracle import assert_same_training, small_model
 from teaching.figures import measured_timeline
 from teaching.lab import MEASURING, counting_rows
+from teaching.wrapping import fill
 
 MakeSchedule = Callable[[int, int], Schedule]
 MicroBatches = list[tuple[Tensor, Tensor]]
@@ -70,7 +70,7 @@ def verdict(function: Callable, *args, **options) -> str:
         function(*args, **options)
         return "runs"
     except (ConfigError, RankError, AssertionError) as error:
-        return "\n".join(textwrap.fill(line, 76, subsequent_indent="  ")
+        return "\n".join(fill(line, 76, subsequent_indent="  ")
                          for line in str(error).splitlines())
 
 

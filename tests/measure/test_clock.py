@@ -23,6 +23,18 @@ def test_a_lap_reads_tokens_steps_and_the_share_of_the_peak(monkeypatch):
     assert watch.lap(num_tokens=500).tokens_per_second == 500
 
 
+def test_a_window_reads_the_mean_of_its_laps_and_shows_no_mfu_before_it_is_full(monkeypatch):
+    """One step in an eighth of the usual time would read 80 %, where the run does 10 %."""
+    at(monkeypatch, 0.0, 0.125, 1.125, 2.125, 10.0, 11.0, 12.0)
+    watch = Clock(100, Peak(1e6, "table"), CPU, window=2.0)
+    first, second, third = (watch.lap(num_tokens=1000) for _ in range(3))
+    assert str(first) == "8,000 tokens/s" and "MFU" not in str(second)
+    assert str(third) == "1,000 tokens/s, MFU 10.0 %"
+    watch.start()  # a pause counts for nothing
+    assert watch.lap(num_tokens=3000).tokens_per_second == 4000 / 2
+    assert watch.lap(num_tokens=3000, num_steps=4).step_seconds == 2 / 5
+
+
 def test_more_than_the_peak_is_no_share_of_it(monkeypatch):
     at(monkeypatch, 0.0, 1.0, 2.0)
     watch = Clock(100, Peak(1e6, "table"), CPU)

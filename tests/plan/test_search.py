@@ -15,6 +15,7 @@ from minitron.plan.decide import decide
 from minitron.plan.estimate import estimate
 from minitron.plan.explain import (
     OPTIONS,
+    PARTS,
     RESOURCES,
     alternatives,
     as_it_stands,
@@ -243,7 +244,8 @@ def test_an_explanation_names_the_winner_every_option_and_what_binds():
     assert "as it stands" not in text
     for name, seconds in winner.estimate.parts.items():
         share = seconds / winner.seconds
-        assert re.search(rf"^  {name} +{seconds:.3f} s +{share:.0%}$", text, re.M)
+        meaning = re.escape(PARTS[name])
+        assert re.search(rf"^  {name} +{seconds:.3f} s +{share:.0%}   {meaning}$", text, re.M)
     assert re.search(rf"^  a GPU +{winner.total_bytes / 1e9:.3f} GB +100%$", text, re.M)
     for option, value_of in OPTIONS.items():
         others = [each.seconds for each in alternatives(found(MIDDLE))[option].values()]

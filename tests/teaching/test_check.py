@@ -10,9 +10,20 @@ import pytest
 from minitron.config import ConfigError
 from teaching import check as checking
 from teaching import graders, records
-from teaching.check import check, run_check, run_solution, run_status, solution, status
+from teaching.check import (
+    Report,
+    Result,
+    check,
+    run_check,
+    run_solution,
+    run_status,
+    solution,
+    status,
+)
 from teaching.exercises import ROOT, known, make_stub
+from teaching.graders import Verdict
 from teaching.hints import hint
+from teaching.wrapping import fill
 from tests.tiers import tiered
 
 REACHES = "teaching/graders", "solutions"  # by name: for tools/affected.py
@@ -186,8 +197,43 @@ def test_a_stub_is_recognised_without_a_process(root, monkeypatch):
     started = count_processes(monkeypatch)
     report = check("1", root=root)
     assert not report.passed and len(report.results) == 4
-    assert str(report).count(": to do") == 4
     assert started == []
+    assert str(report).splitlines() == [
+        "Not written yet:", f"  {'1.1, 1.2, 1.3, 1.4':28}  {FILE}",
+        f"  next     edit {FILE}, then minitron check 1.1; stuck? minitron hint 1.1"]
+    assert "Not written yet" in report._repr_html_()
+    assert "Exercise 1.4, Planning the batch: to do" in str(check("1.4", root=root))
+
+
+@pytest.mark.usefixtures("in_process")
+def test_what_has_been_tried_is_shown_before_what_is_not_written(root):
+    answer(root, "    return 1, 1")
+    text = str(check(root=root))
+    assert text.startswith("Exercise 1.4, Planning the batch: not yet\n  asked ")
+    assert text.count("Exercise 1.") == 1
+    assert f"\n\nNot written yet:\n  {'1.1, 1.2, 1.3':28}  {FILE}\n  next " in text
+
+
+def test_the_list_of_what_is_not_written_has_a_line_for_each_chapter():
+    unwritten = tuple(Result(each, Verdict("unsolved"), is_unwritten=True)
+                      for each in known().values())
+    lines = str(Report(unwritten)).splitlines()
+    assert len(lines) == 14
+    assert len({line.index("  exercises/") for line in lines[1:-1]}) == 1  # one column
+
+
+@pytest.mark.parametrize("exercise", known().values(), ids=str)
+def test_a_command_is_never_cut_in_two(exercise):
+    """At any width, so at every place in a line."""
+    passed, todo = (Result(exercise, Verdict(state)).next for state in ("passed", "unsolved"))
+    commands = [f"minitron hint {exercise.id}", f"minitron check {exercise.id}",
+                f"minitron solution {exercise.id}", *filter(None, [exercise.command])]
+    text = f"{passed}; {todo}; `make lab --now`"
+    for width in range(12, 100):
+        lines = fill(text, width).splitlines()
+        assert all(any(command in line for line in lines) for command in commands)
+        assert any("`make lab --now`" in line for line in lines)
+        assert " ".join(lines) == text
 
 
 def test_one_of_two_functions_written(root):

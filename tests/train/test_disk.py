@@ -52,7 +52,7 @@ def test_a_log_that_cannot_grow_ends_the_run_in_one_line(config, tmp_path):
     words = command(config, folder, "--train.steps", "300", "--train.checkpoint-every", "0")
     told = the_line(with_files_up_to(5_000, *words))
     assert told == (f"minitron: {folder / 'metrics.jsonl'}: cannot be written (File too large); "
-                    "the checkpoints are intact: make room, and continue with --resume")
+                    "make room, and continue with --resume; checkpoints already written are intact")
     steps = [row["step"] for row in read_metrics(folder / "metrics.jsonl")]
     assert steps == list(range(1, len(steps) + 1)) and len(steps) > 5
 
@@ -192,7 +192,7 @@ def test_a_curve_that_tensorboard_cannot_write_is_one_line(config, tmp_path, mon
 
     monkeypatch.setattr(loggers, "TensorBoardLog", Full)
     asked = dataclasses.replace(config, log=LogConfig(tensorboard=True))
-    with pytest.raises(ConfigError, match=r"cannot be written \(No space left on device\); the"):
+    with pytest.raises(ConfigError, match=r"cannot be written \(No space left on device\); make"):
         train.train(asked, tmp_path)
 
 

@@ -4,6 +4,7 @@ Every rank imports this module: `transformers`, which takes seconds, is a fixtur
 """
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import pytest
@@ -180,11 +181,20 @@ def test_train_weights_starts_from_an_export(exported, tmp_path, monkeypatch, ca
     file = write_toml(first, tmp_path / "a.toml")
     assert cli.dispatch(["train", file, "--weights", str(folder), "--run-dir", "again"]) == 0
     [found], expected = evaluations(tmp_path / "again"), evaluations(first.folder)[-1]
-    assert found["sample"] == expected["sample"]
+    first_sample = expected["sample"]
+    assert found["sample"] == first_sample
     assert cli.dispatch(["export", "again", "model"]) == 0
     assert "model: the model; transformers loads it" in capsys.readouterr().out
     found, expected = (load_file(path / "model.safetensors") for path in (Path("model"), folder))
     assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+    shutil.rmtree("again/checkpoints")  # as if it had been killed: --resume knows no weights
+    with pytest.raises(ConfigError, match="again: the run started from --weights.*with --restart"):
+        cli.dispatch(["train", file, "--resume", "--run-dir", "again"])
+    words = ["--weights", str(folder), "--restart", "--run-dir", "again"]
+    assert cli.dispatch(["train", file, *words]) == 0
+    [found] = evaluations(tmp_path / "again")
+    assert found["sample"] == first_sample
 
 
 def test_mistakes_are_one_line(exported, tmp_path):

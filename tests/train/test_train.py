@@ -20,8 +20,10 @@ from minitron.config import Config, ConfigError, DataConfig, ModelConfig, TrainC
 from minitron.config.file import from_dict
 from minitron.corpus.stories import write_stories
 from minitron.measure.metrics import MetricsLog, read_metrics
+from minitron.precision import LossScale
 from minitron.pytorch.private import tensors_in
 from minitron.train import Run
+from minitron.train_log import require_sound
 from tests.tiers import as_exhaustive, exhaustive, tiered
 
 MODEL = ModelConfig(max_sequence_length=32, num_layers=2, width=32, num_heads=2, num_kv_heads=1,
@@ -251,10 +253,61 @@ def test_a_diverged_run_stops_and_keeps_its_checkpoints(config, tmp_path, monkey
     monkeypatch.setattr(Run, "train_step", diverge)
     with pytest.raises(ConfigError, match=(
         "step 6: the loss is nan. First non-finite value: the output of blocks.1.mlp.up, on "
-        r"rank 0 .samples 30 to 35.. The run stopped .* checkpoints are in .*run; inspect these"
+        r"rank 0 .samples 30 to 35.. The run stopped .* the newest checkpoint is "
+        ".*step_00000004; inspect these"
     )):
         train.train(config, tmp_path / "run")
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000004"]
+
+
+@pytest.mark.parametrize("step, kept", [
+    (1, "no checkpoint had been written yet, so with --resume the run starts over"),
+    (4, "the newest checkpoint is .*step_00000004"),
+])
+def test_what_is_said_of_checkpoints_is_there(config, tmp_path, monkeypatch, step, kept):
+    """By a run whose numbers are lost: in a step, as it saves, and as it evaluates."""
+    settings = dataclasses.replace(TRAIN, async_checkpoint=True, log_every=1)
+    run = Run(dataclasses.replace(config, train=settings), tmp_path)
+    for _ in range(step):
+        run.train_step()
+    if step == 4:
+        run.save()
+    with pytest.raises(ConfigError, match=f"validation loss .* diverged; {kept}"):
+        require_sound(run, math.nan)
+    monkeypatch.setattr(run, "loss_scale", LossScale(1e-30))
+    with pytest.raises(ConfigError, match=f"loss scale .* overflows; {kept}"):
+        require_sound(run)
+    monkeypatch.undo()
+    with torch.no_grad():
+        run.model.blocks[1].mlp.up.weight[3, 5] = math.nan
+    with pytest.raises(ConfigError, match=f"The run stopped .* weights; {kept}"):
+        run.train_step()
+    with pytest.raises(ConfigError, match=f"step {step}: weights .* not saved; {kept}"):
+        run.save()
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_over(config, tmp_path, capsys):
+    """With the rows and the weights of one that was never killed."""
+    unsaved = dataclasses.replace(config, train=dataclasses.replace(TRAIN, checkpoint_every=0))
+    train.train(unsaved, tmp_path / "whole")
+    folder = tmp_path / "killed"
+    train.train(unsaved, folder)
+    shutil.rmtree(folder / "checkpoints")  # as if it had not come so far
+    capsys.readouterr()
+
+    train.train(unsaved, folder, resume=True)
+    told = "the run ended before its first checkpoint, so it starts over at step 1"
+    assert capsys.readouterr().err.count(f"{folder}: {told}\n") == 1
+    columns = "step", "loss", "grad_norm"
+    assert trained(folder, *columns) == trained(tmp_path / "whole", *columns)
+    train.train(unsaved, folder, resume=True)
+    assert told not in capsys.readouterr().err
+
+
+def test_a_folder_in_which_no_run_has_begun_is_not_resumed(config, tmp_path):
+    (tmp_path / "run").mkdir()
+    with pytest.raises(ConfigError, match="no run to resume; check --run-dir, or start one"):
+        train.train(config, tmp_path / "run", resume=True)
 
 
 def test_a_run_that_failed_before_its_first_step_leaves_its_folder_free(config, tmp_path):

@@ -8,7 +8,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import warnings
 import weakref
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -141,6 +143,48 @@ def kill_after(folder: Path, step: int) -> None:
 def test_dropout_resumes_bit_for_bit_on_the_same_ranks(config, tmp_path):
     config = dataclasses.replace(config, model=dataclasses.replace(MODEL, dropout=0.2))
     assert_resumes_bit_for_bit(config, tmp_path)
+
+
+def test_ranks_that_were_killed_before_their_first_checkpoint_start_over(config, tmp_path, alone):
+    run(train_on_ranks, 2, config, tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints")
+    assert run(train_on_ranks, 2, config, tmp_path, True) == [6, 6]
+    assert trained(tmp_path, "step") == trained(alone, "step")
+
+
+def warnings_of(group, config: Config, folder: Path) -> list[str]:
+    """What a compiled model warns of; nothing is compiled, for that takes a minute."""
+    with patch.object(torch, "compile", partial(torch.compile, backend="eager")), \
+            warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train.train(config, folder, group=group)
+    return [str(each.message) for each in caught if "torch.compile" in str(each.message)]
+
+
+def test_ranks_do_not_warn_of_the_ledger_s_hook_on_a_compiled_model(config, tmp_path):
+    config = dataclasses.replace(config, train=dataclasses.replace(TRAIN, compile=True, steps=1))
+    assert run(warnings_of, 2, config, tmp_path) == [[], []]
+
+
+def next_numbers(group, config: Config, folder: Path, step: int) -> list[float]:
+    """What dropout would draw next, in a run that begins (`step` 0) or goes on after `step`."""
+    started = Run(config, folder, group)
+    if step > 0:
+        kill_after(folder, step)
+        started.restore()
+        assert started.step == step
+    return torch.rand(8).tolist()
+
+
+def test_dropout_never_draws_its_first_masks_again_after_a_change_of_layout(config, tmp_path):
+    """2 ranks, then one: in the old layout the state is restored, in the new one seeded anew."""
+    config = dataclasses.replace(config, model=dataclasses.replace(MODEL, dropout=0.2))
+    run(train_on_ranks, 2, config, tmp_path)
+    numbers = [run(next_numbers, 2, config, tmp_path, step)[0] for step in (6, 0)]
+    numbers += [next_numbers(ALONE, config, tmp_path, step) for step in (6, 3, 0)]
+    assert next_numbers(ALONE, config, tmp_path, 3) == numbers[3]
+    drawn = {tuple(each) for each in numbers}  # at step 0 rank 0 has the same part on 1 and 2 ranks
+    assert len(drawn) == 4 and numbers[1] == numbers[4]
 
 
 def test_torchrun_trains_and_a_signal_saves_first(config, tmp_path):

@@ -12,11 +12,11 @@ from collections import Counter
 import pytest
 import torch
 
-from minitron import cost, parallelize
+from minitron import cost, parallelize, step
 from minitron.comm import collectives
 from minitron.comm.agreement import ALONE
 from minitron.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
-from minitron.launch import run
+from minitron.launch import RankError, run
 from minitron.parallel.data import ddp
 from minitron.plan.estimate import estimate
 from minitron.plan.hardware import DEVICES
@@ -24,6 +24,7 @@ from minitron.plan.job import Decision, Job
 from minitron.train import read_options
 from minitron.train import train as loop
 from teaching.exercises import ROOT, known, load, replaced
+from teaching.report import report_use
 from teaching.use import use
 from tests.tiers import exhaustive, tiered
 
@@ -137,7 +138,7 @@ def test_training_calls_it_and_ends_with_the_same_weights(
     layout = num_ranks, options
     if layout not in packages_own:
         packages_own[layout] = train(num_ranks, config, tmp_path / "ours")
-    with use(exercise.id, root=solved(exercise)):
+    with use(exercise.id, root=solved(exercise)) as calls:
         theirs = train(num_ranks, config, tmp_path / "theirs")
 
     for mine, right in zip(theirs, packages_own[layout], strict=True):
@@ -147,6 +148,8 @@ def test_training_calls_it_and_ends_with_the_same_weights(
             torch.testing.assert_close(mine[name], weight, rtol=0, atol=1e-10)
     called = set(solved.count())
     assert called and called <= set(exercise.names)
+    if num_ranks == 1:
+        assert {name: count for (_, name), count in calls.items() if count} == solved.count()
     if layout == (exercise.num_ranks, exercise.options):
         assert called == set(exercise.trained)
 
@@ -193,6 +196,56 @@ def test_ranks_that_run_starts_use_what_the_caller_uses(solved):
     assert solved.count() == {"reduce_scatter_ring": 3}
     assert run(ring_sum, 3) == [[111.0] * 5] * 3
     assert solved.count() == {"reduce_scatter_ring": 3}  # not any more
+
+
+def test_a_run_says_how_often_it_called_the_learner_s_functions(solved, stories, tmp_path, capsys):
+    config = Config(MODEL, DataConfig(stories, sequence_length=32), TRAIN)
+    with use("1.1", "4.2", "5.1", root=solved(EXERCISES["1.1"])) as calls:
+        finished = loop(config, tmp_path / "run")
+        report_use(finished, calls)
+    printed = capsys.readouterr()
+    assert printed.out == "exercise 1.1: the run called your accumulate_gradients 12 times\n"
+    never = "minitron: warning: the run never called your"
+    assert [line for line in printed.err.splitlines() if line.startswith("minitron")] == [
+        f"{never} assign_buckets (exercise 4.2); this one does: torchrun --nproc-per-node 2 -m "
+        "minitron.cli train configs/stories.toml --use 4.2",
+        f"{never} reduce_scatter_ring (exercise 5.1): training does not need it"]
+    finished.first_step = finished.step  # it was through already
+    report_use(finished, calls)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_counting_compiles_nothing_again(solved, tmp_path):
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    with use("1.2", root=tmp_path) as calls:
+        compiled = torch.compile(lambda x: x * step.learning_rate(1, 2.0, 1.0, 4, 8), backend=keep)
+        assert [float(compiled(torch.ones(()))) for _ in range(3)] == [1.0] * 3
+    assert len(graphs) == 1 and calls["1.2", "learning_rate"] == 0
+
+
+@pytest.mark.parametrize("kept", ["finish", "__init__"])
+def test_a_part_that_is_not_written_ends_in_one_line(kept, solved, stories, tmp_path):
+    """Of 4.4 one method holds the stub: the package calls it in the midst of a step."""
+    root = solved(EXERCISES["4.4"])
+    path = root / EXERCISES["4.4"].file
+    stub = 'raise NotImplementedError("Exercise 4.4 - Buckets.  Hint: minitron hint 4.4")'
+    name = EXERCISES["4.4"].names[-1]
+    path.write_text(path.read_text() + f"""
+
+def {kept}(self, *args, **kwargs):
+    {stub}
+
+{name}.{kept} = {kept}
+""")
+    config = Config(MODEL, DataConfig(stories, sequence_length=32), TRAIN)
+    told = rf"4\.4 is not complete: {kept}, in line \d+ of ch04_\w+.py, still holds the stub; write"
+    with use("4.4", root=root), pytest.raises(RankError, match=told):
+        run(weights_after, 2, config, tmp_path / "run")
 
 
 UNDER_TORCHRUN = """
