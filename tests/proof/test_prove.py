@@ -88,6 +88,9 @@ def test_what_ranks_cannot_divide_is_left_out_with_its_reason():
     assert "num_layers = 4" in reasons["pipeline parallelism, 1F1B"]
     assert not any(reason for name, reason in reasons.items() if "ZeRO" in name or "data" in name)
     assert "\n" not in "".join(reasons.values())
+    row = str(command.prove(TECHNIQUES["tensor parallelism"], 5))
+    assert row.split(None, 2)[:2] == ["-", "-"]
+    assert row.endswith(f"left out: {reasons['tensor parallelism']}")
 
 
 @pytest.mark.parametrize(("ranks", "message"), [
