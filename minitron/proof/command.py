@@ -94,7 +94,7 @@ TECHNIQUES = {
 class Prove:
     """Train a small model with every technique and in one process, and compare them.
 
-    Takes half a minute on 2 cores. The exit code is 1 if a technique is not the same training.
+    Takes about a minute on 2 cores. The exit code is 1 if a technique is not the same training.
     """
 
     ranks: int = 2

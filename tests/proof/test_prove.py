@@ -36,7 +36,7 @@ def test_every_technique_of_the_package_has_a_row():
 
 @exhaustive
 def test_every_technique_is_the_same_training(capsys):
-    """Half a minute of CPU time: tests/proof/test_axes.py runs the axes in `make test`."""
+    """Costs half a minute of CPU time: tests/proof/test_axes.py runs the axes in `make test`."""
     code, lines = prove(capsys)
     rows = verdicts(lines)
     assert code == 0 and list(rows) == list(TECHNIQUES)
