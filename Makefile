@@ -6,7 +6,7 @@ BIN := $(or $(if $(ACTIVE),$(shell "$(ACTIVE)/bin/python" tools/environment.py))
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train quick test test-all affected lab exercises chapters chapter slides lint grid benchmark gpu clean
+.PHONY: help setup train figure quick test test-all affected lab exercises chapters chapter slides lint grid benchmark gpu clean
 
 help: ## Show this help
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -27,6 +27,12 @@ setup: $(if $(filter .venv/bin,$(BIN)),.venv/stamp) ## Make .venv and install th
 train: setup ## Train the story model: about a minute on 2 cores
 	$(BIN)/minitron data stories
 	$(BIN)/minitron train configs/stories.toml
+
+figure: setup ## (maintainers) Train the story model anew and put its loss curve into README
+	rm -rf runs/figure
+	$(BIN)/minitron data stories
+	$(BIN)/minitron train configs/stories.toml --run-dir runs/figure
+	cp runs/figure/loss_curve.png docs/story_loss.png
 
 # Two files at a time, the longest first (tests/conftest.py), so that both workers end together.
 # Where Python may not keep what it compiles, each process that a test starts compiles all anew.

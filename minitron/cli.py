@@ -25,6 +25,7 @@ USAGE = """usage: minitron COMMAND [...]
   export    for transformers, and others minitron export runs/stories my-model
   plan      layouts, days, cost         minitron plan configs/llama-70b.toml --gpus 512
   dryrun    a step without a GPU        minitron dryrun configs/gpt3-175b.toml --gpus 1024
+  prove     is it the same training?    minitron prove --ranks 2
   doctor    check this machine
   check     grade exercises             minitron check 1.2     (or a chapter: minitron check 1)
   hint      one more hint               minitron hint 1.2
@@ -172,6 +173,13 @@ def dryrun(args: list[str]) -> int:
     return run_dry_run(args)
 
 
+def prove(args: list[str]) -> int:
+    """Compare every technique on many ranks with one process."""
+    from minitron.proof.command import run_prove
+
+    return run_prove(args)
+
+
 @dataclass(frozen=True)
 class Exercises:
     ids: Positional[tuple[str, ...]] = ()
@@ -253,8 +261,8 @@ def doctor(args: list[str]) -> int:
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     function.__name__: function
-    for function in (train, data, export, plan, dryrun, doctor, check, hint, status, reset,
-                     solution)
+    for function in (train, data, export, plan, dryrun, prove, doctor, check, hint, status,
+                     reset, solution)
 }
 
 

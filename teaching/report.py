@@ -1,10 +1,15 @@
 """What a finished run tells its owner: a sample, how good it is, where it lies, what comes next."""
 
+import io
+import json
 import sys
 import textwrap
 from collections import Counter
 
+from matplotlib.figure import Figure
+
 from minitron.comm.agreement import gathered, one_fault_ends_all
+from minitron.config.file import to_dict
 from minitron.corpus.stories import grammatical_share
 from minitron.measure.metrics import read_metrics
 from minitron.run import Run
@@ -13,6 +18,10 @@ from teaching import figures
 from teaching.exercises import Exercise, find
 
 NUM_STORIES, STORY_TOKENS, TEXT_TOKENS = 64, 120, 200
+COMPARISON = ("the corpus scores 100 % and 100 %; sentences that ignore the earlier ones, "
+              "100 % and 0 %")
+TYPICAL = "about 99 % and 35 % after configs/stories.toml; 64 stories are good to 6 % either way"
+"""Measured on 262 stories by such a model, most of whose mistakes were in the place."""
 
 
 def report(run: Run) -> None:
@@ -94,7 +103,21 @@ def keep(run: Run, text: str) -> None:
         rows = logged(run)
         if any("loss" in row for row in rows):
             curve = figures.loss_curve(rows, lowest_loss(run))
-            disk.replace(run.folder / "loss_curve.png", figures.png(curve))
+            disk.replace(run.folder / "loss_curve.png", with_facts(curve, run, rows))
+
+
+def with_facts(curve: Figure, run: Run, rows: list[dict]) -> bytes:
+    """Encode the loss curve as PNG, with a comment that says in JSON which run it shows.
+
+    By it a test compares README's figure with configs/stories.toml.
+    """
+    tables = to_dict(run.config)
+    facts = {name: tables[name] for name in ("model", "data", "train")}
+    facts["evaluated"] = [row["step"] for row in rows if "val_loss" in row]
+    buffer = io.BytesIO()
+    curve.savefig(buffer, format="png",
+                  metadata={"Software": None, "Comment": json.dumps(facts)})
+    return buffer.getvalue()
 
 
 def logged(run: Run) -> list[dict]:
@@ -125,9 +148,12 @@ def describe_stories(run: Run) -> list[str]:
         "A story by your model:\n",
         textwrap.fill(" ".join(first.split()), 88, initial_indent="  ", subsequent_indent="  "),
         "",
-        f"grammatical          {100 * sentences:.1f} % of the sentences in {NUM_STORIES} stories",
+        f"grammatical          {100 * sentences:.1f} % of the sentences in {NUM_STORIES} stories, "
+        "each judged by itself",
         f"consistent           {100 * whole:.1f} % of the stories (one hero, one thing, one place "
         "all through)",
+        f"for comparison       {COMPARISON}",
+        f"typical              {TYPICAL}",
     ]
 
 

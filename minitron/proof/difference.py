@@ -1,8 +1,9 @@
 """Where the records of N ranks first leave that of one process, and what would do that.
 
-Read in this order: first_difference, explain, and what it calls.
+Read in this order: first_difference, largest_difference, explain, and what it calls.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +25,7 @@ class Moment:
 def first_difference(expected: list[Moment], by_rank: list[list[Moment]]) -> str | None:
     """Say in words where the ranks' records first leave those of one process; None: nowhere."""
     for moment, *seen in zip(expected, *by_rank, strict=True):
-        largest = max((np.abs(v).max() for v in moment.values.values() if v is not None), default=0)
+        largest = largest_value(moment)
         wrong = {}
         for name, want in moment.values.items():
             got = [other.values.get(name) for other in seen]
@@ -37,16 +38,40 @@ def first_difference(expected: list[Moment], by_rank: list[list[Moment]]) -> str
     return None
 
 
-def agree(got: np.ndarray | None, want: np.ndarray | None, largest: float) -> bool:
-    """Return whether two tensors agree to TOLERANCE of their largest value.
+def largest_difference(expected: list[Moment], by_rank: list[list[Moment]]) -> float:
+    """Return the largest `relative_difference` of any rank's record; infinity if one is missing."""
+    return max(
+        relative_difference(other.values.get(name), want, largest_value(moment))
+        for moment, *seen in zip(expected, *by_rank, strict=True)
+        for name, want in moment.values.items()
+        for other in seen
+    )
 
-    Or of a thousandth of the largest value of all tensors: some gradients are zero but for
-    rounding, that of a key's bias for one.
+
+def largest_value(moment: Moment) -> float:
+    return max((np.abs(v).max() for v in moment.values.values() if v is not None), default=0)
+
+
+def relative_difference(
+    got: np.ndarray | None, want: np.ndarray | None, largest: float
+) -> float:
+    """Return how far two tensors are apart, relative to their largest value.
+
+    Or to a thousandth of the largest value of all tensors: some gradients are zero but for
+    rounding, that of a key's bias for one. Infinity if they cannot be compared: one is missing, has
+    another shape, or is not finite.
     """
     if got is None or want is None:
-        return got is want
-    scale = max(np.abs(want).max(), 1e-3 * largest)
-    return got.shape == want.shape and bool(np.abs(got - want).max() <= TOLERANCE * scale)
+        return 0.0 if got is want else math.inf
+    if got.shape != want.shape or not (np.isfinite(got).all() and np.isfinite(want).all()):
+        return math.inf
+    scale = max(np.abs(want).max(), 1e-3 * largest, np.finfo(float).tiny)
+    return float(np.abs(got - want).max()) / float(scale)
+
+
+def agree(got: np.ndarray | None, want: np.ndarray | None, largest: float) -> bool:
+    """Return whether two tensors agree to TOLERANCE."""
+    return relative_difference(got, want, largest) <= TOLERANCE
 
 
 def explain(kind: str, name: str, got: list, want: np.ndarray | None, largest: float) -> str:

@@ -1,6 +1,7 @@
 """The README's commands, tree, table and pictures, and the map, agree with what is there."""
 
 import ast
+import json
 import re
 import shlex
 import subprocess
@@ -9,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from minitron import cli
 from minitron.train import read_options
@@ -74,6 +76,16 @@ def test_links_and_pictures_exist(page):
 
 def test_it_stays_short():
     assert len(README.splitlines()) <= 200
+
+
+def test_the_figure_is_of_the_config_that_make_train_runs():
+    """The figure says in a comment which run it shows: `make figure` draws it anew."""
+    facts = json.loads(Image.open(REPOSITORY / "docs" / "story_loss.png").text["Comment"])
+    config = tomllib.loads((REPOSITORY / "configs" / "stories.toml").read_text())
+    shown = {table: {key: facts[table][key] for key in config[table]} for table in config}
+    assert shown == config
+    steps, every = config["train"]["steps"], config["train"]["eval_every"]
+    assert facts["evaluated"] == [*range(every, steps, every), steps]
 
 
 def test_pictures_say_what_they_show():

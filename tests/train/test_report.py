@@ -2,13 +2,18 @@
 
 import contextlib
 import io
+import json
+import random
 import subprocess
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from PIL import Image
 
 from minitron import cli
+from minitron.corpus.stories import detokenize, grammatical_share
+from minitron.corpus.story_grammar import LINES, VARIABLES, sample_story
 from minitron.launch import run
 from minitron.measure.metrics import read_metrics
 from minitron.run import Run
@@ -116,6 +121,42 @@ def test_a_finished_run_that_is_resumed_tells_what_it_has(config, capsys, monkey
     longer = dispatched(capsys, config, "--resume", "--train.steps", "4",
                         "--train.continuation", "restart")
     assert "trained for          4 steps" in longer and "are done" not in longer
+
+
+def test_the_loss_curve_says_which_run_it_shows(config, capsys):
+    dispatched(capsys, config, "--train.steps", "3", "--train.eval-every", "2")
+    facts = json.loads(Image.open(config.parent / "run" / "loss_curve.png").text["Comment"])
+    assert facts["evaluated"] == [2, 3]
+    assert facts["train"]["steps"] == 3 and facts["model"]["num_layers"] == 4
+
+
+def test_what_stories_are_compared_with_is_what_the_checker_says():
+    """Of the corpus, and of stories whose sentences are from as many others, in the right order."""
+    rng = random.Random(0)
+    corpus = [sample_story(rng) for _ in range(100)]
+    ignoring = [[word for line in LINES for word in in_words(rng.choice(line), rng)]
+                for _ in range(100)]
+    shares = [grammatical_share(*map(detokenize, stories)) for stories in (corpus, ignoring)]
+    assert shares == [(1.0, 1.0), (1.0, 0.0)]
+    assert report.COMPARISON == ("the corpus scores 100 % and 100 %; sentences that ignore the "
+                                 "earlier ones, 100 % and 0 %")
+
+
+def test_a_report_says_whether_its_shares_are_good(config, capsys, monkeypatch):
+    monkeypatch.setattr(report, "NUM_STORIES", 3)
+    lines = [line for line in dispatched(capsys, config).splitlines() if line]
+    start = next(n for n, line in enumerate(lines) if line.startswith("grammatical "))
+    assert lines[start].endswith("each judged by itself")
+    assert lines[start + 2 : start + 4] == [f"for comparison       {report.COMPARISON}",
+                                            f"typical              {report.TYPICAL}"]
+
+
+def in_words(template: list[str], rng: random.Random) -> list[str]:
+    """A sentence with names and things of its own."""
+    slots = {}
+    for candidates in VARIABLES.values():
+        slots |= rng.choice(candidates)
+    return [slots.get(word, word) for word in template]
 
 
 def test_a_report_makes_do_with_a_damaged_log(config, capsys, monkeypatch):
