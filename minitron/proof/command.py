@@ -28,7 +28,7 @@ from minitron.config import (
 )
 from minitron.config.layout import require_layout
 from minitron.corpus.story_grammar import VOCABULARY, sample_story
-from minitron.launch import RankError, run
+from minitron.launch import RankError, is_torchrun_rank, run
 from minitron.model.transformer import Transformer, initialize
 from minitron.parallel.data.ddp import apply_bucketed_data_parallel, apply_naive_data_parallel
 from minitron.parallel.data.fsdp import apply_fsdp
@@ -104,6 +104,8 @@ class Prove:
 def run_prove(args: Sequence[str]) -> int:
     """Print both tables; returns the exit code."""
     ranks = command_line.parse(Prove, args, "minitron prove").ranks
+    require(not is_torchrun_rank(), "minitron prove under torchrun: it starts its own ranks",
+            f"run minitron prove --ranks {ranks} without torchrun")
     require(2 <= ranks <= MOST_RANKS, f"--ranks {ranks}",
             f"use 2 to {MOST_RANKS}", "the reference is one process")
 

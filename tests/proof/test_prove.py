@@ -103,6 +103,13 @@ def test_other_numbers_of_ranks_are_refused_in_one_line(ranks, message):
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_ranks_of_torchrun_are_refused(monkeypatch):
+    """Each of them would start ranks of its own, and print the tables."""
+    monkeypatch.setattr(command, "is_torchrun_rank", lambda: True)
+    with pytest.raises(ConfigError, match="run minitron prove --ranks 2 without torchrun"):
+        cli.dispatch(["prove"])
+
+
 # What is measured
 
 
