@@ -7,9 +7,9 @@ second step. Ignoring the field makes both steps equal, and no check holds of a 
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 import pytest
+import torch
 
 from minitron.config import (
     Config,
@@ -20,11 +20,13 @@ from minitron.config import (
     TrainConfig,
 )
 from minitron.config.layout import require_ranks
-from minitron.corpus.stories import write_stories
 from minitron.launch import run
 from minitron.measure.ledger import Ledger
 from minitron.measure.meter import Meter
-from minitron.run import Run
+from minitron.parallelize import lay_out
+from minitron.running.training import Training
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -105,35 +107,36 @@ ROWS = {
 }
 
 
-def second_steps(group, layouts: list[dict], folder: Path) -> list[Step]:
+def second_steps(group, layouts: list[dict]) -> list[Step]:
     """Train in each layout, and return what this rank's second step was."""
+    tokens = torch.arange(8 * 17).view(8, 17) % 512
     model = ModelConfig("llama", 512, 16, num_layers=4, width=16, num_heads=2, num_kv_heads=2,
                         ffn_width=32, tied_embedding=False)
-    train = TrainConfig(global_batch_size=8, micro_batch_size=1, eval_sequences=8, device="cpu")
+    train = TrainConfig(global_batch_size=len(tokens), micro_batch_size=1, device="cpu")
     steps = []
     for layout in layouts:
-        training = Run(Config(model, DataConfig(folder / "stories", 16), train,
-                              ParallelConfig(**layout)), folder, group)
-        training.train_step()
+        config = Config(model, DataConfig(sequence_length=16), train, ParallelConfig(**layout))
+        training = Training(config, lay_out(config.parallel, group.size(), CPU), CPU)
+        own = tokens[training.data_rank :: training.data_size]
+        micro_batches = training.micro_batches(own, len(tokens))
+        training.update(micro_batches, 0.0)
         with Meter(training.model, training.optimizer) as meter, Ledger() as ledger:
-            training.train_step()
+            training.update(micro_batches, 0.0)
         calls = [(call.op, call.axis) for call in ledger.calls]
         steps.append(Step(meter.timeline[0].bytes, meter.peak.bytes, calls))
     return steps
 
 
 @pytest.fixture(scope="module")
-def second_step(tmp_path_factory) -> Callable[[int, dict], Step]:
+def second_step() -> Callable[[int, dict], Step]:
     """Return rank 0's second step on so many ranks in a layout, which is trained once."""
-    folder = tmp_path_factory.mktemp("fields")
-    write_stories(folder / "stories", num_tokens=30_000)
     layouts = {num_ranks: [] for num_ranks in ROWS}
     for num_ranks, cases in ROWS.items():
         for _, before, added, _ in (case.values for case in cases):
             both = before, before | added
             layouts[num_ranks] += [layout for layout in both if layout not in layouts[num_ranks]]
-    steps = {num_ranks: run(second_steps, num_ranks, layouts[num_ranks], folder, timeout=120)[0]
-             for num_ranks in ROWS}
+    steps = {num_ranks: run(second_steps, num_ranks, each, timeout=600, watch=False)[0]
+             for num_ranks, each in layouts.items()}
     return lambda num_ranks, layout: steps[num_ranks][layouts[num_ranks].index(layout)]
 
 
