@@ -15,8 +15,7 @@
 #
 # **45 minutes. No GPU. [Exercises 1.1](exercise:1.1) to 1.4.**
 #
-# *You need:* to have trained one model in PyTorch, so that "loss" and "gradient" mean something to
-# you.
+# *You need:* to have trained a model in PyTorch, and to know what a loss and a gradient are.
 #
 # *You will be able to:*
 # - **predict** how long a training step takes from the model's shape and the device's peak FLOP/s;
@@ -25,7 +24,7 @@
 #   training.
 #
 # Run the cells in order. When the text asks you to predict something, write your guess down before
-# you open the answer.
+# you run the next cell or open the answer.
 
 # %%
 import dataclasses
@@ -82,10 +81,10 @@ print(f"one H100 at 40 % of {peak / 1e12:.0f} TFLOP/s: "
       f"{flops / (0.40 * peak) / 3600 / 24 / 365:.0f} years")
 
 # %% [markdown]
-# The rest of the course is about splitting those years across thousands of GPUs. What they split is
-# always the same unit of work, the training step. This chapter takes one step apart on a single
-# device, with a model small enough for your laptop, and answers three questions. Where does its
-# time go? How many tokens should it process? How close does it come to the device's limit?
+# The rest of the course splits those years across thousands of GPUs. What it splits is always the
+# training step. This chapter takes one step apart on a single device, with a model small enough for
+# your laptop. Where does its time go (sections 2 and 3)? How many tokens should it process, and
+# what if they do not fit in memory (4 to 6)? How close does it come to the device's limit (7)?
 
 # %% [markdown]
 # ## 2. Estimate
@@ -122,13 +121,14 @@ print(f"training {training:8,} FLOPs per token, {training / forward:.0f} forward
 print(f"6 P      {6 * P:8,}")
 
 # %% [markdown]
-# The $6P$ rule comes close but is not exact. It charges for embedding rows and norms, which cost
-# almost nothing, and it misses attention's two matmuls, $QK^T$ and $PV$, which have no weights.
-# [`minitron.cost`](code:minitron.cost.compute) counts matmul by matmul.
+# The $6P$ rule comes close but is not exact. It charges for position embeddings, norms, and biases,
+# which cost almost nothing, and it misses attention's two matmuls (queries times keys, and scores
+# times values), which have no weights. [`minitron.cost`](code:minitron.cost.compute) counts matmul
+# by matmul.
 #
-# The training text comes from a small grammar that writes stories; generating it takes a second.
-# We use it because every story refers back to its people and things, and because its entropy is
-# known. So we know the lowest loss that any model can reach.
+# The training text comes from a small grammar that writes stories; generating it takes a second. We
+# use it because every story refers back to its people and things, and because its entropy, the
+# lowest loss that any model can reach, is known.
 
 # %% tags=["nbval-check-output"]
 workspace = tempfile.TemporaryDirectory()
@@ -150,7 +150,8 @@ print(story[:75] + "\n" + story[75:150] + " ...")
 # %% [markdown]
 # ## 3. One step, by hand
 #
-# A step is three calls: forward, backward, optimizer. We read the clock between them.
+# The estimate says how many FLOPs a step takes; now we measure its time. A step is three calls:
+# forward, backward, optimizer. We read the clock between them.
 
 # %%
 model, optimizer = new_model(config)
@@ -169,15 +170,16 @@ def step_by_hand():
 
 
 # %% [markdown]
-# **Predict.** By FLOPs, forward takes one part of the time and backward two. AdamW performs about a
-# dozen operations per *parameter*, however many tokens there are. Will the optimizer be a large or
-# a small part of this step? And if the batch had a single sequence?
+# **Predict.** By FLOPs, backward takes twice as long as forward. AdamW performs about a dozen
+# operations per *parameter*, however many tokens there are. Will the optimizer be a large or a
+# small part of this step? And with a batch of one sequence?
 #
 # <details><summary>Answer</summary>
 #
-# Small here. Forward and backward cost FLOPs per parameter *and* per token; AdamW costs them per
-# parameter only. With a sixteenth of the batch, forward and backward shrink and the optimizer does
-# not, so its share grows. Try it: replace `inputs, targets` by `inputs[:1], targets[:1]`.
+# A small part, with this many tokens. Forward and backward cost FLOPs per parameter *and* per
+# token, AdamW only per parameter. With one sequence instead of 16, forward and backward shrink
+# while the optimizer stays the same, so its share grows. Try it: replace `inputs, targets` by
+# `inputs[:1], targets[:1]`.
 #
 # </details>
 
@@ -199,10 +201,10 @@ show(timeline({"measured": measured}, {"predicted": predicted}), alt=(
 ))
 
 # %% [markdown]
-# The prediction takes the forward time from the clock and derives the backward time from FLOPs
-# alone. But the forward time also contains what is not a matmul: norms, GELU, softmax, the loss,
-# and the fixed cost of launching many small operations. The prediction doubles these too, and
-# nothing says that the backward pass takes twice as long for them.
+# The dashed bars take the forward time from the clock, double it for the backward pass, and leave
+# out the optimizer. The gap between the two backward bars is what FLOPs do not explain: the forward
+# time also contains norms, GELU, softmax, the loss, and the fixed cost of launching many small
+# operations, and nothing says that these take twice as long in the backward pass.
 
 # %% [markdown]
 # ## 4. How many tokens should a step have?
@@ -218,7 +220,7 @@ show(timeline({"measured": measured}, {"predicted": predicted}), alt=(
 #
 # While it is larger. As long as noise dominates, a batch twice as large lets you take a step about
 # twice as long, so you need about half as many. Once the noise is well below $|G|^2$ the direction
-# is already right, and the second half of the batch adds nothing you did not know.
+# is already nearly right, and the second half of the batch adds little.
 #
 # </details>
 #
@@ -258,9 +260,9 @@ show(scaling(
 ))
 
 # %% [markdown]
-# The dashed line contains one measurement, the variance at a single sequence. The other points are
-# free to miss it. The last ones scatter, because 512 gradients make only eight batches of 64; but
-# all points move off the line if the draws are not independent.
+# The dashed line uses one measurement, the variance of a single sequence, so the other points are
+# free to miss it. The points enter the gray band where noise equals signal: that is the critical
+# batch printed above. If the draws were not independent, all points would move off the line.
 #
 # **Predict.** The file holds one story after another, and a story often runs over the end of a
 # sequence. If you read the 512 sequences in *file order* instead of at random, will the variance of
@@ -279,8 +281,9 @@ for name, found in (("at random", variances), ("file order", neighbors)):
 #
 # Above. Neighboring sequences share a story, so their gradients resemble each other, and averaging
 # two of them removes less noise than averaging two independent ones. A loader that reads in file
-# order gives you a smaller effective batch than you pay for, which is why
-# [`TokenDataset`](code:minitron.dataset.TokenDataset) shuffles the training set.
+# order gives you a smaller effective batch than you pay for, by the factors in the last row. That
+# is why the training set above was opened with a seed:
+# [`TokenDataset`](code:minitron.dataset.TokenDataset) then reads its sequences in random order.
 #
 # </details>
 #
@@ -296,9 +299,9 @@ for name, found in (("at random", variances), ("file order", neighbors)):
 # A batch can be right for learning and too large for memory, because activations grow with the
 # number of tokens in flight. The remedy is gradient accumulation: cut the batch into
 # [micro-batches](word:micro-batch), run forward and backward on each, and let `.grad` add up.
-# PyTorch already adds into `.grad`. All we choose is the divisor.
+# PyTorch already adds into `.grad`, so all we choose is the number to divide the loss by.
 #
-# First by hand, in float64, where "equal" means equal to about 16 digits:
+# First by hand, in float64, so that "equal" can mean to 12 digits:
 
 # %%
 model = model.double()
@@ -335,10 +338,9 @@ difference = relative_difference(take_gradient(), one_batch)
 print("4 micro-batches of 4 sequences equal 1 batch of 16:", difference < 1e-12)
 
 # %% [markdown]
-# The gradients agree, so the code is merged, and it stays for years. Then someone trains on texts
-# of different lengths. Short ones are padded, and the target -100, which `cross_entropy` leaves out
-# of its mean, marks the padding. Below, the last four sequences have 8 real tokens each and the
-# others have 64.
+# The gradients agree, so the code is merged. Years later someone trains on texts of different
+# lengths. Short ones are padded, and the target -100, which `cross_entropy` leaves out of its mean,
+# marks the padding. Below, the last four sequences have 8 real tokens each and the others have 64.
 #
 # **Predict.** Compare one token of a short text with one token of a long text. How much more does
 # it weigh in the gradient now?
@@ -379,8 +381,8 @@ print(f"gradient off by {relative_difference(wrong_gradient, one_batch):.0%} of 
 # This is a real bug. Until October 2024 the Hugging Face Trainer averaged the means of its
 # micro-batches, so changing the number of accumulation steps changed the model that came out
 # ([huggingface/transformers, pull request
-# 34191](https://github.com/huggingface/transformers/pull/34191)). Look for the same mistake
-# wherever means are averaged, across GPUs too.
+# 34191](https://github.com/huggingface/transformers/pull/34191)). The same mistake can occur
+# wherever means are averaged, for example across GPUs.
 
 # %% [markdown]
 # ## 6. The real one
@@ -397,7 +399,7 @@ print(inspect.getsource(forward_backward))
 # micro-batch's activations before the next one starts; without that, accumulation would save no
 # memory.
 #
-# Is it the same gradient as the undivided batch's? Not approximately: to the last digits.
+# Is it the same gradient as that of the undivided batch? Yes, to 12 digits:
 
 # %% tags=["nbval-check-output"]
 for cut in ([16], [4, 4, 4, 4], [13, 2, 1], [1] * 16):
@@ -406,15 +408,19 @@ for cut in ([16], [4, 4, 4, 4], [13, 2, 1], [1] * 16):
     print(f"{len(cut):2} micro-batches of {cut[:4]}: same gradient: {difference < 1e-12}")
 
 # %% [markdown]
-# The whole step wraps around it: accumulate the gradient, clip it, set the learning rate, update.
+# The whole step is [`train_step`](code:minitron.step.train_step): accumulate the gradient, clip it,
+# set the learning rate, update. On one device `accumulate_over_ranks` does what
+# `accumulate_gradients` does.
 
 # %%
 print(inspect.getsource(train_step))
 
 # %% [markdown]
-# One argument still needs an explanation: `rate`. AdamW divides each gradient by a running estimate
-# of its magnitude. During the first steps that estimate rests on a handful of batches, yet the
-# updates it produces are full-sized.
+# `clip_norm` scales the gradient down if its norm is larger. `parallel` and `loss_scale` belong to
+# chapters [4](chapter:4) and [10](chapter:10); their defaults do nothing. That leaves `rate`. AdamW
+# divides a running mean of the gradient by a running estimate of the gradient's magnitude. During
+# the first steps both rest on a handful of batches, yet each update already moves a weight by about
+# the full learning rate.
 #
 # **Predict.** Three runs of 100 steps share a peak rate of 0.02 and warm up over 0, 10, and 50
 # steps. The run without warm-up spends the most time at the full rate. Does it learn fastest?
@@ -434,14 +440,14 @@ show(curves(range(1, 101), warmed, "step", "loss (nats per token)"), alt=(
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# No: it falls behind at once and has not caught up after 100 steps. The usual explanation is that a
-# few full-sized updates in a poorly known direction move the weights to a region from which descent
-# is slow.
+# No. In our run it falls behind within the first dozen or so steps and has not caught up after 100.
+# The usual explanation is that a few full-sized updates in a poorly known direction move the
+# weights to a region from which descent is slow.
 #
 # </details>
 #
 # After the warm-up the rate decays along half a cosine: large updates while there is far to go,
-# small ones at the end, so that the weights settle despite the noise that section 4 measured.
+# small ones at the end, which average out more of the noise that section 4 measured.
 
 # %% tags=["figure-schedule"]
 steps = range(600)
@@ -455,13 +461,13 @@ show(curves(steps, {"rate": rates}, "step", "learning rate"), alt=(
 #
 # ### How close to the limit?
 #
-# Tokens per second say how fast a run is, not whether that is good. **Model FLOPs utilization**
-# ([MFU](word:mfu)) compares it with what the device could do
-# ([Chowdhery et al. 2022](https://arxiv.org/abs/2204.02311), appendix B):
+# Tokens per second say how fast a run is, but not how much faster it could be. **Model FLOPs
+# utilization** ([MFU](word:mfu)) compares it with what the device could do ([Chowdhery et al.
+# 2022](https://arxiv.org/abs/2204.02311), appendix B):
 #
 # $$ \mathrm{MFU} = \frac{\text{tokens/s} \times \text{FLOPs per token}}{\text{peak FLOP/s}} $$
 #
-# The numerator counts the FLOPs that the *model* needs, so doing the same work twice does not raise
+# The numerator counts the FLOPs that the *model* needs, so computing something twice does not raise
 # it. Attention counts as the full square, although the causal mask makes half of it unnecessary;
 # papers differ here, and at long sequences the convention alone moves an MFU by several points. A
 # GPU's peak is in its datasheet. For your CPU the clock measures the fastest matmul it can find.
@@ -487,15 +493,15 @@ show(scaling(
 # <details><summary>Answer</summary>
 #
 # No. Each step has fixed costs: launching every operation, and the optimizer's pass over all
-# parameters. With few tokens they dominate. With many tokens they disappear next to the matmuls,
-# and a ceiling remains, because matrices this small cannot keep the device busy. Wider models come
-# closer to the peak; the first *Further* section below shows why.
+# parameters. With few tokens they dominate. With many tokens these costs hardly matter, and a
+# ceiling remains below the peak: part of each step is not matmuls (softmax, GELU, norms, the loss),
+# and small matmuls run below the peak as well.
 #
 # </details>
 #
-# So two things favor more tokens per step: the device runs them more efficiently, and gradient
-# noise justifies them up to the critical batch. One thing opposes them, memory, until you
-# accumulate.
+# So two things favor a larger batch: the device runs it more efficiently, and up to the critical
+# batch it reduces the noise. Memory limits it. Accumulation lifts that limit for the noise, but not
+# for efficiency, which depends on the tokens in one *micro-batch*.
 
 # %% [markdown]
 # ### Train, and watch the loss
@@ -504,8 +510,7 @@ show(scaling(
 # the same story can be copied; every other word has to be known or guessed. We track the two kinds
 # separately.
 #
-# **Predict.** A loss curve is usually drawn as a smooth slope. Will both kinds of words be learned
-# at the same time?
+# **Predict.** Will the model learn both kinds of words be learned at the same time?
 
 # %%
 held_out = validation.batch(0, 64)
@@ -532,8 +537,8 @@ show(loss_curve(rows, floor), alt=(
 
 # %% [markdown]
 # The dashed line is the entropy of the text as seen through windows of 64 tokens; no model of any
-# size gets below it on average. The curve falls twice, with a plateau in between. What was learned
-# in the second fall?
+# size gets below it on average. In our run the curve flattens and then falls again. What was
+# learned in the second fall?
 
 # %% tags=["figure-copying"]
 steps = list(by_kind)
@@ -556,21 +561,22 @@ for step, text in written.items():
 
 # %% [markdown]
 # On the plateau many sentences are correct, but the story is not: people and things change from one
-# sentence to the next. The figure says why. The model knows that a name or a thing must come next
-# and guesses among the ten or so of that kind, although the right one is a few words back. The
-# second fall is the moment when attention starts to look there. The average loss hides this event;
-# a loss split by kind of word shows it.
+# sentence to the next. The figure above suggests why. On the plateau, the loss on copyable words
+# lies near the dashed line, or slightly above it: the model mostly knows what kind of word comes
+# next and guesses within that kind, although the right word is a few words back. In the second
+# fall, attention starts to look there. The average loss shows that something happened; splitting it
+# by kind of word shows what.
 #
-# Large models go through a similar fall when two attention layers begin to work together as an
-# *induction head*: one marks each word with the word before it, the other finds an earlier place
-# with the same mark and copies from there
-# ([Olsson et al. 2022](https://arxiv.org/abs/2209.11895)).
+# Large models go through a similar fall when an *induction head* forms from two attention layers:
+# one records at each position which token came before, and the other looks for an earlier position
+# whose recorded token is the current one, and copies from there ([Olsson et al.
+# 2022](https://arxiv.org/abs/2209.11895)).
 #
 # Is that what happened here? If so, a model with a single layer should fail. The obvious test sets
 # `num_layers=1`, but that halves the parameters as well, so we run a second control: one layer
 # with a wider feed-forward and as many parameters as the two layers had.
 #
-# **Predict.** Where will each of the two one-layer models end on the names seen before?
+# **Predict.** Where will each of the two one-layer models end on copyable words?
 
 # %%
 def copying_of(**changes):
@@ -626,7 +632,7 @@ print(f"critical batch       {critical:9,.0f} {late_critical:12,.0f} tokens")
 #
 # ### On a real GPU
 #
-# The same functions, with an H100's numbers. Nothing in the formula knew how small our model was.
+# The same functions, with an H100's numbers. The formulas hold for a model of any size.
 
 # %% tags=["nbval-check-output", "output-h100"]
 per_token = cost.training_flops_per_token(llama_8b, sequence_length=8192)
@@ -645,9 +651,9 @@ print(f"weights, gradients and AdamW's two moments in float32: {held / 1e9:.0f} 
 # Time is inversely proportional to MFU, so always ask which MFU an estimate assumes. At 40 % this
 # training takes 70 years of one H100. The model card of Llama 3 8B reports 1.3 million H100 hours,
 # which is 148 years, and corresponds to an MFU of 19 %; [chapter 4](chapter:4) starts from that
-# number. Both are honest: 40 % is what a well-tuned run sustains while it runs, and the GPU hours
-# contain everything that was paid for. The model, the tokens and the GPU are the same; the factor
-# of two is all in how the GPUs were used.
+# number. They do not contradict each other. 40 % describes a well-tuned training loop while it
+# runs; GPU hours can also contain restarts, evaluation, and waiting, and the card does not break
+# them down.
 #
 # Which MFU does the package reach? The planner of [chapter 12](chapter:12) predicts it from the
 # shapes, for eager kernels. `make gpu` measures it, against plain PyTorch and `transformers`, on a
@@ -659,9 +665,9 @@ show_text(shown.sentence)
 show(shown.figure, alt=shown.alt)
 
 # %% [markdown]
-# Two things differ between a GPU and your CPU. GPU operations run asynchronously: the call returns
-# before the work is done, so a clock must `synchronize` before it reads. And its matrix units want
-# bfloat16 and large matrices; small ones leave most of them idle.
+# A GPU differs from your CPU in two ways. Its operations run asynchronously: the call returns
+# before the work is done, so a clock must `synchronize` before it reads. And its matrix units reach
+# their peak only with large matmuls in bfloat16; small matmuls leave most of them idle.
 #
 # Time is not the only obstacle, though. The last line above exceeds an H100's memory before a
 # single activation is stored. The next chapter counts the bytes.
@@ -670,13 +676,13 @@ show(shown.figure, alt=shown.alt)
 # ## Further: the roofline, or why small matrices are slow
 #
 # An operation has two speed limits. It cannot compute faster than the peak FLOP/s, and it cannot
-# read its inputs faster than the memory bandwidth allows. Which one binds depends on its
-# **arithmetic intensity**, the FLOPs it performs per byte it moves: the attainable rate is
-# $\min(\text{peak}, \text{intensity} \times \text{bandwidth})$, the *roofline*
-# ([Williams et al. 2009](https://doi.org/10.1145/1498765.1498785)).
+# read its inputs and write its outputs faster than the memory bandwidth allows. Which one binds
+# depends on its **arithmetic intensity**, the FLOPs it performs per byte it moves: the attainable
+# rate is $\min(\text{peak}, \text{intensity} \times \text{bandwidth})$, the *roofline* ([Williams
+# et al. 2009](https://doi.org/10.1145/1498765.1498785)).
 #
 # **Predict.** A matmul of $R$ rows with a 2,048 x 2,048 weight in float32 reads the weight once,
-# whatever $R$ is. What happens to its intensity as $R$ grows? Where is `x + 1`?
+# whatever $R$ is. What happens to its intensity as $R$ grows? And what is the intensity of `x + 1`?
 
 # %% tags=["figure-roofline"]
 points = roofline(peak_flops(cpu, torch.float32).flops, copy_bandwidth())
@@ -714,8 +720,8 @@ show_text(shown.sentence)
 show(shown.figure, alt=shown.alt)
 
 # %% [markdown]
-# An H100's roof has its corner much farther to the right, because from one generation of GPUs to
-# the next FLOP/s have grown faster than bandwidth:
+# A GPU's corner lies much farther right than your CPU's, because its matrix units raise the peak
+# more than its memory raises the bandwidth. For an H100, by its datasheet:
 
 # %% tags=["nbval-check-output"]
 h100_bandwidth = 3.35e12  # bytes/s, H100 SXM datasheet
@@ -726,15 +732,17 @@ for width in (1024, 4096, 16384):
     print(f"matmul of {rows} tokens, {width:6} x {width:6}: {intensity:5.0f} FLOPs per byte")
 
 # %% [markdown]
-# So a wide layer's matmul is compute-bound, while everything pointwise, such as norms, activation
-# functions, dropout and the optimizer, is memory-bound: its time is its bytes.
+# So at these widths a matmul is compute-bound. Pointwise operations perform about one FLOP per
+# several bytes, so norms, activation functions, dropout, and the optimizer are memory-bound: their
+# time is the bytes they move divided by the bandwidth.
 
 # %% [markdown]
 # ## Further: kernels and `torch.compile`
 #
-# Run eagerly, each operation is a kernel of its own: it reads its input from memory and writes its
-# output back. For memory-bound operations that traffic is the cost. `torch.compile` fuses a chain
-# of pointwise operations into one kernel that reads once and writes once.
+# In eager mode each operation runs as its own *kernel* (one function on the device): it reads its
+# input from memory and writes its output back. For memory-bound operations that traffic is the
+# cost. `torch.compile` fuses a chain of pointwise operations into one kernel that reads once and
+# writes once.
 #
 # **Predict.** `gelu(x * scale + shift)` is three operations. Counting only the large tensors, by
 # what factor does fusion reduce the bytes, and so at best the time?
@@ -768,22 +776,22 @@ except RuntimeError as error:
 # 1. A step is a forward pass, a backward pass with twice its FLOPs, and an update whose cost does
 #    not depend on the number of tokens.
 # 2. The gradient's variance falls as $1/B$ if the samples are drawn independently. Beyond the
-#    critical batch size more tokens per step buy little, and that size grows during training.
-# 3. Gradient accumulation reproduces the large batch to the last digits if all micro-batches share
-#    one divisor, the number of tokens. A mean of means trains something else, and the loss hides
-#    it.
-# 4. The learning rate warms up because the first updates rest on few batches, and decays so that
-#    the weights settle despite the noise.
-# 5. MFU is tokens per second times FLOPs per token over the device's peak. It tells how much a
-#    better program could still gain, and every estimate of training time assumes one.
+#    critical batch size more tokens per step buy little, and that size grew during our run.
+# 3. Gradient accumulation reproduces the undivided batch, to 12 digits in float64, if all
+#    micro-batches share one divisor, the number of tokens. A mean of means trains something else,
+#    and the loss hides it.
+# 4. The learning rate warms up because early updates are full-sized but rest on few batches:
+#    without it, our run fell behind. Afterwards it decays.
+# 5. MFU is tokens per second times FLOPs per token over the device's peak. It bounds how much a
+#    better program could still gain, and every estimate of training time assumes an MFU.
 #
 # ## Exercises
 #
 # Write your answers into `exercises/ch01_single_gpu.py`, save, and run the cell. In a terminal,
 # `minitron hint 1.1` gives hints in three steps.
 #
-# [**1.1 Gradient accumulation**](exercise:1.1) (20 minutes): the function of section 6, for ragged
-# micro-batches.
+# [**1.1 Gradient accumulation**](exercise:1.1) (20 minutes): the function of section 6, for
+# micro-batches with different numbers of tokens.
 
 # %%
 check("1.1")

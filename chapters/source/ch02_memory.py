@@ -57,9 +57,9 @@ MB, GB, H100 = 1e6, 1e9, DEVICES["H100-SXM-80GB"]
 # %% [markdown]
 # ## 1. The question
 #
-# Chapter 1 ended with Llama 3 8B and the years it would take to train on one H100. Before you get
-# to spend those years, there is a more immediate obstacle. In bfloat16 the weights fill a fifth of
-# the GPU's memory, and generating text works without trouble. Then you call `optimizer.step()`.
+# Chapter 1 ended with Llama 3 8B and the years it would take to train on one H100. Before time
+# becomes the problem, memory does. In bfloat16 the weights fill a fifth of the GPU's memory, and
+# generating text works without trouble. Then you call `optimizer.step()`.
 
 # %% tags=["figure-question"]
 llama_8b = ModelConfig(
@@ -85,8 +85,8 @@ print(f"an H100 has          {H100.memory_bytes / GB:6.1f} GB = {H100.memory_byt
 
 # %% [markdown]
 # The training state alone exceeds the GPU's memory, and we have not read a single token:
-# activations come on top. (An "80 GB" H100 has more than 80 billion bytes, because the label counts
-# in GiB, units of 2^30 bytes. The driver and the CUDA context use some of them.)
+# activations come on top. (The label on an "80 GB" H100 counts GiB, units of 2^30 bytes, so it has
+# more than 80 billion bytes. The driver and the CUDA context use some of them.)
 #
 # In this chapter we find out where every byte goes, first on paper and then with an instrument, on
 # a model that fits on your laptop. The same rules hold for the large one.
@@ -94,10 +94,11 @@ print(f"an H100 has          {H100.memory_bytes / GB:6.1f} GB = {H100.memory_byt
 # %% [markdown]
 # ## 2. Estimate
 #
-# For each parameter, training stores four things: the weight used by the forward pass, its
-# gradient, Adam's two moving averages, and, if the weight is in 16 bits, a 32-bit *master* copy,
-# which is the one the optimizer updates. Why a copy? Watch a weight of 1.0 receive an update of
-# 0.001:
+# For each parameter, training stores up to four things: the weight that the forward pass uses, its
+# gradient, Adam's two moving averages (its *moments*), and, if the weight is in 16 bits, a 32-bit
+# *master* copy, which the optimizer updates. Together they are the **training state**. In the
+# figures, *optimizer state* is the moments plus the master copy. Why a copy? Watch a weight of 1.0
+# receive an update of 0.001:
 
 # %% tags=["nbval-check-output"]
 weight = torch.tensor(1.0, dtype=torch.bfloat16)
@@ -105,11 +106,11 @@ print(f"1.0 + 0.001 in bfloat16 is {(weight + 0.001).item()}; the next number ab
       f"{1 + torch.finfo(torch.bfloat16).eps}")
 
 # %% [markdown]
-# In bfloat16 every small update rounds to no update at all. In the float32 copy, they add up
-# (Micikevicius et al. 2018, section 3.1).
+# An update of less than half that gap is lost in bfloat16, however often it is repeated. In a
+# float32 copy, such updates add up (Micikevicius et al. 2018, section 3.1).
 #
-# **Predict.** You switch training from float32 to bfloat16, which has half the bytes. By how much
-# does the memory for these four things shrink?
+# **Predict.** You switch training from float32 to bfloat16, which takes half the bytes per value.
+# By how much does the training state shrink?
 #
 # <details><summary>Answer</summary>
 #
@@ -128,13 +129,13 @@ for name, recipe in cost.RECIPES.items():
           f"{recipe.optimizer_state:4} {recipe.total:5} {gigabytes:6.0f} GB")
 
 # %% [markdown]
-# These rows are the recipes in common use. The second one is the count in the [ZeRO
-# paper](https://arxiv.org/abs/1910.02054) (Rajbhandari et al. 2020, section 3.1): 16 bytes per
-# parameter. None of this depends on the batch.
+# Each row is a *recipe*. In the last, a float32 accumulator stands beside the bfloat16 gradient.
+# The second one is the count in the [ZeRO paper](https://arxiv.org/abs/1910.02054) (Rajbhandari et
+# al. 2020, section 3.1): 16 bytes per parameter. None of this depends on the batch.
 #
-# The rest does. To compute gradients, the backward pass needs values from the forward pass: the
-# input of each matmul, the input of each nonlinearity. These **activations** are stored from the
-# moment they are computed until the backward pass has used them. `minitron.cost` counts them
+# The activations do. To compute gradients, the backward pass needs values from the forward pass:
+# the input of each matmul, the input of each nonlinearity. These **activations** are stored from
+# the moment they are computed until the backward pass has used them. `minitron.cost` counts them
 # operator by operator. For one sequence:
 
 # %% tags=["output-activations", "nbval-check-output"]
@@ -144,16 +145,18 @@ for attention in ("fused", "materialized"):
           f"{held / GB:6.0f} GB")
 
 # %% [markdown]
-# *Materialized* attention writes the S x S matrix of scores to memory, just as the formula is
-# usually written. A *fused* kernel such as [FlashAttention](https://arxiv.org/abs/2205.14135)
-# computes it tile by tile and never stores it (Dao et al. 2022). From here on attention is fused
-# unless we say otherwise; section 4 comes back to the difference.
+# *Materialized* attention writes the matrix of attention scores, S x S for a sequence of S tokens,
+# to memory, as the textbook formula suggests. A *fused* kernel such as
+# [FlashAttention](https://arxiv.org/abs/2205.14135) computes it tile by tile and never stores it
+# (Dao et al. 2022). From here on attention is fused unless we say otherwise; section 4 comes back
+# to the difference.
 #
 # ## 3. Picture: two steps, byte by byte
 #
-# The model: 12 layers in float32, small enough for any laptop. The **meter** watches two training
-# steps. It sees every operator, counts each new tensor until it is freed, and sorts the bytes by
-# what they are for.
+# Our model has 12 layers in float32 and trains on any laptop. The **meter** watches two training
+# steps. It sees every operator, counts each new tensor until it is freed, and sorts the bytes into
+# five kinds: parameter, gradient, optimizer state, activation, and *temporary*, which is everything
+# else.
 #
 # **Predict.** Sketch the bytes alive over two steps. Where is the peak: in the forward pass, the
 # backward pass, or the optimizer? Do the two steps look the same?
@@ -200,8 +203,8 @@ show(skyline(meter.timeline, meter.peak), alt=(
 #
 # </details>
 #
-# This explains a common sight: a run completes its first step, prints a loss, and runs out of
-# memory in the second. Suppose the GPU had exactly this much memory:
+# This is why a run can complete its first step, print a loss, and run out of memory in the second.
+# Suppose the GPU had 90 MB:
 
 # %% tags=["output-second"]
 starts = [i for i, moment in enumerate(meter.timeline)
@@ -277,12 +280,14 @@ for count in (1, 2, 4):
 #
 # The second micro-batch's forward pass runs while the first one's gradients are being kept, so
 # parameters, gradients, optimizer state and activations are all in memory at once. Further
-# micro-batches add nothing, because each backward pass frees the activations of its own. That is
-# the rule to plan with: **the full recipe plus the activations of one micro-batch**.
+# micro-batches add nothing, because each backward pass frees its own activations. So plan with
+# **the training state, the activations of one micro-batch, and the temporaries where its backward
+# pass begins**: two float32 tensors of the logits' shape.
 #
 # </details>
 #
-# This is an upper bound. What happens when there are hardly any activations?
+# With a single micro-batch, as we saw, the peak is lower by the gradients. What if there are hardly
+# any activations?
 
 # %% tags=["output-short"]
 peak = peak_of_step(config, [random_batch(1, 8)])
@@ -295,9 +300,9 @@ print(f"one sequence of 8 tokens: peak {peak.total / MB:.1f} MB in {peak.phase},
 #
 # ## 4. By hand: what does the backward pass need?
 #
-# Autograd will tell you. A pair of hooks is called with each tensor that an operator saves for
-# backward. Take one feed-forward layer: a projection up to width F, GELU, and a projection down to
-# width D.
+# Autograd will tell you. It passes each tensor that an operator saves for the backward pass to a
+# hook, which we set. Take one feed-forward layer: a projection up to width F, GELU, and a
+# projection down to width D.
 #
 # **Predict.** Which tensors are saved, and how large is each, for an input of shape (B, S, D)?
 #
@@ -340,7 +345,7 @@ print(f"{'4 B S (D + 2 F)':16} {4 * B * S * (D + 2 * F_width):9,} bytes")
 # The prediction is exact, because there is nothing to tune: each operator's derivative determines
 # what must be saved. Do the same for a whole GPT block, with materialized attention and dropout, in
 # 16 bits, and you get the formula of [Korthikanti et al.](https://arxiv.org/abs/2205.05198) (2022,
-# section 4.1), in which s, b, h and a are our S, B, D and H:
+# section 4.1), with s = S, b = B, h = D, and a the number of heads:
 #
 # $$ s\,b\,h\left(34 + 5\,\frac{a\,s}{h}\right) \text{ bytes per layer} $$
 #
@@ -357,7 +362,7 @@ print(f"paper {paper:13,.0f} bytes per layer")
 print(f"cost  {ours:13,} bytes per layer, {ours / paper - 1:+.1%}")
 
 # %% [markdown]
-# The difference is what the paper neglects as small: the norms' statistics and the causal mask.
+# The paper leaves out two small terms: the norms' statistics and the causal mask.
 #
 # ### What grows, and how fast?
 #
@@ -400,10 +405,10 @@ for name, model_config, batch_size, length in (
 #
 # </details>
 #
-# Now vary the sequence length at a fixed number of tokens: sequences twice as long, half as many of
-# them.
+# Now keep the number of tokens fixed, and make the sequences longer and correspondingly fewer.
 #
-# **Predict.** Which of the two kinds of attention needs more memory when the sequences get longer?
+# **Predict.** As the sequences get longer, whose activations grow: fused attention's, materialized
+# attention's, or both?
 
 # %% tags=["figure-sequence"]
 lengths = [32, 64, 128, 256, 512]
@@ -424,14 +429,15 @@ show(curves(lengths, measured, "sequence length, at 2,048 tokens in total", "act
 
 # %% [markdown]
 # Materialized attention does, because it stores the S x S matrix. The fused kernel stores its
-# inputs, its output, and one number per row of scores. This is what made long contexts affordable,
-# and it is why we can say that a modern block's activations depend only on the number of tokens.
+# inputs, its output, and one number per row of scores. So with a fused kernel, a layer's
+# activations depend on the number of tokens, but not on how they are divided into sequences.
 #
 # ## 5. The trap: a number that holds a graph
 #
-# Two pieces of code, both found in real training loops. The first stores the loss of every training
-# step, to plot it later. The second averages the loss over the validation data. Both have been
-# accused of leaking memory.
+# Here are two loops. The first stores the loss of every training step, to plot it later; [PyTorch's
+# FAQ](https://docs.pytorch.org/docs/stable/notes/faq.html) warns against code of this kind. The
+# second averages the loss over the validation data. A loss refers to its *graph*: autograd's record
+# of the operators that produced it, with the tensors they saved.
 
 # %%
 def train_and_keep(model, optimizer, batches):
@@ -483,10 +489,11 @@ report("validation loop", summed)
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The training loop leaks 4 bytes per step, the loss itself: `backward()` has used the saved tensors
-# and released them, even though the graph's nodes still exist. The validation loop never calls
-# `backward()`, so each `total` holds the graph of its batch and of all earlier batches, with all
-# their activations. The number it reports is correct, which is why nobody looks there.
+# The training loop keeps 4 bytes per step, the loss itself. `backward()` has released the saved
+# tensors; the graph's nodes still exist, but they are small objects in host memory, which the meter
+# does not count. The validation loop never calls `backward()`, so each `total` holds the graph of
+# its batch and of all earlier batches, with all their activations. The number it reports is
+# correct, which is why nobody looks there.
 #
 # </details>
 #
@@ -535,9 +542,10 @@ for name, retain_graph in (("graph released", False), ("graph retained", True)):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# After a plain `backward()` the graphs are empty, and the average keeps only their nodes. With
-# `retain_graph` it keeps every step's activations, as the validation loop did. `loss.detach()` has
-# no graph to keep, so an average or a list of detached losses is safe in either case.
+# After a plain `backward()` the graphs hold no tensors any more, and the average keeps only their
+# nodes. With `retain_graph` it keeps every step's activations, as the validation loop did.
+# `loss.detach()` has no graph to keep, so an average or a list of detached losses is safe in either
+# case.
 #
 # </details>
 #
@@ -554,14 +562,14 @@ print(inspect.getsource(Meter._pack))
 
 # %% [markdown]
 # Three things to notice. An output whose storage was among the inputs is a view or an in-place
-# result: nothing new. What is new is *tracked* through a weak reference, so the meter learns when
-# it is freed without keeping it alive. And `_pack` is the hook from section 4: whatever autograd
-# saves is reclassified from temporary to activation.
+# result, and takes no new memory. A new storage is *tracked* through a weak reference, so the meter
+# learns when it is freed without keeping it alive. And `_pack` is the hook from section 4: whatever
+# autograd saves is reclassified from temporary to activation.
 #
 # Is it right? Three independent counts of the same step, on the model of 12 layers: the meter, the
 # formula, and PyTorch's own memory tracker. The formula for the peak adds the weights, Adam's
-# averages, the activations, and two copies of the gradient of the logits: one enters the
-# softmax's backward pass, and one leaves it.
+# averages, the activations, and two float32 tensors of the logits' shape: the gradient that enters
+# the softmax's backward pass, and the one that leaves it.
 
 # %%
 def predict_peak(config, batch_size, sequence_length):
@@ -606,7 +614,7 @@ for name, count in (("formula", formula), ("PyTorch's tracker", tracker)):
 # %% [markdown]
 # ## 7. Measure
 #
-# The same comparison by category. The dashed bar was computed before anything ran.
+# The same comparison by category. The dashed bar uses only the model's shape and the batch.
 
 # %% tags=["figure-agreement"]
 show(memory_bars({"measured": metered.bytes}, {"predicted": predict_peak(config, B, S)}), alt=(
@@ -616,8 +624,9 @@ show(memory_bars({"measured": metered.bytes}, {"predicted": predict_peak(config,
 # %% [markdown]
 # ### The calculator
 #
-# Since the formula holds, we can ask it about models that do not fit anywhere near your laptop. The
-# figure shows a model with the proportions of Llama 3. In a live notebook it has sliders.
+# The calculator applies the planning rule of section 3 to models far too large for your laptop. The
+# figure shows a model with the proportions of Llama 3. In a live notebook you can change it with
+# sliders.
 #
 # **Predict.** Starting from the default, which reduces the total more: half the layers, or half the
 # width?
@@ -628,18 +637,20 @@ memory_calculator()
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Half the width, because it halves both dimensions of each matrix in a block. With half the layers,
-# half the blocks remain, but the embedding and the output head stay as they are, and with a
-# vocabulary of 128,256 they are not small.
+# Half the width, because it halves both dimensions of almost every matrix in a block (the key and
+# value projections keep their eight heads). With half the layers, half the blocks remain, but the
+# embedding and the output head stay as they are, and with a vocabulary of 128,256 they are not
+# small.
 #
 # </details>
 #
 # ### The allocator: memory that no tensor holds
 #
 # On a GPU, one more layer sits between tensors and memory. Asking the driver for memory is slow, so
-# PyTorch keeps freed memory and reuses it. `nvidia-smi` shows what PyTorch has **reserved**, in
-# *segments*; the meter counts what is **allocated** to tensors, in *blocks* of those segments. Free
-# memory helps a request only if one free block is large enough.
+# PyTorch keeps freed memory and reuses it. Memory that PyTorch has taken from the driver is
+# **reserved**, in *segments*; memory that tensors occupy is **allocated**, in *blocks* within
+# segments (no relation to a Transformer block). The meter counts allocated bytes; `nvidia-smi` sees
+# the reserved ones. Free memory helps a request only if one free block is large enough.
 #
 # Without a GPU we use a model: [`CachingAllocator`](code:teaching.lab.allocator) follows the rules
 # and constants of PyTorch's `CUDACachingAllocator.cpp`. Two of its methods matter here.
@@ -649,10 +660,10 @@ print(inspect.getsource(CachingAllocator.allocate))
 print(inspect.getsource(CachingAllocator.release_free_segments))
 
 # %% [markdown]
-# A device with 320 MiB (scaled down, like the rest of this chapter). A model keeps ten tensors of
-# 30 MiB and frees every second one, so 150 MiB are free. Then it asks for 40 MiB. We try it twice.
-# The only difference is what ran before: in the second case, a batch of longer sequences had
-# allocated, and freed, five tensors of 60 MiB.
+# Take a device with 320 MiB. A model allocates ten tensors of 30 MiB and frees every second one.
+# Half of what it reserved is then free, 150 MiB. Then it asks for 40 MiB. We try it twice. The only
+# difference is what ran before: in the second case, a batch of longer sequences had allocated, and
+# freed, five tensors of 60 MiB.
 #
 # **Predict.** Does the request succeed in each case?
 
@@ -695,11 +706,11 @@ request(allocator, 40 * MIB)
 #
 # </details>
 #
-# This is **fragmentation**, and the last lines are what PyTorch's out-of-memory error says in that
-# case: plenty of memory "reserved by PyTorch but unallocated". Two remedies: keep shapes the same
-# in every step, so that each freed block fits its successor, and set
-# `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`. An expandable segment is made of small pages
-# that can be unmapped and mapped again at its end, so free pages next to live tensors are not lost.
+# This is **fragmentation**. PyTorch's out-of-memory error then reports a large amount "reserved by
+# PyTorch but unallocated". There are two remedies: keep shapes the same in every step, so that each
+# freed block fits the next request, or set `PYTORCH_ALLOC_CONF=expandable_segments:True`. An
+# expandable segment consists of pages. The allocator can unmap a free page, even between live
+# tensors, and map its memory again at the end of the segment.
 #
 # On your GPU, `torch.cuda.max_memory_allocated()` corresponds to the meter's peak, and
 # `torch.cuda.max_memory_reserved()` is what the device must provide. To see every block, call
@@ -732,8 +743,9 @@ for name, shape in models.items():
     print(f"{name:18} {state / GB:6,.0f} GB {held / GB:10,.0f} GB {count:21,}")
 
 # %% [markdown]
-# And does a GPU's allocator see what we count? The first step ends by making AdamW's moments, so
-# the second is the one that must fit. For half of a 1.3B Llama, in bf16:
+# Does a GPU's allocator see what we count? The cell shows the latest record of two steps beside the
+# prediction, or the prediction alone if there is no record. The model is a 1.3B Llama with half its
+# layers, in bf16.
 
 # %%
 shown = recorded.two_steps()
@@ -741,27 +753,27 @@ show_text(shown.sentence)
 show(shown.figure, alt=shown.alt)
 
 # %% [markdown]
-# Only the smallest model leaves room for activations on one GPU. There are three ways out, and the
-# course takes them in turn. Activations can be recomputed instead of stored: that is [chapter
-# 3](chapter:3). Training state that is the same on every data-parallel rank can be sharded instead
-# of replicated: that is [chapter 6](chapter:6). And the matrices themselves can be split over GPUs:
-# that is [chapter 7](chapter:7).
+# Of the models in the table, only the smallest fits on one GPU with its activations. There are
+# three remedies, and the course covers them in turn. Activations can be recomputed instead of
+# stored: that is [chapter 3](chapter:3). Training state that is the same on every data-parallel
+# rank can be sharded instead of replicated: that is [chapter 6](chapter:6). And the matrices
+# themselves can be split over GPUs: that is [chapter 7](chapter:7).
 
 # %% [markdown]
 # ## 8. Recap
 #
-# 1. Training with Adam stores 16 bytes per parameter, in float32 as well as in bfloat16 with a
-#    float32 master copy; 32-bit gradients add to it.
-# 2. Unless activations are few, the peak is where forward turns into backward. Plan with the full
-#    recipe plus the activations of one micro-batch, and never judge by the first step: the
-#    optimizer's state does not exist yet.
+# 1. Training with Adam stores 16 bytes per parameter, both in float32 and in bfloat16 with a
+#    float32 master copy; 32-bit gradients beside bfloat16 weights add to that.
+# 2. Unless activations are few, the peak is where forward turns into backward. Plan with the
+#    training state, the activations of one micro-batch and two float32 tensors of the logits'
+#    shape, and do not trust the first step, which runs before the optimizer state exists.
 # 3. What an operator saves follows from its derivative, so activations can be counted on paper.
 #    Formula, meter and PyTorch's tracker agree within 2 %.
 # 4. With fused attention, activations are proportional to the number of tokens; with materialized
-#    attention they also grow with the square of the sequence length. The training state depends on
-#    neither.
+#    attention they also grow with the square of the sequence length. The training state does not
+#    depend on the batch at all.
 # 5. A loss on which nobody calls `backward()` keeps all of its graph's activations alive. On a GPU,
-#    live tensors can pin free memory in pieces too small for the next request.
+#    live tensors can split free memory into pieces too small for the next request.
 #
 # ## Exercises
 #

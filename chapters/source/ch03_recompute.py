@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 3. Recomputation: trade compute for memory
 #
-# **30 minutes. No GPU. [Exercises 3.1](exercise:3.1) to 3.4.**
+# **35 minutes. No GPU. [Exercises 3.1](exercise:3.1) to 3.4.**
 #
 # *You need:* [chapter 2](chapter:2)'s account of a step, in particular what an activation is and
 # when it is freed.
@@ -21,8 +21,8 @@
 # *You will be able to:*
 # - **recompute** part of the forward pass during the backward pass, with every bit of the gradient
 #   unchanged;
-# - **choose** what to recompute, given the memory you have: everything, attention only, or
-#   segments;
+# - **choose** what to recompute, given the memory you have: every block, some of them, in segments,
+#   or attention's core only;
 # - **predict** both sides of the trade, the bytes you save and the FLOPs you add.
 #
 # Run the cells in order. When the text asks you to predict something, write your guess down before
@@ -74,9 +74,10 @@ print(f"sequences in {H100.memory_bytes / GB:.1f} GB: {H100.memory_bytes / one_s
 # ## 2. Estimate
 #
 # A block maps one tensor of shape (B, S, D) to another. Keep the input and drop everything the
-# block computes inside. When the backward pass reaches the block, run its forward pass once more:
-# the same activations exist again, are used, and are freed before the previous block's turn comes.
-# This is **full recomputation**, which many libraries call *activation checkpointing*.
+# block computes inside. When the backward pass reaches the block, run its forward pass once more.
+# The same activations exist again, the backward pass uses them, and they are freed before it
+# reaches the previous block. This is **full recomputation**, which many libraries call *activation
+# checkpointing*.
 #
 # **Predict.** In 16 bits, the block's input is 2 bytes for each of B S D values. By what factor do
 # the activations shrink? And how many forward passes' worth of FLOPs does a training step now take?
@@ -99,15 +100,17 @@ for kind in ("none", "selective", "full"):
     print(f"{kind:9} {layer / GB:9.2f} GB {model_bytes / GB:28.1f} GB {added:13.1%}")
 
 # %% [markdown]
-# With full recomputation, the GPU holds many sequences. The middle row is the best deal of the
-# three: it saves most of the bytes for almost no extra compute. We will come back to it.
+# With full recomputation, the GPU holds many sequences. (The FLOPs are not quite a third: the
+# output head is not recomputed.) The middle row recomputes only attention's core, which section 6
+# defines. It saves most of GPT-3's bytes for almost no extra compute.
 #
 # ## 3. Picture
 #
-# Sixteen layers with materialized attention and dropout, and the meter. First a plain step, then
-# the same step with every block recomputed.
+# We run a model of sixteen blocks, with materialized attention and dropout, under the meter: first
+# a *plain* step, without recomputation, then the same step with every block recomputed.
 #
-# **Predict.** Sketch the second skyline. Where is its peak? What does the backward pass look like?
+# **Predict.** Sketch the memory over time of the second step. Where is its peak? What does the
+# backward pass look like?
 
 # %%
 config = ModelConfig(
@@ -162,8 +165,11 @@ show(skyline(full.timeline, full.peak), alt=(
 #
 # The forward pass climbs slowly, by one block input per layer. The backward pass is a sawtooth with
 # sixteen teeth: each recomputation allocates one block's activations, and that block's backward
-# pass frees them. From tooth to tooth one input is freed and the gradients grow, so in this model
-# the last tooth is the highest. The backward pass takes longer: that is the price.
+# pass frees them. From tooth to tooth one block's input is freed and one block's gradients are
+# added. In this model the gradients are larger, so the last tooth is the highest. The backward pass
+# now includes a second forward pass. Mind the scales of the two figures: the first peak is about
+# four times the second. The spikes in the second forward pass are each block's activations, dropped
+# as soon as the block is done.
 #
 # </details>
 #
@@ -257,7 +263,8 @@ print(f"gradient  relative error {off:.0%}")
 # </details>
 #
 # There is no error and no warning, and the loss is correct to the last bit. Would you notice during
-# training? We teach a small model to copy: the next token is the one eight places earlier.
+# training? To find out, we train a small model to copy, with both: every token repeats the one
+# eight places earlier.
 
 # %% tags=["figure-trap"]
 losses = {"plain": lab.train(lambda model: None), "new masks": lab.train(by_hand)}
@@ -279,17 +286,17 @@ show(curves(range(1, 121), losses, "step", "loss (nats per token)"), alt=(
 # ## 6. The real one
 #
 # The package's [`recompute`](code:minitron.model.recompute.recompute) does not use an
-# `autograd.Function`. Which two lines have to do with the backward pass?
+# `autograd.Function`. Which two lines prepare the backward pass?
 
 # %%
 print(inspect.getsource(recompute))
 
 # %% [markdown]
-# Whenever autograd saves a tensor, `call.drop` discards it and stores a number instead. When the
-# backward pass asks for the tensor, `call.fetch` runs the function again and returns the new one.
-# The autograd graph is the one from the plain run; only the saved tensors are recomputed. Weights
-# and multiple inputs therefore need no special treatment, and recomputation can stop as soon as the
-# last saved tensor exists again.
+# Whenever autograd saves a tensor, `call.drop` discards it and gives autograd a number to keep
+# instead. When the backward pass asks for the tensor, `call.fetch` runs the function again and
+# returns the recomputed tensor. The autograd graph is the one from the plain run; only the saved
+# tensors are recomputed. Weights and multiple inputs therefore need no special treatment, and
+# recomputation can stop as soon as the last saved tensor exists again.
 #
 # Recomputation must also happen under the same conditions as the forward pass:
 
@@ -297,14 +304,14 @@ print(inspect.getsource(recompute))
 print(inspect.getsource(ForwardContext.restored))
 
 # %% [markdown]
-# The generators are reset to their state in the forward pass, and afterwards to their present
-# state, as if nothing had been drawn. Autocast is restored as well: recomputing in another
-# precision would also be recomputing something else.
+# The generators are set to the state they had in the forward pass, and after recomputation back to
+# the state they had before it, as if nothing had been drawn. Autocast is restored as well, because
+# a different precision would give different activations.
 #
 # The package builds three policies from this one function. *Full* recomputes each block.
 # *Selective* recomputes only the attention core, from query, key and value to the weighted sum of
-# the values. *Segments* recompute several consecutive blocks as one call. The oracle is the plain
-# step, with dropout on:
+# the values. *Segments* recompute several consecutive blocks as one call. We compare each policy
+# with the plain step, with dropout on:
 
 # %% tags=["output-oracle", "nbval-check-output"]
 policies = {
@@ -322,8 +329,8 @@ for name, policy in policies.items():
           f"{torch.equal(drawn_next, torch.rand(1))!s:>10}")
 
 # %% [markdown]
-# There is one thing that no restored context can fix: a function with a side effect. Batch
-# normalization updates a running mean and counts the batches it has seen.
+# Restoring the context cannot fix a function with a side effect. Batch normalization updates a
+# running mean and counts the batches it has seen.
 #
 # **Predict.** One batch, one backward pass. How many batches has the norm counted?
 
@@ -348,8 +355,8 @@ for name, module in (("plain", plain_norm), ("recomputed", norm)):
 #
 # ## 7. Measure
 #
-# Each side of the trade has an instrument. The meter counts bytes, and PyTorch's `FlopCounterMode`
-# counts the FLOPs of every matmul that runs, including the recomputed ones.
+# We measure both sides of the trade: the meter counts bytes, and PyTorch's `FlopCounterMode` counts
+# the FLOPs of every matmul that runs, including the recomputed ones.
 
 # %%
 def both_sides(policy):
@@ -379,8 +386,10 @@ for kind, policy in kinds.items():
 # %% [markdown]
 # The bytes agree. (On the CPU, a dropout mask takes 4 bytes per value here; on CUDA it takes one.)
 # The FLOPs of full recomputation agree as well. Selective recomputation costs only half of what the
-# formula says: the formula counts both of attention's matmuls, but recomputation stops before the
-# second one, whose output was never dropped: it is the input that the next linear layer has saved.
+# formula says. The formula counts both of attention's matmuls, but recomputation stops once every
+# dropped tensor exists again. The second matmul's output was never dropped, because the next linear
+# layer saved it as its input, so that matmul does not run again. Full recomputation peaks above
+# what it keeps: the block being recomputed comes on top.
 #
 # ### How long should a segment be?
 #
@@ -389,7 +398,7 @@ for kind, policy in kinds.items():
 #
 # **Predict.** The classic answer is about $\sqrt{L}$ segments
 # ([Chen et al. 2016](https://arxiv.org/abs/1604.06174), section 4.1), so for 16 layers, segments of
-# 4. Is that the lowest peak here?
+# 4. Does that give the lowest peak here?
 
 # %%
 block_bytes = cost.activation_bytes_per_layer(config, B, S, 4, "materialized", mask_bytes=4)
@@ -457,9 +466,9 @@ show(curves([budget / MB for budget in budgets], {"measured": paid}, "budget for
 # slightly, the difference is what lies outside the blocks: the loss, the input of the output head,
 # the embedding's dropout mask.
 #
-# Better deals lie off this line. A whole block contains operators whose outputs are large and cheap
-# to recompute, and others whose outputs are small and expensive. Selective recomputation picks the
-# former; the first Further section sorts all of them.
+# Other choices do better than this line. A whole block contains operators whose outputs are large
+# and cheap to recompute, and others whose outputs are small and expensive. Selective recomputation
+# recomputes the former; the first Further section ranks all of them.
 #
 # ### On real GPUs
 #
@@ -484,9 +493,9 @@ print(f"FLOPs of QK^T and PV, once more    {counted:.1%}")
 # %% [markdown]
 # The bytes agree. The FLOPs do not: the paper's equation 8 adds attention's share of a *whole*
 # training step, forward and backward, whereas recomputation repeats only the forward matmuls, a
-# third of that. So the claim is conservative. Which count is right? The instruments can tell, at
-# full size and on a laptop, because they need no values: **fake tensors** have a shape and a dtype
-# but no memory. This is one layer of GPT-3 in 16 bits:
+# third of that. So the paper's claim errs on the safe side. To decide which count is right, we
+# count at full size, on a laptop. The instruments do not need values, so we give them **fake
+# tensors**, which have a shape and a dtype but no memory. One block of GPT-3 in 16 bits:
 
 # %% tags=["output-gpt3", "nbval-check-output"]
 _, plain_flops_3 = lab.layer_without_values(gpt3, S3, lambda model: None)
@@ -496,10 +505,10 @@ for kind, policy in kinds.items():
           f"{flops / plain_flops_3 - 1:6.2%} more")
 
 # %% [markdown]
-# (The first row exceeds the formula because of the CPU's larger dropout masks.) Selective
-# recomputation costs less than one percent, half of our own count, because it stops early. Time is
-# a different matter. The paper measured one layer of a 22-billion-parameter model on A100s
-# (Korthikanti et al. 2022, table 4):
+# (The first two rows exceed section 2's formula because the CPU's dropout masks are larger.)
+# Selective recomputation costs less than one percent, half of our own count, because it stops
+# early. Its share of *time* is larger (forward plus backward, in milliseconds): The paper measured
+# one layer of a 22-billion-parameter model on A100s (Korthikanti et al. 2022, table 4):
 
 # %% tags=["output-time", "nbval-check-output"]
 milliseconds = {"none": 7.7 + 11.9, "selective": 7.7 + 13.2, "full": 7.7 + 19.5}
@@ -515,10 +524,10 @@ for kind, time in milliseconds.items():
 # dropout read and write the S x S matrix. It is still far cheaper than full recomputation.
 #
 # Today a fused kernel ([Dao et al. 2022](https://arxiv.org/abs/2205.14135)) performs the selective
-# recomputation inside attention's backward pass, tile by tile, and never writes the matrix. That is
-# why our models use it by default; its memory is the selective row plus one number per head and
-# token. What remains to be decided is how many blocks to recompute. All of GPT-3's layers on the
-# H100 of section 1:
+# recomputation inside attention's backward pass, tile by tile, and never writes the matrix. Our
+# models use it by default. It keeps what the selective row keeps, plus one number per head and
+# token (the logarithm of the softmax's denominator). We still have to choose how many blocks to
+# recompute. For all of GPT-3 on section 1's H100:
 
 # %% tags=["output-budget", "nbval-check-output"]
 print("sequences   fused, all kept   recomputed layers   FLOPs added")
@@ -533,7 +542,9 @@ for num_sequences in (1, 2, 4, 8, 14):
           f"{added:13.1%}")
 
 # %% [markdown]
-# Does a GPU hold what these formulas say? Half of a 1.3B Llama, in bf16, by kind of recomputation:
+# Does a GPU hold what these formulas say? The peak of a step of a 1.3B Llama in bf16, by policy. It
+# has half of its layers, so that the step fits even without recomputation. Selective recomputation
+# saves nothing here, because this model's attention is fused:
 
 # %%
 shown = recorded.recomputation()
@@ -550,10 +561,10 @@ show(shown.figure, alt=shown.alt)
 # %% [markdown]
 # ## Further: recompute per operator
 #
-# Which operators' outputs are worth keeping? The measure is FLOPs per byte: what it costs to
-# recompute one byte of the output. In a matmul, each output value is a sum over the contracted
-# dimension, so it costs 2 FLOPs per term. Everything else in a block (norms, GELU, softmax,
-# dropout) costs a few FLOPs per value.
+# Which operators' outputs are worth keeping? Compare FLOPs per byte: the cost of recomputing one
+# byte of the output. In a matmul, each output value is a sum over the contracted dimension, so it
+# costs 2 FLOPs per term. Everything else in a block (norms, GELU, softmax, dropout) costs a few
+# FLOPs per value.
 #
 # **Predict.** Sort a GPT block's matmuls by FLOPs per byte. Which output would you recompute
 # first, and which last?
@@ -577,10 +588,11 @@ for name, terms, values in (
 #
 # </details>
 #
-# PyTorch can make this choice per operator: `torch.utils.checkpoint` accepts a policy that is asked
-# about each operator (`torch.utils.checkpoint.create_selective_checkpoint_contexts`). Ours keeps
-# the outputs of matmuls above a threshold of FLOPs per byte. The last column is what recomputing
-# whole blocks would cost at the same number of bytes.
+# PyTorch can make this choice per operator: `torch.utils.checkpoint` accepts a function that it
+# calls for each operator, which answers keep or recompute
+# (`torch.utils.checkpoint.create_selective_checkpoint_contexts`). Ours keeps the outputs of matmuls
+# above a threshold of FLOPs per byte. The column `whole blocks` is what recomputing whole blocks
+# would cost for the same bytes, read off the straight line of section 7.
 
 # %% tags=["output-peroperator", "nbval-check-output"]
 def per_operator(threshold):
@@ -613,9 +625,9 @@ for threshold in (0, 10, 40, 1000):
 # ## Further: offload activations to host memory
 #
 # Instead of recomputing an activation, you can copy it to the CPU's memory and fetch it when the
-# backward pass needs it. The hooks of [chapter 2](chapter:2) suffice, and PyTorch has them ready
-# made: `torch.autograd.graph.save_on_cpu(pin_memory=True)`. Without a GPU, we let NumPy's memory
-# play the host, because our meter does not see it.
+# backward pass needs it. The hooks of [chapter 2](chapter:2) suffice, and PyTorch has a ready-made
+# version: `torch.autograd.graph.save_on_cpu(pin_memory=True)`. Without a GPU, NumPy's memory stands
+# in for the host's, because our meter does not see it.
 
 # %% tags=["output-offload", "nbval-check-output"]
 model = build()
@@ -648,30 +660,31 @@ for name, length in (("Llama 3.2 1B", 8192), ("Llama 3.1 70B", 8192), ("GPT-3 17
     print(f"{name:14} {1e3 * compute:12.1f} ms {1e3 * every:18.1f} ms {1e3 * block_input:21.1f} ms")
 
 # %% [markdown]
-# The wider the layer, the better it hides: FLOPs per token grow with the square of the width, bytes
-# only in proportion to it. In small models, sending every activation takes longer than computing
-# it, so you would lose less by recomputing. Sending only the blocks' inputs is hidden in all three
-# models, and it combines with full recomputation: then the GPU keeps almost nothing per layer. What
-# it takes is host memory, and a PCIe link that is not busy with something else, such as a data
-# loader or a network card.
+# The wider the layer, the better compute hides the copy: FLOPs per token grow with the square of
+# the width, bytes only in proportion to it. For the first two models, sending every activation
+# takes longer than the forward pass that should hide it: much longer for the small one, where
+# recomputing costs less, and barely for the 70B. For GPT-3 the copy is hidden. Sending only the
+# blocks' inputs is hidden in all three models, and it combines with full recomputation: then the
+# GPU keeps almost nothing per layer. What it takes is host memory, and a PCIe link that is not busy
+# with something else, such as a data loader or a network card.
 
 # %% [markdown]
 # ## 8. Recap
 #
-# 1. Activations are results, and what can be computed again need not be stored: full recomputation
-#    keeps one input per block and costs one more forward pass through the blocks.
+# 1. Activations can be computed again, so they need not be kept: full recomputation keeps one input
+#    per block and costs one more forward pass through the blocks.
 # 2. Recomputation gives the same gradient to the last bit, provided that it draws the same random
 #    numbers, runs in the same precision, and has no side effects.
 # 3. If it is wrong, the loss is still right: only a comparison of gradients shows the bug.
-# 4. Selective recomputation is the best deal where attention is materialized: most of the bytes for
-#    hardly any FLOPs. Fused attention has it built in.
+# 4. Where attention is materialized, selective recomputation is the cheapest: for GPT-3 it saves
+#    most of the bytes for less than one percent of the FLOPs. Fused attention has it built in.
 # 5. Recompute as few blocks as the budget allows. If all are recomputed, segments of one block have
 #    the lowest peak: the square-root rule is for layers that store no more than their input.
 #
 # ## Exercises
 #
-# Write your answers into `exercises/ch03_recompute.py`, save, and run the cell. In a terminal,
-# `minitron hint 3.1` gives hints in three steps.
+# Write your answers in `exercises/ch03_recompute.py`, save, and run the exercise's cell below. In a
+# terminal, `minitron hint 3.1` gives hints in three steps.
 #
 # - [**3.1 Recompute a function**](exercise:3.1) (30 minutes): section 4's function, without the
 #   trap of section 5.
