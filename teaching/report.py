@@ -20,7 +20,8 @@ from teaching.exercises import Exercise, find
 NUM_STORIES, STORY_TOKENS, TEXT_TOKENS = 64, 120, 200
 COMPARISON = ("the corpus scores 100 % and 100 %; sentences that ignore the earlier ones, "
               "100 % and 0 %")
-TYPICAL = "about 99 % and 35 % after configs/stories.toml; of 64 stories a share is uncertain by 6 points"
+TYPICAL = ("about 99 % and 35 % after configs/stories.toml; from 64 stories, a share is uncertain "
+           "by 6 points")
 """Measured on 262 stories by such a model, most of whose mistakes were in the place."""
 
 
