@@ -59,18 +59,22 @@ def draw_memory(
     parts = cost.RECIPES[recipe]
     count = cost.num_parameters(model)
     bytes_per_value = parts.parameter  # activations have the precision of the weights they meet
+    logits = 4 * micro_batch * sequence_length * VOCAB_SIZE  # in float32, as the loss needs them
     kinds = {
         "parameter": parts.parameter * count,
         "gradient": parts.gradient * count,
         "optimizer state": (parts.master + parts.optimizer_state) * count,
         "activation": cost.activation_bytes(model, micro_batch, sequence_length, bytes_per_value),
+        "temporary": 2 * logits,  # the gradients that enter and leave the softmax's backward pass
     }
 
-    total, activations = sum(kinds.values()), kinds["activation"]
+    total, activations, temporary = sum(kinds.values()), kinds["activation"], kinds["temporary"]
+    state = total - activations - temporary
     sentence = (
-        f"{count / 1e9:.2f} billion parameters: {plain_bytes(total - activations)} of weights, "
-        f"gradients and optimizer state, and {plain_bytes(activations)} of activations make "
-        f"{plain_bytes(total)}, {total / H100.memory_bytes:.1f} times an H100's memory."
+        f"{count / 1e9:.2f} billion parameters: {plain_bytes(state)} of weights, gradients and "
+        f"optimizer state, {plain_bytes(activations)} of activations, and {plain_bytes(temporary)} "
+        f"of temporary tensors make {plain_bytes(total)}, {total / H100.memory_bytes:.0%} of an "
+        "H100's memory."
     )
     figure = memory_bars({}, {"one device": kinds}, H100.memory_bytes, H100_LIMIT)
     return figure, sentence
