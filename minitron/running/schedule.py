@@ -70,8 +70,10 @@ def resumed(recorded: Schedule, asked: Schedule, step: int, folder: Path) -> Sch
     to go on, or if it would go on with a rate of 0.
     """
     same = replace(recorded, start=0, last_rate=0.0)
-    if asked.steps == step or asked in (same, replace(same, continuation="none")):
-        return recorded if recorded.start > 0 else asked  # a run that is through takes no step
+    if asked in (same, replace(same, continuation="none")):
+        return recorded
+    if asked.steps == step:  # a run that is through takes no step
+        return recorded if recorded.start > 0 else asked
     jumps = recorded.start > 0 or asked.rate(step) != recorded.rate(step)
     if asked.continuation == "none" and not jumps:  # in the warm-up, or at a constant rate
         return asked
