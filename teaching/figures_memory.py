@@ -27,7 +27,7 @@ from teaching.figures_style import (
     plain_bytes,
 )
 
-NARROW = 0.07
+NARROW = 0.12
 """A phase shorter than this share of the axis has no room for its name."""
 
 
