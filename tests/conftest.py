@@ -11,7 +11,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PRELOADED = ("teaching.graders.", "minitron.parallel.", "minitron.step", "tests.train.sparing")
+PRELOADED = ("teaching.graders.", "minitron.parallel.", "minitron.proof.", "minitron.step",
+             "tests.train.sparing")
 BEGIN_WITH = "chapters", "tests/train", "tests/plan", "tests/parallel"  # files that take longest
 
 

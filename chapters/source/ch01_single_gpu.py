@@ -510,7 +510,7 @@ show(scaling(
 # the same story can be copied; every other word has to be known or guessed. We track the two kinds
 # separately.
 #
-# **Predict.** Will the model learn both kinds of words be learned at the same time?
+# **Predict.** Will the model learn both kinds of words at the same time?
 
 # %%
 held_out = validation.batch(0, 64)

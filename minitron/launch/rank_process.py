@@ -37,7 +37,8 @@ from minitron.launch.descendants import (
     outlive_server,
 )
 from minitron.launch.process import share_cores
-from minitron.measure.ledger import Call, Ledger
+from minitron.measure.calls import Call
+from minitron.measure.watch import Watch
 
 WHERE = b"where"  # the parent asks for the stack: through the pipe, or by a signal
 ASK = getattr(signal, "SIGUSR1", None)  # Windows has none
@@ -139,7 +140,7 @@ def outcome_of(rank: int, orders: Orders, mailbox: "Mailbox") -> Returned | Fail
             "gloo", store=store, rank=rank, world_size=orders.num_ranks, timeout=NO_LIMIT
         )
         dist.barrier()  # or a rank that dies at once is missed by those that still connect
-        with Ledger(announce=mailbox.announce) if orders.watch else nullcontext():
+        with Watch(mailbox.announce) if orders.watch else nullcontext():
             value = fn(dist.group.WORLD, *args)
     except BaseException as error:  # sys.exit() as well
         return failure_of(error)

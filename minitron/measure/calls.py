@@ -1,12 +1,16 @@
 """What ranks did, side by side: a table of their bytes, and the first call in which they part.
 
-Read in this order: Call, merged, Matcher, first_mismatch.
+Read in this order: Call, Numbering, merged, Matcher, first_mismatch.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
+
+from minitron.measure.operation import Operation, axis_of
 
 MESSAGES = ("send", "recv")
 
@@ -54,6 +58,24 @@ class Call:
 
     def __str__(self) -> str:
         return f"{self.name} ({readable_bytes(self.payload)}, axis {self.axis})"
+
+
+class Numbering:
+    """Makes a Call of each operation that this rank issues, in order, and so knows its number."""
+
+    def __init__(self):
+        self._numbers: Counter = Counter()
+
+    def call(self, operation: Operation, phase: str, now: float) -> Call:
+        op, group, peer, tag = operation.op, operation.group, operation.peer, operation.tag
+        axis, ranks = axis_of(group), tuple(dist.get_process_group_ranks(group))
+        counted = (group.group_name,) + ((op, peer, tag) if op in MESSAGES else ())
+        self._numbers[counted] += 1
+        return Call(
+            self._numbers[counted] - 1, op, axis, operation.dtype, operation.payload,
+            *operation.volume, phase, peer, group.size(), now,
+            ranks=ranks, tag=tag, reduce=operation.reduce, group=group.group_name,
+        )
 
 
 def readable_bytes(num_bytes: int) -> str:

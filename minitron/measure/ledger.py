@@ -25,7 +25,6 @@ Read in this order: `calls.Call`, Ledger.__torch_dispatch__, its _record, Transf
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -40,8 +39,17 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from minitron.measure.calls import MESSAGES, Call, Matcher, Row, Table, first_mismatch, merged
-from minitron.measure.operation import OPERATORS, Operation, axis_of, read_operation
+from minitron.measure.calls import (
+    MESSAGES,
+    Call,
+    Matcher,
+    Numbering,
+    Row,
+    Table,
+    first_mismatch,
+    merged,
+)
+from minitron.measure.operation import OPERATORS, read_operation
 from minitron.pytorch.private import DispatchMode, WorkAround, in_backward
 from minitron.pytorch.spans import listening
 
@@ -155,7 +163,7 @@ class Ledger(DispatchMode):
     def _start_over(self) -> None:
         self._calls: list[Call] = []
         self._transfers: dict[int, Transfer] = {}  # of the calls not waited for yet
-        self._numbers: Counter = Counter()
+        self._numbering = Numbering()
         self._spans: list[Span] = []
         self._recent, self._named = "forward", None
         self._phase: str | None = None  # of the stretch of compute that began at _start
@@ -245,7 +253,7 @@ class Ledger(DispatchMode):
 
     def _record(self, func, args, kwargs):
         operation = read_operation(func, args)
-        call = self._describe(operation)
+        call = self._numbering.call(operation, self._phase, self.clock())
         if self.announce is not None:
             self.announce(call)
         index = len(self._calls)
@@ -262,17 +270,6 @@ class Ledger(DispatchMode):
                 transfer.follow()
         self._last = self.clock()
         return outputs
-
-    def _describe(self, operation: Operation) -> Call:
-        op, group, peer, tag = operation.op, operation.group, operation.peer, operation.tag
-        axis, ranks = axis_of(group), tuple(dist.get_process_group_ranks(group))
-        counted = (group.group_name,) + ((op, peer, tag) if op in MESSAGES else ())
-        self._numbers[counted] += 1
-        return Call(
-            self._numbers[counted] - 1, op, axis, operation.dtype, operation.payload,
-            *operation.volume, self._phase, peer, group.size(), self.clock(),
-            ranks=ranks, tag=tag, reduce=operation.reduce, group=group.group_name,
-        )
 
     # Stretches of compute
 

@@ -7,8 +7,9 @@ Each need is one function or name here, with the public thing that is missing; n
 Run on torch 2.13 (CPU).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,10 +72,34 @@ class DispatchMode(_python_dispatch.TorchDispatchMode):
         return False  # else torch wraps what follows in a function that imports its compiler: 1 s
 
 
-tree_map = _pytree.tree_map
-"""Apply a function to each leaf of nested lists, tuples and dicts."""
 OpOverload = torch._ops.OpOverload
 """The type of the operators that a DispatchMode is called with; it has no public name."""
+
+
+@contextmanager
+def in_place_of(operators: Iterable[OpOverload], see: Callable) -> Iterator[None]:
+    """Call `see(run, operator, args, kwargs)` where one of these operators of c10d would run.
+
+    `run(*args, **kwargs)` then runs it. A DispatchMode sees the operator before that, and all
+    other operators are as fast as ever. Public `torch.library` adds kernels only for backends that
+    have none yet, and cannot call the kernel that it replaces.
+    """
+    library = torch.library.Library("c10d", "IMPL")
+    for operator in operators:
+        library.impl(operator, partial(_seen, operator, see), "BackendSelect", with_keyset=True)
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def _seen(operator: OpOverload, see: Callable, keys, *args, **kwargs):
+    below = keys.remove(torch._C.DispatchKey.BackendSelect)
+    return see(partial(operator.redispatch, below), operator, args, kwargs)
+
+
+tree_map = _pytree.tree_map
+"""Apply a function to each leaf of nested lists, tuples and dicts."""
 
 
 def tensors_in(*values) -> list[Tensor]:

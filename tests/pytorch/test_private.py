@@ -80,6 +80,30 @@ assert "{SLOW_TO_IMPORT}" in sys.modules
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+def talk(group):
+    seen = []
+
+    def see(run_it, operator, args, kwargs):
+        seen.append(str(operator))
+        return run_it(*args, **kwargs)
+
+    reduce = torch.ops.c10d.allreduce_.default
+    with private.in_place_of([reduce], see), Seen() as mode:
+        x = torch.ones(2) + 1
+        seen.append("begin")
+        dist.all_reduce(x, group=group)
+        with torch.inference_mode():
+            dist.all_reduce(torch.ones(1), group=group, async_op=True)
+        functional.all_reduce(x, "sum", group).wait()
+    dist.all_reduce(x, group=group)  # seen no more
+    return seen, mode.operators.count(reduce), x.tolist()
+
+
+def test_communication_alone_is_seen_below_every_mode():
+    # of the functional collective the mode sees the functional operator
+    assert run(talk, 1, watch=False) == [(["begin"] + 3 * ["c10d.allreduce_.default"], 2, [2, 2])]
+
+
 def test_tensors_of_nested_containers():
     a, b, c = torch.ones(3, 1).unbind()
     found = private.tensors_in([a, 1, None], (("name", {"b": b, "lr": 0.1}),), c)
