@@ -17,6 +17,9 @@ PRELOADED = ["torch", "torch.distributed", SLOW_TO_IMPORT, "cloudpickle",
              "minitron.launch.rank_process"]
 """What the server imports, once for all ranks. The launcher itself is most of what an empty rank
 would compute."""
+LIBRARIES = ("torch", "numpy", "matplotlib", "safetensors", "tokenizers")
+"""Of these it also imports what the caller has imported by then: a rank would need half a second
+for matplotlib alone."""
 
 
 def context_of(method: str, also: tuple[str, ...] = ()) -> BaseContext:
@@ -26,10 +29,16 @@ def context_of(method: str, also: tuple[str, ...] = ()) -> BaseContext:
     """
     context = multiprocessing.get_context(method)
     if method == "forkserver":
-        context.set_forkserver_preload([*PRELOADED, *also])
+        context.set_forkserver_preload([*PRELOADED, *_public_modules_of(LIBRARIES), *also])
         with _same_modules():
             forkserver.ensure_running()
     return context
+
+
+def _public_modules_of(libraries: tuple[str, ...]) -> list[str]:
+    parts = {name: name.split(".") for name in sys.modules}
+    return [name for name, (library, *inner) in parts.items()
+            if library in libraries and not any(part.startswith("_") for part in inner)]
 
 
 @contextmanager
