@@ -492,7 +492,7 @@ ways = {"naive": (apply_naive_data_parallel, network.predict(compute, one_by_one
         "hooked": (apply_hooked_data_parallel, network.predict(compute, one_by_one)),
         "bucketed": (lab.sized(best_size), network.predict(compute, lab.buckets_of(best_size)))}
 steps = dict(zip(ways, lab.measure([apply for apply, _ in ways.values()], network), strict=True))
-print("ms of a step   calls   predicted   measured: median (middle half of 9)")
+print("ms of a step   calls   predicted   measured: median (middle half of 5)")
 for name, (_, sent) in ways.items():
     expected = lab.end_of(compute, sent)
     low, middle, high = lab.spread(steps[name])
@@ -548,7 +548,7 @@ predicted = {name: lab.end_of(compute, network.predict(compute, lab.buckets_of(s
              for name, size in labels.items()}
 
 # %% tags=["figure-buckets"]
-print("                   ms: predicted   measured: median (middle half of 9)")
+print("                   ms: predicted   measured: median (middle half of 5)")
 for name, (low, middle, high) in spreads.items():
     number = len(lab.buckets_of(labels[name]))
     print(f"{name:9} {number:2} buckets {predicted[name]:10.0f} {middle:10.0f} "

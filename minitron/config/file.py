@@ -61,7 +61,7 @@ def _section(default, table: dict, where: str):
 
 
 def _converted(expected, value, where: str):
-    """What TOML and JSON write otherwise: a path as text, a float as an int."""
+    """Convert what TOML and JSON write otherwise: a path as text, a float as an int."""
     if expected is Path and type(value) is str:
         return Path(value)
     if expected is float and type(value) is int:

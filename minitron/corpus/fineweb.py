@@ -104,7 +104,7 @@ class _RememberChecksum(urllib.request.HTTPRedirectHandler):
 
 
 def _sha256_of(headers) -> str | None:
-    """The LFS sha256 that Hugging Face sends; other ETags are not checksums of the content."""
+    """Return the LFS sha256 that Hugging Face sends; other ETags are no checksums of content."""
     etag = headers.get("X-Linked-ETag", "").strip('"')
     return etag if len(etag) == 64 else None
 

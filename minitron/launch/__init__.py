@@ -102,7 +102,7 @@ def _launched(
     fn: Callable, num_ranks: int, args: tuple, timeout: float, watch: bool,
     cpu_seconds: float = math.inf,
 ) -> tuple[BaseException | None, list[bytes]]:
-    """What went wrong, or what each rank returned, pickled."""
+    """Return what went wrong, or what each rank returned, pickled."""
     with tempfile.TemporaryDirectory(prefix="minitron-") as folder:
         ranks = Ranks(_orders(fn, args, num_ranks, Path(folder), watch))
         try:

@@ -255,7 +255,7 @@ class Ranks:
         return not self._receive(LOOK_SECONDS)
 
     def _stacks(self) -> list:
-        """The running ranks, each with its frames."""
+        """Return the running ranks, each with its frames."""
         asked = [rank for rank in self._running() if rank.has_started]
         files = {r.process.pid: stack_file(self.orders.folder, r.number) for r in asked}
         stacks = read_stacks(files, {r.process.pid: r.pipe for r in asked})

@@ -196,7 +196,7 @@ class Matcher:
         return None
 
     def _meeting(self, rank: int, call: Call) -> tuple[tuple | None, int]:
-        """What the calls that belong together have in common, and how many they are."""
+        """Return what calls that belong together have in common, and how many they are."""
         group = _group(call)
         if call.op not in MESSAGES:
             return (*group, call.number), call.size
@@ -237,7 +237,7 @@ def _crossed_order(early: Arrival, late: Arrival) -> str | None:
 
 
 def _signature(call: Call) -> tuple:
-    """What must be equal in calls that meet."""
+    """Return what must be equal in calls that meet."""
     if call.op in MESSAGES:
         return call.payload, call.dtype
     if call.op == "all_to_all":  # ranks may send more or less
@@ -257,7 +257,7 @@ def _mismatch(waiting: list[int], first: Call, rank: int, call: Call) -> str:
 
 
 def _difference(call: Call, other: Call) -> str:
-    """What `call` has that `other` has not."""
+    """Return what `call` has that `other` has not."""
     facts = []
     if call.payload != other.payload:
         rounded = readable_bytes(call.payload)

@@ -130,7 +130,7 @@ def aligned(rows: list[list[str]], left: int | None = None) -> str:
 
 
 def _column_groups(widths: Sequence[int]) -> list[list[int]]:
-    """The columns of each table: the first one, and as many others as fit beside it."""
+    """Return the columns of each table: the first one, and as many others as fit beside it."""
     groups = [[0]]
     for column in range(1, len(widths)):
         if sum(widths[other] + 2 for other in groups[-1]) + widths[column] > WIDTH:

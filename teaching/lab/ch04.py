@@ -75,7 +75,7 @@ def gradient_bytes() -> list[int]:
     return [parameter.nbytes for parameter in start()[0].parameters()]
 
 
-def compute_alone(group: ProcessGroup, num_steps: int = 9) -> Compute:
+def compute_alone(group: ProcessGroup, num_steps: int = 5) -> Compute:
     """Return the compute of the step with the median duration, of steps without communication."""
     model, optimizer, micro_batches = start()
     number = {p: index for index, p in enumerate(model.parameters())}
@@ -157,7 +157,7 @@ def slow_steps(
     return [kept[1:] for kept in steps]
 
 
-def measure(applies: Sequence[Apply], network: Network, num_steps: int = 9) -> list[list[Step]]:
+def measure(applies: Sequence[Apply], network: Network, num_steps: int = 5) -> list[list[Step]]:
     """Return, for each of `applies`, several steps on two ranks, the fastest first."""
     ranks = run(slow_steps, 2, applies, network, num_steps, timeout=MEASURING, watch=False)
     found = []

@@ -58,7 +58,7 @@ def _ask_and_wait(unit: Unit) -> None:
 
 
 def slow_passes(
-    group: ProcessGroup, applies: Sequence[Apply], network: tuple[float, float], num_steps: int = 9
+    group: ProcessGroup, applies: Sequence[Apply], network: tuple[float, float], num_steps: int = 5
 ) -> list[list[tuple[list, list, float]]]:
     """Return, for each of `applies`, calls, spans and seconds of several forward-backward passes.
 

@@ -203,7 +203,7 @@ def weight_gradient_seconds(group: ProcessGroup) -> dict[str, float]:
 
 
 def backward_steps(
-    group: ProcessGroup, exchange: type[AllReduceExchange], bandwidth: float, num_steps: int = 9
+    group: ProcessGroup, exchange: type[AllReduceExchange], bandwidth: float, num_steps: int = 5
 ) -> list[tuple[list, list]]:
     """Return the backward pass's calls and compute spans of several steps, after a first one."""
     rows = torch.randint(256, (4, 129), generator=torch.Generator().manual_seed(0))

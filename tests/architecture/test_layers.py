@@ -3,6 +3,7 @@
 import ast
 import tokenize
 import tomllib
+import warnings
 from functools import cache
 from pathlib import Path
 
@@ -12,9 +13,9 @@ from importlinter.cli import lint_imports
 REPOSITORY = Path(__file__).parents[2]
 MODULES = sorted(path for package in ("minitron", "teaching")
                  for path in (REPOSITORY / package).rglob("*.py"))
-LONGEST_FILE = 300
-LONGEST_FUNCTION = 40
-CORE_LINES = 6_060  # of code: words that explain it are not what makes it large
+LONG_FILE = 400
+LONGEST_FUNCTION = 60
+CORE_TOKENS = 60_000  # of code: words that explain it are not what makes it large
 # what the course does not read line by line: instruments, tools, how processes are started, and how
 # files of strangers are read
 OUTSIDE_THE_CORE = ("measure", "proof", "plan", "corpus", "hugging_face", "launch", "system",
@@ -55,9 +56,12 @@ def test_no_import_between_layers_is_excused():
         assert not excused or contract["type"] == "forbidden", f"{contract['name']}: {excused}"
 
 
-def test_a_file_is_read_in_one_sitting():
-    lengths = {name(path): len(path.read_text().splitlines()) for path in MODULES}
-    assert {file: lines for file, lines in lengths.items() if lines > LONGEST_FILE} == {}
+def test_a_file_is_split_by_meaning():
+    """No limit: a file that has several subjects is split, and a long one is looked at."""
+    for path in MODULES:
+        lines = len(path.read_text().splitlines())
+        if lines > LONG_FILE:
+            warnings.warn(f"{name(path)} has {lines} lines: is it one subject?", stacklevel=1)
 
 
 def test_a_function_fits_on_a_screen():
@@ -78,17 +82,16 @@ def test_the_core_stays_small():
     core = [path for path in (REPOSITORY / "minitron").rglob("*.py")
             if not {path, *path.parents} & set(outside)]
     assert len(core) > 5
-    assert sum(map(count_code_lines, core)) <= CORE_LINES
+    assert sum(map(count_tokens, core)) <= CORE_TOKENS
 
 
-def count_code_lines(path: Path) -> int:
-    """Lines without docstrings, comments and blank lines."""
-    docstrings = [range(node.lineno, node.end_lineno + 1) for node in ast.walk(parsed(path))
-                  if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
+def count_tokens(path: Path) -> int:
+    """Tokens of Python without docstrings and comments: names, numbers, operators, strings."""
+    docstrings = {(node.lineno, node.col_offset) for node in ast.walk(parsed(path))
+                  if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)}
     with path.open("rb") as file:
-        tokens = [token for token in tokenize.tokenize(file.readline) if token.type not in NO_CODE]
-    lines = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
-    return len(lines.difference(*docstrings) - {0})
+        return sum(token.type not in NO_CODE and token.start not in docstrings
+                   for token in tokenize.tokenize(file.readline))
 
 
 def test_no_hidden_state():

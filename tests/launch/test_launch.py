@@ -640,3 +640,23 @@ def test_no_group_without_torchrun(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     with torchrun_group() as group:
         assert group is ALONE
+
+
+# What the server has imported
+
+
+def test_a_rank_finds_the_libraries_that_its_caller_has_imported_and_not_its_modules():
+    code = textwrap.dedent("""
+        import sys
+        import matplotlib.figure, minitron.plan
+        from minitron.launch import run
+
+        def imported(group):
+            names = "matplotlib.figure", "minitron.plan"
+            return [name for name in names if name in sys.modules]
+
+        print(run(imported, 2))
+    """)
+    result = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True,
+                            text=True, cwd=REPOSITORY)
+    assert result.stdout.strip() == str(2 * [["matplotlib.figure"]]), result.stderr

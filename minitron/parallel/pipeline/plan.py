@@ -69,7 +69,7 @@ def split_blocks(
 
     @cache
     def best(start: int, stages: int) -> tuple[float, tuple[int, ...]]:
-        """The least largest cost of blocks from `start` in `stages` stages, and where they end."""
+        """Return the least largest cost of blocks from `start` on, and where the stages end."""
         extra = first if start == 0 else 0.0
         if stages == 1:
             return before[n] - before[start] + extra + last, (n,)
