@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from minitron.launch import RankError, ranks, run, starting
-from tests.tiers import tiered
+from tests.tiers import exhaustive, tiered
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -138,6 +138,7 @@ def test_what_a_rank_has_started_ends_with_the_parent(tmp_path, sent):
     assert survivors(folder) == []
 
 
+@exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's prctl")
 def test_a_rank_that_keeps_pythons_lock_ends_with_a_killed_parent(tmp_path):
     parent, below = script(tmp_path)

@@ -147,6 +147,7 @@ def test_the_server_has_loaded_the_launcher():
     assert process.exitcode == 0
 
 
+@exhaustive
 def test_another_clone_in_the_current_folder_is_not_taken(tmp_path):
     (tmp_path / "minitron").mkdir()
     (tmp_path / "minitron" / "__init__.py").write_text("raise RuntimeError('the other clone')")

@@ -54,8 +54,7 @@ CASES = {  # by the number of ranks
     },
 }
 NUM_RANKS = {name: num_ranks for num_ranks, cases in CASES.items() for name in cases}
-KEPT = {"alone, masters", "ZeRO-2", "ZeRO-3", "sequence", "interleaved", "uneven",
-        "zero bubble, tensor"}
+KEPT = {"alone, masters", "ZeRO-3", "interleaved", "zero bubble, tensor"}
 
 
 def third_steps(group, configs: dict[str, Config], folder) -> dict:

@@ -44,10 +44,10 @@ def whole(monkeypatch, asked: Config, num_gpus: int, rank: int) -> dryrun.DryRun
 
 @pytest.mark.parametrize("asked, num_gpus, rank", tiered([
     (config(53, 3, "bf16", model=ONE), 2, 1),  # 26 sequences: the last micro-batch has two
+    (config(12, pp=3, schedule="zero-bubble"), 3, 1),
     (config(49, 3, model=ONE, zero=2), 2, 1),  # 24, where the first rank has 25
     (config(8, model=ONE, tp=2, sequence=True), 2, 1),
     (config(16, model=ONE, cp=2, context="ulysses", recompute="full"), 4, 2),
-    (config(12, pp=3, schedule="zero-bubble"), 3, 1),
     (config(9, model=ONE), 1, 0),
     (config(16, recompute="full", model=TWO, zero=3), 2, 0),
     (config(16, model=ONE, cp=2, zero=2), 4, 1),
@@ -58,7 +58,7 @@ def whole(monkeypatch, asked: Config, num_gpus: int, rank: int) -> dryrun.DryRun
     (config(16, pp=2, schedule="zb-v", chunks=2), 2, 0),
     (config(16, pp=2, schedule="zb-v", chunks=2), 2, 1),
     (config(18, pp=2, schedule="dualpipe-v", chunks=2), 2, 0),
-], keep=5))
+], keep=2))
 def test_the_rest_of_a_step_is_like_what_was_run(monkeypatch, asked, num_gpus, rank):
     short, long = dry_run(asked, num_gpus, rank), whole(monkeypatch, asked, num_gpus, rank)
     assert short.num_run < short.num_micro_batches == long.num_run
@@ -237,7 +237,7 @@ def test_which_ranks(file):
     ({"schedule": "1f1b", "m": 1}, 1), ({"schedule": "zero-bubble"}, 0),
     ({"schedule": "gpipe"}, 1), ({"schedule": "1f1b"}, 0),
     ({"schedule": "interleaved", "chunks": 2}, 0),
-], keep=2), ids=str)
+], keep=1), ids=str)
 def test_equal_stages_are_run_once_and_are_equal(changes, num_equal):
     """As if each had been run: bytes by category, messages, FLOPs."""
     m = changes.pop("m", 8)

@@ -12,6 +12,7 @@ import torch
 from minitron.launch import RankError
 from teaching import doctor
 from teaching.doctor import GIB, Check, report, run_doctor
+from tests.tiers import exhaustive
 
 
 def fails(check: Check, seen: str, remedy: str) -> None:
@@ -103,10 +104,12 @@ def test_gloo_without_its_interface(monkeypatch):
     fails(doctor.check_gloo(timeout_s=60), "nosuch0", "127.0.0.1")
 
 
+@exhaustive
 def test_gloo_that_does_not_answer(monkeypatch):
     fails(doctor.check_gloo(timeout_s=0.01), "no answer within 0 s", "unset GLOO_SOCKET_IFNAME")
 
 
+@exhaustive
 def test_processes_that_start_slowly_are_slow_and_not_a_firewall(capsys, monkeypatch):
     monkeypatch.setattr(doctor, "SLOW_S", 0.0)
     check = doctor.check_gloo(timeout_s=60)

@@ -161,6 +161,7 @@ def warnings_of(group, config: Config, folder: Path) -> list[str]:
     return [str(each.message) for each in caught if "torch.compile" in str(each.message)]
 
 
+@exhaustive
 def test_ranks_do_not_warn_of_the_ledger_s_hook_on_a_compiled_model(config, tmp_path):
     config = dataclasses.replace(config, train=dataclasses.replace(TRAIN, compile=True, steps=1))
     assert run(warnings_of, 2, config, tmp_path) == [[], []]
@@ -187,6 +188,7 @@ def test_dropout_never_draws_its_first_masks_again_after_a_change_of_layout(conf
     assert len(drawn) == 4 and numbers[1] == numbers[4]
 
 
+@exhaustive
 def test_torchrun_trains_and_a_signal_saves_first(config, tmp_path):
     folder = tmp_path / "run"
     words = command(config, folder, "--train.steps", "100000", "--train.checkpoint-every", "0")[1:]
@@ -201,6 +203,7 @@ def test_torchrun_trains_and_a_signal_saves_first(config, tmp_path):
     assert (folder / "checkpoints" / f"step_{last:08d}").exists()
 
 
+@exhaustive
 def test_torchrun_tells_a_mistake_once(config, tmp_path):
     words = command(config, tmp_path / "run", "--train.global-batch-size", "1")[1:]
     done = subprocess.run(torchrun(2, *words), capture_output=True, text=True, timeout=300)
