@@ -21,7 +21,7 @@ import copy
 import hashlib
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # An extra that nbformat's jsonschema can do without: its grammars take longer than all the rest.
@@ -174,9 +174,23 @@ def read_source(source: Path) -> NotebookNode:
         cell.id = hashlib.sha256(name.encode()).hexdigest()[:12]
         tags = cell.metadata.get("tags")
         cell.metadata = NotebookNode(tags=tags) if tags else NotebookNode()
+    for cell in after_predictions(notebook):
+        cell.metadata.jupyter = NotebookNode(outputs_hidden=True)
     notebook.metadata = nbformat.from_dict(METADATA)
     notebook.nbformat, notebook.nbformat_minor = 4, 5
     return notebook
+
+
+def after_predictions(notebook: NotebookNode) -> Iterator[NotebookNode]:
+    """The code cells that answer a "Predict": JupyterLab folds their outputs until asked."""
+    is_open = False
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            if is_open:
+                yield cell
+            is_open = False
+        elif "**Predict" in cell.source:  # a prompt with its answer below it needs no cell
+            is_open = "</details>" not in cell.source.rpartition("**Predict")[2]
 
 
 def execute(notebook: NotebookNode, cwd: Path) -> None:

@@ -49,10 +49,14 @@ def refresh(chapters: Path, mine: Path) -> list[str]:
 
 
 def without_outputs(notebook: NotebookNode) -> NotebookNode:
-    """Empty a notebook's outputs and execution counts, in place, and return it."""
+    """Empty a notebook's outputs and execution counts, in place, and return it.
+
+    And show the learner's own outputs, of which chapters/ folds those that answer a prediction.
+    """
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
+            cell.metadata.pop("jupyter", None)
     return notebook
 
 

@@ -201,6 +201,40 @@ def run_in_jupyterlab(notebook):
         cell.outputs[0].text = "mine\n"
 
 
+PREDICTIONS = '''\
+# %% [markdown]
+# # Small
+#
+# **Predict.** How many?
+
+# %% [markdown]
+# A hint.
+
+# %%
+print(42)
+
+# %%
+print(43)
+
+# %% [markdown]
+# **Predict.** Why?
+#
+# <details><summary>Answer</summary>
+# Because.
+# </details>
+
+# %%
+print(44)
+'''
+
+
+def test_the_output_that_answers_a_prediction_is_folded(tmp_path):
+    (path := tmp_path / "ch01_small.py").write_text(PREDICTIONS)
+    folded = [cell.source for cell in build_chapters.read_source(path).cells
+              if cell.metadata.get("jupyter") == {"outputs_hidden": True}]
+    assert folded == ["print(42)"]
+
+
 @pytest.mark.parametrize("handle", [clear, run_in_jupyterlab])
 def test_a_notebook_that_somebody_ran_or_cleared_is_executed(source, executed, handle):
     rebuild(source)

@@ -17,7 +17,8 @@ NAME = "ch01_small.ipynb"
 def write(folder: Path, code: str) -> None:
     """Write the course's chapter, executed."""
     folder.mkdir(exist_ok=True)
-    cell = new_code_cell(code, execution_count=1, outputs=[new_output("stream", text="42\n")])
+    cell = new_code_cell(code, execution_count=1, outputs=[new_output("stream", text="42\n")],
+                         metadata={"jupyter": {"outputs_hidden": True}, "tags": ["output-x"]})
     cells = [new_markdown_cell("# 1. Small"), cell]
     nbformat.write(new_notebook(cells=cells), folder / NAME)
 
@@ -43,6 +44,7 @@ def folders(tmp_path):
 def test_a_copy_has_no_outputs(folders):
     cell = nbformat.read(folders[1] / NAME, as_version=4).cells[1]
     assert cell.source == "print(42)" and cell.outputs == [] and cell.execution_count is None
+    assert cell.metadata == {"tags": ["output-x"]}  # so the learner's own output is not folded
 
 
 def test_what_was_run_stays_while_the_course_stays(folders):
