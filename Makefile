@@ -43,7 +43,7 @@ quick: lint ## Run the tests of a minute and a half: lint, layers, each axis, ea
 	$(PYTEST) -m "not exhaustive" -k "(.1 and our_solution_passes) or not exercises" \
 		tests/architecture tests/proof tests/exercises chapters/ch07_tensor_parallel.ipynb
 
-test: setup ## Run what a change must pass: every area and every chapter, without the exhaustive tests
+test: lint ## Run what a change must pass: lint, every area and every chapter, without the exhaustive tests
 	$(PYTEST) -m "not exhaustive"
 
 test-all: setup ## Run every test
@@ -75,8 +75,7 @@ chapter: setup ## (maintainers) Build a chapter, its exercises and its deck, and
 slides: setup ## (maintainers, instructors) Build slides/build/*.html and *.pdf; needs Node
 	$(BIN)/python tools/build_slides.py
 
-lint: setup ## (maintainers) Lint and format-check
-	@test -x $(BIN)/ruff || $(PIP) --quiet --editable '.[maintain]'
+lint: setup ## Lint
 	$(BIN)/ruff check .
 
 grid: setup ## (maintainers) Compare every layout on up to 8 ranks with one process: hours
