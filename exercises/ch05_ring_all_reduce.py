@@ -4,8 +4,8 @@ Write the body, save, and run `minitron check 5.1` in a terminal or check("5.1")
 you are stuck, `minitron hint 5.1` gives hints in three steps; `minitron reset 5.1` restores the
 original. The exercises do not build on each other, so you can take them in any order.
 
-In 5.1 and 5.2 every rank runs your code. `group` is the process group of the ranks: group.rank(),
-group.size(). Use only messages between ranks of the group:
+In 5.1 and 5.2 every rank runs your code. `group` is the process group of the ranks: group.rank()
+is this rank's number, group.size() the number of ranks. Use only messages between these ranks:
 
     dist.send(tensor, group=group, group_dst=rank)    returns when the receiver has taken the tensor
     dist.recv(tensor, group=group, group_src=rank)    returns when the tensor is filled
@@ -25,18 +25,21 @@ from minitron.cost import Link, Volume
 def reduce_scatter_ring(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum `flat` over the ranks; rank r ends with chunk r of the sum, and returns it.
 
-    flat is (n,), with the same length and dtype on all N ranks. flat.tensor_split(N) divides it
-    into one chunk per rank. The chunks are views of flat; their lengths differ by at most one, and
-    if there are fewer values than ranks, some are empty. Afterwards chunk r of flat holds the sum,
-    and you return that view. The other chunks may hold anything.
+    flat has shape (n,), with the same length and dtype on all N ranks. flat.tensor_split(N) divides
+    it into one chunk per rank. The chunks are views of flat; their lengths differ by at most one,
+    and if there are fewer values than ranks, some are empty. When rank r returns, chunk r of its
+    flat holds the sum of all ranks' chunks r, and it returns that view. The other chunks may hold
+    anything.
 
     The ring: in each of N-1 steps, rank r sends one chunk to the next rank, (r + 1) % N, receives
-    one from the previous rank, (r - 1) % N, and adds it to its own. It sends that sum in the next
-    step. So each chunk travels around the ring, collects every rank's values, and must arrive on
-    the rank that returns it. Which chunk does rank r send first? You may send or skip empty chunks.
+    another from the previous rank, (r - 1) % N, and adds what it received to its own chunk of the
+    same number. It sends that sum in the next step. So each chunk travels around the ring, collects
+    every rank's values, and must end on the rank that returns it. Which chunk must rank r send
+    first? You may send empty chunks or skip them.
 
-    Example: on 2 ranks flat is [1, 2, 3] and [10, 20, 30]; chunks 0 and 1 have 2 values and 1.
-    Rank 0 sends [3], receives [10, 20], returns [11, 22]. Rank 1 returns [33].
+    Example: on 2 ranks, flat is [1, 2, 3] on rank 0 and [10, 20, 30] on rank 1. Chunk 0 has two
+    values and chunk 1 has one. Rank 0 sends [3], receives [10, 20], and returns [11, 22]. Rank 1
+    returns [33].
     """
     raise NotImplementedError("Exercise 5.1 - Ring reduce-scatter.  Hint: minitron hint 5.1")
 
@@ -45,17 +48,17 @@ def reduce_scatter_ring(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
 def all_gather_ring(flat: Tensor, group: dist.ProcessGroup) -> None:
     """Fill `flat` on every rank with the chunks of all ranks; at first, rank r has only chunk r.
 
-    flat is (n,), with the same length and dtype on all N ranks. flat.tensor_split(N) divides it
-    into one chunk per rank. The chunks are views of flat; their lengths differ by at most one, and
-    if there are fewer values than ranks, some are empty. Before the call, rank r has valid values
-    in chunk r only. Afterwards all of flat is valid and the same on every rank.
+    flat has shape (n,), with the same length and dtype on all N ranks. flat.tensor_split(N) divides
+    it into one chunk per rank. The chunks are views of flat; their lengths differ by at most one,
+    and if there are fewer values than ranks, some are empty. Before the call, rank r has valid
+    values in chunk r only. Afterwards all of flat is valid and the same on every rank.
 
     The ring: in each of N-1 steps, rank r sends one chunk to the next rank, (r + 1) % N, and
-    receives one from the previous rank, (r - 1) % N. It sends to no other rank. You may send or
-    skip empty chunks.
+    receives another from the previous rank, (r - 1) % N. It sends to no other rank. You may send
+    empty chunks or skip them.
 
-    Example: on 2 ranks flat is [1, 2, ?] and [?, ?, 3]. Rank 0 sends [1, 2] and receives [3], rank
-    1 the other way round; both end with [1, 2, 3].
+    Example: on 2 ranks, flat is [1, 2, ?] on rank 0 and [?, ?, 3] on rank 1. Rank 0 sends [1, 2]
+    and receives [3]; rank 1 sends [3] and receives [1, 2]. Both end with [1, 2, 3].
     """
     raise NotImplementedError("Exercise 5.2 - Ring all-gather.  Hint: minitron hint 5.2")
 
@@ -64,11 +67,12 @@ def all_gather_ring(flat: Tensor, group: dist.ProcessGroup) -> None:
 def chunk_sizes(num_elements: int, size: int) -> list[int]:
     """Return the lengths of the chunks of `num_elements` values on `size` ranks, in rank order.
 
-    They add up to num_elements, differ by at most one, and the longer ones come first, as in
-    Tensor.tensor_split. Do not create a tensor: a planner asks for billions of values.
+    The lengths add up to num_elements and differ by at most one, and the longer chunks come first,
+    as in Tensor.tensor_split. Do not create a tensor: planning a training run asks for billions of
+    values.
 
-    Example: chunk_sizes(3, 2) is [2, 1], chunk_sizes(10, 4) is [3, 3, 2, 2], chunk_sizes(2, 4) is
-    [1, 1, 0, 0].
+    Examples: chunk_sizes(3, 2) is [2, 1], chunk_sizes(10, 4) is [3, 3, 2, 2], and chunk_sizes(2, 4)
+    is [1, 1, 0, 0].
     """
     raise NotImplementedError("Exercise 5.3 - Uneven chunks, to the byte.  Hint: minitron hint 5.3")
 
@@ -76,18 +80,20 @@ def chunk_sizes(num_elements: int, size: int) -> list[int]:
 def ring_all_reduce_volume(num_elements: int, element_size: int, size: int, rank: int) -> Volume:
     """Count the bytes that `rank` sends and receives in a ring all-reduce, exactly.
 
-    The tensor has num_elements values of element_size bytes each, in chunks as chunk_sizes returns
-    them. There are N = size ranks. Rank r takes 2 (N-1) steps, in which it sends to rank r + 1 and
-    receives from rank r - 1:
+    The tensor has num_elements values of element_size bytes each. It is split into chunks of the
+    lengths that chunk_sizes returns. There are N = size ranks. In each of 2 (N-1) steps, rank r
+    sends one chunk to rank r + 1 and receives another from rank r - 1:
 
-    - in the reduce-scatter it sends chunks r-1, r-2, ... down to r+1;
-    - in the all-gather it sends chunks r, r-1, ... down to r+2.
+    - in the reduce-scatter, it sends chunks r-1, r-2, ... down to r+1;
+    - in the all-gather, it sends chunks r, r-1, ... down to r+2.
 
-    All numbers are mod N. Returns Volume(sent, received). With one rank, nothing is sent.
+    All rank and chunk numbers are mod N. Returns Volume(sent, received). With one rank, nothing is
+    sent.
 
-    Example: 3 values of 4 bytes on 2 ranks, chunks of 8 and 4 bytes. Rank 0 sends chunk 1, then
-    chunk 0, and receives chunk 0, then chunk 1: Volume(12, 12). On 4 ranks, 10 values of 1 byte:
-    rank 1 sends chunks 0, 3, 2 and 1, 0, 3: Volume(15, 14).
+    Examples: 3 values of 4 bytes on 2 ranks make chunks of 8 and 4 bytes. Rank 0 sends chunk 1,
+    then chunk 0, and receives chunk 0, then chunk 1: Volume(12, 12). With 10 values of 1 byte on 4
+    ranks, rank 1 sends chunks 0, 3, 2 in the reduce-scatter and 1, 0, 3 in the all-gather:
+    Volume(15, 14).
     """
     raise NotImplementedError("Exercise 5.3 - Uneven chunks, to the byte.  Hint: minitron hint 5.3")
 
@@ -97,16 +103,18 @@ def fit_link(num_bytes: list[int], seconds: list[float]) -> Link:
     """Fit a link to measured messages: message i had num_bytes[i] bytes and took seconds[i].
 
     The model: a message of n bytes takes latency + n / bandwidth seconds. Find the latency and the
-    bandwidth that minimize the sum of squared relative errors, (predicted / measured - 1)^2.
-    (With absolute errors and sizes from 1 byte to 100 MB, the error of the largest message would
-    outweigh the whole latency.) Returns Link(latency, bandwidth), in seconds and bytes/s.
+    bandwidth that minimize the sum over all messages of the squared relative error,
+    (predicted / measured - 1)^2. Returns Link(latency, bandwidth), in seconds and bytes/s.
+
+    Why relative errors? With absolute errors and sizes from 1 byte to 100 MB, the error of the
+    largest message would outweigh the whole latency.
 
     The relative errors are linear in the latency and in the seconds per byte, so this is a
     least-squares problem with two unknowns. One way to solve it is torch.linalg.lstsq in float64.
     There are at least two different message sizes.
 
-    Example: two ranks time 0 bytes at 0.001 s and 1,000,000 bytes at 0.011 s between them: the
-    latency is 0.001 s, the bandwidth 100,000,000 bytes/s.
+    Example: a message of 0 bytes takes 0.001 s and one of 1,000,000 bytes takes 0.011 s. The
+    latency is 0.001 s and the bandwidth 100,000,000 bytes/s.
     """
     raise NotImplementedError("Exercise 5.4 - Measure, fit, choose.  Hint: minitron hint 5.4")
 
@@ -122,8 +130,9 @@ def ring_wins_from(size: int, latency: float, bandwidth: float) -> float:
     A message of m bytes takes latency + m / bandwidth seconds, with latency > 0. Returns the n at
     which both take the same time, or math.inf if the ring is never faster.
 
-    Example: latency 0.001 s, bandwidth 1,000,000 bytes/s. On 2 ranks the ring takes 2 messages of
-    n/2 bytes and doubling takes one of n bytes, so the ring is never faster: math.inf. On 4 ranks
-    it is 6 messages of n/4 bytes against 2 of n bytes, and at 8000 bytes both take 0.018 s.
+    Examples, with latency 0.001 s and bandwidth 1,000,000 bytes/s: on 2 ranks, the ring needs 2
+    messages of n/2 bytes and doubling needs one of n bytes, so the ring is never faster: math.inf.
+    On 4 ranks, the ring needs 6 messages of n/4 bytes and doubling needs 2 of n bytes. Both take
+    0.018 s at 8000 bytes, so the result is 8000.
     """
     raise NotImplementedError("Exercise 5.4 - Measure, fit, choose.  Hint: minitron hint 5.4")

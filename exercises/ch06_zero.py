@@ -8,11 +8,12 @@ In 6.2 to 6.4 every rank runs your code. `group` is the process group of the ran
 and group.size(), which is N below. With shards of L values you may use
 
     reduce_scatter_single(output, input, group)    sums input, (N L,), over the ranks: output,
-                                                   (L,), gets values r L to (r + 1) L on rank r
+                                                   (L,), gets values r L to (r + 1) L of the sum
+                                                   on rank r
     all_gather_single(output, input, group)        fills output, (N L,), with the ranks' inputs,
                                                    (L,), in the order of the ranks
 
-Both block. With async_op=True they return immediately, with a work that you must wait() for.
+Both block. With async_op=True they return at once, with a work handle that you must wait() for.
 """
 
 from collections.abc import Callable, Iterable
@@ -33,7 +34,7 @@ def flatten(tensors: Iterable[Tensor], num_ranks: int) -> Tensor:
 
 
 def views(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """Split what `flatten` made into views with the shapes of `like`; the padding is left out."""
+    """Split a tensor from `flatten` into views with the shapes of `like`, without the padding."""
     sizes = [tensor.numel() for tensor in like]
     parts = flat[:sum(sizes)].split(sizes)
     return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
@@ -49,10 +50,10 @@ def owned_ranges(sizes: list[int], num_ranks: int, rank: int) -> list[range]:
     next L, and so on. The last shards may have fewer elements, or none.
 
     Return one range per parameter, in order: which of its elements lie in the shard of `rank`,
-    counted from the parameter's own first element. A range may be empty.
+    counted from that parameter's first element. A range may be empty.
 
-    Example: sizes [3, 4] on 2 ranks: n = 7, L = 4. Rank 0 owns [range(0, 3), range(0, 1)], that is
-    all of the first parameter and one element of the second; rank 1 [range(0, 0), range(1, 4)].
+    Example: sizes [3, 4] on 2 ranks: n = 7, L = 4. Rank 0 owns [range(0, 3), range(0, 1)]: all of
+    the first parameter and one element of the second. Rank 1 owns [range(0, 0), range(1, 4)].
     """
     raise NotImplementedError("Exercise 6.1 - Shard ranges.  Hint: minitron hint 6.1")
 
@@ -65,27 +66,28 @@ class ShardedOptimizer:
         loss(my_rows).backward()
         norm = sharded.step(max_norm)
 
-    The setting: the parameters are equal on all ranks. Flattened, they are N L values, and rank r's
-    shard is the values r L to (r + 1) L. make_optimizer([tensor, ...]) returns a torch.optim
-    optimizer; call it once, with this rank's shard only.
+    The setting: the parameters are equal on all ranks. Flattened and padded, they are N L values,
+    and rank r's shard is the values r L to (r + 1) L. make_optimizer([tensor, ...]) returns a
+    torch.optim optimizer; call it once, with this rank's shard only.
 
     step starts from the .grad that this rank's rows produced (None counts as zeros) and
 
-    1. averages the gradient over the ranks; a rank keeps its shard of the average;
+    1. averages the gradient over the ranks; this rank keeps its shard of the average;
     2. computes the global norm, the root of the sum of the squares of all N L elements. If it
        exceeds max_norm, multiplies the gradient by max_norm / norm. The norm may be 0;
     3. lets the optimizer update the shard, and copies all ranks' shards into the parameters;
     4. returns the norm before clipping, shape ().
 
-    Afterwards every .grad is None. Besides the parameters, a rank holds its shard, the shard's
-    gradient and the optimizer's state for it, and nothing else of the model's size.
+    Afterwards every .grad is None. Besides the parameters, a rank then holds its shard, the shard's
+    gradient and the optimizer's state for it, and no other tensor that grows with the model.
 
     Communication per step: one reduce-scatter and one all-gather of N L values each, and a
     dist.all_reduce(tensor, group=group) of one number.
 
     Example: on 2 ranks w = [1, 2, 3], padded with one zero, so L = 2. The ranks' .grad are
-    [6, 0, 0] and [0, 0, 8]; the mean is [3, 0, 4]. Rank 0 has [3, 0] of it, rank 1 [4, 0]; the
-    norm is 5 on both. With max_norm = 2.5 and plain SGD at rate 1 both end with w = [-0.5, 2, 1].
+    [6, 0, 0] and [0, 0, 8]; the mean is [3, 0, 4]. Rank 0 keeps [3, 0] of it, rank 1 [4, 0]; the
+    norm is 5 on both. With max_norm = 2.5 and plain SGD with learning rate 1, both ranks end with
+    w = [-0.5, 2, 1].
     """
 
     def __init__(
@@ -107,33 +109,33 @@ class ShardedGradients:
 
         sharded = ShardedGradients(model, group, bucket_bytes)      # once; then in every step:
         loss(my_rows).backward(); sharded.finish()                  # per micro-batch
-        (the optimizer reads self.shards)
-        for shard in self.shards: shard.zero_()
+        (the optimizer reads sharded.shards)
+        for shard in sharded.shards: shard.zero_()
 
     What is given:
 
-    - self.buckets[i]: the parameters of bucket i. Bucket 0 holds those whose gradients are complete
-      first in the backward pass.
+    - self.buckets[i]: the parameters of bucket i. Bucket 0 holds the parameters whose gradients the
+      backward pass completes first.
     - self.shards[i], (L,): this rank's shard of bucket i's gradient, initially zeros.
 
     To reduce a bucket means:
 
     1. flatten the gradients of its parameters; a parameter without a gradient counts as zeros;
-    2. reduce-scatter them, N L values, and divide by N: this rank's shard of the mean;
+    2. reduce-scatter these N L values and divide by N, which gives this rank's shard of the mean;
     3. add that to self.shards[i], so that shards accumulate over micro-batches;
-    4. set the .grad of the bucket's parameters to None, and keep nothing of it but the shard.
+    4. set the .grad of the bucket's parameters to None; keep nothing of the bucket but the shard.
 
     When to reduce a bucket: as soon as all its gradients are complete *and* the previous bucket has
     been reduced. The order matters: ranks may complete their gradients in different orders, but
-    must reduce the same buckets together. finish() reduces those that remain. At no time may the
-    gradients of all buckets be held at once.
+    they must all reduce the same bucket at the same time. finish() reduces the buckets that remain.
+    At no time may a rank hold the gradients of all buckets.
 
-    Communication per micro-batch: one reduce-scatter per bucket. You may wait for each right away;
-    otherwise wait for it before you start the next.
+    Communication per micro-batch: one reduce-scatter per bucket. You may wait for each at once; at
+    the latest, wait for it before you start the next.
 
-    Example: on 2 ranks bucket 0 holds b (2 values) and a (1 value). Rank 0 has the gradients
-    b = [2, 4], a = [6], rank 1 has b = [4, 8], a = None. One reduce-scatter sums [2, 4, 6, 0] and
-    [4, 8, 0, 0]. Halved, shards[0] is [3, 6] on rank 0 and [3, 0] on rank 1. After a second
+    Example: on 2 ranks, bucket 0 holds b (2 values) and a (1 value). The gradients are b = [2, 4]
+    and a = [6] on rank 0, b = [4, 8] and a = None on rank 1. One reduce-scatter sums [2, 4, 6, 0]
+    and [4, 8, 0, 0]. Halved, shards[0] is [3, 6] on rank 0 and [3, 0] on rank 1. After a second
     micro-batch with the same gradients it is [6, 12] and [6, 0].
     """
 
@@ -155,23 +157,23 @@ class ShardedGradients:
         raise NotImplementedError("Exercise 6.3 - ZeRO-2 gradients.  Hint: minitron hint 6.3")
 
     def finish(self) -> None:
-        """Reduce the buckets that are left; the next backward pass starts with bucket 0 again."""
+        """Reduce the buckets that remain; the next backward pass starts with bucket 0 again."""
         raise NotImplementedError("Exercise 6.3 - ZeRO-2 gradients.  Hint: minitron hint 6.3")
 
 
 # Exercise 6.4 | A ZeRO-3 unit | 30 min | difficulty 3
 class ShardedUnit:
-    """Store one N-th of a module's parameters, and hold all of them only while it computes.
+    """Store one N-th of a module's parameters, and hold them all only while the module computes.
 
         units = [ShardedUnit(block, group) for block in blocks]     # once; then in every step:
         loss(my_rows).backward()                                    # per micro-batch
-        optimizer.step(); optimizer.zero_grad()                     # made for all unit.shard
+        optimizer.step(); optimizer.zero_grad()                     # of every unit.shard
 
     self.shard is an nn.Parameter, (L,): this rank's shard of the module's flattened parameters,
     which are equal on all ranks at the start. Its .grad is the mean over the ranks and accumulates
     over micro-batches. The module's own parameters keep their names and shapes. Their values exist
     only between unshard and reshard: around the forward pass, and again around the backward pass.
-    Every parameter gets a gradient in every backward pass.
+    You may assume that every parameter gets a gradient in every backward pass.
 
     | method | what it does |
     |---|---|
@@ -185,9 +187,9 @@ class ShardedUnit:
 
     Communication per micro-batch: two all-gathers and one reduce-scatter, of N L values each.
 
-    Example: on 2 ranks a module has w = [1, 2, 3]; rank 0 keeps [1, 2], rank 1 [3, 0]. Before
-    forward() both gather [1, 2, 3, 0]; after it w holds nothing. Before backward() they gather
-    again. Their gradients of w are [1, 2, 3] and [3, 2, 1]; shard.grad is [2, 2] and [2, 0].
+    Example: on 2 ranks, a module has w = [1, 2, 3]; rank 0 keeps [1, 2], rank 1 [3, 0]. Before
+    forward() both gather [1, 2, 3, 0]; after it, w holds nothing. Before backward() they gather
+    again. The ranks' gradients of w are [1, 2, 3] and [3, 2, 1]; shard.grad is [2, 2] and [2, 0].
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup):

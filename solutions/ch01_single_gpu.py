@@ -1,8 +1,8 @@
 """Exercises of chapter 1: one device.
 
-Write a function's body, save, and ask `minitron check 1.1`, or check("1.1") in a notebook.
-Stuck: `minitron hint 1.1`, three levels. Start again: `minitron reset 1.1`. The exercises do not
-build on one another; take them in any order.
+Write the body, save, and run `minitron check 1.1` in a terminal or check("1.1") in a notebook. If
+you are stuck, `minitron hint 1.1` gives hints in three steps; `minitron reset 1.1` restores the
+original. The exercises do not build on each other, so you can take them in any order.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch import Tensor
 from minitron.config import ModelConfig
 
 IGNORED = -100
-"""A target with this value is padding: it is not predicted and not counted."""
+"""A target with this value is padding: it adds nothing to the loss and is not counted."""
 
 
 def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -32,29 +32,30 @@ def accumulate_gradients(
     divisor: Tensor | float | None = None,
     sum_loss: Callable[[Tensor, Tensor], Tensor] = summed_loss,
 ) -> Tensor:
-    """Add the gradient of one large batch into .grad, one micro-batch at a time.
+    """Accumulate the gradient of one large batch in .grad, one micro-batch at a time.
 
     The loss is the mean cross-entropy over all counted targets of all micro-batches together: the
     sum of the tokens' losses divided by the number of counted tokens. A target counts unless it is
     IGNORED. Your function must
 
     - add the gradient of that loss to whatever .grad already holds;
-    - return the loss, as a float or as a detached tensor without dimensions (0 if nothing counts);
+    - return the loss, as a float or as a detached 0-d tensor (0 if no target counts);
     - keep the activations of only one micro-batch alive at a time: run its backward pass before
       the next forward pass;
-    - leave everything else alone: no optimizer step, no zero_grad, no change of train/eval mode.
+    - change nothing else: no optimizer step, no zero_grad, no switch between train and eval mode.
 
     sum_loss(logits, targets) returns the cross-entropy of one micro-batch, summed over its counted
-    targets. If `divisor` is given, divide by it instead of by the count: when several ranks share
-    one batch, no rank sees all of its targets, so the package passes the divisor in.
+    targets. If `divisor` is given, divide by it instead of by the number of counted tokens. The
+    package passes a divisor when several ranks share one batch, because then no rank sees all of
+    the batch's targets.
 
     Shapes: each micro-batch is (inputs, targets), both (B, S) int64. B and the number of ignored
-    targets differ between micro-batches, and all targets of one may be ignored.
-    model(inputs) gives logits (B, S, V).
+    targets differ between micro-batches, and a micro-batch may have no counted target at all.
+    model(inputs) returns logits (B, S, V).
 
     Example: two micro-batches with 3 and 1 counted tokens, whose losses are 1, 1, 1 and 5. The
     loss is (1 + 1 + 1 + 5) / 4 = 2. The mean of the two means would be (1 + 5) / 2 = 3. With
-    divisor = 8 it is 1.
+    divisor = 8 the loss is 1.
     """
     ### BEGIN SOLUTION
     if divisor is None:
@@ -74,20 +75,20 @@ def accumulate_gradients(
 def learning_rate(
     step: int, peak: float, minimum: float, warmup_steps: int, total_steps: int
 ) -> float:
-    """Warm up linearly to `peak`, then fall along half a cosine to `minimum`.
+    """Return the rate of `step`: a linear warm-up to `peak`, then half a cosine to `minimum`.
 
     Steps count from 0.
 
-    - Warm-up, while step < warmup_steps: step k gets (k + 1) / warmup_steps of the peak. So the
-      first step already learns, and the last step of the warm-up has the peak rate.
-    - Decay: the cosine starts at step warmup_steps with the peak and reaches `minimum` at the last
-      step, total_steps - 1. If the decay is a single step long, that step has the minimum.
-    - After the last step the rate stays at `minimum`.
+    - Warm-up, while step < warmup_steps: step k gets (k + 1) / warmup_steps of the peak. The first
+      step therefore has a rate above 0, and the last step of the warm-up has the peak rate.
+    - Decay: the cosine starts at the peak in step warmup_steps and reaches `minimum` in the last
+      step, total_steps - 1. If the decay lasts a single step, that step has the minimum.
+    - After the last step, the rate stays at `minimum`.
 
     warmup_steps may be 0.
 
-    Example: peak 1.0, minimum 0.0, warmup_steps 2, total_steps 7 gives, for steps 0 to 6,
-    0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0.
+    Example: with peak 1.0, minimum 0.0, warmup_steps 2 and total_steps 7, the rates of steps 0 to
+    6 are 0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0.
     """
     ### BEGIN SOLUTION
     if step < warmup_steps:
@@ -103,21 +104,30 @@ def learning_rate(
 # Exercise 1.3 | What a model costs | 30 min | difficulty 3 | replaces minitron.cost
 # Train with your training_flops_per_token
 def num_parameters(model: ModelConfig) -> int:
-    """Count the model's trainable values from its shapes; a tied weight counts once.
+    """Return the number of the model's parameters, from its shapes; a tied weight counts once.
 
-    D = width, F = ffn_width, V = vocab_size, G = num_kv_heads, K = head_width. A linear layer
-    stores one value for each pair of input and output, and one per output if it has a bias.
+    D = width, F = ffn_width, V = vocab_size, G = num_kv_heads, K = head_width. A linear layer has
+    one weight for each pair of an input and an output, and one bias per output if it has biases.
 
-    Both families: a token embedding (V, D); per block a norm, attention (query D to D, key and
-    value D to G K each, out D to D), another norm, a feed-forward; after the blocks a final norm
-    and a head D to V without bias, which is the embedding's own weight if tied_embedding.
-    gpt: learned positions (max_sequence_length, D); norms with weight and bias; every linear
-    layer of a block has a bias; the feed-forward is up (D to F) and down (F to D).
-    llama: rotary positions, which are not stored; norms with a weight only; no biases; the
-    feed-forward is gate and up (D to F each) and down (F to D).
+    Both families have
 
-    Example: llama, V 10, D 4, two heads, two KV heads, F 6, one layer, tied: the embedding has
-    40, attention 4 x 16, the feed-forward 3 x 24, three norms 4 each: 188.
+    - a token embedding (V, D);
+    - in each of the num_layers blocks: a norm, attention (query D to D, key and value D to G K
+      each, out D to D), a second norm, and a feed-forward;
+    - after the blocks: a final norm, and a head D to V without bias. With tied_embedding, the head
+      uses the embedding's weight.
+
+    They differ in the rest:
+
+    | | gpt | llama |
+    |---|---|---|
+    | positions | learned: (max_sequence_length, D) | rotary: not stored |
+    | norm | a weight and a bias, D values each | a weight, D values |
+    | linear layers of a block | with bias | without bias |
+    | feed-forward | up D to F, down F to D | gate and up D to F each, down F to D |
+
+    Example: llama with V 10, D 4, two heads, two KV heads, F 6, one layer, tied. The embedding has
+    40 parameters, attention 4 x 16, the feed-forward 3 x 24, and the three norms 4 each: 188.
     """
     ### BEGIN SOLUTION
     D, gpt = model.width, model.family == "gpt"
@@ -136,23 +146,24 @@ def num_parameters(model: ModelConfig) -> int:
 
 
 def training_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
-    """Count the floating-point operations that training spends on one token: matrices only.
+    """Return the FLOPs that training spends on one token, counting only matmuls.
 
-    A matmul of (M, K) with (K, N) is 2 M K N operations: M K N multiplications and as many
-    additions.
+    A matmul of (M, K) with (K, N) takes 2 M K N floating-point operations: M K N multiplications
+    and as many additions.
 
     | counts | does not count |
     |---|---|
-    | every linear layer | looking up an embedding |
+    | the weights of every linear layer | embedding lookups, biases |
     | the head, tied or not: it is a matmul either way | norms, activation functions |
-    | attention's two matmuls, query keys^T and scores values | |
+    | attention's two matmuls: queries times keys, scores times values | |
     | the backward pass: twice the forward pass | |
 
     Attention over S = sequence_length tokens counts as the full S x S square, although half of it
     is masked. Grouped-query heads share keys and values but skip no work: all H query heads attend.
 
-    Example: the model above with S = 3: the linear layers and the head hold 64 + 72 + 40 = 176
-    weights, 2 x 176 = 352; attention 2 x 2 S D = 48; forward 400, training 1200 per token.
+    Example: the model above with S = 3. The linear layers and the head have 64 + 72 + 40 = 176
+    weights, which take 2 x 176 = 352 FLOPs; attention takes 2 x 2 S D = 48. The forward pass
+    therefore takes 400 FLOPs per token, and training 1200.
     """
     ### BEGIN SOLUTION
     D = model.width
@@ -172,16 +183,16 @@ def plan_batch(
 ) -> tuple[int, int]:
     """Split a step's tokens into (micro_batch_size, accumulation_steps), the same on every rank.
 
-    tokens_per_step = micro_batch_size x accumulation_steps x num_ranks x sequence_length must hold
-    exactly, since a different batch would be a different training. micro_batch_size counts
-    sequences and is at most largest_micro_batch, which is what memory allows. Among the sizes that
-    divide, return the largest, which needs the fewest passes.
+    micro_batch_size x accumulation_steps x num_ranks x sequence_length must equal tokens_per_step
+    exactly, because a different batch size would change the training. micro_batch_size is a number
+    of sequences, at most largest_micro_batch, which is the most that fits in memory. If several
+    sizes qualify, return the largest, because it needs the fewest passes.
 
-    Raises ValueError, with tokens_per_step and the product sequence_length x num_ranks in its
-    message, when the first is not a multiple of the second.
+    Raise ValueError if tokens_per_step is not a multiple of sequence_length x num_ranks. The
+    message must contain tokens_per_step and that product.
 
-    Example: 2**16 tokens per step, sequences of 1024, 4 ranks: 16 sequences per rank. If 6 fit
-    into memory: (4, 4), because 6 and 5 do not divide 16.
+    Example: 2**16 tokens per step, sequences of 1024 tokens, 4 ranks. Each rank gets 16 sequences
+    per step. If 6 fit in memory, the answer is (4, 4), because neither 6 nor 5 divides 16.
     """
     ### BEGIN SOLUTION
     tokens_per_round = sequence_length * num_ranks

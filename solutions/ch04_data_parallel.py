@@ -5,9 +5,8 @@ you are stuck, `minitron hint 4.1` gives hints in three steps; `minitron reset 4
 original. The exercises do not build on each other, so you can take them in any order.
 
 Every rank runs your code. `group` is the process group of the ranks: use group.rank() and
-group.size(), and pass group=group to every call of torch.distributed, because there may be other
-ranks that are not in this group. The only collective you may use is dist.all_reduce, which
-computes a sum.
+group.size(), and pass group=group to every torch.distributed call, because some ranks may not
+belong to this group. The only collective you may use is dist.all_reduce, which computes a sum.
 """
 
 from collections.abc import Iterator
@@ -22,11 +21,11 @@ from minitron.parallel.one_device import OneDevice
 
 
 class Given(OneDevice):
-    """What 4.3 and 4.4 start from: equal weights, no_sync(), and a mean for the training loop.
+    """Base class of 4.3 and 4.4: equal weights at the start, no_sync(), and mean().
 
     Everything else the training loop needs is inherited from training on one device, because a
-    rank holds the full model too. The package's classes accept a parameter without a gradient
-    only with find_unused_parameters; yours always accept one, so you can ignore the argument.
+    rank holds the full model too. You can ignore find_unused_parameters: the package's classes
+    need it to accept a parameter without a gradient, but yours always accept one.
     """
 
     def __init__(
@@ -41,13 +40,13 @@ class Given(OneDevice):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside it, backward passes only accumulate: more micro-batches of the step follow."""
+        """Let backward passes only accumulate gradients, because more micro-batches follow."""
         self.synchronizes = False
         yield
         self.synchronizes = True
 
     def mean(self, tensor: Tensor) -> Tensor:
-        """The mean of a small tensor, such as the loss, over the ranks."""
+        """Average a small tensor, such as the loss, over the ranks."""
         total = tensor.detach().clone()
         dist.all_reduce(total, group=self.group)
         return total / self.group.size()
@@ -56,19 +55,19 @@ class Given(OneDevice):
 # Exercise 4.1 | Naive averaging | 15 min | difficulty 1 | replaces minitron.parallel.data.ddp
 # Train with yours on 2 ranks: apply_naive_data_parallel for apply_bucketed_data_parallel
 def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Replace every gradient by its mean over the ranks; called after the backward pass.
+    """Replace every gradient by its mean over the ranks, after the backward pass.
 
-    All ranks hold the same weights, and each has run backward() on the mean loss of its own rows;
-    all have the same number of rows. Afterwards .grad is, on every rank, what one process would
-    have computed from all the rows. Weights do not change.
+    The setting: all ranks hold the same weights and have the same number of rows, and each rank has
+    called backward() on the mean loss of its own rows. When your function returns, .grad on every
+    rank must be what one process would have computed from all rows. Do not change the weights.
 
-    Leave frozen parameters out. A parameter that requires a gradient may have .grad = None on some
-    ranks, because their rows did not use it; count it as zeros there. A tied weight is one
+    Skip frozen parameters. A parameter that requires a gradient may have .grad = None on some
+    ranks, because their rows did not use it; count it as zeros there. A tied weight is a single
     parameter. Send each gradient once: at most one all-reduce per parameter.
 
-    Shapes: .grad has the shape of its parameter, which may be (); all have the same dtype.
+    Shapes: .grad has the shape of its parameter, which may be (). All gradients have one dtype.
 
-    Example: on 2 ranks .grad of w is [1, 2] on rank 0 and [3, 6] on rank 1; both end with [2, 4].
+    Example: on 2 ranks, .grad of w is [1, 2] on rank 0 and [3, 6] on rank 1; both end with [2, 4].
     If rank 1 has None, both end with [0.5, 1].
     """
     ### BEGIN SOLUTION
@@ -87,14 +86,15 @@ def assign_buckets(sizes: list[int], bucket_bytes: int) -> list[list[int]]:
     """Assign the gradients to buckets, in the order in which backward() completes them.
 
     sizes[i] is the size of gradient i in bytes. Index 0 is the parameter that the model registered
-    first, so its gradient is completed last: start with the last index. A gradient joins the
-    current bucket if the bucket then holds at most bucket_bytes; otherwise it starts a new one,
-    and nothing is added to an earlier bucket later. A gradient larger than bucket_bytes gets a
-    bucket of its own. Every index is in exactly one bucket, no bucket is empty, and each bucket
-    lists its indices in the order in which they joined.
+    first, so its gradient is completed last: start with the last index.
+
+    A gradient joins the current bucket if the bucket then holds at most bucket_bytes. Otherwise it
+    starts a new bucket, and earlier buckets are never added to again. A gradient larger than
+    bucket_bytes gets a bucket of its own. Every index is in exactly one bucket, no bucket is empty,
+    and each bucket lists its indices in the order in which they joined.
 
     Example: sizes [40, 10, 20, 30] with bucket_bytes = 50 give [[3, 2], [1, 0]]: 30 + 20, then
-    10 + 40. With 45 they give [[3], [2, 1], [0]]. On 2 ranks each bucket is one all-reduce.
+    10 + 40. With bucket_bytes = 45 they give [[3], [2, 1], [0]].
     """
     ### BEGIN SOLUTION
     buckets: list[list[int]] = []
@@ -113,7 +113,7 @@ def assign_buckets(sizes: list[int], bucket_bytes: int) -> list[list[int]]:
 # Exercise 4.3 | Overlap by hooks | 20 min | difficulty 2 | replaces minitron.parallel.data.ddp
 # Train with yours on 2 ranks: apply_hooked_data_parallel for apply_bucketed_data_parallel
 class HookedDataParallel(Given):
-    """Average each gradient over the ranks while the backward pass still computes the others.
+    """Average each gradient over the ranks while the backward pass is still computing others.
 
         parallel = HookedDataParallel(model, group)     # once; then in every step:
         with parallel.no_sync():                        # if there are several micro-batches,
@@ -123,18 +123,19 @@ class HookedDataParallel(Given):
         optimizer.step(); optimizer.zero_grad()
 
     As soon as backward() has completed a parameter's .grad, start its all-reduce with
-    async_op=True; do not wait for it before finish(). After finish(), .grad is, on every rank, the
-    mean of what the ranks have accumulated, and nothing else is kept from the step.
+    async_op=True, and do not wait for it before finish(). After finish(), .grad on every rank is
+    the mean of what the ranks have accumulated, and your object keeps nothing else from the step.
 
-    There is one all-reduce per step for each parameter that has a gradient, in the shape of .grad.
-    Under no_sync(), while self.synchronizes is False, there is none, and gradients accumulate in
-    .grad as they would without this class. Leave frozen parameters out. A parameter that no rank
-    uses keeps .grad = None. A tied weight is one parameter; PyTorch calls its hook once, after
-    both uses have added to .grad.
+    In each step, send one all-reduce per parameter that has a gradient, in the shape of .grad.
+    Under no_sync(), self.synchronizes is False: send nothing, and let gradients accumulate in .grad
+    as they would without this class. Skip frozen parameters. A parameter that no rank uses keeps
+    .grad = None. A tied weight is a single parameter; PyTorch calls its hook once, after both uses
+    have added to .grad.
 
-    Example: on 2 ranks a model has layers 0 and 1. backward() completes layer 1's gradient: its
-    all-reduce starts. While it runs, backward() computes layer 0's, whose all-reduce starts too.
-    finish() waits for both. If layer 0's .grad was [1, 2] and [3, 6], it is [2, 4] on both ranks.
+    Example: on 2 ranks, a model has layers 0 and 1. When backward() completes layer 1's gradient,
+    its all-reduce starts. While it runs, backward() computes layer 0's gradient, whose all-reduce
+    starts next. finish() waits for both. If layer 0's .grad was [1, 2] on rank 0 and [3, 6] on rank
+    1, it is then [2, 4] on both.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class HookedDataParallel(Given):
         ### END SOLUTION
 
     def reduce(self, parameter: nn.Parameter) -> None:
-        """Start the all-reduce of `parameter`, whose .grad has just been completed."""
+        """Start the all-reduce of the .grad of `parameter`, which has just been completed."""
         ### BEGIN SOLUTION
         if self.synchronizes:
             parameter.grad /= self.group.size()  # now: it must not change during the all-reduce
@@ -158,7 +159,7 @@ class HookedDataParallel(Given):
         ### END SOLUTION
 
     def finish(self) -> None:
-        """Wait for every all-reduce of this step; afterwards .grad is the mean."""
+        """Wait for every all-reduce of this step, so that .grad is the mean."""
         ### BEGIN SOLUTION
         for work in self.works:
             work.wait()
@@ -169,25 +170,26 @@ class HookedDataParallel(Given):
 # Exercise 4.4 | Buckets | 30 min | difficulty 3 | replaces minitron.parallel.data.ddp
 # Train with yours on 2 ranks
 class BucketedDataParallel(Given):
-    """Like 4.3, but in buckets: a few large messages instead of many small ones.
+    """Do the same as 4.3 in buckets: a few large messages instead of many small ones.
 
     self.buckets lists the parameters that require a gradient, bucket by bucket, beginning with
-    those whose gradients are completed first. A bucket is sent as one all-reduce of one flat
-    tensor, which holds its gradients one after the other in the bucket's order. Send it during the
-    backward pass, as soon as all of its gradients are complete and the previous bucket has been
-    sent. Keep to this order: ranks may complete their gradients in different orders, but must send
-    the same buckets together. Do not wait before finish(), which first sends the buckets that have
-    not been sent. A parameter without a gradient on this rank counts as zeros.
+    those whose gradients are completed first. Send each bucket as one all-reduce of one flat
+    tensor, which holds the bucket's gradients one after the other, in the bucket's order.
 
-    Every step outside no_sync() sends every bucket once, with everything that has accumulated.
-    After finish(), .grad is the mean on every rank (zeros or None if no rank had one), and nothing
-    as large as the gradients is kept besides .grad: either free the flat tensors, or let each
-    .grad be a view into one.
+    Send a bucket during the backward pass, as soon as all of its gradients are complete and the
+    previous bucket has been sent. Ranks may complete their gradients in different orders, but all
+    of them must send the buckets in this one order. Do not wait before finish(), which first sends
+    the remaining buckets. A parameter without a gradient on this rank counts as zeros.
 
-    Shapes: .grad has the shape of its parameter, which may be (); all have the same dtype.
+    In each step, send every bucket once, with everything that has accumulated; under no_sync(),
+    send nothing. After finish(), .grad is the mean on every rank (zeros or None if no rank had a
+    gradient). Apart from .grad, keep nothing as large as the gradients: either free the flat
+    tensors, or let each .grad be a view into one.
+
+    Shapes: .grad has the shape of its parameter, which may be (). All gradients have one dtype.
 
     Example: on 2 ranks, bucket 0 holds b (2 values) and a (1 value). Rank 0 has the gradients
-    b = [2, 4], a = [6], rank 1 has b = [4, 8], a = None. One all-reduce sums [2, 4, 6] and
+    b = [2, 4] and a = [6]; rank 1 has b = [4, 8] and a = None. One all-reduce sums [2, 4, 6] and
     [4, 8, 0]; both ranks end with b = [3, 6] and a = [3].
     """
 
@@ -207,7 +209,7 @@ class BucketedDataParallel(Given):
         ### END SOLUTION
 
     def collect(self, parameter: nn.Parameter) -> None:
-        """Send the buckets that can be sent, now that the .grad of `parameter` is complete."""
+        """Send every bucket that can be sent now that the .grad of `parameter` is complete."""
         ### BEGIN SOLUTION
         if self.synchronizes:
             self.complete.add(parameter)

@@ -507,8 +507,8 @@ for kind, policy in kinds.items():
 # %% [markdown]
 # (The first two rows exceed section 2's formula because the CPU's dropout masks are larger.)
 # Selective recomputation costs less than one percent, half of our own count, because it stops
-# early. Its share of *time* is larger (forward plus backward, in milliseconds): The paper measured
-# one layer of a 22-billion-parameter model on A100s (Korthikanti et al. 2022, table 4):
+# early. Its share of *time* is larger. The paper measured one layer of a 22-billion-parameter model
+# on A100s, forward plus backward (Korthikanti et al. 2022, table 4):
 
 # %% tags=["output-time", "nbval-check-output"]
 milliseconds = {"none": 7.7 + 11.9, "selective": 7.7 + 13.2, "full": 7.7 + 19.5}

@@ -13,15 +13,21 @@
 # %% [markdown]
 # # 4. Data parallelism: many GPUs, one training run
 #
-# **40 minutes. No GPU. Exercises 4.1 to 4.4.**
+# **45 minutes. No GPU. [Exercises 4.1](exercise:4.1) to 4.4.**
 #
 # *You need:* the training step and the global batch from [chapter 1](chapter:1), and the categories
 # of memory from [chapter 2](chapter:2).
 #
 # *You will be able to:*
-# - **train** one model on several processes, provably the same training as on one process;
-# - **overlap** communication with the backward pass, and predict what stays exposed;
+# - **train** one model on several processes, and show that it is the same training as on one;
+# - **overlap** communication with the backward pass, and predict how much of it still delays the
+#   step;
 # - **find** a bug that no loss curve shows, with an instrument that names the factor.
+#
+# *The way there:*
+# - **Sections 1 to 3:** what many GPUs must exchange in each step, and how long it takes;
+# - **Sections 4 to 6:** averaging by hand, a trap, and the package's three versions;
+# - **Section 7:** step times, measured and predicted, and the limit of data parallelism.
 #
 # Run the cells in order. When the text asks you to predict something, write your guess down before
 # you open the answer.
@@ -64,8 +70,8 @@ MB, GB, KiB = 1e6, 1e9, 2**10
 # ## 1. The question
 #
 # The [model card of Llama 3 8B](https://huggingface.co/meta-llama/Meta-Llama-3-8B) reports 15
-# trillion tokens and 1.3 million GPU hours on H100s. How long is that on a single one? And how many
-# would you need to finish in a month?
+# trillion tokens and 1.3 million GPU hours on H100s. How long would that take on a single one? And
+# how many would you need to finish in a month?
 
 # %% tags=["output-question", "nbval-check-output"]
 llama_8b = cost.published_llama(32, 4096, 32, 8, 14336, 128256, 8192)
@@ -77,34 +83,35 @@ print(f"in chapter 1, at an MFU of 40%: {flops / (0.4 * peak) / 3600 / 24 / 365:
 print(f"the MFU of 1.3 million hours: {flops / peak / 3600 / hours:.0%}")
 
 # %% [markdown]
-# Chapter 1 arrived at half as many years for the same model, because it assumed an MFU that a good
-# training loop reaches. Both numbers are right. GPU hours count everything a run was billed for,
-# such as waiting for the network, restarts and evaluation, and the model card does not break them
-# down. When you plan a run, half of its cost can be in what the FLOPs do not show, and the network
-# is the first place to look.
+# Chapter 1 estimated about half as many years for the same model, because it assumed an
+# [MFU](word:mfu) that a good training loop reaches. Both numbers are right. GPU hours count
+# everything a run was billed for, such as waiting for the network, restarts and evaluation, and the
+# model card does not break them down. When you plan a run, half of its cost can be time that a FLOP
+# count does not show, and the network is the first place to look for it.
 #
 # The work is easy to split: a step's batch has millions of tokens, and each GPU can take some of
-# its sequences. The *result* is not: at the end of the step there must be one model.
+# its sequences. The *result* is not: at the end of the step, every GPU must have the same model.
 #
 # ## 2. Estimate
 #
-# Each process, called a **rank**, holds the whole model and reads its own part of the global batch.
-# Its backward pass yields the gradient of that part. The gradient of the whole batch is the mean of
-# them, so the ranks need one operation: every rank contributes a tensor, and every rank receives
-# the sum. It is called **all-reduce**, and with the best algorithms each rank sends
+# What must the GPUs exchange for that? Each process, called a **[rank](word:rank)**, holds the full
+# model and reads its own part of the global batch. Its backward pass computes the gradient of that
+# part. The gradient of the global batch is the mean of the ranks' gradients, so they need one
+# operation: every rank contributes a tensor, and every rank receives the sum. It is called
+# **[all-reduce](word:all-reduce)**, and with the best algorithms each rank sends
 #
 # $$2\,\frac{N-1}{N}\,G \text{ bytes, for gradients of } G \text{ bytes on } N \text{ ranks}$$
 #
 # (Patarasuk & Yuan 2009; we build such an algorithm in [chapter 5](chapter:5)).
 #
-# **Predict.** Llama 3 8B with gradients in bfloat16. Each H100 has its own 400 Gb/s network card
-# (50 GB/s), sends everything through it, and gets 8,192 tokens per step. Which takes longer, the
-# backward pass or the all-reduce? And what changes if there are 2,048 ranks instead of 8?
+# **Predict.** Llama 3 8B trains with gradients in bfloat16. Each H100 processes 8,192 tokens per
+# step and sends everything through its own 400 Gb/s network card (50 GB/s). Which takes longer, the
+# backward pass or the all-reduce? And what changes with 2,048 ranks instead of 8?
 #
 # <details><summary>Answer</summary>
 #
 # The backward pass, but not by much. The number of ranks hardly matters: from 8 to 2,048 ranks, the
-# bytes grow by a seventh.
+# bytes that each of them sends grow by a seventh.
 #
 # </details>
 
@@ -119,14 +126,16 @@ for N in (2, 8, 64, 2048):
     print(f"{N:5,} {sent / GB:11.1f} GB {sent / (50 * GB):10.2f} s")
 
 # %% [markdown]
-# If the ranks first compute and then communicate, they spend a good part of their time
-# communicating. If they can do both at once, most of that time disappears. So this chapter has two
+# If the ranks compute first and communicate afterwards, they spend a good part of each step
+# communicating. If they do both at once, most of that time disappears. So this chapter has two
 # goals: make it correct, then make it overlap.
 #
 # ## 3. Picture
 #
-# Llama 3.2 1B, a batch of four sequences of 2,048 tokens, four ranks. **Predict:** which of the
-# four categories of memory does data parallelism divide by four?
+# First, what does it do to memory? Take Llama 3.2 1B, a batch of four sequences of 2,048 tokens,
+# and four ranks. The figure has a row per rank and a column per category; the colored part of a box
+# is what the rank holds. **Predict:** which of the four categories of memory does data parallelism
+# divide by four?
 
 # %% tags=["figure-holdings"]
 llama_1b, recipe = cost.PUBLISHED["Llama 3.2 1B"], cost.RECIPES["bf16"]
@@ -142,20 +151,22 @@ show(holdings({f"rank {rank}": row for rank in range(4)}), alt=(
 ))
 
 # %% [markdown]
-# Only the activations. Data parallelism splits the work, not the memory: a model that does not fit
-# on one GPU does not fit on a thousand of them this way.
+# Only the activations, because each rank processes one sequence; all other boxes are full. Data
+# parallelism splits the work, not the memory: a model that does not fit on one GPU does not fit on
+# a thousand of them this way.
 #
 # ### Which rank reads what
 #
 # The sequences of one step are the **global batch** (GBS). Each rank processes its part in
-# micro-batches of MBS sequences and accumulates the gradients of several of them (GA) before the
-# ranks communicate:
+# micro-batches of MBS sequences and accumulates the gradients of GA micro-batches before the ranks
+# communicate:
 #
 # $$\text{GBS} = \text{MBS} \times \text{GA} \times N \text{ for } N \text{ ranks}$$
 #
 # What the step computes must depend on GBS alone, not on how the batch is divided. A rank therefore
-# does not own a part of the data set. Each step has a range of *sample numbers*, and the rank takes
-# its share of them:
+# does not own a part of the data set. All samples have one shuffled order, each step reads the next
+# GBS positions in it, and each of N ranks takes every N-th position. The next cells write a tiny
+# data set and print which samples a step of eight reads:
 
 # %%
 workspace = tempfile.TemporaryDirectory()
@@ -172,17 +183,19 @@ for N in (2, 3, 4):
     print(f"{N} ranks:    ", *(part.tolist() for part in parts), "together the same:", same)
 
 # %% [markdown]
-# With three ranks the parts have different sizes, and that is fine: each rank divides its summed
-# loss by an *equal share* of all tokens, one third, not by its own number of tokens. A run can stop
-# on 4 ranks and resume on 3, because its position in the data is a single number that counts all
-# ranks' samples.
+# However many ranks there are, together they read the same samples. With three ranks the parts have
+# different sizes, and that is fine: each rank divides its summed loss by an *equal share* of all
+# tokens, one third, not by its own number of tokens, so that averaging over the ranks gives the
+# mean over all tokens. A run can stop on 4 ranks and resume on 3, because its position in the data
+# is a single number that counts all ranks' samples.
 #
 # ## 4. By hand
 #
-# `run(function, 4)` starts four processes and calls `function(group)` in each. Through `group` they
-# reach each other: `group.rank()` is this process's number and `group.size()` how many there are.
-# Nothing else distinguishes them. They run the same code with the same seed, so they hold the same
-# weights.
+# Now we average gradients on real processes. `run(function, 4)` starts four processes and calls
+# `function(group)` in each. Through `group` they communicate: `group.rank()` is this process's
+# number, and `group.size()` is how many there are. Nothing else distinguishes them. They run the
+# same code with the same seed, so they start with the same weights. The only new code is the loop
+# over the parameters:
 
 # %%
 generator = torch.Generator().manual_seed(0)
@@ -228,7 +241,7 @@ for rank, gradient in enumerate(by_rank):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The same, up to rounding: the numbers are added in a different order, and floating-point addition
+# It is, up to rounding: the numbers are added in a different order, and floating-point addition
 # depends on the order. In float64 the difference is in the sixteenth digit. The four ranks agree
 # with each other exactly, because each receives the same sum. That matters, because they never
 # compare their weights again.
@@ -237,8 +250,8 @@ for rank, gradient in enumerate(by_rank):
 #
 # ### What a mistake looks like
 #
-# All ranks of a group must take part in a collective; if one does not, the others wait. Here rank 2
-# has no work and returns early:
+# An operation such as all-reduce is a **[collective](word:collective)**: all ranks of a group must
+# take part, and if one does not, the others wait. Here rank 2 has no work and returns early:
 
 # %% tags=["output-hang"]
 def early(group):
@@ -255,8 +268,8 @@ except RankError as error:
 
 # %% [markdown]
 # On a cluster you would see GPUs at full utilization and no progress, until NCCL times out some
-# minutes later. Here the launcher asks every rank where it is. It also compares which collectives
-# the ranks announce, so a mismatch is reported right away:
+# minutes later. Here the launcher asks every rank where it is. It also compares the collectives
+# that the ranks call, so a mismatch is reported right away. This time, rank 2 skips one collective:
 
 # %% tags=["output-mismatch"]
 def confused(group):
@@ -272,11 +285,14 @@ except RankError as error:
     show_text(error)
 
 # %% [markdown]
+# Both bugs stop the run, so you notice them.
+#
 # ## 5. The trap: the loss looks fine
 #
-# Why wait until the backward pass has finished? A hook can send each gradient as soon as it is
-# complete. PyTorch offers `register_post_accumulate_grad_hook`: it calls your function when a
-# parameter's gradient has been accumulated. Read this code. Would it pass your review?
+# Section 4's loop starts when the backward pass has finished. Why wait that long? A *hook*, a
+# function that autograd calls, can send each gradient as soon as it is complete. PyTorch offers
+# `register_post_accumulate_grad_hook`: it calls your hook when a parameter's gradient has been
+# accumulated. Read this code. Would it pass your review?
 
 
 # %%
@@ -294,9 +310,10 @@ def hook_by_hand(model, group):
 
 
 # %% [markdown]
-# Here is a second version, which runs after the backward pass and forgets to divide. With each
-# version, an embedding and a linear layer learn to count in sevens (of 64 tokens, the next one is
-# the last one plus 7, modulo 64), with AdamW on four ranks.
+# Here is a second version, which runs after the backward pass and forgets to divide. We train with
+# each version and with the correct mean, which is dashed in the figure. An embedding and a linear
+# layer learn to count in sevens (the next token is the current one plus 7, modulo 64), with AdamW
+# on four ranks.
 
 
 # %%
@@ -317,9 +334,11 @@ show(curves(range(1, 61), {"sum": summed, "hook": hooked}, "step", "loss (nats p
 ))
 
 # %% [markdown]
-# Three healthy curves. Now the **oracle**. It trains a small model on N ranks and in one process,
-# with the same samples, in float64, with SGD and with AdamW, and after every step it compares the
-# losses, every gradient and every parameter on every rank. What does it say about our two versions?
+# Three healthy curves: in our run, the sum lies on the correct one, and the hook is a few steps
+# behind. Now we ask the **[oracle](word:oracle)**. It trains a small model on N ranks and in one
+# process, with the same samples, in float64, with SGD and with AdamW. After every step it compares
+# the losses, every gradient and every parameter on every rank. What does it say about our two
+# versions?
 
 # %% tags=["output-oracle-trap"]
 def with_hook(model, group):
@@ -334,32 +353,36 @@ for name, apply in (("sum", after_backward(sum_by_hand)), ("hook", with_hook)):
 # %% [markdown]
 # **The sum** gives a gradient that is N times too large. AdamW divides each gradient by its own
 # magnitude and hides the factor, which is why the oracle also trains with SGD. You would notice on
-# the day you turn on gradient clipping, whose threshold is then N times too strict, or resume on
-# another number of ranks, where the new gradients no longer match the scale of AdamW's moments.
+# the day you turn on gradient clipping, whose threshold is then N times too strict, or resume on a
+# different number of ranks, where the new gradients no longer match the scale of AdamW's moments.
 #
-# **The hook** is worse. `register_post_accumulate_grad_hook` passes the *parameter*. The argument
-# is named `grad`, and every reader believes it. So it averages the weights in the middle of the
-# backward pass, while each rank keeps its own gradient. Each rank trains on its own data and is
-# pulled back toward the others one step late.
+# **The hook** is worse. `register_post_accumulate_grad_hook` passes the *parameter*, not its
+# gradient. The argument is named `grad`, and every reader believes it. So the hook averages the
+# weights in the middle of the backward pass, while each rank keeps its own gradient, and the oracle
+# sees gradients that differ between ranks. Each rank trains on its own data and is pulled back
+# toward the others one step late.
 #
 # This bug is real. [picotron](https://github.com/huggingface/picotron), a code base for teaching,
 # has it in `DataParallelNaive` (huggingface/picotron, `picotron/data_parallel/data_parallel.py`, as
-# of August 2025): its method `_allreduce_grads(self, grad)` is registered with this very hook. With
-# `register_hook`, which passes the gradient, the same body would be correct. The cells above
-# reproduce it.
+# of August 2025): its method `_allreduce_grads(self, grad)` is registered with this very hook. The
+# cells above reproduce it. With `register_hook`, which passes the gradient, the same body would be
+# correct as long as a step has a single backward pass.
 #
 # ## 6. The real one
 #
-# The package has three versions. You know the naive one:
+# How does the package avoid these mistakes? It has three versions; the naive one is section 4's
+# loop:
 
 # %%
 print(inspect.getsource(average_gradients))
 
 # %% [markdown]
-# It divides before it sums, so that N gradients in 16 bits cannot overflow. And if a parameter got
-# no gradient on this rank, the rank takes part with zeros. The hooked version,
-# [`HookedDataParallel`](code:minitron.parallel.data.ddp.HookedDataParallel), differs in *when* it
-# sends. Find the line that can make a gradient wait although it is ready, and the reason for it.
+# It divides before it sums, so that the sum of N gradients in 16 bits cannot overflow. And if a
+# parameter got no gradient on this rank, the rank takes part with zeros.
+#
+# The hooked version, [`HookedDataParallel`](code:minitron.parallel.data.ddp.HookedDataParallel),
+# differs in *when* it sends. Its hook is `collect`, and each of its `buckets` holds one gradient.
+# Find the line that can make a gradient wait although it is ready, and the reason for it.
 
 # %%
 print(inspect.getsource(HookedDataParallel.collect))
@@ -367,14 +390,17 @@ print(inspect.getsource(HookedDataParallel.accept))
 print(inspect.getsource(HookedDataParallel.send))
 
 # %% [markdown]
-# `async_op=True` starts the all-reduce and returns immediately; `finish()` waits for all of them.
-# The `while` loop sends in one fixed order. Autograd may complete gradients in a different order on
-# another rank, and then two ranks would reduce different tensors together.
+# It is the `while` loop: it sends in one fixed order, so a gradient that is early waits for its
+# turn. Autograd may complete gradients in a different order on another rank, and then two ranks
+# would add up different tensors. `async_op=True` starts the all-reduce and returns immediately;
+# `finish()` waits for all of them. (`is_last` is false under `no_sync`, explained below;
+# `completes` and `incomplete` are for the pipelines of [chapter 9](chapter:9).)
 #
-# The bucketed version differs in *how much* it sends at once. A message has a fixed cost, its
-# latency, however short it is, and a model has hundreds of small tensors. So gradients are copied
-# into flat [buckets](word:bucket), and each bucket is one message. `assign_buckets` starts with the
-# last parameter, whose gradient is complete first:
+# The bucketed version differs in *how much* it sends at once. Every message, however short, has a
+# fixed cost, its latency, and a model has hundreds of small tensors. So gradients are copied into
+# flat [buckets](word:bucket), and each bucket is one message. `assign_buckets` starts with the last
+# parameter, whose gradient is complete first. Here are its buckets for four gradients, and then the
+# code that fills and sends one:
 
 # %%
 print(assign_buckets([40, 10, 20, 30], bucket_bytes=50), "\n")
@@ -383,9 +409,10 @@ print(inspect.getsource(FlatGradients.take))
 print(inspect.getsource(BucketedDataParallel.send))
 
 # %% [markdown]
-# In `take`, `torch.mul(..., out=view)` copies and divides in one operation. From then on `.grad`
-# *is* a view into the bucket, so nothing has to be copied back. The oracle, for several numbers of
-# ranks:
+# The first line says that gradients 3 and 2 share a bucket, and so do 1 and 0. In `take`,
+# `torch.mul(..., out=view)` copies and divides in one operation. From then on `.grad` *is* a view
+# into the bucket, so nothing has to be copied back. Are all three versions correct? We ask the
+# oracle, for several numbers of ranks:
 
 # %% tags=["output-oracle", "nbval-check-output"]
 small_buckets = partial(apply_bucketed_data_parallel, bucket_bytes=5_000)  # to have several
@@ -396,14 +423,17 @@ for num_ranks in (1, 2, 3, 4):
         print(f"{num_ranks} ranks  {name:9} {verdict(apply, num_ranks)}")
 
 # %% [markdown]
-# This includes a batch that is not divisible by the number of ranks, a frozen parameter, a tied
-# embedding, and ranks that were deliberately given different seeds.
+# They are. The test includes a batch that is not divisible by the number of ranks, a frozen
+# parameter, a tied embedding, and ranks that were deliberately given different seeds.
 #
 # ### Accumulation and `no_sync`
 #
-# With four micro-batches per step, the ranks could average after each backward pass.
+# With four micro-batches per step, the ranks could average after each backward pass. The cells
+# below compare this with averaging once, at the end. A **[ledger](word:ledger)** counts the bytes:
+# it records every collective that a rank starts, including those started from hooks.
 #
-# **Predict.** Would the gradient be wrong? And what would that cost on the network?
+# **Predict.** Is the gradient wrong if the ranks average four times? And what does it cost on the
+# network?
 
 # %%
 def accumulate(group, sync_each):
@@ -433,14 +463,13 @@ for name, sync_each in (("after each of 4", True), ("once, no_sync", False)):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The gradient is correct: averaging what has been averaged already changes nothing, and the mean of
-# sums is the sum of means. But every backward pass sends all the bytes. Under `no_sync`, gradients
-# accumulate in `.grad`, and only the last backward pass of the step sends them.
+# The gradient is correct: averaging what is already averaged changes nothing, and the mean of sums
+# is the sum of means. But every backward pass sends all the bytes. Under `no_sync`, gradients
+# accumulate in `.grad` and are sent once per step.
 #
 # </details>
 #
-# The **ledger** counted these bytes. It sees every collective that a rank starts, including those
-# started from hooks. Do the counts agree with the formula of section 2?
+# Do the ledger's counts (the bars) agree with the formula of section 2 (the ticks)?
 
 # %% tags=["figure-wire"]
 elements = [p.numel() for p in build().parameters()]
@@ -453,18 +482,22 @@ show(wire(measured, formula), alt=(
 ))
 
 # %% [markdown]
+# Every bar ends at its tick: the counts agree to the byte.
+#
 # ## 7. Measure
 #
-# Four processes on one machine communicate through its memory, so there is hardly anything to hide.
-# We slow the network down. [`SlowNetwork`](code:minitron.launch.slow_network.SlowNetwork) is an
-# **emulation**: every transfer really takes place, and a rank that waits for one sleeps until a
-# link with that latency and bandwidth would have delivered it. The processor is free in the
-# meantime, so the overlap is real.
+# We have counted the bytes; now we measure the time. Four processes on one machine communicate
+# through its memory, so there is hardly anything to hide. We slow the network down.
+# [`SlowNetwork`](code:minitron.launch.slow_network.SlowNetwork) is an **emulation**: every transfer
+# really takes place, and a rank that waits for one sleeps until a link of a given latency and
+# bandwidth would have delivered it. The processor is free in the meantime, so the overlap is real.
+# Communication that is not hidden behind compute is called *exposed*.
 #
 # From here on there are two ranks and a larger model. First we measure the compute alone: when is
-# each gradient complete? Then we choose a network to match the speed of your machine: at its
-# bandwidth, all gradients take three fifths of the backward pass; its latency, paid once per
-# gradient, adds up to as much time as the whole backward pass.
+# each gradient complete? Then we choose a network to match the speed of your machine. At its
+# bandwidth, sending all gradients takes three fifths of the time of the backward pass. Its latency
+# is paid twice in an all-reduce between two ranks; with one all-reduce per gradient, it adds up to
+# as much time as the whole backward pass.
 
 # %% tags=["output-compute"]
 compute = run(lab.compute_alone, 2, watch=False)[0]
@@ -475,16 +508,18 @@ print(f"backward pass {1e3 * (compute.backward - compute.forward):.0f} ms, "
 print(SlowNetwork(*network))
 
 # %% [markdown]
-# The prediction is a queue. A bucket leaves when its last gradient is complete and the link is
-# free:
+# From these numbers we can predict a step. The network is a queue: a bucket leaves when its last
+# gradient is complete and the link is free.
 
 # %%
 print(inspect.getsource(transfers))
 
 # %% [markdown]
-# **Predict.** Three steps are about to be drawn: naive (one message per gradient, after the
-# backward pass), hooked (one message per gradient, when it is ready), and bucketed. Where does each
-# of them wait for the network?
+# Now we measure three versions: naive (one message per gradient, after the backward pass), hooked
+# (one message per gradient, when it is ready), and bucketed. There is a figure for each: the dashed
+# lanes are predicted, the solid ones are the fastest measured step, and hatching is idle time.
+#
+# **Predict.** Where does each version wait for the network?
 
 # %% tags=["output-three"]
 best_size, one_by_one = 2 * KiB**2, [[index] for index in reversed(range(len(sizes)))]
@@ -511,32 +546,37 @@ draw("naive", "Naive: while gradients travel, no rank computes; while ranks comp
      "travels.")
 
 # %% [markdown]
-# Each stripe is one gradient. The narrow ones are hardly more than the latency.
+# Nothing overlaps: the naive version waits for every gradient. Each stripe is one of them; the
+# narrow ones take hardly longer than the latency. In the hooked version, gradients leave earlier:
 
 # %% tags=["figure-hooked"]
 draw("hooked", "Hooked: the network works during the backward pass, but many small messages keep "
      "it busy long after its end.")
 
 # %% [markdown]
-# There is overlap, and still an exposed tail. The tail consists of latency rather than bytes, once
-# per tensor. In the measured lanes the backward pass itself has also become longer, because
-# starting dozens of collectives takes processor time.
+# There is overlap, and still an exposed tail. It is due to latency, which is paid for every tensor;
+# the bytes alone would fit into the backward pass. In our run, the backward pass itself has also
+# become longer, because starting dozens of collectives takes processor time. Buckets need only a
+# few of them:
 
 # %% tags=["figure-bucketed"]
 draw("bucketed", "Bucketed: the network keeps up with the backward pass, and what is exposed is "
      "little more than the last bucket.")
 
 # %% [markdown]
-# What does the gap between prediction and measurement consist of? Starting and completing a
-# collective takes processor time, and so does copying gradients into buckets. Two small
-# all-reduces, of the number of tokens and of the loss, are not in the prediction. And when one rank
-# is late, the others wait for it: a stripe that is much longer than its bytes justify is such a
-# wait.
+# In our run, most of the communication is now hidden. What does the gap between prediction and
+# measurement consist of? Starting and completing a collective takes processor time, and so does
+# copying gradients into buckets. Two small all-reduces, of the number of tokens and of the loss,
+# are among the calls but not in the prediction. And when one rank is late, the others wait for it:
+# a stripe that is much longer than its bytes justify is such a wait.
 #
 # ### How large should a bucket be?
 #
-# **Predict.** Small buckets leave early and pay the latency often. Large ones pay it once and leave
-# late. What does the step time look like as a function of the bucket size? What would move its
+# We chose 2 MiB. The next cells try five sizes. The figure shows the prediction (dashed), and the
+# median (dot) and middle half (line) of the measured steps.
+#
+# **Predict.** Small buckets leave early and pay the latency often. Large ones leave late and pay it
+# rarely. What does the step time look like as a function of the bucket size? What would move its
 # minimum to smaller buckets?
 
 # %%
@@ -563,9 +603,9 @@ show(ranges(spreads, predicted, "step (ms), network emulated"), alt=(
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# A valley, in the prediction: the smallest buckets pay the latency dozens of times, and the largest
-# one leaves when the backward pass is over. The floor of the valley is flat, so how precisely the
-# best size can be measured depends on the spread of the repeats. A shorter latency moves the
+# The prediction is a valley: the smallest buckets pay the latency dozens of times, and the largest
+# one leaves only when the backward pass is over. The floor of the valley is flat, so how precisely
+# the best size can be measured depends on the spread of the repeats. A shorter latency moves the
 # minimum to smaller buckets, because then many messages cost little. PyTorch's default is 25 MiB,
 # with a first bucket of 1 MiB so that the network starts early ([Li et al.
 # 2020](https://arxiv.org/abs/2006.15704), section 5); the package does the same.
@@ -574,16 +614,17 @@ show(ranges(spreads, predicted, "step (ms), network emulated"), alt=(
 #
 # ### On real GPUs
 #
-# The same functions with an H100's numbers from NVIDIA's datasheets (2023): 40 % of 989 TFLOP/s,
-# 450 GB/s per direction over NVLink inside a node, and 50 GB/s through a 400 Gb/s card between
-# nodes; 64 ranks.
+# The same functions predict a step of Llama 3.2 1B on 64 H100s, with numbers from NVIDIA's
+# datasheets (2023): 40 % of 989 TFLOP/s, 450 GB/s per direction over NVLink inside a node, and 50
+# GB/s through a 400 Gb/s card between nodes.
 
 # %% tags=["figure-explorer"]
 bucket_explorer()
 
 # %% [markdown]
-# What there is to hide behind is one step's backward pass. On one GPU, for six layers of a 1.3B
-# Llama:
+# Whatever lies to the right of the backward pass is exposed. So how long is the backward pass on a
+# real GPU? Here is a step of six layers of a 1.3B Llama, without communication, predicted and
+# recorded:
 
 # %%
 shown = recorded.one_step()
@@ -591,9 +632,10 @@ show_text(shown.sentence)
 show(shown.figure, alt=shown.alt)
 
 # %% [markdown]
-# At best, the all-reduce is completely hidden behind the backward pass. How much work must a rank
-# have for that? Both times are proportional to the number of parameters P: the backward pass takes
-# about 4 P FLOPs per token, and the all-reduce sends about 2 x 2 P bytes. So P cancels.
+# At best, the all-reduce takes no longer than the backward pass and is completely hidden. How much
+# work must a rank have for that? With P parameters, the backward pass takes about 4 P FLOPs per
+# token, and each rank sends about 2 x 2 P bytes in the all-reduce (2 bytes per gradient, times
+# nearly 2 by section 2's formula).
 #
 # **Predict.** How many tokens per rank hide the all-reduce between nodes? Does a larger model need
 # more tokens, or fewer?
@@ -612,17 +654,18 @@ for name, rate in links.items():
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Approximately the FLOP/s that the GPU achieves, divided by the link's bytes per second, for any
-# model. (Attention adds FLOPs but no gradients, so the exact numbers are lower, most of all for the
-# smaller model, where attention is a larger share of the FLOPs.)
+# Both times are proportional to P, so P cancels. For any model, the rule is the FLOP/s that the GPU
+# achieves, divided by the link's bytes per second: 7,915 tokens with a 400 Gb/s card. (Attention
+# adds FLOPs but no gradients, so the exact numbers are lower, most of all for the smaller model,
+# where attention is a larger share of the FLOPs.)
 #
 # </details>
 #
 # This rule is also the limit of data parallelism. Every rank needs its thousands of tokens, so the
 # global batch grows with the number of ranks, and chapter 1 showed that beyond a certain size a
 # larger batch buys less and less. [Goyal et al. (2017)](https://arxiv.org/abs/1706.02677) scaled to
-# 256 GPUs with a learning rate proportional to the batch and a warm-up. Once the batch cannot grow
-# any further, the ranks have to split something other than samples.
+# 256 GPUs with a learning rate proportional to the batch and a warm-up. How large does the batch
+# become?
 
 # %% tags=["output-limit", "nbval-check-output"]
 print(" ranks   tokens per step, 8,192 each")
@@ -630,6 +673,9 @@ for N in (8, 64, 512, 4096, 16384):
     print(f"{N:6,} {N * 8192 / 1e6:10.2f} million")
 
 # %% [markdown]
+# With 16,384 ranks, a step needs 134 million tokens. Once the batch cannot grow any further, the
+# ranks have to split something other than samples, as in [chapter 7](chapter:7).
+#
 # ## 8. Recap
 #
 # 1. Every rank holds the full model and reads its own samples; the mean of the ranks' gradients is
@@ -640,18 +686,18 @@ for N in (8, 64, 512, 4096, 16384):
 #    oracle finds both, and with SGD it names the factor.
 # 4. Hooks let the network work during the backward pass; buckets pay the latency once for many
 #    tensors. The best bucket size lies between the extremes.
-# 5. Hiding the all-reduce takes a certain number of tokens per rank, which depends on the GPU and
-#    the network, hardly on the model.
+# 5. To hide the all-reduce, each rank needs a certain number of tokens. It depends on the GPU and
+#    the network, but hardly on the model.
 #
 # ## Exercises
 #
-# Write your answers into `exercises/ch04_data_parallel.py`, save, and run the cell. In a terminal,
-# `minitron hint 4.1` gives hints in three steps.
+# Write your answers into `exercises/ch04_data_parallel.py`, save, and run the exercise's cell. In a
+# terminal, `minitron hint 4.1` gives hints in three steps.
 #
 # - [**4.1 Naive averaging**](exercise:4.1) (15 minutes): section 4's loop, for tied, frozen and
 #   unused parameters.
 # - [**4.2 Fill the buckets**](exercise:4.2) (10 minutes): which gradients travel together, given
-#   sizes and a limit.
+#   their sizes and a limit.
 # - [**4.3 Overlap by hooks**](exercise:4.3) (20 minutes): section 5's idea, without its trap.
 # - [**4.4 Buckets**](exercise:4.4) (30 minutes): one all-reduce per bucket, and none under
 #   `no_sync`.
@@ -673,7 +719,7 @@ check("4.4")
 #
 # - Li et al., [PyTorch Distributed: Experiences on Accelerating Data Parallel
 #   Training](https://arxiv.org/abs/2006.15704), VLDB 2020, sections 3 and 5: the three versions,
-#   and the bucket size measured on two networks.
+#   and the bucket size measured with two backends.
 # - Goyal et al., [Accurate, Large Minibatch SGD: Training ImageNet in 1
 #   Hour](https://arxiv.org/abs/1706.02677), 2017, sections 2 and 3: the learning rate of a large
 #   batch, and averaging mistakes that still train.

@@ -13,15 +13,16 @@
 # %% [markdown]
 # # 5. Ring all-reduce: every link carries the same load
 #
-# **40 minutes. No GPU. Exercises 5.1 to 5.4.**
+# **45 minutes. No GPU. [Exercises 5.1](exercise:5.1) to 5.4.**
 #
-# *You need:* `run(function, 4)` from [chapter 4](chapter:4), and why ranks that read different data
-# need the sum of their gradients.
+# *You need:* `run(function, 4)` from [chapter 4](chapter:4) and the reason why ranks that read
+# different data need the sum of their gradients.
 #
 # *You will be able to:*
-# - **build** the sum over all ranks from sends and receives, with the fewest bytes possible;
-# - **catch** a ring that computes the correct sum and still sends too much, and one that hangs;
-# - **predict** how long it takes, on your machine and on a cluster, from two measured numbers.
+# - **build** an all-reduce from sends and receives, with the fewest bytes possible;
+# - **catch** a ring that computes the correct sum but sends too much, and one that hangs;
+# - **predict** how long an all-reduce takes, on your machine and on a cluster, from two measured
+#   numbers.
 #
 # Run the cells in order. When the text asks you to predict something, write your guess down before
 # you open the answer.
@@ -54,9 +55,10 @@ MB, GB = 1e6, 1e9
 # ## 1. The question
 #
 # Llama 2 7B trains on 64 GPUs. Each GPU has processed its own part of the batch and holds its own
-# gradient. Before the optimizer step, all 64 need the sum. The obvious plan: every GPU sends its
-# gradient to GPU 0, which adds them up and sends the sum back. How long does that take, if the link
-# between a GPU and the network carries 50 GB/s in each direction?
+# gradient. Before the optimizer step, all 64 need the sum, which takes an
+# [all-reduce](word:all-reduce). The obvious plan: every GPU sends its gradient to GPU 0, which adds
+# them up and sends the sum back. How long does that take, if each GPU's link to the network carries
+# 50 GB/s in each direction?
 
 # %% tags=["output-question", "nbval-check-output"]
 llama, num_gpus, link = cost.PUBLISHED["Llama 2 7B"], 64, 50 * GB
@@ -68,22 +70,28 @@ print(f"the sum, through GPU 0: {center:.1f} s")
 print(f"computing it, from 4,096 tokens per GPU at 400 TFLOP/s: {flops / 400e12:.2f} s")
 
 # %% [markdown]
-# Half a second of computation, then more than half a minute in which all links but one are almost
-# idle. There is enough hardware; the algorithm does not use it.
+# The GPUs compute for half a second, then communicate for more than half a minute, while all links
+# but GPU 0's are almost idle. There is enough hardware; the algorithm does not use it.
+#
+# This chapter builds one that does. Sections 2 to 4 count its bytes, draw it and write it by hand.
+# Sections 5 and 6 catch rings that are wrong and test the package's ring. Section 7 turns bytes
+# into seconds, on your machine and on real GPUs, and answers the question.
 #
 # ## 2. Estimate
 #
-# Now a smaller case that we can run: four ranks each hold a 40 MB gradient, and all need the sum.
+# We start with a case that we can run: four ranks each hold a 40 MB gradient, and all need the sum.
 #
-# **Predict.** Everyone sends to rank 0, which adds and sends the sum back. Which rank's link is the
-# bottleneck, and how many megabytes cross it?
+# **Predict.** Every rank sends its gradient to rank 0, which adds them up and sends the sum back.
+# Which rank's link is the bottleneck, and how many megabytes cross it?
 #
 # <details><summary>Answer</summary>
 #
-# Rank 0's: three tensors of 40 MB come in and three go out. Every other link carries one in each
-# direction.
+# Rank 0's: three tensors of 40 MB come in and three go out. Every other link carries one tensor in
+# each direction.
 #
 # </details>
+#
+# Here is the plan in code:
 
 # %%
 def through_rank_0(tensor, group):
@@ -102,8 +110,9 @@ def through_rank_0(tensor, group):
 
 
 # %% [markdown]
-# The **ledger** records what each rank sends and receives. `counted` runs any all-reduce under it,
-# on numbers whose sum we know:
+# The [**ledger**](word:ledger) records what each rank sends and receives. `counted` runs any
+# all-reduce under a ledger, on numbers whose sum we know. The table and the figure compare the
+# ledger's bytes with the formula:
 
 
 # %%
@@ -137,23 +146,25 @@ show(wire({"through rank 0": [sent for _, sent, _ in naive]},
      alt="Rank 0 sends three tensors, every other rank one: the link of rank 0 is the bottleneck.")
 
 # %% [markdown]
-# With 1,000 ranks, rank 0 would move 80 GB for a gradient of 40 MB. What would you change so that
-# no link carries more than any other?
+# The bytes agree with the formula, and rank 0's bar is three times as long as the others. With
+# 1,000 ranks, rank 0 would move 80 GB for a gradient of 40 MB. What would you change so that no
+# link carries more than any other?
 #
 # ## 3. Picture
 #
-# Let every rank do rank 0's job for a part of the tensor. Split it into as many chunks as there are
-# ranks. In each step, every rank sends one chunk to the next rank and receives another from the
-# previous one, so all links are busy at once, in both directions.
+# Let every rank do rank 0's job for a part of the tensor. Split the tensor into as many chunks as
+# there are ranks, and arrange the ranks in a ring. In each step, every rank sends one chunk to the
+# next rank and receives another from the previous one, so all links are busy at once, in both
+# directions.
 #
 # A chunk starts out as one rank's contribution. At each hop, the receiver adds its own contribution
 # and passes the result on in the next step. After N - 1 steps, each rank holds one chunk of the
-# complete sum: this is a **reduce-scatter**. Then the complete chunks travel around the ring once
-# more, without adding: an **all-gather**.
+# complete sum: this is a [**reduce-scatter**](word:reduce-scatter). Then the complete chunks travel
+# around the ring once more, without adding: an [**all-gather**](word:all-gather).
 #
 # In the figure, a row is a rank and a column is a chunk. Each stripe is one rank's contribution, in
-# that rank's color. An outlined chunk has just arrived from the row above (in row 0, from the last
-# row).
+# that rank's color. A chunk with a thick outline has just arrived from the row above (in row 0,
+# from the last row). In the widget below it, you choose the ranks and the step.
 
 # %% tags=["figure-ring"]
 show(ring_frames(4), alt=(
@@ -165,21 +176,25 @@ show(ring_frames(4), alt=(
 ring_explorer()
 
 # %% [markdown]
-# **Predict.** How many bytes does a rank send in total, in units of the tensor? And with 1,000
-# ranks?
+# Follow the leftmost column: its chunk starts on rank 1, collects a stripe on ranks 2 and 3, and is
+# complete on rank 0 after step 3. Steps 4 to 6 copy it to the other ranks.
+#
+# **Predict.** How many bytes does a rank send in total, as a multiple of the tensor's size, with 4
+# ranks? With 1,000?
 #
 # <details><summary>Answer</summary>
 #
-# It sends one N-th of the tensor in each of 2 (N - 1) steps: $2\,\frac{N-1}{N}$ of the tensor. That
-# is 1.5 for four ranks and never reaches 2. The number of ranks has almost dropped out of the
-# formula.
+# It sends one N-th of the tensor in each of 2 (N - 1) steps, in total $2\,\frac{N-1}{N}$ of the
+# tensor. That is 1.5 for four ranks and just under 2 for 1,000. The number of ranks has almost
+# dropped out of the formula.
 #
 # </details>
 #
 # ## 4. By hand
 #
-# One step is a send and a receive at the same time. `isend` starts the send and returns
-# immediately.
+# Now we write the ring, so that the ledger can check this formula. One step, `hop`, is a send and a
+# receive at the same time. `isend` starts the send and returns immediately, so that the receive can
+# run beside it. `reduce_scatter` and `all_gather` take N - 1 hops each.
 
 
 # %%
@@ -232,7 +247,8 @@ for size, elements in ((4, n), (3, 1_000_003)):
 
 # %% [markdown]
 # The counts agree to the byte on every rank, even where one chunk is an element longer than the
-# others. No rank sends much more than another, and the volume hardly depends on their number:
+# others, and no rank sends much more than another. How does the volume depend on the number of
+# ranks? The figure shows it for both algorithms; its dashed line marks two tensors:
 
 # %%
 def tensors_sent(group):
@@ -252,15 +268,18 @@ show(curves(sizes, {"through rank 0": by_center, "ring": by_ring}, "ranks",
 ))
 
 # %% [markdown]
-# Could another algorithm send less? No. Every part of the tensor must be sent N - 1 times before
-# all N contributions are in its sum, and the sum must be sent N - 1 times before all N ranks have
-# it. Divided evenly, that is $2\,\frac{N-1}{N}$ of the tensor per rank, exactly what the ring sends
+# Through rank 0, the volume grows by a tensor with every rank; in the ring, it stays below the
+# line.
+#
+# Could another algorithm send less? No. Every element must be sent N - 1 times before all N
+# contributions are in one sum, and the sum must be sent N - 1 times before all N ranks have it.
+# Divided evenly, that is $2\,\frac{N-1}{N}$ of the tensor per rank, exactly what the ring sends
 # (Patarasuk & Yuan 2009).
 #
 # ## 5. The trap: the sum is correct
 #
-# Here is a simpler ring, without chunks: a tensor travels around, and every rank adds what passes
-# by. PyTorch's tutorial [Writing Distributed
+# Do we need the chunks? In this simpler ring, whole tensors travel around, and every rank adds each
+# one that arrives. PyTorch's tutorial [Writing Distributed
 # Applications](https://docs.pytorch.org/tutorials/intermediate/dist_tuto.html) builds its
 # all-reduce this way and leaves the chunks as an exercise.
 
@@ -276,8 +295,8 @@ def whole_ring(tensor, group):
 
 
 # %% [markdown]
-# **Predict.** Is the sum correct? How many times the bytes of the chunked ring does a rank send,
-# with 2 ranks, with 4, with 8?
+# **Predict.** The sum will be correct. How many times as many bytes as in the chunked ring does a
+# rank send, with 2 ranks, with 4, with 8? (In the figure, the tick is the chunked ring's formula.)
 
 # %% tags=["output-trap", "nbval-check-output"]
 print("ranks   correct      sent   ring's formula   ratio")
@@ -299,13 +318,13 @@ show(wire(whole, least), alt=(
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The sum is correct. But N - 1 whole tensors instead of $2\,\frac{N-1}{N}$ are N/2 times the bytes.
-# With two ranks you cannot see it, and a test on two ranks is the one most people write.
+# N/2 times as many: N - 1 whole tensors instead of $2\,\frac{N-1}{N}$. With two ranks the bar ends
+# at the tick and you see no difference, and a test on two ranks is the one most people write.
 #
 # </details>
 #
-# There is a second bug in it. The numbers above were small integers, which add up without rounding
-# error. Gradients are not.
+# This ring has a second bug. The numbers above were small integers, which add up without rounding
+# error. Gradients do not. So we sum random numbers and compare the bits of the results:
 
 
 # %%
@@ -326,13 +345,14 @@ for size in (2, 4):
         print(f"{size} ranks, {all_reduce.__name__:10}  same bits on all ranks: {alike}")
 
 # %% [markdown]
-# Floating-point addition depends on the order, and in the ring without chunks each rank adds in its
-# own order. The ranks' gradients differ in the last bits, then their weights do, and no later step
-# brings them back together. With chunks, each sum is computed once, along one path, and copied. Two
-# ranks cannot show this bug either, because a + b equals b + a.
+# With four ranks, the ring without chunks leaves different bits on different ranks. Floating-point
+# addition depends on the order, and here each rank adds in its own order. In training, the ranks'
+# gradients would differ in the last bits, then their weights, and no later step would bring them
+# back together. With chunks, each sum is computed once, along one path, and copied. Two ranks
+# cannot show this bug either, because a + b equals b + a.
 #
-# Here is one more way to get it wrong: every rank first sends, then receives, with a blocking
-# `send`.
+# Here is one more way to get a ring wrong: every rank first sends and then receives, with a
+# blocking `send`. The launcher reports what each rank is doing:
 
 
 # %%
@@ -352,12 +372,14 @@ except RankError as error:
 
 # %% [markdown]
 # A `send` may block until the other side receives, and here the other side is blocked in its own
-# `send`, all the way around. Some libraries buffer short messages. With those, this code passes its
-# tests and then hangs on the first long tensor.
+# `send`, all the way around the ring. (`hop` avoids this with `isend`.) Some libraries buffer short
+# messages. With those, this code passes its tests and then hangs on the first long tensor.
 #
 # ## 6. The real one
 #
-# Which lines do you recognize from section 4, and what is different?
+# Our ring is correct; the package's is also written to be fast. Here are its reduce-scatter and
+# `pass_on`, which sends and receives. Which lines do you recognize from section 4, and what is
+# different?
 
 # %%
 print(inspect.getsource(reduce_scatter_ring))
@@ -366,17 +388,22 @@ print(inspect.getsource(reduce_scatter_ring))
 print(inspect.getsource(pass_on))
 
 # %% [markdown]
-# The indices and the one addition are those of section 4. Three things make it fast. Receives are
-# posted up to two steps early (`ahead=2`), so that each message finds a buffer waiting for it. The
-# three buffers are kept between calls: two are being filled while the third is added. And the sends
-# are waited for only at the end. (On GPUs, NCCL executes calls in the order in which they were
-# posted, so there each step posts its send and its receive together.) A chunk larger than 1 MiB is
-# sent in pieces.
+# The indices and the single addition are those of section 4. Four things are there for speed:
 #
-# The oracle runs every algorithm of the package on one to five ranks, with lengths that do not
-# divide evenly, that are shorter than the ring, and zero. It knows the sum, and it compares the
-# bytes each rank has sent and received with the formula. The ring of section 5 is included, and
-# compared with the formula of the chunked ring.
+# - Receives are posted (started) up to two messages early (`ahead=2`), so that each message finds a
+#   buffer waiting for it.
+# - The three buffers are kept between calls: two are being filled while the third is added.
+# - A rank waits for its sends only at the end.
+# - A chunk larger than 1 MiB is sent in pieces: one is added while the next arrives.
+#
+# (On GPUs, NCCL executes calls in the order in which they were posted, so there each step posts its
+# send and its receive together.)
+#
+# The next test runs every all-reduce of the package on one to five ranks, with lengths that do not
+# divide evenly, lengths below the number of ranks, and zero. (Section 7 explains doubling and
+# halving.) A case in the table is one rank in one run: is its sum correct, do its bytes sent and
+# received match the formula, and does it hold the same bits as the others? The ring of section 5 is
+# included as "whole tensors", and compared with the formula of the chunked ring.
 
 # %%
 ALGORITHMS = {
@@ -413,24 +440,29 @@ for name in verdicts[0]:
 
 # %% [markdown]
 # The package's four algorithms pass in every case. The ring of whole tensors always has the correct
-# sum. Its bytes and bits are right only where there is nothing to send or where one or two ranks
-# cannot tell the difference.
+# sum. Its bytes are right only with two ranks or with nothing to send. Its bits are right in those
+# cases and in six more, very short tensors whose sums happen to round alike.
 #
 # ## 7. Measure
 #
-# ### What a step costs
+# ### What a message costs
 #
-# Bytes are half of the story. A message takes $\alpha + n/\beta$ seconds, where $\alpha$ is the
-# **latency**, the cost of any message however short, and $\beta$ is the **bandwidth**. The ring
-# sends few bytes, but in $2(N-1)$ messages, one after the other.
+# Bytes are half of the story; the question was about seconds. A message of $n$ bytes takes
+# $\alpha + n/\beta$ seconds, where $\alpha$ is the **latency**, the cost of any message however
+# short, and $\beta$ is the **bandwidth**. The ring sends few bytes, but in $2(N-1)$ messages, one
+# after the other.
 #
-# **Recursive doubling** needs fewer: exchange the whole tensor with a partner at distance 1, then
-# 2, then 4. **Recursive halving and doubling** exchanges only the part that a rank still has to
-# sum: half of the tensor, then a quarter, then an eighth, and the same way back.
+# Two algorithms need fewer. In **recursive doubling**, a rank exchanges the whole tensor with a
+# partner at distance 1, then 2, then 4. In **recursive halving and doubling**, it exchanges only
+# the part that it still has to sum: half of the tensor, then a quarter, then an eighth. The same
+# exchanges in reverse order gather the results.
 #
-# **Predict.** Eight ranks on a slow network (emulated: every transfer really takes place, and a
-# rank that waits for one sleeps until such a link would have delivered it). Which of the four
-# algorithms is fastest for 1 kB? Which for 4 MB?
+# **Predict.** Eight ranks communicate over slow links, with a latency of 5 ms and a bandwidth of
+# 100 MB/s. Of naive (through rank 0), ring, doubling and halving, which is fastest for 1 kB? Which
+# for 4 MB?
+#
+# The network is emulated: every transfer really takes place, and a rank that waits for one sleeps
+# until such a link would have delivered it. The table shows each formula beside the measured times:
 
 # %%
 FORMULA = {
@@ -462,18 +494,23 @@ for name, seconds in FORMULA.items():
 #
 # </details>
 #
-# Halving sends as few bytes as the ring, in fewer messages. Why use a ring, then? The formula
-# assumes a separate link between every pair of ranks, and halving needs that: it has a different
-# partner in each step, many of them far away, and their messages share links along the way. A ring
-# communicates with two neighbors only, which almost any wiring supports without sharing (Patarasuk
-# & Yuan 2009), and it works for any N.
+# In our run, each median was somewhat above its formula, which leaves out the machine's own work,
+# and the order was as predicted.
+#
+# If halving sends as few bytes as the ring, in fewer messages, why use a ring? The formula assumes
+# a separate link between every pair of ranks, and halving relies on that: a rank has a different
+# partner in each step, many of them far away, and their messages share links along the way. In a
+# ring, a rank communicates with two neighbors only, which almost any wiring supports without
+# sharing (Patarasuk & Yuan 2009), and a ring works for any N.
 #
 # ### Your machine
 #
-# Here the ranks are processes on one computer, and what they send is copied by the operating
-# system. Can two numbers describe that, too? We time the ring at six sizes and keep the fastest of
-# several runs, because anything else this machine does can only add time. Then we fit $\alpha$ and
-# $\beta$ by least squares.
+# On an emulated network, the model holds by construction. Does it hold for processes on one
+# computer, where the operating system copies what they send? We time the ring on four ranks at six
+# sizes and keep the fastest of several runs, because anything else this machine does can only add
+# time. A run is six messages of a quarter of the tensor, one after the other, so a sixth of its
+# time is one message. To these times we fit $\alpha$ and $\beta$, by least squares of the relative
+# errors.
 
 # %%
 fitted_sizes = [2**14 * 4**i for i in range(6)]
@@ -483,8 +520,9 @@ mine = cost.fit_link([num_bytes * chunk for num_bytes in fitted_sizes],
                      [seconds / messages for seconds in measured])
 
 # %% [markdown]
-# **Predict** three new sizes from the two numbers. Two lie between the measured sizes, the third
-# beyond them.
+# **Predict.** The next cell uses the two numbers to predict three new sizes. Two lie between the
+# fitted sizes, the third beyond them. How far off will they be? (In the figure, the dashed line is
+# the fit.)
 
 # %% tags=["output-fit"]
 print(f"alpha {1e6 * mine.latency:.0f} microseconds, beta {mine.bandwidth / GB:.2f} GB/s")
@@ -504,25 +542,34 @@ show(crossing(
 ), alt="For short tensors the latency dominates; for long ones the time grows with the bytes.")
 
 # %% [markdown]
-# Where the two disagree, an assumption of the model does not hold. It assumes that adding costs
-# nothing, but here the processor that adds also does the copying. It assumes that each rank has a
-# link of its own, but these ranks share one memory and a few cores. And data that fits into the
-# processor's cache is copied faster than data that does not.
+# In our run, the shortest tensors took about the same time, nearly all of it latency, and the time
+# of the longest grew roughly in proportion to their bytes.
+#
+# Where the last column of the table is far from 1, look at the model's assumptions. It assumes that
+# adding costs nothing, but here the processor that adds also does the copying. It assumes that each
+# rank has a link of its own, but these ranks share one memory and a few cores. And it assumes the
+# same bandwidth for every size, but data that fits into the processor's cache is copied faster than
+# data that does not.
 #
 # ### On real GPUs
 #
-# The same two numbers for a cluster. The [Ultra-Scale
+# Do two numbers describe a cluster, too? The [Ultra-Scale
 # Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook) (2025, section on pipeline
-# parallelism) publishes NCCL's all-reduce of 256 MB on nodes of 8 H100s, as **bus bandwidth**:
-# $2\,\frac{N-1}{N}$ of the tensor divided by the time. If only bandwidth mattered, it would be the
-# same for every N. According to NVIDIA's datasheets (2023), an H100 has 450 GB/s in each direction
-# to the other GPUs in its node (NVLink 4) and a network card of 50 GB/s (400 Gb/s); a node has
-# eight of these. (The playbook's axis says only "bandwidth". We read it as bus bandwidth, which is
-# what NCCL's own benchmark reports. As size divided by time, the playbook's 436 GB/s for a single
-# node would be out of reach for a ring, which sends nearly two tensors through a link of 450.)
+# parallelism) publishes NCCL's all-reduce of 256 MB on nodes of 8 H100s, as **bus bandwidth**: what
+# a rank sends in a ring, $2\,\frac{N-1}{N}$ of the tensor, divided by the time. If only bandwidth
+# mattered, it would be the same for every N. According to NVIDIA's datasheets (2023), an H100 has
+# 450 GB/s in each direction to the other GPUs in its node (NVLink 4), and a network card of 50 GB/s
+# (400 Gb/s); a node has eight of these cards.
 #
-# **Predict.** From 2 nodes to 64, does the bus bandwidth fall, and to what? And if you fit
+# (The playbook's axis says only "bandwidth". We read it as bus bandwidth, which is what NCCL's own
+# benchmark reports. As size divided by time, the playbook's 436 GB/s for a single node would be out
+# of reach for a ring, which sends nearly two tensors through a link of 450 GB/s.)
+#
+# **Predict.** From 2 nodes to 64, does the bus bandwidth fall, and if so, how far? And if you fit
 # $\alpha$ and $\beta$ to all node counts but one, how well do they predict the one you left out?
+#
+# Each row of the table shows the measurement, the fit to all six rows, and a fit made without this
+# row, with its prediction. The figure draws the first two.
 
 # %%
 nodes = [2, 4, 8, 16, 32, 64]  # of 8 GPUs; GB/s, means over many runs
@@ -556,27 +603,29 @@ show(scaling(nodes, bus, "nodes of 8 H100", "bus bandwidth (GB/s)", by_fit, "fit
 # <details><summary>Answer</summary>
 #
 # It falls to less than a tenth. A ring with a constant latency per hop explains the direction and
-# the rough size of the drop: some 15 microseconds are nothing for one message, but a ring over 64
-# nodes has a thousand hops.
+# the rough size of the drop: 15 microseconds are nothing for one message, but a ring over 64 nodes
+# has a thousand hops. The predictions for the node count left out miss by 14 % to 67 %.
 #
 # </details>
 #
-# Do not read more into the fit. Its $\beta$ is close to eight network links of 50 GB/s, which looks
-# like a discovery, until you leave out the measurement on 2 nodes: then $\beta$ is less than half
-# of that. One point decides it. The fitted rates on 4 and 8 nodes are about one and a half times
-# the measured ones, even though those are part of the fit. And the runs on 64 nodes differ among
-# themselves by more than a factor of ten, as the last line says. The model does not know who else
-# was using the network, nor which algorithm NCCL chose, and other causes could produce the same
-# fall.
+# Do not read more into the fit. Its $\beta$ is close to eight network links of 50 GB/s (the lower
+# edge of the gray band), which looks like a discovery, until you leave out the measurement on 2
+# nodes: then $\beta$ is less than half of that. One point decides it. On 4 and 8 nodes, the dashed
+# line is about one and a half times the measurements, even though those are part of the fit. And
+# the runs on 64 nodes differ among themselves by more than a factor of ten, as the table's last
+# line says. The model does not know who else was using the network, nor which algorithm NCCL chose,
+# and other causes could produce the same fall.
 #
 # ### Trees and hierarchies
 #
-# There are two ways to avoid a thousand hops. A **tree** has a path of length $\log_2 N$: packets
-# travel from child to parent, which adds, and the sums travel back down. With two trees at once,
-# arranged so that the leaves of one are inner nodes of the other, all links are busy (Sanders,
-# Speck & Träff 2009). A **hierarchical** all-reduce follows the structure of the machine: a
-# reduce-scatter inside each node, then a ring across nodes for the eighth of the tensor that each
-# GPU is left with, then an all-gather inside the node.
+# There are two ways to avoid a thousand hops. A **tree** has paths of length $\log_2 N$: packets
+# travel from child to parent, the parent adds them, and the sums travel back down. With two trees
+# at once, arranged so that the leaves of one are inner nodes of the other, all links are busy
+# (Sanders, Speck & Träff 2009). A **hierarchical** all-reduce follows the structure of the machine:
+# a reduce-scatter inside each node, then a ring across nodes for the eighth of the tensor that each
+# GPU is left with, then an all-gather inside the node. We compare their formulas on 512 GPUs, with
+# the fitted $\alpha$ and $\beta$ (inside a node 450 GB/s, across nodes an eighth of $\beta$ per
+# GPU):
 
 # %%
 tensors = [10 ** (k / 2) for k in range(10, 21)]
@@ -600,6 +649,10 @@ show(crossing(tensors, lines, "tensor (bytes)", "all-reduce on 512 GPUs (s)"), a
 ))
 
 # %% [markdown]
+# The ring's curve is flat over most of the range, because its thousand hops cost the same for every
+# size; the tree has few hops. (The hierarchical all-reduce loses at the far right because its
+# formula runs the parts inside and across nodes one after the other.)
+#
 # **Predict.** From which size on is the ring faster than the tree, with 8 ranks? With 512?
 
 # %% tags=["output-crossing", "nbval-check-output"]
@@ -617,17 +670,16 @@ for size in (8, 64, 512):
 
 # %% [markdown]
 # Short tensors and many ranks favor a tree, long tensors and few ranks a ring. The sizes follow
-# from the fitted $\alpha$ and $\beta$, so read them as orders of magnitude. (The hierarchical
-# all-reduce loses at the far right because its formula runs the parts inside and across nodes one
-# after the other.) NCCL chooses for every call, with a model that has a latency and a bandwidth for
-# each algorithm.
+# from the fitted $\alpha$ and $\beta$, so read them as orders of magnitude. NCCL chooses for every
+# call, with a model that has a latency and a bandwidth for each algorithm.
 #
 # ### A popular number, and the question of section 1
 #
-# You can read that the all-reduce of the gradient of a 100-billion-parameter model, 200 GB over 16
-# GPUs, takes 0.22 s at 900 GB/s.
+# These formulas also test other people's estimates. You can read, for example, that the all-reduce
+# of the gradient of a 100-billion-parameter model, 200 GB over 16 GPUs, takes 0.22 s at 900 GB/s.
 #
-# **Predict.** It contains three errors, all in the same direction. Which?
+# **Predict.** The estimate contains three errors, all in the same direction. Which? The cell
+# corrects them one by one.
 
 # %% tags=["output-claim", "nbval-check-output"]
 gradient, size, nvlink, network = 200 * GB, 16, 450 * GB, 50 * GB
@@ -644,15 +696,15 @@ print(f"at the rate measured on two nodes      {volume / (bus[0] * GB):.2f} s")
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The tensor has to be sent nearly twice. A datasheet adds up both directions of a link. And NVLink
-# connects only the 8 GPUs of a node; the way to the other 8 is the network. (The formula for the
-# hierarchical all-reduce runs its parts one after the other; in NCCL they can overlap, so the
-# measured rate may be better.)
+# The tensor has to be sent nearly twice. The 900 GB/s of the datasheet are the sum of both
+# directions of a link. And NVLink connects only the 8 GPUs of a node; the other 8 are reached
+# through the network. (The formula for the hierarchical all-reduce runs its parts one after the
+# other; in NCCL they can overlap, so the measured rate may be better.)
 #
 # </details>
 #
-# The same functions answer section 1: Llama 2 7B on 64 GPUs, which are 8 nodes, with half a second
-# of computation per step.
+# The same functions answer the question of section 1: Llama 2 7B on 64 GPUs, which are 8 nodes,
+# with half a second of computation per step.
 
 # %% tags=["output-answer", "nbval-check-output"]
 answers = {
@@ -666,25 +718,26 @@ for name, seconds in answers.items():
     print(f"{name:27} {seconds:6.2f} s")
 
 # %% [markdown]
-# The network is the same and so is the sum; only the algorithm has changed. The time that is left
-# is paid in every step, unless the all-reduce overlaps with the backward pass: that is chapter 4's
-# bucketed data parallelism. And look once more at the state after N - 1 steps: each rank holds one
-# chunk of the complete sum. Does every rank really need the rest? That is the question of [chapter
-# 6](chapter:6).
+# The sum and the network are the same; only the algorithm has changed, and the 34 s have shrunk to
+# 0.53 s or less. The remaining time is spent in every step, unless the all-reduce overlaps with the
+# backward pass, as in chapter 4's bucketed data parallelism. Look once more at the state after
+# N - 1 steps: each rank holds one chunk of the complete sum. Does every rank really need the rest?
+# That is the question of [chapter 6](chapter:6).
 #
 # ## 8. Recap
 #
 # 1. If one rank adds everything, its link carries N - 1 tensors in each direction while the other
 #    links wait.
 # 2. A ring splits the tensor into N chunks; each rank sends $2\,\frac{N-1}{N}$ tensors, the minimum
-#    possible, exact to the byte.
-# 3. A correct sum is not enough: whole tensors cost N/2 times the bytes, and ranks that add in
-#    different orders drift apart. The ledger and a comparison of bits show it.
-# 4. A message costs $\alpha + n/\beta$. The ring needs $2(N-1)$ of them, so its latency grows with
-#    N. For doubling, halving and trees it grows with $\log_2 N$, and a hierarchical all-reduce
-#    keeps most hops inside a node.
+#    possible, and the ledger agrees to the byte.
+# 3. A correct sum is not enough: sending whole tensors costs N/2 times the bytes, and ranks that
+#    add in different orders drift apart. The ledger shows the first, a comparison of bits the
+#    second.
+# 4. A message of $n$ bytes costs $\alpha + n/\beta$ seconds. The ring needs $2(N-1)$ messages, so
+#    its latency grows with N. For doubling, halving and trees it grows with $\log_2 N$, and a
+#    hierarchical all-reduce keeps most hops inside a node.
 # 5. Two fitted numbers predict sizes that were not measured. Before you trust a fit, leave out a
-#    point and see whether it predicts it.
+#    point and see whether the fit predicts it.
 #
 # ## Exercises
 #
@@ -695,8 +748,8 @@ for name, seconds in answers.items():
 # - [**5.2 Ring all-gather**](exercise:5.2) (15 minutes): the second half.
 # - [**5.3 Uneven chunks, to the byte**](exercise:5.3) (20 minutes): predict what the ledger will
 #   count.
-# - [**5.4 Measure, fit, choose**](exercise:5.4) (25 minutes): a link from measured messages, and
-#   where the ring wins.
+# - [**5.4 Measure, fit, choose**](exercise:5.4) (25 minutes): fit a link to measured messages, and
+#   find where the ring wins.
 
 # %%
 check("5.1")
@@ -714,18 +767,21 @@ check("5.4")
 # ## Further: NCCL's protocols
 #
 # Where does a latency of 15 microseconds per hop come from? Partly from the network, and partly
-# from how a GPU knows that data has arrived. NCCL has three protocols for that (Hu et al. 2025,
-# [Demystifying NCCL](https://arxiv.org/abs/2507.04786)):
+# from the way a GPU learns that data has arrived. NCCL has three protocols for that (Hu et al.
+# 2025, [Demystifying NCCL](https://arxiv.org/abs/2507.04786)):
 #
-# - **Simple** sends large blocks and announces each with a memory fence: full bandwidth, but about
-#   6 microseconds per hop;
-# - **LL** (low latency) sends a flag with every 4 bytes of data, in one 8-byte store: about 1
-#   microsecond, at no more than half the bandwidth;
+# - **Simple** sends large blocks and announces each with a memory fence. It reaches full bandwidth,
+#   but each hop takes about 6 microseconds.
+# - **LL** (low latency) sends a flag with every 4 bytes of data, in one 8-byte store. Each hop
+#   takes about 1 microsecond, at no more than half the bandwidth.
 # - **LL128** sends 8 bytes of flags with every 120 bytes of data, which needs a link that keeps
-#   128-byte stores together, as NVLink does: about 2 microseconds, at some 95 % of the bandwidth.
+#   128-byte stores together, as NVLink does. Each hop takes about 2 microseconds, at some 95 % of
+#   the bandwidth.
 #
 # **Predict.** For a ring over the 8 GPUs of a node, which protocol is fastest for 64 kB? For
 # 256 MB?
+#
+# The cell puts these latencies and bandwidths into the ring's formula.
 
 # %% tags=["output-protocols", "nbval-check-output"]
 protocols = {"LL": cost.Link(1e-6, nvlink * 4 / 8), "LL128": cost.Link(2e-6, nvlink * 120 / 128),
@@ -738,17 +794,18 @@ for num_bytes in (64_000, 1e6, 16e6, 256e6):
           + f"   {min(took, key=took.get)}")
 
 # %% [markdown]
-# Each protocol has a range of sizes, and NCCL switches between them as it switches between rings
-# and trees. If an all-reduce takes noticeably longer than one of nearly the same size, you may be
-# looking at such a switch: `NCCL_DEBUG=INFO` together with `NCCL_DEBUG_SUBSYS=TUNING` logs the
-# choice.
+# LL is fastest for 64 kB, LL128 in the middle, and Simple for 256 MB, by a small margin. NCCL
+# switches between protocols as it switches between rings and trees. If an all-reduce takes
+# noticeably longer than another one of nearly the same size, you may be looking at such a switch:
+# `NCCL_DEBUG=INFO` together with `NCCL_DEBUG_SUBSYS=TUNING` logs the choice.
 #
 # ## Further: NVSwitch, or adding inside the network
 #
 # The proof in section 4 that nobody can send less than the ring assumes that only ranks can add.
-# Inside a node of H100s, the GPUs are connected by NVSwitch chips, and these chips can add: with
-# NVLink SHARP (NCCL's algorithm NVLS), each GPU sends its tensor to the switch once and receives
-# the sum once. How much is that worth?
+# Inside a node of H100s, the GPUs are connected by NVSwitch chips, and these chips can add, too:
+# with NVLink SHARP (NCCL's algorithm NVLS), each GPU sends its tensor to the switch once and
+# receives the sum once. How much is that worth? The cell computes time and bus bandwidth for 256 MB
+# on 8 GPUs, without latency.
 
 # %% tags=["output-nvls", "nbval-check-output"]
 G, N = 256e6, 8
@@ -761,18 +818,19 @@ for name, sent in sent_by.items():
 print(f"measured on one node: 436 GB/s, {436 * GB / nvlink:.0%} of a link")
 
 # %% [markdown]
-# In the best case it nearly doubles the bus bandwidth, which can then be higher than what the link
-# carries: bus bandwidth is defined by what a ring would have sent. The 436 GB/s measured by the
-# playbook would be an extraordinarily good ring, or an ordinary reduction in the switch. The number
-# alone does not say which.
+# In the best case, adding in the switch nearly doubles the bus bandwidth. It can then be higher
+# than the bandwidth of the link, because bus bandwidth counts the bytes that a ring would have
+# sent. The 436 GB/s measured by the playbook would be an extraordinarily good ring, or an ordinary
+# reduction in the switch. The number alone does not say which.
 #
 # ## Further: rails
 #
 # Number the GPUs of every node from 0 to 7. In many clusters, the network cards of all GPUs with
-# the same number are connected to the same switch, called a **rail**. Traffic between different
-# rails takes a longer way, through switches that everyone shares. Which messages of an all-reduce
-# leave their rail? Here 8 ranks act as 2 nodes of 4 GPUs, and the ledger counts only what crosses
-# from one node to the other.
+# the same number are connected to the same switch; together they form a **rail**. Traffic between
+# different rails takes a longer way, through switches that all rails share. Which messages of an
+# all-reduce leave their rail? In the next cells, 8 ranks act as 2 nodes of 4 GPUs, and the table
+# shows how many bytes each rank sends to the other node, in one ring and in a hierarchical
+# all-reduce.
 
 # %%
 def hierarchical_by_hand(tensor, inside, across):
@@ -799,10 +857,11 @@ for name, row in (("rank", range(8)), ("one ring", in_one_ring), ("hierarchical"
     print(f"{name:12}" + "".join(f"{value:8,}" for value in row))
 
 # %% [markdown]
-# A single ring sends everything through two network cards, from rank 3 to rank 4 and from rank 7 to
-# rank 0, and each of these messages changes rails. (NCCL therefore builds several rings that leave
-# the node through different cards.) The hierarchical all-reduce uses all cards equally, each sends
-# a seventh of what the busiest card had to send, and every message stays on its rail.
+# A single ring sends everything between the nodes through two network cards, from rank 3 to rank 4
+# and from rank 7 to rank 0, and each of these messages changes rails. (NCCL therefore builds
+# several rings that leave the node through different cards.) The hierarchical all-reduce uses all
+# cards equally: each card sends a seventh of what each of those two had to send, and every message
+# stays on its rail.
 #
 # ## Further reading
 #

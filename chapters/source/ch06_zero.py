@@ -15,15 +15,21 @@
 #
 # **45 minutes. No GPU. [Exercises 6.1](exercise:6.1) to 6.4.**
 #
-# *You need:* the 16 bytes per parameter of [chapter 2](chapter:2), averaged gradients
-# ([chapter 4](chapter:4)), and the two halves of the ring, reduce-scatter and all-gather
-# ([chapter 5](chapter:5)).
+# *You need:* the 16 bytes per parameter of [chapter 2](chapter:2), averaged gradients ([chapter
+# 4](chapter:4)), and the two halves of the ring all-reduce, [reduce-scatter](word:reduce-scatter)
+# and [all-gather](word:all-gather) ([chapter 5](chapter:5)).
 #
 # *You will be able to:*
-# - **shard** optimizer state, gradients and parameters over the ranks, with the same training;
+# - **shard** optimizer state, gradients and parameters over the [ranks](word:rank) without changing
+#   the training;
 # - **predict**, to the byte, what a rank holds and sends with ZeRO-1, 2 and 3;
 # - **catch** the mistakes that sharding invites, which neither a falling loss nor identical ranks
 #   reveal.
+#
+# *The way there:*
+# - **Sections 1 to 3:** which bytes a rank needs, and what each stage saves;
+# - **Sections 4 and 5:** the stages by hand, and a mistake that goes unnoticed;
+# - **Sections 6 and 7:** the package's version, and its memory, traffic and overlap, measured.
 #
 # Run the cells in order. When the text asks you to predict something, write your guess down before
 # you open the answer.
@@ -65,9 +71,10 @@ MB, GB, TB, H100 = 1e6, 1e9, 1e12, DEVICES["H100-SXM-80GB"]
 # %% [markdown]
 # ## 1. The question
 #
-# Llama 3 8B, in mixed precision with Adam. Chapter 2 counted 16 bytes per parameter for its
-# training state: weights, gradients and optimizer state. Chapter 4 replicated the model on many
-# GPUs. How many bytes of training state are there on 64 of them, and does it fit?
+# Take Llama 3 8B, trained in mixed precision with Adam. Chapter 2 counted 16 bytes per parameter
+# for its training state: weights, gradients and optimizer state. Chapter 4 replicated the model on
+# every GPU. How many bytes of training state do 64 GPUs hold together, and does one copy fit on a
+# GPU?
 
 # %% tags=["output-question", "nbval-check-output"]
 llama_8b = cost.published_llama(32, 4096, 32, 8, 14336, 128256, 8192)
@@ -78,15 +85,16 @@ print(f"on {num_gpus} GPUs: {num_gpus * one / TB:.1f} TB, of which {one / TB:.2f
       "are distinct values")
 
 # %% [markdown]
-# It does not fit on any of the 64 GPUs. Together they have plenty of memory, but it is filled with
-# 64 copies of the same numbers.
+# It does not fit on any of the 64 GPUs. Together they have far more memory than the 0.13 TB of
+# distinct values need, but data parallelism fills it with copies.
 
 # %% [markdown]
 # ## 2. Estimate
 #
-# Split the 16 bytes into their parts and ask of each: *when* does a rank need *all* of it?
+# What can be sharded? Split the 16 bytes into their parts and ask of each: *when* does a rank need
+# *all* of it?
 #
-# | bytes per parameter | what | when is all of it needed? |
+# | bytes per parameter | contents | when is all of it needed? |
 # |---|---|---|
 # | 12 | Adam's two moments and the float32 master weight (optimizer state) | ? |
 # | 2 | the gradient | ? |
@@ -98,18 +106,21 @@ print(f"on {num_gpus} GPUs: {num_gpus * one / TB:.1f} TB, of which {one / TB:.2f
 # <details><summary>Answer</summary>
 #
 # Optimizer state: never. Adam treats every value independently, so a rank can update one N-th of
-# the weights with one N-th of the state. Gradients: never, because that update only needs their sum
-# for the same N-th. Parameters: each layer's during its own forward and backward pass, and not
-# otherwise. Sharding the first two is free; sharding the third costs communication.
+# the weights with one N-th of the state. Gradients: never, because that update needs the summed
+# gradient of the same N-th only. Parameters: one layer at a time, during that layer's forward and
+# backward pass. Sharding the first two adds no communication; sharding the third does.
 #
 # </details>
 #
-# These are the three stages of ZeRO, the *zero redundancy optimizer* ([Rajbhandari et al.
-# 2019](https://arxiv.org/abs/1910.02054)): ZeRO-1 shards the optimizer state, ZeRO-2 the gradients
-# too, ZeRO-3 the parameters as well. For P parameters on N ranks, the bytes per rank are
+# Sharding one kind after the other gives the three stages of ZeRO, the *zero redundancy optimizer*
+# ([Rajbhandari et al. 2019](https://arxiv.org/abs/1910.02054)): ZeRO-1 shards the optimizer state,
+# ZeRO-2 the gradients too, ZeRO-3 the parameters as well. ZeRO-0 is plain data parallelism. For P
+# parameters on N ranks, the bytes per rank, from ZeRO-0 to ZeRO-3, are
 #
 # $$16P \quad\to\quad 4P + \frac{12P}{N} \quad\to\quad 2P + \frac{14P}{N} \quad\to\quad
 # \frac{16P}{N}$$
+#
+# For Llama 3 8B:
 
 # %% tags=["output-estimate", "nbval-check-output"]
 print("GPUs         8      64   1,024")
@@ -118,16 +129,16 @@ for stage in range(4):
     print(f"ZeRO-{stage} " + "".join(f"{size:8.1f}" for size in sizes) + " GB each")
 
 # %% [markdown]
-# ZeRO-0 is plain data parallelism. On 8 GPUs, ZeRO-1 already makes the training state fit. Why go
-# further? Read along the rows: with ZeRO-1, 4 bytes per parameter remain however many GPUs there
-# are, and with ZeRO-2 still 2. A model ten times the size would not fit with either of them on any
-# number of GPUs.
+# On 8 GPUs, ZeRO-1 already makes the training state fit. Why go further? Read along the rows: with
+# ZeRO-1, 4 bytes per parameter remain no matter how many GPUs there are, and with ZeRO-2, 2 bytes
+# remain. A model ten times the size would not fit with either of them on any number of GPUs.
 
 # %% [markdown]
 # ## 3. Picture
 #
-# Who holds what? Llama 3.2 1B on four ranks, with one row for each of ZeRO-0 to 3. All four ranks
-# hold the same amount. A box that is a quarter full stands for a different quarter on every rank.
+# Here are the stages for Llama 3.2 1B on four ranks, one row for each of ZeRO-0 to 3. The colored
+# part of a box is what a rank holds. All four ranks hold the same amount, but a box that is a
+# quarter full stands for a different quarter on every rank.
 
 # %% tags=["figure-holdings"]
 show(lab.stages_of_llama(), alt=(
@@ -136,14 +147,17 @@ show(lab.stages_of_llama(), alt=(
 ))
 
 # %% [markdown]
-# Activations are not in the picture. They belong to the samples a rank has read, and samples are
+# The optimizer state, the largest of the three, shrinks first.
+#
+# Activations are not in the picture. They belong to the samples that a rank reads, and samples are
 # divided among the ranks already.
 
 # %% [markdown]
 # ## 4. By hand
 #
-# We use a model that is small enough to follow: six layers, each a matrix and a tanh. A layer's
-# forward pass takes one line, its backward pass two.
+# We build the three stages from plain tensors and chapter 5's ring, for a model that is small
+# enough to follow: six layers, each a matrix and a tanh. A layer's forward pass takes one line, its
+# backward pass two.
 
 # %%
 D, num_layers = 45, 6
@@ -164,8 +178,8 @@ def backward(matrix, x, y, dy):
 
 
 # %% [markdown]
-# Next, Adam (without epsilon). It touches one weight, its gradient, and its two moments, and never
-# looks at a neighboring value. So it works on any slice of the weights.
+# Next comes Adam (without epsilon). To update a weight, it reads only that weight, its gradient,
+# and its two moments. So it works on any slice of the weights, such as the part that a rank owns.
 
 
 # %%
@@ -183,8 +197,8 @@ def own_part(tensor, group):
 
 
 # %% [markdown]
-# Each rank reads every N-th sample and divides by the number of samples of *all* ranks, so that
-# summing the ranks' gradients gives the gradient.
+# Each rank reads every N-th sample and divides its loss by the number of samples of *all* ranks, so
+# that summing the ranks' gradients gives the gradient of the full batch.
 
 
 # %%
@@ -219,9 +233,9 @@ def gradients(weights, group):
 # ### ZeRO-1: shard the optimizer state
 #
 # Chapter 5 split the all-reduce of data parallelism into two halves, a reduce-scatter and an
-# all-gather. After the first half each rank has the complete sum for its own part, which is all it
+# all-gather. After the first half, each rank has the complete sum for its own part, which is all it
 # needs for its update. So run the optimizer *between* the halves, and gather the updated weights
-# instead of the gradients.
+# instead of the gradients. (`own` is a view of `weights`, so Adam updates the weights in place.)
 
 
 # %%
@@ -239,8 +253,9 @@ def zero_1(group, num_steps=3):
 # %% [markdown]
 # **Predict.** How many bytes does a rank send per step, compared with data parallelism?
 #
-# `report` answers three questions per rank: how far are its weights from those of one process, what
-# does it hold at the end of a step (each storage counted once), and how many bytes has it sent?
+# For each rank, `lab.report` prints how far its weights are from those of one process and how many
+# bytes it sends per step. The figure shows what it holds at the end of a step (each storage counted
+# once).
 
 # %% tags=["figure-stage1"]
 alone = run(zero_1, 1)[0]["parameter"][0]  # the weights that one process ends with
@@ -253,15 +268,19 @@ show(lab.report(zero_1, start, alone,
 # <details><summary>Answer</summary>
 #
 # The same: $2\,\frac{N-1}{N}P$, the two halves of the ring. One half carries gradients, the other
-# updated weights. The formula in `minitron.cost` also knows which rank's part is one value longer.
+# updated weights. The formula in `minitron.cost` also accounts for ranks whose part is one value
+# longer.
 #
 # </details>
 #
+# The errors are no larger than rounding. Only the optimizer state is sharded.
+#
 # ### ZeRO-2: shard the gradients
 #
-# A rank keeps the sum for its own part. The rest of the gradient is useless once it has been sent,
-# so there is no reason to wait for the end of the backward pass. Split every *layer* into N parts,
-# and reduce-scatter each layer's gradient as soon as the backward pass has produced it.
+# A rank needs the sum for its own part only. The rest of the gradient is useless once it has been
+# sent, so there is no reason to keep it until the end of the backward pass. Split every *layer*
+# into N parts, and reduce-scatter each layer's gradient as soon as the backward pass has produced
+# it.
 
 
 # %%
@@ -293,7 +312,10 @@ show(lab.report(zero_2, start, alone, by_layer(2)), alt=(
 ))
 
 # %% [markdown]
-# **Predict.** Why the `.clone()`? Without it, are the weights still right, and the bytes sent?
+# The gradients shrink too, for the same traffic.
+#
+# **Predict.** Why does `zero_2` call `.clone()`? Without it, are the weights and the bytes sent
+# still right? What changes?
 
 # %% tags=["output-view", "nbval-check-output"]
 def kept_of_a_layer(group, clones):
@@ -309,15 +331,17 @@ for name, clones in (("with clone", True), ("without", False)):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Both are still right. But a view keeps its entire storage alive, so the full gradients would stay
-# in memory. Neither the loss nor the traffic would show it; only counting bytes does.
+# Both are still right. But `reduce_scatter_ring` returns a view, and a view keeps its entire
+# storage alive, so the full gradients would stay in memory. Neither the loss nor the traffic would
+# show it; only counting bytes does.
 #
 # </details>
 #
 # ### ZeRO-3: shard the parameters
 #
 # Now no rank stores a full layer. Before a layer computes, all ranks gather it (**unshard**);
-# afterwards they free it (**reshard**). The backward pass does the same again.
+# afterwards they free it (**reshard**), here by dropping the last reference to it. The backward
+# pass repeats this.
 
 
 # %%
@@ -365,23 +389,27 @@ show(lab.report(zero_3, start, alone, by_layer(3)), alt=(
 #
 # One all-gather for the forward pass, one for the backward pass, and one reduce-scatter:
 # $3\,\frac{N-1}{N}P$. The all-gather after the update is gone, because the next forward pass
-# gathers anyway. So the price is one transfer more than before, not two.
+# gathers anyway. So ZeRO-3 adds one collective, not two.
 #
 # </details>
 
 # %% [markdown]
 # ## 5. The trap: clipping by a local norm
 #
-# Most training scripts contain this line before `optimizer.step()`:
+# Our stages train like one process. But most training scripts contain this line before
+# `optimizer.step()`:
 #
 #     nn.utils.clip_grad_norm_(parameters, max_norm)
 #
 # It computes the norm of all gradients and, if that exceeds `max_norm`, scales them down to it.
-# With ZeRO-1 the optimizer's parameters are this rank's shard, with the gradients of that shard.
+# With ZeRO-1, the optimizer has only this rank's shard, so `parameters` is that shard, with its
+# gradients.
 #
 # **Predict.** Four ranks run the line unchanged. By what factor does each rank scale? Do the ranks'
-# weights drift apart? (We train twenty steps on a task with a known answer: the next token is the
-# last one plus 7.)
+# weights drift apart?
+#
+# (We train twenty steps on a task with a known answer: each token is the previous one plus 7. The
+# table shows the norms of the first step.)
 
 # %%
 def local_norm(parallel, parameters):
@@ -412,24 +440,25 @@ for clip in (global_norm, local_norm):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Each rank scales its shard by a factor of its own. The weights do not drift apart, because every
-# weight is updated by one rank and copied to the others. So the usual check, whether all ranks hold
-# the same weights, finds nothing. Nor does the loss, because AdamW normalizes scales away, as in
-# chapter 4. But parts of the gradient were scaled differently, so it points in another direction,
-# and what is trained depends on the number of ranks.
+# Each rank scales its shard by its own factor. The weights do not drift apart, because every weight
+# is updated by one rank and copied to the others. So comparing the ranks with each other finds
+# nothing. Nor does watching the loss, because AdamW hides the scale of a gradient, as in chapter 4.
+# But different parts of the gradient were scaled differently, so it points in a different
+# direction, and the result depends on the number of ranks.
 #
 # </details>
 #
-# The [oracle](word:oracle) compares with one process. Here that is the same code on one rank, whose
-# local norm is the global one:
+# The [oracle](word:oracle) compares the ranks with one process instead. Here that is the same code
+# on one rank, whose local norm is the global one:
 
 # %% tags=["output-clip-oracle"]
 for clip in (global_norm, local_norm):
     print(f"{clip.__name__}\n  {lab.compare(clipping(clip), 4)}")
 
 # %% [markdown]
-# The fix costs one all-reduce of a single number. The square of the global norm is the sum of the
-# squares of the local norms:
+# With the local norm, the oracle names the first tensor that differs and the factor. The fix costs
+# one all-reduce of a single number, because the square of the global norm is the sum of the squares
+# of the local norms. (A *piece* is a rank's part of one parameter.)
 
 # %%
 print(inspect.getsource(clip_pieces))
@@ -442,20 +471,25 @@ print(inspect.getsource(clip_pieces))
 # %% [markdown]
 # ## 6. The real one
 #
-# The package's ZeRO works on any model. Parameters have all sizes, so they are laid end to end in
-# flat **buckets**, and each bucket is split into N equal shards. A shard may begin in the middle of
-# a matrix; an optimizer that treats every value independently does not care.
+# The package's ZeRO works on any model. Parameters have all kinds of sizes, so they are laid end to
+# end in flat [**buckets**](word:bucket), and each bucket is split into N equal shards. A shard may
+# begin in the middle of a matrix, which does not matter to an optimizer that treats every value
+# independently.
 #
-# A bucket's gradients leave during the backward pass, as in chapter 4, but by reduce-scatter. Which
-# line frees them?
+# A bucket's gradients are sent during the backward pass, as in chapter 4, but by reduce-scatter.
+# Which line below frees the full gradients? (Replicas belong to hybrid sharding, a *Further*
+# section.)
 
 # %%
 print(inspect.getsource(FlatShards.start_reduce))
 print(inspect.getsource(FlatShards.finish_reduce))
 
 # %% [markdown]
-# ZeRO-3 puts hooks on the model. Each block is a **unit** whose parameters are gathered together.
-# Read the life cycle, and find the line that lets communication overlap with compute.
+# The line that sets `self.grad_full` and its views to `None` frees the full gradients.
+#
+# ZeRO-3 puts hooks on the model that PyTorch calls before and after each block computes. Each block
+# is a **unit** whose parameters are gathered together. Read a unit's life cycle, and find the line
+# that lets communication overlap with compute.
 
 # %%
 print(inspect.getsource(FullyShardedDataParallel.pre_forward))
@@ -466,8 +500,8 @@ print(inspect.getsource(FullyShardedDataParallel.post_backward))
 # `self.prefetch(index + 1)` starts the next unit's all-gather without waiting for it. The backward
 # pass goes through the units in reverse, so there it is `self.prefetch(index - 1)`.
 #
-# Now the oracle, with several buckets, on two to four ranks. The small model has a frozen parameter
-# and a tied embedding, and its sizes are odd, so that shards begin and end inside of matrices.
+# Now the oracle, with several buckets, on two to four ranks. Its small model has a frozen parameter
+# and a tied embedding, and odd sizes, so that shards begin and end inside matrices.
 
 # %% tags=["output-oracle", "nbval-check-output"]
 small_buckets = {"bucket_bytes": 12_000}
@@ -480,18 +514,20 @@ for num_ranks in (2, 3, 4):
 # %% [markdown]
 # ## 7. Measure
 #
+# What do the stages save, and what do they cost?
+#
 # ### What is held, what is sent
 #
-# A Transformer with 0.7 million parameters in float32 on four ranks, two sequences per rank, AdamW.
-# In float32 there is no master copy of the weights: 4 bytes for the parameter, 4 for the gradient,
-# 8 for Adam. That adds up to 16 again, with other shares:
+# We train a Transformer with 0.7 million parameters in float32 on four ranks, with two sequences
+# per rank and AdamW. In float32 there is no master copy of the weights: 4 bytes for the parameter,
+# 4 for the gradient, 8 for Adam. That adds up to 16 again, but divided differently:
 #
 # $$16P \quad\to\quad 8P + \frac{8P}{N} \quad\to\quad 4P + \frac{12P}{N} \quad\to\quad
 # \frac{16P}{N}$$
 #
-# The [meter](word:meter) watches a step with two micro-batches, so that gradients accumulate. The
-# [ledger](word:ledger) watches a step with one. For gradients, which come and go, we take the
-# maximum over the step.
+# The [meter](word:meter) watches a step with two micro-batches, so that gradients accumulate, and
+# the [ledger](word:ledger) a step with one. For gradients, which come and go, we take the maximum
+# over the step. The figure shows the formula (dashed), then the meter (solid).
 
 # %% tags=["figure-bars"]
 results = {name: run(lab.measured, 4, apply, watch=False) for name, apply in lab.STAGES.items()}
@@ -507,6 +543,8 @@ show(memory_bars(held, {f"{stage}, formula": kinds for stage, kinds in formula.i
 ))
 
 # %% [markdown]
+# Formula and meter agree to within the printed error.
+#
 # Now the traffic. **Predict.** Which collectives do ZeRO-2 and ZeRO-3 use, in which order, and
 # which of them carry gradients?
 
@@ -516,10 +554,13 @@ for name in ("ZeRO-0", "ZeRO-2", "ZeRO-3"):
 
 # %% [markdown]
 # An all-reduce is a reduce-scatter followed by an all-gather. ZeRO-1 and ZeRO-2 run the optimizer
-# between them. ZeRO-3 moves the all-gather from the end of the step into the forward pass and needs
-# another one in the backward pass. (Everything outside the blocks is one unit, the root. Because
-# the embedding comes first and the head last, the root is gathered twice in the forward pass and is
-# still there when the backward pass starts with it.)
+# between them: the reduce-scatter carries gradients, the all-gather parameters. ZeRO-3 moves the
+# all-gather from the end of the step into the forward pass and needs a second one in the backward
+# pass. (Everything outside the blocks is one more unit, the root. Because the embedding comes first
+# and the head last, the root is gathered twice in the forward pass and is still there when the
+# backward pass starts.)
+#
+# The figure adds up each stage's bytes (bars: ledger, ticks: formula).
 
 # %% tags=["figure-wire"]
 sent = {name: [sum(call.sent for call in of_rank[2]) for of_rank in by_rank]
@@ -533,20 +574,22 @@ show(wire(sent, ticks), alt=(
 ))
 
 # %% [markdown]
+# Only ZeRO-3 sends more than data parallelism, 1.50 times as much.
+#
 # ### Prefetch
 #
-# Two ranks, a larger model, and an **emulated** slow network: each transfer really happens, and a
-# rank that waits for it sleeps until a link of the given latency and bandwidth would have
-# delivered. We choose a bandwidth at which a block's all-gather takes 70 % of its forward pass.
+# How much of this traffic does prefetch hide? We use two ranks, a larger model, and an **emulated**
+# slow network: each transfer really happens, and a rank that waits for it sleeps until a link of
+# the given latency and bandwidth would have delivered it. We choose the bandwidth so that a block's
+# all-gather takes 70 % of its forward pass.
 #
-# The prediction is a queue. With prefetch, a block's all-gather is requested when the block before
-# it starts to compute; without, when that block ends. A block's gradients leave when its backward
-# pass ends. Compute times come from a run without communication. We compare the same thing on both
-# sides: from the start of the forward pass until the last gradient has arrived, without the
-# optimizer.
+# The prediction treats the link as a queue. With prefetch, a block's all-gather is requested when
+# the previous block starts to compute; without prefetch, when the previous block ends. A block's
+# gradients are sent when its backward pass ends. Compute times come from a run without
+# communication. Prediction and measurement cover the same span: from the start of the forward pass
+# until the last gradient has arrived, without the optimizer.
 #
-# **Predict.** The network needs 70 % of a forward pass per block. What does prefetch save at best:
-# all of the communication, or only a part?
+# **Predict.** What does prefetch hide at best: all of the communication, or only a part?
 
 # %%
 passes = run(overlap.compute_alone, 2, watch=False)[0]  # forward, backward
@@ -575,13 +618,15 @@ print(f"gain               {gain[0]:9.0f} {gain[1]:10.0f} {gain[2]:33.0f}")
 print("prefetch pays here" if gain[1] > 0 else "no gain here: the processor, not the link, is busy")
 
 # %% [markdown]
-# The step takes longer than the first prediction. The last column shows where the difference comes
-# from: it is the same queue, but with the compute time that the ledger recorded *in the step*. That
-# contains what the model alone does not do: copying gathered shards into parameters and gradients
+# In our run, the steps took longer than the first prediction. The last column looks for the reason:
+# it is the same queue, but with the compute time that the ledger recorded *in the step*. That
+# includes what the model alone does not do: copying gathered shards into parameters and gradients
 # into flat buffers, in a process that shares its cores with the other rank's communication threads.
 # If the last column agrees with the measurement, the queue is right and the compute time was the
-# only error. In the measured lanes below, a transfer is drawn for as long as it occupies the
-# emulated link.
+# only error.
+#
+# The timelines show the fastest step, without prefetch and with it; idle time is hatched. In the
+# measured lanes, a transfer is drawn for as long as it occupies the emulated link.
 
 # %% tags=["figure-without"]
 def draw(name):
@@ -604,18 +649,18 @@ show(draw("with prefetch"), alt=(
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# A part. Communication stays exposed where there is nothing to compute meanwhile: the very first
-# unit, the turn from forward to backward, and the last gradients. In the backward pass each block
-# also has two transfers, its all-gather and its gradients, against a compute time of two forward
-# passes.
+# Only a part. In the second timeline, communication stays exposed where there is nothing to compute
+# meanwhile: before the very first unit, at the turn from forward to backward, and for the last
+# gradients. In the backward pass, each block has two transfers to hide, its all-gather and its
+# gradients, but also twice the FLOPs to hide them behind.
 #
 # </details>
 
 # %% [markdown]
 # ### On real GPUs
 #
-# Llama 3 8B on 64 H100s, 8,192 tokens on each, compute at 40 % of the dense peak, and a link of 50
-# GB/s (400 Gb/s) per GPU.
+# How much stays exposed on a real cluster? Take Llama 3 8B on 64 H100s, with 8,192 tokens on each,
+# compute at 40 % of the dense peak, and a link of 50 GB/s (400 Gb/s) per GPU.
 #
 # **Predict.** ZeRO-3 sends the most. Is its step the longest?
 
@@ -645,21 +690,22 @@ for name, seconds in exposed.items():
 # <details><summary>Answer</summary>
 #
 # No. By default, ZeRO-1 and ZeRO-2 gather the updated parameters after the step, when there is
-# nothing to compute, so both expose the same. With `overlap_gather=True` the package overlaps that
-# all-gather with the next forward pass. ZeRO-3 spreads its traffic over the entire step: each pass
-# has a transfer of its own size to hide.
+# nothing to compute, so both expose that transfer. With `overlap_gather=True`, the package overlaps
+# it with the next forward pass. ZeRO-3 spreads its traffic over the entire step: the forward pass
+# has one transfer to hide; the backward pass, twice as long, has two.
 #
 # </details>
 #
 # Micro-batches change the picture (last column). ZeRO-0 and ZeRO-1 accumulate full gradients and
-# send them once. ZeRO-2 and ZeRO-3 reduce them after every micro-batch, since otherwise they would
-# have to hold full gradients; with `sync_every_micro_batch=False` they do, and send them once. By
-# default ZeRO-3 also gathers the parameters twice per micro-batch; with `reshard_each_pass=False`
-# it gathers them once per step and holds them in full. At the defaults, both pay off with few,
-# large micro-batches.
+# send them once per step. ZeRO-2 and ZeRO-3 avoid holding full gradients by reducing them after
+# every micro-batch; with `sync_every_micro_batch=False`, they hold full gradients after all, and
+# send them once. By default, ZeRO-3 also gathers the parameters twice per micro-batch; with
+# `reshard_each_pass=False` it gathers them once per step and holds them in full. At the defaults,
+# ZeRO-2 and ZeRO-3 therefore pay off with few, large micro-batches.
 #
-# A single GPU can already show the prefetch. Its group has one rank, so a gather is a copy from the
-# shard, on a stream of its own. How much of the copies does the compute of six layers hide?
+# A single GPU can already show the prefetch. Its group has one rank, so an all-gather is a copy
+# from the shard, on a CUDA stream of its own. How much of the copying does the compute of six
+# layers hide?
 
 # %%
 shown = recorded.prefetch()
@@ -667,10 +713,12 @@ show_text(shown.sentence)
 show(shown.figure, alt=shown.alt)
 
 # %% [markdown]
+# The horizontal distance between the lower two dots is the copy time that stays exposed.
+#
 # ### A trillion parameters?
 #
-# The paper's famous number: the training state of a trillion parameters is 16 TB, so each of 1,024
-# GPUs holds 16 GB. Does the model fit on an H100?
+# Here is the ZeRO paper's famous number: the training state of a trillion parameters is 16 TB, so
+# each of 1,024 GPUs holds 16 GB. Does such a model fit on an H100?
 #
 # **Predict.** What else is in that memory? Take the shape of Narayanan et al.'s trillion-parameter
 # model ([2021](https://arxiv.org/abs/2104.04473), table 1): 128 layers of width 25,600.
@@ -694,12 +742,14 @@ print(f"{'an H100 has':40} {H100.memory_bytes / GB:6.1f} GB")
 # <details><summary>Answer</summary>
 #
 # It does not fit. A layer of this model is so large that the two temporarily unsharded units weigh
-# more than all the shards.
+# more than the rank's shards.
 #
 # </details>
 #
 # ZeRO-3 shards what a rank *stores*. To *compute*, every rank still needs a full layer. The next
 # chapter splits the layers themselves.
+#
+# The explorer draws section 2's formula for sizes that you choose.
 
 # %% tags=["figure-explorer"]
 zero_explorer()
@@ -707,8 +757,9 @@ zero_explorer()
 # %% [markdown]
 # ## Further: stepping before the gradients are complete
 #
-# Chapter 4 overlapped communication with the backward pass. Here is ZeRO-1 again, with the sum
-# started asynchronously. Would you approve this in a review?
+# This is the second trap that section 5 mentioned. Chapter 4 overlapped communication with the
+# backward pass. Here is ZeRO-1 again, with the sum started asynchronously. Would you approve this
+# in a review?
 
 
 # %%
@@ -742,13 +793,13 @@ for late_rank in (None, 2):
 # <details><summary>Answer</summary>
 #
 # `summing.wait()` comes one line too late. As long as the network is faster than the other work,
-# the sum happens to be there in time. When a rank is late, the others step with their own gradient
-# or with half a sum. There is no error and no hang, and again the ranks agree.
+# the sum happens to arrive in time. When a rank is late, the others step with their own gradient or
+# with a partial sum. There is no error message and no hang, and again the ranks agree.
 #
 # </details>
 #
 # No test on an idle machine finds this. The package rules it out: its optimizer refuses to step
-# before `finish`, which waits.
+# before `finish`, which waits for the sums. Here is what it says if `finish` does nothing:
 
 # %% tags=["output-refused"]
 class Forgetful(Zero1):
@@ -764,7 +815,7 @@ except RankError as error:
 # %% [markdown]
 # ## Further: a claim about compute
 #
-# You can read that ZeRO-3 takes 1.5 times the *computing time*. The number is right. What does it
+# You may read that ZeRO-3 takes 1.5 times the *computing time*. The factor is right. What does it
 # count?
 
 # %% tags=["output-claim", "nbval-check-output"]
@@ -788,8 +839,9 @@ print(f"bytes a rank holds  {ratio:.2f} times")
 # **Predict.** In float32 on four ranks, ZeRO-3 holds a quarter of what ZeRO-0 holds. Is its largest
 # model four times as large?
 #
-# The formula gives the training state. What comes on top (buckets, units, activations) we measure
-# with four layers and with six, and extrapolate linearly.
+# The formula gives the training state. We measure the rest (buckets, units, activations) with four
+# layers and with six, and extrapolate linearly to predict how many layers fit. The last two columns
+# check that: the measured peak with so many layers, and with one more.
 
 # %% tags=["output-largest"]
 print("         layers   parameters      peak   with one layer more")
@@ -804,7 +856,8 @@ for stage, (name, apply) in enumerate(lab.STAGES.items()):
 #
 # Not quite: three times. Temporarily unsharded tensors do not shrink with N: a bucket or two of
 # gradients in ZeRO-2, and in ZeRO-3 the parameters and gradients of two units. Activations do not
-# shrink either. With more and wider layers all of this matters less.
+# shrink either. With more layers, two units weigh less beside the rest; with wider layers,
+# activations do.
 #
 # </details>
 
@@ -814,8 +867,8 @@ for stage, (name, apply) in enumerate(lab.STAGES.items()):
 # ZeRO-3's collectives run over all ranks. On many nodes, each unit's all-gathers and reduce-scatter
 # then cross the network between nodes. **Hybrid sharding** shards within a group of S ranks, such
 # as a node, and replicates over R groups ([Zhao et al. 2023](https://arxiv.org/abs/2304.11277),
-# section 3.2.2). All-gathers and reduce-scatters stay inside the group; across groups only each
-# rank's *shard* of the gradient is all-reduced.
+# section 3.2.2). All-gathers and reduce-scatters stay inside the group; between groups, each rank
+# all-reduces only its *shard* of the gradient.
 #
 # **Predict.** Four ranks, either one group of four or two groups of two. What does each rank store,
 # and what does it send inside and across the groups?
@@ -831,15 +884,15 @@ for grid, apply in (((1, 4), apply_fsdp), ((2, 2), lab.apply_hybrid)):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# With two groups of two each rank stores twice as many parameters, gradients and moments. Inside a
+# With two groups of two, each rank stores twice as many parameters, gradients and moments. Inside a
 # group it sends $3\,\frac{S-1}{S}P$, less than before because the group is smaller. Across groups
-# it sends $2\,\frac{R-1}{R}\,\frac{P}{S}$, which is all that a slow link between nodes sees. You
-# pay with memory for less traffic between nodes.
+# it sends $2\,\frac{R-1}{R}\,\frac{P}{S}$, and that is the only traffic on the slow links between
+# nodes. You pay with memory for less traffic between nodes.
 #
 # </details>
 #
-# PyTorch's [FSDP2](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) has the
-# same thing under other names:
+# PyTorch's [FSDP2](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) offers
+# ZeRO-3 and hybrid sharding under other names:
 #
 # | here | PyTorch FSDP2 |
 # |---|---|
@@ -847,7 +900,7 @@ for grid, apply in (((1, 4), apply_fsdp), ((2, 2), lab.apply_hybrid)):
 # | a unit | a module that `fully_shard` was called on |
 # | `unshard`, `reshard` | `unshard()`, `reshard()` |
 # | `reshard_after_forward=False` | the same |
-# | `replicas=...` | a mesh of two dimensions, replicate and shard |
+# | `replicas=...` | a two-dimensional mesh: replicate, shard |
 # | `compute_dtype`, `reduce_dtype` | `MixedPrecisionPolicy(param_dtype, reduce_dtype)` |
 # | `no_sync()`, with `sync_every_micro_batch=False` | `set_requires_gradient_sync(False)` |
 # | shards of a flat tensor per unit | each parameter sharded on dimension 0, a DTensor |
@@ -855,9 +908,9 @@ for grid, apply in (((1, 4), apply_fsdp), ((2, 2), lab.apply_hybrid)):
 # %% [markdown]
 # ## Further: the paper's table
 #
-# Table 1 of Rajbhandari et al. 2019: GB of training state per GPU, for models of 7.5 billion, 128
-# billion and a trillion parameters in mixed precision, with ZeRO-1 to 3. Here are its 54 numbers,
-# and the formula.
+# Table 1 of Rajbhandari et al. 2019 lists GB of training state per GPU with ZeRO-1 to 3, for models
+# of 7.5 billion, 128 billion and a trillion parameters in mixed precision. We compare its 54
+# numbers with the formula.
 #
 # **Predict.** They trained on V100s with 32 GB. Which stage does the model with 7.5 billion
 # parameters need on 64 of them?
@@ -892,8 +945,8 @@ print(f"{agree} of 54 agree with the paper to the last digit that it prints")
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# ZeRO-1, going by the training state alone. But activations and buckets would have no room beside
-# it, so ZeRO-2 is the first that can train.
+# ZeRO-1, going by the training state alone: 31.4 GB. But that leaves no room for activations and
+# buckets, so ZeRO-2 is the first stage that can train.
 #
 # </details>
 
@@ -901,8 +954,8 @@ print(f"{agree} of 54 agree with the paper to the last digit that it prints")
 # ## 8. Recap
 #
 # 1. N data-parallel ranks hold N copies of 16 P bytes. An optimizer that treats every value
-#    independently can be split anywhere, so first 12 of the 16 bytes, then 14, then all can be
-#    sharded.
+#    independently can be split anywhere, so ZeRO shards first 12 of the 16 bytes, then 14, then
+#    all.
 # 2. ZeRO-1 and ZeRO-2 send what data parallelism sends, $2\,\frac{N-1}{N}P$: the two halves of the
 #    ring with the optimizer between them. ZeRO-3 sends $3\,\frac{N-1}{N}P$.
 # 3. If each rank clips by its local norm, the result is a different training run, which neither a
@@ -914,8 +967,8 @@ print(f"{agree} of 54 agree with the paper to the last digit that it prints")
 #
 # ## Exercises
 #
-# Write your answers into `exercises/ch06_zero.py`, save, and run the cell. In a terminal, `minitron
-# hint 6.1` gives hints in three steps.
+# Write your answers into `exercises/ch06_zero.py`, save, and run the exercise's cell below. In a
+# terminal, `minitron hint 6.1` gives hints in three steps.
 #
 # - [**6.1 Shard ranges**](exercise:6.1) (10 minutes): who owns which elements when parameters do
 #   not divide evenly.
@@ -923,7 +976,7 @@ print(f"{agree} of 54 agree with the paper to the last digit that it prints")
 #   and clips by the global norm.
 # - [**6.3 ZeRO-2 gradients**](exercise:6.3) (25 minutes): gradients that are reduced and freed
 #   during the backward pass.
-# - [**6.4 A ZeRO-3 unit**](exercise:6.4) (30 minutes): a module that holds nothing between its
+# - [**6.4 A ZeRO-3 unit**](exercise:6.4) (30 minutes): a module that stores only its shard between
 #   uses.
 
 # %%
@@ -947,7 +1000,7 @@ check("6.4")
 # - Zhao et al., [*PyTorch FSDP*](https://arxiv.org/abs/2304.11277), VLDB 2023, section 3: units,
 #   prefetch, hybrid sharding, and what the allocator does with freed parameters.
 # - Xu et al., [*Automatic Cross-Replica Sharding of Weight
-#   Update*](https://arxiv.org/abs/2004.13336), 2020: ZeRO-1, found by a compiler.
+#   Update*](https://arxiv.org/abs/2004.13336), 2020: the idea of ZeRO-1, applied by a compiler.
 # - Ren et al., [*ZeRO-Offload*](https://arxiv.org/abs/2101.06840), 2021, and Rajbhandari et al.,
 #   [*ZeRO-Infinity*](https://arxiv.org/abs/2104.07857), 2021: the same shards in host memory and on
 #   disk.
