@@ -182,15 +182,17 @@ def read_source(source: Path) -> NotebookNode:
 
 
 def after_predictions(notebook: NotebookNode) -> Iterator[NotebookNode]:
-    """The code cells that answer a "Predict": JupyterLab folds their outputs until asked."""
-    is_open = False
+    """The code cells after a "Predict", up to the next text: JupyterLab folds their outputs."""
+    waits = answers = False
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            if is_open:
+            waits, answers = False, waits or answers
+            if answers:
                 yield cell
-            is_open = False
-        elif "**Predict" in cell.source:  # a prompt with its answer below it needs no cell
-            is_open = "</details>" not in cell.source.rpartition("**Predict")[2]
+            continue
+        answers = False
+        if "**Predict" in cell.source:  # a prompt with its answer below it needs no cell
+            waits = "</details>" not in cell.source.rpartition("**Predict")[2]
 
 
 def execute(notebook: NotebookNode, cwd: Path) -> None:

@@ -84,20 +84,22 @@ print(f"the MFU of 1.3 million hours: {flops / peak / 3600 / hours:.0%}")
 
 # %% [markdown]
 # Chapter 1 estimated about half as many years for the same model, because it assumed an
-# [MFU](word:mfu) that a good training loop reaches. Both numbers are right. GPU hours count
-# everything a run was billed for, such as waiting for the network, restarts and evaluation, and the
-# model card does not break them down. When you plan a run, half of its cost can be time that a FLOP
-# count does not show, and the network is the first place to look for it.
+# [MFU](word:mfu) that a good training loop reaches. The two numbers answer different questions:
+# GPU hours count everything a run was billed for, such as waiting for the network, restarts and
+# evaluation. Measured by them the MFU is 19 %, half of what chapter 1 assumed. The model card
+# does not say where the rest went. This chapter looks at one candidate, the network.
 #
 # The work is easy to split: a step's batch has millions of tokens, and each GPU can take some of
 # its sequences. The *result* is not: at the end of the step, every GPU must have the same model.
 #
 # ## 2. Estimate
 #
-# What must the GPUs exchange for that? Each process, called a **[rank](word:rank)**, holds the full
-# model and reads its own part of the global batch. Its backward pass computes the gradient of that
-# part. The gradient of the global batch is the mean of the ranks' gradients, so they need one
-# operation: every rank contributes a tensor, and every rank receives the sum. It is called
+# What must the GPUs exchange so that every one of them ends the step with the same model? In
+# **data parallelism**, one process drives each GPU. The process is called a
+# **[rank](word:rank)**; it holds the full model and reads its own part of the global batch. Its
+# backward pass computes the gradient of that part. The gradient of the global batch is the mean
+# of the ranks' gradients, so they need one operation, in which every rank contributes a tensor
+# and every rank receives the sum; divided by N, it is the mean. It is called
 # **[all-reduce](word:all-reduce)**, and with the best algorithms each rank sends
 #
 # $$2\,\frac{N-1}{N}\,G \text{ bytes, for gradients of } G \text{ bytes on } N \text{ ranks}$$
@@ -105,13 +107,15 @@ print(f"the MFU of 1.3 million hours: {flops / peak / 3600 / hours:.0%}")
 # (Patarasuk & Yuan 2009; we build such an algorithm in [chapter 5](chapter:5)).
 #
 # **Predict.** Llama 3 8B trains with gradients in bfloat16. Each H100 processes 8,192 tokens per
-# step and sends everything through its own 400 Gb/s network card (50 GB/s). Which takes longer, the
-# backward pass or the all-reduce? And what changes with 2,048 ranks instead of 8?
+# step at 40 % of the 989 TFLOP/s of NVIDIA's datasheet (2023), and sends everything through its
+# own 400 Gb/s network card (50 GB/s). Which takes longer, the backward pass or the all-reduce?
+# And what changes with 2,048 ranks instead of 8?
 #
 # <details><summary>Answer</summary>
 #
-# The backward pass, but not by much. The number of ranks hardly matters: from 8 to 2,048 ranks, the
-# bytes that each of them sends grow by a seventh.
+# The backward pass, but not by much. The number of ranks hardly matters for the bytes: from 8 to
+# 2,048 ranks, what each of them sends grows by a seventh. The latency of such an algorithm does
+# grow with the number of ranks; section 7 and chapter 5 come back to it.
 #
 # </details>
 
@@ -126,16 +130,16 @@ for N in (2, 8, 64, 2048):
     print(f"{N:5,} {sent / GB:11.1f} GB {sent / (50 * GB):10.2f} s")
 
 # %% [markdown]
-# If the ranks compute first and communicate afterwards, they spend a good part of each step
-# communicating. If they do both at once, most of that time disappears. So this chapter has two
-# goals: make it correct, then make it overlap.
+# If the ranks communicate only after the backward pass, they add more than half of its time to
+# every step. If they do both at once, most of that could be hidden. So this chapter has two
+# goals: average the gradients correctly, then overlap the communication with the backward pass.
 #
 # ## 3. Picture
 #
-# First, what does it do to memory? Take Llama 3.2 1B, a batch of four sequences of 2,048 tokens,
-# and four ranks. The figure has a row per rank and a column per category; the colored part of a box
-# is what the rank holds. **Predict:** which of the four categories of memory does data parallelism
-# divide by four?
+# First, what does data parallelism do to memory? Take Llama 3.2 1B, a batch of four sequences of
+# 2,048 tokens, and four ranks. The figure has a row per rank and a column per category; the
+# colored part of a box is what the rank holds. **Predict:** which of the four categories of
+# memory does data parallelism divide by four?
 
 # %% tags=["figure-holdings"]
 llama_1b, recipe = cost.PUBLISHED["Llama 3.2 1B"], cost.RECIPES["bf16"]
@@ -152,8 +156,9 @@ show(holdings({f"rank {rank}": row for rank in range(4)}), alt=(
 
 # %% [markdown]
 # Only the activations, because each rank processes one sequence; all other boxes are full. Data
-# parallelism splits the work, not the memory: a model that does not fit on one GPU does not fit on
-# a thousand of them this way.
+# parallelism splits the work, not the model: if its weights, gradients and optimizer state do not
+# fit on one GPU, they do not fit on a thousand of them this way. ([Chapter 6](chapter:6) shards
+# them.)
 #
 # ### Which rank reads what
 #
@@ -183,11 +188,12 @@ for N in (2, 3, 4):
     print(f"{N} ranks:    ", *(part.tolist() for part in parts), "together the same:", same)
 
 # %% [markdown]
-# However many ranks there are, together they read the same samples. With three ranks the parts have
-# different sizes, and that is fine: each rank divides its summed loss by an *equal share* of all
-# tokens, one third, not by its own number of tokens, so that averaging over the ranks gives the
-# mean over all tokens. A run can stop on 4 ranks and resume on 3, because its position in the data
-# is a single number that counts all ranks' samples.
+# However many ranks there are, together they read the same samples. With three ranks the parts
+# have different sizes, and that is fine: each rank divides its summed loss by an *equal share* of
+# all tokens, one third, not by its own number of tokens, so that averaging over the ranks gives
+# the mean over all tokens. A run can stop on 4 ranks and resume on 3 (one does in [chapter
+# 11](chapter:11)), because its position in the data is a single number that counts all ranks'
+# samples.
 #
 # ## 4. By hand
 #
@@ -241,10 +247,10 @@ for rank, gradient in enumerate(by_rank):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# It is, up to rounding: the numbers are added in a different order, and floating-point addition
-# depends on the order. In float64 the difference is in the sixteenth digit. The four ranks agree
-# with each other exactly, because each receives the same sum. That matters, because they never
-# compare their weights again.
+# Up to rounding, yes; to the last bit, no: the numbers are added in a different order, and
+# floating-point addition depends on the order. In float64 the difference is in the sixteenth
+# digit. The four ranks agree with each other exactly, because each receives the same sum. That
+# matters, because they never compare their weights again.
 #
 # </details>
 #
@@ -292,7 +298,7 @@ except RankError as error:
 # Section 4's loop starts when the backward pass has finished. Why wait that long? A *hook*, a
 # function that autograd calls, can send each gradient as soon as it is complete. PyTorch offers
 # `register_post_accumulate_grad_hook`: it calls your hook when a parameter's gradient has been
-# accumulated. Read this code. Would it pass your review?
+# accumulated. Read this code. Would it pass your review? Keep your answer for a moment.
 
 
 # %%
@@ -310,10 +316,10 @@ def hook_by_hand(model, group):
 
 
 # %% [markdown]
-# Here is a second version, which runs after the backward pass and forgets to divide. We train with
-# each version and with the correct mean, which is dashed in the figure. An embedding and a linear
-# layer learn to count in sevens (the next token is the current one plus 7, modulo 64), with AdamW
-# on four ranks.
+# Here is another mistake, for comparison: this version runs after the backward pass and forgets
+# to divide. We train with each version and with the correct mean, which is dashed in the figure.
+# An embedding and a linear layer learn to count in sevens (the next token is the current one plus
+# 7, modulo 64), with AdamW on four ranks.
 
 
 # %%
@@ -352,21 +358,23 @@ for name, apply in (("sum", after_backward(sum_by_hand)), ("hook", with_hook)):
 
 # %% [markdown]
 # **The sum** gives a gradient that is N times too large. AdamW divides each gradient by its own
-# magnitude and hides the factor, which is why the oracle also trains with SGD. You would notice on
-# the day you turn on gradient clipping, whose threshold is then N times too strict, or resume on a
-# different number of ranks, where the new gradients no longer match the scale of AdamW's moments.
+# magnitude, so the weights and the loss hardly change. The oracle is not deceived, because it
+# compares the gradients themselves. You would notice on the day you turn on gradient clipping,
+# whose threshold is then N times too strict. Or when you resume on a different number of ranks:
+# then the new gradients no longer match the scale of AdamW's moments.
 #
 # **The hook** is worse. `register_post_accumulate_grad_hook` passes the *parameter*, not its
-# gradient. The argument is named `grad`, and every reader believes it. So the hook averages the
-# weights in the middle of the backward pass, while each rank keeps its own gradient, and the oracle
-# sees gradients that differ between ranks. Each rank trains on its own data and is pulled back
-# toward the others one step late.
+# gradient. The argument is named `grad`, and readers believe it. So the hook averages the weights
+# in the middle of the backward pass, while each rank keeps its own gradient, and the oracle sees
+# gradients that differ between ranks. Each rank trains on its own data, and its weights, not its
+# gradients, are averaged with those of the others once per step, before its own update.
 #
 # This bug is real. [picotron](https://github.com/huggingface/picotron), a code base for teaching,
-# has it in `DataParallelNaive` (huggingface/picotron, `picotron/data_parallel/data_parallel.py`, as
-# of August 2025): its method `_allreduce_grads(self, grad)` is registered with this very hook. The
-# cells above reproduce it. With `register_hook`, which passes the gradient, the same body would be
-# correct as long as a step has a single backward pass.
+# has it in `DataParallelNaive` (huggingface/picotron, `picotron/data_parallel/data_parallel.py`,
+# as of August 2025): its method `_allreduce_grads(self, grad)` is registered with this very hook.
+# The cells above reproduce it. `register_hook` does pass the gradient; a hook there should return
+# the averaged gradient rather than change its argument, and it is correct only if a step has a
+# single backward pass.
 #
 # ## 6. The real one
 #
@@ -377,7 +385,7 @@ for name, apply in (("sum", after_backward(sum_by_hand)), ("hook", with_hook)):
 print(inspect.getsource(average_gradients))
 
 # %% [markdown]
-# It divides before it sums, so that the sum of N gradients in 16 bits cannot overflow. And if a
+# It divides before it sums, so that the sum of N gradients cannot overflow in float16. And if a
 # parameter got no gradient on this rank, the rank takes part with zeros.
 #
 # The hooked version, [`HookedDataParallel`](code:minitron.parallel.data.ddp.HookedDataParallel),
@@ -463,9 +471,11 @@ for name, sync_each in (("after each of 4", True), ("once, no_sync", False)):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The gradient is correct: averaging what is already averaged changes nothing, and the mean of sums
-# is the sum of means. But every backward pass sends all the bytes. Under `no_sync`, gradients
-# accumulate in `.grad` and are sent once per step.
+# The gradient is correct: after the second pass, `.grad` holds the mean of the first gradients
+# plus this rank's own second one, and averaging that gives the sum of the two means. But every
+# backward pass sends all the bytes. Here, the naive version sends only when it is told to. The
+# hooked and the bucketed version send from inside the backward pass, so they must be told to
+# wait: under `no_sync`, gradients accumulate in `.grad` and are sent once per step.
 #
 # </details>
 #
@@ -482,16 +492,16 @@ show(wire(measured, formula), alt=(
 ))
 
 # %% [markdown]
-# Every bar ends at its tick: the counts agree to the byte.
+# Every bar ends at its tick, and the cell compares the counts byte by byte.
 #
 # ## 7. Measure
 #
 # We have counted the bytes; now we measure the time. Four processes on one machine communicate
-# through its memory, so there is hardly anything to hide. We slow the network down.
-# [`SlowNetwork`](code:minitron.launch.slow_network.SlowNetwork) is an **emulation**: every transfer
-# really takes place, and a rank that waits for one sleeps until a link of a given latency and
-# bandwidth would have delivered it. The processor is free in the meantime, so the overlap is real.
-# Communication that is not hidden behind compute is called *exposed*.
+# through its memory, so there is hardly anything to hide, and we slow the network down.
+# [`SlowNetwork`](code:minitron.launch.slow_network.SlowNetwork) is an **emulation**: every
+# transfer really takes place, and a rank that waits for one sleeps until a link of a given
+# latency and bandwidth would have delivered it. The processor is free in the meantime, so the
+# overlap is real. Communication that is not hidden behind compute is called *exposed*.
 #
 # From here on there are two ranks and a larger model. First we measure the compute alone: when is
 # each gradient complete? Then we choose a network to match the speed of your machine. At its
@@ -547,28 +557,30 @@ draw("naive", "Naive: while gradients travel, no rank computes; while ranks comp
 
 # %% [markdown]
 # Nothing overlaps: the naive version waits for every gradient. Each stripe is one of them; the
-# narrow ones take hardly longer than the latency. In the hooked version, gradients leave earlier:
+# narrow ones take hardly longer than twice the latency. In the hooked version, gradients leave
+# earlier:
 
 # %% tags=["figure-hooked"]
 draw("hooked", "Hooked: the network works during the backward pass, but many small messages keep "
      "it busy long after its end.")
 
 # %% [markdown]
-# There is overlap, and still an exposed tail. It is due to latency, which is paid for every tensor;
-# the bytes alone would fit into the backward pass. In our run, the backward pass itself has also
-# become longer, because starting dozens of collectives takes processor time. Buckets need only a
-# few of them:
+# There is overlap, and still an exposed tail. In the prediction it is due to latency, which is
+# paid for every tensor; the bytes alone would fit into the backward pass. In our run, the
+# backward pass itself has also become longer, and starting dozens of collectives, which takes
+# processor time, is one likely reason. Buckets need only a few of them:
 
 # %% tags=["figure-bucketed"]
 draw("bucketed", "Bucketed: the network keeps up with the backward pass, and what is exposed is "
      "little more than the last bucket.")
 
 # %% [markdown]
-# In our run, most of the communication is now hidden. What does the gap between prediction and
+# In our run, most of the communication is now hidden; the wide stripe after rank 0's backward
+# pass carries 8 bytes and is a wait for rank 1. What can the gap between prediction and
 # measurement consist of? Starting and completing a collective takes processor time, and so does
 # copying gradients into buckets. Two small all-reduces, of the number of tokens and of the loss,
-# are among the calls but not in the prediction. And when one rank is late, the others wait for it:
-# a stripe that is much longer than its bytes justify is such a wait.
+# are among the calls but not in the prediction. And when one rank is late, the others wait for
+# it: a stripe that is much longer than its bytes justify is such a wait.
 #
 # ### How large should a bucket be?
 #
@@ -603,20 +615,21 @@ show(ranges(spreads, predicted, "step (ms), network emulated"), alt=(
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The prediction is a valley: the smallest buckets pay the latency dozens of times, and the largest
-# one leaves only when the backward pass is over. The floor of the valley is flat, so how precisely
-# the best size can be measured depends on the spread of the repeats. A shorter latency moves the
-# minimum to smaller buckets, because then many messages cost little. PyTorch's default is 25 MiB,
-# with a first bucket of 1 MiB so that the network starts early ([Li et al.
-# 2020](https://arxiv.org/abs/2006.15704), section 5); the package does the same.
+# The prediction is a valley: the smallest buckets pay the latency dozens of times, and the
+# largest one leaves only when the backward pass is over. Its two lowest points lie close
+# together, so whether a measurement can tell which one is best depends on the spread of the
+# repeats. A shorter latency moves the minimum to smaller buckets, because then many messages cost
+# little. PyTorch's default is 25 MiB, with a first bucket of 1 MiB so that the network starts
+# early ([Li et al. 2020](https://arxiv.org/abs/2006.15704), section 5); the package does the
+# same.
 #
 # </details>
 #
 # ### On real GPUs
 #
-# The same functions predict a step of Llama 3.2 1B on 64 H100s, with numbers from NVIDIA's
-# datasheets (2023): 40 % of 989 TFLOP/s, 450 GB/s per direction over NVLink inside a node, and 50
-# GB/s through a 400 Gb/s card between nodes.
+# The same functions predict a step of Llama 3.2 1B on 64 H100s that compute at 40 % of their 989
+# TFLOP/s. The links are those of NVIDIA's datasheets (2023): 450 GB/s per direction over NVLink
+# inside a node, and 50 GB/s through a 400 Gb/s card between nodes.
 
 # %% tags=["figure-explorer"]
 bucket_explorer()
@@ -632,10 +645,10 @@ show_text(shown.sentence)
 show(shown.figure, alt=shown.alt)
 
 # %% [markdown]
-# At best, the all-reduce takes no longer than the backward pass and is completely hidden. How much
-# work must a rank have for that? With P parameters, the backward pass takes about 4 P FLOPs per
-# token, and each rank sends about 2 x 2 P bytes in the all-reduce (2 bytes per gradient, times
-# nearly 2 by section 2's formula).
+# At best, everything but the last bucket is hidden; for that, the all-reduce may take no longer
+# than the backward pass. How much work must a rank have for that? With P parameters, the backward
+# pass takes about 4 P FLOPs per token, and each rank sends about 2 x 2 P bytes in the all-reduce
+# (2 bytes per gradient, times nearly 2 by section 2's formula).
 #
 # **Predict.** How many tokens per rank hide the all-reduce between nodes? Does a larger model need
 # more tokens, or fewer?
@@ -680,14 +693,15 @@ for N in (8, 64, 512, 4096, 16384):
 #
 # 1. Every rank holds the full model and reads its own samples; the mean of the ranks' gradients is
 #    the gradient of the global batch, up to the order of the additions.
-# 2. In an all-reduce each rank sends 2 (N-1)/N times the bytes of the gradients, so the number of
-#    ranks hardly matters; with `no_sync`, neither does the number of micro-batches.
+# 2. In an all-reduce each rank sends 2 (N-1)/N times the bytes of the gradients, so their amount
+#    hardly depends on the number of ranks (the latency does); with `no_sync`, neither does the
+#    number of micro-batches.
 # 3. A sum instead of a mean, or a hook that averages weights, still gives a healthy loss curve. The
 #    oracle finds both, and with SGD it names the factor.
 # 4. Hooks let the network work during the backward pass; buckets pay the latency once for many
 #    tensors. The best bucket size lies between the extremes.
-# 5. To hide the all-reduce, each rank needs a certain number of tokens. It depends on the GPU and
-#    the network, but hardly on the model.
+# 5. To hide the all-reduce, each rank needs a certain number of tokens: to a first approximation,
+#    the GPU's FLOP/s divided by the link's bytes per second, whatever the model.
 #
 # ## Exercises
 #

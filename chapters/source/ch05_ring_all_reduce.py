@@ -21,8 +21,8 @@
 # *You will be able to:*
 # - **build** an all-reduce from sends and receives, with the fewest bytes possible;
 # - **catch** a ring that computes the correct sum but sends too much, and one that hangs;
-# - **predict** how long an all-reduce takes, on your machine and on a cluster, from two measured
-#   numbers.
+# - **predict** how long an all-reduce takes, on your machine from two measured numbers, and judge
+#   such a prediction for a cluster.
 #
 # Run the cells in order. When the text asks you to predict something, write your guess down before
 # you open the answer.
@@ -153,9 +153,9 @@ show(wire({"through rank 0": [sent for _, sent, _ in naive]},
 # ## 3. Picture
 #
 # Let every rank do rank 0's job for a part of the tensor. Split the tensor into as many chunks as
-# there are ranks, and arrange the ranks in a ring. In each step, every rank sends one chunk to the
-# next rank and receives another from the previous one, so all links are busy at once, in both
-# directions.
+# there are ranks, and arrange the ranks in a ring. In each step, every rank sends one chunk to
+# the next rank and receives another from the previous one, so the link of every rank is busy in
+# both directions.
 #
 # A chunk starts out as one rank's contribution. At each hop, the receiver adds its own contribution
 # and passes the result on in the next step. After N - 1 steps, each rank holds one chunk of the
@@ -271,10 +271,11 @@ show(curves(sizes, {"through rank 0": by_center, "ring": by_ring}, "ranks",
 # Through rank 0, the volume grows by a tensor with every rank; in the ring, it stays below the
 # line.
 #
-# Could another algorithm send less? No. Every element must be sent N - 1 times before all N
-# contributions are in one sum, and the sum must be sent N - 1 times before all N ranks have it.
-# Divided evenly, that is $2\,\frac{N-1}{N}$ of the tensor per rank, exactly what the ring sends
-# (Patarasuk & Yuan 2009).
+# Could another algorithm send less in total? No. Until some rank holds the complete sum of an
+# element, that element has been sent N - 1 times or more. After that, each of the other N - 1
+# ranks must still receive it. So the ranks together send at least 2 (N - 1) tensors. The plan
+# through rank 0 sends exactly that, too, but half of it leaves one rank. Divided evenly, it is
+# $2\,\frac{N-1}{N}$ of the tensor per rank, exactly what the ring sends (Patarasuk & Yuan 2009).
 #
 # ## 5. The trap: the sum is correct
 #
@@ -318,8 +319,8 @@ show(wire(whole, least), alt=(
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# N/2 times as many: N - 1 whole tensors instead of $2\,\frac{N-1}{N}$. With two ranks the bar ends
-# at the tick and you see no difference, and a test on two ranks is the one most people write.
+# N/2 times as many: N - 1 whole tensors instead of $2\,\frac{N-1}{N}$. With two ranks the bar
+# ends at the tick: a test on two ranks cannot show the difference.
 #
 # </details>
 #
@@ -372,8 +373,8 @@ except RankError as error:
 
 # %% [markdown]
 # A `send` may block until the other side receives, and here the other side is blocked in its own
-# `send`, all the way around the ring. (`hop` avoids this with `isend`.) Some libraries buffer short
-# messages. With those, this code passes its tests and then hangs on the first long tensor.
+# `send`, all the way around the ring. (`hop` avoids this with `isend`.) Many MPI libraries buffer
+# short messages. With those, this code passes its tests and then hangs on the first long tensor.
 #
 # ## 6. The real one
 #
@@ -494,23 +495,24 @@ for name, seconds in FORMULA.items():
 #
 # </details>
 #
-# In our run, each median was somewhat above its formula, which leaves out the machine's own work,
-# and the order was as predicted.
+# In our run, the medians were up to 30 % above their formulas, which leave out the machine's own
+# work, and the fastest was the predicted one.
 #
-# If halving sends as few bytes as the ring, in fewer messages, why use a ring? The formula assumes
-# a separate link between every pair of ranks, and halving relies on that: a rank has a different
-# partner in each step, many of them far away, and their messages share links along the way. In a
-# ring, a rank communicates with two neighbors only, which almost any wiring supports without
-# sharing (Patarasuk & Yuan 2009), and a ring works for any N.
+# If halving sends as few bytes as the ring, in fewer messages, why use a ring? The formulas
+# assume that each rank has one link and that messages between different pairs never share a wire.
+# Halving relies on that: a rank has a different partner in each exchange, many of them far away,
+# and their messages share wires along the way. In a ring, a rank communicates with two neighbors
+# only, which almost any wiring supports without sharing (Patarasuk & Yuan 2009), and a ring works
+# for any N.
 #
 # ### Your machine
 #
 # On an emulated network, the model holds by construction. Does it hold for processes on one
-# computer, where the operating system copies what they send? We time the ring on four ranks at six
-# sizes and keep the fastest of several runs, because anything else this machine does can only add
-# time. A run is six messages of a quarter of the tensor, one after the other, so a sixth of its
-# time is one message. To these times we fit $\alpha$ and $\beta$, by least squares of the relative
-# errors.
+# computer, where the operating system copies what they send? We time the ring on four ranks at
+# six sizes and keep the fastest of several runs, because anything else this machine does can only
+# add time. A run is six hops, each with a quarter of the tensor, so a sixth of its time is one
+# hop. (Above 4 MiB, a hop is several messages; the model ignores that.) To these times we fit
+# $\alpha$ and $\beta$, by least squares of the relative errors.
 
 # %%
 fitted_sizes = [2**14 * 4**i for i in range(6)]
@@ -555,15 +557,15 @@ show(crossing(
 #
 # Do two numbers describe a cluster, too? The [Ultra-Scale
 # Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook) (2025, section on pipeline
-# parallelism) publishes NCCL's all-reduce of 256 MB on nodes of 8 H100s, as **bus bandwidth**: what
-# a rank sends in a ring, $2\,\frac{N-1}{N}$ of the tensor, divided by the time. If only bandwidth
-# mattered, it would be the same for every N. According to NVIDIA's datasheets (2023), an H100 has
-# 450 GB/s in each direction to the other GPUs in its node (NVLink 4), and a network card of 50 GB/s
-# (400 Gb/s); a node has eight of these cards.
+# parallelism) publishes the bandwidth of NCCL's all-reduce of 256 MB on nodes of 8 H100s. We read
+# it as **bus bandwidth**: what a rank sends in a ring, $2\,\frac{N-1}{N}$ of the tensor, divided
+# by the time. If only bandwidth mattered, it would be the same for every N. According to NVIDIA's
+# datasheets (2023), an H100 has 450 GB/s in each direction to the other GPUs in its node (NVLink
+# 4), and a network card of 50 GB/s (400 Gb/s); a node has eight of these cards.
 #
-# (The playbook's axis says only "bandwidth". We read it as bus bandwidth, which is what NCCL's own
-# benchmark reports. As size divided by time, the playbook's 436 GB/s for a single node would be out
-# of reach for a ring, which sends nearly two tensors through a link of 450 GB/s.)
+# (That is what NCCL's own benchmark reports. As size divided by time, the playbook's 436 GB/s for
+# a single node would be out of reach for a ring, which sends nearly two tensors through a link of
+# 450 GB/s.)
 #
 # **Predict.** From 2 nodes to 64, does the bus bandwidth fall, and if so, how far? And if you fit
 # $\alpha$ and $\beta$ to all node counts but one, how well do they predict the one you left out?
@@ -603,29 +605,30 @@ show(scaling(nodes, bus, "nodes of 8 H100", "bus bandwidth (GB/s)", by_fit, "fit
 # <details><summary>Answer</summary>
 #
 # It falls to less than a tenth. A ring with a constant latency per hop explains the direction and
-# the rough size of the drop: 15 microseconds are nothing for one message, but a ring over 64 nodes
-# has a thousand hops. The predictions for the node count left out miss by 14 % to 67 %.
+# the rough size of the drop: on 64 nodes a chunk is 0.5 MB, which takes about a microsecond at
+# $\beta$, and each of the thousand hops costs 15 more. The predictions for the node count left
+# out miss by 14 % to 67 %.
 #
 # </details>
 #
 # Do not read more into the fit. Its $\beta$ is close to eight network links of 50 GB/s (the lower
 # edge of the gray band), which looks like a discovery, until you leave out the measurement on 2
-# nodes: then $\beta$ is less than half of that. One point decides it. On 4 and 8 nodes, the dashed
-# line is about one and a half times the measurements, even though those are part of the fit. And
-# the runs on 64 nodes differ among themselves by more than a factor of ten, as the table's last
-# line says. The model does not know who else was using the network, nor which algorithm NCCL chose,
-# and other causes could produce the same fall.
+# nodes: then $\beta$ is less than half of that. One point decides it. On 4 and 8 nodes, the
+# dashed line is about one and a half times the measurements, even though those are part of the
+# fit. And the runs on 64 nodes differ among themselves by more than a factor of ten, even without
+# the fastest and the slowest 5 %. The model does not know who else was using the network, nor
+# which algorithm NCCL chose.
 #
 # ### Trees and hierarchies
 #
-# There are two ways to avoid a thousand hops. A **tree** has paths of length $\log_2 N$: packets
-# travel from child to parent, the parent adds them, and the sums travel back down. With two trees
-# at once, arranged so that the leaves of one are inner nodes of the other, all links are busy
-# (Sanders, Speck & Träff 2009). A **hierarchical** all-reduce follows the structure of the machine:
-# a reduce-scatter inside each node, then a ring across nodes for the eighth of the tensor that each
-# GPU is left with, then an all-gather inside the node. We compare their formulas on 512 GPUs, with
-# the fitted $\alpha$ and $\beta$ (inside a node 450 GB/s, across nodes an eighth of $\beta$ per
-# GPU):
+# With the fit's numbers as orders of magnitude only: two common ways avoid a thousand hops. A
+# **tree** has paths of length $\log_2 N$: pieces of the tensor travel from child to parent, the
+# parent adds them, and the sums travel back down. With two trees at once, arranged so that the
+# leaves of one are inner nodes of the other, all links are busy (Sanders, Speck & Träff 2009). A
+# **hierarchical** all-reduce follows the structure of the machine: a reduce-scatter inside each
+# node, then a ring across nodes for the eighth of the tensor that each GPU is left with, then an
+# all-gather inside the node. We compare their formulas on 512 GPUs, with the fitted $\alpha$ and
+# $\beta$ (inside a node 450 GB/s, across nodes an eighth of $\beta$ per GPU):
 
 # %%
 tensors = [10 ** (k / 2) for k in range(10, 21)]
@@ -649,9 +652,9 @@ show(crossing(tensors, lines, "tensor (bytes)", "all-reduce on 512 GPUs (s)"), a
 ))
 
 # %% [markdown]
-# The ring's curve is flat over most of the range, because its thousand hops cost the same for every
-# size; the tree has few hops. (The hierarchical all-reduce loses at the far right because its
-# formula runs the parts inside and across nodes one after the other.)
+# The ring's curve is flat over most of the range, because its thousand hops cost the same for
+# every size; the tree has few hops. (At the far right the hierarchical all-reduce is slower than
+# the ring, because its formula runs the parts inside and across nodes one after the other.)
 #
 # **Predict.** From which size on is the ring faster than the tree, with 8 ranks? With 512?
 
@@ -670,8 +673,8 @@ for size in (8, 64, 512):
 
 # %% [markdown]
 # Short tensors and many ranks favor a tree, long tensors and few ranks a ring. The sizes follow
-# from the fitted $\alpha$ and $\beta$, so read them as orders of magnitude. NCCL chooses for every
-# call, with a model that has a latency and a bandwidth for each algorithm.
+# from the fitted $\alpha$ and $\beta$, so read them as orders of magnitude. NCCL chooses for
+# every call, with a model that has a latency and a bandwidth for each algorithm (Hu et al. 2025).
 #
 # ### A popular number, and the question of section 1
 #
@@ -697,9 +700,10 @@ print(f"at the rate measured on two nodes      {volume / (bus[0] * GB):.2f} s")
 # <details><summary>Answer</summary>
 #
 # The tensor has to be sent nearly twice. The 900 GB/s of the datasheet are the sum of both
-# directions of a link. And NVLink connects only the 8 GPUs of a node; the other 8 are reached
+# directions of a link. And in these nodes NVLink connects only 8 GPUs; the other 8 are reached
 # through the network. (The formula for the hierarchical all-reduce runs its parts one after the
-# other; in NCCL they can overlap, so the measured rate may be better.)
+# other; in NCCL they can overlap. The last line uses the rate measured for 256 MB, and a longer
+# tensor should do better.)
 #
 # </details>
 #
@@ -718,11 +722,12 @@ for name, seconds in answers.items():
     print(f"{name:27} {seconds:6.2f} s")
 
 # %% [markdown]
-# The sum and the network are the same; only the algorithm has changed, and the 34 s have shrunk to
-# 0.53 s or less. The remaining time is spent in every step, unless the all-reduce overlaps with the
-# backward pass, as in chapter 4's bucketed data parallelism. Look once more at the state after
-# N - 1 steps: each rank holds one chunk of the complete sum. Does every rank really need the rest?
-# That is the question of [chapter 6](chapter:6).
+# On the same links, the ring needs 0.53 s instead of 34 s, about as long as the computation; with
+# NVLink inside the nodes it would be 0.11 s. (The last line again uses the rate for 256 MB.) The
+# remaining time is spent in every step, unless the all-reduce overlaps with the backward pass, as
+# in chapter 4's bucketed data parallelism. Look once more at the state after N - 1 steps: each
+# rank holds one chunk of the complete sum. Does every rank really need the rest? That is the
+# question of [chapter 6](chapter:6).
 #
 # ## 8. Recap
 #
@@ -731,13 +736,13 @@ for name, seconds in answers.items():
 # 2. A ring splits the tensor into N chunks; each rank sends $2\,\frac{N-1}{N}$ tensors, the minimum
 #    possible, and the ledger agrees to the byte.
 # 3. A correct sum is not enough: sending whole tensors costs N/2 times the bytes, and ranks that
-#    add in different orders drift apart. The ledger shows the first, a comparison of bits the
-#    second.
+#    add in different orders end with different bits. The ledger shows the first, a comparison of
+#    bits the second.
 # 4. A message of $n$ bytes costs $\alpha + n/\beta$ seconds. The ring needs $2(N-1)$ messages, so
 #    its latency grows with N. For doubling, halving and trees it grows with $\log_2 N$, and a
-#    hierarchical all-reduce keeps most hops inside a node.
-# 5. Two fitted numbers predict sizes that were not measured. Before you trust a fit, leave out a
-#    point and see whether the fit predicts it.
+#    hierarchical all-reduce on 64 nodes of 8 GPUs needs a seventh of the ring's hops.
+# 5. Two fitted numbers can predict sizes that were not measured. Before you trust a fit, leave
+#    out a point and see whether the fit predicts it.
 #
 # ## Exercises
 #
@@ -775,8 +780,8 @@ check("5.4")
 # - **LL** (low latency) sends a flag with every 4 bytes of data, in one 8-byte store. Each hop
 #   takes about 1 microsecond, at no more than half the bandwidth.
 # - **LL128** sends 8 bytes of flags with every 120 bytes of data, which needs a link that keeps
-#   128-byte stores together, as NVLink does. Each hop takes about 2 microseconds, at some 95 % of
-#   the bandwidth.
+#   128-byte stores together, as NVLink does. Each hop takes about 2 microseconds, at 94 % of the
+#   bandwidth.
 #
 # **Predict.** For a ring over the 8 GPUs of a node, which protocol is fastest for 64 kB? For
 # 256 MB?
@@ -794,18 +799,18 @@ for num_bytes in (64_000, 1e6, 16e6, 256e6):
           + f"   {min(took, key=took.get)}")
 
 # %% [markdown]
-# LL is fastest for 64 kB, LL128 in the middle, and Simple for 256 MB, by a small margin. NCCL
-# switches between protocols as it switches between rings and trees. If an all-reduce takes
+# LL is fastest for 64 kB and 1 MB, LL128 for 16 MB, and Simple for 256 MB, by a small margin.
+# NCCL switches between protocols as it switches between rings and trees. If an all-reduce takes
 # noticeably longer than another one of nearly the same size, you may be looking at such a switch:
 # `NCCL_DEBUG=INFO` together with `NCCL_DEBUG_SUBSYS=TUNING` logs the choice.
 #
 # ## Further: NVSwitch, or adding inside the network
 #
-# The proof in section 4 that nobody can send less than the ring assumes that only ranks can add.
-# Inside a node of H100s, the GPUs are connected by NVSwitch chips, and these chips can add, too:
-# with NVLink SHARP (NCCL's algorithm NVLS), each GPU sends its tensor to the switch once and
-# receives the sum once. How much is that worth? The cell computes time and bus bandwidth for 256 MB
-# on 8 GPUs, without latency.
+# The argument in section 4, that the ranks together cannot send less than the ring, assumes that
+# only ranks can add. Inside a node of H100s, the GPUs are connected by NVSwitch chips, and these
+# chips can add, too: with NVLink SHARP (NCCL's algorithm NVLS), each GPU sends its tensor to the
+# switch once and receives the sum once. How much is that worth? The cell computes time and bus
+# bandwidth for 256 MB on 8 GPUs, without latency.
 
 # %% tags=["output-nvls", "nbval-check-output"]
 G, N = 256e6, 8
@@ -818,10 +823,10 @@ for name, sent in sent_by.items():
 print(f"measured on one node: 436 GB/s, {436 * GB / nvlink:.0%} of a link")
 
 # %% [markdown]
-# In the best case, adding in the switch nearly doubles the bus bandwidth. It can then be higher
-# than the bandwidth of the link, because bus bandwidth counts the bytes that a ring would have
-# sent. The 436 GB/s measured by the playbook would be an extraordinarily good ring, or an ordinary
-# reduction in the switch. The number alone does not say which.
+# In the best case, adding in the switch raises the bus bandwidth by three quarters. It can then
+# be higher than the bandwidth of the link, because bus bandwidth counts the bytes that a ring
+# would have sent. The 436 GB/s measured by the playbook would be an extraordinarily good ring, or
+# an ordinary reduction in the switch. The number alone does not say which.
 #
 # ## Further: rails
 #

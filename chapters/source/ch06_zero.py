@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 6. ZeRO: shard the training state
 #
-# **45 minutes. No GPU. [Exercises 6.1](exercise:6.1) to 6.4.**
+# **50 minutes. No GPU. [Exercises 6.1](exercise:6.1) to 6.4.**
 #
 # *You need:* the 16 bytes per parameter of [chapter 2](chapter:2), averaged gradients ([chapter
 # 4](chapter:4)), and the two halves of the ring all-reduce, [reduce-scatter](word:reduce-scatter)
@@ -108,7 +108,8 @@ print(f"on {num_gpus} GPUs: {num_gpus * one / TB:.1f} TB, of which {one / TB:.2f
 # Optimizer state: never. Adam treats every value independently, so a rank can update one N-th of
 # the weights with one N-th of the state. Gradients: never, because that update needs the summed
 # gradient of the same N-th only. Parameters: one layer at a time, during that layer's forward and
-# backward pass. Sharding the first two adds no communication; sharding the third does.
+# backward pass. Sharding the first two adds no communication (with one micro-batch per step);
+# sharding the third does.
 #
 # </details>
 #
@@ -253,9 +254,9 @@ def zero_1(group, num_steps=3):
 # %% [markdown]
 # **Predict.** How many bytes does a rank send per step, compared with data parallelism?
 #
-# For each rank, `lab.report` prints how far its weights are from those of one process and how many
-# bytes it sends per step. The figure shows what it holds at the end of a step (each storage counted
-# once).
+# For each rank, `lab.report` prints how far its weights are from those of one process and how
+# many bytes it sends per step. The figure shows the bytes that each rank still holds at the end
+# of a step; two tensors that share memory count once.
 
 # %% tags=["figure-stage1"]
 alone = run(zero_1, 1)[0]["parameter"][0]  # the weights that one process ends with
@@ -332,8 +333,8 @@ for name, clones in (("with clone", True), ("without", False)):
 # <details><summary>Answer</summary>
 #
 # Both are still right. But `reduce_scatter_ring` returns a view, and a view keeps its entire
-# storage alive, so the full gradients would stay in memory. Neither the loss nor the traffic would
-# show it; only counting bytes does.
+# storage alive, so the full gradients would stay in memory. Neither the loss nor the traffic
+# shows it, only a count of bytes.
 #
 # </details>
 #
@@ -440,16 +441,18 @@ for clip in (global_norm, local_norm):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Each rank scales its shard by its own factor. The weights do not drift apart, because every weight
-# is updated by one rank and copied to the others. So comparing the ranks with each other finds
-# nothing. Nor does watching the loss, because AdamW hides the scale of a gradient, as in chapter 4.
-# But different parts of the gradient were scaled differently, so it points in a different
-# direction, and the result depends on the number of ranks.
+# Each rank scales its shard by its own factor. The weights do not drift apart, because every
+# weight is updated by one rank and copied to the others. So comparing the ranks with each other
+# finds nothing. Nor does watching the loss, because AdamW divides each value by a running average
+# of its size, as in chapter 4. A factor that never changed would cancel. These factors change
+# from step to step and from rank to rank, so the weights take a different path, which depends on
+# the number of ranks.
 #
 # </details>
 #
-# The [oracle](word:oracle) compares the ranks with one process instead. Here that is the same code
-# on one rank, whose local norm is the global one:
+# The [oracle](word:oracle) compares the ranks with one process instead. The one process runs the
+# same code; alone, its local norm is the global norm. The oracle uses batches of its own and SGD,
+# so its factor is not one of the ratios above:
 
 # %% tags=["output-clip-oracle"]
 for clip in (global_norm, local_norm):
@@ -543,7 +546,8 @@ show(memory_bars(held, {f"{stage}, formula": kinds for stage, kinds in formula.i
 ))
 
 # %% [markdown]
-# Formula and meter agree to within the printed error.
+# Full gradients that wait to be sent count as temporary tensors and are not in this figure;
+# section 7's last example includes them.
 #
 # Now the traffic. **Predict.** Which collectives do ZeRO-2 and ZeRO-3 use, in which order, and
 # which of them carry gradients?
@@ -618,12 +622,12 @@ print(f"gain               {gain[0]:9.0f} {gain[1]:10.0f} {gain[2]:33.0f}")
 print("prefetch pays here" if gain[1] > 0 else "no gain here: the processor, not the link, is busy")
 
 # %% [markdown]
-# In our run, the steps took longer than the first prediction. The last column looks for the reason:
-# it is the same queue, but with the compute time that the ledger recorded *in the step*. That
-# includes what the model alone does not do: copying gathered shards into parameters and gradients
-# into flat buffers, in a process that shares its cores with the other rank's communication threads.
-# If the last column agrees with the measurement, the queue is right and the compute time was the
-# only error.
+# In our run, the median steps took longer than the first prediction. The last column looks for
+# the reason: it is the same queue, but with the compute time that the ledger recorded *in the
+# step*. That can include what the model alone does not do: copying gathered shards into
+# parameters and gradients into flat buffers, in a process that shares its cores with the other
+# rank's communication threads. If the last column agrees with the measurement, the queue is right
+# and the compute time was the only error.
 #
 # The timelines show the fastest step, without prefetch and with it; idle time is hatched. In the
 # measured lanes, a transfer is drawn for as long as it occupies the emulated link.
@@ -700,12 +704,12 @@ for name, seconds in exposed.items():
 # send them once per step. ZeRO-2 and ZeRO-3 avoid holding full gradients by reducing them after
 # every micro-batch; with `sync_every_micro_batch=False`, they hold full gradients after all, and
 # send them once. By default, ZeRO-3 also gathers the parameters twice per micro-batch; with
-# `reshard_each_pass=False` it gathers them once per step and holds them in full. At the defaults,
-# ZeRO-2 and ZeRO-3 therefore pay off with few, large micro-batches.
+# `reshard_each_pass=False` it gathers them once per step and holds them in full. By default,
+# ZeRO-2 and ZeRO-3 communicate in every micro-batch, so use few, large ones.
 #
-# A single GPU can already show the prefetch. Its group has one rank, so an all-gather is a copy
-# from the shard, on a CUDA stream of its own. How much of the copying does the compute of six
-# layers hide?
+# Does prefetch hide anything on a GPU? A single one can show it: its group has one rank, so an
+# all-gather is a copy from the shard, on a CUDA stream of its own. How much of the copying does
+# the compute of six layers hide?
 
 # %%
 shown = recorded.prefetch()
@@ -713,12 +717,14 @@ show_text(shown.sentence)
 show(shown.figure, alt=shown.alt)
 
 # %% [markdown]
-# The horizontal distance between the lower two dots is the copy time that stays exposed.
+# The prediction hides all of the copying. In this recording most of it was not hidden, and the
+# step was no longer all the same, at the tenth of a millisecond that is printed. We do not know
+# why.
 #
 # ### A trillion parameters?
 #
 # Here is the ZeRO paper's famous number: the training state of a trillion parameters is 16 TB, so
-# each of 1,024 GPUs holds 16 GB. Does such a model fit on an H100?
+# each of 1,024 GPUs holds 16 GB. Does the rest of it fit beside them on H100s?
 #
 # **Predict.** What else is in that memory? Take the shape of Narayanan et al.'s trillion-parameter
 # model ([2021](https://arxiv.org/abs/2104.04473), table 1): 128 layers of width 25,600.
@@ -741,8 +747,10 @@ print(f"{'an H100 has':40} {H100.memory_bytes / GB:6.1f} GB")
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# It does not fit. A layer of this model is so large that the two temporarily unsharded units weigh
-# more than the rank's shards.
+# It does not fit. A layer of this model is so large that the temporarily unsharded units weigh
+# four times as much as the rank's shards: with prefetch there are two of them, one that computes
+# and one on its way, with parameters and gradients. Without prefetch the model would just fit,
+# and every transfer would be exposed.
 #
 # </details>
 #
@@ -793,13 +801,15 @@ for late_rank in (None, 2):
 # <details><summary>Answer</summary>
 #
 # `summing.wait()` comes one line too late. As long as the network is faster than the other work,
-# the sum happens to arrive in time. When a rank is late, the others step with their own gradient or
-# with a partial sum. There is no error message and no hang, and again the ranks agree.
+# the sum happens to arrive in time. (If the first row is not about 1e-14 either, your machine was
+# late by itself.) When a rank is late, the others step with their own gradient or with a partial
+# sum. There is no error message and no hang, and again the ranks agree.
 #
 # </details>
 #
-# No test on an idle machine finds this. The package rules it out: its optimizer refuses to step
-# before `finish`, which waits for the sums. Here is what it says if `finish` does nothing:
+# A test in which no rank is late does not find this. The package rules it out: its optimizer
+# refuses to step before `finish`, which waits for the sums. Here is what it says if `finish` does
+# nothing:
 
 # %% tags=["output-refused"]
 class Forgetful(Zero1):
@@ -856,19 +866,20 @@ for stage, (name, apply) in enumerate(lab.STAGES.items()):
 #
 # Not quite: three times. Temporarily unsharded tensors do not shrink with N: a bucket or two of
 # gradients in ZeRO-2, and in ZeRO-3 the parameters and gradients of two units. Activations do not
-# shrink either. With more layers, two units weigh less beside the rest; with wider layers,
-# activations do.
+# shrink either. The deeper the model, the smaller the share of two units; the wider, the smaller
+# that of the activations.
 #
 # </details>
 
 # %% [markdown]
 # ## Further: hybrid sharding (HSDP)
 #
-# ZeRO-3's collectives run over all ranks. On many nodes, each unit's all-gathers and reduce-scatter
-# then cross the network between nodes. **Hybrid sharding** shards within a group of S ranks, such
-# as a node, and replicates over R groups ([Zhao et al. 2023](https://arxiv.org/abs/2304.11277),
-# section 3.2.2). All-gathers and reduce-scatters stay inside the group; between groups, each rank
-# all-reduces only its *shard* of the gradient.
+# ZeRO-3's collectives run over all ranks. On many nodes, each unit's all-gathers and
+# reduce-scatter then cross the network between nodes. **Hybrid sharding** shards within a group
+# of S ranks, such as a node, and replicates over R groups ([Zhao et al.
+# 2023](https://arxiv.org/abs/2304.11277), section 3.2.2). All-gathers and reduce-scatters stay
+# inside the group; between groups, each rank all-reduces only its *shard* of the gradient. If a
+# node holds one group, only these all-reduces cross the network.
 #
 # **Predict.** Four ranks, either one group of four or two groups of two. What does each rank store,
 # and what does it send inside and across the groups?
@@ -884,10 +895,12 @@ for grid, apply in (((1, 4), apply_fsdp), ((2, 2), lab.apply_hybrid)):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# With two groups of two, each rank stores twice as many parameters, gradients and moments. Inside a
-# group it sends $3\,\frac{S-1}{S}P$, less than before because the group is smaller. Across groups
-# it sends $2\,\frac{R-1}{R}\,\frac{P}{S}$, and that is the only traffic on the slow links between
-# nodes. You pay with memory for less traffic between nodes.
+# With two groups of two, each rank stores twice as many parameters, gradients and moments. Inside
+# a group it sends $3\,\frac{S-1}{S}P$, less than before because the group is smaller. Across
+# groups it sends $2\,\frac{R-1}{R}\,\frac{P}{S}$, and if each group is a node, that is all that
+# crosses between nodes: 0.9 MB here. (With one group over two nodes, the table's 0 means that
+# there is no second group; the ring's 4.1 MB then cross between the nodes.) You pay with memory
+# for less traffic between nodes.
 #
 # </details>
 #
@@ -946,7 +959,7 @@ print(f"{agree} of 54 agree with the paper to the last digit that it prints")
 # <details><summary>Answer</summary>
 #
 # ZeRO-1, going by the training state alone: 31.4 GB. But that leaves no room for activations and
-# buckets, so ZeRO-2 is the first stage that can train.
+# buckets, so ZeRO-2, at 16.6 GB, is the first with room to spare.
 #
 # </details>
 
@@ -954,10 +967,11 @@ print(f"{agree} of 54 agree with the paper to the last digit that it prints")
 # ## 8. Recap
 #
 # 1. N data-parallel ranks hold N copies of 16 P bytes. An optimizer that treats every value
-#    independently can be split anywhere, so ZeRO shards first 12 of the 16 bytes, then 14, then
-#    all.
-# 2. ZeRO-1 and ZeRO-2 send what data parallelism sends, $2\,\frac{N-1}{N}P$: the two halves of the
-#    ring with the optimizer between them. ZeRO-3 sends $3\,\frac{N-1}{N}P$.
+#    independently can be split anywhere, and with it the gradients; parameters can be, because
+#    they are needed one layer at a time. So ZeRO shards 12 of the 16 bytes, then 14, then all.
+# 2. With one micro-batch per step, ZeRO-1 and ZeRO-2 send what data parallelism sends,
+#    $2\,\frac{N-1}{N}P$: the two halves of the ring with the optimizer between them. ZeRO-3 sends
+#    $3\,\frac{N-1}{N}P$.
 # 3. If each rank clips by its local norm, the result is a different training run, which neither a
 #    falling loss nor identical ranks reveal. The oracle does.
 # 4. A view keeps its whole storage alive. Only counting bytes shows whether sharding saves

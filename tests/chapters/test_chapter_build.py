@@ -211,7 +211,13 @@ PREDICTIONS = '''\
 # A hint.
 
 # %%
-print(42)
+measured = 42
+
+# %%
+print(measured)
+
+# %% [markdown]
+# Forty-two.
 
 # %%
 print(43)
@@ -232,7 +238,7 @@ def test_the_output_that_answers_a_prediction_is_folded(tmp_path):
     (path := tmp_path / "ch01_small.py").write_text(PREDICTIONS)
     folded = [cell.source for cell in build_chapters.read_source(path).cells
               if cell.metadata.get("jupyter") == {"outputs_hidden": True}]
-    assert folded == ["print(42)"]
+    assert folded == ["measured = 42", "print(measured)"]
 
 
 @pytest.mark.parametrize("handle", [clear, run_in_jupyterlab])
