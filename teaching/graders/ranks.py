@@ -142,6 +142,10 @@ def _why_raised(failure: Failure, files: list[str]) -> str:
 
 # On each rank
 
+UNDER_WAY: list["Wire"] = []
+"""Kept until the rank ends: a send whose work nobody holds is cancelled, and the others would hang
+instead of being told that it was not waited for."""
+
 
 def _on_rank(group, source: Source | None, job: bytes, sizes: tuple[int, ...]) -> bytes:
     guard = None
@@ -174,6 +178,7 @@ class Wire:
     """
 
     def __init__(self, allowed: set[str]):
+        UNDER_WAY.append(self)
         self.allowed = allowed
         self.events: list[tuple] = []
         self._ledger = Ledger(announce=self._announce)
