@@ -306,6 +306,6 @@ def test_the_allocator_s_two_steps_are_drawn_as_recorded(out, tmp_path):
     (tmp_path / "gpu").mkdir()
     (tmp_path / "gpu" / "memory.json").write_text(json.dumps(table))
     shown = recorded.two_steps(tmp_path)
-    assert "15 GB and 21 GB" in shown.alt.replace(".0 GB", " GB")
-    assert "of [...###], 40 MiB more cannot be had." in shown.sentence
-    assert "it ran out of memory in step 2." in shown.sentence
+    assert "Recorded peaks: 15 GB in step 1, 21 GB in step 2." in shown.alt.replace(".0 GB", " GB")
+    assert "With the segments [...###] a request for 40 MiB fails." in shown.sentence
+    assert "the same training runs out of it in step 2." in shown.sentence

@@ -3,12 +3,11 @@
 Read in this order: measure, then the experiments one after the other; `timeline` reads a trace.
 """
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from on_gpu.findings import Findings
+from on_gpu.findings import Findings, release
 from torch import Tensor
 
 from minitron.comm.mesh import OneRankMesh
@@ -47,8 +46,7 @@ def bytes_before(device: torch.device) -> int:
         a = torch.ones(64, 64, device=device, dtype=dtype)
         a @ a
     del a
-    gc.collect()
-    torch.cuda.empty_cache()
+    release(device)
     return torch.cuda.memory_allocated(device)
 
 
@@ -109,6 +107,7 @@ def thinned(points: list[tuple[int, int, int]], most: int) -> dict[str, list[int
 
 def second_step_out_of_memory(config: Config, device: torch.device) -> Row:
     """Limit the device to what the first step reserves and the second does not fit into."""
+    release(device)  # the models of earlier parts: their bytes would raise the limit
     needs = []  # of the two steps: what each reserves, and what it cannot do without
     training = Training(config, OneRankMesh(), device)
     pairs = micro_batches(training, config.train.global_batch_size)
@@ -122,8 +121,7 @@ def second_step_out_of_memory(config: Config, device: torch.device) -> Row:
     limit = (needs[0][0] + needs[1][1]) // 2
 
     failed = None
-    gc.collect()
-    torch.cuda.empty_cache()
+    release(device)
     with limited(limit, device):
         training = Training(config, OneRankMesh(), device)
         for step in (1, 2):
@@ -148,8 +146,7 @@ def limited(num_bytes: int, device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
-        gc.collect()
-        torch.cuda.empty_cache()
+        release(device)
 
 
 # Fragmentation

@@ -745,9 +745,9 @@ for name, shape in models.items():
     print(f"{name:18} {state / GB:6,.0f} GB {held / GB:10,.0f} GB {count:21,}")
 
 # %% [markdown]
-# Does a GPU's allocator see what we count? The cell shows the latest record of two steps beside the
-# prediction, or the prediction alone if there is no record. The model is a 1.3B Llama with half its
-# layers, in bf16.
+# Does a GPU's allocator count the same bytes? The cell shows what `make gpu` recorded last, beside
+# the prediction; without a record, it shows the prediction alone. The model is a 1.3B Llama with
+# half of its layers, in bf16, from its first step to the end of its second.
 
 # %%
 shown = recorded.two_steps()
@@ -755,8 +755,15 @@ show_text(shown.sentence)
 show(shown.figure, alt=shown.alt)
 
 # %% [markdown]
-# Of the models in the table, only the smallest fits on one GPU with its activations. There are
-# three remedies, and the course covers them in turn. Activations can be recomputed instead of
+# This is the step from section 3, as CUDA's allocator counts it. `allocated` climbs while forward
+# saves activations, peaks at the start of backward, and falls. At the end of step 1 the optimizer
+# makes its state, so the peak of step 2 is higher by that much. `reserved` does not fall: the
+# allocator keeps the segments that it has once needed. Under a limit between the two peaks, a
+# training starts, and fails one step later. The two requests from above ended on the GPU as they
+# did in the model of the allocator.
+#
+# Of the models in the table above, only the smallest fits on one GPU with its activations. There
+# are three remedies, and the course covers them in turn. Activations can be recomputed instead of
 # stored: that is [chapter 3](chapter:3). Training state that is the same on every data-parallel
 # rank can be sharded instead of replicated: that is [chapter 6](chapter:6). And the matrices
 # themselves can be split over GPUs: that is [chapter 7](chapter:7).

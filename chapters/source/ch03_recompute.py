@@ -542,9 +542,12 @@ for num_sequences in (1, 2, 4, 8, 14):
           f"{added:13.1%}")
 
 # %% [markdown]
-# Does a GPU hold what these formulas say? The peak of a step of a 1.3B Llama in bf16, by policy. It
-# has half of its layers, so that the step fits even without recomputation. Selective recomputation
-# saves nothing here, because this model's attention is fused:
+# A GPU that could not hold a third of a sequence now holds one without recomputing any block, and
+# 14 for less than a third more compute. MFU does not count this compute: its numerator has the
+# FLOPs that the model requires, not those that the hardware executed ([chapter 1](chapter:1)).
+#
+# Does a GPU hold what these formulas say? Next is the peak of a training step by policy: of a 1.3B
+# Llama in bf16, with half of its layers so that everything fits even without recomputation.
 
 # %%
 shown = recorded.recomputation()
@@ -552,11 +555,12 @@ show_text(shown.sentence)
 show(shown.figure, alt=shown.alt)
 
 # %% [markdown]
-# A GPU that could not hold a third of a sequence now holds one without recomputing any block, and
-# 14 for less than a third more compute. MFU does not count this compute: its numerator has the
-# FLOPs that the model requires, not those that the hardware executed ([chapter 1](chapter:1)). On a
-# real GPU the weights need room, too. How to split *them* over GPUs is the subject of the next
-# chapters.
+# Predicted and recorded bars agree. Full recomputation leaves a sixth of the activations. Selective
+# recomputation saves next to nothing, because this model's attention is fused and saves no scores
+# in the first place.
+#
+# On a real GPU the weights and the optimizer state need room, too: here they are most of what
+# remains. How to split *them* over GPUs is the subject of the next chapters.
 
 # %% [markdown]
 # ## Further: recompute per operator

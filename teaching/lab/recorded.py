@@ -104,21 +104,21 @@ def two_steps(folder: Path = FOLDER) -> Shown:
     end = row["entries"][0]
     lines = {"predicted peak": [peaks[entry > end] / 1e9 for entry in row["entry"]]}
     figure = curves(row["entry"], held, "entry of the allocator's trace", "GB", lines)
-    found = " and ".join(plain_bytes(peak) for peak in row["peak_of_step"])
-    alt = f"Recorded peaks of the two steps: {found}. {said}"
-    return Shown(" ".join([origin(record), said, *allocator_answers(record)]), figure, alt)
+    found = "Recorded peaks: {} in step 1, {} in step 2.".format(
+        *map(plain_bytes, row["peak_of_step"]))
+    said = f"{found} {said}"
+    return Shown("\n".join([origin(record), said, *allocator_answers(record)]), figure, said)
 
 
 def allocator_answers(record: Record) -> list[str]:
     """Say how the allocator answered this chapter's two requests, and a limit between the peaks."""
-    words = []
-    for row in rows_of(record, lambda row: row["case"].startswith("fragmentation")):
-        answer = "can be had" if row["succeeds"] else "cannot be had"
-        words.append(f"{row['case'].capitalize()}: of {row['picture']}, 40 MiB more {answer}.")
+    words = [f"With the segments {row['picture']} a request for 40 MiB "
+             f"{'succeeds' if row['succeeds'] else 'fails'}."
+             for row in rows_of(record, lambda row: row["case"].startswith("fragmentation"))]
     out = record.row("out of memory in the second step")
-    if out is not None:
-        words.append(f"Limited to {plain_bytes(out['limit_bytes'])}, it ran out of memory in step "
-                     f"{out['failed_in_step']}.")
+    if out is not None and out["failed_in_step"] is not None:
+        words.append(f"With at most {plain_bytes(out['limit_bytes'])} of memory, the same training "
+                     f"runs out of it in step {out['failed_in_step']}.")
     return words
 
 
