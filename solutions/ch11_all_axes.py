@@ -256,11 +256,10 @@ def layout() -> dict:
         recompute             "none", "full", "selective" or "sqrt"
         micro_batch_size      sequences in one forward and backward pass of a rank
 
-    The grader trains 10 steps on 8 real ranks, the first two under a memory meter. At its peak, no
+    The grader trains 4 steps on 8 real ranks, the first two under a memory meter. At its peak, no
     rank may hold more than 1,150,000 bytes of parameters, gradients, optimizer state, activations
-    and temporary tensors together. The mean loss of the last 2 steps must be at most
-    4.2 nats per token, which every layout that runs reaches; a model that knows only how frequent
-    each word is has 4.37.
+    and temporary tensors together. The losses must be those of one process, as they are in every
+    layout that runs.
 
     More than one layout fits, but probably not the first that you think of. Estimate before you
     try: a parameter takes 16 bytes with its gradient and moments; for the backward pass, a layer

@@ -16,8 +16,15 @@ PRELOADED = ("teaching.graders.", "minitron.parallel.", "minitron.proof.", "mini
 BEGIN_WITH = "chapters", "tests/train", "tests/plan", "tests/parallel"  # files that take longest
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m looks at markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest files, so that no core idles at the end of `make test`."""
+    """Begin with the longest files, so that no core idles at the end of `make test`.
+
+    A notebook's cells that are tagged as exhaustive are so marked: they run in `make test-all`.
+    """
+    for item in items:
+        if "exhaustive" in getattr(getattr(item, "cell", None), "metadata", {}).get("tags", ()):
+            item.add_marker("exhaustive")
     folders = {ROOT / name: number for number, name in enumerate(BEGIN_WITH)}
     items.sort(key=lambda item: folders.get(item.path.parent, len(folders)))
 

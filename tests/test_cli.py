@@ -9,6 +9,7 @@ import pytest
 import minitron as minitron_package
 from minitron import cli
 from minitron.config import ConfigError, command_line
+from tests.tiers import exhaustive
 
 
 def minitron(*words: str, cwd=None) -> subprocess.CompletedProcess:
@@ -43,6 +44,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(words, message, tmp_path):
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
 
 
+@exhaustive
 def test_a_terminal_of_plain_ascii_is_told_the_same():
     """As in a scheduler's log."""
     environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}

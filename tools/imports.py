@@ -29,7 +29,11 @@ def imported(code: str) -> set[str]:
 
 def parse_cell(source: str) -> ast.Module:
     """Parse a cell without its magics and shell commands."""
-    return ast.parse(re.sub(r"^[%!].*$", "pass", source, flags=re.MULTILINE))
+    return ast.parse(without_magics(source))
+
+
+def without_magics(source: str) -> str:
+    return re.sub(r"^[%!].*$", "pass", source, flags=re.MULTILINE)
 
 
 def packages_of(module: str) -> set[str]:

@@ -578,7 +578,7 @@ for step, text in written.items():
 #
 # **Predict.** Where will each of the two one-layer models end on copyable words?
 
-# %%
+# %% tags=["exhaustive"]
 def copying_of(**changes):
     """The loss on names seen before, over the steps of a run with another shape."""
     found, other = {}, dataclasses.replace(config, **changes)
@@ -591,7 +591,7 @@ lines = {f"2 layers, {P:,}": [by_kind[step][1] for step in steps]}
 lines |= dict([copying_of(num_layers=1, ffn_width=644), copying_of(num_layers=1)])
 two, one, small = (line[-1] for line in lines.values())
 
-# %% tags=["figure-layers"]
+# %% tags=["figure-layers", "exhaustive"]
 show(curves(steps, lines, "step", "loss on names seen before (nats)", predicted=guess), alt=(
     f"One layer with half the parameters ends at {small:.2f} nats, one layer with as many "
     f"parameters at {one:.2f}, two layers at {two:.2f}."
@@ -747,7 +747,7 @@ for width in (1024, 4096, 16384):
 # **Predict.** `gelu(x * scale + shift)` is three operations. Counting only the large tensors, by
 # what factor does fusion reduce the bytes, and so at best the time?
 
-# %%
+# %% tags=["exhaustive"]
 try:
     eager, compiled = eager_and_compiled()
     gain = median(eager) / median(compiled)

@@ -266,7 +266,7 @@ print(f"gradient  relative error {off:.0%}")
 # training? To find out, we train a small model to copy, with both: every token repeats the one
 # eight places earlier.
 
-# %% tags=["figure-trap"]
+# %% tags=["figure-trap", "exhaustive"]
 losses = {"plain": lab.train(lambda model: None), "new masks": lab.train(by_hand)}
 worse = losses["new masks"][-1] > losses["plain"][-1]
 show(curves(range(1, 121), losses, "step", "loss (nats per token)"), alt=(
@@ -610,7 +610,7 @@ def per_operator(threshold):
     return kept, counter.get_total_flops() / plain_flops - 1, same
 
 
-# %% tags=["output-thresholds", "nbval-check-output"]
+# %% tags=["output-thresholds", "nbval-check-output", "exhaustive"]
 least, _, full_flops = both_sides(apply_full_recompute)
 print("keep matmuls above            kept   FLOPs added   whole blocks   same gradient")
 for threshold in (0, 10, 40, 1000):

@@ -328,7 +328,7 @@ def sum_by_hand(model, group):
         dist.all_reduce(p.grad, group=group)
 
 
-# %% tags=["figure-trap"]
+# %% tags=["figure-trap", "exhaustive"]
 versions = [(lab.nothing, average_gradients), (lab.nothing, sum_by_hand),
             (hook_by_hand, lab.nothing)]
 mean_losses = torch.stack(run(lab.train_all, 4, versions, timeout=300, watch=False)).mean(0)
@@ -591,7 +591,7 @@ draw("bucketed", "Bucketed: the network keeps up with the backward pass, and wha
 # rarely. What does the step time look like as a function of the bucket size? What would move its
 # minimum to smaller buckets?
 
-# %%
+# %% tags=["exhaustive"]
 candidates = [64 * KiB, 256 * KiB, 1024 * KiB, 4096 * KiB, 16_384 * KiB]
 labels = {f"{size // KiB} KiB": size for size in candidates}
 sweep = lab.measure([lab.sized(size) for size in candidates], network)
@@ -599,7 +599,7 @@ spreads = {name: lab.spread(found) for name, found in zip(labels, sweep, strict=
 predicted = {name: lab.end_of(compute, network.predict(compute, lab.buckets_of(size)))
              for name, size in labels.items()}
 
-# %% tags=["figure-buckets"]
+# %% tags=["figure-buckets", "exhaustive"]
 print("                   ms: predicted   measured: median (middle half of 5)")
 for name, (low, middle, high) in spreads.items():
     number = len(lab.buckets_of(labels[name]))

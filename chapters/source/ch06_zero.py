@@ -595,7 +595,7 @@ show(wire(sent, ticks), alt=(
 #
 # **Predict.** What does prefetch hide at best: all of the communication, or only a part?
 
-# %%
+# %% tags=["exhaustive"]
 passes = run(overlap.compute_alone, 2, watch=False)[0]  # forward, backward
 block_bytes, blocks = 4 * cost.num_block_parameters(overlap.WIDE), overlap.WIDE.num_layers
 network = 1e-4, round(block_bytes / 2 / (0.7 * passes[0] / blocks), -6)
@@ -605,7 +605,7 @@ applies = [apply for apply, _ in WAYS.values()]
 found = run(overlap.slow_passes, 2, applies, network, timeout=300, watch=False)[0]
 steps = dict(zip(WAYS, found, strict=True))
 
-# %% tags=["output-prefetch"]
+# %% tags=["output-prefetch", "exhaustive"]
 print(f"a block: forward {1e3 * passes[0] / blocks:.1f} ms, all-gather {1e3 * transfer:.1f} ms")
 print("ms                 predicted   measured  (spread)        predicted, own compute")
 gains = []
@@ -632,7 +632,7 @@ print("prefetch pays here" if gain[1] > 0 else "no gain here: the processor, not
 # The timelines show the fastest step, without prefetch and with it; idle time is hatched. In the
 # measured lanes, a transfer is drawn for as long as it occupies the emulated link.
 
-# %% tags=["figure-without"]
+# %% tags=["figure-without", "exhaustive"]
 def draw(name):
     calls, spans, seconds = min(steps[name], key=lambda step: step[2])
     predicted = overlap.predict_lanes(passes, transfer, WAYS[name][1])
@@ -644,7 +644,7 @@ show(draw("without prefetch"), alt=(
     "Without prefetch, compute and network alternate: while one works, the other waits."
 ))
 
-# %% tags=["figure-prefetch"]
+# %% tags=["figure-prefetch", "exhaustive"]
 show(draw("with prefetch"), alt=(
     "With prefetch, the network fetches the next block while this one computes; gaps remain at the "
     "start and at the turn from forward to backward."
@@ -853,7 +853,7 @@ print(f"bytes a rank holds  {ratio:.2f} times")
 # layers and with six, and extrapolate linearly to predict how many layers fit. The last two columns
 # check that: the measured peak with so many layers, and with one more.
 
-# %% tags=["output-largest"]
+# %% tags=["output-largest", "exhaustive"]
 print("         layers   parameters      peak   with one layer more")
 for stage, (name, apply) in enumerate(lab.STAGES.items()):
     layers = lab.predict_layers(stage, apply, 8 * MB)
@@ -884,7 +884,7 @@ for stage, (name, apply) in enumerate(lab.STAGES.items()):
 # **Predict.** Four ranks, either one group of four or two groups of two. What does each rank store,
 # and what does it send inside and across the groups?
 
-# %% tags=["output-hybrid", "nbval-check-output"]
+# %% tags=["output-hybrid", "nbval-check-output", "exhaustive"]
 print("groups x ranks   weights    sent inside   sent across   formula   same training")
 for grid, apply in (((1, 4), apply_fsdp), ((2, 2), lab.apply_hybrid)):
     traffic, stored = run(lab.hybrid_step, 4, grid, watch=False)[0]

@@ -490,7 +490,7 @@ def f_runs_forward(model, group):
 # **Predict.** For each of the two: is the first loss right? Do the ranks stay identical? Does the
 # model learn?
 
-# %% tags=["output-direction"]
+# %% tags=["output-direction", "exhaustive"]
 lab.report(f_forgotten, f_runs_forward)
 print()
 for apply in (f_forgotten, f_runs_forward):
@@ -702,7 +702,7 @@ tensor_explorer()
 # **Predict.** How long does the backward pass stand still if it waits for each all-reduce at once?
 # And if it computes weight gradients meanwhile?
 
-# %% tags=["output-overlap"]
+# %% tags=["output-overlap", "exhaustive"]
 alone = run(lab.weight_gradient_seconds, 2, watch=False)[0]  # by weight, measured on its own
 transfer = alone["up"]
 bandwidth = lab.all_reduce_bytes() / transfer
@@ -718,7 +718,7 @@ for name, (exchange, seconds) in ways.items():
           f"({still[0]:.1f} to {still[-1]:.1f} ms in {len(still)} steps)")
     ways[name] = min(steps, key=lambda step: step[1][-1].end - step[1][0].start)
 
-# %% tags=["figure-overlap"]
+# %% tags=["figure-overlap", "exhaustive"]
 lanes = {}
 for name, events in ways.items():
     compute, link = rank_lanes(*([each] for each in events)).values()
@@ -758,7 +758,7 @@ show(timeline(lanes, unit="ms, the fastest repeat, network emulated"), alt=(
 #
 # **Predict.** Then should c be as large as possible?
 
-# %% tags=["output-async"]
+# %% tags=["output-async", "exhaustive"]
 compute = run(lab.row_parallel_compute_seconds, 2, watch=False)[0]
 bandwidth = lab.all_reduce_bytes() / compute  # the whole all-reduce takes as long as the matmul
 measured = {}

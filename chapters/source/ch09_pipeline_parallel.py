@@ -821,7 +821,7 @@ show(pipeline(simulate(dualpipe_v(p, m), QUARTERS)), alt=(
     "the other direction next to it."
 ))
 
-# %% tags=["output-v", "nbval-check-output"]
+# %% tags=["output-v", "nbval-check-output", "exhaustive"]
 VS = {"ZB-V": (zb_v, QUARTERS), "DualPipeV": (dualpipe_v, QUARTERS)}
 compare({"1F1B": MAKERS["1F1B"], "ZB-H1": MAKERS["ZB-H1"], **VS})
 pairs = len(dualpipe_v(p, m).overlapped)
@@ -842,7 +842,7 @@ for name, (make_schedule, _) in VS.items():
 #
 # The real executor, with emulated stages:
 
-# %% tags=["output-vmeasured"]
+# %% tags=["output-vmeasured", "exhaustive"]
 print("p = 4, m = 8   predicted from   ms, as         measured,")
 print("               durations asked  measured       median (min-max)")
 for name, (make_schedule, durations) in VS.items():

@@ -462,7 +462,7 @@ def train_float16(scaler):
 # %% [markdown]
 # **Predict.** Without scaling (a scale of 1 that never changes): does the loss stop falling?
 
-# %% tags=["output-scaling"]
+# %% tags=["output-scaling", "exhaustive"]
 unscaled, _ = train_float16(Scaler(1.0, interval=math.inf))
 scaled, scales = train_float16(Scaler(2.0**34))
 skipped = [step for step in range(num_steps - 1) if scales[step + 1] < scales[step]]
@@ -590,7 +590,7 @@ except RankError as error:
 # hour of a long run. So the rank must not leave: it skips the update but takes part in all
 # communication. `each_for_itself` does that; `together` asks all ranks first.
 
-# %% tags=["output-nan", "nbval-check-output"]
+# %% tags=["output-nan", "nbval-check-output", "exhaustive"]
 def each_for_itself(own_grad, group):
     return bool(own_grad.isfinite().all()), True
 
@@ -807,7 +807,7 @@ show(memory_bars({name: held[name] for name in drawn},
 #
 # The recipes side by side, with the package's own training step, on the same batches.
 
-# %% tags=["output-losses"]
+# %% tags=["output-losses", "exhaustive"]
 by_recipe = {name: lab.train_recipe(name, batches[:num_steps]) for name in PRECISIONS}
 reference = lab.smoothed(by_recipe["fp32"])
 print("                   loss   vs. fp32")
@@ -936,7 +936,7 @@ show(one_weight({"float32": histories["float32"], "to nearest": histories["bfloa
     "them follows the line of float32, without masters."
 ))
 
-# %% tags=["output-random"]
+# %% tags=["output-random", "exhaustive"]
 losses["no masters, stochastic"] = train_with_masters(stochastic, keep=False)
 for name in ("float32", "masters not kept", "no masters, stochastic"):
     print(f"{name:24} {lab.smoothed(losses[name]):6.3f}")
@@ -1069,7 +1069,7 @@ for name, (rounded_by, bits) in formats.items():
 # **Predict.** Each format rounds every operand by several percent. Which of them ends at the loss
 # of float32?
 
-# %% tags=["output-blocktraining"]
+# %% tags=["output-blocktraining", "exhaustive"]
 rounded_up = partial(quantize_mxfp8, round_scale_up=True)
 recipes = {"float32": lambda model: None, "e4m3/e5m2, one scale": apply_float8,
            "MXFP8": lambda model: apply_block_scaling(model, quantize_mxfp8),

@@ -452,7 +452,7 @@ for name, change in RULES.items():
 #
 # **Predict.** All messages have the right sizes. Does the run hang? Does the loss fall?
 
-# %% tags=["output-samples"]
+# %% tags=["output-samples", "exhaustive"]
 def read_by_world_rank(parallel, group):
     type(parallel).data_part = group.rank(), group.size()  # in this process only
 
@@ -552,7 +552,7 @@ for apply, axes in ((stages_then_columns, {"pp": 2, "tp": 2}),
 #
 # **Predict.** What will the oracle say about the third one?
 
-# %% tags=["output-oracle"]
+# %% tags=["output-oracle", "exhaustive"]
 def all_axes(model, group):
     config = Config(model.config, DataConfig(sequence_length=12), TrainConfig(), lab.CUBE)
     return parallelize(model, lay_out(lab.CUBE, group.size(), cpu), config, cpu)
@@ -770,7 +770,7 @@ def losses_in(run_dir):
     return [row["loss"] for row in read_metrics(run_dir / "metrics.jsonl") if "loss" in row]
 
 
-# %%
+# %% tags=["exhaustive"]
 JOBS = {"dp 2 x tp 2, ZeRO-1": (4, ParallelConfig(tp=2, zero=1, sequence=True)),
         "pp 4": (4, ParallelConfig(pp=4)), "one process": (1, ParallelConfig()),
         "dp 3, ZeRO-3": (3, ParallelConfig(zero=3))}
@@ -780,7 +780,7 @@ for number, (num_ranks, layout) in enumerate(JOBS.values(), start=1):
     steps = partial(job, steps=3 * number)
     run(steps, num_ranks, root / "moved", layout, watch=False, timeout=90)
 
-# %% tags=["output-moved"]
+# %% tags=["output-moved", "exhaustive"]
 uninterrupted, moved = losses_in(root / "alone"), losses_in(root / "moved")
 print("steps       layout                last loss   largest relative difference")
 for number, name in enumerate(JOBS):
@@ -797,7 +797,7 @@ for number, name in enumerate(JOBS):
 #
 # **Predict.** What do the other seven ranks do? From which step does the run resume?
 
-# %% tags=["output-killed"]
+# %% tags=["output-killed", "exhaustive"]
 def job_with_a_death(group, *args, **more):
     take_step = Run.train_step
     Run.train_step = lambda run: os.kill(os.getpid(), signal.SIGKILL) \
@@ -829,7 +829,7 @@ print("saved:", *(path.name for path in checkpoint.checkpoints(saved)))
 # A death in the middle of a save leaves a folder with a temporary name, which nobody reads, and
 # checksums reveal damage to a complete checkpoint. Let us try both:
 
-# %% tags=["output-bit"]
+# %% tags=["output-bit", "exhaustive"]
 (saved / "step_00000006.tmp").mkdir()
 newest = checkpoint.checkpoints(saved)[-1]
 file = max(newest.glob("*.safetensors"), key=lambda path: path.stat().st_size)
@@ -845,7 +845,7 @@ show_text(f"damage: {checkpoint.damage(newest)}")
 # **Predict.** From which step does it resume? How far is its last loss from that of the one
 # process?
 
-# %% tags=["output-restarted"]
+# %% tags=["output-restarted", "exhaustive"]
 layout = ParallelConfig(tp=4, zero=1, sequence=True)
 run(partial(job, **often), 8, root / "killed", layout, watch=False, timeout=90)
 print("set aside:", *(path.name for path in saved.glob("*.damaged")))
@@ -909,8 +909,7 @@ print(f"{len(restarted)} steps; loss {restarted[-1]:.4f}, in one process {uninte
 # - [**11.4 Save here, resume there**](exercise:11.4) (25 minutes): who copies which range from
 #   whom.
 # - [**11.5 8 ranks, one limit**](exercise:11.5) (30 minutes): the capstone. You choose a layout,
-#   and the grader trains the story model with it on 8 ranks with a memory limit, down to a given
-#   loss.
+#   and the grader trains the story model with it on 8 ranks with a memory limit.
 
 # %%
 check("11.1")

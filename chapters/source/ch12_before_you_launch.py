@@ -368,7 +368,7 @@ def real_step(group):
     return [dryrun.run(made, num_sequences=8) for _ in range(2)][1]
 
 
-# %% tags=["output-oracle", "nbval-check-output"]
+# %% tags=["output-oracle", "nbval-check-output", "exhaustive"]
 for rank, real in enumerate(run(real_step, 4, watch=False)):
     fake = dry_run(small, 4, rank, kernels="cpu")
     same = (real.traffic, real.flops) == (fake.traffic, fake.flops)

@@ -10,7 +10,7 @@ References: Patarasuk & Yuan 2009 (ring); Thakur, Rabenseifner & Gropp 2005, sec
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 
 import torch
@@ -275,6 +275,45 @@ def broadcast(tensor: Tensor, source: int, group: ProcessGroup, async_op: bool =
     """Copy `tensor` of rank `source`, counted in the group, to all ranks of it, in place."""
     with span(group, "broadcast"):
         return dist.broadcast(tensor, group=group, group_src=source, async_op=async_op)
+
+
+def broadcast_together(tensors: Iterable[Tensor], source: int, group: ProcessGroup) -> None:
+    """Do the same for many tensors, in place; small neighbors share a message, and its latency.
+
+    What is on the meta device has no values, and is left out.
+    """
+    for alike in in_messages(tensor for tensor in tensors if not tensor.is_meta):
+        if len(alike) == 1:
+            broadcast(alike[0], source, group)
+            continue
+        flat = torch.cat([tensor.flatten() for tensor in alike])
+        broadcast(flat, source, group)
+        for tensor, values in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
+            tensor.copy_(values.view_as(tensor))
+
+
+def all_gather_together(tensors: Iterable[Tensor], group: ProcessGroup) -> Iterator[Tensor]:
+    """Yield what all ranks have for each tensor (...), as (N, ...); small ones share a message."""
+    for alike in in_messages(tensors):
+        flat = torch.cat([tensor.flatten() for tensor in alike])
+        gathered = flat.new_empty(group.size(), len(flat))
+        all_gather_single(gathered.flatten(), flat, group)
+        for tensor, parts in zip(alike, gathered.split([t.numel() for t in alike], 1), strict=True):
+            yield parts.reshape(group.size(), *tensor.shape)
+
+
+def in_messages(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Group neighbors of one dtype and device, up to LARGEST_PIECE bytes unless one has more."""
+    alike: list[Tensor] = []
+    for tensor in tensors:
+        fits = sum(each.nbytes for each in alike) + tensor.nbytes <= LARGEST_PIECE
+        if alike and not (fits and alike[0].dtype == tensor.dtype
+                          and alike[0].device == tensor.device):
+            yield alike
+            alike = []
+        alike.append(tensor)
+    if alike:
+        yield alike
 
 
 def all_reduce_max(tensor: Tensor, group: ProcessGroup) -> None:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minitron.comm.agreement import ALONE, Group
-from minitron.comm.collectives import all_reduce, broadcast
+from minitron.comm.collectives import all_reduce, broadcast_together
 from minitron.config import ModelConfig
 from minitron.launch import run
 from minitron.model.transformer import Transformer
@@ -103,8 +103,7 @@ def after_backward(function: Callable[[nn.Module, dist.ProcessGroup], None]) -> 
     """Make an `apply` of a function that averages the gradients after the backward pass."""
 
     def apply(model: nn.Module, group: dist.ProcessGroup) -> ParallelModel:
-        for parameter in model.parameters():
-            broadcast(parameter.detach(), 0, group)
+        broadcast_together((p.detach() for p in model.parameters()), 0, group)
         return AfterBackward(model, group, function)
 
     return apply

@@ -5,12 +5,14 @@ Their cells are run by nbval, which collects chapters/*.ipynb.
 
 import base64
 import copy
+import symtable
 
 import pytest
 
 from tools import build_chapters
 from tools.build_chapters import ChapterError, check_chapter, compare, read_source, require_style
 from tools.committed import committed_text
+from tools.imports import without_magics
 
 SOURCES = build_chapters.chapter_sources([])
 FIRST = SOURCES[0]
@@ -48,6 +50,44 @@ def test_every_figure_has_an_alternative_text(source):
               for output in cell.outputs if "image/png" in output.get("data", {})]
     assert images
     assert all(image.metadata["image/png"]["alt"] for image in images)
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+def test_no_cell_of_every_run_needs_one_that_is_exhaustive(source):
+    assert needs_exhaustive(read_source(source)) == []
+
+
+def test_a_cell_that_needs_an_exhaustive_one_is_found(notebook):
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"][:4]
+    for cell, text in zip(cells, ("a = b = 0", "a = c = 1", "print(b); b = a",
+                                  "def f(e):\n    return b + c"), strict=True):
+        cell.source, cell.metadata = text, {}
+    cells[1].metadata["tags"] = ["exhaustive"]
+    notebook.cells = cells
+    assert needs_exhaustive(notebook) == ["a", "c"]
+
+
+def needs_exhaustive(notebook) -> list[str]:
+    """Names that a cell reads whose last value is from a cell that `make test` leaves out."""
+    last_left_out, found = {}, []  # by name
+    for cell in notebook.cells:
+        if cell.cell_type != "code":
+            continue
+        left_out = "exhaustive" in cell.metadata.get("tags", ())
+        table = symtable.symtable(without_magics(cell.source), "cell", "exec")
+        made = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned()
+                or symbol.is_imported()}
+        if not left_out:
+            found += sorted(name for name in read_from(table) - made if last_left_out.get(name))
+        last_left_out.update(dict.fromkeys(made, left_out))
+    return found
+
+
+def read_from(table: symtable.SymbolTable) -> set[str]:
+    """Names of the notebook that a cell or a function in it reads."""
+    own = {symbol.get_name() for symbol in table.get_symbols()
+           if symbol.is_referenced() and (symbol.is_global() or table.get_type() == "module")}
+    return own.union(*map(read_from, table.get_children()))
 
 
 MOST_COLUMNS = 80

@@ -241,3 +241,31 @@ def test_fake_buffers_are_not_kept():
     assert all(type(each) is torch.Tensor for each in real)
     assert all(type(each) is not torch.Tensor for each in fake)
     assert collectives.receive_buffers(4, torch.empty(4)) is real
+
+
+def together(group):
+    """What this rank has after tensors of two dtypes and a large one have travelled, and the calls.
+
+    The last one is not in the order of its memory, as a view of a matrix's columns is not.
+    """
+    rank = float(group.rank())
+    tensors = [torch.full((2, 3), rank), torch.full((), rank), torch.full((5,), rank).double(),
+               torch.full((collectives.LARGEST_PIECE // 4 + 1,), rank), torch.full((4,), rank)]
+    with Ledger() as gathering:
+        gathered = list(collectives.all_gather_together([*tensors, torch.full((3, 2), rank).T],
+                                                        group))
+    meta = torch.empty(7, device="meta")
+    with Ledger() as sending:
+        collectives.broadcast_together([meta, *tensors], 1, group)
+    return gathered, tensors, [len(ledger.calls) for ledger in (gathering, sending)]
+
+
+def test_small_neighbors_share_a_message():
+    for gathered, tensors, calls in run(together, 3):
+        shapes = [(2, 3), (), (5,), (collectives.LARGEST_PIECE // 4 + 1,), (4,), (2, 3)]
+        for parts, shape in zip(gathered, shapes, strict=True):
+            assert torch.equal(parts, torch.arange(3.0, dtype=parts.dtype).view(
+                3, *[1] * len(shape)).expand(3, *shape))
+        assert [tensor.dtype for tensor in tensors].index(torch.float64) == 2
+        assert all(bool((tensor == 1).all()) for tensor in tensors)
+        assert calls == [4, 4]  # two, one of another dtype, the large one, the rest

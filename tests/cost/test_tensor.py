@@ -17,6 +17,7 @@ from minitron.model.recompute import RECOMPUTE_POLICIES
 from minitron.model.transformer import Transformer, fused_attention, materialized_attention
 from minitron.parallel.tensor.layers import apply_tensor_parallel
 from minitron.parallel.tensor.sequence import apply_sequence_parallel
+from tests.tiers import tiered
 
 TENSOR = Layout(8)
 SEQUENCE = Layout(8, sequence_parallel=True)
@@ -156,7 +157,7 @@ def formulas(config: ModelConfig, attention: str, recompute: str, layout: Layout
     }
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", tiered([3, 2]))
 def test_ranks_hold_and_send_what_the_formulas_say_to_the_byte(size):
     every_rank = run(lambda group: [one_step(group, *case) for case in cases(size)], size)
     for measured in every_rank:

@@ -22,6 +22,7 @@ from teaching.graders import (
 from tests.exercises.common import Chapter
 from tests.exercises.grading import Grading
 from tests.exercises.mutants.ch10_mixed_precision import FURTHER
+from tests.tiers import tiered
 
 CHAPTER = Chapter("ch10_mixed_precision")
 NAN = math.nan
@@ -114,9 +115,9 @@ def test_calling_the_package_is_no_answer():
     assert verdict.state == "failed" and "is called" in verdict.seen
 
 
-@pytest.mark.parametrize(("name", "answer", "says"), [
+@pytest.mark.parametrize(("name", "answer", "says"), tiered((
     (name, answer, says) for name, answers in FURTHER.items() for answer, says in answers.items()
-], ids=lambda value: getattr(value, "__name__", ""))
+), keep=2), ids=lambda value: getattr(value, "__name__", ""))
 def test_further_mistakes_are_recognized(name, answer, says):
     verdict = CHAPTER.grade(name, answer)
     assert verdict.state == "failed" and says in f"{verdict.seen}\n{verdict.likely}"

@@ -13,6 +13,7 @@ from teaching.graders import ch12_days, ch12_layout, ch12_memory, ch12_schedule
 from tests.exercises.common import Chapter
 from tests.exercises.grading import Grading
 from tests.exercises.mutants.ch12_before_you_launch import FURTHER
+from tests.tiers import tiered
 
 CHAPTER = Chapter("ch12_before_you_launch")
 
@@ -65,9 +66,9 @@ def test_the_example_of_layouts_is_true():
     assert (best.recompute, best.micro_batch_size) == ("none", 4)
 
 
-@pytest.mark.parametrize(("name", "answer", "says"), [
+@pytest.mark.parametrize(("name", "answer", "says"), tiered((
     (name, answer, says) for name, answers in FURTHER.items() for answer, says in answers.items()
-], ids=lambda value: getattr(value, "__name__", ""))
+), keep=4), ids=lambda value: getattr(value, "__name__", ""))
 def test_further_mistakes_are_recognized(name, answer, says):
     verdict = CHAPTER.grade(name, answer)
     assert verdict.state == "failed" and says in f"{verdict.seen}\n{verdict.likely}"
@@ -145,7 +146,8 @@ def test_every_way_to_choose_a_schedule_loses_somewhere():
     assert wins == {"bubble": False, "bytes": False, "size": False, "none": True}
 
 
-@pytest.mark.parametrize("case", [case for case in ch12_layout.cases() if "nothing" not in case[0]],
+@pytest.mark.parametrize("case", tiered(
+    pytest.param(case) for case in ch12_layout.cases() if "nothing" not in case[0]),
                          ids=lambda case: case.text)
 def test_the_judge_of_layouts_agrees_with_the_search(case):
     found = [each for each in search(case.job).candidates

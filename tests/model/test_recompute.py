@@ -26,6 +26,7 @@ from minitron.model.recompute import (
     sqrt_segments,
 )
 from minitron.model.transformer import Transformer, initialize, materialized_attention
+from tests.tiers import diagonal_of
 
 GPT = ModelConfig("gpt", 97, 16, 3, 24, 3, 3, 56, dropout=0.1)
 LLAMA = ModelConfig("llama", 97, 16, 3, 24, 6, 2, 56, tied_embedding=False, dropout=0.1)
@@ -317,8 +318,8 @@ def held(policy=None, attention=None, device="cpu"):
     return end, meter.peak.total, calls
 
 
-@pytest.mark.parametrize("lengths", [[1] * 8, [3, 3, 2], [8], [5, 1]], ids=str)
-@pytest.mark.parametrize("mode", [nullcontext, FakeTensorMode])
+@pytest.mark.parametrize("lengths, mode", diagonal_of(
+    [[1] * 8, [3, 3, 2], [8], [5, 1]], [nullcontext, FakeTensorMode]), ids=str)
 def test_only_the_inputs_of_segments_are_held(lengths, mode):
     with mode():
         plain, plain_peak, _ = held()

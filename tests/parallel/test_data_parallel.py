@@ -207,7 +207,7 @@ MUTANTS = {
         "token_embedding.weight: gradient 4.0x too small on all ranks: divided twice?")
         for name, apply in THREE.items()},
     **{("no broadcast", name): (apply, lambda: patch.object(
-        axis, "broadcast", not_sent),
+        axis, "broadcast_together", not_sent),
         "token_embedding.weight: initial weights differ on rank 1, 2, 3 alone: no broadcast")
         for name, apply in THREE.items()},
     ("last dropped", "naive"): (after_backward(last_left_out), nullcontext,

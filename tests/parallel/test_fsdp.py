@@ -207,7 +207,7 @@ MUTANTS = {
         apply_fsdp, lambda: patch.object(flat.FlatUnit, "unshard", unshard_once),
         "(step 1; 1 of 1 differ)"),
     "no broadcast": (
-        apply_fsdp, lambda: patch.object(axis, "broadcast", not_sent),
+        apply_fsdp, lambda: patch.object(axis, "broadcast_together", not_sent),
         "token_embedding.weight: initial weights differ on all ranks: no broadcast from rank 0"),
     "clipped by the local norm": (
         clipped, lambda: patch.object(clipping, "all_reduce", not_sent),

@@ -5,12 +5,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from minitron.comm.agreement import ALONE
+from minitron.comm.collectives import broadcast_together
 from minitron.comm.mesh import make_mesh
 from minitron.config import (
     Config,
@@ -70,9 +70,9 @@ def applied(groups, stage, mode):
 # Mutations
 
 
-def within_a_replica(self, tensor):
+def within_a_replica(self, tensors):
     """The replicas start from weights of their own."""
-    axis_broadcast(tensor, 0, self.group)
+    broadcast_together(list(tensors), 0, self.group)
 
 
 def earlier_lost(self, over_replicas=True):
@@ -103,10 +103,6 @@ MUTANTS = {
     "earlier micro-batches not sent to the replicas": (
         FlatShards, "finish_reduce", earlier_not_sent, "gradient differs between ranks"),
 }
-
-
-def axis_broadcast(tensor, source, group):
-    dist.broadcast(tensor, group=group, group_src=source)
 
 
 # On four ranks

@@ -322,7 +322,7 @@ MUTANTS = {
         CUT_HALVES, patch.object(RowParallelLinear, "forward", bias_on_every_rank), "model: loss"),
     "halves of cut layers, none": (CUT_HALVES, nullcontext(), None),
     "no broadcast": (
-        EVEN, patch("minitron.parallel.pipeline.stages.broadcast", not_done),
+        EVEN, patch("minitron.parallel.pipeline.stages.broadcast_together", not_done),
         "initial weights differ on all ranks: no broadcast from rank 0"),
     "none": (HALVES, nullcontext(), None),
 }

@@ -200,7 +200,7 @@ MUTANTS = {
         ONE_HEAD, patch.object(TensorParallel, "sum_partial_gradients", not_sent),
         "blocks.0.attention.key.weight: gradient differs between ranks, together they are right"),
     "no broadcast": (
-        gpt, patch.object(layers, "broadcast", not_sent),
+        gpt, patch.object(layers, "broadcast_together", not_sent),
         "token_embedding.weight: initial weights differ on all ranks: no broadcast from rank 0"),
     "none": (ONE_HEAD, nullcontext(), None),
 }

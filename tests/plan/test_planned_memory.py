@@ -109,8 +109,7 @@ def fullest(job: Job, decision: Decision) -> int:
                for stage in range(pp))
 
 
-KEPT = {"alone, float32", "selective, ZeRO-1", "fp8, ZeRO-1", "ZeRO-2 in a pipeline",
-        "ZeRO-3, full", "autocast, tensor", "few tokens"}
+KEPT = {"alone, float32", "selective, ZeRO-1", "ZeRO-2 in a pipeline", "autocast, tensor"}
 
 
 @pytest.mark.parametrize("name", in_tiers(KEPT, CASES))

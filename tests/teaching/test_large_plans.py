@@ -15,7 +15,7 @@ from minitron.plan.search import search
 from teaching.exercises import ROOT
 from teaching.lab import ch12
 from teaching.lab import large_plans as plans
-from tests.tiers import exhaustive
+from tests.tiers import exhaustive, tiered
 
 A100 = DEVICES["A100-SXM-80GB"]
 JOB = Job(cost.PUBLISHED["Llama 3.2 1B"], 2, A100, 8192, 8)
@@ -59,9 +59,9 @@ def test_a_recorded_dry_run_is_the_dry_run(record):
     assert read.peak.total == now.peak.total
 
 
-@pytest.mark.parametrize("job, layout, rank", [
+@pytest.mark.parametrize("job, layout, rank", tiered([
     (replace(TINY, global_batch_size=8), LAYOUT, 0), (TINY, plans.cut(2, tp=2), 0),
-    (TINY, LAYOUT, 1)])
+    (TINY, LAYOUT, 1)]))
 def test_another_job_layout_or_rank_is_computed(record, job, layout, rank):
     with pytest.raises(TypeError, match="not callable"):
         plans.counted(job, layout, rank)

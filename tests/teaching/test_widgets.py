@@ -22,6 +22,7 @@ from teaching.widgets import (
     explore,
     is_live,
 )
+from tests.tiers import exhaustive, tiered
 
 VIEW = "application/vnd.jupyter.widget-view+json"
 LLAMA_8B = {"num_layers": 32, "width": 4096, "sequence_length": 8192, "micro_batch": 1}
@@ -226,6 +227,7 @@ def test_the_buckets_of_a_published_model_are_predicted_whole():
     assert {bar.get_linestyle() for bar in figure.axes[0].patches if not bar.get_hatch()} == {"--"}
 
 
+@exhaustive
 def test_every_setting_of_the_bucket_explorer_is_drawn_in_one_size(monkeypatch):
     asked = {}
     monkeypatch.setattr(widgets, "explore", lambda draw, **given: asked.update(given))
@@ -267,10 +269,12 @@ def test_every_setting_of_the_zero_explorer_is_drawn_in_one_size(monkeypatch):
     assert len(sizes) == 1, "nothing may jump"
 
 
-@pytest.mark.parametrize(("explorer", "draw"), [
-    (widgets.tensor_explorer, draw_tensor), (widgets.sequence_explorer, draw_sequence),
-    (widgets.schedule_explorer, draw_schedule), (widgets.number_line_explorer, draw_number_line),
-], ids=["tensor", "sequence", "schedule", "number_line"])
+@pytest.mark.parametrize(("explorer", "draw"), tiered([
+    pytest.param(widgets.number_line_explorer, draw_number_line, id="number_line"),
+    pytest.param(widgets.tensor_explorer, draw_tensor, id="tensor"),
+    pytest.param(widgets.sequence_explorer, draw_sequence, id="sequence"),
+    pytest.param(widgets.schedule_explorer, draw_schedule, id="schedule"),
+]))
 def test_every_setting_of_chapters_7_to_10_is_drawn_in_one_size(explorer, draw, monkeypatch):
     asked = {}
     monkeypatch.setattr(widgets, "explore", lambda draw, **given: asked.update(given, draw=draw))

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitron.comm.collectives import all_reduce, broadcast
+from minitron.comm.collectives import all_reduce, broadcast_together
 from minitron.comm.differentiable import start_all_gather
 from minitron.config import require
 from minitron.parallel.context.chunks import (
@@ -62,9 +62,7 @@ class ContextParallel(OneDevice):
         self.all_chunks = all_chunks(chunks_of, self.size)
         self.ranks_per_sample, self.sequence_parts = self.size, len(self.all_chunks)
 
-        for parameter in model.parameters():
-            if not parameter.is_meta:
-                broadcast(parameter.detach(), 0, group)
+        broadcast_together((p.detach() for p in model.parameters()), 0, group)
         model.positions_of = self.positions_of
         for block in model.blocks:
             block.attention.attention_fn = partial(attention, group=group, chunks_of=chunks_of)

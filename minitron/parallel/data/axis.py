@@ -4,7 +4,7 @@ With sharding the axis may be two: `group` is the ranks that divide the training
 those that hold the same part of it. Neighbors share; the replicas are further away.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minitron.comm.agreement import ALONE, Group
-from minitron.comm.collectives import all_reduce, broadcast
+from minitron.comm.collectives import all_reduce, broadcast_together
 from minitron.parallel.interface import Kind
 from minitron.parallel.one_device import OneDevice
 from minitron.precision import discard_on_zero_grad
@@ -36,13 +36,11 @@ class DataAxis(OneDevice):
         state = self.model.state_dict()
         self.buffers = [buffer for name, buffer in self.model.named_buffers()
                         if name in state and buffer.is_floating_point()]
-        for tensor in [*self.model.parameters(), *self.model.buffers()]:
-            self.copy_from_rank_0(tensor.detach())
+        self.copy_from_rank_0(t.detach() for t in (*self.model.parameters(), *self.model.buffers()))
 
     def copy_buffers(self) -> None:
         """Copy rank 0's running statistics; every rank must call it."""
-        for buffer in self.buffers:
-            self.copy_from_rank_0(buffer)
+        self.copy_from_rank_0(self.buffers)
 
     def remove(self) -> None:
         """Take the hooks off the model."""
@@ -96,8 +94,9 @@ class DataAxis(OneDevice):
             if group.size() > 1:
                 all_reduce(tensor, group)
 
-    def copy_from_rank_0(self, tensor: Tensor) -> None:
-        """Copy a tensor of the axis's first rank to all others, in place."""
-        broadcast(tensor, 0, self.group)
+    def copy_from_rank_0(self, tensors: Iterable[Tensor]) -> None:
+        """Copy tensors of the axis's first rank to all others, in place."""
+        tensors = list(tensors)
+        broadcast_together(tensors, 0, self.group)
         if self.replicas.size() > 1:
-            broadcast(tensor, 0, self.replicas)
+            broadcast_together(tensors, 0, self.replicas)

@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minitron.comm.agreement import ALONE, Group
+from minitron.comm.collectives import in_messages
 from minitron.model.transformer import materialize
 from minitron.parallel.data.ddp import no_gradient
 from minitron.parallel.data.sharded import ShardedDataParallel
@@ -88,17 +89,18 @@ class FullyShardedDataParallel(ShardedDataParallel):
             self.stage_units.append([unit for unit in self.units if unit not in known
                                      and unit.parameters.intersection(stage)])
         self.register_shards([flat for unit in self.units for flat in unit.flats])
-        for parameter in self.flat_of if have_values else ():
-            self.start_from(parameter, values.pop(parameter))
-        for buffer in model.buffers():
-            self.copy_from_rank_0(buffer)
+        for parameters in in_messages(self.flat_of if have_values else ()):
+            self.start_from({parameter: values.pop(parameter) for parameter in parameters})
+        self.copy_from_rank_0(model.buffers())
         self.add_hooks()
 
-    def start_from(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Set a parameter to rank 0's `value`."""
-        value = value.to(self.flat_of[parameter].shard.device, copy=True).contiguous()
-        self.copy_from_rank_0(value)
-        self.flat_of[parameter].set(parameter, value)
+    def start_from(self, values: dict[nn.Parameter, Tensor]) -> None:
+        """Set parameters to rank 0's values."""
+        own = {parameter: value.to(self.flat_of[parameter].shard.device, copy=True).contiguous()
+               for parameter, value in values.items()}
+        self.copy_from_rank_0(own.values())
+        for parameter, value in own.items():
+            self.flat_of[parameter].set(parameter, value)
 
     def add_hooks(self) -> None:
         self.model.register_forward_pre_hook(self.start_forward)

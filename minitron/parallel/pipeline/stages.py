@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitron.comm.agreement import gathered, gathered_tensors
-from minitron.comm.collectives import broadcast, exchange
+from minitron.comm.collectives import broadcast, broadcast_together, exchange
 from minitron.config import require
 from minitron.model.linear import NoDeferral, apply_deferred_weight_gradients
 from minitron.parallel.interface import Accumulate, MicroBatches, ParallelModel, SumLoss
@@ -123,9 +123,7 @@ class PipelineParallel(OneDevice):
     def keep_stages(self) -> None:
         """Start from rank 0's parameters, and let go of those of the other ranks' stages."""
         model = self.model
-        for parameter in model.parameters():
-            if not parameter.is_meta:
-                broadcast(parameter.detach(), 0, self.group)
+        broadcast_together((p.detach() for p in model.parameters()), 0, self.group)
 
         own = {index for stage in self.stages for index in self.ranges[stage]}
         for index in range(len(model.blocks)):

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitron.comm import differentiable
-from minitron.comm.collectives import all_gather_single, all_reduce, broadcast
+from minitron.comm.collectives import all_gather_together, all_reduce, broadcast_together
 from minitron.comm.differentiable import start_all_reduce
 from minitron.model.linear import Linear, NoExchange, customize
 from minitron.model.transformer import global_parameters
@@ -123,9 +123,8 @@ class TensorParallel(OneDevice):
 
     def shard_parameters(self) -> None:
         """Leave this rank its part of every parameter."""
+        broadcast_together((p.detach() for p in self.model.parameters()), 0, self.group)
         for name, parameter in global_parameters(self.model):
-            if not parameter.is_meta:
-                broadcast(parameter.detach(), 0, self.group)
             parameter.data = self.cuts[name].copy_of(parameter.detach())
 
     def parallelize_layers(self) -> None:
@@ -217,17 +216,16 @@ class TensorParallel(OneDevice):
         return part
 
     def join_blocks(self, blocks: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-        """Join what each rank has for its parts of the parameters, by name."""
-        return {name: self.join(self.cuts[name], block) for name, block in blocks.items()}
+        """Join what each rank has for its parts of the parameters, by name.
 
-    def join(self, cut: Cut, part: Tensor | None) -> Tensor | None:
-        """Unshard a tensor on the CPU, since a device may not have room for all of them."""
-        if part is None or cut.count == 1:
-            return part
-        own = part.to(self.device).contiguous()
-        parts = own.new_empty(self.size, *own.shape)
-        all_gather_single(parts.flatten(0, 1), own, self.group)
-        return cut.unshard(list(parts.unbind())).cpu()
+        On the CPU, since a device may not have room for all of them.
+        """
+        cut = {name: block for name, block in blocks.items()
+               if block is not None and self.cuts[name].count > 1}
+        own = (block.to(self.device) for block in cut.values())
+        full = {name: self.cuts[name].unshard(list(parts.unbind())).cpu()
+                for name, parts in zip(cut, all_gather_together(own, self.group), strict=True)}
+        return blocks | full
 
     @property
     def device(self) -> torch.device:
