@@ -39,7 +39,8 @@ def hash_of_cells(notebook: NotebookNode) -> str:
 def hash_of_imports(notebook: NotebookNode) -> str:
     """Hash all that the cells reach: modules, printed definitions, tables."""
     cells = _code(notebook)
-    printed = {word for cell in cells if "getsource(" in cell for word in re.findall(r"\w+", cell)}
+    printed = {word for cell in cells if "show_source(" in cell
+               for word in re.findall(r"\w+", cell)}
     modules = reached(name for cell in cells for name in imported(cell))
     parts = _tables(modules)
     for module in sorted(modules):

@@ -102,16 +102,18 @@ def seconds(cell: NotebookNode) -> float:
     imports = sum(line.startswith(("import ", "from ")) for line in cell.source.splitlines())
     own = len(cell.source.splitlines()) - imports
     spent = SECONDS["line of code"] * own + SECONDS["line of an import"] * imports
-    shown = "the package's source" if "getsource(" in cell.source else "output"
     for output in cell.outputs:
         data = output.get("data", {})
         if "image/png" in data:
             spent += SECONDS["figure"]
+        elif "text/markdown" in data and "show_source(" in cell.source:
+            lines = "".join(data["text/markdown"]).splitlines()[3:-1]  # between the fences
+            spent += SECONDS["line of the package's source"] * len(lines)
         elif "text/markdown" in data:
             spent += SECONDS["word"] * len(words("".join(data["text/markdown"])))
         else:
             text = output.get("text", data.get("text/plain", ""))
-            spent += SECONDS[f"line of {shown}"] * len("".join(text).splitlines())
+            spent += SECONDS["line of output"] * len("".join(text).splitlines())
     return spent
 
 

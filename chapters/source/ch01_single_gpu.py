@@ -28,7 +28,6 @@
 
 # %%
 import dataclasses
-import inspect
 import math
 import tempfile
 import time
@@ -40,17 +39,15 @@ import torch.nn.functional as F
 
 from minitron import cost
 from minitron.config import ModelConfig
-from teaching.check import check
-from teaching.figures import Block, curves, loss_curve, scaling, show, timeline
-
-# %%
 from minitron.corpus.folder import load_tokenizer
 from minitron.corpus.stories import grammatical_share, write_stories
 from minitron.corpus.story_grammar import VOCABULARY
 from minitron.dataset import TokenDataset
 from minitron.measure.clock import DENSE_BF16_PEAKS, Clock, peak_flops
 from minitron.step import accumulate_gradients, forward_backward, learning_rate, train_step
-from teaching.lab import recorded, show_text
+from teaching.check import check
+from teaching.figures import Block, curves, loss_curve, scaling, show, timeline
+from teaching.lab import recorded, show_source, show_text
 from teaching.lab.ch01 import (
     batch_variances, continue_story, copy_bandwidth, eager_and_compiled, losses_by_kind, new_model,
     roof_line, roofline, sequence_gradients, tokens_per_second, train_story_model,
@@ -390,8 +387,7 @@ print(f"gradient off by {relative_difference(wrong_gradient, one_batch):.0%} of 
 # Here is the package's own function. Find the divisor.
 
 # %%
-print(inspect.getsource(accumulate_gradients))
-print(inspect.getsource(forward_backward))
+show_source(accumulate_gradients, forward_backward)
 
 # %% [markdown]
 # `divisor` counts the targets of *all* micro-batches before the first one runs. Each micro-batch
@@ -413,7 +409,7 @@ for cut in ([16], [4, 4, 4, 4], [13, 2, 1], [1] * 16):
 # `accumulate_gradients` does.
 
 # %%
-print(inspect.getsource(train_step))
+show_source(train_step)
 
 # %% [markdown]
 # `clip_norm` scales the gradient down if its norm is larger. `parallel` and `loss_scale` belong to

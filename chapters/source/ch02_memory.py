@@ -29,26 +29,23 @@
 
 # %%
 import dataclasses
-import inspect
 
 import torch
 import torch.nn.functional as F
 
 from minitron import cost
 from minitron.config import ModelConfig, TrainConfig
-from minitron.plan.hardware import DEVICES
-from teaching.check import check
-from teaching.figures import Held, curves, holdings, memory_bars, show, skyline
-from teaching.lab import recorded, show_text
-from teaching.lab.allocator import MIB, CachingAllocator, OutOfDeviceMemory
-from teaching.widgets import memory_calculator
-
-# %%
 from minitron.measure.meter import Meter
 from minitron.model.transformer import (
     FeedForward, Transformer, fused_attention, initialize, materialized_attention,
 )
+from minitron.plan.hardware import DEVICES
 from minitron.step import make_optimizer, train_step
+from teaching.check import check
+from teaching.figures import Held, curves, holdings, memory_bars, show, skyline
+from teaching.lab import recorded, show_source, show_text
+from teaching.lab.allocator import MIB, CachingAllocator, OutOfDeviceMemory
+from teaching.widgets import memory_calculator
 
 torch.set_num_threads(1)
 cpu = torch.device("cpu")
@@ -557,8 +554,7 @@ for name, retain_graph in (("graph released", False), ("graph retained", True)):
 # operator: in the forward pass, in the backward pass and in the optimizer.
 
 # %%
-print(inspect.getsource(Meter.__torch_dispatch__))
-print(inspect.getsource(Meter._pack))
+show_source(Meter.__torch_dispatch__, Meter._pack)
 
 # %% [markdown]
 # Three things to notice. An output whose storage was among the inputs is a view or an in-place
@@ -658,8 +654,7 @@ memory_calculator()
 # and constants of PyTorch's `CUDACachingAllocator.cpp`. Two of its methods matter here.
 
 # %%
-print(inspect.getsource(CachingAllocator.allocate))
-print(inspect.getsource(CachingAllocator.release_free_segments))
+show_source(CachingAllocator.allocate, CachingAllocator.release_free_segments)
 
 # %% [markdown]
 # Take a device with 320 MiB. A model allocates ten tensors of 30 MiB and frees every second one.

@@ -29,7 +29,6 @@
 # you open the answer.
 
 # %%
-import inspect
 from functools import partial
 
 import torch
@@ -40,17 +39,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from minitron import cost
 from minitron.config import ModelConfig
 from minitron.measure.meter import Meter
-from minitron.plan.hardware import DEVICES
-from teaching.check import check
-from teaching.figures import curves, show, skyline
-from teaching.lab import ch03 as lab, recorded, show_text
-
-# %%
 from minitron.model.recompute import (
     ForwardContext, apply_full_recompute, apply_segmented_recompute, apply_selective_recompute,
     recompute, segments_for_budget, sqrt_segments,
 )
 from minitron.model.transformer import Transformer, initialize, materialized_attention
+from minitron.plan.hardware import DEVICES
+from teaching.check import check
+from teaching.figures import curves, show, skyline
+from teaching.lab import ch03 as lab, recorded, show_source, show_text
 
 torch.set_num_threads(1)
 MB, GB, H100 = 1e6, 1e9, DEVICES["H100-SXM-80GB"]
@@ -289,7 +286,7 @@ show(curves(range(1, 121), losses, "step", "loss (nats per token)"), alt=(
 # `autograd.Function`. Which two lines prepare the backward pass?
 
 # %%
-print(inspect.getsource(recompute))
+show_source(recompute)
 
 # %% [markdown]
 # Whenever autograd saves a tensor, `call.drop` discards it and gives autograd a number to keep
@@ -301,7 +298,7 @@ print(inspect.getsource(recompute))
 # Recomputation must also happen under the same conditions as the forward pass:
 
 # %%
-print(inspect.getsource(ForwardContext.restored))
+show_source(ForwardContext.restored)
 
 # %% [markdown]
 # The generators are set to the state they had in the forward pass, and after recomputation back to

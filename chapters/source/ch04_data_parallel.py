@@ -33,7 +33,6 @@
 # you open the answer.
 
 # %%
-import inspect
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -48,8 +47,6 @@ from minitron.dataset import TokenDataset, write_shard
 from minitron.launch import RankError, run
 from minitron.launch.slow_network import SlowNetwork
 from minitron.measure.clock import DENSE_BF16_PEAKS
-
-# %%
 from minitron.measure.ledger import Ledger, merged
 from minitron.model.transformer import Transformer, initialize
 from minitron.parallel.data.ddp import (
@@ -60,9 +57,10 @@ from minitron.parallel.flat import FlatGradients
 from minitron.proof.oracle import after_backward
 from teaching.check import check
 from teaching.figures import Held, curves, holdings, ranges, rank_lanes, show, timeline, wire
-from teaching.lab import ch04 as lab, loss_of, recorded, show_text, verdict
+from teaching.lab import ch04 as lab, loss_of, recorded, show_source, show_text, verdict
 from teaching.overlap import step_lanes, transfers
 from teaching.widgets import bucket_explorer
+
 torch.set_num_threads(1)
 MB, GB, KiB = 1e6, 1e9, 2**10
 
@@ -382,7 +380,7 @@ for name, apply in (("sum", after_backward(sum_by_hand)), ("hook", with_hook)):
 # loop:
 
 # %%
-print(inspect.getsource(average_gradients))
+show_source(average_gradients)
 
 # %% [markdown]
 # It divides before it sums, so that the sum of N gradients cannot overflow in float16. And if a
@@ -393,9 +391,7 @@ print(inspect.getsource(average_gradients))
 # Find the line that can make a gradient wait although it is ready, and the reason for it.
 
 # %%
-print(inspect.getsource(HookedDataParallel.collect))
-print(inspect.getsource(HookedDataParallel.accept))
-print(inspect.getsource(HookedDataParallel.send))
+show_source(HookedDataParallel.collect, HookedDataParallel.accept, HookedDataParallel.send)
 
 # %% [markdown]
 # It is the `while` loop: it sends in one fixed order, so a gradient that is early waits for its
@@ -412,9 +408,7 @@ print(inspect.getsource(HookedDataParallel.send))
 
 # %%
 print(assign_buckets([40, 10, 20, 30], bucket_bytes=50), "\n")
-print(inspect.getsource(BucketedDataParallel.prepare))
-print(inspect.getsource(FlatGradients.take))
-print(inspect.getsource(BucketedDataParallel.send))
+show_source(BucketedDataParallel.prepare, FlatGradients.take, BucketedDataParallel.send)
 
 # %% [markdown]
 # The first line says that gradients 3 and 2 share a bucket, and so do 1 and 0. In `take`,
@@ -522,7 +516,7 @@ print(SlowNetwork(*network))
 # gradient is complete and the link is free.
 
 # %%
-print(inspect.getsource(transfers))
+show_source(transfers)
 
 # %% [markdown]
 # Now we measure three versions: naive (one message per gradient, after the backward pass), hooked

@@ -28,8 +28,6 @@
 # you open the answer.
 
 # %%
-import inspect
-
 import torch
 import torch.distributed as dist
 
@@ -41,11 +39,9 @@ from minitron.comm.collectives import (
 from minitron.launch import RankError, run
 from minitron.launch.slow_network import SlowNetwork
 from minitron.measure.ledger import Ledger
-
-# %%
 from teaching.check import check
 from teaching.figures import crossing, curves, plain_bytes, ring_frames, scaling, show, wire
-from teaching.lab import ch05 as lab, show_text
+from teaching.lab import ch05 as lab, show_source, show_text
 from teaching.widgets import ring_explorer
 
 torch.set_num_threads(1)
@@ -383,10 +379,10 @@ except RankError as error:
 # different?
 
 # %%
-print(inspect.getsource(reduce_scatter_ring))
+show_source(reduce_scatter_ring)
 
 # %%
-print(inspect.getsource(pass_on))
+show_source(pass_on)
 
 # %% [markdown]
 # The indices and the single addition are those of section 4. Four things are there for speed:

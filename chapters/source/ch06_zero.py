@@ -35,7 +35,6 @@
 # you open the answer.
 
 # %%
-import inspect
 import time
 from functools import partial
 from statistics import median
@@ -50,8 +49,6 @@ from minitron.config import ModelConfig
 from minitron.cost.sharding import zero_bytes, zero_holdings, zero_volume
 from minitron.launch import RankError, run
 from minitron.measure.clock import DENSE_BF16_PEAKS
-
-# %%
 from minitron.measure.ledger import merged
 from minitron.parallel.clipping import clip_pieces
 from minitron.parallel.data.fsdp import FullyShardedDataParallel, apply_fsdp
@@ -61,7 +58,7 @@ from minitron.plan.hardware import DEVICES
 from minitron.proof.oracle import assert_same_training
 from teaching.check import check
 from teaching.figures import memory_bars, plain_bytes, show, timeline, wire
-from teaching.lab import ch06 as lab, recorded, show_text, verdict
+from teaching.lab import ch06 as lab, recorded, show_source, show_text, verdict
 from teaching.lab import ch06_prefetch as overlap
 from teaching.widgets import zero_explorer
 
@@ -464,7 +461,7 @@ for clip in (global_norm, local_norm):
 # of the local norms. (A *piece* is a rank's part of one parameter.)
 
 # %%
-print(inspect.getsource(clip_pieces))
+show_source(clip_pieces)
 
 # %% [markdown]
 # The package's [`train_step`](code:minitron.step.train_step) calls `parallel.clip`, which ends up
@@ -484,8 +481,7 @@ print(inspect.getsource(clip_pieces))
 # section.)
 
 # %%
-print(inspect.getsource(FlatShards.start_reduce))
-print(inspect.getsource(FlatShards.finish_reduce))
+show_source(FlatShards.start_reduce, FlatShards.finish_reduce)
 
 # %% [markdown]
 # The line that sets `self.grad_full` and its views to `None` frees the full gradients.
@@ -495,9 +491,10 @@ print(inspect.getsource(FlatShards.finish_reduce))
 # that lets communication overlap with compute.
 
 # %%
-print(inspect.getsource(FullyShardedDataParallel.pre_forward))
-print(inspect.getsource(FullyShardedDataParallel.pre_backward))
-print(inspect.getsource(FullyShardedDataParallel.post_backward))
+show_source(
+    FullyShardedDataParallel.pre_forward, FullyShardedDataParallel.pre_backward,
+    FullyShardedDataParallel.post_backward,
+)
 
 # %% [markdown]
 # `self.prefetch(index + 1)` starts the next unit's all-gather without waiting for it. The backward

@@ -28,7 +28,6 @@
 # you open the answer.
 
 # %%
-import inspect
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -43,8 +42,6 @@ from minitron.comm.differentiable import start_all_gather, start_all_reduce
 from minitron.launch import run
 from minitron.measure.ledger import Ledger, merged
 from minitron.measure.meter import Meter
-
-# %%
 from minitron.model.linear import LinearFunction
 from minitron.parallel.tensor.cuts import PLAN
 from minitron.parallel.tensor.layers import (
@@ -54,7 +51,7 @@ from minitron.parallel.tensor.vocabulary import vocabulary_parallel_cross_entrop
 from minitron.plan.hardware import DEVICES
 from teaching.check import check
 from teaching.figures import memory_bars, rank_lanes, show, timeline, wire
-from teaching.lab import ch07 as lab
+from teaching.lab import ch07 as lab, show_source
 from teaching.widgets import tensor_explorer
 
 torch.set_num_threads(1)
@@ -530,7 +527,7 @@ for path, kind in PLAN.items():
 # starts the all-reduce, the line that waits for it, and what is computed in between.
 
 # %%
-print(inspect.getsource(LinearFunction.backward))
+show_source(LinearFunction.backward)
 
 # %% [markdown]
 # `wait_for_grad_x()` stands in the last line. The weight gradients, `second_half`, do not need the
@@ -538,7 +535,7 @@ print(inspect.getsource(LinearFunction.backward))
 # chapter needs it, and chapter 9 needs `deferral`.) And the row-parallel layer:
 
 # %%
-print(inspect.getsource(RowParallelLinear))
+show_source(RowParallelLinear)
 
 # %% [markdown]
 # The oracle, for both model families, with a tied embedding (GPT) and with two key-value heads on

@@ -29,7 +29,6 @@
 # you open the answer.
 
 # %%
-import inspect
 import textwrap
 from functools import partial
 
@@ -43,8 +42,6 @@ from minitron.comm.collectives import all_gather_single, all_reduce, reduce_scat
 from minitron.config import ModelConfig
 from minitron.launch import run
 from minitron.measure.ledger import Ledger, merged
-
-# %%
 from minitron.model.linear import LinearFunction, WeightGradients
 from minitron.parallel.tensor.layers import TensorParallel, apply_tensor_parallel
 from minitron.parallel.tensor.random_regions import OwnDropout
@@ -52,7 +49,7 @@ from minitron.parallel.tensor.sequence import SequenceParallelExchange, apply_se
 from minitron.plan.hardware import DEVICES
 from teaching.check import check
 from teaching.figures import curves, memory_bars, show, wire
-from teaching.lab import ch08 as lab
+from teaching.lab import ch08 as lab, show_source
 from teaching.widgets import sequence_explorer
 
 torch.set_num_threads(1)
@@ -454,7 +451,7 @@ for name in run(lab.partial_gradients, 2)[0]:
 # ends. For sequence parallelism it is this one, three methods for dimension 1 of (B, S, D).
 
 # %%
-print(inspect.getsource(SequenceParallelExchange))
+show_source(SequenceParallelExchange)
 
 # %% [markdown]
 # `reduce` also ends the embedding, and `start_gather` begins the head, so the residual stream is
@@ -462,9 +459,7 @@ print(inspect.getsource(SequenceParallelExchange))
 # backward pass of the column-parallel layers, find which transfer runs during which matmul:
 
 # %%
-print(inspect.getsource(LinearFunction.backward))
-print(inspect.getsource(WeightGradients.start))
-print(inspect.getsource(WeightGradients.compute))
+show_source(LinearFunction.backward, WeightGradients.start, WeightGradients.compute)
 
 # %% [markdown]
 # `second_half.start()` starts gathering the input again. While it travels, `input_gradient`
@@ -475,7 +470,7 @@ print(inspect.getsource(WeightGradients.compute))
 # And here is the sum that section 5 forgot, for every gradient that `is_partial`:
 
 # %%
-print(inspect.getsource(TensorParallel.finish))
+show_source(TensorParallel.finish)
 
 # %% [markdown]
 # The oracle, on one to four ranks, for both model families, including a Llama with fewer key-value

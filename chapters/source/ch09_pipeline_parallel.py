@@ -29,7 +29,6 @@
 # you open the answer.
 
 # %%
-import inspect
 import textwrap
 import time
 from dataclasses import replace
@@ -42,22 +41,10 @@ from minitron import cost
 from minitron.comm.mesh import make_mesh
 from minitron.launch import run
 from minitron.measure.ledger import Ledger
-from teaching.check import check
-from teaching.figures import memory_bars, pipeline, show, wire
-
-# %%
 from minitron.model.linear import LinearFunction, accumulate_all
 from minitron.model.transformer import Transformer
 from minitron.parallel.data.zero import apply_zero1
 from minitron.parallel.grid import Grid
-from minitron.plan.hardware import DEVICES
-from teaching.lab import ch09 as lab
-from teaching.widgets import schedule_explorer
-
-torch.set_num_threads(1)
-GB = 1e9
-
-# %%
 from minitron.parallel.pipeline import schedule_check
 from minitron.parallel.pipeline.block_costs import count_multiplications, count_parameters
 from minitron.parallel.pipeline.executor import ScheduleExecutor
@@ -70,6 +57,14 @@ from minitron.parallel.pipeline.schedules import (
 from minitron.parallel.pipeline.simulator import simulate
 from minitron.parallel.pipeline.stages import apply_pipeline_parallel
 from minitron.parallel.pipeline.v_schedules import dualpipe_v, zb_v
+from minitron.plan.hardware import DEVICES
+from teaching.check import check
+from teaching.figures import memory_bars, pipeline, show, wire
+from teaching.lab import ch09 as lab, show_source
+from teaching.widgets import schedule_explorer
+
+torch.set_num_threads(1)
+GB = 1e9
 
 # %% [markdown]
 # ## 1. The question
@@ -556,7 +551,7 @@ steps = ", ".join(map(written, script(one_forward_one_backward(3, 3), 1)))
 print(textwrap.fill(steps, 76))
 
 # %%
-print(inspect.getsource(script))
+show_source(script)
 
 # %% [markdown]
 # `in_order` yields the actions of all ranks, each after everything it depends on: the global order
@@ -564,8 +559,7 @@ print(inspect.getsource(script))
 # Then the step:
 
 # %%
-print(inspect.getsource(ScheduleExecutor.run))
-print(inspect.getsource(ScheduleExecutor.backward))
+show_source(ScheduleExecutor.run, ScheduleExecutor.backward)
 
 # %% [markdown]
 # This is section 4's backward pass: continue from the output with the gradient that has arrived.
@@ -578,8 +572,7 @@ print(inspect.getsource(ScheduleExecutor.backward))
 # their `second_half`, and W runs `accumulate_all` on what was stored:
 
 # %%
-print(inspect.getsource(LinearFunction.backward))
-print(inspect.getsource(accumulate_all))
+show_source(LinearFunction.backward, accumulate_all)
 
 # %% [markdown]
 # ### Which layers make a stage?

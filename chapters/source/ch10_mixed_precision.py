@@ -28,7 +28,6 @@
 # you open the answer.
 
 # %%
-import inspect
 import math
 import tempfile
 from functools import partial
@@ -42,22 +41,18 @@ from minitron import cost
 from minitron.comm.collectives import (
     all_gather_single, all_reduce, all_reduce_doubling, all_reduce_ring, reduce_scatter_single,
 )
-
-# %%
 from minitron.launch import RankError, run
 from minitron.model.block_scaled import apply_block_scaling, quantize_mxfp8, quantize_nvfp4
 from minitron.model.float8 import Float8Matmuls, apply_float8, quantize
 from minitron.plan.hardware import DEVICES
 from minitron.precision import PRECISIONS, LossScale, MasterWeights
 from minitron.proof.oracle import assert_same_training
-
-# %%
 from teaching.check import check
 from teaching.figures import crossing, memory_bars, show
 from teaching.figures_numbers import number_line, ranges
 from teaching.figures_precision import exponent_histogram, one_weight
 from teaching.floats import flushed
-from teaching.lab import ch10 as lab, recorded, show_text
+from teaching.lab import ch10 as lab, recorded, show_source, show_text
 from teaching.widgets import number_line_explorer
 
 torch.set_num_threads(1)  # the same losses every time
@@ -684,10 +679,10 @@ for name, precision in PRECISIONS.items():
 # before the next one is copied.
 
 # %%
-print(inspect.getsource(MasterWeights.take_gradients))
-print(inspect.getsource(MasterWeights.copy_to_parameters))
-print(inspect.getsource(LossScale.unscale))
-print(inspect.getsource(LossScale.accepts))
+show_source(
+    MasterWeights.take_gradients, MasterWeights.copy_to_parameters, LossScale.unscale,
+    LossScale.accepts,
+)
 
 # %% [markdown]
 # `accepts` is given the norm over all ranks, the one number of the trap above. With ZeRO the
@@ -701,7 +696,7 @@ print(inspect.getsource(LossScale.accepts))
 # (Micikevicius et al. 2022, section 2):
 
 # %%
-print(inspect.getsource(quantize))
+show_source(quantize)
 
 # %% [markdown]
 # **Predict.** Normally distributed numbers, rounded to each format with its best scale: how large
@@ -737,7 +732,7 @@ for dtype in (bf16, f16, e4m3, e5m2):
 # al. 2022, section 3):
 
 # %%
-print(inspect.getsource(Float8Matmuls.grad_weight))
+show_source(Float8Matmuls.grad_weight)
 
 # %% [markdown]
 # Most processors cannot multiply 8-bit floats. There the package **emulates** it: it rounds to 8
@@ -1030,7 +1025,7 @@ for name in ("fp32", "bf16", "fp16", "fp8"):
 # NVIDIA's Blackwell GPUs multiply both directly. Here they are emulated, as the 8-bit matmuls are.
 
 # %%
-print(inspect.getsource(quantize_mxfp8))
+show_source(quantize_mxfp8)
 
 # %% [markdown]
 # **Predict.** Which of the three formats has the smallest error without an outlier, and which with

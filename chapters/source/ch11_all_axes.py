@@ -28,7 +28,6 @@
 # you open the answer.
 
 # %%
-import inspect
 import io
 import math
 import os
@@ -43,7 +42,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-# %%
 from minitron import checkpoint, cost
 from minitron.config import Config, ConfigError, DataConfig, ParallelConfig, TrainConfig
 from minitron.corpus.stories import write_stories
@@ -58,8 +56,6 @@ from minitron.parallel.tensor.layers import apply_tensor_parallel
 from minitron.parallelize import lay_out, parallelize
 from minitron.plan.decide import decide
 from minitron.plan.estimate import estimate
-
-# %%
 from minitron.plan.hardware import DEVICES
 from minitron.plan.job import USABLE, Decision, Job
 from minitron.plan.traffic import link
@@ -69,7 +65,7 @@ from teaching.check import check
 from teaching.figures import show, timeline, wire
 from teaching.figures_grid import rank_grid
 from teaching.figures_plan import step_bars
-from teaching.lab import ch11 as lab, reliability, show_text, trees
+from teaching.lab import ch11 as lab, reliability, show_source, show_text, trees
 
 torch.set_num_threads(1)
 GB, cpu = 1e9, torch.device("cpu")
@@ -483,8 +479,7 @@ print(lab.difference(expected, records))
 # has left it.
 
 # %%
-print(inspect.getsource(lay_out))
-print(inspect.getsource(parallelize))
+show_source(lay_out, parallelize)
 
 # %% [markdown]
 # The order has reasons:

@@ -28,7 +28,6 @@
 # you open the answer.
 
 # %%
-import inspect
 from dataclasses import replace
 from statistics import median
 
@@ -41,8 +40,6 @@ from minitron import cost
 from minitron.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from minitron.launch import run
 from minitron.measure.ledger import Ledger
-
-# %%
 from minitron.parallelize import lay_out
 from minitron.plan import dryrun, dryrun_table
 from minitron.plan.dryrun import dry_run
@@ -56,12 +53,10 @@ from minitron.plan.search import Candidate, search
 from minitron.plan.systems import MINITRON
 from minitron.plan.unseen import sharded_rows, unseen_rows
 from minitron.run import Training
-
-# %%
 from teaching.check import check
 from teaching.figures import memory_bars, show
 from teaching.figures_plan import errors, landscape, step_bars
-from teaching.lab import ch12 as lab, large_plans as plans, recorded, show_text, trees
+from teaching.lab import ch12 as lab, large_plans as plans, recorded, show_source, show_text, trees
 from teaching.widgets_plan import planner
 
 torch.set_num_threads(1)
@@ -345,7 +340,7 @@ for row in rows:
 # It is `pretend`, with the training step of `minitron train` inside:
 
 # %%
-print(inspect.getsource(dry_run))
+show_source(dry_run)
 
 # %% [markdown]
 # `measured` runs short steps, each with one more micro-batch than the last (p more for interleaved

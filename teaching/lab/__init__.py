@@ -1,10 +1,15 @@
 """What the chapters' cells call to set up and time their measurements: one module a chapter."""
 
+import inspect
+import textwrap
+from pathlib import Path
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitron.proof.oracle import Apply, assert_same_training
+from teaching.exercises import ROOT
 from teaching.wrapping import fill
 
 MEASURING = 300.0
@@ -15,6 +20,17 @@ def show_text(text: object) -> None:
     """Print a message in lines of at most 78 characters."""
     for line in str(text).splitlines():
         print(fill(line, 78, indent="  ", subsequent_indent="    "))
+
+
+def show_source(*objects: object) -> None:
+    """Show the code of functions, methods or classes, in color, with file and line above each."""
+    from IPython.display import Markdown, display
+
+    for each in map(inspect.unwrap, objects):
+        lines, first = inspect.getsourcelines(each)
+        path = Path(inspect.getsourcefile(each)).relative_to(ROOT).as_posix()
+        code = textwrap.dedent("".join(lines)).rstrip()
+        display(Markdown(f"[{path}, line {first}](../{path}#L{first})\n\n```python\n{code}\n```"))
 
 
 def counting_rows(step: int, num_rows: int, length: int, vocabulary: int) -> Tensor:

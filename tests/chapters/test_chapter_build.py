@@ -18,15 +18,14 @@ SOURCE = '''\
 # Old text.
 
 # %% tags=["output-answer"]
-import inspect
-
 import small.named
 from small.direct import answer
+from small.shows import show_source
 
 print(answer())
 
 # %%
-print(inspect.getsource(answer))
+show_source(answer)
 '''
 PACKAGE = {
     "__init__.py": "",
@@ -46,6 +45,7 @@ def other():
     "tables/values.csv": "7\n",
     "named.py": "value = 1\n",
     "apart.py": "value = 1\n",
+    "shows.py": "import inspect\n\n\ndef show_source(it):\n    print(inspect.getsource(it))\n",
 }
 
 
@@ -144,8 +144,8 @@ def test_prose_a_tag_and_a_new_text_cell_are_renewed_around_the_outputs(source, 
 
 @pytest.mark.parametrize(("old", "new"), [
     ("print(answer())", "print(answer() + 1)"),
-    ("# %%\nprint(inspect.getsource(answer))\n", ""),
-    ("# %%\nprint(insp", "# %%\nprint(1)\n\n# %%\nprint(insp"),
+    ("# %%\nshow_source(answer)\n", ""),
+    ("# %%\nshow_s", "# %%\nprint(1)\n\n# %%\nshow_s"),
 ], ids=["changed", "removed", "added"])
 def test_changed_cells_are_executed(source, executed, old, new):
     rebuild(source)

@@ -56,7 +56,9 @@ def test_code_outputs_sources_and_figures_take_time():
     expected = SECONDS["line of an import"] + 2 * SECONDS["line of code"]
     assert seconds(code) == pytest.approx(expected + 2 * SECONDS["line of output"])
 
-    code.source = "print(inspect.getsource(f))"
+    shown = "[a.py, line 1](../a.py#L1)\n\n```python\ndef f():\n    pass\n```"
+    code = new_code_cell("show_source(f)", outputs=[
+        new_output("display_data", {"text/markdown": shown, "text/plain": "<Markdown object>"})])
     expected = SECONDS["line of code"] + 2 * SECONDS["line of the package's source"]
     assert seconds(code) == pytest.approx(expected)
 
