@@ -4,10 +4,12 @@ A bucket of gradients can leave when the last of them is ready, and when the lin
 still on its way when the backward pass ends is exposed: everyone waits for it.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
 from minitron import cost
+from minitron.measure.ledger import Call, Span
 from teaching.figures import Block
 
 
@@ -35,6 +37,22 @@ def compute_in_proportion(sizes: list[int], forward: float, backward: float) -> 
     """
     done = list(accumulate(reversed(sizes)))
     return Compute(forward, [forward + backward * part / done[-1] for part in reversed(done)])
+
+
+def hidden_share(calls: Iterable[Call], spans: Iterable[Span]) -> float:
+    """Return which part of the time in which a rank's messages travel, the rank computes in too.
+
+    `calls` and `spans` are a ledger's: what was sent, and what was computed.
+    """
+    travels = []  # intervals that do not overlap
+    for start, end in sorted((call.started, call.finished) for call in calls):
+        if travels and start <= travels[-1][1]:
+            travels[-1][1] = max(travels[-1][1], end)
+        else:
+            travels.append([start, end])
+    both = sum(max(0.0, min(end, span.end) - max(start, span.start))
+               for start, end in travels for span in spans)
+    return both / sum(end - start for start, end in travels)
 
 
 def transfers(

@@ -34,6 +34,7 @@ from nbformat import NotebookNode  # noqa: E402
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # run as a script, Python looks in tools/ alone
 
+from teaching.claims import REFUTED  # noqa: E402
 from tools import chapter_links  # noqa: E402
 from tools.chapter_hash import (  # noqa: E402
     execution_hashes,
@@ -270,6 +271,9 @@ def _require_executed(cell: NotebookNode, position: int, count: int) -> None:
     for output in cell.outputs:
         if output.output_type == "error":
             raise ChapterError(f"cell {position} failed: {output.ename}: {output.evalue}")
+        if REFUTED in str(output):
+            raise ChapterError(f"cell {position}: a caption claims what its measurement does not "
+                               "show: build again on an idle machine, or claim less")
         for place in (str(ROOT), str(Path.home())):
             if place in str(output):
                 raise ChapterError(f"cell {position}: its output names {place}")

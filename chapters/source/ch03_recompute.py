@@ -509,7 +509,10 @@ for kind, policy in kinds.items():
 
 # %% tags=["output-time", "nbval-check-output"]
 milliseconds = {"none": 7.7 + 11.9, "selective": 7.7 + 13.2, "full": 7.7 + 19.5}
-model_22b = ModelConfig("gpt", 51200, 2048, 48, 6144, 64, 64, 4 * 6144, dropout=0.1)
+model_22b = ModelConfig(
+    family="gpt", vocab_size=51_200, max_sequence_length=2048, num_layers=48, width=6144,
+    num_heads=64, num_kv_heads=64, ffn_width=4 * 6144, dropout=0.1,
+)
 for kind, time in milliseconds.items():
     flops = cost.recompute_flops_per_token(model_22b, 2048, kind)
     flops /= cost.training_flops_per_token(model_22b, 2048)

@@ -56,9 +56,10 @@ from minitron.parallel.data.ddp import (
 from minitron.parallel.flat import FlatGradients
 from minitron.proof.oracle import after_backward
 from teaching.check import check
+from teaching.claims import claim
 from teaching.figures import Held, curves, holdings, ranges, rank_lanes, show, timeline, wire
 from teaching.lab import ch04 as lab, loss_of, recorded, show_source, show_text, verdict
-from teaching.overlap import step_lanes, transfers
+from teaching.overlap import hidden_share, step_lanes, transfers
 from teaching.widgets import bucket_explorer
 
 torch.set_num_threads(1)
@@ -207,7 +208,10 @@ batch = torch.randint(64, (16, 25), generator=generator)
 
 
 def build():
-    model = Transformer(ModelConfig("gpt", 64, 24, 2, 32, 4, 4, 128))
+    model = Transformer(ModelConfig(
+        family="gpt", vocab_size=64, max_sequence_length=24, num_layers=2, width=32, num_heads=4,
+        num_kv_heads=4, ffn_width=128,
+    ))
     initialize(model, seed=0)
     return model.double()
 
@@ -546,17 +550,21 @@ def draw(name, alt):
     show(timeline(lanes, step_lanes(compute, sent), "ms, network emulated"), alt=alt)
 
 
-draw("naive", "Naive: while gradients travel, no rank computes; while ranks compute, nothing "
-     "travels.")
+hidden = {name: min(map(hidden_share, found[0].calls, found[0].spans))
+          for name, found in steps.items()}
+draw("naive", claim(hidden["naive"] == min(hidden.values()) < 0.3, (
+    f"Naive: a rank computes, then it sends; of the communication, {hidden['naive']:.0%} is hidden "
+    "behind computation.")))
 
 # %% [markdown]
-# Nothing overlaps: the naive version waits for every gradient. Each stripe is one of them; the
-# narrow ones take hardly longer than twice the latency. In the hooked version, gradients leave
-# earlier:
+# Hardly anything overlaps: the naive version waits for every gradient. Each stripe is one of
+# them; the narrow ones take hardly longer than twice the latency. In the hooked version,
+# gradients leave earlier:
 
 # %% tags=["figure-hooked"]
-draw("hooked", "Hooked: the network works during the backward pass, but many small messages keep "
-     "it busy long after its end.")
+draw("hooked", claim(hidden["hooked"] > hidden["naive"], (
+    f"Hooked: {hidden['hooked']:.0%} of the communication is hidden behind the backward pass; many "
+    "small messages keep the network busy after its end.")))
 
 # %% [markdown]
 # There is overlap, and still an exposed tail. In the prediction it is due to latency, which is
@@ -565,16 +573,18 @@ draw("hooked", "Hooked: the network works during the backward pass, but many sma
 # processor time, is one likely reason. Buckets need only a few of them:
 
 # %% tags=["figure-bucketed"]
-draw("bucketed", "Bucketed: the network keeps up with the backward pass, and what is exposed is "
-     "little more than the last bucket.")
+medians = {name: lab.spread(found)[1] for name, found in steps.items()}
+draw("bucketed", claim(medians["bucketed"] == min(medians.values()) and hidden["bucketed"] > 0.5, (
+    f"Bucketed: few messages, {hidden['bucketed']:.0%} of the communication is hidden, and the "
+    f"step is the shortest of the three: {medians['bucketed']:.0f} ms, hooked "
+    f"{medians['hooked']:.0f}.")))
 
 # %% [markdown]
-# In our run, most of the communication is now hidden; the wide stripe after rank 0's backward
-# pass carries 8 bytes and is a wait for rank 1. What can the gap between prediction and
-# measurement consist of? Starting and completing a collective takes processor time, and so does
-# copying gradients into buckets. Two small all-reduces, of the number of tokens and of the loss,
-# are among the calls but not in the prediction. And when one rank is late, the others wait for
-# it: a stripe that is much longer than its bytes justify is such a wait.
+# A wide stripe that carries few bytes is a wait for the other rank. What can the gap between
+# prediction and measurement consist of? Starting and completing a collective takes processor
+# time, and so does copying gradients into buckets. Two small all-reduces, of the number of tokens
+# and of the loss, are among the calls but not in the prediction. And when one rank is late, the
+# others wait for it: a stripe that is much longer than its bytes justify is such a wait.
 #
 # ### How large should a bucket be?
 #
@@ -586,7 +596,7 @@ draw("bucketed", "Bucketed: the network keeps up with the backward pass, and wha
 # minimum to smaller buckets?
 
 # %% tags=["exhaustive"]
-candidates = [64 * KiB, 256 * KiB, 1024 * KiB, 4096 * KiB, 16_384 * KiB]
+candidates = [256 * KiB, 1024 * KiB, best_size, 4096 * KiB, 16_384 * KiB]
 labels = {f"{size // KiB} KiB": size for size in candidates}
 sweep = lab.measure([lab.sized(size) for size in candidates], network)
 spreads = {name: lab.spread(found) for name, found in zip(labels, sweep, strict=True)}

@@ -40,6 +40,7 @@ from minitron.launch import RankError, run
 from minitron.launch.slow_network import SlowNetwork
 from minitron.measure.ledger import Ledger
 from teaching.check import check
+from teaching.claims import claim
 from teaching.figures import crossing, curves, plain_bytes, ring_frames, scaling, show, wire
 from teaching.lab import ch05 as lab, show_source, show_text
 from teaching.widgets import ring_explorer
@@ -537,7 +538,9 @@ show(crossing(
     {"fitted": [1e3 * cost.ring_all_reduce_seconds(size, 4, *mine) for size in fitted_sizes]},
     "tensor (bytes)", "ring all-reduce (ms; dots: measured)",
     {"fitted": [1e3 * seconds for seconds in measured]},
-), alt="For short tensors the latency dominates; for long ones the time grows with the bytes.")
+), alt=claim(measured[1] < 2 * measured[0] and measured[-1] > 2 * measured[-2], (
+    "Four times the bytes take less than twice the time where tensors are short and latency "
+    "dominates, and more than twice the time where they are long.")))
 
 # %% [markdown]
 # In our run, the shortest tensors took about the same time, nearly all of it latency, and the time
@@ -570,7 +573,7 @@ show(crossing(
 # row, with its prediction. The figure draws the first two.
 
 # %%
-nodes = [2, 4, 8, 16, 32, 64]  # of 8 GPUs; GB/s, means over many runs
+nodes = [2, 4, 8, 16, 32, 64]  # of 8 GPUs; GB/s
 bus = [361.7492, 160.1395, 99.5643, 84.7405, 64.9254, 32.9378]
 cluster = lab.fit_cluster(nodes, bus)
 by_fit = [lab.bus_bandwidth(count, cluster) for count in nodes]
@@ -581,7 +584,7 @@ def summary(link):
 
 
 print(f"fitted to all six: {summary(cluster)}")
-print("nodes   measured   fitted   fitted without it            which predicts")
+print("nodes   measured   fitted   fitted without it           predicted")
 for index, (count, rate) in enumerate(zip(nodes, bus, strict=True)):
     others = lab.fit_cluster(nodes[:index] + nodes[index + 1:], bus[:index] + bus[index + 1:])
     predicted = lab.bus_bandwidth(count, others)

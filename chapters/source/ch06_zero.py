@@ -57,9 +57,11 @@ from minitron.parallel.flat import FlatShards
 from minitron.plan.hardware import DEVICES
 from minitron.proof.oracle import assert_same_training
 from teaching.check import check
+from teaching.claims import claim
 from teaching.figures import memory_bars, plain_bytes, show, timeline, wire
 from teaching.lab import ch06 as lab, recorded, show_source, show_text, verdict
 from teaching.lab import ch06_prefetch as overlap
+from teaching.overlap import hidden_share
 from teaching.widgets import zero_explorer
 
 torch.set_num_threads(1)
@@ -637,15 +639,19 @@ def draw(name):
     return timeline(measured, predicted, "ms, network emulated")
 
 
+hidden = {name: hidden_share(*min(of_name, key=lambda step: step[2])[:2])
+          for name, of_name in steps.items()}
 show(draw("without prefetch"), alt=(
-    "Without prefetch, compute and network alternate: while one works, the other waits."
+    "Without prefetch, a block waits for its parameters before it computes: "
+    f"{hidden['without prefetch']:.0%} of the communication is hidden."
 ))
 
 # %% tags=["figure-prefetch", "exhaustive"]
-show(draw("with prefetch"), alt=(
-    "With prefetch, the network fetches the next block while this one computes; gaps remain at the "
-    "start and at the turn from forward to backward."
-))
+show(draw("with prefetch"), alt=claim(hidden["with prefetch"] > hidden["without prefetch"], (
+    "With prefetch, the network fetches the next block while this one computes: "
+    f"{hidden['with prefetch']:.0%} of the communication is hidden. Gaps remain at the start and "
+    "at the turn from forward to backward."
+)))
 
 # %% [markdown]
 # <details><summary>Answer</summary>
@@ -727,7 +733,8 @@ show(shown.figure, alt=shown.alt)
 # model ([2021](https://arxiv.org/abs/2104.04473), table 1): 128 layers of width 25,600.
 
 # %% tags=["output-trillion", "nbval-check-output"]
-trillion = ModelConfig("gpt", 51_200, 2048, 128, 25_600, 160, 160, 102_400)
+trillion = ModelConfig(family="gpt", vocab_size=51_200, max_sequence_length=2048, num_layers=128,
+                       width=25_600, num_heads=160, num_kv_heads=160, ffn_width=102_400)
 P_trillion, unit = cost.num_parameters(trillion), 2 * cost.num_block_parameters(trillion)
 kept = cost.activation_bytes(trillion, 1, 2048, recompute="full")
 parts = {

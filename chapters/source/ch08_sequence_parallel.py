@@ -656,7 +656,8 @@ models = {  # a, h, L, b
 print("        MB a layer   share of it with                      both")
 print("        tensor       sequence  selective  both    full   saves")
 for name, (a, h, L, b) in models.items():
-    model = ModelConfig("gpt", 51200, 2048, L, h, a, a, 4 * h, dropout=0.1)
+    model = ModelConfig(family="gpt", vocab_size=51_200, max_sequence_length=2048, num_layers=L,
+                        width=h, num_heads=a, num_kv_heads=a, ffn_width=4 * h, dropout=0.1)
     sizes = [cost.activation_bytes_per_layer(model, b, 2048, 2, "materialized", kind,
                                              layout=cost.Layout(8, sequence))
              for sequence, kind in (*choices.values(),)[:5]]
@@ -673,7 +674,10 @@ for name, (a, h, L, b) in models.items():
 # %% tags=["output-time", "nbval-check-output"]
 milliseconds = {"tensor": 19.6, "tensor + sequence": 19.0, "tensor, selective": 20.9,
                 "tensor + sequence, selective": 20.3, "tensor, full": 27.2}
-model_22b = ModelConfig("gpt", 51200, 2048, 48, 6144, 64, 64, 4 * 6144, dropout=0.1)
+model_22b = ModelConfig(
+    family="gpt", vocab_size=51_200, max_sequence_length=2048, num_layers=48, width=6144,
+    num_heads=64, num_kv_heads=64, ffn_width=4 * 6144, dropout=0.1,
+)
 for name, time in milliseconds.items():
     sequence, kind = choices[name]
     size = cost.activation_bytes_per_layer(model_22b, 4, 2048, 2, "materialized", kind,

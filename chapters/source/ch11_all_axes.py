@@ -584,8 +584,8 @@ for apply, family in ((all_axes, "gpt"), (all_axes, "llama"), (without_norms, "l
 calls, held = zip(*run(lab.ledger_of_a_step, 8, batches[0], watch=False), strict=True)
 show(timeline(lab.axis_lanes(calls, ranks=(0, 4)), unit="ms"), alt=(
     "One training step on rank 0 (first stage) and rank 4 (last stage): along tp they communicate "
-    "in every layer, along dp only at the ends of the step; along pp a message is nearly always "
-    "awaited."
+    "in every layer, along pp after each pass of a micro-batch, along dp only at the ends of the "
+    "step."
 ))
 
 # %% [markdown]

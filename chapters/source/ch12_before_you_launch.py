@@ -352,7 +352,10 @@ show_source(dry_run)
 
 # %%
 axes = ParallelConfig(dp=1, tp=2, sequence=True, pp=2)
-tiny = ModelConfig("llama", 64, 16, 4, 32, 4, 2, 48, tied_embedding=False)
+tiny = ModelConfig(
+    family="llama", vocab_size=64, max_sequence_length=16, num_layers=4, width=32, num_heads=4,
+    num_kv_heads=2, ffn_width=48, tied_embedding=False,
+)
 training = TrainConfig(global_batch_size=8, micro_batch_size=1, precision="bf16-fp32-grads")
 small = Config(tiny, DataConfig(sequence_length=16), training, axes)
 
@@ -559,7 +562,8 @@ show(landscape(
 
 # %%
 mt_nlg, trillion = (
-    ModelConfig("gpt", 51_200, S, layers, width, heads, heads, 4 * width, dropout=0.1)
+    ModelConfig(family="gpt", vocab_size=51_200, max_sequence_length=S, num_layers=layers,
+                width=width, num_heads=heads, num_kv_heads=heads, ffn_width=4 * width, dropout=0.1)
     for layers, width, heads in ((105, 20_480, 128), (128, 25_600, 160)))
 llama = cost.PUBLISHED["Llama 3.1 405B"]
 CHOSEN = {

@@ -1,9 +1,17 @@
 """The predicted step is the queue of buckets on one link, beside the compute."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from minitron import cost
-from teaching.overlap import Compute, compute_in_proportion, step_lanes, transfers
+from teaching.overlap import (
+    Compute,
+    compute_in_proportion,
+    hidden_share,
+    step_lanes,
+    transfers,
+)
 
 SIZES = [100, 300, 600]
 LINK = (0.5, 1000.0)
@@ -35,3 +43,11 @@ def test_the_optimizer_waits_for_the_last_bucket_or_for_the_backward_pass():
         ("forward", 0, 1000), ("backward", 1000, 3000), ("optimizer", 4000, 4500)]
     assert [(b.start, b.end) for b in lanes["predicted network"]] == [(2000, 2500), (3000, 4000)]
     assert step_lanes(compute, [])["predicted compute"][-1].start == 3000
+
+
+def test_the_hidden_share_counts_each_moment_once():
+    calls = [SimpleNamespace(started=start, finished=end) for start, end in
+             [(0, 4), (6, 8), (1, 3), (7, 10)]]  # 8 seconds, twice two at once
+    spans = [SimpleNamespace(start=3, end=7), SimpleNamespace(start=9, end=20)]
+    assert hidden_share(calls, spans) == pytest.approx((1 + 1 + 1) / 8)
+    assert hidden_share(calls, []) == 0
