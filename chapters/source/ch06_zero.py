@@ -639,8 +639,10 @@ def draw(name):
     return timeline(measured, predicted, "ms, network emulated")
 
 
-hidden = {name: hidden_share(*min(of_name, key=lambda step: step[2])[:2])
-          for name, of_name in steps.items()}
+hidden = {}
+for name, of_name in steps.items():
+    calls, spans, _ = min(of_name, key=lambda step: step[2])
+    hidden[name] = hidden_share(overlap.on_the_link(calls, network), spans)
 show(draw("without prefetch"), alt=(
     "Without prefetch, a block waits for its parameters before it computes: "
     f"{hidden['without prefetch']:.0%} of the communication is hidden."

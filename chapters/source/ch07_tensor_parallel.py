@@ -13,19 +13,23 @@
 # %% [markdown]
 # # 7. Tensor parallelism: split the layer itself
 #
-# **40 minutes. No GPU. [Exercises 7.1](exercise:7.1) to 7.4.**
+# **45 minutes. No GPU. [Exercises 7.1](exercise:7.1) to 7.4.**
 #
-# *You need:* activations ([chapter 2](chapter:2)), what an all-reduce sends
-# ([chapter 5](chapter:5)), ZeRO-3 ([chapter 6](chapter:6)), and multi-head attention.
+# *You need:* activations ([chapter 2](chapter:2)), what an all-reduce sends ([chapter
+# 5](chapter:5)), ZeRO-3 ([chapter 6](chapter:6)), and multi-head attention.
 #
 # *You will be able to:*
-# - **split** a matmul in the two possible ways, and combine two matmuls so that one all-reduce
-#   finishes both;
-# - **predict** to the byte what a rank holds and sends, and when the network eats the gain;
-# - **catch** a bias that is added too often and an all-reduce in the wrong pass.
+# - **split** a matmul in two ways, and combine two matmuls so that one all-reduce completes both;
+# - **predict** to the byte what a rank holds and sends, and when the network cancels the speedup;
+# - **catch** a bias that is added on every rank, and an all-reduce in the wrong pass.
 #
-# Run the cells in order. When the text asks you to predict something, write your guess down before
-# you open the answer.
+# *The way there:*
+# - **Sections 1 to 3:** where data parallelism ends, and how to split a matmul;
+# - **Sections 4 and 5:** layers split by hand, and two bugs in them;
+# - **Sections 6 and 7:** the package's version, its bytes and its speed.
+#
+# Run the cells in order. When the text asks you to predict something, write your guess down
+# before you open the answer.
 
 # %%
 from dataclasses import replace
@@ -61,9 +65,9 @@ GB, MB, H100 = 1e9, 1e6, DEVICES["H100-SXM-80GB"]
 # %% [markdown]
 # ## 1. The question
 #
-# GPT-3 has 96 layers, 175 billion parameters, and sequences of 2,048 tokens
-# ([Brown et al. 2020](https://arxiv.org/abs/2005.14165), table 2.1). ZeRO-3 shards its training
-# state over 1,024 GPUs. Each GPU reads one sequence, the least it can read. Does it fit?
+# GPT-3 has 96 layers, 175 billion parameters, and sequences of 2,048 tokens ([Brown et al.
+# 2020](https://arxiv.org/abs/2005.14165), table 2.1). ZeRO-3 shards its training state over 1,024
+# GPUs. Each GPU reads one sequence, the least it can read. Does it fit?
 
 # %% tags=["output-question", "nbval-check-output"]
 gpt3 = replace(cost.PUBLISHED["GPT-3 175B"], vocab_size=51_200)  # padded, to divide by 8
@@ -80,23 +84,23 @@ print(f"an H100 has {H100.memory_bytes / GB:.1f} GB")
 print(f"sequences in a step of 3.2 million tokens: {3_200_000 // S_gpt3:,}")
 
 # %% [markdown]
-# ZeRO-3 keeps two layers unsharded at a time: the one that is computing and the next one, which is
-# being prefetched. So GPT-3 does not fit on 1,024 GPUs, and it would not fit on a million, because
-# two of the three terms do not depend on the number of GPUs. Recomputation shrinks the activations
-# at the cost of a third more compute ([chapter 3](chapter:3)), but then we hit a second wall. A
-# training step of GPT-3 read 3.2 million tokens (Brown et al. 2020, table 2.1), which is 1,562
-# sequences, so at most that many GPUs have anything to read.
+# It does not. ZeRO-3 keeps two layers unsharded at a time: the one that is computing and the next
+# one, which is being prefetched. These layers and the activations take as much memory on a
+# million GPUs as on 1,024. Recomputation shrinks the activations at the cost of a third more
+# compute ([chapter 3](chapter:3)), but then we hit a second wall. A training step of GPT-3 read
+# 3.2 million tokens (Brown et al. 2020, table 2.1), which is 1,562 sequences, so at most that
+# many GPUs have anything to read.
 #
-# Data parallelism ends where a rank has one sequence and one layer. To go further, several GPUs
-# must compute one layer of one sequence *together*.
+# To go further, several GPUs must compute one layer of one sequence *together*. This is [**tensor
+# parallelism**](word:tensor-parallelism).
 
 # %% [markdown]
 # ## 2. Estimate
 #
-# Suppose t ranks share every layer and each computes a t-th of it.
+# What would it save? Suppose t ranks share every layer and each computes a t-th of it.
 #
-# **Predict.** With t = 8, by what factor does a rank's share shrink of the parameters, of the
-# matmuls, of the activations? What traffic is new?
+# **Predict.** With t = 8, by what factor do a rank's parameters, matmuls and activations shrink?
+# What traffic is new?
 
 # %% tags=["output-estimate", "nbval-check-output"]
 print("t   parameters   activations of a layer   sent per layer and sequence")
@@ -110,19 +114,21 @@ for t in (1, 2, 4, 8):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Parameters and matmuls shrink almost by 8. Activations shrink by less than 3, because everything
-# *between* the split layers is still replicated on every rank. The new traffic is activations: they
-# are sent in the forward and the backward pass of every layer, and none of it can be deferred to
-# the end of the step.
+# The matmuls shrink by 8 and the parameters by almost 8. Activations shrink by less than 3,
+# because norms and the inputs of attention and feed-forward are still replicated on every rank.
+# The new traffic is activations and, in the backward pass, their gradients. The next layer waits
+# for them, so none of it can be deferred to the end of the step.
 #
 # </details>
 #
-# The rest of the chapter derives these numbers. It starts with a single matmul.
+# The rest of the chapter explains these numbers, starting with a single matmul.
 
 # %% [markdown]
 # ## 3. Picture
 #
-# $Y = X A$ on two ranks. You can split $A$ by columns or by rows.
+# You can split $Y = X A$ over two ranks by the columns of $A$ or by its rows. In the figure,
+# color and number show the rank, gray is replicated, and hatched matrices still have to be added
+# up.
 
 # %% tags=["figure-ways"]
 show(lab.two_ways(), alt=(
@@ -131,9 +137,9 @@ show(lab.two_ways(), alt=(
 ))
 
 # %% [markdown]
-# Compare what goes in and what comes out. By columns, the input is replicated and the output is
-# sharded. By rows, the input is sharded and the output is a **partial sum**: a tensor of the full
-# shape whose values mean nothing until the ranks' versions are added.
+# Split by columns, $A$ needs all of the input and gives some columns of the output. Split by
+# rows, it needs some columns of the input and gives a [**partial sum**](word:partial-sum): a
+# tensor of the full shape whose values mean nothing until the ranks' versions are added.
 #
 # **Predict.** A feed-forward is two matmuls with GELU between them. Which of the two do you split
 # by columns, and which by rows?
@@ -141,7 +147,7 @@ show(lab.two_ways(), alt=(
 # %% [markdown]
 # ## 4. By hand
 #
-# Small matrices, and two ranks that each take a part.
+# To find out, we try both splits on small matrices. `own` returns a rank's shard.
 
 # %%
 S, D, W, H, K = 6, 8, 32, 4, 2  # tokens, width, feed-forward width, heads, head width
@@ -175,8 +181,8 @@ print(f"by rows:    {tuple(partial_sums[0].shape)} per rank, added,        "
       f"error {error(sum(partial_sums), X @ up):.0e}")
 
 # %% [markdown]
-# The column shards are finished values of Y. **Predict.** What happens if each rank applies GELU to
-# what it has?
+# Both reproduce `X @ up`, up to rounding, but only the column shards are finished values.
+# **Predict.** What happens if each rank applies GELU to what it has?
 
 # %% tags=["output-gelu"]
 gelu = F.gelu(X @ up)
@@ -188,15 +194,14 @@ print(f"GELU of the partial sums, added    error {error(added, gelu):.0e}")
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# $\mathrm{GELU}(a + b) \ne \mathrm{GELU}(a) + \mathrm{GELU}(b)$. Partial sums would have to be
-# added before GELU, which means an all-reduce of the widest tensor in the block. Columns need
-# nothing from other ranks.
+# That is right for the columns and wrong for the partial sums, since
+# $\mathrm{GELU}(a + b) \ne \mathrm{GELU}(a) + \mathrm{GELU}(b)$. Adding them before GELU would
+# take an all-reduce of the widest tensor in the block.
 #
 # </details>
 #
 # So split the first matrix by columns. Its output is then sharded exactly as the second matrix
-# needs it if that one is split by rows. No communication happens between the two, and one
-# all-reduce at the end adds the partial sums.
+# needs it if that one is split by rows:
 
 # %% tags=["figure-pair"]
 show(lab.columns_then_rows(), alt=(
@@ -205,10 +210,13 @@ show(lab.columns_then_rows(), alt=(
 ))
 
 # %% [markdown]
+# No communication happens between the two matmuls. One all-reduce at the end adds the partial
+# sums.
+#
 # ### Forward and backward
 #
-# On each rank this is an ordinary, narrower feed-forward, so autograd computes its gradients. Only
-# two lines of communication have to be added by hand.
+# Training also needs gradients. On each rank this is an ordinary, narrower feed-forward, so
+# autograd computes them; only the two calls of `dist.all_reduce` have to be added by hand.
 #
 # **Predict.** Every rank has the same gradient of Y, because from Y on all ranks compute the same
 # thing. Of the gradients of X, `up` and `down`, which are shards, and which are partial sums?
@@ -256,14 +264,14 @@ for t in (2, 4):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The gradients of `up` and `down` are finished shards, and nothing of them is sent. The gradient of
-# X is a partial sum: every rank used all of X, but knows only the effect of X on its own columns.
+# The gradients of `up` and `down` are finished shards, and nothing of them is sent. The gradient
+# of X is a partial sum: every rank used all of X, but knows only the effect of X on its own
+# columns.
 #
 # </details>
 #
-# So there is one all-reduce at the end of the region, in the forward pass, and one at its
-# beginning, in the backward pass. Megatron-LM calls the two places g and f ([Shoeybi et al.
-# 2019](https://arxiv.org/abs/1909.08053), section 3):
+# The errors are rounding, so two all-reduces are enough. Megatron-LM calls their places f and g
+# ([Shoeybi et al. 2019](https://arxiv.org/abs/1909.08053), section 3):
 #
 # | | forward | backward |
 # |---|---|---|
@@ -272,9 +280,9 @@ for t in (2, 4):
 #
 # ### Heads
 #
-# Attention has four matrices: query, key, value, and out, with the attention itself between the
-# first three and the last. Each head reads the columns of its own query, key and value and no
-# others. **Predict.** What must change in `together`?
+# Do columns, then rows, also work for attention? It has four matrices: query, key, value, and
+# out, with the attention itself between the first three and the last. Each head reads only its
+# own columns of query, key and value. **Predict.** What must change in `together`?
 
 
 # %% tags=["output-heads"]
@@ -293,17 +301,17 @@ for t in (2, 4):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Nothing. Columns of query, key and value are heads; rows of out are the same heads. Whatever
-# stands between the two matmuls, GELU or attention, needs no column of another rank.
+# Nothing. A rank's columns of query, key and value are whole heads, and its rows of out belong to
+# the same heads. Attention, like GELU, needs no column of another rank.
 #
 # </details>
 #
 # ### Fewer key-value heads than ranks
 #
-# With grouped-query attention several query heads read the same key-value head: Llama 3.1 70B has
-# 64 query heads and 8 key-value heads ([Llama Team 2024](https://arxiv.org/abs/2407.21783), table
-# 3). On 16 ranks each key-value head would have to be cut in half. It is replicated on two ranks
-# instead.
+# With grouped-query attention, several query heads read the same key-value head: Llama 3.1 70B
+# has 64 query heads and 8 key-value heads ([Llama Team 2024](https://arxiv.org/abs/2407.21783),
+# table 3). On 16 ranks, each key-value head would have to be cut in half. Instead, two ranks hold
+# copies of it. The figure shows this for two key-value heads on four ranks:
 
 # %% tags=["figure-grouped"]
 show(lab.grouped_queries(), alt=(
@@ -311,8 +319,8 @@ show(lab.grouped_queries(), alt=(
 ))
 
 # %% [markdown]
-# **Predict.** Ranks 0 and 1 hold the same key matrix. After the backward pass, is its gradient the
-# same on both? Is it right?
+# Ranks 0 and 1 have different query heads, but the same key matrix. **Predict.** After the
+# backward pass, is its gradient the same on both? Is it right?
 
 # %% tags=["output-grouped"]
 G = 2
@@ -339,16 +347,16 @@ for rank, (head, grad) in enumerate(by_rank):
 # <details><summary>Answer</summary>
 #
 # Neither. A key-value head serves several query heads, and each rank has seen only the gradient
-# that comes through its own. The sum over the ranks that hold the head is right; without it the two
-# copies would drift apart. So these ranks sum that gradient once per step.
+# that comes through its own. The sum over the ranks that hold the head is right; without it the
+# two copies would drift apart. So these ranks sum that gradient once per step.
 #
 # </details>
 #
 # ### The vocabulary
 #
-# Two matrices remain, at the two ends of the model: embedding and head. **Predict.** Llama 3.1 has
-# a vocabulary of more than a hundred thousand tokens. How large are the logits of one sequence in
-# float32, the precision in which the loss is computed?
+# Two matrices remain, at the two ends of the model: embedding and head. **Predict.** Llama 3.1
+# has a vocabulary of more than a hundred thousand tokens. How large are the logits of one
+# sequence in float32, the precision in which the loss is computed?
 
 # %% tags=["figure-vocabulary"]
 llama_70b = cost.PUBLISHED["Llama 3.1 70B"]
@@ -364,13 +372,14 @@ show(lab.vocabulary_cut(), alt=(
 
 # %% [markdown]
 # These logits must never be gathered on one rank. So embedding and head are split along the
-# vocabulary: a rank holds some tokens' rows of the embedding and the same tokens' columns of the
-# head. How can it compute the loss without the other ranks' logits? The loss of one token is
+# vocabulary, as in the figure: a rank holds some tokens' rows of the embedding and the same
+# tokens' columns of the head. How can it compute the loss without the other ranks' logits? The
+# loss of one token is
 #
 # $$\log \sum_v e^{z_v} - z_{\mathrm{target}}$$
 #
-# a sum over the vocabulary, and one logit that a single rank has. **Predict.** Which numbers must
-# the ranks exchange to assemble it, without any exponential overflowing?
+# with a sum over the vocabulary, and one logit that a single rank has. **Predict.** Which numbers
+# must the ranks exchange to assemble it, without any exponential overflowing?
 
 
 # %%
@@ -400,19 +409,22 @@ print(f"without subtracting the maximum        {logits.exp().sum(1).log().sum():
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Its largest logit, its sum of exponentials relative to that, and the target's logit (0 if another
-# rank has it). The backward pass sends nothing: each rank knows the maximum and the total, hence
-# the probabilities of its own tokens, and these are the gradient, except for a 1 at the target.
+# Each rank's largest logit, its sum of exponentials relative to that, and the target's logit (0
+# if another rank has it). The backward pass sends nothing: each rank knows the maximum and the
+# total, hence the probabilities of its own tokens, and the gradient is these, minus 1 at the
+# target.
 #
 # </details>
 
 # %% [markdown]
 # ## 5. The trap
 #
+# Two mistakes are easy to make here, and the loss falls with both.
+#
 # ### A bias that is added on every rank
 #
-# GPT's linear layers have biases. A column-parallel layer adds those of its own columns. Would you
-# approve this row-parallel layer in a review?
+# GPT's linear layers have biases. A column-parallel layer (split by columns) adds those of its
+# own columns. Would you approve this row-parallel layer in a review?
 
 
 # %%
@@ -433,8 +445,8 @@ def bias_first(model, group):
 # %% [markdown]
 # We train twenty steps on a task with a known answer: the next token is the last one plus 7.
 #
-# **Predict.** Biases start at zero. At which step does the mistake become visible: in the loss, or
-# in a comparison of what the ranks hold?
+# **Predict.** Biases start at zero. At which step does the mistake become visible: in the loss,
+# or in a comparison of what the ranks hold?
 
 # %% tags=["output-bias"]
 lab.report(bias_first)
@@ -444,24 +456,27 @@ lab.report(bias_first)
 #
 # The first loss is right to the last digit, because t times zero is zero, and so are the first
 # gradients. From the second step on, the model runs with t times its biases, identically on all
-# ranks, and learns with them. What is trained depends on the number of ranks, and a checkpoint is
-# wrong on any other number.
+# ranks, and learns with them. Only a correct run beside it shows the difference. On any other
+# number of ranks, its checkpoint is wrong.
 #
 # </details>
 #
-# The [oracle](word:oracle) starts from biases that are not zero:
+# The [oracle](word:oracle) compares with one process, and starts from biases that are not zero:
 
 # %% tags=["output-bias-oracle"]
 print(lab.verdict(bias_first, 2))
 
 # %% [markdown]
-# This is the classic bug of the technique. PaddlePaddle had it (pull request 35186), and so did
-# Slapo (issue 10). The package adds a row-parallel layer's bias after the sum.
+# It finds the bug in the first loss. PaddlePaddle had this bug ([pull request
+# 35186](https://github.com/PaddlePaddle/Paddle/pull/35186)), and so did Slapo ([issue
+# 10](https://github.com/awslabs/slapo/issues/10)). The package adds a row-parallel layer's bias
+# after the sum.
 #
 # ### The all-reduce in the wrong pass
 #
 # f does nothing in the forward pass, so it is easily forgotten, and the forward pass is still
-# right. Or somebody remembers that an all-reduce belongs where X enters, and runs it forward:
+# right. Or somebody remembers that an all-reduce belongs where X enters, and runs it in the
+# forward pass:
 
 
 # %%
@@ -498,50 +513,55 @@ for apply in (f_forgotten, f_runs_forward):
 # <details><summary>Answer</summary>
 #
 # Without f the forward pass is right in every number. But each rank continues the backward pass
-# with the gradient that its own columns produced, so replicated parameters, norms and row biases,
-# move differently on each rank. You can see that they disagree, if you look. With f run forward,
-# the input of every column-parallel layer is also t times too large. The model learns around it: a
+# with the gradient that its own columns produced, so replicated parameters, such as norms and row
+# biases, move differently on each rank. A comparison of the ranks shows it. With f run forward,
+# the input of every column-parallel layer is also t times too large, so even the first loss is
+# wrong. The model learns to compensate, and in our run it ended with the lowest loss of all: a
 # loss that falls proves nothing.
 #
 # </details>
 #
-# torchtitan's experts had the first bug: the gradient of their input was a partial sum (issue
-# 1805). There is a third variant. Why does g do *nothing* in the backward pass, although PyTorch's
-# own `torch.distributed.nn.functional.all_reduce` sums once more there (Megatron-LM, issue 559)?
-# That function answers another question: what if every rank had a loss of its own and all of them
-# counted? Here all ranks compute the same loss, and it counts once.
+# torchtitan's experts had the first bug: the gradient of their input was a partial sum ([issue
+# 1805](https://github.com/pytorch/torchtitan/issues/1805)). A third variant sums in g's backward
+# pass, too, as PyTorch's own `torch.distributed.nn.functional.all_reduce` does. Why does g do
+# *nothing* there (Megatron-LM, [issue 559](https://github.com/NVIDIA/Megatron-LM/issues/559))?
+# PyTorch's function assumes that every rank has a loss of its own and that all of them count.
+# Here all ranks compute the same loss, and it counts once.
 
 # %% [markdown]
 # ## 6. The real one
 #
-# Which layers are split, and how, is a table. The model itself knows nothing about it.
+# In the package, a table says which layers are split, and how. The model itself knows nothing
+# about it.
 
 # %% tags=["output-plan", "nbval-check-output"]
 for path, kind in PLAN.items():
     print(f"{path:26} {kind}")
 
 # %% [markdown]
-# Query, key and value read the same X, and so do gate and up, so a single all-reduce can carry the
-# sum of their input gradients. [`LinearFunction`](code:minitron.model.linear.LinearFunction)
-# therefore computes layers with a common input as one autograd function. Everything that depends on
-# the parallelism sits in its `parts`; `exchange` is the communication. **Find** the line that
-# starts the all-reduce, the line that waits for it, and what is computed in between.
+# Query, key and value read the same X, and so do Llama's gate and up, so a single all-reduce can
+# carry the sum of their input gradients.
+# [`LinearFunction`](code:minitron.model.linear.LinearFunction) therefore computes layers with a
+# common input as one autograd function. Everything that depends on the parallelism is in its
+# `parts`; `exchange` is the communication. **Find** the line that starts the all-reduce, the line
+# that waits for it, and what is computed in between.
 
 # %%
 show_source(LinearFunction.backward)
 
 # %% [markdown]
-# `wait_for_grad_x()` stands in the last line. The weight gradients, `second_half`, do not need the
-# sum, so they are computed while it travels. (`second_half.start()` does nothing here; the next
-# chapter needs it, and chapter 9 needs `deferral`.) And the row-parallel layer:
+# `start_reduce` starts it, and `wait_for_grad_x()` in the last line waits. The weight gradients,
+# `second_half`, do not need the sum, so they are computed while it travels.
+# (`second_half.start()` and `deferral` are for chapters 8 and 9.) In the row-parallel layer, look
+# for the bias:
 
 # %%
 show_source(RowParallelLinear)
 
 # %% [markdown]
-# The oracle, for both model families, with a tied embedding (GPT) and with two key-value heads on
-# four ranks (Llama). Embedding and loss are in
-# [`vocabulary.py`](code:minitron.parallel.tensor.vocabulary).
+# It is added after the sum. Does all this train like one process? We ask the oracle, for GPT with
+# a tied embedding, and for Llama with two key-value heads on four ranks. (Embedding and loss are
+# in [`vocabulary.py`](code:minitron.parallel.tensor.vocabulary).)
 
 # %% tags=["output-oracle", "nbval-check-output"]
 for make_model, t in ((lab.small_gpt, 2), (lab.small_gpt, 3), (lab.small_llama, 4)):
@@ -549,14 +569,16 @@ for make_model, t in ((lab.small_gpt, 2), (lab.small_gpt, 3), (lab.small_llama, 
           f"{lab.verdict(apply_tensor_parallel, t, make_model)}")
 
 # %% [markdown]
-# Inside attention each rank has different heads, so the ranks must draw *different* random numbers
-# for dropout. Everywhere else activations are replicated, and all ranks must draw the same ones.
+# It does. Dropout needs care: inside attention each rank has different heads, so the ranks must
+# draw *different* random numbers. Everywhere else activations are replicated, so all ranks must
+# draw the same ones.
 #
 # ## 7. Measure
 #
 # ### What is sent
 #
-# A small GPT with three blocks on four ranks. The [ledger](word:ledger) records one step.
+# Do the formulas of section 2 hold? The [ledger](word:ledger) records one step of a small GPT
+# with three blocks on four ranks.
 
 # %% tags=["output-calls", "nbval-check-output"]
 results = {t: run(lab.measured_step, t, 3, watch=False) for t in (1, 2, 4)}
@@ -567,9 +589,10 @@ print(merged([calls for _, calls in results[4]]))
 #
 # <details><summary>Answer</summary>
 #
-# Two per block and pass: after attention and after the feed-forward, and in the backward pass
-# before each of them. One more for the embedding in the forward pass and one for the head in the
-# backward pass. The loss sends twice: the maxima, then the sums together with the target logits.
+# Two per block and pass: in the forward pass for the outputs of attention and feed-forward, in
+# the backward pass for the gradients of their inputs. One more for the embedding in the forward
+# pass and one for the head in the backward pass. The loss sends twice: the maxima, then the sums
+# together with the target logits.
 #
 # </details>
 #
@@ -578,9 +601,9 @@ print(merged([calls for _, calls in results[4]]))
 #
 # $$8\,B S D\,\frac{t-1}{t}$$
 #
-# ([Narayanan et al. 2021](https://arxiv.org/abs/2104.04473), section 3.2). The difference between
-# three blocks and one is what a block sends. The rest belongs to the ends of the model: embedding
-# and head, together as much as half a block, and the loss.
+# ([Narayanan et al. 2021](https://arxiv.org/abs/2104.04473), section 3.2). To measure a block, we
+# halve the difference between three blocks and one. The rest belongs to the ends of the model:
+# embedding and head, together as much as half a block, and the loss.
 
 # %% tags=["figure-wire"]
 measured_bytes, formula = {}, {}
@@ -598,10 +621,12 @@ show(wire(measured_bytes, formula), alt=(
 ))
 
 # %% [markdown]
+# Every bar (the ledger) ends at its tick (the formula).
+#
 # ### What is held
 #
-# The [meter](word:meter) reads the bytes at the moment when activations peak. The formulas are
-# those of section 2, in float32.
+# The [meter](word:meter) reads the bytes at the moment when activations peak. The formulas
+# (dashed) are those of section 2, in float32.
 
 # %%
 kinds, held, predicted = ("parameter", "gradient", "activation"), {}, {}
@@ -623,11 +648,14 @@ show(memory_bars(held, predicted), alt="From 1 to 4 ranks parameters shrink "
      f"{held['1 rank']['activation'] / held['4 ranks']['activation']:.1f} times.")
 
 # %% [markdown]
+# Formula and meter agree. From one rank to four, parameters and gradients shrink by a factor of
+# nearly 4, activations by little more than 2.
+#
 # ### On real GPUs
 #
-# An H100 has two links: NVLink to the seven other GPUs of its node, and a network card to other
-# nodes. Take one layer of GPT-3 and one sequence, with compute at 40 % of the dense peak and no
-# overlap.
+# How far does this scale? An H100 has two links: NVLink to the seven other GPUs of its node, and
+# a network card to other nodes. Take one layer of GPT-3 and one sequence, with compute at 40 % of
+# the dense peak and no overlap.
 #
 # **Predict.** Eight ranks fill one node, sixteen fill two. How much faster is a layer on sixteen?
 
@@ -658,16 +686,18 @@ for name, (t, seconds) in WAYS.items():
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Far less than twice. Compute halves, the all-reduces do not: each rank sends slightly more than
-# before, and part of it crosses a link that is 9 times slower. At best the all-reduce runs in two
-# tiers, inside the node first, so that all eight cards share what must cross
-# ([chapter 5](chapter:5)). As one ring through a single card, sixteen ranks are slower than eight.
+# Far less than twice. Compute halves, but the all-reduces take longer: each rank sends slightly
+# more than before, and part of it crosses a link that is 9 times slower. At best the all-reduce
+# runs in two tiers, inside the node first, so that all eight cards share what must cross
+# ([chapter 5](chapter:5)). As one ring through a single card, sixteen ranks are slower than
+# eight.
 #
 # </details>
 #
-# So tensor parallelism stays inside a node: t goes up to the number of GPUs there (Narayanan et al.
-# 2021, takeaway 1), or higher where more GPUs share NVLink. And the opening question? The 1,024
-# GPUs now form 128 groups of 8. Each group reads one sequence, and ZeRO-3 works across the groups.
+# So tensor parallelism stays inside a node: t goes up to the number of GPUs there (Narayanan et
+# al. 2021, takeaway 1), or higher where more GPUs share NVLink. And the opening question? The
+# 1,024 GPUs now form 128 groups of 8. Each group reads one sequence, and ZeRO-3 shards across
+# groups.
 
 # %% tags=["output-answer", "nbval-check-output"]
 layout = cost.Layout(tensor_parallel=8)
@@ -681,8 +711,12 @@ for name, size in (fits | {"together": sum(fits.values())}).items():
     print(f"{name:46} {size / GB:6.1f} GB")
 
 # %% [markdown]
-# It fits, with more than half of the memory to spare, and the batch wall is eight times farther
-# away. Most of what remains are activations between the layers. The next chapter shards them.
+# It fits, with more than half of the memory to spare, and the second wall, the batch, is eight
+# times farther away. Most of what remains are replicated activations. The next chapter shards
+# them.
+#
+# The widget draws one block at an H100's peak, with ranks and a link of your choice, and the same
+# block with a free link. The difference is the waiting.
 
 # %% tags=["figure-explorer"]
 tensor_explorer()
@@ -690,15 +724,16 @@ tensor_explorer()
 # %% [markdown]
 # ## Further: what overlaps
 #
-# In the forward pass nothing can be computed while an all-reduce runs: the next layer needs its
-# result. In the backward pass there are weight gradients to compute. We run two ranks on an
-# **emulated** network: the transfer really happens, and a rank that waits for it sleeps until a
-# link of the given bandwidth would have delivered.
+# Section 7 assumed no overlap. In the forward pass nothing can be computed while an all-reduce
+# runs, because the next layer needs its result. In the backward pass there are weight gradients
+# to compute. We run two ranks on an **emulated** network: the transfer really happens, and a rank
+# that waits for it sleeps until a link of the given bandwidth would have delivered.
 #
-# The bandwidth is such that one all-reduce takes as long as the gradient of `up`. The backward pass
-# has three all-reduces: for the input gradients of the head, of `up`, and of query, key and value.
-# **Predict.** How long does the backward pass stand still if it waits for each all-reduce at once?
-# And if it computes weight gradients meanwhile?
+# The bandwidth is such that one all-reduce takes as long as the gradient of `up`. The model has
+# one block, so the backward pass has three all-reduces: for the input gradients of the head, of
+# `up`, and of query, key and value. **Predict.** How long does the backward pass stand still if
+# it waits for each all-reduce at once? And if it computes weight gradients meanwhile? (Hatched
+# means idle in the figure.)
 
 # %% tags=["output-overlap", "exhaustive"]
 stands, alone = {}, run(lab.weight_gradient_seconds, 2, watch=False)[0]  # each weight's, alone
@@ -731,32 +766,33 @@ show(timeline(lanes, unit="ms, the fastest repeat, network emulated"), alt=claim
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Three transfers if it waits at once. Otherwise, what the weight gradient of the same layers does
-# not cover: nothing for `up`, a quarter for query, key and value, which have three quarters as many
-# columns, and most of it for the small head.
+# Three transfers if it waits at once. If it overlaps, only what the weight gradient of the same
+# layers does not cover: nothing for `up`, a quarter for query, key and value, which have three
+# quarters as many columns, and most of it for the small head (in our run, the long gap in the
+# figure's third lane).
 #
-# Measured values may lie below the prediction for two reasons. Launching an all-reduce counts as
-# compute, so even a pass that waits at once stands still for a little less than three transfers.
-# And the prediction uses each weight gradient measured on its own, whereas in the step the bias
-# gradients are computed during the transfer as well, and a matmul slowed down by other programs on
-# the same cores covers more of it.
+# Measured values may lie below the prediction. Launching an all-reduce counts as compute, so even
+# a pass that waits at once stands still for a little less than three transfers. And in the step,
+# the bias gradients also run during the transfer, and other programs on the same cores may slow
+# the matmul down, so that it covers more of the transfer than it did on its own.
 #
 # </details>
 #
-# On a GPU this overlap depends on the all-reduce being launched before the weight gradient's
+# On a GPU, this overlap requires that the all-reduce is launched before the weight gradient's
 # kernel. Megatron-LM asks for `CUDA_DEVICE_MAX_CONNECTIONS=1` so that kernels start in launch
 # order.
 
 # %% [markdown]
 # ## Further: async tensor parallelism
 #
-# The forward all-reduce can overlap too, with *the same* matmul: compute the output in chunks of
+# The forward all-reduce can overlap, too, with *the same* matmul: compute the output in chunks of
 # tokens, and send each chunk while the next one is computed ([Wang et al.
 # 2023](https://doi.org/10.1145/3567955.3567959)). PyTorch calls this async tensor parallelism; it
 # splits the all-gathers and reduce-scatters that replace the all-reduce in the next chapter. If
-# compute and transfer take equally long, c chunks need the compute plus one c-th of the transfer.
+# compute and transfer take equally long, as in the cell below, c chunks need the compute plus one
+# c-th of the transfer.
 #
-# **Predict.** Then should c be as large as possible?
+# **Predict.** Should c then be as large as possible?
 
 # %% tags=["output-async", "exhaustive"]
 compute = run(lab.row_parallel_compute_seconds, 2, watch=False)[0]
@@ -776,8 +812,8 @@ print(f"{best} chunks are best here, {measured[1] / measured[best]:.2f} times as
 # <details><summary>Answer</summary>
 #
 # No. Every chunk costs a message and a smaller, less efficient matmul. The prediction leaves both
-# out, so it gets worse as c grows. On GPUs the trade-off is the same; NVLink makes transfers short
-# and large matmuls long, so a few chunks are enough.
+# out, so it gets worse as c grows. On GPUs the trade-off is the same. A transfer over NVLink is
+# short compared with a large matmul, so a few chunks are enough.
 #
 # </details>
 
@@ -785,11 +821,11 @@ print(f"{best} chunks are best here, {measured[1] / measured[best]:.2f} times as
 # ## Further: a claim about all-gather
 #
 # You can read that tensor parallelism assembles its results with an *all-gather*, where data
-# parallelism uses an all-reduce. The ledger above shows no all-gather. Could one build it that way?
-# Split both matrices by columns and gather after each.
+# parallelism uses an all-reduce. The ledger above shows no all-gather. Could you build it that
+# way? Split both matrices by columns and gather after each.
 #
-# **Predict.** The feed-forward is four times as wide as the model. Which variant sends more, and by
-# what factor?
+# **Predict.** The feed-forward is four times as wide as the model. Which variant sends more in
+# the forward pass, and by what factor?
 
 
 # %%
@@ -820,20 +856,20 @@ for layer in (columns_then_rows, columns_twice):
 # <details><summary>Answer</summary>
 #
 # An all-gather sends half of what an all-reduce of the same tensor sends. But the hidden
-# activations are four times as wide, so it is 4 + 1 against 2, and the hidden activations end up
-# replicated on every rank.
+# activations are four times as wide as the output, so the all-gathers send 4 + 1 where the
+# all-reduce sends 2. They also leave the hidden activations replicated on every rank.
 #
 # </details>
 #
-# So the claim does not describe these layers. There is a truth close to it: an all-reduce is a
+# So the claim does not describe these layers. Something close to it is true: an all-reduce is a
 # reduce-scatter *followed by* an all-gather, and the next chapter puts something between the two.
 
 # %% [markdown]
 # ## Further: no rank ever holds all logits
 #
-# A head with 12,288 tokens, 256 tokens of input, four ranks. The meter watches two losses: one that
-# gathers the logits first, and the package's. **Predict.** How much does a rank hold at the peak
-# with each loss?
+# We check this claim of section 4 for a head with 12,288 tokens, 256 tokens of input, and four
+# ranks. The meter watches two losses: one that gathers the logits first, and the package's.
+# **Predict.** How much does a rank hold at the peak with each loss?
 
 # %%
 V, tokens = 12_288, 256
@@ -880,17 +916,19 @@ print(f"the losses differ by {abs(gathered / sharded - 1):.0e}, "
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# With gathering: all logits, and further tensors of that size, namely their log-probabilities and
-# the gradient, on top of this rank's own shard. Without: a few tensors of a quarter of that size.
-# No tensor has 12,288 columns.
+# With gathering: this rank's own shard and four tensors of full size, namely the logits, their
+# log-probabilities, and the gradients of both. Without: three tensors of a quarter of that size.
+# None of those has 12,288 columns.
 #
 # </details>
 
 # %% [markdown]
 # ## Further: what eight ranks do not split
 #
-# **Predict.** Does a rank of eight hold exactly an eighth of GPT-3's parameters? What else does it
-# hold?
+# In section 2, the parameters shrink by almost 8, not by 8.
+#
+# **Predict.** Does a rank of eight hold exactly an eighth of GPT-3's parameters? What else does
+# it hold?
 
 # %% tags=["output-undivided", "nbval-check-output"]
 full, t = cost.num_parameters(gpt3), 8
@@ -907,26 +945,24 @@ print(f"  = {biases:,} row biases + {norms:,} of norms + {positions:,} of positi
 # <details><summary>Answer</summary>
 #
 # Norms, biases of the row-parallel layers, and learned positions are replicated. They are a
-# negligible part of the parameters. What is replicated of the *activations*, everything between the
-# split layers, is most of what a rank holds, as section 2 showed.
+# negligible part of the parameters. The replicated *activations*, by contrast, are most of the
+# activations that a rank holds, as the table in section 2 implies.
 #
 # </details>
 
 # %% [markdown]
 # ## 8. Recap
 #
-# 1. A matmul can be split by columns (replicated in, sharded out) or by rows (sharded in, partial
-#    sum out). Columns, then rows: one all-reduce after the pair in the forward pass, one before it
-#    in the backward pass. GELU and attention heads between them need no other rank.
-# 2. Embedding, head and loss are split along the vocabulary. Three numbers per token give the loss,
-#    and the logits are never gathered.
-# 3. For each block and micro-batch a rank sends $8\,BSD\,\frac{t-1}{t}$ numbers, all in
-#    all-reduces. It holds little more than a t-th of the parameters, but a much larger share of the
-#    activations.
-# 4. A bias added before the sum is right in the first step and wrong from then on. An all-reduce in
-#    the wrong pass trains too, and its loss falls. The oracle catches both.
-# 5. Every layer waits for its all-reduces. So tensor parallelism belongs where the link is fastest:
-#    inside a node.
+# 1. A matmul split by columns gives a shard of the output; split by rows, a partial sum. Columns,
+#    then rows, need one all-reduce in each pass, and none for GELU or attention between them.
+# 2. Embedding, head and loss are split along the vocabulary. Three numbers per token give the
+#    loss, so the logits are never gathered.
+# 3. For each block and micro-batch a rank sends $8\,BSD\,\frac{t-1}{t}$ numbers. It holds little
+#    more than a t-th of the parameters, but a much larger share of the activations.
+# 4. With a bias added before the sum, or an all-reduce in the wrong pass, the loss still falls.
+#    The oracle catches both.
+# 5. Every layer waits for its all-reduces, so tensor parallelism belongs where the link is
+#    fastest: inside a node.
 #
 # ## Exercises
 #
@@ -936,10 +972,10 @@ print(f"  = {biases:,} row biases + {norms:,} of norms + {positions:,} of positi
 # - [**7.1 f and g**](exercise:7.1) (15 minutes): two autograd functions that mirror each other.
 # - [**7.2 Row-parallel linear**](exercise:7.2) (20 minutes): partial sums, one all-reduce, a bias
 #   that counts once.
-# - [**7.3 Sharded logits**](exercise:7.3) (25 minutes): the loss of logits that no rank
-#   holds in full.
-# - [**7.4 Heads for every rank**](exercise:7.4) (30 minutes): also with fewer key-value heads than
-#   ranks.
+# - [**7.3 Sharded logits**](exercise:7.3) (25 minutes): the loss of logits that no rank holds in
+#   full.
+# - [**7.4 Heads for every rank**](exercise:7.4) (30 minutes): even with fewer key-value heads
+#   than ranks.
 
 # %%
 check("7.1")
@@ -956,8 +992,8 @@ check("7.4")
 # %% [markdown]
 # ## Further reading
 #
-# - Shoeybi et al., [*Megatron-LM*](https://arxiv.org/abs/1909.08053), 2019, section 3: all of this
-#   chapter in three pages.
+# - Shoeybi et al., [*Megatron-LM*](https://arxiv.org/abs/1909.08053), 2019, section 3: most of
+#   this chapter in three pages.
 # - Narayanan et al., [*Efficient Large-Scale Language Model Training on GPU
 #   Clusters*](https://arxiv.org/abs/2104.04473), 2021, sections 3.2 (the volume) and 5.4 (where
 #   tensor parallelism pays).
@@ -966,4 +1002,5 @@ check("7.4")
 # - Ainslie et al., [*GQA*](https://arxiv.org/abs/2305.13245), 2023, section 2.2: heads that share
 #   keys and values.
 # - Wang et al., [*Overlap Communication with Dependent Computation via
-#   Decomposition*](https://doi.org/10.1145/3567955.3567959), ASPLOS 2023: async tensor parallelism.
+#   Decomposition*](https://doi.org/10.1145/3567955.3567959), ASPLOS 2023: async tensor
+#   parallelism.

@@ -20,13 +20,13 @@
 # pass ([chapter 3](chapter:3)).
 #
 # *You will be able to:*
-# - **shard** norms, dropout and the residual stream over the tensor-parallel ranks without sending
-#   one byte more;
+# - **shard** norms, dropout and the residual stream over the tensor-parallel ranks without
+#   sending one byte more;
 # - **predict** the activations of a block on each rank, and what saving less of them costs;
 # - **catch** a gradient that is only a partial sum, on ranks whose losses agree to the last bit.
 #
-# Run the cells in order. When the text asks you to predict something, write your guess down before
-# you open the answer.
+# Run the cells in order. When the text asks you to predict something, write your guess down
+# before you open the answer.
 
 # %%
 import textwrap
@@ -58,12 +58,12 @@ MB, GB = 1e6, 1e9
 # %% [markdown]
 # ## 1. The question
 #
-# Split the layers of GPT-3 over the eight GPUs of a node, as in chapter 7, and recompute attention
-# in the backward pass, as in chapter 3. For one sequence of 2,048 tokens, how many bytes of
-# activations remain on each GPU? And how many of them are the same on all eight?
+# Split the layers of GPT-3 over the eight GPUs of a node, as in chapter 7, and recompute
+# attention in the backward pass, as in chapter 3. For one sequence of 2,048 tokens, how many
+# bytes of activations does each GPU save? And how many of them are the same on all eight?
 #
-# Two evaluations of the formula answer this. Let R be the replicated bytes and C the bytes that are
-# sharded. One GPU alone holds R + C; each of eight holds R + C/8.
+# The cell evaluates the activation formula for one GPU and for eight. If R bytes are replicated
+# and C bytes are sharded, one GPU saves R + C and each of eight saves R + C/8.
 
 # %% tags=["output-question", "nbval-check-output"]
 gpt3, S3 = cost.PUBLISHED["GPT-3 175B"], 2048
@@ -75,14 +75,18 @@ print(f"all {layers} layers, on each of 8 GPUs: {layers * eighth / GB:.1f} GB of
 print(f"the same on all eight: {layers * replicated / GB:.1f} GB, {replicated / eighth:.0%} of it")
 
 # %% [markdown]
-# Tensor parallelism has shrunk what it shards so well that most of what remains is what it does not
-# shard: numbers that all eight GPUs have computed and that all eight store.
+# Most of what remains is replicated: all eight GPUs compute it and save it. Can they share it
+# without sending more?
+#
+# Sections 2 to 4 find the replicated tensors and shard them by hand. Sections 5 and 6 show how
+# that can go wrong and how the package does it. Section 7 measures bytes and traffic and returns
+# to GPT-3.
 
 # %% [markdown]
 # ## 2. Estimate
 #
-# What does a GPT block save for its backward pass? The list of
-# [Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198) (section 4.1), in 16 bits, with
+# First we find the replicated tensors. A GPT block saves these tensors for its backward pass
+# ([Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198), section 4.1), in 16 bits, with
 # attention recomputed, for B sequences of S tokens, width D, and F = 4 D:
 #
 # | saved | bytes, times B S D | sharded over t? |
@@ -99,11 +103,14 @@ print(f"the same on all eight: {layers * replicated / GB:.1f} GB, {replicated / 
 #
 # <details><summary>Answer</summary>
 #
-# The last three lines are sharded: they are outputs of column-parallel layers. The first three are
-# not. A norm needs all D values of a token, the residual stream is replicated, and every rank's
-# columns read the full input. So 34 becomes 10 + 24/t, which is 13 at t = 8.
+# The last three rows are sharded: they are outputs of column-parallel layers or computed from
+# them. The first three are not. A norm needs all D values of a token, the residual stream is
+# replicated, and every rank's columns read the full input. So 34 becomes 10 + 24/t, which is 13
+# at t = 8.
 #
 # </details>
+#
+# For more ranks, the formula gives:
 
 # %% tags=["output-estimate", "nbval-check-output"]
 unit = S3 * gpt3.width
@@ -113,19 +120,20 @@ for t in (1, 2, 4, 8, 16, 32):
     print(f"{t:5} {held:15.1f} {replicated / unit / held:21.0%} {one / unit / t:21.1f}")
 
 # %% [markdown]
-# Which operations do these 10 bytes belong to? Norms, dropout, and the residual addition. Each of
-# them treats every token separately. You cannot split a norm along the width, but along the
-# **sequence** nothing ties the tokens together (section 4.2.2 of the paper).
+# However many ranks there are, 10 of the 34 remain on each. These are the inputs and outputs of
+# norms, and the masks of dropout. Norms, dropout and the residual addition treat every token
+# separately. Splitting a norm along the width would need communication, but along the
+# **sequence** the tokens are independent (section 4.2.2 of the paper).
 #
-# **Predict.** Give each rank S/t of the tokens between the tensor-parallel layers. But its columns
-# read *all* tokens. Which collective brings them, and what does it cost compared with chapter 7's
-# all-reduce?
+# **Predict.** Give each rank S/t of the tokens between the tensor-parallel layers. But its
+# column-parallel layers still read *all* tokens. Which collective brings them, and what does it
+# cost compared with chapter 7's all-reduce?
 
 # %% [markdown]
 # ## 3. Picture
 #
-# One block on two ranks. Gray is replicated. In the lower row, each rank holds only its own tokens
-# there.
+# The figure shows one block on two ranks. Gray is replicated; 0 and 1 are the ranks' shards. Find
+# what replaces each all-reduce in the lower row.
 
 # %% tags=["figure-lanes"]
 show(lab.block_regions(), alt=(
@@ -136,22 +144,24 @@ show(lab.block_regions(), alt=(
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# An all-gather, and it costs nothing extra. A ring all-reduce *is* a reduce-scatter followed by an
-# all-gather (chapter 5). Between its two halves, each rank has the sum for 1/t of the tokens. Put
-# dropout, addition and norm there: the reduce-scatter ends one tensor-parallel region, and the
-# all-gather begins the next.
+# An all-gather, and it costs nothing extra. A ring all-reduce *is* a reduce-scatter followed by
+# an all-gather (chapter 5). Between its two halves, each rank has the sum for 1/t of the tokens.
+# Put dropout, addition and norm there: the reduce-scatter ends one tensor-parallel region
+# (attention or feed-forward), and the all-gather begins the next.
 #
 # </details>
 #
-# It is the same move as in ZeRO, where the optimizer sits between the two halves
-# ([chapter 6](chapter:6)).
+# In the lower row, a reduce-scatter and an all-gather, before and after the norm, replace each
+# all-reduce, and nothing is gray anymore. ZeRO uses the same idea, with the optimizer between the
+# two halves ([chapter 6](chapter:6)).
 
 # %% [markdown]
 # ## 4. By hand
 #
-# The second half of a block: norm, column-parallel A, GELU, row-parallel B, and the addition. We
-# write it on one device and then twice on t ranks, where A and B are a rank's columns and rows: as
-# in chapter 7, and with the tokens sharded in between.
+# To check the result and the bytes, we write the second half of a block: norm, column-parallel A,
+# GELU, row-parallel B, and the addition. We write it for one device and then twice for t ranks,
+# where A and B are a rank's columns and rows: as in chapter 7, and with the tokens sharded in
+# between. The table shows errors and bytes sent.
 
 # %%
 S, D, width = 12, 16, 48
@@ -206,16 +216,17 @@ for t in (2, 3, 4):
     print(f"{t:5} " + "     ".join(f"{error:9.0e} {sent:12,}" for error, sent in pairs))
 
 # %% [markdown]
-# The same result and the same bytes. And each rank ran the norm over 1/t of the tokens, so the work
-# is shared as well.
+# Both versions are right and send the same number of bytes. With the tokens sharded, each rank
+# ran the norm over 1/t of them, so the work is shared as well.
 #
 # ### The layout
 #
-# Above, x was a single sequence and tokens were dimension 0. A model has (B, S, D).
-# `all_gather_single` always concatenates along dimension 0, whatever it means.
+# Above, x was a single sequence and tokens were dimension 0. A model has (B, S, D), but
+# `all_gather_single` always concatenates along dimension 0. Here it gathers names of tokens: 13
+# is token 3 of sequence 1.
 #
-# **Predict.** Two sequences of four tokens; each rank contributes (2, 2) of them. In which order do
-# they arrive, read as (2, 4)?
+# **Predict.** Two sequences have four tokens each, and each of two ranks contributes (2, 2) of
+# them. In which order do they arrive, read as (2, 4)?
 
 
 # %% tags=["output-layout", "nbval-check-output"]
@@ -236,32 +247,34 @@ for num_sequences in (1, 2):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Rank by rank: the first row ends with tokens of the second sequence. The shape is right, no error
-# is raised, and attention would mix two texts. With a single sequence nothing is wrong, so a test
-# with B = 1 cannot catch it.
+# Rank by rank, so the first row ends with tokens of the second sequence. The shape is right and
+# no error is raised, but attention would mix two texts. With a single sequence nothing is wrong,
+# so a test with B = 1 cannot catch it.
 #
 # </details>
 #
-# Concatenating along dimension 1 costs a copy. Megatron-LM stores activations as (S, B, D), where
-# the sequence is dimension 0 and no copy is needed.
+# Concatenating along dimension 1 gives the right order but costs a copy. Megatron-LM stores
+# activations as (S, B, D), where the sequence is dimension 0 and no copy is needed.
 #
 # ### Backward
 #
-# **Predict.** Every collective needs a counterpart in the backward pass. A rank's tokens were read
-# by the columns of all ranks. What must happen to their gradients? And what is the counterpart of
-# the reduce-scatter?
+# Training also needs the gradients.
+#
+# **Predict.** Every collective needs a counterpart in the backward pass. The columns of all ranks
+# read a rank's tokens. What must happen to the gradients of these tokens? And what is the
+# counterpart of the reduce-scatter?
 #
 # <details><summary>Answer</summary>
 #
-# Every rank's columns produce a partial sum of the gradient of every token, and the rank that owns
-# a token needs the total: a reduce-scatter. Conversely, each partial sum of the output was added
-# into tokens on all ranks, so a rank needs the gradients of all tokens: an all-gather. Each is the
-# other's counterpart.
+# Every rank's columns produce a partial sum of the gradient of every token, and the rank that
+# owns a token needs the total: a reduce-scatter. Conversely, a rank's partial sum of the output
+# was added into tokens on all ranks, so the rank needs the gradients of all tokens: an
+# all-gather. Each is the other's counterpart.
 #
 # </details>
 #
 # [`minitron.comm.differentiable`](code:minitron.comm.differentiable) has both with their backward
-# passes; you write them in exercise 8.1. Four gradients can be compared with one device.
+# passes; you write them in exercise 8.1. The table compares four gradients with one device:
 
 
 # %%
@@ -294,23 +307,28 @@ for (name, dim), leaf, *got in zip(dims.items(), leaves, *run(gradients, t), str
     print(f"{name:18} {errors[0]:>7}  {errors[1]:>7} {total:>11}")
 
 # %% [markdown]
-# Three of the four are right. Remember the other one for section 5.
+# Three of the four are right. The gradient of the gain is wrong on each rank, and only the sum
+# over the ranks is right; section 5 returns to it.
 #
 # ### What is saved
 #
-# **Predict.** Look at the matmul `normed_full @ columns`. What does it save for the backward pass?
-# What remains of the 10 replicated bytes?
+# Is everything sharded now?
+#
+# **Predict.** Look at the matmul `normed_full @ columns`. What does it save for the backward
+# pass? What remains of the 10 replicated bytes?
 #
 # <details><summary>Answer</summary>
 #
-# The gradient of the columns needs their input, `normed_full`, for all S tokens. The norms' inputs
-# and the masks, 6 of the 10, are sharded now. The inputs of the columns, 4, are still replicated:
-# the block saves 30/t + 4.
+# The gradient of the columns needs their input, `normed_full`, for all S tokens. The norms'
+# inputs and the masks, 6 of the 10, are sharded now. The inputs of the columns, 4, are still
+# replicated, so the block saves 30/t + 4.
 #
 # </details>
 #
 # To get to 34/t, a layer must save only its own tokens of the input and gather the rest again in
-# the backward pass. That is one more all-gather for each of a block's two tensor-parallel regions.
+# the backward pass. That is one more all-gather for each of a block's two tensor-parallel
+# regions. (In the table, bytes are relative to B S D, elements to B S D (t-1)/t; calls are those
+# of forward and backward together.)
 
 # %% tags=["output-regather", "nbval-check-output"]
 LAYOUTS = {
@@ -329,19 +347,18 @@ for name, layout in LAYOUTS.items():
     print(f"{name:21} {saved:6.2f} {calls[0]:8} {calls[1]:8} {calls[2]:8} {sent:10.0f}")
 
 # %% [markdown]
-# (Bytes are relative to B S D, elements to B S D (t-1)/t; calls are those of forward and backward
-# together.) The paper says that sequence parallelism sends no more, and its formula is 34/t. The
-# two statements describe different rows: the paper does not count the third all-gather of each
-# region, because that one overlaps with compute. Below we count its bytes and estimate whether
-# compute can hide it.
+# The paper says that sequence parallelism sends no more, which is the second row, and its formula
+# is 34/t, which is the third. It does not count the third all-gather of each region, because that
+# one overlaps with compute. Section 7 counts its bytes and estimates whether compute can hide it.
 
 # %% [markdown]
 # ## 5. The trap
 #
-# The gain of a norm is replicated, as before. Under tensor parallelism every rank applied it to the
-# same tokens. Now each rank applies it to its own tokens, so the gradient on a rank is a partial
-# sum. Nothing in the backward pass adds the partial sums. What if nobody does? And what if somebody
-# averages, as data parallelism does?
+# Why was the gradient of the gain wrong in section 4? Under tensor parallelism every rank applied
+# the gain to the same tokens. Now each rank applies it to its own tokens, so the gradient on a
+# rank is a partial sum. The backward pass does not add the partial sums; in the package, `finish`
+# does. What if nobody adds them? And what if somebody averages, as data parallelism does? The
+# next two cells build both mistakes.
 
 
 # %%
@@ -369,8 +386,9 @@ def mean(model, group):
 
 
 # %% [markdown]
-# **Predict.** Two ranks train 60 steps with each of the three. If nothing is done about the norms,
-# does the loss fall? Do the two ranks report the same loss? Do they have the same norm weights?
+# **Predict.** Two ranks train for 60 steps with the sum and with each mistake. If nothing is done
+# about the norms, does the loss fall? Do the two ranks report the same loss? Do they have the
+# same norm weights?
 
 # %% tags=["output-trap"]
 RULES = {"sum": apply_sequence_parallel, "nothing": no_sum, "mean": mean}
@@ -385,12 +403,14 @@ for name, ((losses, gains), (other_losses, other_gains)) in trained.items():
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The loss falls just like the correct one. Both ranks report the same loss in every step, to the
-# last bit, because they compute it *together*: each holds half of the vocabulary, and all-reduced
-# sums are the same everywhere. Yet their norm weights drift apart. The model that is being trained
-# exists on neither rank.
+# The loss falls as in the correct run. Both ranks report the same loss in every step, to the last
+# bit, because they compute it *together*: each holds half of the vocabulary, and all-reduced sums
+# are the same everywhere. Yet their norm weights drift apart, so neither rank holds the model
+# that produced the loss.
 #
 # </details>
+#
+# The figure shows how far apart they are after each step:
 
 # %% tags=["figure-drift"]
 drift = {}
@@ -403,12 +423,13 @@ show(curves(range(1, 61), drift, "step", "norm weights differ by"), alt=(
 ))
 
 # %% [markdown]
-# Converting the shards to a single full model has to pick one rank's norm weights. Someone who
-# wanted to do that asked how to merge LayerNorm weights that differ between ranks
-# (NVIDIA/Megatron-LM, issue 474).
+# Without the sum, the ranks differ from the first step on, and converting the shards to a single
+# full model has to pick one rank's norm weights. One user asked how to merge LayerNorm weights
+# that differ between ranks (NVIDIA/Megatron-LM, issue 474).
 #
-# And the mean? The ranks stay identical and the loss is as good as the correct one, because AdamW
-# normalizes away a gradient's scale. The [oracle](word:oracle) names both mistakes:
+# With the mean, the ranks stay identical and the loss is as good as the correct one, because
+# AdamW normalizes away a gradient's scale. The [oracle](word:oracle) compares gradients, so it
+# names both mistakes:
 
 # %% tags=["output-oracle-trap"]
 for name, apply in RULES.items():
@@ -416,13 +437,16 @@ for name, apply in RULES.items():
     print(name, *(textwrap.fill(line, 70, subsequent_indent="  ") for line in lines), sep="\n  ")
 
 # %% [markdown]
+# It also tells them apart: one gradient differs between ranks, the other is too small on all of
+# them.
+#
 # Why a sum here, when data parallelism takes a mean? There, each rank has its own loss, and the
 # batch's loss is their mean. Here all ranks share one loss, and each has a part of its gradient.
 #
-# Both mistakes have been made. On its way to sequence parallelism GPT-NeoX first summed nothing and
-# then averaged (EleutherAI/gpt-neox, pull requests 1257 and 1259). Megatron-LM sums the gradients
-# of parameters that carry a mark; Transformer Engine's norms once lost the mark
-# (NVIDIA/TransformerEngine, pull request 1528).
+# Both mistakes have been made. In GPT-NeoX's first version, the hooks that should reduce these
+# gradients never ran, and they would have averaged (EleutherAI/gpt-neox, pull requests 1257 and
+# 1259). Megatron-LM sums the gradients of parameters with the attribute `sequence_parallel`;
+# Transformer Engine once left it off its norms (NVIDIA/TransformerEngine, pull request 1528).
 #
 # **Predict.** Norm weights are one kind of parameter with this problem. Which others does a GPT
 # have?
@@ -435,20 +459,21 @@ for name in run(lab.partial_gradients, 2)[0]:
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Every parameter that is replicated and applied to a rank's own tokens: norms, the biases that are
-# added after a row-parallel layer's sum, and learned positions. On each rank the positions'
-# gradient is zero outside its own tokens; summed, the pieces complete each other.
+# Every parameter that is replicated and applied to a rank's own tokens: norms, the biases that
+# are added after a row-parallel layer's sum, and learned positions. On each rank the positions'
+# gradient is zero outside its own tokens, so the sum puts the pieces together.
 #
 # </details>
 #
-# These tensors are small. All of their gradients travel in one message per step. (Dropout is the
-# other trap of this technique: see the *Further* section on random numbers.)
+# These tensors are small, and all of their gradients travel in one message per step. (Dropout is
+# another trap: see the *Further* section on it.)
 
 # %% [markdown]
 # ## 6. The real one
 #
-# Chapter 7's tensor-parallel layers ask an `exchange` what to do where their region begins and
-# ends. For sequence parallelism it is this one, three methods for dimension 1 of (B, S, D).
+# How does the package do this? Chapter 7's tensor-parallel layers ask an `exchange` what to do
+# where their region begins and ends. Sequence parallelism gives them this one, with three methods
+# for dimension 1 of (B, S, D):
 
 # %%
 show_source(SequenceParallelExchange)
@@ -463,18 +488,18 @@ show_source(LinearFunction.backward, WeightGradients.start, WeightGradients.comp
 
 # %% [markdown]
 # `second_half.start()` starts gathering the input again. While it travels, `input_gradient`
-# computes the gradient of the input, for which the input is not needed. Then `start_reduce` sends
-# that gradient, while `second_half.compute()` computes the weight gradients. Each of the two
-# transfers has a matmul to overlap with.
+# computes the gradient of the input, for which the input itself is not needed. Then
+# `start_reduce` sends that gradient while `second_half.compute()` computes the weight gradients.
+# Each of the two transfers has a matmul to overlap with.
 #
-# And here is the sum that section 5 forgot, for every gradient that `is_partial`:
+# And this is the sum from section 5, over every parameter whose cut is marked `is_partial`:
 
 # %%
 show_source(TensorParallel.finish)
 
 # %% [markdown]
-# The oracle, on one to four ranks, for both model families, including a Llama with fewer key-value
-# heads (two) than ranks (four):
+# We run the oracle on one to four ranks, for both model families, including a Llama with fewer
+# key-value heads (two) than ranks (four):
 
 # %% tags=["output-oracle", "nbval-check-output"]
 few_heads = partial(lab.small_llama, num_kv_heads=2)
@@ -487,15 +512,17 @@ for name, make_model, apply, num_ranks in (
     print(f"ranks: {num_ranks}  {name:22} {lab.verdict(apply, num_ranks, make_model)}")
 
 # %% [markdown]
+# All four train exactly like one process.
+#
 # ## 7. Measure
 #
-# One small GPT block on four ranks, in bfloat16, with dropout and materialized attention. The
-# [meter](word:meter) reads the activations after the forward pass; the [ledger](word:ledger)
-# records forward and backward.
+# Are the bytes as predicted? We run one small GPT block on four ranks, in bfloat16, with dropout
+# and materialized attention. The [meter](word:meter) reads the activations after the forward
+# pass; the [ledger](word:ledger) records forward and backward.
 #
-# PyTorch's dropout on a CPU saves a mask as wide as the values, 2 bytes here; CUDA's is 1 byte. The
-# formula in `minitron.cost` takes the width of a mask, so it predicts both. The paper's formula
-# stands beside it.
+# PyTorch's dropout on a CPU saves a mask as wide as the values, 2 bytes here; CUDA's is 1 byte.
+# The formula in `minitron.cost` takes the width of a mask, so it predicts both. The paper's
+# formula stands beside it.
 
 # %% tags=["output-meter", "nbval-check-output"]
 t, BSD, scores = lab.RANKS, lab.B * lab.S * lab.SHAPE.width, {"selective": 0}
@@ -514,10 +541,11 @@ for recompute in ("none", "selective"):
               f"{PAPER[way] + scores[recompute]:6.2f}")
 
 # %% [markdown]
-# The three lower rows are 10 + 24/t, 4 + 30/t (not in the paper, but it follows from its list) and
-# 34/t. The upper rows have 5 a S/(D t) more, where a is the number of heads. Our formula adds two
-# small terms that the paper drops: the norms' float32 statistics, which a CPU keeps in 16 bits, and
-# the causal mask.
+# Measurement and formula agree to within 1 %. In the paper's column, the three lower rows are
+# 10 + 24/t, 4 + 30/t (not in the paper, but it follows from its list) and 34/t. The upper rows
+# have 5 a S/(D t) more, where a is the number of heads. Our formula adds two small terms that the
+# paper drops: the causal mask and the norms' float32 statistics, which a CPU keeps in 16 bits.
+# The figure shows the lower rows:
 
 # %% tags=["figure-held"]
 rows = {way: {"activation": results["selective", way][0][0]} for way in lab.WAYS}
@@ -531,6 +559,9 @@ show(memory_bars(rows, predicted), alt=(
 ))
 
 # %% [markdown]
+# Sequence parallelism that keeps its inputs removes a third of the activations; gathering them
+# again removes half.
+#
 # **Predict.** Now the traffic, on four ranks. Which of the three sends most, and by what factor?
 
 # %% tags=["output-ledger", "nbval-check-output"]
@@ -548,13 +579,14 @@ show(wire(sent, {way: lab.sent_formula(way) for way in lab.WAYS}), alt=(
 
 # %% [markdown]
 # The first two are equal to the byte: 8 B S D (t-1)/t elements of 2 bytes. The third has two more
-# all-gathers in the backward pass and sends 10.
+# all-gathers in the backward pass and sends 10 instead of 8, a quarter more.
 #
 # ### On real GPUs
 #
-# Is the third all-gather worth it, and is it hidden? Take GPT-3 on a node of eight H100s, with one
-# sequence. The all-gather overlaps with the gradient of the same layer's input. We let that matmul
-# run at the dense peak, which leaves the least time to hide anything.
+# Is the third all-gather worth it, and can it be hidden? Take GPT-3 on a node of eight H100s,
+# with one sequence. The all-gather overlaps with the matmul for the gradient of the same layer's
+# input. We let that matmul run at the dense peak, which leaves the least time to hide anything,
+# and each link at its full bandwidth.
 
 # %% tags=["output-hidden", "nbval-check-output"]
 H100 = DEVICES["H100-SXM-80GB"]
@@ -572,10 +604,11 @@ print(f"gathering again saves {layers * (saved - again) / GB:.1f} GB "
 
 # %% [markdown]
 # By this estimate the all-gather takes less than half as long as the matmul inside a node, so it
-# can be hidden. Over InfiniBand most of it would be exposed: tensor and sequence parallelism stay
-# where the links are fast.
+# can be hidden, and it saves 8.5 GB on each GPU. Over InfiniBand most of it would be exposed, so
+# tensor and sequence parallelism stay where the links are fast.
 #
-# Now everything together. What does a block of GPT-3 save on each of 8 GPUs?
+# Now we put everything together. What does a block of GPT-3 save on each of 8 GPUs, with no,
+# selective or full recomputation?
 
 # %% tags=["figure-gpt3"]
 choices = {
@@ -591,12 +624,16 @@ show(memory_bars({}, {name: {"activation": size} for name, size in per_layer.ite
 ))
 
 # %% [markdown]
-# Today's fused attention kernels recompute the scores in their own backward pass (chapter 3). With
-# them you get the savings of "selective" without asking, and a block saves 34/t.
+# Neither sequence parallelism nor selective recomputation alone removes half of the bytes;
+# together they remove four fifths. Today's fused attention kernels recompute the scores in their
+# own backward pass (chapter 3). With them you get the savings of "selective" without asking, and
+# a sequence-parallel block saves 34/t.
 #
 # One confusion to avoid: attention itself still reads all S tokens here, for some of the heads.
 # Splitting the sequence *inside* attention, for very long sequences, is **context parallelism**
 # (ring attention, Ulysses). Some papers call that sequence parallelism, too.
+#
+# The widget does the same for whole models:
 
 # %% tags=["figure-explorer"]
 sequence_explorer()
@@ -606,9 +643,14 @@ sequence_explorer()
 #
 # A training script seeds all ranks with the same number.
 #
-# **Predict.** There are two regions: the heads inside attention, and the residual stream between
-# the layers. In each of them, must the ranks draw the same dropout mask or different ones? Under
-# tensor parallelism? Under sequence parallelism?
+# **Predict.** Dropout acts in two regions: the heads inside attention, and the residual stream
+# between the layers. In each, must the ranks draw the same mask or different ones? Under tensor
+# parallelism? Under sequence parallelism?
+#
+# Which instrument shows a mistake? Not the ledger, because masks are not sent, and not the
+# oracle, because it trains without dropout. So we measure the masks themselves: `lab.masks`
+# records which of 64 values each rank keeps, and the table compares two ranks. `plain_dropout` is
+# the mistake to be found, one mask for all ranks in the stream:
 
 
 # %%
@@ -634,20 +676,20 @@ for name, apply in {"tensor parallel": apply_tensor_parallel,
 # <details><summary>Answer</summary>
 #
 # Each rank has other heads, so their masks must always differ. What is replicated must be dropped
-# identically, or it stops being replicated: under tensor parallelism, that is the residual stream.
-# Under sequence parallelism the stream is sharded, each rank has other tokens, and masks must
-# differ. The last row is the mistake: tokens s and s + S/t always lose the same values. The oracle
-# trains without dropout, so it cannot catch this one. You have to compare the masks themselves, as
-# here.
+# identically, or it stops being replicated: under tensor parallelism, that is the residual
+# stream. Under sequence parallelism the stream is sharded, each rank has other tokens, and masks
+# must differ. The "True" in the last row shows the mistake: both ranks use one mask, so tokens s
+# and s + S/t always lose the same values. To catch this in your own code, compare the masks of
+# two ranks in a test.
 #
 # </details>
 
 # %% [markdown]
 # ## Further: the paper's two promises
 #
-# The abstract of Korthikanti et al. promises that activations shrink "by 5x", and that over 90 % of
-# the overhead of full recomputation disappears. We evaluate the first claim for the paper's four
-# models (table 3: heads, width, layers, micro-batch; t = 8).
+# The abstract of Korthikanti et al. promises that activations shrink "by 5x", and that over 90 %
+# of the overhead of full recomputation disappears. We evaluate the first claim for the paper's
+# four models (table 3: heads, width, layers, micro-batch; t = 8).
 
 # %% tags=["output-5x", "nbval-check-output"]
 models = {  # a, h, L, b
@@ -666,10 +708,10 @@ for name, (a, h, L, b) in models.items():
           f"{shares[4]:>7} {sizes[0] / sizes[3]:6.1f} x")
 
 # %% [markdown]
-# The claim holds: 5 times for the largest two models, more for the others. Full recomputation saves
-# even more: only the layer's input, 2 B S D, remains. So why not always use it? For the second
-# promise the paper measured one layer of the 22B model on A100s (table 4). The times below are the
-# paper's; the bytes are computed here.
+# The first claim holds: a factor of 5 for the largest two models, and more for the others. Full
+# recomputation saves even more, because only the layer's input, 2 B S D, remains. But it takes
+# time. For the second claim the paper measured one layer of the 22B model on A100s (table 4). The
+# times below are the paper's; the bytes are computed here.
 
 # %% tags=["output-time", "nbval-check-output"]
 milliseconds = {"tensor": 19.6, "tensor + sequence": 19.0, "tensor, selective": 20.9,
@@ -687,8 +729,9 @@ recovered = 1 - (20.3 - 19.6) / (27.2 - 19.6)
 print(f"of the time that full recomputation costs, {recovered:.0%} is recovered")
 
 # %% [markdown]
-# Sequence parallelism is even slightly faster than tensor parallelism alone, because norms and
-# dropout run over 1/t of the tokens.
+# The second claim holds, too: 91 % of the overhead disappears. Sequence parallelism is even
+# slightly faster than tensor parallelism alone, because norms and dropout run over 1/t of the
+# tokens.
 
 # %% [markdown]
 # ## 8. Recap
@@ -696,22 +739,23 @@ print(f"of the time that full recomputation costs, {recovered:.0%} is recovered"
 # 1. Tensor parallelism leaves norms, dropout and the residual stream replicated: of the 34 bytes
 #    that a block saves, 10 + 24/t remain on each rank.
 # 2. An all-reduce is a reduce-scatter followed by an all-gather. With the norm between the two,
-#    each rank holds only its own tokens there, and not a byte more is sent: 8 B S D (t-1)/t.
+#    each rank holds only its own tokens there, and the ranks send no more than before:
+#    8 B S D (t-1)/t elements.
 # 3. Saving only 34/t takes a third all-gather, of each region's input in the backward pass: 10
 #    instead of 8, overlapped with a matmul. Keeping the inputs costs 30/t + 4 bytes.
 # 4. Each rank applies the replicated parameters to its own tokens only, so their gradients are
-#    partial sums and must be added once per step. If nobody adds them, the loss still falls and all
-#    ranks still report the same one.
-# 5. Together with selective recomputation, a block of GPT-3 keeps less than a fifth of the
-#    activations that it keeps under tensor parallelism alone.
+#    partial sums and must be added once per step. If nobody adds them, the loss still falls and
+#    all ranks still report the same one.
+# 5. With selective recomputation as well, a block of GPT-3 saves less than a fifth of the
+#    activations that it saves under tensor parallelism alone.
 #
 # ## Exercises
 #
 # Write your answers into `exercises/ch08_sequence_parallel.py`, save, and run the cell. In a
 # terminal, `minitron hint 8.1` gives hints in three steps.
 #
-# - [**8.1 Gather and scatter**](exercise:8.1) (20 minutes): the pair along the sequence, each the
-#   other's backward pass.
+# - [**8.1 Gather and scatter**](exercise:8.1) (20 minutes): the two collectives along the
+#   sequence, each the other's backward pass.
 # - [**8.2 Gradients of other tokens**](exercise:8.2) (15 minutes): sum the partial gradients, and
 #   nothing else, in one message.
 # - [**8.3 What a rank saves**](exercise:8.3) (20 minutes): the activation formula for every
@@ -734,12 +778,12 @@ check("8.4")
 # ## Further reading
 #
 # - Korthikanti et al., [*Reducing Activation Recomputation in Large Transformer
-#   Models*](https://arxiv.org/abs/2205.05198), 2022: section 4.2.2 (sequence parallelism), table 2
-#   (the formulas), section 6.1 (memory).
+#   Models*](https://arxiv.org/abs/2205.05198), 2022: section 4.2.2 (sequence parallelism), table
+#   2 (the formulas), section 6.1 (memory).
 # - Shoeybi et al., [*Megatron-LM*](https://arxiv.org/abs/1909.08053), 2019, section 3: the
 #   tensor-parallel layers.
 # - Narayanan et al., [*Efficient Large-Scale Language Model Training on GPU
 #   Clusters*](https://arxiv.org/abs/2104.04473), 2021, section 3.2: the volume.
-# - Liu, Zaharia, Abbeel, [*Ring Attention*](https://arxiv.org/abs/2310.01889), 2023, and Jacobs et
-#   al., [*DeepSpeed Ulysses*](https://arxiv.org/abs/2309.14509), 2023: the sequence split inside
-#   attention.
+# - Liu, Zaharia, Abbeel, [*Ring Attention*](https://arxiv.org/abs/2310.01889), 2023, and Jacobs
+#   et al., [*DeepSpeed Ulysses*](https://arxiv.org/abs/2309.14509), 2023: the sequence split
+#   inside attention.

@@ -16,8 +16,8 @@
 # **50 minutes. No GPU. [Exercises 9.1](exercise:9.1) to 9.4.**
 #
 # *You need:* the 16 bytes per parameter of [chapter 2](chapter:2), the activations of a block
-# ([chapter 3](chapter:3)), why gradients are averaged ([chapter 4](chapter:4)), and the traffic of
-# tensor parallelism ([chapter 7](chapter:7)).
+# ([chapter 3](chapter:3)), why gradients are averaged ([chapter 4](chapter:4)), and the traffic
+# of tensor parallelism ([chapter 7](chapter:7)).
 #
 # *You will be able to:*
 # - **write** a pipeline schedule as a list of actions, validate it, and train with it on real
@@ -25,8 +25,8 @@
 # - **predict** its idle time, the activations each rank holds, and the messages it sends;
 # - **catch** two ranks that wait for each other, and a loss with the wrong scale.
 #
-# Run the cells in order. When the text asks you to predict something, write your guess down before
-# you open the answer.
+# Run the cells in order. When the text asks you to predict something, write your guess down
+# before you open the answer.
 
 # %%
 import textwrap
@@ -71,8 +71,9 @@ GB = 1e9
 #
 # Chapter 7 put GPT-3 on 1,024 GPUs: tensor parallelism over the eight GPUs of a node, and ZeRO-3
 # across 128 such nodes, because the links between nodes are too slow for tensor parallelism. It
-# fits. But ZeRO-3 gathers the weights in every pass, and with 1,024 GPUs each node processes one
-# sequence at a time. How long does a node compute on a sequence, and how long does it communicate?
+# fits. But ZeRO-3 gathers the weights in every pass, and each node has only one sequence at a
+# time to use them on. How long does a node compute on a sequence, and how long does it
+# communicate?
 
 # %% tags=["output-question", "nbval-check-output"]
 gpt3, S = replace(cost.PUBLISHED["GPT-3 175B"], vocab_size=51_200), 2048  # divisible by 8
@@ -89,35 +90,42 @@ print(f"ZeRO-3, per sequence: {sent / GB:.0f} GB between nodes take "
 print(f"the output of one layer: {S * gpt3.width * 2 / GB:.2f} GB")
 
 # %% [markdown]
-# Without ZeRO the training state does not fit. With ZeRO-3 it does, but the GPUs spend most of
-# their time waiting for weights, because ZeRO moves the weights to the tokens. The last line
-# suggests the opposite: move the tokens to the weights. Keep the first layers on one node and the
-# next layers on another, and send the activations from one to the next. They are three orders of
-# magnitude smaller.
+# Without ZeRO the training state does not fit. With ZeRO-3 it does, but a node communicates
+# almost four times as long as it computes, because ZeRO moves the weights to the tokens. The last
+# line suggests the opposite: keep each layer on one node and send the activations, which are
+# three orders of magnitude smaller.
+#
+# Sections 2 to 4 estimate, draw and reduce the idle time of such a pipeline. Section 5 makes it
+# hang and train with wrong gradients. Section 6 reads the package's pipeline, and section 7
+# measures it.
 #
 # ## 2. Estimate
 #
-# Split the model into p **stages** of consecutive layers, one stage per rank. In the forward pass a
-# stage needs the previous stage's output; in the backward pass it needs the gradient of its own
-# output. Nothing else crosses between ranks.
+# Split the model into p [**stages**](word:stage) of consecutive layers, one stage per rank. In
+# the forward pass a stage needs the previous stage's output; in the backward pass it needs the
+# gradient of its own output. For now we assume that nothing else crosses between ranks.
 #
-# **Predict.** Four stages of equal size, one batch. For what fraction of the time is a rank busy?
+# **Predict.** Four stages of equal size process one batch. For what fraction of the time is a
+# rank busy?
 #
 # <details><summary>Answer</summary>
 #
-# A quarter. Stage 1 waits for stage 0, stage 2 waits for stage 1, and on the way back the other way
-# around. At any moment one rank of the four works. The idle time of a pipeline is called its
+# A quarter. Each stage waits for the previous one, and in the backward pass for the next one, so
+# at any moment only one of the four ranks works. The idle time of a pipeline is called its
 # [**bubble**](word:bubble).
 #
 # </details>
 #
-# Now split the batch into m **micro-batches** and send them in one after another: as soon as stage
-# 0 has finished the first micro-batch, it can start the second. The first micro-batch takes p - 1
-# steps to reach the last stage; after that, one arrives every step. With $t_F$ and $t_B$ seconds
-# for the forward and backward pass of one micro-batch through one stage,
+# Now split the batch into m [**micro-batches**](word:micro-batch) and send them in one after
+# another: as soon as stage 0 has finished the first, it can start the second. The last stage
+# starts after p - 1 forward passes and then works without a pause; when it is done, the last
+# gradient still passes back through p - 1 stages. With $t_F$ and $t_B$ seconds for the forward
+# and backward pass of one micro-batch through one stage,
 #
 # $$\text{time} = (m + p - 1)\,(t_F + t_B), \qquad
 # \text{bubble} = (p - 1)\,(t_F + t_B).$$
+#
+# The table evaluates this for four stages:
 
 # %% tags=["output-estimate", "nbval-check-output"]
 p = 4
@@ -131,14 +139,15 @@ for m in (1, 2, 4, 8, 16, 32):
 # or of the **ideal** time without any bubble, (p - 1)/m. The second can exceed 100 %, so check
 # which one a paper means before you compare.
 #
-# You may read that in a four-GPU pipeline only one GPU works at a time. The table shows when that
-# is true: in its first line, with the batch in one piece. With 32 micro-batches the same four GPUs
-# are busy 91 % of the time.
+# You may read that in a four-GPU pipeline only one GPU works at a time. That is true in the
+# table's first line, where the batch is not split. With 32 micro-batches the same four GPUs are
+# busy 91 % of the time.
 #
 # ## 3. Picture
 #
-# A **schedule** is a list of actions for each rank, in the order in which the rank performs them.
-# F3 is the forward pass of micro-batch 3, B3 its backward pass.
+# Where the bubble lies depends on the order of the work. A **schedule** is a list of actions for
+# each rank, in the order in which the rank performs them. F3 is the forward pass of micro-batch
+# 3, B3 its backward pass. Here is rank 0's list in two schedules:
 
 # %% tags=["output-list", "nbval-check-output"]
 for schedule in (sequential(3, 4), gpipe(3, 4)):
@@ -147,9 +156,10 @@ for schedule in (sequential(3, 4), gpipe(3, 4)):
 # %% [markdown]
 # The lists and a duration for each kind of action determine a timeline, which the package's
 # [simulator](code:minitron.parallel.pipeline.simulator) computes. Let a stage take 20 ms forward
-# and 40 ms backward. Forward passes are light blue, backward passes tan, idle time is hatched, and
-# the number in a block is the micro-batch. The number on the right is how many micro-batches'
-# activations the rank holds at its peak; section 4 comes back to it.
+# and 40 ms backward. Forward passes are light blue, backward passes tan, idle time is hatched,
+# and the number in a block is the micro-batch. The number on the right is how many micro-batches'
+# activations the rank holds at its peak; section 4 comes back to it. The first figure shows the
+# sequential schedule, the second GPipe:
 
 # %% tags=["figure-sequential"]
 MS = {"F": 20, "B": 40}
@@ -165,11 +175,14 @@ show(pipeline(simulate(gpipe(3, 4), MS)), alt=(
 ))
 
 # %% [markdown]
+# GPipe runs the same passes in another order and takes half as long.
+#
 # ## 4. By hand
 #
-# The smallest model that shows everything: twelve layers, each a matrix and a tanh. The loss is a
-# sum over samples divided by the number of targets in the *whole* batch. Section 5 shows why that
-# matters.
+# Now we execute such lists on real ranks, to see whether the gradients and the times come out
+# right. The smallest model that shows everything has twelve layers, each a matrix and a tanh. The
+# loss is a sum over samples divided by the number of targets in the *whole* batch; section 5
+# shows why that matters.
 
 # %%
 D, num_layers = 16, 12
@@ -191,15 +204,16 @@ def loss_of(y, target):
 
 # %% [markdown]
 # A stage owns some layers and their part of the autograd graph. In the forward pass it sends a
-# *detached* output, so the graph ends at the stage's boundary. In the backward pass the next stage
-# sends back the gradient of that output, and `y.backward(grad)` continues from there.
+# *detached* output, so the graph ends at the stage's boundary. In the backward pass the next
+# stage sends back the gradient of that output, and `y.backward(grad)` continues from there.
 #
 # **Predict.** What must a stage keep between the forward and the backward pass of a micro-batch?
 #
 # <details><summary>Answer</summary>
 #
-# Its input x, because x.grad is what the previous stage needs, and its output y, which is the
-# handle to the graph. The graph holds all of this micro-batch's activations in between.
+# Its input x, because the previous stage needs x.grad, and its output y, because the backward
+# pass starts there. Through y it also keeps the graph, with all of this micro-batch's
+# activations.
 #
 # </details>
 
@@ -231,10 +245,10 @@ def backward(stage, i, arrived):
 
 
 # %% [markdown]
-# Each rank executes its list: receive what an action needs, compute, send the result. We have fewer
-# cores than a cluster has GPUs, so a `sleep` stands in for the time a large stage would take; the
-# messages and the gradients are real. The [ledger](word:ledger) records when each action starts and
-# ends.
+# Each rank executes its list: it receives what an action needs, computes, and sends the result.
+# Your machine has fewer cores than a cluster has GPUs, so a `sleep`, which needs no core, stands
+# in for the time a large stage would take; the messages and the gradients are real. The
+# [ledger](word:ledger) records when each action starts and ends.
 
 
 # %%
@@ -257,7 +271,7 @@ def play(group, schedule, send=dist.isend):
 
 # %% [markdown]
 # Do the three ranks compute the gradients that one process computes, and does a step take as long
-# as the simulator predicts? Each schedule runs three times.
+# as the simulator predicts? Each schedule runs three times; 1F1B is explained below.
 
 # %% tags=["output-byhand"]
 layers, measured = start.clone().requires_grad_(), {}
@@ -272,9 +286,10 @@ for make_schedule in (sequential, gpipe, one_forward_one_backward):
           f"{lab.spread([line.seconds for line in timelines])}")
 
 # %% [markdown]
-# The gradients agree to rounding error. No step is faster than predicted, because a sleep lasts at
-# least as long as requested. The excess consists of sleeps that end late, the small matmuls, the
-# messages, and waiting for a core; the more your machine is doing besides, the larger it is.
+# The gradients agree to rounding error. No step is faster than predicted, because a sleep lasts
+# at least as long as requested. The excess consists of sleeps that end late, the small matmuls,
+# the messages, and waiting for a core, so it grows on a busy machine. The figure shows the
+# fastest sequential step; the prediction has dashed outlines.
 
 # %% tags=["figure-byhand"]
 show(pipeline(simulate(sequential(3, 4), MS), measured["sequential"]), alt=(
@@ -283,25 +298,29 @@ show(pipeline(simulate(sequential(3, 4), MS), measured["sequential"]), alt=(
 ))
 
 # %% [markdown]
+# The passes run in the predicted order.
+#
 # ### 1F1B: hold fewer activations
 #
-# The third schedule takes exactly as long as GPipe. Its advantage is in the right-hand column of
-# the timelines: a rank holds all activations of a micro-batch from its forward to its backward
-# pass.
+# In the simulator, the third schedule takes exactly as long as GPipe. Its advantage is in memory,
+# which the right-hand column of the timelines counts: a rank holds all activations of a
+# micro-batch from its forward to its backward pass.
 #
-# **Predict.** With GPipe and m micro-batches, how many does a rank hold at its peak? How would you
-# reorder its list to hold fewer?
+# **Predict.** With GPipe and m micro-batches, how many does a rank hold at its peak? How would
+# you reorder its list to hold fewer?
 #
 # <details><summary>Answer</summary>
 #
 # All m, because no backward pass starts before the last forward pass has finished. But the first
-# micro-batch could come back much earlier: the last stage can start its backward pass as soon as it
-# has the loss. So let each rank run as many forward passes as there are stages after it
+# micro-batch could come back much earlier: the last stage can start its backward pass as soon as
+# it has the loss. So let each rank run as many forward passes as there are stages after it
 # (**warm-up**), then alternate one forward and one backward pass (**steady state**), then finish
 # the remaining backward passes (**cool-down**). This is **1F1B**. Rank r holds at most p - r
 # micro-batches, however large m is.
 #
 # </details>
+#
+# The figure shows 1F1B on three ranks; the table compares it with GPipe on four.
 
 # %% tags=["figure-1f1b"]
 show(pipeline(simulate(one_forward_one_backward(3, 4), MS)), alt=(
@@ -319,18 +338,21 @@ for m in (2, 4, 8, 32):
     print(f"{m:5}  {held[0]:15} {held[1]:15} {bubbles[0]:6.0%} {bubbles[1]:6.0%}")
 
 # %% [markdown]
-# 1F1B saves memory, not time. It reduces the bubble only indirectly: with GPipe memory limits m;
-# with 1F1B it no longer does. (GPipe as published also recomputes, as in chapter 3: it keeps the
-# *inputs* of m micro-batches and the activations of one, and pays with a second forward pass; Huang
-# et al. 2019, section 2.3.)
+# 1F1B's counts stop growing at p - r, and the bubbles are equal: 1F1B saves memory, not time. It
+# reduces the bubble only indirectly: with GPipe, memory limits m, and with 1F1B it no longer
+# does. (GPipe as published also recomputes, as in chapter 3: it keeps the *inputs* of m
+# micro-batches and the activations of one, and pays with a second forward pass; Huang et al.
+# 2019, section 2.3.)
 #
 # ### Interleaving: a smaller bubble
 #
-# The bubble lasts as long as p - 1 forward and backward passes through a stage, so make the stages
-# smaller. With v stages per rank, each takes 1/v of the time. With eight stages on four ranks, rank
-# 0 holds stages 0 and 4; the stages of one rank are also called its chunks.
+# The bubble lasts as long as p - 1 forward and backward passes through a stage, so make the
+# stages smaller. With v stages per rank, each takes 1/v of the time. With eight stages on four
+# ranks, rank 0 holds stages 0 and 4; the stages of one rank are also called its chunks.
 #
 # **Predict.** Why not stages 0 and 1, so that fewer messages cross between ranks?
+#
+# In the figure, a rank's second stage is dark.
 
 # %% tags=["figure-interleaved"]
 p, m = 4, 8
@@ -343,29 +365,32 @@ show(pipeline(simulate(interleaved(p, m, num_chunks=2), HALF)), alt=(
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# With stages 0 and 1 on rank 0, the first micro-batch reaches the last rank no earlier than before:
-# filling the pipeline takes as long as all the layers *before* the last rank. A micro-batch must
-# visit every rank with a few of its layers first, so that the last rank gets something to do early.
+# With stages 0 and 1 on rank 0, the first micro-batch would pass through *all* layers of the
+# other ranks before it reaches the last one, exactly as with one stage per rank. In the figure it
+# first passes through half of each rank's layers, so the last rank starts in half the time.
 #
 # </details>
 #
-# The price is threefold. A micro-batch travels around v times, so there are v times as many
-# messages; every rank holds more activations; and micro-batches advance in groups of p, so p must
-# divide m.
+# The price is threefold. Micro-batches visit every rank v times, so each rank sends at least v
+# times as many messages; every rank holds more activations; and micro-batches advance in groups
+# of p, so p must divide m.
 #
 # ### Zero bubble: half of the backward pass can wait
 #
-# A backward pass computes two things, at about equal cost: **I**, the gradient of the stage's
-# input, and **W**, the gradients of its weights.
+# Instead of shrinking the bubble, we can fill it. A backward pass computes two things, at about
+# equal cost: **I**, the gradient of the stage's input, and **W**, the gradients of its weights.
 #
 # **Predict.** Which of the two does the previous stage wait for? And what waits for the other?
 #
 # <details><summary>Answer</summary>
 #
-# The previous stage waits for I. Nothing waits for W except the optimizer, at the end of the step.
-# So W can be deferred to a time when the rank would otherwise be idle (Qi et al. 2023).
+# The previous stage waits for I. Nothing waits for W except the optimizer, at the end of the
+# step. So W can be deferred to a time when the rank would otherwise be idle (Qi et al. 2023).
 #
 # </details>
+#
+# The figure shows **ZB-H1**, which does this; W is pale. The table compares all four schedules. A
+# micro-batch held in only one of a rank's two stages counts half.
 
 # %% tags=["figure-zero"]
 SPLIT = {"F": 20, "I": 20, "W": 20}
@@ -394,14 +419,18 @@ def compare(makers):
 compare(MAKERS)
 
 # %% [markdown]
-# Interleaving pays for its smaller bubble with messages and some memory. ZB-H1 pays with memory
-# that 1F1B leaves unused on the later ranks.
+# With ZB-H1 no rank idles at the end of the step. Interleaving pays for its smaller bubble with
+# messages and some memory, ZB-H1 with memory that 1F1B leaves unused on the later ranks.
 #
 # ## 5. Traps
 #
+# Section 4's pipeline avoids three mistakes. Two of them make ranks hang, and one makes the
+# gradients wrong.
+#
 # ### Two ranks that wait for each other
 #
-# Two ranks, two micro-batches. Rank 0 is impatient: it wants its first gradient before it goes on.
+# The next schedule is for two ranks and two micro-batches. Rank 0 is impatient: it wants its
+# first gradient before it goes on.
 #
 # **Predict.** Does this schedule run?
 
@@ -414,14 +443,14 @@ impatient = Schedule("impatient", 2, (
 
 # %% [markdown]
 # The package's [validator](code:minitron.parallel.pipeline.schedule_check) can tell without
-# starting a process. It steps through the lists and reports which ranks wait for which:
+# starting a process. It steps through the lists and reports which stages wait for each other:
 
 # %% tags=["output-validator", "nbval-check-output"]
 print(lab.verdict(schedule_check.check, impatient))
 
 # %% [markdown]
-# If you skip the validator, the ranks hang silently. When the timeout expires, the launcher reports
-# each stuck rank and the call it is waiting in:
+# If you skip the validator, the ranks hang silently. When the timeout expires, the launcher
+# reports each stuck rank and the call it is waiting in:
 
 # %% tags=["output-circle"]
 print(lab.verdict(run, play, 2, impatient, timeout=4))
@@ -429,18 +458,18 @@ print(lab.verdict(run, play, 2, impatient, timeout=4))
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# No. Rank 0 waits for the gradient of micro-batch 0, which rank 1 computes only after F1, and for
-# F1 it waits for rank 0's second activation.
+# No. Rank 0 waits for the gradient of micro-batch 0, which rank 1 computes only after F1. But
+# rank 1 cannot start F1 without rank 0's second output.
 #
 # </details>
 #
 # ### The order of sends and receives
 #
-# In section 4, `play` used `isend`, which returns immediately. Most people would write `send`,
-# which returns when the receiver has taken the message.
+# A valid schedule can hang, too. In section 4, `play` used `isend`, which returns immediately.
+# The obvious choice is `send`, which returns when the receiver has taken the message.
 #
-# **Predict.** Six micro-batches on three ranks; both schedules are valid. With `send`, does GPipe
-# run? Does 1F1B?
+# **Predict.** We use `send` for six micro-batches on three ranks; both schedules are valid. Does
+# GPipe run? Does 1F1B?
 
 # %% tags=["output-order"]
 for make_schedule in (gpipe, one_forward_one_backward):
@@ -457,22 +486,26 @@ for make_schedule in (gpipe, one_forward_one_backward):
 #
 # </details>
 #
-# The schedule was correct, but the *messages* formed a cycle. On CPUs `isend` solves this. On GPUs
-# it does not: NCCL executes the messages between two ranks in the order in which they were posted,
-# so a receive posted too early blocks the send behind it. Megatron-LM posts the two messages that
-# meet as one batch (`batch_isend_irecv`). This package uses a rule that works for any schedule: it
-# sorts the actions of *all* ranks into one global order, and every rank posts its messages in that
-# order. This cannot deadlock. Take the first message in the global order that has not been
-# delivered: everything before it is done, so both of its ranks have posted it, so it is delivered.
-# Then the same holds for the next one.
+# The schedule was correct, but the *messages* formed a cycle. On CPUs `isend` solves this. On
+# GPUs it does not: NCCL executes the messages between two ranks in the order in which they were
+# posted (started), so a receive posted too early blocks the sends after it. Megatron-LM posts the
+# two messages that would block each other as one batch (`batch_isend_irecv`). This package uses a
+# rule that works for any schedule: it sorts the actions of *all* ranks into one global order, and
+# every rank posts its messages in that order.
+#
+# This cannot deadlock. Take the first message in the global order that has not been delivered.
+# Everything before it is done, so both of its ranks can post it, and it is delivered. Then the
+# same holds for the next one.
 #
 # ### The scale of the loss
 #
 # A training loop usually computes a micro-batch's loss as a mean over its tokens and reports the
 # mean of these means.
 #
-# **Predict.** Call `loss.backward()` on each micro-batch's mean. What is wrong, and by which
-# factor? Does the loss curve show it?
+# **Predict.** Call `loss.backward()` on each micro-batch's mean. By which factor are the
+# gradients wrong? Does the loss curve show it?
+#
+# The table compares these gradients with the correct ones, and with the means divided by m.
 
 
 # %%
@@ -511,15 +544,16 @@ for name, apply in RULES.items():
 # <details><summary>Answer</summary>
 #
 # Gradients accumulate over micro-batches, so they are m times too large, while the reported loss
-# was divided and looks right. AdamW normalizes the scale of the gradient away, so its curve is as
-# good as the correct one. SGD takes steps m times too large.
+# is divided by m and looks right. AdamW normalizes the scale of the gradient away, so its curve
+# is as good as the correct one. SGD takes steps m times too large.
 #
 # </details>
 #
 # This bug has shipped. picotron's pipeline calls backward on each micro-batch's mean and divides
-# only the loss it logs (huggingface/picotron, `pipeline_parallel.py`). In torchtitan, a pipeline's
-# gradients were too large by the number of tokens (pytorch/torchtitan, issue 2972). Dividing by m
-# fixes the former. Always? Ask the [oracle](word:oracle), with two micro-batches:
+# only the loss it logs (huggingface/picotron, `pipeline_parallel.py`). In torchtitan, a
+# pipeline's gradients were too large by the number of tokens (pytorch/torchtitan, issue 2972).
+# Dividing by m fixes the former. Is that always enough? Ask the [oracle](word:oracle), with two
+# micro-batches of equal and of unequal size:
 
 # %% tags=["output-oracle-trap"]
 for rows in ((2, 2), (3, 2)):
@@ -529,16 +563,18 @@ for rows in ((2, 2), (3, 2)):
         print(textwrap.indent(textwrap.fill(found, 76), "  "))
 
 # %% [markdown]
-# The mean of means is correct only when all micro-batches have the same number of tokens. Otherwise
-# a token in a small micro-batch counts more than one in a large one. Padding and masked targets
-# make micro-batches unequal all the time. So the package's pipeline takes the micro-batches, a loss
-# *summed* over tokens, and the number to divide by: `run(micro_batches, sum_loss, divisor)`.
+# The oracle finds the factor m = 2. Dividing by m is enough only when all micro-batches have the
+# same number of tokens. Otherwise a token in a small micro-batch counts more than one in a large
+# one. Padding and masked targets make micro-batches unequal all the time. So the package's
+# pipeline takes the micro-batches, a loss *summed* over tokens, and the number to divide by:
+# `run(micro_batches, sum_loss, divisor)`.
 #
 # ## 6. The real one
 #
-# The [executor](code:minitron.parallel.pipeline.executor.ScheduleExecutor) knows nothing about any
-# particular schedule. It executes the list it is given. First, where do the messages go? Rank 1 of
-# three, with 1F1B:
+# How does the package avoid these traps? Its
+# [executor](code:minitron.parallel.pipeline.executor.ScheduleExecutor) knows nothing about any
+# particular schedule; it executes the list it is given. First, where do the messages go? Here are
+# rank 1's list, with 1F1B on three ranks, and the function that makes it:
 
 # %% tags=["output-script", "nbval-check-output"]
 def written(step):
@@ -554,22 +590,25 @@ print(textwrap.fill(steps, 76))
 show_source(script)
 
 # %% [markdown]
-# `in_order` yields the actions of all ranks, each after everything it depends on: the global order
-# of section 5. A receive is posted early, and the executor waits for it where its action begins.
-# Then the step:
+# Rank 1 posts two receives before it computes. Their order comes from `in_order`, which yields
+# the actions of all ranks, each after everything it depends on; this is the global order of
+# section 5. A receive is posted early, and the executor waits for it where its action begins.
+# This is how it runs the list:
 
 # %%
 show_source(ScheduleExecutor.run, ScheduleExecutor.backward)
 
 # %% [markdown]
-# This is section 4's backward pass: continue from the output with the gradient that has arrived.
-# One difference saves memory. The executor keeps an `edge`, the node of the graph that produced the
-# output, instead of the output itself. Once the values have been sent they are not needed again, so
-# B x S x D values per micro-batch in flight are freed (Korthikanti et al. 2022, appendix B).
+# The backward pass does what section 4's does: it continues from the output with the gradient
+# that has arrived. One difference saves memory. The executor keeps an `edge`, the node of the
+# graph that produced the output, instead of the output itself. Once the output has been sent, its
+# values are not needed again, so B x S x D values per micro-batch in flight are freed
+# (Korthikanti et al. 2022, appendix B).
 #
 # The other difference makes I possible. How can a backward pass skip the weights? The package's
-# linear layers have their own autograd function. While a deferral is open, `deferral.takes` stores
-# their `second_half`, and W runs `accumulate_all` on what was stored:
+# linear layers have their own autograd function. During I, `deferral.takes` stores their
+# `second_half`, the computation of the weight gradients, and W runs `accumulate_all` on what was
+# stored:
 
 # %%
 show_source(LinearFunction.backward, accumulate_all)
@@ -577,13 +616,14 @@ show_source(LinearFunction.backward, accumulate_all)
 # %% [markdown]
 # ### Which layers make a stage?
 #
-# A pipeline is as fast as its slowest stage, and it fits in memory if its largest stage does. The
-# embedding and the head belong to stages, too. Llama 3.2 1B has 16 layers and a large vocabulary.
+# A pipeline is as fast as its slowest stage, and it fits in memory if its largest stage does. So
+# far all stages were equal, but the embedding and the head belong to stages, too. Llama 3.2 1B
+# has 16 layers and a large vocabulary.
 #
 # **Predict.** With four stages, how many layers should each get?
 #
-# Note that the head multiplies by all its weights, while the embedding is a lookup: it takes memory
-# but no time. The package can balance either.
+# The head multiplies by all its weights, while the embedding is a lookup: it takes memory but
+# almost no time. The package can balance either what stages hold or what they compute.
 
 # %% tags=["output-split", "nbval-check-output"]
 with torch.device("meta"):  # no memory for weights
@@ -603,13 +643,13 @@ for name, ranges in ways.items():
           f"{max(multiplied) / 1e6:12.0f}")
 
 # %% [markdown]
-# Equal numbers of layers produce the slowest stage, and the fastest split produces the largest one.
-# By default the package balances what is held (the middle line).
+# Equal numbers of layers produce the slowest stage, and the fastest split produces the largest
+# one. By default the package balances what is held (the middle line).
 #
 # Llama 3.2 1B ties its embedding to its head, as GPT does. The first and the last stage then each
-# have a copy and each compute a partial sum of its gradient, so one more message at the end of the
-# step adds them. With data parallelism, every stage averages its gradients with the same stage of
-# the other pipelines, once per step. The oracle checks all of this:
+# have a copy and each compute a partial sum of its gradient, which they exchange and add at the
+# end of the step. With data parallelism, every stage averages its gradients with the same stage
+# of the other pipelines, once per step. The oracle checks both, and three schedules:
 
 
 # %%
@@ -637,11 +677,12 @@ for family, schedule, num_ranks, apply, m in (
 #
 # ### Time
 #
-# Does the real executor take the time that the simulator predicts? A Transformer of eight small
-# blocks on four ranks. Each block sleeps for F, for I, and for W, as if it were large: the duration
-# of a stage is **emulated**, while the schedule, the messages and autograd are real. The simulator
-# predicts twice: once with the durations we asked for, and once with the mean durations the passes
-# really had.
+# All four train like one process. Does the real executor also take the time that the simulator
+# predicts? We run a Transformer of eight small blocks on four ranks. Each block sleeps for F, for
+# I, and for W, as if it were large: the duration of a stage is **emulated**, while the schedule,
+# the messages and autograd are real. The simulator predicts twice: once with the durations we
+# asked for, and once with the mean durations the passes really had. The figure shows 1F1B, with
+# the first prediction dashed.
 
 # %% tags=["output-measured"]
 p, m, lines = 4, 8, {}
@@ -663,14 +704,15 @@ show(pipeline(predicted, lines["1F1B"]), alt=(
 ))
 
 # %% [markdown]
-# The order is the predicted one. The time exceeds the prediction for two reasons. Passes take
-# longer than asked for, because a sleep ends late and the small blocks do compute; the second
-# prediction accounts for that. The rest are messages, and passes that happen to be slower than the
-# mean where another rank is waiting for them. Both grow when other programs compete for the cores.
+# The order is the predicted one. The time exceeds the prediction for two reasons. First, passes
+# take longer than asked for, because a sleep ends late and the small blocks do compute; the
+# second prediction accounts for that. Second, messages take time, and some passes are slower than
+# the mean while another rank is waiting for them. Both grow when other programs compete for the
+# cores.
 #
 # ### Memory
 #
-# **Predict.** Four ranks, eight micro-batches. How many micro-batches' activations does the
+# **Predict.** Four ranks run eight micro-batches. How many micro-batches' activations does the
 # [meter](word:meter) find at the peak of rank 0 and of rank 3, for each schedule?
 
 # %% tags=["output-meter", "nbval-check-output"]
@@ -689,12 +731,15 @@ for name, (make_schedule, _) in MAKERS.items():
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# GPipe: all eight on every rank. 1F1B: four on rank 0, one on rank 3. The meter finds more on rank
-# 3 because it also holds the logits and the loss. On the later ranks ZB-H1 stays below the count of
-# its list: after I, only what W needs is left, the inputs and output gradients of the linear
-# layers.
+# With GPipe, all eight on every rank. With 1F1B, four on rank 0 and one on rank 3; with
+# interleaving, each holds one and a half more. The meter finds more on rank 3 because it also
+# counts the logits and the loss. ZB-H1 holds four on rank 0. On the later ranks it stays below
+# its list's count, because after I only what W needs is left: the inputs and output gradients of
+# the linear layers.
 #
 # </details>
+#
+# The figure shows the bytes on rank 0; the formulas have dashed outlines.
 
 # %% tags=["figure-held"]
 rows = {name: {"activation": results[name][0].peak_activation_bytes} for name in MAKERS}
@@ -708,10 +753,13 @@ show(memory_bars(rows, formula), alt=(
 ))
 
 # %% [markdown]
+# Meter and formula agree closely.
+#
 # ### Messages
 #
-# **Predict.** Rank 1 of four, eight micro-batches: how many messages does it send with 1F1B? And
-# with two stages per rank?
+# **Predict.** With four ranks and eight micro-batches, how many messages does rank 1 send in
+# 1F1B? And with two stages per rank? The figure compares the ledger's bytes with the formula
+# (tick).
 
 # %% tags=["output-messages", "nbval-check-output"]
 chosen = {"1F1B": 1, "interleaved, v = 2": 2, "ZB-H1": 1}
@@ -731,16 +779,16 @@ show(wire(sent, ticks), alt=(
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# 16 with 1F1B: each micro-batch once forward and once back, B x S x D values each. With two stages
-# per rank, twice as many. The first and the last rank have only one neighbor, so they send half as
-# much. With interleaving they send more than that, because each micro-batch also travels from the
-# last rank to the first between two laps, and its gradient travels back.
+# With 1F1B, 16: each micro-batch once forward and once back, B x S x D values per message. With
+# two stages per rank, twice as many. In 1F1B the first and the last rank send half as much,
+# because they have only one neighbor. With interleaving they send more than that, because each
+# micro-batch also travels from the last rank to the first, and its gradient travels back.
 #
 # </details>
 #
 # ### On real GPUs: which axis crosses nodes?
 #
-# GPT-3 on 1,024 H100s in nodes of eight: tensor-parallel size t = 8, p = 8 stages, and N = 16
+# Put GPT-3 on 1,024 H100s in nodes of eight: tensor-parallel size t = 8, p = 8 stages, and N = 16
 # data-parallel replicas. A step processes 1,536 sequences, so each pipeline gets 96.
 #
 # **Predict.** Which of the three axes sends most, and which one should stay inside a node?
@@ -763,20 +811,20 @@ print(f"compute, at 40 % of the peak: {work:.1f} s")
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Per micro-batch, tensor parallelism sends 8 B S D (t-1)/t values for *every layer*; the pipeline
-# sends 2 B S D for *every stage*, however many layers a stage has. Over InfiniBand, tensor
-# parallelism would take about as long as the compute. So tensor parallelism gets the links inside
-# the node, and the pipeline crosses nodes. The package numbers its ranks accordingly: tp innermost,
-# then dp, pp outermost.
+# Tensor parallelism is the answer to both. Per micro-batch it sends 8 B S D (t-1)/t values for
+# *every layer*; the pipeline sends 2 B S D for *every stage*, however many layers a stage has.
+# Over InfiniBand, tensor parallelism would take about as long as the compute. So tensor
+# parallelism gets the links inside the node, and the pipeline crosses nodes. The package numbers
+# its ranks accordingly: tp innermost, then dp, pp outermost.
 #
 # </details>
 #
-# With sequence parallelism each of the t ranks sends only its own tokens to the next stage, 1/t of
-# the bytes; Megatron-LM's scatter/gather optimization achieves the same without it (Narayanan et
-# al. 2021, section 4.1).
+# With sequence parallelism each of the t ranks sends only its own tokens to the next stage, 1/t
+# of the bytes; Megatron-LM's scatter/gather optimization achieves the same without it (Narayanan
+# et al. 2021, section 4.1).
 #
-# Try it: drag `micro_batches` until the bubble is below 10 %, then switch the schedule and see what
-# each rank holds.
+# How many micro-batches does 1F1B need on four ranks for a bubble below 10 % of the total time?
+# Use section 2's formula, then check it with `micro_batches` in the widget.
 
 # %% tags=["figure-explorer"]
 schedule_explorer()
@@ -784,21 +832,22 @@ schedule_explorer()
 # %% [markdown]
 # ## Further: V-shaped schedules, ZB-V and DualPipeV
 #
-# Interleaving places stages 0 to p - 1 on the ranks in order, then stages p to 2p - 1 in the *same*
-# order. Place the second half in reverse order instead, so that rank r holds stages r and 2p - 1 -
-# r: a micro-batch goes down the ranks and comes back up. The last rank passes it on to itself, and
-# rank 0 holds both ends of the model, so it can start a backward pass as soon as it has the loss.
+# Interleaving places stages 0 to p - 1 on the ranks in order, then stages p to 2p - 1 in the
+# *same* order. Place the second half in reverse order instead, so that rank r holds stages r and
+# 2p - 1 - r. A micro-batch then goes down the ranks and comes back up. The last rank passes it on
+# to itself, and rank 0 holds both ends of the model, so it can start a backward pass as soon as
+# it has the loss.
 #
-# **ZB-V** (Qi et al. 2023, section 6) combines the V with split backward passes. If F, I and W take
-# equally long, each rank is busy without interruption from its first to its last pass.
+# **ZB-V** (Qi et al. 2023, section 6) combines the V with split backward passes. If F, I and W
+# take equally long, each rank is busy without interruption from its first to its last pass.
 #
 # **DualPipe** (DeepSeek-AI 2024, section 3.2.1) feeds micro-batches in from both ends of the
-# pipeline and pairs the forward pass of one direction with the backward pass of the other, so that
-# on a GPU one computes while the other communicates. It needs two copies of the parameters and
-# holds p + 1 micro-batches (table 2 there). **DualPipeV** folds it into a V, which produces the
-# same pairs with a single copy. The lists of both are PyTorch's, action by action
-# (`torch.distributed.pipelining`, `ScheduleZBVZeroBubble` and `ScheduleDualPipeV`); a test compares
-# them.
+# pipeline and pairs the forward pass of one direction with the backward pass of the other, so
+# that on a GPU one computes while the other communicates. It needs two copies of the parameters
+# and holds p + 1 micro-batches (table 2 of the report). **DualPipeV** folds it into a V, which
+# produces the same pairs with a single copy. The lists of both V schedules are PyTorch's, action
+# by action (`torch.distributed.pipelining`, `ScheduleZBVZeroBubble` and `ScheduleDualPipeV`); a
+# test compares them. The figures show ZB-V, then DualPipeV.
 
 # %% tags=["figure-zbv"]
 p, m = 4, 8
@@ -826,14 +875,13 @@ for name, (make_schedule, _) in VS.items():
         print(f"{name}, {p_small} ranks, tied embedding: {found}")
 
 # %% [markdown]
-# Both reduce the bubble to (p - 1) t_F / 2 with $t_F$ for a rank's two stages: the time the first
-# micro-batch takes to come down to the last rank. Every rank holds the same, where 1F1B loads the
-# first rank most. What this package does not do is run the two passes of a pair at the same time:
-# `Schedule.overlapped` marks the pairs, and the executor runs them one after the other. So the
-# table shows the bubble, not the overlap of communication and computation that DualPipe was built
-# for.
+# Both reduce the bubble to $(p - 1)\,t_F / 2$, with $t_F$ for a rank's two stages: the time the
+# first micro-batch takes to come down to the last rank. Every rank holds the same, whereas 1F1B
+# loads the first rank most. `Schedule.overlapped` marks the pairs, but this package's executor
+# runs the two passes of a pair one after the other. So the table shows the bubble, not the
+# overlap of communication and computation that DualPipe was built for.
 #
-# The real executor, with emulated stages:
+# The next cell runs both with the real executor and emulated stages, as in section 7:
 
 # %% tags=["output-vmeasured", "exhaustive"]
 print("p = 4, m = 8   predicted from   ms, as         measured,")
@@ -848,9 +896,9 @@ for name, (make_schedule, durations) in VS.items():
 # %% [markdown]
 # ## Further: write your own schedule
 #
-# A schedule is any function of p and m that returns lists. In 1F1B a rank waits for every message
-# to travel there and back, which is idle time on slow links. What if it ran twice as many forward
-# passes before its first backward pass?
+# A schedule is any function of p and m that returns lists. The warm-up of 1F1B is just long
+# enough if messages take no time; on slow links, a rank waits for every micro-batch to come back.
+# What if it ran twice as many forward passes before its first backward pass?
 
 
 # %%
@@ -876,14 +924,15 @@ apply = partial(cut, make_schedule=eager)
 print(f"on 3 ranks: {lab.oracle(apply, 3, 'gpt', 4, (4, 4, 4))}")
 
 # %% [markdown]
-# It hides the messages and pays with memory. The oracle confirms that it trains.
+# The longer warm-up hides most of the message time and pays with memory. The oracle confirms that
+# it trains like one process.
 #
 # ## Further: choose m and v under a memory limit
 #
-# The 96 sequences of each pipeline can go as 96 micro-batches of one sequence, 48 of two, or 24 of
-# four. What fits on an H100, and what fraction of a step is idle? Count all 16 bytes per parameter,
-# without ZeRO; activations with sequence parallelism and selective recomputation; messages over
-# InfiniBand.
+# The 96 sequences of each pipeline in section 7 can go as 96 micro-batches of one sequence, 48 of
+# two, or 24 of four. What fits on an H100, and what fraction of a step is idle? We count all 16
+# bytes per parameter, without ZeRO; activations with sequence parallelism and selective
+# recomputation; and messages over InfiniBand. A "no" marks what does not fit.
 
 
 # %%
@@ -918,8 +967,8 @@ for name, make_schedule in options.items():
 
 # %% [markdown]
 # GPipe fits nowhere. Among the others, interleaving reaches the smallest bubble, and the more
-# stages a rank has, the less it holds beyond 1F1B: the factor is 1 + (p-1)/(pv) (Korthikanti et al.
-# 2022, section 4.2.3).
+# stages a rank has, the less it holds beyond 1F1B: the factor is 1 + (p-1)/(pv) (Korthikanti et
+# al. 2022, section 4.2.3).
 #
 # According to the table you would choose b = 1 and v = 12. Be skeptical of that corner: the
 # simulator lets messages overlap with compute perfectly, starts a pass without any overhead, and
@@ -929,12 +978,12 @@ for name, make_schedule in options.items():
 #
 # ## 8. Recap
 #
-# 1. A stage needs its input and the gradient of its output. With m micro-batches, p stages are busy
-#    m/(m + p - 1) of the time: a quarter for one micro-batch on four stages, 91 % for 32.
-# 2. A schedule is a list. GPipe and 1F1B have the same bubble; GPipe holds m micro-batches, 1F1B at
-#    most as many as there are stages from the rank to the end.
-# 3. With v stages per rank the bubble is v times smaller and there are v times as many messages.
-#    Nothing waits for weight gradients, so they can fill the bubble.
+# 1. A stage needs its input and the gradient of its output. With m micro-batches, p stages are
+#    busy m/(m + p - 1) of the time: a quarter for one micro-batch on four stages, 91 % for 32.
+# 2. A schedule is a list of actions for each rank. GPipe and 1F1B have the same bubble; GPipe
+#    holds m micro-batches, 1F1B at most as many as there are stages from the rank to the end.
+# 3. With v stages per rank the bubble is v times smaller, and each rank sends at least v times as
+#    many messages. Nothing waits for weight gradients, so they can fill the bubble.
 # 4. A valid schedule can still deadlock if its messages form a cycle. Post them in one global
 #    order.
 # 5. Sum the loss over tokens and divide by the tokens of the whole batch. Summing the means of m
@@ -972,10 +1021,10 @@ check("9.4")
 # - Narayanan et al., [*Efficient Large-Scale Language Model Training on GPU Clusters Using
 #   Megatron-LM*](https://arxiv.org/abs/2104.04473), 2021: section 2.2 (1F1B with a flush,
 #   interleaving), section 3.2 (the traffic).
-# - Qi et al., [*Zero Bubble Pipeline Parallelism*](https://arxiv.org/abs/2401.10241), 2023: section
-#   2, table 2, section 6 (ZB-V).
+# - Qi et al., [*Zero Bubble Pipeline Parallelism*](https://arxiv.org/abs/2401.10241), 2023:
+#   section 2, table 2, section 6 (ZB-V).
 # - DeepSeek-AI, [*DeepSeek-V3 Technical Report*](https://arxiv.org/abs/2412.19437), 2024: section
 #   3.2.1 (DualPipe).
 # - Harlap et al., [*PipeDream: Fast and Efficient Pipeline Parallel DNN
-#   Training*](https://arxiv.org/abs/1806.03377), 2018: 1F1B that never drains the pipeline, at the
-#   price of stale weights.
+#   Training*](https://arxiv.org/abs/1806.03377), 2018: 1F1B that never drains the pipeline, at
+#   the price of stale weights.

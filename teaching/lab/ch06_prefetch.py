@@ -119,7 +119,14 @@ def predict_lanes(
 def measured_lanes(
     calls: Sequence[Call], spans: Sequence[Span], network: tuple[float, float], num_ranks: int = 2
 ) -> dict[str, list[Block]]:
-    """Return one rank's lanes, with each transfer as long as it occupied the emulated link.
+    """Return one rank's lanes, with each transfer as long as it occupied the emulated link."""
+    return rank_lanes([on_the_link(calls, network, num_ranks)], [spans])
+
+
+def on_the_link(
+    calls: Sequence[Call], network: tuple[float, float], num_ranks: int = 2
+) -> list[Call]:
+    """Return the calls, each as long as it occupied the emulated link.
 
     Transfers queue for the link in the order of their calls. The ledger alone would not do: gloo's
     reduce-scatter does not tell when it ends, so it seems to last until the rank waits for it.
@@ -129,7 +136,7 @@ def measured_lanes(
         seconds = collective_seconds(call.op, call.payload, num_ranks, *network)
         free = max(free, call.started) + seconds
         transfers.append(replace(call, finished=free))
-    return rank_lanes([transfers], [spans])
+    return transfers
 
 
 def predicted_seconds(passes: Sequence[float], transfer: float, prefetch: bool) -> float:
