@@ -142,8 +142,7 @@ class MasterWeights:
 
     def shard(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Make `optimizer`, which was built for the parameters, update the masters; returns it."""
-        for group in optimizer.param_groups:
-            group["params"] = [self.pieces.get(p, p) for p in group["params"]]
+        update_instead(optimizer, self.pieces, lambda parameter: range(parameter.numel()))
         discard_on_zero_grad(optimizer, self.discard)
         optimizer.register_step_post_hook(self.copy_to_parameters)
         return optimizer
@@ -171,6 +170,26 @@ class MasterWeights:
     def full_gradients(self) -> dict[str, Tensor | None]:
         """Return every gradient after `take_gradients`, by name."""
         return {name: self.pieces[p].grad for p, name in self.names.items()}
+
+
+def update_instead(
+    optimizer: torch.optim.Optimizer, pieces: dict[nn.Parameter, Tensor],
+    owned: Callable[[nn.Parameter], range],
+) -> None:
+    """Make `optimizer` update `pieces` instead of the parameters that they belong to.
+
+    `owned` returns which elements of its flattened parameter a piece holds. State that exists
+    before the first step (Adagrad's) moves along: a tensor of the parameter's shape is cut as the
+    parameter is; the number of steps is kept.
+    """
+    for group in optimizer.param_groups:
+        group["params"] = [pieces.get(p, p) for p in group["params"]]
+    for parameter, piece in pieces.items():
+        own = owned(parameter)
+        for key, value in optimizer.state.pop(parameter, {}).items():
+            if key != "step" and isinstance(value, Tensor) and value.shape == parameter.shape:
+                value = value.flatten()[own.start:own.stop].view_as(piece).to(piece, copy=True)
+            optimizer.state[piece][key] = value
 
 
 def discard_on_zero_grad(optimizer: torch.optim.Optimizer, discard: Callable[[], None]) -> None:

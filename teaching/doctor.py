@@ -26,7 +26,7 @@ from minitron.measure.record import driver_version
 
 GIB = 2**30
 OLDEST_PYTHON = (3, 11)
-OLDEST_TORCH = (2, 9)
+OLDEST_TORCH = (2, 11)
 FEWEST_CORES = 2
 LEAST_MEMORY = 4 * GIB
 LEAST_DISK = 2 * GIB

@@ -9,7 +9,7 @@ import pytest
 import minitron as minitron_package
 from minitron import cli
 from minitron.config import ConfigError, command_line
-from tests.tiers import exhaustive
+from tests.tiers import exhaustive, tiered
 
 
 def minitron(*words: str, cwd=None) -> subprocess.CompletedProcess:
@@ -54,8 +54,9 @@ def test_a_terminal_of_plain_ascii_is_told_the_same():
     assert done.returncode == 2
 
 
-def test_the_process_prints_it_and_exits_with_2(tmp_path):
-    result = minitron("train", "nope.toml", cwd=tmp_path)
+@pytest.mark.parametrize("command", tiered(["plan", "train"]))  # `train` imports torch
+def test_the_process_prints_it_and_exits_with_2(tmp_path, command):
+    result = minitron(command, "nope.toml", cwd=tmp_path)
     assert result.returncode == 2
     assert result.stdout == ""
     assert result.stderr == "minitron: nope.toml: there is no such file\n"

@@ -37,10 +37,17 @@ def values(field: dataclasses.Field) -> list[str]:
     return {int: INTS, float: FLOATS, bool: []}.get(field.type, TEXTS)
 
 
+@pytest.fixture(scope="module")
+def stories(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stories")
+    write_stories(folder, 10_000)
+    return folder
+
+
 @pytest.fixture
-def stub(monkeypatch, tmp_path):
+def stub(monkeypatch, tmp_path, stories):
     """All but the training."""
-    write_stories(tmp_path / "data", 10_000)
+    (tmp_path / "data").symlink_to(stories)
     monkeypatch.chdir(tmp_path)
 
     def trained(*args):

@@ -109,7 +109,7 @@ def test_every_config_of_ours_loads(path):
     (f"[train]\nlearning_rate = 1{400 * '0'}\n", "must be less than 2**63"),
     (f"[train]\nsteps = {2**63}\n", "must be less than 2**63"),
     (f"[train]\nsteps = {5000 * '9'}\n", "not valid TOML: Exceeds the limit"),
-    (f"[train]\nsteps = {5000 * '['}\n", "not valid TOML: nested too deeply"),
+    (f"[train]\nsteps = {5000 * '['}\n", "nested too deeply"),
     ("[model]\nwidth = 999999997\nnum_heads = 2\nnum_kv_heads = 1\n",
      "try --model.width 1000000000"),
     (f"[model]\nwidth = {2**62}\n", "must be 1,000,000,000 or less"),

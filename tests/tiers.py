@@ -44,6 +44,20 @@ def as_exhaustive(case):
     return pytest.param(*values, marks=exhaustive)
 
 
+def in_turn(request: pytest.FixtureRequest, cases: Iterable) -> dict:
+    """Return the names of the oracle's optimizers with which each case is trained.
+
+    They are (None, for all) in `make test-all`. In `make test` they are one, SGD and AdamW in turn:
+    the oracle compares every gradient under either, so that only what an optimizer itself makes of
+    a gradient is seen by half of the cases.
+    """
+    cases = list(cases)
+    if any(item.path == request.path and item.get_closest_marker("exhaustive")
+           for item in request.session.items):
+        return dict.fromkeys(cases)
+    return {case: (("SGD", "AdamW")[number % 2],) for number, case in enumerate(cases)}
+
+
 def collected(request: pytest.FixtureRequest, name: str) -> list:
     """Return the values of the parameter `name` in the tests of this module that will run.
 

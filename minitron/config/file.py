@@ -29,7 +29,7 @@ def load(path: Path, model: ModelConfig | None = None) -> Config:
     try:
         tables = tomllib.loads(text)
     except RecursionError:
-        raise ConfigError(f"{path}: not valid TOML: nested too deeply") from None
+        raise ConfigError(f"{path}: nested too deeply") from None
     except ValueError as error:  # also a number of thousands of digits
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     return from_dict(tables, where=str(path), model=model)

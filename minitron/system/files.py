@@ -24,7 +24,7 @@ def read_json(path: Path) -> dict:
     except json.JSONDecodeError as error:
         raise ValueError(f"not valid JSON: {error}") from None
     except RecursionError:
-        raise ValueError("not valid JSON: nested too deeply") from None
+        raise ValueError("nested too deeply") from None
     if not isinstance(value, dict):
         raise ValueError(f"holds a {type(value).__name__}, not an object of keys")
     require_shallow(value)

@@ -8,6 +8,7 @@ Read in this order: bench_main, prepare, resolve, outcome_of.
 """
 
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -61,6 +62,7 @@ def bench_main(source: Source, prints: Connection, stack_file: Path, pipe: Conne
     faulthandler.enable(stack)
     answer_with_stack(stack)
     torch.set_num_threads(1)
+    gc.freeze()  # or each collection would walk through all that importing torch has made
 
     guard = guard_of(source)
     pipe.send_bytes(outcome_of(prepare, source, guard))

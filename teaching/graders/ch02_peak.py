@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -65,13 +66,19 @@ def grade_2_3(find_peak: Callable) -> None:
     """Compare phase, bytes and holders for steps that peak in backward and in the optimizer."""
     for num_holders in (3, 7):
         for name, (fields, shape) in STEPS.items():
-            twin = Training(fields, shape)
-            first = twin.read()
-            right = Right(twin.read(), first)
+            right = right_of(name)
             with asked(f"find_peak(step, model, optimizer, {num_holders}) for a step with {name}"):
                 answer, num_steps = apart(trial, find_peak, fields, shape, num_holders)
                 _expect_peak(answer, right, num_steps)
                 _expect_holders(answer[2], right.held, num_holders)
+
+
+@cache
+def right_of(name: str) -> Right:
+    """The meter's readings of a twin's first two steps."""
+    twin = Training(*STEPS[name])
+    first = twin.read()
+    return Right(twin.read(), first)
 
 
 def trial(

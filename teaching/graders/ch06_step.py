@@ -14,6 +14,7 @@ from teaching.graders.ch04_toy import Rows, weights
 from teaching.graders.ch06_toy import (
     CLOSE,
     ELEMENT,
+    SMALL,
     Held,
     Odd,
     ShardWire,
@@ -269,7 +270,7 @@ def hold(group, ShardedOptimizer: type) -> tuple[int, int]:
         gc.collect()
         needed = num_elements(model) * ELEMENT
         shard = needed // group.size()
-        return held.settled(needed + 4 * shard) - needed + python_bytes(sharded), shard
+        return held.settled(needed + 4 * shard + SMALL) - needed + python_bytes(sharded), shard
 
 
 def _expect_little(seen: list[tuple[int, int]]) -> None:

@@ -21,6 +21,7 @@ from teaching.graders.ranks import Wire, _LateWork, relative_error
 CLOSE = 1e-5  # of the largest value: PyTorch's clipping adds 1e-6 to the norm
 ROWS, WIDTH = 4, 5
 PATIENCE = 1.0  # seconds
+SMALL = 4096  # bytes, of a loss and counts of steps: what the network may hold is larger
 ELEMENT = 8  # bytes: all is float64
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -176,6 +176,7 @@ def clip_all(norms: list[float], scale: float) -> list[float]:
     return [clip(math.hypot(*norms))] * len(norms)
 
 
+@cache
 def simulate(
     name: str, settings: Settings, num_steps: int, factors: Callable = clip_all
 ) -> Seen:

@@ -5,6 +5,7 @@ import tokenize
 import tomllib
 import warnings
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ OUTSIDE_THE_CORE = ("measure", "proof", "plan", "corpus", "hugging_face", "launc
                     "config/command_line.py", "config/layout.py", "pytorch/private.py",
                     "running/folder.py", "running/memory.py", "running/starting.py",
                     "checkpoint/storage.py", "checkpoint/manifest.py")
+FSTRING_START, FSTRING_END = (getattr(tokenize, f"FSTRING_{end}", -1) for end in ("START", "END"))
 # where a private name of PyTorch may stand, and the private names that are not PyTorch's
 PRIVATE_PYTORCH = ("minitron/pytorch/private.py", "minitron/pytorch/__init__.py")
 NOT_PYTORCH = {"_replace", "_asdict", "_fields", "_exit", "_getframe", "_current_frames",
@@ -90,8 +92,12 @@ def count_tokens(path: Path) -> int:
     docstrings = {(node.lineno, node.col_offset) for node in ast.walk(parsed(path))
                   if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)}
     with path.open("rb") as file:
-        return sum(token.type not in NO_CODE and token.start not in docstrings
-                   for token in tokenize.tokenize(file.readline))
+        tokens = [token for token in tokenize.tokenize(file.readline)
+                  if token.type not in NO_CODE and token.start not in docstrings]
+    # From Python 3.12 on an f-string is many tokens: count the outermost one as one, as before.
+    depths = accumulate((token.type == FSTRING_START) - (token.type == FSTRING_END)
+                        for token in tokens)
+    return sum(depth == 0 for depth in depths)
 
 
 def test_no_hidden_state():

@@ -9,6 +9,7 @@ import symtable
 
 import pytest
 
+from tests.tiers import tiered
 from tools import build_chapters
 from tools.build_chapters import ChapterError, check_chapter, compare, read_source, require_style
 from tools.committed import committed_text
@@ -243,7 +244,8 @@ def test_the_style_of_a_source_is_checked(tmp_path, cells, message):
         require_style(read_source(source))
 
 
-def test_a_chapter_is_executed_with_fixed_metadata(tmp_path, monkeypatch):
+@pytest.mark.parametrize("times", tiered([1, 2]))
+def test_a_chapter_is_executed_with_fixed_metadata(times, tmp_path, monkeypatch):
     folder = tmp_path / "chapters" / "source"
     folder.mkdir(parents=True)
     source = folder / "ch99_small.py"
@@ -261,8 +263,9 @@ def test_a_chapter_is_executed_with_fixed_metadata(tmp_path, monkeypatch):
     image = (tmp_path / "assets" / "ch99_line.png").read_bytes()
     assert base64.b64encode(image).decode()[:60] in written
 
-    build_chapters.build_chapter(source, anew=True)
-    assert build_chapters.notebook_path(source).read_text() == written
+    if times == 2:
+        build_chapters.build_chapter(source, anew=True)
+        assert build_chapters.notebook_path(source).read_text() == written
 
 
 @pytest.mark.parametrize(("source", "expected"), [

@@ -34,7 +34,7 @@ def test_the_reason_names_what_is_required_and_what_is_there(monkeypatch, capsys
                         lambda name: "2.8.0" if name == "torch" else real(name))
     assert environment.main() == 1
     out, err = capsys.readouterr()
-    assert out == "" and "needs torch>=2.9, has 2.8.0" in err
+    assert out == "" and "needs torch>=2.11, has 2.8.0" in err
 
 
 def test_another_clone_s_package_is_not_enough(monkeypatch, tmp_path):

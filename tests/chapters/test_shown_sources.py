@@ -27,9 +27,21 @@ def shown_sources(source) -> list[tuple[str, str, str]]:
                 shown = [output.data["text/markdown"] for output in cell.outputs
                          if "text/markdown" in output.get("data", {})]
                 names = list(map(ast.unparse, node.args))
-                found += zip(names, displayed(*(eval(name, imported) for name in names)), shown,
-                             strict=True)
+                found += zip(names, displayed(*(eval(name, imported) for name in names)),
+                             [text for text in shown if is_whole(text)], strict=True)
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "lab.show_lines":
+                shown = [output.data["text/markdown"] for output in cell.outputs
+                         if "text/markdown" in output.get("data", {})]
+                with patch("IPython.display.display") as display:
+                    eval(ast.unparse(node), imported)
+                now = display.call_args.args[0].data
+                found.append((ast.unparse(node), now, now if now in shown else ""))
     return found
+
+
+def is_whole(text: str) -> bool:
+    """Whether a shown source is a whole definition, and no part of one."""
+    return ", of " not in text.split("](")[0]
 
 
 def displayed(*objects) -> list[str]:

@@ -22,6 +22,7 @@ from minitron.comm.differentiable import (
 )
 from minitron.launch import run
 from minitron.measure.ledger import Ledger
+from tests.tiers import tiered
 
 
 class Case(NamedTuple):
@@ -116,7 +117,7 @@ def everything(group):
 TWICE = ("all_reduce", "all_gather 1", "reduce_scatter 1", "all_to_all (1, 2)")
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3], ids="{} ranks".format)
+@pytest.fixture(scope="module", params=tiered([3, 1, 2], keep=2), ids="{} ranks".format)
 def ranks(request):
     return run(everything, request.param, timeout=60, watch=False)
 

@@ -20,6 +20,7 @@ from minitron.corpus.contents import fingerprint, read_contents, require_tokens
 from minitron.corpus.folder import write_corpus_info
 from minitron.dataset import HEADER_BYTES, TokenDataset, write_shard
 from minitron.launch import run
+from tests.tiers import tiered
 
 MODEL = ModelConfig(max_sequence_length=8, num_layers=2, width=8, num_heads=2, num_kv_heads=2,
                     ffn_width=8)
@@ -87,7 +88,7 @@ def outcome(group, config: Config, folder) -> str:
     return "trained"
 
 
-@pytest.mark.parametrize("parallel", [{}, {"tp": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("parallel", tiered([{"tp": 2}, {}, {"pp": 2}]), ids=str)
 def test_every_layout_says_the_same(folder, tmp_path, parallel):
     """tp would have trained on it: rows outside of every rank's part are zeros."""
     change(folder / "train_000.bin", 5000, 100)

@@ -75,7 +75,7 @@ def test_corpus_info_reads_back(tmp_path):
         (json.dumps({"kind": "text", "vocab_size": 10**40}), "vocab_size = 10.* from 1 to 65536"),
         (json.dumps({"kind": "text", "vocab_size": 10**400}), "has a number of 401 digits; write"),
         ('{"kind": ' + 5000 * "9" + "}", "has a number of 5,000 digits; write"),
-        (5000 * "[", "not valid JSON: nested too deeply; write the corpus again"),
+        (5000 * '{"kind": ' + "1" + 5000 * "}", "nested too deeply; write the corpus again"),
         ("\ud800".encode("utf-8", "surrogatepass").decode("latin1"), "not valid JSON"),
     ],
 )

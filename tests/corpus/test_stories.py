@@ -262,7 +262,7 @@ def test_a_longer_window_costs_less_and_none_costs_less_than_the_entropy():
 
 def test_the_window_is_what_an_exact_count_says():
     """S = 1: one token is seen, the next predicted; counted from a long stream's word pairs."""
-    words = [word for story in sample(20_000, seed=9) for word in story]
+    words = [word for story in sample(10_000, seed=9) for word in story]
     pairs, firsts = {}, {}
     for pair in itertools.pairwise(words):
         pairs[pair] = pairs.get(pair, 0) + 1

@@ -7,6 +7,7 @@ from pathlib import Path
 from teaching import graders
 from teaching.exercises import ROOT, Exercise, known, load
 from teaching.graders.ranks import source_file
+from teaching.graders.verdicts import grader_of
 
 
 class Chapter:
@@ -18,6 +19,8 @@ class Chapter:
 
     def __init__(self, name: str):
         self.exercises = {e.id: e for e in known().values() if e.chapter == name}
+        for exercise in self.exercises.values():
+            grader_of(exercise)  # imported now, it is among what the server of ranks imports
         self.mutants_file = Path(__file__).with_name("mutants") / f"{name}.py"
         spec = importlib.util.spec_from_file_location(f"{name}_mutants", self.mutants_file)
         mutants = importlib.util.module_from_spec(spec)

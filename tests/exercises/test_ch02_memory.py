@@ -56,8 +56,7 @@ def test_the_formula_is_the_published_one(dropout):
 
 
 def test_the_leaking_loop_leaks_at_every_step():
-    watch = ch02_leak._run(ch02_leak.leaking_loop)
-    clean = ch02_leak._run(ch02_leak.clean_loop)
+    watch, clean = ch02_leak.loops()
     growth = {b - a for a, b in zip(watch.peaks[1:], watch.peaks[2:], strict=False)}
     assert min(growth) > clean.peaks[1]
     assert watch.graphs == [0, 4, 8, 12, 16, 20]

@@ -18,6 +18,7 @@ from teaching.graders.ch06_zero import right_ranges
 from teaching.graders.ranks import on_ranks
 from tests.exercises.common import Chapter
 from tests.exercises.grading import Grading
+from tests.tiers import tiered
 
 CHAPTER = Chapter("ch06_zero")
 
@@ -188,7 +189,7 @@ def unit_that_keeps(when):
     return Keeps
 
 
-@pytest.mark.parametrize("when", ["after __init__", "at the peak of backward"])
+@pytest.mark.parametrize("when", tiered(["at the peak of backward", "after __init__"]))
 def test_bytes_that_a_unit_hides_are_found(when):
     verdict = CHAPTER.grade("ShardedUnit", unit_that_keeps(when))
     assert verdict.state == "failed" and f"{when} " in verdict.seen

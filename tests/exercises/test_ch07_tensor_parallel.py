@@ -25,6 +25,7 @@ from teaching.graders.ch07_vocabulary import CASES, Shapes
 from teaching.use import use
 from tests.exercises.common import Chapter
 from tests.exercises.grading import Grading
+from tests.tiers import exhaustive, tiered
 
 NAME = "ch07_tensor_parallel"
 CHAPTER = Chapter(NAME)
@@ -95,9 +96,9 @@ def test_the_examples_of_heads_are_true():
     assert run(heads, 4, 4, 2)[2] == (range(2, 3), range(1, 2), [6.0, 7.0])
 
 
-@pytest.mark.parametrize(("module", "name"), [
-    (differentiable, "AllReduce"), (layers, "vocabulary_parallel_cross_entropy"),
-])
+@pytest.mark.parametrize(("module", "name"), tiered([
+    (layers, "vocabulary_parallel_cross_entropy"), (differentiable, "AllReduce"),
+]))
 def test_the_packages_own_pass_the_graders(module, name):
     verdict = CHAPTER.grade(name, getattr(module, name))
     assert verdict.state == "passed", verdict
@@ -127,6 +128,7 @@ def right_split(**methods):
     return type("Split", (CHAPTER.right_answers["SplitAttention"][0],), methods)
 
 
+@exhaustive  # graded mistakes of 7.4 are of this kind
 def test_heads_that_do_not_divide_must_be_refused():
     unchecked = right_split(check=lambda self, H, G, N: None)
     verdict = CHAPTER.grade("SplitAttention", unchecked)
@@ -148,6 +150,7 @@ def test_whole_weights_behind_a_view_are_found():
     assert "a view keeps the full weight alive" in verdict.likely
 
 
+@exhaustive
 def test_a_whole_layer_that_is_kept_is_found():
     class Keeps(CHAPTER.right_answers["RowParallelLinear"][0]):
         def __init__(self, linear, group):

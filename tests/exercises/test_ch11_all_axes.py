@@ -27,6 +27,7 @@ from teaching.graders.ch11_places import GRIDS
 from tests.exercises.common import Chapter
 from tests.exercises.grading import Grading
 from tests.exercises.mutants.ch11_all_axes import FURTHER
+from tests.tiers import tiered
 
 CHAPTER = Chapter("ch11_all_axes")
 
@@ -83,9 +84,9 @@ def test_the_examples_of_layouts_and_pieces_are_true():
         [(1, range(2, 3), range(1))]]
 
 
-@pytest.mark.parametrize(("name", "answer", "says"), [
+@pytest.mark.parametrize(("name", "answer", "says"), tiered(
     (name, answer, says) for name, answers in FURTHER.items() for answer, says in answers.items()
-], ids=lambda value: getattr(value, "__name__", ""))
+), ids=lambda value: getattr(value, "__name__", ""))
 def test_further_mistakes_are_recognized(name, answer, says):
     verdict = CHAPTER.grade(name, answer)
     assert verdict.state == "failed" and says in f"{verdict.seen}\n{verdict.likely}"

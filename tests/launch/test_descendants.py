@@ -132,10 +132,12 @@ def script(tmp_path, *arguments) -> tuple[subprocess.Popen, list[psutil.Process]
 def test_what_a_rank_has_started_ends_with_the_parent(tmp_path, sent):
     folder = tmp_path / "children"
     folder.mkdir()
-    parent, _ = script(tmp_path, folder)
+    parent, below = script(tmp_path, folder)
     parent.send_signal(sent)
     parent.wait(60)
     assert survivors(folder) == []
+    _, alive = psutil.wait_procs(below, timeout=60)  # the server, its rank and the tracker too
+    assert not alive and len(below) >= 3
 
 
 @exhaustive
@@ -154,7 +156,7 @@ def test_a_process_that_computes_for_a_rank_is_no_hang(monkeypatch):
     """Though its rank waits for it, and the others wait for the rank."""
     def work(group):
         if group.rank() == 0:
-            loop = "import time; end = time.time() + 3\nwhile time.time() < end: pass"
+            loop = "import time; end = time.time() + 2\nwhile time.time() < end: pass"
             subprocess.run([sys.executable, "-c", loop], check=True)
         dist.barrier(group=group)
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from minitron.comm.agreement import ALONE
 from minitron.config import ConfigError
-from minitron.launch import RankError, run, torchrun_group
+from minitron.launch import RankError, run, starting, torchrun_group
 from minitron.launch import ranks as ranks_module
 from minitron.launch.starting import context_of, without_main
 from tests.tiers import exhaustive
@@ -555,6 +555,7 @@ def gone(processes: list[psutil.Process]) -> bool:
     return not alive
 
 
+@exhaustive  # test_descendants has the parent that is killed, test_launch_in_kernel has Ctrl-C
 def test_a_killed_parent_leaves_no_process(tmp_path):
     script = start_script(tmp_path, SCRIPT)
     processes = until_ranks_speak(script)
@@ -563,6 +564,7 @@ def test_a_killed_parent_leaves_no_process(tmp_path):
     assert gone(processes)
 
 
+@exhaustive
 def test_ctrl_c_in_a_terminal(tmp_path):
     """It reaches every process of the terminal; the script ends as any other, in silence."""
     script = start_script(tmp_path, SCRIPT)
@@ -646,6 +648,15 @@ def test_no_group_without_torchrun(monkeypatch):
 # What the server has imported
 
 
+def test_the_server_imports_the_libraries_that_its_caller_has_imported_and_not_its_modules():
+    import safetensors  # noqa: F401
+
+    imported = starting._public_modules_of(starting.LIBRARIES)
+    assert {"torch.nn.functional", "safetensors"} <= set(imported) <= sys.modules.keys()
+    assert {name.split(".")[0] for name in imported} <= set(starting.LIBRARIES)
+
+
+@exhaustive
 def test_a_rank_finds_the_libraries_that_its_caller_has_imported_and_not_its_modules():
     code = textwrap.dedent("""
         import sys

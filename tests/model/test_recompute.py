@@ -26,7 +26,7 @@ from minitron.model.recompute import (
     sqrt_segments,
 )
 from minitron.model.transformer import Transformer, initialize, materialized_attention
-from tests.tiers import diagonal_of
+from tests.tiers import as_exhaustive
 
 GPT = ModelConfig("gpt", 97, 16, 3, 24, 3, 3, 56, dropout=0.1)
 LLAMA = ModelConfig("llama", 97, 16, 3, 24, 6, 2, 56, tied_embedding=False, dropout=0.1)
@@ -318,8 +318,11 @@ def held(policy=None, attention=None, device="cpu"):
     return end, meter.peak.total, calls
 
 
-@pytest.mark.parametrize("lengths, mode", diagonal_of(
-    [[1] * 8, [3, 3, 2], [8], [5, 1]], [nullcontext, FakeTensorMode]), ids=str)
+@pytest.mark.parametrize("lengths, mode", [
+    ([1] * 8, nullcontext), ([3, 3, 2], nullcontext), ([5, 1], FakeTensorMode),
+    *map(as_exhaustive, [([8], nullcontext), ([3, 3, 2], FakeTensorMode),
+                         ([1] * 8, FakeTensorMode), ([8], FakeTensorMode), ([5, 1], nullcontext)]),
+], ids=str)
 def test_only_the_inputs_of_segments_are_held(lengths, mode):
     with mode():
         plain, plain_peak, _ = held()

@@ -28,6 +28,7 @@ from minitron.parallel.data.zero import Zero2, apply_zero1, apply_zero2
 from minitron.parallel.one_device import OneDevice
 from minitron.proof.difference import first_difference
 from minitron.proof.oracle import sample_batches, trainings
+from tests.parallel.records import SGD
 
 ONE_WEIGHT = 12 * 12 * 8  # bytes: one in each bucket
 
@@ -152,7 +153,7 @@ def train_all(group):
                 group, apply, EitherOrder, batches(), num_micro_batches)
     for name, (apply, patched, *_) in MUTANTS.items():
         with patched(group):
-            records[name] = trainings(group, apply, EitherOrder, batches(), 1)
+            records[name] = trainings(group, apply, EitherOrder, batches(), 1, SGD)
     return records
 
 

@@ -27,10 +27,10 @@ from minitron.parallel.grid import Grid
 from minitron.parallel.one_device import OneDevice
 from minitron.parallel.tensor.layers import apply_tensor_parallel
 from minitron.parallel.tensor.sequence import apply_sequence_parallel
-from minitron.proof.difference import first_difference
 from minitron.proof.oracle import sample_batches, small_model, trainings, undivided
+from tests.parallel.records import assert_same
 from tests.parallel.saving import saved
-from tests.tiers import collected, in_tiers
+from tests.tiers import collected, in_tiers, in_turn
 
 V, S = 36, 12
 MODEL = dict(vocab_size=V, max_sequence_length=S, width=24, num_heads=6, num_kv_heads=6,
@@ -83,26 +83,26 @@ SEQUENCES = 5, 4  # of each step: two and three on the data-parallel ranks
 def train_all(group, names):
     """Records of two trainings by the oracle's optimizers, and what a third leaves."""
     done = {}
-    for name in names:
+    for name, optimizers in names.items():
         layout = LAYOUTS[name]
         batches, num_micro_batches = sample_batches(SEQUENCES, V, S), min(layout.tp, 2)
-        done[name] = (trainings(group, layout.apply, layout.model, batches, num_micro_batches),
+        done[name] = (trainings(group, layout.apply, layout.model, batches, num_micro_batches,
+                                optimizers),
                       clipped_steps(group, layout))
     return done
 
 
 @pytest.fixture(scope="module")
 def ranks(request):
-    return run(train_all, 4, collected(request, "name"), timeout=300, watch=False)
+    names = in_turn(request, collected(request, "name"))
+    return run(train_all, 4, names, timeout=300, watch=False)
 
 
 @pytest.mark.parametrize("name", in_tiers(KEPT, LAYOUTS))
 def test_it_is_the_same_training(ranks, name):
     model, batches = LAYOUTS[name].model, sample_batches(SEQUENCES, V, S)
     expected = trainings(ALONE, undivided, model, batches, 1)
-    for optimizer, moments in expected.items():
-        seen = [done[name][0][optimizer] for done in ranks]
-        assert first_difference(moments, seen) is None, optimizer
+    assert_same(expected, [done[name][0] for done in ranks])
 
 
 # Clipping by the norm of the whole gradient; the optimizer's state; the same bits

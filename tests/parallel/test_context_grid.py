@@ -16,7 +16,8 @@ from minitron.parallel.one_device import IGNORED
 from minitron.proof.difference import first_difference
 from minitron.proof.oracle import sample_batches, trainings
 from minitron.step import accumulate_over_ranks
-from tests.tiers import collected, in_tiers
+from tests.parallel.records import SGD, assert_same
+from tests.tiers import collected, in_tiers, in_turn
 from tools.grid import apart, divide, leave_undivided, on_cpu, on_meta
 
 V, S = 32, 24
@@ -70,10 +71,11 @@ SEQUENCES = 9, 8  # of each step: with two data-parallel ranks one has more
 EVEN = 8, 4  # or a mutant's messages do not match
 
 
-def train(group, config: Config, apply, make_model, num_micro_batches: int, sequences=SEQUENCES):
+def train(group, config: Config, apply, make_model, num_micro_batches: int, sequences=SEQUENCES,
+          optimizers=None):
     batches = sample_batches(sequences, V, S)
     return trainings(group, partial(apply, config), partial(make_model, config), batches,
-                     num_micro_batches)
+                     num_micro_batches, optimizers)
 
 
 def of_one_process(config: Config, sequences=SEQUENCES):
@@ -97,22 +99,22 @@ def train_all(group, cases):
     found = {"mutants": {}, "cases": {}, "counted": counted_unequally(group)}
     for name, (patched, _) in MUTANTS.items():
         with patched:
-            found["mutants"][name] = train(group, CASES["bucketed"], divide, on_meta, 1, EVEN)
-    for name in cases:
-        found["cases"][name] = train(group, CASES[name], divide, on_meta, MICRO_BATCHES)
+            found["mutants"][name] = train(group, CASES["bucketed"], divide, on_meta, 1, EVEN, SGD)
+    for name, optimizers in cases.items():
+        found["cases"][name] = train(group, CASES[name], divide, on_meta, MICRO_BATCHES,
+                                     optimizers=optimizers)
     return found
 
 
 @pytest.fixture(scope="module")
 def ranks(request):
-    return run(train_all, 4, collected(request, "case"), timeout=300, watch=False)
+    return run(train_all, 4, in_turn(request, collected(request, "case")), timeout=300, watch=False)
 
 
 @pytest.mark.parametrize("case", in_tiers(KEPT, CASES))
 def test_it_is_the_same_training(ranks, case):
     by_rank = [done["cases"][case] for done in ranks]
-    for optimizer, moments in of_one_process(CASES[case]).items():
-        assert first_difference(moments, [record[optimizer] for record in by_rank]) is None
+    assert_same(of_one_process(CASES[case]), by_rank)
     assert apart(by_rank) == []
 
 

@@ -35,7 +35,8 @@ from minitron.proof.oracle import (
 )
 from minitron.step import accumulate_over_ranks
 from tests.model.test_attention import sdpa, with_gradients
-from tests.tiers import collected, in_tiers
+from tests.parallel.records import SGD, assert_same
+from tests.tiers import collected, in_tiers, in_turn
 
 V, S = 29, 24  # 2, 3 and 4 ranks have two chunks each
 SIZES = (1, 2, 3, 4)
@@ -71,9 +72,9 @@ class Training(NamedTuple):
     sizes: tuple = SIZES
     num_micro_batches: int = 1
 
-    def records(self, group, apply):
+    def records(self, group, apply, optimizers=None):
         batches = sample_batches((3, 2), V, S)
-        return trainings(group, apply, self.model, batches, self.num_micro_batches)
+        return trainings(group, apply, self.model, batches, self.num_micro_batches, optimizers)
 
 
 TRAININGS = {
@@ -98,8 +99,8 @@ KEPT = {"ring, llama", "all-gather, llama", "ulysses, llama", "ring, recomputed"
 def everything(group, names):
     size = group.size()
     return {
-        "trainings": {name: TRAININGS[name].records(group, TRAININGS[name].apply)
-                      for name in names if size in TRAININGS[name].sizes},
+        "trainings": {name: TRAININGS[name].records(group, TRAININGS[name].apply, optimizers)
+                      for name, optimizers in names.items() if size in TRAININGS[name].sizes},
         "mutants": train_mutants(group) if size == 3 else {},
         "logits": {(name, length): logits_of(apply, make, group, length)
                    for name, apply in METHODS.items() for length in (S, S - 5)
@@ -113,7 +114,7 @@ def everything(group, names):
 @pytest.fixture(scope="module")
 def ranks(request):
     """Of each size, by rank."""
-    names = collected(request, "training")
+    names = in_turn(request, collected(request, "training"))
     return {size: run(everything, size, names, timeout=300, watch=False) for size in SIZES}
 
 
@@ -122,9 +123,7 @@ def test_it_is_the_same_training(ranks, training):
     reference = TRAININGS[training].records(ALONE, undivided)
     for size in TRAININGS[training].sizes:
         by_rank = [done["trainings"][training] for done in ranks[size]]
-        for optimizer, moments in reference.items():
-            seen = [record[optimizer] for record in by_rank]
-            assert first_difference(moments, seen) is None, (size, optimizer)
+        assert_same(reference, by_rank)
 
 
 def test_the_oracle_takes_it_as_it_is():
@@ -317,13 +316,13 @@ def train_mutants(group):
     records = {}
     for name, (apply, patched, _) in MUTANTS.items():
         with patched:
-            records[name] = Training(two_heads, apply).records(group, apply)["SGD"]
+            records[name] = Training(two_heads, apply).records(group, apply, SGD)["SGD"]
     return records
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_oracle_names_the_mutation(ranks, name):
     message = MUTANTS[name][2]
-    expected = Training(two_heads, on_ring).records(ALONE, undivided)["SGD"]
+    expected = Training(two_heads, on_ring).records(ALONE, undivided, SGD)["SGD"]
     found = first_difference(expected, [done["mutants"][name] for done in ranks[3]])
     assert found is None if message is None else message in found, found

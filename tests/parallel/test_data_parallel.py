@@ -1,6 +1,7 @@
 """Data parallelism is the same training, and sends what it says, when it says."""
 
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -36,6 +37,8 @@ from minitron.proof.oracle import (
     small_llama,
     trainings,
 )
+from tests.parallel.records import assert_same
+from tests.tiers import collected, in_tiers, in_turn
 
 SIZES = (1, 2, 3, 4)
 SMALL = 3000  # bytes: several buckets in a small model
@@ -89,37 +92,42 @@ TRAININGS = {
 }
 
 
-def train_all(group):
+CASES = [(training, version) for training in TRAININGS for version in VERSIONS]
+KEPT = {  # by `make test`: each training, each version
+    ("accumulated; a rank has nothing", "naive"), ("accumulated; a rank has nothing", "bucketed"),
+    ("unused", "hooked"), ("unused", "one bucket"), ("unused", "bucketed"),
+    ("recomputed", "bucketed"),
+}
+
+
+def train_all(group, cases):
     """Records by training, version and size of group."""
     records = {}
     for size in SIZES:
         part = dist.new_group(range(size))
         if group.rank() >= size:
             continue
-        for training, (model, num_micro_batches, sizes, options, groups) in TRAININGS.items():
-            for version, apply in VERSIONS.items() if size in groups else ():
+        for (training, version), optimizers in cases.items():
+            model, num_micro_batches, sizes, options, groups = TRAININGS[training]
+            if size in groups:
                 records[training, version, size] = trainings(
-                    part, lambda m, g, apply=apply, options=options: apply(m, g, **options),
-                    model, sample_batches(sizes), num_micro_batches,
-                )
+                    part, partial(VERSIONS[version], **options), model, sample_batches(sizes),
+                    num_micro_batches, optimizers)
     return records
 
 
 @pytest.fixture(scope="module")
-def records():
-    return run(train_all, max(SIZES), timeout=90, watch=False)
+def records(request):
+    cases = in_turn(request, collected(request, "case"))
+    return run(train_all, max(SIZES), cases, timeout=90, watch=False)
 
 
-@pytest.mark.parametrize("training", TRAININGS)
-@pytest.mark.parametrize("version", VERSIONS)
-def test_every_version_is_the_same_training(records, training, version):
-    model, _, sizes, _, groups = TRAININGS[training]
+@pytest.mark.parametrize("case", in_tiers(KEPT, CASES))
+def test_every_version_is_the_same_training(records, case):
+    model, _, sizes, _, groups = TRAININGS[case[0]]
     reference = trainings(ALONE, on_one_device, model, sample_batches(sizes), 1)
     for size in groups:
-        by_rank = [of_rank[training, version, size] for of_rank in records[:size]]
-        for optimizer, expected in reference.items():
-            seen = [of_rank[optimizer] for of_rank in by_rank]
-            assert first_difference(expected, seen) is None, (size, optimizer)
+        assert_same(reference, [of_rank[*case, size] for of_rank in records[:size]])
 
 
 # Mutations: take the essential line out, and the oracle must tell

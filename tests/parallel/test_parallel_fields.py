@@ -109,7 +109,8 @@ ROWS = {
 
 def second_steps(group, layouts: list[dict]) -> list[Step]:
     """Train in each layout, and return what this rank's second step was."""
-    tokens = torch.arange(8 * 17).view(8, 17) % 512
+    sequences = max(6, 2 * group.size())  # DualPipeV differs from ZB-V from 5 micro-batches on
+    tokens = torch.arange(sequences * 17).view(sequences, 17) % 512
     model = ModelConfig("llama", 512, 16, num_layers=4, width=16, num_heads=2, num_kv_heads=2,
                         ffn_width=32, tied_embedding=False)
     train = TrainConfig(global_batch_size=len(tokens), micro_batch_size=1, device="cpu")

@@ -42,6 +42,8 @@ from minitron.proof.oracle import (
     undivided,
 )
 from tests.parallel.events import Watcher
+from tests.parallel.records import SGD, assert_same
+from tests.tiers import collected, in_tiers, in_turn
 
 V, S = 36, 12  # 2, 3 and 4 ranks divide all sizes
 SIZES = (1, 2, 3, 4)
@@ -86,9 +88,9 @@ class Training(NamedTuple):
     num_micro_batches: int = 1
     sequences: tuple = (3,)
 
-    def records(self, group, apply):
+    def records(self, group, apply, optimizers=None):
         batches = sample_batches(self.sequences, V, S)
-        return trainings(group, apply, self.model, batches, self.num_micro_batches)
+        return trainings(group, apply, self.model, batches, self.num_micro_batches, optimizers)
 
 
 BOTH = apply_full_recompute, apply_selective_recompute
@@ -108,11 +110,17 @@ TRAININGS = {
     "llama, recomputed": Training(
         partial(recomputed, partial(llama, num_kv_heads=2), *BOTH), (4,), 2),
 }
-def everything(group):
+KEPT = {  # by `make test`
+    "gpt", "llama", "all ranks one key-value head", "more key-value heads than ranks", "frozen",
+    "frozen biases", "llama, recomputed",
+}
+
+
+def everything(group, names):
     size = group.size()
     return {
-        "trainings": {name: training.records(group, apply_tensor_parallel)
-                      for name, training in TRAININGS.items() if size in training.sizes},
+        "trainings": {name: TRAININGS[name].records(group, apply_tensor_parallel, optimizers)
+                      for name, optimizers in names.items() if size in TRAININGS[name].sizes},
         "mutants": train_mutants(group) if size == 3 else {},
         "weights": [weights(group, is_meta) for is_meta in (True, False)],
         "wire": {name: one_step(group, *step) for name, step in STEPS.items()
@@ -123,21 +131,17 @@ def everything(group):
 
 
 @pytest.fixture(scope="module")
-def ranks():
+def ranks(request):
     """Of each size, by rank."""
-    return {size: run(everything, size, timeout=90, watch=False) for size in SIZES}
+    names = in_turn(request, collected(request, "training"))
+    return {size: run(everything, size, names, timeout=90, watch=False) for size in SIZES}
 
 
-def compare(expected, by_rank):
-    for optimizer, moments in expected.items():
-        assert first_difference(moments, [record[optimizer] for record in by_rank]) is None
-
-
-@pytest.mark.parametrize("name", TRAININGS)
-def test_it_is_the_same_training(ranks, name):
-    expected = TRAININGS[name].records(ALONE, undivided)
-    for size in TRAININGS[name].sizes:
-        compare(expected, [done["trainings"][name] for done in ranks[size]])
+@pytest.mark.parametrize("training", in_tiers(KEPT, TRAININGS))
+def test_it_is_the_same_training(ranks, training):
+    expected = TRAININGS[training].records(ALONE, undivided)
+    for size in TRAININGS[training].sizes:
+        assert_same(expected, [done["trainings"][training] for done in ranks[size]])
 
 
 def test_the_oracle_takes_it_as_it_is():
@@ -210,14 +214,14 @@ def train_mutants(group):
     records = {}
     for name, (model, patched, _) in MUTANTS.items():
         with patched:
-            records[name] = Training(model, ()).records(group, apply_tensor_parallel)["SGD"]
+            records[name] = Training(model, ()).records(group, apply_tensor_parallel, SGD)["SGD"]
     return records
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_oracle_names_the_mutation(ranks, name):
     model, _, message = MUTANTS[name]
-    expected = Training(model, ()).records(ALONE, undivided)["SGD"]
+    expected = Training(model, ()).records(ALONE, undivided, SGD)["SGD"]
     found = first_difference(expected, [done["mutants"][name] for done in ranks[3]])
     assert found is None if message is None else message in found, found
 

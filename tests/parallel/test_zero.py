@@ -39,6 +39,8 @@ from minitron.proof.oracle import (
     trainings,
 )
 from minitron.step import train_step
+from tests.parallel.early_adagrad import EarlyAdagrad
+from tests.parallel.records import SGD
 from tests.parallel.saving import load, saved
 from tests.tiers import collected, in_tiers
 
@@ -60,7 +62,7 @@ OPTIMIZERS = oracle.OPTIMIZERS | {
 }
 MORE_OPTIMIZERS = {
     "fused AdamW": partial(oracle.OPTIMIZERS["AdamW"], fused=True),
-    "Adagrad": partial(torch.optim.Adagrad, lr=0.01, eps=1e-6, initial_accumulator_value=0.1),
+    "Adagrad": partial(EarlyAdagrad, lr=0.01, eps=1e-6, initial_accumulator_value=0.1),
 }
 
 
@@ -114,7 +116,8 @@ TRAININGS = {
     "a rank has nothing": Training(num_micro_batches=2, sequences=lambda N: (9, 2, 7)),
     "unused": Training(
         Picky, 2, lambda N: (9, 6, 3), {"find_unused_parameters": True}, versions=tuple(VERSIONS)),
-    "other optimizers": Training(optimizers=MORE_OPTIMIZERS),
+    "other optimizers": Training(
+        Picky, options={"find_unused_parameters": True}, optimizers=MORE_OPTIMIZERS),
 }
 CASES = [(name, version, size) for name, training in TRAININGS.items()
          for version in training.versions for size in training.sizes]
@@ -296,7 +299,7 @@ def train_mutants(group):
     for key, (apply, patched, clip, _) in MUTANTS.items():
         with patched():
             records[key] = trainings(
-                group, on_ranks(apply, clip), small_gpt, sample_batches((9,)), 2)["SGD"]
+                group, on_ranks(apply, clip), small_gpt, sample_batches((9,)), 2, SGD)["SGD"]
     return records
 
 
@@ -307,7 +310,7 @@ def mutants():
 
 @pytest.mark.parametrize("key", MUTANTS, ids=" ".join)
 def test_the_oracle_names_the_mutation(mutants, key):
-    expected = trainings(ALONE, in_one_process, small_gpt, sample_batches((9,)), 1)["SGD"]
+    expected = trainings(ALONE, in_one_process, small_gpt, sample_batches((9,)), 1, SGD)["SGD"]
     assert MUTANTS[key][-1] in first_difference(expected, [records[key] for records in mutants])
 
 

@@ -35,8 +35,9 @@ from minitron.parallel.pipeline.v_schedules import dualpipe_v, zb_v
 from minitron.parallelize import make_schedule
 from minitron.proof.difference import first_difference
 from minitron.proof.oracle import sample_batches, small_gpt, small_llama, trainings
+from tests.parallel.records import SGD, assert_same
 from tests.parallel.saving import load, saved
-from tests.tiers import collected, in_tiers
+from tests.tiers import collected, in_tiers, in_turn
 
 
 def head_last(num_ranks, num_micro_batches):
@@ -124,9 +125,10 @@ def training_of(case):
 
 def train_all(world, cases, wires):
     batches = sample_batches(STEPS)
-    done = {case: trainings(world, *training_of(case), batches, M) for case in cases}
+    done = {case: trainings(world, *training_of(case), batches, M, optimizers)
+            for case, optimizers in cases.items()}
     with patch.object(PipelineParallel, "sum_partial_gradients", lambda *_: None):
-        done["tied"] = trainings(world, applied("1f1b", "zero 3"), gpt, batches[:1], M)["SGD"]
+        done["tied"] = trainings(world, applied("1f1b", "zero 3"), gpt, batches[:1], M, SGD)["SGD"]
     done["wire"] = {case: wire(world, *case) for case in wires if "zero 3" in case[1]}
     done["wire 2"] = {case: wire_of_stage_2(world, *case) for case in wires if "zero 2" in case[1]}
     with patch.object(Zero2, "reduces", True):
@@ -137,7 +139,7 @@ def train_all(world, cases, wires):
 
 @pytest.fixture(scope="module")
 def ranks(request):
-    cases, wires = collected(request, "case"), collected(request, "wire")
+    cases, wires = in_turn(request, collected(request, "case")), collected(request, "wire")
     return run(train_all, 4, cases, wires, timeout=200, watch=False)
 
 
@@ -155,9 +157,7 @@ def on_one_device(model, group):
     KEPT, [*CASES, *CHUNKED, "recomputed", *(("frozen", data) for data in ONE_STAGE_FROZEN)]))
 def test_it_is_the_same_training(ranks, reference, case):
     _, model = training_of(case)
-    for optimizer, expected in reference[model].items():
-        seen = [done[case][optimizer] for done in ranks]
-        assert first_difference(expected, seen) is None, optimizer
+    assert_same(reference[model], [done[case] for done in ranks])
 
 
 def test_the_oracle_tells_that_tied_gradients_are_not_summed(ranks, reference):

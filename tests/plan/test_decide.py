@@ -16,6 +16,7 @@ from minitron.plan.estimate import estimate
 from minitron.plan.hardware import DEVICES
 from minitron.plan.job import Decision, Job
 from minitron.plan.memory import memory_of
+from tests.tiers import tiered
 
 H100 = DEVICES["H100-SXM-80GB"]
 LLAMA_8B = published_llama(32, 4096, 32, 8, 14336, 128256, 8192)
@@ -74,8 +75,8 @@ def all_that_fit(job):
     return found
 
 
-@pytest.mark.parametrize(("name", "num_gpus"), [
-    case for case in product(MODELS, GPUS) if case not in TOO_LARGE])
+@pytest.mark.parametrize(("name", "num_gpus"), tiered(
+    [case for case in product(MODELS, GPUS) if case not in TOO_LARGE], keep=4))
 def test_the_tree_is_close_to_the_best_of_all(name, num_gpus):
     job = job_of(name, num_gpus)
     decision = decide(job)

@@ -54,7 +54,7 @@ CASES = {  # by the number of ranks
     },
 }
 NUM_RANKS = {name: num_ranks for num_ranks, cases in CASES.items() for name in cases}
-KEPT = {"alone, masters", "ZeRO-3", "interleaved", "zero bubble, tensor"}
+KEPT = {"alone, masters", "ZeRO-3", "zero bubble, tensor"}
 
 
 def third_steps(group, configs: dict[str, Config], folder) -> dict:

@@ -1,20 +1,21 @@
 """The bench: what crosses from it, what becomes of it, and how much time it has."""
 
-import subprocess
-import sys
+import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from minitron.launch import RankError, run_apart
+from minitron.launch import RankError, run, run_apart
 from minitron.measure.ledger import Call
 from teaching import graders
 from teaching.exercises import known
 from teaching.graders import Mistake, bench, plain
 from teaching.graders.bench import Patience
+from teaching.graders.guard import Guard
 
 CALL = Call(0, "send", "dp", torch.float32, 8, 8, 0, "", 1, 2, 0.5)
 PLAIN = [
@@ -163,13 +164,13 @@ def test_a_trial_s_mistake_is_the_grader_s():
         bench.raise_again(plain.decode(plain.encode(mistake)))
 
 
+def temporary_folder_under_guard(group):
+    tempfile.tempdir = None
+    Guard(known()["1.2"], Path("exercises/ch01_single_gpu.py"))
+    return tempfile.tempdir
+
+
 def test_a_first_temporary_file_is_not_the_learners_writing():
     """Python tries the folder with a file of its own, once in a process: before the answer runs."""
-    code = ("import tempfile; from pathlib import Path\n"
-            "from teaching.exercises import find\n"
-            "from teaching.graders.guard import Guard\n"
-            "tempfile.tempdir = None\n"
-            "Guard(find('1.2'), Path('exercises/ch01_single_gpu.py'))\n"
-            "assert tempfile.tempdir is not None")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    (folder,) = run(temporary_folder_under_guard, 1)  # a guard stays for the process's life
+    assert folder is not None

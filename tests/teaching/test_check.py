@@ -148,7 +148,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("body", "says"), tiered(DEADLY.values()), ids=DEADLY)
+@pytest.mark.parametrize(("body", "says"), tiered(DEADLY.values(), 0), ids=DEADLY)
 def test_what_ends_or_blocks_the_process_gives_a_sentence(root, body, says):
     answer(root, body)
     report = check("1.4", root=root, timeout=2)
@@ -260,10 +260,12 @@ def test_a_chapter_of_right_answers_passes(solved_once, monkeypatch):
     assert started == []
 
 
-def test_a_report_shows_in_a_notebook_what_the_learner_printed(root):
-    answer(root, "    print('<b>sizes</b>')\n    return 0, 0")
+def test_a_report_shows_in_a_notebook_what_the_learner_printed_before_the_end(root):
+    body, says = DEADLY["os._exit(0)"]
+    answer(root, f"    print('<b>sizes</b>')\n{body}")
     report = check("1.4", root=root)
-    assert "<b>sizes</b>" in repr(report)
+    assert not report.passed
+    assert_one_screen(repr(report), ["<b>sizes</b>", *says])
     page = report._repr_html_()
     assert "&lt;b&gt;sizes" in page and "<b>" not in page and "<pre" in page
 
@@ -394,7 +396,9 @@ def test_the_solution_is_withheld_until_a_pass(root, solved):
     assert solution("1.2", root=solved).count("# Exercise") == 1
 
 
-def test_exit_codes(root, solved, capsys):
+@pytest.mark.parametrize("grader", tiered([grade_here, checking._run_grader]))
+def test_exit_codes(grader, root, solved, capsys, monkeypatch):
+    monkeypatch.setattr(checking, "_run_grader", grader)
     assert run_check(["1.4"], root=root) == 1
     assert run_check(["1.4"], root=solved) == 0
     assert run_solution("1.4", root=solved) == 0

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from minitron import cost
 from minitron.corpus.story_grammar import BOYS, OBJECTS, VOCABULARY
 from teaching.lab import ch01
 
@@ -49,6 +50,18 @@ def test_the_roof_bends_where_compute_takes_as_long_as_memory():
     points = [ch01.Roofline(name, at, 1.0, peak=100.0, bandwidth=4.0)
               for name, at in (("add", 0.5), ("matmul", 50.0))]
     assert ch01.roof_line(points) == ([0.5, 25.0, 50.0], [2.0, 100.0, 100.0])
+
+
+def test_a_step_s_matmuls_have_the_flops_of_the_formula_and_the_rest_next_to_none():
+    config = ch01.ModelConfig("llama", 96, 32, 5, 64, 4, 2, 128, tied_embedding=False)
+    found = ch01.step_operators(config, 32)
+    attention = 3 * 4 * config.num_layers * 32 * config.width
+    assert found["matmuls"].flops == 32 * (cost.training_flops_per_token(config, 32) - attention)
+    assert found["attention"].flops == 32 * attention * 14 // 12  # backward takes the scores again
+    for kind in ("pointwise, norms", "loss", "AdamW"):
+        assert 0 < found[kind].flops < found[kind].bytes
+    assert found["AdamW"].bytes == pytest.approx(2 * 7 * cost.num_parameters(config), rel=0.01)
+    assert ch01.step_operators(config, 32, layers=5) == found
 
 
 def test_eager_and_compiled_agree_or_say_why_not(monkeypatch):

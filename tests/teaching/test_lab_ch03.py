@@ -61,6 +61,7 @@ def test_offloading_leaves_nothing_of_the_blocks_on_the_device():
     assert torch.equal(gradient, plain) and its_flops == flops
     assert left < most / 4
     assert host.bytes_sent == pytest.approx(most - left, rel=0.05)
+    assert host.bytes_fetched == host.bytes_sent
 
 
 def test_a_storage_that_two_operators_save_is_sent_once_and_weights_never():
@@ -70,6 +71,14 @@ def test_a_storage_that_two_operators_save_is_sent_once_and_weights_never():
     first = host.send(x)
     assert host.send(x[:2]) is not first and host.bytes_sent == x.nbytes
     assert host.send(layer.weight)() is layer.weight and host.bytes_sent == x.nbytes
+
+
+def test_a_storage_that_two_operators_read_is_fetched_once():
+    x = torch.arange(32.0).reshape(4, 8)
+    host = lab.Host(torch.nn.Linear(8, 8))
+    fetch, fetch_part = host.send(x), host.send(x[1:, 2:])
+    assert torch.equal(fetch(), x) and torch.equal(fetch_part(), x[1:, 2:])
+    assert host.bytes_fetched == x.nbytes
 
 
 def test_a_layer_without_values_costs_what_the_formula_says():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from minitron import cost
 from minitron.launch import run
 from minitron.parallel.data.ddp import apply_naive_data_parallel, average_gradients
 from teaching.lab import ch04 as lab
@@ -74,3 +75,8 @@ def test_three_versions_start_alike_and_learn():
 def test_the_spread_leaves_out_what_happens_once():
     steps = [lab.Step([], [], seconds) for seconds in (0.010, 0.011, 0.012, 0.013, 0.9)]
     assert lab.spread(steps) == pytest.approx((11, 12, 13))
+
+
+def test_the_recorded_step_has_a_backward_pass_that_could_hide_its_gradients():
+    num_bytes, backward = lab.recorded_step()
+    assert num_bytes == 2 * cost.num_parameters(lab.OVERLAP.model) and 0.01 < backward < 1

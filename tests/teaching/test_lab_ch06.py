@@ -1,5 +1,7 @@
 """Chapter 6's measurements: the queue that predicts prefetch, what hybrid sharding sends."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
@@ -76,3 +78,24 @@ def test_a_view_keeps_its_whole_storage():
     whole = torch.zeros(8)
     assert ch06.bytes_kept([whole[:2]]) == 32 and ch06.bytes_kept([whole[:2], whole[2:]]) == 32
     assert ch06.bytes_kept([whole[:2].clone()]) == 8
+
+
+def test_a_ring_over_two_nodes_crosses_between_them_twice():
+    sent = [{"dp": 10, "replicas": 0}] * 4
+    assert ch06.between_nodes((1, 4), sent, ranks_per_node=2) == 2 * 10
+    sent = [{"dp": 10, "replicas": 3}] * 4  # a group in each node: only the replicas' rings cross
+    assert ch06.between_nodes((2, 2), sent, ranks_per_node=2) == 4 * 3
+
+
+def test_part_of_a_method_is_shown_with_its_place():
+    with patch("IPython.display.display") as display:
+        ch06.show_lines(ch06.between_nodes, "replicas, shards =", "total = 0")
+    place, code = display.call_args.args[0].data.split("\n\n")
+    assert place.startswith("[teaching/lab/ch06.py, line ") and ", of between_nodes]" in place
+    assert code == "```python\nreplicas, shards = grid\ntotal = 0\n```"
+
+
+def test_the_recorded_copies_are_hidden_in_part():
+    plain, sharded = map(overlap.recorded_steps().get, ("plain step", "FSDP step"))
+    assert plain["other_streams_ms"] == 0 < sharded["hidden_ms"] < sharded["other_streams_ms"]
+    assert overlap.draw_copies().axes[0].get_xlabel() == "ms of copies in one step"

@@ -32,7 +32,7 @@ def test_heads_differ_and_the_stream_is_alike_where_it_is_replicated(apply, stre
 
 
 def test_replicated_parameters_have_partial_gradients():
-    names = run(ch08.partial_gradients, 2)[0]
+    names = ch08.parameters_whose_gradients_differ(2)
     assert "final_norm.weight" in names and "position_embedding.weight" in names
     assert "blocks.0.mlp.down.bias" in names and "blocks.0.mlp.up.bias" not in names
 

@@ -23,12 +23,19 @@ TINY = Job(ModelConfig("gpt", 512, 32, 2, 64, 4, 4, 256), 4, A100, 32, 16)
 LAYOUT = plans.cut(2, tp=2, recompute="full", micro_batch=2)
 
 
+@pytest.fixture(scope="module")
+def rows():
+    """A row of a small search and one of a dry run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plans, "TENSORS", [(TINY, LAYOUT, 0)])
+        return {plans.search_key(JOB): plans.search_row(JOB),
+                plans.dry_run_key(TINY, LAYOUT, 0): plans.dry_run_row(TINY, LAYOUT, 0)}
+
+
 @pytest.fixture
-def record(tmp_path, monkeypatch):
-    """A record with a row of a small search and one of a dry run; nothing may be computed."""
+def record(rows, tmp_path, monkeypatch):
+    """A record with these rows; nothing may be computed."""
     monkeypatch.setattr(plans, "TENSORS", [(TINY, LAYOUT, 0)])
-    rows = {plans.search_key(JOB): plans.search_row(JOB),
-            plans.dry_run_key(TINY, LAYOUT, 0): plans.dry_run_row(TINY, LAYOUT, 0)}
     (tmp_path / "large.json").write_text(json.dumps(rows))
     monkeypatch.setattr(plans, "FILE", tmp_path / "large.json")
     plans._record.cache_clear()

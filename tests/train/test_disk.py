@@ -6,12 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 
-from minitron import train
+from minitron import cli, train
 from minitron.config import Config, ConfigError, DataConfig, LogConfig, command_line
 from minitron.dataset import HEADER_BYTES, TokenDataset
 from minitron.launch import run
@@ -19,7 +21,7 @@ from minitron.measure import loggers, metrics
 from minitron.measure.metrics import read_metrics
 from minitron.run import Run
 from minitron.system import disk
-from tests.tiers import tiered
+from tests.tiers import exhaustive, tiered
 from tests.train.test_train import MODEL, TRAIN, command
 
 resource = pytest.importorskip("resource", reason="Windows limits no file's size")
@@ -30,8 +32,19 @@ def config(stories) -> Config:
     return Config(MODEL, DataConfig(stories, sequence_length=32), TRAIN)
 
 
+@contextmanager
+def files_up_to(num_bytes: int) -> Iterator[None]:
+    """Let this process write no longer file: more is refused, as by a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 def with_files_up_to(num_bytes: int, *words: str, **options) -> subprocess.CompletedProcess:
-    """Run a command that can write no file longer than this; more is refused, as by a full disk."""
+    """Run a command that can write no longer file."""
     def limit():
         resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
 
@@ -47,29 +60,53 @@ def the_line(done: subprocess.CompletedProcess) -> str:
     return told[0]
 
 
-def test_a_log_that_cannot_grow_ends_the_run_in_one_line(config, tmp_path):
-    folder = tmp_path / "run"
-    words = command(config, folder, "--train.steps", "300", "--train.checkpoint-every", "0")
-    told = the_line(with_files_up_to(5_000, *words))
+def the_line_of(words: list[str], num_bytes: int, capsys, monkeypatch) -> str:
+    """The same of a command in this process, which can write no file longer than `num_bytes`."""
+    monkeypatch.setattr(sys, "argv", ["minitron", *words])
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # what the command puts there is taken back
+    with files_up_to(num_bytes), pytest.raises(SystemExit) as ended:
+        command_line.run(cli.dispatch)
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("minitron: ")]
+    assert ended.value.code == 2 and len(told) == 1
+    return told[0]
+
+
+UNSAVED = "--train.steps", "300", "--train.checkpoint-every", "0"
+
+
+def test_a_log_that_cannot_grow_ends_the_run_in_one_line(config, tmp_path, capsys, monkeypatch):
+    _, _, _, *words = command(config, tmp_path / "run", *UNSAVED)
+    told = the_line_of(["train", *words], 5_000, capsys, monkeypatch)
+    assert_the_log_is_full(told, tmp_path / "run")
+
+
+@exhaustive
+def test_a_process_whose_log_cannot_grow_ends_in_one_line(config, tmp_path):
+    words = command(config, tmp_path / "run", *UNSAVED)
+    assert_the_log_is_full(the_line(with_files_up_to(5_000, *words)), tmp_path / "run")
+
+
+def assert_the_log_is_full(told: str, folder: Path) -> None:
     assert told == (f"minitron: {folder / 'metrics.jsonl'}: cannot be written (File too large); "
                     "make room, and continue with --resume; checkpoints already written are intact")
     steps = [row["step"] for row in read_metrics(folder / "metrics.jsonl")]
     assert steps == list(range(1, len(steps) + 1)) and len(steps) > 5
 
 
-def test_a_new_run_that_cannot_write_is_one_line(config, tmp_path):
+def test_a_new_run_that_cannot_write_is_one_line(config, tmp_path, capsys, monkeypatch):
     folder = tmp_path / "run"
-    told = the_line(with_files_up_to(8, *command(config, folder)))  # torch itself needs 4
+    _, _, _, *words = command(config, folder)
+    told = the_line_of(["train", *words], 8, capsys, monkeypatch)  # torch itself needs 4
     assert told == (f"minitron: {folder}: cannot be written (File too large); make room, or choose "
                     "another folder")
     assert sorted(path.name for path in folder.iterdir()) == ["metrics.jsonl", "run.lock"]
 
 
 @pytest.mark.parametrize("num_bytes", tiered([100_000, 0]))
-def test_data_that_does_not_fit_is_one_line(tmp_path, num_bytes):
-    told = the_line(with_files_up_to(
-        num_bytes, sys.executable, "-m", "minitron.cli", "data", "stories", "--num-tokens",
-        "200000", cwd=tmp_path))
+def test_data_that_does_not_fit_is_one_line(tmp_path, num_bytes, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["data", "stories", "--num-tokens", "200000"]
+    told = the_line_of(words, num_bytes, capsys, monkeypatch)
     assert told == ("minitron: data/stories: cannot be written (File too large); make room, or "
                     "choose another folder with --out")
 

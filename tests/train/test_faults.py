@@ -29,7 +29,7 @@ from minitron.config.file import from_dict
 from minitron.launch import RankError, run
 from minitron.measure.metrics import read_metrics
 from minitron.run import Run
-from tests.tiers import exhaustive
+from tests.tiers import exhaustive, tiered
 from tests.train.test_train import command, trained, wait_for
 from tests.train.test_train_ranks import kill_after, torchrun
 
@@ -225,6 +225,7 @@ with Watchdog(Path(sys.argv[1]), First(), timeout=1):
 """
 
 
+@exhaustive
 def test_a_watchdog_that_cannot_write_ends_the_rank_all_the_same(tmp_path):
     (tmp_path / "hang").write_text("a file where the folder should be")
     package = str(Path(train.__file__).parents[1])
@@ -301,13 +302,13 @@ def diverge(group, config: Config, folder: Path, path: str, rank: int) -> str:
         return str(error)
 
 
-@pytest.mark.parametrize("parallel, path, rank", [
-    ({"zero": 1}, "blocks.1.mlp.down", 1),
+@pytest.mark.parametrize("parallel, path, rank", tiered([
     ({"zero": 3}, "blocks.0.attention.query", 0),
+    ({"pp": 2, "schedule": "interleaved", "chunks": 2}, "blocks.1.mlp.down", 1),
+    ({"zero": 1}, "blocks.1.mlp.down", 1),
     ({"tp": 2}, "blocks.1.mlp.up", 1),
     ({"pp": 2}, "blocks.2.attention.out", 1),
-    ({"pp": 2, "schedule": "interleaved", "chunks": 2}, "blocks.1.mlp.down", 1),
-], ids=str)
+], keep=2), ids=str)
 def test_the_first_module_with_a_nan_is_named_on_every_rank(
     config, tmp_path, parallel, path, rank
 ):

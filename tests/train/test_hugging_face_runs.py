@@ -87,9 +87,9 @@ def train_from(group, config: Config, folder: Path, weights: Path) -> None:
     train.train(config, folder, group=group, weights=weights)
 
 
-@pytest.mark.parametrize("num_ranks, parallel", [
-    (1, {}), (2, {"tp": 2, "sequence": True}), (2, {"pp": 2}), (2, {"zero": 3}),
-], ids=str)
+@pytest.mark.parametrize("num_ranks, parallel", tiered([
+    (2, {"tp": 2, "sequence": True}), (1, {}), (2, {"pp": 2}), (2, {"zero": 3}),
+]), ids=str)
 def test_a_run_writes_the_same_text_from_its_export(exported, tmp_path, num_ranks, parallel):
     """One step that changes nothing, then the evaluation and the sample of every run."""
     first, weights = exported

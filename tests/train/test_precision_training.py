@@ -153,6 +153,7 @@ def test_a_skipped_step_is_logged_without_a_norm(config, tmp_path, monkeypatch, 
     assert f"loss scale 2^{math.log2(value):.0f}, {sum(skipped)} skipped" in capsys.readouterr().err
 
 
+@exhaustive
 def test_a_resumed_run_has_the_same_scale_and_skips_the_same_steps(config, tmp_path, monkeypatch):
     begin_with(monkeypatch, 2.0**22)
     train.train(config, tmp_path / "whole")

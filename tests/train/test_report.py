@@ -159,6 +159,7 @@ def in_words(template: list[str], rng: random.Random) -> list[str]:
     return [slots.get(word, word) for word in template]
 
 
+@exhaustive  # tests/measure/test_metrics reads such a log
 def test_a_report_makes_do_with_a_damaged_log(config, capsys, monkeypatch):
     monkeypatch.setattr(report, "NUM_STORIES", 3)
     dispatched(capsys, config)

@@ -17,6 +17,7 @@ from minitron.config import (
 from minitron.config.layout import layouts_that_fit, require_ranks
 from minitron.model.transformer import Transformer
 from minitron.parallel.tensor.cuts import plan_cuts
+from tests.tiers import diagonal_of
 
 LLAMA = ModelConfig("llama", 720, 32, 4, 32, 4, 2, 48)
 GPT = ModelConfig("gpt", 720, 32, 4, 36, 6, 6, 48)
@@ -124,12 +125,11 @@ def test_a_model_is_refused_if_and_only_if_it_cannot_be_cut():
     assert seen == {True, False}
 
 
-@pytest.mark.parametrize("parallel", [
+@pytest.mark.parametrize("parallel, size", diagonal_of([
     {}, {"tp": 2, "sequence": True}, {"zero": 3}, {"pp": 2, "zero": 1}, CHUNKED,
     {"pp": 2, "schedule": "zero-bubble"}, {"pp": 2, "schedule": "zero-bubble", "tp": 2},
     {"cp": 2}, {"cp": 2, "context": "ulysses", "zero": 1},
-], ids=str)
-@pytest.mark.parametrize("size", [1, 6, 8, 12])
+], [8, 1, 6, 12]), ids=str)
 def test_the_layouts_that_fit_are_all_of_those_that_are_accepted(parallel, size):
     """Found by trying every dp, tp and pp."""
     config = config_of(GPT, sequences=8, sizes=1, **parallel)

@@ -63,6 +63,7 @@ sys.stdin.read()
 """
 
 
+@exhaustive
 def test_a_dead_process_holds_nothing(tmp_path):
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE,
                               stdout=subprocess.PIPE, text=True)

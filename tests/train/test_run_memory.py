@@ -20,6 +20,7 @@ from minitron.measure.meter import Meter
 from minitron.model.transformer import Transformer
 from minitron.run import Run, Training
 from minitron.running.memory import least_activations, least_bytes, require_memory
+from tests.tiers import diagonal_of
 
 CPU = torch.device("cpu")
 MODEL = ModelConfig("llama", 720, num_layers=4, width=64, num_heads=4, num_kv_heads=2, ffn_width=96)
@@ -49,8 +50,8 @@ def test_evaluation_counts():
         require_memory(Config(MODEL), 1, 24e9, "cpu", num_eval_sequences=10**9)
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full", "sqrt"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16-autocast", "bf16"])
+@pytest.mark.parametrize("recompute, precision", diagonal_of(
+    ["none", "selective", "full", "sqrt"], ["fp32", "bf16-autocast", "bf16"]))
 def test_nothing_is_counted_that_is_not_there(recompute, precision):
     """Each number is at most what the meter finds in a step."""
     train = TrainConfig(global_batch_size=4, micro_batch_size=2, recompute=recompute,

@@ -191,7 +191,7 @@ def signal_in_piece(monkeypatch, number: int, rank: int = 0) -> list[int]:
     return done
 
 
-@pytest.mark.parametrize("piece, step", [(2, 4), (4, 4), (10, 12)], ids=str)
+@pytest.mark.parametrize("piece, step", tiered([(2, 4), (4, 4), (10, 12)]), ids=str)
 def test_an_evaluation_that_is_stopped_is_done_again(config, tmp_path, piece, step):
     config, folder = in_pieces(config), tmp_path / "stopped"
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -218,25 +218,27 @@ def test_an_evaluation_at_a_step_that_was_not_saved_is_saved_when_it_is_stopped(
     assert checkpoint.newest_good(tmp_path / "checkpoints").name == "step_00000004"
 
 
-def stopped_on_ranks(group, config: Config, folder: Path, rank: int) -> tuple:
+def stopped_and_resumed(group, config: Config, stopped: Path, whole: Path) -> tuple:
+    """Rank 1 is signaled. What the run says of that; then it is resumed, and one is undisturbed."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        done = signal_in_piece(monkeypatch, 2, rank)
-        run = train.train(config, folder, group=group)
+        done = signal_in_piece(monkeypatch, 2, rank=1)
+        run = train.train(config, stopped, group=group)
+    train.train(config, stopped, resume=True, group=group)
+    train.train(config, whole, group=group)
     return run.step, run.stop.signal, done
 
 
 @pytest.mark.parametrize("parallel", tiered([{"zero": 3}, {"pp": 2}, {"tp": 2}]), ids=str)
 def test_ranks_of_which_one_is_signaled_stop_after_the_same_piece(config, tmp_path, parallel):
+    config = in_pieces(config)
     config = dataclasses.replace(
-        in_pieces(config), model=dataclasses.replace(MODEL, dropout=0.0, num_kv_heads=2),
-        parallel=ParallelConfig(**parallel))
-    folder = tmp_path / "stopped"
-    for found in run(stopped_on_ranks, 2, config, folder, 1, timeout=120):
+        config, model=dataclasses.replace(MODEL, dropout=0.0, num_kv_heads=2),
+        train=dataclasses.replace(config.train, steps=8), parallel=ParallelConfig(**parallel))
+    stopped, whole = tmp_path / "stopped", tmp_path / "whole"
+    for found in run(stopped_and_resumed, 2, config, stopped, whole, timeout=300):
         assert found == (4, signal.SIGTERM, [1, 2])
-    run(train_on_ranks, 2, config, folder, True, timeout=120)
-    run(train_on_ranks, 2, config, tmp_path / "whole", timeout=120)
-    assert val_losses(folder) == val_losses(tmp_path / "whole")
-    assert trained(folder, "step", "loss") == trained(tmp_path / "whole", "step", "loss")
+    assert val_losses(stopped) == val_losses(whole)
+    assert trained(stopped, "step", "loss") == trained(whole, "step", "loss")
 
 
 def test_the_watchdog_sees_a_beat_between_any_two_pieces(config, tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from minitron.config import Config, ConfigError, DataConfig, LogConfig, Parallel
 from minitron.launch import run
 from minitron.measure.trace import WARM_UP, open_trace
 from minitron.pytorch.spans import span
-from tests.tiers import tiered
+from tests.tiers import exhaustive, tiered
 from tests.train.test_train_ranks import MODEL, TRAIN, train_on_ranks
 
 STEPS = 2
@@ -51,6 +51,7 @@ def test_a_trace_names_what_a_technique_does(stories, tmp_path, parallel, expect
     assert len({name for name in names if name.startswith("ProfilerStep")}) == STEPS
 
 
+@exhaustive
 def test_every_rank_traces_and_logs_if_asked(stories, tmp_path):
     log = LogConfig(all_ranks=True, trace_steps=STEPS)
     run(train_on_ranks, 2, config_of(stories, log=log, pp=2, zero=1), tmp_path)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import shutil
 import signal
 import subprocess
@@ -35,6 +36,18 @@ TRAIN = TrainConfig(steps=12, global_batch_size=6, micro_batch_size=4, warmup_st
 @pytest.fixture
 def config(stories) -> Config:
     return Config(MODEL, DataConfig(stories, sequence_length=32), TRAIN)
+
+
+@pytest.fixture(scope="module")
+def whole(stories, tmp_path_factory) -> Run:
+    """A run of `config` to its end; tests that go on with it take a copy of its folder."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    return train.train(Config(MODEL, DataConfig(stories, sequence_length=32), TRAIN), folder)
+
+
+@pytest.fixture
+def copied(whole, tmp_path) -> Path:
+    return shutil.copytree(whole.folder, tmp_path / "run")
 
 
 def trained(folder: Path, *columns: str) -> list[tuple]:
@@ -75,7 +88,7 @@ def test_a_run_learns_and_leaves_what_it_promises(config, tmp_path):
 
 @pytest.mark.parametrize(("device", "precision"), [
     ("cpu", "fp32"),
-    ("cpu", "bf16-autocast"),
+    as_exhaustive(("cpu", "bf16-autocast")),
     pytest.param("cuda", "bf16-autocast", marks=pytest.mark.skipif(
         not torch.cuda.is_available(), reason="needs a CUDA device")),
 ])
@@ -126,7 +139,49 @@ def test_a_device_without_float64_trains_and_evaluates(config, tmp_path, monkeyp
     assert [row["step"] for row in rows if "val_loss" in row] == [5]
 
 
+KILLED_IN_STEP_10 = """
+import os, signal
+from minitron import cli
+from minitron.config import command_line
+from minitron.run import Run
+
+take_step = Run.train_step
+
+def step(run):
+    if run.step == 9:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return take_step(run)
+
+Run.train_step = step
+command_line.run(cli.train)
+"""
+
+
 def test_kill_9_and_resume_is_bit_identical(config, tmp_path):
+    """Saved are steps 4 and 8."""
+    script, killed = tmp_path / "killed.py", tmp_path / "killed"
+    script.write_text(KILLED_IN_STEP_10)
+    words = command(config, killed, "--train.steps", "14")
+    words = [sys.executable, str(script), *words[words.index("minitron.train") + 1:]]
+    package = str(Path(train.__file__).parents[1])
+    done = subprocess.run(words, timeout=300, env=os.environ | {"PYTHONPATH": package})
+    assert done.returncode == -signal.SIGKILL
+    saved = sorted(path.name for path in (killed / "checkpoints").iterdir())
+    assert saved == ["step_00000004", "step_00000008"]
+    train.start(train.read_options(["--resume", "--run-dir", str(killed)]))
+    assert_as_if_never_killed(killed, tmp_path / "whole")
+
+
+def assert_as_if_never_killed(killed: Path, whole: Path) -> None:
+    same = from_dict(json.loads((killed / "config.json").read_text()))
+    train.train(same, whole)
+    columns = "step", "loss", "grad_norm"
+    assert trained(killed, *columns) == trained(whole, *columns)
+    assert len(trained(killed, "step")) == same.train.steps
+
+
+@exhaustive
+def test_kill_9_at_any_moment_and_resume_is_bit_identical(config, tmp_path):
     steps = ["--train.steps", "300", "--train.checkpoint-every", "20"]
     killed = tmp_path / "killed"
     victim = subprocess.Popen(command(config, killed, *steps))
@@ -137,11 +192,7 @@ def test_kill_9_and_resume_is_bit_identical(config, tmp_path):
     assert max(path.name for path in checkpoints.glob("step_????????")) < "step_00000300"
     resume = ["--resume", "--run-dir", str(killed)]
     subprocess.run([sys.executable, "-m", "minitron.train", *resume], check=True, timeout=300)
-    same = from_dict(json.loads((killed / "config.json").read_text()))
-    train.train(same, tmp_path / "whole")
-
-    columns = "step", "loss", "grad_norm"
-    assert trained(tmp_path / "killed", *columns) == trained(tmp_path / "whole", *columns)
+    assert_as_if_never_killed(killed, tmp_path / "whole")
 
 
 @pytest.mark.parametrize("number", tiered([signal.SIGTERM, signal.SIGINT]))
@@ -189,15 +240,14 @@ def wait_for(condition, process: subprocess.Popen) -> None:
         time.sleep(0.02)
 
 
-def test_the_second_run_does_not_touch_the_first(config, tmp_path):
-    train.train(config, tmp_path / "run")
-    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+def test_the_second_run_does_not_touch_the_first(config, copied):
+    before = (copied / "metrics.jsonl").read_bytes()
     with pytest.raises(ConfigError, match="already holds a run; add --resume"):
-        train.train(config, tmp_path / "run")
-    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
-    (tmp_path / "run" / "metrics.jsonl").unlink()  # its checkpoints would be deleted as the oldest
+        train.train(config, copied)
+    assert (copied / "metrics.jsonl").read_bytes() == before
+    (copied / "metrics.jsonl").unlink()  # its checkpoints would be deleted as the oldest
     with pytest.raises(ConfigError, match="already holds a run; add --resume"):
-        train.train(config, tmp_path / "run")
+        train.train(config, copied)
 
 
 def test_runs_are_numbered(tmp_path, monkeypatch):
@@ -212,34 +262,32 @@ def test_runs_are_numbered(tmp_path, monkeypatch):
     assert train.default_folder(file, resume=True) == Path("runs/tiny-2")
 
 
-def test_resuming_as_another_model_is_refused(config, tmp_path):
-    train.train(config, tmp_path / "run")
+def test_resuming_as_another_model_is_refused(config, copied):
     wider = dataclasses.replace(config, model=dataclasses.replace(MODEL, width=64))
     with pytest.raises(ConfigError, match=r"model.width = 64, but .* was trained with 32"):
-        train.train(wider, tmp_path / "run", resume=True)
+        train.train(wider, copied, resume=True)
     decayed = dataclasses.replace(config, train=dataclasses.replace(TRAIN, weight_decay=0.5))
     with pytest.raises(ConfigError, match=r"train.weight_decay = 0.5, but .* with 0.1"):
-        train.train(decayed, tmp_path / "run", resume=True)
+        train.train(decayed, copied, resume=True)
     shorter = dataclasses.replace(config, train=dataclasses.replace(TRAIN, steps=5))
     with pytest.raises(ConfigError, match=r"train.steps = 5, but .* is at step 12"):
-        train.train(shorter, tmp_path / "run", resume=True)
+        train.train(shorter, copied, resume=True)
     longer = dataclasses.replace(
         config, train=dataclasses.replace(TRAIN, steps=14, continuation="constant"))
-    assert train.train(longer, tmp_path / "run", resume=True).step == 14
+    assert train.train(longer, copied, resume=True).step == 14
 
 
-def test_resuming_on_other_tokens_is_refused(config, tmp_path):
+def test_resuming_on_other_tokens_is_refused(config, copied, tmp_path):
     for seed in (0, 1):
         write_stories(tmp_path / "data", num_tokens=5_000, seed=seed)
         own = dataclasses.replace(config, data=DataConfig(tmp_path / "data", 32))
         if seed == 0:
-            train.train(own, tmp_path / "run")
+            train.train(own, tmp_path / "first")
     with pytest.raises(ConfigError, match="holds other tokens than"):
-        train.train(own, tmp_path / "run", resume=True)
+        train.train(own, tmp_path / "first", resume=True)
     shutil.copytree(config.data.path, tmp_path / "copy")  # the same tokens elsewhere will do
-    train.train(config, tmp_path / "second")
     moved = dataclasses.replace(config, data=DataConfig(tmp_path / "copy", 32))
-    assert train.train(moved, tmp_path / "second", resume=True).step == 12
+    assert train.train(moved, copied, resume=True).step == 12
 
 
 def test_a_diverged_run_stops_and_keeps_its_checkpoints(config, tmp_path, monkeypatch):
@@ -290,8 +338,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_over(config, tmp_path, 
     """With the rows and the weights of one that was never killed."""
     unsaved = dataclasses.replace(config, train=dataclasses.replace(TRAIN, checkpoint_every=0))
     train.train(unsaved, tmp_path / "whole")
-    folder = tmp_path / "killed"
-    train.train(unsaved, folder)
+    folder = shutil.copytree(tmp_path / "whole", tmp_path / "killed")
     shutil.rmtree(folder / "checkpoints")  # as if it had not come so far
     capsys.readouterr()
 
@@ -340,14 +387,12 @@ def test_recomputation_trains_bit_identically(config, tmp_path, policy):
     assert trained(tmp_path / "again", *columns) == trained(tmp_path / "plain", *columns)
 
 
-def test_bf16_trains_nearly_the_same(config, tmp_path):
+def test_bf16_trains_nearly_the_same(config, whole, tmp_path):
     """bf16 keeps 8 bits: each rounding errs by up to 2^-9, and a loss comes after a few of them."""
-    exact = train.train(config, tmp_path / "fp32")
     rough = dataclasses.replace(config, train=dataclasses.replace(TRAIN, precision="bf16-autocast"))
-    train.train(rough, tmp_path / "bf16")
-    assert {p.dtype for p in exact.model.parameters()} == {torch.float32}
-    for (a,), (b,) in zip(trained(tmp_path / "fp32", "loss"), trained(tmp_path / "bf16", "loss"),
-                          strict=True):
+    train.train(rough, tmp_path)
+    assert {p.dtype for p in whole.model.parameters()} == {torch.float32}
+    for (a,), (b,) in zip(trained(whole.folder, "loss"), trained(tmp_path, "loss"), strict=True):
         assert a != b
         assert a == pytest.approx(b, rel=2**-6)
 
@@ -360,22 +405,23 @@ def test_a_folder_without_tokenizer_trains_without_samples(config, tmp_path):
     assert run.sample(1, 5) == []
 
 
-def test_the_options_of_a_file_are_overridden_and_a_saved_run_speaks_for_itself(config, tmp_path):
+def test_the_options_of_a_file_are_overridden_and_a_saved_run_speaks_for_itself(
+    config, copied, tmp_path
+):
     file = tmp_path / "tiny.toml"
     file.write_text("[train]\nsteps = 7\nseed = 3\n")
     options = train.read_options([str(file), "--train.steps", "9", "--model.num-layers", "1"])
     assert (options.train.steps, options.train.seed, options.model.num_layers) == (9, 3, 1)
     assert options.file == file
 
-    train.train(config, tmp_path / "run")
-    options = train.read_options(["--resume", "--run-dir", str(tmp_path / "run")])
+    options = train.read_options(["--resume", "--run-dir", str(copied)])
     assert options.model == dataclasses.replace(MODEL, vocab_size=options.model.vocab_size)
     assert (options.data, options.train) == (config.data, config.train)
-    assert train.read_options(["--resume", f"--run-dir={tmp_path / 'run'}"]).model == options.model
+    assert train.read_options(["--resume", f"--run-dir={copied}"]).model == options.model
     with pytest.raises(ConfigError, match="there is no run to resume"):
         train.read_options(["--resume", "--run-dir", str(tmp_path / "nothing")])
     with pytest.raises(ConfigError, match="tiny.toml: the TOML file must come first"):
         train.read_options(["--train.steps", "9", str(file)])
-    (tmp_path / "run" / "config.json").write_text("{")
+    (copied / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="config.json: damaged"):
-        train.read_options(["--resume", "--run-dir", str(tmp_path / "run")])
+        train.read_options(["--resume", "--run-dir", str(copied)])

@@ -27,23 +27,33 @@ TRAIN = TrainConfig(
 )
 
 
-def column(name: str) -> Callable[[Config, Path], list]:
-    """Observe a column of the log of a run that is trained to its end."""
-    def observe(config: Config, folder: Path) -> list:
+FOLDERS: dict[Config, Path] = {}
+
+
+def finished(config: Config, folder: Path) -> Path:
+    """The folder of a run that is trained to its end: of each config there is one."""
+    if config not in FOLDERS:
         train.train(config, folder)
-        return [row[name] for row in read_metrics(folder / "metrics.jsonl") if name in row]
+        FOLDERS[config] = folder
+    return FOLDERS[config]
+
+
+def column(name: str) -> Callable[[Config, Path], list]:
+    """Observe a column of a run's log."""
+    def observe(config: Config, folder: Path) -> list:
+        rows = read_metrics(finished(config, folder) / "metrics.jsonl")
+        return [row[name] for row in rows if name in row]
     return observe
 
 
 def saved_steps(config: Config, folder: Path) -> list[int]:
-    train.train(config, folder)
     return sorted(int(path.name.removeprefix("step_"))
-                  for path in (folder / "checkpoints").glob("step_*"))
+                  for path in (finished(config, folder) / "checkpoints").glob("step_*"))
 
 
 def validated_steps(config: Config, folder: Path) -> list[int]:
-    train.train(config, folder)
-    return [row["step"] for row in read_metrics(folder / "metrics.jsonl") if "val_loss" in row]
+    rows = read_metrics(finished(config, folder) / "metrics.jsonl")
+    return [row["step"] for row in rows if "val_loss" in row]
 
 
 def validated_sequences(config: Config, folder: Path) -> int:

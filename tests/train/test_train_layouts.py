@@ -61,7 +61,7 @@ def trained_alone(stories, tmp_path_factory):
     (DEEP, 2, {"pp": 2, "schedule": "zb-v", "chunks": 2}),
     (LLAMA, 2, {"cp": 2}),
     (GPT, 4, {"cp": 2, "context": "ulysses", "pp": 2, "zero": 1}),
-], keep=2), ids=describe)
+]), ids=describe)
 def test_a_cut_model_trains_what_one_process_trains(
     stories, trained_alone, tmp_path, model, num_ranks, parallel
 ):
@@ -79,11 +79,12 @@ def test_a_cut_model_trains_what_one_process_trains(
         assert found["sample"] == expected["sample"]
 
 
-@pytest.mark.parametrize("precision, parallel", tiered([
+@exhaustive
+@pytest.mark.parametrize("precision, parallel", [
     ("bf16", {"cp": 2}), ("bf16", {"cp": 2, "zero": 3, "context": "all-gather"}),
     ("bf16-autocast", {"cp": 2, "zero": 1}), ("bf16-autocast", {"cp": 2, "context": "ulysses"}),
     ("fp16", {"cp": 2, "zero": 2}), ("fp8", {"cp": 2}),
-]), ids=describe)
+], ids=describe)
 def test_a_divided_sequence_trains_in_low_precision(stories, tmp_path, precision, parallel):
     """Ulysses has two key-value heads to divide."""
     config = config_of(dataclasses.replace(LLAMA, num_kv_heads=2), stories)

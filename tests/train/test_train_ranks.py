@@ -67,9 +67,9 @@ def alone(stories, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("num_ranks, parallel", tiered([
-    (3, {}), (3, {"zero": 2}), (4, {"zero": 3}),
+    (3, {"zero": 2}), (3, {}), (4, {"zero": 3}),
     (2, {}), (4, {}), (2, {"zero": 1}), (3, {"zero": 3, "sync_every_micro_batch": False}),
-], keep=3), ids=str)
+]), ids=str)
 def test_any_number_of_ranks_trains_what_one_process_trains(
     config, alone, tmp_path, num_ranks, parallel
 ):
@@ -145,6 +145,7 @@ def test_dropout_resumes_bit_for_bit_on_the_same_ranks(config, tmp_path):
     assert_resumes_bit_for_bit(config, tmp_path)
 
 
+@exhaustive
 def test_ranks_that_were_killed_before_their_first_checkpoint_start_over(config, tmp_path, alone):
     run(train_on_ranks, 2, config, tmp_path)
     shutil.rmtree(tmp_path / "checkpoints")
@@ -177,6 +178,7 @@ def next_numbers(group, config: Config, folder: Path, step: int) -> list[float]:
     return torch.rand(8).tolist()
 
 
+@exhaustive
 def test_dropout_never_draws_its_first_masks_again_after_a_change_of_layout(config, tmp_path):
     """2 ranks, then one: in the old layout the state is restored, in the new one seeded anew."""
     config = dataclasses.replace(config, model=dataclasses.replace(MODEL, dropout=0.2))
@@ -269,7 +271,8 @@ def test_ranks_that_are_not_there_are_refused(config, tmp_path):
 
 
 def test_the_saved_config_speaks_for_itself(config, tmp_path):
-    run(train_on_ranks, 2, config, tmp_path / "run")
+    short = dataclasses.replace(config, train=dataclasses.replace(TRAIN, steps=1, warmup_steps=1))
+    run(train_on_ranks, 2, short, tmp_path / "run")
     saved = json.loads((tmp_path / "run" / "config.json").read_text())
     assert saved["parallel"]["dp"] == 0  # any ranks may continue it
 

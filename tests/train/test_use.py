@@ -172,7 +172,8 @@ def ring_volumes() -> list[cost.Volume]:
     return [cost.collective_volume("all_reduce", 10, 4, size, 0) for size in (2, 3)]
 
 
-@pytest.mark.parametrize("id", tiered(["5.1", "5.2"]))
+@exhaustive  # both at once: test_ranks_that_run_starts_use_what_the_caller_uses
+@pytest.mark.parametrize("id", ["5.1", "5.2"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_the_package_s_ring_calls_it_with_the_same_result(id, num_ranks, solved):
     right = run(ring_sum, num_ranks)
@@ -228,7 +229,7 @@ def test_counting_compiles_nothing_again(solved, tmp_path):
     assert len(graphs) == 1 and calls["1.2", "learning_rate"] == 0
 
 
-@pytest.mark.parametrize("kept", ["finish", "__init__"])
+@pytest.mark.parametrize("kept", tiered(["finish", "__init__"]))
 def test_a_part_that_is_not_written_ends_in_one_line(kept, solved, stories, tmp_path):
     """Of 4.4 one method holds the stub: the package calls it in the midst of a step."""
     root = solved(EXERCISES["4.4"])

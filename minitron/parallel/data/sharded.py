@@ -19,6 +19,7 @@ from minitron.parallel.data.axis import DataAxis
 from minitron.parallel.flat import FlatShards
 from minitron.parallel.interface import Kind, ParallelModel, Values
 from minitron.parallel.one_device import OneDevice
+from minitron.precision import update_instead
 
 
 class ShardedDataParallel(DataAxis):
@@ -96,7 +97,8 @@ class ShardedDataParallel(DataAxis):
         Every `step` ends with `after_step`.
         """
         for group in optimizer.param_groups:
-            group["params"] = [self.pieces[p] for p in group["params"] if p in self.pieces]
+            group["params"] = [p for p in group["params"] if p in self.pieces]
+        update_instead(optimizer, self.pieces, self.owned)
         optimizer.register_step_pre_hook(self.require_finished)
         optimizer.register_step_post_hook(lambda *_: self.after_step())
         return super().shard(optimizer)

@@ -792,7 +792,7 @@ RIGHT_ANSWERS = {
     "gradient_norm": [right_first_copy, right_only_where_there_are_others],
     "layouts": [right_three_loops, right_filtered],
     "pieces": [right_by_overlap, right_by_walking],
-    "layout": [right_weights_divided, right_longest_pipeline],
+    "layout": [right_longest_pipeline, right_weights_divided],
 }
 
 MISTAKES = {
@@ -885,10 +885,10 @@ MISTAKES = {
         backwards: "in the order of the elements",
     },
     "layout": {
-        state_alone: "the largest part is activation",
+        pipeline_alone: "the largest part is activation",
         as_many_as_there_are: "num_heads = 2 is not divisible by 8 ranks",
         data_parallel_alone: "over 1.15 MB at the peak of a step: rank",
-        pipeline_alone: "the largest part is activation",
+        state_alone: "the largest part is activation",
         without_zero: "the largest part is optimizer state",
         whole_share: "over 1.15 MB at the peak of a step: rank",
         four_ranks: "the number of ranks, 8",
