@@ -162,23 +162,22 @@ def saved_bytes(
     B, S, D, H and N are the first five arguments; the feed-forward is F = 4 D wide. Values have 2
     bytes, dropout is on, and its masks have 1 byte per value. On one rank, N = 1, a block saves
 
-        the inputs of both norms                               2 B S D values
-        the input of query, key and value; the input of up     2 B S D values
-        query, key and value                                   3 B S D values
-        the input of out                                       1 B S D values
-        the input of GELU, the input of down                   8 B S D values
-        the masks of the two dropouts on the residual stream   2 B S D masks
-        softmax's output, before and after dropout             2 B H S S values
-        the mask of that dropout                               1 B H S S masks
+        the input of each of the two norms, (B, S, D)
+        the input that query, key and value share, and the input of up
+        query, key and value
+        the input of out
+        the input of GELU, and the input of down
+        the mask of each of the two dropouts on the residual stream
+        the output of softmax, (B, H, S, S), before and after dropout
+        the mask of that dropout
 
-    With N ranks, decide for each line whether a rank saves all of it or an N-th:
+    With N ranks, decide how much of each line a rank saves:
 
     - Tensor parallelism always applies: query, key, value and up are column-parallel, out and down
       row-parallel, and each rank has H/N heads.
-    - sequence_parallel: sequence parallelism as in section 6 of the chapter, where a
-      column-parallel layer saves only its own tokens of the input and gathers the rest again.
-    - selective: attention, from query, key and value to the input of out, is recomputed in the
-      backward pass, so what lies between is not saved.
+    - sequence_parallel: the package's sequence parallelism (section 6 of the chapter, with
+      regather).
+    - selective: the backward pass recomputes attention from query, key and value.
 
     N divides H, D and S. Counts are exact integers. Small terms are left out: the norms' means and
     deviations, and the causal mask.

@@ -12,7 +12,7 @@ from minitron.measure.ledger import Span
 from minitron.parallel.pipeline.schedule_check import peak_activations
 from minitron.parallel.pipeline.schedules import Action, Schedule
 from minitron.parallel.pipeline.simulator import Pass, Timeline
-from teaching.figures_ranks import SHORTEST, draw_idle
+from teaching.figures_ranks import draw_idle
 from teaching.figures_style import (
     BLACK,
     GREY,
@@ -29,6 +29,8 @@ WIDTH, LANE, MARGIN = 9.0, 0.36, 1.1
 """Of the figure, of a lane, and of what stands beside the lanes, in inches."""
 DIGIT = 0.64
 """A digit's width, over the size of its font."""
+NEGLIGIBLE = 0.25
+"""Share of a pass's longest span below which a span before it is not yet the pass."""
 LARGEST, SMALLEST = 10, 6
 """Size of the numbers, in points, one in a figure; where they do not fit, it has none."""
 
@@ -133,17 +135,17 @@ def measured_timeline(
     """When each rank really ran its actions, in ms since the first, from its ledger's spans.
 
     The spans are those of one step. A pass ends with its last span; the few lines of Python before
-    it waits for its input are not its start.
+    it waits for its input are not its start, so a span much shorter than its longest is left out.
     """
     named = {f"{action} stage {action.stage}" for action in schedule.all_actions}
     spans = [[span for span in spans if span.phase in named] for spans in spans_by_rank]
     first = min(span.start for each in spans for span in each)
-    last = max(span.end for each in spans for span in each)
 
     def run(action: Action, own: list[Span]) -> Pass:
         parts = [span for span in own if span.phase == f"{action} stage {action.stage}"]
-        long = [span for span in parts if span.end - span.start > SHORTEST * (last - first)]
-        start, end = (long or parts)[0].start, parts[-1].end
+        least = NEGLIGIBLE * max(span.end - span.start for span in parts)
+        start = next(span.start for span in parts if span.end - span.start >= least)
+        end = parts[-1].end
         return Pass(action, 1e3 * (start - first), 1e3 * (end - first))
 
     return Timeline(tuple(

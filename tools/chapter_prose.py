@@ -217,7 +217,8 @@ def is_defined(chain: str) -> bool:
 def resolves(name: str) -> bool:
     """Return whether `name` is a module or a member of one, of PyTorch or of Python."""
     candidates = [name, f"torch.{name}", f"torch.Tensor.{name}", f"torch.nn.{name}",
-                  f"torch.distributed.{name}", f"torch.nn.functional.{name}"]
+                  f"torch.nn.Module.{name}", f"torch.distributed.{name}",
+                  f"torch.nn.functional.{name}"]
     return any(_reach(candidate.split(".")) for candidate in candidates)
 
 

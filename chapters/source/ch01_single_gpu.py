@@ -29,6 +29,7 @@
 # %%
 import dataclasses
 import math
+import re
 import tempfile
 import time
 from pathlib import Path
@@ -50,8 +51,9 @@ from teaching.claims import claim
 from teaching.figures import Block, curves, loss_curve, scaling, show, timeline
 from teaching.lab import recorded, show_source, show_text
 from teaching.lab.ch01 import (
-    batch_variances, continue_story, copy_bandwidth, eager_and_compiled, losses_by_kind, new_model,
-    roof_line, roofline, sequence_gradients, tokens_per_second, train_story_model,
+    batch_variances, continue_story, copy_bandwidth, eager_and_compiled, gelu_of_scaled,
+    losses_by_kind, new_model, roof_line, roofline, sequence_gradients, step_operators,
+    tokens_per_second, train_story_model,
 )
 
 torch.set_num_threads(1)  # one thread: steadier timings, and losses that this machine repeats
@@ -82,14 +84,15 @@ print(f"one H100 at 40 % of {peak / 1e12:.0f} TFLOP/s: "
 # The rest of the course splits those years across thousands of GPUs. What it splits is always the
 # training step. This chapter takes one step apart on a single device, with a model small enough for
 # your laptop. Where does its time go (sections 2 and 3)? How many tokens should it process, and
-# what if they do not fit in memory (4 to 6)? How close does it come to the device's limit (7)?
+# what if they do not fit in memory (4 to 6)? How close does it come to the device's limit (7)? Two
+# Further sections ask what keeps a step below that limit, and what a compiler can do about it.
 
 # %% [markdown]
 # ## 2. Estimate
 #
 # Nearly all of a Transformer's arithmetic is in its matmuls. Multiplying one token's activations by
-# a weight matrix of $n$ values costs $2n$ FLOPs, because each value takes one multiplication and
-# one addition.
+# a weight matrix of $n$ values costs $2n$ [FLOPs](word:model-flops), because each value takes one
+# multiplication and one addition.
 #
 # **Predict.** The forward pass uses each weight matrix once. How many matmuls of the same size does
 # the backward pass need for it? How many forward passes' worth of FLOPs is a whole step?
@@ -125,8 +128,8 @@ print(f"6 P      {6 * P:8,}")
 # by matmul.
 #
 # The training text comes from a small grammar that writes stories; generating it takes a second. We
-# use it because every story refers back to its people and things, and because its entropy, the
-# lowest loss that any model can reach, is known.
+# use it because every story refers back to its people and things, and because its
+# [entropy](word:entropy-floor), the lowest loss that any model can reach, is known.
 
 # %% tags=["nbval-check-output"]
 workspace = tempfile.TemporaryDirectory()
@@ -223,10 +226,10 @@ show(timeline({"measured": measured}, {"predicted": predicted}), alt=(
 # </details>
 #
 # The two regimes meet at the **critical batch size**, where noise equals signal
-# ([McCandlish et al. 2018](https://arxiv.org/abs/1812.06162), section 2.2; computed from gradients
-# alone, as here, they call it the *noise scale*). To measure it, we compute the gradient of each of
-# 512 held-out sequences separately and average them in groups of $B$. We do this early in training,
-# after 50 steps.
+# ([McCandlish et al. 2018](https://arxiv.org/abs/1812.06162), section 2.2, who call it the *noise
+# scale* when it is computed from gradients alone, as here). To measure it, we compute the gradient
+# of each of 512 held-out sequences separately and average them in groups of $B$. We do this early
+# in training, after 50 steps.
 
 # %%
 def noise_and_signal(gradients):
@@ -236,7 +239,7 @@ def noise_and_signal(gradients):
     return float(noise), float(mean.square().sum() - noise / len(gradients))
 
 
-# %%
+# %% tags=["exhaustive"]
 model, _ = train_story_model(config, data, num_steps=50)
 validation = TokenDataset(folder, "val", S, seed=0)  # a seed: in random order
 gradients = sequence_gradients(model, validation.batch(0, 512))
@@ -247,7 +250,7 @@ variances = batch_variances(gradients, sizes)
 print(f"signal |G|^2 = {signal:.3f}, noise of one sequence = {noise:.3f}")
 print(f"critical batch: {noise / signal:.1f} sequences, {S * noise / signal:,.0f} tokens")
 
-# %% tags=["figure-gradient-noise"]
+# %% tags=["figure-gradient-noise", "exhaustive"]
 show(scaling(
     [S * size for size in sizes], variances, "batch size (tokens)", "variance of the gradient",
     predicted=[noise / size for size in sizes], predicted_label="1/B",
@@ -266,7 +269,7 @@ show(scaling(
 # sequence. If you read the 512 sequences in *file order* instead of at random, will the variance of
 # the batches' means come out above or below $1/B$?
 
-# %%
+# %% tags=["exhaustive"]
 in_file_order = TokenDataset(folder, "val", S)  # no seed: as they stand in the file
 neighbors = batch_variances(sequence_gradients(model, in_file_order.batch(0, 512)), sizes)
 print("variance relative to 1/B, at B =" + "".join(f"{size:6}" for size in sizes[1:]))
@@ -277,10 +280,12 @@ for name, found in (("at random", variances), ("file order", neighbors)):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Above. Neighboring sequences share a story, so their gradients resemble each other, and averaging
-# two of them removes less noise than averaging two independent ones. A loader that reads in file
-# order gives you a smaller effective batch than you pay for, by the factors in the last row. That
-# is why the training set above was opened with a seed:
+# Above: compare the two rows. The upper one is near 1 at every size, and its deviations are chance,
+# most of all at the right, where only a few batches are left. In our run the lower one is higher at
+# every size. Neighboring sequences share a story, so their gradients resemble each other, and
+# averaging two of them removes less noise than averaging two independent ones. A loader that reads
+# in file order gives you a smaller effective batch than you pay for, by the factors in the last
+# row. That is why the training set above was opened with a seed:
 # [`TokenDataset`](code:minitron.dataset.TokenDataset) then reads its sequences in random order.
 #
 # </details>
@@ -294,8 +299,9 @@ for name, found in (("at random", variances), ("file order", neighbors)):
 # %% [markdown]
 # ## 5. Accumulate, and the trap
 #
-# A batch can be right for learning and too large for memory, because activations grow with the
-# number of tokens in flight. The remedy is gradient accumulation: cut the batch into
+# A batch can be right for learning and too large for memory, because
+# [activations](word:activation) grow with the number of tokens in flight. The remedy is
+# [gradient accumulation](word:accumulation): cut the batch into
 # [micro-batches](word:micro-batch), run forward and backward on each, and let `.grad` add up.
 # PyTorch already adds into `.grad`, so all we choose is the number to divide the loss by.
 #
@@ -422,7 +428,7 @@ show_source(train_step)
 # **Predict.** Three runs of 100 steps share a peak rate of 0.02 and warm up over 0, 10, and 50
 # steps. The run without warm-up spends the most time at the full rate. Does it learn fastest?
 
-# %% tags=["figure-warmup"]
+# %% tags=["figure-warmup", "exhaustive"]
 warmed = {
     f"warm-up {steps}": train_story_model(config, data, 100, peak=0.02, warmup_steps=steps)[1]
     for steps in (0, 10, 50)
@@ -505,12 +511,12 @@ show(scaling(
 # ### Train, and watch the loss
 #
 # Now a whole run of 600 steps with the package's step. A name or a thing that occurred earlier in
-# the same story can be copied; every other word has to be known or guessed. We track the two kinds
-# separately.
+# the same story is a *copyable* word; every other word has to be known or guessed. We track the
+# loss of the two kinds separately, in [nats](word:nat).
 #
 # **Predict.** Will the model learn both kinds of words at the same time?
 
-# %%
+# %% tags=["exhaustive"]
 held_out = validation.batch(0, 64)
 end = tokenizer.token_to_id("<end>")
 by_kind, written = {}, {}
@@ -526,7 +532,7 @@ model, losses = train_story_model(config, data, 600, watch=watch)
 rows = [{"step": i, "tokens": i * 16 * S, "loss": loss} for i, loss in enumerate(losses, start=1)]
 rows += [{"step": step, "val_loss": losses[0]} for step, losses in by_kind.items()]
 
-# %% tags=["figure-loss"]
+# %% tags=["figure-loss", "exhaustive"]
 floor = facts["entropy_in_window"][str(S)]
 show(loss_curve(rows, floor), alt=(
     f"The loss falls, levels off, and falls again, to {by_kind[600][0]:.2f} nats on held-out text; "
@@ -538,20 +544,20 @@ show(loss_curve(rows, floor), alt=(
 # size gets below it on average. In our run the curve flattens and then falls again. What was
 # learned in the second fall?
 
-# %% tags=["figure-copying"]
+# %% tags=["figure-copying", "exhaustive"]
 steps = list(by_kind)
 lines = {
-    "names seen before": [by_kind[step][1] for step in steps],
+    "copyable words": [by_kind[step][1] for step in steps],
     "all other words": [by_kind[step][2] for step in steps],
 }
 guess = {"a guess among 10": [math.log(10)] * len(steps)}
 show(curves(steps, lines, "step", "loss (nats per token)", predicted=guess), alt=(
-    "At first names and things seen before are guessed like any other of their kind; "
+    "At first, copyable words are guessed like any other word of their kind; "
     f"by step 600 their loss is {by_kind[600][1]:.2f} nats, and a guess would cost "
     f"{math.log(10):.2f}."
 ))
 
-# %%
+# %% tags=["exhaustive"]
 for step, text in written.items():
     sentences, _ = grammatical_share(text)
     print(f"step {step}: {sentences:.0%} of the sentences are grammatical")
@@ -572,13 +578,15 @@ for step, text in written.items():
 #
 # Is that what happened here? If so, a model with a single layer should fail. The obvious test sets
 # `num_layers=1`, but that halves the parameters as well, so we run a second control: one layer
-# with a wider feed-forward and as many parameters as the two layers had.
+# with a wider feed-forward and as many parameters as the two layers had. All losses are of one
+# training run each, so we say that depth made the difference only if the control of equal size ends
+# far behind: at more than 1.5 times the loss of the two layers.
 #
 # **Predict.** Where will each of the two one-layer models end on copyable words?
 
 # %% tags=["exhaustive"]
 def copying_of(**changes):
-    """The loss on names seen before, over the steps of a run with another shape."""
+    """The loss on copyable words over the steps of a run with another shape."""
     found, other = {}, dataclasses.replace(config, **changes)
     train_story_model(other, data, 600, watch=lambda step, model: found.update(
         {step: losses_by_kind(model, held_out, end)[1]}))
@@ -590,7 +598,7 @@ lines |= dict([copying_of(num_layers=1, ffn_width=644), copying_of(num_layers=1)
 two, one, small = (line[-1] for line in lines.values())
 
 # %% tags=["figure-layers", "exhaustive"]
-show(curves(steps, lines, "step", "loss on names seen before (nats)", predicted=guess), alt=(
+show(curves(steps, lines, "step", "loss on copyable words (nats)", predicted=guess), alt=(
     f"One layer with half the parameters ends at {small:.2f} nats, one layer with as many "
     f"parameters at {one:.2f}, two layers at {two:.2f}."
 ))
@@ -601,17 +609,18 @@ print("Depth, not size, made the difference." if depth_needed else
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The small one-layer model stays far behind, which looks like proof that copying takes two layers.
-# The second control takes that proof away: a single layer of the same size catches up. These
-# stories have few people and things each, so "some name, earlier in this story" is nearly always
-# the right one, and one layer can look that up. An experiment that changes two things at once
+# In our run, the small one-layer model stays far behind, which looks like proof that copying takes
+# two layers. The second control takes that proof away: a single layer of the same size catches up.
+# These stories have few people and things each, so "some name, earlier in this story" is nearly
+# always the right one, and one layer can look that up. If your machine prints the other verdict,
+# the explanation is for you to find. Either way, an experiment that changes two things at once
 # cannot tell you which of them mattered.
 #
 # </details>
 #
 # **Predict.** Section 4 measured the critical batch after 50 steps. Is it larger or smaller now?
 
-# %% tags=["output-critical"]
+# %% tags=["output-critical", "exhaustive"]
 late_noise, late_signal = noise_and_signal(sequence_gradients(model, validation.batch(0, 512)))
 print("                      50 steps    600 steps")
 print(f"noise of a sequence  {noise:9.3f} {late_noise:12.3f}")
@@ -655,7 +664,8 @@ print(f"weights, gradients and AdamW's two moments in float32: {held / 1e9:.0f} 
 #
 # Which MFU does the package reach? The planner of [chapter 12](chapter:12) predicts it from the
 # shapes, for eager kernels. `make gpu` measures it, against plain PyTorch and `transformers`, on a
-# machine with a GPU; the figure shows the latest record.
+# machine with a GPU; the figure shows the latest record. Each row is a model and a way to run it. A
+# dot is measured, with a line through it for the spread, and a dashed tick is predicted.
 
 # %%
 shown = recorded.mfu()
@@ -663,6 +673,11 @@ show_text(shown.sentence)
 show(shown.figure, alt=shown.alt)
 
 # %% [markdown]
+# Read the rows in pairs. Of the two models, the larger one reaches the higher MFU, because its
+# matmuls are wider. For each model the compiled rows lie to the right of the eager ones; the last
+# section shows why. And the predicted ticks lie to the right of what was measured: the prediction
+# is optimistic.
+#
 # A GPU differs from your CPU in two ways. Its operations run asynchronously: the call returns
 # before the work is done, so a clock must `synchronize` before it reads. And its matrix units reach
 # their peak only with large matmuls in bfloat16; small matmuls leave most of them idle.
@@ -710,7 +725,8 @@ show(scaling(
 # below it, a likely reason is that the library first repacks the weight, and that a few rows do not
 # pay for the copy.
 #
-# The same for a GPU's bf16 matmuls, from the latest record:
+# The same for a GPU's bf16 matmuls, from the latest record. Dots are measured, the dashed line is
+# the roof:
 
 # %%
 shown = recorded.matmul_roofline()
@@ -718,8 +734,10 @@ show_text(shown.sentence)
 show(shown.figure, alt=shown.alt)
 
 # %% [markdown]
-# A GPU's corner lies much farther right than your CPU's, because its matrix units raise the peak
-# more than its memory raises the bandwidth. For an H100, by its datasheet:
+# Left of the corner the dots climb along the slope of the roof, somewhat below it. Right of it they
+# level off before they reach the top: no matmul runs at the datasheet's peak. The corner lies much
+# farther right than your CPU's, because a GPU's matrix units raise the peak more than its memory
+# raises the bandwidth. For an H100, by its datasheet:
 
 # %% tags=["nbval-check-output"]
 h100_bandwidth = 3.35e12  # bytes/s, H100 SXM datasheet
@@ -733,6 +751,37 @@ for width in (1024, 4096, 16384):
 # So at these widths a matmul is compute-bound. Pointwise operations perform about one FLOP per
 # several bytes, so norms, activation functions, dropout, and the optimizer are memory-bound: their
 # time is the bytes they move divided by the bandwidth.
+#
+# How much of a whole training step is that? `step_operators` runs one step of Llama 3 8B, with one
+# sequence of 8,192 tokens in bfloat16, on tensors without values, and adds up the FLOPs and the
+# bytes of each operator. An operator that is not a matmul counts as one FLOP per value.
+#
+# **Predict.** The memory-bound operators have less than a thousandth of the step's FLOPs. How large
+# is their share of its time?
+
+# %% tags=["nbval-check-output", "output-operators"]
+found, least = step_operators(llama_8b, 8192), {}
+for kind, each in found.items():
+    least[kind] = max(each.flops / DENSE_BF16_PEAKS["H100"], each.bytes / h100_bandwidth)
+total = sum(least.values())
+print("one step on an H100   TFLOPs     GB   FLOPs/byte   bound by   least time")
+for kind, each in found.items():
+    by = "compute" if least[kind] * h100_bandwidth > each.bytes else "memory"
+    print(f"{kind:20}{each.flops / 1e12:8.1f}{each.bytes / 1e9:7.0f}{each.flops / each.bytes:13.2f}"
+          f"{by:>11}{1000 * least[kind]:7.0f} ms {least[kind] / total:4.0%}")
+print(f"MFU at most {8192 * per_token / DENSE_BF16_PEAKS['H100'] / total:.0%}")
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# Nearly a third. The least time assumes that every operator runs on its roof, so even perfect
+# kernels, run one after the other, would leave this step at an MFU of at most 66 %. Most of the
+# loss is due to the pointwise operators: there are many of them between two matmuls, and each reads
+# and writes a whole tensor. (The optimizer's part shrinks with more tokens per step.)
+#
+# </details>
+#
+# Faster matrix units cannot change this, but moving fewer bytes can. That is the next section.
 
 # %% [markdown]
 # ## Further: kernels and `torch.compile`
@@ -762,11 +811,32 @@ except RuntimeError as error:
 #
 # Eagerly, three reads and three writes of the tensor; fused, one of each: 6 against 2, at best 3
 # times faster. On a GPU the gain is nearer to that bound, because arithmetic is cheaper there
-# relative to memory. Fusion does not help the matmuls, which are compute-bound. What compiling
-# gains a whole model therefore depends on how much of its step is *not* matmuls; on a GPU it also
-# saves the CPU's launch time per kernel, which matters when kernels are short.
+# relative to memory.
 #
 # </details>
+#
+# What has been fused? The compiler wrote a program, and we can look for its kernels, and for the
+# places where these read and write memory:
+
+# %% tags=["exhaustive"]
+from torch._inductor.utils import run_and_get_code  # here, for it takes seconds
+
+x = torch.randn(64, 32)
+try:
+    _, [program] = run_and_get_code(torch.compile(gelu_of_scaled), x, x[0], x[1])
+    print("kernels:", *sorted(set(re.findall(r"cpp_fused_\w+", program))))
+    print("reads of memory: ", program.count("loadu("))
+    print("writes to memory:", program.count(".store("))
+except Exception as error:
+    print(str(error)[:300])
+
+# %% [markdown]
+# There is one kernel, and its name lists what it computes. It reads each of its three inputs once
+# and writes the result once; everything between stays in registers. What is fused are pointwise
+# operations, and reductions such as a norm's mean with what surrounds them. Matmuls are not: they
+# call the same library as before, and compute-bound as they are, they would gain little. What
+# compiling gains a whole model therefore depends on how much of its step is *not* matmuls; on a GPU
+# it also saves the CPU's launch time per kernel, which matters when kernels are short.
 
 # %% [markdown]
 # ## 8. Recap

@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 2. Memory: what a training step holds, and when
 #
-# **45 minutes. No GPU. [Exercises 2.1](exercise:2.1) to 2.4.**
+# **50 minutes. No GPU. [Exercises 2.1](exercise:2.1) to 2.4.**
 #
 # *You need:* the three phases of a step from [chapter 1](chapter:1) (forward, backward, optimizer),
 # and the memory of a run that once ended with "CUDA out of memory".
@@ -32,6 +32,7 @@ import dataclasses
 
 import torch
 import torch.nn.functional as F
+from torch.distributed._tools.mem_tracker import MemTracker
 
 from minitron import cost
 from minitron.config import ModelConfig, TrainConfig
@@ -57,6 +58,9 @@ MB, GB, H100 = 1e6, 1e9, DEVICES["H100-SXM-80GB"]
 # Chapter 1 ended with Llama 3 8B and the years it would take to train on one H100. Before time
 # becomes the problem, memory does. In bfloat16 the weights fill a fifth of the GPU's memory, and
 # generating text works without trouble. Then you call `optimizer.step()`.
+#
+# The figure compares the two. Colors are kinds of bytes; dashed bars are computed rather than
+# measured; the gray band is memory that the GPU does not have.
 
 # %% tags=["figure-question"]
 llama_8b = ModelConfig(
@@ -81,21 +85,27 @@ print(f"training state       {cost.model_state_bytes(llama_8b, recipe) / GB:6.1f
 print(f"an H100 has          {H100.memory_bytes / GB:6.1f} GB = {H100.memory_bytes / MIB:,.0f} MiB")
 
 # %% [markdown]
-# The training state alone exceeds the GPU's memory, and we have not read a single token:
-# activations come on top. (The label on an "80 GB" H100 counts GiB, units of 2^30 bytes, so it has
-# more than 80 billion bytes. The driver and the CUDA context use some of them.)
+# The lower bar ends deep in the gray band, eight times as long as the upper one, and we have not
+# read a single token: activations come on top. (The label on an "80 GB" H100 counts GiB, units of
+# 2^30 bytes, so it has more than 80 billion bytes. The driver and the CUDA context use some of
+# them.)
 #
-# In this chapter we find out where every byte goes, first on paper and then with an instrument, on
-# a model that fits on your laptop. The same rules hold for the large one.
+# Where does every byte go? Sections 2 and 3 count what is stored, first on paper and then over
+# time, with an instrument. Section 4 derives why activations are stored at all, and section 5 looks
+# for bytes that should be gone. Sections 6 and 7 check the instrument and move to real GPUs, whose
+# allocator adds bytes of its own. We work on a model that fits on your laptop; the same rules hold
+# for the large one.
 
 # %% [markdown]
 # ## 2. Estimate
 #
 # For each parameter, training stores up to four things: the weight that the forward pass uses, its
-# gradient, Adam's two moving averages (its *moments*), and, if the weight is in 16 bits, a 32-bit
-# *master* copy, which the optimizer updates. Together they are the **training state**. In the
-# figures, *optimizer state* is the moments plus the master copy. Why a copy? Watch a weight of 1.0
-# receive an update of 0.001:
+# gradient, Adam's two *moments* (moving averages of the gradient and of its square), and, if the
+# weight is in 16 bits, a 32-bit [*master* copy](word:master-weights), which the optimizer updates.
+# Together they are the [**training state**](word:training-state). In the figures,
+# [*optimizer state*](word:optimizer-state) is the moments plus the master copy.
+#
+# Why a copy? Watch a weight of 1.0 receive an update of 0.001:
 
 # %% tags=["nbval-check-output"]
 weight = torch.tensor(1.0, dtype=torch.bfloat16)
@@ -119,21 +129,22 @@ print(f"1.0 + 0.001 in bfloat16 is {(weight + 0.001).item()}; the next number ab
 # </details>
 
 # %% tags=["output-recipes", "nbval-check-output"]
-print("bytes per parameter   weight gradient master Adam   sum  8B model")
+print("bytes per parameter   weight gradient master moments   sum  8B model")
 for name, recipe in cost.RECIPES.items():
     gigabytes = cost.model_state_bytes(llama_8b, recipe) / GB
     print(f"{name:21} {recipe.parameter:6} {recipe.gradient:8} {recipe.master:6} "
-          f"{recipe.optimizer_state:4} {recipe.total:5} {gigabytes:6.0f} GB")
+          f"{recipe.optimizer_state:7} {recipe.total:5} {gigabytes:6.0f} GB")
 
 # %% [markdown]
-# Each row is a *recipe*. In the last, a float32 accumulator stands beside the bfloat16 gradient.
-# The second one is the count in the [ZeRO paper](https://arxiv.org/abs/1910.02054) (Rajbhandari et
-# al. 2020, section 3.1): 16 bytes per parameter. None of this depends on the batch.
+# Each row is a *recipe*: a dtype for each of the four. The second recipe gives the count in the
+# [ZeRO paper](https://arxiv.org/abs/1910.02054) (Rajbhandari et al. 2020, section 3.1): 16 bytes
+# per parameter. The last has two gradients, one in bfloat16 as the backward pass computes it and
+# one in float32, into which it is accumulated. None of this depends on the batch.
 #
 # The activations do. To compute gradients, the backward pass needs values from the forward pass:
-# the input of each matmul, the input of each nonlinearity. These **activations** are stored from
-# the moment they are computed until the backward pass has used them. `minitron.cost` counts them
-# operator by operator. For one sequence:
+# the input of each matmul, the input of each nonlinearity. These [**activations**](word:activation)
+# are stored from the moment they are computed until the backward pass has used them.
+# `minitron.cost` counts them operator by operator. For one sequence:
 
 # %% tags=["output-activations", "nbval-check-output"]
 for attention in ("fused", "materialized"):
@@ -142,18 +153,23 @@ for attention in ("fused", "materialized"):
           f"{held / GB:6.0f} GB")
 
 # %% [markdown]
-# *Materialized* attention writes the matrix of attention scores, S x S for a sequence of S tokens,
-# to memory, as the textbook formula suggests. A *fused* kernel such as
+# [*Materialized* attention](word:materialized-attention) writes the matrix of attention scores,
+# S x S for a sequence of S tokens, to memory, as the textbook formula suggests. A
+# [*fused* kernel](word:fused-attention) such as
 # [FlashAttention](https://arxiv.org/abs/2205.14135) computes it tile by tile and never stores it
 # (Dao et al. 2022). From here on attention is fused unless we say otherwise; section 4 comes back
 # to the difference.
 #
 # ## 3. Picture: two steps, byte by byte
 #
-# Our model has 12 layers in float32 and trains on any laptop. The **meter** watches two training
-# steps. It sees every operator, counts each new tensor until it is freed, and sorts the bytes into
-# five kinds: parameter, gradient, optimizer state, activation, and *temporary*, which is everything
-# else.
+# We now know what is stored, but not when, and only what is stored *at the same time* has to fit.
+# Our model has 12 layers in float32 and trains on any laptop. The [**meter**](word:meter) watches
+# two training steps. It sees every operator, counts each new tensor until it is freed, and sorts
+# the bytes into five kinds: parameter, gradient, optimizer state, activation, and *temporary*,
+# which is everything else.
+#
+# The figure, a [*skyline*](word:skyline), stacks the five kinds over time. The strip above it names
+# the phase of the step, and the triangle marks the peak, whose bytes are listed at the right.
 #
 # **Predict.** Sketch the bytes alive over two steps. Where is the peak: in the forward pass, the
 # backward pass, or the optimizer? Do the two steps look the same?
@@ -180,9 +196,10 @@ def random_batch(batch_size, sequence_length):
 
 # %% tags=["figure-skyline"]
 model, optimizer = build(config)
+batches = [random_batch(B, S) for _ in range(2)]  # before the meter: tokens are not the step's
 with Meter(model, optimizer) as meter:
-    for _ in range(2):
-        train_step(model, optimizer, [random_batch(B, S)], rate=1e-3, clip_norm=1.0)
+    for batch in batches:
+        train_step(model, optimizer, [batch], rate=1e-3, clip_norm=1.0)
 
 show(skyline(meter.timeline, meter.peak), alt=(
     "Activations pile up during the forward pass and shrink during the backward pass; the second "
@@ -194,7 +211,7 @@ show(skyline(meter.timeline, meter.peak), alt=(
 #
 # The peak is where forward turns into backward: every activation has been stored and none has been
 # used. From there on, each layer's activations are freed as its gradients are computed. The
-# optimizer's state does not exist before the first `optimizer.step()`: Adam allocates its averages
+# optimizer's state does not exist before the first `optimizer.step()`: Adam allocates its moments
 # when it first sees a gradient. The second step carries them from start to finish; the first does
 # not.
 #
@@ -216,8 +233,9 @@ for name, peak in (("first", first), ("second", second)):
     print(f"{name:6} step: peak {peak / MB:5.1f} MB of {capacity / MB:.0f} MB: {verdict}")
 
 # %% [markdown]
-# Never conclude from one step that a model fits. Here is the same step by hand, with a reading
-# after each part:
+# Never conclude from one step that a model fits. Each kind of bytes has a lifetime of its own. To
+# see these lifetimes, we run the same two steps by hand and read the meter after each part. The
+# next figure has a row for each reading and a column for each kind; an empty box holds nothing.
 
 # %%
 def loss_of(model, batch):
@@ -225,8 +243,8 @@ def loss_of(model, batch):
     return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
 
-def step_by_hand(model, optimizer, read):
-    loss = loss_of(model, random_batch(B, S))
+def step_by_hand(model, optimizer, batch, read):
+    loss = loss_of(model, batch)
     read("forward")
     loss.backward()
     read("backward")
@@ -240,8 +258,8 @@ def step_by_hand(model, optimizer, read):
 held = {}
 model, optimizer = build(config)
 with Meter(model, optimizer) as meter:
-    for step in (1, 2):
-        step_by_hand(model, optimizer, lambda part, step=step: held.update(
+    for step, batch in enumerate(batches, start=1):
+        step_by_hand(model, optimizer, batch, lambda part, step=step: held.update(
             {f"after {part} {step}": meter.now()}))
 
 kinds = ("parameter", "gradient", "optimizer state", "activation")
@@ -254,8 +272,13 @@ show(holdings(rows), alt=(
 ))
 
 # %% [markdown]
-# **Predict.** At the peak there are no gradients yet. Now accumulate gradients over several
-# micro-batches, as in [chapter 1](chapter:1). What does the peak hold now?
+# Read it by column. Parameters are always in memory. Gradients live from the backward pass to
+# `zero_grad`, optimizer state from the first update on, and activations only between forward and
+# backward. The fullest row is the one after the second forward pass: parameters, optimizer state
+# and activations, but no gradients.
+#
+# **Predict.** Now accumulate gradients over several [micro-batches](word:micro-batch), as in
+# [chapter 1](chapter:1). What does the peak hold then?
 
 # %% tags=["output-accumulation"]
 def peak_of_step(config, batches):
@@ -275,7 +298,7 @@ for count in (1, 2, 4):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The second micro-batch's forward pass runs while the first one's gradients are being kept, so
+# The second micro-batch's forward pass runs while the first one's gradients are in memory, so
 # parameters, gradients, optimizer state and activations are all in memory at once. Further
 # micro-batches add nothing, because each backward pass frees its own activations. So plan with
 # **the training state, the activations of one micro-batch, and the temporaries where its backward
@@ -297,9 +320,10 @@ print(f"one sequence of 8 tokens: peak {peak.total / MB:.1f} MB in {peak.phase},
 #
 # ## 4. By hand: what does the backward pass need?
 #
-# Autograd will tell you. It passes each tensor that an operator saves for the backward pass to a
-# hook, which we set. Take one feed-forward layer: a projection up to width F, GELU, and a
-# projection down to width D.
+# In the skyline, activations are by far the largest kind, and section 2 took their size from a
+# formula. Where does it come from? Autograd can tell us what the backward pass needs: it passes
+# each tensor that an operator saves to a hook, which we set. Take one feed-forward layer: a
+# projection up to width F, GELU, and a projection down to width D.
 #
 # **Predict.** Which tensors are saved, and how large is each, for an input of shape (B, S, D)?
 #
@@ -307,7 +331,7 @@ print(f"one sequence of 8 tokens: peak {peak.total / MB:.1f} MB in {peak.phase},
 #
 # `up` needs its input to compute its weight's gradient: B S D values. GELU needs its input to
 # compute its slope: B S F. `down` needs its input, which is GELU's output: B S F. Both projections
-# also save their weights, which are in memory anyway. Nothing here needs the output of `down`.
+# also save their weights, which are in memory anyway. No operator here needs the output of `down`.
 #
 # </details>
 
@@ -368,14 +392,15 @@ print(f"cost  {ours:13,} bytes per layer, {ours / paper - 1:+.1%}")
 
 # %%
 def activations(config, batch_size, sequence_length, attention=fused_attention):
-    """Measure the bytes that a forward pass keeps for the backward pass."""
+    """Measure the bytes that a forward pass saves for the backward pass."""
     model, _ = build(config)
     for block in model.blocks:
         block.attention.attention_fn = attention
+    batch = random_batch(batch_size, sequence_length)
     with Meter(model) as meter:
-        loss = loss_of(model, random_batch(batch_size, sequence_length))
+        loss = loss_of(model, batch)
         held = meter.now()["activation"]
-    del loss  # it kept the graph alive until here
+    del loss  # until here it held the graph, and with it the activations
     return held
 
 
@@ -402,12 +427,14 @@ for name, model_config, batch_size, length in (
 #
 # </details>
 #
-# Now keep the number of tokens fixed, and make the sequences longer and correspondingly fewer.
+# Doubling the sequence length also doubled the number of tokens. Which of the two do activations
+# depend on? Keep the number of tokens fixed, and make the sequences longer and correspondingly
+# fewer. In the figure, dots are measured and dashed lines are the formula.
 #
 # **Predict.** As the sequences get longer, whose activations grow: fused attention's, materialized
 # attention's, or both?
 
-# %% tags=["figure-sequence"]
+# %% tags=["figure-sequence", "exhaustive"]
 lengths = [32, 64, 128, 256, 512]
 measured, predicted = {}, {}
 for name, function in (("fused", fused_attention), ("materialized", materialized_attention)):
@@ -425,13 +452,20 @@ show(curves(lengths, measured, "sequence length, at 2,048 tokens in total", "act
 ))
 
 # %% [markdown]
-# Materialized attention does, because it stores the S x S matrix. The fused kernel stores its
-# inputs, its output, and one number per row of scores. So with a fused kernel, a layer's
-# activations depend on the number of tokens, but not on how they are divided into sequences.
+# <details><summary>Answer</summary>
+#
+# Only materialized attention's, because it stores an S x S matrix for each head: the upper dots
+# climb in a straight line. The fused kernel stores its inputs, its output, and one number per row
+# of scores, so its dots lie on a level line: with it, activations depend on the number of tokens,
+# but not on how they are divided into sequences.
+#
+# </details>
 #
 # ## 5. The trap: a number that holds a graph
 #
-# Here are two loops. The first stores the loss of every training step, to plot it later; [PyTorch's
+# So far, all memory was freed when the step no longer needed it. Sometimes it is not, and a run
+# that has trained for hours runs out of memory. Here are two loops. The first stores the loss of
+# every training step, to plot it later; [PyTorch's
 # FAQ](https://docs.pytorch.org/docs/stable/notes/faq.html) warns against code of this kind. The
 # second averages the loss over the validation data. A loss refers to its *graph*: autograd's record
 # of the operators that produced it, with the tensors they saved.
@@ -520,7 +554,7 @@ report("with no_grad", repaired)
 # **Predict.** A running average, `average = 0.9 * average + 0.1 * loss`, is connected to the graphs
 # of all losses so far. Does it leak? And if `backward()` is called with `retain_graph` set?
 
-# %% tags=["output-average", "nbval-check-output"]
+# %% tags=["output-average", "nbval-check-output", "exhaustive"]
 def train_and_average(model, optimizer, batches, retain_graph):
     average = 0.0
     for batch in batches:
@@ -550,8 +584,9 @@ for name, retain_graph in (("graph released", False), ("graph retained", True)):
 #
 # ## 6. The real one
 #
-# How does the [`Meter`](code:minitron.measure.meter.Meter) know? PyTorch calls it for every
-# operator: in the forward pass, in the backward pass and in the optimizer.
+# Everything so far rests on the meter's readings. How does the
+# [`Meter`](code:minitron.measure.meter.Meter) know? PyTorch calls it for every operator: in the
+# forward pass, in the backward pass and in the optimizer.
 
 # %%
 show_source(Meter.__torch_dispatch__, Meter._pack)
@@ -564,7 +599,7 @@ show_source(Meter.__torch_dispatch__, Meter._pack)
 #
 # Is it right? Three independent counts of the same step, on the model of 12 layers: the meter, the
 # formula, and PyTorch's own memory tracker. The formula for the peak adds the weights, Adam's
-# averages, the activations, and two float32 tensors of the logits' shape: the gradient that enters
+# moments, the activations, and two float32 tensors of the logits' shape: the gradient that enters
 # the softmax's backward pass, and the one that leaves it.
 
 # %%
@@ -581,9 +616,6 @@ def predict_peak(config, batch_size, sequence_length):
 
 
 # %%
-from torch.distributed._tools.mem_tracker import MemTracker
-
-
 def tracked_peak(config, batch):
     """Return the peak of the second step as PyTorch's tracker counts it."""
     model, optimizer = build(config)
@@ -610,7 +642,8 @@ for name, count in (("formula", formula), ("PyTorch's tracker", tracker)):
 # %% [markdown]
 # ## 7. Measure
 #
-# The same comparison by category. The dashed bar uses only the model's shape and the batch.
+# The totals agree, but errors of two kinds could cancel. So here is the same comparison by
+# category. The dashed bar uses only the model's shape and the batch.
 
 # %% tags=["figure-agreement"]
 predicted = predict_peak(config, B, S)
@@ -620,6 +653,10 @@ show(memory_bars({"measured": metered.bytes}, {"predicted": predicted}), alt=(
 ))
 
 # %% [markdown]
+# Every part of the dashed bar is as wide as the measured part below it. Most of the step's memory
+# is activations, and gradients are missing from both bars: at the peak of a step with one
+# micro-batch, none exists yet.
+#
 # ### The calculator
 #
 # The calculator applies the planning rule of section 3 to models far too large for your laptop. The
@@ -646,9 +683,10 @@ memory_calculator()
 #
 # On a GPU, one more layer sits between tensors and memory. Asking the driver for memory is slow, so
 # PyTorch keeps freed memory and reuses it. Memory that PyTorch has taken from the driver is
-# **reserved**, in *segments*; memory that tensors occupy is **allocated**, in *blocks* within
-# segments (no relation to a Transformer block). The meter counts allocated bytes; `nvidia-smi` sees
-# the reserved ones. Free memory helps a request only if one free block is large enough.
+# **reserved**, in [*segments*](word:segment); memory that tensors occupy is **allocated**, in
+# *blocks* within segments (unrelated to a Transformer's blocks). The meter counts allocated bytes;
+# `nvidia-smi` sees the reserved ones. Free memory helps a request only if one free block is large
+# enough.
 #
 # Without a GPU we use a model: [`CachingAllocator`](code:teaching.lab.allocator) follows the rules
 # and constants of PyTorch's `CUDACachingAllocator.cpp`. Two of its methods matter here.
@@ -721,7 +759,7 @@ request(allocator, 40 * MIB)
 # The same functions, with the shapes of published models and an H100's memory.
 #
 # **Predict.** How many H100s does it take to hold the training state of a 70B model, at 16 bytes
-# per parameter? And of 405B?
+# per parameter? And of a 405B model?
 
 # %% tags=["output-models", "nbval-check-output"]
 models = {name: shape for name, shape in cost.PUBLISHED.items() if "Llama" in name}
@@ -732,17 +770,27 @@ for recipe in cost.RECIPES:
     print(f"{recipe:21}{row}")
 
 # %% tags=["output-devices", "nbval-check-output"]
-print("bf16, 8,192 tokens     state   activations   H100s for the state")
+print("bf16, 8,192 tokens     state   activations   H100s for the state    filled")
 for name, shape in models.items():
     state = cost.model_state_bytes(shape, cost.RECIPES["bf16"])
     held = cost.activation_bytes(shape, 1, 8192)
     count = -(-state // int(H100.memory_bytes))
-    print(f"{name:18} {state / GB:6,.0f} GB {held / GB:10,.0f} GB {count:21,}")
+    full = state / (count * H100.memory_bytes)
+    print(f"{name:18} {state / GB:6,.0f} GB {held / GB:10,.0f} GB {count:21,} {full:9.1%}")
 
 # %% [markdown]
+# <details><summary>Answer</summary>
+#
+# 14 for the 70B model and 76 for the 405B model, if the state can be split evenly. But look at the
+# last column: 76 GPUs would be 99.9 % full of training state, and not one activation would fit. The
+# number of GPUs that can *hold* a model's state is a lower bound, not a plan.
+#
+# </details>
+#
 # Does a GPU's allocator count the same bytes? The cell shows what `make gpu` recorded last, beside
 # the prediction; without a record, it shows the prediction alone. The model is a 1.3B Llama with
-# half of its layers, in bf16, from its first step to the end of its second.
+# half of its layers, in bf16, from its first step to the end of its second. The x axis counts the
+# allocator's calls, so a phase that allocates often is wide.
 
 # %%
 shown = recorded.two_steps()
@@ -750,18 +798,19 @@ show_text(shown.sentence)
 show(shown.figure, alt=shown.alt)
 
 # %% [markdown]
-# This is the step from section 3, as CUDA's allocator counts it. `allocated` climbs while forward
-# saves activations, peaks at the start of backward, and falls. At the end of step 1 the optimizer
-# makes its state, so the peak of step 2 is higher by that much. `reserved` does not fall: the
-# allocator keeps the segments that it has once needed. Under a limit between the two peaks, a
-# training starts, and fails one step later. The two requests from above ended on the GPU as they
-# did in the model of the allocator.
+# These are section 3's two steps, as CUDA's allocator counts them. `allocated` climbs while the
+# forward pass saves activations, peaks at the start of the backward pass, and falls. At the end of
+# step 1 the optimizer allocates its moments, so the peak of step 2 is higher by their size.
+# `reserved` does not fall, because the allocator keeps the segments it has taken. If the limit lies
+# between the two peaks, the run completes step 1 and fails in step 2. And the two requests of the
+# previous section ended on the GPU as they did in our model of the allocator.
 #
 # Of the models in the table above, only the smallest fits on one GPU with its activations. There
 # are three remedies, and the course covers them in turn. Activations can be recomputed instead of
-# stored: that is [chapter 3](chapter:3). Training state that is the same on every data-parallel
-# rank can be sharded instead of replicated: that is [chapter 6](chapter:6). And the matrices
-# themselves can be split over GPUs: that is [chapter 7](chapter:7).
+# stored: that is [chapter 3](chapter:3). When several GPUs train on different data, each with the
+# same training state, the state can be sharded instead of replicated: that is
+# [chapter 6](chapter:6). And the matrices themselves can be split over GPUs: that is
+# [chapter 7](chapter:7).
 
 # %% [markdown]
 # ## 8. Recap

@@ -68,13 +68,18 @@ print(f"sequences in {H100.memory_bytes / GB:.1f} GB: {H100.memory_bytes / one_s
 # Less than a third of one, and a micro-batch cannot be smaller than one sequence. But nearly all of
 # these bytes are results of computations whose inputs we still have. We can compute them again.
 #
+# Sections 2 to 4 do so block by block: on paper, in a picture, and by hand. Section 5 shows how a
+# wrong recomputation hides, and section 6 reads the package's own. Section 7 measures the trade and
+# then chooses *what* to recompute: how many blocks, and in which groups. Two Further sections
+# choose operator by operator, and move activations to the host instead.
+#
 # ## 2. Estimate
 #
-# A block maps one tensor of shape (B, S, D) to another. Keep the input and drop everything the
-# block computes inside. When the backward pass reaches the block, run its forward pass once more.
-# The same activations exist again, the backward pass uses them, and they are freed before it
-# reaches the previous block. This is **full recomputation**, which many libraries call *activation
-# checkpointing*.
+# A [block](word:block), one layer of the Transformer, maps one tensor of shape (B, S, D) to
+# another. Keep the input and drop everything the block computes inside. When the backward pass
+# reaches the block, run its forward pass once more. The same [activations](word:activation) exist
+# again, the backward pass uses them, and they are freed before it reaches the previous block. This
+# is **full [recomputation](word:recompute)**, which many libraries call *activation checkpointing*.
 #
 # **Predict.** In 16 bits, the block's input is 2 bytes for each of B S D values. By what factor do
 # the activations shrink? And how many forward passes' worth of FLOPs does a training step now take?
@@ -82,29 +87,33 @@ print(f"sequences in {H100.memory_bytes / GB:.1f} GB: {H100.memory_bytes / one_s
 # <details><summary>Answer</summary>
 #
 # A step used to cost three forward passes: one for forward and two for backward. Now it costs four,
-# a third more. The surprise is the factor: at this size, a block with materialized attention stores
-# more than fifty times as many bytes as its input has.
+# a third more. The surprise is the factor: at this size, a block with
+# [materialized attention](word:materialized-attention) stores more than fifty times as many bytes
+# as its input has.
 #
 # </details>
 
 # %% tags=["output-estimate", "nbval-check-output"]
 training = cost.training_flops_per_token(gpt3, S3)
-print("recompute   one layer   all layers with head and loss   FLOPs added")
-for kind in ("none", "selective", "full"):
-    layer = cost.activation_bytes_per_layer(gpt3, 1, S3, 2, "materialized", kind)
-    model_bytes = cost.activation_bytes(gpt3, 1, S3, 2, "materialized", kind)
-    added = cost.recompute_flops_per_token(gpt3, S3, kind) / training
-    print(f"{kind:9} {layer / GB:9.2f} GB {model_bytes / GB:28.1f} GB {added:13.1%}")
+print("recompute   one block   all blocks, head and loss   FLOPs added")
+for policy in ("none", "selective", "full"):
+    block = cost.activation_bytes_per_layer(gpt3, 1, S3, 2, "materialized", policy)
+    model_bytes = cost.activation_bytes(gpt3, 1, S3, 2, "materialized", policy)
+    added = cost.recompute_flops_per_token(gpt3, S3, policy) / training
+    print(f"{policy:9} {block / GB:9.2f} GB {model_bytes / GB:24.1f} GB {added:13.1%}")
 
 # %% [markdown]
 # With full recomputation, the GPU holds many sequences. (The FLOPs are not quite a third: the
-# output head is not recomputed.) The middle row recomputes only attention's core, which section 6
-# defines. It saves most of GPT-3's bytes for almost no extra compute.
+# output head is not recomputed.) Which part of the model is recomputed is a *policy*, and the three
+# rows are three policies. The middle one recomputes only attention's core, which section 6 defines.
+# It saves most of GPT-3's bytes for almost no extra compute.
 #
 # ## 3. Picture
 #
-# We run a model of sixteen blocks, with materialized attention and dropout, under the meter: first
-# a *plain* step, without recomputation, then the same step with every block recomputed.
+# The table says how much is kept, but recomputation also puts bytes back, during the backward pass.
+# To see when, we run a model of sixteen blocks, with materialized attention and dropout, under the
+# [meter](word:meter): first a *plain* step, without recomputation, then the same step with every
+# block recomputed. The figures are [skylines](word:skyline) as in chapter 2.
 #
 # **Predict.** Sketch the memory over time of the second step. Where is its peak? What does the
 # backward pass look like?
@@ -147,35 +156,35 @@ plain, full = metered(lambda model: None), metered(apply_full_recompute)
 
 # %% tags=["figure-plain"]
 show(skyline(plain.timeline, plain.peak), alt=(
-    "Without recomputation, the activations of all layers are in memory when the backward pass "
+    "Without recomputation, the activations of all blocks are in memory when the backward pass "
     "begins."
 ))
 
 # %% tags=["figure-full"]
 show(skyline(full.timeline, full.peak), alt=(
     "With full recomputation, only the blocks' inputs accumulate; in the backward pass each "
-    "block's activations exist for a moment, one tooth per layer."
+    "block's activations exist for a moment, one tooth per block."
 ))
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The forward pass climbs slowly, by one block input per layer. The backward pass is a sawtooth with
-# sixteen teeth: each recomputation allocates one block's activations, and that block's backward
-# pass frees them. From tooth to tooth one block's input is freed and one block's gradients are
-# added. In this model the gradients are larger, so the last tooth is the highest. The backward pass
-# now includes a second forward pass. Mind the scales of the two figures: the first peak is about
-# four times the second. The spikes in the second forward pass are each block's activations, dropped
-# as soon as the block is done.
+# In the forward pass memory climbs slowly, by the input of one block after the other. The small
+# spikes on the slope are each block's intermediate results, dropped as soon as the block is done.
+# The backward pass is a sawtooth with sixteen teeth: each recomputation allocates one block's
+# activations, and that block's backward pass frees them. From tooth to tooth one block's input is
+# freed and one block's gradients are added. In this model the gradients are larger, so the last
+# tooth is the highest. The backward pass is also longer, because it now includes a second forward
+# pass. Mind the scales of the two figures: the first peak is about four times the second.
 #
 # </details>
 #
 # ## 4. By hand
 #
-# We have to tell autograd two things: do not record this now, and here is what to do later. An
-# `autograd.Function` can say both. Its `forward` runs without building a graph. Its `backward` gets
-# the gradient of the output, builds the graph that was skipped, and runs the backward pass through
-# it immediately.
+# How do you make autograd do this? We have to tell it two things: do not record this now, and here
+# is what to do later. An `autograd.Function` can say both. Its `forward` runs without building a
+# graph. Its `backward` gets the gradient of the output, builds the graph that was skipped, and runs
+# the backward pass through it immediately.
 
 
 # %%
@@ -238,8 +247,8 @@ print("same gradient, to the last bit:", torch.equal(gradient, our_gradient))
 #
 # ## 5. The trap: recomputing something else
 #
-# We switch dropout on, as in training, and set the seed before each run, so that both runs draw the
-# same masks in the forward pass.
+# The comparison above left something out: dropout. We switch it on, as in training, and set the
+# seed before each run, so that both runs draw the same masks in the forward pass.
 #
 # **Predict.** Loss and gradient: which of the two is still the same?
 
@@ -283,7 +292,8 @@ show(curves(range(1, 121), losses, "step", "loss (nats per token)"), alt=(
 # ## 6. The real one
 #
 # The package's [`recompute`](code:minitron.model.recompute.recompute) does not use an
-# `autograd.Function`. Which two lines prepare the backward pass?
+# `autograd.Function`. Instead it intercepts what autograd saves, with the hooks that chapter 2 used
+# to look at it. Which two lines prepare the backward pass?
 
 # %%
 show_source(recompute)
@@ -306,9 +316,9 @@ show_source(ForwardContext.restored)
 # a different precision would give different activations.
 #
 # The package builds three policies from this one function. *Full* recomputes each block.
-# *Selective* recomputes only the attention core, from query, key and value to the weighted sum of
-# the values. *Segments* recompute several consecutive blocks as one call. We compare each policy
-# with the plain step, with dropout on:
+# *Selective* recomputes only attention's core, from query, key and value to the weighted sum of
+# the values. [*Segments*](word:segment) recompute several consecutive blocks as one call. We
+# compare each policy with the plain step, with dropout on:
 
 # %% tags=["output-oracle", "nbval-check-output"]
 policies = {
@@ -370,14 +380,14 @@ def both_sides(policy):
 # %% tags=["output-both", "nbval-check-output"]
 _, plain_bytes, plain_flops = both_sides(lambda model: None)
 per_token = cost.training_flops_per_token(config, S)
-kinds = {"none": lambda model: None, **{k: policies[k] for k in ("selective", "full")}}
+compared = {"none": lambda model: None, **{k: policies[k] for k in ("selective", "full")}}
 print("           after forward (MB)    at most    FLOPs added")
 print("           formula   measured   measured   formula  measured")
-for kind, policy in kinds.items():
-    formula = cost.activation_bytes(config, B, S, 4, "materialized", kind, mask_bytes=4)
+for name, policy in compared.items():
+    formula = cost.activation_bytes(config, B, S, 4, "materialized", name, mask_bytes=4)
     kept, most, flops = both_sides(policy)
-    added = cost.recompute_flops_per_token(config, S, kind) / per_token
-    print(f"{kind:9} {formula / MB:8.2f} {kept / MB:10.2f} {most / MB:10.2f} "
+    added = cost.recompute_flops_per_token(config, S, name) / per_token
+    print(f"{name:9} {formula / MB:8.2f} {kept / MB:10.2f} {most / MB:10.2f} "
           f"{added:9.1%} {flops / plain_flops - 1:9.1%}")
 
 # %% [markdown]
@@ -391,28 +401,28 @@ for kind, policy in kinds.items():
 # ### How long should a segment be?
 #
 # A segment of $k$ blocks keeps one input instead of $k$. But when it is recomputed, the activations
-# of all $k$ blocks are in memory at once.
+# of all $k$ blocks are in memory at once, together with the inputs of the segments before it, which
+# still wait for their turn. The formula below is this sum, for the segment where it is largest.
 #
 # **Predict.** The classic answer is about $\sqrt{L}$ segments
-# ([Chen et al. 2016](https://arxiv.org/abs/1604.06174), section 4.1), so for 16 layers, segments of
+# ([Chen et al. 2016](https://arxiv.org/abs/1604.06174), section 4.1), so for 16 blocks, segments of
 # 4. Does that give the lowest peak here?
 
 # %%
 block_bytes = cost.activation_bytes_per_layer(config, B, S, 4, "materialized", mask_bytes=4)
-boundary = cost.activation_bytes_per_layer(config, B, S, 4, recompute="full")
+input_bytes = cost.activation_bytes_per_layer(config, B, S, 4, recompute="full")
 lengths = [1, 2, 3, 4, 6, 8, 12, 16]
 peaks, predicted, added = [], [], []
 for length in lengths:
     segments = [length] * (L // length) + [L % length] * (L % length > 0)
     _, most, flops = both_sides(partial(apply_segmented_recompute, segment_lengths=segments))
     peaks.append(most / MB)
-    waiting = len(segments) - 1
-    predicted.append(max((waiting - i) * boundary + n * block_bytes
-                         for i, n in enumerate(reversed(segments))) / MB)
+    predicted.append(max(num_before * input_bytes + num_blocks * block_bytes
+                         for num_before, num_blocks in enumerate(segments)) / MB)
     added.append(flops / plain_flops - 1)
 
 # %% tags=["figure-segments"]
-print(f"a block keeps {block_bytes / boundary:.0f} times its input")
+print(f"a block keeps {block_bytes / input_bytes:.0f} times its input")
 print("FLOPs added at every length:", *{f"{share:.1%}" for share in added})
 best = lengths[peaks.index(min(peaks))]
 show(curves(lengths, {"measured": peaks}, "blocks per segment", "activations at the peak (MB)",
@@ -424,8 +434,9 @@ show(curves(lengths, {"measured": peaks}, "blocks per segment", "activations at 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# No. Single blocks have the lowest peak, at the same cost. The square root assumes a layer that
-# stores no more than its input. With segments of $k$ blocks, memory peaks at about
+# No. Single blocks have the lowest peak, at the same cost: the measured dots lie on the dashed
+# formula and climb from left to right. The square root assumes a layer that stores no more than its
+# input. With segments of $k$ blocks, memory peaks at about
 # $\frac{L}{k} b + k A$ bytes, where $b$ is the size of an input and $A$ that of a block's
 # activations. This is smallest at $k = \sqrt{L\,b/A}$, and here $A$ is so much larger than $b$ that
 # this $k$ is below 1. [Exercise 3.4](exercise:3.4) finds the best length for any numbers.
@@ -436,36 +447,41 @@ show(curves(lengths, {"measured": peaks}, "blocks per segment", "activations at 
 #
 # So far we recomputed every block. With more memory we can recompute fewer of them.
 # [`segments_for_budget`](code:minitron.model.recompute.segments_for_budget) takes the bytes of each
-# block and a budget, and recomputes as few blocks as possible within that budget.
+# block, those of an input (`boundary_bytes`) and a budget, and recomputes as few blocks as possible
+# within that budget. We run it with eight budgets and count FLOPs and bytes. In the figure, these
+# are the dots; the dashed line is computed for every budget in between.
 
 # %%
 budgets = [round(share * L * block_bytes) for share in (0.1, 0.15, 0.2, 0.3, 0.45, 0.6, 0.8, 1)]
-block_flops = cost.recompute_flops_per_token(config, S) / L
-paid, expected, rows = [], [], []
+paid, rows = [], []
 for budget in budgets:
-    segments = segments_for_budget([block_bytes] * L, boundary, budget)
+    segments = segments_for_budget([block_bytes] * L, input_bytes, budget)
     _, most, flops = both_sides(partial(apply_segmented_recompute, segment_lengths=segments))
-    paid.append(100 * (flops / plain_flops - 1))
-    expected.append(100 * sum(segments) * block_flops / per_token)
+    paid.append(flops / plain_flops - 1)
     rows.append(f"{budget / MB:9.1f} {most / MB:8.1f} {sum(segments):11}   {segments}")
+
+block_flops = cost.recompute_flops_per_token(config, S) / L / per_token
+every = [*range(budgets[0], budgets[-1], 50_000), budgets[-1]]
+formula = [block_flops * sum(segments_for_budget([block_bytes] * L, input_bytes, budget))
+           for budget in every]
 
 # %% tags=["figure-frontier"]
 print("budget MB  peak MB  recomputed of 16, in segments of", *rows, sep="\n")
-show(curves([budget / MB for budget in budgets], {"measured": paid}, "budget for activations (MB)",
-            "FLOPs added (%)", {"formula": expected}), alt=(
-    "The more memory, the less recomputation, in a nearly straight line down to none."
+show(lab.frontier(budgets, paid, every, formula), alt=(
+    "The more memory, the less recomputation: one step down for each block that fits."
 ))
 
 # %% [markdown]
-# Each block costs the same, so the line is nearly straight; it bends because blocks are recomputed
-# whole or not at all. Where the budget has room for several blocks at once, the function joins them
-# into a segment, which keeps one input instead of several. Where the peak exceeds the budget
-# slightly, the difference is what lies outside the blocks: the loss, the input of the output head,
-# the embedding's dropout mask.
+# Each block takes the same bytes and the same FLOPs, so the steps of the stairs are alike, and on
+# average they follow a straight line. Blocks are recomputed whole or not at all, so between two
+# steps additional memory buys nothing. Where the budget has room for several blocks at once, the
+# function joins them into a segment, which keeps one input instead of several. Where the peak
+# exceeds the budget slightly, the difference is what lies outside the blocks: the loss, the input
+# of the output head, the embedding's dropout mask.
 #
-# Other choices do better than this line. A whole block contains operators whose outputs are large
-# and cheap to recompute, and others whose outputs are small and expensive. Selective recomputation
-# recomputes the former; the first Further section ranks all of them.
+# Other choices do better than these stairs. A whole block contains operators whose outputs are
+# large and cheap to recompute, and others whose outputs are small and expensive. Selective
+# recomputation recomputes the former; the first Further section ranks all of them.
 #
 # ### On real GPUs
 #
@@ -475,9 +491,9 @@ show(curves([budget / MB for budget in budgets], {"measured": paid}, "budget for
 
 # %% tags=["output-claim", "nbval-check-output"]
 h, a = gpt3.width, gpt3.num_heads
-layer = {kind: cost.activation_bytes_per_layer(gpt3, 1, S3, 2, "materialized", kind)
-         for kind in ("none", "selective", "full")}
-saved = 1 - layer["selective"] / layer["none"]
+block = {policy: cost.activation_bytes_per_layer(gpt3, 1, S3, 2, "materialized", policy)
+         for policy in ("none", "selective")}
+saved = 1 - block["selective"] / block["none"]
 counted = cost.recompute_flops_per_token(gpt3, S3, "selective") / training
 v, layers = 51200, gpt3.num_layers
 equation_7 = 1 + S3 / (6 * h) + v / (12 * h * layers)
@@ -491,21 +507,22 @@ print(f"FLOPs of QK^T and PV, once more    {counted:.1%}")
 # The bytes agree. The FLOPs do not: the paper's equation 8 adds attention's share of a *whole*
 # training step, forward and backward, whereas recomputation repeats only the forward matmuls, a
 # third of that. So the paper's claim errs on the safe side. To decide which count is right, we
-# count at full size, on a laptop. The instruments do not need values, so we give them **fake
-# tensors**, which have a shape and a dtype but no memory. One block of GPT-3 in 16 bits:
+# count at full size, on a laptop. The instruments do not need values, so we give them
+# [**fake tensors**](word:fake-tensor), which have a shape and a dtype but no memory. One block of
+# GPT-3 in 16 bits:
 
 # %% tags=["output-gpt3", "nbval-check-output"]
 _, plain_flops_3 = lab.layer_without_values(gpt3, S3, lambda model: None)
-for kind, policy in kinds.items():
+for name, policy in compared.items():
     kept, flops = lab.layer_without_values(gpt3, S3, policy)
-    print(f"{kind:9} {kept / GB:5.2f} GB kept, {flops / 1e12:5.2f} TFLOPs, "
+    print(f"{name:9} {kept / GB:5.2f} GB kept, {flops / 1e12:5.2f} TFLOPs, "
           f"{flops / plain_flops_3 - 1:6.2%} more")
 
 # %% [markdown]
 # (The first two rows exceed section 2's formula because the CPU's dropout masks are larger.)
-# Selective recomputation costs less than one percent, half of our own count, because it stops
-# early. Its share of *time* is larger. The paper measured one layer of a 22-billion-parameter model
-# on A100s, forward plus backward (Korthikanti et al. 2022, table 4):
+# Selective recomputation adds less than one percent: not the paper's count, and half of ours,
+# because it stops early. Its share of *time* is larger. The paper measured one layer of a
+# 22-billion-parameter model on A100s, forward plus backward (Korthikanti et al. 2022, table 4):
 
 # %% tags=["output-time", "nbval-check-output"]
 milliseconds = {"none": 7.7 + 11.9, "selective": 7.7 + 13.2, "full": 7.7 + 19.5}
@@ -513,41 +530,43 @@ model_22b = ModelConfig(
     family="gpt", vocab_size=51_200, max_sequence_length=2048, num_layers=48, width=6144,
     num_heads=64, num_kv_heads=64, ffn_width=4 * 6144, dropout=0.1,
 )
-for kind, time in milliseconds.items():
-    flops = cost.recompute_flops_per_token(model_22b, 2048, kind)
+for policy, time in milliseconds.items():
+    flops = cost.recompute_flops_per_token(model_22b, 2048, policy)
     flops /= cost.training_flops_per_token(model_22b, 2048)
-    print(f"{kind:9} {time:5.1f} ms, {time / milliseconds['none'] - 1:4.0%} more time, "
+    print(f"{policy:9} {time:5.1f} ms, {time / milliseconds['none'] - 1:4.0%} more time, "
           f"{flops:5.1%} more FLOPs")
 
 # %% [markdown]
 # What selective recomputation repeats takes few FLOPs but a lot of memory traffic: softmax and
 # dropout read and write the S x S matrix. It is still far cheaper than full recomputation.
 #
-# Today a fused kernel ([Dao et al. 2022](https://arxiv.org/abs/2205.14135)) performs the selective
-# recomputation inside attention's backward pass, tile by tile, and never writes the matrix. Our
-# models use it by default. It keeps what the selective row keeps, plus one number per head and
-# token (the logarithm of the softmax's denominator). We still have to choose how many blocks to
-# recompute. For all of GPT-3 on section 1's H100:
+# Today a [fused kernel](word:fused-attention) ([Dao et al. 2022](https://arxiv.org/abs/2205.14135))
+# performs the selective recomputation inside attention's backward pass, tile by tile, and never
+# writes the matrix. Our models use it by default. It keeps what the selective row keeps, plus one
+# number per head and token (the logarithm of the softmax's denominator). We still have to choose
+# how many blocks to recompute. For all of GPT-3 on section 1's H100:
 
 # %% tags=["output-budget", "nbval-check-output"]
-print("sequences   fused, all kept   recomputed layers   FLOPs added")
+print("sequences   fused, all kept   recomputed blocks   FLOPs added")
 for num_sequences in (1, 2, 4, 8, 14):
-    layer = cost.activation_bytes_per_layer(gpt3, num_sequences, S3)
-    outside = cost.activation_bytes(gpt3, num_sequences, S3) - layers * layer
+    block = cost.activation_bytes_per_layer(gpt3, num_sequences, S3)
+    outside = cost.activation_bytes(gpt3, num_sequences, S3) - layers * block
     block_input = cost.activation_bytes_per_layer(gpt3, num_sequences, S3, recompute="full")
     budget = int(H100.memory_bytes - outside)
-    segments = segments_for_budget([layer] * layers, block_input, budget)
+    segments = segments_for_budget([block] * layers, block_input, budget)
     added = cost.recompute_flops_per_token(gpt3, S3) * sum(segments) / layers / training
-    print(f"{num_sequences:9} {(layers * layer + outside) / GB:14.0f} GB {sum(segments):19} "
+    print(f"{num_sequences:9} {(layers * block + outside) / GB:14.0f} GB {sum(segments):19} "
           f"{added:13.1%}")
 
 # %% [markdown]
 # A GPU that could not hold a third of a sequence now holds one without recomputing any block, and
-# 14 for less than a third more compute. MFU does not count this compute: its numerator has the
-# FLOPs that the model requires, not those that the hardware executed ([chapter 1](chapter:1)).
+# 14 for less than a third more compute. [MFU](word:mfu) does not count this compute: its numerator
+# has the FLOPs that the model requires, not those that the hardware executed
+# ([chapter 1](chapter:1)).
 #
-# Does a GPU hold what these formulas say? Next is the peak of a training step by policy: of a 1.3B
-# Llama in bf16, with half of its layers so that everything fits even without recomputation.
+# Does a GPU hold what these formulas say? The next figure shows the peak of a training step under
+# each policy, predicted (dashed) above recorded. The model is a 1.3B Llama in bf16, with half of
+# its layers so that everything fits even without recomputation.
 
 # %%
 shown = recorded.recomputation()
@@ -555,12 +574,12 @@ show_text(shown.sentence)
 show(shown.figure, alt=shown.alt)
 
 # %% [markdown]
-# Predicted and recorded bars agree. Full recomputation leaves a sixth of the activations. Selective
-# recomputation saves next to nothing, because this model's attention is fused and saves no scores
-# in the first place.
+# Predicted and recorded bars agree. Full recomputation shrinks the activations to a small part of
+# the bar. Selective recomputation saves next to nothing, because this model's attention is fused
+# and saves no scores in the first place.
 #
-# On a real GPU the weights and the optimizer state need room, too: here they are most of what
-# remains. How to split *them* over GPUs is the subject of the next chapters.
+# On a real GPU the weights and the optimizer state need room, too: with full recomputation, they
+# are most of the bar. How to split *them* over GPUs is the subject of the next chapters.
 
 # %% [markdown]
 # ## Further: recompute per operator
@@ -595,8 +614,10 @@ for name, terms, values in (
 # PyTorch can make this choice per operator: `torch.utils.checkpoint` accepts a function that it
 # calls for each operator, which answers keep or recompute
 # (`torch.utils.checkpoint.create_selective_checkpoint_contexts`). Ours keeps the outputs of matmuls
-# above a threshold of FLOPs per byte. The column `whole blocks` is what recomputing whole blocks
-# would cost for the same bytes, read off the straight line of section 7.
+# above a threshold of FLOPs per byte. In our small float32 model, the scores are at 8 FLOPs per
+# byte, `down` is at 128, and all other matmuls are at 32, so there are four thresholds to try. The
+# column `whole blocks` is what recomputing whole blocks would cost for the same bytes: section 7's
+# stairs, taken as a straight line.
 
 # %% tags=["output-peroperator", "nbval-check-output"]
 def per_operator(threshold):
@@ -612,26 +633,33 @@ def per_operator(threshold):
 
 # %% tags=["output-thresholds", "nbval-check-output", "exhaustive"]
 least, _, full_flops = both_sides(apply_full_recompute)
-print("keep matmuls above            kept   FLOPs added   whole blocks   same gradient")
+terms = {"QK^T": config.head_width, "PV": S, "qkv": config.width, "out": config.width,
+         "up": config.width, "down": config.ffn_width}
+per_byte = {name: 2 * count // 4 for name, count in terms.items()}
+print("FLOPs per byte:", ", ".join(f"{name} {flops}" for name, flops in per_byte.items()))
+print("above   matmuls kept                 kept   added   whole blocks   same gradient")
 for threshold in (0, 10, 40, 1000):
     kept, added, same = per_operator(threshold)
+    names = " ".join(name for name, flops in per_byte.items() if flops > threshold) or "none"
     whole = (plain_bytes - kept) / (plain_bytes - least) * (full_flops / plain_flops - 1)
-    print(f"{threshold:5} FLOPs per byte {kept / MB:12.1f} MB {added:11.1%} {whole:14.1%} "
-          f"{same!s:>15}")
+    print(f"{threshold:5}   {names:24} {kept / MB:5.1f} MB {added:7.1%} {whole:14.1%} {same!s:>15}")
 
 # %% [markdown]
-# Keeping all matmul outputs halves the memory without recomputing a single matmul: what is
-# recomputed are the norms, GELU, softmax and dropout, which take memory traffic rather than FLOPs.
-# At every threshold that keeps something, per-operator recomputation costs less than recomputing
+# Keeping all matmul outputs (first row) halves the memory without recomputing a single matmul: what
+# is recomputed are the norms, GELU, softmax and dropout, which take memory traffic rather than
+# FLOPs. Recomputing the scores as well (second row) adds a few percent. The third row keeps the
+# output of `down` alone: little more memory than full recomputation in the last row, but clearly
+# fewer FLOPs. Wherever something is kept, per-operator recomputation costs less than recomputing
 # whole blocks within the same bytes.
 
 # %% [markdown]
 # ## Further: offload activations to host memory
 #
 # Instead of recomputing an activation, you can copy it to the CPU's memory and fetch it when the
-# backward pass needs it. The hooks of [chapter 2](chapter:2) suffice, and PyTorch has a ready-made
-# version: `torch.autograd.graph.save_on_cpu(pin_memory=True)`. Without a GPU, NumPy's memory stands
-# in for the host's, because our meter does not see it.
+# backward pass needs it: [offloading](word:offloading). The hooks of [chapter 2](chapter:2)
+# suffice, and PyTorch has a ready-made version:
+# `torch.autograd.graph.save_on_cpu(pin_memory=True)`. Without a GPU, NumPy's memory stands in for
+# the host's, because our meter does not see it.
 
 # %% tags=["output-offload", "nbval-check-output"]
 model = build()
@@ -644,33 +672,40 @@ with Meter(model) as meter:
     loss.backward()
 offloaded = torch.cat([p.grad.flatten() for p in model.parameters()])
 print(f"activations on the device: {plain_bytes / MB:.1f} MB kept, {left / MB:.1f} MB offloaded")
-print(f"sent to the host: {host.bytes_sent / MB:.1f} MB, and as much back")
+print(f"sent to the host: {host.bytes_sent / MB:.1f} MB, back: {host.bytes_fetched / MB:.1f} MB")
 print("same gradient, to the last bit:", torch.equal(gradient, offloaded))
 
 # %% [markdown]
+# The gradient has not changed, and each tensor crosses the link once in each direction. So the
+# price is time on the link, unless the copy runs while the GPU computes.
+#
 # **Predict.** On an H100, is the copy hidden behind the compute? A PCIe 5.0 x16 link has 16 lanes.
 # Each moves 32 Gbit/s in either direction, with 130 bits on the wire for 128 bits of data.
 
 # %% tags=["output-pcie", "nbval-check-output"]
 pcie = 32e9 * 16 / 8 * 128 / 130
-print(f"PCIe 5.0 x16: {pcie / GB:.0f} GB/s. Per layer and sequence, forward:")
-print("               compute at 40 %    send all activations   send the block's input")
+print(f"PCIe 5.0 x16: {pcie / GB:.0f} GB/s. One block's forward pass, one sequence, in ms:")
+print("model           compute at 40 %   send all   stall   send the input")
 for name, length in (("Llama 3.2 1B", 8192), ("Llama 3.1 70B", 8192), ("GPT-3 175B", 2048)):
     shape = cost.PUBLISHED[name]
     flops = cost.recompute_flops_per_token(shape, length) * length / shape.num_layers
-    compute = flops / (0.4 * H100.bf16_flops)
-    every, block_input = (cost.activation_bytes_per_layer(shape, 1, length, recompute=kind) / pcie
-                          for kind in ("none", "full"))
-    print(f"{name:14} {1e3 * compute:12.1f} ms {1e3 * every:18.1f} ms {1e3 * block_input:21.1f} ms")
+    compute = 1e3 * flops / (0.4 * H100.bf16_flops)
+    send, send_input = (
+        1e3 * cost.activation_bytes_per_layer(shape, 1, length, recompute=policy) / pcie
+        for policy in ("none", "full"))
+    stall = max(0, send - compute)
+    print(f"{name:14} {compute:16.1f} {send:10.1f} {stall:7.1f} {send_input:16.1f}")
 
 # %% [markdown]
-# The wider the layer, the better compute hides the copy: FLOPs per token grow with the square of
-# the width, bytes only in proportion to it. For the first two models, sending every activation
-# takes longer than the forward pass that should hide it: much longer for the small one, where
-# recomputing costs less, and barely for the 70B. For GPT-3 the copy is hidden. Sending only the
-# blocks' inputs is hidden in all three models, and it combines with full recomputation: then the
-# GPU keeps almost nothing per layer. What it takes is host memory, and a PCIe link that is not busy
-# with something else, such as a data loader or a network card.
+# The column `stall` is the part of the copy that the compute does not hide. Compare it with the
+# first column, because recomputing the block would cost its forward pass once more. For the 1B
+# model the stall is longer than that, so recomputing is cheaper. For the 70B model the stall is a
+# small part of it, so offloading is cheaper. For GPT-3 the copy is hidden entirely. The reason is
+# the width: FLOPs per token grow with its square, bytes only in proportion to it.
+#
+# Sending only the blocks' inputs is hidden in all three models, and it combines with full
+# recomputation: then the GPU keeps almost nothing per block. What it takes is host memory, and a
+# PCIe link that is not busy with something else, such as a data loader or a network card.
 
 # %% [markdown]
 # ## 8. Recap

@@ -34,6 +34,7 @@
 
 # %%
 import tempfile
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -57,7 +58,7 @@ from minitron.parallel.flat import FlatGradients
 from minitron.proof.oracle import after_backward
 from teaching.check import check
 from teaching.claims import claim
-from teaching.figures import Held, curves, holdings, ranges, rank_lanes, show, timeline, wire
+from teaching.figures import Held, curves, holdings, ranges, rank_lanes, show, timeline
 from teaching.lab import ch04 as lab, loss_of, recorded, show_source, show_text, verdict
 from teaching.overlap import hidden_share, step_lanes, transfers
 from teaching.widgets import bucket_explorer
@@ -342,8 +343,8 @@ show(curves(range(1, 61), {"sum": summed, "hook": hooked}, "step", "loss (nats p
 ))
 
 # %% [markdown]
-# Three healthy curves: in our run, the sum lies on the correct one, and the hook is a few steps
-# behind. Now we ask the **[oracle](word:oracle)**. It trains a small model on N ranks and in one
+# Three healthy curves: the sum lies on the correct one, and the hook is a few steps behind. Now we
+# ask the **[oracle](word:oracle)**. It trains a small model on N ranks and in one
 # process, with the same samples, in float64, with SGD and with AdamW. After every step it compares
 # the losses, every gradient and every parameter on every rank. What does it say about our two
 # versions?
@@ -368,7 +369,9 @@ for name, apply in (("sum", after_backward(sum_by_hand)), ("hook", with_hook)):
 # **The hook** is worse. `register_post_accumulate_grad_hook` passes the *parameter*, not its
 # gradient. The argument is named `grad`, and readers believe it. So the hook averages the weights
 # in the middle of the backward pass, while each rank keeps its own gradient, and the oracle sees
-# gradients that differ between ranks. Each rank trains on its own data, and its weights, not its
+# gradients that differ between ranks. "Together they are right" means that the mean of the four is
+# the gradient of one process: each rank's part is correct, they were only never averaged. Each rank
+# trains on its own data, and its weights, not its
 # gradients, are averaged with those of the others once per step, before its own update.
 #
 # This bug is real. [picotron](https://github.com/huggingface/picotron), a code base for teaching,
@@ -424,9 +427,9 @@ show_source(BucketedDataParallel.prepare, FlatGradients.take, BucketedDataParall
 small_buckets = partial(apply_bucketed_data_parallel, bucket_bytes=5_000)  # to have several
 applies = {"naive": apply_naive_data_parallel, "hooked": apply_hooked_data_parallel,
            "bucketed": small_buckets}
-for num_ranks in (1, 2, 3, 4):
-    for name, apply in applies.items():
-        print(f"{num_ranks} ranks  {name:9} {verdict(apply, num_ranks)}")
+for name, apply in applies.items():
+    verdicts = {verdict(apply, num_ranks) for num_ranks in (1, 2, 3, 4)}
+    print(f"{name:9} on 1, 2, 3 and 4 ranks: {' / '.join(sorted(verdicts))}")
 
 # %% [markdown]
 # They are. The test includes a batch that is not divisible by the number of ranks, a frozen
@@ -434,9 +437,12 @@ for num_ranks in (1, 2, 3, 4):
 #
 # ### Accumulation and `no_sync`
 #
-# With four micro-batches per step, the ranks could average after each backward pass. The cells
-# below compare this with averaging once, at the end. A **[ledger](word:ledger)** counts the bytes:
-# it records every collective that a rank starts, including those started from hooks.
+# With four micro-batches per step, the ranks could average after each backward pass, as the hooked
+# and the bucketed version do if you do not tell them otherwise: they send from inside the backward
+# pass. Under `no_sync`, they let gradients accumulate in `.grad` instead, and the last micro-batch,
+# outside of it, sends the sum. The cells below compare both ways with the bucketed version. A
+# **[ledger](word:ledger)** counts the bytes: it records every collective that a rank starts,
+# including those started from hooks.
 #
 # **Predict.** Is the gradient wrong if the ranks average four times? And what does it cost on the
 # network?
@@ -444,53 +450,39 @@ for num_ranks in (1, 2, 3, 4):
 # %%
 def accumulate(group, sync_each):
     model = build()
-    parallel = apply_naive_data_parallel(model, group)
-    mine = batch[group.rank() :: group.size()]
+    parallel = apply_bucketed_data_parallel(model, group)
+    *others, last = batch[group.rank() :: group.size()].split(1)
     with Ledger() as ledger:
-        for row in mine.split(1):
-            with parallel.no_sync():
-                (loss_of(model, row) / len(mine)).backward()
+        for row in others:
+            with nullcontext() if sync_each else parallel.no_sync():
+                (loss_of(model, row) / 4).backward()
             if sync_each:
                 parallel.finish()
-        if not sync_each:
-            parallel.finish()
+        (loss_of(model, last) / 4).backward()
+        parallel.finish()
     return flat_gradient(model), ledger.calls
 
 
 # %% tags=["output-nosync", "nbval-check-output"]
-measured = {}
+once = cost.ring_all_reduce_volume(len(alone), 8, 4, rank=0).sent  # float64
 for name, sync_each in (("after each of 4", True), ("once, no_sync", False)):
     gradients, calls = zip(*run(accumulate, 4, sync_each), strict=True)
     correct = torch.allclose(gradients[3], alone, rtol=1e-12, atol=1e-15)
-    print(f"{name:16} gradient correct: {correct}")
+    print(f"{name}; gradient correct: {correct}; "
+          f"by the formula: {4 * once if sync_each else once:,} bytes sent")
     print(merged(calls), end="\n\n")
-    measured[name] = [sum(call.sent for call in rank_calls) for rank_calls in calls]
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
 # The gradient is correct: after the second pass, `.grad` holds the mean of the first gradients
 # plus this rank's own second one, and averaging that gives the sum of the two means. But every
-# backward pass sends all the bytes. Here, the naive version sends only when it is told to. The
-# hooked and the bucketed version send from inside the backward pass, so they must be told to
-# wait: under `no_sync`, gradients accumulate in `.grad` and are sent once per step.
+# backward pass sends all the bytes: four times as many as with `no_sync`. The ledger counts exactly
+# what the formula says. (The model is so small that all gradients fit into one bucket: one
+# all-reduce per averaging. The broadcast, once after the first of them, lets all ranks agree on the
+# order in which they fill their buckets from then on.)
 #
 # </details>
-#
-# Do the ledger's counts (the bars) agree with the formula of section 2 (the ticks)?
-
-# %% tags=["figure-wire"]
-elements = [p.numel() for p in build().parameters()]
-once = [sum(cost.ring_all_reduce_volume(n, 8, 4, rank).sent for n in elements) for rank in range(4)]
-formula = {"after each of 4": [4 * sent for sent in once], "once, no_sync": once}
-assert measured == formula
-show(wire(measured, formula), alt=(
-    "Averaging after each of four micro-batches sends four times the bytes of averaging once; both "
-    "counts equal the formula."
-))
-
-# %% [markdown]
-# Every bar ends at its tick, and the cell compares the counts byte by byte.
 #
 # ## 7. Measure
 #
@@ -507,7 +499,7 @@ show(wire(measured, formula), alt=(
 # is paid twice in an all-reduce between two ranks; with one all-reduce per gradient, it adds up to
 # as much time as the whole backward pass.
 
-# %% tags=["output-compute"]
+# %% tags=["output-compute", "exhaustive"]
 compute = run(lab.compute_alone, 2, watch=False)[0]
 sizes = lab.gradient_bytes()
 network = lab.Network.for_machine(compute, sizes)
@@ -517,7 +509,15 @@ print(SlowNetwork(*network))
 
 # %% [markdown]
 # From these numbers we can predict a step. The network is a queue: a bucket leaves when its last
-# gradient is complete and the link is free.
+# gradient is complete and the link is free. It then occupies the link for the time of an
+# all-reduce. With a latency of $\alpha$ seconds per message and a bandwidth of $\beta$ bytes per
+# second, a bucket of $n$ bytes takes
+#
+# $$2\,(N-1)\,\Big(\alpha + \frac{n}{N\,\beta}\Big) \text{ seconds on } N \text{ ranks}$$
+#
+# because each rank sends $2(N-1)$ messages of $n/N$ bytes, one after the other (chapter 5 builds
+# this algorithm and measures it). The bytes are those of section 2; the latency is what buckets
+# save.
 
 # %%
 show_source(transfers)
@@ -529,7 +529,7 @@ show_source(transfers)
 #
 # **Predict.** Where does each version wait for the network?
 
-# %% tags=["output-three"]
+# %% tags=["output-three", "exhaustive"]
 best_size, one_by_one = 2 * KiB**2, [[index] for index in reversed(range(len(sizes)))]
 ways = {"naive": (apply_naive_data_parallel, network.predict(compute, one_by_one, False)),
         "hooked": (apply_hooked_data_parallel, network.predict(compute, one_by_one)),
@@ -542,7 +542,7 @@ for name, (_, sent) in ways.items():
     calls = len(steps[name][0].calls[0])
     print(f"{name:12} {calls:7} {expected:11.0f} {middle:11.0f} ({low:.0f} to {high:.0f})")
 
-# %% tags=["figure-naive"]
+# %% tags=["figure-naive", "exhaustive"]
 def draw(name, alt):
     """Draw the predicted lanes above what the ledgers saw in the fastest step."""
     step, sent = steps[name][0], ways[name][1]
@@ -557,22 +557,21 @@ draw("naive", claim(hidden["naive"] == min(hidden.values()) < 0.3, (
     "behind computation.")))
 
 # %% [markdown]
-# Hardly anything overlaps: the naive version waits for every gradient. Each stripe is one of
-# them; the narrow ones take hardly longer than twice the latency. In the hooked version,
-# gradients leave earlier:
+# Hardly anything overlaps: the naive version waits for every gradient. Each stripe is one of them;
+# a narrow one is almost only latency, paid twice. In the hooked version, gradients leave earlier:
 
-# %% tags=["figure-hooked"]
+# %% tags=["figure-hooked", "exhaustive"]
 draw("hooked", claim(hidden["hooked"] > hidden["naive"], (
     f"Hooked: {hidden['hooked']:.0%} of the communication is hidden behind the backward pass; many "
     "small messages keep the network busy after its end.")))
 
 # %% [markdown]
 # There is overlap, and still an exposed tail. In the prediction it is due to latency, which is
-# paid for every tensor; the bytes alone would fit into the backward pass. In our run, the
-# backward pass itself has also become longer, and starting dozens of collectives, which takes
-# processor time, is one likely reason. Buckets need only a few of them:
+# paid for every tensor; the bytes alone would fit into the backward pass. If the measured backward
+# pass is longer than the predicted one, a likely reason is that starting dozens of collectives
+# takes processor time, too. Buckets need only a few of them:
 
-# %% tags=["figure-bucketed"]
+# %% tags=["figure-bucketed", "exhaustive"]
 medians = {name: lab.spread(found)[1] for name, found in steps.items()}
 draw("bucketed", claim(medians["bucketed"] == min(medians.values()) and hidden["bucketed"] > 0.5, (
     f"Bucketed: few messages, {hidden['bucketed']:.0%} of the communication is hidden, and the "
@@ -633,15 +632,19 @@ show(ranges(spreads, predicted, "step (ms), network emulated"), alt=(
 #
 # The same functions predict a step of Llama 3.2 1B on 64 H100s that compute at 40 % of their 989
 # TFLOP/s. The links are those of NVIDIA's datasheets (2023): 450 GB/s per direction over NVLink
-# inside a node, and 50 GB/s through a 400 Gb/s card between nodes.
+# inside a node, and 50 GB/s through a 400 Gb/s card between nodes. The latency is 10 microseconds
+# per message unless you move its slider.
 
 # %% tags=["figure-explorer"]
 bucket_explorer()
 
 # %% [markdown]
-# Whatever lies to the right of the backward pass is exposed. So how long is the backward pass on a
-# real GPU? Here is a step of six layers of a 1.3B Llama, without communication, predicted and
-# recorded:
+# Whatever lies to the right of the backward pass is exposed. Almost half of the time in which this
+# network is busy is latency, not bytes: with 64 ranks, each bucket waits for $2(N-1)$ messages, one
+# after the other. (In one ring over all ranks, that is. Chapter 5 has algorithms with fewer.)
+#
+# So how long is the backward pass on a real GPU? Here is a step of six layers of a 1.3B Llama,
+# without communication, predicted and recorded:
 
 # %%
 shown = recorded.one_step()
@@ -649,6 +652,22 @@ show_text(shown.sentence)
 show(shown.figure, alt=shown.alt)
 
 # %% [markdown]
+# **Predict.** This step needs an all-reduce of its gradients. Could the recorded backward pass hide
+# it on NVLink, and on a network card?
+
+# %% tags=["output-verdict", "nbval-check-output"]
+links = {"NVLink, 8 ranks": (8, 450 * GB), "400 Gb/s, 64 ranks": (64, 50 * GB),
+         "100 Gb/s, 64 ranks": (64, 12.5 * GB)}
+gradient_bytes, recorded_backward = lab.recorded_step()
+print(f"backward {1e3 * recorded_backward:.1f} ms, gradients {gradient_bytes / MB:.0f} MB")
+for name, (N, rate) in links.items():
+    seconds = cost.ring_all_reduce_seconds(gradient_bytes, N, 0, rate)
+    print(f"{name:18} all-reduce {1e3 * seconds:5.1f} ms: "
+          f"{'hidden' if seconds < recorded_backward else 'partly exposed'}, at best")
+
+# %% [markdown]
+# This step, of 8,192 tokens, would hide an all-reduce over a 400 Gb/s card, though only just and
+# without any latency; a slower card would expose most of it.
 # At best, everything but the last bucket is hidden; for that, the all-reduce may take no longer
 # than the backward pass. How much work must a rank have for that? With P parameters, the backward
 # pass takes about 4 P FLOPs per token, and each rank sends about 2 x 2 P bytes in the all-reduce
@@ -658,22 +677,22 @@ show(shown.figure, alt=shown.alt)
 # more tokens, or fewer?
 
 # %% tags=["output-tokens", "nbval-check-output"]
-links = {"NVLink": 450 * GB, "400 Gb/s": 50 * GB, "100 Gb/s": 12.5 * GB}
 print("tokens per rank and step that hide the all-reduce")
-print("               rule    Llama 3.2 1B      Llama 3 8B")
-for name, rate in links.items():
+print("                        rule    Llama 3.2 1B      Llama 3 8B")
+for name, (N, rate) in links.items():
     needed = []
     for shape in (llama_1b, llama_8b):
-        seconds = cost.ring_all_reduce_seconds(2 * cost.num_parameters(shape), 64, 0, rate)
+        seconds = cost.ring_all_reduce_seconds(2 * cost.num_parameters(shape), N, 0, rate)
         needed.append(seconds * speed / cost.backward_flops_per_token(shape, 8192))
-    print(f"{name:9} {speed / rate:9,.0f}", *(f"{count:15,.0f}" for count in needed))
+    print(f"{name:18} {speed / rate:9,.0f}", *(f"{count:15,.0f}" for count in needed))
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
 # Both times are proportional to P, so P cancels. For any model, the rule is the FLOP/s that the GPU
 # achieves, divided by the link's bytes per second: 7,915 tokens with a 400 Gb/s card. (Attention
-# adds FLOPs but no gradients, so the exact numbers are lower, most of all for the smaller model,
+# adds FLOPs but no gradients, and N ranks send a little less than twice the gradients, so the exact
+# numbers are lower, most of all for the smaller model,
 # where attention is a larger share of the FLOPs.)
 #
 # </details>

@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 5. Ring all-reduce: every link carries the same load
 #
-# **45 minutes. No GPU. [Exercises 5.1](exercise:5.1) to 5.4.**
+# **50 minutes. No GPU. [Exercises 5.1](exercise:5.1) to 5.4.**
 #
 # *You need:* `run(function, 4)` from [chapter 4](chapter:4) and the reason why ranks that read
 # different data need the sum of their gradients.
@@ -23,6 +23,11 @@
 # - **catch** a ring that computes the correct sum but sends too much, and one that hangs;
 # - **predict** how long an all-reduce takes, on your machine from two measured numbers, and judge
 #   such a prediction for a cluster.
+#
+# *The way there:*
+# - **Sections 1 to 4:** the bytes of an all-reduce, counted, drawn and sent by hand;
+# - **Sections 5 and 6:** rings that are wrong, and the package's;
+# - **Section 7:** seconds, on your machine and on real GPUs.
 #
 # Run the cells in order. When the text asks you to predict something, write your guess down before
 # you open the answer.
@@ -42,6 +47,7 @@ from minitron.measure.ledger import Ledger
 from teaching.check import check
 from teaching.claims import claim
 from teaching.figures import crossing, curves, plain_bytes, ring_frames, scaling, show, wire
+from teaching.figures_patterns import message_patterns
 from teaching.lab import ch05 as lab, show_source, show_text
 from teaching.widgets import ring_explorer
 
@@ -53,9 +59,9 @@ MB, GB = 1e6, 1e9
 #
 # Llama 2 7B trains on 64 GPUs. Each GPU has processed its own part of the batch and holds its own
 # gradient. Before the optimizer step, all 64 need the sum, which takes an
-# [all-reduce](word:all-reduce). The obvious plan: every GPU sends its gradient to GPU 0, which adds
-# them up and sends the sum back. How long does that take, if each GPU's link to the network carries
-# 50 GB/s in each direction?
+# [all-reduce](word:all-reduce). Each GPU is one [rank](word:rank), and the obvious plan is the
+# **naive** one: every rank sends its gradient to rank 0, which adds them up and sends the sum back.
+# How long does that take, if each GPU's link to the network carries 50 GB/s in each direction?
 
 # %% tags=["output-question", "nbval-check-output"]
 llama, num_gpus, link = cost.PUBLISHED["Llama 2 7B"], 64, 50 * GB
@@ -63,23 +69,20 @@ gradient_bytes = 2 * cost.num_parameters(llama)  # 16-bit values
 center = cost.naive_all_reduce_seconds(gradient_bytes, num_gpus, 0, link)
 flops = 4096 * cost.training_flops_per_token(llama, 4096)
 print(f"one gradient: {gradient_bytes / GB:.1f} GB")
-print(f"the sum, through GPU 0: {center:.1f} s")
+print(f"the sum, through rank 0: {center:.1f} s")
 print(f"computing it, from 4,096 tokens per GPU at 400 TFLOP/s: {flops / 400e12:.2f} s")
 
 # %% [markdown]
 # The GPUs compute for half a second, then communicate for more than half a minute, while all links
-# but GPU 0's are almost idle. There is enough hardware; the algorithm does not use it.
-#
-# This chapter builds one that does. Sections 2 to 4 count its bytes, draw it and write it by hand.
-# Sections 5 and 6 catch rings that are wrong and test the package's ring. Section 7 turns bytes
-# into seconds, on your machine and on real GPUs, and answers the question.
+# but rank 0's are almost idle. There is enough hardware; the algorithm does not use it. This
+# chapter builds one that does, and section 7 comes back to these 34 seconds.
 #
 # ## 2. Estimate
 #
 # We start with a case that we can run: four ranks each hold a 40 MB gradient, and all need the sum.
 #
-# **Predict.** Every rank sends its gradient to rank 0, which adds them up and sends the sum back.
-# Which rank's link is the bottleneck, and how many megabytes cross it?
+# **Predict.** With the naive plan, which rank's link is the bottleneck, and how many megabytes
+# cross it?
 #
 # <details><summary>Answer</summary>
 #
@@ -88,7 +91,7 @@ print(f"computing it, from 4,096 tokens per GPU at 400 TFLOP/s: {flops / 400e12:
 #
 # </details>
 #
-# Here is the plan in code:
+# Here is the naive plan in code:
 
 # %%
 def through_rank_0(tensor, group):
@@ -125,7 +128,7 @@ def counted(group, all_reduce, num_elements):
     return correct, ledger.bytes_sent(), ledger.bytes_received()
 
 
-# %% tags=["output-naive", "nbval-check-output"]
+# %% tags=["output-naive", "nbval-check-output", "exhaustive"]
 n = 10_000_000  # 40 MB of float32
 naive = run(counted, 4, through_rank_0, n)
 volumes = [cost.naive_all_reduce_volume(n, 4, 4, rank) for rank in range(4)]
@@ -137,7 +140,7 @@ for rank, ((correct, sent, received), formula) in enumerate(zip(naive, volumes, 
 thousand = cost.naive_all_reduce_volume(n, 4, 1000, rank=0)
 print(f"rank 0 of 1,000: {sum(thousand) / GB:.0f} GB")
 
-# %% tags=["figure-naive"]
+# %% tags=["figure-naive", "exhaustive"]
 show(wire({"through rank 0": [sent for _, sent, _ in naive]},
           {"through rank 0": [formula.sent for formula in volumes]}),
      alt="Rank 0 sends three tensors, every other rank one: the link of rank 0 is the bottleneck.")
@@ -150,14 +153,17 @@ show(wire({"through rank 0": [sent for _, sent, _ in naive]},
 # ## 3. Picture
 #
 # Let every rank do rank 0's job for a part of the tensor. Split the tensor into as many chunks as
-# there are ranks, and arrange the ranks in a ring. In each step, every rank sends one chunk to
-# the next rank and receives another from the previous one, so the link of every rank is busy in
-# both directions.
+# there are ranks, and arrange the ranks in a ring. In each **step**, every rank sends one
+# **message**, a chunk, to the next rank and receives another from the previous one, so the link of
+# every rank is busy in both directions.
 #
-# A chunk starts out as one rank's contribution. At each hop, the receiver adds its own contribution
-# and passes the result on in the next step. After N - 1 steps, each rank holds one chunk of the
-# complete sum: this is a [**reduce-scatter**](word:reduce-scatter). Then the complete chunks travel
-# around the ring once more, without adding: an [**all-gather**](word:all-gather).
+# A chunk starts out as one rank's contribution. In each step, the receiver adds its own
+# contribution and passes the result on in the next step. After N - 1 steps, each rank holds one
+# chunk of the complete sum: this is a [**reduce-scatter**](word:reduce-scatter). Rank r should end
+# with chunk r, because then its number tells everyone which chunk it has. A chunk visits all ranks
+# in order and is complete on the last one, so chunk c must set out from the rank after c, rank c +
+# 1 (the last chunk from rank 0). Then the complete chunks travel around the ring once more, without
+# adding: an [**all-gather**](word:all-gather).
 #
 # In the figure, a row is a rank and a column is a chunk. Each stripe is one rank's contribution, in
 # that rank's color. A chunk with a thick outline has just arrived from the row above (in row 0,
@@ -189,13 +195,15 @@ ring_explorer()
 #
 # ## 4. By hand
 #
-# Now we write the ring, so that the ledger can check this formula. One step, `hop`, is a send and a
-# receive at the same time. `isend` starts the send and returns immediately, so that the receive can
-# run beside it. `reduce_scatter` and `all_gather` take N - 1 hops each.
+# Now we write the ring, so that the ledger can check this formula. One step of one rank,
+# `ring_step`, is a send and a receive at the same time. `isend` starts the send and returns
+# immediately, so that the receive can run beside it. `reduce_scatter` and `all_gather` take N - 1
+# steps each. In the first, rank r sends chunk r - 1, which sets out from it; then it always sends
+# the chunk that has just arrived.
 
 
 # %%
-def hop(outgoing, incoming, group):
+def ring_step(outgoing, incoming, group):
     """Send to the next rank while receiving from the previous one."""
     following = (group.rank() + 1) % group.size()
     previous = (group.rank() - 1) % group.size()
@@ -210,7 +218,7 @@ def reduce_scatter(chunks, group):
     c = group.rank() - 1
     for _ in range(group.size() - 1):
         incoming = torch.empty_like(chunks[c - 1])
-        hop(chunks[c], incoming, group)
+        ring_step(chunks[c], incoming, group)
         c -= 1  # a negative index counts from the end: the ring closes by itself
         chunks[c].add_(incoming)
 
@@ -220,7 +228,7 @@ def all_gather(chunks, group):
     """Chunk number `rank` is complete before, all chunks are complete afterwards."""
     c = group.rank()
     for _ in range(group.size() - 1):
-        hop(chunks[c], chunks[c - 1], group)
+        ring_step(chunks[c], chunks[c - 1], group)
         c -= 1
 
 
@@ -234,7 +242,7 @@ def ring(tensor, group):
 # The chunks are views, so adding to a chunk changes the tensor. We also try 1,000,003 elements,
 # which three ranks cannot share evenly:
 
-# %% tags=["output-byhand", "nbval-check-output"]
+# %% tags=["output-byhand", "nbval-check-output", "exhaustive"]
 print("ranks  rank   correct        sent       formula  tensors sent")
 for size, elements in ((4, n), (3, 1_000_003)):
     for rank, (correct, sent, _) in enumerate(run(counted, size, ring, elements)):
@@ -287,7 +295,7 @@ def whole_ring(tensor, group):
     passing = tensor.clone()
     for _ in range(group.size() - 1):
         incoming = torch.empty_like(tensor)
-        hop(passing, incoming, group)
+        ring_step(passing, incoming, group)
         tensor += incoming
         passing = incoming
 
@@ -370,8 +378,9 @@ except RankError as error:
 
 # %% [markdown]
 # A `send` may block until the other side receives, and here the other side is blocked in its own
-# `send`, all the way around the ring. (`hop` avoids this with `isend`.) Many MPI libraries buffer
-# short messages. With those, this code passes its tests and then hangs on the first long tensor.
+# `send`, all the way around the ring. (`ring_step` avoids this with `isend`.) Many MPI libraries
+# buffer short messages. With those, this code passes its tests and then hangs on the first long
+# tensor.
 #
 # ## 6. The real one
 #
@@ -427,7 +436,7 @@ def judge_all(group, candidates):
             for name, functions in candidates.items()}
 
 
-# %% tags=["output-oracle", "nbval-check-output"]
+# %% tags=["output-oracle", "nbval-check-output", "exhaustive"]
 verdicts = [verdict for size in range(1, 6)
             for verdict in run(judge_all, size, ALGORITHMS | SUSPECT)]
 print("               cases   correct sum   bytes as in the formula   same bits")
@@ -447,13 +456,40 @@ for name in verdicts[0]:
 #
 # Bytes are half of the story; the question was about seconds. A message of $n$ bytes takes
 # $\alpha + n/\beta$ seconds, where $\alpha$ is the **latency**, the cost of any message however
-# short, and $\beta$ is the **bandwidth**. The ring sends few bytes, but in $2(N-1)$ messages, one
-# after the other.
+# short, and $\beta$ is the **bandwidth**. The ring sends few bytes, but in $2(N-1)$ steps, one
+# after the other, and each of them costs a latency.
 #
-# Two algorithms need fewer. In **recursive doubling**, a rank exchanges the whole tensor with a
-# partner at distance 1, then 2, then 4. In **recursive halving and doubling**, it exchanges only
-# the part that it still has to sum: half of the tensor, then a quarter, then an eighth. The same
-# exchanges in reverse order gather the results.
+# Two algorithms need fewer steps. In **recursive doubling**, a rank exchanges the whole tensor with
+# a partner at distance 1, then 2, then 4. In **recursive halving and doubling** ("halving" for
+# short), it exchanges only the part that it still has to sum: half of the tensor with a partner at
+# distance 4, a quarter at distance 2, an eighth at distance 1. The same exchanges in reverse order
+# gather the results. A **tree**, which we need for large clusters below, sums from child to parent
+# and sends the total back down.
+#
+# The figure shows who communicates with whom on 8 ranks: all ranks of a ring, rank 0's three
+# partners in halving (in gray, everybody else's), and a tree. A line is as thick as the part of
+# the tensor that travels along it at a time; a tree's pieces are small.
+
+# %% tags=["figure-patterns"]
+show(message_patterns(), alt=(
+    "In a ring, each rank sends an eighth of the tensor at a time to one neighbor; in halving, it "
+    "has a new partner and half as much to send in each step; in a tree, children and parent."
+))
+
+# %% [markdown]
+# In seconds, an all-reduce of $G$ bytes on $N$ ranks takes:
+#
+# | algorithm | steps | time |
+# |---|---|---|
+# | naive | $2(N-1)$ | $2(N-1)\,(\alpha + G/\beta)$ |
+# | ring | $2(N-1)$ | $2(N-1)\,\big(\alpha + \frac{G}{N\beta}\big)$ |
+# | doubling | $\log_2 N$ | $\log_2 N\,(\alpha + G/\beta)$ |
+# | halving | $2\log_2 N$ | $2\log_2 N\;\alpha + 2\,\frac{N-1}{N}\,G/\beta$ |
+# | two trees | $\sim\log_2 N$ | $(\sqrt{4\lceil\log_2 N\rceil\,\alpha} + \sqrt{2G/\beta})^2$ |
+#
+# (Doubling and halving are given for N a power of two; for any other N, some ranks first hand their
+# tensor to a partner, which takes two more messages. The trees send the tensor in pieces of the
+# size that makes their time shortest. `minitron.cost` has all five as functions.)
 #
 # **Predict.** Eight ranks communicate over slow links, with a latency of 5 ms and a bandwidth of
 # 100 MB/s. Of naive (through rank 0), ring, doubling and halving, which is fastest for 1 kB? Which
@@ -462,7 +498,7 @@ for name in verdicts[0]:
 # The network is emulated: every transfer really takes place, and a rank that waits for one sleeps
 # until such a link would have delivered it. The table shows each formula beside the measured times:
 
-# %%
+# %% tags=["exhaustive"]
 FORMULA = {
     "naive": cost.naive_all_reduce_seconds, "ring": cost.ring_all_reduce_seconds,
     "doubling": cost.doubling_all_reduce_seconds, "halving": cost.halving_all_reduce_seconds,
@@ -472,7 +508,7 @@ functions = {name: all_reduce for name, (all_reduce, _) in ALGORITHMS.items()}
 short, long = (run(lab.emulated_seconds, 8, functions, num_bytes, slow)[0]
                for num_bytes in (1000, 4_000_000))
 
-# %% tags=["output-emulated"]
+# %% tags=["output-emulated", "exhaustive"]
 print(SlowNetwork(*slow))
 print("8 ranks, ms         1 kB                              4 MB")
 print("          " + 2 * "formula    median (range of 3)    ")
@@ -492,8 +528,8 @@ for name, seconds in FORMULA.items():
 #
 # </details>
 #
-# In our run, the medians were up to 30 % above their formulas, which leave out the machine's own
-# work, and the fastest was the predicted one.
+# Where a median lies above its formula, the difference is the machine's own work, which the formula
+# leaves out: starting messages, copying, adding.
 #
 # If halving sends as few bytes as the ring, in fewer messages, why use a ring? The formulas
 # assume that each rank has one link and that messages between different pairs never share a wire.
@@ -507,8 +543,8 @@ for name, seconds in FORMULA.items():
 # On an emulated network, the model holds by construction. Does it hold for processes on one
 # computer, where the operating system copies what they send? We time the ring on four ranks at
 # six sizes and keep the fastest of several runs, because anything else this machine does can only
-# add time. A run is six hops, each with a quarter of the tensor, so a sixth of its time is one
-# hop. (Above 4 MiB, a hop is several messages; the model ignores that.) To these times we fit
+# add time. A run is six steps, each with a quarter of the tensor, so a sixth of its time is one
+# step. (Above 4 MiB, a step is several messages; the model ignores that.) To these times we fit
 # $\alpha$ and $\beta$, by least squares of the relative errors.
 
 # %%
@@ -523,7 +559,7 @@ mine = cost.fit_link([num_bytes * chunk for num_bytes in fitted_sizes],
 # fitted sizes, the third beyond them. How far off will they be? (In the figure, the dashed line is
 # the fit.)
 
-# %% tags=["output-fit"]
+# %% tags=["output-fit", "exhaustive"]
 print(f"alpha {1e6 * mine.latency:.0f} microseconds, beta {mine.bandwidth / GB:.2f} GB/s")
 print("    size   predicted   measured   measured / predicted")
 new_sizes = [500_000, 8_000_000, 32_000_000]
@@ -543,8 +579,8 @@ show(crossing(
     "dominates, and more than twice the time where they are long.")))
 
 # %% [markdown]
-# In our run, the shortest tensors took about the same time, nearly all of it latency, and the time
-# of the longest grew roughly in proportion to their bytes.
+# At the left end of the dashed line, the time is nearly all latency and hardly grows with the
+# tensor; at the right end, it grows almost in proportion to the bytes.
 #
 # Where the last column of the table is far from 1, look at the model's assumptions. It assumes that
 # adding costs nothing, but here the processor that adds also does the copying. It assumes that each
@@ -552,13 +588,35 @@ show(crossing(
 # same bandwidth for every size, but data that fits into the processor's cache is copied faster than
 # data that does not.
 #
+# And what do the four ideas of section 6 gain? We time section 4's ring, the package's, and
+# PyTorch's own `dist.all_reduce` in the same way. On processors, PyTorch hands the call to gloo,
+# whose all-reduce ([source](https://github.com/facebookincubator/gloo/blob/main/gloo/allreduce.cc))
+# is a ring, too, in C++, and also adds one piece of a chunk while the next arrives. The table shows
+# the fastest of 20 runs, and in brackets the time relative to PyTorch's:
+
+# %% tags=["output-rings", "exhaustive"]
+rings = {"section 4's ring": ring, "the package's": all_reduce_ring,
+         "dist.all_reduce": lambda tensor, group: dist.all_reduce(tensor, group=group)}
+lengths = [16_000, 1_000_000, 32_000_000]
+fastest = lab.fastest_seconds(rings, lengths)
+print("4 ranks, ms        " + "".join(f"{plain_bytes(length):>16}" for length in lengths))
+for name, seconds in fastest.items():
+    relative = [a / b for a, b in zip(seconds, fastest["dist.all_reduce"], strict=True)]
+    print(f"{name:19}" + "".join(f"{1e3 * each:9.2f} ({ratio:.2f})"
+                                 for each, ratio in zip(seconds, relative, strict=True)))
+by_hand, packaged, pytorch = (seconds[-1] for seconds in fastest.values())
+show_text(claim(by_hand > packaged > pytorch, "For the longest tensor, the package's ring is "
+                "faster than section 4's, and PyTorch's is the fastest."))
+
+# %% [markdown]
 # ### On real GPUs
 #
 # Do two numbers describe a cluster, too? The [Ultra-Scale
 # Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook) (2025, section on pipeline
-# parallelism) publishes the bandwidth of NCCL's all-reduce of 256 MB on nodes of 8 H100s. We read
-# it as **bus bandwidth**: what a rank sends in a ring, $2\,\frac{N-1}{N}$ of the tensor, divided
-# by the time. If only bandwidth mattered, it would be the same for every N. According to NVIDIA's
+# parallelism) publishes the bandwidth of NCCL's all-reduce of 256 MB on nodes of 8 H100s, as the
+# median of many runs and the range from their 5th to their 95th percentile. We read it as **bus
+# bandwidth**: what a rank sends in a ring, $2\,\frac{N-1}{N}$ of the tensor, divided by the time.
+# If only bandwidth mattered, it would be the same for every N. According to NVIDIA's
 # datasheets (2023), an H100 has 450 GB/s in each direction to the other GPUs in its node (NVLink
 # 4), and a network card of 50 GB/s (400 Gb/s); a node has eight of these cards.
 #
@@ -574,7 +632,7 @@ show(crossing(
 
 # %%
 nodes = [2, 4, 8, 16, 32, 64]  # of 8 GPUs; GB/s
-bus = [361.7492, 160.1395, 99.5643, 84.7405, 64.9254, 32.9378]
+bus = [361.7492, 160.1395, 99.5643, 84.7405, 64.9254, 32.9378]  # medians
 cluster = lab.fit_cluster(nodes, bus)
 by_fit = [lab.bus_bandwidth(count, cluster) for count in nodes]
 
@@ -591,21 +649,21 @@ for index, (count, rate) in enumerate(zip(nodes, bus, strict=True)):
     print(f"{count:5} {rate:10.0f} {by_fit[index]:8.0f}   {summary(others)} {predicted:8.0f}"
           f" ({predicted / rate - 1:+.0%})")
 low, high = 12.4935, 177.36  # percentiles 5 and 95 of the runs on 64 nodes
-print(f"64 nodes: {2 * (64 * 8 - 1):,} hops in a ring; runs from {low:.0f} to {high:.0f} GB/s")
+print(f"64 nodes: {2 * (64 * 8 - 1):,} steps in a ring; runs from {low:.0f} to {high:.0f} GB/s")
 
 # %% tags=["figure-cluster"]
 show(scaling(nodes, bus, "nodes of 8 H100", "bus bandwidth (GB/s)", by_fit, "fitted",
-             limit=400, limit_label="eight network links of 50 GB/s"), alt=(
+             limit=400, limit_label="above 400 GB/s: more than eight links of 50 GB/s carry"), alt=(
     f"From 2 to 64 nodes the bus bandwidth falls to {bus[-1] / bus[0]:.0%}; a ring with a fixed "
-    f"latency per hop falls to {by_fit[-1] / by_fit[0]:.0%}."
+    f"latency per step falls to {by_fit[-1] / by_fit[0]:.0%}."
 ))
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# It falls to less than a tenth. A ring with a constant latency per hop explains the direction and
+# It falls to less than a tenth. A ring with a constant latency per step explains the direction and
 # the rough size of the drop: on 64 nodes a chunk is 0.5 MB, which takes about a microsecond at
-# $\beta$, and each of the thousand hops costs 15 more. The predictions for the node count left
+# $\beta$, and each of the thousand steps costs 15 more. The predictions for the node count left
 # out miss by 14 % to 67 %.
 #
 # </details>
@@ -620,13 +678,13 @@ show(scaling(nodes, bus, "nodes of 8 H100", "bus bandwidth (GB/s)", by_fit, "fit
 #
 # ### Trees and hierarchies
 #
-# With the fit's numbers as orders of magnitude only: two common ways avoid a thousand hops. A
-# **tree** has paths of length $\log_2 N$: pieces of the tensor travel from child to parent, the
-# parent adds them, and the sums travel back down. With two trees at once, arranged so that the
-# leaves of one are inner nodes of the other, all links are busy (Sanders, Speck & Träff 2009). A
-# **hierarchical** all-reduce follows the structure of the machine: a reduce-scatter inside each
-# node, then a ring across nodes for the eighth of the tensor that each GPU is left with, then an
-# all-gather inside the node. We compare their formulas on 512 GPUs, with the fitted $\alpha$ and
+# Two common ways avoid a thousand steps. (We compare them with the fit's numbers, as orders of
+# magnitude only.) A **tree** has paths of length $\log_2 N$: pieces of the tensor travel from child
+# to parent, the parent adds them, and the sums travel back down. With two trees at once, arranged
+# so that the leaves of one are inner nodes of the other, all links are busy (Sanders, Speck & Träff
+# 2009). A **hierarchical** all-reduce follows the structure of the machine: a reduce-scatter inside
+# each node, then a ring across nodes for the eighth of the tensor that each GPU is left with, then
+# an all-gather inside the node. We compare their formulas on 512 GPUs, with the fitted $\alpha$ and
 # $\beta$ (inside a node 450 GB/s, across nodes an eighth of $\beta$ per GPU):
 
 # %%
@@ -651,9 +709,10 @@ show(crossing(tensors, lines, "tensor (bytes)", "all-reduce on 512 GPUs (s)"), a
 ))
 
 # %% [markdown]
-# The ring's curve is flat over most of the range, because its thousand hops cost the same for
-# every size; the tree has few hops. (At the far right the hierarchical all-reduce is slower than
-# the ring, because its formula runs the parts inside and across nodes one after the other.)
+# The ring's curve is flat over most of the range, because its thousand steps cost the same for
+# every size; the path up and down a tree is short. (At the far right the hierarchical all-reduce is
+# slower than the ring, because its formula runs the parts inside and across nodes one after the
+# other.)
 #
 # **Predict.** From which size on is the ring faster than the tree, with 8 ranks? With 512?
 
@@ -711,7 +770,7 @@ print(f"at the rate measured on two nodes      {volume / (bus[0] * GB):.2f} s")
 
 # %% tags=["output-answer", "nbval-check-output"]
 answers = {
-    "through GPU 0": center,
+    "naive, through rank 0": center,
     "one ring, 50 GB/s": cost.ring_all_reduce_seconds(gradient_bytes, 64, 0, network),
     "hierarchical, NVLink inside": cost.hierarchical_all_reduce_seconds(
         gradient_bytes, 8, 8, cost.Link(0, nvlink), cost.Link(0, network)),
@@ -737,9 +796,9 @@ for name, seconds in answers.items():
 # 3. A correct sum is not enough: sending whole tensors costs N/2 times the bytes, and ranks that
 #    add in different orders end with different bits. The ledger shows the first, a comparison of
 #    bits the second.
-# 4. A message of $n$ bytes costs $\alpha + n/\beta$ seconds. The ring needs $2(N-1)$ messages, so
-#    its latency grows with N. For doubling, halving and trees it grows with $\log_2 N$, and a
-#    hierarchical all-reduce on 64 nodes of 8 GPUs needs a seventh of the ring's hops.
+# 4. A message of $n$ bytes costs $\alpha + n/\beta$ seconds. The ring needs $2(N-1)$ steps, so its
+#    latency grows with N. For doubling, halving and trees it grows with $\log_2 N$, and a
+#    hierarchical all-reduce on 64 nodes of 8 GPUs needs a seventh of the ring's steps.
 # 5. Two fitted numbers can predict sizes that were not measured. Before you trust a fit, leave
 #    out a point and see whether the fit predicts it.
 #
@@ -770,16 +829,16 @@ check("5.4")
 # %% [markdown]
 # ## Further: NCCL's protocols
 #
-# Where does a latency of 15 microseconds per hop come from? Partly from the network, and partly
+# Where does a latency of 15 microseconds per step come from? Partly from the network, and partly
 # from the way a GPU learns that data has arrived. NCCL has three protocols for that (Hu et al.
 # 2025, [Demystifying NCCL](https://arxiv.org/abs/2507.04786)):
 #
 # - **Simple** sends large blocks and announces each with a memory fence. It reaches full bandwidth,
-#   but each hop takes about 6 microseconds.
-# - **LL** (low latency) sends a flag with every 4 bytes of data, in one 8-byte store. Each hop
+#   but each step takes about 6 microseconds.
+# - **LL** (low latency) sends a flag with every 4 bytes of data, in one 8-byte store. Each step
 #   takes about 1 microsecond, at no more than half the bandwidth.
 # - **LL128** sends 8 bytes of flags with every 120 bytes of data, which needs a link that keeps
-#   128-byte stores together, as NVLink does. Each hop takes about 2 microseconds, at 94 % of the
+#   128-byte stores together, as NVLink does. Each step takes about 2 microseconds, at 94 % of the
 #   bandwidth.
 #
 # **Predict.** For a ring over the 8 GPUs of a node, which protocol is fastest for 64 kB? For
@@ -865,7 +924,7 @@ for name, row in (("rank", range(8)), ("one ring", in_one_ring), ("hierarchical"
 # and from rank 7 to rank 0, and each of these messages changes rails. (NCCL therefore builds
 # several rings that leave the node through different cards.) The hierarchical all-reduce uses all
 # cards equally: each card sends a seventh of what each of those two had to send, and every message
-# stays on its rail.
+# between the nodes stays on its rail.
 #
 # ## Further reading
 #

@@ -13,15 +13,16 @@
 # %% [markdown]
 # # 7. Tensor parallelism: split the layer itself
 #
-# **45 minutes. No GPU. [Exercises 7.1](exercise:7.1) to 7.4.**
+# **50 minutes. No GPU. [Exercises 7.1](exercise:7.1) to 7.4.**
 #
 # *You need:* activations ([chapter 2](chapter:2)), what an all-reduce sends ([chapter
 # 5](chapter:5)), ZeRO-3 ([chapter 6](chapter:6)), and multi-head attention.
 #
 # *You will be able to:*
 # - **split** a matmul in two ways, and combine two matmuls so that one all-reduce completes both;
-# - **predict** to the byte what a rank holds and sends, and when the network cancels the speedup;
-# - **catch** a bias that is added on every rank, and an all-reduce in the wrong pass.
+# - **predict** what a rank holds, to the byte what it sends, and when the network cancels the
+#   speedup;
+# - **catch** mistakes in these layers that a falling loss does not reveal.
 #
 # *The way there:*
 # - **Sections 1 to 3:** where data parallelism ends, and how to split a matmul;
@@ -70,7 +71,7 @@ GB, MB, H100 = 1e9, 1e6, DEVICES["H100-SXM-80GB"]
 # GPUs. Each GPU reads one sequence, the least it can read. Does it fit?
 
 # %% tags=["output-question", "nbval-check-output"]
-gpt3 = replace(cost.PUBLISHED["GPT-3 175B"], vocab_size=51_200)  # padded, to divide by 8
+gpt3 = replace(cost.PUBLISHED["GPT-3 175B"], vocab_size=51_200)  # from 50,257, see section 3
 S_gpt3, L_gpt3, D_gpt3 = gpt3.max_sequence_length, gpt3.num_layers, gpt3.width
 layer_bytes = 2 * cost.num_block_parameters(gpt3)  # bfloat16
 parts = {
@@ -85,43 +86,53 @@ print(f"sequences in a step of 3.2 million tokens: {3_200_000 // S_gpt3:,}")
 
 # %% [markdown]
 # It does not. ZeRO-3 keeps two layers unsharded at a time: the one that is computing and the next
-# one, which is being prefetched. These layers and the activations take as much memory on a
-# million GPUs as on 1,024. Recomputation shrinks the activations at the cost of a third more
-# compute ([chapter 3](chapter:3)), but then we hit a second wall. A training step of GPT-3 read
-# 3.2 million tokens (Brown et al. 2020, table 2.1), which is 1,562 sequences, so at most that
-# many GPUs have anything to read.
+# one, which is being prefetched. In the backward pass it also holds the gradients of two: of the
+# layer that is computing, and of the one before it, whose gradients are being reduce-scattered.
+# All this and the activations take as much memory on a million GPUs as on 1,024. Recomputation
+# shrinks the activations at the cost of a third more compute ([chapter 3](chapter:3)), but a
+# second wall is close. A training step of GPT-3 read 3.2 million tokens (Brown et al. 2020, table
+# 2.1), which is 1,562 sequences, so at most that many GPUs have anything to read.
 #
-# To go further, several GPUs must compute one layer of one sequence *together*. This is [**tensor
-# parallelism**](word:tensor-parallelism).
+# One way past both walls is to let several GPUs compute one layer of one sequence *together*. This
+# is [**tensor parallelism**](word:tensor-parallelism).
 
 # %% [markdown]
 # ## 2. Estimate
 #
 # What would it save? Suppose t ranks share every layer and each computes a t-th of it.
 #
-# **Predict.** With t = 8, by what factor do a rank's parameters, matmuls and activations shrink?
-# What traffic is new?
+# **Predict.** With t = 8, by what factor do a rank's parameters and matmuls shrink, at best? What
+# must the ranks send each other that data parallelism never sends?
 
 # %% tags=["output-estimate", "nbval-check-output"]
-print("t   parameters   activations of a layer   sent per layer and sequence")
+one, two = (cost.training_flops_per_token(replace(gpt3, num_layers=L), S_gpt3) for L in (1, 2))
+block_flops = S_gpt3 * (two - one)  # forward and backward pass of one sequence
+print("     whole model      one block, one sequence")
+print("t     parameters      matmuls     activations  (/ BSD, 10 + 24/t)        sent")
 for t in (1, 2, 4, 8):
     layout = cost.Layout(tensor_parallel=t)
     parameters = 2 * cost.tensor_parallel_parameters(gpt3, t)
     activations = cost.activation_bytes_per_layer(gpt3, 1, S_gpt3, layout=layout)
     sent = cost.tensor_parallel_volume(1, S_gpt3, D_gpt3, 2, 0, layout).sent
-    print(f"{t} {parameters / GB:9.1f} GB {activations / MB:17.0f} MB {sent / MB:17.0f} MB")
+    print(f"{t} {parameters / GB:11.1f} GB {block_flops / t / 1e12:7.1f} TFLOP "
+          f"{activations / MB:9.0f} MB  ({activations / S_gpt3 / D_gpt3:5.1f}, {10 + 24 / t:8.0f})"
+          f"{sent / MB:9.0f} MB")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The matmuls shrink by 8 and the parameters by almost 8. Activations shrink by less than 3,
-# because norms and the inputs of attention and feed-forward are still replicated on every rank.
-# The new traffic is activations and, in the backward pass, their gradients. The next layer waits
-# for them, so none of it can be deferred to the end of the step.
+# The matmuls shrink by 8 and the parameters by almost 8. The new traffic is activations and, in the
+# backward pass, their gradients. The next layer waits for them, so none of it can be deferred to
+# the end of the step.
 #
 # </details>
 #
-# The rest of the chapter explains these numbers, starting with a single matmul.
+# Activations shrink by less than 3. For B sequences of S tokens and width D, a block without
+# tensor parallelism saves $34\,BSD$ bytes for the backward pass ([chapter 2](chapter:2); the term
+# quadratic in S is gone, because attention is fused). On t ranks each saves $BSD\,(10 + 24/t)$
+# (Korthikanti et al. 2022, section 4.1, again without the quadratic term). Section 4 counts which
+# bytes are sharded. (The table's parentheses compare: bytes per token and unit of width, with B =
+# 1, and the formula.) We start with a single matmul.
 
 # %% [markdown]
 # ## 3. Picture
@@ -140,6 +151,12 @@ show(lab.two_ways(), alt=(
 # Split by columns, $A$ needs all of the input and gives some columns of the output. Split by
 # rows, it needs some columns of the input and gives a [**partial sum**](word:partial-sum): a
 # tensor of the full shape whose values mean nothing until the ranks' versions are added.
+#
+# Two practical points. PyTorch's `nn.Linear` stores $A$ transposed, as (out, in), so splitting
+# $A$ by columns means splitting `weight` along dimension 0. And the ranks get equal shards, so t
+# must divide what is split: the query heads, the width of the feed-forward, and the vocabulary.
+# GPT-3's 50,257 tokens do not divide by 8. We padded them to 51,200, as Megatron-LM does: to the
+# next multiple of 128 t = 1,024.
 #
 # **Predict.** A feed-forward is two matmuls with GELU between them. Which of the two do you split
 # by columns, and which by rows?
@@ -181,8 +198,8 @@ print(f"by rows:    {tuple(partial_sums[0].shape)} per rank, added,        "
       f"error {error(sum(partial_sums), X @ up):.0e}")
 
 # %% [markdown]
-# Both reproduce `X @ up`, up to rounding, but only the column shards are finished values.
-# **Predict.** What happens if each rank applies GELU to what it has?
+# Both reproduce `X @ up`, up to rounding. **Predict.** What happens if each rank applies GELU to
+# what it has, before anything is concatenated or added?
 
 # %% tags=["output-gelu"]
 gelu = F.gelu(X @ up)
@@ -194,7 +211,7 @@ print(f"GELU of the partial sums, added    error {error(added, gelu):.0e}")
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# That is right for the columns and wrong for the partial sums, since
+# That is right for the columns, which are finished values, and wrong for the partial sums, since
 # $\mathrm{GELU}(a + b) \ne \mathrm{GELU}(a) + \mathrm{GELU}(b)$. Adding them before GELU would
 # take an all-reduce of the widest tensor in the block.
 #
@@ -216,7 +233,7 @@ show(lab.columns_then_rows(), alt=(
 # ### Forward and backward
 #
 # Training also needs gradients. On each rank this is an ordinary, narrower feed-forward, so
-# autograd computes them; only the two calls of `dist.all_reduce` have to be added by hand.
+# autograd computes gradients of what the rank has.
 #
 # **Predict.** Every rank has the same gradient of Y, because from Y on all ranks compute the same
 # thing. Of the gradients of X, `up` and `down`, which are shards, and which are partial sums?
@@ -270,7 +287,8 @@ for t in (2, 4):
 #
 # </details>
 #
-# The errors are rounding, so two all-reduces are enough. Megatron-LM calls their places f and g
+# The errors are rounding, so the two calls of `dist.all_reduce` in `together` are enough.
+# Megatron-LM calls their places f and g
 # ([Shoeybi et al. 2019](https://arxiv.org/abs/1909.08053), section 3):
 #
 # | | forward | backward |
@@ -280,9 +298,10 @@ for t in (2, 4):
 #
 # ### Heads
 #
-# Do columns, then rows, also work for attention? It has four matrices: query, key, value, and
-# out, with the attention itself between the first three and the last. Each head reads only its
-# own columns of query, key and value. **Predict.** What must change in `together`?
+# Attention has four matrices: query, key, value, and out, with the attention itself between the
+# first three and the last. `together` splits all matrices but the last by columns, and the last
+# by rows. **Predict.** Does that work here without a change? What must be true of the columns
+# that a rank gets?
 
 
 # %% tags=["output-heads"]
@@ -301,10 +320,28 @@ for t in (2, 4):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Nothing. A rank's columns of query, key and value are whole heads, and its rows of out belong to
-# the same heads. Attention, like GELU, needs no column of another rank.
+# It works as long as a rank's columns of query, key and value are whole heads, the same heads in
+# all three. Its rows of out then belong to these heads, too. A head attends with its own columns
+# only, so attention, like GELU, needs no column of another rank.
 #
 # </details>
+#
+# Now we can count what section 2 announced: which of the 34 bytes that a GPT block saves per
+# token and unit of width are sharded. (A 16-bit tensor of width D counts 2 bytes, one of width 4D
+# 8, and a dropout mask 1.)
+#
+# | tensor saved | bytes | on t ranks |
+# |---|---|---|
+# | inputs of the two norms | 2 + 2 | 2 + 2 |
+# | input of query, key and value; input of `up` | 2 + 2 | 2 + 2 |
+# | dropout masks after `out` and after `down` | 1 + 1 | 1 + 1 |
+# | queries, keys, values | 2 + 2 + 2 | 6 / t |
+# | input of `out` | 2 | 2 / t |
+# | input of GELU; input of `down` | 8 + 8 | 16 / t |
+# | together | 34 | 10 + 24 / t |
+#
+# Everything between a column-parallel and a row-parallel matmul is sharded. Everything outside is
+# replicated, because each rank needs all of X, and has all of Y after the all-reduce.
 #
 # ### Fewer key-value heads than ranks
 #
@@ -346,17 +383,19 @@ for rank, (head, grad) in enumerate(by_rank):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Neither. A key-value head serves several query heads, and each rank has seen only the gradient
-# that comes through its own. The sum over the ranks that hold the head is right; without it the
-# two copies would drift apart. So these ranks sum that gradient once per step.
+# It is neither the same nor right. A key-value head serves several query heads, and each rank has
+# seen only the gradient that comes through its own. The sum over the ranks that hold the head is
+# right; without it the two copies would drift apart. So these ranks sum that gradient once per
+# step.
 #
 # </details>
 #
 # ### The vocabulary
 #
 # Two matrices remain, at the two ends of the model: embedding and head. **Predict.** Llama 3.1
-# has a vocabulary of more than a hundred thousand tokens. How large are the logits of one
-# sequence in float32, the precision in which the loss is computed?
+# has a vocabulary of 128,256 tokens and was pre-trained on sequences of 8,192 (Llama Team 2024).
+# How large are the logits of one sequence in float32, the precision in which the loss is
+# computed?
 
 # %% tags=["figure-vocabulary"]
 llama_70b = cost.PUBLISHED["Llama 3.1 70B"]
@@ -366,15 +405,20 @@ print(f"{V_llama:,} tokens in the vocabulary, {S_llama:,} in a sequence")
 print(f"{logits_bytes / GB:.1f} GB, and as much again for each tensor derived from them")
 print(f"sharded over 8 ranks: {logits_bytes / 8 / GB:.1f} GB")
 show(lab.vocabulary_cut(), alt=(
-    "The embedding is split by rows and its output summed; the head is split by columns, and only "
-    "three numbers per token leave each rank."
+    "The embedding is split by rows and its output summed; the head is split by columns, so each "
+    "rank has some tokens' logits, and an all-reduce yields the loss."
 ))
 
 # %% [markdown]
-# These logits must never be gathered on one rank. So embedding and head are split along the
+# One such tensor would fit, but computing a loss from gathered logits takes four of this size:
+# the logits, their log-probabilities, and the gradients of both. And every rank would hold the
+# same four. So the logits are never gathered, and embedding and head are split along the
 # vocabulary, as in the figure: a rank holds some tokens' rows of the embedding and the same
-# tokens' columns of the head. How can it compute the loss without the other ranks' logits? The
-# loss of one token is
+# tokens' columns of the head. It looks up the tokens that it holds and returns zeros for all
+# others, so its output of the embedding is a partial sum, which one all-reduce completes.
+#
+# At the other end, how can a rank compute the loss without the other ranks' logits? The loss of
+# one token is
 #
 # $$\log \sum_v e^{z_v} - z_{\mathrm{target}}$$
 #
@@ -387,8 +431,8 @@ V = 10
 logits, targets = 100 * random(S, V).float(), torch.tensor([3, 9, 0, 5, 4, 7])
 
 
-def three_numbers(group):
-    """Per token: the largest logit here, the sum of exp(logit - largest), the target's logit."""
+def contribution(group):
+    """What this rank sends for the loss, from its own logits alone."""
     part = own(logits, 1, group)  # (S, V/t)
     tokens = torch.arange(V).chunk(group.size())[group.rank()]
     largest = part.amax(1)
@@ -397,7 +441,7 @@ def three_numbers(group):
 
 
 # %% tags=["output-loss"]
-largest, sums, known = map(torch.stack, zip(*run(three_numbers, 2), strict=True))
+largest, sums, known = map(torch.stack, zip(*run(contribution, 2), strict=True))
 top = largest.amax(0)
 total = (sums * (largest - top).exp()).sum(0)  # every rank's sum, relative to the same maximum
 loss = (top + total.log() - known.sum(0)).sum()
@@ -409,74 +453,92 @@ print(f"without subtracting the maximum        {logits.exp().sum(1).log().sum():
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Each rank's largest logit, its sum of exponentials relative to that, and the target's logit (0
-# if another rank has it). The backward pass sends nothing: each rank knows the maximum and the
-# total, hence the probabilities of its own tokens, and the gradient is these, minus 1 at the
-# target.
+# Three per token: each rank's largest logit, its sum of exponentials relative to that, and the
+# target's logit (0 if another rank has it). The package needs two all-reduces for them: the first
+# finds the global maximum, and the second adds the sums, now relative to it, and the target's
+# logits.
+#
+# The backward pass of the loss itself sends nothing: each rank knows the maximum and the total,
+# hence the probabilities of its own tokens, and the gradient of its logits is these, minus 1 at
+# the target. (The head is column-parallel, so the gradient of its input is again a partial sum.)
 #
 # </details>
 
 # %% [markdown]
 # ## 5. The trap
 #
-# Two mistakes are easy to make here, and the loss falls with both.
+# Two mistakes are easy to make here. We make both.
 #
-# ### A bias that is added on every rank
+# ### A row-parallel layer in review
 #
 # GPT's linear layers have biases. A column-parallel layer (split by columns) adds those of its
 # own columns. Would you approve this row-parallel layer in a review?
 
 
 # %%
-class BiasFirst(RowParallelLinear):
+class Reviewed(RowParallelLinear):
     def forward(self, x):
         return self.exchange.reduce(F.linear(x, self.weight, self.bias))
 
 
-def bias_first(model, group):
-    """The package's tensor parallelism, with this forward in its row-parallel layers."""
+def reviewed(model, group):
+    """The package's tensor parallelism, with the layer under review."""
     parallel = apply_tensor_parallel(model, group)
     for layer in model.modules():
         if type(layer) is RowParallelLinear:
-            layer.__class__ = BiasFirst
+            layer.__class__ = Reviewed
     return parallel
 
 
 # %% [markdown]
 # We train twenty steps on a task with a known answer: the next token is the last one plus 7.
 #
-# **Predict.** Biases start at zero. At which step does the mistake become visible: in the loss,
-# or in a comparison of what the ranks hold?
+# **Predict.** Biases start at zero. If you found something wrong with the layer, at which step
+# does it become visible, in the loss or in a comparison of what the ranks hold?
 
 # %% tags=["output-bias"]
-lab.report(bias_first)
+lab.report(reviewed)
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The first loss is right to the last digit, because t times zero is zero, and so are the first
-# gradients. From the second step on, the model runs with t times its biases, identically on all
-# ranks, and learns with them. Only a correct run beside it shows the difference. On any other
-# number of ranks, its checkpoint is wrong.
+# Every rank adds the bias before the sum, so it counts t times. The first loss is right to the
+# last digit, because t times zero is zero, and so are the first gradients. From the second step
+# on, the model runs with t times its biases, identically on all ranks, and learns with them. Only
+# a correct run beside it shows the difference. On any other number of ranks, its checkpoint is
+# wrong.
 #
 # </details>
 #
-# The [oracle](word:oracle) compares with one process, and starts from biases that are not zero:
+# The [oracle](word:oracle) compares with one process. It counts steps from 0, and its model
+# starts from larger weights and from biases that are not zero, so the loss is off by another
+# factor than in the table:
 
 # %% tags=["output-bias-oracle"]
-print(lab.verdict(bias_first, 2))
+print(lab.verdict(reviewed, 2))
 
 # %% [markdown]
-# It finds the bug in the first loss. PaddlePaddle had this bug ([pull request
+# It finds the bug in the first loss. ("1 of 1 differ" counts the tensors it compared there: one
+# loss, and it is wrong.) PaddlePaddle had this bug ([pull request
 # 35186](https://github.com/PaddlePaddle/Paddle/pull/35186)), and so did Slapo ([issue
 # 10](https://github.com/awslabs/slapo/issues/10)). The package adds a row-parallel layer's bias
 # after the sum.
 #
 # ### The all-reduce in the wrong pass
 #
-# f does nothing in the forward pass, so it is easily forgotten, and the forward pass is still
-# right. Or somebody remembers that an all-reduce belongs where X enters, and runs it in the
-# forward pass:
+# f does nothing in the forward pass, so it is easily forgotten. Or somebody remembers that an
+# all-reduce belongs where X enters, and runs it in the forward pass. The package keeps the
+# communication of both places in an `exchange` with three methods, so either mistake is one
+# method:
+#
+# | method | called where | does | in Megatron's terms |
+# |---|---|---|---|
+# | `start_gather` | X enters, forward pass | nothing | f, forward |
+# | `start_reduce` | X enters, backward pass | starts an all-reduce | f, backward |
+# | `reduce` | Y leaves, forward pass | all-reduce; nothing in its backward pass | g |
+#
+# The two methods with `start` in their name return a function that waits for the result.
+# `start_gather` has nothing to start here. It is named for chapter 8, where it gathers.
 
 
 # %%
@@ -514,10 +576,14 @@ for apply in (f_forgotten, f_runs_forward):
 #
 # Without f the forward pass is right in every number. But each rank continues the backward pass
 # with the gradient that its own columns produced, so replicated parameters, such as norms and row
-# biases, move differently on each rank. A comparison of the ranks shows it. With f run forward,
-# the input of every column-parallel layer is also t times too large, so even the first loss is
-# wrong. The model learns to compensate, and in our run it ended with the lowest loss of all: a
-# loss that falls proves nothing.
+# biases, move differently on each rank, and a comparison of the ranks shows that something is
+# wrong. It does not show how much: the oracle finds all gradients but two wrong, most of them of
+# sharded parameters. No two ranks hold the same shard, so there is nothing to compare it with
+# except a run on one process.
+#
+# With f run forward, the input of every column-parallel layer is also t times too large, so even
+# the first loss is wrong. Still the model learns, and in our run it ended with the lowest loss of
+# all: a loss that falls proves nothing.
 #
 # </details>
 #
@@ -563,15 +629,15 @@ show_source(RowParallelLinear)
 # a tied embedding, and for Llama with two key-value heads on four ranks. (Embedding and loss are
 # in [`vocabulary.py`](code:minitron.parallel.tensor.vocabulary).)
 
-# %% tags=["output-oracle", "nbval-check-output"]
+# %% tags=["output-oracle", "nbval-check-output", "exhaustive"]
 for make_model, t in ((lab.small_gpt, 2), (lab.small_gpt, 3), (lab.small_llama, 4)):
     print(f"{make_model.args[0]:5} on {t} ranks: "
           f"{lab.verdict(apply_tensor_parallel, t, make_model)}")
 
 # %% [markdown]
 # It does. Dropout needs care: inside attention each rank has different heads, so the ranks must
-# draw *different* random numbers. Everywhere else activations are replicated, so all ranks must
-# draw the same ones.
+# draw *different* random numbers. GPT's other dropouts act on replicated activations, so all ranks
+# must draw the same ones.
 #
 # ## 7. Measure
 #
@@ -602,10 +668,11 @@ print(merged([calls for _, calls in results[4]]))
 # $$8\,B S D\,\frac{t-1}{t}$$
 #
 # ([Narayanan et al. 2021](https://arxiv.org/abs/2104.04473), section 3.2). To measure a block, we
-# halve the difference between three blocks and one. The rest belongs to the ends of the model:
+# subtract what a model with one block sends from what a model with three blocks sends, and halve
+# the difference. What is left of the one-block model without its block belongs to the ends:
 # embedding and head, together as much as half a block, and the loss.
 
-# %% tags=["figure-wire"]
+# %% tags=["figure-wire", "exhaustive"]
 measured_bytes, formula = {}, {}
 for t in (2, 4):
     names = f"a block, {t} ranks", f"the ends, {t} ranks"
@@ -625,8 +692,10 @@ show(wire(measured_bytes, formula), alt=(
 #
 # ### What is held
 #
-# The [meter](word:meter) reads the bytes at the moment when activations peak. The formulas
-# (dashed) are those of section 2, in float32.
+# The [meter](word:meter) reads the bytes at the moment when activations peak. The formula
+# (dashed) is the function that computed section 2's table, here for float32 and without dropout.
+# The two bytes of masks disappear, and all others double: a block saves $2\,BSD\,(8 + 24/t)$
+# bytes.
 
 # %%
 kinds, held, predicted = ("parameter", "gradient", "activation"), {}, {}
@@ -648,23 +717,31 @@ show(memory_bars(held, predicted), alt="From 1 to 4 ranks parameters shrink "
      f"{held['1 rank']['activation'] / held['4 ranks']['activation']:.1f} times.")
 
 # %% [markdown]
-# Formula and meter agree. From one rank to four, parameters and gradients shrink by a factor of
-# nearly 4, activations by little more than 2.
+# Formula and meter agree to the byte on two and four ranks. On one rank, `F.cross_entropy` saves
+# a copy of the targets, 8 bytes each, and one 4-byte scalar. The formula leaves them out, and
+# they are the whole difference. From one rank to four, parameters and gradients shrink by a
+# factor of nearly 4, activations by little more than 2. (For a block alone, $(8 + 24)/(8 + 6)$;
+# the ends of the model change it a little.)
 #
-# ### On real GPUs
+# ### On H100s, by arithmetic
 #
 # How far does this scale? An H100 has two links: NVLink to the seven other GPUs of its node, and
-# a network card to other nodes. Take one layer of GPT-3 and one sequence, with compute at 40 % of
-# the dense peak and no overlap.
+# a network card to other nodes. We do not measure here; we compute the time of one block of GPT-3
+# and one sequence, with compute at 40 % of the dense peak and no overlap. The links are ideal:
+# each has its datasheet's bandwidth and no latency. (A hop over NVLink takes about 6 µs with
+# NCCL's Simple protocol, see [chapter 5](chapter:5). An all-reduce on eight ranks takes 14 hops,
+# so four of them would add 0.34 ms.) Multiplied by the number of GPUs, the time is what the block
+# costs, in GPU-milliseconds.
 #
-# **Predict.** Eight ranks fill one node, sixteen fill two. How much faster is a layer on sixteen?
+# Two nodes can all-reduce in three ways. One ring through all 16 ranks crosses between the nodes
+# through a single card in each direction. Two tiers sum inside the nodes first and then across, one
+# after the other. Eight rings, one per card, each carry an eighth of the tensor at the same time.
+#
+# **Predict.** Eight ranks fill one node, sixteen fill two. How much faster is a block on sixteen?
 
 # %%
-two_layers, one_layer = (
-    cost.training_flops_per_token(replace(gpt3, num_layers=L), S_gpt3) for L in (2, 1)
-)
-layer_flops = S_gpt3 * (two_layers - one_layer)
 message = 2 * S_gpt3 * D_gpt3  # bytes of each all-reduce
+reached = 0.40 * H100.bf16_flops  # FLOP/s
 inside, across = cost.Link(0, H100.nvlink_bandwidth), cost.Link(0, H100.nic_bandwidth)
 WAYS = {
     " 8 in one node, NVLink": (8, cost.ring_all_reduce_seconds(message, 8, *inside)),
@@ -672,32 +749,60 @@ WAYS = {
     "16 in two nodes, two tiers": (
         16, cost.hierarchical_all_reduce_seconds(message, 8, 2, inside, across)),
     "16 in two nodes, one ring": (16, cost.ring_all_reduce_seconds(message, 16, *across)),
+    "16 in two nodes, eight rings": (16, cost.ring_all_reduce_seconds(message / 8, 16, *across)),
 }
 
 # %% tags=["output-links", "nbval-check-output"]
 print(f"per direction: NVLink {inside.bandwidth / GB:.0f} GB/s, a card "
       f"{across.bandwidth / GB:.0f} GB/s; each all-reduce {message / MB:.0f} MB")
-print("ranks                           compute  4 all-reduces     layer   waiting")
+print("                                     ms for a block")
+print("ranks                           compute  4 all-reduces   both  waiting  GPU-ms")
+times = {}
 for name, (t, seconds) in WAYS.items():
-    compute, sums = layer_flops / t / (0.40 * H100.bf16_flops), 4 * seconds
-    print(f"{name:31} {1e3 * compute:4.1f} ms {1e3 * sums:11.1f} ms "
-          f"{1e3 * (compute + sums):6.1f} ms {sums / (compute + sums):9.0%}")
+    compute, sums = block_flops / t / reached, 4 * seconds
+    times[name] = compute + sums
+    print(f"{name:31} {1e3 * compute:7.1f} {1e3 * sums:14.1f} {1e3 * (compute + sums):6.1f} "
+          f"{sums / (compute + sums):8.0%} {1e3 * t * (compute + sums):7.0f}")
+one_node, _, *two_nodes = times.values()
+print("speedup of two nodes: two tiers {:.1f}, one ring {:.1f}, eight rings {:.1f}"
+      .format(*(one_node / each for each in two_nodes)))
+bounds = [72 / 16 * D_gpt3 * link.bandwidth / reached for link in (inside, across)]
+print("t - 1 < {} D beta / F: {:.0f} with NVLink, {:.0f} with a card each".format(4.5, *bounds))
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Far less than twice. Compute halves, but the all-reduces take longer: each rank sends slightly
-# more than before, and part of it crosses a link that is 9 times slower. At best the all-reduce
-# runs in two tiers, inside the node first, so that all eight cards share what must cross
-# ([chapter 5](chapter:5)). As one ring through a single card, sixteen ranks are slower than
-# eight.
+# Less than twice: 1.8 times with eight rings, 1.6 times with two tiers, and with one ring 0.7
+# times, so sixteen ranks are slower than eight. Compute halves in each case, but the all-reduces
+# take longer: each rank sends slightly more than before, and part of it crosses a link that is 9
+# times slower. Eight rings and two tiers spread what must cross over all eight cards of a node.
+# The rings use cards and NVLink at the same time (their share of NVLink takes less time than the
+# cards'), the tiers one after the other. ([Chapter 5](chapter:5) quotes a measurement of two
+# nodes: 362 GB/s bus bandwidth for 256 MB, from the Ultra-Scale Playbook, 2025. At that rate the
+# four all-reduces would take 1.04 ms, between these two.)
 #
 # </details>
 #
-# So tensor parallelism stays inside a node: t goes up to the number of GPUs there (Narayanan et
-# al. 2021, takeaway 1), or higher where more GPUs share NVLink. And the opening question? The
-# 1,024 GPUs now form 128 groups of 8. Each group reads one sequence, and ZeRO-3 shards across
-# groups.
+# At best, sixteen ranks finish a block sooner, but then they still spend 73 GPU-milliseconds on
+# it, where eight spend 64. Two groups of eight, each with its own sequence, get more done on the
+# same GPUs. So unless one sequence must be faster, or does not fit otherwise, tensor parallelism
+# stays inside a node: t goes up to the number of GPUs there (Narayanan et al. 2021, takeaway 1),
+# or higher where more GPUs share NVLink.
+#
+# The output's last line is a rule of thumb for other models and links. A block's dense matmuls
+# take about $72\,BSD^2/t$ FLOPs (24 per token and $D^2$ in the forward pass, twice that in the
+# backward pass), and in 16 bits its all-reduces send $16\,BSD\,\frac{t-1}{t}$ bytes. With F the
+# FLOP/s that a GPU reaches and $\beta$ the bandwidth of a ring's slowest link (times the number
+# of rings), sending takes less time than computing as long as
+#
+# $$t - 1 < 4.5\,\frac{D\,\beta}{F}$$
+#
+# B and S cancel, so only a wider model, a faster link or slower compute allows more ranks. For
+# GPT-3 at 40 % of the H100's peak, the bound on $t - 1$ is 63 over NVLink and 7 over one card per
+# rank: with 8 ranks in eight nodes, waiting takes half of the time, as in the table's second row.
+#
+# And the opening question? The 1,024 GPUs now form 128 groups of 8. Each group reads one
+# sequence, and ZeRO-3 shards across groups.
 
 # %% tags=["output-answer", "nbval-check-output"]
 layout = cost.Layout(tensor_parallel=8)
@@ -715,8 +820,10 @@ for name, size in (fits | {"together": sum(fits.values())}).items():
 # times farther away. Most of what remains are replicated activations. The next chapter shards
 # them.
 #
-# The widget draws one block at an H100's peak, with ranks and a link of your choice, and the same
-# block with a free link. The difference is the waiting.
+# The widget draws one block with ranks and a link of your choice, and the same block with a free
+# link; the difference is the waiting. It is more optimistic about compute and overlap than the
+# table: matmuls run at the H100's peak, and in the backward pass the all-reduces overlap with the
+# weight gradients.
 
 # %% tags=["figure-explorer"]
 tensor_explorer()
@@ -729,11 +836,12 @@ tensor_explorer()
 # to compute. We run two ranks on an **emulated** network: the transfer really happens, and a rank
 # that waits for it sleeps until a link of the given bandwidth would have delivered.
 #
-# The bandwidth is such that one all-reduce takes as long as the gradient of `up`. The model has
-# one block, so the backward pass has three all-reduces: for the input gradients of the head, of
-# `up`, and of query, key and value. **Predict.** How long does the backward pass stand still if
-# it waits for each all-reduce at once? And if it computes weight gradients meanwhile? (Hatched
-# means idle in the figure.)
+# The bandwidth is such that one all-reduce takes as long as the gradient of `up`. The model is a
+# GPT with a vocabulary of 256, a width of three times that, and a feed-forward four times as wide
+# as the model. It has one block, so the backward pass has three all-reduces: for the input
+# gradients of the head, of `up`, and of query, key and value. **Predict.** How long does the
+# backward pass stand still if it waits for each all-reduce at once? And if it computes weight
+# gradients meanwhile? (Hatched means idle in the figure.)
 
 # %% tags=["output-overlap", "exhaustive"]
 stands, alone = {}, run(lab.weight_gradient_seconds, 2, watch=False)[0]  # each weight's, alone
@@ -771,10 +879,13 @@ show(timeline(lanes, unit="ms, the fastest repeat, network emulated"), alt=claim
 # quarters as many columns, and most of it for the small head (in our run, the long gap in the
 # figure's third lane).
 #
-# Measured values may lie below the prediction. Launching an all-reduce counts as compute, so even
-# a pass that waits at once stands still for a little less than three transfers. And in the step,
-# the bias gradients also run during the transfer, and other programs on the same cores may slow
-# the matmul down, so that it covers more of the transfer than it did on its own.
+# Measured values may lie below the prediction, even all of them. There are three plausible
+# reasons, none of which we tested. Launching an all-reduce counts as compute, so even a pass that
+# waits at once stands still for a little less than three transfers. In the step, the bias
+# gradients also run during the transfer. And other programs on the same cores may slow the matmul
+# down, so that it covers more of the transfer than it did on its own. (A transfer in the figure
+# lasts from this rank's launch until the sum is there. If the other rank is late, the block is
+# longer than a transfer takes.)
 #
 # </details>
 #
@@ -786,11 +897,18 @@ show(timeline(lanes, unit="ms, the fastest repeat, network emulated"), alt=claim
 # ## Further: async tensor parallelism
 #
 # The forward all-reduce can overlap, too, with *the same* matmul: compute the output in chunks of
-# tokens, and send each chunk while the next one is computed ([Wang et al.
-# 2023](https://doi.org/10.1145/3567955.3567959)). PyTorch calls this async tensor parallelism; it
-# splits the all-gathers and reduce-scatters that replace the all-reduce in the next chapter. If
-# compute and transfer take equally long, as in the cell below, c chunks need the compute plus one
-# c-th of the transfer.
+# tokens, and send each chunk while the next one is computed. [Wang et al.
+# 2023](https://doi.org/10.1145/3567955.3567959) do this for the all-gathers and reduce-scatters
+# that replace the all-reduce in the next chapter, and so does PyTorch, which calls it async
+# tensor parallelism. Here we apply the idea to the all-reduce. By hand it takes two lines: launch
+# every chunk's all-reduce as soon as its matmul is done, and wait for all of them at the end.
+
+# %%
+show_source(lab.row_parallel_seconds)
+
+# %% [markdown]
+# If compute and transfer take equally long, as in the cell below, c chunks need the compute plus
+# one c-th of the transfer.
 #
 # **Predict.** Should c then be as large as possible?
 
@@ -812,10 +930,20 @@ print(f"{best} chunks are best here, {measured[1] / measured[best]:.2f} times as
 # <details><summary>Answer</summary>
 #
 # No. Every chunk costs a message and a smaller, less efficient matmul. The prediction leaves both
-# out, so it gets worse as c grows. On GPUs the trade-off is the same. A transfer over NVLink is
-# short compared with a large matmul, so a few chunks are enough.
+# out, so it becomes more optimistic as c grows. Where it is too low even for c = 1, these two
+# cannot be the reason; it also leaves out that the ranks really send and add the numbers, on the
+# cores that compute. Before you believe the best c in the last line, compare the spreads. Where
+# two of them overlap, another run may rank them differently.
+#
+# Over NVLink there is less to hide than in this cell, where transfer and compute take equally long:
+# in section 7's table, eight ranks in one node wait for 10 % of the time.
 #
 # </details>
+#
+# What does it bring in training? torchtitan reports, for t = 8 inside nodes of H100s and in
+# bfloat16, 652.4 instead of 597.3 tokens per second and GPU for Llama 3.1 70B on 256 GPUs, which
+# is 9 % more, and 10 % more for the 8B model on 64 ([benchmark of June
+# 2025](https://github.com/pytorch/torchtitan/blob/main/benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md)).
 
 # %% [markdown]
 # ## Further: a claim about all-gather
@@ -857,7 +985,8 @@ for layer in (columns_then_rows, columns_twice):
 #
 # An all-gather sends half of what an all-reduce of the same tensor sends. But the hidden
 # activations are four times as wide as the output, so the all-gathers send 4 + 1 where the
-# all-reduce sends 2. They also leave the hidden activations replicated on every rank.
+# all-reduce sends 2, which is 5/2 times as much. They also leave the hidden activations
+# replicated on every rank.
 #
 # </details>
 #
@@ -867,9 +996,13 @@ for layer in (columns_then_rows, columns_twice):
 # %% [markdown]
 # ## Further: no rank ever holds all logits
 #
-# We check this claim of section 4 for a head with 12,288 tokens, 256 tokens of input, and four
-# ranks. The meter watches two losses: one that gathers the logits first, and the package's.
-# **Predict.** How much does a rank hold at the peak with each loss?
+# We check this claim of section 4 for a vocabulary of 12,288 and 256 input tokens on four ranks.
+# The meter watches two losses, with their backward pass. `gathered_loss` first gathers the
+# logits; from them, PyTorch computes log-probabilities, then the gradients of both. The package's
+# loss computes from a rank's own logits their softmax, then the gradient of the logits.
+#
+# **Predict.** All logits together take 4 x 256 x 12,288 bytes in float32. How many times that
+# does a rank hold at the peak with each loss?
 
 # %%
 V, tokens = 12_288, 256
@@ -917,18 +1050,17 @@ print(f"the losses differ by {abs(gathered / sharded - 1):.0e}, "
 # <details><summary>Answer</summary>
 #
 # With gathering: this rank's own shard and four tensors of full size, namely the logits, their
-# log-probabilities, and the gradients of both. Without: three tensors of a quarter of that size.
-# None of those has 12,288 columns.
+# log-probabilities, and the gradients of both. (The shape with three dimensions is the buffer of
+# the gather: for each of 256 tokens the logits of four ranks, together 256 x 12,288.) Without:
+# three tensors of a quarter of that size, and none of them has 12,288 columns.
 #
 # </details>
 
 # %% [markdown]
 # ## Further: what eight ranks do not split
 #
-# In section 2, the parameters shrink by almost 8, not by 8.
-#
-# **Predict.** Does a rank of eight hold exactly an eighth of GPT-3's parameters? What else does
-# it hold?
+# **Predict.** A rank of eight holds slightly more than an eighth of GPT-3's parameters. What else
+# does it hold?
 
 # %% tags=["output-undivided", "nbval-check-output"]
 full, t = cost.num_parameters(gpt3), 8
@@ -961,8 +1093,8 @@ print(f"  = {biases:,} row biases + {norms:,} of norms + {positions:,} of positi
 #    more than a t-th of the parameters, but a much larger share of the activations.
 # 4. With a bias added before the sum, or an all-reduce in the wrong pass, the loss still falls.
 #    The oracle catches both.
-# 5. Every layer waits for its all-reduces, so tensor parallelism belongs where the link is
-#    fastest: inside a node.
+# 5. Every block waits for its all-reduces. On two nodes it costs more GPU time than on one, so
+#    tensor parallelism belongs where the link is fastest: inside a node.
 #
 # ## Exercises
 #

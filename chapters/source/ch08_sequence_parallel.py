@@ -13,17 +13,17 @@
 # %% [markdown]
 # # 8. Sequence parallelism: shard the replicated rest
 #
-# **40 minutes. No GPU. [Exercises 8.1](exercise:8.1) to 8.4.**
+# **45 minutes. No GPU. [Exercises 8.1](exercise:8.1) to 8.4, 75 minutes more.**
 #
 # *You need:* column- and row-parallel layers with their all-reduces ([chapter 7](chapter:7)),
 # reduce-scatter and all-gather ([chapter 5](chapter:5)), and what a block saves for its backward
 # pass ([chapter 3](chapter:3)).
 #
 # *You will be able to:*
-# - **shard** norms, dropout and the residual stream over the tensor-parallel ranks without
-#   sending one byte more;
-# - **predict** the activations of a block on each rank, and what saving less of them costs;
-# - **catch** a gradient that is only a partial sum, on ranks whose losses agree to the last bit.
+# - **shard** norms, dropout and the residual stream over the tensor-parallel ranks, and say what
+#   that does to the traffic;
+# - **predict** the activations that a block saves on each rank, and what it costs to save fewer;
+# - **catch** a gradient that is only a partial sum.
 #
 # Run the cells in order. When the text asks you to predict something, write your guess down
 # before you open the answer.
@@ -58,12 +58,15 @@ MB, GB = 1e6, 1e9
 # %% [markdown]
 # ## 1. The question
 #
-# Split the layers of GPT-3 over the eight GPUs of a node, as in chapter 7, and recompute
-# attention in the backward pass, as in chapter 3. For one sequence of 2,048 tokens, how many
-# bytes of activations does each GPU save? And how many of them are the same on all eight?
+# Split the layers of GPT-3 over the eight GPUs of a node, as in chapter 7, and recompute attention
+# in the backward pass, as in chapter 3. For one sequence of 2,048 tokens, how many bytes of
+# activations does each GPU save? And how many of them are the same on all eight? (This chapter is
+# about activations only. Weights and gradients alone exceed the 80 GB of a GPU, as the last line
+# of the output shows; they need [chapter 9](chapter:9), too.)
 #
 # The cell evaluates the activation formula for one GPU and for eight. If R bytes are replicated
-# and C bytes are sharded, one GPU saves R + C and each of eight saves R + C/8.
+# and C bytes are sharded, one GPU saves R + C and each of eight saves R + C/8. Eight times the
+# second less the first leaves 7 R: 8 (R + C/8) - (R + C) = 7 R.
 
 # %% tags=["output-question", "nbval-check-output"]
 gpt3, S3 = cost.PUBLISHED["GPT-3 175B"], 2048
@@ -73,14 +76,16 @@ replicated = (8 * eighth - one) / 7
 layers = gpt3.num_layers
 print(f"all {layers} layers, on each of 8 GPUs: {layers * eighth / GB:.1f} GB of activations")
 print(f"the same on all eight: {layers * replicated / GB:.1f} GB, {replicated / eighth:.0%} of it")
+weights = 2 * cost.num_parameters(gpt3) / 8  # 16 bits each; as many bytes of gradients
+print(f"weights and gradients, on each of 8 GPUs: {2 * weights / GB:.0f} GB")
 
 # %% [markdown]
 # Most of what remains is replicated: all eight GPUs compute it and save it. Can they share it
 # without sending more?
 #
 # Sections 2 to 4 find the replicated tensors and shard them by hand. Sections 5 and 6 show how
-# that can go wrong and how the package does it. Section 7 measures bytes and traffic and returns
-# to GPT-3.
+# that can go wrong and how the package does it. Section 7 measures bytes and traffic and answers
+# the question for GPT-3.
 
 # %% [markdown]
 # ## 2. Estimate
@@ -128,32 +133,34 @@ for t in (1, 2, 4, 8, 16, 32):
 # **Predict.** Give each rank S/t of the tokens between the tensor-parallel layers. But its
 # column-parallel layers still read *all* tokens. Which collective brings them, and what does it
 # cost compared with chapter 7's all-reduce?
+#
+# <details><summary>Answer</summary>
+#
+# An all-gather, at half the cost of an all-reduce. The other half pays for the reduce-scatter that
+# ends the region, so the pair costs nothing extra: a ring all-reduce *is* a reduce-scatter
+# followed by an all-gather (chapter 5). Between its two halves, each rank has the sum for 1/t of
+# the tokens. Put dropout, addition and norm there: the reduce-scatter ends one tensor-parallel
+# region (attention or feed-forward), and the all-gather begins the next.
+#
+# </details>
 
 # %% [markdown]
 # ## 3. Picture
 #
-# The figure shows one block on two ranks. Gray is replicated; 0 and 1 are the ranks' shards. Find
-# what replaces each all-reduce in the lower row.
+# The figure shows the forward pass of one block on two ranks. Gray is replicated; 0 and 1 are the
+# ranks' shards. Find what replaces each all-reduce in the lower two rows.
 
 # %% tags=["figure-lanes"]
-show(lab.block_regions(), alt=(
+show(lab.block_regions(with_backward=False), alt=(
     "Between the tensor-parallel layers every rank held all tokens; with sequence parallelism each "
-    "holds its own, and every all-reduce has become a reduce-scatter and an all-gather."
+    "holds its own, and every all-reduce has become a reduce-scatter and an all-gather, which "
+    "brings the full input to attention and feed-forward."
 ))
 
 # %% [markdown]
-# <details><summary>Answer</summary>
-#
-# An all-gather, and it costs nothing extra. A ring all-reduce *is* a reduce-scatter followed by
-# an all-gather (chapter 5). Between its two halves, each rank has the sum for 1/t of the tokens.
-# Put dropout, addition and norm there: the reduce-scatter ends one tensor-parallel region
-# (attention or feed-forward), and the all-gather begins the next.
-#
-# </details>
-#
-# In the lower row, a reduce-scatter and an all-gather, before and after the norm, replace each
-# all-reduce, and nothing is gray anymore. ZeRO uses the same idea, with the optimizer between the
-# two halves ([chapter 6](chapter:6)).
+# In the lower rows, each all-reduce becomes a reduce-scatter before the dropout, addition and
+# norm, and an all-gather after them. ZeRO uses the same idea, with the optimizer between the two
+# halves ([chapter 6](chapter:6)).
 
 # %% [markdown]
 # ## 4. By hand
@@ -207,7 +214,7 @@ def forward(group):
     return found
 
 
-# %% tags=["output-byhand"]
+# %% tags=["output-byhand", "exhaustive"]
 print("         tensor parallel          sequence parallel")
 print("ranks     error   bytes sent       error   bytes sent")
 for t in (2, 3, 4):
@@ -216,8 +223,8 @@ for t in (2, 3, 4):
     print(f"{t:5} " + "     ".join(f"{error:9.0e} {sent:12,}" for error, sent in pairs))
 
 # %% [markdown]
-# Both versions are right and send the same number of bytes. With the tokens sharded, each rank
-# ran the norm over 1/t of them, so the work is shared as well.
+# Both versions are right, and their forward passes send the same number of bytes. With the tokens
+# sharded, each rank ran the norm over 1/t of them, so the work is shared as well.
 #
 # ### The layout
 #
@@ -260,19 +267,28 @@ for num_sequences in (1, 2):
 #
 # Training also needs the gradients.
 #
-# **Predict.** Every collective needs a counterpart in the backward pass. The columns of all ranks
-# read a rank's tokens. What must happen to the gradients of these tokens? And what is the
-# counterpart of the reduce-scatter?
+# **Predict.** Every collective needs a counterpart in the backward pass. Every rank's columns read
+# every token, also those of other ranks. What must happen to the gradients of the tokens? And what
+# is the counterpart of the reduce-scatter?
 #
 # <details><summary>Answer</summary>
 #
-# Every rank's columns produce a partial sum of the gradient of every token, and the rank that
-# owns a token needs the total: a reduce-scatter. Conversely, a rank's partial sum of the output
-# was added into tokens on all ranks, so the rank needs the gradients of all tokens: an
-# all-gather. Each is the other's counterpart.
+# Every rank's columns produce a partial sum of the gradient of every token, and the rank that owns
+# a token needs the total: a reduce-scatter. Conversely, each rank's partial output contributed to
+# every token, so its gradient needs the output gradients of all tokens: an all-gather. Each is the
+# other's counterpart.
 #
 # </details>
 #
+# The same figure with the backward pass, from right to left:
+
+# %% tags=["figure-backward"]
+show(lab.block_regions(with_backward=True), alt=(
+    "In the backward pass the counterpart of every all-gather is a reduce-scatter, and that of "
+    "every reduce-scatter is an all-gather."
+))
+
+# %% [markdown]
 # [`minitron.comm.differentiable`](code:minitron.comm.differentiable) has both with their backward
 # passes; you write them in exercise 8.1. The table compares four gradients with one device:
 
@@ -326,9 +342,9 @@ for (name, dim), leaf, *got in zip(dims.items(), leaves, *run(gradients, t), str
 # </details>
 #
 # To get to 34/t, a layer must save only its own tokens of the input and gather the rest again in
-# the backward pass. That is one more all-gather for each of a block's two tensor-parallel
-# regions. (In the table, bytes are relative to B S D, elements to B S D (t-1)/t; calls are those
-# of forward and backward together.)
+# the backward pass. That is the third all-gather of a tensor-parallel region, after the one in the
+# forward pass and the one in the backward pass of the reduce-scatter. (In the table, bytes are
+# relative to B S D, elements to B S D (t-1)/t; calls are those of forward and backward together.)
 
 # %% tags=["output-regather", "nbval-check-output"]
 LAYOUTS = {
@@ -347,18 +363,25 @@ for name, layout in LAYOUTS.items():
     print(f"{name:21} {saved:6.2f} {calls[0]:8} {calls[1]:8} {calls[2]:8} {sent:10.0f}")
 
 # %% [markdown]
+# So the answer to section 1's question, can the ranks share the rest without sending more, is yes
+# for 6 of the 10 bytes. Sharding the other 4 costs a quarter more traffic: 10 instead of 8. The
+# package does that by default; with `regather=False` it keeps the inputs.
+#
 # The paper says that sequence parallelism sends no more, which is the second row, and its formula
-# is 34/t, which is the third. It does not count the third all-gather of each region, because that
-# one overlaps with compute. Section 7 counts its bytes and estimates whether compute can hide it.
+# is 34/t, which is the third. It mentions the extra all-gather and overlaps it with compute; its
+# count leaves it out. Section 7 estimates whether compute can hide it.
 
 # %% [markdown]
 # ## 5. The trap
 #
 # Why was the gradient of the gain wrong in section 4? Under tensor parallelism every rank applied
 # the gain to the same tokens. Now each rank applies it to its own tokens, so the gradient on a
-# rank is a partial sum. The backward pass does not add the partial sums; in the package, `finish`
-# does. What if nobody adds them? And what if somebody averages, as data parallelism does? The
-# next two cells build both mistakes.
+# rank is a partial sum, and the backward pass does not add the partial sums.
+#
+# In the package, each parameter has a *cut*: what this rank holds of it, and whether its gradient
+# is a partial sum (`is_partial`). `finish` runs after `backward` and adds those sums. What if
+# nobody adds them? And what if somebody averages, as data parallelism does? The next two cells
+# build both mistakes.
 
 
 # %%
@@ -387,10 +410,10 @@ def mean(model, group):
 
 # %% [markdown]
 # **Predict.** Two ranks train for 60 steps with the sum and with each mistake. If nothing is done
-# about the norms, does the loss fall? Do the two ranks report the same loss? Do they have the
-# same norm weights?
+# about the norms, does the loss fall? Do the two ranks report the same loss (the head is split
+# along the vocabulary, chapter 7)? Do they have the same norm weights?
 
-# %% tags=["output-trap"]
+# %% tags=["output-trap", "exhaustive"]
 RULES = {"sum": apply_sequence_parallel, "nothing": no_sum, "mean": mean}
 trained = {name: run(lab.train, 2, apply, watch=False) for name, apply in RULES.items()}
 print("gradients   loss after step           same loss on   norm weights")
@@ -403,16 +426,16 @@ for name, ((losses, gains), (other_losses, other_gains)) in trained.items():
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The loss falls as in the correct run. Both ranks report the same loss in every step, to the last
-# bit, because they compute it *together*: each holds half of the vocabulary, and all-reduced sums
-# are the same everywhere. Yet their norm weights drift apart, so neither rank holds the model
-# that produced the loss.
+# In this run the loss falls as in the correct one. Both ranks report the same loss in every step,
+# to the last bit, because they compute it *together*: each holds half of the vocabulary, and
+# all-reduced sums are the same everywhere. Yet their norm weights drift apart, so neither rank
+# holds the model that produced the loss.
 #
 # </details>
 #
 # The figure shows how far apart they are after each step:
 
-# %% tags=["figure-drift"]
+# %% tags=["figure-drift", "exhaustive"]
 drift = {}
 for name, label in (("nothing", "nothing done"), ("sum", "summed")):
     (_, gains), (_, other_gains) = trained[name]
@@ -424,35 +447,44 @@ show(curves(range(1, 61), drift, "step", "norm weights differ by"), alt=(
 
 # %% [markdown]
 # Without the sum, the ranks differ from the first step on, and converting the shards to a single
-# full model has to pick one rank's norm weights. One user asked how to merge LayerNorm weights
-# that differ between ranks (NVIDIA/Megatron-LM, issue 474).
+# full model has to pick one rank's norm weights.
 #
 # With the mean, the ranks stay identical and the loss is as good as the correct one, because
 # AdamW normalizes away a gradient's scale. The [oracle](word:oracle) compares gradients, so it
 # names both mistakes:
 
-# %% tags=["output-oracle-trap"]
+# %% tags=["output-oracle-trap", "exhaustive"]
 for name, apply in RULES.items():
     lines = lab.verdict(apply, 2).splitlines()
     print(name, *(textwrap.fill(line, 70, subsequent_indent="  ") for line in lines), sep="\n  ")
 
 # %% [markdown]
 # It also tells them apart: one gradient differs between ranks, the other is too small on all of
-# them.
+# them. (The oracle's Llama has two blocks and 20 trained parameters. Four of them are norms, as
+# many as differ; a fifth norm is frozen.)
 #
 # Why a sum here, when data parallelism takes a mean? There, each rank has its own loss, and the
 # batch's loss is their mean. Here all ranks share one loss, and each has a part of its gradient.
 #
-# Both mistakes have been made. In GPT-NeoX's first version, the hooks that should reduce these
-# gradients never ran, and they would have averaged (EleutherAI/gpt-neox, pull requests 1257 and
-# 1259). Megatron-LM sums the gradients of parameters with the attribute `sequence_parallel`;
-# Transformer Engine once left it off its norms (NVIDIA/TransformerEngine, pull request 1528).
+# The symptom has been reported: norm gradients (NVIDIA/Megatron-LM, issue 1446) and norm weights
+# (issue 474, closed without a cause) that differ between tensor-parallel ranks. Megatron-LM sums
+# the gradients of parameters with the attribute `sequence_parallel`, which a version of
+# Transformer Engine did not always set on its norms (NVIDIA/TransformerEngine, pull request 1528).
+#
+# Both mistakes have been made. While sequence parallelism was written for GPT-NeoX, the hooks that
+# should reduce these gradients did not seem to run at all; the fix also made them sum where they
+# had averaged (EleutherAI/gpt-neox, pull requests 1257 and 1259). There, unlike here, the loss was
+# bad: it flattened near 8, and the author blamed the unsynchronized gradients. With the fix it
+# still flattened, near 7.5, so they were not the only cause.
 #
 # **Predict.** Norm weights are one kind of parameter with this problem. Which others does a GPT
 # have?
+#
+# To find out, two ranks run a backward pass without `finish`. The cell lists the parameters that
+# both hold in full, and whose gradients nevertheless differ between the ranks:
 
 # %% tags=["output-partial", "nbval-check-output"]
-for name in run(lab.partial_gradients, 2)[0]:
+for name in lab.parameters_whose_gradients_differ(num_ranks=2):
     if not name.startswith("blocks.1"):  # the same as in block 0
         print(name)
 
@@ -461,12 +493,13 @@ for name in run(lab.partial_gradients, 2)[0]:
 #
 # Every parameter that is replicated and applied to a rank's own tokens: norms, the biases that
 # are added after a row-parallel layer's sum, and learned positions. On each rank the positions'
-# gradient is zero outside its own tokens, so the sum puts the pieces together.
+# gradient is zero outside its own tokens, so the sum puts the pieces together. (One norm weight
+# is missing in the list: the test model freezes it, so it has no gradient.)
 #
 # </details>
 #
-# These tensors are small, and all of their gradients travel in one message per step. (Dropout is
-# another trap: see the *Further* section on it.)
+# All of these gradients travel in one message per step. All but the positions are small; section 7
+# counts them. (Dropout is another trap: see the *Further* section on it.)
 
 # %% [markdown]
 # ## 6. The real one
@@ -481,23 +514,31 @@ show_source(SequenceParallelExchange)
 # %% [markdown]
 # `reduce` also ends the embedding, and `start_gather` begins the head, so the residual stream is
 # sharded from the first block to the final norm. The layers themselves are unchanged. In the
-# backward pass of the column-parallel layers, find which transfer runs during which matmul:
+# backward pass of the column-parallel layers, find which transfer runs during which matmul
+# (`deferral` is for chapter 9):
 
 # %%
 show_source(LinearFunction.backward, WeightGradients.start, WeightGradients.compute)
 
 # %% [markdown]
 # `second_half.start()` starts gathering the input again. While it travels, `input_gradient`
-# computes the gradient of the input, for which the input itself is not needed. Then
-# `start_reduce` sends that gradient while `second_half.compute()` computes the weight gradients.
-# Each of the two transfers has a matmul to overlap with.
+# computes the gradient of the input, for which the input itself is not needed. Then `start_reduce`
+# sends that gradient while `second_half.compute()` computes the weight gradients. These two
+# transfers have a matmul to overlap with. A third does not: the all-gather of the output gradient,
+# with which the region's backward pass begins, because all its matmuls need the result. In the
+# forward pass both transfers are exposed, because the next operation needs their result.
 #
-# And this is the sum from section 5, over every parameter whose cut is marked `is_partial`:
+# And this is the sum from section 5. `finish` calls it with the gradients of every parameter whose
+# cut is marked `is_partial`. Find the one line that communicates:
 
 # %%
-show_source(TensorParallel.finish)
+show_source(TensorParallel.sum_in_one_message)
 
 # %% [markdown]
+# `all_reduce` is the line: all of these gradients travel in one message. The zeros around a rank's
+# own part serve key-value heads that only some of the ranks share (chapter 7); a replicated
+# parameter has a single part.
+#
 # We run the oracle on one to four ranks, for both model families, including a Llama with fewer
 # key-value heads (two) than ranks (four):
 
@@ -559,10 +600,20 @@ show(memory_bars(rows, predicted), alt=(
 ))
 
 # %% [markdown]
-# Sequence parallelism that keeps its inputs removes a third of the activations; gathering them
-# again removes half.
-#
-# **Predict.** Now the traffic, on four ranks. Which of the three sends most, and by what factor?
+# On this CPU, sequence parallelism that keeps its inputs removes a third of the activations, and
+# gathering them again removes half. (Dashed bars are the formulas.) CUDA's narrower masks make
+# both shares a little smaller:
+
+# %% tags=["output-masks", "nbval-check-output"]
+for device, size in (("a CPU", 2), ("CUDA", 1)):
+    alone, kept, again = (lab.block_formula(way, "selective", size) for way in lab.WAYS)
+    print(f"with the masks of {device:5}: inputs kept {1 - kept / alone:.0%}, "
+          f"gathered again {1 - again / alone:.0%} less")
+
+# %% [markdown]
+# **Predict.** Now the traffic, on four ranks. Section 4 counted 8, 8 and 10 for forward and
+# backward pass together. The ledger separates the two. How do the three numbers divide between
+# them?
 
 # %% tags=["output-ledger", "nbval-check-output"]
 for way in lab.WAYS:
@@ -578,37 +629,73 @@ show(wire(sent, {way: lab.sent_formula(way) for way in lab.WAYS}), alt=(
 ))
 
 # %% [markdown]
-# The first two are equal to the byte: 8 B S D (t-1)/t elements of 2 bytes. The third has two more
-# all-gathers in the backward pass and sends 10 instead of 8, a quarter more.
+# All three send 4 B S D (t-1)/t elements in the forward pass. In the backward pass the first two
+# send 4 and the third, with two more all-gathers, sends 6. So the first two are equal to the byte,
+# and the third sends a quarter more.
+#
+# That leaves out `finish`, which runs once per step. Tensor parallelism alone has no partial sums
+# in a GPT. The other two all-reduce 6 D gradients for each block, of two norms and of two biases,
+# and those of the final norm and the learned positions.
 #
 # ### On real GPUs
 #
-# Is the third all-gather worth it, and can it be hidden? Take GPT-3 on a node of eight H100s,
-# with one sequence. The all-gather overlaps with the matmul for the gradient of the same layer's
-# input. We let that matmul run at the dense peak, which leaves the least time to hide anything,
-# and each link at its full bandwidth.
+# Is the third all-gather worth it, and can it be hidden? Take GPT-3 on a node of eight H100s, with
+# one sequence. The all-gather overlaps with the matmul for the gradient of the same layer's input.
+# We let that matmul run at the dense peak, which is pessimistic, because it leaves the least time
+# to hide anything; and each link at its full bandwidth, which is optimistic. The last column is
+# the margin: below this share of NVLink's bandwidth, the all-gather takes longer than the matmul.
 
 # %% tags=["output-hidden", "nbval-check-output"]
 H100 = DEVICES["H100-SXM-80GB"]
 input_bytes = 2 * S3 * gpt3.width
-print("microseconds        matmul   gather in the node   over InfiniBand")
+print("microseconds        matmul   gather in the node   over InfiniBand   hidden above")
 for name, columns in (("query, key, value", 3 * gpt3.width), ("up", gpt3.ffn_width)):
     matmul = 2 * S3 * gpt3.width * (columns // 8) / H100.bf16_flops
     gathers = [cost.ring_all_gather_seconds(input_bytes, 8, 0, link)
                for link in (H100.nvlink_bandwidth, H100.nic_bandwidth)]
-    print(f"{name:17} {1e6 * matmul:8.0f} {1e6 * gathers[0]:20.0f} {1e6 * gathers[1]:17.0f}")
+    print(f"{name:17} {1e6 * matmul:8.0f} {1e6 * gathers[0]:20.0f} {1e6 * gathers[1]:17.0f} "
+          f"{gathers[0] / matmul:14.0%}")
 saved, again = (layer_bytes(recompute="selective", layout=LAYOUTS[name])
                 for name in ("sequence, inputs kept", "sequence"))
-print(f"gathering again saves {layers * (saved - again) / GB:.1f} GB "
-      f"of {layers * saved / GB:.1f} GB")
+print(f"gathering again frees {layers * (saved - again) / GB:.1f} GB "
+      f"of {layers * saved / GB:.1f} GB; one gathered input has {input_bytes / MB:.0f} MB")
 
 # %% [markdown]
 # By this estimate the all-gather takes less than half as long as the matmul inside a node, so it
-# can be hidden, and it saves 8.5 GB on each GPU. Over InfiniBand most of it would be exposed, so
-# tensor and sequence parallelism stay where the links are fast.
+# can be hidden as long as NVLink delivers 42 % of its peak or more. It frees 8.5 GB of saved
+# tensors on each GPU. The peak falls by one buffer less, because one input at a time is gathered
+# again. Over InfiniBand most of the all-gather would be exposed, so tensor and sequence
+# parallelism stay where the links are fast.
 #
-# Now we put everything together. What does a block of GPT-3 save on each of 8 GPUs, with no,
-# selective or full recomputation?
+# This answers section 1's question. The table counts all blocks of GPT-3 on each of 8 GPUs, with
+# attention recomputed; elements sent are in units of B S D (t-1)/t, per block. Exposed are the
+# transfers that no matmul can overlap with: those of the forward pass, and with sequence
+# parallelism the all-gathers of the output gradient (section 6).
+
+# %% tags=["output-answer", "nbval-check-output"]
+UNITS = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
+summed = (6 * layers + 2 + gpt3.max_sequence_length) * gpt3.width  # by finish
+print("GPT-3, t = 8             saved   elements   of them   finish, once per step,")
+print("                            GB       sent   exposed   against one micro-batch")
+for name, layout in LAYOUTS.items():
+    forward, backward = (sum(UNITS[op] * count for op, count in phase.items())
+                         for phase in cost.tensor_parallel_calls(layout).values())
+    exposed = forward + 2 * layout.sequence_parallel
+    saved = layers * layer_bytes(recompute="selective", layout=layout)
+    sent_by_blocks = layers * (forward + backward) * unit
+    finish = 2 * summed * layout.sequence_parallel / sent_by_blocks
+    print(f"{name:21} {saved / GB:8.1f} {forward + backward:10} {exposed:9} {finish:25.1%}")
+print(f"finish: {6 * layers * gpt3.width / 1e6:.1f} million gradients of the blocks, "
+      f"{gpt3.max_sequence_length * gpt3.width / 1e6:.1f} million of the positions")
+
+# %% [markdown]
+# Sequence parallelism cuts the activations to a third, with a quarter more traffic. Half of tensor
+# parallelism's traffic, the backward all-reduces, can overlap with the weight gradients. Of their
+# two halves only the reduce-scatter still can, so 6 instead of 4 units are exposed. The gradients
+# that `finish` sums are mostly those of the positions, and they add less than 1 %.
+#
+# What does a block save on each of 8 GPUs if we choose the recomputation as well: none, selective,
+# or full?
 
 # %% tags=["figure-gpt3"]
 choices = {
@@ -618,6 +705,8 @@ choices = {
 }
 per_layer = {name: layer_bytes(recompute=kind, layout=cost.Layout(8, sequence))
              for name, (sequence, kind) in choices.items()}
+per_layer["tensor + sequence, fused attention"] = layer_bytes(
+    attention="fused", layout=cost.Layout(8, True))
 show(memory_bars({}, {name: {"activation": size} for name, size in per_layer.items()}), alt=(
     "One layer of GPT-3 on each of 8 GPUs, one sequence: neither sequence parallelism nor "
     "selective recomputation alone removes half, together they remove four fifths."
@@ -626,8 +715,8 @@ show(memory_bars({}, {name: {"activation": size} for name, size in per_layer.ite
 # %% [markdown]
 # Neither sequence parallelism nor selective recomputation alone removes half of the bytes;
 # together they remove four fifths. Today's fused attention kernels recompute the scores in their
-# own backward pass (chapter 3). With them you get the savings of "selective" without asking, and
-# a sequence-parallel block saves 34/t.
+# own backward pass (chapter 3), so they need no "selective": in the last row, a sequence-parallel
+# block saves little more than 34/t.
 #
 # One confusion to avoid: attention itself still reads all S tokens here, for some of the heads.
 # Splitting the sequence *inside* attention, for very long sequences, is **context parallelism**
@@ -647,10 +736,9 @@ sequence_explorer()
 # between the layers. In each, must the ranks draw the same mask or different ones? Under tensor
 # parallelism? Under sequence parallelism?
 #
-# Which instrument shows a mistake? Not the ledger, because masks are not sent, and not the
-# oracle, because it trains without dropout. So we measure the masks themselves: `lab.masks`
-# records which of 64 values each rank keeps, and the table compares two ranks. `plain_dropout` is
-# the mistake to be found, one mask for all ranks in the stream:
+# The ledger cannot show a mistake (masks are not sent), nor can the oracle (it trains without
+# dropout); so we compare the masks. `lab.masks` records which of 64 values each rank keeps, and
+# the table compares two ranks. Its last row replaces the package's dropout by PyTorch's:
 
 
 # %%
@@ -676,11 +764,11 @@ for name, apply in {"tensor parallel": apply_tensor_parallel,
 # <details><summary>Answer</summary>
 #
 # Each rank has other heads, so their masks must always differ. What is replicated must be dropped
-# identically, or it stops being replicated: under tensor parallelism, that is the residual
-# stream. Under sequence parallelism the stream is sharded, each rank has other tokens, and masks
-# must differ. The "True" in the last row shows the mistake: both ranks use one mask, so tokens s
-# and s + S/t always lose the same values. To catch this in your own code, compare the masks of
-# two ranks in a test.
+# identically, or it stops being replicated: under tensor parallelism, that is the residual stream.
+# Under sequence parallelism the stream is sharded, each rank has other tokens, and masks must
+# differ. The "True" in the last row is the mistake: with `plain_dropout` both ranks use one mask
+# in the stream, so tokens s and s + S/t always lose the same values. To catch this in your own
+# code, compare the masks of two ranks in a test.
 #
 # </details>
 
@@ -696,7 +784,7 @@ models = {  # a, h, L, b
     "22B": (64, 6144, 48, 4), "175B": (96, 12288, 96, 1),
     "530B": (128, 20480, 105, 1), "1T": (160, 25600, 128, 1)}
 print("        MB a layer   share of it with                      both")
-print("        tensor       sequence  selective  both    full   saves")
+print("        tensor       sequence  selective  both    full   shrinks")
 for name, (a, h, L, b) in models.items():
     model = ModelConfig(family="gpt", vocab_size=51_200, max_sequence_length=2048, num_layers=L,
                         width=h, num_heads=a, num_kv_heads=a, ffn_width=4 * h, dropout=0.1)
@@ -708,10 +796,10 @@ for name, (a, h, L, b) in models.items():
           f"{shares[4]:>7} {sizes[0] / sizes[3]:6.1f} x")
 
 # %% [markdown]
-# The first claim holds: a factor of 5 for the largest two models, and more for the others. Full
-# recomputation saves even more, because only the layer's input, 2 B S D, remains. But it takes
-# time. For the second claim the paper measured one layer of the 22B model on A100s (table 4). The
-# times below are the paper's; the bytes are computed here.
+# The first claim holds: a factor of about 5 for the largest two models, and more for the others.
+# With full recomputation a block saves even less, because only the layer's input, 2 B S D,
+# remains. But it takes time. For the second claim the paper measured one layer of the 22B model on
+# A100s (table 4). The times below are the paper's; the bytes are computed here.
 
 # %% tags=["output-time", "nbval-check-output"]
 milliseconds = {"tensor": 19.6, "tensor + sequence": 19.0, "tensor, selective": 20.9,
@@ -725,27 +813,36 @@ for name, time in milliseconds.items():
     size = cost.activation_bytes_per_layer(model_22b, 4, 2048, 2, "materialized", kind,
                                            layout=cost.Layout(8, sequence))
     print(f"{name:29} {size / MB:6,.0f} MB {time:6.1f} ms {time / 19.6 - 1:+5.0%}")
-recovered = 1 - (20.3 - 19.6) / (27.2 - 19.6)
-print(f"of the time that full recomputation costs, {recovered:.0%} is recovered")
+full = 27.2 - 19.6  # what full recomputation adds
+print(f"avoided by both: {1 - (20.3 - 19.6) / full:.0%} of what full recomputation costs; "
+      f"by selective alone: {1 - (20.3 - 19.0) / full:.0%}")
+print(f"({20.3 - 19.6:.1f} and {20.3 - 19.0:.1f} of {full:.1f} ms)")
 
 # %% [markdown]
-# The second claim holds, too: 91 % of the overhead disappears. Sequence parallelism is even
-# slightly faster than tensor parallelism alone, because norms and dropout run over 1/t of the
-# tokens.
+# The second claim holds, too: with both, 91 % of the overhead disappears. But part of the gain
+# does not come from recomputing less: sequence parallelism itself is slightly faster than tensor
+# parallelism alone, because norms and dropout run over 1/t of the tokens. Against the
+# sequence-parallel block, selective recomputation adds 20.3 - 19.0 = 1.3 ms of the 7.6 ms that
+# full recomputation adds to the tensor-parallel block: 83 % avoided.
 
 # %% [markdown]
 # ## 8. Recap
 #
+# In 1 to 3, bytes saved are in units of B S D and elements sent in units of B S D (t-1)/t, for one
+# block, forward and backward, with attention recomputed.
+#
 # 1. Tensor parallelism leaves norms, dropout and the residual stream replicated: of the 34 bytes
 #    that a block saves, 10 + 24/t remain on each rank.
 # 2. An all-reduce is a reduce-scatter followed by an all-gather. With the norm between the two,
-#    each rank holds only its own tokens there, and the ranks send no more than before:
-#    8 B S D (t-1)/t elements.
-# 3. Saving only 34/t takes a third all-gather, of each region's input in the backward pass: 10
-#    instead of 8, overlapped with a matmul. Keeping the inputs costs 30/t + 4 bytes.
+#    each rank holds only its own tokens there. If the ranks keep the gathered inputs, they save
+#    30/t + 4 and send no more than before: 8, and once per step the sums of `finish`.
+# 3. Saving only 34/t, the package's default, takes a third all-gather, of each region's input in
+#    the backward pass: 10 instead of 8. It overlaps with a matmul; the all-gather of the output
+#    gradient does not.
 # 4. Each rank applies the replicated parameters to its own tokens only, so their gradients are
-#    partial sums and must be added once per step. If nobody adds them, the loss still falls and
-#    all ranks still report the same one.
+#    partial sums and must be added once per step. In our run without the sum, the loss fell as in
+#    the correct one; the ranks reported the same loss because the head is split along the
+#    vocabulary.
 # 5. With selective recomputation as well, a block of GPT-3 saves less than a fifth of the
 #    activations that it saves under tensor parallelism alone.
 #

@@ -16,8 +16,8 @@
 # **50 minutes. No GPU. [Exercises 9.1](exercise:9.1) to 9.4.**
 #
 # *You need:* the 16 bytes per parameter of [chapter 2](chapter:2), the activations of a block
-# ([chapter 3](chapter:3)), why gradients are averaged ([chapter 4](chapter:4)), and the traffic
-# of tensor parallelism ([chapter 7](chapter:7)).
+# ([chapter 3](chapter:3)), why gradients are averaged ([chapter 4](chapter:4)), the traffic of
+# tensor parallelism ([chapter 7](chapter:7)), and sequence parallelism ([chapter 8](chapter:8)).
 #
 # *You will be able to:*
 # - **write** a pipeline schedule as a list of actions, validate it, and train with it on real
@@ -41,14 +41,14 @@ from minitron import cost
 from minitron.comm.mesh import make_mesh
 from minitron.launch import run
 from minitron.measure.ledger import Ledger
-from minitron.model.linear import LinearFunction, accumulate_all
 from minitron.model.transformer import Transformer
-from minitron.parallel.data.zero import apply_zero1
+from minitron.parallel.data.ddp import apply_bucketed_data_parallel
+from minitron.parallel.data.zero import apply_zero1, apply_zero2
 from minitron.parallel.grid import Grid
 from minitron.parallel.pipeline import schedule_check
 from minitron.parallel.pipeline.block_costs import count_multiplications, count_parameters
 from minitron.parallel.pipeline.executor import ScheduleExecutor
-from minitron.parallel.pipeline.plan import Message, script, split_blocks
+from minitron.parallel.pipeline.plan import script, split_blocks
 from minitron.parallel.pipeline.schedule_check import peak_activations
 from minitron.parallel.pipeline.schedules import (
     Action, Schedule, alternate, gpipe, interleaved, one_forward_one_backward, sequential,
@@ -59,7 +59,7 @@ from minitron.parallel.pipeline.stages import apply_pipeline_parallel
 from minitron.parallel.pipeline.v_schedules import dualpipe_v, zb_v
 from minitron.plan.hardware import DEVICES
 from teaching.check import check
-from teaching.figures import memory_bars, pipeline, show, wire
+from teaching.figures import pipeline, show
 from teaching.lab import ch09 as lab, show_source
 from teaching.widgets import schedule_explorer
 
@@ -71,33 +71,34 @@ GB = 1e9
 #
 # Chapter 7 put GPT-3 on 1,024 GPUs: tensor parallelism over the eight GPUs of a node, and ZeRO-3
 # across 128 such nodes, because the links between nodes are too slow for tensor parallelism. It
-# fits. But ZeRO-3 gathers the weights in every pass, and each node has only one sequence at a
-# time to use them on. How long does a node compute on a sequence, and how long does it
-# communicate?
+# fits. But ZeRO-3 gathers the weights in every pass, however few sequences they are used on. How
+# long does a node compute on its sequences, and how long does it communicate?
 
 # %% tags=["output-question", "nbval-check-output"]
 gpt3, S = replace(cost.PUBLISHED["GPT-3 175B"], vocab_size=51_200), 2048  # divisible by 8
-P, each = cost.num_parameters(gpt3), cost.tensor_parallel_parameters(gpt3, 8)
+parameters, each = cost.num_parameters(gpt3), cost.tensor_parallel_parameters(gpt3, 8)
 recipe, H100 = cost.RECIPES["bf16"], DEVICES["H100-SXM-80GB"]
-sent = cost.zero_volume(each, recipe.parameter, 128, 0, stage=3).sent
+zero3 = cost.zero_volume(each, recipe.parameter, 128, 0, stage=3).sent / H100.nic_bandwidth
 compute = S * cost.training_flops_per_token(gpt3, S) / 8 / (0.4 * H100.bf16_flops)
-print(f"weights: {P * recipe.parameter / GB:.0f} GB; on each of 8 GPUs "
+print(f"weights: {parameters * recipe.parameter / GB:.0f} GB; on each of 8 GPUs "
       f"{each * recipe.parameter / GB:.0f} GB")
 print(f"with gradients and optimizer states, without ZeRO: {each * recipe.total / GB:.0f} GB "
-      f"per GPU; it has {H100.memory_bytes / GB:.0f}")
-print(f"ZeRO-3, per sequence: {sent / GB:.0f} GB between nodes take "
-      f"{sent / H100.nic_bandwidth:.1f} s; the compute takes {compute:.1f} s")
-print(f"the output of one layer: {S * gpt3.width * 2 / GB:.2f} GB")
+      f"per GPU; it has {H100.memory_bytes / GB:.1f}")
+print(f"ZeRO-3, per micro-batch: a GPU sends {zero3 * H100.nic_bandwidth / GB:.0f} GB to other "
+      f"nodes in {zero3:.1f} s\n  and computes for",
+      ", ".join(f"{b * compute:.1f} s on {b}" for b in (1, 2, 6)), "sequences")
+print(f"one layer's output for one sequence: {S * gpt3.width * 2 / GB:.2f} GB")
 
 # %% [markdown]
-# Without ZeRO the training state does not fit. With ZeRO-3 it does, but a node communicates
-# almost four times as long as it computes, because ZeRO moves the weights to the tokens. The last
-# line suggests the opposite: keep each layer on one node and send the activations, which are
-# three orders of magnitude smaller.
+# Without ZeRO the training state does not fit (an "80GB" card has almost 80 GiB, or 85.5 GB). With
+# ZeRO-3 it does. But ZeRO moves the weights to the tokens, and with one sequence at a time, as in
+# chapter 7, a node communicates almost four times as long as it computes (at 40 % of the H100's
+# peak). Larger micro-batches help as far as memory and the batch allow; section 7 counts how far.
+# The last line suggests the opposite: keep each layer on one node and send the activations, which
+# are three orders of magnitude smaller.
 #
-# Sections 2 to 4 estimate, draw and reduce the idle time of such a pipeline. Section 5 makes it
-# hang and train with wrong gradients. Section 6 reads the package's pipeline, and section 7
-# measures it.
+# Sections 2 to 4 shrink the idle time of such a pipeline, section 5 breaks it, and sections 6 and 7
+# read and measure the package's.
 #
 # ## 2. Estimate
 #
@@ -132,22 +133,24 @@ p = 4
 print("micro-batches   busy   bubble / total time   bubble / ideal time")
 for m in (1, 2, 4, 8, 16, 32):
     bubble = cost.pipeline_bubble(p, m, forward=1, backward=2)
-    print(f"{m:13} {1 - bubble.of_total:6.0%} {bubble.of_total:21.0%} {bubble.of_ideal:21.0%}")
+    print(f"{m:13} {1 - bubble.of_total:6.0%} {bubble.of_total:21.1%} {bubble.of_ideal:21.1%}")
 
 # %% [markdown]
 # Papers use two conventions: the bubble as a fraction of the **total** time, (p - 1)/(m + p - 1),
 # or of the **ideal** time without any bubble, (p - 1)/m. The second can exceed 100 %, so check
 # which one a paper means before you compare.
 #
-# You may read that in a four-GPU pipeline only one GPU works at a time. That is true in the
-# table's first line, where the batch is not split. With 32 micro-batches the same four GPUs are
-# busy 91 % of the time.
+# Why not raise m until the bubble is negligible? The global batch limits it. N pipelines that take
+# b sequences per micro-batch share the GBS sequences of a step, so m = GBS/(N b). Beyond some size
+# a larger batch hardly improves a step, and a smaller b makes the matmuls less efficient and ends
+# at one sequence. So m is more or less given, and the bubble has to shrink by other means.
 #
 # ## 3. Picture
 #
 # Where the bubble lies depends on the order of the work. A **schedule** is a list of actions for
 # each rank, in the order in which the rank performs them. F3 is the forward pass of micro-batch
-# 3, B3 its backward pass. Here is rank 0's list in two schedules:
+# 3, B3 its backward pass. (F and B name passes in this chapter, so we write b where other chapters
+# write B for the sequences of a micro-batch.) Here is rank 0's list in two schedules:
 
 # %% tags=["output-list", "nbval-check-output"]
 for schedule in (sequential(3, 4), gpipe(3, 4)):
@@ -175,8 +178,6 @@ show(pipeline(simulate(gpipe(3, 4), MS)), alt=(
 ))
 
 # %% [markdown]
-# GPipe runs the same passes in another order and takes half as long.
-#
 # ## 4. By hand
 #
 # Now we execute such lists on real ranks, to see whether the gradients and the times come out
@@ -306,14 +307,13 @@ show(pipeline(simulate(sequential(3, 4), MS), measured["sequential"]), alt=(
 # which the right-hand column of the timelines counts: a rank holds all activations of a
 # micro-batch from its forward to its backward pass.
 #
-# **Predict.** With GPipe and m micro-batches, how many does a rank hold at its peak? How would
-# you reorder its list to hold fewer?
+# **Predict.** With GPipe a rank holds all m micro-batches at its peak. How would you reorder its
+# list to hold fewer?
 #
 # <details><summary>Answer</summary>
 #
-# All m, because no backward pass starts before the last forward pass has finished. But the first
-# micro-batch could come back much earlier: the last stage can start its backward pass as soon as
-# it has the loss. So let each rank run as many forward passes as there are stages after it
+# The first micro-batch could come back much earlier: the last stage can start its backward pass as
+# soon as it has the loss. So let each rank run as many forward passes as there are stages after it
 # (**warm-up**), then alternate one forward and one backward pass (**steady state**), then finish
 # the remaining backward passes (**cool-down**). This is **1F1B**. Rank r holds at most p - r
 # micro-batches, however large m is.
@@ -340,9 +340,8 @@ for m in (2, 4, 8, 32):
 # %% [markdown]
 # 1F1B's counts stop growing at p - r, and the bubbles are equal: 1F1B saves memory, not time. It
 # reduces the bubble only indirectly: with GPipe, memory limits m, and with 1F1B it no longer
-# does. (GPipe as published also recomputes, as in chapter 3: it keeps the *inputs* of m
-# micro-batches and the activations of one, and pays with a second forward pass; Huang et al.
-# 2019, section 2.3.)
+# does. (GPipe as published also recomputes, so it keeps only the *inputs* of m micro-batches, and
+# pays with a second forward pass; Huang et al. 2019, section 2.3.)
 #
 # ### Interleaving: a smaller bubble
 #
@@ -371,9 +370,10 @@ show(pipeline(simulate(interleaved(p, m, num_chunks=2), HALF)), alt=(
 #
 # </details>
 #
-# The price is threefold. Micro-batches visit every rank v times, so each rank sends at least v
-# times as many messages; every rank holds more activations; and micro-batches advance in groups
-# of p, so p must divide m.
+# A rank takes p micro-batches through its first stage, then the same p through its next, so p must
+# divide m; backward passes visit the stages in reverse. The warm-up of rank r has
+# $(v-1)p + 2(p-1-r)$ forward passes. The price is twofold: micro-batches visit every rank v times,
+# so each rank sends at least v times as many messages, and it holds more activations.
 #
 # ### Zero bubble: half of the backward pass can wait
 #
@@ -389,8 +389,8 @@ show(pipeline(simulate(interleaved(p, m, num_chunks=2), HALF)), alt=(
 #
 # </details>
 #
-# The figure shows **ZB-H1**, which does this; W is pale. The table compares all four schedules. A
-# micro-batch held in only one of a rank's two stages counts half.
+# The figure shows **ZB-H1**. It is 1F1B, except that rank r defers each W by r micro-batches; W is
+# pale.
 
 # %% tags=["figure-zero"]
 SPLIT = {"F": 20, "I": 20, "W": 20}
@@ -398,39 +398,59 @@ show(pipeline(simulate(zero_bubble(p, m), SPLIT)), alt=(
     "ZB-H1: the backward pass split in two. Weight gradients (pale) fill most of the idle time."
 ))
 
+# %% [markdown]
+# With ZB-H1 no rank idles at the end of the step. The papers give each schedule's bubble and how
+# many micro-batches' activations rank 0 holds at its peak, for large enough m. We derived the other
+# ranks from the lists: in 1F1B and interleaved, a rank holds its warm-up and one more, and ZB-H1
+# adds r deferred micro-batches to 1F1B's $p-r$. (A micro-batch held in only one of a rank's v
+# stages counts 1/v. The times $t_F$, $t_B$, $t_I$ and $t_W$ are for all of a rank's stages.)
+#
+# | schedule | bubble | held by rank r | source |
+# |---|---|---|---|
+# | GPipe | $(p-1)(t_F+t_B)$ | $m$ | Huang et al. 2019, 2.3 |
+# | 1F1B | $(p-1)(t_F+t_B)$ | $p-r$ | Narayanan et al. 2021, 2.2.1 |
+# | interleaved | $(p-1)(t_F+t_B)/v$ | $p + (p-1-2r)/v$ | there, 2.2.2; Korthikanti et al., 4.2.3 |
+# | ZB-H1 | $(p-1)(t_F+t_I-t_W)$ | $p$ | Qi et al. 2023, table 2 |
+#
+# Do the lists reach these numbers? "List" is the simulation, "paper" the formula:
+
 # %%
 MAKERS = {"GPipe": (gpipe, MS), "1F1B": (one_forward_one_backward, MS),
           "interleaved, v = 2": (partial(interleaved, num_chunks=2), HALF),
           "ZB-H1": (zero_bubble, SPLIT)}
+PAPERS = {"GPipe": cost.pipeline_bubble(p, m, 20, 40).seconds,
+          "1F1B": cost.pipeline_bubble(p, m, 20, 40).seconds,
+          "interleaved, v = 2": cost.pipeline_bubble(p, m, 20, 40, num_chunks=2).seconds,
+          "ZB-H1": cost.zb_h1_bubble(p, m, 20, 20, 20).seconds}
 
 
 # %% tags=["output-four", "nbval-check-output"]
-def compare(makers):
-    print("                     ms of      bubble over       micro-batches held")
-    print(f"p = {p}, m = {m}       a step    total    ideal   rank 0   rank {p - 1}")
+def compare(makers, papers):
+    print("                      ms of    bubble, ms      bubble over    held by rank")
+    print(f"p = {p}, m = {m}         a step   list   paper   total   ideal     0      {p - 1}")
     for name, (make_schedule, durations) in makers.items():
         schedule = make_schedule(p, m)
         line, v = simulate(schedule, durations), schedule.num_stages // p
         held = [count / v for count in peak_activations(schedule)]  # of 1/p of the layers
-        print(f"{name:18} {line.seconds:7g} {line.bubble_of_total:8.0%} "
-              f"{line.bubble_of_ideal:8.0%} {held[0]:8g} {held[-1]:8g}")
+        bubble = line.bubble_of_total * line.seconds
+        print(f"{name:18} {line.seconds:8g} {bubble:7.0f} {papers[name]:7.0f} "
+              f"{line.bubble_of_total:8.1%} {line.bubble_of_ideal:7.1%} {held[0]:6g} {held[-1]:6g}")
 
 
-compare(MAKERS)
+compare(MAKERS, PAPERS)
 
 # %% [markdown]
-# With ZB-H1 no rank idles at the end of the step. Interleaving pays for its smaller bubble with
-# messages and some memory, ZB-H1 with memory that 1F1B leaves unused on the later ranks.
+# The lists reach the papers' bubbles, and the counts of the table. Interleaving pays for its
+# smaller bubble with messages and some memory, ZB-H1 with memory that 1F1B leaves unused.
 #
 # ## 5. Traps
 #
-# Section 4's pipeline avoids three mistakes. Two of them make ranks hang, and one makes the
-# gradients wrong.
+# Section 4's pipeline avoids three mistakes.
 #
-# ### Two ranks that wait for each other
+# ### An impatient rank
 #
-# The next schedule is for two ranks and two micro-batches. Rank 0 is impatient: it wants its
-# first gradient before it goes on.
+# The next schedule is for two ranks and two micro-batches. Rank 0 wants its first gradient before
+# it goes on.
 #
 # **Predict.** Does this schedule run?
 
@@ -465,8 +485,9 @@ print(lab.verdict(run, play, 2, impatient, timeout=4))
 #
 # ### The order of sends and receives
 #
-# A valid schedule can hang, too. In section 4, `play` used `isend`, which returns immediately.
-# The obvious choice is `send`, which returns when the receiver has taken the message.
+# In section 4, `play` used `isend`, which returns immediately (so `leaving` keeps each tensor until
+# its send has finished). The obvious choice is `send`, which returns when the receiver has taken
+# the message.
 #
 # **Predict.** We use `send` for six micro-batches on three ranks; both schedules are valid. Does
 # GPipe run? Does 1F1B?
@@ -481,21 +502,28 @@ for make_schedule in (gpipe, one_forward_one_backward):
 # <details><summary>Answer</summary>
 #
 # GPipe runs: during the forward passes no rank sends anything back. 1F1B deadlocks: in the steady
-# state a rank has an activation for the next rank while the next rank has a gradient for it. Both
-# send, and neither receives.
+# state rank 1 has an activation for rank 2 while rank 2 has a gradient for rank 1. Both send, and
+# neither receives. Rank 0 is not part of the cycle; it waits for rank 1 to receive its third
+# output (`send #2`, counted from zero).
 #
 # </details>
 #
-# The schedule was correct, but the *messages* formed a cycle. On CPUs `isend` solves this. On
-# GPUs it does not: NCCL executes the messages between two ranks in the order in which they were
-# posted (started), so a receive posted too early blocks the sends after it. Megatron-LM posts the
-# two messages that would block each other as one batch (`batch_isend_irecv`). This package uses a
-# rule that works for any schedule: it sorts the actions of *all* ranks into one global order, and
-# every rank posts its messages in that order.
+# So a valid schedule can hang, too, if its *messages* form a cycle. On CPUs `isend` solves this,
+# because the send waits in the background while the rank posts (starts) its receive. On GPUs it
+# does not: PyTorch runs the messages between two ranks in the order in which they were posted, on
+# one CUDA stream, and NCCL's send [may wait for the
+# receiver](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/p2p.html). In 1F1B both
+# neighbors queue a send before their receive, so each waits for a receive that is queued behind the
+# other's send.
 #
-# This cannot deadlock. Take the first message in the global order that has not been delivered.
-# Everything before it is done, so both of its ranks can post it, and it is delivered. Then the
-# same holds for the next one.
+# Megatron-LM posts the two messages as one batch (`batch_isend_irecv`), within which they do not
+# wait for each other. This package uses a rule that works for any schedule: it sorts the actions
+# of *all* ranks into one global order, and every rank posts its messages in that order.
+#
+# This cannot deadlock. In the global order each action comes after everything it depends on and
+# after its rank's earlier actions. Take the first message in this order that has not been
+# delivered. Its sender, to compute it, and both ranks, to reach it in their lists, need only
+# earlier messages, and those are delivered. So both ranks post it, and it is delivered as well.
 #
 # ### The scale of the loss
 #
@@ -503,7 +531,7 @@ for make_schedule in (gpipe, one_forward_one_backward):
 # mean of these means.
 #
 # **Predict.** Call `loss.backward()` on each micro-batch's mean. By which factor are the
-# gradients wrong? Does the loss curve show it?
+# gradients wrong? Does the loss curve show it with AdamW? With SGD?
 #
 # The table compares these gradients with the correct ones, and with the means divided by m.
 
@@ -515,23 +543,26 @@ def cut(model, group, make_schedule=one_forward_one_backward):
 
 
 # %%
-def mean_of_each(model, group, weight):
-    """Backward on every micro-batch's own mean, times `weight(m)`; reports the mean of means."""
+def mean_of_each(model, group, scale_of=lambda m: 1):
+    """The mistake: call backward on each micro-batch's own mean, times `scale_of(m)`."""
     parallel = cut(model, group)
-    real = parallel.pipeline.run
+    correct_run = parallel.pipeline.run
 
-    def run(micro_batches, sum_loss, divisor):
-        m = len(micro_batches)  # `real` divides by its divisor, so 1/weight multiplies
-        loss = real(micro_batches, lambda *pair: sum_loss(*pair) / pair[1].numel(), 1 / weight(m))
-        return loss / (m * weight(m))
+    def run(micro_batches, sum_loss, divisor):  # the right divisor is ignored
+        def scaled_mean(out, targets):
+            return scale_of(m) * sum_loss(out, targets) / targets.numel()
+
+        m = len(micro_batches)
+        total = correct_run(micro_batches, scaled_mean, divisor=1)
+        return total / (m * scale_of(m))  # reports the mean of the means
 
     parallel.pipeline.run = run
     return parallel
 
 
 # %% tags=["output-trap"]
-RULES = {"sum / all tokens": cut, "mean of each": partial(mean_of_each, weight=lambda m: 1),
-         "mean of each, / m": partial(mean_of_each, weight=lambda m: 1 / m)}
+RULES = {"sum / all tokens": cut, "mean of each": mean_of_each,
+         "mean of each, / m": partial(mean_of_each, scale_of=lambda m: 1 / m)}
 print("2 ranks, 4 micro-batches             reported loss after step")
 print("gradient of           optimizer      1     15     30")
 for name, apply in RULES.items():
@@ -553,21 +584,26 @@ for name, apply in RULES.items():
 # only the loss it logs (huggingface/picotron, `pipeline_parallel.py`). In torchtitan, a
 # pipeline's gradients were too large by the number of tokens (pytorch/torchtitan, issue 2972).
 # Dividing by m fixes the former. Is that always enough? Ask the [oracle](word:oracle), with two
-# micro-batches of equal and of unequal size:
+# micro-batches of equal and of unequal size. The oracle stops at the first difference, so the cell
+# also prints by how much the first step's gradients are off, relative to each tensor's largest
+# value:
 
 # %% tags=["output-oracle-trap"]
 for rows in ((2, 2), (3, 2)):
     for name, apply in RULES.items():
-        print(f"{name}, micro-batches of {rows[0]} and {rows[1]} rows")
+        off = lab.gradient_error(apply, 2, batch_size=sum(rows))
+        print(f"{name}, {rows[0]} and {rows[1]} rows: gradients off by up to {off:.1%}")
         found = lab.oracle(apply, 2, batch_sizes=(sum(rows),) * 2)
         print(textwrap.indent(textwrap.fill(found, 76), "  "))
 
 # %% [markdown]
 # The oracle finds the factor m = 2. Dividing by m is enough only when all micro-batches have the
-# same number of tokens. Otherwise a token in a small micro-batch counts more than one in a large
-# one. Padding and masked targets make micro-batches unequal all the time. So the package's
-# pipeline takes the micro-batches, a loss *summed* over tokens, and the number to divide by:
-# `run(micro_batches, sum_loss, divisor)`.
+# same number of tokens. With 3 and 2 rows, a token in the small micro-batch counts 5/4 of what it
+# should and one in the large micro-batch 5/6, so gradients are off by up to a quarter (without the
+# division, 5/2 and 5/3: by up to one and a half), and the reported loss is wrong, too. Padding and
+# masked targets make micro-batches unequal all the time. So the package's pipeline takes the
+# micro-batches, a loss *summed* over tokens, and the number to divide by: `run(micro_batches,
+# sum_loss, divisor)`.
 #
 # ## 6. The real one
 #
@@ -577,22 +613,14 @@ for rows in ((2, 2), (3, 2)):
 # rank 1's list, with 1F1B on three ranks, and the function that makes it:
 
 # %% tags=["output-script", "nbval-check-output"]
-def written(step):
-    if not isinstance(step, Message):
-        return f"{step}"
-    return f"send {step.action}" if step.is_send else f"receive {step.action}"
-
-
-steps = ", ".join(map(written, script(one_forward_one_backward(3, 3), 1)))
-print(textwrap.fill(steps, 76))
+print(lab.written(script(one_forward_one_backward(3, 3), 1)))
 
 # %%
 show_source(script)
 
 # %% [markdown]
-# Rank 1 posts two receives before it computes. Their order comes from `in_order`, which yields
-# the actions of all ranks, each after everything it depends on; this is the global order of
-# section 5. A receive is posted early, and the executor waits for it where its action begins.
+# Rank 1 posts two receives before it computes. Their order comes from `in_order`, section 5's
+# global order. A receive is posted early, and the executor waits for it where its action begins.
 # This is how it runs the list:
 
 # %%
@@ -602,28 +630,25 @@ show_source(ScheduleExecutor.run, ScheduleExecutor.backward)
 # The backward pass does what section 4's does: it continues from the output with the gradient
 # that has arrived. One difference saves memory. The executor keeps an `edge`, the node of the
 # graph that produced the output, instead of the output itself. Once the output has been sent, its
-# values are not needed again, so B x S x D values per micro-batch in flight are freed
+# values are not needed again, so b x S x D values per micro-batch in flight are freed
 # (Korthikanti et al. 2022, appendix B).
 #
 # The other difference makes I possible. How can a backward pass skip the weights? The package's
-# linear layers have their own autograd function. During I, `deferral.takes` stores their
-# `second_half`, the computation of the weight gradients, and W runs `accumulate_all` on what was
-# stored:
-
-# %%
-show_source(LinearFunction.backward, accumulate_all)
-
-# %% [markdown]
+# linear layers have their own autograd function, whose
+# [`backward`](code:minitron.model.linear.LinearFunction.backward) chapters 7 and 8 read. It packs
+# the computation of the weight gradients into an object, `second_half`. During I,
+# `deferral.takes` appends it to a list, and W calls `accumulate` on each entry.
+#
 # ### Which layers make a stage?
 #
-# A pipeline is as fast as its slowest stage, and it fits in memory if its largest stage does. So
-# far all stages were equal, but the embedding and the head belong to stages, too. Llama 3.2 1B
-# has 16 layers and a large vocabulary.
+# A pipeline is as fast as its slowest stage, and each stage has to fit on its rank. So far all
+# stages were equal, but the embedding and the head belong to stages, too. Llama 3.2 1B has 16
+# layers of 61 million parameters, and embedding and head hold 263 million each. The head
+# multiplies by all its weights, while the embedding is a lookup: it takes memory but almost no
+# time.
 #
-# **Predict.** With four stages, how many layers should each get?
-#
-# The head multiplies by all its weights, while the embedding is a lookup: it takes memory but
-# almost no time. The package can balance either what stages hold or what they compute.
+# **Predict.** Cut the model into four stages so that the largest holds as few parameters as
+# possible. Then cut it so that the slowest stage computes as little as possible.
 
 # %% tags=["output-split", "nbval-check-output"]
 with torch.device("meta"):  # no memory for weights
@@ -633,18 +658,25 @@ ways = {"equal numbers": [range(4)] * 4}
 for count in (count_parameters, count_multiplications):
     costs, first, last = count(llama_1b)
     ways[count.__name__] = split_blocks(costs, 4, first, last)
-print("                       layers in     largest stage, millions of parameters")
-print("                       each stage    held   multiplied")
+print(f"millions of parameters: layer {blocks[0] / 1e6:.1f}, embedding or head {head / 1e6:.1f}")
+print("                       layers by stage   largest: held   multiplied")
 for name, ranges in ways.items():
     multiplied = [len(layers) * blocks[0] for layers in ranges]
     multiplied[-1] += head
     held = [multiplied[0] + embedding, *multiplied[1:]]
-    print(f"{name:22} {list(map(len, ranges))!s:13} {max(held) / 1e6:4.0f} "
+    print(f"{name:22} {list(map(len, ranges))!s:25} {max(held) / 1e6:5.0f} "
           f"{max(multiplied) / 1e6:12.0f}")
 
 # %% [markdown]
-# Equal numbers of layers produce the slowest stage, and the fastest split produces the largest
-# one. By default the package balances what is held (the middle line).
+# <details><summary>Answer</summary>
+#
+# To hold least, the stages at both ends get two layers and the others six, because embedding and
+# head are as large as four layers each. To compute least, only the last stage gets fewer.
+#
+# </details>
+#
+# By default the package balances the parameters held (the middle line); activations are not
+# counted.
 #
 # Llama 3.2 1B ties its embedding to its head, as GPT does. The first and the last stage then each
 # have a copy and each compute a partial sum of its gradient, which they exchange and add at the
@@ -653,15 +685,15 @@ for name, ranges in ways.items():
 
 
 # %%
-def cut_and_copied(model, group):
-    """Two pipelines on half of the ranks each, and ZeRO-1 between them."""
+def cut_and_copied(model, group, apply_data=apply_zero1, make_schedule=one_forward_one_backward):
+    """Two pipelines on half of the ranks each, and data parallelism between them."""
     mesh = make_mesh("cpu", dp=2, pp=group.size() // 2)
-    pipeline_parallel = apply_pipeline_parallel(model, mesh.group("pp"))
-    data = apply_zero1(model, mesh.group("dp"), pipeline=pipeline_parallel)
+    pipeline_parallel = apply_pipeline_parallel(model, mesh.group("pp"), make_schedule)
+    data = apply_data(model, mesh.group("dp"), pipeline=pipeline_parallel)
     return Grid(model, data=data, pipeline=pipeline_parallel)
 
 
-# %% tags=["output-oracle", "nbval-check-output"]
+# %% tags=["output-oracle", "nbval-check-output", "exhaustive"]
 two_chunks = partial(interleaved, num_chunks=2)
 for family, schedule, num_ranks, apply, m in (
     ("gpt", "1F1B, tied embedding", 3, cut, 2),
@@ -677,14 +709,14 @@ for family, schedule, num_ranks, apply, m in (
 #
 # ### Time
 #
-# All four train like one process. Does the real executor also take the time that the simulator
-# predicts? We run a Transformer of eight small blocks on four ranks. Each block sleeps for F, for
-# I, and for W, as if it were large: the duration of a stage is **emulated**, while the schedule,
-# the messages and autograd are real. The simulator predicts twice: once with the durations we
-# asked for, and once with the mean durations the passes really had. The figure shows 1F1B, with
-# the first prediction dashed.
+# These pipelines train like one process. Does the real executor also take the time that the
+# simulator predicts? We run a Transformer of eight small blocks on four ranks. Each block sleeps
+# for F, for I, and for W, as if it were large: the duration of a stage is **emulated**, while the
+# schedule, the messages and autograd are real. The simulator predicts twice: once with the
+# durations we asked for, and once with the mean durations the passes really had. The figure shows
+# 1F1B, with the first prediction dashed.
 
-# %% tags=["output-measured"]
+# %% tags=["output-measured", "exhaustive"]
 p, m, lines = 4, 8, {}
 print("p = 4, m = 8         ms of a step: predicted from    measured")
 print("                     durations asked    as measured    median (min-max)")
@@ -696,26 +728,33 @@ for name, (make_schedule, durations) in MAKERS.items():
     print(f"{name:18} {predicted.seconds:17.0f} {longer.seconds:14.0f}    "
           f"{lab.spread([line.seconds for line in steps])}")
 
-# %% tags=["figure-measured"]
+# %% tags=["figure-measured", "exhaustive"]
 predicted = simulate(one_forward_one_backward(p, m), MS)
 show(pipeline(predicted, lines["1F1B"]), alt=(
     "1F1B on four real ranks below the simulator's prediction: the same passes in the same order, "
     f"in {lines['1F1B'].seconds:.0f} ms instead of {predicted.seconds:.0f}."
 ))
 
+# %% tags=["output-ratios", "exhaustive"]
+print("a step / 1F1B's step    predicted   measured")
+for name in ("interleaved, v = 2", "ZB-H1"):
+    make_schedule, durations = MAKERS[name]
+    ratio = simulate(make_schedule(p, m), durations).seconds / predicted.seconds
+    print(f"{name:18} {ratio:14.2f} {lines[name].seconds / lines['1F1B'].seconds:10.2f}")
+
 # %% [markdown]
-# The order is the predicted one. The time exceeds the prediction for two reasons. First, passes
-# take longer than asked for, because a sleep ends late and the small blocks do compute; the
-# second prediction accounts for that. Second, messages take time, and some passes are slower than
-# the mean while another rank is waiting for them. Both grow when other programs compete for the
-# cores.
+# The order is the predicted one. The time exceeds the prediction for two reasons, which the middle
+# column separates. Up to it, passes take longer than asked for, because a sleep ends late and the
+# small blocks do compute. Beyond it, messages take time, and a late pass delays every rank that
+# waits for it, which the mean hides. To choose a schedule, you need only the ratios in the second
+# table.
 #
 # ### Memory
 #
-# **Predict.** Four ranks run eight micro-batches. How many micro-batches' activations does the
-# [meter](word:meter) find at the peak of rank 0 and of rank 3, for each schedule?
+# Do the ranks hold what their lists say? The [meter](word:meter) measures the peak of the
+# activations of each rank, and the table divides it by those of one micro-batch:
 
-# %% tags=["output-meter", "nbval-check-output"]
+# %% tags=["output-meter", "nbval-check-output", "exhaustive"]
 shape = lab.SHAPE  # eight blocks, one sequence of 32 tokens in a micro-batch
 stage_bytes = 2 * cost.activation_bytes_per_layer(shape, 1, 32, bytes_per_value=4)
 results = {name: lab.metered(make_schedule, p, m) for name, (make_schedule, _) in MAKERS.items()}
@@ -729,60 +768,31 @@ for name, (make_schedule, _) in MAKERS.items():
           + " ".join(f"{count:5.1f}" for count in counted))
 
 # %% [markdown]
-# <details><summary>Answer</summary>
-#
-# With GPipe, all eight on every rank. With 1F1B, four on rank 0 and one on rank 3; with
-# interleaving, each holds one and a half more. The meter finds more on rank 3 because it also
-# counts the logits and the loss. ZB-H1 holds four on rank 0. On the later ranks it stays below
-# its list's count, because after I only what W needs is left: the inputs and output gradients of
-# the linear layers.
-#
-# </details>
-#
-# The figure shows the bytes on rank 0; the formulas have dashed outlines.
-
-# %% tags=["figure-held"]
-rows = {name: {"activation": results[name][0].peak_activation_bytes} for name in MAKERS}
-counts = {name: cost.activations_held(s.name, p, m, 0, s.num_stages // p) * p / s.num_stages
-          for name, (make_schedule, _) in MAKERS.items() for s in [make_schedule(p, m)]}
-formula = {f"{name}, formula": {"activation": count * stage_bytes}
-           for name, count in counts.items()}
-show(memory_bars(rows, formula), alt=(
-    "Activations on rank 0 with eight micro-batches: 1F1B and ZB-H1 hold half as much as GPipe; "
-    "interleaving is in between."
-))
-
-# %% [markdown]
-# Meter and formula agree closely.
+# GPipe, 1F1B and interleaved match, except that rank 3 holds 0.1 more for each micro-batch whose
+# logits it holds. For ZB-H1 the list is an upper bound: after I only what W needs is left, the
+# inputs and output gradients of the linear layers.
 #
 # ### Messages
 #
 # **Predict.** With four ranks and eight micro-batches, how many messages does rank 1 send in
-# 1F1B? And with two stages per rank? The figure compares the ledger's bytes with the formula
-# (tick).
+# 1F1B? And rank 0 with two stages per rank? The table also divides the ledger's bytes by the
+# formula's.
 
-# %% tags=["output-messages", "nbval-check-output"]
-chosen = {"1F1B": 1, "interleaved, v = 2": 2, "ZB-H1": 1}
-for name in chosen:
-    print(f"{name:18} messages sent by each rank:",
-          *(rank.messages_sent for rank in results[name]))
-
-# %% tags=["figure-wire"]
-sent = {name: [rank.bytes_sent for rank in results[name]] for name in chosen}
-ticks = {name: [cost.pipeline_volume(1, 32, shape.width, 4, p, m, rank, v).sent
-                for rank in range(p)] for name, v in chosen.items()}
-show(wire(sent, ticks), alt=(
-    "Bytes sent by each rank, equal to the formula: two stages per rank send twice as much, three "
-    "times at the ends of the pipeline; splitting the backward pass sends nothing extra."
-))
+# %% tags=["output-messages", "nbval-check-output", "exhaustive"]
+print("                     messages sent by rank   bytes sent / formula")
+for name, v in {"1F1B": 1, "interleaved, v = 2": 2, "ZB-H1": 1}.items():
+    messages = " ".join(f"{each.messages_sent:2}" for each in results[name])
+    ratios = [each.bytes_sent / cost.pipeline_volume(1, 32, shape.width, 4, p, m, rank, v).sent
+              for rank, each in enumerate(results[name])]
+    print(f"{name:20} {messages:23}", *(f"{ratio:.2f}" for ratio in ratios))
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# With 1F1B, 16: each micro-batch once forward and once back, B x S x D values per message. With
-# two stages per rank, twice as many. In 1F1B the first and the last rank send half as much,
-# because they have only one neighbor. With interleaving they send more than that, because each
-# micro-batch also travels from the last rank to the first, and its gradient travels back.
+# With 1F1B, rank 1 sends 16: each micro-batch once forward and once back, b x S x D values per
+# message. The first and the last rank send half as much, because they have only one neighbor. With
+# two stages per rank, rank 1 sends twice as many, and rank 0 sends 24: forward from both its
+# stages, back from its second, whose input came from the last rank.
 #
 # </details>
 #
@@ -791,7 +801,8 @@ show(wire(sent, ticks), alt=(
 # Put GPT-3 on 1,024 H100s in nodes of eight: tensor-parallel size t = 8, p = 8 stages, and N = 16
 # data-parallel replicas. A step processes 1,536 sequences, so each pipeline gets 96.
 #
-# **Predict.** Which of the three axes sends most, and which one should stay inside a node?
+# **Predict.** For each micro-batch, how many times as many bytes does tensor parallelism send as
+# the pipeline?
 
 # %% tags=["output-traffic", "nbval-check-output"]
 t, p, N = 8, 8, 16
@@ -799,32 +810,51 @@ m = 1536 // N
 layers, sizes = gpt3.num_layers // p, (1, S, gpt3.width, 2)
 tensor = m * layers * cost.tensor_parallel_volume(*sizes, 0, cost.Layout(t)).sent
 stages = cost.pipeline_volume(*sizes, p, m, rank=1).sent
-data = cost.ring_all_reduce_volume(P // (t * p), 2, N, 0).sent
+data = cost.ring_all_reduce_volume(parameters // (t * p), 2, N, 0).sent
 print("a GPU sends per step       GB   seconds over NVLink   over InfiniBand")
 for name, size in (("tensor parallelism", tensor), ("pipeline", stages), ("data", data)):
     print(f"{name:20} {size / GB:8.1f} {size / H100.nvlink_bandwidth:21.2f} "
           f"{size / H100.nic_bandwidth:17.2f}")
 flops = m * S * cost.training_flops_per_token(gpt3, S) / (t * p)
 work = flops / (0.4 * H100.bf16_flops)
-print(f"compute, at 40 % of the peak: {work:.1f} s")
+print(f"compute, at 40 % of the peak: {work:.1f} s; "
+      f"tensor parallelism / pipeline: {tensor / stages:.0f}")
+
+# %% tags=["output-verdict", "nbval-check-output"]
+layer_bytes = partial(  # of the activations of a number of sequences
+    cost.activation_bytes_per_layer, gpt3, sequence_length=S, layout=cost.Layout(t, True),
+    attention="materialized", recompute="selective")
+first_rank = cost.tensor_parallel_parameters(replace(gpt3, num_layers=layers), t)
+bubble = cost.pipeline_bubble(p, m, work / m / 3, work / m * 2 / 3).seconds
+held = layer_bytes(1) * gpt3.num_layers  # a pipeline's rank 0: p micro-batches, L/p layers
+two_layers = 2 * 2 * recipe.parameter * cost.num_block_parameters(gpt3) / t  # and gradients
+rows = {f"ZeRO-3, b = {b}": (cost.zero_bytes(each, 128, 3) + two_layers + b * held,
+                             zero3 * 1536 / 128 / b, 0) for b in (1, 6, 12)}
+rows["1F1B, b = 1"] = first_rank * recipe.total + held, (stages + data) / H100.nic_bandwidth, bubble
+print("a step               GB on a GPU   s between nodes   s of bubble")
+for name, (size, sent, idle_time) in rows.items():
+    fits = "" if size < 0.9 * H100.memory_bytes else "no"
+    print(f"{name:17} {size / GB:14.1f} {fits:2} {sent:14.1f} {idle_time:13.1f}")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Tensor parallelism is the answer to both. Per micro-batch it sends 8 B S D (t-1)/t values for
-# *every layer*; the pipeline sends 2 B S D for *every stage*, however many layers a stage has.
-# Over InfiniBand, tensor parallelism would take about as long as the compute. So tensor
-# parallelism gets the links inside the node, and the pipeline crosses nodes. The package numbers
-# its ranks accordingly: tp innermost, then dp, pp outermost.
+# 42 times. Tensor parallelism sends 8 b S D (t-1)/t values for *every layer*; the pipeline sends 2
+# b S D for *every stage*, here of 12 layers. Over InfiniBand, tensor parallelism would take about
+# as long as the compute, so tp gets the links inside the node. The pipeline and data parallelism
+# both need 0.2 s, so either may cross nodes; we follow Megatron-LM and put pp outermost.
 #
 # </details>
 #
-# With sequence parallelism each of the t ranks sends only its own tokens to the next stage, 1/t
-# of the bytes; Megatron-LM's scatter/gather optimization achieves the same without it (Narayanan
-# et al. 2021, section 4.1).
+# The second table answers section 1. It assumes sequence parallelism and selective recomputation,
+# and reserves a tenth of the memory for CUDA, NCCL and fragmentation. ZeRO-3's traffic falls as 1/b
+# and can overlap with compute: with b = 6, 5.2 s of it have to hide behind 8.4 s. Beyond that,
+# memory runs out, and even b = 12, a node's whole share, would send for 2.6 s. The pipeline sends
+# for 0.4 s. Its price is the bubble, 0.6 s, which section 4 can shrink. More GPUs for the same
+# batch make both worse: ZeRO-3 gathers the same weights for fewer sequences, and m falls.
 #
-# How many micro-batches does 1F1B need on four ranks for a bubble below 10 % of the total time?
-# Use section 2's formula, then check it with `micro_batches` in the widget.
+# The widget simulates a schedule of your choice. Before you move a slider, use section 2's formula
+# to answer the first question below it.
 
 # %% tags=["figure-explorer"]
 schedule_explorer()
@@ -839,7 +869,8 @@ schedule_explorer()
 # it has the loss.
 #
 # **ZB-V** (Qi et al. 2023, section 6) combines the V with split backward passes. If F, I and W
-# take equally long, each rank is busy without interruption from its first to its last pass.
+# take equally long and m is at least 2p - 1, each rank is busy without interruption from its first
+# to its last pass.
 #
 # **DualPipe** (DeepSeek-AI 2024, section 3.2.1) feeds micro-batches in from both ends of the
 # pipeline and pairs the forward pass of one direction with the backward pass of the other, so
@@ -851,54 +882,79 @@ schedule_explorer()
 
 # %% tags=["figure-zbv"]
 p, m = 4, 8
-QUARTERS = {"F": 10, "I": 10, "W": 10, "B": 20}  # stages of half the layers
-show(pipeline(simulate(zb_v(p, m), QUARTERS)), alt=(
+HALVES = HALF | {"I": 10, "W": 10}  # I and W, too, for a stage of half the layers
+show(pipeline(simulate(zb_v(p, m), HALVES)), alt=(
     "ZB-V: micro-batches go down the ranks (light) and back up (dark). Each rank is busy from its "
-    "first pass to its last; only the start is staggered."
+    "first pass to its last; what is left of the bubble is that ranks start and end staggered."
 ))
 
 # %% tags=["figure-dualpipev"]
-show(pipeline(simulate(dualpipe_v(p, m), QUARTERS)), alt=(
+show(pipeline(simulate(dualpipe_v(p, m), HALVES)), alt=(
     "DualPipeV on the same ranks: in the steady state every forward pass has a backward pass of "
     "the other direction next to it."
 ))
 
-# %% tags=["output-v", "nbval-check-output", "exhaustive"]
-VS = {"ZB-V": (zb_v, QUARTERS), "DualPipeV": (dualpipe_v, QUARTERS)}
-compare({"1F1B": MAKERS["1F1B"], "ZB-H1": MAKERS["ZB-H1"], **VS})
+# %% tags=["output-v", "nbval-check-output"]
+VS = {"ZB-V": (zb_v, HALVES), "DualPipeV": (dualpipe_v, HALVES)}
+REPORTED = {"ZB-V": 0, "DualPipeV": (p - 1) * (30 + 20 - 3 * 10)}
+compare({"1F1B": MAKERS["1F1B"], "ZB-H1": MAKERS["ZB-H1"], **VS}, PAPERS | REPORTED)
 pairs = len(dualpipe_v(p, m).overlapped)
 print(f"DualPipeV pairs {pairs} of {2 * p * m} forward passes with a backward pass")
+
+# %% [markdown]
+# Both reduce the bubble to $(p - 1)\,t_F / 2$, with $t_F$ for a rank's two stages: the time the
+# first micro-batch takes to come down to the last rank. (This holds for m of at least 2p - 1 in
+# ZB-V and 2p in DualPipeV, which refuses fewer.)
+#
+# The authors, in the column "paper", count differently. Qi et al. call ZB-V's bubble zero, because
+# they count idle time between a rank's first and last pass only. [DualPipe's
+# repository](https://github.com/deepseek-ai/DualPipe) gives $(s/2 - 1)(F\&B + B - 3W)$ for
+# DualPipeV with s stages, 2p here, and the column assumes that a pair takes as long as its passes,
+# $F\&B = F + B$. It treats the pair as one block, whose forward result is sent when the whole
+# block is done; in our lists F sends its result before B starts.
+#
+# Every rank holds the same, whereas 1F1B loads the first rank most. `Schedule.overlapped` marks
+# the pairs, but this package's executor runs the two passes of a pair one after the other. So the
+# table shows the bubble, not the overlap of communication and computation that DualPipe was built
+# for.
+#
+# With a tied embedding the V has a catch: rank 0 holds both ends of the model, so a single
+# parameter receives gradients from its first *and* its last stage, and data parallelism may send
+# the gradient only when both are complete. Does it train like one process, alone and with data
+# parallelism?
+
+# %% tags=["output-v-oracle", "nbval-check-output", "exhaustive"]
+DATA = {"data parallelism": lambda *args, pipeline: apply_bucketed_data_parallel(*args),
+        "ZeRO-1": apply_zero1, "ZeRO-2": apply_zero2}
 for name, (make_schedule, _) in VS.items():
     for p_small in (2, 3):
         apply = partial(cut, make_schedule=make_schedule)
         found = lab.oracle(apply, p_small, "gpt", 2 * p_small, (9, 8), num_layers=2 * p_small)
-        print(f"{name}, {p_small} ranks, tied embedding: {found}")
+        print(f"{name:9}  {p_small} ranks       {'':16}  {found}")
+    for kind, apply_data in DATA.items():
+        apply = partial(cut_and_copied, apply_data=apply_data, make_schedule=make_schedule)
+        print(f"{name:9}  2 ranks x 2   {kind:16}  {lab.oracle(apply, 4, 'gpt', 4, (8, 8))}")
 
 # %% [markdown]
-# Both reduce the bubble to $(p - 1)\,t_F / 2$, with $t_F$ for a rank's two stages: the time the
-# first micro-batch takes to come down to the last rank. Every rank holds the same, whereas 1F1B
-# loads the first rank most. `Schedule.overlapped` marks the pairs, but this package's executor
-# runs the two passes of a pair one after the other. So the table shows the bubble, not the
-# overlap of communication and computation that DualPipe was built for.
-#
 # The next cell runs both with the real executor and emulated stages, as in section 7:
 
 # %% tags=["output-vmeasured", "exhaustive"]
-print("p = 4, m = 8   predicted from   ms, as         measured,")
-print("               durations asked  measured       median (min-max)")
+print("p = 4, m = 8         ms of a step: predicted from    measured")
+print("                     durations asked    as measured    median (min-max)")
 for name, (make_schedule, durations) in VS.items():
     schedule, steps = make_schedule(p, m), lab.emulated_steps(make_schedule, p, m)
     middle = sorted(steps, key=lambda line: line.seconds)[len(steps) // 2]
     longer = simulate(schedule, {**durations, **lab.mean_durations(middle)})
-    print(f"{name:14} {simulate(schedule, durations).seconds:13.0f} {longer.seconds:11.0f}       "
-          f"{lab.spread([line.seconds for line in steps]):>18}")
+    print(f"{name:18} {simulate(schedule, durations).seconds:17.0f} {longer.seconds:14.0f}    "
+          f"{lab.spread([line.seconds for line in steps])}")
 
 # %% [markdown]
 # ## Further: write your own schedule
 #
-# A schedule is any function of p and m that returns lists. The warm-up of 1F1B is just long
-# enough if messages take no time; on slow links, a rank waits for every micro-batch to come back.
-# What if it ran twice as many forward passes before its first backward pass?
+# A schedule is any function of p and m that returns lists. The warm-up of 1F1B is just long enough
+# if messages take no time. On slow links the first gradient returns after the warm-up has run out,
+# and the rank idles in every round. What if it ran twice as many forward passes before its first
+# backward pass?
 
 
 # %%
@@ -930,9 +986,14 @@ print(f"on 3 ranks: {lab.oracle(apply, 3, 'gpt', 4, (4, 4, 4))}")
 # ## Further: choose m and v under a memory limit
 #
 # The 96 sequences of each pipeline in section 7 can go as 96 micro-batches of one sequence, 48 of
-# two, or 24 of four. What fits on an H100, and what fraction of a step is idle? We count all 16
-# bytes per parameter, without ZeRO; activations with sequence parallelism and selective
-# recomputation; and messages over InfiniBand. A "no" marks what does not fit.
+# two, or 24 of four. What fits on an H100, and what fraction of a step is idle? We look at the
+# first rank, which also holds the embedding and the most activations. We count all 16 bytes per
+# parameter, without ZeRO; activations with sequence parallelism and selective recomputation; and
+# messages over InfiniBand. A "no" marks what takes more than 90 % of the memory.
+#
+# With sequence parallelism each of the t ranks sends only its own tokens to the next stage, 1/t
+# of the bytes; Megatron-LM's scatter/gather optimization achieves the same without it (Narayanan
+# et al. 2021, section 4.1).
 
 
 # %%
@@ -945,43 +1006,42 @@ def idle(schedule, b):
 
 
 def gigabytes(schedule, b):
-    """Training state and activations of the first rank."""
-    layer = cost.activation_bytes_per_layer(
-        gpt3, b, S, attention="materialized", recompute="selective", layout=cost.Layout(t, True))
+    """Training state, embedding included, and activations of the first rank."""
     held = peak_activations(schedule)[0] * gpt3.num_layers / schedule.num_stages
-    return (held * layer + P / (t * 8) * recipe.total) / GB
+    return (held * layer_bytes(b) + first_rank * recipe.total) / GB
 
 
 # %% tags=["output-choose", "nbval-check-output"]
 options = {"GPipe": gpipe, "1F1B": one_forward_one_backward, "ZB-H1": zero_bubble} | {
     f"interleaved, v = {v}": partial(interleaved, num_chunks=v) for v in (2, 6, 12)}
-print("                     b = 1, m = 96       b = 2, m = 48       b = 4, m = 24")
+print("                     b = 1, m = 96        b = 2, m = 48        b = 4, m = 24")
 for name, make_schedule in options.items():
     cells = []
     for b in (1, 2, 4):
         schedule = make_schedule(8, 96 // b)
         size = gigabytes(schedule, b)
-        fits = "" if size * GB < H100.memory_bytes else "no"
-        cells.append(f"{idle(schedule, b):6.1%} {size:4.0f} GB {fits:2}")
-    print(f"{name:20}" + "    ".join(cells))
+        fits = "" if size * GB < 0.9 * H100.memory_bytes else "no"
+        cells.append(f"{idle(schedule, b):6.1%} {size:5.1f} GB {fits:2}")
+    print(f"{name:20}" + "   ".join(cells))
 
 # %% [markdown]
-# GPipe fits nowhere. Among the others, interleaving reaches the smallest bubble, and the more
-# stages a rank has, the less it holds beyond 1F1B: the factor is 1 + (p-1)/(pv) (Korthikanti et
-# al. 2022, section 4.2.3).
+# GPipe fits nowhere. Interleaving reaches the smallest bubbles with v = 6 and v = 12, while ZB-H1
+# beats v = 2. Interleaving holds 1 + (p-1)/(pv) times as many activations as 1F1B: 1.44 for v = 2,
+# but only 1.07 for v = 12 (Korthikanti et al. 2022, section 4.2.3).
 #
 # According to the table you would choose b = 1 and v = 12. Be skeptical of that corner: the
 # simulator lets messages overlap with compute perfectly, starts a pass without any overhead, and
 # assumes that matmuls over one sequence are as efficient as over four. So measure the best few
 # lines. In a run of the package, v = 6 is
 # `--parallel.pp 8 --parallel.schedule interleaved --parallel.chunks 6`.
-#
+
+# %% [markdown]
 # ## 8. Recap
 #
 # 1. A stage needs its input and the gradient of its output. With m micro-batches, p stages are
 #    busy m/(m + p - 1) of the time: a quarter for one micro-batch on four stages, 91 % for 32.
 # 2. A schedule is a list of actions for each rank. GPipe and 1F1B have the same bubble; GPipe
-#    holds m micro-batches, 1F1B at most as many as there are stages from the rank to the end.
+#    holds m micro-batches, while in 1F1B rank r holds at most p - r.
 # 3. With v stages per rank the bubble is v times smaller, and each rank sends at least v times as
 #    many messages. Nothing waits for weight gradients, so they can fill the bubble.
 # 4. A valid schedule can still deadlock if its messages form a cycle. Post them in one global

@@ -92,7 +92,7 @@ def train_all_in(dtype, skipped=()):
     return model, losses
 
 
-# %% tags=["output-question"]
+# %% tags=["output-question", "exhaustive"]
 trained = {dtype: train_all_in(dtype) for dtype in (f32, bf16, f16)}
 print("everything in     bytes per parameter   steps   loss (last 20)")
 for dtype, (_, losses) in trained.items():
@@ -232,7 +232,7 @@ show(one_weight(histories, grid="bf16"), alt=(
 # How often does this happen? A step of AdamW moves a weight by about its learning rate. Let us take
 # the weights of the trained story model and count those that would stay where they are.
 
-# %% tags=["output-lost", "nbval-check-output"]
+# %% tags=["output-lost", "nbval-check-output", "exhaustive"]
 weights = torch.cat([w.detach().flatten() for w in trained[f32][0].parameters()])
 print("learning rate   updates lost in bfloat16   in float16")
 for rate in (1e-2, 1e-3, 1e-4, 1e-5, 1e-6):
@@ -283,7 +283,7 @@ def train_with_masters(rounded=torch.Tensor.bfloat16, keep=True):
     return losses
 
 
-# %% tags=["output-masters"]
+# %% tags=["output-masters", "exhaustive"]
 losses = {"float32": trained[f32][1], "bfloat16": trained[bf16][1],
           "bfloat16, with masters": train_with_masters(),
           "masters not kept": train_with_masters(keep=False)}
@@ -366,7 +366,7 @@ for count, exact in fine.items():
 # **Predict.** With 256 tokens per step, which share of the outputs' gradients becomes zero in
 # float16? And with 4 million?
 
-# %% tags=["output-flushed"]
+# %% tags=["output-flushed", "exhaustive"]
 model = trained[f32][0]
 print(f"weights that become zero in float16: {flushed(weights, f16):.1%}\n")
 print("gradients        become zero in float16         in bfloat16")
@@ -376,7 +376,7 @@ for num_tokens in (lab.S * lab.B, 65_536, 4_000_000):
     print(f"{num_tokens:15,} {flushed(grads['outputs'], f16):11.1%} "
           f"{flushed(grads['weights'], f16):12.1%} {flushed(grads['outputs'], bf16):17.1%}")
 
-# %% tags=["figure-histogram"]
+# %% tags=["figure-histogram", "exhaustive"]
 large_step = 4_000_000
 tiny = lab.gradients(model, batches[-1], 1 / large_step)
 show(exponent_histogram(tiny), alt=(
@@ -399,13 +399,13 @@ show(exponent_histogram(tiny), alt=(
 #
 # **Predict.** By which power of two would you multiply?
 
-# %% tags=["output-byhand"]
+# %% tags=["output-byhand", "exhaustive"]
 print("scale    zero in float16   infinite")
 for power in (0, 8, 16, 24, 32, 36, 40):
     scaled = tiny["outputs"] * 2.0**power
     print(f"2^{power:<6} {flushed(scaled, f16):13.1%} {scaled.half().isinf().float().mean():10.1%}")
 
-# %% tags=["figure-scaled"]
+# %% tags=["figure-scaled", "exhaustive"]
 show(exponent_histogram(tiny, loss_scale=2.0**24), alt=(
     "Multiplied by 2^24, the gradients lie in the range of float16, well below its largest number. "
     "The outline shows where they were."
@@ -436,7 +436,7 @@ class Scaler:
         return finite
 
 
-# %%
+# %% tags=["exhaustive"]
 def train_float16(scaler):
     """The losses and the scale of each step, for a micro-batch of a large step."""
     model, weights, masters = with_masters(f16)
@@ -509,7 +509,7 @@ print(f"epsilon                      {torch.tensor(1e-8, dtype=f16).item():9}")
 # **Predict.** In the wrong order, what does the clipping see, and what reaches the optimizer? Does
 # the loss show it?
 
-# %% tags=["output-clip"]
+# %% tags=["output-clip", "exhaustive"]
 def unscale(weights, scale):
     torch._foreach_div_([weight.grad for weight in weights], scale)
 
@@ -569,7 +569,7 @@ def zero_steps(group, decide, num_steps=5):
 # %% [markdown]
 # The obvious way is to leave the step early: `if not finite: continue`.
 
-# %% tags=["output-early"]
+# %% tags=["output-early", "exhaustive"]
 def leave_early(own_grad, group):
     finite = bool(own_grad.isfinite().all())
     return finite, finite
@@ -999,7 +999,7 @@ show(crossing(sizes, predicted, "ranks", "error of the sum (%)", measured), alt=
 # backward. We allow twice that. A sum that should have been a mean is off by 100 % or more, far
 # outside.
 
-# %% tags=["output-tolerance"]
+# %% tags=["output-tolerance", "exhaustive"]
 num_roundings = 2 * (12 * lab.SHAPE.num_layers + 4)
 exact = lab.first_gradients(lab.ALONE, lab.config_of("fp32"), batches[0])
 print("four ranks, ZeRO-1 and tensor parallelism      largest error   allowed")

@@ -247,7 +247,7 @@ def my_groups(world):
     return own
 
 
-# %% tags=["output-sums", "nbval-check-output"]
+# %% tags=["output-sums", "nbval-check-output", "exhaustive"]
 def who_is_in_the_sum(world):
     heard = {}
     for axis, group in my_groups(world).items():
@@ -408,7 +408,7 @@ layout = ParallelConfig(tp=2, pp=2)  # and dp 2
 #
 # **Predict.** Which of them makes the norm too large, and which too small? What does the loss show?
 
-# %% tags=["output-norm"]
+# %% tags=["output-norm", "exhaustive"]
 RULES = {"the package's": lab.unchanged, "this rank's own": lab.clip_over(),
          "sum over all ranks": lab.clip_over("tp", "pp", "dp"),
          "sum over tp and pp": lab.clip_over("tp", "pp")}
@@ -514,7 +514,7 @@ def zero_then_stages(model, mesh):
     return Grid(model, data=data, pipeline=pipeline)
 
 
-# %% tags=["output-swapped"]
+# %% tags=["output-swapped", "exhaustive"]
 for apply, axes in ((stages_then_columns, {"pp": 2, "tp": 2}),
                     (zero_then_columns, {"dp": 2, "tp": 2}),
                     (zero_then_stages, {"pp": 2, "dp": 2})):

@@ -235,7 +235,7 @@ def pretend(function, num_ranks, rank, *args):
 # **Predict.** Four real processes, against one that pretends to be the fourth: which of the two
 # numbers will differ?
 
-# %% tags=["output-pretend", "nbval-check-output"]
+# %% tags=["output-pretend", "nbval-check-output", "exhaustive"]
 real, fake = run(toy_step, 4, 512, 64)[3], pretend(toy_step, 4, 3, 512, 64)
 print(f"rank 3 of 4, real:  sends {real[0]:,} B, holds {real[1]:,} B")
 print(f"rank 3 of 4, fake:  sends {fake[0]:,} B, holds {fake[1]:,} B")
@@ -519,7 +519,7 @@ for row, hidden in zip(sharded_rows(), sharded_rows(MINITRON), strict=True):
 #
 # **Predict.** GPT-3 on 1,024 A100s. How many layouts are there? How many fit?
 
-# %% tags=["output-search", "nbval-check-output"]
+# %% tags=["output-search", "nbval-check-output", "exhaustive"]
 found = search(job)
 best = found.candidates[0]
 print(f"{found.num_layouts:,} layouts: {found.refused.total():,} cannot be trained, "
@@ -529,7 +529,7 @@ for each in found.candidates[:6]:
     print(f"{each.seconds:6.2f} {each.estimate.mfu:6.1%} {each.bubble:7.1%} "
           f"{each.communication:8.1%}  {lab.brief(each)}")
 
-# %% tags=["figure-landscape"]
+# %% tags=["figure-landscape", "exhaustive"]
 def place(candidate):
     return candidate.total_bytes / GB, candidate.seconds
 
@@ -560,7 +560,7 @@ show(landscape(
 # *layouts* are compared. Searching all four takes most of a minute, so the layouts that won come
 # from the record; their seconds are estimated here.
 
-# %%
+# %% tags=["exhaustive"]
 mt_nlg, trillion = (
     ModelConfig(family="gpt", vocab_size=51_200, max_sequence_length=S, num_layers=layers,
                 width=width, num_heads=heads, num_kv_heads=heads, ffn_width=4 * width, dropout=0.1)
@@ -576,7 +576,7 @@ searched = {name: plans.chosen(given) for name, (given, _) in CHOSEN.items()}
 print("the record has the layout that the search above found:",
       searched["GPT-3 175B"].best.decision == best.decision)
 
-# %% tags=["output-chosen", "nbval-check-output"]
+# %% tags=["output-chosen", "nbval-check-output", "exhaustive"]
 print("                 s per step    MFU    GB   layout of the paper, then the best")
 for name, (given, layout) in CHOSEN.items():
     for title, each in ((name, Candidate(given, layout)), ("", searched[name].best)):
@@ -602,7 +602,7 @@ for name, (given, layout) in CHOSEN.items():
 # Chapter 11's tree asks the same estimator, but follows a single path. How far is its choice from
 # the best?
 
-# %% tags=["output-tree", "nbval-check-output"]
+# %% tags=["output-tree", "nbval-check-output", "exhaustive"]
 print("seconds per step     tree     best   ratio   slower mostly in")
 for name, (given, _) in CHOSEN.items():
     tree, fastest = judged = trees.against_search(given, searched[name].best)
@@ -626,7 +626,7 @@ for name, (given, _) in CHOSEN.items():
 # memory, or bandwidth of memory or of a link, one at a time; and about the best layout *there*,
 # among the 300 best so far and all that fit only now.
 
-# %% tags=["output-sensitivity", "nbval-check-output"]
+# %% tags=["output-sensitivity", "nbval-check-output", "exhaustive"]
 print(f"{'twice the':14}" + "".join(
     f"{resource.replace(' bandwidth', ' B/s'):>12}" for resource in RESOURCES))
 for name, each in searched.items():
@@ -654,7 +654,7 @@ print(f"\nGPT-3 with twice the memory: {lab.brief(searched['GPT-3 175B'].with_tw
 #
 # ### Days, money, energy
 
-# %% tags=["output-bill", "nbval-check-output"]
+# %% tags=["output-bill", "nbval-check-output", "exhaustive"]
 READ = {"GPT-3 175B": 300e9, "MT-NLG 530B": 270e9, "1T": 450e9, "Llama 3.1 405B": 15.6e12}
 print("                  days   GPU-hours    million $    MWh")
 for name, each in searched.items():
@@ -831,7 +831,7 @@ check("12.4")
 # run the layout that you have chosen. Here are those of the papers, on their last rank; and
 # GPT-3's on its first, from section 6. The formula's GB are those of the rank that holds most.
 
-# %% tags=["output-last", "nbval-check-output"]
+# %% tags=["output-last", "nbval-check-output", "exhaustive"]
 print("                GB by formula, fullest rank   dry run, this rank   TFLOP")
 for name, (given, layout) in CHOSEN.items():
     rank = 0 if given is job else given.num_gpus - 1

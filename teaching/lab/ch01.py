@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
@@ -16,6 +16,8 @@ from minitron.dataset import TokenDataset
 from minitron.measure.clock import Clock
 from minitron.model.generate import generate
 from minitron.model.transformer import Transformer, initialize
+from minitron.plan.dryrun import FORMULAS, attention_flops
+from minitron.pytorch.private import DispatchMode, fake_tensors, storage_address, tensors_in
 from minitron.step import accumulate_gradients, learning_rate, make_optimizer, train_step
 
 CPU = torch.device("cpu")
@@ -199,6 +201,79 @@ def roof_line(points: Sequence[Roofline]) -> tuple[list[float], list[float]]:
     intensities = [point.intensity for point in points]
     x = [min(intensities), peak / bandwidth, max(intensities)]
     return x, [min(peak, each * bandwidth) for each in x]
+
+
+# A step's operators
+
+
+@dataclass(frozen=True)
+class Operators:
+    """Operators of one kind in a step: their FLOPs, and the bytes that they read and write."""
+
+    flops: int = 0
+    bytes: int = 0
+
+
+OPERATOR_KINDS = {"mm": "matmuls", "addmm": "matmuls", "bmm": "matmuls", "_log_softmax": "loss",
+                  "_log_softmax_backward_data": "loss", "nll_loss_forward": "loss",
+                  "nll_loss_backward": "loss", "_fused_adamw_": "AdamW", "_foreach_add_": "AdamW"}
+
+
+class OperatorCount(DispatchMode):
+    """Count FLOPs and bytes of every operator by kind; what is no matmul has a FLOP per value."""
+
+    def __init__(self):
+        super().__init__()
+        kinds = ["matmuls", "attention", "pointwise, norms", "loss", "AdamW"]
+        self.found = dict.fromkeys(kinds, Operators())
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        outputs = func(*args, **kwargs)
+        name, read, written = func.overloadpacket.__name__, tensors_in(args, kwargs), \
+            tensors_in(outputs)
+        known = {storage_address(tensor) for tensor in read}
+        if name.startswith("_fused_adamw"):
+            written = tensors_in(args[0], args[2:])  # all but the gradients, in place
+        elif not name.endswith("_") and all(storage_address(each) in known for each in written):
+            return outputs  # a view, or no tensor at all
+        if name.startswith("_scaled_dot_product"):
+            kind, flops = "attention", attention_flops(name, args)
+        else:
+            kind = OPERATOR_KINDS.get(name, "pointwise, norms")
+            flops = (FORMULAS[name](*args, **kwargs, out_val=outputs) if name in FORMULAS
+                     else sum(tensor.numel() for tensor in written))
+        before, moved = self.found[kind], sum(tensor.nbytes for tensor in [*read, *written])
+        self.found[kind] = Operators(before.flops + flops, before.bytes + moved)
+        return outputs
+
+
+def step_operators(config: ModelConfig, num_tokens: int, layers: int = 2) -> dict[str, Operators]:
+    """Return the operators of a step of one sequence in bfloat16, on fake tensors, by kind.
+
+    A model of `layers` and one of a layer less are counted: all layers are alike.
+    """
+    with fake_tensors():
+        more, fewer = (_count_step(replace(config, num_layers=count), num_tokens)
+                       for count in (layers, layers - 1))
+    rest = config.num_layers - layers
+    return {kind: Operators(*(a + rest * (a - b) for a, b in (
+        (more[kind].flops, fewer[kind].flops), (more[kind].bytes, fewer[kind].bytes))))
+        for kind in more}
+
+
+def _count_step(config: ModelConfig, num_tokens: int) -> dict[str, Operators]:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = Transformer(config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    optimizer = make_optimizer(model, TrainConfig(), CPU)
+    tokens = torch.zeros(1, num_tokens, dtype=torch.int64)
+    train_step(model, optimizer, [(tokens, tokens)], 1e-3, 1.0)  # AdamW makes its moments
+    with OperatorCount() as count:
+        train_step(model, optimizer, [(tokens, tokens)], 1e-3, 1.0)
+    return count.found
 
 
 # torch.compile

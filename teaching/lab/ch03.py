@@ -2,12 +2,14 @@
 
 import dataclasses
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
 import torch
+from matplotlib import rc_context
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import (
@@ -22,6 +24,7 @@ from minitron.measure.meter import Meter
 from minitron.model.transformer import Transformer, initialize, materialized_attention, run_in_order
 from minitron.pytorch.private import fake_tensors
 from minitron.step import make_optimizer, train_step
+from teaching.figures_style import BLACK, SERIES, STYLE, canvas
 
 Policy = Callable[[Transformer], None]
 aten = torch.ops.aten
@@ -82,6 +85,28 @@ def default_dtype(dtype: torch.dtype):
         torch.set_default_dtype(before)
 
 
+# What a budget buys
+
+
+@rc_context(STYLE)
+def frontier(
+    budgets: Sequence[int], paid: Sequence[float], every: Sequence[int], formula: Sequence[float]
+) -> Figure:
+    """Draw the FLOPs added at each of `budgets`, in bytes, and the stairs of the formula."""
+    figure, axes = canvas()
+    axes.step([budget / 1e6 for budget in every], [100 * share for share in formula], "--",
+              where="post", color=BLACK, linewidth=1.2, zorder=3)
+    axes.plot([budget / 1e6 for budget in budgets], [100 * share for share in paid], "o",
+              color=SERIES[0], markersize=7, clip_on=False)
+    for name, color, at in (("measured", SERIES[0], 0.84), ("formula", BLACK, 0.92)):
+        axes.text(0.98, at, name, color=color, ha="right", transform=axes.transAxes)
+    axes.set_xlim(0, budgets[-1] / 1e6)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("budget for activations (MB)")
+    axes.set_ylabel("FLOPs added (%)")
+    return figure
+
+
 # Per operator
 
 
@@ -118,31 +143,51 @@ def checkpoint_blocks(contexts: Callable) -> Policy:
 # Offloading
 
 
+@dataclasses.dataclass
+class HostCopy:
+    """A storage's bytes on the host, and on the device while some of its readers wait for it."""
+
+    bytes: np.ndarray
+    num_readers: int = 0
+    fetched: torch.UntypedStorage | None = None
+
+
 class Host:
-    """Memory that the device's meter does not see: NumPy's. It counts what is sent to it."""
+    """Memory that the device's meter does not see: NumPy's. It counts what crosses the link."""
 
     def __init__(self, model: nn.Module):
-        self.bytes_sent = 0
+        self.bytes_sent = self.bytes_fetched = 0
         self.weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        self.sent: dict[int, tuple[weakref.ref, np.ndarray]] = {}
+        self.sent: dict[int, tuple[weakref.ref, HostCopy]] = {}
 
     def send(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Copy what autograd saves, a storage once; weights stay. Return how to get it back."""
         storage = tensor.untyped_storage()
         if storage.data_ptr() in self.weights:
             return lambda: tensor
-        layout = tensor.shape, tensor.stride(), tensor.storage_offset()
+        offset, shape, strides = tensor.storage_offset(), tensor.shape, tensor.stride()
         copy, dtype = self._copy(storage), tensor.dtype
-        return lambda: torch.empty(0, dtype=dtype).set_(
-            torch.from_numpy(copy.copy()).untyped_storage(), layout[2], *layout[:2])
+        copy.num_readers += 1
+        return lambda: torch.empty(0, dtype=dtype).set_(self._fetch(copy), offset, shape, strides)
 
-    def _copy(self, storage: torch.UntypedStorage) -> np.ndarray:
+    def _copy(self, storage: torch.UntypedStorage) -> HostCopy:
         known, copy = self.sent.get(storage.data_ptr(), (lambda: None, None))
         if known() is None:  # a new storage, perhaps at the address of one that is gone
-            copy = torch.tensor([], dtype=torch.uint8).set_(storage).numpy().copy()
+            copy = HostCopy(torch.tensor([], dtype=torch.uint8).set_(storage).numpy().copy())
             self.sent[storage.data_ptr()] = weakref.ref(storage), copy
             self.bytes_sent += storage.nbytes()
         return copy
+
+    def _fetch(self, copy: HostCopy) -> torch.UntypedStorage:
+        """Bring a storage back for its first reader, and keep it until its last."""
+        if copy.fetched is None:
+            copy.fetched = torch.from_numpy(copy.bytes.copy()).untyped_storage()
+            self.bytes_fetched += copy.bytes.nbytes
+        storage = copy.fetched
+        copy.num_readers -= 1
+        if copy.num_readers == 0:
+            copy.fetched = None
+        return storage
 
 
 def offload_blocks(host: Host) -> Policy:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from minitron import cost
 from minitron.config import ModelConfig, TrainConfig
 from minitron.launch import run
 from minitron.launch.slow_network import SlowNetwork
@@ -22,6 +23,8 @@ from minitron.parallel.data.ddp import (
 )
 from minitron.step import make_optimizer, train_step
 from teaching.lab import MEASURING, counting_rows, loss_of
+from teaching.lab.gpu_models import OVERLAP
+from teaching.lab.gpu_records import FOLDER, newest, rows_of
 from teaching.overlap import Compute, step_lanes, transfers
 
 Apply = Callable[[nn.Module, ProcessGroup], object]
@@ -125,6 +128,13 @@ def buckets_of(bucket_bytes: int) -> list[list[int]]:
     sizes = gradient_bytes()
     first = assign_buckets(sizes, min(FIRST_BUCKET_BYTES, bucket_bytes))[0]
     return [first, *assign_buckets(sizes[: -len(first)], bucket_bytes)]
+
+
+def recorded_step() -> tuple[int, float]:
+    """Return the bytes of a recorded step's gradients, with 16 bits each, and its backward pass."""
+    [row] = rows_of(newest("overlap", FOLDER), lambda row: row["case"] == "plain step")
+    backward = 1e-3 * (row["update_start_ms"] - row["forward_end_ms"])
+    return 2 * cost.num_parameters(OVERLAP.model), backward
 
 
 class Step(NamedTuple):

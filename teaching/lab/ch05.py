@@ -36,20 +36,32 @@ def emulated_seconds(
 
 def ring_seconds(sizes: Sequence[int], num_ranks: int = 4, repeats: int = 20) -> list[float]:
     """Return the slowest rank's seconds of the fastest ring all-reduce of each size in bytes."""
+    return fastest_seconds({"ring": all_reduce_ring}, sizes, num_ranks, repeats)["ring"]
+
+
+def fastest_seconds(
+    algorithms: dict[str, AllReduce], sizes: Sequence[int], num_ranks: int = 4, repeats: int = 20
+) -> dict[str, list[float]]:
+    """Return, by algorithm, the slowest rank's seconds of the fastest run of each size in bytes."""
     by_rank = run(
-        fastest_rings, num_ranks, sizes, repeats, timeout=MEASURING, watch=False)
-    return [max(ranks) for ranks in zip(*by_rank, strict=True)]
+        fastest_runs, num_ranks, algorithms, sizes, repeats, timeout=MEASURING, watch=False)
+    return {name: [max(ranks) for ranks in zip(*(best[name] for best in by_rank), strict=True)]
+            for name in algorithms}
 
 
-def fastest_rings(group: ProcessGroup, sizes: Sequence[int], repeats: int) -> list[float]:
-    """Return this rank's seconds of its fastest ring all-reduce of each size in bytes."""
-    tensor, best = torch.zeros(max(sizes) // 4), [float("inf")] * len(sizes)
+def fastest_runs(
+    group: ProcessGroup, algorithms: dict[str, AllReduce], sizes: Sequence[int], repeats: int
+) -> dict[str, list[float]]:
+    """Return this rank's seconds of its fastest runs; sizes and algorithms take turns."""
+    tensor = torch.zeros(max(sizes) // 4)
+    best = {name: [float("inf")] * len(sizes) for name in algorithms}
     for _ in range(repeats):
         for i, num_bytes in enumerate(sizes):
-            dist.barrier(group=group)
-            begin = time.perf_counter()
-            all_reduce_ring(tensor[:num_bytes // 4], group)
-            best[i] = min(best[i], time.perf_counter() - begin)
+            for name, all_reduce in algorithms.items():
+                dist.barrier(group=group)
+                begin = time.perf_counter()
+                all_reduce(tensor[:num_bytes // 4], group)
+                best[name][i] = min(best[name][i], time.perf_counter() - begin)
     return best
 
 

@@ -1,7 +1,10 @@
 """Chapter 6's measurements: the toy's judge, a clipped training, the meter's step."""
 
+import inspect
+import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
@@ -22,6 +25,7 @@ from minitron.parallel.data.fsdp import FullyShardedDataParallel, apply_fsdp
 from minitron.parallel.data.zero import apply_zero1, apply_zero2
 from minitron.proof.difference import first_difference
 from minitron.proof.oracle import sample_batches, small_llama, trainings
+from teaching.exercises import ROOT
 from teaching.figures import Held, holdings
 from teaching.lab import MEASURING, counting_rows, loss_of
 
@@ -77,6 +81,25 @@ def report(
         picture[f"rank {rank}"] = {kind: Held(kept[kind], kept[kind] / shares[kind])
                                    for kind in kept}
     return holdings(picture)
+
+
+# The real one: parts of long methods
+
+
+def show_lines(function: Callable, first: str, last: str) -> None:
+    """Show a function's code from the first line with `first` to the first one after with `last`.
+
+    As `show_source` does, in color, with file and line above.
+    """
+    from IPython.display import Markdown, display
+
+    lines, number = inspect.getsourcelines(function)
+    begin = next(i for i, line in enumerate(lines) if first in line)
+    end = next(i for i, line in enumerate(lines) if i >= begin and last in line) + 1
+    path, line = Path(inspect.getsourcefile(function)).relative_to(ROOT), number + begin
+    code = textwrap.dedent("".join(lines[begin:end])).rstrip()
+    name = f"{path.as_posix()}, line {line}, of {function.__name__}"
+    display(Markdown(f"[{name}](../{path.as_posix()}#L{line})\n\n```python\n{code}\n```"))
 
 
 # The trap: a training that clips
@@ -218,6 +241,25 @@ def hybrid_step(group: ProcessGroup, grid: tuple[int, int]) -> tuple[dict[str, i
             for axis in ("dp", "replicas")}
     state = sum(tensor.nbytes for group in optimizer.param_groups for tensor in group["params"])
     return sent, state
+
+
+def between_nodes(
+    grid: tuple[int, int], by_rank: Sequence[dict[str, int]], ranks_per_node: int
+) -> int:
+    """Return the bytes that all ranks send to another node in rings over `grid`'s axes.
+
+    `by_rank` has the bytes that each rank sends along "dp" and "replicas". In a ring, a rank sends
+    all of them to the next one.
+    """
+    replicas, shards = grid
+    total = 0
+    for rank, sent in enumerate(by_rank):
+        replica, shard = divmod(rank, shards)
+        following = {"dp": replica * shards + (shard + 1) % shards,
+                     "replicas": (replica + 1) % replicas * shards + shard}
+        total += sum(sent[axis] for axis, other in following.items()
+                     if other // ranks_per_node != rank // ranks_per_node)
+    return total
 
 
 def hybrid_formula(grid: tuple[int, int]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Chapter 6's prefetch on an emulated network: measured, and predicted as a queue."""
+"""Chapter 6's prefetch: on an emulated network, measured and predicted; on a GPU, recorded."""
 
 import time
 from collections.abc import Sequence
@@ -8,17 +8,22 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
+from matplotlib.figure import Figure
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from minitron import cost
 from minitron.config import ModelConfig
 from minitron.cost import collective_seconds
 from minitron.launch.slow_network import SlowNetwork
 from minitron.measure.ledger import Call, Ledger, Span
+from minitron.measure.record import Row
 from minitron.model.transformer import Transformer, initialize
 from minitron.parallel.data.fsdp import FullyShardedDataParallel, Unit, apply_fsdp
-from teaching.figures import Block, rank_lanes
+from teaching.figures import Block, ranges, rank_lanes
 from teaching.lab.ch06 import Apply, adamw, loss_of
+from teaching.lab.gpu_models import OVERLAP
+from teaching.lab.gpu_records import FOLDER, device_of, newest, rows_of
 
 WIDE = ModelConfig("gpt", 256, 128, 6, 192, 4, 4, 768)
 TOKENS = torch.randint(256, (4, 129), generator=torch.Generator().manual_seed(0))
@@ -137,6 +142,22 @@ def on_the_link(
         free = max(free, call.started) + seconds
         transfers.append(replace(call, finished=free))
     return transfers
+
+
+def recorded_steps() -> dict[str, Row]:
+    """Return the recorded rows of a plain step and of one with FSDP, on one GPU."""
+    return {row["case"]: row for row in rows_of(newest("overlap", FOLDER)) if "busy_ms" in row}
+
+
+def draw_copies() -> Figure:
+    """Draw how long recorded gathers and reductions copy, and how much of it compute hides."""
+    record = newest("overlap", FOLDER)
+    # two gathers and a reduction, of one rank: each reads and writes 16-bit values once
+    copied = 3 * 2 * 2 * cost.num_parameters(OVERLAP.model)
+    milliseconds = 1e3 * copied / device_of(record).memory_bandwidth
+    row = recorded_steps()["FSDP step"]
+    return ranges({"copies": (row["other_streams_ms"],) * 3, "hidden": (row["hidden_ms"],) * 3},
+                  {"copies": milliseconds, "hidden": milliseconds}, "ms of copies in one step")
 
 
 def predicted_seconds(passes: Sequence[float], transfer: float, prefetch: bool) -> float:

@@ -80,7 +80,7 @@ def vocabulary_cut() -> Figure:
             Matrix("X", "S x D", 1.2, 1, sum_of=(0, 1)), "all-reduce", x],
         "head: each rank computes the logits of the tokens it holds": [
             x, "x", Matrix("head", "D x V/2", 1, 1.8, columns=(0, 1)), "=",
-            Matrix("logits", "S x V/2", 1.2, 1.8, columns=(0, 1)), "all-reduce\nof 3 x S",
+            Matrix("logits", "S x V/2", 1.2, 1.8, columns=(0, 1)), "all-reduce",
             Matrix("loss", "S", 1.2, 0.4)],
     })
 

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 from minitron import cost
 from minitron.config import ModelConfig
+from minitron.launch import run
 from minitron.measure.ledger import Ledger
 from minitron.measure.meter import Meter
 from minitron.model.recompute import apply_selective_recompute
@@ -29,20 +30,28 @@ keep_inputs = partial(apply_sequence_parallel, regather=False)
 # Figures
 
 
-def block_regions() -> Figure:
+def block_regions(with_backward: bool) -> Figure:
     """Draw one block on two ranks, with tensor parallelism alone and with sequence parallelism."""
-    def block(between: Callable, enter: tuple[str, str], leave: tuple[str, str]) -> list:
-        attention = Matrix("attention", "S x D/2", columns=(0, 1))
-        feed_forward = Matrix("feed-\nforward", "S x F/2", columns=(0, 1))
-        return [between("norm"), enter, attention, leave, between("dropout\nadd, norm"),
-                enter, feed_forward, leave, between("dropout\nadd")]
+    def arrows(forward: str, backward: str) -> str | tuple[str, str]:
+        return (forward, backward) if with_backward else forward
 
+    attention = Matrix("attention", "S x D/2", columns=(0, 1))
+    feed_forward = Matrix("feed-\nforward", "S x F/2", columns=(0, 1))
+    names = "norm", "dropout\nadd, norm", "dropout\nadd"
+    replicated = [Matrix(name, "S x D") for name in names]
+    sharded = [Matrix(name, "S/2 x D", rows=(0, 1)) for name in names]
+    enter, leave = arrows("", "all-reduce"), arrows("all-reduce", "")
+    gather = arrows("all-gather", "reduce-scatter")
+    scatter = arrows("reduce-scatter", "all-gather")
+    full_input = Matrix("full input", "S x D")
     return cut({
-        "tensor parallelism": block(
-            lambda name: Matrix(name, "S x D"), ("", "all-reduce"), ("all-reduce", "")),
-        "with sequence parallelism": block(
-            lambda name: Matrix(name, "S/2 x D", rows=(0, 1)),
-            ("all-gather", "reduce-scatter"), ("reduce-scatter", "all-gather")),
+        "tensor parallelism": [
+            replicated[0], enter, attention, leave, replicated[1], enter, feed_forward, leave,
+            replicated[2]],
+        "with sequence parallelism: attention": [
+            sharded[0], gather, full_input, "", attention, scatter, sharded[1]],
+        "with sequence parallelism: feed-forward": [
+            sharded[1], gather, full_input, "", feed_forward, scatter, sharded[2]],
     })
 
 
@@ -80,10 +89,25 @@ def verdict(apply: Apply, num_ranks: int, make_model: Callable = small_llama) ->
     return lab.verdict(apply, num_ranks, make_model, vocabulary=36, sequence=12)
 
 
-def partial_gradients(group: ProcessGroup, make_model: Callable = small_gpt) -> list[str]:
-    """Return the parameters of which each rank has a partial sum of the gradient."""
-    cuts = apply_sequence_parallel(make_model(), group).cuts
-    return [name for name, each in cuts.items() if each.is_partial]
+def gradients_before_finish(group: ProcessGroup, make_model: Callable) -> dict[str, Tensor]:
+    """Return this rank's gradients after a backward pass, before `finish`."""
+    torch.manual_seed(0)
+    model = make_model().double()
+    parallel = apply_sequence_parallel(model, group)
+    rows = counting_rows(0, 8, 13, 36)
+    parallel.summed_loss(model(rows[:, :-1]), rows[:, 1:]).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()
+            if parameter.grad is not None}
+
+
+def parameters_whose_gradients_differ(
+    num_ranks: int, make_model: Callable = small_gpt
+) -> list[str]:
+    """Name the parameters that every rank holds in full, with different gradients on the ranks."""
+    first, *others = run(gradients_before_finish, num_ranks, make_model, watch=False)
+    shapes = {name: parameter.shape for name, parameter in make_model().named_parameters()}
+    return [name for name, grad in first.items() if grad.shape == shapes[name]
+            and not all(torch.allclose(grad, other[name]) for other in others)]
 
 
 # Dropout

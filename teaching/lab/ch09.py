@@ -11,16 +11,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from minitron.comm.agreement import ALONE
 from minitron.config import ConfigError, ModelConfig
 from minitron.launch import RankError, run
 from minitron.measure.ledger import Ledger
 from minitron.measure.meter import Meter
 from minitron.model.transformer import Transformer, initialize
 from minitron.parallel.grid import Grid
-from minitron.parallel.pipeline.schedules import Schedule
+from minitron.parallel.pipeline.plan import Message
+from minitron.parallel.pipeline.schedules import Action, Schedule
 from minitron.parallel.pipeline.simulator import Timeline
 from minitron.parallel.pipeline.stages import apply_pipeline_parallel
-from minitron.proof.oracle import assert_same_training, small_model
+from minitron.proof.difference import largest_difference
+from minitron.proof.oracle import (
+    assert_same_training,
+    sample_batches,
+    small_model,
+    trainings,
+    undivided,
+)
 from teaching.figures import measured_timeline
 from teaching.lab import MEASURING, counting_rows
 from teaching.wrapping import fill
@@ -74,6 +83,13 @@ def verdict(function: Callable, *args, **options) -> str:
                          for line in str(error).splitlines())
 
 
+def written(steps: Sequence[Action | Message]) -> str:
+    """Write a rank's list of actions and messages, in lines of 76 columns."""
+    verbs = {True: "send", False: "receive"}
+    return fill(", ".join(f"{verbs[step.is_send]} {step.action}" if isinstance(step, Message)
+                          else f"{step}" for step in steps), 76)
+
+
 # The scale of the loss
 
 
@@ -122,6 +138,18 @@ def oracle(
         return "the same training"
     except AssertionError as error:
         return str(error).splitlines()[0]
+
+
+def gradient_error(apply: Callable, num_ranks: int, batch_size: int, m: int = 2) -> float:
+    """Return how far the first step's gradients are off, relative to a tensor's largest value."""
+    make_model = partial(small_model, "gpt", num_layers=4)
+    arguments = make_model, sample_batches((batch_size,)), m, ("SGD",)
+    one, *by_rank = (
+        [moment for moment in records["SGD"] if moment.kind == "gradient"]
+        for records in (trainings(ALONE, undivided, *arguments),
+                        *run(trainings, num_ranks, apply, *arguments, watch=False))
+    )
+    return largest_difference(one, by_rank)
 
 
 # Emulated stages: how long a step takes
