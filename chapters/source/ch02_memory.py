@@ -113,8 +113,8 @@ print(f"1.0 + 0.001 in bfloat16 is {(weight + 0.001).item()}; the next number ab
       f"{1 + torch.finfo(torch.bfloat16).eps}")
 
 # %% [markdown]
-# An update of less than half that gap is lost in bfloat16, however often it is repeated. In a
-# float32 copy, such updates add up (Micikevicius et al. 2018, section 3.1).
+# An upward update of less than half that gap is lost in bfloat16, however often it is repeated. In
+# a float32 copy, such updates add up (Micikevicius et al. 2018, section 3.1).
 #
 # **Predict.** You switch training from float32 to bfloat16, which takes half the bytes per value.
 # By how much does the training state shrink?
@@ -123,8 +123,7 @@ print(f"1.0 + 0.001 in bfloat16 is {(weight + 0.001).item()}; the next number ab
 #
 # Not at all. Weight and gradient go from 8 bytes per parameter to 4, and the master copy adds 4
 # back. What bfloat16 does save is activation memory and time in matmuls. If you accumulate
-# gradients in 32 bits, as long accumulations should, the total is even larger than in plain
-# float32.
+# gradients in 32 bits, as long accumulations should, the sum is even larger than in plain float32.
 #
 # </details>
 
@@ -136,15 +135,16 @@ for name, recipe in cost.RECIPES.items():
           f"{recipe.optimizer_state:7} {recipe.total:5} {gigabytes:6.0f} GB")
 
 # %% [markdown]
-# Each row is a *recipe*: a dtype for each of the four. The second recipe gives the count in the
-# [ZeRO paper](https://arxiv.org/abs/1910.02054) (Rajbhandari et al. 2020, section 3.1): 16 bytes
-# per parameter. The last has two gradients, one in bfloat16 as the backward pass computes it and
-# one in float32, into which it is accumulated. None of this depends on the batch.
+# Each row is a *recipe*: a dtype for each of the four, or two for the gradient. The second recipe
+# gives the count in the [ZeRO paper](https://arxiv.org/abs/1910.02054) (Rajbhandari et al. 2020,
+# section 3.1): 16 bytes per parameter. The last stores the gradient twice: in bfloat16, as the
+# backward pass computes it, and in float32, into which it is accumulated. None of this depends on
+# the batch.
 #
-# The activations do. To compute gradients, the backward pass needs values from the forward pass:
-# the input of each matmul, the input of each nonlinearity. These [**activations**](word:activation)
-# are stored from the moment they are computed until the backward pass has used them.
-# `minitron.cost` counts them operator by operator. For one sequence:
+# The activations do. To compute gradients, the backward pass needs some of the values that the
+# forward pass has computed; section 4 derives which. These [**activations**](word:activation) are
+# stored from the moment they are computed until the backward pass has used them. `minitron.cost`
+# counts them operator by operator. For one sequence:
 
 # %% tags=["output-activations", "nbval-check-output"]
 for attention in ("fused", "materialized"):
@@ -210,7 +210,7 @@ show(skyline(meter.timeline, meter.peak), alt=(
 # <details><summary>Answer</summary>
 #
 # The peak is where forward turns into backward: every activation has been stored and none has been
-# used. From there on, each layer's activations are freed as its gradients are computed. The
+# freed yet. From there on, each layer's activations are freed as its gradients are computed. The
 # optimizer's state does not exist before the first `optimizer.step()`: Adam allocates its moments
 # when it first sees a gradient. The second step carries them from start to finish; the first does
 # not.
@@ -218,7 +218,8 @@ show(skyline(meter.timeline, meter.peak), alt=(
 # </details>
 #
 # This is why a run can complete its first step, print a loss, and run out of memory in the second.
-# Suppose the GPU had 90 MB:
+# Suppose the GPU had 90 MB (in the code, a `moment` is an entry of the meter's timeline, not one of
+# Adam's):
 
 # %% tags=["output-second"]
 starts = [i for i, moment in enumerate(meter.timeline)
@@ -302,7 +303,9 @@ for count in (1, 2, 4):
 # parameters, gradients, optimizer state and activations are all in memory at once. Further
 # micro-batches add nothing, because each backward pass frees its own activations. So plan with
 # **the training state, the activations of one micro-batch, and the temporaries where its backward
-# pass begins**: two float32 tensors of the logits' shape.
+# pass begins**: two float32 tensors of the logits' shape, the gradient that enters the softmax's
+# backward pass and the one that leaves it. The rule assumes a fused optimizer, as here; AdamW
+# without fusion also needs temporaries during the update.
 #
 # </details>
 #
@@ -363,15 +366,18 @@ print(f"{'measured':16} {total:9,} bytes")
 print(f"{'4 B S (D + 2 F)':16} {4 * B * S * (D + 2 * F_width):9,} bytes")
 
 # %% [markdown]
-# The prediction is exact, because there is nothing to tune: each operator's derivative determines
-# what must be saved. Do the same for a whole GPT block, with materialized attention and dropout, in
-# 16 bits, and you get the formula of [Korthikanti et al.](https://arxiv.org/abs/2205.05198) (2022,
-# section 4.1), with s = S, b = B, h = D, and a the number of heads:
+# (The 1024 is B S: a linear layer treats all tokens alike, so PyTorch flattens the first two
+# dimensions.) The prediction is exact, because these operators save just what their derivatives
+# need. An operator can also save less and recompute the rest, as fused attention does. Do the same
+# on paper for a whole GPT block, with materialized attention and dropout, in 16 bits, and you get
+# the formula of [Korthikanti et al.](https://arxiv.org/abs/2205.05198) (2022, section 4.1), with s
+# = S, b = B, h = D, and a the number of heads:
 #
 # $$ s\,b\,h\left(34 + 5\,\frac{a\,s}{h}\right) \text{ bytes per layer} $$
 #
 # The first term is proportional to the number of tokens. The second is quadratic in the sequence
-# length. [Exercise 2.2](exercise:2.2) derives both.
+# length. [Exercise 2.2](exercise:2.2) derives both. The next cell compares the paper's formula with
+# the one in `minitron.cost`; it measures nothing.
 
 # %% tags=["output-paper", "nbval-check-output"]
 gpt_block = dataclasses.replace(llama_8b, family="gpt", num_kv_heads=32, ffn_width=4 * 4096,
@@ -387,8 +393,8 @@ print(f"cost  {ours:13,} bytes per layer, {ours / paper - 1:+.1%}")
 #
 # ### What grows, and how fast?
 #
-# **Predict.** Double one thing at a time: the batch, the sequence length, the width, the depth. By
-# what factor do the activations grow? And the training state?
+# **Predict.** With fused attention, double one thing at a time: the batch, the sequence length, the
+# width, the depth. By what factor do the activations grow? And the training state?
 
 # %%
 def activations(config, batch_size, sequence_length, attention=fused_attention):
@@ -419,11 +425,11 @@ for name, model_config, batch_size, length in (
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# With the fused kernel, activations are linear in all four. Factors slightly below 2 come from
-# tensors that do not depend on width or depth, such as the loss over the vocabulary. The state does
-# not depend on the tokens at all, and it grows with the square of the width. So a wide model
-# trained on a short batch is mostly state, and a small model trained on long sequences is mostly
-# activations. The two cases need different remedies.
+# Activations are linear in all four. Factors slightly below 2 come from tensors that do not depend
+# on width or depth, such as the loss over the vocabulary. The state does not depend on the tokens
+# at all, and it grows with the square of the width. So a wide model trained on a short batch is
+# mostly state, and a small model trained on long sequences is mostly activations. The two cases
+# need different remedies.
 #
 # </details>
 #
@@ -549,8 +555,6 @@ with torch.no_grad():
 report("with no_grad", repaired)
 
 # %% [markdown]
-# The training loop is harmless only as long as `backward()` releases what the graph has saved.
-#
 # **Predict.** A running average, `average = 0.9 * average + 0.1 * loss`, is connected to the graphs
 # of all losses so far. Does it leak? And if `backward()` is called with `retain_graph` set?
 
@@ -574,9 +578,10 @@ for name, retain_graph in (("graph released", False), ("graph retained", True)):
 # <details><summary>Answer</summary>
 #
 # After a plain `backward()` the graphs hold no tensors any more, and the average keeps only their
-# nodes. With `retain_graph` it keeps every step's activations, as the validation loop did.
-# `loss.detach()` has no graph to keep, so an average or a list of detached losses is safe in either
-# case.
+# nodes. With `retain_graph` it keeps every step's activations, as the validation loop did. (The
+# first training loop, too, is harmless only because `backward()` releases what the graph has
+# saved.) `loss.detach()` has no graph to keep, so an average or a list of detached losses is safe
+# in either case.
 #
 # </details>
 #
@@ -585,8 +590,8 @@ for name, retain_graph in (("graph released", False), ("graph retained", True)):
 # ## 6. The real one
 #
 # Everything so far rests on the meter's readings. How does the
-# [`Meter`](code:minitron.measure.meter.Meter) know? PyTorch calls it for every operator: in the
-# forward pass, in the backward pass and in the optimizer.
+# [`Meter`](code:minitron.measure.meter.Meter) count? PyTorch calls its `__torch_dispatch__` for
+# every operator: in the forward pass, in the backward pass and in the optimizer.
 
 # %%
 show_source(Meter.__torch_dispatch__, Meter._pack)
@@ -597,10 +602,11 @@ show_source(Meter.__torch_dispatch__, Meter._pack)
 # learns when it is freed without keeping it alive. And `_pack` is the hook from section 4: whatever
 # autograd saves is reclassified from temporary to activation.
 #
-# Is it right? Three independent counts of the same step, on the model of 12 layers: the meter, the
-# formula, and PyTorch's own memory tracker. The formula for the peak adds the weights, Adam's
-# moments, the activations, and two float32 tensors of the logits' shape: the gradient that enters
-# the softmax's backward pass, and the one that leaves it.
+# Is it right? Three counts of the same step, on the model of 12 layers: the meter, the formula, and
+# PyTorch's own memory tracker. The tracker watches operators as the meter does, so it is a second
+# implementation of the same method; the formula is an independent one. For the peak, the formula
+# adds the weights, Adam's moments, the activations, and section 3's two float32 tensors of the
+# logits' shape.
 
 # %%
 def predict_peak(config, batch_size, sequence_length):
@@ -686,7 +692,7 @@ memory_calculator()
 # **reserved**, in [*segments*](word:segment); memory that tensors occupy is **allocated**, in
 # *blocks* within segments (unrelated to a Transformer's blocks). The meter counts allocated bytes;
 # `nvidia-smi` sees the reserved ones. Free memory helps a request only if one free block is large
-# enough.
+# enough; otherwise PyTorch asks the driver for a new segment.
 #
 # Without a GPU we use a model: [`CachingAllocator`](code:teaching.lab.allocator) follows the rules
 # and constants of PyTorch's `CUDACachingAllocator.cpp`. Two of its methods matter here.
@@ -742,16 +748,18 @@ request(allocator, 40 * MIB)
 # </details>
 #
 # This is **fragmentation**. PyTorch's out-of-memory error then reports a large amount "reserved by
-# PyTorch but unallocated". There are two remedies: keep shapes the same in every step, so that each
-# freed block fits the next request, or set `PYTORCH_ALLOC_CONF=expandable_segments:True`. An
+# PyTorch but unallocated". Two remedies often help: keep shapes the same in every step, so that
+# each freed block fits the next request, or set `PYTORCH_ALLOC_CONF=expandable_segments:True`. An
 # expandable segment consists of pages. The allocator can unmap a free page, even between live
 # tensors, and map its memory again at the end of the segment.
 #
 # On your GPU, `torch.cuda.max_memory_allocated()` corresponds to the meter's peak, and
-# `torch.cuda.max_memory_reserved()` is what the device must provide. To see every block, call
-# `torch.cuda.memory._record_memory_history()` before the step and
+# `torch.cuda.max_memory_reserved()` is the most that PyTorch has taken from the driver. To see
+# every block, call `torch.cuda.memory._record_memory_history()` before the step and
 # `torch.cuda.memory._dump_snapshot(path)` after it, and open the file at pytorch.org/memory_viz.
-# What `nvidia-smi` shows beyond *reserved* is the CUDA context and the libraries' workspaces.
+# What `nvidia-smi` shows beyond *reserved* is the CUDA context, memory that libraries such as NCCL
+# take from the driver themselves, and other processes. (PyTorch allocates cuBLAS's workspaces
+# itself, so they count as *allocated*.)
 
 # %% [markdown]
 # ### On real GPUs
@@ -782,15 +790,15 @@ for name, shape in models.items():
 # <details><summary>Answer</summary>
 #
 # 14 for the 70B model and 76 for the 405B model, if the state can be split evenly. But look at the
-# last column: 76 GPUs would be 99.9 % full of training state, and not one activation would fit. The
-# number of GPUs that can *hold* a model's state is a lower bound, not a plan.
+# last column: 76 GPUs would be 99.9 % full of training state, and not even the CUDA context would
+# fit. The number of GPUs that can *hold* a model's state is a lower bound, not a plan.
 #
 # </details>
 #
-# Does a GPU's allocator count the same bytes? The cell shows what `make gpu` recorded last, beside
-# the prediction; without a record, it shows the prediction alone. The model is a 1.3B Llama with
-# half of its layers, in bf16, from its first step to the end of its second. The x axis counts the
-# allocator's calls, so a phase that allocates often is wide.
+# Does a GPU's allocator count the same bytes? The cell shows what `make gpu` recorded last, on the
+# GPU that it names, beside the prediction; without a record, it shows the prediction alone. The
+# model is a 1.3B Llama with half of its layers, in bf16, from its first step to the end of its
+# second. The x axis counts the allocator's calls, so a phase that allocates often is wide.
 
 # %%
 shown = recorded.two_steps()
@@ -805,12 +813,11 @@ show(shown.figure, alt=shown.alt)
 # between the two peaks, the run completes step 1 and fails in step 2. And the two requests of the
 # previous section ended on the GPU as they did in our model of the allocator.
 #
-# Of the models in the table above, only the smallest fits on one GPU with its activations. There
-# are three remedies, and the course covers them in turn. Activations can be recomputed instead of
-# stored: that is [chapter 3](chapter:3). When several GPUs train on different data, each with the
-# same training state, the state can be sharded instead of replicated: that is
-# [chapter 6](chapter:6). And the matrices themselves can be split over GPUs: that is
-# [chapter 7](chapter:7).
+# Of the models in the table above, only the smallest fits on one GPU with its activations. The
+# course covers three remedies in turn. Activations can be recomputed instead of stored: that is
+# [chapter 3](chapter:3). When several GPUs train on different data, each with the same training
+# state, the state can be sharded instead of replicated: that is [chapter 6](chapter:6). And the
+# matrices themselves can be split over GPUs: that is [chapter 7](chapter:7).
 
 # %% [markdown]
 # ## 8. Recap
@@ -819,9 +826,9 @@ show(shown.figure, alt=shown.alt)
 #    float32 master copy; 32-bit gradients beside bfloat16 weights add to that.
 # 2. Unless activations are few, the peak is where forward turns into backward. Plan with the
 #    training state, the activations of one micro-batch and two float32 tensors of the logits'
-#    shape, and do not trust the first step, which runs before the optimizer state exists.
-# 3. What an operator saves follows from its derivative, so activations can be counted on paper.
-#    Formula, meter and PyTorch's tracker agree within 2 %.
+#    shape, and do not trust the first step, which runs before Adam's moments exist.
+# 3. What an operator must save or recompute follows from its derivative, so activations can be
+#    counted on paper. Formula, meter and PyTorch's tracker agree within 2 %.
 # 4. With fused attention, activations are proportional to the number of tokens; with materialized
 #    attention they also grow with the square of the sequence length. The training state does not
 #    depend on the batch at all.

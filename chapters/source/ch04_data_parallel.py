@@ -26,7 +26,7 @@
 #
 # *The way there:*
 # - **Sections 1 to 3:** what many GPUs must exchange in each step, and how long it takes;
-# - **Sections 4 to 6:** averaging by hand, a trap, and the package's three versions;
+# - **Sections 4 to 6:** averaging by hand, sending earlier, and the package's three versions;
 # - **Section 7:** step times, measured and predicted, and the limit of data parallelism.
 #
 # Run the cells in order. When the text asks you to predict something, write your guess down before
@@ -84,10 +84,9 @@ print(f"the MFU of 1.3 million hours: {flops / peak / 3600 / hours:.0%}")
 
 # %% [markdown]
 # Chapter 1 estimated about half as many years for the same model, because it assumed an
-# [MFU](word:mfu) that a good training loop reaches. The two numbers answer different questions:
-# GPU hours count everything a run was billed for, such as waiting for the network, restarts and
-# evaluation. Measured by them the MFU is 19 %, half of what chapter 1 assumed. The model card
-# does not say where the rest went. This chapter looks at one candidate, the network.
+# [MFU](word:mfu) that a good training loop reaches. GPU hours also count waiting for the network,
+# restarts and evaluation, and measured by them the MFU is only 19 %. The model card does not say
+# where the rest went. This chapter looks at one candidate, the network.
 #
 # The work is easy to split: a step's batch has millions of tokens, and each GPU can take some of
 # its sequences. The *result* is not: at the end of the step, every GPU must have the same model.
@@ -106,16 +105,17 @@ print(f"the MFU of 1.3 million hours: {flops / peak / 3600 / hours:.0%}")
 #
 # (Patarasuk & Yuan 2009; we build such an algorithm in [chapter 5](chapter:5)).
 #
-# **Predict.** Llama 3 8B trains with gradients in bfloat16. Each H100 processes 8,192 tokens per
-# step at 40 % of the 989 TFLOP/s of NVIDIA's datasheet (2023), and sends everything through its
-# own 400 Gb/s network card (50 GB/s). Which takes longer, the backward pass or the all-reduce?
-# And what changes with 2,048 ranks instead of 8?
+# **Predict.** Suppose that Llama 3 8B sends its gradients in bfloat16. (Meta sent them in float32:
+# [Llama 3](https://arxiv.org/abs/2407.21783), section 3.3.2.) Each H100 processes 8,192 tokens per
+# step at 40 % of the 989 TFLOP/s of NVIDIA's datasheet (2023), and sends everything through its own
+# 400 Gb/s network card (50 GB/s). Which takes longer, the backward pass or the all-reduce? And what
+# changes with 2,048 ranks instead of 8?
 #
 # <details><summary>Answer</summary>
 #
-# The backward pass, but not by much. The number of ranks hardly matters for the bytes: from 8 to
-# 2,048 ranks, what each of them sends grows by a seventh. The latency of such an algorithm does
-# grow with the number of ranks; section 7 and chapter 5 come back to it.
+# The backward pass, but not by much; in float32, with 8 ranks or more, the all-reduce. The number
+# of ranks hardly matters for the bytes: from 8 to 2,048 ranks, what each of them sends grows by a
+# seventh. The latency does grow with the number of ranks; section 7 and chapter 5 come back to it.
 #
 # </details>
 
@@ -130,9 +130,9 @@ for N in (2, 8, 64, 2048):
     print(f"{N:5,} {sent / GB:11.1f} GB {sent / (50 * GB):10.2f} s")
 
 # %% [markdown]
-# If the ranks communicate only after the backward pass, they add more than half of its time to
-# every step. If they do both at once, most of that could be hidden. So this chapter has two
-# goals: average the gradients correctly, then overlap the communication with the backward pass.
+# If 8 or more ranks communicate only after the backward pass, they add 70 to 80 % of its time to
+# every step. If they do both at once, most of that could be hidden. So this chapter has two goals:
+# average the gradients correctly, then overlap the communication with the backward pass.
 #
 # ## 3. Picture
 #
@@ -164,7 +164,7 @@ show(holdings({f"rank {rank}": row for rank in range(4)}), alt=(
 #
 # The sequences of one step are the **global batch** (GBS). Each rank processes its part in
 # micro-batches of MBS sequences and accumulates the gradients of GA micro-batches before the ranks
-# communicate:
+# communicate. If all parts are equal,
 #
 # $$\text{GBS} = \text{MBS} \times \text{GA} \times N \text{ for } N \text{ ranks}$$
 #
@@ -188,20 +188,18 @@ for N in (2, 3, 4):
     print(f"{N} ranks:    ", *(part.tolist() for part in parts), "together the same:", same)
 
 # %% [markdown]
-# However many ranks there are, together they read the same samples. With three ranks the parts
-# have different sizes, and that is fine: each rank divides its summed loss by an *equal share* of
-# all tokens, one third, not by its own number of tokens, so that averaging over the ranks gives
-# the mean over all tokens. A run can stop on 4 ranks and resume on 3 (one does in [chapter
-# 11](chapter:11)), because its position in the data is a single number that counts all ranks'
-# samples.
+# However many ranks there are, together they read the same samples. With three ranks the parts have
+# different sizes, and that is fine: whatever the size of its part, each rank divides its summed
+# loss by one third of the number of all tokens, so that averaging over the ranks gives the mean
+# over all tokens. A run can stop on 4 ranks and resume on 3 (one does in [chapter 11](chapter:11)),
+# because its position in the data is a single number that counts all ranks' samples.
 #
 # ## 4. By hand
 #
 # Now we average gradients on real processes. `run(function, 4)` starts four processes and calls
 # `function(group)` in each. Through `group` they communicate: `group.rank()` is this process's
-# number, and `group.size()` is how many there are. Nothing else distinguishes them. They run the
-# same code with the same seed, so they start with the same weights. The only new code is the loop
-# over the parameters:
+# number, and `group.size()` is how many there are. They run the same code with the same seed, so
+# they start with the same weights. The only new code is the loop over the parameters:
 
 # %%
 generator = torch.Generator().manual_seed(0)
@@ -234,6 +232,8 @@ def flat_gradient(model):
 
 
 # %% [markdown]
+# The mean of the ranks' means is the overall mean only because all parts are equal.
+#
 # **Predict.** Is the result the gradient that one process computes from all 16 sequences? To the
 # last bit?
 
@@ -250,10 +250,9 @@ for rank, gradient in enumerate(by_rank):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Up to rounding, yes; to the last bit, no: the numbers are added in a different order, and
-# floating-point addition depends on the order. In float64 the difference is in the sixteenth
-# digit. The four ranks agree with each other exactly, because each receives the same sum. That
-# matters, because they never compare their weights again.
+# Up to rounding, yes; to the last bit, no, because floating-point addition depends on the order. In
+# float64 the difference is in the sixteenth digit. The four ranks agree with each other exactly,
+# because each receives the same sum. That matters, because they never compare their weights again.
 #
 # </details>
 #
@@ -276,9 +275,10 @@ except RankError as error:
     show_text(error)
 
 # %% [markdown]
-# On a cluster you would see GPUs at full utilization and no progress, until NCCL times out some
-# minutes later. Here the launcher asks every rank where it is. It also compares the collectives
-# that the ranks call, so a mismatch is reported right away. This time, rank 2 skips one collective:
+# (`axis world` is the group of all ranks.) On a cluster you would see GPUs at full utilization and
+# no progress, until NCCL, NVIDIA's communication library, times out some minutes later. Here the
+# launcher asks every rank where it is. It also compares the collectives that the ranks call, so a
+# mismatch is reported right away. This time, rank 2 skips one collective:
 
 # %% tags=["output-mismatch"]
 def confused(group):
@@ -296,7 +296,7 @@ except RankError as error:
 # %% [markdown]
 # Both bugs stop the run, so you notice them.
 #
-# ## 5. The trap: the loss looks fine
+# ## 5. Sending earlier
 #
 # Section 4's loop starts when the backward pass has finished. Why wait that long? A *hook*, a
 # function that autograd calls, can send each gradient as soon as it is complete. PyTorch offers
@@ -319,10 +319,10 @@ def hook_by_hand(model, group):
 
 
 # %% [markdown]
-# Here is another mistake, for comparison: this version runs after the backward pass and forgets
-# to divide. We train with each version and with the correct mean, which is dashed in the figure.
-# An embedding and a linear layer learn to count in sevens (the next token is the current one plus
-# 7, modulo 64), with AdamW on four ranks.
+# Here is another version, for comparison: it runs after the backward pass and does not divide. We
+# train with each version and with the correct mean, which is dashed in the figure. An embedding and
+# a linear layer learn to count in sevens (the next token is the current one plus 7, modulo 64),
+# with AdamW on four ranks.
 
 
 # %%
@@ -370,16 +370,16 @@ for name, apply in (("sum", after_backward(sum_by_hand)), ("hook", with_hook)):
 # gradient. The argument is named `grad`, and readers believe it. So the hook averages the weights
 # in the middle of the backward pass, while each rank keeps its own gradient, and the oracle sees
 # gradients that differ between ranks. "Together they are right" means that the mean of the four is
-# the gradient of one process: each rank's part is correct, they were only never averaged. Each rank
-# trains on its own data, and its weights, not its
-# gradients, are averaged with those of the others once per step, before its own update.
+# the gradient of one process: at this first step each rank's gradient is correct, but it was never
+# averaged. Each rank trains on its own data, and its weights, not its gradients, are averaged
+# with those of the others once per step, before its own update.
 #
 # This bug is real. [picotron](https://github.com/huggingface/picotron), a code base for teaching,
 # has it in `DataParallelNaive` (huggingface/picotron, `picotron/data_parallel/data_parallel.py`,
-# as of August 2025): its method `_allreduce_grads(self, grad)` is registered with this very hook.
-# The cells above reproduce it. `register_hook` does pass the gradient; a hook there should return
-# the averaged gradient rather than change its argument, and it is correct only if a step has a
-# single backward pass.
+# commit 5809434, [issue 39](https://github.com/huggingface/picotron/issues/39)): its method
+# `_allreduce_grads(self, grad)` is registered with this very hook. `register_hook` does pass the
+# gradient, that of the current backward pass alone. A hook there that returns the mean is correct,
+# but with several backward passes per step it communicates in each.
 #
 # ## 6. The real one
 #
@@ -475,29 +475,29 @@ for name, sync_each in (("after each of 4", True), ("once, no_sync", False)):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The gradient is correct: after the second pass, `.grad` holds the mean of the first gradients
-# plus this rank's own second one, and averaging that gives the sum of the two means. But every
-# backward pass sends all the bytes: four times as many as with `no_sync`. The ledger counts exactly
-# what the formula says. (The model is so small that all gradients fit into one bucket: one
-# all-reduce per averaging. The broadcast, once after the first of them, lets all ranks agree on the
-# order in which they fill their buckets from then on.)
+# The gradient is correct. After the second pass, `.grad` holds the mean of the first gradients, the
+# same on every rank, plus this rank's own second one. Averaging changes only the second, so the
+# result is the sum of the two means. But every backward pass sends all the bytes: four times as
+# many as with `no_sync`. The ledger counts exactly what the formula says. (The model is so small
+# that all gradients fit into one bucket: one all-reduce per averaging. The broadcast, once after
+# the first of them, lets all ranks agree on the order in which they fill their buckets.)
 #
 # </details>
 #
 # ## 7. Measure
 #
-# We have counted the bytes; now we measure the time. Four processes on one machine communicate
-# through its memory, so there is hardly anything to hide, and we slow the network down.
-# [`SlowNetwork`](code:minitron.launch.slow_network.SlowNetwork) is an **emulation**: every
-# transfer really takes place, and a rank that waits for one sleeps until a link of a given
-# latency and bandwidth would have delivered it. The processor is free in the meantime, so the
-# overlap is real. Communication that is not hidden behind compute is called *exposed*.
+# Now we measure the time. Processes on one machine communicate through its memory, so there is
+# hardly anything to hide, and we slow the network down.
+# [`SlowNetwork`](code:minitron.launch.slow_network.SlowNetwork) is an **emulation**: every transfer
+# really takes place, and a rank that waits for one sleeps until a link of a given latency and
+# bandwidth would have delivered it. The processor is free in the meantime, so the overlap is real.
+# Communication that is not hidden behind compute is called *exposed*.
 #
 # From here on there are two ranks and a larger model. First we measure the compute alone: when is
 # each gradient complete? Then we choose a network to match the speed of your machine. At its
-# bandwidth, sending all gradients takes three fifths of the time of the backward pass. Its latency
-# is paid twice in an all-reduce between two ranks; with one all-reduce per gradient, it adds up to
-# as much time as the whole backward pass.
+# bandwidth, sending all gradients takes three fifths of the time of the backward pass. An
+# all-reduce between two ranks pays the latency twice. We choose it so that with one all-reduce per
+# gradient, all these latencies together take as long as the backward pass.
 
 # %% tags=["output-compute", "exhaustive"]
 compute = run(lab.compute_alone, 2, watch=False)[0]
@@ -516,8 +516,7 @@ print(SlowNetwork(*network))
 # $$2\,(N-1)\,\Big(\alpha + \frac{n}{N\,\beta}\Big) \text{ seconds on } N \text{ ranks}$$
 #
 # because each rank sends $2(N-1)$ messages of $n/N$ bytes, one after the other (chapter 5 builds
-# this algorithm and measures it). The bytes are those of section 2; the latency is what buckets
-# save.
+# this algorithm). The bytes are those of section 2; the latency is what buckets save.
 
 # %%
 show_source(transfers)
@@ -527,7 +526,8 @@ show_source(transfers)
 # (one message per gradient, when it is ready), and bucketed. There is a figure for each: the dashed
 # lanes are predicted, the solid ones are the fastest measured step, and hatching is idle time.
 #
-# **Predict.** Where does each version wait for the network?
+# **Predict.** How much communication does the naive version expose, in backward passes? And the
+# hooked one, at least?
 
 # %% tags=["output-three", "exhaustive"]
 best_size, one_by_one = 2 * KiB**2, [[index] for index in reversed(range(len(sizes)))]
@@ -557,8 +557,9 @@ draw("naive", claim(hidden["naive"] == min(hidden.values()) < 0.3, (
     "behind computation.")))
 
 # %% [markdown]
-# Hardly anything overlaps: the naive version waits for every gradient. Each stripe is one of them;
-# a narrow one is almost only latency, paid twice. In the hooked version, gradients leave earlier:
+# Hardly anything overlaps: the naive version exposes both the bytes and the latency, one and three
+# fifths of a backward pass. Each stripe is a gradient; a narrow one is almost only latency, paid
+# twice. In the hooked version, gradients leave earlier:
 
 # %% tags=["figure-hooked", "exhaustive"]
 draw("hooked", claim(hidden["hooked"] > hidden["naive"], (
@@ -566,10 +567,11 @@ draw("hooked", claim(hidden["hooked"] > hidden["naive"], (
     "small messages keep the network busy after its end.")))
 
 # %% [markdown]
-# There is overlap, and still an exposed tail. In the prediction it is due to latency, which is
-# paid for every tensor; the bytes alone would fit into the backward pass. If the measured backward
-# pass is longer than the predicted one, a likely reason is that starting dozens of collectives
-# takes processor time, too. Buckets need only a few of them:
+# There is overlap, and still an exposed tail: in the prediction at least three fifths of a backward
+# pass, because one backward pass hides no more than its own length. Latency, which is paid for
+# every tensor, causes it; the bytes alone would fit. If the measured backward pass is longer than
+# the predicted one, a likely reason is that starting dozens of collectives takes processor time.
+# Buckets need only a few:
 
 # %% tags=["figure-bucketed", "exhaustive"]
 medians = {name: lab.spread(found)[1] for name, found in steps.items()}
@@ -579,16 +581,18 @@ draw("bucketed", claim(medians["bucketed"] == min(medians.values()) and hidden["
     f"{medians['hooked']:.0f}.")))
 
 # %% [markdown]
+# Compare step times, not hidden shares: a slower backward pass hides more, but the step is longer.
+#
 # A wide stripe that carries few bytes is a wait for the other rank. What can the gap between
-# prediction and measurement consist of? Starting and completing a collective takes processor
-# time, and so does copying gradients into buckets. Two small all-reduces, of the number of tokens
-# and of the loss, are among the calls but not in the prediction. And when one rank is late, the
-# others wait for it: a stripe that is much longer than its bytes justify is such a wait.
+# prediction and measurement consist of? Starting and completing a collective takes processor time,
+# and so does copying gradients into buckets. Two small all-reduces, of the number of tokens and of
+# the loss, are among the calls but not in the prediction.
 #
 # ### How large should a bucket be?
 #
 # We chose 2 MiB. The next cells try five sizes. The figure shows the prediction (dashed), and the
-# median (dot) and middle half (line) of the measured steps.
+# median (dot) and middle half (line) of the measured steps. A machine's speed drifts, so do not
+# compare these steps with those in the table above.
 #
 # **Predict.** Small buckets leave early and pay the latency often. Large ones leave late and pay it
 # rarely. What does the step time look like as a function of the bucket size? What would move its
@@ -618,22 +622,21 @@ show(ranges(spreads, predicted, "step (ms), network emulated"), alt=(
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The prediction is a valley: the smallest buckets pay the latency dozens of times, and the
-# largest one leaves only when the backward pass is over. Its two lowest points lie close
-# together, so whether a measurement can tell which one is best depends on the spread of the
-# repeats. A shorter latency moves the minimum to smaller buckets, because then many messages cost
-# little. PyTorch's default is 25 MiB, with a first bucket of 1 MiB so that the network starts
-# early ([Li et al. 2020](https://arxiv.org/abs/2006.15704), section 5); the package does the
-# same.
+# The prediction is a valley: the smallest buckets pay the latency dozens of times, and the largest
+# one leaves only when the backward pass is over. Its two lowest points lie close together, so a
+# measurement may not tell them apart. A shorter latency moves the minimum to smaller buckets,
+# because then many messages cost little. PyTorch's default is 25 MiB, with a first bucket of 1 MiB
+# so that the network starts early ([Li et al. 2020](https://arxiv.org/abs/2006.15704), section 5);
+# the package does the same.
 #
 # </details>
 #
 # ### On real GPUs
 #
 # The same functions predict a step of Llama 3.2 1B on 64 H100s that compute at 40 % of their 989
-# TFLOP/s. The links are those of NVIDIA's datasheets (2023): 450 GB/s per direction over NVLink
-# inside a node, and 50 GB/s through a 400 Gb/s card between nodes. The latency is 10 microseconds
-# per message unless you move its slider.
+# TFLOP/s. NVIDIA's datasheets (2023) list 450 GB/s per direction for NVLink inside a node, and 50
+# GB/s for a 400 Gb/s card between nodes. One ring over all 64 is as fast as its slowest link, so we
+# start with 50 GB/s, and a latency of 10 microseconds per message.
 
 # %% tags=["figure-explorer"]
 bucket_explorer()
@@ -641,7 +644,7 @@ bucket_explorer()
 # %% [markdown]
 # Whatever lies to the right of the backward pass is exposed. Almost half of the time in which this
 # network is busy is latency, not bytes: with 64 ranks, each bucket waits for $2(N-1)$ messages, one
-# after the other. (In one ring over all ranks, that is. Chapter 5 has algorithms with fewer.)
+# after the other. (Chapter 5 has algorithms with fewer.)
 #
 # So how long is the backward pass on a real GPU? Here is a step of six layers of a 1.3B Llama,
 # without communication, predicted and recorded:
@@ -666,15 +669,18 @@ for name, (N, rate) in links.items():
           f"{'hidden' if seconds < recorded_backward else 'partly exposed'}, at best")
 
 # %% [markdown]
-# This step, of 8,192 tokens, would hide an all-reduce over a 400 Gb/s card, though only just and
-# without any latency; a slower card would expose most of it.
-# At best, everything but the last bucket is hidden; for that, the all-reduce may take no longer
-# than the backward pass. How much work must a rank have for that? With P parameters, the backward
-# pass takes about 4 P FLOPs per token, and each rank sends about 2 x 2 P bytes in the all-reduce
-# (2 bytes per gradient, times nearly 2 by section 2's formula).
+# On NVLink, nearly all of it. On a 400 Gb/s card the bytes alone would just fit. But the
+# embedding's gradient is complete only at the end of the backward pass, so its bucket is exposed.
+# And PyTorch's 25 MiB make 32 buckets here; at 10 microseconds per message, each adds more than a
+# millisecond of latency, in all more than the backward pass takes.
 #
-# **Predict.** How many tokens per rank hide the all-reduce between nodes? Does a larger model need
-# more tokens, or fewer?
+# That the bytes take no longer than the backward pass is necessary, not sufficient. How much work
+# must a rank have for that? With P parameters, the backward pass takes about 4 P FLOPs
+# per token, and each rank sends about 2 x 2 P bytes in the all-reduce (2 bytes per gradient, times
+# nearly 2 by section 2's formula).
+#
+# **Predict.** How many tokens per rank hide the bytes between nodes? Does a larger model need more
+# tokens, or fewer? (The table leaves out the latency and the last bucket.)
 
 # %% tags=["output-tokens", "nbval-check-output"]
 print("tokens per rank and step that hide the all-reduce")
@@ -689,11 +695,12 @@ for name, (N, rate) in links.items():
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Both times are proportional to P, so P cancels. For any model, the rule is the FLOP/s that the GPU
-# achieves, divided by the link's bytes per second: 7,915 tokens with a 400 Gb/s card. (Attention
-# adds FLOPs but no gradients, and N ranks send a little less than twice the gradients, so the exact
-# numbers are lower, most of all for the smaller model,
-# where attention is a larger share of the FLOPs.)
+# To a first approximation neither: both times are proportional to P, so P cancels. For any model,
+# the rule is the FLOP/s that the GPU achieves, divided by the link's bytes per second: 7,915 tokens
+# with a 400 Gb/s card, in float32 twice as many. (Attention adds FLOPs but no gradients, and N
+# ranks send a little less than twice the gradients, so the exact numbers are lower. Attention's
+# share is smaller in the larger model, which therefore needs more.) All are lower bounds: the
+# explorer still exposes communication at 8,192 tokens, although the table says 5,432.
 #
 # </details>
 #
@@ -723,8 +730,9 @@ for N in (8, 64, 512, 4096, 16384):
 #    oracle finds both, and with SGD it names the factor.
 # 4. Hooks let the network work during the backward pass; buckets pay the latency once for many
 #    tensors. The best bucket size lies between the extremes.
-# 5. To hide the all-reduce, each rank needs a certain number of tokens: to a first approximation,
-#    the GPU's FLOP/s divided by the link's bytes per second, whatever the model.
+# 5. To hide the bytes of the all-reduce, each rank needs, to a first approximation, as many tokens
+#    as the GPU's FLOP/s divided by the link's bytes per second, whatever the model; latency and the
+#    last bucket come on top.
 #
 # ## Exercises
 #

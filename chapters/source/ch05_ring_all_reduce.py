@@ -81,13 +81,13 @@ print(f"computing it, from 4,096 tokens per GPU at 400 TFLOP/s: {flops / 400e12:
 #
 # We start with a case that we can run: four ranks each hold a 40 MB gradient, and all need the sum.
 #
-# **Predict.** With the naive plan, which rank's link is the bottleneck, and how many megabytes
-# cross it?
+# **Predict.** With the naive plan, how many megabytes cross rank 0's link in each direction, and
+# how many cross another rank's?
 #
 # <details><summary>Answer</summary>
 #
-# Rank 0's: three tensors of 40 MB come in and three go out. Every other link carries one tensor in
-# each direction.
+# Three tensors of 40 MB come in to rank 0 and three go out, 120 MB in each direction. Every other
+# link carries one tensor in each direction.
 #
 # </details>
 #
@@ -182,8 +182,8 @@ ring_explorer()
 # Follow the leftmost column: its chunk starts on rank 1, collects a stripe on ranks 2 and 3, and is
 # complete on rank 0 after step 3. Steps 4 to 6 copy it to the other ranks.
 #
-# **Predict.** How many bytes does a rank send in total, as a multiple of the tensor's size, with 4
-# ranks? With 1,000?
+# **Predict.** As a multiple of the tensor's size, how many bytes does one of N ranks send in all
+# steps together? And with 1,000 ranks?
 #
 # <details><summary>Answer</summary>
 #
@@ -198,8 +198,8 @@ ring_explorer()
 # Now we write the ring, so that the ledger can check this formula. One step of one rank,
 # `ring_step`, is a send and a receive at the same time. `isend` starts the send and returns
 # immediately, so that the receive can run beside it. `reduce_scatter` and `all_gather` take N - 1
-# steps each. In the first, rank r sends chunk r - 1, which sets out from it; then it always sends
-# the chunk that has just arrived.
+# steps each. `reduce_scatter` starts with chunk r - 1, which sets out from rank r, and `all_gather`
+# with the complete chunk r; after that, each of them sends the chunk that has just arrived.
 
 
 # %%
@@ -277,10 +277,11 @@ show(curves(sizes, {"through rank 0": by_center, "ring": by_ring}, "ranks",
 # line.
 #
 # Could another algorithm send less in total? No. Until some rank holds the complete sum of an
-# element, that element has been sent N - 1 times or more. After that, each of the other N - 1
-# ranks must still receive it. So the ranks together send at least 2 (N - 1) tensors. The plan
-# through rank 0 sends exactly that, too, but half of it leaves one rank. Divided evenly, it is
-# $2\,\frac{N-1}{N}$ of the tensor per rank, exactly what the ring sends (Patarasuk & Yuan 2009).
+# element, that element has been sent N - 1 times or more, because each of the other ranks must send
+# its contribution, alone or within a partial sum. After that, each of the other N - 1 ranks must
+# still receive it. So the ranks together send at least 2 (N - 1) tensors. The plan through rank 0
+# sends exactly that, too, but half of it leaves one rank. Divided evenly, it is $2\,\frac{N-1}{N}$
+# of the tensor per rank, exactly what the ring sends (Patarasuk & Yuan 2009).
 #
 # ## 5. The trap: the sum is correct
 #
@@ -399,9 +400,10 @@ show_source(pass_on)
 #
 # - Receives are posted (started) up to two messages early (`ahead=2`), so that each message finds a
 #   buffer waiting for it.
-# - The three buffers are kept between calls: two are being filled while the third is added.
+# - `receive_buffers` keeps its three buffers between calls: two are being filled while the third is
+#   added.
 # - A rank waits for its sends only at the end.
-# - A chunk larger than 1 MiB is sent in pieces: one is added while the next arrives.
+# - `in_pieces` splits a chunk larger than 1 MiB: one piece is added while the next arrives.
 #
 # (On GPUs, NCCL executes calls in the order in which they were posted, so there each step posts its
 # send and its receive together.)
@@ -460,11 +462,12 @@ for name in verdicts[0]:
 # after the other, and each of them costs a latency.
 #
 # Two algorithms need fewer steps. In **recursive doubling**, a rank exchanges the whole tensor with
-# a partner at distance 1, then 2, then 4. In **recursive halving and doubling** ("halving" for
-# short), it exchanges only the part that it still has to sum: half of the tensor with a partner at
-# distance 4, a quarter at distance 2, an eighth at distance 1. The same exchanges in reverse order
-# gather the results. A **tree**, which we need for large clusters below, sums from child to parent
-# and sends the total back down.
+# a partner at distance 1, then 2, then 4 (each time the rank whose number differs in that one
+# binary digit). In **recursive halving and doubling** ("halving" for short), it exchanges only the
+# part that it still has to sum: half of the tensor with a partner at distance 4, a quarter at
+# distance 2, an eighth at distance 1. The same exchanges in reverse order gather the results. A
+# **tree**, which we need for large clusters below, sums from child to parent and sends the total
+# back down.
 #
 # The figure shows who communicates with whom on 8 ranks: all ranks of a ring, rank 0's three
 # partners in halving (in gray, everybody else's), and a tree. A line is as thick as the part of
@@ -485,11 +488,12 @@ show(message_patterns(), alt=(
 # | ring | $2(N-1)$ | $2(N-1)\,\big(\alpha + \frac{G}{N\beta}\big)$ |
 # | doubling | $\log_2 N$ | $\log_2 N\,(\alpha + G/\beta)$ |
 # | halving | $2\log_2 N$ | $2\log_2 N\;\alpha + 2\,\frac{N-1}{N}\,G/\beta$ |
-# | two trees | $\sim\log_2 N$ | $(\sqrt{4\lceil\log_2 N\rceil\,\alpha} + \sqrt{2G/\beta})^2$ |
+# | two trees | $4L + 4k$ | $(\sqrt{4L\,\alpha} + \sqrt{2G/\beta})^2$ |
 #
 # (Doubling and halving are given for N a power of two; for any other N, some ranks first hand their
-# tensor to a partner, which takes two more messages. The trees send the tensor in pieces of the
-# size that makes their time shortest. `minitron.cost` has all five as functions.)
+# tensor to a partner, which takes two more messages. A tree has $L = \lceil\log_2 N\rceil$ levels
+# and sends its half of the tensor in $k$ pieces, as many as make the time shortest. `minitron.cost`
+# has all five as functions.)
 #
 # **Predict.** Eight ranks communicate over slow links, with a latency of 5 ms and a bandwidth of
 # 100 MB/s. Of naive (through rank 0), ring, doubling and halving, which is fastest for 1 kB? Which
@@ -528,15 +532,15 @@ for name, seconds in FORMULA.items():
 #
 # </details>
 #
-# Where a median lies above its formula, the difference is the machine's own work, which the formula
-# leaves out: starting messages, copying, adding.
+# Where a median lies above its formula, the likely reason is the machine's own work, which the
+# formula leaves out: starting messages, copying, adding.
 #
-# If halving sends as few bytes as the ring, in fewer messages, why use a ring? The formulas
-# assume that each rank has one link and that messages between different pairs never share a wire.
-# Halving relies on that: a rank has a different partner in each exchange, many of them far away,
-# and their messages share wires along the way. In a ring, a rank communicates with two neighbors
-# only, which almost any wiring supports without sharing (Patarasuk & Yuan 2009), and a ring works
-# for any N.
+# If halving sends as few bytes as the ring, in fewer messages, why use a ring? The formulas assume
+# that each rank has one link and that messages between different pairs never share a wire. Halving
+# relies on that: a rank has a different partner in each exchange, many of them far away, and their
+# messages share wires along the way. In a ring, a rank communicates with two neighbors only, which
+# any tree of switches supports without sharing if the ranks are in a suitable order (Patarasuk &
+# Yuan 2009), and a ring works for any N.
 #
 # ### Your machine
 #
@@ -556,8 +560,8 @@ mine = cost.fit_link([num_bytes * chunk for num_bytes in fitted_sizes],
 
 # %% [markdown]
 # **Predict.** The next cell uses the two numbers to predict three new sizes. Two lie between the
-# fitted sizes, the third beyond them. How far off will they be? (In the figure, the dashed line is
-# the fit.)
+# fitted sizes, the third beyond them. Will the third one take longer than predicted, or less time?
+# (In the figure, the dashed line is the fit.)
 
 # %% tags=["output-fit", "exhaustive"]
 print(f"alpha {1e6 * mine.latency:.0f} microseconds, beta {mine.bandwidth / GB:.2f} GB/s")
@@ -589,10 +593,11 @@ show(crossing(
 # data that does not.
 #
 # And what do the four ideas of section 6 gain? We time section 4's ring, the package's, and
-# PyTorch's own `dist.all_reduce` in the same way. On processors, PyTorch hands the call to gloo,
-# whose all-reduce ([source](https://github.com/facebookincubator/gloo/blob/main/gloo/allreduce.cc))
-# is a ring, too, in C++, and also adds one piece of a chunk while the next arrives. The table shows
-# the fastest of 20 runs, and in brackets the time relative to PyTorch's:
+# PyTorch's own `dist.all_reduce` in the same way. For tensors on the CPU, PyTorch uses the
+# communication library gloo, whose all-reduce
+# ([source](https://github.com/facebookincubator/gloo/blob/main/gloo/allreduce.cc)) is a ring, too,
+# in C++, and also adds one piece of a chunk while the next arrives. The table shows the fastest of
+# 20 runs, and in brackets the time relative to PyTorch's:
 
 # %% tags=["output-rings", "exhaustive"]
 rings = {"section 4's ring": ring, "the package's": all_reduce_ring,
@@ -616,9 +621,11 @@ show_text(claim(by_hand > packaged > pytorch, "For the longest tensor, the packa
 # parallelism) publishes the bandwidth of NCCL's all-reduce of 256 MB on nodes of 8 H100s, as the
 # median of many runs and the range from their 5th to their 95th percentile. We read it as **bus
 # bandwidth**: what a rank sends in a ring, $2\,\frac{N-1}{N}$ of the tensor, divided by the time.
-# If only bandwidth mattered, it would be the same for every N. According to NVIDIA's
-# datasheets (2023), an H100 has 450 GB/s in each direction to the other GPUs in its node (NVLink
-# 4), and a network card of 50 GB/s (400 Gb/s); a node has eight of these cards.
+# If only bandwidth mattered, it would be the same for every N. According to NVIDIA's datasheets
+# (2023), an H100 has 450 GB/s in each direction to the other GPUs in its node (NVLink 4), and a
+# network card of 50 GB/s (400 Gb/s); a node has eight of these cards. NCCL builds several rings
+# that leave a node through different cards, so a ring all-reduce can send at up to 8 · 50 = 400
+# GB/s between nodes.
 #
 # (That is what NCCL's own benchmark reports. As size divided by time, the playbook's 436 GB/s for
 # a single node would be out of reach for a ring, which sends nearly two tensors through a link of
@@ -669,12 +676,12 @@ show(scaling(nodes, bus, "nodes of 8 H100", "bus bandwidth (GB/s)", by_fit, "fit
 # </details>
 #
 # Do not read more into the fit. Its $\beta$ is close to eight network links of 50 GB/s (the lower
-# edge of the gray band), which looks like a discovery, until you leave out the measurement on 2
-# nodes: then $\beta$ is less than half of that. One point decides it. On 4 and 8 nodes, the
-# dashed line is about one and a half times the measurements, even though those are part of the
-# fit. And the runs on 64 nodes differ among themselves by more than a factor of ten, even without
-# the fastest and the slowest 5 %. The model does not know who else was using the network, nor
-# which algorithm NCCL chose.
+# edge of the gray band, which a ring cannot enter but a hierarchical all-reduce can), which looks
+# like a discovery, until you leave out the measurement on 2 nodes: then $\beta$ is less than half
+# of that. One point decides it. On 4 and 8 nodes, the dashed line is about one and a half times the
+# measurements, even though those are part of the fit. And the runs on 64 nodes differ among
+# themselves by more than a factor of ten, even without the fastest and the slowest 5 %. The model
+# does not know who else was using the network, nor which algorithm NCCL chose.
 #
 # ### Trees and hierarchies
 #
@@ -684,8 +691,9 @@ show(scaling(nodes, bus, "nodes of 8 H100", "bus bandwidth (GB/s)", by_fit, "fit
 # so that the leaves of one are inner nodes of the other, all links are busy (Sanders, Speck & Träff
 # 2009). A **hierarchical** all-reduce follows the structure of the machine: a reduce-scatter inside
 # each node, then a ring across nodes for the eighth of the tensor that each GPU is left with, then
-# an all-gather inside the node. We compare their formulas on 512 GPUs, with the fitted $\alpha$ and
-# $\beta$ (inside a node 450 GB/s, across nodes an eighth of $\beta$ per GPU):
+# an all-gather inside the node: with 64 nodes, 7 + 126 + 7 = 140 steps instead of 1,022. We compare
+# their formulas on 512 GPUs, with the fitted $\alpha$ and $\beta$ (inside a node 450 GB/s, across
+# nodes an eighth of $\beta$ per GPU):
 
 # %%
 tensors = [10 ** (k / 2) for k in range(10, 21)]
@@ -714,7 +722,8 @@ show(crossing(tensors, lines, "tensor (bytes)", "all-reduce on 512 GPUs (s)"), a
 # slower than the ring, because its formula runs the parts inside and across nodes one after the
 # other.)
 #
-# **Predict.** From which size on is the ring faster than the tree, with 8 ranks? With 512?
+# **Predict.** With 512 ranks, the tree is faster than the ring at every size in the figure. From
+# which size on is the ring faster with 64 ranks? With 8?
 
 # %% tags=["output-crossing", "nbval-check-output"]
 def crossing_bytes(size):
@@ -734,9 +743,9 @@ for size in (8, 64, 512):
 # from the fitted $\alpha$ and $\beta$, so read them as orders of magnitude. NCCL chooses for
 # every call, with a model that has a latency and a bandwidth for each algorithm (Hu et al. 2025).
 #
-# ### A popular number, and the question of section 1
+# ### A plausible number, and the question of section 1
 #
-# These formulas also test other people's estimates. You can read, for example, that the all-reduce
+# These formulas also test other people's estimates. Suppose someone tells you that the all-reduce
 # of the gradient of a 100-billion-parameter model, 200 GB over 16 GPUs, takes 0.22 s at 900 GB/s.
 #
 # **Predict.** The estimate contains three errors, all in the same direction. Which? The cell
@@ -759,9 +768,10 @@ print(f"at the rate measured on two nodes      {volume / (bus[0] * GB):.2f} s")
 #
 # The tensor has to be sent nearly twice. The 900 GB/s of the datasheet are the sum of both
 # directions of a link. And in these nodes NVLink connects only 8 GPUs; the other 8 are reached
-# through the network. (The formula for the hierarchical all-reduce runs its parts one after the
-# other; in NCCL they can overlap. The last line uses the rate measured for 256 MB, and a longer
-# tensor should do better.)
+# through the network. (The formula for the hierarchical all-reduce overshoots the last line,
+# because it runs the parts one after the other; in NCCL they can overlap. Rings through all eight
+# network cards need at least 375/400 = 0.94 s. The last line uses the rate measured for 256 MB, and
+# a longer tensor should do better.)
 #
 # </details>
 #
@@ -781,11 +791,12 @@ for name, seconds in answers.items():
 
 # %% [markdown]
 # On the same links, the ring needs 0.53 s instead of 34 s, about as long as the computation; with
-# NVLink inside the nodes it would be 0.11 s. (The last line again uses the rate for 256 MB.) The
-# remaining time is spent in every step, unless the all-reduce overlaps with the backward pass, as
-# in chapter 4's bucketed data parallelism. Look once more at the state after N - 1 steps: each
-# rank holds one chunk of the complete sum. Does every rank really need the rest? That is the
-# question of [chapter 6](chapter:6).
+# NVLink inside the nodes it would be 0.11 s. The last line, 0.27 s, again uses the rate for 256 MB;
+# it is longer than 0.11 s because that formula assumes no latency and the full bandwidth of every
+# link. Every training step pays this time, unless the all-reduce runs during the backward pass, as
+# in chapter 4's bucketed data parallelism. Look once more at the state after N - 1 steps: each rank
+# holds one chunk of the complete sum. Does every rank really need the rest? That is the question of
+# [chapter 6](chapter:6).
 #
 # ## 8. Recap
 #
@@ -833,8 +844,9 @@ check("5.4")
 # from the way a GPU learns that data has arrived. NCCL has three protocols for that (Hu et al.
 # 2025, [Demystifying NCCL](https://arxiv.org/abs/2507.04786)):
 #
-# - **Simple** sends large blocks and announces each with a memory fence. It reaches full bandwidth,
-#   but each step takes about 6 microseconds.
+# - **Simple** sends large blocks and announces each after a memory fence, an instruction that makes
+#   the data visible before the announcement. It reaches full bandwidth, but each step takes about 6
+#   microseconds.
 # - **LL** (low latency) sends a flag with every 4 bytes of data, in one 8-byte store. Each step
 #   takes about 1 microsecond, at no more than half the bandwidth.
 # - **LL128** sends 8 bytes of flags with every 120 bytes of data, which needs a link that keeps
@@ -866,9 +878,10 @@ for num_bytes in (64_000, 1e6, 16e6, 256e6):
 #
 # The argument in section 4, that the ranks together cannot send less than the ring, assumes that
 # only ranks can add. Inside a node of H100s, the GPUs are connected by NVSwitch chips, and these
-# chips can add, too: with NVLink SHARP (NCCL's algorithm NVLS), each GPU sends its tensor to the
-# switch once and receives the sum once. How much is that worth? The cell computes time and bus
-# bandwidth for 256 MB on 8 GPUs, without latency.
+# chips can add, too: NCCL uses this under the name NVLink SHARP (its algorithm NVLS). How much
+# could that be worth? In the ideal case, each GPU sends its tensor to the switch once and receives
+# the sum once. The cell computes time and bus bandwidth in this case for 256 MB on 8 GPUs, without
+# latency.
 
 # %% tags=["output-nvls", "nbval-check-output"]
 G, N = 256e6, 8
@@ -881,10 +894,15 @@ for name, sent in sent_by.items():
 print(f"measured on one node: 436 GB/s, {436 * GB / nvlink:.0%} of a link")
 
 # %% [markdown]
-# In the best case, adding in the switch raises the bus bandwidth by three quarters. It can then
-# be higher than the bandwidth of the link, because bus bandwidth counts the bytes that a ring
-# would have sent. The 436 GB/s measured by the playbook would be an extraordinarily good ring, or
-# an ordinary reduction in the switch. The number alone does not say which.
+# In this ideal case, adding in the switch raises the bus bandwidth by three quarters. NVLS gains
+# less, because each GPU also reads an N-th of the sums from the switch and sends it back to be
+# distributed, so it sends (N + 1)/N tensors ([issue 2140 of
+# NCCL](https://github.com/NVIDIA/nccl/issues/2140)). With 8 GPUs that is 9/8 of 256 MB, or 288 MB,
+# which takes 640 microseconds: a bus bandwidth of 700 GB/s, 14/9 of the ring's. Bus bandwidth can
+# be higher than the bandwidth of the link, because it counts the bytes that a ring would have sent.
+# The 436 GB/s measured by the playbook were probably added in the switch: NCCL's rings on such
+# nodes reach about 370 GB/s, and NVLS up to 480 GB/s ([issue 212 of
+# nccl-tests](https://github.com/NVIDIA/nccl-tests/issues/212)).
 #
 # ## Further: rails
 #
@@ -930,7 +948,7 @@ for name, row in (("rank", range(8)), ("one ring", in_one_ring), ("hierarchical"
 #
 # - Patarasuk, Yuan, *Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations*, Journal
 #   of Parallel and Distributed Computing 69(2), 2009: the minimum that must be sent, and the ring
-#   that achieves it on any wiring.
+#   that achieves it on any tree of switches.
 # - Thakur, Rabenseifner, Gropp, *Optimization of Collective Communication Operations in MPICH*,
 #   2005, sections 3 and 4: the cost model, doubling and halving.
 # - Sanders, Speck, Träff, *Two-Tree Algorithms for Full Bandwidth Broadcast, Reduction and Scan*,

@@ -251,7 +251,8 @@ def zero_1(group, num_steps=3):
 
 
 # %% [markdown]
-# **Predict.** How many bytes does a rank send per step, compared with data parallelism?
+# **Predict.** P is 6 × 45 × 45 values of 8 bytes. On four ranks, how many bytes does each send per
+# step?
 #
 # For each rank, `lab.report` prints how far its weights are from those of one process and how
 # many bytes it sends per step. The figure shows the bytes that each rank still holds at the end
@@ -267,9 +268,10 @@ show(lab.report(zero_1, start, alone,
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The same: $2\,\frac{N-1}{N}P$, the two halves of the ring. One half carries gradients, the other
-# updated weights. The formula in `minitron.cost` also accounts for ranks whose part is one value
-# longer.
+# As many as with data parallelism: $2\,\frac{N-1}{N}P$ values, or 2 × 3/4 × 6 × 45 × 45 × 8 bytes,
+# which is what ranks 1 and 3 send. (P is not divisible by four, so some parts are one value longer,
+# and rank 0 sends one value less; the formula in `minitron.cost` accounts for that.) One half of
+# the ring carries gradients, the other updated weights.
 #
 # </details>
 #
@@ -341,8 +343,10 @@ for name, clones in (("with clone", True), ("without", False)):
 #
 # Now no rank stores a full layer. Before a layer computes, all ranks gather it (**unshard**);
 # afterwards they free it (**reshard**). Here, only the call of `forward` or `backward` refers to
-# the full layer, so it is freed when the call returns, and there is never more than one. (Had we
-# kept it in a variable, the old layer would live until the next one has arrived: two at a time.)
+# the full weight matrix, so it is freed when the call returns, and there is never more than one.
+# (Gradients are different: in `zero_2` and `zero_3`, the variable `grad` holds one layer's full
+# gradient while the next is computed, so two exist at a time. `del grad` after the reduce-scatter
+# would avoid that.)
 
 
 # %%
@@ -402,8 +406,9 @@ show(lab.report(zero_3, start, alone, by_layer(3)), alt=(
 #     nn.utils.clip_grad_norm_(parameters, max_norm)
 #
 # It computes the norm of all gradients and, if that exceeds `max_norm`, scales them down to it.
-# With ZeRO-1, the optimizer has only this rank's shard, so `parameters` is that shard, with its
-# gradients.
+# With ZeRO-1, suppose that `parameters` are the optimizer's: this rank's shard, with its gradients.
+# (With `model.parameters()` the line would clip nothing in this package, because it frees the
+# model's gradients once they are reduced.)
 #
 # **Predict.** Four ranks run the line unchanged. By what factor does each rank scale? Do the ranks'
 # weights drift apart?
@@ -440,12 +445,13 @@ for clip in (global_norm, local_norm):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Each rank scales its shard by its own factor. The weights do not drift apart, because every
-# weight is updated by one rank and copied to the others. So comparing the ranks with each other
-# finds nothing. Nor does watching the loss, because AdamW divides each value by a running average
-# of its size, as in chapter 4. A factor that never changed would cancel. These factors change
-# from step to step and from rank to rank, so the weights take a different path, which depends on
-# the number of ranks.
+# Each rank scales its shard by 0.1 over its own norm, so each scales down too little, most of all
+# those with the smallest norms. The weights do not drift apart, because every weight is updated by
+# one rank and copied to the others. So comparing the ranks with each other finds nothing. Nor does
+# watching the loss, because AdamW divides each value by a running average of its size, as in
+# chapter 4. If a rank's factor were wrong by the same ratio in every step, that ratio would cancel,
+# even if it differed from rank to rank. But the ratio of local to global norm changes from step to
+# step, so the weights take a different path, which depends on the number of ranks.
 #
 # </details>
 #
@@ -458,25 +464,27 @@ for clip in (global_norm, local_norm):
     print(f"{clip.__name__}\n  {lab.compare(clipping(clip), 4)}")
 
 # %% [markdown]
-# With the local norm, the oracle names the first tensor that differs and the factor. The fix costs
-# one all-reduce of a single number, because the square of the global norm is the sum of the squares
-# of the local norms. (A *piece* is a rank's part of one parameter.)
+# With the local norm, the oracle names the first tensor that differs and the factor: a local norm
+# is smaller than the global one, so the gradient stays too large, and on all ranks, because the
+# wrong update is copied to all of them. The fix costs one all-reduce of a single number, because
+# the square of the global norm is the sum of the squares of the local norms. (A *piece* is a rank's
+# part of one parameter.)
 
 # %%
 show_source(clip_pieces)
 
 # %% [markdown]
 # The package's [`train_step`](code:minitron.step.train_step) calls `parallel.clip`, which ends up
-# here when the optimizer's parameters are sharded. (A second trap, a step taken before the
-# gradients are complete, is a *Further* section below.)
+# here when the optimizer's parameters are sharded. (A second trap is a *Further* section below, as
+# a code review.)
 
 # %% [markdown]
 # ## 6. The real one
 #
 # The package's ZeRO works on any model. Parameters have all kinds of sizes, so they are laid end to
-# end in flat [**buckets**](word:bucket), and each bucket is split into N equal shards. A shard may
-# begin in the middle of a matrix, which does not matter to an optimizer that treats every value
-# independently.
+# end in flat [**buckets**](word:bucket), and each bucket, padded to a multiple of N, is split into
+# N equal shards. A shard may begin in the middle of a matrix, which does not matter to an optimizer
+# that treats every value independently.
 #
 # A bucket's gradients are sent during the backward pass, as in chapter 4, but by reduce-scatter.
 # Which line below frees the full gradients? (Of the second method you see the part that matters
@@ -487,8 +495,11 @@ show_source(FlatShards.start_reduce)
 lab.show_lines(FlatShards.finish_reduce, "self.work.wait()", "self.work = ARRIVED")
 
 # %% [markdown]
-# The line that sets `self.grad_full` and its views to `None` frees the full gradients.
+# <details><summary>Answer</summary>
 #
+# The line that sets `self.grad_full` and its views to `None`.
+#
+# </details>
 # ZeRO-3 puts hooks on the model that PyTorch calls before and after each block computes. Each block
 # is a **unit** whose parameters are gathered together. Here is a unit's life, from before its
 # forward pass to after its backward pass. Which line lets communication overlap with compute? (The
@@ -500,9 +511,15 @@ lab.show_lines(FullyShardedDataParallel.pre_backward, "self.active = index", "se
 show_source(FullyShardedDataParallel.post_backward)
 
 # %% [markdown]
+# <details><summary>Answer</summary>
+#
 # `self.prefetch(index + 1)` starts the next unit's all-gather without waiting for it. The backward
 # pass goes through the units in reverse, so there it is `self.prefetch(index - 1)`.
 #
+# </details>
+#
+# Autograd has saved views of a unit's parameters for the backward pass. They do not keep the memory
+# alive: `reshard` empties the storage behind them, and the next all-gather refills it.
 # Now the oracle, with several buckets, on two to four ranks. Its small model has a frozen parameter
 # and a tied embedding, and odd sizes, so that shards begin and end inside matrices.
 
@@ -549,8 +566,10 @@ show(memory_bars(held, {f"{stage}, formula": kinds for stage, kinds in formula.i
 # Full gradients that wait to be sent count as temporary tensors and are not in this figure;
 # section 7's last example includes them.
 #
-# Now the traffic. **Predict.** Which collectives do ZeRO-2 and ZeRO-3 use, in which order, and
-# which of them carry gradients?
+# Now the traffic. The model has six blocks; with ZeRO-3, everything outside them is one more unit,
+# the **root**. It holds the embedding, which comes first, and the head, which comes last.
+# **Predict.** How many all-gathers does ZeRO-3 need in the forward pass, how many in the backward
+# pass, and how many reduce-scatters?
 
 # %% tags=["output-ledger", "nbval-check-output", "exhaustive"]
 for name in ("ZeRO-0", "ZeRO-2", "ZeRO-3"):
@@ -560,9 +579,11 @@ for name in ("ZeRO-0", "ZeRO-2", "ZeRO-3"):
 # An all-reduce is a reduce-scatter followed by an all-gather. ZeRO-1 and ZeRO-2 run the optimizer
 # between them: the reduce-scatter carries gradients, the all-gather parameters. ZeRO-3 moves the
 # all-gather from the end of the step into the forward pass and needs a second one in the backward
-# pass. (Everything outside the blocks is one more unit, the root. Because the embedding comes first
-# and the head last, the root is gathered twice in the forward pass and is still there when the
-# backward pass starts.)
+# pass. In the forward pass it gathers six blocks once and the root twice, for the embedding and for
+# the head: 8 all-gathers. The root is still there when the backward pass starts, which leaves the
+# blocks' 6. (The last block is freed too, although it is needed again soon: its memory is free
+# while the logits exist, and its second all-gather can overlap with the head's backward pass.) Each
+# of the 7 units reduces its gradients once.
 #
 # The figure adds up each stage's bytes (bars: ledger, ticks: formula).
 
@@ -590,12 +611,13 @@ show(wire(sent, ticks), alt=(
 # The prediction treats the link as a queue. With prefetch, a block's all-gather is requested when
 # the previous block starts to compute; without prefetch, when the previous block ends. A block's
 # gradients are sent when its backward pass ends. Compute times come from a run without
-# communication. Prediction and measurement cover the same span: from the start of the forward pass
-# until the last gradient has arrived, without the optimizer.
+# communication, with the compute of embedding, head, and loss spread over the blocks. Prediction
+# and measurement cover the same span: from the start of the forward pass until the last gradient
+# has arrived, without the optimizer.
 #
 # **Predict.** The model has six blocks, so there are 18 transfers: an all-gather per block and
-# pass, and a reduce-scatter per block. (The prediction leaves out the embedding and the head.) How
-# many of the 18 does prefetch hide at best, and under which conditions?
+# pass, and a reduce-scatter per block. (The prediction leaves out the root's transfers.) How many
+# of the 18 does prefetch hide at best, and under which conditions?
 
 # %% tags=["exhaustive"]
 passes = run(overlap.compute_alone, 2, watch=False)[0]  # forward, backward
@@ -626,10 +648,13 @@ print("prefetch pays here" if gain[1] > 0 else "no gain here: the processor, not
 # %% [markdown]
 # Where the median step takes longer than the first prediction, the last column looks for the
 # reason: it is the same queue, but with the compute time that the ledger recorded *in the step*.
-# That can include what the model alone does not do: copying gathered shards into
-# parameters and gradients into flat buffers, in a process that shares its cores with the other
-# rank's communication threads. If the last column agrees with the measurement, the queue is right
-# and the compute time was the only error.
+# That can include what the model alone does not do: copying gathered shards into parameters and
+# gradients into flat buffers, in a process that shares its cores with the other rank's
+# communication threads. If a row's last column agrees with its measurement, the compute time
+# explains the error. If it falls short, the queue leaves something out, such as the root's
+# transfers. Compare the gains as well: the first prediction can meet the measured gain although
+# both rows are wrong, because errors cancel. In the stored run they do: compute slows down more
+# with prefetch, and without it the queue falls short.
 #
 # The timelines show the fastest step, without prefetch and with it; idle time is hatched. In the
 # measured lanes, a transfer is drawn for as long as it occupies the emulated link.
@@ -661,14 +686,15 @@ show(draw("with prefetch"), alt=claim(hidden["with prefetch"] > hidden["without 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# At best 15. In the second timeline, three transfers stay exposed, because there is nothing to
-# compute meanwhile: the very first all-gather, the first one of the backward pass, and the last
-# gradients. (Without prefetch, all 18 of the predicted transfers are exposed: in the backward pass,
-# a block's all-gather even waits until the gradients of the block before have left.) The other 15
-# are hidden if two conditions hold: a transfer takes no longer than a block's forward pass, and two
-# transfers no longer than its backward pass, which has to hide the next block's all-gather and the
-# previous block's gradients. We chose the bandwidth for the first; the second follows, because a
-# backward pass has twice the FLOPs. So the gain that the queue predicts is 15 times one transfer.
+# At best 15. In the prediction, three transfers stay exposed, because it has nothing to compute
+# meanwhile: the very first all-gather, the first one of the backward pass, and the last gradients.
+# (In the real step, the embedding and the head compute then, for a short time. Without prefetch,
+# all 18 of the predicted transfers are exposed: in the backward pass, a block's all-gather even
+# waits until the gradients of the block before have left.) The other 15 are hidden if two
+# conditions hold: a transfer takes no longer than a block's forward pass, and two transfers no
+# longer than its backward pass, which has to hide the next block's all-gather and the previous
+# block's gradients. We chose the bandwidth for the first; the second follows, because a backward
+# pass has twice the FLOPs. So the gain that the queue predicts is 15 times one transfer.
 #
 # </details>
 
@@ -678,7 +704,7 @@ show(draw("with prefetch"), alt=claim(hidden["with prefetch"] > hidden["without 
 # How much stays exposed on a real cluster? Take Llama 3 8B on 64 H100s, with 8,192 tokens on each,
 # compute at 40 % of the dense peak, and a link of 50 GB/s (400 Gb/s) per GPU.
 #
-# **Predict.** ZeRO-3 sends the most. Is its step the longest?
+# **Predict.** Which of ZeRO-0 to 3 leaves the most communication exposed?
 
 # %%
 tokens_each, speed = 8192, 0.40 * DENSE_BF16_PEAKS["H100"]
@@ -705,10 +731,11 @@ for name, seconds in exposed.items():
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# No. By default, ZeRO-1 and ZeRO-2 gather the updated parameters after the step, when there is
-# nothing to compute, so both expose that transfer. With `overlap_gather=True`, the package overlaps
-# it with the next forward pass. ZeRO-3 spreads its traffic over the entire step: the forward pass
-# has one transfer to hide; the backward pass, twice as long, has two.
+# Not ZeRO-3, although it sends the most, but ZeRO-1 and ZeRO-2. By default, they gather the updated
+# parameters after the step, when there is nothing to compute, so both expose that transfer. With
+# `overlap_gather=True`, the package overlaps it with the next forward pass. ZeRO-3 spreads its
+# traffic over the entire step: the forward pass has one transfer to hide; the backward pass, twice
+# as long, has two. (ZeRO-0 is here for comparison only: its 128.5 GB do not fit.)
 #
 # </details>
 #
@@ -735,7 +762,8 @@ for name, seconds in exposed.items():
 # Does prefetch hide anything on a GPU? A single one can show it: its group has one rank, so each
 # all-gather and each reduce-scatter is a copy, on a CUDA stream of its own. How much of the copying
 # does the compute of six layers hide? The table compares the recorded steps without and with FSDP;
-# the dashed lines in the figure are predictions.
+# its last column is the time in which the compute stream is idle, even if the other stream copies.
+# The dashed lines in the figure are predictions.
 
 # %%
 shown = recorded.prefetch()
@@ -751,12 +779,12 @@ show(overlap.draw_copies(), alt=shown.alt)
 # The prediction hides all of the copying; in this recording, most of it was not hidden, and yet the
 # step took no longer. The table explains the second: the two steps differ in more than the copies.
 # The plain step runs under autocast, which converts weights to 16 bits whenever they are used; with
-# FSDP, they arrive in 16 bits. So FSDP's step computes less and idles more, and here the two
-# differences cancel. As to the first, the trace beside the record shows when the exposed copies
-# run. Early in the forward pass, the GPU waits for the host: kernels start as soon as they are
-# launched, and the copies fall into the pauses between them. Later, the host is ahead; gradients
-# are then copied beside the compute, but whenever parameters are copied, the compute stream pauses.
-# What it waits for, the trace does not say, so we leave that open.
+# FSDP, they arrive in 16 bits. So FSDP's step computes less, its compute stream idles more, and
+# here the two differences cancel. As to the first, the trace beside the record shows when the
+# exposed copies run. Early in the forward pass, the GPU waits for the host: kernels start as soon
+# as they are launched, and the copies fall into the pauses between them. Later, the host is ahead;
+# gradients are then copied beside the compute, but whenever parameters are copied, the compute
+# stream pauses. What it waits for, the trace does not say, so we leave that open.
 #
 # ### A trillion parameters?
 #
@@ -787,8 +815,10 @@ print(f"{'an H100 has':40} {H100.memory_bytes / GB:6.1f} GB")
 #
 # It does not fit. A layer of this model is so large that the temporarily unsharded units weigh
 # four times as much as the rank's shards: with prefetch there are two of them, one that computes
-# and one on its way, with parameters and gradients. Without prefetch the model would just fit,
-# and every transfer would be exposed.
+# and one on its way, with parameters and gradients. Without prefetch, there would be one unit's
+# parameters less, half of 31.5 GB. With the root's gradient, which the table leaves out (51,200 +
+# 2048 embeddings of 25,600 values, 2 bytes each: 2.7 GB), the sum would be a little over 81 GB: a
+# fit on paper, before CUDA's own memory and fragmentation, and with every transfer exposed.
 #
 # </details>
 #
@@ -843,7 +873,7 @@ check("6.3")
 check("6.4")
 
 # %% [markdown]
-# ## Further: stepping before the gradients are complete
+# ## Further: a code review
 #
 # This is the second trap that section 5 mentioned. Chapter 4 overlapped communication with the
 # backward pass. Here is ZeRO-1 again, with the sum started asynchronously. Would you approve this
@@ -931,7 +961,8 @@ print(f"bytes a rank holds  {ratio:.2f} times")
 #
 # The formula gives the training state. We measure the rest (buckets, units, activations) with four
 # layers and with six, and extrapolate linearly to predict how many layers fit. The last two columns
-# check that: the measured peak with so many layers, and with one more.
+# are the measured peak with so many layers, and with one more. They test the prediction only at
+# depths other than four and six, from which it was made.
 
 # %% tags=["output-largest", "exhaustive"]
 print("         layers   parameters      peak   with one layer more")
@@ -991,11 +1022,13 @@ for grid, apply in (((1, 4), apply_fsdp), ((2, 2), lab.apply_hybrid)):
 # PyTorch's [FSDP2](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) offers
 # ZeRO-3 and hybrid sharding, and [DeepSpeed](https://www.deepspeed.ai/docs/config-json/) all three
 # stages, under other names (DeepSpeed's are keys of its JSON file, under `zero_optimization`, if
-# nothing else is said):
+# nothing else is said). For ZeRO-1, PyTorch has `torch.distributed.optim.ZeroRedundancyOptimizer`;
+# for ZeRO-2, the older FSDP has `ShardingStrategy.SHARD_GRAD_OP`, which also keeps parameters
+# sharded between steps:
 #
 # | here | PyTorch FSDP2 | DeepSpeed |
 # |---|---|---|
-# | `apply_zero1`, `apply_zero2` | not offered | `stage`: 1, 2 |
+# | `apply_zero1`, `apply_zero2` | not in FSDP2 (see above) | `stage`: 1, 2 |
 # | `apply_fsdp` | `fully_shard` on each block, then on the model | `stage`: 3 |
 # | a unit | a module that `fully_shard` was called on | each module |
 # | `bucket_bytes` | one bucket per unit | `reduce_bucket_size`, in values |

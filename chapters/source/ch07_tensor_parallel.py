@@ -68,7 +68,8 @@ GB, MB, H100 = 1e9, 1e6, DEVICES["H100-SXM-80GB"]
 #
 # GPT-3 has 96 layers, 175 billion parameters, and sequences of 2,048 tokens ([Brown et al.
 # 2020](https://arxiv.org/abs/2005.14165), table 2.1). ZeRO-3 shards its training state over 1,024
-# GPUs. Each GPU reads one sequence, the least it can read. Does it fit?
+# GPUs. Unsharded layers, their gradients, and most activations are in bfloat16, 2 bytes per number.
+# Each GPU reads one sequence, the least it can read. Does it fit?
 
 # %% tags=["output-question", "nbval-check-output"]
 gpt3 = replace(cost.PUBLISHED["GPT-3 175B"], vocab_size=51_200)  # from 50,257, see section 3
@@ -127,12 +128,13 @@ for t in (1, 2, 4, 8):
 #
 # </details>
 #
-# Activations shrink by less than 3. For B sequences of S tokens and width D, a block without
-# tensor parallelism saves $34\,BSD$ bytes for the backward pass ([chapter 2](chapter:2); the term
+# Activations shrink by less than 3. For B sequences of S tokens and width D, a block without tensor
+# parallelism saves $34\,BSD$ bytes for the backward pass ([chapter 2](chapter:2); the term
 # quadratic in S is gone, because attention is fused). On t ranks each saves $BSD\,(10 + 24/t)$
 # (Korthikanti et al. 2022, section 4.1, again without the quadratic term). Section 4 counts which
 # bytes are sharded. (The table's parentheses compare: bytes per token and unit of width, with B =
-# 1, and the formula.) We start with a single matmul.
+# 1, and the formula.) The last column is $8\,BSD\,\frac{t-1}{t}$ numbers of 2 bytes, which section
+# 7 derives. We start with a single matmul.
 
 # %% [markdown]
 # ## 3. Picture
@@ -341,7 +343,10 @@ for t in (2, 4):
 # | together | 34 | 10 + 24 / t |
 #
 # Everything between a column-parallel and a row-parallel matmul is sharded. Everything outside is
-# replicated, because each rank needs all of X, and has all of Y after the all-reduce.
+# replicated, because each rank needs all of X, and has all of Y after the all-reduce. (The table
+# leaves out two small items in float32: 16 bytes per token for two norms' statistics, a mean and a
+# scale each, and 4 per token and head for the log-sum-exp from which fused attention recomputes its
+# softmax. On t ranks these are $16 + 4H/t$ bytes per token for H heads.)
 #
 # ### Fewer key-value heads than ranks
 #
@@ -392,10 +397,10 @@ for rank, (head, grad) in enumerate(by_rank):
 #
 # ### The vocabulary
 #
-# Two matrices remain, at the two ends of the model: embedding and head. **Predict.** Llama 3.1
-# has a vocabulary of 128,256 tokens and was pre-trained on sequences of 8,192 (Llama Team 2024).
-# How large are the logits of one sequence in float32, the precision in which the loss is
-# computed?
+# Two matrices remain, at the two ends of the model: embedding and head. **Predict.** Llama 3.1 has
+# a vocabulary of 128,256 tokens and, before its long-context stage, was pre-trained on sequences of
+# up to 8,192 (Llama Team 2024). How large are the logits of one such sequence in float32, the
+# precision in which the loss is computed?
 
 # %% tags=["figure-vocabulary"]
 llama_70b = cost.PUBLISHED["Llama 3.1 70B"]
@@ -410,12 +415,12 @@ show(lab.vocabulary_cut(), alt=(
 ))
 
 # %% [markdown]
-# One such tensor would fit, but computing a loss from gathered logits takes four of this size:
-# the logits, their log-probabilities, and the gradients of both. And every rank would hold the
-# same four. So the logits are never gathered, and embedding and head are split along the
-# vocabulary, as in the figure: a rank holds some tokens' rows of the embedding and the same
-# tokens' columns of the head. It looks up the tokens that it holds and returns zeros for all
-# others, so its output of the embedding is a partial sum, which one all-reduce completes.
+# One such tensor would fit, but computing a loss from gathered logits takes several of this size at
+# once, because the loss and its backward pass derive others from them. And every rank would hold
+# the same ones. So the logits are never gathered, and embedding and head are split along the
+# vocabulary, as in the figure: a rank holds some tokens' rows of the embedding and the same tokens'
+# columns of the head. It looks up the tokens that it holds and returns zeros for all others, so its
+# output of the embedding is a partial sum, which one all-reduce completes.
 #
 # At the other end, how can a rank compute the loss without the other ranks' logits? The loss of
 # one token is
@@ -577,13 +582,15 @@ for apply in (f_forgotten, f_runs_forward):
 # Without f the forward pass is right in every number. But each rank continues the backward pass
 # with the gradient that its own columns produced, so replicated parameters, such as norms and row
 # biases, move differently on each rank, and a comparison of the ranks shows that something is
-# wrong. It does not show how much: the oracle finds all gradients but two wrong, most of them of
-# sharded parameters. No two ranks hold the same shard, so there is nothing to compare it with
-# except a run on one process.
+# wrong. It shows too little: most wrong gradients belong to shards, which exist once, so only a run
+# on one process can expose them. (The two gradients that the oracle finds right are those of the
+# key biases, one in each of the two blocks. A key bias adds the same number to all scores of a
+# query, which softmax ignores, so its gradient is zero in any case.)
 #
 # With f run forward, the input of every column-parallel layer is also t times too large, so even
-# the first loss is wrong. Still the model learns, and in our run it ended with the lowest loss of
-# all: a loss that falls proves nothing.
+# the first loss is wrong. The backward pass still lacks its all-reduce, so these ranks drift apart,
+# too. Still the model learns, and in our run it ended with the lowest loss of all: a loss that
+# falls proves nothing.
 #
 # </details>
 #
@@ -669,8 +676,8 @@ print(merged([calls for _, calls in results[4]]))
 #
 # ([Narayanan et al. 2021](https://arxiv.org/abs/2104.04473), section 3.2). To measure a block, we
 # subtract what a model with one block sends from what a model with three blocks sends, and halve
-# the difference. What is left of the one-block model without its block belongs to the ends:
-# embedding and head, together as much as half a block, and the loss.
+# the difference. Subtract that from the one-block model; the rest is what the ends send: embedding
+# and head, together as much as half a block, and the loss.
 
 # %% tags=["figure-wire", "exhaustive"]
 measured_bytes, formula = {}, {}
@@ -694,8 +701,9 @@ show(wire(measured_bytes, formula), alt=(
 #
 # The [meter](word:meter) reads the bytes at the moment when activations peak. The formula
 # (dashed) is the function that computed section 2's table, here for float32 and without dropout.
-# The two bytes of masks disappear, and all others double: a block saves $2\,BSD\,(8 + 24/t)$
-# bytes.
+# The two bytes of masks disappear, and all others double: a block saves $2\,BSD\,(8 + 24/t)$ bytes.
+# The function also counts the two small items of section 4, $16 + 4H/t$ bytes per token. With this
+# model's 12 heads that is $2\,(8 + 24/t)$, one D-th of the formula, which here is about 1 %.
 
 # %%
 kinds, held, predicted = ("parameter", "gradient", "activation"), {}, {}
@@ -717,25 +725,26 @@ show(memory_bars(held, predicted), alt="From 1 to 4 ranks parameters shrink "
      f"{held['1 rank']['activation'] / held['4 ranks']['activation']:.1f} times.")
 
 # %% [markdown]
-# Formula and meter agree to the byte on two and four ranks. On one rank, `F.cross_entropy` saves
-# a copy of the targets, 8 bytes each, and one 4-byte scalar. The formula leaves them out, and
-# they are the whole difference. From one rank to four, parameters and gradients shrink by a
-# factor of nearly 4, activations by little more than 2. (For a block alone, $(8 + 24)/(8 + 6)$;
-# the ends of the model change it a little.)
+# With these two items, function and meter agree to the byte on two and four ranks. On one rank,
+# `F.cross_entropy` saves a copy of the targets, 8 bytes each, and one 4-byte scalar. The function
+# leaves them out, and they are the whole difference. From one rank to four, parameters and
+# gradients shrink by a factor of nearly 4, activations by little more than 2. (For a block alone,
+# $(8 + 24)/(8 + 6)$; the ends of the model change it a little.)
 #
 # ### On H100s, by arithmetic
 #
-# How far does this scale? An H100 has two links: NVLink to the seven other GPUs of its node, and
-# a network card to other nodes. We do not measure here; we compute the time of one block of GPT-3
-# and one sequence, with compute at 40 % of the dense peak and no overlap. The links are ideal:
-# each has its datasheet's bandwidth and no latency. (A hop over NVLink takes about 6 µs with
-# NCCL's Simple protocol, see [chapter 5](chapter:5). An all-reduce on eight ranks takes 14 hops,
-# so four of them would add 0.34 ms.) Multiplied by the number of GPUs, the time is what the block
-# costs, in GPU-milliseconds.
+# How far does this scale? An H100 has two links: NVLink to the seven other GPUs of its node, and a
+# network card to other nodes. We do not measure here; we compute the time of one block of GPT-3 and
+# one sequence, with compute at 40 % of the dense peak and no overlap. The links are ideal: each has
+# its datasheet's bandwidth and no latency. (For this message NCCL's LL128 protocol is the fastest
+# by [chapter 5](chapter:5)'s numbers, 2 µs per hop and 15/16 of the bandwidth. An all-reduce on
+# eight ranks has 14 hops, so it takes 28 + 209 = 237 µs instead of 196, and four of them 0.16 ms
+# more.) Multiplied by the number of GPUs, the time is what the block costs, in GPU-milliseconds.
 #
 # Two nodes can all-reduce in three ways. One ring through all 16 ranks crosses between the nodes
 # through a single card in each direction. Two tiers sum inside the nodes first and then across, one
-# after the other. Eight rings, one per card, each carry an eighth of the tensor at the same time.
+# after the other. Eight rings run at the same time, each with an eighth of the tensor; each visits
+# the GPUs in another order, so that each crosses through a different card.
 #
 # **Predict.** Eight ranks fill one node, sixteen fill two. How much faster is a block on sixteen?
 
@@ -772,14 +781,20 @@ print("t - 1 < {} D beta / F: {:.0f} with NVLink, {:.0f} with a card each".forma
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Less than twice: 1.8 times with eight rings, 1.6 times with two tiers, and with one ring 0.7
-# times, so sixteen ranks are slower than eight. Compute halves in each case, but the all-reduces
-# take longer: each rank sends slightly more than before, and part of it crosses a link that is 9
-# times slower. Eight rings and two tiers spread what must cross over all eight cards of a node.
-# The rings use cards and NVLink at the same time (their share of NVLink takes less time than the
-# cards'), the tiers one after the other. ([Chapter 5](chapter:5) quotes a measurement of two
-# nodes: 362 GB/s bus bandwidth for 256 MB, from the Ultra-Scale Playbook, 2025. At that rate the
-# four all-reduces would take 1.04 ms, between these two.)
+# Less than twice: at most 1.8 times with eight rings, 1.6 times with two tiers, and with one ring
+# 0.7 times, so sixteen ranks are slower than eight. Compute halves in each case, but the
+# all-reduces take longer: each rank sends slightly more than before, and part of it crosses a link
+# that is 9 times slower. Eight rings and two tiers spread what must cross over all eight cards of a
+# node. The rings use cards and NVLink at the same time (their share of NVLink takes less time than
+# the cards'), the tiers one after the other.
+#
+# Latency lowers all three. A ring of 16 ranks has 30 hops. At 15.3 µs per hop, a rough fit to
+# measurements on 2 to 64 nodes in [chapter 5](chapter:5), four all-reduces take 4 x 30 x 15.3 µs =
+# 1.8 ms longer, so eight rings are only (8.0 + 0.2) / (4.6 + 1.8) = 1.3 times as fast as one node.
+# Two tiers have only 2 hops between nodes and stay close to 1.6. Chapter 5's measurement on two
+# nodes alone (362 GB/s bus bandwidth for 256 MB, from the Ultra-Scale Playbook, 2025) is faster
+# than that fit. At its rate the four all-reduces would take 1.04 ms, and our shorter messages at
+# least that, because they reach less bandwidth.
 #
 # </details>
 #
@@ -797,9 +812,11 @@ print("t - 1 < {} D beta / F: {:.0f} with NVLink, {:.0f} with a card each".forma
 #
 # $$t - 1 < 4.5\,\frac{D\,\beta}{F}$$
 #
-# B and S cancel, so only a wider model, a faster link or slower compute allows more ranks. For
-# GPT-3 at 40 % of the H100's peak, the bound on $t - 1$ is 63 over NVLink and 7 over one card per
-# rank: with 8 ranks in eight nodes, waiting takes half of the time, as in the table's second row.
+# B and S cancel, up to latency and to attention's own matmuls, whose work grows with $S^2$. So only
+# a wider model, a faster link or slower compute allows more ranks. For GPT-3 at 40 % of the H100's
+# peak, the bound on $t - 1$ is 63 over NVLink and 7 over one card per rank. At the bound, waiting
+# takes half of the time, as in the table's second row with 8 ranks in eight nodes. To wait for only
+# a quarter of the time, $t - 1$ must stay below a third of the bound.
 #
 # And the opening question? The 1,024 GPUs now form 128 groups of 8. Each group reads one
 # sequence, and ZeRO-3 shards across groups.
@@ -821,9 +838,9 @@ for name, size in (fits | {"together": sum(fits.values())}).items():
 # them.
 #
 # The widget draws one block with ranks and a link of your choice, and the same block with a free
-# link; the difference is the waiting. It is more optimistic about compute and overlap than the
-# table: matmuls run at the H100's peak, and in the backward pass the all-reduces overlap with the
-# weight gradients.
+# link; the difference is the waiting. Two things differ from the table. Matmuls run at the H100's
+# peak, which makes the share of waiting larger. In the backward pass the all-reduces overlap with
+# the weight gradients, which makes it smaller.
 
 # %% tags=["figure-explorer"]
 tensor_explorer()
@@ -831,10 +848,11 @@ tensor_explorer()
 # %% [markdown]
 # ## Further: what overlaps
 #
-# Section 7 assumed no overlap. In the forward pass nothing can be computed while an all-reduce
-# runs, because the next layer needs its result. In the backward pass there are weight gradients
-# to compute. We run two ranks on an **emulated** network: the transfer really happens, and a rank
-# that waits for it sleeps until a link of the given bandwidth would have delivered.
+# Section 7 assumed no overlap. In the forward pass nothing after the layer can be computed while
+# its all-reduce runs, because the next layer needs the result. (The next section cuts the layer
+# itself into chunks.) In the backward pass there are weight gradients to compute. We run two ranks
+# on an **emulated** network: the transfer really happens, and a rank that waits for it sleeps until
+# a link of the given bandwidth would have delivered.
 #
 # The bandwidth is such that one all-reduce takes as long as the gradient of `up`. The model is a
 # GPT with a vocabulary of 256, a width of three times that, and a feed-forward four times as wide
@@ -879,13 +897,12 @@ show(timeline(lanes, unit="ms, the fastest repeat, network emulated"), alt=claim
 # quarters as many columns, and most of it for the small head (in our run, the long gap in the
 # figure's third lane).
 #
-# Measured values may lie below the prediction, even all of them. There are three plausible
-# reasons, none of which we tested. Launching an all-reduce counts as compute, so even a pass that
-# waits at once stands still for a little less than three transfers. In the step, the bias
-# gradients also run during the transfer. And other programs on the same cores may slow the matmul
-# down, so that it covers more of the transfer than it did on its own. (A transfer in the figure
-# lasts from this rank's launch until the sum is there. If the other rank is late, the block is
-# longer than a transfer takes.)
+# Measured values may lie below the prediction, even all of them. There are three plausible reasons,
+# none of which we tested. Launching an all-reduce counts as compute, so even a pass that waits at
+# once stands still for a little less than three transfers. In the step, the bias gradients also run
+# during the transfer. And other programs on the same cores may slow the matmul down, so that it
+# covers more of the transfer than it did on its own. (A bar of the network in the figure lasts from
+# this rank's launch until the sum is there. A late partner makes the bar longer than a transfer.)
 #
 # </details>
 #
@@ -941,9 +958,10 @@ print(f"{best} chunks are best here, {measured[1] / measured[best]:.2f} times as
 # </details>
 #
 # What does it bring in training? torchtitan reports, for t = 8 inside nodes of H100s and in
-# bfloat16, 652.4 instead of 597.3 tokens per second and GPU for Llama 3.1 70B on 256 GPUs, which
-# is 9 % more, and 10 % more for the 8B model on 64 ([benchmark of June
+# bfloat16, 652.4 instead of 597.3 tokens per second and GPU for Llama 3.1 70B on 256 GPUs, which is
+# 9 % more, and 10 % more for the 8B model on 64 ([benchmark of June
 # 2025](https://github.com/pytorch/torchtitan/blob/main/benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md)).
+# There it hides all-gathers and reduce-scatters, not the all-reduce of our cell.
 
 # %% [markdown]
 # ## Further: a claim about all-gather
@@ -997,12 +1015,12 @@ for layer in (columns_then_rows, columns_twice):
 # ## Further: no rank ever holds all logits
 #
 # We check this claim of section 4 for a vocabulary of 12,288 and 256 input tokens on four ranks.
-# The meter watches two losses, with their backward pass. `gathered_loss` first gathers the
-# logits; from them, PyTorch computes log-probabilities, then the gradients of both. The package's
-# loss computes from a rank's own logits their softmax, then the gradient of the logits.
+# The meter watches two losses, with their backward pass. `gathered_loss` gathers the logits and
+# leaves the rest to PyTorch; `sharded_loss` is the package's.
 #
-# **Predict.** All logits together take 4 x 256 x 12,288 bytes in float32. How many times that
-# does a rank hold at the peak with each loss?
+# **Predict.** All logits together take 4 x 256 x 12,288 bytes in float32. How many times that does
+# a rank hold at the peak with each loss? Count the tensors of the logits' size that the loss and
+# its backward pass need at once.
 
 # %%
 V, tokens = 12_288, 256
@@ -1052,7 +1070,8 @@ print(f"the losses differ by {abs(gathered / sharded - 1):.0e}, "
 # With gathering: this rank's own shard and four tensors of full size, namely the logits, their
 # log-probabilities, and the gradients of both. (The shape with three dimensions is the buffer of
 # the gather: for each of 256 tokens the logits of four ranks, together 256 x 12,288.) Without:
-# three tensors of a quarter of that size, and none of them has 12,288 columns.
+# three tensors of a quarter of that size, namely this rank's logits, their softmax, and the
+# gradient, and none of them has 12,288 columns.
 #
 # </details>
 
@@ -1060,7 +1079,8 @@ print(f"the losses differ by {abs(gathered / sharded - 1):.0e}, "
 # ## Further: what eight ranks do not split
 #
 # **Predict.** A rank of eight holds slightly more than an eighth of GPT-3's parameters. What else
-# does it hold?
+# does it hold? (If r of n parameters are replicated and the others sharded, a rank holds e of them,
+# with $e = r + (n - r)/t$. The cell solves this for r: $r = (te - n)/(t - 1)$.)
 
 # %% tags=["output-undivided", "nbval-check-output"]
 full, t = cost.num_parameters(gpt3), 8

@@ -72,7 +72,7 @@ GB = 1e9
 # Chapter 7 put GPT-3 on 1,024 GPUs: tensor parallelism over the eight GPUs of a node, and ZeRO-3
 # across 128 such nodes, because the links between nodes are too slow for tensor parallelism. It
 # fits. But ZeRO-3 gathers the weights in every pass, however few sequences they are used on. How
-# long does a node compute on its sequences, and how long does it communicate?
+# long does a node compute, and how long does it communicate?
 
 # %% tags=["output-question", "nbval-check-output"]
 gpt3, S = replace(cost.PUBLISHED["GPT-3 175B"], vocab_size=51_200), 2048  # divisible by 8
@@ -96,9 +96,6 @@ print(f"one layer's output for one sequence: {S * gpt3.width * 2 / GB:.2f} GB")
 # peak). Larger micro-batches help as far as memory and the batch allow; section 7 counts how far.
 # The last line suggests the opposite: keep each layer on one node and send the activations, which
 # are three orders of magnitude smaller.
-#
-# Sections 2 to 4 shrink the idle time of such a pipeline, section 5 breaks it, and sections 6 and 7
-# read and measure the package's.
 #
 # ## 2. Estimate
 #
@@ -138,12 +135,12 @@ for m in (1, 2, 4, 8, 16, 32):
 # %% [markdown]
 # Papers use two conventions: the bubble as a fraction of the **total** time, (p - 1)/(m + p - 1),
 # or of the **ideal** time without any bubble, (p - 1)/m. The second can exceed 100 %, so check
-# which one a paper means before you compare.
+# which one a paper means.
 #
 # Why not raise m until the bubble is negligible? The global batch limits it. N pipelines that take
 # b sequences per micro-batch share the GBS sequences of a step, so m = GBS/(N b). Beyond some size
 # a larger batch hardly improves a step, and a smaller b makes the matmuls less efficient and ends
-# at one sequence. So m is more or less given, and the bubble has to shrink by other means.
+# at one sequence. So m is nearly fixed, and the bubble has to shrink by other means.
 #
 # ## 3. Picture
 #
@@ -159,10 +156,10 @@ for schedule in (sequential(3, 4), gpipe(3, 4)):
 # %% [markdown]
 # The lists and a duration for each kind of action determine a timeline, which the package's
 # [simulator](code:minitron.parallel.pipeline.simulator) computes. Let a stage take 20 ms forward
-# and 40 ms backward. Forward passes are light blue, backward passes tan, idle time is hatched,
-# and the number in a block is the micro-batch. The number on the right is how many micro-batches'
-# activations the rank holds at its peak; section 4 comes back to it. The first figure shows the
-# sequential schedule, the second GPipe:
+# and 40 ms backward. Forward passes are light blue, backward passes tan, idle time is hatched, and
+# the number in a block is the micro-batch. The number on the right is how many micro-batches'
+# activations the rank holds at its peak. The first figure shows the sequential schedule, the second
+# GPipe:
 
 # %% tags=["figure-sequential"]
 MS = {"F": 20, "B": 40}
@@ -180,10 +177,9 @@ show(pipeline(simulate(gpipe(3, 4), MS)), alt=(
 # %% [markdown]
 # ## 4. By hand
 #
-# Now we execute such lists on real ranks, to see whether the gradients and the times come out
-# right. The smallest model that shows everything has twelve layers, each a matrix and a tanh. The
-# loss is a sum over samples divided by the number of targets in the *whole* batch; section 5
-# shows why that matters.
+# Now we execute such lists on real ranks. The smallest model that shows everything has twelve
+# layers, each a matrix and a tanh. The loss is a sum over samples divided by the number of targets
+# in the *whole* batch; section 5 shows why that matters.
 
 # %%
 D, num_layers = 16, 12
@@ -205,8 +201,8 @@ def loss_of(y, target):
 
 # %% [markdown]
 # A stage owns some layers and their part of the autograd graph. In the forward pass it sends a
-# *detached* output, so the graph ends at the stage's boundary. In the backward pass the next
-# stage sends back the gradient of that output, and `y.backward(grad)` continues from there.
+# *detached* output, so the graph ends at the stage's boundary. In the backward pass the next stage
+# sends back the gradient of that output, and `y.backward(arrived)` continues from there.
 #
 # **Predict.** What must a stage keep between the forward and the backward pass of a micro-batch?
 #
@@ -246,9 +242,10 @@ def backward(stage, i, arrived):
 
 
 # %% [markdown]
-# Each rank executes its list: it receives what an action needs, computes, and sends the result.
-# Your machine has fewer cores than a cluster has GPUs, so a `sleep`, which needs no core, stands
-# in for the time a large stage would take; the messages and the gradients are real. The
+# Each rank executes its list: it receives what an action needs, computes, and sends the result. For
+# stage 0's forward pass and the last stage's backward pass nothing arrives, so `arrived` is None.
+# Your machine has fewer cores than a cluster has GPUs, so a `sleep`, which needs no core, stands in
+# for the time a large stage would take; the messages and the gradients are real. The
 # [ledger](word:ledger) records when each action starts and ends.
 
 
@@ -287,10 +284,9 @@ for make_schedule in (sequential, gpipe, one_forward_one_backward):
           f"{lab.spread([line.seconds for line in timelines])}")
 
 # %% [markdown]
-# The gradients agree to rounding error. No step is faster than predicted, because a sleep lasts
-# at least as long as requested. The excess consists of sleeps that end late, the small matmuls,
-# the messages, and waiting for a core, so it grows on a busy machine. The figure shows the
-# fastest sequential step; the prediction has dashed outlines.
+# The gradients agree to rounding error. No step is faster than predicted, because a sleep never
+# ends early. The excess is sleeps that end late, small matmuls, messages, and waiting for a core.
+# The figure shows the fastest sequential step; the prediction has dashed outlines.
 
 # %% tags=["figure-byhand"]
 show(pipeline(simulate(sequential(3, 4), MS), measured["sequential"]), alt=(
@@ -299,13 +295,11 @@ show(pipeline(simulate(sequential(3, 4), MS), measured["sequential"]), alt=(
 ))
 
 # %% [markdown]
-# The passes run in the predicted order.
-#
 # ### 1F1B: hold fewer activations
 #
-# In the simulator, the third schedule takes exactly as long as GPipe. Its advantage is in memory,
-# which the right-hand column of the timelines counts: a rank holds all activations of a
-# micro-batch from its forward to its backward pass.
+# In the simulator, the third schedule takes as long as GPipe. Its advantage is in memory, which the
+# right-hand column of the timelines counts: a rank holds all activations of a micro-batch from its
+# forward to its backward pass.
 #
 # **Predict.** With GPipe a rank holds all m micro-batches at its peak. How would you reorder its
 # list to hold fewer?
@@ -339,9 +333,9 @@ for m in (2, 4, 8, 32):
 
 # %% [markdown]
 # 1F1B's counts stop growing at p - r, and the bubbles are equal: 1F1B saves memory, not time. It
-# reduces the bubble only indirectly: with GPipe, memory limits m, and with 1F1B it no longer
-# does. (GPipe as published also recomputes, so it keeps only the *inputs* of m micro-batches, and
-# pays with a second forward pass; Huang et al. 2019, section 2.3.)
+# reduces the bubble only indirectly: GPipe holds all m b = GBS/N sequences of a pipeline, so memory
+# limits GBS/N; 1F1B holds at most p b, so m can grow. (The published GPipe also recomputes, so it
+# keeps only the *inputs* of m micro-batches; Huang et al. 2019, section 2.3.)
 #
 # ### Interleaving: a smaller bubble
 #
@@ -375,17 +369,19 @@ show(pipeline(simulate(interleaved(p, m, num_chunks=2), HALF)), alt=(
 # $(v-1)p + 2(p-1-r)$ forward passes. The price is twofold: micro-batches visit every rank v times,
 # so each rank sends at least v times as many messages, and it holds more activations.
 #
-# ### Zero bubble: half of the backward pass can wait
+# ### Zero bubble: split the backward pass
 #
-# Instead of shrinking the bubble, we can fill it. A backward pass computes two things, at about
-# equal cost: **I**, the gradient of the stage's input, and **W**, the gradients of its weights.
+# Instead of shrinking the bubble, we can fill it. A backward pass computes **I**, the gradient of
+# the stage's input, and **W**, the gradients of its weights. In a GPT, W takes $24D^2$ FLOPs per
+# token and layer and I, with attention, $24D^2 + 8SD$; the figure treats them as equal.
 #
 # **Predict.** Which of the two does the previous stage wait for? And what waits for the other?
 #
 # <details><summary>Answer</summary>
 #
-# The previous stage waits for I. Nothing waits for W except the optimizer, at the end of the
-# step. So W can be deferred to a time when the rank would otherwise be idle (Qi et al. 2023).
+# The previous stage waits for I. No stage waits for W: it is needed only at the end of the step,
+# for data parallelism, a tied embedding, and the optimizer. So W can be deferred to when the rank
+# would otherwise be idle (Qi et al. 2023).
 #
 # </details>
 #
@@ -447,7 +443,7 @@ compare(MAKERS, PAPERS)
 #
 # Section 4's pipeline avoids three mistakes.
 #
-# ### An impatient rank
+# ### The order of the actions
 #
 # The next schedule is for two ranks and two micro-batches. Rank 0 wants its first gradient before
 # it goes on.
@@ -469,8 +465,8 @@ impatient = Schedule("impatient", 2, (
 print(lab.verdict(schedule_check.check, impatient))
 
 # %% [markdown]
-# If you skip the validator, the ranks hang silently. When the timeout expires, the launcher
-# reports each stuck rank and the call it is waiting in:
+# Without the validator, the ranks hang silently until the timeout; then the launcher reports each
+# stuck rank and the call it is waiting in:
 
 # %% tags=["output-circle"]
 print(lab.verdict(run, play, 2, impatient, timeout=4))
@@ -522,8 +518,9 @@ for make_schedule in (gpipe, one_forward_one_backward):
 #
 # This cannot deadlock. In the global order each action comes after everything it depends on and
 # after its rank's earlier actions. Take the first message in this order that has not been
-# delivered. Its sender, to compute it, and both ranks, to reach it in their lists, need only
-# earlier messages, and those are delivered. So both ranks post it, and it is delivered as well.
+# delivered. To compute it, its sender needs only earlier messages. To reach it in their lists, both
+# ranks need only earlier messages. All of these are delivered, so both ranks post it, and it is
+# delivered, too.
 #
 # ### The scale of the loss
 #
@@ -533,7 +530,7 @@ for make_schedule in (gpipe, one_forward_one_backward):
 # **Predict.** Call `loss.backward()` on each micro-batch's mean. By which factor are the
 # gradients wrong? Does the loss curve show it with AdamW? With SGD?
 #
-# The table compares these gradients with the correct ones, and with the means divided by m.
+# The table compares these gradients with the correct ones, and with an attempt to fix them.
 
 
 # %%
@@ -599,18 +596,17 @@ for rows in ((2, 2), (3, 2)):
 # %% [markdown]
 # The oracle finds the factor m = 2. Dividing by m is enough only when all micro-batches have the
 # same number of tokens. With 3 and 2 rows, a token in the small micro-batch counts 5/4 of what it
-# should and one in the large micro-batch 5/6, so gradients are off by up to a quarter (without the
-# division, 5/2 and 5/3: by up to one and a half), and the reported loss is wrong, too. Padding and
-# masked targets make micro-batches unequal all the time. So the package's pipeline takes the
-# micro-batches, a loss *summed* over tokens, and the number to divide by: `run(micro_batches,
-# sum_loss, divisor)`.
+# should and one in the large micro-batch 5/6 (5/2 and 5/3 without the division), so the gradients
+# and the reported loss are wrong. Padding and masked targets often make micro-batches unequal. So
+# the package's pipeline takes the micro-batches, a loss *summed* over tokens, and the number to
+# divide by: `run(micro_batches, sum_loss, divisor)`.
 #
 # ## 6. The real one
 #
 # How does the package avoid these traps? Its
-# [executor](code:minitron.parallel.pipeline.executor.ScheduleExecutor) knows nothing about any
-# particular schedule; it executes the list it is given. First, where do the messages go? Here are
-# rank 1's list, with 1F1B on three ranks, and the function that makes it:
+# [executor](code:minitron.parallel.pipeline.executor.ScheduleExecutor) knows no particular
+# schedule; it executes the list it is given. Here are rank 1's list, with 1F1B on three ranks, and
+# the function that makes it:
 
 # %% tags=["output-script", "nbval-check-output"]
 print(lab.written(script(one_forward_one_backward(3, 3), 1)))
@@ -627,25 +623,23 @@ show_source(script)
 show_source(ScheduleExecutor.run, ScheduleExecutor.backward)
 
 # %% [markdown]
-# The backward pass does what section 4's does: it continues from the output with the gradient
-# that has arrived. One difference saves memory. The executor keeps an `edge`, the node of the
-# graph that produced the output, instead of the output itself. Once the output has been sent, its
-# values are not needed again, so b x S x D values per micro-batch in flight are freed
-# (Korthikanti et al. 2022, appendix B).
+# The backward pass continues from the output, as in section 4. One difference saves memory: the
+# executor keeps an `edge`, the graph node that produced the output, instead of the output itself.
+# Once the output has been sent, its values are not needed again, so b x S x D values per
+# micro-batch in flight are freed (Korthikanti et al. 2022, appendix B).
 #
-# The other difference makes I possible. How can a backward pass skip the weights? The package's
-# linear layers have their own autograd function, whose
+# The other makes I possible, a backward pass that skips the weights. The package's linear layers
+# have their own autograd function, whose
 # [`backward`](code:minitron.model.linear.LinearFunction.backward) chapters 7 and 8 read. It packs
-# the computation of the weight gradients into an object, `second_half`. During I,
-# `deferral.takes` appends it to a list, and W calls `accumulate` on each entry.
+# the computation of the weight gradients into an object. Within `deferral.collecting()`, which I
+# enters, these objects go into the list `later`, and W computes them.
 #
 # ### Which layers make a stage?
 #
 # A pipeline is as fast as its slowest stage, and each stage has to fit on its rank. So far all
-# stages were equal, but the embedding and the head belong to stages, too. Llama 3.2 1B has 16
-# layers of 61 million parameters, and embedding and head hold 263 million each. The head
-# multiplies by all its weights, while the embedding is a lookup: it takes memory but almost no
-# time.
+# stages were equal, but embedding and head belong to stages, too. Llama 3.2 1B has 16 layers of 61
+# million parameters, and embedding and head hold 263 million each. The head multiplies by all its
+# weights, while the embedding is a lookup: it takes memory but almost no time.
 #
 # **Predict.** Cut the model into four stages so that the largest holds as few parameters as
 # possible. Then cut it so that the slowest stage computes as little as possible.
@@ -675,8 +669,9 @@ for name, ranges in ways.items():
 #
 # </details>
 #
-# By default the package balances the parameters held (the middle line); activations are not
-# counted.
+# By default the package balances the parameters held (the middle line). Neither activations nor
+# attention's own multiplications are counted: causal attention adds S x D = 8,192 x 2,048 per
+# token, over a quarter of a layer's 61 million.
 #
 # Llama 3.2 1B ties its embedding to its head, as GPT does. The first and the last stage then each
 # have a copy and each compute a partial sum of its gradient, which they exchange and add at the
@@ -709,12 +704,11 @@ for family, schedule, num_ranks, apply, m in (
 #
 # ### Time
 #
-# These pipelines train like one process. Does the real executor also take the time that the
-# simulator predicts? We run a Transformer of eight small blocks on four ranks. Each block sleeps
-# for F, for I, and for W, as if it were large: the duration of a stage is **emulated**, while the
-# schedule, the messages and autograd are real. The simulator predicts twice: once with the
-# durations we asked for, and once with the mean durations the passes really had. The figure shows
-# 1F1B, with the first prediction dashed.
+# Does the real executor take the time that the simulator predicts? We run a Transformer of eight
+# small blocks on four ranks. Each block sleeps for F, for I, and for W, as if it were large: the
+# duration of a stage is **emulated**, while the schedule, the messages and autograd are real. The
+# simulator predicts twice: with the durations we asked for, and with the mean durations the passes
+# had. The figure shows 1F1B, with the first prediction dashed.
 
 # %% tags=["output-measured", "exhaustive"]
 p, m, lines = 4, 8, {}
@@ -743,16 +737,16 @@ for name in ("interleaved, v = 2", "ZB-H1"):
     print(f"{name:18} {ratio:14.2f} {lines[name].seconds / lines['1F1B'].seconds:10.2f}")
 
 # %% [markdown]
-# The order is the predicted one. The time exceeds the prediction for two reasons, which the middle
-# column separates. Up to it, passes take longer than asked for, because a sleep ends late and the
-# small blocks do compute. Beyond it, messages take time, and a late pass delays every rank that
-# waits for it, which the mean hides. To choose a schedule, you need only the ratios in the second
-# table.
+# The passes run in the predicted order, but the step takes longer. From the first column to the
+# second, passes are longer than asked for, because a sleep ends late and the small blocks do
+# compute. From the second to the third, messages take time, and a late pass delays every rank that
+# waits for it, which the mean hides. Compare the ratios in the second table, but trust only large
+# differences: GPipe and 1F1B are predicted to take equally long, and their medians differ.
 #
 # ### Memory
 #
-# Do the ranks hold what their lists say? The [meter](word:meter) measures the peak of the
-# activations of each rank, and the table divides it by those of one micro-batch:
+# Do the ranks hold what their lists say? The [meter](word:meter) measures each rank's peak of
+# activations, and the table divides it by those of one micro-batch:
 
 # %% tags=["output-meter", "nbval-check-output", "exhaustive"]
 shape = lab.SHAPE  # eight blocks, one sequence of 32 tokens in a micro-batch
@@ -839,19 +833,21 @@ for name, (size, sent, idle_time) in rows.items():
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# 42 times. Tensor parallelism sends 8 b S D (t-1)/t values for *every layer*; the pipeline sends 2
-# b S D for *every stage*, here of 12 layers. Over InfiniBand, tensor parallelism would take about
-# as long as the compute, so tp gets the links inside the node. The pipeline and data parallelism
-# both need 0.2 s, so either may cross nodes; we follow Megatron-LM and put pp outermost.
+# 42 times, and t times that with sequence parallelism, where each rank sends 1/t of the pipeline's
+# message. Tensor parallelism sends 8 b S D (t-1)/t values for *every layer*; the pipeline sends 2 b
+# S D for *every stage*, here of 12 layers. Over InfiniBand, tensor parallelism would take about as
+# long as the compute, so tp gets the links inside the node. The pipeline and data parallelism both
+# need 0.2 s, so either may cross nodes; we follow Megatron-LM and put pp outermost.
 #
 # </details>
 #
-# The second table answers section 1. It assumes sequence parallelism and selective recomputation,
-# and reserves a tenth of the memory for CUDA, NCCL and fragmentation. ZeRO-3's traffic falls as 1/b
-# and can overlap with compute: with b = 6, 5.2 s of it have to hide behind 8.4 s. Beyond that,
-# memory runs out, and even b = 12, a node's whole share, would send for 2.6 s. The pipeline sends
-# for 0.4 s. Its price is the bubble, 0.6 s, which section 4 can shrink. More GPUs for the same
-# batch make both worse: ZeRO-3 gathers the same weights for fewer sequences, and m falls.
+# The second table answers section 1. Its memory assumes sequence parallelism and selective
+# recomputation, and reserves a tenth for CUDA, NCCL and fragmentation. With b = 6, the largest in
+# the table that fits, ZeRO-3 adds 5.2 s to the 8.4 s of compute, less what hides behind it. Without
+# overlap, 1F1B adds 0.4 + 0.6 = 1.0 s, or 0.2 s less if sequence parallelism cuts its messages from
+# 0.19 to 0.02 s. So ZeRO-3 is faster only if it hides over four fifths of its traffic, and section
+# 4 can shrink the bubble. With more GPUs for the same batch, m falls, and ZeRO-3 gathers the same
+# weights for fewer sequences: on 4,096, a node computes for 3 x 0.7 s and sends for 2.6 s.
 #
 # The widget simulates a schedule of your choice. Before you move a slider, use section 2's formula
 # to answer the first question below it.
@@ -913,10 +909,11 @@ print(f"DualPipeV pairs {pairs} of {2 * p * m} forward passes with a backward pa
 # $F\&B = F + B$. It treats the pair as one block, whose forward result is sent when the whole
 # block is done; in our lists F sends its result before B starts.
 #
-# Every rank holds the same, whereas 1F1B loads the first rank most. `Schedule.overlapped` marks
-# the pairs, but this package's executor runs the two passes of a pair one after the other. So the
-# table shows the bubble, not the overlap of communication and computation that DualPipe was built
-# for.
+# Every rank holds the same, whereas 1F1B loads the first rank most. DualPipeV pairs only 25 of 64
+# forward passes here because m = 2p, the fewest it accepts, leaves a short steady state.
+# `Schedule.overlapped` marks the pairs, but this package's executor runs the two passes of a pair
+# one after the other. So the table shows the bubble, not the overlap of communication and
+# computation that DualPipe was built for.
 #
 # With a tied embedding the V has a catch: rank 0 holds both ends of the model, so a single
 # parameter receives gradients from its first *and* its last stage, and data parallelism may send
@@ -1043,7 +1040,7 @@ for name, make_schedule in options.items():
 # 2. A schedule is a list of actions for each rank. GPipe and 1F1B have the same bubble; GPipe
 #    holds m micro-batches, while in 1F1B rank r holds at most p - r.
 # 3. With v stages per rank the bubble is v times smaller, and each rank sends at least v times as
-#    many messages. Nothing waits for weight gradients, so they can fill the bubble.
+#    many messages. No stage waits for weight gradients, so they can fill the bubble.
 # 4. A valid schedule can still deadlock if its messages form a cycle. Post them in one global
 #    order.
 # 5. Sum the loss over tokens and divide by the tokens of the whole batch. Summing the means of m
