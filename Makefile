@@ -28,11 +28,12 @@ train: setup ## Train the story model: about a minute on 2 cores
 	$(BIN)/minitron data stories
 	$(BIN)/minitron train configs/stories.toml
 
-figure: setup ## (maintainers) Train the story model anew and put its loss curve into README
+figure: setup ## (maintainers) Draw README's figures; one is of the story model, trained anew
 	rm -rf runs/figure
 	$(BIN)/minitron data stories
 	$(BIN)/minitron train configs/stories.toml --run-dir runs/figure
 	cp runs/figure/loss_curve.png docs/story_loss.png
+	$(BIN)/python tools/readme_figures.py
 
 # Two files at a time, the longest first (tests/conftest.py), so that both workers end together.
 # Where Python may not keep what it compiles, each process that a test starts compiles all anew.

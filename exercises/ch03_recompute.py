@@ -80,7 +80,8 @@ def recompute_flops_per_token(
     matrices of a block are query and out, D x D each; key and value, D x G K each; and in the
     feed-forward two (gpt) or three (llama) of D x F each. A linear layer costs 2 FLOPs per weight
     and token. Each of attention's two matmuls costs 2 S D FLOPs per token, for all heads together
-    and the full S x S square. Ignore norms and activation functions.
+    and the full S x S square. Ignore norms and activation functions. Count every matmul, even one
+    that recomputation skips because it does not need the output again.
 
     Example: llama, one layer, V 10, D 4, two heads, two KV heads, F 6, S 3. Full recomputation adds
     320 FLOPs per token and selective adds 48, which is 27 % and 4 % of the training step's 1200.

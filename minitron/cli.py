@@ -20,20 +20,20 @@ from minitron.system import disk
 
 USAGE = """usage: minitron COMMAND [...]
 
-  train     train a model               minitron train configs/stories.toml
-  data      make or fetch a corpus      minitron data stories | text | python | fineweb
-  export    for transformers, and others minitron export runs/stories my-model
-  plan      layouts, days, cost         minitron plan configs/llama-70b.toml --gpus 512
-  dryrun    a step without a GPU        minitron dryrun configs/gpt3-175b.toml --gpus 1024
-  prove     is it the same training?    minitron prove --ranks 2
+  train     train a model                   minitron train configs/stories.toml
+  data      make or download a corpus       minitron data stories | text | python | fineweb
+  export    write weights for transformers  minitron export runs/stories my-model
+  plan      compare layouts before you rent minitron plan configs/llama-70b.toml --gpus 512
+  dryrun    run a step without a GPU        minitron dryrun configs/gpt3-175b.toml --gpus 1024
+  prove     compare N ranks with 1 process  minitron prove --ranks 2
   doctor    check this machine
-  check     grade exercises             minitron check 1.2     (or a chapter: minitron check 1)
-  hint      one more hint               minitron hint 1.2
-  status    what is solved
-  reset     put an exercise's stub back minitron reset 1.2
-  solution  ours, after yours passes    minitron solution 1.2
+  check     grade exercises                 minitron check 1.2     (a chapter: minitron check 1)
+  hint      show the next hint              minitron hint 1.2
+  status    list the solved exercises
+  reset     restore an exercise's stub      minitron reset 1.2
+  solution  show our answer                 minitron solution 1.2     (once yours passes)
 
-`minitron COMMAND --help` tells more, `minitron --version` which version this is."""
+`minitron COMMAND --help` lists the options; `minitron --version` prints the version."""
 
 Positional = tyro.conf.Positional
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from minitron.config import require
 from minitron.cost import precision as formats
 from minitron.model.float8 import E4M3, apply_float8
-from minitron.pytorch.private import host_value, multiply_tensors_
+from minitron.pytorch.private import launch_step_if, multiply_tensors_, start_host_copy
 
 
 class Precision(formats.Precision):
@@ -109,16 +109,21 @@ def low_precision(
     return forward
 
 
-def norm_is_finite(loss: Tensor, grad_norm: Tensor) -> bool:
-    """Return whether the gradient's norm (0-d) is finite; waits for the device.
+def step_if_finite(optimizer: torch.optim.Optimizer, loss: Tensor, grad_norm: Tensor) -> bool:
+    """Step unless the loss or the gradient's norm (0-d) is not finite; returns whether it stepped.
 
-    Raises FloatingPointError if the loss (0-d) is not. One wait answers both: until the host has
-    the answer it launches nothing, and the device idles.
+    Raises FloatingPointError if the loss is not finite. The host waits for both numbers once. A
+    fused optimizer is launched before that: it reads on the device whether to change anything,
+    so the device does not idle while the host launches it.
     """
-    loss_finite, norm_finite = host_value(
-        torch.stack([loss.isfinite(), grad_norm.isfinite()]), when_fake=(True, True))
+    finite = torch.stack([loss.isfinite(), grad_norm.isfinite()])
+    answers = start_host_copy(finite, when_fake=(True, True))
+    is_launched = launch_step_if(finite.all(), optimizer)
+    loss_finite, norm_finite = answers()
     if not loss_finite:
         raise FloatingPointError(f"the loss is {float(loss)}")
+    if norm_finite and not is_launched:
+        optimizer.step()
     return norm_finite
 
 
@@ -219,11 +224,10 @@ class NoLossScale:
     def unscale(self, parameters: Iterable[Tensor]) -> None:
         """Leave every `.grad` as it is."""
 
-    def accepts(self, loss: Tensor, grad_norm: Tensor) -> bool:
-        """Return True; raises FloatingPointError if the loss or the norm (0-d) is not finite."""
-        if not norm_is_finite(loss, grad_norm):
+    def step(self, optimizer: torch.optim.Optimizer, loss: Tensor, grad_norm: Tensor) -> None:
+        """Step; raises FloatingPointError if the loss or the norm (0-d) is not finite."""
+        if not step_if_finite(optimizer, loss, grad_norm):
             raise FloatingPointError(f"the gradient norm is {float(grad_norm)}")
-        return True
 
     def row(self) -> dict:
         """Return the fields for the log: none."""
@@ -261,21 +265,20 @@ class LossScale:
         if grads:
             multiply_tensors_(grads, 1 / self.value)
 
-    def accepts(self, loss: Tensor, grad_norm: Tensor) -> bool:
-        """Decide whether to step, and set the next step's scale; waits for the device.
+    def step(self, optimizer: torch.optim.Optimizer, loss: Tensor, grad_norm: Tensor) -> None:
+        """Step unless the gradients have overflowed, and set the next step's scale.
 
         `grad_norm` (0-d) is the norm over all ranks. One overflow anywhere makes it infinite or NaN
         everywhere, so all ranks skip together and keep the same scale. Raises FloatingPointError
         if the loss (0-d) is not finite: no scale would change that.
         """
-        if norm_is_finite(loss, grad_norm):
+        if step_if_finite(optimizer, loss, grad_norm):
             self.good_steps += 1
             if self.good_steps == self.interval:
                 self.value, self.good_steps = self.value * self.growth, 0
-            return True
-        self.value, self.good_steps = self.value * self.backoff, 0
-        self.skipped += 1
-        return False
+        else:
+            self.value, self.good_steps = self.value * self.backoff, 0
+            self.skipped += 1
 
     def row(self) -> dict:
         """Return the fields for the log: the next step's scale and the number of skipped steps."""

@@ -49,8 +49,7 @@ def train_step(
 
     for group in optimizer.param_groups:
         group["lr"] = rate
-    if loss_scale.accepts(loss, grad_norm):
-        optimizer.step()
+    loss_scale.step(optimizer, loss, grad_norm)
     return loss, grad_norm
 
 

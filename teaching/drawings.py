@@ -4,15 +4,12 @@ A figure has the same size whatever they say, so nothing jumps. Every number com
 formulas of `minitron.cost` and the datasheets in `minitron.plan`.
 """
 
-import torch
 from matplotlib.figure import Figure
 
 from minitron import cost
 from minitron.config import ModelConfig
 from minitron.cost.sharding import STAGES, zero_holdings
 from minitron.cost.tensor import kv_heads_per_rank, share
-from minitron.model.transformer import Transformer
-from minitron.parallel.data.ddp import FIRST_BUCKET_BYTES, assign_buckets
 from minitron.parallel.pipeline.schedule_check import peak_activations
 from minitron.parallel.pipeline.schedules import (
     gpipe,
@@ -32,7 +29,14 @@ from teaching.figures import (
     timeline,
 )
 from teaching.figures_ring import ring_frame, ring_sums
-from teaching.overlap import compute_in_proportion, step_lanes, transfers
+from teaching.overlap import (
+    compute_in_proportion,
+    exposed_seconds,
+    gradient_sizes,
+    in_buckets,
+    step_lanes,
+    transfers,
+)
 
 Drawing = tuple[Figure, str]
 """A figure, and the sentence that states its numbers."""
@@ -65,7 +69,7 @@ def draw_memory(
         "gradient": parts.gradient * count,
         "optimizer state": (parts.master + parts.optimizer_state) * count,
         "activation": cost.activation_bytes(model, micro_batch, sequence_length, bytes_per_value),
-        "temporary": 2 * logits,  # the gradients that enter and leave the softmax's backward pass
+        "temporary": 2 * logits,  # the gradients that enter and leave log-softmax's backward pass
     }
 
     total, activations, temporary = sum(kinds.values()), kinds["activation"], kinds["temporary"]
@@ -88,15 +92,14 @@ def draw_buckets(
     Gradients are bfloat16; compute runs at 40 % of the dense peak.
     """
     model = cost.PUBLISHED["Llama 3.2 1B"]
-    sizes = [2 * num_values for num_values in _parameter_sizes(model)]
+    sizes = gradient_sizes(model)
     flops = tokens_per_rank * cost.forward_flops_per_token(model, min(tokens_per_rank, 8192))
     forward = flops / (0.4 * H100.bf16_flops)
 
     compute = compute_in_proportion(sizes, forward, 2 * forward)
-    first = assign_buckets(sizes, min(FIRST_BUCKET_BYTES, bucket_MB * 10**6))[0]
-    buckets = [first, *assign_buckets(sizes[: -len(first)], bucket_MB * 10**6)]
+    buckets = in_buckets(sizes, bucket_MB * 10**6)
     sent = transfers(compute.ready, sizes, buckets, 64, latency_us * 1e-6, bandwidth_GB_s * 1e9)
-    exposed = max(0.0, sent[-1][1] - compute.backward)
+    exposed = exposed_seconds(compute, sent)
     sentence = (
         f"{plain_bytes(sum(sizes))} of gradients in {len(buckets)} buckets: the network is busy "
         f"for {1e3 * sum(end - start for start, end in sent):.0f} ms, of which "
@@ -104,12 +107,6 @@ def draw_buckets(
         "step."
     )
     return timeline({}, step_lanes(compute, sent)), sentence
-
-
-def _parameter_sizes(model: ModelConfig) -> list[int]:
-    """Values of each parameter, in the order of the forward pass, without making the model."""
-    with torch.device("meta"):
-        return [parameter.numel() for parameter in Transformer(model).parameters()]
 
 
 def draw_ring(ranks: int, step: int) -> Drawing:

@@ -69,21 +69,29 @@ def skyline(
             f"{predicted_label} {plain_bytes(predicted)}", (0.01, predicted),
             xycoords=("axes fraction", "data"), textcoords="offset points", xytext=(0, 4),
         )
-    _draw_phases(axes, timeline)
+    phases = _phases(timeline)
+    phase_strip(axes, phases)
+    for _, start, _ in phases[1:]:
+        axes.axvline(start, color="white", linewidth=0.8)
     _list_kinds(axes, peak)
     count_bytes(axes.yaxis, top, "alive")
     axes.set_xlabel("time (ms), while the meter counts")
     return figure
 
 
-def _draw_phases(axes: Axes, timeline: Sequence[Moment]) -> None:
-    """A strip above the axes: which phase, from when to when."""
+def _phases(timeline: Sequence[Moment]) -> list[tuple[str, float, float]]:
+    """Return each phase of the meter's timeline with its start and end, in ms."""
     first = [i for i, moment in enumerate(timeline)
              if i == 0 or moment.phase != timeline[i - 1].phase]
     starts, last = [1e3 * timeline[i].seconds for i in first], 1e3 * timeline[-1].seconds
-    above = axes.get_xaxis_transform()
-    for i, start, end in zip(first, starts, [*starts[1:], last], strict=True):
-        phase = timeline[i].phase
+    return [(timeline[i].phase, start, end)
+            for i, start, end in zip(first, starts, [*starts[1:], last], strict=True)]
+
+
+def phase_strip(axes: Axes, phases: Sequence[tuple[str, float, float]]) -> None:
+    """Draw a strip above the axes: which phase, from where to where on the x axis."""
+    above, last = axes.get_xaxis_transform(), phases[-1][2]
+    for phase, start, end in phases:
         axes.add_patch(Rectangle(
             (start, 1.02), end - start, 0.07, transform=above, clip_on=False, linewidth=0.8,
             facecolor=WORK_COLOR.get(phase, BAND), edgecolor="white",
@@ -93,8 +101,6 @@ def _draw_phases(axes: Axes, timeline: Sequence[Moment]) -> None:
                       va="center", size=9)
         else:
             axes.text(end, 1.1, phase, transform=above, ha="right", size=9, color=GREY)
-        if start > 0:
-            axes.axvline(start, color="white", linewidth=0.8)
 
 
 def _list_kinds(axes: Axes, peak: Snapshot) -> None:

@@ -61,17 +61,8 @@ def draw_steps(axes: Axes, steps: dict[str, dict[str, float]], unit: str = "s") 
     longest = max(sum(parts.values()) for parts in steps.values())
     span = 1.15 * longest
     for row, parts in enumerate(steps.values()):
+        _draw_parts(axes, row, parts, span)
         total = sum(parts.values())
-        left = 0.0
-        for part, (color, hatch, _) in PART_STYLE.items():
-            width = parts.get(part, 0.0)
-            axes.barh(row, width, 0.7, left, color=color, hatch=hatch, linewidth=0.7,
-                      edgecolor=GREY if hatch else "white")
-            if width > WIDE * span:
-                axes.text(left + width / 2, row, f"{width / total:.0%}", ha="center", va="center",
-                          size=10, color=BLACK if hatch else ink(color),
-                          backgroundcolor="white" if hatch else "none")
-            left += width
         axes.annotate(f"{total:.3g} {unit}", (total, row), textcoords="offset points",
                       xytext=(5, 0), va="center")
 
@@ -83,6 +74,19 @@ def draw_steps(axes: Axes, steps: dict[str, dict[str, float]], unit: str = "s") 
     axes.set_xlabel(f"time per step ({unit})")
     _name_parts(axes, [part for part in PART_STYLE
                        if any(parts.get(part, 0) > SEEN * longest for parts in steps.values())])
+
+
+def _draw_parts(axes: Axes, row: int, parts: dict[str, float], span: float) -> None:
+    total, left = sum(parts.values()), 0.0
+    for part, (color, hatch, _) in PART_STYLE.items():
+        width = parts.get(part, 0.0)
+        axes.barh(row, width, 0.7, left, color=color, hatch=hatch, linewidth=0.7,
+                  edgecolor=GREY if hatch else "white")
+        if width > WIDE * span:
+            axes.text(left + width / 2, row, f"{width / total:.0%}", ha="center", va="center",
+                      size=10, color=BLACK if hatch else ink(color),
+                      backgroundcolor="white" if hatch else "none")
+        left += width
 
 
 def _name_parts(axes: Axes, parts: list[str]) -> None:

@@ -8,8 +8,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
+import torch
+
 from minitron import cost
+from minitron.config import ModelConfig
+from minitron.cost.sharding import BUCKET_BYTES
 from minitron.measure.ledger import Call, Span
+from minitron.model.transformer import Transformer
+from minitron.parallel.data.ddp import FIRST_BUCKET_BYTES, assign_buckets
 from teaching.figures import Block
 
 
@@ -39,6 +45,18 @@ def compute_in_proportion(sizes: list[int], forward: float, backward: float) -> 
     return Compute(forward, [forward + backward * part / done[-1] for part in reversed(done)])
 
 
+def gradient_sizes(model: ModelConfig, bytes_per_value: int = 2) -> list[int]:
+    """Bytes of each parameter's gradient, in the order of the forward pass, by the config alone."""
+    with torch.device("meta"):
+        return [bytes_per_value * p.numel() for p in Transformer(model).parameters()]
+
+
+def in_buckets(sizes: list[int], bucket_bytes: int = BUCKET_BYTES) -> list[list[int]]:
+    """Indices of the gradients in each of the package's buckets: a small first one, then others."""
+    first = assign_buckets(sizes, min(FIRST_BUCKET_BYTES, bucket_bytes))[0]
+    return [first, *assign_buckets(sizes[: -len(first)], bucket_bytes)]
+
+
 def hidden_share(calls: Iterable[Call], spans: Iterable[Span]) -> float:
     """Return which part of the time in which a rank's messages travel, the rank computes in too.
 
@@ -56,12 +74,8 @@ def hidden_share(calls: Iterable[Call], spans: Iterable[Span]) -> float:
 
 
 def transfers(
-    ready: list[float],
-    sizes: list[int],
-    buckets: list[list[int]],
-    num_ranks: int,
-    latency: float,
-    bandwidth: float,
+    ready: list[float], sizes: list[int], buckets: list[list[int]], num_ranks: int,
+    latency: float, bandwidth: float,
 ) -> list[tuple[float, float]]:
     """Start and end, in seconds, of each bucket's all-reduce by a ring, one after the other.
 
@@ -74,6 +88,11 @@ def transfers(
         free = start + cost.ring_all_reduce_seconds(num_bytes, num_ranks, latency, bandwidth)
         spans.append((start, free))
     return spans
+
+
+def exposed_seconds(compute: Compute, sent: list[tuple[float, float]]) -> float:
+    """How long the last bucket is still on its way when the backward pass has ended."""
+    return max(0.0, sent[-1][1] - compute.backward)
 
 
 def step_lanes(compute: Compute, sent: list[tuple[float, float]]) -> dict[str, list[Block]]:

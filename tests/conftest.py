@@ -53,5 +53,5 @@ def warm_server() -> None:
     """
     launch = sys.modules.get("minitron.launch")
     if launch is not None:
-        needed = sorted(name for name in sys.modules if name.startswith(PRELOADED))
+        needed = ["pytest", *sorted(name for name in sys.modules if name.startswith(PRELOADED))]
         sys.modules["minitron.launch.starting"].context_of(launch.start_method(), tuple(needed))

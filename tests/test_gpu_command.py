@@ -223,10 +223,28 @@ def test_a_thinned_timeline_keeps_its_peak(part):
     assert len(kept["entry"]) == 10 and max(kept["allocated"]) == 1000 and 57 in kept["entry"]
 
 
-def test_the_model_of_the_allocator_decides_as_chapter_2_says(part):
+@pytest.mark.parametrize("after_longer", [False, True])
+def test_the_model_of_the_allocator_decides_as_chapter_2_says(part, after_longer):
     allocator = part("allocator")
-    assert allocator.request_succeeds(allocator.CachingAllocator(allocator.CAPACITY), False)
-    assert not allocator.request_succeeds(allocator.CachingAllocator(allocator.CAPACITY), True)
+    model = allocator.CachingAllocator(allocator.CAPACITY)
+    allocator.keep_every_second(model, after_longer)
+    assert allocator.can_allocate(model, 40 * allocator.MIB) == (not after_longer)
+
+
+def test_free_blocks_of_older_segments_are_occupied_the_largest_first(part, monkeypatch):
+    allocator = part("allocator")
+    blocks = [{"size": size, "state": state} for size, state in (
+        (3000, "inactive"), (7000, "active_allocated"), (5000, "inactive"))]
+    snapshot = [{"segment_type": "large", "blocks": blocks},
+                {"segment_type": "small", "blocks": [{"size": 512, "state": "inactive"}]}]
+    monkeypatch.setattr(allocator.torch.cuda, "memory_snapshot", lambda: snapshot)
+    occupied = allocator.fill_free_blocks(allocator.torch.device("cpu"))
+    assert [tensor.nbytes for tensor in occupied] == [5000, 3000]
+
+
+def test_pictures_of_the_same_segments_are_alike_in_any_order(part):
+    alike = part("allocator").alike
+    assert alike("[###] [...]", "[...] [###]") and not alike("[###] [...]", "[###]")
 
 
 def test_the_allocator_s_segments_are_drawn_as_in_chapter_2(part):
@@ -283,14 +301,17 @@ def test_without_a_record_a_chapter_says_so_and_draws_the_prediction(tmp_path, d
 def test_the_newest_record_of_one_device_counts(out, tmp_path):
     [path] = out.glob("*/mfu.json")
     table = json.loads(path.read_text())
-    for name, date, devices in (("a", "2026-01-02", 1), ("b", "2026-03-04", 1),
-                                ("c", "2026-05-06", 8)):
-        table["conditions"] |= {"date": date, "num_devices": devices}
+    for name, device, date, devices in (
+            ("a", "one", "2026-01-02", 1), ("b", "one", "2026-03-04", 1),
+            ("b2", "two", "2026-03-04", 1), ("b3", "four", "2026-03-04", 1),
+            ("c", "one", "2026-05-06", 8)):
+        table["conditions"] |= {"device": device, "date": date, "num_devices": devices}
         (tmp_path / name).mkdir()
         (tmp_path / name / "mfu.json").write_text(json.dumps(table))
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "mfu.json").write_text("{")
-    assert recorded.newest("mfu", tmp_path).conditions.date == "2026-03-04"
+    newest = recorded.newest("mfu", tmp_path).conditions
+    assert (newest.date, newest.device) == ("2026-03-04", "two")
 
 
 def test_the_allocator_s_two_steps_are_drawn_as_recorded(out, tmp_path):
@@ -299,13 +320,27 @@ def test_the_allocator_s_two_steps_are_drawn_as_recorded(out, tmp_path):
     table["rows"].append({
         "case": "two steps", "entries": [2, 4], "peak_of_step": [15e9, 21e9], "entry": [0, 1, 2, 4],
         "allocated": [1e9, 15e9, 9e9, 21e9], "reserved": [2e9, 16e9, 16e9, 22e9]})
-    table["rows"].append({"case": "fragmentation, after longer sequences", "succeeds": False,
-                          "predicted": False, "picture": "[...###]"})
-    table["rows"].append({"case": "out of memory in the second step", "limit_bytes": 18e9,
-                          "failed_in_step": 2})
+    for succeeds, picture in ((True, "[...] " * 9), (True, "[...] " * 10), (False, "[...###]")):
+        table["rows"].append({"case": "fragmentation, some case", "succeeds": succeeds,
+                              "predicted": succeeds, "picture": picture.strip()})
+    table["rows"].append({
+        "case": "out of memory in the second step", "limit_bytes": 18e9, "failed_in_step": 2,
+        "reserved_of_step": [16e9, 22e9], "allocated_of_step": [15e9, 21e9]})
     (tmp_path / "gpu").mkdir()
     (tmp_path / "gpu" / "memory.json").write_text(json.dumps(table))
     shown = recorded.two_steps(tmp_path)
     assert "Recorded peaks: 15 GB in step 1, 21 GB in step 2." in shown.alt.replace(".0 GB", " GB")
-    assert "With the segments [...###] a request for 40 MiB fails." in shown.sentence
-    assert "the same training runs out of it in step 2." in shown.sentence
+    said = shown.sentence.replace(".0 GB", " GB")
+    assert "a request for 40 MiB succeeds: the device had room for one more segment." in said
+    assert "a request for 40 MiB succeeds: free segments were returned to the device." in said
+    assert "With the segments [...###] a request for 40 MiB fails." in said
+    assert "Step 1 reserves 16 GB, and step 2 allocates 21 GB at its peak: with at most 18 GB of " \
+        "memory, the same training runs out of it in step 2." in said
+
+
+def test_phases_of_a_recorded_step_are_read_off_its_highest_and_lowest_bytes():
+    row = {"entries": [4, 8], "entry": [0, 1, 2, 3, 4, 5, 6, 7, 8],
+           "allocated": [1, 3, 9, 2, 4, 5, 12, 4, 6]}
+    assert recorded.phases_of(row) == [
+        ("forward", 0, 2), ("backward", 2, 3), ("optimizer", 3, 4),
+        ("forward", 4, 6), ("backward", 6, 7), ("optimizer", 7, 8)]

@@ -52,10 +52,15 @@ def in_turn(request: pytest.FixtureRequest, cases: Iterable) -> dict:
     a gradient is seen by half of the cases.
     """
     cases = list(cases)
-    if any(item.path == request.path and item.get_closest_marker("exhaustive")
-           for item in request.session.items):
+    if runs_all(request):
         return dict.fromkeys(cases)
     return {case: (("SGD", "AdamW")[number % 2],) for number, case in enumerate(cases)}
+
+
+def runs_all(request: pytest.FixtureRequest) -> bool:
+    """Return whether exhaustive tests of this module will run too."""
+    return any(item.path == request.path and item.get_closest_marker("exhaustive")
+               for item in request.session.items)
 
 
 def collected(request: pytest.FixtureRequest, name: str) -> list:

@@ -13,10 +13,9 @@
 # %% [markdown]
 # # 2. Memory: what a training step holds, and when
 #
-# **50 minutes. No GPU. [Exercises 2.1](exercise:2.1) to 2.4.**
+# **50 minutes. No GPU. [Exercises 2.1](exercise:2.1) to 2.4, 80 minutes more.**
 #
-# *You need:* the three phases of a step from [chapter 1](chapter:1) (forward, backward, optimizer),
-# and the memory of a run that once ended with "CUDA out of memory".
+# *You need:* the three phases of a step from [chapter 1](chapter:1) (forward, backward, optimizer).
 #
 # *You will be able to:*
 # - **account** for every byte of a training step: which tensor, in which category, from when to
@@ -57,10 +56,13 @@ MB, GB, H100 = 1e6, 1e9, DEVICES["H100-SXM-80GB"]
 #
 # Chapter 1 ended with Llama 3 8B and the years it would take to train on one H100. Before time
 # becomes the problem, memory does. In bfloat16 the weights fill a fifth of the GPU's memory, and
-# generating text works without trouble. Then you call `optimizer.step()`.
+# generating text works without trouble. Then you train it.
 #
 # The figure compares the two. Colors are kinds of bytes; dashed bars are computed rather than
 # measured; the gray band is memory that the GPU does not have.
+#
+# **Predict.** Before the first token, training stores weights, gradients and the optimizer's state.
+# By what factor does bfloat16 shrink their sum, compared with float32? Section 2 answers.
 
 # %% tags=["figure-question"]
 llama_8b = ModelConfig(
@@ -86,26 +88,24 @@ print(f"an H100 has          {H100.memory_bytes / GB:6.1f} GB = {H100.memory_byt
 
 # %% [markdown]
 # The lower bar ends deep in the gray band, eight times as long as the upper one, and we have not
-# read a single token: activations come on top. (The label on an "80 GB" H100 counts GiB, units of
-# 2^30 bytes, so it has more than 80 billion bytes. The driver and the CUDA context use some of
-# them.)
+# read a single token: activations come on top. (The label on an "80 GB" H100 counts, roughly, GiB,
+# units of 2^30 bytes, so it has more than 80 billion bytes.)
 #
-# Where does every byte go? Sections 2 and 3 count what is stored, first on paper and then over
-# time, with an instrument. Section 4 derives why activations are stored at all, and section 5 looks
-# for bytes that should be gone. Sections 6 and 7 check the instrument and move to real GPUs, whose
-# allocator adds bytes of its own. We work on a model that fits on your laptop; the same rules hold
-# for the large one.
+# Where does every byte go? Sections 2 and 3 count what is stored, on paper and over time. Section 4
+# derives why activations are stored, and section 5 looks for bytes that should be gone. Sections 6
+# and 7 check the instrument and move to real GPUs.
 
 # %% [markdown]
 # ## 2. Estimate
 #
-# For each parameter, training stores up to four things: the weight that the forward pass uses, its
-# gradient, Adam's two *moments* (moving averages of the gradient and of its square), and, if the
-# weight is in 16 bits, a 32-bit [*master* copy](word:master-weights), which the optimizer updates.
-# Together they are the [**training state**](word:training-state). In the figures,
+# For each parameter, training stores up to four things: the weight that the forward pass uses; its
+# gradient, which has the weight's dtype unless we say otherwise; Adam's two *moments* (moving
+# averages of the gradient and of its square), which stay in float32; and, if the weight is in 16
+# bits, a float32 [*master* copy](word:master-weights), which the optimizer updates. Together they
+# are the [**training state**](word:training-state). In the figures,
 # [*optimizer state*](word:optimizer-state) is the moments plus the master copy.
 #
-# Why a copy? Watch a weight of 1.0 receive an update of 0.001:
+# Why a master copy? Watch a weight of 1.0 receive an update of 0.001:
 
 # %% tags=["nbval-check-output"]
 weight = torch.tensor(1.0, dtype=torch.bfloat16)
@@ -116,14 +116,14 @@ print(f"1.0 + 0.001 in bfloat16 is {(weight + 0.001).item()}; the next number ab
 # An upward update of less than half that gap is lost in bfloat16, however often it is repeated. In
 # a float32 copy, such updates add up (Micikevicius et al. 2018, section 3.1).
 #
-# **Predict.** You switch training from float32 to bfloat16, which takes half the bytes per value.
-# By how much does the training state shrink?
+# So by what factor does bfloat16 shrink the training state?
 #
 # <details><summary>Answer</summary>
 #
-# Not at all. Weight and gradient go from 8 bytes per parameter to 4, and the master copy adds 4
-# back. What bfloat16 does save is activation memory and time in matmuls. If you accumulate
-# gradients in 32 bits, as long accumulations should, the sum is even larger than in plain float32.
+# Not at all: 16 bytes per parameter before and after. In float32, the weight and the gradient take
+# 4 bytes each, and the moments take 8. In bfloat16, the weight and the gradient take 2 bytes each,
+# but the 4 bytes saved go to the master copy. What bfloat16 does save is activation memory and time
+# in matmuls.
 #
 # </details>
 
@@ -135,16 +135,16 @@ for name, recipe in cost.RECIPES.items():
           f"{recipe.optimizer_state:7} {recipe.total:5} {gigabytes:6.0f} GB")
 
 # %% [markdown]
-# Each row is a *recipe*: a dtype for each of the four, or two for the gradient. The second recipe
-# gives the count in the [ZeRO paper](https://arxiv.org/abs/1910.02054) (Rajbhandari et al. 2020,
-# section 3.1): 16 bytes per parameter. The last stores the gradient twice: in bfloat16, as the
+# Each row is a *recipe*: the bytes of each of the four parts. The second recipe gives the count in
+# the [ZeRO paper](https://arxiv.org/abs/1910.02054) (Rajbhandari et al. 2020, section 3.1): 16
+# bytes per parameter. The last recipe holds the gradient in two dtypes: in bfloat16, as the
 # backward pass computes it, and in float32, into which it is accumulated. None of this depends on
 # the batch.
 #
-# The activations do. To compute gradients, the backward pass needs some of the values that the
-# forward pass has computed; section 4 derives which. These [**activations**](word:activation) are
-# stored from the moment they are computed until the backward pass has used them. `minitron.cost`
-# counts them operator by operator. For one sequence:
+# Activations do depend on it. To compute gradients, the backward pass needs some of the values that
+# the forward pass has computed; section 4 derives which. These [**activations**](word:activation)
+# are stored from the moment they are computed until the backward pass has used them.
+# `minitron.cost` counts them operator by operator. For one sequence:
 
 # %% tags=["output-activations", "nbval-check-output"]
 for attention in ("fused", "materialized"):
@@ -153,12 +153,11 @@ for attention in ("fused", "materialized"):
           f"{held / GB:6.0f} GB")
 
 # %% [markdown]
-# [*Materialized* attention](word:materialized-attention) writes the matrix of attention scores,
-# S x S for a sequence of S tokens, to memory, as the textbook formula suggests. A
-# [*fused* kernel](word:fused-attention) such as
-# [FlashAttention](https://arxiv.org/abs/2205.14135) computes it tile by tile and never stores it
-# (Dao et al. 2022). From here on attention is fused unless we say otherwise; section 4 comes back
-# to the difference.
+# [*Materialized* attention](word:materialized-attention) writes the attention weights, the softmax
+# of the scores, to memory: for a sequence of S tokens, one S x S matrix per head and layer. A
+# [*fused* kernel](word:fused-attention) such as [FlashAttention](https://arxiv.org/abs/2205.14135)
+# computes them tile by tile instead (Dao et al. 2022). From here on attention is fused unless we
+# say otherwise.
 #
 # ## 3. Picture: two steps, byte by byte
 #
@@ -209,11 +208,11 @@ show(skyline(meter.timeline, meter.peak), alt=(
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The peak is where forward turns into backward: every activation has been stored and none has been
-# freed yet. From there on, each layer's activations are freed as its gradients are computed. The
-# optimizer's state does not exist before the first `optimizer.step()`: Adam allocates its moments
-# when it first sees a gradient. The second step carries them from start to finish; the first does
-# not.
+# The peak is where forward turns into backward: all activations are stored, and the backward pass
+# is about to free the first of them. From there on, each layer's activations are freed as its
+# gradients are computed. The optimizer's state does not exist before the first `optimizer.step()`:
+# Adam allocates its moments when it first sees a gradient. The second step holds them from start to
+# finish, so its peak is higher.
 #
 # </details>
 #
@@ -236,7 +235,8 @@ for name, peak in (("first", first), ("second", second)):
 # %% [markdown]
 # Never conclude from one step that a model fits. Each kind of bytes has a lifetime of its own. To
 # see these lifetimes, we run the same two steps by hand and read the meter after each part. The
-# next figure has a row for each reading and a column for each kind; an empty box holds nothing.
+# next figure has a row for each reading and a column for each kind; an empty box holds nothing. The
+# gray column is the sum over all kinds.
 
 # %%
 def loss_of(model, batch):
@@ -261,9 +261,9 @@ model, optimizer = build(config)
 with Meter(model, optimizer) as meter:
     for step, batch in enumerate(batches, start=1):
         step_by_hand(model, optimizer, batch, lambda part, step=step: held.update(
-            {f"after {part} {step}": meter.now()}))
+            {f"after {part} {step}": meter.now() | {"total": sum(meter.now().values())}}))
 
-kinds = ("parameter", "gradient", "optimizer state", "activation")
+kinds = ("parameter", "gradient", "optimizer state", "activation", "total")
 most = {kind: max(row[kind] for row in held.values()) for kind in kinds}
 rows = {name: {kind: Held(row[kind], row[kind] / most[kind]) for kind in kinds}
         for name, row in held.items()}
@@ -274,12 +274,22 @@ show(holdings(rows), alt=(
 
 # %% [markdown]
 # Read it by column. Parameters are always in memory. Gradients live from the backward pass to
-# `zero_grad`, optimizer state from the first update on, and activations only between forward and
-# backward. The fullest row is the one after the second forward pass: parameters, optimizer state
-# and activations, but no gradients.
+# `zero_grad`, which frees them instead of filling them with zeros (since PyTorch 2.0 it sets
+# `.grad` to None). Optimizer state lives from the first update on, and activations only between
+# forward and backward.
+#
+# The largest total is in the row after the second forward pass: parameters, optimizer state and
+# activations, but no gradients, because they were cleared before the forward pass began. A loop
+# that calls `zero_grad` after the forward pass holds the previous step's gradients there as well.
+#
+# The skyline's peak is higher, because it comes slightly later. The loss takes the log-softmax of
+# the logits. When log-softmax runs backward, it reads the gradient of its output and writes that of
+# its input: two float32 tensors of the logits' shape, 2 x 4 bytes x 8 sequences x 128 tokens x 256
+# words of the vocabulary. The meter counts them as temporary.
 #
 # **Predict.** Now accumulate gradients over several [micro-batches](word:micro-batch), as in
-# [chapter 1](chapter:1). What does the peak hold then?
+# [chapter 1](chapter:1). By how many MB does the peak grow from one micro-batch to two, and from
+# two to four?
 
 # %% tags=["output-accumulation"]
 def peak_of_step(config, batches):
@@ -299,18 +309,19 @@ for count in (1, 2, 4):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The second micro-batch's forward pass runs while the first one's gradients are in memory, so
-# parameters, gradients, optimizer state and activations are all in memory at once. Further
-# micro-batches add nothing, because each backward pass frees its own activations. So plan with
-# **the training state, the activations of one micro-batch, and the temporaries where its backward
-# pass begins**: two float32 tensors of the logits' shape, the gradient that enters the softmax's
-# backward pass and the one that leaves it. The rule assumes a fused optimizer, as here; AdamW
-# without fusion also needs temporaries during the update.
+# From one to two by the gradients, from two to four not at all. The second micro-batch's forward
+# pass runs while the first one's gradients are in memory, so parameters, gradients, optimizer state
+# and activations are all in memory at once. Further micro-batches add nothing, because each
+# backward pass frees its own activations.
 #
 # </details>
 #
-# With a single micro-batch, as we saw, the peak is lower by the gradients. What if there are hardly
-# any activations?
+# So plan with three parts: **the training state, the activations of one micro-batch, and the
+# temporaries where its backward pass begins**. (The rule assumes a fused optimizer, as here; AdamW
+# without fusion also needs temporaries during the update.)
+#
+# With a single micro-batch, the peak is lower by the gradients. What if there are hardly any
+# activations?
 
 # %% tags=["output-short"]
 peak = peak_of_step(config, [random_batch(1, 8)])
@@ -319,14 +330,15 @@ print(f"one sequence of 8 tokens: peak {peak.total / MB:.1f} MB in {peak.phase},
 
 # %% [markdown]
 # Then the peak moves to the end of the backward pass or into the optimizer, where gradients and
-# optimizer state are in memory together.
+# optimizer state are in memory together: the whole training state, and little else.
 #
 # ## 4. By hand: what does the backward pass need?
 #
 # In the skyline, activations are by far the largest kind, and section 2 took their size from a
 # formula. Where does it come from? Autograd can tell us what the backward pass needs: it passes
 # each tensor that an operator saves to a hook, which we set. Take one feed-forward layer: a
-# projection up to width F, GELU, and a projection down to width D.
+# projection up to width F (`F_width` in the code, where `F` is `torch.nn.functional`), GELU, and a
+# projection down to width D.
 #
 # **Predict.** Which tensors are saved, and how large is each, for an input of shape (B, S, D)?
 #
@@ -391,10 +403,17 @@ print(f"cost  {ours:13,} bytes per layer, {ours / paper - 1:+.1%}")
 # %% [markdown]
 # The paper leaves out two small terms: the norms' statistics and the causal mask.
 #
+# Llama 3 8B's 48.4 GB in section 2 are such a sum. Per token, a block saves two norms' inputs and
+# outputs, 4 D values; query and attention's output, 2 D; key and value, with a quarter of the
+# heads, D/2; and gate, SiLU, up and their product, 4 F = 14 D. With D = 4,096 and 4 bytes per
+# log-probability, 8,192 tokens x (32 layers x 2 bytes x (4 D + 2 D + D/2 + 14 D) + 4 x 128,256
+# bytes) is all but the final norm, the head's input and statistics.
+#
 # ### What grows, and how fast?
 #
 # **Predict.** With fused attention, double one thing at a time: the batch, the sequence length, the
-# width, the depth. By what factor do the activations grow? And the training state?
+# width (with the feed-forward's, but as many heads), the depth. By what factor do the activations
+# grow? And the training state?
 
 # %%
 def activations(config, batch_size, sequence_length, attention=fused_attention):
@@ -426,44 +445,46 @@ for name, model_config, batch_size, length in (
 # <details><summary>Answer</summary>
 #
 # Activations are linear in all four. Factors slightly below 2 come from tensors that do not depend
-# on width or depth, such as the loss over the vocabulary. The state does not depend on the tokens
-# at all, and it grows with the square of the width. So a wide model trained on a short batch is
-# mostly state, and a small model trained on long sequences is mostly activations. The two cases
-# need different remedies.
+# on width or depth, such as the log-probabilities over the vocabulary. The state does not depend on
+# the tokens at all, and most of it grows with the square of the width. So a wide model trained on a
+# short batch is mostly state, and a small model trained on long sequences is mostly activations.
 #
 # </details>
 #
 # Doubling the sequence length also doubled the number of tokens. Which of the two do activations
-# depend on? Keep the number of tokens fixed, and make the sequences longer and correspondingly
-# fewer. In the figure, dots are measured and dashed lines are the formula.
+# depend on? Keep the number of tokens fixed at 2,048, and make the sequences longer and
+# correspondingly fewer. In the figure, dots are measured and dashed lines are the formula. The line
+# below it prints how much more materialized attention stores: in essence, the attention weights.
 #
-# **Predict.** As the sequences get longer, whose activations grow: fused attention's, materialized
-# attention's, or both?
+# **Predict.** From 64 sequences of 32 tokens to 4 sequences of 512, by what factor do the stored
+# attention weights grow: 1, 16 or 256?
 
 # %% tags=["figure-sequence", "exhaustive"]
 lengths = [32, 64, 128, 256, 512]
 measured, predicted = {}, {}
 for name, function in (("fused", fused_attention), ("materialized", materialized_attention)):
-    batches = [2048 // length for length in lengths]
-    measured[name] = [activations(config, b, s, function) / MB
-                      for b, s in zip(batches, lengths, strict=True)]
+    sizes = [(2048 // length, length) for length in lengths]
+    measured[name] = [activations(config, *size, function) / MB for size in sizes]
     predicted[f"{name}, formula"] = [
-        cost.activation_bytes(config, b, s, 4, attention=name) / MB
-        for b, s in zip(batches, lengths, strict=True)
-    ]
+        cost.activation_bytes(config, *size, 4, attention=name) / MB for size in sizes]
 show(curves(lengths, measured, "sequence length, at 2,048 tokens in total", "activations (MB)",
             predicted), alt=(
     "With a fixed number of tokens, the fused kernel's activations do not grow with the sequence "
     "length; materialized attention's do."
 ))
+gaps = [more - less for less, more in zip(measured["fused"], measured["materialized"], strict=True)]
+print("materialized minus fused:", " ".join(f"{gap:.1f}" for gap in gaps), "MB")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Only materialized attention's, because it stores an S x S matrix for each head: the upper dots
-# climb in a straight line. The fused kernel stores its inputs, its output, and one number per row
-# of scores, so its dots lie on a level line: with it, activations depend on the number of tokens,
-# but not on how they are divided into sequences.
+# By 16. Each head stores an S x S matrix per sequence, and N tokens make N/S sequences, so a head
+# stores N/S x S x S = N S values: at a fixed number of tokens they are proportional to the sequence
+# length, and the upper dots climb in a straight line. The fused kernel stores its inputs, its
+# output, and one number per row of scores, so its dots lie on a level line: how tokens are divided
+# into sequences does not matter. (The printed gap grows slightly more than 16 times, mainly because
+# these numbers, as many at every length, are subtracted; one S x S causal mask per layer adds a
+# little.)
 #
 # </details>
 #
@@ -473,15 +494,15 @@ show(curves(lengths, measured, "sequence length, at 2,048 tokens in total", "act
 # that has trained for hours runs out of memory. Here are two loops. The first stores the loss of
 # every training step, to plot it later; [PyTorch's
 # FAQ](https://docs.pytorch.org/docs/stable/notes/faq.html) warns against code of this kind. The
-# second averages the loss over the validation data. A loss refers to its *graph*: autograd's record
+# second adds up the loss over the validation data. A loss refers to its *graph*: autograd's record
 # of the operators that produced it, with the tensors they saved.
 
 # %%
 def train_and_keep(model, optimizer, batches):
     losses = []
     for batch in batches:
-        loss = loss_of(model, batch)
         optimizer.zero_grad()
+        loss = loss_of(model, batch)
         loss.backward()
         optimizer.step()
         losses.append(loss)
@@ -534,8 +555,8 @@ report("validation loop", summed)
 #
 # </details>
 #
-# The first loop is the one people usually suspect. The meter's snapshot points at the second: it
-# lists every tensor alive at the peak, with the module that created it.
+# The meter's snapshot points at the second loop: it lists every tensor alive at the peak, with the
+# module that created it.
 
 # %% tags=["output-leak", "nbval-check-output"]
 largest = leak.peak.tensors[0].bytes
@@ -556,14 +577,15 @@ report("with no_grad", repaired)
 
 # %% [markdown]
 # **Predict.** A running average, `average = 0.9 * average + 0.1 * loss`, is connected to the graphs
-# of all losses so far. Does it leak? And if `backward()` is called with `retain_graph` set?
+# of all losses so far. How many bytes does it add per step? And how many if `backward()` is called
+# with `retain_graph` set?
 
 # %% tags=["output-average", "nbval-check-output", "exhaustive"]
 def train_and_average(model, optimizer, batches, retain_graph):
     average = 0.0
     for batch in batches:
-        loss = loss_of(model, batch)
         optimizer.zero_grad()
+        loss = loss_of(model, batch)
         loss.backward(retain_graph=retain_graph)
         optimizer.step()
         average = 0.9 * average + 0.1 * loss
@@ -577,19 +599,19 @@ for name, retain_graph in (("graph released", False), ("graph retained", True)):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# After a plain `backward()` the graphs hold no tensors any more, and the average keeps only their
-# nodes. With `retain_graph` it keeps every step's activations, as the validation loop did. (The
-# first training loop, too, is harmless only because `backward()` releases what the graph has
-# saved.) `loss.detach()` has no graph to keep, so an average or a list of detached losses is safe
+# None, and as many as the validation loop. After a plain `backward()` the graphs hold no tensors
+# any more, and the average keeps only their nodes. But it keeps the nodes of every step, in host
+# memory, so a very long run does leak slowly. With `retain_graph` it keeps every step's activations
+# as well. `loss.detach()` has no graph to keep, so an average or a list of detached losses is safe
 # in either case.
 #
 # </details>
 #
 # The loop in [exercise 2.4](exercise:2.4) has several of these bugs.
 #
-# ## 6. The real one
+# ## 6. The real one: can the meter be trusted?
 #
-# Everything so far rests on the meter's readings. How does the
+# Sections 3 and 5 and the second half of section 4 rest on the meter's readings. How does the
 # [`Meter`](code:minitron.measure.meter.Meter) count? PyTorch calls its `__torch_dispatch__` for
 # every operator: in the forward pass, in the backward pass and in the optimizer.
 
@@ -600,13 +622,14 @@ show_source(Meter.__torch_dispatch__, Meter._pack)
 # Three things to notice. An output whose storage was among the inputs is a view or an in-place
 # result, and takes no new memory. A new storage is *tracked* through a weak reference, so the meter
 # learns when it is freed without keeping it alive. And `_pack` is the hook from section 4: whatever
-# autograd saves is reclassified from temporary to activation.
+# autograd saves is reclassified from temporary to activation. (You can skip the lines about
+# recomputation and resized storages: they serve chapters 3 and 6.)
 #
 # Is it right? Three counts of the same step, on the model of 12 layers: the meter, the formula, and
 # PyTorch's own memory tracker. The tracker watches operators as the meter does, so it is a second
 # implementation of the same method; the formula is an independent one. For the peak, the formula
 # adds the weights, Adam's moments, the activations, and section 3's two float32 tensors of the
-# logits' shape.
+# logits' shape; with one micro-batch there are no gradients yet.
 
 # %%
 def predict_peak(config, batch_size, sequence_length):
@@ -646,9 +669,9 @@ for name, count in (("formula", formula), ("PyTorch's tracker", tracker)):
     assert gap < 0.02
 
 # %% [markdown]
-# ## 7. Measure
+# ## 7. Measure: by category, at scale, on a GPU
 #
-# The totals agree, but errors of two kinds could cancel. So here is the same comparison by
+# The totals agree, but errors in two categories could cancel. So here is the same comparison by
 # category. The dashed bar uses only the model's shape and the batch.
 
 # %% tags=["figure-agreement"]
@@ -659,29 +682,40 @@ show(memory_bars({"measured": metered.bytes}, {"predicted": predicted}), alt=(
 ))
 
 # %% [markdown]
-# Every part of the dashed bar is as wide as the measured part below it. Most of the step's memory
-# is activations, and gradients are missing from both bars: at the peak of a step with one
-# micro-batch, none exists yet.
+# Every part of the dashed bar is as wide as the measured part below it.
 #
 # ### The calculator
 #
 # The calculator applies the planning rule of section 3 to models far too large for your laptop. The
-# figure shows a model with the proportions of Llama 3. In a live notebook you can change it with
-# sliders.
+# figure shows Llama 3 8B with one sequence of 8,192 tokens. In a live notebook you can change it
+# with sliders, which keep the proportions of Llama 3.
 #
-# **Predict.** Starting from the default, which reduces the total more: half the layers, or half the
-# width?
+# **Predict.** Section 2 counted 128 GB of state and 48 GB of activations; the temporaries, 2 x 4
+# bytes x 8,192 tokens x 128,256 words, add 8 GB. Estimate both totals: half the layers, and half
+# the width. (The embedding and the output head have 4,096 x 128,256 parameters each.)
 
 # %% tags=["figure-calculator"]
 memory_calculator()
 
+# %% tags=["output-halves", "nbval-check-output"]
+print("GB                  state  activations  temporaries  total")
+for name, layers, width in (
+    ("Llama 3 8B", 32, 4096), ("half the layers", 16, 4096), ("half the width", 32, 2048)
+):
+    shape = dataclasses.replace(llama_8b, num_layers=layers, width=width, num_heads=width // 128,
+                                ffn_width=7 * width // 2)
+    parts = (cost.model_state_bytes(shape, cost.RECIPES["bf16"]),
+             cost.activation_bytes(shape, 1, 8192), 2 * 4 * 8192 * shape.vocab_size)
+    state, saved, temporary, total = (size / GB for size in (*parts, sum(parts)))
+    print(f"{name:16} {state:8.1f} {saved:12.1f} {temporary:12.1f} {total:6.1f}")
+
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Half the width, because it halves both dimensions of almost every matrix in a block (the key and
-# value projections keep their eight heads). With half the layers, half the blocks remain, but the
-# embedding and the output head stay as they are, and with a vocabulary of 128,256 they are not
-# small.
+# 107 and 73 GB. Both nearly halve the activations, and neither changes the temporaries, so the
+# state makes the difference. Half the width halves both dimensions of five of the seven matrices of
+# a block. (Key and value projections keep eight heads of 128, so their output stays 1,024 wide and
+# only their input halves.) Half the layers leave the embedding and the output head as they are.
 #
 # </details>
 #
@@ -701,7 +735,7 @@ memory_calculator()
 show_source(CachingAllocator.allocate, CachingAllocator.release_free_segments)
 
 # %% [markdown]
-# Take a device with 320 MiB. A model allocates ten tensors of 30 MiB and frees every second one.
+# Take a device with 320 MiB. A program allocates ten tensors of 30 MiB and frees every second one.
 # Half of what it reserved is then free, 150 MiB. Then it asks for 40 MiB. We try it twice. The only
 # difference is what ran before: in the second case, a batch of longer sequences had allocated, and
 # freed, five tensors of 60 MiB.
@@ -758,8 +792,7 @@ request(allocator, 40 * MIB)
 # every block, call `torch.cuda.memory._record_memory_history()` before the step and
 # `torch.cuda.memory._dump_snapshot(path)` after it, and open the file at pytorch.org/memory_viz.
 # What `nvidia-smi` shows beyond *reserved* is the CUDA context, memory that libraries such as NCCL
-# take from the driver themselves, and other processes. (PyTorch allocates cuBLAS's workspaces
-# itself, so they count as *allocated*.)
+# take from the driver themselves, and other processes.
 
 # %% [markdown]
 # ### On real GPUs
@@ -795,10 +828,11 @@ for name, shape in models.items():
 #
 # </details>
 #
-# Does a GPU's allocator count the same bytes? The cell shows what `make gpu` recorded last, on the
-# GPU that it names, beside the prediction; without a record, it shows the prediction alone. The
-# model is a 1.3B Llama with half of its layers, in bf16, from its first step to the end of its
-# second. The x axis counts the allocator's calls, so a phase that allocates often is wide.
+# Does a GPU's allocator count the same bytes? The cell shows what `benchmarks/gpu.py` recorded
+# last, on the GPU that it names, beside the prediction. The model is a 1.3B Llama with half of its
+# layers, in bf16, over its first two steps. The x axis counts the entries of the allocator's trace,
+# so a phase that allocates often is wide. The trace has no phases, so the strip is a guess: forward
+# ends at the step's maximum, backward at the minimum after it.
 
 # %%
 shown = recorded.two_steps()
@@ -807,31 +841,45 @@ show(shown.figure, alt=shown.alt)
 
 # %% [markdown]
 # These are section 3's two steps, as CUDA's allocator counts them. `allocated` climbs while the
-# forward pass saves activations, peaks at the start of the backward pass, and falls. At the end of
-# step 1 the optimizer allocates its moments, so the peak of step 2 is higher by their size.
-# `reserved` does not fall, because the allocator keeps the segments it has taken. If the limit lies
-# between the two peaks, the run completes step 1 and fails in step 2. And the two requests of the
-# previous section ended on the GPU as they did in our model of the allocator.
+# forward pass saves activations, and falls during the backward pass. The spike between them is
+# three float32 tensors of the logits' shape: the log-probabilities and the planning rule's two
+# temporaries. At the end of step 1 the optimizer allocates its moments, so the peak of step 2 is
+# higher by their size. Step 2 first frees step 1's float32 gradients in `zero_grad`, 4 bytes per
+# parameter, so there `allocated` falls before it climbs. `reserved` does not fall, because the
+# allocator keeps the segments it has taken.
+#
+# `allocated` also climbs at the start of the stretch marked optimizer, before Adam itself runs.
+# Adam updates float32 master weights, so the step first converts the gradients from bfloat16 to
+# float32, which takes 2 bytes more per parameter. So 18 bytes per parameter are allocated after the
+# update, as in section 2's third recipe, although the backward pass kept to the second.
+#
+# A limit bounds what is *reserved*. If it lies between what step 1 reserves and what step 2
+# allocates at its peak, the run completes step 1 and fails in step 2, as the last line of the
+# output says. (Its numbers include cuBLAS's workspaces, which the peaks above leave out.) Of the
+# allocator section's two requests, the second fails on the GPU, as in our model. If the first
+# succeeded because there was room for another segment, as in the record that comes with the course,
+# half of our model remains unconfirmed on hardware: only a success after segments were returned
+# confirms it.
 #
 # Of the models in the table above, only the smallest fits on one GPU with its activations. The
-# course covers three remedies in turn. Activations can be recomputed instead of stored: that is
-# [chapter 3](chapter:3). When several GPUs train on different data, each with the same training
-# state, the state can be sharded instead of replicated: that is [chapter 6](chapter:6). And the
-# matrices themselves can be split over GPUs: that is [chapter 7](chapter:7).
+# course covers three remedies: recompute activations instead of storing them ([chapter
+# 3](chapter:3)), shard the training state that GPUs with different data would replicate ([chapter
+# 6](chapter:6)), and split the matrices themselves over GPUs ([chapter 7](chapter:7)).
 
 # %% [markdown]
 # ## 8. Recap
 #
 # 1. Training with Adam stores 16 bytes per parameter, both in float32 and in bfloat16 with a
-#    float32 master copy; 32-bit gradients beside bfloat16 weights add to that.
+#    float32 master copy; float32 gradients beside bfloat16 weights add to that, even if they exist
+#    only during the update.
 # 2. Unless activations are few, the peak is where forward turns into backward. Plan with the
 #    training state, the activations of one micro-batch and two float32 tensors of the logits'
 #    shape, and do not trust the first step, which runs before Adam's moments exist.
-# 3. What an operator must save or recompute follows from its derivative, so activations can be
-#    counted on paper. Formula, meter and PyTorch's tracker agree within 2 %.
+# 3. What an operator's derivative needs must be saved or recomputed, so activations can be counted
+#    on paper. Formula, meter and PyTorch's tracker find the same peak.
 # 4. With fused attention, activations are proportional to the number of tokens; with materialized
-#    attention they also grow with the square of the sequence length. The training state does not
-#    depend on the batch at all.
+#    attention, a second term grows with the square of the length of each sequence. The training
+#    state does not depend on the batch at all.
 # 5. A loss on which nobody calls `backward()` keeps all of its graph's activations alive. On a GPU,
 #    live tensors can split free memory into pieces too small for the next request.
 #

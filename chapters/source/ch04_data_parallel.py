@@ -60,7 +60,7 @@ from teaching.check import check
 from teaching.claims import claim
 from teaching.figures import Held, curves, holdings, ranges, rank_lanes, show, timeline
 from teaching.lab import ch04 as lab, loss_of, recorded, show_source, show_text, verdict
-from teaching.overlap import hidden_share, step_lanes, transfers
+from teaching.overlap import exposed_seconds, gradient_sizes, in_buckets, step_lanes, transfers
 from teaching.widgets import bucket_explorer
 
 torch.set_num_threads(1)
@@ -83,10 +83,9 @@ print(f"in chapter 1, at an MFU of 40%: {flops / (0.4 * peak) / 3600 / 24 / 365:
 print(f"the MFU of 1.3 million hours: {flops / peak / 3600 / hours:.0%}")
 
 # %% [markdown]
-# Chapter 1 estimated about half as many years for the same model, because it assumed an
-# [MFU](word:mfu) that a good training loop reaches. GPU hours also count waiting for the network,
-# restarts and evaluation, and measured by them the MFU is only 19 %. The model card does not say
-# where the rest went. This chapter looks at one candidate, the network.
+# Chapter 1 estimated about half as many years, because it assumed an [MFU](word:mfu) that a good
+# training loop reaches. GPU hours also count waiting for the network, restarts and evaluation;
+# measured by them, the MFU is only 19 %. This chapter looks at one of these losses, the network.
 #
 # The work is easy to split: a step's batch has millions of tokens, and each GPU can take some of
 # its sequences. The *result* is not: at the end of the step, every GPU must have the same model.
@@ -96,10 +95,10 @@ print(f"the MFU of 1.3 million hours: {flops / peak / 3600 / hours:.0%}")
 # What must the GPUs exchange so that every one of them ends the step with the same model? In
 # **data parallelism**, one process drives each GPU. The process is called a
 # **[rank](word:rank)**; it holds the full model and reads its own part of the global batch. Its
-# backward pass computes the gradient of that part. The gradient of the global batch is the mean
-# of the ranks' gradients, so they need one operation, in which every rank contributes a tensor
-# and every rank receives the sum; divided by N, it is the mean. It is called
-# **[all-reduce](word:all-reduce)**, and with the best algorithms each rank sends
+# backward pass computes the gradient of that part. If all parts are equal, the gradient of the
+# global batch is the mean of the ranks' gradients. To compute it, they need one operation, the
+# **[all-reduce](word:all-reduce)**: every rank contributes a tensor, and every rank receives the
+# sum. Divided by N, the sum is the mean. With the best algorithms each rank sends
 #
 # $$2\,\frac{N-1}{N}\,G \text{ bytes, for gradients of } G \text{ bytes on } N \text{ ranks}$$
 #
@@ -107,7 +106,7 @@ print(f"the MFU of 1.3 million hours: {flops / peak / 3600 / hours:.0%}")
 #
 # **Predict.** Suppose that Llama 3 8B sends its gradients in bfloat16. (Meta sent them in float32:
 # [Llama 3](https://arxiv.org/abs/2407.21783), section 3.3.2.) Each H100 processes 8,192 tokens per
-# step at 40 % of the 989 TFLOP/s of NVIDIA's datasheet (2023), and sends everything through its own
+# step at 40 % of the 989 TFLOP/s of NVIDIA's datasheet (2023), and sends everything through one
 # 400 Gb/s network card (50 GB/s). Which takes longer, the backward pass or the all-reduce? And what
 # changes with 2,048 ranks instead of 8?
 #
@@ -168,10 +167,10 @@ show(holdings({f"rank {rank}": row for rank in range(4)}), alt=(
 #
 # $$\text{GBS} = \text{MBS} \times \text{GA} \times N \text{ for } N \text{ ranks}$$
 #
-# What the step computes must depend on GBS alone, not on how the batch is divided. A rank therefore
-# does not own a part of the data set. All samples have one shuffled order, each step reads the next
-# GBS positions in it, and each of N ranks takes every N-th position. The next cells write a tiny
-# data set and print which samples a step of eight reads:
+# What a step computes must not depend on how its batch is divided. A rank therefore does not own a
+# part of the data set. All samples have one shuffled order, each step reads the next GBS positions
+# in it, and each of N ranks takes every N-th of them. The next cells write a tiny data set and
+# print which samples a step of eight reads:
 
 # %%
 workspace = tempfile.TemporaryDirectory()
@@ -189,10 +188,10 @@ for N in (2, 3, 4):
 
 # %% [markdown]
 # However many ranks there are, together they read the same samples. With three ranks the parts have
-# different sizes, and that is fine: whatever the size of its part, each rank divides its summed
-# loss by one third of the number of all tokens, so that averaging over the ranks gives the mean
-# over all tokens. A run can stop on 4 ranks and resume on 3 (one does in [chapter 11](chapter:11)),
-# because its position in the data is a single number that counts all ranks' samples.
+# different sizes, and that is fine: each rank divides its summed loss by one third of the number of
+# *all* tokens, so that averaging over the ranks gives the mean over all tokens. A run can stop on 4
+# ranks and resume on 3 (one does in [chapter 11](chapter:11)), because its position in the data is
+# a single number that counts all ranks' samples.
 #
 # ## 4. By hand
 #
@@ -437,10 +436,11 @@ for name, apply in applies.items():
 #
 # ### Accumulation and `no_sync`
 #
-# With four micro-batches per step, the ranks could average after each backward pass, as the hooked
-# and the bucketed version do if you do not tell them otherwise: they send from inside the backward
-# pass. Under `no_sync`, they let gradients accumulate in `.grad` instead, and the last micro-batch,
-# outside of it, sends the sum. The cells below compare both ways with the bucketed version. A
+# With four micro-batches per step, the ranks could average after each backward pass. The hooked and
+# the bucketed version do so unless you tell them otherwise, because they send from inside the
+# backward pass. Under `no_sync`, they let gradients accumulate in `.grad`, and the last
+# micro-batch, outside of it, sends the sum. The cells below compare both ways with the bucketed
+# version. A
 # **[ledger](word:ledger)** counts the bytes: it records every collective that a rank starts,
 # including those started from hooks.
 #
@@ -486,8 +486,8 @@ for name, sync_each in (("after each of 4", True), ("once, no_sync", False)):
 #
 # ## 7. Measure
 #
-# Now we measure the time. Processes on one machine communicate through its memory, so there is
-# hardly anything to hide, and we slow the network down.
+# Processes on one machine communicate through its memory, so there is hardly anything to hide, and
+# we slow the network down.
 # [`SlowNetwork`](code:minitron.launch.slow_network.SlowNetwork) is an **emulation**: every transfer
 # really takes place, and a rank that waits for one sleeps until a link of a given latency and
 # bandwidth would have delivered it. The processor is free in the meantime, so the overlap is real.
@@ -495,9 +495,8 @@ for name, sync_each in (("after each of 4", True), ("once, no_sync", False)):
 #
 # From here on there are two ranks and a larger model. First we measure the compute alone: when is
 # each gradient complete? Then we choose a network to match the speed of your machine. At its
-# bandwidth, sending all gradients takes three fifths of the time of the backward pass. An
-# all-reduce between two ranks pays the latency twice. We choose it so that with one all-reduce per
-# gradient, all these latencies together take as long as the backward pass.
+# bandwidth, all gradients take three fifths of the backward pass. And with one all-reduce per
+# gradient, their latencies alone (two each, with two ranks) take as long as the backward pass.
 
 # %% tags=["output-compute", "exhaustive"]
 compute = run(lab.compute_alone, 2, watch=False)[0]
@@ -522,98 +521,98 @@ print(SlowNetwork(*network))
 show_source(transfers)
 
 # %% [markdown]
-# Now we measure three versions: naive (one message per gradient, after the backward pass), hooked
-# (one message per gradient, when it is ready), and bucketed. There is a figure for each: the dashed
-# lanes are predicted, the solid ones are the fastest measured step, and hatching is idle time.
+# Now we measure naive (one message per gradient, after the backward pass), hooked (one message per
+# gradient, when it is ready), and bucketed, with five sizes of buckets. They take turns, one step
+# of each at a time, so that a drift of the machine's speed meets them all. A step that sends
+# nothing is in every round; the predictions use its compute.
+#
+# First we compare three versions, the third with buckets of 2 MiB. The table has the median step
+# (in parentheses the middle half of five), what it exposes, and its backward pass, beside that of
+# the step that sends nothing (`alone`). There is a figure for each: the dashed lanes are predicted,
+# the solid ones are the median step, and hatching is idle time.
 #
 # **Predict.** How much communication does the naive version expose, in backward passes? And the
 # hooked one, at least?
 
+# %% tags=["exhaustive"]
+candidates = {f"{size} KiB": size * KiB for size in (256, 1024, 2048, 4096, 16_384)}
+applies = {"naive": apply_naive_data_parallel, "hooked": apply_hooked_data_parallel,
+           **{name: lab.sized(size) for name, size in candidates.items()}}
+compute, steps = lab.measure(applies, network)
+one_by_one = [[index] for index in reversed(range(len(sizes)))]
+sent = {"naive": network.predict(compute, one_by_one, overlapped=False),
+        "hooked": network.predict(compute, one_by_one)}
+for name, size in candidates.items():
+    sent[name] = network.predict(compute, lab.buckets_of(size))
+steps["bucketed"], sent["bucketed"] = steps["2048 KiB"], sent["2048 KiB"]
+
 # %% tags=["output-three", "exhaustive"]
-best_size, one_by_one = 2 * KiB**2, [[index] for index in reversed(range(len(sizes)))]
-ways = {"naive": (apply_naive_data_parallel, network.predict(compute, one_by_one, False)),
-        "hooked": (apply_hooked_data_parallel, network.predict(compute, one_by_one)),
-        "bucketed": (lab.sized(best_size), network.predict(compute, lab.buckets_of(best_size)))}
-steps = dict(zip(ways, lab.measure([apply for apply, _ in ways.values()], network), strict=True))
-print("ms of a step   calls   predicted   measured: median (middle half of 5)")
-for name, (_, sent) in ways.items():
-    expected = lab.end_of(compute, sent)
-    low, middle, high = lab.spread(steps[name])
-    calls = len(steps[name][0].calls[0])
-    print(f"{name:12} {calls:7} {expected:11.0f} {middle:11.0f} ({low:.0f} to {high:.0f})")
+three = {name: steps[name] for name in ("naive", "hooked", "bucketed")}
+lab.print_steps(compute, sent, three)
 
 # %% tags=["figure-naive", "exhaustive"]
 def draw(name, alt):
-    """Draw the predicted lanes above what the ledgers saw in the fastest step."""
-    step, sent = steps[name][0], ways[name][1]
+    """Draw the predicted lanes above what the ledgers saw in the median step."""
+    step = lab.median_step(steps[name])
     lanes = rank_lanes(step.calls, step.spans)
-    show(timeline(lanes, step_lanes(compute, sent), "ms, network emulated"), alt=alt)
+    show(timeline(lanes, step_lanes(compute, sent[name]), "ms, network emulated"), alt=alt)
 
 
-hidden = {name: min(map(hidden_share, found[0].calls, found[0].spans))
-          for name, found in steps.items()}
-draw("naive", claim(hidden["naive"] == min(hidden.values()) < 0.3, (
-    f"Naive: a rank computes, then it sends; of the communication, {hidden['naive']:.0%} is hidden "
-    "behind computation.")))
+middle = {name: lab.median_step(found) for name, found in three.items()}
+exposed, backward = ({name: 1e3 * getattr(step, kind) for name, step in middle.items()}
+                     for kind in ("exposed", "backward"))
+draw("naive", claim(exposed["naive"] == max(exposed.values()), (
+    f"Naive: a rank computes, then it sends; {exposed['naive']:.0f} ms of communication are "
+    "exposed, more than in the other two.")))
 
 # %% [markdown]
-# Hardly anything overlaps: the naive version exposes both the bytes and the latency, one and three
-# fifths of a backward pass. Each stripe is a gradient; a narrow one is almost only latency, paid
-# twice. In the hooked version, gradients leave earlier:
+# The naive version exposes both the bytes and the latency: one and three fifths of a backward pass,
+# if the machine is still as fast as when we chose the network. Each stripe is a gradient; a narrow
+# one is almost only latency, paid twice. In the hooked version, gradients leave earlier:
 
 # %% tags=["figure-hooked", "exhaustive"]
-draw("hooked", claim(hidden["hooked"] > hidden["naive"], (
-    f"Hooked: {hidden['hooked']:.0%} of the communication is hidden behind the backward pass; many "
-    "small messages keep the network busy after its end.")))
+alone_ms = 1e3 * (compute.backward - compute.forward)
+draw("hooked", claim(exposed["hooked"] < exposed["naive"] / 2, (
+    f"Hooked: {exposed['hooked']:.0f} ms are exposed after the backward pass, which takes "
+    f"{backward['hooked']:.0f} ms, and {alone_ms:.0f} if it sends nothing.")))
 
 # %% [markdown]
-# There is overlap, and still an exposed tail: in the prediction at least three fifths of a backward
-# pass, because one backward pass hides no more than its own length. Latency, which is paid for
-# every tensor, causes it; the bytes alone would fit. If the measured backward pass is longer than
-# the predicted one, a likely reason is that starting dozens of collectives takes processor time.
-# Buckets need only a few:
+# A backward pass hides no more than its own length, so at least three fifths of one would remain
+# exposed. Latency, paid for every tensor, causes this; the bytes alone would fit. If the measured
+# backward pass is longer than one that sends nothing, a likely reason is the processor time of
+# starting dozens of collectives. A stretched backward pass hides more, but the step gets no
+# shorter. Buckets need only a few collectives:
 
 # %% tags=["figure-bucketed", "exhaustive"]
-medians = {name: lab.spread(found)[1] for name, found in steps.items()}
-draw("bucketed", claim(medians["bucketed"] == min(medians.values()) and hidden["bucketed"] > 0.5, (
-    f"Bucketed: few messages, {hidden['bucketed']:.0%} of the communication is hidden, and the "
-    f"step is the shortest of the three: {medians['bucketed']:.0f} ms, hooked "
-    f"{medians['hooked']:.0f}.")))
+medians = {name: lab.spread(steps[name])[1] for name in exposed}
+draw("bucketed", claim(medians["bucketed"] == min(medians.values()), (
+    f"Bucketed: {exposed['bucketed']:.0f} ms are exposed, the backward pass takes "
+    f"{backward['bucketed']:.0f} ms, and the step is the shortest of the three: "
+    f"{medians['bucketed']:.0f} ms, hooked {medians['hooked']:.0f}.")))
 
 # %% [markdown]
-# Compare step times, not hidden shares: a slower backward pass hides more, but the step is longer.
-#
 # A wide stripe that carries few bytes is a wait for the other rank. What can the gap between
-# prediction and measurement consist of? Starting and completing a collective takes processor time,
-# and so does copying gradients into buckets. Two small all-reduces, of the number of tokens and of
-# the loss, are among the calls but not in the prediction.
+# prediction and measurement consist of? Starting and completing collectives and copying gradients
+# into buckets take processor time. Two small all-reduces, of the number of tokens and of the loss,
+# are among the calls but not in the prediction.
 #
 # ### How large should a bucket be?
 #
-# We chose 2 MiB. The next cells try five sizes. The figure shows the prediction (dashed), and the
-# median (dot) and middle half (line) of the measured steps. A machine's speed drifts, so do not
-# compare these steps with those in the table above.
+# We chose 2 MiB. Here are all five sizes, from the same measurement: the prediction (dashed), and
+# the median (dot) and middle half (line) of the measured steps.
 #
 # **Predict.** Small buckets leave early and pay the latency often. Large ones leave late and pay it
 # rarely. What does the step time look like as a function of the bucket size? What would move its
 # minimum to smaller buckets?
 
-# %% tags=["exhaustive"]
-candidates = [256 * KiB, 1024 * KiB, best_size, 4096 * KiB, 16_384 * KiB]
-labels = {f"{size // KiB} KiB": size for size in candidates}
-sweep = lab.measure([lab.sized(size) for size in candidates], network)
-spreads = {name: lab.spread(found) for name, found in zip(labels, sweep, strict=True)}
-predicted = {name: lab.end_of(compute, network.predict(compute, lab.buckets_of(size)))
-             for name, size in labels.items()}
-
 # %% tags=["figure-buckets", "exhaustive"]
+spreads = {name: lab.spread(steps[name]) for name in candidates}
+predicted = {name: lab.end_of(compute, sent[name]) for name in candidates}
 print("                   ms: predicted   measured: median (middle half of 5)")
 for name, (low, middle, high) in spreads.items():
-    number = len(lab.buckets_of(labels[name]))
-    print(f"{name:9} {number:2} buckets {predicted[name]:10.0f} {middle:10.0f} "
+    print(f"{name:9} {len(sent[name]):2} buckets {predicted[name]:10.0f} {middle:10.0f} "
           f"({low:.0f} to {high:.0f})")
-print(f"predicted best: {min(predicted, key=predicted.get)}. Measured:")
-show_text(lab.told_apart(spreads))
+print(f"predicted best: {min(predicted, key=predicted.get)}")
 show(ranges(spreads, predicted, "step (ms), network emulated"), alt=(
     "Step time by bucket size; the lines span the middle half of the repeats. "
     + lab.told_apart(spreads)
@@ -622,12 +621,12 @@ show(ranges(spreads, predicted, "step (ms), network emulated"), alt=(
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The prediction is a valley: the smallest buckets pay the latency dozens of times, and the largest
-# one leaves only when the backward pass is over. Its two lowest points lie close together, so a
-# measurement may not tell them apart. A shorter latency moves the minimum to smaller buckets,
-# because then many messages cost little. PyTorch's default is 25 MiB, with a first bucket of 1 MiB
-# so that the network starts early ([Li et al. 2020](https://arxiv.org/abs/2006.15704), section 5);
-# the package does the same.
+# The prediction is a valley. 256 KiB hold at most one matrix, so most gradients pay the latency.
+# 16 MiB hold all that the small first bucket leaves, so the second one waits for the end of the
+# backward pass. The two lowest points lie close together, so a measurement may not tell them apart.
+# A shorter latency moves the minimum to smaller buckets, because then many messages cost little.
+# PyTorch's default is 25 MiB, with a first bucket of 1 MiB so that the network starts early
+# ([Li et al. 2020](https://arxiv.org/abs/2006.15704), section 5); the package does the same.
 #
 # </details>
 #
@@ -635,8 +634,10 @@ show(ranges(spreads, predicted, "step (ms), network emulated"), alt=(
 #
 # The same functions predict a step of Llama 3.2 1B on 64 H100s that compute at 40 % of their 989
 # TFLOP/s. NVIDIA's datasheets (2023) list 450 GB/s per direction for NVLink inside a node, and 50
-# GB/s for a 400 Gb/s card between nodes. One ring over all 64 is as fast as its slowest link, so we
-# start with 50 GB/s, and a latency of 10 microseconds per message.
+# GB/s for a 400 Gb/s card between nodes. One ring over all 64 enters and leaves each node through
+# one card and is as fast as this slowest link, so we start with 50 GB/s, and with a latency of 10
+# microseconds per message. (Eight rings at once, each through its own card with an eighth of the
+# bytes, make it 400 GB/s.)
 
 # %% tags=["figure-explorer"]
 bucket_explorer()
@@ -644,7 +645,7 @@ bucket_explorer()
 # %% [markdown]
 # Whatever lies to the right of the backward pass is exposed. Almost half of the time in which this
 # network is busy is latency, not bytes: with 64 ranks, each bucket waits for $2(N-1)$ messages, one
-# after the other. (Chapter 5 has algorithms with fewer.)
+# after the other.
 #
 # So how long is the backward pass on a real GPU? Here is a step of six layers of a 1.3B Llama,
 # without communication, predicted and recorded:
@@ -655,84 +656,95 @@ show_text(shown.sentence)
 show(shown.figure, alt=shown.alt)
 
 # %% [markdown]
-# **Predict.** This step needs an all-reduce of its gradients. Could the recorded backward pass hide
-# it on NVLink, and on a network card?
+# Suppose this step needed an all-reduce of its gradients. How many milliseconds of it would be
+# exposed after the recorded backward pass? We take 10 microseconds per message between nodes, as in
+# the explorer, and 3 on NVLink:
 
 # %% tags=["output-verdict", "nbval-check-output"]
-links = {"NVLink, 8 ranks": (8, 450 * GB), "400 Gb/s, 64 ranks": (64, 50 * GB),
-         "100 Gb/s, 64 ranks": (64, 12.5 * GB)}
-gradient_bytes, recorded_backward = lab.recorded_step()
-print(f"backward {1e3 * recorded_backward:.1f} ms, gradients {gradient_bytes / MB:.0f} MB")
-for name, (N, rate) in links.items():
-    seconds = cost.ring_all_reduce_seconds(gradient_bytes, N, 0, rate)
-    print(f"{name:18} all-reduce {1e3 * seconds:5.1f} ms: "
-          f"{'hidden' if seconds < recorded_backward else 'partly exposed'}, at best")
+links = {"NVLink, 8 ranks": (8, 3e-6, 450 * GB), "8 cards, 64 ranks": (64, 10e-6, 400 * GB),
+         "1 card, 64 ranks": (64, 10e-6, 50 * GB)}
+layer_sizes, six_layers = lab.recorded_step()
+buckets = in_buckets(layer_sizes)
+print(f"backward pass {1e3 * (six_layers.backward - six_layers.forward):.1f} ms, gradients "
+      f"{sum(layer_sizes) / MB:.0f} MB in {len(buckets)} buckets")
+print("                            all-reduces (ms)              exposed (ms)")
+print("                          bytes      latency  bytes alone with latency")
+for name, (N, latency, rate) in links.items():
+    queues = [transfers(six_layers.ready, layer_sizes, buckets, N, each, rate)
+              for each in (0, latency)]
+    row = [*lab.bytes_and_latency(layer_sizes, N, latency, rate),
+           *(exposed_seconds(six_layers, queue) for queue in queues)]
+    print(f"{name:18}", *(f"{1e3 * seconds:12.1f}" for seconds in row))
 
 # %% [markdown]
-# On NVLink, nearly all of it. On a 400 Gb/s card the bytes alone would just fit. But the
-# embedding's gradient is complete only at the end of the backward pass, so its bucket is exposed.
-# And PyTorch's 25 MiB make 32 buckets here; at 10 microseconds per message, each adds more than a
-# millisecond of latency, in all more than the backward pass takes.
+# On NVLink, next to nothing. On one card, the bytes take a little less than the backward pass, and
+# some are exposed even without latency: the embedding's gradient is complete only when the backward
+# pass ends, so nothing hides its bucket. And the latency alone takes longer than the backward pass:
+# PyTorch's 25 MiB make 32 buckets here, and each waits for all 2 (N-1) messages. Eight cards do
+# not help against that; larger buckets would, and so would chapter 5's algorithms.
 #
-# That the bytes take no longer than the backward pass is necessary, not sufficient. How much work
-# must a rank have for that? With P parameters, the backward pass takes about 4 P FLOPs
-# per token, and each rank sends about 2 x 2 P bytes in the all-reduce (2 bytes per gradient, times
-# nearly 2 by section 2's formula).
+# To be hidden, an all-reduce must take no longer than the backward pass. That is necessary, not
+# sufficient. How much work must a rank have for it? With P parameters, the backward pass takes
+# about 4 P FLOPs per token, and each rank sends about 2 x 2 P bytes in the all-reduce (2 bytes per
+# gradient, times nearly 2 by section 2's formula).
 #
-# **Predict.** How many tokens per rank hide the bytes between nodes? Does a larger model need more
-# tokens, or fewer? (The table leaves out the latency and the last bucket.)
+# **Predict.** How many tokens per rank does it take on one card, for the bytes alone? Does a larger
+# model need more tokens, or fewer?
 
 # %% tags=["output-tokens", "nbval-check-output"]
-print("tokens per rank and step that hide the all-reduce")
-print("                        rule    Llama 3.2 1B      Llama 3 8B")
-for name, (N, rate) in links.items():
-    needed = []
+print("tokens per rank with a backward pass as long as the all-reduces")
+print("                     rule              Llama 3.2 1B                Llama 3 8B")
+print("                                bytes  with latency       bytes  with latency")
+for name, (N, latency, rate) in links.items():
+    print(f"{name:18} {speed / rate:6,.0f}", end="")
     for shape in (llama_1b, llama_8b):
-        seconds = cost.ring_all_reduce_seconds(2 * cost.num_parameters(shape), N, 0, rate)
-        needed.append(seconds * speed / cost.backward_flops_per_token(shape, 8192))
-    print(f"{name:18} {speed / rate:9,.0f}", *(f"{count:15,.0f}" for count in needed))
+        needed = lab.bytes_and_latency(gradient_sizes(shape), N, latency, rate)
+        per_token = cost.backward_flops_per_token(shape, 8192) / speed
+        print(f"{needed[0] / per_token:12,.0f}{sum(needed) / per_token:14,.0f}", end="")
+    print()
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
 # To a first approximation neither: both times are proportional to P, so P cancels. For any model,
 # the rule is the FLOP/s that the GPU achieves, divided by the link's bytes per second: 7,915 tokens
-# with a 400 Gb/s card, in float32 twice as many. (Attention adds FLOPs but no gradients, and N
-# ranks send a little less than twice the gradients, so the exact numbers are lower. Attention's
-# share is smaller in the larger model, which therefore needs more.) All are lower bounds: the
-# explorer still exposes communication at 8,192 tokens, although the table says 5,432.
+# on one card, in float32 twice as many. (Attention adds FLOPs but no gradients, and N ranks send a
+# little less than twice the gradients, so the exact numbers are lower. Attention's share is smaller
+# in the larger model, which therefore needs more.)
+#
+# With latency, the 1B model needs 10,074 tokens on one card. That is why, at 8,192, the explorer
+# exposes more than its last bucket. With eight cards, the bytes need an eighth of the tokens, but
+# the latency of a ring over 64 ranks stays, and most of the time is spent on it. All numbers are
+# lower bounds, since the last bucket is exposed in any case.
 #
 # </details>
 #
-# This rule is also the limit of data parallelism. Every rank needs its thousands of tokens, so the
-# global batch grows with the number of ranks, and chapter 1 showed that beyond a certain size a
-# larger batch buys less and less. [Goyal et al. (2017)](https://arxiv.org/abs/1706.02677) scaled to
-# 256 GPUs with a learning rate proportional to the batch and a warm-up. How large does the batch
-# become?
+# This is also the limit of data parallelism. Every rank needs its hundreds or thousands of tokens,
+# so the global batch grows with the number of ranks, and chapter 1 showed that beyond a certain
+# size a larger batch buys less and less. How large does it become?
 
 # %% tags=["output-limit", "nbval-check-output"]
 print(" ranks   tokens per step, 8,192 each")
-for N in (8, 64, 512, 4096, 16384):
+for N in (8, 64, 1024, 16384):
     print(f"{N:6,} {N * 8192 / 1e6:10.2f} million")
 
 # %% [markdown]
 # With 16,384 ranks, a step needs 134 million tokens. Once the batch cannot grow any further, the
-# ranks have to split something other than samples, as in [chapter 7](chapter:7).
+# ranks have to split something else, as in [chapter 7](chapter:7).
 #
 # ## 8. Recap
 #
 # 1. Every rank holds the full model and reads its own samples; the mean of the ranks' gradients is
 #    the gradient of the global batch, up to the order of the additions.
-# 2. In an all-reduce each rank sends 2 (N-1)/N times the bytes of the gradients, so their amount
-#    hardly depends on the number of ranks (the latency does); with `no_sync`, neither does the
-#    number of micro-batches.
+# 2. In an all-reduce each rank sends 2 (N-1)/N times the gradients' bytes. That hardly depends on
+#    the number of ranks (the latency does) and, with `no_sync`, not on that of micro-batches.
 # 3. A sum instead of a mean, or a hook that averages weights, still gives a healthy loss curve. The
 #    oracle finds both, and with SGD it names the factor.
 # 4. Hooks let the network work during the backward pass; buckets pay the latency once for many
 #    tensors. The best bucket size lies between the extremes.
 # 5. To hide the bytes of the all-reduce, each rank needs, to a first approximation, as many tokens
-#    as the GPU's FLOP/s divided by the link's bytes per second, whatever the model; latency and the
-#    last bucket come on top.
+#    as the GPU's FLOP/s divided by the link's bytes per second, whatever the model. Latency needs
+#    more, and the last bucket is always exposed.
 #
 # ## Exercises
 #

@@ -113,8 +113,9 @@ for dtype, (_, losses) in trained.items():
 # space between them into $2^m$ equal steps. So exponent bits are **range** and mantissa bits are
 # **precision**. With $b = 2^{e-1} - 1$, E runs from 1 - b to b, so about half of the powers of two
 # are below 1. That leaves two of the $2^e$ exponent codes. One is for infinity and NaN. The other
-# is for zero and for the numbers below the smallest power of two: there the steps are as long as
-# right above it, all the way down to zero. These numbers are called **subnormal**.
+# is for zero and for the numbers below the smallest power of two. There the spacing stops
+# shrinking: it stays that of the first interval, down to zero. These numbers are called
+# **subnormal**.
 #
 # **Predict.** float16 has 5 exponent bits; bfloat16 has 8, as many as float32. Both have 16 bits in
 # total. For each: what are the largest number, the smallest number above zero, and the next number
@@ -168,7 +169,7 @@ show(ranges(), alt=(
 ))
 
 # %% [markdown]
-# And the numbers themselves, around 1. The ring is the number that each format has for 1 + 0.05:
+# And the numbers themselves, around 1. The circle is the number that each format has for 1 + 0.05:
 
 # %% tags=["figure-line"]
 show(number_line(("fp32", "fp16", "bf16", "e4m3", "e5m2"), 0.98, 1.3, at=1, plus=0.05), alt=(
@@ -222,15 +223,16 @@ show(one_weight(histories, grid="bf16"), alt=(
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# 1.1, and 1. Each sum is rounded to the nearest number: 1.001 is closer to 1 than to the next one,
-# so *every* update is lost, and a hundred of them are lost as well. Any update smaller than half a
-# step vanishes. The copy keeps what is not yet visible in the weight; it is called the **master
-# weight** ([Micikevicius et al. 2018](https://arxiv.org/abs/1710.03740), section 3.1).
+# 1.1 in float32, 1 in bfloat16, and with a float32 copy 1.1016: 13 steps of 1/128, the closest to
+# 1.1. In bfloat16, each sum is rounded to the nearest number: 1.001 is closer to 1 than to the next
+# one, so *every* update is lost, and so are a hundred. Any update smaller than half a step
+# vanishes. The copy keeps what is not yet visible in the weight; it is called the **master weight**
+# ([Micikevicius et al. 2018](https://arxiv.org/abs/1710.03740), section 3.1).
 #
 # </details>
 #
-# How often does this happen? A step of AdamW moves a weight by about its learning rate. Let us take
-# the weights of the trained story model and count those that would stay where they are.
+# How often does this happen? A step of AdamW moves a weight by about its learning rate. We count
+# the weights of the trained story model that would stay where they are.
 
 # %% tags=["output-lost", "nbval-check-output", "exhaustive"]
 weights = torch.cat([w.detach().flatten() for w in trained[f32][0].parameters()])
@@ -292,13 +294,14 @@ for (name, line), size in zip(losses.items(), (16, 8, 16, 12), strict=True):
     print(f"{name:24} {size:19} {lab.smoothed(line):8.3f}")
 
 # %% [markdown]
-# With masters, the loss is that of float32. The last row has Adam's moments in float32 too, and
-# computes its update in float32, but it keeps only the rounded result. It is as bad as bfloat16
-# alone. What matters is that the copy *persists*.
+# With masters, the loss is that of float32. The last row computes the update in float32 too, then
+# throws the float32 weight away. Its loss is as high as bfloat16's. What matters is that the copy
+# *persists*.
 #
 # The bytes add up to as many as in float32: 2 for the weight, 2 for the gradient, 4 for the master,
-# 8 for Adam. Mixed precision does not shrink the training state. It halves what the forward and
-# backward passes read, save and send: weights, activations and gradients.
+# 8 for Adam. (Our loop also keeps the masters' gradients, 4 more.) Mixed precision does not shrink
+# the training state. It halves what the forward and backward passes read, save and send: weights,
+# activations and gradients.
 #
 # ### Too coarse: sums that stop growing
 #
@@ -328,16 +331,16 @@ for dtype in (f32, f16, bf16):
 # `torch.sum` does better: it adds in float32 and rounds once, at the end (in float16, 100,000 is
 # beyond the largest number). Matrix multiplications do the same, with 16-bit operands and 32-bit
 # sums. The rule of mixed precision is: **multiply in 16 bits, add in 32** (Micikevicius et al.
-# 2018, section 3.3). Kernels follow it, almost: on GPUs, PyTorch lets a matmul that is split into
-# partial sums round these, unless
-# `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction` is False. Wherever *you* add,
-# you have to follow it yourself: gradients over micro-batches, and gradients over ranks.
+# 2018, section 3.3). One exception: a GPU may split a matmul into partial sums, and PyTorch lets it
+# round those to 16 bits unless `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`
+# is False. Wherever *you* add, you have to follow it yourself: gradients over micro-batches, and
+# gradients over ranks.
 #
 # `.grad` has the dtype of its parameter, so with bfloat16 weights autograd accumulates in bfloat16.
 # Since PyTorch 2.10 you can change that with `parameter.grad_dtype = torch.float32`.
 #
 # **Predict.** Take the gradients of 64 micro-batches of one sequence each. If they are accumulated
-# in bfloat16, how far is the sum from that in float32?
+# in bfloat16, how far is the sum from that in float32? (One rounding is off by up to 1/256.)
 
 # %% tags=["output-accumulated"]
 sequences = torch.cat(batches[:16])
@@ -347,10 +350,10 @@ for count, exact in fine.items():
     print(f"{count:13} {(coarse[count] - exact).norm() / exact.norm():26.2%}")
 
 # %% [markdown]
-# Even a single micro-batch adds: the embedding and the output head share their weight, and each
-# contributes a gradient. Then every addition rounds a sum that has grown. Accumulating in float32
-# costs 2 more bytes per parameter, 18 in total. Llama 3 405B did so (Llama Team 2024, section
-# 3.3.2).
+# The error is not zero for one micro-batch: embedding and output head share a weight, so two
+# gradients are added. Then every addition rounds a sum that has grown. Our runs do not show whether
+# that hurts: they have one micro-batch per step. Accumulating in float32 costs 2 more bytes per
+# parameter, 18 in total. Llama 3 405B did so (Llama Team 2024, section 3.3.2).
 #
 # ### Out of range: gradients that become zero
 #
@@ -364,7 +367,7 @@ for count, exact in fine.items():
 # the weights.
 #
 # **Predict.** With 256 tokens per step, which share of the outputs' gradients becomes zero in
-# float16? And with 4 million?
+# float16? And with 4 million, which makes each gradient about $2^{14}$ times smaller?
 
 # %% tags=["output-flushed", "exhaustive"]
 model = trained[f32][0]
@@ -391,11 +394,11 @@ show(exponent_histogram(tiny), alt=(
 #
 # </details>
 #
-# Now look at the other end of the picture. Between the largest gradient and 65,504, float16 has a
-# large empty range. Multiply the loss by a constant, and by the chain rule all gradients are
-# multiplied by it: the histogram moves to the right. Divide the weights' gradients by the same
-# constant in float32, in the masters, and the training is the same. This is **loss scaling**
-# (Micikevicius et al. 2018, section 3.2).
+# At the other end of the picture, between the largest gradient and 65,504, float16 has a large
+# empty range. Multiply the loss by a constant, and by the chain rule all gradients are multiplied
+# by it: the histogram moves to the right. Divide the weights' gradients by the same constant in
+# float32, in the masters, and the training is the same. This is **loss scaling** (Micikevicius et
+# al. 2018, section 3.2).
 #
 # **Predict.** By which power of two would you multiply?
 
@@ -455,7 +458,11 @@ def train_float16(scaler):
 
 
 # %% [markdown]
-# **Predict.** Without scaling (a scale of 1 that never changes): does the loss stop falling?
+# (A real step adds up 4,000,000 / 256 such micro-batches. Ours takes one alone, hence the tiny
+# epsilon.)
+#
+# **Predict.** AdamW divides magnitudes away, and more than half of the weights' gradients are not
+# zero. Without scaling (a scale of 1 that never changes), does the loss stop falling?
 
 # %% tags=["output-scaling", "exhaustive"]
 unscaled, _ = train_float16(Scaler(1.0, interval=math.inf))
@@ -471,20 +478,19 @@ print(f"float32 that skips the same steps {lab.smoothed(train_all_in(f32, skippe
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Yes, near where it started. Most gradients are zero, the others have lost most of their bits, and
-# AdamW takes full steps with them anyway.
+# Yes, near where it started. Most of the outputs' gradients vanish on the way back, what reaches
+# the weights has lost most of its bits, and AdamW takes full steps with it anyway.
 #
 # </details>
 #
 # With scaling, float16 ends above float32. Is that due to rounding? No: float32 that skips the same
-# steps ends at the same loss. Four steps out of 120 were discarded to find the scale; in a run of a
-# hundred thousand steps you would not notice. bfloat16 needs none of this, because it has float32's
-# exponents ([Kalamkar et al. 2019](https://arxiv.org/abs/1905.12322)).
+# steps ends at the same loss. Four steps out of 120 were discarded, because our scale starts high
+# and doubles after 30 good steps. `GradScaler` waits for 2,000, so once the scale is found it
+# discards about one step in 2,000. bfloat16 needs none of this, because it has float32's exponents
+# ([Kalamkar et al. 2019](https://arxiv.org/abs/1905.12322)).
 #
 # And the NaN of section 1? There, Adam's moments had 16 bits as well. AdamW divides by the square
-# root of its second moment, plus an epsilon of 1e-8.
-#
-# **Predict.** What do both become in float16?
+# root of its second moment, plus an epsilon of 1e-8. In float16, these become:
 
 # %% tags=["output-division"]
 model = lab.story_model(f16)
@@ -530,20 +536,22 @@ for optimizer, peak in ((partial(torch.optim.SGD, lr=0.0), 0.5), (lab.adamw, 3e-
 #
 # The clipping sees a norm that is 65,536 times too large and reduces every gradient to norm 1.
 # After the division, 1/65,536 is left. SGD makes no progress. AdamW divides the magnitude of a
-# gradient away, as in chapters 4 and 9, so the loss falls, a little more slowly (that is its
-# epsilon), as if the learning rate were badly chosen. The norm reveals it: log the one that reaches
-# the optimizer.
+# gradient away, as in chapters 4 and 9, so its loss still falls, but more slowly: $2^{-16} /
+# \sqrt{100{,}000} = 5 \cdot 10^{-8}$ for each of 100,000 weights is no longer large beside epsilon,
+# 1e-8. It looks like a bad learning rate. The norm reveals it: log the one that reaches the
+# optimizer.
 #
 # </details>
 #
 # ### An overflow that only one rank sees
 #
-# ZeRO-1, float16, four ranks, twelve weights; each rank owns three of them. After the
+# ZeRO-1 with a loss scale, four ranks, twelve weights; each rank owns three of them. After the
 # reduce-scatter, a rank has the sum of its own part of the gradients and nothing else. Then it
 # checks this part, as `Scaler` does above.
 #
-# The gradient of every weight is 1 on every rank, times the loss scale. But in step 2, counted from
-# 0, the gradient of weight 4 overflows on rank 3.
+# The gradient of every weight is 1 on every rank, times the loss scale. (The gradients are float32
+# here: in float16, 65,536 would already be infinite.) But in step 2, counted from 0, the gradient
+# of weight 4 overflows on rank 3.
 #
 # **Predict.** Which rank sees the infinity? What does that rank do, and the others?
 
@@ -582,8 +590,8 @@ except RankError as error:
 
 # %% [markdown]
 # The launcher names the rank that is elsewhere. On a cluster this would be a hang, at some random
-# hour of a long run. So the rank must not leave: it skips the update but takes part in all
-# communication. `each_for_itself` does that; `together` asks all ranks first.
+# hour. So the rank must not leave: it skips the update but takes part in all communication.
+# `each_for_itself` does that; `together` asks all ranks first.
 
 # %% tags=["output-nan", "nbval-check-output", "exhaustive"]
 def each_for_itself(own_grad, group):
@@ -617,8 +625,8 @@ for decide in (each_for_itself, together):
 # Five steps of length 1, one of them skipped: all weights should be -4. So all ranks must make the
 # same decision, and that costs nothing extra. Clipping needs the norm over all ranks anyway
 # (chapter 6), and the norm of a vector that contains an infinity or a NaN is infinite or NaN.
-# PyTorch's `ShardedGradScaler` all-reduces a flag instead. In one version the flag was copied
-# before it had arrived, for gradients kept on the CPU, and ranks missed each other's overflow
+# PyTorch's `ShardedGradScaler` all-reduces a flag instead. In one version, for gradients on the
+# CPU, it was copied before it had arrived, and ranks missed each other's overflow
 # (pytorch/pytorch#115710).
 #
 # ### Where 16 bits are not enough inside a layer
@@ -642,18 +650,19 @@ print(f"PyTorch's f16 {kernels[0]:12.3g}   {[round(p, 3) for p in kernels[1].tol
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# In float16, the square of 300 is beyond 65,504, and so is the exponential of 12; infinity divided
-# by infinity is NaN. In bfloat16 both are fine. Positions go wrong in both formats: bfloat16 lacks
-# integers above 256, float16 above 2,048. So neighboring tokens get the same position, and rotary
-# embeddings would rotate them by the same angle. Rotary tables in 16 bits have been a bug in real
-# code (EleutherAI/gpt-neox#1003, huggingface/transformers#29285).
+# In float16, the square of 300 is beyond 65,504, and so is the exponential of 12. The softmax
+# divides infinity by infinity, which is NaN. The norm divides 300 by infinity, and nobody notices a
+# 0. In bfloat16 both are fine. Positions go wrong in both formats: above 256, bfloat16 has only
+# every second integer, then every fourth; float16 starts to skip above 2,048. So neighboring tokens
+# get the same position, and rotary embeddings would rotate them by the same angle. Rotary tables in
+# 16 bits have been a bug in real code (EleutherAI/gpt-neox#1003, huggingface/transformers#29285).
 #
 # </details>
 #
 # Norms and softmax are therefore computed in float32, with inputs and outputs in 16 bits
 # (Micikevicius et al. 2018, section 3.3). PyTorch's kernels do that internally; its softmax also
-# subtracts the largest logit. Anything you write yourself has to do the same. In this package, that
-# is the rotary table, and the logits, which reach the loss in float32.
+# subtracts the largest logit. Anything you write yourself has to do the same. In this package, the
+# rotary table is computed in float32, and the logits are converted to float32 before the loss.
 #
 # ## 6. The real one
 #
@@ -672,8 +681,8 @@ for name, precision in PRECISIONS.items():
 
 # %% [markdown]
 # `bf16-autocast` is the one row with float32 parameters and 16-bit matmuls: PyTorch's
-# `torch.autocast` converts each weight when it is used. In all rows, matmuls accumulate in 32 bits,
-# and Adam's moments have 32 bits.
+# `torch.autocast` converts each weight when it is used (and caches the copy, 2 more bytes). In all
+# rows, matmuls ask for 32-bit sums, and Adam's moments have 32 bits.
 #
 # And here are the two ideas of section 4, for any model. Find the line that frees a 16-bit gradient
 # before the next one is copied.
@@ -681,12 +690,12 @@ for name, precision in PRECISIONS.items():
 # %%
 show_source(
     MasterWeights.take_gradients, MasterWeights.copy_to_parameters, LossScale.unscale,
-    LossScale.accepts,
+    LossScale.step,
 )
 
 # %% [markdown]
-# `accepts` is given the norm over all ranks, the one number of the trap above. With ZeRO the
-# masters are sharded: each rank has those of its own part.
+# The line is `parameter.grad = None`. `step` decides by the norm over all ranks, as `together` did.
+# With ZeRO the masters are sharded: each rank has those of its own part.
 #
 # ### Eight bits
 #
@@ -699,8 +708,8 @@ show_source(
 show_source(quantize)
 
 # %% [markdown]
-# **Predict.** Normally distributed numbers, rounded to each format with its best scale: how large
-# is the error? And if one of the 65,536 numbers is 100,000?
+# **Predict.** Normally distributed numbers, rounded to each format with the scale that fits the
+# largest value: how large is the error? And if one of the 65,536 numbers is 100,000?
 
 # %% tags=["output-eight"]
 x = torch.randn(65_536, generator=torch.Generator().manual_seed(0))
@@ -726,10 +735,12 @@ for dtype in (bf16, f16, e4m3, e5m2):
 #
 # </details>
 #
-# Errors of several percent, in every number? A matmul sums many of them, and the errors have either
-# sign. Only the operands have 8 bits: parameters, gradients and the activations between layers keep
-# 16 bits, and sums have 32. Gradients use e5m2, because their magnitudes vary more (Micikevicius et
-# al. 2022, section 3):
+# Errors of several percent, in every number? A matmul does not remove them: where terms have either
+# sign, the sum and its error both grow as the square root of their number. But the errors favor no
+# direction: they are noise in a gradient that is noisy anyway. Only the operands have 8 bits:
+# parameters, gradients and the activations between layers keep 16 bits, and sums ask for 32 (on
+# Hopper, about 14 are kept: DeepSeek-AI 2024, section 3.3.2). Gradients use e5m2, because their
+# magnitudes vary more (Micikevicius et al. 2022, section 3):
 
 # %%
 show_source(Float8Matmuls.grad_weight)
@@ -765,9 +776,6 @@ for masters in (MasterWeights, NeverCopiesBack):
 #
 # ### Bytes
 #
-# **Predict.** If you replace float32 by bfloat16 with masters, which category of bytes shrinks, and
-# which grows?
-#
 # After one step (so that Adam has its moments), the meter watches a backward pass.
 
 # %% tags=["figure-bars"]
@@ -787,12 +795,8 @@ show(memory_bars({name: held[name] for name in drawn},
     "Only the shares differ; masters are counted as optimizer state."))
 
 # %% [markdown]
-# <details><summary>Answer</summary>
-#
 # Parameters and gradients halve, and the masters take what was saved: 16 bytes again, or 18 with
 # float32 gradients. The savings are elsewhere: in activations, messages and time.
-#
-# </details>
 #
 # This is the state at the end of a backward pass. Then `take_gradients` converts the gradients to
 # float32 one by one, and frees the 16-bit ones: during the optimizer step, all recipes with masters
@@ -810,9 +814,9 @@ for name, line in by_recipe.items():
     print(f"{name:16} {lab.smoothed(line):6.3f} {lab.smoothed(line) / reference - 1:+10.1%}")
 
 # %% [markdown]
-# Every recipe ends within a fraction of a percent of float32. (All end lower than in section 1,
-# because this step clips the gradient and that loop did not.) Compare that with float16 without a
-# loss scale, in section 4, which learned next to nothing.
+# In one run each, every recipe ends within a fraction of a percent of float32. (All end lower than
+# in section 1, because this step clips the gradient.) With 256 tokens per step few gradients
+# underflow, so only section 4 tests the loss scale.
 #
 # ### On real GPUs
 #
@@ -834,10 +838,27 @@ for dtype in (bf16, f32):
           f"{sent / ring_bandwidth:.2f} s; activations {kept / GB:5.1f} GB")
 
 # %% [markdown]
-# According to the datasheet, 8 bits are twice as fast. How much of that remains depends on
-# everything that is not a matmul: norms, attention's softmax, the optimizer, and the rounding
-# itself, which reads every operand twice, once for its largest value. Here the messages are short
-# in either format, but float32's activations alone would not fit.
+# According to the datasheet, 8 bits are twice as fast, and the fp8 line halves every matmul. But
+# the recipe leaves attention's own products and the head in 16 bits, 28 % of the FLOPs (see
+# Further: on a real GPU). That makes 0.48 · (0.28 + 0.72 / 2) = 0.31 s, 1.6 times as fast at best.
+# The rest depends on what is not a matmul: norms, attention's softmax, the optimizer, and the
+# rounding itself, which reads every operand twice, once for its largest value.
+#
+# Messages are short in either format, but float32's activations alone would not fit. bfloat16's
+# just do, beside 32 GB of weights and gradients.
+#
+# ### Which precision when
+#
+# With 16 bytes per parameter, if not stated otherwise:
+#
+# | you have | recipe | what it costs |
+# |---|---|---|
+# | matmuls in bfloat16 | `bf16` | sums in 16 bits, over micro-batches and ranks |
+# | many micro-batches or ranks | `bf16-fp32-grads` | 18 bytes; gradient messages twice as long |
+# | float32 weights to keep | `bf16-autocast` | float32 messages; cached copies |
+# | float16, but no bfloat16 | `fp16` | a loss scale; skipped steps |
+# | 8-bit units, fused rounding | `fp8` | coarse operands, for a speedup of at most 1.6 here |
+# | a doubt about the others | `fp32` | twice the activations; slow matmuls |
 #
 # ## 8. Recap
 #
@@ -848,8 +869,8 @@ for dtype in (bf16, f32):
 # 3. float16 loses small gradients, bfloat16 does not. A loss scale moves them into range; a dynamic
 #    one finds its value by overflowing now and then.
 # 4. Multiply in 16 bits, add in 32. For sums over micro-batches and ranks the choice is yours.
-# 5. Unscale before you clip, and decide by the norm over all ranks: often only one rank sees an
-#    overflow.
+# 5. Unscale before you clip, and decide by the norm over all ranks: where gradients are sharded,
+#    often only one rank sees an overflow.
 #
 # ## Exercises
 #
@@ -889,10 +910,22 @@ show_text(shown.sentence)
 show(shown.figure, alt=shown.alt)
 
 # %% [markdown]
-# The estimates in the figure count the bytes that an operation moves. For fp8, each operand is also
-# scaled and rounded, and without a compiler that takes several kernels, each of which reads and
-# writes the operand once. In layers of this size they take longer than the 8-bit matmul saves, so
-# trust the estimate for fp8 only where a compiler or a library fuses these kernels.
+# A dot is the median of the repeats, and a line goes from the slowest to the fastest. The lines of
+# the 16-bit recipes overlap, so the figure does not say which of them is fastest. `tf32` is float32
+# whose matmuls round their operands to 10 mantissa bits ([PyTorch's notes on
+# CUDA](https://pytorch.org/docs/stable/notes/cuda.html)).
+#
+# The estimates in the figure count the bytes that an operation moves. In this recording, the 16-bit
+# recipes stay well below theirs, and `fp8` is not the fastest of all but several times slower than
+# `bf16`. Each of its operands is also scaled and rounded, and without a compiler that takes several
+# kernels, each of which reads and writes the operand once. In layers of this size they take far
+# longer than the 8-bit matmul saves, so trust the estimate for fp8 only where a compiler or a
+# library fuses these kernels.
+#
+# The 28 % of section 7: per token, attention's products take 12 · 32 · 4,096 · 8,192 = 12.9 GFLOP
+# ([Chowdhery et al. 2022](https://arxiv.org/abs/2204.02311), appendix B) and the head 6 · 4,096 ·
+# 128,256 = 3.2, of the 57.9 that `cost.training_flops_per_token` counts. `apply_float8` is given
+# the blocks alone, and in them it changes the linear layers.
 
 # %% [markdown]
 # ## Further: stochastic rounding
@@ -949,11 +982,15 @@ for name in ("float32", "masters not kept", "no masters, stochastic"):
 # **Predict.** From four ranks to a thousand, how does the error grow in a ring, where one sum
 # travels through all ranks? And in a tree, where pairs of ranks add, then pairs of pairs?
 #
+# <details><summary>Answer</summary>
+#
 # Let r be the relative error of one rounding, as a root mean square over all mantissas. In the
 # ring, the k-th of N roundings applies to a sum that has grown to the size of $\sqrt k$ values, if
 # these are independent. In a tree there are only $\log_2 N$ roundings along the way:
 #
 # $$\text{ring: } r \sqrt{N/2} \qquad\qquad \text{tree: } r \sqrt{\log_2 N}$$
+#
+# </details>
 #
 # First we check that our ring and our tree add in the same order as real ranks, to the last bit.
 # Then one process can stand for a thousand.
@@ -986,18 +1023,20 @@ show(crossing(sizes, predicted, "ranks", "error of the sum (%)", measured), alt=
 ))
 
 # %% [markdown]
-# Dots are measured, dashes predicted. The order of a ring, and so the bits of your run, depend on
-# the number of ranks. Does an error of a few percent matter? A gradient is noisy anyway, because
-# its samples are chosen at random. But this noise grows with the cluster, and twice the bytes
-# remove it. Llama 3 405B reduced its gradients in float32 (Llama Team 2024, section 3.3.2).
+# Dots are measured, dashes predicted. The tree's dots lie a little above: it adds numbers of about
+# the same size, so only a bit or two is cut off, and the error is often half a step, the largest
+# that there is. The order of a ring, and so the bits of your run, depend on the number of ranks.
+# Does an error of a few percent matter? A gradient is noisy anyway, because its samples are chosen
+# at random. But this noise grows with the cluster, and twice the bytes remove it. Llama 3 405B
+# reduced its gradients in float32 (Llama Team 2024, section 3.3.2).
 #
 # ## Further: how much may rounding change?
 #
-# Rounding error is uniform within plus or minus half a unit in the last place, u, which makes $u /
-# \sqrt 3$ in the root mean square; k independent ones add up in squares, to $u \sqrt{k / 3}$. The
-# longest path through the model has about 12 roundings per block and 4 at its ends, forward and
-# backward. We allow twice that. A sum that should have been a mean is off by 100 % or more, far
-# outside.
+# Let u be half a step of the matmuls' format, at 1. A rounding error is uniform between -u and u,
+# so its root mean square is $u / \sqrt 3$; k independent ones add up in squares, to $u \sqrt{k /
+# 3}$. The longest path through a model of L blocks has about 12 L + 4 roundings, so both passes
+# have $k = 2\,(12 L + 4)$. We allow twice the resulting error. A sum that should have been a mean
+# is off by 100 % or more.
 
 # %% tags=["output-tolerance", "exhaustive"]
 num_roundings = 2 * (12 * lab.SHAPE.num_layers + 4)
@@ -1011,6 +1050,11 @@ for name in ("fp32", "bf16", "fp16", "fp8"):
           f"{PRECISIONS[name].tolerance(num_roundings):9.1e}")
 
 # %% [markdown]
+# In 16 and 32 bits the mistake is far outside. In fp8 it is outside by less than a factor of two,
+# and the loss of one rank out of four, a quarter to a half, would pass; u is that of e4m3, and the
+# gradients' e5m2 has twice as much. float32 comes closest to its limit, presumably because there
+# the sums round as coarsely as everything else, and k does not count them.
+#
 # ## Further: a scale for each block (MXFP8, NVFP4)
 #
 # With one scale per tensor, a single outlier pushes all other values toward zero. Newer formats
@@ -1052,14 +1096,15 @@ for name, (rounded_by, bits) in formats.items():
 # Without an outlier, one scale per tensor and MXFP8 are about equally precise, because they have
 # the same mantissa. The outlier ruins the tensor with one scale and hardly changes the other two:
 # only one block contains it. NVFP4 has one mantissa bit, so its error is several times larger, in
-# about half of the bits.
+# about half of the bits: 4.5, against 8 and 8.25.
 #
 # </details>
 #
 # Does a model train with that? Here all matmuls of the linear layers, forward and backward, round
 # their operands. We try MXFP8 twice. A scale that is a power of two rarely fits exactly: the
-# specification rounds it down, so that some blocks lose the top of their largest value. The other
-# variant rounds it up wherever that would happen.
+# specification rounds it down, so that a block loses the top of its largest value where that lies
+# between 448 and 512. If such values are spread evenly over the octave, these are $\log_2 (512 /
+# 448)$, or a fifth, of all blocks. The other variant rounds it up wherever that would happen.
 #
 # **Predict.** Each format rounds every operand by several percent. Which of them ends at the loss
 # of float32?
@@ -1080,12 +1125,13 @@ for name, apply in recipes.items():
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Rounding errors with either sign hardly matter, even at several percent. A *bias* does: with the
-# scale rounded down, the largest values of many blocks always become smaller, and the loss is
-# clearly higher; with the scale rounded up, it is that of float32. Mishra et al. (2025) found the
-# same for models of up to 8 billion parameters, in [Recipes for Pre-training LLMs with
-# MXFP8](https://arxiv.org/abs/2506.08027). NVFP4 ends in between; its published recipe does more,
-# such as keeping some layers in 16 bits and rounding gradients stochastically.
+# One scale per tensor, and MXFP8 with its scale rounded up. With the scale rounded down, the loss
+# is the highest of all, although the rounding errors are smaller than NVFP4's. The likely reason is
+# a *bias*: in the blocks that are cut off, the largest values always become smaller, and steps do
+# not average that out. One run of each is thin evidence, since NVFP4 ends higher as well, without
+# that bias. But Mishra et al. (2025) found the same for models of up to 8 billion parameters, in
+# [Recipes for Pre-training LLMs with MXFP8](https://arxiv.org/abs/2506.08027). NVFP4's published
+# recipe does more, such as keeping some layers in 16 bits and rounding gradients stochastically.
 #
 # </details>
 #

@@ -83,8 +83,8 @@ print(f"at half of an A100's peak: {hours / 24 / 365:.0f} years, or {hours / 1e3
 print(f"at 2 dollars per GPU-hour: {2 * hours / 1e6:.1f} million dollars")
 
 # %% [markdown]
-# (2 dollars per GPU-hour is an assumption, the one in the report on
-# [DeepSeek-V3](https://arxiv.org/abs/2412.19437), 2024. Use your own price.)
+# (2 dollars per GPU-hour is an assumption: the report on
+# [DeepSeek-V3](https://arxiv.org/abs/2412.19437), 2024, makes it for an H800. Use your own price.)
 #
 # A layout that does not fit tells you so on Monday. A layout that is half as fast as it could be
 # tells you nothing, and costs another million. So there are four questions before you launch. Will
@@ -127,7 +127,7 @@ for name, (number, read, device, hours) in TRAINED.items():
 #
 # **Which FLOPs?** [Narayanan et al. (2021)](https://arxiv.org/abs/2104.04473), section 5.1, plan
 # exactly this training run: 1,024 A100s, 300 billion tokens, 140 TFLOP/s per GPU, hence 34 days.
-# **Predict.** Is that 6 N T?
+# **Predict.** How many days does 6 N T give at that rate: fewer, as many, or more?
 
 # %% tags=["output-convention", "nbval-check-output"]
 for each in (6, 8):
@@ -139,15 +139,18 @@ print(f"140 TFLOP/s are {140e12 / A100.bf16_flops:.0%} of the peak; without reco
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# It is 8 N T. They recompute all activations, so the forward pass runs twice, and their 140 TFLOP/s
-# count **hardware FLOPs**. The model needs only the 6: **model FLOPs**. If you divide model FLOPs
-# by a rate of hardware FLOPs, you plan nine days too few.
+# Fewer: theirs is 8 N T. They recompute all activations, so the forward pass runs twice, and their
+# 140 TFLOP/s count **hardware FLOPs**. The model needs only the 6: **model FLOPs**. If you divide
+# model FLOPs by a rate of hardware FLOPs, you plan a quarter of the days too few. (The 34 % is the
+# same run, counted in model FLOPs.)
 #
 # </details>
 #
 # **Will it fit?** Take tp 8 inside the nodes, 8 stages, 16 copies with ZeRO-1, and micro-batches of
-# one sequence. Gradients are accumulated in float32. **Predict.** How many GB does a GPU of the
-# first stage hold, and which category is largest?
+# one sequence. Gradients are accumulated in float32, so a parameter takes 2 + 4 + 12 = 18 bytes,
+# not the 16 of section 1. The A100's 80 GiB are 86 GB, and the package plans to use four fifths of
+# that, 0.8 x 86 = 69 GB. **Predict.** How many GB does a GPU of the first stage hold, and which
+# category is largest?
 
 # %% tags=["output-memory", "nbval-check-output"]
 t, p, d = 8, 8, 16
@@ -167,9 +170,10 @@ print(f"total {sum(by_hand.values()) / GB:.1f} GB of {A100.memory_bytes / GB:.0f
 # ## 3. Picture
 #
 # To get from FLOPs to days you need the seconds of a step, and a step is more than matmuls at a
-# share of the peak. Where does its time go? Here are four layouts for the same GPUs, taken apart by
-# a cost model that adds up what each operator computes or moves, each message, and all waiting.
-# Section 7 tests it.
+# share of the peak. Where does its time go? Here are four layouts for the same GPUs and steps of
+# 1,536 sequences, taken apart by a cost model that adds up what each operator computes or moves,
+# each message, and all waiting. Section 7 tests it. ("x 4": four interleaved chunks per rank,
+# chapter 9.)
 
 # %% tags=["figure-parts"]
 job = Job(gpt3, 1024, A100, S, 1536, precision="bf16-fp32-grads")
@@ -184,16 +188,19 @@ show(step_bars({name: estimate(job, layout).parts for name, layout in LAYOUTS.it
 ))
 
 # %% [markdown]
-# In the first three, the matmuls take about as long: they are the training itself. Everything to
-# their right depends on the layout, and that is what you choose. With tp 16, each collective along
-# tp spans two nodes. (The bars are about time alone: the line above them names what does not fit.)
+# In the first three, matmuls, attention and elementwise operators take about as long: they are the
+# training itself. The bubble, tp, pp and dp depend on the layout, and that is what you choose. With
+# tp 16, each collective along tp spans two nodes. (The line above the bars names what does not
+# fit.)
 #
 # **Predict.** ZeRO-3 alone splits no matmul and recomputes nothing. Why do its matmuls take longer?
 #
 # <details><summary>Answer</summary>
 #
 # A step has 1,536 sequences for 1,024 copies of the model: half of them process two sequences, half
-# process one. All wait for those with two, so a step takes as long as if there were 2,048.
+# process one. All wait for those with two, so a step takes as long as if there were 2,048, a third
+# more. The bars show less, because in the others the slowest stage also computes the head, and
+# split matmuls are slower.
 #
 # </details>
 #
@@ -202,10 +209,10 @@ show(step_bars({name: estimate(job, layout).parts for name, layout in LAYOUTS.it
 # A formula knows what its author thought of. The code knows the rest: which tensors autograd saves,
 # how a bucket is padded, which copy lives a moment longer. To ask the code, run it. But on what?
 #
-# A training step needs values only for its loss. What it holds, sends and computes follows from
-# *shapes*. PyTorch has both halves of the trick: **fake tensors**, which have a shape and a dtype
-# but no memory, and a **fake process group**, in which every collective returns immediately. Take a
-# single sharded layer:
+# What a training step holds, sends and computes follows from *shapes*; only its results, the loss
+# and the new weights, need values. PyTorch has both halves of the trick: **fake tensors**, which
+# have a shape and a dtype but no memory, and a **fake process group**, in which every collective
+# returns immediately. Take a single sharded layer:
 
 
 # %%
@@ -256,11 +263,12 @@ print(f"rank 777 of 1,024, with a matrix of {4 * 2**40 / 1e12:.1f} TB: sends {se
 #
 # ## 5. Traps
 #
-# ### Micro-batches in flight
+# ### The spreadsheet
 #
 # GPT-3 again, in the layout of section 2, this time in a colleague's spreadsheet: the training
-# state is what it is. A stage has 12 of 96 layers, so it saves the activations of 12 layers. That
-# leaves room for larger micro-batches, which mean larger matmuls and fewer messages.
+# state does not depend on the micro-batch size. A stage has 12 of 96 layers, so it saves the
+# activations of 12 layers. That leaves room for larger micro-batches, which mean larger matmuls and
+# fewer messages.
 
 # %% tags=["output-plausible", "nbval-check-output"]
 for size in (1, 2, 4, 8):
@@ -269,10 +277,12 @@ for size in (1, 2, 4, 8):
     print(f"micro-batches of {size}: {total / GB:.0f} GB of {A100.memory_bytes / GB:.0f}")
 
 # %% [markdown]
-# So, eight at a time? On Monday, 1,024 GPUs would tell you. A dry run of the first rank tells you
-# today. It keeps a laptop busy for ten seconds or more, so `plans.counted` reads this one from a
-# committed record, like the other large dry runs and searches of this chapter. (Change the job or
-# the layout, and it is run here. `python -m teaching.lab.large_plans` makes the whole record anew.)
+# So, eight at a time? **Predict.** Which of the spreadsheet's four terms would you check first?
+#
+# On Monday, 1,024 GPUs would tell you. A dry run of the first rank tells you today. It keeps a
+# laptop busy for ten seconds or more, so `plans.counted` reads this one from a committed record,
+# like the other large dry runs and searches of this chapter. (Change the job or the layout, and it
+# is run here.)
 
 # %% tags=["output-trap", "nbval-check-output"]
 plain = LAYOUTS["tp 8, pp 8"]
@@ -281,27 +291,25 @@ show_text(f"{eight.peak.total / GB:.0f} GB: " + ", ".join(
     f"{kind} {size / GB:.1f}" for kind, size in eight.peak.bytes.items()))
 
 # %% [markdown]
-# **Predict.** It is out of memory. Which factor is missing in the spreadsheet, and why does
-# no test on a single node of eight GPUs, with pp 1, find it?
+# It is out of memory. Why does no test on a single node of eight GPUs, with pp 1, find this?
 #
 # <details><summary>Answer</summary>
 #
-# A factor of p. While the first micro-batch travels to the last stage and back, the first stage
-# starts p - 1 others (chapter 9). It saves 12 layers of *eight* micro-batches: as much as all 96
-# layers of one. Stages divide the weights, but not the activations of the first stage. With pp 1
-# there is only one micro-batch in flight.
+# The activations lack a factor of p. While the first micro-batch travels to the last stage and
+# back, the first stage starts p - 1 others (chapter 9). It saves 12 layers of *eight*
+# micro-batches: as much as all 96 layers of one. Stages divide the weights, but not the activations
+# of the first stage. With pp 1 there is only one micro-batch in flight.
 #
 # </details>
 #
-# Some articles say that a model of 100 layers on four stages needs a quarter of the memory on each.
-# That is this mistake. The formula is in [Korthikanti et al.
-# (2022)](https://arxiv.org/abs/2205.05198), section 4.2.3.
+# The formula for this is in [Korthikanti et al. (2022)](https://arxiv.org/abs/2205.05198), section
+# 4.2.3.
 #
 # ### The datasheet
 #
 # A planner that predicts seconds is tested with training runs whose seconds are known.
 # `published_rows` has some from papers: what was trained, in which layout, on which GPUs, by which
-# system, and how long a step took. Here are those on A100s.
+# system, and how long a step took. The next cell compares those on A100s.
 #
 # Now read the datasheet: "A100: 624 TFLOP/s, NVLink 600 GB/s." **Predict.** What does the planner
 # say with these numbers?
@@ -323,8 +331,9 @@ for row in rows:
 #
 # That every step is far shorter than it was. 624 is the peak with *structured sparsity*, where half
 # of each matrix is zero, which no training here uses. 600 GB/s adds up both directions of NVLink.
-# One row alone could be bad luck. If all rows are off in the same direction, by about as much, a
-# constant is wrong.
+# If all rows are off in the same direction, by about as much, suspect a constant. But that 312 and
+# 300 agree proves little: the estimator's constants were fitted to these rows with those numbers
+# (section 7). Fitted with 624, they could hide part of the mistake.
 #
 # </details>
 #
@@ -343,9 +352,10 @@ for row in rows:
 show_source(dry_run)
 
 # %% [markdown]
-# `measured` runs short steps, each with one more micro-batch than the last (p more for interleaved
-# stages). As soon as two peaks agree byte by byte, all further micro-batches repeat the last one
-# and are not run. If no two agree, it runs the complete step.
+# `measured` first runs a step just long enough to fill the pipeline, then makes it longer, by one
+# micro-batch at a time (by p for interleaved stages). Once two steps have the same peak, byte by
+# byte, it multiplies the last micro-batch instead of running more. If no two agree, it runs the
+# complete step.
 #
 # But is it the same step? Here the **oracle** runs the same function on real ranks, and each rank
 # on a fake one: two tensor-parallel ranks times two stages, in bfloat16, with eight sequences.
@@ -405,8 +415,8 @@ for each in stages:
 #
 # </details>
 #
-# What is in memory at the peak of the first rank? The largest first. **Predict.** If you had to
-# save memory, where would you begin?
+# What is in memory at the peak of the first rank? The largest first. **Predict.** To save memory,
+# you would begin with the gradients. What is next?
 
 # %% tags=["output-largest", "nbval-check-output"]
 print(dryrun_table.largest(stages[0]))
@@ -414,9 +424,9 @@ print(dryrun_table.largest(stages[0]))
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# With the gradients: accumulated in 16 bits they take half (`--train.precision bf16`). Then with
-# what the feed-forward layers save, by recomputing it. The optimizer state, which most people think
-# of first, is already a small part, because 16 copies share it.
+# What the feed-forward layers save: recompute it. (In 16 bits, gradients take half:
+# `--train.precision bf16`.) The optimizer state is already a small part, because 16 copies share
+# it.
 #
 # </details>
 
@@ -428,6 +438,9 @@ show(memory_bars(held, {"by hand, rank 0": by_hand}, job.limit, "reserved"), alt
 ))
 
 # %% [markdown]
+# By hand it was 28.1 GB; the dry run says 29.2. Temporary tensors are 0.5 GB; the rest is the
+# embedding: P / 64 spreads it over all stages, but the first holds it.
+#
 # And the bytes that the middle stage sends, by the formulas of chapters 5 to 9:
 
 # %% tags=["output-wire", "nbval-check-output"]
@@ -447,8 +460,8 @@ for axis, predicted in formula.items():
 
 # %% [markdown]
 # Of half a terabyte, the formulas miss a few hundred kilobytes: what is small and sent once per
-# step. Along tp these are the gradients of norms and biases, which are replicated (each rank sends
-# those of its ZeRO shard), the norm of the gradient, and the loss.
+# step. Along tp these are the gradients of norms and biases, which are replicated: each rank sends
+# the part in its ZeRO shard. The others are scalars, such as the norm of the gradient and the loss.
 #
 # ## 7. Measure
 #
@@ -487,14 +500,17 @@ show(errors(drawn), alt=(
 # converted to seconds with *its* FLOPs: hardware FLOPs in Narayanan's tables, model FLOPs for
 # Llama.
 #
-# The misses are as instructive as the hits. Korthikanti's models were faster than predicted, the
-# more so the wider they are. A likely reason: wide matmuls come closer to the device's fastest one,
-# while the estimator lets all matmuls multiply at the same share of its speed. MT-NLG took about a
-# quarter longer, while a model of the same size in the same layout in Narayanan's table did not: an
-# estimate says what a layout allows, not why a system stays below it.
+# Korthikanti's models were faster than predicted, the more so the wider they are. A likely reason:
+# wide matmuls come closer to the device's fastest one, while the estimator assumes one share for
+# all widths. MT-NLG took a fifth to a quarter longer, while a model of the same size in the same
+# layout in Narayanan's table did not: an estimate says what a layout allows, not why a system stays
+# below it.
 #
-# None of these rows shards weights. **Predict.** ZeRO-3 gathers its weights while a rank computes,
-# and the estimator assumes that nearly all of it is hidden. Is it?
+# The figure leaves out nanotron's 176 runs, the worst predicted of the fitted ones.
+#
+# None of these rows shards weights. ZeRO-3 gathers its weights while a rank computes, and the
+# estimator assumes that nearly all of it is hidden. **Predict.** With more GPUs for about the same
+# batch, does that assumption get better or worse?
 
 # %% tags=["output-sharded", "nbval-check-output"]
 print("ZeRO-3, Narayanan et al. 2021, table 2   published   hidden   not hidden")
@@ -505,11 +521,12 @@ for row, hidden in zip(sharded_rows(), sharded_rows(MINITRON), strict=True):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# There it was not. The measured steps took up to four times as long as if all of it were hidden. If
-# each matrix is gathered when it is needed, and everyone waits for it, the estimate is still too
-# fast, but no longer by a factor of four: apparently that system worked like this. This package
-# gathers ahead (chapter 6), on links that nobody has measured for you. So where a plan wins because
-# of ZeRO-3, `minitron plan` says so, and you measure before you believe it.
+# Worse: each GPU gathers as many bytes as before, with less compute to hide them. On the most GPUs,
+# the measured steps took almost four times as long as if all of it were hidden. If each matrix is
+# gathered when it is needed, and everyone waits for it, the estimate is still a tenth to a third
+# too fast: that system hid little. This package gathers ahead (chapter 6), on links that nobody has
+# measured for you. So where a plan wins because of ZeRO-3, `minitron plan` says so, and you measure
+# before you believe it.
 #
 # </details>
 #
@@ -517,7 +534,8 @@ for row, hidden in zip(sharded_rows(), sharded_rows(MINITRON), strict=True):
 #
 # A formula that takes less than a millisecond can be evaluated for *every* layout.
 #
-# **Predict.** GPT-3 on 1,024 A100s. How many layouts are there? How many fit?
+# **Predict.** GPT-3 on 1,024 A100s. Which share of all layouts can be trained and fits: most, half,
+# or fewer than one in five?
 
 # %% tags=["output-search", "nbval-check-output", "exhaustive"]
 found = search(job)
@@ -544,14 +562,14 @@ show(landscape(
        "as the fastest.")
 
 # %% [markdown]
-# ("unsharded": ZeRO-3's weights and gradients stay unsharded during a step. "ZB" is the zero-bubble
-# schedule of chapter 9. Wherever there is tp, there is sequence parallelism.) Most layouts cannot
-# be trained: heads or layers are not divisible, a rank would get no sequence, or the number of
-# micro-batches does not suit the schedule (`minitron plan` counts the reasons). The best six are
-# within a few percent of each other, which is less than the error of the estimate. That is what a
-# search is for: a handful of layouts to try on Monday, out of tens of thousands, and the reason why
-# the others are not among them. (`minitron plan configs/gpt3-175b.toml --gpus 1024 --device a100
-# --explain` prints both.)
+# ("unsharded": ZeRO-3's weights and gradients stay unsharded during a step, which saves no memory
+# over ZeRO-1, but hides messages along dp. "ZB" is the zero-bubble schedule of chapter 9. Wherever
+# there is tp, there is sequence parallelism.) Most layouts cannot be trained: heads or layers are
+# not divisible, a rank would get no sequence, or the number of micro-batches does not suit the
+# schedule (`minitron plan` counts the reasons). The best six are within about one percent of each
+# other, far less than the error of the estimate. That is what a search is for: a handful of layouts
+# to try on Monday, and why not the others. (`minitron plan configs/gpt3-175b.toml --gpus 1024
+# --device a100 --explain` prints both.)
 #
 # ### What the papers chose
 #
@@ -584,23 +602,24 @@ for name, (given, layout) in CHOSEN.items():
               f"{each.total_bytes / GB:5.0f}\n{'':12} {lab.brief(each)}")
 
 # %% [markdown]
-# **Predict.** The papers' authors knew what they were doing. Where does the difference come from?
+# **Predict.** Where does the difference come from?
 #
 # <details><summary>Answer</summary>
 #
 # From what did not exist yet. MT-NLG and the 1T model recompute everything. Sequence parallelism
 # and fused attention came later; with them, the activations fit, and a quarter of the FLOPs is no
-# longer needed. The rest is fewer stages, as far as the memory allows (in two of these jobs thanks
-# to ZeRO-3 inside the pipeline), and zero-bubble schedules. Llama's authors freed tensors early by
-# hand and sharded gradients, too; with what this package holds, their layout is too large, and the
-# best one that fits is slower.
+# longer needed. The rest is fewer stages, as far as the memory allows, zero-bubble schedules, and
+# ZeRO-3 inside the pipeline, which hides messages along dp. Llama's authors freed tensors early by
+# hand and sharded gradients, too: this package would need 91 GB for their layout, and the best one
+# that fits is slower. They reached 400 of an H100's 989 TFLOP/s, 40 % instead of 34.6 % (Llama Team
+# 2024, table 4); mainly, the estimator says, this package does not hide tp's messages.
 #
 # </details>
 #
 # ### The decision tree
 #
-# Chapter 11's tree asks the same estimator, but follows a single path. How far is its choice from
-# the best?
+# Chapter 11's tree asks the same estimator, but cuts the model step by step and never goes back.
+# How far is its choice from the best?
 
 # %% tags=["output-tree", "nbval-check-output", "exhaustive"]
 print("seconds per step     tree     best   ratio   slower mostly in")
@@ -612,19 +631,20 @@ for name, (given, _) in CHOSEN.items():
 
 # %% [markdown]
 # On a few nodes the tree loses little (chapter 11). Here it is slower by less than a fifth for
-# three jobs, and by almost a factor of two for the fourth. It loses where it has no question to
-# ask. Llama's batch leaves only a few sequences for each copy of the model, so its pipeline idles;
-# the best layout interleaves its stages and splits each layer over the GPUs of two nodes. For the
-# others, the best layout has a zero-bubble schedule, and for two of them it also shards the weights
-# inside the pipeline (ZeRO-3); the tree tries neither. A single path is enough to explain a choice,
-# but too little to base a month of training on. (As in chapter 11, this only compares two users of
-# one estimator. Chapter 11's table is measured.)
+# three jobs, and by almost a factor of two for the fourth. Llama's batch leaves only a few
+# sequences for each copy of the model, so its pipeline idles; the best layout interleaves its
+# stages and splits each layer over the GPUs of two nodes. For the others, the best layout has a
+# zero-bubble schedule, and all but the 1T model's use ZeRO-3 inside the pipeline; the tree tries
+# neither. For GPT-3 it stops at ZeRO-0, which fits but sends about 2 x 4 bytes per parameter;
+# ZeRO-1 sends 4 + 2, and ZeRO-3 hides most of it. A single path is enough to explain a choice, but
+# too little to base a month of training on. (As in chapter 11, this only compares two users of one
+# estimator.)
 #
 # ### What if the network were twice as fast?
 #
 # The best layout depends on the machine. So ask about a different machine: twice the FLOP/s, or
 # memory, or bandwidth of memory or of a link, one at a time; and about the best layout *there*,
-# among the 300 best so far and all that fit only now.
+# among the 300 best layouts of the real one and all that fit only on the new machine.
 
 # %% tags=["output-sensitivity", "nbval-check-output", "exhaustive"]
 print(f"{'twice the':14}" + "".join(
@@ -647,8 +667,7 @@ print(f"\nGPT-3 with twice the memory: {lab.brief(searched['GPT-3 175B'].with_tw
 #
 # With twice the memory there is no pipeline, so there is no bubble: ZeRO-3 shards the state. What
 # it gathers for a micro-batch does not depend on the number of sequences, and with room for more of
-# them there is more compute to hide it. By this estimate, that is: the measurements above show how
-# much of such a promise a system may miss.
+# them there is more compute to hide it. By this estimate, that is: see the measurements above.
 #
 # </details>
 #
@@ -667,8 +686,9 @@ for name, each in searched.items():
 # %% [markdown]
 # Days are the seconds of a step times the number of steps, if nothing ever breaks. The Llama Team
 # (2024, section 3.3.4) counted 466 interruptions in 54 days; chapter 11's section on goodput shows
-# what that costs. Watts are the datasheet's, an upper bound. 1.1 is the **PUE**, the energy of the
-# data center over that of the machines that compute in it.
+# what that costs. Watts are those of the GPU's datasheet: more than a GPU draws on average, but
+# without CPUs, network and fans. 1.1 is the **PUE**, the energy of the data center over that of the
+# machines that compute in it.
 #
 # ### Check the facts
 #
@@ -739,8 +759,9 @@ for line in (
 # %% [markdown]
 # <details><summary>Answers</summary>
 #
-# 1. Each number is right, but not the comparison: one counts measured watts and a PUE, the other a
-#    datasheet's watts and no PUE.
+# 1. Right, by two conventions: one counts measured watts and a PUE, the other a datasheet's watts
+#    and no PUE. With the same PUE it is 476 / 1,287 = 37 %. The claim does not say that GPT-3 ran
+#    on V100s and BLOOM on A100s.
 # 2. Wrong by a factor of a thousand: hundreds of *zetta*FLOPs.
 # 3. Wrong. Two float32 moments take 8 bytes, four times the 2 bytes of a bfloat16 weight; with the
 #    float32 master weight, the optimizer holds six times as much.
@@ -753,8 +774,9 @@ for line in (
 # 9. The wrong word. It *sends* 1.5 times the bytes; it computes the same.
 # 10. Right, for the training state alone.
 # 11. Right in the limit of many ranks; on the eight of a node far from it.
-# 12. Right if attention saves its S x S scores, and cheaper than claimed. Fused attention saves no
-#     scores; then there is little left to save.
+# 12. Right if attention saves its S x S scores. Recomputing its two matmuls is 4 S D of 72 D^2 +
+#     12 S D FLOPs, 0.9 %, a third of the paper's number. Fused attention saves no scores; then
+#     there is little left to save.
 #
 # </details>
 #
@@ -779,7 +801,8 @@ planner()
 # the memory of CUDA and NCCL, fragmentation, a network shared with others, kernels that are slower
 # for odd sizes, and data that arrives late. So leave a fifth of the memory free, try the first
 # three layouts for twenty steps each, and believe the clock. Here is what it said of one GPU,
-# beside the estimate of the same steps:
+# beside the estimate of the same steps ("ours" is minitron, "eager" is uncompiled; a negative
+# error: the step took longer than estimated):
 
 # %%
 shown = recorded.estimates()
@@ -795,7 +818,8 @@ show(shown.figure, alt=shown.alt)
 #    these.
 # 3. Shapes are enough: one rank out of 1,024 runs its real step on a laptop, and sends the same
 #    bytes.
-# 4. Datasheets count sparse matmuls and both directions. Published step times reveal the mistake.
+# 4. Datasheets count sparse matmuls and both directions. If all published step times are missed in
+#    the same direction, suspect such a constant.
 # 5. Tens of thousands of layouts can be searched. The first few are about equally good, and what
 #    limits them changes with the machine.
 #
@@ -840,9 +864,10 @@ for name, (given, layout) in CHOSEN.items():
           f"{done.peak.total / GB:22.1f} {done.flops / 1e12:10,.0f}")
 
 # %% [markdown]
-# For GPT-3, this rank is the fullest, and both agree. The last ranks hold less than the fullest:
-# they have one micro-batch in flight instead of p, but also the output head. To confirm a layout,
-# use rank 0.
+# For GPT-3, this rank is the fullest, and both agree within about 1 %. The last ranks hold less
+# than the fullest. In 1F1B they have one micro-batch in flight instead of p, but also the output
+# head. Llama's stages are interleaved: by chapter 9's formula its last rank holds ((4 - 1) x 16 +
+# 1) / 4, still 12 of 16 micro-batches. To confirm a layout, use rank 0.
 #
 # ## Further: the conventions of energy
 #

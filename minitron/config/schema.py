@@ -65,6 +65,9 @@ class ModelConfig:
                         rope_scaling=10**6, norm_eps=1)
         require_at_least("model", self, vocab_size=0, rope_theta=1, rope_scaling=1)
         require_below_1("model", self, "dropout")
+        self._require_heads()
+
+    def _require_heads(self) -> None:
         if self.width % self.num_heads:  # not `require`: only then look for what divides
             raise ConfigError(f"model.width = {self.width} is not a multiple of model.num_heads = "
                               f"{self.num_heads}", f"try {other_heads(self)}", field="model.width")
@@ -175,6 +178,9 @@ class TrainConfig:
                 "ends a collective after 1,800 s, and names no rank", "set it to 1500 or less",
                 field="train.hang_timeout")
         require_below_1("train", self, "beta1", "beta2")
+        self._require_rates()
+
+    def _require_rates(self) -> None:
         require(self.min_learning_rate <= self.learning_rate, f"train.min_learning_rate = "
                 f"{self.min_learning_rate} is above train.learning_rate = {self.learning_rate}",
                 "lower it, or raise the peak", field="train.min_learning_rate")

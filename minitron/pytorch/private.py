@@ -4,7 +4,7 @@ Each need is one function or name here, with the public thing that is missing; n
 `minitron` or `teaching` may use a private name of PyTorch (a test says so). All of it is run by
 `tests/pytorch/test_private.py`: when PyTorch changes, that file fails first and names the need.
 
-Run on torch 2.13 (CPU).
+Run on torch 2.11 (CUDA 13) and 2.13 (CPU).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,7 +29,26 @@ def host_value(tensor: Tensor, when_fake: Any) -> Any:
     A fake tensor has no values: `when_fake` stands for them, so that a step can be dry-run. Public
     PyTorch has no test for fake tensors.
     """
-    return when_fake if isinstance(tensor, FakeTensor) else tensor.tolist()
+    return start_host_copy(tensor, when_fake)()
+
+
+def start_host_copy(tensor: Tensor, when_fake: Any) -> Callable[[], Any]:
+    """Start copying a tensor's values to the host; the function returned waits and returns them.
+
+    It does not wait for what is launched between the two calls.
+    """
+    if isinstance(tensor, FakeTensor):
+        return lambda: when_fake
+    if tensor.device.type != "cuda":
+        return tensor.tolist
+    copy = tensor.to("cpu", non_blocking=True)  # to pinned memory: the host does not wait
+    copied = torch.cuda.current_stream(tensor.device).record_event()
+
+    def values() -> Any:
+        copied.synchronize()
+        return copy.tolist()
+
+    return values
 
 
 def fake_tensors() -> AbstractContextManager:
@@ -168,6 +187,22 @@ def resize_storage(tensor: Tensor, num_bytes: int) -> None:
     Public is `untyped_storage().resize_`, but it is no operator: the meter could not see it.
     """
     torch.ops.inductor.resize_storage_bytes_(tensor, num_bytes)
+
+
+def launch_step_if(is_finite: Tensor, optimizer: torch.optim.Optimizer) -> bool:
+    """Launch a step that leaves weights and state as they are unless `is_finite` (0-d, bool).
+
+    Returns False, and launches nothing, if the optimizer cannot decide that on the device, as the
+    fused ones can. Public is only `torch.amp.GradScaler`, which finds infinities itself.
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    optimizer.found_inf = (~is_finite).float()
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.found_inf
+    return True
 
 
 def multiply_tensors_(tensors: Sequence[Tensor], factor: float) -> None:

@@ -15,36 +15,38 @@ from teaching.graders.ch01_model_cost import grade_1_3
 __all__ = ["grade_1_1", "grade_1_2", "grade_1_3", "grade_1_4"]
 
 
+# peak 2, minimum 0.5, 4 steps of warm-up, then 13 of cosine: 12 intervals, halves and thirds
+RUN = 2.0, 0.5, 4, 17
+POINTS = [  # step, arguments, the rate, and what is likely wrong if it is another
+    (0, RUN, 0.5, "steps count from 0: the first has (0 + 1) / warmup_steps of the peak"),
+    (2, RUN, 1.5, "step k of the warm-up has (k + 1) / warmup_steps of the peak"),
+    (3, RUN, 2.0, "the last step of the warm-up has the full peak"),
+    (4, RUN, 2.0, "the cosine begins at warmup_steps, at the peak: progress is "
+                  "(step - warmup_steps) / ..., and the height runs from 1 to 0"),
+    (16, RUN, 0.5, "the last step, total_steps - 1, has the minimum: the cosine takes "
+                   "total_steps - 1 - warmup_steps intervals"),
+    (10, RUN, 1.25, "halfway down is the mean of peak and minimum: scale the cosine to (peak - "
+                    "minimum), and add minimum"),
+    (8, RUN, 1.625, "a third of the way a cosine is still at 3/4 of the height (a straight "
+                    "line would be at 2/3)"),
+    (17, RUN, 0.5, "past the end the rate stays at the minimum: clip progress to 1, or the "
+                   "cosine rises again"),
+    (29, RUN, 0.5, "past the end the rate stays at the minimum: clip progress to 1"),
+    (0, (2.0, 0.5, 0, 9), 2.0, "without warm-up the first step is the cosine's first"),
+    (4, (2.0, 0.5, 0, 9), 1.25, "without warm-up the cosine takes total_steps - 1 intervals"),
+    (3, (2.0, 0.5, 3, 4), 0.5, "the decay is one step long, and the last step has the minimum: "
+                               "total_steps - 1 - warmup_steps is 0, so return the minimum "
+                               "before you divide"),
+    (0, (2.0, 0.5, 0, 1), 0.5, "the only step is the last step, which has the minimum"),
+    (7, (3.0, 3.0, 2, 11), 3.0, "minimum equal to peak is a constant rate"),
+    (1, (0.003, 0.0003, 7, 23), 0.006 / 7, "do not round the rate: a small one loses most of "
+                                           "its digits"),
+]
+
+
 def grade_1_2(learning_rate: Callable) -> None:
     """Compare with points worked out by hand, then with the cosine's symmetry."""
-    # peak 2, minimum 0.5, 4 steps of warm-up, then 13 of cosine: 12 intervals, halves and thirds
-    run = (2.0, 0.5, 4, 17)
-    points = [
-        (0, run, 0.5, "steps count from 0: the first has (0 + 1) / warmup_steps of the peak"),
-        (2, run, 1.5, "step k of the warm-up has (k + 1) / warmup_steps of the peak"),
-        (3, run, 2.0, "the last step of the warm-up has the full peak"),
-        (4, run, 2.0, "the cosine begins at warmup_steps, at the peak: progress is "
-                      "(step - warmup_steps) / ..., and the height runs from 1 to 0"),
-        (16, run, 0.5, "the last step, total_steps - 1, has the minimum: the cosine takes "
-                       "total_steps - 1 - warmup_steps intervals"),
-        (10, run, 1.25, "halfway down is the mean of peak and minimum: scale the cosine to (peak - "
-                        "minimum), and add minimum"),
-        (8, run, 1.625, "a third of the way a cosine is still at 3/4 of the height (a straight "
-                        "line would be at 2/3)"),
-        (17, run, 0.5, "past the end the rate stays at the minimum: clip progress to 1, or the "
-                       "cosine rises again"),
-        (29, run, 0.5, "past the end the rate stays at the minimum: clip progress to 1"),
-        (0, (2.0, 0.5, 0, 9), 2.0, "without warm-up the first step is the cosine's first"),
-        (4, (2.0, 0.5, 0, 9), 1.25, "without warm-up the cosine takes total_steps - 1 intervals"),
-        (3, (2.0, 0.5, 3, 4), 0.5, "the decay is one step long, and the last step has the minimum: "
-                                   "total_steps - 1 - warmup_steps is 0, so return the minimum "
-                                   "before you divide"),
-        (0, (2.0, 0.5, 0, 1), 0.5, "the only step is the last step, which has the minimum"),
-        (7, (3.0, 3.0, 2, 11), 3.0, "minimum equal to peak is a constant rate"),
-        (1, (0.003, 0.0003, 7, 23), 0.006 / 7, "do not round the rate: a small one loses most of "
-                                               "its digits"),
-    ]
-    for step, arguments, right, likely in points:
+    for step, arguments, right, likely in POINTS:
         _expect_rate(learning_rate, step, arguments, right, likely)
 
     # the cosine is symmetric about its middle, whatever the numbers

@@ -147,6 +147,15 @@ def _faults(model: nn.Module, dtypes: dict) -> dict[tuple[str, int], str]:
 
 
 def _grade_fitting(plans_that_fit: Callable) -> None:
+    for model_name, model, memory_gb, right, likely in _fitting_cases():
+        with asked(f"plans_that_fit({model_name}; plans {'; '.join(PLANS)}; {memory_gb:g} GB)"):
+            seen = plans_that_fit(model, dict(PLANS), memory_gb)
+            expect(isinstance(seen, list), seen=f"it returned {seen!r}", likely="a list of names")
+            expect(seen == right, seen=f"{seen}, not {right}", likely=likely)
+
+
+def _fitting_cases() -> list[tuple[str, nn.Module, float, list[str], str]]:
+    """Name, model, memory in GB, what fits, and what is likely wrong with another answer."""
     with torch.device("meta"):  # 5 x 10^9 parameters that need no memory here
         whole, partly = (nn.Linear(50_000, 100_000, bias=False) for _ in range(2))
         partly = nn.Sequential(partly, nn.Linear(100_000, 10_000, bias=False))
@@ -154,7 +163,7 @@ def _grade_fitting(plans_that_fit: Callable) -> None:
     partly[1].requires_grad_(False)
     full, master, wide, narrow = PLANS
 
-    cases = [
+    return [
         ("5 x 10^9 parameters", whole, 100.0, [narrow, full, master, wide],
          "sort by bytes, the smallest first; ties stay in the order of the dict"),
         ("5 x 10^9 parameters", whole, 80.0, [narrow, full, master],
@@ -170,8 +179,3 @@ def _grade_fitting(plans_that_fit: Callable) -> None:
         ("5.0001 x 10^9 parameters", more, 80.5, [narrow, full, master],
          "80.0016 GB are less than 80.5: memory_gb need not be an integer"),
     ]
-    for model_name, model, memory_gb, right, likely in cases:
-        with asked(f"plans_that_fit({model_name}; plans {'; '.join(PLANS)}; {memory_gb:g} GB)"):
-            seen = plans_that_fit(model, dict(PLANS), memory_gb)
-            expect(isinstance(seen, list), seen=f"it returned {seen!r}", likely="a list of names")
-            expect(seen == right, seen=f"{seen}, not {right}", likely=likely)

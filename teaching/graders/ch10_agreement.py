@@ -11,7 +11,7 @@ from minitron.measure.ledger import Call
 from teaching.graders import asked, expect
 from teaching.graders.ch06_toy import ShardWire
 from teaching.graders.ch07_toy import in_words, is_close
-from teaching.graders.ranks import SIZES, on_ranks, per_rank
+from teaching.graders.ranks import on_ranks, per_rank
 
 CLOSE = 1e-5
 SCALE, BACKOFF, MAX_NORM = 1024.0, 0.25, 2.5
@@ -63,13 +63,13 @@ def grade_10_4(step_together) -> None:
     """Play the steps on 1 to 4 ranks; compare wire, weights, memory of the optimizer and scale."""
     with asked(f"{len(STEPS)} calls of step_together on 1, 2, 3 and 4 ranks, some with an overflow "
                "on one rank, some with a rank without a gradient"):
-        by_case = on_ranks(play_all, step_together, stuck=STUCK)
+        by_size = on_ranks(play_all, step_together, stuck=STUCK)
     for name in OPTIMIZERS:
-        for size in SIZES:
+        for size, played in by_size.items():
             for number in range(len(STEPS)):
                 with asked(f"step_together with {name} on {size} ranks, max_norm={MAX_NORM:g}, "
                            f"step {number + 1}: {in_step(number, size)}"):
-                    ranks = [mine[name] for mine in by_case[size]]
+                    ranks = [mine[name] for mine in played]
                     before = [mine[number - 1] if number else start(name, rank)
                               for rank, mine in enumerate(ranks)]
                     _expect_right([mine[number] for mine in ranks], before, name, number)

@@ -48,8 +48,7 @@ def small(num_heads: int = 4, num_kv_heads: int = 0, num_layers: int = 4, ffn_wi
 
 def cases() -> list[Case]:
     free = partial(of_parts, dict.fromkeys(range(1, 200), 1))
-    llama, giant = PUBLISHED["Llama 3.1 70B"], PUBLISHED["Llama 3.1 405B"]
-    rows = [
+    small_models = [
         ("4 heads, 2 layers, only tp x pp = 4 fits", small(num_layers=2), 8, 4, 8, 10,
          partial(of_parts, {4: 1})),
         ("4 heads, 4 layers, only tp x pp = 4 fits, exactly", small(), 8, 8, 8, 10,
@@ -66,12 +65,19 @@ def cases() -> list[Case]:
          small(16, num_layers=32, width=64), 32, 16, 32, 10, free),
         ("one GPU", small(), 1, 8, 4, 10, free),
         ("nothing fits", small(), 8, 8, 8, 10, partial(of_parts, {})),
-        ("Llama 3.1 70B's state in 80 GB", llama, 64, 8, 512, 80 * 10**9,
-         partial(state_bytes, llama)),
-        ("Llama 3.1 405B's state in 80 GB", giant, 128, 8, 1024, 80 * 10**9,
-         partial(state_bytes, giant)),
     ]
-    return [Case(*row) for row in rows]
+    return [Case(*row) for row in small_models] + published_cases()
+
+
+def published_cases() -> list[Case]:
+    memory = 80 * 10**9
+    llama, giant = PUBLISHED["Llama 3.1 70B"], PUBLISHED["Llama 3.1 405B"]
+    return [
+        Case("Llama 3.1 70B's state in 80 GB", llama, 64, 8, 512, memory,
+             partial(state_bytes, llama)),
+        Case("Llama 3.1 405B's state in 80 GB", giant, 128, 8, 1024, memory,
+             partial(state_bytes, giant)),
+    ]
 
 
 def conditions(case: Case, layout: Layout) -> dict[str, bool]:

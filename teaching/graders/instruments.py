@@ -2,8 +2,9 @@
 
 import builtins
 import sys
+from collections.abc import Iterator
 from operator import is_
-from types import ModuleType
+from types import FunctionType, ModuleType
 
 import torch
 import torch.distributed
@@ -15,40 +16,60 @@ from minitron.pytorch.private import c10d_module
 class Instruments:
     """Functions and classes as they were before an answer ran.
 
-    Looking at all of them takes milliseconds, so what has not changed since the last look is only
-    compared by identity: by `is_`, as each `id` is an audit event, of which the guard hears.
+    To look at all of them by their full names takes many milliseconds. So namespaces are compared
+    by the identity of what is in them (by `is_`, as each `id` is an audit event, of which the
+    guard hears), and names are made up only where something that can be called has changed.
     """
 
     def __init__(self):
         self.modules = find_instruments()
-        self.before = snapshot(self.modules)
-        self.codes = [(value, code) for value, code in self.before.values() if code is not None]
-        self.namespaces = [vars(owner) for owner in [*self.modules, *owners(self.modules)]]
-        self.look()
-
-    def look(self) -> None:
-        """Remember what every name stands for."""
-        self.seen = [(list(space), list(space.values())) for space in self.namespaces]
+        self.spaces = {owner: vars(owner) for owner in [*self.modules, *owners(self.modules)]}
+        self.before = {owner: dict(space) for owner, space in self.spaces.items()}
+        self.codes = {value: value.__code__ for space in self.before.values()
+                      for value in space.values() if type(value) is FunctionType}
+        self.seen = dict(self.before)
 
     def is_as_seen(self) -> bool:
         """Return whether every name stands for what it did, and every function has its code."""
-        spaces = zip(self.namespaces, self.seen, strict=True)
-        return all(sys.modules.get(module.__name__) is module for module in self.modules) \
-            and all(value.__code__ is code for value, code in self.codes) \
-            and all(list(space) == names and all(map(is_, space.values(), values))
-                    for space, (names, values) in spaces)
+        return self._have_modules_and_code() and not self._changed()
 
     def replaced(self) -> str | None:
         """Name one that is another now, or has other code; None if there is none."""
-        if self.is_as_seen():
+        changed = self._changed()
+        calls = any(callable(value) for owner in changed for value in self._news(owner))
+        if self._have_modules_and_code() and not calls:
+            self.seen |= {owner: dict(self.spaces[owner]) for owner in changed}
             return None
-        after = snapshot(self.modules)
-        for (owner, name), (value, code) in self.before.items():
-            now = after.get((owner, name), (None, None))
-            if now[0] is not value or now[1] is not code:
+        before = snapshot(self.modules, self.before)
+        after = snapshot(self.modules, self.spaces)
+        before |= {("sys.modules", module.__name__): module for module in self.modules}
+        for (owner, name), value in before.items():
+            if after.get((owner, name)) is not value or self._has_other_code(value):
                 return f"{owner}.{name}"
-        self.look()
+        self.seen = {owner: dict(space) for owner, space in self.spaces.items()}
         return None
+
+    def _have_modules_and_code(self) -> bool:
+        return all(sys.modules.get(module.__name__) is module for module in self.modules) \
+            and not any(map(self._has_other_code, self.codes))
+
+    def _has_other_code(self, value: object) -> bool:
+        return type(value) is FunctionType and value.__code__ is not self.codes[value]
+
+    def _changed(self) -> list:
+        """The owners in whose namespaces a name has come, gone, or stands for something else."""
+        return [owner for owner, space in self.spaces.items()
+                if len(space) != len(seen := self.seen[owner])
+                or not all(map(is_, space, seen))
+                or not all(map(is_, space.values(), seen.values()))]
+
+    def _news(self, owner) -> Iterator[object]:
+        """What one name stood for, or stands for now, where these differ."""
+        space, seen = self.spaces[owner], self.seen[owner]
+        for name in {*space, *seen}:
+            values = space.get(name), seen.get(name)
+            if values[0] is not values[1]:
+                yield from values
 
 
 def find_instruments() -> list[ModuleType]:
@@ -58,33 +79,34 @@ def find_instruments() -> list[ModuleType]:
             *(module for name, module in list(sys.modules.items()) if name.startswith(own))]
 
 
-def snapshot(modules: list[ModuleType]) -> dict[tuple[str, str], tuple[object, object]]:
-    """Every function and class of these modules, and of their classes, with its code."""
-    seen = {("sys.modules", module.__name__): (sys.modules.get(module.__name__), None)
+def snapshot(modules: list[ModuleType], spaces: dict) -> dict[tuple[str, str], object]:
+    """Every function and class of these modules, and of their classes, as `spaces` have them."""
+    seen = {("sys.modules", module.__name__): sys.modules.get(module.__name__)
             for module in modules}
     for module in modules:
-        for name, value in list(vars(module).items()):
-            if callable(value):
-                seen[module.__name__, name] = value, getattr(value, "__code__", None)
-    for cls in classes(modules):
-        seen |= _methods(cls)
+        seen |= {(module.__name__, name): value for name, value in spaces[module].items()
+                 if callable(value)}
+    for cls in classes(modules, spaces):
+        seen |= _methods(cls, spaces)
     return seen
 
 
-def classes(modules: list[ModuleType]) -> list[type]:
+def classes(modules: list[ModuleType], spaces: dict) -> list[type]:
     """Those whose methods count too: the modules' own, where they are ours, and tensors."""
     ours = [module for module in modules if module.__name__.startswith(("minitron.", "teaching."))]
-    return [torch.Tensor, *(value for module in ours for value in vars(module).values()
+    return [torch.Tensor, *(value for module in ours for value in spaces[module].values()
                             if issubclass(type(value), type)
                             and value.__module__ == module.__name__)]
 
 
 def owners(modules: list[ModuleType]) -> list[type]:
     """The classes in whose namespaces these methods may stand."""
-    return list(dict.fromkeys(base for cls in classes(modules) for base in cls.__mro__))
+    spaces = {module: vars(module) for module in modules}
+    return list(dict.fromkeys(base for cls in classes(modules, spaces) for base in cls.__mro__))
 
 
-def _methods(cls: type) -> dict[tuple[str, str], tuple[object, object]]:
-    values = {name: value for base in reversed(cls.__mro__) for name, value in vars(base).items()}
-    return {(cls.__qualname__, name): (value, getattr(value, "__code__", None))
-            for name, value in values.items() if callable(value)}
+def _methods(cls: type, spaces: dict) -> dict[tuple[str, str], object]:
+    values = {}
+    for base in reversed(cls.__mro__):
+        values |= spaces.get(base, vars(base))
+    return {(cls.__qualname__, name): value for name, value in values.items() if callable(value)}

@@ -56,17 +56,18 @@ CAUSES = {
 
 
 def on_ranks(
-    trial: Callable, *args, sizes: tuple[int, ...] = SIZES, timeout: float = TIMEOUT_SECONDS,
+    trial: Callable, *args, sizes: tuple[int, ...] = (), timeout: float = TIMEOUT_SECONDS,
     stuck: str = DIFFER,
 ) -> dict[int, list]:
     """Call `trial(group, *args)` on groups of each size; returns {size: [of rank 0, ...], ...}.
 
-    One launch serves all sizes: the smaller groups are parts of the largest, so that a function
-    which asks for the default group, or for its size, is found out. `timeout` is in seconds, for
-    all, of CPU time. Raises Mistake if a rank raises, dies or hangs; `stuck` is the likeliest
-    cause of a hang or of ranks that call different operations.
+    Sizes are SIZES if none are given. One launch serves all of them: the smaller groups are parts
+    of the largest, so that a function which asks for the default group, or for its size, is found
+    out. `timeout` is in seconds, for all, of CPU time. Raises Mistake if a rank raises, dies or
+    hangs; `stuck` is the likeliest cause of a hang or of ranks that call different operations.
     """
     start_server()
+    sizes = sizes or SIZES
     source, files = _source_of(args)
     job = cloudpickle.dumps((trial, args))
     try:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 MIB = 2**20
 SMALL = MIB
 """Requests up to this size come from the pool of small blocks."""
+CAPACITY = 320 * MIB
+"""Of the device in chapter 2's experiment, and what the recorded one may add to its memory."""
 
 
 def round_up(size: int, multiple: int) -> int:

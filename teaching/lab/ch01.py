@@ -93,6 +93,44 @@ def tokens_per_second(
     return speeds
 
 
+# Where a step's time goes
+
+TIMED_KINDS = {"mm": "matmuls", "addmm": "matmuls", "bmm": "matmuls", "gelu": "GELU",
+               "gelu_backward": "GELU"}
+
+
+class OperatorClock(DispatchMode):
+    """Add up the seconds of every operator, by kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = dict.fromkeys(["matmuls", "attention", "GELU", "other operators"], 0.0)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        start = time.perf_counter()
+        outputs = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        kind = "attention" if name.startswith("_scaled_dot_product") \
+            else TIMED_KINDS.get(name, "other operators")
+        self.found[kind] += time.perf_counter() - start
+        return outputs
+
+
+def operator_times(step: Callable[[], object], repeats: int = 20) -> dict[str, float]:
+    """Return the mean milliseconds of a step's operators by kind, on the CPU.
+
+    What they leave of the step, "between operators", is autograd's, Python's and the clock's.
+    """
+    step()
+    with OperatorClock() as clock:
+        start = time.perf_counter()
+        for _ in range(repeats):
+            step()
+        total = time.perf_counter() - start
+    found = clock.found | {"between operators": total - sum(clock.found.values())}
+    return {kind: 1000 * seconds / repeats for kind, seconds in found.items()}
+
+
 # What the model has learned to copy
 
 
@@ -279,27 +317,44 @@ def _count_step(config: ModelConfig, num_tokens: int) -> dict[str, Operators]:
 # torch.compile
 
 
-def gelu_of_scaled(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+def relu_of_scaled(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """Apply three pointwise operations in a row, as a norm's end and an activation do."""
-    return F.gelu(x * scale + shift, approximate="tanh")
+    return torch.relu(x * scale + shift)
 
 
-def eager_and_compiled(rows: int = 4096, width: int = 2048) -> tuple[list[float], list[float]]:
-    """Return the times of `gelu_of_scaled` run eagerly and compiled, repeats of each in turn.
+def eager_and_compiled(
+    rows: int = 4096, width: int = 2048
+) -> list[tuple[str, int, list[float]]]:
+    """Return name, bytes moved, times: of x + 1, of `relu_of_scaled`, eager and compiled, of tanh.
 
-    Raises RuntimeError where torch.compile finds no C++ compiler.
+    They take turns, and write into tensors that are there already: fresh pages would cost more
+    than the operations. Raises RuntimeError where torch.compile finds no C++ compiler.
     """
     x, scale, shift = torch.randn(rows, width), torch.randn(width), torch.randn(width)
-    compiled = torch.compile(gelu_of_scaled)
+    scaled, shifted, out = (torch.empty_like(x) for _ in range(3))
+
+    def eager() -> None:
+        torch.mul(x, scale, out=scaled)
+        torch.add(scaled, shift, out=shifted)
+        torch.clamp_min(shifted, 0, out=out)  # relu, which takes no `out`
+
+    @torch.compile
+    def into_out(x: Tensor, scale: Tensor, shift: Tensor, out: Tensor) -> None:
+        out.copy_(relu_of_scaled(x, scale, shift))
+
+    calls = [
+        ("x + 1", 2, lambda: torch.add(x, 1.0, out=out)),
+        ("eager, 3 operations", 6, eager),
+        ("compiled, 1 kernel", 2, lambda: into_out(x, scale, shift, out)),
+        ("tanh alone", 2, lambda: torch.tanh(x, out=out)),
+    ]
     with torch.no_grad():
         try:
-            compiled(x, scale, shift)
+            into_out(x, scale, shift, out)
         except Exception as error:  # the compiler's own error class is private
             raise RuntimeError(f"torch.compile does not work here: {error}") from error
-        times: tuple[list[float], list[float]] = [], []
+        found = [(name, transfers * x.nbytes, []) for name, transfers, _ in calls]
         for _ in range(9):
-            for function, kept in zip((gelu_of_scaled, compiled), times, strict=True):
-                start = time.perf_counter()
-                function(x, scale, shift)
-                kept.append(time.perf_counter() - start)
-    return times
+            for (_, _, times), (_, _, call) in zip(found, calls, strict=True):
+                times += seconds_of(call, repeats=1)
+    return found

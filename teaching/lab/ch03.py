@@ -1,6 +1,7 @@
-"""Chapter 3's measurements: a copying task, a layer without values, operators, offloading."""
+"""Chapter 3's measurements: a copying task, early stopping, GPT-3, operators, offloading."""
 
 import dataclasses
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from minitron.measure.meter import Meter
 from minitron.model.transformer import Transformer, initialize, materialized_attention, run_in_order
 from minitron.pytorch.private import fake_tensors
 from minitron.step import make_optimizer, train_step
+from teaching.exercises import ROOT
 from teaching.figures_style import BLACK, SERIES, STYLE, canvas
 
 Policy = Callable[[Transformer], None]
@@ -33,6 +35,8 @@ aten = torch.ops.aten
 # The trap: a task whose loss falls with the wrong masks, too
 
 COPYING = ModelConfig("gpt", 64, 64, 2, 64, 4, 4, 256, dropout=0.2)
+COPYING_FLOOR = 7 / 23 * math.log(COPYING.vocab_size)
+"""Nats per token if all is copied: 7 of the 23 targets are random, the other 16 are copies."""
 
 
 def copying_batch(step: int) -> tuple[Tensor, Tensor]:
@@ -53,7 +57,52 @@ def train(policy: Policy, num_steps: int = 120) -> list[float]:
             for step in range(num_steps)]
 
 
-# A layer of GPT-3 without values
+# What early stopping saves: FLOPs counted here, and times that were recorded
+
+RECORD = ROOT / "benchmarks" / "results" / "recompute_cpu.md"
+RECORDED_MODELS = {
+    "gpt, dropout": ModelConfig("gpt", 1024, 128, 6, 256, 4, 4, 1024, dropout=0.1),
+    "gpt": ModelConfig("gpt", 1024, 128, 6, 256, 4, 4, 1024),
+    "llama": ModelConfig("llama", 1024, 128, 6, 256, 4, 2, 768),
+}
+"""As in benchmarks/recompute.py, which wrote the record."""
+
+
+def recorded_on() -> str:
+    """Return on what the times were recorded, and by which program."""
+    conditions, command = RECORD.read_text("utf-8").splitlines()[0].split("; ")
+    return f"{conditions}, by {command.strip('`').split()[1]}"
+
+
+def recorded_time(name: str) -> float:
+    """Return the time of a step with every block recomputed, relative to the plain step's."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")]
+            for line in RECORD.read_text("utf-8").splitlines() if line.startswith("|")]
+    plain = next(row for row in rows if row[:2] == [name, "none"])
+    return float(plain[rows[0].index("time, ours / this")])
+
+
+def flops_of_step(config: ModelConfig, policy: Policy = lambda model: None) -> int:
+    """Return the FLOPs of a step on four full sequences, without values.
+
+    Attention is materialized: PyTorch's counter does not count the CPU's fused kernel.
+    """
+    with fake_tensors():
+        model = Transformer(config)
+        for block in model.blocks:
+            block.attention.attention_fn = materialized_attention
+        policy(model)
+        tokens = torch.zeros(4, config.max_sequence_length, dtype=torch.long)
+        with FlopCounterMode(display=False) as counter:
+            model(tokens).sum().backward()
+    return counter.get_total_flops()
+
+
+# A layer of GPT-3 without values, and what a paper measured of a smaller model
+
+PAPER_MILLISECONDS = {"none": 7.7 + 11.9, "selective": 7.7 + 13.2, "full": 7.7 + 19.5}
+"""Forward and backward pass of a layer of `PAPER_22B`: Korthikanti et al. 2022, table 4."""
+PAPER_22B = ModelConfig("gpt", 51_200, 2048, 48, 6144, 64, 64, 4 * 6144, dropout=0.1)
 
 
 def layer_without_values(config: ModelConfig, length: int, policy: Policy) -> tuple[int, int]:
@@ -85,7 +134,12 @@ def default_dtype(dtype: torch.dtype):
         torch.set_default_dtype(before)
 
 
-# What a budget buys
+# Segments, and what a budget buys
+
+
+def cut(num_blocks: int, length: int) -> list[int]:
+    """Return the lengths of segments of `length` blocks; the last one may be shorter."""
+    return [min(length, num_blocks - start) for start in range(0, num_blocks, length)]
 
 
 @rc_context(STYLE)

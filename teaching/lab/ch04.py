@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Callable, Sequence
-from statistics import quantiles
+from functools import partial
+from statistics import fmean, quantiles
 from typing import NamedTuple
 
 import torch
@@ -16,16 +17,20 @@ from minitron.launch import run
 from minitron.launch.slow_network import SlowNetwork
 from minitron.measure.ledger import Ledger
 from minitron.model.transformer import Transformer, initialize
-from minitron.parallel.data.ddp import (
-    FIRST_BUCKET_BYTES,
-    apply_bucketed_data_parallel,
-    assign_buckets,
-)
+from minitron.parallel.data.ddp import apply_bucketed_data_parallel
 from minitron.step import make_optimizer, train_step
 from teaching.lab import MEASURING, counting_rows, loss_of
 from teaching.lab.gpu_models import OVERLAP
 from teaching.lab.gpu_records import FOLDER, newest, rows_of
-from teaching.overlap import Compute, step_lanes, transfers
+from teaching.overlap import (
+    Compute,
+    compute_in_proportion,
+    exposed_seconds,
+    gradient_sizes,
+    in_buckets,
+    step_lanes,
+    transfers,
+)
 
 Apply = Callable[[nn.Module, ProcessGroup], object]
 Version = tuple[Callable, Callable]
@@ -78,22 +83,39 @@ def gradient_bytes() -> list[int]:
     return [parameter.nbytes for parameter in start()[0].parameters()]
 
 
-def compute_alone(group: ProcessGroup, num_steps: int = 5) -> Compute:
-    """Return the compute of the step with the median duration, of steps without communication."""
-    model, optimizer, micro_batches = start()
-    number = {p: index for index, p in enumerate(model.parameters())}
-    ready, steps = [0.0] * len(number), []
-    for each in number:
-        each.register_post_accumulate_grad_hook(
-            lambda p: ready.__setitem__(number[p], time.perf_counter()))
-    for _ in range(num_steps + 1):
+class Trial:
+    """A model in training that notes when each of its gradients is complete."""
+
+    def __init__(self, group: ProcessGroup, apply: Apply | None = None):
+        model, optimizer, micro_batches = start()
+        self.ready = [0.0] * len(list(model.parameters()))
+        for index, parameter in enumerate(model.parameters()):
+            parameter.register_post_accumulate_grad_hook(partial(self._note, index))
+        parallel = [] if apply is None else [apply(model, group)]
+        self._step = partial(train_step, model, optimizer, micro_batches, 1e-3, 1.0, *parallel)
+
+    def _note(self, index: int, parameter: nn.Parameter) -> None:
+        self.ready[index] = time.perf_counter()
+
+    def step(self) -> tuple[Ledger, Compute]:
+        """Run a step; return what its ledger saw, and when its gradients were complete."""
         with Ledger() as ledger:
-            train_step(model, optimizer, micro_batches, 1e-3, 1.0)
+            self._step()
         begin, end = ledger.spans[0].start, ledger.spans[-1].end
-        forward = ledger.spans[0].end - begin
-        steps.append(Compute(forward, [at - begin for at in ready], end - max(ready)))
-    steps = sorted(steps[1:], key=lambda step: step.backward + step.optimizer)
-    return steps[len(steps) // 2]
+        backward = next(span.start for span in ledger.spans if span.phase == "backward")
+        ready = [at - begin for at in self.ready]
+        return ledger, Compute(backward - begin, ready, end - max(self.ready))
+
+
+def compute_alone(group: ProcessGroup, num_steps: int = 5) -> Compute:
+    """Return the compute of the median of some steps without communication."""
+    trial = Trial(group)
+    return median_compute([trial.step()[1] for _ in range(num_steps + 1)][1:])
+
+
+def median_compute(steps: Sequence[Compute]) -> Compute:
+    """Return the step with the median duration."""
+    return sorted(steps, key=lambda step: step.backward + step.optimizer)[len(steps) // 2]
 
 
 class Network(NamedTuple):
@@ -124,60 +146,108 @@ class Network(NamedTuple):
 
 
 def buckets_of(bucket_bytes: int) -> list[list[int]]:
-    """Return the package's buckets: a small first one, then the others."""
-    sizes = gradient_bytes()
-    first = assign_buckets(sizes, min(FIRST_BUCKET_BYTES, bucket_bytes))[0]
-    return [first, *assign_buckets(sizes[: -len(first)], bucket_bytes)]
+    return in_buckets(gradient_bytes(), bucket_bytes)
 
 
-def recorded_step() -> tuple[int, float]:
-    """Return the bytes of a recorded step's gradients, with 16 bits each, and its backward pass."""
+# A step that was recorded on a GPU
+
+
+def recorded_step() -> tuple[list[int], Compute]:
+    """Return the bytes of a recorded step's gradients, with 16 bits each, and its compute.
+
+    The start and the end of the backward pass are recorded. In between, the gradients are complete
+    in proportion to their sizes; the embedding, which multiplies nothing, takes no time.
+    """
     [row] = rows_of(newest("overlap", FOLDER), lambda row: row["case"] == "plain step")
-    backward = 1e-3 * (row["update_start_ms"] - row["forward_end_ms"])
-    return 2 * cost.num_parameters(OVERLAP.model), backward
+    start, end = 1e-3 * row["forward_end_ms"], 1e-3 * row["update_start_ms"]
+    sizes = gradient_sizes(OVERLAP.model)
+    return sizes, compute_in_proportion([0, *sizes[1:]], start, end - start)
+
+
+def bytes_and_latency(
+    sizes: list[int], num_ranks: int, latency: float, bandwidth: float
+) -> tuple[float, float]:
+    """Return the seconds that the buckets' all-reduces take for their bytes, and for latency."""
+    num_bytes, num_buckets = sum(sizes), len(in_buckets(sizes))
+    return (cost.ring_all_reduce_seconds(num_bytes, num_ranks, 0, bandwidth),
+            num_buckets * cost.ring_all_reduce_seconds(0, num_ranks, latency, bandwidth))
+
+
+# The measured steps
 
 
 class Step(NamedTuple):
-    """A step of all ranks: what the ledgers saw, and the seconds of the slowest rank."""
+    """A step of all ranks: what the ledgers saw, and seconds."""
 
     calls: list[list]
     spans: list[list]
     seconds: float
+    """Of the slowest rank."""
+    backward: float
+    """From the forward pass to the last gradient, mean of the ranks."""
+    exposed: float
+    """From the last gradient until all of them have been reduced, mean of the ranks."""
+
+
+def exposed_in(ledger: Ledger, backward_end: float) -> float:
+    """Return how long gradients are on their way after the end of the backward pass, seconds.
+
+    The number of tokens and the loss, 8 bytes or fewer, are no gradients.
+    """
+    reduced = max(call.finished for call in ledger.calls if call.payload > 8)
+    return max(0.0, reduced - backward_end)
 
 
 def slow_steps(
     group: ProcessGroup, applies: Sequence[Apply], network: Network, num_steps: int
-) -> list[list[tuple[list, list, float]]]:
-    """Return, for each of `applies`, calls, spans and seconds of several steps of this rank.
+) -> tuple[Compute, list[list[tuple]]]:
+    """Return the compute of a step that sends nothing, and for each of `applies` several steps.
 
-    They take turns, so that whatever else the machine does meets all of them.
+    They take turns, so that whatever else the machine does meets all of them. A step of this rank
+    is its calls, spans, seconds, the seconds of its backward pass, and those exposed after it.
     """
-    parts = []
-    for apply in applies:
-        model, optimizer, micro_batches = start()
-        parts.append((model, optimizer, micro_batches, apply(model, group)))
-    steps: list[list] = [[] for _ in applies]
+    alone, trials = Trial(group), [Trial(group, apply) for apply in applies]
+    computes: list[Compute] = []
+    steps: list[list[tuple]] = [[] for _ in applies]
     for _ in range(num_steps + 1):
-        for (model, optimizer, micro_batches, parallel), kept in zip(parts, steps, strict=True):
+        dist.barrier(group)
+        computes.append(alone.step()[1])
+        for trial, kept in zip(trials, steps, strict=True):
             dist.barrier(group)
             begin = time.perf_counter()
-            with SlowNetwork(*network), Ledger() as ledger:
-                train_step(model, optimizer, micro_batches, 1e-3, 1.0, parallel)
-            kept.append((ledger.calls, ledger.spans, time.perf_counter() - begin))
-    return [kept[1:] for kept in steps]
+            with SlowNetwork(*network):
+                ledger, compute = trial.step()
+            seconds = time.perf_counter() - begin
+            kept.append((ledger.calls, ledger.spans, seconds, compute.backward - compute.forward,
+                         exposed_in(ledger, max(trial.ready))))
+    return median_compute(computes[1:]), [kept[1:] for kept in steps]
 
 
-def measure(applies: Sequence[Apply], network: Network, num_steps: int = 5) -> list[list[Step]]:
-    """Return, for each of `applies`, several steps on two ranks, the fastest first."""
-    ranks = run(slow_steps, 2, applies, network, num_steps, timeout=MEASURING, watch=False)
-    found = []
-    for by_rank in zip(*ranks, strict=True):
-        steps = []
-        for each in zip(*by_rank, strict=True):
-            calls, spans, seconds = zip(*each, strict=True)
-            steps.append(Step(list(calls), list(spans), max(seconds)))
-        found.append(sorted(steps, key=lambda step: step.seconds))
-    return found
+def measure(
+    applies: dict[str, Apply], network: Network, num_steps: int = 5
+) -> tuple[Compute, dict[str, list[Step]]]:
+    """Return a step without communication, and several with each of `applies`, on two ranks.
+
+    The steps of each are sorted, the fastest first.
+    """
+    ranks = run(slow_steps, 2, list(applies.values()), network, num_steps, timeout=MEASURING,
+                watch=False)
+    computes, by_rank = zip(*ranks, strict=True)
+    found = {}
+    for name, trials in zip(applies, zip(*by_rank, strict=True), strict=True):
+        steps = [_of_all_ranks(each) for each in zip(*trials, strict=True)]
+        found[name] = sorted(steps, key=lambda step: step.seconds)
+    return computes[0], found
+
+
+def _of_all_ranks(by_rank: Sequence[tuple]) -> Step:
+    calls, spans, seconds, backward, exposed = zip(*by_rank, strict=True)
+    return Step(list(calls), list(spans), max(seconds), fmean(backward), fmean(exposed))
+
+
+def median_step(steps: Sequence[Step]) -> Step:
+    """Return the step in the middle; they are sorted."""
+    return steps[len(steps) // 2]
 
 
 def spread(steps: Sequence[Step]) -> tuple[float, float, float]:
@@ -189,6 +259,21 @@ def spread(steps: Sequence[Step]) -> tuple[float, float, float]:
 def end_of(compute: Compute, sent: list[tuple[float, float]]) -> float:
     """Return when the predicted step ends, in milliseconds."""
     return step_lanes(compute, sent)["predicted compute"][-1].end
+
+
+def print_steps(
+    compute: Compute, sent: dict[str, list[tuple[float, float]]], steps: dict[str, list[Step]]
+) -> None:
+    """Print the predicted and the measured milliseconds of each version."""
+    print("                                  step (ms)        exposed (ms)   backward (ms)")
+    print("         calls predicted median (half of 5)  predicted measured  alone measured")
+    alone = 1e3 * (compute.backward - compute.forward)
+    for name, found in steps.items():
+        low, middle, high = spread(found)
+        measured = f"{middle:.0f} ({low:.0f} to {high:.0f})"
+        step, exposed = median_step(found), 1e3 * exposed_seconds(compute, sent[name])
+        print(f"{name:8} {len(step.calls[0]):5} {end_of(compute, sent[name]):9.0f} {measured:>18} "
+              f"{exposed:10.0f} {1e3 * step.exposed:8.0f} {alone:6.0f} {1e3 * step.backward:8.0f}")
 
 
 def sized(bucket_bytes: int) -> Apply:

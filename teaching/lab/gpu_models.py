@@ -42,6 +42,6 @@ STORYTELLER = ModelConfig("llama", -(-len(VOCABULARY) // 64) * 64, 512, 4, 2048,
 SPEED = {"GPT-2 124M": MeasuredStep(GPT2, 32, 32), "Llama 1.3B": MeasuredStep(LLAMA, 16, 4)}
 """Of part "mfu". The Llama's micro-batches are as large as 80 GB allow without compiling."""
 MEMORY = MeasuredStep(replace(LLAMA, num_layers=12), 4, 4)
-"""With half of the layers, all of the activations fit beside the state."""
+"""With half of the layers of the Llama above."""
 OVERLAP = MeasuredStep(replace(LLAMA, num_layers=6), 4, 4)
 PRECISION = MeasuredStep(STORYTELLER, 8, 8)

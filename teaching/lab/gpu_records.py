@@ -32,7 +32,10 @@ class Shown:
 
 
 def newest(part: str, folder: Path) -> Record | None:
-    """Return the latest record of a part, of any device alone; None if there is none."""
+    """Return the latest record of a part, of any device alone; None if there is none.
+
+    Of several from one day it is that of the device whose name comes last.
+    """
     found = []
     for path in folder.glob(f"*/{part}.json"):
         try:
@@ -41,7 +44,8 @@ def newest(part: str, folder: Path) -> Record | None:
             continue  # somebody's file of that name
         if record.conditions.num_devices == 1:
             found.append(record)
-    return max(found, key=lambda record: record.conditions.date, default=None)
+    return max(found, key=lambda record: (record.conditions.date, record.conditions.device),
+               default=None)
 
 
 def origin(record: Record | None) -> str:

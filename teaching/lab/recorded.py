@@ -7,6 +7,8 @@ Read in this order: gpu_records.Shown, gpu_records.newest, then one function a c
 
 from pathlib import Path
 
+from matplotlib.axes import Axes
+
 from minitron import cost
 from minitron.measure.record import Record, Row
 from teaching.figures import (
@@ -19,6 +21,9 @@ from teaching.figures import (
     scaling,
     timeline,
 )
+from teaching.figures_memory import phase_strip
+from teaching.figures_style import BAND, GREY
+from teaching.lab.allocator import CAPACITY, MIB
 from teaching.lab.gpu_models import MEMORY, OVERLAP, PRECISION, SPEED
 from teaching.lab.gpu_records import (
     FOLDER,
@@ -104,21 +109,71 @@ def two_steps(folder: Path = FOLDER) -> Shown:
     end = row["entries"][0]
     lines = {"predicted peak": [peaks[entry > end] / 1e9 for entry in row["entry"]]}
     figure = curves(row["entry"], held, "entry of the allocator's trace", "GB", lines)
+    mark_steps(figure.axes[0], row)
     found = "Recorded peaks: {} in step 1, {} in step 2.".format(
         *map(plain_bytes, row["peak_of_step"]))
     said = f"{found} {said}"
-    return Shown("\n".join([origin(record), said, *allocator_answers(record)]), figure, said)
+    words = [origin(record), said, bytes_after_update(row), *allocator_answers(record)]
+    return Shown("\n".join(words), figure, said)
+
+
+def phases_of(row: Row) -> list[tuple[str, int, int]]:
+    """Return the phases of the recorded steps with their first and last entry.
+
+    They are read off the curve: a step's forward pass ends where most is allocated, its backward
+    pass where least is allocated after that.
+    """
+    phases, start = [], row["entry"][0]
+    for end in row["entries"]:
+        points = [point for point in zip(row["entry"], row["allocated"], strict=True)
+                  if start <= point[0] <= end]
+        highest = max(points, key=lambda point: point[1])[0]
+        lowest = min((point for point in points if point[0] >= highest),
+                     key=lambda point: point[1])[0]
+        phases += [("forward", start, highest), ("backward", highest, lowest),
+                   ("optimizer", lowest, end)]
+        start = end
+    return phases
+
+
+def mark_steps(axes: Axes, row: Row) -> None:
+    """Name the phases above the axes and the steps within them."""
+    phases = phases_of(row)
+    phase_strip(axes, phases)
+    for name, start, _ in phases[1:]:
+        color = GREY if name == "forward" else BAND  # a step begins
+        axes.axvline(start, color=color, linewidth=0.8, zorder=0)
+    for step, (start, end) in enumerate(zip([row["entry"][0], *row["entries"]], row["entries"],
+                                            strict=False), start=1):
+        axes.text((start + end) / 2, 0.03, f"step {step}", color=GREY, ha="center",
+                  transform=axes.get_xaxis_transform())
+
+
+def bytes_after_update(row: Row) -> str:
+    """Say what is allocated after the second update, without what was there before training."""
+    before = max(row["allocated"]) - max(row["peak_of_step"])
+    held = row["allocated"][-1] - before
+    return (f"After the update of step 2, {plain_bytes(held)} are allocated: "
+            f"{held / cost.num_parameters(MEMORY.model):.1f} bytes per parameter.")
 
 
 def allocator_answers(record: Record) -> list[str]:
     """Say how the allocator answered this chapter's two requests, and a limit between the peaks."""
-    words = [f"With the segments {row['picture']} a request for 40 MiB "
-             f"{'succeeds' if row['succeeds'] else 'fails'}."
-             for row in rows_of(record, lambda row: row["case"].startswith("fragmentation"))]
+    words = []
+    for row in rows_of(record, lambda row: row["case"].startswith("fragmentation")):
+        reserved = 10 * MIB * sum(row["picture"].count(each) for each in "#.")
+        answer = "fails"
+        if row["succeeds"]:
+            answer = "succeeds: the device had room for one more segment" \
+                if reserved + 40 * MIB <= CAPACITY + MIB \
+                else "succeeds: free segments were returned to the device"
+        words.append(f"With the segments {row['picture']} a request for 40 MiB {answer}.")
     out = record.row("out of memory in the second step")
     if out is not None and out["failed_in_step"] is not None:
-        words.append(f"With at most {plain_bytes(out['limit_bytes'])} of memory, the same training "
-                     f"runs out of it in step {out['failed_in_step']}.")
+        words.append(f"Step 1 reserves {plain_bytes(out['reserved_of_step'][0])}, and step 2 "
+                     f"allocates {plain_bytes(out['allocated_of_step'][1])} at its peak: with at "
+                     f"most {plain_bytes(out['limit_bytes'])} of memory, the same training runs "
+                     f"out of it in step {out['failed_in_step']}.")
     return words
 
 
@@ -168,8 +223,8 @@ def one_step(folder: Path = FOLDER) -> Shown:
     figure = timeline(recorded, predicted)
     lanes = recorded or predicted
     backward = next(iter(lanes.values()))[1]
-    alt = (f"Backward takes {backward.end - backward.start:.1f} ms: an all-reduce of the gradients "
-           "that is no longer can be hidden behind it.")
+    alt = (f"The backward pass takes {backward.end - backward.start:.1f} ms: only so much of an "
+           "all-reduce of the gradients can be hidden behind it.")
     return Shown(origin(record), figure, alt)
 
 

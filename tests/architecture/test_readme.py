@@ -1,8 +1,9 @@
-"""The README's commands, tree, table and pictures, and the map, agree with what is there."""
+"""The commands, tree, table and pictures of README and docs agree with what is there."""
 
 import ast
 import json
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -15,14 +16,18 @@ from PIL import Image
 from minitron import cli
 from minitron.train import read_options
 from teaching import exercises
+from tests.tiers import exhaustive
+from tools.readme_figures import PATH, SEAMS, bytes_by_chapter
 
 REPOSITORY = Path(__file__).parents[2]
 README = (REPOSITORY / "README.md").read_text()
 MAP = (REPOSITORY / "docs" / "map.md").read_text()
-BLOCKS = re.findall(r"^```\w*\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
+TRAINING = (REPOSITORY / "docs" / "training.md").read_text()
+PAGES = README + TRAINING
+BLOCKS = re.findall(r"^```\w*\n(.*?)^```", PAGES, flags=re.DOTALL | re.MULTILINE)
 COMMANDS = [line.split("  #")[0].strip() for block in BLOCKS for line in block.splitlines()
             if re.match(r"(make|minitron|torchrun|pip) ", line)]
-COMMANDS += re.findall(r"`((?:make|minitron) [^`]+)`", README)
+COMMANDS += re.findall(r"`((?:make|minitron) [^`]+)`", PAGES)
 
 
 def test_there_are_commands_to_check():
@@ -53,12 +58,25 @@ def test_commands_are_understood(command, monkeypatch):
         assert exercises.find(words[1]).id == words[1]
 
 
-def test_the_example_of_many_ranks_runs(tmp_path):
+@pytest.fixture
+def hello(tmp_path) -> Path:
     script = tmp_path / "hello.py"
     script.write_text(next(block for block in BLOCKS if "run(hello, 4)" in block))
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
-    expected = [f"[rank {rank}] rank {rank} of 4" for rank in range(4)]
-    assert done.stdout.splitlines() == expected, done.stderr
+    return script
+
+
+HELLO = [f"[rank {rank}] rank {rank} of 4" for rank in range(4)]
+
+
+def test_the_example_of_many_ranks_runs(hello, capsys):
+    runpy.run_path(str(hello), run_name="__main__")
+    assert capsys.readouterr().out.splitlines() == HELLO
+
+
+@exhaustive
+def test_the_example_of_many_ranks_is_a_script(hello):
+    done = subprocess.run([sys.executable, hello], capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines() == HELLO, done.stderr
 
 
 def test_the_test_command_is_what_ci_runs():
@@ -66,7 +84,8 @@ def test_the_test_command_is_what_ci_runs():
     assert any(line.split("#")[0].strip() == "make test" for line in ci)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/map.md", "docs/long_runs.md"])
+@pytest.mark.parametrize("page", [
+    "README.md", "docs/map.md", "docs/long_runs.md", "docs/training.md"])
 def test_links_and_pictures_exist(page):
     links = re.findall(r"\]\((?!http)([^)#]+)\)", (REPOSITORY / page).read_text())
     assert links
@@ -75,7 +94,7 @@ def test_links_and_pictures_exist(page):
 
 
 def test_it_stays_short():
-    assert len(README.splitlines()) <= 200
+    assert len(README.splitlines()) <= 180
 
 
 def test_the_figure_is_of_the_config_that_make_train_runs():
@@ -86,6 +105,20 @@ def test_the_figure_is_of_the_config_that_make_train_runs():
     assert shown == config
     steps, every = config["train"]["steps"], config["train"]["eval_every"]
     assert facts["evaluated"] == [*range(every, steps, every), steps]
+
+
+def test_the_bytes_of_the_course_are_the_planner_s():
+    """`make figure` draws them anew."""
+    drawn = json.loads(Image.open(REPOSITORY / "docs" / "course.png").text["Comment"])
+    assert drawn == bytes_by_chapter()
+    totals = [round(sum(kinds.values()) / 1e9) for kinds in drawn.values()]
+    [alt] = re.findall(r"!\[([^\]]*)\]\(docs/course.png\)", README)
+    assert f"{totals[0]} GB" in alt and f"{min(totals)} to {totals[-1]} GB" in alt
+
+
+def test_the_picture_of_the_system_names_what_is_there():
+    for name in [*PATH, *(f"parallel/{seam}" for seam in SEAMS)]:
+        assert (REPOSITORY / "minitron" / name).exists(), name
 
 
 def test_pictures_say_what_they_show():

@@ -8,9 +8,10 @@ import pytest
 from minitron.launch import ranks
 from teaching import graders
 from teaching.exercises import ROOT
-from teaching.graders import bench
+from teaching.graders import bench, ch04_toy
+from teaching.graders import ranks as grading_ranks
 from tests.exercises.common import Chapter
-from tests.tiers import as_exhaustive
+from tests.tiers import as_exhaustive, runs_all
 
 KEPT = {("exercise",): 1, ("name", "answer"): 1, ("name", "answer", "says"): 2}
 """How many rows of each exercise `make test` grades."""
@@ -42,12 +43,20 @@ class Grading:
     """
 
     chapter: Chapter
+    few = 3, 1
+    """How many ranks a trial has in `make test`; in `make test-all`, 1 to 4, as a learner's."""
 
     @pytest.fixture(autouse=True)
     def impatient(self, monkeypatch):
         """A hang is found sooner than a learner's, by the same looks at the processes."""
         for module in (bench, ranks):
             monkeypatch.setattr(module, "STALL_SECONDS", 2.0)
+
+    @pytest.fixture(autouse=True)
+    def few_ranks(self, request, monkeypatch):
+        if not runs_all(request):
+            for module in (grading_ranks, ch04_toy):
+                monkeypatch.setattr(module, "SIZES", self.few)
 
     def pytest_generate_tests(self, metafunc):
         rows = {

@@ -22,6 +22,7 @@ from teaching.graders.ranks import Wire, factor, on_ranks, per_rank, source_file
 from tests.exercises import common
 from tests.exercises.common import Chapter
 from tests.exercises.grading import Grading
+from tests.tiers import exhaustive, tiered
 
 CHAPTER = Chapter("ch04_data_parallel")
 NAMES = {"4.1": "average_gradients", "4.2": "assign_buckets", "4.3": "HookedDataParallel",
@@ -92,6 +93,7 @@ def by_value(function):
     return function
 
 
+@exhaustive
 def test_the_answers_train_as_one_process_does():
     average, hooked, bucketed = map(by_value, map(solution, ("4.1", "4.3", "4.4")))
 
@@ -102,10 +104,10 @@ def test_the_answers_train_as_one_process_does():
         assert_same_training(apply, 3, num_micro_batches=2)
 
 
-def test_the_packages_functions_pass_the_graders():
-    for function in (average_gradients, assign_buckets):
-        verdict = CHAPTER.grade(function.__name__, function)
-        assert verdict.state == "passed", verdict
+@pytest.mark.parametrize("function", tiered([assign_buckets, average_gradients]))
+def test_the_packages_functions_pass_the_graders(function):
+    verdict = CHAPTER.grade(function.__name__, function)
+    assert verdict.state == "passed", verdict
 
 
 def test_the_graders_buckets_are_the_packages():

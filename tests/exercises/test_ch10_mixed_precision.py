@@ -22,7 +22,7 @@ from teaching.graders import (
 from tests.exercises.common import Chapter
 from tests.exercises.grading import Grading
 from tests.exercises.mutants.ch10_mixed_precision import FURTHER
-from tests.tiers import tiered
+from tests.tiers import exhaustive, tiered
 
 CHAPTER = Chapter("ch10_mixed_precision")
 NAN = math.nan
@@ -102,6 +102,7 @@ def test_the_examples_on_two_ranks_are_true():
     assert (values.tolist(), scale.item()) == ([-448.0, 1.0, 0.0], 2.0)
 
 
+@exhaustive
 def test_the_package_passes():
     verdict = CHAPTER.grade("quantize", float8.quantize)
     assert verdict.state == "passed", verdict

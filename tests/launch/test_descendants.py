@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from minitron.launch import RankError, ranks, run, starting
+from tests.environment import finding
 from tests.tiers import exhaustive, tiered
 
 REPOSITORY = Path(__file__).parents[2]
@@ -95,7 +96,7 @@ def test_what_a_rank_has_started_ends_with_it(tmp_path, end):
 SCRIPT = """
     import ctypes, signal, sys, time
     from pathlib import Path
-    from minitron.launch import run
+    from minitron.launch import run, starting
     from test_descendants import start_children
 
     def work(group, folder):
@@ -107,6 +108,7 @@ SCRIPT = """
         print("ready")
         ctypes.PyDLL(None).sleep(1000)
 
+    starting.PRELOADED.remove(starting.SLOW_TO_IMPORT)  # which no rank needs here
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if len(sys.argv) > 1:
         run(work, 1, sys.argv[1])
@@ -119,10 +121,9 @@ def script(tmp_path, *arguments) -> tuple[subprocess.Popen, list[psutil.Process]
     """A script whose ranks have said that they are ready, and all processes below it."""
     file = tmp_path / "script.py"
     file.write_text(textwrap.dedent(SCRIPT))
-    path = f"{REPOSITORY}{os.pathsep}{Path(__file__).parent}"
     process = subprocess.Popen(
         [sys.executable, file, *arguments], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        text=True, env={**os.environ, "PYTHONPATH": path}, start_new_session=True)
+        text=True, env=finding(REPOSITORY, Path(__file__).parent), start_new_session=True)
     assert process.stdout.readline() == "[rank 0] ready\n"
     return process, psutil.Process(process.pid).children(recursive=True)
 
@@ -156,7 +157,7 @@ def test_a_process_that_computes_for_a_rank_is_no_hang(monkeypatch):
     """Though its rank waits for it, and the others wait for the rank."""
     def work(group):
         if group.rank() == 0:
-            loop = "import time; end = time.time() + 2\nwhile time.time() < end: pass"
+            loop = "import time; end = time.time() + 1.5\nwhile time.time() < end: pass"
             subprocess.run([sys.executable, "-c", loop], check=True)
         dist.barrier(group=group)
 

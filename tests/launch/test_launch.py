@@ -17,6 +17,7 @@ from minitron.config import ConfigError
 from minitron.launch import RankError, run, starting, torchrun_group
 from minitron.launch import ranks as ranks_module
 from minitron.launch.starting import context_of, without_main
+from tests.environment import finding
 from tests.tiers import exhaustive
 
 REPOSITORY = Path(__file__).parents[2]
@@ -159,7 +160,7 @@ def test_another_clone_in_the_current_folder_is_not_taken(tmp_path):
                       "    return minitron.__file__\n"
                       "print(*run(where, 1))\n")
     done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, timeout=120)
+                          env=finding(REPOSITORY), timeout=120)
     assert done.stdout == f"{REPOSITORY / 'minitron' / '__init__.py'}\n", done.stderr
 
 
@@ -366,8 +367,8 @@ def test_an_endless_loop():
             pass
         dist.barrier(group=group)
 
-    headline, looping, waiting = str(fails(loop, 2, timeout=3)).split("\n")
-    assert headline == "not finished after 3 s (the timeout)"
+    headline, looping, waiting = str(fails(loop, 2, timeout=2)).split("\n")
+    assert headline == "not finished after 2 s (the timeout)"
     assert looping.startswith("  rank 0 is at test_launch.py line ")
     assert waiting.startswith("  rank 1 waits in barrier #0")
 
@@ -538,7 +539,7 @@ def start_script(tmp_path, text: str) -> subprocess.Popen:
     path.write_text(textwrap.dedent(text))
     return subprocess.Popen(
         [sys.executable, path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, start_new_session=True,
+        env=finding(REPOSITORY), start_new_session=True,
     )
 
 
@@ -587,13 +588,11 @@ def torchrun(tmp_path, num_ranks: int, text: str) -> subprocess.CompletedProcess
         [sys.executable, "-m", "torch.distributed.run", "--standalone",
          "--nproc-per-node", str(num_ranks), path],
         capture_output=True, text=True, timeout=300,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        env=finding(REPOSITORY, OMP_NUM_THREADS="1"),
     )
 
 
-def test_torchrun(tmp_path):
-    """The function runs in torchrun's own processes, as often as it is asked to."""
-    finished = torchrun(tmp_path, 2, """
+IN_TORCHRUN = """
         import os
         from minitron.launch import run, torchrun_group
         from minitron.config import ConfigError
@@ -609,12 +608,34 @@ def test_torchrun(tmp_path):
         try:
             run(pid, 4, 10)
         except ConfigError as error:
-            print(error)
-        """)
+            assert str(error).startswith("run() was asked for 4 ranks, torchrun has started 2: "
+                                         "start it with --nproc-per-node 4")
+        else:
+            raise AssertionError("4 ranks were not refused")
+        """
+
+
+@exhaustive  # its agent and its ranks import torch anew; tests/train has training under torchrun
+def test_torchrun(tmp_path):
+    finished = torchrun(tmp_path, 2, IN_TORCHRUN)
     assert finished.returncode == 0, finished.stderr
-    assert finished.stdout.count(
-        "run() was asked for 4 ranks, torchrun has started 2: start it with --nproc-per-node 4"
-    ) == 2
+
+
+def test_processes_that_torchrun_has_started():
+    """The function runs in these, as often as it is asked to."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # its agent's
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2",
+                 "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    ranks = []
+    for rank in "01":
+        own = f"import os; os.environ.update({variables | {'RANK': rank, 'LOCAL_RANK': rank}})"
+        code = own + textwrap.dedent(IN_TORCHRUN)
+        with without_main():
+            ranks.append(context_of("forkserver").Process(target=exec, args=(code, {})))
+            ranks[-1].start()
+    for each in ranks:
+        each.join(60)
+    assert [each.exitcode for each in ranks] == [0, 0]
 
 
 @pytest.mark.parametrize("variables, said", [

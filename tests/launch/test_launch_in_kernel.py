@@ -14,7 +14,9 @@ import os, signal, time
 import torch
 import psutil
 import torch.distributed as dist
-from minitron.launch import run
+from minitron.launch import run, starting
+
+starting.PRELOADED.remove(starting.SLOW_TO_IMPORT)  # which no rank needs here
 
 def until_others_wait():
     me, quiet_looks = psutil.Process(), 0

@@ -24,9 +24,11 @@ V, S = 32, 24
 
 
 def config_of(family: str, recompute: str = "none", **parallel) -> Config:
-    """A llama has grouped queries; 4 layers, for as many stages."""
+    """A llama has grouped queries; 4 layers, for as many stages or two segments of two."""
+    num_layers = 4 if "pp" in parallel or recompute == "sqrt" else 2
     kv_heads = 12 if family == "gpt" else 4
-    model = ModelConfig(family, V, S, 4, 24, 12, kv_heads, 24, tied_embedding=family == "gpt")
+    model = ModelConfig(family, V, S, num_layers, 24, 12, kv_heads, 24,
+                        tied_embedding=family == "gpt")
     train = TrainConfig(global_batch_size=8, micro_batch_size=1, recompute=recompute)
     return Config(model, DataConfig(sequence_length=S), train, ParallelConfig(**parallel))
 
@@ -66,7 +68,7 @@ KEPT = {  # by `make test`: every kind of context parallelism, with every other 
     "zero 1, overlapped, ulysses", "zero 3 kept, recomputed by sqrt", "hybrid sharding, zero 3",
     "tied embedding, replicas, zero 1", "sequence, ulysses, zero 1", "dualpipe-v, zero 3",
 }
-MICRO_BATCHES = 4
+
 SEQUENCES = 9, 8  # of each step: with two data-parallel ranks one has more
 EVEN = 8, 4  # or a mutant's messages do not match
 
@@ -101,7 +103,8 @@ def train_all(group, cases):
         with patched:
             found["mutants"][name] = train(group, CASES["bucketed"], divide, on_meta, 1, EVEN, SGD)
     for name, optimizers in cases.items():
-        found["cases"][name] = train(group, CASES[name], divide, on_meta, MICRO_BATCHES,
+        found["cases"][name] = train(group, CASES[name], divide, on_meta,
+                                     4 if CASES[name].parallel.pp > 1 else 2,
                                      optimizers=optimizers)
     return found
 

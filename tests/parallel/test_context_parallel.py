@@ -36,10 +36,11 @@ from minitron.proof.oracle import (
 from minitron.step import accumulate_over_ranks
 from tests.model.test_attention import sdpa, with_gradients
 from tests.parallel.records import SGD, assert_same
-from tests.tiers import collected, in_tiers, in_turn
+from tests.tiers import collected, in_tiers, in_turn, runs_all
 
 V, S = 29, 24  # 2, 3 and 4 ranks have two chunks each
-SIZES = (1, 2, 3, 4)
+SIZES = (2, 3, 1, 4)
+IN_MAKE_TEST = SIZES[:2]
 MODEL = dict(vocab_size=V, max_sequence_length=S, width=48, num_heads=24)
 gpt = partial(small_model, "gpt", **MODEL, num_kv_heads=24)
 two_heads = partial(small_model, "llama", **MODEL, num_kv_heads=2)
@@ -113,15 +114,16 @@ def everything(group, names):
 
 @pytest.fixture(scope="module")
 def ranks(request):
-    """Of each size, by rank."""
+    """Of each size, by rank; in `make test` of two sizes."""
     names = in_turn(request, collected(request, "training"))
-    return {size: run(everything, size, names, timeout=300, watch=False) for size in SIZES}
+    sizes = SIZES if runs_all(request) else IN_MAKE_TEST
+    return {size: run(everything, size, names, timeout=300, watch=False) for size in sizes}
 
 
 @pytest.mark.parametrize("training", in_tiers(KEPT, TRAININGS))
 def test_it_is_the_same_training(ranks, training):
     reference = TRAININGS[training].records(ALONE, undivided)
-    for size in TRAININGS[training].sizes:
+    for size in ranks.keys() & TRAININGS[training].sizes:
         by_rank = [done["trainings"][training] for done in ranks[size]]
         assert_same(reference, by_rank)
 
@@ -148,8 +150,8 @@ def test_every_token_has_the_loss_that_it_has_in_one_process(ranks, name, length
     expected = logits_of(undivided, make, ALONE, length)
     targets = (torch.arange(2 * length).view(2, length) * 7 % V).flatten()
     losses = F.cross_entropy(expected.flatten(0, 1), targets, reduction="none")
-    for size in SIZES:
-        for done in ranks[size]:
+    for of_size in ranks.values():
+        for done in of_size:
             logits = done["logits"][name, length]
             seen = F.cross_entropy(logits.flatten(0, 1), targets, reduction="none")
             torch.testing.assert_close(seen, losses, rtol=1e-12, atol=0)
@@ -177,8 +179,8 @@ def counted_unequally(apply, group):
 def test_each_counted_token_counts_once(ranks, name):
     loss, total, gradients = counted_unequally(undivided, ALONE)
     close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-15)
-    for size in SIZES:
-        for done in ranks[size]:
+    for of_size in ranks.values():
+        for done in of_size:
             seen_loss, seen_total, seen_gradients = done["counted"][name]
             close(seen_loss, loss)
             close(seen_total, total)
@@ -217,7 +219,7 @@ DOCUMENTS[0, 5:], DOCUMENTS[0, 17:], DOCUMENTS[1, 1:], DOCUMENTS[1, 12:] = 1, 2,
 @pytest.mark.parametrize("name", PACKED)
 def test_a_token_sees_only_its_own_document(ranks, name):
     expected = with_gradients(partial(sdpa, documents=DOCUMENTS), *whole())
-    for size in (1, 2) if name == "ulysses" else SIZES:  # which must divide the two heads
+    for size in ranks.keys() & (1, 2) if name == "ulysses" else ranks:  # must divide two heads
         for rank, done in enumerate(ranks[size]):
             chunks = PACKED[name][1](rank, size)
             for seen, want in zip(done["packed"][name], expected, strict=True):
@@ -320,9 +322,13 @@ def train_mutants(group):
     return records
 
 
+@pytest.fixture(scope="module")
+def expected():
+    return Training(two_heads, on_ring).records(ALONE, undivided, SGD)["SGD"]
+
+
 @pytest.mark.parametrize("name", MUTANTS)
-def test_the_oracle_names_the_mutation(ranks, name):
+def test_the_oracle_names_the_mutation(ranks, expected, name):
     message = MUTANTS[name][2]
-    expected = Training(two_heads, on_ring).records(ALONE, undivided, SGD)["SGD"]
     found = first_difference(expected, [done["mutants"][name] for done in ranks[3]])
     assert found is None if message is None else message in found, found

@@ -19,9 +19,9 @@ from minitron.parallel.context.gather import gathered_attention
 from minitron.parallel.context.ring import ring_attention
 from minitron.parallel.context.ulysses import ulysses_attention
 from minitron.proof.oracle import small_model
+from tests.tiers import tiered
 
 V, B, S = 29, 2, 24
-SIZES = (2, 3, 4)
 llama = partial(small_model, "llama", vocab_size=V, max_sequence_length=S, width=48,
                 num_heads=24, num_kv_heads=12)
 METHODS = {
@@ -36,18 +36,17 @@ DTYPES = torch.float32, torch.bfloat16
 def everything(group):
     return {
         "wire": {(name, dtype, count): one_step(group, apply, dtype, count)
-                 for name, apply in METHODS.items() for dtype in DTYPES for count in (2, 5)},
-        "held": {name: block_activations(group, apply) for name, apply in METHODS.items()},
+                 for name, apply in METHODS.items() for dtype in DTYPES for count in (1, 2)},
+        "held": held_by_method(group),
         "events": events(group),
-        "largest": largest_tensor(group) if group.size() == 2 else 0,
+        "largest": largest_tensor(group),
         "again": one_step(group, METHODS["ring"], torch.float32, 2, apply_selective_recompute)[0],
     }
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    """Of each size, by rank; one rank for what it holds."""
-    return {size: run(everything, size, timeout=120, watch=False) for size in (1, *SIZES)}
+@pytest.fixture(scope="module", params=tiered([3, 2, 4]), ids="{} ranks".format)
+def ranks(request):
+    return run(everything, request.param, timeout=120, watch=False)
 
 
 # What crosses the wire
@@ -75,31 +74,30 @@ def one_step(group, apply, dtype, num_layers, policy=lambda model: None):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", METHODS)
 def test_a_block_sends_what_the_formula_says(ranks, name, dtype):
-    for size in SIZES:
-        expected = context_parallel_volume(
-            llama().config, B, S, size, name, dtype.itemsize, grad_element_size=4)
-        for done in ranks[size]:
-            (_, *few), (_, *many) = (done["wire"][name, dtype, count] for count in (2, 5))
-            assert few == [2 * each for each in expected]
-            assert many == [5 * each for each in expected]
+    expected = context_parallel_volume(
+        llama().config, B, S, len(ranks), name, dtype.itemsize, grad_element_size=4)
+    for done in ranks:
+        (_, *one), (_, *two) = (done["wire"][name, dtype, count] for count in (1, 2))
+        assert one == [*expected]
+        assert two == [2 * each for each in expected]
 
 
 def test_each_call_of_a_ring(ranks):
     """Keys and values in both passes, their gradients in float32 in the backward pass alone."""
-    for size in SIZES:
-        pair = 2 * B * 12 * (S // size) * 2  # elements: G = 12, K = 2
-        there, home = (torch.bfloat16, 2 * pair), (torch.float32, 4 * pair)
-        for done in ranks[size]:
-            calls = done["wire"]["ring", torch.bfloat16, 2][0]
-            for phase, expected in (("forward", 2 * (size - 1) * [there]),
-                                    ("backward", 2 * (size - 1) * [there, home])):
-                for op in ("send", "recv"):
-                    seen = [(call[3], call[2]) for call in calls if call[:2] == (phase, op)]
-                    assert sorted(seen, key=str) == sorted(expected, key=str)
+    size = len(ranks)
+    pair = 2 * B * 12 * (S // size) * 2  # elements: G = 12, K = 2
+    there, home = (torch.bfloat16, 2 * pair), (torch.float32, 4 * pair)
+    for done in ranks:
+        calls = done["wire"]["ring", torch.bfloat16, 2][0]
+        for phase, expected in (("forward", 2 * (size - 1) * [there]),
+                                ("backward", 2 * (size - 1) * [there, home])):
+            for op in ("send", "recv"):
+                seen = [(call[3], call[2]) for call in calls if call[:2] == (phase, op)]
+                assert sorted(seen, key=str) == sorted(expected, key=str)
 
 
 def test_the_others_are_one_message_each(ranks):
-    for done in ranks[4]:
+    for done in ranks:
         ops = [call[:2] for call in done["wire"]["all-gather", torch.float32, 2][0]]
         assert ops == 2 * [("forward", "all_gather")] \
             + 2 * [("backward", "all_gather"), ("backward", "reduce_scatter")]
@@ -108,12 +106,11 @@ def test_the_others_are_one_message_each(ranks):
 
 
 def test_recomputed_attention_travels_once_more(ranks):
-    for size in SIZES:
-        for done in ranks[size]:
-            plain = done["wire"]["ring", torch.float32, 2][0]
-            forward = [call[1:] for call in plain if call[0] == "forward"]
-            extra = [call[1:] for call in done["again"] if call[0] == "backward"]
-            assert len(extra) == len([c for c in plain if c[0] == "backward"]) + len(forward)
+    for done in ranks:
+        plain = done["wire"]["ring", torch.float32, 2][0]
+        forward = [call[1:] for call in plain if call[0] == "forward"]
+        extra = [call[1:] for call in done["again"] if call[0] == "backward"]
+        assert len(extra) == len([c for c in plain if c[0] == "backward"]) + len(forward)
 
 
 # When: a message is on its way while the tensor that it carries is used
@@ -147,16 +144,27 @@ def events(group):
     return log
 
 
+@pytest.mark.parametrize("ranks", [3], indirect=True, ids="{} ranks".format)
 def test_messages_travel_while_ranks_compute(ranks):
     start, wait = "start keys", "wait for keys"
     sent, came = "start gradients", "wait for gradients"
-    for done in ranks[3]:
+    for done in ranks:
         assert done["events"] == [
             start, "compute", wait, start, "compute", wait, "compute", "backward",
             start, "compute", wait, start, "compute", sent, wait, "compute", came, sent, came]
 
 
 # What is held
+
+
+def held_by_method(group):
+    return {name: block_activations(group, apply) for name, apply in METHODS.items()}
+
+
+@pytest.fixture(scope="module")
+def held_alone():
+    (held,) = run(held_by_method, 1, watch=False)
+    return held
 
 
 def block_activations(group, apply):
@@ -175,11 +183,9 @@ def block_activations(group, apply):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_activations_are_divided_by_the_ranks(ranks, name):
-    (alone,) = ranks[1]
-    for size in SIZES:
-        for done in ranks[size]:
-            assert done["held"][name] == pytest.approx(alone["held"][name] / size, rel=0.01)
+def test_activations_are_divided_by_the_ranks(ranks, held_alone, name):
+    for done in ranks:
+        assert done["held"][name] == pytest.approx(held_alone[name] / len(ranks), rel=0.01)
 
 
 class Largest(TorchDispatchMode):
@@ -195,17 +201,17 @@ class Largest(TorchDispatchMode):
         return out
 
 
-LONG = 2048
+LONG = 1024
 
 
 def largest_tensor(group):
-    """On a rank of a ring, of one head's attention over 2048 tokens."""
-    tensors = [torch.randn(1, 1, LONG // group.size(), 8, requires_grad=True) for _ in range(3)]
+    """On a rank of a ring, of one head's attention over 1024 tokens a rank."""
+    tensors = [torch.randn(1, 1, LONG, 8, requires_grad=True) for _ in range(3)]
     with Largest() as largest:
         ring_attention(*tensors, 0.0, group).sum().backward()
     return largest.numel
 
 
 def test_the_s_by_s_matrix_never_exists(ranks):
-    for done in ranks[2]:
-        assert done["largest"] <= 256 * 256 < LONG * LONG / 2 / 30
+    for done in ranks:
+        assert done["largest"] <= 256 * 256 < (len(ranks) * LONG)**2 / 2 / 30

@@ -27,7 +27,6 @@ from minitron.parallel.data.ddp import (
     average_gradients,
 )
 from minitron.parallel.one_device import OneDevice
-from minitron.proof import oracle
 from minitron.proof.difference import first_difference
 from minitron.proof.oracle import (
     after_backward,
@@ -37,8 +36,8 @@ from minitron.proof.oracle import (
     small_llama,
     trainings,
 )
-from tests.parallel.records import assert_same
-from tests.tiers import collected, in_tiers, in_turn
+from tests.parallel.records import SGD, assert_same
+from tests.tiers import collected, diagonal_of, in_tiers, in_turn, runs_all
 
 SIZES = (1, 2, 3, 4)
 SMALL = 3000  # bytes: several buckets in a small model
@@ -100,10 +99,10 @@ KEPT = {  # by `make test`: each training, each version
 }
 
 
-def train_all(group, cases):
+def train_all(group, cases, sizes_of_groups):
     """Records by training, version and size of group."""
     records = {}
-    for size in SIZES:
+    for size in sizes_of_groups:
         part = dist.new_group(range(size))
         if group.rank() >= size:
             continue
@@ -118,15 +117,19 @@ def train_all(group, cases):
 
 @pytest.fixture(scope="module")
 def records(request):
+    """Three ranks in `make test`, or groups of each size."""
     cases = in_turn(request, collected(request, "case"))
-    return run(train_all, max(SIZES), cases, timeout=90, watch=False)
+    sizes = SIZES if runs_all(request) else (3,)
+    return run(train_all, max(sizes), cases, sizes, timeout=90, watch=False)
 
 
 @pytest.mark.parametrize("case", in_tiers(KEPT, CASES))
 def test_every_version_is_the_same_training(records, case):
     model, _, sizes, _, groups = TRAININGS[case[0]]
     reference = trainings(ALONE, on_one_device, model, sample_batches(sizes), 1)
-    for size in groups:
+    sizes = {size for *tried, size in records[0] if tuple(tried) == case}
+    assert sizes == set(groups) or sizes == {3}
+    for size in sizes:
         assert_same(reference, [of_rank[*case, size] for of_rank in records[:size]])
 
 
@@ -231,24 +234,35 @@ MUTANTS = {
 }
 
 
-def train_mutants(group):
+KEPT_MUTANTS = {  # by `make test`: each mutation, and each version
+    ("collective removed", "naive"), ("collective removed", "bucketed"), ("mean dropped", "hooked"),
+    ("divided twice", "bucketed"), ("no broadcast", "naive"), ("last dropped", "hooked"),
+    ("last dropped", "bucketed"), ("parameter reduced", "hooked"),
+}
+
+
+def train_mutants(group, keys):
     records = {}
-    one = patch.object(oracle, "OPTIMIZERS", {"SGD": oracle.OPTIMIZERS["SGD"]})
-    for key, (apply, patched, _) in MUTANTS.items():
-        with one, patched():
-            records[key] = trainings(group, apply, small_gpt, sample_batches((9,)), 1)
+    for key in keys:
+        apply, patched, _ = MUTANTS[key]
+        with patched():
+            records[key] = trainings(group, apply, small_gpt, sample_batches((9,)), 1, SGD)
     return records
 
 
 @pytest.fixture(scope="module")
-def mutants():
-    return run(train_mutants, 4, timeout=90)
+def mutants(request):
+    return run(train_mutants, 4, collected(request, "key"), timeout=90)
 
 
-@pytest.mark.parametrize("key", MUTANTS, ids=" ".join)
-def test_the_oracle_names_the_mutation(mutants, key):
-    reference = trainings(ALONE, on_one_device, small_gpt, sample_batches((9,)), 1)
-    found = first_difference(reference["SGD"], [records[key]["SGD"] for records in mutants])
+@pytest.fixture(scope="module")
+def expected():
+    return trainings(ALONE, on_one_device, small_gpt, sample_batches((9,)), 1, SGD)["SGD"]
+
+
+@pytest.mark.parametrize("key", in_tiers(KEPT_MUTANTS, MUTANTS))
+def test_the_oracle_names_the_mutation(mutants, expected, key):
+    found = first_difference(expected, [records[key]["SGD"] for records in mutants])
     assert MUTANTS[key][-1] in found
 
 
@@ -259,19 +273,19 @@ def test_a_forgotten_no_sync_is_named():
         return parallel
 
     with pytest.raises(RankError, match=r"a second gradient before finish\(\): run every"):
-        assert_same_training(forgetful, 2, num_micro_batches=2)
+        assert_same_training(forgetful, 2, num_micro_batches=2, batch_sizes=(4,))
 
 
 def test_an_unused_parameter_is_named():
     match = r"no gradient for [24] of \d+ parameters \(never.weight, .*find_unused_parameters=True"
     with pytest.raises(RankError, match=match):
-        assert_same_training(bucketed, 2, Picky)
+        assert_same_training(bucketed, 2, Picky, batch_sizes=(4,))
 
 
 def test_zeros_for_a_parameter_that_nobody_uses_are_not_the_same_training():
     with pytest.raises(AssertionError, match="never.weight: gradient on all ranks, one process has "
                                              "none: AdamW would let it decay"):
-        assert_same_training(after_backward(average_gradients), 2, Picky)
+        assert_same_training(after_backward(average_gradients), 2, Picky, batch_sizes=(4,))
 
 
 # What crosses the wire, and when
@@ -477,8 +491,7 @@ def test_assign_buckets(sizes, limit, buckets):
     assert assign_buckets(sizes, limit) == buckets
 
 
-@pytest.mark.parametrize("find_unused_parameters", [False, True])
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version, find_unused_parameters", diagonal_of(VERSIONS, [False, True]))
 def test_a_step_of_one_fake_rank_of_many(version, find_unused_parameters):
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=3072)
     try:

@@ -1,6 +1,7 @@
 """Hybrid sharding: replicas of shards train as one process, and send what the formulas say."""
 
 from functools import partial
+from itertools import product
 from unittest.mock import patch
 
 import pytest
@@ -37,7 +38,7 @@ from minitron.proof.oracle import sample_batches, small_gpt, small_llama, traini
 from minitron.running.training import Training
 from tests.parallel.records import SGD, assert_same
 from tests.parallel.saving import load, saved
-from tests.tiers import collected, in_tiers, in_turn
+from tests.tiers import collected, in_tiers, in_turn, tiered
 
 SMALL = 6000  # bytes: several buckets in a small model
 STAGES = {
@@ -51,8 +52,8 @@ MODES = {  # how often a gradient is reduce-scattered and all-reduced, of m micr
     "once": dict(sync_every_micro_batch=False),
 }
 CASES = [(stage, mode) for stage in STAGES for mode in MODES if stage > 1 or mode == "once"]
-KEPT = {(1, "once"), (2, "all of it each time"), (2, "replicas once"), (3, "replicas once"),
-        (3, "once")}  # by `make test`
+KEPT = {(1, "once"), (2, "all of it each time"), (3, "replicas once"), (3, "once")}
+"""By `make test`."""
 STEPS = (9, 8)
 MICRO_BATCHES = 2  # on each rank
 
@@ -112,30 +113,30 @@ MUTANTS = {
 # On four ranks
 
 
-def train_all(world, cases):
+def train_all(world, cases, mutants, wires, stages, modes):
     groups, batches = groups_of(world), sample_batches(STEPS)
     done = {case: trainings(world, applied(groups, *case), small_gpt, batches, MICRO_BATCHES,
                             optimizers)
             for case, optimizers in cases.items()}
-    for name, (where, method, replacement, _) in MUTANTS.items():
-        for stage in (2, 3):
-            with patch.object(where, method, replacement):
-                done[name, stage] = trainings(
-                    world, applied(groups, stage, "replicas once"), small_gpt, batches,
-                    MICRO_BATCHES, SGD)["SGD"]
-    done["wire"] = {case: wire(groups, *case) for case in CASES}
-    done["fully_shard"] = torchs(world), {
-        mode: ours(groups, mode) for mode in MODES}
-    done["pieces"] = {stage: num_pieces(world, stage) for stage in STAGES}
-    done["clipped"] = {stage: clipped(groups, stage) for stage in STAGES}
-    done["state"] = {stage: state_of(world, groups, stage) for stage in STAGES}
+    for name, stage in mutants:
+        where, method, replacement, _ = MUTANTS[name]
+        with patch.object(where, method, replacement):
+            done[name, stage] = trainings(
+                world, applied(groups, stage, "replicas once"), small_gpt, batches[:1],
+                MICRO_BATCHES, SGD)["SGD"]
+    done["wire"] = {case: wire(groups, *case) for case in wires}
+    done["fully_shard"] = torchs(world), {mode: ours(groups, mode) for mode in modes}
+    done["pieces"] = {stage: num_pieces(world, stage) for stage in stages}
+    done["clipped"] = {stage: clipped(groups, stage) for stage in stages}
+    done["state"] = {stage: state_of(world, groups, stage) for stage in stages}
     return done
 
 
 @pytest.fixture(scope="module")
 def ranks(request):
     cases = in_turn(request, collected(request, "trained"))
-    return run(train_all, 4, cases, timeout=120, watch=False)
+    others = (collected(request, name) for name in ("mutant", "case", "stage", "mode"))
+    return run(train_all, 4, cases, *others, timeout=120, watch=False)
 
 
 @pytest.fixture(scope="module")
@@ -149,11 +150,12 @@ def test_it_is_the_same_training(ranks, reference, trained):
     assert_same(reference, [done[trained] for done in ranks])
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("name", MUTANTS)
-def test_the_oracle_names_the_mutation(ranks, reference, name, stage):
-    found = first_difference(reference["SGD"], [done[name, stage] for done in ranks])
-    assert found is not None and MUTANTS[name][-1] in found, found
+@pytest.mark.parametrize("mutant", in_tiers(
+    {*zip(MUTANTS, (2, 3, 2), strict=True)}, product(MUTANTS, (2, 3))))
+def test_the_oracle_names_the_mutation(ranks, reference, mutant):
+    of_one_step = [moment for moment in reference["SGD"] if moment.step == 0]
+    found = first_difference(of_one_step, [done[mutant] for done in ranks])
+    assert found is not None and MUTANTS[mutant[0]][-1] in found, found
 
 
 # What crosses the wire
@@ -189,7 +191,7 @@ def wire(groups, stage, mode):
     return [ledger.bytes_sent(), ledger.bytes_received()], formula.tolist()
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", in_tiers(KEPT, CASES))
 def test_the_volume_is_that_of_the_formulas(ranks, case):
     for done in ranks:
         counted, formula = done["wire"][case]
@@ -240,7 +242,7 @@ def ours(groups, mode):
     return parallel.full_parameters()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", tiered(MODES, keep=2))
 def test_it_is_fully_shard_on_a_mesh_of_two_axes(ranks, mode):
     for done in ranks:
         theirs, by_mode = done["fully_shard"]
@@ -275,7 +277,7 @@ def take_step(model, parallel, optimizer, number):
     optimizer.step()
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", tiered([3, 1, 2], keep=2))
 def test_a_state_continues_on_one_process(ranks, stage):
     state, expected = ranks[0]["state"][stage]
     model, parallel, optimizer = started(lambda model, group: OneDevice(model), ALONE)
@@ -299,7 +301,7 @@ def num_pieces(world, stage):
     return training.data_size, sum(map(torch.numel, pieces)), num_parameters(model)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", tiered([3, 1, 2], keep=2))
 def test_four_ranks_of_a_run_read_samples_and_two_divide_the_state(ranks, stage):
     readers, counts, (total, *_) = zip(*(done["pieces"][stage] for done in ranks), strict=True)
     assert readers == (4, 4, 4, 4)
@@ -320,7 +322,7 @@ def clipped(groups, stage):
     return norm, parallel.full_gradients()
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", tiered([3, 1, 2], keep=2))
 def test_the_norm_counts_a_gradient_once_however_many_replicas_hold_it(ranks, stage):
     torch.manual_seed(0)
     model = small_gpt().double()

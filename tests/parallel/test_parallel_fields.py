@@ -1,12 +1,13 @@
 """Each field of [parallel] changes a step: two to four ranks, with the field and without.
 
-A row names a field, the layout without it, what is added, and what must then hold of a rank's
-second step. Ignoring the field makes both steps equal, and no check holds of a step and itself.
+Each row of a table names a field. Ignoring it makes both steps equal, and no check holds of a step
+and itself.
 """
 
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from math import prod
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from minitron.measure.ledger import Ledger
 from minitron.measure.meter import Meter
 from minitron.parallelize import lay_out
 from minitron.running.training import Training
+from tests.tiers import collected, in_tiers
 
 CPU = torch.device("cpu")
 
@@ -42,8 +44,25 @@ class Step:
         return Counter(self.calls)[op, axis]
 
 
-def row(field, before, added, holds):
-    return pytest.param(field, before, added, holds, id=f"{field}={added[field]}")
+@dataclass(frozen=True, eq=False)
+class Row:
+    """A field, the layout without it, what is added, and what must then hold of both steps."""
+
+    field: str
+    before: dict
+    added: dict
+    holds: Callable[[Step, Step], bool]
+
+    def __str__(self) -> str:
+        return f"{self.field}={self.added[self.field]}"
+
+    @property
+    def num_ranks(self) -> int:
+        return 4 if "replicas" in self.after else 2
+
+    @property
+    def after(self) -> dict:
+        return self.before | self.added
 
 
 def more_of(op, axis):
@@ -73,80 +92,80 @@ def more(before, after):
 
 
 V = {"pp": 2, "schedule": "zb-v", "chunks": 2}
-ROWS = {
-    2: [
-        row("tp", {}, {"tp": 2}, held("parameter", 1 / 2)),
-        row("sequence", {"tp": 2}, {"sequence": True}, more_of("reduce_scatter", "tp")),
-        row("cp", {}, {"cp": 2}, more_of("send", "cp")),
-        row("context", {"cp": 2}, {"context": "all-gather"}, more_of("all_gather", "cp")),
-        row("context", {"cp": 2}, {"context": "ulysses"}, more_of("all_to_all", "cp")),
-        row("pp", {}, {"pp": 2}, held("parameter", 1 / 2)),
-        row("schedule", {"pp": 2}, {"schedule": "gpipe"}, peak("activation", more)),
-        row("schedule", {"pp": 2}, {"schedule": "zero-bubble"}, peak("temporary", more)),
-        row("schedule", {"pp": 2}, {"schedule": "interleaved", "chunks": 2}, more_of("send", "pp")),
-        row("schedule", {"pp": 2, "schedule": "interleaved", "chunks": 2}, {"schedule": "zb-v"},
-            fewer_of("send", "pp")),
-        row("schedule", V, {"schedule": "dualpipe-v"}, peak("activation", more)),
-        row("chunks", {"pp": 2, "schedule": "zero-bubble"}, {"chunks": 2}, more_of("send", "pp")),
-        row("zero", {}, {"zero": 1}, held("optimizer state", 1 / 2)),
-        row("zero", {"zero": 1}, {"zero": 2}, more_of("reduce_scatter", "dp")),
-        row("zero", {"zero": 2}, {"zero": 3},
-            lambda before, after: after.held["parameter"] < 0.01 * before.held["parameter"]),
-        row("sync_every_micro_batch", {"zero": 2}, {"sync_every_micro_batch": False},
-            fewer_of("reduce_scatter", "dp")),
-        row("reshard_each_pass", {"zero": 3}, {"reshard_each_pass": False},
-            fewer_of("all_gather", "dp")),
-        row("overlap_gather", {"zero": 1}, {"overlap_gather": True},
-            lambda before, after: before.calls[-1] == ("all_gather", "dp") != after.calls[-1]),
-    ],
-    4: [
-        row("replicas", {"zero": 1}, {"replicas": 2}, held("optimizer state", 2)),
-        row("sync_replicas_every_micro_batch", {"zero": 2, "replicas": 2},
-            {"sync_replicas_every_micro_batch": True}, more_of("all_reduce", "replicas")),
-    ],
-}
+ROWS = [
+    Row("tp", {}, {"tp": 2}, held("parameter", 1 / 2)),
+    Row("sequence", {"tp": 2}, {"sequence": True}, more_of("reduce_scatter", "tp")),
+    Row("cp", {}, {"cp": 2}, more_of("send", "cp")),
+    Row("context", {"cp": 2}, {"context": "all-gather"}, more_of("all_gather", "cp")),
+    Row("context", {"cp": 2}, {"context": "ulysses"}, more_of("all_to_all", "cp")),
+    Row("pp", {}, {"pp": 2}, held("parameter", 1 / 2)),
+    Row("schedule", {"pp": 2}, {"schedule": "gpipe"}, peak("activation", more)),
+    Row("schedule", {"pp": 2}, {"schedule": "zero-bubble"}, peak("temporary", more)),
+    Row("schedule", {"pp": 2}, {"schedule": "interleaved", "chunks": 2}, more_of("send", "pp")),
+    Row("schedule", {"pp": 2, "schedule": "interleaved", "chunks": 2}, {"schedule": "zb-v"},
+        fewer_of("send", "pp")),
+    Row("schedule", V, {"schedule": "dualpipe-v"}, peak("activation", more)),
+    Row("chunks", {"pp": 2, "schedule": "zero-bubble"}, {"chunks": 2}, more_of("send", "pp")),
+    Row("zero", {}, {"zero": 1}, held("optimizer state", 1 / 2)),
+    Row("zero", {"zero": 1}, {"zero": 2}, more_of("reduce_scatter", "dp")),
+    Row("zero", {"zero": 2}, {"zero": 3},
+        lambda before, after: after.held["parameter"] < 0.01 * before.held["parameter"]),
+    Row("sync_every_micro_batch", {"zero": 2}, {"sync_every_micro_batch": False},
+        fewer_of("reduce_scatter", "dp")),
+    Row("reshard_each_pass", {"zero": 3}, {"reshard_each_pass": False},
+        fewer_of("all_gather", "dp")),
+    Row("overlap_gather", {"zero": 1}, {"overlap_gather": True},
+        lambda before, after: before.calls[-1] == ("all_gather", "dp") != after.calls[-1]),
+    Row("replicas", {"zero": 1}, {"replicas": 2}, held("optimizer state", 2)),
+    Row("sync_replicas_every_micro_batch", {"zero": 2, "replicas": 2},
+        {"sync_replicas_every_micro_batch": True}, more_of("all_reduce", "replicas")),
+]
+FIRST = {row.field: row for row in reversed(ROWS)}  # of each field, which `make test` tries
 
 
 def second_steps(group, layouts: list[dict]) -> list[Step]:
     """Train in each layout, and return what this rank's second step was."""
-    sequences = max(6, 2 * group.size())  # DualPipeV differs from ZB-V from 5 micro-batches on
+    return [second_step_of(group, layout) for layout in layouts]
+
+
+def second_step_of(group, layout: dict) -> Step:
+    """Two micro-batches on each rank; six for stages, since DualPipeV with four is ZB-V."""
+    data_size = group.size() // prod(layout.get(axis, 1) for axis in ("tp", "cp", "pp"))
+    sequences = 6 if "pp" in layout else 2 * data_size
     tokens = torch.arange(sequences * 17).view(sequences, 17) % 512
-    model = ModelConfig("llama", 512, 16, num_layers=4, width=16, num_heads=2, num_kv_heads=2,
-                        ffn_width=32, tied_embedding=False)
-    train = TrainConfig(global_batch_size=len(tokens), micro_batch_size=1, device="cpu")
-    steps = []
-    for layout in layouts:
-        config = Config(model, DataConfig(sequence_length=16), train, ParallelConfig(**layout))
-        training = Training(config, lay_out(config.parallel, group.size(), CPU), CPU)
-        own = tokens[training.data_rank :: training.data_size]
-        micro_batches = training.micro_batches(own, len(tokens))
+    model = ModelConfig("llama", 512, 16, 4 if "chunks" in layout else 2, width=16, num_heads=2,
+                        num_kv_heads=2, ffn_width=32, tied_embedding=False)
+    train = TrainConfig(global_batch_size=sequences, micro_batch_size=1, device="cpu")
+    config = Config(model, DataConfig(sequence_length=16), train, ParallelConfig(**layout))
+    training = Training(config, lay_out(config.parallel, group.size(), CPU), CPU)
+    own = tokens[training.data_rank :: training.data_size]
+    micro_batches = training.micro_batches(own, sequences)
+    training.update(micro_batches, 0.0)
+    with Meter(training.model, training.optimizer) as meter, Ledger() as ledger:
         training.update(micro_batches, 0.0)
-        with Meter(training.model, training.optimizer) as meter, Ledger() as ledger:
-            training.update(micro_batches, 0.0)
-        calls = [(call.op, call.axis) for call in ledger.calls]
-        steps.append(Step(meter.timeline[0].bytes, meter.peak.bytes, calls))
-    return steps
+    calls = [(call.op, call.axis) for call in ledger.calls]
+    return Step(meter.timeline[0].bytes, meter.peak.bytes, calls)
 
 
 @pytest.fixture(scope="module")
-def second_step() -> Callable[[int, dict], Step]:
-    """Return rank 0's second step on so many ranks in a layout, which is trained once."""
-    layouts = {num_ranks: [] for num_ranks in ROWS}
-    for num_ranks, cases in ROWS.items():
-        for _, before, added, _ in (case.values for case in cases):
-            both = before, before | added
-            layouts[num_ranks] += [layout for layout in both if layout not in layouts[num_ranks]]
-    steps = {num_ranks: run(second_steps, num_ranks, each, timeout=600, watch=False)[0]
-             for num_ranks, each in layouts.items()}
-    return lambda num_ranks, layout: steps[num_ranks][layouts[num_ranks].index(layout)]
+def steps(request) -> Callable[[Row], tuple[Step, Step]]:
+    """Return rank 0's second steps of a row, without its field and with it."""
+    found = {}
+    for num_ranks in (2, 4):
+        rows = [row for row in collected(request, "row") if row.num_ranks == num_ranks]
+        layouts = {str(layout): layout for row in rows for layout in (row.before, row.after)}
+        if layouts:
+            by_rank = run(second_steps, num_ranks, [*layouts.values()], timeout=600, watch=False)
+            found |= zip(((num_ranks, layout) for layout in layouts), by_rank[0], strict=True)
+    return lambda row: tuple(
+        found[row.num_ranks, str(layout)] for layout in (row.before, row.after))
 
 
-@pytest.mark.parametrize(("field", "before", "added", "holds"), ROWS[2] + ROWS[4])
-def test_a_field_changes_the_step(second_step, field, before, added, holds):
-    num_ranks = 4 if "replicas" in before | added else 2
-    without, with_it = second_step(num_ranks, before), second_step(num_ranks, before | added)
-    assert holds(without, with_it)
-    assert not holds(without, without), "this check would hold if the field were ignored"
+@pytest.mark.parametrize("row", in_tiers({*FIRST.values()}, ROWS))
+def test_a_field_changes_the_step(steps, row):
+    without, with_it = steps(row)
+    assert row.holds(without, with_it)
+    assert not row.holds(without, without), "this check would hold if the field were ignored"
 
 
 def test_dp_must_be_the_number_of_ranks():
@@ -156,5 +175,5 @@ def test_dp_must_be_the_number_of_ranks():
 
 
 def test_every_field_is_tried():
-    tried = {case.values[0] for cases in ROWS.values() for case in cases} | {"dp"}
+    tried = {row.field for row in ROWS} | {"dp"}
     assert tried == {field.name for field in fields(ParallelConfig)}

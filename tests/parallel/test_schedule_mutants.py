@@ -9,6 +9,7 @@ from minitron.config import ConfigError
 from minitron.parallel.pipeline.schedule_check import check
 from minitron.parallel.pipeline.schedules import Action, Schedule
 from tests.parallel.test_schedule_check import BROKEN, generated
+from tests.tiers import tiered
 
 
 def trains(schedule):
@@ -144,10 +145,11 @@ def is_accepted(schedule):
     return True
 
 
+@pytest.mark.parametrize("seeds", tiered([range(100), range(100, 300)]), ids=str)
 @pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
-def test_it_accepts_a_mutant_exactly_if_ranks_train_with_it(mutate):
+def test_it_accepts_a_mutant_exactly_if_ranks_train_with_it(mutate, seeds):
     verdicts = []
-    for seed in range(300):
+    for seed in seeds:
         schedule = mutant(seed, mutate)
         verdicts.append(is_accepted(schedule))
         assert verdicts[-1] == trains(schedule), (seed, schedule)

@@ -20,6 +20,7 @@ from minitron.parallel.pipeline.schedules import (
 )
 from minitron.parallel.pipeline.simulator import simulate
 from minitron.parallel.pipeline.v_schedules import dualpipe_v, zb_v
+from tests.tiers import tiered
 
 RANKS, MICRO_BATCHES = range(1, 7), (1, 2, 3, 4, 5, 6, 8, 11, 12)
 TIMES = [(Fraction(1), Fraction(1)), (Fraction(1), Fraction(2)), (Fraction(5, 3), Fraction(3, 7)),
@@ -50,7 +51,7 @@ def test_one_stage_a_rank_for_any_number_of_micro_batches(make, formula):
         agrees(timeline, formula(p, m, forward, backward))
 
 
-@pytest.mark.parametrize("v", [1, 2, 3, 4])
+@pytest.mark.parametrize("v", tiered([2, 1, 3, 4]))
 def test_interleaved_whenever_the_micro_batches_can_be_grouped(v):
     """72 cases each; a pass through one of v stages takes a v-th of the rank's time."""
     for p, groups, (forward, backward) in product(RANKS, (1, 2, 3), TIMES):
@@ -58,7 +59,7 @@ def test_interleaved_whenever_the_micro_batches_can_be_grouped(v):
         agrees(timeline, cost.pipeline_bubble(p, groups * p, forward, backward, v))
 
 
-@pytest.mark.parametrize("v", [2, 3])
+@pytest.mark.parametrize("v", tiered([2, 3]))
 def test_gpipe_with_chunks_for_any_number_of_micro_batches_from_ranks_on(v):
     for p, m, (forward, backward) in product(RANKS, MICRO_BATCHES, TIMES):
         if m >= p:
@@ -82,7 +83,7 @@ def test_zb_h1_from_as_many_micro_batches_as_ranks_on():
     assert num_cases == 234
 
 
-@pytest.mark.parametrize("v", [2, 3, 4])
+@pytest.mark.parametrize("v", tiered([2, 3, 4]))
 def test_zb_h1_with_chunks_whenever_the_micro_batches_can_be_grouped(v):
     """126 cases each."""
     for p, groups, (forward, inputs, weights) in product(RANKS, (1, 2, 3), HALVES):

@@ -5,7 +5,7 @@ Each number of ranks is started once and does everything; the tests then look at
 
 import time
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -43,10 +43,11 @@ from minitron.proof.oracle import (
 )
 from tests.parallel.events import Watcher
 from tests.parallel.records import SGD, assert_same
-from tests.tiers import collected, in_tiers, in_turn
+from tests.tiers import collected, in_tiers, in_turn, runs_all, tiered
 
 V, S = 36, 12  # 2, 3 and 4 ranks divide all sizes
-SIZES = (1, 2, 3, 4)
+SIZES = (2, 3, 1, 4)
+IN_MAKE_TEST = SIZES[:2]
 MODEL = dict(vocab_size=V, max_sequence_length=S, width=24, num_heads=12, num_kv_heads=12,
              ffn_width=36)
 gpt = partial(small_model, "gpt", **MODEL)
@@ -98,7 +99,7 @@ TRAININGS = {
     "gpt": Training(gpt, SIZES, 1, (3, 2)),
     "gpt, six heads": Training(six_heads, (3,)),
     "gpt, untied": Training(partial(gpt, tied_embedding=False), (2,), 2),
-    "llama": Training(llama, (1, 4), 2, (3, 2)),
+    "llama": Training(llama, (1, 3, 4), 2, (3, 2)),
     "llama, tied": Training(partial(llama, tied_embedding=True), (3,)),
     "two ranks a key-value head": Training(partial(llama, num_kv_heads=2), (4,), 2),
     "all ranks one key-value head": Training(partial(llama, num_kv_heads=1), (2, 3)),
@@ -108,7 +109,7 @@ TRAININGS = {
     "frozen biases": Training(frozen_biases, (3,)),
     "gpt, recomputed": Training(partial(recomputed, gpt, *BOTH), (3,)),
     "llama, recomputed": Training(
-        partial(recomputed, partial(llama, num_kv_heads=2), *BOTH), (4,), 2),
+        partial(recomputed, partial(llama, num_kv_heads=2), *BOTH), (2, 4), 2),
 }
 KEPT = {  # by `make test`
     "gpt", "llama", "all ranks one key-value head", "more key-value heads than ranks", "frozen",
@@ -123,8 +124,9 @@ def everything(group, names):
                       for name, optimizers in names.items() if size in TRAININGS[name].sizes},
         "mutants": train_mutants(group) if size == 3 else {},
         "weights": [weights(group, is_meta) for is_meta in (True, False)],
-        "wire": {name: one_step(group, *step) for name, step in STEPS.items()
-                 if size == 4 or "shared" not in name},
+        "wire": {name: one_step(group, *step) for name, step in STEPS.items()},
+        "shared": one_step(group, partial(llama, num_kv_heads=SHARED[size]))
+                  if size in SHARED else (),
         "overlap": overlap(group) if size == 2 else [],
         "left": left_after_a_step(group) if size == 2 else [],
     }
@@ -132,15 +134,16 @@ def everything(group, names):
 
 @pytest.fixture(scope="module")
 def ranks(request):
-    """Of each size, by rank."""
+    """Of each size, by rank; in `make test` of two sizes."""
     names = in_turn(request, collected(request, "training"))
-    return {size: run(everything, size, names, timeout=90, watch=False) for size in SIZES}
+    sizes = SIZES if runs_all(request) else IN_MAKE_TEST
+    return {size: run(everything, size, names, timeout=90, watch=False) for size in sizes}
 
 
 @pytest.mark.parametrize("training", in_tiers(KEPT, TRAININGS))
 def test_it_is_the_same_training(ranks, training):
     expected = TRAININGS[training].records(ALONE, undivided)
-    for size in TRAININGS[training].sizes:
+    for size in ranks.keys() & TRAININGS[training].sizes:
         assert_same(expected, [done["trainings"][training] for done in ranks[size]])
 
 
@@ -218,11 +221,15 @@ def train_mutants(group):
     return records
 
 
+@cache
+def of_one_process(model):
+    return Training(model, ()).records(ALONE, undivided, SGD)["SGD"]
+
+
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_oracle_names_the_mutation(ranks, name):
     model, _, message = MUTANTS[name]
-    expected = Training(model, ()).records(ALONE, undivided, SGD)["SGD"]
-    found = first_difference(expected, [done["mutants"][name] for done in ranks[3]])
+    found = first_difference(of_one_process(model), [done["mutants"][name] for done in ranks[3]])
     assert found is None if message is None else message in found, found
 
 
@@ -250,7 +257,7 @@ def weights(group, is_meta):
     return model.state_dict(), parallel.cuts, parallel.full_parameters(), tied
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", tiered(SIZES, keep=2))
 def test_the_weights_of_any_layout_are_slices_of_the_same(ranks, size):
     model = for_weights(size)
     initialize(model, seed=5)
@@ -309,11 +316,11 @@ def one_step(group, make, dtype=torch.float32):
 STEPS = {
     "gpt": (gpt,),
     "llama": (llama,),
-    "gpt, deeper": (partial(gpt, num_layers=5),),
+    "gpt, deeper": (partial(gpt, num_layers=3),),
     "llama, bf16": (llama, torch.bfloat16),
-    "llama, bf16, deeper": (partial(llama, num_layers=5), torch.bfloat16),
-    "shared": (partial(llama, num_kv_heads=2),),
+    "llama, bf16, deeper": (partial(llama, num_layers=3), torch.bfloat16),
 }
+SHARED = {3: 1, 4: 2}  # key-value heads, of which several ranks hold each
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama"])
@@ -323,25 +330,26 @@ def test_each_call_of_a_step(ranks, name):
     expected = [("forward", "all_reduce", "sum", whole)] * 5 + [
         ("forward", "all_reduce", "max", tokens), ("forward", "all_reduce", "sum", 2 * tokens),
     ] + [("backward", "all_reduce", "sum", whole)] * 5
-    for size in SIZES:
-        for done in ranks[size]:
+    for of_size in ranks.values():
+        for done in of_size:
             assert done["wire"][name][0] == expected  # no all-gather, and nothing left to finish
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", tiered(SIZES, keep=2))
 @pytest.mark.parametrize(("name", "num_bytes"), [("gpt", 4), ("llama, bf16", 2)])
 def test_a_block_sends_and_receives_8_bsh_elements_less_one_nth(ranks, name, num_bytes, size):
     """8 b s h (t-1)/t: Narayanan et al. 2021, section 3.2."""
     block = 8 * (2 * S * 24) * (size - 1) // size * num_bytes
     for done in ranks[size]:
         (_, *few), (_, *many) = done["wire"][name], done["wire"][f"{name}, deeper"]
-        assert [b - a for a, b in zip(few, many, strict=True)] == [3 * block, 3 * block]
+        assert [b - a for a, b in zip(few, many, strict=True)] == [block, block]
 
 
-def test_shared_key_value_heads_are_summed_once_a_step_in_one_message(ranks):
-    num_elements = 2 * 2 * (2 * 2) * 24  # of 2 blocks the keys and values, two heads of 2 x 24
-    for done in ranks[4]:
-        calls = done["wire"]["shared"][0]
+@pytest.mark.parametrize("size", tiered(SHARED))
+def test_shared_key_value_heads_are_summed_once_a_step_in_one_message(ranks, size):
+    num_elements = 2 * 2 * (2 * SHARED[size]) * 24  # of 2 blocks keys and values, heads of 2 x 24
+    for done in ranks[size]:
+        calls = done["shared"][0]
         assert calls[:-1] == done["wire"]["llama"][0]
         assert calls[-1] == ("finish", "all_reduce", "sum", 4 * num_elements)
 

@@ -40,9 +40,9 @@ from minitron.proof.oracle import (
 )
 from minitron.step import train_step
 from tests.parallel.early_adagrad import EarlyAdagrad
-from tests.parallel.records import SGD
+from tests.parallel.records import SGD, assert_same
 from tests.parallel.saving import load, saved
-from tests.tiers import collected, in_tiers
+from tests.tiers import collected, in_tiers, in_turn, tiered
 
 SIZES = (1, 2, 3, 4, 8)
 SMALL = 6000  # bytes: several buckets in a small model
@@ -100,10 +100,10 @@ class Training(NamedTuple):
     versions: tuple = ("stage 1", "stage 2")
     optimizers: dict = OPTIMIZERS
 
-    def records(self, group, apply):
+    def records(self, group, apply, optimizers=None):
         batches = sample_batches(self.sequences(self.sizes[0] if group is ALONE else group.size()))
         with patch.dict(oracle.OPTIMIZERS, self.optimizers, clear=True):
-            return trainings(group, apply, self.model, batches, self.num_micro_batches)
+            return trainings(group, apply, self.model, batches, self.num_micro_batches, optimizers)
 
 
 TRAININGS = {
@@ -121,6 +121,14 @@ TRAININGS = {
 }
 CASES = [(name, version, size) for name, training in TRAININGS.items()
          for version in training.versions for size in training.sizes]
+KEPT = {  # by `make test`: each training and each version
+    ("plain", "stage 1", 3), ("gathered ahead", "stage 1, gathered ahead", 3),
+    ("recomputed", "stage 2", 3), ("accumulated", "stage 2, one bucket", 3),
+    ("accumulated", "stage 2, every micro-batch", 3), ("a rank has nothing", "stage 2", 3),
+    ("unused", "stage 1", 3), ("unused", "stage 2, a parameter a bucket", 3),
+    ("other optimizers", "stage 2", 3),
+}
+OF_ALL_OPTIMIZERS = "plain", "other optimizers"
 
 
 def decaying_matrices(model):
@@ -159,30 +167,29 @@ in_one_process = on_ranks(lambda model, group: OneDevice(model))
 def train_all(group, cases):
     parts = {size: dist.new_group(range(size)) for size in SIZES if size <= group.size()}
     records = {}
-    for name, version, size in cases:
+    for (name, version, size), optimizers in cases.items():
         if group.rank() < size:
             training = TRAININGS[name]
             apply = on_ranks(partial(VERSIONS[version], **training.options))
-            records[name, version, size] = training.records(parts[size], apply)
+            records[name, version, size] = training.records(parts[size], apply, optimizers)
     return records
 
 
 @pytest.fixture(scope="module")
 def records(request):
-    cases = collected(request, "case")
+    cases = in_turn(request, collected(request, "case"))
+    cases |= {case: None for case in cases if case[0] in OF_ALL_OPTIMIZERS}
     num_ranks = max((size for *_, size in cases), default=1)
     return run(train_all, num_ranks, cases, timeout=300, watch=False)
 
 
-@pytest.mark.parametrize("case", in_tiers({case for case in CASES if case[-1] == 3}, CASES))
+@pytest.mark.parametrize("case", in_tiers(KEPT, CASES))
 def test_every_version_is_the_same_training(records, case):
     name, version, size = case
     training = TRAININGS[name]._replace(num_micro_batches=1, sizes=(size,))
     expected = training.records(ALONE, in_one_process)
     assert len(expected) == len(training.optimizers)
-    for optimizer, moments in expected.items():
-        seen = [of_rank[name, version, size][optimizer] for of_rank in records[:size]]
-        assert first_difference(moments, seen) is None, optimizer
+    assert_same(expected, [of_rank[case] for of_rank in records[:size]])
 
 
 def test_the_oracle_takes_them_as_they_are():
@@ -308,9 +315,13 @@ def mutants():
     return run(train_mutants, 3, timeout=60, watch=False)
 
 
+@pytest.fixture(scope="module")
+def expected():
+    return trainings(ALONE, in_one_process, small_gpt, sample_batches((9,)), 1, SGD)["SGD"]
+
+
 @pytest.mark.parametrize("key", MUTANTS, ids=" ".join)
-def test_the_oracle_names_the_mutation(mutants, key):
-    expected = trainings(ALONE, in_one_process, small_gpt, sample_batches((9,)), 1, SGD)["SGD"]
+def test_the_oracle_names_the_mutation(mutants, expected, key):
     assert MUTANTS[key][-1] in first_difference(expected, [records[key] for records in mutants])
 
 
@@ -358,7 +369,7 @@ def wire(group):
     return seen
 
 
-@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("size", tiered([3, 1, 4]))
 def test_the_wire(size):
     for of_rank in run(wire, size):
         for version, seen in of_rank.items():
@@ -432,7 +443,7 @@ def with_layers_divided(divide, model, world):
 
 
 def late_steps(group, divide=None):
-    """Losses of three steps and of a validation between them; nothing else reads the parameters."""
+    """Losses of two steps and of a validation after each; nothing else reads the parameters."""
     torch.manual_seed(0)
     model = small_model("llama", vocab_size=32, max_sequence_length=8, width=24, num_heads=4,
                         num_kv_heads=2, ffn_width=36).double()
@@ -441,7 +452,7 @@ def late_steps(group, divide=None):
     rank, size = parallel.data_part
     losses = []
     with gathered_late:
-        for tokens in sample_batches((4, 4, 4), sequence=8):
+        for tokens in sample_batches((4, 4), sequence=8):
             part = tokens[rank::size]
             pairs = [(part[:, :-1], part[:, 1:])]
             loss, _ = train_step(model, optimizer, pairs, 0.05, 0.0, parallel)
@@ -450,8 +461,8 @@ def late_steps(group, divide=None):
     return torch.stack(losses), dict(parallel.full_parameters())
 
 
-@pytest.mark.parametrize("divide", [
-    None, apply_tensor_parallel, apply_sequence_parallel, apply_pipeline_parallel])
+@pytest.mark.parametrize("divide", tiered([
+    apply_tensor_parallel, apply_pipeline_parallel, apply_sequence_parallel, None], keep=2))
 def test_a_module_waits_for_all_that_it_reads(divide):
     """A cut query computes for key and value too, whose weights are in other buckets."""
     losses, weights = late_steps(ALONE)
@@ -547,7 +558,7 @@ def test_whoever_reads_or_sets_parameters_waits_for_them(late, what):
 # How many bytes
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", tiered([3, 2, 4]))
 def test_as_many_bytes_as_an_all_reduce_to_the_byte(size):
     def bytes_sent(group):
         model = nn.Linear(11, 24)  # 288 parameters, which 2, 3 and 4 ranks share evenly
@@ -593,7 +604,7 @@ def held(group, dtype):
     return seen
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", tiered([3, 1]))
 @pytest.mark.parametrize(("dtype", "recipe"), [(torch.float32, "fp32"), (torch.bfloat16, "bf16")])
 def test_bytes_held_equal_the_formulas(size, dtype, recipe):
     recipe = cost.RECIPES[recipe]
@@ -628,7 +639,8 @@ class Failing(torch.autograd.Function):
         raise ArithmeticError("in the backward pass")
 
 
-@pytest.mark.parametrize("version", tuple(VERSIONS)[:4])
+@pytest.mark.parametrize("version", in_tiers(
+    {"stage 1", "stage 2, every micro-batch"}, tuple(VERSIONS)[:4]))
 def test_zero_grad_discards_what_finish_has_not_handed_over(version):
     """After a backward pass, after one under no_sync, and after one that has raised."""
     def gradients(group):
@@ -686,16 +698,16 @@ def test_a_forgotten_no_sync_is_named():
         return parallel
 
     with pytest.raises(RankError, match=r"a second gradient before finish\(\): run every"):
-        assert_same_training(forgetful, 2, num_micro_batches=2)
+        assert_same_training(forgetful, 2, num_micro_batches=2, batch_sizes=(4,))
 
 
 def test_an_unused_parameter_is_named():
     match = r"no gradient for [24] of \d+ parameters \(never.weight, .*find_unused_parameters=True"
     with pytest.raises(RankError, match=match):
-        assert_same_training(apply_zero1, 2, Picky)
+        assert_same_training(apply_zero1, 2, Picky, batch_sizes=(4,))
 
 
-@pytest.mark.parametrize("version", tuple(VERSIONS)[:2])
+@pytest.mark.parametrize("version", tiered(["stage 2", "stage 1"]))
 def test_a_step_of_one_fake_rank_of_many(version):
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=3072)
     try:

@@ -15,6 +15,7 @@ from minitron.parallel.one_device import OneDevice
 from minitron.precision import NO_MASTERS, MasterWeights
 from minitron.proof.oracle import small_gpt
 from tests.parallel.saving import load, optimizer_of, saved
+from tests.tiers import tiered
 
 SMALL = 6000  # bytes: several buckets in a small model
 apply_small_zero2 = partial(apply_zero2, bucket_bytes=SMALL)
@@ -145,7 +146,7 @@ def load_into_float32(group, state, apply):
     return parallel.full_parameters(), saved(parallel, optimizer, group)
 
 
-@pytest.mark.parametrize("apply", [apply_zero1, apply_fsdp])
+@pytest.mark.parametrize("apply", tiered([apply_fsdp, apply_zero1]))
 def test_a_state_of_16_bit_parameters_continues_in_float32(apply):
     """The master weights become the weights, on every rank."""
     state = run(train_low_precision, 2)[0][1]

@@ -109,7 +109,7 @@ def fullest(job: Job, decision: Decision) -> int:
                for stage in range(pp))
 
 
-KEPT = {"ZeRO-2 in a pipeline", "autocast, tensor"}
+KEPT = {"ZeRO-2 in a pipeline"}
 
 
 @pytest.mark.parametrize("name", in_tiers(KEPT, CASES))

@@ -261,8 +261,9 @@ def test_an_explanation_names_the_winner_every_option_and_what_binds(searched_on
         meaning = re.escape(PARTS[name])
         assert re.search(rf"^  {name} +{seconds:.3f} s +{share:.0%}   {meaning}$", text, re.M)
     assert re.search(rf"^  a GPU +{winner.total_bytes / 1e9:.3f} GB +100%$", text, re.M)
+    by_option = alternatives(found(MIDDLE))
     for option, value_of in OPTIONS.items():
-        others = [each.seconds for each in alternatives(found(MIDDLE))[option].values()]
+        others = [each.seconds for each in by_option[option].values()]
         first = (": there is no other choice" if len(others) == 1 else " is best"
                  if min(others) >= winner.seconds else " comes first")  # before ZeRO 3
         assert re.search(rf"^  {option} +{value_of(winner.decision)}{first}", text, re.M)

@@ -38,6 +38,17 @@ def test_values_are_asked_for_on_the_host_and_fake_tensors_have_a_default():
         assert private.host_value(fake, when_fake="default") == "default"
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_copy_to_the_host_does_not_wait_for_what_is_launched_later_gpu():
+    values = private.start_host_copy(torch.tensor([3, 4], device="cuda"), when_fake=None)
+    torch.cuda._sleep(10**9)  # half a second
+    later = torch.cuda.Event()
+    later.record()
+    assert values() == [3, 4]
+    assert not later.query()
+
+
+
 def test_a_fake_group_has_ranks_that_do_not_exist():
     private.init_fake_process_group(rank=5, num_ranks=3072)
     try:
@@ -130,6 +141,21 @@ def test_a_storage_is_freed_and_filled_under_its_views_and_a_mode_sees_it():
     tensor.fill_(3)
     assert view.tolist() == [3, 3]
     assert seen.operators == 2 * [private.resize_storage_op]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
+def test_a_fused_optimizer_decides_on_the_device_whether_to_step(kind):
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = kind([weight], lr=0.1, fused=True)
+    weight.grad = torch.ones(2)
+    assert private.launch_step_if(torch.tensor(False), optimizer)
+    assert weight.tolist() == [1, 1]
+    assert private.launch_step_if(torch.tensor(True), optimizer)
+    moved = weight.detach().clone()
+    assert (moved < 1).all()
+    optimizer.step()  # and the next one decides nothing
+    assert (weight < moved).all()
+    assert not private.launch_step_if(torch.tensor(True), kind([weight], lr=0.1, fused=False))
 
 
 def test_tensors_are_multiplied_in_place():

@@ -95,6 +95,7 @@ def test_gpus_are_named(monkeypatch, nccl, seen):
     assert check.ok and check.seen.startswith(seen)
 
 
+@exhaustive  # two new Pythons
 def test_two_processes_agree_over_gloo():
     check = doctor.check_gloo(timeout_s=60)
     assert check.ok, check.seen

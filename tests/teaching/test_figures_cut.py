@@ -9,6 +9,7 @@ from matplotlib.text import Annotation
 from teaching.figures import Matrix, cut, png
 from teaching.figures_cut import LEGEND, WIDTH
 from teaching.figures_style import BAND, RANK_COLOR, WORK_COLOR
+from tests.tiers import tiered
 
 X = Matrix("X", "S x D")
 BY_COLUMNS = [
@@ -51,7 +52,8 @@ def arrows(figure):
     ]
 
 
-@pytest.mark.parametrize("row", [BY_COLUMNS, BY_ROWS, BLOCK], ids=["columns", "rows", "block"])
+@pytest.mark.parametrize("row", tiered([BLOCK, BY_COLUMNS, BY_ROWS]),
+                         ids=["block", "columns", "rows"])
 def test_the_same_matrices_give_the_same_bytes(row):
     assert png(cut({"row": row})) == png(cut({"row": row}))
 
@@ -83,7 +85,7 @@ def test_only_partial_sums_are_striped_and_each_is_as_large_as_the_sum():
     assert striped[0][2] < striped[1][2] and striped[0][3] < striped[1][3]
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", tiered([4, 2, 8]))
 def test_copies_of_a_part_overlap_within_the_part(ranks):
     half = ranks // 2
     key = Matrix("key", "D x 2K", columns=(tuple(range(half)), tuple(range(half, ranks))))

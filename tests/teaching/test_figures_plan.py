@@ -3,7 +3,10 @@
 import pytest
 from matplotlib.colors import to_rgb
 
+from minitron import cost
 from minitron.config import ConfigError
+from minitron.plan.hardware import DEVICES
+from minitron.plan.job import Job
 from minitron.plan.search import search
 from teaching import widgets_plan
 from teaching.figures import png
@@ -75,10 +78,10 @@ def test_time_stands_above_memory_and_what_cannot_run_says_so():
     assert "cannot run" in texts(time_and_memory({}, {}, 64, {}))
 
 
-@pytest.mark.parametrize("figure", [
+@pytest.mark.parametrize("figure", tiered([
     lambda: step_bars({"a": PARTS}), lambda: errors({"a": {"b": [0.1]}}),
     lambda: landscape([(1, 2)], [(70, 1)], 64, {}),
-], ids=["steps", "errors", "landscape"])
+]), ids=["steps", "errors", "landscape"])
 def test_the_same_numbers_give_the_same_bytes(figure):
     assert png(figure()) == png(figure())
 
@@ -86,8 +89,15 @@ def test_the_same_numbers_give_the_same_bytes(figure):
 # The planner
 
 
-@pytest.mark.parametrize("name", tiered(JOBS))
-def test_the_planner_finds_what_the_search_finds(name):
+@pytest.fixture
+def job_of_8(monkeypatch):
+    """One more job, which is searched in a second."""
+    job = Job(cost.PUBLISHED["Llama 3.2 1B"], 8, DEVICES["H100-SXM-80GB"], 8192, 128)
+    monkeypatch.setitem(JOBS, "8 H100s", (job, 1e12))
+
+
+@pytest.mark.parametrize("name", tiered(["8 H100s", *JOBS]))
+def test_the_planner_finds_what_the_search_finds(name, job_of_8):
     """Over all settings of the sliders, the best is as good as the best with these settings."""
     controls = asked()["controls"]
     found = search(JOBS[name][0])

@@ -11,6 +11,7 @@ from teaching.figures_numbers import draw_number_line, number_line, ranges
 from teaching.figures_precision import CLASSES, exponent_histogram, one_weight
 from teaching.figures_style import BAND, BLACK, GREY, NUMBER_COLOR, SERIES, pale, png
 from teaching.floats import FORMATS, exponents, layout_of, representable
+from tests.tiers import tiered
 
 ALL = tuple(FORMATS)
 torch.manual_seed(0)
@@ -40,12 +41,12 @@ def marks(figure):
             for line in figure.axes[0].lines if line.get_marker() == "o"]
 
 
-@pytest.mark.parametrize("draw", [
+@pytest.mark.parametrize("draw", tiered([
     lambda: number_line(ALL, 0, 4, at=1.0, plus=0.3),
     ranges,
     lambda: exponent_histogram({"all": GRADIENTS}, loss_scale=1024.0),
     lambda: one_weight(HISTORIES, grid="bf16"),
-], ids=["number_line", "ranges", "exponent_histogram", "one_weight"])
+]), ids=["number_line", "ranges", "exponent_histogram", "one_weight"])
 def test_the_same_numbers_give_the_same_bytes(draw):
     assert png(draw()) == png(draw())
 

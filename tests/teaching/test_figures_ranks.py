@@ -19,6 +19,7 @@ from teaching.figures import (
 )
 from teaching.figures_ring import ring_sums, sent_chunks
 from teaching.figures_style import RANK_COLOR
+from tests.tiers import tiered
 
 
 def call(started, finished, payload=4_200_000):
@@ -30,12 +31,12 @@ def texts(axes):
     return [text.get_text() for text in axes.texts]
 
 
-@pytest.mark.parametrize("draw", [
+@pytest.mark.parametrize("draw", tiered([
     lambda: wire({"ring": [6e6, 6e6]}, {"ring": [6e6, 6e6]}),
     lambda: ring_frame(3, 2),
     lambda: ring_frames(3),
     lambda: crossing([1, 10], {"ring": [1, 2], "tree": [2, 3]}, "bytes", "s", {"ring": [1, 2]}),
-], ids=["wire", "ring_frame", "ring_frames", "crossing"])
+]), ids=["wire", "ring_frame", "ring_frames", "crossing"])
 def test_the_same_numbers_give_the_same_bytes(draw):
     assert png(draw()) == png(draw())
 

@@ -1,13 +1,17 @@
 """Chapter 3's measurements: which matmuls are kept, and what offloading leaves on the device."""
 
+from importlib import import_module
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from minitron import cost
 from minitron.config import ModelConfig
 from minitron.measure.meter import Meter
 from minitron.model.recompute import apply_full_recompute
 from minitron.model.transformer import Transformer, initialize, materialized_attention
+from teaching.exercises import ROOT
 from teaching.lab import ch03 as lab
 
 CONFIG = ModelConfig("gpt", 64, 64, 3, 64, 4, 4, 256, dropout=0.1)
@@ -88,3 +92,20 @@ def test_a_layer_without_values_costs_what_the_formula_says():
     full, more = lab.layer_without_values(config, 64, apply_full_recompute)
     down = 2 * 64 * 256 * 64  # comes last: its output is needed by nothing in the block
     assert full < kept / 10 and more == flops * 4 / 3 - down
+
+
+def test_the_recorded_models_are_the_benchmark_s(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    sizes = import_module("recompute").SIZES["cpu"]
+    assert {name: (model, 4, 128) for name, model in lab.RECORDED_MODELS.items()} == {
+        name: sizes[name] for name in lab.RECORDED_MODELS}
+    assert all(lab.recorded_time(name) > 1 for name in lab.RECORDED_MODELS)
+
+
+@pytest.mark.parametrize("name", lab.RECORDED_MODELS)
+def test_without_dropout_recomputing_a_block_skips_its_last_matmul(name):
+    model = lab.RECORDED_MODELS[name]
+    counted = lab.flops_of_step(model, apply_full_recompute) - lab.flops_of_step(model)
+    everything = cost.recompute_flops_per_token(model, 128) * 4 * 128
+    skipped = 0 if model.dropout else 6 * 2 * model.width * model.ffn_width * 4 * 128
+    assert counted == everything - skipped

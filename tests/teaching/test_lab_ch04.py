@@ -1,5 +1,7 @@
 """Chapter 4's measurements: a network that suits the machine, a queue, and what repeats carry."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -7,7 +9,8 @@ from minitron import cost
 from minitron.launch import run
 from minitron.parallel.data.ddp import apply_naive_data_parallel, average_gradients
 from teaching.lab import ch04 as lab
-from teaching.overlap import Compute, compute_in_proportion
+from teaching.overlap import Compute, compute_in_proportion, in_buckets, transfers
+from tests.tiers import exhaustive
 
 SIZES = lab.gradient_bytes()
 
@@ -35,15 +38,37 @@ def test_every_gradient_is_in_one_bucket_and_the_first_is_small():
     assert sum(SIZES[i] for i in buckets[0]) <= 2**20 < sum(SIZES[i] for i in buckets[-1])
 
 
+@exhaustive  # chapter 4 measures so when it is executed
 def test_steps_take_turns_and_are_those_of_the_slowest_rank():
     network = lab.Network(1e-4, 1e9)
-    found = lab.measure([apply_naive_data_parallel, lab.sized(2**20)], network, num_steps=2)
-    assert [len(steps) for steps in found] == [2, 2]
-    for steps in found:
+    applies = {"naive": apply_naive_data_parallel, "bucketed": lab.sized(2**20)}
+    compute, found = lab.measure(applies, network, num_steps=2)
+    assert isinstance(compute, Compute) and list(found) == list(applies)
+    for steps in found.values():
         assert [len(step.calls) for step in steps] == [2, 2], "both ranks"
         assert steps[0].seconds <= steps[1].seconds
-    naive, bucketed = (len(steps[0].calls[0]) for steps in found)
+        assert lab.median_step(steps) is steps[1]
+        assert all(0 < step.backward < step.seconds for step in steps)
+    naive, bucketed = (len(steps[0].calls[0]) for steps in found.values())
     assert naive > 2 * bucketed > 0
+    link = sum(SIZES) / network.bandwidth + 2 * len(SIZES) * network.latency
+    assert all(step.exposed > 0.9 * link for step in found["naive"]), "nothing is hidden"
+
+
+def test_the_table_has_predicted_and_measured_side_by_side(capsys):
+    compute = Compute(1.0, [3.0, 2.0], optimizer=0.5)
+    steps = {"naive": [lab.Step([[1, 2]], [], seconds, 2.25, 0.75) for seconds in (4, 5, 6)]}
+    lab.print_steps(compute, {"naive": [(2.0, 2.5), (3.0, 4.0)]}, steps)
+    *titles, row = capsys.readouterr().out.splitlines()
+    assert max(map(len, [*titles, row])) <= 80
+    assert row.split() == "naive 2 4500 5000 (4500 to 5500) 1000 750 2000 2250".split()
+
+
+def test_exposed_is_from_the_last_gradient_to_the_last_all_reduce_of_one():
+    calls = [SimpleNamespace(finished=at, payload=payload)
+             for at, payload in [(1.0, 8), (4.0, 100), (3.0, 100), (9.0, 4)]]
+    assert lab.exposed_in(SimpleNamespace(calls=calls), 2.5) == 1.5
+    assert lab.exposed_in(SimpleNamespace(calls=calls), 5.0) == 0
 
 
 def test_compute_alone_ends_with_the_first_parameter_s_gradient():
@@ -73,10 +98,19 @@ def test_three_versions_start_alike_and_learn():
 
 
 def test_the_spread_leaves_out_what_happens_once():
-    steps = [lab.Step([], [], seconds) for seconds in (0.010, 0.011, 0.012, 0.013, 0.9)]
+    steps = [lab.Step([], [], seconds, 0, 0) for seconds in (0.010, 0.011, 0.012, 0.013, 0.9)]
     assert lab.spread(steps) == pytest.approx((11, 12, 13))
 
 
 def test_the_recorded_step_has_a_backward_pass_that_could_hide_its_gradients():
-    num_bytes, backward = lab.recorded_step()
-    assert num_bytes == 2 * cost.num_parameters(lab.OVERLAP.model) and 0.01 < backward < 1
+    sizes, compute = lab.recorded_step()
+    assert sum(sizes) == 2 * cost.num_parameters(lab.OVERLAP.model)
+    assert 0.01 < compute.backward - compute.forward < 1
+    assert compute.ready[0] == compute.ready[1] == compute.backward, "the embedding takes no time"
+
+
+def test_bytes_and_latency_add_up_to_the_queue_that_never_idles():
+    sizes = [2**20, 30 * 2**20, 30 * 2**20]
+    seconds = lab.bytes_and_latency(sizes, 8, 1e-5, 1e9)
+    sent = transfers([0.0] * 3, sizes, in_buckets(sizes), 8, 1e-5, 1e9)
+    assert sum(seconds) == pytest.approx(sent[-1][1]) and seconds[1] == pytest.approx(3 * 14e-5)

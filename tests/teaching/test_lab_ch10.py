@@ -10,6 +10,7 @@ from minitron.comm.collectives import all_reduce_doubling, all_reduce_ring
 from minitron.launch import run
 from minitron.precision import PRECISIONS
 from teaching.lab import ch10 as lab
+from tests.tiers import exhaustive
 
 BF16 = torch.bfloat16
 
@@ -90,6 +91,7 @@ def test_one_rounding_has_the_error_that_is_stated():
     assert error == pytest.approx(lab.ROUNDING, rel=0.03)
 
 
+@exhaustive
 def test_recipes_are_the_table_s(batches):
     exact = lab.first_gradients(ALONE, lab.config_of("fp32"), batches[0])
     rounded = lab.first_gradients(ALONE, lab.config_of("fp16"), batches[0])

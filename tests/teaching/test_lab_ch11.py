@@ -12,6 +12,7 @@ from minitron.plan.hardware import DEVICES
 from minitron.plan.job import Job
 from teaching.lab import ch11 as lab
 from teaching.lab import reliability, trees
+from tests.tiers import exhaustive
 
 JOB = Job(cost.PUBLISHED["Llama 3.2 1B"], 8, DEVICES["H100-SXM-80GB"], 8192, 64)
 BATCH = torch.randint(36, (lab.B, lab.S + 1), generator=torch.Generator().manual_seed(0))
@@ -38,6 +39,7 @@ def test_ledger_and_formula_agree_on_every_axis():
     assert all(block.end >= block.start >= 0 for blocks in lanes.values() for block in blocks)
 
 
+@exhaustive  # three trainings, 8 ranks twice
 def test_what_is_clipped_by_a_part_of_the_norm_differs():
     layout = replace(lab.CUBE, zero=0, sequence=False)
     [alone] = run(lab.trained, 1, replace(layout, tp=1, pp=1), lab.unchanged, [BATCH])

@@ -8,7 +8,10 @@ from minitron import cost
 from teaching.overlap import (
     Compute,
     compute_in_proportion,
+    exposed_seconds,
+    gradient_sizes,
     hidden_share,
+    in_buckets,
     step_lanes,
     transfers,
 )
@@ -43,6 +46,21 @@ def test_the_optimizer_waits_for_the_last_bucket_or_for_the_backward_pass():
         ("forward", 0, 1000), ("backward", 1000, 3000), ("optimizer", 4000, 4500)]
     assert [(b.start, b.end) for b in lanes["predicted network"]] == [(2000, 2500), (3000, 4000)]
     assert step_lanes(compute, [])["predicted compute"][-1].start == 3000
+
+
+def test_exposed_is_what_is_on_its_way_after_the_backward_pass():
+    compute = Compute(1.0, [3.0, 2.0], optimizer=0.5)
+    assert exposed_seconds(compute, [(2.0, 2.5), (3.0, 4.0)]) == 1.0
+    assert exposed_seconds(compute, [(2.0, 2.5)]) == 0
+
+
+def test_buckets_and_sizes_of_a_model_that_is_never_made():
+    model = cost.PUBLISHED["Llama 3.2 1B"]
+    sizes = gradient_sizes(model)
+    assert sum(sizes) == 2 * cost.num_parameters(model)
+    buckets = in_buckets(sizes)
+    assert sorted(sum(buckets, [])) == list(range(len(sizes))) and 0 in buckets[-1]
+    assert sum(sizes[index] for index in buckets[0]) <= 2**20
 
 
 def test_the_hidden_share_counts_each_moment_once():

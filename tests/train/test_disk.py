@@ -34,13 +34,19 @@ def config(stories) -> Config:
 
 @contextmanager
 def files_up_to(num_bytes: int) -> Iterator[None]:
-    """Let this process write no longer file: more is refused, as by a full disk."""
+    """Let this process write no longer file: more is refused, as by a full disk.
+
+    Python would cut off the bytecode of what is imported meanwhile, and never be able to import it
+    again.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        sys.dont_write_bytecode = before
 
 
 def with_files_up_to(num_bytes: int, *words: str, **options) -> subprocess.CompletedProcess:
@@ -48,8 +54,9 @@ def with_files_up_to(num_bytes: int, *words: str, **options) -> subprocess.Compl
     def limit():
         resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
 
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}  # see files_up_to
     return subprocess.run(words, preexec_fn=limit, capture_output=True, text=True, timeout=300,
-                          **options)
+                          env=environment, **options)
 
 
 def the_line(done: subprocess.CompletedProcess) -> str:

@@ -27,8 +27,11 @@ from minitron.config import (
 )
 from minitron.config.file import from_dict
 from minitron.launch import RankError, run
+from minitron.launch.watchdog import Watchdog
 from minitron.measure.metrics import read_metrics
 from minitron.run import Run
+from tests.environment import finding
+from tests.processes import started
 from tests.tiers import exhaustive, tiered
 from tests.train.test_train import command, trained, wait_for
 from tests.train.test_train_ranks import kill_after, torchrun
@@ -200,7 +203,7 @@ def test_a_rank_that_stands_still_is_named_and_the_job_ends(config, tmp_path):
     words = [str(script), *words[words.index("minitron.train") + 1:]]
     package = str(Path(train.__file__).parents[1])
     done = subprocess.run(torchrun(2, *words), capture_output=True, text=True, timeout=150,
-                          env={**os.environ, "PYTHONPATH": package})
+                          env=finding(package))
     assert done.returncode == 1
     assert "no step has ended for 10 s (train.hang_timeout):" in done.stderr
     line = SLEEPER.splitlines().index("        time.sleep(1000)") + 1
@@ -231,34 +234,35 @@ def test_a_watchdog_that_cannot_write_ends_the_rank_all_the_same(tmp_path):
     package = str(Path(train.__file__).parents[1])
     command = [sys.executable, "-c", DEAF, str(tmp_path / "hang" / "below")]
     done = subprocess.run(command, timeout=300, capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": package})
+                          env=finding(package))
     assert (done.returncode, done.stdout) == (1, "inside\n")
 
 
-LEFT_BEHIND = """
-import sys, time
-from pathlib import Path
-from minitron.launch.watchdog import Watchdog
-
 class First:
-    def rank(self): return 0
-    def size(self): return 2
+    """The first of two ranks."""
 
-folder = Path(sys.argv[1])
-with Watchdog(folder, First(), timeout=1):
-    while not (folder / "rank0.txt").exists():
-        time.sleep(0.01)
-    raise RuntimeError("connection closed by peer")
-"""
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+
+def left_behind(folder: Path) -> None:
+    """What a rank does while its report is being written."""
+    with Watchdog(folder, First(), timeout=1):
+        while not (folder / "rank0.txt").exists():
+            time.sleep(0.01)
+        raise RuntimeError("connection closed by peer")
 
 
 def test_a_report_that_has_begun_is_finished_although_another_rank_has_left(tmp_path):
-    package = str(Path(train.__file__).parents[1])
-    done = subprocess.run([sys.executable, "-c", LEFT_BEHIND, str(tmp_path / "hang")], timeout=300,
-                          capture_output=True, text=True, env={**os.environ, "PYTHONPATH": package})
-    assert done.returncode == 1
-    assert "no step has ended for 1 s (train.hang_timeout):" in done.stderr
-    assert "rank 1 does not answer" in done.stderr
+    output = tmp_path / "output"
+    process = started(left_behind, tmp_path / "hang", output=output)
+    process.join(300)
+    assert process.exitcode == 1
+    assert "no step has ended for 1 s (train.hang_timeout):" in output.read_text()
+    assert "rank 1 does not answer" in output.read_text()
 
 
 # Numbers that are none

@@ -188,7 +188,7 @@ def step_without_norm(num_good: int):
         steps.append(loss)
         if len(steps) > num_good:
             norm = norm * math.nan
-            args[-1].accepts(loss, norm)
+            args[-1].step(args[1], loss, norm)
         return loss, norm
 
     return step

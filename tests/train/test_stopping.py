@@ -28,6 +28,7 @@ from minitron.measure.trace import Trace
 from minitron.run import Run
 from minitron.running import stopping
 from minitron.running.stopping import Stop
+from tests.environment import finding
 from tests.tiers import exhaustive, tiered
 from tests.train.test_train import MODEL, command, trained, wait_for
 from tests.train.test_train_ranks import torchrun, train_on_ranks
@@ -309,7 +310,7 @@ def test_a_signal_to_torchrun_and_its_ranks_together_saves(config, tmp_path, num
         words = command(config, folder, *more, *again)
         return torchrun(2, str(script), *words[words.index("minitron.train") + 1:])
 
-    environment = os.environ | {"PYTHONPATH": str(Path(train.__file__).parents[1])}
+    environment = finding(Path(train.__file__).parents[1])
     process = subprocess.Popen(job(folder), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                text=True, start_new_session=True, env=environment)
     log = folder / "metrics.jsonl"

@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -16,8 +18,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import minitron.precision
-from minitron import train
-from minitron.config import Config, ConfigError, DataConfig, ModelConfig, TrainConfig
+from minitron import cli, train
+from minitron.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    TrainConfig,
+    command_line,
+)
 from minitron.config.file import from_dict
 from minitron.corpus.stories import write_stories
 from minitron.measure.metrics import MetricsLog, read_metrics
@@ -25,7 +34,8 @@ from minitron.precision import LossScale
 from minitron.pytorch.private import tensors_in
 from minitron.train import Run
 from minitron.train_log import require_sound
-from tests.tiers import as_exhaustive, exhaustive, tiered
+from tests.processes import started
+from tests.tiers import as_exhaustive, exhaustive
 
 MODEL = ModelConfig(max_sequence_length=32, num_layers=2, width=32, num_heads=2, num_kv_heads=1,
                     ffn_width=48, dropout=0.1)
@@ -139,33 +149,27 @@ def test_a_device_without_float64_trains_and_evaluates(config, tmp_path, monkeyp
     assert [row["step"] for row in rows if "val_loss" in row] == [5]
 
 
-KILLED_IN_STEP_10 = """
-import os, signal
-from minitron import cli
-from minitron.config import command_line
-from minitron.run import Run
+def trained_by(words: list[str], killed_after: int | None = None) -> None:
+    """`minitron train` in a process of its own, which may be killed after so many steps."""
+    take_step = Run.train_step
 
-take_step = Run.train_step
+    def step(run: Run) -> dict:
+        if run.step == killed_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return take_step(run)
 
-def step(run):
-    if run.step == 9:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return take_step(run)
-
-Run.train_step = step
-command_line.run(cli.train)
-"""
+    Run.train_step = step
+    sys.argv = ["minitron", *words]
+    command_line.run(cli.train)
 
 
 def test_kill_9_and_resume_is_bit_identical(config, tmp_path):
     """Saved are steps 4 and 8."""
-    script, killed = tmp_path / "killed.py", tmp_path / "killed"
-    script.write_text(KILLED_IN_STEP_10)
-    words = command(config, killed, "--train.steps", "14")
-    words = [sys.executable, str(script), *words[words.index("minitron.train") + 1:]]
-    package = str(Path(train.__file__).parents[1])
-    done = subprocess.run(words, timeout=300, env=os.environ | {"PYTHONPATH": package})
-    assert done.returncode == -signal.SIGKILL
+    killed = tmp_path / "killed"
+    words = command(config, killed, "--train.steps", "14")[3:]
+    victim = started(trained_by, words, 9, output=tmp_path / "output")
+    victim.join(300)
+    assert victim.exitcode == -signal.SIGKILL
     saved = sorted(path.name for path in (killed / "checkpoints").iterdir())
     assert saved == ["step_00000004", "step_00000008"]
     train.start(train.read_options(["--resume", "--run-dir", str(killed)]))
@@ -195,18 +199,34 @@ def test_kill_9_at_any_moment_and_resume_is_bit_identical(config, tmp_path):
     assert_as_if_never_killed(killed, tmp_path / "whole")
 
 
-@pytest.mark.parametrize("number", tiered([signal.SIGTERM, signal.SIGINT]))
-def test_a_signal_saves_first_and_tells_how_to_go_on(config, tmp_path, number):
+ENDLESS = "--train.steps", "100000", "--train.checkpoint-every", "0"
+
+
+def test_a_signal_saves_first_and_tells_how_to_go_on(config, tmp_path):
+    words = command(config, tmp_path / "run", *ENDLESS)[3:]
+    process = started(trained_by, words, output=tmp_path / "output")
+    log = tmp_path / "run" / "metrics.jsonl"
+    wait_for(lambda: log.exists() and len(read_metrics(log)) >= 3, process)
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(300)
+    output = (tmp_path / "output").read_text()
+    assert_stopped_by(signal.SIGTERM, tmp_path / "run", process.exitcode, output)
+
+
+@exhaustive
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_a_command_saves_first(config, tmp_path, number):
     folder = tmp_path / "run"
-    process = subprocess.Popen(
-        command(config, folder, "--train.steps", "100000", "--train.checkpoint-every", "0"),
-        stdout=subprocess.PIPE, text=True,
-    )
+    process = subprocess.Popen(command(config, folder, *ENDLESS), stdout=subprocess.PIPE, text=True)
     log = folder / "metrics.jsonl"
     wait_for(lambda: log.exists() and len(read_metrics(log)) >= 3, process)
     process.send_signal(number)
     output, _ = process.communicate(timeout=300)
-    assert process.returncode == 128 + number
+    assert_stopped_by(number, folder, process.returncode, output)
+
+
+def assert_stopped_by(number: signal.Signals, folder: Path, code: int, output: str) -> None:
+    assert code == 128 + number
     last = trained(folder, "step")[-1][0]
     assert f"Stopped by {number.name} at step {last}; saved." in output
     assert f"minitron train --resume --run-dir {folder}" in output
@@ -232,10 +252,11 @@ def test_a_signal_is_heard_after_every_step_however_rarely_the_run_logs(
     assert (tmp_path / "run" / "checkpoints" / "step_00000003").exists()
 
 
-def wait_for(condition, process: subprocess.Popen) -> None:
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen | BaseProcess) -> None:
     end = time.monotonic() + 90
     while not condition():
-        assert process.poll() is None, "the run ended before it was interrupted"
+        code = process.exitcode if isinstance(process, BaseProcess) else process.poll()
+        assert code is None, "the run ended before it was interrupted"
         assert time.monotonic() < end, "the run has not started"
         time.sleep(0.02)
 

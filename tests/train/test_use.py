@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import os
 import shutil
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from minitron.train import train as loop
 from teaching.exercises import ROOT, known, load, replaced
 from teaching.report import report_use
 from teaching.use import use
+from tests.environment import finding
 from tests.tiers import exhaustive, tiered
 
 REACHES = "teaching/graders", "solutions"  # by name: for tools/affected.py
@@ -268,7 +268,7 @@ def test_ranks_that_torchrun_starts_use_it_too(solved, tmp_path):
     script.write_text(UNDER_TORCHRUN)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
                "2", str(script), str(root)]
-    subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
+    subprocess.run(command, cwd=ROOT, env=finding(ROOT), check=True)
     assert solved.count() == {"reduce_scatter_ring": 2}
 
 
