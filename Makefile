@@ -78,6 +78,7 @@ slides: setup ## (maintainers, instructors) Build slides/build/*.html and *.pdf;
 
 lint: setup ## Lint
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 
 grid: setup ## (maintainers) Compare every layout on up to 8 ranks with one process: hours
 	$(BIN)/python tools/grid.py

@@ -48,9 +48,7 @@ def race(
     }
 
 
-def race_at(
-    tensor: torch.Tensor, group: dist.ProcessGroup, rounds: int
-) -> dict[str, list[float]]:
+def race_at(tensor: torch.Tensor, group: dist.ProcessGroup, rounds: int) -> dict[str, list[float]]:
     """Seconds per all-reduce of `tensor`, by side; each goes first in its turn."""
     repeats = max(1, 16 * 10**6 // tensor.nbytes)
     names = list(SIDES)

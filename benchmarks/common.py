@@ -41,8 +41,11 @@ def read_options(
     parser.add_argument("--ranks", type=int, nargs="+", default=ranks)
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--out", type=Path, help="write the tables here as Markdown too")
-    parser.add_argument("--small", action="store_true",
-                        help="a tiny model: that everything runs, nothing of its speed")
+    parser.add_argument(
+        "--small",
+        action="store_true",
+        help="a tiny model: that everything runs, nothing of its speed",
+    )
     options = parser.parse_args()
     if options.small:
         shrink(sizes)
@@ -175,7 +178,10 @@ def count(
 
 
 def measure(
-    group: dist.ProcessGroup, make_step: MakeStep, sides: list[str], rounds: int,
+    group: dist.ProcessGroup,
+    make_step: MakeStep,
+    sides: list[str],
+    rounds: int,
     tolerance: float,
 ) -> tuple[list[tuple], list[list[float]]]:
     """What `count` says of each side on this rank, and the side's seconds round by round.
@@ -218,7 +224,10 @@ class Result:
 
 
 def contest(
-    make_step: MakeStep, rivals: dict[str, str], num_ranks: int, rounds: int,
+    make_step: MakeStep,
+    rivals: dict[str, str],
+    num_ranks: int,
+    rounds: int,
     tolerance: float = 1e-4,
 ) -> dict[str, Result]:
     """What each side needs, ours and theirs; `tolerance` as in `measure`."""
@@ -237,8 +246,9 @@ def contest(
             rival = rivals[side]
             times = zip(seconds[side], seconds[rival], strict=True)
             ratio = statistics.median(ours / theirs for ours, theirs in times)
-            result = replace(result, rival=rival, time_ratio=ratio,
-                             peak_ratio=peaks[side] / peaks[rival])
+            result = replace(
+                result, rival=rival, time_ratio=ratio, peak_ratio=peaks[side] / peaks[rival]
+            )
         results[side] = result
     return results
 
@@ -287,9 +297,7 @@ def measure_overlap(
     return race(list(map(over_slow_network, steps, waits)), device, rounds), waits
 
 
-def overlap_rows(
-    make_step: MakeStep, sides: list[str], num_ranks: int, rounds: int
-) -> list[str]:
+def overlap_rows(make_step: MakeStep, sides: list[str], num_ranks: int, rounds: int) -> list[str]:
     """One row per side: how long a step waits, of its transfers; on the CPU, emulated ones."""
     arguments = make_step, sides, rounds
     by_rank = run(measure_overlap, num_ranks, *arguments, timeout=600, watch=False)

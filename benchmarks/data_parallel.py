@@ -44,8 +44,13 @@ OURS = {
     "hooked": apply_hooked_data_parallel,
     "bucketed": apply_bucketed_data_parallel,
 }
-SIDES = [*OURS, "torch DDP", "torch DDP, gradients as views",
-         "no communication", "communication alone"]
+SIDES = [
+    *OURS,
+    "torch DDP",
+    "torch DDP, gradients as views",
+    "no communication",
+    "communication alone",
+]
 
 
 def make_step(side: str, group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
@@ -93,16 +98,25 @@ def table(num_ranks: int, rounds: int) -> list[str]:
     }
     rows = []
     for side in SIDES[:-2]:
-        rounds_of = list(zip(seconds[side], seconds["torch DDP"], seconds["no communication"],
-                             seconds["communication alone"], strict=True))
+        rounds_of = list(
+            zip(
+                seconds[side],
+                seconds["torch DDP"],
+                seconds["no communication"],
+                seconds["communication alone"],
+                strict=True,
+            )
+        )
         exposed = statistics.median(step - compute for step, _, compute, _ in rounds_of)
         overlap = statistics.median(
             1 - (step - compute) / alone for step, _, compute, alone in rounds_of
         )
         hidden = f"{100 * overlap:.0f} %" if overlap > 0 else "none"
         ratio = statistics.median(step / theirs for step, theirs, _, _ in rounds_of)
-        rows.append(f"| {num_ranks} | {side} | {1e3 * statistics.median(seconds[side]):.1f} | "
-                    f"{1e3 * exposed:.1f} | {hidden} | {ratio:.2f} |")
+        rows.append(
+            f"| {num_ranks} | {side} | {1e3 * statistics.median(seconds[side]):.1f} | "
+            f"{1e3 * exposed:.1f} | {hidden} | {ratio:.2f} |"
+        )
     for side in SIDES[-2:]:
         median = 1e3 * statistics.median(seconds[side])
         rows.append(f"| {num_ranks} | {side} | {median:.1f} | | | |")

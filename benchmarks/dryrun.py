@@ -60,8 +60,9 @@ SEQUENCES = 8  # a step, of all ranks
 TRILLION = Config(
     ModelConfig("gpt", 51200, 2048, 128, 25600, 160, 160, 4 * 25600),
     DataConfig(sequence_length=2048),
-    TrainConfig(global_batch_size=3072, micro_batch_size=1, precision="bf16-fp32-grads",
-                recompute="full"),
+    TrainConfig(
+        global_batch_size=3072, micro_batch_size=1, precision="bf16-fp32-grads", recompute="full"
+    ),
     ParallelConfig(tp=8, pp=64),
 )
 NUM_GPUS = 3072
@@ -73,8 +74,9 @@ def config_of(name: str, kind: str, num_ranks: int) -> Config | None:
     parallel, (model, S) = ParallelConfig(**axes), SIZES[kind]
     if num_ranks % (parallel.tp * parallel.pp) or (axes and num_ranks == 1):
         return None
-    train = TrainConfig(global_batch_size=SEQUENCES, micro_batch_size=1, precision=precision,
-                        recompute=recompute)
+    train = TrainConfig(
+        global_batch_size=SEQUENCES, micro_batch_size=1, precision=precision, recompute=recompute
+    )
     return Config(model, DataConfig(sequence_length=S), train, parallel)
 
 
@@ -114,16 +116,22 @@ def predicted(config: Config, num_ranks: int, kind: str) -> DryRun:
 def row(name: str, num_ranks: int, dry: DryRun, by_rank: list[tuple[int, int]]) -> str:
     held, sent = by_rank[dry.rank]
     gap, dry_sent = 100 * (dry.peak.total / held - 1), sum(dry.bytes_sent.values())
-    return f"| {num_ranks} | {name} | {dry.rank} | {dry.peak.total / 1e6:,.2f} " \
-        f"| {held / 1e6:,.2f} | {gap:+.2f} % | {dry_sent:,} | {sent:,} " \
+    return (
+        f"| {num_ranks} | {name} | {dry.rank} | {dry.peak.total / 1e6:,.2f} "
+        f"| {held / 1e6:,.2f} | {gap:+.2f} % | {dry_sent:,} | {sent:,} "
         f"| {'yes' if dry_sent == sent else 'no'} |"
+    )
 
 
 def of_a_trillion(stages: tuple[int, ...]) -> list[str]:
     """A row for the first rank of each of these stages of TRILLION."""
-    lines = ["", f"1 T parameters on {NUM_GPUS:,} GPUs: tp 8, pp 64, dp 6, {os.cpu_count()} cores",
-             "", "| rank | stage | micro-batches | run | s | resident, GiB | held, GB |",
-             "|--:|--:|--:|--:|--:|--:|--:|"]
+    lines = [
+        "",
+        f"1 T parameters on {NUM_GPUS:,} GPUs: tp 8, pp 64, dp 6, {os.cpu_count()} cores",
+        "",
+        "| rank | stage | micro-batches | run | s | resident, GiB | held, GB |",
+        "|--:|--:|--:|--:|--:|--:|--:|",
+    ]
     context = get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as alone:
         return lines + [alone.submit(weighed, stage).result() for stage in stages]
@@ -134,23 +142,32 @@ def weighed(stage: int) -> str:
     dry = dry_run(TRILLION, NUM_GPUS, stage * NUM_GPUS // 64)
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     resident *= 1 if sys.platform == "darwin" else 1024  # bytes there, KiB on Linux
-    return f"| {dry.rank:,} | {stage + 1} of 64 | {dry.num_micro_batches} | {dry.num_run} " \
+    return (
+        f"| {dry.rank:,} | {stage + 1} of 64 | {dry.num_micro_batches} | {dry.num_run} "
         f"| {dry.seconds:.0f} | {resident / 2**30:.2f} | {dry.peak.total / 1e9:.2f} |"
+    )
 
 
 def main() -> None:
     options = read_options(__doc__, rounds=3, ranks=(1, 2, 4), sizes=SIZES)
     kind = "cuda" if have_gpus() else "cpu"
-    chosen = [(name, num_ranks, config) for num_ranks in options.ranks
-              for name in (FEW if options.small else LAYOUTS)
-              if (config := config_of(name, kind, num_ranks)) is not None]
+    chosen = [
+        (name, num_ranks, config)
+        for num_ranks in options.ranks
+        for name in (FEW if options.small else LAYOUTS)
+        if (config := config_of(name, kind, num_ranks)) is not None
+    ]
     trillion = [] if have_gpus() else of_a_trillion((63,) if options.small else (0, 32, 63))
     # First, for a dry run needs a process without a group of ranks.
     dry_runs = [predicted(config, num_ranks, kind) for _, num_ranks, config in chosen]
 
-    lines = [conditions(f"{SEQUENCES} sequences a step"), "",
-             "| ranks | layout | rank | held, MB, dry | real | dry over real | sent, B, dry | real "
-             "| equal |", "|--:|---|--:|--:|--:|--:|--:|--:|---|"]
+    lines = [
+        conditions(f"{SEQUENCES} sequences a step"),
+        "",
+        "| ranks | layout | rank | held, MB, dry | real | dry over real | sent, B, dry | real "
+        "| equal |",
+        "|--:|---|--:|--:|--:|--:|--:|--:|---|",
+    ]
     for (name, num_ranks, config), dry in zip(chosen, dry_runs, strict=True):
         args = num_ranks, config, options.rounds
         lines.append(row(name, num_ranks, dry, run(peak_and_sent, *args, timeout=600, watch=False)))

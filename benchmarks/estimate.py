@@ -40,15 +40,21 @@ Constants = dict[str, float]
 Errors = dict[str, list[tuple[str, float]]]  # by source: row and error
 
 
-START = {"matmul": 0.9, "memory": 0.8, "attention": 0.4,
-         "host_seconds": 3e-5, "host_seconds_beside_pipeline": 1e-4}
+START = {
+    "matmul": 0.9,
+    "memory": 0.8,
+    "attention": 0.4,
+    "host_seconds": 3e-5,
+    "host_seconds_beside_pipeline": 1e-4,
+}
 """Where the fit begins: what one would guess."""
 
 
 def stored() -> Constants:
     """Where the fit ends, rounded."""
-    return {name: getattr(RATES, name) for name in RATE_NAMES} \
-        | {name: getattr(NANOTRON, name) for name in HOST_NAMES}
+    return {name: getattr(RATES, name) for name in RATE_NAMES} | {
+        name: getattr(NANOTRON, name) for name in HOST_NAMES
+    }
 
 
 def errors(constants: Constants, rows: Iterable[Row]) -> Errors:
@@ -70,8 +76,10 @@ def errors(constants: Constants, rows: Iterable[Row]) -> Errors:
 def loss(found: Errors) -> float:
     """Mean error, cut off at LARGEST; a source weighs as the root of its number of rows."""
     weights = {source: len(each) ** 0.5 for source, each in found.items()}
-    means = {source: statistics.mean(min(abs(value), LARGEST) for _, value in each)
-             for source, each in found.items()}
+    means = {
+        source: statistics.mean(min(abs(value), LARGEST) for _, value in each)
+        for source, each in found.items()
+    }
     return sum(weights[source] * means[source] for source in found) / sum(weights.values())
 
 
@@ -141,21 +149,28 @@ def not_fitted(rows: list[Row], unseen: list[Row]) -> list[str]:
 
 def steps(rows: list[Row]) -> list[str]:
     """With the slowest of what a source leaves open, too."""
-    lines = ["| source | row | layout | published | estimated | error | at the slowest |",
-             "|---|---|---|---:|---:|---:|---:|"]
+    lines = [
+        "| source | row | layout | published | estimated | error | at the slowest |",
+        "|---|---|---|---:|---:|---:|---:|",
+    ]
     for row in rows:
         options = [replace(row, decisions=(each,)).predict().seconds for each in row.decisions]
-        least, most = (f"{seconds / row.seconds - 1:+.1%}" for seconds in
-                       (min(options), max(options)))
-        lines.append(f"| {row.source} | {row.name} | {row.layout} | {row.seconds:.2f} s | "
-                     f"{min(options):.2f} s | {least} | {most if len(options) > 1 else ''} |")
+        least, most = (
+            f"{seconds / row.seconds - 1:+.1%}" for seconds in (min(options), max(options))
+        )
+        lines.append(
+            f"| {row.source} | {row.name} | {row.layout} | {row.seconds:.2f} s | "
+            f"{min(options):.2f} s | {least} | {most if len(options) > 1 else ''} |"
+        )
     return lines
 
 
 def sharded() -> list[str]:
     """ZeRO-3 as it ran, and as if a block's weights traveled while another one computed."""
-    lines = ["| row | published | as DeepSpeed | error | hidden | error |",
-             "|---|---:|---:|---:|---:|---:|"]
+    lines = [
+        "| row | published | as DeepSpeed | error | hidden | error |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
     for row, hidden in zip(sharded_rows(), sharded_rows(MEGATRON), strict=True):
         cells = [row.name, f"{row.seconds:.1f} s"]
         for each in (row, hidden):
@@ -167,9 +182,11 @@ def sharded() -> list[str]:
 
 def layers() -> list[str]:
     lines = ["| pass of a layer | published | estimated | error |", "|---|---:|---:|---:|"]
-    return lines + [f"| {name} | {1e3 * published:.1f} ms | {1e3 * estimated:.1f} ms | "
-                    f"{estimated / published - 1:+.1%} |"
-                    for name, published, estimated in published_layers()]
+    return lines + [
+        f"| {name} | {1e3 * published:.1f} ms | {1e3 * estimated:.1f} ms | "
+        f"{estimated / published - 1:+.1%} |"
+        for name, published, estimated in published_layers()
+    ]
 
 
 def memory(rows: list[Row]) -> list[str]:
@@ -192,11 +209,15 @@ def described(constants: Constants) -> str:
 
 def held_out(rows: list[Row]) -> list[str]:
     """Each source, and the largest runs of nanotron, predicted by constants fitted without them."""
-    groups = {source: [row for row in rows if row.source == source]
-              for source in dict.fromkeys(row.source for row in rows)}
+    groups = {
+        source: [row for row in rows if row.source == source]
+        for source in dict.fromkeys(row.source for row in rows)
+    }
     groups["nanotron on 8 nodes"] = [row for row in rows if row.name.startswith("8 nodes")]
-    lines = ["| held out | rows | median error | constants from the others |",
-             "|---|---:|---:|---|"]
+    lines = [
+        "| held out | rows | median error | constants from the others |",
+        "|---|---:|---:|---|",
+    ]
     for name, group in groups.items():
         constants = fitted([row for row in rows if row not in group])
         found = errors(constants, group)
@@ -283,14 +304,21 @@ def main() -> None:
     rows, unseen, network = published_rows(), unseen_rows(), network_of_efa()
     worst = max(row.seconds / row.predict().seconds for row in sharded_rows(MEGATRON))
     sections = {
-        "summary": summary(errors(stored(), rows)), "not_fitted": not_fitted(rows, unseen),
+        "summary": summary(errors(stored(), rows)),
+        "not_fitted": not_fitted(rows, unseen),
         "held_out": held_out(rows) if options.fit else ["(run with `--fit`)"],
-        "memory": memory(rows), "layers": layers(), "sharded": sharded(), "unseen": steps(unseen),
+        "memory": memory(rows),
+        "layers": layers(),
+        "sharded": sharded(),
+        "unseen": steps(unseen),
         "steps": steps(rows),
     }
     text = NOTES.format(
-        command=" ".join(["python", *sys.argv]), constants=textwrap.fill(described(stored()), 100),
-        overlap=RATES.overlap, worst=worst, network=f"{1e6 * network.latency:.1f} us per hop, "
+        command=" ".join(["python", *sys.argv]),
+        constants=textwrap.fill(described(stored()), 100),
+        overlap=RATES.overlap,
+        worst=worst,
+        network=f"{1e6 * network.latency:.1f} us per hop, "
         f"{network.bandwidth / 8e9:.1f} GB/s a card",
         **{name: "\n".join(lines) for name, lines in sections.items()},
     )

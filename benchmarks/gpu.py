@@ -58,8 +58,11 @@ def main() -> int:
         chosen = options.only or list(parts)
         unknown = [name for name in chosen if name not in parts]
         if unknown:
-            raise ConfigError(f"--only {' '.join(unknown)}: no part of {group.size()} rank"
-                              f"{'s' * (group.size() > 1)}", f"choose from {', '.join(parts)}")
+            raise ConfigError(
+                f"--only {' '.join(unknown)}: no part of {group.size()} rank"
+                f"{'s' * (group.size() > 1)}",
+                f"choose from {', '.join(parts)}",
+            )
         outcomes = {name: measure_part(name, machine, folder, options.again) for name in chosen}
         if group.rank() == 0:
             print(table(outcomes, folder))
@@ -69,31 +72,47 @@ def main() -> int:
 def device_for(name: str) -> torch.device:
     """Return the device; raises ConfigError if there is none."""
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"torch {torch.__version__} sees no CUDA GPU on this machine",
-                          "`minitron doctor` says what is missing; --device cpu --tiny --out "
-                          "FOLDER tries the command itself")
-    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else \
-        torch.device(name)
+        raise ConfigError(
+            f"torch {torch.__version__} sees no CUDA GPU on this machine",
+            "`minitron doctor` says what is missing; --device cpu --tiny --out "
+            "FOLDER tries the command itself",
+        )
+    return (
+        torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+    )
 
 
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__.split("\n")[0], formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="\n".join(f"{name:12} {what}" for name, what in (PARTS | RANK_PARTS).items()))
+        description=__doc__.split("\n")[0],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="\n".join(f"{name:12} {what}" for name, what in (PARTS | RANK_PARTS).items()),
+    )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--only", nargs="+", metavar="PART", help="these parts alone",
-                        type=lambda text: text.split(","), action="extend")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="PART",
+        help="these parts alone",
+        type=lambda text: text.split(","),
+        action="extend",
+    )
     parser.add_argument("--again", action="store_true", help="measure anew what has a record")
-    parser.add_argument("--tiny", action="store_true",
-                        help="tiny sizes: that everything runs, nothing of its speed")
-    parser.add_argument("--out", type=Path, help="the folder of records; for a GPU's sizes "
-                        "benchmarks/results/gpu unless given")
+    parser.add_argument(
+        "--tiny", action="store_true", help="tiny sizes: that everything runs, nothing of its speed"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="the folder of records; for a GPU's sizes benchmarks/results/gpu unless given",
+    )
     options = parser.parse_args()
     options.only = [name for names in options.only or [] for name in names]
     if options.out is None:
         if options.tiny or options.device == "cpu":
-            parser.error("--out FOLDER is needed with --tiny or --device cpu: their records are no "
-                         "GPU's")
+            parser.error(
+                "--out FOLDER is needed with --tiny or --device cpu: their records are no GPU's"
+            )
         options.out = RESULTS
     return options
 
@@ -105,9 +124,7 @@ def folder_name(machine: Machine) -> str:
     return name + (f"-x{machine.group.size()}" if machine.group.size() > 1 else "")
 
 
-def measure_part(
-    name: str, machine: Machine, folder: Path, again: bool
-) -> Record | None:
+def measure_part(name: str, machine: Machine, folder: Path, again: bool) -> Record | None:
     """Return a part's record: the one that is there, or a new one; None if the part failed."""
     path, is_first = folder / f"{name}.json", machine.group.rank() == 0
     conditions = conditions_here(machine.device, machine.group.size())
@@ -130,8 +147,15 @@ def measure_part(
         return None
     finally:
         release(machine.device)
-    record = Record(name, conditions, machine.tiny, time.perf_counter() - start,
-                    findings.rows, [] if machine.tiny else findings.targets, findings.notes)
+    record = Record(
+        name,
+        conditions,
+        machine.tiny,
+        time.perf_counter() - start,
+        findings.rows,
+        [] if machine.tiny else findings.targets,
+        findings.notes,
+    )
     if is_first:
         save(record, path)
     say(machine, f"{name}: {record.seconds:.0f} s, {len(record.rows)} rows -> {path}")

@@ -38,13 +38,17 @@ def seconds(num_ranks: int, watch: bool) -> float:
 
 def table(num_ranks: int, rounds: int) -> str:
     cold = seconds(num_ranks, watch=True)
-    lines = ["| ranks | watched | cold, s | warm median, s | warm best, s |",
-             "|---|---|---|---|---|"]
+    lines = [
+        "| ranks | watched | cold, s | warm median, s | warm best, s |",
+        "|---|---|---|---|---|",
+    ]
     for watch in (True, False):
         warm = [seconds(num_ranks, watch) for _ in range(rounds)]
         first = f"{cold:.2f}" if watch else ""
-        lines.append(f"| {num_ranks} | {'yes' if watch else 'no'} | {first} | "
-                     f"{statistics.median(warm):.3f} | {min(warm):.3f} |")
+        lines.append(
+            f"| {num_ranks} | {'yes' if watch else 'no'} | {first} | "
+            f"{statistics.median(warm):.3f} | {min(warm):.3f} |"
+        )
     return "\n".join(lines)
 
 
@@ -55,8 +59,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the table there as well")
     options = parser.parse_args()
 
-    header = f"CPU, {os.cpu_count()} cores, gloo, torch {torch.__version__}; " \
-             f"`python {' '.join(sys.argv)}`"
+    header = (
+        f"CPU, {os.cpu_count()} cores, gloo, torch {torch.__version__}; "
+        f"`python {' '.join(sys.argv)}`"
+    )
     text = f"{header}\n\n{table(options.ranks, options.rounds)}\n\nTarget: {TARGET}."
     print(text)
     if options.out:

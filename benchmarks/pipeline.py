@@ -52,7 +52,10 @@ from minitron.step import summed_loss
 SIZES = {  # model, sequences per micro-batch, S, micro-batches
     "cpu": (ModelConfig("gpt", 2048, 128, 8, 256, 4, 4, 1024, tied_embedding=False), 2, 64, 8),
     "cuda": (
-        ModelConfig("gpt", 50304, 1024, 32, 2048, 16, 16, 8192, tied_embedding=False), 2, 1024, 16
+        ModelConfig("gpt", 50304, 1024, 32, 2048, 16, 16, 8192, tied_embedding=False),
+        2,
+        1024,
+        16,
     ),
 }
 SCHEDULES = {
@@ -104,15 +107,18 @@ def theirs(pipeline, rival, inputs: Tensor, targets: Tensor, m: int) -> Callable
         for number in pipeline.stages
     ]
     schedule = rival(
-        stages[0] if len(stages) == 1 else stages, m, scale_grads=False,
+        stages[0] if len(stages) == 1 else stages,
+        m,
+        scale_grads=False,
         loss_fn=lambda logits, target: summed_loss(logits, target) / targets.numel(),
     )
 
     def compute() -> Tensor:
         losses: list[Tensor] = []
         if pipeline.last_stage in pipeline.stages:
-            schedule.step(*([inputs] if 0 in pipeline.stages else []), target=targets,
-                          losses=losses)
+            schedule.step(
+                *([inputs] if 0 in pipeline.stages else []), target=targets, losses=losses
+            )
         else:
             schedule.step(*([inputs] if 0 in pipeline.stages else []))
         total = sum(loss.detach() for loss in losses) if losses else None
@@ -128,7 +134,7 @@ class Stage(nn.Module):
         super().__init__()
         self.whole, self.blocks = [pipeline.model], pipeline.ranges[number]  # a list: no submodule
         self.is_first, self.is_last = number == 0, number == pipeline.last_stage
-        self.layers = pipeline.model.blocks[self.blocks.start:self.blocks.stop]
+        self.layers = pipeline.model.blocks[self.blocks.start : self.blocks.stop]
 
     def forward(self, x: Tensor) -> Tensor:
         (model,) = self.whole
@@ -203,15 +209,19 @@ def emulate(
 def bubble_rows(num_ranks: int, rounds: int) -> list[str]:
     """Measured against simulated bubble, as a share of the ideal time."""
     rows = []
-    for name, make_schedule in {**{k: v[0] for k, v in SCHEDULES.items()},
-                                "ZB-H1": zero_bubble}.items():
+    for name, make_schedule in {
+        **{k: v[0] for k, v in SCHEDULES.items()},
+        "ZB-H1": zero_bubble,
+    }.items():
         m = 2 * num_ranks
         by_rank = run(emulate, num_ranks, make_schedule, m, rounds, timeout=300)
         steps, slept = zip(*by_rank, strict=True)
         measured = statistics.median(map(max, zip(*steps, strict=True)))
         passes = [each for of_rank in slept for each in of_rank]
-        means = {kind: statistics.mean(seconds for name, seconds in passes if name == kind)
-                 for kind in {name for name, _ in passes}}
+        means = {
+            kind: statistics.mean(seconds for name, seconds in passes if name == kind)
+            for kind in {name for name, _ in passes}
+        }
         timeline = simulate(make_schedule(num_ranks, m), means)
         ideal = timeline.busy_seconds(0)
         rows.append(
@@ -245,8 +255,11 @@ def main() -> None:
             "| ranks | schedule | micro-batches | work, ms | simulated, ms | measured, ms "
             "| bubble of ideal, simulated | measured | bubble, measured / simulated |",
             "|---|---|---|---|---|---|---|---|---|",
-            *(row for num_ranks in options.ranks
-              for row in bubble_rows(num_ranks, min(3, options.rounds))),
+            *(
+                row
+                for num_ranks in options.ranks
+                for row in bubble_rows(num_ranks, min(3, options.rounds))
+            ),
         ]
     publish(lines, options.out)
 

@@ -54,7 +54,8 @@ TORCH = {
     ),
 }
 RIVALS = dict.fromkeys(PRECISIONS, "torch.amp, bf16") | {  # ours -> theirs
-    "fp32": "torch, fp32", "fp16": "torch.amp, fp16",
+    "fp32": "torch, fp32",
+    "fp16": "torch.amp, fp16",
 }
 TOLERANCE = 0.02
 RATE, CLIP_NORM = 1e-3, 1.0
@@ -77,8 +78,11 @@ def make_step(side: str, group: dist.ProcessGroup, device: torch.device) -> Step
 
 
 def make_ours(side: str, group, device: torch.device, inputs: Tensor, targets: Tensor) -> Step:
-    config = Config(SIZES[device.type][0], DataConfig(sequence_length=inputs.shape[1]),
-                    TrainConfig(precision=side))
+    config = Config(
+        SIZES[device.type][0],
+        DataConfig(sequence_length=inputs.shape[1]),
+        TrainConfig(precision=side),
+    )
     mesh = lay_out(config.parallel, group.size(), device)
     model, parallel = build(config, mesh, device)
     optimizer = parallel.shard(make_optimizer(model, config.train, device))

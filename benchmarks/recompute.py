@@ -39,10 +39,14 @@ SIZES = {  # family -> (model, sequences per step, S)
     "cuda": {
         "gpt": (ModelConfig("gpt", 50304, 1024, 12, 768, 12, 12, 3072), 16, 1024),
         "gpt, dropout": (
-            ModelConfig("gpt", 50304, 1024, 12, 768, 12, 12, 3072, dropout=0.1), 16, 1024
+            ModelConfig("gpt", 50304, 1024, 12, 768, 12, 12, 3072, dropout=0.1),
+            16,
+            1024,
         ),
         "llama": (
-            ModelConfig("llama", 32000, 2048, 16, 2048, 32, 8, 5632, tied_embedding=False), 8, 2048
+            ModelConfig("llama", 32000, 2048, 16, 2048, 32, 8, 5632, tied_embedding=False),
+            8,
+            2048,
         ),
     },
 }

@@ -57,7 +57,9 @@ from minitron.parallel.tensor.sequence import apply_sequence_parallel
 SIZES = {  # model, sequences per step, S
     "cpu": (ModelConfig("llama", 4096, 128, 4, 512, 8, 8, 1536, tied_embedding=False), 4, 128),
     "cuda": (
-        ModelConfig("llama", 32768, 4096, 4, 4096, 32, 8, 14336, tied_embedding=False), 1, 4096
+        ModelConfig("llama", 32768, 4096, 4, 4096, 32, 8, 14336, tied_embedding=False),
+        1,
+        4096,
     ),
 }
 RIVALS = {  # ours -> theirs
@@ -127,8 +129,9 @@ class OneAfterTheOther(AllReduceExchange):
 
 def make_theirs(side: str, model: nn.Module, group: dist.ProcessGroup, device: torch.device):
     mesh = DeviceMesh.from_group(group, device.type)
-    parallelize_module(model, mesh, dtensor_plan(between=Shard(1) if "sequence" in side
-                                                 else Replicate()))
+    parallelize_module(
+        model, mesh, dtensor_plan(between=Shard(1) if "sequence" in side else Replicate())
+    )
 
     def compute_gradients(inputs: Tensor, targets: Tensor) -> Tensor:
         with loss_parallel():
@@ -187,7 +190,8 @@ def main() -> None:
         *(row for num_ranks in options.ranks for row in table(num_ranks, options.rounds)),
         "",
         "What the weight gradients hide"
-        + ("" if on_gpu else f", {SlowNetwork(LATENCY, BANDWIDTH)}") + ":",
+        + ("" if on_gpu else f", {SlowNetwork(LATENCY, BANDWIDTH)}")
+        + ":",
         "",
         "| ranks | version | ms per step | transfers alone, ms | exposed, ms | hidden |",
         "|---|---|---|---|---|---|",

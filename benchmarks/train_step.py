@@ -95,20 +95,37 @@ def their_model(config: ModelConfig) -> nn.Module:
     import transformers  # here: on_gpu/mfu.py runs where it is not installed
 
     if config.family == "gpt":
-        return transformers.GPT2LMHeadModel(transformers.GPT2Config(
-            vocab_size=config.vocab_size, n_positions=config.max_sequence_length,
-            n_embd=config.width, n_layer=config.num_layers, n_head=config.num_heads,
-            n_inner=config.ffn_width, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
-            attn_implementation="sdpa", bos_token_id=None, eos_token_id=None,
+        return transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                vocab_size=config.vocab_size,
+                n_positions=config.max_sequence_length,
+                n_embd=config.width,
+                n_layer=config.num_layers,
+                n_head=config.num_heads,
+                n_inner=config.ffn_width,
+                resid_pdrop=0,
+                embd_pdrop=0,
+                attn_pdrop=0,
+                attn_implementation="sdpa",
+                bos_token_id=None,
+                eos_token_id=None,
+                loss_type="ForCausalLM",
+            )
+        )
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=config.vocab_size,
+            max_position_embeddings=config.max_sequence_length,
+            hidden_size=config.width,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads,
+            intermediate_size=config.ffn_width,
+            tie_word_embeddings=config.tied_embedding,
+            attn_implementation="sdpa",
             loss_type="ForCausalLM",
-        ))
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        vocab_size=config.vocab_size, max_position_embeddings=config.max_sequence_length,
-        hidden_size=config.width, num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads, num_key_value_heads=config.num_kv_heads,
-        intermediate_size=config.ffn_width, tie_word_embeddings=config.tied_embedding,
-        attn_implementation="sdpa", loss_type="ForCausalLM",
-    ))
+        )
+    )
 
 
 def main() -> None:
@@ -144,8 +161,10 @@ def random_micro_batches(step: MeasuredStep, device: torch.device) -> list[tuple
     """Return a step's inputs and targets, of random tokens."""
     shape = step.sequences, step.sequence_length + 1
     tokens = torch.randint(0, step.model.vocab_size, shape, device=device)
-    return [(part[:, :-1].contiguous(), part[:, 1:].contiguous())
-            for part in tokens.split(step.micro_batch_size)]
+    return [
+        (part[:, :-1].contiguous(), part[:, 1:].contiguous())
+        for part in tokens.split(step.micro_batch_size)
+    ]
 
 
 def compare(
@@ -156,12 +175,16 @@ def compare(
     torch.manual_seed(0)
     micro_batches = random_micro_batches(measured, device)
     models = {our_step: our_model, plain_step: our_model, their_step: their_model}
-    steps = [build(model(config).to(device), device, compiled=compiled)
-             for build, model in models.items()]
+    steps = [
+        build(model(config).to(device), device, compiled=compiled)
+        for build, model in models.items()
+    ]
     sides = race([partial(step, micro_batches) for step in steps], device, rounds, warm_up=3)
 
-    plain, theirs = (statistics.median(b / a for a, b in zip(sides[0], other, strict=True))
-                     for other in sides[1:])
+    plain, theirs = (
+        statistics.median(b / a for a, b in zip(sides[0], other, strict=True))
+        for other in sides[1:]
+    )
     speeds = [measured.num_tokens / statistics.median(seconds) for seconds in sides]
     clock = Clock(cost.training_flops_per_token(config, measured.sequence_length), peak, device)
     mfu = clock.mfu(speeds[0])

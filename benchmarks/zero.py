@@ -117,8 +117,12 @@ def make_step(side: str, group: dist.ProcessGroup, device: torch.device) -> Step
 def make_ours(side: str, model: nn.Module, group: dist.ProcessGroup, device: torch.device):
     bucket_bytes = SIZES[device.type][-1]
     if side.startswith("stage 3"):
-        parallel = apply_fsdp(model, group, reshard_after_forward="kept" not in side,
-                              compute_dtype=torch.bfloat16 if device.type == "cuda" else None)
+        parallel = apply_fsdp(
+            model,
+            group,
+            reshard_after_forward="kept" not in side,
+            compute_dtype=torch.bfloat16 if device.type == "cuda" else None,
+        )
         if "gathered late" in side:
             for unit in parallel.units:
                 unit.__class__ = LateUnit
@@ -150,13 +154,18 @@ def make_theirs(side: str, model: nn.Module, group: dist.ProcessGroup, device: t
         return in_float32(model), make_optimizer(model.parameters()), lambda: None
 
     parallel = DistributedDataParallel(
-        model, process_group=group, gradient_as_bucket_view=True,
+        model,
+        process_group=group,
+        gradient_as_bucket_view=True,
         bucket_cap_mb=SIZES[device.type][-1] / 2**20,
     )
     if side == "ZeroRedundancyOptimizer":
         optimizer = ZeroRedundancyOptimizer(
-            model.parameters(), torch.optim.AdamW, process_group=group,
-            parameters_as_bucket_view=True, **make_optimizer.keywords,
+            model.parameters(),
+            torch.optim.AdamW,
+            process_group=group,
+            parameters_as_bucket_view=True,
+            **make_optimizer.keywords,
         )
     else:
         optimizer = make_optimizer(model.parameters())
@@ -200,15 +209,17 @@ def time_collectives(group: dist.ProcessGroup, rounds: int) -> dict[str, list[fl
     arriving = torch.empty_like(own[0])
 
     works = {
-        "all-reduce": lambda: [
-            all_reduce(bucket, group) for bucket in buckets],
+        "all-reduce": lambda: [all_reduce(bucket, group) for bucket in buckets],
         "broadcasts of the shards": lambda: [
-            broadcast(shard, source, group) for source, shard in enumerate(flat.chunk(size))],
+            broadcast(shard, source, group) for source, shard in enumerate(flat.chunk(size))
+        ],
         "reduce-scatter": lambda: [
-            reduce_scatter_single(arriving, bucket, group) for bucket in buckets],
+            reduce_scatter_single(arriving, bucket, group) for bucket in buckets
+        ],
         "all-gather": lambda: [
             all_gather_single(bucket, shard, group)
-            for bucket, shard in zip(buckets, own, strict=True)],
+            for bucket, shard in zip(buckets, own, strict=True)
+        ],
     }
     return dict(zip(works, race(list(works.values()), device, rounds), strict=True))
 
@@ -223,8 +234,10 @@ def collective_rows(num_ranks: int, rounds: int) -> list[str]:
     }.items():
         both = zip(seconds[reduce], seconds[gather], strict=True)
         seconds[f"{side}: {reduce}, {gather}"] = list(map(sum, both))
-    return [f"| {num_ranks} | {name} | {1e3 * statistics.median(times):.1f} |"
-            for name, times in seconds.items()]
+    return [
+        f"| {num_ranks} | {name} | {1e3 * statistics.median(times):.1f} |"
+        for name, times in seconds.items()
+    ]
 
 
 def main() -> None:

@@ -35,13 +35,12 @@ def recompute(function: Callable, *tensors: Tensor) -> Tensor:
     Example: with w = 3 and x = 2, recompute(lambda x: w * x * x, x) is 12 and keeps only x.
     backward() then calls the lambda again and sets x.grad = 12 and w.grad = 4.
     """
+
     raise NotImplementedError("Exercise 3.1 - Recompute a function.  Hint: minitron hint 3.1")
 
 
 # Exercise 3.2 | Fit a byte budget | 25 min | difficulty 3
-def segments_for_budget(
-    activation_bytes: list[int], boundary_bytes: int, budget: int
-) -> list[int]:
+def segments_for_budget(activation_bytes: list[int], boundary_bytes: int, budget: int) -> list[int]:
     """Return segment lengths that need at most `budget` bytes and recompute the fewest blocks.
 
     Block i stores activation_bytes[i] for its backward pass. This includes its own input, which
@@ -107,4 +106,5 @@ def best_segment_length(
     segments of 3, 3 and 1, which need 12, 2 + 12 and 4 + 4: the peak is 14. Length 1 needs up to
     6 x 2 + 4 = 16. The answer is (2, 12).
     """
+
     raise NotImplementedError("Exercise 3.4 - The best segment length.  Hint: minitron hint 3.4")

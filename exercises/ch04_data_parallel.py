@@ -162,7 +162,10 @@ class BucketedDataParallel(Given):
     """
 
     def __init__(
-        self, model: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = 25 * 2**20,
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        bucket_bytes: int = 25 * 2**20,
         find_unused_parameters: bool = False,
     ):
         super().__init__(model, group, find_unused_parameters)

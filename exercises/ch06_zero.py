@@ -36,7 +36,7 @@ def flatten(tensors: Iterable[Tensor], num_ranks: int) -> Tensor:
 def views(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
     """Split a tensor from `flatten` into views with the shapes of `like`, without the padding."""
     sizes = [tensor.numel() for tensor in like]
-    parts = flat[:sum(sizes)].split(sizes)
+    parts = flat[: sum(sizes)].split(sizes)
     return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
 
 
@@ -91,7 +91,9 @@ class ShardedOptimizer:
     """
 
     def __init__(
-        self, model: nn.Module, group: dist.ProcessGroup,
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
         make_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer],
     ):
         self.group = group

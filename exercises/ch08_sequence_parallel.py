@@ -124,8 +124,13 @@ def sum_partial_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 # Exercise 8.3 | What a rank saves | 20 min | difficulty 2
 def saved_bytes(
-    batch_size: int, sequence_length: int, width: int, num_heads: int, num_ranks: int,
-    sequence_parallel: bool, selective: bool,
+    batch_size: int,
+    sequence_length: int,
+    width: int,
+    num_heads: int,
+    num_ranks: int,
+    sequence_parallel: bool,
+    selective: bool,
 ) -> int:
     """Count the bytes that a rank saves for the backward pass of one gpt block, shared by N ranks.
 
@@ -188,9 +193,7 @@ class GatheredLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx, x_shard: Tensor, weight_shard: Tensor, group: dist.ProcessGroup
-    ) -> Tensor:
+    def forward(ctx, x_shard: Tensor, weight_shard: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Return y_shard; tensors for the backward pass go into ctx.save_for_backward."""
         raise NotImplementedError("Exercise 8.4 - Gather it again.  Hint: minitron hint 8.4")
 

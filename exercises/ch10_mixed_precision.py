@@ -78,8 +78,13 @@ class LossScaler:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, max_norm: float, initial: float = 2.0**16,
-        growth: float = 2.0, backoff: float = 0.5, interval: int = 2000,
+        self,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float,
+        initial: float = 2.0**16,
+        growth: float = 2.0,
+        backoff: float = 0.5,
+        interval: int = 2000,
     ):
         self.optimizer, self.max_norm = optimizer, max_norm
         self.value, self.growth, self.backoff, self.interval = initial, growth, backoff, interval
@@ -121,7 +126,8 @@ class MasterStep:
     """
 
     def __init__(
-        self, model: nn.Module,
+        self,
+        model: nn.Module,
         make_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer],
     ):
         raise NotImplementedError("Exercise 10.3 - Master weights.  Hint: minitron hint 10.3")
@@ -133,8 +139,12 @@ class MasterStep:
 
 # Exercise 10.4 | Overflow on one rank | 20 min | difficulty 2
 def step_together(
-    shards: list[Tensor], optimizer: torch.optim.Optimizer, scale: float, max_norm: float,
-    group: dist.ProcessGroup, backoff: float = 0.5,
+    shards: list[Tensor],
+    optimizer: torch.optim.Optimizer,
+    scale: float,
+    max_norm: float,
+    group: dist.ProcessGroup,
+    backoff: float = 0.5,
 ) -> float:
     """Clip and step on all ranks, or skip on all ranks; return the loss scale of the next step.
 

@@ -120,7 +120,11 @@ Layout = tuple[int, int, int, int]
 
 
 def layouts(
-    model: ModelConfig, num_gpus: int, gpus_per_node: int, batch_size: int, bytes_per_gpu: int,
+    model: ModelConfig,
+    num_gpus: int,
+    gpus_per_node: int,
+    batch_size: int,
+    bytes_per_gpu: int,
     bytes_needed: Callable[[int, int, int, int], int],
 ) -> list[Layout]:
     """Return all layouts (dp, tp, pp, zero) that can train the model on all GPUs.
@@ -143,6 +147,7 @@ def layouts(
     layouts with tp x pp = 4 fit, the answer is [(2, 2, 2, 0), (2, 2, 2, 1), (2, 4, 1, 0),
     (2, 4, 1, 1), (2, 4, 1, 2), (2, 4, 1, 3)].
     """
+
     raise NotImplementedError("Exercise 11.3 - Layouts that fit.  Hint: minitron hint 11.3")
 
 
@@ -168,6 +173,7 @@ def pieces(num_elements: int, num_old: int, num_new: int) -> list[list[Piece]]:
      [(0, range(3, 4), range(0, 1)), (1, range(0, 2), range(1, 3))],
      [(1, range(2, 3), range(0, 1))]].
     """
+
     raise NotImplementedError("Exercise 11.4 - Save here, resume there.  Hint: minitron hint 11.4")
 
 

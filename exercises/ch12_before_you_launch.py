@@ -46,8 +46,12 @@ def flops_per_token(
 
 
 def days_and_mfu(
-    flops: tuple[int, int], num_tokens: float, num_gpus: int, peak_flops: float,
-    known: str, value: float,
+    flops: tuple[int, int],
+    num_tokens: float,
+    num_gpus: int,
+    peak_flops: float,
+    known: str,
+    value: float,
 ) -> tuple[float, float]:
     """Return how many days a training run takes and its MFU, from the one number a paper reports.
 
@@ -144,8 +148,12 @@ def micro_batches_needed(num_ranks: int, num_chunks: int, part: int) -> int:
 
 
 def fastest_schedule(
-    num_ranks: int, num_blocks: int, num_sequences: int, seconds: Callable[[int], float],
-    block_bytes: int, limit: int,
+    num_ranks: int,
+    num_blocks: int,
+    num_sequences: int,
+    seconds: Callable[[int], float],
+    block_bytes: int,
+    limit: int,
 ) -> tuple[int, int] | None:
     """Return the (micro_batch_size, num_chunks) with the shortest step that fits, or None.
 

@@ -154,8 +154,10 @@ def export(args: list[str]) -> int:
     options = command_line.parse(Export, args, "minitron export")
     write(options.run, options.folder, options.dtype)
     has_tokenizer = (options.folder / "tokenizer.json").is_file()
-    print(f"{options.folder}: the model{'' if has_tokenizer else ', without a tokenizer'}; "
-          f"transformers loads it, and minitron train --weights {options.folder} starts from it")
+    print(
+        f"{options.folder}: the model{'' if has_tokenizer else ', without a tokenizer'}; "
+        f"transformers loads it, and minitron train --weights {options.folder} starts from it"
+    )
     return 0
 
 
@@ -261,8 +263,20 @@ def doctor(args: list[str]) -> int:
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     function.__name__: function
-    for function in (train, data, export, plan, dryrun, prove, doctor, check, hint, status,
-                     reset, solution)
+    for function in (
+        train,
+        data,
+        export,
+        plan,
+        dryrun,
+        prove,
+        doctor,
+        check,
+        hint,
+        status,
+        reset,
+        solution,
+    )
 }
 
 

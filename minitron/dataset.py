@@ -53,7 +53,8 @@ def count_tokens(path: Path) -> int:
     size = path.stat().st_size
     require(
         size >= HEADER_BYTES,
-        f"{path}: ends at byte {size}, inside the {HEADER_BYTES}-byte header", "write it again",
+        f"{path}: ends at byte {size}, inside the {HEADER_BYTES}-byte header",
+        "write it again",
     )
     magic, version, count = (int(value) for value in np.fromfile(path, dtype="<i4", count=3))
     require(
@@ -69,7 +70,8 @@ def count_tokens(path: Path) -> int:
     require(
         size == expected,
         f"{path}: byte 8 promises {count} tokens, so the file must end at byte {expected}, "
-        f"but it ends at byte {size}", "write it again",
+        f"but it ends at byte {size}",
+        "write it again",
     )
     require(count > 0, f"{path}: byte 8 promises {count} tokens: a shard holds at least 1")
     return count
@@ -106,7 +108,8 @@ class Shard:
         require(
             len(data) == num_bytes,
             f"{self.path}: had {self.count:,} tokens when the run began, and ends before token "
-            f"{stop:,} now", "write it again, then continue the run with --resume",
+            f"{stop:,} now",
+            "write it again, then continue the run with --resume",
         )
         return np.frombuffer(data, dtype="<u2")
 
@@ -184,6 +187,7 @@ def _open_shards(folder: Path, split: str, sequence_length: int) -> list[Shard]:
         require(
             len(shard) >= sequence_length + 1,
             f"{shard.path}: {len(shard)} tokens, but one sample of data.sequence_length = "
-            f"{sequence_length} takes {sequence_length + 1}", "lower it, or write more tokens",
+            f"{sequence_length} takes {sequence_length + 1}",
+            "lower it, or write more tokens",
         )
     return shards

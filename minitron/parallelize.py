@@ -55,9 +55,7 @@ from minitron.precision import (
 )
 
 
-def lay_out(
-    parallel: ParallelConfig, num_ranks: int, device: torch.device
-) -> Mesh | OneRankMesh:
+def lay_out(parallel: ParallelConfig, num_ranks: int, device: torch.device) -> Mesh | OneRankMesh:
     """Lay the ranks out as a grid; neighbors communicate most: tensor-parallel ones.
 
     Stages, which communicate least, are furthest from each other: on other nodes, if there are any.
@@ -65,12 +63,21 @@ def lay_out(
     if num_ranks == 1:
         return OneRankMesh()
     dp, replicas = num_ranks // (parallel.pp * parallel.cp * parallel.tp), parallel.replicas
-    require(dp % replicas == 0, f"parallel.replicas = {replicas} does not divide {dp} "
-            "data-parallel ranks", "use a divisor of them")
-    sizes = {"pp": parallel.pp, "replicas": replicas, "dp": dp // replicas, "cp": parallel.cp,
-             "tp": parallel.tp}
-    present = {axis: size for axis, size in sizes.items()
-               if size > 1 or axis not in ("replicas", "cp")}
+    require(
+        dp % replicas == 0,
+        f"parallel.replicas = {replicas} does not divide {dp} data-parallel ranks",
+        "use a divisor of them",
+    )
+    sizes = {
+        "pp": parallel.pp,
+        "replicas": replicas,
+        "dp": dp // replicas,
+        "cp": parallel.cp,
+        "tp": parallel.tp,
+    }
+    present = {
+        axis: size for axis, size in sizes.items() if size > 1 or axis not in ("replicas", "cp")
+    }
     return make_mesh(device.type, **present)
 
 
@@ -85,7 +92,8 @@ def build(
         model = Transformer(config.model)
     parallel = parallelize(model, mesh, config, device)
     parallel.fill(
-        partial(initial_value, seed=config.train.seed, num_layers=config.model.num_layers))
+        partial(initial_value, seed=config.train.seed, num_layers=config.model.num_layers)
+    )
     return model, parallel
 
 
@@ -109,9 +117,12 @@ def parallelize(
     RECOMPUTE_POLICIES[config.train.recompute](model)
     if mesh.size("pp") > 1:
         pipeline = apply_pipeline_parallel(
-            model, mesh.group("pp"), make_schedule(config.parallel),
+            model,
+            mesh.group("pp"),
+            make_schedule(config.parallel),
             sequence_parts=tensor.sequence_parts,
-            autocast=precision.activations if precision.autocasts else None)
+            autocast=precision.activations if precision.autocasts else None,
+        )
     data = apply_data_parallel(model, mesh, config, device, pipeline)
     axes = {"data": data, "context": context, "tensor": tensor, "pipeline": pipeline}
     if precision.master is not None and zero == 0:
@@ -124,16 +135,16 @@ def parallelize(
 CONTEXTS = {
     "ring": apply_context_parallel,
     "all-gather": partial(apply_context_parallel, attention=gathered_attention),
-    "ulysses": partial(
-        apply_context_parallel, attention=ulysses_attention, chunks_of=contiguous),
+    "ulysses": partial(apply_context_parallel, attention=ulysses_attention, chunks_of=contiguous),
 }
 
 
 def make_schedule(parallel: ParallelConfig) -> Callable[[int, int], Schedule]:
     """Return the function of p ranks and m micro-batches that makes the schedule."""
     schedules = {
-        "gpipe": gpipe if parallel.chunks == 1 else partial(
-            breadth_first, num_chunks=parallel.chunks),
+        "gpipe": gpipe
+        if parallel.chunks == 1
+        else partial(breadth_first, num_chunks=parallel.chunks),
         "1f1b": one_forward_one_backward,
         "interleaved": partial(interleaved, num_chunks=parallel.chunks),
         "zero-bubble": partial(zero_bubble, num_chunks=parallel.chunks),
@@ -152,14 +163,23 @@ def apply_data_parallel(
     precision = PRECISIONS[config.train.precision]
     replicas = mesh.group("replicas") if parallel.replicas > 1 else ALONE
     common = {"pipeline": pipeline, "replicas": replicas}
-    when = {"sync_every_micro_batch": parallel.sync_every_micro_batch,
-            "sync_replicas_every_micro_batch": parallel.sync_replicas_every_micro_batch}
+    when = {
+        "sync_every_micro_batch": parallel.sync_every_micro_batch,
+        "sync_replicas_every_micro_batch": parallel.sync_replicas_every_micro_batch,
+    }
     if parallel.zero == 3:
         dtypes = {"compute_dtype": precision.activations, "reduce_dtype": precision.reduction}
         if config.train.precision == "fp32":
             dtypes = {}  # those that the model has
-        sharded = apply_fsdp(model, group, device=device, **dtypes, **common, **when,
-                             reshard_each_pass=parallel.reshard_each_pass)
+        sharded = apply_fsdp(
+            model,
+            group,
+            device=device,
+            **dtypes,
+            **common,
+            **when,
+            reshard_each_pass=parallel.reshard_each_pass,
+        )
         if precision.gradients != precision.activations:
             hold_gradients_in(model, precision.gradients)
         return sharded

@@ -43,10 +43,12 @@ class Precision(formats.Precision):
 
 def with_torch_dtypes(named: formats.Precision) -> Precision:
     """Replace the names of dtypes by PyTorch's dtypes."""
-    return Precision(**{
-        field: getattr(torch, value.name) if isinstance(value, formats.Dtype) else value
-        for field, value in vars(named).items()
-    })
+    return Precision(
+        **{
+            field: getattr(torch, value.name) if isinstance(value, formats.Dtype) else value
+            for field, value in vars(named).items()
+        }
+    )
 
 
 PRECISIONS = {name: with_torch_dtypes(named) for name, named in formats.PRECISIONS.items()}
@@ -69,8 +71,11 @@ def hold_gradients_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Let autograd accumulate gradients in `dtype`, whatever the dtype of the parameters."""
     for parameter in model.parameters():
         if gradient_dtype(parameter) != dtype:
-            require(hasattr(parameter, "grad_dtype"), f"gradients in {dtype} of parameters in "
-                    f"{parameter.dtype} need torch 2.10 or newer; this is {torch.__version__}")
+            require(
+                hasattr(parameter, "grad_dtype"),
+                f"gradients in {dtype} of parameters in "
+                f"{parameter.dtype} need torch 2.10 or newer; this is {torch.__version__}",
+            )
             parameter.grad_dtype = dtype
 
 
@@ -178,7 +183,8 @@ class MasterWeights:
 
 
 def update_instead(
-    optimizer: torch.optim.Optimizer, pieces: dict[nn.Parameter, Tensor],
+    optimizer: torch.optim.Optimizer,
+    pieces: dict[nn.Parameter, Tensor],
     owned: Callable[[nn.Parameter], range],
 ) -> None:
     """Make `optimizer` update `pieces` instead of the parameters that they belong to.
@@ -193,7 +199,7 @@ def update_instead(
         own = owned(parameter)
         for key, value in optimizer.state.pop(parameter, {}).items():
             if key != "step" and isinstance(value, Tensor) and value.shape == parameter.shape:
-                value = value.flatten()[own.start:own.stop].view_as(piece).to(piece, copy=True)
+                value = value.flatten()[own.start : own.stop].view_as(piece).to(piece, copy=True)
             optimizer.state[piece][key] = value
 
 
@@ -252,7 +258,10 @@ class LossScale:
     """
 
     def __init__(
-        self, initial: float = 2.0**16, growth: float = 2.0, backoff: float = 0.5,
+        self,
+        initial: float = 2.0**16,
+        growth: float = 2.0,
+        backoff: float = 0.5,
         interval: int = 2000,
     ):
         self.value, self.growth, self.backoff, self.interval = initial, growth, backoff, interval

@@ -59,7 +59,10 @@ class Run(Training):
     """
 
     def __init__(
-        self, config: Config, folder: Path, group: Group = ALONE,
+        self,
+        config: Config,
+        folder: Path,
+        group: Group = ALONE,
         contents: dict[str, Contents] | None = None,
     ):
         self.group = group
@@ -72,8 +75,9 @@ class Run(Training):
             require_validation(self.num_eval_sequences, num_readers(config, self.size))
             device = pick_device(config.train.device)
             require_a_gpu_each(device, group)
-            require_memory(config, self.size, memory_bytes(device), str(device),
-                           self.num_eval_sequences)
+            require_memory(
+                config, self.size, memory_bytes(device), str(device), self.num_eval_sequences
+            )
 
         contents = contents or read_contents(config.data.path, group)
         require_tokens(config.data.path, contents, config.model.vocab_size)
@@ -89,7 +93,9 @@ class Run(Training):
             self.forward = torch.compile(self.forward)
 
         self.saver = checkpoint.Saver(
-            folder / "checkpoints", config.train.keep_checkpoints, group,
+            folder / "checkpoints",
+            config.train.keep_checkpoints,
+            group,
             config.train.async_checkpoint,
         )
         self.stop = Stop(group)
@@ -115,8 +121,9 @@ class Run(Training):
         short ends all of them after the same step.
         """
         if self.read_ahead is None or self.read_ahead[0] != self.position:
-            tokens = self.dataset.batch(self.position, self.config.train.global_batch_size,
-                                        self.data_rank, self.data_size)
+            tokens = self.dataset.batch(
+                self.position, self.config.train.global_batch_size, self.data_rank, self.data_size
+            )
             self.read_ahead = self.position, tokens
         return self.read_ahead[1]
 
@@ -132,12 +139,17 @@ class Run(Training):
             self.set_random_state(random_state)
             raise ConfigError(
                 f"step {self.step + 1}: {error}. {self.fault(micro_batches)}",
-                "inspect these samples, lower train.learning_rate, or lower train.clip_norm"
+                "inspect these samples, lower train.learning_rate, or lower train.clip_norm",
             ) from None
         self.step += 1
         self.position += config.global_batch_size
-        row = {"step": self.step, "loss": loss, "learning_rate": rate, "grad_norm": grad_norm,
-               "tokens": self.tokens}
+        row = {
+            "step": self.step,
+            "loss": loss,
+            "learning_rate": rate,
+            "grad_norm": grad_norm,
+            "tokens": self.tokens,
+        }
         return row | self.loss_scale.row()
 
     def fault(self, micro_batches: list[tuple[Tensor, Tensor]]) -> str:
@@ -149,9 +161,11 @@ class Run(Training):
             accumulate_over_ranks(forward, micro_batches, self.parallel)
         _, rank, place = min(gathered((fault.order, self.rank, str(fault)), self.group))
         last = self.position + self.config.train.global_batch_size - 1
-        return (f"First non-finite value: {place}, on rank {rank} (samples {self.position:,} to "
-                f"{last:,}). The run stopped before it updated the weights; "
-                f"{self.saver.newest()}")
+        return (
+            f"First non-finite value: {place}, on rank {rank} (samples {self.position:,} to "
+            f"{last:,}). The run stopped before it updated the weights; "
+            f"{self.saver.newest()}"
+        )
 
     @property
     def tokens(self) -> int:
@@ -182,7 +196,8 @@ class Run(Training):
         self.model.train()
         num_tokens = num_sequences * self.config.data.sequence_length
         mean = self.parallel.mean(
-            torch.tensor(total, dtype=widest_float(self.device), device=self.device))
+            torch.tensor(total, dtype=widest_float(self.device), device=self.device)
+        )
         return float(mean) * self.data_size / num_tokens if is_complete else None
 
     def sample(
@@ -207,9 +222,11 @@ class Run(Training):
         is_sound = all(bool(part.values.isfinite().all()) for _, part in self.parallel.parts())
         with one_fault_fails_all(self.group):
             if not is_sound:
-                raise ConfigError(f"step {self.step}: weights are not finite, and were not saved; "
-                                  f"{self.saver.newest()}",
-                                  "lower train.learning_rate or clip the gradient")
+                raise ConfigError(
+                    f"step {self.step}: weights are not finite, and were not saved; "
+                    f"{self.saver.newest()}",
+                    "lower train.learning_rate or clip the gradient",
+                )
         random_state = {name: Boxes.full(state) for name, state in self.random_state().items()}
         facts = {
             "step": self.step,
@@ -236,10 +253,13 @@ class Run(Training):
             torch.set_rng_state(state[f"random.cpu.{self.rank}"])
             if has_generator(self.device):
                 torch.get_device_module(self.device).set_rng_state(
-                    state[f"random.{self.device.type}.{self.rank}"], self.device)
+                    state[f"random.{self.device.type}.{self.rank}"], self.device
+                )
         except RuntimeError as error:  # only from a checkpoint that was not written by us
-            raise ConfigError(f"{self.folder}: its random-number state is not valid ({error})",
-                              "resume from another checkpoint") from None
+            raise ConfigError(
+                f"{self.folder}: its random-number state is not valid ({error})",
+                "resume from another checkpoint",
+            ) from None
 
     def seed_dropout(self) -> None:
         """Seed the generators by the run's seed, the step, and the samples and layers of this rank.
@@ -276,8 +296,10 @@ class Run(Training):
 
         self.seed_dropout()
         # of the layout, tp tells whose numbers are the same, pp who drops what
-        layouts = [[table["parallel"].get(axis, 1) for axis in ("tp", "pp")]
-                   for table in (facts["config"], to_dict(self.config))]
+        layouts = [
+            [table["parallel"].get(axis, 1) for axis in ("tp", "pp")]
+            for table in (facts["config"], to_dict(self.config))
+        ]
         if layouts[0] == layouts[1] and facts["num_ranks"] == self.size:
             state = self.random_state()
             read({name: Boxes.full(own) for name, own in state.items() if name in saved})

@@ -54,8 +54,10 @@ def train_step(
 
 
 def accumulate_gradients(
-    model: Callable[[Tensor], Tensor], micro_batches: MicroBatches,
-    divisor: Tensor | float | None = None, sum_loss: SumLoss = summed_loss,
+    model: Callable[[Tensor], Tensor],
+    micro_batches: MicroBatches,
+    divisor: Tensor | float | None = None,
+    sum_loss: SumLoss = summed_loss,
 ) -> Tensor:
     """Add to `.grad` the gradient of the mean loss over all tokens, one micro-batch at a time.
 
@@ -73,7 +75,10 @@ def accumulate_gradients(
 
 
 def forward_backward(
-    model: Callable[[Tensor], Tensor], inputs: Tensor, targets: Tensor, divisor: Tensor | float,
+    model: Callable[[Tensor], Tensor],
+    inputs: Tensor,
+    targets: Tensor,
+    divisor: Tensor | float,
     sum_loss: SumLoss,
 ) -> Tensor:
     """Add one micro-batch's part of the gradient to `.grad`; returns its part of the loss."""
@@ -107,7 +112,8 @@ def accumulate_over_ranks(
         is_last = number == len(rounds)
         with nullcontext() if is_last else parallel.no_sync(), span("micro-batch", number):
             mean = mean + parallel.forward_backward(
-                accumulate, together, share, parallel.summed_loss)
+                accumulate, together, share, parallel.summed_loss
+            )
     parallel.finish()
     return parallel.mean(mean) / scale
 

@@ -53,8 +53,11 @@ def read_options(args: list[str]) -> TrainOptions:
     words = [part for word in args for part in word.split("=", 1)]  # --run-dir=x too
     model = None
     if "--weights" in words[:-1]:
-        require("--resume" not in words, "--weights with --resume: a resumed run has weights of "
-                "its own", "leave one of them out")
+        require(
+            "--resume" not in words,
+            "--weights with --resume: a resumed run has weights of its own",
+            "leave one of them out",
+        )
         model = read_model_config(Path(words[words.index("--weights") + 1]))
 
     if args and not args[0].startswith("-"):
@@ -86,7 +89,8 @@ def start(options: TrainOptions, conclude: Callable[[Run], None] = lambda run: N
     require(
         options.run_dir is not None or not (options.restart or most),
         f"{'--restart' if options.restart else f'torchrun --max-restarts {most}'} needs to know "
-        "which run is meant", "name its folder with --run-dir",
+        "which run is meant",
+        "name its folder with --run-dir",
     )
     with torchrun_group() as group:
         # a node that has replaced another counts from 0
@@ -94,15 +98,15 @@ def start(options: TrainOptions, conclude: Callable[[Run], None] = lambda run: N
         folder = options.run_dir or default_folder(options.file, options.resume)
         folder = gathered(folder, group)[0]  # rank 0 may have made it before another has looked
         interruption = Interruption(launcher=is_torchrun_rank(), until_exit=True)
-        run = train(
-            config, folder, options.resume, group, restart, options.weights, interruption
-        )
+        run = train(config, folder, options.resume, group, restart, options.weights, interruption)
         if run.stop.signal is None:
             conclude(run)
     if run.stop.signal is not None and run.rank == 0:
         command = "minitron train" if run.size == 1 else "torchrun [as before] -m minitron.train"
-        print(f"\nStopped by {run.stop.signal.name} at step {run.step:,}; saved. "
-              f"Continue:\n  {command} --resume --run-dir {folder}")
+        print(
+            f"\nStopped by {run.stop.signal.name} at step {run.step:,}; saved. "
+            f"Continue:\n  {command} --resume --run-dir {folder}"
+        )
     return run
 
 

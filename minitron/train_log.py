@@ -29,11 +29,15 @@ def describe(run: Run) -> str:
     if run.config.parallel.pp > 1:
         lines.append(describe_pipeline(run))
     if run.config.train.precision == "fp8" and not multiplies_float8(run.device):
-        lines.append(f"{run.device} has no 8-bit matmuls: they are emulated, with their "
-                     "roundings and without their speed")
+        lines.append(
+            f"{run.device} has no 8-bit matmuls: they are emulated, with their "
+            "roundings and without their speed"
+        )
     if run.schedule.start > 0:
-        lines.append(f"the learning rate is {run.schedule} (train.continuation = "
-                     f"{run.schedule.continuation})")
+        lines.append(
+            f"the learning rate is {run.schedule} (train.continuation = "
+            f"{run.schedule.continuation})"
+        )
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -42,8 +46,10 @@ def describe_pipeline(run: Run) -> str:
     p, m = run.config.parallel.pp, run.num_micro_batches(run.config.train.global_batch_size)
     schedule = make_schedule(run.config.parallel)(p, m)
     idle = simulate(schedule, {"F": 1, "B": 2, "I": 1, "W": 1}).bubble_of_total
-    return (f"{schedule.name} on {p} ranks, {m} micro-batch{'es' if m > 1 else ''} a step: ranks "
-            f"are idle {100 * idle:.0f} % of the time; a smaller train.micro_batch_size makes more")
+    return (
+        f"{schedule.name} on {p} ranks, {m} micro-batch{'es' if m > 1 else ''} a step: ranks "
+        f"are idle {100 * idle:.0f} % of the time; a smaller train.micro_batch_size makes more"
+    )
 
 
 def log_rows(run: Run, log: MetricsLog, rows: list[dict], clock: Clock) -> Speed:
@@ -54,8 +60,12 @@ def log_rows(run: Run, log: MetricsLog, rows: list[dict], clock: Clock) -> Speed
     for row in rows:
         row |= {"loss": float(row["loss"]), "grad_norm": float(row["grad_norm"])}
         with run.stop.telling():
-            log.write(**row, tokens_per_second=speed.tokens_per_second, mfu=speed.mfu,
-                      **peak_memory(run.device))
+            log.write(
+                **row,
+                tokens_per_second=speed.tokens_per_second,
+                mfu=speed.mfu,
+                **peak_memory(run.device),
+            )
     return speed
 
 
@@ -91,12 +101,16 @@ def lacks_validation(run: Run) -> bool:
 def require_sound(run: Run, val_loss: float = 0.0) -> None:
     """Raise ConfigError if the weights are lost, or float16 overflows by whatever it is scaled."""
     if not math.isfinite(val_loss):
-        raise ConfigError(f"the validation loss of step {run.step} is {val_loss}: the run has "
-                          f"diverged; {run.saver.newest()}",
-                          "lower train.learning_rate or clip the gradient")
+        raise ConfigError(
+            f"the validation loss of step {run.step} is {val_loss}: the run has "
+            f"diverged; {run.saver.newest()}",
+            "lower train.learning_rate or clip the gradient",
+        )
     scale = run.loss_scale.value
     if scale < SMALLEST_SCALE:
-        raise ConfigError(f"the loss scale has fallen to {scale:.1e} in step {run.step}, and the "
-                          f"gradient still overflows; {run.saver.newest()}",
-                          "lower train.learning_rate, or start a new run with train.precision = "
-                          "bf16, which needs no scale")
+        raise ConfigError(
+            f"the loss scale has fallen to {scale:.1e} in step {run.step}, and the "
+            f"gradient still overflows; {run.saver.newest()}",
+            "lower train.learning_rate, or start a new run with train.precision = "
+            "bf16, which needs no scale",
+        )

@@ -46,8 +46,13 @@ STEADY_SECONDS = 2.0  # over which speed and MFU are read: a single step is no m
 
 
 def train(
-    config: Config, folder: Path, resume: bool = False, group: Group = ALONE, restart: bool = False,
-    weights: Path | None = None, interruption: Interruption | None = None,
+    config: Config,
+    folder: Path,
+    resume: bool = False,
+    group: Group = ALONE,
+    restart: bool = False,
+    weights: Path | None = None,
+    interruption: Interruption | None = None,
 ) -> Run:
     """Train until `config.train.steps`, or until a signal asks to stop, and save at the end.
 
@@ -63,8 +68,7 @@ def train(
     watchdog = Watchdog(folder / "hang", group, config.train.hang_timeout)
     with closing(Claim(folder)) as claim, watchdog:
         with one_fault_ends_all(group):
-            run = begin(config, folder, resume, group, restart, weights, claim, contents,
-                        watchdog)
+            run = begin(config, folder, resume, group, restart, weights, claim, contents, watchdog)
             run.stop.interruption = interruption or run.stop.interruption
             run.next_batch()
             with disk.writing(folder):
@@ -79,8 +83,13 @@ def train(
         watchdog.beat()
         if run.rank == 0:
             print(describe(run), end="", file=sys.stderr)
-        bar = Progress(total=config.train.steps, initial=run.step, desc="step", leave=True,
-                       disable=run.rank != 0)
+        bar = Progress(
+            total=config.train.steps,
+            initial=run.step,
+            desc="step",
+            leave=True,
+            disable=run.rank != 0,
+        )
         with closing(log), run.stop.interruption, bar, trace:
             try:
                 loop(run, log, bar, trace, watchdog)
@@ -91,8 +100,15 @@ def train(
 
 
 def begin(
-    config: Config, folder: Path, resume: bool, group: Group, restart: bool, weights: Path | None,
-    claim: Claim, contents: dict[str, Contents], watchdog: Watchdog,
+    config: Config,
+    folder: Path,
+    resume: bool,
+    group: Group,
+    restart: bool,
+    weights: Path | None,
+    claim: Claim,
+    contents: dict[str, Contents],
+    watchdog: Watchdog,
 ) -> Run:
     """Return a run at its first step, or where its newest checkpoint was written."""
     rank = group.rank()
@@ -124,8 +140,7 @@ def start_clock(run: Run) -> Clock:
     """Start the clock of a run; measures the device's peak first, where it is not known."""
     flops = cost.training_flops_per_token(run.config.model, run.config.data.sequence_length)
     dtype = PRECISIONS[run.config.train.precision].activations
-    return Clock(flops, peak_flops(run.device, dtype), run.device, run.size,
-                 STEADY_SECONDS)
+    return Clock(flops, peak_flops(run.device, dtype), run.device, run.size, STEADY_SECONDS)
 
 
 def is_due(run: Run, every: int) -> bool:

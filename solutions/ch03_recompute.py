@@ -35,6 +35,7 @@ def recompute(function: Callable, *tensors: Tensor) -> Tensor:
     Example: with w = 3 and x = 2, recompute(lambda x: w * x * x, x) is 12 and keeps only x.
     backward() then calls the lambda again and sets x.grad = 12 and w.grad = 4.
     """
+
     ### BEGIN SOLUTION
     class Recompute(torch.autograd.Function):
         @staticmethod
@@ -64,9 +65,7 @@ def recompute(function: Callable, *tensors: Tensor) -> Tensor:
 
 
 # Exercise 3.2 | Fit a byte budget | 25 min | difficulty 3
-def segments_for_budget(
-    activation_bytes: list[int], boundary_bytes: int, budget: int
-) -> list[int]:
+def segments_for_budget(activation_bytes: list[int], boundary_bytes: int, budget: int) -> list[int]:
     """Return segment lengths that need at most `budget` bytes and recompute the fewest blocks.
 
     Block i stores activation_bytes[i] for its backward pass. This includes its own input, which
@@ -158,6 +157,7 @@ def best_segment_length(
     segments of 3, 3 and 1, which need 12, 2 + 12 and 4 + 4: the peak is 14. Length 1 needs up to
     6 x 2 + 4 = 16. The answer is (2, 12).
     """
+
     ### BEGIN SOLUTION
     def peak(length: int) -> int:
         num_segments = math.ceil(num_blocks / length)

@@ -194,7 +194,10 @@ class BucketedDataParallel(Given):
     """
 
     def __init__(
-        self, model: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = 25 * 2**20,
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        bucket_bytes: int = 25 * 2**20,
         find_unused_parameters: bool = False,
     ):
         super().__init__(model, group, find_unused_parameters)
@@ -213,8 +216,9 @@ class BucketedDataParallel(Given):
         ### BEGIN SOLUTION
         if self.synchronizes:
             self.complete.add(parameter)
-            while self.num_sent < len(self.buckets) \
-                    and self.complete.issuperset(self.buckets[self.num_sent]):
+            while self.num_sent < len(self.buckets) and self.complete.issuperset(
+                self.buckets[self.num_sent]
+            ):
                 self.send(self.num_sent)
         ### END SOLUTION
 

@@ -36,7 +36,7 @@ def flatten(tensors: Iterable[Tensor], num_ranks: int) -> Tensor:
 def views(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
     """Split a tensor from `flatten` into views with the shapes of `like`, without the padding."""
     sizes = [tensor.numel() for tensor in like]
-    parts = flat[:sum(sizes)].split(sizes)
+    parts = flat[: sum(sizes)].split(sizes)
     return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
 
 
@@ -60,8 +60,9 @@ def owned_ranges(sizes: list[int], num_ranks: int, rank: int) -> list[range]:
     owned = []
     start = 0  # of the parameter, in the concatenation
     for size in sizes:
-        first, stop = (min(max(0, edge - start), size)
-                       for edge in (rank * length, (rank + 1) * length))
+        first, stop = (
+            min(max(0, edge - start), size) for edge in (rank * length, (rank + 1) * length)
+        )
         owned.append(range(first, stop))
         start += size
     return owned
@@ -101,7 +102,9 @@ class ShardedOptimizer:
     """
 
     def __init__(
-        self, model: nn.Module, group: dist.ProcessGroup,
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
         make_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer],
     ):
         self.group = group
@@ -188,8 +191,9 @@ class ShardedGradients:
         """Reduce the buckets that can be reduced, now that the .grad of `parameter` is complete."""
         ### BEGIN SOLUTION
         self.complete.add(parameter)
-        while self.num_sent < len(self.buckets) \
-                and self.complete.issuperset(self.buckets[self.num_sent]):
+        while self.num_sent < len(self.buckets) and self.complete.issuperset(
+            self.buckets[self.num_sent]
+        ):
             self.reduce_bucket(self.num_sent)
         ### END SOLUTION
 

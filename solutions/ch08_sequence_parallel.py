@@ -142,8 +142,11 @@ def sum_partial_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
     """
     ### BEGIN SOLUTION
     endings = ("norm.weight", "norm.bias", "out.bias", "down.bias", "position_embedding.weight")
-    partial = [parameter.grad for name, parameter in model.named_parameters()
-               if name.endswith(endings) and parameter.grad is not None]
+    partial = [
+        parameter.grad
+        for name, parameter in model.named_parameters()
+        if name.endswith(endings) and parameter.grad is not None
+    ]
 
     flat = torch.cat([grad.flatten() for grad in partial])
     dist.all_reduce(flat, group=group)
@@ -154,8 +157,13 @@ def sum_partial_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 # Exercise 8.3 | What a rank saves | 20 min | difficulty 2
 def saved_bytes(
-    batch_size: int, sequence_length: int, width: int, num_heads: int, num_ranks: int,
-    sequence_parallel: bool, selective: bool,
+    batch_size: int,
+    sequence_length: int,
+    width: int,
+    num_heads: int,
+    num_ranks: int,
+    sequence_parallel: bool,
+    selective: bool,
 ) -> int:
     """Count the bytes that a rank saves for the backward pass of one gpt block, shared by N ranks.
 
@@ -227,9 +235,7 @@ class GatheredLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx, x_shard: Tensor, weight_shard: Tensor, group: dist.ProcessGroup
-    ) -> Tensor:
+    def forward(ctx, x_shard: Tensor, weight_shard: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Return y_shard; tensors for the backward pass go into ctx.save_for_backward."""
         ### BEGIN SOLUTION
         ctx.group = group

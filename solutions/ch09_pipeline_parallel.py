@@ -100,7 +100,11 @@ def bubble(num_ranks: int, num_micro_batches: int, num_chunks: int) -> tuple[flo
 
 
 def activation_bytes(
-    schedule: str, num_ranks: int, num_micro_batches: int, num_chunks: int, rank: int,
+    schedule: str,
+    num_ranks: int,
+    num_micro_batches: int,
+    num_chunks: int,
+    rank: int,
     model_bytes: int,
 ) -> int:
     """Return the bytes of activations that `rank` holds at its peak.
@@ -177,8 +181,11 @@ def split_blocks(
 
 # Exercise 9.4 | Run a stage | 30 min | difficulty 3
 def run_stage(
-    stage: nn.Module, actions: list[Action], micro_batches: list[tuple[Tensor, Tensor]],
-    sum_loss: Callable[[Tensor, Tensor], Tensor], group: dist.ProcessGroup,
+    stage: nn.Module,
+    actions: list[Action],
+    micro_batches: list[tuple[Tensor, Tensor]],
+    sum_loss: Callable[[Tensor, Tensor], Tensor],
+    group: dist.ProcessGroup,
 ) -> Tensor | None:
     """Run one rank's part of a step, in the order of `actions`; leave the gradients in .grad.
 

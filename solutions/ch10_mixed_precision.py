@@ -92,8 +92,13 @@ class LossScaler:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, max_norm: float, initial: float = 2.0**16,
-        growth: float = 2.0, backoff: float = 0.5, interval: int = 2000,
+        self,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float,
+        initial: float = 2.0**16,
+        growth: float = 2.0,
+        backoff: float = 0.5,
+        interval: int = 2000,
     ):
         self.optimizer, self.max_norm = optimizer, max_norm
         self.value, self.growth, self.backoff, self.interval = initial, growth, backoff, interval
@@ -108,8 +113,12 @@ class LossScaler:
     def step(self) -> bool:
         """Unscale, then clip and step, or skip; return whether there was a step."""
         ### BEGIN SOLUTION
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]
-                      if p.grad is not None]
+        parameters = [
+            p
+            for group in self.optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
         for parameter in parameters:
             parameter.grad /= self.value
         norm = nn.utils.clip_grad_norm_(parameters, self.max_norm)
@@ -156,7 +165,8 @@ class MasterStep:
     """
 
     def __init__(
-        self, model: nn.Module,
+        self,
+        model: nn.Module,
         make_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer],
     ):
         ### BEGIN SOLUTION
@@ -182,8 +192,12 @@ class MasterStep:
 
 # Exercise 10.4 | Overflow on one rank | 20 min | difficulty 2
 def step_together(
-    shards: list[Tensor], optimizer: torch.optim.Optimizer, scale: float, max_norm: float,
-    group: dist.ProcessGroup, backoff: float = 0.5,
+    shards: list[Tensor],
+    optimizer: torch.optim.Optimizer,
+    scale: float,
+    max_norm: float,
+    group: dist.ProcessGroup,
+    backoff: float = 0.5,
 ) -> float:
     """Clip and step on all ranks, or skip on all ranks; return the loss scale of the next step.
 

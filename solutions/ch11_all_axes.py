@@ -72,10 +72,13 @@ def groups_along(axis: str, axes: dict[str, int]) -> list[list[int]]:
     """
     ### BEGIN SOLUTION
     names = list(axes)
-    behind = prod(axes[name] for name in names[names.index(axis) + 1:])  # ranks from one to next
+    behind = prod(axes[name] for name in names[names.index(axis) + 1 :])  # ranks from one to next
     span = behind * axes[axis]
-    return [list(range(first, first + span, behind))
-            for first in range(prod(axes.values())) if first % span < behind]
+    return [
+        list(range(first, first + span, behind))
+        for first in range(prod(axes.values()))
+        if first % span < behind
+    ]
     ### END SOLUTION
 
 
@@ -157,7 +160,11 @@ Layout = tuple[int, int, int, int]
 
 
 def layouts(
-    model: ModelConfig, num_gpus: int, gpus_per_node: int, batch_size: int, bytes_per_gpu: int,
+    model: ModelConfig,
+    num_gpus: int,
+    gpus_per_node: int,
+    batch_size: int,
+    bytes_per_gpu: int,
     bytes_needed: Callable[[int, int, int, int], int],
 ) -> list[Layout]:
     """Return all layouts (dp, tp, pp, zero) that can train the model on all GPUs.
@@ -180,19 +187,24 @@ def layouts(
     layouts with tp x pp = 4 fit, the answer is [(2, 2, 2, 0), (2, 2, 2, 1), (2, 4, 1, 0),
     (2, 4, 1, 1), (2, 4, 1, 2), (2, 4, 1, 3)].
     """
+
     ### BEGIN SOLUTION
     def is_possible(dp: int, tp: int, pp: int, zero: int) -> bool:
         return (
             dp * tp * pp == num_gpus
-            and model.num_kv_heads % tp == 0 and model.ffn_width % tp == 0
+            and model.num_kv_heads % tp == 0
+            and model.ffn_width % tp == 0
             and (num_gpus <= gpus_per_node or gpus_per_node % tp == 0)
-            and model.num_layers % pp == 0 and batch_size % dp == 0
-            and (zero == 0 or dp > 1) and (zero <= 1 or pp == 1)
+            and model.num_layers % pp == 0
+            and batch_size % dp == 0
+            and (zero == 0 or dp > 1)
+            and (zero <= 1 or pp == 1)
         )
 
     divisors = [size for size in range(1, num_gpus + 1) if num_gpus % size == 0]
     possible = [
-        layout for tp, pp, zero in product(divisors, divisors, range(4))  # in the tree's order
+        layout
+        for tp, pp, zero in product(divisors, divisors, range(4))  # in the tree's order
         if is_possible(*(layout := (num_gpus // (tp * pp), tp, pp, zero)))
     ]
     return [layout for layout in possible if bytes_needed(*layout) <= bytes_per_gpu]
@@ -221,6 +233,7 @@ def pieces(num_elements: int, num_old: int, num_new: int) -> list[list[Piece]]:
      [(0, range(3, 4), range(0, 1)), (1, range(0, 2), range(1, 3))],
      [(1, range(2, 3), range(0, 1))]].
     """
+
     ### BEGIN SOLUTION
     def shards(size: int) -> list[range]:
         length = -(-num_elements // size)
@@ -232,11 +245,13 @@ def pieces(num_elements: int, num_old: int, num_new: int) -> list[list[Piece]]:
         for old_rank, there in enumerate(shards(num_old)):
             start, stop = max(here.start, there.start), min(here.stop, there.stop)
             if start < stop:
-                answer[new_rank].append((
-                    old_rank,
-                    range(start - there.start, stop - there.start),
-                    range(start - here.start, stop - here.start),
-                ))
+                answer[new_rank].append(
+                    (
+                        old_rank,
+                        range(start - there.start, stop - there.start),
+                        range(start - here.start, stop - here.start),
+                    )
+                )
     return answer
     ### END SOLUTION
 
@@ -268,7 +283,12 @@ def layout() -> dict:
     """
     ### BEGIN SOLUTION
     return {
-        "dp": 2, "tp": 2, "pp": 2, "zero": 1,
-        "sequence": True, "recompute": "full", "micro_batch_size": 1,
+        "dp": 2,
+        "tp": 2,
+        "pp": 2,
+        "zero": 1,
+        "sequence": True,
+        "recompute": "full",
+        "micro_batch_size": 1,
     }
     ### END SOLUTION

@@ -51,8 +51,12 @@ def flops_per_token(
 
 
 def days_and_mfu(
-    flops: tuple[int, int], num_tokens: float, num_gpus: int, peak_flops: float,
-    known: str, value: float,
+    flops: tuple[int, int],
+    num_tokens: float,
+    num_gpus: int,
+    peak_flops: float,
+    known: str,
+    value: float,
 ) -> tuple[float, float]:
     """Return how many days a training run takes and its MFU, from the one number a paper reports.
 
@@ -187,8 +191,12 @@ def micro_batches_needed(num_ranks: int, num_chunks: int, part: int) -> int:
 
 
 def fastest_schedule(
-    num_ranks: int, num_blocks: int, num_sequences: int, seconds: Callable[[int], float],
-    block_bytes: int, limit: int,
+    num_ranks: int,
+    num_blocks: int,
+    num_sequences: int,
+    seconds: Callable[[int], float],
+    block_bytes: int,
+    limit: int,
 ) -> tuple[int, int] | None:
     """Return the (micro_batch_size, num_chunks) with the shortest step that fits, or None.
 
@@ -273,8 +281,20 @@ def find_layout(job: Job) -> Decision | None:
     ### BEGIN SOLUTION
     model, node = job.model, min(job.gpus_per_node, job.num_gpus)
     divisors = [size for size in range(1, job.num_gpus + 1) if job.num_gpus % size == 0]
-    widths = [tp for tp in divisors if not any(size % tp for size in (
-        node, model.num_kv_heads, model.ffn_width, model.vocab_size, job.sequence_length))]
+    widths = [
+        tp
+        for tp in divisors
+        if not any(
+            size % tp
+            for size in (
+                node,
+                model.num_kv_heads,
+                model.ffn_width,
+                model.vocab_size,
+                job.sequence_length,
+            )
+        )
+    ]
 
     best, fewest_seconds = None, inf
     for tp, pp in product(widths, divisors):

@@ -72,8 +72,11 @@ class Result:
     def __str__(self) -> str:
         head = f"Exercise {self.exercise}: {WORDS[self.verdict.state]}"
         rows = {
-            "asked": self.verdict.asked, "seen": self.verdict.seen, "likely": self.verdict.likely,
-            "printed": self.printed, "next": self.next,
+            "asked": self.verdict.asked,
+            "seen": self.verdict.seen,
+            "likely": self.verdict.likely,
+            "printed": self.printed,
+            "next": self.next,
         }
         return "\n".join([head, *(_row(name, text) for name, text in rows.items() if text)])
 
@@ -109,7 +112,8 @@ class Report:
     def _repr_html_(self) -> str:
         return "".join(
             f'<pre style="border-left: 4px solid {COLORS[state]}; '
-            f'padding-left: 8px">{html.escape(text)}</pre>' for state, text in self.parts()
+            f'padding-left: 8px">{html.escape(text)}</pre>'
+            for state, text in self.parts()
         )
 
     def parts(self) -> list[tuple[str, str]]:
@@ -117,16 +121,16 @@ class Report:
         unwritten = [each for each in self.results if each.is_unwritten]
         if len(unwritten) < 2:
             return [(each.verdict.state, str(each)) for each in self.results]
-        tried = [(each.verdict.state, str(each)) for each in self.results
-                 if not each.is_unwritten]
+        tried = [(each.verdict.state, str(each)) for each in self.results if not each.is_unwritten]
         return [*tried, ("unsolved", _to_do(unwritten))]
 
 
 def _to_do(unwritten: list[Result]) -> str:
     """What is not written yet, a line for each chapter, and where to begin."""
     files = groupby(unwritten, key=lambda result: result.exercise.file)
-    lines = [f"  {', '.join(each.exercise.id for each in of_file):28}  {file}"
-             for file, of_file in files]
+    lines = [
+        f"  {', '.join(each.exercise.id for each in of_file):28}  {file}" for file, of_file in files
+    ]
     return "\n".join(["Not written yet:", *lines, _row("next", unwritten[0].next)])
 
 
@@ -137,8 +141,9 @@ def check(*ids: str, root: Path = ROOT, timeout: float = LIMIT_SECONDS) -> Repor
     for whatever the learner's file does.
     """
     selected = select(list(ids), root)
-    return Report(tuple(_check(exercise, root, timeout, announced=len(selected) > 1)
-                        for exercise in selected))
+    return Report(
+        tuple(_check(exercise, root, timeout, announced=len(selected) > 1) for exercise in selected)
+    )
 
 
 def run_check(ids: list[str], root: Path = ROOT) -> int:
@@ -154,8 +159,11 @@ def status(root: Path = ROOT) -> Text:
     Each one that is graded is named on standard error, for that takes seconds.
     """
     results = [_result(exercise, root) for exercise in select([], root)]
-    lines = [f"{r.exercise.id:5} {WORDS[r.verdict.state]:8} {r.exercise.title:32} "
-             f"{r.exercise.minutes} min, difficulty {r.exercise.difficulty}" for r in results]
+    lines = [
+        f"{r.exercise.id:5} {WORDS[r.verdict.state]:8} {r.exercise.title:32} "
+        f"{r.exercise.minutes} min, difficulty {r.exercise.difficulty}"
+        for r in results
+    ]
     lines.append(f"{sum(r.passed for r in results)} of {len(results)} passed")
     todo = [r for r in results if not r.passed]
     if todo and todo[0].is_missing:
@@ -183,7 +191,7 @@ def solution(exercise_id: str, give_up: bool = False, root: Path = ROOT) -> Text
     text = (root / exercise.solution_file).read_text(encoding="utf-8")
     starts = {e.id: text.index(f"# Exercise {e.id} |") for e in read_exercises(text, "")}
     stop = min((s for s in starts.values() if s > starts[exercise.id]), default=len(text))
-    lines = text[starts[exercise.id]:stop].rstrip().splitlines()
+    lines = text[starts[exercise.id] : stop].rstrip().splitlines()
     return Text("\n".join(line for line in lines if line.strip() not in (BEGIN, END)))
 
 
@@ -205,8 +213,11 @@ def _result(exercise: Exercise, root: Path) -> Result:
 
 
 def _is_record(value) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("key"), str) \
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("key"), str)
         and value.get("state") in ("passed", "failed", "unsolved")
+    )
 
 
 def _keep(exercise: Exercise, key: str, state: str, root: Path) -> None:
@@ -220,11 +231,15 @@ def _keep(exercise: Exercise, key: str, state: str, root: Path) -> None:
 def _check(exercise: Exercise, root: Path, timeout: float, announced: bool = False) -> Result:
     root = root.resolve()  # the process runs in another folder
     if not (root / exercise.file).is_file():
-        return Result(exercise, Verdict("failed", seen=f"there is no file {exercise.file}",
-                      likely="moved or deleted"), is_missing=True)
+        return Result(
+            exercise,
+            Verdict("failed", seen=f"there is no file {exercise.file}", likely="moved or deleted"),
+            is_missing=True,
+        )
     if is_stub(exercise, root):
-        return Result(exercise, Verdict("unsolved", seen=f"{exercise.file} holds the stub"),
-                      is_unwritten=True)
+        return Result(
+            exercise, Verdict("unsolved", seen=f"{exercise.file} holds the stub"), is_unwritten=True
+        )
     if announced:
         print(f"checking {exercise} ...", file=sys.stderr, flush=True)
     key = records.key_of(exercise, root)
@@ -240,17 +255,23 @@ def _check(exercise: Exercise, root: Path, timeout: float, announced: bool = Fal
 
 def _run_grader(exercise: Exercise, root: Path, timeout: float) -> tuple[int | None, str, str]:
     """The grader's exit code, None if it took too long; its verdict; what the learner printed."""
-    command = [sys.executable, "-m", "teaching.judge", exercise.id, str(root),
-               str(timeout)]
+    command = [sys.executable, "-m", "teaching.judge", exercise.id, str(root), str(timeout)]
     process = subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, start_new_session=True,
+        command,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
     )
     verdict, printed = bytearray(), bytearray()
     readers = [
         threading.Thread(target=_drain, args=row, daemon=True)
-        for row in ((process.stdout, verdict, LONGEST_VERDICT),
-                    (process.stderr, printed, 4 * PRINTED_CHARACTERS))]
+        for row in (
+            (process.stdout, verdict, LONGEST_VERDICT),
+            (process.stderr, printed, 4 * PRINTED_CHARACTERS),
+        )
+    ]
     for reader in readers:
         reader.start()
     code = None
@@ -292,7 +313,13 @@ def _shorten(printed: bytes) -> str:
 def _verdict_on_death(code: int | None) -> Verdict:
     """What to say when the grader ended, or was ended, without a verdict."""
     if code is None:
-        return Verdict("failed", seen=f"not graded within {LONGEST_SECONDS:g} s",
-                       likely="this machine is too busy, or the grader hangs: run it again")
-    return Verdict("failed", seen=f"the grader itself ended with exit code {code}",
-                   likely="out of memory, or a fault in the course: what it printed says more")
+        return Verdict(
+            "failed",
+            seen=f"not graded within {LONGEST_SECONDS:g} s",
+            likely="this machine is too busy, or the grader hangs: run it again",
+        )
+    return Verdict(
+        "failed",
+        seen=f"the grader itself ended with exit code {code}",
+        likely="out of memory, or a fault in the course: what it printed says more",
+    )

@@ -15,5 +15,7 @@ def claim(holds: bool, text: str) -> str:
     if holds:
         return text
     busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else math.nan
-    return (f"{REFUTED}, on a machine with a load of {busy:.1f} on {os.cpu_count()} cores; run the "
-            f"cell again when nothing else is running. Expected: {text}")
+    return (
+        f"{REFUTED}, on a machine with a load of {busy:.1f} on {os.cpu_count()} cores; run the "
+        f"cell again when nothing else is running. Expected: {text}"
+    )

@@ -47,9 +47,19 @@ class Check:
 def run_doctor() -> int:
     """Print one line per check; return 0 if all pass, else 1 (an exit code)."""
     passed = True
-    for check in (check_python, check_torch, check_cores, check_memory, check_gpu,
-                  check_measuring, check_gloo, check_ranks, check_writing, check_disk,
-                  check_jupyter):
+    for check in (
+        check_python,
+        check_torch,
+        check_cores,
+        check_memory,
+        check_gpu,
+        check_measuring,
+        check_gloo,
+        check_ranks,
+        check_writing,
+        check_disk,
+        check_jupyter,
+    ):
         result = check()
         passed = passed and result.ok
         print(report(result), flush=True)
@@ -67,30 +77,47 @@ def report(check: Check) -> str:
 def check_python() -> Check:
     seen = f"{platform.python_version()} at {sys.executable}"
     ok = sys.version_info[:2] >= OLDEST_PYTHON
-    return Check("Python", ok, seen, f"needs {_dotted(OLDEST_PYTHON)} or newer; install it, then "
-                 "run `make clean setup PYTHON=python3.11`")
+    return Check(
+        "Python",
+        ok,
+        seen,
+        f"needs {_dotted(OLDEST_PYTHON)} or newer; install it, then "
+        "run `make clean setup PYTHON=python3.11`",
+    )
 
 
 def check_torch() -> Check:
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    return Check("PyTorch", version >= OLDEST_TORCH, torch.__version__,
-                 f"needs {_dotted(OLDEST_TORCH)} or newer; run `make setup`")
+    return Check(
+        "PyTorch",
+        version >= OLDEST_TORCH,
+        torch.__version__,
+        f"needs {_dotted(OLDEST_TORCH)} or newer; run `make setup`",
+    )
 
 
 def check_cores() -> Check:
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))  # a container may grant fewer than there are
-    return Check("cores", cores >= FEWEST_CORES, str(cores),
-                 f"needs {FEWEST_CORES}; give the container or virtual machine more")
+    return Check(
+        "cores",
+        cores >= FEWEST_CORES,
+        str(cores),
+        f"needs {FEWEST_CORES}; give the container or virtual machine more",
+    )
 
 
 def check_memory() -> Check:
     memory = psutil.virtual_memory()
     seen = f"{memory.total / GIB:.1f} GiB, {memory.available / GIB:.1f} GiB of it free"
-    return Check("memory", memory.available >= LEAST_MEMORY, seen,
-                 f"needs {LEAST_MEMORY / GIB:.0f} GiB free; close other programs, or give the "
-                 "container more")
+    return Check(
+        "memory",
+        memory.available >= LEAST_MEMORY,
+        seen,
+        f"needs {LEAST_MEMORY / GIB:.0f} GiB free; close other programs, or give the "
+        "container more",
+    )
 
 
 def check_gpu() -> Check:
@@ -106,13 +133,18 @@ def check_gpu() -> Check:
 def check_measuring() -> Check:
     """Say whether `make gpu` can measure everything here; never a failure: it is optional."""
     if not torch.cuda.is_available():
-        why = ("this torch has no CUDA" if torch.version.cuda is None
-               else f"torch for CUDA {torch.version.cuda} sees no device; nvidia-smi tells why")
+        why = (
+            "this torch has no CUDA"
+            if torch.version.cuda is None
+            else f"torch for CUDA {torch.version.cuda} sees no device; nvidia-smi tells why"
+        )
         return Check("make gpu", True, f"not here: {why}")
     properties, lacks = torch.cuda.get_device_properties(0), []
     if properties.total_memory < LEAST_GPU_MEMORY:
-        lacks.append(f"{properties.total_memory / GIB:.0f} GiB of memory, and the 1.3B model takes "
-                     f"{LEAST_GPU_MEMORY / GIB:.0f}")
+        lacks.append(
+            f"{properties.total_memory / GIB:.0f} GiB of memory, and the 1.3B model takes "
+            f"{LEAST_GPU_MEMORY / GIB:.0f}"
+        )
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         lacks.append("no bf16 matmuls")
     if (properties.major, properties.minor) < (8, 9):
@@ -132,13 +164,21 @@ def check_gloo(timeout_s: float = 60.0, start_s: float = 240.0) -> Check:
     try:
         problem = _run_two_ranks(timeout_s, start_s)
     except TimeoutError as error:
-        return Check("gloo", False, f"slow: {error}",
-                     "the machine is busy; close other programs and try again")
+        return Check(
+            "gloo",
+            False,
+            f"slow: {error}",
+            "the machine is busy; close other programs and try again",
+        )
     seconds = time.monotonic() - start
     seen = f"{_slow(seconds)}2 processes agreed in {seconds:.1f} s" if problem is None else problem
-    return Check("gloo", problem is None, seen,
-                 "two processes of this machine could not talk; allow connections to 127.0.0.1 "
-                 "(firewall, VPN), unset GLOO_SOCKET_IFNAME and try again")
+    return Check(
+        "gloo",
+        problem is None,
+        seen,
+        "two processes of this machine could not talk; allow connections to 127.0.0.1 "
+        "(firewall, VPN), unset GLOO_SOCKET_IFNAME and try again",
+    )
 
 
 def check_ranks(timeout_s: float = 240.0) -> Check:
@@ -147,8 +187,12 @@ def check_ranks(timeout_s: float = 240.0) -> Check:
     try:
         run(lambda group: None, 4, timeout=timeout_s)
     except (RankError, OSError) as error:
-        return Check("ranks", False, str(error).split("\n")[0],
-                     "processes could not be started; try again with MINITRON_START=spawn set")
+        return Check(
+            "ranks",
+            False,
+            str(error).split("\n")[0],
+            "processes could not be started; try again with MINITRON_START=spawn set",
+        )
     seconds = time.monotonic() - start
     return Check("ranks", True, f"{_slow(seconds)}4 started in {seconds:.1f} s")
 
@@ -163,15 +207,23 @@ def check_writing(folder: Path | None = None) -> Check:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"minitron")
     except OSError as error:
-        return Check("writing", False, f"{folder}: {error.strerror}",
-                     "data/ and runs/ are written here; change to a folder of your own")
+        return Check(
+            "writing",
+            False,
+            f"{folder}: {error.strerror}",
+            "data/ and runs/ are written here; change to a folder of your own",
+        )
     return Check("writing", True, str(folder))
 
 
 def check_disk(folder: Path | None = None) -> Check:
     free = shutil.disk_usage(folder or Path.cwd()).free
-    return Check("disk", free >= LEAST_DISK, f"{free / GIB:.1f} GiB free",
-                 f"needs {LEAST_DISK / GIB:.0f} GiB; delete old runs/, or work on another disk")
+    return Check(
+        "disk",
+        free >= LEAST_DISK,
+        f"{free / GIB:.1f} GiB free",
+        f"needs {LEAST_DISK / GIB:.0f} GiB; delete old runs/, or work on another disk",
+    )
 
 
 def check_jupyter() -> Check:
@@ -185,7 +237,10 @@ def add_ranks(rank: int, store: str, timeout_s: float) -> None:
     """Add 1 + 2 over gloo: what each of the two processes of `check_gloo` does."""
     Path(f"{store}.{rank}").touch()  # the imports are done
     dist.init_process_group(
-        "gloo", rank=rank, world_size=2, store=dist.FileStore(store, 2),
+        "gloo",
+        rank=rank,
+        world_size=2,
+        store=dist.FileStore(store, 2),
         timeout=timedelta(seconds=timeout_s),
     )
     value = torch.tensor([rank + 1.0])
@@ -205,15 +260,20 @@ def _run_two_ranks(timeout_s: float, start_s: float) -> str | None:
         store = str(Path(folder) / "store")
         code = "from teaching.doctor import add_ranks; add_ranks({}, {!r}, {})"
         ranks = [
-            subprocess.Popen([sys.executable, "-c", code.format(rank, store, timeout_s)],
-                             env=environment, stderr=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                [sys.executable, "-c", code.format(rank, store, timeout_s)],
+                env=environment,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
             for rank in range(2)
         ]
         try:
             _await_start(ranks, [Path(f"{store}.{rank}") for rank in range(2)], start_s)
             deadline = time.monotonic() + timeout_s
-            errors = [rank.communicate(timeout=max(0, deadline - time.monotonic()))[1]
-                      for rank in ranks]
+            errors = [
+                rank.communicate(timeout=max(0, deadline - time.monotonic()))[1] for rank in ranks
+            ]
         except subprocess.TimeoutExpired:
             return f"no answer within {timeout_s:.0f} s"
         finally:
@@ -227,14 +287,18 @@ def _run_two_ranks(timeout_s: float, start_s: float) -> str | None:
 def _await_start(ranks: list[subprocess.Popen], started: list[Path], start_s: float) -> None:
     """Wait until each process has made its file or ended; raises TimeoutError."""
     begin, told = time.monotonic(), False
-    while not all(file.exists() or rank.poll() is not None
-                  for rank, file in zip(ranks, started, strict=True)):
+    while not all(
+        file.exists() or rank.poll() is not None for rank, file in zip(ranks, started, strict=True)
+    ):
         seconds = time.monotonic() - begin
         if seconds > start_s:
             raise TimeoutError(f"2 processes have not started within {start_s:.0f} s")
         if seconds > SLOW_S and not told:
-            print(f"      gloo: 2 processes are still starting after {seconds:.0f} s, "
-                  f"at most {start_s:.0f} s are waited", file=sys.stderr)
+            print(
+                f"      gloo: 2 processes are still starting after {seconds:.0f} s, "
+                f"at most {start_s:.0f} s are waited",
+                file=sys.stderr,
+            )
             told = True
         time.sleep(0.05)
 

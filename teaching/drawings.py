@@ -56,9 +56,14 @@ def draw_memory(
     `recipe` is a key of `cost.RECIPES`; attention is the fused kernel, nothing is recomputed.
     """
     model = ModelConfig(
-        vocab_size=VOCAB_SIZE, max_sequence_length=sequence_length, num_layers=num_layers,
-        width=width, num_heads=width // HEAD_WIDTH, num_kv_heads=NUM_KV_HEADS,
-        ffn_width=7 * width // 2, tied_embedding=False,
+        vocab_size=VOCAB_SIZE,
+        max_sequence_length=sequence_length,
+        num_layers=num_layers,
+        width=width,
+        num_heads=width // HEAD_WIDTH,
+        num_kv_heads=NUM_KV_HEADS,
+        ffn_width=7 * width // 2,
+        tied_embedding=False,
     )
     parts = cost.RECIPES[recipe]
     count = cost.num_parameters(model)
@@ -151,9 +156,7 @@ def draw_tensor(model: str, ranks: int, tokens: int, link: str) -> Drawing:
     reduction = all_reduce_seconds(2 * tokens * config.width, ranks, link)
     free, _ = block_lanes(cut, 0.0)
     compute, network = block_lanes(cut, reduction)
-    figure = timeline(
-        {}, {"each rank": compute, f"its {link}": network, "with a free link": free}
-    )
+    figure = timeline({}, {"each rank": compute, f"its {link}": network, "with a free link": free})
     figure.axes[0].set_xlabel("time of one block, forward and backward (ms)")
 
     before = 3e3 * sum(map(sum, alone.values()))
@@ -184,9 +187,7 @@ def all_reduce_seconds(num_bytes: float, ranks: int, link: str) -> float:
     )
 
 
-def block_seconds(
-    model: ModelConfig, ranks: int, tokens: int
-) -> dict[str, tuple[float, float]]:
+def block_seconds(model: ModelConfig, ranks: int, tokens: int) -> dict[str, tuple[float, float]]:
     """Forward time of one rank's products at an H100's peak, of attention and feed-forward.
 
     First of the products that read the block's input, then of those after them.
@@ -197,8 +198,10 @@ def block_seconds(
     ffn_width = share("model.ffn_width", model.ffn_width, ranks)
     readers = 1 if model.family == "gpt" else 2  # up, and llama's gate
     flops = {
-        "attention": (2 * D * (query_width + 2 * kv_width),
-                      2 * D * query_width + 4 * sequence_length * query_width),
+        "attention": (
+            2 * D * (query_width + 2 * kv_width),
+            2 * D * query_width + 4 * sequence_length * query_width,
+        ),
         "feed-forward": (2 * D * readers * ffn_width, 2 * D * ffn_width),
     }
     return {
@@ -218,15 +221,17 @@ def block_lanes(
     """
     compute, network, now = [], [], 0.0
     halves = [("forward", name, sum(times), 0.0) for name, times in seconds.items()]
-    halves += [("backward", name, 2 * sum(times), times[0])
-               for name, times in reversed(seconds.items())]
+    halves += [
+        ("backward", name, 2 * sum(times), times[0]) for name, times in reversed(seconds.items())
+    ]
     for phase, name, duration, meanwhile in halves:
         end = now + duration
         start = end - meanwhile
         compute.append(Block(phase, 1e3 * now, 1e3 * end, name))
         if reduction > 0:
-            network.append(Block("communication", 1e3 * start, 1e3 * (start + reduction),
-                                 "all-reduce"))
+            network.append(
+                Block("communication", 1e3 * start, 1e3 * (start + reduction), "all-reduce")
+            )
         now = max(end, start + reduction)
     return compute, network
 
@@ -248,12 +253,20 @@ def draw_sequence(model: str, sequence_length: int, micro_batch: int, attention:
         )
         return config.num_layers * block / 1e9
 
-    ways = {"tensor alone": (False, "none"), "+ sequence": (True, "none"),
-            "+ selective": (False, "selective"), "+ both": (True, "selective")}
+    ways = {
+        "tensor alone": (False, "none"),
+        "+ sequence": (True, "none"),
+        "+ selective": (False, "selective"),
+        "+ both": (True, "selective"),
+    }
     lines = {name: [gigabytes(ranks, *way) for ranks in TENSOR_RANKS] for name, way in ways.items()}
     figure = crossing(
-        TENSOR_RANKS, lines, "tensor-parallel ranks", "activations (GB per rank)",
-        limit=H100.memory_bytes / 1e9, limit_label=H100_LIMIT,
+        TENSOR_RANKS,
+        lines,
+        "tensor-parallel ranks",
+        "activations (GB per rank)",
+        limit=H100.memory_bytes / 1e9,
+        limit_label=H100_LIMIT,
     )
     figure.axes[0].minorticks_off()
     figure.axes[0].set_xticks(TENSOR_RANKS, [str(ranks) for ranks in TENSOR_RANKS])
@@ -269,8 +282,11 @@ def draw_sequence(model: str, sequence_length: int, micro_batch: int, attention:
 
 
 SCHEDULES = {
-    "sequential": sequential, "GPipe": gpipe, "1F1B": one_forward_one_backward,
-    "interleaved 1F1B": interleaved, "ZB-H1": zero_bubble,
+    "sequential": sequential,
+    "GPipe": gpipe,
+    "1F1B": one_forward_one_backward,
+    "interleaved 1F1B": interleaved,
+    "ZB-H1": zero_bubble,
 }
 
 

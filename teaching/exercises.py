@@ -88,8 +88,11 @@ class Exercise:
         """The command that trains with the learner's functions, if training calls them."""
         if not self.trained:
             return None
-        start = "minitron" if self.num_ranks == 1 else \
-            f"torchrun --nproc-per-node {self.num_ranks} -m minitron.cli"
+        start = (
+            "minitron"
+            if self.num_ranks == 1
+            else f"torchrun --nproc-per-node {self.num_ranks} -m minitron.cli"
+        )
         return " ".join([start, "train configs/stories.toml", *self.options, "--use", self.id])
 
     def __str__(self) -> str:
@@ -255,9 +258,7 @@ def _definitions(source: str | bytes) -> dict[str, str]:
 # The learner's functions
 
 
-def load(
-    exercise: Exercise, path: Path, builtins: dict | None = None
-) -> dict[str, Callable]:
+def load(exercise: Exercise, path: Path, builtins: dict | None = None) -> dict[str, Callable]:
     """Execute the file at `path` as it is now and return the exercise's functions by name.
 
     It is compiled afresh: an import could serve the version from before the last edit. `builtins`

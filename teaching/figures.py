@@ -47,10 +47,31 @@ from teaching.figures_style import (
 )
 
 __all__ = [
-    "Block", "Held", "Matrix", "crossing", "curves", "cut", "holdings", "image_tag",
-    "is_live", "loss_curve", "measured_timeline", "memory_bars", "pipeline", "plain_bytes", "png",
-    "ranges", "rank_lanes", "ring_frame", "ring_frames", "save", "scaling", "show", "skyline",
-    "timeline", "wire",
+    "Block",
+    "Held",
+    "Matrix",
+    "crossing",
+    "curves",
+    "cut",
+    "holdings",
+    "image_tag",
+    "is_live",
+    "loss_curve",
+    "measured_timeline",
+    "memory_bars",
+    "pipeline",
+    "plain_bytes",
+    "png",
+    "ranges",
+    "rank_lanes",
+    "ring_frame",
+    "ring_frames",
+    "save",
+    "scaling",
+    "show",
+    "skyline",
+    "timeline",
+    "wire",
 ]
 
 
@@ -89,8 +110,13 @@ def scaling(
         label_end(axes, along[-1], predicted[-1], predicted_label, BLACK)
     axes.plot(x, measured, "o", color=SERIES[0], markersize=7)
     rises = predicted is not None and predicted[1] > predicted[0]  # its line is above the name
-    axes.annotate("measured", (x[0], measured[0]), textcoords="offset points",
-                  xytext=(8, -14 if rises else 6), color=SERIES[0])
+    axes.annotate(
+        "measured",
+        (x[0], measured[0]),
+        textcoords="offset points",
+        xytext=(8, -14 if rises else 6),
+        color=SERIES[0],
+    )
     plain_log_ticks(axes)
     axes.set_xticks(x, [f"{value:,}" for value in x])
     axes.xaxis.set_minor_locator(NullLocator())
@@ -173,16 +199,18 @@ def curves(
     """
     figure, axes = canvas()
     style = "o" if predicted and len(x) <= MOST_POINTS else "-"
-    lines = [(name, y, color, style)
-             for (name, y), color in zip(measured.items(), SERIES, strict=False)]
+    lines = [
+        (name, y, color, style) for (name, y), color in zip(measured.items(), SERIES, strict=False)
+    ]
     lines += [(name, y, BLACK, "--") for name, y in (predicted or {}).items()]
 
     gap = 0.07 * max(max(y) for _, y, _, _ in lines)
     last_label = -gap
     for name, y, color, style in sorted(lines, key=lambda line: line[1][-1]):
         width, order = (1.2, 3) if style == "--" else (2, 2)  # dashes stay visible where lines meet
-        axes.plot(x, y, style, color=color, linewidth=width, zorder=order,
-                  clip_on=style != "o")  # whole dots, at the edges too
+        axes.plot(
+            x, y, style, color=color, linewidth=width, zorder=order, clip_on=style != "o"
+        )  # whole dots, at the edges too
         last_label = max(y[-1], last_label + gap)  # labels of lines that meet are pushed apart
         label_end(axes, x[-1], last_label, name, color)
 
@@ -230,8 +258,14 @@ def _name_both(axes: Axes, rows: dict, predicted: dict[str, float], every: list[
     tick = [(predicted[every[y]], "predicted", BLACK)] if every[y] in predicted else []
     dot = [(rows[every[y]][1], "measured", SERIES[0])] if every[y] in rows else []
     for (x, text, color), side in zip(sorted(tick + dot), ("right", "left"), strict=False):
-        axes.annotate(text, (x, y - 0.4), ha=side, color=color, textcoords="offset points",
-                      xytext=(-3 if side == "right" else 3, 3))
+        axes.annotate(
+            text,
+            (x, y - 0.4),
+            ha=side,
+            color=color,
+            textcoords="offset points",
+            xytext=(-3 if side == "right" else 3, 3),
+        )
 
 
 @rc_context(STYLE)
@@ -242,8 +276,11 @@ def loss_curve(rows: list[dict], floor: float | None = None) -> Figure:
     """
     train = [(row["tokens"], row["loss"]) for row in rows if "loss" in row]
     tokens_at = {row["step"]: row["tokens"] for row in rows if "loss" in row}
-    val = [(tokens_at[row["step"]], row["val_loss"]) for row in rows
-           if "val_loss" in row and row["step"] in tokens_at]  # a damaged log may lack some
+    val = [
+        (tokens_at[row["step"]], row["val_loss"])
+        for row in rows
+        if "val_loss" in row and row["step"] in tokens_at
+    ]  # a damaged log may lack some
     figure, axes = canvas()
     axes.set_yscale("log")
 
@@ -258,8 +295,13 @@ def loss_curve(rows: list[dict], floor: float | None = None) -> Figure:
         axes.axhspan(floor / 2, floor, color=BAND, zorder=0)
         axes.axhline(floor, color=BLACK, linestyle="--", linewidth=1.2)
         axes.annotate(
-            f"entropy of the text: {floor:.3f}", (0.01, floor), color=GREY, va="top",
-            xycoords=("axes fraction", "data"), textcoords="offset points", xytext=(0, -4),
+            f"entropy of the text: {floor:.3f}",
+            (0.01, floor),
+            color=GREY,
+            va="top",
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            xytext=(0, -4),
         )
         axes.set_ylim(bottom=0.7 * floor)
 

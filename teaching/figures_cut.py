@@ -161,25 +161,46 @@ def _draw_arrow(axes: Axes, text: str, start: float, end: float, y: float) -> No
     """An arrow; one that points left has its text below."""
     color = WORK_COLOR["communication"] if text.startswith(COLLECTIVES) else GREY
     inset = 0.07 if end > start else -0.07
-    axes.annotate("", (end - inset, y), (start + inset, y), arrowprops={
-        "arrowstyle": "-|>", "color": color, "linewidth": 2 if text else 1,
-        "shrinkA": 0, "shrinkB": 0,
-    })
+    axes.annotate(
+        "",
+        (end - inset, y),
+        (start + inset, y),
+        arrowprops={
+            "arrowstyle": "-|>",
+            "color": color,
+            "linewidth": 2 if text else 1,
+            "shrinkA": 0,
+            "shrinkB": 0,
+        },
+    )
     above = end > start
-    axes.text((start + end) / 2, y + (-0.07 if above else 0.07), _broken(text), size=9.5,
-              ha="center", va="bottom" if above else "top", color=BLACK, linespacing=1.1)
+    axes.text(
+        (start + end) / 2,
+        y + (-0.07 if above else 0.07),
+        _broken(text),
+        size=9.5,
+        ha="center",
+        va="bottom" if above else "top",
+        color=BLACK,
+        linespacing=1.1,
+    )
 
 
 def _draw_matrix(axes: Axes, matrix: Matrix, center: float, middle: float, unit: float) -> None:
     width, height = _size(matrix, unit)
     left, top = center - width / 2, middle - height / 2
     axes.text(center, top - 0.06, matrix.name, ha="center", va="bottom", linespacing=1.1)
-    axes.text(center, top + height + 0.06, matrix.shape, ha="center", va="top", size=9.5,
-              color=GREY)
+    axes.text(
+        center, top + height + 0.06, matrix.shape, ha="center", va="top", size=9.5, color=GREY
+    )
 
     def part(holders: Holders, column: float, row: float, num_columns: int, num_rows: int) -> None:
-        box = (left + column * width / num_columns, top + row * height / num_rows,
-               width / num_columns, height / num_rows)
+        box = (
+            left + column * width / num_columns,
+            top + row * height / num_rows,
+            width / num_columns,
+            height / num_rows,
+        )
         ranks = (holders,) if isinstance(holders, int) else holders
         _draw_cards(axes, ranks, box, unit, is_striped=bool(matrix.sum_of))
 
@@ -205,9 +226,7 @@ def _draw_cards(
     for index, rank in enumerate(ranks):
         color = RANK_COLOR[rank % len(RANK_COLOR)]
         x, y = left + index * step, top + index * step
-        card = _draw_card(
-            axes, (x, y, width - behind, height - behind), unit, color, is_striped
-        )
+        card = _draw_card(axes, (x, y, width - behind, height - behind), unit, color, is_striped)
 
         place = (x + CARD / 2, y + CARD / 2) if steps else (x + width / 2, y + height / 2)
         ground = "white" if is_striped else color
@@ -220,10 +239,17 @@ def _draw_card(
 ) -> Rectangle:
     """A rectangle with the lines of a grid, or striped in its color."""
     left, top, width, height = box
-    card = axes.add_patch(Rectangle(
-        (left, top), width, height, linewidth=1.3, hatch=STRIPES if is_striped else None,
-        facecolor="white" if is_striped else color, edgecolor=color if is_striped else "white",
-    ))
+    card = axes.add_patch(
+        Rectangle(
+            (left, top),
+            width,
+            height,
+            linewidth=1.3,
+            hatch=STRIPES if is_striped else None,
+            facecolor="white" if is_striped else color,
+            edgecolor=color if is_striped else "white",
+        )
+    )
     if is_striped:
         return card
 
@@ -241,7 +267,13 @@ def _draw_card(
 def _write(axes: Axes, place: tuple[float, float], text: str, color: str, ground: str) -> Text:
     """Text in a part, on a patch that covers the lines behind it."""
     return axes.text(
-        *place, text, size=10, color=color, ha="center", va="center_baseline", zorder=1,
+        *place,
+        text,
+        size=10,
+        color=color,
+        ha="center",
+        va="center_baseline",
+        zorder=1,
         bbox={"facecolor": ground, "linewidth": 0, "pad": 0.8},
     )
 
@@ -259,17 +291,25 @@ def _draw_legend(axes: Axes, items: Row, middle: float) -> None:
     left = MARGIN
     for text, occurs, colors, hatch in looks:
         for index, color in enumerate(colors if occurs else ()):
-            axes.add_patch(Rectangle(
-                (left, middle - 0.09 + 0.05 * index), 0.18, 0.14, hatch=hatch, linewidth=0.8,
-                facecolor="white" if hatch else color, edgecolor=color if hatch else "white",
-            ))
+            axes.add_patch(
+                Rectangle(
+                    (left, middle - 0.09 + 0.05 * index),
+                    0.18,
+                    0.14,
+                    hatch=hatch,
+                    linewidth=0.8,
+                    facecolor="white" if hatch else color,
+                    edgecolor=color if hatch else "white",
+                )
+            )
             left += 0.05
         if occurs:
             axes.text(left + 0.18, middle, text, size=9.5, va="center", color=GREY)
             left += 0.35 + 0.073 * len(text)
     if any(isinstance(item, tuple) for item in items):
-        axes.text(left, middle, "upper arrow: forward, lower: backward", size=9.5, va="center",
-                  color=GREY)
+        axes.text(
+            left, middle, "upper arrow: forward, lower: backward", size=9.5, va="center", color=GREY
+        )
 
 
 def _is_whole(matrix: Matrix) -> bool:

@@ -50,7 +50,7 @@ class Box(NamedTuple):
 def group_along(axes: dict[str, int], axis: str) -> range:
     """Rank 0 and those that differ from it along `axis` alone; the last axis varies fastest."""
     names = list(axes)
-    stride = prod(axes[name] for name in names[names.index(axis) + 1:])
+    stride = prod(axes[name] for name in names[names.index(axis) + 1 :])
     return range(0, stride * axes[axis], stride)
 
 
@@ -105,13 +105,16 @@ def _lay_out(axes: dict[str, int], size: int) -> tuple[Places, list[Box], float]
         row, column = divmod(node, beside)
         if is_downwards:
             column, row = divmod(node, num_nodes // beside)
-        box = Box(left + column * (width + PADDING), MARGIN + row * (height + PADDING),
-                  width, height)
+        box = Box(
+            left + column * (width + PADDING), MARGIN + row * (height + PADDING), width, height
+        )
         boxes.append(box)
         for index in range(size):
             down, right = divmod(index, columns)
-            places[node * size + index] = (box.left + PADDING / 2 + (right + 0.5) * pitch,
-                                           box.top + NAME + PADDING / 2 + (down + 0.5) * pitch)
+            places[node * size + index] = (
+                box.left + PADDING / 2 + (right + 0.5) * pitch,
+                box.top + NAME + PADDING / 2 + (down + 0.5) * pitch,
+            )
     return places, boxes, pitch
 
 
@@ -131,20 +134,42 @@ def _arrangement(axes: dict[str, int], size: int, columns: int) -> tuple[int, bo
 
 
 def _draw_node(page: Axes, box: Box, number: int) -> None:
-    page.add_patch(FancyBboxPatch(
-        (box.left, box.top), box.width, box.height, boxstyle="round,pad=0,rounding_size=0.08",
-        facecolor="white", edgecolor=GREY, linewidth=1,
-    ))
-    page.text(box.left + box.width - 0.1, box.top + 0.13, f"node {number}", size=9, color=GREY,
-              ha="right", va="center")
+    page.add_patch(
+        FancyBboxPatch(
+            (box.left, box.top),
+            box.width,
+            box.height,
+            boxstyle="round,pad=0,rounding_size=0.08",
+            facecolor="white",
+            edgecolor=GREY,
+            linewidth=1,
+        )
+    )
+    page.text(
+        box.left + box.width - 0.1,
+        box.top + 0.13,
+        f"node {number}",
+        size=9,
+        color=GREY,
+        ha="right",
+        va="center",
+    )
 
 
 def _draw_rank(page: Axes, place: Place, rank: int, pitch: float, color) -> None:
     side = SQUARE * pitch
     x, y = place
     page.add_patch(Rectangle((x - side / 2, y - side / 2), side, side, facecolor=color, zorder=3))
-    page.text(x, y, str(rank), ha="center", va="center_baseline", zorder=4,
-              size=min(11, 30 * side), color=ink(color))
+    page.text(
+        x,
+        y,
+        str(rank),
+        ha="center",
+        va="center_baseline",
+        zorder=4,
+        size=min(11, 30 * side),
+        color=ink(color),
+    )
 
 
 def _color(rank: int, groups: dict[str, range]) -> str:
@@ -169,11 +194,20 @@ def _draw_links(
                 start, end = ((x - SQUARE * pitch / 2, y) for x, y in (start, end))
             else:
                 start, end = ((x, y - SQUARE * pitch / 2) for x, y in (start, end))
-        page.add_patch(FancyArrowPatch(
-            start, end, arrowstyle="-", color=color, zorder=2, shrinkA=0, shrinkB=0,
-            connectionstyle=f"arc3,rad={bow}", linewidth=4 if is_inside else 2,
-            linestyle="-" if is_inside else DASHES,
-        ))
+        page.add_patch(
+            FancyArrowPatch(
+                start,
+                end,
+                arrowstyle="-",
+                color=color,
+                zorder=2,
+                shrinkA=0,
+                shrinkB=0,
+                connectionstyle=f"arc3,rad={bow}",
+                linewidth=4 if is_inside else 2,
+                linestyle="-" if is_inside else DASHES,
+            )
+        )
 
 
 def _is_between(place: Place, start: Place, end: Place) -> bool:
@@ -190,8 +224,14 @@ def _describe(page: Axes, place: Place, axis: str, group: range, size: int) -> N
         links.append(("the network", DASHES, 2))
     for number, (_, style, width) in enumerate(reversed(links), start=1):
         left, y = place[0] - SAMPLE * number, place[1]
-        page.plot([left, left + 0.8 * SAMPLE], [y, y], color=AXIS_COLOR[axis], linewidth=width,
-                  linestyle=style, solid_capstyle="butt")
+        page.plot(
+            [left, left + 0.8 * SAMPLE],
+            [y, y],
+            color=AXIS_COLOR[axis],
+            linewidth=width,
+            linestyle=style,
+            solid_capstyle="butt",
+        )
 
     numbers = ", ".join(map(str, group)) if len(group) <= 8 else f"0, {group[1]} ... {group[-1]}"
     names = " and ".join(name for name, _, _ in links)

@@ -54,9 +54,7 @@ def skyline(
     figure, axes = canvas(height=3.7)
     x = [1e3 * moment.seconds for moment in timeline]
     layers = [[moment.bytes.get(kind, 0) for moment in timeline] for kind in CATEGORY_COLOR]
-    axes.stackplot(
-        x, layers, colors=list(CATEGORY_COLOR.values()), step="post", linewidth=0
-    )
+    axes.stackplot(x, layers, colors=list(CATEGORY_COLOR.values()), step="post", linewidth=0)
     top = 1.15 * max(peak.total, predicted or 0)
     axes.set_xlim(0, x[-1])
     axes.set_ylim(0, top)
@@ -66,8 +64,11 @@ def skyline(
     if predicted is not None:
         axes.axhline(predicted, color=BLACK, linestyle="--", linewidth=1.3)
         axes.annotate(
-            f"{predicted_label} {plain_bytes(predicted)}", (0.01, predicted),
-            xycoords=("axes fraction", "data"), textcoords="offset points", xytext=(0, 4),
+            f"{predicted_label} {plain_bytes(predicted)}",
+            (0.01, predicted),
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            xytext=(0, 4),
         )
     phases = _phases(timeline)
     phase_strip(axes, phases)
@@ -81,24 +82,36 @@ def skyline(
 
 def _phases(timeline: Sequence[Moment]) -> list[tuple[str, float, float]]:
     """Return each phase of the meter's timeline with its start and end, in ms."""
-    first = [i for i, moment in enumerate(timeline)
-             if i == 0 or moment.phase != timeline[i - 1].phase]
+    first = [
+        i for i, moment in enumerate(timeline) if i == 0 or moment.phase != timeline[i - 1].phase
+    ]
     starts, last = [1e3 * timeline[i].seconds for i in first], 1e3 * timeline[-1].seconds
-    return [(timeline[i].phase, start, end)
-            for i, start, end in zip(first, starts, [*starts[1:], last], strict=True)]
+    return [
+        (timeline[i].phase, start, end)
+        for i, start, end in zip(first, starts, [*starts[1:], last], strict=True)
+    ]
 
 
 def phase_strip(axes: Axes, phases: Sequence[tuple[str, float, float]]) -> None:
     """Draw a strip above the axes: which phase, from where to where on the x axis."""
     above, last = axes.get_xaxis_transform(), phases[-1][2]
     for phase, start, end in phases:
-        axes.add_patch(Rectangle(
-            (start, 1.02), end - start, 0.07, transform=above, clip_on=False, linewidth=0.8,
-            facecolor=WORK_COLOR.get(phase, BAND), edgecolor="white",
-        ))
+        axes.add_patch(
+            Rectangle(
+                (start, 1.02),
+                end - start,
+                0.07,
+                transform=above,
+                clip_on=False,
+                linewidth=0.8,
+                facecolor=WORK_COLOR.get(phase, BAND),
+                edgecolor="white",
+            )
+        )
         if end - start > NARROW * last:
-            axes.text((start + end) / 2, 1.05, phase, transform=above, ha="center",
-                      va="center", size=9)
+            axes.text(
+                (start + end) / 2, 1.05, phase, transform=above, ha="center", va="center", size=9
+            )
         else:
             axes.text(end, 1.1, phase, transform=above, ha="right", size=9, color=GREY)
 
@@ -106,14 +119,28 @@ def phase_strip(axes: Axes, phases: Sequence[tuple[str, float, float]]) -> None:
 def _list_kinds(axes: Axes, peak: Snapshot) -> None:
     """Name the layers at the right, uppermost first, with their bytes at the peak."""
     axes.plot([1.03], [1.06], "v", color=BLACK, transform=axes.transAxes, clip_on=False)
-    axes.text(1.055, 1.06, f"peak {plain_bytes(peak.total)}", transform=axes.transAxes,
-              va="center")
+    axes.text(1.055, 1.06, f"peak {plain_bytes(peak.total)}", transform=axes.transAxes, va="center")
     for row, (kind, color) in enumerate(reversed(CATEGORY_COLOR.items())):
         y = 0.92 - 0.19 * row
-        axes.add_patch(Rectangle((1.02, y - 0.09), 0.02, 0.17, transform=axes.transAxes,
-                                 clip_on=False, facecolor=color))
-        axes.text(1.055, y, f"{kind}\n{plain_bytes(peak.bytes.get(kind, 0))}", size=10,
-                  transform=axes.transAxes, va="center", linespacing=1.2)
+        axes.add_patch(
+            Rectangle(
+                (1.02, y - 0.09),
+                0.02,
+                0.17,
+                transform=axes.transAxes,
+                clip_on=False,
+                facecolor=color,
+            )
+        )
+        axes.text(
+            1.055,
+            y,
+            f"{kind}\n{plain_bytes(peak.bytes.get(kind, 0))}",
+            size=10,
+            transform=axes.transAxes,
+            va="center",
+            linespacing=1.2,
+        )
 
 
 @rc_context(STYLE)
@@ -135,8 +162,13 @@ def memory_bars(
     if limit is not None:
         axes.axvspan(limit, span, color=BAND, zorder=0)
         axes.annotate(
-            limit_label, (limit, 1), xycoords=("data", "axes fraction"), color=GREY,
-            textcoords="offset points", xytext=(4, -3), va="top",
+            limit_label,
+            (limit, 1),
+            xycoords=("data", "axes fraction"),
+            color=GREY,
+            textcoords="offset points",
+            xytext=(4, -3),
+            va="top",
         )
     for row, (_, kinds, dashed) in enumerate(bars):
         _draw_stack(axes, row, kinds, dashed, span)
@@ -160,13 +192,25 @@ def _draw_stack(
         if width == 0:
             continue
         axes.barh(
-            row, width, 0.7, left, color=pale(color) if is_predicted else color,
-            edgecolor=BLACK if is_predicted else "white", linewidth=1,
+            row,
+            width,
+            0.7,
+            left,
+            color=pale(color) if is_predicted else color,
+            edgecolor=BLACK if is_predicted else "white",
+            linewidth=1,
             linestyle="--" if is_predicted else "-",
         )
         if width > 0.11 * span:  # as wide as "12.3 GB"
-            axes.text(left + width / 2, row, plain_bytes(width), ha="center", va="center",
-                      size=10, color=BLACK if is_predicted else ink(color))
+            axes.text(
+                left + width / 2,
+                row,
+                plain_bytes(width),
+                ha="center",
+                va="center",
+                size=10,
+                color=BLACK if is_predicted else ink(color),
+            )
         left += width
     axes.annotate(
         plain_bytes(left), (left, row), textcoords="offset points", xytext=(5, 0), va="center"
@@ -177,9 +221,18 @@ def _name_kinds(axes: Axes, kinds: list[str]) -> None:
     """A line above the bars: each kind's name behind a square of its color."""
     handles = [Rectangle((0, 0), 1, 1, facecolor=CATEGORY_COLOR[kind]) for kind in kinds]
     axes.legend(
-        handles, kinds, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=len(kinds),
-        frameon=False, handlelength=0.9, handleheight=0.9, columnspacing=1.3, borderpad=0,
-        handletextpad=0.4, fontsize=10,
+        handles,
+        kinds,
+        loc="lower left",
+        bbox_to_anchor=(0, 1.0),
+        ncols=len(kinds),
+        frameon=False,
+        handlelength=0.9,
+        handleheight=0.9,
+        columnspacing=1.3,
+        borderpad=0,
+        handletextpad=0.4,
+        fontsize=10,
     )
 
 
@@ -197,12 +250,20 @@ def holdings(rows: dict[str, dict[str, Held]]) -> Figure:
         for x, kind in enumerate(kinds):
             cell = held.get(kind, Held(0, 0))
             color = CATEGORY_COLOR.get(kind, BAND)
-            axes.add_patch(Rectangle((x + 0.04, y + 0.1), 0.92, 0.8, facecolor="white",
-                                     edgecolor=GREY, linewidth=0.8))
-            axes.add_patch(Rectangle((x + 0.04, y + 0.1), 0.92 * cell.share, 0.8,
-                                     facecolor=color))
-            axes.text(x + 0.5, y + 0.5, plain_bytes(cell.bytes) if cell.bytes else "-",
-                      ha="center", va="center", color=ink(color) if cell.share > 0.6 else BLACK)
+            axes.add_patch(
+                Rectangle(
+                    (x + 0.04, y + 0.1), 0.92, 0.8, facecolor="white", edgecolor=GREY, linewidth=0.8
+                )
+            )
+            axes.add_patch(Rectangle((x + 0.04, y + 0.1), 0.92 * cell.share, 0.8, facecolor=color))
+            axes.text(
+                x + 0.5,
+                y + 0.5,
+                plain_bytes(cell.bytes) if cell.bytes else "-",
+                ha="center",
+                va="center",
+                color=ink(color) if cell.share > 0.6 else BLACK,
+            )
 
     axes.set_xlim(0, len(kinds))
     axes.set_ylim(len(names), 0)

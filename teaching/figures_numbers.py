@@ -57,8 +57,9 @@ def number_line(
     height = TOP + LANE * len(formats) + BOTTOM
     figure = Figure(figsize=(WIDTH, height))
     inner = WIDTH - LEFT - RIGHT
-    axes = figure.add_axes((LEFT / WIDTH, BOTTOM / height, inner / WIDTH,
-                            1 - (TOP + BOTTOM) / height))
+    axes = figure.add_axes(
+        (LEFT / WIDTH, BOTTOM / height, inner / WIDTH, 1 - (TOP + BOTTOM) / height)
+    )
     axes.set(xlim=(low, high), ylim=(len(formats), 0), yticks=[])
     axes.spines["left"].set_visible(False)
     beside = {"transform": axes.get_yaxis_transform(), "va": "center"}
@@ -99,8 +100,15 @@ def _draw_values(
         axes.barh(middle, end - start, left=start, color=pale(color), **bar)
         if end - start >= 0.5 * (high - low):
             place, side = (end, "right") if at < (start + end) / 2 else (start, "left")
-            axes.text(place, middle, " too dense to draw ", size=9, ha=side,
-                      va="center_baseline", color=BLACK)
+            axes.text(
+                place,
+                middle,
+                " too dense to draw ",
+                size=9,
+                ha=side,
+                va="center_baseline",
+                color=BLACK,
+            )
     for piece in ((low, min(high, -dense)), (max(low, dense), high)):
         if piece[1] >= piece[0]:
             ticks = representable(dtype, *piece).tolist()
@@ -111,8 +119,13 @@ def _mark(axes: Axes, formats: Sequence[str], at: float, plus: float | None) -> 
     """Lines at `at` and `at + plus`, and what each format holds in their place."""
     low, high = axes.get_xlim()
     dot = {"color": BLACK, "markersize": 6, "zorder": 4}
-    ring = {"color": SERIES[1], "markersize": 11, "zorder": 4, "fillstyle": "none",
-            "markeredgewidth": 1.6}
+    ring = {
+        "color": SERIES[1],
+        "markersize": 11,
+        "zorder": 4,
+        "fillstyle": "none",
+        "markeredgewidth": 1.6,
+    }
 
     def put(value: float, row: int, look: dict) -> None:
         dtype = FORMATS[formats[row]]
@@ -184,17 +197,29 @@ def _pair_of_axes(num_rows: int) -> tuple[Figure, list[Axes]]:
 def _draw_bits(axes: Axes, layout: Layout, row: int) -> None:
     """A square per bit; in those of exponent and mantissa, how many they are."""
     start = 0
-    parts = (1, GREY), (layout.exponent, NUMBER_COLOR["exponent"]), \
-        (layout.mantissa, NUMBER_COLOR["mantissa"])
+    parts = (
+        (1, GREY),
+        (layout.exponent, NUMBER_COLOR["exponent"]),
+        (layout.mantissa, NUMBER_COLOR["mantissa"]),
+    )
     for count, color in parts:
         for index in range(start, start + count):
-            axes.add_patch(Rectangle(
-                (index, row - 0.25), 1, 0.5, facecolor=color, edgecolor="white", linewidth=0.8
-            ))
+            axes.add_patch(
+                Rectangle(
+                    (index, row - 0.25), 1, 0.5, facecolor=color, edgecolor="white", linewidth=0.8
+                )
+            )
         if count > 1:
-            axes.text(start + count / 2, row, str(count), size=10, ha="center",
-                      va="center_baseline", color=ink(color),
-                      bbox={"facecolor": color, "linewidth": 0, "pad": 0.5})
+            axes.text(
+                start + count / 2,
+                row,
+                str(count),
+                size=10,
+                ha="center",
+                va="center_baseline",
+                color=ink(color),
+                bbox={"facecolor": color, "linewidth": 0, "pad": 0.5},
+            )
         start += count
 
 
@@ -217,8 +242,11 @@ def draw_number_line(format: str, position: float, plus: float, zoom: int) -> Dr
         return figure, f"{format} ends at {say(layout.largest)}: {say(position)} is beyond it."
 
     spacing = layout.spacing(held)
-    then = (f"then {say(held + spacing)}, a spacing of {say(spacing)}"
-            if held < layout.largest else "its largest number")
+    then = (
+        f"then {say(held + spacing)}, a spacing of {say(spacing)}"
+        if held < layout.largest
+        else "its largest number"
+    )
     instead = f" for {say(position)}" if held != position else ""
     total = held + plus
     outcome = "too large" if overflows(dtype, total) else say(rounded(dtype, total))

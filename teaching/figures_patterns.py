@@ -39,8 +39,14 @@ def message_patterns() -> Figure:
     for step, (distance, share) in enumerate(partners, 1):
         x, y = on_circle(distance)
         _send(halving, on_circle(0), (x, y), share, "<|-|>")
-        halving.text(x + 0.25, y + 0.12, f"step {step}:\nG/{round(1 / share)}", size=8.5,
-                     color=GREY, va="top" if y < 0 else "center")
+        halving.text(
+            x + 0.25,
+            y + 0.12,
+            f"step {step}:\nG/{round(1 / share)}",
+            size=8.5,
+            color=GREY,
+            va="top" if y < 0 else "center",
+        )
     _finish(halving, on_circle, f"halving: {2 * len(partners)} steps, G/2 to G/{SIZE}", right=1.95)
 
     for child, parent in PARENT.items():
@@ -69,12 +75,25 @@ def in_tree(rank: int) -> tuple[float, float]:
 
 
 def _send(
-    axes: Axes, begin: tuple[float, float], end: tuple[float, float], share: float, style: str,
+    axes: Axes,
+    begin: tuple[float, float],
+    end: tuple[float, float],
+    share: float,
+    style: str,
     color: str = WORK_COLOR["communication"],
 ) -> None:
-    axes.add_patch(FancyArrowPatch(
-        begin, end, arrowstyle=style, mutation_scale=9, linewidth=THICKEST * share, color=color,
-        shrinkA=9, shrinkB=9))
+    axes.add_patch(
+        FancyArrowPatch(
+            begin,
+            end,
+            arrowstyle=style,
+            mutation_scale=9,
+            linewidth=THICKEST * share,
+            color=color,
+            shrinkA=9,
+            shrinkB=9,
+        )
+    )
 
 
 def _finish(axes: Axes, place: Callable, title: str, right: float = 1.35) -> None:

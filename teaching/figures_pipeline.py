@@ -90,8 +90,10 @@ def _draw_lane(
     colors = [_color(each.action, _chunks(passes), is_predicted) for each in passes]
     widths = sorted(72 * (each.end - each.start) / inch for each in passes)
     axes.broken_barh(
-        [(each.start, each.end - each.start) for each in passes], (row - 0.4, 0.8),
-        facecolors=colors, edgecolors=BLACK if is_predicted else "white",
+        [(each.start, each.end - each.start) for each in passes],
+        (row - 0.4, 0.8),
+        facecolors=colors,
+        edgecolors=BLACK if is_predicted else "white",
         linestyles="--" if is_predicted else "-",
         linewidths=min(0.8, 0.08 * widths[len(widths) // 10]),  # or edges would hide narrow blocks
     )
@@ -103,9 +105,15 @@ def _number_lane(
     for each in passes:
         color = _color(each.action, _chunks(passes), is_predicted)
         if size <= _fitting_size(each, inch):
-            axes.text((each.start + each.end) / 2, row, str(each.action.micro_batch), size=size,
-                      color=ink(color), ha="center",
-                      va="center_baseline")
+            axes.text(
+                (each.start + each.end) / 2,
+                row,
+                str(each.action.micro_batch),
+                size=size,
+                color=ink(color),
+                ha="center",
+                va="center_baseline",
+            )
 
 
 def _fitting_size(each: Pass, inch: float) -> float:
@@ -129,9 +137,7 @@ def _color(action: Action, chunks: list[int], is_predicted: bool) -> tuple[float
     return pale(color) if is_predicted else color
 
 
-def measured_timeline(
-    schedule: Schedule, spans_by_rank: Sequence[Sequence[Span]]
-) -> Timeline:
+def measured_timeline(schedule: Schedule, spans_by_rank: Sequence[Sequence[Span]]) -> Timeline:
     """When each rank really ran its actions, in ms since the first, from its ledger's spans.
 
     The spans are those of one step. A pass ends with its last span; the few lines of Python before
@@ -148,7 +154,9 @@ def measured_timeline(
         end = parts[-1].end
         return Pass(action, 1e3 * (start - first), 1e3 * (end - first))
 
-    return Timeline(tuple(
-        tuple(run(action, own) for action in actions)
-        for actions, own in zip(schedule.actions, spans, strict=True)
-    ))
+    return Timeline(
+        tuple(
+            tuple(run(action, own) for action in actions)
+            for actions, own in zip(schedule.actions, spans, strict=True)
+        )
+    )

@@ -77,13 +77,27 @@ def _draw_ranges(axes: Axes, left: float, right: float) -> None:
     """What fp16 makes of each magnitude, in its colors, and how far bf16 reaches."""
     for start, end, name in _regions(left, right):
         axes.barh(0, end - start, left=start, height=0.7, color=NUMBER_COLOR[name])
-        axes.text((start + end) / 2, 0, name, size=9, ha="center", va="center_baseline",
-                  color=ink(NUMBER_COLOR[name]))
+        axes.text(
+            (start + end) / 2,
+            0,
+            name,
+            size=9,
+            ha="center",
+            va="center_baseline",
+            color=ink(NUMBER_COLOR[name]),
+        )
     axes.barh(1, right - left, left=left, height=0.7, color=GREY)
     layout = layout_of(torch.bfloat16)
     reach = [round(math.log2(x)) for x in (layout.smallest_subnormal, layout.largest)]
-    axes.text((left + right) / 2, 1, f"from $2^{{{reach[0]}}}$ to $2^{{{reach[1]}}}$", size=9,
-              color="white", ha="center", va="center_baseline")
+    axes.text(
+        (left + right) / 2,
+        1,
+        f"from $2^{{{reach[0]}}}$ to $2^{{{reach[1]}}}$",
+        size=9,
+        color="white",
+        ha="center",
+        va="center_baseline",
+    )
     axes.set_yticks([0, 1], ["fp16", "bf16"], color=BLACK)
     axes.set_ylim(1.5, -0.5)
     axes.tick_params(length=0, labelbottom=False)
@@ -94,8 +108,13 @@ def _regions(left: float, right: float) -> list[tuple[float, float, str]]:
     """Exponents from where to where, and what fp16 makes of them."""
     layout = layout_of(torch.float16)
     zero = math.log2(layout.smallest_subnormal) - 1
-    edges = [left, zero, math.log2(layout.smallest_normal), math.ceil(math.log2(layout.largest)),
-             right]
+    edges = [
+        left,
+        zero,
+        math.log2(layout.smallest_normal),
+        math.ceil(math.log2(layout.largest)),
+        right,
+    ]
     return [(start, end, name) for (start, end), name in zip(pairwise(edges), CLASSES, strict=True)]
 
 
@@ -108,8 +127,15 @@ def _draw_counts(axes: Axes, counts: dict[int, int], num_zeros: int) -> None:
         axes.bar(exponent, 100 * count / total, 0.94, align="edge", color=NUMBER_COLOR[name])
     if num_zeros:
         share = num_zeros / (num_zeros + total)
-        axes.text(0, 0.9, f" {share:.1%} are 0 already", va="top", size=9.5, color=GREY,
-                  transform=axes.transAxes)
+        axes.text(
+            0,
+            0.9,
+            f" {share:.1%} are 0 already",
+            va="top",
+            size=9.5,
+            color=GREY,
+            transform=axes.transAxes,
+        )
     axes.yaxis.set_major_locator(MaxNLocator(3))
     axes.set_ylabel("% of nonzero")
 
@@ -148,8 +174,14 @@ def one_weight(histories: dict[str, Sequence[float]], grid: str | None = None) -
     if grid:
         for value in representable(FORMATS[grid], low, high).tolist():
             axes.axhline(value, color=GREY, linewidth=0.6, zorder=0)
-        axes.text(0, 1.02, f"gray lines: the numbers of {grid}", size=9.5, color=GREY,
-                  transform=axes.transAxes)
+        axes.text(
+            0,
+            1.02,
+            f"gray lines: the numbers of {grid}",
+            size=9.5,
+            color=GREY,
+            transform=axes.transAxes,
+        )
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: say(value)))
     axes.set_xlabel("optimizer steps")
     axes.set_ylabel("value of the weight")

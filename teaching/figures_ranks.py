@@ -55,8 +55,12 @@ def timeline(
 
     rows = []
     for lanes in steps:
-        named = {(block.kind, block.label) for blocks in lanes.values() for block in blocks
-                 if _fits(block, span)}
+        named = {
+            (block.kind, block.label)
+            for blocks in lanes.values()
+            for block in blocks
+            if _fits(block, span)
+        }
         for blocks in lanes.values():
             row = len(rows) + (0.3 if lanes is measured and predicted else 0)  # a gap between both
             rows.append(row)
@@ -89,13 +93,16 @@ def draw_idle(axes: Axes, row: float, blocks: Sequence[Block], end: float) -> No
             axes.barh(row, right - left, 0.7, left, color="white", edgecolor=BAND, hatch="///")
 
 
-def _draw_block(
-    axes: Axes, row: float, block: Block, span: float, is_predicted: bool
-) -> None:
+def _draw_block(axes: Axes, row: float, block: Block, span: float, is_predicted: bool) -> None:
     width = block.end - block.start
     axes.barh(
-        row, width, 0.7, block.start, color=(WORK_COLOR | AXIS_COLOR).get(block.kind, BAND),
-        alpha=0.45 if is_predicted else 1.0, edgecolor=BLACK if is_predicted else "white",
+        row,
+        width,
+        0.7,
+        block.start,
+        color=(WORK_COLOR | AXIS_COLOR).get(block.kind, BAND),
+        alpha=0.45 if is_predicted else 1.0,
+        edgecolor=BLACK if is_predicted else "white",
         linestyle="--" if is_predicted else "-",
         linewidth=1 if width > 0.02 * span else 0.4,  # or the edges would hide narrow blocks
     )
@@ -110,8 +117,15 @@ def _name_block(
         axes.text((block.start + block.end) / 2, row, label, ha="center", va="center")
     elif block.kind != "communication" and (block.kind, block.label) not in named:
         is_late = block.start + 0.8 * LETTER * len(label) * span > span
-        axes.text(block.end if is_late else block.start, row - 0.37, label, va="bottom", size=9,
-                  ha="right" if is_late else "left", color=GREY)
+        axes.text(
+            block.end if is_late else block.start,
+            row - 0.37,
+            label,
+            va="bottom",
+            size=9,
+            ha="right" if is_late else "left",
+            color=GREY,
+        )
     named.add((block.kind, block.label))
 
 
@@ -129,15 +143,18 @@ def rank_lanes(
     never waited for has no end and is left out, and so is compute too short to be seen.
     """
     all_spans = [span for spans in spans_by_rank for span in spans]
-    first = min([call.started for calls in calls_by_rank for call in calls]
-                + [span.start for span in all_spans])
+    first = min(
+        [call.started for calls in calls_by_rank for call in calls]
+        + [span.start for span in all_spans]
+    )
     shortest = SHORTEST * (max([span.end for span in all_spans], default=first) - first)
 
     lanes = {}
     for rank, (calls, spans) in enumerate(zip(calls_by_rank, spans_by_rank, strict=True)):
         lanes[f"rank {rank} compute"] = [
             Block(span.phase, 1e3 * (span.start - first), 1e3 * (span.end - first))
-            for span in spans if span.end - span.start > shortest
+            for span in spans
+            if span.end - span.start > shortest
         ]
         lanes[f"rank {rank} network"] = _one_after_another(calls, first)
     return lanes
@@ -201,10 +218,19 @@ def _draw_bar(
     fits = min(value, tick) > 1.2 * LETTER * len(name) * span
     if fits:
         axes.annotate(
-            name, (0, y), textcoords="offset points", xytext=(5, 0), va="center", size=10,
+            name,
+            (0, y),
+            textcoords="offset points",
+            xytext=(5, 0),
+            va="center",
+            size=10,
             color=ink(color),
         )
     axes.annotate(
-        number if fits else f"{number}, {name}", (max(value, tick), y), va="center", size=10,
-        textcoords="offset points", xytext=(6, 0),
+        number if fits else f"{number}, {name}",
+        (max(value, tick), y),
+        va="center",
+        size=10,
+        textcoords="offset points",
+        xytext=(6, 0),
     )

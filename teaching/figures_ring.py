@@ -69,17 +69,33 @@ def _draw_ring(axes: Axes, size: int, step: int, numbered: bool) -> None:
             _draw_chunk(axes, size, rank, chunk, {other % size for other in ranks}, numbered)
     for sender, chunk in sent_chunks(size, step - 1) if step else []:
         receiver = (sender + 1) % size
-        axes.add_patch(Rectangle((chunk + 0.06, receiver + 0.12), 0.88, 0.76, fill=False,
-                                 edgecolor=BLACK, linewidth=1.8, zorder=3))
-        axes.annotate("", (chunk + 0.5, receiver + 0.14), (chunk + 0.5, receiver - 0.3), zorder=4,
-                      arrowprops={"arrowstyle": "-|>", "linewidth": 1.5, "color": BLACK})
+        axes.add_patch(
+            Rectangle(
+                (chunk + 0.06, receiver + 0.12),
+                0.88,
+                0.76,
+                fill=False,
+                edgecolor=BLACK,
+                linewidth=1.8,
+                zorder=3,
+            )
+        )
+        axes.annotate(
+            "",
+            (chunk + 0.5, receiver + 0.14),
+            (chunk + 0.5, receiver - 0.3),
+            zorder=4,
+            arrowprops={"arrowstyle": "-|>", "linewidth": 1.5, "color": BLACK},
+        )
 
     axes.set_xlim(0, size)
     axes.set_ylim(size, -0.35)
     names = [f"rank {rank}" if numbered else f"{rank}" for rank in range(size)]
     axes.set_yticks([rank + 0.5 for rank in range(size)], names)
-    axes.set_xticks([chunk + 0.5 for chunk in range(size)],
-                    [f"chunk {chunk}" for chunk in range(size)] if numbered else [])
+    axes.set_xticks(
+        [chunk + 0.5 for chunk in range(size)],
+        [f"chunk {chunk}" for chunk in range(size)] if numbered else [],
+    )
     axes.tick_params(length=0, labelcolor=BLACK)
     axes.spines[:].set_visible(False)
     phase = "reduce-scatter" if step < size else "all-gather"
@@ -90,13 +106,28 @@ def _draw_chunk(
     axes: Axes, size: int, rank: int, chunk: int, summed: set[int], numbered: bool
 ) -> None:
     """One cell: a stripe per rank, filled if that rank's numbers are in the sum."""
-    axes.add_patch(Rectangle((chunk + 0.06, rank + 0.12), 0.88, 0.76, facecolor="white",
-                             edgecolor=GREY, linewidth=0.8))
+    axes.add_patch(
+        Rectangle(
+            (chunk + 0.06, rank + 0.12),
+            0.88,
+            0.76,
+            facecolor="white",
+            edgecolor=GREY,
+            linewidth=0.8,
+        )
+    )
     for other in sorted(summed):
         width = 0.88 / size
         left = chunk + 0.06 + other * width
         color = RANK_COLOR[other % len(RANK_COLOR)]
         axes.add_patch(Rectangle((left, rank + 0.12), width, 0.76, facecolor=color))
         if numbered:
-            axes.text(left + width / 2, rank + 0.5, str(other), ha="center", va="center", size=10,
-                      color=ink(color))
+            axes.text(
+                left + width / 2,
+                rank + 0.5,
+                str(other),
+                ha="center",
+                va="center",
+                size=10,
+                color=ink(color),
+            )

@@ -19,7 +19,14 @@ BLACK, GREY, BAND = "#000000", "#6B6B6B", "#E3E3E3"
 # One color means one thing: no two of these share a color, and none is close to another, also as
 # the color-blind see them. Ranks have the colors of Okabe and Ito, and the rank's number in them.
 RANK_COLOR = (
-    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#F0E442", "#5A5A5A",
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#D55E00",
+    "#56B4E9",
+    "#CC79A7",
+    "#F0E442",
+    "#5A5A5A",
 )
 CATEGORY_COLOR = {  # kinds of bytes, in the order in which they are stacked
     "parameter": "#1B1AA6",
@@ -38,7 +45,11 @@ WORK_COLOR = {  # what a rank does
     "elementwise": "#D1EFE9",
 }
 AXIS_COLOR = {
-    "tp": "#0B2F91", "dp": "#D32C67", "pp": "#A36904", "cp": "#154E19", "ep": "#AE4CD5",
+    "tp": "#0B2F91",
+    "dp": "#D32C67",
+    "pp": "#A36904",
+    "cp": "#154E19",
+    "ep": "#AE4CD5",
 }
 NUMBER_COLOR = {  # what a format makes of a magnitude, from the smallest on; and its bits
     "zero": "#E72112",
@@ -119,8 +130,10 @@ def image_tag(figure: Figure, alt: str) -> str:
     """Return the figure as an HTML image of its own size, with its alternative text."""
     width, height = _pixels(figure)
     data = base64.b64encode(png(figure)).decode()
-    return (f'<img alt="{html.escape(alt)}" width="{width}" height="{height}" decoding="sync" '
-            f'src="data:image/png;base64,{data}">')
+    return (
+        f'<img alt="{html.escape(alt)}" width="{width}" height="{height}" decoding="sync" '
+        f'src="data:image/png;base64,{data}">'
+    )
 
 
 def _pixels(figure: Figure) -> tuple[int, int]:
@@ -149,7 +162,12 @@ def ink(color: str | tuple[float, ...]) -> str:
 def label_end(axes: Axes, x: float, y: float, text: str, color: str) -> None:
     """Write a line's name to the right of its end, in its color."""
     axes.annotate(
-        text, (x, y), textcoords="offset points", xytext=(6, 0), va="center", color=color,
+        text,
+        (x, y),
+        textcoords="offset points",
+        xytext=(6, 0),
+        va="center",
+        color=color,
         annotation_clip=False,
     )
 

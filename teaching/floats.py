@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 FORMATS = {
-    "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
-    "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
 }
 PATTERN = {32: torch.int32, 16: torch.int16, 8: torch.uint8}
 """Integers as long as a float."""
@@ -44,9 +47,7 @@ def layout_of(dtype: torch.dtype) -> Layout:
     """Count the bits of `dtype`; one more is the sign."""
     info = torch.finfo(dtype)
     mantissa = -round(math.log2(info.eps))
-    return Layout(
-        info.bits - 1 - mantissa, mantissa, info.tiny * info.eps, info.tiny, info.max
-    )
+    return Layout(info.bits - 1 - mantissa, mantissa, info.tiny * info.eps, info.tiny, info.max)
 
 
 def representable(dtype: torch.dtype, low: float, high: float) -> Tensor:

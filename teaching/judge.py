@@ -24,8 +24,12 @@ def main(exercise_id: str, root: str, limit: str) -> None:
         exercise = find(exercise_id, Path(root))
         if sys.platform != "win32":  # it imports PyTorch while this process does
             forkserver.set_forkserver_preload(
-                [SLOW_TO_IMPORT, f"teaching.graders.{exercise.chapter}",
-                 *filter(None, [exercise.replaces])])
+                [
+                    SLOW_TO_IMPORT,
+                    f"teaching.graders.{exercise.chapter}",
+                    *filter(None, [exercise.replaces]),
+                ]
+            )
             forkserver.ensure_running()
 
         import torch

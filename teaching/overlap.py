@@ -68,14 +68,21 @@ def hidden_share(calls: Iterable[Call], spans: Iterable[Span]) -> float:
             travels[-1][1] = max(travels[-1][1], end)
         else:
             travels.append([start, end])
-    both = sum(max(0.0, min(end, span.end) - max(start, span.start))
-               for start, end in travels for span in spans)
+    both = sum(
+        max(0.0, min(end, span.end) - max(start, span.start))
+        for start, end in travels
+        for span in spans
+    )
     return both / sum(end - start for start, end in travels)
 
 
 def transfers(
-    ready: list[float], sizes: list[int], buckets: list[list[int]], num_ranks: int,
-    latency: float, bandwidth: float,
+    ready: list[float],
+    sizes: list[int],
+    buckets: list[list[int]],
+    num_ranks: int,
+    latency: float,
+    bandwidth: float,
 ) -> list[tuple[float, float]]:
     """Start and end, in seconds, of each bucket's all-reduce by a ring, one after the other.
 
@@ -103,6 +110,7 @@ def step_lanes(compute: Compute, sent: list[tuple[float, float]]) -> dict[str, l
         phases.append(("optimizer", there, there + compute.optimizer))
     return {
         "predicted compute": [Block(kind, 1e3 * start, 1e3 * end) for kind, start, end in phases],
-        "predicted network": [Block("communication", 1e3 * start, 1e3 * end)
-                              for start, end in sent],
+        "predicted network": [
+            Block("communication", 1e3 * start, 1e3 * end) for start, end in sent
+        ],
     }

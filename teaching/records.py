@@ -44,8 +44,13 @@ def key_of(exercise: Exercise, root: Path = ROOT) -> str:
     """A hash of all that decides a verdict; comments and layout of the answer do not count."""
     solution = _contents(root / exercise.solution_file)
     versions = f"{version('torch')} {sys.version}".encode()
-    parts = [exercise.id.encode(), meaning(_contents(root / exercise.file)), solution, versions,
-             _package()]
+    parts = [
+        exercise.id.encode(),
+        meaning(_contents(root / exercise.file)),
+        solution,
+        versions,
+        _package(),
+    ]
     return hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
 
@@ -67,16 +72,22 @@ def _says_nothing(statement: ast.stmt) -> bool:
 
 def _package() -> bytes:
     """A hash of both packages: a grader can reach any of them."""
-    files = sorted(path for package in ("minitron", "teaching")
-                   for path in (ROOT / package).rglob("*")
-                   if path.is_file() and path.suffix != ".pyc")  # tables of data decide as well
+    files = sorted(
+        path
+        for package in ("minitron", "teaching")
+        for path in (ROOT / package).rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    )  # tables of data decide as well
     return _hash_of(tuple((path, path.stat().st_mtime_ns) for path in files))
 
 
 @lru_cache(1)
 def _hash_of(files: tuple[tuple[Path, int], ...]) -> bytes:
-    parts = [part for path, _ in files
-             for part in (str(path.relative_to(ROOT)).encode(), _contents(path))]
+    parts = [
+        part
+        for path, _ in files
+        for part in (str(path.relative_to(ROOT)).encode(), _contents(path))
+    ]
     return hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).digest()
 
 

@@ -18,10 +18,13 @@ from teaching import figures
 from teaching.exercises import Exercise, find
 
 NUM_STORIES, STORY_TOKENS, TEXT_TOKENS = 64, 120, 200
-COMPARISON = ("the corpus scores 100 % and 100 %; sentences that ignore the earlier ones, "
-              "100 % and 0 %")
-TYPICAL = ("about 99 % and 35 % after configs/stories.toml; from 64 stories, a share is uncertain "
-           "by 6 points")
+COMPARISON = (
+    "the corpus scores 100 % and 100 %; sentences that ignore the earlier ones, 100 % and 0 %"
+)
+TYPICAL = (
+    "about 99 % and 35 % after configs/stories.toml; from 64 stories, a share is uncertain "
+    "by 6 points"
+)
 """Measured on 262 stories by such a model, most of whose mistakes were in the place."""
 
 
@@ -36,10 +39,15 @@ def report(run: Run) -> None:
     with one_fault_ends_all(run.group):
         if run.rank == 0:
             if saved is not None:
-                print(f"{run.folder}: all {run.step:,} steps are done; --train.steps "
-                      f"{2 * run.step} --train.continuation restart would add as many. The report:")
-            print(f"\n{text}\nloss curve           {run.folder / 'loss_curve.png'}"
-                  f"\nrun                  {run.folder}\n\n{next_steps(run)}", flush=True)
+                print(
+                    f"{run.folder}: all {run.step:,} steps are done; --train.steps "
+                    f"{2 * run.step} --train.continuation restart would add as many. The report:"
+                )
+            print(
+                f"\n{text}\nloss curve           {run.folder / 'loss_curve.png'}"
+                f"\nrun                  {run.folder}\n\n{next_steps(run)}",
+                flush=True,
+            )
             keep(run, text)
 
 
@@ -55,8 +63,11 @@ def report_use(run: Run, calls: Counter) -> None:
     of_ranks = f" on the rank with the most calls, of {run.size}" if run.size > 1 else ""
     for number in sorted({number for number, _ in calls}):
         most = {key[1]: max(each[key] for each in everyone) for key in calls if key[0] == number}
-        called = [f"{name} {count:,} time{'s' * (count != 1)}" for name, count in most.items()
-                  if count > 0]
+        called = [
+            f"{name} {count:,} time{'s' * (count != 1)}"
+            for name, count in most.items()
+            if count > 0
+        ]
         if called:
             print(f"exercise {number}: the run called your {', '.join(called)}{of_ranks}")
         else:
@@ -91,8 +102,10 @@ def new_report(run: Run) -> str:
         lines.append(f"validation loss      {losses[-1]:.4f} nats per token")
     floor = lowest_loss(run)
     if floor is not None:
-        lines.append(f"lowest possible      {floor:.4f} (the grammar's entropy, seen through "
-                     f"{run.config.data.sequence_length} tokens)")
+        lines.append(
+            f"lowest possible      {floor:.4f} (the grammar's entropy, seen through "
+            f"{run.config.data.sequence_length} tokens)"
+        )
     return "\n".join(lines)
 
 
@@ -116,8 +129,7 @@ def with_facts(curve: Figure, run: Run, rows: list[dict]) -> bytes:
     facts = {name: tables[name] for name in ("model", "data", "train")}
     facts["evaluated"] = [row["step"] for row in rows if "val_loss" in row]
     buffer = io.BytesIO()
-    curve.savefig(buffer, format="png",
-                  metadata={"Software": None, "Comment": json.dumps(facts)})
+    curve.savefig(buffer, format="png", metadata={"Software": None, "Comment": json.dumps(facts)})
     return buffer.getvalue()
 
 

@@ -71,8 +71,9 @@ def _span_by_eye(text: str, name: str) -> slice | None:
     # The file does not parse: the definition ends before the next line that starts a statement
     # or an exercise at the left margin; a closing bracket there still belongs to it.
     lines = text.split("\n")
-    starts = [n for n, line in enumerate(lines)
-              if re.match(rf"(async def|def|class) {name}\b", line)]
+    starts = [
+        n for n, line in enumerate(lines) if re.match(rf"(async def|def|class) {name}\b", line)
+    ]
     if not starts:
         return None
     stop = starts[-1] + 1

@@ -36,15 +36,23 @@ def use(*ids: str, root: Path = ROOT) -> Iterator[Counter]:
     launch.RANK_CONTEXTS.append(on_ranks)
     try:
         for exercise in [find(i, root) for i in ids]:
-            require(exercise.replaces is not None, f"exercise {exercise} replaces nothing in "
-                    "the package", "leave it out of `use`")
-            require(not is_stub(exercise, root), f"exercise {exercise} is not written yet",
-                    f"edit {exercise.file}, then minitron check {exercise.id}")
+            require(
+                exercise.replaces is not None,
+                f"exercise {exercise} replaces nothing in the package",
+                "leave it out of `use`",
+            )
+            require(
+                not is_stub(exercise, root),
+                f"exercise {exercise} is not written yet",
+                f"edit {exercise.file}, then minitron check {exercise.id}",
+            )
             written = _load_or_explain(exercise, root)
             originals = replaced(exercise)
             calls.update({(exercise.id, name): 0 for name in originals})
-            pairs = [(original, _counted(written[name], exercise, name, calls))
-                     for name, original in originals.items()]
+            pairs = [
+                (original, _counted(written[name], exercise, name, calls))
+                for name, original in originals.items()
+            ]
             for original, mine in pairs + variants(exercise):
                 _swap(original, mine)
                 swapped.append((original, mine))
@@ -65,7 +73,7 @@ def _load_or_explain(exercise: Exercise, root: Path) -> dict[str, Callable]:
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{exercise.file} cannot be executed: {type(error).__name__}: {error}",
-            f"try minitron check {exercise.id}"
+            f"try minitron check {exercise.id}",
         ) from None
 
 
@@ -93,9 +101,11 @@ def _in_one_line(error: NotImplementedError) -> ConfigError:
     file, line, name, _ = traceback.extract_tb(error.__traceback__)[-1]
     traceback.clear_frames(error.__traceback__)  # they may hold a group, which ends with the run
     number = STUB.match(str(error))[1]
-    return ConfigError(f"exercise {number} is not complete: {name}, in line {line} of "
-                       f"{Path(file).name}, still holds the stub",
-                       f"write it, then minitron check {number}")
+    return ConfigError(
+        f"exercise {number} is not complete: {name}, in line {line} of "
+        f"{Path(file).name}, still holds the stub",
+        f"write it, then minitron check {number}",
+    )
 
 
 def _swap(old: Callable, new: Callable) -> None:

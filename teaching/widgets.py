@@ -28,19 +28,29 @@ from teaching.figures_numbers import draw_number_line
 from teaching.floats import FORMATS
 
 LABELS = {
-    "num_layers": "layers", "sequence_length": "sequence length, tokens",
-    "micro_batch": "micro-batch, sequences", "recipe": "precision",
-    "bucket_MB": "bucket size, MB", "latency_us": "latency, µs",
-    "bandwidth_GB_s": "bandwidth, GB/s", "tokens_per_rank": "tokens per rank",
-    "billions": "parameters, billions", "micro_batches": "micro-batches",
-    "chunks": "chunks per rank", "plus": "number to add", "tp": "tensor-parallel ranks",
+    "num_layers": "layers",
+    "sequence_length": "sequence length, tokens",
+    "micro_batch": "micro-batch, sequences",
+    "recipe": "precision",
+    "bucket_MB": "bucket size, MB",
+    "latency_us": "latency, µs",
+    "bandwidth_GB_s": "bandwidth, GB/s",
+    "tokens_per_rank": "tokens per rank",
+    "billions": "parameters, billions",
+    "micro_batches": "micro-batches",
+    "chunks": "chunks per rank",
+    "plus": "number to add",
+    "tp": "tensor-parallel ranks",
     "pp": "pipeline stages",
 }
 """What stands beside a control whose argument's name is not the words for it."""
 
 
 def explore(
-    draw: Callable[..., Drawing], controls: dict[str, Sequence], start: dict, task: str,
+    draw: Callable[..., Drawing],
+    controls: dict[str, Sequence],
+    start: dict,
+    task: str,
     allowed: Callable[[dict], dict[str, Sequence]] = lambda now: {},
 ) -> None:
     """Show `draw(**start)` and, in a live notebook, a control for each of its arguments.
@@ -61,7 +71,9 @@ def explore(
 
 
 def _display_controls(
-    draw: Callable[..., Drawing], controls: dict[str, Sequence], start: dict,
+    draw: Callable[..., Drawing],
+    controls: dict[str, Sequence],
+    start: dict,
     allowed: Callable[[dict], dict[str, Sequence]],
 ) -> None:
     import ipywidgets
@@ -105,9 +117,14 @@ def _control(name: str, values: Sequence, start):
     kind = ipywidgets.Dropdown if isinstance(start, str) else ipywidgets.SelectionSlider
     # not continuous: a drag redraws once, when it ends
     extra = {} if kind is ipywidgets.Dropdown else {"continuous_update": False}
-    return kind(options=_options(values), value=start,
-                description=LABELS.get(name, name.replace("_", " ")),
-                style={"description_width": "13em"}, layout={"width": "36em"}, **extra)
+    return kind(
+        options=_options(values),
+        value=start,
+        description=LABELS.get(name, name.replace("_", " ")),
+        style={"description_width": "13em"},
+        layout={"width": "36em"},
+        **extra,
+    )
 
 
 def _options(values: Sequence) -> tuple[tuple[str, object], ...]:
@@ -133,10 +150,15 @@ def memory_calculator() -> None:
             "micro_batch": (1, 2, 4, 8, 16),
             "recipe": tuple(cost.RECIPES),
         },
-        start={"num_layers": 32, "width": 4096, "sequence_length": 8192, "micro_batch": 1,
-               "recipe": "bf16"},
+        start={
+            "num_layers": 32,
+            "width": 4096,
+            "sequence_length": 8192,
+            "micro_batch": 1,
+            "recipe": "bf16",
+        },
         task="find the largest model that still fits. Then see which sliders move the "
-             "activations alone, and which move everything.",
+        "activations alone, and which move everything.",
     )
 
 
@@ -152,7 +174,7 @@ def bucket_explorer() -> None:
         },
         start={"bucket_MB": 25, "latency_us": 10, "bandwidth_GB_s": 50, "tokens_per_rank": 8192},
         task="find the bucket size that exposes least. It is not zero: whose gradient is ready "
-             "last, and how large is it? Then take buckets of 1 MB: which slider hides them?",
+        "last, and how large is it? Then take buckets of 1 MB: which slider hides them?",
     )
 
 
@@ -164,7 +186,7 @@ def ring_explorer() -> None:
         start={"ranks": 4, "step": 3},
         allowed=lambda now: {"step": tuple(range(2 * now["ranks"] - 1))},
         task="follow the outlined chunks from step to step. After which step does every rank "
-             "hold its first finished sum, with 3 ranks, with 6?",
+        "hold its first finished sum, with 3 ranks, with 6?",
     )
 
 
@@ -179,8 +201,8 @@ def zero_explorer() -> None:
         },
         start={"billions": 13, "ranks": 8, "recipe": "bf16"},
         task="find the fewest ranks on which 13 billion parameters fit, with ZeRO-1, with ZeRO-2, "
-             "with ZeRO-3. From which size on does ZeRO-1 not fit on any number of ranks? And "
-             "ZeRO-2?",
+        "with ZeRO-3. From which size on does ZeRO-1 not fit on any number of ranks? And "
+        "ZeRO-2?",
     )
 
 
@@ -197,8 +219,8 @@ def tensor_explorer() -> None:
         start={"model": "Llama 3.1 70B", "ranks": 8, "tokens": 8192, "link": "NVLink"},
         allowed=lambda now: {"link": LINKS if now["ranks"] > 1 else ()},
         task="go from 8 ranks to 16: what does leaving the node cost? Then take InfiniBand and "
-             "look for the most ranks that still wait less than a quarter of the time. Which of "
-             "the other two controls moves that share, and which does not?",
+        "look for the most ranks that still wait less than a quarter of the time. Which of "
+        "the other two controls moves that share, and which does not?",
     )
 
 
@@ -212,11 +234,15 @@ def sequence_explorer() -> None:
             "micro_batch": (1, 2, 4, 8),
             "attention": ("materialized", "fused"),
         },
-        start={"model": "GPT-3 175B", "sequence_length": 2048, "micro_batch": 1,
-               "attention": "materialized"},
+        start={
+            "model": "GPT-3 175B",
+            "sequence_length": 2048,
+            "micro_batch": 1,
+            "attention": "materialized",
+        },
         task="find the fewest ranks with which each line gets below the band. Which lines bend, "
-             "and what does not shrink there? Then take the fused attention: what is selective "
-             "recomputation still worth?",
+        "and what does not shrink there? Then take the fused attention: what is selective "
+        "recomputation still worth?",
     )
 
 
@@ -231,11 +257,10 @@ def schedule_explorer() -> None:
             "chunks": (1, 2, 4),
         },
         start={"schedule": "1F1B", "ranks": 4, "micro_batches": 8, "chunks": 2},
-        allowed=lambda now: {
-            "chunks": (1, 2, 4) if now["schedule"] == "interleaved 1F1B" else ()},
+        allowed=lambda now: {"chunks": (1, 2, 4) if now["schedule"] == "interleaved 1F1B" else ()},
         task="raise the micro-batches until less than 5 % of the step is idle. Then take 8 ranks: "
-             "which schedules get there with as many micro-batches, and what does the first rank "
-             "hold for it? Which two differ only in what they hold?",
+        "which schedules get there with as many micro-batches, and what does the first rank "
+        "hold for it? Which two differ only in what they hold?",
     )
 
 
@@ -251,6 +276,6 @@ def number_line_explorer() -> None:
         },
         start={"format": "bf16", "position": 1, "plus": 0.001, "zoom": 16},
         task="add 1, and move the position until nothing changes: the next integer is the first "
-             "that bf16 cannot hold. Which one is it in the other formats? Then go back to "
-             "position 1: what is the smallest update that a weight of 1 does not lose in bf16?",
+        "that bf16 cannot hold. Which one is it in the other formats? Then go back to "
+        "position 1: what is the smallest update that a weight of 1 does not lose in bf16?",
     )

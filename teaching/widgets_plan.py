@@ -24,11 +24,17 @@ GPT3 = replace(cost.PUBLISHED["GPT-3 175B"], vocab_size=51_200)  # so that 8 div
 JOBS = {
     "Llama 2 7B, 64 H100s": (Job(cost.PUBLISHED["Llama 2 7B"], 64, H100, 4096, 1024), 2e12),
     "Llama 3.1 70B, 512 H100s": (
-        Job(cost.PUBLISHED["Llama 3.1 70B"], 512, H100, 8192, 1024), 15e12),
+        Job(cost.PUBLISHED["Llama 3.1 70B"], 512, H100, 8192, 1024),
+        15e12,
+    ),
     "GPT-3 175B, 1,024 A100s": (
-        Job(GPT3, 1024, A100, 2048, 1536, precision="bf16-fp32-grads"), 300e9),
+        Job(GPT3, 1024, A100, 2048, 1536, precision="bf16-fp32-grads"),
+        300e9,
+    ),
     "Llama 3.1 405B, 16,384 H100s": (
-        Job(cost.PUBLISHED["Llama 3.1 405B"], 16_384, H100, 8192, 2048), 15.6e12),
+        Job(cost.PUBLISHED["Llama 3.1 405B"], 16_384, H100, 8192, 2048),
+        15.6e12,
+    ),
 }
 """Each with the tokens that the model was trained on."""
 
@@ -45,8 +51,8 @@ def planner() -> None:
         },
         start={"job": "GPT-3 175B, 1,024 A100s", "tp": 8, "pp": 8, "micro_batch": 1},
         task="find the fastest layout of GPT-3. Which slider costs most when it stands one notch "
-             "too low, and which when it stands one too high? Then take another job, and guess "
-             "before you drag.",
+        "too low, and which when it stands one too high? Then take another job, and guess "
+        "before you drag.",
     )
 
 
@@ -89,7 +95,10 @@ def best_of(job: str, tp: int, pp: int, micro_batch: int) -> Candidate:
             else:
                 found.append(Candidate(given, decision))
     if not found:
-        raise ConfigError(refused.most_common(1)[0][0] if refused else
-                          f"{given.num_gpus} GPUs are not divisible by tp {tp} x pp {pp}")
+        raise ConfigError(
+            refused.most_common(1)[0][0]
+            if refused
+            else f"{given.num_gpus} GPUs are not divisible by tp {tp} x pp {pp}"
+        )
     fitting = [each for each in found if each.fits]
     return with_variants(fitting)[0] if fitting else min(found, key=lambda each: each.total_bytes)

@@ -17,6 +17,10 @@ def fill(text: str, width: int, indent: str = "", subsequent_indent: str = "") -
     """Return `text` in lines of at most `width` characters, longer only for a longer command."""
     glued = COMMAND.sub(lambda found: found[0].replace(" ", GLUE), text)
     return textwrap.fill(
-        glued, width, initial_indent=indent, subsequent_indent=subsequent_indent,
-        break_long_words=False, break_on_hyphens=False,
+        glued,
+        width,
+        initial_indent=indent,
+        subsequent_indent=subsequent_indent,
+        break_long_words=False,
+        break_on_hyphens=False,
     ).replace(GLUE, " ")

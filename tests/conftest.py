@@ -15,8 +15,13 @@ import pytest
 from jupyter_client import KernelManager
 
 ROOT = Path(__file__).parents[1]
-PRELOADED = ("teaching.graders.", "minitron.parallel.", "minitron.proof.", "minitron.step",
-             "tests.train.sparing")
+PRELOADED = (
+    "teaching.graders.",
+    "minitron.parallel.",
+    "minitron.proof.",
+    "minitron.step",
+    "tests.train.sparing",
+)
 BEGIN_WITH = "chapters", "tests/train", "tests/plan", "tests/parallel"  # files that take longest
 
 # A notebook's kernel is told five free TCP ports and binds them a second later. Ranks of another

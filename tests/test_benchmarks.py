@@ -15,14 +15,44 @@ SIDES = {
     "launch.py": ["yes", "no"],
     "all_reduce.py": ["dist.all_reduce", "ring", "halving", "doubling", "naive"],
     "data_parallel.py": ["naive", "hooked", "bucketed", "torch DDP", "no communication"],
-    "zero.py": ["data parallel", "stage 1", "stage 2", "stage 3", "DistributedDataParallel",
-                "ZeroRedundancyOptimizer", "fully_shard", "stage 3, gathered late"],
-    "tensor_parallel.py": ["tensor", "sequence", "sequence, kept", "DTensor", "DTensor, sequence",
-                           "tensor, one after the other"],
-    "pipeline.py": ["GPipe", "1F1B", "interleaved 1F1B", "torch GPipe", "torch 1F1B",
-                    "torch interleaved 1F1B", "ZB-H1"],
-    "precision.py": ["fp32", "bf16-autocast", "bf16", "bf16-fp32-grads", "fp16", "fp8",
-                     "torch, fp32", "torch.amp, bf16", "torch.amp, fp16"],
+    "zero.py": [
+        "data parallel",
+        "stage 1",
+        "stage 2",
+        "stage 3",
+        "DistributedDataParallel",
+        "ZeroRedundancyOptimizer",
+        "fully_shard",
+        "stage 3, gathered late",
+    ],
+    "tensor_parallel.py": [
+        "tensor",
+        "sequence",
+        "sequence, kept",
+        "DTensor",
+        "DTensor, sequence",
+        "tensor, one after the other",
+    ],
+    "pipeline.py": [
+        "GPipe",
+        "1F1B",
+        "interleaved 1F1B",
+        "torch GPipe",
+        "torch 1F1B",
+        "torch interleaved 1F1B",
+        "ZB-H1",
+    ],
+    "precision.py": [
+        "fp32",
+        "bf16-autocast",
+        "bf16",
+        "bf16-fp32-grads",
+        "fp16",
+        "fp8",
+        "torch, fp32",
+        "torch.amp, bf16",
+        "torch.amp, fp16",
+    ],
     "dryrun.py": ["fp32", "ZeRO-3", "sequence", "1F1B"],
 }
 SMALL = {"launch.py": [], "all_reduce.py": ["--megabytes", "1"]}  # the others: --small
@@ -58,19 +88,26 @@ def expect_sides(name: str, printed: str) -> None:
 def test_the_pages_quote_what_the_gpu_s_records_say():
     """The numbers under "On GPUs" in benchmarks/results/README.md, and README's own."""
     folder = BENCHMARKS / "results" / "gpu" / "h200"
-    rows = {part: {row["case"]: row for row in load(folder / f"{part}.json").rows}
-            for part in ("mfu", "kernels", "precision", "plan")}
+    rows = {
+        part: {row["case"]: row for row in load(folder / f"{part}.json").rows}
+        for part in ("mfu", "kernels", "precision", "plan")
+    }
     mfu, kernels, precision = rows["mfu"], rows["kernels"], rows["precision"]
-    llama = {side: mfu[f"Llama 1.3B, {side}"]["mfu"] for side in (
-        "compiled, ours, bf16 weights", "compiled, ours", "eager, ours")}
+    llama = {
+        side: mfu[f"Llama 1.3B, {side}"]["mfu"]
+        for side in ("compiled, ours, bf16 weights", "compiled, ours", "eager, ours")
+    }
     ours = [row["speed_of_plain"] for row in mfu.values() if row["side"] == "ours"]
     theirs = [row["speed_of_plain"] for row in mfu.values() if row["side"] == "transformers"]
-    fastest = max(row["flops_per_second"] / row["peak"] for row in kernels.values()
-                  if row["kind"] == "matmul")
+    fastest = max(
+        row["flops_per_second"] / row["peak"] for row in kernels.values() if row["kind"] == "matmul"
+    )
     fused, slow = (kernels[f"attention {kind}, 8192 tokens"] for kind in ("fused", "materialized"))
     seconds = {name: row["seconds"] for name, row in precision.items()}
-    errors = {device: [row["error"] for row in rows["plan"].values() if row.get("device") == device]
-              for device in ("calibrated", "datasheet")}
+    errors = {
+        device: [row["error"] for row in rows["plan"].values() if row.get("device") == device]
+        for device in ("calibrated", "datasheet")
+    }
 
     text = " ".join((BENCHMARKS / "results" / "README.md").read_text().split())
     for quoted in (
@@ -89,8 +126,10 @@ def test_the_pages_quote_what_the_gpu_s_records_say():
     ):
         assert quoted.replace("%", " %") in text, quoted
     readme = (BENCHMARKS.parent / "README.md").read_text()
-    assert f"a 1.3B Llama reaches {llama['compiled, ours, bf16 weights']:.0%}".replace(
-        "%", " %") in readme
+    assert (
+        f"a 1.3B Llama reaches {llama['compiled, ours, bf16 weights']:.0%}".replace("%", " %")
+        in readme
+    )
 
 
 def test_the_page_quotes_what_an_h100_s_records_say():
@@ -100,7 +139,7 @@ def test_the_page_quotes_what_an_h100_s_records_say():
     ours = [row["speed_of_plain"] for row in steps if row["side"] == "ours"]
     errors = [row["error"] for row in estimates if row.get("device") == "calibrated"]
     text = " ".join((BENCHMARKS / "results" / "README.md").read_text().split())
-    page = text[text.index("An H100 with 80 GB"):]
+    page = text[text.index("An H100 with 80 GB") :]
     for quoted in (
         f"reaches {mfu:.0%} MFU",
         f"at {min(ours):.3f} to {max(ours):.3f} times the speed of the plain PyTorch loop",

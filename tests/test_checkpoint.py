@@ -123,8 +123,9 @@ def save_two_and_load(group, folder):
     if group.rank() == 0:
         flip_a_bit(folder / "step_00000002" / "rank_00001.safetensors")
     torch.distributed.barrier(group)
-    return checkpoint.damage(folder / "step_00000002", group.rank(), 2), \
-        checkpoint.newest_good(folder, group).name
+    return checkpoint.damage(folder / "step_00000002", group.rank(), 2), checkpoint.newest_good(
+        folder, group
+    ).name
 
 
 def test_what_one_rank_finds_damaged_none_takes(tmp_path):
@@ -252,7 +253,7 @@ def test_a_part_of_a_block_knows_its_place():
     assert boxes.shape == (4, 6) and set(boxes.at) == {(1, 4), (2, 3)}
     for (row, column), box in boxes.at.items():
         rows, columns = box.shape
-        assert torch.equal(box, full[row:row + rows, column:column + columns])
+        assert torch.equal(box, full[row : row + rows, column : column + columns])
 
 
 def write_with_a_gap(group, folder):

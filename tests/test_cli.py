@@ -13,30 +13,38 @@ from tests.tiers import exhaustive, tiered
 
 
 def minitron(*words: str, cwd=None) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "minitron.cli", *words], cwd=cwd, text=True,
-                          capture_output=True, timeout=300)
+    return subprocess.run(
+        [sys.executable, "-m", "minitron.cli", *words],
+        cwd=cwd,
+        text=True,
+        capture_output=True,
+        timeout=300,
+    )
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (["trian"], "unknown command 'trian'; did you mean train?"),
-    (["train", "configs/nope.toml"], "configs/nope.toml: there is no such file"),
-    (["train", "--model.widht", "3"], "--model.widht, 3: did you mean --model.width?"),
-    (["train", "--model.width", "x"], "--model.width: invalid literal for int()"),
-    (["train", "--model.width", "130"], "model.num_heads = 4: try --model.width 136"),
-    (["train", "--model.family", "bert"], "'bert' for argument '--model.family'"),
-    (["train", "--model.width"], "missing value for argument '--model.width'"),
-    (["train", "--data.path", "/nowhere"], "/nowhere: no train_*.bin here; `minitron data"),
-    (["train", "--use", "9.9"], "exercise '9.9' does not exist"),
-    (["data"], "expected one of stories, text, python, fineweb"),
-    (["data", "stories", "--num-tokens", "0"], "num_tokens = 0: must be greater than 0"),
-    (["data", "text"], "no path given"),
-    (["data", "text", "/nowhere"], "/nowhere: there is no such file or directory"),
-    (["check", "77"], "exercise '77' does not exist"),
-    (["hint"], "missing"),
-    (["hint", "1.1", "--level", "9"], "9"),
-    (["status", "now"], "status: takes no argument, not now"),
-    (["doctor", "--now"], "doctor: takes no argument, not --now"),
-])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trian"], "unknown command 'trian'; did you mean train?"),
+        (["train", "configs/nope.toml"], "configs/nope.toml: there is no such file"),
+        (["train", "--model.widht", "3"], "--model.widht, 3: did you mean --model.width?"),
+        (["train", "--model.width", "x"], "--model.width: invalid literal for int()"),
+        (["train", "--model.width", "130"], "model.num_heads = 4: try --model.width 136"),
+        (["train", "--model.family", "bert"], "'bert' for argument '--model.family'"),
+        (["train", "--model.width"], "missing value for argument '--model.width'"),
+        (["train", "--data.path", "/nowhere"], "/nowhere: no train_*.bin here; `minitron data"),
+        (["train", "--use", "9.9"], "exercise '9.9' does not exist"),
+        (["data"], "expected one of stories, text, python, fineweb"),
+        (["data", "stories", "--num-tokens", "0"], "num_tokens = 0: must be greater than 0"),
+        (["data", "text"], "no path given"),
+        (["data", "text", "/nowhere"], "/nowhere: there is no such file or directory"),
+        (["check", "77"], "exercise '77' does not exist"),
+        (["hint"], "missing"),
+        (["hint", "1.1", "--level", "9"], "9"),
+        (["status", "now"], "status: takes no argument, not now"),
+        (["doctor", "--now"], "doctor: takes no argument, not --now"),
+    ],
+)
 def test_a_mistake_is_one_line_and_exit_code_2(words, message, tmp_path):
     with pytest.raises(ConfigError) as caught:
         cli.dispatch(words)
@@ -48,8 +56,13 @@ def test_a_mistake_is_one_line_and_exit_code_2(words, message, tmp_path):
 def test_a_terminal_of_plain_ascii_is_told_the_same():
     """As in a scheduler's log."""
     environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run([sys.executable, "-m", "minitron.train", "--model.widht", "3"], text=True,
-                          env=environment, capture_output=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-m", "minitron.train", "--model.widht", "3"],
+        text=True,
+        env=environment,
+        capture_output=True,
+        timeout=300,
+    )
     assert done.stderr.startswith("minitron: unrecognized options --model.widht, 3: did you mean ")
     assert done.returncode == 2
 
@@ -105,8 +118,14 @@ def test_data_then_train_then_the_report(tmp_path, monkeypatch, capsys):
     )
     assert cli.dispatch(["train", "tiny.toml"]) == 0
     printed = capsys.readouterr().out
-    for promise in ("A story by your model", "grammatical", "consistent", "lowest possible",
-                    "runs/tiny", "minitron data python"):
+    for promise in (
+        "A story by your model",
+        "grammatical",
+        "consistent",
+        "lowest possible",
+        "runs/tiny",
+        "minitron data python",
+    ):
         assert promise in printed
     run = tmp_path / "runs" / "tiny"
     assert (run / "loss_curve.png").read_bytes().startswith(b"\x89PNG")
@@ -117,8 +136,19 @@ def test_text_is_trained_on_and_sampled(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("the cat sat on the mat. " * 400)
     assert cli.dispatch(["data", "text", "a.txt", "--vocab-size", "270"]) == 0
-    words = ["train", "--data.path", "data/text", "--data.sequence-length", "16",
-             "--train.steps", "2", "--train.device", "cpu", "--run-dir", "mine"]
+    words = [
+        "train",
+        "--data.path",
+        "data/text",
+        "--data.sequence-length",
+        "16",
+        "--train.steps",
+        "2",
+        "--train.device",
+        "cpu",
+        "--run-dir",
+        "mine",
+    ]
     assert cli.dispatch(words) == 0
     assert "A text by your model" in capsys.readouterr().out
     assert (tmp_path / "mine" / "loss_curve.png").exists()

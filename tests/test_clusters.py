@@ -17,7 +17,7 @@ CLUSTERS = REPOSITORY / "clusters"
 TORCHRUN = "clusters/torchrun.sh"
 STAND_INS = {
     "torchrun": 'printf "%s\\n" "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" '
-                '"$TORCH_DISABLE_SHARE_RDZV_TCP_STORE" "$@" > "$WORDS"',
+    '"$TORCH_DISABLE_SHARE_RDZV_TCP_STORE" "$@" > "$WORDS"',
     "scontrol": '[[ "$*" = "show hostnames node[3-4]" ]] && printf "node3\\nnode4\\n"',
     "srun": '[[ "$1" = --kill-on-bad-exit=1 ]] && shift && exec "$@"',
 }
@@ -61,8 +61,17 @@ def test_one_node_needs_no_words(launch):
 
 def test_several_hosts(launch, tmp_path):
     torchrun, options = launch(
-        TORCHRUN, "configs/llama-8b.toml", "--parallel.zero", "1", "--log.wandb", "two words",
-        NODES="2", HEAD="node0", GPUS="4", LOGS=str(tmp_path / "logs"), RUN="runs/mine",
+        TORCHRUN,
+        "configs/llama-8b.toml",
+        "--parallel.zero",
+        "1",
+        "--log.wandb",
+        "two words",
+        NODES="2",
+        HEAD="node0",
+        GPUS="4",
+        LOGS=str(tmp_path / "logs"),
+        RUN="runs/mine",
         RESTARTS="0",
     )
     assert (torchrun.nnodes, torchrun.nproc_per_node, torchrun.max_restarts) == ("2", "4", 0)
@@ -78,8 +87,13 @@ def test_no_config_is_one_line():
 
 def test_slurm(launch):
     torchrun, options = launch(
-        "bash", "clusters/slurm.sbatch", "configs/llama-70b.toml", "--train.steps", "7",
-        SLURM_JOB_NODELIST="node[3-4]", SLURM_JOB_ID="1234567",
+        "bash",
+        "clusters/slurm.sbatch",
+        "configs/llama-70b.toml",
+        "--train.steps",
+        "7",
+        SLURM_JOB_NODELIST="node[3-4]",
+        SLURM_JOB_ID="1234567",
     )
     assert torchrun.nnodes == "2" and torchrun.rdzv_endpoint == "node3:24567"
     assert torchrun.rdzv_id == "1234567"
@@ -89,8 +103,11 @@ def test_slurm(launch):
 def test_slurm_signals_torchrun_in_time_to_save():
     """In front of the first command, or sbatch reads past it; without B:, to the steps alone."""
     head, _, commands = (CLUSTERS / "slurm.sbatch").read_text().partition("set -euo")
-    directives = dict(line.removeprefix("#SBATCH --").split("=", 1) if "=" in line else (line, "")
-                      for line in head.splitlines() if line.startswith("#SBATCH"))
+    directives = dict(
+        line.removeprefix("#SBATCH --").split("=", 1) if "=" in line else (line, "")
+        for line in head.splitlines()
+        if line.startswith("#SBATCH")
+    )
     assert int(re.fullmatch(r"TERM@(\d+)", directives["signal"])[1]) > 120
     assert directives["ntasks-per-node"] == "1" and "#SBATCH" not in commands
     assert commands.rstrip().splitlines()[-1].startswith("srun ")
@@ -102,8 +119,13 @@ def test_skypilot(launch):
     assert all(str(value) for value in task["envs"].values())  # an empty one must be given
     environment = {name: str(value) for name, value in task["envs"].items()}
     torchrun, options = launch(
-        "bash", "-c", task["run"], **environment, SKYPILOT_NUM_NODES="2",
-        SKYPILOT_NUM_GPUS_PER_NODE="8", SKYPILOT_NODE_IPS="10.0.0.3\n10.0.0.4",
+        "bash",
+        "-c",
+        task["run"],
+        **environment,
+        SKYPILOT_NUM_NODES="2",
+        SKYPILOT_NUM_GPUS_PER_NODE="8",
+        SKYPILOT_NODE_IPS="10.0.0.3\n10.0.0.4",
     )
     assert torchrun.nnodes == "2" and torchrun.rdzv_endpoint == "10.0.0.3:29500"
     assert torchrun.nproc_per_node == task["resources"]["accelerators"].split(":")[1]
@@ -115,8 +137,9 @@ def commands_told() -> list[str]:
     """What the heads of the files and the READMEs tell to type."""
     files = [*CLUSTERS.iterdir(), REPOSITORY / "configs" / "README.md"]
     lines = "\n".join(path.read_text() for path in files).replace("\\\n#", " ")
-    return re.findall(r"(?:clusters/torchrun.sh|slurm.sbatch) configs/[^`\n\[]*", lines) \
-        + re.findall(r"sky jobs launch [^`\n]*", lines)
+    return re.findall(
+        r"(?:clusters/torchrun.sh|slurm.sbatch) configs/[^`\n\[]*", lines
+    ) + re.findall(r"sky jobs launch [^`\n]*", lines)
 
 
 @pytest.mark.parametrize("command", commands_told())

@@ -12,11 +12,37 @@ from minitron import cli, train_loop
 from minitron.config import Config, ConfigError, command_line
 from minitron.corpus.stories import write_stories
 
-INTS = ["0", "-1", "3", "1000000000", str(2**62), str(2**63), "9" * 30, "9" * 5000, "1e3", "1.5",
-        "true", "", "x"]
+INTS = [
+    "0",
+    "-1",
+    "3",
+    "1000000000",
+    str(2**62),
+    str(2**63),
+    "9" * 30,
+    "9" * 5000,
+    "1e3",
+    "1.5",
+    "true",
+    "",
+    "x",
+]
 FLOATS = ["0", "-1", "nan", "inf", "-inf", "1e308", "1e-320", "1e400", "9" * 400, "x", ""]
-TEXTS = ["", "x", "/", "/dev/null", "a" * 300, "a/" * 3000, "..", "\udcff", "a\nb", "meta",
-         "cuda:99", "privateuseone", "cpu:-1"]
+TEXTS = [
+    "",
+    "x",
+    "/",
+    "/dev/null",
+    "a" * 300,
+    "a/" * 3000,
+    "..",
+    "\udcff",
+    "a\nb",
+    "meta",
+    "cuda:99",
+    "privateuseone",
+    "cpu:-1",
+]
 
 
 def ends(words: list[str], monkeypatch, capfd) -> tuple[int, str]:
@@ -29,8 +55,9 @@ def ends(words: list[str], monkeypatch, capfd) -> tuple[int, str]:
 
 def fields() -> list[tuple[str, dataclasses.Field]]:
     sections = vars(Config())
-    return [(name, field) for name, section in sections.items()
-            for field in dataclasses.fields(section)]
+    return [
+        (name, field) for name, section in sections.items() for field in dataclasses.fields(section)
+    ]
 
 
 def values(field: dataclasses.Field) -> list[str]:
@@ -70,20 +97,43 @@ def test_any_value_of_any_field_is_one_line(section, field, stub, monkeypatch, c
         assert not before or told == "minitron: trained"
 
 
-@pytest.mark.parametrize("words", [
-    ["plan", "CONFIG", "--gpus", "1000000000000"],
-    ["dryrun", "CONFIG", "--gpus", "1000000000000"],
-    ["plan", "CONFIG", "--gpus", "8", "--model.width", "1000000000", "--model.num-heads", "1000"],
-    ["dryrun", "CONFIG", "--gpus", "8", "--model.ffn-width", "1000000000", "--train.no-compile"],
-    ["dryrun", "CONFIG", "--gpus", "8", "--train.global-batch-size", str(2**62)],
-    ["data", "stories", "--out", "o", "--num-tokens", str(10**18)],
-    ["data", "text", "data", "--out", "o", "--pattern", "/etc/*"],
-    ["data", "text", "data", "--out", "o", "--pattern", "**x"],
-    ["data", "text", "data", "--out", "a" * 300, "--pattern", "*.json", "--vocab-size", "300"],
-    ["train", "--data.path", "data", "--run-dir", "a" * 300],
-    ["train", "--data.path", "data", "--run-dir", "/proc/version/x"],
-    ["train", "a" * 300 + ".toml"], ["export", "a" * 300, "b"], ["export", "\udcff", "b"],
-], ids=lambda words: " ".join(words)[:40])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan", "CONFIG", "--gpus", "1000000000000"],
+        ["dryrun", "CONFIG", "--gpus", "1000000000000"],
+        [
+            "plan",
+            "CONFIG",
+            "--gpus",
+            "8",
+            "--model.width",
+            "1000000000",
+            "--model.num-heads",
+            "1000",
+        ],
+        [
+            "dryrun",
+            "CONFIG",
+            "--gpus",
+            "8",
+            "--model.ffn-width",
+            "1000000000",
+            "--train.no-compile",
+        ],
+        ["dryrun", "CONFIG", "--gpus", "8", "--train.global-batch-size", str(2**62)],
+        ["data", "stories", "--out", "o", "--num-tokens", str(10**18)],
+        ["data", "text", "data", "--out", "o", "--pattern", "/etc/*"],
+        ["data", "text", "data", "--out", "o", "--pattern", "**x"],
+        ["data", "text", "data", "--out", "a" * 300, "--pattern", "*.json", "--vocab-size", "300"],
+        ["train", "--data.path", "data", "--run-dir", "a" * 300],
+        ["train", "--data.path", "data", "--run-dir", "/proc/version/x"],
+        ["train", "a" * 300 + ".toml"],
+        ["export", "a" * 300, "b"],
+        ["export", "\udcff", "b"],
+    ],
+    ids=lambda words: " ".join(words)[:40],
+)
 def test_what_is_too_large_or_no_name_is_one_line(words, stub, monkeypatch, capfd):
     config = os.path.join(os.path.dirname(__file__), "..", "configs", "gpt2-124m.toml")
     words = [config if word == "CONFIG" else word for word in words]
@@ -93,8 +143,19 @@ def test_what_is_too_large_or_no_name_is_one_line(words, stub, monkeypatch, capf
 
 
 def test_more_to_validate_on_than_there_is_ends_at_once(stub, monkeypatch, capfd):
-    code, text = ends(["train", "--data.path", "data", "--train.device", "cpu",
-                       "--train.eval-sequences", "100000000"], monkeypatch, capfd)
+    code, text = ends(
+        [
+            "train",
+            "--data.path",
+            "data",
+            "--train.device",
+            "cpu",
+            "--train.eval-sequences",
+            "100000000",
+        ],
+        monkeypatch,
+        capfd,
+    )
     assert code == 2 and text.splitlines()[-1] == "minitron: trained", text
 
 
@@ -111,10 +172,15 @@ def test_random_pairs_of_fields_are_one_line(stub, monkeypatch, capfd):
 # What the system refuses
 
 
-@pytest.mark.parametrize("number, remedy", [
-    (errno.ENOSPC, "make room"), (errno.EDQUOT, "make room"),
-    (errno.EROFS, "choose another path"), (errno.ENAMETOOLONG, "choose another path"),
-])
+@pytest.mark.parametrize(
+    "number, remedy",
+    [
+        (errno.ENOSPC, "make room"),
+        (errno.EDQUOT, "make room"),
+        (errno.EROFS, "choose another path"),
+        (errno.ENAMETOOLONG, "choose another path"),
+    ],
+)
 def test_what_a_disk_refuses_is_one_line(number, remedy, monkeypatch, capfd):
     def fault(args):
         raise OSError(number, os.strerror(number), "runs/a\nb")

@@ -26,16 +26,20 @@ REPOSITORY = Path(__file__).parents[1]
 sys.path.insert(0, str(REPOSITORY / "tools"))
 import layouts  # noqa: E402
 
-SUGGESTED = {(name, size): config for name in layouts.NAMES
-             for size, config in layouts.suggested(name).items()}
+SUGGESTED = {
+    (name, size): config
+    for name in layouts.NAMES
+    for size, config in layouts.suggested(name).items()
+}
 RUNS = [key for key, config in SUGGESTED.items() if config is not None]
 GPU = DEVICES["H100-SXM-80GB"].memory_bytes
 FOR_CUDA = 0.1  # of it, for CUDA itself, NCCL's buffers, and what is lost between tensors
 FINEWEB_TOKENS = 10.3e9
 
 
-@pytest.mark.parametrize("path", sorted((REPOSITORY / "configs").glob("*.toml")),
-                         ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted((REPOSITORY / "configs").glob("*.toml")), ids=lambda path: path.name
+)
 def test_a_config_is_read(path):
     assert read_options([str(path)]).data.path.parts[0] == "data"
 
@@ -71,8 +75,11 @@ def test_too_few_are_too_few(name, size):
 
 def test_the_weights_of_a_rank_are_those_of_the_whole():
     """Stages, blocks and ends add up to the model, cut or not."""
-    whole = {key: config for key, config in SUGGESTED.items()
-             if config is not None and config.parallel.pp == 1 and config.parallel.zero < 3}
+    whole = {
+        key: config
+        for key, config in SUGGESTED.items()
+        if config is not None and config.parallel.pp == 1 and config.parallel.zero < 3
+    }
     assert len(whole) > 5
     for (_, size), config in whole.items():
         held = layouts.bytes_held(config, size)["weights"]
@@ -102,8 +109,9 @@ def test_what_is_added_up_is_what_a_step_holds():
     assert meter.peak.total == pytest.approx(expected, rel=0.05)
 
 
-@pytest.mark.parametrize("name, published", [
-    ("llama-1b", "Llama 3.2 1B"), ("llama-70b", "Llama 3.1 70B")])
+@pytest.mark.parametrize(
+    "name, published", [("llama-1b", "Llama 3.2 1B"), ("llama-70b", "Llama 3.1 70B")]
+)
 def test_a_llama_has_its_published_shape(name, published):
     model = SUGGESTED[name, 64].model
     assert cost.num_parameters(model) == cost.num_parameters(PUBLISHED[published])
@@ -116,13 +124,16 @@ def test_the_others_have_their_published_size():
     assert round(cost.num_parameters(SUGGESTED["gpt2-124m", 64].model) / 1e6) == 124
 
 
-@pytest.mark.parametrize("name, tokens, rate", [
-    ("gpt2-124m", 0.5e6, 6e-4),  # Brown et al. 2020, table 2.1
-    ("llama-1b", 4e6, 2e-4),  # of GPT-3 XL there
-    ("llama-8b", 4e6, 3e-4),  # Grattafiori et al. 2024, table 3 and section 3.4.1
-    ("llama-70b", 4e6, 1.5e-4),
-    ("gpt3-175b", 3.2e6, 0.6e-4),
-])
+@pytest.mark.parametrize(
+    "name, tokens, rate",
+    [
+        ("gpt2-124m", 0.5e6, 6e-4),  # Brown et al. 2020, table 2.1
+        ("llama-1b", 4e6, 2e-4),  # of GPT-3 XL there
+        ("llama-8b", 4e6, 3e-4),  # Grattafiori et al. 2024, table 3 and section 3.4.1
+        ("llama-70b", 4e6, 1.5e-4),
+        ("gpt3-175b", 3.2e6, 0.6e-4),
+    ],
+)
 def test_a_step_is_that_of_the_paper(name, tokens, rate):
     for size in (64, 1024):
         config = SUGGESTED[name, size]

@@ -24,13 +24,15 @@ from minitron.model.transformer import (
 )
 from minitron.step import summed_loss
 
-LLAMA = ModelConfig("llama", vocab_size=61, num_layers=3, width=48, num_heads=6, num_kv_heads=2,
-                    ffn_width=80)
+LLAMA = ModelConfig(
+    "llama", vocab_size=61, num_layers=3, width=48, num_heads=6, num_kv_heads=2, ffn_width=80
+)
 CONFIGS = {
     "llama, grouped queries": LLAMA,
     "llama, own head": dataclasses.replace(LLAMA, tied_embedding=False, num_kv_heads=6),
-    "gpt": ModelConfig("gpt", vocab_size=61, num_layers=2, width=48, num_heads=4, num_kv_heads=4,
-                       ffn_width=192),
+    "gpt": ModelConfig(
+        "gpt", vocab_size=61, num_layers=2, width=48, num_heads=4, num_kv_heads=4, ffn_width=192
+    ),
 }
 
 
@@ -79,16 +81,20 @@ def test_recomputed_flops_are_what_the_counter_sees(config, kind):
     model = Transformer(config)
     for block in model.blocks:
         block.attention.attention_fn = materialized_attention
-    {"none": lambda _: None, "selective": apply_selective_recompute,
-     "full": apply_full_recompute}[kind](model)
+    {"none": lambda _: None, "selective": apply_selective_recompute, "full": apply_full_recompute}[
+        kind
+    ](model)
     tokens = torch.zeros(B, S, dtype=torch.int64)
 
     loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
     with FlopCounterMode(display=False) as counter:
         loss.backward()
     extra = counter.get_total_flops() - B * S * cost.backward_flops_per_token(config, S)
-    last_product = {"none": 0, "selective": 2 * S * config.width,
-                    "full": 2 * config.ffn_width * config.width}[kind]
+    last_product = {
+        "none": 0,
+        "selective": 2 * S * config.width,
+        "full": 2 * config.ffn_width * config.width,
+    }[kind]
     expected = cost.recompute_flops_per_token(config, S, kind) - config.num_layers * last_product
     assert extra == B * S * expected
 
@@ -101,7 +107,10 @@ def test_recipes_are_those_of_the_papers():
     4 fp32 gradient + 12)."""
     totals = {name: recipe.total for name, recipe in cost.RECIPES.items()}
     assert totals == {
-        "fp32": 16, "bf16": 16, "bf16, fp32 gradient": 18, "bf16, both gradients": 20,
+        "fp32": 16,
+        "bf16": 16,
+        "bf16, fp32 gradient": 18,
+        "bf16, both gradients": 20,
     }
 
 
@@ -127,8 +136,10 @@ def test_published_models_have_their_published_size():
     sizes = {name: cost.num_parameters(model) for name, model in cost.PUBLISHED.items()}
     assert sizes.pop("GPT-3 175B") == pytest.approx(175.0e9, rel=0.003)
     assert sizes == {
-        "Llama 3.2 1B": 1_235_814_400, "Llama 2 7B": 6_738_415_616,
-        "Llama 3.1 70B": 70_553_706_496, "Llama 3.1 405B": 405_853_388_800,
+        "Llama 3.2 1B": 1_235_814_400,
+        "Llama 2 7B": 6_738_415_616,
+        "Llama 3.1 70B": 70_553_706_496,
+        "Llama 3.1 405B": 405_853_388_800,
     }
     table = cost.model_state_table(cost.PUBLISHED)
     assert table["Llama 3.1 70B"]["bf16, fp32 gradient"] == 18 * 70_553_706_496
@@ -181,8 +192,12 @@ BLOCKS = {
     "llama, dropout": ModelConfig("llama", 61, 64, 1, 48, 6, 2, 80, dropout=0.2),
 }
 # the CPU has no fused attention with dropout
-CASES = [(name, attention) for name, config in BLOCKS.items() for attention in ATTENTIONS
-         if attention == "materialized" or config.dropout == 0]
+CASES = [
+    (name, attention)
+    for name, config in BLOCKS.items()
+    for attention in ATTENTIONS
+    if attention == "materialized" or config.dropout == 0
+]
 
 
 def saved_by_a_block(config, B, S, dtype, attention_fn):
@@ -242,7 +257,8 @@ def test_gpt_is_equation_1_of_korthikanti_2022(cuda_kernels):
     gpt3, s = cost.PUBLISHED["GPT-3 175B"], 2048
     paper = s * 12288 * 34 + 5 * 96 * s * s
     assert cost.activation_bytes_per_layer(gpt3, 1, s, 2, "materialized") == pytest.approx(
-        paper, rel=0.002)
+        paper, rel=0.002
+    )
 
 
 def test_selective_and_full_are_rows_of_korthikantis_table_2():
@@ -260,8 +276,9 @@ def test_a_model_saves_what_the_formula_says(name, attention, kind, cuda_kernels
     model, B, S = Transformer(config), 2, 32
     for block in model.blocks:
         block.attention.attention_fn = ATTENTIONS[attention]
-    {"none": lambda _: None, "selective": apply_selective_recompute,
-     "full": apply_full_recompute}[kind](model)
+    {"none": lambda _: None, "selective": apply_selective_recompute, "full": apply_full_recompute}[
+        kind
+    ](model)
     tokens = torch.zeros(B, S, dtype=torch.int64)
     with Meter(model) as meter:
         loss = summed_loss(model(tokens), tokens)

@@ -111,9 +111,7 @@ def test_an_epoch_reads_every_sample_once_and_epochs_differ(folder):
 
 
 def test_the_seed_decides_the_order(folder):
-    first, again, other = (
-        TokenDataset(folder, "train", 5, seed).batch(0, 9) for seed in (3, 3, 4)
-    )
+    first, again, other = (TokenDataset(folder, "train", 5, seed).batch(0, 9) for seed in (3, 3, 4))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 
@@ -123,8 +121,10 @@ def test_the_seed_decides_the_order(folder):
 def test_the_ranks_together_read_what_one_process_reads(folder, size, seed):
     for position in (0, 12, 24, 100):  # batches of 12 from 9 samples: each crosses an epoch
         whole = TokenDataset(folder, "train", 5, seed).batch(position, 12)
-        parts = [TokenDataset(folder, "train", 5, seed).batch(position, 12, rank, size)
-                 for rank in range(size)]
+        parts = [
+            TokenDataset(folder, "train", 5, seed).batch(position, 12, rank, size)
+            for rank in range(size)
+        ]
         assert all(part.shape == (12 // size, 6) for part in parts)
         assert torch.equal(torch.stack(parts, dim=1).reshape(12, 6), whole)
 

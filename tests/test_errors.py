@@ -30,8 +30,10 @@ def test_it_is_one_line_whatever_a_user_typed():
     assert "\n" not in text and "(500 characters)" in text
 
 
-@pytest.mark.parametrize("error", [
-    ConfigError("p", "r", "s", field="train.steps", kind="k"), WrongNumRanks("p", "8", "start 8")])
+@pytest.mark.parametrize(
+    "error",
+    [ConfigError("p", "r", "s", field="train.steps", kind="k"), WrongNumRanks("p", "8", "start 8")],
+)
 def test_it_travels_between_processes(error):
     copy = pickle.loads(pickle.dumps(error))
     assert str(copy) == str(error) and vars(copy) == vars(error)

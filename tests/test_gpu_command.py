@@ -38,8 +38,9 @@ importlib.util.find_spec = lambda name, *a: None if name in {MISSING} else found
 
 def gpu(*words: str, **variables: str) -> subprocess.CompletedProcess:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    return subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=300,
-                          env=environment, cwd=ROOT)
+    return subprocess.run(
+        [*COMMAND, *words], capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT
+    )
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +71,16 @@ def test_each_part_leaves_a_record_of_this_machine(out, part):
 def test_it_measures_both_sides_eager_and_compiled(out):
     rows = record(out, "mfu").rows
     sides = {(row["side"], row["compiled"]) for row in rows}
-    assert sides == {(side, compiled) for side in ("ours", "plain", "ours, bf16 weights")
-                     for compiled in (False, True)}
-    assert all(row["tokens_per_second"] * row["seconds"] == pytest.approx(
-        row["sequences"] * row["sequence_length"]) for row in rows)
+    assert sides == {
+        (side, compiled)
+        for side in ("ours", "plain", "ours, bf16 weights")
+        for compiled in (False, True)
+    }
+    assert all(
+        row["tokens_per_second"] * row["seconds"]
+        == pytest.approx(row["sequences"] * row["sequence_length"])
+        for row in rows
+    )
     assert "transformers is not installed: it has no rows" in record(out, "mfu").notes
 
 
@@ -119,8 +126,10 @@ def test_the_plan_estimates_what_the_other_parts_have_measured(out):
     measured = {row["case"]: row for row in record(out, "mfu").rows}
     of_steps = [row for row in rows if "measured_seconds" in row]
     assert {row["of"] for row in of_steps} == {
-        name for name, row in measured.items()
-        if row["side"].startswith("ours") and not row["compiled"]}
+        name
+        for name, row in measured.items()
+        if row["side"].startswith("ours") and not row["compiled"]
+    }
     for row in of_steps:
         assert row["measured_seconds"] == measured[row["of"]]["seconds"]
         assert row["error"] == pytest.approx(row["estimated_seconds"] / row["measured_seconds"] - 1)
@@ -145,11 +154,14 @@ def test_a_damaged_record_and_again_are_measured_anew(out, tmp_path):
     assert load(path).seconds != first.seconds
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (["--only", "nothing", "--out", "x"], "no part of 1 rank; choose from mfu, memory"),
-    (["--only", "collectives", "--out", "x"], "no part of 1 rank"),
-    ([], "--out FOLDER is needed"),
-])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--only", "nothing", "--out", "x"], "no part of 1 rank; choose from mfu, memory"),
+        (["--only", "collectives", "--out", "x"], "no part of 1 rank"),
+        ([], "--out FOLDER is needed"),
+    ],
+)
 def test_a_mistake_gets_one_line_and_exit_code_2(words, message, tmp_path):
     done = gpu(*words)
     assert done.returncode == 2 and message in " ".join(done.stderr.split())
@@ -157,16 +169,39 @@ def test_a_mistake_gets_one_line_and_exit_code_2(words, message, tmp_path):
 
 
 def test_without_a_gpu_it_says_so():
-    done = subprocess.run(COMMAND[:2], capture_output=True, text=True, timeout=120,
-                          env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    done = subprocess.run(
+        COMMAND[:2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
     assert done.returncode == 2 and "sees no CUDA GPU" in done.stderr
 
 
 def test_two_ranks_measure_collectives_and_continue_a_killed_run(tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-                "2", *COMMAND[1:], "--out", str(tmp_path), "--only", "collectives", "resume"]
-    done = subprocess.run(torchrun, capture_output=True, text=True, timeout=300, cwd=ROOT,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"})
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        *COMMAND[1:],
+        "--out",
+        str(tmp_path),
+        "--only",
+        "collectives",
+        "resume",
+    ]
+    done = subprocess.run(
+        torchrun,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr
     rows = record(tmp_path, "collectives").rows
     assert {row["side"] for row in rows} == {"dist.all_reduce", "ring"}
@@ -188,8 +223,21 @@ def part(monkeypatch):
 def test_a_part_that_fails_leaves_the_others(part, monkeypatch, tmp_path, capsys):
     gpu_command, kernels = importlib.import_module("gpu"), part("kernels")
     monkeypatch.setattr(kernels, "measure", lambda machine, folder: 1 / 0)
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "cpu", "--tiny", "--out",
-                                      str(tmp_path), "--only", "kernels", "overlap"])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        [
+            "gpu.py",
+            "--device",
+            "cpu",
+            "--tiny",
+            "--out",
+            str(tmp_path),
+            "--only",
+            "kernels",
+            "overlap",
+        ],
+    )
     assert gpu_command.main() == 1
     said = capsys.readouterr()
     assert "ZeroDivisionError" in said.err
@@ -208,13 +256,22 @@ def test_a_missed_target_fails_the_command(part, monkeypatch, tmp_path, capsys):
 
 def test_the_allocator_s_trace_adds_up(part):
     entries = [
-        {"action": "segment_alloc", "size": 20}, {"action": "alloc", "size": 8},
-        {"action": "free_requested", "size": 8}, {"action": "free_completed", "size": 8},
-        {"action": "alloc", "size": 12}, {"action": "segment_free", "size": 20},
+        {"action": "segment_alloc", "size": 20},
+        {"action": "alloc", "size": 8},
+        {"action": "free_requested", "size": 8},
+        {"action": "free_completed", "size": 8},
+        {"action": "alloc", "size": 12},
+        {"action": "segment_free", "size": 20},
         {"action": "oom", "size": 99},
     ]
     assert part("allocator").timeline(entries, allocated=100, reserved=200) == [
-        (0, 100, 200), (1, 100, 220), (2, 108, 220), (4, 100, 220), (5, 112, 220), (6, 112, 200)]
+        (0, 100, 200),
+        (1, 100, 220),
+        (2, 108, 220),
+        (4, 100, 220),
+        (5, 112, 220),
+        (6, 112, 200),
+    ]
 
 
 def test_a_thinned_timeline_keeps_its_peak(part):
@@ -233,10 +290,14 @@ def test_the_model_of_the_allocator_decides_as_chapter_2_says(part, after_longer
 
 def test_free_blocks_of_older_segments_are_occupied_the_largest_first(part, monkeypatch):
     allocator = part("allocator")
-    blocks = [{"size": size, "state": state} for size, state in (
-        (3000, "inactive"), (7000, "active_allocated"), (5000, "inactive"))]
-    snapshot = [{"segment_type": "large", "blocks": blocks},
-                {"segment_type": "small", "blocks": [{"size": 512, "state": "inactive"}]}]
+    blocks = [
+        {"size": size, "state": state}
+        for size, state in ((3000, "inactive"), (7000, "active_allocated"), (5000, "inactive"))
+    ]
+    snapshot = [
+        {"segment_type": "large", "blocks": blocks},
+        {"segment_type": "small", "blocks": [{"size": 512, "state": "inactive"}]},
+    ]
     monkeypatch.setattr(allocator.torch.cuda, "memory_snapshot", lambda: snapshot)
     occupied = allocator.fill_free_blocks(allocator.torch.device("cpu"))
     assert [tensor.nbytes for tensor in occupied] == [5000, 3000]
@@ -248,28 +309,44 @@ def test_pictures_of_the_same_segments_are_alike_in_any_order(part):
 
 
 def test_the_allocator_s_segments_are_drawn_as_in_chapter_2(part):
-    live, free = {"size": 30 * 2**20, "state": "active_allocated"}, {"size": 30 * 2**20,
-                                                                     "state": "inactive"}
-    assert part("allocator").picture([{"blocks": [free, live]}, {"blocks": [live]}]) == \
-        "[...###] [###]"
+    live, free = (
+        {"size": 30 * 2**20, "state": "active_allocated"},
+        {"size": 30 * 2**20, "state": "inactive"},
+    )
+    assert (
+        part("allocator").picture([{"blocks": [free, live]}, {"blocks": [live]}])
+        == "[...###] [###]"
+    )
 
 
 def kernel(name: str, start: float, length: float, stream: int, kind: str = "kernel") -> dict:
-    return {"ph": "X", "cat": kind, "name": name, "ts": start, "dur": length,
-            "args": {"stream": stream}}
+    return {
+        "ph": "X",
+        "cat": kind,
+        "name": name,
+        "ts": start,
+        "dur": length,
+        "args": {"stream": stream},
+    }
 
 
 def test_copies_beside_compute_are_hidden(part):
     phases = ("forward", 1000, 2000), ("Optimizer.step#AdamW", 9000, 500)
-    named = [{"ph": "X", "cat": "gpu_user_annotation", "name": name, "ts": start, "dur": length}
-             for name, start, length in phases]
-    row = part("overlap").read_trace([
-        *named, {"ph": "M", "name": "process_name"},
-        kernel("sm90_gemm", 1000, 4000, 7), kernel("flash_fwd", 5000, 1000, 7),
-        kernel("Memcpy DtoD", 2000, 1000, 20, "gpu_memcpy"),  # hidden
-        kernel("Memcpy DtoD", 5500, 1000, 20, "gpu_memcpy"),  # half of it
-        kernel("multi_tensor_adam", 9000, 500, 7),
-    ])
+    named = [
+        {"ph": "X", "cat": "gpu_user_annotation", "name": name, "ts": start, "dur": length}
+        for name, start, length in phases
+    ]
+    row = part("overlap").read_trace(
+        [
+            *named,
+            {"ph": "M", "name": "process_name"},
+            kernel("sm90_gemm", 1000, 4000, 7),
+            kernel("flash_fwd", 5000, 1000, 7),
+            kernel("Memcpy DtoD", 2000, 1000, 20, "gpu_memcpy"),  # hidden
+            kernel("Memcpy DtoD", 5500, 1000, 20, "gpu_memcpy"),  # half of it
+            kernel("multi_tensor_adam", 9000, 500, 7),
+        ]
+    )
     assert row["step_ms"] == 8.5 and row["busy_ms"] == 5.5
     assert row["other_streams_ms"] == 2.0 and row["hidden_ms"] == 1.5
     assert row["hidden_share"] == 0.75 and row["num_streams"] == 2
@@ -280,8 +357,16 @@ def test_copies_beside_compute_are_hidden(part):
 # What the chapters draw from records
 
 
-DRAWN = [recorded.mfu, recorded.matmul_roofline, recorded.two_steps, recorded.recomputation,
-         recorded.one_step, recorded.prefetch, recorded.precisions, recorded.estimates]
+DRAWN = [
+    recorded.mfu,
+    recorded.matmul_roofline,
+    recorded.two_steps,
+    recorded.recomputation,
+    recorded.one_step,
+    recorded.prefetch,
+    recorded.precisions,
+    recorded.estimates,
+]
 
 
 @pytest.mark.parametrize("draw", DRAWN, ids=lambda draw: draw.__name__)
@@ -302,9 +387,12 @@ def test_the_newest_record_of_one_device_counts(out, tmp_path):
     [path] = out.glob("*/mfu.json")
     table = json.loads(path.read_text())
     for name, device, date, devices in (
-            ("a", "one", "2026-01-02", 1), ("b", "one", "2026-03-04", 1),
-            ("b2", "two", "2026-03-04", 1), ("b3", "four", "2026-03-04", 1),
-            ("c", "one", "2026-05-06", 8)):
+        ("a", "one", "2026-01-02", 1),
+        ("b", "one", "2026-03-04", 1),
+        ("b2", "two", "2026-03-04", 1),
+        ("b3", "four", "2026-03-04", 1),
+        ("c", "one", "2026-05-06", 8),
+    ):
         table["conditions"] |= {"device": device, "date": date, "num_devices": devices}
         (tmp_path / name).mkdir()
         (tmp_path / name / "mfu.json").write_text(json.dumps(table))
@@ -317,15 +405,34 @@ def test_the_newest_record_of_one_device_counts(out, tmp_path):
 def test_the_allocator_s_two_steps_are_drawn_as_recorded(out, tmp_path):
     [path] = out.glob("*/memory.json")
     table = json.loads(path.read_text())
-    table["rows"].append({
-        "case": "two steps", "entries": [2, 4], "peak_of_step": [15e9, 21e9], "entry": [0, 1, 2, 4],
-        "allocated": [1e9, 15e9, 9e9, 21e9], "reserved": [2e9, 16e9, 16e9, 22e9]})
+    table["rows"].append(
+        {
+            "case": "two steps",
+            "entries": [2, 4],
+            "peak_of_step": [15e9, 21e9],
+            "entry": [0, 1, 2, 4],
+            "allocated": [1e9, 15e9, 9e9, 21e9],
+            "reserved": [2e9, 16e9, 16e9, 22e9],
+        }
+    )
     for succeeds, picture in ((True, "[...] " * 9), (True, "[...] " * 10), (False, "[...###]")):
-        table["rows"].append({"case": "fragmentation, some case", "succeeds": succeeds,
-                              "predicted": succeeds, "picture": picture.strip()})
-    table["rows"].append({
-        "case": "out of memory in the second step", "limit_bytes": 18e9, "failed_in_step": 2,
-        "reserved_of_step": [16e9, 22e9], "allocated_of_step": [15e9, 21e9]})
+        table["rows"].append(
+            {
+                "case": "fragmentation, some case",
+                "succeeds": succeeds,
+                "predicted": succeeds,
+                "picture": picture.strip(),
+            }
+        )
+    table["rows"].append(
+        {
+            "case": "out of memory in the second step",
+            "limit_bytes": 18e9,
+            "failed_in_step": 2,
+            "reserved_of_step": [16e9, 22e9],
+            "allocated_of_step": [15e9, 21e9],
+        }
+    )
     (tmp_path / "gpu").mkdir()
     (tmp_path / "gpu" / "memory.json").write_text(json.dumps(table))
     shown = recorded.two_steps(tmp_path)
@@ -334,13 +441,23 @@ def test_the_allocator_s_two_steps_are_drawn_as_recorded(out, tmp_path):
     assert "a request for 40 MiB succeeds: the device had room for one more segment." in said
     assert "a request for 40 MiB succeeds: free segments were returned to the device." in said
     assert "With the segments [...###] a request for 40 MiB fails." in said
-    assert "Step 1 reserves 16 GB, and step 2 allocates 21 GB at its peak: with at most 18 GB of " \
+    assert (
+        "Step 1 reserves 16 GB, and step 2 allocates 21 GB at its peak: with at most 18 GB of "
         "memory, the same training runs out of it in step 2." in said
+    )
 
 
 def test_phases_of_a_recorded_step_are_read_off_its_highest_and_lowest_bytes():
-    row = {"entries": [4, 8], "entry": [0, 1, 2, 3, 4, 5, 6, 7, 8],
-           "allocated": [1, 3, 9, 2, 4, 5, 12, 4, 6]}
+    row = {
+        "entries": [4, 8],
+        "entry": [0, 1, 2, 3, 4, 5, 6, 7, 8],
+        "allocated": [1, 3, 9, 2, 4, 5, 12, 4, 6],
+    }
     assert recorded.phases_of(row) == [
-        ("forward", 0, 2), ("backward", 2, 3), ("optimizer", 3, 4),
-        ("forward", 4, 6), ("backward", 6, 7), ("optimizer", 7, 8)]
+        ("forward", 0, 2),
+        ("backward", 2, 3),
+        ("optimizer", 3, 4),
+        ("forward", 4, 6),
+        ("backward", 6, 7),
+        ("optimizer", 7, 8),
+    ]

@@ -60,29 +60,41 @@ def cover(trials: list[Trial], values_of: Callable[[Trial], tuple]) -> list[Tria
     integer with a bit for each, which is quick to intersect.
     """
     numbers: dict = {}
-    sets = {trial: sum(1 << numbers.setdefault(pair, len(numbers))
-                       for pair in combinations(enumerate(values_of(trial)), 2))
-            for trial in trials}
-    price = {trial: (trial[0].num_ranks * trial[0].num_micro_batches)**0.25 for trial in trials}
+    sets = {
+        trial: sum(
+            1 << numbers.setdefault(pair, len(numbers))
+            for pair in combinations(enumerate(values_of(trial)), 2)
+        )
+        for trial in trials
+    }
+    price = {trial: (trial[0].num_ranks * trial[0].num_micro_batches) ** 0.25 for trial in trials}
     missing, chosen = (1 << len(numbers)) - 1, []
     while missing:
-        chosen.append(max(
-            trials, key=lambda trial: (sets[trial] & missing).bit_count() / price[trial]))
+        chosen.append(
+            max(trials, key=lambda trial: (sets[trial] & missing).bit_count() / price[trial])
+        )
         missing &= ~sets[chosen[-1]]
     return chosen
 
 
 @cache
 def small_trials() -> list[Trial]:
-    return [(case, optimizer) for case in all_cases(SMALL_LAYOUTS) if why_refused(case) is None
-            for optimizer in grid.BOTH]
+    return [
+        (case, optimizer)
+        for case in all_cases(SMALL_LAYOUTS)
+        if why_refused(case) is None
+        for optimizer in grid.BOTH
+    ]
 
 
 @cache
 def smaller_trials() -> list[Trial]:
     """Those on few ranks: two on an axis, or three stages, of which one has neither end."""
-    return [(case, optimizer) for case, optimizer in small_trials()
-            if case.num_ranks <= 4 and max(case.dp, case.tp) < 3 and case.pp < 4]
+    return [
+        (case, optimizer)
+        for case, optimizer in small_trials()
+        if case.num_ranks <= 4 and max(case.dp, case.tp) < 3 and case.pp < 4
+    ]
 
 
 # Not as this module is imported: the ranks of a mutant import it too
@@ -100,19 +112,32 @@ ALL_AXES: Trial = Case(2, 2, 2, "llama", "zero3 once a step", True, "full", "1f1
 
 
 def batches(trials: list[Trial]) -> list[tuple[list[Case], str]]:
-    return [(batch, optimizer) for optimizer in grid.BOTH for batch in in_batches(sorted(
-        (case for case, name in trials if name == optimizer), key=lambda case: case.num_ranks))]
+    return [
+        (batch, optimizer)
+        for optimizer in grid.BOTH
+        for batch in in_batches(
+            sorted(
+                (case for case, name in trials if name == optimizer),
+                key=lambda case: case.num_ranks,
+            )
+        )
+    ]
 
 
-@pytest.mark.parametrize("tried, offered, values_of", [
-    (pairs, smaller_trials, choices_of), (covering, small_trials, with_layout)],
-    ids=["pairs", "pairs with each layout"])
+@pytest.mark.parametrize(
+    "tried, offered, values_of",
+    [(pairs, smaller_trials, choices_of), (covering, small_trials, with_layout)],
+    ids=["pairs", "pairs with each layout"],
+)
 def test_every_pair_that_is_offered_is_tried(tried, offered, values_of):
     """By counting, as `cover` does not: of any two columns, the values that occur together."""
+
     def together(trials):
         rows = list(map(values_of, trials))
-        return {(i, j): {(row[i], row[j]) for row in rows}
-                for i, j in combinations(range(len(rows[0])), 2)}
+        return {
+            (i, j): {(row[i], row[j]) for row in rows}
+            for i, j in combinations(range(len(rows[0])), 2)
+        }
 
     assert together(tried()) == together(offered())
     assert len(tried()) == len(set(tried())) < len(offered()) / 20
@@ -123,8 +148,9 @@ def test_every_stage_of_zero_is_tried_on_every_layout():
     assert len(zero_and_layout) == 4 * len(SMALL_LAYOUTS)
 
 
-@pytest.mark.parametrize("layout", in_tiers(
-    {(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 3), (2, 2, 2)}, EVERY_LAYOUT))
+@pytest.mark.parametrize(
+    "layout", in_tiers({(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 3), (2, 2, 2)}, EVERY_LAYOUT)
+)
 def test_what_is_refused_is_refused_for_its_reason_and_all_else_is_accepted(layout):
     for case in all_cases([layout]):
         reason = why_refused(case)
@@ -139,8 +165,11 @@ def test_what_is_refused_is_refused_for_its_reason_and_all_else_is_accepted(layo
 def pytest_generate_tests(metafunc):
     if "batch" in metafunc.fixturenames:
         cases = [*batches([*pairs(), ALL_AXES]), *map(as_exhaustive, batches(covering()))]
-        metafunc.parametrize("batch, optimizer", cases, ids=lambda value: (
-            value if isinstance(value, str) else f"{value[0].num_ranks}-ranks"))
+        metafunc.parametrize(
+            "batch, optimizer",
+            cases,
+            ids=lambda value: value if isinstance(value, str) else f"{value[0].num_ranks}-ranks",
+        )
 
 
 def test_the_training_is_that_of_one_process(batch, optimizer):
@@ -178,15 +207,21 @@ def test_the_grid_sees_what_is_broken():
 
 def test_the_grid_sees_one_bit():
     """After an update on one rank alone, too little for the oracle's tolerance."""
+
     def records(value):
-        return {"SGD": [Moment(0, kind, {"weight": np.array([1.0, value])})
-                        for kind in ("gradient", "updated")]}
+        return {
+            "SGD": [
+                Moment(0, kind, {"weight": np.array([1.0, value])})
+                for kind in ("gradient", "updated")
+            ]
+        }
 
     one, next_one = records(1.0), records(np.nextafter(1.0, 2.0))
     assert first_difference(one["SGD"], [next_one["SGD"]]) is None
     assert grid.apart([one, one]) == grid.apart([next_one]) == []
     assert grid.apart([one, one, next_one]) == [
-        "SGD: weight has other bits on another rank after step 0"]
+        "SGD: weight has other bits on another rank after step 0"
+    ]
 
 
 # The command
@@ -217,8 +252,11 @@ def test_the_command_tells_of_each_case_and_fails_if_one_differs(capsys, monkeyp
     assert code == 0 and len(lines) == 10 and all(" ok " in line for line in lines)
     assert grid_main("--shard", "1/2000", "--start", "8") == (0, lines[7:])
 
-    monkeypatch.setattr(grid, "try_each", lambda cases: [
-        ["SGD: one\ntwo"] if case.family == "llama" else [] for case in cases])
+    monkeypatch.setattr(
+        grid,
+        "try_each",
+        lambda cases: [["SGD: one\ntwo"] if case.family == "llama" else [] for case in cases],
+    )
     code, lines = grid_main("--shard", "1/2400")
     assert code == 1
     assert lines[lines.index("    SGD: one") - 1].split()[1] == "FAILED"

@@ -22,21 +22,41 @@ from minitron.hugging_face.weights import Weights, split, write
 from minitron.model.transformer import Transformer, fill
 from tests.model.test_transformer import float64_llama, random_model  # noqa: F401
 
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, "low_freq_factor": 1.0,
-          "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 def random_reference(kind: str, **changes) -> nn.Module:
     """A tiny model of theirs with random norms and biases, in float64."""
     if kind == "gpt2":
-        sizes = {"vocab_size": 97, "n_positions": 40, "n_embd": 24, "n_layer": 2, "n_head": 3,
-                 "n_inner": 56, "layer_norm_epsilon": 1e-3}
+        sizes = {
+            "vocab_size": 97,
+            "n_positions": 40,
+            "n_embd": 24,
+            "n_layer": 2,
+            "n_head": 3,
+            "n_inner": 56,
+            "layer_norm_epsilon": 1e-3,
+        }
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes | changes))
     else:
-        sizes = {"vocab_size": 97, "max_position_embeddings": 40, "hidden_size": 32,
-                 "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-                 "intermediate_size": 56, "rms_norm_eps": 1e-3,
-                 "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+        sizes = {
+            "vocab_size": 97,
+            "max_position_embeddings": 40,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 56,
+            "rms_norm_eps": 1e-3,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        }
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes | changes))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -71,11 +91,18 @@ def edit_json(file: Path, **changes) -> None:
 # Reading
 
 
-@pytest.mark.parametrize("kind, changes", [
-    ("gpt2", {}), ("gpt2", {"tie_word_embeddings": False}),
-    ("gpt2", {"activation_function": "gelu_pytorch_tanh"}),
-    ("llama", {}), ("llama", {"tie_word_embeddings": True}), ("llama", {"num_key_value_heads": 4}),
-], ids=str)
+@pytest.mark.parametrize(
+    "kind, changes",
+    [
+        ("gpt2", {}),
+        ("gpt2", {"tie_word_embeddings": False}),
+        ("gpt2", {"activation_function": "gelu_pytorch_tanh"}),
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": True}),
+        ("llama", {"num_key_value_heads": 4}),
+    ],
+    ids=str,
+)
 @pytest.mark.usefixtures("float64_llama")
 def test_their_model_has_the_same_logits_here(tmp_path, kind, changes):
     theirs = random_reference(kind, **changes)
@@ -141,8 +168,11 @@ def test_a_model_saved_without_its_head(tmp_path):
         tensors["h.0.attn.bias"] = torch.ones(1)  # a mask, which old versions have saved too
         save_file(tensors, file)
         if kind == "gpt2":
-            edit_json(tmp_path / kind / "config.json", tie_word_embeddings="absent",
-                      layer_norm_epsilon=1e-3)
+            edit_json(
+                tmp_path / kind / "config.json",
+                tie_word_embeddings="absent",
+                layer_norm_epsilon=1e-3,
+            )
         assert_same_logits(read(tmp_path / kind), theirs, 1e-12)
 
 
@@ -150,8 +180,13 @@ def test_the_config_as_transformers_4_has_written_it(tmp_path):
     random_reference("llama", rope_parameters=LLAMA3).save_pretrained(tmp_path)
     expected = read_model_config(tmp_path)
     scaling = {key: value for key, value in LLAMA3.items() if key != "rope_theta"}
-    edit_json(tmp_path / "config.json", rope_parameters="absent", rope_theta=5e5,
-              rope_scaling=scaling, head_dim="absent")
+    edit_json(
+        tmp_path / "config.json",
+        rope_parameters="absent",
+        rope_theta=5e5,
+        rope_scaling=scaling,
+        head_dim="absent",
+    )
     assert read_model_config(tmp_path) == expected
     assert (expected.rope_theta, expected.rope_scaling) == (5e5, 32.0)
     scaling["type"] = scaling.pop("rope_type")  # older still
@@ -159,7 +194,8 @@ def test_the_config_as_transformers_4_has_written_it(tmp_path):
     assert read_model_config(tmp_path) == expected
     edit_json(tmp_path / "config.json", rope_scaling=None, num_key_value_heads="absent")
     assert read_model_config(tmp_path) == dataclasses.replace(
-        expected, rope_scaling=1.0, num_kv_heads=4)
+        expected, rope_scaling=1.0, num_kv_heads=4
+    )
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -178,8 +214,11 @@ def test_a_head_that_config_json_calls_tied_must_be_the_embedding(tmp_path):
     theirs = random_reference("llama")
     theirs.save_pretrained(tmp_path, max_shard_size="30KB")
     edit_json(tmp_path / "config.json", tie_word_embeddings=True)
-    with pytest.raises(ConfigError, match="lm_head.weight is not model.embed_tokens.weight, "
-                       "although tie_word_embeddings says so; set tie_word_embeddings to false"):
+    with pytest.raises(
+        ConfigError,
+        match="lm_head.weight is not model.embed_tokens.weight, "
+        "although tie_word_embeddings says so; set tie_word_embeddings to false",
+    ):
         read(tmp_path)
 
 
@@ -193,17 +232,25 @@ def test_a_tied_head_that_was_saved_all_the_same(tmp_path, kind):
     assert_same_logits(read(tmp_path), theirs, 1e-12)
 
 
-@pytest.mark.parametrize("kind, extra", [
-    ("llama", "model.layers.0.self_attn.q_proj.bias"), ("llama", "model.layers.0.self_attn.q_norm"),
-    ("gpt2", "transformer.h.0.crossattention.c_attn.weight"), ("gpt2", "lm_head.bias"),
-])
+@pytest.mark.parametrize(
+    "kind, extra",
+    [
+        ("llama", "model.layers.0.self_attn.q_proj.bias"),
+        ("llama", "model.layers.0.self_attn.q_norm"),
+        ("gpt2", "transformer.h.0.crossattention.c_attn.weight"),
+        ("gpt2", "lm_head.bias"),
+    ],
+)
 def test_a_tensor_that_no_parameter_reads_is_refused(tmp_path, kind, extra):
     random_reference(kind).save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     save_file(tensors | {extra: torch.ones(3)}, file)
-    with pytest.raises(ConfigError, match=f"no place for 1 of its {len(tensors) + 1} tensors, "
-                       f"{re.escape(extra)} among them; leave sizes out"):
+    with pytest.raises(
+        ConfigError,
+        match=f"no place for 1 of its {len(tensors) + 1} tensors, "
+        f"{re.escape(extra)} among them; leave sizes out",
+    ):
         read(tmp_path)
 
 
@@ -240,7 +287,8 @@ def test_transformers_loads_our_model_with_the_same_logits(tmp_path, config, max
     write_model(ours, tmp_path, **options)
     assert (tmp_path / "model.safetensors.index.json").exists() == (max_file_bytes < 10**9)
     theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, output_loading_info=True)
+        tmp_path, output_loading_info=True
+    )
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     assert theirs.dtype == torch.float64
     if config.rope_scaling == 1:  # the float64 form of their rotary positions knows no scaling
@@ -315,8 +363,9 @@ def test_a_full_disk_leaves_a_folder_to_try_again(tmp_path, monkeypatch):
     write_model(ours, tmp_path, max_file_bytes=20_000)
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()],
-                         ids=repr)
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=repr
+)
 @pytest.mark.parametrize("file", ["model.safetensors.index.json", "config.json"])
 def test_what_comes_after_the_weights_may_fail_as_well(tmp_path, monkeypatch, error, file):
     def fails(path, table):
@@ -356,12 +405,21 @@ MISTAKES = [
     ("llama", {"sliding_window": 4096}, "sliding_window = 4096, but our model has None"),
     ("llama", {"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4}, but"),
     ("llama", {"head_dim": 16}, "head_dim = 16, but our heads have 32 / 4 = 8"),
-    ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
-     "rope_type = 'yarn' of the rotary positions, but our model has 'llama3'"),
-    ("llama", {"rope_parameters": LLAMA3 | {"high_freq_factor": 8.0}},
-     "high_freq_factor = 8.0 of the rotary positions, but our model has 4.0"),
-    ("llama", {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 16}},
-     "original_max_position_embeddings = 16 of the rotary positions, but our model has 8192"),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+        "rope_type = 'yarn' of the rotary positions, but our model has 'llama3'",
+    ),
+    (
+        "llama",
+        {"rope_parameters": LLAMA3 | {"high_freq_factor": 8.0}},
+        "high_freq_factor = 8.0 of the rotary positions, but our model has 4.0",
+    ),
+    (
+        "llama",
+        {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 16}},
+        "original_max_position_embeddings = 16 of the rotary positions, but our model has 8192",
+    ),
     ("llama", {"hidden_size": "absent"}, "hidden_size is missing"),
     ("gpt2", {"activation_function": "gelu"}, "activation_function = 'gelu', but .* gelu_new or"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "idx = True, but our model has False"),
@@ -390,14 +448,18 @@ def test_weights_that_do_not_fit_are_one_line(saved, tmp_path):
     config = read_model_config(saved / "llama")
     shape = torch.Size([56, 32])
     other = dataclasses.replace(config, ffn_width=64)
-    with pytest.raises(ConfigError, match=r"gate_proj.weight has shape \[56, 32\], but "
-                       r"blocks.0.mlp.gate.weight needs \[64, 32\]; leave sizes out"):
+    with pytest.raises(
+        ConfigError,
+        match=r"gate_proj.weight has shape \[56, 32\], but "
+        r"blocks.0.mlp.gate.weight needs \[64, 32\]; leave sizes out",
+    ):
         fill(Transformer(other), Weights(saved / "llama", other))
     with pytest.raises(ConfigError, match=r"shape \[97, 32\], .* needs \[90, 32\]"):  # fewer tokens
         Weights(saved / "llama", config)("token_embedding.weight", torch.Size([90, 32]))
     with pytest.raises(ConfigError, match=r"c_attn.weight has shape \[24, 72\], .* \[24, 75\]"):
         Weights(saved / "gpt2", read_model_config(saved / "gpt2"))(
-            "blocks.0.attention.key.weight", torch.Size([25, 24]))
+            "blocks.0.attention.key.weight", torch.Size([25, 24])
+        )
     with pytest.raises(ConfigError, match="holds a llama, but model.family = gpt; leave"):
         Weights(saved / "llama", OURS["gpt"])
     with pytest.raises(ConfigError, match="none of 21 tensors is model.layers.7.mlp.up_proj"):

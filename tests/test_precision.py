@@ -46,8 +46,12 @@ S, BATCH = 8, 12
 
 
 def config_of(name: str, **parallel) -> Config:
-    return Config(MODEL, DataConfig(sequence_length=S),
-                  TrainConfig(precision=name, learning_rate=1e-2), ParallelConfig(**parallel))
+    return Config(
+        MODEL,
+        DataConfig(sequence_length=S),
+        TrainConfig(precision=name, learning_rate=1e-2),
+        ParallelConfig(**parallel),
+    )
 
 
 def made(group, config: Config):
@@ -69,16 +73,24 @@ def micro_batches(part: tuple[int, int], seed: int = 0):
 # What is said of them
 
 
-@pytest.mark.parametrize(("name", "recipe"), [
-    ("fp32", "fp32"), ("bf16", "bf16"), ("bf16-fp32-grads", "bf16, fp32 gradient"),
-    ("bf16-autocast", "fp32"), ("fp16", "bf16"), ("fp8", "bf16"),
-])
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("fp32", "fp32"),
+        ("bf16", "bf16"),
+        ("bf16-fp32-grads", "bf16, fp32 gradient"),
+        ("bf16-autocast", "fp32"),
+        ("fp16", "bf16"),
+        ("fp8", "bf16"),
+    ],
+)
 def test_bytes_per_parameter_are_those_of_the_cost_model(name, recipe):
     assert PRECISIONS[name].cost == cost.RECIPES[recipe]
 
 
-@pytest.mark.parametrize("name", in_tiers(
-    {"fp32", "bf16", "bf16-fp32-grads", "bf16-autocast"}, PRECISIONS))
+@pytest.mark.parametrize(
+    "name", in_tiers({"fp32", "bf16", "bf16-fp32-grads", "bf16-autocast"}, PRECISIONS)
+)
 def test_the_meter_sees_these_bytes(name):
     precision, config = PRECISIONS[name], config_of(name)
     model, parallel, optimizer, forward = made(ALONE, config)
@@ -263,17 +275,23 @@ def exact_gradients() -> dict[str, torch.Tensor]:
 
 
 LAYOUTS = {
-    "one process": (1, {}), "bucketed": (2, {}), "ZeRO-1": (2, {"zero": 1}),
-    "ZeRO-2": (3, {"zero": 2}), "ZeRO-3": (2, {"zero": 3}), "tp": (2, {"tp": 2}),
-    "sequence": (2, {"tp": 2, "sequence": True}), "pp": (2, {"pp": 2}),
+    "one process": (1, {}),
+    "bucketed": (2, {}),
+    "ZeRO-1": (2, {"zero": 1}),
+    "ZeRO-2": (3, {"zero": 2}),
+    "ZeRO-3": (2, {"zero": 3}),
+    "tp": (2, {"tp": 2}),
+    "sequence": (2, {"tp": 2, "sequence": True}),
+    "pp": (2, {"pp": 2}),
     "zero-bubble": (2, {"pp": 2, "schedule": "zero-bubble"}),
     "zero-bubble, tp": (4, {"pp": 2, "schedule": "zero-bubble", "tp": 2, "sequence": True}),
     "dp, tp and pp": (8, {"tp": 2, "pp": 2, "sequence": True, "zero": 1}),
 }
 
 
-@pytest.mark.parametrize("layout, name", diagonal_of(
-    LAYOUTS, [name for name in PRECISIONS if name != "fp32"]))
+@pytest.mark.parametrize(
+    "layout, name", diagonal_of(LAYOUTS, [name for name in PRECISIONS if name != "fp32"])
+)
 def test_gradients_are_within_their_roundings_of_float32(name, layout):
     num_ranks, parallel = LAYOUTS[layout]
     exact = exact_gradients()
@@ -297,24 +315,42 @@ def reductions(group, config: Config) -> set[torch.dtype]:
     return {call.dtype for call in ledger.calls if call.reduce and call.payload > 1000}
 
 
-@pytest.mark.parametrize("zero, name", diagonal_of(
-    [0, 1, 2, 3], ["bf16-autocast", "bf16", "bf16-fp32-grads", "fp16", "fp8"]))
+@pytest.mark.parametrize(
+    "zero, name",
+    diagonal_of([0, 1, 2, 3], ["bf16-autocast", "bf16", "bf16-fp32-grads", "fp16", "fp8"]),
+)
 def test_gradients_travel_in_the_dtype_that_the_recipe_names(name, zero):
     for seen in run(reductions, 2, config_of(name, zero=zero)):
         assert seen == {PRECISIONS[name].reduction}
 
 
 def kept_and_recomputed(group, config: Config) -> list[dict[str, torch.Tensor]]:
-    return [gradients(group, dataclasses.replace(config, train=dataclasses.replace(
-        config.train, recompute=policy))) for policy in ("none", "full")]
+    return [
+        gradients(
+            group,
+            dataclasses.replace(config, train=dataclasses.replace(config.train, recompute=policy)),
+        )
+        for policy in ("none", "full")
+    ]
 
 
-@pytest.mark.parametrize("parallel, name", tiered([
-    ({"zero": 3}, "bf16-autocast"), ({"tp": 2, "sequence": True}, "bf16"),
-    ({}, "bf16-fp32-grads"), *product([{"zero": 3}], ["bf16", "bf16-fp32-grads", "fp16", "fp8"]),
-    *product([{"tp": 2, "sequence": True}], ["bf16-autocast", "bf16-fp32-grads", "fp16", "fp8"]),
-    *product([{}], ["bf16-autocast", "bf16", "fp16", "fp8"]),
-], keep=3), ids=str)
+@pytest.mark.parametrize(
+    "parallel, name",
+    tiered(
+        [
+            ({"zero": 3}, "bf16-autocast"),
+            ({"tp": 2, "sequence": True}, "bf16"),
+            ({}, "bf16-fp32-grads"),
+            *product([{"zero": 3}], ["bf16", "bf16-fp32-grads", "fp16", "fp8"]),
+            *product(
+                [{"tp": 2, "sequence": True}], ["bf16-autocast", "bf16-fp32-grads", "fp16", "fp8"]
+            ),
+            *product([{}], ["bf16-autocast", "bf16", "fp16", "fp8"]),
+        ],
+        keep=3,
+    ),
+    ids=str,
+)
 def test_recomputing_changes_no_bit(name, parallel):
     for before, after in run(kept_and_recomputed, 2, config_of(name, **parallel), watch=False):
         assert before.keys() == after.keys()
@@ -322,16 +358,26 @@ def test_recomputing_changes_no_bit(name, parallel):
 
 
 def both_schedules(group, name, parallel):
-    return [gradients(group, config_of(name, pp=2, schedule=schedule, **parallel))
-            for schedule in ("1f1b", "zero-bubble")]
+    return [
+        gradients(group, config_of(name, pp=2, schedule=schedule, **parallel))
+        for schedule in ("1f1b", "zero-bubble")
+    ]
 
 
-@pytest.mark.parametrize("parallel, name", tiered([
-    ({}, "fp8"), ({"tp": 2, "sequence": True}, "bf16-fp32-grads"),
-    *product([{}], ["fp32", "bf16-autocast", "bf16-fp32-grads"]),
-    *product([{"tp": 2}], ["fp32", "bf16-autocast", "bf16-fp32-grads", "fp8"]),
-    *product([{"tp": 2, "sequence": True}], ["fp32", "bf16-autocast", "fp8"]),
-], keep=2), ids=str)
+@pytest.mark.parametrize(
+    "parallel, name",
+    tiered(
+        [
+            ({}, "fp8"),
+            ({"tp": 2, "sequence": True}, "bf16-fp32-grads"),
+            *product([{}], ["fp32", "bf16-autocast", "bf16-fp32-grads"]),
+            *product([{"tp": 2}], ["fp32", "bf16-autocast", "bf16-fp32-grads", "fp8"]),
+            *product([{"tp": 2, "sequence": True}], ["fp32", "bf16-autocast", "fp8"]),
+        ],
+        keep=2,
+    ),
+    ids=str,
+)
 def test_deferring_the_gradients_of_weights_changes_no_bit(name, parallel):
     """They are the same products of the same tensors, added up in the same order."""
     num_ranks = 2 * parallel.get("tp", 1)
@@ -375,8 +421,9 @@ def test_a_skipped_step_does_not_count(fused):
     weights = []
     for norms in ([1.0, math.inf, 1.0], [1.0, 1.0]):
         optimizer, weight = adamw_of_one_weight(fused)
-        stepped = [step_if_finite(optimizer, torch.tensor(1.0), torch.tensor(norm))
-                   for norm in norms]
+        stepped = [
+            step_if_finite(optimizer, torch.tensor(1.0), torch.tensor(norm)) for norm in norms
+        ]
         assert stepped == [math.isfinite(norm) for norm in norms]
         weights.append(weight.detach())
     assert weights[0] == weights[1]
@@ -428,10 +475,22 @@ def overflow_on_one_rank(group, parallel):
     return skipped, after_first, moved, scale.value, float(loss), float(norm)
 
 
-@pytest.mark.parametrize(("num_ranks", "parallel"), tiered([
-    (2, {"zero": 3}), (4, {"tp": 2, "pp": 2}), (2, {}), (3, {"zero": 1}),
-    (2, {"zero": 2}), (2, {"tp": 2}), (2, {"pp": 2}),
-], keep=2), ids=str)
+@pytest.mark.parametrize(
+    ("num_ranks", "parallel"),
+    tiered(
+        [
+            (2, {"zero": 3}),
+            (4, {"tp": 2, "pp": 2}),
+            (2, {}),
+            (3, {"zero": 1}),
+            (2, {"zero": 2}),
+            (2, {"tp": 2}),
+            (2, {"pp": 2}),
+        ],
+        keep=2,
+    ),
+    ids=str,
+)
 def test_an_overflow_on_one_rank_is_skipped_by_all(num_ranks, parallel):
     for done in run(overflow_on_one_rank, num_ranks, parallel, watch=False):
         skipped, (value, state_moved), moved, later, loss, norm = done
@@ -443,8 +502,9 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(num_ranks, parallel):
 def test_gradients_are_unscaled_before_they_are_clipped():
     """Else the norm would be 65536 times too large, and every step clipped."""
     _, parallel, optimizer, forward = made(ALONE, config_of("fp16"))
-    *_, norm = train_step(forward, optimizer, micro_batches((0, 1)), 1e-2, 1.0, parallel,
-                          LossScale())
+    *_, norm = train_step(
+        forward, optimizer, micro_batches((0, 1)), 1e-2, 1.0, parallel, LossScale()
+    )
     _, _, optimizer, forward = made(ALONE, config_of("fp32"))
     *_, expected = train_step(forward, optimizer, micro_batches((0, 1)), 1e-2, 1.0)
     torch.testing.assert_close(norm, expected, rtol=PRECISIONS["fp16"].tolerance(ROUNDINGS), atol=0)
@@ -452,6 +512,7 @@ def test_gradients_are_unscaled_before_they_are_clipped():
 
 def test_without_a_scale_small_gradients_are_zero():
     """A loss of 2^-20 of the model's: fp16 loses what the scale saves."""
+
     def lost(scale: float) -> float:
         model, parallel, _, forward = made(ALONE, config_of("fp16"))
         parallel.masters.take_gradients = lambda: None

@@ -81,12 +81,17 @@ def test_data_and_train_tell_how_far_they_are(patient, capsys, tmp_path, monkeyp
     assert cli.dispatch(["data", "text", ".", "--vocab-size", "300"]) == 0
     lines = capsys.readouterr().err.splitlines()
     assert all(" so far" in line for line in lines)
-    assert {line.split(":")[0] for line in lines} == {"reading", "learning the vocabulary",
-                                                      "encoding"}
-    words = ("--data.path data/text --data.sequence-length 8 --model.max-sequence-length 8 "
-             "--model.num-layers 1 --model.width 16 --model.num-heads 1 --model.num-kv-heads 1 "
-             "--model.ffn-width 16 --train.steps 2 --train.warmup-steps 0 --train.device cpu "
-             "--train.global-batch-size 2 --train.micro-batch-size 2 --train.eval-sequences 2")
+    assert {line.split(":")[0] for line in lines} == {
+        "reading",
+        "learning the vocabulary",
+        "encoding",
+    }
+    words = (
+        "--data.path data/text --data.sequence-length 8 --model.max-sequence-length 8 "
+        "--model.num-layers 1 --model.width 16 --model.num-heads 1 --model.num-kv-heads 1 "
+        "--model.ffn-width 16 --train.steps 2 --train.warmup-steps 0 --train.device cpu "
+        "--train.global-batch-size 2 --train.micro-batch-size 2 --train.eval-sequences 2"
+    )
     assert cli.dispatch(["train", *words.split()]) == 0
     told = capsys.readouterr().err
     assert "reading data/text: " in told and " of 2, 00:" in told and " so far" in told
@@ -122,12 +127,19 @@ def test_the_clock_of_a_terminal_runs_while_nothing_is_counted(monkeypatch):
     assert not bar.thread.is_alive() and text == terminal.getvalue()
 
 
-@pytest.mark.parametrize("words, expected", [
-    ("plan configs/gpt2-124m.toml --gpus 2 --explain",
-     ["reading the config", "weighing layouts", "weighing other hardware"]),
-    ("dryrun configs/gpt2-124m.toml --gpus 2 --rank 0 --model.num-layers 1",
-     ["loading PyTorch", "ranks"]),
-])
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        (
+            "plan configs/gpt2-124m.toml --gpus 2 --explain",
+            ["reading the config", "weighing layouts", "weighing other hardware"],
+        ),
+        (
+            "dryrun configs/gpt2-124m.toml --gpus 2 --rank 0 --model.num-layers 1",
+            ["loading PyTorch", "ranks"],
+        ),
+    ],
+)
 def test_plan_and_dryrun_show_a_bar_from_the_start(monkeypatch, words, expected):
     terminal = on_terminal(monkeypatch)
     monkeypatch.chdir(Path(__file__).parents[1])

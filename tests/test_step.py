@@ -16,8 +16,15 @@ from minitron.step import (
     train_step,
 )
 
-CONFIG = ModelConfig(vocab_size=31, max_sequence_length=16, num_layers=2, width=16, num_heads=2,
-                     num_kv_heads=1, ffn_width=24)
+CONFIG = ModelConfig(
+    vocab_size=31,
+    max_sequence_length=16,
+    num_layers=2,
+    width=16,
+    num_heads=2,
+    num_kv_heads=1,
+    ffn_width=24,
+)
 
 
 def make_model() -> Transformer:
@@ -38,8 +45,7 @@ def test_accumulation_is_the_big_batch_whatever_the_cut():
     targets[4, :] = IGNORED
 
     whole, cut = make_model(), make_model()
-    expected = F.cross_entropy(whole(inputs).flatten(0, 1), targets.flatten(),
-                               ignore_index=IGNORED)
+    expected = F.cross_entropy(whole(inputs).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
     expected.backward()
     parts = list(zip(inputs.split(3), targets.split(3), strict=True))
     loss = accumulate_gradients(cut, parts)
@@ -50,8 +56,9 @@ def test_accumulation_is_the_big_batch_whatever_the_cut():
 
     naive = make_model()  # the mean of means is another gradient: the test can tell
     for part_inputs, part_targets in parts:
-        loss = F.cross_entropy(naive(part_inputs).flatten(0, 1), part_targets.flatten(),
-                               ignore_index=IGNORED)
+        loss = F.cross_entropy(
+            naive(part_inputs).flatten(0, 1), part_targets.flatten(), ignore_index=IGNORED
+        )
         (loss / len(parts)).backward()
     assert not torch.allclose(whole.head.weight.grad, naive.head.weight.grad, rtol=0.1)
 
@@ -109,8 +116,10 @@ def test_a_step_clips_and_moves_as_sgd_by_hand_would(clip_norm):
     if clip_norm:  # clip_grad_norm_ adds 1e-6 to the norm it divides by
         gradient = gradient * min(1.0, clip_norm / (gradient.norm().item() + 1e-6))
     torch.testing.assert_close(
-        nn.utils.parameters_to_vector(model.parameters()), before - 0.5 * gradient,
-        rtol=1e-10, atol=1e-14,
+        nn.utils.parameters_to_vector(model.parameters()),
+        before - 0.5 * gradient,
+        rtol=1e-10,
+        atol=1e-14,
     )
 
 

@@ -20,8 +20,10 @@ def in_tiers(kept: set, cases: Iterable) -> list:
     """Return cases for pytest.mark.parametrize: all but those in `kept` are exhaustive."""
     cases = list(cases)
     assert kept <= set(cases), f"no such cases: {kept - set(cases)}"
-    return [pytest.param(case, id=str(case), marks=[] if case in kept else [exhaustive])
-            for case in cases]
+    return [
+        pytest.param(case, id=str(case), marks=[] if case in kept else [exhaustive])
+        for case in cases
+    ]
 
 
 def diagonal_of(first: Iterable, second: Iterable) -> list:
@@ -32,8 +34,11 @@ def diagonal_of(first: Iterable, second: Iterable) -> list:
     first, second = list(first), list(second)
     length = max(len(first), len(second))
     kept = {(n % len(first), n % len(second)) for n in range(length)}
-    return [(a, b) if (i, j) in kept else as_exhaustive((a, b))
-            for i, a in enumerate(first) for j, b in enumerate(second)]
+    return [
+        (a, b) if (i, j) in kept else as_exhaustive((a, b))
+        for i, a in enumerate(first)
+        for j, b in enumerate(second)
+    ]
 
 
 def as_exhaustive(case):
@@ -59,8 +64,10 @@ def in_turn(request: pytest.FixtureRequest, cases: Iterable) -> dict:
 
 def runs_all(request: pytest.FixtureRequest) -> bool:
     """Return whether exhaustive tests of this module will run too."""
-    return any(item.path == request.path and item.get_closest_marker("exhaustive")
-               for item in request.session.items)
+    return any(
+        item.path == request.path and item.get_closest_marker("exhaustive")
+        for item in request.session.items
+    )
 
 
 def collected(request: pytest.FixtureRequest, name: str) -> list:
@@ -68,6 +75,9 @@ def collected(request: pytest.FixtureRequest, name: str) -> list:
 
     For a fixture that starts ranks once and tries all cases on them: it tries these alone.
     """
-    calls = [item.callspec for item in request.session.items
-             if item.path == request.path and hasattr(item, "callspec")]
+    calls = [
+        item.callspec
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    ]
     return list(dict.fromkeys(call.params[name] for call in calls if name in call.params))

@@ -105,9 +105,13 @@ def edges() -> dict[str, set[str]]:
         graph[file] = {modules[name] for name in needed if name in modules}
         if file.startswith(("minitron/", "teaching/")):
             package = str(Path(file).parent)
-            graph[file] |= {data for data in places[package] if not data.endswith(".py")
-                            and package == next(str(folder) for folder in Path(data).parents
-                                                if str(folder) in packages)}
+            graph[file] |= {
+                data
+                for data in places[package]
+                if not data.endswith(".py")
+                and package
+                == next(str(folder) for folder in Path(data).parents if str(folder) in packages)
+            }
         if is_test(file):
             graph[file] |= named(code, places, modules) | beside(file, files)
     for notebook in filter(lambda file: file.endswith(".ipynb"), files):
@@ -126,10 +130,14 @@ def module_name(file: str) -> str:
 
 def named(code: str, places: dict[str, set[str]], modules: dict[str, str]) -> set[str]:
     """Return the files that a string in `code` names: by path, by folder, or as a module."""
-    strings = {node.value.rstrip("/") for node in ast.walk(parse_cell(code))
-               if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    strings = {
+        node.value.rstrip("/")
+        for node in ast.walk(parse_cell(code))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
     return {modules[name] for name in strings & set(modules) if "." in name}.union(
-        *(places[name] for name in strings & set(places)))
+        *(places[name] for name in strings & set(places))
+    )
 
 
 def beside(test: str, files: list[str]) -> set[str]:
@@ -137,8 +145,11 @@ def beside(test: str, files: list[str]) -> set[str]:
     shared = {str(folder / "conftest.py") for folder in Path(test).parents}
     chapter = Path(test).stem.removeprefix("test_")[:4]
     if "exercises" in Path(test).parts and chapter.startswith("ch"):
-        shared |= {file for file in files if Path(file).name.startswith(chapter)
-                   and file.startswith(SHARED_BY_CHAPTER)}
+        shared |= {
+            file
+            for file in files
+            if Path(file).name.startswith(chapter) and file.startswith(SHARED_BY_CHAPTER)
+        }
     return shared & set(files)
 
 

@@ -88,8 +88,10 @@ def chapter_sources(names: list[str]) -> list[Path]:
     sources = sorted(SOURCES.glob("ch*.py"))
     chosen = [path for path in sources if not names or path.stem.startswith(tuple(names))]
     if not chosen:
-        sys.exit(f"no chapter is named {' or '.join(names)}; there are "
-                 + ", ".join(path.stem for path in sources))
+        sys.exit(
+            f"no chapter is named {' or '.join(names)}; there are "
+            + ", ".join(path.stem for path in sources)
+        )
     return chosen
 
 
@@ -201,7 +203,11 @@ def execute(notebook: NotebookNode, cwd: Path) -> None:
     from nbclient import NotebookClient
 
     client = NotebookClient(
-        notebook, timeout=120, kernel_name="python3", record_timing=False, coalesce_streams=True,
+        notebook,
+        timeout=120,
+        kernel_name="python3",
+        record_timing=False,
+        coalesce_streams=True,
         resources={"metadata": {"path": str(cwd)}},
     )
     client.execute()
@@ -230,8 +236,9 @@ def require_style(notebook: NotebookNode) -> None:
 
 def lines_without_imports(source: str) -> int:
     """Count a cell's lines, those of its imports left out: they are read once, if at all."""
-    imports = [node for node in parse_cell(source).body
-               if isinstance(node, ast.Import | ast.ImportFrom)]
+    imports = [
+        node for node in parse_cell(source).body if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
     return len(source.splitlines()) - sum(node.end_lineno - node.lineno + 1 for node in imports)
 
 
@@ -272,8 +279,10 @@ def _require_executed(cell: NotebookNode, position: int, count: int) -> None:
         if output.output_type == "error":
             raise ChapterError(f"cell {position} failed: {output.ename}: {output.evalue}")
         if REFUTED in str(output):
-            raise ChapterError(f"cell {position}: a caption claims what its measurement does not "
-                               "show: build again on an idle machine, or claim less")
+            raise ChapterError(
+                f"cell {position}: a caption claims what its measurement does not "
+                "show: build again on an idle machine, or claim less"
+            )
         for place in (str(ROOT), str(Path.home())):
             if place in str(output):
                 raise ChapterError(f"cell {position}: its output names {place}")
@@ -298,8 +307,9 @@ def figures(chapter: str, notebook: NotebookNode) -> dict[Path, bytes]:
     for position, cell in enumerate(notebook.cells):
         for tag in cell.metadata.get("tags", []):
             if tag.startswith("figure-"):
-                images = [o.data["image/png"] for o in cell.outputs
-                          if "image/png" in o.get("data", {})]
+                images = [
+                    o.data["image/png"] for o in cell.outputs if "image/png" in o.get("data", {})
+                ]
                 if len(images) != 1:
                     raise ChapterError(f"cell {position}: {tag} needs one image, has {len(images)}")
                 name = f"{chapter.split('_')[0]}_{tag.removeprefix('figure-')}.png"

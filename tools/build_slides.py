@@ -36,7 +36,10 @@ SLIDES = ROOT / "slides"
 BUILD = SLIDES / "build"
 MARP = SLIDES / "node_modules" / ".bin" / "marp"
 BROWSERS = (
-    "chromium", "chromium-browser", "google-chrome", "google-chrome-stable",
+    "chromium",
+    "chromium-browser",
+    "google-chrome",
+    "google-chrome-stable",
     "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
     "/Applications/Chromium.app/Contents/MacOS/Chromium",
 )
@@ -55,8 +58,11 @@ def main() -> int:
     parser.add_argument("--images", action="store_true", help="also write one PNG a slide")
     arguments = parser.parse_args()
 
-    decks = [deck for deck in sorted(SLIDES.glob("*.md"))
-             if not arguments.names or deck.stem.startswith(tuple(arguments.names))]
+    decks = [
+        deck
+        for deck in sorted(SLIDES.glob("*.md"))
+        if not arguments.names or deck.stem.startswith(tuple(arguments.names))
+    ]
     if not decks:
         sys.exit(f"no deck is named {' or '.join(arguments.names)} in {SLIDES.name}/")
 
@@ -114,8 +120,11 @@ def read_notebook(path: Path) -> dict:
     if text is None:
         print(f"{name}: not in git, so the working file is used", file=sys.stderr)
     elif text != working:
-        print(f"{name}: the committed version is used, not the changed working file "
-              "(`git add` it to use that one)", file=sys.stderr)
+        print(
+            f"{name}: the committed version is used, not the changed working file "
+            "(`git add` it to use that one)",
+            file=sys.stderr,
+        )
     try:
         return json.loads(working if text is None else text)
     except ValueError as error:
@@ -125,7 +134,8 @@ def read_notebook(path: Path) -> dict:
 def insert_sources(markdown: str) -> str:
     """Replace each line `@source minitron.step:train_step` by that function's code.
 
-    The docstring is left out: on a slide the speaker says it. Raises SlideError.
+    The docstring is left out, and so are the types and defaults of its parameters: on a slide the
+    speaker says what they are. Raises SlideError.
     """
 
     def insert(match: re.Match) -> str:
@@ -136,11 +146,20 @@ def insert_sources(markdown: str) -> str:
         function = ast.parse(code).body[0]
         lines = code.splitlines()
         if ast.get_docstring(function) is not None:
-            docstring = function.body[0]
-            del lines[docstring.lineno - 1 : docstring.end_lineno]
+            names = names_of(function.args)
+            lines[: function.body[0].end_lineno] = [f"def {function.name}({names}):"]
         return "\n".join(["```python", *lines, "```"])
 
     return re.sub(r"^@source (\S+)$", insert, markdown, flags=re.MULTILINE)
+
+
+def names_of(parameters: ast.arguments) -> str:
+    """Write parameters without types and defaults: "model, *tensors"."""
+    parameters.defaults, parameters.kw_defaults = [], [None] * len(parameters.kwonlyargs)
+    for node in ast.walk(parameters):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+    return ast.unparse(parameters)
 
 
 def insert_outputs(markdown: str, notebook: dict) -> str:
@@ -200,8 +219,13 @@ def marp(source: str, browser: str, *arguments: str | Path) -> None:
         environment["CHROME_NO_SANDBOX"] = "1"  # Chromium refuses to sandbox for root
     command = [MARP, "--no-config-file", "--theme", SLIDES / "theme.css", *arguments]
     done = subprocess.run(
-        [str(part) for part in command], input=source, text=True, env=environment,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300,
+        [str(part) for part in command],
+        input=source,
+        text=True,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=300,
     )
     if done.returncode != 0:
         sys.exit(f"marp failed:\n{done.stdout}")

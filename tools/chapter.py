@@ -50,8 +50,11 @@ def find_chapter(number: str) -> str | None:
     chapters = {int(path.stem[2:4]): path.stem for path in build_chapters.chapter_sources([])}
     if number.isdecimal() and int(number) in chapters:
         return chapters[int(number)]
-    print(f"there is no chapter {number!r}, there are {min(chapters)} to {max(chapters)}: "
-          "make chapter CH=6", file=sys.stderr)
+    print(
+        f"there is no chapter {number!r}, there are {min(chapters)} to {max(chapters)}: "
+        "make chapter CH=6",
+        file=sys.stderr,
+    )
     return None
 
 
@@ -81,8 +84,11 @@ def check(chapter: str) -> int:
     import pytest
 
     paths = [str(ROOT / path) for path in CHECKS]
-    return int(pytest.main([*paths, "-k", chapter, "-q", "--noconftest", "--no-header",
-                            "--disable-warnings"]))
+    return int(
+        pytest.main(
+            [*paths, "-k", chapter, "-q", "--noconftest", "--no-header", "--disable-warnings"]
+        )
+    )
 
 
 if __name__ == "__main__":

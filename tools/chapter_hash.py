@@ -22,8 +22,10 @@ from tools.imports import closure, import_graph, imported, imported_directly
 ROOT = Path(__file__).resolve().parent.parent
 WITH_TABLES = ("minitron", "teaching")
 TABLES = {".csv", ".json", ".toml"}
-READS = {"teaching.lab.gpu_records": "benchmarks/results/gpu",
-         "teaching.lab.large_plans": "benchmarks/results/plans"}
+READS = {
+    "teaching.lab.gpu_records": "benchmarks/results/gpu",
+    "teaching.lab.large_plans": "benchmarks/results/plans",
+}
 """Modules that read tables from outside of the packages, and the folder of these."""
 
 
@@ -39,8 +41,9 @@ def hash_of_cells(notebook: NotebookNode) -> str:
 def hash_of_imports(notebook: NotebookNode) -> str:
     """Hash all that the cells reach: modules, printed definitions, tables."""
     cells = _code(notebook)
-    printed = {word for cell in cells if "show_source(" in cell
-               for word in re.findall(r"\w+", cell)}
+    printed = {
+        word for cell in cells if "show_source(" in cell for word in re.findall(r"\w+", cell)
+    }
     modules = reached(name for cell in cells for name in imported(cell))
     parts = _tables(modules)
     for module in sorted(modules):
@@ -100,7 +103,7 @@ def _program(module: str) -> str:
     for node in ast.walk(tree):
         match node:
             case ast.Expr(value=ast.Constant(), lineno=first, end_lineno=last):
-                if not lines[first - 1][:node.col_offset].strip():
+                if not lines[first - 1][: node.col_offset].strip():
                     dropped |= set(range(first, last + 1))
     return "\n".join(line for row, line in enumerate(lines, 1) if row not in dropped)
 
@@ -112,6 +115,6 @@ def _definitions(module: str) -> dict[str, str]:
     lines, found = text.split("\n"), {}
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            own = "\n".join(lines[node.lineno - 1:node.end_lineno])
+            own = "\n".join(lines[node.lineno - 1 : node.end_lineno])
             found[node.name] = found.get(node.name, "") + own
     return found

@@ -47,8 +47,11 @@ def complete(notebook: NotebookNode, chapter: str) -> None:
 def neighbors(chapter: str) -> str:
     """Return one line of links: the chapter before, exercises, slides, glossary, chapter after."""
     stems = sorted(path.stem for path in (ROOT / "chapters" / "source").glob("ch*.py"))
-    links = [f"[Exercises](../exercises/{chapter}.py)", f"[Slides](../slides/{chapter}.md)",
-             "[Glossary](../docs/words.md)"]
+    links = [
+        f"[Exercises](../exercises/{chapter}.py)",
+        f"[Slides](../slides/{chapter}.md)",
+        "[Glossary](../docs/words.md)",
+    ]
     if chapter in stems:
         place = stems.index(chapter)
         if place > 0:

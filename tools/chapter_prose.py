@@ -39,14 +39,18 @@ REFERENCE = re.compile(
     re.IGNORECASE,
 )
 """A number that names something rather than counts it."""
-CITED = re.compile(r"\]\(https?://|\bet al\.|\b(?:19|20)\d\d[a-z]?\b|\bdatasheet\b"
-                   r"|\bspecification\b|\bissues? \d|\bpull requests? \d|\w/[\w-]+#\d")
+CITED = re.compile(
+    r"\]\(https?://|\bet al\.|\b(?:19|20)\d\d[a-z]?\b|\bdatasheet\b"
+    r"|\bspecification\b|\bissues? \d|\bpull requests? \d|\w/[\w-]+#\d"
+)
 """A source in the same paragraph: a paper, a datasheet, somebody's issue or pull request."""
 PROGRAMS = {"nvidia-smi", "nvcc", "nsys", "torchrun", "srun", "sbatch", "python", "pip"}
 SMALL = 12
 """A whole number up to this, without a unit, is a count that the reader can see."""
-UNIT = re.compile(r"\s*(?:%|percent\b|times\b|[kMGT]i?B\b|bytes?\b|bits?\b|[mnu]?s\b"
-                  r"|seconds?\b|minutes?\b|hours?\b|days?\b|years?\b|TFLOP|GFLOP|FLOPs?\b|tokens?\b|parameters?\b)")
+UNIT = re.compile(
+    r"\s*(?:%|percent\b|times\b|[kMGT]i?B\b|bytes?\b|bits?\b|[mnu]?s\b"
+    r"|seconds?\b|minutes?\b|hours?\b|days?\b|years?\b|TFLOP|GFLOP|FLOPs?\b|tokens?\b|parameters?\b)"
+)
 
 
 def main() -> int:
@@ -76,7 +80,7 @@ def unvouched_numbers(notebook: NotebookNode) -> list[str]:
             text = plain(paragraph)
             for match in NUMBER.finditer(text):
                 if not is_vouched(match, text, known):
-                    around = text[max(0, match.start() - 40):match.end() + 30].replace("\n", " ")
+                    around = text[max(0, match.start() - 40) : match.end() + 30].replace("\n", " ")
                     problems.append(f"cell {position}: {match[1]} in ...{around}...")
     return problems
 
@@ -135,8 +139,11 @@ def is_vouched(match: re.Match, text: str, known: list[tuple[float, str]]) -> bo
     half = 0.5 * 10.0 ** -len(number.partition(".")[2].partition("e")[0]) * (1 + 1e-9)
     if "e" in number:
         half = value * 1e-9
-    return any(abs(each * scale - value) <= half
-               for each, _ in known for scale in (1, 100, 1e3, 1e-3, 1e6, 1e-6, 1e9, 1e-9, 1e-12))
+    return any(
+        abs(each * scale - value) <= half
+        for each, _ in known
+        for scale in (1, 100, 1e3, 1e-3, 1e6, 1e-6, 1e9, 1e-9, 1e-12)
+    )
 
 
 # Names
@@ -144,8 +151,11 @@ def is_vouched(match: re.Match, text: str, known: list[tuple[float, str]]) -> bo
 
 def unknown_names(notebook: NotebookNode) -> list[str]:
     """Return "cell N: `name`" for each name in backticks that does not exist."""
-    own = "\n".join(cell.source + "\n" + "\n".join(outputs(cell))
-                    for cell in notebook.cells if cell.cell_type == "code")
+    own = "\n".join(
+        cell.source + "\n" + "\n".join(outputs(cell))
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+    )
     problems = []
     for position, cell in enumerate(notebook.cells):
         if cell.cell_type != "markdown":
@@ -153,9 +163,11 @@ def unknown_names(notebook: NotebookNode) -> list[str]:
         text = re.sub(r"```.*?```", "", cell.source, flags=re.DOTALL)
         for paragraph in paragraphs(text):
             if not CITED.search(paragraph):  # with a citation, it may be a name of the cited code
-                problems += [f"cell {position}: `{name}`"
-                             for name in re.findall(r"`([^`\n]+)`", paragraph)
-                             if name not in own and not exists(name)]
+                problems += [
+                    f"cell {position}: `{name}`"
+                    for name in re.findall(r"`([^`\n]+)`", paragraph)
+                    if name not in own and not exists(name)
+                ]
     return problems
 
 
@@ -193,8 +205,9 @@ def torchrun_options() -> frozenset[str]:
     """Return the options that torchrun knows."""
     from torch.distributed.run import get_args_parser
 
-    return frozenset(option for action in get_args_parser()._actions
-                     for option in action.option_strings)
+    return frozenset(
+        option for action in get_args_parser()._actions for option in action.option_strings
+    )
 
 
 def is_defined(chain: str) -> bool:
@@ -216,9 +229,15 @@ def is_defined(chain: str) -> bool:
 @cache
 def resolves(name: str) -> bool:
     """Return whether `name` is a module or a member of one, of PyTorch or of Python."""
-    candidates = [name, f"torch.{name}", f"torch.Tensor.{name}", f"torch.nn.{name}",
-                  f"torch.nn.Module.{name}", f"torch.distributed.{name}",
-                  f"torch.nn.functional.{name}"]
+    candidates = [
+        name,
+        f"torch.{name}",
+        f"torch.Tensor.{name}",
+        f"torch.nn.{name}",
+        f"torch.nn.Module.{name}",
+        f"torch.distributed.{name}",
+        f"torch.nn.functional.{name}",
+    ]
     return any(_reach(candidate.split(".")) for candidate in candidates)
 
 
@@ -248,8 +267,10 @@ def defined() -> frozenset[str]:
                 match node:
                     case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
                         names.add(name)
-                    case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name,
-                                                                            ctx=ast.Store()):
+                    case (
+                        ast.Name(id=name, ctx=ast.Store())
+                        | ast.Attribute(attr=name, ctx=ast.Store())
+                    ):
                         names.add(name)
     return frozenset(names)
 

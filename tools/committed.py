@@ -27,7 +27,10 @@ def text_in_git(path: Path) -> str | None:
     if os.environ.get(READ_WORKING_FILES):
         return path.read_text() if path.is_file() else None
     git = shutil.which("git") and subprocess.run(
-        ["git", "show", f":./{path.relative_to(REPOSITORY).as_posix()}"], cwd=REPOSITORY,
-        capture_output=True, text=True, encoding="utf-8",
+        ["git", "show", f":./{path.relative_to(REPOSITORY).as_posix()}"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
     )
     return git.stdout if git and git.returncode == 0 else None

@@ -80,8 +80,10 @@ class Case(NamedTuple):
 
     def __str__(self) -> str:
         sequence = " sequence" if self.sequence else ""
-        return (f"dp {self.dp} tp {self.tp} pp {self.pp} {self.family}, {self.data}{sequence}, "
-                f"recompute {self.recompute}, {self.schedule}, {self.micro_batches}")
+        return (
+            f"dp {self.dp} tp {self.tp} pp {self.pp} {self.family}, {self.data}{sequence}, "
+            f"recompute {self.recompute}, {self.schedule}, {self.micro_batches}"
+        )
 
 
 def all_cases(layouts: Iterable[tuple[int, int, int]]) -> list[Case]:
@@ -101,8 +103,8 @@ def why_refused(case: Case) -> str | None:
     reasons = {
         "it divides what tensor parallelism replicates": case.sequence and case.tp == 1,
         "there is no pipeline": case.schedule != "1f1b" and case.pp == 1,
-        "a step (train.micro_batch_size = 1)":
-            case.schedule == "interleaved" and case.num_micro_batches % case.pp > 0,
+        "a step (train.micro_batch_size = 1)": case.schedule == "interleaved"
+        and case.num_micro_batches % case.pp > 0,
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
 
@@ -119,15 +121,29 @@ def config_of(case: Case) -> Config:
     groups = 2 if case.tp % 2 == 0 else 1
     chunks = 2 if case.schedule == "interleaved" else 1
     model = ModelConfig(
-        case.family, vocabulary, S, case.pp * chunks + 1, 4 * heads, heads,
-        heads if case.family == "gpt" else groups, ffn_width, case.family == "gpt",
+        case.family,
+        vocabulary,
+        S,
+        case.pp * chunks + 1,
+        4 * heads,
+        heads,
+        heads if case.family == "gpt" else groups,
+        ffn_width,
+        case.family == "gpt",
     )
     parallel = ParallelConfig(
-        tp=case.tp, pp=case.pp, sequence=case.sequence, schedule=case.schedule, chunks=chunks,
+        tp=case.tp,
+        pp=case.pp,
+        sequence=case.sequence,
+        schedule=case.schedule,
+        chunks=chunks,
         **DATA[case.data],
     )
-    train = TrainConfig(global_batch_size=case.dp * case.num_micro_batches, micro_batch_size=1,
-                        recompute=case.recompute)
+    train = TrainConfig(
+        global_batch_size=case.dp * case.num_micro_batches,
+        micro_batch_size=1,
+        recompute=case.recompute,
+    )
     return Config(model, DataConfig(sequence_length=S), train, parallel)
 
 
@@ -186,8 +202,10 @@ on_meta, on_cpu = partial(model_on, "meta"), partial(model_on, "cpu")
 
 def train_all(group, cases: list[Case], optimizers: Optimizers = BOTH) -> list[Records]:
     """What the oracle records of each case, on one rank."""
-    return [records_of(group, case, divide, on_meta, case.num_micro_batches, optimizers)
-            for case in cases]
+    return [
+        records_of(group, case, divide, on_meta, case.num_micro_batches, optimizers)
+        for case in cases
+    ]
 
 
 @lru_cache(maxsize=64)
@@ -210,19 +228,23 @@ def differences(case: Case, by_rank: list[Records]) -> list[str]:
     """Where the ranks leave one process, for each optimizer; [] if nowhere."""
     schedule = case.schedule if case.schedule == "interleaved" else "1f1b"  # it counts the layers
     alike = case._replace(data="bucketed", sequence=False, recompute="none", schedule=schedule)
-    found = {name: first_difference(moments, [records[name] for records in by_rank])
-             for name, moments in of_one_process(alike, tuple(by_rank[0])).items()}
+    found = {
+        name: first_difference(moments, [records[name] for records in by_rank])
+        for name, moments in of_one_process(alike, tuple(by_rank[0])).items()
+    }
     return [f"{name}: {what}" for name, what in found.items() if what] + apart(by_rank)
 
 
 def apart(by_rank: list[Records]) -> list[str]:
     """Weights whose bits are not those of the first rank: such part further with every step."""
-    return [f"{optimizer}: {name} has other bits on another rank after step {first.step}"
-            for optimizer in by_rank[0]
-            for first, *others in zip(*(records[optimizer] for records in by_rank), strict=True)
-            if first.kind == "updated"
-            for name, value in first.values.items()
-            if any((other.values[name] != value).any() for other in others)]
+    return [
+        f"{optimizer}: {name} has other bits on another rank after step {first.step}"
+        for optimizer in by_rank[0]
+        for first, *others in zip(*(records[optimizer] for records in by_rank), strict=True)
+        if first.kind == "updated"
+        for name, value in first.values.items()
+        if any((other.values[name] != value).any() for other in others)
+    ]
 
 
 def try_all(
@@ -231,8 +253,10 @@ def try_all(
     """What is wrong with each case; all have as many ranks, which are started once."""
     timeout = SECONDS_PER_CASE * len(cases)
     by_rank = run(train_all, cases[0].num_ranks, cases, optimizers, timeout=timeout, watch=watch)
-    return [differences(case, [records[index] for records in by_rank])
-            for index, case in enumerate(cases)]
+    return [
+        differences(case, [records[index] for records in by_rank])
+        for index, case in enumerate(cases)
+    ]
 
 
 # The command
@@ -252,13 +276,13 @@ def in_batches(cases: list[Case]) -> Iterator[list[Case]]:
     """Neighbors with as many ranks, BATCH at most."""
     for _, alike in groupby(cases, key=lambda case: case.num_ranks):
         alike = list(alike)
-        yield from (alike[first:first + BATCH] for first in range(0, len(alike), BATCH))
+        yield from (alike[first : first + BATCH] for first in range(0, len(alike), BATCH))
 
 
 def report(cases: list[Case], start: int) -> int:
     """Try `cases` from the one number `start`, print a line for each; returns how many differ."""
     number, num_wrong = start, 0
-    for batch in in_batches(cases[start - 1:]):
+    for batch in in_batches(cases[start - 1 :]):
         for case, wrong in zip(batch, try_each(batch), strict=True):
             print(f"{number:>6}/{len(cases)}", "FAILED" if wrong else "ok    ", case, flush=True)
             for message in wrong:
@@ -277,8 +301,9 @@ def shard(words: str) -> slice:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Every layout, the same training.")
     parser.add_argument("--count", action="store_true", help="tell how many cases there are")
-    parser.add_argument("--shard", type=shard, default="1/1", metavar="I/N",
-                        help="every N-th case, from the I-th")
+    parser.add_argument(
+        "--shard", type=shard, default="1/1", metavar="I/N", help="every N-th case, from the I-th"
+    )
     parser.add_argument("--start", type=int, default=1, help="the first line to print")
     arguments = parser.parse_args()
 

@@ -23,8 +23,13 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 NAMES = ("gpt2-124m", "llama-1b", "llama-8b", "llama-70b", "gpt3-175b")
 LINE = re.compile(r"^# +([\d,]+) GPUs: (.*)$", flags=re.MULTILINE)
 TOO_FEW = "too few"
-KINDS = {"weights": "parameter", "gradients": "gradient", "optimizer": "optimizer state",
-         "activations": "activation", "in passing": "temporary"}
+KINDS = {
+    "weights": "parameter",
+    "gradients": "gradient",
+    "optimizer": "optimizer state",
+    "activations": "activation",
+    "in passing": "temporary",
+}
 
 Bytes = dict[str, float]
 
@@ -35,8 +40,9 @@ def suggested(name: str) -> dict[int, Config | None]:
     found = {}
     for number, words in LINE.findall(path.read_text()):
         options = [] if "--" not in words else words.split()
-        found[int(number.replace(",", ""))] = None if words.startswith(TOO_FEW) else \
-            read_options([str(path), *options])
+        found[int(number.replace(",", ""))] = (
+            None if words.startswith(TOO_FEW) else read_options([str(path), *options])
+        )
     return found
 
 
@@ -54,8 +60,14 @@ def bytes_held(config: Config, num_gpus: int) -> Bytes:
     """
     train = config.train
     parallel = replace(config.parallel, dp=num_readers(config, num_gpus))
-    job = Job(config.model, num_gpus, DEVICES["H100-SXM-80GB"], config.data.sequence_length,
-              train.global_batch_size, precision=train.precision)
+    job = Job(
+        config.model,
+        num_gpus,
+        DEVICES["H100-SXM-80GB"],
+        config.data.sequence_length,
+        train.global_batch_size,
+        precision=train.precision,
+    )
     decision = Decision(parallel, train.recompute, micro_batches(config, num_gpus)[1])
     held = memory_of(job, decision)
     return {name: held[kind] for name, kind in KINDS.items()}
@@ -94,9 +106,16 @@ def table() -> str:
                 continue
             held = bytes_held(config, num_gpus)
             m, size = micro_batches(config, num_gpus)
-            rows.append([*start, describe(config, num_gpus), f"{m} of {size}",
-                         idle(config, num_gpus), *(f"{held[kind] / 1e9:.1f}" for kind in KINDS),
-                         f"{sum(held.values()) / 1e9:.0f}"])
+            rows.append(
+                [
+                    *start,
+                    describe(config, num_gpus),
+                    f"{m} of {size}",
+                    idle(config, num_gpus),
+                    *(f"{held[kind] / 1e9:.1f}" for kind in KINDS),
+                    f"{sum(held.values()) / 1e9:.0f}",
+                ]
+            )
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     rule = "|---|--:|---|--:|" + "--:|" * (len(rows[0]) - 4)
     return "\n".join([lines[0], rule, *lines[1:]])

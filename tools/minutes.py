@@ -31,6 +31,7 @@ SECONDS = {
     "line of an import": 0.25,
     "line of output": 1.5,
     "line of the package's source": 2.5,
+    "line of one word": 0.5,
     "figure": 25,
     "prediction": 40,
     "running every cell": 90,
@@ -97,8 +98,9 @@ def is_further(title: str) -> bool:
 def seconds(cell: NotebookNode) -> float:
     """Return how long the reader spends on one cell and its outputs."""
     if cell.cell_type == "markdown":
-        return (SECONDS["word"] * len(words(cell.source))
-                + SECONDS["prediction"] * cell.source.count("**Predict"))
+        return SECONDS["word"] * len(words(cell.source)) + SECONDS[
+            "prediction"
+        ] * cell.source.count("**Predict")
     imports = sum(line.startswith(("import ", "from ")) for line in cell.source.splitlines())
     own = len(cell.source.splitlines()) - imports
     spent = SECONDS["line of code"] * own + SECONDS["line of an import"] * imports
@@ -108,13 +110,21 @@ def seconds(cell: NotebookNode) -> float:
             spent += SECONDS["figure"]
         elif "text/markdown" in data and "show_source(" in cell.source:
             lines = "".join(data["text/markdown"]).splitlines()[3:-1]  # between the fences
-            spent += SECONDS["line of the package's source"] * len(lines)
+            spent += sum(map(seconds_of_source, lines))
         elif "text/markdown" in data:
             spent += SECONDS["word"] * len(words("".join(data["text/markdown"])))
         else:
             text = output.get("text", data.get("text/plain", ""))
             spent += SECONDS["line of output"] * len("".join(text).splitlines())
     return spent
+
+
+def seconds_of_source(line: str) -> float:
+    """Return how long a line of the package's source takes; a bracket or a name is seen at once."""
+    kind = (
+        "line of the package's source" if len(re.findall(r"\w+", line)) > 1 else "line of one word"
+    )
+    return SECONDS[kind]
 
 
 def words(markdown: str) -> list[str]:

@@ -84,8 +84,14 @@ def course() -> Figure:
     axes = figure.add_axes((0.34, 0.11, 0.64, 0.75))
     limit, right = DEVICE.memory_bytes / 1e9, 265
     axes.axvspan(limit, right, color=BAND, zorder=0)
-    axes.text(right - 2, len(held) - 0.6, f"does not fit on an H100 ({limit:.1f} GB)", color=GREY,
-              ha="right", va="bottom")
+    axes.text(
+        right - 2,
+        len(held) - 0.6,
+        f"does not fit on an H100 ({limit:.1f} GB)",
+        color=GREY,
+        ha="right",
+        va="bottom",
+    )
     for row, kinds in enumerate(held.values()):
         left = 0.0
         for kind, color in CATEGORY_COLOR.items():
@@ -99,8 +105,15 @@ def course() -> Figure:
     axes.set_yticks(range(len(held)), list(held))
     axes.tick_params(axis="y", length=0, labelcolor=BLACK)
     axes.set_xlabel(f"GB on the fullest of {NUM_GPUS} GPUs")
-    figure.legend(ncols=len(CATEGORY_COLOR), loc="upper right", bbox_to_anchor=(0.99, 1.0),
-                  frameon=False, handlelength=0.9, columnspacing=1.3, handletextpad=0.5)
+    figure.legend(
+        ncols=len(CATEGORY_COLOR),
+        loc="upper right",
+        bbox_to_anchor=(0.99, 1.0),
+        frameon=False,
+        handlelength=0.9,
+        columnspacing=1.3,
+        handletextpad=0.5,
+    )
     figure.text(0.335, 0.895, "after chapter", color=GREY, ha="right")
     return figure
 
@@ -128,13 +141,24 @@ def system() -> Figure:
         arrow(axes, (left + 10, 38), (target, 31.2), AXIS_COLOR[axis])
 
     heading(axes, 18.2, "four instruments check every claim, in tests, chapters, and exercises")
-    instruments = [("oracle", "the same training?"), ("ledger", "bytes on the wire"),
-                   ("meter", "bytes held, by kind"), ("clock", "tokens/s, MFU")]
+    instruments = [
+        ("oracle", "the same training?"),
+        ("ledger", "bytes on the wire"),
+        ("meter", "bytes held, by kind"),
+        ("clock", "tokens/s, MFU"),
+    ]
     for number, (name, what) in enumerate(instruments):
         box(axes, 3 + 23.5 * number, 8.5, 20, 7.5, name, what, "white", BLACK)
-    axes.text(48, 3.5, "the same code runs on:   laptop processes (gloo)   |   GPU nodes under "
-              "torchrun (NCCL)   |   1,024 ranks that do not exist (dry run)",
-              ha="center", va="center", fontsize=9.5, color=BLACK)
+    axes.text(
+        48,
+        3.5,
+        "the same code runs on:   laptop processes (gloo)   |   GPU nodes under "
+        "torchrun (NCCL)   |   1,024 ranks that do not exist (dry run)",
+        ha="center",
+        va="center",
+        fontsize=9.5,
+        color=BLACK,
+    )
     return figure
 
 
@@ -143,23 +167,56 @@ def heading(axes: Axes, y: float, text: str) -> None:
 
 
 def box(
-    axes: Axes, left: float, bottom: float, width: float, height: float, name: str, what: str,
-    face: str, edge: str = BAND,
+    axes: Axes,
+    left: float,
+    bottom: float,
+    width: float,
+    height: float,
+    name: str,
+    what: str,
+    face: str,
+    edge: str = BAND,
 ) -> None:
     """Draw a box with a name and, below it, what it is."""
-    axes.add_patch(FancyBboxPatch((left, bottom), width, height, facecolor=face, edgecolor=edge,
-                                  boxstyle="round,pad=0,rounding_size=0.8", linewidth=1.8))
+    axes.add_patch(
+        FancyBboxPatch(
+            (left, bottom),
+            width,
+            height,
+            facecolor=face,
+            edgecolor=edge,
+            boxstyle="round,pad=0,rounding_size=0.8",
+            linewidth=1.8,
+        )
+    )
     middle = left + width / 2
-    axes.text(middle, bottom + height - 2.2, name, ha="center", va="center", fontsize=11,
-              fontweight="bold")
+    axes.text(
+        middle,
+        bottom + height - 2.2,
+        name,
+        ha="center",
+        va="center",
+        fontsize=11,
+        fontweight="bold",
+    )
     axes.text(middle, bottom + (height - 3) / 2, what, ha="center", va="center", fontsize=9.5)
 
 
 def arrow(
     axes: Axes, start: tuple[float, float], end: tuple[float, float], color: str = GREY
 ) -> None:
-    axes.add_patch(FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=11, color=color,
-                                   linewidth=1.6, shrinkA=0, shrinkB=0))
+    axes.add_patch(
+        FancyArrowPatch(
+            start,
+            end,
+            arrowstyle="-|>",
+            mutation_scale=11,
+            color=color,
+            linewidth=1.6,
+            shrinkA=0,
+            shrinkB=0,
+        )
+    )
 
 
 def main() -> None:

@@ -27,15 +27,24 @@ def measure(findings: Findings, config: Config, device: torch.device) -> None:
     findings.rows.append(two_steps(config, device))
     out = second_step_out_of_memory(config, device)
     findings.rows.append(out)
-    findings.at_least("a model that passes its first step runs out of memory in its second",
-                      float(out["failed_in_step"] == 2), 1)
+    findings.at_least(
+        "a model that passes its first step runs out of memory in its second",
+        float(out["failed_in_step"] == 2),
+        1,
+    )
     for before in (False, True):
         row = fragmentation(before, device)
         findings.rows.append(row)
-        findings.at_least(f"{row['case']}: as the model of the allocator says",
-                          float(row["succeeds"] == row["predicted"]), 1)
-        findings.at_least(f"{row['case']}: in segments as the model's",
-                          float(alike(row["picture"], row["predicted_picture"])), 1)
+        findings.at_least(
+            f"{row['case']}: as the model of the allocator says",
+            float(row["succeeds"] == row["predicted"]),
+            1,
+        )
+        findings.at_least(
+            f"{row['case']}: in segments as the model's",
+            float(alike(row["picture"], row["predicted_picture"])),
+            1,
+        )
 
 
 def bytes_before(device: torch.device) -> int:
@@ -67,8 +76,12 @@ def two_steps(config: Config, device: torch.device) -> Row:
             peaks.append(torch.cuda.max_memory_allocated(device) - before)
             ends.append(len(allocator_trace(device)))
         points = timeline(allocator_trace(device), *start)
-    return {"case": "two steps", "peak_of_step": peaks, "entries": ends,
-            **thinned(points, MOST_POINTS)}
+    return {
+        "case": "two steps",
+        "peak_of_step": peaks,
+        "entries": ends,
+        **thinned(points, MOST_POINTS),
+    }
 
 
 def timeline(entries: list[dict], allocated: int, reserved: int) -> list[tuple[int, int, int]]:
@@ -96,7 +109,7 @@ def timeline(entries: list[dict], allocated: int, reserved: int) -> list[tuple[i
 def thinned(points: list[tuple[int, int, int]], most: int) -> dict[str, list[int]]:
     """Keep of each stretch of points the one with the most bytes allocated: peaks stay."""
     length = -(-len(points) // most)
-    stretches = [points[start:start + length] for start in range(0, len(points), length)]
+    stretches = [points[start : start + length] for start in range(0, len(points), length)]
     kept = [max(stretch, key=lambda point: point[1]) for stretch in stretches]
     entry, allocated, reserved = zip(*kept, strict=True)
     return {"entry": list(entry), "allocated": list(allocated), "reserved": list(reserved)}
@@ -115,8 +128,9 @@ def second_step_out_of_memory(config: Config, device: torch.device) -> Row:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         training.update(pairs, 1e-4)
-        needs.append((torch.cuda.max_memory_reserved(device),
-                      torch.cuda.max_memory_allocated(device)))
+        needs.append(
+            (torch.cuda.max_memory_reserved(device), torch.cuda.max_memory_allocated(device))
+        )
     del training
     limit = (needs[0][0] + needs[1][1]) // 2
 
@@ -132,9 +146,13 @@ def second_step_out_of_memory(config: Config, device: torch.device) -> Row:
                 failed = step
                 break
         del training
-    return {"case": "out of memory in the second step", "limit_bytes": limit,
-            "reserved_of_step": [need[0] for need in needs],
-            "allocated_of_step": [need[1] for need in needs], "failed_in_step": failed}
+    return {
+        "case": "out of memory in the second step",
+        "limit_bytes": limit,
+        "reserved_of_step": [need[0] for need in needs],
+        "allocated_of_step": [need[1] for need in needs],
+        "failed_in_step": failed,
+    }
 
 
 @contextmanager
@@ -177,14 +195,19 @@ def fragmentation(after_longer_batch: bool, device: torch.device) -> Row:
     with limited(torch.cuda.memory_reserved(device) + CAPACITY + MIB, device):
         allocator = DeviceAllocator(device)
         blocks = keep_every_second(allocator, after_longer_batch)
-        drawn = picture([segment for segment in torch.cuda.memory_snapshot()
-                         if segment["address"] not in older])
+        drawn = picture(
+            [segment for segment in torch.cuda.memory_snapshot() if segment["address"] not in older]
+        )
         succeeds = can_allocate(allocator, 40 * MIB)
         del blocks, occupied
     name = "after longer sequences" if after_longer_batch else "nothing before"
-    return {"case": f"fragmentation, {name}", "succeeds": succeeds,
-            "predicted": can_allocate(model, 40 * MIB), "picture": drawn,
-            "predicted_picture": expected}
+    return {
+        "case": f"fragmentation, {name}",
+        "succeeds": succeeds,
+        "predicted": can_allocate(model, 40 * MIB),
+        "picture": drawn,
+        "predicted_picture": expected,
+    }
 
 
 def fill_free_blocks(device: torch.device) -> list[Tensor]:
@@ -193,12 +216,17 @@ def fill_free_blocks(device: torch.device) -> list[Tensor]:
     One of them could hold a tensor of 30 MiB: then one segment less would be taken from the device,
     and the request for 40 MiB would find room for another one.
     """
-    free = [block["size"] for segment in torch.cuda.memory_snapshot()
-            if segment["segment_type"] == "large"
-            for block in segment["blocks"] if block["state"] == "inactive"]
+    free = [
+        block["size"]
+        for segment in torch.cuda.memory_snapshot()
+        if segment["segment_type"] == "large"
+        for block in segment["blocks"]
+        if block["state"] == "inactive"
+    ]
     # The largest first: each then goes to the one free block of its size.
-    return [torch.empty(size, dtype=torch.uint8, device=device)
-            for size in sorted(free, reverse=True)]
+    return [
+        torch.empty(size, dtype=torch.uint8, device=device) for size in sorted(free, reverse=True)
+    ]
 
 
 def alike(picture: str, other: str) -> bool:
@@ -228,6 +256,12 @@ def can_allocate(allocator: CachingAllocator | DeviceAllocator, size: int) -> bo
 
 def picture(segments: list[dict], unit: int = 10 * MIB) -> str:
     """Draw a snapshot's segments as chapter 2 does: a character per 10 MiB, # live, . free."""
-    return " ".join("[" + "".join(
-        ("." if block["state"] == "inactive" else "#") * round(block["size"] / unit)
-        for block in segment["blocks"]) + "]" for segment in segments)
+    return " ".join(
+        "["
+        + "".join(
+            ("." if block["state"] == "inactive" else "#") * round(block["size"] / unit)
+            for block in segment["blocks"]
+        )
+        + "]"
+        for segment in segments
+    )

@@ -39,7 +39,15 @@ def rows(num_bytes: int, machine: Machine) -> list[Row]:
     size = machine.group.size()
     least = cost.ring_all_reduce_volume(num_bytes, 1, size, rank=0).sent
     theirs = statistics.median(seconds["dist.all_reduce"])
-    return [{"case": f"{name}, {num_bytes} B", "side": name, "bytes": num_bytes, "ranks": size,
-             **spread(taken), "bus_bandwidth": least / statistics.median(taken),
-             "time_of_theirs": statistics.median(taken) / theirs}
-            for name, taken in seconds.items()]
+    return [
+        {
+            "case": f"{name}, {num_bytes} B",
+            "side": name,
+            "bytes": num_bytes,
+            "ranks": size,
+            **spread(taken),
+            "bus_bandwidth": least / statistics.median(taken),
+            "time_of_theirs": statistics.median(taken) / theirs,
+        }
+        for name, taken in seconds.items()
+    ]

@@ -73,5 +73,9 @@ def release(device: torch.device) -> None:
 
 def spread(seconds: list[float]) -> Row:
     """The part of a row that says how long something took: median, least and most."""
-    return {"seconds": statistics.median(seconds), "seconds_least": min(seconds),
-            "seconds_most": max(seconds), "rounds": len(seconds)}
+    return {
+        "seconds": statistics.median(seconds),
+        "seconds_least": min(seconds),
+        "seconds_most": max(seconds),
+        "rounds": len(seconds),
+    }

@@ -42,8 +42,11 @@ LEAST_FLOPS = 2**42
 LONGEST_IN_TILES = 8192
 TILE = 1024
 
-ATTENTIONS = {"fused": fused_attention, "materialized": materialized_attention,
-              "tiles": partial(tiled_attention, tile_size=TILE)}
+ATTENTIONS = {
+    "fused": fused_attention,
+    "materialized": materialized_attention,
+    "tiles": partial(tiled_attention, tile_size=TILE),
+}
 
 
 def measure(machine: Machine, folder: Path) -> Findings:
@@ -73,14 +76,23 @@ def matmul_row(
     moved = 2 * (rows * inner + inner * columns + rows * columns)
     num_weights = 1 if machine.tiny else math.ceil(BEYOND_CACHE / (2 * inner * columns))
     weights = itertools.cycle(
-        torch.randn(num_weights, columns, inner, device=machine.device, dtype=torch.bfloat16))
+        torch.randn(num_weights, columns, inner, device=machine.device, dtype=torch.bfloat16)
+    )
     calls = 1 if machine.tiny else max(4, min(200, LEAST_FLOPS // flops))
-    seconds = seconds_each(
-        lambda: torch.mm(x, next(weights).T, out=out), machine.device, 10, calls)
-    return {"case": f"matmul {rows} x {inner} x {columns}", "kind": "matmul", "size": rows,
-            **spread(seconds), "flops": flops, "bytes": moved,
-            "flops_per_second": flops / min(seconds), "intensity": flops / moved,
-            "roof": min(peak, flops / moved * bandwidth), "peak": peak, "bandwidth": bandwidth}
+    seconds = seconds_each(lambda: torch.mm(x, next(weights).T, out=out), machine.device, 10, calls)
+    return {
+        "case": f"matmul {rows} x {inner} x {columns}",
+        "kind": "matmul",
+        "size": rows,
+        **spread(seconds),
+        "flops": flops,
+        "bytes": moved,
+        "flops_per_second": flops / min(seconds),
+        "intensity": flops / moved,
+        "roof": min(peak, flops / moved * bandwidth),
+        "peak": peak,
+        "bandwidth": bandwidth,
+    }
 
 
 def attention_row(
@@ -89,12 +101,22 @@ def attention_row(
     """A row of one attention function, forward and backward."""
     flops = 12 * batch_size * HEADS * S * S * HEAD_WIDTH  # 2 matmuls forward, 4 backward
     matrix = 2 * batch_size * HEADS * S * S
-    row = {"case": f"attention {name}, {S} tokens", "kind": "attention", "function": name,
-           "sequence_length": S, "sequences": batch_size, "flops": flops, "matrix_bytes": matrix,
-           "peak": peak, "fits": True}
+    row = {
+        "case": f"attention {name}, {S} tokens",
+        "kind": "attention",
+        "function": name,
+        "sequence_length": S,
+        "sequences": batch_size,
+        "flops": flops,
+        "matrix_bytes": matrix,
+        "peak": peak,
+        "fits": True,
+    }
     shapes = [(batch_size, heads, S, HEAD_WIDTH) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    inputs = [torch.randn(shape, device=machine.device, dtype=torch.bfloat16, requires_grad=True)
-              for shape in shapes]
+    inputs = [
+        torch.randn(shape, device=machine.device, dtype=torch.bfloat16, requires_grad=True)
+        for shape in shapes
+    ]
     gradient = torch.randn(shapes[0], device=machine.device, dtype=torch.bfloat16)
     rounds = 2 if machine.tiny else 5
 

@@ -38,8 +38,10 @@ def measure(machine: Machine, folder: Path) -> Findings:
     if machine.on_gpu:
         allocator.measure(findings, config_of(machine, "none"), machine.device)
     else:
-        findings.notes.append("a CPU has no caching allocator: the meter stands for it, and two "
-                              "steps, their out-of-memory error and fragmentation are left out")
+        findings.notes.append(
+            "a CPU has no caching allocator: the meter stands for it, and two "
+            "steps, their out-of-memory error and fragmentation are left out"
+        )
     return findings
 
 
@@ -49,9 +51,12 @@ def step(machine: Machine) -> MeasuredStep:
 
 def config_of(machine: Machine, recompute: str) -> Config:
     measured = step(machine)
-    train = TrainConfig(precision="bf16", recompute=recompute,
-                        global_batch_size=measured.sequences,
-                        micro_batch_size=measured.micro_batch_size)
+    train = TrainConfig(
+        precision="bf16",
+        recompute=recompute,
+        global_batch_size=measured.sequences,
+        micro_batch_size=measured.micro_batch_size,
+    )
     return Config(measured.model, DataConfig(sequence_length=measured.sequence_length), train)
 
 
@@ -71,10 +76,15 @@ def peaks(config: Config, machine: Machine, recompute: str) -> Row:
         torch.cuda.reset_peak_memory_stats(machine.device)
         training.update(pairs, 1e-4)
         held = torch.cuda.max_memory_allocated(machine.device) - before
-    return {"case": f"recompute {recompute}", "recompute": recompute,
-            "sequences": config.train.global_batch_size,
-            "sequence_length": config.data.sequence_length,
-            "num_layers": config.model.num_layers, "allocated_bytes": held,
-            "meter_bytes": metered.total, "dry_run_bytes": dry.peak.total,
-            **{f"meter_{kind.replace(' ', '_')}": size for kind, size in metered.bytes.items()},
-            **{f"dry_{kind.replace(' ', '_')}": size for kind, size in dry.peak.bytes.items()}}
+    return {
+        "case": f"recompute {recompute}",
+        "recompute": recompute,
+        "sequences": config.train.global_batch_size,
+        "sequence_length": config.data.sequence_length,
+        "num_layers": config.model.num_layers,
+        "allocated_bytes": held,
+        "meter_bytes": metered.total,
+        "dry_run_bytes": dry.peak.total,
+        **{f"meter_{kind.replace(' ', '_')}": size for kind, size in metered.bytes.items()},
+        **{f"dry_{kind.replace(' ', '_')}": size for kind, size in dry.peak.bytes.items()},
+    }

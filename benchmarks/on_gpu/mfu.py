@@ -32,8 +32,15 @@ from minitron.running.training import Training
 from minitron.step import make_optimizer
 from teaching.lab.gpu_models import SPEED, MeasuredStep
 
-TINY = {"vocab_size": 256, "max_sequence_length": 32, "num_layers": 1, "width": 64,
-        "num_heads": 4, "num_kv_heads": 4, "ffn_width": 128}
+TINY = {
+    "vocab_size": 256,
+    "max_sequence_length": 32,
+    "num_layers": 1,
+    "width": 64,
+    "num_heads": 4,
+    "num_kv_heads": 4,
+    "ffn_width": 128,
+}
 ROUNDS, WARM_UP = 6, 2
 LEAST_MFU = 0.55
 """Of the larger model, on our fastest side."""
@@ -73,8 +80,10 @@ class Case:
         device = self.machine.device
         with device:  # random weights are made where they are used
             model = Transformer(self.step.model)
-        steps = [make(model, device, make_optimizer(model, TrainConfig(), device))
-                 for make in (our_step, plain_step)]
+        steps = [
+            make(model, device, make_optimizer(model, TrainConfig(), device))
+            for make in (our_step, plain_step)
+        ]
         ours, plain = self.timed(model.blocks, *steps)
         sides = {"ours": ours, "plain": plain}
         del model, steps
@@ -90,7 +99,8 @@ class Case:
 
         training = bf16_training(self.step, device)
         [sides["ours, bf16 weights"]] = self.timed(
-            training.model.blocks, partial(training.update, rate=1e-4))
+            training.model.blocks, partial(training.update, rate=1e-4)
+        )
         return sides
 
     def timed(self, blocks: nn.ModuleList, *steps: Callable) -> list[list[float]]:
@@ -108,26 +118,37 @@ class Case:
     def rows(self, sides: dict[str, list[float]]) -> list[Row]:
         how = "compiled" if self.compiled else "eager"
         device, model, S = self.machine.device, self.step.model, self.step.sequence_length
-        clock = Clock(cost.training_flops_per_token(model, S),
-                      peak_flops(device, torch.bfloat16), device)
+        clock = Clock(
+            cost.training_flops_per_token(model, S), peak_flops(device, torch.bfloat16), device
+        )
         rows = []
         for side, seconds in sides.items():
             speed = self.step.num_tokens / statistics.median(seconds)
-            rows.append({
-                "case": f"{self.name}, {how}, {side}", "model": self.name, "side": side,
-                "compiled": self.compiled, "parameters": cost.num_parameters(model),
-                "sequences": self.step.sequences, "sequence_length": S,
-                "micro_batch_size": self.step.micro_batch_size, **spread(seconds),
-                "tokens_per_second": speed, "mfu": clock.mfu(speed),
-                "speed_of_plain": statistics.median(sides["plain"]) / statistics.median(seconds),
-            })
+            rows.append(
+                {
+                    "case": f"{self.name}, {how}, {side}",
+                    "model": self.name,
+                    "side": side,
+                    "compiled": self.compiled,
+                    "parameters": cost.num_parameters(model),
+                    "sequences": self.step.sequences,
+                    "sequence_length": S,
+                    "micro_batch_size": self.step.micro_batch_size,
+                    **spread(seconds),
+                    "tokens_per_second": speed,
+                    "mfu": clock.mfu(speed),
+                    "speed_of_plain": statistics.median(sides["plain"])
+                    / statistics.median(seconds),
+                }
+            )
         return rows
 
 
 def bf16_training(step: MeasuredStep, device: torch.device) -> Training:
     """Our training with weights, gradients and activations in bf16, and float32 master weights."""
-    train = TrainConfig(precision="bf16", global_batch_size=step.sequences,
-                        micro_batch_size=step.micro_batch_size)
+    train = TrainConfig(
+        precision="bf16", global_batch_size=step.sequences, micro_batch_size=step.micro_batch_size
+    )
     config = Config(step.model, DataConfig(sequence_length=step.sequence_length), train)
     return Training(config, OneRankMesh(), device)
 
@@ -136,9 +157,13 @@ def set_targets(findings: Findings) -> None:
     """Hold our speed to plain PyTorch's, and the larger model's MFU to `LEAST_MFU`."""
     ours = [row for row in findings.rows if row["side"] == "ours"]
     for row in ours:
-        findings.at_least(f"{row['case']}: speed of plain PyTorch's",
-                          round(row["speed_of_plain"], 2), 1.0)
+        findings.at_least(
+            f"{row['case']}: speed of plain PyTorch's", round(row["speed_of_plain"], 2), 1.0
+        )
     larger = max(row["parameters"] for row in ours)
-    reached = [row["mfu"] for row in findings.rows
-               if row["parameters"] == larger and row["side"].startswith("ours") and row["mfu"]]
+    reached = [
+        row["mfu"]
+        for row in findings.rows
+        if row["parameters"] == larger and row["side"].startswith("ours") and row["mfu"]
+    ]
     findings.at_least("MFU of our fastest side, larger model", max(reached, default=0.0), LEAST_MFU)

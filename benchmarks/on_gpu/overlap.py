@@ -122,14 +122,17 @@ def read_trace(events: list[dict]) -> Row:
     kept = named[:MOST_RANGES]
     forward_ends = [end_of(event) for event in named if event["name"] == "forward"]
     update = [event for event in named if event["name"].startswith("Optimizer.step")]
-    row = {"range": [event["name"] for event in kept],
-           "range_start_ms": [milliseconds(event["ts"] - start) for event in kept],
-           "range_end_ms": [milliseconds(end_of(event) - start) for event in kept],
-           # autograd works in a thread of its own: what is between the two is the backward pass
-           "forward_end_ms": milliseconds(max(forward_ends, default=math.nan) - start),
-           "update_start_ms": milliseconds(
-               min((event["ts"] for event in update), default=math.nan) - start),
-           "update_end_ms": milliseconds(max(map(end_of, update), default=math.nan) - start)}
+    row = {
+        "range": [event["name"] for event in kept],
+        "range_start_ms": [milliseconds(event["ts"] - start) for event in kept],
+        "range_end_ms": [milliseconds(end_of(event) - start) for event in kept],
+        # autograd works in a thread of its own: what is between the two is the backward pass
+        "forward_end_ms": milliseconds(max(forward_ends, default=math.nan) - start),
+        "update_start_ms": milliseconds(
+            min((event["ts"] for event in update), default=math.nan) - start
+        ),
+        "update_end_ms": milliseconds(max(map(end_of, update), default=math.nan) - start),
+    }
     return row | (by_stream(on_gpu, start) if on_gpu else {})
 
 
@@ -140,8 +143,7 @@ def by_stream(events: list[dict], start: float) -> Row:
         streams.setdefault(event["args"]["stream"], []).append(event)
     busiest = max(streams, key=lambda stream: sum(event["dur"] for event in streams[stream]))
     computing = union(streams[busiest])
-    others = union(event for stream, each in streams.items() if stream != busiest
-                   for event in each)
+    others = union(event for stream, each in streams.items() if stream != busiest for event in each)
     kinds: dict[str, float] = {}
     for event in streams[busiest]:
         kind = kind_of(event["name"])
@@ -149,9 +151,11 @@ def by_stream(events: list[dict], start: float) -> Row:
     end = max(map(end_of, events))
     hidden = overlap(computing, others)
     return {
-        "step_ms": milliseconds(end - start), "busy_ms": milliseconds(length(computing)),
+        "step_ms": milliseconds(end - start),
+        "busy_ms": milliseconds(length(computing)),
         **{f"{kind}_ms": milliseconds(spent) for kind, spent in kinds.items()},
-        "num_streams": len(streams), "other_streams_ms": milliseconds(length(others)),
+        "num_streams": len(streams),
+        "other_streams_ms": milliseconds(length(others)),
         "hidden_ms": milliseconds(hidden),
         "hidden_share": hidden / length(others) if others else None,
         "lane_start_ms": [milliseconds(left - start) for left, _ in others[:MOST_RANGES]],

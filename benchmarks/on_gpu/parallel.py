@@ -29,12 +29,24 @@ def measure(machine: Machine, folder: Path) -> Findings:
         rounds = 1 if machine.tiny else ROUNDS
         results = contest(benchmark.make_step, benchmark.RIVALS, size, rounds)
         for side, result in results.items():
-            findings.rows.append({
-                "case": f"{axis}, {side}", "axis": axis, "side": side, "ranks": size,
-                "seconds": result.seconds, "peak_bytes": result.peak, "sent_bytes": result.sent,
-                "rival": result.rival, "time_of_rival": result.time_ratio,
-                "peak_of_rival": result.peak_ratio})
+            findings.rows.append(
+                {
+                    "case": f"{axis}, {side}",
+                    "axis": axis,
+                    "side": side,
+                    "ranks": size,
+                    "seconds": result.seconds,
+                    "peak_bytes": result.peak,
+                    "sent_bytes": result.sent,
+                    "rival": result.rival,
+                    "time_of_rival": result.time_ratio,
+                    "peak_of_rival": result.peak_ratio,
+                }
+            )
             if not math.isnan(result.time_ratio):
-                findings.at_most(f"{axis}, {side}: time over {result.rival}'s",
-                                 round(result.time_ratio, 2), MOST_TIME)
+                findings.at_most(
+                    f"{axis}, {side}: time over {result.rival}'s",
+                    round(result.time_ratio, 2),
+                    MOST_TIME,
+                )
     return findings

@@ -36,8 +36,9 @@ def measure(machine: Machine, folder: Path) -> Findings:
 
 
 def numbers(device: Device) -> Row:
-    return {name: value for name, value in asdict(device).items()
-            if not isinstance(value, dict | tuple)}
+    return {
+        name: value for name, value in asdict(device).items() if not isinstance(value, dict | tuple)
+    }
 
 
 def step_rows(record: Record, devices: dict[str, Device], machine: Machine) -> list[Row]:
@@ -49,11 +50,17 @@ def step_rows(record: Record, devices: dict[str, Device], machine: Machine) -> l
             continue
         for name, device in devices.items():
             guess = steps[measured["model"]].estimate(device, PRECISION[measured["side"]])
-            rows.append({
-                "case": f"{measured['case']}, {name}", "device": name, "of": measured["case"],
-                "measured_seconds": measured["seconds"], "estimated_seconds": guess.seconds,
-                "error": guess.seconds / measured["seconds"] - 1,
-                **{f"{part}_seconds": seconds for part, seconds in guess.parts.items()}})
+            rows.append(
+                {
+                    "case": f"{measured['case']}, {name}",
+                    "device": name,
+                    "of": measured["case"],
+                    "measured_seconds": measured["seconds"],
+                    "estimated_seconds": guess.seconds,
+                    "error": guess.seconds / measured["seconds"] - 1,
+                    **{f"{part}_seconds": seconds for part, seconds in guess.parts.items()},
+                }
+            )
     return rows
 
 
@@ -65,7 +72,13 @@ def memory_rows(record: Record, devices: dict[str, Device], machine: Machine) ->
             continue  # an experiment with the allocator
         guess = memory.step(machine).estimate(device, "bf16", measured["recompute"])
         held = sum(guess.memory.values())
-        rows.append({"case": f"memory, {measured['case']}", "of": measured["case"],
-                     "measured_bytes": measured["allocated_bytes"], "estimated_bytes": held,
-                     "error": held / measured["allocated_bytes"] - 1})
+        rows.append(
+            {
+                "case": f"memory, {measured['case']}",
+                "of": measured["case"],
+                "measured_bytes": measured["allocated_bytes"],
+                "estimated_bytes": held,
+                "error": held / measured["allocated_bytes"] - 1,
+            }
+        )
     return rows

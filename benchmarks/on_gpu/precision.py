@@ -32,8 +32,15 @@ from minitron.running.training import Training
 from minitron.step import learning_rate, make_optimizer
 from teaching.lab.gpu_models import PRECISION, STORYTELLER
 
-TINY = replace(STORYTELLER, max_sequence_length=64, num_layers=1, width=32, num_heads=2,
-               num_kv_heads=2, ffn_width=64)
+TINY = replace(
+    STORYTELLER,
+    max_sequence_length=64,
+    num_layers=1,
+    width=32,
+    num_heads=2,
+    num_kv_heads=2,
+    ffn_width=64,
+)
 STORIES = PRECISION.sequences
 STEPS, RATE, CLIP_NORM = 200, 6e-4, 1.0
 LAST = 20
@@ -104,13 +111,16 @@ def story_batches(S: int, steps: int, device: torch.device) -> Iterator[tuple[Te
     for _ in range(steps):
         while len(tokens) < STORIES * (S + 1):
             tokens += [number[word] for word in sample_story(generator)]
-        used, tokens = tokens[:STORIES * (S + 1)], tokens[STORIES * (S + 1):]
+        used, tokens = tokens[: STORIES * (S + 1)], tokens[STORIES * (S + 1) :]
         batch = torch.tensor(used, device=device).view(STORIES, S + 1)
         yield batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
 
 
 def train(
-    name: str, side: Side, model: ModelConfig, batches: list[tuple[Tensor, Tensor]],
+    name: str,
+    side: Side,
+    model: ModelConfig,
+    batches: list[tuple[Tensor, Tensor]],
     machine: Machine,
 ) -> Row:
     """Train on all batches; the row has the seconds of a step after the first few."""
@@ -130,12 +140,19 @@ def train(
             seconds.append(time.perf_counter() - start)
         peak = torch.cuda.max_memory_allocated(device) if machine.on_gpu else None
     losses = torch.stack(losses).tolist()
-    median = statistics.median(seconds[steps // 4:])
-    return {"case": name, "is_ours": side.is_ours, "against": side.against, "steps": steps,
-            **spread(seconds[steps // 4:]),
-            "tokens_per_second": batches[0][0].numel() / median, "peak_bytes": peak,
-            "loss": statistics.mean(losses[-LAST:]), "losses": [round(x, 4) for x in losses],
-            "parameters": cost.num_parameters(model)}
+    median = statistics.median(seconds[steps // 4 :])
+    return {
+        "case": name,
+        "is_ours": side.is_ours,
+        "against": side.against,
+        "steps": steps,
+        **spread(seconds[steps // 4 :]),
+        "tokens_per_second": batches[0][0].numel() / median,
+        "peak_bytes": peak,
+        "loss": statistics.mean(losses[-LAST:]),
+        "losses": [round(x, 4) for x in losses],
+        "parameters": cost.num_parameters(model),
+    }
 
 
 @contextmanager
@@ -150,8 +167,12 @@ def float32_matmuls(kind: str) -> Iterator[None]:
 
 
 def our_update(precision: str, model: ModelConfig, device: torch.device) -> Update:
-    train = TrainConfig(precision=precision, global_batch_size=STORIES, clip_norm=CLIP_NORM,
-                        micro_batch_size=STORIES)
+    train = TrainConfig(
+        precision=precision,
+        global_batch_size=STORIES,
+        clip_norm=CLIP_NORM,
+        micro_batch_size=STORIES,
+    )
     data = DataConfig(sequence_length=model.max_sequence_length)
     training = Training(Config(model, data, train), OneRankMesh(), device)
     return lambda inputs, targets, rate: training.update([(inputs, targets)], rate)[0]

@@ -41,8 +41,9 @@ def measure(machine: Machine, folder: Path) -> Findings:
         with tempfile.TemporaryDirectory(prefix="minitron-resume-") as place:
             row = killed_and_continued(Path(place), machine)
         findings.rows.append(row)
-        findings.at_most("losses of the continued run off the undisturbed one's", row["off"],
-                         MOST_OFF)
+        findings.at_most(
+            "losses of the continued run off the undisturbed one's", row["off"], MOST_OFF
+        )
     dist.barrier(machine.group)
     return findings
 
@@ -50,9 +51,13 @@ def measure(machine: Machine, folder: Path) -> Findings:
 def killed_and_continued(place: Path, machine: Machine) -> Row:
     """Train undisturbed, then killed and continued; compare the losses of every step."""
     minitron = [sys.executable, "-m", "minitron.cli"]
-    subprocess.run([*minitron, "data", "stories", "--out", str(place / "data"),
-                    "--num-tokens", "200000"],
-                   cwd=ROOT, env=environment(), check=True, capture_output=True)
+    subprocess.run(
+        [*minitron, "data", "stories", "--out", str(place / "data"), "--num-tokens", "200000"],
+        cwd=ROOT,
+        env=environment(),
+        check=True,
+        capture_output=True,
+    )
     steps, save_every, kill_after = TINY_STEPS if machine.tiny else (STEPS, SAVE_EVERY, KILL_AFTER)
     start = time.perf_counter()
     finish(launch(place, "whole", machine), place / "whole.log")
@@ -69,18 +74,39 @@ def killed_and_continued(place: Path, machine: Machine) -> Row:
 
     whole, continued = losses(place / "whole"), losses(place / "killed")
     off = max(abs(a / b - 1) for a, b in zip(continued, whole, strict=True))
-    return {"case": "killed and continued", "ranks": machine.group.size(), "steps": steps,
-            "killed_after": killed_after, "saved_every": save_every, "off": off,
-            "whole_seconds": whole_seconds, "continued_seconds": seconds,
-            "losses": whole, "continued_losses": continued}
+    return {
+        "case": "killed and continued",
+        "ranks": machine.group.size(),
+        "steps": steps,
+        "killed_after": killed_after,
+        "saved_every": save_every,
+        "off": off,
+        "whole_seconds": whole_seconds,
+        "continued_seconds": seconds,
+        "losses": whole,
+        "continued_losses": continued,
+    }
 
 
 def environment() -> dict[str, str]:
     """This process's environment without what torchrun has told it, with this clone's modules."""
-    ours = {name: value for name, value in os.environ.items()
-            if not name.startswith(("TORCHELASTIC_", "MASTER_"))
-            and name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
-                             "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME")}
+    ours = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("TORCHELASTIC_", "MASTER_"))
+        and name
+        not in (
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+            "LOCAL_WORLD_SIZE",
+            "GROUP_RANK",
+            "GROUP_WORLD_SIZE",
+            "ROLE_RANK",
+            "ROLE_WORLD_SIZE",
+            "ROLE_NAME",
+        )
+    }
     path = [str(ROOT), *filter(None, [ours.get("PYTHONPATH")])]
     return {**ours, "PYTHONPATH": os.pathsep.join(path)}
 
@@ -88,18 +114,37 @@ def environment() -> dict[str, str]:
 def launch(place: Path, name: str, machine: Machine, *options: str) -> subprocess.Popen:
     """Start `minitron train` under torchrun, in a process group of its own."""
     steps, save_every, _ = TINY_STEPS if machine.tiny else (STEPS, SAVE_EVERY, KILL_AFTER)
-    settings = {"steps": steps, "checkpoint-every": save_every, "eval-every": 0,
-             "device": machine.device.type, "warmup-steps": 5, "eval-sequences": 16}
+    settings = {
+        "steps": steps,
+        "checkpoint-every": save_every,
+        "eval-every": 0,
+        "device": machine.device.type,
+        "warmup-steps": 5,
+        "eval-sequences": 16,
+    }
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-        str(machine.group.size()), "-m", "minitron.train", str(ROOT / "configs" / "stories.toml"),
-        "--run-dir", str(place / name), "--data.path", str(place / "data"),
-        "--parallel.zero", "1",
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(machine.group.size()),
+        "-m",
+        "minitron.train",
+        str(ROOT / "configs" / "stories.toml"),
+        "--run-dir",
+        str(place / name),
+        "--data.path",
+        str(place / "data"),
+        "--parallel.zero",
+        "1",
         *(word for key, value in settings.items() for word in (f"--train.{key}", str(value))),
-        *options]
+        *options,
+    ]
     with (place / f"{name}.log").open("ab") as log:
-        return subprocess.Popen(command, cwd=place, env=environment(), stdout=log, stderr=log,
-                                start_new_session=True)
+        return subprocess.Popen(
+            command, cwd=place, env=environment(), stdout=log, stderr=log, start_new_session=True
+        )
 
 
 def finish(process: subprocess.Popen, log: Path) -> None:

@@ -165,7 +165,7 @@ print(f"total {sum(by_hand.values()) / GB:.1f} GB of {A100.memory_bytes / GB:.0f
 
 # %% [markdown]
 # The largest category is gradients: they are accumulated in float32, and ZeRO-1 does not shard that
-# sum. The formula says it fits. We will see what the code says.
+# sum. The formula says it fits.
 #
 # ## 3. Picture
 #
@@ -207,7 +207,7 @@ show(step_bars({name: estimate(job, layout).parts for name, layout in LAYOUTS.it
 # ## 4. By hand
 #
 # A formula knows what its author thought of. The code knows the rest: which tensors autograd saves,
-# how a bucket is padded, which copy lives a moment longer. To ask the code, run it. But on what?
+# how a bucket is padded, which copy lives a moment longer. To ask the code, run it.
 #
 # What a training step holds, sends and computes follows from *shapes*; only its results, the loss
 # and the new weights, need values. PyTorch has both halves of the trick: **fake tensors**, which
@@ -253,7 +253,7 @@ print(f"rank 777 of 1,024, with a matrix of {4 * 2**40 / 1e12:.1f} TB: sends {se
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Neither. And the last line took no memory and no time, with 1,024 ranks as with four.
+# Neither. And the last line took no memory and no time.
 #
 # </details>
 #
@@ -797,12 +797,11 @@ planner()
 # minitron plan configs/llama-8b.toml --gpus 8 --calibrate
 # ```
 #
-# The last one measures *your* machine: matmuls, memory, links. Some things none of these can see:
-# the memory of CUDA and NCCL, fragmentation, a network shared with others, kernels that are slower
-# for odd sizes, and data that arrives late. So leave a fifth of the memory free, try the first
-# three layouts for twenty steps each, and believe the clock. Here is what it said of one GPU,
-# beside the estimate of the same steps ("ours" is minitron, "eager" is uncompiled; a negative
-# error: the step took longer than estimated):
+# The last one measures *your* machine. None of the three sees the memory of CUDA and NCCL,
+# fragmentation, a shared network, slow kernels for odd sizes, or late data. So leave a fifth of the
+# memory free, try the first three layouts for twenty steps each, and believe the clock. Here is
+# what it said of one GPU, beside the estimate of the same steps ("ours" is minitron, "eager" is
+# uncompiled; a negative error: the step took longer than estimated):
 
 # %%
 shown = recorded.estimates()

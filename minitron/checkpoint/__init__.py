@@ -104,14 +104,17 @@ def save(
     try:
         on_rank_0(lambda: make_empty(temporary), group)
         write(temporary, state, group)
-        checksums = agreed(lambda: {file.name: describe(file) for file in
-                                    temporary.glob(f"rank_{rank:05d}.*")}, group)
+        checksums = agreed(
+            lambda: {file.name: describe(file) for file in temporary.glob(f"rank_{rank:05d}.*")},
+            group,
+        )
         on_rank_0(lambda: complete(temporary, path, checksums, facts, keep), group)
     except (CheckpointException, OSError) as error:
         if rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
-        raise ConfigError(f"{path}: cannot be written ({reason(error)}); "
-                          f"{remedy(folder, error)}") from error
+        raise ConfigError(
+            f"{path}: cannot be written ({reason(error)}); {remedy(folder, error)}"
+        ) from error
     return path
 
 
@@ -126,8 +129,13 @@ def remedy(folder: Path, error: Exception) -> str:
 
 def write(folder: Path, state: dict[str, Boxes], group: Group) -> None:
     with quietly():
-        dcp.save(state, storage_writer=Writer(folder), planner=SavePlanner(), process_group=group,
-                 no_dist=group.size() == 1)
+        dcp.save(
+            state,
+            storage_writer=Writer(folder),
+            planner=SavePlanner(),
+            process_group=group,
+            no_dist=group.size() == 1,
+        )
 
 
 @contextmanager
@@ -146,9 +154,7 @@ def make_empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def complete(
-    temporary: Path, path: Path, checksums: list[dict], facts: dict, keep: int
-) -> None:
+def complete(temporary: Path, path: Path, checksums: list[dict], facts: dict, keep: int) -> None:
     """Add the manifest, give the folder its name, and let go of the oldest ones."""
     written = {name: entry for of_rank in checksums for name, entry in of_rank.items()}
     written[TABLE] = describe(temporary / TABLE)
@@ -163,8 +169,11 @@ def complete(
         os.fsync(descriptor)  # or the new name may be lost with the power
         os.close(descriptor)
     # What is only called newer must not take the place of one that is.
-    counted = [other for other in checkpoints(path.parent)
-               if step_of(other) <= step_of(path) or has_manifest(other)]
+    counted = [
+        other
+        for other in checkpoints(path.parent)
+        if step_of(other) <= step_of(path) or has_manifest(other)
+    ]
     for old in counted[:-keep]:
         if old != path:
             shutil.rmtree(old, ignore_errors=True)
@@ -196,11 +205,17 @@ def newest_good(folder: Path, group: Group = ALONE) -> Path:
             return path
         if rank == 0:
             print(f"{path}: damaged ({fault}); looking for an older one", file=sys.stderr)
-    require(bool(found), f"{folder}: holds no checkpoint",
-            "check that the folder is the right one, and that all nodes see it")
-    raise ConfigError(f"{folder}: no checkpoint in it is intact on all nodes ({found[-1].name}: "
-                      f"{fault}); nothing was changed. Copy the folder and examine the files "
-                      "named above", "meanwhile start a run in another --run-dir")
+    require(
+        bool(found),
+        f"{folder}: holds no checkpoint",
+        "check that the folder is the right one, and that all nodes see it",
+    )
+    raise ConfigError(
+        f"{folder}: no checkpoint in it is intact on all nodes ({found[-1].name}: "
+        f"{fault}); nothing was changed. Copy the folder and examine the files "
+        "named above",
+        "meanwhile start a run in another --run-dir",
+    )
 
 
 def set_aside(folder: Path, good: Path, group: Group = ALONE) -> None:
@@ -213,8 +228,10 @@ def set_aside(folder: Path, good: Path, group: Group = ALONE) -> None:
     try:
         on_rank_0(lambda: [path.rename(free_name(path, ".damaged")) for path in newer], group)
     except OSError as error:
-        raise ConfigError(f"{folder}: damaged checkpoints cannot be set aside ({reason(error)})",
-                          "let the run write there") from error
+        raise ConfigError(
+            f"{folder}: damaged checkpoints cannot be set aside ({reason(error)})",
+            "let the run write there",
+        ) from error
 
 
 def free_name(path: Path, suffix: str) -> Path:
@@ -257,20 +274,28 @@ def checked(read: Callable, path: Path):
     try:
         return read(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read ({reason(error)})", "resume from, or export, a "
-                          "checkpoint that is intact") from None
+        raise ConfigError(
+            f"{path}: cannot be read ({reason(error)})",
+            "resume from, or export, a checkpoint that is intact",
+        ) from None
 
 
 def load(path: Path, state: dict[str, Boxes], group: Group = ALONE) -> None:
     """Fill the tensors in `state`, whose names and shapes are in the checkpoint; all ranks call."""
     try:
         with quietly():
-            dcp.load(state, storage_reader=Reader(path), planner=LoadPlanner(),
-                     process_group=group, no_dist=group.size() == 1)
+            dcp.load(
+                state,
+                storage_reader=Reader(path),
+                planner=LoadPlanner(),
+                process_group=group,
+                no_dist=group.size() == 1,
+            )
     except CheckpointException as error:
-        raise ConfigError(f"{path}: cannot be read ({reason(error)}), though its checksums are "
-                          "right: is it this run's, and does every node see the folder?"
-                          ) from error
+        raise ConfigError(
+            f"{path}: cannot be read ({reason(error)}), though its checksums are "
+            "right: is it this run's, and does every node see the folder?"
+        ) from error
 
 
 def read_tensor(path: Path, name: str) -> torch.Tensor:

@@ -37,8 +37,10 @@ def read_manifest(path: Path) -> dict:
         raise ValueError(f"{MANIFEST} has changed since it was written")
     match manifest:
         case {"files": {".metadata": _}}:
-            raise ValueError("of an earlier version, in pickles, which are not read since they can "
-                             "execute anything; finish or export the run with that version")
+            raise ValueError(
+                "of an earlier version, in pickles, which are not read since they can "
+                "execute anything; finish or export the run with that version"
+            )
         case {"files": dict(files), "facts": {"step": int(step)}}:
             is_complete = all(map(is_entry, files.values()))
         case _:

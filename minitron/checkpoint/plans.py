@@ -41,15 +41,19 @@ class SavePlanner(DefaultSavePlanner):
         self.flatten_state_dict = False
 
     def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan([
-            WriteItem(
-                MetadataIndex(name, chunk.offsets), WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk, TensorProperties(boxes.dtype), Size(boxes.shape)
-                ),
-            )
-            for name, boxes in self.state_dict.items() for chunk in chunks(boxes)
-        ])
+        self.plan = SavePlan(
+            [
+                WriteItem(
+                    MetadataIndex(name, chunk.offsets),
+                    WriteItemType.SHARD,
+                    tensor_data=TensorWriteData(
+                        chunk, TensorProperties(boxes.dtype), Size(boxes.shape)
+                    ),
+                )
+                for name, boxes in self.state_dict.items()
+                for chunk in chunks(boxes)
+            ]
+        )
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
@@ -60,7 +64,9 @@ class LoadPlanner(DefaultLoadPlanner):
     """Every rank asks for the parts of saved boxes that lie in its own."""
 
     def set_up_planner(
-        self, state_dict: dict[str, Boxes], metadata: Metadata | None = None,
+        self,
+        state_dict: dict[str, Boxes],
+        metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
         self.state_dict, self.metadata = state_dict, metadata
@@ -68,12 +74,15 @@ class LoadPlanner(DefaultLoadPlanner):
         self.flatten_state_dict = False
 
     def create_local_plan(self) -> LoadPlan:
-        return LoadPlan([
-            item for name, boxes in self.state_dict.items()
-            for item in create_read_items_for_chunk_list(
-                name, self.saved(name, Size(boxes.shape)), chunks(boxes)
-            )
-        ])
+        return LoadPlan(
+            [
+                item
+                for name, boxes in self.state_dict.items()
+                for item in create_read_items_for_chunk_list(
+                    name, self.saved(name, Size(boxes.shape)), chunks(boxes)
+                )
+            ]
+        )
 
     def saved(self, name: str, shape: Size) -> TensorStorageMetadata:
         """Find where the tensor of this name and shape is; raises ValueError if it is nowhere."""

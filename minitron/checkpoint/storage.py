@@ -43,9 +43,17 @@ from minitron.system.files import file_in, read_json
 
 TABLE = "tensors.json"
 DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
     "BOOL": torch.bool,
 }
 """By their names in safetensors."""
@@ -60,8 +68,10 @@ class Writer(StorageWriter):
         self.folder = folder
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return [replace(plan, storage_data=f"rank_{rank:05d}.safetensors")
-                for rank, plan in enumerate(plans)]
+        return [
+            replace(plan, storage_data=f"rank_{rank:05d}.safetensors")
+            for rank, plan in enumerate(plans)
+        ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         # The largest elements first, so that each tensor is aligned in the file.
@@ -77,15 +87,24 @@ class Writer(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         files = {result.index: result.storage_data for of_rank in results for result in of_rank}
-        write_json(self.folder / TABLE, {
-            name: {
-                "dtype": NAMES[tensor.properties.dtype],
-                "shape": list(tensor.size),
-                "boxes": [[list(chunk.offsets), list(chunk.sizes),
-                           files[MetadataIndex(name, chunk.offsets)]] for chunk in tensor.chunks],
-            }
-            for name, tensor in metadata.state_dict_metadata.items()
-        })
+        write_json(
+            self.folder / TABLE,
+            {
+                name: {
+                    "dtype": NAMES[tensor.properties.dtype],
+                    "shape": list(tensor.size),
+                    "boxes": [
+                        [
+                            list(chunk.offsets),
+                            list(chunk.sizes),
+                            files[MetadataIndex(name, chunk.offsets)],
+                        ]
+                        for chunk in tensor.chunks
+                    ],
+                }
+                for name, tensor in metadata.state_dict_metadata.items()
+            },
+        )
 
     # What else is asked of a StorageWriter
 
@@ -189,8 +208,10 @@ def end_of(box: ChunkStorageMetadata) -> int:
 
 def overlap(one: ChunkStorageMetadata, other: ChunkStorageMetadata) -> bool:
     """Return whether two boxes of a tensor share an element, or are both of a 0-d tensor."""
-    return all(a < b + n and b < a + m for a, m, b, n in
-               zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True))
+    return all(
+        a < b + n and b < a + m
+        for a, m, b, n in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    )
 
 
 def read_box(box, shape: Size, where: str) -> tuple[ChunkStorageMetadata, str]:
@@ -254,8 +275,10 @@ class Reader(StorageReader):
         sizes = tensor.chunks[index.index].sizes
         name = key(index, sizes, tensor.size)
         stored = opened.get_slice(name)
-        found, expected = (stored.get_dtype(), stored.get_shape()), \
-            (NAMES[tensor.properties.dtype], list(sizes))
+        found, expected = (
+            (stored.get_dtype(), stored.get_shape()),
+            (NAMES[tensor.properties.dtype], list(sizes)),
+        )
         if found != expected:
             raise ValueError(f"{name} is {found} in its file, but {expected} in {TABLE}")
         return opened.get_tensor(name)

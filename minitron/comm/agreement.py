@@ -53,10 +53,13 @@ def gathered_tensors(
 
     They travel as NumPy bytes: pickling a small tensor takes PyTorch ten times as long.
     """
-    packed = {name: None if tensor is None else to_bytes(tensor)
-              for name, tensor in tensors.items()}
-    return [{name: None if each is None else from_bytes(*each) for name, each in theirs.items()}
-            for theirs in gathered(packed, group)]
+    packed = {
+        name: None if tensor is None else to_bytes(tensor) for name, tensor in tensors.items()
+    }
+    return [
+        {name: None if each is None else from_bytes(*each) for name, each in theirs.items()}
+        for theirs in gathered(packed, group)
+    ]
 
 
 def to_bytes(tensor: Tensor) -> tuple[np.ndarray, torch.dtype, torch.Size]:

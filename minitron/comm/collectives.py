@@ -51,7 +51,7 @@ def reduce_scatter_ring(flat: Tensor, group: ProcessGroup) -> Tensor:
     outgoing = [piece for step in range(size - 1) for piece in chunks[(rank - 1 - step) % size]]
     sums = [piece for step in range(size - 1) for piece in chunks[(rank - 2 - step) % size]]
     buffers = receive_buffers(len(chunks[0][0]), flat)
-    incoming = [buffers[index % 3][:len(piece)] for index, piece in enumerate(sums)]
+    incoming = [buffers[index % 3][: len(piece)] for index, piece in enumerate(sums)]
 
     for index in pass_on(outgoing, incoming, group, ahead=2):
         sums[index] += incoming[index]
@@ -111,7 +111,7 @@ def pass_on(
     receives = [dist.irecv(t, group=group, group_src=previous) for t in incoming[:ahead]]
     sends = []
     for step in range(len(outgoing)):
-        for place in incoming[step + ahead:step + ahead + 1]:
+        for place in incoming[step + ahead : step + ahead + 1]:
             receives.append(dist.irecv(place, group=group, group_src=previous))
         sends.append(dist.isend(outgoing[step], group=group, group_dst=following))
         receives[step].wait()
@@ -134,10 +134,12 @@ def start_exchange(
 
     Posted together: if all ranks sent first and received then, each would wait for the next.
     """
-    works = dist.batch_isend_irecv([
-        dist.P2POp(dist.isend, outgoing, group=group, group_peer=destination),
-        dist.P2POp(dist.irecv, incoming, group=group, group_peer=source),
-    ])
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, outgoing, group=group, group_peer=destination),
+            dist.P2POp(dist.irecv, incoming, group=group, group_peer=source),
+        ]
+    )
 
     def wait() -> Tensor:
         for work in works:
@@ -206,13 +208,13 @@ def all_reduce_halving(tensor: Tensor, group: ProcessGroup) -> None:
     def block(rank: int, width: int) -> Tensor:
         first = rank - rank % width  # `width` chunks from here on, which lie side by side
         start = sum(map(len, chunks[:first]))
-        return flat[start:start + sum(map(len, chunks[first:first + width]))]
+        return flat[start : start + sum(map(len, chunks[first : first + width]))]
 
     def halve_and_double(distances: list[int]) -> None:
         for width in reversed(distances):
             kept, given = block(rank, width), block(rank ^ width, width)
-            exchange(given, rank ^ width, received[:len(kept)], rank ^ width, group)
-            kept += received[:len(kept)]
+            exchange(given, rank ^ width, received[: len(kept)], rank ^ width, group)
+            kept += received[: len(kept)]
         for width in distances:
             whole, missing = block(rank, width), block(rank ^ width, width)
             exchange(whole, rank ^ width, missing, rank ^ width, group)
@@ -255,9 +257,7 @@ def all_reduce(tensor: Tensor, group: ProcessGroup, async_op: bool = False):
         return dist.all_reduce(tensor, group=group, async_op=async_op)
 
 
-def all_gather_single(
-    output: Tensor, input: Tensor, group: ProcessGroup, async_op: bool = False
-):
+def all_gather_single(output: Tensor, input: Tensor, group: ProcessGroup, async_op: bool = False):
     """Put every rank's `input` (n, ...) into `output` (N n, ...), in the order of the ranks."""
     with span(group, "all_gather"):
         return _all_gather(output, input, group=group, async_op=async_op)
@@ -307,8 +307,9 @@ def in_messages(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     alike: list[Tensor] = []
     for tensor in tensors:
         fits = sum(each.nbytes for each in alike) + tensor.nbytes <= LARGEST_PIECE
-        if alike and not (fits and alike[0].dtype == tensor.dtype
-                          and alike[0].device == tensor.device):
+        if alike and not (
+            fits and alike[0].dtype == tensor.dtype and alike[0].device == tensor.device
+        ):
             yield alike
             alike = []
         alike.append(tensor)

@@ -64,8 +64,11 @@ def joined_ranks(axes: dict[str, int], joined: tuple[str, ...], rank: int) -> li
     places = list(product(*map(range, axes.values())))  # of every rank: the last varies fastest
     own = places[rank]
     kept = [index for index, axis in enumerate(axes) if axis not in joined]
-    return [other for other, place in enumerate(places)
-            if all(place[index] == own[index] for index in kept)]
+    return [
+        other
+        for other, place in enumerate(places)
+        if all(place[index] == own[index] for index in kept)
+    ]
 
 
 @lru_cache(maxsize=8)  # as `new_mesh`
@@ -74,8 +77,10 @@ def join_axes(
 ) -> ProcessGroup:
     """Make the group of this rank's along several axes; its other ranks must call it too."""
     return dist.new_group(
-        joined_ranks(dict(axes), joined, world.rank()), use_local_synchronization=True,
-        group_desc=f"mesh_{'_'.join(joined)}")
+        joined_ranks(dict(axes), joined, world.rank()),
+        use_local_synchronization=True,
+        group_desc=f"mesh_{'_'.join(joined)}",
+    )
 
 
 class OneRankMesh:
@@ -121,5 +126,8 @@ def new_mesh(world: ProcessGroup, device_type: str, axes: tuple[tuple[str, int],
     names, sizes = zip(*axes, strict=True)
     # Else an axis that covers all ranks would share their group, whose description names no axis.
     backend = dist.get_backend_config(world)
-    return Mesh(init_device_mesh(device_type, sizes, mesh_dim_names=names,
-                                 backend_override=dict.fromkeys(names, backend)))
+    return Mesh(
+        init_device_mesh(
+            device_type, sizes, mesh_dim_names=names, backend_override=dict.fromkeys(names, backend)
+        )
+    )

@@ -11,5 +11,14 @@ from minitron.config.schema import (
 )
 from minitron.system.errors import ConfigError, require
 
-__all__ = ["Config", "ConfigError", "DataConfig", "LogConfig", "ModelConfig", "ParallelConfig",
-           "TrainConfig", "require", "require_positive"]
+__all__ = [
+    "Config",
+    "ConfigError",
+    "DataConfig",
+    "LogConfig",
+    "ModelConfig",
+    "ParallelConfig",
+    "TrainConfig",
+    "require",
+    "require_positive",
+]

@@ -25,17 +25,29 @@ def require_types(section: str, config) -> None:
         choices = get_args(expected)  # a Literal's
         if choices:
             known = ", ".join(map(str, choices))
-            require(any(type(value) is type(choice) and value == choice for choice in choices),
-                    problem, f"must be one of {known}", field=field)
+            require(
+                any(type(value) is type(choice) and value == choice for choice in choices),
+                problem,
+                f"must be one of {known}",
+                field=field,
+            )
         elif expected is Path:
-            require(isinstance(value, Path), problem,
-                    f"must be a path, not {type(value).__name__}", field=field)
-            require("\0" not in str(value), problem, "a path cannot hold a null character",
-                    field=field)
+            require(
+                isinstance(value, Path),
+                problem,
+                f"must be a path, not {type(value).__name__}",
+                field=field,
+            )
+            require(
+                "\0" not in str(value), problem, "a path cannot hold a null character", field=field
+            )
         else:
-            require(is_of_type or (expected is float and type(value) is int), problem,
-                    f"must be of type {expected.__name__}, not {type(value).__name__}",
-                    field=field)
+            require(
+                is_of_type or (expected is float and type(value) is int),
+                problem,
+                f"must be of type {expected.__name__}, not {type(value).__name__}",
+                field=field,
+            )
         if type(value) is int:
             require(abs(value) <= LARGEST_INT, problem, "must be less than 2**63", field=field)
         if type(value) is float:

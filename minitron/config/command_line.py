@@ -57,8 +57,10 @@ def in_words(event: errors.ParseErrorEvent, options: type) -> list[str]:
             remedy = [f"did you mean {name}?" for name in near]
             return [f"unrecognized options {', '.join(tokens)}", *remedy]
         case errors.InvalidChoice(argument=argument, value=value, choices=choices):
-            return [f"invalid choice '{value}' for argument '{argument.display_name()}'",
-                    f"must be one of {', '.join(choices)}"]
+            return [
+                f"invalid choice '{value}' for argument '{argument.display_name()}'",
+                f"must be one of {', '.join(choices)}",
+            ]
         case errors.BadValue(argument=argument):
             return [f"missing value for argument '{argument.display_name()}'"]
         case errors.MissingArgs(missing_arguments=missing):
@@ -88,9 +90,12 @@ def names_of(options: type, prefix: str = "--") -> list[str]:
 def require_text(words: Sequence[str]) -> None:
     """Raise ConfigError for a word with control characters, or bytes that are not UTF-8."""
     for word in words:
-        require(not UNPRINTABLE.search(word), f"'{word}' holds a control character or "
-                "bytes that are not UTF-8, which libraries that read files refuse",
-                "use another name")
+        require(
+            not UNPRINTABLE.search(word),
+            f"'{word}' holds a control character or "
+            "bytes that are not UTF-8, which libraries that read files refuse",
+            "use another name",
+        )
 
 
 def run(main: Callable[[list[str]], int]) -> None:

@@ -40,8 +40,12 @@ def from_dict(tables: dict, where: str = "config", model: ModelConfig | None = N
     sections = {f.name: f.default_factory() for f in dataclasses.fields(Config)}
     sections["model"] = model or sections["model"]
     require_known(tables, sections, where)
-    return Config(**{name: _section(default, tables.get(name, {}), f"{where}: {name}")
-                     for name, default in sections.items()})
+    return Config(
+        **{
+            name: _section(default, tables.get(name, {}), f"{where}: {name}")
+            for name, default in sections.items()
+        }
+    )
 
 
 def to_dict(config: Config) -> dict:
@@ -56,8 +60,12 @@ def _section(default, table: dict, where: str):
     fields = {f.name: f for f in dataclasses.fields(default)}
     require_known(table, fields, where)
     return dataclasses.replace(
-        default, **{key: _converted(fields[key].type, value, f"{where}.{key}")
-                    for key, value in table.items()})
+        default,
+        **{
+            key: _converted(fields[key].type, value, f"{where}.{key}")
+            for key, value in table.items()
+        },
+    )
 
 
 def _converted(expected, value, where: str):

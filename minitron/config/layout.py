@@ -41,26 +41,33 @@ def require_layout(config: Config, size: int) -> None:
     dp, tp, cp, pp = (getattr(config.parallel, axis) for axis in ("dp", "tp", "cp", "pp"))
     together = tp * cp * pp
     there = f"there {'is' if size == 1 else 'are'} {counted(size)}"
-    model = " and ".join(f"parallel.{axis} = {ranks}" for axis, ranks in (
-        ("tp", tp), ("cp", cp), ("pp", pp)) if ranks > 1)
+    model = " and ".join(
+        f"parallel.{axis} = {ranks}"
+        for axis, ranks in (("tp", tp), ("cp", cp), ("pp", pp))
+        if ranks > 1
+    )
     if size % together:
         needed = f"a multiple of {together}"
-        raise WrongNumRanks(f"{model}, but {there}", needed,
-                            f"start {needed} with torchrun --nproc-per-node")
+        raise WrongNumRanks(
+            f"{model}, but {there}", needed, f"start {needed} with torchrun --nproc-per-node"
+        )
     require_cuts(config.model, tp)
     require_heads(config)
     readers = num_readers(config, size)
     if dp not in (0, readers):
         needed = str(dp * together)
         raise WrongNumRanks(
-            f"parallel.dp = {dp}{' and ' if model else ''}{model}, but {there}", needed,
-            f"start it with torchrun --nproc-per-node {needed} -m minitron.train")
+            f"parallel.dp = {dp}{' and ' if model else ''}{model}, but {there}",
+            needed,
+            f"start it with torchrun --nproc-per-node {needed} -m minitron.train",
+        )
     batch_size = config.train.global_batch_size
     require(
         batch_size >= readers,
-        f"train.global_batch_size = {batch_size} leaves some of {readers} ranks without a "
-        "sequence", f"raise it to {readers}, or start fewer ranks",
-        field="train.global_batch_size", kind="fewer sequences than ranks",
+        f"train.global_batch_size = {batch_size} leaves some of {readers} ranks without a sequence",
+        f"raise it to {readers}, or start fewer ranks",
+        field="train.global_batch_size",
+        kind="fewer sequences than ranks",
     )
     require_micro_batches(config, ceil(batch_size / readers))
 
@@ -87,7 +94,8 @@ def require_cuts(model: ModelConfig, tp: int) -> None:
             is_copied or count % tp == 0,
             f"model.{name} = {count} is not divisible by {tp} ranks (parallel.tp), "
             f"{ceil(count / tp) * tp} would be",
-            field=f"model.{name}", kind=f"tp does not divide model.{name}",
+            field=f"model.{name}",
+            kind=f"tp does not divide model.{name}",
         )
 
 
@@ -99,8 +107,10 @@ def require_heads(config: Config) -> None:
         config.parallel.context != "ulysses" or heads % cp == 0,
         f"model.num_kv_heads = {config.model.num_kv_heads}, of which a rank has {heads} "
         f"(parallel.tp = {tp}), is not divisible by parallel.cp = {cp} (parallel.context = "
-        "ulysses)", "use ring or all-gather, or a divisor",
-        field="parallel.context", kind="cp does not divide model.num_kv_heads",
+        "ulysses)",
+        "use ring or all-gather, or a divisor",
+        field="parallel.context",
+        kind="cp does not divide model.num_kv_heads",
     )
 
 
@@ -118,17 +128,28 @@ def require_micro_batches(config: Config, num_sequences: int) -> None:
     near = range(max(1, size - NUM_TRIED), min(num_sequences, size + NUM_TRIED) + 1)
     fitting = [other for other in {*near, ceil(num_sequences / fewest)} if suits(other)]
     nearest = sorted(fitting, key=lambda other: abs(other - size))[:NUM_OFFERED]
-    remedy = f"set train.micro_batch_size to {' or '.join(map(str, nearest))}" if nearest else \
-        f"raise train.global_batch_size, of which a rank has {num_sequences}"
+    remedy = (
+        f"set train.micro_batch_size to {' or '.join(map(str, nearest))}"
+        if nearest
+        else f"raise train.global_batch_size, of which a rank has {num_sequences}"
+    )
     m = ceil(num_sequences / size)
     given = f"{m} micro-batch{'es' if m > 1 else ''} a step (train.micro_batch_size = {size})"
     if m < fewest and divisor == 1:
         needs = f"{given}, but {parallel.schedule} needs {fewest} or more on parallel.pp = {pp}"
-        raise ConfigError(needs, remedy, field="train.micro_batch_size",
-                          kind="too few micro-batches for the schedule")
-    raise ConfigError(f"{given} {'are' if m > 1 else 'is'} not divisible by parallel.pp = {pp} "
-                      f"({parallel.schedule})", remedy,
-                      field="train.micro_batch_size", kind="micro-batches that pp does not divide")
+        raise ConfigError(
+            needs,
+            remedy,
+            field="train.micro_batch_size",
+            kind="too few micro-batches for the schedule",
+        )
+    raise ConfigError(
+        f"{given} {'are' if m > 1 else 'is'} not divisible by parallel.pp = {pp} "
+        f"({parallel.schedule})",
+        remedy,
+        field="train.micro_batch_size",
+        kind="micro-batches that pp does not divide",
+    )
 
 
 # What would fit
@@ -141,8 +162,9 @@ def layouts_that_fit(config: Config, size: int) -> list[tuple[int, int, int]]:
     """
     asked = config.parallel
     groups = size // asked.cp if size % asked.cp == 0 else 0
-    layouts = [(groups // (tp * pp), tp, pp)
-               for tp in divisors(groups) for pp in divisors(groups // tp)]
+    layouts = [
+        (groups // (tp * pp), tp, pp) for tp in divisors(groups) for pp in divisors(groups // tp)
+    ]
 
     def distance(layout: tuple[int, int, int]) -> float:
         _, tp, pp = layout
@@ -168,6 +190,9 @@ def fits(config: Config, dp: int, tp: int, pp: int) -> bool:
 
 def flags(asked: ParallelConfig, dp: int, tp: int, pp: int) -> str:
     """Return the options that give this layout to a command line that asks for `asked`."""
-    changes = [f"--parallel.{axis} {ranks}" for axis, ranks in (("tp", tp), ("pp", pp))
-               if ranks != getattr(asked, axis)]
+    changes = [
+        f"--parallel.{axis} {ranks}"
+        for axis, ranks in (("tp", tp), ("pp", pp))
+        if ranks != getattr(asked, axis)
+    ]
     return " ".join([*changes, f"--parallel.dp {dp}" if asked.dp else f"(dp {dp})"])

@@ -24,8 +24,7 @@ class ParallelConfig:
     ranks compute, all-gather brings all at once, ulysses divides the heads instead."""
     pp: int = 1
     """Ranks that hold the layers one after the other (pipeline parallelism)."""
-    schedule: Literal[
-        "gpipe", "1f1b", "interleaved", "zero-bubble", "zb-v", "dualpipe-v"] = "1f1b"
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zb-v", "dualpipe-v"] = "1f1b"
     """In which order the pipeline's ranks work on the micro-batches."""
     chunks: int = 1
     """Stages that each rank of the pipeline holds: 1 with 1f1b, 2 or more with interleaved, exactly
@@ -53,29 +52,46 @@ class ParallelConfig:
         require_types("parallel", self)
         require_at_least("parallel", self, dp=0)
         require_positive("parallel", self, "tp", "cp", "pp", "chunks")
-        require(not self.sequence or self.tp > 1, f"parallel.sequence with parallel.tp = {self.tp}:"
-                " it divides what tensor parallelism replicates", "set parallel.tp to 2 or more",
-                field="parallel.sequence")
-        require(self.context == "ring" or self.cp > 1, f"parallel.context = {self.context} with "
-                f"parallel.cp = {self.cp}: the sequence is not divided inside attention",
-                "set parallel.cp to 2 or more, or leave it out", field="parallel.context")
+        require(
+            not self.sequence or self.tp > 1,
+            f"parallel.sequence with parallel.tp = {self.tp}:"
+            " it divides what tensor parallelism replicates",
+            "set parallel.tp to 2 or more",
+            field="parallel.sequence",
+        )
+        require(
+            self.context == "ring" or self.cp > 1,
+            f"parallel.context = {self.context} with "
+            f"parallel.cp = {self.cp}: the sequence is not divided inside attention",
+            "set parallel.cp to 2 or more, or leave it out",
+            field="parallel.context",
+        )
         require(
             self.sync_every_micro_batch or self.zero >= 2,
             f"parallel.sync_every_micro_batch = {self.sync_every_micro_batch} with parallel.zero = "
-            f"{self.zero}: below stage 2 gradients travel once a step anyway", "leave it out",
+            f"{self.zero}: below stage 2 gradients travel once a step anyway",
+            "leave it out",
             field="parallel.sync_every_micro_batch",
         )
-        require(not self.overlap_gather or self.zero in (1, 2), "parallel.overlap_gather with "
-                f"parallel.zero = {self.zero}: only stages 1 and 2 gather weights after a step",
-                "leave it out", field="parallel.overlap_gather")
+        require(
+            not self.overlap_gather or self.zero in (1, 2),
+            "parallel.overlap_gather with "
+            f"parallel.zero = {self.zero}: only stages 1 and 2 gather weights after a step",
+            "leave it out",
+            field="parallel.overlap_gather",
+        )
         self.require_replicas()
         if self.pp > 1:
             self.require_pipeline()
         else:
-            require(self.schedule == "1f1b" and self.chunks == 1, f"parallel.schedule = "
-                    f"{self.schedule} and chunks = {self.chunks} with parallel.pp = 1: there is no "
-                    "pipeline", "set parallel.pp to 2 or more, or leave them out",
-                    field="parallel.schedule")
+            require(
+                self.schedule == "1f1b" and self.chunks == 1,
+                f"parallel.schedule = "
+                f"{self.schedule} and chunks = {self.chunks} with parallel.pp = 1: there is no "
+                "pipeline",
+                "set parallel.pp to 2 or more, or leave them out",
+                field="parallel.schedule",
+            )
 
     @property
     def is_v(self) -> bool:
@@ -104,29 +120,53 @@ class ParallelConfig:
 
     def require_replicas(self) -> None:
         require_positive("parallel", self, "replicas")
-        require(self.replicas == 1 or self.zero >= 1, f"parallel.replicas = {self.replicas} with "
-                "parallel.zero = 0: nothing is sharded, so every rank is a replica anyway",
-                "leave it out, or set parallel.zero to 1, 2 or 3", field="parallel.replicas")
-        require(self.dp % self.replicas == 0, f"parallel.replicas = {self.replicas} does not "
-                f"divide parallel.dp = {self.dp}", "use a divisor of it", field="parallel.replicas")
-        require(self.reshard_each_pass or self.zero == 3, "parallel.reshard_each_pass = False with "
-                f"parallel.zero = {self.zero}: below stage 3 weights are never freed",
-                "leave it out", field="parallel.reshard_each_pass")
+        require(
+            self.replicas == 1 or self.zero >= 1,
+            f"parallel.replicas = {self.replicas} with "
+            "parallel.zero = 0: nothing is sharded, so every rank is a replica anyway",
+            "leave it out, or set parallel.zero to 1, 2 or 3",
+            field="parallel.replicas",
+        )
+        require(
+            self.dp % self.replicas == 0,
+            f"parallel.replicas = {self.replicas} does not divide parallel.dp = {self.dp}",
+            "use a divisor of it",
+            field="parallel.replicas",
+        )
+        require(
+            self.reshard_each_pass or self.zero == 3,
+            "parallel.reshard_each_pass = False with "
+            f"parallel.zero = {self.zero}: below stage 3 weights are never freed",
+            "leave it out",
+            field="parallel.reshard_each_pass",
+        )
         require(
             not self.sync_replicas_every_micro_batch
             or (self.replicas > 1 and self.zero >= 2 and self.sync_every_micro_batch),
             "parallel.sync_replicas_every_micro_batch needs parallel.replicas of 2 or more (here "
             f"{self.replicas}), parallel.zero = 2 or 3 (here {self.zero}) and "
-            "parallel.sync_every_micro_batch", "leave it out",
+            "parallel.sync_every_micro_batch",
+            "leave it out",
             field="parallel.sync_replicas_every_micro_batch",
         )
 
     def require_pipeline(self) -> None:
         problem = f"parallel.chunks = {self.chunks} with parallel.schedule = {self.schedule}"
-        require(self.schedule != "interleaved" or self.chunks > 1, problem,
-                "it needs 2 chunks or more; 1f1b has 1", field="parallel.chunks")
-        require(self.schedule != "1f1b" or self.chunks == 1, problem,
-                "interleaved is 1F1B with chunks", field="parallel.chunks")
-        require(not self.is_v or self.chunks == 2, problem,
-                "each rank holds one stage on the way down and one on the way up: set it to 2",
-                field="parallel.chunks")
+        require(
+            self.schedule != "interleaved" or self.chunks > 1,
+            problem,
+            "it needs 2 chunks or more; 1f1b has 1",
+            field="parallel.chunks",
+        )
+        require(
+            self.schedule != "1f1b" or self.chunks == 1,
+            problem,
+            "interleaved is 1F1B with chunks",
+            field="parallel.chunks",
+        )
+        require(
+            not self.is_v or self.chunks == 2,
+            problem,
+            "each rank holds one stage on the way down and one on the way up: set it to 2",
+            field="parallel.chunks",
+        )

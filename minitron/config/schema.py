@@ -61,30 +61,43 @@ class ModelConfig:
         sizes = ("max_sequence_length", "width", "num_heads", "num_kv_heads", "ffn_width")
         require_positive("model", self, *sizes, "num_layers", "norm_eps")
         require_at_most("model", self, **dict.fromkeys([*sizes, "vocab_size"], LARGEST_SIZE))
-        require_at_most("model", self, num_layers=MOST_LAYERS, rope_theta=10**12,
-                        rope_scaling=10**6, norm_eps=1)
+        require_at_most(
+            "model", self, num_layers=MOST_LAYERS, rope_theta=10**12, rope_scaling=10**6, norm_eps=1
+        )
         require_at_least("model", self, vocab_size=0, rope_theta=1, rope_scaling=1)
         require_below_1("model", self, "dropout")
         self._require_heads()
 
     def _require_heads(self) -> None:
         if self.width % self.num_heads:  # not `require`: only then look for what divides
-            raise ConfigError(f"model.width = {self.width} is not a multiple of model.num_heads = "
-                              f"{self.num_heads}", f"try {other_heads(self)}", field="model.width")
-        require(self.num_heads % self.num_kv_heads == 0, f"model.num_heads = {self.num_heads} is "
-                f"not a multiple of model.num_kv_heads = {self.num_kv_heads}",
-                f"try --model.num-kv-heads {self.num_heads}", field="model.num_kv_heads")
+            raise ConfigError(
+                f"model.width = {self.width} is not a multiple of model.num_heads = "
+                f"{self.num_heads}",
+                f"try {other_heads(self)}",
+                field="model.width",
+            )
+        require(
+            self.num_heads % self.num_kv_heads == 0,
+            f"model.num_heads = {self.num_heads} is "
+            f"not a multiple of model.num_kv_heads = {self.num_kv_heads}",
+            f"try --model.num-kv-heads {self.num_heads}",
+            field="model.num_kv_heads",
+        )
         if self.family == "gpt":
             require(
                 self.num_kv_heads == self.num_heads,
                 f"model.num_kv_heads = {self.num_kv_heads} with model.family = gpt: grouped-query "
-                "attention is llama's", f"set it to num_heads = {self.num_heads}",
+                "attention is llama's",
+                f"set it to num_heads = {self.num_heads}",
                 field="model.num_kv_heads",
             )
         else:
-            require(self.head_width % 2 == 0, f"model.width / model.num_heads = {self.head_width} "
-                    "is odd", "rotary positions turn pairs, so make the head width even",
-                    field="model.num_heads")
+            require(
+                self.head_width % 2 == 0,
+                f"model.width / model.num_heads = {self.head_width} is odd",
+                "rotary positions turn pairs, so make the head width even",
+                field="model.num_heads",
+            )
 
     @property
     def head_width(self) -> int:
@@ -129,9 +142,7 @@ class TrainConfig:
     """AdamW: memory of the gradient's square."""
     clip_norm: float = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
-    precision: Literal[
-        "fp32", "bf16-autocast", "bf16", "bf16-fp32-grads", "fp16", "fp8"
-    ] = "fp32"
+    precision: Literal["fp32", "bf16-autocast", "bf16", "bf16-fp32-grads", "fp16", "fp8"] = "fp32"
     """Which dtypes train: see `minitron.precision.PRECISIONS`."""
     recompute: Literal["none", "full", "selective", "sqrt"] = "none"
     """Which activations are computed again in the backward pass instead of kept."""
@@ -161,33 +172,65 @@ class TrainConfig:
 
     def __post_init__(self):
         require_types("train", self)
-        require_positive(
-            "train", self, "steps", "global_batch_size", "micro_batch_size", "learning_rate",
-            "log_every", "eval_sequences", "keep_checkpoints",
-        )
-        require_at_least(
-            "train", self, warmup_steps=0, eval_every=0, checkpoint_every=0, weight_decay=0,
-            clip_norm=0, min_learning_rate=0, seed=0, hang_timeout=0,
-        )
+        self._require_ranges()
         require(
             self.recompute == "none" or not self.compile,
             f"train.recompute = {self.recompute} with train.compile = {self.compile}: a compiled "
-            "model decides itself what to keep", "switch one of them off", field="train.recompute",
+            "model decides itself what to keep",
+            "switch one of them off",
+            field="train.recompute",
         )
-        require(self.hang_timeout <= 1500, f"train.hang_timeout = {self.hang_timeout:g}: PyTorch "
-                "ends a collective after 1,800 s, and names no rank", "set it to 1500 or less",
-                field="train.hang_timeout")
+        require(
+            self.hang_timeout <= 1500,
+            f"train.hang_timeout = {self.hang_timeout:g}: PyTorch "
+            "ends a collective after 1,800 s, and names no rank",
+            "set it to 1500 or less",
+            field="train.hang_timeout",
+        )
         require_below_1("train", self, "beta1", "beta2")
         self._require_rates()
 
+    def _require_ranges(self) -> None:
+        require_positive(
+            "train",
+            self,
+            "steps",
+            "global_batch_size",
+            "micro_batch_size",
+            "learning_rate",
+            "log_every",
+            "eval_sequences",
+            "keep_checkpoints",
+        )
+        require_at_least(
+            "train",
+            self,
+            warmup_steps=0,
+            eval_every=0,
+            checkpoint_every=0,
+            weight_decay=0,
+            clip_norm=0,
+            min_learning_rate=0,
+            seed=0,
+            hang_timeout=0,
+        )
+
     def _require_rates(self) -> None:
-        require(self.min_learning_rate <= self.learning_rate, f"train.min_learning_rate = "
-                f"{self.min_learning_rate} is above train.learning_rate = {self.learning_rate}",
-                "lower it, or raise the peak", field="train.min_learning_rate")
-        require(self.learning_rate * self.weight_decay < 1, f"train.weight_decay = "
-                f"{self.weight_decay:g} with train.learning_rate = {self.learning_rate:g}: a step "
-                "would take away all of a weight, or more", "their product must be less than 1",
-                field="train.weight_decay")
+        require(
+            self.min_learning_rate <= self.learning_rate,
+            f"train.min_learning_rate = "
+            f"{self.min_learning_rate} is above train.learning_rate = {self.learning_rate}",
+            "lower it, or raise the peak",
+            field="train.min_learning_rate",
+        )
+        require(
+            self.learning_rate * self.weight_decay < 1,
+            f"train.weight_decay = "
+            f"{self.weight_decay:g} with train.learning_rate = {self.learning_rate:g}: a step "
+            "would take away all of a weight, or more",
+            "their product must be less than 1",
+            field="train.weight_decay",
+        )
 
 
 @dataclass(frozen=True)
@@ -215,34 +258,65 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self):
-        require(self.data.sequence_length <= self.model.max_sequence_length,
-                f"data.sequence_length = {self.data.sequence_length} is longer than "
-                f"model.max_sequence_length = {self.model.max_sequence_length}",
-                "raise the second or lower the first", field="data.sequence_length")
+        require(
+            self.data.sequence_length <= self.model.max_sequence_length,
+            f"data.sequence_length = {self.data.sequence_length} is longer than "
+            f"model.max_sequence_length = {self.model.max_sequence_length}",
+            "raise the second or lower the first",
+            field="data.sequence_length",
+        )
         parallel = self.parallel
         num_stages = parallel.pp * parallel.chunks
-        require(self.model.num_layers >= num_stages, f"model.num_layers = {self.model.num_layers} "
-                f"does not fill parallel.pp x parallel.chunks = {num_stages} stages",
-                f"lower them to {self.model.num_layers} at most, or add layers",
-                field="parallel.pp", kind="fewer layers than stages")
+        require(
+            self.model.num_layers >= num_stages,
+            f"model.num_layers = {self.model.num_layers} "
+            f"does not fill parallel.pp x parallel.chunks = {num_stages} stages",
+            f"lower them to {self.model.num_layers} at most, or add layers",
+            field="parallel.pp",
+            kind="fewer layers than stages",
+        )
+        require(
+            parallel.cp == 1 or self.model.dropout == 0,
+            f"model.dropout = "
+            f"{self.model.dropout} with parallel.cp = {parallel.cp}: attention over other "
+            "ranks' keys drops nothing",
+            "set model.dropout to 0",
+            field="model.dropout",
+        )
+        for name, length in (
+            ("data.sequence_length", self.data.sequence_length),
+            ("model.max_sequence_length", self.model.max_sequence_length),
+        ):
+            require(
+                length % parallel.sequence_parts == 0,
+                f"{name} = {length} is not divisible by {parallel.words_for_sequence_parts}",
+                f"use {round_up(length, parallel.sequence_parts)}",
+                field=name,
+                kind=f"a sequence that {'tp' if parallel.cp == 1 else 'cp'} does not divide",
+            )
         if self.train.compile:
-            for axis, works, why in (
-                ("zero", parallel.zero < 3,
-                 "a compiled model keeps the weights that stage 3 frees"),
-                ("tp", parallel.tp == 1, "collectives inside cut layers are not compiled"),
-                ("cp", parallel.cp == 1, "messages inside attention are not compiled"),
-                ("pp", parallel.pp == 1, "a stage is not compiled"),
-                ("overlap_gather", not parallel.overlap_gather,
-                 "waiting for weights between layers breaks the compiled graph"),
-            ):
-                require(works, f"train.compile with parallel.{axis} = {getattr(parallel, axis)}: "
-                        f"{why}", "switch it off", field="train.compile")
-        require(parallel.cp == 1 or self.model.dropout == 0, f"model.dropout = "
-                f"{self.model.dropout} with parallel.cp = {parallel.cp}: attention over other "
-                "ranks' keys drops nothing", "set model.dropout to 0", field="model.dropout")
-        for name, length in (("data.sequence_length", self.data.sequence_length),
-                             ("model.max_sequence_length", self.model.max_sequence_length)):
-            require(length % parallel.sequence_parts == 0,
-                    f"{name} = {length} is not divisible by {parallel.words_for_sequence_parts}",
-                    f"use {round_up(length, parallel.sequence_parts)}", field=name,
-                    kind=f"a sequence that {'tp' if parallel.cp == 1 else 'cp'} does not divide")
+            self._require_compilable()
+
+    def _require_compilable(self) -> None:
+        parallel = self.parallel
+        for axis, works, why in (
+            (
+                "zero",
+                parallel.zero < 3,
+                "a compiled model keeps the weights that stage 3 frees",
+            ),
+            ("tp", parallel.tp == 1, "collectives inside cut layers are not compiled"),
+            ("cp", parallel.cp == 1, "messages inside attention are not compiled"),
+            ("pp", parallel.pp == 1, "a stage is not compiled"),
+            (
+                "overlap_gather",
+                not parallel.overlap_gather,
+                "waiting for weights between layers breaks the compiled graph",
+            ),
+        ):
+            require(
+                works,
+                f"train.compile with parallel.{axis} = {getattr(parallel, axis)}: {why}",
+                "switch it off",
+                field="train.compile",
+            )

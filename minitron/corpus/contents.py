@@ -48,22 +48,30 @@ def read_contents(folder: Path, group: Group = ALONE) -> dict[str, Contents]:
     rank, size = group.rank(), group.size()
     with one_fault_fails_all(group):
         paths = [*sorted(folder.glob("train_*.bin")), *sorted(folder.glob("val_*.bin"))]
-        require(bool(paths), f"{folder}: no train_*.bin here; `minitron data stories` writes "
-                "data/stories, `minitron data --help` lists the other corpora")
+        require(
+            bool(paths),
+            f"{folder}: no train_*.bin here; `minitron data stories` writes "
+            "data/stories, `minitron data --help` lists the other corpora",
+        )
         found = remembered(folder, paths)
         missing = [path for path in paths[rank::size] if path.name not in found]
         stamps = {path.name: stamp(path) for path in missing}  # before they are read
         num_bytes = sum(path.stat().st_size for path in missing)
-        with Progress(total=num_bytes, desc=f"reading {folder}", unit="B", unit_scale=True,
-                      disable=rank != 0) as bar:
+        with Progress(
+            total=num_bytes, desc=f"reading {folder}", unit="B", unit_scale=True, disable=rank != 0
+        ) as bar:
             found |= {path.name: read_shard(path, bar) for path in missing}
         sizes = {path.name: path.stat().st_size for path in paths}
     merged: dict[str, Contents] = {}
     for other, (present, theirs, read) in enumerate(gathered((sizes, found, stamps), group)):
-        same = present == sizes and all(merged.get(name, each) == each
-                                        for name, each in theirs.items())
-        require(same, f"{folder}: rank {other} finds other shards there than the ranks before it",
-                "copy the same folder to every node")
+        same = present == sizes and all(
+            merged.get(name, each) == each for name, each in theirs.items()
+        )
+        require(
+            same,
+            f"{folder}: rank {other} finds other shards there than the ranks before it",
+            "copy the same folder to every node",
+        )
         merged |= theirs
         stamps |= read
     if rank == 0 and stamps:
@@ -90,8 +98,8 @@ def require_tokens(folder: Path, contents: dict[str, Contents], vocab_size: int)
         largest = max(each.largest for each in contents.values())
         raise ConfigError(
             f"{folder / name}: token {position:,} is {tokens[position]}, but the vocabulary has "
-            f"{vocab_size} tokens, 0 to {vocab_size - 1}", "write the corpus again, or set "
-            f"model.vocab_size to {largest + 1} or more"
+            f"{vocab_size} tokens, 0 to {vocab_size - 1}",
+            f"write the corpus again, or set model.vocab_size to {largest + 1} or more",
         )
 
 
@@ -123,8 +131,11 @@ def remembered(folder: Path, paths: list[Path]) -> dict[str, Contents]:
     try:
         saved = read_json(folder / "contents.json")
         entries = {path: saved.get(path.name, {}) for path in paths}
-        return {path.name: Contents(str(entry["sha256"]), int(entry["largest"]))
-                for path, entry in entries.items() if entry and entry["stamp"] == stamp(path)}
+        return {
+            path.name: Contents(str(entry["sha256"]), int(entry["largest"]))
+            for path, entry in entries.items()
+            if entry and entry["stamp"] == stamp(path)
+        }
     except (ConfigError, OSError, AttributeError, KeyError, TypeError, ValueError):
         return {}
 
@@ -135,8 +146,11 @@ def remember(folder: Path, stamps: dict[str, list[int]], contents: dict[str, Con
     `stamps` were taken before the reading: a file that has changed meanwhile has another one now.
     """
     settled = time.time_ns() - SETTLED_NS
-    entries = {name: {"stamp": stamp, **asdict(contents[name])} for name, stamp in stamps.items()
-               if stamp[2] < settled}
+    entries = {
+        name: {"stamp": stamp, **asdict(contents[name])}
+        for name, stamp in stamps.items()
+        if stamp[2] < settled
+    }
     temporary = folder / f"contents.json.{os.getpid()}.tmp"
     try:
         known = read_json(folder / "contents.json")

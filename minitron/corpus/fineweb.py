@@ -54,7 +54,8 @@ def download_fineweb(
         kind = read_corpus_info(folder)["kind"]
         require(
             kind == "fineweb",
-            f"{folder} holds a corpus of kind {kind}, not fineweb", "choose another folder",
+            f"{folder} holds a corpus of kind {kind}, not fineweb",
+            "choose another folder",
         )
 
     download(tokenizer_url, folder / "tokenizer.json", wait_s)
@@ -86,8 +87,8 @@ def download(url: str, path: Path, wait_s: float = 1.0) -> None:
             reason = error
     else:
         raise ConfigError(
-            f"{url}: {reason} ({ATTEMPTS} attempts)", "check the network and call again: "
-            "what has arrived is kept"
+            f"{url}: {reason} ({ATTEMPTS} attempts)",
+            "check the network and call again: what has arrived is kept",
         )
     _verify_shard(part, named=path)
     os.replace(part, path)
@@ -136,8 +137,9 @@ def _fetch(url: str, part: Path) -> str | None:
 def _receive(response, part: Path, start: int) -> None:
     expected = int(response.headers.get("Content-Length", 0))  # absent from a chunked answer
     received = 0
-    progress = Progress(desc=part.stem, initial=start, total=start + expected, unit="B",
-                        unit_scale=True)
+    progress = Progress(
+        desc=part.stem, initial=start, total=start + expected, unit="B", unit_scale=True
+    )
     with open(part, "ab") as file, progress:
         file.truncate(start)
         while chunk := response.read(CHUNK_BYTES):
@@ -145,8 +147,9 @@ def _receive(response, part: Path, start: int) -> None:
             received += len(chunk)
             progress.update(len(chunk))
     if received < expected:
-        raise DownloadError(f"the connection was cut at byte {start + received} of "
-                            f"{start + expected}")
+        raise DownloadError(
+            f"the connection was cut at byte {start + received} of {start + expected}"
+        )
 
 
 def _verify_checksum(part: Path, expected: str | None) -> None:
@@ -156,8 +159,9 @@ def _verify_checksum(part: Path, expected: str | None) -> None:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != expected:
         part.unlink()  # from its beginning next time
-        raise DownloadError(f"sha256 is {found[:12]}..., but the server promises "
-                            f"{expected[:12]}...")
+        raise DownloadError(
+            f"sha256 is {found[:12]}..., but the server promises {expected[:12]}..."
+        )
 
 
 def _verify_shard(path: Path, named: Path | None = None) -> None:

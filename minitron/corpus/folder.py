@@ -36,7 +36,8 @@ def start_corpus(folder: Path, kind: str) -> None:
         present = read_corpus_info(folder)["kind"]
         require(
             present == kind,
-            f"{folder} holds a corpus of kind {present}, not {kind}", "choose another folder",
+            f"{folder} holds a corpus of kind {present}, not {kind}",
+            "choose another folder",
         )
     # First what makes the folder a corpus: one that is interrupted must not look complete.
     (folder / "corpus.json").unlink(missing_ok=True)
@@ -50,8 +51,12 @@ def require_space(folder: Path, num_bytes: int) -> None:
     """Raise ConfigError if the disk of `folder`, which need not be there yet, has not so much."""
     above = (folder.absolute(), *folder.absolute().parents)
     free = shutil.disk_usage(next(path for path in above if path.is_dir())).free
-    require(num_bytes <= free, f"{folder}: {num_bytes / 1e9:,.1f} GB of tokens, but the disk has "
-            f"{free / 1e9:,.1f} GB left", "write fewer, or choose another folder")
+    require(
+        num_bytes <= free,
+        f"{folder}: {num_bytes / 1e9:,.1f} GB of tokens, but the disk has "
+        f"{free / 1e9:,.1f} GB left",
+        "write fewer, or choose another folder",
+    )
 
 
 def write_split(
@@ -112,14 +117,13 @@ def read_corpus_info(folder: Path) -> dict:
     require(
         1 <= info["vocab_size"] <= LARGEST_VOCABULARY,
         f"{path}: vocab_size = {info['vocab_size']}: must be from 1 to {LARGEST_VOCABULARY}, as a "
-        "token is stored as uint16", "write the corpus again",
+        "token is stored as uint16",
+        "write the corpus again",
     )
     return info
 
 
-def load_tokenizer(
-    folder: Path, remedy: str = "write the corpus again"
-) -> "Tokenizer | None":
+def load_tokenizer(folder: Path, remedy: str = "write the corpus again") -> "Tokenizer | None":
     """Load `tokenizer.json`; None if the folder has none (training needs none, text does).
 
     Decode with `skip_special_tokens=False` to see where a document ends. Raises ConfigError for a

@@ -58,8 +58,12 @@ def write_stories(folder: Path, num_tokens: int = 4_000_000, seed: int = 0) -> d
         val_tokens = write_split(folder, "val", _story_tokens(num_val, 2 * seed + 1, bar))
     story_tokenizer().save(str(folder / "tokenizer.json"))
     return write_corpus_info(
-        folder, "stories", len(VOCABULARY),
-        train_tokens=train_tokens, val_tokens=val_tokens, seed=seed,
+        folder,
+        "stories",
+        len(VOCABULARY),
+        train_tokens=train_tokens,
+        val_tokens=val_tokens,
+        seed=seed,
         entropy_per_token=entropy_per_token(),
         entropy_in_window={str(S): entropy_in_window(S) for S in (32, 64, 128, 256)},
     )
@@ -82,10 +86,12 @@ def story_tokenizer() -> Tokenizer:
     """Build the tokenizer with one token per word, comma, full stop and `<end>`."""
     vocabulary = {word: index for index, word in enumerate(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.WhitespaceSplit(),
-        pre_tokenizers.Split(Regex("[.,]"), "isolated"),
-    ])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.WhitespaceSplit(),
+            pre_tokenizers.Split(Regex("[.,]"), "isolated"),
+        ]
+    )
     tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=True)  # attaches punctuation
     tokenizer.add_special_tokens([END, UNKNOWN])
     return tokenizer
@@ -137,9 +143,12 @@ def _after(place: tuple) -> list[tuple[float, tuple]]:
 
 def _anywhere() -> list[tuple[float, tuple]]:
     """Where a text cut at a random token opens: each token of a template as often as it occurs."""
-    return [(1 / len(line) / expected_length(), (i, index, position))
-            for i, line in enumerate(LINES)
-            for index, template in enumerate(line) for position in range(len(template))]
+    return [
+        (1 / len(line) / expected_length(), (i, index, position))
+        for i, line in enumerate(LINES)
+        for index, template in enumerate(line)
+        for position in range(len(template))
+    ]
 
 
 def surprisals(words: list[str], opening: list[tuple[float, tuple]] | None = None) -> list[float]:
@@ -161,8 +170,11 @@ def surprisals(words: list[str], opening: list[tuple[float, tuple]] | None = Non
         if total == 0:
             return result + [math.inf]
         result.append(-math.log(total))
-        hypotheses = [(p / total * ahead, place, {} if word == END else candidates)
-                      for p, old, candidates in fitting for ahead, place in _after(old)]
+        hypotheses = [
+            (p / total * ahead, place, {} if word == END else candidates)
+            for p, old, candidates in fitting
+            for ahead, place in _after(old)
+        ]
     return result
 
 

@@ -31,8 +31,11 @@ def _people(hero: str, friend: str) -> dict[str, str]:
     boy = ("boy", "he", "He", "him", "his", "His")
     girl = ("girl", "she", "She", "her", "her", "Her")
     forms = ("{boy}", "{he}", "{He}", "{him}", "{his}", "{His}")
-    return {"{hero}": hero, "{friend}": friend,
-            **dict(zip(forms, boy if hero in BOYS else girl, strict=True))}
+    return {
+        "{hero}": hero,
+        "{friend}": friend,
+        **dict(zip(forms, boy if hero in BOYS else girl, strict=True)),
+    }
 
 
 def _adjective(adjective: str) -> dict[str, str]:
@@ -41,13 +44,15 @@ def _adjective(adjective: str) -> dict[str, str]:
 
 # Each variable is one of its candidates; a candidate fills several slots, which thus agree.
 VARIABLES: dict[str, list[dict[str, str]]] = {
-    "people": [_people(hero, friend)
-               for hero in BOYS + GIRLS for friend in BOYS + GIRLS if friend != hero],
+    "people": [
+        _people(hero, friend) for hero in BOYS + GIRLS for friend in BOYS + GIRLS if friend != hero
+    ],
     "adjective": [_adjective(word) for word in ADJECTIVES],
     "object": [{"{object}": word} for word in OBJECTS],
     "place": [{"{place}": word} for word in PLACES],
-    "trouble": [dict(zip(("{lost}", "{find}", "{found}"), words, strict=True))
-                for words in TROUBLES],
+    "trouble": [
+        dict(zip(("{lost}", "{find}", "{found}"), words, strict=True)) for words in TROUBLES
+    ],
     "feeling": [{"{feeling}": word} for word in FEELINGS],
 }
 VARIABLE_OF = {slot: name for name, found in VARIABLES.items() for slot in found[0]}
@@ -111,8 +116,10 @@ LINES: tuple[tuple[list[str], ...], ...] = tuple(
 )
 TEMPLATES = [template for line in LINES for template in line if template]
 VOCABULARY = [END, UNKNOWN] + sorted(
-    {word for template in TEMPLATES for word in template if word not in VARIABLE_OF}
-    .union(*(slots.values() for found in VARIABLES.values() for slots in found)) - {END}
+    {word for template in TEMPLATES for word in template if word not in VARIABLE_OF}.union(
+        *(slots.values() for found in VARIABLES.values() for slots in found)
+    )
+    - {END}
 )
 
 
@@ -121,6 +128,7 @@ def sample_story(rng: random.Random) -> list[str]:
 
     Only `rng.random()` is called; the other methods have changed between Python versions.
     """
+
     def choose(options):
         return options[int(rng.random() * len(options))]
 

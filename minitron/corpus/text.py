@@ -72,8 +72,11 @@ def write_python(
     require_vocabulary(vocab_size)
     library = library or Path(sysconfig.get_path("stdlib"))
     left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-    paths = [path for path in sorted(library.rglob("*.py"))
-             if left_out.isdisjoint(path.relative_to(library).parts)]
+    paths = [
+        path
+        for path in sorted(library.rglob("*.py"))
+        if left_out.isdisjoint(path.relative_to(library).parts)
+    ]
     documents, size = [], 0
     for path in _once(paths):
         size += path.stat().st_size
@@ -105,9 +108,13 @@ def write_documents(
         val_tokens = write_split(folder, "val", _encode(tokenizer, val, bar), shard_tokens)
     tokenizer.save(str(folder / "tokenizer.json"))
     return write_corpus_info(
-        folder, kind, tokenizer.get_vocab_size(),
-        train_tokens=train_tokens, val_tokens=val_tokens,
-        documents=len(documents), characters=sum(map(len, documents)),
+        folder,
+        kind,
+        tokenizer.get_vocab_size(),
+        train_tokens=train_tokens,
+        val_tokens=val_tokens,
+        documents=len(documents),
+        characters=sum(map(len, documents)),
     )
 
 
@@ -159,8 +166,10 @@ def _split(documents: list[str], val_share: float) -> tuple[list[str], list[str]
     cuts = [round(len(text) * (1 - val_share)) for text in documents]
     train = [text[:cut] for text, cut in zip(documents, cuts, strict=True) if cut > 0]
     val = [text[cut:] for text, cut in zip(documents, cuts, strict=True) if cut < len(text)]
-    require(bool(train and val), f"{sum(map(len, documents))} characters are too few to train and "
-            "to validate")
+    require(
+        bool(train and val),
+        f"{sum(map(len, documents))} characters are too few to train and to validate",
+    )
     return train, val
 
 
@@ -168,10 +177,13 @@ def require_room(files: list[Path]) -> None:
     """Raise ConfigError if memory cannot hold the text, and the tokens of its largest file."""
     sizes = [path.stat().st_size for path in files]
     needed, there = sum(sizes) + BYTES_PER_BYTE * max(sizes), memory_bytes(torch.device("cpu"))
-    require(needed <= there, f"{files[sizes.index(max(sizes))]}: encoding {sum(sizes) / 1e9:,.1f} "
-            f"GB of text, {max(sizes) / 1e9:,.1f} GB of it in this file, takes {needed / 1e9:,.0f} "
-            f"GB of memory, but this machine has {there / 1e9:,.0f} GB", "split it into smaller "
-            "files, or leave some out")
+    require(
+        needed <= there,
+        f"{files[sizes.index(max(sizes))]}: encoding {sum(sizes) / 1e9:,.1f} "
+        f"GB of text, {max(sizes) / 1e9:,.1f} GB of it in this file, takes {needed / 1e9:,.0f} "
+        f"GB of memory, but this machine has {there / 1e9:,.0f} GB",
+        "split it into smaller files, or leave some out",
+    )
 
 
 def _find_files(paths: list[Path], pattern: str) -> list[Path]:
@@ -185,8 +197,9 @@ def _find_files(paths: list[Path], pattern: str) -> list[Path]:
             found = sorted(file for file in path.rglob(pattern) if file.is_file())
         except (ValueError, NotImplementedError) as error:  # such as /etc/* and **x
             raise ConfigError(f"--pattern {pattern}: {error}", "use one such as *.txt") from None
-        require(len(found) > 0, f"{path}: no file matches {pattern} in it or below",
-                "try --pattern")
+        require(
+            len(found) > 0, f"{path}: no file matches {pattern} in it or below", "try --pattern"
+        )
         files += found
     return files
 

@@ -150,7 +150,7 @@ def halving_all_reduce_volume(num_elements: int, element_size: int, size: int, r
         total += sum(chunks) - chunks[rank]
         for width in (2**k for k in range(int(math.log2(power)))):  # chunks that stay after a cut
             first = rank - rank % width
-            total += sum(chunks[first:first + width])
+            total += sum(chunks[first : first + width])
     return Volume(total, total)
 
 
@@ -208,8 +208,9 @@ def hierarchical_all_reduce_seconds(
     link of its own: the slow link carries the smallest part.
     """
     part = num_bytes / ranks_per_node
-    return ring_all_reduce_seconds(num_bytes, ranks_per_node, *inside) \
-        + ring_all_reduce_seconds(part, num_nodes, *across)
+    return ring_all_reduce_seconds(num_bytes, ranks_per_node, *inside) + ring_all_reduce_seconds(
+        part, num_nodes, *across
+    )
 
 
 # The other collectives, with a rank counted from the root (source or destination)

@@ -12,8 +12,13 @@ def num_parameters(model: ModelConfig) -> int:
     embedding = model.vocab_size * model.width
     positions = model.max_sequence_length * model.width if model.family == "gpt" else 0
     head = 0 if model.tied_embedding else embedding
-    return embedding + positions + model.num_layers * num_block_parameters(model) \
-        + num_norm_parameters(model) + head
+    return (
+        embedding
+        + positions
+        + model.num_layers * num_block_parameters(model)
+        + num_norm_parameters(model)
+        + head
+    )
 
 
 def num_block_parameters(model: ModelConfig) -> int:
@@ -81,12 +86,25 @@ def recompute_flops_per_token(
 
 
 def published_llama(
-    num_layers: int, width: int, num_heads: int, num_kv_heads: int, ffn_width: int,
-    vocab_size: int, max_sequence_length: int, tied_embedding: bool = False,
+    num_layers: int,
+    width: int,
+    num_heads: int,
+    num_kv_heads: int,
+    ffn_width: int,
+    vocab_size: int,
+    max_sequence_length: int,
+    tied_embedding: bool = False,
 ) -> ModelConfig:
     return ModelConfig(
-        "llama", vocab_size, max_sequence_length, num_layers, width, num_heads, num_kv_heads,
-        ffn_width, tied_embedding,
+        "llama",
+        vocab_size,
+        max_sequence_length,
+        num_layers,
+        width,
+        num_heads,
+        num_kv_heads,
+        ffn_width,
+        tied_embedding,
     )
 
 

@@ -22,8 +22,13 @@ def keys_and_values(model: ModelConfig, num_tokens: int) -> int:
 
 
 def context_parallel_volume(
-    model: ModelConfig, batch_size: int, sequence_length: int, size: int, kind: ContextKind,
-    element_size: int = 2, grad_element_size: int = 4,
+    model: ModelConfig,
+    batch_size: int,
+    sequence_length: int,
+    size: int,
+    kind: ContextKind,
+    element_size: int = 2,
+    grad_element_size: int = 4,
 ) -> Volume:
     """Return the bytes that a rank sends and receives per block and micro-batch, both passes.
 
@@ -48,5 +53,8 @@ def context_parallel_volume(
 
 
 def require_divides(name: str, count: int, size: int) -> None:
-    require(count % size == 0, f"{name} = {count} is not divisible by {size} ranks of context "
-            "parallelism", f"raise it to {-(-count // size) * size}, or take fewer ranks")
+    require(
+        count % size == 0,
+        f"{name} = {count} is not divisible by {size} ranks of context parallelism",
+        f"raise it to {-(-count // size) * size}, or take fewer ranks",
+    )

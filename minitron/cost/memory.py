@@ -102,8 +102,12 @@ def activation_bytes_per_layer(
     hidden = 2 if model.family == "gpt" else 4  # up, GELU; gate, SiLU, up, their product
     ffn_width = share("model.ffn_width", model.ffn_width, size)
     inside = 2 * (heads + kv_heads) * model.head_width + hidden * ffn_width
-    scores = 0 if recompute == "selective" else attention_bytes(
-        model, batch_size, sequence_length, bytes_per_value, attention, mask_bytes, layout
+    scores = (
+        0
+        if recompute == "selective"
+        else attention_bytes(
+            model, batch_size, sequence_length, bytes_per_value, attention, mask_bytes, layout
+        )
     )
     return between + read + tokens * inside * bytes_per_value + scores
 
@@ -157,7 +161,13 @@ def activation_bytes(
     """
     tokens, D, size = batch_size * sequence_length, model.width, layout.tensor_parallel
     block = activation_bytes_per_layer(
-        model, batch_size, sequence_length, bytes_per_value, attention, recompute, mask_bytes,
+        model,
+        batch_size,
+        sequence_length,
+        bytes_per_value,
+        attention,
+        recompute,
+        mask_bytes,
         layout,
     )
     tokens_between = tokens_between_layers(batch_size, sequence_length, layout)
@@ -170,6 +180,10 @@ def activation_bytes(
     rows = 2 * (8 + 1) + 1 if size > 1 else 0
     # int64 places in the sequence; or the float32 cosine and sine that all blocks share
     per_position = 8 if model.family == "gpt" else 2 * 4 * model.head_width
-    return model.num_layers * block + tokens_between * (mask + norm) \
-        + tokens_read * D * bytes_per_value + tokens * (loss + rows) \
+    return (
+        model.num_layers * block
+        + tokens_between * (mask + norm)
+        + tokens_read * D * bytes_per_value
+        + tokens * (loss + rows)
         + sequence_length * per_position
+    )

@@ -60,7 +60,11 @@ def pipeline_bubble(
 
 
 def zb_h1_bubble(
-    num_ranks: int, num_micro_batches: int, forward: float, inputs: float, weights: float,
+    num_ranks: int,
+    num_micro_batches: int,
+    forward: float,
+    inputs: float,
+    weights: float,
     num_chunks: int = 1,
 ) -> Bubble:
     """Return (p-1) (t_F + t_I - t_W) / v, for ZB-H1, whose backward pass is cut into I and W.
@@ -121,8 +125,14 @@ def interleaved_activation_factor(num_ranks: int, num_chunks: int) -> float:
 
 
 def pipeline_volume(
-    batch_size: int, sequence_length: int, width: int, element_size: int,
-    num_ranks: int, num_micro_batches: int, rank: int, num_chunks: int = 1,
+    batch_size: int,
+    sequence_length: int,
+    width: int,
+    element_size: int,
+    num_ranks: int,
+    num_micro_batches: int,
+    rank: int,
+    num_chunks: int = 1,
 ) -> Volume:
     """Return the bytes that one rank sends and receives per step.
 

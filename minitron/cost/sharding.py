@@ -64,7 +64,11 @@ def zero_bytes(
 
 
 def zero_volume(
-    num_elements: int, element_size: int, size: int, rank: int, stage: int,
+    num_elements: int,
+    element_size: int,
+    size: int,
+    rank: int,
+    stage: int,
     num_reductions: int = 1,
 ) -> Volume:
     """Return the bytes a rank sends and receives per step, in rings: (N-1)/N of 2 P, 2 P, 2 P, 3 P.
@@ -76,16 +80,22 @@ def zero_volume(
     """
     num_gathers = 2 * num_reductions if stage >= 3 else 1
     calls = StepCollectives(num_gathers, num_reductions, all_reduces=0)
-    return hybrid_volume(num_elements, element_size, element_size, (1, size), (0, rank),
-                         calls)["shards"]
+    return hybrid_volume(num_elements, element_size, element_size, (1, size), (0, rank), calls)[
+        "shards"
+    ]
 
 
 # A step of several micro-batches
 
 
 def step_holdings(
-    num_parameters: int, num_shards: int, stage: int, shards: Recipe, unsharded: Recipe,
-    reshards: bool = True, accumulation: Accumulation = "sharded",
+    num_parameters: int,
+    num_shards: int,
+    stage: int,
+    shards: Recipe,
+    unsharded: Recipe,
+    reshards: bool = True,
+    accumulation: Accumulation = "sharded",
 ) -> dict[str, int]:
     """Return bytes per rank between micro-batches, by the same kinds as `zero_holdings`.
 
@@ -105,8 +115,8 @@ def step_holdings(
     return {
         "parameter": parameter,
         "gradient": gradient,
-        "optimizer state":
-            (shards.master + shards.optimizer_state) * (shard if stage >= 1 else num_parameters),
+        "optimizer state": (shards.master + shards.optimizer_state)
+        * (shard if stage >= 1 else num_parameters),
     }
 
 
@@ -122,7 +132,9 @@ class StepCollectives(NamedTuple):
 
 
 def step_collectives(
-    stage: int, num_micro_batches: int, reshards: bool = True,
+    stage: int,
+    num_micro_batches: int,
+    reshards: bool = True,
     accumulation: Accumulation = "sharded",
 ) -> StepCollectives:
     """Count a step's collectives: stage 3 with resharding gathers 2 m times, else once.
@@ -142,7 +154,11 @@ def step_collectives(
 
 
 def replica_volume(
-    num_elements: int, element_size: int, num_shards: int, num_replicas: int, rank: int,
+    num_elements: int,
+    element_size: int,
+    num_shards: int,
+    num_replicas: int,
+    rank: int,
     num_reductions: int = 1,
 ) -> Volume:
     """Return what hybrid sharding sends per step beside `zero_volume` within a replica.
@@ -156,8 +172,12 @@ def replica_volume(
 
 
 def hybrid_volume(
-    num_elements: int, gathered_size: int, reduced_size: int, grid: tuple[int, int],
-    place: tuple[int, int], calls: StepCollectives,
+    num_elements: int,
+    gathered_size: int,
+    reduced_size: int,
+    grid: tuple[int, int],
+    place: tuple[int, int],
+    calls: StepCollectives,
 ) -> dict[str, Volume]:
     """Return the bytes a rank sends and receives per step, over its "shards" and its "replicas".
 
@@ -170,9 +190,14 @@ def hybrid_volume(
     gather = ring_all_gather_volume(num_elements, gathered_size, num_shards, shard)
     scatter = ring_reduce_scatter_volume(num_elements, reduced_size, num_shards, shard)
     reduced = replica_volume(
-        num_elements, reduced_size, num_shards, num_replicas, replica, calls.all_reduces)
+        num_elements, reduced_size, num_shards, num_replicas, replica, calls.all_reduces
+    )
     return {
-        "shards": Volume(*(calls.all_gathers * gathered + calls.reduce_scatters * scattered
-                           for gathered, scattered in zip(gather, scatter, strict=True))),
+        "shards": Volume(
+            *(
+                calls.all_gathers * gathered + calls.reduce_scatters * scattered
+                for gathered, scattered in zip(gather, scatter, strict=True)
+            )
+        ),
         "replicas": reduced,
     }

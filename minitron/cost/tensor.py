@@ -94,7 +94,12 @@ def tensor_parallel_volume(
 
 
 def vocabulary_parallel_volume(
-    batch_size: int, sequence_length: int, width: int, element_size: int, rank: int, layout: Layout,
+    batch_size: int,
+    sequence_length: int,
+    width: int,
+    element_size: int,
+    rank: int,
+    layout: Layout,
     loss_element_size: int = 4,
 ) -> Volume:
     """Return the bytes per micro-batch of an embedding, head and loss with a cut vocabulary.
@@ -103,9 +108,7 @@ def vocabulary_parallel_volume(
     a value, though, like the loss. The loss all-reduces three numbers a token: the largest logit;
     then the sum of exponentials and the target's logit (Shoeybi et al. 2019, section 3).
     """
-    block = tensor_parallel_volume(
-        batch_size, sequence_length, width, element_size, rank, layout
-    )
+    block = tensor_parallel_volume(batch_size, sequence_length, width, element_size, rank, layout)
     tokens, size = batch_size * sequence_length, layout.tensor_parallel
     largest = collective_volume("all_reduce", tokens, loss_element_size, size, rank)
     sums = collective_volume("all_reduce", 2 * tokens, loss_element_size, size, rank)
@@ -135,5 +138,9 @@ def tensor_parallel_parameters(model: ModelConfig, size: int) -> int:
     block = D * (columns + rows) + biases + 2 * num_norm_parameters(model)
     vocabulary = D * share("model.vocab_size", model.vocab_size, size)
     positions = D * model.max_sequence_length if is_gpt else 0
-    return vocabulary * (1 if model.tied_embedding else 2) + positions \
-        + model.num_layers * block + num_norm_parameters(model)
+    return (
+        vocabulary * (1 if model.tied_embedding else 2)
+        + positions
+        + model.num_layers * block
+        + num_norm_parameters(model)
+    )

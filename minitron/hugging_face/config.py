@@ -82,13 +82,19 @@ def read_model_config(folder: Path) -> ModelConfig:
     file = folder / "config.json"
     theirs = read_file(folder, file.name)
     kind = theirs.get("model_type")
-    require(isinstance(kind, str) and kind in FAMILIES, f"{file}: model_type = {kind!r:.50}: known "
-            f"are {', '.join(FAMILIES)}", "choose such a model")
+    require(
+        isinstance(kind, str) and kind in FAMILIES,
+        f"{file}: model_type = {kind!r:.50}: known are {', '.join(FAMILIES)}",
+        "choose such a model",
+    )
     family = FAMILIES[kind]
     for key, known in KNOWN[family].items():
         value = theirs.get(key, known[0])
-        require(value in known, f"{file}: {key} = {value!r:.50}, but our model has "
-                f"{' or '.join(map(str, known))}", "choose another model")
+        require(
+            value in known,
+            f"{file}: {key} = {value!r:.50}, but our model has {' or '.join(map(str, known))}",
+            "choose another model",
+        )
 
     theirs = DEFAULTS[family] | theirs
     ours = {field: read_field(theirs, key, field, file) for field, key in KEYS[family].items()}
@@ -101,8 +107,12 @@ def read_model_config(folder: Path) -> ModelConfig:
     model = ModelConfig(family, **ours)
 
     head_width = theirs.get("head_dim") or model.head_width
-    require(head_width == model.head_width, f"{file}: head_dim = {head_width!r:.50}, but our heads "
-            f"have {model.width} / {model.num_heads} = {model.head_width}", "choose another model")
+    require(
+        head_width == model.head_width,
+        f"{file}: head_dim = {head_width!r:.50}, but our heads "
+        f"have {model.width} / {model.num_heads} = {model.head_width}",
+        "choose another model",
+    )
     return model
 
 
@@ -115,30 +125,40 @@ def read_field(theirs: dict, key: str, field: str, file: Path):
     elif field == "norm_eps":
         require_number(value, f"{file}: {key}")
     elif value is not None or field not in ("num_kv_heads", "ffn_width"):
-        require(type(value) is int and 0 < value <= LARGEST, f"{file}: {key} = {value!r:.50}: must "
-                f"be a whole number from 1 to {LARGEST:,}", "fetch the model again")
+        require(
+            type(value) is int and 0 < value <= LARGEST,
+            f"{file}: {key} = {value!r:.50}: must be a whole number from 1 to {LARGEST:,}",
+            "fetch the model again",
+        )
     return value
 
 
 def require_number(value, where: str) -> None:
     is_number = type(value) in (int, float) and 0 < value < inf
-    require(is_number, f"{where} = {value!r:.50}: must be a number above 0",
-            "fetch the model again")
+    require(
+        is_number, f"{where} = {value!r:.50}: must be a number above 0", "fetch the model again"
+    )
 
 
 def read_rope(theirs: dict, file: Path) -> dict[str, float]:
     """Read our rotary fields: transformers 5 has one table for them, 4 has two keys."""
     rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
-    require(isinstance(rope, dict), f"{file}: {rope!r:.50} does not describe rotary positions",
-            "fetch the model again")
+    require(
+        isinstance(rope, dict),
+        f"{file}: {rope!r:.50} does not describe rotary positions",
+        "fetch the model again",
+    )
     theta = rope.get("rope_theta") or theirs.get("rope_theta") or 10_000.0
     require_number(theta, f"{file}: rope_theta")
     if rope.get("rope_type", rope.get("type", "default")) == "default":
         return {"rope_theta": theta}
     for key, known in LLAMA3_ROPE.items():
         value = rope.get(key, rope.get("type") if key == "rope_type" else None)
-        require(value == known, f"{file}: {key} = {value!r:.50} of the rotary positions, but our "
-                f"model has {known!r}", "choose another model")
+        require(
+            value == known,
+            f"{file}: {key} = {value!r:.50} of the rotary positions, but our model has {known!r}",
+            "choose another model",
+        )
     require_number(rope.get("factor"), f"{file}: factor")
     return {"rope_theta": theta, "rope_scaling": rope["factor"]}
 
@@ -160,8 +180,11 @@ def to_hugging_face(model: ModelConfig, dtype: str, end: int | None) -> dict:
 def read_file(folder: Path, name: str) -> dict:
     """Read a file of a model's folder; raises ConfigError if it is missing or damaged."""
     path = folder / name
-    require(path.exists(), f"{path}: there is no such file",
-            "name a folder that save_pretrained of transformers has written")
+    require(
+        path.exists(),
+        f"{path}: there is no such file",
+        "name a folder that save_pretrained of transformers has written",
+    )
     try:
         return read_json(file_in(folder, name))
     except (OSError, ValueError) as error:

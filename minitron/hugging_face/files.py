@@ -14,12 +14,18 @@ def files_of_tensors(folder: Path) -> dict[str, str]:
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.exists():
         return dict.fromkeys(open_file(folder, whole.name).keys(), whole.name)
-    require(index.exists(), f"{folder}: holds neither {whole.name} nor {index.name}",
-            "name a folder that save_pretrained of transformers has written")
+    require(
+        index.exists(),
+        f"{folder}: holds neither {whole.name} nor {index.name}",
+        "name a folder that save_pretrained of transformers has written",
+    )
     files = read_file(folder, index.name).get("weight_map")
     is_map = isinstance(files, dict) and all(isinstance(name, str) for name in files.values())
-    require(is_map, f"{index}: weight_map does not say which tensor is in which file",
-            "fetch the model again")
+    require(
+        is_map,
+        f"{index}: weight_map does not say which tensor is in which file",
+        "fetch the model again",
+    )
     return files
 
 
@@ -28,5 +34,6 @@ def open_file(folder: Path, name: str) -> safe_open:
     try:
         return safe_open(file_in(folder, name), framework="pt")
     except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError(f"{folder}/{name:.80}: cannot be read ({reason(error)})",
-                          "fetch the model again") from None
+        raise ConfigError(
+            f"{folder}/{name:.80}: cannot be read ({reason(error)})", "fetch the model again"
+        ) from None

@@ -24,14 +24,19 @@ def export(run: Path, folder: Path, dtype: str = "as-trained") -> None:
     as-trained: what the parameters had when they were used. Raises ConfigError if there is no run,
     or its tokenizer cannot be told any more.
     """
-    require((run / "config.json").is_file(), f"{run}: there is no run to export",
-            "name a folder that `minitron train` has written")
+    require(
+        (run / "config.json").is_file(),
+        f"{run}: there is no run to export",
+        "name a folder that `minitron train` has written",
+    )
     path = checkpoint.newest_good(run / "checkpoints")
     config = config_of(path)
     used = PRECISIONS[config.train.precision].parameters
     tokenizer = tokenizer_of_run(run, config, str(checkpoint.facts_of(path).get("fingerprint")))
     write(
-        folder, config.model, lambda name: checkpoint.read_tensor(path, f"model.{name}"),
+        folder,
+        config.model,
+        lambda name: checkpoint.read_tensor(path, f"model.{name}"),
         dtype=used if dtype == "as-trained" else getattr(torch, dtype),
         end=None if tokenizer is None else end_of_document(tokenizer),
     )
@@ -46,16 +51,24 @@ def config_of(path: Path) -> Config:
     of sizes that others have written.
     """
     tables = checkpoint.facts_of(path).get("config")
-    require(isinstance(tables, dict), f"{path}: does not say how it was trained",
-            "export another run")
+    require(
+        isinstance(tables, dict), f"{path}: does not say how it was trained", "export another run"
+    )
     config = from_dict(tables, where=str(path))
     saved = checkpoint.saved_tensors(path)
-    found = {name.removeprefix("model."): list(shape) for name, (shape, _) in saved.items()
-             if name.startswith("model.")}
+    found = {
+        name.removeprefix("model."): list(shape)
+        for name, (shape, _) in saved.items()
+        if name.startswith("model.")
+    }
     require_layers(config.model, len(found), str(path))
     for name, shape in shapes_of(config.model):
-        require(found.get(name) == list(shape), f"{path}: says that {name} has shape {list(shape)},"
-                f" but holds {found.get(name, 'none')}", "export another run")
+        require(
+            found.get(name) == list(shape),
+            f"{path}: says that {name} has shape {list(shape)},"
+            f" but holds {found.get(name, 'none')}",
+            "export another run",
+        )
     return config
 
 
@@ -64,17 +77,23 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, max_length: int) -> None
     end = tokenizer.id_to_token(end_of_document(tokenizer))
     try:
         write_json(folder / "tokenizer.json", json.loads(tokenizer.to_str()))
-        write_json(folder / "tokenizer_config.json", {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": end,
-            "eos_token": end,
-            "model_max_length": max_length,
-            "split_special_tokens": True,  # "<end>" in a text is ordinary text, as in the corpus
-            "clean_up_tokenization_spaces": False,  # the tokenizer's own decoder does
-        })
+        write_json(
+            folder / "tokenizer_config.json",
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "bos_token": end,
+                "eos_token": end,
+                "model_max_length": max_length,
+                # "<end>" in a text is ordinary text, as in the corpus
+                "split_special_tokens": True,
+                "clean_up_tokenization_spaces": False,  # the tokenizer's own decoder does
+            },
+        )
     except OSError as error:
-        raise ConfigError(f"{folder}: the tokenizer cannot be written ({error.strerror}), the "
-                          "weights have been", "make room, and export to another folder") from None
+        raise ConfigError(
+            f"{folder}: the tokenizer cannot be written ({error.strerror}), the weights have been",
+            "make room, and export to another folder",
+        ) from None
 
 
 def require_fits(folder: Path, config: Config) -> None:
@@ -95,5 +114,6 @@ def require_same_tokens(folder: Path, corpus: Path) -> None:
     require(
         model.get_vocab() == data.get_vocab(),
         f"{folder}: its tokenizer ({model.get_vocab_size()} tokens) is not that of {corpus} "
-        f"({data.get_vocab_size()} tokens)", "choose a corpus written with the model's tokenizer",
+        f"({data.get_vocab_size()} tokens)",
+        "choose a corpus written with the model's tokenizer",
     )

@@ -15,9 +15,11 @@ def require_layers(model: ModelConfig, num_tensors: int, where: str) -> None:
     sizes = {name: value for name, value in vars(model).items() if type(value) is int}
     for name, value in sizes.items():
         require(value <= LARGEST, f"{where}: model.{name} = {value}: must be at most {LARGEST:,}")
-    require(model.num_layers <= num_tensors, f"{where}: model.num_layers = {model.num_layers}, but "
-            f"there are {num_tensors} tensors",
-            "leave sizes out of [model], or choose another model")
+    require(
+        model.num_layers <= num_tensors,
+        f"{where}: model.num_layers = {model.num_layers}, but there are {num_tensors} tensors",
+        "leave sizes out of [model], or choose another model",
+    )
 
 
 def names_of(model: ModelConfig) -> Iterator[str]:

@@ -120,8 +120,11 @@ class Weights:
         self.folder, self.model = folder, model
         self.files = files_of_tensors(folder)
         family = read_model_config(folder).family
-        require(family == model.family, f"{folder}: holds a {family}, but model.family = "
-                f"{model.family}", "leave [model] to the folder's config.json")
+        require(
+            family == model.family,
+            f"{folder}: holds a {family}, but model.family = {model.family}",
+            "leave [model] to the folder's config.json",
+        )
         self.opened: dict[str, safe_open] = {}
         require_layers(model, len(self.files), str(folder))
         self.require_all_read()
@@ -152,10 +155,13 @@ class Weights:
         keys = {place_of(name, self.model.family).key for name in names_of(self.model)}
         read = {self.present(key) for key in keys} | {HEAD}  # a tied one is compared when read
         unread = [key for key in self.files if key not in read and not BUFFERS.search(key)]
-        require(not unread, f"{self.folder}: our model has no place for {len(unread)} of its "
-                f"{len(self.files)} tensors, {unread[0] if unread else ''} among them",
-                "leave sizes out of [model]; if they are, config.json is not that of this model: "
-                "fetch it again, or choose another model")
+        require(
+            not unread,
+            f"{self.folder}: our model has no place for {len(unread)} of its "
+            f"{len(self.files)} tensors, {unread[0] if unread else ''} among them",
+            "leave sizes out of [model]; if they are, config.json is not that of this model: "
+            "fetch it again, or choose another model",
+        )
 
     def require_tied(self) -> None:
         """Raise ConfigError if the files hold a head of its own, unlike the embedding."""
@@ -163,10 +169,13 @@ class Weights:
             return
         embedding = place_of("token_embedding.weight", self.model.family).key
         tied, head = self.open(embedding)[...], self.open(HEAD)[...]
-        require(tied.shape == head.shape and bool((tied == head).all()), f"{self.folder}: "
-                f"{HEAD} is not {self.present(embedding)}, although tie_word_embeddings says so",
-                "set tie_word_embeddings to false in config.json, or remove the head's tensor if "
-                "the embedding is right")
+        require(
+            tied.shape == head.shape and bool((tied == head).all()),
+            f"{self.folder}: "
+            f"{HEAD} is not {self.present(embedding)}, although tie_word_embeddings says so",
+            "set tie_word_embeddings to false in config.json, or remove the head's tensor if "
+            "the embedding is right",
+        )
 
     def present(self, key: str) -> str | None:
         """Return the name under which the files hold the tensor `key`; None if they do not."""
@@ -186,35 +195,48 @@ class Weights:
             f"{self.folder}: {place.key} has shape {found}, but {name} needs {expected}",
             "leave sizes out of [model], so that they are those of the folder's config.json",
         )
-        require(tensor.get_dtype() in FLOATS, f"{self.folder}: {place.key} holds "
-                f"{tensor.get_dtype()}, but weights are {', '.join(FLOATS)}",
-                "choose another model")
+        require(
+            tensor.get_dtype() in FLOATS,
+            f"{self.folder}: {place.key} holds "
+            f"{tensor.get_dtype()}, but weights are {', '.join(FLOATS)}",
+            "choose another model",
+        )
         return tensor, num_new
 
     def open(self, key: str):
         """Open the tensor called `key`."""
         present = self.present(key)
-        require(present is not None or not key.startswith("lm_head."), f"{self.folder}: holds no "
-                f"{key}, the head of a model whose embedding is not tied: if the head is the "
-                "embedding, set --model.tied-embedding; otherwise choose a model that has its head")
-        require(present is not None, f"{self.folder}: none of {len(self.files)} tensors is {key}; "
-                "leave sizes out of [model]; if they are, fetch the model again")
+        require(
+            present is not None or not key.startswith("lm_head."),
+            f"{self.folder}: holds no "
+            f"{key}, the head of a model whose embedding is not tied: if the head is the "
+            "embedding, set --model.tied-embedding; otherwise choose a model that has its head",
+        )
+        require(
+            present is not None,
+            f"{self.folder}: none of {len(self.files)} tensors is {key}; "
+            "leave sizes out of [model]; if they are, fetch the model again",
+        )
         file = self.files[present]
         if file not in self.opened:
             self.opened[file] = open_file(self.folder, file)
         try:
             return self.opened[file].get_slice(present)
         except SafetensorError as error:
-            raise ConfigError(f"{self.folder / file}: {reason(error)}", "fetch the model again"
-                              ) from None
+            raise ConfigError(
+                f"{self.folder / file}: {reason(error)}", "fetch the model again"
+            ) from None
 
 
 # Writing
 
 
 def write(
-    folder: Path, model: ModelConfig, value: Callable[[str], Tensor],
-    dtype: torch.dtype = torch.float32, end: int | None = None,
+    folder: Path,
+    model: ModelConfig,
+    value: Callable[[str], Tensor],
+    dtype: torch.dtype = torch.float32,
+    end: int | None = None,
     max_file_bytes: int = 5_000_000_000,
 ) -> None:
     """Write a folder that `transformers` loads; one rank calls it.
@@ -223,8 +245,11 @@ def write(
     token between documents. Raises ConfigError if the folder holds weights, or cannot be written
     to: then it is left without any.
     """
-    require(not any(folder.glob("*.safetensors*")), f"{folder}: holds weights already",
-            "choose another folder")
+    require(
+        not any(folder.glob("*.safetensors*")),
+        f"{folder}: holds weights already",
+        "choose another folder",
+    )
     tensors = tensors_of(model)
     sizes = {key: dtype.itemsize * sum(parts.values()) for key, parts in tensors.items()}
     files = name_files(split(sizes, max_file_bytes))
@@ -247,8 +272,10 @@ def write(
 def name_files(parts: list[list[str]]) -> dict[str, list[str]]:
     if len(parts) == 1:
         return {"model.safetensors": parts[0]}
-    return {f"model-{number:05d}-of-{len(parts):05d}.safetensors": keys
-            for number, keys in enumerate(parts, start=1)}
+    return {
+        f"model-{number:05d}-of-{len(parts):05d}.safetensors": keys
+        for number, keys in enumerate(parts, start=1)
+    }
 
 
 @contextmanager
@@ -261,8 +288,10 @@ def all_or_nothing(folder: Path, files: list[str], num_bytes: int) -> Iterator[N
             for file in files:
                 (folder / file).unlink(missing_ok=True)
         if isinstance(error, OSError | SafetensorError):
-            raise ConfigError(f"{folder}: cannot be written ({reason(error)}); the model needs "
-                              f"{num_bytes:,} bytes there") from None
+            raise ConfigError(
+                f"{folder}: cannot be written ({reason(error)}); the model needs "
+                f"{num_bytes:,} bytes there"
+            ) from None
         raise
 
 

@@ -54,9 +54,7 @@ RANK_CONTEXTS: list[Callable[[], AbstractContextManager]] = []
 """What each rank that `run` starts enters before it calls its function, as the caller has."""
 
 
-def run(
-    fn: Callable, num_ranks: int, *args, timeout: float = 30.0, watch: bool = True
-) -> list:
+def run(fn: Callable, num_ranks: int, *args, timeout: float = 30.0, watch: bool = True) -> list:
     """Call `fn(group, *args)` on `num_ranks` processes; returns what each rank returned.
 
     `group` is the process group of all ranks. Prints are shown in rank order. With `watch` every
@@ -66,8 +64,11 @@ def run(
     """
     __tracebackhide__ = True  # pytest then shows the caller's line
     require(num_ranks >= 1, f"num_ranks = {num_ranks}: must be at least 1")
-    require(not multiprocessing.current_process().name.startswith(PROCESS_NAME),
-            "run() was called within a rank", "call it outside, and pass what it returns")
+    require(
+        not multiprocessing.current_process().name.startswith(PROCESS_NAME),
+        "run() was called within a rank",
+        "call it outside, and pass what it returns",
+    )
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return _run_under_torchrun(fn, num_ranks, args)
     if RANK_CONTEXTS:
@@ -99,7 +100,11 @@ def run_apart(fn: Callable, num_ranks: int, *args, cpu_seconds: float) -> list[b
 
 
 def _launched(
-    fn: Callable, num_ranks: int, args: tuple, timeout: float, watch: bool,
+    fn: Callable,
+    num_ranks: int,
+    args: tuple,
+    timeout: float,
+    watch: bool,
     cpu_seconds: float = math.inf,
 ) -> tuple[BaseException | None, list[bytes]]:
     """Return what went wrong, or what each rank returned, pickled."""
@@ -128,8 +133,11 @@ def _orders(fn: Callable, args: tuple, num_ranks: int, folder: Path, watch: bool
         raise ConfigError(f"{name} or an argument cannot be sent to the ranks: {error}") from None
     loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
     gloo = {"GLOO_SOCKET_IFNAME": loopback} if loopback else {}
-    cells = {name: entry for name, entry in linecache.cache.items()
-             if len(entry) == 4 and entry[1] is None}
+    cells = {
+        name: entry
+        for name, entry in linecache.cache.items()
+        if len(entry) == 4 and entry[1] is None
+    }
     environment = {**gloo, **os.environ, MARK: str(folder)}
     return Orders(num_ranks, folder, watch, job, environment, list(sys.path), cells)
 
@@ -137,10 +145,12 @@ def _orders(fn: Callable, args: tuple, num_ranks: int, folder: Path, watch: bool
 def _run_under_torchrun(fn: Callable, num_ranks: int, args: tuple) -> list:
     _require_torchrun()
     started = int(os.environ["WORLD_SIZE"])
-    require(started == num_ranks,
-            f"run() was asked for {num_ranks} ranks, torchrun has started {started}",
-            f"start it with --nproc-per-node {num_ranks}; if torchrun did not set WORLD_SIZE = "
-            f"{started}, `unset RANK WORLD_SIZE`")
+    require(
+        started == num_ranks,
+        f"run() was asked for {num_ranks} ranks, torchrun has started {started}",
+        f"start it with --nproc-per-node {num_ranks}; if torchrun did not set WORLD_SIZE = "
+        f"{started}, `unset RANK WORLD_SIZE`",
+    )
     with _joined_group() as group:
         return gathered(fn(group, *args), group)
 
@@ -163,11 +173,13 @@ def _require_torchrun() -> None:
     """
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR"):
         value = os.environ.get(name, "")
-        require(value.isdigit() or (value and name == "MASTER_ADDR"),
-                f"WORLD_SIZE = {os.environ['WORLD_SIZE']:.20} is set, but {name} is "
-                + (f"{value!r:.40}" if value else "not"),
-                "start the ranks with torchrun, which sets both; or, without torchrun, `unset "
-                "RANK WORLD_SIZE`")
+        require(
+            value.isdigit() or (value and name == "MASTER_ADDR"),
+            f"WORLD_SIZE = {os.environ['WORLD_SIZE']:.20} is set, but {name} is "
+            + (f"{value!r:.40}" if value else "not"),
+            "start the ranks with torchrun, which sets both; or, without torchrun, `unset "
+            "RANK WORLD_SIZE`",
+        )
 
 
 def is_torchrun_rank() -> bool:
@@ -177,8 +189,10 @@ def is_torchrun_rank() -> bool:
 
 def restarts() -> tuple[int, int]:
     """Return how often torchrun has restarted this job's ranks, and how often it may."""
-    return tuple(int(os.environ.get(f"TORCHELASTIC_{name}", "0"))
-                 for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return tuple(
+        int(os.environ.get(f"TORCHELASTIC_{name}", "0"))
+        for name in ("RESTART_COUNT", "MAX_RESTARTS")
+    )
 
 
 def _meeting_place() -> dict:
@@ -187,13 +201,18 @@ def _meeting_place() -> dict:
     if most == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {}
     rank, size, local_size = (
-        int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    )
     # On several nodes the counts may differ: one that has replaced another counts from 0.
-    require(size == local_size, f"torchrun --max-restarts {most} on several nodes needs "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment, and --rdzv-backend c10d: a "
-            "store for each start")
+    require(
+        size == local_size,
+        f"torchrun --max-restarts {most} on several nodes needs "
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment, and --rdzv-backend c10d: a "
+        "store for each start",
+    )
     store = dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=False)
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=False
+    )
     return {"store": dist.PrefixStore(f"start {count}", store), "rank": rank, "world_size": size}
 
 

@@ -69,8 +69,11 @@ def work_below(pids: list[int]) -> bool:
     """Tell whether a process below one of `pids` computes, or would if it were given a CPU."""
     for _ in range(LOOKS):
         with suppress(psutil.NoSuchProcess):
-            if any(wants_cpu(descendant.pid) for pid in pids
-                   for descendant in psutil.Process(pid).children(recursive=True)):
+            if any(
+                wants_cpu(descendant.pid)
+                for pid in pids
+                for descendant in psutil.Process(pid).children(recursive=True)
+            ):
                 return True
         time.sleep(ROUND_SECONDS)
     return False
@@ -97,7 +100,8 @@ def kill_run_descendants(folder: Path) -> None:
 def _is_of(folder: Path, process: psutil.Process) -> bool:
     # What has been forked has the files of the rank, what has been executed its environment.
     return process.environ().get(MARK) == str(folder) or any(
-        Path(file.path).parent == folder.resolve() for file in process.open_files())
+        Path(file.path).parent == folder.resolve() for file in process.open_files()
+    )
 
 
 def _is_alive(process: psutil.Process) -> bool:

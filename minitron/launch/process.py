@@ -26,8 +26,9 @@ def pick_device(name: str) -> torch.device:
 
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")  # a container's; "max" if there is none
-STOP_SIGNALS = [getattr(signal, name) for name in ("SIGHUP", "SIGINT", "SIGTERM")
-                if hasattr(signal, name)]  # Windows has no SIGHUP
+STOP_SIGNALS = [
+    getattr(signal, name) for name in ("SIGHUP", "SIGINT", "SIGTERM") if hasattr(signal, name)
+]  # Windows has no SIGHUP
 
 
 def memory_bytes(device: torch.device) -> int:

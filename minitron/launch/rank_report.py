@@ -135,6 +135,7 @@ def is_cell(file: str) -> bool:
 
 def name_cells(traceback: str) -> str:
     """Write "Cell, line 4" in place of the file names that Jupyter invents."""
+
     def name(match: re.Match) -> str:
         return "Cell" if is_cell(match[1]) else match[0]
 
@@ -174,7 +175,7 @@ def read_stacks(
         with suppress(ProcessLookupError):
             os.kill(pid, ASK)
     silent_after(SECONDS_FOR_STACKS)
-    return {pid: parse_stack(file.read_text()[before[pid]:]) for pid, file in files.items()}
+    return {pid: parse_stack(file.read_text()[before[pid] :]) for pid, file in files.items()}
 
 
 def parse_stack(text: str) -> list[Frame]:

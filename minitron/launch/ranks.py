@@ -284,8 +284,11 @@ class Ranks:
 
         texts = {rank.number: rank.text for rank in self.ranks if rank is not first}
         if first.outcome.error is None:
-            texts |= {rank.number: rank.where(rank.outcome.frames)
-                      for rank in self._failed() if collective(rank.outcome.frames)}
+            texts |= {
+                rank.number: rank.where(rank.outcome.frames)
+                for rank in self._failed()
+                if collective(rank.outcome.frames)
+            }
         headline = say([first.number], first.text)
         return RankError(report(headline, texts, first.outcome.traceback), self._failures())
 

@@ -48,8 +48,10 @@ class SlowNetwork(DispatchMode):
         self._transfers: set[Transfer] = set()  # alone, C++ would hold their C++ half only
 
     def __str__(self) -> str:
-        return (f"emulated network: latency {1e3 * self.latency:g} ms, "
-                f"bandwidth {self.bandwidth / 1e6:g} MB/s")
+        return (
+            f"emulated network: latency {1e3 * self.latency:g} ms, "
+            f"bandwidth {self.bandwidth / 1e6:g} MB/s"
+        )
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func not in OPERATORS:

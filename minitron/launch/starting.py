@@ -13,8 +13,13 @@ from multiprocessing.context import BaseContext
 
 from minitron.pytorch import SLOW_TO_IMPORT
 
-PRELOADED = ["torch", "torch.distributed", SLOW_TO_IMPORT, "cloudpickle",
-             "minitron.launch.rank_process"]
+PRELOADED = [
+    "torch",
+    "torch.distributed",
+    SLOW_TO_IMPORT,
+    "cloudpickle",
+    "minitron.launch.rank_process",
+]
 """What the server imports, once for all ranks. The launcher itself is most of what an empty rank
 would compute."""
 LIBRARIES = ("torch", "numpy", "matplotlib", "safetensors", "tokenizers")
@@ -37,8 +42,11 @@ def context_of(method: str, also: tuple[str, ...] = ()) -> BaseContext:
 
 def _public_modules_of(libraries: tuple[str, ...]) -> list[str]:
     parts = {name: name.split(".") for name in sys.modules}
-    return [name for name, (library, *inner) in parts.items()
-            if library in libraries and not any(part.startswith("_") for part in inner)]
+    return [
+        name
+        for name, (library, *inner) in parts.items()
+        if library in libraries and not any(part.startswith("_") for part in inner)
+    ]
 
 
 @contextmanager

@@ -79,8 +79,10 @@ class Watchdog:
         temporary.write_text(describe(self.frames(), None))
         temporary.replace(self.file(self.rank))
         time.sleep(SECONDS_TO_ANSWER)
-        texts = {rank: self.file(rank).read_text() if self.file(rank).exists() else
-                 "does not answer" for rank in range(self.size)}
+        texts = {
+            rank: self.file(rank).read_text() if self.file(rank).exists() else "does not answer"
+            for rank in range(self.size)
+        }
         first = min(rank for rank, text in texts.items() if text != "does not answer")
         if self.rank != first:
             time.sleep(SECONDS_TO_ANSWER)  # leaving ends the job: let the first report

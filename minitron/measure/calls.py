@@ -72,9 +72,20 @@ class Numbering:
         counted = (group.group_name,) + ((op, peer, tag) if op in MESSAGES else ())
         self._numbers[counted] += 1
         return Call(
-            self._numbers[counted] - 1, op, axis, operation.dtype, operation.payload,
-            *operation.volume, phase, peer, group.size(), now,
-            ranks=ranks, tag=tag, reduce=operation.reduce, group=group.group_name,
+            self._numbers[counted] - 1,
+            op,
+            axis,
+            operation.dtype,
+            operation.payload,
+            *operation.volume,
+            phase,
+            peer,
+            group.size(),
+            now,
+            ranks=ranks,
+            tag=tag,
+            reduce=operation.reduce,
+            group=group.group_name,
         )
 
 
@@ -108,14 +119,20 @@ class Table(list[Row]):
     def __str__(self) -> str:
         header = ("op", "axis", "phase", "calls", "payload", "sent", "received")
         lines = [header] + [
-            (row.op, row.axis, row.phase, *map(_range, (row.calls, row.payload, row.sent,
-                                                       row.received)))
+            (
+                row.op,
+                row.axis,
+                row.phase,
+                *map(_range, (row.calls, row.payload, row.sent, row.received)),
+            )
             for row in self
         ]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         aligned = [
-            [cell.ljust(width) if column < 3 else cell.rjust(width)
-             for column, (cell, width) in enumerate(zip(line, widths, strict=True))]
+            [
+                cell.ljust(width) if column < 3 else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ]
             for line in lines
         ]
         return "\n".join("  ".join(cells) for cells in aligned)
@@ -134,8 +151,13 @@ def merged(calls_by_rank: Sequence[Sequence[Call]]) -> Table:
         )
 
     return Table(
-        Row(*kind, by_rank(kind, lambda c: 1), by_rank(kind, lambda c: c.payload),
-            by_rank(kind, lambda c: c.sent), by_rank(kind, lambda c: c.received))
+        Row(
+            *kind,
+            by_rank(kind, lambda c: 1),
+            by_rank(kind, lambda c: c.payload),
+            by_rank(kind, lambda c: c.sent),
+            by_rank(kind, lambda c: c.received),
+        )
         for kind in kinds
     )
 
@@ -230,9 +252,11 @@ def _crossed_order(early: Arrival, late: Arrival) -> str | None:
     for group, call in late.before.items():
         known = early.before.get(group)
         if early.rank in call.ranks and (known is None or known.number < call.number):
-            return (f"rank {late.rank} issued {call} before {late.call}, rank {early.rank} has "
-                    "come to the latter without it: ranks that share two groups must issue the "
-                    "collectives of both in the same order, or they can deadlock with NCCL")
+            return (
+                f"rank {late.rank} issued {call} before {late.call}, rank {early.rank} has "
+                "come to the latter without it: ranks that share two groups must issue the "
+                "collectives of both in the same order, or they can deadlock with NCCL"
+            )
     return None
 
 
@@ -252,8 +276,10 @@ def _mismatch(waiting: list[int], first: Call, rank: int, call: Call) -> str:
         who = f"ranks {', '.join(map(str, waiting[:-1]))} and {waiting[-1]} wait"
     if call.op != first.op and call.op not in MESSAGES:
         return f"{who} in {first}, rank {rank} in {call.name}"
-    return (f"{who} in {first.name} ({_difference(first, call)}, axis {first.axis}), "
-            f"rank {rank} in {call.name} ({_difference(call, first)})")
+    return (
+        f"{who} in {first.name} ({_difference(first, call)}, axis {first.axis}), "
+        f"rank {rank} in {call.name} ({_difference(call, first)})"
+    )
 
 
 def _difference(call: Call, other: Call) -> str:

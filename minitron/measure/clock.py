@@ -70,7 +70,11 @@ class Clock:
     """
 
     def __init__(
-        self, flops_per_token: int, peak: Peak, device: torch.device, num_devices: int = 1,
+        self,
+        flops_per_token: int,
+        peak: Peak,
+        device: torch.device,
+        num_devices: int = 1,
         window: float = 0.0,
     ):
         self.flops_per_token = flops_per_token
@@ -92,8 +96,12 @@ class Clock:
         self.started = now
         seconds, num_tokens, num_steps = self.total
         tokens_per_second = num_tokens / seconds
-        return Speed(tokens_per_second, seconds / num_steps, self.mfu(tokens_per_second),
-                     is_steady=seconds >= self.window)
+        return Speed(
+            tokens_per_second,
+            seconds / num_steps,
+            self.mfu(tokens_per_second),
+            is_steady=seconds >= self.window,
+        )
 
     def add(self, lap: tuple[float, int, int]) -> None:
         """Add a lap to those of the window, and drop what the window holds no more."""
@@ -118,9 +126,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> Peak:
     return Peak(measured_matmul_flops(device, dtype, MEASURING_SECONDS), "the fastest matmul here")
 
 
-def measured_matmul_flops(
-    device: torch.device, dtype: torch.dtype, seconds: float
-) -> float:
+def measured_matmul_flops(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
     """Measure the FLOP/s of the fastest of several square matmuls, for about `seconds`.
 
     Rows meet rows, a times a transposed, as in a linear layer: where a CPU has no instruction for

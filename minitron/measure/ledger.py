@@ -53,8 +53,18 @@ from minitron.measure.operation import OPERATORS, read_operation
 from minitron.pytorch.private import DispatchMode, WorkAround, in_backward
 from minitron.pytorch.spans import listening
 
-__all__ = ["Call", "Ledger", "Matcher", "Row", "Span", "Table", "Transfer", "first_mismatch",
-           "merged", "tracked"]
+__all__ = [
+    "Call",
+    "Ledger",
+    "Matcher",
+    "Row",
+    "Span",
+    "Table",
+    "Transfer",
+    "first_mismatch",
+    "merged",
+    "tracked",
+]
 
 
 @dataclass(frozen=True)
@@ -196,7 +206,8 @@ class Ledger(DispatchMode):
 
     def _of(self, op: str | None, axis: str | None, phase: str | None) -> list[Call]:
         return [
-            call for call in self._calls
+            call
+            for call in self._calls
             if op in (None, call.op) and axis in (None, call.axis) and phase in (None, call.phase)
         ]
 

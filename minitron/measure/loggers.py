@@ -20,9 +20,7 @@ from minitron.system import disk
 from minitron.system.files import read_text
 
 
-def open_log(
-    config: LogConfig, folder: Path, rank: int, step: int, settings: dict
-) -> MetricsLog:
+def open_log(config: LogConfig, folder: Path, rank: int, step: int, settings: dict) -> MetricsLog:
     """Open the log of a rank in a run at `step`: that of rank 0, others if asked, else none.
 
     What was written of later steps is forgotten. `settings` are the run's, in plain values. Raises
@@ -96,8 +94,12 @@ class WandbLog:
         folder.mkdir(parents=True, exist_ok=True)
         saved = folder / "wandb_id"
         self.run = wandb.init(
-            project=project, dir=str(folder), name=folder.name, config=settings,
-            id=read_text(saved, most_bytes=1000) if saved.exists() else None, resume="allow",
+            project=project,
+            dir=str(folder),
+            name=folder.name,
+            config=settings,
+            id=read_text(saved, most_bytes=1000) if saved.exists() else None,
+            resume="allow",
         )
         disk.replace(saved, self.run.id.encode())
         # Not wandb's own count, which cannot go back to the step of a checkpoint.
@@ -112,8 +114,9 @@ class WandbLog:
 
 def numbers(row: dict) -> dict[str, float]:
     """Return the numbers of a row but its step."""
-    return {name: value for name, value in row.items()
-            if name != "step" and isinstance(value, Real)}
+    return {
+        name: value for name, value in row.items() if name != "step" and isinstance(value, Real)
+    }
 
 
 def imported(module: str, field: str, package: str) -> ModuleType:
@@ -121,9 +124,10 @@ def imported(module: str, field: str, package: str) -> ModuleType:
     try:
         return import_module(module)
     except ImportError:
-        raise ConfigError(f"{field}: the package {package} is not installed",
-                          f"pip install {package},"
-                          " or leave it out") from None
+        raise ConfigError(
+            f"{field}: the package {package} is not installed",
+            f"pip install {package}, or leave it out",
+        ) from None
 
 
 def peak_memory(device: torch.device) -> dict[str, int]:

@@ -147,8 +147,9 @@ class Meter(DispatchMode):
         outputs = func(*args, **(kwargs or {}))
 
         op, module = func.overloadpacket.__name__, self._current_module()
-        made = [tensor for tensor in tensors_in(outputs)
-                if storage_address(tensor) not in inputs]  # or it is a view
+        made = [
+            tensor for tensor in tensors_in(outputs) if storage_address(tensor) not in inputs
+        ]  # or it is a view
         if func is resize_storage_op:
             self._refill(args[0])
         if any([self._track(tensor, op, module) for tensor in made]) or func is resize_storage_op:
@@ -218,8 +219,7 @@ class Meter(DispatchMode):
 
     def _record(self, op: str) -> None:
         seconds = time.perf_counter() - self._start
-        self.timeline.append(
-            Moment(self._named or self._phase, op, dict(self._bytes), seconds))
+        self.timeline.append(Moment(self._named or self._phase, op, dict(self._bytes), seconds))
 
     def _own(self, tensor: Tensor | None, category: str, name: str) -> None:
         if tensor is not None and device_of(tensor) == self.device:

@@ -25,8 +25,10 @@ class MetricsLog:
 
     def write(self, **row) -> None:
         """Append a row; raises ConfigError if the disk refuses it."""
-        known = {key: None if isinstance(value, float) and not math.isfinite(value) else value
-                 for key, value in row.items()}
+        known = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in row.items()
+        }
         line = json.dumps(known, allow_nan=False).encode() + b"\n"
         with disk.writing(self.path, REMEDY):
             append(self.file, line)
@@ -44,11 +46,15 @@ class MetricsLog:
             aside = self.path.with_name(self.path.name + ".damaged")
             with open_to_append(aside) as file:
                 append(file, b"".join(line + b"\n" for line in damaged))
-            print(f"{self.path}: {len(damaged)} of {len(rows)} lines cannot be read; they are now "
-                  f"in {aside}", file=sys.stderr)
+            print(
+                f"{self.path}: {len(damaged)} of {len(rows)} lines cannot be read; they are now "
+                f"in {aside}",
+                file=sys.stderr,
+            )
 
-        kept = b"".join(line + b"\n" for line, row in rows
-                        if row is not None and row["step"] <= step)
+        kept = b"".join(
+            line + b"\n" for line, row in rows if row is not None and row["step"] <= step
+        )
         if kept != content:
             self.file.close()
             disk.replace(self.path, kept)
@@ -86,4 +92,4 @@ def open_to_append(path: Path) -> FileIO:
 
 def append(file: FileIO, content: bytes) -> None:
     while content:  # a disk that is nearly full takes a part, and refuses the rest
-        content = content[file.write(content):]
+        content = content[file.write(content) :]

@@ -103,7 +103,11 @@ def read_operation(func: OpOverload, args: tuple) -> Operation:
             operator.op, num_elements, element_size, group.size(), group.rank(), peer or 0
         )
     return Operation(
-        operator.op, group, num_elements * element_size, volume, peer,
+        operator.op,
+        group,
+        num_elements * element_size,
+        volume,
+        peer,
         tag=0 if operator.tag is None else args[operator.tag],
         reduce="" if operator.reduce is None else reduce_name(args[operator.reduce]),
         dtype=tensors[0].dtype,

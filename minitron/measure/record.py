@@ -107,8 +107,9 @@ def conditions_here(device: torch.device, num_devices: int = 1) -> Conditions:
         if torch.distributed.is_nccl_available():
             versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     command = " ".join(["python", *sys.argv])
-    return Conditions(name, device.type, num_devices, memory, driver, versions, command,
-                      date.today().isoformat())
+    return Conditions(
+        name, device.type, num_devices, memory, driver, versions, command, date.today().isoformat()
+    )
 
 
 def processor_name() -> str:
@@ -150,8 +151,10 @@ def load(path: Path) -> Record:
     try:
         return record_of(read_json(path))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(f"{path}: not a record of measurements ({reason(error)})",
-                          "remove it, and measure again") from None
+        raise ConfigError(
+            f"{path}: not a record of measurements ({reason(error)})",
+            "remove it, and measure again",
+        ) from None
 
 
 def record_of(table: dict) -> Record:

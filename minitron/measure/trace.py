@@ -46,9 +46,7 @@ class Trace(AbstractContextManager):
             self.profiler.step()
 
 
-def open_trace(
-    config: Config, folder: Path, rank: int, step: int, device: torch.device
-) -> Trace:
+def open_trace(config: Config, folder: Path, rank: int, step: int, device: torch.device) -> Trace:
     """Open the trace of a rank in a run at `step`: of rank 0 if asked, of the others if asked too.
 
     A run that is resumed too near to its end has none. Raises ConfigError if it is too short.
@@ -57,7 +55,8 @@ def open_trace(
     require(
         num_steps == 0 or steps >= WARM_UP + num_steps,
         f"log.trace_steps = {num_steps}, after {WARM_UP} steps of warm-up, with train.steps = "
-        f"{steps}", f"raise the last to {WARM_UP + num_steps}",
+        f"{steps}",
+        f"raise the last to {WARM_UP + num_steps}",
     )
     is_asked = num_steps > 0 and (rank == 0 or config.log.all_ranks)
     if not is_asked or steps - step < WARM_UP + num_steps:
@@ -69,10 +68,13 @@ def open_trace(
         activities.append(ProfilerActivity.CUDA)
     # The last step of the warm-up is the profiler's own.
     when = schedule(skip_first=WARM_UP - 1, wait=0, warmup=1, active=num_steps, repeat=1)
-    return Trace(profile(
-        activities=activities, schedule=when,
-        on_trace_ready=partial(export, path),
-    ))
+    return Trace(
+        profile(
+            activities=activities,
+            schedule=when,
+            on_trace_ready=partial(export, path),
+        )
+    )
 
 
 def export(path: Path, profiler: profile) -> None:

@@ -34,8 +34,12 @@ Documents = tuple[Tensor, Tensor] | None
 
 
 def tiled_attention(
-    query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0,
-    documents: Tensor | None = None, tile_size: int = TILE_SIZE,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout: float = 0.0,
+    documents: Tensor | None = None,
+    tile_size: int = TILE_SIZE,
 ) -> Tensor:
     """Attend causally, as `transformer.fused_attention`: (B, H, S, K), (B, G, S, K) twice.
 
@@ -47,8 +51,12 @@ def tiled_attention(
 
 
 def require_no_dropout(dropout: float) -> None:
-    require(dropout == 0, f"model.dropout = {dropout}: attention in tiles drops no probabilities",
-            "set model.dropout to 0", field="model.dropout")
+    require(
+        dropout == 0,
+        f"model.dropout = {dropout}: attention in tiles drops no probabilities",
+        "set model.dropout to 0",
+        field="model.dropout",
+    )
 
 
 class TiledAttention(torch.autograd.Function):
@@ -70,10 +78,18 @@ class TiledAttention(torch.autograd.Function):
     def backward(ctx, grad_out: Tensor):
         query, key, value, out, lse = ctx.saved_tensors
         gradients = attend_backward(
-            query, key, value, grad_out, lse, weighted_mean(grad_out, out),
-            documents=ctx.documents, tile_size=ctx.tile_size)
-        gradients = (grad.to(x.dtype) for grad, x in zip(gradients, (query, key, value),
-                                                         strict=True))
+            query,
+            key,
+            value,
+            grad_out,
+            lse,
+            weighted_mean(grad_out, out),
+            documents=ctx.documents,
+            tile_size=ctx.tile_size,
+        )
+        gradients = (
+            grad.to(x.dtype) for grad, x in zip(gradients, (query, key, value), strict=True)
+        )
         return *gradients, None, None
 
 
@@ -94,7 +110,11 @@ def finite(lse: Tensor) -> Tensor:
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, offset: int = 0, documents: Documents = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    offset: int = 0,
+    documents: Documents = None,
     tile_size: int = TILE_SIZE,
 ) -> tuple[Tensor, Tensor]:
     """Return the partial result of queries (B, H, Q, K) over keys and values (B, G, T, K).
@@ -112,7 +132,8 @@ def attend(
         for rows, columns in visible_tiles(num_queries, num_keys, offset, tile_size):
             hidden = hidden_keys(rows, columns, offset, documents, query.device)
             found = tile_forward(
-                query[..., rows, :], key[:, :, columns], value[:, :, columns], hidden)
+                query[..., rows, :], key[:, :, columns], value[:, :, columns], hidden
+            )
             out[..., rows, :], lse[..., rows] = merge(out[..., rows, :], lse[..., rows], *found)
     return out.flatten(1, 2), lse.flatten(1, 2)
 
@@ -138,8 +159,15 @@ def tile_scores(query: Tensor, key: Tensor, hidden: Tensor | None) -> Tensor:
 
 
 def attend_backward(
-    query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, lse: Tensor, mean_grad: Tensor,
-    offset: int = 0, documents: Documents = None, tile_size: int = TILE_SIZE,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grad_out: Tensor,
+    lse: Tensor,
+    mean_grad: Tensor,
+    offset: int = 0,
+    documents: Documents = None,
+    tile_size: int = TILE_SIZE,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what these keys contribute to the gradient of the queries, and these queries to
     the gradients of keys and values, in float32 or better.
@@ -150,17 +178,25 @@ def attend_backward(
     num_queries, num_keys = query.shape[2], key.shape[2]
     groups = key.shape[1], -1
     query, grad_out, lse, mean_grad = (
-        each.unflatten(1, groups) for each in (query, grad_out, lse, mean_grad))
+        each.unflatten(1, groups) for each in (query, grad_out, lse, mean_grad)
+    )
     grad_query, grad_key, grad_value = (
         torch.zeros_like(x, dtype=lse.dtype, memory_format=torch.contiguous_format)
-        for x in (query, key, value))
+        for x in (query, key, value)
+    )
 
     with torch.autocast(query.device.type, enabled=False):
         for rows, columns in visible_tiles(num_queries, num_keys, offset, tile_size):
             hidden = hidden_keys(rows, columns, offset, documents, query.device)
             of_query, of_key, of_value = tile_backward(
-                query[..., rows, :], key[:, :, columns], value[:, :, columns],
-                grad_out[..., rows, :], lse[..., rows], mean_grad[..., rows], hidden)
+                query[..., rows, :],
+                key[:, :, columns],
+                value[:, :, columns],
+                grad_out[..., rows, :],
+                lse[..., rows],
+                mean_grad[..., rows],
+                hidden,
+            )
             grad_query[..., rows, :] += of_query
             grad_key[:, :, columns] += of_key
             grad_value[:, :, columns] += of_value
@@ -168,7 +204,12 @@ def attend_backward(
 
 
 def tile_backward(
-    query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, lse: Tensor, mean_grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grad_out: Tensor,
+    lse: Tensor,
+    mean_grad: Tensor,
     hidden: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of one tile's queries, keys and values, from the queries' final `lse`.
@@ -183,8 +224,11 @@ def tile_backward(
     grad_probabilities = heads_times(grad_out, value.mT)
     grad_scores = probabilities * (grad_probabilities - mean_grad[..., None])
     grad_scores /= math.sqrt(query.shape[-1])
-    return (heads_times(grad_scores, key), summed_over_queries(grad_scores, query),
-            summed_over_queries(probabilities, grad_out))
+    return (
+        heads_times(grad_scores, key),
+        summed_over_queries(grad_scores, query),
+        summed_over_queries(probabilities, grad_out),
+    )
 
 
 def weighted_mean(grad_out: Tensor, out: Tensor) -> Tensor:

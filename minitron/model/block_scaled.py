@@ -98,8 +98,10 @@ def round_to_e2m1(x: Tensor) -> Tensor:
 def in_blocks(x: Tensor, size: int) -> Tensor:
     """Return x (..., n) in float32 as (..., n / size, size)."""
     if x.shape[-1] == 0 or x.shape[-1] % size:
-        raise ValueError(f"the last dimension, {x.shape[-1]}, is not a positive multiple of the "
-                         f"block size, {size}: pad it with zeros")
+        raise ValueError(
+            f"the last dimension, {x.shape[-1]}, is not a positive multiple of the "
+            f"block size, {size}: pad it with zeros"
+        )
     return x.float().unflatten(-1, (-1, size))
 
 

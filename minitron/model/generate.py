@@ -8,7 +8,11 @@ from torch import Tensor, nn
 
 @torch.no_grad()
 def generate(
-    model: nn.Module, tokens: Tensor, num_tokens: int, seed: int = 0, temperature: float = 1.0,
+    model: nn.Module,
+    tokens: Tensor,
+    num_tokens: int,
+    seed: int = 0,
+    temperature: float = 1.0,
     go_on: Callable[[], bool] = lambda: True,
 ) -> Tensor:
     """Continue `tokens` (B, S) by `num_tokens` sampled ones; returns (B, S + num_tokens).

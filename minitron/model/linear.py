@@ -81,8 +81,9 @@ class LinearFunction(torch.autograd.Function):
         x_full = parts.exchange.start_gather(x)()
         ctx.parts, ctx.weights = parts, weights
         ctx.save_for_backward(x if parts.exchange.regathers else x_full, *weights)
-        return tuple(parts.matmuls.linear(x_full, *pair)
-                     for pair in zip(weights, biases, strict=True))
+        return tuple(
+            parts.matmuls.linear(x_full, *pair) for pair in zip(weights, biases, strict=True)
+        )
 
     @staticmethod
     @once_differentiable
@@ -103,8 +104,9 @@ class LinearFunction(torch.autograd.Function):
             del grad_partial
 
         grad_weights = [None] * len(rows) if is_deferred else second_half.compute()
-        grad_biases = [grad.sum(0) if needed else None
-                       for grad, needed in zip(rows, needs[1::2], strict=True)]
+        grad_biases = [
+            grad.sum(0) if needed else None for grad, needed in zip(rows, needs[1::2], strict=True)
+        ]
         pairs = zip(grad_weights, grad_biases, strict=True)
         return None, wait_for_grad_x(), *(grad for pair in pairs for grad in pair)
 
@@ -129,7 +131,11 @@ class WeightGradients:
     """
 
     def __init__(
-        self, parts: "Parts", x: Tensor, rows: list[Tensor], weights: Sequence[Tensor],
+        self,
+        parts: "Parts",
+        x: Tensor,
+        rows: list[Tensor],
+        weights: Sequence[Tensor],
         needed: Sequence[bool],
     ):
         self.parts, self.x, self.rows = parts, x, rows
@@ -145,8 +151,10 @@ class WeightGradients:
         """Wait for x; returns a gradient (F, D) for each weight that needs one."""
         x_rows = self.wait_for_x().flatten(0, -2)  # (B S, D)
         del self.wait_for_x  # and its buffer
-        return [self.parts.matmuls.grad_weight(grad, x_rows) if needed else None
-                for grad, needed in zip(self.rows, self.needed, strict=True)]
+        return [
+            self.parts.matmuls.grad_weight(grad, x_rows) if needed else None
+            for grad, needed in zip(self.rows, self.needed, strict=True)
+        ]
 
     @torch.no_grad()
     def accumulate(self) -> None:

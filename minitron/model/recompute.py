@@ -114,10 +114,14 @@ class ForwardContext:
         self.device = device
         self.random_states = get_random_states(device)
         self.autocasts = [
-            dict(device_type=kind, dtype=torch.get_autocast_dtype(kind),
-                 enabled=torch.is_autocast_enabled(kind),
-                 cache_enabled=torch.is_autocast_cache_enabled())
-            for kind in sorted({"cpu", device.type}) if torch.amp.is_autocast_available(kind)
+            dict(
+                device_type=kind,
+                dtype=torch.get_autocast_dtype(kind),
+                enabled=torch.is_autocast_enabled(kind),
+                cache_enabled=torch.is_autocast_cache_enabled(),
+            )
+            for kind in sorted({"cpu", device.type})
+            if torch.amp.is_autocast_available(kind)
         ]
 
     @contextmanager
@@ -192,7 +196,7 @@ def run_in_segments(
     for length in segment_lengths:
         if start >= len(blocks):  # of a part of the model
             break
-        segment = blocks[start:start + length]
+        segment = blocks[start : start + length]
         # rotation is shared by all blocks, so a closure that holds it costs nothing
         x = recompute(partial(run_in_order, segment, rotation=rotation), x)
         start += length
@@ -242,9 +246,7 @@ def sqrt_segments(num_blocks: int) -> list[int]:
     return even_segments(num_blocks, max(1, round(math.sqrt(num_blocks))))
 
 
-def segments_for_budget(
-    activation_bytes: list[int], boundary_bytes: int, budget: int
-) -> list[int]:
+def segments_for_budget(activation_bytes: list[int], boundary_bytes: int, budget: int) -> list[int]:
     """Choose segments that hold at most `budget` bytes at any time and recompute the fewest blocks.
 
     `activation_bytes` is what each block keeps for its backward pass, its input of
@@ -255,10 +257,21 @@ def segments_for_budget(
     segments = _fitting_segments(activation_bytes, boundary_bytes, budget)
     if segments is None:
         larger = range(budget, sum(activation_bytes) + 1)
-        least = larger[bisect_left(larger, True, key=lambda size: _fitting_segments(
-            activation_bytes, boundary_bytes, size) is not None)]
-        require(False, f"activations cannot be held in {budget:,} bytes: recomputation needs "
-                f"{least:,} at least", "raise the budget or make the micro-batch smaller")
+        least = larger[
+            bisect_left(
+                larger,
+                True,
+                key=lambda size: (
+                    _fitting_segments(activation_bytes, boundary_bytes, size) is not None
+                ),
+            )
+        ]
+        require(
+            False,
+            f"activations cannot be held in {budget:,} bytes: recomputation needs "
+            f"{least:,} at least",
+            "raise the budget or make the micro-batch smaller",
+        )
     return segments
 
 

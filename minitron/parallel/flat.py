@@ -58,13 +58,13 @@ class Flat:
 
     def views(self, full: Tensor) -> dict[nn.Parameter, Tensor]:
         """Cut a tensor (n,) into the parameters, in their shapes."""
-        parts = full[:sum(self.sizes)].split(self.sizes)
+        parts = full[: sum(self.sizes)].split(self.sizes)
         return {p: part.view(p.shape) for p, part in zip(self.parameters, parts, strict=True)}
 
     def cut(self, shard: Tensor) -> dict[nn.Parameter, Tensor]:
         """Cut a tensor (n/N,) into the pieces of this rank."""
         sizes = [len(own) for own in self.owned.values()]
-        return dict(zip(self.owned, shard[:sum(sizes)].split(sizes), strict=True))
+        return dict(zip(self.owned, shard[: sum(sizes)].split(sizes), strict=True))
 
 
 class FlatGradients(Flat):
@@ -114,7 +114,7 @@ class FlatShards(Flat):
         self.full = parameters[0].detach().new_zeros(self.num_elements)
         for parameter, view in self.views(self.full).items():
             parameter.data = view.copy_(parameter.detach())
-        self.own = self.full[group.rank() * self.length:][:self.length]
+        self.own = self.full[group.rank() * self.length :][: self.length]
         self.shard = self.own.to(torch.promote_types(self.own.dtype, torch.float32))
         self.pieces = self.cut(self.shard)
         self.reset()
@@ -128,7 +128,7 @@ class FlatShards(Flat):
     def set_piece(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Set this rank's piece of a parameter to its part of a full `value`."""
         own = self.owned[parameter]
-        self.pieces[parameter].detach().copy_(value.flatten()[own.start:own.stop])
+        self.pieces[parameter].detach().copy_(value.flatten()[own.start : own.stop])
 
     def unshard(self) -> dist.Work:
         """Start to fill `full` with the shards of all ranks."""
@@ -136,9 +136,7 @@ class FlatShards(Flat):
             self.own.copy_(self.shard)
         return all_gather_single(self.full, self.own, self.group, async_op=True)
 
-    def gather(
-        self, own: dict[nn.Parameter, Tensor | None]
-    ) -> dict[nn.Parameter, Tensor | None]:
+    def gather(self, own: dict[nn.Parameter, Tensor | None]) -> dict[nn.Parameter, Tensor | None]:
         """Join what the ranks have for their pieces, on the CPU; None is None on all of them."""
         shard, full = torch.zeros_like(self.shard), self.shard.new_empty(self.num_elements)
         for parameter, place in self.cut(shard).items():
@@ -235,8 +233,12 @@ class FlatUnit(FlatShards):
     """
 
     def __init__(
-        self, parameters: list[nn.Parameter], group: Group, replicas: Group = ALONE,
-        device: torch.device | str | None = None, compute_dtype: torch.dtype | None = None,
+        self,
+        parameters: list[nn.Parameter],
+        group: Group,
+        replicas: Group = ALONE,
+        device: torch.device | str | None = None,
+        compute_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
     ):
         Flat.__init__(self, parameters, group)
@@ -244,8 +246,10 @@ class FlatUnit(FlatShards):
         first = parameters[0]
         self.is_trainable, device = first.requires_grad, device or first.device
         self.shard = torch.full((self.length,), torch.nan, dtype=first.dtype, device=device)
-        self.pieces = {parameter: nn.Parameter(piece, self.is_trainable)
-                       for parameter, piece in self.cut(self.shard).items()}
+        self.pieces = {
+            parameter: nn.Parameter(piece, self.is_trainable)
+            for parameter, piece in self.cut(self.shard).items()
+        }
 
         dtype = compute_dtype or first.dtype
         self.grad_dtype, self.reduce_dtype = first.dtype, reduce_dtype or dtype

@@ -39,7 +39,8 @@ class Grid(OneDevice):
         super().__init__(model)
         alone = OneDevice(model)
         self.data, self.context, self.tensor, self.pipeline = self.axes = [
-            axes.pop(name, alone) for name in ("data", "context", "tensor", "pipeline")]
+            axes.pop(name, alone) for name in ("data", "context", "tensor", "pipeline")
+        ]
         assert not axes, f"no such axes: {list(axes)}"
         self.pipeline.connect_data(self.data)
         self.masters = masters
@@ -74,7 +75,10 @@ class Grid(OneDevice):
         return self.data.no_sync()
 
     def forward_backward(
-        self, accumulate: Accumulate, micro_batches: MicroBatches, divisor: Tensor,
+        self,
+        accumulate: Accumulate,
+        micro_batches: MicroBatches,
+        divisor: Tensor,
         sum_loss: SumLoss,
     ) -> Tensor:
         through_stages = partial(self.pipeline.forward_backward, accumulate)
@@ -103,7 +107,9 @@ class Grid(OneDevice):
 
     @torch.no_grad()
     def sum_losses(
-        self, forward: Callable[[Tensor], Tensor], micro_batches: MicroBatches,
+        self,
+        forward: Callable[[Tensor], Tensor],
+        micro_batches: MicroBatches,
         sum_loss: SumLoss,
     ) -> Tensor:
         own = [tuple(map(self.own_tokens, pair)) for pair in micro_batches]

@@ -81,7 +81,10 @@ class ParallelModel(ABC):
 
     @abstractmethod
     def forward_backward(
-        self, accumulate: Accumulate, micro_batches: MicroBatches, divisor: Tensor,
+        self,
+        accumulate: Accumulate,
+        micro_batches: MicroBatches,
+        divisor: Tensor,
         sum_loss: SumLoss,
     ) -> Tensor:
         """Add a round's gradient of `sum_loss / divisor` to `.grad`; returns its loss, 0-d.
@@ -98,9 +101,7 @@ class ParallelModel(ABC):
         """Leave the mean over all samples in the gradients; call it after the last round."""
 
     @abstractmethod
-    def sum_partial_gradients(
-        self, gradient: Callable[[nn.Parameter], Tensor | None]
-    ) -> None:
+    def sum_partial_gradients(self, gradient: Callable[[nn.Parameter], Tensor | None]) -> None:
         """Sum those gradients of which each rank of this axis has a partial sum, in place.
 
         `gradient` tells where a parameter's gradient is after `finish`. Part of `finish`.
@@ -136,7 +137,9 @@ class ParallelModel(ABC):
 
     @abstractmethod
     def sum_losses(
-        self, forward: Callable[[Tensor], Tensor], micro_batches: MicroBatches,
+        self,
+        forward: Callable[[Tensor], Tensor],
+        micro_batches: MicroBatches,
         sum_loss: SumLoss,
     ) -> Tensor:
         """Return the summed loss of this rank's samples, 0-d, nats; without a gradient."""
@@ -175,7 +178,11 @@ class ParallelModel(ABC):
 
     @abstractmethod
     def pass_context(
-        self, stage: int, kind: Kind, is_last: bool, incomplete: frozenset[nn.Parameter],
+        self,
+        stage: int,
+        kind: Kind,
+        is_last: bool,
+        incomplete: frozenset[nn.Parameter],
     ) -> AbstractContextManager:
         """Return the context of one micro-batch's pass through this rank's stage number `stage`.
 

@@ -59,7 +59,10 @@ class OneDevice(ParallelModel):
         return nullcontext()
 
     def forward_backward(
-        self, accumulate: Accumulate, micro_batches: MicroBatches, divisor: Tensor,
+        self,
+        accumulate: Accumulate,
+        micro_batches: MicroBatches,
+        divisor: Tensor,
         sum_loss: SumLoss,
     ) -> Tensor:
         return accumulate(micro_batches, divisor, sum_loss)
@@ -70,9 +73,7 @@ class OneDevice(ParallelModel):
     def finish(self) -> None:
         pass
 
-    def sum_partial_gradients(
-        self, gradient: Callable[[nn.Parameter], Tensor | None]
-    ) -> None:
+    def sum_partial_gradients(self, gradient: Callable[[nn.Parameter], Tensor | None]) -> None:
         pass
 
     def mean(self, tensor: Tensor) -> Tensor:
@@ -84,8 +85,9 @@ class OneDevice(ParallelModel):
             return nn.utils.clip_grad_norm_(parameters, max_norm)
         first = next(self.model.parameters())
         like = first.new_zeros((), dtype=torch.promote_types(first.dtype, torch.float32))
-        copies = {self.optimized(p): self.num_copies(name)
-                  for name, p in global_parameters(self.model)}
+        copies = {
+            self.optimized(p): self.num_copies(name) for name, p in global_parameters(self.model)
+        }
         return clip_pieces(parameters, max_norm, like, groups, copies)
 
     # The optimizer
@@ -103,7 +105,9 @@ class OneDevice(ParallelModel):
 
     @torch.no_grad()
     def sum_losses(
-        self, forward: Callable[[Tensor], Tensor], micro_batches: MicroBatches,
+        self,
+        forward: Callable[[Tensor], Tensor],
+        micro_batches: MicroBatches,
         sum_loss: SumLoss,
     ) -> Tensor:
         return sum(sum_loss(forward(inputs), targets) for inputs, targets in micro_batches)
@@ -120,16 +124,25 @@ class OneDevice(ParallelModel):
         return self.join_blocks({name: p.detach() for name, p in self.model.named_parameters()})
 
     def full_gradients(self) -> dict[str, Tensor | None]:
-        return self.join_blocks({name: self.optimized(p).grad
-                                 for name, p in self.model.named_parameters() if p.requires_grad})
+        return self.join_blocks(
+            {
+                name: self.optimized(p).grad
+                for name, p in self.model.named_parameters()
+                if p.requires_grad
+            }
+        )
 
     def parts(self) -> Iterator[tuple[str, Part]]:
         for name, parameter in global_parameters(self.model):
             own = self.owned(parameter)
             if own:
                 shape, origin = self.place(name, parameter.shape)
-                yield name, Part(tuple(shape), tuple(parameter.shape), origin, own,
-                                 self.optimized(parameter))
+                yield (
+                    name,
+                    Part(
+                        tuple(shape), tuple(parameter.shape), origin, own, self.optimized(parameter)
+                    ),
+                )
 
     def copy_to_parameters(self) -> None:
         pass
@@ -140,7 +153,11 @@ class OneDevice(ParallelModel):
         pass
 
     def pass_context(
-        self, stage: int, kind: Kind, is_last: bool, incomplete: frozenset[nn.Parameter],
+        self,
+        stage: int,
+        kind: Kind,
+        is_last: bool,
+        incomplete: frozenset[nn.Parameter],
     ) -> AbstractContextManager:
         return nullcontext()
 

@@ -87,6 +87,6 @@ class Part:
         for offset, sizes in boxes_of(self.block_shape, self.own):
             count = prod(sizes)
             place = tuple(a + b for a, b in zip(self.origin, offset, strict=True))
-            at[place] = flat[start:start + count].view(sizes)
+            at[place] = flat[start : start + count].view(sizes)
             start += count
         return Boxes(self.shape, values.dtype, at)

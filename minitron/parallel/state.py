@@ -13,9 +13,7 @@ Saved = dict[str, tuple[torch.Size, torch.dtype]]
 """The tensors of a checkpoint, by name: full shapes and dtypes."""
 
 
-def training_state(
-    parallel: ParallelModel, optimizer: torch.optim.Optimizer
-) -> dict[str, Boxes]:
+def training_state(parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Boxes]:
     """Return what this rank saves: weights as the optimizer has them, and the optimizer state."""
     found = {}
     for name, part in parallel.parts():
@@ -30,7 +28,9 @@ def training_state(
 
 
 def load_training_state(
-    parallel: ParallelModel, optimizer: torch.optim.Optimizer, saved: Saved,
+    parallel: ParallelModel,
+    optimizer: torch.optim.Optimizer,
+    saved: Saved,
     read: Callable[[dict[str, Boxes]], None],
 ) -> None:
     """Let `read` fill what this rank holds, of a state with these names, shapes and dtypes."""

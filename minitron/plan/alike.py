@@ -47,7 +47,8 @@ def leaders(config: Config, num_gpus: int) -> list[int]:
         return [0]
     num_sequences = ceil(config.train.global_batch_size / num_readers(config, num_gpus))
     schedule = make_schedule(config.parallel)(
-        pp, ceil(num_sequences / config.train.micro_batch_size))
+        pp, ceil(num_sequences / config.train.micro_batch_size)
+    )
     with torch.device("meta"):
         costs, first, last = count_parameters(Transformer(config.model))
     blocks = [len(each) for each in split_blocks(costs, schedule.num_stages, first, last)]

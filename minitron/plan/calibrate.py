@@ -58,31 +58,50 @@ def measured_rank(group: dist.ProcessGroup) -> Device:
     device = torch.device("cpu")
     dist.barrier(group)
     measured, link = alone(device, None), ring_link(group, "cpu")
-    return replace(measured, nvlink_bandwidth=link.bandwidth, nvlink_latency=link.latency,
-                   nic_bandwidth=link.bandwidth, nic_latency=link.latency)
+    return replace(
+        measured,
+        nvlink_bandwidth=link.bandwidth,
+        nvlink_latency=link.latency,
+        nic_bandwidth=link.bandwidth,
+        nic_latency=link.latency,
+    )
 
 
 def alone(device: torch.device, known: Device | None) -> Device:
     """Measure what a device can do without others; its links are `known`'s."""
     flops, float32 = (matmul_flops(device, dtype) for dtype in (torch.bfloat16, torch.float32))
-    measured = {"name": f"this machine's {device.type}", "source": "minitron.plan.calibrate",
-                "memory_bytes": total_memory(device), "float32_share": float32 / flops}
+    measured = {
+        "name": f"this machine's {device.type}",
+        "source": "minitron.plan.calibrate",
+        "memory_bytes": total_memory(device),
+        "float32_share": float32 / flops,
+    }
     bandwidth = memory_bandwidth(device)
     if known:
         share = min(1.0, flops / known.bf16_flops)
         return replace(known, **measured, matmul_share=share, memory_bandwidth=bandwidth)
     peak = max(flops, float32)  # many CPUs multiply float32 faster: MFU stays below 1 in both
     return Device(
-        **measured, bf16_flops=peak, fp8_flops=None, memory_bandwidth=bandwidth,
-        nvlink_bandwidth=bandwidth, nic_bandwidth=bandwidth, watts=0.0,
-        matmul_share=flops / peak, nvlink_share=1.0, nic_share=1.0,
+        **measured,
+        bf16_flops=peak,
+        fp8_flops=None,
+        memory_bandwidth=bandwidth,
+        nvlink_bandwidth=bandwidth,
+        nic_bandwidth=bandwidth,
+        watts=0.0,
+        matmul_share=flops / peak,
+        nvlink_share=1.0,
+        nic_share=1.0,
     )
 
 
 def known_device(full_name: str) -> Device | None:
     """Find the row of hardware.csv for a name like "NVIDIA A100-SXM4-80GB", by chip and memory."""
-    rows = [device for device in DEVICES.values()
-            if device.name.split("-")[0] in full_name and "PCIe" not in full_name]
+    rows = [
+        device
+        for device in DEVICES.values()
+        if device.name.split("-")[0] in full_name and "PCIe" not in full_name
+    ]
     exact = [device for device in rows if device.name.split("-")[2] in full_name]
     return next(iter(exact or rows), None)
 

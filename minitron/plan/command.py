@@ -68,8 +68,11 @@ def read_plan(args: Sequence[str]) -> PlanOptions:
     prog = "minitron plan"
     if {"-h", "--help"} & set(args):
         return command_line.parse(PlanOptions, args, prog)
-    require(args and not args[0].startswith("-"), prog, "name a TOML file first, as in "
-            "`minitron plan configs/llama-8b.toml --gpus 512`")
+    require(
+        args and not args[0].startswith("-"),
+        prog,
+        "name a TOML file first, as in `minitron plan configs/llama-8b.toml --gpus 512`",
+    )
     options = command_line.parse(PlanOptions, args, prog, PlanOptions(**vars(load(Path(args[0])))))
     require(options.gpus is not None, prog, "say how many GPUs there are, as in --gpus 512")
     for name in ("gpus", "gpus_per_node", "top"):
@@ -77,10 +80,15 @@ def read_plan(args: Sequence[str]) -> PlanOptions:
         require(value > 0, f"--{name.replace('_', '-')} {value}: must be 1 or more")
     require(options.gpus <= MOST_GPUS, f"--gpus {options.gpus}: must be {MOST_GPUS:,} or less")
     tokens, device = options.tokens, options.device
-    require(tokens is None or 0 < tokens < math.inf, f"--tokens {tokens}: must be a number greater "
-            "than 0")
-    require(device is None or not options.calibrate, f"--device {device} with --calibrate, which "
-            "measures this machine", "leave one of them out")
+    require(
+        tokens is None or 0 < tokens < math.inf,
+        f"--tokens {tokens}: must be a number greater than 0",
+    )
+    require(
+        device is None or not options.calibrate,
+        f"--device {device} with --calibrate, which measures this machine",
+        "leave one of them out",
+    )
     return options
 
 
@@ -97,8 +105,12 @@ def with_vocabulary(config: Config) -> Config:
     try:
         return with_vocabulary_of_data(config)
     except ConfigError as error:
-        raise ConfigError(error.problem, *error.remedies, "or say how many tokens it knows with "
-                          "--model.vocab-size", field="model.vocab_size") from None
+        raise ConfigError(
+            error.problem,
+            *error.remedies,
+            "or say how many tokens it knows with --model.vocab-size",
+            field="model.vocab_size",
+        ) from None
 
 
 def chosen_device(options: PlanOptions) -> Device:
@@ -132,7 +144,7 @@ def run_plan(args: Sequence[str]) -> int:
     print(f"{heading(options.file.stem, job)}\n")
     print(counted(found, time.perf_counter() - start))
     best = found.trusted
-    shown = [best, *(each for each in found.candidates if each is not best)][:options.top]
+    shown = [best, *(each for each in found.candidates if each is not best)][: options.top]
     print(f"\n{table(shown, tokens, gpu_hour)}\n")
     print(paid(tokens, gpu_hour))
     if any(each.decision.parallel.zero == 3 for each in shown):
@@ -149,8 +161,15 @@ def run_plan(args: Sequence[str]) -> int:
 def job_of(config: Config, num_gpus: int, device: Device, gpus_per_node: int = 8) -> Job:
     """Describe what `config` trains, on so many GPUs."""
     train = config.train
-    return Job(config.model, num_gpus, device, config.data.sequence_length,
-               train.global_batch_size, gpus_per_node, train.precision)
+    return Job(
+        config.model,
+        num_gpus,
+        device,
+        config.data.sequence_length,
+        train.global_batch_size,
+        gpus_per_node,
+        train.precision,
+    )
 
 
 def tokens_per_step(job: Job) -> int:
@@ -162,17 +181,21 @@ def tokens_per_step(job: Job) -> int:
 
 def heading(name: str, job: Job) -> str:
     limit, memory = job.limit / 1e9, job.device.memory_bytes / 1e9
-    return f"{name}: {size_of(job.model)} parameters on {job.num_gpus:,} x {job.device.name}, " \
-        f"{limit:.0f} of {memory:.0f} GB usable; a step is {job.global_batch_size:,} sequences " \
+    return (
+        f"{name}: {size_of(job.model)} parameters on {job.num_gpus:,} x {job.device.name}, "
+        f"{limit:.0f} of {memory:.0f} GB usable; a step is {job.global_batch_size:,} sequences "
         f"of {job.sequence_length:,} tokens in {job.precision}"
+    )
 
 
 def counted(found: Search, seconds: float) -> str:
     """Say how many layouts there are, and why most are not in the table."""
     reasons = [(len(found.candidates), "fit"), *found.dropped()[:NUM_REASONS]]
-    lines = [f"{found.num_layouts:,} layouts in {seconds:.1f} s. Those that fit, and those "
-             "rejected, by reason, with one example each:",
-             *(f"{count:>9,}  {reason}" for count, reason in reasons)]
+    lines = [
+        f"{found.num_layouts:,} layouts in {seconds:.1f} s. Those that fit, and those "
+        "rejected, by reason, with one example each:",
+        *(f"{count:>9,}  {reason}" for count, reason in reasons),
+    ]
     return "\n".join(lines)
 
 
@@ -181,32 +204,60 @@ def table(candidates: Sequence[Candidate], tokens: float, gpu_hour: GpuHour) -> 
 
     Options that few layouts have get a column only if one of these has it.
     """
-    rare = [name for name, default in RARE.items()
-            if any(OPTIONS[name](each.decision) not in default for each in candidates)]
-    names = ["tp", "seq", "pp", "chunks", "dp", "ZeRO", *rare, "recompute",
-             "micro", "GB", "s/step", "MFU", "bubble", "comm", "days", "GPU-hours",
-             *[gpu_hour.currency] * (gpu_hour.price is not None),
-             *["MWh"] * (gpu_hour.watts is not None)]
+    rare = [
+        name
+        for name, default in RARE.items()
+        if any(OPTIONS[name](each.decision) not in default for each in candidates)
+    ]
+    names = [
+        "tp",
+        "seq",
+        "pp",
+        "chunks",
+        "dp",
+        "ZeRO",
+        *rare,
+        "recompute",
+        "micro",
+        "GB",
+        "s/step",
+        "MFU",
+        "bubble",
+        "comm",
+        "days",
+        "GPU-hours",
+        *[gpu_hour.currency] * (gpu_hour.price is not None),
+        *["MWh"] * (gpu_hour.watts is not None),
+    ]
     rows = [names, *(row(candidate, tokens, gpu_hour, rare) for candidate in candidates)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-                     for cells in rows)
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+        for cells in rows
+    )
 
 
-def row(
-    candidate: Candidate, tokens: float, gpu_hour: GpuHour, rare: Sequence[str]
-) -> list[str]:
+def row(candidate: Candidate, tokens: float, gpu_hour: GpuHour, rare: Sequence[str]) -> list[str]:
     decision, job = candidate.decision, candidate.job
     axes = decision.parallel
     total = bill(tokens, tokens_per_step(job), candidate.seconds, job.num_gpus, gpu_hour)
     return [
-        str(axes.tp), "yes" if axes.sequence else "no", str(axes.pp), str(axes.chunks),
-        str(axes.dp), str(axes.zero),
+        str(axes.tp),
+        "yes" if axes.sequence else "no",
+        str(axes.pp),
+        str(axes.chunks),
+        str(axes.dp),
+        str(axes.zero),
         *(str(OPTIONS[name](decision)).replace(" and ", "+") for name in rare),
-        decision.recompute, str(decision.micro_batch_size),
-        f"{candidate.total_bytes / 1e9:.1f}", f"{candidate.seconds:.4g}",
-        f"{candidate.estimate.mfu:.1%}", f"{candidate.bubble:.1%}",
-        f"{candidate.communication:.1%}", f"{total.days:.3g}", f"{total.gpu_hours:,.0f}",
+        decision.recompute,
+        str(decision.micro_batch_size),
+        f"{candidate.total_bytes / 1e9:.1f}",
+        f"{candidate.seconds:.4g}",
+        f"{candidate.estimate.mfu:.1%}",
+        f"{candidate.bubble:.1%}",
+        f"{candidate.communication:.1%}",
+        f"{total.days:.3g}",
+        f"{total.gpu_hours:,.0f}",
         *([] if total.price is None else [f"{total.price:,.0f}"]),
         *([] if total.megawatt_hours is None else [f"{total.megawatt_hours:,.3g}"]),
     ]
@@ -215,22 +266,27 @@ def row(
 def paid(tokens: float, gpu_hour: GpuHour) -> str:
     """Say what the table's last columns are for."""
     energy = "" if gpu_hour.watts is None else f", {gpu_hour.watts:g} W a GPU, PUE {gpu_hour.pue:g}"
-    price = "" if gpu_hour.price is None else \
-        f", {gpu_hour.price:g} {gpu_hour.currency} a GPU-hour"
-    return "seq: the sequence is divided too; comm: what is sent while nothing is computed; days " \
+    price = "" if gpu_hour.price is None else f", {gpu_hour.price:g} {gpu_hour.currency} a GPU-hour"
+    return (
+        "seq: the sequence is divided too; comm: what is sent while nothing is computed; days "
         f"and more for {tokens:.3g} tokens{energy}{price}"
+    )
 
 
 def of_stage_3(found: Search) -> str:
     """Say what the seconds of ZeRO-3 rest on, and why another layout may come first."""
     times = max(row.seconds / row.predict().seconds for row in sharded_rows(MINITRON))
-    basis = "ZeRO-3: its messages are assumed to travel while the GPUs compute; measured steps " \
+    basis = (
+        "ZeRO-3: its messages are assumed to travel while the GPUs compute; measured steps "
         f"of another system took up to {times:.1f} times as long (Narayanan et al. 2021, table 2)"
+    )
     if found.trusted is found.candidates[0]:
         return basis
     gain = 1 - found.candidates[0].seconds / found.trusted.seconds
-    return f"{basis}. So the fastest layout without ZeRO-3 comes first, although the estimate of " \
+    return (
+        f"{basis}. So the fastest layout without ZeRO-3 comes first, although the estimate of "
         f"the fastest one is {gain:.1%} less"
+    )
 
 
 def compared(standing: Candidate | ConfigError, found: Search) -> str:
@@ -245,8 +301,10 @@ def compared(standing: Candidate | ConfigError, found: Search) -> str:
         return f"{standing}: nothing is faster"
     num_faster = sum(each.seconds < standing.seconds for each in found.candidates)
     faster = "1 layout is faster" if num_faster == 1 else f"{num_faster:,} layouts are faster"
-    return f"{standing}: {standing.seconds:.4g} s a step, {times:.2f} times the best, most of it " \
+    return (
+        f"{standing}: {standing.seconds:.4g} s a step, {times:.2f} times the best, most of it "
         f"in {PARTS[costs_most(standing, best)]}; {faster}"
+    )
 
 
 # What to type next
@@ -257,5 +315,7 @@ def next_lines(options: PlanOptions, best: Candidate) -> str:
     wanted = in_layout(asked(options), best.decision)
     words = shlex.join([str(options.file), *changes(load(options.file), wanted)])
     device = "" if options.calibrate else f" --device {best.job.device.name}"
-    return f"The best: {launcher(best)} {words}\n" \
+    return (
+        f"The best: {launcher(best)} {words}\n"
         f"What its ranks hold: minitron dryrun {words} --gpus {best.job.num_gpus}{device}"
+    )

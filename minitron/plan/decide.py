@@ -29,8 +29,10 @@ from minitron.plan.memory import memory_of
 def decide(job: Job) -> Decision:
     """Choose a layout; raises ConfigError if the model fits in none."""
     parameters, each = cost.num_parameters(job.model) / 1e9, PRECISIONS[job.precision].cost.total
-    steps = [f"the training state: {each} B x {parameters:.3g} G = {each * parameters:.1f} GB; "
-             f"a GPU holds {job.limit / 1e9:.0f} GB"]
+    steps = [
+        f"the training state: {each} B x {parameters:.3g} G = {each * parameters:.1f} GB; "
+        f"a GPU holds {job.limit / 1e9:.0f} GB"
+    ]
     best, fastest, least = None, math.inf, math.inf
     for tp, pp in cuts(job):
         if best is not None and tp > job.gpus_per_node:
@@ -49,9 +51,12 @@ def decide(job: Job) -> Decision:
         elif option.recompute == "none" and parts["dp"] < 0.05 * seconds:
             break  # a further cut could save little more
 
-    require(best is not None, f"{size_of(job.model)} parameters need {least / 1e9:.0f} GB on each "
-            f"of {job.num_gpus} GPUs, and {job.limit / 1e9:.0f} GB are usable",
-            f"take about {math.ceil(job.num_gpus * least / job.limit)} GPUs")
+    require(
+        best is not None,
+        f"{size_of(job.model)} parameters need {least / 1e9:.0f} GB on each "
+        f"of {job.num_gpus} GPUs, and {job.limit / 1e9:.0f} GB are usable",
+        f"take about {math.ceil(job.num_gpus * least / job.limit)} GPUs",
+    )
     return replace(best, steps=tuple(steps))
 
 
@@ -74,14 +79,20 @@ def cuts(job: Job) -> list[tuple[int, int]]:
     widths = [t for t in divisors(job.num_gpus) if divides(job, t)]
     widest = max(t for t in widths if t <= job.gpus_per_node)
     path = [(t, 1) for t in widths if t <= widest]
-    path += [(widest, p) for p in divisors(job.num_gpus)
-             if job.num_gpus // widest % p == 0 and 1 < p <= job.model.num_layers]
+    path += [
+        (widest, p)
+        for p in divisors(job.num_gpus)
+        if job.num_gpus // widest % p == 0 and 1 < p <= job.model.num_layers
+    ]
     path += [(t, 1) for t in widths if t > widest]
 
     fewest = job.num_gpus // max(t * p for t, p in path)
-    require(fewest <= job.global_batch_size, f"{job.num_gpus} GPUs hold at least {fewest} copies "
-            f"of the model, but a step has only {job.global_batch_size} sequences",
-            "raise the global batch, or take fewer GPUs")
+    require(
+        fewest <= job.global_batch_size,
+        f"{job.num_gpus} GPUs hold at least {fewest} copies "
+        f"of the model, but a step has only {job.global_batch_size} sequences",
+        "raise the global batch, or take fewer GPUs",
+    )
     return [(t, p) for t, p in path if job.num_gpus // (t * p) <= job.global_batch_size]
 
 

@@ -78,11 +78,13 @@ class Step:
 
     def extended(self, shorter: "Step", times: int) -> "Step":
         """Return this step plus `times` the difference between it and a `shorter` one."""
+
         def more(long: int, short: int) -> int:
             return long + times * (long - short)
 
-        traffic = {key: Traffic(*map(more, row, shorter.traffic[key]))
-                   for key, row in self.traffic.items()}
+        traffic = {
+            key: Traffic(*map(more, row, shorter.traffic[key])) for key, row in self.traffic.items()
+        }
         return replace(self, traffic=traffic, flops=more(self.flops, shorter.flops))
 
 
@@ -124,8 +126,15 @@ def dry_run(
                 keep_as_gpus_do(training.model)
             step, num_run = measured(training)
     m = training.num_micro_batches(config.train.global_batch_size)
-    return DryRun(**vars(step), num_gpus=num_gpus, rank=rank, place=place, num_micro_batches=m,
-                  num_run=num_run, seconds=time.perf_counter() - start)
+    return DryRun(
+        **vars(step),
+        num_gpus=num_gpus,
+        rank=rank,
+        place=place,
+        num_micro_batches=m,
+        num_run=num_run,
+        seconds=time.perf_counter() - start,
+    )
 
 
 def axes_of(config: Config) -> tuple[str, ...]:
@@ -146,8 +155,11 @@ def prepared(config: Config, num_gpus: int) -> Config:
 @contextmanager
 def fake_group(num_ranks: int, rank: int) -> Iterator[None]:
     """Act as `rank` of `num_ranks` that do not exist: messages arrive at once, and say nothing."""
-    require(not dist.is_initialized(), "this process has a process group already, and a dry run "
-            "makes one of its own", "run it in another process, or destroy the group first")
+    require(
+        not dist.is_initialized(),
+        "this process has a process group already, and a dry run makes one of its own",
+        "run it in another process, or destroy the group first",
+    )
     init_fake_process_group(rank, num_ranks)
     try:
         yield

@@ -39,18 +39,25 @@ def read_dry_run(args: Sequence[str]) -> DryRunOptions:
     prog = "minitron dryrun"
     if {"-h", "--help"} & set(args):
         return command_line.parse(DryRunOptions, args, prog)
-    require(args and not args[0].startswith("-"), prog, "name a TOML file first, as in "
-            "`minitron dryrun configs/gpt3-175b.toml --gpus 1024`")
+    require(
+        args and not args[0].startswith("-"),
+        prog,
+        "name a TOML file first, as in `minitron dryrun configs/gpt3-175b.toml --gpus 1024`",
+    )
     default = DryRunOptions(**vars(load(Path(args[0]))))
     options = command_line.parse(DryRunOptions, args, prog, default)
     rank, gpus = options.rank, options.gpus
     require(gpus is not None, prog, "say how many GPUs there are, as in --gpus 1024")
     require(gpus > 0, f"--gpus {gpus}: must be 1 or more")
     require(gpus <= MOST_GPUS, f"--gpus {gpus}: must be {MOST_GPUS:,} or less")
-    require(rank is None or not options.every_stage,
-            f"--rank {rank} with --every-stage", "leave one of them out")
-    require(rank is None or 0 <= rank < gpus, f"--rank {rank} of {gpus} GPUs",
-            f"use 0 to {gpus - 1}")
+    require(
+        rank is None or not options.every_stage,
+        f"--rank {rank} with --every-stage",
+        "leave one of them out",
+    )
+    require(
+        rank is None or 0 <= rank < gpus, f"--rank {rank} of {gpus} GPUs", f"use 0 to {gpus - 1}"
+    )
     return options
 
 
@@ -91,9 +98,11 @@ def heading(options: DryRunOptions, config: Config) -> str:
     sequence = " + sequence" if axes.sequence else ""
     context = f"cp {axes.cp} ({axes.context}), " if axes.cp > 1 else ""
     left_out = ", not compiled" if options.train.compile else ""
-    return f"{options.file.stem}: {size_of(config.model)} parameters on " \
-        f"{gpus:,} GPUs, dp {num_readers(config, gpus)}, pp {axes.pp}{chunks}, " \
-        f"{context}tp {axes.tp}{sequence}, ZeRO-{axes.zero}\n" \
-        f"A step: {train.global_batch_size:,} sequences of {config.data.sequence_length:,} " \
-        f"tokens, {train.micro_batch_size} a micro-batch, in {train.precision}, recomputed: " \
+    return (
+        f"{options.file.stem}: {size_of(config.model)} parameters on "
+        f"{gpus:,} GPUs, dp {num_readers(config, gpus)}, pp {axes.pp}{chunks}, "
+        f"{context}tp {axes.tp}{sequence}, ZeRO-{axes.zero}\n"
+        f"A step: {train.global_batch_size:,} sequences of {config.data.sequence_length:,} "
+        f"tokens, {train.micro_batch_size} a micro-batch, in {train.precision}, recomputed: "
         f"{train.recompute}{left_out}"
+    )

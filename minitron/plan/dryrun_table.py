@@ -37,8 +37,14 @@ def held(runs: Sequence[DryRun]) -> str:
     rows = [["rank", *runs[0].place, *CATEGORIES, "in all", flop_unit]]
     for run in runs:
         held = [*(run.peak.bytes[kind] for kind in CATEGORIES), run.peak.total]
-        rows.append([f"{run.rank:,}", *map(str, run.place.values()),
-                     *(shown(number, size) for number in held), shown(run.flops, flop_size)])
+        rows.append(
+            [
+                f"{run.rank:,}",
+                *map(str, run.place.values()),
+                *(shown(number, size) for number in held),
+                shown(run.flops, flop_size),
+            ]
+        )
     return f"{unit} held when most is, and what a step computes\n{aligned(rows)}"
 
 
@@ -49,8 +55,10 @@ def sent(runs: Sequence[DryRun]) -> str:
         return "Nothing is sent."
     unit, size = unit_of(run.bytes_sent.get(key, 0) for run in runs for key in keys)
     rows = [["rank", *(f"{op} {axis}" for op, axis in keys)]]
-    rows += [[f"{run.rank:,}", *(shown(run.bytes_sent.get(key, 0), size) for key in keys)]
-             for run in runs]
+    rows += [
+        [f"{run.rank:,}", *(shown(run.bytes_sent.get(key, 0), size) for key in keys)]
+        for run in runs
+    ]
     return f"{unit} sent in a step\n{aligned(rows)}"
 
 
@@ -71,8 +79,11 @@ def largest(run: DryRun) -> str:
 
 def kind_of(tensor: LiveTensor) -> tuple[str, str, str]:
     """Return category, shape and dtype, and a name without numbers."""
-    made = tensor.name if tensor.category in CATEGORIES[:3] else \
-        f"{tensor.name} in {tensor.module or 'the step'}"
+    made = (
+        tensor.name
+        if tensor.category in CATEGORIES[:3]
+        else f"{tensor.name} in {tensor.module or 'the step'}"
+    )
     dtype = str(tensor.dtype).removeprefix("torch.").replace("float", "fp").replace("bfp", "bf")
     return tensor.category, f"{dtype} {tuple(tensor.shape)}", re.sub(r"\.\d+", ".*", made)
 
@@ -91,10 +102,14 @@ def verdict(run: DryRun, device: Device) -> str:
     """Say whether what a rank holds fits, and what is left or missing."""
     gigabytes, limit = run.peak.total / 1e9, device.memory_bytes / 1e9
     if gigabytes > limit:
-        return f"Does not fit on {device.name}: rank {run.rank:,} holds {gigabytes:.1f} GB, " \
+        return (
+            f"Does not fit on {device.name}: rank {run.rank:,} holds {gigabytes:.1f} GB, "
             f"{gigabytes - limit:.1f} GB more than its {limit:.0f} GB."
-    return f"Fits on {device.name}: of {limit:.0f} GB, {limit - gigabytes:.1f} GB are left for " \
+        )
+    return (
+        f"Fits on {device.name}: of {limit:.0f} GB, {limit - gigabytes:.1f} GB are left for "
         "CUDA, NCCL, and what is lost between tensors."
+    )
 
 
 def unit_of(amounts: Iterable[float], name: str = "B") -> tuple[str, float]:
@@ -118,8 +133,10 @@ def aligned(rows: list[list[str]], left: int | None = None) -> str:
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if left is None:
-        return "\n\n".join(_lines([[row[column] for column in part] for row in rows], len(part))
-                           for part in _column_groups(widths))
+        return "\n\n".join(
+            _lines([[row[column] for column in part] for row in rows], len(part))
+            for part in _column_groups(widths)
+        )
     before = sum(widths[:-1]) + 2 * (len(widths) - 1)
     folded = []
     for *cells, last in rows:
@@ -141,7 +158,10 @@ def _column_groups(widths: Sequence[int]) -> list[list[int]]:
 
 def _lines(rows: list[list[str]], left: int) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(
-        cell.rjust(width) if index < left else cell.ljust(width)
-        for index, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
-        for row in rows)
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if index < left else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )

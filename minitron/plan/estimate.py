@@ -75,7 +75,10 @@ class Estimate:
 
 
 def estimate(
-    job: Job, decision: Decision, system: System = MINITRON, rates: Rates = RATES,
+    job: Job,
+    decision: Decision,
+    system: System = MINITRON,
+    rates: Rates = RATES,
     memory: dict[str, float] | None = None,
 ) -> Estimate:
     """Estimate a step's time and memory; raises ConfigError for sizes that do not divide.
@@ -83,20 +86,30 @@ def estimate(
     `memory` is what `memory_of` has said, if it has been asked.
     """
     parallel, m = decision.parallel, decision.num_micro_batches(job)
-    work = Work(job.model, job.device, decision.micro_batch_size, job.sequence_length,
-                decision.layout, job.precision, system, rates)
+    work = Work(
+        job.model,
+        job.device,
+        decision.micro_batch_size,
+        job.sequence_length,
+        decision.layout,
+        job.precision,
+        system,
+        rates,
+    )
     ranks = rank_passes(job, decision, work)
     seconds, (forward, backward) = pipeline_seconds(ranks, parallel, m)
     parts = step_parts(forward, backward, m, seconds)
 
     counts = blocks_per_rank(job.model, parallel, system)
-    num_held = max(parameters_of(job, parallel, rank, counts[rank])
-                   for rank in extreme_ranks(counts))
+    num_held = max(
+        parameters_of(job, parallel, rank, counts[rank]) for rank in extreme_ranks(counts)
+    )
     num_gradients = num_held / (decision.num_shards if parallel.zero >= 2 else 1)
     num_updated = num_held / (decision.num_shards if parallel.zero >= 1 else 1)
     parts["optimizer"] = optimizer_seconds(work, num_gradients, num_updated)
-    parts["dp"] = data_seconds(job, decision, system, num_held,
-                               (forward.seconds, backward.seconds), rates.overlap)
+    parts["dp"] = data_seconds(
+        job, decision, system, num_held, (forward.seconds, backward.seconds), rates.overlap
+    )
 
     tokens = job.global_batch_size * job.sequence_length
     model_flops = tokens * cost.training_flops_per_token(job.model, job.sequence_length)
@@ -200,17 +213,16 @@ def pipeline_seconds(
         elif parallel.schedule == "gpipe":
             waits = before + after
         else:
-            waits = before + return_seconds(after, forward[rank], backward[rank], m,
-                                            num_after=len(ranks) - 1 - rank)
+            waits = before + return_seconds(
+                after, forward[rank], backward[rank], m, num_after=len(ranks) - 1 - rank
+            )
         if m * own + waits / parallel.chunks > longest:
             longest, slowest = m * own + waits / parallel.chunks, rank
         before += own
     return longest, ranks[slowest]
 
 
-def return_seconds(
-    after: float, forward: float, backward: float, m: int, num_after: int
-) -> float:
+def return_seconds(after: float, forward: float, backward: float, m: int, num_after: int) -> float:
     """Return the seconds a rank waits for micro-batches to return from `num_after` later ranks.
 
     It takes them `after` seconds. Meanwhile the rank works on as many other micro-batches as there

@@ -52,8 +52,11 @@ NUM_SHOWN = 4  # values of an option
 def as_it_stands(config: Config, job: Job) -> Candidate:
     """Return the layout that `config` asks for; raises ConfigError if it cannot run."""
     require_gpus(config, job.num_gpus)
-    require(config.train.recompute != "sqrt", "train.recompute = sqrt: the planner has no "
-            "formula for it", "use none, selective or full")
+    require(
+        config.train.recompute != "sqrt",
+        "train.recompute = sqrt: the planner has no formula for it",
+        "use none, selective or full",
+    )
     readers = num_readers(config, job.num_gpus)
     largest = math.ceil(job.global_batch_size / readers)
     size = min(config.train.micro_batch_size, largest)
@@ -87,9 +90,11 @@ def option_line(option: str, by_value: dict[object, Candidate], winner: Candidat
         return f"{chosen}: there is no other choice"
     phrases = [f"{value} {difference(each, winner)}" for value, each in others.items()]
     is_best = all(each.seconds >= winner.seconds for each in others.values())
-    parts = [f"{chosen} is best" if is_best else f"{chosen} comes first",
-             ", ".join(phrases[:NUM_SHOWN]),
-             f"{', '.join(too_large)} would not fit" if too_large else ""]
+    parts = [
+        f"{chosen} is best" if is_best else f"{chosen} comes first",
+        ", ".join(phrases[:NUM_SHOWN]),
+        f"{', '.join(too_large)} would not fit" if too_large else "",
+    ]
     return "; ".join(filter(None, parts))
 
 
@@ -125,8 +130,11 @@ def doubled(device: Device, resource: str) -> Device:
 def best_on(device: Device, found: Search) -> Candidate:
     """Return the fastest of the trusted layouts on another device, where other ones fit."""
     job = replace(found.job, device=device)
-    fitting = (each for each in found.candidates + found.too_large if found.trusts(each)
-               and each.total_bytes <= job.limit and not is_variant(each.decision))
+    fitting = (
+        each
+        for each in found.candidates + found.too_large
+        if found.trusts(each) and each.total_bytes <= job.limit and not is_variant(each.decision)
+    )
     return with_variants([Candidate(job, each.decision) for each in fitting])[0]
 
 
@@ -139,10 +147,17 @@ def explain(found: Search, standing: Candidate | None = None) -> str:
     `standing` is a layout to set beside it.
     """
     winner = found.trusted
-    lines = [f"best: {winner}", *columns(winner, standing), "",
-             "Each option, the others free; in parentheses what costs most of the difference:", ""]
-    lines += [f"  {option:<12} {option_line(option, by_value, winner)}"
-              for option, by_value in alternatives(found).items()]
+    lines = [
+        f"best: {winner}",
+        *columns(winner, standing),
+        "",
+        "Each option, the others free; in parentheses what costs most of the difference:",
+        "",
+    ]
+    lines += [
+        f"  {option:<12} {option_line(option, by_value, winner)}"
+        for option, by_value in alternatives(found).items()
+    ]
     lines += ["", "With twice as much of one thing, the best layout for that:", ""]
 
     faster = {}
@@ -161,16 +176,22 @@ def columns(winner: Candidate, standing: Candidate | None) -> list[str]:
     if standing is not None and standing.decision != winner.decision:
         shown.append(cells(standing))
         title += f"{'as it stands':>17}"
-    lines = [f"  {name:<17}" + "".join(f"{column[name]:>17}" for column in shown)
-             + (f"   {PARTS[name]}" if name in PARTS else "") for name in shown[0]]
+    lines = [
+        f"  {name:<17}"
+        + "".join(f"{column[name]:>17}" for column in shown)
+        + (f"   {PARTS[name]}" if name in PARTS else "")
+        for name in shown[0]
+    ]
     return [title, *lines]
 
 
 def cells(candidate: Candidate) -> dict[str, str]:
     """Return, by its name, each part with its share of the total."""
     texts = {}
-    for whole, parts, unit, symbol in (("a step", candidate.estimate.parts, 1, "s"),
-                                       ("a GPU", candidate.estimate.memory, 1e9, "GB")):
+    for whole, parts, unit, symbol in (
+        ("a step", candidate.estimate.parts, 1, "s"),
+        ("a GPU", candidate.estimate.memory, 1e9, "GB"),
+    ):
         total = sum(parts.values())
         for name, value in [*parts.items(), (whole, total)]:
             texts[name] = f"{value / unit:.3f} {symbol:<2} {value / total:>4.0%}"
@@ -183,5 +204,7 @@ def what_binds(faster: dict[str, float]) -> str:
     if faster[first] < SAME:
         return "Nothing binds it: twice as much of anything would not make it faster."
     also = f", before {second} ({faster[second]:.0%})" if faster[second] > SAME else ""
-    return f"What binds it most is {first}: twice as much would save {faster[first]:.0%} of a " \
+    return (
+        f"What binds it most is {first}: twice as much would save {faster[first]:.0%} of a "
         f"step{also}."
+    )

@@ -97,6 +97,8 @@ def find_device(name: str) -> Device:
     for known, device in DEVICES.items():
         if name and known.lower().startswith(name.lower()):
             return device
-    raise ConfigError(f"device {name!r} is unknown",
-                      f"use one of {', '.join(DEVICES)}, or its first "
-                      "letters, or --calibrate to measure this machine")
+    raise ConfigError(
+        f"device {name!r} is unknown",
+        f"use one of {', '.join(DEVICES)}, or its first "
+        "letters, or --calibrate to measure this machine",
+    )

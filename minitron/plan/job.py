@@ -44,13 +44,19 @@ class Decision:
     """Each question with its two numbers and the answer."""
 
     def __post_init__(self):
-        require(not self.parallel.is_v, f"parallel.schedule = {self.parallel.schedule}: the "
-                "planner has no formula for a rank that holds the first and the last stage",
-                "measure one with `minitron dryrun`, or simulate the schedule (chapter 9)",
-                field="parallel.schedule")
-        require(self.parallel.cp == 1, f"parallel.cp = {self.parallel.cp}: the planner has no "
-                "formula for context parallelism", "measure one with `minitron dryrun`",
-                field="parallel.cp")
+        require(
+            not self.parallel.is_v,
+            f"parallel.schedule = {self.parallel.schedule}: the "
+            "planner has no formula for a rank that holds the first and the last stage",
+            "measure one with `minitron dryrun`, or simulate the schedule (chapter 9)",
+            field="parallel.schedule",
+        )
+        require(
+            self.parallel.cp == 1,
+            f"parallel.cp = {self.parallel.cp}: the planner has no formula for context parallelism",
+            "measure one with `minitron dryrun`",
+            field="parallel.cp",
+        )
 
     @property
     def layout(self) -> cost.Layout:
@@ -71,8 +77,12 @@ class Decision:
     def collectives(self, job: Job) -> cost.StepCollectives:
         """Count how often a step sends parameters and gradients along dp."""
         parallel = self.parallel
-        return cost.step_collectives(parallel.zero, self.num_micro_batches(job),
-                                     parallel.reshard_each_pass, self.accumulation)
+        return cost.step_collectives(
+            parallel.zero,
+            self.num_micro_batches(job),
+            parallel.reshard_each_pass,
+            self.accumulation,
+        )
 
     def num_micro_batches(self, job: Job) -> int:
         """Count the micro-batches of a step, on the rank that reads most."""
@@ -83,8 +93,10 @@ class Decision:
         axes, size = self.parallel, self.micro_batch_size
         recomputed = {"none": "", "selective": ", attention recomputed", "full": ", recomputed"}
         together = f", {size} sequences at once" if size > 1 else ""
-        return f"tp {axes.tp}, pp {axes.pp}, dp {axes.dp}, ZeRO-{axes.zero}" \
+        return (
+            f"tp {axes.tp}, pp {axes.pp}, dp {axes.dp}, ZeRO-{axes.zero}"
             f"{recomputed[self.recompute]}{together}"
+        )
 
 
 def size_of(model: ModelConfig) -> str:

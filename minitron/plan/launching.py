@@ -17,11 +17,16 @@ def launcher(best: Candidate) -> str:
     job, tp = best.job, best.decision.parallel.tp
     if job.num_gpus == 1:
         return "minitron train"
-    on_node = max(number for number in divisors(job.num_gpus) if number <= job.gpus_per_node
-                  and (number % tp == 0 or tp % number == 0))
+    on_node = max(
+        number
+        for number in divisors(job.num_gpus)
+        if number <= job.gpus_per_node and (number % tp == 0 or tp % number == 0)
+    )
     nodes = f"--nnodes {job.num_gpus // on_node} --rdzv-backend c10d --rdzv-endpoint $HEAD:29500 "
-    return f"torchrun {nodes if on_node < job.num_gpus else ''}--nproc-per-node {on_node} " \
+    return (
+        f"torchrun {nodes if on_node < job.num_gpus else ''}--nproc-per-node {on_node} "
         "-m minitron.train"
+    )
 
 
 def flags(config: Config, decision: Decision) -> str:

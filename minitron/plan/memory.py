@@ -56,9 +56,17 @@ def holdings(
     if system.both_gradients:
         shards, unsharded = (
             replace(recipe, gradient=recipe.gradient + precision.parameters.itemsize)
-            for recipe in (shards, unsharded))
-    state = cost.step_holdings(num_parameters, decision.num_shards, parallel.zero, shards,
-                               unsharded, parallel.reshard_each_pass, decision.accumulation)
+            for recipe in (shards, unsharded)
+        )
+    state = cost.step_holdings(
+        num_parameters,
+        decision.num_shards,
+        parallel.zero,
+        shards,
+        unsharded,
+        parallel.reshard_each_pass,
+        decision.accumulation,
+    )
     if decision.accumulation == "reduced":  # what is on its way to the replicas
         state["gradient"] += precision.reduction.itemsize * num_parameters / decision.num_shards
     at = Rank(job, decision, system, rank, counts[rank], num_parameters)

@@ -53,10 +53,13 @@ class GpuHour:
         for name in ("watts", "pue", "price"):
             value = getattr(self, name)
             require(value is None or math.isfinite(value), f"--{name} {value}: must be a number")
-        require(self.watts is None or self.watts > 0, f"--watts {self.watts}: must be greater "
-                "than 0")
-        require(self.pue >= 1, f"--pue {self.pue:g}: a machine room draws at least what its GPUs "
-                "do, so 1 or more")
+        require(
+            self.watts is None or self.watts > 0, f"--watts {self.watts}: must be greater than 0"
+        )
+        require(
+            self.pue >= 1,
+            f"--pue {self.pue:g}: a machine room draws at least what its GPUs do, so 1 or more",
+        )
         require(self.price is None or self.price >= 0, f"--price {self.price}: must be 0 or more")
 
 

@@ -63,12 +63,20 @@ class Cost:
         return self.matmul + self.attention + self.elementwise
 
     def __add__(self, other: "Cost") -> "Cost":
-        return Cost(self.matmul + other.matmul, self.attention + other.attention,
-                    self.elementwise + other.elementwise, self.num_kernels + other.num_kernels)
+        return Cost(
+            self.matmul + other.matmul,
+            self.attention + other.attention,
+            self.elementwise + other.elementwise,
+            self.num_kernels + other.num_kernels,
+        )
 
     def times(self, count: float) -> "Cost":
-        return Cost(count * self.matmul, count * self.attention, count * self.elementwise,
-                    count * self.num_kernels)
+        return Cost(
+            count * self.matmul,
+            count * self.attention,
+            count * self.elementwise,
+            count * self.num_kernels,
+        )
 
 
 @dataclass(frozen=True)
@@ -207,8 +215,9 @@ def between_backward(work: Work) -> Cost:
 def elementwise(work: Work, between: float, inside: float, num_kernels: int) -> Cost:
     """Estimate `between` passes over (T, D), `inside` over (T, F/t); llama rotates Q and K too."""
     model, t = work.model, work.layout.tensor_parallel
-    values = between * work.tokens_between * model.width \
-        + inside * work.tokens * model.ffn_width / t
+    values = (
+        between * work.tokens_between * model.width + inside * work.tokens * model.ffn_width / t
+    )
     if model.family == "llama":
         turned = (model.num_heads / t + kv_heads_per_rank(model, t)) * model.head_width
         values += 2 * work.tokens * turned

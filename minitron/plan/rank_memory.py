@@ -18,8 +18,12 @@ from minitron.cost.tensor import tokens_between_layers
 from minitron.plan.job import Decision, Job
 from minitron.plan.systems import System
 
-SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "interleaved 1F1B",
-             "zero-bubble": "ZB-H1"}
+SCHEDULES = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved": "interleaved 1F1B",
+    "zero-bubble": "ZB-H1",
+}
 
 
 @lru_cache(maxsize=4096)
@@ -76,7 +80,8 @@ class Rank:
         """Micro-batches at once, at most, counted for each chunk of blocks."""
         parallel, m = self.parallel, self.decision.num_micro_batches(self.job)
         return cost.activations_held(
-            SCHEDULES[parallel.schedule], parallel.pp, m, self.index, parallel.chunks)
+            SCHEDULES[parallel.schedule], parallel.pp, m, self.index, parallel.chunks
+        )
 
     @cached_property
     def deferred(self) -> int:
@@ -93,7 +98,8 @@ class Rank:
         """Values between layers, such as a message to the next stage."""
         job, size = self.job, self.decision.micro_batch_size
         return job.model.width * tokens_between_layers(
-            size, job.sequence_length, self.decision.layout)
+            size, job.sequence_length, self.decision.layout
+        )
 
     @cached_property
     def messages(self) -> int:
@@ -115,8 +121,9 @@ class Rank:
     @cached_property
     def block(self) -> int:
         """Parameters of a block."""
-        one, two = (parameters_per_rank(self.job.model, count, self.parallel.tp)
-                    for count in (1, 2))
+        one, two = (
+            parameters_per_rank(self.job.model, count, self.parallel.tp) for count in (1, 2)
+        )
         return two - one
 
     @property
@@ -149,7 +156,8 @@ class Rank:
         """Return the bytes that a block keeps for its backward pass."""
         model = self.job.model
         kept = cost.activation_bytes_per_layer(
-            model, *self.sizes, recompute=recompute, layout=self.decision.layout)
+            model, *self.sizes, recompute=recompute, layout=self.decision.layout
+        )
         if recompute == "full":
             return kept + (4 - self.value) * self.stream * self.casts
         is_cut = self.parallel.tp > 1
@@ -175,8 +183,12 @@ class Rank:
 
     @property
     def sizes(self) -> tuple:
-        return self.decision.micro_batch_size, self.job.sequence_length, self.value, \
-            self.system.attention
+        return (
+            self.decision.micro_batch_size,
+            self.job.sequence_length,
+            self.value,
+            self.system.attention,
+        )
 
 
 def activations(at: Rank) -> float:
@@ -194,8 +206,9 @@ def activations(at: Rank) -> float:
         return held
     options = {"recompute": recompute, "layout": at.decision.layout}
     block = cost.activation_bytes_per_layer(at.job.model, *at.sizes, **options)
-    ends = cost.activation_bytes(at.job.model, *at.sizes, **options) \
-        - at.job.model.num_layers * block
+    ends = (
+        cost.activation_bytes(at.job.model, *at.sizes, **options) - at.job.model.num_layers * block
+    )
     if at.casts:  # the last norm's float32 input
         ends += (4 - at.value) * at.stream
     # All other schedules begin the backward pass where the forward pass ends

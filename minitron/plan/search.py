@@ -77,11 +77,14 @@ class Candidate:
 def words(decision: Decision) -> str:
     """Describe the layout: "tp 8 + sequence, pp 4 x 5, dp 16, ZeRO-1, micro-batches of 2"."""
     axes = decision.parallel
-    phrases = [f"tp {axes.tp}" + " + sequence" * axes.sequence,
-               f"pp {axes.pp}" + f" x {axes.chunks}" * (axes.chunks > 1)
-               + " zero-bubble" * (axes.schedule == "zero-bubble"),
-               f"dp {axes.dp}",
-               f"ZeRO-{axes.zero}" + f" in {axes.replicas} replicas" * (axes.replicas > 1)]
+    phrases = [
+        f"tp {axes.tp}" + " + sequence" * axes.sequence,
+        f"pp {axes.pp}"
+        + f" x {axes.chunks}" * (axes.chunks > 1)
+        + " zero-bubble" * (axes.schedule == "zero-bubble"),
+        f"dp {axes.dp}",
+        f"ZeRO-{axes.zero}" + f" in {axes.replicas} replicas" * (axes.replicas > 1),
+    ]
     if unsharded(decision) != "nothing":
         phrases.append(f"{unsharded(decision)} kept unsharded")
     if decision.recompute != "none":
@@ -133,8 +136,9 @@ class Search:
         first, counts = {}, Counter()
         if self.too_large:
             usable, there = self.job.limit / 1e9, self.job.device.memory_bytes / 1e9
-            counts[f"do not fit in {usable:.0f} GB, what is usable of {there:.0f}"] = \
-                len(self.too_large)
+            counts[f"do not fit in {usable:.0f} GB, what is usable of {there:.0f}"] = len(
+                self.too_large
+            )
         for reason, count in self.refused.items():
             counts[first.setdefault(reason.kind, reason.problem)] += count
         return [(count, reason) for reason, count in counts.most_common()]
@@ -189,8 +193,11 @@ def pipelines(job: Job, pp: int) -> list[dict]:
     if pp == 1:
         return [{}]
     counts = divisors(math.ceil(job.model.num_layers / pp))[1:]
-    return [{}, {"schedule": "zero-bubble"},
-            *({"schedule": "interleaved", "chunks": chunks} for chunks in counts)]
+    return [
+        {},
+        {"schedule": "zero-bubble"},
+        *({"schedule": "interleaved", "chunks": chunks} for chunks in counts),
+    ]
 
 
 def batch_sizes(num_sequences: int) -> list[int]:
@@ -202,9 +209,12 @@ def batch_sizes(num_sequences: int) -> list[int]:
 def grid_of(job: Job, sizes: dict) -> ParallelConfig:
     """Build a layout's axes; raises ConfigError if they do not go together, or with the nodes."""
     parallel, node = ParallelConfig(**sizes), min(job.gpus_per_node, job.num_gpus)
-    require(node % parallel.tp == 0 or parallel.tp % node == 0, f"parallel.tp = {parallel.tp}: "
-            f"such groups would span nodes of {node} GPUs",
-            field="parallel.tp", kind="tp groups that span nodes")
+    require(
+        node % parallel.tp == 0 or parallel.tp % node == 0,
+        f"parallel.tp = {parallel.tp}: such groups would span nodes of {node} GPUs",
+        field="parallel.tp",
+        kind="tp groups that span nodes",
+    )
     return parallel
 
 
@@ -221,13 +231,13 @@ def config_of(job: Job, decision: Decision) -> Config:
 
 
 @lru_cache(maxsize=4096)
-def undivided_config(
-    job: Job, recompute: cost.RecomputeKind, micro_batch_size: int
-) -> Config:
+def undivided_config(job: Job, recompute: cost.RecomputeKind, micro_batch_size: int) -> Config:
     """Build what layouts share that differ in their axes alone: its fields are checked once."""
     train = TrainConfig(
-        global_batch_size=job.global_batch_size, micro_batch_size=micro_batch_size,
-        precision=job.precision, recompute=recompute,
+        global_batch_size=job.global_batch_size,
+        micro_batch_size=micro_batch_size,
+        precision=job.precision,
+        recompute=recompute,
     )
     return Config(job.model, DataConfig(sequence_length=job.sequence_length), train)
 
@@ -246,8 +256,11 @@ def with_variants(candidates: Sequence[Candidate]) -> list[Candidate]:
     for each in sorted(candidates, key=at_least):
         if at_least(each) >= fastest:
             break
-        fitting = [other for decision in variants(each.decision, each.job.gpus_per_node)
-                   if (other := Candidate(each.job, decision)).fits]
+        fitting = [
+            other
+            for decision in variants(each.decision, each.job.gpus_per_node)
+            if (other := Candidate(each.job, decision)).fits
+        ]
         least = each.seconds
         for other in sorted(fitting, key=lambda other: other.total_bytes):
             if other.seconds < (1 - SAME) * least:  # or it holds more for nothing
@@ -274,17 +287,21 @@ def nothing_fits(found: Search) -> str:
     job = found.job
     if not found.too_large:
         count, reason = found.dropped()[0]
-        return f"none of {found.num_layouts:,} layouts for {job.num_gpus} GPUs can be trained; " \
+        return (
+            f"none of {found.num_layouts:,} layouts for {job.num_gpus} GPUs can be trained; "
             f"{count:,} of them: {reason}"
+        )
     smallest = found.too_large[0]
     held = smallest.total_bytes
     remedies = [f"{job.device.memory_bytes * held / job.limit / 1e9:.0f} GB each"]
     enough = enough_gpus(job)
     if enough:
         remedies.insert(0, f"{enough} GPUs")
-    return f"none of {found.num_layouts:,} layouts fits: the smallest, {smallest}, needs " \
-        f"{held / 1e9:.0f} GB on each of {job.num_gpus} GPUs, and {job.limit / 1e9:.0f} GB are " \
+    return (
+        f"none of {found.num_layouts:,} layouts fits: the smallest, {smallest}, needs "
+        f"{held / 1e9:.0f} GB on each of {job.num_gpus} GPUs, and {job.limit / 1e9:.0f} GB are "
         f"usable; {' or '.join(remedies)} would do"
+    )
 
 
 def enough_gpus(job: Job) -> int | None:

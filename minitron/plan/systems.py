@@ -83,5 +83,5 @@ def even_stages(num_blocks: int, num_stages: int, first: float, last: float) -> 
     stages = []
     for index in range(num_stages):  # as few as leave no room behind
         left = num_blocks - sum(stages)
-        stages.append(max(1, left - sum(room[index + 1:])))
+        stages.append(max(1, left - sum(room[index + 1 :])))
     return tuple(stages)

@@ -29,7 +29,9 @@ def link_of(job: Job, parallel: ParallelConfig, axis: str) -> cost.Link:
     """Return the link of a group along `axis`, in the grid that `parallelize.lay_out` makes."""
     tp, num_shards = parallel.tp, parallel.dp // parallel.replicas
     size, stride = {
-        "tp": (tp, 1), "dp": (num_shards, tp), "replicas": (parallel.replicas, tp * num_shards),
+        "tp": (tp, 1),
+        "dp": (num_shards, tp),
+        "replicas": (parallel.replicas, tp * num_shards),
         "pp": (parallel.pp, tp * parallel.dp),
     }[axis]
     return link(job, size, stride, is_ring=axis != "pp")
@@ -69,20 +71,23 @@ def layer_seconds(
     link = link_of(job, decision.parallel, "tp")
 
     def travel(layout: cost.Layout) -> dict[str, float]:
-        return {phase: sum(count * cost.collective_seconds(op, num_bytes, tp, *link)
-                           for op, count in counts.items())
-                for phase, counts in cost.tensor_parallel_calls(layout).items()}
+        return {
+            phase: sum(
+                count * cost.collective_seconds(op, num_bytes, tp, *link)
+                for op, count in counts.items()
+            )
+            for phase, counts in cost.tensor_parallel_calls(layout).items()
+        }
 
     every = travel(decision.layout)
     waits = travel(replace(decision.layout, regather=False))
     alone = 0 if system.hides_tensor else 1 - overlap
-    return with_recompute(decision, {phase: overlap * every[phase] + alone * waits[phase]
-                                  for phase in every})
+    return with_recompute(
+        decision, {phase: overlap * every[phase] + alone * waits[phase] for phase in every}
+    )
 
 
-def host_seconds(
-    job: Job, decision: Decision, system: System, kernel: float
-) -> dict[str, float]:
+def host_seconds(job: Job, decision: Decision, system: System, kernel: float) -> dict[str, float]:
     """Return the seconds that the hosts take for the same, `kernel` to start one, by phase."""
     parallel = decision.parallel
     if parallel.tp == 1:
@@ -90,11 +95,15 @@ def host_seconds(
     each = system.host_seconds
     if parallel.pp > 1 and job.num_gpus > job.gpus_per_node:
         each = max(each, system.host_seconds_beside_pipeline)
-    return with_recompute(decision, {
-        phase: sum(count * (kernel + parallel.tp * ROUNDS[op] * each)
-                   for op, count in counts.items())
-        for phase, counts in cost.tensor_parallel_calls(decision.layout).items()
-    })
+    return with_recompute(
+        decision,
+        {
+            phase: sum(
+                count * (kernel + parallel.tp * ROUNDS[op] * each) for op, count in counts.items()
+            )
+            for phase, counts in cost.tensor_parallel_calls(decision.layout).items()
+        },
+    )
 
 
 def with_recompute(decision: Decision, seconds: dict[str, float]) -> dict[str, float]:
@@ -121,8 +130,12 @@ def message_seconds(job: Job, decision: Decision, system: System, num_bytes: flo
 
 
 def data_seconds(
-    job: Job, decision: Decision, system: System, num_elements: float,
-    passes: tuple[float, float], overlap: float,
+    job: Job,
+    decision: Decision,
+    system: System,
+    num_elements: float,
+    passes: tuple[float, float],
+    overlap: float,
 ) -> float:
     """Return by how many seconds `num_elements` gradients and weights along dp lengthen a step.
 
@@ -156,8 +169,11 @@ def data_seconds(
     if parallel.zero == 0:
         return beside(reduce + gather, hidden, overlap)
     num_within = calls.reduce_scatters - calls.all_reduces  # that stay within a replica
-    return gather + num_within * beside(reduce, hidden, overlap) \
+    return (
+        gather
+        + num_within * beside(reduce, hidden, overlap)
         + calls.all_reduces * beside(reduce + across, hidden, overlap)
+    )
 
 
 def replica_seconds(job: Job, decision: Decision, num_elements: float) -> float:
@@ -169,8 +185,13 @@ def replica_seconds(job: Job, decision: Decision, num_elements: float) -> float:
 
 
 def shard_seconds(
-    job: Job, decision: Decision, system: System, num_elements: float,
-    passes: tuple[float, float], calls: cost.StepCollectives, overlap: float,
+    job: Job,
+    decision: Decision,
+    system: System,
+    num_elements: float,
+    passes: tuple[float, float],
+    calls: cost.StepCollectives,
+    overlap: float,
 ) -> float:
     """Return the same for stage 3, which gathers and reduces as often as `calls` say.
 
@@ -201,8 +222,11 @@ def shard_seconds(
     alone = first * (gather_forward + reduce + gather_backward * (parallel.pp > 1))
     others = num_units - first
     again = (num_units if parallel.pp == 1 else others) * gather_backward
-    return m * (alone + beside(others * gather_forward, forward, overlap)
-                + beside(again + others * reduce, backward, overlap))
+    return m * (
+        alone
+        + beside(others * gather_forward, forward, overlap)
+        + beside(again + others * reduce, backward, overlap)
+    )
 
 
 def beside(travels: float, computes: float, overlap: float) -> float:

@@ -35,11 +35,16 @@ one before it computes, all streams wait for them, and overlap_comm is off by de
 def unseen_rows() -> list[Row]:
     """Read steps of the same papers, and of larger trainings, with ZeRO-0, 1 or 2."""
     cut = [row for row in table("narayanan2021_table2") if row["scheme"] != "ZeRO-3"]
-    return [*map(narayanan, table("narayanan2021_table1_unseen")),
-            *(row for each in table("korthikanti2022_table3_table5_unseen")
-              for row in korthikanti(each)),
-            *map(narayanan_cut, cut),
-            *map(larger, table("larger_trainings"))]
+    return [
+        *map(narayanan, table("narayanan2021_table1_unseen")),
+        *(
+            row
+            for each in table("korthikanti2022_table3_table5_unseen")
+            for row in korthikanti(each)
+        ),
+        *map(narayanan_cut, cut),
+        *map(larger, table("larger_trainings")),
+    ]
 
 
 def sharded_rows(system: System = DEEPSPEED) -> list[Row]:
@@ -68,7 +73,7 @@ def narayanan_cut(row: dict[str, str]) -> Row:
 
 
 def narayanan_sharded(row: dict[str, str], system: System) -> Row:
-    size, = numbers(row, "micro_batch")
+    (size,) = numbers(row, "micro_batch")
     layout = Decision(axes(row, zero=3), "full", size)
     return rated("Narayanan et al. 2021, table 2, ZeRO-3", row, (layout,), system)
 
@@ -78,9 +83,7 @@ def job_of(row: dict[str, str]) -> Job:
     return Job(gpt(row, dropout=0.1), gpus, A100, S, batch, precision="fp16")
 
 
-def rated(
-    source: str, row: dict[str, str], options: tuple[Decision, ...], system: System
-) -> Row:
+def rated(source: str, row: dict[str, str], options: tuple[Decision, ...], system: System) -> Row:
     """Make a row of which hardware FLOP/s of a GPU are published."""
     job = job_of(row)
     flops = estimate(job, options[0], system).hardware_flops

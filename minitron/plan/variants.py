@@ -19,12 +19,16 @@ def variants(decision: Decision, gpus_per_node: int) -> Iterator[Decision]:
     """
     parallel = decision.parallel
     node = max(1, gpus_per_node // parallel.tp)  # ranks of dp that one has
-    replicas = [count for count in divisors(parallel.dp)[:-1]
-                if count == 1 or parallel.dp // count % node == 0]
+    replicas = [
+        count
+        for count in divisors(parallel.dp)[:-1]
+        if count == 1 or parallel.dp // count % node == 0
+    ]
     kept = [{}]
     if parallel.zero == 3:
-        kept += [{"reshard_each_pass": False, "sync_every_micro_batch": sync}
-                 for sync in (True, False)]
+        kept += [
+            {"reshard_each_pass": False, "sync_every_micro_batch": sync} for sync in (True, False)
+        ]
     for count, options in [*product(replicas, kept)][1:] if parallel.zero else ():
         yield replace(decision, parallel=replace(parallel, replicas=count, **options))
 

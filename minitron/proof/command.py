@@ -55,8 +55,15 @@ SECONDS_PER_RANK = 30  # of a training, before it counts as a hang; they share t
 
 # A model that 2, 3 and 4 ranks divide along every axis, 6 and 8 along all but the pipeline's.
 VOCABULARY_SIZE, SEQUENCE = 48, 48
-SIZES = dict(vocab_size=VOCABULARY_SIZE, max_sequence_length=SEQUENCE, num_layers=4, width=48,
-             num_heads=24, num_kv_heads=24, ffn_width=48)
+SIZES = dict(
+    vocab_size=VOCABULARY_SIZE,
+    max_sequence_length=SEQUENCE,
+    num_layers=4,
+    width=48,
+    num_heads=24,
+    num_kv_heads=24,
+    ffn_width=48,
+)
 
 STORY_TOKENS = 64
 STEPS = 1, 10, 100
@@ -84,8 +91,10 @@ TECHNIQUES = {
     "ZeRO-3": Technique(apply_fsdp),
     "tensor parallelism": Technique(apply_tensor_parallel, "tp"),
     "sequence parallelism": Technique(apply_sequence_parallel, "tp", {"sequence": True}),
-    **{f"context parallelism, {name}": Technique(apply, "cp", {"context": name})
-       for name, apply in CONTEXTS.items()},
+    **{
+        f"context parallelism, {name}": Technique(apply, "cp", {"context": name})
+        for name, apply in CONTEXTS.items()
+    },
     "pipeline parallelism, 1F1B": Technique(apply_stages, "pp", num_micro_batches=2),
 }
 
@@ -104,14 +113,24 @@ class Prove:
 def run_prove(args: Sequence[str]) -> int:
     """Print both tables; returns the exit code."""
     ranks = command_line.parse(Prove, args, "minitron prove").ranks
-    require(not is_torchrun_rank(), "minitron prove under torchrun: it starts its own ranks",
-            f"run minitron prove --ranks {ranks} without torchrun")
-    require(2 <= ranks <= MOST_RANKS, f"--ranks {ranks}",
-            f"use 2 to {MOST_RANKS}", "the reference is one process")
+    require(
+        not is_torchrun_rank(),
+        "minitron prove under torchrun: it starts its own ranks",
+        f"run minitron prove --ranks {ranks} without torchrun",
+    )
+    require(
+        2 <= ranks <= MOST_RANKS,
+        f"--ranks {ranks}",
+        f"use 2 to {MOST_RANKS}",
+        "the reference is one process",
+    )
 
-    print(f"The same small Llama trains on {ranks} ranks and in one process, in float64. Largest "
-          "relative\ndifference of any loss, gradient, or parameter, on any rank:\n\n"
-          f"{'technique':34}{''.join(f'{name:>10}' for name in OPTIMIZERS)}   verdict", flush=True)
+    print(
+        f"The same small Llama trains on {ranks} ranks and in one process, in float64. Largest "
+        "relative\ndifference of any loss, gradient, or parameter, on any rank:\n\n"
+        f"{'technique':34}{''.join(f'{name:>10}' for name in OPTIMIZERS)}   verdict",
+        flush=True,
+    )
     faults = []
     for name, technique in TECHNIQUES.items():
         result = prove(technique, ranks)
@@ -134,8 +153,13 @@ class Result(NamedTuple):
 
     def __str__(self) -> str:
         cells = [shown(self.differences.get(name)) for name in OPTIMIZERS]
-        verdict = f"left out: {self.refusal}" if self.refusal else \
-            "not the same training" if self.fault else "the same training"
+        verdict = (
+            f"left out: {self.refusal}"
+            if self.refusal
+            else "not the same training"
+            if self.fault
+            else "the same training"
+        )
         return f"{''.join(f'{cell:>10}' for cell in cells)}   {verdict}"
 
 
@@ -149,8 +173,14 @@ def prove(technique: Technique, ranks: int) -> Result:
     if refusal:
         return Result(refusal=refusal)
     try:
-        by_rank = run(records, ranks, technique.apply, ranks, technique.num_micro_batches,
-                      timeout=SECONDS_PER_RANK * ranks)
+        by_rank = run(
+            records,
+            ranks,
+            technique.apply,
+            ranks,
+            technique.num_micro_batches,
+            timeout=SECONDS_PER_RANK * ranks,
+        )
     except RankError as error:
         return Result(fault=str(error))
     differences, fault = {}, ""
@@ -201,15 +231,23 @@ def describe_rounding(ranks: int) -> str:
     ]
     for dtype in (torch.float64, torch.float32):
         alone = losses(ALONE, undivided, dtype, STEPS[-1])
-        divided = run(losses, ranks, apply_bucketed_data_parallel, dtype, STEPS[-1],
-                      timeout=SECONDS_PER_RANK * ranks)[0]
+        divided = run(
+            losses,
+            ranks,
+            apply_bucketed_data_parallel,
+            dtype,
+            STEPS[-1],
+            timeout=SECONDS_PER_RANK * ranks,
+        )[0]
         cells = [shown(abs(divided[step - 1] / alone[step - 1] - 1)) for step in STEPS]
-        lines.append(f"{str(dtype).removeprefix('torch.'):10}"
-                     f"{''.join(f'{cell:>10}' for cell in cells)}")
+        lines.append(
+            f"{str(dtype).removeprefix('torch.'):10}{''.join(f'{cell:>10}' for cell in cells)}"
+        )
     return "\n".join(lines) + (
         "\n\nFloat64 shows that the mathematics is the same. In float32 the two runs drift apart, "
         "because\nranks sum in a different order and so round differently: of two orders of "
-        "summation, neither is wrong.")
+        "summation, neither is wrong."
+    )
 
 
 def losses(group: Group, apply: Apply, dtype: torch.dtype, num_steps: int) -> list[float]:

@@ -52,9 +52,7 @@ def largest_value(moment: Moment) -> float:
     return max((np.abs(v).max() for v in moment.values.values() if v is not None), default=0)
 
 
-def relative_difference(
-    got: np.ndarray | None, want: np.ndarray | None, largest: float
-) -> float:
+def relative_difference(got: np.ndarray | None, want: np.ndarray | None, largest: float) -> float:
     """Return how far two tensors are apart, relative to their largest value.
 
     Or to a thousandth of the largest value of all tensors: some gradients are zero but for
@@ -84,18 +82,23 @@ def explain(kind: str, name: str, got: list, want: np.ndarray | None, largest: f
         return f"{name}: {kind} {where}, one process has none: AdamW would let it decay"
     missing = [rank for rank in wrong if got[rank] is None]
     if missing:
-        return (f"{name}: {kind} missing (None) {which(missing, got)}: not set after the "
-                "communication?")
+        return (
+            f"{name}: {kind} missing (None) {which(missing, got)}: not set after the communication?"
+        )
     if any(got[rank].shape != want.shape for rank in wrong):
         return f"{name}: {kind} of shape {first.shape} {where}, not {want.shape}: not unsharded?"
 
     size, cause = compare_sizes(first, want, len(got))
     if kind == "kept":
-        return (f"{name}: the backward pass made the parameter itself {size} {where}: does a hook "
-                "reduce its argument, the parameter, instead of .grad?")
+        return (
+            f"{name}: the backward pass made the parameter itself {size} {where}: does a hook "
+            "reduce its argument, the parameter, instead of .grad?"
+        )
     if kind == "updated":
-        return (f"{name}: after the update the parameter is {size} {where}, though the gradients "
-                "agree: the optimizer, or its state?")
+        return (
+            f"{name}: after the update the parameter is {size} {where}, though the gradients "
+            "agree: the optimizer, or its state?"
+        )
     if not all(agree(value, got[0], largest) for value in got):
         return f"{name}: {kind} differs between ranks, {split_between(got, want, largest)}"
     return f"{name}: {kind} {size} {where}{cause}"
@@ -139,10 +142,14 @@ def hidden_by_adamw(reference: dict[str, list[Moment]], by_rank: list[dict]) -> 
     """Return a line for the message if AdamW's losses hardly show what SGD's do."""
     error = {}
     for optimizer, expected in reference.items():
-        losses = [[moment.values["model"] for moment in record if moment.kind == "loss"]
-                  for record in (expected, *(records[optimizer] for records in by_rank))]
+        losses = [
+            [moment.values["model"] for moment in record if moment.kind == "loss"]
+            for record in (expected, *(records[optimizer] for records in by_rank))
+        ]
         error[optimizer] = np.abs(np.array(losses[1:]) / losses[0] - 1).max()
     if not error["AdamW"] < 0.01 * error["SGD"]:
         return ""
-    return (f"\nThe losses would not show it under AdamW: they differ by {error['AdamW']:.0e}, "
-            f"under SGD by {error['SGD']:.0e}. AdamW divides a gradient's scale away.")
+    return (
+        f"\nThe losses would not show it under AdamW: they differ by {error['AdamW']:.0e}, "
+        f"under SGD by {error['SGD']:.0e}. AdamW divides a gradient's scale away."
+    )

@@ -113,7 +113,9 @@ class AfterBackward(OneDevice):
     """A model that every rank holds in full, whose gradients `function` averages."""
 
     def __init__(
-        self, model: nn.Module, group: dist.ProcessGroup,
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
         function: Callable[[nn.Module, dist.ProcessGroup], None],
     ):
         super().__init__(model)
@@ -161,7 +163,8 @@ def trainings(
         parallel = apply(model, group)
         assert isinstance(parallel, ParallelModel), (
             f"apply returned a {type(parallel).__name__}: derive it from OneDevice, and answer "
-            "differently where it differs")
+            "differently where it differs"
+        )
         records[name] = list(train(parallel, OPTIMIZERS[name], batches, num_micro_batches))
     return records
 
@@ -210,5 +213,7 @@ def mean_loss(parallel: ParallelModel, tokens: Tensor, num_micro_batches: int) -
 
 
 def as_arrays(tensors: dict[str, Tensor | None]) -> Values:
-    return {name: None if tensor is None else tensor.detach().cpu().numpy().copy()
-            for name, tensor in tensors.items()}
+    return {
+        name: None if tensor is None else tensor.detach().cpu().numpy().copy()
+        for name, tensor in tensors.items()
+    }

@@ -11,8 +11,14 @@ from torch.distributed import ProcessGroup
 
 from minitron.pytorch.private import is_profiling
 
-TECHNIQUES = {"dp": "data parallel", "tp": "tensor parallel", "pp": "pipeline",
-              "replicas": "replicas", "cp": "context parallel", "ep": "expert parallel"}
+TECHNIQUES = {
+    "dp": "data parallel",
+    "tp": "tensor parallel",
+    "pp": "pipeline",
+    "replicas": "replicas",
+    "cp": "context parallel",
+    "ep": "expert parallel",
+}
 NOTHING = nullcontext()
 
 

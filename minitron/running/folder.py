@@ -63,8 +63,10 @@ class Claim:
             is_here, owner = self.owner()
             if time.monotonic() >= end or is_here:
                 self.close()
-                raise ConfigError(f"{self.path.parent}: {owner} is training in it",
-                                  "end that one first, or choose another --run-dir")
+                raise ConfigError(
+                    f"{self.path.parent}: {owner} is training in it",
+                    "end that one first, or choose another --run-dir",
+                )
             time.sleep(1)
 
     def try_lock(self) -> bool:
@@ -74,10 +76,16 @@ class Claim:
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EACCES):
                 return False
-            print(f"{self.path}: cannot be locked ({error.strerror}); make sure that no other "
-                  "process trains in this folder", file=sys.stderr)
-        name = {"host": socket.gethostname(), "pid": os.getpid(),
-                "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+            print(
+                f"{self.path}: cannot be locked ({error.strerror}); make sure that no other "
+                "process trains in this folder",
+                file=sys.stderr,
+            )
+        name = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+        }
         with writing(self.path):
             os.ftruncate(self.file, 0)
             os.pwrite(self.file, json.dumps(name).encode() + b"\n", 0)
@@ -126,9 +134,11 @@ def require_place(folder: Path, resume: bool, restart: bool) -> None:
 
     One that was killed before its first checkpoint is there: it has written its config.json.
     """
-    require(not resume or has_begun(folder) or checkpoints(folder / "checkpoints"),
-            f"{folder}: there is no run to resume",
-            "check --run-dir, or start one without --resume")
+    require(
+        not resume or has_begun(folder) or checkpoints(folder / "checkpoints"),
+        f"{folder}: there is no run to resume",
+        "check --run-dir, or start one without --resume",
+    )
     require(
         resume or restart or not holds_run(folder),
         f"{folder}: already holds a run",
@@ -155,8 +165,10 @@ def start_over(folder: Path, weights: Path | None) -> None:
         f"{folder}: the run started from --weights, and ended before its first checkpoint",
         "repeat its first command with --restart in place of --resume",
     )
-    print(f"{folder}: the run ended before its first checkpoint, so it starts over at step 1",
-          file=sys.stderr)
+    print(
+        f"{folder}: the run ended before its first checkpoint, so it starts over at step 1",
+        file=sys.stderr,
+    )
 
 
 # Its tokenizer: that of the corpus as the run began, since another corpus may be written there

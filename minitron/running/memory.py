@@ -23,10 +23,10 @@ MICRO_BATCH_BYTES = 1000  # of Python's objects, two tensors
 
 REMEDIES = {
     "the training state": "lower model.width, num_layers, ffn_width or vocab_size, or divide it: "
-                          "parallel.tp, parallel.pp, parallel.zero",
+    "parallel.tp, parallel.pp, parallel.zero",
     "a micro-batch's activations": "lower train.micro_batch_size or data.sequence_length, "
-                                   "recompute them: train.recompute, or divide the sequence: "
-                                   "parallel.cp",
+    "recompute them: train.recompute, or divide the sequence: "
+    "parallel.cp",
     "the samples of a step": "lower train.global_batch_size",
     "the samples of an evaluation": "lower train.eval_sequences",
 }
@@ -37,8 +37,11 @@ def require_memory(
 ) -> None:
     """Raise ConfigError if one thing alone needs more than the `available` bytes of `place`."""
     for what, size in least_bytes(config, num_ranks, num_eval_sequences).items():
-        require(size <= available, f"{what} would take {gigabytes(size)} on each rank, and {place} "
-                f"has {gigabytes(available)} of memory: {REMEDIES[what]}")
+        require(
+            size <= available,
+            f"{what} would take {gigabytes(size)} on each rank, and {place} "
+            f"has {gigabytes(available)} of memory: {REMEDIES[what]}",
+        )
 
 
 def gigabytes(size: float) -> str:
@@ -56,8 +59,7 @@ def least_bytes(config: Config, num_ranks: int, num_eval_sequences: int = 0) -> 
     num_micro_batches = ceil(num_sequences / train.micro_batch_size)
     micro_batch_size = min(train.micro_batch_size, num_sequences)
     return {
-        "the training state": cost.zero_bytes(num_parameters, readers * axes.cp, axes.zero,
-                                               recipe),
+        "the training state": cost.zero_bytes(num_parameters, readers * axes.cp, axes.zero, recipe),
         "a micro-batch's activations": least_activations(config, micro_batch_size),
         "the samples of a step": num_sequences * sample + num_micro_batches * MICRO_BATCH_BYTES,
         "the samples of an evaluation": ceil(num_eval_sequences / readers) * sample,
@@ -70,8 +72,11 @@ def least_activations(config: Config, num_sequences: int) -> float:
     kept, num_blocks = train.recompute, model.num_layers / axes.pp
     if kept == "sqrt" or train.compile:
         kept, num_blocks = "full", isqrt(model.num_layers) / axes.pp
-    sizes = (num_sequences, config.data.sequence_length // axes.cp,
-             PRECISIONS[train.precision].activations.itemsize)
+    sizes = (
+        num_sequences,
+        config.data.sequence_length // axes.cp,
+        PRECISIONS[train.precision].activations.itemsize,
+    )
     options = {"recompute": kept, "layout": cost.Layout(axes.tp, axes.sequence)}
     ends = cost.activation_bytes(replace(model, num_layers=1), *sizes, **options)
     return max(ends, num_blocks * cost.activation_bytes_per_layer(model, *sizes, **options))

@@ -33,8 +33,15 @@ class Schedule:
     @classmethod
     def of(cls, train: TrainConfig, start: int = 0, last_rate: float = 0.0) -> "Schedule":
         """Return the schedule that a config asks for."""
-        return cls(train.learning_rate, train.min_learning_rate, train.warmup_steps, train.steps,
-                   train.continuation, start, last_rate)
+        return cls(
+            train.learning_rate,
+            train.min_learning_rate,
+            train.warmup_steps,
+            train.steps,
+            train.continuation,
+            start,
+            last_rate,
+        )
 
     @property
     def end(self) -> float:
@@ -58,8 +65,10 @@ class Schedule:
             return f"a constant {self.last_rate:.3g} {span}"
         if self.start > 0 and self.continuation == "linear":
             return f"a line from {self.last_rate:.3g} to {self.end:.3g} {span}"
-        return (f"{self.warmup_steps:,} steps of warm-up to {self.peak:.3g}, then a cosine to "
-                f"{self.minimum:.3g}, {span}")
+        return (
+            f"{self.warmup_steps:,} steps of warm-up to {self.peak:.3g}, then a cosine to "
+            f"{self.minimum:.3g}, {span}"
+        )
 
 
 def resumed(recorded: Schedule, asked: Schedule, step: int, folder: Path) -> Schedule:
@@ -96,6 +105,8 @@ def resumed(recorded: Schedule, asked: Schedule, step: int, folder: Path) -> Sch
     require(
         last > 0 or asked.continuation == "restart",
         f"train.continuation = {asked.continuation}, but the last learning rate of {folder} is 0: "
-        "nothing would be learned", "set it to restart or stretch", field="train.continuation",
+        "nothing would be learned",
+        "set it to restart or stretch",
+        field="train.continuation",
     )
     return replace(asked, start=step, last_rate=last)

@@ -20,9 +20,12 @@ from minitron.precision import PRECISIONS
 
 
 def require_validation(num_sequences: int, readers: int) -> None:
-    require(num_sequences >= readers, f"{num_sequences} validation sequences for {readers} "
-            f"data-parallel ranks: each needs one",
-            f"raise train.eval_sequences to {readers} or more", field="train.eval_sequences")
+    require(
+        num_sequences >= readers,
+        f"{num_sequences} validation sequences for {readers} data-parallel ranks: each needs one",
+        f"raise train.eval_sequences to {readers} or more",
+        field="train.eval_sequences",
+    )
 
 
 def require_a_gpu_each(device: torch.device, group: Group) -> None:
@@ -44,16 +47,29 @@ def with_vocabulary_of_data(config: Config) -> Config:
     require(
         model_size == 0 or model_size >= data_size,
         f"model.vocab_size = {model_size} is smaller than the {data_size} tokens of "
-        f"{config.data.path}", f"set it to 0 or to at least {data_size}", field="model.vocab_size",
+        f"{config.data.path}",
+        f"set it to 0 or to at least {data_size}",
+        field="model.vocab_size",
     )
     if model_size > 0:
         return config
     return replace(config, model=replace(config.model, vocab_size=data_size))
 
 
-MAY_CHANGE = {"steps", "log_every", "eval_every", "eval_sequences", "checkpoint_every",
-              "keep_checkpoints", "async_checkpoint", "hang_timeout", "device", "recompute",
-              "micro_batch_size", "compile"}
+MAY_CHANGE = {
+    "steps",
+    "log_every",
+    "eval_every",
+    "eval_sequences",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "async_checkpoint",
+    "hang_timeout",
+    "device",
+    "recompute",
+    "micro_batch_size",
+    "compile",
+}
 """Fields of TrainConfig that a resumed run may be given anew, as it may be another layout: every
 step is the same but for the order of its sums, and for the learning rate if `steps` is another."""
 OF_SCHEDULE = {"learning_rate", "min_learning_rate", "warmup_steps", "continuation"}
@@ -72,8 +88,12 @@ def read_facts(facts: dict, where: Path) -> dict:
     scale = {"value": float, "good_steps": int, "skipped": int}
     match facts:
         case {
-            "step": int(step), "position": int(position), "num_ranks": int(num_ranks),
-            "config": dict(tables), "fingerprint": str(), "loss_scale": None | dict() as loss_scale,
+            "step": int(step),
+            "position": int(position),
+            "num_ranks": int(num_ranks),
+            "config": dict(tables),
+            "fingerprint": str(),
+            "loss_scale": None | dict() as loss_scale,
         }:
             config = to_dict(from_dict(tables, where=str(where)))
             is_sound = min(step, position, num_ranks) >= 0 and position < 2**62
@@ -84,12 +104,17 @@ def read_facts(facts: dict, where: Path) -> dict:
                 is_sound &= types == scale and 0 < loss_scale["value"] < inf
         case _:
             is_sound = False
-    require(is_sound, f"{where}: its {MANIFEST} was not written by a run",
-            "resume from another checkpoint")
+    require(
+        is_sound,
+        f"{where}: its {MANIFEST} was not written by a run",
+        "resume from another checkpoint",
+    )
     precision = config["train"]["precision"]
-    require((loss_scale is not None) == PRECISIONS[precision].scales_loss, f"{where}: its "
-            f"{MANIFEST} has a loss scale that does not fit train.precision = {precision}",
-            "resume from another checkpoint")
+    require(
+        (loss_scale is not None) == PRECISIONS[precision].scales_loss,
+        f"{where}: its {MANIFEST} has a loss scale that does not fit train.precision = {precision}",
+        "resume from another checkpoint",
+    )
     return facts | {"config": config, "continued": continued}
 
 
@@ -130,15 +155,18 @@ def require_same_training(facts: dict, config: Config, folder: Path, fingerprint
         require(
             before == now,
             f"{section}.{key} = {now}, but {folder} was trained with {before}",
-            f"set it to {before}, or start a new run without --resume", field=f"{section}.{key}",
+            f"set it to {before}, or start a new run without --resume",
+            field=f"{section}.{key}",
         )
     require(
         facts["fingerprint"] in (fingerprint, fingerprint[:64]),  # an old run's is the first half
         f"{config.data.path}: holds other tokens than {folder} was trained on",
-        "write the same corpus again, or start a new run without --resume", field="data.path",
+        "write the same corpus again, or start a new run without --resume",
+        field="data.path",
     )
     require(
         facts["step"] <= config.train.steps,
         f"train.steps = {config.train.steps}, but {folder} is at step {facts['step']}",
-        "ask for more steps", field="train.steps",
+        "ask for more steps",
+        field="train.steps",
     )

@@ -33,8 +33,13 @@ class Training:
     ) -> tuple[Tensor, Tensor]:
         """Move the weights once; returns the loss and the gradient's norm, 0-d."""
         return train_step(
-            self.forward, self.optimizer, micro_batches, rate, self.config.train.clip_norm,
-            self.parallel, self.loss_scale,
+            self.forward,
+            self.optimizer,
+            micro_batches,
+            rate,
+            self.config.train.clip_norm,
+            self.parallel,
+            self.loss_scale,
         )
 
     def micro_batches(self, batch: Tensor, num_sequences: int) -> list[tuple[Tensor, Tensor]]:

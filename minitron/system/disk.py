@@ -13,9 +13,21 @@ from minitron.system.errors import ConfigError
 
 NO_ROOM = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG") if hasattr(errno, name)}
 NO_WRITES = NO_ROOM | {errno.EROFS}
-REFUSALS = NO_WRITES | {getattr(errno, name) for name in (
-    "EIO", "ESTALE", "EACCES", "EPERM", "ENAMETOOLONG", "ENOTDIR", "EISDIR", "EEXIST", "ELOOP",
-) if hasattr(errno, name)}
+REFUSALS = NO_WRITES | {
+    getattr(errno, name)
+    for name in (
+        "EIO",
+        "ESTALE",
+        "EACCES",
+        "EPERM",
+        "ENAMETOOLONG",
+        "ENOTDIR",
+        "EISDIR",
+        "EEXIST",
+        "ELOOP",
+    )
+    if hasattr(errno, name)
+}
 """Errors that are the user's to mend: no room, no permission, no such place."""
 
 
@@ -49,7 +61,8 @@ def writing(path: Path, remedy: str = "make room, or choose another folder") -> 
         if number is None or (name is not None and number not in NO_WRITES):
             raise
         raise ConfigError(
-            f"{name or path}: cannot be written ({os.strerror(number)}); {remedy}") from error
+            f"{name or path}: cannot be written ({os.strerror(number)}); {remedy}"
+        ) from error
 
 
 def open_itself(path: str | Path, flags: int) -> int:

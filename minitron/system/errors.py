@@ -35,9 +35,7 @@ class ConfigError(ValueError):
         return joint.join(parts) + self.where
 
 
-def require(
-    condition: bool, problem: str, *remedies: str, field: str = "", kind: str = ""
-) -> None:
+def require(condition: bool, problem: str, *remedies: str, field: str = "", kind: str = "") -> None:
     """Raise a ConfigError unless `condition` holds."""
     if not condition:
         raise ConfigError(problem, *remedies, field=field, kind=kind)

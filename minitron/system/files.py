@@ -91,9 +91,12 @@ def require_shallow(value: dict | list) -> None:
     """Raise ValueError for more levels than anyone needs: `repr` could not print them either."""
     level = [value]
     for _ in range(MOST_LEVELS):
-        level = [each for outer in level
-                 for each in (outer.values() if isinstance(outer, dict) else outer)
-                 if isinstance(each, dict | list)]
+        level = [
+            each
+            for outer in level
+            for each in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(each, dict | list)
+        ]
         if not level:
             return
     raise ValueError("nested too deeply")

@@ -95,12 +95,17 @@ class CachingAllocator:
         """Draw each segment in brackets, a character per `unit` bytes: # is live, . is free."""
         return " ".join(
             "[" + "".join(".#"[block.live] * (block.size // unit) for block in segment) + "]"
-            for segment in self.segments)
+            for segment in self.segments
+        )
 
     def _find(self, pool: list[list[Memory]], size: int) -> tuple[list[Memory], Memory] | None:
         """Return the smallest free block of at least `size` bytes, and its segment."""
-        fitting = [(segment, block) for segment in pool for block in segment
-                   if not block.live and block.size >= size]
+        fitting = [
+            (segment, block)
+            for segment in pool
+            for block in segment
+            if not block.live and block.size >= size
+        ]
         return min(fitting, key=lambda pair: pair[1].size, default=None)
 
     def _grow(self, pool: list[list[Memory]], size: int) -> bool:
@@ -122,7 +127,9 @@ class CachingAllocator:
 
     def _explain(self, size: int) -> str:
         waiting, left = self.reserved - self.allocated, self.capacity - self.reserved
-        return (f"tried to allocate {size // MIB} MiB; {left // MIB} MiB "
-                f"of the device are left.\n{self.allocated // MIB} MiB are allocated, "
-                f"{waiting // MIB} MiB reserved but unallocated (largest block "
-                f"{self.largest_free // MIB} MiB)")
+        return (
+            f"tried to allocate {size // MIB} MiB; {left // MIB} MiB "
+            f"of the device are left.\n{self.allocated // MIB} MiB are allocated, "
+            f"{waiting // MIB} MiB reserved but unallocated (largest block "
+            f"{self.largest_free // MIB} MiB)"
+        )

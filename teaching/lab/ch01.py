@@ -33,8 +33,12 @@ def new_model(config: ModelConfig) -> tuple[Transformer, torch.optim.Optimizer]:
 
 
 def train_story_model(
-    config: ModelConfig, data: TokenDataset, num_steps: int, peak: float = 0.01,
-    warmup_steps: int = 50, watch: Callable[[int, Transformer], None] | None = None,
+    config: ModelConfig,
+    data: TokenDataset,
+    num_steps: int,
+    peak: float = 0.01,
+    warmup_steps: int = 50,
+    watch: Callable[[int, Transformer], None] | None = None,
 ) -> tuple[Transformer, list[float]]:
     """Train a new model for the first `num_steps` of 600; return it and the loss of each step.
 
@@ -95,8 +99,13 @@ def tokens_per_second(
 
 # Where a step's time goes
 
-TIMED_KINDS = {"mm": "matmuls", "addmm": "matmuls", "bmm": "matmuls", "gelu": "GELU",
-               "gelu_backward": "GELU"}
+TIMED_KINDS = {
+    "mm": "matmuls",
+    "addmm": "matmuls",
+    "bmm": "matmuls",
+    "gelu": "GELU",
+    "gelu_backward": "GELU",
+}
 
 
 class OperatorClock(DispatchMode):
@@ -110,8 +119,11 @@ class OperatorClock(DispatchMode):
         start = time.perf_counter()
         outputs = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        kind = "attention" if name.startswith("_scaled_dot_product") \
+        kind = (
+            "attention"
+            if name.startswith("_scaled_dot_product")
             else TIMED_KINDS.get(name, "other operators")
+        )
         self.found[kind] += time.perf_counter() - start
         return outputs
 
@@ -213,8 +225,7 @@ def roofline(peak: float, bandwidth: float) -> list[Roofline]:
     """
     x = torch.randn(4096, 2048)
     out = torch.empty_like(x)  # or each call would also pay for fresh pages
-    measured = [("x + 1", x.numel(), 8 * x.numel(),
-                 seconds_of(lambda: torch.add(x, 1.0, out=out)))]
+    measured = [("x + 1", x.numel(), 8 * x.numel(), seconds_of(lambda: torch.add(x, 1.0, out=out)))]
 
     weight = torch.randn(2048, 2048)
     for rows in (1, 4, 16, 64, 256, 1024):
@@ -227,8 +238,14 @@ def roofline(peak: float, bandwidth: float) -> list[Roofline]:
     peak = max(peak, *(flops / min(times) for _, flops, _, times in measured))
     bandwidth = max(bandwidth, *(moved / min(times) for _, _, moved, times in measured))
     return [
-        Roofline(name, flops / moved, flops / median(times), peak, bandwidth,
-                 spread=(flops / max(times), flops / min(times)))
+        Roofline(
+            name,
+            flops / moved,
+            flops / median(times),
+            peak,
+            bandwidth,
+            spread=(flops / max(times), flops / min(times)),
+        )
         for name, flops, moved, times in measured
     ]
 
@@ -252,9 +269,17 @@ class Operators:
     bytes: int = 0
 
 
-OPERATOR_KINDS = {"mm": "matmuls", "addmm": "matmuls", "bmm": "matmuls", "_log_softmax": "loss",
-                  "_log_softmax_backward_data": "loss", "nll_loss_forward": "loss",
-                  "nll_loss_backward": "loss", "_fused_adamw_": "AdamW", "_foreach_add_": "AdamW"}
+OPERATOR_KINDS = {
+    "mm": "matmuls",
+    "addmm": "matmuls",
+    "bmm": "matmuls",
+    "_log_softmax": "loss",
+    "_log_softmax_backward_data": "loss",
+    "nll_loss_forward": "loss",
+    "nll_loss_backward": "loss",
+    "_fused_adamw_": "AdamW",
+    "_foreach_add_": "AdamW",
+}
 
 
 class OperatorCount(DispatchMode):
@@ -268,8 +293,11 @@ class OperatorCount(DispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         outputs = func(*args, **kwargs)
-        name, read, written = func.overloadpacket.__name__, tensors_in(args, kwargs), \
-            tensors_in(outputs)
+        name, read, written = (
+            func.overloadpacket.__name__,
+            tensors_in(args, kwargs),
+            tensors_in(outputs),
+        )
         known = {storage_address(tensor) for tensor in read}
         if name.startswith("_fused_adamw"):
             written = tensors_in(args[0], args[2:])  # all but the gradients, in place
@@ -279,8 +307,11 @@ class OperatorCount(DispatchMode):
             kind, flops = "attention", attention_flops(name, args)
         else:
             kind = OPERATOR_KINDS.get(name, "pointwise, norms")
-            flops = (FORMULAS[name](*args, **kwargs, out_val=outputs) if name in FORMULAS
-                     else sum(tensor.numel() for tensor in written))
+            flops = (
+                FORMULAS[name](*args, **kwargs, out_val=outputs)
+                if name in FORMULAS
+                else sum(tensor.numel() for tensor in written)
+            )
         before, moved = self.found[kind], sum(tensor.nbytes for tensor in [*read, *written])
         self.found[kind] = Operators(before.flops + flops, before.bytes + moved)
         return outputs
@@ -292,12 +323,23 @@ def step_operators(config: ModelConfig, num_tokens: int, layers: int = 2) -> dic
     A model of `layers` and one of a layer less are counted: all layers are alike.
     """
     with fake_tensors():
-        more, fewer = (_count_step(replace(config, num_layers=count), num_tokens)
-                       for count in (layers, layers - 1))
+        more, fewer = (
+            _count_step(replace(config, num_layers=count), num_tokens)
+            for count in (layers, layers - 1)
+        )
     rest = config.num_layers - layers
-    return {kind: Operators(*(a + rest * (a - b) for a, b in (
-        (more[kind].flops, fewer[kind].flops), (more[kind].bytes, fewer[kind].bytes))))
-        for kind in more}
+    return {
+        kind: Operators(
+            *(
+                a + rest * (a - b)
+                for a, b in (
+                    (more[kind].flops, fewer[kind].flops),
+                    (more[kind].bytes, fewer[kind].bytes),
+                )
+            )
+        )
+        for kind in more
+    }
 
 
 def _count_step(config: ModelConfig, num_tokens: int) -> dict[str, Operators]:
@@ -322,9 +364,7 @@ def relu_of_scaled(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     return torch.relu(x * scale + shift)
 
 
-def eager_and_compiled(
-    rows: int = 4096, width: int = 2048
-) -> list[tuple[str, int, list[float]]]:
+def eager_and_compiled(rows: int = 4096, width: int = 2048) -> list[tuple[str, int, list[float]]]:
     """Return name, bytes moved, times: of x + 1, of `relu_of_scaled`, eager and compiled, of tanh.
 
     They take turns, and write into tensors that are there already: fresh pages would cost more

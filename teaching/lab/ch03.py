@@ -53,8 +53,10 @@ def train(policy: Policy, num_steps: int = 120) -> list[float]:
     initialize(model, seed=0)
     policy(model)
     optimizer = make_optimizer(model, TrainConfig(), torch.device("cpu"))
-    return [float(train_step(model, optimizer, [copying_batch(step)], 3e-3, 1.0)[0])
-            for step in range(num_steps)]
+    return [
+        float(train_step(model, optimizer, [copying_batch(step)], 3e-3, 1.0)[0])
+        for step in range(num_steps)
+    ]
 
 
 # What early stopping saves: FLOPs counted here, and times that were recorded
@@ -76,8 +78,11 @@ def recorded_on() -> str:
 
 def recorded_time(name: str) -> float:
     """Return the time of a step with every block recomputed, relative to the plain step's."""
-    rows = [[cell.strip() for cell in line.strip("|").split("|")]
-            for line in RECORD.read_text("utf-8").splitlines() if line.startswith("|")]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in RECORD.read_text("utf-8").splitlines()
+        if line.startswith("|")
+    ]
     plain = next(row for row in rows if row[:2] == [name, "none"])
     return float(plain[rows[0].index("time, ours / this")])
 
@@ -148,10 +153,23 @@ def frontier(
 ) -> Figure:
     """Draw the FLOPs added at each of `budgets`, in bytes, and the stairs of the formula."""
     figure, axes = canvas()
-    axes.step([budget / 1e6 for budget in every], [100 * share for share in formula], "--",
-              where="post", color=BLACK, linewidth=1.2, zorder=3)
-    axes.plot([budget / 1e6 for budget in budgets], [100 * share for share in paid], "o",
-              color=SERIES[0], markersize=7, clip_on=False)
+    axes.step(
+        [budget / 1e6 for budget in every],
+        [100 * share for share in formula],
+        "--",
+        where="post",
+        color=BLACK,
+        linewidth=1.2,
+        zorder=3,
+    )
+    axes.plot(
+        [budget / 1e6 for budget in budgets],
+        [100 * share for share in paid],
+        "o",
+        color=SERIES[0],
+        markersize=7,
+        clip_on=False,
+    )
     for name, color, at in (("measured", SERIES[0], 0.84), ("formula", BLACK, 0.92)):
         axes.text(0.98, at, name, color=color, ha="right", transform=axes.transAxes)
     axes.set_xlim(0, budgets[-1] / 1e6)
@@ -170,6 +188,7 @@ def keep_if_expensive(threshold: float) -> Policy:
     Everything else in a block is recomputed: the other matmuls and all that is not a matmul. Built
     from PyTorch's selective activation checkpointing, which asks about each operator.
     """
+
     def choose(context, op, *args, **kwargs) -> CheckpointPolicy:
         keep = flops_per_byte(op, args) > threshold
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
@@ -185,10 +204,12 @@ def flops_per_byte(op, args: tuple) -> float:
 
 def checkpoint_blocks(contexts: Callable) -> Policy:
     """Run every block under PyTorch's own checkpoint with these contexts."""
+
     def run_blocks(blocks: nn.ModuleList, x: Tensor, rotation) -> Tensor:
         for block in blocks:
-            x = checkpoint(partial(block, rotation=rotation), x, use_reentrant=False,
-                           context_fn=contexts)
+            x = checkpoint(
+                partial(block, rotation=rotation), x, use_reentrant=False, context_fn=contexts
+            )
         return x
 
     return lambda model: setattr(model, "run_blocks", run_blocks)
@@ -246,6 +267,7 @@ class Host:
 
 def offload_blocks(host: Host) -> Policy:
     """Keep on the host what the blocks save for the backward pass."""
+
     def run_blocks(blocks: nn.ModuleList, x: Tensor, rotation) -> Tensor:
         with saved_tensors_hooks(host.send, lambda fetch: fetch()):
             return run_in_order(blocks, x, rotation)

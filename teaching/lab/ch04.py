@@ -169,8 +169,10 @@ def bytes_and_latency(
 ) -> tuple[float, float]:
     """Return the seconds that the buckets' all-reduces take for their bytes, and for latency."""
     num_bytes, num_buckets = sum(sizes), len(in_buckets(sizes))
-    return (cost.ring_all_reduce_seconds(num_bytes, num_ranks, 0, bandwidth),
-            num_buckets * cost.ring_all_reduce_seconds(0, num_ranks, latency, bandwidth))
+    return (
+        cost.ring_all_reduce_seconds(num_bytes, num_ranks, 0, bandwidth),
+        num_buckets * cost.ring_all_reduce_seconds(0, num_ranks, latency, bandwidth),
+    )
 
 
 # The measured steps
@@ -218,8 +220,15 @@ def slow_steps(
             with SlowNetwork(*network):
                 ledger, compute = trial.step()
             seconds = time.perf_counter() - begin
-            kept.append((ledger.calls, ledger.spans, seconds, compute.backward - compute.forward,
-                         exposed_in(ledger, max(trial.ready))))
+            kept.append(
+                (
+                    ledger.calls,
+                    ledger.spans,
+                    seconds,
+                    compute.backward - compute.forward,
+                    exposed_in(ledger, max(trial.ready)),
+                )
+            )
     return median_compute(computes[1:]), [kept[1:] for kept in steps]
 
 
@@ -230,8 +239,9 @@ def measure(
 
     The steps of each are sorted, the fastest first.
     """
-    ranks = run(slow_steps, 2, list(applies.values()), network, num_steps, timeout=MEASURING,
-                watch=False)
+    ranks = run(
+        slow_steps, 2, list(applies.values()), network, num_steps, timeout=MEASURING, watch=False
+    )
     computes, by_rank = zip(*ranks, strict=True)
     found = {}
     for name, trials in zip(applies, zip(*by_rank, strict=True), strict=True):
@@ -272,13 +282,16 @@ def print_steps(
         low, middle, high = spread(found)
         measured = f"{middle:.0f} ({low:.0f} to {high:.0f})"
         step, exposed = median_step(found), 1e3 * exposed_seconds(compute, sent[name])
-        print(f"{name:8} {len(step.calls[0]):5} {end_of(compute, sent[name]):9.0f} {measured:>18} "
-              f"{exposed:10.0f} {1e3 * step.exposed:8.0f} {alone:6.0f} {1e3 * step.backward:8.0f}")
+        print(
+            f"{name:8} {len(step.calls[0]):5} {end_of(compute, sent[name]):9.0f} {measured:>18} "
+            f"{exposed:10.0f} {1e3 * step.exposed:8.0f} {alone:6.0f} {1e3 * step.backward:8.0f}"
+        )
 
 
 def sized(bucket_bytes: int) -> Apply:
     return lambda model, group: apply_bucketed_data_parallel(
-        model, group, bucket_bytes=bucket_bytes)
+        model, group, bucket_bytes=bucket_bytes
+    )
 
 
 def told_apart(spreads: dict[str, tuple[float, float, float]]) -> str:
@@ -288,8 +301,11 @@ def told_apart(spreads: dict[str, tuple[float, float, float]]) -> str:
     """
     best = min(spreads, key=lambda name: spreads[name][1])
     low, middle, high = spreads[best]
-    alike = [name for name, (least, median_, most) in spreads.items()
-             if name != best and (median_ <= high or least <= middle)]
+    alike = [
+        name
+        for name, (least, median_, most) in spreads.items()
+        if name != best and (median_ <= high or least <= middle)
+    ]
     slower = [name for name in spreads if name != best and name not in alike]
     text = f"{best} was the fastest"
     if alike:

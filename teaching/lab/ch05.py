@@ -20,7 +20,10 @@ AllReduce = Callable[[Tensor, ProcessGroup], None]
 
 
 def emulated_seconds(
-    group: ProcessGroup, algorithms: dict[str, AllReduce], num_bytes: int, link: cost.Link,
+    group: ProcessGroup,
+    algorithms: dict[str, AllReduce],
+    num_bytes: int,
+    link: cost.Link,
     repeats: int = 3,
 ) -> dict[str, list[float]]:
     """Return the seconds of each algorithm's runs on an emulated network of `link`, sorted."""
@@ -44,9 +47,12 @@ def fastest_seconds(
 ) -> dict[str, list[float]]:
     """Return, by algorithm, the slowest rank's seconds of the fastest run of each size in bytes."""
     by_rank = run(
-        fastest_runs, num_ranks, algorithms, sizes, repeats, timeout=MEASURING, watch=False)
-    return {name: [max(ranks) for ranks in zip(*(best[name] for best in by_rank), strict=True)]
-            for name in algorithms}
+        fastest_runs, num_ranks, algorithms, sizes, repeats, timeout=MEASURING, watch=False
+    )
+    return {
+        name: [max(ranks) for ranks in zip(*(best[name] for best in by_rank), strict=True)]
+        for name in algorithms
+    }
 
 
 def fastest_runs(
@@ -60,7 +66,7 @@ def fastest_runs(
             for name, all_reduce in algorithms.items():
                 dist.barrier(group=group)
                 begin = time.perf_counter()
-                all_reduce(tensor[:num_bytes // 4], group)
+                all_reduce(tensor[: num_bytes // 4], group)
                 best[name][i] = min(best[name][i], time.perf_counter() - begin)
     return best
 
@@ -73,10 +79,14 @@ GPUS_PER_NODE, TENSOR_BYTES = 8, 256e6
 def fit_cluster(nodes: Sequence[int], bus: Sequence[float]) -> cost.Link:
     """Fit the link of a ring over all GPUs to bus bandwidths measured on `nodes` nodes."""
     sizes = [GPUS_PER_NODE * count for count in nodes]
-    seconds = [cost.ring_all_reduce_seconds(TENSOR_BYTES, size, 0, rate * 1e9)
-               for size, rate in zip(sizes, bus, strict=True)]
-    return cost.fit_link([TENSOR_BYTES / size for size in sizes],
-                         [t / (2 * (size - 1)) for size, t in zip(sizes, seconds, strict=True)])
+    seconds = [
+        cost.ring_all_reduce_seconds(TENSOR_BYTES, size, 0, rate * 1e9)
+        for size, rate in zip(sizes, bus, strict=True)
+    ]
+    return cost.fit_link(
+        [TENSOR_BYTES / size for size in sizes],
+        [t / (2 * (size - 1)) for size, t in zip(sizes, seconds, strict=True)],
+    )
 
 
 def bus_bandwidth(num_nodes: int, link: cost.Link) -> float:

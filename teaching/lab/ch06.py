@@ -78,8 +78,9 @@ def report(
         error = (weights - expected.reshape(-1)).abs().max()
         print(f"{rank:4} {error:7.0e} {sent:12,} {formula(rank):11,} {sent / full:20.4f}")
         shares = {"parameter": full, "gradient": full, "optimizer state": 2 * full}
-        picture[f"rank {rank}"] = {kind: Held(kept[kind], kept[kind] / shares[kind])
-                                   for kind in kept}
+        picture[f"rank {rank}"] = {
+            kind: Held(kept[kind], kept[kind] / shares[kind]) for kind in kept
+        }
     return holdings(picture)
 
 
@@ -184,10 +185,16 @@ def measured(group: ProcessGroup, apply: Apply) -> tuple[dict[str, int], int, li
     """
     meter, step = metered(group, apply, num_layers=6)
     held = meter.now() | {"gradient": max(moment.bytes["gradient"] for moment in meter.timeline)}
-    own = sum(t.bytes for t in meter.peak.tensors
-              if (t.name, t.category) == ("master weight", "optimizer state"))
-    held = {"parameter": held["parameter"] + own, "gradient": held["gradient"],
-            "optimizer state": held["optimizer state"] - own}
+    own = sum(
+        t.bytes
+        for t in meter.peak.tensors
+        if (t.name, t.category) == ("master weight", "optimizer state")
+    )
+    held = {
+        "parameter": held["parameter"] + own,
+        "gradient": held["gradient"],
+        "optimizer state": held["optimizer state"] - own,
+    }
     with Ledger() as ledger, FlopCounterMode(display=False) as flops:
         step()
     return held, meter.peak.total, ledger.calls, flops.get_total_flops()
@@ -209,14 +216,16 @@ def predict_layers(stage: int, apply: Apply, limit: float) -> int:
     The formula gives the training state; what comes on top is measured with four and with six
     layers, and taken to grow by the same amount with each.
     """
+
     def state(layers: int) -> int:
         return zero_bytes(cost.num_parameters(shape_of(layers)), 4, stage, FP32)
 
     four, six = fullest(apply, 4, 6)
     on_top = four - state(4)
     more = (six - state(6) - on_top) / 2
-    return max(count for count in range(4, 50)
-               if state(count) + on_top + (count - 4) * more <= limit)
+    return max(
+        count for count in range(4, 50) if state(count) + on_top + (count - 4) * more <= limit
+    )
 
 
 # Hybrid sharding
@@ -237,8 +246,10 @@ def hybrid_step(group: ProcessGroup, grid: tuple[int, int]) -> tuple[dict[str, i
     take_step(model, parallel, optimizer, own)
     with Ledger() as ledger:
         take_step(model, parallel, optimizer, own)
-    sent = {axis: sum(call.sent for call in ledger.calls if call.axis == axis)
-            for axis in ("dp", "replicas")}
+    sent = {
+        axis: sum(call.sent for call in ledger.calls if call.axis == axis)
+        for axis in ("dp", "replicas")
+    }
     state = sum(tensor.nbytes for group in optimizer.param_groups for tensor in group["params"])
     return sent, state
 
@@ -255,10 +266,15 @@ def between_nodes(
     total = 0
     for rank, sent in enumerate(by_rank):
         replica, shard = divmod(rank, shards)
-        following = {"dp": replica * shards + (shard + 1) % shards,
-                     "replicas": (replica + 1) % replicas * shards + shard}
-        total += sum(sent[axis] for axis, other in following.items()
-                     if other // ranks_per_node != rank // ranks_per_node)
+        following = {
+            "dp": replica * shards + (shard + 1) % shards,
+            "replicas": (replica + 1) % replicas * shards + shard,
+        }
+        total += sum(
+            sent[axis]
+            for axis, other in following.items()
+            if other // ranks_per_node != rank // ranks_per_node
+        )
     return total
 
 

@@ -42,8 +42,10 @@ def compute_alone(group: ProcessGroup) -> list[float]:
 
 def compute_of(spans: Sequence) -> list[float]:
     """Return the seconds computed in the forward and in the backward pass."""
-    return [sum(span.end - span.start for span in spans if span.phase == phase)
-            for phase in ("forward", "backward")]
+    return [
+        sum(span.end - span.start for span in spans if span.phase == phase)
+        for phase in ("forward", "backward")
+    ]
 
 
 def without_prefetch(model: nn.Module, group: ProcessGroup) -> FullyShardedDataParallel:
@@ -156,8 +158,11 @@ def draw_copies() -> Figure:
     copied = 3 * 2 * 2 * cost.num_parameters(OVERLAP.model)
     milliseconds = 1e3 * copied / device_of(record).memory_bandwidth
     row = recorded_steps()["FSDP step"]
-    return ranges({"copies": (row["other_streams_ms"],) * 3, "hidden": (row["hidden_ms"],) * 3},
-                  {"copies": milliseconds, "hidden": milliseconds}, "ms of copies in one step")
+    return ranges(
+        {"copies": (row["other_streams_ms"],) * 3, "hidden": (row["hidden_ms"],) * 3},
+        {"copies": milliseconds, "hidden": milliseconds},
+        "ms of copies in one step",
+    )
 
 
 def predicted_seconds(passes: Sequence[float], transfer: float, prefetch: bool) -> float:

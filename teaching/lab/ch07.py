@@ -37,58 +37,111 @@ from teaching.lab import counting_rows
 def two_ways() -> Figure:
     """Draw X A cut by columns and by rows over two ranks."""
     X = Matrix("X", "S x D", 1.2, 1)
-    columns = [X, "x", Matrix("A", "D x F/2", 1, 1.8, columns=(0, 1)),
-               "=", Matrix("Y", "S x F/2", 1.2, 1.8, columns=(0, 1))]
-    rows = [Matrix("X", "S x D/2", 1.2, 1, columns=(0, 1)), "x",
-            Matrix("A", "D/2 x F", 1, 1.8, rows=(0, 1)), "=",
-            Matrix("Y", "S x F", 1.2, 1.8, sum_of=(0, 1)),
-            "all-reduce", Matrix("Y", "S x F", 1.2, 1.8)]
-    return cut({"by columns: each rank computes some columns of Y": columns,
-                "by rows: each rank computes a partial sum of Y": rows})
+    columns = [
+        X,
+        "x",
+        Matrix("A", "D x F/2", 1, 1.8, columns=(0, 1)),
+        "=",
+        Matrix("Y", "S x F/2", 1.2, 1.8, columns=(0, 1)),
+    ]
+    rows = [
+        Matrix("X", "S x D/2", 1.2, 1, columns=(0, 1)),
+        "x",
+        Matrix("A", "D/2 x F", 1, 1.8, rows=(0, 1)),
+        "=",
+        Matrix("Y", "S x F", 1.2, 1.8, sum_of=(0, 1)),
+        "all-reduce",
+        Matrix("Y", "S x F", 1.2, 1.8),
+    ]
+    return cut(
+        {
+            "by columns: each rank computes some columns of Y": columns,
+            "by rows: each rank computes a partial sum of Y": rows,
+        }
+    )
 
 
 def columns_then_rows() -> Figure:
     """Draw a feed-forward whose first matrix is cut by columns and whose second by rows."""
-    return cut({"up by columns, down by rows": [
-        Matrix("X", "S x D", 1.2, 1), "x", Matrix("up", "D x F/2", 1, 1.8, columns=(0, 1)), "GELU",
-        Matrix("hidden", "S x F/2", 1.2, 1.8, columns=(0, 1)), "x",
-        Matrix("down", "F/2 x D", 1.8, 1, rows=(0, 1)), "=",
-        Matrix("Y", "S x D", 1.2, 1, sum_of=(0, 1)), "all-reduce", Matrix("Y", "S x D", 1.2, 1),
-    ]})
+    return cut(
+        {
+            "up by columns, down by rows": [
+                Matrix("X", "S x D", 1.2, 1),
+                "x",
+                Matrix("up", "D x F/2", 1, 1.8, columns=(0, 1)),
+                "GELU",
+                Matrix("hidden", "S x F/2", 1.2, 1.8, columns=(0, 1)),
+                "x",
+                Matrix("down", "F/2 x D", 1.8, 1, rows=(0, 1)),
+                "=",
+                Matrix("Y", "S x D", 1.2, 1, sum_of=(0, 1)),
+                "all-reduce",
+                Matrix("Y", "S x D", 1.2, 1),
+            ]
+        }
+    )
 
 
 def grouped_queries() -> Figure:
     """Draw four query heads and two key-value heads on four ranks."""
     ranks, pairs, X = (0, 1, 2, 3), ((0, 1), (2, 3)), Matrix("X", "S x D", 1.2, 1)
-    return cut({
-        "4 query heads on 4 ranks: one each":
-            [X, "x", Matrix("query", "D x K", 1, 1.8, columns=ranks), "=",
-             Matrix("queries", "S x K", 1.2, 1.8, columns=ranks)],
-        "2 key-value heads on 4 ranks: each is held twice":
-            [X, "x", Matrix("key", "D x K", 1, 1.8, columns=pairs), "=",
-             Matrix("keys", "S x K", 1.2, 1.8, columns=pairs)],
-    })
+    return cut(
+        {
+            "4 query heads on 4 ranks: one each": [
+                X,
+                "x",
+                Matrix("query", "D x K", 1, 1.8, columns=ranks),
+                "=",
+                Matrix("queries", "S x K", 1.2, 1.8, columns=ranks),
+            ],
+            "2 key-value heads on 4 ranks: each is held twice": [
+                X,
+                "x",
+                Matrix("key", "D x K", 1, 1.8, columns=pairs),
+                "=",
+                Matrix("keys", "S x K", 1.2, 1.8, columns=pairs),
+            ],
+        }
+    )
 
 
 def vocabulary_cut() -> Figure:
     """Draw embedding and head, cut by tokens of the vocabulary over two ranks."""
     x = Matrix("X", "S x D", 1.2, 1)
-    return cut({
-        "embedding: each rank looks up the tokens it holds": [
-            Matrix("tokens, one-hot", "S x V/2", 1.2, 1.8, columns=(0, 1)), "x",
-            Matrix("embedding", "V/2 x D", 1.8, 1, rows=(0, 1)), "=",
-            Matrix("X", "S x D", 1.2, 1, sum_of=(0, 1)), "all-reduce", x],
-        "head: each rank computes the logits of the tokens it holds": [
-            x, "x", Matrix("head", "D x V/2", 1, 1.8, columns=(0, 1)), "=",
-            Matrix("logits", "S x V/2", 1.2, 1.8, columns=(0, 1)), "all-reduce",
-            Matrix("loss", "S", 1.2, 0.4)],
-    })
+    return cut(
+        {
+            "embedding: each rank looks up the tokens it holds": [
+                Matrix("tokens, one-hot", "S x V/2", 1.2, 1.8, columns=(0, 1)),
+                "x",
+                Matrix("embedding", "V/2 x D", 1.8, 1, rows=(0, 1)),
+                "=",
+                Matrix("X", "S x D", 1.2, 1, sum_of=(0, 1)),
+                "all-reduce",
+                x,
+            ],
+            "head: each rank computes the logits of the tokens it holds": [
+                x,
+                "x",
+                Matrix("head", "D x V/2", 1, 1.8, columns=(0, 1)),
+                "=",
+                Matrix("logits", "S x V/2", 1.2, 1.8, columns=(0, 1)),
+                "all-reduce",
+                Matrix("loss", "S", 1.2, 0.4),
+            ],
+        }
+    )
 
 
 # The trap: training with a layer that is wrong
 
-SIZES = {"vocab_size": 36, "width": 24, "num_heads": 12, "num_kv_heads": 12, "ffn_width": 96,
-         "max_sequence_length": 12}
+SIZES = {
+    "vocab_size": 36,
+    "width": 24,
+    "num_heads": 12,
+    "num_kv_heads": 12,
+    "ffn_width": 96,
+    "max_sequence_length": 12,
+}
 small_gpt = partial(small_model, "gpt", **SIZES)
 small_llama = partial(small_model, "llama", **SIZES | {"num_kv_heads": 2})
 
@@ -113,8 +166,11 @@ def train(group: ProcessGroup, apply: Apply, num_steps: int = 20) -> tuple[list[
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    replicated = [parameter.detach().flatten() for name, parameter in model.named_parameters()
-                  if parallel.cuts[name].count == 1]
+    replicated = [
+        parameter.detach().flatten()
+        for name, parameter in model.named_parameters()
+        if parallel.cuts[name].count == 1
+    ]
     return losses, torch.cat(replicated)
 
 
@@ -125,8 +181,9 @@ def report(*applies: Apply, num_ranks: int = 2) -> None:
         losses, replicated = zip(*run(train, num_ranks, apply, watch=False), strict=True)
         agree = all(torch.equal(replicated[0], other) for other in replicated)
         name = "correct" if apply is apply_tensor_parallel else apply.__name__
-        print(f"{name:15} {losses[0][0]:12.6f} {losses[0][1]:11.6f} {losses[0][-1]:8.2f}"
-              f"    {agree}")
+        print(
+            f"{name:15} {losses[0][0]:12.6f} {losses[0][1]:11.6f} {losses[0][-1]:8.2f}    {agree}"
+        )
 
 
 def verdict(apply: Apply, num_ranks: int, make_model: Callable = small_gpt) -> str:
@@ -169,8 +226,13 @@ def measured_step(group: ProcessGroup, num_layers: int) -> tuple[dict[str, int],
 
 def sent_per_block(num_ranks: int) -> tuple[list[int], list[int]]:
     """Measure the bytes each rank sends for a block, and for embedding, head and loss together."""
-    one, three = ([sum(call.sent for call in calls) for _, calls
-                   in run(measured_step, num_ranks, layers, watch=False)] for layers in (1, 3))
+    one, three = (
+        [
+            sum(call.sent for call in calls)
+            for _, calls in run(measured_step, num_ranks, layers, watch=False)
+        ]
+        for layers in (1, 3)
+    )
     block = [(b - a) // 2 for a, b in zip(one, three, strict=True)]
     return block, [a - b for a, b in zip(one, block, strict=True)]
 

@@ -32,6 +32,7 @@ keep_inputs = partial(apply_sequence_parallel, regather=False)
 
 def block_regions(with_backward: bool) -> Figure:
     """Draw one block on two ranks, with tensor parallelism alone and with sequence parallelism."""
+
     def arrows(forward: str, backward: str) -> str | tuple[str, str]:
         return (forward, backward) if with_backward else forward
 
@@ -44,15 +45,39 @@ def block_regions(with_backward: bool) -> Figure:
     gather = arrows("all-gather", "reduce-scatter")
     scatter = arrows("reduce-scatter", "all-gather")
     full_input = Matrix("full input", "S x D")
-    return cut({
-        "tensor parallelism": [
-            replicated[0], enter, attention, leave, replicated[1], enter, feed_forward, leave,
-            replicated[2]],
-        "with sequence parallelism: attention": [
-            sharded[0], gather, full_input, "", attention, scatter, sharded[1]],
-        "with sequence parallelism: feed-forward": [
-            sharded[1], gather, full_input, "", feed_forward, scatter, sharded[2]],
-    })
+    return cut(
+        {
+            "tensor parallelism": [
+                replicated[0],
+                enter,
+                attention,
+                leave,
+                replicated[1],
+                enter,
+                feed_forward,
+                leave,
+                replicated[2],
+            ],
+            "with sequence parallelism: attention": [
+                sharded[0],
+                gather,
+                full_input,
+                "",
+                attention,
+                scatter,
+                sharded[1],
+            ],
+            "with sequence parallelism: feed-forward": [
+                sharded[1],
+                gather,
+                full_input,
+                "",
+                feed_forward,
+                scatter,
+                sharded[2],
+            ],
+        }
+    )
 
 
 # The trap: norms whose gradients are not summed
@@ -78,8 +103,14 @@ def train(group: ProcessGroup, apply: Apply, num_steps: int = 60) -> tuple[list[
     return losses, torch.stack(gains)
 
 
-SIZES = {"vocab_size": 36, "width": 24, "num_heads": 12, "num_kv_heads": 12, "ffn_width": 24,
-         "max_sequence_length": 12}
+SIZES = {
+    "vocab_size": 36,
+    "width": 24,
+    "num_heads": 12,
+    "num_kv_heads": 12,
+    "ffn_width": 24,
+    "max_sequence_length": 12,
+}
 small_gpt = partial(small_model, "gpt", **SIZES)
 small_llama = partial(small_model, "llama", **SIZES)
 
@@ -96,8 +127,11 @@ def gradients_before_finish(group: ProcessGroup, make_model: Callable) -> dict[s
     parallel = apply_sequence_parallel(model, group)
     rows = counting_rows(0, 8, 13, 36)
     parallel.summed_loss(model(rows[:, :-1]), rows[:, 1:]).backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters()
-            if parameter.grad is not None}
+    return {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 def parameters_whose_gradients_differ(
@@ -106,8 +140,12 @@ def parameters_whose_gradients_differ(
     """Name the parameters that every rank holds in full, with different gradients on the ranks."""
     first, *others = run(gradients_before_finish, num_ranks, make_model, watch=False)
     shapes = {name: parameter.shape for name, parameter in make_model().named_parameters()}
-    return [name for name, grad in first.items() if grad.shape == shapes[name]
-            and not all(torch.allclose(grad, other[name]) for other in others)]
+    return [
+        name
+        for name, grad in first.items()
+        if grad.shape == shapes[name]
+        and not all(torch.allclose(grad, other[name]) for other in others)
+    ]
 
 
 # Dropout
@@ -136,7 +174,9 @@ SHAPE, B, S, RANKS = ModelConfig("gpt", 64, 64, 1, 128, 8, 8, 512, dropout=0.1),
 WAYS: dict[str, tuple[Apply, cost.Layout]] = {
     "tensor": (apply_tensor_parallel, cost.Layout(RANKS)),
     "sequence, inputs kept": (
-        keep_inputs, cost.Layout(RANKS, sequence_parallel=True, regather=False)),
+        keep_inputs,
+        cost.Layout(RANKS, sequence_parallel=True, regather=False),
+    ),
     "sequence": (apply_sequence_parallel, cost.Layout(RANKS, sequence_parallel=True)),
 }
 
@@ -162,10 +202,13 @@ def measured_block(group: ProcessGroup, way: str, selective: bool) -> tuple[int,
 def block_formula(way: str, recompute: str, mask_bytes: int) -> int:
     """Return the bytes that the block keeps on each rank, by `cost`."""
     return cost.activation_bytes_per_layer(
-        SHAPE, B, S, 2, "materialized", recompute, mask_bytes, WAYS[way][1])
+        SHAPE, B, S, 2, "materialized", recompute, mask_bytes, WAYS[way][1]
+    )
 
 
 def sent_formula(way: str) -> list[int]:
     """Return the bytes that each rank sends for the block, by `cost`."""
-    return [cost.tensor_parallel_volume(B, S, SHAPE.width, 2, rank, WAYS[way][1]).sent
-            for rank in range(RANKS)]
+    return [
+        cost.tensor_parallel_volume(B, S, SHAPE.width, 2, rank, WAYS[way][1]).sent
+        for rank in range(RANKS)
+    ]

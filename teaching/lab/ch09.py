@@ -79,15 +79,19 @@ def verdict(function: Callable, *args, **options) -> str:
         function(*args, **options)
         return "runs"
     except (ConfigError, RankError, AssertionError) as error:
-        return "\n".join(fill(line, 76, subsequent_indent="  ")
-                         for line in str(error).splitlines())
+        return "\n".join(fill(line, 76, subsequent_indent="  ") for line in str(error).splitlines())
 
 
 def written(steps: Sequence[Action | Message]) -> str:
     """Write a rank's list of actions and messages, in lines of 76 columns."""
     verbs = {True: "send", False: "receive"}
-    return fill(", ".join(f"{verbs[step.is_send]} {step.action}" if isinstance(step, Message)
-                          else f"{step}" for step in steps), 76)
+    return fill(
+        ", ".join(
+            f"{verbs[step.is_send]} {step.action}" if isinstance(step, Message) else f"{step}"
+            for step in steps
+        ),
+        76,
+    )
 
 
 # The scale of the loss
@@ -103,8 +107,11 @@ OPTIMIZERS = {"AdamW": partial(torch.optim.AdamW, lr=1e-2), "SGD": partial(torch
 
 
 def train(
-    group: ProcessGroup, apply: Callable[[nn.Module, ProcessGroup], Grid],
-    make_optimizer: Callable, num_steps: int = 30, m: int = 4,
+    group: ProcessGroup,
+    apply: Callable[[nn.Module, ProcessGroup], Grid],
+    make_optimizer: Callable,
+    num_steps: int = 30,
+    m: int = 4,
 ) -> list[float]:
     """Train a tiny GPT on sequences that count; returns the loss reported in each step."""
     model, losses = Transformer(TINY), []
@@ -128,8 +135,12 @@ def losses_of(apply: Callable, optimizer: str, num_ranks: int = 2) -> list[float
 
 
 def oracle(
-    apply: Callable, num_ranks: int, family: str = "gpt", m: int = 2,
-    batch_sizes: Sequence[int] = (4, 5, 4), num_layers: int = 4,
+    apply: Callable,
+    num_ranks: int,
+    family: str = "gpt",
+    m: int = 2,
+    batch_sizes: Sequence[int] = (4, 5, 4),
+    num_layers: int = 4,
 ) -> str:
     """Return the first line of the oracle's verdict on a small model of `num_layers` blocks."""
     make_model = partial(small_model, family, num_layers=num_layers)
@@ -146,8 +157,10 @@ def gradient_error(apply: Callable, num_ranks: int, batch_size: int, m: int = 2)
     arguments = make_model, sample_batches((batch_size,)), m, ("SGD",)
     one, *by_rank = (
         [moment for moment in records["SGD"] if moment.kind == "gradient"]
-        for records in (trainings(ALONE, undivided, *arguments),
-                        *run(trainings, num_ranks, apply, *arguments, watch=False))
+        for records in (
+            trainings(ALONE, undivided, *arguments),
+            *run(trainings, num_ranks, apply, *arguments, watch=False),
+        )
     )
     return largest_difference(one, by_rank)
 
@@ -190,8 +203,7 @@ def sleeping_steps(
     initialize(model, seed=0)
     parallel = apply_pipeline_parallel(model, group, make_schedule)
     for block in model.blocks:
-        block.register_forward_hook(
-            lambda block, _, out: Sleep.apply(out, nap, parallel.deferral))
+        block.register_forward_hook(lambda block, _, out: Sleep.apply(out, nap, parallel.deferral))
     steps = []
     for _ in range(num_steps):
         dist.barrier(group)
@@ -210,8 +222,9 @@ def emulated_steps(
     The first step, which warms up, is left out.
     """
     nap = stage_ms / 1e3 * p / SMALL.num_layers
-    ranks = run(sleeping_steps, p, make_schedule, m, nap, num_steps + 1, timeout=MEASURING,
-                watch=False)
+    ranks = run(
+        sleeping_steps, p, make_schedule, m, nap, num_steps + 1, timeout=MEASURING, watch=False
+    )
     steps = zip(*ranks, strict=True)
     return [measured_timeline(make_schedule(p, m), spans) for spans in steps][1:]
 

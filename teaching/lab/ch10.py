@@ -110,19 +110,27 @@ def accumulated(dtype: torch.dtype, sequences: Sequence[Tensor]) -> dict[int, Te
 def gradients(model: nn.Module, tokens: Tensor, factor: float) -> dict[str, Tensor]:
     """Return all gradients of outputs of linear layers, (n,), and all of weights, (P,)."""
     outputs = []
-    hooks = [layer.register_full_backward_hook(lambda _, grads, out: outputs.append(out[0]))
-             for layer in model.modules() if isinstance(layer, nn.Linear)]
+    hooks = [
+        layer.register_full_backward_hook(lambda _, grads, out: outputs.append(out[0]))
+        for layer in model.modules()
+        if isinstance(layer, nn.Linear)
+    ]
     model.zero_grad()
     add_gradients(model, tokens, factor)
     for hook in hooks:
         hook.remove()
     weights = [weight.grad.flatten() for weight in model.parameters()]
-    return {"outputs": torch.cat([grad.flatten() for grad in outputs]),
-            "weights": torch.cat(weights)}
+    return {
+        "outputs": torch.cat([grad.flatten() for grad in outputs]),
+        "weights": torch.cat(weights),
+    }
 
 
 def train_clipped(
-    actions: Sequence[Callable], make_optimizer: Callable, peak: float, batches: Sequence[Tensor],
+    actions: Sequence[Callable],
+    make_optimizer: Callable,
+    peak: float,
+    batches: Sequence[Tensor],
     scale: float = 2.0**16,
 ) -> tuple[list[float], float]:
     """Train 60 steps on a scaled loss, with `actions` on the gradients before each update.
@@ -132,7 +140,7 @@ def train_clipped(
     model, losses, norms = story_model(), [], []
     weights = list(model.parameters())
     optimizer = make_optimizer(weights)
-    for step, tokens in enumerate(batches[:NUM_STEPS // 2]):
+    for step, tokens in enumerate(batches[: NUM_STEPS // 2]):
         optimizer.zero_grad()
         losses.append(add_gradients(model, tokens, scale / (S * B)))
         for action in actions:
@@ -195,8 +203,12 @@ def in_float64(masters: type[MasterWeights], model: nn.Module, group: ProcessGro
 
 
 def config_of(precision: str, **parallel) -> Config:
-    return Config(SHAPE, DataConfig(sequence_length=S), TrainConfig(precision=precision),
-                  ParallelConfig(**parallel))
+    return Config(
+        SHAPE,
+        DataConfig(sequence_length=S),
+        TrainConfig(precision=precision),
+        ParallelConfig(**parallel),
+    )
 
 
 def prepared(config: Config, group: ProcessGroup = ALONE) -> tuple:
@@ -239,7 +251,8 @@ def train_recipe(precision: str, batches: Iterable[Tensor]) -> list[float]:
     losses = []
     for step, tokens in enumerate(batches):
         rate = learning_rate(step, 3e-3, 3e-5, 20, NUM_STEPS)
-        loss, _ = train_step(forward, optimizer, [(tokens[:, :-1], tokens[:, 1:])], rate, 1.0,
-                             parallel, loss_scale)
+        loss, _ = train_step(
+            forward, optimizer, [(tokens[:, :-1], tokens[:, 1:])], rate, 1.0, parallel, loss_scale
+        )
         losses.append(loss.item())
     return losses

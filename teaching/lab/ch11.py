@@ -97,13 +97,18 @@ def unchanged(parallel, group: ProcessGroup) -> None:
 
 def clip_over(*axes: str) -> Callable:
     """Return a change: clip by the squares of everything that the ranks along `axes` hold."""
+
     def clip(parallel, parameters, max_norm):
-        groups = {"tp": parallel.tensor.group, "pp": parallel.pipeline.group,
-                  "dp": parallel.data.group}
+        groups = {
+            "tp": parallel.tensor.group,
+            "pp": parallel.pipeline.group,
+            "dp": parallel.data.group,
+        }
         return clip_pieces(parameters, max_norm, torch.zeros(()), [groups[axis] for axis in axes])
 
     def change(parallel, group):
         parallel.clip = partial(clip, parallel)
+
     return change
 
 
@@ -127,11 +132,26 @@ def two_steps(
 
 def oracle(apply: Callable[[nn.Module, ProcessGroup], object], family: str) -> str:
     """Return the oracle's verdict on 8 ranks: "the same training", or what is wrong."""
-    sizes = dict(vocab_size=36, max_sequence_length=12, width=24, num_heads=6, num_kv_heads=6,
-                 ffn_width=36, num_layers=2)
+    sizes = dict(
+        vocab_size=36,
+        max_sequence_length=12,
+        width=24,
+        num_heads=6,
+        num_kv_heads=6,
+        ffn_width=36,
+        num_layers=2,
+    )
     try:
-        assert_same_training(apply, 8, partial(small_model, family, **sizes), 2, (8, 6),
-                             timeout=90, vocabulary=36, sequence=12)
+        assert_same_training(
+            apply,
+            8,
+            partial(small_model, family, **sizes),
+            2,
+            (8, 6),
+            timeout=90,
+            vocabulary=36,
+            sequence=12,
+        )
         return "the same training"
     except AssertionError as error:
         return str(error).splitlines()[0]
@@ -164,7 +184,8 @@ def axis_lanes(calls: Sequence[Sequence[Call]], ranks: Sequence[int]) -> dict[st
         own = [call for call in calls[rank] if call.axis == axis and call.finished is not None]
         lanes[f"rank {rank}, {axis}"] = [
             Block(axis, 1e3 * (call.started - first), 1e3 * (call.finished - first), " ")
-            for call in own]
+            for call in own
+        ]
     return lanes
 
 

@@ -59,6 +59,7 @@ def fact(number: int, what: str, claimed: float, computed: float, unit: str) -> 
 
 def saved(stage: int, num_ranks: int) -> float:
     """Return the bytes of the training state without ZeRO over those with a stage of it."""
-    full, sharded = (sum(cost.zero_holdings(2**30, num_ranks, each).values())
-                     for each in (0, stage))
+    full, sharded = (
+        sum(cost.zero_holdings(2**30, num_ranks, each).values()) for each in (0, stage)
+    )
     return full / sharded

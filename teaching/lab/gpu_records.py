@@ -18,8 +18,10 @@ from teaching.exercises import ROOT
 
 FOLDER = ROOT / "benchmarks" / "results" / "gpu"
 H100 = DEVICES["H100-SXM-80GB"]
-NOTHING = ("This has not been recorded on a GPU yet (`make gpu` does it): you see the prediction "
-           "alone, for an H100.")
+NOTHING = (
+    "This has not been recorded on a GPU yet (`make gpu` does it): you see the prediction "
+    "alone, for an H100."
+)
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,9 @@ def newest(part: str, folder: Path) -> Record | None:
             continue  # somebody's file of that name
         if record.conditions.num_devices == 1:
             found.append(record)
-    return max(found, key=lambda record: (record.conditions.date, record.conditions.device),
-               default=None)
+    return max(
+        found, key=lambda record: (record.conditions.date, record.conditions.device), default=None
+    )
 
 
 def origin(record: Record | None) -> str:

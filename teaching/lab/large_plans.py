@@ -55,16 +55,19 @@ def chosen(job: Job) -> Chosen:
     row = _record().get(search_key(job))
     if row is None:
         return chosen_now(job)
-    twice = {resource: Candidate(_with_twice(job, resource), _decision(fields))
-             for resource, fields in row["with_twice"].items()}
+    twice = {
+        resource: Candidate(_with_twice(job, resource), _decision(fields))
+        for resource, fields in row["with_twice"].items()
+    }
     return Chosen(job, Candidate(job, _decision(row["best"])), twice)
 
 
 def chosen_now(job: Job) -> Chosen:
     """Search now. Raises ConfigError if no layout fits."""
     found = search(job)
-    return Chosen(job, found.candidates[0],
-                  {resource: _best_with(resource, found) for resource in RESOURCES})
+    return Chosen(
+        job, found.candidates[0], {resource: _best_with(resource, found) for resource in RESOURCES}
+    )
 
 
 def _best_with(resource: str, found: Search) -> Candidate:
@@ -87,18 +90,26 @@ def counted(job: Job, layout: Decision, rank: int) -> DryRun:
     row = _record().get(dry_run_key(job, layout, rank))
     if row is None:
         return dry_run(config_of(job, layout), job.num_gpus, rank)
-    tensors = [LiveTensor(**fields | {"dtype": getattr(torch, fields["dtype"]),
-                                      "shape": tuple(fields["shape"])})
-               for fields in row["peak"]["tensors"]]
+    tensors = [
+        LiveTensor(
+            **fields | {"dtype": getattr(torch, fields["dtype"]), "shape": tuple(fields["shape"])}
+        )
+        for fields in row["peak"]["tensors"]
+    ]
     traffic = {tuple(key): Traffic(*values) for key, values in row["traffic"]}
-    return DryRun(**row | {"peak": Snapshot(**row["peak"] | {"tensors": tensors}),
-                           "traffic": traffic})
+    return DryRun(
+        **row | {"peak": Snapshot(**row["peak"] | {"tensors": tensors}), "traffic": traffic}
+    )
 
 
 def config_of(job: Job, layout: Decision) -> Config:
     """Return the configuration of a run of this job in this layout."""
-    train = TrainConfig(global_batch_size=job.global_batch_size, recompute=layout.recompute,
-                        micro_batch_size=layout.micro_batch_size, precision=job.precision)
+    train = TrainConfig(
+        global_batch_size=job.global_batch_size,
+        recompute=layout.recompute,
+        micro_batch_size=layout.micro_batch_size,
+        precision=job.precision,
+    )
     data = DataConfig(sequence_length=job.sequence_length)
     return Config(job.model, data, train, layout.parallel)
 
@@ -107,13 +118,19 @@ def config_of(job: Job, layout: Decision) -> Config:
 
 
 def cut(
-    dp: int, tp: int = 1, pp: int = 1, chunks: int = 1, recompute: str = "none",
-    micro_batch: int = 1, zero: int = 1,
+    dp: int,
+    tp: int = 1,
+    pp: int = 1,
+    chunks: int = 1,
+    recompute: str = "none",
+    micro_batch: int = 1,
+    zero: int = 1,
 ) -> Decision:
     """Return a layout, with sequence parallelism wherever there is tensor parallelism."""
     schedule = "interleaved" if chunks > 1 else "1f1b"
-    parallel = ParallelConfig(dp=dp, tp=tp, pp=pp, chunks=chunks, schedule=schedule,
-                              sequence=tp > 1, zero=zero)
+    parallel = ParallelConfig(
+        dp=dp, tp=tp, pp=pp, chunks=chunks, schedule=schedule, sequence=tp > 1, zero=zero
+    )
     return Decision(parallel, recompute, micro_batch)
 
 
@@ -122,27 +139,38 @@ GPT3 = replace(cost.PUBLISHED["GPT-3 175B"], vocab_size=51_200)  # divisible by 
 LLAMA = cost.PUBLISHED["Llama 3.1 405B"]
 MT_NLG, TRILLION = (
     ModelConfig("gpt", 51_200, 2048, layers, width, heads, heads, 4 * width, dropout=0.1)
-    for layers, width, heads in ((105, 20_480, 128), (128, 25_600, 160)))
+    for layers, width, heads in ((105, 20_480, 128), (128, 25_600, 160))
+)
 PUBLISHED = {
-    "GPT-3 175B": (Job(replace(GPT3, dropout=0.0), 1024, A100, 2048, 1536,
-                       precision="bf16-fp32-grads"), cut(16, tp=8, pp=8)),
+    "GPT-3 175B": (
+        Job(replace(GPT3, dropout=0.0), 1024, A100, 2048, 1536, precision="bf16-fp32-grads"),
+        cut(16, tp=8, pp=8),
+    ),
     "MT-NLG 530B": (Job(MT_NLG, 2240, A100, 2048, 1920), cut(8, 8, 35, recompute="full")),
     "1T": (Job(TRILLION, 3072, A100, 2048, 3072), cut(6, 8, 64, recompute="full")),
     "Llama 3.1 405B": (Job(LLAMA, 16_384, H100, 8192, 2048), cut(128, 8, 16, chunks=4)),
 }
 """Published jobs, and their papers' layouts."""
-COMPARED = ((cost.PUBLISHED["Llama 3.2 1B"], 8192), (cost.PUBLISHED["Llama 3.1 70B"], 8192),
-            (GPT3, 2048))
+COMPARED = (
+    (cost.PUBLISHED["Llama 3.2 1B"], 8192),
+    (cost.PUBLISHED["Llama 3.1 70B"], 8192),
+    (GPT3, 2048),
+)
 """The models with which chapter 11 compares tree and search, and their sequence lengths."""
 SEARCHES = [job for job, _ in PUBLISHED.values()] + [
     Job(model, num_gpus, H100, length, global_batch_size=1024)
-    for model, length in COMPARED for num_gpus in (64, 1024)]
+    for model, length in COMPARED
+    for num_gpus in (64, 1024)
+]
 GPT3_JOB, GPT3_LAYOUT = PUBLISHED["GPT-3 175B"]
 DRY_RUNS = [
     (GPT3_JOB, cut(16, tp=8, pp=8, micro_batch=8), 0),
     *((GPT3_JOB, GPT3_LAYOUT, stage * 16 * 8) for stage in (0, 4, 7)),
-    *((job, each, job.num_gpus - 1) for name, (job, each) in PUBLISHED.items()
-      if name != "GPT-3 175B"),
+    *(
+        (job, each, job.num_gpus - 1)
+        for name, (job, each) in PUBLISHED.items()
+        if name != "GPT-3 175B"
+    ),
 ]
 TENSORS = [(GPT3_JOB, GPT3_LAYOUT, 0)]
 """The dry runs whose tensors at the peak are recorded one by one."""
@@ -171,8 +199,10 @@ def _decision(fields: dict) -> Decision:
 def search_row(job: Job) -> dict:
     """Make what the record has of a search."""
     found = chosen_now(job)
-    return {"best": asdict(found.best.decision),
-            "with_twice": {name: asdict(each.decision) for name, each in found.with_twice.items()}}
+    return {
+        "best": asdict(found.best.decision),
+        "with_twice": {name: asdict(each.decision) for name, each in found.with_twice.items()},
+    }
 
 
 def dry_run_row(job: Job, layout: Decision, rank: int) -> dict:
@@ -180,10 +210,15 @@ def dry_run_row(job: Job, layout: Decision, rank: int) -> dict:
     done = dry_run(config_of(job, layout), job.num_gpus, rank)
     tensors = done.peak.tensors if (job, layout, rank) in TENSORS else []
     return asdict(done) | {
-        "peak": {"bytes": done.peak.bytes, "phase": done.peak.phase,
-                 "tensors": [asdict(each) | {"dtype": str(each.dtype).removeprefix("torch.")}
-                             for each in tensors]},
-        "traffic": [[list(key), list(values)] for key, values in done.traffic.items()]}
+        "peak": {
+            "bytes": done.peak.bytes,
+            "phase": done.peak.phase,
+            "tensors": [
+                asdict(each) | {"dtype": str(each.dtype).removeprefix("torch.")} for each in tensors
+            ],
+        },
+        "traffic": [[list(key), list(values)] for key, values in done.traffic.items()],
+    }
 
 
 def rows() -> dict[str, Callable[[], dict]]:

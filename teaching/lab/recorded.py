@@ -42,16 +42,23 @@ def mfu(folder: Path = FOLDER) -> Shown:
     """MFU of whole steps, each side a row; predicted for our eager kernels."""
     record = newest("mfu", folder)
     device = device_of(record)
-    predicted = {f"{name}, eager, ours": 100 * step.estimate(device, "bf16-autocast").mfu
-                 for name, step in SPEED.items()}
-    rows = {row["case"]: low_middle_high(row, 100 * row["mfu"] * row["seconds"])
-            for row in rows_of(record, lambda row: row["mfu"] is not None)}
+    predicted = {
+        f"{name}, eager, ours": 100 * step.estimate(device, "bf16-autocast").mfu
+        for name, step in SPEED.items()
+    }
+    rows = {
+        row["case"]: low_middle_high(row, 100 * row["mfu"] * row["seconds"])
+        for row in rows_of(record, lambda row: row["mfu"] is not None)
+    }
     if rows:
         best = max(rows, key=lambda name: rows[name][1])
         alt = f"The highest recorded MFU is {rows[best][1]:.0f} %, of {best}."
     else:
-        alt = "Predicted MFU: " + ", ".join(f"{name} {share:.0f} %"
-                                            for name, share in predicted.items()) + "."
+        alt = (
+            "Predicted MFU: "
+            + ", ".join(f"{name} {share:.0f} %" for name, share in predicted.items())
+            + "."
+        )
     return Shown(origin(record), ranges(rows, predicted, "MFU (%)"), alt)
 
 
@@ -62,8 +69,11 @@ def matmul_roofline(folder: Path = FOLDER) -> Shown:
     rows = rows_of(record, lambda row: row["kind"] == "matmul")
     reached = max((row["flops_per_second"] for row in rows), default=0.0)
     rows = spaced(sorted(rows, key=lambda row: row["intensity"]))
-    peak, bandwidth = ((rows[0]["peak"], rows[0]["bandwidth"]) if rows
-                       else (device.bf16_flops, device.memory_bandwidth))
+    peak, bandwidth = (
+        (rows[0]["peak"], rows[0]["bandwidth"])
+        if rows
+        else (device.bf16_flops, device.memory_bandwidth)
+    )
     corner = peak / bandwidth
     ends = (rows[0]["intensity"], rows[-1]["intensity"]) if rows else (1.0, 16 * corner)
     x = sorted({ends[0], corner, ends[1]})
@@ -71,11 +81,19 @@ def matmul_roofline(folder: Path = FOLDER) -> Shown:
     labels = "arithmetic intensity (FLOPs per byte)", "FLOP/s"
     alt = f"The roof bends at {corner:.0f} FLOPs per byte"
     if not rows:
-        return Shown(origin(record), crossing([round(each) for each in x], {"roof": roof}, *labels),
-                     f"{alt}.")
-    figure = scaling([round(row["intensity"]) for row in rows],
-                     [row["flops_per_second"] for row in rows], *labels, roof, "roof",
-                     predicted_x=x)
+        return Shown(
+            origin(record),
+            crossing([round(each) for each in x], {"roof": roof}, *labels),
+            f"{alt}.",
+        )
+    figure = scaling(
+        [round(row["intensity"]) for row in rows],
+        [row["flops_per_second"] for row in rows],
+        *labels,
+        roof,
+        "roof",
+        predicted_x=x,
+    )
     alt += f"; the fastest recorded matmul reaches {reached / peak:.0%} of the peak."
     return Shown(origin(record), figure, alt)
 
@@ -111,7 +129,8 @@ def two_steps(folder: Path = FOLDER) -> Shown:
     figure = curves(row["entry"], held, "entry of the allocator's trace", "GB", lines)
     mark_steps(figure.axes[0], row)
     found = "Recorded peaks: {} in step 1, {} in step 2.".format(
-        *map(plain_bytes, row["peak_of_step"]))
+        *map(plain_bytes, row["peak_of_step"])
+    )
     said = f"{found} {said}"
     words = [origin(record), said, bytes_after_update(row), *allocator_answers(record)]
     return Shown("\n".join(words), figure, said)
@@ -125,13 +144,20 @@ def phases_of(row: Row) -> list[tuple[str, int, int]]:
     """
     phases, start = [], row["entry"][0]
     for end in row["entries"]:
-        points = [point for point in zip(row["entry"], row["allocated"], strict=True)
-                  if start <= point[0] <= end]
+        points = [
+            point
+            for point in zip(row["entry"], row["allocated"], strict=True)
+            if start <= point[0] <= end
+        ]
         highest = max(points, key=lambda point: point[1])[0]
-        lowest = min((point for point in points if point[0] >= highest),
-                     key=lambda point: point[1])[0]
-        phases += [("forward", start, highest), ("backward", highest, lowest),
-                   ("optimizer", lowest, end)]
+        lowest = min(
+            (point for point in points if point[0] >= highest), key=lambda point: point[1]
+        )[0]
+        phases += [
+            ("forward", start, highest),
+            ("backward", highest, lowest),
+            ("optimizer", lowest, end),
+        ]
         start = end
     return phases
 
@@ -143,18 +169,27 @@ def mark_steps(axes: Axes, row: Row) -> None:
     for name, start, _ in phases[1:]:
         color = GREY if name == "forward" else BAND  # a step begins
         axes.axvline(start, color=color, linewidth=0.8, zorder=0)
-    for step, (start, end) in enumerate(zip([row["entry"][0], *row["entries"]], row["entries"],
-                                            strict=False), start=1):
-        axes.text((start + end) / 2, 0.03, f"step {step}", color=GREY, ha="center",
-                  transform=axes.get_xaxis_transform())
+    for step, (start, end) in enumerate(
+        zip([row["entry"][0], *row["entries"]], row["entries"], strict=False), start=1
+    ):
+        axes.text(
+            (start + end) / 2,
+            0.03,
+            f"step {step}",
+            color=GREY,
+            ha="center",
+            transform=axes.get_xaxis_transform(),
+        )
 
 
 def bytes_after_update(row: Row) -> str:
     """Say what is allocated after the second update, without what was there before training."""
     before = max(row["allocated"]) - max(row["peak_of_step"])
     held = row["allocated"][-1] - before
-    return (f"After the update of step 2, {plain_bytes(held)} are allocated: "
-            f"{held / cost.num_parameters(MEMORY.model):.1f} bytes per parameter.")
+    return (
+        f"After the update of step 2, {plain_bytes(held)} are allocated: "
+        f"{held / cost.num_parameters(MEMORY.model):.1f} bytes per parameter."
+    )
 
 
 def allocator_answers(record: Record) -> list[str]:
@@ -164,16 +199,20 @@ def allocator_answers(record: Record) -> list[str]:
         reserved = 10 * MIB * sum(row["picture"].count(each) for each in "#.")
         answer = "fails"
         if row["succeeds"]:
-            answer = "succeeds: the device had room for one more segment" \
-                if reserved + 40 * MIB <= CAPACITY + MIB \
+            answer = (
+                "succeeds: the device had room for one more segment"
+                if reserved + 40 * MIB <= CAPACITY + MIB
                 else "succeeds: free segments were returned to the device"
+            )
         words.append(f"With the segments {row['picture']} a request for 40 MiB {answer}.")
     out = record.row("out of memory in the second step")
     if out is not None and out["failed_in_step"] is not None:
-        words.append(f"Step 1 reserves {plain_bytes(out['reserved_of_step'][0])}, and step 2 "
-                     f"allocates {plain_bytes(out['allocated_of_step'][1])} at its peak: with at "
-                     f"most {plain_bytes(out['limit_bytes'])} of memory, the same training runs "
-                     f"out of it in step {out['failed_in_step']}.")
+        words.append(
+            f"Step 1 reserves {plain_bytes(out['reserved_of_step'][0])}, and step 2 "
+            f"allocates {plain_bytes(out['allocated_of_step'][1])} at its peak: with at "
+            f"most {plain_bytes(out['limit_bytes'])} of memory, the same training runs "
+            f"out of it in step {out['failed_in_step']}."
+        )
     return words
 
 
@@ -185,17 +224,24 @@ def recomputation(folder: Path = FOLDER) -> Shown:
     record = newest("memory", folder)
     predicted = {
         f"{kind}, predicted": MEMORY.estimate(device_of(record), "bf16", kind).memory
-        for kind in ("none", "selective", "full")}
+        for kind in ("none", "selective", "full")
+    }
     rows = rows_of(record, lambda row: "recompute" in row)
     measured = {f"{row['recompute']}, recorded": meter_kinds(row) for row in rows}
     sentence = origin(record)
     if rows:
-        off = max(abs(row[name] / row["allocated_bytes"] - 1) for row in rows
-                  for name in ("meter_bytes", "dry_run_bytes"))
+        off = max(
+            abs(row[name] / row["allocated_bytes"] - 1)
+            for row in rows
+            for name in ("meter_bytes", "dry_run_bytes")
+        )
         sentence += f" Meter and dry run are within {off:.1%} of what the allocator counted."
     bars = measured or predicted
-    alt = "Peak of a step: " + ", ".join(
-        f"{name} {plain_bytes(sum(kinds.values()))}" for name, kinds in bars.items()) + "."
+    alt = (
+        "Peak of a step: "
+        + ", ".join(f"{name} {plain_bytes(sum(kinds.values()))}" for name, kinds in bars.items())
+        + "."
+    )
     return Shown(sentence, memory_bars(measured, predicted), alt)
 
 
@@ -216,21 +262,29 @@ def one_step(folder: Path = FOLDER) -> Shown:
     compute = 1e3 * guess.seconds - update
     predicted = {"predicted": phases(0.0, compute / 3, compute, compute + update)}
     row = next(iter(rows_of(record, lambda row: row["case"] == "plain step")), None)
-    ends = [row[name] for name in ("forward_end_ms", "update_start_ms", "update_end_ms")] \
-        if row is not None else [None]
+    ends = (
+        [row[name] for name in ("forward_end_ms", "update_start_ms", "update_end_ms")]
+        if row is not None
+        else [None]
+    )
     # a trace may lack a name: then there is nothing to draw
     recorded = {} if None in ends else {"recorded": phases(0.0, *ends)}
     figure = timeline(recorded, predicted)
     lanes = recorded or predicted
     backward = next(iter(lanes.values()))[1]
-    alt = (f"The backward pass takes {backward.end - backward.start:.1f} ms: only so much of an "
-           "all-reduce of the gradients can be hidden behind it.")
+    alt = (
+        f"The backward pass takes {backward.end - backward.start:.1f} ms: only so much of an "
+        "all-reduce of the gradients can be hidden behind it."
+    )
     return Shown(origin(record), figure, alt)
 
 
 def phases(start: float, forward_end: float, update_start: float, end: float) -> list[Block]:
-    return [Block("forward", start, forward_end), Block("backward", forward_end, update_start),
-            Block("optimizer", update_start, end)]
+    return [
+        Block("forward", start, forward_end),
+        Block("backward", forward_end, update_start),
+        Block("optimizer", update_start, end),
+    ]
 
 
 def prefetch(folder: Path = FOLDER) -> Shown:
@@ -240,19 +294,29 @@ def prefetch(folder: Path = FOLDER) -> Shown:
     guess = OVERLAP.estimate(device, "bf16")
     # a gather of one rank reads and writes each 16-bit parameter once; twice a step
     copied = 2 * 2 * 2 * cost.num_parameters(OVERLAP.model)
-    predicted = {"compute": 1e3 * guess.seconds, "copies": 1e3 * copied / device.memory_bandwidth,
-                 "copies, hidden": 1e3 * copied / device.memory_bandwidth}
+    predicted = {
+        "compute": 1e3 * guess.seconds,
+        "copies": 1e3 * copied / device.memory_bandwidth,
+        "copies, hidden": 1e3 * copied / device.memory_bandwidth,
+    }
     row = next(iter(rows_of(record, lambda row: row["case"] == "FSDP step")), None)
     recorded, sentence = {}, origin(record)
     alt = f"Predicted: {predicted['copies']:.1f} ms of copies beside {predicted['compute']:.0f} ms."
     if row is not None and "busy_ms" in row:
-        for name, key in (("compute", "busy_ms"), ("copies", "other_streams_ms"),
-                          ("copies, hidden", "hidden_ms")):
+        for name, key in (
+            ("compute", "busy_ms"),
+            ("copies", "other_streams_ms"),
+            ("copies, hidden", "hidden_ms"),
+        ):
             recorded[name] = (row[key],) * 3
-        alt = (f"{row['hidden_ms']:.1f} of {row['other_streams_ms']:.1f} ms of copies are hidden "
-               "behind compute.")
-        sentence += (f" {alt} The step takes {row['step_ms']:.1f} ms; without FSDP it takes "
-                     f"{record.row('plain step')['step_ms']:.1f} ms.")
+        alt = (
+            f"{row['hidden_ms']:.1f} of {row['other_streams_ms']:.1f} ms of copies are hidden "
+            "behind compute."
+        )
+        sentence += (
+            f" {alt} The step takes {row['step_ms']:.1f} ms; without FSDP it takes "
+            f"{record.row('plain step')['step_ms']:.1f} ms."
+        )
     return Shown(sentence, ranges(recorded, predicted, "ms in one step"), alt)
 
 
@@ -264,18 +328,23 @@ def precisions(folder: Path = FOLDER) -> Shown:
     record = newest("precision", folder)
     device = device_of(record)
     recipes = ("fp32", "bf16-autocast", "bf16", "bf16-fp32-grads", "fp16", "fp8")
-    predicted = {recipe: PRECISION.num_tokens / PRECISION.estimate(device, recipe).seconds
-                 for recipe in recipes}
+    predicted = {
+        recipe: PRECISION.num_tokens / PRECISION.estimate(device, recipe).seconds
+        for recipe in recipes
+    }
     rows = rows_of(record)
-    recorded = {row["case"]: low_middle_high(row, row["tokens_per_second"] * row["seconds"])
-                for row in rows}
+    recorded = {
+        row["case"]: low_middle_high(row, row["tokens_per_second"] * row["seconds"]) for row in rows
+    }
     sentence, alt = origin(record), "Predicted tokens per second of each recipe."
     if rows:
         losses = {row["case"]: row["loss"] for row in rows}
-        sentence += (f" Losses after {rows[0]['steps']} steps: {min(losses.values()):.3f} to "
-                     f"{max(losses.values()):.3f}. Float32 ends at {losses['fp32']:.3f} with our "
-                     f"step and at {losses['torch, fp32']:.3f} with PyTorch's, which only adds in "
-                     "a different order: differences of that size say nothing about a precision.")
+        sentence += (
+            f" Losses after {rows[0]['steps']} steps: {min(losses.values()):.3f} to "
+            f"{max(losses.values()):.3f}. Float32 ends at {losses['fp32']:.3f} with our "
+            f"step and at {losses['torch, fp32']:.3f} with PyTorch's, which only adds in "
+            "a different order: differences of that size say nothing about a precision."
+        )
         fastest = max(recorded, key=lambda name: recorded[name][1])
         alt = f"{fastest} is the fastest, {recorded[fastest][1]:,.0f} tokens per second."
     return Shown(sentence, ranges(recorded, predicted, "tokens/s"), alt)
@@ -289,11 +358,16 @@ def estimates(folder: Path = FOLDER) -> Shown:
     record = newest("mfu", folder)
     device = device_of(record)
     recipes = {"ours": "bf16-autocast", "ours, bf16 weights": "bf16"}
-    predicted = {f"{name}, eager, {side}": 1e3 * step.estimate(device, recipe).seconds
-                 for name, step in SPEED.items() for side, recipe in recipes.items()}
-    rows = {row["case"]: tuple(1e3 * row[name] for name in (
-                "seconds_least", "seconds", "seconds_most"))
-            for row in rows_of(record) if row["case"] in predicted}
+    predicted = {
+        f"{name}, eager, {side}": 1e3 * step.estimate(device, recipe).seconds
+        for name, step in SPEED.items()
+        for side, recipe in recipes.items()
+    }
+    rows = {
+        row["case"]: tuple(1e3 * row[name] for name in ("seconds_least", "seconds", "seconds_most"))
+        for row in rows_of(record)
+        if row["case"] in predicted
+    }
     alt = "Estimated: " + ", ".join(f"{name} {ms:.0f} ms" for name, ms in predicted.items()) + "."
     if rows:
         errors = [predicted[name] / rows[name][1] - 1 for name in rows]

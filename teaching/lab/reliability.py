@@ -26,7 +26,11 @@ def goodput(interval: float, saving: float, restarting: float, between_failures:
 
 
 def simulated_goodput(
-    work: float, interval: float, saving: float, restarting: float, between_failures: float,
+    work: float,
+    interval: float,
+    saving: float,
+    restarting: float,
+    between_failures: float,
     seed: int = 0,
 ) -> float:
     """Return the useful share of the time of a run of `work` seconds with random failures.
@@ -52,8 +56,10 @@ def slowest_of(num_ranks: int, spread: float, num_steps: int = 200, seed: int = 
     A rank's step takes 1 on average, normally distributed with a standard deviation of `spread`.
     """
     generator = torch.Generator().manual_seed(seed)
-    times = [1 + spread * torch.randn(num_ranks, generator=generator).max().item()
-             for _ in range(num_steps)]
+    times = [
+        1 + spread * torch.randn(num_ranks, generator=generator).max().item()
+        for _ in range(num_steps)
+    ]
     return fmean(times)
 
 

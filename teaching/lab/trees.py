@@ -50,14 +50,19 @@ class Measured(NamedTuple):
     @property
     def fitting(self) -> list[Row]:
         """Those that a planner would try: within its limit, by its formula of memory."""
-        return [row for row in self.rows
-                if sum(memory_of(row.job, row.decisions[0], row.system).values()) <= row.job.limit]
+        return [
+            row
+            for row in self.rows
+            if sum(memory_of(row.job, row.decisions[0], row.system).values()) <= row.job.limit
+        ]
 
     def fewest_cuts(self) -> Row:
         """Return the one with which a tree starts: it cuts least, layers rather than stages."""
+
         def cuts(row: Row) -> tuple:
             axes = row.decisions[0].parallel
             return axes.tp * axes.pp, axes.pp, axes.zero, -row.decisions[0].micro_batch_size
+
         return min(self.fitting, key=cuts)
 
     def estimated(self, fitting: bool = True) -> Row:
@@ -72,5 +77,7 @@ class Measured(NamedTuple):
 def measured_layouts() -> list[Measured]:
     """Return the Ultra-Scale Playbook's runs of an 8.86B model, by the number of H100s."""
     rows = [row for row in published_rows() if row.source.startswith("nanotron")]
-    return [Measured(n, [row for row in rows if row.job.num_gpus == n])
-            for n in sorted({row.job.num_gpus for row in rows})]
+    return [
+        Measured(n, [row for row in rows if row.job.num_gpus == n])
+        for n in sorted({row.job.num_gpus for row in rows})
+    ]

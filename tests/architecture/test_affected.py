@@ -13,26 +13,51 @@ def graph():
     return affected.edges()
 
 
-@pytest.mark.parametrize("changed, reached, spared", [
-    ("minitron/corpus/text.py", "tests/corpus/test_text.py", "tests/plan/test_search.py"),
-    ("minitron/plan/search.py", "tests/plan/test_search.py", "tests/corpus/test_text.py"),
-    ("minitron/plan/hardware.csv", "tests/plan/test_hardware.py", "tests/comm/test_mesh.py"),
-    ("minitron/parallel/data/fsdp.py", "tests/train/test_train_ranks.py",
-     "tests/plan/test_money.py"),
-    ("teaching/graders/ch06_step.py", "tests/exercises/test_ch06_zero.py",
-     "tests/exercises/test_ch05_ring_all_reduce.py"),
-    ("teaching/graders/ch06_step.py", "tests/teaching/test_cheats.py",
-     "tests/train/test_faults.py"),
-    ("solutions/ch06_zero.hints.toml", "tests/exercises/test_ch06_zero.py",
-     "tests/exercises/test_ch01_single_gpu.py"),
-    ("tests/exercises/mutants/ch06_zero.py", "tests/exercises/test_ch06_zero.py",
-     "tests/exercises/test_ch07_tensor_parallel.py"),
-    ("chapters/source/ch06_zero.py", "chapters/ch06_zero.ipynb",
-     "chapters/ch07_tensor_parallel.ipynb"),
-    ("chapters/source/ch06_zero.py", "tests/chapters/test_chapters.py", "tests/plan/test_money.py"),
-    ("tests/train/conftest.py", "tests/train/test_train.py", "tests/plan/test_search.py"),
-    ("README.md", "tests/architecture/test_readme.py", "tests/plan/test_search.py"),
-])
+@pytest.mark.parametrize(
+    "changed, reached, spared",
+    [
+        ("minitron/corpus/text.py", "tests/corpus/test_text.py", "tests/plan/test_search.py"),
+        ("minitron/plan/search.py", "tests/plan/test_search.py", "tests/corpus/test_text.py"),
+        ("minitron/plan/hardware.csv", "tests/plan/test_hardware.py", "tests/comm/test_mesh.py"),
+        (
+            "minitron/parallel/data/fsdp.py",
+            "tests/train/test_train_ranks.py",
+            "tests/plan/test_money.py",
+        ),
+        (
+            "teaching/graders/ch06_step.py",
+            "tests/exercises/test_ch06_zero.py",
+            "tests/exercises/test_ch05_ring_all_reduce.py",
+        ),
+        (
+            "teaching/graders/ch06_step.py",
+            "tests/teaching/test_cheats.py",
+            "tests/train/test_faults.py",
+        ),
+        (
+            "solutions/ch06_zero.hints.toml",
+            "tests/exercises/test_ch06_zero.py",
+            "tests/exercises/test_ch01_single_gpu.py",
+        ),
+        (
+            "tests/exercises/mutants/ch06_zero.py",
+            "tests/exercises/test_ch06_zero.py",
+            "tests/exercises/test_ch07_tensor_parallel.py",
+        ),
+        (
+            "chapters/source/ch06_zero.py",
+            "chapters/ch06_zero.ipynb",
+            "chapters/ch07_tensor_parallel.ipynb",
+        ),
+        (
+            "chapters/source/ch06_zero.py",
+            "tests/chapters/test_chapters.py",
+            "tests/plan/test_money.py",
+        ),
+        ("tests/train/conftest.py", "tests/train/test_train.py", "tests/plan/test_search.py"),
+        ("README.md", "tests/architecture/test_readme.py", "tests/plan/test_search.py"),
+    ],
+)
 def test_a_change_reaches_its_tests_and_spares_others(graph, changed, reached, spared):
     found = affected.affected({changed}, graph)
     assert reached in found
@@ -65,8 +90,12 @@ def test_every_kind_of_change_is_seen(tmp_path, monkeypatch):
 
 
 def test_a_commit_that_is_not_there_is_one_line():
-    done = subprocess.run([sys.executable, "tools/affected.py", "--since", "nowhere"],
-                          cwd=affected.ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "tools/affected.py", "--since", "nowhere"],
+        cwd=affected.ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("affected: ") and done.stderr.count("\n") == 1
     assert "nowhere" in done.stderr

@@ -13,8 +13,9 @@ LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)|<(?:a|img)[^>]*?(?:href|src)=\"([^
 
 def pages() -> list[Path]:
     """Return the Markdown files and notebooks that git knows."""
-    listed = subprocess.run(["git", "ls-files", "*.md", "*.ipynb"], cwd=ROOT, check=True,
-                            capture_output=True, text=True).stdout.split()
+    listed = subprocess.run(
+        ["git", "ls-files", "*.md", "*.ipynb"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.split()
     return [ROOT / name for name in listed]
 
 
@@ -24,8 +25,12 @@ def markdown_of(page: Path) -> str:
         return page.read_text("utf-8")
     cells = json.loads(page.read_text("utf-8"))["cells"]
     parts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
-    parts += ["".join(output["data"]["text/markdown"]) for cell in cells
-              for output in cell.get("outputs", ()) if "text/markdown" in output.get("data", ())]
+    parts += [
+        "".join(output["data"]["text/markdown"])
+        for cell in cells
+        for output in cell.get("outputs", ())
+        if "text/markdown" in output.get("data", ())
+    ]
     return "\n\n".join(parts)
 
 
@@ -66,7 +71,9 @@ def test_a_link_that_leads_nowhere_is_found(tmp_path):
     (tmp_path / "there.md").write_text('# A `b`, c\n\n<a id="d"></a>\n')
     (tmp_path / "code.py").write_text("one\ntwo\n")
     page = tmp_path / "page.md"
-    page.write_text("[1](there.md) [2](there.md#a-b-c) [3](there.md#d) [4](code.py#L2) [5](#x)\n"
-                    "[6](gone.md) [7](there.md#e) [8](code.py#L3) ![9](gone.png) `[10](gone.md)`\n"
-                    '[11](https://gone.org) <a href="gone.html">12</a>\n\n# X\n')
+    page.write_text(
+        "[1](there.md) [2](there.md#a-b-c) [3](there.md#d) [4](code.py#L2) [5](#x)\n"
+        "[6](gone.md) [7](there.md#e) [8](code.py#L3) ![9](gone.png) `[10](gone.md)`\n"
+        '[11](https://gone.org) <a href="gone.html">12</a>\n\n# X\n'
+    )
     assert broken_links(page) == ["gone.md", "there.md#e", "code.py#L3", "gone.png", "gone.html"]

@@ -25,8 +25,12 @@ MAP = (REPOSITORY / "docs" / "map.md").read_text()
 TRAINING = (REPOSITORY / "docs" / "training.md").read_text()
 PAGES = README + TRAINING
 BLOCKS = re.findall(r"^```\w*\n(.*?)^```", PAGES, flags=re.DOTALL | re.MULTILINE)
-COMMANDS = [line.split("  #")[0].strip() for block in BLOCKS for line in block.splitlines()
-            if re.match(r"(make|minitron|torchrun|pip) ", line)]
+COMMANDS = [
+    line.split("  #")[0].strip()
+    for block in BLOCKS
+    for line in block.splitlines()
+    if re.match(r"(make|minitron|torchrun|pip) ", line)
+]
 COMMANDS += re.findall(r"`((?:make|minitron) [^`]+)`", PAGES)
 
 
@@ -84,8 +88,9 @@ def test_the_test_command_is_what_ci_runs():
     assert any(line.split("#")[0].strip() == "make test" for line in ci)
 
 
-@pytest.mark.parametrize("page", [
-    "README.md", "docs/map.md", "docs/long_runs.md", "docs/training.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/map.md", "docs/long_runs.md", "docs/training.md"]
+)
 def test_links_and_pictures_exist(page):
     links = re.findall(r"\]\((?!http)([^)#]+)\)", (REPOSITORY / page).read_text())
     assert links
@@ -134,8 +139,12 @@ def test_the_tree_names_folders_that_are_there():
 
 def test_the_map_names_every_module_and_nothing_else():
     listed = re.findall(r"^\| \[`[^`]*`\]\(\.\./([^)]*)\) \| \S", MAP, flags=re.MULTILINE)
-    modules = {str(path.relative_to(REPOSITORY)) for package in ("minitron", "teaching")
-               for path in (REPOSITORY / package).rglob("*.py") if has_code(path)}
+    modules = {
+        str(path.relative_to(REPOSITORY))
+        for package in ("minitron", "teaching")
+        for path in (REPOSITORY / package).rglob("*.py")
+        if has_code(path)
+    }
     by_chapter = ("teaching/graders/", "teaching/lab/")
     described = {module for module in modules if not module.startswith(by_chapter)}
     assert set(listed) == described | set(by_chapter)
@@ -145,24 +154,33 @@ def test_the_map_names_every_module_and_nothing_else():
 def has_code(path: Path) -> bool:
     """Whether a module holds more than a docstring and imports."""
     statements = ast.parse(path.read_text()).body
-    return any(isinstance(s, ast.FunctionDef | ast.ClassDef) for s in statements) \
+    return (
+        any(isinstance(s, ast.FunctionDef | ast.ClassDef) for s in statements)
         or path.name != "__init__.py"
+    )
 
 
 def test_the_layers_are_those_that_are_enforced():
     contract = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["importlinter"]
-    layers = [[module.strip() for module in re.split("[|:]", layer) if "(" not in module]
-              for layer in contract["contracts"][0]["layers"]]
+    layers = [
+        [module.strip() for module in re.split("[|:]", layer) if "(" not in module]
+        for layer in contract["contracts"][0]["layers"]
+    ]
     drawn = re.search(r"^```\n(cli .*?)^```", MAP, flags=re.DOTALL | re.MULTILINE)[1]
     shown = re.sub(r" *\n +\| ", " | ", "\n".join(line[:31] for line in drawn.splitlines()))
-    assert [[module.strip() for module in re.split("[|:]", line)]
-            for line in shown.splitlines()] == layers
+    assert [
+        [module.strip() for module in re.split("[|:]", line)] for line in shown.splitlines()
+    ] == layers
 
 
 def test_the_table_has_a_row_for_every_chapter():
     chapters = sorted(path.name for path in (REPOSITORY / "chapters").glob("ch*.ipynb"))
-    rows = re.findall(r"^\| \[\d+ .*?\]\(chapters/(.*?)\).*\[(\d+\.\d+) to (\d+\.\d+)\]"
-                      r"\(exercises/(.*?)\)", README, flags=re.MULTILINE)
+    rows = re.findall(
+        r"^\| \[\d+ .*?\]\(chapters/(.*?)\).*\[(\d+\.\d+) to (\d+\.\d+)\]"
+        r"\(exercises/(.*?)\)",
+        README,
+        flags=re.MULTILINE,
+    )
     assert [row[0] for row in rows] == chapters
     for notebook, first, last, file in rows:
         ids = [exercise.id for exercise in exercises.select([first.split(".")[0]])]

@@ -38,6 +38,9 @@ def tried(request):
 
 @pytest.mark.parametrize("letter", tiered(["a", "b"]))
 def test_a_fixture_tries_what_will_run(tried, request, letter):
-    will_run = [item.callspec.params["letter"] for item in request.session.items
-                if item.path == request.path and "[" in item.name]
+    will_run = [
+        item.callspec.params["letter"]
+        for item in request.session.items
+        if item.path == request.path and "[" in item.name
+    ]
     assert tried == (will_run, []) and letter in will_run

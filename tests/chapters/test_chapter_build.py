@@ -11,7 +11,7 @@ import pytest
 from tools import build_chapters, chapter, chapter_hash, committed, imports
 from tools.build_chapters import ChapterError, build_chapter, check_chapter, is_stale, notebook_path
 
-SOURCE = '''\
+SOURCE = """\
 # %% [markdown]
 # # Small
 #
@@ -26,7 +26,7 @@ print(answer())
 
 # %%
 show_source(answer)
-'''
+"""
 PACKAGE = {
     "__init__.py": "",
     "direct.py": '''\
@@ -71,8 +71,12 @@ def source(tmp_path, monkeypatch):
 
 def forget() -> None:
     """Let the next build see files as they are now: a command reads each once."""
-    for cached in (imports.import_graph, chapter_hash._read, chapter_hash._program,
-                   chapter_hash._definitions):
+    for cached in (
+        imports.import_graph,
+        chapter_hash._read,
+        chapter_hash._program,
+        chapter_hash._definitions,
+    ):
         cached.cache_clear()
 
 
@@ -142,11 +146,15 @@ def test_prose_a_tag_and_a_new_text_cell_are_renewed_around_the_outputs(source, 
     assert "New text." in notebook and "More." in notebook and "output-other" in notebook
 
 
-@pytest.mark.parametrize(("old", "new"), [
-    ("print(answer())", "print(answer() + 1)"),
-    ("# %%\nshow_source(answer)\n", ""),
-    ("# %%\nshow_s", "# %%\nprint(1)\n\n# %%\nshow_s"),
-], ids=["changed", "removed", "added"])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("print(answer())", "print(answer() + 1)"),
+        ("# %%\nshow_source(answer)\n", ""),
+        ("# %%\nshow_s", "# %%\nprint(1)\n\n# %%\nshow_s"),
+    ],
+    ids=["changed", "removed", "added"],
+)
 def test_changed_cells_are_executed(source, executed, old, new):
     rebuild(source)
     edit(source, old, new)
@@ -156,16 +164,19 @@ def test_changed_cells_are_executed(source, executed, old, new):
     assert len(executed) == 2 and set(printed(source)) == {"run 2\n"}
 
 
-@pytest.mark.parametrize(("name", "old", "new"), [
-    ("direct.py", "return value", "return -value"),
-    ("named.py", "1", "2"),
-    ("far.py", "6 *", "5 *"),  # imported inside a function, two steps away
-    ("tables/__init__.py", "7", "8"),
-    ("tables/values.csv", "7", "8"),
-    ("__init__.py", "", "import small.apart\n"),  # imported with any module of its package
-    ("direct.py", "Say it.", "Say it now."),  # a docstring that is printed
-    ("direct.py", "# inside a function", "# in a function"),
-])
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("direct.py", "return value", "return -value"),
+        ("named.py", "1", "2"),
+        ("far.py", "6 *", "5 *"),  # imported inside a function, two steps away
+        ("tables/__init__.py", "7", "8"),
+        ("tables/values.csv", "7", "8"),
+        ("__init__.py", "", "import small.apart\n"),  # imported with any module of its package
+        ("direct.py", "Say it.", "Say it now."),  # a docstring that is printed
+        ("direct.py", "# inside a function", "# in a function"),
+    ],
+)
 def test_a_changed_dependency_is_executed(source, executed, name, old, new):
     rebuild(source)
     assert not is_stale(source)
@@ -177,12 +188,15 @@ def test_a_changed_dependency_is_executed(source, executed, name, old, new):
     assert len(executed) == 2 and not is_stale(source)
 
 
-@pytest.mark.parametrize(("name", "old", "new"), [
-    ("apart.py", "1", "2"),  # not imported
-    ("far.py", "A comment", "Another comment"),
-    ("far.py", "\n\n", "\n\n\n\n"),
-    ("direct.py", "Say another", "Say one more"),  # the docstring of what is not printed
-])
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("apart.py", "1", "2"),  # not imported
+        ("far.py", "A comment", "Another comment"),
+        ("far.py", "\n\n", "\n\n\n\n"),
+        ("direct.py", "Say another", "Say one more"),  # the docstring of what is not printed
+    ],
+)
 def test_what_cannot_change_an_output_executes_nothing(source, executed, name, old, new):
     rebuild(source)
     edit(source.parents[2] / "small" / name, old, new)
@@ -201,7 +215,7 @@ def run_in_jupyterlab(notebook):
         cell.outputs[0].text = "mine\n"
 
 
-PREDICTIONS = '''\
+PREDICTIONS = """\
 # %% [markdown]
 # # Small
 #
@@ -231,13 +245,16 @@ print(43)
 
 # %%
 print(44)
-'''
+"""
 
 
 def test_the_output_that_answers_a_prediction_is_folded(tmp_path):
     (path := tmp_path / "ch01_small.py").write_text(PREDICTIONS)
-    folded = [cell.source for cell in build_chapters.read_source(path).cells
-              if cell.metadata.get("jupyter") == {"outputs_hidden": True}]
+    folded = [
+        cell.source
+        for cell in build_chapters.read_source(path).cells
+        if cell.metadata.get("jupyter") == {"outputs_hidden": True}
+    ]
     assert folded == ["measured = 42", "print(measured)"]
 
 
@@ -275,8 +292,14 @@ def test_a_blank_line_or_a_hash_inside_a_string_is_code(source, executed):
 def test_the_hash_of_a_real_chapter_reaches_what_its_cells_use():
     forget()
     names = chapter_hash.reached(["minitron.parallel.data.zero", "teaching.lab.recorded"])
-    assert {"minitron", "minitron.parallel", "minitron.parallel.flat", "minitron.comm.collectives",
-            "teaching.lab", "teaching.lab.gpu_records"} <= names
+    assert {
+        "minitron",
+        "minitron.parallel",
+        "minitron.parallel.flat",
+        "minitron.comm.collectives",
+        "teaching.lab",
+        "teaching.lab.gpu_records",
+    } <= names
     assert "minitron.cli" not in names
     for module, folder in chapter_hash.READS.items():
         path = chapter_hash.ROOT.joinpath(*module.split(".")).with_suffix(".py")
@@ -288,8 +311,10 @@ def test_a_chapter_that_is_not_there_is_one_line(arguments, monkeypatch, capsys)
     monkeypatch.setattr(sys, "argv", ["chapter.py", *arguments])
     assert chapter.main() == 2
     number = "".join(arguments)
-    assert capsys.readouterr() == ("", f"there is no chapter {number!r}, there are 1 to 12: "
-                                       "make chapter CH=6\n")
+    assert capsys.readouterr() == (
+        "",
+        f"there is no chapter {number!r}, there are 1 to 12: make chapter CH=6\n",
+    )
 
 
 def test_a_chapter_is_found_by_its_number():
@@ -297,11 +322,20 @@ def test_a_chapter_is_found_by_its_number():
 
 
 def test_every_check_that_is_made_for_each_chapter_can_be_chosen_by_its_name():
-    files = [file for check in chapter.CHECKS for file in
-             ([chapter.ROOT / check] if check.endswith(".py") else (chapter.ROOT / check).iterdir())
-             if file.suffix == ".py" and file.name != "test_chapter_build.py"]
-    marks = [line for file in files for line in file.read_text().splitlines()
-             if re.match(r'@pytest.mark.parametrize\("(source|deck)", [A-Z]+', line)]
+    files = [
+        file
+        for check in chapter.CHECKS
+        for file in (
+            [chapter.ROOT / check] if check.endswith(".py") else (chapter.ROOT / check).iterdir()
+        )
+        if file.suffix == ".py" and file.name != "test_chapter_build.py"
+    ]
+    marks = [
+        line
+        for file in files
+        for line in file.read_text().splitlines()
+        if re.match(r'@pytest.mark.parametrize\("(source|deck)", [A-Z]+', line)
+    ]
     assert len(marks) > 12
     assert all(mark.endswith("ids=lambda path: path.stem)") for mark in marks)
 

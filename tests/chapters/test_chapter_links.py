@@ -36,13 +36,16 @@ def test_a_link_to_a_method_an_exercise_a_chapter_and_a_package():
     assert chapter_links.word("micro-batch") == "../docs/words.md#micro-batch"
 
 
-@pytest.mark.parametrize(("resolve", "name"), [
-    (chapter_links.code, "minitron.parallel.data.zero.Zero9"),
-    (chapter_links.code, "elsewhere.zero"),
-    (chapter_links.exercise, "6.9"),
-    (chapter_links.chapter_file, "99"),
-    (chapter_links.word, "no-such-word"),
-])
+@pytest.mark.parametrize(
+    ("resolve", "name"),
+    [
+        (chapter_links.code, "minitron.parallel.data.zero.Zero9"),
+        (chapter_links.code, "elsewhere.zero"),
+        (chapter_links.exercise, "6.9"),
+        (chapter_links.chapter_file, "99"),
+        (chapter_links.word, "no-such-word"),
+    ],
+)
 def test_a_name_that_leads_nowhere_is_refused(resolve, name):
     with pytest.raises(LinkError):
         resolve(name)
@@ -50,10 +53,12 @@ def test_a_name_that_leads_nowhere_is_refused(resolve, name):
 
 def test_the_build_adds_neighbors_and_boxes():
     fold = "<details><summary>Answer</summary>\n\nFour.\n\n</details>"
-    notebook = build_chapters.nbformat.v4.new_notebook(cells=[
-        build_chapters.nbformat.v4.new_markdown_cell(f"# 5. Ring\n\nText.\n\n{fold}"),
-        build_chapters.nbformat.v4.new_code_cell("print(1)"),
-    ])
+    notebook = build_chapters.nbformat.v4.new_notebook(
+        cells=[
+            build_chapters.nbformat.v4.new_markdown_cell(f"# 5. Ring\n\nText.\n\n{fold}"),
+            build_chapters.nbformat.v4.new_code_cell("print(1)"),
+        ]
+    )
     complete(notebook, "ch05_ring_all_reduce")
     first, _, last = (cell.source for cell in notebook.cells)
     assert first.startswith("# 5. Ring\n\n[← Chapter 4](ch04_data_parallel.ipynb) · [Exercises]")

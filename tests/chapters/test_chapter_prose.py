@@ -32,33 +32,39 @@ def chapter(prose: str, code: str = "x = 1", output: str = "", tags=("nbval-chec
     return new_notebook(cells=[new_markdown_cell(prose), cell])
 
 
-@pytest.mark.parametrize(("prose", "output"), [
-    ("It takes 16.5 GB.", "16.5 GB"),
-    ("It takes 16 GB.", "16.4 GB"),  # rounded
-    ("It takes 16.4 GB.", "16,400,000,000 B"),  # in another unit
-    ("It is 41 % of the peak.", "0.412 of the peak"),
-    ("All 3,072 GPUs.", "3072 GPUs"),
-    ("The error is 1e-12.", "1e-12"),
-    ("Each of the 4 ranks holds 8 blocks.", ""),  # small counts
-    ("It has 1,024 of them.", ""),  # a power of two
-    ("Chapter 17 says so, as does section 14.2.", ""),
-    ("With 419 interruptions (Dubey et al. 2024, section 3.3).", ""),
-    ("They found 419 ([Llama 3](https://arxiv.org/abs/2407.21783)).", ""),
-    ("## 13. A heading\n\n**45 minutes.**", ""),
-])
+@pytest.mark.parametrize(
+    ("prose", "output"),
+    [
+        ("It takes 16.5 GB.", "16.5 GB"),
+        ("It takes 16 GB.", "16.4 GB"),  # rounded
+        ("It takes 16.4 GB.", "16,400,000,000 B"),  # in another unit
+        ("It is 41 % of the peak.", "0.412 of the peak"),
+        ("All 3,072 GPUs.", "3072 GPUs"),
+        ("The error is 1e-12.", "1e-12"),
+        ("Each of the 4 ranks holds 8 blocks.", ""),  # small counts
+        ("It has 1,024 of them.", ""),  # a power of two
+        ("Chapter 17 says so, as does section 14.2.", ""),
+        ("With 419 interruptions (Dubey et al. 2024, section 3.3).", ""),
+        ("They found 419 ([Llama 3](https://arxiv.org/abs/2407.21783)).", ""),
+        ("## 13. A heading\n\n**45 minutes.**", ""),
+    ],
+)
 def test_a_number_with_something_behind_it_passes(prose, output):
     assert unvouched_numbers(chapter(prose, output=output)) == []
 
 
-@pytest.mark.parametrize(("prose", "output", "number"), [
-    ("It takes 17 GB.", "16.4 GB", "17"),
-    ("It takes 16.5 GB.", "16.4 GB", "16.5"),
-    ("It takes 6 GB.", "16.4 GB", "6"),  # small, but with a unit
-    ("It is 43 % of the peak.", "0.412 of the peak", "43"),
-    ("All 3,073 GPUs.", "3072 GPUs", "3,073"),
-    ("It has 1,023 of them.", "", "1,023"),
-    ("Cited (Dubey et al. 2024).\n\nNot cited: 419.", "", "419"),
-])
+@pytest.mark.parametrize(
+    ("prose", "output", "number"),
+    [
+        ("It takes 17 GB.", "16.4 GB", "17"),
+        ("It takes 16.5 GB.", "16.4 GB", "16.5"),
+        ("It takes 6 GB.", "16.4 GB", "6"),  # small, but with a unit
+        ("It is 43 % of the peak.", "0.412 of the peak", "43"),
+        ("All 3,073 GPUs.", "3072 GPUs", "3,073"),
+        ("It has 1,023 of them.", "", "1,023"),
+        ("Cited (Dubey et al. 2024).\n\nNot cited: 419.", "", "419"),
+    ],
+)
 def test_a_number_with_nothing_behind_it_is_named(prose, output, number):
     [problem] = unvouched_numbers(chapter(prose, output=output))
     assert problem.startswith(f"cell 0: {number} in ")
@@ -75,21 +81,47 @@ def test_the_chapter_s_code_vouches_for_a_number():
     assert unvouched_numbers(chapter("With 12,289 columns.", code="width = 12288"))
 
 
-@pytest.mark.parametrize("name", [
-    "apply_zero1", "minitron.parallel.data.zero", "torch.compile", "F.cross_entropy", "nn.Linear",
-    "loss.detach()", "parallel/data/zero.py", "make test", "minitron plan --gpus 8", "train.steps",
-    "--train.recompute full", "torchrun --nproc-per-node 2", "PYTORCH_ALLOC_CONF", "nvidia-smi",
-    "no_sync", "len", "python -m teaching.lab.large_plans",
-])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "apply_zero1",
+        "minitron.parallel.data.zero",
+        "torch.compile",
+        "F.cross_entropy",
+        "nn.Linear",
+        "loss.detach()",
+        "parallel/data/zero.py",
+        "make test",
+        "minitron plan --gpus 8",
+        "train.steps",
+        "--train.recompute full",
+        "torchrun --nproc-per-node 2",
+        "PYTORCH_ALLOC_CONF",
+        "nvidia-smi",
+        "no_sync",
+        "len",
+        "python -m teaching.lab.large_plans",
+    ],
+)
 def test_a_name_that_exists(name):
     assert exists(name)
 
 
-@pytest.mark.parametrize("name", [
-    "apply_zero9", "minitron.parallel.data.nothing", "torch.compile_it", "F.cross_entropies",
-    "make teas", "minitron plan --gpuz 8", "train.stepz", "torchrun --nproc-per-mode 2",
-    "python -m teaching.lab.larger_plans", "python teaching.lab.large_plans",
-])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "apply_zero9",
+        "minitron.parallel.data.nothing",
+        "torch.compile_it",
+        "F.cross_entropies",
+        "make teas",
+        "minitron plan --gpuz 8",
+        "train.stepz",
+        "torchrun --nproc-per-mode 2",
+        "python -m teaching.lab.larger_plans",
+        "python teaching.lab.large_plans",
+    ],
+)
 def test_a_name_that_does_not(name):
     assert not exists(name)
     assert unknown_names(chapter(f"Call `{name}` now.")) == [f"cell 0: `{name}`"]

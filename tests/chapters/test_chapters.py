@@ -47,8 +47,13 @@ def test_the_committed_notebook_is_its_source_executed(source):
 def test_every_figure_has_an_alternative_text(source):
     text = committed_text(build_chapters.notebook_path(source))
     notebook = build_chapters.nbformat.reads(text, as_version=4)
-    images = [output for cell in notebook.cells if cell.cell_type == "code"
-              for output in cell.outputs if "image/png" in output.get("data", {})]
+    images = [
+        output
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+        for output in cell.outputs
+        if "image/png" in output.get("data", {})
+    ]
     assert images
     assert all(image.metadata["image/png"]["alt"] for image in images)
 
@@ -60,8 +65,11 @@ def test_no_cell_of_every_run_needs_one_that_is_exhaustive(source):
 
 def test_a_cell_that_needs_an_exhaustive_one_is_found(notebook):
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"][:4]
-    for cell, text in zip(cells, ("a = b = 0", "a = c = 1", "print(b); b = a",
-                                  "def f(e):\n    return b + c"), strict=True):
+    for cell, text in zip(
+        cells,
+        ("a = b = 0", "a = c = 1", "print(b); b = a", "def f(e):\n    return b + c"),
+        strict=True,
+    ):
         cell.source, cell.metadata = text, {}
     cells[1].metadata["tags"] = ["exhaustive"]
     notebook.cells = cells
@@ -76,8 +84,11 @@ def needs_exhaustive(notebook) -> list[str]:
             continue
         left_out = "exhaustive" in cell.metadata.get("tags", ())
         table = symtable.symtable(without_magics(cell.source), "cell", "exec")
-        made = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned()
-                or symbol.is_imported()}
+        made = {
+            symbol.get_name()
+            for symbol in table.get_symbols()
+            if symbol.is_assigned() or symbol.is_imported()
+        }
         if not left_out:
             found += sorted(name for name in read_from(table) - made if last_left_out.get(name))
         last_left_out.update(dict.fromkeys(made, left_out))
@@ -86,8 +97,11 @@ def needs_exhaustive(notebook) -> list[str]:
 
 def read_from(table: symtable.SymbolTable) -> set[str]:
     """Names of the notebook that a cell or a function in it reads."""
-    own = {symbol.get_name() for symbol in table.get_symbols()
-           if symbol.is_referenced() and (symbol.is_global() or table.get_type() == "module")}
+    own = {
+        symbol.get_name()
+        for symbol in table.get_symbols()
+        if symbol.is_referenced() and (symbol.is_global() or table.get_type() == "module")
+    }
     return own.union(*map(read_from, table.get_children()))
 
 
@@ -103,9 +117,14 @@ def test_what_a_chapter_prints_fits_its_columns(source):
 
 def too_wide(notebook) -> list[str]:
     """Return the printed lines over MOST_COLUMNS."""
-    return [line for cell in notebook.cells if cell.cell_type == "code"
-            for output in cell.outputs for line in output.get("text", "").splitlines()
-            if len(line) > MOST_COLUMNS]
+    return [
+        line
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+        for output in cell.outputs
+        for line in output.get("text", "").splitlines()
+        if len(line) > MOST_COLUMNS
+    ]
 
 
 def test_a_wide_table_is_found(notebook):
@@ -115,9 +134,16 @@ def test_a_wide_table_is_found(notebook):
 
 
 def test_no_figure_lies_about_that_no_chapter_makes_any_more():
-    made = {name for source in SOURCES for name in build_chapters.figures(
-        source.stem, build_chapters.nbformat.reads(
-            committed_text(build_chapters.notebook_path(source)), as_version=4))}
+    made = {
+        name
+        for source in SOURCES
+        for name in build_chapters.figures(
+            source.stem,
+            build_chapters.nbformat.reads(
+                committed_text(build_chapters.notebook_path(source)), as_version=4
+            ),
+        )
+    }
     assert set(build_chapters.ASSETS.glob("*.png")) == made
 
 
@@ -190,22 +216,26 @@ def name_a_path(notebook):
     first(notebook, is_speaking).outputs.append(build_chapters.nbformat.from_dict(text))
 
 
-@pytest.mark.parametrize(("damage", "message"), [
-    (strip_everything, "execution count None"),
-    (strip_one_output, "prints or shows, yet has no output"),
-    (edit_code, "source differs"),
-    (edit_prose, "cell 0: source differs"),
-    (renumber, "execution count"),
-    (drop_a_tag, "metadata differs"),
-    (change_an_id, "cell 3: id differs"),
-    (add_widgets, "metadata is"),
-    (drop_its_hashes, "executed from other cells"),
-    (hash_other_cells, "executed from other cells"),
-    (add_timing, "cell 1: metadata differs"),
-    (add_a_cell, "cells, its source"),
-    (leave_an_error, "failed: ValueError"),
-    (name_a_path, "its output names"),
-], ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (strip_everything, "execution count None"),
+        (strip_one_output, "prints or shows, yet has no output"),
+        (edit_code, "source differs"),
+        (edit_prose, "cell 0: source differs"),
+        (renumber, "execution count"),
+        (drop_a_tag, "metadata differs"),
+        (change_an_id, "cell 3: id differs"),
+        (add_widgets, "metadata is"),
+        (drop_its_hashes, "executed from other cells"),
+        (hash_other_cells, "executed from other cells"),
+        (add_timing, "cell 1: metadata differs"),
+        (add_a_cell, "cells, its source"),
+        (leave_an_error, "failed: ValueError"),
+        (name_a_path, "its output names"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
 def test_the_check_names_a_damaged_notebook(notebook, damage, message):
     compare(read_source(FIRST), notebook)  # undamaged it passes
     damage(notebook)
@@ -231,12 +261,15 @@ def test_a_figure_tag_needs_an_image(notebook):
         build_chapters.figures(FIRST.stem, notebook)
 
 
-@pytest.mark.parametrize(("cells", "message"), [
-    ("# %% [markdown]\n# ## No title", "level 2 after 0"),
-    ("# %% [markdown]\n# # A\n#\n# # B", "level 1 after 1"),
-    ("# %% [markdown]\n# # A\n#\n# ### B", "level 3 after 1"),
-    ("# %% [markdown]\n# # A\n\n# %%\n" + "a = 1\n" * 16, "has 16 lines, at most 15"),
-])
+@pytest.mark.parametrize(
+    ("cells", "message"),
+    [
+        ("# %% [markdown]\n# ## No title", "level 2 after 0"),
+        ("# %% [markdown]\n# # A\n#\n# # B", "level 1 after 1"),
+        ("# %% [markdown]\n# # A\n#\n# ### B", "level 3 after 1"),
+        ("# %% [markdown]\n# # A\n\n# %%\n" + "a = 1\n" * 16, "has 16 lines, at most 15"),
+    ],
+)
 def test_the_style_of_a_source_is_checked(tmp_path, cells, message):
     source = tmp_path / "ch99.py"
     source.write_text(cells)
@@ -251,7 +284,7 @@ def test_a_chapter_is_executed_with_fixed_metadata(times, tmp_path, monkeypatch)
     source = folder / "ch99_small.py"
     source.write_text(
         "# %% [markdown]\n# # Small\n\n# %%\nfrom teaching.figures import curves, show\n\n"
-        "# %% tags=[\"figure-line\"]\nprint(6 * 7)\n"
+        '# %% tags=["figure-line"]\nprint(6 * 7)\n'
         "show(curves([0, 1], {'a': [1, 2]}, 'x', 'y'), alt='A line.')\n"
     )
     monkeypatch.setattr(build_chapters, "ASSETS", tmp_path / "assets")
@@ -268,12 +301,15 @@ def test_a_chapter_is_executed_with_fixed_metadata(times, tmp_path, monkeypatch)
         assert build_chapters.notebook_path(source).read_text() == written
 
 
-@pytest.mark.parametrize(("source", "expected"), [
-    ("print(1)", True),
-    ("for i in range(3):\n    print(i)", True),
-    ("def f():\n    print(1)", False),
-    ("x = len('print(1)')", False),
-    ("%load_ext autoreload\ncheck('1.1')", True),
-])
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("print(1)", True),
+        ("for i in range(3):\n    print(i)", True),
+        ("def f():\n    print(1)", False),
+        ("x = len('print(1)')", False),
+        ("%load_ext autoreload\ncheck('1.1')", True),
+    ],
+)
 def test_which_cells_must_have_an_output(source, expected):
     assert build_chapters.speaks(source) == expected

@@ -15,23 +15,27 @@ from tools import environment
 ROOT = environment.ROOT
 
 
-@pytest.mark.parametrize(("version", "requirement", "enough"), [
-    ("2.13.0+cpu", "torch>=2.9", True),
-    ("2.9", "torch>=2.9.0", True),
-    ("2.8.1", "torch>=2.9", False),
-    ("2", "tyro>=1.0,<2", False),
-    ("1.0.17", "tyro>=1.0,<2", True),
-    ("0.12.0", "nbval>=0.11,<0.12", False),
-    (None, "numpy>=1.26", False),
-])
+@pytest.mark.parametrize(
+    ("version", "requirement", "enough"),
+    [
+        ("2.13.0+cpu", "torch>=2.9", True),
+        ("2.9", "torch>=2.9.0", True),
+        ("2.8.1", "torch>=2.9", False),
+        ("2", "tyro>=1.0,<2", False),
+        ("1.0.17", "tyro>=1.0,<2", True),
+        ("0.12.0", "nbval>=0.11,<0.12", False),
+        (None, "numpy>=1.26", False),
+    ],
+)
 def test_versions_are_compared_as_numbers(version, requirement, enough):
     assert environment.satisfies(version, requirement) is enough
 
 
 def test_the_reason_names_what_is_required_and_what_is_there(monkeypatch, capsys):
     real = importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "version",
-                        lambda name: "2.8.0" if name == "torch" else real(name))
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: "2.8.0" if name == "torch" else real(name)
+    )
     assert environment.main() == 1
     out, err = capsys.readouterr()
     assert out == "" and "needs torch>=2.11, has 2.8.0" in err
@@ -47,10 +51,17 @@ def test_another_clone_s_package_is_not_enough(monkeypatch, tmp_path):
 
 def make_would(target: str, folder: Path = ROOT, **variables: Path) -> str:
     """What `make` would run in this folder, where no environment is active but in `variables`."""
-    kept = {name: value for name, value in os.environ.items()
-            if name not in ("VIRTUAL_ENV", "CONDA_PREFIX", "MAKEFLAGS", "MAKELEVEL")}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("VIRTUAL_ENV", "CONDA_PREFIX", "MAKEFLAGS", "MAKELEVEL")
+    }
     done = subprocess.run(
-        ["make", "--dry-run", target], cwd=folder, capture_output=True, text=True, check=True,
+        ["make", "--dry-run", target],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=True,
         env={**kept, **{name: str(value) for name, value in variables.items()}},
     )
     return done.stdout
@@ -103,8 +114,9 @@ def test_make_takes_the_active_environment_only_if_it_has_everything(variable, t
 
 
 def test_a_real_environment_gets_its_folder_or_a_reason():
-    done = subprocess.run([sys.executable, ROOT / "tools" / "environment.py"],
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools" / "environment.py"], capture_output=True, text=True
+    )
     if done.returncode == 0:
         assert done.stdout.strip() == str(Path(sys.prefix) / "bin") and not done.stderr
     else:

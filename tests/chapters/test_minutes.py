@@ -34,14 +34,17 @@ def notebook(*texts: str):
     return new_notebook(cells=[new_markdown_cell(text) for text in texts])
 
 
-@pytest.mark.parametrize(("texts", "kept"), [
-    (["# 1. A", "## Further: depth", "more", "## 2. On"], [0, 3]),
-    (["# 1. A", "## 7. Further: depth", "### A part of it", "# B"], [0, 3]),
-    (["# 1. A", "## 2. B", "### Further: depth", "more", "### C"], [0, 1, 4]),
-    (["# 1. A", "### Further: depth", "## 3. On", "text"], [0, 2, 3]),
-    (["# 1. A", "## Further: one", "## Further: two", "more"], [0]),
-    (["# 1. A", "## Furthermore", "text"], [0, 1, 2]),
-])
+@pytest.mark.parametrize(
+    ("texts", "kept"),
+    [
+        (["# 1. A", "## Further: depth", "more", "## 2. On"], [0, 3]),
+        (["# 1. A", "## 7. Further: depth", "### A part of it", "# B"], [0, 3]),
+        (["# 1. A", "## 2. B", "### Further: depth", "more", "### C"], [0, 1, 4]),
+        (["# 1. A", "### Further: depth", "## 3. On", "text"], [0, 2, 3]),
+        (["# 1. A", "## Further: one", "## Further: two", "more"], [0]),
+        (["# 1. A", "## Furthermore", "text"], [0, 1, 2]),
+    ],
+)
 def test_sections_marked_further_are_off_the_main_path(texts, kept):
     assert [cell.source for cell in main_path(notebook(*texts))] == [texts[i] for i in kept]
 
@@ -56,10 +59,15 @@ def test_code_outputs_sources_and_figures_take_time():
     expected = SECONDS["line of an import"] + 2 * SECONDS["line of code"]
     assert seconds(code) == pytest.approx(expected + 2 * SECONDS["line of output"])
 
-    shown = "[a.py, line 1](../a.py#L1)\n\n```python\ndef f():\n    pass\n```"
-    code = new_code_cell("show_source(f)", outputs=[
-        new_output("display_data", {"text/markdown": shown, "text/plain": "<Markdown object>"})])
-    expected = SECONDS["line of code"] + 2 * SECONDS["line of the package's source"]
+    shown = "[a.py, line 1](../a.py#L1)\n\n```python\ndef f(x):\n    pass\n```"
+    code = new_code_cell(
+        "show_source(f)",
+        outputs=[
+            new_output("display_data", {"text/markdown": shown, "text/plain": "<Markdown object>"})
+        ],
+    )
+    expected = SECONDS["line of code"] + SECONDS["line of the package's source"]
+    expected += SECONDS["line of one word"]
     assert seconds(code) == pytest.approx(expected)
 
     code.outputs = [new_output("display_data", {"image/png": "", "text/plain": "a b c"})]

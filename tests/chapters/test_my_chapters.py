@@ -17,8 +17,12 @@ NAME = "ch01_small.ipynb"
 def write(folder: Path, code: str) -> None:
     """Write the course's chapter, executed."""
     folder.mkdir(exist_ok=True)
-    cell = new_code_cell(code, execution_count=1, outputs=[new_output("stream", text="42\n")],
-                         metadata={"jupyter": {"outputs_hidden": True}, "tags": ["output-x"]})
+    cell = new_code_cell(
+        code,
+        execution_count=1,
+        outputs=[new_output("stream", text="42\n")],
+        metadata={"jupyter": {"outputs_hidden": True}, "tags": ["output-x"]},
+    )
     cells = [new_markdown_cell("# 1. Small"), cell]
     nbformat.write(new_notebook(cells=cells), folder / NAME)
 
@@ -76,8 +80,9 @@ def test_an_edit_is_kept_beside_a_changed_chapter(folders):
         edit(mine / NAME, code)
         write(chapters, f"print({number})")
         said = refresh(chapters, mine)
-        assert said == [f"{NAME} has changed in the course; "
-                        f"yours is kept as ch01_small.mine-{number}.ipynb"]
+        assert said == [
+            f"{NAME} has changed in the course; yours is kept as ch01_small.mine-{number}.ipynb"
+        ]
         assert code_of(mine / f"ch01_small.mine-{number}.ipynb") == code
         assert code_of(mine / NAME) == f"print({number})"
 
@@ -112,6 +117,7 @@ def test_without_its_record_an_edit_is_kept_too(folders, text):
 def test_git_ignores_the_copies():
     if not shutil.which("git") or not (ROOT / ".git").exists():
         pytest.skip("not a checkout of git")
-    ignored = subprocess.run(["git", "check-ignore", "my_chapters/x.ipynb"], cwd=ROOT,
-                             capture_output=True)
+    ignored = subprocess.run(
+        ["git", "check-ignore", "my_chapters/x.ipynb"], cwd=ROOT, capture_output=True
+    )
     assert ignored.returncode == 0

@@ -14,37 +14,48 @@ def test_every_name_of_code_in_slides_statements_and_hints_exists(chapter):
     assert list(quoted_code.unknown_everywhere(chapter)) == []
 
 
-@pytest.mark.parametrize(("text", "names"), [
-    ("Call `train_step` or loss.backward(), as accumulate_gradients and torch.compile do.",
-     ["train_step", "loss.backward()", "accumulate_gradients", "torch.compile"]),
-    ("A word-like-this, 1.2, e.g. one; see [it](a_b.md) at https://example.org/c_d.", []),
-])
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        (
+            "Call `train_step` or loss.backward(), as accumulate_gradients and torch.compile do.",
+            ["train_step", "loss.backward()", "accumulate_gradients", "torch.compile"],
+        ),
+        ("A word-like-this, 1.2, e.g. one; see [it](a_b.md) at https://example.org/c_d.", []),
+    ],
+)
 def test_what_looks_like_code(text, names):
     assert quoted(text) == names
 
 
-@pytest.mark.parametrize("text", [
-    "Use segments_for_budget and torch.get_rng_state().",
-    "A model.named_parameters() too, and `torch.compile`.",
-    "my_total is a sum:\n\nmy_total = ...",
-    "for each_row in rows: each_row.sum()",
-    "Like this:\n\n    loss(my_rows).backward()\n\nwith my_rows of this rank.",
-    "`its_own` is in the chapter.",
-])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Use segments_for_budget and torch.get_rng_state().",
+        "A model.named_parameters() too, and `torch.compile`.",
+        "my_total is a sum:\n\nmy_total = ...",
+        "for each_row in rows: each_row.sum()",
+        "Like this:\n\n    loss(my_rows).backward()\n\nwith my_rows of this rank.",
+        "`its_own` is in the chapter.",
+    ],
+)
 def test_a_name_with_something_behind_it_passes(text):
     assert unknown(text, "its_own = 1") == []
 
 
-@pytest.mark.parametrize(("text", "name"), [
-    ("Use `segments_for_budgets`.", "segments_for_budgets"),
-    ("Use segments_for_budgets.", "segments_for_budgets"),
-    ("Then torch.get_rng_stats() returns it.", "torch.get_rng_stats()"),
-    ("if my_total == 3: stop", "my_total"),
-    ("With no_such_name and zero_grad, set x = 1.", "no_such_name"),
-    ("For no_such_name in the loop", "no_such_name"),
-    ("Call it with no_such_option=True.", "no_such_option"),
-    ("Ask minitron.cost.computer.", "minitron.cost.computer"),
-])
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("Use `segments_for_budgets`.", "segments_for_budgets"),
+        ("Use segments_for_budgets.", "segments_for_budgets"),
+        ("Then torch.get_rng_stats() returns it.", "torch.get_rng_stats()"),
+        ("if my_total == 3: stop", "my_total"),
+        ("With no_such_name and zero_grad, set x = 1.", "no_such_name"),
+        ("For no_such_name in the loop", "no_such_name"),
+        ("Call it with no_such_option=True.", "no_such_option"),
+        ("Ask minitron.cost.computer.", "minitron.cost.computer"),
+    ],
+)
 def test_a_name_with_nothing_behind_it_is_found(text, name):
     assert unknown(text, "") == [name]
 

@@ -24,14 +24,24 @@ def shown_sources(source) -> list[tuple[str, str, str]]:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 exec(ast.unparse(node), imported)
             elif isinstance(node, ast.Call) and ast.unparse(node.func) == "show_source":
-                shown = [output.data["text/markdown"] for output in cell.outputs
-                         if "text/markdown" in output.get("data", {})]
+                shown = [
+                    output.data["text/markdown"]
+                    for output in cell.outputs
+                    if "text/markdown" in output.get("data", {})
+                ]
                 names = list(map(ast.unparse, node.args))
-                found += zip(names, displayed(*(eval(name, imported) for name in names)),
-                             [text for text in shown if is_whole(text)], strict=True)
+                found += zip(
+                    names,
+                    displayed(*(eval(name, imported) for name in names)),
+                    [text for text in shown if is_whole(text)],
+                    strict=True,
+                )
             elif isinstance(node, ast.Call) and ast.unparse(node.func) == "lab.show_lines":
-                shown = [output.data["text/markdown"] for output in cell.outputs
-                         if "text/markdown" in output.get("data", {})]
+                shown = [
+                    output.data["text/markdown"]
+                    for output in cell.outputs
+                    if "text/markdown" in output.get("data", {})
+                ]
                 with patch("IPython.display.display") as display:
                     eval(ast.unparse(node), imported)
                 now = display.call_args.args[0].data

@@ -82,13 +82,17 @@ def test_an_output_is_shown_as_it_was_printed():
     assert insert_outputs("x\n\n@output trap\n", notebook) == "x\n\n```text\na  1\nb  2\n```\n"
 
 
-@pytest.mark.parametrize(("notebook", "message"), [
-    (notebook_of(), "slide 2: the chapter's cell 1, tagged output-trap, has printed nothing"),
-    (notebook_of({"output_type": "stream", "text": [" \n"]}), "has printed nothing"),
-    (notebook_of({"output_type": "display_data", "data": {}}), "has printed nothing"),
-    (notebook_of({"output_type": "error", "ename": "KeyError"}), "failed with KeyError"),
-    ({"cells": []}, "slide 2: the chapter has no cell tagged output-trap"),
-], ids=["cleared", "blank", "a figure alone", "an error", "no cell"])
+@pytest.mark.parametrize(
+    ("notebook", "message"),
+    [
+        (notebook_of(), "slide 2: the chapter's cell 1, tagged output-trap, has printed nothing"),
+        (notebook_of({"output_type": "stream", "text": [" \n"]}), "has printed nothing"),
+        (notebook_of({"output_type": "display_data", "data": {}}), "has printed nothing"),
+        (notebook_of({"output_type": "error", "ename": "KeyError"}), "failed with KeyError"),
+        ({"cells": []}, "slide 2: the chapter has no cell tagged output-trap"),
+    ],
+    ids=["cleared", "blank", "a figure alone", "an error", "no cell"],
+)
 def test_an_output_that_is_not_there_names_slide_and_cell(notebook, message):
     with pytest.raises(SlideError, match=message):
         insert_outputs(f"{FRONT}@output trap\n", notebook)
@@ -120,8 +124,10 @@ def test_a_deck_is_built_from_the_committed_notebook_not_from_a_cleared_one(
     monkeypatch.setattr(build_slides, "text_in_git", lambda _: None)
     with pytest.raises(SystemExit) as end:
         build_slides.build_deck(deck, "chromium", images=False)
-    assert str(end.value) == ("slides/ch99.md: slide 2: the chapter's cell 1, tagged output-trap, "
-                              "has printed nothing: run `make chapters`")
+    assert str(end.value) == (
+        "slides/ch99.md: slide 2: the chapter's cell 1, tagged output-trap, "
+        "has printed nothing: run `make chapters`"
+    )
     assert "not in git, so the working file is used" in capsys.readouterr().err
 
     path.write_text("")
@@ -135,11 +141,22 @@ def test_every_output_of_a_deck_is_in_its_notebook(deck):
     assert "@output" not in insert_outputs(deck.read_text(), notebook)
 
 
-def test_a_function_is_shown_as_it_is_without_its_docstring():
+def test_a_function_is_shown_without_its_docstring_and_types():
     shown = insert_sources("a\n\n@source minitron.step:learning_rate\n\nb\n")
-    assert shown.startswith("a\n\n```python\ndef learning_rate(\n")
+    names = "step, peak, minimum, warmup_steps, total_steps"
+    assert shown.startswith(f"a\n\n```python\ndef learning_rate({names}):\n")
     assert "if step < warmup_steps:" in shown and '"""' not in shown
     assert shown.endswith("```\n\nb\n")
+
+
+def documented(a: int, *rest: str, b: float = 0.5, **options: int) -> int:
+    """Return a."""
+    return a
+
+
+def test_every_kind_of_parameter_is_named():
+    shown = insert_sources("@source tests.chapters.test_slides:documented")
+    assert shown == "```python\ndef documented(a, *rest, b, **options):\n    return a\n```"
 
 
 def bare_function():
@@ -158,17 +175,20 @@ def test_a_function_that_is_gone_names_its_slide(name):
         insert_sources(f"{FRONT}@source {name}\n")
 
 
-@pytest.mark.parametrize(("html", "loads"), [
-    ('<a href="https://arxiv.org/abs/1812.06162">paper</a>', False),
-    ('<img src="data:image/png;base64,aaaa">', False),
-    ("<!-- see https://example.org -->", False),
-    ('<svg xmlns="http://www.w3.org/2000/svg"></svg>', False),
-    ('<img alt="x" src="https://example.org/x.png">', True),
-    ('<script src="http://example.org/x.js"></script>', True),
-    ('<link rel="stylesheet" href="https://example.org/x.css">', True),
-    ("<style>@import 'https://example.org/x.css';</style>", True),
-    ("<style>a { background: url(https://example.org/x.png) }</style>", True),
-    ("<style>@font-face { src: url('http://example.org/x.woff') }</style>", True),
-])
+@pytest.mark.parametrize(
+    ("html", "loads"),
+    [
+        ('<a href="https://arxiv.org/abs/1812.06162">paper</a>', False),
+        ('<img src="data:image/png;base64,aaaa">', False),
+        ("<!-- see https://example.org -->", False),
+        ('<svg xmlns="http://www.w3.org/2000/svg"></svg>', False),
+        ('<img alt="x" src="https://example.org/x.png">', True),
+        ('<script src="http://example.org/x.js"></script>', True),
+        ('<link rel="stylesheet" href="https://example.org/x.css">', True),
+        ("<style>@import 'https://example.org/x.css';</style>", True),
+        ("<style>a { background: url(https://example.org/x.png) }</style>", True),
+        ("<style>@font-face { src: url('http://example.org/x.woff') }</style>", True),
+    ],
+)
 def test_what_counts_as_loaded_from_the_network(html, loads):
     assert (first_remote_resource(html) is not None) == loads

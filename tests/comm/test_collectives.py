@@ -53,7 +53,8 @@ def everything(group):
                 tensor = summand(rank, length, dtype)
                 done[name, length, dtype] = recorded(all_reduce, tensor, group)
         done["scatter", length] = recorded(
-            collectives.reduce_scatter_ring, summand(rank, length, torch.float64), group)
+            collectives.reduce_scatter_ring, summand(rank, length, torch.float64), group
+        )
         gathered = torch.full((length,), math.nan, dtype=torch.float64)
         gathered.tensor_split(size)[rank].fill_(rank)
         done["gather", length] = recorded(collectives.all_gather_ring, gathered, group)
@@ -189,8 +190,12 @@ def test_only_the_cpu_posts_ahead(monkeypatch):
     group = SimpleNamespace(rank=lambda: 1, size=lambda: 4)
     collectives.all_reduce_ring(torch.empty(10, device="meta"), group)
     assert [(len(out), to, len(into), source) for out, to, into, source, _ in steps] == [
-        (3, 2, 2, 0), (2, 2, 2, 0), (2, 2, 3, 0),  # chunk 0, 3, 2 out; 3, 2, 1 in
-        (3, 2, 3, 0), (3, 2, 2, 0), (2, 2, 2, 0),  # chunk 1, 0, 3 out; 0, 3, 2 in
+        (3, 2, 2, 0),
+        (2, 2, 2, 0),
+        (2, 2, 3, 0),  # chunk 0, 3, 2 out; 3, 2, 1 in
+        (3, 2, 3, 0),
+        (3, 2, 2, 0),
+        (2, 2, 2, 0),  # chunk 1, 0, 3 out; 0, 3, 2 in
     ]
 
 
@@ -250,11 +255,17 @@ def together(group):
     The last one is not in the order of its memory, as a view of a matrix's columns is not.
     """
     rank = float(group.rank())
-    tensors = [torch.full((2, 3), rank), torch.full((), rank), torch.full((5,), rank).double(),
-               torch.full((collectives.LARGEST_PIECE // 4 + 1,), rank), torch.full((4,), rank)]
+    tensors = [
+        torch.full((2, 3), rank),
+        torch.full((), rank),
+        torch.full((5,), rank).double(),
+        torch.full((collectives.LARGEST_PIECE // 4 + 1,), rank),
+        torch.full((4,), rank),
+    ]
     with Ledger() as gathering:
-        gathered = list(collectives.all_gather_together([*tensors, torch.full((3, 2), rank).T],
-                                                        group))
+        gathered = list(
+            collectives.all_gather_together([*tensors, torch.full((3, 2), rank).T], group)
+        )
     meta = torch.empty(7, device="meta")
     with Ledger() as sending:
         collectives.broadcast_together([meta, *tensors], 1, group)
@@ -265,8 +276,10 @@ def test_small_neighbors_share_a_message():
     for gathered, tensors, calls in run(together, 3):
         shapes = [(2, 3), (), (5,), (collectives.LARGEST_PIECE // 4 + 1,), (4,), (2, 3)]
         for parts, shape in zip(gathered, shapes, strict=True):
-            assert torch.equal(parts, torch.arange(3.0, dtype=parts.dtype).view(
-                3, *[1] * len(shape)).expand(3, *shape))
+            assert torch.equal(
+                parts,
+                torch.arange(3.0, dtype=parts.dtype).view(3, *[1] * len(shape)).expand(3, *shape),
+            )
         assert [tensor.dtype for tensor in tensors].index(torch.float64) == 2
         assert all(bool((tensor == 1).all()) for tensor in tensors)
         assert calls == [4, 4]  # two, one of another dtype, the large one, the rest

@@ -39,15 +39,28 @@ class Case(NamedTuple):
 
 CASES = {
     "all_reduce": Case(all_reduce, ("all_reduce", None), same_output=True),
-    **{f"all_gather {dim}": Case(
-        lambda x, group, dim=dim: all_gather(x, group, dim),
-        ("all_gather", "reduce_scatter")) for dim in (0, 1, 2, -1)},
-    **{f"reduce_scatter {dim}": Case(
-        lambda x, group, dim=dim: reduce_scatter(x, group, dim),
-        ("reduce_scatter", "all_gather"), (dim,)) for dim in (0, 1, 2, -1)},
-    **{f"all_to_all {dims}": Case(
-        lambda x, group, dims=dims: all_to_all(x, group, *dims),
-        ("all_to_all", "all_to_all"), dims[:1]) for dims in ((0, 1), (1, 2), (-1, 0), (1, 1))},
+    **{
+        f"all_gather {dim}": Case(
+            lambda x, group, dim=dim: all_gather(x, group, dim), ("all_gather", "reduce_scatter")
+        )
+        for dim in (0, 1, 2, -1)
+    },
+    **{
+        f"reduce_scatter {dim}": Case(
+            lambda x, group, dim=dim: reduce_scatter(x, group, dim),
+            ("reduce_scatter", "all_gather"),
+            (dim,),
+        )
+        for dim in (0, 1, 2, -1)
+    },
+    **{
+        f"all_to_all {dims}": Case(
+            lambda x, group, dims=dims: all_to_all(x, group, *dims),
+            ("all_to_all", "all_to_all"),
+            dims[:1],
+        )
+        for dims in ((0, 1), (1, 2), (-1, 0), (1, 1))
+    },
 }
 
 
@@ -99,8 +112,15 @@ def together(parts: list[Tensor], all_alike: bool) -> Tensor:
     return parts[0]
 
 
-KEPT = {"all_reduce", "all_gather 1", "all_gather -1", "reduce_scatter 1", "reduce_scatter -1",
-        "all_to_all (1, 2)", "all_to_all (-1, 0)"}  # by `make test`
+KEPT = {
+    "all_reduce",
+    "all_gather 1",
+    "all_gather -1",
+    "reduce_scatter 1",
+    "reduce_scatter -1",
+    "all_to_all (1, 2)",
+    "all_to_all (-1, 0)",
+}  # by `make test`
 
 
 def everything(group, names):
@@ -111,7 +131,9 @@ def everything(group, names):
         for kind, function in (("once", case.function), ("twice", used_twice(case.function))):
             if kind == "once" or name in TWICE:
                 done[name, kind] = (
-                    differences(case, function, x, group), backward(case, function, x, group))
+                    differences(case, function, x, group),
+                    backward(case, function, x, group),
+                )
         done[name, "wire"] = passed(case, group)
         done[name, "layout"] = of_any_layout(case, group)
         done[name, "bf16"] = one_pass(case, example(case, group, torch.bfloat16), group)
@@ -224,8 +246,12 @@ def whence(group):
     """Element (i, j) of rank r is 100 r + 10 i + j."""
     rank, size = group.rank(), group.size()
     x = 100 * rank + 10 * torch.arange(size)[:, None] + torch.arange(2)
-    return (all_gather(x, group, 1), reduce_scatter(x, group, 0), all_to_all(x, group, 0, 1),
-            all_reduce(x, group))
+    return (
+        all_gather(x, group, 1),
+        reduce_scatter(x, group, 0),
+        all_to_all(x, group, 0, 1),
+        all_reduce(x, group),
+    )
 
 
 def test_the_parts_come_in_the_order_of_the_ranks():
@@ -249,7 +275,11 @@ def in_part_of_the_ranks(group):
 def test_the_group_is_an_argument():
     even, odd = [0.0, 2.0], [1.0, 3.0]
     assert run(in_part_of_the_ranks, 4) == [
-        (even, [2.0, 2.0]), (odd, [2.0, 2.0]), (even, [20.0, 20.0]), (odd, [20.0, 20.0])]
+        (even, [2.0, 2.0]),
+        (odd, [2.0, 2.0]),
+        (even, [20.0, 20.0]),
+        (odd, [20.0, 20.0]),
+    ]
 
 
 # In two halves
@@ -304,21 +334,26 @@ def test_a_dim_that_does_not_divide_is_told_with_both_numbers():
         ):
             assert message == (
                 f"dim {dim} of (2, 5, 3) has {entries} entries, which are not divisible by 3 "
-                f"ranks: pad it to {padded}")
+                f"ranks: pad it to {padded}"
+            )
 
 
 def test_parts_are_views_of_equal_size():
     x = torch.arange(12).view(2, 6)
     parts = equal_parts(x, 3, 1)
     assert [part.tolist() for part in parts] == [
-        [[0, 1], [6, 7]], [[2, 3], [8, 9]], [[4, 5], [10, 11]]]
-    assert all(part.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-               for part in parts)
+        [[0, 1], [6, 7]],
+        [[2, 3], [8, 9]],
+        [[4, 5], [10, 11]],
+    ]
+    assert all(
+        part.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for part in parts
+    )
 
 
 def second_derivative(group):
     x = torch.ones(2, requires_grad=True)
-    grad, = torch.autograd.grad(all_reduce(x, group).pow(2).sum(), x, create_graph=True)
+    (grad,) = torch.autograd.grad(all_reduce(x, group).pow(2).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()
 

@@ -22,10 +22,17 @@ from minitron.dataset import HEADER_BYTES, TokenDataset, write_shard
 from minitron.launch import run
 from tests.tiers import tiered
 
-MODEL = ModelConfig(max_sequence_length=8, num_layers=2, width=8, num_heads=2, num_kv_heads=2,
-                    ffn_width=8)
-TRAIN = TrainConfig(steps=2, global_batch_size=2, micro_batch_size=2, eval_sequences=2,
-                    device="cpu", hang_timeout=60)
+MODEL = ModelConfig(
+    max_sequence_length=8, num_layers=2, width=8, num_heads=2, num_kv_heads=2, ffn_width=8
+)
+TRAIN = TrainConfig(
+    steps=2,
+    global_batch_size=2,
+    micro_batch_size=2,
+    eval_sequences=2,
+    device="cpu",
+    hang_timeout=60,
+)
 
 
 @pytest.fixture
@@ -51,9 +58,15 @@ def change(path, position: int, token: int) -> None:
         file.write(token.to_bytes(2, "little"))
 
 
-@pytest.mark.parametrize(("shard", "position"), [
-    ("train_000.bin", 0), ("train_000.bin", 5999), ("train_001.bin", 4096), ("val_000.bin", 4999),
-])
+@pytest.mark.parametrize(
+    ("shard", "position"),
+    [
+        ("train_000.bin", 0),
+        ("train_000.bin", 5999),
+        ("train_001.bin", 4096),
+        ("val_000.bin", 4999),
+    ],
+)
 def test_any_other_token_is_told_at_resumption(folder, tmp_path, shard, position):
     config = config_of(folder)
     train.train(config, tmp_path / "run")
@@ -100,8 +113,11 @@ def test_every_layout_says_the_same(folder, tmp_path, parallel):
 def test_what_is_known_is_not_read_again(folder, monkeypatch):
     before = read_contents(folder)
     read = []
-    monkeypatch.setattr(contents, "read_shard", lambda path, bar: read.append(path.name) or
-                        contents.Contents("0", 1))
+    monkeypatch.setattr(
+        contents,
+        "read_shard",
+        lambda path, bar: read.append(path.name) or contents.Contents("0", 1),
+    )
     assert read_contents(folder) == before and read == []
     change(folder / "train_001.bin", 3, 7)
     os.utime(folder / "train_001.bin", ns=(0, 0))
@@ -120,8 +136,18 @@ def test_a_file_that_has_just_been_written_is_not_remembered(folder, monkeypatch
     assert contents.remembered(folder, sorted(folder.glob("*.bin"))) == {}
 
 
-@pytest.mark.parametrize("text", ["[]", "{", "[" * 5000, '{"train_000.bin": 3}',
-                                  '{"train_000.bin": {"stamp": 1}}', "9" * 5000, "\xff"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        "{",
+        "[" * 5000,
+        '{"train_000.bin": 3}',
+        '{"train_000.bin": {"stamp": 1}}',
+        "9" * 5000,
+        "\xff",
+    ],
+)
 def test_a_damaged_memory_is_ignored(folder, text):
     before = read_contents(folder)
     (folder / "contents.json").write_text(text, encoding="latin1")

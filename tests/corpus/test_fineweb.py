@@ -81,7 +81,8 @@ def server(tmp_path):
 
 def fetch(server, folder, num_shards=2):
     return download_fineweb(
-        folder, num_shards, server.url, f"{server.url}/tokenizer.json", wait_s=0.0)
+        folder, num_shards, server.url, f"{server.url}/tokenizer.json", wait_s=0.0
+    )
 
 
 NAME = "fineweb_train_000001.bin"
@@ -96,7 +97,12 @@ def test_a_full_download_makes_a_data_folder(server, tmp_path):
     folder = tmp_path / "data"
     info = fetch(server, folder)
     assert sorted(path.name for path in folder.iterdir()) == [
-        "corpus.json", "tokenizer.json", "train_001.bin", "train_002.bin", "val_000.bin"]
+        "corpus.json",
+        "tokenizer.json",
+        "train_001.bin",
+        "train_002.bin",
+        "val_000.bin",
+    ]
     assert info == read_corpus_info(folder)
     assert (info["kind"], info["vocab_size"]) == ("fineweb", 50_257)
     assert load_tokenizer(folder) is not None

@@ -96,8 +96,13 @@ def test_a_folder_may_lack_a_tokenizer(tmp_path):
     assert load_tokenizer(tmp_path) is None
 
 
-@pytest.mark.parametrize(("vocabulary", "end"), [
-    ({"a": 0, END: 1}, 1), ({"a": 0, "b": 1, "<|endoftext|>": 2}, 2), ({"a": 0}, 0),
-])
+@pytest.mark.parametrize(
+    ("vocabulary", "end"),
+    [
+        ({"a": 0, END: 1}, 1),
+        ({"a": 0, "b": 1, "<|endoftext|>": 2}, 2),
+        ({"a": 0}, 0),
+    ],
+)
 def test_the_end_of_a_document_has_two_names(vocabulary, end):
     assert end_of_document(Tokenizer(models.WordLevel(vocabulary, unk_token="a"))) == end

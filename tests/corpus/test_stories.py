@@ -127,8 +127,10 @@ def test_a_sentence_alone_may_be_about_anyone():
         ("for him", "for her"),  # the pronoun
         ("His friend", "Her friend"),
         ("Ben had an old kite. ", ""),  # a sentence missing
-        ("Ben was very sad. So Mia fixed the old kite for him.",
-         "So Mia fixed the old kite for him. Ben was very sad."),  # the order
+        (
+            "Ben was very sad. So Mia fixed the old kite for him.",
+            "So Mia fixed the old kite for him. Ben was very sad.",
+        ),  # the order
         ("Ben was not sad anymore.", "Ben was not sad anymore. Ben was not sad anymore."),
         ("friend Mia", "friend Ben"),  # a friend of oneself
     ],
@@ -156,7 +158,9 @@ def test_shares_count_only_what_is_complete():
 
     assert grammatical_share(f"{STORY} <end> {STORY} Ben") == (1, 1)
     assert grammatical_share(f"<end>\n{STORY} <end>\n{STORY.replace('fixed', 'found')} <end>") == (
-        1, 0.5)
+        1,
+        0.5,
+    )
     assert grammatical_share(f"{good} Ben had <end> {good}")[0] == pytest.approx(2 / 3)
     assert all(map(math.isnan, grammatical_share("Ben had an")))
     # Texts are separate: the end of one is not the beginning of the next.
@@ -182,8 +186,10 @@ def test_within_a_line_different_choices_give_different_sentences():
 
 def test_different_derivations_tell_different_stories():
     """Brute force over a reduced grammar: two templates a line, three variables free."""
-    free = {name: found[:: len(found) - 1] if name in ("people", "adjective", "trouble")
-            else found[:1] for name, found in VARIABLES.items()}
+    free = {
+        name: found[:: len(found) - 1] if name in ("people", "adjective", "trouble") else found[:1]
+        for name, found in VARIABLES.items()
+    }
     derivations, texts = 0, set()
     for chosen in itertools.product(*(line[:2] for line in LINES)):
         for found in itertools.product(*free.values()):
@@ -209,14 +215,20 @@ def could_read_the_same(one: list[str], other: list[str]) -> bool:
         return {slots[token] for slots in VARIABLES[variable]} if variable else {token}
 
     return len(one) == len(other) and all(
-        words(a) & words(b) for a, b in zip(one, other, strict=True))
+        words(a) & words(b) for a, b in zip(one, other, strict=True)
+    )
 
 
 def test_every_choice_of_a_variable_is_told():
     """Some line tells it in all its templates, so equal texts mean equal choices."""
-    full = {"people": ["{hero}", "{friend}"], "adjective": ["{adjective}"],
-            "object": ["{object}"], "place": ["{place}"], "trouble": ["{lost}"],
-            "feeling": ["{feeling}"]}
+    full = {
+        "people": ["{hero}", "{friend}"],
+        "adjective": ["{adjective}"],
+        "object": ["{object}"],
+        "place": ["{place}"],
+        "trouble": ["{lost}"],
+        "feeling": ["{feeling}"],
+    }
     assert full.keys() == VARIABLES.keys()
     for variable, slots in full.items():
         for slot in slots:
@@ -248,8 +260,9 @@ def test_a_reader_expects_probabilities():
             if opening is None and before:
                 continue
             known = sum(surprisals(before, opening))
-            total = sum(math.exp(known - sum(surprisals([*before, word], opening)))
-                        for word in VOCABULARY)
+            total = sum(
+                math.exp(known - sum(surprisals([*before, word], opening))) for word in VOCABULARY
+            )
             assert total == pytest.approx(1)
 
 

@@ -174,8 +174,15 @@ def test_a_file_is_read_once_wherever_it_is_named(tmp_path, monkeypatch, place):
     (tmp_path / "link.txt").symlink_to(tmp_path / "texts" / place)
     (tmp_path / "linked").symlink_to(tmp_path / "texts")
     monkeypatch.chdir(tmp_path)
-    paths = ["texts", f"texts/{place}", f"texts/deep/../{place}", "texts/deep",
-             tmp_path / "texts", "link.txt", f"linked/{place}"]
+    paths = [
+        "texts",
+        f"texts/{place}",
+        f"texts/deep/../{place}",
+        "texts/deep",
+        tmp_path / "texts",
+        "link.txt",
+        f"linked/{place}",
+    ]
     write_text(["texts"], tmp_path / "once", vocab_size=300)
     for number, several in enumerate((paths, [*paths[:1], *paths])):
         info = write_text(several, tmp_path / f"{number}", vocab_size=300)

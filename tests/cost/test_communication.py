@@ -46,8 +46,13 @@ def test_volumes_counted_by_hand():
 def test_what_one_rank_sends_another_receives(size):
     for num_elements in (0, 1, size - 1, size + 1, 103):
         collectives = [op for op in VOLUMES if op not in ("send", "recv")]
-        every = [[cost.collective_volume(op, num_elements, 2, size, rank, root=size - 1)
-                  for rank in range(size)] for op in collectives]
+        every = [
+            [
+                cost.collective_volume(op, num_elements, 2, size, rank, root=size - 1)
+                for rank in range(size)
+            ]
+            for op in collectives
+        ]
         every += [volumes(f"{name}_all_reduce", num_elements, size) for name in ALL_REDUCES]
         for of_ranks in every:
             assert sum(sent for sent, _ in of_ranks) == sum(received for _, received in of_ranks)
@@ -99,8 +104,10 @@ def test_times_by_hand():
 
 def test_trees_win_where_a_rings_latency_is_too_long():
     link = (10e-6, 50e9)
-    assert cost.tree_all_reduce_seconds(1e5, 1024, *link) < \
-        cost.ring_all_reduce_seconds(1e5, 1024, *link) / 10
+    assert (
+        cost.tree_all_reduce_seconds(1e5, 1024, *link)
+        < cost.ring_all_reduce_seconds(1e5, 1024, *link) / 10
+    )
     assert cost.ring_all_reduce_seconds(1e9, 8, *link) < cost.tree_all_reduce_seconds(1e9, 8, *link)
     # the bytes of a long tensor: 2 n, as of a ring
     assert cost.tree_all_reduce_seconds(1e15, 1024, *link) == pytest.approx(2e15 / 50e9, rel=1e-2)
@@ -111,10 +118,12 @@ def test_levels_send_the_least_over_the_slow_link():
     inside, across = cost.Link(1e-6, 400e9), cost.Link(10e-6, 50e9)
     together = cost.hierarchical_all_reduce_seconds(1e9, 8, 4, inside, across)
     assert together == pytest.approx(
-        2 * 7 * (1e-6 + 1e9 / 8 / 400e9) + 2 * 3 * (10e-6 + 1e9 / 8 / 4 / 50e9))
+        2 * 7 * (1e-6 + 1e9 / 8 / 400e9) + 2 * 3 * (10e-6 + 1e9 / 8 / 4 / 50e9)
+    )
     assert together < cost.ring_all_reduce_seconds(1e9, 32, *across)
-    assert cost.hierarchical_all_reduce_seconds(1e9, 8, 1, inside, across) == \
-        cost.ring_all_reduce_seconds(1e9, 8, *inside)
+    assert cost.hierarchical_all_reduce_seconds(
+        1e9, 8, 1, inside, across
+    ) == cost.ring_all_reduce_seconds(1e9, 8, *inside)
 
 
 def test_a_fit_finds_the_link_that_made_the_measurements():

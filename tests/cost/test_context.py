@@ -46,11 +46,17 @@ def test_llama_3_8b_at_131_072_tokens():
     assert ring.sent == 15 * 2 * (131_072 // 16) * 1024 * 8
 
 
-@pytest.mark.parametrize("kind, message", [
-    ("ring", "sequence length = 96 is not divisible by 5 ranks of context parallelism: raise it "
-             "to 100"),
-    ("ulysses", "model.num_kv_heads = 12 is not divisible by 16 ranks of context parallelism"),
-])
+@pytest.mark.parametrize(
+    "kind, message",
+    [
+        (
+            "ring",
+            "sequence length = 96 is not divisible by 5 ranks of context parallelism: raise it "
+            "to 100",
+        ),
+        ("ulysses", "model.num_kv_heads = 12 is not divisible by 16 ranks of context parallelism"),
+    ],
+)
 def test_what_ranks_do_not_divide_is_refused(kind, message):
     with pytest.raises(ConfigError, match=message):
         context_parallel_volume(GROUPED, B, S, 5 if kind == "ring" else 16, kind)

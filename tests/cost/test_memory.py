@@ -15,8 +15,10 @@ from minitron.config import ConfigError, ModelConfig
 from minitron.cost import Layout, activation_bytes, activation_bytes_per_layer
 
 with open(Path(__file__).parent / "korthikanti2022_formulas.csv") as file:
-    FORMULAS = {row["what"]: row["formula"] for row in csv.DictReader(
-        line for line in file if not line.startswith("#"))}
+    FORMULAS = {
+        row["what"]: row["formula"]
+        for row in csv.DictReader(line for line in file if not line.startswith("#"))
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +36,9 @@ class Shape:
 
     @property
     def model(self) -> ModelConfig:
-        return ModelConfig("gpt", self.v, self.s, self.L, self.h, self.a, self.a, 4 * self.h,
-                           dropout=0.1)
+        return ModelConfig(
+            "gpt", self.v, self.s, self.L, self.h, self.a, self.a, 4 * self.h, dropout=0.1
+        )
 
     def printed(self, what: str) -> float:
         return eval(FORMULAS[what], dataclasses.asdict(self))
@@ -59,7 +62,8 @@ ROWS = {
 
 def layer_bytes(shape: Shape, layout: Layout, recompute: str = "none") -> int:
     return activation_bytes_per_layer(
-        shape.model, shape.b, shape.s, attention="materialized", recompute=recompute, layout=layout)
+        shape.model, shape.b, shape.s, attention="materialized", recompute=recompute, layout=layout
+    )
 
 
 def left_out(shape: Shape, layout: Layout, recompute: str = "none") -> int:
@@ -86,15 +90,16 @@ def test_all_layers_and_what_is_outside_of_them(shape):
     layout, L = SEQUENCE(shape.t), shape.L
     layers = L * layer_bytes(shape, layout)
     assert layers - L * left_out(shape, layout) == pytest.approx(
-        shape.printed("all layers"), rel=1e-13)
+        shape.printed("all layers"), rel=1e-13
+    )
 
-    whole = activation_bytes(
-        shape.model, shape.b, shape.s, attention="materialized", layout=layout)
+    whole = activation_bytes(shape.model, shape.b, shape.s, attention="materialized", layout=layout)
     tokens = shape.s * shape.b
     # the final norm's statistics, the rows of tokens and targets, the positions
     small = 8 * tokens // shape.t + 19 * tokens + 8 * shape.s
     assert whole - layers - small == pytest.approx(
-        shape.printed("embedding dropout") + shape.printed("final norm, head and loss"), rel=1e-13)
+        shape.printed("embedding dropout") + shape.printed("final norm, head and loss"), rel=1e-13
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -106,12 +111,18 @@ def test_flops_of_the_model_and_of_selective_recomputation(shape):
     # The paper's equation 8 adds attention's share of a whole step, forward and backward, where
     # its section 5 replays the forward pass alone.
     assert 3 * again == pytest.approx(
-        shape.printed("hardware FLOPs") - shape.printed("model FLOPs"), rel=1e-9)
+        shape.printed("hardware FLOPs") - shape.printed("model FLOPs"), rel=1e-9
+    )
 
 
 def test_every_printed_formula_is_compared():
-    others = {"all layers", "embedding dropout", "final norm, head and loss", "model FLOPs",
-              "hardware FLOPs"}
+    others = {
+        "all layers",
+        "embedding dropout",
+        "final norm, head and loss",
+        "model FLOPs",
+        "hardware FLOPs",
+    }
     assert set(FORMULAS) == set(ROWS) | others
 
 
@@ -141,25 +152,32 @@ def test_key_value_heads_counted_by_hand():
     between = 4 * 32 * 2 + 2 * 4  # inputs of norms and layers, 1/deviation
     inside = (2 * 8 + 2 * 4 + 4 * 20) * 2  # query, input of out; key, value; feed-forward
     fused = 4 * 2  # log-sum of 2 heads
-    assert activation_bytes_per_layer(llama, B, S, layout=Layout(t)) == \
-        B * S * (between + inside + fused)
+    assert activation_bytes_per_layer(llama, B, S, layout=Layout(t)) == B * S * (
+        between + inside + fused
+    )
     # the materialized attention repeats them for its 2 query heads
     scores = B * 2 * S * S * 2 + S * S
-    assert activation_bytes_per_layer(llama, B, S, attention="materialized", layout=Layout(t)) == \
-        B * S * (between + inside + 2 * 4 * 2) + scores
+    assert (
+        activation_bytes_per_layer(llama, B, S, attention="materialized", layout=Layout(t))
+        == B * S * (between + inside + 2 * 4 * 2) + scores
+    )
     # and selective recomputation keeps them as they were
-    assert activation_bytes_per_layer(llama, B, S, recompute="selective", layout=Layout(t)) == \
-        B * S * (between + inside)
+    assert activation_bytes_per_layer(
+        llama, B, S, recompute="selective", layout=Layout(t)
+    ) == B * S * (between + inside)
 
 
-@pytest.mark.parametrize(("change", "layout", "message"), [
-    ({}, Layout(5), "model.num_heads = 8 is not divisible by 5 ranks"),
-    ({"ffn_width": 82}, Layout(4), "model.ffn_width = 82 .* by 4 ranks .* raise it to 84"),
-    ({}, Layout(4), "model.vocab_size = 61 .* by 4 ranks .* raise it to 64"),
-    ({"vocab_size": 64}, Layout(4, sequence_parallel=True), "sequence length = 18 .* to 20"),
-    ({"num_kv_heads": 8}, Layout(16), "model.num_heads = 8 is not divisible by 16 ranks"),
-    ({"num_heads": 12, "num_kv_heads": 4, "width": 96}, Layout(6), "num_kv_heads = 4 .* by 6"),
-])
+@pytest.mark.parametrize(
+    ("change", "layout", "message"),
+    [
+        ({}, Layout(5), "model.num_heads = 8 is not divisible by 5 ranks"),
+        ({"ffn_width": 82}, Layout(4), "model.ffn_width = 82 .* by 4 ranks .* raise it to 84"),
+        ({}, Layout(4), "model.vocab_size = 61 .* by 4 ranks .* raise it to 64"),
+        ({"vocab_size": 64}, Layout(4, sequence_parallel=True), "sequence length = 18 .* to 20"),
+        ({"num_kv_heads": 8}, Layout(16), "model.num_heads = 8 is not divisible by 16 ranks"),
+        ({"num_heads": 12, "num_kv_heads": 4, "width": 96}, Layout(6), "num_kv_heads = 4 .* by 6"),
+    ],
+)
 def test_sizes_that_do_not_divide_are_refused(change, layout, message):
     llama = dataclasses.replace(ModelConfig("llama", 61, 64, 1, 32, 8, 2, 80), **change)
     with pytest.raises(ConfigError, match=message):

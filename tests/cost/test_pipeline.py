@@ -41,8 +41,15 @@ def test_every_printed_formula(row):
     times = [(Fraction(1), Fraction(1), Fraction(1)), (Fraction(3, 2), Fraction(2), Fraction(1, 3))]
     chunks = (1, 2, 3) if "interleaved" in row["schedule"] else (1,)
     for p, groups, v, (tf, ti, tw) in product((2, 3, 4, 8), (2, 3, 10), chunks, times):
-        values = {"p": Fraction(p), "m": Fraction(groups * p), "v": v,
-                  "tf": tf, "ti": ti, "tw": tw, "tb": ti + tw}
+        values = {
+            "p": Fraction(p),
+            "m": Fraction(groups * p),
+            "v": v,
+            "tf": tf,
+            "ti": ti,
+            "tw": tw,
+            "tb": ti + tw,
+        }
 
         def printed(column, values=values):
             return eval(row[column], values)
@@ -102,9 +109,18 @@ def messages(schedule, rank):
     return sent, received
 
 
-@pytest.mark.parametrize(("p", "m", "v"), [
-    (1, 3, 1), (2, 3, 1), (4, 2, 1), (5, 7, 1), (1, 2, 2), (2, 4, 2), (4, 8, 3),
-])
+@pytest.mark.parametrize(
+    ("p", "m", "v"),
+    [
+        (1, 3, 1),
+        (2, 3, 1),
+        (4, 2, 1),
+        (5, 7, 1),
+        (1, 2, 2),
+        (2, 4, 2),
+        (4, 8, 3),
+    ],
+)
 def test_a_rank_sends_an_activation_for_every_message_of_its_schedule(p, m, v):
     B, S, D, element_size = 2, 7, 10, 2
     for schedule in [interleaved(p, m, v)] if v > 1 else [gpipe(p, m), zero_bubble(p, m)]:
@@ -115,8 +131,9 @@ def test_a_rank_sends_an_activation_for_every_message_of_its_schedule(p, m, v):
 
 
 def test_two_chunks_send_twice_as_much_between_neighbors_and_close_the_ring():
-    one, two = ([cost.pipeline_volume(1, 1, 1, 1, 4, 8, rank, v).sent for rank in range(4)]
-                for v in (1, 2))
+    one, two = (
+        [cost.pipeline_volume(1, 1, 1, 1, 4, 8, rank, v).sent for rank in range(4)] for v in (1, 2)
+    )
     assert one == [8, 16, 16, 8]
     assert two == [24, 32, 32, 24], "from the last rank to the first, too"
 
@@ -125,8 +142,11 @@ def test_two_chunks_send_twice_as_much_between_neighbors_and_close_the_ring():
 
 B, S = 2, 6
 SCHEDULES = {
-    "sequential": (sequential, 1), "GPipe": (gpipe, 1), "1F1B": (one_forward_one_backward, 1),
-    "ZB-H1": (zero_bubble, 1), "interleaved 1F1B": (partial(interleaved, num_chunks=2), 2),
+    "sequential": (sequential, 1),
+    "GPipe": (gpipe, 1),
+    "1F1B": (one_forward_one_backward, 1),
+    "ZB-H1": (zero_bubble, 1),
+    "interleaved 1F1B": (partial(interleaved, num_chunks=2), 2),
 }
 
 

@@ -39,11 +39,14 @@ def test_every_cell_of_table_1(row):
     assert (Decimal(num_bytes) / 10**9).quantize(printed, ROUNDING[row["model"]]) == printed
 
 
-@pytest.mark.parametrize(("recipe", "by_stage"), [
-    ("bf16", [(16, 0), (4, 12), (2, 14), (0, 16)]),
-    ("fp32", [(16, 0), (8, 8), (4, 12), (0, 16)]),
-    ("bf16, fp32 gradient", [(18, 0), (6, 12), (2, 16), (0, 18)]),
-])
+@pytest.mark.parametrize(
+    ("recipe", "by_stage"),
+    [
+        ("bf16", [(16, 0), (4, 12), (2, 14), (0, 16)]),
+        ("fp32", [(16, 0), (8, 8), (4, 12), (0, 16)]),
+        ("bf16, fp32 gradient", [(18, 0), (6, 12), (2, 16), (0, 18)]),
+    ],
+)
 def test_whole_and_divided_bytes_per_parameter(recipe, by_stage):
     for stage, (whole, divided) in zip(STAGES, by_stage, strict=True):
         for num_ranks in (1, 2, 8):
@@ -53,7 +56,9 @@ def test_whole_and_divided_bytes_per_parameter(recipe, by_stage):
 
 def test_holdings_round_up_to_parameters():
     assert zero_holdings(10, 4, 2) == {
-        "parameter": 20, "gradient": 2 * 3, "optimizer state": 12 * 3
+        "parameter": 20,
+        "gradient": 2 * 3,
+        "optimizer state": 12 * 3,
     }
 
 
@@ -77,13 +82,16 @@ def test_stages_1_and_2_send_what_an_all_reduce_sends_and_stage_3_half_more(size
 BF16 = RECIPES["bf16, fp32 gradient"]  # 2 and 4 bytes; master and moments 12
 
 
-@pytest.mark.parametrize(("reshards", "accumulation", "parameter", "gradient"), [
-    (True, "sharded", 0, 4 * 3),
-    (True, "reduced", 0, 4 * 3),
-    (True, "unsharded", 0, 4 * 12),
-    (False, "sharded", 2 * 12, 4 * 3),
-    (False, "unsharded", 2 * 12, 4 * 12),
-])
+@pytest.mark.parametrize(
+    ("reshards", "accumulation", "parameter", "gradient"),
+    [
+        (True, "sharded", 0, 4 * 3),
+        (True, "reduced", 0, 4 * 3),
+        (True, "unsharded", 0, 4 * 12),
+        (False, "sharded", 2 * 12, 4 * 3),
+        (False, "unsharded", 2 * 12, 4 * 12),
+    ],
+)
 def test_what_stage_3_holds_between_micro_batches(reshards, accumulation, parameter, gradient):
     """On 4 shards of 3 parameters, in a pipeline or not, and in however many replicas."""
     held = step_holdings(12, 4, 3, FULLY_SHARDED, BF16, reshards, accumulation)
@@ -93,8 +101,10 @@ def test_what_stage_3_holds_between_micro_batches(reshards, accumulation, parame
 def test_what_the_other_stages_hold_between_micro_batches():
     """Parameters stay as they are; gradients are sharded in stage 2, unless they add up whole."""
     for stage, accumulation, gradient, state in (
-        (0, "sharded", 4 * 12, 12 * 12), (1, "sharded", 4 * 12, 12 * 3),
-        (2, "sharded", 4 * 3, 12 * 3), (2, "unsharded", 4 * 12, 12 * 3),
+        (0, "sharded", 4 * 12, 12 * 12),
+        (1, "sharded", 4 * 12, 12 * 3),
+        (2, "sharded", 4 * 3, 12 * 3),
+        (2, "unsharded", 4 * 12, 12 * 3),
     ):
         for reshards in (True, False):
             held = step_holdings(12, 4, stage, BF16, BF16, reshards, accumulation)
@@ -102,22 +112,26 @@ def test_what_the_other_stages_hold_between_micro_batches():
 
 
 def test_stage_2_with_unsharded_sums_holds_what_stage_1_holds():
-    assert step_holdings(10, 4, 2, BF16, BF16, accumulation="unsharded") == \
-        zero_holdings(10, 4, 1, BF16)
+    assert step_holdings(10, 4, 2, BF16, BF16, accumulation="unsharded") == zero_holdings(
+        10, 4, 1, BF16
+    )
 
 
-@pytest.mark.parametrize(("stage", "reshards", "accumulation", "expected"), [
-    (0, True, "sharded", (1, 1, 1)),
-    (1, True, "reduced", (1, 1, 1)),
-    (2, True, "unsharded", (1, 1, 1)),
-    (2, True, "sharded", (1, 5, 1)),
-    (2, True, "reduced", (1, 5, 5)),
-    (3, True, "sharded", (10, 5, 1)),
-    (3, True, "unsharded", (10, 1, 1)),
-    (3, False, "sharded", (1, 5, 1)),
-    (3, False, "unsharded", (1, 1, 1)),
-    (3, True, "reduced", (10, 5, 5)),
-])
+@pytest.mark.parametrize(
+    ("stage", "reshards", "accumulation", "expected"),
+    [
+        (0, True, "sharded", (1, 1, 1)),
+        (1, True, "reduced", (1, 1, 1)),
+        (2, True, "unsharded", (1, 1, 1)),
+        (2, True, "sharded", (1, 5, 1)),
+        (2, True, "reduced", (1, 5, 5)),
+        (3, True, "sharded", (10, 5, 1)),
+        (3, True, "unsharded", (10, 1, 1)),
+        (3, False, "sharded", (1, 5, 1)),
+        (3, False, "unsharded", (1, 1, 1)),
+        (3, True, "reduced", (10, 5, 5)),
+    ],
+)
 def test_how_often_a_step_of_5_micro_batches_sends(stage, reshards, accumulation, expected):
     assert step_collectives(stage, 5, reshards, accumulation) == expected
 
@@ -145,13 +159,18 @@ def test_bytes_of_hybrid_sharding_by_hand():
 def test_one_replica_is_zero_and_one_shard_is_data_parallelism():
     once = step_collectives(1, 1)
     assert hybrid_volume(24, 4, 4, (1, 6), (0, 2), once) == {
-        "shards": zero_volume(24, 4, 6, 2, stage=1), "replicas": (0, 0)}
+        "shards": zero_volume(24, 4, 6, 2, stage=1),
+        "replicas": (0, 0),
+    }
     assert hybrid_volume(24, 4, 4, (6, 1), (2, 0), once) == {
-        "shards": (0, 0), "replicas": ring_all_reduce_volume(24, 4, 6, 2)}
+        "shards": (0, 0),
+        "replicas": ring_all_reduce_volume(24, 4, 6, 2),
+    }
 
 
 def test_a_step_that_keeps_parameters_unsharded_sends_what_stage_1_sends():
     """A stage of a pipeline, of 16 micro-batches: no more than for one."""
     kept = step_collectives(3, 16, reshards=False, accumulation="unsharded")
-    assert hybrid_volume(24, 4, 4, (1, 4), (0, 1), kept)["shards"] == \
-        zero_volume(24, 4, 4, 1, stage=1)
+    assert hybrid_volume(24, 4, 4, (1, 4), (0, 1), kept)["shards"] == zero_volume(
+        24, 4, 4, 1, stage=1
+    )

@@ -28,9 +28,14 @@ KEEPING = Layout(8, sequence_parallel=True, regather=False)
 
 
 @pytest.mark.parametrize("t", [1, 2, 3, 8, 16])
-@pytest.mark.parametrize(("sequence", "regather", "elements"), [
-    (False, True, 8), (True, False, 8), (True, True, 10),
-])
+@pytest.mark.parametrize(
+    ("sequence", "regather", "elements"),
+    [
+        (False, True, 8),
+        (True, False, 8),
+        (True, True, 10),
+    ],
+)
 def test_a_block_sends_8_or_10_times_its_activations(t, sequence, regather, elements):
     """8 b s h (t-1)/t: Narayanan et al. 2021, section 3.2."""
     b, s, h = 2, 48, 30
@@ -42,12 +47,17 @@ def test_a_block_sends_8_or_10_times_its_activations(t, sequence, regather, elem
 
 def test_collectives_of_a_block_counted_by_hand():
     assert cost.tensor_parallel_calls(TENSOR) == {
-        "forward": {"all_reduce": 2}, "backward": {"all_reduce": 2}}
+        "forward": {"all_reduce": 2},
+        "backward": {"all_reduce": 2},
+    }
     assert cost.tensor_parallel_calls(KEEPING) == {
         "forward": {"all_gather": 2, "reduce_scatter": 2},
-        "backward": {"all_gather": 2, "reduce_scatter": 2}}
+        "backward": {"all_gather": 2, "reduce_scatter": 2},
+    }
     assert cost.tensor_parallel_calls(SEQUENCE)["backward"] == {
-        "all_gather": 4, "reduce_scatter": 2}
+        "all_gather": 4,
+        "reduce_scatter": 2,
+    }
 
 
 def test_embedding_head_and_loss_by_hand():
@@ -109,8 +119,12 @@ def layouts(size: int) -> list[Layout]:
 
 def cases(size: int) -> list[tuple]:
     """Model, attention, recomputation, layout; 2 key-value heads cannot be on 3 ranks."""
-    return [(*case, layout) for case in CASES for layout in layouts(size)
-            if size % case[0].num_kv_heads == 0 or case[0].num_kv_heads % size == 0]
+    return [
+        (*case, layout)
+        for case in CASES
+        for layout in layouts(size)
+        if size % case[0].num_kv_heads == 0 or case[0].num_kv_heads % size == 0
+    ]
 
 
 def one_step(group, config: ModelConfig, attention: str, recompute: str, layout: Layout) -> dict:
@@ -164,8 +178,10 @@ def test_ranks_hold_and_send_what_the_formulas_say_to_the_byte(size):
         for case, seen in zip(cases(size), measured, strict=True):
             expected = formulas(*case)
             if case[2] == "full":  # a replay calls its collectives once more
-                seen, expected = ({key: values[key] for key in ("parameters", "activations")}
-                                  for values in (seen, expected))
+                seen, expected = (
+                    {key: values[key] for key in ("parameters", "activations")}
+                    for values in (seen, expected)
+                )
             assert seen == expected, case
 
 

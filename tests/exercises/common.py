@@ -29,12 +29,16 @@ class Chapter:
 
     def all_mistakes(self) -> list[tuple[str, Callable, str]]:
         """Each function's name, a wrong answer, and what the grader must say of it."""
-        return [(name, answer, says) for name, answers in self.mistakes.items()
-                for answer, says in answers.items()]
+        return [
+            (name, answer, says)
+            for name, answers in self.mistakes.items()
+            for answer, says in answers.items()
+        ]
 
     def all_right(self) -> list[tuple[str, Callable]]:
-        return [(name, answer) for name, answers in self.right_answers.items()
-                for answer in answers]
+        return [
+            (name, answer) for name, answers in self.right_answers.items() for answer in answers
+        ]
 
     def exercise_of(self, name: str) -> Exercise:
         """Return the exercise that asks for the function `name`."""

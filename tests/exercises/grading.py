@@ -66,10 +66,14 @@ class Grading:
         }
         wanted = tuple(signature(metafunc.function).parameters)[1:]  # without self
         if wanted in rows:
-            ids = [str(row[0]) if len(row) == 1 else f"{row[0]}-{row[1].__name__}"
-                   for row in rows[wanted]]
-            exercises = [str(row[0]) if len(row) == 1 else str(self.chapter.exercise_of(row[0]))
-                         for row in rows[wanted]]
+            ids = [
+                str(row[0]) if len(row) == 1 else f"{row[0]}-{row[1].__name__}"
+                for row in rows[wanted]
+            ]
+            exercises = [
+                str(row[0]) if len(row) == 1 else str(self.chapter.exercise_of(row[0]))
+                for row in rows[wanted]
+            ]
             tiers = tiers_of(rows[wanted], exercises, KEPT[wanted])
             metafunc.parametrize(wanted, tiers, ids=ids)
 

@@ -25,14 +25,20 @@ def solution(exercise_id):
 
 def test_the_examples_in_the_docstrings_are_true():
     states = solution("2.1")
-    mixed = dict(parameter=torch.bfloat16, gradient=torch.float32, master=torch.float32,
-                 moments=torch.float32)
+    mixed = dict(
+        parameter=torch.bfloat16,
+        gradient=torch.float32,
+        master=torch.float32,
+        moments=torch.float32,
+    )
     assert list(states["state_bytes"](nn.Linear(4, 5), mixed).values()) == [50, 100, 100, 200]
 
     with torch.device("meta"):
         model = nn.Linear(10_000, 100_000, bias=False)
-    plans = {name: dict.fromkeys(mixed, dtype) | {"master": None}
-             for name, dtype in (("full", torch.float32), ("half", torch.bfloat16))}
+    plans = {
+        name: dict.fromkeys(mixed, dtype) | {"master": None}
+        for name, dtype in (("full", torch.float32), ("half", torch.bfloat16))
+    }
     assert states["plans_that_fit"](model, plans, 15.0) == ["half"]
     assert states["plans_that_fit"](model, plans, 16.0) == ["half", "full"]
 
@@ -47,11 +53,13 @@ def test_the_examples_in_the_docstrings_are_true():
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_the_formula_is_the_published_one(dropout):
     config = ModelConfig(
-        **GPT, width=12, num_heads=3, num_kv_heads=3, ffn_width=48, dropout=dropout)
+        **GPT, width=12, num_heads=3, num_kv_heads=3, ffn_width=48, dropout=dropout
+    )
     functions = solution("2.2")
     masks, wide, square = dropout > 0, 5 * 7 * 12, 5 * 3 * 7 * 7
-    assert functions["materialized_block_bytes"](config, 5, 7, 2) == \
-        wide * (32 + 2 * masks) + square * (2 + 3 * masks)
+    assert functions["materialized_block_bytes"](config, 5, 7, 2) == wide * (
+        32 + 2 * masks
+    ) + square * (2 + 3 * masks)
     assert functions["fused_block_bytes"](config, 5, 7, 2) == wide * (32 + 2 * masks)
 
 

@@ -29,8 +29,15 @@ def test_the_examples_in_the_docstrings_are_true():
     assert choose([10] * 4, 1, 21) == [2]
 
     flops = load(EXERCISES["3.3"], path)["recompute_flops_per_token"]
-    model = ModelConfig(family="llama", vocab_size=10, width=4, num_heads=2, num_kv_heads=2,
-                        ffn_width=6, num_layers=1)
+    model = ModelConfig(
+        family="llama",
+        vocab_size=10,
+        width=4,
+        num_heads=2,
+        num_kv_heads=2,
+        ffn_width=6,
+        num_layers=1,
+    )
     assert cost.training_flops_per_token(model, 3) == 1200
     assert [flops(model, 3, kind) for kind in ("none", "selective", "full")] == [0, 48, 320]
 

@@ -25,8 +25,12 @@ from tests.exercises.grading import Grading
 from tests.tiers import exhaustive, tiered
 
 CHAPTER = Chapter("ch04_data_parallel")
-NAMES = {"4.1": "average_gradients", "4.2": "assign_buckets", "4.3": "HookedDataParallel",
-         "4.4": "BucketedDataParallel"}
+NAMES = {
+    "4.1": "average_gradients",
+    "4.2": "assign_buckets",
+    "4.3": "HookedDataParallel",
+    "4.4": "BucketedDataParallel",
+}
 
 
 class TestGrading(Grading):
@@ -48,8 +52,11 @@ def weights(*lengths):
 
 def backward(model, *gradients):
     """Let backward() arrive at these gradients; None is a weight that is not used."""
-    used = [(p, torch.tensor(g)) for p, g in zip(model.parameters(), gradients, strict=True)
-            if g is not None]
+    used = [
+        (p, torch.tensor(g))
+        for p, g in zip(model.parameters(), gradients, strict=True)
+        if g is not None
+    ]
     sum((p * g).sum() for p, g in used).backward()
 
 
@@ -114,8 +121,7 @@ def test_the_graders_buckets_are_the_packages():
     generator = torch.Generator().manual_seed(0)
     for bucket_bytes in range(1, 60, 3):
         sizes = torch.randint(0, 40, (12,), generator=generator).tolist()
-        assert right_buckets(sizes, bucket_bytes) == \
-            assign_buckets(sizes, bucket_bytes)
+        assert right_buckets(sizes, bucket_bytes) == assign_buckets(sizes, bucket_bytes)
 
 
 def test_zeros_are_not_blamed_on_the_divisor():
@@ -166,7 +172,7 @@ def test_what_is_sent_arrives_when_it_is_waited_for():
         work.wait()
         return before, x.tolist()
 
-    (zero, one), = on_ranks(trial_of_calls, answer, sizes=(2,)).values()
+    ((zero, one),) = on_ranks(trial_of_calls, answer, sizes=(2,)).values()
     events = ["all_reduce", "before", "wait"]
     assert zero == (([1.0] * 3, [3.0] * 3), ["all_reduce"], events)
     assert one == (([2.0] * 3, [3.0] * 3), ["all_reduce"], events)
@@ -176,14 +182,16 @@ def test_a_message_arrives_when_it_is_waited_for():
     def answer(x, group, wire):
         other = 1 - group.rank()
         into = torch.zeros(3)
-        works = [dist.isend(x, group=group, group_dst=other),
-                 dist.irecv(into, group=group, group_src=other)]
+        works = [
+            dist.isend(x, group=group, group_dst=other),
+            dist.irecv(into, group=group, group_src=other),
+        ]
         before = into.tolist()
         for work in works:
             work.wait()
         return before, into.tolist()
 
-    (zero, one), = on_ranks(trial_of_calls, answer, sizes=(2,)).values()
+    ((zero, one),) = on_ranks(trial_of_calls, answer, sizes=(2,)).values()
     assert zero[0] == ([0.0] * 3, [2.0] * 3) and one[0] == ([0.0] * 3, [1.0] * 3)
     assert sorted(zero[1]) == ["recv", "send"]
 
@@ -216,11 +224,16 @@ def test_a_rank_that_dies_is_told_apart_from_a_hang():
     assert "rank 1 exited with code 3" in mistake.seen and "os._exit" in mistake.likely
 
 
-@pytest.mark.parametrize(("call", "says"), [
-    (lambda x, group: dist.broadcast(x, group=group, group_src=0), "broadcast is called; use only "
-     "all_reduce and recv and send"),
-    (lambda x, group: dist.all_reduce(x), "all_reduce is called without group=group"),
-])
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (
+            lambda x, group: dist.broadcast(x, group=group, group_src=0),
+            "broadcast is called; use only all_reduce and recv and send",
+        ),
+        (lambda x, group: dist.all_reduce(x), "all_reduce is called without group=group"),
+    ],
+)
 def test_other_calls_and_other_groups_are_refused(call, says):
     def answer(x, group, wire):
         call(x, group)
@@ -230,7 +243,7 @@ def test_other_calls_and_other_groups_are_refused(call, says):
 
 def test_ranks_that_do_not_match_and_ranks_that_hang_are_named():
     def other_sizes(x, group, wire):
-        dist.all_reduce(x[group.rank():].clone(), group=group)
+        dist.all_reduce(x[group.rank() :].clone(), group=group)
 
     mistake = mistake_of(other_sizes, sizes=(2,), stuck="because")
     assert "12 B" in mistake.seen and "8 B" in mistake.seen and mistake.likely == "because"

@@ -60,10 +60,19 @@ def test_the_formulas_examples_are_true():
         assert seconds(8000, 4, 0.001, 1e6) == pytest.approx(0.018)
 
 
-@pytest.mark.parametrize(("module", "name"), tiered([
-    (cost, "chunk_sizes"), (cost, "ring_all_reduce_volume"), (cost, "fit_link"),
-    (collectives, "reduce_scatter_ring"), (collectives, "all_gather_ring"),
-], keep=3))
+@pytest.mark.parametrize(
+    ("module", "name"),
+    tiered(
+        [
+            (cost, "chunk_sizes"),
+            (cost, "ring_all_reduce_volume"),
+            (cost, "fit_link"),
+            (collectives, "reduce_scatter_ring"),
+            (collectives, "all_gather_ring"),
+        ],
+        keep=3,
+    ),
+)
 def test_the_packages_functions_pass_the_graders(module, name):
     verdict = CHAPTER.grade(name, getattr(module, name))
     assert verdict.state == "passed", verdict
@@ -73,7 +82,8 @@ def test_the_graders_walk_is_the_packages_formula():
     for size in (1, 2, 3, 4, 7):
         for num_elements in lengths(size):
             assert walk(num_elements, 2, size) == [
-                cost.ring_all_reduce_volume(num_elements, 2, size, rank) for rank in range(size)]
+                cost.ring_all_reduce_volume(num_elements, 2, size, rank) for rank in range(size)
+            ]
 
 
 def test_every_kind_of_length_is_graded():

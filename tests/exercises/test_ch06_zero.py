@@ -91,8 +91,9 @@ def test_the_packages_ranges_pass_the_grader():
 def test_right_ranges_share_out_every_element_once():
     for num_ranks in (1, 2, 3, 5):
         for number, size in enumerate(sizes := [4, 0, 7, 1]):
-            owned = [i for rank in range(num_ranks)
-                     for i in right_ranges(sizes, num_ranks, rank)[number]]
+            owned = [
+                i for rank in range(num_ranks) for i in right_ranges(sizes, num_ranks, rank)[number]
+            ]
             assert owned == list(range(size))
 
 
@@ -140,10 +141,13 @@ def trial_of_arrival(group, call):
         return before, output.tolist(), [name for name, _ in wire.events]
 
 
-@pytest.mark.parametrize(("names", "right"), [
-    (("reduce_scatter_single", "reduce_scatter"), [[4.0], [6.0]]),
-    (("all_gather_single", "all_gather"), [[1.0, 3.0], [1.0, 3.0]]),
-])
+@pytest.mark.parametrize(
+    ("names", "right"),
+    [
+        (("reduce_scatter_single", "reduce_scatter"), [[4.0], [6.0]]),
+        (("all_gather_single", "all_gather"), [[1.0, 3.0], [1.0, 3.0]]),
+    ],
+)
 def test_shards_arrive_when_they_are_waited_for(names, right):
     name, op = names
 
@@ -155,7 +159,7 @@ def test_shards_arrive_when_they_are_waited_for(names, right):
         output = torch.zeros(1)
         return output, reduce_scatter_single(output, mine, group, async_op=True)
 
-    (zero, one), = on_ranks(trial_of_arrival, call, sizes=(2,)).values()
+    ((zero, one),) = on_ranks(trial_of_arrival, call, sizes=(2,)).values()
     for rank, seen in enumerate((zero, one)):
         before, after, events = seen
         assert not any(before) and after == right[rank]

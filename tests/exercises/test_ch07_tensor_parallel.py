@@ -53,7 +53,10 @@ def passed(Function, x, grad, group):
 
 def test_the_examples_of_layers_and_of_the_loss_are_true():
     Replicate, AllReduce, (RowParallelLinear,), (cross_entropy,) = (
-        *solution("7.1"), solution("7.2"), solution("7.3"))
+        *solution("7.1"),
+        solution("7.2"),
+        solution("7.3"),
+    )
 
     def examples(group):
         rank = group.rank()
@@ -92,15 +95,21 @@ def test_the_examples_of_heads_are_true():
         split.finish()
         return split.query_heads, split.kv_heads, attention.key.weight.grad[0, :2].tolist()
 
-    assert run(heads, 2, 2, 1) == [(range(0, 1), range(1), [6.0, 7.0]),
-                                   (range(1, 2), range(1), [6.0, 7.0])]
+    assert run(heads, 2, 2, 1) == [
+        (range(0, 1), range(1), [6.0, 7.0]),
+        (range(1, 2), range(1), [6.0, 7.0]),
+    ]
     assert run(heads, 4, 4, 2)[2] == (range(2, 3), range(1, 2), [6.0, 7.0])
 
 
 @exhaustive
-@pytest.mark.parametrize(("module", "name"), [
-    (layers, "vocabulary_parallel_cross_entropy"), (differentiable, "AllReduce"),
-])
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (layers, "vocabulary_parallel_cross_entropy"),
+        (differentiable, "AllReduce"),
+    ],
+)
 def test_the_packages_own_pass_the_graders(module, name):
     verdict = CHAPTER.grade(name, getattr(module, name))
     assert verdict.state == "passed", verdict
@@ -147,7 +156,7 @@ def test_heads_that_do_not_divide_must_be_refused():
 @exhaustive  # a graded mistake of 7.2 is of this kind
 def test_whole_weights_behind_a_view_are_found():
     def part(self, weight, heads):
-        return weight[heads.start * self.K:heads.stop * self.K]
+        return weight[heads.start * self.K : heads.stop * self.K]
 
     verdict = CHAPTER.grade("SplitAttention", right_split(part=part))
     assert "a view keeps the full weight alive" in verdict.likely
@@ -194,7 +203,7 @@ def test_the_parts_of_a_shared_heads_gradient_add_up():
             for name in LAYERS:
                 own = [own_gradients(rank, size, G, 0)[name] for rank in range(size)]
                 step = copies if name in ("key", "value") else 1
-                sums = [sum(own[first:first + step]) for first in range(0, size, step)]
+                sums = [sum(own[first : first + step]) for first in range(0, size, step)]
                 whole = torch.cat(sums, dim=1 if name == "out" else 0)
                 torch.testing.assert_close(whole, right_gradients(G, 0)[name])
 

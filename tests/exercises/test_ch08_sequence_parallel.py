@@ -51,8 +51,10 @@ def test_the_pairs_examples_are_true():
         return x.tolist(), x_shard.grad.tolist(), part.tolist(), x_partial.grad.tolist()
 
     x, grad = [[1.0, 2.0], [3.0, 4.0]], [[1.0, 3.0], [2.0, 4.0]]
-    assert run(examples, 2) == [(x, [[1.0], [21.0]], [[11.0], [33.0]], grad),
-                                (x, [[11.0], [1.0]], [[22.0], [44.0]], grad)]
+    assert run(examples, 2) == [
+        (x, [[1.0], [21.0]], [[11.0], [33.0]], grad),
+        (x, [[11.0], [1.0]], [[22.0], [44.0]], grad),
+    ]
 
 
 class EndOfModel(nn.Module):
@@ -91,8 +93,10 @@ def test_the_linears_example_is_true():
         y_shard.sum().backward()
         return y_shard.tolist(), x_shard.grad.tolist(), weight_shard.grad.tolist()
 
-    assert run(example, 2) == [([[[6.0], [8.0]]], [[[7.0]]], [[7.0]]),
-                               ([[[15.0], [20.0]]], [[[7.0]]], [[7.0]])]
+    assert run(example, 2) == [
+        ([[[6.0], [8.0]]], [[[7.0]]], [[7.0]]),
+        ([[[15.0], [20.0]]], [[[7.0]]], [[7.0]]),
+    ]
 
 
 @exhaustive
@@ -118,9 +122,13 @@ def test_the_published_bytes_are_the_packages(name):
     model = ModelConfig("gpt", 51200, S, 1, D, H, H, ffn_width=4 * D, dropout=0.1)
     for sequence_parallel, selective in METHODS:
         ours = cost.activation_bytes_per_layer(
-            model, B, S, attention="materialized",
+            model,
+            B,
+            S,
+            attention="materialized",
             recompute="selective" if selective else "none",
-            layout=cost.Layout(8, sequence_parallel))
+            layout=cost.Layout(8, sequence_parallel),
+        )
         right = published(sizes, 8, sequence_parallel, selective, inside)
         small = ours - right  # two norms' statistics, and the mask of the future
         assert small == 16 * B * S // (8 if sequence_parallel else 1) + (not selective) * S**2

@@ -55,9 +55,11 @@ def test_the_formulas_examples_are_true():
     bubble, activation_bytes = solution("9.2")
     assert bubble(2, 2, 1) == pytest.approx((1 / 3, 1 / 2))
     assert bubble(2, 2, 2) == pytest.approx((1 / 5, 1 / 4))
-    held = {(name, rank): activation_bytes(name, 2, 4, chunks, rank, 1200)
-            for name, chunks in (("GPipe", 1), ("1F1B", 1), ("interleaved 1F1B", 2))
-            for rank in (0, 1)}
+    held = {
+        (name, rank): activation_bytes(name, 2, 4, chunks, rank, 1200)
+        for name, chunks in (("GPipe", 1), ("1F1B", 1), ("interleaved 1F1B", 2))
+        for rank in (0, 1)
+    }
     assert list(held.values()) == [2400, 2400, 1200, 600, 1500, 900]
 
 
@@ -84,8 +86,10 @@ def test_the_stages_example_is_true():
     def example(group):
         rank = group.rank()
         stage = Times([3.0, 2.0][rank])
-        actions = [Action(kind, int(i), rank)
-                   for kind, i in [("F0", "F1", "B0", "B1"), ("F0", "B0", "F1", "B1")][rank]]
+        actions = [
+            Action(kind, int(i), rank)
+            for kind, i in [("F0", "F1", "B0", "B1"), ("F0", "B0", "F1", "B1")][rank]
+        ]
         micro_batches = [(torch.tensor([[1.0]]), None), (torch.tensor([[2.0], [3.0]]), None)]
         loss = run_stage(stage, actions, micro_batches, lambda out, targets: out.sum(), group)
         return None if loss is None else loss.item(), stage.factor.grad.item()
@@ -98,10 +102,14 @@ def test_the_stages_example_is_true():
 # The package under the graders
 
 
-@pytest.mark.parametrize(("module", "name"), [
-    (schedules, "gpipe"), (schedules, "one_forward_one_backward"),
-    (pipeline_plan, "split_blocks"),
-])
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (schedules, "gpipe"),
+        (schedules, "one_forward_one_backward"),
+        (pipeline_plan, "split_blocks"),
+    ],
+)
 def test_the_package_passes(module, name):
     verdict = CHAPTER.grade(name, getattr(module, name))
     assert verdict.state == "passed", verdict

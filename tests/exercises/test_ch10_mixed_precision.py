@@ -116,9 +116,18 @@ def test_calling_the_package_is_no_answer():
     assert verdict.state == "failed" and "is called" in verdict.seen
 
 
-@pytest.mark.parametrize(("name", "answer", "says"), tiered((
-    (name, answer, says) for name, answers in FURTHER.items() for answer, says in answers.items()
-), keep=1), ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(
+    ("name", "answer", "says"),
+    tiered(
+        (
+            (name, answer, says)
+            for name, answers in FURTHER.items()
+            for answer, says in answers.items()
+        ),
+        keep=1,
+    ),
+    ids=lambda value: getattr(value, "__name__", ""),
+)
 def test_further_mistakes_are_recognized(name, answer, says):
     verdict = CHAPTER.grade(name, answer)
     assert verdict.state == "failed" and says in f"{verdict.seen}\n{verdict.likely}"
@@ -146,7 +155,7 @@ def test_the_script_grows_skips_and_grows_again():
         events = ch10_scaler.history(settings, len(ch10_scaler.STEPS))
         assert events.count("grown") >= 3 and events.count("skipped") == 4
         later = {"fine", "grown"} if settings.interval > 1 else {"grown"}
-        assert later <= set(events[events.index("skipped"):])
+        assert later <= set(events[events.index("skipped") :])
 
 
 def test_the_norm_exceeds_its_limit_now_and_then_on_all_ranks_together():

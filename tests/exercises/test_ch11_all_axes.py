@@ -77,16 +77,29 @@ def test_the_examples_of_layouts_and_pieces_are_true():
         return 1 if tp * pp == 4 else 10
 
     assert layouts(model, 8, 4, 8, 5, needed) == [
-        (2, 2, 2, 0), (2, 2, 2, 1), (2, 4, 1, 0), (2, 4, 1, 1), (2, 4, 1, 2), (2, 4, 1, 3)]
+        (2, 2, 2, 0),
+        (2, 2, 2, 1),
+        (2, 4, 1, 0),
+        (2, 4, 1, 1),
+        (2, 4, 1, 2),
+        (2, 4, 1, 3),
+    ]
     assert pieces(7, 2, 3) == [
         [(0, range(3), range(3))],
         [(0, range(3, 4), range(1)), (1, range(2), range(1, 3))],
-        [(1, range(2, 3), range(1))]]
+        [(1, range(2, 3), range(1))],
+    ]
 
 
-@pytest.mark.parametrize(("name", "answer", "says"), tiered(
-    (name, answer, says) for name, answers in FURTHER.items() for answer, says in answers.items()
-), ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(
+    ("name", "answer", "says"),
+    tiered(
+        (name, answer, says)
+        for name, answers in FURTHER.items()
+        for answer, says in answers.items()
+    ),
+    ids=lambda value: getattr(value, "__name__", ""),
+)
 def test_further_mistakes_are_recognized(name, answer, says):
     verdict = CHAPTER.grade(name, answer)
     assert verdict.state == "failed" and says in f"{verdict.seen}\n{verdict.likely}"
@@ -162,8 +175,9 @@ def test_some_case_of_layouts_has_no_answer_and_one_has_many():
 def test_the_judge_of_pieces_cuts_as_the_package_does(num_ranks):
     for num_elements in (1, 7, 12):
         shards = [owned_ranges([num_elements], num_ranks, rank)[0] for rank in range(num_ranks)]
-        assert [list(own) for own in shards] == \
-            [list(own) for own in ch11_reshard.shards(num_elements, num_ranks)]
+        assert [list(own) for own in shards] == [
+            list(own) for own in ch11_reshard.shards(num_elements, num_ranks)
+        ]
 
 
 def test_the_stories_of_the_capstone_are_the_same_every_time():
@@ -182,11 +196,16 @@ def test_a_rank_whose_losses_are_not_those_of_one_process_is_named():
         ch11_capstone._expect_same_losses(seen)
 
 
-@pytest.mark.parametrize(("failures", "says"), [
-    ({3: Failure("raised ValueError: 3 is odd", "ValueError")},
-     "the package does not train this layout: raised ValueError: 3 is odd"),
-    ({3: Failure("waits in recv #2")}, "8 ranks share the cores"),
-])
+@pytest.mark.parametrize(
+    ("failures", "says"),
+    [
+        (
+            {3: Failure("raised ValueError: 3 is odd", "ValueError")},
+            "the package does not train this layout: raised ValueError: 3 is odd",
+        ),
+        ({3: Failure("waits in recv #2")}, "8 ranks share the cores"),
+    ],
+)
 def test_a_rank_that_raises_is_not_called_slow(monkeypatch, failures, says):
     def fail(*_, **__):
         raise RankError("rank 3 has failed", failures)

@@ -30,7 +30,10 @@ def solution(exercise_id):
 def test_the_examples_of_days_are_true():
     flops_per_token, days_and_mfu = solution("12.1")
     assert [flops_per_token(10, 1, 2, 3, kind) for kind in ("none", "selective", "full")] == [
-        (132, 132), (132, 156), (132, 176)]
+        (132, 132),
+        (132, 156),
+        (132, 176),
+    ]
     for known, value in {"HFU": 0.5, "TFLOP/s": 50, "GPU-hours": 38400, "MFU": 0.375}.items():
         training = (6e9, 8e9), 864e9, 100, 1e14, known, value
         assert days_and_mfu(*training) == pytest.approx((16, 0.375))
@@ -38,12 +41,16 @@ def test_the_examples_of_days_are_true():
 
 def test_the_examples_of_memory_are_true():
     state_bytes, fullest_stage = solution("12.2")
-    model = ModelConfig(width=4, num_heads=2, num_kv_heads=1, ffn_width=6, vocab_size=10,
-                        tied_embedding=False)
+    model = ModelConfig(
+        width=4, num_heads=2, num_kv_heads=1, ffn_width=6, vocab_size=10, tied_embedding=False
+    )
     assert state_bytes(model, [1, 2], 0, 1, 1, 0)["parameter"] == 2 * 168
     assert state_bytes(model, [1, 2], 1, 1, 1, 0)["parameter"] == 2 * 300
     assert state_bytes(model, [1, 2], 1, 1, 8, 1) == {
-        "parameter": 600, "gradient": 600, "optimizer state": 12 * 38}
+        "parameter": 600,
+        "gradient": 600,
+        "optimizer state": 12 * 38,
+    }
     assert fullest_stage([3, 3], [50, 50], 4, 10, 20) == (0, 110)
     assert fullest_stage([3, 3], [50, 50], 1, 10, 20) == (1, 100)
 
@@ -53,7 +60,12 @@ def test_the_examples_of_schedules_are_true():
     assert (micro_batches_needed(4, 1, 4), micro_batches_needed(4, 2, 4)) == (9, 8)
     case = ch12_schedule.cases()[1]
     assert {pair: tuple(step) for pair, step in ch12_schedule.all_steps(case).items()} == {
-        (1, 1): (60, 40), (1, 2): (54, 50), (2, 1): (54, 80), (2, 2): (45, 80), (4, 1): (60, 80)}
+        (1, 1): (60, 40),
+        (1, 2): (54, 50),
+        (2, 1): (54, 80),
+        (2, 2): (45, 80),
+        (4, 1): (60, 80),
+    }
     answers = {limit: fastest_schedule(2, 4, 4, case.seconds, 10, limit) for limit in (80, 50, 39)}
     assert answers == {80: (2, 2), 50: (1, 2), 39: None}
 
@@ -66,9 +78,18 @@ def test_the_example_of_layouts_is_true():
     assert (best.recompute, best.micro_batch_size) == ("none", 4)
 
 
-@pytest.mark.parametrize(("name", "answer", "says"), tiered((
-    (name, answer, says) for name, answers in FURTHER.items() for answer, says in answers.items()
-), keep=1), ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(
+    ("name", "answer", "says"),
+    tiered(
+        (
+            (name, answer, says)
+            for name, answers in FURTHER.items()
+            for answer, says in answers.items()
+        ),
+        keep=1,
+    ),
+    ids=lambda value: getattr(value, "__name__", ""),
+)
 def test_further_mistakes_are_recognized(name, answer, says):
     verdict = CHAPTER.grade(name, answer)
     assert verdict.state == "failed" and says in f"{verdict.seen}\n{verdict.likely}"
@@ -77,11 +98,14 @@ def test_further_mistakes_are_recognized(name, answer, says):
 # Published trainings
 
 
-@pytest.mark.parametrize(("num_parameters", "shape", "training", "days"), [
-    # Narayanan et al. 2021, section 5.1: 8 T P / (n X), without attention: a little less
-    (175e9, (96, 12288, 2048), (300e9, 1024, 140), 34),
-    (1008e9, (128, 25600, 2048), (450e9, 3072, 163), 84),
-])
+@pytest.mark.parametrize(
+    ("num_parameters", "shape", "training", "days"),
+    [
+        # Narayanan et al. 2021, section 5.1: 8 T P / (n X), without attention: a little less
+        (175e9, (96, 12288, 2048), (300e9, 1024, 140), 34),
+        (1008e9, (128, 25600, 2048), (450e9, 3072, 163), 84),
+    ],
+)
 def test_days_are_those_that_narayanan_et_al_estimate(num_parameters, shape, training, days):
     flops_per_token, days_and_mfu = solution("12.1")
     num_tokens, num_gpus, rate = training
@@ -133,8 +157,11 @@ def test_the_least_number_of_micro_batches_is_the_least():
 def test_every_way_to_choose_a_schedule_loses_somewhere():
     wins = {"bubble": True, "bytes": True, "size": True, "none": False}
     for case in ch12_schedule.cases():
-        fitting = {pair: step for pair, step in ch12_schedule.all_steps(case).items()
-                   if step.bytes <= case.limit}
+        fitting = {
+            pair: step
+            for pair, step in ch12_schedule.all_steps(case).items()
+            if step.bytes <= case.limit
+        }
         if not fitting:
             wins["none"] = True
             continue
@@ -146,12 +173,17 @@ def test_every_way_to_choose_a_schedule_loses_somewhere():
     assert wins == {"bubble": False, "bytes": False, "size": False, "none": True}
 
 
-@pytest.mark.parametrize("case", tiered(
-    pytest.param(case) for case in ch12_layout.cases() if "nothing" not in case[0]),
-                         ids=lambda case: case.text)
+@pytest.mark.parametrize(
+    "case",
+    tiered(pytest.param(case) for case in ch12_layout.cases() if "nothing" not in case[0]),
+    ids=lambda case: case.text,
+)
 def test_the_judge_of_layouts_agrees_with_the_search(case):
-    found = [each for each in search(case.job).candidates
-             if all(ch12_layout.conditions(case.job, each.decision).values())]
+    found = [
+        each
+        for each in search(case.job).candidates
+        if all(ch12_layout.conditions(case.job, each.decision).values())
+    ]
     fitting = [each for each in ch12_layout.layouts(case.job) if each.fits]
     assert len(found) == len(fitting)
     assert fitting[0].seconds == pytest.approx(found[0].seconds)

@@ -24,8 +24,12 @@ def start_children(folder: Path) -> None:
     """Start processes of four kinds; each writes its pid into `folder`."""
     script = 'echo $$ > "$0"; exec sleep 1000'
     subprocess.Popen(["sh", "-c", script, folder / "child"])
-    subprocess.Popen(["sh", "-c", script, folder / "session"], start_new_session=True,
-                     stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    subprocess.Popen(
+        ["sh", "-c", script, folder / "session"],
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     for kind in ("daemon", "forked daemon"):
         if os.fork() == 0:
             os.setsid()
@@ -84,6 +88,7 @@ def test_what_a_rank_has_started_ends_with_it(tmp_path, end):
             finish()
 
     import cloudpickle
+
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the ranks cannot import a test
     try:
         with suppress(RankError):
@@ -122,8 +127,13 @@ def script(tmp_path, *arguments) -> tuple[subprocess.Popen, list[psutil.Process]
     file = tmp_path / "script.py"
     file.write_text(textwrap.dedent(SCRIPT))
     process = subprocess.Popen(
-        [sys.executable, file, *arguments], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        text=True, env=finding(REPOSITORY, Path(__file__).parent), start_new_session=True)
+        [sys.executable, file, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=finding(REPOSITORY, Path(__file__).parent),
+        start_new_session=True,
+    )
     assert process.stdout.readline() == "[rank 0] ready\n"
     return process, psutil.Process(process.pid).children(recursive=True)
 
@@ -155,6 +165,7 @@ def test_a_rank_that_keeps_pythons_lock_ends_with_a_killed_parent(tmp_path):
 
 def test_a_process_that_computes_for_a_rank_is_no_hang(monkeypatch):
     """Though its rank waits for it, and the others wait for the rank."""
+
     def work(group):
         if group.rank() == 0:
             loop = "import time; end = time.time() + 1.5\nwhile time.time() < end: pass"

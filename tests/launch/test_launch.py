@@ -154,13 +154,21 @@ def test_another_clone_in_the_current_folder_is_not_taken(tmp_path):
     (tmp_path / "minitron" / "__init__.py").write_text("raise RuntimeError('the other clone')")
     script = tmp_path / "scripts" / "where.py"
     script.parent.mkdir()
-    script.write_text("from minitron.launch import run\n"
-                      "def where(group):\n"
-                      "    import minitron\n"
-                      "    return minitron.__file__\n"
-                      "print(*run(where, 1))\n")
-    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True,
-                          env=finding(REPOSITORY), timeout=120)
+    script.write_text(
+        "from minitron.launch import run\n"
+        "def where(group):\n"
+        "    import minitron\n"
+        "    return minitron.__file__\n"
+        "print(*run(where, 1))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, script],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=finding(REPOSITORY),
+        timeout=120,
+    )
     assert done.stdout == f"{REPOSITORY / 'minitron' / '__init__.py'}\n", done.stderr
 
 
@@ -272,10 +280,12 @@ def test_sys_exit_is_a_failure():
 
 @pytest.mark.parametrize(
     ("end", "text"),
-    [(lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL"),
-     (lambda: os.kill(os.getpid(), 40), "was killed by signal 40"),  # one without a name
-     (lambda: os._exit(0), "exited with code 0 before it returned"),
-     (lambda: os._exit(3), "exited with code 3 before it returned")],
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL"),
+        (lambda: os.kill(os.getpid(), 40), "was killed by signal 40"),  # one without a name
+        (lambda: os._exit(0), "exited with code 0 before it returned"),
+        (lambda: os._exit(3), "exited with code 3 before it returned"),
+    ],
 )
 def test_a_rank_that_dies(capsys, end, text):
     def die(group):
@@ -313,7 +323,8 @@ def test_a_rank_that_sleeps(impatient):
 
     _, waiting, sleeping = str(fails(sleep, 3)).split("\n")
     assert waiting.startswith(
-        "  ranks 0 and 2 wait for all_reduce #0 (16 B, axis world) or an earlier call, test_launch")
+        "  ranks 0 and 2 wait for all_reduce #0 (16 B, axis world) or an earlier call, test_launch"
+    )
     assert sleeping.startswith("  rank 1 is at test_launch.py line ")
     assert sleeping.endswith(": time.sleep(100)")
 
@@ -375,6 +386,7 @@ def test_an_endless_loop():
 
 def test_a_rank_that_can_answer_is_asked_without_a_signal(impatient, monkeypatch):
     """Whoever answers a signal reads frames that the main thread may be changing: a crash."""
+
     def loop_or_wait(group):
         while group.rank() == 0:
             time.sleep(1e-5)
@@ -390,6 +402,7 @@ def test_a_rank_that_can_answer_is_asked_without_a_signal(impatient, monkeypatch
 @pytest.mark.parametrize("library", ["CDLL", "PyDLL"])  # the second keeps Python's lock
 def test_looking_at_a_rank_does_not_wake_it(impatient, library):
     """C's sleep ends early when a signal comes, and would be taken for over."""
+
     def sleep(group):
         import ctypes
 
@@ -468,6 +481,7 @@ def test_different_reductions_are_a_mismatch():
 @pytest.mark.parametrize("groups", [((0, 1, 2), (0, 1, 2)), ((0, 1, 2), (0, 1))])
 def test_a_crossed_order_over_two_groups_is_a_mismatch(groups):
     """gloo would complete it, by luck: with NCCL it can deadlock."""
+
     def cross(group):
         tensors = [torch.ones(4), torch.ones(8)]
         pairs = list(zip(tensors, [dist.new_group(ranks) for ranks in groups], strict=True))
@@ -538,8 +552,12 @@ def start_script(tmp_path, text: str) -> subprocess.Popen:
     path = tmp_path / "script.py"
     path.write_text(textwrap.dedent(text))
     return subprocess.Popen(
-        [sys.executable, path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=finding(REPOSITORY), start_new_session=True,
+        [sys.executable, path],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=finding(REPOSITORY),
+        start_new_session=True,
     )
 
 
@@ -585,9 +603,18 @@ def torchrun(tmp_path, num_ranks: int, text: str) -> subprocess.CompletedProcess
     path = tmp_path / "script.py"
     path.write_text(textwrap.dedent(text))
     return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone",
-         "--nproc-per-node", str(num_ranks), path],
-        capture_output=True, text=True, timeout=300,
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(num_ranks),
+            path,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
         env=finding(REPOSITORY, OMP_NUM_THREADS="1"),
     )
 
@@ -624,8 +651,13 @@ def test_torchrun(tmp_path):
 def test_processes_that_torchrun_has_started():
     """The function runs in these, as often as it is asked to."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # its agent's
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2",
-                 "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    variables = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": "2",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
     ranks = []
     for rank in "01":
         own = f"import os; os.environ.update({variables | {'RANK': rank, 'LOCAL_RANK': rank}})"
@@ -638,11 +670,15 @@ def test_processes_that_torchrun_has_started():
     assert [each.exitcode for each in ranks] == [0, 0]
 
 
-@pytest.mark.parametrize("variables, said", [
-    ({"RANK": "0", "WORLD_SIZE": "1"}, "WORLD_SIZE = 1 is set, but MASTER_PORT is not"),
-    ({"RANK": "0", "WORLD_SIZE": "4", "MASTER_PORT": "29500"}, "but MASTER_ADDR is not"),
-    ({"RANK": "0", "WORLD_SIZE": "many", "MASTER_PORT": "1", "MASTER_ADDR": "a"}, "is 'many'"),
-], ids=str)
+@pytest.mark.parametrize(
+    "variables, said",
+    [
+        ({"RANK": "0", "WORLD_SIZE": "1"}, "WORLD_SIZE = 1 is set, but MASTER_PORT is not"),
+        ({"RANK": "0", "WORLD_SIZE": "4", "MASTER_PORT": "29500"}, "but MASTER_ADDR is not"),
+        ({"RANK": "0", "WORLD_SIZE": "many", "MASTER_PORT": "1", "MASTER_ADDR": "a"}, "is 'many'"),
+    ],
+    ids=str,
+)
 def test_a_stranger_s_variables_are_one_line(monkeypatch, variables, said):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -652,8 +688,10 @@ def test_a_stranger_s_variables_are_one_line(monkeypatch, variables, said):
 
 def test_a_world_size_without_a_rank_is_one_line(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="WORLD_SIZE = 2 is set, but RANK is not"), \
-            torchrun_group():
+    with (
+        pytest.raises(ConfigError, match="WORLD_SIZE = 2 is set, but RANK is not"),
+        torchrun_group(),
+    ):
         pass
 
 
@@ -690,6 +728,7 @@ def test_a_rank_finds_the_libraries_that_its_caller_has_imported_and_not_its_mod
 
         print(run(imported, 2))
     """)
-    result = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True,
-                            text=True, cwd=REPOSITORY)
+    result = subprocess.run(
+        [sys.executable, "-c", code], timeout=60, capture_output=True, text=True, cwd=REPOSITORY
+    )
     assert result.stdout.strip() == str(2 * [["matplotlib.figure"]]), result.stderr

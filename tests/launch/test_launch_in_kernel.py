@@ -171,8 +171,9 @@ run(fail, 4)
     assert headline.startswith("the ranks do not match: rank")  # before it becomes a hang
     assert "all_reduce #0" in headline and "all_gather #0" in headline
     assert "(4.2 MB, axis world)" in headline
-    assert any("rank 2 waits in all_reduce #0 (4.2 MB, axis world), cell line 4" in line
-               for line in places)
+    assert any(
+        "rank 2 waits in all_reduce #0 (4.2 MB, axis world), cell line 4" in line for line in places
+    )
 
 
 def test_an_interrupt(notebook):
@@ -183,14 +184,17 @@ def test_an_interrupt(notebook):
             interrupted.append(True)
             notebook.kernel.interrupt_kernel()
 
-    shown, traceback = notebook.run("""
+    shown, traceback = notebook.run(
+        """
 def stay(group):
     print("here")
     dist.barrier(group=group)
     time.sleep(1000)
 
 run(stay, 4)
-""", at_output=interrupt)
+""",
+        at_output=interrupt,
+    )
     assert shown == "".join(f"[rank {rank}] here\n" for rank in range(4))
     assert traceback.rstrip().endswith("KeyboardInterrupt:")
     assert "run(stay, 4)" in traceback

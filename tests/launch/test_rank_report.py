@@ -31,7 +31,8 @@ def test_the_users_line_counts():
         name = file.rpartition("/")[2]
         assert describe([mine, LEDGER], None) == f"is at {name} line 6: step()"
         assert describe([mine, TORCH, LEDGER], "all_reduce #0") == (
-            f"waits in all_reduce #0, {name} line 6: step()")
+            f"waits in all_reduce #0, {name} line 6: step()"
+        )
 
 
 def test_an_installed_package_is_not_starting_for_ever(monkeypatch):
@@ -45,17 +46,20 @@ def test_an_installed_package_is_not_starting_for_ever(monkeypatch):
 
 def test_ranks_of_the_same_text_share_a_line():
     assert report("a hang", {0: "waits for it", 1: "is starting", 2: "waits for it"}) == (
-        "a hang\n  ranks 0 and 2 wait for it\n  rank 1 is starting")
+        "a hang\n  ranks 0 and 2 wait for it\n  rank 1 is starting"
+    )
 
 
 def test_ranks_that_do_not_answer():
     assert report("a hang", {0: "does not answer", 1: "does not answer"}) == (
-        "a hang\n  ranks 0 and 1 do not answer")
+        "a hang\n  ranks 0 and 1 do not answer"
+    )
 
 
 def test_only_the_main_threads_frames_count():
     """Python shows the newest thread first, and 100 at most."""
     thread = 'Thread 0x1 (most recent call first):\n  File "{}.py", line 3 in work\n'
-    assert [frame.file for frame in parse_stack(thread.format("other") + thread.format("main"))] \
-        == ["main.py"]
+    assert [
+        frame.file for frame in parse_stack(thread.format("other") + thread.format("main"))
+    ] == ["main.py"]
     assert parse_stack(thread.format("other") + "...\n") == []

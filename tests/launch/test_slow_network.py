@@ -155,7 +155,8 @@ def test_a_collective_from_a_hook_overlaps_with_backward(clock, network):
     works = []
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(
-            lambda p: works.append(dist.all_reduce(p.grad, async_op=True)))
+            lambda p: works.append(dist.all_reduce(p.grad, async_op=True))
+        )
     model[0].register_full_backward_hook(lambda *_: clock.compute(4))
 
     model(torch.ones(1, 2, requires_grad=True)).sum().backward()

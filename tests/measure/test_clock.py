@@ -44,10 +44,17 @@ def test_more_than_the_peak_is_no_share_of_it(monkeypatch):
     assert watch.lap(num_tokens=10_000).mfu == 1.0
 
 
-@pytest.mark.parametrize(("name", "teraflops"), [
-    ("NVIDIA H100 80GB HBM3", 989.4), ("NVIDIA H100 PCIe", 756), ("NVIDIA H200", 989.4),
-    ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA B200", 2250), ("NVIDIA GB200", 2500),
-])
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+    ],
+)
 def test_a_known_gpu_has_its_dense_peak(monkeypatch, name, teraflops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     for dtype in (torch.bfloat16, torch.float16):

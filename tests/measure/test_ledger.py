@@ -50,50 +50,68 @@ def parts(*lengths):
 # op, payload, sent, received and peer on rank 1 of 4, counted by hand; float32
 OPERATIONS = {
     "all_reduce of 3 + 3 + 2 + 2": (
-        lambda: dist.all_reduce(torch.zeros(10)), ("all_reduce", 40, 60, 56, None)),
+        lambda: dist.all_reduce(torch.zeros(10)),
+        ("all_reduce", 40, 60, 56, None),
+    ),
     "all_reduce, fewer than ranks": (
-        lambda: dist.all_reduce(torch.zeros(1)), ("all_reduce", 4, 8, 4, None)),
+        lambda: dist.all_reduce(torch.zeros(1)),
+        ("all_reduce", 4, 8, 4, None),
+    ),
     "all_reduce of nothing": (
-        lambda: dist.all_reduce(torch.zeros(0)), ("all_reduce", 0, 0, 0, None)),
+        lambda: dist.all_reduce(torch.zeros(0)),
+        ("all_reduce", 0, 0, 0, None),
+    ),
     "all_reduce in 16 bits": (
         lambda: dist.all_reduce(torch.zeros(8, dtype=torch.bfloat16)),
-        ("all_reduce", 16, 24, 24, None)),
+        ("all_reduce", 16, 24, 24, None),
+    ),
     "all_gather into one": (
         lambda: dist.all_gather_into_tensor(torch.zeros(12), torch.zeros(3)),
-        ("all_gather", 48, 36, 36, None)),
+        ("all_gather", 48, 36, 36, None),
+    ),
     "all_gather into a list": (
         lambda: dist.all_gather(parts(3, 3, 3, 3), torch.zeros(3)),
-        ("all_gather", 48, 36, 36, None)),
+        ("all_gather", 48, 36, 36, None),
+    ),
     "reduce_scatter of one": (
         lambda: dist.reduce_scatter_tensor(torch.zeros(3), torch.zeros(12)),
-        ("reduce_scatter", 48, 36, 36, None)),
+        ("reduce_scatter", 48, 36, 36, None),
+    ),
     "reduce_scatter of a list": (
         lambda: dist.reduce_scatter(torch.zeros(3), parts(3, 3, 3, 3)),
-        ("reduce_scatter", 48, 36, 36, None)),
+        ("reduce_scatter", 48, 36, 36, None),
+    ),
     "broadcast": (lambda: dist.broadcast(torch.zeros(5), 0), ("broadcast", 20, 20, 20, 0)),
     "broadcast from here": (lambda: dist.broadcast(torch.zeros(5), 1), ("broadcast", 20, 40, 0, 1)),
     "reduce": (lambda: dist.reduce(torch.zeros(5), 0), ("reduce", 20, 20, 20, 0)),
     "gather": (lambda: dist.gather(torch.zeros(2), None, 0), ("gather", 32, 8, 0, 0)),
     "gather here": (
-        lambda: dist.gather(torch.zeros(2), parts(2, 2, 2, 2), 1), ("gather", 32, 0, 24, 1)),
+        lambda: dist.gather(torch.zeros(2), parts(2, 2, 2, 2), 1),
+        ("gather", 32, 0, 24, 1),
+    ),
     "scatter": (lambda: dist.scatter(torch.zeros(2), None, 0), ("scatter", 32, 0, 8, 0)),
     "all_to_all": (
         lambda: dist.all_to_all_single(torch.zeros(8), torch.zeros(8)),
-        ("all_to_all", 32, 24, 24, None)),
+        ("all_to_all", 32, 24, 24, None),
+    ),
     "all_to_all, uneven": (
         lambda: dist.all_to_all_single(
-            torch.zeros(7, 2), torch.zeros(8, 2), [1, 2, 0, 4], [3, 3, 1, 1]),
-        ("all_to_all", 64, 40, 40, None)),
+            torch.zeros(7, 2), torch.zeros(8, 2), [1, 2, 0, 4], [3, 3, 1, 1]
+        ),
+        ("all_to_all", 64, 40, 40, None),
+    ),
     "all_to_all of lists": (
         lambda: dist.all_to_all(parts(1, 2, 0, 4), parts(1, 2, 0, 4)),
-        ("all_to_all", 28, 20, 20, None)),
+        ("all_to_all", 28, 20, 20, None),
+    ),
     "barrier": (lambda: dist.barrier(), ("barrier", 0, 0, 0, None)),
     "send": (lambda: dist.send(torch.zeros(5), 3), ("send", 20, 20, 0, 3)),
     "recv": (lambda: dist.recv(torch.zeros(5), 0), ("recv", 20, 0, 20, 0)),
     "recv from any": (lambda: dist.irecv(torch.zeros(5)).wait(), ("recv", 20, 0, 20, None)),
     "functional": (
         lambda: functional_all_reduce(torch.zeros(10), "sum", dist.group.WORLD).wait(),
-        ("all_reduce", 40, 60, 56, None)),
+        ("all_reduce", 40, 60, 56, None),
+    ),
 }
 
 
@@ -155,8 +173,12 @@ def test_phases_are_told_by_modules_backward_and_optimizer(group):
             dist.reduce(torch.zeros(1), 0)
 
     one_step = [
-        ("barrier", "forward"), ("barrier", "backward"), ("all_reduce", "backward"),
-        ("all_gather", "backward"), ("broadcast", "optimizer"), ("barrier", "evaluation"),
+        ("barrier", "forward"),
+        ("barrier", "backward"),
+        ("all_reduce", "backward"),
+        ("all_gather", "backward"),
+        ("broadcast", "optimizer"),
+        ("barrier", "evaluation"),
         ("reduce", "forward"),
     ]
     assert [(call.op, call.phase) for call in ledger.calls] == 2 * one_step
@@ -191,7 +213,8 @@ def test_groups_of_the_same_ranks_are_counted_apart(group):
 
     assert [(call.axis, call.number) for call in ledger.calls] == [("dp", 0), ("dp", 0), ("dp", 1)]
     assert [call.group for call in ledger.calls] == [
-        part.group_name for part in (first, second, first)]
+        part.group_name for part in (first, second, first)
+    ]
 
 
 def test_reductions_are_told_apart(group):
@@ -208,7 +231,15 @@ def test_reductions_are_told_apart(group):
         dist.broadcast(one, 0)
 
     assert [call.reduce for call in ledger.calls] == [
-        "sum", "max", "min", "product", "avg", "bor", "max", ""]
+        "sum",
+        "max",
+        "min",
+        "product",
+        "avg",
+        "bor",
+        "max",
+        "",
+    ]
 
 
 def test_messages_are_counted_by_peer(group):
@@ -220,8 +251,12 @@ def test_messages_are_counted_by_peer(group):
         dist.barrier()
 
     assert [call.name for call in ledger.calls] == [
-        "barrier #0", "send #0 to rank 2", "send #1 to rank 2", "send #0 to rank 3",
-        "recv #0 from rank 2", "barrier #1",
+        "barrier #0",
+        "send #0 to rank 2",
+        "send #1 to rank 2",
+        "send #0 to rank 3",
+        "recv #0 from rank 2",
+        "barrier #1",
     ]
 
 
@@ -316,10 +351,12 @@ def test_on_real_ranks_every_call_finishes_and_they_match():
         with Ledger() as ledger:
             early = dist.all_reduce(torch.ones(7), group=group, async_op=True)
             to, source = (rank + 1) % size, (rank - 1) % size
-            works = dist.batch_isend_irecv([
-                dist.P2POp(dist.isend, torch.ones(rank + 1), to, group),
-                dist.P2POp(dist.irecv, torch.ones(source + 1), source, group),
-            ])
+            works = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, torch.ones(rank + 1), to, group),
+                    dist.P2POp(dist.irecv, torch.ones(source + 1), source, group),
+                ]
+            )
             assert ledger.calls[1].finished is None
             for work in [early, *works]:
                 work.wait()
@@ -362,8 +399,14 @@ def test_the_all_reduce_that_torch_ddp_starts_from_cpp_is_seen():
 
 def call(op="all_reduce", number=0, payload=4_200_000, at=0.0, **more):
     values = dict(
-        axis="dp", dtype=torch.float32, sent=payload, received=payload, phase="backward",
-        peer=None, size=4, ranks=(0, 1, 2, 3),
+        axis="dp",
+        dtype=torch.float32,
+        sent=payload,
+        received=payload,
+        phase="backward",
+        peer=None,
+        size=4,
+        ranks=(0, 1, 2, 3),
     )
     return Call(number=number, op=op, payload=payload, started=at, **values | more)
 
@@ -388,13 +431,16 @@ def test_a_table_adds_up_by_op_axis_and_phase_and_shows_where_ranks_differ():
 
 SIZES = "all_reduce #17 (4.2 MB, axis dp), rank 0 in all_reduce #17 (2.1 MB)"
 MISMATCHES = {
-    "rank 2 waits in all_reduce #17 (4.2 MB, axis dp), rank 0 in all_gather #17":
-        call("all_gather", 17, at=1),
+    "rank 2 waits in all_reduce #17 (4.2 MB, axis dp), rank 0 in all_gather #17": call(
+        "all_gather", 17, at=1
+    ),
     f"rank 2 waits in {SIZES}": call(number=17, payload=2_100_000, at=1),
-    "rank 2 waits in all_reduce #17 (4,200,000 B, axis dp), rank 0 in all_reduce #17 (4,200,004 B)":
-        call(number=17, payload=4_200_004, at=1),
-    "rank 2 waits in all_reduce #17 (float32, axis dp), rank 0 in all_reduce #17 (int32)":
-        call(number=17, dtype=torch.int32, at=1),
+    "rank 2 waits in all_reduce #17 (4,200,000 B, axis dp), rank 0 in all_reduce #17 (4,200,004 B)": call(  # noqa: E501
+        number=17, payload=4_200_004, at=1
+    ),
+    "rank 2 waits in all_reduce #17 (float32, axis dp), rank 0 in all_reduce #17 (int32)": call(
+        number=17, dtype=torch.int32, at=1
+    ),
 }
 
 
@@ -407,14 +453,16 @@ def test_another_root_is_a_mismatch():
     ranks = [[call("broadcast", peer=1, at=1)], [], [], [call("broadcast", peer=0)]]
 
     assert first_mismatch(ranks) == (
-        "rank 3 waits in broadcast #0 (root 0, axis dp), rank 0 in broadcast #0 (root 1)")
+        "rank 3 waits in broadcast #0 (root 0, axis dp), rank 0 in broadcast #0 (root 1)"
+    )
 
 
 def test_another_reduction_is_a_mismatch():
     ranks = [[call(reduce="max", at=1)], [], [], [call(reduce="sum")]]
 
     assert first_mismatch(ranks) == (
-        "rank 3 waits in all_reduce #0 (sum, axis dp), rank 0 in all_reduce #0 (max)")
+        "rank 3 waits in all_reduce #0 (sum, axis dp), rank 0 in all_reduce #0 (max)"
+    )
 
 
 def test_groups_of_the_same_ranks_and_name_are_not_mixed_up():
@@ -433,16 +481,21 @@ def test_a_crossed_order_over_two_groups_is_a_mismatch():
     """It needs two ranks with both groups in common, and no wait in between."""
     dp, tp = call(axis="dp", payload=8), call("all_gather", axis="tp", ranks=(0, 1, 3), payload=16)
     later = replace(tp, number=1)
-    rule = (": ranks that share two groups must issue the collectives of both in the same order, "
-            "or they can deadlock with NCCL")
-    crossed = ("rank 0 issued all_reduce #0 (8 B, axis dp) before all_gather #0 (16 B, axis tp), "
-               f"rank 1 has come to the latter without it{rule}")
+    rule = (
+        ": ranks that share two groups must issue the collectives of both in the same order, "
+        "or they can deadlock with NCCL"
+    )
+    crossed = (
+        "rank 0 issued all_reduce #0 (8 B, axis dp) before all_gather #0 (16 B, axis tp), "
+        f"rank 1 has come to the latter without it{rule}"
+    )
 
     assert first_mismatch([in_order(dp, tp), in_order(tp, dp), [], []]) == crossed
     assert first_mismatch([in_order(dp, tp), in_order(tp), [], []]) == crossed
     assert first_mismatch([in_order(tp, dp, later), [], [], in_order(tp, later, dp)]) == (
         "rank 0 issued all_reduce #0 (8 B, axis dp) before all_gather #1 (16 B, axis tp), "
-        f"rank 3 has come to the latter without it{rule}")
+        f"rank 3 has come to the latter without it{rule}"
+    )
 
 
 def test_orders_that_no_two_ranks_can_cross():
@@ -465,7 +518,8 @@ def test_all_that_wait_are_named():
     ranks = [[call()], [call()], [call()], [call("barrier", at=1)]]
 
     assert first_mismatch(ranks) == (
-        "ranks 0, 1 and 2 wait in all_reduce #0 (4.2 MB, axis dp), rank 3 in barrier #0")
+        "ranks 0, 1 and 2 wait in all_reduce #0 (4.2 MB, axis dp), rank 3 in barrier #0"
+    )
 
 
 def test_who_is_behind_or_in_another_group_does_not_mismatch():
@@ -495,7 +549,8 @@ def test_messages_are_compared_with_those_they_meet():
     assert first_mismatch([[send(1, tag=1), send(1, payload=8)], [recv(0, payload=8)]]) is None
     assert send(1, tag=2).name == "send #0 to rank 1, tag 2"
     assert first_mismatch([[send(1, payload=8)], [recv(0, at=1)]]) == (
-        "rank 0 waits in send #0 to rank 1 (8 B, axis dp), rank 1 in recv #0 from rank 0 (4.2 MB)")
+        "rank 0 waits in send #0 to rank 1 (8 B, axis dp), rank 1 in recv #0 from rank 0 (4.2 MB)"
+    )
     # which message the first receive met is not known
     assert first_mismatch([[send(1, at=1)], [recv(None), recv(0, payload=8, at=2)]]) is None
 

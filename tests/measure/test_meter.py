@@ -17,10 +17,21 @@ from minitron.model.transformer import Transformer
 from minitron.step import summed_loss
 from tests.tiers import diagonal_of, tiered
 
-SMALL = ModelConfig("gpt", vocab_size=97, num_layers=2, width=32, num_heads=4, num_kv_heads=4,
-                    ffn_width=128, dropout=0.1)
-ADAMS = {"fused": dict(fused=True), "foreach": dict(foreach=True),
-         "for loop": dict(foreach=False, fused=False)}
+SMALL = ModelConfig(
+    "gpt",
+    vocab_size=97,
+    num_layers=2,
+    width=32,
+    num_heads=4,
+    num_kv_heads=4,
+    ffn_width=128,
+    dropout=0.1,
+)
+ADAMS = {
+    "fused": dict(fused=True),
+    "foreach": dict(foreach=True),
+    "for loop": dict(foreach=False, fused=False),
+}
 
 
 def make(config=SMALL, num_sequences=2, **adam):
@@ -80,8 +91,15 @@ def test_totals_are_those_of_pytorchs_tracker(family, fake, adam):
     """To the byte, in both steps, once the tokens are taken off, which the tracker counts too."""
     adam = ADAMS[adam]
     num_layers = 12 if family == "gpt" and adam.get("fused") else 2
-    config = ModelConfig(family, vocab_size=97, num_layers=num_layers, width=32, num_heads=4,
-                         num_kv_heads=4, ffn_width=128)
+    config = ModelConfig(
+        family,
+        vocab_size=97,
+        num_layers=num_layers,
+        width=32,
+        num_heads=4,
+        num_kv_heads=4,
+        ffn_width=128,
+    )
     with FakeTensorMode() if fake == "fake" else contextlib.nullcontext():
         ours = readings(config, adam, with_theirs=False)
         theirs = readings(config, adam, with_theirs=True)
@@ -106,15 +124,26 @@ def test_totals_with_torchs_own_checkpointing_are_those_of_its_tracker():
 def test_the_peak_is_the_cuda_allocators():
     """Within 2 %: the allocator rounds blocks to 512 bytes, and cuBLAS keeps a workspace, which
     the warm-up has paid for."""
-    config = ModelConfig("llama", vocab_size=8192, num_layers=12, width=512, num_heads=8,
-                         num_kv_heads=8, ffn_width=1536, max_sequence_length=512)
+    config = ModelConfig(
+        "llama",
+        vocab_size=8192,
+        num_layers=12,
+        width=512,
+        num_heads=8,
+        num_kv_heads=8,
+        ffn_width=1536,
+        max_sequence_length=512,
+    )
     with torch.device("cuda"):
         model, optimizer, *_ = make(config, fused=True)
         tokens = torch.zeros(4, 512, dtype=torch.int64)
     for _ in range(2):  # the second, warm time counts
         optimizer.zero_grad()
-        outside = torch.cuda.memory_allocated() - size_of(model.parameters()) - size_of(
-            value for state in optimizer.state.values() for value in state.values())
+        outside = (
+            torch.cuda.memory_allocated()
+            - size_of(model.parameters())
+            - size_of(value for state in optimizer.state.values() for value in state.values())
+        )
         torch.cuda.reset_peak_memory_stats()
         with Meter(model, optimizer) as meter:
             backward(model, tokens, tokens)
@@ -262,8 +291,11 @@ def test_the_optimizer_takes_time_also_where_it_makes_no_new_tensor(kind):
             optimizer.zero_grad()
     times = [m.seconds for m in meter.timeline]
     assert times == sorted(times) and times[0] >= 0
-    starts = [i for i, m in enumerate(meter.timeline)
-              if m.phase == "optimizer" and meter.timeline[i - 1].phase != "optimizer"]
+    starts = [
+        i
+        for i, m in enumerate(meter.timeline)
+        if m.phase == "optimizer" and meter.timeline[i - 1].phase != "optimizer"
+    ]
     assert len(starts) == 2
     assert all(meter.timeline[i + 1].phase == "optimizer" for i in starts), "it also ends"
     assert all(meter.timeline[i + 1].seconds > meter.timeline[i].seconds for i in starts)
@@ -290,7 +322,10 @@ def test_tensors_are_named_with_their_module():
     tensors = {(t.name, t.category): t for t in meter.peak.tensors}
     weight = tensors["blocks.1.mlp.up.weight", "parameter"]
     assert (weight.module, weight.shape, weight.dtype) == (
-        "blocks.1.mlp.up", (128, 32), torch.float32)
+        "blocks.1.mlp.up",
+        (128, 32),
+        torch.float32,
+    )
     by_module = {(t.name, t.module) for t in meter.peak.tensors if t.category == "activation"}
     assert {("gelu", "blocks.0.mlp"), ("addmm", "blocks.1.mlp.up")} <= by_module
 

@@ -14,7 +14,10 @@ def test_a_resumed_run_forgets_the_steps_it_will_repeat(tmp_path):
     log.write(step=3, loss=0.5)
     log.close()
     assert [(row["step"], row["loss"]) for row in read_metrics(path)] == [
-        (1, 1.0), (2, 0.5), (3, 0.5)]
+        (1, 1.0),
+        (2, 0.5),
+        (3, 0.5),
+    ]
 
 
 def test_a_line_cut_off_by_a_kill_is_left_out(tmp_path):

@@ -19,14 +19,23 @@ from minitron.measure.record import (
 )
 
 CONDITIONS = Conditions(
-    device="NVIDIA H100 80GB HBM3", kind="cuda", num_devices=1, memory_bytes=85_520_809_984,
-    driver="580.1", versions={"python": "3.12.3", "torch": "2.11.0"}, command="python gpu.py",
+    device="NVIDIA H100 80GB HBM3",
+    kind="cuda",
+    num_devices=1,
+    memory_bytes=85_520_809_984,
+    driver="580.1",
+    versions={"python": "3.12.3", "torch": "2.11.0"},
+    command="python gpu.py",
     date="2026-11-25",
 )
 RECORD = Record(
-    part="mfu", conditions=CONDITIONS, tiny=False, seconds=12.5,
+    part="mfu",
+    conditions=CONDITIONS,
+    tiny=False,
+    seconds=12.5,
     rows=[{"case": "a", "seconds": 0.1, "losses": [1.0, 2.0], "compiled": True, "mfu": None}],
-    targets=[Target("speed", 1.02, 1.0, is_least=True)], notes=["nothing was left out"],
+    targets=[Target("speed", 1.02, 1.0, is_least=True)],
+    notes=["nothing was left out"],
 )
 
 
@@ -41,12 +50,19 @@ def test_what_is_not_finite_becomes_nothing(tmp_path):
     rows = [{"case": "a", "seconds": math.inf, "losses": [1.0, math.nan]}]
     save(dataclasses.replace(RECORD, rows=rows), tmp_path / "mfu.json")
     assert load(tmp_path / "mfu.json").rows == [
-        {"case": "a", "seconds": None, "losses": [1.0, None]}]
+        {"case": "a", "seconds": None, "losses": [1.0, None]}
+    ]
 
 
-@pytest.mark.parametrize(("value", "is_least", "passed"), [
-    (1.0, True, True), (0.99, True, False), (1.0, False, True), (1.01, False, False),
-])
+@pytest.mark.parametrize(
+    ("value", "is_least", "passed"),
+    [
+        (1.0, True, True),
+        (0.99, True, False),
+        (1.0, False, True),
+        (1.01, False, False),
+    ],
+)
 def test_a_target_is_the_least_or_the_most(value, is_least, passed):
     target = Target("speed", value, 1.0, is_least)
     assert target.passed is passed
@@ -73,19 +89,23 @@ def without(table: dict, key: str) -> dict:
     return {name: value for name, value in table.items() if name != key}
 
 
-@pytest.mark.parametrize("damage", [
-    lambda table: {**table, "format": "something else"},
-    lambda table: without(table, "format"),
-    lambda table: without(table, "rows"),
-    lambda table: without(table, "conditions"),
-    lambda table: {**table, "rows": [{"seconds": 1}]},
-    lambda table: {**table, "rows": [["case"]]},
-    lambda table: {**table, "rows": 7},
-    lambda table: {**table, "seconds": "long"},
-    lambda table: {**table, "targets": [{"name": "speed"}]},
-    lambda table: {**table, "conditions": {**table["conditions"], "memory_bytes": "80 GB"}},
-    lambda table: {**table, "conditions": {**table["conditions"], "more": 1}},
-], ids=range(11))
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda table: {**table, "format": "something else"},
+        lambda table: without(table, "format"),
+        lambda table: without(table, "rows"),
+        lambda table: without(table, "conditions"),
+        lambda table: {**table, "rows": [{"seconds": 1}]},
+        lambda table: {**table, "rows": [["case"]]},
+        lambda table: {**table, "rows": 7},
+        lambda table: {**table, "seconds": "long"},
+        lambda table: {**table, "targets": [{"name": "speed"}]},
+        lambda table: {**table, "conditions": {**table["conditions"], "memory_bytes": "80 GB"}},
+        lambda table: {**table, "conditions": {**table["conditions"], "more": 1}},
+    ],
+    ids=range(11),
+)
 def test_what_is_no_record_is_refused_in_one_line(tmp_path, damage):
     path = tmp_path / "mfu.json"
     save(RECORD, path)

@@ -50,8 +50,13 @@ def announced(group):
 def test_calls_of_this_thread_and_of_backward_passes_are_announced():
     (events,) = run(announced, 1, watch=False)
     assert events == [
-        "all_reduce #0 (40 B, axis world)", "F0 stage 1", "barrier #1 (0 B, axis world)", None,
-        "all_reduce #2 (8 B, axis world)", "all_reduce #3 (40 B, axis world)"]
+        "all_reduce #0 (40 B, axis world)",
+        "F0 stage 1",
+        "barrier #1 (0 B, axis world)",
+        None,
+        "all_reduce #2 (8 B, axis world)",
+        "all_reduce #3 (40 B, axis world)",
+    ]
 
 
 def test_a_call_is_announced_before_it_is_done():

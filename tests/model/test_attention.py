@@ -30,14 +30,15 @@ def draw(B=2, H=6, G=2, S=23, K=5, dtype=torch.float64):
     """Query, key, value and the output's gradient."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(B, heads, S, K) for heads in (H, G, G, H)]
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-            for shape in shapes]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes
+    ]
 
 
 def documents_of(B=2, S=23):
     """Three documents in one sequence, of other lengths in each; single tokens among them."""
     ids = torch.zeros(B, S, dtype=torch.int64)
-    ids[0, 7:], ids[0, 8:], ids[1, 13:], ids[1, S - 1:] = 1, 2, 5, 3
+    ids[0, 7:], ids[0, 8:], ids[1, 13:], ids[1, S - 1 :] = 1, 2, 5, 3
     return ids
 
 
@@ -56,8 +57,10 @@ def with_gradients(function, query, key, value, grad_out):
 
 def error(got, want):
     """The largest, over output and gradients, of a tensor's largest value."""
-    return max(float((g.double() - w.double()).abs().max() / w.double().abs().max())
-               for g, w in zip(got, want, strict=True))
+    return max(
+        float((g.double() - w.double()).abs().max() / w.double().abs().max())
+        for g, w in zip(got, want, strict=True)
+    )
 
 
 @pytest.mark.parametrize("tile_size", [1, 4, 8, 23, 64])
@@ -115,8 +118,16 @@ def test_keys_in_two_parts_give_the_same_after_a_merge(documents):
         out, lse = merge(*one, *other)
         assert error([out], want[:1]) < TOLERANCE
     pair = None if documents is None else (documents, documents[:, :cut])
-    grads = attend_backward(query, key[:, :, :cut], value[:, :, :cut], grad_out, lse,
-                            weighted_mean(grad_out, out), documents=pair, tile_size=5)
+    grads = attend_backward(
+        query,
+        key[:, :, :cut],
+        value[:, :, :cut],
+        grad_out,
+        lse,
+        weighted_mean(grad_out, out),
+        documents=pair,
+        tile_size=5,
+    )
     assert error(grads[1:], [grad[:, :, :cut] for grad in want[2:]]) < TOLERANCE
 
 
@@ -126,14 +137,20 @@ def test_nothing_merged_with_nothing_is_nothing():
     assert torch.equal(merged[0], out) and torch.equal(merged[1], lse)
 
 
-@pytest.mark.parametrize("num_queries, num_keys, offset, tile_size",
-                         [(23, 23, 0, 4), (6, 10, 4, 4), (6, 10, -3, 4), (5, 7, -9, 2),
-                          (8, 3, 20, 8)])
+@pytest.mark.parametrize(
+    "num_queries, num_keys, offset, tile_size",
+    [(23, 23, 0, 4), (6, 10, 4, 4), (6, 10, -3, 4), (5, 7, -9, 2), (8, 3, 20, 8)],
+)
 def test_the_plan_has_every_tile_in_which_a_query_sees_a_key(
-        num_queries, num_keys, offset, tile_size):
+    num_queries, num_keys, offset, tile_size
+):
     tiles = visible_tiles(num_queries, num_keys, offset, tile_size)
-    planned = [(i, j) for rows, columns in tiles
-               for i in range(num_queries)[rows] for j in range(num_keys)[columns]]
+    planned = [
+        (i, j)
+        for rows, columns in tiles
+        for i in range(num_queries)[rows]
+        for j in range(num_keys)[columns]
+    ]
     seen = {(i, j) for i in range(num_queries) for j in range(num_keys) if j <= i + offset}
     assert len(planned) == len(set(planned)) and seen <= set(planned)
     for rows, columns in tiles:  # and no other
@@ -201,9 +218,11 @@ def no_mean(grad_out, out):
 
 
 def diagonal_is_skipped(num_queries, num_keys, offset, tile_size):
-    return [(rows, columns) for rows, columns in
-            visible_tiles(num_queries, num_keys, offset, tile_size)
-            if columns.start < rows.start or rows.start == 0]
+    return [
+        (rows, columns)
+        for rows, columns in visible_tiles(num_queries, num_keys, offset, tile_size)
+        if columns.start < rows.start or rows.start == 0
+    ]
 
 
 def nothing_hidden(rows, columns, offset, documents, device):

@@ -16,11 +16,14 @@ from minitron.model.block_scaled import (
 )
 
 FORMATS = [
-    pytest.param(quantize_mxfp8, 32, id="mxfp8"), pytest.param(quantize_nvfp4, 16, id="nvfp4"),
+    pytest.param(quantize_mxfp8, 32, id="mxfp8"),
+    pytest.param(quantize_nvfp4, 16, id="nvfp4"),
 ]
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-E4M3 = sorted({(1 + m / 8) * 2.0**e for e in range(-6, 9) for m in range(8)} - {480.0}
-              | {m * 2.0**-9 for m in range(8)})
+E4M3 = sorted(
+    {(1 + m / 8) * 2.0**e for e in range(-6, 9) for m in range(8)} - {480.0}
+    | {m * 2.0**-9 for m in range(8)}
+)
 """Its nonnegative numbers: 8 in each of 15 powers of two, but for the last code, which is NaN, and
 zero with 7 subnormal ones."""
 
@@ -37,10 +40,19 @@ def test_the_table_of_e4m3_has_its_127_numbers():
 # MXFP8, algorithm 1 of Rouhani et al. 2023: scale 2^(floor(log2 max) - 8)
 
 
-@pytest.mark.parametrize(("largest", "power"), [
-    (1.0, -8), (1.99, -8), (2.0, -7), (448.0, 0), (511.0, 0), (512.0, 1), (3e38, 119),
-    (1e-38, -127),  # it would be 2^-135
-])
+@pytest.mark.parametrize(
+    ("largest", "power"),
+    [
+        (1.0, -8),
+        (1.99, -8),
+        (2.0, -7),
+        (448.0, 0),
+        (511.0, 0),
+        (512.0, 1),
+        (3e38, 119),
+        (1e-38, -127),  # it would be 2^-135
+    ],
+)
 def test_the_scale_of_an_mxfp8_block_is_a_power_of_two(largest, power):
     scaled = quantize_mxfp8(block(largest, size=32))
     assert scaled.block_scales.dtype == torch.float8_e8m0fnu
@@ -49,9 +61,18 @@ def test_the_scale_of_an_mxfp8_block_is_a_power_of_two(largest, power):
     assert scaled.tensor_scale == 1
 
 
-@pytest.mark.parametrize(("largest", "power"), [
-    (256.0, 0), (448.0, 0), (448.5, 1), (511.0, 1), (512.0, 1), (1.75, -8), (1.76, -7),
-])
+@pytest.mark.parametrize(
+    ("largest", "power"),
+    [
+        (256.0, 0),
+        (448.0, 0),
+        (448.5, 1),
+        (511.0, 1),
+        (512.0, 1),
+        (1.75, -8),
+        (1.76, -7),
+    ],
+)
 def test_a_scale_that_is_rounded_up_cuts_nothing_off(largest, power):
     scaled = quantize_mxfp8(block(largest, size=32), round_scale_up=True)
     assert scaled.block_scales.tolist() == [2.0**power]
@@ -87,11 +108,28 @@ def test_every_number_of_e4m3_survives_mxfp8(power):
 # NVFP4: blocks to 6, their scales to 448
 
 
-@pytest.mark.parametrize(("number", "rounded"), [
-    (0.24, 0.0), (0.25, 0.0), (0.26, 0.5), (0.75, 1.0), (1.25, 1.0), (1.75, 2.0), (2.49, 2.0),
-    (2.5, 2.0), (2.51, 3.0), (3.5, 4.0), (4.9, 4.0), (5.0, 4.0), (5.1, 6.0), (6.0, 6.0),
-    (7.0, 6.0), (1e30, 6.0), (math.inf, 6.0),
-])
+@pytest.mark.parametrize(
+    ("number", "rounded"),
+    [
+        (0.24, 0.0),
+        (0.25, 0.0),
+        (0.26, 0.5),
+        (0.75, 1.0),
+        (1.25, 1.0),
+        (1.75, 2.0),
+        (2.49, 2.0),
+        (2.5, 2.0),
+        (2.51, 3.0),
+        (3.5, 4.0),
+        (4.9, 4.0),
+        (5.0, 4.0),
+        (5.1, 6.0),
+        (6.0, 6.0),
+        (7.0, 6.0),
+        (1e30, 6.0),
+        (math.inf, 6.0),
+    ],
+)
 def test_e2m1_rounds_to_the_nearest_and_ties_to_even(number, rounded):
     assert round_to_e2m1(torch.tensor([number, -number])).tolist() == [rounded, -rounded]
 
@@ -159,10 +197,13 @@ def test_rounding_again_changes_nothing(quantize, size):
     torch.testing.assert_close(again.tensor_scale, first.tensor_scale)
 
 
-@pytest.mark.parametrize(("quantize", "size", "outlier"), [
-    pytest.param(quantize_mxfp8, 32, 1e6, id="mxfp8"),
-    pytest.param(quantize_nvfp4, 16, 1e3, id="nvfp4"),  # 1e6 would spoil all: scales round to 0
-])
+@pytest.mark.parametrize(
+    ("quantize", "size", "outlier"),
+    [
+        pytest.param(quantize_mxfp8, 32, 1e6, id="mxfp8"),
+        pytest.param(quantize_nvfp4, 16, 1e3, id="nvfp4"),  # 1e6 would spoil all: scales round to 0
+    ],
+)
 def test_an_outlier_spoils_only_its_own_block(quantize, size, outlier):
     x = torch.randn(4 * size, generator=torch.Generator().manual_seed(2))
     x[0] = outlier
@@ -206,8 +247,10 @@ def test_blocks_run_along_the_last_dimension_in_any_layout(quantize, size):
 @pytest.mark.parametrize(("quantize", "size"), FORMATS)
 def test_the_three_matmuls_of_a_layer_round_along_what_they_sum_over(quantize, size):
     generator = torch.Generator().manual_seed(4)
-    x, weight, grad = (torch.randn(shape, generator=generator)
-                       for shape in ((size, 2 * size), (3 * size, 2 * size), (size, 3 * size)))
+    x, weight, grad = (
+        torch.randn(shape, generator=generator)
+        for shape in ((size, 2 * size), (3 * size, 2 * size), (size, 3 * size))
+    )
     matmuls = BlockScaledMatmuls(quantize)
 
     def held(tensor, dim):
@@ -237,6 +280,8 @@ def test_a_layer_trains_through_rounded_operands(quantize, size):
 
 def test_eight_bits_are_several_times_as_exact_as_four():
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(6))
-    errors = [((quantize(x).dequantize() - x).norm() / x.norm()).item()
-              for quantize in (quantize_mxfp8, quantize_nvfp4)]
+    errors = [
+        ((quantize(x).dequantize() - x).norm() / x.norm()).item()
+        for quantize in (quantize_mxfp8, quantize_nvfp4)
+    ]
     assert errors[0] == pytest.approx(0.03, rel=0.3) and errors[1] == pytest.approx(0.095, rel=0.3)

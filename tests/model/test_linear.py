@@ -31,7 +31,7 @@ def through(layer, x):
     """Output, and the gradient of the input of a loss that is not linear."""
     x = x.clone().requires_grad_()
     out = layer(x)
-    (out ** 2).sum().backward()
+    (out**2).sum().backward()
     return out.detach(), x.grad
 
 
@@ -122,8 +122,9 @@ def test_one_list_takes_all_layers_of_a_model_and_no_others_become_deferred():
     names = list(model.state_dict())
     deferral = apply_deferred_weight_gradients(model)
     assert list(model.state_dict()) == names
-    assert [type(module) for module in model.modules() if not isinstance(module, nn.Sequential)] \
-        == [Linear, nn.LayerNorm, Linear]
+    assert [
+        type(module) for module in model.modules() if not isinstance(module, nn.Sequential)
+    ] == [Linear, nn.LayerNorm, Linear]
     with deferral.collecting() as later:
         through(model, micro_batch(1, 2).float())
     assert len(later) == 2

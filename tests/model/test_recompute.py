@@ -306,8 +306,10 @@ def held(policy=None, attention=None, device="cpu"):
     (policy or (lambda model: None))(model)
     calls = [0] * len(model.blocks)
     for index, block in enumerate(model.blocks):
+
         def count(*_, index=index):
             calls[index] += 1
+
         block.register_forward_pre_hook(count)
 
     tokens = torch.zeros(2, 32, dtype=torch.int64)
@@ -318,11 +320,25 @@ def held(policy=None, attention=None, device="cpu"):
     return end, meter.peak.total, calls
 
 
-@pytest.mark.parametrize("lengths, mode", [
-    ([1] * 8, nullcontext), ([3, 3, 2], nullcontext), ([5, 1], FakeTensorMode),
-    *map(as_exhaustive, [([8], nullcontext), ([3, 3, 2], FakeTensorMode),
-                         ([1] * 8, FakeTensorMode), ([8], FakeTensorMode), ([5, 1], nullcontext)]),
-], ids=str)
+@pytest.mark.parametrize(
+    "lengths, mode",
+    [
+        ([1] * 8, nullcontext),
+        ([3, 3, 2], nullcontext),
+        ([5, 1], FakeTensorMode),
+        *map(
+            as_exhaustive,
+            [
+                ([8], nullcontext),
+                ([3, 3, 2], FakeTensorMode),
+                ([1] * 8, FakeTensorMode),
+                ([8], FakeTensorMode),
+                ([5, 1], nullcontext),
+            ],
+        ),
+    ],
+    ids=str,
+)
 def test_only_the_inputs_of_segments_are_held(lengths, mode):
     with mode():
         plain, plain_peak, _ = held()
@@ -376,7 +392,7 @@ def test_segments_that_do_not_fit_the_model_are_refused(lengths):
 def peak_of(lengths, activation_bytes, boundary):
     start, peaks = 0, []
     for index, length in enumerate(lengths):
-        peaks.append(index * boundary + sum(activation_bytes[start:start + length]))
+        peaks.append(index * boundary + sum(activation_bytes[start : start + length]))
         start += length
     return max([*peaks, len(lengths) * boundary + sum(activation_bytes[start:])])
 

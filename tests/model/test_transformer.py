@@ -15,24 +15,49 @@ from minitron.model.generate import generate
 from minitron.model.transformer import Transformer, initialize, materialized_attention
 
 GPT = ModelConfig(
-    family="gpt", vocab_size=97, max_sequence_length=33, num_layers=3, width=24,
-    num_heads=3, num_kv_heads=3, ffn_width=56, tied_embedding=True,
+    family="gpt",
+    vocab_size=97,
+    max_sequence_length=33,
+    num_layers=3,
+    width=24,
+    num_heads=3,
+    num_kv_heads=3,
+    ffn_width=56,
+    tied_embedding=True,
 )
 LLAMA = ModelConfig(
-    family="llama", vocab_size=97, max_sequence_length=33, num_layers=3, width=24,
-    num_heads=6, num_kv_heads=2, ffn_width=56, tied_embedding=False, rope_theta=500.0,
+    family="llama",
+    vocab_size=97,
+    max_sequence_length=33,
+    num_layers=3,
+    width=24,
+    num_heads=6,
+    num_kv_heads=2,
+    ffn_width=56,
+    tied_embedding=False,
+    rope_theta=500.0,
 )
 # ours -> theirs, inside one block; GPT-2 fuses query, key and value and stores transposed weights
 LLAMA_NAMES = {
-    "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
-    "attention.query": "self_attn.q_proj", "attention.key": "self_attn.k_proj",
-    "attention.value": "self_attn.v_proj", "attention.out": "self_attn.o_proj",
-    "mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj",
+    "attention_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.out": "self_attn.o_proj",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
 }
 GPT_NAMES = {
-    "attention_norm": "ln_1", "mlp_norm": "ln_2", "attention.query": "attn.c_attn",
-    "attention.key": "attn.c_attn", "attention.value": "attn.c_attn",
-    "attention.out": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj",
+    "attention_norm": "ln_1",
+    "mlp_norm": "ln_2",
+    "attention.query": "attn.c_attn",
+    "attention.key": "attn.c_attn",
+    "attention.value": "attn.c_attn",
+    "attention.out": "attn.c_proj",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
 }
 
 
@@ -48,15 +73,25 @@ def random_model(config: ModelConfig) -> Transformer:
 
 
 def reference_gpt(config: ModelConfig):
-    reference = transformers.GPT2LMHeadModel(transformers.GPT2Config(
-        vocab_size=config.vocab_size, n_positions=config.max_sequence_length,
-        n_embd=config.width, n_layer=config.num_layers, n_head=config.num_heads,
-        n_inner=config.ffn_width, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
-        attn_implementation="sdpa",
-    )).double()
+    reference = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=config.vocab_size,
+            n_positions=config.max_sequence_length,
+            n_embd=config.width,
+            n_layer=config.num_layers,
+            n_head=config.num_heads,
+            n_inner=config.ffn_width,
+            resid_pdrop=0,
+            embd_pdrop=0,
+            attn_pdrop=0,
+            attn_implementation="sdpa",
+        )
+    ).double()
     outside = {
-        "token_embedding": "transformer.wte", "position_embedding": "transformer.wpe",
-        "final_norm": "transformer.ln_f", "head": "lm_head",
+        "token_embedding": "transformer.wte",
+        "position_embedding": "transformer.wpe",
+        "final_norm": "transformer.ln_f",
+        "head": "lm_head",
     }
 
     def locate(name: str):
@@ -79,16 +114,26 @@ def reference_gpt(config: ModelConfig):
 
 
 def reference_llama(config: ModelConfig):
-    reference = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        vocab_size=config.vocab_size, max_position_embeddings=config.max_sequence_length,
-        hidden_size=config.width, num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads, num_key_value_heads=config.num_kv_heads,
-        intermediate_size=config.ffn_width, rms_norm_eps=config.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-        tie_word_embeddings=config.tied_embedding, attn_implementation="sdpa",
-    )).double()
-    outside = {"token_embedding": "model.embed_tokens", "final_norm": "model.norm",
-               "head": "lm_head"}
+    reference = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=config.vocab_size,
+            max_position_embeddings=config.max_sequence_length,
+            hidden_size=config.width,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads,
+            intermediate_size=config.ffn_width,
+            rms_norm_eps=config.norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+            tie_word_embeddings=config.tied_embedding,
+            attn_implementation="sdpa",
+        )
+    ).double()
+    outside = {
+        "token_embedding": "model.embed_tokens",
+        "final_norm": "model.norm",
+        "head": "lm_head",
+    }
 
     def locate(name: str):
         module, _, kind = name.rpartition(".")
@@ -138,7 +183,10 @@ def compare(ours: Transformer, reference, locate, tolerance: float = 1e-10) -> N
     for name, parameter in ours.named_parameters():
         other, view = locate(name)
         torch.testing.assert_close(
-            parameter.grad, view(theirs[other].grad), rtol=tolerance, atol=tolerance,
+            parameter.grad,
+            view(theirs[other].grad),
+            rtol=tolerance,
+            atol=tolerance,
             msg=lambda text, name=name: f"gradient of {name}: {text}",
         )
 
@@ -211,8 +259,17 @@ def test_initial_weights_depend_on_the_name_alone(config):
 
 
 def test_dropout_acts_in_training_only():
-    model = random_model(ModelConfig(vocab_size=97, dropout=0.5, width=32, num_heads=2,
-                                     num_kv_heads=2, ffn_width=48, num_layers=2))
+    model = random_model(
+        ModelConfig(
+            vocab_size=97,
+            dropout=0.5,
+            width=32,
+            num_heads=2,
+            num_kv_heads=2,
+            ffn_width=48,
+            num_layers=2,
+        )
+    )
     tokens = torch.randint(0, 97, (1, 10))
     assert not torch.equal(model(tokens), model(tokens))
     model.eval()
@@ -238,8 +295,18 @@ PUBLISHED = list(csv.DictReader((Path(__file__).parent / "param_counts.csv").ope
 @pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: row["model"])
 def test_parameter_counts_are_the_published_ones(row):
     """The built model, the formula and the source (named in the table) agree to the parameter."""
-    ints = {key: int(row[key]) for key in ("vocab_size", "max_sequence_length", "num_layers",
-                                           "width", "num_heads", "num_kv_heads", "ffn_width")}
+    ints = {
+        key: int(row[key])
+        for key in (
+            "vocab_size",
+            "max_sequence_length",
+            "num_layers",
+            "width",
+            "num_heads",
+            "num_kv_heads",
+            "ffn_width",
+        )
+    }
     config = ModelConfig(family=row["family"], tied_embedding=row["tied"] == "yes", **ints)
     with torch.device("meta"):
         model = Transformer(config)

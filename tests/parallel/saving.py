@@ -11,8 +11,10 @@ from minitron.parallel.state import load_training_state, training_state
 
 def saved(parallel, optimizer, group=ALONE) -> dict[str, Tensor]:
     """What ranks would save, joined over them; of what several have, all are alike."""
-    own = {name: (boxes.shape, boxes.dtype, {at: t.clone() for at, t in boxes.at.items()})
-           for name, boxes in training_state(parallel, optimizer).items()}
+    own = {
+        name: (boxes.shape, boxes.dtype, {at: t.clone() for at, t in boxes.at.items()})
+        for name, boxes in training_state(parallel, optimizer).items()
+    }
     whole, counts = {}, {}
     for of_rank in gathered(own, group):
         for name, (shape, dtype, boxes) in of_rank.items():
@@ -30,6 +32,7 @@ def saved(parallel, optimizer, group=ALONE) -> dict[str, Tensor]:
 
 def load(parallel, optimizer, state: dict[str, Tensor]) -> None:
     """Give a parallel model what it holds of such a state."""
+
     def read(wanted) -> None:
         for name, boxes in wanted.items():
             for offset, values in boxes.at.items():
@@ -46,5 +49,8 @@ def slices(offset: tuple, values: Tensor) -> tuple:
 def optimizer_of(model, optimizer) -> dict[str, Tensor]:
     """The state of an optimizer of the whole model, by the same names."""
     names = {p: name for name, p in model.named_parameters()}
-    return {f"optimizer.{names[p]}.{key}": value for p, state in optimizer.state.items()
-            for key, value in state.items()}
+    return {
+        f"optimizer.{names[p]}.{key}": value
+        for p, state in optimizer.state.items()
+        for key, value in state.items()
+    }

@@ -80,7 +80,8 @@ VERSIONS = {
     "ZeRO-1": partial(apply_zero1, bucket_bytes=ONE_WEIGHT),
     "ZeRO-2": partial(apply_zero2, bucket_bytes=ONE_WEIGHT),
     "ZeRO-2, once a step": partial(
-        apply_zero2, bucket_bytes=ONE_WEIGHT, sync_every_micro_batch=False),
+        apply_zero2, bucket_bytes=ONE_WEIGHT, sync_every_micro_batch=False
+    ),
     "FSDP": apply_fsdp,
     "FSDP, kept": partial(apply_fsdp, reshard_after_forward=False, sync_every_micro_batch=False),
 }
@@ -91,8 +92,11 @@ VERSIONS = {
 
 def no_broadcast_of_the_order(group):
     real = ddp.broadcast
-    return patch.object(ddp, "broadcast", lambda tensor, *args: (
-        real(tensor, *args) if tensor.is_floating_point() else None))
+    return patch.object(
+        ddp,
+        "broadcast",
+        lambda tensor, *args: real(tensor, *args) if tensor.is_floating_point() else None,
+    )
 
 
 class SentWhenFull(HookedDataParallel):
@@ -127,8 +131,10 @@ def other_buckets_on_rank_1(group):
 
 def other_units_on_rank_1(group):
     def exchanged(model):
-        return {name: parameters[::-1] if name != "root" else parameters
-                for name, parameters in split_into_units(model).items()}
+        return {
+            name: parameters[::-1] if name != "root" else parameters
+            for name, parameters in split_into_units(model).items()
+        }
 
     return patch.object(fsdp, "split_into_units", exchanged) if group.rank() == 1 else nullcontext()
 
@@ -139,8 +145,11 @@ MUTANTS = {
     "bucketed: the order is not that of rank 0": (bucketed, no_broadcast_of_the_order, MIXED, 1),
     "hooked: a gradient is sent when it is ready": (SentWhenFull, nullcontext, MIXED, 0),
     "ZeRO-2: a bucket is sent when it is full": (
-        partial(ReducedWhenFull, bucket_bytes=ONE_WEIGHT), nullcontext,
-        "gradient not proportional to that of one process on all ranks", 0),
+        partial(ReducedWhenFull, bucket_bytes=ONE_WEIGHT),
+        nullcontext,
+        "gradient not proportional to that of one process on all ranks",
+        0,
+    ),
     "ZeRO-1: buckets differ": (VERSIONS["ZeRO-1"], other_buckets_on_rank_1, MIXED, 0),
     "FSDP: units differ": (apply_fsdp, other_units_on_rank_1, "initial weights differ", 0),
 }
@@ -155,7 +164,8 @@ def train_all(group, cases):
     records = {}
     for (name, num_micro_batches), optimizers in cases.items():
         records[name, num_micro_batches] = trainings(
-            group, VERSIONS[name], EitherOrder, batches(), num_micro_batches, optimizers)
+            group, VERSIONS[name], EitherOrder, batches(), num_micro_batches, optimizers
+        )
     for name, (apply, patched, *_) in MUTANTS.items():
         with patched(group):
             records[name] = trainings(group, apply, EitherOrder, batches(), 1, SGD)

@@ -23,8 +23,9 @@ AXES = {
     "zero 1": apply_zero1,
     "zero 3": apply_fsdp,
 }
-make_model = partial(small_model, "llama", width=16, num_heads=2, num_kv_heads=2, ffn_width=24,
-                     vocab_size=30)
+make_model = partial(
+    small_model, "llama", width=16, num_heads=2, num_kv_heads=2, ffn_width=24, vocab_size=30
+)
 
 
 def answers(group, apply):

@@ -33,8 +33,9 @@ from tests.parallel.saving import saved
 from tests.tiers import collected, in_tiers, in_turn
 
 V, S = 36, 12
-MODEL = dict(vocab_size=V, max_sequence_length=S, width=24, num_heads=6, num_kv_heads=6,
-             ffn_width=36)
+MODEL = dict(
+    vocab_size=V, max_sequence_length=S, width=24, num_heads=6, num_kv_heads=6, ffn_width=36
+)
 gpt = partial(small_model, "gpt", **MODEL)
 llama = partial(small_model, "llama", **MODEL)
 one_head = partial(llama, num_kv_heads=1)  # which both ranks of a pair hold
@@ -71,7 +72,8 @@ LAYOUTS = {
     "zero 3, full": Layout(gpt, apply_fsdp, tensor, FULL + SELECTIVE),
     "zero 3, sequence": Layout(one_head, apply_fsdp, sequence),
     "zero 3 summed whole, sequence, full": Layout(
-        gpt, partial(apply_fsdp, **WHOLE), sequence, FULL),
+        gpt, partial(apply_fsdp, **WHOLE), sequence, FULL
+    ),
     "four ranks a layer": Layout(partial(one_head, num_heads=12), apply_fsdp, sequence, FULL, 4),
     "whole layers": Layout(gpt, apply_zero2, tensor, (), 1),
 }
@@ -85,9 +87,10 @@ def train_all(group, names):
     for name, optimizers in names.items():
         layout = LAYOUTS[name]
         batches, num_micro_batches = sample_batches(SEQUENCES, V, S), min(layout.tp, 2)
-        done[name] = (trainings(group, layout.apply, layout.model, batches, num_micro_batches,
-                                optimizers),
-                      clipped_steps(group, layout))
+        done[name] = (
+            trainings(group, layout.apply, layout.model, batches, num_micro_batches, optimizers),
+            clipped_steps(group, layout),
+        )
     return done
 
 

@@ -53,6 +53,8 @@ def test_positions_are_those_of_the_own_tokens(chunks_of, size):
 
 
 def test_a_sequence_that_chunks_do_not_divide_is_refused():
-    with pytest.raises(ValueError, match="22 tokens does not divide into 8 chunks, 2 for each of "
-                                         "4 ranks: pad it to 24"):
+    with pytest.raises(
+        ValueError,
+        match="22 tokens does not divide into 8 chunks, 2 for each of 4 ranks: pad it to 24",
+    ):
         own_chunks(torch.zeros(1, 22), (0, 7), 4)

@@ -27,8 +27,9 @@ def config_of(family: str, recompute: str = "none", **parallel) -> Config:
     """A llama has grouped queries; 4 layers, for as many stages or two segments of two."""
     num_layers = 4 if "pp" in parallel or recompute == "sqrt" else 2
     kv_heads = 12 if family == "gpt" else 4
-    model = ModelConfig(family, V, S, num_layers, 24, 12, kv_heads, 24,
-                        tied_embedding=family == "gpt")
+    model = ModelConfig(
+        family, V, S, num_layers, 24, 12, kv_heads, 24, tied_embedding=family == "gpt"
+    )
     train = TrainConfig(global_batch_size=8, micro_batch_size=1, recompute=recompute)
     return Config(model, DataConfig(sequence_length=S), train, ParallelConfig(**parallel))
 
@@ -61,23 +62,41 @@ CASES = {
     "pipeline": gpt(pp=2),
     "zero bubble, all-gather": llama(pp=2, schedule="zero-bubble", context="all-gather"),
     "interleaved, ulysses, zero 1": llama(
-        **V_SHAPED, schedule="interleaved", context="ulysses", zero=1),
+        **V_SHAPED, schedule="interleaved", context="ulysses", zero=1
+    ),
     "dualpipe-v, zero 3": gpt(**V_SHAPED, schedule="dualpipe-v", zero=3),
 }
 KEPT = {  # by `make test`: every kind of context parallelism, with every other axis and ZeRO stage
-    "zero 1, overlapped, ulysses", "zero 3 kept, recomputed by sqrt", "hybrid sharding, zero 3",
-    "tied embedding, replicas, zero 1", "sequence, ulysses, zero 1", "dualpipe-v, zero 3",
+    "zero 1, overlapped, ulysses",
+    "zero 3 kept, recomputed by sqrt",
+    "hybrid sharding, zero 3",
+    "tied embedding, replicas, zero 1",
+    "sequence, ulysses, zero 1",
+    "dualpipe-v, zero 3",
 }
 
 SEQUENCES = 9, 8  # of each step: with two data-parallel ranks one has more
 EVEN = 8, 4  # or a mutant's messages do not match
 
 
-def train(group, config: Config, apply, make_model, num_micro_batches: int, sequences=SEQUENCES,
-          optimizers=None):
+def train(
+    group,
+    config: Config,
+    apply,
+    make_model,
+    num_micro_batches: int,
+    sequences=SEQUENCES,
+    optimizers=None,
+):
     batches = sample_batches(sequences, V, S)
-    return trainings(group, partial(apply, config), partial(make_model, config), batches,
-                     num_micro_batches, optimizers)
+    return trainings(
+        group,
+        partial(apply, config),
+        partial(make_model, config),
+        batches,
+        num_micro_batches,
+        optimizers,
+    )
 
 
 def of_one_process(config: Config, sequences=SEQUENCES):
@@ -90,9 +109,12 @@ def of_one_process(config: Config, sequences=SEQUENCES):
 MUTANTS = {
     "gradients and losses reduced over dp alone": (  # slime PR 1366
         patch.object(Mesh, "joined_group", lambda self, *axes: self.group(axes[0])),
-        "differs between ranks, together they are right: never reduced?"),
+        "differs between ranks, together they are right: never reduced?",
+    ),
     "ranks of a sequence read other samples": (  # prime-rl 2359
-        patch.object(Grid, "data_part", property(lambda self: self.data.data_part)), "model: loss"),
+        patch.object(Grid, "data_part", property(lambda self: self.data.data_part)),
+        "model: loss",
+    ),
     "none": (nullcontext(), None),
 }
 
@@ -103,9 +125,14 @@ def train_all(group, cases):
         with patched:
             found["mutants"][name] = train(group, CASES["bucketed"], divide, on_meta, 1, EVEN, SGD)
     for name, optimizers in cases.items():
-        found["cases"][name] = train(group, CASES[name], divide, on_meta,
-                                     4 if CASES[name].parallel.pp > 1 else 2,
-                                     optimizers=optimizers)
+        found["cases"][name] = train(
+            group,
+            CASES[name],
+            divide,
+            on_meta,
+            4 if CASES[name].parallel.pp > 1 else 2,
+            optimizers=optimizers,
+        )
     return found
 
 
@@ -134,8 +161,10 @@ def test_a_mutation_is_seen(ranks, name):
 
 def counted_unequally(group):
     config, apply, make_model = (
-        (CASES["zero 3"], divide, on_meta) if group is not ALONE
-        else (CASES["zero 3"], leave_undivided, on_cpu))
+        (CASES["zero 3"], divide, on_meta)
+        if group is not ALONE
+        else (CASES["zero 3"], leave_undivided, on_cpu)
+    )
     model = make_model(config).double()
     parallel = apply(config, model, group)
     parallel.shard(torch.optim.SGD([p for p in model.parameters() if p.requires_grad]))
@@ -144,7 +173,7 @@ def counted_unequally(group):
     inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
     targets[0, 3:], targets[1, :17], targets[2, 5:9] = IGNORED, IGNORED, IGNORED
     index, count = parallel.data_part
-    pairs = [(inputs[k:k + 1], targets[k:k + 1]) for k in range(index, 4, count)]
+    pairs = [(inputs[k : k + 1], targets[k : k + 1]) for k in range(index, 4, count)]
     loss = accumulate_over_ranks(model, pairs, parallel)
     total = parallel.sum_losses(model, pairs, parallel.summed_loss)
     return loss, parallel.mean(total) * count, parallel.full_gradients()

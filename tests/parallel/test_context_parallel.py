@@ -86,11 +86,13 @@ TRAININGS = {
     "ulysses, gpt": Training(gpt, ulysses),
     "ulysses, llama": Training(twelve_heads, ulysses, (2, 3, 4), 2),
     "contiguous ring": Training(
-        two_heads, partial(apply_context_parallel, chunks_of=contiguous), (4,)),
+        two_heads, partial(apply_context_parallel, chunks_of=contiguous), (4,)
+    ),
     "ring, recomputed": Training(partial(recomputed, two_heads), partial(selective, on_ring), (3,)),
     "all-gather, recomputed": Training(gpt, partial(selective, gathered), (2,)),
     "ulysses, recomputed": Training(
-        partial(recomputed, twelve_heads), partial(selective, ulysses), (3,)),
+        partial(recomputed, twelve_heads), partial(selective, ulysses), (3,)
+    ),
 }
 
 
@@ -100,15 +102,22 @@ KEPT = {"ring, llama", "all-gather, llama", "ulysses, llama", "ring, recomputed"
 def everything(group, names):
     size = group.size()
     return {
-        "trainings": {name: TRAININGS[name].records(group, TRAININGS[name].apply, optimizers)
-                      for name, optimizers in names.items() if size in TRAININGS[name].sizes},
+        "trainings": {
+            name: TRAININGS[name].records(group, TRAININGS[name].apply, optimizers)
+            for name, optimizers in names.items()
+            if size in TRAININGS[name].sizes
+        },
         "mutants": train_mutants(group) if size == 3 else {},
-        "logits": {(name, length): logits_of(apply, make, group, length)
-                   for name, apply in METHODS.items() for length in (S, S - 5)
-                   for make in [gpt if name == "ring" else twelve_heads]},
+        "logits": {
+            (name, length): logits_of(apply, make, group, length)
+            for name, apply in METHODS.items()
+            for length in (S, S - 5)
+            for make in [gpt if name == "ring" else twelve_heads]
+        },
         "counted": {name: counted_unequally(apply, group) for name, apply in METHODS.items()},
-        "packed": {name: packed(group, *PACKED[name])
-                   for name in PACKED if size < 3 or name != "ulysses"},
+        "packed": {
+            name: packed(group, *PACKED[name]) for name in PACKED if size < 3 or name != "ulysses"
+        },
     }
 
 
@@ -167,7 +176,7 @@ def counted_unequally(apply, group):
     pairs = []
     for tokens, kept in zip(sample_batches((2, 1), V, S), (range(3, 17), range(0, 2)), strict=True):
         targets = torch.full_like(tokens[:, 1:], IGNORED)
-        targets[:, kept.start:kept.stop] = tokens[:, 1:][:, kept.start:kept.stop]
+        targets[:, kept.start : kept.stop] = tokens[:, 1:][:, kept.start : kept.stop]
         pairs.append((tokens[:, :-1], targets))
     loss = accumulate_over_ranks(model, pairs, parallel)
     with torch.no_grad():
@@ -201,8 +210,10 @@ def packed(group, attention, chunks_of):
 
 def whole():
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(2, heads, S, 5, generator=generator, dtype=torch.float64)
-            for heads in (6, 2, 2, 6)]
+    return [
+        torch.randn(2, heads, S, 5, generator=generator, dtype=torch.float64)
+        for heads in (6, 2, 2, 6)
+    ]
 
 
 def whole_documents(*tensors, documents, **options):
@@ -210,8 +221,11 @@ def whole_documents(*tensors, documents, **options):
     return ulysses_attention(*tensors, core=core, **options)
 
 
-PACKED = {"ring": (ring_attention, zigzag), "all-gather": (gathered_attention, zigzag),
-          "ulysses": (whole_documents, contiguous)}
+PACKED = {
+    "ring": (ring_attention, zigzag),
+    "all-gather": (gathered_attention, zigzag),
+    "ulysses": (whole_documents, contiguous),
+}
 DOCUMENTS = torch.zeros(2, S, dtype=torch.int64)
 DOCUMENTS[0, 5:], DOCUMENTS[0, 17:], DOCUMENTS[1, 1:], DOCUMENTS[1, 12:] = 1, 2, 3, 1
 
@@ -270,6 +284,7 @@ def not_reduced(self):
 
 def stale_in_backward(ctx, grad_out):
     """The own keys and values in every step of the backward ring (diffusers 14265)."""
+
     def stale(own, group):
         for source, _ in travel(own, group):
             yield source, own
@@ -291,25 +306,45 @@ travel, start_shift, backward = ring.travel, ring.start_shift, RingAttention.bac
 attend_chunks = gather.attend_chunks
 MUTANTS = {
     "targets shifted after the cut": (
-        on_ring, patch.object(ContextParallel, "cut", shift_after_cut), "model: loss"),
+        on_ring,
+        patch.object(ContextParallel, "cut", shift_after_cut),
+        "model: loss",
+    ),
     "positions restart on each rank": (
-        on_ring, patch.object(ContextParallel, "positions_of", restart_positions), "model: loss"),
+        on_ring,
+        patch.object(ContextParallel, "positions_of", restart_positions),
+        "model: loss",
+    ),
     "loss times cp": (
-        on_ring, patch.object(ContextParallel, "mean", loss_times_cp),
-        "model: loss 3.0x too large on all ranks"),
+        on_ring,
+        patch.object(ContextParallel, "mean", loss_times_cp),
+        "model: loss 3.0x too large on all ranks",
+    ),
     "tokens counted cp times": (
-        on_ring, patch.object(ContextParallel, "forward_backward", tokens_counted_cp_times),
-        "model: loss 3.0x too small on all ranks"),
+        on_ring,
+        patch.object(ContextParallel, "forward_backward", tokens_counted_cp_times),
+        "model: loss 3.0x too small on all ranks",
+    ),
     "gradients not reduced": (
-        on_ring, patch.object(ContextParallel, "finish", not_reduced),
-        "gradient differs between ranks, together they are right: never reduced?"),
+        on_ring,
+        patch.object(ContextParallel, "finish", not_reduced),
+        "gradient differs between ranks, together they are right: never reduced?",
+    ),
     "stale keys and values in the backward ring": (
-        on_ring, patch.object(RingAttention, "backward", staticmethod(stale_in_backward)),
-        "token_embedding.weight: gradient not proportional"),
+        on_ring,
+        patch.object(RingAttention, "backward", staticmethod(stale_in_backward)),
+        "token_embedding.weight: gradient not proportional",
+    ),
     "chunks taken for those of the sequence's order": (
-        gathered, patch.object(gather, "attend_chunks", own_keys_alone), "model: loss"),
+        gathered,
+        patch.object(gather, "attend_chunks", own_keys_alone),
+        "model: loss",
+    ),
     "reduce-scatter of keys and values removed": (
-        gathered, patch.object(gather, "start_reduce_scatter", own_part), ": gradient"),
+        gathered,
+        patch.object(gather, "start_reduce_scatter", own_part),
+        ": gradient",
+    ),
     "none": (on_ring, nullcontext(), None),
 }
 

@@ -22,21 +22,31 @@ from minitron.proof.oracle import small_model
 from tests.tiers import tiered
 
 V, B, S = 29, 2, 24
-llama = partial(small_model, "llama", vocab_size=V, max_sequence_length=S, width=48,
-                num_heads=24, num_kv_heads=12)
+llama = partial(
+    small_model,
+    "llama",
+    vocab_size=V,
+    max_sequence_length=S,
+    width=48,
+    num_heads=24,
+    num_kv_heads=12,
+)
 METHODS = {
     "ring": apply_context_parallel,
     "all-gather": partial(apply_context_parallel, attention=gathered_attention),
-    "ulysses": partial(
-        apply_context_parallel, attention=ulysses_attention, chunks_of=contiguous),
+    "ulysses": partial(apply_context_parallel, attention=ulysses_attention, chunks_of=contiguous),
 }
 DTYPES = torch.float32, torch.bfloat16
 
 
 def everything(group):
     return {
-        "wire": {(name, dtype, count): one_step(group, apply, dtype, count)
-                 for name, apply in METHODS.items() for dtype in DTYPES for count in (1, 2)},
+        "wire": {
+            (name, dtype, count): one_step(group, apply, dtype, count)
+            for name, apply in METHODS.items()
+            for dtype in DTYPES
+            for count in (1, 2)
+        },
         "held": held_by_method(group),
         "events": events(group),
         "largest": largest_tensor(group),
@@ -66,7 +76,8 @@ def one_step(group, apply, dtype, num_layers, policy=lambda model: None):
 
     with Ledger() as ledger:
         parallel.forward_backward(
-            accumulate, [(tokens, tokens)], torch.ones(()), parallel.summed_loss)
+            accumulate, [(tokens, tokens)], torch.ones(()), parallel.summed_loss
+        )
     calls = [(call.phase, call.op, call.payload, call.dtype) for call in ledger.calls]
     return calls, ledger.bytes_sent(), ledger.bytes_received()
 
@@ -75,7 +86,8 @@ def one_step(group, apply, dtype, num_layers, policy=lambda model: None):
 @pytest.mark.parametrize("name", METHODS)
 def test_a_block_sends_what_the_formula_says(ranks, name, dtype):
     expected = context_parallel_volume(
-        llama().config, B, S, len(ranks), name, dtype.itemsize, grad_element_size=4)
+        llama().config, B, S, len(ranks), name, dtype.itemsize, grad_element_size=4
+    )
     for done in ranks:
         (_, *one), (_, *two) = (done["wire"][name, dtype, count] for count in (1, 2))
         assert one == [*expected]
@@ -89,8 +101,10 @@ def test_each_call_of_a_ring(ranks):
     there, home = (torch.bfloat16, 2 * pair), (torch.float32, 4 * pair)
     for done in ranks:
         calls = done["wire"]["ring", torch.bfloat16, 2][0]
-        for phase, expected in (("forward", 2 * (size - 1) * [there]),
-                                ("backward", 2 * (size - 1) * [there, home])):
+        for phase, expected in (
+            ("forward", 2 * (size - 1) * [there]),
+            ("backward", 2 * (size - 1) * [there, home]),
+        ):
             for op in ("send", "recv"):
                 seen = [(call[3], call[2]) for call in calls if call[:2] == (phase, op)]
                 assert sorted(seen, key=str) == sorted(expected, key=str)
@@ -99,8 +113,10 @@ def test_each_call_of_a_ring(ranks):
 def test_the_others_are_one_message_each(ranks):
     for done in ranks:
         ops = [call[:2] for call in done["wire"]["all-gather", torch.float32, 2][0]]
-        assert ops == 2 * [("forward", "all_gather")] \
-            + 2 * [("backward", "all_gather"), ("backward", "reduce_scatter")]
+        assert ops == 2 * [("forward", "all_gather")] + 2 * [
+            ("backward", "all_gather"),
+            ("backward", "reduce_scatter"),
+        ]
         ops = [call[:2] for call in done["wire"]["ulysses", torch.float32, 2][0]]
         assert ops == 8 * [("forward", "all_to_all")] + 8 * [("backward", "all_to_all")]
 
@@ -124,6 +140,7 @@ def events(group):
         def call(*args):
             log.append(name)
             return function(*args)
+
         return call
 
     def start_shift(tensor, group):
@@ -132,12 +149,16 @@ def events(group):
         return logged(f"wait for {name}", real_start(tensor, group))
 
     real_start = ring.start_shift
-    tensors = [torch.randn(1, heads, 4, 2, dtype=torch.bfloat16, requires_grad=True)
-               for heads in (2, 1, 1)]
-    with (patch.object(ring, "start_shift", start_shift),
-          patch.object(ring, "attend_chunks", logged("compute", ring.attend_chunks)),
-          patch.object(ring, "attend_chunks_backward",
-                       logged("compute", ring.attend_chunks_backward))):
+    tensors = [
+        torch.randn(1, heads, 4, 2, dtype=torch.bfloat16, requires_grad=True) for heads in (2, 1, 1)
+    ]
+    with (
+        patch.object(ring, "start_shift", start_shift),
+        patch.object(ring, "attend_chunks", logged("compute", ring.attend_chunks)),
+        patch.object(
+            ring, "attend_chunks_backward", logged("compute", ring.attend_chunks_backward)
+        ),
+    ):
         out = ring_attention(*tensors, 0.0, group)
         log.append("backward")
         out.sum().backward()
@@ -150,8 +171,26 @@ def test_messages_travel_while_ranks_compute(ranks):
     sent, came = "start gradients", "wait for gradients"
     for done in ranks:
         assert done["events"] == [
-            start, "compute", wait, start, "compute", wait, "compute", "backward",
-            start, "compute", wait, start, "compute", sent, wait, "compute", came, sent, came]
+            start,
+            "compute",
+            wait,
+            start,
+            "compute",
+            wait,
+            "compute",
+            "backward",
+            start,
+            "compute",
+            wait,
+            start,
+            "compute",
+            sent,
+            wait,
+            "compute",
+            came,
+            sent,
+            came,
+        ]
 
 
 # What is held
@@ -171,8 +210,16 @@ def block_activations(group, apply):
     """Bytes that a block keeps for the backward pass: what two keep more than one."""
     held = []
     for num_layers in (1, 2):
-        model = small_model("llama", vocab_size=V, max_sequence_length=192, num_layers=num_layers,
-                            width=48, num_heads=12, num_kv_heads=12, ffn_width=96)
+        model = small_model(
+            "llama",
+            vocab_size=V,
+            max_sequence_length=192,
+            num_layers=num_layers,
+            width=48,
+            num_heads=12,
+            num_kv_heads=12,
+            ffn_width=96,
+        )
         parallel = apply(model, group)
         tokens = parallel.own_tokens(torch.zeros(1, 192, dtype=torch.int64))
         with Meter(model) as meter:
@@ -214,4 +261,4 @@ def largest_tensor(group):
 
 def test_the_s_by_s_matrix_never_exists(ranks):
     for done in ranks:
-        assert done["largest"] <= 256 * 256 < (len(ranks) * LONG)**2 / 2 / 30
+        assert done["largest"] <= 256 * 256 < (len(ranks) * LONG) ** 2 / 2 / 30

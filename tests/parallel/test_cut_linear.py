@@ -24,10 +24,22 @@ from minitron.proof.oracle import small_model
 from tests.parallel.events import Watcher
 
 V, S, B = 36, 10, 2
-llama = partial(small_model, "llama", vocab_size=V, max_sequence_length=S, num_layers=1, width=32,
-                num_heads=4, num_kv_heads=2, ffn_width=48)
-CUTS = {"tensor": apply_tensor_parallel, "sequence": apply_sequence_parallel,
-        "keeping": partial(apply_sequence_parallel, regather=False)}
+llama = partial(
+    small_model,
+    "llama",
+    vocab_size=V,
+    max_sequence_length=S,
+    num_layers=1,
+    width=32,
+    num_heads=4,
+    num_kv_heads=2,
+    ffn_width=48,
+)
+CUTS = {
+    "tensor": apply_tensor_parallel,
+    "sequence": apply_sequence_parallel,
+    "keeping": partial(apply_sequence_parallel, regather=False),
+}
 TOKENS = torch.arange(B * S).view(B, S) % V
 LAYERS = 8  # query, key, value, out, gate, up, down, head
 TECHNIQUES = "float8", "cut", "deferral"
@@ -56,8 +68,9 @@ def gradients(group, cut, order):
     num_deferred = sum(len(half.weights) for half in later)
     accumulate_all(later)
     layer = model.blocks[0].mlp.up
-    given = [type(part) for part in (layer.parts.matmuls, layer.parts.exchange,
-                                     layer.parts.deferral)]
+    given = [
+        type(part) for part in (layer.parts.matmuls, layer.parts.exchange, layer.parts.deferral)
+    ]
     return [p.grad for p in model.parameters()], num_deferred, given
 
 
@@ -81,10 +94,16 @@ def one_step(group, cut, is_deferred):
 
 def everything(group):
     return {
-        "bits": {(cut, order): gradients(group, cut, order) for cut in CUTS
-                 for order in [("float8", "cut"), *permutations(TECHNIQUES)]},
-        "steps": {(cut, is_deferred): one_step(group, cut, is_deferred)
-                  for cut in CUTS for is_deferred in (False, True)},
+        "bits": {
+            (cut, order): gradients(group, cut, order)
+            for cut in CUTS
+            for order in [("float8", "cut"), *permutations(TECHNIQUES)]
+        },
+        "steps": {
+            (cut, is_deferred): one_step(group, cut, is_deferred)
+            for cut in CUTS
+            for is_deferred in (False, True)
+        },
     }
 
 
@@ -104,8 +123,9 @@ def test_in_any_order_a_layer_keeps_what_it_has_and_computes_the_same_bits(ranks
         assert none_deferred == 0 and num_deferred == LAYERS
         assert given == [Float8Matmuls, exchange, Deferral]
         assert frozen == sum(grad is None for grad in found) <= 1
-        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True)
-                   if pair[0] is not None)
+        assert all(
+            torch.equal(*pair) for pair in zip(found, expected, strict=True) if pair[0] is not None
+        )
 
 
 @pytest.mark.parametrize("cut", CUTS)
@@ -131,17 +151,34 @@ def test_between_the_halves_wait_what_forward_saved_and_the_gradients_of_outputs
 
 def test_i_computes_no_gradient_of_a_weight_and_in_w_the_next_input_travels(ranks):
     gathers, gathered = ("start_gather", "starts"), ("start_gather", "ends")
-    weights = {"head": (18, 32), "down": (32, 24), "up": (24, 32), "out": (32, 16),
-               "query": (16, 32), "key": (8, 32)}
+    weights = {
+        "head": (18, 32),
+        "down": (32, 24),
+        "up": (24, 32),
+        "out": (32, 16),
+        "query": (16, 32),
+        "key": (8, 32),
+    }
     for done in ranks:
         _, first, second, _ = done["steps"]["sequence", True]
         assert not {("product", shape) for shape in weights.values()} & set(first)
         # down and out, cut by rows, have saved the input that they read
         product = {name: ("product", shape) for name, shape in weights.items()}
         assert second == [
-            gathers, gathered, product["head"], gathers, product["down"],
-            gathered, product["up"], product["up"], gathers, product["out"],
-            gathered, product["query"], product["key"], product["key"],
+            gathers,
+            gathered,
+            product["head"],
+            gathers,
+            product["down"],
+            gathered,
+            product["up"],
+            product["up"],
+            gathers,
+            product["out"],
+            gathered,
+            product["query"],
+            product["key"],
+            product["key"],
         ]
 
 

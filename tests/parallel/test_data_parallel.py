@@ -93,8 +93,11 @@ TRAININGS = {
 
 CASES = [(training, version) for training in TRAININGS for version in VERSIONS]
 KEPT = {  # by `make test`: each training, each version
-    ("accumulated; a rank has nothing", "naive"), ("accumulated; a rank has nothing", "bucketed"),
-    ("unused", "hooked"), ("unused", "one bucket"), ("unused", "bucketed"),
+    ("accumulated; a rank has nothing", "naive"),
+    ("accumulated; a rank has nothing", "bucketed"),
+    ("unused", "hooked"),
+    ("unused", "one bucket"),
+    ("unused", "bucketed"),
     ("recomputed", "bucketed"),
 }
 
@@ -110,8 +113,13 @@ def train_all(group, cases, sizes_of_groups):
             model, num_micro_batches, sizes, options, groups = TRAININGS[training]
             if size in groups:
                 records[training, version, size] = trainings(
-                    part, partial(VERSIONS[version], **options), model, sample_batches(sizes),
-                    num_micro_batches, optimizers)
+                    part,
+                    partial(VERSIONS[version], **options),
+                    model,
+                    sample_batches(sizes),
+                    num_micro_batches,
+                    optimizers,
+                )
     return records
 
 
@@ -153,8 +161,9 @@ def changed(change):
         function = change(real, group.size()) if tensor.dim() else real
         return function(tensor, group, async_op=async_op)
 
-    return both(patch.object(ddp, "all_reduce", all_reduce),
-                patch.object(flat, "all_reduce", all_reduce))
+    return both(
+        patch.object(ddp, "all_reduce", all_reduce), patch.object(flat, "all_reduce", all_reduce)
+    )
 
 
 @contextmanager
@@ -164,8 +173,8 @@ def both(one, other):
 
 
 def scaled(factor):
-    return lambda real, size: lambda tensor, *args, **kwargs: real(
-        tensor.mul_(factor(size)), *args, **kwargs
+    return lambda real, size: (
+        lambda tensor, *args, **kwargs: real(tensor.mul_(factor(size)), *args, **kwargs)
     )
 
 
@@ -206,38 +215,67 @@ def last_left_out(model, group):
 NEVER = "gradient differs between ranks, together they are right: never reduced"
 THREE = {name: VERSIONS[name] for name in ("naive", "hooked", "bucketed")}
 MUTANTS = {
-    **{("collective removed", name): (
-        apply, lambda: changed(lambda real, size: not_sent), NEVER)
-        for name, apply in THREE.items()},
-    **{("mean dropped", name): (
-        apply, lambda: changed(scaled(lambda size: size)),
-        "token_embedding.weight: gradient 4.0x too large on all ranks: summed instead of averaged?")
-        for name, apply in THREE.items()},
-    **{("divided twice", name): (
-        apply, lambda: changed(scaled(lambda size: 1 / size)),
-        "token_embedding.weight: gradient 4.0x too small on all ranks: divided twice?")
-        for name, apply in THREE.items()},
-    **{("no broadcast", name): (apply, lambda: patch.object(
-        axis, "broadcast_together", not_sent),
-        "token_embedding.weight: initial weights differ on rank 1, 2, 3 alone: no broadcast")
-        for name, apply in THREE.items()},
-    ("last dropped", "naive"): (after_backward(last_left_out), nullcontext,
-                                f"final_norm.bias: {NEVER}"),
-    ("last dropped", "hooked"): (LastGradientDropped, nullcontext,
-                                 f"token_embedding.weight: {NEVER}"),
-    ("last dropped", "bucketed"): (lambda m, g: LastBucketDropped(m, g, SMALL), nullcontext,
-                                   f"token_embedding.weight: {NEVER}"),
+    **{
+        ("collective removed", name): (apply, lambda: changed(lambda real, size: not_sent), NEVER)
+        for name, apply in THREE.items()
+    },
+    **{
+        ("mean dropped", name): (
+            apply,
+            lambda: changed(scaled(lambda size: size)),
+            "token_embedding.weight: gradient 4.0x too large on all ranks: summed instead of averaged?",  # noqa: E501
+        )
+        for name, apply in THREE.items()
+    },
+    **{
+        ("divided twice", name): (
+            apply,
+            lambda: changed(scaled(lambda size: 1 / size)),
+            "token_embedding.weight: gradient 4.0x too small on all ranks: divided twice?",
+        )
+        for name, apply in THREE.items()
+    },
+    **{
+        ("no broadcast", name): (
+            apply,
+            lambda: patch.object(axis, "broadcast_together", not_sent),
+            "token_embedding.weight: initial weights differ on rank 1, 2, 3 alone: no broadcast",
+        )
+        for name, apply in THREE.items()
+    },
+    ("last dropped", "naive"): (
+        after_backward(last_left_out),
+        nullcontext,
+        f"final_norm.bias: {NEVER}",
+    ),
+    ("last dropped", "hooked"): (
+        LastGradientDropped,
+        nullcontext,
+        f"token_embedding.weight: {NEVER}",
+    ),
+    ("last dropped", "bucketed"): (
+        lambda m, g: LastBucketDropped(m, g, SMALL),
+        nullcontext,
+        f"token_embedding.weight: {NEVER}",
+    ),
     ("parameter reduced", "naive"): (after_backward(parameters_averaged), nullcontext, NEVER),
     ("parameter reduced", "hooked"): (
-        ParameterReduced, nullcontext,
-        "the backward pass made the parameter itself 4.0x too large on all ranks: does a hook"),
+        ParameterReduced,
+        nullcontext,
+        "the backward pass made the parameter itself 4.0x too large on all ranks: does a hook",
+    ),
 }
 
 
 KEPT_MUTANTS = {  # by `make test`: each mutation, and each version
-    ("collective removed", "naive"), ("collective removed", "bucketed"), ("mean dropped", "hooked"),
-    ("divided twice", "bucketed"), ("no broadcast", "naive"), ("last dropped", "hooked"),
-    ("last dropped", "bucketed"), ("parameter reduced", "hooked"),
+    ("collective removed", "naive"),
+    ("collective removed", "bucketed"),
+    ("mean dropped", "hooked"),
+    ("divided twice", "bucketed"),
+    ("no broadcast", "naive"),
+    ("last dropped", "hooked"),
+    ("last dropped", "bucketed"),
+    ("parameter reduced", "hooked"),
 }
 
 
@@ -283,8 +321,10 @@ def test_an_unused_parameter_is_named():
 
 
 def test_zeros_for_a_parameter_that_nobody_uses_are_not_the_same_training():
-    with pytest.raises(AssertionError, match="never.weight: gradient on all ranks, one process has "
-                                             "none: AdamW would let it decay"):
+    with pytest.raises(
+        AssertionError,
+        match="never.weight: gradient on all ranks, one process has none: AdamW would let it decay",
+    ):
         assert_same_training(after_backward(average_gradients), 2, Picky, batch_sizes=(4,))
 
 
@@ -382,10 +422,16 @@ def test_buckets_follow_the_first_backward_pass():
         return before, names(), same
 
     for before, after, same in run(order, 2):
-        assert before == [["parts.3.weight", "parts.2.weight"], ["parts.1.half_precision"],
-                          ["parts.1.weight", "parts.0.weight"]]
-        assert after == [["parts.1.half_precision"], ["parts.0.weight", "parts.1.weight"],
-                         ["parts.2.weight", "parts.3.weight"]]
+        assert before == [
+            ["parts.3.weight", "parts.2.weight"],
+            ["parts.1.half_precision"],
+            ["parts.1.weight", "parts.0.weight"],
+        ]
+        assert after == [
+            ["parts.1.half_precision"],
+            ["parts.0.weight", "parts.1.weight"],
+            ["parts.2.weight", "parts.3.weight"],
+        ]
         assert all(same)
 
 
@@ -480,13 +526,16 @@ def test_zero_grad_begins_a_step_anew():
 # Plans
 
 
-@pytest.mark.parametrize(("sizes", "limit", "buckets"), [
-    ([40, 10, 20, 30], 50, [[3, 2], [1, 0]]),
-    ([40, 10, 20, 30], 45, [[3], [2, 1], [0]]),
-    ([1, 100, 1, 1], 10, [[3, 2], [1], [0]]),
-    ([5], 1, [[0]]),
-    ([], 10, []),
-])
+@pytest.mark.parametrize(
+    ("sizes", "limit", "buckets"),
+    [
+        ([40, 10, 20, 30], 50, [[3, 2], [1, 0]]),
+        ([40, 10, 20, 30], 45, [[3], [2, 1], [0]]),
+        ([1, 100, 1, 1], 10, [[3, 2], [1], [0]]),
+        ([5], 1, [[0]]),
+        ([], 10, []),
+    ],
+)
 def test_assign_buckets(sizes, limit, buckets):
     assert assign_buckets(sizes, limit) == buckets
 
@@ -498,7 +547,8 @@ def test_a_step_of_one_fake_rank_of_many(version, find_unused_parameters):
         with FakeTensorMode():
             model = small_llama()
             parallel = VERSIONS[version](
-                model, dist.group.WORLD, find_unused_parameters=find_unused_parameters)
+                model, dist.group.WORLD, find_unused_parameters=find_unused_parameters
+            )
             for _ in range(2):
                 model.zero_grad()
                 model(torch.randint(29, (2, 7))).sum().backward()

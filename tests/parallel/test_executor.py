@@ -26,8 +26,13 @@ from tests.parallel.losses import V, micro_batches, summed
 M = 5
 gpt = partial(small_model, "gpt", vocab_size=V, num_layers=4)
 chunked = partial(interleaved, num_chunks=2)
-SCHEDULES = {"sequential": sequential, "GPipe": gpipe, "1F1B": one_forward_one_backward,
-             "halves": zero_bubble, "two chunks": chunked}
+SCHEDULES = {
+    "sequential": sequential,
+    "GPipe": gpipe,
+    "1F1B": one_forward_one_backward,
+    "halves": zero_bubble,
+    "two chunks": chunked,
+}
 HELD = [*((name, 4) for name in SCHEDULES), ("1F1B", 1), ("halves", 1)]
 FREEZING = [one_forward_one_backward, zero_bubble]
 
@@ -65,8 +70,10 @@ def parts(group, make_schedule):
     whole = gpt()
     initialize(whole, seed=3)
     expected = dict(whole.named_parameters())
-    same = all(torch.equal(parameter, expected[global_name(model, name)])
-               for name, parameter in model.named_parameters())
+    same = all(
+        torch.equal(parameter, expected[global_name(model, name)])
+        for name, parameter in model.named_parameters()
+    )
     return [name for name, _ in model.named_parameters()], same, pipeline.ranges
 
 
@@ -119,8 +126,10 @@ def everything(group):
         "held": {(name, m): held(group, SCHEDULES[name], m) for name, m in HELD},
         "parts": [parts(group, make) for make in (gpipe, chunked)],
         "evaluated": [evaluated(group, make) for make in (gpipe, chunked)],
-        "dropout": [with_dropout(group, *case) for case in (
-            (0.3, nothing), (0.3, RECOMPUTE_POLICIES["full"]), (0.0, nothing))],
+        "dropout": [
+            with_dropout(group, *case)
+            for case in ((0.3, nothing), (0.3, RECOMPUTE_POLICIES["full"]), (0.0, nothing))
+        ],
         "bfloat16": in_bfloat16(group),
         "frozen": [with_a_frozen_stage(group, make) for make in FREEZING],
     }
@@ -145,9 +154,14 @@ def test_each_rank_has_its_stages_parameters_with_the_whole_models_weights(ranks
     for rank, done in enumerate(ranks):
         found, same, ranges = done["parts"][index]
         blocks = {block for chunk in range(num_chunks) for block in ranges[rank + 2 * chunk]}
-        expected = [name for name in names if name.startswith(
-            tuple(f"blocks.{block}." for block in blocks)
-            + (("token_embedding", "position_embedding") if rank == 0 else ("final_norm",)))]
+        expected = [
+            name
+            for name in names
+            if name.startswith(
+                tuple(f"blocks.{block}." for block in blocks)
+                + (("token_embedding", "position_embedding") if rank == 0 else ("final_norm",))
+            )
+        ]
         assert found == expected + ["head.weight"] * rank  # the tied copy
         assert same
     assert sorted(block for part in ranges for block in part) == [0, 1, 2, 3]

@@ -130,8 +130,13 @@ def train_all(group, cases):
         if group.rank() < size:
             with patch.dict(oracle.OPTIMIZERS, OPTIMIZERS if training == "gpt" else {}):
                 records[training, size] = trainings(
-                    parts[size], partial(apply_fsdp, **options), model, sample_batches(sizes),
-                    num_micro_batches, optimizers)
+                    parts[size],
+                    partial(apply_fsdp, **options),
+                    model,
+                    sample_batches(sizes),
+                    num_micro_batches,
+                    optimizers,
+                )
     return records
 
 
@@ -202,20 +207,30 @@ def unshard_once(flat):
 reduce_scatter_single, unshard = flat.reduce_scatter_single, flat.FlatUnit.unshard
 MUTANTS = {
     "reduce-scatter removed": (
-        apply_fsdp, lambda: patch.object(flat, "reduce_scatter_single", own_part),
-        "token_embedding.weight: gradient not proportional to that of one process on all ranks"),
+        apply_fsdp,
+        lambda: patch.object(flat, "reduce_scatter_single", own_part),
+        "token_embedding.weight: gradient not proportional to that of one process on all ranks",
+    ),
     "mean dropped": (
-        apply_fsdp, lambda: patch.object(flat, "reduce_scatter_single", summed),
-        "token_embedding.weight: gradient 3.0x too large on all ranks: summed instead of averaged"),
+        apply_fsdp,
+        lambda: patch.object(flat, "reduce_scatter_single", summed),
+        "token_embedding.weight: gradient 3.0x too large on all ranks: summed instead of averaged",
+    ),
     "stale parameters": (
-        apply_fsdp, lambda: patch.object(flat.FlatUnit, "unshard", unshard_once),
-        "(step 1; 1 of 1 differ)"),
+        apply_fsdp,
+        lambda: patch.object(flat.FlatUnit, "unshard", unshard_once),
+        "(step 1; 1 of 1 differ)",
+    ),
     "no broadcast": (
-        apply_fsdp, lambda: patch.object(axis, "broadcast_together", not_sent),
-        "token_embedding.weight: initial weights differ on all ranks: no broadcast from rank 0"),
+        apply_fsdp,
+        lambda: patch.object(axis, "broadcast_together", not_sent),
+        "token_embedding.weight: initial weights differ on all ranks: no broadcast from rank 0",
+    ),
     "clipped by the local norm": (
-        clipped, lambda: patch.object(clipping, "all_reduce", not_sent),
-        "gradient not proportional"),
+        clipped,
+        lambda: patch.object(clipping, "all_reduce", not_sent),
+        "gradient not proportional",
+    ),
     "none: clipped by the global norm": (clipped, nullcontext, None),
 }
 
@@ -260,9 +275,13 @@ def flat_bytes(model, group_size, trainable=(True, False)):
 
 
 WIRES = {
-    "plain": (deep, {}), "recomputed": (recomputed, {}), "kept": (deep, KEPT),
-    "frozen": (partial(deep, frozen=True), {}), "segmented": (segmented, {}),
-    "whole": (deep, WHOLE), "bf16": (deep, {"compute_dtype": torch.bfloat16}),
+    "plain": (deep, {}),
+    "recomputed": (recomputed, {}),
+    "kept": (deep, KEPT),
+    "frozen": (partial(deep, frozen=True), {}),
+    "segmented": (segmented, {}),
+    "whole": (deep, WHOLE),
+    "bf16": (deep, {"compute_dtype": torch.bfloat16}),
 }
 
 
@@ -290,10 +309,13 @@ def wire(group, names):
             model(tokens)
         assert all(unit.is_sharded for unit in parallel.units)
         seen[name] = dict(
-            expected=expected, calls_at=calls_at[:2 * LAYERS],
+            expected=expected,
+            calls_at=calls_at[: 2 * LAYERS],
             ops=[call.op for call in ledger.calls],
-            moved={op: (ledger.bytes_sent(op), ledger.bytes_received(op), two.bytes_sent(op))
-                   for op in ("all_gather", "reduce_scatter")},
+            moved={
+                op: (ledger.bytes_sent(op), ledger.bytes_received(op), two.bytes_sent(op))
+                for op in ("all_gather", "reduce_scatter")
+            },
             root_bytes=sum(flat.full.nbytes for flat in parallel.root.flats),
             evaluation=evaluation.bytes_sent(),
         )
@@ -306,8 +328,9 @@ def volumes(request):
     return run(wire, 3, sorted(names), watch=False)
 
 
-@pytest.mark.parametrize("of_wire", tiered(
-    ["plain", "recomputed", "kept", "whole", "frozen"], keep=4))
+@pytest.mark.parametrize(
+    "of_wire", tiered(["plain", "recomputed", "kept", "whole", "frozen"], keep=4)
+)
 def test_the_volume_is_three_times_the_parameters_to_the_byte(volumes, of_wire):
     name, gathers = of_wire, 1 if of_wire == "kept" else 2
     for seen in volumes:
@@ -366,7 +389,8 @@ def count_gradients(blocks):
 def memory(group):
     seen = {}
     for name, recompute, options in [
-        ("plain", lambda model: None, {}), ("recomputed", apply_full_recompute, {}),
+        ("plain", lambda model: None, {}),
+        ("recomputed", apply_full_recompute, {}),
         ("kept", lambda model: None, KEPT),
         ("segments", lambda model: apply_segmented_recompute(model, [3, 1]), {}),
         ("bf16", lambda model: None, {"compute_dtype": torch.bfloat16}),
@@ -501,8 +525,10 @@ def test_half_precision_computes_and_shards_stay_whole():
         parallel.finish()
         kinds = {piece.grad.dtype for piece in parallel.pieces.values()}
         gradients = parallel.full_gradients()
-        error = max((gradients[name] - p.grad).norm() / p.grad.norm()
-                    for name, p in exact.named_parameters())
+        error = max(
+            (gradients[name] - p.grad).norm() / p.grad.norm()
+            for name, p in exact.named_parameters()
+        )
         return logits.dtype, kinds, error.item()
 
     for dtype, kinds, error in run(half, 2):
@@ -513,8 +539,9 @@ def test_half_precision_computes_and_shards_stay_whole():
 # What goes wrong, and what is not wanted
 
 
-@pytest.mark.parametrize("where, options", diagonal_of(
-    ["nowhere", "recomputation", "backward"], [{}, WHOLE]))
+@pytest.mark.parametrize(
+    "where, options", diagonal_of(["nowhere", "recomputation", "backward"], [{}, WHOLE])
+)
 def test_a_step_works_after_a_backward_pass_that_has_raised(where, options):
     def gradients(group):
         torch.manual_seed(0)
@@ -537,8 +564,10 @@ def test_a_step_works_after_a_backward_pass_that_has_raised(where, options):
         else:
             model.blocks[0].mlp.down.register_forward_pre_hook(fail)
 
-        with nullcontext() if where == "nowhere" else pytest.raises(ArithmeticError), \
-                parallel.no_sync():
+        with (
+            nullcontext() if where == "nowhere" else pytest.raises(ArithmeticError),
+            parallel.no_sync(),
+        ):
             model(tokens).sum().backward()
         optimizer.zero_grad()
         model(2 * tokens).sum().backward()
@@ -555,6 +584,7 @@ def test_a_step_works_after_a_backward_pass_that_has_raised(where, options):
 
 def test_what_travels_stays_until_it_has_arrived():
     """Its memory would be given to others while a GPU sends it; gloo keeps it itself."""
+
     class Watched:
         def __init__(self, work, sent):
             self.work, self.sent = work, weakref.ref(sent)
@@ -567,13 +597,16 @@ def test_what_travels_stays_until_it_has_arrived():
         def call(output, input, group, async_op):
             copy = input.clone()  # which the other's work does not keep
             return Watched(collective(output, copy, group, async_op=True), input)
+
         return call
 
     def step(group):
         model = deep()
         parallel = apply_fsdp(model, group, compute_dtype=torch.bfloat16)
-        with patch.object(flat, "all_gather_single", watched(flat.all_gather_single)), \
-                patch.object(flat, "reduce_scatter_single", watched(reduce_scatter_single)):
+        with (
+            patch.object(flat, "all_gather_single", watched(flat.all_gather_single)),
+            patch.object(flat, "reduce_scatter_single", watched(reduce_scatter_single)),
+        ):
             model(torch.randint(29, (2, 7))).sum().backward()
             parallel.finish()
         return [each.leaving for each in parallel.flats if each.leaving is not None]
@@ -617,12 +650,15 @@ class Unused(NormFirst):
         self.never = nn.Linear(3, 3)
 
 
-@pytest.mark.parametrize(("model", "words"), [
-    (OwnParameter, "scale is a parameter of the model itself: put it into a module"),
-    (Shared, "blocks.0.weight is shared by a block and another part of the model"),
-    (Table, r"table is a buffer on the meta device, and fill\(\) sets only parameters"),
-    (Unused, r"no gradient for 2 of 11 parameters \(never.weight, never.bias\): freeze"),
-])
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (OwnParameter, "scale is a parameter of the model itself: put it into a module"),
+        (Shared, "blocks.0.weight is shared by a block and another part of the model"),
+        (Table, r"table is a buffer on the meta device, and fill\(\) sets only parameters"),
+        (Unused, r"no gradient for 2 of 11 parameters \(never.weight, never.bias\): freeze"),
+    ],
+)
 def test_mistakes_are_named(model, words):
     with pytest.raises(RankError, match=words):
         assert_same_training(apply_fsdp, 2, model, batch_sizes=(2,))
@@ -651,6 +687,7 @@ def test_a_step_of_one_fake_rank_of_many():
 
 def test_an_optimizer_of_some_parameters_loses_no_state():
     """Neither the first nor the last of a unit need be in it, nor need keys be the same."""
+
     def states(group):
         torch.manual_seed(0)
         model = small_gpt()
@@ -659,9 +696,12 @@ def test_an_optimizer_of_some_parameters_loses_no_state():
         names = [n for p, n in fully.names.items() if fully.pieces[p].requires_grad]
         left_out = {names[2], names[-1]}
         some = [p for p, n in fully.names.items() if n in names and n not in left_out]
-        optimizer = parallel.shard(torch.optim.SGD(
-            [{"params": some[::2], "momentum": 0.9}, {"params": some[1::2], "momentum": 0.0}],
-            lr=0.1))
+        optimizer = parallel.shard(
+            torch.optim.SGD(
+                [{"params": some[::2], "momentum": 0.9}, {"params": some[1::2], "momentum": 0.0}],
+                lr=0.1,
+            )
+        )
         model(torch.randint(29, (2, 7))).sum().backward()
         parallel.finish()
         optimizer.step()
@@ -679,8 +719,9 @@ def test_a_step_before_finish_is_refused_and_one_after_makes_the_gathered_old():
     def steps(group):
         torch.manual_seed(0)
         model = small_gpt()
-        parallel = apply_fsdp(model, group, reshard_after_forward=False,
-                              sync_every_micro_batch=False)
+        parallel = apply_fsdp(
+            model, group, reshard_after_forward=False, sync_every_micro_batch=False
+        )
         optimizer = parallel.make_optimizer(functools.partial(torch.optim.SGD, lr=0.1))
         tokens = torch.randint(29, (2, 7))
         with parallel.no_sync():

@@ -101,12 +101,23 @@ def earlier_not_sent(self, over_replicas=True):
 finish_reduce = FlatShards.finish_reduce
 MUTANTS = {
     "replicas start differently": (
-        DataAxis, "copy_from_rank_0", within_a_replica,
-        "initial weights differ on rank 2, 3 alone: no broadcast"),
+        DataAxis,
+        "copy_from_rank_0",
+        within_a_replica,
+        "initial weights differ on rank 2, 3 alone: no broadcast",
+    ),
     "earlier micro-batches lost": (
-        FlatShards, "finish_reduce", earlier_lost, "gradient not proportional"),
+        FlatShards,
+        "finish_reduce",
+        earlier_lost,
+        "gradient not proportional",
+    ),
     "earlier micro-batches not sent to the replicas": (
-        FlatShards, "finish_reduce", earlier_not_sent, "gradient differs between ranks"),
+        FlatShards,
+        "finish_reduce",
+        earlier_not_sent,
+        "gradient differs between ranks",
+    ),
 }
 
 
@@ -115,15 +126,23 @@ MUTANTS = {
 
 def train_all(world, cases, mutants, wires, stages, modes):
     groups, batches = groups_of(world), sample_batches(STEPS)
-    done = {case: trainings(world, applied(groups, *case), small_gpt, batches, MICRO_BATCHES,
-                            optimizers)
-            for case, optimizers in cases.items()}
+    done = {
+        case: trainings(
+            world, applied(groups, *case), small_gpt, batches, MICRO_BATCHES, optimizers
+        )
+        for case, optimizers in cases.items()
+    }
     for name, stage in mutants:
         where, method, replacement, _ = MUTANTS[name]
         with patch.object(where, method, replacement):
             done[name, stage] = trainings(
-                world, applied(groups, stage, "replicas once"), small_gpt, batches[:1],
-                MICRO_BATCHES, SGD)["SGD"]
+                world,
+                applied(groups, stage, "replicas once"),
+                small_gpt,
+                batches[:1],
+                MICRO_BATCHES,
+                SGD,
+            )["SGD"]
     done["wire"] = {case: wire(groups, *case) for case in wires}
     done["fully_shard"] = torchs(world), {mode: ours(groups, mode) for mode in modes}
     done["pieces"] = {stage: num_pieces(world, stage) for stage in stages}
@@ -141,8 +160,9 @@ def ranks(request):
 
 @pytest.fixture(scope="module")
 def reference():
-    return trainings(ALONE, lambda model, group: OneDevice(model), small_gpt,
-                     sample_batches(STEPS), 1)
+    return trainings(
+        ALONE, lambda model, group: OneDevice(model), small_gpt, sample_batches(STEPS), 1
+    )
 
 
 @pytest.mark.parametrize("trained", in_tiers(KEPT, CASES))
@@ -150,8 +170,9 @@ def test_it_is_the_same_training(ranks, reference, trained):
     assert_same(reference, [done[trained] for done in ranks])
 
 
-@pytest.mark.parametrize("mutant", in_tiers(
-    {*zip(MUTANTS, (2, 3, 2), strict=True)}, product(MUTANTS, (2, 3))))
+@pytest.mark.parametrize(
+    "mutant", in_tiers({*zip(MUTANTS, (2, 3, 2), strict=True)}, product(MUTANTS, (2, 3)))
+)
 def test_the_oracle_names_the_mutation(ranks, reference, mutant):
     of_one_step = [moment for moment in reference["SGD"] if moment.step == 0]
     found = first_difference(of_one_step, [done[mutant] for done in ranks])
@@ -186,8 +207,9 @@ def wire(groups, stage, mode):
         formula += gathers * torch.tensor(ring_all_gather_volume(n, 4, *place))
         if flat.parameters[0].requires_grad:
             formula += scatters * torch.tensor(ring_reduce_scatter_volume(n, 4, *place))
-            formula += torch.tensor(replica_volume(
-                n, 4, shards.size(), replicas.size(), replicas.rank(), sums))
+            formula += torch.tensor(
+                replica_volume(n, 4, shards.size(), replicas.size(), replicas.rank(), sums)
+            )
     return [ledger.bytes_sent(), ledger.bytes_received()], formula.tolist()
 
 
@@ -218,7 +240,8 @@ def torchs(world):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], lr=0.01, eps=1e-6)
+        [p for p in model.parameters() if p.requires_grad], lr=0.01, eps=1e-6
+    )
     for micro_batches in parts(world.rank()):
         optimizer.zero_grad()
         for tokens in micro_batches:
@@ -283,8 +306,7 @@ def test_a_state_continues_on_one_process(ranks, stage):
     model, parallel, optimizer = started(lambda model, group: OneDevice(model), ALONE)
     load(parallel, optimizer, state)
     take_step(model, parallel, optimizer, 1)
-    torch.testing.assert_close(
-        saved(parallel, optimizer, ALONE), expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(saved(parallel, optimizer, ALONE), expected, rtol=1e-9, atol=1e-12)
 
 
 # A run with `parallel.replicas`
@@ -293,8 +315,12 @@ def test_a_state_continues_on_one_process(ranks, stage):
 def num_pieces(world, stage):
     """How many ranks read samples of their own, and elements that the optimizer updates here."""
     model = ModelConfig("gpt", 32, 8, 2, 16, 2, 2, 32)
-    config = Config(model, DataConfig(sequence_length=8), TrainConfig(global_batch_size=4),
-                    ParallelConfig(zero=stage, replicas=2))
+    config = Config(
+        model,
+        DataConfig(sequence_length=8),
+        TrainConfig(global_batch_size=4),
+        ParallelConfig(zero=stage, replicas=2),
+    )
     mesh = lay_out(config.parallel, world.size(), torch.device("cpu"))
     training = Training(config, mesh, torch.device("cpu"))
     pieces = [p for group in training.optimizer.param_groups for p in group["params"]]
@@ -333,23 +359,34 @@ def test_the_norm_counts_a_gradient_once_however_many_replicas_hold_it(ranks, st
         torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                torch.testing.assert_close(
-                    gradients[name], parameter.grad, rtol=1e-9, atol=1e-14)
+                torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-9, atol=1e-14)
 
 
 # Mistakes
 
 
-@pytest.mark.parametrize(("fields", "words"), [
-    (dict(replicas=2), "parallel.replicas = 2 with parallel.zero = 0: nothing is sharded"),
-    (dict(replicas=3, dp=4, zero=1), "replicas = 3 does not divide parallel.dp = 4"),
-    (dict(replicas=0), "parallel.replicas = 0"),
-    (dict(sync_replicas_every_micro_batch=True), "needs parallel.replicas of 2 or more"),
-    (dict(sync_replicas_every_micro_batch=True, replicas=2, zero=1),
-     "parallel.zero = 2 or 3 .here 1.*: leave it out"),
-    (dict(sync_replicas_every_micro_batch=True, replicas=2, zero=2, sync_every_micro_batch=False),
-     "and parallel.sync_every_micro_batch"),
-])
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (dict(replicas=2), "parallel.replicas = 2 with parallel.zero = 0: nothing is sharded"),
+        (dict(replicas=3, dp=4, zero=1), "replicas = 3 does not divide parallel.dp = 4"),
+        (dict(replicas=0), "parallel.replicas = 0"),
+        (dict(sync_replicas_every_micro_batch=True), "needs parallel.replicas of 2 or more"),
+        (
+            dict(sync_replicas_every_micro_batch=True, replicas=2, zero=1),
+            "parallel.zero = 2 or 3 .here 1.*: leave it out",
+        ),
+        (
+            dict(
+                sync_replicas_every_micro_batch=True,
+                replicas=2,
+                zero=2,
+                sync_every_micro_batch=False,
+            ),
+            "and parallel.sync_every_micro_batch",
+        ),
+    ],
+)
 def test_mistakes_are_named(fields, words):
     with pytest.raises(ConfigError, match=words):
         ParallelConfig(**fields)

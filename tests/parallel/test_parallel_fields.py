@@ -75,8 +75,9 @@ def fewer_of(op, axis):
 
 def held(category, times):
     """Before the step, about `times` as many bytes (norms are not divided)."""
-    return lambda before, after: after.held[category] == pytest.approx(
-        times * before.held[category], rel=0.05)
+    return lambda before, after: (
+        after.held[category] == pytest.approx(times * before.held[category], rel=0.05)
+    )
 
 
 def peak(category, compare):
@@ -102,23 +103,44 @@ ROWS = [
     Row("schedule", {"pp": 2}, {"schedule": "gpipe"}, peak("activation", more)),
     Row("schedule", {"pp": 2}, {"schedule": "zero-bubble"}, peak("temporary", more)),
     Row("schedule", {"pp": 2}, {"schedule": "interleaved", "chunks": 2}, more_of("send", "pp")),
-    Row("schedule", {"pp": 2, "schedule": "interleaved", "chunks": 2}, {"schedule": "zb-v"},
-        fewer_of("send", "pp")),
+    Row(
+        "schedule",
+        {"pp": 2, "schedule": "interleaved", "chunks": 2},
+        {"schedule": "zb-v"},
+        fewer_of("send", "pp"),
+    ),
     Row("schedule", V, {"schedule": "dualpipe-v"}, peak("activation", more)),
     Row("chunks", {"pp": 2, "schedule": "zero-bubble"}, {"chunks": 2}, more_of("send", "pp")),
     Row("zero", {}, {"zero": 1}, held("optimizer state", 1 / 2)),
     Row("zero", {"zero": 1}, {"zero": 2}, more_of("reduce_scatter", "dp")),
-    Row("zero", {"zero": 2}, {"zero": 3},
-        lambda before, after: after.held["parameter"] < 0.01 * before.held["parameter"]),
-    Row("sync_every_micro_batch", {"zero": 2}, {"sync_every_micro_batch": False},
-        fewer_of("reduce_scatter", "dp")),
-    Row("reshard_each_pass", {"zero": 3}, {"reshard_each_pass": False},
-        fewer_of("all_gather", "dp")),
-    Row("overlap_gather", {"zero": 1}, {"overlap_gather": True},
-        lambda before, after: before.calls[-1] == ("all_gather", "dp") != after.calls[-1]),
+    Row(
+        "zero",
+        {"zero": 2},
+        {"zero": 3},
+        lambda before, after: after.held["parameter"] < 0.01 * before.held["parameter"],
+    ),
+    Row(
+        "sync_every_micro_batch",
+        {"zero": 2},
+        {"sync_every_micro_batch": False},
+        fewer_of("reduce_scatter", "dp"),
+    ),
+    Row(
+        "reshard_each_pass", {"zero": 3}, {"reshard_each_pass": False}, fewer_of("all_gather", "dp")
+    ),
+    Row(
+        "overlap_gather",
+        {"zero": 1},
+        {"overlap_gather": True},
+        lambda before, after: before.calls[-1] == ("all_gather", "dp") != after.calls[-1],
+    ),
     Row("replicas", {"zero": 1}, {"replicas": 2}, held("optimizer state", 2)),
-    Row("sync_replicas_every_micro_batch", {"zero": 2, "replicas": 2},
-        {"sync_replicas_every_micro_batch": True}, more_of("all_reduce", "replicas")),
+    Row(
+        "sync_replicas_every_micro_batch",
+        {"zero": 2, "replicas": 2},
+        {"sync_replicas_every_micro_batch": True},
+        more_of("all_reduce", "replicas"),
+    ),
 ]
 FIRST = {row.field: row for row in reversed(ROWS)}  # of each field, which `make test` tries
 
@@ -133,8 +155,17 @@ def second_step_of(group, layout: dict) -> Step:
     data_size = group.size() // prod(layout.get(axis, 1) for axis in ("tp", "cp", "pp"))
     sequences = 6 if "pp" in layout else 2 * data_size
     tokens = torch.arange(sequences * 17).view(sequences, 17) % 512
-    model = ModelConfig("llama", 512, 16, 4 if "chunks" in layout else 2, width=16, num_heads=2,
-                        num_kv_heads=2, ffn_width=32, tied_embedding=False)
+    model = ModelConfig(
+        "llama",
+        512,
+        16,
+        4 if "chunks" in layout else 2,
+        width=16,
+        num_heads=2,
+        num_kv_heads=2,
+        ffn_width=32,
+        tied_embedding=False,
+    )
     train = TrainConfig(global_batch_size=sequences, micro_batch_size=1, device="cpu")
     config = Config(model, DataConfig(sequence_length=16), train, ParallelConfig(**layout))
     training = Training(config, lay_out(config.parallel, group.size(), CPU), CPU)
@@ -158,7 +189,8 @@ def steps(request) -> Callable[[Row], tuple[Step, Step]]:
             by_rank = run(second_steps, num_ranks, [*layouts.values()], timeout=600, watch=False)
             found |= zip(((num_ranks, layout) for layout in layouts), by_rank[0], strict=True)
     return lambda row: tuple(
-        found[row.num_ranks, str(layout)] for layout in (row.before, row.after))
+        found[row.num_ranks, str(layout)] for layout in (row.before, row.after)
+    )
 
 
 @pytest.mark.parametrize("row", in_tiers({*FIRST.values()}, ROWS))

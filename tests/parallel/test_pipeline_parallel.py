@@ -55,8 +55,15 @@ from tests.parallel.test_pipeline_plan import random_schedule
 from tests.tiers import collected, in_tiers, in_turn
 
 V, S = 36, 12
-MODEL = dict(vocab_size=V, max_sequence_length=S, width=24, num_heads=6, num_kv_heads=6,
-             ffn_width=36, num_layers=5)
+MODEL = dict(
+    vocab_size=V,
+    max_sequence_length=S,
+    width=24,
+    num_heads=6,
+    num_kv_heads=6,
+    ffn_width=36,
+    num_layers=5,
+)
 gpt = partial(small_model, "gpt", **MODEL)
 llama = partial(small_model, "llama", **MODEL | {"num_kv_heads": 2})
 untied = partial(gpt, tied_embedding=False)
@@ -70,10 +77,18 @@ keeping = partial(apply_sequence_parallel, regather=False)
 
 def there_and_back(num_ranks, num_micro_batches):
     """Two ranks, and four stages: the first and the last are on rank 0."""
-    return Schedule("there and back", num_micro_batches, tuple(
-        tuple(Action(kind, i, stage) for i in range(num_micro_batches)
-              for kind, stage in [("F", a), ("F", b), ("B", b), ("B", a)])
-        for a, b in ((0, 3), (1, 2))))
+    return Schedule(
+        "there and back",
+        num_micro_batches,
+        tuple(
+            tuple(
+                Action(kind, i, stage)
+                for i in range(num_micro_batches)
+                for kind, stage in [("F", a), ("F", b), ("B", b), ("B", a)]
+            )
+            for a, b in ((0, 3), (1, 2))
+        ),
+    )
 
 
 def unplanned(num_ranks, num_micro_batches):
@@ -84,8 +99,13 @@ def unplanned(num_ranks, num_micro_batches):
 def frozen():
     """On one stage the embedding, on another a layer's weight and bias, the head is alone."""
     model = untied()
-    for name in ("token_embedding.weight", "blocks.0.attention.query.weight",
-                 "blocks.2.mlp.up.weight", "blocks.4.mlp.down.bias", "final_norm.weight"):
+    for name in (
+        "token_embedding.weight",
+        "blocks.0.attention.query.weight",
+        "blocks.2.mlp.up.weight",
+        "blocks.4.mlp.down.bias",
+        "final_norm.weight",
+    ):
         model.get_parameter(name).requires_grad_(False)
     return model
 
@@ -110,21 +130,27 @@ class Layout(NamedTuple):
     def apply(self, model, group):
         tp = 2 if self.apply_tensor else 1
         mesh = make_mesh("cpu", dp=self.size // (self.pp * tp), pp=self.pp, tp=tp)
-        tensor = self.apply_tensor(model, mesh.group("tp")) if self.apply_tensor \
-            else OneDevice(model)
+        tensor = (
+            self.apply_tensor(model, mesh.group("tp")) if self.apply_tensor else OneDevice(model)
+        )
         for policy in self.policies:
             policy(model)
-        pipeline = apply_pipeline_parallel(model, mesh.group("pp"), self.make_schedule,
-                                           sequence_parts=tensor.sequence_parts)
+        pipeline = apply_pipeline_parallel(
+            model, mesh.group("pp"), self.make_schedule, sequence_parts=tensor.sequence_parts
+        )
         stages = {"pipeline": pipeline} if self.apply_data in (apply_zero1, zero2) else {}
-        data = self.apply_data(model, mesh.group("dp"), **stages) if self.apply_data \
+        data = (
+            self.apply_data(model, mesh.group("dp"), **stages)
+            if self.apply_data
             else OneDevice(model)
+        )
         return Grid(model, data=data, tensor=tensor, pipeline=pipeline)
 
     def records(self, group, apply=None, optimizers=None):
         batches = sample_batches(self.sequences, V, S)
-        return trainings(group, apply or self.apply, self.model, batches, self.num_micro_batches,
-                         optimizers)
+        return trainings(
+            group, apply or self.apply, self.model, batches, self.num_micro_batches, optimizers
+        )
 
 
 @cache
@@ -138,10 +164,10 @@ LAYOUTS = {
     "alone, 1F1B": Layout(one_f_one_b, 1, num_micro_batches=2),
     "alone, halves": Layout(zero_bubble, 1, num_micro_batches=3),
     "alone, two chunks": Layout(chunked, 1, llama, 3),
-    "alone, halves, tensor": Layout(
-        zero_bubble, 1, frozen, 3, (9, 5), None, apply_tensor_parallel),
+    "alone, halves, tensor": Layout(zero_bubble, 1, frozen, 3, (9, 5), None, apply_tensor_parallel),
     "alone, halves, sequence": Layout(
-        zero_bubble, 1, llama, 2, (9, 5), None, apply_sequence_parallel, SELECTIVE),
+        zero_bubble, 1, llama, 2, (9, 5), None, apply_sequence_parallel, SELECTIVE
+    ),
     "2, sequential": Layout(sequential, 2, num_micro_batches=3),
     "2, halves": Layout(zero_bubble, 2, num_micro_batches=5),
     "2, two chunks": Layout(chunked, 2, llama),
@@ -179,9 +205,11 @@ LAYOUTS = {
     "bucketed, DualPipeV": Layout(dualpipe_v, 2, gpt, 4, (9, 8), apply_bucketed_data_parallel),
     "zero 2, there and back": Layout(there_and_back, 2, gpt, 3, (9, 6), zero2),
     "sequence, DualPipeV": Layout(
-        dualpipe_v, 2, llama, 4, (9, 5), None, apply_sequence_parallel, SELECTIVE),
+        dualpipe_v, 2, llama, 4, (9, 5), None, apply_sequence_parallel, SELECTIVE
+    ),
     "sequence, halves, two chunks": Layout(
-        chunked_halves, 2, llama, 2, (9, 5), None, apply_sequence_parallel),
+        chunked_halves, 2, llama, 2, (9, 5), None, apply_sequence_parallel
+    ),
     "tensor": Layout(one_f_one_b, 2, llama, 4, (9, 5), None, apply_tensor_parallel, SELECTIVE),
     "tensor, halves": Layout(zero_bubble, 2, llama, 4, (9, 5), None, apply_tensor_parallel),
     "sequence, halves": Layout(zero_bubble, 2, gpt, 3, (9, 5), None, apply_sequence_parallel),
@@ -189,19 +217,34 @@ LAYOUTS = {
     "sequence, halves, keeping": Layout(zero_bubble, 2, untied, 3, (9, 5), None, keeping),
 }
 KEPT = {  # by `make test`: each schedule, alone and with each kind of the other axes
-    "alone, halves, sequence", "2, one micro-batch", "2, there and back", "2, frozen", "3, 1F1B",
-    "2, halves, two chunks", "2, ZB-V, fewer micro-batches", "2, DualPipeV", "3, unplanned",
-    "bucketed", "zero 1", "sequence, DualPipeV",
+    "alone, halves, sequence",
+    "2, one micro-batch",
+    "2, there and back",
+    "2, frozen",
+    "3, 1F1B",
+    "2, halves, two chunks",
+    "2, ZB-V, fewer micro-batches",
+    "2, DualPipeV",
+    "3, unplanned",
+    "bucketed",
+    "zero 1",
+    "sequence, DualPipeV",
 }
 
 
 def everything(group, names):
     size = group.size()
     return {
-        "trainings": {name: LAYOUTS[name].records(group, optimizers=optimizers)
-                      for name, optimizers in names.items() if LAYOUTS[name].size == size},
-        "mutants": {name: train_mutant(group, name, *mutant) for name, mutant in MUTANTS.items()
-                    if mutant[0].size == size},
+        "trainings": {
+            name: LAYOUTS[name].records(group, optimizers=optimizers)
+            for name, optimizers in names.items()
+            if LAYOUTS[name].size == size
+        },
+        "mutants": {
+            name: train_mutant(group, name, *mutant)
+            for name, mutant in MUTANTS.items()
+            if mutant[0].size == size
+        },
     }
 
 
@@ -235,6 +278,7 @@ run_all, send, take = PipelineParallel.run, ScheduleExecutor.send, linear.Deferr
 
 def gradient_of_a_sum(self, micro_batches, sum_loss, divisor):
     """The loss that is shown is the mean of all; the backward pass of each starts from its own."""
+
     def unscaled(logits, targets):
         loss = sum_loss(logits, targets)
         return loss.detach() + len(micro_batches) * (loss - loss.detach())
@@ -244,8 +288,12 @@ def gradient_of_a_sum(self, micro_batches, sum_loss, divisor):
 
 def mean_of_means(self, micro_batches, sum_loss, divisor):
     """Every micro-batch weighs the same, however few tokens it has."""
-    return run_all(self, micro_batches, lambda logits, targets: sum_loss(logits, targets)
-                   / targets.numel(), len(micro_batches))
+    return run_all(
+        self,
+        micro_batches,
+        lambda logits, targets: sum_loss(logits, targets) / targets.numel(),
+        len(micro_batches),
+    )
 
 
 def last_gradient_zeroed(self, message):
@@ -298,36 +346,57 @@ CUT_HALVES = Layout(zero_bubble, 1, untied, 2, (4,), None, apply_sequence_parall
 HIDDEN = "micro-batch losses not weighted"
 MUTANTS = {
     "micro-batch losses not weighted": (
-        EVEN, patch.object(PipelineParallel, "run", gradient_of_a_sum),
-        "gradient 4.0x too large on all ranks"),
-    "mean of means": (
-        UNEVEN, patch.object(PipelineParallel, "run", mean_of_means), "model: loss"),
+        EVEN,
+        patch.object(PipelineParallel, "run", gradient_of_a_sum),
+        "gradient 4.0x too large on all ranks",
+    ),
+    "mean of means": (UNEVEN, patch.object(PipelineParallel, "run", mean_of_means), "model: loss"),
     "tied gradients not exchanged": (
-        EVEN, patch.object(PipelineParallel, "sum_partial_gradients", not_done),
-        "token_embedding.weight: gradient not proportional to that of one process on all ranks"),
+        EVEN,
+        patch.object(PipelineParallel, "sum_partial_gradients", not_done),
+        "token_embedding.weight: gradient not proportional to that of one process on all ranks",
+    ),
     "gradient of the last micro-batch lost": (
-        EVEN, patch.object(ScheduleExecutor, "send", last_gradient_zeroed),
-        "gradient not proportional to that of one process on all ranks"),
+        EVEN,
+        patch.object(ScheduleExecutor, "send", last_gradient_zeroed),
+        "gradient not proportional to that of one process on all ranks",
+    ),
     "the first micro-batch sent again": (
-        EVEN, patch.object(ScheduleExecutor, "send", first_sent_again), "model: loss"),
+        EVEN,
+        patch.object(ScheduleExecutor, "send", first_sent_again),
+        "model: loss",
+    ),
     "gradients of weights dropped": (
-        HALVES, patch.object(ScheduleExecutor, "weights", weights_dropped),
-        "gradient missing (None) on all ranks"),
+        HALVES,
+        patch.object(ScheduleExecutor, "weights", weights_dropped),
+        "gradient missing (None) on all ranks",
+    ),
     "one gradient of a weight dropped": (
-        CUT_HALVES, patch("minitron.parallel.pipeline.executor.accumulate_all", one_weight_dropped),
-        "gradient missing (None) on all ranks"),
+        CUT_HALVES,
+        patch("minitron.parallel.pipeline.executor.accumulate_all", one_weight_dropped),
+        "gradient missing (None) on all ranks",
+    ),
     "gradients of weights deferred and computed at once": (
-        CUT_HALVES, patch.object(linear.Deferral, "takes", takes_and_computes),
-        "gradient 2.0x too large on all ranks"),
+        CUT_HALVES,
+        patch.object(linear.Deferral, "takes", takes_and_computes),
+        "gradient 2.0x too large on all ranks",
+    ),
     "gradients of weights from this rank's tokens": (
-        CUT_HALVES, patch.object(linear.WeightGradients, "start", own_tokens),
-        "gradient not proportional to that of one process"),
+        CUT_HALVES,
+        patch.object(linear.WeightGradients, "start", own_tokens),
+        "gradient not proportional to that of one process",
+    ),
     "bias of a row layer added on every rank": (
-        CUT_HALVES, patch.object(RowParallelLinear, "forward", bias_on_every_rank), "model: loss"),
+        CUT_HALVES,
+        patch.object(RowParallelLinear, "forward", bias_on_every_rank),
+        "model: loss",
+    ),
     "halves of cut layers, none": (CUT_HALVES, nullcontext(), None),
     "no broadcast": (
-        EVEN, patch("minitron.parallel.pipeline.stages.broadcast_together", not_done),
-        "initial weights differ on all ranks: no broadcast from rank 0"),
+        EVEN,
+        patch("minitron.parallel.pipeline.stages.broadcast_together", not_done),
+        "initial weights differ on all ranks: no broadcast from rank 0",
+    ),
     "none": (HALVES, nullcontext(), None),
 }
 
@@ -354,18 +423,22 @@ def test_adamw_would_hide_losses_that_are_not_weighted(ranks):
 # Mistakes
 
 
-@pytest.mark.parametrize(("make_schedule", "words"), [
-    (lambda p, m: one_f_one_b(2, m), "^a schedule of 2 ranks on 1: make it for 1$"),
-    (lambda p, m: Schedule("", m, ((Action("F", 0, 0),),)), "^stage 0 never runs B0"),
-    (partial(interleaved, num_chunks=6), "^5 blocks do not fill 6 stages of a pipeline"),
-    (lambda p, m: one_f_one_b(p, 2), "^a schedule of 2 micro-batches in a step of 3: "),
-    (lambda p, m: interleaved(p, m, m), "a stage must stay on its rank$"),
-])
+@pytest.mark.parametrize(
+    ("make_schedule", "words"),
+    [
+        (lambda p, m: one_f_one_b(2, m), "^a schedule of 2 ranks on 1: make it for 1$"),
+        (lambda p, m: Schedule("", m, ((Action("F", 0, 0),),)), "^stage 0 never runs B0"),
+        (partial(interleaved, num_chunks=6), "^5 blocks do not fill 6 stages of a pipeline"),
+        (lambda p, m: one_f_one_b(p, 2), "^a schedule of 2 micro-batches in a step of 3: "),
+        (lambda p, m: interleaved(p, m, m), "a stage must stay on its rank$"),
+    ],
+)
 def test_a_schedule_that_cannot_run_here_is_told_in_one_line(make_schedule, words):
     def one_rank(group):
         tokens = torch.zeros(1, S, dtype=torch.int64)
         with pytest.raises(ConfigError, match=words):
             apply_pipeline_parallel(untied(), group, make_schedule).run(
-                3 * [(tokens, tokens)], summed, 1.0)
+                3 * [(tokens, tokens)], summed, 1.0
+            )
 
     run(one_rank, 1)

@@ -32,10 +32,20 @@ def random_schedule(seed):
     holders = draw.sample([*range(p), *extra], p + len(extra))
 
     kinds = [["F", *draw.choice(["B", "IW"])] for _ in holders]
-    everything = Schedule("", m, tuple(
-        tuple(Action(kind, i, stage) for stage, holder in enumerate(holders) if holder == rank
-              for kind in kinds[stage] for i in range(m))
-        for rank in range(p)))
+    everything = Schedule(
+        "",
+        m,
+        tuple(
+            tuple(
+                Action(kind, i, stage)
+                for stage, holder in enumerate(holders)
+                if holder == rank
+                for kind in kinds[stage]
+                for i in range(m)
+            )
+            for rank in range(p)
+        ),
+    )
     waiting, done = sorted(everything.all_actions), set()
     lists = [[] for _ in range(p)]
     while waiting:
@@ -66,8 +76,11 @@ def test_the_random_schedules_are_valid_and_not_all_alike():
         check(schedule)
     assert {schedule.num_ranks for schedule in random_schedules()} == {1, 2, 3, 4}
     assert sum(schedule.num_stages > schedule.num_ranks for schedule in random_schedules()) > 100
-    turning_back = [s for s in random_schedules()
-                    if any(s.rank_of[a] > s.rank_of[a + 1] for a in range(s.num_stages - 1))]
+    turning_back = [
+        s
+        for s in random_schedules()
+        if any(s.rank_of[a] > s.rank_of[a + 1] for a in range(s.num_stages - 1))
+    ]
     assert len(turning_back) > 100  # no package schedule has a boundary like that but interleaved
 
 
@@ -79,8 +92,11 @@ def scripts_of(schedule):
 
 
 def messages(steps, peer):
-    return [(step.is_send, step.action) for step in steps
-            if isinstance(step, Message) and step.peer == peer]
+    return [
+        (step.is_send, step.action)
+        for step in steps
+        if isinstance(step, Message) and step.peer == peer
+    ]
 
 
 def test_a_script_has_the_ranks_own_actions_in_their_own_order():
@@ -133,8 +149,9 @@ def stands_still(schedule, scripts, lane):
 
     def advance(rank):
         steps, before = left[rank], len(left[rank])
-        while steps and (isinstance(steps[0], Message)
-                         or here[rank].issuperset(schedule.needs(steps[0]))):
+        while steps and (
+            isinstance(steps[0], Message) or here[rank].issuperset(schedule.needs(steps[0]))
+        ):
             step = steps.popleft()
             if isinstance(step, Message):
                 queues[rank, lane(step.peer)].append(step)
@@ -201,7 +218,8 @@ def test_an_evaluation_goes_forward_through_the_same_stages():
         forward = forwards(schedule, 3)
         done = list(in_order(forward))
         assert sorted(done) == sorted(
-            Action("F", i, stage) for i in range(3) for stage in range(schedule.num_stages))
+            Action("F", i, stage) for i in range(3) for stage in range(schedule.num_stages)
+        )
         assert forward.rank_of == schedule.rank_of
         assert not stands_still(forward, scripts_of(forward), one_stream)
 
@@ -253,6 +271,9 @@ def test_a_hundred_layers_are_no_effort():
 
 
 def test_fewer_blocks_than_stages_is_one_line():
-    with pytest.raises(ConfigError, match="^3 blocks do not fill 4 stages of a pipeline: use 3 "
-                                          "stages or fewer, or more layers$"):
+    with pytest.raises(
+        ConfigError,
+        match="^3 blocks do not fill 4 stages of a pipeline: use 3 "
+        "stages or fewer, or more layers$",
+    ):
         split_blocks([1.0] * 3, 4)

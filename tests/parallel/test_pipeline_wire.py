@@ -74,8 +74,9 @@ def test_each_boundary_sees_one_message_a_micro_batch_each_way(name):
         expected[here, there] += M
         expected[there, here] += M
     assert sent == expected
-    assert sum(call.sent for calls, *_ in done for call in calls
-               if call.op == "broadcast") == 4 * (num_ranks - 1)
+    assert sum(call.sent for calls, *_ in done for call in calls if call.op == "broadcast") == 4 * (
+        num_ranks - 1
+    )
 
 
 def test_a_tied_embedding_is_exchanged_once_and_stays_the_same():

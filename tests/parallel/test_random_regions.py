@@ -27,8 +27,16 @@ RECOMPUTE = {
 
 def make(family, apply, group, recompute=(), recompute_first=False):
     torch.manual_seed(3)
-    model = small_model(family, vocab_size=V, max_sequence_length=S, width=24, num_heads=6,
-                        num_kv_heads=6, ffn_width=36, dropout=RATE)
+    model = small_model(
+        family,
+        vocab_size=V,
+        max_sequence_length=S,
+        width=24,
+        num_heads=6,
+        num_kv_heads=6,
+        ffn_width=36,
+        dropout=RATE,
+    )
     for block in model.blocks:
         block.attention.attention_fn = materialized_attention
     if recompute_first:
@@ -138,8 +146,10 @@ def gradients(group):
                 losses = [parallel.summed_loss(model(tokens()), tokens()) for _ in range(2)]
                 sum(losses).backward()  # two replays, in reverse order
                 parallel.finish()
-                done[name, kind, first] = torch.stack(losses).detach(), {
-                    key: p.grad for key, p in model.named_parameters() if p.requires_grad}
+                done[name, kind, first] = (
+                    torch.stack(losses).detach(),
+                    {key: p.grad for key, p in model.named_parameters() if p.requires_grad},
+                )
     return done
 
 

@@ -37,8 +37,9 @@ def trains(schedule):
         value = arrived.pop()
         if kind == "F":
             here.append(value)
-            goes_on = ("B", i, stage, 1) if stage == last else ("F", i, stage + 1,
-                                                                value * (stage + 2))
+            goes_on = (
+                ("B", i, stage, 1) if stage == last else ("F", i, stage + 1, value * (stage + 2))
+            )
         else:
             halves[rank, i, stage].append(value)
             goes_on = ("B", i, stage - 1, value * (stage + 2))
@@ -48,14 +49,20 @@ def trains(schedule):
         return True
 
     left = [list(actions) for actions in schedule.actions]
-    while any([attempt(rank, actions[0]) and actions.pop(0)
-               for rank, actions in enumerate(left) if actions]):
+    while any(
+        [
+            attempt(rank, actions[0]) and actions.pop(0)
+            for rank, actions in enumerate(left)
+            if actions
+        ]
+    ):
         pass
     unread = [key for key, values in sent.items() if values and key[2] >= 0]
     if any(left) or unread or any(saved.values()) or any(halves.values()):
         return False
-    return sorted((stage, total) for (_, stage), total in gradients.items()) == \
-        one_process(schedule.num_stages, schedule.num_micro_batches)
+    return sorted((stage, total) for (_, stage), total in gradients.items()) == one_process(
+        schedule.num_stages, schedule.num_micro_batches
+    )
 
 
 def one_process(num_stages, num_micro_batches):
@@ -85,7 +92,7 @@ def test_no_broken_schedule_trains(name):
 
 
 def swap(actions, position, random_rank):
-    actions[position:position + 2] = reversed(actions[position:position + 2])
+    actions[position : position + 2] = reversed(actions[position : position + 2])
 
 
 def drop(actions, position, random_rank):

@@ -17,8 +17,10 @@ from minitron.parallel.pipeline.schedules import (
 def lines(schedule):
     """What each rank does, as one string; an apostrophe for its second stage, two for its third."""
     p = schedule.num_ranks
-    return [" ".join(f"{action}" + "'" * (action.stage // p) for action in actions)
-            for actions in schedule.actions]
+    return [
+        " ".join(f"{action}" + "'" * (action.stage // p) for action in actions)
+        for actions in schedule.actions
+    ]
 
 
 def test_sequential_and_gpipe_do_the_same_on_every_rank():
@@ -38,7 +40,11 @@ def test_1f1b_as_drawn():
 
 def test_1f1b_with_fewer_micro_batches_than_ranks_is_all_warm_up_first():
     assert lines(one_forward_one_backward(4, 2)) == [
-        "F0 F1 B0 B1", "F0 F1 B0 B1", "F0 F1 B0 B1", "F0 B0 F1 B1"]
+        "F0 F1 B0 B1",
+        "F0 F1 B0 B1",
+        "F0 F1 B0 B1",
+        "F0 B0 F1 B1",
+    ]
 
 
 def test_interleaved_as_drawn():
@@ -56,8 +62,7 @@ def test_interleaved_as_drawn():
 
 
 def test_interleaved_of_one_chunk_is_1f1b_with_a_longer_warm_up():
-    assert lines(interleaved(2, 4, 1)) == [
-        "F0 F1 F2 B0 F3 B1 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"]
+    assert lines(interleaved(2, 4, 1)) == ["F0 F1 F2 B0 F3 B1 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"]
 
 
 def test_interleaved_takes_its_stages_round_the_ranks():
@@ -71,7 +76,8 @@ def test_interleaved_refuses_what_it_cannot_group():
     with pytest.raises(ConfigError) as error:
         interleaved(4, 6, 2)
     assert str(error.value) == (
-        "6 micro-batches are not divisible by 4 ranks: 2 chunks need groups of 4; use 8")
+        "6 micro-batches are not divisible by 4 ranks: 2 chunks need groups of 4; use 8"
+    )
 
 
 def test_zb_h1_puts_the_weights_off_by_as_many_micro_batches_as_the_rank_says():
@@ -98,11 +104,13 @@ def test_zb_h1_with_chunks_defers_by_as_many_passes_as_the_rank_says():
         zero_bubble(2, 3, 2)
 
 
-@pytest.mark.parametrize("make", [
-    sequential, gpipe, one_forward_one_backward, zero_bubble])
+@pytest.mark.parametrize("make", [sequential, gpipe, one_forward_one_backward, zero_bubble])
 def test_one_rank_needs_nobody(make):
-    assert [action.micro_batch for action in make(1, 3).actions[0] if action.kind == "F"] == \
-        [0, 1, 2]
+    assert [action.micro_batch for action in make(1, 3).actions[0] if action.kind == "F"] == [
+        0,
+        1,
+        2,
+    ]
     assert make(1, 3).num_stages == 1
 
 

@@ -40,8 +40,9 @@ from tests.tiers import collected, in_tiers, in_turn, runs_all, tiered
 V, S = 36, 12  # 2, 3 and 4 ranks divide all sizes
 SIZES = (2, 3, 1, 4)
 IN_MAKE_TEST = SIZES[:2]
-MODEL = dict(vocab_size=V, max_sequence_length=S, width=24, num_heads=12, num_kv_heads=12,
-             ffn_width=36)
+MODEL = dict(
+    vocab_size=V, max_sequence_length=S, width=24, num_heads=12, num_kv_heads=12, ffn_width=36
+)
 gpt = partial(small_model, "gpt", **MODEL)
 llama = partial(small_model, "llama", **MODEL)
 keeping = partial(apply_sequence_parallel, regather=False)
@@ -82,21 +83,29 @@ TRAININGS = {
 
 
 KEPT = {  # by `make test`
-    "gpt", "llama", "all ranks one key-value head", "llama, recomputed",
+    "gpt",
+    "llama",
+    "all ranks one key-value head",
+    "llama, recomputed",
 }
 
 
 def everything(group, names):
     size = group.size()
     return {
-        "trainings": {name: TRAININGS[name].records(group, TRAININGS[name].apply, optimizers)
-                      for name, optimizers in names.items() if size in TRAININGS[name].sizes},
+        "trainings": {
+            name: TRAININGS[name].records(group, TRAININGS[name].apply, optimizers)
+            for name, optimizers in names.items()
+            if size in TRAININGS[name].sizes
+        },
         "mutants": train_mutants(group) if size == 3 else {},
         "wire": {name: one_step(group, *step) for name, step in STEPS.items()},
         "held": {name: activations(group, *case) for name, case in HELD.items()}
-                if size in (2, 4) else {},
+        if size in (2, 4)
+        else {},
         "16 bits": {name: in_bfloat16(group, *case) for name, case in HALF.items()}
-                   if size == 3 else {},
+        if size == 3
+        else {},
         "overlap": overlap(group) if size == 2 else [],
     }
 
@@ -145,8 +154,10 @@ def own_tokens(self, x):
 def norms_only(self, gradient):
     """Sums the gradients of norms, and forgets biases and positions."""
     cuts = self.cuts
-    self.cuts = {name: cut if "norm" in name else cuts["token_embedding.weight"]
-                 for name, cut in cuts.items()}
+    self.cuts = {
+        name: cut if "norm" in name else cuts["token_embedding.weight"]
+        for name, cut in cuts.items()
+    }
     finish(self, gradient)
     self.cuts = cuts
 
@@ -155,18 +166,30 @@ finish = TensorParallel.sum_partial_gradients
 TOGETHER = "gradient differs between ranks, together they are right: never reduced?"
 MUTANTS = {
     "gradients of norms not summed": (
-        llama, patch.object(TensorParallel, "sum_partial_gradients", not_summed),
-        f"blocks.0.attention_norm.weight: {TOGETHER}"),
+        llama,
+        patch.object(TensorParallel, "sum_partial_gradients", not_summed),
+        f"blocks.0.attention_norm.weight: {TOGETHER}",
+    ),
     "gradients of biases and positions not summed": (
-        gpt, patch.object(TensorParallel, "sum_partial_gradients", norms_only),
-        f"position_embedding.weight: {TOGETHER}"),
+        gpt,
+        patch.object(TensorParallel, "sum_partial_gradients", norms_only),
+        f"position_embedding.weight: {TOGETHER}",
+    ),
     "reduce-scatter removed": (
-        gpt, patch.object(SequenceParallelExchange, "reduce", own_part), "model: loss"),
+        gpt,
+        patch.object(SequenceParallelExchange, "reduce", own_part),
+        "model: loss",
+    ),
     "reduce-scatter of the backward pass removed": (
-        gpt, patch.object(SequenceParallelExchange, "start_reduce", own_grad_part),
-        "token_embedding.weight: gradient not proportional"),
+        gpt,
+        patch.object(SequenceParallelExchange, "start_reduce", own_grad_part),
+        "token_embedding.weight: gradient not proportional",
+    ),
     "all-gather removed": (
-        gpt, patch.object(SequenceParallelExchange, "start_gather", own_tokens), "model: loss"),
+        gpt,
+        patch.object(SequenceParallelExchange, "start_gather", own_tokens),
+        "model: loss",
+    ),
     "none": (llama, nullcontext(), None),
 }
 
@@ -209,9 +232,11 @@ def one_step(group, apply, make, num_layers):
 STEPS = {
     (name, num_layers): (apply, make, num_layers)
     for name, apply, make in (
-        ("tensor", apply_tensor_parallel, gpt), ("keeping", keeping, gpt),
+        ("tensor", apply_tensor_parallel, gpt),
+        ("keeping", keeping, gpt),
         ("regathering", apply_sequence_parallel, gpt),
-        ("llama", apply_sequence_parallel, llama))
+        ("llama", apply_sequence_parallel, llama),
+    )
     for num_layers in (1, 2)
 }
 WHOLE = 4 * 2 * S * 24
@@ -248,8 +273,15 @@ def test_a_block_sends_as_much_as_with_tensor_parallelism_and_2_bsh_more_to_rega
 
 def finish_bytes(done, size):
     """What the last all-reduce of the step sends for a block more, by name."""
-    few, many = ({name: sum(payload for phase, _, payload in done["wire"][name, L][0]
-                            if phase == "finish") for name, _ in STEPS} for L in (1, 2))
+    few, many = (
+        {
+            name: sum(
+                payload for phase, _, payload in done["wire"][name, L][0] if phase == "finish"
+            )
+            for name, _ in STEPS
+        }
+        for L in (1, 2)
+    )
     return {name: 2 * (many[name] - few[name]) * (size - 1) // size for name in few}
 
 
@@ -268,9 +300,15 @@ def test_what_every_rank_holds_whole_is_summed_once_a_step_in_one_message(ranks)
 # Under autocast
 
 
-HALF = {(family, name): (make, apply) for family, make in (("gpt", gpt), ("llama", llama))
-        for name, apply in (("tensor", apply_tensor_parallel), ("keeping", keeping),
-                            ("regathering", apply_sequence_parallel))}
+HALF = {
+    (family, name): (make, apply)
+    for family, make in (("gpt", gpt), ("llama", llama))
+    for name, apply in (
+        ("tensor", apply_tensor_parallel),
+        ("keeping", keeping),
+        ("regathering", apply_sequence_parallel),
+    )
+}
 
 
 def in_bfloat16(group, make, apply):
@@ -330,8 +368,17 @@ def activations(group, apply, recompute):
     """Bytes that a block saves: what a model of two saves more than one of one."""
     saved = []
     for num_layers in (1, 2):
-        model = small_model("gpt", vocab_size=32, max_sequence_length=s, num_layers=num_layers,
-                            width=h, num_heads=a, num_kv_heads=a, ffn_width=4 * h, dropout=0.1)
+        model = small_model(
+            "gpt",
+            vocab_size=32,
+            max_sequence_length=s,
+            num_layers=num_layers,
+            width=h,
+            num_heads=a,
+            num_kv_heads=a,
+            ffn_width=4 * h,
+            dropout=0.1,
+        )
         model = model.bfloat16()
         for block in model.blocks:
             block.attention.attention_fn = materialized_attention
@@ -383,8 +430,17 @@ def test_the_input_comes_while_its_gradient_is_computed_which_leaves_past_the_we
         events = done["overlap"]
         assert events[:6] == [gathers, x, reduces, gathered, weight, reduced]  # head
         after_down = events[8:]
-        assert after_down[:9] == [gathers, x, x, reduces, gathered, weight, weight, reduced,
-                                  ("product", (24, 12))]
+        assert after_down[:9] == [
+            gathers,
+            x,
+            x,
+            reduces,
+            gathered,
+            weight,
+            weight,
+            reduced,
+            ("product", (24, 12)),
+        ]
         assert events.count(gathers) == events.count(reduces) == 3
 
 
@@ -397,8 +453,16 @@ def test_a_step_of_one_fake_rank_of_many(apply):
     try:
         with FakeTensorMode():
             with torch.device("meta"):
-                model = small_model("gpt", vocab_size=160, max_sequence_length=64, width=64,
-                                    num_heads=16, num_kv_heads=16, ffn_width=256, dropout=0.1)
+                model = small_model(
+                    "gpt",
+                    vocab_size=160,
+                    max_sequence_length=64,
+                    width=64,
+                    num_heads=16,
+                    num_kv_heads=16,
+                    ffn_width=256,
+                    dropout=0.1,
+                )
             parallel = apply(model, dist.group.WORLD)
             apply_full_recompute(model)
             materialize(model, "cpu")

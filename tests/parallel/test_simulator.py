@@ -23,8 +23,12 @@ from minitron.parallel.pipeline.v_schedules import dualpipe_v, zb_v
 from tests.tiers import tiered
 
 RANKS, MICRO_BATCHES = range(1, 7), (1, 2, 3, 4, 5, 6, 8, 11, 12)
-TIMES = [(Fraction(1), Fraction(1)), (Fraction(1), Fraction(2)), (Fraction(5, 3), Fraction(3, 7)),
-         (Fraction(1, 10), Fraction(7))]
+TIMES = [
+    (Fraction(1), Fraction(1)),
+    (Fraction(1), Fraction(2)),
+    (Fraction(5, 3), Fraction(3, 7)),
+    (Fraction(1, 10), Fraction(7)),
+]
 """Of F and B: equal, as usual, and uneven."""
 
 
@@ -33,17 +37,21 @@ def agrees(timeline, bubble):
     num_ranks = len(timeline.passes)
     total = bubble.ideal_seconds + bubble.seconds
     assert timeline.seconds == total
-    assert [timeline.busy_seconds(rank) for rank in range(num_ranks)] == \
-        [bubble.ideal_seconds] * num_ranks
+    assert [timeline.busy_seconds(rank) for rank in range(num_ranks)] == [
+        bubble.ideal_seconds
+    ] * num_ranks
     assert timeline.bubble_of_total == bubble.of_total
     assert timeline.bubble_of_ideal == bubble.of_ideal
 
 
-@pytest.mark.parametrize(("make", "formula"), [
-    (sequential, cost.sequential_bubble),
-    (gpipe, cost.pipeline_bubble),
-    (one_forward_one_backward, cost.pipeline_bubble),
-])
+@pytest.mark.parametrize(
+    ("make", "formula"),
+    [
+        (sequential, cost.sequential_bubble),
+        (gpipe, cost.pipeline_bubble),
+        (one_forward_one_backward, cost.pipeline_bubble),
+    ],
+)
 def test_one_stage_a_rank_for_any_number_of_micro_batches(make, formula):
     """216 cases each, with fewer micro-batches than ranks and with more."""
     for p, m, (forward, backward) in product(RANKS, MICRO_BATCHES, TIMES):
@@ -67,8 +75,10 @@ def test_gpipe_with_chunks_for_any_number_of_micro_batches_from_ranks_on(v):
             agrees(timeline, cost.pipeline_bubble(p, m, forward, backward, v))
 
 
-HALVES = [tuple(map(Fraction, times)) for times in [
-    (1, 1, 1), (2, 1, 1), (1, 2, 1), (3, 2, 1), (3, 4, "1/3"), (1, 1, "9/10")]]
+HALVES = [
+    tuple(map(Fraction, times))
+    for times in [(1, 1, 1), (2, 1, 1), (1, 2, 1), (3, 2, 1), (3, 4, "1/3"), (1, 1, "9/10")]
+]
 """Of F, I and W, where W is no longer than the others."""
 
 
@@ -87,8 +97,9 @@ def test_zb_h1_from_as_many_micro_batches_as_ranks_on():
 def test_zb_h1_with_chunks_whenever_the_micro_batches_can_be_grouped(v):
     """126 cases each."""
     for p, groups, (forward, inputs, weights) in product(RANKS, (1, 2, 3), HALVES):
-        timeline = simulate(zero_bubble(p, groups * p, v),
-                            {"F": forward / v, "I": inputs / v, "W": weights / v})
+        timeline = simulate(
+            zero_bubble(p, groups * p, v), {"F": forward / v, "I": inputs / v, "W": weights / v}
+        )
         agrees(timeline, cost.zb_h1_bubble(p, groups * p, forward, inputs, weights, v))
 
 
@@ -124,12 +135,19 @@ def test_zb_v_does_not_reach_its_formula_with_uneven_passes_or_few_micro_batches
 
 # Against a clock that ticks
 
-GENERATED = [
-    make(p, m) for make in (sequential, gpipe, one_forward_one_backward, zero_bubble)
-    for p, m in [(1, 2), (2, 3), (3, 2), (4, 6)]
-] + [make(p, m, v) for make in (interleaved, breadth_first, zero_bubble)
-     for p, m, v in [(1, 2, 2), (2, 4, 3), (4, 8, 2)]
-] + [make(p, m) for make in (zb_v, dualpipe_v) for p, m in [(1, 2), (2, 5), (4, 8)]]
+GENERATED = (
+    [
+        make(p, m)
+        for make in (sequential, gpipe, one_forward_one_backward, zero_bubble)
+        for p, m in [(1, 2), (2, 3), (3, 2), (4, 6)]
+    ]
+    + [
+        make(p, m, v)
+        for make in (interleaved, breadth_first, zero_bubble)
+        for p, m, v in [(1, 2, 2), (2, 4, 3), (4, 8, 2)]
+    ]
+    + [make(p, m) for make in (zb_v, dualpipe_v) for p, m in [(1, 2), (2, 5), (4, 8)]]
+)
 
 
 def tick(schedule, seconds, transfer):
@@ -144,8 +162,7 @@ def tick(schedule, seconds, transfer):
             action = actions[len(own)]
             holder = schedule.rank_of
             arrived = [
-                need in ends
-                and ends[need] + (transfer if holder[need.stage] != rank else 0) <= now
+                need in ends and ends[need] + (transfer if holder[need.stage] != rank else 0) <= now
                 for need in schedule.needs(action)
             ]
             if all(arrived):
@@ -171,8 +188,9 @@ def test_it_sees_what_a_ticking_clock_sees(schedule):
 
 def test_two_ranks_by_hand():
     timeline = simulate(gpipe(2, 2), {"F": 1, "B": 2}, transfer_seconds=0.5)
-    spans = [[(str(each.action), each.start, each.end) for each in rank]
-             for rank in timeline.passes]
+    spans = [
+        [(str(each.action), each.start, each.end) for each in rank] for rank in timeline.passes
+    ]
     assert spans == [
         [("F0", 0, 1), ("F1", 1, 2), ("B0", 6, 8), ("B1", 8, 10)],
         [("F0", 1.5, 2.5), ("F1", 2.5, 3.5), ("B0", 3.5, 5.5), ("B1", 5.5, 7.5)],

@@ -48,8 +48,9 @@ from tests.tiers import collected, in_tiers, in_turn, runs_all, tiered
 V, S = 36, 12  # 2, 3 and 4 ranks divide all sizes
 SIZES = (2, 3, 1, 4)
 IN_MAKE_TEST = SIZES[:2]
-MODEL = dict(vocab_size=V, max_sequence_length=S, width=24, num_heads=12, num_kv_heads=12,
-             ffn_width=36)
+MODEL = dict(
+    vocab_size=V, max_sequence_length=S, width=24, num_heads=12, num_kv_heads=12, ffn_width=36
+)
 gpt = partial(small_model, "gpt", **MODEL)
 llama = partial(small_model, "llama", **MODEL)
 six_heads = partial(gpt, num_heads=6, num_kv_heads=6)
@@ -58,17 +59,25 @@ six_heads = partial(gpt, num_heads=6, num_kv_heads=6)
 def frozen():
     """Of layers that compute together some train: a weight, a bias, and neither."""
     model = llama(num_kv_heads=4, tied_embedding=True)
-    for name in ("token_embedding.weight", "blocks.0.attention.key.weight",
-                 "blocks.0.attention.value.weight", "blocks.1.attention.out.weight",
-                 "blocks.1.mlp.gate.weight"):
+    for name in (
+        "token_embedding.weight",
+        "blocks.0.attention.key.weight",
+        "blocks.0.attention.value.weight",
+        "blocks.1.attention.out.weight",
+        "blocks.1.mlp.gate.weight",
+    ):
         model.get_parameter(name).requires_grad_(False)
     return model
 
 
 def frozen_biases():
     model = gpt(tied_embedding=False)
-    for name in ("blocks.0.attention.query.bias", "blocks.0.attention.key.weight",
-                 "blocks.1.mlp.up.bias", "blocks.1.mlp.down.bias"):
+    for name in (
+        "blocks.0.attention.query.bias",
+        "blocks.0.attention.key.weight",
+        "blocks.1.mlp.up.bias",
+        "blocks.1.mlp.down.bias",
+    ):
         model.get_parameter(name).requires_grad_(False)
     return model
 
@@ -109,24 +118,34 @@ TRAININGS = {
     "frozen biases": Training(frozen_biases, (3,)),
     "gpt, recomputed": Training(partial(recomputed, gpt, *BOTH), (3,)),
     "llama, recomputed": Training(
-        partial(recomputed, partial(llama, num_kv_heads=2), *BOTH), (2, 4), 2),
+        partial(recomputed, partial(llama, num_kv_heads=2), *BOTH), (2, 4), 2
+    ),
 }
 KEPT = {  # by `make test`
-    "gpt", "llama", "all ranks one key-value head", "more key-value heads than ranks", "frozen",
-    "frozen biases", "llama, recomputed",
+    "gpt",
+    "llama",
+    "all ranks one key-value head",
+    "more key-value heads than ranks",
+    "frozen",
+    "frozen biases",
+    "llama, recomputed",
 }
 
 
 def everything(group, names):
     size = group.size()
     return {
-        "trainings": {name: TRAININGS[name].records(group, apply_tensor_parallel, optimizers)
-                      for name, optimizers in names.items() if size in TRAININGS[name].sizes},
+        "trainings": {
+            name: TRAININGS[name].records(group, apply_tensor_parallel, optimizers)
+            for name, optimizers in names.items()
+            if size in TRAININGS[name].sizes
+        },
         "mutants": train_mutants(group) if size == 3 else {},
         "weights": [weights(group, is_meta) for is_meta in (True, False)],
         "wire": {name: one_step(group, *step) for name, step in STEPS.items()},
         "shared": one_step(group, partial(llama, num_kv_heads=SHARED[size]))
-                  if size in SHARED else (),
+        if size in SHARED
+        else (),
         "overlap": overlap(group) if size == 2 else [],
         "left": left_after_a_step(group) if size == 2 else [],
     }
@@ -188,27 +207,46 @@ def not_sent(*args, **kwargs):
 ONE_HEAD = partial(llama, num_kv_heads=1)
 MUTANTS = {
     "forward all-reduce removed": (
-        gpt, patch.object(AllReduceExchange, "reduce", lambda self, out: out), "model: loss"),
+        gpt,
+        patch.object(AllReduceExchange, "reduce", lambda self, out: out),
+        "model: loss",
+    ),
     "backward all-reduce removed": (
-        gpt, patch.object(AllReduceExchange, "start_reduce", lambda self, grad: lambda: grad),
-        "token_embedding.weight: gradient not proportional"),
+        gpt,
+        patch.object(AllReduceExchange, "start_reduce", lambda self, grad: lambda: grad),
+        "token_embedding.weight: gradient not proportional",
+    ),
     "backward all-reduce in the wrong place too": (
-        gpt, patch.object(layers, "AllReduceExchange", ReducedTwice),
-        "token_embedding.weight: gradient "),
+        gpt,
+        patch.object(layers, "AllReduceExchange", ReducedTwice),
+        "token_embedding.weight: gradient ",
+    ),
     "bias added on every rank": (
-        gpt, patch.object(RowParallelLinear, "forward", bias_on_every_rank), "model: loss"),
+        gpt,
+        patch.object(RowParallelLinear, "forward", bias_on_every_rank),
+        "model: loss",
+    ),
     "embedding not summed": (
-        gpt, patch.object(VocabularyParallelEmbedding, "forward", own_embedding), "model: loss"),
-    "loss not summed": (
-        gpt, patch.object(vocabulary, "all_reduce", not_sent), "model: loss"),
+        gpt,
+        patch.object(VocabularyParallelEmbedding, "forward", own_embedding),
+        "model: loss",
+    ),
+    "loss not summed": (gpt, patch.object(vocabulary, "all_reduce", not_sent), "model: loss"),
     "largest logit of this rank alone": (
-        gpt, patch.object(vocabulary, "all_reduce_max", not_sent), "model: loss"),
+        gpt,
+        patch.object(vocabulary, "all_reduce_max", not_sent),
+        "model: loss",
+    ),
     "shared key-value head not summed": (
-        ONE_HEAD, patch.object(TensorParallel, "sum_partial_gradients", not_sent),
-        "blocks.0.attention.key.weight: gradient differs between ranks, together they are right"),
+        ONE_HEAD,
+        patch.object(TensorParallel, "sum_partial_gradients", not_sent),
+        "blocks.0.attention.key.weight: gradient differs between ranks, together they are right",
+    ),
     "no broadcast": (
-        gpt, patch.object(layers, "broadcast_together", not_sent),
-        "token_embedding.weight: initial weights differ on all ranks: no broadcast from rank 0"),
+        gpt,
+        patch.object(layers, "broadcast_together", not_sent),
+        "token_embedding.weight: initial weights differ on all ranks: no broadcast from rank 0",
+    ),
     "none": (ONE_HEAD, nullcontext(), None),
 }
 
@@ -281,16 +319,20 @@ def test_which_part_a_rank_holds_counted_by_hand():
     assert torch.equal(cuts["head.weight"].of(matrix.T), matrix.T[18:27])
     assert torch.equal(cuts["final_norm.weight"].of(matrix[0]), matrix[0])
     shared = {name for name, cut in cuts.items() if cut.is_partial}
-    assert shared == {f"blocks.{n}.attention.{kind}.weight" for n in (0, 1)
-                      for kind in ("key", "value")}
+    assert shared == {
+        f"blocks.{n}.attention.{kind}.weight" for n in (0, 1) for kind in ("key", "value")
+    }
 
 
-@pytest.mark.parametrize(("family", "sizes", "ranks", "name"), [
-    ("gpt", {}, 5, "num_heads = 12"),
-    ("llama", {"num_kv_heads": 4}, 6, "num_kv_heads = 4"),
-    ("gpt", {"ffn_width": 34}, 4, "ffn_width = 34"),
-    ("llama", {"vocab_size": 29}, 3, "vocab_size = 29"),
-])
+@pytest.mark.parametrize(
+    ("family", "sizes", "ranks", "name"),
+    [
+        ("gpt", {}, 5, "num_heads = 12"),
+        ("llama", {"num_kv_heads": 4}, 6, "num_kv_heads = 4"),
+        ("gpt", {"ffn_width": 34}, 4, "ffn_width = 34"),
+        ("llama", {"vocab_size": 29}, 3, "vocab_size = 29"),
+    ],
+)
 def test_a_size_that_does_not_divide_is_told_with_both_numbers(family, sizes, ranks, name):
     model = small_model(family, **MODEL | sizes)
     words = f"^model.{name} is not divisible by {ranks} ranks of tensor parallelism: raise it to "
@@ -327,9 +369,14 @@ SHARED = {3: 1, 4: 2}  # key-value heads, of which several ranks hold each
 def test_each_call_of_a_step(ranks, name):
     """With L = 2 blocks 4 b s h bytes a tensor: the embedding's, two a block, the loss's two."""
     whole, tokens = 4 * 2 * S * 24, 4 * 2 * S
-    expected = [("forward", "all_reduce", "sum", whole)] * 5 + [
-        ("forward", "all_reduce", "max", tokens), ("forward", "all_reduce", "sum", 2 * tokens),
-    ] + [("backward", "all_reduce", "sum", whole)] * 5
+    expected = (
+        [("forward", "all_reduce", "sum", whole)] * 5
+        + [
+            ("forward", "all_reduce", "max", tokens),
+            ("forward", "all_reduce", "sum", 2 * tokens),
+        ]
+        + [("backward", "all_reduce", "sum", whole)] * 5
+    )
     for of_size in ranks.values():
         for done in of_size:
             assert done["wire"][name][0] == expected  # no all-gather, and nothing left to finish
@@ -369,8 +416,16 @@ def test_weight_gradients_are_computed_while_the_input_gradient_travels(ranks):
     x, starts, ends = ("product", (2 * S, 24)), ("start_reduce", "starts"), ("start_reduce", "ends")
     head = [x, starts, ("product", (18, 24)), ends]
     gate_and_up = [x, x, starts, ("product", (18, 24)), ("product", (18, 24)), ends]
-    attention = [x, x, x, starts, ("product", (12, 24)), ("product", (4, 24)),
-                 ("product", (4, 24)), ends]
+    attention = [
+        x,
+        x,
+        x,
+        starts,
+        ("product", (12, 24)),
+        ("product", (4, 24)),
+        ("product", (4, 24)),
+        ends,
+    ]
     for events in (done["overlap"] for done in ranks[2]):
         assert events[:4] == head
         assert events[6:12] == gate_and_up  # after both gradients of down, which are its own

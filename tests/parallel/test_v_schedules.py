@@ -15,8 +15,10 @@ KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_
 def lines(schedule):
     """What each rank does, as one string; an apostrophe for its second stage, on the way up."""
     p = schedule.num_ranks
-    return [" ".join(f"{action}" + "'" * (action.stage // p) for action in actions)
-            for actions in schedule.actions]
+    return [
+        " ".join(f"{action}" + "'" * (action.stage // p) for action in actions)
+        for actions in schedule.actions
+    ]
 
 
 def test_zb_v_as_drawn():
@@ -52,8 +54,8 @@ def test_dualpipe_v_refuses_fewer_micro_batches_than_stages():
     with pytest.raises(ConfigError) as error:
         dualpipe_v(4, 7)
     assert str(error.value) == (
-        "7 micro-batches do not fill DualPipeV on 4 ranks: it needs 2 for each rank; "
-        "use 8 or more")
+        "7 micro-batches do not fill DualPipeV on 4 ranks: it needs 2 for each rank; use 8 or more"
+    )
 
 
 def theirs(schedule_class, p, m):
@@ -65,9 +67,11 @@ def theirs(schedule_class, p, m):
         schedule._n_microbatches = m
         actions = []
         for each in filter(None, schedule._calculate_single_rank_operations(rank)):
-            parts = [Action(KINDS[part.computation_type.name], part.microbatch_index,
-                            part.stage_index) for part in each.sub_actions or (each,)]
-            overlapped.update(parts[:len(parts) - 1])
+            parts = [
+                Action(KINDS[part.computation_type.name], part.microbatch_index, part.stage_index)
+                for part in each.sub_actions or (each,)
+            ]
+            overlapped.update(parts[: len(parts) - 1])
             actions += parts
         lists.append(tuple(actions))
     return tuple(lists), overlapped

@@ -91,7 +91,9 @@ def test_three_numbers_a_token_cross_the_wire_and_none_in_the_backward_pass(rank
             precise = torch.promote_types(dtype, torch.float32)
             tokens = B * S * precise.itemsize
             assert calls == [
-                ("all_reduce", "max", tokens, precise), ("all_reduce", "sum", 2 * tokens, precise)]
+                ("all_reduce", "max", tokens, precise),
+                ("all_reduce", "sum", 2 * tokens, precise),
+            ]
             assert num_forward == 2
 
 
@@ -115,8 +117,15 @@ VOCABULARY = 208  # larger than anything else, products of two dims included
 
 
 def a_step(group, family, apply):
-    model = small_model(family, vocab_size=VOCABULARY, max_sequence_length=8, width=24,
-                        num_heads=12, num_kv_heads=12, ffn_width=48)
+    model = small_model(
+        family,
+        vocab_size=VOCABULARY,
+        max_sequence_length=8,
+        width=24,
+        num_heads=12,
+        num_kv_heads=12,
+        ffn_width=48,
+    )
     parallel = apply(model, group)
     tokens = torch.randint(VOCABULARY, (B, 8), generator=torch.Generator().manual_seed(0))
     with Shapes() as shapes:
@@ -126,8 +135,11 @@ def a_step(group, family, apply):
 
 def test_no_tensor_of_a_step_has_the_whole_vocabulary():
     def steps(group):
-        return [a_step(group, family, apply) for family in ("gpt", "llama")
-                for apply in (apply_tensor_parallel, apply_sequence_parallel)]
+        return [
+            a_step(group, family, apply)
+            for family in ("gpt", "llama")
+            for apply in (apply_tensor_parallel, apply_sequence_parallel)
+        ]
 
     for done in run(steps, 2):
         for shapes, whole in done:

@@ -55,7 +55,8 @@ VERSIONS = {
     "stage 2, every micro-batch": partial(apply_zero2, bucket_bytes=SMALL),
     "stage 1, gathered ahead": partial(apply_zero1, bucket_bytes=SMALL, overlap_gather=True),
     "stage 2, a parameter a bucket": partial(
-        apply_zero2, bucket_bytes=1, sync_every_micro_batch=False),
+        apply_zero2, bucket_bytes=1, sync_every_micro_batch=False
+    ),
 }
 OPTIMIZERS = oracle.OPTIMIZERS | {
     "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
@@ -109,23 +110,35 @@ class Training(NamedTuple):
 TRAININGS = {
     "plain": Training(sizes=SIZES),
     "gathered ahead": Training(
-        recomputed, 2, lambda N: (2 * N + 1, 2 * N), versions=("stage 1, gathered ahead",)),
+        recomputed, 2, lambda N: (2 * N + 1, 2 * N), versions=("stage 1, gathered ahead",)
+    ),
     "recomputed": Training(recomputed),
     "accumulated": Training(
-        num_micro_batches=2, sequences=lambda N: (2 * N + 1, 2 * N), versions=tuple(VERSIONS)[:4]),
+        num_micro_batches=2, sequences=lambda N: (2 * N + 1, 2 * N), versions=tuple(VERSIONS)[:4]
+    ),
     "a rank has nothing": Training(num_micro_batches=2, sequences=lambda N: (9, 2, 7)),
     "unused": Training(
-        Picky, 2, lambda N: (9, 6, 3), {"find_unused_parameters": True}, versions=tuple(VERSIONS)),
+        Picky, 2, lambda N: (9, 6, 3), {"find_unused_parameters": True}, versions=tuple(VERSIONS)
+    ),
     "other optimizers": Training(
-        Picky, options={"find_unused_parameters": True}, optimizers=MORE_OPTIMIZERS),
+        Picky, options={"find_unused_parameters": True}, optimizers=MORE_OPTIMIZERS
+    ),
 }
-CASES = [(name, version, size) for name, training in TRAININGS.items()
-         for version in training.versions for size in training.sizes]
+CASES = [
+    (name, version, size)
+    for name, training in TRAININGS.items()
+    for version in training.versions
+    for size in training.sizes
+]
 KEPT = {  # by `make test`: each training and each version
-    ("plain", "stage 1", 3), ("gathered ahead", "stage 1, gathered ahead", 3),
-    ("recomputed", "stage 2", 3), ("accumulated", "stage 2, one bucket", 3),
-    ("accumulated", "stage 2, every micro-batch", 3), ("a rank has nothing", "stage 2", 3),
-    ("unused", "stage 1", 3), ("unused", "stage 2, a parameter a bucket", 3),
+    ("plain", "stage 1", 3),
+    ("gathered ahead", "stage 1, gathered ahead", 3),
+    ("recomputed", "stage 2", 3),
+    ("accumulated", "stage 2, one bucket", 3),
+    ("accumulated", "stage 2, every micro-batch", 3),
+    ("a rank has nothing", "stage 2", 3),
+    ("unused", "stage 1", 3),
+    ("unused", "stage 2, a parameter a bucket", 3),
     ("other optimizers", "stage 2", 3),
 }
 OF_ALL_OPTIMIZERS = "plain", "other optimizers"
@@ -155,7 +168,8 @@ def on_ranks(apply, clip=None):
     def apply_all(model, group):
         parallel = apply(model, group)
         parallel.make_optimizer = lambda factory: clipping(
-            parallel.shard(factory(decaying_matrices(model))), clip or parallel.clip)
+            parallel.shard(factory(decaying_matrices(model))), clip or parallel.clip
+        )
         return parallel
 
     return apply_all
@@ -280,24 +294,54 @@ class SteppedUnfinished(Zero1):
 
 
 MUTANTS = {
-    **{(mutation, stage): (apply, partial(patch.object, where, name, replacement), None, words)
-       for stage, apply in (("stage 1", apply_zero1), ("stage 2", VERSIONS["stage 2"]))
-       for mutation, where, name, replacement, words in (
-           ("reduce-scatter removed", flat, "reduce_scatter_single", not_reduced,
-            "token_embedding.weight: gradient not proportional"),
-           ("mean dropped", flat, "reduce_scatter_single", summed,
-            "token_embedding.weight: gradient 3.0x too large on all ranks: summed instead"),
-           ("all-gather removed", flat.FlatShards, "unshard", not_gathered,
-            "after the update the parameter is"),
-       )},
-    **{("clipped by the local norm", stage): (
-        VERSIONS[stage], nullcontext, nn.utils.clip_grad_norm_,
-        "after the update the parameter is") for stage in ("stage 1", "stage 2")},
+    **{
+        (mutation, stage): (apply, partial(patch.object, where, name, replacement), None, words)
+        for stage, apply in (("stage 1", apply_zero1), ("stage 2", VERSIONS["stage 2"]))
+        for mutation, where, name, replacement, words in (
+            (
+                "reduce-scatter removed",
+                flat,
+                "reduce_scatter_single",
+                not_reduced,
+                "token_embedding.weight: gradient not proportional",
+            ),
+            (
+                "mean dropped",
+                flat,
+                "reduce_scatter_single",
+                summed,
+                "token_embedding.weight: gradient 3.0x too large on all ranks: summed instead",
+            ),
+            (
+                "all-gather removed",
+                flat.FlatShards,
+                "unshard",
+                not_gathered,
+                "after the update the parameter is",
+            ),
+        )
+    },
+    **{
+        ("clipped by the local norm", stage): (
+            VERSIONS[stage],
+            nullcontext,
+            nn.utils.clip_grad_norm_,
+            "after the update the parameter is",
+        )
+        for stage in ("stage 1", "stage 2")
+    },
     ("stepped early", "stage 2"): (
-        SteppedEarly, nullcontext, None,
-        "token_embedding.weight: gradient not proportional"),
+        SteppedEarly,
+        nullcontext,
+        None,
+        "token_embedding.weight: gradient not proportional",
+    ),
     ("stepped before finish", "stage 1"): (
-        SteppedUnfinished, nullcontext, None, "gradient missing (None) on all ranks"),
+        SteppedUnfinished,
+        nullcontext,
+        None,
+        "gradient missing (None) on all ranks",
+    ),
 }
 
 
@@ -306,7 +350,8 @@ def train_mutants(group):
     for key, (apply, patched, clip, _) in MUTANTS.items():
         with patched():
             records[key] = trainings(
-                group, on_ranks(apply, clip), small_gpt, sample_batches((9,)), 2, SGD)["SGD"]
+                group, on_ranks(apply, clip), small_gpt, sample_batches((9,)), 2, SGD
+            )["SGD"]
     return records
 
 
@@ -342,7 +387,8 @@ def wire(group):
     for version in tuple(VERSIONS)[:4]:
         model, issued = mlp(), []
         model[0].bias.register_post_accumulate_grad_hook(
-            lambda p, issued=issued: issued.append(len(ledger.calls)))
+            lambda p, issued=issued: issued.append(len(ledger.calls))
+        )
         parallel = VERSIONS[version](model, group)
         optimizer = parallel.make_optimizer(torch.optim.SGD)
         with Ledger() as ledger:
@@ -364,7 +410,8 @@ def wire(group):
             filling=sum(elements) - sum(p.numel() for p in parallel.names),
             bytes=(ledger.bytes_sent(), ledger.bytes_received()),
             formula=zero_volume(
-                sum(elements), 4, group.size(), group.rank(), stage, 3 if every else 1),
+                sum(elements), 4, group.size(), group.rank(), stage, 3 if every else 1
+            ),
         )
     return seen
 
@@ -380,7 +427,8 @@ def test_the_wire(size):
             when = "backward"  # what follows a backward pass counts to it
             assert seen["calls"] == [
                 *(("reduce_scatter", when, n) for n in seen["buckets"]),
-                *(("all_gather", "optimizer", n) for n in reversed(seen["buckets"]))]
+                *(("all_gather", "optimizer", n) for n in reversed(seen["buckets"])),
+            ]
             assert num_buckets > 3 or "one" in version
             assert seen["early"] == num_buckets - 1
 
@@ -394,6 +442,7 @@ def step(model, parallel, optimizer, x):
 
 def test_a_step_ends_before_its_parameters_are_gathered():
     """A module waits for its own; the last ones are on their way when the first one runs."""
+
     def buckets_in_flight(group):
         model, seen = mlp(), []
         parallel = VERSIONS["stage 1, gathered ahead"](model, group)
@@ -445,8 +494,15 @@ def with_layers_divided(divide, model, world):
 def late_steps(group, divide=None):
     """Losses of two steps and of a validation after each; nothing else reads the parameters."""
     torch.manual_seed(0)
-    model = small_model("llama", vocab_size=32, max_sequence_length=8, width=24, num_heads=4,
-                        num_kv_heads=2, ffn_width=36).double()
+    model = small_model(
+        "llama",
+        vocab_size=32,
+        max_sequence_length=8,
+        width=24,
+        num_heads=4,
+        num_kv_heads=2,
+        ffn_width=36,
+    ).double()
     parallel = OneDevice(model) if group is ALONE else with_layers_divided(divide, model, group)
     optimizer = parallel.shard(torch.optim.AdamW(decaying_matrices(model), lr=0.05, eps=1e-6))
     rank, size = parallel.data_part
@@ -461,8 +517,10 @@ def late_steps(group, divide=None):
     return torch.stack(losses), dict(parallel.full_parameters())
 
 
-@pytest.mark.parametrize("divide", tiered([
-    apply_tensor_parallel, apply_pipeline_parallel, apply_sequence_parallel, None], keep=2))
+@pytest.mark.parametrize(
+    "divide",
+    tiered([apply_tensor_parallel, apply_pipeline_parallel, apply_sequence_parallel, None], keep=2),
+)
 def test_a_module_waits_for_all_that_it_reads(divide):
     """A cut query computes for key and value too, whose weights are in other buckets."""
     losses, weights = late_steps(ALONE)
@@ -473,6 +531,7 @@ def test_a_module_waits_for_all_that_it_reads(divide):
 
 def test_the_next_step_begins_before_they_are_sent():
     """It first averages the number of its tokens, which would wait for all weights."""
+
     def messages(group):
         model = mlp()
         parallel = apply_zero1(model, group, **LATE)
@@ -503,7 +562,7 @@ def one_step(model, parallel, optimizer, number):
     """Afterwards all parameters are on their way."""
     rank, size = parallel.data_part
     optimizer.zero_grad()
-    (model(sample_batches((4, 4))[number][rank::size, 1:])**2).mean().backward()
+    (model(sample_batches((4, 4))[number][rank::size, 1:]) ** 2).mean().backward()
     parallel.finish()
     optimizer.step()
     if size > 1:
@@ -513,7 +572,7 @@ def one_step(model, parallel, optimizer, number):
 
 @torch.no_grad()
 def loss_of(model):
-    return (model(torch.arange(7)[None])**2).mean()
+    return (model(torch.arange(7)[None]) ** 2).mean()
 
 
 def read_and_set(group):
@@ -639,10 +698,12 @@ class Failing(torch.autograd.Function):
         raise ArithmeticError("in the backward pass")
 
 
-@pytest.mark.parametrize("version", in_tiers(
-    {"stage 1", "stage 2, every micro-batch"}, tuple(VERSIONS)[:4]))
+@pytest.mark.parametrize(
+    "version", in_tiers({"stage 1", "stage 2, every micro-batch"}, tuple(VERSIONS)[:4])
+)
 def test_zero_grad_discards_what_finish_has_not_handed_over(version):
     """After a backward pass, after one under no_sync, and after one that has raised."""
+
     def gradients(group):
         model = mlp()
         parallel = VERSIONS[version](model, group)

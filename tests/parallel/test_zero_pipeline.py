@@ -42,13 +42,20 @@ from tests.tiers import collected, in_tiers, in_turn
 
 def head_last(num_ranks, num_micro_batches):
     """A V of two ranks; the first has its last stage's W after all that its first stage does."""
-    def stage_by_stage(*order):
-        return tuple(Action(kind, i, stage) for kind, stage in order
-                     for i in range(num_micro_batches))
 
-    return Schedule("head last", num_micro_batches, (
-        stage_by_stage(("F", 0), ("F", 3), ("I", 3), ("B", 0), ("W", 3)),
-        stage_by_stage(("F", 1), ("F", 2), ("B", 2), ("B", 1))))
+    def stage_by_stage(*order):
+        return tuple(
+            Action(kind, i, stage) for kind, stage in order for i in range(num_micro_batches)
+        )
+
+    return Schedule(
+        "head last",
+        num_micro_batches,
+        (
+            stage_by_stage(("F", 0), ("F", 3), ("I", 3), ("B", 0), ("W", 3)),
+            stage_by_stage(("F", 1), ("F", 2), ("B", 2), ("B", 1)),
+        ),
+    )
 
 
 SCHEDULES = {
@@ -59,9 +66,11 @@ SCHEDULES = {
     "zb-v": zb_v,
     "dualpipe-v": dualpipe_v,
 }
-WITH_CHUNKS = {"gpipe, chunks": partial(breadth_first, num_chunks=2),
-               "zero-bubble, chunks": partial(zero_bubble, num_chunks=2),
-               "head last": head_last}
+WITH_CHUNKS = {
+    "gpipe, chunks": partial(breadth_first, num_chunks=2),
+    "zero-bubble, chunks": partial(zero_bubble, num_chunks=2),
+    "head last": head_last,
+}
 ONCE = {"sync_every_micro_batch": False}
 KEPT = {"reshard_each_pass": False}
 SMALL = {"bucket_bytes": 6000}
@@ -77,13 +86,21 @@ DATA = {
 }
 CASES = [(schedule, data) for schedule in SCHEDULES for data in DATA]
 KEPT = {  # by `make test`: each way to shard, and each schedule that shards differently
-    ("interleaved", "zero 2"), ("zero-bubble", "zero 2, reduced once"), ("zb-v", "zero 3"),
-    ("dualpipe-v", "zero 3, reduced once"), ("zero-bubble", "zero 3, kept"),
-    ("head last", "zero 3"), ("frozen", "zero 1"),
+    ("interleaved", "zero 2"),
+    ("zero-bubble", "zero 2, reduced once"),
+    ("zb-v", "zero 3"),
+    ("dualpipe-v", "zero 3, reduced once"),
+    ("zero-bubble", "zero 3, kept"),
+    ("head last", "zero 3"),
+    ("frozen", "zero 1"),
 }
-CHUNKED = [("gpipe, chunks", "zero 2"), ("gpipe, chunks", "zero 3, reduced once"),
-           ("zero-bubble, chunks", "zero 1"), ("zero-bubble, chunks", "zero 3, kept"),
-           *(("head last", data) for data in DATA)]
+CHUNKED = [
+    ("gpipe, chunks", "zero 2"),
+    ("gpipe, chunks", "zero 3, reduced once"),
+    ("zero-bubble, chunks", "zero 1"),
+    ("zero-bubble, chunks", "zero 3, kept"),
+    *(("head last", data) for data in DATA),
+]
 STEPS = (8, 8)
 M = 4  # micro-batches
 gpt = partial(small_gpt, num_layers=4)  # whose embedding is on both ranks
@@ -124,8 +141,10 @@ def training_of(case):
 
 def train_all(world, cases, wires):
     batches = sample_batches(STEPS)
-    done = {case: trainings(world, *training_of(case), batches, M, optimizers)
-            for case, optimizers in cases.items()}
+    done = {
+        case: trainings(world, *training_of(case), batches, M, optimizers)
+        for case, optimizers in cases.items()
+    }
     with patch.object(PipelineParallel, "sum_partial_gradients", lambda *_: None):
         done["tied"] = trainings(world, applied("1f1b", "zero 3"), gpt, batches[:1], M, SGD)["SGD"]
     done["wire"] = {case: wire(world, *case) for case in wires if "zero 3" in case[1]}
@@ -144,16 +163,22 @@ def ranks(request):
 
 @pytest.fixture(scope="module")
 def reference():
-    return {model: trainings(ALONE, on_one_device, model, sample_batches(STEPS), 1)
-            for model in (gpt, small_llama, first_stage_frozen)}
+    return {
+        model: trainings(ALONE, on_one_device, model, sample_batches(STEPS), 1)
+        for model in (gpt, small_llama, first_stage_frozen)
+    }
 
 
 def on_one_device(model, group):
     return OneDevice(model)
 
 
-@pytest.mark.parametrize("case", in_tiers(
-    KEPT, [*CASES, *CHUNKED, "recomputed", *(("frozen", data) for data in ONE_STAGE_FROZEN)]))
+@pytest.mark.parametrize(
+    "case",
+    in_tiers(
+        KEPT, [*CASES, *CHUNKED, "recomputed", *(("frozen", data) for data in ONE_STAGE_FROZEN)]
+    ),
+)
 def test_it_is_the_same_training(ranks, reference, case):
     _, model = training_of(case)
     assert_same(reference[model], [done[case] for done in ranks])
@@ -181,8 +206,14 @@ def wire(world, schedule, data):
     with Meter(model, optimizer) as meter, Ledger() as ledger:
         parallel.forward_backward(None, M * [(tokens, tokens)], 1.0, parallel.summed_loss)
         parallel.finish()
-    moved = [sum(getattr(call, way) for call in ledger.calls
-                 if call.op in ("all_gather", "reduce_scatter")) for way in ("sent", "received")]
+    moved = [
+        sum(
+            getattr(call, way)
+            for call in ledger.calls
+            if call.op in ("all_gather", "reduce_scatter")
+        )
+        for way in ("sent", "received")
+    ]
 
     axis = parallel.data
     embedding = axis.root.flats if parallel.pipeline.rank == 0 else []
@@ -217,10 +248,19 @@ def wire_of_stage_2(world, schedule, data):
 
     def gradients_between_passes(step, *args, **kwargs):
         flats = axis.flats
-        held.append(sum(tensor.nbytes for flat in flats for tensor in
-                        (flat.grad_full, flat.grad_shard) if tensor is not None)
-                    + sum(p.grad.nbytes for p in axis.names if p.grad is not None
-                          and axis.flat_of[p].grad_full is None))
+        held.append(
+            sum(
+                tensor.nbytes
+                for flat in flats
+                for tensor in (flat.grad_full, flat.grad_shard)
+                if tensor is not None
+            )
+            + sum(
+                p.grad.nbytes
+                for p in axis.names
+                if p.grad is not None and axis.flat_of[p].grad_full is None
+            )
+        )
         return around(step, *args, **kwargs)
 
     around = axis.pass_context
@@ -228,8 +268,14 @@ def wire_of_stage_2(world, schedule, data):
         parallel.forward_backward(None, M * [(tokens, tokens)], 1.0, parallel.summed_loss)
         parallel.finish()
         optimizer.step()
-    moved = [sum(getattr(call, way) for call in ledger.calls
-                 if call.op in ("all_gather", "reduce_scatter")) for way in ("sent", "received")]
+    moved = [
+        sum(
+            getattr(call, way)
+            for call in ledger.calls
+            if call.op in ("all_gather", "reduce_scatter")
+        )
+        for way in ("sent", "received")
+    ]
 
     accumulation = "unsharded" if "once" in data else "sharded"
     calls = step_collectives(2, M, accumulation=accumulation)
@@ -239,8 +285,9 @@ def wire_of_stage_2(world, schedule, data):
         volume = hybrid_volume(flat.num_elements, 4, 4, (1, size), (0, place), calls)
         formula += torch.tensor(volume["shards"])
     count = sum(flat.num_elements for flat in axis.flats)
-    expected = step_holdings(count, size, 2, RECIPES["fp32"], RECIPES["fp32"],
-                             accumulation=accumulation)["gradient"]
+    expected = step_holdings(
+        count, size, 2, RECIPES["fp32"], RECIPES["fp32"], accumulation=accumulation
+    )["gradient"]
     buckets = sum(max(4 * flat.num_elements for flat in queue.buckets) for queue in axis.queues)
     return moved, formula.tolist(), max(held), expected, buckets
 

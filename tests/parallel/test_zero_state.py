@@ -26,7 +26,7 @@ def train(model, parallel, optimizer, steps):
         generator = torch.Generator().manual_seed(number)
         tokens = torch.randint(29, (6, 7), generator=generator)
         rank, size = parallel.data_part
-        (model(tokens[rank::size])**2).mean().backward()
+        (model(tokens[rank::size]) ** 2).mean().backward()
         parallel.finish()
         optimizer.step()
         optimizer.zero_grad()

@@ -55,8 +55,9 @@ def planned(device, precision):
 
 @pytest.mark.parametrize(("bf16", "fp32"), [(1e9, 30e9), (30e9, 1e9)])
 def test_the_faster_of_two_dtypes_is_the_peak(monkeypatch, bf16, fp32):
-    monkeypatch.setattr(calibration, "matmul_flops", lambda device, dtype:
-                        bf16 if dtype == torch.bfloat16 else fp32)
+    monkeypatch.setattr(
+        calibration, "matmul_flops", lambda device, dtype: bf16 if dtype == torch.bfloat16 else fp32
+    )
     device = replace(alone(CPU, None), memory_bandwidth=1e15, nvlink_bandwidth=1e15)
     assert device.bf16_flops == 30e9
     seconds = {dtype: planned(device, dtype).parts["matmul"] for dtype in ("bf16", "fp32")}
@@ -65,8 +66,11 @@ def test_the_faster_of_two_dtypes_is_the_peak(monkeypatch, bf16, fp32):
 
 
 def test_of_a_known_gpu_the_datasheet_stays(monkeypatch):
-    monkeypatch.setattr(calibration, "matmul_flops", lambda device, dtype:
-                        700e12 if dtype == torch.bfloat16 else 50e12)
+    monkeypatch.setattr(
+        calibration,
+        "matmul_flops",
+        lambda device, dtype: 700e12 if dtype == torch.bfloat16 else 50e12,
+    )
     h100 = alone(CPU, DEVICES["H100-SXM-80GB"])
     assert h100.bf16_flops == 989.4e12 and h100.watts == 700
     assert h100.matmul_share == pytest.approx(700 / 989.4)
@@ -74,10 +78,17 @@ def test_of_a_known_gpu_the_datasheet_stays(monkeypatch):
     assert h100.nic_bandwidth == 50e9
 
 
-@pytest.mark.parametrize(("full", "name"), [
-    ("NVIDIA A100-SXM4-40GB", "A100-SXM-40GB"), ("NVIDIA A100-SXM4-80GB", "A100-SXM-80GB"),
-    ("NVIDIA H100 80GB HBM3", "H100-SXM-80GB"), ("NVIDIA H200", "H200-SXM-141GB"),
-    ("Tesla V100-SXM2-32GB", "V100-SXM-32GB"), ("NVIDIA B200", "B200-SXM-180GB")])
+@pytest.mark.parametrize(
+    ("full", "name"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "A100-SXM-40GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100-SXM-80GB"),
+        ("NVIDIA H100 80GB HBM3", "H100-SXM-80GB"),
+        ("NVIDIA H200", "H200-SXM-141GB"),
+        ("Tesla V100-SXM2-32GB", "V100-SXM-32GB"),
+        ("NVIDIA B200", "B200-SXM-180GB"),
+    ],
+)
 def test_a_gpu_is_known_by_its_name(full, name):
     assert known_device(full).name == name
 
@@ -136,5 +147,7 @@ def test_a_slower_network_of_this_machine_is_slower():
     layout = Decision(ParallelConfig(dp=2))
     system = System(overlaps_gradients=False)
     job = Job(ModelConfig(vocab_size=512), 2, here, 128, 32, gpus_per_node=2)
-    assert estimate(replace(job, device=slow), layout, system).parts["dp"] > \
-        estimate(job, layout, system).parts["dp"]
+    assert (
+        estimate(replace(job, device=slow), layout, system).parts["dp"]
+        > estimate(job, layout, system).parts["dp"]
+    )

@@ -30,8 +30,13 @@ MODELS = {  # sequence length and global batch
     "GPT-3 175B": (GPT3, 2048, 1536),
 }
 GPUS = (1, 8, 64, 1024)
-TOO_LARGE = {("Llama 8B", 1), ("Llama 70B", 1), ("Llama 70B", 8), ("GPT-3 175B", 1),
-             ("GPT-3 175B", 8)}
+TOO_LARGE = {
+    ("Llama 8B", 1),
+    ("Llama 70B", 1),
+    ("Llama 70B", 8),
+    ("GPT-3 175B", 1),
+    ("GPT-3 175B", 8),
+}
 AT_MOST = 1.1
 """Times the seconds of the fastest layout."""
 OFF_THE_PATH = {("GPT-3 175B", 1024): 1.11}
@@ -75,8 +80,10 @@ def all_that_fit(job):
     return found
 
 
-@pytest.mark.parametrize(("name", "num_gpus"), tiered(
-    [case for case in product(MODELS, GPUS) if case not in TOO_LARGE], keep=4))
+@pytest.mark.parametrize(
+    ("name", "num_gpus"),
+    tiered([case for case in product(MODELS, GPUS) if case not in TOO_LARGE], keep=4),
+)
 def test_the_tree_is_close_to_the_best_of_all(name, num_gpus):
     job = job_of(name, num_gpus)
     decision = decide(job)
@@ -120,8 +127,10 @@ def test_the_steps_of_llama_8b_on_a_node():
 def test_a_layout_says_all_that_the_memory_depends_on():
     layout = ParallelConfig(dp=4, tp=2, zero=3)
     assert str(Decision(layout)) == "tp 2, pp 1, dp 4, ZeRO-3"
-    assert str(Decision(layout, "full", 2)) == \
-        "tp 2, pp 1, dp 4, ZeRO-3, recomputed, 2 sequences at once"
+    assert (
+        str(Decision(layout, "full", 2))
+        == "tp 2, pp 1, dp 4, ZeRO-3, recomputed, 2 sequences at once"
+    )
     kinds = {str(Decision(layout, kind)) for kind in get_args(cost.RecomputeKind)}
     assert len(kinds) == len(get_args(cost.RecomputeKind))
 

@@ -14,8 +14,9 @@ from minitron.plan.dryrun import dry_run, summed
 from minitron.run import Run
 from tests.tiers import collected, in_tiers
 
-LLAMA = ModelConfig("llama", 512, 32, num_layers=2, width=64, num_heads=4, num_kv_heads=2,
-                    ffn_width=128)
+LLAMA = ModelConfig(
+    "llama", 512, 32, num_layers=2, width=64, num_heads=4, num_kv_heads=2, ffn_width=128
+)
 GPT = replace(LLAMA, family="gpt", num_kv_heads=4, tied_embedding=False)
 FOUR = replace(LLAMA, num_layers=4)
 
@@ -23,8 +24,14 @@ FOUR = replace(LLAMA, num_layers=4)
 def case(
     model=LLAMA, precision="fp32", recompute="none", sequences=4, size=1, **parallel
 ) -> Config:
-    train = TrainConfig(global_batch_size=sequences, micro_batch_size=size, precision=precision,
-                        recompute=recompute, eval_sequences=8, device="cpu")
+    train = TrainConfig(
+        global_batch_size=sequences,
+        micro_batch_size=size,
+        precision=precision,
+        recompute=recompute,
+        eval_sequences=8,
+        device="cpu",
+    )
     return Config(model, DataConfig(sequence_length=32), train, ParallelConfig(**parallel))
 
 
@@ -40,14 +47,16 @@ CASES = {  # by the number of ranks
         "fp16": case(precision="fp16", recompute="selective"),
         "tensor": case(GPT, sequences=2, tp=2),
         "sequence": case(precision="bf16", recompute="selective", sequences=2, tp=2, sequence=True),
-        "1F1B": case(precision="bf16-autocast", pp=2), "GPipe": case(pp=2, schedule="gpipe"),
+        "1F1B": case(precision="bf16-autocast", pp=2),
+        "GPipe": case(pp=2, schedule="gpipe"),
         "interleaved": case(FOUR, recompute="full", pp=2, schedule="interleaved", chunks=2),
         "zero bubble": case(GPT, "bf16-fp32-grads", pp=2, schedule="zero-bubble"),
     },
     3: {"uneven": case(sequences=10, size=2, zero=3), "uneven buckets": case(sequences=10, zero=1)},
     4: {
         "zero bubble, tensor": case(
-            precision="fp8", pp=2, schedule="zero-bubble", tp=2, sequence=True),
+            precision="fp8", pp=2, schedule="zero-bubble", tp=2, sequence=True
+        ),
         "pipelines": case(GPT, pp=2, zero=1, sequences=10, size=2),
         "tensor, in stages": case(GPT, "bf16-fp32-grads", "full", tp=2, sequence=True, pp=2),
         "dp and tp": case(precision="bf16", tp=2, zero=2),
@@ -78,11 +87,17 @@ def real(request, tmp_path_factory) -> dict:
     write_stories(stories, num_tokens=30_000)
     asked = collected(request, "name")
     for num_ranks, cases in CASES.items():
-        there = {name: replace(config, data=replace(config.data, path=stories))
-                 for name, config in cases.items() if name in asked}
+        there = {
+            name: replace(config, data=replace(config.data, path=stories))
+            for name, config in cases.items()
+            if name in asked
+        }
         args = there, folder
-        ranks = [third_steps(ALONE, *args)] if num_ranks == 1 else \
-            run_ranks(third_steps, num_ranks, *args, timeout=300)
+        ranks = (
+            [third_steps(ALONE, *args)]
+            if num_ranks == 1
+            else run_ranks(third_steps, num_ranks, *args, timeout=300)
+        )
         for name in there:
             found[name] = [rank[name] for rank in ranks]
     return found

@@ -24,14 +24,16 @@ from minitron.plan.dryrun_table import describe, unit_of
 from minitron.plan.hardware import DEVICES
 from tests.tiers import exhaustive, tiered
 
-GPT = ModelConfig("gpt", 512, 32, num_layers=4, width=64, num_heads=4, num_kv_heads=4,
-                  ffn_width=256)
+GPT = ModelConfig(
+    "gpt", 512, 32, num_layers=4, width=64, num_heads=4, num_kv_heads=4, ffn_width=256
+)
 TWO, ONE = replace(GPT, num_layers=2), replace(GPT, num_layers=1)
 
 
 def config(sequences=16, size=1, precision="fp32", recompute="none", model=GPT, **parallel):
-    train = TrainConfig(global_batch_size=sequences, micro_batch_size=size, precision=precision,
-                        recompute=recompute)
+    train = TrainConfig(
+        global_batch_size=sequences, micro_batch_size=size, precision=precision, recompute=recompute
+    )
     return Config(model, DataConfig(sequence_length=32), train, ParallelConfig(**parallel))
 
 
@@ -42,23 +44,28 @@ def whole(monkeypatch, asked: Config, num_gpus: int, rank: int) -> dryrun.DryRun
         return dry_run(asked, num_gpus, rank)
 
 
-@pytest.mark.parametrize("asked, num_gpus, rank", tiered([
-    (config(53, 3, "bf16", model=ONE), 2, 1),  # 26 sequences: the last micro-batch has two
-    (config(12, pp=3, schedule="zero-bubble"), 3, 1),
-    (config(49, 3, model=ONE, zero=2), 2, 1),  # 24, where the first rank has 25
-    (config(8, model=ONE, tp=2, sequence=True), 2, 1),
-    (config(16, model=ONE, cp=2, context="ulysses", recompute="full"), 4, 2),
-    (config(9, model=ONE), 1, 0),
-    (config(16, recompute="full", model=TWO, zero=3), 2, 0),
-    (config(16, model=ONE, cp=2, zero=2), 4, 1),
-    (config(pp=4, recompute="full"), 4, 0),
-    (config(pp=4), 8, 7),
-    (config(20, precision="bf16-autocast", pp=2, schedule="interleaved", chunks=2), 2, 0),
-    (config(20, pp=2, schedule="interleaved", chunks=2), 2, 1),
-    (config(16, pp=2, schedule="zb-v", chunks=2), 2, 0),
-    (config(16, pp=2, schedule="zb-v", chunks=2), 2, 1),
-    (config(18, pp=2, schedule="dualpipe-v", chunks=2), 2, 0),
-]))
+@pytest.mark.parametrize(
+    "asked, num_gpus, rank",
+    tiered(
+        [
+            (config(53, 3, "bf16", model=ONE), 2, 1),  # 26 sequences: the last micro-batch has two
+            (config(12, pp=3, schedule="zero-bubble"), 3, 1),
+            (config(49, 3, model=ONE, zero=2), 2, 1),  # 24, where the first rank has 25
+            (config(8, model=ONE, tp=2, sequence=True), 2, 1),
+            (config(16, model=ONE, cp=2, context="ulysses", recompute="full"), 4, 2),
+            (config(9, model=ONE), 1, 0),
+            (config(16, recompute="full", model=TWO, zero=3), 2, 0),
+            (config(16, model=ONE, cp=2, zero=2), 4, 1),
+            (config(pp=4, recompute="full"), 4, 0),
+            (config(pp=4), 8, 7),
+            (config(20, precision="bf16-autocast", pp=2, schedule="interleaved", chunks=2), 2, 0),
+            (config(20, pp=2, schedule="interleaved", chunks=2), 2, 1),
+            (config(16, pp=2, schedule="zb-v", chunks=2), 2, 0),
+            (config(16, pp=2, schedule="zb-v", chunks=2), 2, 1),
+            (config(18, pp=2, schedule="dualpipe-v", chunks=2), 2, 0),
+        ]
+    ),
+)
 def test_the_rest_of_a_step_is_like_what_was_run(monkeypatch, asked, num_gpus, rank):
     short, long = dry_run(asked, num_gpus, rank), whole(monkeypatch, asked, num_gpus, rank)
     assert short.num_run < short.num_micro_batches == long.num_run
@@ -81,9 +88,16 @@ def test_peaks_that_differ_are_not_extrapolated(monkeypatch):
     assert dry.peak.bytes == right.peak.bytes and dry.traffic == right.traffic
 
 
-@pytest.mark.parametrize("recompute, family", tiered([
-    ("none", "gpt"), ("full", "gpt"), ("none", "llama"),
-]))
+@pytest.mark.parametrize(
+    "recompute, family",
+    tiered(
+        [
+            ("none", "gpt"),
+            ("full", "gpt"),
+            ("none", "llama"),
+        ]
+    ),
+)
 def test_flops_are_those_of_the_formula(recompute, family):
     """But a fused attention's backward pass makes the scores once more, and a replay ends when all
     is there that it was made for: before the block's last product."""
@@ -127,7 +141,10 @@ def test_more_gpus_and_larger_batches_cost_nothing(monkeypatch):
     assert few.peak.bytes == long.peak.bytes and 14 * long.flops == 400 * few.flops
     # 4 are held: 4 + 2 fill the pipeline, and one more shows that the peak is the same
     assert [(dry.num_micro_batches, dry.num_run) for dry in dry_runs] == [
-        (14, 6 + 7), (14, 6 + 7), (400, 6 + 7)]
+        (14, 6 + 7),
+        (14, 6 + 7),
+        (400, 6 + 7),
+    ]
     assert counts[0] > 1000 and counts[0] == counts[1] == counts[2]
     few, many = (dry.bytes_sent["all_reduce", "dp"] for dry in (few, many))
     assert many == pytest.approx(2 * few * (1 - 1 / 5_000), rel=1e-3)
@@ -137,8 +154,9 @@ def test_more_gpus_and_larger_batches_cost_nothing(monkeypatch):
 def test_a_trillion_parameters():
     """The last stage of the 1T model of Narayanan et al. 2021, table 1, on 3,072 GPUs."""
     model = ModelConfig("gpt", 51200, 2048, 128, 25600, 160, 160, 4 * 25600)
-    train = TrainConfig(global_batch_size=3072, micro_batch_size=1, precision="bf16-fp32-grads",
-                        recompute="full")
+    train = TrainConfig(
+        global_batch_size=3072, micro_batch_size=1, precision="bf16-fp32-grads", recompute="full"
+    )
     asked = Config(model, DataConfig(sequence_length=2048), train, ParallelConfig(tp=8, pp=64))
     dry = dry_run(asked, 3072, rank=3071)
     assert dry.place == {"pp": 63, "dp": 5, "tp": 7}
@@ -170,8 +188,9 @@ def test_dropout_in_attention_keeps_no_square():
     long = replace(TWO, max_sequence_length=1024)
     peaks = []
     for dropout in (0.0, 0.1):
-        asked = replace(config(1, model=replace(long, dropout=dropout)),
-                        data=DataConfig(sequence_length=1024))
+        asked = replace(
+            config(1, model=replace(long, dropout=dropout)), data=DataConfig(sequence_length=1024)
+        )
         peaks.append(dry_run(asked, 1).peak)
     masks = (2 * 2 + 1) * 1024 * 64  # a byte for each number that passes a dropout
     square = 4 * 1024 * 1024 * 4
@@ -206,7 +225,8 @@ def file(tmp_path):
     path.write_text(
         '[model]\nfamily = "gpt"\nvocab_size = 512\nmax_sequence_length = 32\nnum_layers = 4\n'
         "width = 64\nffn_width = 256\n[data]\nsequence_length = 32\n"
-        "[train]\nglobal_batch_size = 24\nmicro_batch_size = 1\ncompile = true\n")
+        "[train]\nglobal_batch_size = 24\nmicro_batch_size = 1\ncompile = true\n"
+    )
     return str(path)
 
 
@@ -218,7 +238,10 @@ def test_the_command_shows_first_middle_and_last(file, capsys):
     dry = dry_run(config(4, pp=4), 8)
     assert f"{dry.peak.total / 1e6:,.2f}" in out
     assert [line.split()[:2] for line in out.splitlines() if line.lstrip()[:1].isdigit()][:3] == [
-        ["0", "0"], ["4", "2"], ["6", "3"]]
+        ["0", "0"],
+        ["4", "2"],
+        ["6", "3"],
+    ]
     assert "small: 235 k parameters on 8 GPUs, dp 2, pp 4, tp 1, ZeRO-0" in out
     assert "Fits on A100" in out
 
@@ -234,18 +257,31 @@ def test_which_ranks(file):
     assert ranks_of(read_dry_run([*words, "--every-stage"])) == [0, 4, 8, 12]
 
 
-@pytest.mark.parametrize(("changes", "num_equal"), tiered([
-    ({"schedule": "1f1b", "m": 1}, 1), ({"schedule": "zero-bubble"}, 0),
-    ({"schedule": "gpipe"}, 1), ({"schedule": "1f1b"}, 0),
-    ({"schedule": "interleaved", "chunks": 2}, 0),
-], keep=1), ids=str)
+@pytest.mark.parametrize(
+    ("changes", "num_equal"),
+    tiered(
+        [
+            ({"schedule": "1f1b", "m": 1}, 1),
+            ({"schedule": "zero-bubble"}, 0),
+            ({"schedule": "gpipe"}, 1),
+            ({"schedule": "1f1b"}, 0),
+            ({"schedule": "interleaved", "chunks": 2}, 0),
+        ],
+        keep=1,
+    ),
+    ids=str,
+)
 def test_equal_stages_are_run_once_and_are_equal(changes, num_equal):
     """As if each had been run: bytes by category, messages, FLOPs."""
     m = changes.pop("m", 8)
     parallel = ParallelConfig(pp=4, **changes)
     model = ModelConfig("gpt", 64, 32, num_layers=8, width=64, ffn_width=256)
-    whole = Config(model, DataConfig(sequence_length=32),
-                   TrainConfig(global_batch_size=2 * m, micro_batch_size=1), parallel)
+    whole = Config(
+        model,
+        DataConfig(sequence_length=32),
+        TrainConfig(global_batch_size=2 * m, micro_batch_size=1),
+        parallel,
+    )
     found = list(dry_runs(whole, 8, range(0, 8, 2)))
     assert sum(run.seconds == 0 for run in found) == num_equal
     for run in found:
@@ -259,19 +295,27 @@ def test_equal_stages_are_run_once_and_are_equal(changes, num_equal):
     assert ("equal to a rank above: 1." in text) == (num_equal == 1)
 
 
-@pytest.mark.parametrize("words, message", [
-    (["--gpus", "7", "--parallel.tp", "8", "--train.no-compile"],
-     "7 ranks: plan for a multiple of 8; with 7 ranks --parallel.tp 1 (dp 7) would do"),
-    (["--gpus", "6", "--parallel.tp", "3", "--train.no-compile"], "is not divisible by 3"),
-    (["--gpus", "4", "--parallel.dp", "2"], "parallel.dp = 2, but there are 4 ranks: plan for 2"),
-    ([], "say how many GPUs there are, as in --gpus 1024"),
-    (["--gpus", "0"], "--gpus 0: must be 1 or more"),
-    (["--gpus", "4", "--rank", "4"], "--rank 4 of 4 GPUs: use 0 to 3"),
-    (["--gpus", "4", "--rank", "-1"], "--rank -1 of 4 GPUs: use 0 to 3"),
-    (["--gpus", "4", "--rank", "1", "--every-stage"], "leave one of them out"),
-    (["--gpus", "4", "--device", "z80"], "device 'z80' is unknown"),
-    (["--gpus", "4", "--model.vocab-size", "0", "--data.path", "/nowhere"], "/nowhere"),
-])
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (
+            ["--gpus", "7", "--parallel.tp", "8", "--train.no-compile"],
+            "7 ranks: plan for a multiple of 8; with 7 ranks --parallel.tp 1 (dp 7) would do",
+        ),
+        (["--gpus", "6", "--parallel.tp", "3", "--train.no-compile"], "is not divisible by 3"),
+        (
+            ["--gpus", "4", "--parallel.dp", "2"],
+            "parallel.dp = 2, but there are 4 ranks: plan for 2",
+        ),
+        ([], "say how many GPUs there are, as in --gpus 1024"),
+        (["--gpus", "0"], "--gpus 0: must be 1 or more"),
+        (["--gpus", "4", "--rank", "4"], "--rank 4 of 4 GPUs: use 0 to 3"),
+        (["--gpus", "4", "--rank", "-1"], "--rank -1 of 4 GPUs: use 0 to 3"),
+        (["--gpus", "4", "--rank", "1", "--every-stage"], "leave one of them out"),
+        (["--gpus", "4", "--device", "z80"], "device 'z80' is unknown"),
+        (["--gpus", "4", "--model.vocab-size", "0", "--data.path", "/nowhere"], "/nowhere"),
+    ],
+)
 def test_a_mistake_is_one_line(file, words, message, capfd):
     with pytest.raises(ConfigError) as caught:
         cli.dispatch(["dryrun", file, *words])

@@ -56,8 +56,11 @@ def test_the_median_error_of_every_source_is_below_8_percent():
 
 def test_the_median_error_of_memory():
     """Above the target, 5 %."""
-    errors = [abs(error(sum(row.predict().memory.values()), row.memory))
-              for row in ROWS if row.memory is not None]
+    errors = [
+        abs(error(sum(row.predict().memory.values()), row.memory))
+        for row in ROWS
+        if row.memory is not None
+    ]
     assert len(errors) == 176
     assert 0.05 < statistics.median(errors) < 0.0525
 
@@ -87,8 +90,10 @@ def test_the_mfu_of_nanotron_counts_the_embedding_as_a_product():
 
 def test_mfu_and_hfu_of_korthikanti():
     """Their equation 8 counts recomputed attention as if it were computed backward again too."""
-    printed = {row["model"]: (float(row["mfu_pct"]), float(row["hfu_pct"]))
-               for row in table("korthikanti2022_table3_table5")}
+    printed = {
+        row["model"]: (float(row["mfu_pct"]), float(row["hfu_pct"]))
+        for row in table("korthikanti2022_table3_table5")
+    }
     rows = [row for row in ROWS if "selective" in row.name]
     assert len(rows) == 2
     for row in rows:
@@ -115,8 +120,9 @@ def test_the_parts_are_the_whole_and_none_is_negative(layout):
     assert 0 < step.mfu <= step.hfu < 1
 
 
-@pytest.mark.parametrize("field", [
-    "bf16_flops", "memory_bandwidth", "nvlink_bandwidth", "nic_bandwidth", "matmul_share"])
+@pytest.mark.parametrize(
+    "field", ["bf16_flops", "memory_bandwidth", "nvlink_bandwidth", "nic_bandwidth", "matmul_share"]
+)
 def test_a_faster_device_is_never_slower(layout, field):
     slow = job_of(layout)
     fast = replace(slow, device=replace(H100, **{field: 1.25 * getattr(H100, field)}))
@@ -126,12 +132,15 @@ def test_a_faster_device_is_never_slower(layout, field):
 @pytest.mark.parametrize("field", ["nvlink_latency", "nic_latency"])
 def test_a_longer_latency_is_never_faster(layout, field):
     longer = replace(H100, **{field: 1e-3})
-    assert estimate(job_of(layout, device=longer), layout).seconds >= \
-        estimate(job_of(layout), layout).seconds
+    assert (
+        estimate(job_of(layout, device=longer), layout).seconds
+        >= estimate(job_of(layout), layout).seconds
+    )
 
 
-@pytest.mark.parametrize("smaller", [
-    {"num_layers": 16}, {"vocab_size": 32000}, {"ffn_width": 4096}, {"num_kv_heads": 4}])
+@pytest.mark.parametrize(
+    "smaller", [{"num_layers": 16}, {"vocab_size": 32000}, {"ffn_width": 4096}, {"num_kv_heads": 4}]
+)
 def test_fewer_flops_are_never_slower(layout, smaller):
     if layout.parallel.tp == 16 and "num_kv_heads" in smaller:
         smaller = {"num_layers": 8}
@@ -142,8 +151,10 @@ def test_fewer_flops_are_never_slower(layout, smaller):
 
 def test_recomputation_costs_what_it_says():
     layout = LAYOUTS["one GPU"]
-    none, selective, full = (estimate(job_of(layout), replace(layout, recompute=kind))
-                             for kind in ("none", "selective", "full"))
+    none, selective, full = (
+        estimate(job_of(layout), replace(layout, recompute=kind))
+        for kind in ("none", "selective", "full")
+    )
     assert none.seconds < selective.seconds < full.seconds
     assert none.hardware_flops == none.model_flops == full.model_flops
     assert 4 / 3 * none.model_flops > full.hardware_flops > selective.hardware_flops
@@ -158,15 +169,22 @@ def test_the_products_are_those_of_the_cost_model(model, tp):
     layout = Decision(ParallelConfig(dp=1, tp=tp), "full")
     job = Job(model, tp, device, 2048, 3, precision="bf16")
     parts = estimate(job, layout, System("materialized")).parts
-    flops = 3 * 2048 * (cost.training_flops_per_token(model, 2048)
-                        + cost.recompute_flops_per_token(model, 2048, "full"))
+    flops = (
+        3
+        * 2048
+        * (
+            cost.training_flops_per_token(model, 2048)
+            + cost.recompute_flops_per_token(model, 2048, "full")
+        )
+    )
     rate = RATES.matmul * 794.5e12 * tp
     assert parts["matmul"] + parts["attention"] == pytest.approx(flops / rate)
     fused = estimate(job, layout).parts
     assert fused["matmul"] == parts["matmul"]
     # Of four products, twice forward and once backward, half each; one more in the backward pass
-    assert fused["attention"] == \
-        pytest.approx(parts["attention"] * (2 + 2 + 5) / 8 / 2 / RATES.attention)
+    assert fused["attention"] == pytest.approx(
+        parts["attention"] * (2 + 2 + 5) / 8 / 2 / RATES.attention
+    )
 
 
 def test_a_product_is_slower_where_it_is_narrow():
@@ -178,11 +196,15 @@ def test_a_product_is_slower_where_it_is_narrow():
 
 def test_float8_is_faster_and_float32_much_slower():
     layout = LAYOUTS["one GPU"]
-    fp8, bf16, fp32 = (estimate(job_of(layout, precision=name), layout).parts["matmul"]
-                       for name in ("fp8", "bf16", "fp32"))
+    fp8, bf16, fp32 = (
+        estimate(job_of(layout, precision=name), layout).parts["matmul"]
+        for name in ("fp8", "bf16", "fp32")
+    )
     assert bf16 / 2 < fp8 < bf16 < fp32 / 8
-    assert estimate(job_of(layout, device=A100, precision="fp8"), layout).parts["matmul"] == \
-        estimate(job_of(layout, device=A100), layout).parts["matmul"], "A100 has none"
+    assert (
+        estimate(job_of(layout, device=A100, precision="fp8"), layout).parts["matmul"]
+        == estimate(job_of(layout, device=A100), layout).parts["matmul"]
+    ), "A100 has none"
 
 
 def test_heads_that_do_not_divide_are_refused():

@@ -50,9 +50,15 @@ def test_the_network_of_efa_is_what_the_device_says():
 def test_the_stored_tables_are_of_these_constants():
     text = (ROOT / "benchmarks" / "results" / "estimate.md").read_text(encoding="utf-8")
     unseen = fit_of.unseen_rows()
-    for line in [*fit_of.summary(fit_of.errors(fit_of.stored(), ROWS)),
-                 *fit_of.not_fitted(ROWS, unseen), *fit_of.sharded(), *fit_of.layers(),
-                 *fit_of.memory(ROWS), *fit_of.steps(ROWS), *fit_of.steps(unseen)]:
+    for line in [
+        *fit_of.summary(fit_of.errors(fit_of.stored(), ROWS)),
+        *fit_of.not_fitted(ROWS, unseen),
+        *fit_of.sharded(),
+        *fit_of.layers(),
+        *fit_of.memory(ROWS),
+        *fit_of.steps(ROWS),
+        *fit_of.steps(unseen),
+    ]:
         assert line in text
 
 

@@ -30,8 +30,12 @@ SIZES = list(product((2, 4, 8), (1, 2, 4, 8, 16, 24)))
 
 def play(schedule, forward, backward):
     """The simulator, with seconds of their own for each stage."""
-    seconds = {"F": forward, "B": backward, "I": [each / 2 for each in backward],
-               "W": [each / 2 for each in backward]}
+    seconds = {
+        "F": forward,
+        "B": backward,
+        "I": [each / 2 for each in backward],
+        "W": [each / 2 for each in backward],
+    }
     ends, free = {}, [0.0] * schedule.num_ranks
     for action in in_order(schedule):
         rank = schedule.rank_of[action.stage]
@@ -41,8 +45,10 @@ def play(schedule, forward, backward):
 
 
 def passes_of(forward, backward):
-    return [tuple(Pass(Cost(matmul=each), 0.0, 0.0, 0.0, 0.0) for each in both)
-            for both in zip(forward, backward, strict=True)]
+    return [
+        tuple(Pass(Cost(matmul=each), 0.0, 0.0, 0.0, 0.0) for each in both)
+        for both in zip(forward, backward, strict=True)
+    ]
 
 
 def closed_form(schedule, forward, backward, m, chunks=1):
@@ -79,12 +85,14 @@ def test_a_heavier_last_stage_is_as_the_simulator_says(p, m):
     if m >= p:
         cases.append(("zero-bubble", zero_bubble))
     for name, make in cases:
-        assert closed_form(name, forward, backward, m) == \
-            pytest.approx(play(make(p, m), forward, backward)), name
+        assert closed_form(name, forward, backward, m) == pytest.approx(
+            play(make(p, m), forward, backward)
+        ), name
     if m % p == 0:
         chunks = ([1.0] * (2 * p - 1) + [2.1], [2.0] * (2 * p - 1) + [4.2])
-        assert closed_form("interleaved", forward, backward, m, 2) == \
-            pytest.approx(play(interleaved(p, m, 2), *chunks))
+        assert closed_form("interleaved", forward, backward, m, 2) == pytest.approx(
+            play(interleaved(p, m, 2), *chunks)
+        )
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
@@ -93,8 +101,10 @@ def test_uneven_stages_of_1f1b_are_close_to_the_simulator(p, m):
     draw = random.Random(100 * p + m)
     for _ in range(10):
         more = draw.randint(0, p)
-        forward = [draw.choice((2, 3)) + (rank >= more) + 0.1 * (rank < p - 1)
-                   for rank in [p] * more + [0] * (p - more)]
+        forward = [
+            draw.choice((2, 3)) + (rank >= more) + 0.1 * (rank < p - 1)
+            for rank in [p] * more + [0] * (p - more)
+        ]
         forward[0] *= draw.uniform(0.5, 1)
         forward[-1] *= draw.uniform(0.5, 1.8)
         backward = [2 * each for each in forward]
@@ -133,8 +143,9 @@ def test_the_rank_that_sets_the_pace_is_the_slowest():
 def test_the_bubble_is_the_papers():
     model = published_llama(32, 4096, 32, 32, 14336, 128, 4096)  # next to no head
     for chunks in (1, 2, 4):
-        parallel = ParallelConfig(dp=1, pp=8, chunks=chunks,
-                                  schedule="interleaved" if chunks > 1 else "1f1b")
+        parallel = ParallelConfig(
+            dp=1, pp=8, chunks=chunks, schedule="interleaved" if chunks > 1 else "1f1b"
+        )
         step = estimate(Job(model, 8, H100, 4096, 16), Decision(parallel))
         work = step.seconds - sum(step.parts[name] for name in ("bubble", "optimizer", "dp"))
         assert step.parts["bubble"] / work == pytest.approx(7 / 16 / chunks, rel=0.01)
@@ -163,6 +174,7 @@ def test_stages_are_as_large_as_those_that_the_pipeline_divides():
 def test_every_rank_has_a_block(layers, pp, chunks):
     model = published_llama(layers, 4096, 32, 32, 14336, 131072, 4096)
     schedule = "interleaved" if chunks > 1 else "1f1b"
-    counts = blocks_per_rank(model, ParallelConfig(pp=pp, chunks=chunks, schedule=schedule),
-                             MINITRON)
+    counts = blocks_per_rank(
+        model, ParallelConfig(pp=pp, chunks=chunks, schedule=schedule), MINITRON
+    )
     assert len(counts) == pp and sum(counts) == layers and min(counts) >= chunks

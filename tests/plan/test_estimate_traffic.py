@@ -46,12 +46,16 @@ def test_gradients_travel_while_a_bucketed_backward_pass_computes():
 def test_an_all_gather_takes_as_long_as_somebody_has_measured(nodes):
     """256 MiB along dp, on 16 to 512 GPUs with EFA (Ultra-Scale Playbook): its two numbers are
     fitted to six sizes, from 185 to 11 GB/s."""
-    row, = (row for row in table("playbook_comm_bandwidth")
-            if (row["collective"], row["nodes"]) == ("all_gather", nodes))
+    (row,) = (
+        row
+        for row in table("playbook_comm_bandwidth")
+        if (row["collective"], row["nodes"]) == ("all_gather", nodes)
+    )
     parallel = ParallelConfig(dp=8 * int(nodes))
     job = Job(LLAMA_8B, parallel.dp, EFA, 4096, parallel.dp)
-    seconds = cost.collective_seconds("all_gather", 2**28, parallel.dp,
-                                      *link_of(job, parallel, "dp"))
+    seconds = cost.collective_seconds(
+        "all_gather", 2**28, parallel.dp, *link_of(job, parallel, "dp")
+    )
     bus = 2**28 * (parallel.dp - 1) / parallel.dp / seconds
     assert float(row["mean_gb_s"]) / 2 < bus / 1e9 < 2 * float(row["mean_gb_s"])
 
@@ -64,16 +68,18 @@ def exposed(parallel, micro_batch_size=1):
 
 
 def test_stage_2_sends_gradients_after_each_micro_batch_or_once():
-    often, once = (ParallelConfig(dp=64, zero=2, sync_every_micro_batch=sync)
-                   for sync in (True, False))
+    often, once = (
+        ParallelConfig(dp=64, zero=2, sync_every_micro_batch=sync) for sync in (True, False)
+    )
     assert exposed(ParallelConfig(dp=64, zero=1)) == pytest.approx(exposed(once), rel=0.1)
     assert exposed(often) == pytest.approx(exposed(once) * 5 / 2, rel=0.1)  # 4 and a gather, of 1
 
 
 def test_stage_3_gathers_weights_twice_for_each_micro_batch():
     """As many bytes as stage 2 sends once, times 3 for each of 4 micro-batches, of 2."""
-    often, once = (ParallelConfig(dp=64, zero=3, sync_every_micro_batch=sync)
-                   for sync in (True, False))
+    often, once = (
+        ParallelConfig(dp=64, zero=3, sync_every_micro_batch=sync) for sync in (True, False)
+    )
     whole = exposed(ParallelConfig(dp=64, zero=1))
     assert exposed(often) == pytest.approx(whole * 4 * 3 / 2, rel=0.1)
     assert exposed(once) == pytest.approx(whole * (4 * 2 + 1) / 2, rel=0.1)
@@ -84,8 +90,10 @@ def test_the_first_gather_and_the_last_reduction_of_stage_3_are_beside_nothing()
     """However long a micro-batch takes; and if it takes no time, all 33 units' messages are."""
     layout = Decision(ParallelConfig(dp=64, zero=3))  # 4 micro-batches
     job = job_of(layout)
-    each = [cost.collective_seconds(op, 33e9 * 2 / 33, 64, *link_of(job, layout.parallel, "dp"))
-            for op in ("all_gather", "reduce_scatter")]
+    each = [
+        cost.collective_seconds(op, 33e9 * 2 / 33, 64, *link_of(job, layout.parallel, "dp"))
+        for op in ("all_gather", "reduce_scatter")
+    ]
 
     def alone(seconds, reshards, accumulation):
         calls = cost.step_collectives(3, 4, reshards, accumulation)
@@ -103,12 +111,15 @@ def test_a_stage_of_a_pipeline_begins_each_pass_with_a_gather_that_nothing_hides
     parallel = ParallelConfig(dp=64, pp=2, zero=3, schedule="interleaved", chunks=2)
     layout = Decision(parallel)
     job = job_of(layout)
-    each = [cost.collective_seconds(op, 17e9 * 2 / 17, 64, *link_of(job, parallel, "dp"))
-            for op in ("all_gather", "reduce_scatter")]
+    each = [
+        cost.collective_seconds(op, 17e9 * 2 / 17, 64, *link_of(job, parallel, "dp"))
+        for op in ("all_gather", "reduce_scatter")
+    ]
 
     def alone(seconds, decision):
-        return shard_seconds(job, decision, MINITRON, 17e9, (seconds, seconds),
-                             decision.collectives(job), overlap=0)
+        return shard_seconds(
+            job, decision, MINITRON, 17e9, (seconds, seconds), decision.collectives(job), overlap=0
+        )
 
     assert alone(1e9, layout) == pytest.approx(4 * 2 * (2 * each[0] + each[1]))
     assert alone(0, layout) == pytest.approx(4 * 17 * (2 * each[0] + each[1]))
@@ -135,8 +146,9 @@ def test_shards_travel_inside_nodes_and_their_sums_between_replicas(zero):
 
 
 def test_a_replica_within_one_node_sends_less_over_the_network_than_shards_over_all():
-    whole, hybrid = (exposed(ParallelConfig(dp=64, zero=3, replicas=replicas))
-                     for replicas in (1, 8))
+    whole, hybrid = (
+        exposed(ParallelConfig(dp=64, zero=3, replicas=replicas)) for replicas in (1, 8)
+    )
     assert hybrid < whole / 5
 
 
@@ -226,5 +238,6 @@ def test_nobody_but_nanotron_has_hosts_that_take_long():
     rows = [row for row in published_rows() if row.system == NANOTRON]
     alike = replace(NANOTRON, host_seconds=0, host_seconds_beside_pipeline=0)
     median = statistics.median(
-        abs(error(row.predict(system=alike).seconds, row.seconds)) for row in rows)
+        abs(error(row.predict(system=alike).seconds, row.seconds)) for row in rows
+    )
     assert 0.2 < median < 0.3

@@ -13,9 +13,13 @@ from minitron.plan.published import MEGATRON, MEGATRON_CORE, error, published_ro
 from minitron.plan.unseen import DEEPSPEED, sharded_rows, unseen_rows
 
 ROWS = unseen_rows()
-MEDIANS = {"Narayanan et al. 2021, table 1": 0.026, "Korthikanti et al. 2022, table 5": 0.099,
-           "Narayanan et al. 2021, table 2": 0.024, "Smith et al. 2022": 0.200,
-           "Llama Team 2024": 0.003}
+MEDIANS = {
+    "Narayanan et al. 2021, table 1": 0.026,
+    "Korthikanti et al. 2022, table 5": 0.099,
+    "Narayanan et al. 2021, table 2": 0.024,
+    "Smith et al. 2022": 0.200,
+    "Llama Team 2024": 0.003,
+}
 
 
 def test_the_median_error_of_every_source_is_as_reported():
@@ -51,7 +55,8 @@ def test_what_a_source_leaves_open_is_what_can_run_and_fits():
             assert axes.dp * axes.tp * axes.pp == row.job.num_gpus
             assert axes.chunks == 1 or decision.num_micro_batches(row.job) % axes.pp == 0
         assert row.predict().seconds == min(
-            estimate(row.job, each, row.system).seconds for each in row.decisions)
+            estimate(row.job, each, row.system).seconds for each in row.decisions
+        )
     for row in published_rows():
         held = [sum(memory_of(row.job, each, row.system).values()) for each in row.decisions]
         assert len(held) == 1 or max(held) <= row.job.limit
@@ -95,13 +100,17 @@ def test_no_message_is_free():
         job = replace(row.job, global_batch_size=size * row.job.num_gpus)
         layout = Decision(ParallelConfig(dp=row.job.num_gpus, zero=3), "full", size)
         assert estimate(job, layout, row.system).parts["dp"] > 0.5
-    plain, hides = (estimate(row.job, Decision(ParallelConfig(dp=48, tp=8)), system).parts["tp"]
-                    for system in (MEGATRON, MEGATRON_CORE))
+    plain, hides = (
+        estimate(row.job, Decision(ParallelConfig(dp=48, tp=8)), system).parts["tp"]
+        for system in (MEGATRON, MEGATRON_CORE)
+    )
     assert 0 < hides < 0.2 * plain
 
 
 def test_a_recomputation_gathers_again_where_nothing_is_ahead():
     row = sharded_rows(DEEPSPEED)[0]
-    none, full = (estimate(row.job, replace(row.decisions[0], recompute=kind), DEEPSPEED)
-                  for kind in ("none", "full"))
+    none, full = (
+        estimate(row.job, replace(row.decisions[0], recompute=kind), DEEPSPEED)
+        for kind in ("none", "full")
+    )
     assert full.parts["dp"] == pytest.approx(4 / 3 * none.parts["dp"])

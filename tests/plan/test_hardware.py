@@ -20,8 +20,14 @@ GIGABYTES = {"2": 25, "3": 25, "4": 25, "5": 50}  # and GB/s of a link and direc
 
 def test_every_row_is_a_device_and_says_where_it_is_from():
     assert list(DEVICES) == [row["name"] for row in ROWS]
-    assert {"V100-SXM-32GB", "A100-SXM-40GB", "A100-SXM-80GB", "H100-SXM-80GB",
-            "H200-SXM-141GB", "B200-SXM-180GB"} <= set(DEVICES)
+    assert {
+        "V100-SXM-32GB",
+        "A100-SXM-40GB",
+        "A100-SXM-80GB",
+        "H100-SXM-80GB",
+        "H200-SXM-141GB",
+        "B200-SXM-180GB",
+    } <= set(DEVICES)
     assert all(device.source for device in DEVICES.values())
 
 
@@ -47,8 +53,11 @@ def test_units_are_flops_bytes_and_seconds():
 
 def test_links_are_those_of_the_sources_that_are_named():
     """NVLink of an H100 as the playbook measured it; NCCL's latency where nobody measured one."""
-    row = next(row for row in table("playbook_comm_bandwidth")
-               if (row["collective"], row["nodes"]) == ("all_gather", "1"))
+    row = next(
+        row
+        for row in table("playbook_comm_bandwidth")
+        if (row["collective"], row["nodes"]) == ("all_gather", "1")
+    )
     for device in DEVICES.values():
         reached = device.nvlink_share * device.nvlink_bandwidth / 1e9
         if device.name.startswith(("H100", "H200")):
@@ -61,13 +70,22 @@ def test_nothing_reaches_its_peak_and_what_is_not_measured_counts_as_the_mean():
     for device in DEVICES.values():
         assert 0.5 < device.matmul_share < 0.9
         assert 0.5 < device.nvlink_share < 0.9 and 0.5 < device.nic_share < 0.9
-    matmuls = {row["name"].split("-")[0]: float(row["matmul_tflops"]) / float(row["bf16_tflops"])
-               for row in ROWS if row["matmul_tflops"]}
+    matmuls = {
+        row["name"].split("-")[0]: float(row["matmul_tflops"]) / float(row["bf16_tflops"])
+        for row in ROWS
+        if row["matmul_tflops"]
+    }
     assert mean(matmuls.values()) == pytest.approx(hardware.MATMUL_SHARE, abs=0.02)
-    links = {float(row["nvlink_reached_gb_s"]) / float(row["nvlink_gb_s_per_direction"])
-             for row in ROWS if row["nvlink_reached_gb_s"]}
-    cards = {8 * float(row["nic_reached_gb_s"]) / float(row["nic_gbit_s"])
-             for row in ROWS if row["nic_reached_gb_s"]}
+    links = {
+        float(row["nvlink_reached_gb_s"]) / float(row["nvlink_gb_s_per_direction"])
+        for row in ROWS
+        if row["nvlink_reached_gb_s"]
+    }
+    cards = {
+        8 * float(row["nic_reached_gb_s"]) / float(row["nic_gbit_s"])
+        for row in ROWS
+        if row["nic_reached_gb_s"]
+    }
     assert mean(links | cards) == pytest.approx(hardware.LINK_SHARE, abs=0.02)
 
 
@@ -85,10 +103,16 @@ def test_float8_is_twice_as_fast_and_nobody_sells_sparsity_here():
             assert device.fp8_flops == pytest.approx(2 * device.bf16_flops, rel=1e-3)
 
 
-@pytest.mark.parametrize(("typed", "name"), [
-    ("h100", "H100-SXM-80GB"), ("A100", "A100-SXM-80GB"), ("a100-sxm-40gb", "A100-SXM-40GB"),
-    ("H100-SXM-80GB-EFA", "H100-SXM-80GB-EFA"), ("b200", "B200-SXM-180GB"),
-])
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        ("h100", "H100-SXM-80GB"),
+        ("A100", "A100-SXM-80GB"),
+        ("a100-sxm-40gb", "A100-SXM-40GB"),
+        ("H100-SXM-80GB-EFA", "H100-SXM-80GB-EFA"),
+        ("b200", "B200-SXM-180GB"),
+    ],
+)
 def test_a_device_is_found_by_how_it_begins(typed, name):
     assert find_device(typed) is DEVICES[name]
 

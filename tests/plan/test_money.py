@@ -25,20 +25,31 @@ def test_days_and_energy_of_pattersons_table_4(name):
     assert energy(gpu_hours(chips, days), watts, pue) == pytest.approx(megawatt_hours, rel=0.01)
 
 
-@pytest.mark.parametrize(("hours", "watts", "pue", "megawatt_hours"), [
-    (1_082_990, 400, 1, 433.196),  # BLOOM 176B, Luccioni et al. 2022 (arXiv:2211.02001), GPUs alone
-    (320_256, 280, 1, 89.67168),  # StarCoderBase, Li et al. 2023 (arXiv:2305.06161)
-    (1_022_362, 400, 1.1, 449),  # LLaMA 65B, Touvron et al. 2023 (arXiv:2302.13971), table 15
-])
+@pytest.mark.parametrize(
+    ("hours", "watts", "pue", "megawatt_hours"),
+    [
+        (
+            1_082_990,
+            400,
+            1,
+            433.196,
+        ),  # BLOOM 176B, Luccioni et al. 2022 (arXiv:2211.02001), GPUs alone
+        (320_256, 280, 1, 89.67168),  # StarCoderBase, Li et al. 2023 (arXiv:2305.06161)
+        (1_022_362, 400, 1.1, 449),  # LLaMA 65B, Touvron et al. 2023 (arXiv:2302.13971), table 15
+    ],
+)
 def test_energy_of_published_gpu_hours(hours, watts, pue, megawatt_hours):
     assert energy(hours, watts, pue) == pytest.approx(megawatt_hours, rel=2e-3)
 
 
-@pytest.mark.parametrize(("num_gpus", "days", "hours"), [
-    (440, 9.5, 100_320),  # MPT-7B (MosaicML's announcement, 2023)
-    (512, 53, 651_264),  # BloombergGPT, Wu et al. 2023 (arXiv:2303.17564)
-    (384, 24, 221_184),  # SmolLM3 (Hugging Face's announcement, 2025)
-])
+@pytest.mark.parametrize(
+    ("num_gpus", "days", "hours"),
+    [
+        (440, 9.5, 100_320),  # MPT-7B (MosaicML's announcement, 2023)
+        (512, 53, 651_264),  # BloombergGPT, Wu et al. 2023 (arXiv:2303.17564)
+        (384, 24, 221_184),  # SmolLM3 (Hugging Face's announcement, 2025)
+    ],
+)
 def test_published_gpu_hours(num_gpus, days, hours):
     assert gpu_hours(num_gpus, days) == hours
 
@@ -64,14 +75,17 @@ def test_a_price_of_published_gpu_hours():
     assert bill(1, 1, seconds, 2048, GpuHour(watts=1, price=2)).price == pytest.approx(5.576e6)
 
 
-@pytest.mark.parametrize(("hour", "message"), [
-    ({"watts": 0}, "--watts 0: must be greater than 0"),
-    ({"watts": 700, "pue": 0.9}, "--pue 0.9: .* 1 or more"),
-    ({"watts": 700, "price": -1}, "--price -1: must be 0 or more"),
-    ({"watts": float("inf")}, "--watts inf: must be a number"),
-    ({"pue": float("inf")}, "--pue inf: must be a number"),
-    ({"price": float("nan")}, "--price nan: must be a number"),
-])
+@pytest.mark.parametrize(
+    ("hour", "message"),
+    [
+        ({"watts": 0}, "--watts 0: must be greater than 0"),
+        ({"watts": 700, "pue": 0.9}, "--pue 0.9: .* 1 or more"),
+        ({"watts": 700, "price": -1}, "--price -1: must be 0 or more"),
+        ({"watts": float("inf")}, "--watts inf: must be a number"),
+        ({"pue": float("inf")}, "--pue inf: must be a number"),
+        ({"price": float("nan")}, "--price nan: must be a number"),
+    ],
+)
 def test_what_cannot_be_paid(hour, message):
     with pytest.raises(ConfigError, match=message):
         GpuHour(**hour)

@@ -58,16 +58,36 @@ def plan(*words: str) -> int:
 
 
 def test_the_table_of_a_small_model(capsys):
-    assert plan(GPT2, "--gpus", "4", "--device", "h100", "--tokens", "1e9", "--price", "2.5",
-                "--watts", "500", "--pue", "1.2", "--top", "3") == 0
+    assert (
+        plan(
+            GPT2,
+            "--gpus",
+            "4",
+            "--device",
+            "h100",
+            "--tokens",
+            "1e9",
+            "--price",
+            "2.5",
+            "--watts",
+            "500",
+            "--pue",
+            "1.2",
+            "--top",
+            "3",
+        )
+        == 0
+    )
     text = capsys.readouterr().out
     assert text.startswith("gpt2-124m: 124 M parameters on 4 x H100-SXM-80GB, 68 of 86 GB us")
     job = job_of(load(Path(GPT2)), 4, H100)
     found = search(job)
     assert f"{found.num_layouts:,} layouts in" in text
     _, drops, rows, _ = (part.splitlines() for part in text.split("\n\n"))
-    counts = [(int(count.replace(",", "")), reason)
-              for count, _, reason in (line.strip().partition("  ") for line in drops[1:])]
+    counts = [
+        (int(count.replace(",", "")), reason)
+        for count, _, reason in (line.strip().partition("  ") for line in drops[1:])
+    ]
     assert counts == [(len(found.candidates), "fit"), *found.dropped()[:6]]
     assert len(rows) == 4 and len({len(row) for row in rows}) == 1, "columns are aligned"
     assert "1e+09 tokens, 500 W a GPU, PUE 1.2, 2.5 USD a GPU-hour" in text
@@ -76,17 +96,27 @@ def test_the_table_of_a_small_model(capsys):
 
 def test_the_numbers_of_a_row():
     job = job_of(load(Path(LLAMA_1B)), 8, H100)
-    best = next(each for each in search(job).candidates if each.decision.parallel.chunks > 1
-                and each.decision.parallel.dp > 1 and each.decision.parallel.tp > 1)
+    best = next(
+        each
+        for each in search(job).candidates
+        if each.decision.parallel.chunks > 1
+        and each.decision.parallel.dp > 1
+        and each.decision.parallel.tp > 1
+    )
     gpu_hour = GpuHour(watts=500, pue=1.2, price=2.5)
     header, cells = table([best], 1e11, gpu_hour).splitlines()
     row = dict(zip(header.split(), cells.split(), strict=True))
     axes, total = best.decision.parallel, bill(1e11, 1024 * 4096, best.seconds, 8, gpu_hour)
-    assert [row[name] for name in ("tp", "pp", "dp", "chunks", "ZeRO", "micro")] == \
-        list(map(str, (axes.tp, axes.pp, axes.dp, axes.chunks, axes.zero,
-                       best.decision.micro_batch_size)))
-    number = {name: float(text.rstrip("%").replace(",", "")) for name, text in row.items()
-              if name not in ("seq", "recompute")}
+    assert [row[name] for name in ("tp", "pp", "dp", "chunks", "ZeRO", "micro")] == list(
+        map(
+            str, (axes.tp, axes.pp, axes.dp, axes.chunks, axes.zero, best.decision.micro_batch_size)
+        )
+    )
+    number = {
+        name: float(text.rstrip("%").replace(",", ""))
+        for name, text in row.items()
+        if name not in ("seq", "recompute")
+    }
     flops = best.estimate.model_flops / (8 * 989.4e12)
     assert number["MFU"] == pytest.approx(100 * flops / best.seconds, abs=0.06)
     assert number["GB"] == pytest.approx(best.total_bytes / 1e9, abs=0.06)
@@ -122,15 +152,25 @@ def test_what_the_seconds_of_zero_3_rest_on_is_told(num_gpus, has_stage_3, capsy
 # What to type next
 
 
-@pytest.mark.parametrize(("name", "num_gpus"), tiered([
-    ("gpt2-124m", 8), ("llama-1b", 8), ("gpt2-124m", 1024), ("llama-8b", 8), ("llama-8b", 24),
-], keep=2))
+@pytest.mark.parametrize(
+    ("name", "num_gpus"),
+    tiered(
+        [
+            ("gpt2-124m", 8),
+            ("llama-1b", 8),
+            ("gpt2-124m", 1024),
+            ("llama-8b", 8),
+            ("llama-8b", 24),
+        ],
+        keep=2,
+    ),
+)
 def test_a_layout_is_trained_by_the_options_that_are_printed(name, num_gpus):
     path = CONFIGS / f"{name}.toml"
     config = load(path)
     job = job_of(config, num_gpus, H100)
     candidates = search(job).candidates
-    spread = candidates[::max(1, len(candidates) // 12)]
+    spread = candidates[:: max(1, len(candidates) // 12)]
     assert len({each.decision.parallel.tp for each in spread}) > 1
     for each in spread:
         options = read_options([str(path), *flags(config, each.decision).split()])
@@ -147,25 +187,57 @@ def test_options_that_the_config_has_are_not_repeated():
     assert flags(fixed, standing.decision) == "--parallel.dp 2"
     compiled = load(CONFIGS / "llama-1b.toml")
     wide = replace(standing.decision.parallel, tp=2, pp=1, dp=0)
-    assert flags(compiled, replace(standing.decision, parallel=wide)) == \
-        "--parallel.tp 2 --parallel.sequence --train.micro-batch-size 1 --train.no-compile"
+    assert (
+        flags(compiled, replace(standing.decision, parallel=wide))
+        == "--parallel.tp 2 --parallel.sequence --train.micro-batch-size 1 --train.no-compile"
+    )
 
 
 RENDEZVOUS = "--rdzv-backend c10d --rdzv-endpoint $HEAD:29500 "
 
 
-@pytest.mark.parametrize(("words", "launcher"), tiered([
-    ([LLAMA_1B, "--gpus", "8", "--parallel.dp", "4", "--parallel.pp", "2", "--train.no-compile"],
-     "torchrun --nproc-per-node 8 -m minitron.train"),
-    ([str(CONFIGS / "stories.toml"), "--gpus", "1", "--model.vocab-size", "512", "--explain"],
-     "minitron train"),
-    ([GPT2, "--gpus", "16", "--model.num-layers", "10", "--data.path", "my data"],
-     f"torchrun --nnodes 2 {RENDEZVOUS}--nproc-per-node 8 -m minitron.train"),
-    ([GPT2, "--gpus", "1"], "minitron train"),
-    ([GPT2, "--gpus", "6"], "torchrun --nproc-per-node 6 -m minitron.train"),
-    ([GPT2, "--gpus", "8", "--train.precision", "fp8", "--train.steps", "7"],
-     "torchrun --nproc-per-node 8 -m minitron.train"),
-], keep=3))
+@pytest.mark.parametrize(
+    ("words", "launcher"),
+    tiered(
+        [
+            (
+                [
+                    LLAMA_1B,
+                    "--gpus",
+                    "8",
+                    "--parallel.dp",
+                    "4",
+                    "--parallel.pp",
+                    "2",
+                    "--train.no-compile",
+                ],
+                "torchrun --nproc-per-node 8 -m minitron.train",
+            ),
+            (
+                [
+                    str(CONFIGS / "stories.toml"),
+                    "--gpus",
+                    "1",
+                    "--model.vocab-size",
+                    "512",
+                    "--explain",
+                ],
+                "minitron train",
+            ),
+            (
+                [GPT2, "--gpus", "16", "--model.num-layers", "10", "--data.path", "my data"],
+                f"torchrun --nnodes 2 {RENDEZVOUS}--nproc-per-node 8 -m minitron.train",
+            ),
+            ([GPT2, "--gpus", "1"], "minitron train"),
+            ([GPT2, "--gpus", "6"], "torchrun --nproc-per-node 6 -m minitron.train"),
+            (
+                [GPT2, "--gpus", "8", "--train.precision", "fp8", "--train.steps", "7"],
+                "torchrun --nproc-per-node 8 -m minitron.train",
+            ),
+        ],
+        keep=3,
+    ),
+)
 def test_it_ends_with_two_lines_that_can_be_typed(words, launcher, capsys):
     """What else was asked for on the command line is in them too."""
     assert plan(*words, "--top", "1") == 0
@@ -188,14 +260,17 @@ def test_it_ends_with_two_lines_that_can_be_typed(words, launcher, capsys):
     assert as_it_stands(options, job) == search(job).trusted
 
 
-@pytest.mark.parametrize(("num_gpus", "tp", "nodes"), [
-    (12, 1, (2, 6)), (12, 4, (3, 4)), (24, 8, (3, 8)), (32, 16, (4, 8)), (7, 1, (1, 7))])
+@pytest.mark.parametrize(
+    ("num_gpus", "tp", "nodes"),
+    [(12, 1, (2, 6)), (12, 4, (3, 4)), (24, 8, (3, 8)), (32, 16, (4, 8)), (7, 1, (1, 7))],
+)
 def test_each_node_starts_as_many_ranks_and_whole_groups(num_gpus, tp, nodes):
     """Nodes of 8 do not divide 12; a group of tp ranks stays in a node, or fills some."""
     job = job_of(load(Path(LLAMA_8B)), num_gpus, H100)
     parallel = replace(load(Path(LLAMA_8B)).parallel, tp=tp, dp=num_gpus // tp)
-    line = next_lines(PlanOptions(file=Path(LLAMA_8B)),
-                      Candidate(job, Decision(parallel, "none", 1)))
+    line = next_lines(
+        PlanOptions(file=Path(LLAMA_8B)), Candidate(job, Decision(parallel, "none", 1))
+    )
     num_nodes = re.search(r"--nnodes (\d+)", line)
     assert int(num_nodes[1] if num_nodes else 1) == nodes[0]
     assert f"--nproc-per-node {nodes[1]} " in line
@@ -207,8 +282,10 @@ def test_each_node_starts_as_many_ranks_and_whole_groups(num_gpus, tp, nodes):
 def of_stages(*stages: int) -> Search:
     """What a search would find on 8 GPUs, of these stages of ZeRO in this order."""
     job = job_of(load(Path(LLAMA_1B)), 8, H100)
-    return Search(job, [Candidate(job, Decision(ParallelConfig(dp=8, zero=stage), "full", 1))
-                        for stage in stages])
+    return Search(
+        job,
+        [Candidate(job, Decision(ParallelConfig(dp=8, zero=stage), "full", 1)) for stage in stages],
+    )
 
 
 @pytest.mark.parametrize("stages, first", [((3, 1), 1), ((3, 2, 1), 2), ((1, 3), 1), ((3,), 3)])
@@ -221,11 +298,13 @@ def test_the_table_begins_with_it_and_says_why(capsys, monkeypatch):
     monkeypatch.setattr(command, "search", lambda job: found)
     assert plan(LLAMA_1B, "--gpus", "8", "--explain") == 0
     text = capsys.readouterr().out
-    rows = text[text.index("ZeRO"):].splitlines()[1:4]
+    rows = text[text.index("ZeRO") :].splitlines()[1:4]
     assert [row.split()[5] for row in rows] == ["1", "3", "2"]
     gain = 1 - found.candidates[0].seconds / found.candidates[1].seconds
-    assert f"So the fastest layout without ZeRO-3 comes first, although the estimate of the " \
+    assert (
+        f"So the fastest layout without ZeRO-3 comes first, although the estimate of the "
         f"fastest one is {gain:.1%} less" in text
+    )
     assert "--parallel.zero 3" not in text
 
 
@@ -237,8 +316,10 @@ def test_a_layout_that_stands_is_compared_with_the_best(capsys):
     line = re.search(r"as it stands: (.*)", capsys.readouterr().out)[1]
     job = job_of(load(Path(LLAMA_1B)), 8, H100)
     standing, found = as_it_stands(load(Path(LLAMA_1B)), job), search(job)
-    assert line.startswith(f"{standing}: {standing.seconds:.4g} s a step, "
-                           f"{standing.seconds / found.candidates[0].seconds:.2f} times the best")
+    assert line.startswith(
+        f"{standing}: {standing.seconds:.4g} s a step, "
+        f"{standing.seconds / found.candidates[0].seconds:.2f} times the best"
+    )
     faster = sum(each.seconds < standing.seconds for each in found.candidates)
     assert line.endswith(f"; {faster:,} layouts are faster")
 
@@ -246,8 +327,9 @@ def test_a_layout_that_stands_is_compared_with_the_best(capsys):
 def test_one_layout_is_faster_and_two_are():
     job = job_of(load(Path(GPT2)), 2, H100)
     found = search(job)
-    speeds = sorted({each.seconds: each for each in found.candidates}.values(),
-                    key=lambda each: each.seconds)
+    speeds = sorted(
+        {each.seconds: each for each in found.candidates}.values(), key=lambda each: each.seconds
+    )
     two = Search(job, speeds[:2])
     assert compared(speeds[1], two).endswith("; 1 layout is faster")
     three = Search(job, speeds[:3])
@@ -257,19 +339,38 @@ def test_one_layout_is_faster_and_two_are():
 def test_a_layout_that_cannot_run_is_explained_and_the_search_goes_on(capsys):
     assert plan(LLAMA_70B, "--gpus", "24", "--train.global-batch-size", "24", "--top", "1") == 0
     text = capsys.readouterr().out
-    assert re.search(r"as it stands: cannot run on 24 GPUs: parallel.tp = 8 and parallel.pp = 4, "
-                     r"but there are 24 ranks.*would do\nThe best: ", text)
+    assert re.search(
+        r"as it stands: cannot run on 24 GPUs: parallel.tp = 8 and parallel.pp = 4, "
+        r"but there are 24 ranks.*would do\nThe best: ",
+        text,
+    )
 
 
 def test_a_layout_that_does_not_fit_is_told(capsys):
     assert plan(LLAMA_1B, "--gpus", "8", "--train.micro-batch-size", "32", "--top", "1") == 0
-    assert re.search(r"as it stands: .*micro-batches of 32: does not fit, \d+\.\d GB\n",
-                     capsys.readouterr().out)
+    assert re.search(
+        r"as it stands: .*micro-batches of 32: does not fit, \d+\.\d GB\n", capsys.readouterr().out
+    )
 
 
 def test_explain_and_other_gpus(capsys):
-    assert plan(GPT2, "--gpus", "4", "--device", "a100-sxm-80", "--gpus-per-node", "2",
-                "--train.global-batch-size", "32", "--top", "1", "--explain") == 0
+    assert (
+        plan(
+            GPT2,
+            "--gpus",
+            "4",
+            "--device",
+            "a100-sxm-80",
+            "--gpus-per-node",
+            "2",
+            "--train.global-batch-size",
+            "32",
+            "--top",
+            "1",
+            "--explain",
+        )
+        == 0
+    )
     text = capsys.readouterr().out
     assert "4 x A100-SXM-80GB" in text and "What binds it" in text
     assert "tp           1 is best" in text
@@ -292,38 +393,56 @@ def test_calibrate_plans_for_what_is_measured(capsys, monkeypatch):
 # Mistakes
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    ([], "name a TOML file first"),
-    (["--gpus", "8"], "name a TOML file first"),
-    (["configs/nope.toml", "--gpus", "8"], "configs/nope.toml: there is no such file"),
-    ([GPT2], "say how many GPUs there are, as in --gpus 512"),
-    ([GPT2, "--gpus", "0"], "--gpus 0: must be 1 or more"),
-    ([GPT2, "--gpus", "1000000000000"], "--gpus 1000000000000: must be 1,000,000 or less"),
-    ([GPT2, "--gpus", "-8"], "--gpus -8: must be 1 or more"),
-    ([GPT2, "--gpus", "many"], "--gpus"),
-    ([GPT2, "--gpus", "8", "--top", "0"], "--top 0: must be 1 or more"),
-    ([GPT2, "--gpus", "8", "--gpus-per-node", "0"], "--gpus-per-node 0: must be 1 or more"),
-    ([GPT2, "--gpus", "8", "--device", "h1000"], "'h1000'"),
-    ([GPT2, "--gpus", "8", "--device", "h100", "--calibrate"], "h100 with --calibrate.*leave one"),
-    ([GPT2, "--gpus", "8", "--tokens", "0"], "--tokens 0"),
-    ([GPT2, "--gpus", "8", "--tokens", "inf"], "--tokens inf: must be a number greater than 0"),
-    ([GPT2, "--gpus", "8", "--tokens", "nan"], "--tokens nan: must be a number greater than 0"),
-    ([GPT2, "--gpus", "8", "--price", "inf"], "--price inf: must be a number"),
-    ([GPT2, "--gpus", "8", "--watts", "0"], "--watts 0.0: must be greater than 0"),
-    ([GPT2, "--gpus", "8", "--pue", "0.5"], "--pue 0.5"),
-    ([GPT2, "--gpus", "8", "--price", "-1"], "--price -1"),
-    ([LLAMA_8B, "--gpus", "7", "--parallel.tp", "8"],
-     r"7 ranks: plan for a multiple of 8; with 7 ranks --parallel.tp 1 \(dp 7\) or "),
-    ([LLAMA_8B, "--gpus", "7", "--parallel.dp", "8"], "but there are 7 ranks: plan for 8; with 7"),
-    ([LLAMA_8B, "--gpus", "6", "--parallel.tp", "3"], "model.num_heads = 32 is not divisible by 3"),
-    ([GPT2, "--gpus", "8", "--parallel.tp", "2"], "train.compile with parallel.tp = 2"),
-    ([GPT2, "--gpus", "8", "--model.num-heads", "7"], "= 7: try --model.num-heads 12$"),
-    ([LLAMA_8B, "--gpus", "8", "--model.num-heads", "30"], "= 30: try --model.num-heads 32$"),
-    ([GPT2, "--gpus", "13", "--train.global-batch-size", "1"], "for 13 GPUs can be trained"),
-    as_exhaustive(([GPT3, "--gpus", "7", "--device", "h100"], "56 GPUs or .* GB each would do")),
-    ([str(CONFIGS / "stories.toml"), "--gpus", "1", "--data.path", "/nowhere"],
-     "/nowhere/.*--model.vocab-size"),
-])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "name a TOML file first"),
+        (["--gpus", "8"], "name a TOML file first"),
+        (["configs/nope.toml", "--gpus", "8"], "configs/nope.toml: there is no such file"),
+        ([GPT2], "say how many GPUs there are, as in --gpus 512"),
+        ([GPT2, "--gpus", "0"], "--gpus 0: must be 1 or more"),
+        ([GPT2, "--gpus", "1000000000000"], "--gpus 1000000000000: must be 1,000,000 or less"),
+        ([GPT2, "--gpus", "-8"], "--gpus -8: must be 1 or more"),
+        ([GPT2, "--gpus", "many"], "--gpus"),
+        ([GPT2, "--gpus", "8", "--top", "0"], "--top 0: must be 1 or more"),
+        ([GPT2, "--gpus", "8", "--gpus-per-node", "0"], "--gpus-per-node 0: must be 1 or more"),
+        ([GPT2, "--gpus", "8", "--device", "h1000"], "'h1000'"),
+        (
+            [GPT2, "--gpus", "8", "--device", "h100", "--calibrate"],
+            "h100 with --calibrate.*leave one",
+        ),
+        ([GPT2, "--gpus", "8", "--tokens", "0"], "--tokens 0"),
+        ([GPT2, "--gpus", "8", "--tokens", "inf"], "--tokens inf: must be a number greater than 0"),
+        ([GPT2, "--gpus", "8", "--tokens", "nan"], "--tokens nan: must be a number greater than 0"),
+        ([GPT2, "--gpus", "8", "--price", "inf"], "--price inf: must be a number"),
+        ([GPT2, "--gpus", "8", "--watts", "0"], "--watts 0.0: must be greater than 0"),
+        ([GPT2, "--gpus", "8", "--pue", "0.5"], "--pue 0.5"),
+        ([GPT2, "--gpus", "8", "--price", "-1"], "--price -1"),
+        (
+            [LLAMA_8B, "--gpus", "7", "--parallel.tp", "8"],
+            r"7 ranks: plan for a multiple of 8; with 7 ranks --parallel.tp 1 \(dp 7\) or ",
+        ),
+        (
+            [LLAMA_8B, "--gpus", "7", "--parallel.dp", "8"],
+            "but there are 7 ranks: plan for 8; with 7",
+        ),
+        (
+            [LLAMA_8B, "--gpus", "6", "--parallel.tp", "3"],
+            "model.num_heads = 32 is not divisible by 3",
+        ),
+        ([GPT2, "--gpus", "8", "--parallel.tp", "2"], "train.compile with parallel.tp = 2"),
+        ([GPT2, "--gpus", "8", "--model.num-heads", "7"], "= 7: try --model.num-heads 12$"),
+        ([LLAMA_8B, "--gpus", "8", "--model.num-heads", "30"], "= 30: try --model.num-heads 32$"),
+        ([GPT2, "--gpus", "13", "--train.global-batch-size", "1"], "for 13 GPUs can be trained"),
+        as_exhaustive(
+            ([GPT3, "--gpus", "7", "--device", "h100"], "56 GPUs or .* GB each would do")
+        ),
+        (
+            [str(CONFIGS / "stories.toml"), "--gpus", "1", "--data.path", "/nowhere"],
+            "/nowhere/.*--model.vocab-size",
+        ),
+    ],
+)
 def test_a_mistake_is_one_line(words, message, capfd):
     with pytest.raises(ConfigError) as caught:
         plan(*words)
@@ -334,8 +453,9 @@ def test_a_mistake_is_one_line(words, message, capfd):
 
 def test_the_process_prints_it_and_exits_with_2():
     words = ["plan", LLAMA_8B, "--gpus", "7", "--parallel.tp", "8"]
-    result = subprocess.run([sys.executable, "-m", "minitron.cli", *words], text=True,
-                            capture_output=True, timeout=120)
+    result = subprocess.run(
+        [sys.executable, "-m", "minitron.cli", *words], text=True, capture_output=True, timeout=120
+    )
     assert result.returncode == 2 and result.stdout == ""
     assert re.fullmatch(r"minitron: parallel\.tp = 8, but there are 7 ranks.*\n", result.stderr)
 
@@ -345,8 +465,19 @@ def test_help_names_every_option(capsys):
         plan("--help")
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    for name in ("gpus", "device", "tokens", "price", "watts", "pue", "top", "explain",
-                 "calibrate", "parallel.tp", "model.num-layers"):
+    for name in (
+        "gpus",
+        "device",
+        "tokens",
+        "price",
+        "watts",
+        "pue",
+        "top",
+        "explain",
+        "calibrate",
+        "parallel.tp",
+        "model.num-layers",
+    ):
         assert f"--{name}" in text
 
 

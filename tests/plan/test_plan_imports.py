@@ -9,12 +9,23 @@ from tests.tiers import exhaustive
 
 HEAVY = ("torch", "numpy")
 MODULES = (
-    "minitron.config", "minitron.config.layout", "minitron.cost", "minitron.cost.precision",
-    "minitron.parallel.pipeline.schedules", "minitron.parallel.pipeline.schedule_check",
-    "minitron.parallel.pipeline.simulator", "minitron.parallel.pipeline.plan",
-    "minitron.plan.decide", "minitron.plan.estimate", "minitron.plan.search",
-    "minitron.plan.explain", "minitron.plan.money", "minitron.plan.unseen",
-    "minitron.plan.command", "minitron.plan.dryrun_command", "minitron.cli",
+    "minitron.config",
+    "minitron.config.layout",
+    "minitron.cost",
+    "minitron.cost.precision",
+    "minitron.parallel.pipeline.schedules",
+    "minitron.parallel.pipeline.schedule_check",
+    "minitron.parallel.pipeline.simulator",
+    "minitron.parallel.pipeline.plan",
+    "minitron.plan.decide",
+    "minitron.plan.estimate",
+    "minitron.plan.search",
+    "minitron.plan.explain",
+    "minitron.plan.money",
+    "minitron.plan.unseen",
+    "minitron.plan.command",
+    "minitron.plan.dryrun_command",
+    "minitron.cli",
 )
 
 

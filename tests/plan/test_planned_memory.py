@@ -39,8 +39,10 @@ def case(model=LLAMA, precision="bf16", recompute="none", size=2, length=1024, m
 
 
 CASES = {
-    "alone": case(), "alone, float32": case(GPT, "fp32"),
-    "data": case(GPT, dp=4), "selective, ZeRO-1": case(recompute="selective", dp=4, zero=1),
+    "alone": case(),
+    "alone, float32": case(GPT, "fp32"),
+    "data": case(GPT, dp=4),
+    "selective, ZeRO-1": case(recompute="selective", dp=4, zero=1),
     "fp8, ZeRO-1": case(GPT, "fp8", dp=4, zero=1),
     "fp32 gradients, ZeRO-2": case(GPT, "bf16-fp32-grads", dp=4, zero=2),
     "full, ZeRO-2": case(recompute="full", dp=4, zero=2),
@@ -55,13 +57,16 @@ CASES = {
     "ZeRO-3, interleaved, kept": case(size=1, dp=2, pp=2, zero=3, **CHUNKS, **KEPT),
     "ZeRO-3, zero bubble": case(size=1, dp=2, pp=2, zero=3, schedule="zero-bubble"),
     "ZeRO-3, GPipe, full": case(
-        GPT, recompute="full", size=1, dp=2, pp=2, zero=3, schedule="gpipe"),
+        GPT, recompute="full", size=1, dp=2, pp=2, zero=3, schedule="gpipe"
+    ),
     "hybrid, ZeRO-2": case(dp=4, zero=2, replicas=2),
     "hybrid, ZeRO-3": case(dp=4, zero=3, replicas=2),
     "hybrid, ZeRO-3, all of it each time": case(
-        GPT, dp=4, zero=3, replicas=2, sync_replicas_every_micro_batch=True),
+        GPT, dp=4, zero=3, replicas=2, sync_replicas_every_micro_batch=True
+    ),
     "hybrid, ZeRO-3 in a pipeline, kept": case(size=1, dp=4, pp=2, zero=3, replicas=2, **KEPT),
-    "ZeRO-3": case(dp=4, zero=3), "ZeRO-3, fp16": case(GPT, "fp16", dp=4, zero=3),
+    "ZeRO-3": case(dp=4, zero=3),
+    "ZeRO-3, fp16": case(GPT, "fp16", dp=4, zero=3),
     "ZeRO-3, full": case(replace(LLAMA, **SHORT), recompute="full", dp=4, zero=3),
     "ZeRO-3, few tokens": case(GPT, size=1, length=64, m=2, dp=4, zero=3),
     "autocast": case(precision="bf16-autocast", size=4, m=2, dp=4),
@@ -69,7 +74,8 @@ CASES = {
     "autocast, full": case(GPT, "bf16-autocast", "full", dp=4, zero=2),
     "autocast, full, no loss": case(replace(LLAMA, **SHORT), "bf16-autocast", "full", m=2, dp=4),
     "autocast, tensor": case(precision="bf16-autocast", dp=2, tp=2, sequence=True),
-    "tensor": case(GPT, dp=2, tp=2), "sequence": case(dp=2, tp=2, sequence=True),
+    "tensor": case(GPT, dp=2, tp=2),
+    "sequence": case(dp=2, tp=2, sequence=True),
     "sequence, ZeRO-1, full": case(GPT, recompute="full", dp=2, tp=2, sequence=True, zero=1),
     "1F1B": case(replace(LLAMA, **SHORT), size=1, pp=4),
     "1F1B, full": case(replace(GPT, **SHORT), recompute="full", size=1, dp=2, pp=4, zero=1),
@@ -78,20 +84,25 @@ CASES = {
     "1F1B, autocast": case(replace(LLAMA, **SHORT), "bf16-autocast", size=1, pp=4),
     "interleaved": case(replace(LLAMA, **SHORT), size=1, dp=2, pp=2, **CHUNKS),
     "interleaved, full": case(GPT, recompute="full", size=1, dp=2, pp=2, zero=1, **CHUNKS),
-    "once": case(dp=4, m=1), "once, ZeRO-1": case(GPT, dp=4, m=1, zero=1),
+    "once": case(dp=4, m=1),
+    "once, ZeRO-1": case(GPT, dp=4, m=1, zero=1),
     "once, buckets that stay": case(replace(LLAMA, **SHORT), "bf16-autocast", dp=4, m=1),
     "1F1B, as many as stages": case(replace(LLAMA, **SHORT), size=1, m=4, pp=4),
     "GPipe": case(GPT, size=1, pp=2, schedule="gpipe"),
     "zero bubble": case(size=1, pp=2, schedule="zero-bubble"),
     "GPipe, chunks": case(GPT, size=1, pp=2, schedule="gpipe", chunks=2),
     "zero bubble, chunks": case(
-        replace(LLAMA, **SHORT), size=1, pp=2, schedule="zero-bubble", chunks=2),
+        replace(LLAMA, **SHORT), size=1, pp=2, schedule="zero-bubble", chunks=2
+    ),
     "zero bubble, chunks, full": case(
-        GPT, recompute="full", size=1, pp=2, schedule="zero-bubble", chunks=2),
+        GPT, recompute="full", size=1, pp=2, schedule="zero-bubble", chunks=2
+    ),
     "zero bubble, full": case(
-        replace(LLAMA, **SHORT), recompute="full", size=1, pp=4, schedule="zero-bubble"),
+        replace(LLAMA, **SHORT), recompute="full", size=1, pp=4, schedule="zero-bubble"
+    ),
     "zero bubble, selective, a loss": case(
-        GPT, recompute="selective", size=1, pp=4, schedule="zero-bubble"),
+        GPT, recompute="selective", size=1, pp=4, schedule="zero-bubble"
+    ),
     "zero bubble, sequence": case(size=1, tp=2, sequence=True, pp=2, schedule="zero-bubble"),
     "few tokens": case(size=1, length=64, m=2, dp=4),  # the optimizer holds most
     "few tokens, ZeRO-2": case(size=1, length=64, m=2, dp=4, zero=2),
@@ -100,13 +111,18 @@ CASES = {
 
 def fullest(job: Job, decision: Decision) -> int:
     """Bytes at the peak of the stage that holds most."""
-    train = TrainConfig(global_batch_size=job.global_batch_size, precision=job.precision,
-                        micro_batch_size=decision.micro_batch_size, recompute=decision.recompute)
+    train = TrainConfig(
+        global_batch_size=job.global_batch_size,
+        precision=job.precision,
+        micro_batch_size=decision.micro_batch_size,
+        recompute=decision.recompute,
+    )
     data = DataConfig(sequence_length=job.sequence_length)
     config = Config(job.model, data, train, decision.parallel)
     pp = decision.parallel.pp
-    return max(dry_run(config, job.num_gpus, stage * job.num_gpus // pp).peak.total
-               for stage in range(pp))
+    return max(
+        dry_run(config, job.num_gpus, stage * job.num_gpus // pp).peak.total for stage in range(pp)
+    )
 
 
 KEPT = {"ZeRO-2 in a pipeline"}
@@ -127,6 +143,7 @@ def test_large_activations_are_counted_to_a_hundredth():
 
 
 # By hand
+
 
 def held(parallel, recompute="none", batch=64, model=MODEL, precision="bf16"):
     num_gpus = parallel.dp * parallel.tp * parallel.pp
@@ -161,7 +178,8 @@ def test_state_of_a_model_by_stage():
 
 def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages():
     blocks = MODEL.num_layers * cost.activation_bytes_per_layer(
-        MODEL, 1, 4096, layout=cost.Layout(8, True))
+        MODEL, 1, 4096, layout=cost.Layout(8, True)
+    )
     model = replace(MODEL, vocab_size=256)
     kinds = held(ParallelConfig(dp=1, tp=8, sequence=True, pp=8), model=model)
     assert kinds["activation"] == pytest.approx(blocks, rel=0.01)
@@ -175,8 +193,9 @@ def test_an_interleaved_schedule_holds_more():
         more = held(ParallelConfig(dp=1, pp=4, schedule="interleaved", chunks=chunks), model=model)
         factor = cost.interleaved_activation_factor(4, chunks)
         assert more["activation"] == pytest.approx(factor * plain)
-    assert held(ParallelConfig(dp=1, pp=4, schedule="gpipe"), model=model)["activation"] == \
-        pytest.approx(64 / 4 * plain, rel=0.02)
+    assert held(ParallelConfig(dp=1, pp=4, schedule="gpipe"), model=model)[
+        "activation"
+    ] == pytest.approx(64 / 4 * plain, rel=0.02)
 
 
 def test_first_rank_and_last_rank_hold_an_end_each():
@@ -193,8 +212,9 @@ def test_no_rank_holds_more_than_what_is_reported(layers, pp):
     parallel = ParallelConfig(dp=1, pp=pp)
     job, decision = Job(model, pp, H100, 4096, 64), Decision(parallel)
     counts = blocks_per_rank(model, parallel, MINITRON)
-    largest = max(sum(holdings(job, decision, MINITRON, rank, counts).values())
-                  for rank in range(pp))
+    largest = max(
+        sum(holdings(job, decision, MINITRON, rank, counts).values()) for rank in range(pp)
+    )
     assert sum(memory_of(job, decision).values()) == largest
 
 
@@ -214,8 +234,10 @@ def test_what_is_replayed_is_there_for_a_moment():
 
 
 def test_autocast_keeps_float32_residuals_and_16_bit_copies():
-    none, autocast = (held(ParallelConfig(dp=1), precision=name)["activation"]
-                      for name in ("bf16", "bf16-autocast"))
+    none, autocast = (
+        held(ParallelConfig(dp=1), precision=name)["activation"]
+        for name in ("bf16", "bf16-autocast")
+    )
     weights = 2 * (32 * cost.num_block_parameters(MODEL) + MODEL.vocab_size * MODEL.width)
     residuals = (2 * 32 + 1) * 2  # two norms a block and the last one, two bytes more
     inputs = 32 * (5 - 2) * 2  # of query, key, value; of gate and up: five in place of two

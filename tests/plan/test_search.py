@@ -54,22 +54,34 @@ def middle_with_twice(resource: str) -> Candidate:
 @pytest.fixture
 def searched_once(monkeypatch):
     """An explanation of MIDDLE finds there what another test has asked for."""
-    monkeypatch.setattr(explain_module, "with_twice",
-                        lambda result, resource: middle_with_twice(resource))
+    monkeypatch.setattr(
+        explain_module, "with_twice", lambda result, resource: middle_with_twice(resource)
+    )
 
 
 # What is enumerated
 
 
-@pytest.mark.parametrize("job", [SMALL, MIDDLE, replace(SMALL, num_gpus=24, gpus_per_node=24),
-                                 replace(SMALL, num_gpus=7, global_batch_size=10)])
+@pytest.mark.parametrize(
+    "job",
+    [
+        SMALL,
+        MIDDLE,
+        replace(SMALL, num_gpus=24, gpus_per_node=24),
+        replace(SMALL, num_gpus=7, global_batch_size=10),
+    ],
+)
 def test_every_grid_that_a_run_would_accept_is_there_and_no_other(job):
     """Against `run_checks.layouts_that_fit`, which the training offers after a mistake."""
-    config = Config(job.model, DataConfig(sequence_length=job.sequence_length),
-                    TrainConfig(global_batch_size=job.global_batch_size, micro_batch_size=1))
+    config = Config(
+        job.model,
+        DataConfig(sequence_length=job.sequence_length),
+        TrainConfig(global_batch_size=job.global_batch_size, micro_batch_size=1),
+    )
     accepted = set(layouts_that_fit(config, job.num_gpus))
-    there = {(each.parallel.dp, each.parallel.tp, each.parallel.pp)
-             for each in decisions(job, Counter())}
+    there = {
+        (each.parallel.dp, each.parallel.tp, each.parallel.pp) for each in decisions(job, Counter())
+    }
     assert there == accepted and len(accepted) > 1
 
 
@@ -111,8 +123,9 @@ def test_every_layout_is_counted_once():
     assert len(plain) + len(result.too_large) == len(accepted)
     assert result.refused == refused
     assert result.num_layouts == len(result.candidates) + len(result.too_large) + refused.total()
-    assert sum(count for count, _ in result.dropped()) == \
-        result.num_layouts - len(result.candidates)
+    assert sum(count for count, _ in result.dropped()) == result.num_layouts - len(
+        result.candidates
+    )
 
 
 def test_reasons_are_told_most_frequent_first_and_alike_ones_together():
@@ -145,8 +158,10 @@ def test_what_weighs_and_what_times_agree():
 def test_groups_of_tensor_parallelism_do_not_span_nodes():
     """12 heads in 3 or 6 parts divide, but a node of 8 does not."""
     refused = Counter()
-    widths = {each.parallel.tp
-              for each in decisions(replace(SMALL, num_gpus=24, sequence_length=960), refused)}
+    widths = {
+        each.parallel.tp
+        for each in decisions(replace(SMALL, num_gpus=24, sequence_length=960), refused)
+    }
     assert widths == {1, 2, 4}
     assert any("span nodes of 8 GPUs" in reason.problem for reason in refused)
 
@@ -182,8 +197,9 @@ def test_gpus_that_no_layout_can_use():
 # Variants
 
 
-@pytest.mark.parametrize("job", tiered([
-    MIDDLE, replace(MIDDLE, num_gpus=32, global_batch_size=128)]))
+@pytest.mark.parametrize(
+    "job", tiered([MIDDLE, replace(MIDDLE, num_gpus=32, global_batch_size=128)])
+)
 def test_no_variant_is_faster_than_what_was_found(job):
     """Tried with all that fit, also where the search has seen that it need not."""
     winner, tried = found(job).candidates[0], 0
@@ -203,8 +219,11 @@ def test_hybrid_sharding_is_found_where_shards_over_all_ranks_wait_for_the_netwo
     axes = winner.decision.parallel
     assert axes.zero == 3 and 1 < axes.replicas < axes.dp
     assert axes.dp // axes.replicas % 8 == 0, "the shards fill nodes"
-    alone = next(each for each in found(job).candidates if each.decision == replace(
-        winner.decision, parallel=replace(axes, replicas=1)))
+    alone = next(
+        each
+        for each in found(job).candidates
+        if each.decision == replace(winner.decision, parallel=replace(axes, replicas=1))
+    )
     assert alone.seconds > 1.05 * winner.seconds
 
 
@@ -228,17 +247,24 @@ def test_the_best_of_each_value_with_the_others_free():
                 assert best.total_bytes == min(each.total_bytes for each in same)
 
 
-TWICE = {"FLOP/s": {"bf16_flops", "fp8_flops"}, "memory": {"memory_bytes"},
-         "memory bandwidth": {"memory_bandwidth"}, "NVLink bandwidth": {"nvlink_bandwidth"},
-         "network bandwidth": {"nic_bandwidth"}}
+TWICE = {
+    "FLOP/s": {"bf16_flops", "fp8_flops"},
+    "memory": {"memory_bytes"},
+    "memory bandwidth": {"memory_bandwidth"},
+    "NVLink bandwidth": {"nvlink_bandwidth"},
+    "network bandwidth": {"nic_bandwidth"},
+}
 
 
 @pytest.mark.parametrize("resource", tiered(RESOURCES))
 def test_twice_as_much_of_a_resource_is_as_good_as_a_search_anew(resource):
     result = found(MIDDLE)
     device = doubled(H100, resource)
-    changed = {field.name for field in fields(H100)
-               if getattr(H100, field.name) != getattr(device, field.name)}
+    changed = {
+        field.name
+        for field in fields(H100)
+        if getattr(H100, field.name) != getattr(device, field.name)
+    }
     assert changed == TWICE[resource]
     best, anew = middle_with_twice(resource), search(replace(MIDDLE, device=device)).trusted
     assert best.decision == anew.decision and best.seconds == anew.seconds
@@ -264,11 +290,17 @@ def test_an_explanation_names_the_winner_every_option_and_what_binds(searched_on
     by_option = alternatives(found(MIDDLE))
     for option, value_of in OPTIONS.items():
         others = [each.seconds for each in by_option[option].values()]
-        first = (": there is no other choice" if len(others) == 1 else " is best"
-                 if min(others) >= winner.seconds else " comes first")  # before ZeRO 3
+        first = (
+            ": there is no other choice"
+            if len(others) == 1
+            else " is best"
+            if min(others) >= winner.seconds
+            else " comes first"
+        )  # before ZeRO 3
         assert re.search(rf"^  {option} +{value_of(winner.decision)}{first}", text, re.M)
-    gains = {resource: 1 - middle_with_twice(resource).seconds / winner.seconds
-             for resource in RESOURCES}
+    gains = {
+        resource: 1 - middle_with_twice(resource).seconds / winner.seconds for resource in RESOURCES
+    }
     most = max(gains, key=gains.get)
     assert f"What binds it most is {most}: twice as much would save {gains[most]:.0%}" in text
 
@@ -313,14 +345,20 @@ LOSES_MORE = {"GPT-3 on 1,024": 1.13, "Llama 405B on 16,384": 1.81}
 """The same on thousands."""
 
 
-@pytest.mark.parametrize(("model", "num_gpus", "length", "batch"), tiered([
-    (GPT2, 8, 1024, 512),
-    (cost.PUBLISHED["Llama 3.2 1B"], 8, 8192, 128),
-    (LLAMA_8B, 8, 8192, 128),
-    (LLAMA_8B, 64, 8192, 512),
-    (LLAMA_70B, 64, 8192, 256),
-    (GPT3, 64, 2048, 1536),
-], keep=2))
+@pytest.mark.parametrize(
+    ("model", "num_gpus", "length", "batch"),
+    tiered(
+        [
+            (GPT2, 8, 1024, 512),
+            (cost.PUBLISHED["Llama 3.2 1B"], 8, 8192, 128),
+            (LLAMA_8B, 8, 8192, 128),
+            (LLAMA_8B, 64, 8192, 512),
+            (LLAMA_70B, 64, 8192, 256),
+            (GPT3, 64, 2048, 1536),
+        ],
+        keep=2,
+    ),
+)
 def test_the_decision_tree_is_not_far_from_the_best_on_a_few_nodes(model, num_gpus, length, batch):
     job = Job(model, num_gpus, H100, length, batch)
     chosen = Candidate(job, decide(job))

@@ -70,12 +70,19 @@ class ShardedOptimizer(AfterBackward):
             dist.broadcast(p.detach(), group_src=source, group=self.group)
 
 
-@pytest.mark.parametrize(("apply", "model"), tiered([
-    (after_backward(average), small_llama),
-    (ShardedOptimizer, small_gpt),
-    (after_backward(average), small_gpt),
-    (everywhere, small_llama),
-], keep=2), ids=["average llama", "sharded optimizer", "average gpt", "everywhere"])
+@pytest.mark.parametrize(
+    ("apply", "model"),
+    tiered(
+        [
+            (after_backward(average), small_llama),
+            (ShardedOptimizer, small_gpt),
+            (after_backward(average), small_gpt),
+            (everywhere, small_llama),
+        ],
+        keep=2,
+    ),
+    ids=["average llama", "sharded optimizer", "average gpt", "everywhere"],
+)
 def test_the_same_training_passes(apply, model):
     random_state = torch.get_rng_state()
     assert_same_training(apply, 3, model, num_micro_batches=2)
@@ -86,15 +93,18 @@ def test_a_sum_is_named_with_its_factor_and_adamw_hides_it():
     with pytest.raises(AssertionError) as info:
         assert_same_training(after_backward(total), 3)
     first, where, hidden = str(info.value).splitlines()
-    assert first == ("token_embedding.weight: gradient 3.0x too large on all ranks: summed instead "
-                     "of averaged?")
+    assert first == (
+        "token_embedding.weight: gradient 3.0x too large on all ranks: summed instead of averaged?"
+    )
     assert where == "(step 0; 33 of 35 differ) with SGD on 3 ranks"
     assert hidden.endswith("AdamW divides a gradient's scale away.")
 
 
 def test_an_optimizer_of_its_own_is_judged():
-    with pytest.raises(AssertionError, match="after the update the parameter is .* though the "
-                                             "gradients agree(.|\n)*AdamW"):
+    with pytest.raises(
+        AssertionError,
+        match="after the update the parameter is .* though the gradients agree(.|\n)*AdamW",
+    ):
         assert_same_training(partial(ShardedOptimizer, skip_decay=True), 2)
 
 
@@ -104,8 +114,10 @@ def test_uneven_parts_and_losses_are_judged():
         parallel.mean = lambda loss: loss
         return parallel
 
-    with pytest.raises(AssertionError, match="model: loss differs between ranks, together they "
-                                             "are right: never reduced"):
+    with pytest.raises(
+        AssertionError,
+        match="model: loss differs between ranks, together they are right: never reduced",
+    ):
         assert_same_training(mean_of_a_loss_forgotten, 2)
 
 
@@ -119,31 +131,41 @@ def test_what_is_no_parallel_model_is_refused():
 WANT = np.array([1.0, -2.0, 3.0])
 
 
-@pytest.mark.parametrize(("kind", "got", "words"), [
-    ("gradient", [4 * WANT] * 4, "x: gradient 4.0x too large on all ranks: summed instead of"),
-    ("gradient", [WANT / 4] * 4, "x: gradient 4.0x too small on all ranks: divided twice?"),
-    ("gradient", [2 * WANT] * 4, "x: gradient 2.0x too large on all ranks"),
-    ("gradient", [WANT, WANT, WANT, WANT * 3], "right on rank 0, 1, 2 alone: has every rank"),
-    ("gradient", [WANT + 1, WANT - 1] * 2, "differs between ranks, together they are right"),
-    ("gradient", [WANT + 1, WANT + 2] * 2, "right on none: sent before it was complete"),
-    ("gradient", [WANT, None, WANT, WANT], "x: gradient missing (None) on rank 1 alone"),
-    ("gradient", [4 * WANT, None, WANT, None], "x: gradient missing (None) on rank 1, 3 alone"),
-    ("gradient", [0 * WANT] * 4, "x: gradient zero on all ranks: overwritten, or left out"),
-    ("gradient", [WANT[::-1]] * 4, "x: gradient not proportional to that of one process on all"),
-    ("gradient", [WANT * (1 + 1e-8)] * 4, "off by 1e-08 of its largest value on all ranks: fl"),
-    ("gradient", [WANT[:2]] * 4, "x: gradient of shape (2,) on all ranks, not (3,)"),
-    ("kept", [4 * WANT] * 4, "the backward pass made the parameter itself 4.0x too large"),
-    ("initial", [WANT, WANT + 1], "x: initial weights differ on rank 1 alone: no broadcast"),
-    ("updated", [WANT + 1, WANT], "after the update the parameter is not proportional"),
-])
+@pytest.mark.parametrize(
+    ("kind", "got", "words"),
+    [
+        ("gradient", [4 * WANT] * 4, "x: gradient 4.0x too large on all ranks: summed instead of"),
+        ("gradient", [WANT / 4] * 4, "x: gradient 4.0x too small on all ranks: divided twice?"),
+        ("gradient", [2 * WANT] * 4, "x: gradient 2.0x too large on all ranks"),
+        ("gradient", [WANT, WANT, WANT, WANT * 3], "right on rank 0, 1, 2 alone: has every rank"),
+        ("gradient", [WANT + 1, WANT - 1] * 2, "differs between ranks, together they are right"),
+        ("gradient", [WANT + 1, WANT + 2] * 2, "right on none: sent before it was complete"),
+        ("gradient", [WANT, None, WANT, WANT], "x: gradient missing (None) on rank 1 alone"),
+        ("gradient", [4 * WANT, None, WANT, None], "x: gradient missing (None) on rank 1, 3 alone"),
+        ("gradient", [0 * WANT] * 4, "x: gradient zero on all ranks: overwritten, or left out"),
+        (
+            "gradient",
+            [WANT[::-1]] * 4,
+            "x: gradient not proportional to that of one process on all",
+        ),
+        ("gradient", [WANT * (1 + 1e-8)] * 4, "off by 1e-08 of its largest value on all ranks: fl"),
+        ("gradient", [WANT[:2]] * 4, "x: gradient of shape (2,) on all ranks, not (3,)"),
+        ("kept", [4 * WANT] * 4, "the backward pass made the parameter itself 4.0x too large"),
+        ("initial", [WANT, WANT + 1], "x: initial weights differ on rank 1 alone: no broadcast"),
+        ("updated", [WANT + 1, WANT], "after the update the parameter is not proportional"),
+    ],
+)
 def test_the_words(kind, got, words):
     assert words in explain(kind, "x", got, WANT, largest=3.0)
 
 
 def test_the_first_difference_is_told_and_rounding_is_none():
     def record(kept, gradient):
-        return [Moment(0, "loss", {"model": np.array(2.0)}), Moment(1, "kept", {"x": kept}),
-                Moment(1, "gradient", {"x": gradient, "key.bias": WANT * 1e-18, "y": None})]
+        return [
+            Moment(0, "loss", {"model": np.array(2.0)}),
+            Moment(1, "kept", {"x": kept}),
+            Moment(1, "gradient", {"x": gradient, "key.bias": WANT * 1e-18, "y": None}),
+        ]
 
     one = record(WANT, WANT)
     rounded = record(WANT, WANT * (1 + 1e-13))

@@ -48,7 +48,6 @@ def test_a_copy_to_the_host_does_not_wait_for_what_is_launched_later_gpu():
     assert not later.query()
 
 
-
 def test_a_fake_group_has_ranks_that_do_not_exist():
     private.init_fake_process_group(rank=5, num_ranks=3072)
     try:
@@ -164,8 +163,10 @@ def test_tensors_are_multiplied_in_place():
     assert torch.cat(tensors).tolist() == 5 * [0.5]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
-                    reason="no GPU that multiplies 8-bit floats")
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
+    reason="no GPU that multiplies 8-bit floats",
+)
 def test_a_gpu_multiplies_float8():
     a = torch.ones(16, 32, device="cuda").to(torch.float8_e4m3fn)
     b = torch.ones(64, 32, device="cuda").to(torch.float8_e4m3fn).T
@@ -202,7 +203,8 @@ def test_the_running_node_has_the_number_that_it_got_in_forward():
 def test_a_call_comes_after_the_whole_backward_pass():
     model, order = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), []
     model[1].register_full_backward_pre_hook(
-        lambda *_: private.call_after_backward(lambda: order.append("end")))
+        lambda *_: private.call_after_backward(lambda: order.append("end"))
+    )
     model[0].weight.register_post_accumulate_grad_hook(lambda _: order.append("first layer"))
     model(torch.ones(1, 2)).sum().backward()
     assert order == ["first layer", "end"]
@@ -217,14 +219,19 @@ def collectives_of_a_rank(group: dist.ProcessGroup) -> list[str]:
         dist.all_gather_into_tensor(torch.empty(4), x, group=group)
         dist.reduce_scatter_tensor(torch.empty(1), x, op=dist.ReduceOp.MAX, group=group)
         functional.all_reduce(x, "sum", group).wait()
-        work = private.WorkAround(dist.isend(x, group_dst=1, group=group) if group.rank() == 0
-                                  else dist.irecv(x, group=group))
+        work = private.WorkAround(
+            dist.isend(x, group_dst=1, group=group)
+            if group.rank() == 0
+            else dist.irecv(x, group=group)
+        )
         work.work.wait()
         source = None if group.rank() == 0 else work._source_rank()
 
-    names = {private.all_gather_base_op: "all_gather",
-             private.reduce_scatter_base_op: "reduce_scatter",
-             private.functional_collectives.all_reduce.default: "functional all_reduce"}
+    names = {
+        private.all_gather_base_op: "all_gather",
+        private.reduce_scatter_base_op: "reduce_scatter",
+        private.functional_collectives.all_reduce.default: "functional all_reduce",
+    }
     assert private.group_named(group.group_name) is group
     return [names[func] for func in seen.operators if func in names], source
 

@@ -15,6 +15,7 @@ def recorder(events: list[str]):
         events.append(f"begin {phase}")
         yield
         events.append(f"end {phase}")
+
     return listener
 
 

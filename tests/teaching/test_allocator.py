@@ -16,8 +16,10 @@ def in_halves(capacity=320 * MIB):
     return allocator
 
 
-@pytest.mark.parametrize(("asked", "segment"), [
-    (1, 2), (MIB, 2), (MIB + 512, 20), (10 * MIB - 512, 20), (10 * MIB, 10), (31 * MIB, 32)])
+@pytest.mark.parametrize(
+    ("asked", "segment"),
+    [(1, 2), (MIB, 2), (MIB + 512, 20), (10 * MIB - 512, 20), (10 * MIB, 10), (31 * MIB, 32)],
+)
 def test_a_segment_is_as_large_as_the_request_says(asked, segment):
     assert segment_bytes(asked) == segment * MIB
     allocator = CachingAllocator(64 * MIB)

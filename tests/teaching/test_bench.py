@@ -19,14 +19,36 @@ from teaching.graders.guard import Guard
 
 CALL = Call(0, "send", "dp", torch.float32, 8, 8, 0, "", 1, 2, 0.5)
 PLAIN = [
-    None, True, 3, -(10**30), 0.1, float("inf"), -0.0, 1 + 2j, "ä\ud800", b"\x00\xff", [1, [2.0]],
-    (1, (2,)), {"a": 1, 2: (None,)}, {1, 2}, frozenset({3}), range(3, 9, 2), torch.bfloat16,
-    torch.Size([2, 3]), CALL, {"calls": [(CALL,)]},
+    None,
+    True,
+    3,
+    -(10**30),
+    0.1,
+    float("inf"),
+    -0.0,
+    1 + 2j,
+    "ä\ud800",
+    b"\x00\xff",
+    [1, [2.0]],
+    (1, (2,)),
+    {"a": 1, 2: (None,)},
+    {1, 2},
+    frozenset({3}),
+    range(3, 9, 2),
+    torch.bfloat16,
+    torch.Size([2, 3]),
+    CALL,
+    {"calls": [(CALL,)]},
 ]
 TENSORS = [
-    torch.arange(6).reshape(2, 3), torch.randn(3, 4).T, torch.tensor(2.5, dtype=torch.bfloat16),
-    torch.empty(0, 3), torch.tensor([True, False]), torch.randn(4).to(torch.float8_e4m3fn),
-    torch.randn(2, dtype=torch.complex64).conj(), torch.empty(2, 3, device="meta"),
+    torch.arange(6).reshape(2, 3),
+    torch.randn(3, 4).T,
+    torch.tensor(2.5, dtype=torch.bfloat16),
+    torch.empty(0, 3),
+    torch.tensor([True, False]),
+    torch.randn(4).to(torch.float8_e4m3fn),
+    torch.randn(2, dtype=torch.complex64).conj(),
+    torch.empty(2, 3, device="meta"),
     nn.Parameter(torch.ones(2)),
 ]
 
@@ -43,8 +65,18 @@ class Elsewhere:
 
 
 Elsewhere.__module__ = "exercises.ch01_single_gpu"
-REFUSED = [Own(1.0), Elsewhere(), object(), lambda: 0, nn.Linear(1, 1), [Own(1.0)],
-           torch.ones(2).to_sparse(), iter([]), int, Own]
+REFUSED = [
+    Own(1.0),
+    Elsewhere(),
+    object(),
+    lambda: 0,
+    nn.Linear(1, 1),
+    [Own(1.0)],
+    torch.ones(2).to_sparse(),
+    iter([]),
+    int,
+    Own,
+]
 
 
 @pytest.mark.parametrize("value", PLAIN, ids=repr)
@@ -59,8 +91,10 @@ def test_tensors_cross_as_they_are(tensor):
     assert type(back) is torch.Tensor and back.dtype == tensor.dtype
     assert back.shape == tensor.shape and back.device == tensor.device
     assert back.requires_grad == tensor.requires_grad
-    assert tensor.is_meta or torch.equal(back.double() if tensor.dtype.itemsize == 1 else back,
-                                         tensor.double() if tensor.dtype.itemsize == 1 else tensor)
+    assert tensor.is_meta or torch.equal(
+        back.double() if tensor.dtype.itemsize == 1 else back,
+        tensor.double() if tensor.dtype.itemsize == 1 else tensor,
+    )
 
 
 @pytest.mark.parametrize("value", REFUSED, ids=lambda v: type(v).__name__)
@@ -69,12 +103,22 @@ def test_other_objects_are_refused_by_name(value):
         plain.encode(value)
 
 
-@pytest.mark.parametrize("data", [
-    b"", b"\x80\x04.", b"[" * 10**6, b'["tensor", "float32", [9], false, false]\n',
-    b'["tensor", "load", [1], false, false]\n', b'["record", "os", "system", ["true"]]\n',
-    b'["record", "minitron.config", "require", [false, "x"]]\n', b'["no_such", 1]\n', b'{"a": 1}\n',
-    b'["tensor", "float32", [1000000000000], false, false]\n',
-], ids=range(10))
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x80\x04.",
+        b"[" * 10**6,
+        b'["tensor", "float32", [9], false, false]\n',
+        b'["tensor", "load", [1], false, false]\n',
+        b'["record", "os", "system", ["true"]]\n',
+        b'["record", "minitron.config", "require", [false, "x"]]\n',
+        b'["no_such", 1]\n',
+        b'{"a": 1}\n',
+        b'["tensor", "float32", [1000000000000], false, false]\n',
+    ],
+    ids=range(10),
+)
 def test_damaged_bytes_are_refused(data):
     with pytest.raises(plain.NotPlain):
         plain.decode(data)

@@ -92,24 +92,32 @@ def answer(root, body):
 def count_processes(monkeypatch):
     started = []
     run_grader = checking._run_grader
-    monkeypatch.setattr(checking, "_run_grader",
-                        lambda exercise, *rest: started.append(exercise.id)
-                        or run_grader(exercise, *rest))
+    monkeypatch.setattr(
+        checking,
+        "_run_grader",
+        lambda exercise, *rest: started.append(exercise.id) or run_grader(exercise, *rest),
+    )
     return started
 
 
 # Each case: what stands above the solution of 1.4, and on which line of it; all of it is harmless.
 HARMLESS = {
-    "imports a module for the first time": ("import sys\nsys.path.insert(0, 'FOLDER')\n"
-                                            "import never_imported_before", ""),
+    "imports a module for the first time": (
+        "import sys\nsys.path.insert(0, 'FOLDER')\nimport never_imported_before",
+        "",
+    ),
     "warns": ("import warnings", "    warnings.warn('a look at the caller', stacklevel=2)"),
     "shows where it is": ("import traceback", "    traceback.print_stack()"),
     "uses a library's classes": (
         "import abc, contextlib, typing\nfrom dataclasses import dataclass\n"
         "@dataclass(frozen=True)\nclass Plan(typing.Generic[typing.TypeVar('T')], abc.ABC):\n"
-        "    size: int", "    with contextlib.suppress(KeyError):\n        Plan(1)"),
-    "starts threads": ("from concurrent.futures import ThreadPoolExecutor",
-                       "    ThreadPoolExecutor(1).submit(print).result()"),
+        "    size: int",
+        "    with contextlib.suppress(KeyError):\n        Plan(1)",
+    ),
+    "starts threads": (
+        "from concurrent.futures import ThreadPoolExecutor",
+        "    ThreadPoolExecutor(1).submit(print).result()",
+    ),
 }
 
 
@@ -119,11 +127,17 @@ def test_a_right_answer_may_use_python(root, tmp_path, monkeypatch, above, insid
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     (tmp_path / "never_imported_before.py").write_text("VALUE = 1\n")
     text, solution = (root / FILE).read_text(), SOURCE.read_text()
-    right = solution[solution.index("def plan_batch("):].replace("plan_batch", "plan")
-    write(root, text.replace("import math\n", f"import math\n{above}\n", 1)
-          .replace("FOLDER", str(tmp_path)) + f"\n\n{right}")
-    answer(root, f"{inside}\n    return plan(tokens_per_step, sequence_length, num_ranks, "
-                 "largest_micro_batch)")
+    right = solution[solution.index("def plan_batch(") :].replace("plan_batch", "plan")
+    write(
+        root,
+        text.replace("import math\n", f"import math\n{above}\n", 1).replace("FOLDER", str(tmp_path))
+        + f"\n\n{right}",
+    )
+    answer(
+        root,
+        f"{inside}\n    return plan(tokens_per_step, sequence_length, num_ranks, "
+        "largest_micro_batch)",
+    )
     report = check("1.4", root=root)
     assert report.passed, str(report)
 
@@ -141,8 +155,10 @@ DEADLY = {
 WRONG = {
     "exit": ("    exit()", ["SystemExit", "exit() ends Python"]),
     "syntax error": ("    return (1,", ["SyntaxError", "line "]),
-    "error": ("    return {}[tokens_per_step]",
-              ["KeyError: 65536", "return {}[tokens_per_step]", "tokens_per_step=65536"]),
+    "error": (
+        "    return {}[tokens_per_step]",
+        ["KeyError: 65536", "return {}[tokens_per_step]", "tokens_per_step=65536"],
+    ),
     "recursion": ("    return plan_batch(1, 1, 1, 1)", ["RecursionError"]),
     "wrong type": ("    return None", ["it returned None", "a tuple of two integers"]),
 }
@@ -199,8 +215,10 @@ def test_a_stub_is_recognised_without_a_process(root, monkeypatch):
     assert not report.passed and len(report.results) == 4
     assert started == []
     assert str(report).splitlines() == [
-        "Not written yet:", f"  {'1.1, 1.2, 1.3, 1.4':28}  {FILE}",
-        f"  next     edit {FILE}, then minitron check 1.1; stuck? minitron hint 1.1"]
+        "Not written yet:",
+        f"  {'1.1, 1.2, 1.3, 1.4':28}  {FILE}",
+        f"  next     edit {FILE}, then minitron check 1.1; stuck? minitron hint 1.1",
+    ]
     assert "Not written yet" in report._repr_html_()
     assert "Exercise 1.4, Planning the batch: to do" in str(check("1.4", root=root))
 
@@ -215,8 +233,9 @@ def test_what_has_been_tried_is_shown_before_what_is_not_written(root):
 
 
 def test_the_list_of_what_is_not_written_has_a_line_for_each_chapter():
-    unwritten = tuple(Result(each, Verdict("unsolved"), is_unwritten=True)
-                      for each in known().values())
+    unwritten = tuple(
+        Result(each, Verdict("unsolved"), is_unwritten=True) for each in known().values()
+    )
     lines = str(Report(unwritten)).splitlines()
     assert len(lines) == 14
     assert len({line.index("  exercises/") for line in lines[1:-1]}) == 1  # one column
@@ -226,8 +245,12 @@ def test_the_list_of_what_is_not_written_has_a_line_for_each_chapter():
 def test_a_command_is_never_cut_in_two(exercise):
     """At any width, so at every place in a line."""
     passed, todo = (Result(exercise, Verdict(state)).next for state in ("passed", "unsolved"))
-    commands = [f"minitron hint {exercise.id}", f"minitron check {exercise.id}",
-                f"minitron solution {exercise.id}", *filter(None, [exercise.command])]
+    commands = [
+        f"minitron hint {exercise.id}",
+        f"minitron check {exercise.id}",
+        f"minitron solution {exercise.id}",
+        *filter(None, [exercise.command]),
+    ]
     text = f"{passed}; {todo}; `make lab --now`"
     for width in range(12, 100):
         lines = fill(text, width).splitlines()
@@ -244,7 +267,7 @@ def test_one_of_two_functions_written(root):
 
     ours, stubs = SOURCE.read_text(), text
     start = "def training_flops_per_token"
-    write(root, ours[:ours.index(start)] + stubs[stubs.index(start):])
+    write(root, ours[: ours.index(start)] + stubs[stubs.index(start) :])
     verdict = graders.grade_file(exercise, root / FILE)
     assert verdict.state == "unsolved"
     assert verdict.seen == "training_flops_per_token is still the stub"
@@ -287,11 +310,23 @@ def test_status_is_derived_from_the_files(root, monkeypatch):
 RECORD = {"key": "0" * 64, "state": "passed"}
 
 
-@pytest.mark.parametrize("text", [
-    "[]", "null", "7", '{"1.4": []}', '{"1.4": {}}', '{"1.4": {"key": [], "state": "passed"}}',
-    json.dumps({"1.4": RECORD}), json.dumps({"1.4": {**RECORD, "state": "excellent"}}),
-    '{"1.4": ' * 5000, "[" * 100_000, "\ud800", "1" * 5000,
-])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        "null",
+        "7",
+        '{"1.4": []}',
+        '{"1.4": {}}',
+        '{"1.4": {"key": [], "state": "passed"}}',
+        json.dumps({"1.4": RECORD}),
+        json.dumps({"1.4": {**RECORD, "state": "excellent"}}),
+        '{"1.4": ' * 5000,
+        "[" * 100_000,
+        "\ud800",
+        "1" * 5000,
+    ],
+)
 def test_a_record_that_does_not_fit_is_none(root, monkeypatch, text):
     answer(root, "    return 1, 1")
     (root / ".minitron").mkdir()
@@ -306,8 +341,11 @@ def test_a_record_counts_for_what_was_graded(root, monkeypatch):
     """Comments, docstrings and layout do not decide; code, the solution and the package do."""
     answer(root, "    return 1, 1")
     started = count_processes(monkeypatch)
-    monkeypatch.setattr(checking, "_run_grader", lambda exercise, *rest: started.append(exercise.id)
-                        or (0, '{"state": "failed"}', ""))
+    monkeypatch.setattr(
+        checking,
+        "_run_grader",
+        lambda exercise, *rest: started.append(exercise.id) or (0, '{"state": "failed"}', ""),
+    )
     text = (root / FILE).read_text()
     status(root)
     write(root, text.replace("return 1, 1", "return (1,\n        1)  # a guess"))
@@ -336,25 +374,36 @@ def test_a_record_counts_for_what_was_graded(root, monkeypatch):
 def test_a_failure_within_a_shorter_limit_is_not_kept(root, monkeypatch):
     answer(root, "    return 1, 1")
     verdicts = ["failed", "passed"]
-    monkeypatch.setattr(checking, "_run_grader",
-                        lambda *_: (0, json.dumps({"state": verdicts.pop(0)}), ""))
+    monkeypatch.setattr(
+        checking, "_run_grader", lambda *_: (0, json.dumps({"state": verdicts.pop(0)}), "")
+    )
     assert not check("1.4", root=root, timeout=1).passed
     status(root)
     assert verdicts == [], "it was graded again, with all the time there is"
 
 
-@pytest.mark.parametrize("part", [
-    "minitron/plan/search.py", "minitron/corpus/text.py", "teaching/graders/__init__.py",
-    "teaching/graders/guard.py", "teaching/graders/ch02_memory.py", "minitron/config/schema.py",
-    "minitron/precision.py", "minitron/pytorch/private.py", "teaching/exercises.py",
-    "minitron/plan/hardware.csv",
-])
+@pytest.mark.parametrize(
+    "part",
+    [
+        "minitron/plan/search.py",
+        "minitron/corpus/text.py",
+        "teaching/graders/__init__.py",
+        "teaching/graders/guard.py",
+        "teaching/graders/ch02_memory.py",
+        "minitron/config/schema.py",
+        "minitron/precision.py",
+        "minitron/pytorch/private.py",
+        "teaching/exercises.py",
+        "minitron/plan/hardware.csv",
+    ],
+)
 def test_every_module_and_table_decides(part, monkeypatch):
     contents = records._contents
     before = records._package()
     records._hash_of.cache_clear()
-    monkeypatch.setattr(records, "_contents", lambda path: contents(path) + b" " * str(
-        path).endswith(part))
+    monkeypatch.setattr(
+        records, "_contents", lambda path: contents(path) + b" " * str(path).endswith(part)
+    )
     assert records._package() != before
     records._hash_of.cache_clear()
 

@@ -22,7 +22,7 @@ def test_a_claim_that_does_not_hold_names_the_load_and_what_was_expected():
 def test_a_notebook_with_a_refuted_caption_is_refused():
     source = chapter_sources(["ch04"])[0]
     notebook = nbformat.reads(committed_text(notebook_path(source)), as_version=4)
-    cell = next(cell for cell in notebook.cells if "draw(\"bucketed\"" in cell.source)
+    cell = next(cell for cell in notebook.cells if 'draw("bucketed"' in cell.source)
     cell.outputs = [new_output("display_data", {"text/plain": claim(False, "It is faster.")})]
     with pytest.raises(ChapterError, match="claims what its measurement does not show"):
         compare(read_source(source), notebook)

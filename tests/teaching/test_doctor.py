@@ -64,8 +64,9 @@ def test_measuring_on_a_gpu_says_what_would_be_missing(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported",
-                        lambda including_emulation: found.major >= 8)
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation: found.major >= 8
+    )
     monkeypatch.setattr(doctor, "driver_version", lambda: "580.1")
     assert doctor.check_measuring() == Check("make gpu", True, "CUDA 13.0, driver 580.1")
 
@@ -73,8 +74,11 @@ def test_measuring_on_a_gpu_says_what_would_be_missing(monkeypatch):
     monkeypatch.setattr(doctor, "find_spec", lambda _: None)
     check = doctor.check_measuring()
     assert check.ok and check.seen.split("; ")[1:] == [
-        "24 GiB of memory, and the 1.3B model takes 60", "no bf16 matmuls",
-        "no fp8 matmuls, which are emulated", "transformers is not installed, and gets no rows"]
+        "24 GiB of memory, and the 1.3B model takes 60",
+        "no bf16 matmuls",
+        "no fp8 matmuls, which are emulated",
+        "transformers is not installed, and gets no rows",
+    ]
 
 
 def test_no_gpu_is_no_failure(monkeypatch):

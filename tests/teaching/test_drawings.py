@@ -21,8 +21,9 @@ from teaching.drawings import (
 def test_the_products_of_all_blocks_and_the_head_are_the_forward_pass(name):
     model, tokens = cost.PUBLISHED[name], 2048
     alone = sum(map(sum, block_seconds(model, 1, tokens).values()))
-    flops = tokens * (cost.forward_flops_per_token(model, tokens) - 2 * model.width
-                      * model.vocab_size)
+    flops = tokens * (
+        cost.forward_flops_per_token(model, tokens) - 2 * model.width * model.vocab_size
+    )
     assert model.num_layers * alone == pytest.approx(flops / H100.bf16_flops)
 
     cut = sum(map(sum, block_seconds(model, 8, tokens).values()))
@@ -36,28 +37,39 @@ def test_ranks_that_share_a_key_value_head_all_compute_it():
     assert columns == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("ranks", "link", "seconds"), [
-    (1, "NVLink", 0.0),
-    (8, "NVLink", 2 * 7 / 8 / 450),
-    (16, "NVLink", 2 * 7 / 8 / 450 + 1 / 8 / 50),  # two nodes exchange an eighth per rank
-    (8, "InfiniBand", 2 * 7 / 8 / 50),
-])
+@pytest.mark.parametrize(
+    ("ranks", "link", "seconds"),
+    [
+        (1, "NVLink", 0.0),
+        (8, "NVLink", 2 * 7 / 8 / 450),
+        (16, "NVLink", 2 * 7 / 8 / 450 + 1 / 8 / 50),  # two nodes exchange an eighth per rank
+        (8, "InfiniBand", 2 * 7 / 8 / 50),
+    ],
+)
 def test_a_gigabyte_is_reduced_at_the_speed_of_each_link(ranks, link, seconds):
     assert all_reduce_seconds(1e9, ranks, link) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize(("reduction", "starts", "sent"), [
-    (0.0, [0, 3, 7, 15], []),
-    (1.0, [0, 4, 9, 17], [3, 8, 14, 22]),  # backward, the weight gradients hide it
-    (5.0, [0, 8, 17, 27], [3, 12, 22, 32]),  # and here only a part of it
-])
+@pytest.mark.parametrize(
+    ("reduction", "starts", "sent"),
+    [
+        (0.0, [0, 3, 7, 15], []),
+        (1.0, [0, 4, 9, 17], [3, 8, 14, 22]),  # backward, the weight gradients hide it
+        (5.0, [0, 8, 17, 27], [3, 12, 22, 32]),  # and here only a part of it
+    ],
+)
 def test_an_all_reduce_follows_each_half_and_starts_before_the_weight_gradients(
     reduction, starts, sent
 ):
-    compute, network = block_lanes({"attention": (1e-3, 2e-3), "feed-forward": (3e-3, 1e-3)},
-                                   1e-3 * reduction)
+    compute, network = block_lanes(
+        {"attention": (1e-3, 2e-3), "feed-forward": (3e-3, 1e-3)}, 1e-3 * reduction
+    )
     assert [block.label for block in compute] == [
-        "attention", "feed-forward", "feed-forward", "attention"]
+        "attention",
+        "feed-forward",
+        "feed-forward",
+        "attention",
+    ]
     assert [block.end - block.start for block in compute] == pytest.approx([3, 4, 8, 6])
     assert [block.start for block in compute] == pytest.approx(starts)
     assert [block.start for block in network] == pytest.approx(sent)
@@ -103,7 +115,8 @@ def test_activations_in_four_ways_follow_the_table_of_the_paper():
 def test_fused_attention_leaves_selective_recomputation_nothing_to_save():
     figure, _ = draw_sequence("GPT-3 175B", 2048, 1, "fused")
     both, sequence, selective, alone = sorted(
-        (tuple(line.get_ydata()) for line in figure.axes[0].lines), key=lambda y: y[-1])
+        (tuple(line.get_ydata()) for line in figure.axes[0].lines), key=lambda y: y[-1]
+    )
     assert alone == pytest.approx(selective, rel=0.01)
     assert sequence == pytest.approx(both, rel=0.01) and sequence[-1] < alone[-1] / 4
 
@@ -111,32 +124,38 @@ def test_fused_attention_leaves_selective_recomputation_nothing_to_save():
 @pytest.mark.parametrize("link", LINKS)
 def test_the_tensor_explorer_can_be_answered(link):
     """What it suggests to try: where a quarter is waiting; that width matters, tokens do not."""
+
     def waiting(model="Llama 3.1 70B", ranks=8, tokens=8192):
         sentence = draw_tensor(model, ranks, tokens, link)[1]
         return int(sentence.split("; ")[1].split("%")[0])
 
     shares = [waiting(ranks=ranks) for ranks in TENSOR_RANKS]
     assert shares == sorted(shares) and shares[0] == 0
-    assert [ranks for ranks, share in zip(TENSOR_RANKS, shares, strict=True) if share < 25] == \
-        ([1, 2, 4, 8] if link == "NVLink" else [1, 2])
+    assert [ranks for ranks, share in zip(TENSOR_RANKS, shares, strict=True) if share < 25] == (
+        [1, 2, 4, 8] if link == "NVLink" else [1, 2]
+    )
     assert abs(waiting(tokens=2048) - waiting(tokens=32_768)) <= 3
     assert waiting("Llama 3.2 1B") > waiting("Llama 3.1 70B") + 10
 
 
-@pytest.mark.parametrize(("schedule", "bubble", "held"), [
-    ("sequential", cost.sequential_bubble(4, 8, 1, 2), "1 micro-batch."),
-    ("GPipe", cost.pipeline_bubble(4, 8, 1, 2), "8 micro-batches."),
-    ("1F1B", cost.pipeline_bubble(4, 8, 1, 2), "4 micro-batches."),
-    ("interleaved 1F1B", cost.pipeline_bubble(4, 8, 1, 2, 2), "5.5 micro-batches."),
-    ("ZB-H1", cost.zb_h1_bubble(4, 8, 1, 1, 1), "4 micro-batches."),
-])
+@pytest.mark.parametrize(
+    ("schedule", "bubble", "held"),
+    [
+        ("sequential", cost.sequential_bubble(4, 8, 1, 2), "1 micro-batch."),
+        ("GPipe", cost.pipeline_bubble(4, 8, 1, 2), "8 micro-batches."),
+        ("1F1B", cost.pipeline_bubble(4, 8, 1, 2), "4 micro-batches."),
+        ("interleaved 1F1B", cost.pipeline_bubble(4, 8, 1, 2, 2), "5.5 micro-batches."),
+        ("ZB-H1", cost.zb_h1_bubble(4, 8, 1, 1, 1), "4 micro-batches."),
+    ],
+)
 def test_a_schedule_says_its_bubble_both_ways_and_what_it_holds(schedule, bubble, held):
     _, sentence = draw_schedule(schedule, 4, 8, 2)
     chunks = " with 2 chunks a rank" if "interleaved" in schedule else ""
     assert sentence == (
         f"{schedule}{chunks}, 4 ranks, 8 micro-batches: idle for {bubble.of_total:.1%} of the "
         f"step, {bubble.of_ideal:.1%} of what the work alone takes; the first rank holds the "
-        f"activations of at most {held}")
+        f"activations of at most {held}"
+    )
 
 
 def test_the_chunks_are_those_of_the_interleaved_schedule_alone():
@@ -147,6 +166,7 @@ def test_the_chunks_are_those_of_the_interleaved_schedule_alone():
 
 def test_the_schedule_explorer_can_be_answered():
     """What it suggests to try: who gets below 5 %, and with how many micro-batches."""
+
     def idle(schedule, ranks, micro_batches, chunks=2):
         sentence = draw_schedule(schedule, ranks, micro_batches, chunks)[1]
         return float(sentence.split("idle for ")[1].split("%")[0])

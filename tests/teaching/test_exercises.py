@@ -95,20 +95,42 @@ def test_every_stub_names_its_exercise(exercise, root):
 
 
 def test_a_stub_keeps_imports_docstrings_and_neighbors():
-    text = "\n".join([
-        "import math", "", ONE, "def f(x: int) -> int:", '    """Double."""', f"    {BEGIN}",
-        "    y = 2 * x", "    return y", f"    {END}", ""])
-    assert make_stub(text, "ch01") == "\n".join([
-        "import math", "", ONE, "def f(x: int) -> int:", '    """Double."""',
-        '    raise NotImplementedError("Exercise 1.1 - A title.  Hint: minitron hint 1.1")', ""])
+    text = "\n".join(
+        [
+            "import math",
+            "",
+            ONE,
+            "def f(x: int) -> int:",
+            '    """Double."""',
+            f"    {BEGIN}",
+            "    y = 2 * x",
+            "    return y",
+            f"    {END}",
+            "",
+        ]
+    )
+    assert make_stub(text, "ch01") == "\n".join(
+        [
+            "import math",
+            "",
+            ONE,
+            "def f(x: int) -> int:",
+            '    """Double."""',
+            '    raise NotImplementedError("Exercise 1.1 - A title.  Hint: minitron hint 1.1")',
+            "",
+        ]
+    )
 
 
-@pytest.mark.parametrize(("body", "problem"), [
-    ([BEGIN, "pass"], "line 3 is never closed"),
-    (["pass", END], f"4: {END} without"),
-    ([BEGIN, "pass", BEGIN, "pass", END, END], "5: .* inside the block that began at line 3"),
-    (["pass"], "exercise 1.1 has no"),
-])
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ([BEGIN, "pass"], "line 3 is never closed"),
+        (["pass", END], f"4: {END} without"),
+        ([BEGIN, "pass", BEGIN, "pass", END, END], "5: .* inside the block that began at line 3"),
+        (["pass"], "exercise 1.1 has no"),
+    ],
+)
 def test_unbalanced_markers_are_errors(body, problem):
     text = "\n".join([ONE, "def f():", *(f"    {line}" for line in body)])
     with pytest.raises(ValueError, match=problem):
@@ -121,9 +143,13 @@ def test_a_malformed_header_is_an_error():
 
 
 def test_a_header_says_all_there_is_to_know():
-    exercise, = read_exercises(f"{ONE}\ndef f():\n    pass\n", "ch01_x")
+    (exercise,) = read_exercises(f"{ONE}\ndef f():\n    pass\n", "ch01_x")
     assert (exercise.id, exercise.title, exercise.minutes, exercise.difficulty) == (
-        "1.1", "A title", 20, 2)
+        "1.1",
+        "A title",
+        20,
+        2,
+    )
     assert (exercise.replaces, exercise.names) == ("minitron.cost", ("f",))
     assert exercise.file == "exercises/ch01_x.py"
 
@@ -202,6 +228,7 @@ def test_use_restores_after_an_error(root):
 def test_use_reaches_the_training_loop(root):
     from minitron import step
     from minitron.running import schedule
+
     write(root, "ch01_single_gpu", "\ndef learning_rate(*arguments):\n    return 7.0\n")
     original = step.learning_rate
     with use("1.2", root=root):
@@ -237,8 +264,10 @@ def edit(root, old, new):
     return path
 
 
-RAISE_1_2 = '    raise NotImplementedError("Exercise 1.2 - Learning-rate schedule.  ' \
-            'Hint: minitron hint 1.2")'
+RAISE_1_2 = (
+    '    raise NotImplementedError("Exercise 1.2 - Learning-rate schedule.  '
+    'Hint: minitron hint 1.2")'
+)
 RAISE_1_4 = RAISE_1_2.replace("1.2", "1.4").replace("Learning-rate schedule", "Planning the batch")
 
 
@@ -303,8 +332,9 @@ def test_every_exercise_has_three_different_hints(exercise):
 
 def test_hints_are_shown_one_more_at_a_time(root):
     shown = [hint("1.2", root=root) for _ in range(4)]
-    assert ["hint 1 of 3" in shown[0], "hint 2 of 3" in shown[1], "hint 3 of 3" in shown[2]] == \
-        [True] * 3
+    assert ["hint 1 of 3" in shown[0], "hint 2 of 3" in shown[1], "hint 3 of 3" in shown[2]] == [
+        True
+    ] * 3
     assert shown[3] == shown[2] and "--give-up" in shown[3]
     assert "hint 1 of 3" in hint("1.1", root=root)
     assert "hint 1 of 3" in hint("1.2", level=1, root=root)

@@ -33,11 +33,13 @@ ROWS = [
 ] + [{"step": 5, "val_loss": 0.9}, {"step": 10, "val_loss": 0.5, "sample": "Once"}]
 MEMORY = [
     Moment(phase, "mm", {"parameter": 4e6, "activation": held, "gradient": gradient}, 1e-3 * i)
-    for i, (phase, held, gradient) in enumerate([
-        *[("forward", i * 1e6, 0) for i in range(10)],
-        *[("backward", (10 - i) * 1e6, i * 4e5) for i in range(11)],
-        *[("optimizer", 0, 4e6)] * 3,
-    ])
+    for i, (phase, held, gradient) in enumerate(
+        [
+            *[("forward", i * 1e6, 0) for i in range(10)],
+            *[("backward", (10 - i) * 1e6, i * 4e5) for i in range(11)],
+            *[("optimizer", 0, 4e6)] * 3,
+        ]
+    )
 ]
 PEAK = Snapshot(MEMORY[10].bytes, "backward", [])
 STATE = {"parameter": 16e9, "gradient": 16e9, "optimizer state": 96e9}
@@ -47,16 +49,22 @@ def texts(axes):
     return [text.get_text() for text in axes.texts]
 
 
-@pytest.mark.parametrize("draw", tiered([
-    lambda: timeline({"rank 0": STEP}, {"plan": STEP[:2]}),
-    lambda: skyline(MEMORY, PEAK, predicted=15e6),
-    lambda: scaling([1, 2, 4], [8, 4, 2], "B", "variance", predicted=[8, 4, 2], limit=3),
-    lambda: curves([0, 1, 2], {"a": [1, 2, 3]}, "step", "loss"),
-    lambda: loss_curve(ROWS, floor=0.3),
-    lambda: memory_bars({"8B": STATE}, limit=80e9),
-    lambda: holdings({"rank 0": {"parameter": Held(4e9, 0.25)}}),
-], keep=2), ids=["timeline", "skyline", "scaling", "curves", "loss_curve", "memory_bars",
-                 "holdings"])
+@pytest.mark.parametrize(
+    "draw",
+    tiered(
+        [
+            lambda: timeline({"rank 0": STEP}, {"plan": STEP[:2]}),
+            lambda: skyline(MEMORY, PEAK, predicted=15e6),
+            lambda: scaling([1, 2, 4], [8, 4, 2], "B", "variance", predicted=[8, 4, 2], limit=3),
+            lambda: curves([0, 1, 2], {"a": [1, 2, 3]}, "step", "loss"),
+            lambda: loss_curve(ROWS, floor=0.3),
+            lambda: memory_bars({"8B": STATE}, limit=80e9),
+            lambda: holdings({"rank 0": {"parameter": Held(4e9, 0.25)}}),
+        ],
+        keep=2,
+    ),
+    ids=["timeline", "skyline", "scaling", "curves", "loss_curve", "memory_bars", "holdings"],
+)
 def test_the_same_numbers_give_the_same_bytes(draw, tmp_path):
     image = png(draw())
     assert image.startswith(b"\x89PNG")
@@ -83,8 +91,11 @@ def test_timeline_puts_predicted_lanes_dashed_above_measured_ones():
     axes = timeline({"measured": STEP}, {"predicted": STEP[:2]}).axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["predicted", "measured"]
 
-    dashed = {round(bar.get_y() + bar.get_height() / 2): bar.get_linestyle()
-              for bar in axes.patches if bar.get_hatch() is None}
+    dashed = {
+        round(bar.get_y() + bar.get_height() / 2): bar.get_linestyle()
+        for bar in axes.patches
+        if bar.get_hatch() is None
+    }
     assert dashed == {0: "--", 1: "-"}
     top, bottom = axes.get_ylim()[1], axes.get_ylim()[0]
     assert top < 0 < 1 < bottom, "lane 0 must be the upper one"
@@ -95,8 +106,11 @@ def test_timeline_hatches_exactly_the_gaps():
         "rank 0": [Block("forward", 0, 4), Block("communication", 6, 10)],
         "rank 1": [Block("forward", 1, 10)],
     }
-    idle = [(bar.get_y() + 0.35, bar.get_x(), bar.get_x() + bar.get_width())
-            for bar in timeline(lanes).axes[0].patches if bar.get_hatch()]
+    idle = [
+        (bar.get_y() + 0.35, bar.get_x(), bar.get_x() + bar.get_width())
+        for bar in timeline(lanes).axes[0].patches
+        if bar.get_hatch()
+    ]
     assert idle == [(0, 4, 6), (1, 0, 1)]
 
 
@@ -143,8 +157,14 @@ def test_curves_draw_the_predicted_dashed():
 def test_ranges_show_repeats_and_what_was_predicted_for_each():
     axes = ranges({"a": (1, 2, 5), "b": (3, 4, 6)}, {"a": 2.5, "b": 3.5}, "step (ms)").axes[0]
     seen = [(list(map(float, line.get_xdata())), line.get_linestyle()) for line in axes.lines]
-    assert seen == [([1, 5], "-"), ([2], "None"), ([2.5, 2.5], "--"),
-                    ([3, 6], "-"), ([4], "None"), ([3.5, 3.5], "--")]
+    assert seen == [
+        ([1, 5], "-"),
+        ([2], "None"),
+        ([2.5, 2.5], "--"),
+        ([3, 6], "-"),
+        ([4], "None"),
+        ([3.5, 3.5], "--"),
+    ]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "b"]
 
 
@@ -168,12 +188,15 @@ def test_curves_draw_the_predicted_over_the_measured_it_agrees_with():
     assert above.get_linestyle() == "--"
 
 
-@pytest.mark.parametrize(("draw", "units"), [
-    (lambda: timeline({"rank 0": STEP}), ["(ms)"]),
-    (lambda: loss_curve(ROWS), ["tokens", "nats"]),
-    (lambda: skyline(MEMORY, PEAK), ["MB", "ms"]),
-    (lambda: memory_bars({"8B": STATE}), ["GB"]),
-])
+@pytest.mark.parametrize(
+    ("draw", "units"),
+    [
+        (lambda: timeline({"rank 0": STEP}), ["(ms)"]),
+        (lambda: loss_curve(ROWS), ["tokens", "nats"]),
+        (lambda: skyline(MEMORY, PEAK), ["MB", "ms"]),
+        (lambda: memory_bars({"8B": STATE}), ["GB"]),
+    ],
+)
 def test_every_axis_has_its_unit(draw, units):
     axes = draw().axes[0]
     label = axes.get_xlabel() + axes.get_ylabel()
@@ -202,7 +225,10 @@ def test_skyline_names_every_phase_and_every_kind_with_its_bytes_at_the_peak():
     axes = skyline(MEMORY, PEAK).axes[0]
     shown = texts(axes)
     assert [text for text in shown if text in ("forward", "backward", "optimizer")] == [
-        "forward", "backward", "optimizer"]
+        "forward",
+        "backward",
+        "optimizer",
+    ]
     assert {"activation\n10.0 MB", "parameter\n4.00 MB", "temporary\n0 B"} <= set(shown)
 
     strips = [patch for patch in axes.patches if patch.get_y() == pytest.approx(1.02)]
@@ -213,10 +239,15 @@ def test_skyline_names_every_phase_and_every_kind_with_its_bytes_at_the_peak():
 def test_memory_bars_stack_the_kinds_predicted_dashed_above_measured():
     axes = memory_bars({"run": STATE}, {"plan": {"parameter": 20e9}}).axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["plan", "run"]
-    bars = [(round(bar.get_y() + 0.35), bar.get_x(), bar.get_width(), bar.get_linestyle())
-            for bar in axes.patches]
+    bars = [
+        (round(bar.get_y() + 0.35), bar.get_x(), bar.get_width(), bar.get_linestyle())
+        for bar in axes.patches
+    ]
     assert bars == [
-        (0, 0, 20e9, "--"), (1, 0, 16e9, "-"), (1, 16e9, 16e9, "-"), (1, 32e9, 96e9, "-"),
+        (0, 0, 20e9, "--"),
+        (1, 0, 16e9, "-"),
+        (1, 16e9, 16e9, "-"),
+        (1, 32e9, 96e9, "-"),
     ]
     assert {"20.0 GB", "128 GB", "96.0 GB"} <= set(texts(axes))
 
@@ -244,11 +275,22 @@ def test_holdings_fill_a_cell_up_to_its_share_and_leave_the_rest_empty():
     assert axes.get_ylim()[0] > axes.get_ylim()[1], "the first row must be the upper one"
 
 
-@pytest.mark.parametrize(("value", "text"), [
-    (0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (12_345_678, "12.3 MB"), (999.4e6, "999 MB"),
-    (999.96e6, "1.00 GB"), (9.996e9, "10.0 GB"), (80e9, "80.0 GB"), (99.96e9, "100 GB"),
-    (6494e9, "6.49 TB"), (6494e12, "6,494 TB"),
-])
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.00 kB"),
+        (12_345_678, "12.3 MB"),
+        (999.4e6, "999 MB"),
+        (999.96e6, "1.00 GB"),
+        (9.996e9, "10.0 GB"),
+        (80e9, "80.0 GB"),
+        (99.96e9, "100 GB"),
+        (6494e9, "6.49 TB"),
+        (6494e12, "6,494 TB"),
+    ],
+)
 def test_bytes_are_said_in_three_digits(value, text):
     assert plain_bytes(value) == text
 

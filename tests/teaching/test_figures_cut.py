@@ -13,12 +13,20 @@ from tests.tiers import tiered
 
 X = Matrix("X", "S x D")
 BY_COLUMNS = [
-    X, "x", Matrix("A", "D x F/2", 1, 2, columns=(0, 1)), "=",
+    X,
+    "x",
+    Matrix("A", "D x F/2", 1, 2, columns=(0, 1)),
+    "=",
     Matrix("Y", "S x F/2", 1, 2, columns=(0, 1)),
 ]
 BY_ROWS = [
-    Matrix("X", "S x D/2", columns=(0, 1)), "x", Matrix("A", "D/2 x F", 1, 2, rows=(0, 1)), "=",
-    Matrix("Y", "S x F", 1, 2, sum_of=(0, 1)), "all-reduce", Matrix("Y", "S x F", 1, 2),
+    Matrix("X", "S x D/2", columns=(0, 1)),
+    "x",
+    Matrix("A", "D/2 x F", 1, 2, rows=(0, 1)),
+    "=",
+    Matrix("Y", "S x F", 1, 2, sum_of=(0, 1)),
+    "all-reduce",
+    Matrix("Y", "S x F", 1, 2),
 ]
 HALVES = Matrix("norm", "S/2 x D", rows=(0, 1))
 HEADS = Matrix("attention", "S x D/2", columns=(0, 1))
@@ -30,8 +38,13 @@ def cards(figure):
     axes = figure.axes[0]
     above = [p for p in axes.patches if p.get_y() + p.get_height() < axes.get_ylim()[0] - LEGEND]
     return [
-        (to_hex(p.get_edgecolor() if p.get_hatch() else p.get_facecolor()).upper(),
-         bool(p.get_hatch()), *p.get_xy(), p.get_width(), p.get_height())
+        (
+            to_hex(p.get_edgecolor() if p.get_hatch() else p.get_facecolor()).upper(),
+            bool(p.get_hatch()),
+            *p.get_xy(),
+            p.get_width(),
+            p.get_height(),
+        )
         for p in above
     ]
 
@@ -43,17 +56,25 @@ def texts(figure):
 def arrows(figure):
     """(text, start, end, color) of every arrow, from the left as they were drawn."""
     axes = figure.axes[0]
-    drawn = [(text, following) for text, following in zip(axes.texts, axes.texts[1:], strict=False)
-             if isinstance(text, Annotation)]
+    drawn = [
+        (text, following)
+        for text, following in zip(axes.texts, axes.texts[1:], strict=False)
+        if isinstance(text, Annotation)
+    ]
     return [
-        (following.get_text(), text.xyann[0], text.xy[0],
-         to_hex(text.arrow_patch.get_edgecolor()).upper())
+        (
+            following.get_text(),
+            text.xyann[0],
+            text.xy[0],
+            to_hex(text.arrow_patch.get_edgecolor()).upper(),
+        )
         for text, following in drawn
     ]
 
 
-@pytest.mark.parametrize("row", tiered([BLOCK, BY_COLUMNS, BY_ROWS]),
-                         ids=["block", "columns", "rows"])
+@pytest.mark.parametrize(
+    "row", tiered([BLOCK, BY_COLUMNS, BY_ROWS]), ids=["block", "columns", "rows"]
+)
 def test_the_same_matrices_give_the_same_bytes(row):
     assert png(cut({"row": row})) == png(cut({"row": row}))
 
@@ -95,7 +116,8 @@ def test_copies_of_a_part_overlap_within_the_part(ranks):
     assert max(card[2] + card[4] for card in left) <= right[0][2]
     assert all(card[4] > 0.05 and card[5] > 0.05 for card in drawn)
     assert [text for text in texts(cut({"key": [key]})) if text.isdigit()] == [
-        str(rank) for rank in range(ranks)]
+        str(rank) for rank in range(ranks)
+    ]
 
 
 def test_each_matrix_has_its_name_its_shape_and_who_holds_it():
@@ -111,7 +133,10 @@ def test_an_arrow_is_purple_where_bytes_cross_the_wire():
     row = [X, "GELU", X, "all-reduce", X, "all-gather\nof X", X]
     drawn = arrows(cut({"row": row}))
     assert [(text, color == WORK_COLOR["communication"]) for text, _, _, color in drawn] == [
-        ("GELU", False), ("all-\nreduce", True), ("all-\ngather\nof X", True)]
+        ("GELU", False),
+        ("all-\nreduce", True),
+        ("all-\ngather\nof X", True),
+    ]
     assert all(start < end for _, start, end, _ in drawn)
 
 
@@ -142,29 +167,52 @@ def test_like_regions_of_two_lanes_stand_above_each_other():
     assert upper[3][2] == pytest.approx(lower[4][2]), "the last region"
 
 
-@pytest.mark.parametrize(("row", "said", "unsaid"), [
-    (BY_COLUMNS, ["a shard", "replicated"], ["partial sums", "copy", "backward"]),
-    (BY_ROWS, ["a shard", "partial sums"], ["copy", "backward"]),
-    ([HALVES], ["a shard"], ["replicated", "copy", "partial sums", "backward"]),
-    ([Matrix("key", "D x K", columns=((0, 1),))], ["copy"],
-     ["a shard", "replicated", "partial sums"]),
-    (BLOCK, ["a shard", "upper arrow: forward, lower: backward"], ["replicated", "partial sums"]),
-], ids=["columns", "rows", "halves", "copies", "block"])
+@pytest.mark.parametrize(
+    ("row", "said", "unsaid"),
+    [
+        (BY_COLUMNS, ["a shard", "replicated"], ["partial sums", "copy", "backward"]),
+        (BY_ROWS, ["a shard", "partial sums"], ["copy", "backward"]),
+        ([HALVES], ["a shard"], ["replicated", "copy", "partial sums", "backward"]),
+        (
+            [Matrix("key", "D x K", columns=((0, 1),))],
+            ["copy"],
+            ["a shard", "replicated", "partial sums"],
+        ),
+        (
+            BLOCK,
+            ["a shard", "upper arrow: forward, lower: backward"],
+            ["replicated", "partial sums"],
+        ),
+    ],
+    ids=["columns", "rows", "halves", "copies", "block"],
+)
 def test_the_legend_says_what_occurs_and_nothing_else(row, said, unsaid):
     figure = cut({"": row})
     bottom = figure.axes[0].get_ylim()[0] - LEGEND
-    legend = " | ".join(text.get_text() for text in figure.axes[0].texts
-                        if text.get_position()[1] > bottom)
+    legend = " | ".join(
+        text.get_text() for text in figure.axes[0].texts if text.get_position()[1] > bottom
+    )
     assert all(text in legend for text in said), legend
     assert not any(text in legend for text in unsaid), legend
 
 
-@pytest.mark.parametrize("rows", [
-    {"by columns": BY_COLUMNS, "by rows": BY_ROWS},
-    {"block": [*BLOCK, ("all-gather", "reduce-scatter"), HEADS,
-               ("reduce-scatter", "all-gather"), HALVES]},
-    {"tall": [Matrix("logits\nof all tokens", "S x V/8", 4, 3, sum_of=tuple(range(8)))]},
-], ids=["equations", "block", "tall"])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        {"by columns": BY_COLUMNS, "by rows": BY_ROWS},
+        {
+            "block": [
+                *BLOCK,
+                ("all-gather", "reduce-scatter"),
+                HEADS,
+                ("reduce-scatter", "all-gather"),
+                HALVES,
+            ]
+        },
+        {"tall": [Matrix("logits\nof all tokens", "S x V/8", 4, 3, sum_of=tuple(range(8)))]},
+    ],
+    ids=["equations", "block", "tall"],
+)
 def test_everything_is_on_the_page_and_no_text_lies_on_another(rows):
     figure = cut(rows)
     figure.draw_without_rendering()

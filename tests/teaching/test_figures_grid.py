@@ -12,8 +12,15 @@ from teaching.figures_style import AXIS_COLOR, BAND, BLACK
 TP, DP, PP = (AXIS_COLOR[axis] for axis in ("tp", "dp", "pp"))
 
 CUBE = {"pp": 2, "dp": 2, "tp": 2}
-SHAPES = [(CUBE, 4), (CUBE, 8), ({"pp": 4, "dp": 2, "tp": 8}, 8), ({"dp": 16}, 8),
-          ({"pp": 2, "dp": 1, "tp": 3}, 3), ({"dp": 2, "tp": 16}, 8), ({"pp": 1, "dp": 1}, 8)]
+SHAPES = [
+    (CUBE, 4),
+    (CUBE, 8),
+    ({"pp": 4, "dp": 2, "tp": 8}, 8),
+    ({"dp": 16}, 8),
+    ({"pp": 2, "dp": 1, "tp": 3}, 3),
+    ({"dp": 2, "tp": 16}, 8),
+    ({"pp": 1, "dp": 1}, 8),
+]
 
 
 def patches(figure, kind):
@@ -35,8 +42,10 @@ def overlaps(a, b):
     return a.x0 < b.x1 - 1e-9 and b.x0 < a.x1 - 1e-9 and a.y0 < b.y1 - 1e-9 and b.y0 < a.y1 - 1e-9
 
 
-@pytest.mark.parametrize(("axes", "gpus_per_node"), [
-    *SHAPES, ({"dp": 2, "tp": 32}, 64), ({"pp": 2, "dp": 5, "tp": 6}, 12)])
+@pytest.mark.parametrize(
+    ("axes", "gpus_per_node"),
+    [*SHAPES, ({"dp": 2, "tp": 32}, 64), ({"pp": 2, "dp": 5, "tp": 6}, 12)],
+)
 def test_every_rank_has_a_square_in_its_node(axes, gpus_per_node):
     figure = rank_grid(axes, gpus_per_node)
     nodes = [patch.get_bbox() for patch in patches(figure, FancyBboxPatch)]
@@ -61,15 +70,19 @@ def test_a_group_is_a_line_through_rank_0(axes):
 
 
 def test_colors_say_which_ranks_talk_with_rank_0():
-    colors = {rank: to_hex(square.get_facecolor()).upper()
-               for rank, square in squares(rank_grid(CUBE, 4)).items()}
+    colors = {
+        rank: to_hex(square.get_facecolor()).upper()
+        for rank, square in squares(rank_grid(CUBE, 4)).items()
+    }
     assert colors == {0: BLACK, 1: TP, 2: DP, 4: PP, 3: BAND, 5: BAND, 6: BAND, 7: BAND}
 
 
 def links(figure):
     """Color and whether solid, in the order in which they are drawn: the fastest axis first."""
-    return [(to_hex(link.get_edgecolor()).upper(), link.get_linestyle() == "-")
-            for link in patches(figure, FancyArrowPatch)]
+    return [
+        (to_hex(link.get_edgecolor()).upper(), link.get_linestyle() == "-")
+        for link in patches(figure, FancyArrowPatch)
+    ]
 
 
 def test_links_are_solid_inside_a_node_and_dashed_between_nodes():
@@ -86,18 +99,24 @@ def test_no_link_runs_through_a_third_square(axes, gpus_per_node):
     share = numpy.linspace(0, 1, 50)[:, None]
     for link in patches(figure, FancyArrowPatch):
         start, bend, end = link.get_path().vertices[:3]
-        line = (1 - share)**2 * start + 2 * share * (1 - share) * bend + share**2 * end
+        line = (1 - share) ** 2 * start + 2 * share * (1 - share) * bend + share**2 * end
         crossed = [box for box in boxes if any(box.contains(x, y) for x, y in line)]
         assert len(crossed) == 2
 
 
 def test_words_below_say_the_same():
     def words(*arguments):
-        return [text.get_text() for text in rank_grid(*arguments).axes[0].texts
-                if "ranks" in text.get_text()]
+        return [
+            text.get_text()
+            for text in rank_grid(*arguments).axes[0].texts
+            if "ranks" in text.get_text()
+        ]
 
-    assert words(CUBE, 4) == ["tp: ranks 0, 1, over NVLink", "dp: ranks 0, 2, over NVLink",
-                              "pp: ranks 0, 4, over the network"]
+    assert words(CUBE, 4) == [
+        "tp: ranks 0, 1, over NVLink",
+        "dp: ranks 0, 2, over NVLink",
+        "pp: ranks 0, 4, over the network",
+    ]
     assert words({"pp": 1, "dp": 16}, 8) == ["dp: ranks 0, 1 ... 15, over NVLink and the network"]
 
 
@@ -105,10 +124,13 @@ def test_the_same_grid_gives_the_same_bytes():
     assert png(rank_grid(CUBE, 4)) == png(rank_grid(CUBE, 4))
 
 
-@pytest.mark.parametrize(("axes", "message"), [
-    ({"dp": 64, "tp": 8}, "512 ranks, of which 128 can be drawn"),
-    ({"dp": 6, "tp": 2}, "12 ranks do not fill nodes of 8"),
-])
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ({"dp": 64, "tp": 8}, "512 ranks, of which 128 can be drawn"),
+        ({"dp": 6, "tp": 2}, "12 ranks do not fill nodes of 8"),
+    ],
+)
 def test_what_cannot_be_drawn_is_refused(axes, message):
     with pytest.raises(ValueError, match=message):
         rank_grid(axes)

@@ -27,8 +27,11 @@ SECONDS = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
 def lanes(figure):
-    return [collection for collection in figure.axes[0].collections
-            if isinstance(collection, PolyCollection)]
+    return [
+        collection
+        for collection in figure.axes[0].collections
+        if isinstance(collection, PolyCollection)
+    ]
 
 
 def blocks(lane):
@@ -39,12 +42,18 @@ def blocks(lane):
 
 
 def texts(figure, row=None):
-    return [text.get_text() for text in figure.axes[0].texts
-            if row is None or text.get_position()[1] == row]
+    return [
+        text.get_text()
+        for text in figure.axes[0].texts
+        if row is None or text.get_position()[1] == row
+    ]
 
 
-@pytest.mark.parametrize("schedule", [gpipe(3, 4), interleaved(2, 4, 2), zero_bubble(3, 4)],
-                         ids=lambda schedule: schedule.name)
+@pytest.mark.parametrize(
+    "schedule",
+    [gpipe(3, 4), interleaved(2, 4, 2), zero_bubble(3, 4)],
+    ids=lambda schedule: schedule.name,
+)
 def test_every_pass_has_a_block_with_its_number(schedule):
     timeline = simulate(schedule, SECONDS)
     figure = pipeline(timeline)
@@ -74,8 +83,9 @@ def test_colors_tell_the_kind_and_the_chunk():
     timeline = simulate(zero_bubble(2, 2), SECONDS)
     colors = {"F": to_hex(FORWARD), "I": to_hex(BACKWARD), "W": to_hex(pale(BACKWARD))}
     for lane, passes in zip(lanes(pipeline(timeline)), timeline.passes, strict=True):
-        assert [color.lower() for _, _, color in blocks(lane)] == \
-            [colors[each.action.kind] for each in passes]
+        assert [color.lower() for _, _, color in blocks(lane)] == [
+            colors[each.action.kind] for each in passes
+        ]
 
 
 def test_three_chunks_are_three_shades():
@@ -85,16 +95,22 @@ def test_three_chunks_are_three_shades():
 
 def test_what_nobody_does_is_hatched():
     figure = pipeline(simulate(gpipe(2, 1), SECONDS))
-    idle = [(bar.get_y() + 0.35, bar.get_x(), bar.get_x() + bar.get_width())
-            for bar in figure.axes[0].patches if bar.get_hatch()]
+    idle = [
+        (bar.get_y() + 0.35, bar.get_x(), bar.get_x() + bar.get_width())
+        for bar in figure.axes[0].patches
+        if bar.get_hatch()
+    ]
     assert idle == [(1, 1, 4), (2, 0, 1), (2, 4, 6)]
 
 
-@pytest.mark.parametrize(("schedule", "held"), [
-    (gpipe(3, 5), ["5", "5", "5"]),
-    (one_forward_one_backward(3, 5), ["3", "2", "1"]),
-    (interleaved(2, 4, 2), ["2.5", "1.5"]),  # of its 2 chunks a rank counts each half
-])
+@pytest.mark.parametrize(
+    ("schedule", "held"),
+    [
+        (gpipe(3, 5), ["5", "5", "5"]),
+        (one_forward_one_backward(3, 5), ["3", "2", "1"]),
+        (interleaved(2, 4, 2), ["2.5", "1.5"]),  # of its 2 chunks a rank counts each half
+    ],
+)
 def test_beside_a_lane_stands_what_its_rank_holds(schedule, held):
     figure = pipeline(simulate(schedule, SECONDS))
     shown = [texts(figure, row)[-1] for row in range(1, schedule.num_ranks + 1)]
@@ -109,8 +125,9 @@ def test_the_predicted_stands_dashed_and_pale_above_the_measured():
     assert ys == sorted(ys) and figure.axes[0].get_ylim()[1] < ys[0], "the first is the upper one"
     solid = [lane.get_linestyle()[0][1] is None for lane in lanes(figure)]
     assert solid == [False, False, True, True]
-    assert [blocks(lane)[0][2].lower() for lane in lanes(figure)] == \
-        2 * [to_hex(pale(FORWARD))] + 2 * [to_hex(FORWARD)]
+    assert [blocks(lane)[0][2].lower() for lane in lanes(figure)] == 2 * [
+        to_hex(pale(FORWARD))
+    ] + 2 * [to_hex(FORWARD)]
     assert [t for t in texts(figure) if t in ("predicted", "measured")] == ["predicted", "measured"]
     assert figure.axes[0].get_xlabel() == "time in one step (s)"
 
@@ -139,12 +156,17 @@ def test_passes_begin_when_the_work_does_and_end_with_it():
     schedule = gpipe(2, 1)
     spans = [
         [Span("F0 stage 0", 5.0, 6.0), Span("else", 6.0, 6.5), Span("B0 stage 0", 9.0, 10.0)],
-        [Span("F0 stage 1", 5.0, 5.001), Span("F0 stage 1", 6.0, 6.4),
-         Span("F0 stage 1", 6.6, 7.0), Span("B0 stage 1", 7.0, 9.0)],
+        [
+            Span("F0 stage 1", 5.0, 5.001),
+            Span("F0 stage 1", 6.0, 6.4),
+            Span("F0 stage 1", 6.6, 7.0),
+            Span("B0 stage 1", 7.0, 9.0),
+        ],
     ]
     timeline = measured_timeline(schedule, spans)
-    assert [[(str(each.action), each.start, each.end) for each in passes]
-            for passes in timeline.passes] == [
+    assert [
+        [(str(each.action), each.start, each.end) for each in passes] for passes in timeline.passes
+    ] == [
         [("F0", 0, 1000), ("B0", 4000, 5000)],
         [("F0", 1000, 2000), ("B0", 2000, 4000)],
     ]

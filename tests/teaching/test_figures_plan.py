@@ -72,16 +72,27 @@ def test_every_error_is_a_dot_in_its_sources_row_and_its_groups_color():
 
 
 def test_time_stands_above_memory_and_what_cannot_run_says_so():
-    figure = time_and_memory(PARTS, {"parameter": 3, "activation": 5}, 64, {
-        "parameter": "#0072B2", "activation": "#56B4E9"})
+    figure = time_and_memory(
+        PARTS,
+        {"parameter": 3, "activation": 5},
+        64,
+        {"parameter": "#0072B2", "activation": "#56B4E9"},
+    )
     assert "8 GB" in texts(figure) and "10 s" in texts(figure)
     assert "cannot run" in texts(time_and_memory({}, {}, 64, {}))
 
 
-@pytest.mark.parametrize("figure", tiered([
-    lambda: step_bars({"a": PARTS}), lambda: errors({"a": {"b": [0.1]}}),
-    lambda: landscape([(1, 2)], [(70, 1)], 64, {}),
-]), ids=["steps", "errors", "landscape"])
+@pytest.mark.parametrize(
+    "figure",
+    tiered(
+        [
+            lambda: step_bars({"a": PARTS}),
+            lambda: errors({"a": {"b": [0.1]}}),
+            lambda: landscape([(1, 2)], [(70, 1)], 64, {}),
+        ]
+    ),
+    ids=["steps", "errors", "landscape"],
+)
 def test_the_same_numbers_give_the_same_bytes(figure):
     assert png(figure()) == png(figure())
 
@@ -101,10 +112,13 @@ def test_the_planner_finds_what_the_search_finds(name, job_of_8):
     """Over all settings of the sliders, the best is as good as the best with these settings."""
     controls = asked()["controls"]
     found = search(JOBS[name][0])
-    shown = next(each for each in found.candidates
-                 if each.decision.parallel.tp in controls["tp"]
-                 and each.decision.parallel.pp in controls["pp"]
-                 and each.decision.micro_batch_size in controls["micro_batch"])
+    shown = next(
+        each
+        for each in found.candidates
+        if each.decision.parallel.tp in controls["tp"]
+        and each.decision.parallel.pp in controls["pp"]
+        and each.decision.micro_batch_size in controls["micro_batch"]
+    )
     axes, size = shown.decision.parallel, shown.decision.micro_batch_size
     assert best_of(name, axes.tp, axes.pp, size).seconds <= shown.seconds
     if name in asked()["start"]["job"]:

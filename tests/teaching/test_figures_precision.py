@@ -25,28 +25,45 @@ def texts(axes):
 
 def ticks(figure):
     """The x of every number drawn, lane by lane."""
-    return [[segment[0][0] for segment in lines.get_segments()]
-            for lines in figure.axes[0].collections]
+    return [
+        [segment[0][0] for segment in lines.get_segments()] for lines in figure.axes[0].collections
+    ]
 
 
 def bars(axes):
     """(color, left, right, middle) of every bar."""
-    return [(to_hex(bar.get_facecolor()).upper(), bar.get_x(), bar.get_x() + bar.get_width(),
-             bar.get_y() + bar.get_height() / 2) for bar in axes.patches]
+    return [
+        (
+            to_hex(bar.get_facecolor()).upper(),
+            bar.get_x(),
+            bar.get_x() + bar.get_width(),
+            bar.get_y() + bar.get_height() / 2,
+        )
+        for bar in axes.patches
+    ]
 
 
 def marks(figure):
     """(color, x, lane) of every dot and ring."""
-    return [(line.get_color(), line.get_xdata()[0], line.get_ydata()[0] - 0.5)
-            for line in figure.axes[0].lines if line.get_marker() == "o"]
+    return [
+        (line.get_color(), line.get_xdata()[0], line.get_ydata()[0] - 0.5)
+        for line in figure.axes[0].lines
+        if line.get_marker() == "o"
+    ]
 
 
-@pytest.mark.parametrize("draw", tiered([
-    lambda: number_line(ALL, 0, 4, at=1.0, plus=0.3),
-    ranges,
-    lambda: exponent_histogram({"all": GRADIENTS}, loss_scale=1024.0),
-    lambda: one_weight(HISTORIES, grid="bf16"),
-]), ids=["number_line", "ranges", "exponent_histogram", "one_weight"])
+@pytest.mark.parametrize(
+    "draw",
+    tiered(
+        [
+            lambda: number_line(ALL, 0, 4, at=1.0, plus=0.3),
+            ranges,
+            lambda: exponent_histogram({"all": GRADIENTS}, loss_scale=1024.0),
+            lambda: one_weight(HISTORIES, grid="bf16"),
+        ]
+    ),
+    ids=["number_line", "ranges", "exponent_histogram", "one_weight"],
+)
 def test_the_same_numbers_give_the_same_bytes(draw):
     assert png(draw()) == png(draw())
 
@@ -101,8 +118,9 @@ def test_beside_a_lane_stand_its_bits_and_its_spacing():
 
 def test_a_dot_is_what_is_held_and_a_ring_what_an_addition_makes_of_it():
     figure = number_line(ALL, 240, 272, at=256.0, plus=1.0)
-    assert [mark for mark in marks(figure) if mark[0] == BLACK] == \
-        [(BLACK, 256, row) for row in range(5)]
+    assert [mark for mark in marks(figure) if mark[0] == BLACK] == [
+        (BLACK, 256, row) for row in range(5)
+    ]
     rings = [x for color, x, _ in marks(figure) if color == SERIES[1]]
     assert rings == [257, 256, 257, 256, 256]
 
@@ -116,36 +134,56 @@ def test_lanes_out_of_focus_are_grey():
     assert names == {name: NUMBER_COLOR["normal"] if name == "bf16" else GREY for name in ALL}
 
 
-@pytest.mark.parametrize(("low", "high", "at", "plus"), [
-    (0, 4, 1.0, None), (240, 272, 256.0, 1.0), (2.0**24 - 16, 2.0**24 + 16, 2.0**24, 1.0),
-    (0.99, 1.01, 1.0, 0.001), (1 - 4e-7, 1 + 4e-7, 1.0, 1e-7),
-])
+@pytest.mark.parametrize(
+    ("low", "high", "at", "plus"),
+    [
+        (0, 4, 1.0, None),
+        (240, 272, 256.0, 1.0),
+        (2.0**24 - 16, 2.0**24 + 16, 2.0**24, 1.0),
+        (0.99, 1.01, 1.0, 0.001),
+        (1 - 4e-7, 1 + 4e-7, 1.0, 1e-7),
+    ],
+)
 def test_everything_is_on_the_page_and_no_text_lies_on_another(low, high, at, plus):
     figure = number_line(ALL, low, high, at, plus)
     figure.draw_without_rendering()
     axes, page = figure.axes[0], figure.bbox
-    labels = [tick for tick in axes.get_xticklabels()
-              if low <= tick.get_position()[0] <= high]
+    labels = [tick for tick in axes.get_xticklabels() if low <= tick.get_position()[0] <= high]
     boxes = [text.get_window_extent() for text in [*axes.texts, *labels] if text.get_text()]
     for box in boxes:
         assert page.x0 <= box.x0 and box.x1 <= page.x1 and page.y0 <= box.y0 and box.y1 <= page.y1
     assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
 
 
-@pytest.mark.parametrize(("given", "sentence"), [
-    (("bf16", 256, 1, 8), "bf16 holds 256, then 258, a spacing of 2. 256 + 1 becomes 256: nothing "
-                          "changed."),
-    (("bf16", 128, 1, 8), "bf16 holds 128, then 129, a spacing of 1. 128 + 1 becomes 129."),
-    (("e4m3", 0.1, 1, 8), "e4m3 holds 0.1015625 for 0.1, then 0.109375, a spacing of 0.0078125. "
-                          "0.1015625 + 1 becomes 1.125."),
-    (("e4m3", 512, 1, 8), "e4m3 ends at 448: 512 is beyond it."),
-    (("e4m3", 448, 10, 8), "e4m3 holds 448, its largest number. 448 + 10 becomes 448: nothing "
-                           "changed."),
-    (("fp16", 65504, 100, 8), "fp16 holds 65,504, its largest number. 65,504 + 100 becomes too "
-                              "large."),
-    (("e5m2", 1e-7, 1, 8), "e5m2 holds 0 for 1e-07, then 1.52587891e-05, a spacing of "
-                           "1.52587891e-05. 0 + 1 becomes 1."),
-])
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (
+            ("bf16", 256, 1, 8),
+            "bf16 holds 256, then 258, a spacing of 2. 256 + 1 becomes 256: nothing changed.",
+        ),
+        (("bf16", 128, 1, 8), "bf16 holds 128, then 129, a spacing of 1. 128 + 1 becomes 129."),
+        (
+            ("e4m3", 0.1, 1, 8),
+            "e4m3 holds 0.1015625 for 0.1, then 0.109375, a spacing of 0.0078125. "
+            "0.1015625 + 1 becomes 1.125.",
+        ),
+        (("e4m3", 512, 1, 8), "e4m3 ends at 448: 512 is beyond it."),
+        (
+            ("e4m3", 448, 10, 8),
+            "e4m3 holds 448, its largest number. 448 + 10 becomes 448: nothing changed.",
+        ),
+        (
+            ("fp16", 65504, 100, 8),
+            "fp16 holds 65,504, its largest number. 65,504 + 100 becomes too large.",
+        ),
+        (
+            ("e5m2", 1e-7, 1, 8),
+            "e5m2 holds 0 for 1e-07, then 1.52587891e-05, a spacing of "
+            "1.52587891e-05. 0 + 1 becomes 1.",
+        ),
+    ],
+)
 def test_the_sentence_says_what_the_format_makes_of_it(given, sentence):
     figure, said = draw_number_line(*given)
     assert said == sentence
@@ -193,8 +231,15 @@ def test_a_bar_per_power_of_two_in_the_color_of_what_fp16_makes_of_it(scale):
 
     for exponent in counts:
         held = torch.tensor(1.5 * 2.0**exponent, dtype=torch.float64).half().item()
-        fate = ("zero" if held == 0 else "subnormal" if held < 2.0**-14 else "inf"
-                if held == float("inf") else "normal")
+        fate = (
+            "zero"
+            if held == 0
+            else "subnormal"
+            if held < 2.0**-14
+            else "inf"
+            if held == float("inf")
+            else "normal"
+        )
         (bar,) = [bar for bar in drawn if bar.get_x() == exponent]
         assert to_hex(bar.get_facecolor()).upper() == NUMBER_COLOR[fate], exponent
 
@@ -203,8 +248,12 @@ def test_the_ranges_above_are_the_legend_of_the_colors():
     lanes, rows = exponent_histogram({"all": GRADIENTS}).axes
     fp16 = {color: (left, right) for color, left, right, row in bars(lanes) if row == 0}
     left, right = rows.get_xlim()
-    assert fp16 == {NUMBER_COLOR["zero"]: (left, -25), NUMBER_COLOR["subnormal"]: (-25, -14),
-                    NUMBER_COLOR["normal"]: (-14, 16), NUMBER_COLOR["inf"]: (16, right)}
+    assert fp16 == {
+        NUMBER_COLOR["zero"]: (left, -25),
+        NUMBER_COLOR["subnormal"]: (-25, -14),
+        NUMBER_COLOR["normal"]: (-14, 16),
+        NUMBER_COLOR["inf"]: (16, right),
+    }
     assert texts(lanes) == [*CLASSES, "from $2^{-133}$ to $2^{128}$"]
     assert lanes.get_xlim() == (left, right)
 

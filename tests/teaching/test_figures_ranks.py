@@ -23,20 +23,40 @@ from tests.tiers import tiered
 
 
 def call(started, finished, payload=4_200_000):
-    return Call(0, "all_reduce", "dp", torch.float32, payload, payload, payload, "backward", None,
-                2, started, finished)
+    return Call(
+        0,
+        "all_reduce",
+        "dp",
+        torch.float32,
+        payload,
+        payload,
+        payload,
+        "backward",
+        None,
+        2,
+        started,
+        finished,
+    )
 
 
 def texts(axes):
     return [text.get_text() for text in axes.texts]
 
 
-@pytest.mark.parametrize("draw", tiered([
-    lambda: wire({"ring": [6e6, 6e6]}, {"ring": [6e6, 6e6]}),
-    lambda: ring_frame(3, 2),
-    lambda: ring_frames(3),
-    lambda: crossing([1, 10], {"ring": [1, 2], "tree": [2, 3]}, "bytes", "s", {"ring": [1, 2]}),
-]), ids=["wire", "ring_frame", "ring_frames", "crossing"])
+@pytest.mark.parametrize(
+    "draw",
+    tiered(
+        [
+            lambda: wire({"ring": [6e6, 6e6]}, {"ring": [6e6, 6e6]}),
+            lambda: ring_frame(3, 2),
+            lambda: ring_frames(3),
+            lambda: crossing(
+                [1, 10], {"ring": [1, 2], "tree": [2, 3]}, "bytes", "s", {"ring": [1, 2]}
+            ),
+        ]
+    ),
+    ids=["wire", "ring_frame", "ring_frames", "crossing"],
+)
 def test_the_same_numbers_give_the_same_bytes(draw):
     assert png(draw()) == png(draw())
 
@@ -76,10 +96,17 @@ def test_a_timeline_names_a_narrow_block_of_another_kind_though_the_name_stands_
 
 
 def test_a_timeline_names_narrow_blocks_once_and_narrow_transfers_never():
-    lane = [Block("forward", 0, 60), Block("communication", 60, 61), Block("optimizer", 98, 99),
-            Block("optimizer", 99, 100)]
+    lane = [
+        Block("forward", 0, 60),
+        Block("communication", 60, 61),
+        Block("optimizer", 98, 99),
+        Block("optimizer", 99, 100),
+    ]
     assert texts(timeline({"rank 0": lane, "rank 1": lane}).axes[0]) == [
-        "forward", "optimizer", "forward"]
+        "forward",
+        "optimizer",
+        "forward",
+    ]
 
 
 def test_eight_lanes_have_room_each():
@@ -102,8 +129,13 @@ def test_wire_draws_a_bar_per_rank_where_they_differ_and_one_where_they_agree():
 
 def test_wire_writes_a_name_behind_a_bar_that_is_too_short_for_it():
     axes = wire({"a": [9e6, 1e5], "b": [9e6, 1e5]}, {"a": [9e6, 1e5], "b": [1e5, 1e5]}).axes[0]
-    assert texts(axes) == ["rank 0", "9.00 MB", "100 kB, rank 1", "9.00 MB, rank 0",
-                           "100 kB, rank 1"], "nor may a tick cross it"
+    assert texts(axes) == [
+        "rank 0",
+        "9.00 MB",
+        "100 kB, rank 1",
+        "9.00 MB, rank 0",
+        "100 kB, rank 1",
+    ], "nor may a tick cross it"
 
 
 def test_wire_shows_ranks_apart_when_only_their_formulas_differ():
@@ -126,8 +158,9 @@ def test_the_ring_sends_what_its_formula_counts():
     num_elements, size = 11, 4
     chunks = chunk_sizes(num_elements, size)
     for rank in range(size):
-        sent = [chunk for time in range(size - 1) for r, chunk in sent_chunks(size, time)
-                if r == rank]
+        sent = [
+            chunk for time in range(size - 1) for r, chunk in sent_chunks(size, time) if r == rank
+        ]
         volume = ring_reduce_scatter_volume(num_elements, 4, size, rank)
         assert volume.sent == 4 * sum(chunks[chunk] for chunk in sent)
 
@@ -149,8 +182,13 @@ def test_frames_show_the_start_and_every_step():
 
 
 def test_crossing_names_every_line_and_dots_what_was_measured():
-    axes = crossing([1, 10, 100], {"ring": [2, 2, 9.9], "tree": [2, 3, 10]}, "bytes", "seconds",
-                    {"ring": [1.1, 2.1, 9]}).axes[0]
+    axes = crossing(
+        [1, 10, 100],
+        {"ring": [2, 2, 9.9], "tree": [2, 3, 10]},
+        "bytes",
+        "seconds",
+        {"ring": [1.1, 2.1, 9]},
+    ).axes[0]
     assert axes.get_xscale() == axes.get_yscale() == "log"
     styles = [(line.get_linestyle(), list(line.get_ydata())) for line in axes.lines]
     assert ("--", [2, 3, 10]) in styles and ("None", [1.1, 2.1, 9]) in styles

@@ -13,10 +13,20 @@ from teaching.figures_style import BLACK, CATEGORY_COLOR, PALETTES, RANK_COLOR, 
 # Machado, Oliveira and Fernandes 2009, table 1, severity 1.0: what is left of linear RGB
 SIGHT = {
     "all cones": np.eye(3),
-    "deuteranopia": np.array([[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413],
-                              [-0.011820, 0.042940, 0.968881]]),
-    "protanopia": np.array([[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216],
-                            [-0.003882, -0.048116, 1.051998]]),
+    "deuteranopia": np.array(
+        [
+            [0.367322, 0.860646, -0.227968],
+            [0.280085, 0.672501, 0.047413],
+            [-0.011820, 0.042940, 0.968881],
+        ]
+    ),
+    "protanopia": np.array(
+        [
+            [0.152286, 1.052583, -0.204868],
+            [0.114503, 0.786281, 0.099216],
+            [-0.003882, -0.048116, 1.051998],
+        ]
+    ),
 }
 TO_XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
 WHITE = np.array([0.95047, 1.0, 1.08883])
@@ -63,8 +73,15 @@ def test_text_is_white_on_dark_and_black_on_light():
     assert (ink("#000000"), ink("#FFFFFF")) == ("white", BLACK)
 
 
-@pytest.mark.parametrize(("value", "text"), [
-    (0.2, "0.2"), (999, "999"), (12_000, "12 k"), (5e14, "500 T"), (1e15, "1 P"),
-])
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.2, "0.2"),
+        (999, "999"),
+        (12_000, "12 k"),
+        (5e14, "500 T"),
+        (1e15, "1 P"),
+    ],
+)
 def test_a_number_has_three_digits_and_a_prefix(value, text):
     assert plain(value) == text

@@ -28,13 +28,16 @@ def every_number(name):
     return values[values.isfinite()].unique() + 0.0
 
 
-@pytest.mark.parametrize(("name", "exponent", "mantissa", "lowest", "normal", "largest"), [
-    ("fp32", 8, 23, 2.0**-149, 2.0**-126, (2 - 2.0**-23) * 2.0**127),
-    ("bf16", 8, 7, 2.0**-133, 2.0**-126, (2 - 2.0**-7) * 2.0**127),
-    ("fp16", 5, 10, 2.0**-24, 2.0**-14, 65504),
-    ("e4m3", 4, 3, 2.0**-9, 2.0**-6, 448),
-    ("e5m2", 5, 2, 2.0**-16, 2.0**-14, 57344),
-])
+@pytest.mark.parametrize(
+    ("name", "exponent", "mantissa", "lowest", "normal", "largest"),
+    [
+        ("fp32", 8, 23, 2.0**-149, 2.0**-126, (2 - 2.0**-23) * 2.0**127),
+        ("bf16", 8, 7, 2.0**-133, 2.0**-126, (2 - 2.0**-7) * 2.0**127),
+        ("fp16", 5, 10, 2.0**-24, 2.0**-14, 65504),
+        ("e4m3", 4, 3, 2.0**-9, 2.0**-6, 448),
+        ("e5m2", 5, 2, 2.0**-16, 2.0**-14, 57344),
+    ],
+)
 def test_the_layouts_are_those_of_the_papers(name, exponent, mantissa, lowest, normal, largest):
     layout = layout_of(FORMATS[name])
     assert (layout.exponent, layout.mantissa) == (exponent, mantissa)
@@ -54,10 +57,20 @@ def test_bit_patterns_and_formula_agree_on_every_number(name):
 
 
 @pytest.mark.parametrize("name", SHORT)
-@pytest.mark.parametrize(("low", "high"), [
-    (-math.inf, math.inf), (0, 1), (-1, 0), (-3.3, 0.7), (0.3, 2.9), (-2.9, -0.3), (250, 1000),
-    (1.001, 1.002), (1e6, 2e6),
-])
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [
+        (-math.inf, math.inf),
+        (0, 1),
+        (-1, 0),
+        (-3.3, 0.7),
+        (0.3, 2.9),
+        (-2.9, -0.3),
+        (250, 1000),
+        (1.001, 1.002),
+        (1e6, 2e6),
+    ],
+)
 def test_no_number_of_a_piece_is_left_out(name, low, high):
     every = every_number(name)
     expected = every[(low <= every) & (every <= high)]
@@ -133,9 +146,17 @@ def test_zeros_and_infinities_are_shares_of_what_was_not_zero():
     assert flushed(torch.zeros(2), torch.float16) == overflown(torch.zeros(2), torch.float16) == 0
 
 
-@pytest.mark.parametrize(("value", "said"), [
-    (2.0**24, "16,777,216"), (0.001, "0.001"), (1 + 2.0**-23, "1.00000012"), (-0.5, "-0.5"),
-    (1e-7, "1e-07"), (0.0, "0"), (3e38, "3e+38"),
-])
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (2.0**24, "16,777,216"),
+        (0.001, "0.001"),
+        (1 + 2.0**-23, "1.00000012"),
+        (-0.5, "-0.5"),
+        (1e-7, "1e-07"),
+        (0.0, "0"),
+        (3e38, "3e+38"),
+    ],
+)
 def test_numbers_are_said_exactly_enough(value, said):
     assert say(value) == said

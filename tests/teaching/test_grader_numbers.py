@@ -7,13 +7,16 @@ import pytest
 from teaching.graders.numbers import a_not_b, apart, is_rounded
 
 
-@pytest.mark.parametrize(("seen", "right", "text"), [
-    (35.0312, 35.0308, "35.0312, not 35.0308"),
-    (3.0, 1.0, "3, not 1"),
-    (1e-9, 2e-9, "1e-09, not 2e-09"),
-    (math.nan, 1.0, "nan, not 1"),
-    (1.0, math.inf, "1, not inf"),
-])
+@pytest.mark.parametrize(
+    ("seen", "right", "text"),
+    [
+        (35.0312, 35.0308, "35.0312, not 35.0308"),
+        (3.0, 1.0, "3, not 1"),
+        (1e-9, 2e-9, "1e-09, not 2e-09"),
+        (math.nan, 1.0, "nan, not 1"),
+        (1.0, math.inf, "1, not inf"),
+    ],
+)
 def test_as_many_digits_are_shown_as_it_takes(seen, right, text):
     assert a_not_b(seen, right) == text
 

@@ -34,11 +34,16 @@ def replace_the_module(monkeypatch):
     monkeypatch.setitem(sys.modules, Ledger.__module__, ModuleType(Ledger.__module__))
 
 
-@pytest.mark.parametrize(("change", "name"), [
-    (replace_a_function, "torch.cat"), (replace_a_method, "Ledger.__enter__"),
-    (hide_an_inherited_method, "Tensor.clone"), (change_the_code, "Ledger.bytes_sent"),
-    (replace_the_module, "sys.modules.minitron.measure.ledger"),
-])
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (replace_a_function, "torch.cat"),
+        (replace_a_method, "Ledger.__enter__"),
+        (hide_an_inherited_method, "Tensor.clone"),
+        (change_the_code, "Ledger.bytes_sent"),
+        (replace_the_module, "sys.modules.minitron.measure.ledger"),
+    ],
+)
 def test_what_is_replaced_is_named(change, name, monkeypatch):
     instruments = Instruments()
     assert instruments.replaced() is None

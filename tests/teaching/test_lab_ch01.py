@@ -7,8 +7,14 @@ from minitron import cost
 from minitron.corpus.story_grammar import BOYS, OBJECTS, VOCABULARY
 from teaching.lab import ch01
 
-END, BOY, THING, OTHER = 0, VOCABULARY.index(BOYS[0]), VOCABULARY.index(OBJECTS[0]), \
-    next(i for i, word in enumerate(VOCABULARY) if word not in {*BOYS, *OBJECTS, "<end>"} and i > 0)
+END, BOY, THING, OTHER = (
+    0,
+    VOCABULARY.index(BOYS[0]),
+    VOCABULARY.index(OBJECTS[0]),
+    next(
+        i for i, word in enumerate(VOCABULARY) if word not in {*BOYS, *OBJECTS, "<end>"} and i > 0
+    ),
+)
 
 
 def test_only_names_that_stand_earlier_in_their_own_story_can_be_copied():
@@ -27,8 +33,16 @@ def test_the_variance_of_means_falls_with_independent_rows_and_not_with_equal_ne
 
 
 def test_each_sequence_has_a_gradient_of_its_own():
-    config = ch01.ModelConfig(family="gpt", vocab_size=12, num_layers=1, width=8, num_heads=2,
-                              num_kv_heads=2, ffn_width=16, max_sequence_length=4)
+    config = ch01.ModelConfig(
+        family="gpt",
+        vocab_size=12,
+        num_layers=1,
+        width=8,
+        num_heads=2,
+        num_kv_heads=2,
+        ffn_width=16,
+        max_sequence_length=4,
+    )
     model, _ = ch01.new_model(config)
     batch = torch.randint(12, (3, 5), generator=torch.Generator().manual_seed(1))
     rows = ch01.sequence_gradients(model, batch)
@@ -47,8 +61,10 @@ def test_nothing_is_above_its_roof():
 
 
 def test_the_roof_bends_where_compute_takes_as_long_as_memory():
-    points = [ch01.Roofline(name, at, 1.0, peak=100.0, bandwidth=4.0)
-              for name, at in (("add", 0.5), ("matmul", 50.0))]
+    points = [
+        ch01.Roofline(name, at, 1.0, peak=100.0, bandwidth=4.0)
+        for name, at in (("add", 0.5), ("matmul", 50.0))
+    ]
     assert ch01.roof_line(points) == ([0.5, 25.0, 50.0], [2.0, 100.0, 100.0])
 
 
@@ -79,6 +95,7 @@ def test_a_chain_is_timed_or_it_is_said_why_not(monkeypatch):
     def broken(function):
         def call(*_):
             raise OSError("no C++ compiler")
+
         return call
 
     monkeypatch.setattr(torch, "compile", broken)

@@ -98,7 +98,8 @@ def test_the_recorded_models_are_the_benchmark_s(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     sizes = import_module("recompute").SIZES["cpu"]
     assert {name: (model, 4, 128) for name, model in lab.RECORDED_MODELS.items()} == {
-        name: sizes[name] for name in lab.RECORDED_MODELS}
+        name: sizes[name] for name in lab.RECORDED_MODELS
+    }
     assert all(lab.recorded_time(name) > 1 for name in lab.RECORDED_MODELS)
 
 

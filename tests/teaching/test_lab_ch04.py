@@ -65,8 +65,10 @@ def test_the_table_has_predicted_and_measured_side_by_side(capsys):
 
 
 def test_exposed_is_from_the_last_gradient_to_the_last_all_reduce_of_one():
-    calls = [SimpleNamespace(finished=at, payload=payload)
-             for at, payload in [(1.0, 8), (4.0, 100), (3.0, 100), (9.0, 4)]]
+    calls = [
+        SimpleNamespace(finished=at, payload=payload)
+        for at, payload in [(1.0, 8), (4.0, 100), (3.0, 100), (9.0, 4)]
+    ]
     assert lab.exposed_in(SimpleNamespace(calls=calls), 2.5) == 1.5
     assert lab.exposed_in(SimpleNamespace(calls=calls), 5.0) == 0
 
@@ -77,15 +79,27 @@ def test_compute_alone_ends_with_the_first_parameter_s_gradient():
     assert 0 < compute.forward < min(compute.ready) and compute.optimizer > 0
 
 
-@pytest.mark.parametrize(("spreads", "said"), [
-    ({"a": (10, 11, 12), "b": (20, 21, 22)}, "a was the fastest; b was slower."),
-    ({"a": (10, 11, 30), "b": (20, 21, 22)},
-     "a was the fastest; these repeats cannot tell it from b."),
-    ({"a": (10, 13, 14), "b": (12, 15, 22), "c": (30, 31, 32), "d": (40, 41, 42),
-      "e": (50, 51, 52)},
-     "a was the fastest; these repeats cannot tell it from b; c, d and e were slower."),
-    ({"a": (10, 11, 12), "b": (11.5, 15, 22)}, "a was the fastest; b was slower."),
-])
+@pytest.mark.parametrize(
+    ("spreads", "said"),
+    [
+        ({"a": (10, 11, 12), "b": (20, 21, 22)}, "a was the fastest; b was slower."),
+        (
+            {"a": (10, 11, 30), "b": (20, 21, 22)},
+            "a was the fastest; these repeats cannot tell it from b.",
+        ),
+        (
+            {
+                "a": (10, 13, 14),
+                "b": (12, 15, 22),
+                "c": (30, 31, 32),
+                "d": (40, 41, 42),
+                "e": (50, 51, 52),
+            },
+            "a was the fastest; these repeats cannot tell it from b; c, d and e were slower.",
+        ),
+        ({"a": (10, 11, 12), "b": (11.5, 15, 22)}, "a was the fastest; b was slower."),
+    ],
+)
 def test_only_what_the_repeats_carry_is_said(spreads, said):
     assert lab.told_apart(spreads) == said
 

@@ -28,8 +28,9 @@ def test_a_network_that_is_emulated_takes_its_time():
 def test_the_slowest_rank_is_the_ring_s_time():
     algorithms = {"ring": all_reduce_ring, "naive": all_reduce_naive}
     by_rank = run(lab.fastest_runs, 2, algorithms, [1000, 4000], 2, watch=False)
-    assert all(len(best[name]) == 2 and min(best[name]) > 0
-               for best in by_rank for name in algorithms)
+    assert all(
+        len(best[name]) == 2 and min(best[name]) > 0 for best in by_rank for name in algorithms
+    )
     assert list(lab.fastest_seconds(algorithms, [1000], 2, repeats=1)) == ["ring", "naive"]
     assert len(lab.ring_seconds([1000, 4000, 8000], num_ranks=2, repeats=1)) == 3
 
@@ -51,13 +52,19 @@ def test_one_published_point_decides_the_bandwidth():
 
 
 def ranks_of(group):
-    return [torch.distributed.get_process_group_ranks(each)
-            for each in lab.node_and_rail(group, gpus_per_node=2)]
+    return [
+        torch.distributed.get_process_group_ranks(each)
+        for each in lab.node_and_rail(group, gpus_per_node=2)
+    ]
 
 
 def test_a_rail_connects_the_same_place_of_every_node():
     assert run(ranks_of, 4) == [
-        [[0, 1], [0, 2]], [[0, 1], [1, 3]], [[2, 3], [0, 2]], [[2, 3], [1, 3]]]
+        [[0, 1], [0, 2]],
+        [[0, 1], [1, 3]],
+        [[2, 3], [0, 2]],
+        [[2, 3], [1, 3]],
+    ]
 
 
 def test_a_long_message_is_wrapped(capsys):

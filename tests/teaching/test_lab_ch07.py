@@ -67,9 +67,10 @@ def test_waiting_at_once_changes_no_gradient():
         ch07.initialize(model, seed=0)
         parallel = TensorParallel(model, exchange(group))
         ch07.loss_of(model, parallel, counting_rows(0, 16, 9, 36)).backward()
-        return torch.cat([p.grad.flatten() for p in model.parameters()
-                          if p.grad is not None])
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
-    by_exchange = [run(gradients, 2, exchange, watch=False)[0]
-                   for exchange in (ch07.WaitsAtOnce, AllReduceExchange)]
+    by_exchange = [
+        run(gradients, 2, exchange, watch=False)[0]
+        for exchange in (ch07.WaitsAtOnce, AllReduceExchange)
+    ]
     assert torch.equal(*by_exchange)

@@ -23,8 +23,9 @@ def test_norm_weights_drift_without_the_sum_while_losses_agree(apply, same):
     assert (ch08.verdict(apply, 2) == "the same training") is same
 
 
-@pytest.mark.parametrize(("apply", "stream_alike"), [
-    (apply_tensor_parallel, True), (apply_sequence_parallel, False)])
+@pytest.mark.parametrize(
+    ("apply", "stream_alike"), [(apply_tensor_parallel, True), (apply_sequence_parallel, False)]
+)
 def test_heads_differ_and_the_stream_is_alike_where_it_is_replicated(apply, stream_alike):
     first, second = run(ch08.masks, 2, apply)
     assert not torch.equal(first["heads"], second["heads"])

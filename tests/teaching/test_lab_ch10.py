@@ -48,8 +48,9 @@ def test_updates_below_half_a_step_are_lost():
 
 
 def test_accumulating_in_float32_is_closer(batches):
-    exact, coarse = (lab.accumulated(dtype, torch.cat(batches[:2]))
-                     for dtype in (torch.float32, BF16))
+    exact, coarse = (
+        lab.accumulated(dtype, torch.cat(batches[:2])) for dtype in (torch.float32, BF16)
+    )
     assert list(exact) == [1, 2, 4, 8]
     error = (coarse[8] - exact[8]).norm() / exact[8].norm()
     assert 1e-4 < error < 1e-2
@@ -76,8 +77,9 @@ def test_what_reaches_the_optimizer_is_measured_after_all_actions(batches):
     assert len(losses) == 2 and norm >= 0.999 * first
 
 
-@pytest.mark.parametrize(("all_reduce", "alone"), [
-    (all_reduce_ring, lab.in_ring), (all_reduce_doubling, lab.in_tree)])
+@pytest.mark.parametrize(
+    ("all_reduce", "alone"), [(all_reduce_ring, lab.in_ring), (all_reduce_doubling, lab.in_tree)]
+)
 def test_one_process_adds_in_the_order_of_real_ranks(all_reduce, alone):
     parts = torch.stack([lab.gradient_of(rank) for rank in range(4)])
     for summed in run(lab.summed_by, 4, all_reduce):
@@ -101,6 +103,7 @@ def test_recipes_are_the_table_s(batches):
     held = lab.held_by("bf16", batches[0][:1])
     assert held["gradient"] == held["parameter"]
     assert held["optimizer state"] == pytest.approx(
-        held["parameter"] / 2 * (PRECISIONS["bf16"].cost.total - 4), rel=1e-3)
+        held["parameter"] / 2 * (PRECISIONS["bf16"].cost.total - 4), rel=1e-3
+    )
     losses = lab.train_recipe("bf16", batches[:30])
     assert math.isfinite(losses[-1]) and losses[-1] < losses[0] - 0.5

@@ -31,8 +31,9 @@ def test_ledger_and_formula_agree_on_every_axis():
     calls, held = zip(*run(lab.ledger_of_a_step, 8, BATCH, watch=False), strict=True)
     for rank in range(8):
         for axis in lab.AXES:
-            sent = sum(call.sent for call in calls[rank]
-                       if call.axis == axis and lab.is_large(call))
+            sent = sum(
+                call.sent for call in calls[rank] if call.axis == axis and lab.is_large(call)
+            )
             assert sent == lab.formula(axis, rank, held[rank]) > 0
     lanes = lab.axis_lanes(calls, ranks=(0, 4))
     assert list(lanes)[:2] == ["rank 0, tp", "rank 0, dp"] and len(lanes) == 6
@@ -67,8 +68,10 @@ def test_picks_are_made_among_measured_layouts():
         assert group.estimated() in group.fitting and group.fewest_cuts() in group.fitting
         assert len(group.fitting) < len(group.rows)
         axes = group.fewest_cuts().decisions[0].parallel
-        assert all(row.decisions[0].parallel.tp * row.decisions[0].parallel.pp >= axes.tp * axes.pp
-                   for row in group.fitting)
+        assert all(
+            row.decisions[0].parallel.tp * row.decisions[0].parallel.pp >= axes.tp * axes.pp
+            for row in group.fitting
+        )
 
 
 def test_the_rule_of_thumb_holds_where_it_was_measured():
@@ -76,8 +79,9 @@ def test_the_rule_of_thumb_holds_where_it_was_measured():
     for group in trees.measured_layouts():
         assert group.ratio(group.fewest_cuts()) < 1.06
         assert group.ratio(group.estimated()) < 1.07
-    assert max(group.ratio(group.estimated(fitting=False))
-               for group in trees.measured_layouts()) > 2.5
+    assert (
+        max(group.ratio(group.estimated(fitting=False)) for group in trees.measured_layouts()) > 2.5
+    )
 
 
 # Goodput and stragglers

@@ -29,8 +29,9 @@ def test_estimates_of_published_steps():
     assert lab.label(first) == "Narayanan 1.7B"
 
 
-@pytest.mark.parametrize(("computed", "verdict"), [
-    (100, "right"), (104.9, "right"), (94, "0.94 x"), (200, "2 x")])
+@pytest.mark.parametrize(
+    ("computed", "verdict"), [(100, "right"), (104.9, "right"), (94, "0.94 x"), (200, "2 x")]
+)
 def test_a_claim_is_right_within_5_percent(computed, verdict):
     line = lab.fact(3, "what is claimed", 100, computed, "GB")
     assert line.endswith(verdict) and line.startswith(" 3 what") and len(line) <= 80

@@ -29,8 +29,10 @@ def rows():
     """A row of a small search and one of a dry run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plans, "TENSORS", [(TINY, LAYOUT, 0)])
-        return {plans.search_key(JOB): plans.search_row(JOB),
-                plans.dry_run_key(TINY, LAYOUT, 0): plans.dry_run_row(TINY, LAYOUT, 0)}
+        return {
+            plans.search_key(JOB): plans.search_row(JOB),
+            plans.dry_run_key(TINY, LAYOUT, 0): plans.dry_run_row(TINY, LAYOUT, 0),
+        }
 
 
 @pytest.fixture
@@ -67,9 +69,16 @@ def test_a_recorded_dry_run_is_the_dry_run(record):
     assert read.peak.total == now.peak.total
 
 
-@pytest.mark.parametrize("job, layout, rank", tiered([
-    (replace(TINY, global_batch_size=8), LAYOUT, 0), (TINY, plans.cut(2, tp=2), 0),
-    (TINY, LAYOUT, 1)]))
+@pytest.mark.parametrize(
+    "job, layout, rank",
+    tiered(
+        [
+            (replace(TINY, global_batch_size=8), LAYOUT, 0),
+            (TINY, plans.cut(2, tp=2), 0),
+            (TINY, LAYOUT, 1),
+        ]
+    ),
+)
 def test_another_job_layout_or_rank_is_computed(record, job, layout, rank):
     with pytest.raises(TypeError, match="not callable"):
         plans.counted(job, layout, rank)
@@ -90,13 +99,33 @@ def test_the_committed_record_has_every_job():
 def test_chapter_12_asks_for_what_the_record_has():
     """A job that differs in one field is computed in the chapter, for a minute or more."""
     [source] = (ROOT / "chapters" / "source").glob("ch12_*.py")
-    given = {"A100", "H100", "gpt3", "S", "mt_nlg", "trillion", "llama", "job", "LAYOUTS", "plain",
-             "CHOSEN"}
-    cells = {"replace": replace, "cost": cost, "DEVICES": DEVICES, "Job": Job,
-             "ModelConfig": ModelConfig, "lab": ch12}
+    given = {
+        "A100",
+        "H100",
+        "gpt3",
+        "S",
+        "mt_nlg",
+        "trillion",
+        "llama",
+        "job",
+        "LAYOUTS",
+        "plain",
+        "CHOSEN",
+    }
+    cells = {
+        "replace": replace,
+        "cost": cost,
+        "DEVICES": DEVICES,
+        "Job": Job,
+        "ModelConfig": ModelConfig,
+        "lab": ch12,
+    }
     for node in ast.parse(source.read_text()).body:
-        names = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)
-                 and isinstance(name.ctx, ast.Store)}
+        names = {
+            name.id
+            for name in ast.walk(node)
+            if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
+        }
         if isinstance(node, ast.Assign) and names & given:
             exec(compile(ast.Module([node], []), source.name, "exec"), cells)
     for name, (job, layout) in cells["CHOSEN"].items():

@@ -43,7 +43,10 @@ def test_the_optimizer_waits_for_the_last_bucket_or_for_the_backward_pass():
     compute = Compute(1.0, [3.0, 2.0], optimizer=0.5)
     lanes = step_lanes(compute, [(2.0, 2.5), (3.0, 4.0)])
     assert [(block.kind, block.start, block.end) for block in lanes["predicted compute"]] == [
-        ("forward", 0, 1000), ("backward", 1000, 3000), ("optimizer", 4000, 4500)]
+        ("forward", 0, 1000),
+        ("backward", 1000, 3000),
+        ("optimizer", 4000, 4500),
+    ]
     assert [(b.start, b.end) for b in lanes["predicted network"]] == [(2000, 2500), (3000, 4000)]
     assert step_lanes(compute, [])["predicted compute"][-1].start == 3000
 
@@ -64,8 +67,10 @@ def test_buckets_and_sizes_of_a_model_that_is_never_made():
 
 
 def test_the_hidden_share_counts_each_moment_once():
-    calls = [SimpleNamespace(started=start, finished=end) for start, end in
-             [(0, 4), (6, 8), (1, 3), (7, 10)]]  # 8 seconds, twice two at once
+    calls = [
+        SimpleNamespace(started=start, finished=end)
+        for start, end in [(0, 4), (6, 8), (1, 3), (7, 10)]
+    ]  # 8 seconds, twice two at once
     spans = [SimpleNamespace(start=3, end=7), SimpleNamespace(start=9, end=20)]
     assert hidden_share(calls, spans) == pytest.approx((1 + 1 + 1) / 8)
     assert hidden_share(calls, []) == 0

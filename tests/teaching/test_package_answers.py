@@ -89,8 +89,10 @@ def test_an_answer_that_calls_the_package_s_is_told(tmp_path, exercise):
         if inspect.isclass(target_of(f"{exercise.replaces}:{theirs}")):
             lines += [f"class {name}(package.{theirs}):", "    pass"]
         else:
-            lines += [f"def {name}(*args, **kwargs):",
-                      f"    return package.{theirs}(*args, **kwargs)"]
+            lines += [
+                f"def {name}(*args, **kwargs):",
+                f"    return package.{theirs}(*args, **kwargs)",
+            ]
     verdict = grade(tmp_path, exercise, lines)
     assert verdict.state == "failed"
     assert "of minitron is called" in verdict.seen or "is the package's own" in verdict.seen

@@ -117,10 +117,13 @@ def test_the_ring_s_slider_ends_at_its_last_step(controls_of):
     assert text.value.startswith("After step 2 of 10")
 
 
-@pytest.mark.parametrize(("widget", "name", "other", "on", "off"), [
-    (widgets.schedule_explorer, "chunks per rank", "schedule", "interleaved 1F1B", "1F1B"),
-    (widgets.tensor_explorer, "link", "ranks", 2, 1),
-])
+@pytest.mark.parametrize(
+    ("widget", "name", "other", "on", "off"),
+    [
+        (widgets.schedule_explorer, "chunks per rank", "schedule", "interleaved 1F1B", "1F1B"),
+        (widgets.tensor_explorer, "link", "ranks", 2, 1),
+    ],
+)
 def test_a_control_that_does_nothing_is_disabled(widget, name, other, on, off, controls_of):
     controls, _ = controls_of(widget)
     for value, disabled in ((on, False), (off, True), (on, False)):
@@ -133,22 +136,36 @@ def test_labels_are_words_with_units(controls_of):
 
     labels = []
     for module in (widgets, widgets_plan):
-        for name in ("memory_calculator", "bucket_explorer", "ring_explorer", "zero_explorer",
-                     "tensor_explorer", "sequence_explorer", "schedule_explorer",
-                     "number_line_explorer", "planner"):
+        for name in (
+            "memory_calculator",
+            "bucket_explorer",
+            "ring_explorer",
+            "zero_explorer",
+            "tensor_explorer",
+            "sequence_explorer",
+            "schedule_explorer",
+            "number_line_explorer",
+            "planner",
+        ):
             if hasattr(module, name):
                 labels += controls_of(getattr(module, name))[0]
     assert len(labels) > 25
-    assert not [label for label in labels if "_" in label or label.endswith((" MB", " us", " s"))
-                and ", " not in label]
+    assert not [
+        label
+        for label in labels
+        if "_" in label or label.endswith((" MB", " us", " s")) and ", " not in label
+    ]
     assert {"bandwidth, GB/s", "latency, µs", "bucket size, MB", "pipeline stages"} <= set(labels)
 
 
-@pytest.mark.parametrize(("parent", "live"), [
-    ({"metadata": {"cellId": "a1"}}, True),  # what JupyterLab sends
-    ({"metadata": {}}, False),  # nbclient, nbval
-    ({}, False),
-])
+@pytest.mark.parametrize(
+    ("parent", "live"),
+    [
+        ({"metadata": {"cellId": "a1"}}, True),  # what JupyterLab sends
+        ({"metadata": {}}, False),  # nbclient, nbval
+        ({}, False),
+    ],
+)
 def test_a_front_end_names_the_cell_it_runs(monkeypatch, parent, live):
     shell = type("Shell", (), {"get_parent": lambda self: parent})()
     monkeypatch.setattr("IPython.get_ipython", lambda: shell)
@@ -169,13 +186,21 @@ def test_an_executed_notebook_holds_a_picture_and_no_widget():
 @pytest.mark.parametrize("recipe", cost.RECIPES)
 def test_the_calculator_draws_and_says_what_the_formulas_count(recipe):
     model = ModelConfig(
-        vocab_size=128_256, max_sequence_length=8192, num_layers=32, width=4096, num_heads=32,
-        num_kv_heads=8, ffn_width=14_336, tied_embedding=False,
+        vocab_size=128_256,
+        max_sequence_length=8192,
+        num_layers=32,
+        width=4096,
+        num_heads=32,
+        num_kv_heads=8,
+        ffn_width=14_336,
+        tied_embedding=False,
     )
     parts = cost.RECIPES[recipe]
-    expected = parts.total * cost.num_parameters(model) \
-        + cost.activation_bytes(model, 1, 8192, parts.parameter) \
-        + 2 * 4 * 8192 * 128_256  # two float32 tensors of the logits' shape
+    expected = (
+        parts.total * cost.num_parameters(model)
+        + cost.activation_bytes(model, 1, 8192, parts.parameter)
+        + 2 * 4 * 8192 * 128_256
+    )  # two float32 tensors of the logits' shape
 
     figure, sentence = draw_memory(**LLAMA_8B, recipe=recipe)
     bars = [bar for bar in figure.axes[0].patches if bar.get_height() == pytest.approx(0.7)]
@@ -196,12 +221,31 @@ def test_every_setting_of_the_calculator_is_a_model(shown, monkeypatch):
             assert tuple(figure.get_size_inches()) == (7.0, 1.8), "nothing may jump"
 
 
-@pytest.mark.parametrize(("ranks", "step", "sentence"), [
-    (4, 0, "After step 0 of 6, each of 4 ranks has sent 0/4 of the tensor and holds 0 of its 4"),
-    (4, 3, "After step 3 of 6, each of 4 ranks has sent 3/4 of the tensor and holds 1 of its 4"),
-    (4, 6, "After step 6 of 6, each of 4 ranks has sent 6/4 of the tensor and holds 4 of its 4"),
-    (2, 9, "After step 2 of 2, each of 2 ranks has sent 2/2 of the tensor and holds 2 of its 2"),
-])
+@pytest.mark.parametrize(
+    ("ranks", "step", "sentence"),
+    [
+        (
+            4,
+            0,
+            "After step 0 of 6, each of 4 ranks has sent 0/4 of the tensor and holds 0 of its 4",
+        ),
+        (
+            4,
+            3,
+            "After step 3 of 6, each of 4 ranks has sent 3/4 of the tensor and holds 1 of its 4",
+        ),
+        (
+            4,
+            6,
+            "After step 6 of 6, each of 4 ranks has sent 6/4 of the tensor and holds 4 of its 4",
+        ),
+        (
+            2,
+            9,
+            "After step 2 of 2, each of 2 ranks has sent 2/2 of the tensor and holds 2 of its 2",
+        ),
+    ],
+)
 def test_the_ring_is_drawn_up_to_its_last_step(ranks, step, sentence):
     figure, said = draw_ring(ranks, step)
     assert said == f"{sentence} sums."
@@ -244,13 +288,16 @@ def test_every_setting_of_the_bucket_explorer_is_drawn_in_one_size(monkeypatch):
     assert len(sizes) == 1, "nothing may jump"
 
 
-@pytest.mark.parametrize(("billions", "ranks", "sentence"), [
-    # 16, 4 + 12/8, 2 + 14/8 and 16/8 bytes for each of 13 billion
-    (13, 8, "ZeRO-0 208 GB, ZeRO-1 71.5 GB, ZeRO-2 48.8 GB, ZeRO-3 26.0 GB; ZeRO-1 is"),
-    (175, 4096, "ZeRO-0 2.80 TB, ZeRO-1 701 GB, ZeRO-2 351 GB, ZeRO-3 684 MB; ZeRO-3 is"),
-    (1, 1, "ZeRO-0 16.0 GB, ZeRO-1 16.0 GB, ZeRO-2 16.0 GB, ZeRO-3 16.0 GB; ZeRO-0 is"),
-    (30, 1, "ZeRO-0 480 GB, ZeRO-1 480 GB, ZeRO-2 480 GB, ZeRO-3 480 GB; none of them fits."),
-])
+@pytest.mark.parametrize(
+    ("billions", "ranks", "sentence"),
+    [
+        # 16, 4 + 12/8, 2 + 14/8 and 16/8 bytes for each of 13 billion
+        (13, 8, "ZeRO-0 208 GB, ZeRO-1 71.5 GB, ZeRO-2 48.8 GB, ZeRO-3 26.0 GB; ZeRO-1 is"),
+        (175, 4096, "ZeRO-0 2.80 TB, ZeRO-1 701 GB, ZeRO-2 351 GB, ZeRO-3 684 MB; ZeRO-3 is"),
+        (1, 1, "ZeRO-0 16.0 GB, ZeRO-1 16.0 GB, ZeRO-2 16.0 GB, ZeRO-3 16.0 GB; ZeRO-0 is"),
+        (30, 1, "ZeRO-0 480 GB, ZeRO-1 480 GB, ZeRO-2 480 GB, ZeRO-3 480 GB; none of them fits."),
+    ],
+)
 def test_the_stages_are_drawn_as_the_formula_counts_them(billions, ranks, sentence):
     figure, said = draw_stages(billions, ranks, "bf16")
     assert sentence in said and said.startswith(f"{billions:,} billion parameters on {ranks:,}")
@@ -272,12 +319,17 @@ def test_every_setting_of_the_zero_explorer_is_drawn_in_one_size(monkeypatch):
     assert len(sizes) == 1, "nothing may jump"
 
 
-@pytest.mark.parametrize(("explorer", "draw"), tiered([
-    pytest.param(widgets.tensor_explorer, draw_tensor, id="tensor"),
-    pytest.param(widgets.number_line_explorer, draw_number_line, id="number_line"),
-    pytest.param(widgets.sequence_explorer, draw_sequence, id="sequence"),
-    pytest.param(widgets.schedule_explorer, draw_schedule, id="schedule"),
-]))
+@pytest.mark.parametrize(
+    ("explorer", "draw"),
+    tiered(
+        [
+            pytest.param(widgets.tensor_explorer, draw_tensor, id="tensor"),
+            pytest.param(widgets.number_line_explorer, draw_number_line, id="number_line"),
+            pytest.param(widgets.sequence_explorer, draw_sequence, id="sequence"),
+            pytest.param(widgets.schedule_explorer, draw_schedule, id="schedule"),
+        ]
+    ),
+)
 def test_every_setting_of_chapters_7_to_10_is_drawn_in_one_size(explorer, draw, monkeypatch):
     asked = {}
     monkeypatch.setattr(widgets, "explore", lambda draw, **given: asked.update(given, draw=draw))
@@ -292,9 +344,19 @@ def test_every_setting_of_chapters_7_to_10_is_drawn_in_one_size(explorer, draw, 
     assert len(sizes) == 1, "nothing may jump"
 
 
-@pytest.mark.parametrize(("name", "first"), tiered([
-    ("bf16", 257), ("fp16", 2049), ("e4m3", 17), ("e5m2", 9), ("fp32", 2**24 + 1),
-], keep=4))
+@pytest.mark.parametrize(
+    ("name", "first"),
+    tiered(
+        [
+            ("bf16", 257),
+            ("fp16", 2049),
+            ("e4m3", 17),
+            ("e5m2", 9),
+            ("fp32", 2**24 + 1),
+        ],
+        keep=4,
+    ),
+)
 def test_the_number_line_explorer_reaches_the_first_integer_that_a_format_cannot_hold(
     name, first, monkeypatch
 ):
@@ -304,8 +366,11 @@ def test_the_number_line_explorer_reaches_the_first_integer_that_a_format_cannot
     controls, start = asked["controls"], asked["start"]
     assert tuple(FORMATS) == controls["format"] and 1 in controls["plus"]
 
-    said = {position: draw_number_line(name, position, 1, start["zoom"])[1]
-            for position in controls["position"] if 1 <= position < first}
+    said = {
+        position: draw_number_line(name, position, 1, start["zoom"])[1]
+        for position in controls["position"]
+        if 1 <= position < first
+    }
     assert [position for position, text in said.items() if "nothing changed" in text] == [first - 1]
     assert torch.tensor(float(first - 1)).to(FORMATS[name]).double() == first - 1
     assert torch.tensor(first, dtype=torch.float64).to(FORMATS[name]).double() != first
@@ -316,6 +381,9 @@ def test_the_number_line_explorer_finds_the_smallest_update_that_a_weight_of_1_k
     monkeypatch.setattr(widgets, "explore", lambda draw, **given: asked.update(given))
     widgets.number_line_explorer()
     assert (asked["start"]["format"], asked["start"]["position"]) == ("bf16", 1)
-    kept = [plus for plus in asked["controls"]["plus"]
-            if "nothing changed" not in draw_number_line("bf16", 1, plus, 16)[1]]
+    kept = [
+        plus
+        for plus in asked["controls"]["plus"]
+        if "nothing changed" not in draw_number_line("bf16", 1, plus, 16)[1]
+    ]
     assert kept[0] == 0.004, "half of the spacing is 0.0039"

@@ -51,12 +51,20 @@ def files_up_to(num_bytes: int) -> Iterator[None]:
 
 def with_files_up_to(num_bytes: int, *words: str, **options) -> subprocess.CompletedProcess:
     """Run a command that can write no longer file."""
+
     def limit():
         resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
 
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}  # see files_up_to
-    return subprocess.run(words, preexec_fn=limit, capture_output=True, text=True, timeout=300,
-                          env=environment, **options)
+    return subprocess.run(
+        words,
+        preexec_fn=limit,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+        **options,
+    )
 
 
 def the_line(done: subprocess.CompletedProcess) -> str:
@@ -94,8 +102,10 @@ def test_a_process_whose_log_cannot_grow_ends_in_one_line(config, tmp_path):
 
 
 def assert_the_log_is_full(told: str, folder: Path) -> None:
-    assert told == (f"minitron: {folder / 'metrics.jsonl'}: cannot be written (File too large); "
-                    "make room, and continue with --resume; checkpoints already written are intact")
+    assert told == (
+        f"minitron: {folder / 'metrics.jsonl'}: cannot be written (File too large); "
+        "make room, and continue with --resume; checkpoints already written are intact"
+    )
     steps = [row["step"] for row in read_metrics(folder / "metrics.jsonl")]
     assert steps == list(range(1, len(steps) + 1)) and len(steps) > 5
 
@@ -104,8 +114,10 @@ def test_a_new_run_that_cannot_write_is_one_line(config, tmp_path, capsys, monke
     folder = tmp_path / "run"
     _, _, _, *words = command(config, folder)
     told = the_line_of(["train", *words], 8, capsys, monkeypatch)  # torch itself needs 4
-    assert told == (f"minitron: {folder}: cannot be written (File too large); make room, or choose "
-                    "another folder")
+    assert told == (
+        f"minitron: {folder}: cannot be written (File too large); make room, or choose "
+        "another folder"
+    )
     assert sorted(path.name for path in folder.iterdir()) == ["metrics.jsonl", "run.lock"]
 
 
@@ -114,14 +126,21 @@ def test_data_that_does_not_fit_is_one_line(tmp_path, num_bytes, capsys, monkeyp
     monkeypatch.chdir(tmp_path)
     words = ["data", "stories", "--num-tokens", "200000"]
     told = the_line_of(words, num_bytes, capsys, monkeypatch)
-    assert told == ("minitron: data/stories: cannot be written (File too large); make room, or "
-                    "choose another folder with --out")
+    assert told == (
+        "minitron: data/stories: cannot be written (File too large); make room, or "
+        "choose another folder with --out"
+    )
 
 
 def test_an_output_that_is_full_is_one_line():
     with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-m", "minitron.cli", "--version"], stdout=full,
-                              stderr=subprocess.PIPE, text=True, timeout=300)
+        done = subprocess.run(
+            [sys.executable, "-m", "minitron.cli", "--version"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=300,
+        )
     assert the_line(done) == "minitron: the output: No space left on device; make room"
 
 
@@ -165,8 +184,10 @@ def train_until_a_shard_is_cut(group, config: Config, folder: Path, cut: int) ->
             raise ConfigError("train_000.bin: ends before token 7")
         return batch(dataset, position, *others)
 
-    with patch.object(TokenDataset, "batch", read), \
-            patch.object(Run, "train_step", lambda run: (steps.append(0), train_step(run))[1]):
+    with (
+        patch.object(TokenDataset, "batch", read),
+        patch.object(Run, "train_step", lambda run: (steps.append(0), train_step(run))[1]),
+    ):
         try:
             train.train(config, folder, group=group)
         except ConfigError as error:
@@ -182,8 +203,9 @@ def test_a_shard_that_one_rank_finds_cut_ends_all_after_the_same_step(config, tm
     assert told[1 - cut] == f"{expected} (on rank {cut}) after 2 steps"
 
 
-def test_a_file_that_is_cut_between_two_steps_ends_the_run_in_one_line(config, tmp_path,
-                                                                       monkeypatch):
+def test_a_file_that_is_cut_between_two_steps_ends_the_run_in_one_line(
+    config, tmp_path, monkeypatch
+):
     shutil.copytree(config.data.path, tmp_path / "data")
     [shard] = (tmp_path / "data").glob("train_*.bin")
     take_step = Run.train_step
@@ -240,18 +262,25 @@ def test_a_curve_that_tensorboard_cannot_write_is_one_line(config, tmp_path, mon
         train.train(asked, tmp_path)
 
 
-@pytest.mark.parametrize("error, told", [
-    (OSError(errno.ENOSPC, "x"), "the output: No space left on device; make room"),
-    (OSError(errno.EROFS, "x", "a/b"), "a/b: Read-only file system; choose another path"),
-    (OSError(errno.ENAMETOOLONG, "x", "a/b"), "a/b: File name too long; choose another path"),
-    (PermissionError(errno.EACCES, "x", "a/b"), "a/b: Permission denied; choose another path"),
-    (Exception("x (os error 28)"), "the output: No space left on device; make room"),  # from Rust
-    (Exception("x (os error 2)"), None),
-    (PermissionError(errno.EACCES, "a port"), None),
-    (FileNotFoundError(errno.ENOENT, "x", "a/b"), None),
-    (ConnectionResetError(errno.ECONNRESET, "x"), None),
-    (ValueError("x"), None),
-], ids=str)
+@pytest.mark.parametrize(
+    "error, told",
+    [
+        (OSError(errno.ENOSPC, "x"), "the output: No space left on device; make room"),
+        (OSError(errno.EROFS, "x", "a/b"), "a/b: Read-only file system; choose another path"),
+        (OSError(errno.ENAMETOOLONG, "x", "a/b"), "a/b: File name too long; choose another path"),
+        (PermissionError(errno.EACCES, "x", "a/b"), "a/b: Permission denied; choose another path"),
+        (
+            Exception("x (os error 28)"),
+            "the output: No space left on device; make room",
+        ),  # from Rust
+        (Exception("x (os error 2)"), None),
+        (PermissionError(errno.EACCES, "a port"), None),
+        (FileNotFoundError(errno.ENOENT, "x", "a/b"), None),
+        (ConnectionResetError(errno.ECONNRESET, "x"), None),
+        (ValueError("x"), None),
+    ],
+    ids=str,
+)
 def test_what_a_disk_refuses_is_one_line_and_another_fault_is_not(error, told, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["minitron"])
     monkeypatch.setattr(sys, "stdout", sys.stdout)

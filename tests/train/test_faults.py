@@ -37,8 +37,16 @@ from tests.train.test_train import command, trained, wait_for
 from tests.train.test_train_ranks import kill_after, torchrun
 
 MODEL = ModelConfig("llama", 0, 32, 2, 32, 4, 2, 48)
-TRAIN = TrainConfig(steps=12, global_batch_size=4, micro_batch_size=2, warmup_steps=3,
-                    eval_every=5, eval_sequences=4, checkpoint_every=1, device="cpu")
+TRAIN = TrainConfig(
+    steps=12,
+    global_batch_size=4,
+    micro_batch_size=2,
+    warmup_steps=3,
+    eval_every=5,
+    eval_sequences=4,
+    checkpoint_every=1,
+    device="cpu",
+)
 COLUMNS = "step", "loss", "grad_norm"
 
 
@@ -93,8 +101,12 @@ def test_killed_at_random_moments_a_run_ends_where_an_undisturbed_one_does(
 @exhaustive
 def test_torchrun_starts_a_dead_rank_again_and_the_run_goes_on(config, tmp_path):
     whole, folder = tmp_path / "whole", tmp_path / "killed"
-    job = torchrun(2, "--max-restarts", "2", *command(
-        config, folder, "--parallel.zero", "1", "--train.steps", "150")[1:])
+    job = torchrun(
+        2,
+        "--max-restarts",
+        "2",
+        *command(config, folder, "--parallel.zero", "1", "--train.steps", "150")[1:],
+    )
     process = subprocess.Popen(job, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         wait_for(lambda: checkpoint.checkpoints(folder / "checkpoints"), process)
@@ -111,8 +123,11 @@ def test_torchrun_starts_a_dead_rank_again_and_the_run_goes_on(config, tmp_path)
 
 
 def ranks_of(torchrun: subprocess.Popen) -> list[psutil.Process]:
-    return [child for child in psutil.Process(torchrun.pid).children(recursive=True)
-            if "minitron.train" in " ".join(child.cmdline())]
+    return [
+        child
+        for child in psutil.Process(torchrun.pid).children(recursive=True)
+        if "minitron.train" in " ".join(child.cmdline())
+    ]
 
 
 def train_and_die(group, config: Config, folder: Path, after: int) -> None:
@@ -136,20 +151,28 @@ def resume(group, config: Config, folder: Path) -> None:
 def test_eight_ranks_on_all_axes_die_and_go_on_cut_otherwise(stories, tmp_path):
     """dp 2 x tp 2 x pp 2 with ZeRO-1 and sequence parallelism, then dp 2 x tp 4."""
     one, many = tmp_path / "one", tmp_path / "many"
-    settings = TrainConfig(steps=30, global_batch_size=8, micro_batch_size=2, checkpoint_every=2,
-                           eval_every=0, eval_sequences=8, device="cpu")
-    alone = Config(dataclasses.replace(MODEL, vocab_size=720),
-                   DataConfig(stories, sequence_length=32), settings)
+    settings = TrainConfig(
+        steps=30,
+        global_batch_size=8,
+        micro_batch_size=2,
+        checkpoint_every=2,
+        eval_every=0,
+        eval_sequences=8,
+        device="cpu",
+    )
+    alone = Config(
+        dataclasses.replace(MODEL, vocab_size=720),
+        DataConfig(stories, sequence_length=32),
+        settings,
+    )
     train.train(alone, one)
 
-    cut = dataclasses.replace(
-        alone, parallel=ParallelConfig(tp=2, pp=2, zero=1, sequence=True))
+    cut = dataclasses.replace(alone, parallel=ParallelConfig(tp=2, pp=2, zero=1, sequence=True))
     with pytest.raises(RankError, match="rank 7 was killed by SIGKILL"):
         run(train_and_die, 8, cut, many, 7, timeout=300)
     assert 0 < int(checkpoint.newest_good(many / "checkpoints").name[5:]) <= 6
 
-    otherwise = dataclasses.replace(
-        alone, parallel=ParallelConfig(tp=4, zero=1, sequence=True))
+    otherwise = dataclasses.replace(alone, parallel=ParallelConfig(tp=4, zero=1, sequence=True))
     run(resume, 8, otherwise, many, timeout=300)
     parallel = json.loads((many / "config.json").read_text())["parallel"]
     assert (parallel["tp"], parallel["pp"], parallel["zero"]) == (4, 1, 1)
@@ -167,8 +190,9 @@ def test_a_restart_needs_to_know_its_folder(config, tmp_path, monkeypatch):
 
 @exhaustive
 def test_restart_begins_what_has_no_checkpoint_and_goes_on_with_what_has(config, tmp_path):
-    alone = with_train(dataclasses.replace(config, parallel=ParallelConfig()),
-                       continuation="constant")
+    alone = with_train(
+        dataclasses.replace(config, parallel=ParallelConfig()), continuation="constant"
+    )
     for steps in (4, 8):
         finished = train.train(with_train(alone, steps=steps), tmp_path, restart=True)
         assert finished.step == steps
@@ -200,17 +224,19 @@ def test_a_rank_that_stands_still_is_named_and_the_job_ends(config, tmp_path):
     script = tmp_path / "sleeper.py"
     script.write_text(SLEEPER)
     words = command(config, tmp_path / "run", "--train.hang-timeout", "10")
-    words = [str(script), *words[words.index("minitron.train") + 1:]]
+    words = [str(script), *words[words.index("minitron.train") + 1 :]]
     package = str(Path(train.__file__).parents[1])
-    done = subprocess.run(torchrun(2, *words), capture_output=True, text=True, timeout=150,
-                          env=finding(package))
+    done = subprocess.run(
+        torchrun(2, *words), capture_output=True, text=True, timeout=150, env=finding(package)
+    )
     assert done.returncode == 1
     assert "no step has ended for 10 s (train.hang_timeout):" in done.stderr
     line = SLEEPER.splitlines().index("        time.sleep(1000)") + 1
     assert f"rank 1 is at sleeper.py line {line}: time.sleep(1000)" in done.stderr
     assert "rank 0 waits in" in done.stderr
-    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")
-            if "loss" in row][:3] == [1, 2, 3]
+    assert [
+        row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in row
+    ][:3] == [1, 2, 3]
 
 
 DEAF = """
@@ -233,8 +259,9 @@ def test_a_watchdog_that_cannot_write_ends_the_rank_all_the_same(tmp_path):
     (tmp_path / "hang").write_text("a file where the folder should be")
     package = str(Path(train.__file__).parents[1])
     command = [sys.executable, "-c", DEAF, str(tmp_path / "hang" / "below")]
-    done = subprocess.run(command, timeout=300, capture_output=True, text=True,
-                          env=finding(package))
+    done = subprocess.run(
+        command, timeout=300, capture_output=True, text=True, env=finding(package)
+    )
     assert (done.returncode, done.stdout) == (1, "inside\n")
 
 
@@ -306,16 +333,21 @@ def diverge(group, config: Config, folder: Path, path: str, rank: int) -> str:
         return str(error)
 
 
-@pytest.mark.parametrize("parallel, path, rank", tiered([
-    ({"zero": 3}, "blocks.0.attention.query", 0),
-    ({"pp": 2, "schedule": "interleaved", "chunks": 2}, "blocks.1.mlp.down", 1),
-    ({"zero": 1}, "blocks.1.mlp.down", 1),
-    ({"tp": 2}, "blocks.1.mlp.up", 1),
-    ({"pp": 2}, "blocks.2.attention.out", 1),
-], keep=2), ids=str)
-def test_the_first_module_with_a_nan_is_named_on_every_rank(
-    config, tmp_path, parallel, path, rank
-):
+@pytest.mark.parametrize(
+    "parallel, path, rank",
+    tiered(
+        [
+            ({"zero": 3}, "blocks.0.attention.query", 0),
+            ({"pp": 2, "schedule": "interleaved", "chunks": 2}, "blocks.1.mlp.down", 1),
+            ({"zero": 1}, "blocks.1.mlp.down", 1),
+            ({"tp": 2}, "blocks.1.mlp.up", 1),
+            ({"pp": 2}, "blocks.2.attention.out", 1),
+        ],
+        keep=2,
+    ),
+    ids=str,
+)
+def test_the_first_module_with_a_nan_is_named_on_every_rank(config, tmp_path, parallel, path, rank):
     model = dataclasses.replace(config.model, num_layers=4)
     config = dataclasses.replace(config, model=model, parallel=ParallelConfig(**parallel))
     for told in run(diverge, 2, config, tmp_path, path, rank):

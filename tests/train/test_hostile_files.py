@@ -27,10 +27,24 @@ from minitron.system.disk import write_json
 from minitron.system.files import file_in, read_json
 from tests.tiers import tiered
 
-MODEL = ModelConfig(max_sequence_length=32, num_layers=2, width=32, num_heads=2, num_kv_heads=1,
-                    ffn_width=48, tied_embedding=False)
-TRAIN = TrainConfig(steps=4, global_batch_size=4, micro_batch_size=4, eval_every=0,
-                    eval_sequences=2, checkpoint_every=2, device="cpu")
+MODEL = ModelConfig(
+    max_sequence_length=32,
+    num_layers=2,
+    width=32,
+    num_heads=2,
+    num_kv_heads=1,
+    ffn_width=48,
+    tied_embedding=False,
+)
+TRAIN = TrainConfig(
+    steps=4,
+    global_batch_size=4,
+    micro_batch_size=4,
+    eval_every=0,
+    eval_sequences=2,
+    checkpoint_every=2,
+    device="cpu",
+)
 SECONDS = 900  # a pipe that is opened would wait for ever
 
 
@@ -108,8 +122,11 @@ def refused(capsys, monkeypatch, strangers) -> Callable:
 def rehash(path: Path, facts: dict | None = None) -> None:
     """Make the manifest fit what the attacker has done."""
     manifest = json.loads((path / "manifest.json").read_text())
-    files = {file.name: checkpoint.describe(file) for file in path.iterdir()
-             if file.name != "manifest.json" and file.is_file()}
+    files = {
+        file.name: checkpoint.describe(file)
+        for file in path.iterdir()
+        if file.name != "manifest.json" and file.is_file()
+    }
     write_manifest(path, {"files": files, "facts": facts or manifest["facts"]})
 
 
@@ -157,9 +174,12 @@ def beside(path: Path, payload: Payload) -> None:
 
 
 PAYLOADS = {
-    "a pickled checkpoint": of_an_earlier_version, "a pickle beside it": beside,
-    "the table": in_place_of(TABLE), "the tensors": in_place_of("rank_00000.safetensors"),
-    "torch.save": saved_by_torch, "the manifest": in_place_of("manifest.json"),
+    "a pickled checkpoint": of_an_earlier_version,
+    "a pickle beside it": beside,
+    "the table": in_place_of(TABLE),
+    "the tensors": in_place_of("rank_00000.safetensors"),
+    "torch.save": saved_by_torch,
+    "the manifest": in_place_of("manifest.json"),
 }
 
 
@@ -179,9 +199,19 @@ def test_nothing_in_a_checkpoint_is_executed(strangers, tmp_path, refused, place
 
 def commands(folder: Path) -> list[list]:
     """All that read a checkpoint."""
-    return [["train", "--resume", "--run-dir", folder / "run", "--train.steps", "6",
-             "--train.continuation", "stretch"],
-            ["export", folder / "run", folder / "out"]]
+    return [
+        [
+            "train",
+            "--resume",
+            "--run-dir",
+            folder / "run",
+            "--train.steps",
+            "6",
+            "--train.continuation",
+            "stretch",
+        ],
+        ["export", folder / "run", folder / "out"],
+    ]
 
 
 def test_nothing_else_in_a_run_is_executed(strangers, tmp_path, refused):
@@ -215,8 +245,14 @@ def start_from(folder: Path) -> list:
         f"[data]\npath = {data!r}\nsequence_length = 32\n[train]\nsteps = 1\nwarmup_steps = 0\n"
         "global_batch_size = 2\neval_sequences = 2\ndevice = 'cpu'\n"
     )
-    return ["train", folder / "mine.toml", "--weights", folder / "model", "--run-dir",
-            folder / "new"]
+    return [
+        "train",
+        folder / "mine.toml",
+        "--weights",
+        folder / "model",
+        "--run-dir",
+        folder / "new",
+    ]
 
 
 def test_what_an_attacker_did_not_change_is_read(strangers, capsys, monkeypatch):
@@ -278,38 +314,58 @@ def of_mersenne(path: Path) -> None:
 
 
 TABLES = {
-    "a list": table_is("[]"), "empty": table_is(""), "null": table_is("null"),
-    "a number": table_is("7"), "deep lists": table_is("[" * 5000 + "]" * 5000),
+    "a list": table_is("[]"),
+    "empty": table_is(""),
+    "null": table_is("null"),
+    "a number": table_is("7"),
+    "deep lists": table_is("[" * 5000 + "]" * 5000),
     "deep": table_is('{"a":' * 5000 + "1" + "}" * 5000),
     "rather deep": table_is('{"a":' * 300 + "1" + "}" * 300),
     "5,000 digits": table_is('{"a": ' + "9" * 5000 + "}"),
-    "a key twice": table_is('{"a": 1, "a": 2}'), "not UTF-8": lambda path: (path / TABLE)
-    .write_bytes(b'{"\xff\xfe": 1}'), "no tensors": table_is("{}"),
+    "a key twice": table_is('{"a": 1, "a": 2}'),
+    "not UTF-8": lambda path: (path / TABLE).write_bytes(b'{"\xff\xfe": 1}'),
+    "no tensors": table_is("{}"),
     "entry is a list": table_is('{"model.token_embedding.weight": []}'),
-    "dtype": edit_embedding(dtype="O"), "dtype is a list": edit_embedding(dtype=[]),
+    "dtype": edit_embedding(dtype="O"),
+    "dtype is a list": edit_embedding(dtype=[]),
     "other dtype": edit_embedding(dtype="BF16"),
-    "strings": edit_embedding(shape=["720", "32"]), "negative": edit_embedding(shape=[-720, -32]),
-    "NaN": edit_embedding(shape=[float("nan"), 32]), "true": edit_embedding(shape=[True, 32]),
-    "float": edit_embedding(shape=[720.0, 32.0]), "petabytes": edit_embedding(shape=[2**25, 2**25]),
-    "more than 64 bits": edit_embedding(shape=[2**70, 32]), "dims": edit_embedding(shape=[1] * 99),
-    "no boxes": edit_embedding(boxes=[]), "box is a dict": edit_embedding(boxes=[{}]),
+    "strings": edit_embedding(shape=["720", "32"]),
+    "negative": edit_embedding(shape=[-720, -32]),
+    "NaN": edit_embedding(shape=[float("nan"), 32]),
+    "true": edit_embedding(shape=[True, 32]),
+    "float": edit_embedding(shape=[720.0, 32.0]),
+    "petabytes": edit_embedding(shape=[2**25, 2**25]),
+    "more than 64 bits": edit_embedding(shape=[2**70, 32]),
+    "dims": edit_embedding(shape=[1] * 99),
+    "no boxes": edit_embedding(boxes=[]),
+    "box is a dict": edit_embedding(boxes=[{}]),
     "huge box": edit_embedding(shape=[2**40], boxes=[[[0], [2**40], "rank_00000.safetensors"]]),
-    "negative offset": edit_box(0, [-1, 0]), "offset": edit_box(0, [1, 0]),
-    "other dims": edit_box(0, [0]), "no file": edit_box(2, "rank_00009.safetensors"),
-    "up": edit_box(2, "../../../secret.safetensors"), "absolute": edit_box(2, "/etc/passwd"),
-    "file is null": edit_box(2, None), "line break": edit_box(2, "rank_00000.safetensors\n"),
+    "negative offset": edit_box(0, [-1, 0]),
+    "offset": edit_box(0, [1, 0]),
+    "other dims": edit_box(0, [0]),
+    "no file": edit_box(2, "rank_00009.safetensors"),
+    "up": edit_box(2, "../../../secret.safetensors"),
+    "absolute": edit_box(2, "/etc/passwd"),
+    "file is null": edit_box(2, None),
+    "line break": edit_box(2, "rank_00000.safetensors\n"),
     "missing parameter": without("model.final_norm.weight"),
     "missing state": without("optimizer.final_norm.weight.exp_avg"),
     "other shapes in the file": other_tensors(
-        lambda tensors: {name: value.flatten() for name, value in tensors.items()}),
+        lambda tensors: {name: value.flatten() for name, value in tensors.items()}
+    ),
     "none of them in the file": other_tensors(
-        lambda tensors: {f"x{name}": value for name, value in tensors.items()}),
+        lambda tensors: {f"x{name}": value for name, value in tensors.items()}
+    ),
     "numbers of another kind": other_tensors(
-        lambda tensors: {name: value.to(torch.float16) if value.dim() > 1 else value
-                         for name, value in tensors.items()}),
+        lambda tensors: {
+            name: value.to(torch.float16) if value.dim() > 1 else value
+            for name, value in tensors.items()
+        }
+    ),
     "random": of_mersenne,
     "boxes overlap, and the volume is right": edit_embedding(
-        shape=[4], boxes=[[[start], [2], "rank_00000.safetensors"] for start in (0, 1)]),
+        shape=[4], boxes=[[[start], [2], "rank_00000.safetensors"] for start in (0, 1)]
+    ),
 }
 
 
@@ -328,16 +384,30 @@ def test_what_a_checkpoint_states_is_checked(strangers, refused, harm):
 
 def test_boxes_that_touch_fill_a_tensor_and_boxes_that_overlap_do_not(tmp_path):
     def table_of(shape: list[int], *boxes) -> None:
-        write_json(tmp_path / TABLE, {"x": {"dtype": "F32", "shape": shape, "boxes": [
-            [*box, "rank_00000.safetensors"] for box in boxes]}})
+        write_json(
+            tmp_path / TABLE,
+            {
+                "x": {
+                    "dtype": "F32",
+                    "shape": shape,
+                    "boxes": [[*box, "rank_00000.safetensors"] for box in boxes],
+                }
+            },
+        )
 
     (tmp_path / "rank_00000.safetensors").write_bytes(bytes(1000))
-    for shape, boxes in (([4], [([0], [2]), ([2], [2])]), ([], [([], [])]),
-                         ([2, 4], [([0, 2], [2, 2]), ([0, 0], [1, 2]), ([1, 0], [1, 2])])):
+    for shape, boxes in (
+        ([4], [([0], [2]), ([2], [2])]),
+        ([], [([], [])]),
+        ([2, 4], [([0, 2], [2, 2]), ([0, 0], [1, 2]), ([1, 0], [1, 2])]),
+    ):
         table_of(shape, *boxes)
         assert len(read_table(tmp_path).storage_data) == len(boxes)
-    for shape, boxes in (([4], [([0], [2]), ([1], [2])]), ([4], [([2], [2]), ([2], [2])]),
-                         ([2, 4], [([0, 0], [2, 2]), ([0, 1], [2, 2])])):
+    for shape, boxes in (
+        ([4], [([0], [2]), ([1], [2])]),
+        ([4], [([2], [2]), ([2], [2])]),
+        ([2, 4], [([0, 0], [2, 2]), ([0, 1], [2, 2])]),
+    ):
         table_of(shape, *boxes)
         with pytest.raises(ValueError, match="boxes of 'x' do not fill it"):
             read_table(tmp_path)
@@ -369,8 +439,11 @@ def manifest_of(files, facts=None) -> Callable:
 
 
 MANIFESTS = {
-    "a list": manifest_is("[]"), "null": manifest_is("null"), "a string": manifest_is('"x"'),
-    "a number": manifest_is("4"), "empty": manifest_is(""),
+    "a list": manifest_is("[]"),
+    "null": manifest_is("null"),
+    "a string": manifest_is('"x"'),
+    "a number": manifest_is("4"),
+    "empty": manifest_is(""),
     "deep": manifest_is('{"a":' * 5000 + "1" + "}" * 5000),
     "deep lists": manifest_is("[" * 5000 + "]" * 5000),
     "rather deep": manifest_is('{"a":' * 300 + "1" + "}" * 300),
@@ -379,8 +452,11 @@ MANIFESTS = {
     "a folder": lambda path: [(path / "manifest.json").unlink(), (path / "manifest.json").mkdir()],
     "a pipe": lambda path: [(path / "manifest.json").unlink(), os.mkfifo(path / "manifest.json")],
     "a link to a device": lambda path: [
-        (path / "manifest.json").unlink(), (path / "manifest.json").symlink_to("/dev/zero")],
-    "files are a list": manifest_of([1, 2]), "files are null": manifest_of(None),
+        (path / "manifest.json").unlink(),
+        (path / "manifest.json").symlink_to("/dev/zero"),
+    ],
+    "files are a list": manifest_of([1, 2]),
+    "files are null": manifest_of(None),
     "an entry is a list": manifest_of({"tensors.json": [1]}),
     "an entry is a string": manifest_of({"tensors.json": "x"}),
     "bytes are a string": manifest_of({"tensors.json": {"bytes": "1", "sha256": "x"}}),
@@ -388,14 +464,19 @@ MANIFESTS = {
     "absolute": manifest_of({"/etc/passwd": {"bytes": 1, "sha256": "x"}}),
     "a null byte": manifest_of({"a\0b": {"bytes": 1, "sha256": "x"}}),
     "a name of 5,000 letters": manifest_of({"a" * 5000: {"bytes": 1, "sha256": "x"}}),
-    "another step": facts(step=2), "step is a string": facts(step="4"), "step": facts(step=None),
+    "another step": facts(step=2),
+    "step is a string": facts(step="4"),
+    "step": facts(step=None),
     "facts are a list": manifest_of({}, [1]),
 }
 FACTS = {
-    "position is a string": facts(position="16"), "position is huge": facts(position=10**30),
-    "position is negative": facts(position=-16), "position": facts(position=None),
+    "position is a string": facts(position="16"),
+    "position is huge": facts(position=10**30),
+    "position is negative": facts(position=-16),
+    "position": facts(position=None),
     "position is NaN": facts(position=float("nan")),
-    "ranks": facts(num_ranks="1"), "fingerprint": facts(fingerprint=7),
+    "ranks": facts(num_ranks="1"),
+    "fingerprint": facts(fingerprint=7),
     "another fingerprint": facts(fingerprint="x"),
     "a loss scale": facts(loss_scale={"value": 1.0, "good_steps": 0, "skipped": 0}),
     "a loss scale that is none": facts(loss_scale=[]),
@@ -404,14 +485,20 @@ FACTS = {
     "a continuation in the future": facts(continued={"start": 5, "last_rate": 0.1}),
     "a continuation at the end": facts(continued={"start": 4, "last_rate": 0.1}),
     "a continuation without end": facts(continued={"start": 2, "last_rate": float("inf")}),
-    "config is a list": facts(config=[]), "config is null": facts(config=None),
-    "config is empty": facts(config={}), "config has strings": facts(config={"model": "x"}),
-    "section is a list": facts(config={"model": [1]}), "unknown": config("model", spoon=1),
+    "config is a list": facts(config=[]),
+    "config is null": facts(config=None),
+    "config is empty": facts(config={}),
+    "config has strings": facts(config={"model": "x"}),
+    "section is a list": facts(config={"model": [1]}),
+    "unknown": config("model", spoon=1),
     "a width of letters": config("model", width="32"),
     "NaN": config("model", norm_eps=float("nan")),
-    "another width": config("model", width=64), "wide": config("model", width=2**40, num_heads=1),
-    "wider": config("model", width=2**70), "layers": config("model", num_layers=10**9),
-    "vocabulary": config("model", vocab_size=10**9), "no vocabulary": config("model", vocab_size=0),
+    "another width": config("model", width=64),
+    "wide": config("model", width=2**40, num_heads=1),
+    "wider": config("model", width=2**70),
+    "layers": config("model", num_layers=10**9),
+    "vocabulary": config("model", vocab_size=10**9),
+    "no vocabulary": config("model", vocab_size=0),
 }
 
 
@@ -463,9 +550,14 @@ def test_files_that_would_block_or_lead_away(strangers, refused, tmp_path):
 
 
 RUN_CONFIGS = {
-    "a list": "[]", "null": "null", "deep": "[" * 5000 + "]" * 5000, "empty": "",
-    "deep objects": '{"model":' * 5000 + "1" + "}" * 5000, "digits": '{"a": ' + "9" * 5000 + "}",
-    "model is a list": '{"model": []}', "a nested value": '{"model": {"width": [[[[1]]]]}}',
+    "a list": "[]",
+    "null": "null",
+    "deep": "[" * 5000 + "]" * 5000,
+    "empty": "",
+    "deep objects": '{"model":' * 5000 + "1" + "}" * 5000,
+    "digits": '{"a": ' + "9" * 5000 + "}",
+    "model is a list": '{"model": []}',
+    "a nested value": '{"model": {"width": [[[[1]]]]}}',
 }
 
 
@@ -529,7 +621,9 @@ def test_a_renamed_folder_does_not_take_the_place_of_a_new_one(tmp_path):
         save(tmp_path, step, keep=1)
     assert checkpoint.newest_good(tmp_path).name == "step_00000030"
     assert [path.name for path in checkpoint.checkpoints(tmp_path)] == [
-        "step_00000030", "step_99999999"]
+        "step_00000030",
+        "step_99999999",
+    ]
 
 
 def test_steps_are_ordered_by_number(tmp_path):
@@ -563,8 +657,9 @@ def config_is(text: str) -> Callable:
 def cast(dtype: torch.dtype) -> Callable:
     def act(folder: Path) -> None:
         tensors = load_file(folder / "model.safetensors")
-        save_file({name: value.to(dtype) for name, value in tensors.items()},
-                  folder / "model.safetensors")
+        save_file(
+            {name: value.to(dtype) for name, value in tensors.items()}, folder / "model.safetensors"
+        )
 
     return act
 
@@ -585,40 +680,70 @@ def header_of(length: int) -> Callable:
 
 
 CONFIGS = {
-    "a list": config_is("[]"), "null": config_is("null"), "empty": config_is(""),
-    "a string": config_is('"llama"'), "deep": config_is("[" * 5000 + "]" * 5000),
+    "a list": config_is("[]"),
+    "null": config_is("null"),
+    "empty": config_is(""),
+    "a string": config_is('"llama"'),
+    "deep": config_is("[" * 5000 + "]" * 5000),
     "deep objects": config_is('{"a":' * 5000 + "1" + "}" * 5000),
     "5,000 digits": config_is('{"hidden_size": ' + "9" * 5000 + "}"),
     "a key twice": config_is('{"model_type": "llama", "model_type": "gpt2"}'),
     "a kind that is a list": edit_config(model_type=["llama"]),
     "a kind that is a table": edit_config(model_type={}),
-    "strings": edit_config(hidden_size="32"), "a list of sizes": edit_config(hidden_size=[32]),
-    "null sizes": edit_config(hidden_size=None), "true": edit_config(num_hidden_layers=True),
-    "floats": edit_config(num_hidden_layers=2.0), "zero": edit_config(vocab_size=0),
-    "negative": edit_config(intermediate_size=-48), "NaN": edit_config(rms_norm_eps=float("nan")),
-    "inf": edit_config(rms_norm_eps=float("inf")), "eps": edit_config(rms_norm_eps="1e-5"),
-    "tied": edit_config(tie_word_embeddings="no"), "wide": edit_config(hidden_size=10**9),
-    "wider": edit_config(hidden_size=2**62), "layers": edit_config(num_hidden_layers=10**6),
-    "more layers": edit_config(num_hidden_layers=10**12), "words": edit_config(vocab_size=10**9),
-    "feed-forward": edit_config(intermediate_size=2**23), "width": edit_config(hidden_size=2**20),
-    "heads": edit_config(num_attention_heads=2**24), "theta": edit_config(rope_theta="x",
-                                                                          rope_parameters=None),
-    "rope": edit_config(rope_parameters=[1]), "head": edit_config(head_dim="16"),
-    "factor": edit_config(rope_parameters={
-        "rope_type": "llama3", "factor": "x", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192}),
-    "a pipe": pipe("config.json"), "tensors are a pipe": pipe("model.safetensors"),
-    "tensors are a folder": lambda folder: [(folder / "model.safetensors").unlink(),
-                                            (folder / "model.safetensors").mkdir()],
-    "integers": cast(torch.int32), "8 bits": cast(torch.float8_e4m3fn),
+    "strings": edit_config(hidden_size="32"),
+    "a list of sizes": edit_config(hidden_size=[32]),
+    "null sizes": edit_config(hidden_size=None),
+    "true": edit_config(num_hidden_layers=True),
+    "floats": edit_config(num_hidden_layers=2.0),
+    "zero": edit_config(vocab_size=0),
+    "negative": edit_config(intermediate_size=-48),
+    "NaN": edit_config(rms_norm_eps=float("nan")),
+    "inf": edit_config(rms_norm_eps=float("inf")),
+    "eps": edit_config(rms_norm_eps="1e-5"),
+    "tied": edit_config(tie_word_embeddings="no"),
+    "wide": edit_config(hidden_size=10**9),
+    "wider": edit_config(hidden_size=2**62),
+    "layers": edit_config(num_hidden_layers=10**6),
+    "more layers": edit_config(num_hidden_layers=10**12),
+    "words": edit_config(vocab_size=10**9),
+    "feed-forward": edit_config(intermediate_size=2**23),
+    "width": edit_config(hidden_size=2**20),
+    "heads": edit_config(num_attention_heads=2**24),
+    "theta": edit_config(rope_theta="x", rope_parameters=None),
+    "rope": edit_config(rope_parameters=[1]),
+    "head": edit_config(head_dim="16"),
+    "factor": edit_config(
+        rope_parameters={
+            "rope_type": "llama3",
+            "factor": "x",
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+    ),
+    "a pipe": pipe("config.json"),
+    "tensors are a pipe": pipe("model.safetensors"),
+    "tensors are a folder": lambda folder: [
+        (folder / "model.safetensors").unlink(),
+        (folder / "model.safetensors").mkdir(),
+    ],
+    "integers": cast(torch.int32),
+    "8 bits": cast(torch.float8_e4m3fn),
     "scalars": lambda folder: save_file(
         {name: torch.ones(()) for name in load_file(folder / "model.safetensors")},
-        folder / "model.safetensors"),
-    "a header of 2^63 bytes": header_of(2**63), "a header of a gigabyte": header_of(2**30),
+        folder / "model.safetensors",
+    ),
+    "a header of 2^63 bytes": header_of(2**63),
+    "a header of a gigabyte": header_of(2**30),
     "cut short": lambda folder: os.truncate(folder / "model.safetensors", 5000),
     "no head": lambda folder: save_file(
-        {name: value for name, value in load_file(folder / "model.safetensors").items()
-         if name != "lm_head.weight"}, folder / "model.safetensors"),
+        {
+            name: value
+            for name, value in load_file(folder / "model.safetensors").items()
+            if name != "lm_head.weight"
+        },
+        folder / "model.safetensors",
+    ),
 }
 
 
@@ -635,16 +760,29 @@ def with_index(folder: Path, files) -> None:
     """The model in two files and an index that says `files(name)` of each tensor."""
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").rename(folder / "first.safetensors")
-    write_json(folder / "model.safetensors.index.json",
-               {"weight_map": {name: files(name) for name in tensors}})
+    write_json(
+        folder / "model.safetensors.index.json",
+        {"weight_map": {name: files(name) for name in tensors}},
+    )
 
 
 PLACES = {
-    "up": "../secret.safetensors", "absolute": "/etc/passwd", "above": "..", "here": ".",
-    "nothing": "", "null": None, "a number": 7, "a list": ["first.safetensors"],
-    "a folder": "folder", "a pipe": "pipe", "a link": "link.safetensors", "a null byte": "a\0b",
-    "a link to a folder": "link/secret.safetensors", "nowhere": "nowhere.safetensors",
-    "5,000 letters": "a" * 5000, "a device": "device",
+    "up": "../secret.safetensors",
+    "absolute": "/etc/passwd",
+    "above": "..",
+    "here": ".",
+    "nothing": "",
+    "null": None,
+    "a number": 7,
+    "a list": ["first.safetensors"],
+    "a folder": "folder",
+    "a pipe": "pipe",
+    "a link": "link.safetensors",
+    "a null byte": "a\0b",
+    "a link to a folder": "link/secret.safetensors",
+    "nowhere": "nowhere.safetensors",
+    "5,000 letters": "a" * 5000,
+    "a device": "device",
 }
 
 
@@ -661,10 +799,18 @@ def test_an_index_cannot_lead_out_of_its_folder(strangers, refused, place):
     refused(*start_from(strangers))
 
 
-@pytest.mark.parametrize("content", [
-    [], {"weight_map": []}, {"weight_map": None}, {}, {"weight_map": {}},
-    {"weight_map": {"lm_head.weight": "first.safetensors"}},
-], ids=str)
+@pytest.mark.parametrize(
+    "content",
+    [
+        [],
+        {"weight_map": []},
+        {"weight_map": None},
+        {},
+        {"weight_map": {}},
+        {"weight_map": {"lm_head.weight": "first.safetensors"}},
+    ],
+    ids=str,
+)
 def test_an_index_may_be_anything(strangers, refused, content):
     with_index(strangers / "model", lambda name: "first.safetensors")
     (strangers / "model/model.safetensors.index.json").write_text(json.dumps(content))
@@ -720,10 +866,18 @@ def words_with_own_data(strangers) -> list:
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no pipes among files")
 @pytest.mark.parametrize("kind", ["a pipe", "a folder", "a device"])
-@pytest.mark.parametrize("name", tiered([
-    "mine.toml", "data/corpus.json", "data/train_000.bin", "data/val_000.bin",
-    "data/tokenizer.json",
-]))
+@pytest.mark.parametrize(
+    "name",
+    tiered(
+        [
+            "mine.toml",
+            "data/corpus.json",
+            "data/train_000.bin",
+            "data/val_000.bin",
+            "data/tokenizer.json",
+        ]
+    ),
+)
 def test_what_is_no_regular_file_is_called_so(strangers, words_with_own_data, refused, name, kind):
     assert (strangers / name).is_file()
     of_no_kind(kind, strangers / name)
@@ -731,10 +885,12 @@ def test_what_is_no_regular_file_is_called_so(strangers, words_with_own_data, re
     assert "not a regular file" in told
 
 
-@pytest.mark.parametrize("name", ["train_000.bin", "corpus.json", "tokenizer.json",
-                                  "contents.json"])
-def test_nothing_in_a_data_folder_is_executed(strangers, words_with_own_data, capsys, monkeypatch,
-                                              tmp_path, name):
+@pytest.mark.parametrize(
+    "name", ["train_000.bin", "corpus.json", "tokenizer.json", "contents.json"]
+)
+def test_nothing_in_a_data_folder_is_executed(
+    strangers, words_with_own_data, capsys, monkeypatch, tmp_path, name
+):
     payload = Payload(tmp_path / "executed")
     monkeypatch.setattr("minitron.corpus.contents.SETTLED_NS", 0)
     (strangers / "data" / name).write_bytes(pickle.dumps(payload))

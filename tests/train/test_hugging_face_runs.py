@@ -40,20 +40,33 @@ def read_and_write(group, config: Config, source: Path, target: Path) -> None:
         write(target, config.model, parameters.__getitem__)
 
 
-@pytest.mark.parametrize("model, num_ranks, parallel", tiered([
-    (GPT, 3, {"zero": 3}), (GPT, 2, {"pp": 2}), (GPT, 4, {"tp": 2, "pp": 2}),
-    (LLAMA, 2, {"tp": 2}), (LLAMA, 4, {"tp": 2, "zero": 3}), (LLAMA, 2, {"pp": 2, "zero": 1}),
-]), ids=describe)
+@pytest.mark.parametrize(
+    "model, num_ranks, parallel",
+    tiered(
+        [
+            (GPT, 3, {"zero": 3}),
+            (GPT, 2, {"pp": 2}),
+            (GPT, 4, {"tp": 2, "pp": 2}),
+            (LLAMA, 2, {"tp": 2}),
+            (LLAMA, 4, {"tp": 2, "zero": 3}),
+            (LLAMA, 2, {"pp": 2, "zero": 1}),
+        ]
+    ),
+    ids=describe,
+)
 def test_any_layout_reads_and_writes_the_same_bits(tmp_path, model, num_ranks, parallel):
     torch.manual_seed(0)
-    parameters = {name: torch.randn(parameter.shape)
-                  for name, parameter in Transformer(model).named_parameters()}
+    parameters = {
+        name: torch.randn(parameter.shape)
+        for name, parameter in Transformer(model).named_parameters()
+    }
     write(tmp_path / "source", model, parameters.__getitem__, max_file_bytes=40_000)
     write(tmp_path / "expected", model, parameters.__getitem__)
     config = Config(model, DataConfig(sequence_length=32), TRAIN, ParallelConfig(**parallel))
     run(read_and_write, num_ranks, config, tmp_path / "source", tmp_path / "found")
-    found, expected = (load_file(tmp_path / name / "model.safetensors")
-                       for name in ("found", "expected"))
+    found, expected = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("found", "expected")
+    )
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
@@ -72,8 +85,11 @@ def transformers():
 def exported(stories, tmp_path_factory) -> tuple[Run, Path]:
     """A short run of a tied Llama, and its export."""
     folder = tmp_path_factory.mktemp("exported")
-    config = Config(dataclasses.replace(LLAMA, vocab_size=0, tied_embedding=True),
-                    DataConfig(stories, sequence_length=32), TRAIN)
+    config = Config(
+        dataclasses.replace(LLAMA, vocab_size=0, tied_embedding=True),
+        DataConfig(stories, sequence_length=32),
+        TRAIN,
+    )
     finished = train.train(config, folder / "run")
     assert cli.dispatch(["export", str(folder / "run"), str(folder / "model")]) == 0
     return finished, folder / "model"
@@ -87,9 +103,18 @@ def train_from(group, config: Config, folder: Path, weights: Path) -> None:
     train.train(config, folder, group=group, weights=weights)
 
 
-@pytest.mark.parametrize("num_ranks, parallel", tiered([
-    (2, {"tp": 2, "sequence": True}), (1, {}), (2, {"pp": 2}), (2, {"zero": 3}),
-]), ids=str)
+@pytest.mark.parametrize(
+    "num_ranks, parallel",
+    tiered(
+        [
+            (2, {"tp": 2, "sequence": True}),
+            (1, {}),
+            (2, {"pp": 2}),
+            (2, {"zero": 3}),
+        ]
+    ),
+    ids=str,
+)
 def test_a_run_writes_the_same_text_from_its_export(exported, tmp_path, num_ranks, parallel):
     """One step that changes nothing, then the evaluation and the sample of every run."""
     first, weights = exported
@@ -126,8 +151,12 @@ def test_transformers_reads_and_speaks_as_the_run_does(exported, transformers):
 def test_the_dtype_is_the_one_that_was_used(stories, tmp_path, zero, transformers):
     """In stage 3 the checkpoint has float32 masters, but computed was with 16 bits."""
     low = dataclasses.replace(TRAIN, steps=2, precision="bf16")
-    config = Config(dataclasses.replace(LLAMA, vocab_size=0), DataConfig(stories, 32), low,
-                    ParallelConfig(zero=zero))
+    config = Config(
+        dataclasses.replace(LLAMA, vocab_size=0),
+        DataConfig(stories, 32),
+        low,
+        ParallelConfig(zero=zero),
+    )
     run(train_on_ranks, 2, config, tmp_path / "run")
     export(tmp_path / "run", tmp_path / "used")
     export(tmp_path / "run", tmp_path / "wide", "float32")
@@ -214,7 +243,10 @@ def test_other_tokens_are_refused(exported, tmp_path):
     (tmp_path / "a.txt").write_text("the cat sat on the mat. " * 400)
     write_text([tmp_path / "a.txt"], tmp_path / "text", vocab_size=270)
     config = dataclasses.replace(first.config, data=DataConfig(tmp_path / "text", 32))
-    with pytest.raises(ConfigError, match=r"its tokenizer \(\d+ tokens\) is not that of .*text "
-                       r"\(\d+ tokens\); choose a corpus"):
+    with pytest.raises(
+        ConfigError,
+        match=r"its tokenizer \(\d+ tokens\) is not that of .*text "
+        r"\(\d+ tokens\); choose a corpus",
+    ):
         train.train(config, tmp_path / "run", weights=folder)
     assert not (tmp_path / "run").exists()

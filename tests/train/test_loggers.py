@@ -59,8 +59,7 @@ def writers(monkeypatch) -> list[FakeWriter]:
         made.append(FakeWriter(*args, **options))
         return made[-1]
 
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard",
-                        SimpleNamespace(SummaryWriter=make))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=make))
     return made
 
 
@@ -72,14 +71,19 @@ def wandb(monkeypatch) -> FakeWandb:
 
 
 def test_a_row_goes_everywhere(tmp_path, writers, wandb):
-    log = SharedLog(tmp_path / "metrics.jsonl", TensorBoardLog(tmp_path / "curves", step=4),
-                    WandbLog("stories", tmp_path, {"seed": 0}))
+    log = SharedLog(
+        tmp_path / "metrics.jsonl",
+        TensorBoardLog(tmp_path / "curves", step=4),
+        WandbLog("stories", tmp_path, {"seed": 0}),
+    )
     log.write(step=5, loss=2.5, mfu=None)
     log.write(step=5, val_loss=2.25, sample="Once")
     log.close()
 
     assert read_metrics(tmp_path / "metrics.jsonl") == [
-        {"step": 5, "loss": 2.5, "mfu": None}, {"step": 5, "val_loss": 2.25, "sample": "Once"}]
+        {"step": 5, "loss": 2.5, "mfu": None},
+        {"step": 5, "val_loss": 2.25, "sample": "Once"},
+    ]
     [writer] = writers
     assert (writer.log_dir, writer.purge_step) == (str(tmp_path / "curves"), 5)
     assert writer.scalars == [("loss", 2.5, 5), ("val_loss", 2.25, 5)]
@@ -95,8 +99,9 @@ def test_a_resumed_run_goes_on_with_its_curves(stories, tmp_path, writers, wandb
     config = Config(MODEL, DataConfig(stories, 32), settings, log=log)
     train.train(config, tmp_path / "run")
     assert wandb.options["id"] is None
-    longer = dataclasses.replace(config, train=dataclasses.replace(
-        settings, steps=3, continuation="constant"))
+    longer = dataclasses.replace(
+        config, train=dataclasses.replace(settings, steps=3, continuation="constant")
+    )
     train.train(longer, tmp_path / "run", resume=True)
 
     assert wandb.options["id"] == "abc123" and wandb.options["resume"] == "allow"
@@ -107,12 +112,22 @@ def test_a_resumed_run_goes_on_with_its_curves(stories, tmp_path, writers, wandb
     assert all(writer.is_closed for writer in writers)
 
 
-@pytest.mark.parametrize("module, log, mistake", [
-    ("torch.utils.tensorboard", LogConfig(tensorboard=True),
-     "log.tensorboard: the package tensorboard is not installed; pip install tensorboard, or"),
-    ("wandb", LogConfig(wandb="stories"),
-     "log.wandb: the package wandb is not installed; pip install wandb, or leave it out"),
-], ids=["tensorboard", "wandb"])
+@pytest.mark.parametrize(
+    "module, log, mistake",
+    [
+        (
+            "torch.utils.tensorboard",
+            LogConfig(tensorboard=True),
+            "log.tensorboard: the package tensorboard is not installed; pip install tensorboard, or",  # noqa: E501
+        ),
+        (
+            "wandb",
+            LogConfig(wandb="stories"),
+            "log.wandb: the package wandb is not installed; pip install wandb, or leave it out",
+        ),
+    ],
+    ids=["tensorboard", "wandb"],
+)
 def test_what_is_not_installed_is_one_line(stories, tmp_path, monkeypatch, module, log, mistake):
     monkeypatch.setitem(sys.modules, module, None)  # an import of it fails
     config = Config(MODEL, DataConfig(stories, 32), TRAIN, log=log)

@@ -28,7 +28,11 @@ S, BATCH = 64, 4
 LARGE_STEP = 2**22  # tokens, as of Llama 3 405B (Llama Team 2024, section 3.4.1)
 
 DISTANCE = {
-    "bf16-autocast": 0.003, "bf16": 0.003, "bf16-fp32-grads": 0.003, "fp16": 0.001, "fp8": 0.015,
+    "bf16-autocast": 0.003,
+    "bf16": 0.003,
+    "bf16-fp32-grads": 0.003,
+    "fp16": 0.001,
+    "fp8": 0.015,
 }
 """How far from float32's the loss may end, relative to it.
 
@@ -46,8 +50,14 @@ def end_loss(stories: Path, name: str, scale: LossScale | None = None) -> float:
     the loss falls steeply that any rounding moves it, up or down, by 2 %.
     """
     settings = dataclasses.replace(
-        STORY_MODEL.train, precision=name, steps=100, global_batch_size=BATCH,
-        micro_batch_size=BATCH, learning_rate=2e-3, min_learning_rate=2e-5, warmup_steps=20,
+        STORY_MODEL.train,
+        precision=name,
+        steps=100,
+        global_batch_size=BATCH,
+        micro_batch_size=BATCH,
+        learning_rate=2e-3,
+        min_learning_rate=2e-5,
+        warmup_steps=20,
         device="cpu",
     )
     run = Run(Config(STORY_MODEL.model, DataConfig(stories, S), settings), Path("not written"))
@@ -130,6 +140,7 @@ def begin_with(monkeypatch, scale: float, interval: int = 2) -> None:
 
 def strictly(line: str) -> dict:
     """A row read as JSON has it, which knows no NaN and no Infinity."""
+
     def refuse(word: str):
         raise ValueError(f"{word} is not JSON")
 

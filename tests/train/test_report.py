@@ -40,17 +40,28 @@ micro_batch_size = 2
 eval_sequences = 4
 device = "cpu"
 """
-ON_2 = ["", "--parallel.zero 1", "--parallel.zero 2", "--parallel.zero 3", "--parallel.tp 2",
-        "--parallel.tp 2 --parallel.sequence --model.family gpt --model.num-kv-heads 4",
-        "--parallel.pp 2 --parallel.schedule gpipe --model.family gpt --model.num-kv-heads 4",
-        "--parallel.pp 2", "--parallel.pp 2 --parallel.schedule zero-bubble",
-        "--parallel.pp 2 --parallel.schedule interleaved --parallel.chunks 2"]
-ON_4 = ["--parallel.tp 2 --parallel.sequence --parallel.zero 3", "--parallel.tp 2 --parallel.pp 2",
-        "--parallel.pp 2 --parallel.zero 1", "--parallel.tp 4 --model.num-kv-heads 1",
-        "--parallel.pp 2 --parallel.zero 2 --parallel.no-sync-every-micro-batch",
-        "--parallel.tp 2 --parallel.zero 2 --train.precision bf16",
-        "--parallel.pp 2 --parallel.schedule interleaved --parallel.chunks 2",
-        "--parallel.zero 1 --train.precision fp16"]
+ON_2 = [
+    "",
+    "--parallel.zero 1",
+    "--parallel.zero 2",
+    "--parallel.zero 3",
+    "--parallel.tp 2",
+    "--parallel.tp 2 --parallel.sequence --model.family gpt --model.num-kv-heads 4",
+    "--parallel.pp 2 --parallel.schedule gpipe --model.family gpt --model.num-kv-heads 4",
+    "--parallel.pp 2",
+    "--parallel.pp 2 --parallel.schedule zero-bubble",
+    "--parallel.pp 2 --parallel.schedule interleaved --parallel.chunks 2",
+]
+ON_4 = [
+    "--parallel.tp 2 --parallel.sequence --parallel.zero 3",
+    "--parallel.tp 2 --parallel.pp 2",
+    "--parallel.pp 2 --parallel.zero 1",
+    "--parallel.tp 4 --model.num-kv-heads 1",
+    "--parallel.pp 2 --parallel.zero 2 --parallel.no-sync-every-micro-batch",
+    "--parallel.tp 2 --parallel.zero 2 --train.precision bf16",
+    "--parallel.pp 2 --parallel.schedule interleaved --parallel.chunks 2",
+    "--parallel.zero 1 --train.precision fp16",
+]
 
 
 @pytest.fixture
@@ -65,9 +76,11 @@ def to_the_end(group, config: Path, layouts: list[str]) -> list[tuple[int, str]]
     ended = []
     for number, layout in enumerate(layouts):
         output = io.StringIO()
-        with patch("minitron.train.torchrun_group", lambda: contextlib.nullcontext(group)), \
-                patch.multiple(report, NUM_STORIES=3, STORY_TOKENS=6), \
-                contextlib.redirect_stdout(output):
+        with (
+            patch("minitron.train.torchrun_group", lambda: contextlib.nullcontext(group)),
+            patch.multiple(report, NUM_STORIES=3, STORY_TOKENS=6),
+            contextlib.redirect_stdout(output),
+        ):
             folder = config.parent / f"{group.size()}-{number}"
             code = cli.dispatch(["train", str(config), "--run-dir", str(folder), *layout.split()])
         ended.append((code, output.getvalue()))
@@ -92,8 +105,9 @@ def test_every_layout_comes_to_the_end_and_reports_once(config, num_ranks, layou
 @exhaustive
 def test_torchrun_reports_as_one_process_does(config, tmp_path):
     words = ["-m", "minitron.train", str(config), "--run-dir", str(tmp_path / "run")]
-    done = subprocess.run(torchrun(2, *words, "--parallel.tp", "2"), capture_output=True, text=True,
-                          timeout=300)
+    done = subprocess.run(
+        torchrun(2, *words, "--parallel.tp", "2"), capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("A story by your model") == 1
     assert done.stdout.count("loss curve ") == 1
@@ -113,13 +127,16 @@ def test_a_finished_run_that_is_resumed_tells_what_it_has(config, capsys, monkey
         again = dispatched(capsys, config, "--resume")
     sample.assert_not_called()
     folder = config.parent / "run"
-    assert again == (f"{folder}: all 2 steps are done; --train.steps 4 --train.continuation "
-                     f"restart would add as many. The report:\n{first}")
+    assert again == (
+        f"{folder}: all 2 steps are done; --train.steps 4 --train.continuation "
+        f"restart would add as many. The report:\n{first}"
+    )
 
     (folder / "report.txt").unlink()  # as if it had been killed before
     assert "A story by your model" in dispatched(capsys, config, "--resume")
-    longer = dispatched(capsys, config, "--resume", "--train.steps", "4",
-                        "--train.continuation", "restart")
+    longer = dispatched(
+        capsys, config, "--resume", "--train.steps", "4", "--train.continuation", "restart"
+    )
     assert "trained for          4 steps" in longer and "are done" not in longer
 
 
@@ -134,12 +151,14 @@ def test_what_stories_are_compared_with_is_what_the_checker_says():
     """Of the corpus, and of stories whose sentences are from as many others, in the right order."""
     rng = random.Random(0)
     corpus = [sample_story(rng) for _ in range(100)]
-    ignoring = [[word for line in LINES for word in in_words(rng.choice(line), rng)]
-                for _ in range(100)]
+    ignoring = [
+        [word for line in LINES for word in in_words(rng.choice(line), rng)] for _ in range(100)
+    ]
     shares = [grammatical_share(*map(detokenize, stories)) for stories in (corpus, ignoring)]
     assert shares == [(1.0, 1.0), (1.0, 0.0)]
-    assert report.COMPARISON == ("the corpus scores 100 % and 100 %; sentences that ignore the "
-                                 "earlier ones, 100 % and 0 %")
+    assert report.COMPARISON == (
+        "the corpus scores 100 % and 100 %; sentences that ignore the earlier ones, 100 % and 0 %"
+    )
 
 
 def test_a_report_says_whether_its_shares_are_good(config, capsys, monkeypatch):
@@ -147,8 +166,10 @@ def test_a_report_says_whether_its_shares_are_good(config, capsys, monkeypatch):
     lines = [line for line in dispatched(capsys, config).splitlines() if line]
     start = next(n for n, line in enumerate(lines) if line.startswith("grammatical "))
     assert lines[start].endswith("each judged by itself")
-    assert lines[start + 2 : start + 4] == [f"for comparison       {report.COMPARISON}",
-                                            f"typical              {report.TYPICAL}"]
+    assert lines[start + 2 : start + 4] == [
+        f"for comparison       {report.COMPARISON}",
+        f"typical              {report.TYPICAL}",
+    ]
 
 
 def in_words(template: list[str], rng: random.Random) -> list[str]:

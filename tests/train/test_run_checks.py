@@ -38,50 +38,108 @@ def message_of(config: Config, size: int) -> str:
 CHUNKED = {"pp": 2, "schedule": "interleaved", "chunks": 2}
 
 
-@pytest.mark.parametrize(("config", "size", "what", "remedy"), [
-    (config_of(LLAMA, tp=2), 1, "parallel.tp = 2, but there is 1 rank: start a multiple of 2",
-     "with 1 rank --parallel.tp 1 (dp 1) would do"),
-    (config_of(GPT, tp=4, pp=2), 6, "parallel.tp = 4 and parallel.pp = 2, but there are 6 ranks: "
-     "start a multiple of 8", "with 6 ranks --parallel.tp 3 (dp 1) or --parallel.tp 3 --parallel.pp"
-     " 1 (dp 2) would do"),
-    (config_of(LLAMA, dp=3, tp=2, pp=2), 8, "parallel.dp = 3 and parallel.tp = 2 and parallel.pp = "
-     "2, but there are 8 ranks: start it with torchrun --nproc-per-node 12",
-     "with 8 ranks --parallel.dp 2 or --parallel.tp 1 --parallel.dp 4 would do"),
-    (config_of(GPT, tp=4), 4, "model.num_heads = 6 is not divisible by 4 ranks (parallel.tp), 8 "
-     "would be", "with 4 ranks --parallel.tp 2 (dp 2) or --parallel.tp 1 (dp 4) would do"),
-    (config_of(LLAMA, sequences=4, tp=2), 16, "train.global_batch_size = 4 leaves some of 8 ranks "
-     "without a sequence: raise it to 8, or start fewer",
-     "with 16 ranks --parallel.pp 2 (dp 4) or --parallel.tp 4 (dp 4) would do"),
-    (config_of(LLAMA, **CHUNKED), 2, "5 micro-batches a step (train.micro_batch_size = 2) are "
-     "not divisible by parallel.pp = 2 (interleaved)", "set train.micro_batch_size to 1 or 3"),
-    (config_of(LLAMA, sequences=2, **CHUNKED), 4, "1 micro-batch a step (train.micro_batch_size "
-     "= 2) is not divisible by",
-     "raise train.global_batch_size, of which a rank has 1"),
-    (config_of(LLAMA, cp=4), 6, "parallel.cp = 4, but there are 6 ranks: start a multiple of 4",
-     "with torchrun --nproc-per-node"),
-    (config_of(LLAMA, dp=3, tp=2, cp=2), 8, "parallel.dp = 3 and parallel.tp = 2 and parallel.cp = "
-     "2, but there are 8 ranks: start it with torchrun --nproc-per-node 12",
-     "with 8 ranks --parallel.dp 2 or --parallel.tp 1 --parallel.dp 4 would do"),
-    (config_of(LLAMA, cp=4, context="ulysses"), 4, "model.num_kv_heads = 2, of which a rank has 2 "
-     "(parallel.tp = 1), is not divisible by parallel.cp = 4 (parallel.context = ulysses): use "
-     "ring or all-gather", "or a divisor"),
-    (config_of(LLAMA, cp=2, tp=2, context="ulysses"), 4, "model.num_kv_heads = 2, of which a rank "
-     "has 1 (parallel.tp = 2), is not", "with 4 ranks --parallel.tp 1 (dp 2) or --parallel.tp 1 "
-     "--parallel.pp 2 (dp 1) would do"),
-    (config_of(LLAMA, tp=2, sequence=True), 5, "parallel.tp = 2, but there are 5 ranks",
-     "start a multiple of 2 with torchrun --nproc-per-node"),  # nothing fits 5
-], ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("config", "size", "what", "remedy"),
+    [
+        (
+            config_of(LLAMA, tp=2),
+            1,
+            "parallel.tp = 2, but there is 1 rank: start a multiple of 2",
+            "with 1 rank --parallel.tp 1 (dp 1) would do",
+        ),
+        (
+            config_of(GPT, tp=4, pp=2),
+            6,
+            "parallel.tp = 4 and parallel.pp = 2, but there are 6 ranks: start a multiple of 8",
+            "with 6 ranks --parallel.tp 3 (dp 1) or --parallel.tp 3 --parallel.pp"
+            " 1 (dp 2) would do",
+        ),
+        (
+            config_of(LLAMA, dp=3, tp=2, pp=2),
+            8,
+            "parallel.dp = 3 and parallel.tp = 2 and parallel.pp = "
+            "2, but there are 8 ranks: start it with torchrun --nproc-per-node 12",
+            "with 8 ranks --parallel.dp 2 or --parallel.tp 1 --parallel.dp 4 would do",
+        ),
+        (
+            config_of(GPT, tp=4),
+            4,
+            "model.num_heads = 6 is not divisible by 4 ranks (parallel.tp), 8 would be",
+            "with 4 ranks --parallel.tp 2 (dp 2) or --parallel.tp 1 (dp 4) would do",
+        ),
+        (
+            config_of(LLAMA, sequences=4, tp=2),
+            16,
+            "train.global_batch_size = 4 leaves some of 8 ranks "
+            "without a sequence: raise it to 8, or start fewer",
+            "with 16 ranks --parallel.pp 2 (dp 4) or --parallel.tp 4 (dp 4) would do",
+        ),
+        (
+            config_of(LLAMA, **CHUNKED),
+            2,
+            "5 micro-batches a step (train.micro_batch_size = 2) are "
+            "not divisible by parallel.pp = 2 (interleaved)",
+            "set train.micro_batch_size to 1 or 3",
+        ),
+        (
+            config_of(LLAMA, sequences=2, **CHUNKED),
+            4,
+            "1 micro-batch a step (train.micro_batch_size = 2) is not divisible by",
+            "raise train.global_batch_size, of which a rank has 1",
+        ),
+        (
+            config_of(LLAMA, cp=4),
+            6,
+            "parallel.cp = 4, but there are 6 ranks: start a multiple of 4",
+            "with torchrun --nproc-per-node",
+        ),
+        (
+            config_of(LLAMA, dp=3, tp=2, cp=2),
+            8,
+            "parallel.dp = 3 and parallel.tp = 2 and parallel.cp = "
+            "2, but there are 8 ranks: start it with torchrun --nproc-per-node 12",
+            "with 8 ranks --parallel.dp 2 or --parallel.tp 1 --parallel.dp 4 would do",
+        ),
+        (
+            config_of(LLAMA, cp=4, context="ulysses"),
+            4,
+            "model.num_kv_heads = 2, of which a rank has 2 "
+            "(parallel.tp = 1), is not divisible by parallel.cp = 4 (parallel.context = ulysses): use "  # noqa: E501
+            "ring or all-gather",
+            "or a divisor",
+        ),
+        (
+            config_of(LLAMA, cp=2, tp=2, context="ulysses"),
+            4,
+            "model.num_kv_heads = 2, of which a rank has 1 (parallel.tp = 2), is not",
+            "with 4 ranks --parallel.tp 1 (dp 2) or --parallel.tp 1 "
+            "--parallel.pp 2 (dp 1) would do",
+        ),
+        (
+            config_of(LLAMA, tp=2, sequence=True),
+            5,
+            "parallel.tp = 2, but there are 5 ranks",
+            "start a multiple of 2 with torchrun --nproc-per-node",
+        ),  # nothing fits 5
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
 def test_a_misfit_names_both_numbers_and_what_fits(config, size, what, remedy):
     message = message_of(config, size)
     assert message.startswith(what) and message.endswith(remedy)
 
 
-@pytest.mark.parametrize(("model", "what"), [
-    (dataclasses.replace(LLAMA, vocab_size=721), "model.vocab_size = 721 is not divisible by 2 "
-     "ranks (parallel.tp), 722 would be"),
-    (dataclasses.replace(LLAMA, ffn_width=49), "model.ffn_width = 49"),
-    (ModelConfig("llama", 720, 32, 4, 36, 6, 3, 48), "model.num_kv_heads = 3"),
-])
+@pytest.mark.parametrize(
+    ("model", "what"),
+    [
+        (
+            dataclasses.replace(LLAMA, vocab_size=721),
+            "model.vocab_size = 721 is not divisible by 2 ranks (parallel.tp), 722 would be",
+        ),
+        (dataclasses.replace(LLAMA, ffn_width=49), "model.ffn_width = 49"),
+        (ModelConfig("llama", 720, 32, 4, 36, 6, 3, 48), "model.num_kv_heads = 3"),
+    ],
+)
 def test_every_size_that_is_cut_is_looked_at(model, what):
     assert message_of(config_of(model, tp=2), 2).startswith(what)
 
@@ -125,11 +183,24 @@ def test_a_model_is_refused_if_and_only_if_it_cannot_be_cut():
     assert seen == {True, False}
 
 
-@pytest.mark.parametrize("parallel, size", diagonal_of([
-    {}, {"tp": 2, "sequence": True}, {"zero": 3}, {"pp": 2, "zero": 1}, CHUNKED,
-    {"pp": 2, "schedule": "zero-bubble"}, {"pp": 2, "schedule": "zero-bubble", "tp": 2},
-    {"cp": 2}, {"cp": 2, "context": "ulysses", "zero": 1},
-], [8, 1, 6, 12]), ids=str)
+@pytest.mark.parametrize(
+    "parallel, size",
+    diagonal_of(
+        [
+            {},
+            {"tp": 2, "sequence": True},
+            {"zero": 3},
+            {"pp": 2, "zero": 1},
+            CHUNKED,
+            {"pp": 2, "schedule": "zero-bubble"},
+            {"pp": 2, "schedule": "zero-bubble", "tp": 2},
+            {"cp": 2},
+            {"cp": 2, "context": "ulysses", "zero": 1},
+        ],
+        [8, 1, 6, 12],
+    ),
+    ids=str,
+)
 def test_the_layouts_that_fit_are_all_of_those_that_are_accepted(parallel, size):
     """Found by trying every dp, tp and pp."""
     config = config_of(GPT, sequences=8, sizes=1, **parallel)

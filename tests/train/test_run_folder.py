@@ -47,8 +47,11 @@ def claim_in_turn(group, folder: Path) -> str:
 
 def test_a_second_process_is_refused_and_told_of_the_first(tmp_path):
     pid, told = run(claim_in_turn, 2, tmp_path / "new" / "run")
-    assert re.search(rf"run: process {pid} on \S+ \(since 20\d\d-.*\) is training in it; end that "
-                     "one first, or choose another --run-dir$", told)
+    assert re.search(
+        rf"run: process {pid} on \S+ \(since 20\d\d-.*\) is training in it; end that "
+        "one first, or choose another --run-dir$",
+        told,
+    )
 
 
 HOLD = """
@@ -65,8 +68,12 @@ sys.stdin.read()
 
 @exhaustive
 def test_a_dead_process_holds_nothing(tmp_path):
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE,
-                              stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert holder.stdout.readline() == "held\n"
         with pytest.raises(ConfigError, match=f"process {holder.pid} on"):
@@ -125,11 +132,15 @@ def test_two_processes_in_one_folder_lose_nothing(config, tmp_path):
     folder = tmp_path / "run"
     first = subprocess.Popen(
         command(config, folder, "--train.steps", "100000", "--train.checkpoint-every", "3"),
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     log = folder / "metrics.jsonl"
     wait_for(lambda: log.exists() and len(read_metrics(log)) >= 5, first)
-    second = subprocess.run([*command(config, folder)[:5], "--resume"], capture_output=True,
-                            text=True, timeout=120)
+    second = subprocess.run(
+        [*command(config, folder)[:5], "--resume"], capture_output=True, text=True, timeout=120
+    )
     first.send_signal(signal.SIGINT)
     first.communicate(timeout=120)
     assert second.returncode == 2

@@ -27,20 +27,24 @@ MODEL = ModelConfig("llama", 720, num_layers=4, width=64, num_heads=4, num_kv_he
 LARGE = {"micro_batch_size": 10**7, "global_batch_size": 10**7}
 
 
-@pytest.mark.parametrize(("section", "changes", "message"), [
-    ("model", {"vocab_size": 10**9}, "the training state would take .* lower model.width"),
-    ("model", {"ffn_width": 10**9}, "the training state"),
-    ("model", {"width": 10**9, "num_heads": 2, "num_kv_heads": 2}, "the training state"),
-    ("train", {"global_batch_size": 10**9}, "the samples of a step .* train.global_batch_size"),
-    ("train", {"global_batch_size": 2**62}, "the samples of a step"),
-    ("train", LARGE, "a micro-batch's activations"),
-    ("train", {**LARGE, "recompute": "sqrt"}, "a micro-batch's activations"),
-    ("train", {**LARGE, "recompute": "full"}, "a micro-batch's activations"),
-])
+@pytest.mark.parametrize(
+    ("section", "changes", "message"),
+    [
+        ("model", {"vocab_size": 10**9}, "the training state would take .* lower model.width"),
+        ("model", {"ffn_width": 10**9}, "the training state"),
+        ("model", {"width": 10**9, "num_heads": 2, "num_kv_heads": 2}, "the training state"),
+        ("train", {"global_batch_size": 10**9}, "the samples of a step .* train.global_batch_size"),
+        ("train", {"global_batch_size": 2**62}, "the samples of a step"),
+        ("train", LARGE, "a micro-batch's activations"),
+        ("train", {**LARGE, "recompute": "sqrt"}, "a micro-batch's activations"),
+        ("train", {**LARGE, "recompute": "full"}, "a micro-batch's activations"),
+    ],
+)
 def test_what_memory_cannot_hold_is_refused_at_once(section, changes, message):
     config = Config(MODEL, train=TrainConfig())
     config = dataclasses.replace(
-        config, **{section: dataclasses.replace(getattr(config, section), **changes)})
+        config, **{section: dataclasses.replace(getattr(config, section), **changes)}
+    )
     with pytest.raises(ConfigError, match=message):
         require_memory(config, 1, 24e9, "cpu")
 
@@ -50,12 +54,15 @@ def test_evaluation_counts():
         require_memory(Config(MODEL), 1, 24e9, "cpu", num_eval_sequences=10**9)
 
 
-@pytest.mark.parametrize("recompute, precision", diagonal_of(
-    ["none", "selective", "full", "sqrt"], ["fp32", "bf16-autocast", "bf16"]))
+@pytest.mark.parametrize(
+    "recompute, precision",
+    diagonal_of(["none", "selective", "full", "sqrt"], ["fp32", "bf16-autocast", "bf16"]),
+)
 def test_nothing_is_counted_that_is_not_there(recompute, precision):
     """Each number is at most what the meter finds in a step."""
-    train = TrainConfig(global_batch_size=4, micro_batch_size=2, recompute=recompute,
-                        precision=precision)
+    train = TrainConfig(
+        global_batch_size=4, micro_batch_size=2, recompute=recompute, precision=precision
+    )
     config = Config(MODEL, DataConfig(sequence_length=64), train)
     training = Training(config, OneRankMesh(), CPU)
     pairs = training.micro_batches(torch.zeros(4, 65, dtype=torch.int64), 4)
@@ -80,8 +87,11 @@ def test_a_run_asks_before_it_builds(tmp_path, monkeypatch):
 
     write_stories(tmp_path / "data", 20_000)
     monkeypatch.setattr(Transformer, "__init__", lambda *_: pytest.fail("it was built"))
-    config = Config(dataclasses.replace(MODEL, ffn_width=10**9), DataConfig(tmp_path / "data"),
-                    TrainConfig(device="cpu"))
+    config = Config(
+        dataclasses.replace(MODEL, ffn_width=10**9),
+        DataConfig(tmp_path / "data"),
+        TrainConfig(device="cpu"),
+    )
     with pytest.raises(ConfigError, match="the training state would take .* cpu has"):
         Run(config, tmp_path / "run")
 
@@ -112,8 +122,6 @@ def test_a_remedy_for_a_batch_of_a_billion_is_found_at_once():
     with pytest.raises(ConfigError, match="train.micro_batch_size to "):
         require_ranks(Config(model, train=train, parallel=parallel), 4)
     assert layouts_that_fit(Config(MODEL), 1) == [(1, 1, 1)]
-
-
 
 
 def test_a_divided_sequence_is_a_shorter_one_and_its_ranks_share_the_state():

@@ -147,8 +147,11 @@ def test_an_old_run_on_tokens_that_are_gone_is_refused(place):
     shutil.copy(place / "data" / "tokenizer.json", place / "old.json")
     before = vocabulary(place / "data")
     write_corpus(place / "data", DOGS)
-    with pytest.raises(ConfigError, match=f"run: has no tokenizer.json, .* {known[-12:]}, but .*"
-                       r"now holds tokens with checksum \w{12}; copy .* into .*run, or move"):
+    with pytest.raises(
+        ConfigError,
+        match=f"run: has no tokenizer.json, .* {known[-12:]}, but .*"
+        r"now holds tokens with checksum \w{12}; copy .* into .*run, or move",
+    ):
         exported(place)
     assert not (place / "exported").exists()
     for shard in (place / "data").glob("*.bin"):

@@ -23,8 +23,14 @@ CHOICES = ["constant", "linear", "restart", "stretch"]
 
 
 def go_on(choice: str, steps: int = 120, step: int = 60, old: Schedule = OLD, **numbers):
-    return resumed(old, dataclasses.replace(old, steps=steps, continuation=choice, start=0,
-                                            last_rate=0.0, **numbers), step, FOLDER)
+    return resumed(
+        old,
+        dataclasses.replace(
+            old, steps=steps, continuation=choice, start=0, last_rate=0.0, **numbers
+        ),
+        step,
+        FOLDER,
+    )
 
 
 def rates(schedule: Schedule) -> list[float]:
@@ -47,12 +53,21 @@ def test_other_steps_are_refused_in_one_line_with_both_rates_and_the_choices():
         "is now 5 steps of warm-up to 0.01, then a cosine to 0.0001, in steps 1 to 120; set "
         "train.continuation to constant (keep 0.0001), linear (go from 0.0001 to 0 at step 120), "
         "restart (warm up again to 0.01, and decay over the steps that remain), or stretch (accept "
-        "the jump to the new cosine); or leave the schedule as it was")
+        "the jump to the new cosine); or leave the schedule as it was"
+    )
 
 
-@pytest.mark.parametrize("numbers", [
-    {"peak": 2e-2}, {"minimum": 0.0}, {"warmup_steps": 6}, {"steps": 61}, {"steps": 31},
-], ids=str)
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"peak": 2e-2},
+        {"minimum": 0.0},
+        {"warmup_steps": 6},
+        {"steps": 61},
+        {"steps": 31},
+    ],
+    ids=str,
+)
 def test_each_number_of_the_schedule_counts(numbers):
     with pytest.raises(ConfigError, match="at step 31 the learning rate would be"):
         go_on("none", step=30, **{"steps": 60} | numbers)
@@ -135,8 +150,16 @@ def test_nothing_is_continued_from_a_rate_of_zero(choice):
 
 # A run
 
-TRAIN = TrainConfig(steps=6, global_batch_size=6, micro_batch_size=6, warmup_steps=2,
-                    eval_every=0, eval_sequences=8, checkpoint_every=2, device="cpu")
+TRAIN = TrainConfig(
+    steps=6,
+    global_batch_size=6,
+    micro_batch_size=6,
+    warmup_steps=2,
+    eval_every=0,
+    eval_sequences=8,
+    checkpoint_every=2,
+    device="cpu",
+)
 
 
 @pytest.fixture
@@ -156,8 +179,10 @@ def test_a_continued_run_that_is_killed_is_the_undisturbed_one(config, tmp_path,
         train.train(config, tmp_path / name)
         train.train(longer, tmp_path / name, resume=True)
     told = capsys.readouterr().err
-    assert ("the learning rate is a line from 0.0003 to 0 in steps 7 to 12 (train.continuation = "
-            "linear)" in told) == (choice == "linear")
+    assert (
+        "the learning rate is a line from 0.0003 to 0 in steps 7 to 12 (train.continuation = "
+        "linear)" in told
+    ) == (choice == "linear")
     kill_after(tmp_path / "killed", 8)
     saved = train.load_saved(tmp_path / "killed")
     assert saved.train.continuation == choice
@@ -223,5 +248,5 @@ def test_ranks_continue_alike(config, tmp_path):
     train.train(longer, tmp_path / "one", resume=True)
     run(train_on_ranks, 2, plain, tmp_path / "two", timeout=120)
     run(train_on_ranks, 2, longer, tmp_path / "two", True, timeout=120)
-    column = "learning_rate",
+    column = ("learning_rate",)
     assert trained(tmp_path / "two", *column) == trained(tmp_path / "one", *column)

@@ -33,8 +33,16 @@ from tests.tiers import exhaustive, tiered
 from tests.train.test_train import MODEL, command, trained, wait_for
 from tests.train.test_train_ranks import torchrun, train_on_ranks
 
-TRAIN = TrainConfig(steps=12, global_batch_size=6, micro_batch_size=4, warmup_steps=3,
-                    eval_every=4, eval_sequences=8, checkpoint_every=4, device="cpu")
+TRAIN = TrainConfig(
+    steps=12,
+    global_batch_size=6,
+    micro_batch_size=4,
+    warmup_steps=3,
+    eval_every=4,
+    eval_sequences=8,
+    checkpoint_every=4,
+    device="cpu",
+)
 
 
 @pytest.fixture
@@ -54,9 +62,15 @@ def handlers():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("names", [
-    "SIGTERM SIGTERM SIGTERM", "SIGTERM SIGHUP SIGTERM", "SIGINT SIGTERM SIGHUP", "SIGHUP SIGTERM",
-])
+@pytest.mark.parametrize(
+    "names",
+    [
+        "SIGTERM SIGTERM SIGTERM",
+        "SIGTERM SIGHUP SIGTERM",
+        "SIGINT SIGTERM SIGHUP",
+        "SIGHUP SIGTERM",
+    ],
+)
 def test_repeats_change_nothing(handlers, names):
     first, *others = [signal.Signals[name] for name in names.split()]
     with Interruption() as interruption:
@@ -128,13 +142,19 @@ def interrupt_at(monkeypatch, step: int) -> list[str]:
     monkeypatch.setattr(Run, "train_step", interrupted)
     monkeypatch.setattr(Run, "save", lambda run: (events.append("save"), save(run)))
     monkeypatch.setattr(
-        Run, "evaluate", lambda run, go_on: (events.append("evaluate"), evaluate(run, go_on))[1])
+        Run, "evaluate", lambda run, go_on: (events.append("evaluate"), evaluate(run, go_on))[1]
+    )
     return events
 
 
-@pytest.mark.parametrize("step, expected", [
-    (3, ["save"]), (4, ["save"]), (7, ["save", "evaluate", "save"]),
-])
+@pytest.mark.parametrize(
+    "step, expected",
+    [
+        (3, ["save"]),
+        (4, ["save"]),
+        (7, ["save", "evaluate", "save"]),
+    ],
+)
 def test_a_stopped_run_saves_and_does_nothing_else(config, tmp_path, monkeypatch, step, expected):
     """Whoever stops it kills it after a while, which a long evaluation may take."""
     events = interrupt_at(monkeypatch, step)
@@ -170,8 +190,11 @@ def count_pieces(run: Run, act: Callable[[int], None]) -> None:
 
 
 def val_losses(folder: Path) -> list[tuple[int, float]]:
-    return [(row["step"], row["val_loss"]) for row in read_metrics(folder / "metrics.jsonl")
-            if "val_loss" in row]
+    return [
+        (row["step"], row["val_loss"])
+        for row in read_metrics(folder / "metrics.jsonl")
+        if "val_loss" in row
+    ]
 
 
 def signal_in_piece(monkeypatch, number: int, rank: int = 0) -> list[int]:
@@ -213,7 +236,8 @@ def test_an_evaluation_at_a_step_that_was_not_saved_is_saved_when_it_is_stopped(
 ):
     config = in_pieces(config)
     config = dataclasses.replace(
-        config, train=dataclasses.replace(config.train, checkpoint_every=0))
+        config, train=dataclasses.replace(config.train, checkpoint_every=0)
+    )
     signal_in_piece(monkeypatch, 2)
     assert train.train(config, tmp_path).step == 4
     assert checkpoint.newest_good(tmp_path / "checkpoints").name == "step_00000004"
@@ -233,8 +257,11 @@ def stopped_and_resumed(group, config: Config, stopped: Path, whole: Path) -> tu
 def test_ranks_of_which_one_is_signaled_stop_after_the_same_piece(config, tmp_path, parallel):
     config = in_pieces(config)
     config = dataclasses.replace(
-        config, model=dataclasses.replace(MODEL, dropout=0.0, num_kv_heads=2),
-        train=dataclasses.replace(config.train, steps=8), parallel=ParallelConfig(**parallel))
+        config,
+        model=dataclasses.replace(MODEL, dropout=0.0, num_kv_heads=2),
+        train=dataclasses.replace(config.train, steps=8),
+        parallel=ParallelConfig(**parallel),
+    )
     stopped, whole = tmp_path / "stopped", tmp_path / "whole"
     for found in run(stopped_and_resumed, 2, config, stopped, whole, timeout=300):
         assert found == (4, signal.SIGTERM, [1, 2])
@@ -287,8 +314,9 @@ command_line.run(cli.train)
 
 def stop_all(process: subprocess.Popen, number: signal.Signals, pauses: list[float]) -> None:
     """Signal torchrun and its ranks together, as systemd, Slurm and a spot node's shutdown do."""
-    groups = {os.getpgid(child.pid)
-              for child in psutil.Process(process.pid).children(recursive=True)}
+    groups = {
+        os.getpgid(child.pid) for child in psutil.Process(process.pid).children(recursive=True)
+    }
     for pause in pauses:
         time.sleep(pause)
         for group in {process.pid} | groups:
@@ -297,9 +325,15 @@ def stop_all(process: subprocess.Popen, number: signal.Signals, pauses: list[flo
 
 
 @exhaustive
-@pytest.mark.parametrize("number, pauses", [
-    (signal.SIGTERM, [0]), (signal.SIGTERM, [0, 0.05, 0.3, 1.0]), (signal.SIGINT, [0]),
-], ids=["SIGTERM", "SIGTERM again and again", "SIGINT"])
+@pytest.mark.parametrize(
+    "number, pauses",
+    [
+        (signal.SIGTERM, [0]),
+        (signal.SIGTERM, [0, 0.05, 0.3, 1.0]),
+        (signal.SIGINT, [0]),
+    ],
+    ids=["SIGTERM", "SIGTERM again and again", "SIGINT"],
+)
 def test_a_signal_to_torchrun_and_its_ranks_together_saves(config, tmp_path, number, pauses):
     script = tmp_path / "slow_to_save.py"
     script.write_text(SLOW_TO_SAVE)
@@ -308,11 +342,17 @@ def test_a_signal_to_torchrun_and_its_ranks_together_saves(config, tmp_path, num
 
     def job(folder: Path, *again: str) -> list[str]:
         words = command(config, folder, *more, *again)
-        return torchrun(2, str(script), *words[words.index("minitron.train") + 1:])
+        return torchrun(2, str(script), *words[words.index("minitron.train") + 1 :])
 
     environment = finding(Path(train.__file__).parents[1])
-    process = subprocess.Popen(job(folder), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               text=True, start_new_session=True, env=environment)
+    process = subprocess.Popen(
+        job(folder),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=environment,
+    )
     log = folder / "metrics.jsonl"
     try:
         wait_for(lambda: log.exists() and len(read_metrics(log)) >= 3, process)

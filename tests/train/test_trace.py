@@ -34,14 +34,37 @@ def names_in(path: Path) -> list[str]:
         return [event["name"] for event in json.load(file)["traceEvents"] if "name" in event]
 
 
-@pytest.mark.parametrize("parallel, expected", tiered([
-    ({"zero": 3}, ["ZeRO-3 gather blocks.1", "ZeRO-3 gather root", "ZeRO-3 reduce blocks.0",
-                   "data parallel all_gather", "data parallel reduce_scatter", "recompute",
-                   "micro-batch 3", "forward", "backward",
-                   "Optimizer.step#AdamW.step"]),
-    ({"tp": 2, "sequence": True}, ["tensor parallel all_gather", "tensor parallel reduce_scatter",
-                                   "tensor parallel all_reduce"]),
-]), ids=str)
+@pytest.mark.parametrize(
+    "parallel, expected",
+    tiered(
+        [
+            (
+                {"zero": 3},
+                [
+                    "ZeRO-3 gather blocks.1",
+                    "ZeRO-3 gather root",
+                    "ZeRO-3 reduce blocks.0",
+                    "data parallel all_gather",
+                    "data parallel reduce_scatter",
+                    "recompute",
+                    "micro-batch 3",
+                    "forward",
+                    "backward",
+                    "Optimizer.step#AdamW.step",
+                ],
+            ),
+            (
+                {"tp": 2, "sequence": True},
+                [
+                    "tensor parallel all_gather",
+                    "tensor parallel reduce_scatter",
+                    "tensor parallel all_reduce",
+                ],
+            ),
+        ]
+    ),
+    ids=str,
+)
 def test_a_trace_names_what_a_technique_does(stories, tmp_path, parallel, expected):
     settings = dataclasses.replace(SHORT, recompute="full")
     run(train_on_ranks, 2, config_of(stories, settings, **parallel), tmp_path)
@@ -61,8 +84,10 @@ def test_every_rank_traces_and_logs_if_asked(stories, tmp_path):
             assert f"pipeline {pass_} stage {rank}" in names
             assert f"pipeline {pass_} stage {1 - rank}" not in names
         assert {"pipeline broadcast", "ZeRO reduce bucket 0", "ZeRO gather weights"} <= set(names)
-    rows = [(tmp_path / f"{name}.jsonl").read_text().splitlines()
-            for name in ("metrics", "metrics_rank1")]
+    rows = [
+        (tmp_path / f"{name}.jsonl").read_text().splitlines()
+        for name in ("metrics", "metrics_rank1")
+    ]
     assert len(rows[0]) == len(rows[1]) == SHORT.steps + 1
 
 
@@ -78,8 +103,11 @@ def test_a_traced_run_trains_what_another_trains(stories, tmp_path):
 
 def test_a_run_that_is_too_short_is_told(stories, tmp_path):
     config = config_of(stories, dataclasses.replace(SHORT, steps=WARM_UP + STEPS - 1))
-    with pytest.raises(ConfigError, match="log.trace_steps = 2, after 5 steps of warm-up, with "
-                                          "train.steps = 6: raise the last to 7"):
+    with pytest.raises(
+        ConfigError,
+        match="log.trace_steps = 2, after 5 steps of warm-up, with "
+        "train.steps = 6: raise the last to 7",
+    ):
         train.train(config, tmp_path / "run")
 
 

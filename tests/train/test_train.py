@@ -37,10 +37,25 @@ from minitron.train_log import require_sound
 from tests.processes import started
 from tests.tiers import as_exhaustive, exhaustive
 
-MODEL = ModelConfig(max_sequence_length=32, num_layers=2, width=32, num_heads=2, num_kv_heads=1,
-                    ffn_width=48, dropout=0.1)
-TRAIN = TrainConfig(steps=12, global_batch_size=6, micro_batch_size=4, warmup_steps=3,
-                    eval_every=5, eval_sequences=8, checkpoint_every=4, device="cpu")
+MODEL = ModelConfig(
+    max_sequence_length=32,
+    num_layers=2,
+    width=32,
+    num_heads=2,
+    num_kv_heads=1,
+    ffn_width=48,
+    dropout=0.1,
+)
+TRAIN = TrainConfig(
+    steps=12,
+    global_batch_size=6,
+    micro_batch_size=4,
+    warmup_steps=3,
+    eval_every=5,
+    eval_sequences=8,
+    checkpoint_every=4,
+    device="cpu",
+)
 
 
 @pytest.fixture
@@ -71,14 +86,46 @@ def weights(run: Run) -> list[torch.Tensor]:
 
 def command(config: Config, folder: Path, *more: str) -> list[str]:
     """The same run as a command line."""
-    return [sys.executable, "-m", "minitron.train", "--run-dir", str(folder),
-            "--model.max-sequence-length", "32", "--model.num-layers", "2", "--model.width", "32",
-            "--model.num-heads", "2", "--model.num-kv-heads", "1", "--model.ffn-width", "48",
-            "--model.dropout", "0.1", "--data.path", str(config.data.path),
-            "--data.sequence-length", "32", "--train.global-batch-size", "6",
-            "--train.micro-batch-size", "4", "--train.warmup-steps", "3", "--train.eval-every",
-            "0", "--train.eval-sequences", "8", "--train.checkpoint-every", "4", "--train.device",
-            "cpu", *more]
+    return [
+        sys.executable,
+        "-m",
+        "minitron.train",
+        "--run-dir",
+        str(folder),
+        "--model.max-sequence-length",
+        "32",
+        "--model.num-layers",
+        "2",
+        "--model.width",
+        "32",
+        "--model.num-heads",
+        "2",
+        "--model.num-kv-heads",
+        "1",
+        "--model.ffn-width",
+        "48",
+        "--model.dropout",
+        "0.1",
+        "--data.path",
+        str(config.data.path),
+        "--data.sequence-length",
+        "32",
+        "--train.global-batch-size",
+        "6",
+        "--train.micro-batch-size",
+        "4",
+        "--train.warmup-steps",
+        "3",
+        "--train.eval-every",
+        "0",
+        "--train.eval-sequences",
+        "8",
+        "--train.checkpoint-every",
+        "4",
+        "--train.device",
+        "cpu",
+        *more,
+    ]
 
 
 def test_a_run_learns_and_leaves_what_it_promises(config, tmp_path):
@@ -96,12 +143,18 @@ def test_a_run_learns_and_leaves_what_it_promises(config, tmp_path):
     assert len(list((run.folder / "checkpoints").iterdir())) == TRAIN.keep_checkpoints
 
 
-@pytest.mark.parametrize(("device", "precision"), [
-    ("cpu", "fp32"),
-    as_exhaustive(("cpu", "bf16-autocast")),
-    pytest.param("cuda", "bf16-autocast", marks=pytest.mark.skipif(
-        not torch.cuda.is_available(), reason="needs a CUDA device")),
-])
+@pytest.mark.parametrize(
+    ("device", "precision"),
+    [
+        ("cpu", "fp32"),
+        as_exhaustive(("cpu", "bf16-autocast")),
+        pytest.param(
+            "cuda",
+            "bf16-autocast",
+            marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+        ),
+    ],
+)
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(config, tmp_path, device, precision):
     """Dropout and a ragged last micro-batch included, so random state and position matter."""
     settings = dataclasses.replace(TRAIN, device=device, precision=precision)
@@ -137,8 +190,9 @@ class RefuseFloat64(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("precision", [
-    "fp16", as_exhaustive("fp32"), as_exhaustive("bf16-autocast")])
+@pytest.mark.parametrize(
+    "precision", ["fp16", as_exhaustive("fp32"), as_exhaustive("bf16-autocast")]
+)
 def test_a_device_without_float64_trains_and_evaluates(config, tmp_path, monkeypatch, precision):
     """Nothing on a device's path may need float64: dropout, clipping, evaluation, samples."""
     monkeypatch.setattr(minitron.precision, "WITHOUT_FLOAT64", {"cpu"})
@@ -294,7 +348,8 @@ def test_resuming_as_another_model_is_refused(config, copied):
     with pytest.raises(ConfigError, match=r"train.steps = 5, but .* is at step 12"):
         train.train(shorter, copied, resume=True)
     longer = dataclasses.replace(
-        config, train=dataclasses.replace(TRAIN, steps=14, continuation="constant"))
+        config, train=dataclasses.replace(TRAIN, steps=14, continuation="constant")
+    )
     assert train.train(longer, copied, resume=True).step == 14
 
 
@@ -320,19 +375,25 @@ def test_a_diverged_run_stops_and_keeps_its_checkpoints(config, tmp_path, monkey
         return take_step(run)
 
     monkeypatch.setattr(Run, "train_step", diverge)
-    with pytest.raises(ConfigError, match=(
-        "step 6: the loss is nan. First non-finite value: the output of blocks.1.mlp.up, on "
-        r"rank 0 .samples 30 to 35.. The run stopped .* the newest checkpoint is "
-        ".*step_00000004; inspect these"
-    )):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            "step 6: the loss is nan. First non-finite value: the output of blocks.1.mlp.up, on "
+            r"rank 0 .samples 30 to 35.. The run stopped .* the newest checkpoint is "
+            ".*step_00000004; inspect these"
+        ),
+    ):
         train.train(config, tmp_path / "run")
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000004"]
 
 
-@pytest.mark.parametrize("step, kept", [
-    (1, "no checkpoint had been written yet, so with --resume the run starts over"),
-    (4, "the newest checkpoint is .*step_00000004"),
-])
+@pytest.mark.parametrize(
+    "step, kept",
+    [
+        (1, "no checkpoint had been written yet, so with --resume the run starts over"),
+        (4, "the newest checkpoint is .*step_00000004"),
+    ],
+)
 def test_what_is_said_of_checkpoints_is_there(config, tmp_path, monkeypatch, step, kept):
     """By a run whose numbers are lost: in a step, as it saves, and as it evaluates."""
     settings = dataclasses.replace(TRAIN, async_checkpoint=True, log_every=1)

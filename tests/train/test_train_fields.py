@@ -21,8 +21,16 @@ from minitron.run import Run
 from tests.train.test_train import MODEL
 
 TRAIN = TrainConfig(
-    steps=4, global_batch_size=6, micro_batch_size=3, learning_rate=1e-2, min_learning_rate=1e-3,
-    warmup_steps=2, eval_every=2, eval_sequences=4, checkpoint_every=1, keep_checkpoints=4,
+    steps=4,
+    global_batch_size=6,
+    micro_batch_size=3,
+    learning_rate=1e-2,
+    min_learning_rate=1e-3,
+    warmup_steps=2,
+    eval_every=2,
+    eval_sequences=4,
+    checkpoint_every=1,
+    keep_checkpoints=4,
     device="cpu",
 )
 
@@ -40,15 +48,19 @@ def finished(config: Config, folder: Path) -> Path:
 
 def column(name: str) -> Callable[[Config, Path], list]:
     """Observe a column of a run's log."""
+
     def observe(config: Config, folder: Path) -> list:
         rows = read_metrics(finished(config, folder) / "metrics.jsonl")
         return [row[name] for row in rows if name in row]
+
     return observe
 
 
 def saved_steps(config: Config, folder: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("step_"))
-                  for path in (finished(config, folder) / "checkpoints").glob("step_*"))
+    return sorted(
+        int(path.name.removeprefix("step_"))
+        for path in (finished(config, folder) / "checkpoints").glob("step_*")
+    )
 
 
 def validated_steps(config: Config, folder: Path) -> list[int]:
@@ -89,6 +101,7 @@ def count_rows(function: Callable[[], object]) -> int:
             first.append(module)
             if module is first[0]:
                 rows.append(len(inputs[0]))
+
     with torch.nn.modules.module.register_module_forward_hook(hook):
         function()
     return sum(rows)
@@ -117,8 +130,11 @@ def moments_norm(config: Config, folder: Path) -> float:
 def seeds(config: Config, folder: Path) -> list:
     """Of the weights, of the order of samples, of dropout."""
     run = Run(config, folder)
-    return [float(next(run.model.parameters()).detach().sum()), run.next_batch().tolist(),
-            float(torch.rand(()))]
+    return [
+        float(next(run.model.parameters()).detach().sum()),
+        run.next_batch().tolist(),
+        float(torch.rand(())),
+    ]
 
 
 def resumed_with_more_steps(config: Config, folder: Path) -> list | str:
@@ -128,8 +144,11 @@ def resumed_with_more_steps(config: Config, folder: Path) -> list | str:
         train.train(longer, folder, resume=True)
     except ConfigError as error:
         return error.field
-    return [row["learning_rate"] for row in read_metrics(folder / "metrics.jsonl")
-            if "learning_rate" in row][-2:]
+    return [
+        row["learning_rate"]
+        for row in read_metrics(folder / "metrics.jsonl")
+        if "learning_rate" in row
+    ][-2:]
 
 
 def chosen_device(config: Config, folder: Path) -> str:
@@ -162,8 +181,9 @@ def saves_itself(config: Config, folder: Path) -> bool:
     threads = []
     with pytest.MonkeyPatch.context() as patch:
         save = checkpoint.save
-        patch.setattr(checkpoint, "save",
-                      lambda *a: threads.append(threading.current_thread()) or save(*a))
+        patch.setattr(
+            checkpoint, "save", lambda *a: threads.append(threading.current_thread()) or save(*a)
+        )
         train.train(config, folder)
     return set(threads) == {threading.main_thread()}
 
@@ -184,14 +204,28 @@ ROWS = [  # field, what it is for both, the other value, what is observed withou
     ("learning_rate", {}, 2e-2, column("learning_rate"), max, 1e-2, 2e-2),
     ("min_learning_rate", {}, 0.0, column("learning_rate"), lambda seen: seen[-1], 1e-3, 0.0),
     ("warmup_steps", {}, 1, column("learning_rate"), lambda seen: seen[0], 5e-3, 1e-2),
-    ("continuation", {}, "constant", resumed_with_more_steps, lambda seen: seen,
-     "train.continuation", [1e-3, 1e-3]),
+    (
+        "continuation",
+        {},
+        "constant",
+        resumed_with_more_steps,
+        lambda seen: seen,
+        "train.continuation",
+        [1e-3, 1e-3],
+    ),
     ("weight_decay", {}, 0.2, optimizer_groups("weight_decay"), float, 0.1, 0.2),
     ("beta1", {}, 0.8, optimizer_groups("betas"), lambda seen: seen[0], 0.9, 0.8),
     ("beta2", {}, 0.9, optimizer_groups("betas"), lambda seen: seen[1], 0.95, 0.9),
     ("clip_norm", {"clip_norm": 0.1}, 0.05, moments_norm, lambda seen: round(seen, 3), 0.1, 0.05),
-    ("precision", {}, "bf16-autocast", dtype_of_matmuls, lambda seen: seen,
-     torch.float32, torch.bfloat16),
+    (
+        "precision",
+        {},
+        "bf16-autocast",
+        dtype_of_matmuls,
+        lambda seen: seen,
+        torch.float32,
+        torch.bfloat16,
+    ),
     ("recompute", {}, "full", flops_of_block, round, 3, 4),
     ("compile", {}, True, compiled, int, 0, 1),
     ("device", {}, "meta", chosen_device, str, "cpu", "refused"),
@@ -205,23 +239,28 @@ ROWS = [  # field, what it is for both, the other value, what is observed withou
 ]
 
 
-@pytest.mark.parametrize(("field", "both", "value", "observe", "part", "without", "with_it"), ROWS,
-                         ids=[row[0] for row in ROWS])
+@pytest.mark.parametrize(
+    ("field", "both", "value", "observe", "part", "without", "with_it"),
+    ROWS,
+    ids=[row[0] for row in ROWS],
+)
 def test_a_field_changes_the_run(
     stories, tmp_path, field, both, value, observe, part, without, with_it
 ):
     assert without != with_it
     settings = replace(TRAIN, **both)
     for name, expected, train_config in [
-        ("without", without, settings), ("with", with_it, replace(settings, **{field: value})),
+        ("without", without, settings),
+        ("with", with_it, replace(settings, **{field: value})),
     ]:
         config = Config(replace(MODEL, dropout=0.0), DataConfig(stories, 32), train_config)
         assert part(observe(config, tmp_path / name)) == pytest.approx(expected), name
 
 
 def test_the_seed_is_of_weights_samples_and_dropout(stories, tmp_path):
-    configs = [Config(MODEL, DataConfig(stories, 32), replace(TRAIN, seed=seed))
-               for seed in (0, 1, 0)]
+    configs = [
+        Config(MODEL, DataConfig(stories, 32), replace(TRAIN, seed=seed)) for seed in (0, 1, 0)
+    ]
     first, other, again = [seeds(config, tmp_path) for config in configs]
     assert first == again
     assert all(a != b for a, b in zip(first, other, strict=True))

@@ -44,24 +44,30 @@ def trained_alone(stories, tmp_path_factory):
     return folder_of
 
 
-@pytest.mark.parametrize("model, num_ranks, parallel", tiered([
-    (LLAMA, 4, {"pp": 2, "tp": 2, "sequence": True, "schedule": "zero-bubble"}),
-    (LLAMA, 4, {"cp": 2, "context": "all-gather", "tp": 2, "sequence": True, "zero": 3}),
-    (GPT, 4, {"cp": 2, "context": "ulysses", "pp": 2, "zero": 1, "overlap_gather": True}),
-    (DEEP, 4, {"pp": 2, "schedule": "dualpipe-v", "chunks": 2, "tp": 2, "sequence": True}),
-    (GPT, 3, {"tp": 3}),
-    (LLAMA, 4, {"tp": 2, "sequence": True, "zero": 1}),
-    (GPT, 4, {"tp": 2, "sequence": True, "zero": 3}),
-    (LLAMA, 4, {"tp": 4, "sequence": True}),
-    (GPT, 2, {"pp": 2, "schedule": "zero-bubble"}),
-    (LLAMA, 4, {"pp": 2, "tp": 2, "sequence": True}),
-    (GPT, 4, {"pp": 2, "zero": 1}),
-    (GPT, 4, {"pp": 2, "zero": 1, "overlap_gather": True}),
-    (LLAMA, 4, {"tp": 2, "zero": 1, "overlap_gather": True}),
-    (DEEP, 2, {"pp": 2, "schedule": "zb-v", "chunks": 2}),
-    (LLAMA, 2, {"cp": 2}),
-    (GPT, 4, {"cp": 2, "context": "ulysses", "pp": 2, "zero": 1}),
-]), ids=describe)
+@pytest.mark.parametrize(
+    "model, num_ranks, parallel",
+    tiered(
+        [
+            (LLAMA, 4, {"pp": 2, "tp": 2, "sequence": True, "schedule": "zero-bubble"}),
+            (LLAMA, 4, {"cp": 2, "context": "all-gather", "tp": 2, "sequence": True, "zero": 3}),
+            (GPT, 4, {"cp": 2, "context": "ulysses", "pp": 2, "zero": 1, "overlap_gather": True}),
+            (DEEP, 4, {"pp": 2, "schedule": "dualpipe-v", "chunks": 2, "tp": 2, "sequence": True}),
+            (GPT, 3, {"tp": 3}),
+            (LLAMA, 4, {"tp": 2, "sequence": True, "zero": 1}),
+            (GPT, 4, {"tp": 2, "sequence": True, "zero": 3}),
+            (LLAMA, 4, {"tp": 4, "sequence": True}),
+            (GPT, 2, {"pp": 2, "schedule": "zero-bubble"}),
+            (LLAMA, 4, {"pp": 2, "tp": 2, "sequence": True}),
+            (GPT, 4, {"pp": 2, "zero": 1}),
+            (GPT, 4, {"pp": 2, "zero": 1, "overlap_gather": True}),
+            (LLAMA, 4, {"tp": 2, "zero": 1, "overlap_gather": True}),
+            (DEEP, 2, {"pp": 2, "schedule": "zb-v", "chunks": 2}),
+            (LLAMA, 2, {"cp": 2}),
+            (GPT, 4, {"cp": 2, "context": "ulysses", "pp": 2, "zero": 1}),
+        ]
+    ),
+    ids=describe,
+)
 def test_a_cut_model_trains_what_one_process_trains(
     stories, trained_alone, tmp_path, model, num_ranks, parallel
 ):
@@ -72,24 +78,34 @@ def test_a_cut_model_trains_what_one_process_trains(
     for expected, found in zip(one, many, strict=True):
         assert found == pytest.approx(expected, rel=2e-5)
 
-    evaluations = [[row for row in read_metrics(folder / "metrics.jsonl") if "val_loss" in row]
-                   for folder in folders]
+    evaluations = [
+        [row for row in read_metrics(folder / "metrics.jsonl") if "val_loss" in row]
+        for folder in folders
+    ]
     for expected, found in zip(*evaluations, strict=True):
         assert found["val_loss"] == pytest.approx(expected["val_loss"], rel=2e-5)
         assert found["sample"] == expected["sample"]
 
 
 @exhaustive
-@pytest.mark.parametrize("precision, parallel", [
-    ("bf16", {"cp": 2}), ("bf16", {"cp": 2, "zero": 3, "context": "all-gather"}),
-    ("bf16-autocast", {"cp": 2, "zero": 1}), ("bf16-autocast", {"cp": 2, "context": "ulysses"}),
-    ("fp16", {"cp": 2, "zero": 2}), ("fp8", {"cp": 2}),
-], ids=describe)
+@pytest.mark.parametrize(
+    "precision, parallel",
+    [
+        ("bf16", {"cp": 2}),
+        ("bf16", {"cp": 2, "zero": 3, "context": "all-gather"}),
+        ("bf16-autocast", {"cp": 2, "zero": 1}),
+        ("bf16-autocast", {"cp": 2, "context": "ulysses"}),
+        ("fp16", {"cp": 2, "zero": 2}),
+        ("fp8", {"cp": 2}),
+    ],
+    ids=describe,
+)
 def test_a_divided_sequence_trains_in_low_precision(stories, tmp_path, precision, parallel):
     """Ulysses has two key-value heads to divide."""
     config = config_of(dataclasses.replace(LLAMA, num_kv_heads=2), stories)
     config = dataclasses.replace(
-        config, train=dataclasses.replace(TRAIN, precision=precision, eval_every=0))
+        config, train=dataclasses.replace(TRAIN, precision=precision, eval_every=0)
+    )
     train.train(config, tmp_path / "one")
     cut = dataclasses.replace(config, parallel=ParallelConfig(**parallel))
     run(train_on_ranks, 2, cut, tmp_path / "many")
@@ -111,12 +127,18 @@ def train_in_float64(group, config, folder, resume=False) -> None:
 def test_a_run_moves_between_layouts_to_12_digits(stories, tmp_path):
     """dp 2 x tp 2, 4 stages, one process, stage 3 on 3 ranks, then dp 2 x cp 2; in float64."""
     config = config_of(dataclasses.replace(LLAMA, num_layers=4), stories)
-    config = dataclasses.replace(config, train=dataclasses.replace(
-        TRAIN, steps=10, checkpoint_every=2, keep_checkpoints=5))
+    config = dataclasses.replace(
+        config, train=dataclasses.replace(TRAIN, steps=10, checkpoint_every=2, keep_checkpoints=5)
+    )
     train_in_float64(ALONE, config, tmp_path / "whole")
     folder = tmp_path / "moved"
-    layouts = [(4, {"tp": 2, "zero": 1, "sequence": True}), (4, {"pp": 4}), (1, {}),
-               (3, {"zero": 3}), (4, {"cp": 2, "zero": 2})]
+    layouts = [
+        (4, {"tp": 2, "zero": 1, "sequence": True}),
+        (4, {"pp": 4}),
+        (1, {}),
+        (3, {"zero": 3}),
+        (4, {"cp": 2, "zero": 2}),
+    ]
     for number, (num_ranks, parallel) in enumerate(layouts):
         cut = dataclasses.replace(config, parallel=ParallelConfig(**parallel))
         if num_ranks == 1:
@@ -124,8 +146,9 @@ def test_a_run_moves_between_layouts_to_12_digits(stories, tmp_path):
         else:
             run(train_in_float64, num_ranks, cut, folder, number > 0)
         kill_after(folder, 2 * (number + 1))
-    for moved, whole in zip(trained(folder, *COLUMNS), trained(tmp_path / "whole", *COLUMNS),
-                            strict=True):
+    for moved, whole in zip(
+        trained(folder, *COLUMNS), trained(tmp_path / "whole", *COLUMNS), strict=True
+    ):
         assert moved == pytest.approx(whole, rel=1e-12)
 
 
@@ -134,8 +157,11 @@ def train_and_look(group, config, folder) -> tuple[set, dict]:
     with Ledger() as ledger:
         finished = train.train(config, folder, group=group)
     ops = {call.op for call in ledger.calls if call.axis == "tp" and call.phase == "forward"}
-    return ops, {name: p.detach() for name, p in finished.model.named_parameters()
-                 if finished.parallel.tensor.cuts[name].count == 1}
+    return ops, {
+        name: p.detach()
+        for name, p in finished.model.named_parameters()
+        if finished.parallel.tensor.cuts[name].count == 1
+    }
 
 
 @exhaustive  # of the tests of every field, `sequence` has the cheap one
@@ -180,18 +206,30 @@ def test_dropout_resumes_bit_for_bit_in_the_same_layout(stories, tmp_path):
     assert trained(short, *COLUMNS) == trained(tmp_path / "whole", *COLUMNS)
 
 
-@pytest.mark.parametrize("model, num_ranks, parallel, mistake", [
-    (LLAMA, 2, {"tp": 3}, "parallel.tp = 3, but there are 2 ranks"),
-    (LLAMA, 2, {"tp": 2, "dp": 2}, "--nproc-per-node 4"),
-    (dataclasses.replace(LLAMA, vocab_size=721), 2, {"tp": 2}, "model.vocab_size = 721"),
-    (dataclasses.replace(LLAMA, ffn_width=49), 2, {"tp": 2}, "model.ffn_width = 49"),
-    (GPT, 4, {"tp": 4}, "model.num_heads = 6 is not divisible by 4 ranks"),
-    (GPT, 2, {"pp": 2, "tp": 2}, "parallel.tp = 2 and parallel.pp = 2, but there are 2 ranks"),
-    (DEEP, 2, {"pp": 2, "schedule": "interleaved", "chunks": 2},
-     "5 micro-batches .* are not divisible by"),
-    (DEEP, 4, {"pp": 2, "dp": 2, "schedule": "dualpipe-v", "chunks": 2},
-     "3 micro-batches .* but dualpipe-v needs 4 or more on parallel.pp = 2"),
-], ids=describe)
+@pytest.mark.parametrize(
+    "model, num_ranks, parallel, mistake",
+    [
+        (LLAMA, 2, {"tp": 3}, "parallel.tp = 3, but there are 2 ranks"),
+        (LLAMA, 2, {"tp": 2, "dp": 2}, "--nproc-per-node 4"),
+        (dataclasses.replace(LLAMA, vocab_size=721), 2, {"tp": 2}, "model.vocab_size = 721"),
+        (dataclasses.replace(LLAMA, ffn_width=49), 2, {"tp": 2}, "model.ffn_width = 49"),
+        (GPT, 4, {"tp": 4}, "model.num_heads = 6 is not divisible by 4 ranks"),
+        (GPT, 2, {"pp": 2, "tp": 2}, "parallel.tp = 2 and parallel.pp = 2, but there are 2 ranks"),
+        (
+            DEEP,
+            2,
+            {"pp": 2, "schedule": "interleaved", "chunks": 2},
+            "5 micro-batches .* are not divisible by",
+        ),
+        (
+            DEEP,
+            4,
+            {"pp": 2, "dp": 2, "schedule": "dualpipe-v", "chunks": 2},
+            "3 micro-batches .* but dualpipe-v needs 4 or more on parallel.pp = 2",
+        ),
+    ],
+    ids=describe,
+)
 def test_a_layout_that_cannot_work_is_one_line(
     stories, tmp_path, model, num_ranks, parallel, mistake
 ):

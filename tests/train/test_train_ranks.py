@@ -38,10 +38,19 @@ from minitron.running.starting import require_a_gpu_each
 from tests.tiers import exhaustive, tiered
 from tests.train.test_train import command, trained, wait_for
 
-MODEL = ModelConfig(max_sequence_length=32, num_layers=2, width=32, num_heads=2, num_kv_heads=1,
-                    ffn_width=48)
-TRAIN = TrainConfig(steps=6, global_batch_size=10, micro_batch_size=2, warmup_steps=3,
-                    eval_every=5, eval_sequences=6, checkpoint_every=3, device="cpu")
+MODEL = ModelConfig(
+    max_sequence_length=32, num_layers=2, width=32, num_heads=2, num_kv_heads=1, ffn_width=48
+)
+TRAIN = TrainConfig(
+    steps=6,
+    global_batch_size=10,
+    micro_batch_size=2,
+    warmup_steps=3,
+    eval_every=5,
+    eval_sequences=6,
+    checkpoint_every=3,
+    device="cpu",
+)
 
 
 @pytest.fixture
@@ -54,8 +63,15 @@ def train_on_ranks(group, config: Config, folder: Path, resume: bool = False) ->
 
 
 def torchrun(num_ranks: int, *words: str) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-            str(num_ranks), *words]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(num_ranks),
+        *words,
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +82,21 @@ def alone(stories, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("num_ranks, parallel", tiered([
-    (3, {"zero": 2}), (3, {}), (4, {"zero": 3}),
-    (2, {}), (4, {}), (2, {"zero": 1}), (3, {"zero": 3, "sync_every_micro_batch": False}),
-]), ids=str)
+@pytest.mark.parametrize(
+    "num_ranks, parallel",
+    tiered(
+        [
+            (3, {"zero": 2}),
+            (3, {}),
+            (4, {"zero": 3}),
+            (2, {}),
+            (4, {}),
+            (2, {"zero": 1}),
+            (3, {"zero": 3, "sync_every_micro_batch": False}),
+        ]
+    ),
+    ids=str,
+)
 def test_any_number_of_ranks_trains_what_one_process_trains(
     config, alone, tmp_path, num_ranks, parallel
 ):
@@ -97,16 +124,19 @@ def test_a_run_resumes_on_other_ranks_and_at_another_stage(config, tmp_path, bef
     )
     train.train(config, tmp_path / "whole")
     folder = tmp_path / "moved"
-    first, second = (dataclasses.replace(config, parallel=ParallelConfig(zero=stage))
-                     for stage in (before, after))
+    first, second = (
+        dataclasses.replace(config, parallel=ParallelConfig(zero=stage))
+        for stage in (before, after)
+    )
     run(train_on_ranks, 2, first, folder)
     kill_after(folder, 2)
     run(train_on_ranks, 3, second, folder, True)
     kill_after(folder, 4)
     train.train(config, folder, resume=True)
     columns = "step", "loss", "grad_norm"
-    for moved, whole in zip(trained(folder, *columns), trained(tmp_path / "whole", *columns),
-                            strict=True):
+    for moved, whole in zip(
+        trained(folder, *columns), trained(tmp_path / "whole", *columns), strict=True
+    ):
         assert moved == pytest.approx(whole, rel=1e-5)
 
 
@@ -115,7 +145,8 @@ def test_a_run_resumes_on_other_ranks_and_at_another_stage(config, tmp_path, bef
 def test_low_precision_resumes_bit_for_bit(config, tmp_path, precision, zero):
     """Masters and the loss's scale are in the checkpoint: rounded weights would part at once."""
     config = dataclasses.replace(
-        config, train=dataclasses.replace(TRAIN, precision=precision),
+        config,
+        train=dataclasses.replace(TRAIN, precision=precision),
         parallel=ParallelConfig(zero=zero),
     )
     assert_resumes_bit_for_bit(config, tmp_path)
@@ -155,8 +186,10 @@ def test_ranks_that_were_killed_before_their_first_checkpoint_start_over(config,
 
 def warnings_of(group, config: Config, folder: Path) -> list[str]:
     """What a compiled model warns of; nothing is compiled, for that takes a minute."""
-    with patch.object(torch, "compile", partial(torch.compile, backend="eager")), \
-            warnings.catch_warnings(record=True) as caught:
+    with (
+        patch.object(torch, "compile", partial(torch.compile, backend="eager")),
+        warnings.catch_warnings(record=True) as caught,
+    ):
         warnings.simplefilter("always")
         train.train(config, folder, group=group)
     return [str(each.message) for each in caught if "torch.compile" in str(each.message)]
@@ -217,8 +250,13 @@ def test_torchrun_tells_a_mistake_once(config, tmp_path):
 
 def test_a_mistake_leaves_no_group_behind(monkeypatch):
     """What would be freed at the interpreter's end alone aborts there, one time out of four."""
-    torchrun_says = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "0",
-                     "MASTER_ADDR": "127.0.0.1"}
+    torchrun_says = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_PORT": "0",
+        "MASTER_ADDR": "127.0.0.1",
+    }
     for name, value in torchrun_says.items():
         monkeypatch.setenv(name, value)
     seen = []
@@ -230,8 +268,10 @@ def test_a_mistake_leaves_no_group_behind(monkeypatch):
 
     gc.disable()
     try:
-        with patch.object(dist.ProcessGroup, "rank", lambda _: 1), \
-                contextlib.suppress(SystemExit):  # as all ranks but 0 leave
+        with (
+            patch.object(dist.ProcessGroup, "rank", lambda _: 1),
+            contextlib.suppress(SystemExit),
+        ):  # as all ranks but 0 leave
             leave()
         assert seen[0]() is None
     finally:
@@ -279,8 +319,11 @@ def test_the_saved_config_speaks_for_itself(config, tmp_path):
 
 def test_every_rank_needs_a_validation_sequence(config, tmp_path):
     asked = dataclasses.replace(config, train=dataclasses.replace(TRAIN, eval_sequences=2))
-    with pytest.raises(RankError, match="ConfigError: 2 validation sequences for 3 data-parallel "
-                                        "ranks: each needs one; raise train.eval_sequences to 3"):
+    with pytest.raises(
+        RankError,
+        match="ConfigError: 2 validation sequences for 3 data-parallel "
+        "ranks: each needs one; raise train.eval_sequences to 3",
+    ):
         run(train_on_ranks, 3, asked, tmp_path / "run")
 
 
@@ -326,8 +369,14 @@ def reductions(group, config: Config, folder: Path) -> int:
 def test_gradients_travel_after_each_micro_batch_or_once_a_step(config, tmp_path, stage):
     """5 sequences in micro-batches of 2: three for each rank."""
     each, once = (
-        run(reductions, 2, dataclasses.replace(config, parallel=ParallelConfig(
-            zero=stage, sync_every_micro_batch=sync)), tmp_path / "run")
+        run(
+            reductions,
+            2,
+            dataclasses.replace(
+                config, parallel=ParallelConfig(zero=stage, sync_every_micro_batch=sync)
+            ),
+            tmp_path / "run",
+        )
         for sync in (True, False)
     )
     assert once[0] > 0 and each == [3 * number for number in once]
@@ -338,8 +387,11 @@ def test_ranks_do_not_share_a_gpu():
         with patch.object(torch.cuda, "device_count", lambda: 1):
             require_a_gpu_each(torch.device("cuda"), group)
 
-    with pytest.raises(RankError, match="ConfigError: 2 ranks, but this machine has 1 GPU: start "
-                                        "torchrun with --nproc-per-node 1, or set train.device"):
+    with pytest.raises(
+        RankError,
+        match="ConfigError: 2 ranks, but this machine has 1 GPU: start "
+        "torchrun with --nproc-per-node 1, or set train.device",
+    ):
         run(share, 2)
     require_a_gpu_each(torch.device("cuda"), ALONE)
     run(require_a_gpu_each_on_cpu, 2)

@@ -34,16 +34,28 @@ EXERCISES = known()
 REPLACING = [e for e in EXERCISES.values() if e.replaces]
 TRAINING = [e for e in REPLACING if e.trained]
 # On two ranks also those that one process calls, there with plain data parallelism.
-LAYOUTS = [(e, e.num_ranks, e.options) for e in TRAINING] \
-    + [(e, 2, e.options) for e in TRAINING if e.num_ranks == 1] \
-    + [(EXERCISES["1.1"], 2, ("--parallel.tp", "2")),
-       (EXERCISES["9.1"], 2, ("--parallel.pp", "2", "--parallel.schedule", "gpipe")),
-       (EXERCISES["6.1"], 2, ("--parallel.zero", "3"))]
-MODEL = ModelConfig(max_sequence_length=32, num_layers=2, width=32, num_heads=2, num_kv_heads=2,
-                    ffn_width=48)
-TRAIN = TrainConfig(steps=3, global_batch_size=8, micro_batch_size=2, warmup_steps=1,
-                    eval_every=0, checkpoint_every=0, device="cpu")
-COUNTED = '''
+LAYOUTS = (
+    [(e, e.num_ranks, e.options) for e in TRAINING]
+    + [(e, 2, e.options) for e in TRAINING if e.num_ranks == 1]
+    + [
+        (EXERCISES["1.1"], 2, ("--parallel.tp", "2")),
+        (EXERCISES["9.1"], 2, ("--parallel.pp", "2", "--parallel.schedule", "gpipe")),
+        (EXERCISES["6.1"], 2, ("--parallel.zero", "3")),
+    ]
+)
+MODEL = ModelConfig(
+    max_sequence_length=32, num_layers=2, width=32, num_heads=2, num_kv_heads=2, ffn_width=48
+)
+TRAIN = TrainConfig(
+    steps=3,
+    global_batch_size=8,
+    micro_batch_size=2,
+    warmup_steps=1,
+    eval_every=0,
+    checkpoint_every=0,
+    device="cpu",
+)
+COUNTED = """
 
 def _counted(name, function):
     def count(*args, **kwargs):
@@ -60,7 +72,7 @@ for _name in {names!r}:
         _mine.forward = staticmethod(_counted(_name, _mine.forward))
     else:
         _mine.__init__ = _counted(_name, _mine.__init__)
-'''
+"""
 
 
 @pytest.fixture
@@ -86,8 +98,10 @@ def solved(tmp_path):
 
 def shape(function) -> list[tuple]:
     """A signature's names, kinds and defaults; a default that is a function, by its name."""
-    return [(p.name, p.kind, getattr(p.default, "__name__", p.default))
-            for p in inspect.signature(function).parameters.values()]
+    return [
+        (p.name, p.kind, getattr(p.default, "__name__", p.default))
+        for p in inspect.signature(function).parameters.values()
+    ]
 
 
 @pytest.mark.parametrize("exercise", REPLACING, ids=str)
@@ -133,8 +147,12 @@ def test_training_calls_it_and_ends_with_the_same_weights(
     exercise, num_ranks, options, solved, stories, tmp_path, packages_own
 ):
     config = read_options([str(ROOT / "configs" / "stories.toml"), *options])
-    config = Config(MODEL, DataConfig(stories, sequence_length=32), dataclasses.replace(
-        TRAIN, recompute=config.train.recompute), config.parallel)
+    config = Config(
+        MODEL,
+        DataConfig(stories, sequence_length=32),
+        dataclasses.replace(TRAIN, recompute=config.train.recompute),
+        config.parallel,
+    )
     layout = num_ranks, options
     if layout not in packages_own:
         packages_own[layout] = train(num_ranks, config, tmp_path / "ours")
@@ -157,7 +175,7 @@ def test_training_calls_it_and_ends_with_the_same_weights(
 @pytest.mark.parametrize("exercise", TRAINING, ids=str)
 def test_the_command_that_check_prints_is_one(exercise):
     words = exercise.command.split()
-    options = read_options(words[words.index("train") + 1:])
+    options = read_options(words[words.index("train") + 1 :])
     assert options.use == (exercise.id,)
     assert words[0] == ("minitron" if exercise.num_ranks == 1 else "torchrun")
 
@@ -210,7 +228,8 @@ def test_a_run_says_how_often_it_called_the_learner_s_functions(solved, stories,
     assert [line for line in printed.err.splitlines() if line.startswith("minitron")] == [
         f"{never} assign_buckets (exercise 4.2); this one does: torchrun --nproc-per-node 2 -m "
         "minitron.cli train configs/stories.toml --use 4.2",
-        f"{never} reduce_scatter_ring (exercise 5.1): training does not need it"]
+        f"{never} reduce_scatter_ring (exercise 5.1): training does not need it",
+    ]
     finished.first_step = finished.step  # it was through already
     report_use(finished, calls)
     assert capsys.readouterr() == ("", "")
@@ -236,13 +255,16 @@ def test_a_part_that_is_not_written_ends_in_one_line(kept, solved, stories, tmp_
     path = root / EXERCISES["4.4"].file
     stub = 'raise NotImplementedError("Exercise 4.4 - Buckets.  Hint: minitron hint 4.4")'
     name = EXERCISES["4.4"].names[-1]
-    path.write_text(path.read_text() + f"""
+    path.write_text(
+        path.read_text()
+        + f"""
 
 def {kept}(self, *args, **kwargs):
     {stub}
 
 {name}.{kept} = {kept}
-""")
+"""
+    )
     config = Config(MODEL, DataConfig(stories, sequence_length=32), TRAIN)
     told = rf"4\.4 is not complete: {kept}, in line \d+ of ch04_\w+.py, still holds the stub; write"
     with use("4.4", root=root), pytest.raises(RankError, match=told):
@@ -266,14 +288,23 @@ def test_ranks_that_torchrun_starts_use_it_too(solved, tmp_path):
     root = solved(EXERCISES["5.1"])
     script = tmp_path / "script.py"
     script.write_text(UNDER_TORCHRUN)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-               "2", str(script), str(root)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+        str(root),
+    ]
     subprocess.run(command, cwd=ROOT, env=finding(ROOT), check=True)
     assert solved.count() == {"reduce_scatter_ring": 2}
 
 
-@pytest.mark.parametrize("id, variant", [
-    ("4.1", ddp.apply_naive_data_parallel), ("4.3", ddp.apply_hooked_data_parallel)])
+@pytest.mark.parametrize(
+    "id, variant", [("4.1", ddp.apply_naive_data_parallel), ("4.3", ddp.apply_hooked_data_parallel)]
+)
 def test_another_version_takes_the_place_of_the_default_and_gives_it_back(id, variant, solved):
     default = ddp.apply_bucketed_data_parallel
     with use(id, root=solved(EXERCISES[id])):

@@ -55,8 +55,13 @@ class ContextParallel(OneDevice):
     ):
         super().__init__(model)
         dropout = model.config.dropout
-        require(dropout == 0, f"model.dropout = {dropout} with context parallelism: attention on "
-                "other ranks' keys drops nothing", "set model.dropout to 0", field="model.dropout")
+        require(
+            dropout == 0,
+            f"model.dropout = {dropout} with context parallelism: attention on "
+            "other ranks' keys drops nothing",
+            "set model.dropout to 0",
+            field="model.dropout",
+        )
         self.group, self.rank, self.size = group, group.rank(), group.size()
         self.chunks = chunks_of(self.rank, self.size)
         self.all_chunks = all_chunks(chunks_of, self.size)
@@ -81,13 +86,17 @@ class ContextParallel(OneDevice):
 
     def cut(self, micro_batches: MicroBatches) -> MicroBatches:
         """Return this rank's part of each sequence."""
-        return [(self.own_tokens(inputs), self.own_tokens(targets))
-                for inputs, targets in micro_batches]
+        return [
+            (self.own_tokens(inputs), self.own_tokens(targets)) for inputs, targets in micro_batches
+        ]
 
     # A step
 
     def forward_backward(
-        self, accumulate: Accumulate, micro_batches: MicroBatches, divisor: Tensor,
+        self,
+        accumulate: Accumulate,
+        micro_batches: MicroBatches,
+        divisor: Tensor,
         sum_loss: SumLoss,
     ) -> Tensor:
         # `divisor` counts the tokens of whole sequences. Gradients and losses are averaged over
@@ -104,11 +113,14 @@ class ContextParallel(OneDevice):
 
     @torch.no_grad()
     def sum_losses(
-        self, forward: Callable[[Tensor], Tensor], micro_batches: MicroBatches,
+        self,
+        forward: Callable[[Tensor], Tensor],
+        micro_batches: MicroBatches,
         sum_loss: SumLoss,
     ) -> Tensor:
         return self.sum_over_sequence(
-            super().sum_losses(forward, self.cut(micro_batches), sum_loss))
+            super().sum_losses(forward, self.cut(micro_batches), sum_loss)
+        )
 
     def sum_over_sequence(self, tensor: Tensor) -> Tensor:
         total = tensor.detach().clone()
@@ -125,7 +137,9 @@ class ContextParallel(OneDevice):
 
 
 def apply_context_parallel(
-    model: nn.Module, group: ProcessGroup, attention: Callable = ring_attention,
+    model: nn.Module,
+    group: ProcessGroup,
+    attention: Callable = ring_attention,
     chunks_of: ChunksOf = zigzag,
 ) -> ContextParallel:
     """Divide the sequences of `model` over `group`; every rank starts from rank 0's parameters.

@@ -46,8 +46,9 @@ def num_scores(chunks: tuple[int, ...], chunk_length: int) -> int:
 def positions(chunks: tuple[int, ...], num_tokens: int, device: torch.device) -> Tensor:
     """Return where in the sequence a rank's `num_tokens` tokens stand, (S/cp,)."""
     length = num_tokens // len(chunks)
-    return torch.cat([torch.arange(chunk * length, (chunk + 1) * length, device=device)
-                      for chunk in chunks])
+    return torch.cat(
+        [torch.arange(chunk * length, (chunk + 1) * length, device=device) for chunk in chunks]
+    )
 
 
 def own_chunks(x: Tensor, chunks: tuple[int, ...], size: int) -> Tensor:
@@ -59,7 +60,8 @@ def own_chunks(x: Tensor, chunks: tuple[int, ...], size: int) -> Tensor:
     if x.shape[1] % count != 0:
         raise ValueError(
             f"a sequence of {x.shape[1]} tokens does not divide into {count} chunks, "
-            f"{len(chunks)} for each of {size} ranks: pad it to {-(-x.shape[1] // count) * count}")
+            f"{len(chunks)} for each of {size} ranks: pad it to {-(-x.shape[1] // count) * count}"
+        )
     parts = x.chunk(count, 1)
     return torch.cat([parts[chunk] for chunk in chunks], 1)
 

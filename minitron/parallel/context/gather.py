@@ -33,8 +33,13 @@ TOKENS = 3  # dim of keys and values together, (2, B, G, S, K)
 
 
 def gathered_attention(
-    query: Tensor, key: Tensor, value: Tensor, dropout: float, group: ProcessGroup,
-    chunks_of: ChunksOf = zigzag, documents: Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout: float,
+    group: ProcessGroup,
+    chunks_of: ChunksOf = zigzag,
+    documents: Tensor | None = None,
 ) -> Tensor:
     """Do what `ring_attention` does, by an all-gather of keys and values."""
     require_no_dropout(dropout)
@@ -44,7 +49,12 @@ def gathered_attention(
 class GatheredAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup, chunks_of: ChunksOf,
+        ctx,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        group: ProcessGroup,
+        chunks_of: ChunksOf,
         documents: Tensor | None,
     ) -> Tensor:
         ctx.group, ctx.documents = group, documents
@@ -63,8 +73,15 @@ class GatheredAttention(torch.autograd.Function):
         query, key, value, out, lse = ctx.saved_tensors
         pair = start_all_gather(torch.stack([key, value]), ctx.group, TOKENS)()
         grad_query, *of_pair = attend_chunks_backward(
-            query, *pair, grad_out, lse, weighted_mean(grad_out, out), ctx.own, ctx.all,
-            ctx.documents)
+            query,
+            *pair,
+            grad_out,
+            lse,
+            weighted_mean(grad_out, out),
+            ctx.own,
+            ctx.all,
+            ctx.documents,
+        )
         grad_key, grad_value = start_reduce_scatter(torch.stack(of_pair), ctx.group, TOKENS)()
         gradients = grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
         return *gradients, None, None, None

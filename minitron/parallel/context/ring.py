@@ -37,8 +37,13 @@ from minitron.parallel.context.chunks import ChunksOf, zigzag
 
 
 def ring_attention(
-    query: Tensor, key: Tensor, value: Tensor, dropout: float, group: ProcessGroup,
-    chunks_of: ChunksOf = zigzag, documents: Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout: float,
+    group: ProcessGroup,
+    chunks_of: ChunksOf = zigzag,
+    documents: Tensor | None = None,
 ) -> Tensor:
     """Attend causally over the whole sequence: (B, H, S/cp, K), (B, G, S/cp, K) twice.
 
@@ -52,13 +57,19 @@ def ring_attention(
 class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup, chunks_of: ChunksOf,
+        ctx,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        group: ProcessGroup,
+        chunks_of: ChunksOf,
         documents: Tensor | None,
     ) -> Tensor:
         rank, size, seen = group.rank(), group.size(), None
         for source, pair in travel(torch.stack([key, value]), group):
             found = attend_chunks(
-                query, *pair, chunks_of(rank, size), chunks_of(source, size), documents)
+                query, *pair, chunks_of(rank, size), chunks_of(source, size), documents
+            )
             seen = found if seen is None else merge(*seen, *found)
         out, lse = seen[0].to(query.dtype), seen[1]
         ctx.save_for_backward(query, key, value, out, lse)
@@ -76,8 +87,8 @@ class RingAttention(torch.autograd.Function):
 
         for source, pair in travel(torch.stack([key, value]), group):
             of_query, *of_pair = attend_chunks_backward(
-                query, *pair, *fixed, chunks_of(rank, size), chunks_of(source, size),
-                ctx.documents)
+                query, *pair, *fixed, chunks_of(rank, size), chunks_of(source, size), ctx.documents
+            )
             grad_query += of_query
             sums = torch.stack(of_pair)
             if source == rank:
@@ -115,4 +126,5 @@ def start_shift(tensor: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
     """
     rank, size = group.rank(), group.size()
     return start_exchange(
-        tensor, (rank + 1) % size, torch.empty_like(tensor), (rank - 1) % size, group)
+        tensor, (rank + 1) % size, torch.empty_like(tensor), (rank - 1) % size, group
+    )

@@ -33,8 +33,13 @@ HEADS, TOKENS = 1, 2  # dims of (B, H, S, K)
 
 
 def ulysses_attention(
-    query: Tensor, key: Tensor, value: Tensor, dropout: float, group: ProcessGroup,
-    chunks_of: ChunksOf = contiguous, core: Callable = fused_attention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout: float,
+    group: ProcessGroup,
+    chunks_of: ChunksOf = contiguous,
+    core: Callable = fused_attention,
 ) -> Tensor:
     """Attend causally over the whole sequence: (B, H, S/cp, K), (B, G, S/cp, K) twice.
 
@@ -43,8 +48,10 @@ def ulysses_attention(
     """
     require_no_dropout(dropout)
     if chunks_of is not contiguous:
-        raise ValueError(f"chunks_of = {chunks_of.__name__}: the ranks' tokens, joined, must be in "
-                         "the sequence's order: pass chunks_of=contiguous")
+        raise ValueError(
+            f"chunks_of = {chunks_of.__name__}: the ranks' tokens, joined, must be in "
+            "the sequence's order: pass chunks_of=contiguous"
+        )
     query, key, value = (all_to_all(x, group, HEADS, TOKENS) for x in (query, key, value))
     out = core(query, key, value, dropout)
     return all_to_all(out, group, TOKENS, HEADS)

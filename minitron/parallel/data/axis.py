@@ -34,8 +34,11 @@ class DataAxis(OneDevice):
         """Copy parameters and buffers of the axis's first rank to all others."""
         # Running statistics; a constant table is not in the state, and equal on all ranks.
         state = self.model.state_dict()
-        self.buffers = [buffer for name, buffer in self.model.named_buffers()
-                        if name in state and buffer.is_floating_point()]
+        self.buffers = [
+            buffer
+            for name, buffer in self.model.named_buffers()
+            if name in state and buffer.is_floating_point()
+        ]
         self.copy_from_rank_0(t.detach() for t in (*self.model.parameters(), *self.model.buffers()))
 
     def copy_buffers(self) -> None:
@@ -72,7 +75,11 @@ class DataAxis(OneDevice):
 
     @contextmanager
     def pass_context(
-        self, stage: int, kind: Kind, is_last: bool, incomplete: frozenset[nn.Parameter],
+        self,
+        stage: int,
+        kind: Kind,
+        is_last: bool,
+        incomplete: frozenset[nn.Parameter],
     ) -> Iterator[None]:
         """Send gradients in the last backward pass of a stage alone."""
         self.is_last, self.completes, self.incomplete = is_last, kind != "I", incomplete

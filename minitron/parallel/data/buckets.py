@@ -36,7 +36,8 @@ def bucket_parameters(
     """
     parameters = list(parameters)
     buckets = [
-        [alike[index] for index in indices] for alike in by_dtype_and_device(parameters)
+        [alike[index] for index in indices]
+        for alike in by_dtype_and_device(parameters)
         for indices in assign_buckets([parameter.nbytes for parameter in alike], bucket_bytes)
     ]
     return in_backward_order(buckets, parameters)
@@ -66,7 +67,9 @@ class BucketQueue:
     """
 
     def __init__(
-        self, buckets: list[FlatShards], max_in_flight: int,
+        self,
+        buckets: list[FlatShards],
+        max_in_flight: int,
         finish_reduce: Callable[[FlatShards], None],
     ):
         self.buckets, self.max_in_flight = buckets, max_in_flight
@@ -87,8 +90,9 @@ class BucketQueue:
         bucket.take(parameter)
         self.ready.add(parameter)
         self.num_missing[bucket] -= 1
-        while self.num_sent < len(self.buckets) \
-                and self.num_missing[self.buckets[self.num_sent]] == 0:
+        while (
+            self.num_sent < len(self.buckets) and self.num_missing[self.buckets[self.num_sent]] == 0
+        ):
             self.send(self.buckets[self.num_sent])
 
     def send(self, bucket: FlatShards) -> None:

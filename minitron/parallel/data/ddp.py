@@ -79,8 +79,10 @@ class DataParallel(DataAxis):
         used = [parameter.grad is not None for parameter in self.names]
         if any(used) and not all(used) and not self.find_unused_parameters:
             missing = [name for p, name in self.names.items() if p.grad is None]
-            raise ValueError(no_gradient(missing, len(used), self.group.rank())
-                             + ", else pass find_unused_parameters=True")
+            raise ValueError(
+                no_gradient(missing, len(used), self.group.rank())
+                + ", else pass find_unused_parameters=True"
+            )
         self.fill_missing()
         self.average()
         if used and self.find_unused_parameters:
@@ -177,16 +179,24 @@ class BucketedDataParallel(HookedDataParallel):
     in the order of rank 0.
     """
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup,
-                 bucket_bytes: int = BUCKET_BYTES, find_unused_parameters=False):
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        bucket_bytes: int = BUCKET_BYTES,
+        find_unused_parameters=False,
+    ):
         self.bucket_bytes = bucket_bytes
         self.rebuilt = False
         super().__init__(model, group, find_unused_parameters)
 
     def make_buckets(self, parameters: list[nn.Parameter]) -> None:
         """Lay out the buckets, one dtype and device each, in the order in which they fill up."""
-        buckets = [bucket for alike in by_dtype_and_device(parameters)
-                   for bucket in self.bucket_parameters(alike)]
+        buckets = [
+            bucket
+            for alike in by_dtype_and_device(parameters)
+            for bucket in self.bucket_parameters(alike)
+        ]
         self.buckets = in_backward_order(buckets, parameters)
         self.flats = [FlatGradients(bucket, self.group) for bucket in self.buckets]
         self.flat_of = {p: flat for flat in self.flats for p in flat.parameters}
@@ -233,8 +243,10 @@ class BucketedDataParallel(HookedDataParallel):
 
 def no_gradient(missing: list[str], num_parameters: int, rank: int) -> str:
     names = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
-    return (f"rank {rank}: no gradient for {len(missing)} of {num_parameters} parameters "
-            f"({names}): freeze what is never used by requires_grad_(False)")
+    return (
+        f"rank {rank}: no gradient for {len(missing)} of {num_parameters} parameters "
+        f"({names}): freeze what is never used by requires_grad_(False)"
+    )
 
 
 def apply_naive_data_parallel(model: nn.Module, group: dist.ProcessGroup, **options):

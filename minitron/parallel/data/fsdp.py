@@ -60,10 +60,17 @@ class FullyShardedDataParallel(ShardedDataParallel):
     """
 
     def __init__(
-        self, model: nn.Module, group: dist.ProcessGroup, reshard_after_forward: bool = True,
-        sync_every_micro_batch: bool = True, compute_dtype: torch.dtype | None = None,
-        reduce_dtype: torch.dtype | None = None, device: torch.device | str | None = None,
-        reshard_each_pass: bool = True, replicas: Group = ALONE, **sharding,
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        reshard_after_forward: bool = True,
+        sync_every_micro_batch: bool = True,
+        compute_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        reshard_each_pass: bool = True,
+        replicas: Group = ALONE,
+        **sharding,
     ):
         super().__init__(model, group, replicas, sync_every_micro_batch, **sharding)
         self.reshard_after_forward = reshard_after_forward and reshard_each_pass
@@ -78,16 +85,28 @@ class FullyShardedDataParallel(ShardedDataParallel):
         materialize(model, device, in_memory=False)
         self.names = {parameter: name for name, parameter in model.named_parameters()}
         values = {p: p.detach() for p in self.names} if have_values else {}
-        options = {"device": device, "compute_dtype": compute_dtype, "reduce_dtype": reduce_dtype,
-                   "replicas": replicas, "apart": set(self.pipeline.shared_parameters())}
-        self.units = [Unit(name, parameters, group, **options)
-                      for name, parameters in split_into_units(model).items()]
+        options = {
+            "device": device,
+            "compute_dtype": compute_dtype,
+            "reduce_dtype": reduce_dtype,
+            "replicas": replicas,
+            "apart": set(self.pipeline.shared_parameters()),
+        }
+        self.units = [
+            Unit(name, parameters, group, **options)
+            for name, parameters in split_into_units(model).items()
+        ]
         self.root = self.units[-1]
         self.stage_units: list[list[Unit]] = []  # the root is the first one's that has any of it
         for stage in self.pipeline.stage_parameters():
             known = [unit for units in self.stage_units for unit in units]
-            self.stage_units.append([unit for unit in self.units if unit not in known
-                                     and unit.parameters.intersection(stage)])
+            self.stage_units.append(
+                [
+                    unit
+                    for unit in self.units
+                    if unit not in known and unit.parameters.intersection(stage)
+                ]
+            )
         self.register_shards([flat for unit in self.units for flat in unit.flats])
         for parameters in in_messages(self.flat_of if have_values else ()):
             self.start_from({parameter: values.pop(parameter) for parameter in parameters})
@@ -96,8 +115,10 @@ class FullyShardedDataParallel(ShardedDataParallel):
 
     def start_from(self, values: dict[nn.Parameter, Tensor]) -> None:
         """Set parameters to rank 0's values."""
-        own = {parameter: value.to(self.flat_of[parameter].shard.device, copy=True).contiguous()
-               for parameter, value in values.items()}
+        own = {
+            parameter: value.to(self.flat_of[parameter].shard.device, copy=True).contiguous()
+            for parameter, value in values.items()
+        }
         self.copy_from_rank_0(own.values())
         for parameter, value in own.items():
             self.flat_of[parameter].set(parameter, value)
@@ -216,7 +237,11 @@ class FullyShardedDataParallel(ShardedDataParallel):
 
     @contextmanager
     def pass_context(
-        self, stage: int, kind: Kind, is_last: bool, incomplete: frozenset[nn.Parameter],
+        self,
+        stage: int,
+        kind: Kind,
+        is_last: bool,
+        incomplete: frozenset[nn.Parameter],
     ) -> Iterator[None]:
         """Free a stage's parameters after a forward pass, reduce its gradients after W."""
         self.stage = stage
@@ -248,8 +273,10 @@ class FullyShardedDataParallel(ShardedDataParallel):
         missing = [self.names[p] for p in trainable if p not in self.used]
         self.used.clear()
         if missing:
-            raise ValueError(no_gradient(missing, len(trainable), self.group.rank())
-                             + ", and leave no_sync for the last micro-batch")
+            raise ValueError(
+                no_gradient(missing, len(trainable), self.group.rank())
+                + ", and leave no_sync for the last micro-batch"
+            )
         for flat in self.flats:
             flat.set_gradients()
 
@@ -273,8 +300,10 @@ def require_real(model: nn.Module, device: torch.device | str | None, have_value
         raise ValueError("the model is on the meta device: pass the device to train on")
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
-            raise ValueError(f"{name} is a buffer on the meta device, and fill() sets "
-                             "only parameters: create it on the device to train on")
+            raise ValueError(
+                f"{name} is a buffer on the meta device, and fill() sets "
+                "only parameters: create it on the device to train on"
+            )
 
 
 def apply_fsdp(model: nn.Module, group: dist.ProcessGroup, **options) -> FullyShardedDataParallel:

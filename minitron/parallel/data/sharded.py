@@ -37,8 +37,12 @@ class ShardedDataParallel(DataAxis):
     """
 
     def __init__(
-        self, model: nn.Module, group: dist.ProcessGroup, replicas: Group = ALONE,
-        sync_every_micro_batch: bool = True, sync_replicas_every_micro_batch: bool = False,
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        replicas: Group = ALONE,
+        sync_every_micro_batch: bool = True,
+        sync_replicas_every_micro_batch: bool = False,
         **axes: ParallelModel,
     ):
         super().__init__(model, group, replicas)
@@ -73,10 +77,16 @@ class ShardedDataParallel(DataAxis):
         return self.is_last or every
 
     def pass_context(
-        self, stage: int, kind: Kind, is_last: bool, incomplete: frozenset[nn.Parameter],
+        self,
+        stage: int,
+        kind: Kind,
+        is_last: bool,
+        incomplete: frozenset[nn.Parameter],
     ) -> AbstractContextManager:
-        assert self.is_stage, ("both end stages hold the embedding and must shard it in the same "
-                               "way if it is tied: pass `pipeline`")
+        assert self.is_stage, (
+            "both end stages hold the embedding and must shard it in the same "
+            "way if it is tied: pass `pipeline`"
+        )
         return super().pass_context(stage, kind, is_last, incomplete)
 
     # What a technique does

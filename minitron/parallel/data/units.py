@@ -20,8 +20,12 @@ class Unit:
     """The flats of one part of the model, and whether their parameters are there."""
 
     def __init__(
-        self, name: str, parameters: list[nn.Parameter], group: Group,
-        apart: Collection[nn.Parameter] = (), **options,
+        self,
+        name: str,
+        parameters: list[nn.Parameter],
+        group: Group,
+        apart: Collection[nn.Parameter] = (),
+        **options,
     ):
         self.name = name
         kinds: dict[tuple, list[nn.Parameter]] = {}
@@ -88,11 +92,15 @@ def split_into_units(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     for index, modules in enumerate(parts):
         for parameter in (p for module in modules for p in module.parameters(recurse=False)):
             if homes.setdefault(parameter, index) != index:
-                raise ValueError(f"{names[parameter]} is shared by a block and another part of the "
-                                 "model: share within one block, or outside of the blocks")
+                raise ValueError(
+                    f"{names[parameter]} is shared by a block and another part of the "
+                    "model: share within one block, or outside of the blocks"
+                )
     for parameter in model.parameters(recurse=False):
-        raise ValueError(f"{names[parameter]} is a parameter of the model itself: put it into a "
-                         "module of its own, whose call tells when it is needed")
+        raise ValueError(
+            f"{names[parameter]} is a parameter of the model itself: put it into a "
+            "module of its own, whose call tells when it is needed"
+        )
     units = [f"blocks.{index}" for index in range(len(model.blocks))] + ["root"]
     return {unit: [p for p in homes if homes[p] == index] for index, unit in enumerate(units)}
 
@@ -100,5 +108,8 @@ def split_into_units(model: nn.Module) -> dict[str, list[nn.Parameter]]:
 def root_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules with parameters of their own outside the blocks."""
     inside = {module for block in model.blocks for module in block.modules()}
-    return [module for module in model.modules()
-            if module not in inside and any(True for _ in module.parameters(recurse=False))]
+    return [
+        module
+        for module in model.modules()
+        if module not in inside and any(True for _ in module.parameters(recurse=False))
+    ]

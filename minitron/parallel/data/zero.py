@@ -55,9 +55,14 @@ class Zero1(ShardedDataParallel):
     max_in_flight = 1  # beside it one is filled
 
     def __init__(
-        self, model: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = BUCKET_BYTES,
-        find_unused_parameters: bool = False, sync_every_micro_batch: bool = False,
-        overlap_gather: bool = False, **options,
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        bucket_bytes: int = BUCKET_BYTES,
+        find_unused_parameters: bool = False,
+        sync_every_micro_batch: bool = False,
+        overlap_gather: bool = False,
+        **options,
     ):
         super().__init__(model, group, sync_every_micro_batch=sync_every_micro_batch, **options)
         self.find_unused_parameters = find_unused_parameters
@@ -66,8 +71,9 @@ class Zero1(ShardedDataParallel):
             raise ValueError("the model has 0 trainable parameters: requires_grad_(True) some")
         if self.data_part[1] > 1:
             self.broadcast_module_state()
-        self.queues = [self.make_queue(stage, bucket_bytes)
-                       for stage in self.pipeline.stage_parameters()]
+        self.queues = [
+            self.make_queue(stage, bucket_bytes) for stage in self.pipeline.stage_parameters()
+        ]
         self.queue_of = {p: queue for queue in self.queues for p in queue.bucket_of}
         self.register_shards([bucket for queue in self.queues for bucket in queue.buckets])
         self.hooks = [p.register_post_accumulate_grad_hook(self.collect) for p in self.names]
@@ -87,13 +93,18 @@ class Zero1(ShardedDataParallel):
         return BucketQueue(
             [FlatShards(bucket, self.group, self.replicas) for bucket in buckets],
             self.max_in_flight,
-            lambda bucket: bucket.finish_reduce(self.reduces_over_replicas))
+            lambda bucket: bucket.finish_reduce(self.reduces_over_replicas),
+        )
 
     # Gradients
 
     @contextmanager
     def pass_context(
-        self, stage: int, kind: Kind, is_last: bool, incomplete: frozenset[nn.Parameter],
+        self,
+        stage: int,
+        kind: Kind,
+        is_last: bool,
+        incomplete: frozenset[nn.Parameter],
     ) -> Iterator[None]:
         """Reduce a stage's gradients in the pass that completes them, or in the last of a step."""
         with super().pass_context(stage, kind, is_last, incomplete):
@@ -143,8 +154,10 @@ class Zero1(ShardedDataParallel):
         used = {p: p in self.used or p.grad is not None for p in self.names}
         missing = [self.names[p] for p, has_gradient in used.items() if not has_gradient]
         if 0 < len(missing) < len(used) and not self.find_unused_parameters:
-            raise ValueError(no_gradient(missing, len(used), self.group.rank())
-                             + ", else pass find_unused_parameters=True")
+            raise ValueError(
+                no_gradient(missing, len(used), self.group.rank())
+                + ", else pass find_unused_parameters=True"
+            )
         self.finish_gather()  # if nothing has used them
         self.reduce()
         unused = self.unused_on_all_ranks(used) if used and self.find_unused_parameters else set()
@@ -206,8 +219,9 @@ class Zero1(ShardedDataParallel):
         one after the other, waits for its own parameters alone.
         """
         has_list = any(isinstance(each, nn.ModuleList | nn.Sequential) for each in module.modules())
-        read = dict.fromkeys(self.flat_of[p] for p in module.parameters(recurse=not has_list)
-                             if p in self.flat_of)
+        read = dict.fromkeys(
+            self.flat_of[p] for p in module.parameters(recurse=not has_list) if p in self.flat_of
+        )
         if read:
             self.hooks.append(module.register_forward_pre_hook(lambda *_: self.wait_for(read)))
 
@@ -237,11 +251,16 @@ class Zero2(Zero1):
     """
 
     def __init__(
-        self, model: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = BUCKET_BYTES,
-        sync_every_micro_batch: bool = True, **options,
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        bucket_bytes: int = BUCKET_BYTES,
+        sync_every_micro_batch: bool = True,
+        **options,
     ):
         super().__init__(
-            model, group, bucket_bytes, sync_every_micro_batch=sync_every_micro_batch, **options)
+            model, group, bucket_bytes, sync_every_micro_batch=sync_every_micro_batch, **options
+        )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

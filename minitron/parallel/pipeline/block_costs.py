@@ -12,8 +12,11 @@ Count = Callable[[nn.Module], tuple[list[float], float, float]]  # of the blocks
 
 def count_parameters(model: nn.Module) -> tuple[list[float], float, float]:
     """Count what each block, the embedding and the head cost in memory."""
-    return ([size_of(block) for block in model.blocks],
-            size_of(model.token_embedding), size_of(model.head))
+    return (
+        [size_of(block) for block in model.blocks],
+        size_of(model.token_embedding),
+        size_of(model.head),
+    )
 
 
 def count_multiplications(model: nn.Module) -> tuple[list[float], float, float]:

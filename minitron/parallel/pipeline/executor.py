@@ -71,7 +71,8 @@ class ScheduleExecutor:
         needed = {stage} | ({pipeline.last_stage} if pipeline.shares_ends and stage == 0 else set())
         incomplete = pipeline.tied_within_rank if stage == pipeline.last_stage else frozenset()
         return pipeline.data.pass_context(
-            pipeline.stages.index(stage), action.kind, needed.issubset(self.finished), incomplete)
+            pipeline.stages.index(stage), action.kind, needed.issubset(self.finished), incomplete
+        )
 
     def complete_shared_gradients(self) -> None:
         """Let the data axis send what both ends share, if the last stage has finished last."""
@@ -92,7 +93,9 @@ class ScheduleExecutor:
             else:
                 out = x.requires_grad_(torch.is_grad_enabled())
             rotation = self.model.rotation(positions, out.dtype)
-            out = self.model.run_blocks(self.model.blocks[blocks.start:blocks.stop], out, rotation)
+            out = self.model.run_blocks(
+                self.model.blocks[blocks.start : blocks.stop], out, rotation
+            )
             if stage == self.pipeline.last_stage:
                 logits = self.model.predict(out)
                 logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -49,8 +49,14 @@ def target_rank(schedule: Schedule, action: Action) -> int | None:
 
 def forwards(schedule: Schedule, num_micro_batches: int) -> Schedule:
     """Keep only the forward passes through the stages of `schedule`, for an evaluation."""
-    lists = ((Action("F", i, stage) for stage in schedule.stages_of(rank)
-              for i in range(num_micro_batches)) for rank in range(schedule.num_ranks))
+    lists = (
+        (
+            Action("F", i, stage)
+            for stage in schedule.stages_of(rank)
+            for i in range(num_micro_batches)
+        )
+        for rank in range(schedule.num_ranks)
+    )
     return Schedule("forward", num_micro_batches, tuple(map(tuple, lists)))
 
 
@@ -63,8 +69,11 @@ def split_blocks(
     ConfigError if there are fewer blocks than stages.
     """
     n = len(costs)
-    require(n >= num_stages, f"{n} blocks do not fill {num_stages} stages of a pipeline",
-            f"use {n} stages or fewer, or more layers")
+    require(
+        n >= num_stages,
+        f"{n} blocks do not fill {num_stages} stages of a pipeline",
+        f"use {n} stages or fewer, or more layers",
+    )
     before = [0.0, *accumulate(costs)]  # of all blocks before each
 
     @cache

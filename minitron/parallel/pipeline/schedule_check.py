@@ -17,21 +17,31 @@ def check(schedule: Schedule) -> None:
     Every rank has something to do, every stage is on one rank and runs every micro-batch once each
     way, and no rank hangs.
     """
-    require(isinstance(schedule, Schedule), f"{type(schedule).__name__} is not a Schedule",
-            "give it a name, the number of micro-batches and a list of actions for each rank")
+    require(
+        isinstance(schedule, Schedule),
+        f"{type(schedule).__name__} is not a Schedule",
+        "give it a name, the number of micro-batches and a list of actions for each rank",
+    )
     m = schedule.num_micro_batches
     require(type(m) is int and m > 0, f"a schedule of {m} micro-batches: there must be 1 or more")
     holders: dict[int, int] = {}
     for rank, actions in enumerate(schedule.actions):
-        require(isinstance(actions, (list, tuple)), f"rank {rank} has a {type(actions).__name__} "
-                "of actions", "write a list")
-        require(len(actions) > 0, f"rank {rank} runs nothing",
-                "give it a stage, or use fewer ranks")
+        require(
+            isinstance(actions, (list, tuple)),
+            f"rank {rank} has a {type(actions).__name__} of actions",
+            "write a list",
+        )
+        require(
+            len(actions) > 0, f"rank {rank} runs nothing", "give it a stage, or use fewer ranks"
+        )
         for action in actions:
             require_known(action, rank, schedule.num_micro_batches)
             holder = holders.setdefault(action.stage, rank)
-            require(holder == rank, f"stage {action.stage} is on rank {holder} and on rank {rank}: "
-                    "one rank must hold it and run all of its actions")
+            require(
+                holder == rank,
+                f"stage {action.stage} is on rank {holder} and on rank {rank}: "
+                "one rank must hold it and run all of its actions",
+            )
 
     counts = Counter(action for actions in schedule.actions for action in actions)
     for stage in range(schedule.num_stages):
@@ -43,15 +53,23 @@ def check(schedule: Schedule) -> None:
 
 def require_known(action: Action, rank: int, num_micro_batches: int) -> None:
     """Require of a list's entry an Action with a kind, a micro-batch and a stage that exist."""
-    require(isinstance(action, Action), f"rank {rank} runs {action!r}",
-            "write Action(kind, micro_batch, stage)")
+    require(
+        isinstance(action, Action),
+        f"rank {rank} runs {action!r}",
+        "write Action(kind, micro_batch, stage)",
+    )
     kind, i, stage = action
     require(kind in get_args(Kind), f"rank {rank} runs {kind!r}: a pass is F, B, I or W")
-    require(type(i) is int and type(stage) is int, f"rank {rank} runs {tuple(action)}: micro-batch "
-            "and stage are integers")
+    require(
+        type(i) is int and type(stage) is int,
+        f"rank {rank} runs {tuple(action)}: micro-batch and stage are integers",
+    )
     require(stage >= 0, f"rank {rank} runs {action} of stage {stage}: stages are numbered from 0")
-    require(0 <= i < num_micro_batches, f"stage {stage} runs {action}, but there are only "
-            f"{num_micro_batches} micro-batches, numbered from 0")
+    require(
+        0 <= i < num_micro_batches,
+        f"stage {stage} runs {action}, but there are only "
+        f"{num_micro_batches} micro-batches, numbered from 0",
+    )
 
 
 def require_once(counts: Counter, stage: int, i: int) -> None:
@@ -67,8 +85,11 @@ def require_once(counts: Counter, stage: int, i: int) -> None:
         "W": f"runs W{i} without I{i}, which it needs",
     }
     if backward not in ("B", "IW"):
-        require(False, f"stage {stage} " + reasons.get(
-            backward, f"runs B{i} and a half of it again: B is I and W"))
+        require(
+            False,
+            f"stage {stage} "
+            + reasons.get(backward, f"runs B{i} and a half of it again: B is I and W"),
+        )
 
 
 def in_order(schedule: Schedule) -> Iterator[Action]:
@@ -76,8 +97,9 @@ def in_order(schedule: Schedule) -> Iterator[Action]:
     done: set[Action] = set()
     left = [list(reversed(actions)) for actions in schedule.actions]
     while any(left):
-        ready = [actions for actions in left if actions
-                 and done.issuperset(schedule.needs(actions[-1]))]
+        ready = [
+            actions for actions in left if actions and done.issuperset(schedule.needs(actions[-1]))
+        ]
         if not ready:
             stuck = {rank: actions[-1] for rank, actions in enumerate(left) if actions}
             require(False, who_waits(schedule, stuck, done))
@@ -97,11 +119,13 @@ def who_waits(schedule: Schedule, stuck: dict[int, Action], done: set[Action]) -
         missing = next(need for need in schedule.needs(action) if need not in done)
         other = schedule.rank_of.get(missing.stage)
         if other not in stuck or missing not in schedule.all_actions:
-            return f"stage {action.stage} waits for {missing} from stage {missing.stage}, " \
-                   "which no rank runs"
+            return (
+                f"stage {action.stage} waits for {missing} from stage {missing.stage}, "
+                "which no rank runs"
+            )
         waits[rank] = wait(action, missing, stuck[other], is_own=other == rank)
         rank = other
-    circle = list(waits)[list(waits).index(rank):]
+    circle = list(waits)[list(waits).index(rank) :]
     return "; ".join(waits[rank] for rank in circle) + ": a deadlock"
 
 
@@ -111,8 +135,10 @@ def wait(action: Action, missing: Action, before: Action, is_own: bool) -> str:
         whose = "" if missing.stage == action.stage else f" of stage {missing.stage}"
         return f"stage {action.stage} runs {action} before {missing}{whose}, which it needs"
     whose = "" if missing.stage == before.stage else f" of stage {before.stage}, on the same rank"
-    return f"stage {action.stage} waits for {missing} from stage {missing.stage}, " \
-           f"which stage {missing.stage} runs after {before}{whose}"
+    return (
+        f"stage {action.stage} waits for {missing} from stage {missing.stage}, "
+        f"which stage {missing.stage} runs after {before}{whose}"
+    )
 
 
 def peak_activations(schedule: Schedule) -> list[int]:

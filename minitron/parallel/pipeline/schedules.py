@@ -57,8 +57,9 @@ class Schedule:
     @cached_property
     def rank_of(self) -> dict[int, int]:
         """The rank that holds each stage."""
-        return {action.stage: rank for rank, actions in enumerate(self.actions)
-                for action in actions}
+        return {
+            action.stage: rank for rank, actions in enumerate(self.actions) for action in actions
+        }
 
     @property
     def num_stages(self) -> int:
@@ -112,14 +113,15 @@ def one_forward_one_backward(num_ranks: int, num_micro_batches: int) -> Schedule
     return make("1F1B", num_micro_batches, lists)
 
 
-def alternate(
-    forwards: list[Action], backwards: list[Action], num_warm_up: int
-) -> list[Action]:
+def alternate(forwards: list[Action], backwards: list[Action], num_warm_up: int) -> list[Action]:
     """Order `num_warm_up` forwards; then a forward and a backward in turn; then the backwards."""
     steady = zip(forwards[num_warm_up:], backwards, strict=False)
     num_steady = max(0, len(forwards) - num_warm_up)
-    return [*forwards[:num_warm_up], *(action for pair in steady for action in pair),
-            *backwards[num_steady:]]
+    return [
+        *forwards[:num_warm_up],
+        *(action for pair in steady for action in pair),
+        *backwards[num_steady:],
+    ]
 
 
 def zero_bubble(num_ranks: int, num_micro_batches: int, num_chunks: int = 1) -> Schedule:
@@ -149,9 +151,7 @@ def zero_bubble(num_ranks: int, num_micro_batches: int, num_chunks: int = 1) -> 
 # Several stages a rank
 
 
-def in_groups(
-    num_ranks: int, num_micro_batches: int, num_chunks: int
-) -> list[tuple[int, int]]:
+def in_groups(num_ranks: int, num_micro_batches: int, num_chunks: int) -> list[tuple[int, int]]:
     """Order (micro-batch, chunk): p micro-batches through every chunk, then the next p."""
     p, m, v = num_ranks, num_micro_batches, num_chunks
     if v == 1:
@@ -161,8 +161,9 @@ def in_groups(
         f"{m} micro-batches are not divisible by {p} ranks: {v} chunks need groups of {p}",
         f"use {-(-m // p) * p}",
     )
-    return [(group * p + i, chunk)
-            for group in range(m // p) for chunk in range(v) for i in range(p)]
+    return [
+        (group * p + i, chunk) for group in range(m // p) for chunk in range(v) for i in range(p)
+    ]
 
 
 def breadth_first(num_ranks: int, num_micro_batches: int, num_chunks: int) -> Schedule:
@@ -174,8 +175,14 @@ def breadth_first(num_ranks: int, num_micro_batches: int, num_chunks: int) -> Sc
     for rank in range(num_ranks):
         stages = range(rank, num_ranks * num_chunks, num_ranks)
         forwards = [Action("F", i, stage) for stage in stages for i in range(num_micro_batches)]
-        lists.append(forwards + [Action("B", i, stage) for stage in reversed(stages)
-                                 for i in range(num_micro_batches)])
+        lists.append(
+            forwards
+            + [
+                Action("B", i, stage)
+                for stage in reversed(stages)
+                for i in range(num_micro_batches)
+            ]
+        )
     return make("GPipe", num_micro_batches, lists)
 
 

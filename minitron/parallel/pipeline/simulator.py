@@ -61,8 +61,10 @@ def simulate(
     passes: list[list[Pass]] = [[] for _ in schedule.actions]
     for action in in_order(schedule):
         rank = schedule.rank_of[action.stage]
-        arrivals = [ends[need] + (transfer_seconds if schedule.rank_of[need.stage] != rank else 0)
-                    for need in schedule.needs(action)]
+        arrivals = [
+            ends[need] + (transfer_seconds if schedule.rank_of[need.stage] != rank else 0)
+            for need in schedule.needs(action)
+        ]
         free = passes[rank][-1].end if passes[rank] else 0
         start = max([free, *arrivals])
         ends[action] = start + seconds[action.kind]

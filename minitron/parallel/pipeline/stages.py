@@ -51,8 +51,13 @@ class PipelineParallel(OneDevice):
     """
 
     def __init__(
-        self, model: nn.Module, group: ProcessGroup, make_schedule: MakeSchedule, count: Count,
-        sequence_parts: int, autocast: torch.dtype | None,
+        self,
+        model: nn.Module,
+        group: ProcessGroup,
+        make_schedule: MakeSchedule,
+        count: Count,
+        sequence_parts: int,
+        autocast: torch.dtype | None,
     ):
         super().__init__(model)
         self.group, self.make_schedule = group, make_schedule
@@ -62,8 +67,11 @@ class PipelineParallel(OneDevice):
         # Where the stages are does not depend on m; and every schedule runs 2p micro-batches.
         self.layout = schedule = make_schedule(self.size, 2 * self.size)
         check(schedule)
-        require(schedule.num_ranks == self.size, f"a schedule of {schedule.num_ranks} ranks on "
-                f"{self.size}", f"make it for {self.size}")
+        require(
+            schedule.num_ranks == self.size,
+            f"a schedule of {schedule.num_ranks} ranks on {self.size}",
+            f"make it for {self.size}",
+        )
         self.stages = schedule.stages_of(self.rank)
         self.last_stage = schedule.num_stages - 1
         self.ends = schedule.rank_of[0], schedule.rank_of[self.last_stage]
@@ -112,11 +120,17 @@ class PipelineParallel(OneDevice):
         if m not in self.scripts:
             schedule = self.make_schedule(self.size, m)
             check(schedule)
-            require(schedule.num_micro_batches == m, f"a schedule of {schedule.num_micro_batches} "
-                    f"micro-batches in a step of {m}: make_schedule(num_ranks, {m}) must have {m}")
-            require(schedule.rank_of == self.layout.rank_of, "the schedule puts stages on ranks as "
-                    f"{schedule.rank_of}, the model is laid out as {self.layout.rank_of}: a stage "
-                    "must stay on its rank")
+            require(
+                schedule.num_micro_batches == m,
+                f"a schedule of {schedule.num_micro_batches} "
+                f"micro-batches in a step of {m}: make_schedule(num_ranks, {m}) must have {m}",
+            )
+            require(
+                schedule.rank_of == self.layout.rank_of,
+                "the schedule puts stages on ranks as "
+                f"{schedule.rank_of}, the model is laid out as {self.layout.rank_of}: a stage "
+                "must stay on its rank",
+            )
             self.scripts[m] = script(schedule, self.rank)
         return self.scripts[m]
 
@@ -141,7 +155,10 @@ class PipelineParallel(OneDevice):
         return [micro_batches] if micro_batches else []
 
     def forward_backward(
-        self, accumulate: Accumulate, micro_batches: MicroBatches, divisor: Tensor,
+        self,
+        accumulate: Accumulate,
+        micro_batches: MicroBatches,
+        divisor: Tensor,
         sum_loss: SumLoss,
     ) -> Tensor:
         """Run the schedule."""
@@ -175,7 +192,9 @@ class PipelineParallel(OneDevice):
         return value
 
     def sum_losses(
-        self, forward: Callable[[Tensor], Tensor], micro_batches: MicroBatches,
+        self,
+        forward: Callable[[Tensor], Tensor],
+        micro_batches: MicroBatches,
         sum_loss: SumLoss,
     ) -> Tensor:
         """Return the summed loss of all micro-batches, on every rank; without a gradient."""
@@ -203,8 +222,11 @@ class PipelineParallel(OneDevice):
     def join_blocks(self, blocks: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
         """Join the parameters of all stages, on the CPU."""
         by_stage = gathered_tensors(blocks, self.group)
-        return {name: value for stage in reversed(by_stage)  # a tied one is the first stage's
-                for name, value in stage.items()}
+        return {
+            name: value
+            for stage in reversed(by_stage)  # a tied one is the first stage's
+            for name, value in stage.items()
+        }
 
     def norm_groups(self) -> list[ProcessGroup]:
         return [self.group]
@@ -256,8 +278,12 @@ class PipelineParallel(OneDevice):
 
 
 def apply_pipeline_parallel(
-    model: nn.Module, group: ProcessGroup, make_schedule: MakeSchedule = one_forward_one_backward,
-    count: Count = count_parameters, sequence_parts: int = 1, autocast: torch.dtype | None = None,
+    model: nn.Module,
+    group: ProcessGroup,
+    make_schedule: MakeSchedule = one_forward_one_backward,
+    count: Count = count_parameters,
+    sequence_parts: int = 1,
+    autocast: torch.dtype | None = None,
 ) -> PipelineParallel:
     """Leave each rank of `group` its stages of `model`, to run as `make_schedule(p, m)` says.
 

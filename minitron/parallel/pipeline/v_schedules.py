@@ -67,13 +67,16 @@ def dualpipe_v(num_ranks: int, num_micro_batches: int) -> Schedule:
     that the ranks before it wait less. Raises ConfigError unless m is at least 2p.
     """
     p, m = num_ranks, num_micro_batches
-    require(m >= 2 * p, f"{m} micro-batches do not fill DualPipeV on {p} ranks: it needs 2 for "
-            "each rank", f"use {2 * p} or more")
+    require(
+        m >= 2 * p,
+        f"{m} micro-batches do not fill DualPipeV on {p} ranks: it needs 2 for each rank",
+        f"use {2 * p} or more",
+    )
     lists, overlapped = [], set()
     for rank in range(p):
         down, up, after = rank, 2 * p - 1 - rank, p - 1 - rank
         backwards = [up, down] * (rank + 1)
-        full, halved = backwards[:rank + 1], backwards[rank + 1:]
+        full, halved = backwards[: rank + 1], backwards[rank + 1 :]
         deferred = [("W", stage) for stage in halved + [down] * after]
         turns = [
             *[("F", down)] * (2 * after),

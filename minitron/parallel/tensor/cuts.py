@@ -59,7 +59,7 @@ class Cut:
 
     def unshard(self, parts: list[Tensor]) -> Tensor:
         """Join what all ranks hold, in their order."""
-        return torch.cat(parts[::self.copies], self.dim)
+        return torch.cat(parts[:: self.copies], self.dim)
 
     def full_shape(self, shard: torch.Size) -> torch.Size:
         """Return the full shape of which `shard` is a part."""

@@ -163,9 +163,7 @@ class TensorParallel(OneDevice):
         """Sum the gradients of which the ranks have partial sums."""
         self.sum_partial_gradients(lambda parameter: parameter.grad)
 
-    def sum_partial_gradients(
-        self, gradient: Callable[[nn.Parameter], Tensor | None]
-    ) -> None:
+    def sum_partial_gradients(self, gradient: Callable[[nn.Parameter], Tensor | None]) -> None:
         """Sum the gradients of which the ranks have partial sums, a message for each dtype."""
         shared: dict[torch.dtype, list[tuple[Cut, Tensor]]] = {}
         for name, parameter in global_parameters(self.model):
@@ -182,8 +180,10 @@ class TensorParallel(OneDevice):
         """
         sizes = [cut.count * grad.numel() for cut, grad in partial_sums]
         flat = partial_sums[0][1].new_zeros(sum(sizes))
-        own = [parts.view(cut.count, *grad.shape)[cut.index]
-               for parts, (cut, grad) in zip(flat.split(sizes), partial_sums, strict=True)]
+        own = [
+            parts.view(cut.count, *grad.shape)[cut.index]
+            for parts, (cut, grad) in zip(flat.split(sizes), partial_sums, strict=True)
+        ]
         for part, (_, grad) in zip(own, partial_sums, strict=True):
             part.copy_(grad)
         all_reduce(flat, self.group)
@@ -209,6 +209,7 @@ class TensorParallel(OneDevice):
 
     def part_of(self, value: Values) -> Values:
         """Wrap `value` so that it takes the shape of this rank's part, and returns that part."""
+
         def part(name: str, shape: torch.Size) -> Tensor:
             cut = self.cuts[name]
             return cut.of(value(name, cut.full_shape(shape)))
@@ -220,11 +221,16 @@ class TensorParallel(OneDevice):
 
         On the CPU, since a device may not have room for all of them.
         """
-        cut = {name: block for name, block in blocks.items()
-               if block is not None and self.cuts[name].count > 1}
+        cut = {
+            name: block
+            for name, block in blocks.items()
+            if block is not None and self.cuts[name].count > 1
+        }
         own = (block.to(self.device) for block in cut.values())
-        full = {name: self.cuts[name].unshard(list(parts.unbind())).cpu()
-                for name, parts in zip(cut, all_gather_together(own, self.group), strict=True)}
+        full = {
+            name: self.cuts[name].unshard(list(parts.unbind())).cpu()
+            for name, parts in zip(cut, all_gather_together(own, self.group), strict=True)
+        }
         return blocks | full
 
     @property

@@ -133,8 +133,11 @@ def right_sums(model, micro_batches, divisor=None, sum_loss=None):
         divisor = sum(count(targets) for _, targets in micro_batches) or 1
     losses = []
     for inputs, targets in micro_batches:
-        loss = token_losses(model, inputs, targets) if sum_loss is None \
+        loss = (
+            token_losses(model, inputs, targets)
+            if sum_loss is None
             else sum_loss(model(inputs), targets)
+        )
         losses.append(loss / divisor)
         losses[-1].backward()
         losses[-1] = float(losses[-1].detach())
@@ -388,8 +391,9 @@ def no_attention(model, sequence_length):
 
 def half_the_square(model, sequence_length):
     """Masked scores are not computed: by convention the full square counts."""
-    return right_flops(model, sequence_length) - 6 * model.num_layers * sequence_length \
-        * model.width
+    return (
+        right_flops(model, sequence_length) - 6 * model.num_layers * sequence_length * model.width
+    )
 
 
 def free_tied_head(model, sequence_length):

@@ -29,8 +29,10 @@ def two_or_four(model, dtypes):
     half = {part: 2 if dtype else 0 for part, dtype in dtypes.items()}
     size = half | {part: 4 for part, dtype in dtypes.items() if dtype == torch.float32}
     counted = right_states(model, dtypes)
-    return {part: counted[part] // (dtypes[part].itemsize if dtypes[part] else 1) * size[part]
-            for part in dtypes}
+    return {
+        part: counted[part] // (dtypes[part].itemsize if dtypes[part] else 1) * size[part]
+        for part in dtypes
+    }
 
 
 def counts_tied_twice(model, dtypes):
@@ -97,7 +99,8 @@ def right_fit(model, plans, memory_gb):
     """Filters after sorting pairs of bytes and position."""
     order = sorted(
         (sum(right_states(model, dtypes).values()), position, name)
-        for position, (name, dtypes) in enumerate(plans.items()))
+        for position, (name, dtypes) in enumerate(plans.items())
+    )
     return [name for size, _, name in order if size / 1e9 <= memory_gb]
 
 
@@ -236,8 +239,9 @@ def always_masks(model, batch_size, sequence_length, bytes_per_value):
 
 def values_not_bytes(model, batch_size, sequence_length, bytes_per_value):
     """The count of values is the answer."""
-    return right_materialized(model, batch_size, sequence_length, bytes_per_value) \
-        // bytes_per_value
+    return (
+        right_materialized(model, batch_size, sequence_length, bytes_per_value) // bytes_per_value
+    )
 
 
 def right_fused(model, batch_size, sequence_length, bytes_per_value):
@@ -444,8 +448,7 @@ def keeps_the_loss(model, optimizer, batches, validation):
         loss, correct = train_once(*arguments)
         return loss, correct.mean().item()
 
-    return loop(train_one, validate_to_float, to_float)(
-        model, optimizer, batches, validation)
+    return loop(train_one, validate_to_float, to_float)(model, optimizer, batches, validation)
 
 
 def keeps_the_average(model, optimizer, batches, validation):
@@ -469,8 +472,7 @@ def keeps_the_tokens(model, optimizer, batches, validation):
         loss, correct = train_once(*arguments)
         return loss.item(), correct
 
-    return loop(train_one, validate_to_float, to_float)(
-        model, optimizer, batches, validation)
+    return loop(train_one, validate_to_float, to_float)(model, optimizer, batches, validation)
 
 
 def keeps_validation_graphs(model, optimizer, batches, validation):
@@ -479,8 +481,7 @@ def keeps_validation_graphs(model, optimizer, batches, validation):
     def validate(model, validation):
         return sum(loss_of(model(x), y) for x, y in validation) / len(validation)
 
-    return loop(train_to_floats, validate, to_float)(
-        model, optimizer, batches, validation)
+    return loop(train_to_floats, validate, to_float)(model, optimizer, batches, validation)
 
 
 def adds_up_graphs(model, optimizer, batches, validation):
@@ -562,7 +563,8 @@ def keeps_tokens_in_numpy(model, optimizer, batches, validation):
         return loss.item(), correct.numpy().copy()
 
     return loop(train_one, validate_to_float, lambda value: float(numpy.mean(value)))(
-        model, optimizer, batches, validation)
+        model, optimizer, batches, validation
+    )
 
 
 MISTAKES = {

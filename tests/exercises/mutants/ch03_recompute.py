@@ -16,8 +16,17 @@ from minitron import cost
 
 
 def write_recompute(
-    function, tensors, restore=True, go_back=True, detach=True, anchored=True, num_calls=1,
-    start=lambda grad: grad, record=True, weights=True, keep=None,
+    function,
+    tensors,
+    restore=True,
+    go_back=True,
+    detach=True,
+    anchored=True,
+    num_calls=1,
+    start=lambda grad: grad,
+    record=True,
+    weights=True,
+    keep=None,
     wants=lambda tensor: tensor.requires_grad,
 ):
     """The answer of the course with one of its parts left out."""
@@ -70,9 +79,11 @@ def stays_in_the_past(function, *tensors):
 
 def seeds_both(function, *tensors):
     """A seed makes both calls draw the same numbers: and every layer, and every step."""
+
     def seeded(*inputs):
         torch.manual_seed(0)
         return function(*inputs)
+
     return write_recompute(seeded, tensors)
 
 
@@ -127,9 +138,11 @@ REPLAYED = []
 
 def never_lets_go(function, *tensors):
     """A list outside of ctx does as well: nobody empties it."""
+
     def noted(*inputs):
         REPLAYED.append(function(*inputs))
         return REPLAYED[-1]
+
     return write_recompute(noted, tensors)
 
 
@@ -298,16 +311,18 @@ def whole_attention(model, sequence_length, recompute="full"):
 def one_product(model, sequence_length, recompute="full"):
     """Attention is the scores: and their product with the values."""
     half = 2 * model.num_layers * sequence_length * model.width
-    return right_by_difference(model, sequence_length, recompute) \
-        - (half if recompute == "full" else 0)
+    return right_by_difference(model, sequence_length, recompute) - (
+        half if recompute == "full" else 0
+    )
 
 
 def fewer_heads_attend(model, sequence_length, recompute="full"):
     """Grouped queries compute fewer scores: they only share the keys."""
     narrow = model.width - model.num_kv_heads * model.head_width
     saved = 4 * model.num_layers * sequence_length * narrow
-    return right_by_difference(model, sequence_length, recompute) \
-        - (saved if recompute != "none" else 0)
+    return right_by_difference(model, sequence_length, recompute) - (
+        saved if recompute != "none" else 0
+    )
 
 
 def in_floats(model, sequence_length, recompute="full"):
@@ -327,8 +342,10 @@ def peak_of(num_blocks, length, activation, boundary):
 
 def right_downwards(num_blocks, activation_bytes, boundary_bytes):
     """Sorts all lengths by peak, then by minus the length."""
-    _, negative = min((peak_of(num_blocks, n, activation_bytes, boundary_bytes), -n)
-                      for n in range(1, num_blocks + 1))
+    _, negative = min(
+        (peak_of(num_blocks, n, activation_bytes, boundary_bytes), -n)
+        for n in range(1, num_blocks + 1)
+    )
     return -negative, peak_of(num_blocks, -negative, activation_bytes, boundary_bytes)
 
 
@@ -346,17 +363,21 @@ def by_the_derivative(num_blocks, activation_bytes, boundary_bytes):
 
 def all_full(num_blocks, activation_bytes, boundary_bytes):
     """Every segment is full: the last need not be."""
+
     def peak(length):
         return (math.ceil(num_blocks / length) - 1) * boundary_bytes + length * activation_bytes
+
     best = min(range(num_blocks, 0, -1), key=peak)
     return best, peak(best)
 
 
 def last_segment_only(num_blocks, activation_bytes, boundary_bytes):
     """The most inputs are held in the last segment, so it is the peak: if it is full."""
+
     def peak(length):
         before = math.ceil(num_blocks / length) - 1
         return before * boundary_bytes + (num_blocks - before * length) * activation_bytes
+
     best = min(range(num_blocks, 0, -1), key=peak)
     return best, peak(best)
 
@@ -369,8 +390,10 @@ def own_input_twice(num_blocks, activation_bytes, boundary_bytes):
 
 def shortest(num_blocks, activation_bytes, boundary_bytes):
     """Of equal peaks the first: more inputs are held than need be."""
+
     def peak(length):
         return peak_of(num_blocks, length, activation_bytes, boundary_bytes)
+
     best = min(range(1, num_blocks + 1), key=peak)
     return best, peak(best)
 

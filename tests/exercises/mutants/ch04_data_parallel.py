@@ -30,7 +30,7 @@ def right_one_flat_tensor(model, group):
     dist.all_reduce(flat, group=group)
     start = 0
     for p in parameters:
-        p.grad = flat[start:start + p.numel()].reshape(p.shape) / group.size()
+        p.grad = flat[start : start + p.numel()].reshape(p.shape) / group.size()
         start += p.numel()
 
 
@@ -192,8 +192,10 @@ def right_recursive(sizes, bucket_bytes):
         held += sizes[-1 - count]
         count += 1
     first = len(sizes) - count
-    return [list(range(len(sizes) - 1, first - 1, -1)), *right_recursive(sizes[:first],
-                                                                         bucket_bytes)]
+    return [
+        list(range(len(sizes) - 1, first - 1, -1)),
+        *right_recursive(sizes[:first], bucket_bytes),
+    ]
 
 
 def forgets_the_last(sizes, bucket_bytes):
@@ -454,8 +456,9 @@ class HooksTwice(Hooked):
     """Every name is a parameter: the tied weight gets two hooks, and is averaged twice."""
 
     def hooked(self):
-        return [p for _, p in self.model.named_parameters(remove_duplicate=False)
-                if p.requires_grad]
+        return [
+            p for _, p in self.model.named_parameters(remove_duplicate=False) if p.requires_grad
+        ]
 
 
 class HooksAgain(Hooked):
@@ -502,7 +505,8 @@ class Bucketed:
 
     def send_complete(self):
         while self.num_sent < len(self.buckets) and self.complete.issuperset(
-                self.buckets[self.num_sent]):
+            self.buckets[self.num_sent]
+        ):
             self.send(self.buckets[self.num_sent])
 
     def flatten(self, bucket):
@@ -519,7 +523,7 @@ class Bucketed:
         self.num_sent += 1
 
     def finish(self):
-        for bucket in self.buckets[self.num_sent:]:
+        for bucket in self.buckets[self.num_sent :]:
             self.send(bucket)
         for work in self.works:
             work.wait()
@@ -541,21 +545,22 @@ class RightCountdown(Bucketed):
 
     def collect(self, p):
         if self.synchronizes:
-            number = next(n for n, bucket in enumerate(self.buckets)
-                          if any(p is other for other in bucket))
+            number = next(
+                n for n, bucket in enumerate(self.buckets) if any(p is other for other in bucket)
+            )
             self.missing[number] -= 1
-            while len(self.in_flight) < len(self.buckets) and not self.missing[
-                    len(self.in_flight)]:
+            while len(self.in_flight) < len(self.buckets) and not self.missing[len(self.in_flight)]:
                 self.send(self.buckets[len(self.in_flight)])
 
     def send(self, bucket):
-        flat = torch.cat([
-            (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in bucket])
+        flat = torch.cat(
+            [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in bucket]
+        )
         work = dist.all_reduce(flat, group=self.group, async_op=True)
         self.in_flight.append((bucket, flat, work))
 
     def finish(self):
-        for bucket in self.buckets[len(self.in_flight):]:
+        for bucket in self.buckets[len(self.in_flight) :]:
             self.send(bucket)
         for bucket, flat, work in self.in_flight:
             work.wait()
@@ -571,8 +576,10 @@ class RightViews(Bucketed):
     def reset(self):
         super().reset()
         if not hasattr(self, "flats"):
-            self.flats = [torch.empty(sum(p.numel() for p in bucket), dtype=bucket[0].dtype)
-                          for bucket in self.buckets]
+            self.flats = [
+                torch.empty(sum(p.numel() for p in bucket), dtype=bucket[0].dtype)
+                for bucket in self.buckets
+            ]
 
     def send(self, bucket):
         flat = self.flats[self.num_sent]
@@ -629,8 +636,11 @@ class TrustsTheOrder(Bucketed):
     """The last gradient of the list comes last: on another rank another one does."""
 
     def collect(self, p):
-        if self.synchronizes and self.num_sent < len(self.buckets) \
-                and p is self.buckets[self.num_sent][-1]:
+        if (
+            self.synchronizes
+            and self.num_sent < len(self.buckets)
+            and p is self.buckets[self.num_sent][-1]
+        ):
             self.send(self.buckets[self.num_sent])
 
 

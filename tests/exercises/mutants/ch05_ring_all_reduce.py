@@ -34,17 +34,21 @@ def right_batched(flat, group):
     bounds = [0, *accumulate(n for n in map(len, flat.tensor_split(size)))]
 
     def chunk(index):
-        return flat[bounds[index % size]:bounds[index % size + 1]]
+        return flat[bounds[index % size] : bounds[index % size + 1]]
 
     for step in range(1, size):
         incoming = torch.zeros_like(chunk(rank - step - 1))
         operations = []
         if len(chunk(rank - step)):
-            operations.append(dist.P2POp(
-                dist.isend, chunk(rank - step), group=group, group_peer=(rank + 1) % size))
+            operations.append(
+                dist.P2POp(
+                    dist.isend, chunk(rank - step), group=group, group_peer=(rank + 1) % size
+                )
+            )
         if len(incoming):
-            operations.append(dist.P2POp(
-                dist.irecv, incoming, group=group, group_peer=(rank + size - 1) % size))
+            operations.append(
+                dist.P2POp(dist.irecv, incoming, group=group, group_peer=(rank + size - 1) % size)
+            )
         for work in dist.batch_isend_irecv(operations) if operations else []:
             work.wait()
         chunk(rank - step - 1).add_(incoming)
@@ -136,12 +140,13 @@ def cuts_rounded_up(flat, group):
     """Chunks of ceil(n / N) values, the last ones shorter: tensor_split cuts otherwise."""
     rank, size = group.rank(), group.size()
     length = -(-len(flat) // size)
-    chunks = [flat[index * length:(index + 1) * length] for index in range(size)]
+    chunks = [flat[index * length : (index + 1) * length] for index in range(size)]
     for step in range(size - 1):
         total = chunks[(rank - 2 - step) % size]
         received = torch.empty_like(total)
-        swap(chunks[(rank - 1 - step) % size], (rank + 1) % size,
-             received, (rank - 1) % size, group)
+        swap(
+            chunks[(rank - 1 - step) % size], (rank + 1) % size, received, (rank - 1) % size, group
+        )
         total += received
     return chunks[rank]
 
@@ -206,8 +211,10 @@ def uses_all_reduce(flat, group):
 def right_receives_posted_first(flat, group):
     """All receives have their places before anything is sent."""
     chunks, rank, size, after, before = ring_of(flat, group)
-    receives = [dist.irecv(chunks[(rank - step) % size], group=group, group_src=before)
-                for step in range(1, size)]
+    receives = [
+        dist.irecv(chunks[(rank - step) % size], group=group, group_src=before)
+        for step in range(1, size)
+    ]
     sends = []
     for step in range(size - 1):
         if step > 0:
@@ -272,8 +279,9 @@ def sends_its_own_again(flat, group):
     for step in range(size - 1):
         received = torch.empty_like(chunks[(rank - 1) % size])
         swap(chunks[rank], after, received, before, group)
-        chunks[(rank - 1 - step) % size][:len(received)] = received[
-            :len(chunks[(rank - 1 - step) % size])]
+        chunks[(rank - 1 - step) % size][: len(received)] = received[
+            : len(chunks[(rank - 1 - step) % size])
+        ]
 
 
 def wrong_places(flat, group):
@@ -284,7 +292,7 @@ def wrong_places(flat, group):
         received = torch.empty_like(chunks[(rank - step) % size])
         swap(carried, after, received, before, group)
         place = chunks[(rank + step) % size]
-        place[:len(received)] = received[:len(place)]
+        place[: len(received)] = received[: len(place)]
         carried = received
 
 
@@ -324,8 +332,7 @@ def never_waits(flat, group):
     works = []
     for step in range(size - 1):
         works.append(dist.isend(chunks[(rank - step) % size], group=group, group_dst=after))
-        works.append(dist.irecv(
-            chunks[(rank - 1 - step) % size], group=group, group_src=before))
+        works.append(dist.irecv(chunks[(rank - 1 - step) % size], group=group, group_src=before))
     for work in works:
         work.wait()
 
@@ -360,8 +367,10 @@ def longer_ones_last(num_elements, size):
 def rounded_up(num_elements, size):
     """As torch.chunk: rounded up, so the last ones are short, and there may be too few."""
     length = math.ceil(num_elements / size)
-    return [len(range(start, min(start + length, num_elements)))
-            for start in range(0, num_elements, length or 1)]
+    return [
+        len(range(start, min(start + length, num_elements)))
+        for start in range(0, num_elements, length or 1)
+    ]
 
 
 def as_floats(num_elements, size):
@@ -486,6 +495,7 @@ def as_tensors(num_bytes, seconds):
 
 def right_bisection(size, latency, bandwidth):
     """The difference of the times is a straight line in n: its zero by halving."""
+
     def gain(n):
         ring = 2 * (size - 1) * (latency + n / size / bandwidth)
         return math.log2(size) * (latency + n / bandwidth) - ring
@@ -506,15 +516,21 @@ def solved(more_messages, fewer_bytes, latency, bandwidth):
 def half_a_ring(size, latency, bandwidth):
     """N-1 messages: that is only the reduce-scatter."""
     steps = math.log2(size)
-    return solved(size - 1 - steps, steps - (size - 1) / size, latency, bandwidth) \
-        if size > 2 else math.inf
+    return (
+        solved(size - 1 - steps, steps - (size - 1) / size, latency, bandwidth)
+        if size > 2
+        else math.inf
+    )
 
 
 def one_chunk_in_all(size, latency, bandwidth):
     """The ring sends one chunk of n/N bytes: it sends 2 (N-1) of them."""
     steps = math.log2(size)
-    return solved(2 * (size - 1) - steps, steps - 1 / size, latency, bandwidth) \
-        if size > 2 else math.inf
+    return (
+        solved(2 * (size - 1) - steps, steps - 1 / size, latency, bandwidth)
+        if size > 2
+        else math.inf
+    )
 
 
 def natural_logarithm(size, latency, bandwidth):
@@ -526,8 +542,7 @@ def natural_logarithm(size, latency, bandwidth):
 def never_infinite(size, latency, bandwidth):
     """Divides whatever the sign: on 2 ranks there is no such length."""
     steps = math.log2(size)
-    return (2 * (size - 1) - steps) * latency * bandwidth / max(
-        steps - 2 * (size - 1) / size, 1e-9)
+    return (2 * (size - 1) - steps) * latency * bandwidth / max(steps - 2 * (size - 1) / size, 1e-9)
 
 
 def in_bits_again(size, latency, bandwidth):

@@ -33,8 +33,10 @@ def between(sizes, edges):
     """The ranges between two positions in the whole."""
     low, high = edges
     starts = list(accumulate(sizes, initial=0))[:-1]
-    return [range(min(max(low - start, 0), size), min(max(high - start, 0), size))
-            for size, start in zip(sizes, starts, strict=True)]
+    return [
+        range(min(max(low - start, 0), size), min(max(high - start, 0), size))
+        for size, start in zip(sizes, starts, strict=True)
+    ]
 
 
 def right_between(sizes, num_ranks, rank):
@@ -76,8 +78,10 @@ def whole_parameters(sizes, num_ranks, rank):
 def in_the_whole(sizes, num_ranks, rank):
     """Positions in the flat tensor: asked for are those in the parameter."""
     starts = accumulate(sizes, initial=0)
-    return [range(own.start + start, own.stop + start) for own, start in
-            zip(right_between(sizes, num_ranks, rank), starts, strict=False)]
+    return [
+        range(own.start + start, own.stop + start)
+        for own, start in zip(right_between(sizes, num_ranks, rank), starts, strict=False)
+    ]
 
 
 def not_cut_off(sizes, num_ranks, rank):
@@ -103,7 +107,7 @@ def flatten(tensors, num_ranks):
 def unflatten(flat, parameters):
     start = 0
     for p in parameters:
-        yield p, flat[start:start + p.numel()].view(p.shape)
+        yield p, flat[start : start + p.numel()].view(p.shape)
         start += p.numel()
 
 
@@ -350,8 +354,9 @@ class Handing:
         parameters = [p for p in model.parameters() if p.requires_grad]
         plan = assign_buckets([p.nbytes for p in parameters], bucket_bytes)
         self.buckets = [[parameters[index] for index in bucket] for bucket in plan]
-        self.shards = [torch.zeros_like(own(flatten(bucket, group.size()), group))
-                       for bucket in self.buckets]
+        self.shards = [
+            torch.zeros_like(own(flatten(bucket, group.size()), group)) for bucket in self.buckets
+        ]
         self.reset()
         for p in parameters:
             p.register_post_accumulate_grad_hook(self.collect)
@@ -365,7 +370,8 @@ class Handing:
 
     def send_complete(self):
         while self.num_sent < len(self.buckets) and self.complete.issuperset(
-                self.buckets[self.num_sent]):
+            self.buckets[self.num_sent]
+        ):
             self.reduce_bucket(self.num_sent)
 
     def reduce_bucket(self, index):
@@ -707,7 +713,7 @@ class NewTensorEachTime(Unit):
     def unshard(self, *_):
         flat = self.shard.new_empty(self.group.size() * len(self.shard))
         all_gather_single(flat, self.shard.detach(), self.group)
-        parts = flat[:sum(map(math.prod, self.shapes))].split([*map(math.prod, self.shapes)])
+        parts = flat[: sum(map(math.prod, self.shapes))].split([*map(math.prod, self.shapes)])
         for p, part, shape in zip(self.parameters, parts, self.shapes, strict=True):
             p.data = part.view(shape)
 

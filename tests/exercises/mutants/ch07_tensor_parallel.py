@@ -550,12 +550,15 @@ class Split:
         return range(read[0], read[-1] + 1)
 
     def part(self, weight, heads):
-        return weight.unflatten(0, (-1, self.K))[heads.start:heads.stop].flatten(0, 1).clone()
+        return weight.unflatten(0, (-1, self.K))[heads.start : heads.stop].flatten(0, 1).clone()
 
     def cut(self):
         a = self.attention
-        for layer, heads in ((a.query, self.query_heads), (a.key, self.kv_heads),
-                             (a.value, self.kv_heads)):
+        for layer, heads in (
+            (a.query, self.query_heads),
+            (a.key, self.kv_heads),
+            (a.value, self.kv_heads),
+        ):
             layer.weight = nn.Parameter(self.part(layer.weight.detach(), heads))
         a.out.weight = nn.Parameter(self.cut_out(a.out.weight.detach()))
 
@@ -649,7 +652,7 @@ class CutsInsideHeads(Split):
 
     def part(self, weight, heads):
         step = weight.shape[0] // (len(heads) * self.K)
-        return weight[heads.start // len(heads)::step].clone()
+        return weight[heads.start // len(heads) :: step].clone()
 
 
 class NeverSums(Split):
@@ -821,8 +824,10 @@ class KeepsWholeInNumpy(Split):
     """The whole weights, in NumPy: perhaps a checkpoint will need them."""
 
     def cut(self):
-        self.whole = [layer.weight.detach().numpy().copy()
-                      for layer in (self.attention.query, self.attention.out)]
+        self.whole = [
+            layer.weight.detach().numpy().copy()
+            for layer in (self.attention.query, self.attention.out)
+        ]
         super().cut()
 
 

@@ -15,8 +15,9 @@ from minitron.comm.collectives import all_gather_single, reduce_scatter_single
 
 def join(shard, group, dim):
     """The whole of (..., n/N, ...)."""
-    parts = [torch.empty_like(shard, memory_format=torch.contiguous_format)
-             for _ in range(group.size())]
+    parts = [
+        torch.empty_like(shard, memory_format=torch.contiguous_format) for _ in range(group.size())
+    ]
     dist.all_gather(parts, shard.contiguous(), group=group)
     return torch.cat(parts, dim)
 
@@ -270,19 +271,27 @@ def right_by_exclusion(model, group):
 
 def right_by_module(model, group):
     """By the kind of module, in a buffer that is filled and emptied."""
-    whole = [p for m in model.modules() if isinstance(m, nn.LayerNorm | nn.RMSNorm)
-             for p in m.parameters()]
-    whole += [layer.bias for block in model.blocks for layer in (block.attention.out,
-                                                                 block.mlp.down)]
-    whole += [p for p in model.parameters() if p is getattr(
-        getattr(model, "position_embedding", None), "weight", None)]
+    whole = [
+        p
+        for m in model.modules()
+        if isinstance(m, nn.LayerNorm | nn.RMSNorm)
+        for p in m.parameters()
+    ]
+    whole += [
+        layer.bias for block in model.blocks for layer in (block.attention.out, block.mlp.down)
+    ]
+    whole += [
+        p
+        for p in model.parameters()
+        if p is getattr(getattr(model, "position_embedding", None), "weight", None)
+    ]
     grads = [p.grad for p in whole if p is not None and p.grad is not None]
     buffer = torch.cat([grad.reshape(-1) for grad in grads])
     work = dist.all_reduce(buffer, group=group, async_op=True)
     work.wait()
     start = 0
     for grad in grads:
-        grad.view(-1)[:] = buffer[start:start + grad.numel()]
+        grad.view(-1)[:] = buffer[start : start + grad.numel()]
         start += grad.numel()
 
 
@@ -640,8 +649,15 @@ class ScattersDouble(Scatters):
 
 def two_layers(model, group):
     """The blocks of the model that was tried: two of them."""
-    sum_in_one(gradients(model, lambda name: is_whole(name) and (
-        not name.startswith("blocks.") or name.split(".")[1] in "01")), group)
+    sum_in_one(
+        gradients(
+            model,
+            lambda name: (
+                is_whole(name) and (not name.startswith("blocks.") or name.split(".")[1] in "01")
+            ),
+        ),
+        group,
+    )
 
 
 def moves_the_weights(model, group):

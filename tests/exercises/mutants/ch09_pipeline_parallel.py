@@ -26,15 +26,19 @@ def backwards(rank, m):
 
 def right_last_first(num_ranks, num_micro_batches):
     """Goes back with the last micro-batch first, as the paper's figure does."""
-    lists = [forwards(rank, num_micro_batches) + backwards(rank, num_micro_batches)[::-1]
-             for rank in range(num_ranks)]
+    lists = [
+        forwards(rank, num_micro_batches) + backwards(rank, num_micro_batches)[::-1]
+        for rank in range(num_ranks)
+    ]
     return make("GPipe", num_micro_batches, lists)
 
 
 def one_after_the_other(num_ranks, num_micro_batches):
     """Forward, then back, then the next one: that is how a step on one device goes."""
-    lists = [[Action(kind, i, rank) for i in range(num_micro_batches) for kind in "FB"]
-             for rank in range(num_ranks)]
+    lists = [
+        [Action(kind, i, rank) for i in range(num_micro_batches) for kind in "FB"]
+        for rank in range(num_ranks)
+    ]
     return make("GPipe", num_micro_batches, lists)
 
 
@@ -46,38 +50,45 @@ def asks_the_package(num_ranks, num_micro_batches):
 def alternates_by_the_package(num_ranks, num_micro_batches):
     """The package's helper knows in which order: so nothing is left to find out."""
     m = num_micro_batches
-    lists = [schedules.alternate(forwards(rank, m), backwards(rank, m),
-                                 min(m, num_ranks - 1 - rank)) for rank in range(num_ranks)]
+    lists = [
+        schedules.alternate(forwards(rank, m), backwards(rank, m), min(m, num_ranks - 1 - rank))
+        for rank in range(num_ranks)
+    ]
     return make("1F1B", m, lists)
 
 
 def stages_backwards(num_ranks, num_micro_batches):
     """The backward pass begins at the last stage: so rank 0 begins with that one."""
-    lists = [[*forwards(rank, num_micro_batches),
-              *backwards(num_ranks - 1 - rank, num_micro_batches)] for rank in range(num_ranks)]
+    lists = [
+        [*forwards(rank, num_micro_batches), *backwards(num_ranks - 1 - rank, num_micro_batches)]
+        for rank in range(num_ranks)
+    ]
     return make("GPipe", num_micro_batches, lists)
 
 
 def without_the_last_rank(num_ranks, num_micro_batches):
     """There is a hand-over between two ranks: p - 1 of them."""
-    lists = [forwards(rank, num_micro_batches) + backwards(rank, num_micro_batches)
-             for rank in range(num_ranks - 1)]
+    lists = [
+        forwards(rank, num_micro_batches) + backwards(rank, num_micro_batches)
+        for rank in range(num_ranks - 1)
+    ]
     return make("GPipe", num_micro_batches, lists)
 
 
 def from_one(num_ranks, num_micro_batches):
     """Micro-batches are numbered from 1: as in the paper."""
     numbers = range(1, num_micro_batches + 1)
-    lists = [[Action(kind, i, rank) for kind in "FB" for i in numbers]
-             for rank in range(num_ranks)]
+    lists = [[Action(kind, i, rank) for kind in "FB" for i in numbers] for rank in range(num_ranks)]
     return make("GPipe", num_micro_batches, lists)
 
 
 def other_order_on_odd_ranks(num_ranks, num_micro_batches):
     """The order within the backward passes is free: on each rank for itself."""
-    lists = [forwards(rank, num_micro_batches)
-             + backwards(rank, num_micro_batches)[::-1 if rank % 2 else 1]
-             for rank in range(num_ranks)]
+    lists = [
+        forwards(rank, num_micro_batches)
+        + backwards(rank, num_micro_batches)[:: -1 if rank % 2 else 1]
+        for rank in range(num_ranks)
+    ]
     return make("GPipe", num_micro_batches, lists)
 
 
@@ -118,7 +129,7 @@ def warm_up(num_micro_batches, lengths):
         actions = go[:length]
         for pair in zip(go[length:], back, strict=False):
             actions += pair
-        lists.append(actions + back[num_micro_batches - length:])
+        lists.append(actions + back[num_micro_batches - length :])
     return make("1F1B", num_micro_batches, lists)
 
 
@@ -156,7 +167,7 @@ def backward_first(num_ranks, num_micro_batches):
         actions = go[:length]
         for pair in zip(back, go[length:], strict=False):
             actions += pair
-        lists.append(actions + back[num_micro_batches - length:])
+        lists.append(actions + back[num_micro_batches - length :])
     return make("1F1B", num_micro_batches, lists)
 
 
@@ -224,7 +235,7 @@ def all_stages(num_ranks, num_micro_batches, num_chunks):
 
 
 def one_works(num_ranks, num_micro_batches, num_chunks):
-    """"Often only one GPU works, 25 % utilization": with one micro-batch alone."""
+    """ "Often only one GPU works, 25 % utilization": with one micro-batch alone."""
     return 1 - 1 / num_ranks, num_ranks - 1.0
 
 
@@ -241,33 +252,38 @@ def right_from_warm_up(schedule, num_ranks, num_micro_batches, num_chunks, rank,
 
 def whole_model(schedule, num_ranks, num_micro_batches, num_chunks, rank, model_bytes):
     """So many micro-batches are held: of the whole model."""
-    return num_ranks * num_chunks * right_from_warm_up(
-        schedule, num_ranks, num_micro_batches, num_chunks, rank, model_bytes)
+    return (
+        num_ranks
+        * num_chunks
+        * right_from_warm_up(schedule, num_ranks, num_micro_batches, num_chunks, rank, model_bytes)
+    )
 
 
 def ranks_only(schedule, num_ranks, num_micro_batches, num_chunks, rank, model_bytes):
     """A rank has a p-th of the model: but its stages are shorter."""
     return num_chunks * right_from_warm_up(
-        schedule, num_ranks, num_micro_batches, num_chunks, rank, model_bytes)
+        schedule, num_ranks, num_micro_batches, num_chunks, rank, model_bytes
+    )
 
 
 def warm_up_alone(schedule, num_ranks, num_micro_batches, num_chunks, rank, model_bytes):
     """What has gone forward in the warm-up is held: and the first of the steady part."""
     right = right_from_warm_up(
-        schedule, num_ranks, num_micro_batches, num_chunks, rank, model_bytes)
+        schedule, num_ranks, num_micro_batches, num_chunks, rank, model_bytes
+    )
     return right - (schedule != "GPipe") * model_bytes // (num_ranks * num_chunks)
 
 
 def stages_before(schedule, num_ranks, num_micro_batches, num_chunks, rank, model_bytes):
     """The last rank is deepest in the pipeline: so it holds most."""
-    return right_from_warm_up(schedule, num_ranks, num_micro_batches, num_chunks,
-                              num_ranks - 1 - rank, model_bytes)
+    return right_from_warm_up(
+        schedule, num_ranks, num_micro_batches, num_chunks, num_ranks - 1 - rank, model_bytes
+    )
 
 
 def all_of_them(schedule, num_ranks, num_micro_batches, num_chunks, rank, model_bytes):
     """All micro-batches go through every stage: in 1F1B not all before the first is back."""
-    return right_from_warm_up(
-        "GPipe", num_ranks, num_micro_batches, num_chunks, rank, model_bytes)
+    return right_from_warm_up("GPipe", num_ranks, num_micro_batches, num_chunks, rank, model_bytes)
 
 
 def never_fewer(schedule, num_ranks, num_micro_batches, num_chunks, rank, model_bytes):
@@ -278,14 +294,15 @@ def never_fewer(schedule, num_ranks, num_micro_batches, num_chunks, rank, model_
 
 def always_p(schedule, num_ranks, num_micro_batches, num_chunks, rank, model_bytes):
     """1F1B holds p micro-batches: the first rank does."""
-    return right_from_warm_up(
-        schedule, num_ranks, num_micro_batches, num_chunks, 0, model_bytes)
+    return right_from_warm_up(schedule, num_ranks, num_micro_batches, num_chunks, 0, model_bytes)
 
 
 def a_float(schedule, num_ranks, num_micro_batches, num_chunks, rank, model_bytes):
     """Divided with /: which is exact up to 2^53 only."""
-    return right_from_warm_up(
-        schedule, num_ranks, num_micro_batches, num_chunks, rank, model_bytes) / 1
+    return (
+        right_from_warm_up(schedule, num_ranks, num_micro_batches, num_chunks, rank, model_bytes)
+        / 1
+    )
 
 
 # 9.3
@@ -339,8 +356,10 @@ def right_table(costs, num_stages, first=0.0, last=0.0):
     table = {end: (sum(costs[:end]), [end]) for end in range(1, n + 1)}
     for stage in range(1, num_stages):
         table = {
-            end: min((max(table[start][0], sum(costs[start:end])), [*table[start][1], end])
-                     for start in range(stage, end))
+            end: min(
+                (max(table[start][0], sum(costs[start:end])), [*table[start][1], end])
+                for start in range(stage, end)
+            )
             for end in range(stage + 1, n + 1)
         }
     return ranges(table[n][1])
@@ -370,9 +389,7 @@ def up_to_the_mean(costs, num_stages, first=0.0, last=0.0):
     for i, cost in enumerate(costs):
         filled += cost
         left = len(costs) - 1 - i
-        if len(ends) < num_stages - 1 and (
-            filled >= share or left == num_stages - 1 - len(ends)
-        ):
+        if len(ends) < num_stages - 1 and (filled >= share or left == num_stages - 1 - len(ends)):
             ends.append(i + 1)
             filled = 0.0
     return ranges([*ends, len(costs)])
@@ -489,6 +506,7 @@ class Run:
 
 def answer(Run):
     """The function that runs a stage by this class."""
+
     def run_stage(stage, actions, micro_batches, sum_loss, group):
         return Run(stage, micro_batches, sum_loss, group).run(actions)
 
@@ -754,8 +772,10 @@ class KeepsCopies(Run):
     """Detached copies hold no graph: they hold memory."""
 
     def backward(self, i):
-        self.copies = [*getattr(self, "copies", []),
-                       *(tensor.detach().clone() for tensor in self.held[i])]
+        self.copies = [
+            *getattr(self, "copies", []),
+            *(tensor.detach().clone() for tensor in self.held[i]),
+        ]
         super().backward(i)
 
 

@@ -174,8 +174,15 @@ def usual_limit(gradients, max_share):
 
 def less_than_the_share(gradients, max_share):
     """Less is flushed than may be: as much as may be is fine too."""
-    return next((s for s in POWERS if fits(gradients, s, max_share)
-                 and right_by_threshold(gradients, s) < max(max_share, 1e-9)), None)
+    return next(
+        (
+            s
+            for s in POWERS
+            if fits(gradients, s, max_share)
+            and right_by_threshold(gradients, s) < max(max_share, 1e-9)
+        ),
+        None,
+    )
 
 
 def without_infinity(gradients, max_share):
@@ -190,8 +197,9 @@ def without_infinity(gradients, max_share):
 class Scaler:
     """The answer of the course, in parts to be replaced."""
 
-    def __init__(self, optimizer, max_norm, initial=2.0**16, growth=2.0, backoff=0.5,
-                 interval=2000):
+    def __init__(
+        self, optimizer, max_norm, initial=2.0**16, growth=2.0, backoff=0.5, interval=2000
+    ):
         self.optimizer, self.max_norm = optimizer, max_norm
         self.value, self.growth, self.backoff, self.interval = initial, growth, backoff, interval
         self.num_good = 0
@@ -505,8 +513,12 @@ class SharedTwice(Masters):
     """By module: two of them have the same parameter."""
 
     def parameters(self, model):
-        return [p for module in model.modules() for p in module.parameters(recurse=False)
-                if p.requires_grad]
+        return [
+            p
+            for module in model.modules()
+            for p in module.parameters(recurse=False)
+            if p.requires_grad
+        ]
 
 
 class FrozenToo(Masters):
@@ -610,8 +622,9 @@ def right_with_a_flag(shards, optimizer, scale, max_norm, group, backoff=0.5):
 def right_scaled_norm(shards, optimizer, scale, max_norm, group, backoff=0.5):
     """Measures what is scaled, in float64, and divides once, by all there is to divide by."""
     there = [shard for shard in shards if shard.grad is not None]
-    square = torch.tensor([sum(s.grad.double().square().sum().item() for s in there)],
-                          dtype=torch.float64)
+    square = torch.tensor(
+        [sum(s.grad.double().square().sum().item() for s in there)], dtype=torch.float64
+    )
     dist.all_reduce(square, op=dist.ReduceOp.SUM, group=group)
     norm = square.item() ** 0.5 / scale
     if norm < float("inf"):
@@ -625,7 +638,15 @@ def right_scaled_norm(shards, optimizer, scale, max_norm, group, backoff=0.5):
 
 
 def together(
-    shards, optimizer, scale, max_norm, group, backoff, agree, unscale=unscaled, clip=clip,
+    shards,
+    optimizer,
+    scale,
+    max_norm,
+    group,
+    backoff,
+    agree,
+    unscale=unscaled,
+    clip=clip,
     drop=True,
 ):
     """The answer of the course, in parts to be replaced; agree returns norm and whether to step."""
@@ -647,6 +668,7 @@ def of_all(grads, group):
 
 def decides_alone(shards, optimizer, scale, max_norm, group, backoff=0.5):
     """Each rank looks at what it owns: the others do not know."""
+
     def agree(grads, group):
         norm = squares(grads).sqrt()
         return norm, bool(norm.isfinite())
@@ -656,6 +678,7 @@ def decides_alone(shards, optimizer, scale, max_norm, group, backoff=0.5):
 
 def flag_alone(shards, optimizer, scale, max_norm, group, backoff=0.5):
     """All agree on the overflow: and each clips by its own norm."""
+
     def agree(grads, group):
         norm = squares(grads).sqrt()
         overflow = 1.0 - norm.isfinite().float()
@@ -667,6 +690,7 @@ def flag_alone(shards, optimizer, scale, max_norm, group, backoff=0.5):
 
 def largest_norm(shards, optimizer, scale, max_norm, group, backoff=0.5):
     """The largest norm is infinite if one is: it is not the whole gradient's."""
+
     def agree(grads, group):
         norm = squares(grads).sqrt()
         dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)
@@ -677,6 +701,7 @@ def largest_norm(shards, optimizer, scale, max_norm, group, backoff=0.5):
 
 def adds_norms(shards, optimizer, scale, max_norm, group, backoff=0.5):
     """Each rank has a norm, all-reduce adds: squares add up, norms do not."""
+
     def agree(grads, group):
         norm = squares(grads).sqrt()
         dist.all_reduce(norm, group=group)
@@ -687,6 +712,7 @@ def adds_norms(shards, optimizer, scale, max_norm, group, backoff=0.5):
 
 def averages_squares(shards, optimizer, scale, max_norm, group, backoff=0.5):
     """Gradients are averaged over ranks: here each rank has others."""
+
     def agree(grads, group):
         norm, moved = of_all(grads, group)
         return norm / group.size() ** 0.5, moved
@@ -696,6 +722,7 @@ def averages_squares(shards, optimizer, scale, max_norm, group, backoff=0.5):
 
 def forgets_the_root(shards, optimizer, scale, max_norm, group, backoff=0.5):
     """The sum of squares is the norm: its square."""
+
     def agree(grads, group):
         norm, moved = of_all(grads, group)
         return norm.square(), moved
@@ -705,6 +732,7 @@ def forgets_the_root(shards, optimizer, scale, max_norm, group, backoff=0.5):
 
 def multiplies_always(shards, optimizer, scale, max_norm, group, backoff=0.5):
     """Clipping is a multiplication: only where the norm is too large."""
+
     def clip(grads, norm, max_norm):
         for grad in grads:
             grad.mul_(max_norm / norm)
@@ -714,6 +742,7 @@ def multiplies_always(shards, optimizer, scale, max_norm, group, backoff=0.5):
 
 def two_messages(shards, optimizer, scale, max_norm, group, backoff=0.5):
     """A flag first, then the norm: it would have said so."""
+
     def agree(grads, group):
         overflow = 1.0 - squares(grads).isfinite().float()
         dist.all_reduce(overflow, group=group)
@@ -725,6 +754,7 @@ def two_messages(shards, optimizer, scale, max_norm, group, backoff=0.5):
 
 def sends_gradients(shards, optimizer, scale, max_norm, group, backoff=0.5):
     """All-reduces squares, element by element, and adds them up afterwards."""
+
     def agree(grads, group):
         flat = torch.cat([torch.zeros(0), *grads])
         flat = torch.cat([flat, torch.zeros(16 - len(flat))]).square()
@@ -736,6 +766,7 @@ def sends_gradients(shards, optimizer, scale, max_norm, group, backoff=0.5):
 
 def tells_when_it_overflows(shards, optimizer, scale, max_norm, group, backoff=0.5):
     """Who overflows tells the others: they do not listen."""
+
     def agree(grads, group):
         if squares(grads).isfinite():
             return squares(grads).sqrt(), True
@@ -753,6 +784,7 @@ def nothing_to_do(shards, optimizer, scale, max_norm, group, backoff=0.5):
 
 def steps_first(shards, optimizer, scale, max_norm, group, backoff=0.5):
     """The scale is for the next step: so look afterwards."""
+
     def agree(grads, group):
         norm, moved = of_all(grads, group)
         if not moved:
@@ -771,6 +803,7 @@ def backs_off_alone(shards, optimizer, scale, max_norm, group, backoff=0.5):
 
 def never_divides(shards, optimizer, scale, max_norm, group, backoff=0.5):
     """Clipping brings the gradient to its norm: the small ones not."""
+
     def unscale(shards, scale):
         return unscaled(shards, 1.0)
 
@@ -784,6 +817,7 @@ def keeps_gradients(shards, optimizer, scale, max_norm, group, backoff=0.5):
 
 def all_there_are(shards, optimizer, scale, max_norm, group, backoff=0.5):
     """The group of all ranks is the one that is meant."""
+
     def agree(grads, group):
         return of_all(grads, None)
 
@@ -792,6 +826,7 @@ def all_there_are(shards, optimizer, scale, max_norm, group, backoff=0.5):
 
 def skips_by_zeros(shards, optimizer, scale, max_norm, group, backoff=0.5):
     """A step without a gradient changes nothing: what momentum holds does."""
+
     def agree(grads, group):
         norm, moved = of_all(grads, group)
         if not moved:
@@ -1016,8 +1051,10 @@ class ClipsEachGroup(Scaler):
     """Clips group by group, each by its own norm."""
 
     def clip(self):
-        norms = [nn.utils.clip_grad_norm_(group["params"], self.max_norm)
-                 for group in self.optimizer.param_groups]
+        norms = [
+            nn.utils.clip_grad_norm_(group["params"], self.max_norm)
+            for group in self.optimizer.param_groups
+        ]
         return torch.stack(norms).norm()
 
 
@@ -1100,12 +1137,14 @@ class CopiesInBytes(Masters):
 
 def first_group(shards, optimizer, scale, max_norm, group, backoff=0.5):
     """The shards are in param_groups[0]: those of the first group."""
-    return right_with_a_flag(optimizer.param_groups[0]["params"], optimizer, scale, max_norm,
-                             group, backoff)
+    return right_with_a_flag(
+        optimizer.param_groups[0]["params"], optimizer, scale, max_norm, group, backoff
+    )
 
 
 def divides_by_zero(shards, optimizer, scale, max_norm, group, backoff=0.5):
     """max_norm over the norm, as floats: the norm may be 0."""
+
     def clip(grads, norm, max_norm):
         for grad in grads:
             grad *= min(1.0, max_norm / norm.item())
@@ -1115,6 +1154,7 @@ def divides_by_zero(shards, optimizer, scale, max_norm, group, backoff=0.5):
 
 def zero_by_zero_norm(shards, optimizer, scale, max_norm, group, backoff=0.5):
     """Brings the gradient to length 1, then to its own or max_norm: 0 / 0 is NaN."""
+
     def clip(grads, norm, max_norm):
         for grad in grads:
             grad *= norm.clamp(max=max_norm) / norm

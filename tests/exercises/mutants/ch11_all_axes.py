@@ -32,7 +32,7 @@ def right_by_strides(rank, axes):
     """Each axis by itself: divide by what lies behind, take the rest."""
     refuse(rank, prod(axes.values()))
     sizes, names = list(axes.values()), list(axes)
-    return {name: rank // prod(sizes[i + 1:]) % sizes[i] for i, name in enumerate(names)}
+    return {name: rank // prod(sizes[i + 1 :]) % sizes[i] for i, name in enumerate(names)}
 
 
 def first_fastest(rank, axes):
@@ -60,7 +60,7 @@ def never_rests(rank, axes):
     """The quotient by what lies behind: also of what lies before."""
     refuse(rank, prod(axes.values()))
     sizes = list(axes.values())
-    return {axis: rank // prod(sizes[i + 1:]) for i, axis in enumerate(axes)}
+    return {axis: rank // prod(sizes[i + 1 :]) for i, axis in enumerate(axes)}
 
 
 def from_one(rank, axes):
@@ -122,7 +122,7 @@ def right_by_products(place, axes):
     for axis, size in axes.items():
         refuse(place[axis], size)
     sizes = list(axes.values())
-    return sum(place[axis] * prod(sizes[i + 1:]) for i, axis in enumerate(axes))
+    return sum(place[axis] * prod(sizes[i + 1 :]) for i, axis in enumerate(axes))
 
 
 def first_fastest_back(place, axes):
@@ -160,7 +160,7 @@ def adds_places(place, axes):
 def checks_the_rank(place, axes):
     """A rank in the grid is a place in the grid: two places can have one rank then."""
     sizes = list(axes.values())
-    rank = sum(place[axis] * prod(sizes[i + 1:]) for i, axis in enumerate(axes))
+    rank = sum(place[axis] * prod(sizes[i + 1 :]) for i, axis in enumerate(axes))
     refuse(rank, prod(sizes))
     return rank
 
@@ -307,7 +307,7 @@ def over(square, axes, groups):
 
 
 def needed(zero):
-    return ("tp", "pp", "dp")[:2 + zero]
+    return ("tp", "pp", "dp")[: 2 + zero]
 
 
 def squares(gradients, copies):
@@ -347,15 +347,17 @@ def divides_all(gradients, cut, zero, groups):
 def divides_the_cut(gradients, cut, zero, groups):
     """What is cut is divided by tp: it is divided already."""
     tp = groups["tp"].size()
-    return over(squares(gradients, lambda name: tp if name in cut else 1), needed(zero),
-                groups).sqrt()
+    return over(
+        squares(gradients, lambda name: tp if name in cut else 1), needed(zero), groups
+    ).sqrt()
 
 
 def divides_the_norm(gradients, cut, zero, groups):
     """Divides a copy's gradient by their number, then squares it."""
     tp = groups["tp"].size()
-    return over(squares(gradients, lambda name: 1 if name in cut else tp * tp), needed(zero),
-                groups).sqrt()
+    return over(
+        squares(gradients, lambda name: 1 if name in cut else tp * tp), needed(zero), groups
+    ).sqrt()
 
 
 def without_root(gradients, cut, zero, groups):
@@ -380,8 +382,7 @@ def forgets_stages(gradients, cut, zero, groups):
 def forgets_shards(gradients, cut, zero, groups):
     """Gradients are the same along dp."""
     tp = groups["tp"].size()
-    return over(squares(gradients, lambda name: 1 if name in cut else tp), needed(0),
-                groups).sqrt()
+    return over(squares(gradients, lambda name: 1 if name in cut else tp), needed(0), groups).sqrt()
 
 
 def over_dp_too(gradients, cut, zero, groups):
@@ -415,8 +416,9 @@ def squares_in_place(gradients, cut, zero, groups):
     for gradient in gradients.values():
         gradient.square_()
     tp = groups["tp"].size()
-    own = sum((g.sum() / (1 if name in cut else tp) for name, g in gradients.items()),
-              torch.zeros(()))
+    own = sum(
+        (g.sum() / (1 if name in cut else tp) for name, g in gradients.items()), torch.zeros(())
+    )
     return over(own, needed(zero), groups).sqrt()
 
 
@@ -453,8 +455,11 @@ def possible(model, num_gpus, gpus_per_node, batch_size, leave_out=""):
             "product": dp * tp * pp == num_gpus,
         }
         if all(holds for name, holds in conditions.items() if name != leave_out):
-            kept += [(dp, tp, pp, zero) for zero in range(4) if (zero == 0 or dp > 1) and
-                     (zero < 2 or pp == 1)]
+            kept += [
+                (dp, tp, pp, zero)
+                for zero in range(4)
+                if (zero == 0 or dp > 1) and (zero < 2 or pp == 1)
+            ]
     return kept
 
 
@@ -470,8 +475,10 @@ def right_three_loops(model, num_gpus, gpus_per_node, batch_size, bytes_per_gpu,
         whole = [model.num_kv_heads % tp, model.ffn_width % tp, rest]
         if any(whole) or pp == 0 or model.num_layers % pp or batch_size % dp:
             continue
-        nodes = [{rank // gpus_per_node for rank in range(first, first + tp)}
-                 for first in range(0, num_gpus, tp)]
+        nodes = [
+            {rank // gpus_per_node for rank in range(first, first + tp)}
+            for first in range(0, num_gpus, tp)
+        ]
         if max(map(len, nodes)) > 1:
             continue
         highest = 0 if dp == 1 else 1 if pp > 1 else 3
@@ -525,8 +532,9 @@ def less_than(model, num_gpus, gpus_per_node, batch_size, bytes_per_gpu, bytes_n
 
 def first_alone(model, num_gpus, gpus_per_node, batch_size, bytes_per_gpu, bytes_needed):
     """The one that cuts least is what is wanted."""
-    return right_filtered(model, num_gpus, gpus_per_node, batch_size, bytes_per_gpu,
-                          bytes_needed)[:1]
+    return right_filtered(model, num_gpus, gpus_per_node, batch_size, bytes_per_gpu, bytes_needed)[
+        :1
+    ]
 
 
 def most_data_parallel(model, num_gpus, gpus_per_node, batch_size, bytes_per_gpu, bytes_needed):
@@ -559,8 +567,11 @@ def asks_first(model, num_gpus, gpus_per_node, batch_size, bytes_per_gpu, bytes_
 def other_order(model, num_gpus, gpus_per_node, batch_size, bytes_per_gpu, bytes_needed):
     """tp, dp, pp, zero: as they are chosen."""
     found = possible(model, num_gpus, gpus_per_node, batch_size)
-    return [layout for layout in found
-            if bytes_needed(layout[1], layout[0], *layout[2:]) <= bytes_per_gpu]
+    return [
+        layout
+        for layout in found
+        if bytes_needed(layout[1], layout[0], *layout[2:]) <= bytes_per_gpu
+    ]
 
 
 # 11.4
@@ -568,21 +579,30 @@ def other_order(model, num_gpus, gpus_per_node, batch_size, bytes_per_gpu, bytes
 
 def cuts(num_elements, size, length=None):
     length = length or -(-num_elements // size)
-    return [(min(r * length, num_elements), min(r * length + length, num_elements))
-            for r in range(size)]
+    return [
+        (min(r * length, num_elements), min(r * length + length, num_elements)) for r in range(size)
+    ]
 
 
 def overlaps(num_elements, old, new):
     """(old rank, start, stop) in the whole tensor, for each new rank."""
-    found = [[(rank, max(here[0], there[0]), min(here[1], there[1]))
-              for rank, there in enumerate(old)] for here in new]
+    found = [
+        [(rank, max(here[0], there[0]), min(here[1], there[1])) for rank, there in enumerate(old)]
+        for here in new
+    ]
     return [[piece for piece in mine if piece[1] < piece[2]] for mine in found]
 
 
 def shifted(num_elements, old, new, there=True, here=True):
     return [
-        [(rank, range(a - old[rank][0] * there, b - old[rank][0] * there),
-          range(a - new[number][0] * here, b - new[number][0] * here)) for rank, a, b in mine]
+        [
+            (
+                rank,
+                range(a - old[rank][0] * there, b - old[rank][0] * there),
+                range(a - new[number][0] * here, b - new[number][0] * here),
+            )
+            for rank, a, b in mine
+        ]
         for number, mine in enumerate(overlaps(num_elements, old, new))
     ]
 
@@ -606,15 +626,17 @@ def right_by_walking(num_elements, num_old, num_new):
 
 def rounded_down(num_elements, num_old, num_new):
     """n / N elements each: what is left belongs to nobody."""
-    old, new = (cuts(num_elements, size, max(1, num_elements // size))
-                for size in (num_old, num_new))
+    old, new = (
+        cuts(num_elements, size, max(1, num_elements // size)) for size in (num_old, num_new)
+    )
     return shifted(num_elements, old, new)
 
 
 def places_in_the_tensor(num_elements, num_old, num_new):
     """Ranges of the tensor: not of the shards."""
-    return shifted(num_elements, cuts(num_elements, num_old), cuts(num_elements, num_new),
-                   False, False)
+    return shifted(
+        num_elements, cuts(num_elements, num_old), cuts(num_elements, num_new), False, False
+    )
 
 
 def there_in_the_tensor(num_elements, num_old, num_new):
@@ -624,31 +646,47 @@ def there_in_the_tensor(num_elements, num_old, num_new):
 
 def here_in_the_tensor(num_elements, num_old, num_new):
     """Where it goes is where it goes in the tensor."""
-    return shifted(num_elements, cuts(num_elements, num_old), cuts(num_elements, num_new),
-                   here=False)
+    return shifted(
+        num_elements, cuts(num_elements, num_old), cuts(num_elements, num_new), here=False
+    )
 
 
 def keeps_empty_ones(num_elements, num_old, num_new):
     """A piece of every old rank, of some an empty one."""
-    return [[next((p for p in mine if p[0] == rank), (rank, range(0), range(0)))
-             for rank in range(num_old)] for mine in
-            right_by_overlap(num_elements, num_old, num_new)]
+    return [
+        [
+            next((p for p in mine if p[0] == rank), (rank, range(0), range(0)))
+            for rank in range(num_old)
+        ]
+        for mine in right_by_overlap(num_elements, num_old, num_new)
+    ]
 
 
 def one_by_one(num_elements, num_old, num_new):
     """Element by element."""
     if num_elements > 10**6:
         return []
-    return [[(rank, there[i:i + 1], here[i:i + 1]) for rank, there, here in mine
-             for i in range(len(there))]
-            for mine in right_by_overlap(num_elements, num_old, num_new)]
+    return [
+        [
+            (rank, there[i : i + 1], here[i : i + 1])
+            for rank, there, here in mine
+            for i in range(len(there))
+        ]
+        for mine in right_by_overlap(num_elements, num_old, num_new)
+    ]
 
 
 def stop_included(num_elements, num_old, num_new):
     """From the start to the stop: but a range ends before it."""
-    return [[(rank, range(there.start, there.stop - 1), range(here.start, here.stop - 1))
-             if len(there) > 1 else (rank, there, here) for rank, there, here in mine]
-            for mine in right_by_overlap(num_elements, num_old, num_new)]
+    return [
+        [
+            (rank, range(there.start, there.stop - 1), range(here.start, here.stop - 1))
+            if len(there) > 1
+            else (rank, there, here)
+            for rank, there, here in mine
+        ]
+        for mine in right_by_overlap(num_elements, num_old, num_new)
+    ]
 
 
 def for_the_old_ranks(num_elements, num_old, num_new):
@@ -671,8 +709,15 @@ def backwards(num_elements, num_old, num_new):
 
 def grid(dp, tp, pp, zero, **change):
     """A layout whose activations are as few as can be."""
-    return {"dp": dp, "tp": tp, "pp": pp, "zero": zero, "sequence": tp > 1, "recompute": "full",
-            "micro_batch_size": 1} | change
+    return {
+        "dp": dp,
+        "tp": tp,
+        "pp": pp,
+        "zero": zero,
+        "sequence": tp > 1,
+        "recompute": "full",
+        "micro_batch_size": 1,
+    } | change
 
 
 def right_weights_divided():

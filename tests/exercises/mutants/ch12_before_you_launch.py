@@ -208,16 +208,21 @@ def number(model, stages, stage, tp, **change):
     block = change.get("matrices", sum(matrices_of(model))) // tp + change.get("norms", 2 * D)
     copies = first + last - (first and last and model.tied_embedding)
     total = change.get("blocks", stages[stage]) * block
-    return int(total + change.get("copies", copies) * change.get("matrix", matrix)
-               + change.get("final", D * last))
+    return int(
+        total
+        + change.get("copies", copies) * change.get("matrix", matrix)
+        + change.get("final", D * last)
+    )
 
 
 def kinds(count, dp, zero, shard=None, optimizer=12, stages=(3, 2, 1)):
     """The three kinds of bytes; `stages` of ZeRO from which each is divided."""
     shard = -(-count // dp) if shard is None else shard
     names = "parameter", "gradient", "optimizer state"
-    return {name: each * (shard if zero >= first else count)
-            for name, each, first in zip(names, (2, 2, optimizer), stages, strict=True)}
+    return {
+        name: each * (shard if zero >= first else count)
+        for name, each, first in zip(names, (2, 2, optimizer), stages, strict=True)
+    }
 
 
 def right_shape_by_shape(model, stages, stage, tp, dp, zero):
@@ -237,8 +242,9 @@ def right_shape_by_shape(model, stages, stage, tp, dp, zero):
 def asks_the_package(model, stages, stage, tp, dp, zero):
     """A block of the package's, twice minus once; and the ends."""
     fields = {**vars(model), "tied_embedding": False}
-    one, two = (tensor_parallel_parameters(type(model)(**fields | {"num_layers": n}), tp)
-                for n in (1, 2))
+    one, two = (
+        tensor_parallel_parameters(type(model)(**fields | {"num_layers": n}), tp) for n in (1, 2)
+    )
     matrix = model.vocab_size * model.width // tp
     ends = [0] * len(stages)
     ends[0] += matrix
@@ -248,6 +254,7 @@ def asks_the_package(model, stages, stage, tp, dp, zero):
 
 def changed(name, says_doc, **fixed):
     """A wrong answer that takes something for something else."""
+
     def state_bytes(model, stages, stage, tp, dp, zero):
         change = {key: value(model, stages, stage, tp) for key, value in fixed.items()}
         return kinds(number(model, stages, stage, tp, **change), dp, zero)
@@ -256,31 +263,51 @@ def changed(name, says_doc, **fixed):
     return state_bytes
 
 
-both_ends = changed("both_ends", "Every stage has an embedding and a head.",
-                    copies=lambda m, *_: 1 if m.tied_embedding else 2)
-tied_is_once = changed("tied_is_once", "A tied head is never stored: the embedding is.",
-                       copies=lambda m, stages, s, tp: (s == 0) + (
-                           s == len(stages) - 1 and not m.tied_embedding))
-tied_is_twice = changed("tied_is_twice", "Embedding and head.",
-                        copies=lambda m, stages, s, tp: (s == 0) + (s == len(stages) - 1))
+both_ends = changed(
+    "both_ends",
+    "Every stage has an embedding and a head.",
+    copies=lambda m, *_: 1 if m.tied_embedding else 2,
+)
+tied_is_once = changed(
+    "tied_is_once",
+    "A tied head is never stored: the embedding is.",
+    copies=lambda m, stages, s, tp: (s == 0) + (s == len(stages) - 1 and not m.tied_embedding),
+)
+tied_is_twice = changed(
+    "tied_is_twice",
+    "Embedding and head.",
+    copies=lambda m, stages, s, tp: (s == 0) + (s == len(stages) - 1),
+)
 one_norm = changed("one_norm", "A norm in each block.", norms=lambda m, *_: m.width)
 no_final_norm = changed("no_final_norm", "Norms are in the blocks.", final=lambda *_: 0)
-norms_cut = changed("norms_cut", "tp divides everything.",
-                    norms=lambda m, stages, s, tp: 2 * m.width // tp)
+norms_cut = changed(
+    "norms_cut", "tp divides everything.", norms=lambda m, stages, s, tp: 2 * m.width // tp
+)
 two_in_the_feed_forward = changed(
-    "two_in_the_feed_forward", "Up and down.",
-    matrices=lambda m, *_: sum(matrices_of(m)) - m.width * m.ffn_width)
-keys_like_queries = changed("keys_like_queries", "Query, key, value and out are (D, D).",
-                            matrices=lambda m, *_: 4 * m.width**2 + 3 * m.width * m.ffn_width)
-vocabulary_whole = changed("vocabulary_whole", "tp cuts the blocks.",
-                           matrix=lambda m, *_: m.vocab_size * m.width)
-equal_stages = changed("equal_stages", "L / p blocks.",
-                       blocks=lambda m, stages, *_: sum(stages) / len(stages))
-all_blocks = changed("all_blocks", "The model has so many.",
-                     blocks=lambda m, stages, *_: sum(stages))
-not_cut = changed("not_cut", "The blocks of a stage, whole.",
-                  matrices=lambda m, stages, s, tp: tp * sum(matrices_of(m)),
-                  matrix=lambda m, *_: m.vocab_size * m.width)
+    "two_in_the_feed_forward",
+    "Up and down.",
+    matrices=lambda m, *_: sum(matrices_of(m)) - m.width * m.ffn_width,
+)
+keys_like_queries = changed(
+    "keys_like_queries",
+    "Query, key, value and out are (D, D).",
+    matrices=lambda m, *_: 4 * m.width**2 + 3 * m.width * m.ffn_width,
+)
+vocabulary_whole = changed(
+    "vocabulary_whole", "tp cuts the blocks.", matrix=lambda m, *_: m.vocab_size * m.width
+)
+equal_stages = changed(
+    "equal_stages", "L / p blocks.", blocks=lambda m, stages, *_: sum(stages) / len(stages)
+)
+all_blocks = changed(
+    "all_blocks", "The model has so many.", blocks=lambda m, stages, *_: sum(stages)
+)
+not_cut = changed(
+    "not_cut",
+    "The blocks of a stage, whole.",
+    matrices=lambda m, stages, s, tp: tp * sum(matrices_of(m)),
+    matrix=lambda m, *_: m.vocab_size * m.width,
+)
 
 
 def rounded_down(model, stages, stage, tp, dp, zero):
@@ -322,8 +349,10 @@ def fullest(pipeline, counts, heads=None):
     stages, states, _, block, head = pipeline
     last = len(stages) - 1
     heads = heads or [0] * last + [head]
-    held = [state + count * (blocks * block + extra)
-            for state, count, blocks, extra in zip(states, counts, stages, heads, strict=True)]
+    held = [
+        state + count * (blocks * block + extra)
+        for state, count, blocks, extra in zip(states, counts, stages, heads, strict=True)
+    ]
     return held.index(max(held)), max(held)
 
 
@@ -416,8 +445,10 @@ def right_by_counting(p, v, part):
 def over_the_work(p, v, part):
     """(p - 1) / (m v), as papers say."""
     group = p if v > 1 else 1
-    return max(1, -(-(p - 1) * part // v // group) * 1 if group == 1 else
-               ceil((p - 1) * part / v / p)) * group
+    return (
+        max(1, -(-(p - 1) * part // v // group) * 1 if group == 1 else ceil((p - 1) * part / v / p))
+        * group
+    )
 
 
 def without_chunks(p, v, part):
@@ -534,8 +565,9 @@ def without_limit(*case):
 
 def like_1f1b(*case):
     """Chunks hold what 1F1B holds: p micro-batches."""
-    return least(schedules(*case, held=lambda count, blocks, b, size, plain:
-                           plain * blocks * b * size))
+    return least(
+        schedules(*case, held=lambda count, blocks, b, size, plain: plain * blocks * b * size)
+    )
 
 
 def of_one_sequence(*case):
@@ -576,8 +608,9 @@ def allowed(job, leave_out=()):
             "product": dp * tp * pp == job.num_gpus,
             "node": node % tp == 0,
             "heads": model.num_kv_heads % tp == 0,
-            "widths": not any(size % tp for size in (model.ffn_width, model.vocab_size,
-                                                     job.sequence_length)),
+            "widths": not any(
+                size % tp for size in (model.ffn_width, model.vocab_size, job.sequence_length)
+            ),
             "layers": model.num_layers % pp == 0,
             "batch": job.global_batch_size % dp == 0,
             "zero": dp > 1 or zero == 0,
@@ -599,12 +632,21 @@ def of_axes(job, axes, leave_out):
                     assert leave_out
 
 
-def best_of(job, key=lambda found: found.seconds, only=lambda decision: True, limit=None,
-            held=lambda memory: sum(memory.values()), leave_out=()):
+def best_of(
+    job,
+    key=lambda found: found.seconds,
+    only=lambda decision: True,
+    limit=None,
+    held=lambda memory: sum(memory.values()),
+    leave_out=(),
+):
     """The Decision with the least key of those that fit, or None."""
     limit = job.limit if limit is None else limit
-    fitting = [(decision, found) for decision, found in allowed(job, leave_out)
-               if held(found.memory) <= limit and only(decision)]
+    fitting = [
+        (decision, found)
+        for decision, found in allowed(job, leave_out)
+        if held(found.memory) <= limit and only(decision)
+    ]
     return min(fitting, key=lambda pair: key(pair[1]), default=(None,))[0]
 
 
@@ -640,8 +682,10 @@ def data_parallel_alone(job):
 
 def most_tensor_parallel(job):
     """As many GPUs of a node as the model allows compute a layer together."""
-    widest = max((d.parallel.tp for d, found in allowed(job)
-                  if sum(found.memory.values()) <= job.limit), default=1)
+    widest = max(
+        (d.parallel.tp for d, found in allowed(job) if sum(found.memory.values()) <= job.limit),
+        default=1,
+    )
     return best_of(job, only=lambda d: d.parallel.tp == widest)
 
 
@@ -662,8 +706,12 @@ def without_zero(job):
 
 def powers_of_two(job):
     """GPUs come in powers of two."""
-    return best_of(job, only=lambda d: not any(
-        size & (size - 1) for size in (d.parallel.dp, d.parallel.tp, d.parallel.pp)))
+    return best_of(
+        job,
+        only=lambda d: (
+            not any(size & (size - 1) for size in (d.parallel.dp, d.parallel.tp, d.parallel.pp))
+        ),
+    )
 
 
 def whole_memory(job):
@@ -733,9 +781,11 @@ def three_digits(*given):
     return round(days, 1), round(mfu, 3)
 
 
-tied_everywhere = changed("tied_everywhere", "A tied matrix is one on every stage.",
-                          copies=lambda m, stages, s, tp: 1 if m.tied_embedding else
-                          (s == 0) + (s == len(stages) - 1))
+tied_everywhere = changed(
+    "tied_everywhere",
+    "A tied matrix is one on every stage.",
+    copies=lambda m, stages, s, tp: 1 if m.tied_embedding else (s == 0) + (s == len(stages) - 1),
+)
 
 
 def adds_to_states(stages, states, m, block, head):
@@ -749,6 +799,7 @@ def adds_to_states(stages, states, m, block, head):
 
 def always_p(p, num_blocks, n, seconds, block_bytes, limit):
     """1F1B holds p micro-batches: also where there are fewer."""
+
     def held(count, blocks, b, block_bytes, most):
         return (max(count, p) if blocks == num_blocks // p else count) * blocks * b * block_bytes
 
@@ -758,8 +809,9 @@ def always_p(p, num_blocks, n, seconds, block_bytes, limit):
 def in_a_straight_line(p, num_blocks, n, seconds, block_bytes, limit):
     """From the seconds of one and of two sequences: those of all others."""
     one, two = seconds(1), seconds(2)
-    return least(schedules(p, num_blocks, n, lambda b: one + (b - 1) * (two - one), block_bytes,
-                           limit))
+    return least(
+        schedules(p, num_blocks, n, lambda b: one + (b - 1) * (two - one), block_bytes, limit)
+    )
 
 
 def share_of_the_device(job):
@@ -799,8 +851,7 @@ def never_without_dp(job):
 
 def four_at_most(job):
     """tp, pp and micro-batches of 1, 2 or 4."""
-    return best_of(job, only=lambda d: max(
-        d.parallel.tp, d.parallel.pp, d.micro_batch_size) <= 4)
+    return best_of(job, only=lambda d: max(d.parallel.tp, d.parallel.pp, d.micro_batch_size) <= 4)
 
 
 def never_zero_2(job):
