@@ -234,7 +234,7 @@ for kind, milliseconds in spent.items():
 # large.)
 #
 # So a step's time is its FLOPs divided by the peak and by the *share* of the peak that such a step
-# reaches. The share has to be measured once; section 7 gives it a name.
+# reaches. The share has to be measured, for each shape and batch size; section 7 gives it a name.
 
 # %% [markdown]
 # ## 4. How many tokens should a step have?
@@ -246,8 +246,8 @@ for kind, milliseconds in spent.items():
 # Call the variance of the batch's gradient, summed over all weights, its *noise*, and $|G|^2$ the
 # *signal*.
 #
-# **Predict.** Doubling the batch doubles the cost of a step. When is that worth it: while the noise
-# of the batch exceeds the signal, or once it is below?
+# **Predict.** Doubling the batch doubles the FLOPs of a step. When is that worth it: while the
+# noise of the batch exceeds the signal, or once it is below?
 #
 # <details><summary>Answer</summary>
 #
@@ -414,9 +414,9 @@ print(f"gradient off by {relative_difference(wrong_gradient, one_batch):.0%} of 
 
 # %% [markdown]
 # Nobody would stop a run over that difference in the loss, yet the gradient is far off. Only
-# comparing the gradient with that of the undivided batch catches the bug. Splitting into
-# micro-batches has changed *what* is trained: a token of a short text now counts more than one of a
-# long text.
+# comparing with the undivided batch catches the bug: the loss, or better the gradient. Splitting
+# into micro-batches has changed *what* is trained: a token of a short text now counts more than one
+# of a long text.
 #
 # This is a real bug. Until October 2024 the Hugging Face Trainer averaged the means of its
 # micro-batches, so changing the number of accumulation steps changed the model that came out
@@ -545,16 +545,16 @@ show(scaling(
 # <details><summary>Answer</summary>
 #
 # In our run, at a few hundred. Each step has fixed costs: launching every operation, and the
-# optimizer's pass over all parameters. Half of the best MFU is reached about where these costs take
-# as long as the work that grows with the tokens. With many tokens they hardly matter, and a ceiling
+# optimizer's pass over all parameters. If a step costs a fixed time a and b more per token, it
+# reaches half of its best MFU at a/b tokens. With many tokens they hardly matter, and a ceiling
 # remains below the peak: part of each step is not matmuls (softmax, GELU, norms, the loss), and
 # small matmuls run below the peak as well.
 #
 # </details>
 #
-# So two things favor a larger batch: the device runs it more efficiently, and up to the critical
-# batch it reduces the noise. Memory limits it. Accumulation lifts that limit for the noise, but not
-# for efficiency, which depends on the tokens in one *micro-batch*.
+# So two things favor a larger batch: the device runs it more efficiently, and up to about the
+# critical batch, less noise is worth its cost. Memory limits it. Accumulation lifts that limit for
+# the noise, but not for efficiency, which depends on the tokens in one *micro-batch*.
 
 # %% [markdown]
 # ### Train, and watch the loss
@@ -682,11 +682,11 @@ for name, part in (("  from the first half", slice(256)), ("  from the second", 
 # <details><summary>Answer</summary>
 #
 # Much larger. Early in training, sequences agree more about what is wrong. Later the easy things
-# have been learned, so the signal has nearly vanished, while much of the noise is still there. Each
-# half of the 512 sequences gives an estimate of its own, and their distance shows how rough the
-# number is. Early in our run the critical batch was smaller than the 1,024 tokens of a step; at the
-# end it is about nine times as large, so up to about that size nearly every added token would
-# count.
+# have been learned, so the signal has nearly vanished, while much of the noise is still there. The
+# estimates from each half of the 512 sequences show, by how far they differ, how rough the number
+# is. Early in our run the critical batch was smaller than the 1,024 tokens of a step; at the end
+# the critical batch is about nine of our steps, so doubling a step would still nearly double its
+# progress.
 #
 # </details>
 #
@@ -920,12 +920,12 @@ except Exception as error:
     print(str(error)[:300])
 
 # %% [markdown]
-# There is one kernel, and its name lists what it computes. It reads each of its three inputs once
-# and writes the result once; everything between stays in registers. What is fused are pointwise
-# operations, and reductions such as a norm's mean with what surrounds them. Matmuls are not: they
-# call the same library as before, and compute-bound as they are, they would gain little. What
-# compiling gains a whole model therefore depends on how much of its step is *not* matmuls; on a GPU
-# it also saves the CPU's launch time per kernel, which matters when kernels are short.
+# There is one kernel, and its name lists what it computes. The loop's body has one load per input
+# and one store; everything between stays in registers. What is fused are pointwise operations, and
+# reductions such as a norm's mean with what surrounds them. Matmuls are not: they call the same
+# library as before, and compute-bound as they are, they would gain little. What compiling gains a
+# whole model therefore depends on how much of its step is *not* matmuls; on a GPU it also saves the
+# CPU's launch time per kernel, which matters when kernels are short.
 
 # %% [markdown]
 # ## 8. Recap
@@ -936,7 +936,7 @@ except Exception as error:
 #    critical batch size, more tokens per step buy little; that size grew during our run.
 # 3. Gradient accumulation reproduces the undivided batch, to 12 digits in float64, if all
 #    micro-batches share one divisor, the number of tokens. A mean of means trains something else,
-#    and the loss hides it.
+#    and a loss curve alone does not show it.
 # 4. Without a warm-up our run fell behind, even at the same mean learning rate. The usual
 #    explanation is that early updates are full-sized but rest on few batches.
 # 5. MFU is tokens per second times FLOPs per token over the device's peak. It bounds how much a

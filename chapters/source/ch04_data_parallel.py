@@ -112,9 +112,10 @@ print(f"the MFU of 1.3 million hours: {flops / peak / 3600 / hours:.0%}")
 #
 # <details><summary>Answer</summary>
 #
-# The backward pass, but not by much; in float32, with 8 ranks or more, the all-reduce. The number
-# of ranks hardly matters for the bytes: from 8 to 2,048 ranks, what each of them sends grows by a
-# seventh. The latency does grow with the number of ranks; section 7 and chapter 5 come back to it.
+# The backward pass. In float32 the bytes double, and from 3 ranks on the all-reduce takes longer.
+# The number of ranks hardly matters for the bytes: from 8 to 2,048 ranks, what each of them sends
+# grows by a seventh. The latency does grow with the number of ranks; section 7 and chapter 5 come
+# back to it.
 #
 # </details>
 
@@ -377,8 +378,8 @@ for name, apply in (("sum", after_backward(sum_by_hand)), ("hook", with_hook)):
 # has it in `DataParallelNaive` (huggingface/picotron, `picotron/data_parallel/data_parallel.py`,
 # commit 5809434, [issue 39](https://github.com/huggingface/picotron/issues/39)): its method
 # `_allreduce_grads(self, grad)` is registered with this very hook. `register_hook` does pass the
-# gradient, that of the current backward pass alone. A hook there that returns the mean is correct,
-# but with several backward passes per step it communicates in each.
+# gradient, that of the current backward pass alone. A hook that returns the mean is correct, but it
+# communicates in every backward pass of a step.
 #
 # ## 6. The real one
 #
@@ -577,10 +578,10 @@ draw("hooked", claim(exposed["hooked"] < exposed["naive"] / 2, (
     f"{backward['hooked']:.0f} ms, and {alone_ms:.0f} if it sends nothing.")))
 
 # %% [markdown]
-# A backward pass hides no more than its own length, so at least three fifths of one would remain
-# exposed. Latency, paid for every tensor, causes this; the bytes alone would fit. If the measured
-# backward pass is longer than one that sends nothing, a likely reason is the processor time of
-# starting dozens of collectives. A stretched backward pass hides more, but the step gets no
+# A backward pass hides no more than its own length, so the hooked version exposes what the network
+# needs beyond that. Latency, paid for every tensor, causes this; the bytes alone would fit. If the
+# measured backward pass is longer than one that sends nothing, a likely reason is the processor
+# time of starting dozens of collectives. A stretched backward pass hides more, but the step gets no
 # shorter. Buckets need only a few collectives:
 
 # %% tags=["figure-bucketed", "exhaustive"]
@@ -709,13 +710,13 @@ for name, (N, latency, rate) in links.items():
 # To a first approximation neither: both times are proportional to P, so P cancels. For any model,
 # the rule is the FLOP/s that the GPU achieves, divided by the link's bytes per second: 7,915 tokens
 # on one card, in float32 twice as many. (Attention adds FLOPs but no gradients, and N ranks send a
-# little less than twice the gradients, so the exact numbers are lower. Attention's share is smaller
-# in the larger model, which therefore needs more.)
+# little less than twice the gradients, so the exact numbers are lower. The larger model needs more:
+# its share of attention is smaller, and its separate input embedding has gradients but no FLOPs.)
 #
 # With latency, the 1B model needs 10,074 tokens on one card. That is why, at 8,192, the explorer
 # exposes more than its last bucket. With eight cards, the bytes need an eighth of the tokens, but
-# the latency of a ring over 64 ranks stays, and most of the time is spent on it. All numbers are
-# lower bounds, since the last bucket is exposed in any case.
+# the latency of a ring over 64 ranks stays, and most of the time is spent on it. The exact numbers
+# are lower bounds, since the last bucket is exposed in any case.
 #
 # </details>
 #

@@ -135,7 +135,20 @@ def script(tmp_path, *arguments) -> tuple[subprocess.Popen, list[psutil.Process]
         start_new_session=True,
     )
     assert process.stdout.readline() == "[rank 0] ready\n"
-    return process, psutil.Process(process.pid).children(recursive=True)
+    return process, descendants(process.pid)
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    """All processes below one that has a server, its rank and a tracker.
+
+    One look at /proc, while other tests start and end processes, has missed the rank before.
+    """
+    for _ in range(100):
+        found = psutil.Process(pid).children(recursive=True)
+        if len(found) >= 3:
+            break
+        time.sleep(0.1)
+    return found
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="daemons are found on Linux alone")
