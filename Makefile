@@ -35,10 +35,13 @@ figure: setup ## (maintainers) Draw README's figures; one is of the story model,
 	cp runs/figure/loss_curve.png docs/story_loss.png
 	$(BIN)/python tools/readme_figures.py
 
-# Two files at a time, the longest first (tests/conftest.py), so that both workers end together.
+# One worker more than two cores: some tests wait, for a rank that hangs, say. On a machine with more
+# cores: make test WORKERS=8. The longest files come first (tests/conftest.py), so that all workers
+# end together.
 # Where Python may not keep what it compiles, each process that a test starts compiles all anew.
 export PYTHONDONTWRITEBYTECODE =
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+WORKERS := 3
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 quick: lint ## Run the tests of a minute and a half: lint, layers, each axis, each chapter's first exercise
 	$(PYTEST) -m "not exhaustive" -k "(.1 and our_solution_passes) or not exercises" \

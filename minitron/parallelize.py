@@ -107,29 +107,28 @@ def parallelize(
     if mesh.num_ranks == 1:  # which has nothing to share out
         config = replace(config, parallel=ParallelConfig())
     precision, zero = PRECISIONS[config.train.precision], config.parallel.zero
-    context = tensor = pipeline = OneDevice(model)
+    axes: dict[str, ParallelModel] = {}
     apply_precision(model, precision, is_sharded=zero == 3)
     if config.parallel.cp > 1:
-        context = CONTEXTS[config.parallel.context](model, mesh.group("cp"))
+        axes["context"] = CONTEXTS[config.parallel.context](model, mesh.group("cp"))
     if mesh.size("tp") > 1:
         apply = apply_sequence_parallel if config.parallel.sequence else apply_tensor_parallel
-        tensor = apply(model, mesh.group("tp"))
+        axes["tensor"] = apply(model, mesh.group("tp"))
     RECOMPUTE_POLICIES[config.train.recompute](model)
     if mesh.size("pp") > 1:
-        pipeline = apply_pipeline_parallel(
+        axes["pipeline"] = apply_pipeline_parallel(
             model,
             mesh.group("pp"),
             make_schedule(config.parallel),
-            sequence_parts=tensor.sequence_parts,
+            sequence_parts=config.parallel.tp if config.parallel.sequence else 1,
             autocast=precision.activations if precision.autocasts else None,
         )
-    data = apply_data_parallel(model, mesh, config, device, pipeline)
-    axes = {"data": data, "context": context, "tensor": tensor, "pipeline": pipeline}
+    data = apply_data_parallel(model, mesh, config, device, axes.get("pipeline"))
     if precision.master is not None and zero == 0:
-        return Grid(model, MasterWeights(model), **axes)
+        return Grid(model, MasterWeights(model), data=data, **axes)
     if mesh.num_ranks == 1:
         return data
-    return Grid(model, **axes)
+    return Grid(model, data=data, **axes)
 
 
 CONTEXTS = {
@@ -155,7 +154,11 @@ def make_schedule(parallel: ParallelConfig) -> Callable[[int, int], Schedule]:
 
 
 def apply_data_parallel(
-    model: nn.Module, mesh: Mesh, config: Config, device: torch.device, pipeline: ParallelModel
+    model: nn.Module,
+    mesh: Mesh,
+    config: Config,
+    device: torch.device,
+    pipeline: ParallelModel | None,
 ) -> ParallelModel:
     """Divide the samples over the ranks, and what the stage of ZeRO says."""
     parallel = config.parallel

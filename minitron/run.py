@@ -188,7 +188,7 @@ class Run(Training):
         self.model.eval()
         for start in range(0, len(micro_batches), size):
             piece = micro_batches[start : start + size]
-            loss = self.parallel.sum_losses(self.forward, piece, self.parallel.summed_loss)
+            loss = self.parallel.sum_losses(self.forward, piece)
             total += float(loss)  # the host waits: a piece has ended when the device is done
             is_complete = go_on()
             if not is_complete:

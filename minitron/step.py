@@ -6,7 +6,6 @@ over many (`accumulate_over_ranks`), and `learning_rate`.
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -105,17 +104,8 @@ def accumulate_over_ranks(
     share = parallel.mean(count.to(widest_float(count.device)))
     share = torch.where(share > 0, share, 1) / scale
     accumulate = partial(accumulate_gradients, model)
-
-    mean = torch.zeros((), device=share.device)
-    rounds = parallel.rounds(micro_batches)
-    for number, together in enumerate(rounds, start=1):
-        is_last = number == len(rounds)
-        with nullcontext() if is_last else parallel.no_sync(), span("micro-batch", number):
-            mean = mean + parallel.forward_backward(
-                accumulate, together, share, parallel.summed_loss
-            )
-    parallel.finish()
-    return parallel.mean(mean) / scale
+    loss = parallel.forward_backward(accumulate, micro_batches, share)
+    return parallel.mean(loss) / scale
 
 
 def count_targets(micro_batches: MicroBatches) -> Tensor:

@@ -30,6 +30,7 @@ from teaching.figures import (
 )
 from teaching.figures_ring import ring_frame, ring_sums
 from teaching.overlap import (
+    Compute,
     compute_in_proportion,
     exposed_seconds,
     gradient_sizes,
@@ -94,14 +95,17 @@ def draw_buckets(
 ) -> Drawing:
     """Draw forward, backward and the buckets of Llama 3.2 1B on 64 H100s, predicted.
 
-    Gradients are bfloat16; compute runs at 40 % of the dense peak.
+    Gradients are bfloat16; compute runs at 40 % of the dense peak. The backward pass begins with
+    the head, whose matrix is the embedding's: its gradient is complete at the end.
     """
     model = cost.PUBLISHED["Llama 3.2 1B"]
     sizes = gradient_sizes(model)
-    flops = tokens_per_rank * cost.forward_flops_per_token(model, min(tokens_per_rank, 8192))
-    forward = flops / (0.4 * H100.bf16_flops)
+    per_token = cost.forward_flops_per_token(model, min(tokens_per_rank, 8192))
+    forward = tokens_per_rank * per_token / (0.4 * H100.bf16_flops)
 
-    compute = compute_in_proportion(sizes, forward, 2 * forward)
+    head = 2 * forward * 2 * model.vocab_size * model.width / per_token  # of the backward pass
+    blocks = compute_in_proportion([0, *sizes[1:]], forward + head, 2 * forward - head)
+    compute = Compute(forward, blocks.ready)
     buckets = in_buckets(sizes, bucket_MB * 10**6)
     sent = transfers(compute.ready, sizes, buckets, 64, latency_us * 1e-6, bandwidth_GB_s * 1e9)
     exposed = exposed_seconds(compute, sent)

@@ -92,10 +92,15 @@ def _phases(timeline: Sequence[Moment]) -> list[tuple[str, float, float]]:
     ]
 
 
-def phase_strip(axes: Axes, phases: Sequence[tuple[str, float, float]]) -> None:
-    """Draw a strip above the axes: which phase, from where to where on the x axis."""
+def phase_strip(
+    axes: Axes,
+    phases: Sequence[tuple[str, float, float]],
+    names: dict[str, str] | None = None,
+) -> None:
+    """Draw a strip above the axes: which phase, from where to where; `names` renames phases."""
     above, last = axes.get_xaxis_transform(), phases[-1][2]
     for phase, start, end in phases:
+        name = (names or {}).get(phase, phase)
         axes.add_patch(
             Rectangle(
                 (start, 1.02),
@@ -110,10 +115,10 @@ def phase_strip(axes: Axes, phases: Sequence[tuple[str, float, float]]) -> None:
         )
         if end - start > NARROW * last:
             axes.text(
-                (start + end) / 2, 1.05, phase, transform=above, ha="center", va="center", size=9
+                (start + end) / 2, 1.05, name, transform=above, ha="center", va="center", size=9
             )
         else:
-            axes.text(end, 1.1, phase, transform=above, ha="right", size=9, color=GREY)
+            axes.text(end, 1.1, name, transform=above, ha="right", size=9, color=GREY)
 
 
 def _list_kinds(axes: Axes, peak: Snapshot) -> None:

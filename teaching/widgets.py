@@ -157,8 +157,8 @@ def memory_calculator() -> None:
             "micro_batch": 1,
             "recipe": "bf16",
         },
-        task="find the largest model that still fits. Then see which sliders move the "
-        "activations alone, and which move everything.",
+        task="find the largest model that still fits. Then see which sliders leave the "
+        "training state as it is, and which leave the activations.",
     )
 
 
@@ -174,7 +174,8 @@ def bucket_explorer() -> None:
         },
         start={"bucket_MB": 25, "latency_us": 10, "bandwidth_GB_s": 50, "tokens_per_rank": 8192},
         task="find the bucket size that exposes least. It is not zero: whose gradient is ready "
-        "last, and how large is it? Then take buckets of 1 MB: which slider hides them?",
+        "last, and how large is it? Then take buckets of 1 MB: which two sliders bring the exposed "
+        "time below 30 ms, and why can the bandwidth not?",
     )
 
 

@@ -7,6 +7,7 @@ The size of each axis is a choice, and so is the optimizer: gradients are compar
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from itertools import combinations
 from unittest.mock import patch
@@ -179,13 +180,20 @@ def test_the_training_is_that_of_one_process(batch, optimizer):
 
 # Mutations: what is seen by trying axes together alone
 
+placement = Grid.placement
+
+
+def one_copy(self, name):
+    return replace(placement(self, name), copies=1)
+
+
 IN_STAGES = Case(2, 1, 2, "gpt", "zero1", False, "none", "1f1b", "one")
 CUT = Case(1, 2, 2, "llama", "bucketed", True, "none", "1f1b", "one")
 MUTANTS = [
-    (IN_STAGES, Grid, "num_copies", lambda *_: 1),  # a tied embedding counts twice in the norm
+    (IN_STAGES, Grid, "placement", one_copy),  # a tied embedding counts twice in the norm
     (IN_STAGES, PipelineParallel, "sum_partial_gradients", lambda *_: None),
     (IN_STAGES, Zero1, "start_gather", lambda *_: None),
-    (CUT, Grid, "num_copies", lambda *_: 1),  # so does a norm's weight
+    (CUT, Grid, "placement", one_copy),  # so does a norm's weight
 ]
 
 

@@ -13,12 +13,13 @@
 # %% [markdown]
 # # 1. One device: what a training step does
 #
-# **45 minutes, and 75 for the exercises. No GPU. [Exercises 1.1](exercise:1.1) to 1.4.**
+# **50 minutes, and 75 for the exercises. No GPU. [Exercises 1.1](exercise:1.1) to 1.4.**
 #
 # *You need:* to have trained a model in PyTorch, and to know what a loss and a gradient are.
 #
 # *You will be able to:*
-# - **predict** how long a training step takes from the model's shape and the device's peak FLOP/s;
+# - **predict** how long a training step takes from the model's shape, the device's peak FLOP/s and
+#   a measured share of it;
 # - **choose** a batch size in tokens by measuring how noisy the gradient is;
 # - **accumulate** a large batch from micro-batches that fit in memory, without changing the
 #   training.
@@ -62,14 +63,15 @@ cpu = torch.device("cpu")
 # %% [markdown]
 # ## 1. The question
 #
-# Llama 3 8B was trained on 15 trillion tokens, by its [model
+# Llama 3 8B was trained on 15 trillion tokens, according to its [model
 # card](https://huggingface.co/meta-llama/Meta-Llama-3-8B). Suppose you have one H100 and keep it
 # busy at 40 % of its peak, which is good. How long does the training take? Guess the unit first:
 # weeks, months, or years?
 
 # %% tags=["nbval-check-output", "output-question"]
 llama_8b = ModelConfig(
-    vocab_size=128_256, num_layers=32, width=4096, num_heads=32, num_kv_heads=8,
+    vocab_size=128_256, num_layers=32, width=4096, num_heads=32,
+    num_kv_heads=8,  # heads of the keys and values: each serves four heads of the queries
     ffn_width=14_336, max_sequence_length=8192, tied_embedding=False,
 )
 tokens = 15e12
@@ -85,8 +87,8 @@ print(f"one H100 at 40 % of {peak / 1e12:.0f} TFLOP/s: "
 # training step. This chapter takes one step apart on a single device, with a model small enough for
 # your laptop. Where does its time go (sections 2 and 3)? How many tokens should it process, and
 # what if they do not fit in memory (4 to 6)? How close does it come to the device's limit (7)? The
-# Further sections ask how close it comes on a GPU, what keeps it below the limit, and what a
-# compiler can do about that.
+# Further sections ask what keeps it below the limit, what a compiler can do about that, and how
+# close this package comes on a GPU.
 
 # %% [markdown]
 # ## 2. Estimate
@@ -101,17 +103,18 @@ print(f"one H100 at 40 % of {peak / 1e12:.0f} TFLOP/s: "
 # <details><summary>Answer</summary>
 #
 # For $Y = XW^T$ the backward pass computes two matmuls of the same size: the gradient of the input,
-# $dX = dY\,W$, which the layer below is waiting for, and the gradient of the weight,
-# $dW = dY^T X$, which the optimizer is waiting for. So the backward pass costs two forward passes
-# and the step costs three. A model with $P$ parameters needs about $2P$ FLOPs per token for the
-# forward pass; a step needs about $6P$ per token.
+# $dX = dY\,W$, which the layer below is waiting for, and the gradient of the weight, $dW = dY^T X$,
+# which the optimizer is waiting for. So the backward pass costs two forward passes and the step
+# costs three. A model with $P$ parameters needs about $2P$ FLOPs per token for the forward pass; a
+# step needs about $6P$ per token.
 #
 # </details>
 
 # %% tags=["nbval-check-output"]
 S = 64  # tokens per sequence
 config = ModelConfig(
-    family="gpt", vocab_size=len(VOCABULARY), num_layers=2, width=64, num_heads=4, num_kv_heads=4,
+    family="gpt",  # GPT-2's layers; section 1's model has Llama's, the default
+    vocab_size=len(VOCABULARY), num_layers=2, width=64, num_heads=4, num_kv_heads=4,
     ffn_width=256, max_sequence_length=S,
 )
 P = cost.num_parameters(config)
@@ -121,12 +124,19 @@ print(f"{P:,} parameters")
 print(f"forward  {forward:8,} FLOPs per token")
 print(f"training {training:8,} FLOPs per token, {training / forward:.0f} forward passes")
 print(f"6 P      {6 * P:8,}")
+print(f"attention: {config.num_layers * 4 * S * config.width / forward:.0%} of the forward pass; "
+      f"as much as its layers' weights at S = {6 * config.width}")
 
 # %% [markdown]
-# The $6P$ rule comes close but is not exact. It charges for position embeddings, norms, and biases,
-# which cost almost nothing, and it misses attention's two matmuls (queries times keys, and scores
-# times values), which have no weights. [`minitron.cost`](code:minitron.cost.compute) counts matmul
-# by matmul.
+# The $6P$ rule comes close but is not exact. It charges for position embeddings, norms, and biases
+# (and for the token embedding, where the output projection has a matrix of its own), which cost
+# almost nothing, and it misses attention's two matmuls (queries times keys, and scores times
+# values), which have no weights. [`minitron.cost`](code:minitron.cost.compute) counts matmul by
+# matmul.
+#
+# When does missing attention matter? A GPT layer of width $D$ has about $12 D^2$ weights, so its
+# forward pass takes $24 D^2$ FLOPs per token. Attention over $S$ tokens adds $4SD$, which is as
+# much at $S = 6D$: a short sequence for a narrow model, a long one for a wide model.
 #
 # The training text comes from a small grammar that writes stories; generating it takes a second. We
 # use it because every story refers back to its people and things, and because its
@@ -159,9 +169,9 @@ print(story[:75] + "\n" + story[75:150] + " ...")
 model, optimizer = new_model(config)
 
 
-def step_by_hand():
+def step_by_hand(x=inputs, y=targets):
     times = [time.perf_counter()]
-    loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+    loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
     times.append(time.perf_counter())
     loss.backward()
     times.append(time.perf_counter())
@@ -173,7 +183,7 @@ def step_by_hand():
 
 # %% [markdown]
 # To predict the time we need one more number, the peak. A GPU's is in its datasheet. For your CPU,
-# or rather one thread of it in float32, we time the fastest matmul we can find:
+# or rather one thread of it in float32, we take the fastest run of a large square matmul:
 
 # %%
 cpu_peak = peak_flops(cpu, torch.float32).flops
@@ -182,18 +192,20 @@ print(f"{targets.numel():,} tokens x {training:,} FLOPs per token = {step_flops 
 print(f"peak of one thread: {cpu_peak / 1e9:.0f} GFLOP/s")
 
 # %% [markdown]
-# **Predict.** How many milliseconds would the step take at the peak, and how many will it take?
-# AdamW performs about a dozen operations per *parameter*, however many tokens there are. Will the
-# optimizer be a large or a small part of this step? And with a batch of one sequence?
+# **Predict.** How many milliseconds would the step take at the peak? And at 40 % of it, the share
+# that section 1 assumed? AdamW performs about a dozen operations per *parameter*, however many
+# tokens there are. Will the optimizer be a large or a small part of this step? And with a batch of
+# one sequence?
 #
 # <details><summary>Answer</summary>
 #
-# At the peak, the step's GFLOPs divided by the peak's GFLOP/s. The next cell prints that beside the
-# measured time, which is a few times as long in our run. The optimizer is a small part, with this
-# many tokens. By FLOPs it would be next to nothing, a dozen per parameter against 6 x 1,024; it
-# takes more, because its time goes to memory and to launching, not to arithmetic. With one
-# sequence instead of 16, forward and backward shrink while the optimizer stays the same, so its
-# share grows. Try it: replace `inputs, targets` by `inputs[:1], targets[:1]`.
+# At the peak, the step's GFLOPs divided by the peak's GFLOP/s; at 40 %, two and a half times that.
+# The next cell prints the share that the step really reaches. With this many tokens the optimizer
+# is a small part. Its FLOPs would make it 0.2 %, a dozen per parameter against 6 x 1,024 in the two
+# passes. Expect a larger share: for that dozen AdamW reads four numbers and writes three, and
+# starting each operation takes time too; neither counts as a FLOP. With one sequence instead of 16,
+# forward and backward shrink while the optimizer stays the same, so its share grows. The second
+# cell below measures that.
 #
 # </details>
 
@@ -214,6 +226,11 @@ show(timeline({"measured": measured}, {"at the peak": predicted}), alt=(
     f"2; the optimizer takes {optimizer_ms / update:.0%} of the step. Medians of {len(runs)} steps."
 ))
 
+# %%
+small = [step_by_hand(inputs[:1], targets[:1]) for _ in range(40)][10:]
+parts = [median(run[i] for run in small) for i in range(3)]
+print(f"one sequence: {sum(parts):.2f} ms, of which the optimizer {parts[2] / sum(parts):.0%}")
+
 # %% [markdown]
 # The dashed bars are the step's FLOPs at the peak, a third of them forward and two thirds backward.
 # The solid bars were measured. Where does the rest of the time go? `operator_times` puts a clock
@@ -221,17 +238,18 @@ show(timeline({"measured": measured}, {"at the peak": predicted}), alt=(
 
 # %%
 spent = operator_times(step_by_hand)
+scale = update / sum(spent.values())  # to the step's time without that clock
 for kind, milliseconds in spent.items():
-    share = milliseconds / sum(spent.values())
-    print(f"{kind:18}{share:5.0%}, {share * update:5.1f} ms of the {update:.1f} ms")
+    share = milliseconds * scale
+    print(f"{kind:18}{share / update:5.0%}, {share:5.1f} ms of the {update:.1f} ms")
 
 # %% [markdown]
-# Matmuls and attention perform all the FLOPs that we counted. Even these take longer than they
-# would at the peak, because matmuls this small run below it. The rest is what the count leaves out:
-# GELU, which in our run is the most expensive single operation of these, with its tanh for every
-# value; many small operators (norms, loss, optimizer); and what happens between the operators, in
-# autograd and Python. (The clock slows the step, mostly between operators, so the last share is too
-# large.)
+# Matmuls and attention perform all the FLOPs that we counted. In our run even these take longer
+# than they would at the peak: matmuls this small run below it. The rest is what the count leaves
+# out: GELU, which computes a tanh for every value and in our run takes about as long as all the
+# other operators together (norms, loss, optimizer, and many small ones); and what happens between
+# the operators, in autograd and Python. (The clock slows the step, mostly between operators. So the
+# last share is too large, and the others are too small.)
 #
 # So a step's time is its FLOPs divided by the peak and by the *share* of the peak that such a step
 # reaches. The share has to be measured, for each shape and batch size; section 7 gives it a name.
@@ -257,15 +275,17 @@ for kind, milliseconds in spent.items():
 #
 # </details>
 #
-# The two regimes meet at the **critical batch size**, where noise equals signal. Computed from
-# gradients alone, as here, it is the *simple noise scale* of [McCandlish et al.
-# 2018](https://arxiv.org/abs/1812.06162), section 2.2. It is derived for SGD and is only a rough
-# guide for AdamW, whose critical batch can be larger ([Zhang et al.
-# 2019](https://arxiv.org/abs/1907.04164)).
+# The two regimes meet at the **critical batch size** $B_c$, where noise equals signal. A step with
+# a batch of $B$, at the learning rate that suits it, makes $1 / (1 + B_c/B)$ of the progress of one
+# with an unlimited batch: half of it at $B = B_c$. $B_c$, computed from gradients alone as here, is
+# the *simple noise scale* of [McCandlish et al. 2018](https://arxiv.org/abs/1812.06162), section
+# 2.2. The formula is derived for SGD. It is only a rough guide for AdamW, whose critical batch can
+# be larger ([Zhang et al. 2019](https://arxiv.org/abs/1907.04164)).
 #
 # To measure it, we compute the gradient of each of 512 held-out sequences separately and average
 # them in groups of $B$. We do this early in training, after 50 steps. The mean of all 512 stands in
-# for $G$, but it still contains 1/512 of one sequence's noise, so we subtract that from its square.
+# for $G$. Its squared length is too large, on average by 1/512 of one sequence's noise, so we
+# subtract that.
 
 # %%
 def noise_and_signal(gradients):
@@ -290,7 +310,7 @@ print(f"critical batch: {noise / signal:.1f} sequences, {S * noise / signal:,.0f
 show(scaling(
     [S * size for size in sizes], variances, "batch size (tokens)", "variance of the gradient",
     predicted=[noise / size for size in sizes], predicted_label="1/B",
-    limit=signal, limit_label="below |G|²: a larger batch adds little", limit_is_above=False,
+    limit=signal, limit_label="noise below the signal |G|²", limit_is_above=False,
 ), alt=(
     "The variance of the gradient falls as 1/B: at every batch size it is within "
     f"{max(abs(v * b / noise - 1) for v, b in zip(variances, sizes, strict=True)):.0%} of the line."
@@ -299,8 +319,7 @@ show(scaling(
 # %% [markdown]
 # The dashed line is drawn from the leftmost point alone, the variance of a single sequence; nothing
 # forces the other points onto it. They enter the gray band where noise equals signal: that is the
-# critical batch printed above. If the draws were not independent, all points but the first would
-# move off the line.
+# critical batch printed above.
 #
 # **Predict.** The file holds one story after another, and a story often runs over the end of a
 # sequence. If you read the 512 sequences in *file order* instead of at random, will the variance of
@@ -318,11 +337,11 @@ for name, found in (("at random", variances), ("file order", neighbors)):
 # <details><summary>Answer</summary>
 #
 # Above: compare the two rows. The upper one is near 1 at every size, and its deviations are chance,
-# most of all at the right, where only a few batches are left. In our run the lower one is higher at
+# most of all at the right, where only 8 batches are left. In our run the lower one is higher at
 # every size. Neighboring sequences share a story, so their gradients resemble each other, and
 # averaging two of them removes less noise than averaging two independent ones. A loader that reads
-# in file order gives you a smaller effective batch than you pay for, by the factors in the last
-# row. That is why the training set above was opened with a seed:
+# in file order gives you a smaller effective batch than you pay for, by about a tenth here. That is
+# why the training set above was opened with a seed:
 # [`TokenDataset`](code:minitron.dataset.TokenDataset) then reads its sequences in random order.
 #
 # </details>
@@ -334,11 +353,11 @@ for name, found in (("at random", variances), ("file order", neighbors)):
 # %% [markdown]
 # ## 5. Accumulate, and the trap
 #
-# A batch can be right for learning and too large for memory, because
-# [activations](word:activation) grow with the number of tokens in flight. The remedy is
-# [gradient accumulation](word:accumulation): cut the batch into
-# [micro-batches](word:micro-batch), run forward and backward on each, and let `.grad` add up.
-# PyTorch already adds into `.grad`, so all we choose is the number to divide the loss by.
+# A batch can be right for learning and too large for memory, because [activations](word:activation)
+# grow with the number of tokens in flight. The remedy is [gradient
+# accumulation](word:accumulation): cut the batch into [micro-batches](word:micro-batch), run
+# forward and backward on each, and let `.grad` add up. PyTorch already adds into `.grad`, so all we
+# choose is the number to divide the loss by.
 #
 # First by hand, in float64, so that "equal" can mean to 12 digits:
 
@@ -413,10 +432,10 @@ print(f"loss: {loss.item():.3f} in one batch, {wrong_loss:.3f} as a mean of mean
 print(f"gradient off by {relative_difference(wrong_gradient, one_batch):.0%} of its length")
 
 # %% [markdown]
-# Nobody would stop a run over that difference in the loss, yet the gradient is far off. Only
-# comparing with the undivided batch catches the bug: the loss, or better the gradient. Splitting
-# into micro-batches has changed *what* is trained: a token of a short text now counts more than one
-# of a long text.
+# Nobody would stop a run over that difference in the loss, yet the gradient is far off. To catch
+# the bug, compare with the undivided batch: the loss, or better the gradient. Splitting into
+# micro-batches has changed *what* is trained: a token of a short text now counts more than one of a
+# long text.
 #
 # This is a real bug. Until October 2024 the Hugging Face Trainer averaged the means of its
 # micro-batches, so changing the number of accumulation steps changed the model that came out
@@ -427,7 +446,8 @@ print(f"gradient off by {relative_difference(wrong_gradient, one_batch):.0%} of 
 # %% [markdown]
 # ## 6. The real one
 #
-# Here is the package's own function. Find the divisor.
+# [Exercise 1.1](exercise:1.1) asks you to write the correct function. To find it by yourself, do
+# the exercise now: the next cell shows the package's own. Find the divisor.
 
 # %%
 show_source(accumulate_gradients, forward_backward)
@@ -449,8 +469,8 @@ for name, cut in cuts.items():
 
 # %% [markdown]
 # The whole step is [`train_step`](code:minitron.step.train_step): accumulate the gradient, clip it,
-# set the learning rate, update. On one device `accumulate_over_ranks` does what
-# `accumulate_gradients` does.
+# set the learning rate, update. Its docstring speaks of ranks, the processes of a parallel run;
+# here there is one, and `accumulate_over_ranks` does what `accumulate_gradients` does.
 
 # %%
 show_source(train_step)
@@ -459,40 +479,47 @@ show_source(train_step)
 # `clip_norm` scales the gradient down if its norm is larger. `parallel` and `loss_scale` belong to
 # chapters [4](chapter:4) and [10](chapter:10); their defaults do nothing. That leaves `rate`. AdamW
 # divides a running mean of the gradient by a running estimate of the gradient's magnitude, so each
-# update moves a weight by up to about the learning rate, however small its gradient is.
+# update moves a weight by up to about the learning rate, however small its gradient is. In the very
+# first step both rest on one and the same gradient, so every weight moves by about the full rate.
 #
-# Three runs of 100 steps share a peak rate of 0.02, twice that of the chapter's other runs to make
-# differences easy to see. They warm up over 0, 10, and 50 steps. A longer warm-up also lowers the
-# *mean* rate, so a fourth run is the control: no warm-up, but a lower peak, which gives it the same
-# mean rate as the run with 50 steps.
+# Three runs share a peak rate of 0.02, twice that of the chapter's other runs to make differences
+# easy to see. They warm up over 0, 10, and 50 steps; we stop them after 100 of the 600 steps over
+# which their rate would fall. A longer warm-up also lowers the *mean* rate, so a fourth run is the
+# control: no warm-up, but a lower peak, which gives it the same mean rate as the run with 50 steps.
+# We repeat all four with the training set in another random order, to see how far chance moves a
+# loss.
 #
-# **Predict.** Put the four runs in order of their loss after 100 steps.
+# **Predict.** Put the first three runs in order of their loss after 100 steps. Where would the
+# control end if only the mean rate mattered, and where if only the warm-up did?
 
 # %% tags=["figure-warmup", "exhaustive"]
 warmed, last = {}, {}
-print("                       mean rate   loss, mean of the last 10 steps")
+orders = {seed: TokenDataset(folder, "train", S, seed=seed) for seed in (0, 1, 2)}
+print("                        mean rate   loss of the last 10 steps, in two orders")
 for peak_rate, warmup_steps in ((0.02, 0), (0.02, 10), (0.02, 50), (0.0153, 0)):
     name = f"warm-up {warmup_steps}" + ", lower peak" * (peak_rate < 0.02)
-    losses = train_story_model(config, data, 100, peak_rate, warmup_steps)[1]
-    warmed[name], last[name] = losses, sum(losses[-10:]) / 10
+    pair = [train_story_model(config, orders[i], 100, peak_rate, warmup_steps)[1] for i in (0, 1)]
+    warmed[name], last[name] = pair[0], [sum(losses[-10:]) / 10 for losses in pair]
     rates = [learning_rate(i, peak_rate, peak_rate / 10, warmup_steps, 600) for i in range(100)]
-    print(f"{name:22} {sum(rates) / 100:10.4f} {last[name]:10.2f}")
+    print(f"{name:23} {sum(rates) / 100:9.4f} {last[name][0]:10.2f} {last[name][1]:10.2f}")
 show(curves(range(1, 101), warmed, "step", "loss (nats per token)"), alt=(
-    f"After 100 steps the run with {max(last, key=last.get)} has the highest loss and the run with "
-    f"{min(last, key=last.get)} the lowest, {max(last.values()):.2f} against "
-    f"{min(last.values()):.2f} nats."
+    f"In the first order, the run with {max(last, key=last.get)} ends with the highest loss, "
+    f"{max(last.values())[0]:.2f} nats, and the one with {min(last, key=last.get)} with the "
+    f"lowest, {min(last.values())[0]:.2f}."
 ))
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# In our runs, the longer the warm-up, the lower the loss. The run without any falls behind within
-# the first dozen steps, and the one with 10 shows a spike just as it nears its peak. The control
-# does better than its twin at the full peak, so a lower rate explains part of the gap. But it
-# ends well above the run with the same mean rate and a warm-up, so *when* the rate is high matters
-# too. The usual explanation: during the first steps AdamW's two averages rest on a handful of
-# batches, yet the updates are full-sized already, and a few of those in a poorly known direction
-# move the weights to a region from which descent is slow. These four runs do not test that part.
+# In our runs, in both orders, the longer the warm-up, the lower the loss. If only the mean rate
+# mattered, the control would end beside the run with 50 steps of warm-up; if only the warm-up did,
+# beside the run without any. It ends near the latter, below it in one order and above it in the
+# other. So the mean rate does not explain the gap; *when* the rate is high does. The figure, which
+# shows the first order, suggests when that is decided: the run without a warm-up falls behind
+# within the first dozen steps. The usual explanation is that AdamW's two averages then rest on a
+# handful of batches while the updates are full-sized already, and a few of those in a poorly known
+# direction move the weights to a region from which descent is slow. These runs do not test that
+# part.
 #
 # </details>
 #
@@ -519,51 +546,88 @@ show(curves(steps, {"rate": rates}, "step", "learning rate"), alt=(
 #
 # The numerator counts the FLOPs that the *model* needs, so computing something twice does not raise
 # it. Attention counts as the full square, although the causal mask makes half of it unnecessary;
-# papers differ here, and at long sequences the convention alone moves an MFU by several points. A
-# GPU's peak is in its datasheet. For your CPU the clock measures the fastest matmul it can find.
+# papers differ here, and at long sequences the convention alone moves an MFU by several points.
 #
-# **Predict.** We time batches of 1 to 64 sequences, which is 64 to 4,096 tokens. At how many tokens
-# does the MFU reach half of its best value?
+# How does the MFU depend on the batch size? First we time the package's step at two sizes, one
+# sequence and 16:
 
-# %% tags=["figure-throughput"]
+# %%
 clock = Clock(training, peak_flops(cpu, torch.float32), cpu)
-speeds = tokens_per_second(config, data, clock, sizes=(1, 2, 4, 8, 16, 32, 64))
-limit = clock.peak.flops / training
-for tokens_per_step, laps in speeds.items():
-    speed, low, high = (f(laps) / limit for f in (median, min, max))
-    print(f"{tokens_per_step:5,} tokens per step: {median(laps):8,.0f} tokens/s, "
-          f"MFU {speed:5.1%} ({low:.1%} to {high:.1%} of {len(laps)} steps)")
-middle = [median(laps) for laps in speeds.values()]
-show(scaling(
-    list(speeds), middle, "batch size (tokens)", "tokens/s",
-    limit=limit, limit_label="100 % MFU: the fastest matmul here",
-), alt=claim(max(middle) > 1.2 * middle[0], (
-    f"The throughput grows up to {max(middle) / middle[0]:.1f} times from the one at {min(speeds)} "
-    f"tokens per step; the best MFU is {max(middle) / limit:.0%}.")))
+limit = clock.peak.flops / training  # tokens per second at an MFU of 100 %
+pair = tokens_per_second(config, data, clock, sizes=(1, 16))
+(few, short), (many, long) = ((n, 1000 * n / median(laps)) for n, laps in pair.items())
+print(f"{few:5,} tokens: {short:5.2f} ms per step")
+print(f"{many:5,} tokens: {long:5.2f} ms per step")
 
 # %% [markdown]
+# Sixteen times the tokens do not take sixteen times as long. Suppose that a step costs a fixed time
+# $a$, whatever its size, plus a time $b$ for each token.
+#
+# **Predict.** What are $a$ and $b$, from the two times above? At how many tokens does the MFU then
+# reach half of its best value?
+#
 # <details><summary>Answer</summary>
 #
-# In our run, at a few hundred. Each step has fixed costs: launching every operation, and the
-# optimizer's pass over all parameters. If a step costs a fixed time a and b more per token, it
-# reaches half of its best MFU at a/b tokens. With many tokens they hardly matter, and a ceiling
-# remains below the peak: part of each step is not matmuls (softmax, GELU, norms, the loss), and
-# small matmuls run below the peak as well.
+# The difference of the two times is what the additional tokens cost: divide it by their number to
+# get $b$. Then $a$ is the shorter time minus $64\,b$. A step of $n$ tokens takes $a + bn$, so its
+# speed is $n/(a + bn)$. With very many tokens that approaches $1/b$, and it is half of that where
+# both parts of the time are equal, at $n = a/b$. The next cell prints these numbers.
 #
 # </details>
+
+# %%
+per_token_ms = (long - short) / (many - few)
+fixed_ms = short - few * per_token_ms
+print(f"fixed: {fixed_ms:.2f} ms a step; {1000 * per_token_ms:.1f} us more for each token")
+print(f"best MFU: {1000 / per_token_ms / limit:.0%}; half of it at {fixed_ms / per_token_ms:.0f} "
+      "tokens")
+between_ms = spent["between operators"] * scale
+print(f"section 3: optimizer {optimizer_ms:.2f} ms, between operators {between_ms:.2f} ms, "
+      f"together {(optimizer_ms + between_ms) / fixed_ms:.0%} of it")
+
+# %% [markdown]
+# Now the test: seven sizes, of which the prediction has seen two. In brackets, the slowest and the
+# fastest step.
+
+# %% tags=["figure-throughput"]
+speeds = tokens_per_second(config, data, clock, sizes=(1, 2, 4, 8, 16, 32, 64))
+foreseen = {n: 1000 * n / (fixed_ms + n * per_token_ms) for n in speeds}
+for n, laps in speeds.items():
+    speed, low, high = (f(laps) / limit for f in (median, min, max))
+    print(f"{n:5,} tokens: MFU {speed:5.1%} ({low:.1%} to {high:.1%} of {len(laps)} steps), "
+          f"predicted {foreseen[n] / limit:5.1%}")
+middle = {n: median(laps) for n, laps in speeds.items()}
+off = max(abs(foreseen[n] / middle[n] - 1) for n in speeds if n not in pair)
+most, least = max(middle.values()), middle[few]
+show(scaling(list(speeds), list(middle.values()), "batch size (tokens)", "tokens/s",
+             list(foreseen.values()), "predicted", limit, "100 % MFU: the fastest matmul here"),
+     alt=claim(most > 1.2 * least, f"The throughput grows up to {most / least:.1f} times; at the "
+               f"five sizes it has not seen, the prediction is at most {off:.0%} off."))
+
+# %% [markdown]
+# The fixed part is what every step pays however few tokens it has. Two candidates were measured in
+# section 3: the optimizer's pass over all parameters, and the work between operators, which the
+# operators' clock makes too large. Their sum is printed above as a share of the fixed time. (Above
+# 100 %, the excess is time that is not fixed: mostly, we think, what that clock added.) Clipping
+# and the start of each operator belong to the fixed part too. With many tokens this part hardly
+# matters, and a ceiling remains below the peak, for section 3's reasons: part of each step is not
+# matmuls, and small matmuls run below the peak. (The row of 1,024 tokens repeats section 3's step;
+# `train_step` also clips. The two shares differ in our runs, too; we have not found out why.)
 #
 # So two things favor a larger batch: the device runs it more efficiently, and up to about the
-# critical batch, less noise is worth its cost. Memory limits it. Accumulation lifts that limit for
-# the noise, but not for efficiency, which depends on the tokens in one *micro-batch*.
+# critical batch, less noise is worth its cost. Memory limits the batch. Accumulation lifts that
+# limit for the noise, but hardly for efficiency: the micro-batches share only the optimizer's pass
+# and the clipping; the rest depends on the tokens in one *micro-batch*.
 
 # %% [markdown]
 # ### Train, and watch the loss
 #
 # Now a whole run of 600 steps with the package's step. Names, places, things, and their adjectives
-# are *copyable* words if they occurred earlier in the same story; every other word has to be known
-# or guessed. We record the loss on both kinds, in [nats](word:nat).
+# are *copyable* words if they occurred earlier in the same story, within the 64 tokens that the
+# model sees; every other word has to be known or guessed. We record the loss on both kinds, in
+# [nats](word:nat).
 #
-# **Predict.** Which kind has the lower loss after 100 steps, and which after 600?
+# **Predict.** Sketch both losses over the 600 steps. Do the two lines cross?
 
 # %% tags=["exhaustive"]
 held_out = validation.batch(0, 64)
@@ -604,9 +668,8 @@ lines = {
 }
 guess = {"a guess among 10": [math.log(10)] * len(steps)}
 show(curves(steps, lines, "step", "loss (nats per token)", predicted=guess), alt=(
-    "At first, copyable words are guessed like any other word of their kind; "
-    f"by step 600 their loss is {by_kind[600][1]:.2f} nats, and a guess would cost "
-    f"{math.log(10):.2f}."
+    f"At step 100 the loss on copyable words is {by_kind[100][1]:.2f} nats, by step 600 it is "
+    f"{by_kind[600][1]:.2f}; a guess among 10 costs {math.log(10):.2f}."
 ))
 
 # %% tags=["exhaustive"]
@@ -618,51 +681,62 @@ for step, text in written.items():
 # %% [markdown]
 # At step 150, on the shoulder, many sentences are correct, but the story is not: people and things
 # change from one sentence to the next. The figure above suggests why. The other words are learned
-# first, while the loss on copyable words stays near the dashed line: the model mostly knows what
-# kind of word comes next and guesses within that kind, although the right word is a few words back.
-# In the second fall the copyable words are learned, and in our run they end below the others. The
-# average loss shows that something happened; splitting it by kind of word shows what.
+# first, while the loss on copyable words stays a little above the dashed line. So the model mostly
+# knows *which kind* of word comes next, but guesses within that kind, although the right word
+# stands a few words back. In the second fall the copyable words are learned, and in our run they
+# end below the others. The average loss shows that something happened; splitting it by kind of word
+# shows what.
 #
 # Large models go through a similar fall when an *induction head* forms from two attention layers:
 # one records at each position which token came before, and the other looks for an earlier position
 # whose recorded token is the current one, and copies from there ([Olsson et al.
 # 2022](https://arxiv.org/abs/2209.11895)).
 #
-# Is that what happened here? If so, a model with a single layer should fail. The obvious test sets
-# `num_layers=1`, but that nearly halves the parameters as well, so we run a second control: one
-# layer with as many parameters as the two layers had, all of the added ones in the feed-forward.
-# With one run each, we call it depth only if this wide model's loss exceeds 1.5 times that of two
-# layers. That margin is a choice; a few more seeds would say how far chance moves a loss.
+# Is that what happened here? If so, a model with a single layer should fail to copy. We train one
+# on the same batches:
 
 # %% tags=["exhaustive"]
-def copying_of(**changes):
-    """The loss on copyable words over the steps of a run with another shape."""
-    found, other = {}, dataclasses.replace(config, **changes)
-    train_story_model(other, data, 600, watch=lambda step, model: found.update(
-        {step: losses_by_kind(model, held_out, end)[1]}))
-    return f"{changes['num_layers']} layer, {cost.num_parameters(other):,}", list(found.values())
+def loss_on_copies(num_layers, order):
+    """The loss on copyable words over the steps of a run."""
+    found, other = [], dataclasses.replace(config, num_layers=num_layers)
+    train_story_model(other, order, 600, watch=lambda step, model: found.append(
+        losses_by_kind(model, held_out, end)[1]))
+    return found
 
 
-lines = {f"2 layers, {P:,}": [by_kind[step][1] for step in steps]}
-lines |= dict([copying_of(num_layers=1, ffn_width=644), copying_of(num_layers=1)])
-two, one, small = (line[-1] for line in lines.values())
-
-# %% tags=["figure-layers", "exhaustive"]
-show(curves(steps, lines, "step", "loss on copyable words (nats)", predicted=guess), alt=(
-    f"One layer with half the parameters ends at {small:.2f} nats, one layer with as many "
-    f"parameters at {one:.2f}, two layers at {two:.2f}."
-))
-depth_needed = one > 1.5 * two
-print("Depth, not size, made the difference." if depth_needed else
-      "Size made the difference here, not depth: one layer of equal size copies too.")
+layers = {"2 layers": [by_kind[step][1] for step in steps]}
+layers["1 layer, order 1"] = loss_on_copies(1, orders[0])
+for name, line in layers.items():
+    print(f"{name:16} loss on copyable words after 600 steps: {line[-1]:.2f} nats")
 
 # %% [markdown]
-# In our run, the small one-layer model is far behind after 600 steps, although still improving,
-# which looks like proof that copying takes two layers. The second control takes that proof away: a
-# single layer with a wider feed-forward catches up. Perhaps one layer is enough because a story has
-# so few people and things that any earlier name is nearly always the right one; we have not tested
-# that. If your machine prints the other verdict, the explanation is for you to find. Either way, an
-# experiment that changes two things at once cannot tell you which of them mattered.
+# In our run the model with one layer is far behind, which looks like proof. But it is one run
+# against one run. The next cell trains the same one-layer model twice more, with nothing changed
+# but the random order of the training set.
+#
+# **Predict.** How far apart will its three losses end? Will any of them reach that of two layers?
+
+# %% tags=["figure-layers", "exhaustive"]
+layers |= {f"1 layer, order {i}": loss_on_copies(1, orders[i - 1]) for i in (2, 3)}
+two, *ones = (line[-1] for line in layers.values())
+show(curves(steps, layers, "step", "loss on copyable words (nats)", predicted=guess), alt=(
+    f"The three runs with one layer end between {min(ones):.2f} and {max(ones):.2f} nats, the one "
+    f"with two layers at {two:.2f}."
+))
+print("One layer can copy: depth is not needed here." if min(ones) < 1.1 * two else
+      "No run with one layer came within 10 % of two layers.")
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# In our runs they end far apart, and one of them does as well as two layers. So a single layer
+# *can* learn to copy these stories, and the first comparison showed an accident of the order.
+# (Perhaps one layer is enough because a story has so few people and things that any earlier name is
+# nearly always the right one; we have not tested that. If your machine prints the other verdict,
+# three more orders may say otherwise.) Before you explain a difference between two runs, look at
+# how far the same run differs from itself.
+#
+# </details>
 #
 # **Predict.** Section 4 measured the critical batch after 50 steps. Is it larger or smaller now?
 
@@ -677,23 +751,32 @@ print(f"critical batch       {critical:9,.0f} {late_critical:12,.0f} tokens")
 for name, part in (("  from the first half", slice(256)), ("  from the second", slice(256, 512))):
     found = [S * a / b for a, b in (noise_and_signal(g[part]) for g in (gradients, late_gradients))]
     print(f"{name:21}{found[0]:9,.0f} {found[1]:12,.0f}")
+gains = [(1 + c / (16 * S)) / (1 + c / (32 * S)) for c in (critical, late_critical)]
+print(f"progress, if doubled {gains[0]:9.2f} {gains[1]:12.2f} times")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Much larger. Early in training, sequences agree more about what is wrong. Later the easy things
-# have been learned, so the signal has nearly vanished, while much of the noise is still there. The
-# estimates from each half of the 512 sequences show, by how far they differ, how rough the number
-# is. Early in our run the critical batch was smaller than the 1,024 tokens of a step; at the end
-# the critical batch is about nine of our steps, so doubling a step would still nearly double its
-# progress.
+# Much larger: the signal has nearly vanished, while much of the noise is still there. One reason
+# may be that early in training the sequences agree about what is wrong, and later the easy things
+# have been learned. Another may be that the learning rate has fallen to a tenth, which lets the
+# weights settle where $G$ is small. This run does not separate the two. The estimates from each
+# half of the 512 sequences show, by how far they differ, how rough the number is. Early in our run
+# the critical batch was smaller than the 1,024 tokens of a step; at the end it is about nine times
+# as many. The last row applies section 4's formula to a step of 2,048 tokens instead of 1,024:
+# doubling the step pays at the end, and hardly after 50 steps.
 #
 # </details>
 #
+# Real runs use millions of tokens per step: GPT-3 175B 3.2 million ([Brown et al.
+# 2020](https://arxiv.org/abs/2005.14165), table 2.1), and Llama 3 405B 4 million at first, then 8,
+# then 16 ([Llama Team 2024](https://arxiv.org/abs/2407.21783), section 3.4.1). A batch that grows
+# during the run fits our measurement, although the paper gives other reasons: stability early in
+# training and efficiency later.
+#
 # ### On a real GPU
 #
-# The same functions, with the numbers of an H100 and of the model card. The formulas hold for a
-# model of any size.
+# The same functions, with the numbers of an H100 and of the model card:
 
 # %% tags=["nbval-check-output", "output-h100"]
 per_token = cost.training_flops_per_token(llama_8b, sequence_length=8192)
@@ -713,38 +796,17 @@ print(f"weights, gradients and AdamW's two moments in float32: {held / 1e9:.0f} 
 # Time is inversely proportional to MFU, so always ask which MFU an estimate assumes. At 40 % this
 # training takes 70 years of one H100. The model card of Llama 3 8B reports 1.3 million H100 hours,
 # which is 148 years, and corresponds to an MFU of 19 %; [chapter 4](chapter:4) starts from that
-# number. They do not contradict each other. 40 % describes a well-tuned training loop while it
+# number. The two do not contradict each other. 40 % describes a well-tuned training loop while it
 # runs; GPU hours can also contain restarts, evaluation, and waiting, and the card does not break
-# them down.
+# them down. The last column divides the years as if splitting the work over that many GPUs cost
+# nothing. How near one can come to that is the subject of the course.
 #
 # If you time a GPU yourself, remember that its operations run asynchronously: a call returns before
-# the work is done, so a clock must `synchronize` before it reads. And only large matmuls come near
-# the peak, as on your CPU; on a GPU it takes larger ones.
+# the work is done, so a clock must `synchronize` before it reads. And even large matmuls stay below
+# the datasheet's peak, and small ones far below, as the next section shows.
 #
 # Time is not the only obstacle, though. The 128 GB printed above exceed an H100's 80 GB before a
 # single activation is stored. The next chapter counts the bytes.
-
-# %% [markdown]
-# ## Further: the MFU that this package reaches
-#
-# `make gpu` measures the MFU on a machine with a GPU; the figure shows the latest record, of the
-# device named above it. Each row is a model and a way to train it, at 32,768 tokens per step: with
-# this package ("ours"), with a plain PyTorch loop, or with `transformers`. All compute in bfloat16;
-# weights are float32 unless the row says otherwise. The dots were measured, with a line for the
-# spread. The dashed ticks are what the planner of [chapter 12](chapter:12) predicts from the
-# shapes, for eager kernels.
-
-# %%
-shown = recorded.mfu()
-show_text(shown.sentence)
-show(shown.figure, alt=shown.alt)
-
-# %% [markdown]
-# Compare each eager row with the compiled row of the same name, four rows below: in this record
-# compiled is faster every time. The section on `torch.compile` shows what a compiler changes. Of
-# the two models, the larger one, whose matmuls are wider, reaches the higher MFU (but the two
-# differ in more than that). The predicted ticks lie to the right of what was measured: the
-# prediction is optimistic.
 
 # %% [markdown]
 # ## Further: the roofline, or why small matrices are slow
@@ -781,14 +843,15 @@ show(scaling(
 #
 # </details>
 #
-# The roof is a bound, not a forecast. Its slope is the highest bandwidth that any operation here
-# reached, so one run touches it by construction, and a weight of this size may fit into the last
-# cache, which is faster than memory. If matmuls of a few rows stay far below the roof, neither
-# limit binds; a likely reason is that the library first repacks the weight, and that a few rows do
-# not pay for the copy.
+# The roof is a bound, not a forecast. Its slope is the highest bandwidth that a plain copy or any
+# run here reached, and its top the fastest matmul, so a run that touches the roof may do so by
+# construction. (One possible reason for a low `x + 1`: if the weight fits into the last cache, the
+# slope is the cache's bandwidth, and the larger tensors of `x + 1` keep that operation well below
+# it.) If matmuls of a few rows stay far below the roof, neither limit binds; a likely reason is
+# that the library first repacks the weight, and that a few rows do not pay for the copy.
 #
-# The same for a GPU's bf16 matmuls, from the latest record. Dots are measured, the dashed line is
-# the roof:
+# The same for a GPU's matmuls in bfloat16, a 16-bit format ([chapter 10](chapter:10)), from the
+# latest record. The dots left of the corner are 1 to 256 rows times a weight of 4,096 x 4,096:
 
 # %%
 shown = recorded.matmul_roofline()
@@ -796,33 +859,57 @@ show_text(shown.sentence)
 show(shown.figure, alt=shown.alt)
 
 # %% [markdown]
-# Left of the corner the dots climb parallel to the roof, but most reach only a little more than
-# half of it; the logarithmic axis makes that look closer than it is. Right of the corner they level
-# off before they reach the top: no matmul runs at the datasheet's peak. The corner lies much
-# farther right than that of one CPU thread in float32, because a GPU's matrix units raise the peak
-# more than its memory raises the bandwidth.
+# Right of the corner all dots but one level off at about 70 % of the top: no matmul here runs at
+# the datasheet's peak. The exception, with its shape beside it, multiplies two small square
+# matrices. It takes about as long as one row times the 4,096 x 4,096 weight, although the roof
+# allows it 2.2 us and the row 8.1.
+#
+# Left of the corner the dots seem to climb along the roof, but look at the times. From 1 to 32 rows
+# they stay near 15 us, where the weight's bytes allow 8; 64 rows take 12, with the FLOPs of the
+# small square matmul and more than five times its bytes. So neither limit explains these times. Nor
+# does a least time per operation: the shortest here is 12 us, and one row takes longer. A likely
+# reason for the rest is that the library picks another kernel for each shape, and some suit their
+# shape better than others.
+#
+# The corner lies much farther right than that of one CPU thread in float32, because a GPU's matrix
+# units raise the peak more than its memory raises the bandwidth.
 #
 # The recorded roof combines a datasheet's peak with a measured bandwidth. Here is the corner of an
-# H100, with both numbers from its datasheet, and the intensity of some matmuls:
+# H100, with both numbers from its datasheet: 989 TFLOP/s and 3.35 TB/s.
+#
+# **Predict.** A matmul of $R$ rows with a $D$ x $D$ weight in bfloat16 has $2RD^2$ FLOPs and moves
+# $2(2RD + D^2)$ bytes. How many rows does it take, at least, to be compute-bound on an H100?
 
 # %% tags=["nbval-check-output"]
 h100_bandwidth = 3.35e12  # bytes/s, H100 SXM datasheet
-print(f"H100: compute-bound above {DENSE_BF16_PEAKS['H100'] / h100_bandwidth:.0f} FLOPs per byte")
+corner = DENSE_BF16_PEAKS["H100"] / h100_bandwidth
+print(f"H100: compute-bound above {corner:.0f} FLOPs per byte")
 for width in (1024, 4096, 16384):
     rows = 8192  # tokens; bfloat16: 2 bytes a number
     intensity = 2 * rows * width**2 / (2 * (2 * rows * width + width**2))
-    print(f"matmul of {rows} tokens, {width:6} x {width:6}: {intensity:5.0f} FLOPs per byte")
+    least_rows = corner / (1 - 2 * corner / width)
+    print(f"{rows} tokens, {width:5} x {width:5}: {intensity:4.0f} FLOPs per byte; "
+          f"compute-bound from {least_rows:.0f} tokens")
 
 # %% [markdown]
-# So at these widths a matmul is compute-bound. Pointwise operations perform about one FLOP per
-# several bytes, so on a GPU norms, activation functions, dropout, and the optimizer are
-# memory-bound: they take at least the bytes they move divided by the bandwidth.
+# <details><summary>Answer</summary>
+#
+# The intensity is $R / (1 + 2R/D)$: about $R$ while there are few rows beside $D$, and never above
+# $D/2$. So in bfloat16 a device needs at least as many rows (tokens) as its corner has FLOPs
+# per byte, and more if the weight is narrow. The last column is the exact number. Below it, the
+# memory bandwidth sets the limit: a micro-batch that is cut too small, or a model that generates
+# text one token at a time, waits for memory.
+#
+# </details>
+#
+# So with 8,192 tokens matmuls of these widths are compute-bound. Pointwise operations perform about
+# one FLOP per several bytes, so on a GPU norms, activation functions, dropout, and the optimizer
+# are memory-bound: they take at least the bytes they move divided by the bandwidth.
 #
 # How much of a whole training step is that? `step_operators` runs one step of Llama 3 8B, with one
 # sequence of 8,192 tokens in bfloat16, on tensors without values, and adds up the FLOPs and the
 # bytes of each operator. An operator that is not a matmul counts as one FLOP per value. Attention
-# counts as its kernel runs without a causal shortcut: the full square of scores, which its backward
-# pass computes a second time.
+# is counted without skipping the masked half, and its backward pass computes the scores again.
 
 # %% tags=["nbval-check-output"]
 found = step_operators(llama_8b, 8192)
@@ -853,25 +940,25 @@ print(f"MFU at most {at_peak / total:.0%}, or {at_peak / (total - least['attenti
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Nearly a third: 228 of 725 ms. The least time assumes that
-# every operator runs on its roof. So kernels that ran exactly these operators one after the other,
-# attention's masked half included, would reach an MFU of at most 66 %. A causal attention kernel
-# skips that half, which raises the bound to 72 %. Most of what is missing is due to the pointwise
-# operators: there are many of them between two matmuls, and each reads and writes a whole tensor.
-# (The optimizer's part shrinks with more tokens per step.)
+# Nearly a third: 228 of 725 ms. The least time assumes that every operator runs on its roof. So
+# kernels that ran exactly these operators one after the other, attention's masked half included,
+# would reach an MFU of at most 66 %. A causal attention kernel skips that half, which raises the
+# bound to 72 %. Most of what is missing is due to the pointwise operators: there are many of them
+# between two matmuls, and each reads and writes a whole tensor. (The optimizer's part shrinks with
+# more tokens per step.)
 #
 # </details>
 #
-# Faster matrix units leave those 228 ms as they are; moving fewer bytes does not. The next section
-# does that.
+# Faster matrix units do not shorten those 228 ms; moving fewer bytes does. The next section does
+# that.
 
 # %% [markdown]
 # ## Further: kernels and `torch.compile`
 #
-# In eager mode each operation runs as its own *kernel* (one function on the device): it reads its
-# input from memory and writes its output back. For memory-bound operations that traffic is the
-# cost. `torch.compile` fuses a chain of pointwise operations into one kernel that reads once and
-# writes once.
+# In eager mode each operation runs as its own *kernel* (one function on the device, which the CPU
+# launches): it reads its input from memory and writes its output back. For memory-bound operations
+# that traffic is the cost. `torch.compile` fuses a chain of pointwise operations into one kernel
+# that reads once and writes once.
 #
 # **Predict.** `relu(x * scale + shift)` is three operations. Counting only the large tensors, by
 # what factor does fusion reduce the bytes, and so at best the time? And does `tanh(x)`, which moves
@@ -894,9 +981,9 @@ except RuntimeError as error:
 # Eagerly, three reads and three writes of the tensor; fused, one of each: 6 against 2, at best 3
 # times faster. The column "by its bytes" divides the bytes by the bandwidth that `x + 1` reaches in
 # the same loop, so the first row agrees by construction. Where another row's measured time is near
-# that column, memory traffic explains the time. It does not explain that of `tanh`: on one CPU
-# thread its arithmetic takes several times as long as its bytes, so fusing it with its neighbors
-# would gain less.
+# that column, memory traffic explains the time. In our run it does not explain that of `tanh`: on
+# one CPU thread its arithmetic takes several times as long as its bytes, so fusing it with its
+# neighbors would gain less.
 #
 # All outputs were allocated before the clock started. Without that, the eager chain would also pay
 # for two more fresh tensors, which costs a CPU more than the operations themselves and is not what
@@ -928,19 +1015,41 @@ except Exception as error:
 # CPU's launch time per kernel, which matters when kernels are short.
 
 # %% [markdown]
+# ## Further: the MFU that this package reaches
+#
+# `make gpu` measures the MFU on a machine with a GPU; the figure shows the latest record, of the
+# device named above it. Each row is a model and a way to train it, at 32,768 tokens per step: with
+# this package ("ours"), with a plain PyTorch loop, or with `transformers`. All compute in
+# bfloat16; weights are float32 unless the row says otherwise. The dots were measured, with a line
+# for the spread. The dashed ticks are what the planner of [chapter 12](chapter:12) predicts from
+# the shapes, for eager kernels.
+
+# %%
+shown = recorded.mfu()
+show_text(shown.sentence)
+show(shown.figure, alt=shown.alt)
+
+# %% [markdown]
+# Compare each eager row with the compiled row of the same name, four rows below: in this record
+# compiled is faster every time. Of the two models, the larger one, whose matmuls are wider, reaches
+# the higher MFU (but the two differ in more than that). The predicted ticks lie to the right of
+# what was measured: the prediction is optimistic.
+
+# %% [markdown]
 # ## 8. Recap
 #
 # 1. A step is a forward pass, a backward pass with twice its FLOPs, and an update whose cost does
-#    not depend on the number of tokens. It takes at least its FLOPs divided by the peak.
-# 2. The gradient's variance falls as $1/B$ if the samples are drawn independently. Beyond the
+#    not depend on the number of tokens. The step takes at least its FLOPs divided by the peak.
+# 2. The gradient's variance falls as $1/B$ if the samples are drawn independently. Well beyond the
 #    critical batch size, more tokens per step buy little; that size grew during our run.
 # 3. Gradient accumulation reproduces the undivided batch, to 12 digits in float64, if all
 #    micro-batches share one divisor, the number of tokens. A mean of means trains something else,
 #    and a loss curve alone does not show it.
-# 4. Without a warm-up our run fell behind, even at the same mean learning rate. The usual
-#    explanation is that early updates are full-sized but rest on few batches.
-# 5. MFU is tokens per second times FLOPs per token over the device's peak. It bounds how much a
-#    better program could still gain, and every estimate of training time assumes an MFU.
+# 4. Without a warm-up our runs fell behind, even at the same mean learning rate. Repeat a
+#    comparison before you explain it: another order of the data overturned our test of depth.
+# 5. MFU is tokens per second times FLOPs per token over the device's peak. It grows with the
+#    batch, because a step costs a fixed time plus a time per token, and it bounds how much a better
+#    program could still gain.
 #
 # ## Exercises
 #
@@ -962,7 +1071,7 @@ check("1.2")
 
 # %% [markdown]
 # [**1.3 What a model costs**](exercise:1.3) (30 minutes): parameters and FLOPs from the shapes of
-# both model families.
+# both kinds of model: GPT (`family="gpt"`, as here) and Llama (section 1's).
 
 # %%
 check("1.3")

@@ -54,15 +54,15 @@ MB, GB, H100 = 1e6, 1e9, DEVICES["H100-SXM-80GB"]
 # %% [markdown]
 # ## 1. The question
 #
-# Chapter 1 ended with Llama 3 8B and the years it would take to train on one H100. Before time
-# becomes the problem, memory does. In bfloat16 the weights fill a fifth of the GPU's memory, and
-# generating text works without trouble. Then you train it.
+# Chapter 1 estimated the years it would take to train Llama 3 8B on one H100. Memory becomes the
+# problem first. In bfloat16 the weights fill less than a fifth of the GPU's memory, and generating
+# text works without trouble. Then you train it.
 #
-# The figure compares the two. Colors are kinds of bytes; dashed bars are computed rather than
-# measured; the gray band is memory that the GPU does not have.
+# The figure compares the two. Dashed bars are computed rather than measured; the gray band is
+# memory that the GPU does not have.
 #
-# **Predict.** Before the first token, training stores weights, gradients and the optimizer's state.
-# By what factor does bfloat16 shrink their sum, compared with float32? Section 2 answers.
+# **Predict.** Training keeps weights and gradients in bfloat16 here, and yet the lower bar is as
+# long as chapter 1's count in float32. Why? Section 2 answers.
 
 # %% tags=["figure-question"]
 llama_8b = ModelConfig(
@@ -88,12 +88,8 @@ print(f"an H100 has          {H100.memory_bytes / GB:6.1f} GB = {H100.memory_byt
 
 # %% [markdown]
 # The lower bar ends deep in the gray band, eight times as long as the upper one, and we have not
-# read a single token: activations come on top. (The label on an "80 GB" H100 counts, roughly, GiB,
-# units of 2^30 bytes, so it has more than 80 billion bytes.)
-#
-# Where does every byte go? Sections 2 and 3 count what is stored, on paper and over time. Section 4
-# derives why activations are stored, and section 5 looks for bytes that should be gone. Sections 6
-# and 7 check the instrument and move to real GPUs.
+# read a single token: activations come on top. (An "80 GB" H100 has roughly 80 GiB, and a GiB is
+# 2^30 bytes.) Where does every byte go?
 
 # %% [markdown]
 # ## 2. Estimate
@@ -102,8 +98,9 @@ print(f"an H100 has          {H100.memory_bytes / GB:6.1f} GB = {H100.memory_byt
 # gradient, which has the weight's dtype unless we say otherwise; Adam's two *moments* (moving
 # averages of the gradient and of its square), which stay in float32; and, if the weight is in 16
 # bits, a float32 [*master* copy](word:master-weights), which the optimizer updates. Together they
-# are the [**training state**](word:training-state). In the figures,
-# [*optimizer state*](word:optimizer-state) is the moments plus the master copy.
+# are the [**training state**](word:training-state). In the figures, [*optimizer
+# state*](word:optimizer-state) is the moments plus the master copy; in the code,
+# `recipe.optimizer_state` is the moments alone.
 #
 # Why a master copy? Watch a weight of 1.0 receive an update of 0.001:
 
@@ -113,17 +110,17 @@ print(f"1.0 + 0.001 in bfloat16 is {(weight + 0.001).item()}; the next number ab
       f"{1 + torch.finfo(torch.bfloat16).eps}")
 
 # %% [markdown]
-# An upward update of less than half that gap is lost in bfloat16, however often it is repeated. In
-# a float32 copy, such updates add up (Micikevicius et al. 2018, section 3.1).
+# In bfloat16, an update of less than half the distance to the next number is lost, however often it
+# is repeated. In a float32 copy, such updates add up (Micikevicius et al. 2018, section 3.1).
 #
-# So by what factor does bfloat16 shrink the training state?
+# So why is the training state no smaller in bfloat16?
 #
 # <details><summary>Answer</summary>
 #
-# Not at all: 16 bytes per parameter before and after. In float32, the weight and the gradient take
-# 4 bytes each, and the moments take 8. In bfloat16, the weight and the gradient take 2 bytes each,
-# but the 4 bytes saved go to the master copy. What bfloat16 does save is activation memory and time
-# in matmuls.
+# It takes 16 bytes per parameter before and after. In float32, weight and gradient take 4 bytes
+# each, and the moments take 8. In bfloat16, weight and gradient take 2 bytes each, but the 4 bytes
+# saved go to the master copy. What does shrink is activation memory: most values take 2 bytes
+# instead of 4.
 #
 # </details>
 
@@ -135,30 +132,40 @@ for name, recipe in cost.RECIPES.items():
           f"{recipe.optimizer_state:7} {recipe.total:5} {gigabytes:6.0f} GB")
 
 # %% [markdown]
-# Each row is a *recipe*: the bytes of each of the four parts. The second recipe gives the count in
-# the [ZeRO paper](https://arxiv.org/abs/1910.02054) (Rajbhandari et al. 2020, section 3.1): 16
-# bytes per parameter. The last recipe holds the gradient in two dtypes: in bfloat16, as the
-# backward pass computes it, and in float32, into which it is accumulated. None of this depends on
-# the batch.
+# Each row is a *recipe*: the bytes of each of the four parts. The second is that of the [ZeRO
+# paper](https://arxiv.org/abs/1910.02054) (Rajbhandari et al. 2020, section 3.1). The last holds
+# the gradient in two dtypes: in bfloat16, as the backward pass computes it, and in float32, into
+# which it is accumulated. None of this depends on the batch; activations do.
 #
-# Activations do depend on it. To compute gradients, the backward pass needs some of the values that
-# the forward pass has computed; section 4 derives which. These [**activations**](word:activation)
-# are stored from the moment they are computed until the backward pass has used them.
-# `minitron.cost` counts them operator by operator. For one sequence:
+# To compute gradients, the backward pass needs some of the values that the forward pass has
+# computed; section 4 derives which. These [**activations**](word:activation) are stored from the
+# moment they are computed until the backward pass has used them. `minitron.cost` counts them
+# operator by operator.
+#
+# [*Materialized* attention](word:materialized-attention) writes the attention weights, the softmax
+# of the scores, to memory: for a sequence of S tokens, one S x S matrix per head and layer. (It
+# also saves a causal mask per layer and, in Llama 3 8B, keys and values repeated from 8 heads to
+# 32.) A [*fused* kernel](word:fused-attention) such as
+# [FlashAttention](https://arxiv.org/abs/2205.14135) computes the weights tile by tile instead (Dao
+# et al. 2022). After the next cell, attention is fused unless we say otherwise.
+#
+# The loss takes the log-softmax of the logits in float32. Its output is saved and counts among the
+# activations; two more tensors live only briefly. The backward pass begins with the loss: it
+# computes the gradient of log-softmax's input from the saved output and that output's gradient. The
+# two gradients are float32 and have the logits' shape, so together they take 8 bytes per token and
+# word of the vocabulary. For one sequence of 8,192 tokens, in bfloat16:
 
 # %% tags=["output-activations", "nbval-check-output"]
-for attention in ("fused", "materialized"):
-    held = cost.activation_bytes(llama_8b, batch_size=1, sequence_length=8192, attention=attention)
-    print(f"activations of one sequence of 8,192 tokens, {attention:12} attention "
-          f"{held / GB:6.0f} GB")
+for name, size in {
+    "activations, fused attention": cost.activation_bytes(llama_8b, 1, 8192),
+    "activations, materialized attention": cost.activation_bytes(
+        llama_8b, 1, 8192, attention="materialized"),
+    "  of these, S x S matrices": 2 * 32 * 32 * 8192**2,  # bytes, layers, heads, S x S
+    "two temporary tensors of the loss": 8 * 8192 * 128_256,
+}.items():
+    print(f"{name:36} {size / GB:4.0f} GB")
 
 # %% [markdown]
-# [*Materialized* attention](word:materialized-attention) writes the attention weights, the softmax
-# of the scores, to memory: for a sequence of S tokens, one S x S matrix per head and layer. A
-# [*fused* kernel](word:fused-attention) such as [FlashAttention](https://arxiv.org/abs/2205.14135)
-# computes them tile by tile instead (Dao et al. 2022). From here on attention is fused unless we
-# say otherwise.
-#
 # ## 3. Picture: two steps, byte by byte
 #
 # We now know what is stored, but not when, and only what is stored *at the same time* has to fit.
@@ -171,7 +178,7 @@ for attention in ("fused", "materialized"):
 # the phase of the step, and the triangle marks the peak, whose bytes are listed at the right.
 #
 # **Predict.** Sketch the bytes alive over two steps. Where is the peak: in the forward pass, the
-# backward pass, or the optimizer? Do the two steps look the same?
+# backward pass, or the optimizer? Do both steps hold the same bytes?
 
 # %%
 config = ModelConfig(
@@ -195,7 +202,7 @@ def random_batch(batch_size, sequence_length):
 
 # %% tags=["figure-skyline"]
 model, optimizer = build(config)
-batches = [random_batch(B, S) for _ in range(2)]  # before the meter: tokens are not the step's
+batches = [random_batch(B, S) for _ in range(2)]  # drawn before the meter counts
 with Meter(model, optimizer) as meter:
     for batch in batches:
         train_step(model, optimizer, [batch], rate=1e-3, clip_norm=1.0)
@@ -208,35 +215,31 @@ show(skyline(meter.timeline, meter.peak), alt=(
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The peak is where forward turns into backward: all activations are stored, and the backward pass
-# is about to free the first of them. From there on, each layer's activations are freed as its
-# gradients are computed. The optimizer's state does not exist before the first `optimizer.step()`:
-# Adam allocates its moments when it first sees a gradient. The second step holds them from start to
-# finish, so its peak is higher.
+# The peak is where forward turns into backward: all activations are stored, and so are the loss's
+# two temporaries, 8 bytes x 8 sequences x 128 tokens x 256 words. From there on, each layer's
+# activations are freed as its gradients are computed. The gold teeth on the way down are gradients
+# of activations, each freed once it has been used. The optimizer's state does not exist before the
+# first `optimizer.step()`: Adam allocates its moments when it first sees a gradient. The second
+# step holds them from start to finish, so its peak is higher.
 #
 # </details>
 #
 # This is why a run can complete its first step, print a loss, and run out of memory in the second.
-# Suppose the GPU had 90 MB (in the code, a `moment` is an entry of the meter's timeline, not one of
-# Adam's):
+# Suppose a GPU had 90 MB:
 
 # %% tags=["output-second"]
-starts = [i for i, moment in enumerate(meter.timeline)
-          if moment.phase == "forward" and (i == 0 or meter.timeline[i - 1].phase == "optimizer")]
-first, second = (
-    max(moment.total for moment in steps)
-    for steps in (meter.timeline[: starts[1]], meter.timeline[starts[1] :])
-)
-capacity = 90 * MB
-for name, peak in (("first", first), ("second", second)):
-    verdict = "fits" if peak <= capacity else "out of memory"
-    print(f"{name:6} step: peak {peak / MB:5.1f} MB of {capacity / MB:.0f} MB: {verdict}")
+middle = max(i for i, entry in enumerate(meter.timeline)  # where step 2 begins
+             if entry.phase == "forward" and meter.timeline[i - 1].phase == "optimizer")
+for name, entries in (("first", meter.timeline[:middle]), ("second", meter.timeline[middle:])):
+    peak = max(entry.total for entry in entries)
+    verdict = "fits" if peak <= 90 * MB else "out of memory"
+    print(f"{name:6} step: peak {peak / MB:5.1f} MB of 90 MB: {verdict}")
 
 # %% [markdown]
-# Never conclude from one step that a model fits. Each kind of bytes has a lifetime of its own. To
-# see these lifetimes, we run the same two steps by hand and read the meter after each part. The
-# next figure has a row for each reading and a column for each kind; an empty box holds nothing. The
-# gray column is the sum over all kinds.
+# Never conclude from one step that a model fits. To see the lifetime of each kind of bytes, we run
+# the same two steps by hand and read the meter after each part. The next figure has a row for each
+# reading and a column for each kind but *temporary*, of which almost nothing is alive at a reading;
+# the gray column is the sum. A full box is the most that its column ever holds.
 
 # %%
 def loss_of(model, batch):
@@ -274,22 +277,17 @@ show(holdings(rows), alt=(
 
 # %% [markdown]
 # Read it by column. Parameters are always in memory. Gradients live from the backward pass to
-# `zero_grad`, which frees them instead of filling them with zeros (since PyTorch 2.0 it sets
-# `.grad` to None). Optimizer state lives from the first update on, and activations only between
-# forward and backward.
+# `zero_grad`, which frees them (since PyTorch 2.0 it sets `.grad` to None). Optimizer state lives
+# from the first update on, and activations only between forward and backward.
 #
 # The largest total is in the row after the second forward pass: parameters, optimizer state and
-# activations, but no gradients, because they were cleared before the forward pass began. A loop
-# that calls `zero_grad` after the forward pass holds the previous step's gradients there as well.
-#
-# The skyline's peak is higher, because it comes slightly later. The loss takes the log-softmax of
-# the logits. When log-softmax runs backward, it reads the gradient of its output and writes that of
-# its input: two float32 tensors of the logits' shape, 2 x 4 bytes x 8 sequences x 128 tokens x 256
-# words of the vocabulary. The meter counts them as temporary.
+# activations, but no gradients, which `zero_grad` has freed. The skyline's peak is 2.1 MB higher,
+# because it comes slightly later, when the loss's temporaries exist.
 #
 # **Predict.** Now accumulate gradients over several [micro-batches](word:micro-batch), as in
 # [chapter 1](chapter:1). By how many MB does the peak grow from one micro-batch to two, and from
-# two to four?
+# two to four? And where is the peak if a step reads one sequence of 8 tokens, so that there are
+# hardly any activations?
 
 # %% tags=["output-accumulation"]
 def peak_of_step(config, batches):
@@ -301,10 +299,11 @@ def peak_of_step(config, batches):
     return meter.peak
 
 
-for count in (1, 2, 4):
-    peak = peak_of_step(config, [random_batch(B, S)] * count)
-    print(f"micro-batches {count}: peak {peak.total / MB:6.1f} MB in {peak.phase}, gradients "
-          f"{peak.bytes['gradient'] / MB:.1f} MB, temporary {peak.bytes['temporary'] / MB:.1f} MB")
+print("micro-batches       peak, MB phase        gradient  activation   temporary")
+for count, shape in ((1, (B, S)), (2, (B, S)), (4, (B, S)), (1, (1, 8))):
+    peak = peak_of_step(config, [random_batch(*shape)] * count)
+    print(f"{count} of {shape!s:10} {peak.total / MB:12.1f} {peak.phase:9}" + "".join(
+        f"{peak.bytes[kind] / MB:12.1f}" for kind in ("gradient", "activation", "temporary")))
 
 # %% [markdown]
 # <details><summary>Answer</summary>
@@ -312,33 +311,22 @@ for count in (1, 2, 4):
 # From one to two by the gradients, from two to four not at all. The second micro-batch's forward
 # pass runs while the first one's gradients are in memory, so parameters, gradients, optimizer state
 # and activations are all in memory at once. Further micro-batches add nothing, because each
-# backward pass frees its own activations.
+# backward pass frees its own activations. With 8 tokens, the peak moves to the end of the backward
+# pass, where the gradients are complete: the whole training state, and little else.
 #
 # </details>
 #
 # So plan with three parts: **the training state, the activations of one micro-batch, and the
-# temporaries where its backward pass begins**. (The rule assumes a fused optimizer, as here; AdamW
-# without fusion also needs temporaries during the update.)
-#
-# With a single micro-batch, the peak is lower by the gradients. What if there are hardly any
-# activations?
-
-# %% tags=["output-short"]
-peak = peak_of_step(config, [random_batch(1, 8)])
-print(f"one sequence of 8 tokens: peak {peak.total / MB:.1f} MB in {peak.phase}, "
-      f"gradients {peak.bytes['gradient'] / MB:.1f} MB")
-
-# %% [markdown]
-# Then the peak moves to the end of the backward pass or into the optimizer, where gradients and
-# optimizer state are in memory together: the whole training state, and little else.
+# temporaries where its backward pass begins**. With a single micro-batch, the peak is lower by the
+# gradients. (Our optimizer is *fused*: one kernel updates weights and moments without temporaries.
+# Other versions of AdamW need some, but by then the activations are gone.)
 #
 # ## 4. By hand: what does the backward pass need?
 #
-# In the skyline, activations are by far the largest kind, and section 2 took their size from a
-# formula. Where does it come from? Autograd can tell us what the backward pass needs: it passes
-# each tensor that an operator saves to a hook, which we set. Take one feed-forward layer: a
-# projection up to width F (`F_width` in the code, where `F` is `torch.nn.functional`), GELU, and a
-# projection down to width D.
+# Section 2 took Llama's activations from a formula. Where does it come from? Autograd can tell us
+# what the backward pass needs: it passes each tensor that an operator saves to a hook, which we
+# set. Take one feed-forward layer: a projection up to width F (`F_width` in the code, where `F` is
+# `torch.nn.functional`), GELU, and a projection down to width D.
 #
 # **Predict.** Which tensors are saved, and how large is each, for an input of shape (B, S, D)?
 #
@@ -378,18 +366,18 @@ print(f"{'measured':16} {total:9,} bytes")
 print(f"{'4 B S (D + 2 F)':16} {4 * B * S * (D + 2 * F_width):9,} bytes")
 
 # %% [markdown]
-# (The 1024 is B S: a linear layer treats all tokens alike, so PyTorch flattens the first two
-# dimensions.) The prediction is exact, because these operators save just what their derivatives
-# need. An operator can also save less and recompute the rest, as fused attention does. Do the same
-# on paper for a whole GPT block, with materialized attention and dropout, in 16 bits, and you get
-# the formula of [Korthikanti et al.](https://arxiv.org/abs/2205.05198) (2022, section 4.1), with s
-# = S, b = B, h = D, and a the number of heads:
+# (1024 is B S: for a linear layer, PyTorch flattens the first two dimensions.) The prediction is
+# exact, because these operators save what their derivatives need and nothing more. An operator can
+# also save less and recompute the rest, as fused attention does. Do the same on paper for a whole
+# GPT block in 16 bits, with F = 4 D, materialized attention, and dropout with one byte per value of
+# a mask. You get the formula of [Korthikanti et al.](https://arxiv.org/abs/2205.05198) (2022,
+# section 4.1), with s = S, b = B, h = D, and a the number of heads:
 #
 # $$ s\,b\,h\left(34 + 5\,\frac{a\,s}{h}\right) \text{ bytes per layer} $$
 #
-# The first term is proportional to the number of tokens. The second is quadratic in the sequence
-# length. [Exercise 2.2](exercise:2.2) derives both. The next cell compares the paper's formula with
-# the one in `minitron.cost`; it measures nothing.
+# The first term is proportional to the number of tokens, the second to the square of the sequence
+# length. [Exercise 2.2](exercise:2.2) derives both. The next cell compares the formula with
+# `minitron.cost`.
 
 # %% tags=["output-paper", "nbval-check-output"]
 gpt_block = dataclasses.replace(llama_8b, family="gpt", num_kv_heads=32, ffn_width=4 * 4096,
@@ -403,11 +391,23 @@ print(f"cost  {ours:13,} bytes per layer, {ours / paper - 1:+.1%}")
 # %% [markdown]
 # The paper leaves out two small terms: the norms' statistics and the causal mask.
 #
-# Llama 3 8B's 48.4 GB in section 2 are such a sum. Per token, a block saves two norms' inputs and
-# outputs, 4 D values; query and attention's output, 2 D; key and value, with a quarter of the
-# heads, D/2; and gate, SiLU, up and their product, 4 F = 14 D. With D = 4,096 and 4 bytes per
-# log-probability, 8,192 tokens x (32 layers x 2 bytes x (4 D + 2 D + D/2 + 14 D) + 4 x 128,256
-# bytes) is all but the final norm, the head's input and statistics.
+# Section 2's count for Llama 3 8B is such a sum, too: for each token, what 32 blocks save, and what
+# the final norm and the loss save. Llama's feed-forward layer has a *gate*: `down` reads SiLU(gate)
+# x up, where gate and up are two projections of the same input.
+
+# %% tags=["output-llama", "nbval-check-output"]
+width, kv_width, ffn_width = 4096, 8 * 128, 14_336
+block = 2 * (  # bytes per value
+    4 * width  # input and output of two norms
+    + 2 * width + 2 * kv_width  # query and attention's output, key and value
+    + 4 * ffn_width)  # gate, SiLU(gate), up, their product
+end = 2 * 2 * width + 4 * 128_256  # input and output of the final norm, log-probabilities
+by_hand, held = 8192 * (32 * block + end), cost.activation_bytes(llama_8b, 1, 8192)
+print(f"8,192 tokens x (32 x {block:,} + {end:,} bytes) = {by_hand / GB:.1f} GB")
+print(f"cost {held / GB:.1f} GB, {held / by_hand - 1:+.1%}")
+
+# %% [markdown]
+# The rest is statistics of norms and attention, and a table for the rotary positions.
 #
 # ### What grows, and how fast?
 #
@@ -444,17 +444,19 @@ for name, model_config, batch_size, length in (
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Activations are linear in all four. Factors slightly below 2 come from tensors that do not depend
-# on width or depth, such as the log-probabilities over the vocabulary. The state does not depend on
-# the tokens at all, and most of it grows with the square of the width. So a wide model trained on a
-# short batch is mostly state, and a small model trained on long sequences is mostly activations.
+# Activations double with the batch and the sequence length, and nearly double with the width and
+# the depth, because a few tensors, such as the log-probabilities, depend on neither. The state does
+# not depend on the tokens at all. The blocks' matrices quadruple with the width and double with the
+# depth; the embeddings only double with the width and do not grow with the depth. So a wide model
+# trained on few tokens per micro-batch is mostly state, and a narrow one trained on many is mostly
+# activations.
 #
 # </details>
 #
 # Doubling the sequence length also doubled the number of tokens. Which of the two do activations
 # depend on? Keep the number of tokens fixed at 2,048, and make the sequences longer and
-# correspondingly fewer. In the figure, dots are measured and dashed lines are the formula. The line
-# below it prints how much more materialized attention stores: in essence, the attention weights.
+# correspondingly fewer. Dots are measured and dashed lines are the formula. The line below the
+# figure prints how much more materialized attention stores: in essence, the attention weights.
 #
 # **Predict.** From 64 sequences of 32 tokens to 4 sequences of 512, by what factor do the stored
 # attention weights grow: 1, 16 or 256?
@@ -482,9 +484,8 @@ print("materialized minus fused:", " ".join(f"{gap:.1f}" for gap in gaps), "MB")
 # stores N/S x S x S = N S values: at a fixed number of tokens they are proportional to the sequence
 # length, and the upper dots climb in a straight line. The fused kernel stores its inputs, its
 # output, and one number per row of scores, so its dots lie on a level line: how tokens are divided
-# into sequences does not matter. (The printed gap grows slightly more than 16 times, mainly because
-# these numbers, as many at every length, are subtracted; one S x S causal mask per layer adds a
-# little.)
+# into sequences does not matter. (The printed gap grows slightly more than 16-fold, mainly because
+# the fused kernel's one number per row, as many bytes at every length, has been subtracted.)
 #
 # </details>
 #
@@ -550,8 +551,8 @@ report("validation loop", summed)
 # The training loop keeps 4 bytes per step, the loss itself. `backward()` has released the saved
 # tensors; the graph's nodes still exist, but they are small objects in host memory, which the meter
 # does not count. The validation loop never calls `backward()`, so each `total` holds the graph of
-# its batch and of all earlier batches, with all their activations. The number it reports is
-# correct, which is why nobody looks there.
+# its batch and of all earlier batches, with all their activations. Yet the number it reports is
+# correct.
 #
 # </details>
 #
@@ -567,8 +568,8 @@ for module in ("blocks.0.mlp.up", "blocks.11.mlp.up"):
     print(f"  {copies[0].shape} of {module}: {len(copies)} times")
 
 # %% [markdown]
-# One layer's activation appears once per batch. In a healthy step it appears once. The fix is to
-# build no graph where nobody calls `backward()`:
+# Each layer's activation appears once per batch. The fix is to build no graph where nobody calls
+# `backward()`:
 
 # %% tags=["output-repaired", "nbval-check-output"]
 with torch.no_grad():
@@ -599,11 +600,11 @@ for name, retain_graph in (("graph released", False), ("graph retained", True)):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# None, and as many as the validation loop. After a plain `backward()` the graphs hold no tensors
-# any more, and the average keeps only their nodes. But it keeps the nodes of every step, in host
-# memory, so a very long run does leak slowly. With `retain_graph` it keeps every step's activations
-# as well. `loss.detach()` has no graph to keep, so an average or a list of detached losses is safe
-# in either case.
+# None, and as many as the validation loop. After a plain `backward()` the graphs hold no saved
+# tensors any more, and the average keeps only their nodes. But it keeps the nodes of every step, in
+# host memory, so a very long run does leak slowly. With `retain_graph` it keeps every step's
+# activations as well. `loss.detach()` has no graph to keep, so an average or a list of detached
+# losses is safe in either case.
 #
 # </details>
 #
@@ -619,17 +620,17 @@ for name, retain_graph in (("graph released", False), ("graph retained", True)):
 show_source(Meter.__torch_dispatch__, Meter._pack)
 
 # %% [markdown]
-# Three things to notice. An output whose storage was among the inputs is a view or an in-place
-# result, and takes no new memory. A new storage is *tracked* through a weak reference, so the meter
-# learns when it is freed without keeping it alive. And `_pack` is the hook from section 4: whatever
-# autograd saves is reclassified from temporary to activation. (You can skip the lines about
+# An output whose *storage*, the memory behind a tensor, was among the inputs is a view or an
+# in-place result, and takes no new memory. A new storage is *tracked* through a weak reference, so
+# the meter learns when it is freed without keeping it alive. And `_pack` is the hook from section
+# 4: what was temporary becomes an activation when autograd saves it. (You can skip the lines about
 # recomputation and resized storages: they serve chapters 3 and 6.)
 #
-# Is it right? Three counts of the same step, on the model of 12 layers: the meter, the formula, and
-# PyTorch's own memory tracker. The tracker watches operators as the meter does, so it is a second
-# implementation of the same method; the formula is an independent one. For the peak, the formula
-# adds the weights, Adam's moments, the activations, and section 3's two float32 tensors of the
-# logits' shape; with one micro-batch there are no gradients yet.
+# Is it right? Three counts of the same step: the meter, the formula, and PyTorch's own memory
+# tracker. The tracker watches operators as the meter does, so it is a second implementation of the
+# same method; the formula is independent of both. For the peak, it adds the weights, Adam's
+# moments, the activations, and section 2's two temporaries; with one micro-batch there are no
+# gradients yet.
 
 # %%
 def predict_peak(config, batch_size, sequence_length):
@@ -671,14 +672,14 @@ for name, count in (("formula", formula), ("PyTorch's tracker", tracker)):
 # %% [markdown]
 # ## 7. Measure: by category, at scale, on a GPU
 #
-# The totals agree, but errors in two categories could cancel. So here is the same comparison by
+# The totals agree, but errors in two categories could cancel. So the figure compares them by
 # category. The dashed bar uses only the model's shape and the batch.
 
 # %% tags=["figure-agreement"]
 predicted = predict_peak(config, B, S)
 gap = max(abs(size / metered.bytes[kind] - 1) for kind, size in predicted.items())
 show(memory_bars({"measured": metered.bytes}, {"predicted": predicted}), alt=(
-    f"In each category, the formula is within {gap:.1%} of the measured peak."
+    f"In each category, the formula is within {gap:.1%} of the measured bytes."
 ))
 
 # %% [markdown]
@@ -688,11 +689,13 @@ show(memory_bars({"measured": metered.bytes}, {"predicted": predicted}), alt=(
 #
 # The calculator applies the planning rule of section 3 to models far too large for your laptop. The
 # figure shows Llama 3 8B with one sequence of 8,192 tokens. In a live notebook you can change it
-# with sliders, which keep the proportions of Llama 3.
+# with sliders. They keep heads of 128, eight key-value heads, and a feed-forward 3.5 times the
+# width.
 #
-# **Predict.** Section 2 counted 128 GB of state and 48 GB of activations; the temporaries, 2 x 4
-# bytes x 8,192 tokens x 128,256 words, add 8 GB. Estimate both totals: half the layers, and half
-# the width. (The embedding and the output head have 4,096 x 128,256 parameters each.)
+# **Predict.** Section 2 counted 128 GB of state, 48 GB of activations and 8 GB of temporaries.
+# Estimate both totals: half the layers, and half the width. (Half the width halves the feed-forward
+# and the number of heads, but not the eight key-value heads. The embedding and the output head have
+# 4,096 x 128,256 parameters each.)
 
 # %% tags=["figure-calculator"]
 memory_calculator()
@@ -714,8 +717,8 @@ for name, layers, width in (
 #
 # 107 and 73 GB. Both nearly halve the activations, and neither changes the temporaries, so the
 # state makes the difference. Half the width halves both dimensions of five of the seven matrices of
-# a block. (Key and value projections keep eight heads of 128, so their output stays 1,024 wide and
-# only their input halves.) Half the layers leave the embedding and the output head as they are.
+# a block; of the key and value projections it halves only the input. Half the layers leave the
+# embedding and the output head as they are.
 #
 # </details>
 #
@@ -729,7 +732,8 @@ for name, layers, width in (
 # enough; otherwise PyTorch asks the driver for a new segment.
 #
 # Without a GPU we use a model: [`CachingAllocator`](code:teaching.lab.allocator) follows the rules
-# and constants of PyTorch's `CUDACachingAllocator.cpp`. Two of its methods matter here.
+# and constants of PyTorch's `CUDACachingAllocator.cpp`. Two of its methods matter here. (Small and
+# large requests have separate *pools* of segments; all of ours are large.)
 
 # %%
 show_source(CachingAllocator.allocate, CachingAllocator.release_free_segments)
@@ -777,15 +781,15 @@ request(allocator, 40 * MIB)
 # In the first case it succeeds. Each tensor has a segment of its own, so five segments are entirely
 # free: the allocator returns them to the device and tries again. In the second case each tensor
 # occupies half of a 60 MiB segment, and each free half shares its segment with a live tensor, which
-# pins it. Nothing can be returned. The live bytes and the free bytes are the same in both cases.
+# pins it. Nothing can be returned.
 #
 # </details>
 #
 # This is **fragmentation**. PyTorch's out-of-memory error then reports a large amount "reserved by
 # PyTorch but unallocated". Two remedies often help: keep shapes the same in every step, so that
 # each freed block fits the next request, or set `PYTORCH_ALLOC_CONF=expandable_segments:True`. An
-# expandable segment consists of pages. The allocator can unmap a free page, even between live
-# tensors, and map its memory again at the end of the segment.
+# expandable segment consists of pages. The allocator can return a free page to the driver, even
+# between live tensors, and map a new one at the end of the segment.
 #
 # On your GPU, `torch.cuda.max_memory_allocated()` corresponds to the meter's peak, and
 # `torch.cuda.max_memory_reserved()` is the most that PyTorch has taken from the driver. To see
@@ -797,42 +801,35 @@ request(allocator, 40 * MIB)
 # %% [markdown]
 # ### On real GPUs
 #
-# The same functions, with the shapes of published models and an H100's memory.
-#
 # **Predict.** How many H100s does it take to hold the training state of a 70B model, at 16 bytes
 # per parameter? And of a 405B model?
 
-# %% tags=["output-models", "nbval-check-output"]
-models = {name: shape for name, shape in cost.PUBLISHED.items() if "Llama" in name}
-states = cost.model_state_table(models)
-print("state in GB          " + "".join(f"{name.removeprefix('Llama '):>13}" for name in models))
-for recipe in cost.RECIPES:
-    row = "".join(f"{states[name][recipe] / GB:13,.0f}" for name in models)
-    print(f"{recipe:21}{row}")
-
 # %% tags=["output-devices", "nbval-check-output"]
-print("bf16, 8,192 tokens     state   activations   H100s for the state    filled")
-for name, shape in models.items():
-    state = cost.model_state_bytes(shape, cost.RECIPES["bf16"])
-    held = cost.activation_bytes(shape, 1, 8192)
-    count = -(-state // int(H100.memory_bytes))
-    full = state / (count * H100.memory_bytes)
-    print(f"{name:18} {state / GB:6,.0f} GB {held / GB:10,.0f} GB {count:21,} {full:9.1%}")
+print("bf16, one sequence  tokens     state  activations  H100s for the state  filled")
+for name, shape in cost.PUBLISHED.items():
+    if "Llama" in name:
+        state = cost.model_state_bytes(shape, cost.RECIPES["bf16"])
+        tokens = shape.max_sequence_length
+        held = cost.activation_bytes(shape, 1, tokens)
+        count = -(-state // int(H100.memory_bytes))
+        full = state / (count * H100.memory_bytes)
+        print(f"{name:18} {tokens:7,} {state / GB:6,.0f} GB {held / GB:9,.0f} GB "
+              f"{count:20,} {full:7.1%}")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# 14 for the 70B model and 76 for the 405B model, if the state can be split evenly. But look at the
-# last column: 76 GPUs would be 99.9 % full of training state, and not even the CUDA context would
-# fit. The number of GPUs that can *hold* a model's state is a lower bound, not a plan.
+# 14 for the 70B model and 76 for the 405B model, if the state can be split evenly. But 76 GPUs
+# would be 99.9 % full of it, and not even the CUDA context would fit. The number of GPUs that can
+# *hold* a model's state is a lower bound, not a plan. (4,096 tokens are all that Llama 2 allows.)
 #
 # </details>
 #
 # Does a GPU's allocator count the same bytes? The cell shows what `benchmarks/gpu.py` recorded
-# last, on the GPU that it names, beside the prediction. The model is a 1.3B Llama with half of its
-# layers, in bf16, over its first two steps. The x axis counts the entries of the allocator's trace,
+# last, on the GPU that it names, beside the prediction. The model is a Llama with 12 layers, in
+# bf16, over its first two steps. The x axis counts the entries of the allocator's trace,
 # so a phase that allocates often is wide. The trace has no phases, so the strip is a guess: forward
-# ends at the step's maximum, backward at the minimum after it.
+# ends at the step's maximum, backward at the minimum after it, and the rest of the step follows.
 
 # %%
 shown = recorded.two_steps()
@@ -840,28 +837,29 @@ show_text(shown.sentence)
 show(shown.figure, alt=shown.alt)
 
 # %% [markdown]
-# These are section 3's two steps, as CUDA's allocator counts them. `allocated` climbs while the
-# forward pass saves activations, and falls during the backward pass. The spike between them is
-# three float32 tensors of the logits' shape: the log-probabilities and the planning rule's two
-# temporaries. At the end of step 1 the optimizer allocates its moments, so the peak of step 2 is
-# higher by their size. Step 2 first frees step 1's float32 gradients in `zero_grad`, 4 bytes per
-# parameter, so there `allocated` falls before it climbs. `reserved` does not fall, because the
-# allocator keeps the segments it has taken.
+# As in section 3's skyline, `allocated` climbs while the forward pass saves activations, and falls
+# during the backward pass. The spike between them is three float32 tensors of the logits' shape:
+# the log-probabilities and the loss's two temporaries. At the end of step 1 the optimizer allocates
+# its moments, so the peak of step 2 is higher by their size, 8 bytes per parameter. Step 2 first
+# frees step 1's float32 gradients in `zero_grad`, 4 bytes per parameter, so there `allocated` falls
+# before it climbs. `reserved` does not fall, because the allocator keeps the segments it has taken.
 #
-# `allocated` also climbs at the start of the stretch marked optimizer, before Adam itself runs.
-# Adam updates float32 master weights, so the step first converts the gradients from bfloat16 to
-# float32, which takes 2 bytes more per parameter. So 18 bytes per parameter are allocated after the
-# update, as in section 2's third recipe, although the backward pass kept to the second.
+# `allocated` also climbs right after the backward pass, before Adam runs. Adam updates float32
+# master weights, so the step first converts the gradients from bfloat16 to float32, which takes 2
+# bytes more per parameter. So 18 bytes per parameter are allocated after the update, as in section
+# 2's third recipe, although during the backward pass the gradients were in bfloat16, as in the
+# second.
 #
 # A limit bounds what is *reserved*. If it lies between what step 1 reserves and what step 2
-# allocates at its peak, the run completes step 1 and fails in step 2, as the last line of the
-# output says. (Its numbers include cuBLAS's workspaces, which the peaks above leave out.) Of the
-# allocator section's two requests, the second fails on the GPU, as in our model. If the first
-# succeeded because there was room for another segment, as in the record that comes with the course,
-# half of our model remains unconfirmed on hardware: only a success after segments were returned
-# confirms it.
+# allocates at its peak, the run completes step 1 and fails in step 2, as the output's last line
+# says. (Its numbers include cuBLAS's workspaces, which the peaks above leave out.)
 #
-# Of the models in the table above, only the smallest fits on one GPU with its activations. The
+# The allocator section's two requests were recorded as well. The second fails on the GPU, as in our
+# model. The first tested nothing: one of the ten tensors went into a segment left over from earlier
+# work, so the new ones took only nine. Memory for one more segment was left, and nothing had to be
+# returned.
+#
+# Of the published models counted above, only the smallest fits on one GPU with its activations. The
 # course covers three remedies: recompute activations instead of storing them ([chapter
 # 3](chapter:3)), shard the training state that GPUs with different data would replicate ([chapter
 # 6](chapter:6)), and split the matrices themselves over GPUs ([chapter 7](chapter:7)).
@@ -871,7 +869,7 @@ show(shown.figure, alt=shown.alt)
 #
 # 1. Training with Adam stores 16 bytes per parameter, both in float32 and in bfloat16 with a
 #    float32 master copy; float32 gradients beside bfloat16 weights add to that, even if they exist
-#    only during the update.
+#    only from the update until the next `zero_grad`.
 # 2. Unless activations are few, the peak is where forward turns into backward. Plan with the
 #    training state, the activations of one micro-batch and two float32 tensors of the logits'
 #    shape, and do not trust the first step, which runs before Adam's moments exist.
@@ -880,8 +878,9 @@ show(shown.figure, alt=shown.alt)
 # 4. With fused attention, activations are proportional to the number of tokens; with materialized
 #    attention, a second term grows with the square of the length of each sequence. The training
 #    state does not depend on the batch at all.
-# 5. A loss on which nobody calls `backward()` keeps all of its graph's activations alive. On a GPU,
-#    live tensors can split free memory into pieces too small for the next request.
+# 5. As long as you keep a loss on which nobody calls `backward()`, all of its graph's activations
+#    stay in memory. On a GPU, live tensors can split free memory into pieces too small for the next
+#    request.
 #
 # ## Exercises
 #

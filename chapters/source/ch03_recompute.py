@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 3. Recomputation: trade compute for memory
 #
-# **35 minutes. No GPU. [Exercises 3.1](exercise:3.1) to 3.4, 85 minutes more.**
+# **40 minutes. No GPU. [Exercises 3.1](exercise:3.1) to 3.4, 85 minutes more.**
 #
 # *You need:* [chapter 2](chapter:2)'s account of a step, in particular what an activation is and
 # when it is freed.
@@ -37,11 +37,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from minitron import cost
-from minitron.config import ModelConfig
+from minitron.config import ConfigError, ModelConfig
 from minitron.measure.meter import Meter
 from minitron.model.recompute import (
     RecomputedCall, apply_full_recompute, apply_segmented_recompute,
-    apply_selective_recompute, recompute, segments_for_budget, sqrt_segments,
+    apply_selective_recompute, recompute, segments_for_budget,
 )
 from minitron.model.transformer import Transformer, initialize, materialized_attention
 from minitron.plan.hardware import DEVICES
@@ -66,7 +66,7 @@ print(f"sequences in {H100.memory_bytes / GB:.1f} GB: {H100.memory_bytes / one_s
 
 # %% [markdown]
 # Less than a third of one, and a micro-batch cannot be smaller than one sequence. But nearly all of
-# these bytes are results of computations whose inputs we still have. We can compute them again.
+# these bytes are intermediate results, and each block can compute its own again from its input.
 #
 # Sections 2 to 4 do so block by block: on paper, in a picture, and by hand. Section 5 shows how a
 # wrong recomputation hides, and section 6 reads the package's own. Section 7 measures the trade and
@@ -80,15 +80,18 @@ print(f"sequences in {H100.memory_bytes / GB:.1f} GB: {H100.memory_bytes / one_s
 # again, the backward pass uses them, and they are freed before it reaches the previous block. This
 # is **full [recomputation](word:recompute)**, which many libraries call *activation checkpointing*.
 #
-# **Predict.** In 16 bits, the block's input is 2 bytes for each of B S D values. By what factor do
-# the activations shrink? And how many forward passes' worth of FLOPs does a training step now take?
+# **Predict.** In 16 bits, the block's input takes 2 bytes for each of its B S D values. By chapter
+# 2's formula, a block with [materialized attention](word:materialized-attention) keeps
+# 34 + 5 a s / h bytes for each of these values. In GPT-3, the number of heads is a = 96, the
+# sequence length s = 2,048 and the width h = 12,288. By what factor do the activations shrink? And
+# how many forward passes' worth of FLOPs does a training step now take?
 #
 # <details><summary>Answer</summary>
 #
-# Chapter 2's formula gives a block with [materialized attention](word:materialized-attention)
-# 34 + 5 a s / h = 34 + 5 x 96 x 2048 / 12288 = 114 bytes for each value of its input. The input
-# itself has 2, so the activations shrink to a 57th. The compute grows far less. A step used to cost
-# three forward passes, one for forward and two for backward. Now it costs four, a third more.
+# A block keeps 34 + 5 x 96 x 2048 / 12288 = 114 bytes for each value of its input. The input itself
+# has 2, so a block's activations shrink to a 57th (the table counts the loss and the head, too,
+# which stay). The compute grows far less. In FLOPs, a step used to cost three forward passes, one
+# for forward and two for backward. Now it costs four, a third more.
 #
 # </details>
 
@@ -105,11 +108,11 @@ print(f"full, and one block's activations: {at_most / GB:.1f} GB, "
       f"{H100.memory_bytes / at_most:.1f} sequences in {H100.memory_bytes / GB:.1f} GB")
 
 # %% [markdown]
-# With full recomputation, the GPU holds ten sequences. Each keeps 5.4 GB, and needs another 2.87 GB
-# while one of its blocks is recomputed, as section 3 shows. (The FLOPs are not quite a third: the
-# output head is not recomputed.) Which part of the model is recomputed is a *policy*, and the three
-# rows are three policies. The middle one recomputes only attention's core, which section 6 defines.
-# It saves most of GPT-3's bytes for almost no extra FLOPs.
+# With full recomputation, the GPU holds the activations of ten sequences. Each sequence keeps 5.4
+# GB, and needs at most another 2.87 GB while a block is recomputed, as section 3 shows. (The FLOPs
+# are not quite a third: the output head is not recomputed.) The choice of what is recomputed is
+# called a *policy*, and each row is one. The middle policy recomputes only attention's core, which
+# section 6 defines. It saves most of GPT-3's bytes for almost no extra FLOPs.
 #
 # ## 3. Picture
 #
@@ -178,13 +181,14 @@ show(skyline(full.timeline, full.peak), alt=(
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# In the forward pass memory climbs slowly, by the input of one block after the other. The spikes on
-# the slope, each at least as tall as the whole climb, are one block's intermediate results, dropped
-# as soon as nothing in the forward pass needs them. The backward pass is a sawtooth with sixteen
-# teeth: each recomputation allocates one block's activations, and that block's backward pass frees
-# them. From tooth to tooth one block's input is freed and one block's gradients are added. In this
-# model the gradients are three times as large as the input, so the last tooth is the highest. Mind
-# the scales: the first figure's peak is about four times the second's.
+# In the forward pass memory climbs slowly, by the input of one block after the other. On the slope
+# each block makes two spikes, attention's and the feed-forward's; the first alone is at least as
+# tall as the whole climb. They are intermediate results, dropped as soon as nothing in the forward
+# pass needs them. The backward pass is a sawtooth with sixteen teeth: each recomputation allocates
+# one block's activations, and that block's backward pass frees them. From tooth to tooth one
+# block's input is freed and one block's gradients are added. In this model the gradients are three
+# times as large as the input, so the last tooth is the highest. Mind the scales: the first figure's
+# peak is about four times the second's.
 #
 # </details>
 #
@@ -192,8 +196,8 @@ show(skyline(full.timeline, full.peak), alt=(
 #
 # How do you make autograd do this? We have to tell it two things: do not record this now, and here
 # is what to do later. An `autograd.Function` can say both. Its `forward` runs without building a
-# graph. Its `backward` gets the gradient of the output, builds the graph that was skipped, and runs
-# the backward pass through it immediately.
+# graph. Its `backward` gets the gradient of the output; ours builds the graph that was skipped, and
+# runs the backward pass through it immediately.
 
 
 # %%
@@ -236,7 +240,8 @@ def gradient_of(model, seed=1):
 
 # %% [markdown]
 # `run_blocks` is one of the model's extension points: the model calls it without knowing what it
-# does. We compare with the plain step, with dropout switched off.
+# does. (Its last argument, `rotation`, belongs to Llama's position encoding; in a GPT it is None.)
+# We compare bytes with the plain step's, and then, with dropout switched off, loss and gradient.
 
 # %% tags=["output-byhand", "nbval-check-output"]
 most = max(moment.bytes["activation"] for moment in plain.timeline)
@@ -249,8 +254,10 @@ print("same loss:", loss == our_loss)
 print("same gradient, to the last bit:", torch.equal(gradient, our_gradient))
 
 # %% [markdown]
-# A dozen lines, and the gradient is identical bit for bit. Recomputation performs the same
-# operations on the same numbers, so there is no reason why even the last bit should differ.
+# A short class, and the gradient is identical bit for bit. Recomputation performs the same
+# operations on the same numbers, so there is no reason why even the last bit should differ. (Some
+# GPU kernels are not deterministic: they add in whatever order threads finish, so two runs may
+# differ in the last bit.)
 #
 # Or is there?
 #
@@ -280,29 +287,36 @@ print(f"gradient  relative error {off:.0%}")
 # </details>
 #
 # There is no error and no warning, and this step's loss is correct to the last bit. Would you
-# notice during training? To find out, we train a small model twice, plain and recomputed by hand.
-# Its task is copying: from the ninth on, each token repeats the one eight places before it. The
-# first eight are random, so 7 of a sequence's 23 targets cannot be predicted. The dashed floor is
-# the loss of a model that copies perfectly and guesses those seven.
+# notice during training? To find out, we train a small model with three seeds, plain and recomputed
+# by hand. Its task is copying: from the ninth on, each token repeats the one eight places before
+# it. The first eight are random, so 7 of a sequence's 23 targets cannot be predicted. The dashed
+# floor is the loss of a model that copies perfectly and guesses those seven.
+
+# %% tags=["output-seeds", "exhaustive"]
+runs = {"plain": [lab.train(lambda model: None, seed) for seed in range(3)],
+        "new masks": [lab.train(by_hand, seed) for seed in range(3)]}
+ends = {name: [sum(losses[-20:]) / 20 for losses in each] for name, each in runs.items()}
+print("mean loss of the last 20 steps, for each seed")
+for name, means in ends.items():
+    print(f"{name:9}", *(f"{mean:6.2f}" for mean in means))
 
 # %% tags=["figure-trap", "exhaustive"]
-losses = {"plain": lab.train(lambda model: None), "new masks": lab.train(by_hand)}
-worse = losses["new masks"][-1] > losses["plain"][-1]
+means = {name: [sum(step) / 3 for step in zip(*each, strict=True)] for name, each in runs.items()}
+worse = all(wrong > right for right, wrong in zip(*ends.values(), strict=True))
 floor = {"floor": [lab.COPYING_FLOOR] * 120}
-show(curves(range(1, 121), losses, "step", "loss (nats per token)", floor), alt=(
-    "Both losses fall. The run whose recomputation draws new dropout masks is "
-    + ("the worse one, and nothing says so." if worse else "not even worse in this task.")
+show(curves(range(1, 121), means, "step", "loss (nats per token)", floor), alt=(
+    "Means over three seeds: both losses fall. With new dropout masks the loss ends higher, "
+    + ("for each seed, and nothing says so." if worse else "but not for every seed.")
 ))
 
 # %% [markdown]
-# Seen alone, the curve with new masks looks like many others; you would probably blame the learning
-# rate. Nor is the gap proof: one short run each, with different masks from the second step on. What
-# exposes the bug is a comparison with the plain step's gradient, bit by bit.
+# With the plain runs beside it, the bug shows. But whoever has the bug sees the upper curve alone:
+# it falls as many others do, and you would probably blame the learning rate. What exposes the bug
+# is a comparison with the plain step's gradient, bit by bit, and that takes one step.
 #
-# PyTorch's `torch.utils.checkpoint` saves and restores the generator's state for this reason, and
-# it has a switch that turns this off to save time,
-# [`preserve_rng_state`](https://docs.pytorch.org/docs/stable/checkpoint.html). With dropout in the
-# block, `preserve_rng_state=False` gives you exactly this bug.
+# PyTorch's `torch.utils.checkpoint` saves and restores the generator's state for this reason. Its
+# option [`preserve_rng_state=False`](https://docs.pytorch.org/docs/stable/checkpoint.html) skips
+# that to save time. If the block contains dropout, you then have exactly this bug.
 #
 # ## 6. The real one
 #
@@ -312,21 +326,27 @@ show(curves(range(1, 121), losses, "step", "loss (nats per token)", floor), alt=
 # second time:
 
 # %%
-show_source(recompute, RecomputedCall.run, RecomputedCall.keep)
+show_source(
+    recompute,
+    RecomputedCall.drop, RecomputedCall.fetch, RecomputedCall.run, RecomputedCall.keep,
+)
 
 # %% [markdown]
-# Whenever autograd saves a tensor, `call.drop`
-# ([source](code:minitron.model.recompute.RecomputedCall.drop)) discards it and gives autograd a
-# number to keep instead. When the backward pass asks for the first of these tensors, `call.fetch`
-# calls `run`, and there `self.function(*inputs)` is the second run. (The node `self.inputs.grad_fn`
-# has saved them; `_refuse` raises an error, since nothing walks this run's graph.) During this run
-# `keep` collects each tensor the function saves, and raises `Complete` at the last: the rest need
-# not run. This is **early stopping**, and section 7 measures what it is worth.
+# Whenever autograd saves a tensor, `drop` discards it and gives autograd a number to keep instead.
+# When the backward pass asks for any of these tensors for the first time, `fetch` calls `run`, and
+# there `self.function(*inputs)` is the second run. During this run, `keep` collects each tensor
+# that the function saves, and raises `Complete` at the last: the rest of the function need not run.
+# This is **early stopping**, and section 7 measures what it is worth.
+#
+# (Three details: a node of the graph, `self.inputs.grad_fn`, saves the inputs, so that a recomputed
+# call around this one can drop them too; `span` is a label for profilers; and `_refuse` raises an
+# error if anything asks for a tensor that the second run saved, since nothing walks that run's
+# graph.)
 #
 # The autograd graph is the one from the plain run; only the saved tensors are recomputed. This
-# removes two limits of section 4's class: it takes one tensor, and autograd calls its `backward`
-# only if that tensor requires a gradient; with frozen embeddings, none of the blocks' weights would
-# get one.
+# removes two limits of section 4's class. That class takes a single tensor, and autograd calls its
+# `backward` only if this tensor requires a gradient: with frozen embeddings, the blocks' weights
+# would get no gradient at all.
 #
 # `self.context.restored()` ([source](code:minitron.model.recompute.ForwardContext.restored)) avoids
 # the trap. Recomputation starts from the generator state of the forward pass. Afterwards, the
@@ -336,14 +356,14 @@ show_source(recompute, RecomputedCall.run, RecomputedCall.keep)
 #
 # The package builds three policies from this one function. *Full* recomputes each block.
 # *Selective* recomputes only attention's core, from query, key and value to the weighted sum of
-# the values. [*Segments*](word:segment) recompute several consecutive blocks as one call. We
-# compare each policy with the plain step, with dropout on:
+# the values. [*Segments*](word:segment) (unrelated to the allocator's segments) recompute several
+# consecutive blocks as one call. We compare each policy with the plain step, with dropout on:
 
 # %% tags=["output-oracle", "nbval-check-output"]
 policies = {
     "full": apply_full_recompute,
     "selective": apply_selective_recompute,
-    "sqrt(L) segments": partial(apply_segmented_recompute, segment_lengths=sqrt_segments(L)),
+    "4 segments of 4": partial(apply_segmented_recompute, segment_lengths=[4, 4, 4, 4]),
     "first 5, as 3 + 2": partial(apply_segmented_recompute, segment_lengths=[3, 2]),
 }
 print("equal to the plain step's:   loss  gradient  generator")
@@ -355,8 +375,8 @@ for name, policy in policies.items():
           f"{torch.equal(drawn_next, torch.rand(1))!s:>10}")
 
 # %% [markdown]
-# Now we recompute a layer that is not in our model, batch normalization, for
-# one batch and one backward pass.
+# Now we recompute a layer that is not in our model, batch normalization, for one batch and one
+# backward pass.
 #
 # **Predict.** Compare with the same layer without recomputation. What is different afterwards?
 
@@ -382,11 +402,18 @@ for name, run in (("plain", lambda norm, x: norm(x)), ("recomputed", recompute))
 #
 # We measure both sides of the trade: the meter counts bytes, and PyTorch's `FlopCounterMode` counts
 # the FLOPs of every matmul that runs, including the recomputed ones.
+#
+# **Predict.** Section 2's formula counts every matmul of what is recomputed. Early stopping skips
+# whatever would run after the last tensor is saved, and a matmul saves its inputs before it runs.
+# Attention's core computes the scores $QK^T$, turns them into probabilities $P$ by softmax and
+# dropout, and then computes $PV$. A block ends with the matmul `down` and a dropout of its output.
+# Will the counter find fewer FLOPs than the formula with the selective policy, with the full
+# policy, or with both?
 
 # %%
-def both_sides(policy, dropout=True):
+def both_sides(policy):
     """Return activation bytes after the forward pass and at most, and the FLOPs of the step."""
-    model = build(policy).train(dropout)
+    model = build(policy)
     with Meter(model) as meter, FlopCounterMode(display=False) as counter:
         loss = loss_of(model)
         kept = meter.now()["activation"]
@@ -396,14 +423,14 @@ def both_sides(policy, dropout=True):
 
 
 # %% tags=["output-both", "nbval-check-output"]
-_, plain_bytes, plain_flops = both_sides(lambda model: None)
-per_token = cost.training_flops_per_token(config, S)
 compared = {"none": lambda model: None, **{k: policies[k] for k in ("selective", "full")}}
+sides = {name: both_sides(policy) for name, policy in compared.items()}
+_, plain_bytes, plain_flops = sides["none"]
+per_token = cost.training_flops_per_token(config, S)
 print("           after forward (MB)    at most    FLOPs added")
 print("           formula   measured   measured   formula  measured")
-for name, policy in compared.items():
+for name, (kept, most, flops) in sides.items():
     formula = cost.activation_bytes(config, B, S, 4, "materialized", name, mask_bytes=4)
-    kept, most, flops = both_sides(policy)
     added = cost.recompute_flops_per_token(config, S, name) / per_token
     print(f"{name:9} {formula / MB:8.2f} {kept / MB:10.2f} {most / MB:10.2f} "
           f"{added:9.1%} {flops / plain_flops - 1:9.1%}")
@@ -412,16 +439,18 @@ for name, policy in compared.items():
 # The bytes agree. (On the CPU, a dropout mask takes 4 bytes per value here; on CUDA it takes one.)
 # Full recomputation peaks above what it keeps: the block being recomputed comes on top.
 #
-# The FLOPs of full recomputation agree as well, but selective recomputation costs only half of what
-# the formula says. The reason is early stopping. The formula, an upper bound, counts $QK^T$ and
-# $PV$. $PV$ need not run again: what it saves, $P$ and $V$, exists before it runs, and its output
-# was kept by the next linear layer.
+# <details><summary>Answer</summary>
 #
-# Why does full recomputation not gain from it? Our block ends with the matmul `down` and a dropout
-# of its output. The dropout saves its mask, which it draws when it gets that output, so `down` must
-# run. Without dropout, as in Llama, the last tensor that the block saves is `down`'s input, and
-# `down` is skipped. We recompute every block of three other small models and count; the last column
-# is a recorded time:
+# With the selective policy only, which costs half of what the formula says. $PV$ need not run
+# again: it saves $P$ and $V$, which exist before it runs, and its output was kept by the next
+# linear layer. Full recomputation gains nothing. The dropout at the block's end saves its mask,
+# which it draws when it gets the output of `down`, so `down` must run.
+#
+# </details>
+#
+# So the FLOPs formula is an upper bound. Without dropout, as in Llama, the last tensor that a block
+# saves is `down`'s input, and `down` is skipped. We recompute every block of three other small
+# models and count; the last column is a recorded time:
 
 # %% tags=["output-earlystop", "nbval-check-output"]
 show_text(f"Recorded on a {lab.recorded_on()}.")
@@ -434,21 +463,22 @@ for name, model in lab.RECORDED_MODELS.items():
 
 # %% [markdown]
 # Without dropout, recomputing a block costs less than its forward pass did: almost a third less in
-# this GPT, almost a quarter less in this Llama. The times are near the counted FLOPs without
-# following them exactly, since norms, dropout and activation functions take time but almost no
-# FLOPs.
+# this GPT, almost a quarter less in this Llama. The recorded times do not follow the counted FLOPs
+# exactly. What is repeated or skipped does not take the same time per FLOP as the rest of the step,
+# so a count of FLOPs alone cannot predict the time.
 #
 # ### How long should a segment be?
 #
 # A segment of $k$ blocks keeps one input instead of $k$. But when it is recomputed, the activations
 # of all $k$ blocks are in memory at once, together with the inputs of the segments before it, which
-# still wait for their turn. `peak_bytes` in the cell is this sum, largest over the segments.
+# still wait for their turn. `peak_bytes` computes this sum for every segment and returns the
+# largest.
 #
-# **Predict.** Let an input take $b$ bytes and a block's activations $A$. The classic answer is
-# about $\sqrt{L}$ segments ([Chen et al. 2016](https://arxiv.org/abs/1604.06174), section 4.1): 4
-# blocks each if $L$ is 16. Our model has $L = 16$ and $A = 30\,b$. GPT-3 with
-# [fused attention](word:fused-attention), which never stores the scores, has $L = 96$ and
-# $A = 17\,b$. Which $k$ gives each model the lowest peak?
+# **Predict.** Let an input take $b$ bytes (chapter 2's b was the batch size) and a block's
+# activations $A$. The classic answer is about $\sqrt{L}$ segments ([Chen et al.
+# 2016](https://arxiv.org/abs/1604.06174), section 4.1): 4, of 4 blocks each, if $L$ is 16. Our
+# model has $L = 16$ and $A = 30\,b$. GPT-3 with [fused attention](word:fused-attention), which
+# never stores the scores, has $L = 96$ and $A = 17\,b$. Which $k$ gives each model the lowest peak?
 
 # %%
 def peak_bytes(num_blocks, k, A, b):
@@ -457,17 +487,21 @@ def peak_bytes(num_blocks, k, A, b):
                for num_before, length in enumerate(lab.cut(num_blocks, k)))
 
 
+def flops_without_dropout(policy):
+    model = build(policy).eval()
+    with FlopCounterMode(display=False) as counter:
+        loss_of(model).backward()
+    return counter.get_total_flops()
+
+
 # %%
 block_bytes = cost.activation_bytes_per_layer(config, B, S, 4, "materialized", mask_bytes=4)
 input_bytes = cost.activation_bytes_per_layer(config, B, S, 4, recompute="full")
-lengths = [1, 2, 3, 4, 6, 8, 12, 16]
+lengths = [1, 2, 3, 4, 8, 16]
 predicted = [peak_bytes(L, k, block_bytes, input_bytes) / MB for k in lengths]
-peaks, added = [], {True: [], False: []}
-for k in lengths:
-    policy = partial(apply_segmented_recompute, segment_lengths=lab.cut(L, k))
-    peaks.append(both_sides(policy)[1] / MB)
-    for dropout, shares in added.items():
-        shares.append(both_sides(policy, dropout)[2] / plain_flops - 1)
+cuts = [partial(apply_segmented_recompute, segment_lengths=lab.cut(L, k)) for k in lengths]
+peaks = [max(moment.bytes["activation"] for moment in metered(policy).timeline) / MB
+         for policy in cuts]
 
 # %% tags=["figure-segments"]
 best = lengths[peaks.index(min(peaks))]
@@ -481,13 +515,15 @@ show(curves(lengths, {"measured": peaks}, "blocks per segment", "activations at 
 A3, b3 = (cost.activation_bytes_per_layer(gpt3, 1, S3, recompute=kind) for kind in ("none", "full"))
 rows = {"our model": (L, block_bytes, input_bytes), "GPT-3, fused": (gpt3.num_layers, A3, b3),
         "16 layers, A = b": (16, 1, 1)}
-print("peak, in inputs         A / b  k =" + "".join(f"{k:5}" for k in lengths))
+print("peak, in inputs    A / b  k =" + "".join(f"{k:6}" for k in lengths) + "   any")
 for name, (num_blocks, A, b) in rows.items():
-    peak = [peak_bytes(num_blocks, k, A, b) / b for k in lengths]
-    print(f"{name:23} {A / b:5.0f}     " + "".join(f"{each:5.0f}" for each in peak))
-for dropout, shares in added.items():
-    print(f"FLOPs added, {'dropout' if dropout else 'no dropout':16}    "
-          + "".join(f"{100 * share:5.0f}" for share in shares) + " %")
+    peak = [peak_bytes(num_blocks, k, A, b) for k in lengths]
+    peak.append(lab.least_peak(num_blocks, A, b))
+    print(f"{name:18} {A / b:5.0f}     " + "".join(f"{each / b:6.0f}" for each in peak))
+print("FLOPs added without dropout", end="")
+for k, policy in zip(lengths, cuts, strict=True):
+    if k in (1, 4, 16):
+        print(f"   k = {k}: {flops_without_dropout(policy) / plain_flops - 1:.0%}", end="")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
@@ -495,26 +531,32 @@ for dropout, shares in added.items():
 # With equal segments of $k$ blocks, memory peaks at about $\frac{L}{k} b + k A$ bytes. This is
 # smallest at $k = \sqrt{L\,b/A}$. For our model that is 0.7, so single blocks are best: the
 # measured dots lie on the dashed formula and climb from left to right. For GPT-3 it is 2.4, and the
-# best length is 2: 81 inputs at the peak, 28 % less than with single blocks. The classic answer is
-# the table's third row, $A = b$: a layer that stores no more than its input. Decreasing lengths do
-# even better, because later segments are recomputed beside more inputs: with $A = b$, lengths 6, 5,
-# 4 and 1 peak at 6 inputs (6, 1 + 5, 2 + 4, 3 + 1), not 7.
-#
-# With dropout, every length costs the same FLOPs. Without dropout, short segments are cheaper,
-# because early stopping skips one `down` per segment.
+# best length is 2: 81 inputs at the peak, where single blocks have 112. The classic answer is the
+# table's third row, $A = b$: a layer that stores no more than its input.
 #
 # </details>
+#
+# Segments need not be equal. The later a segment, the more inputs wait beside it, so later segments
+# should be shorter. The table's last column has the lowest peak of segments of any lengths: for
+# GPT-3, it is 65 inputs instead of 81.
+#
+# The last line counts our model's FLOPs. Without dropout, short segments are cheaper, because early
+# stopping skips one `down` per segment. With dropout nothing is skipped: in the next figure,
+# segments of 1, 3, 5 and 7 blocks all cost the same FLOPs per block.
 #
 # ### Recompute only as much as you must
 #
 # So far we recomputed every block. With more memory we can recompute fewer of them.
 # [`segments_for_budget`](code:minitron.model.recompute.segments_for_budget) takes the bytes of each
 # block, those of an input (`boundary_bytes`) and a budget, and recomputes as few blocks as possible
-# within that budget. We run it with eight budgets and count FLOPs and bytes. In the figure, these
-# are the dots; the dashed line is computed for every budget in between.
+# within that budget. Those it recomputes are the first ones. The last ones keep everything, because
+# the backward pass uses them first: they are freed before any segment is recomputed. We run the
+# function with five budgets and measure the FLOPs and the peak of the activations. The table lists
+# the peaks. In the figure, a dot is a budget and its measured FLOPs, and the dashed line is the
+# formula for budgets in between.
 
 # %%
-budgets = [round(share * L * block_bytes) for share in (0.1, 0.15, 0.2, 0.3, 0.45, 0.6, 0.8, 1)]
+budgets = [round(share * L * block_bytes) for share in (0.1, 0.2, 0.45, 0.7, 1)]
 paid, rows = [], []
 for budget in budgets:
     segments = segments_for_budget([block_bytes] * L, input_bytes, budget)
@@ -523,7 +565,7 @@ for budget in budgets:
     rows.append(f"{budget / MB:9.1f} {most / MB:8.1f} {sum(segments):11}   {segments}")
 
 block_flops = cost.recompute_flops_per_token(config, S) / L / per_token
-every = [*range(budgets[0], budgets[-1], 50_000), budgets[-1]]
+every = [*range(budgets[0], budgets[-1], 100_000), budgets[-1]]
 formula = [block_flops * sum(segments_for_budget([block_bytes] * L, input_bytes, budget))
            for budget in every]
 
@@ -535,22 +577,112 @@ show(lab.frontier(budgets, paid, every, formula), alt=(
 
 # %% [markdown]
 # The smallest budget recomputes 15 blocks, not 16, so the stairs begin at 31 % instead of 33 %. The
-# backward pass starts with the last block and needs its activations at once, so nothing is gained
-# by dropping them: by the formula, the peak is 15 inputs and one block's activations either way.
-# `full` drops them all the same, which leaves more room at the loss, where the logits are in
-# memory.
+# backward pass needs the last block's activations at once, so nothing is gained by dropping them:
+# by the formula, the peak is 15 inputs and one block's activations either way. The `full` policy
+# drops them all the same, which leaves more room at the loss, where the logits are in memory.
 #
-# All blocks are alike, so on average the stairs follow a straight line. Blocks are recomputed whole
-# or not at all, so between two steps additional memory buys nothing. Where the budget has room for
+# All blocks are alike, so the stairs follow a nearly straight line. Blocks are recomputed whole or
+# not at all, so between two steps additional memory buys nothing. Where the budget has room for
 # several blocks at once, the function joins them into a segment, which keeps one input instead of
 # several. Where the peak exceeds the budget slightly, the difference is what lies outside the
-# blocks: the loss, the input of the output head, the embedding's dropout mask.
+# blocks: the loss, the inputs of the final norm and of the output head, the embedding's dropout
+# mask.
 #
 # Other choices do better than these stairs, because some operators' outputs are large and cheap to
 # recompute, others small and expensive. The Further section on operators ranks them.
 
 # %% [markdown]
-# ### Further: check the paper's count
+# ### On real GPUs
+#
+# By the formula, selective recomputation adds less than 1 % to the FLOPs of GPT-3's step. What does
+# it add to the time? It repeats softmax and dropout: a few FLOPs for each score, but each of them
+# reads and writes the whole S x S matrix. The paper on it measured one layer of a
+# 22-billion-parameter model on A100s, forward plus backward ([Korthikanti et al.
+# 2022](https://arxiv.org/abs/2205.05198), table 4).
+#
+# **Predict.** For that model the formula says 1.7 % more FLOPs. Is the added share of the time
+# smaller, about as large, or several times as large?
+
+# %% tags=["output-time", "nbval-check-output"]
+model, baseline = lab.PAPER_22B, sum(lab.PAPER_MILLISECONDS["none"])
+for policy, (forward, backward) in lab.PAPER_MILLISECONDS.items():
+    flops = cost.recompute_flops_per_token(model, 2048, policy)
+    flops /= cost.training_flops_per_token(model, 2048)
+    time = forward + backward
+    print(f"{policy:9} {forward} + {backward} = {time:.1f} ms, "
+          f"{time / baseline - 1:4.0%} more time, {flops:5.1%} more FLOPs")
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# About four times as large. What selective recomputation repeats takes few FLOPs but a lot of
+# memory traffic. (The times are those of one layer, the FLOPs those of the whole model with its
+# head; for a layer alone they would be a little larger.)
+#
+# </details>
+#
+# Full recomputation adds more time than FLOPs, too. It repeats the forward pass, and here that is
+# 7.7 of 19.6 ms, more than a third: the backward pass (the second term) has twice the forward's
+# FLOPs but takes only about one and a half times as long.
+#
+# Today a [fused kernel](word:fused-attention) ([Dao et al. 2022](https://arxiv.org/abs/2205.14135))
+# performs the selective recomputation inside attention's backward pass, tile by tile, and never
+# writes the matrix. Our models use it by default. It keeps what the selective policy keeps, plus
+# one number per head and token (the logarithm of the softmax's denominator).
+#
+# Does a GPU hold what these formulas say? The next figure shows the peak of a training step under
+# each policy, predicted (dashed) above recorded by the meter. The model is a 1.3B Llama in bf16
+# with half of its layers. The line above the figure compares three counts: the meter's, the
+# allocator's, and that of a [dry run](word:dry-run) (the same step on [fake
+# tensors](word:fake-tensor), which have a shape and a dtype but no memory).
+
+# %%
+shown = recorded.recomputation()
+show_text(shown.sentence)
+show(shown.figure, alt=shown.alt)
+
+# %% [markdown]
+# Predicted and recorded bars agree. Full recomputation shrinks the activations to a small part of
+# the bar. Selective recomputation saves next to nothing, because this model's attention is fused
+# and saves no scores in the first place.
+#
+# No bar contains gradients, although they made section 3's last tooth the highest. This model
+# peaks earlier, at the loss, when the backward pass has not produced any yet. The temporary bytes
+# are those of [chapter 2](chapter:2)'s planning rule: two float32 tensors of the logits' shape.
+#
+# With fused attention, we still have to choose how many blocks to recompute. For all of GPT-3, we
+# return to section 1's H100. There it held the activations alone; now it also has to hold the two
+# temporary tensors:
+
+# %% tags=["output-budget", "nbval-check-output"]
+layers, temporary = gpt3.num_layers, 2 * 4 * S3 * gpt3.vocab_size
+outside = cost.activation_bytes(gpt3, 1, S3) - layers * A3 + temporary  # of the blocks
+print("sequences   nothing recomputed   blocks recomputed   FLOPs added")
+for n in (1, 2, 4, 8, 18, 19):
+    print(f"{n:9} {n * (layers * A3 + outside) / GB:17.0f} GB", end="")
+    try:
+        segments = segments_for_budget([n * A3] * layers, n * b3,
+                                       int(H100.memory_bytes - n * outside))
+    except ConfigError:
+        print("     does not fit")
+    else:
+        added = cost.recompute_flops_per_token(gpt3, S3) * sum(segments) / layers / training
+        print(f" {sum(segments):19} {added:13.1%}")
+
+# %% [markdown]
+# Section 1's GPU could not hold a third of a sequence. With fused attention it holds one without
+# recomputing any block, and with recomputation it holds 18, for less than a third more compute. (A
+# few more might fit, because the two temporary tensors are gone before any block is recomputed.)
+# [MFU](word:mfu) does not count this compute: its numerator has the FLOPs that the model requires,
+# not those that the hardware executed ([chapter 1](chapter:1)). The ratio that does count
+# recomputation is called HFU, hardware FLOPs utilization.
+#
+# On a real GPU the weights and the optimizer state need room, too. In the figure, with full
+# recomputation, they are most of the bar. How to split *them* over GPUs is the subject of the next
+# chapters.
+
+# %% [markdown]
+# ## Further: check the paper's count
 #
 # For GPT-3, the paper on selective recomputation reports 70 % of the activation memory saved, for
 # 2.7 % more FLOPs ([Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198), section 5). We can
@@ -574,89 +706,20 @@ print(f"FLOPs of QK^T and PV, once more    {counted:.1%}")
 # The bytes agree. The FLOPs do not: the paper's equation 8 adds attention's share of a *whole*
 # training step, forward and backward, whereas recomputation repeats only the forward matmuls, a
 # third of that. So the paper's claim errs on the safe side. To decide which count is right, we
-# count at full size, on a laptop. The instruments do not need values, so we give them
-# [**fake tensors**](word:fake-tensor), which have a shape and a dtype but no memory. One block of
-# GPT-3 in 16 bits:
+# count at full size, on a laptop. The instruments do not need values, so fake tensors will do. One
+# block of GPT-3 in 16 bits:
 
 # %% tags=["output-gpt3", "nbval-check-output"]
-_, plain_flops_3 = lab.layer_without_values(gpt3, S3, lambda model: None)
-for name, policy in compared.items():
-    kept, flops = lab.layer_without_values(gpt3, S3, policy)
+counts = {name: lab.layer_without_values(gpt3, S3, policy) for name, policy in compared.items()}
+for name, (kept, flops) in counts.items():
     print(f"{name:9} {kept / GB:5.2f} GB kept, {flops / 1e12:5.2f} TFLOPs, "
-          f"{flops / plain_flops_3 - 1:6.2%} more")
+          f"{flops / counts['none'][1] - 1:6.2%} more")
 
 # %% [markdown]
 # (The first two rows exceed section 2's formula because the CPU's dropout masks are larger.)
-# Selective recomputation adds 0.45 %. The paper says 2.7 %; our formula says 0.9 %, because it
-# counts $PV$, which early stopping skips.
-
-# %% [markdown]
-# ### On real GPUs
-#
-# Selective recomputation adds less than 1 % to the FLOPs of GPT-3's step. Its share of the *time*
-# is larger. The paper on it measured one layer of a 22-billion-parameter model on A100s, forward
-# plus backward ([Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198), table 4):
-
-# %% tags=["output-time", "nbval-check-output"]
-milliseconds, model = lab.PAPER_MILLISECONDS, lab.PAPER_22B
-for policy, time in milliseconds.items():
-    flops = cost.recompute_flops_per_token(model, 2048, policy)
-    flops /= cost.training_flops_per_token(model, 2048)
-    print(f"{policy:9} {time:5.1f} ms, {time / milliseconds['none'] - 1:4.0%} more time, "
-          f"{flops:5.1%} more FLOPs")
-
-# %% [markdown]
-# What selective recomputation repeats takes few FLOPs but a lot of memory traffic: softmax and
-# dropout read and write the S x S matrix.
-#
-# Today a [fused kernel](word:fused-attention) ([Dao et al. 2022](https://arxiv.org/abs/2205.14135))
-# performs the selective recomputation inside attention's backward pass, tile by tile, and never
-# writes the matrix. Our models use it by default. It keeps what the selective row keeps, plus one
-# number per head and token (the logarithm of the softmax's denominator). We still have to choose
-# how many blocks to recompute. For all of GPT-3 on section 1's H100:
-
-# %% tags=["output-budget", "nbval-check-output"]
-layers = gpt3.num_layers
-print("sequences   fused, all kept   recomputed blocks   FLOPs added")
-for num_sequences in (1, 2, 4, 8, 14):
-    block = cost.activation_bytes_per_layer(gpt3, num_sequences, S3)
-    outside = cost.activation_bytes(gpt3, num_sequences, S3) - layers * block
-    block_input = cost.activation_bytes_per_layer(gpt3, num_sequences, S3, recompute="full")
-    budget = int(H100.memory_bytes - outside)
-    segments = segments_for_budget([block] * layers, block_input, budget)
-    added = cost.recompute_flops_per_token(gpt3, S3) * sum(segments) / layers / training
-    print(f"{num_sequences:9} {(layers * block + outside) / GB:14.0f} GB {sum(segments):19} "
-          f"{added:13.1%}")
-
-# %% [markdown]
-# With fused attention, the GPU that could not hold a third of a sequence holds one without
-# recomputing any block. With recomputation it holds at least 14, for less than a third more
-# compute. As in section 1, only activations count; the loss's temporary bytes, described below,
-# come on top. [MFU](word:mfu) does not count this compute: its numerator has the FLOPs that the
-# model requires, not those that the hardware executed ([chapter 1](chapter:1)).
-#
-# Does a GPU hold what these formulas say? The next figure shows the peak of a training step under
-# each policy, predicted (dashed) above recorded by the meter. The model is a 1.3B Llama in bf16
-# with half of its layers. The line above the figure compares three counts: the meter's, the
-# allocator's, and that of a [dry run](word:dry-run) (the same step on [fake
-# tensors](word:fake-tensor), which have a shape but no memory).
-
-# %%
-shown = recorded.recomputation()
-show_text(shown.sentence)
-show(shown.figure, alt=shown.alt)
-
-# %% [markdown]
-# Predicted and recorded bars agree. Full recomputation shrinks the activations to a small part of
-# the bar. Selective recomputation saves next to nothing, because this model's attention is fused
-# and saves no scores in the first place.
-#
-# No bar contains gradients, although they made section 3's last tooth the highest. This model
-# peaks earlier, at the loss, when the backward pass has not produced any yet. Its vocabulary has
-# 32,000 words, and the temporary bytes are two float32 tensors of the logits' size.
-#
-# On a real GPU the weights and the optimizer state need room, too: with full recomputation, they
-# are most of the bar. How to split *them* over GPUs is the subject of the next chapters.
+# So which count is right? With early stopping, selective recomputation adds 0.45 %. Early stopping
+# skips $PV$, which has as many FLOPs as $QK^T$, so without it our formula's 0.9 % is right. In
+# neither case does repeating the forward matmuls cost 2.7 %.
 
 # %% [markdown]
 # ## Further: recompute per operator
@@ -687,14 +750,14 @@ for name, terms, values in (
 #
 # </details>
 #
-# PyTorch can make this choice per operator: `torch.utils.checkpoint` asks a function of yours about
-# each operator: keep its output, or recompute it?
-# (`torch.utils.checkpoint.create_selective_checkpoint_contexts`). Ours keeps the outputs of matmuls
-# above a threshold of FLOPs per byte. In our small float32 model, the scores are at 8 FLOPs per
-# byte, `down` is at 128, and all other matmuls are at 32, so there are four thresholds to try. The
-# column `kept` has the bytes after the forward pass, including those the meter calls temporary:
-# PyTorch keeps these outputs itself, not through autograd. `whole blocks` is the price of the same
-# `kept` bytes if you recompute whole blocks instead, interpolated between none and all.
+# PyTorch can make this choice per operator: with
+# `torch.utils.checkpoint.create_selective_checkpoint_contexts`, it asks a function of yours about
+# each one whether to keep its output. Ours keeps the outputs of matmuls above a threshold of FLOPs
+# per byte. In our small float32 model, the scores are at 8 FLOPs per byte, `down` is at 128, and
+# all other matmuls are at 32, so there are four thresholds to try. The column `kept` has the bytes
+# after the forward pass, including those the meter calls temporary: PyTorch keeps these outputs
+# itself, not through autograd. `whole blocks` is what it would cost to reach the same `kept` bytes
+# by recomputing some blocks entirely: a straight line between none and all.
 
 # %% tags=["output-peroperator", "nbval-check-output"]
 def per_operator(threshold):
@@ -727,7 +790,7 @@ for threshold in (0, 10, 40, 1000):
 # FLOPs. Recomputing the scores as well (second row) adds a few percent. The third row keeps the
 # output of `down` alone: 2.4 MB instead of the 1.3 MB of full recomputation in the last row, and
 # clearly fewer FLOPs. (Without dropout, early stopping skips `down` anyway, and keeping its output
-# would buy nothing.) Wherever something is kept, per-operator recomputation costs less than
+# would buy nothing.) In each of the first three rows, the added FLOPs are fewer than those of
 # recomputing whole blocks within the same bytes.
 
 # %% [markdown]
@@ -762,7 +825,8 @@ print("same gradient, to the last bit:", torch.equal(gradient, offloaded))
 # sends all of its activations, with one sequence per micro-batch: 8,192 tokens for Llama 3.2 1B
 # (width 2,048) and Llama 3.1 70B (width 8,192), 2,048 tokens for GPT-3 (width 12,288).
 #
-# **Predict.** As models get wider, is the copy easier or harder to hide behind the compute?
+# **Predict.** As models get wider, is the copy of one token's activations easier or harder to hide
+# behind that token's compute?
 
 # %% tags=["output-pcie", "nbval-check-output"]
 pcie = 32e9 * 16 / 8 * 128 / 130
@@ -783,15 +847,16 @@ for name, length in (("Llama 3.2 1B", 8192), ("Llama 3.1 70B", 8192), ("GPT-3 17
 
 # %% [markdown]
 # A stall is the part of a copy that the compute does not hide. Sending overlaps with the block's
-# forward pass, fetching with its backward pass, which takes twice as long; the columns add both.
-# Packet headers keep real copies below the wire's limit, so the second stall is that of a link at
-# 85 % of it.
+# forward pass, fetching with its backward pass; the columns add both. We let the backward pass take
+# twice as long, as its FLOPs suggest. At one and a half times, as on the A100s above, the 1B
+# model's stalls would be longer and the other two models' the same. Packet headers keep real copies
+# below the wire's limit, so the second stall is that of a link at 85 % of it.
 #
 # Compare the stalls with the first column, because recomputing the block would cost its forward
 # pass once more. For the 1B model they are longer, so recompute. For the 70B model the stall is 2
 # ms, or 10 on the slower link, and recomputing takes up to 41 ms, about a quarter less with early
-# stopping: offload. For GPT-3 the copy is hidden entirely. The reason is the width: FLOPs per token
-# grow with its square, bytes only in proportion to it.
+# stopping: offload. For GPT-3 the copy is hidden entirely. The reason is the width: per token, the
+# linear layers' FLOPs grow with its square, the bytes only in proportion to it.
 #
 # Sending only the blocks' inputs is hidden in all three models, and it combines with full
 # recomputation: then the GPU keeps almost nothing per block. What it takes is host memory, and a
@@ -803,13 +868,13 @@ for name, length in (("Llama 3.2 1B", 8192), ("Llama 3.1 70B", 8192), ("GPT-3 17
 # 1. Activations can be computed again, so they need not be kept: full recomputation keeps one input
 #    per block and costs at most one more forward pass through the blocks.
 # 2. Recomputation gives the same gradient to the last bit (we saw it on a CPU), provided that it
-#    draws the same random numbers, runs in the same precision with deterministic kernels, and has
-#    no side effects.
+#    draws the same random numbers and runs in the same precision with deterministic kernels. To
+#    leave the model's state the same as well, it must have no side effects.
 # 3. If it is wrong, that step's loss is still right. Compare gradients, generator and buffers with
 #    the plain step's.
 # 4. Where attention is materialized, begin with selective recomputation: for GPT-3 it saves 70 % of
-#    the bytes and adds under 1 % to the FLOPs (to the time, 7 % on a 22B model). Fused attention
-#    has it built in.
+#    the bytes and adds under 1 % to the FLOPs. The time can grow by more: on a 22B model by 7 %,
+#    for 1.7 % more FLOPs. Fused attention has it built in.
 # 5. Recompute as few blocks as the budget allows. If all are recomputed in equal segments, the best
 #    length is about $\sqrt{L\,b/A}$ blocks: 1 for our small model, 2 for GPT-3 with fused
 #    attention. The classic $\sqrt{L}$ is the special case $A = b$.

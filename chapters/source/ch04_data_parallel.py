@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 4. Data parallelism: many GPUs, one training run
 #
-# **45 minutes. No GPU. [Exercises 4.1](exercise:4.1) to 4.4.**
+# **50 minutes, and 75 for the exercises. No GPU. [Exercises 4.1](exercise:4.1) to 4.4.**
 #
 # *You need:* the training step and the global batch from [chapter 1](chapter:1), and the categories
 # of memory from [chapter 2](chapter:2).
@@ -22,7 +22,7 @@
 # - **train** one model on several processes, and show that it is the same training as on one;
 # - **overlap** communication with the backward pass, and predict how much of it still delays the
 #   step;
-# - **find** a bug that no loss curve shows, with an instrument that names the factor.
+# - **find** mistakes that leave the loss curve healthy, with an instrument that names their cause.
 #
 # *The way there:*
 # - **Sections 1 to 3:** what many GPUs must exchange in each step, and how long it takes;
@@ -58,9 +58,9 @@ from minitron.parallel.flat import FlatGradients
 from minitron.proof.oracle import after_backward
 from teaching.check import check
 from teaching.claims import claim
-from teaching.figures import Held, curves, holdings, ranges, rank_lanes, show, timeline
+from teaching.figures import curves, holdings, ranges, rank_lanes, show, timeline
 from teaching.lab import ch04 as lab, loss_of, recorded, show_source, show_text, verdict
-from teaching.overlap import exposed_seconds, gradient_sizes, in_buckets, step_lanes, transfers
+from teaching.overlap import exposed_seconds, in_buckets, step_lanes, transfers
 from teaching.widgets import bucket_explorer
 
 torch.set_num_threads(1)
@@ -84,8 +84,9 @@ print(f"the MFU of 1.3 million hours: {flops / peak / 3600 / hours:.0%}")
 
 # %% [markdown]
 # Chapter 1 estimated about half as many years, because it assumed an [MFU](word:mfu) that a good
-# training loop reaches. GPU hours also count waiting for the network, restarts and evaluation;
-# measured by them, the MFU is only 19 %. This chapter looks at one of these losses, the network.
+# training loop reaches. Measured by the reported hours, the MFU is only 19 %. The model card does
+# not say what the hours include. Waiting for the network, restarts and evaluation would all count,
+# and this chapter looks at the first of them.
 #
 # The work is easy to split: a step's batch has millions of tokens, and each GPU can take some of
 # its sequences. The *result* is not: at the end of the step, every GPU must have the same model.
@@ -95,10 +96,11 @@ print(f"the MFU of 1.3 million hours: {flops / peak / 3600 / hours:.0%}")
 # What must the GPUs exchange so that every one of them ends the step with the same model? In
 # **data parallelism**, one process drives each GPU. The process is called a
 # **[rank](word:rank)**; it holds the full model and reads its own part of the global batch. Its
-# backward pass computes the gradient of that part. If all parts are equal, the gradient of the
-# global batch is the mean of the ranks' gradients. To compute it, they need one operation, the
+# backward pass computes the gradient of that part. If all parts have the same size, the gradient of
+# the global batch is the mean of the ranks' gradients. To compute it, they need one operation, the
 # **[all-reduce](word:all-reduce)**: every rank contributes a tensor, and every rank receives the
-# sum. Divided by N, the sum is the mean. With the best algorithms each rank sends
+# sum. Divided by N, the sum is the mean. If the ranks do the adding (some switches can do it for
+# them), then with the best algorithms each rank sends
 #
 # $$2\,\frac{N-1}{N}\,G \text{ bytes, for gradients of } G \text{ bytes on } N \text{ ranks}$$
 #
@@ -106,16 +108,16 @@ print(f"the MFU of 1.3 million hours: {flops / peak / 3600 / hours:.0%}")
 #
 # **Predict.** Suppose that Llama 3 8B sends its gradients in bfloat16. (Meta sent them in float32:
 # [Llama 3](https://arxiv.org/abs/2407.21783), section 3.3.2.) Each H100 processes 8,192 tokens per
-# step at 40 % of the 989 TFLOP/s of NVIDIA's datasheet (2023), and sends everything through one
-# 400 Gb/s network card (50 GB/s). Which takes longer, the backward pass or the all-reduce? And what
+# step at 40 % of the 989.4 TFLOP/s that NVIDIA lists (2023), and sends everything through one 400
+# Gb/s network card (50 GB/s). Which takes longer, the backward pass or the all-reduce? And what
 # changes with 2,048 ranks instead of 8?
 #
 # <details><summary>Answer</summary>
 #
-# The backward pass. In float32 the bytes double, and from 3 ranks on the all-reduce takes longer.
-# The number of ranks hardly matters for the bytes: from 8 to 2,048 ranks, what each of them sends
-# grows by a seventh. The latency does grow with the number of ranks; section 7 and chapter 5 come
-# back to it.
+# The backward pass. In float32 the bytes double, and from 3 ranks on the all-reduce would take
+# longer. The number of ranks hardly matters for the bytes: from 8 to 2,048 ranks, what each of them
+# sends grows by a seventh. The latency does grow with the number of ranks; section 7 and chapter 5
+# come back to it.
 #
 # </details>
 
@@ -130,34 +132,35 @@ for N in (2, 8, 64, 2048):
     print(f"{N:5,} {sent / GB:11.1f} GB {sent / (50 * GB):10.2f} s")
 
 # %% [markdown]
-# If 8 or more ranks communicate only after the backward pass, they add 70 to 80 % of its time to
-# every step. If they do both at once, most of that could be hidden. So this chapter has two goals:
-# average the gradients correctly, then overlap the communication with the backward pass.
+# If 8 or more ranks communicate only after the backward pass, every step gets longer by 70 to 80 %
+# of a backward pass. If they do both at once, most of that could be hidden. So this chapter has two
+# goals: average the gradients correctly, then overlap the communication with the backward pass.
 #
 # ## 3. Picture
 #
 # First, what does data parallelism do to memory? Take Llama 3.2 1B, a batch of four sequences of
-# 2,048 tokens, and four ranks. The figure has a row per rank and a column per category; the
-# colored part of a box is what the rank holds. **Predict:** which of the four categories of
-# memory does data parallelism divide by four?
+# 2,048 tokens, and four ranks. **Predict:** which of the four categories of memory does data
+# parallelism divide by four? The figure has a row per rank and a column per category; the colored
+# part of a box is what the rank holds.
 
 # %% tags=["figure-holdings"]
-llama_1b, recipe = cost.PUBLISHED["Llama 3.2 1B"], cost.RECIPES["bf16"]
-P = cost.num_parameters(llama_1b)
-state = {"parameter": recipe.parameter * P, "gradient": recipe.gradient * P,
-         "optimizer state": (recipe.master + recipe.optimizer_state) * P}
-four = cost.activation_bytes(llama_1b, 4, 2048)
-row = {kind: Held(num_bytes) for kind, num_bytes in state.items()}
-row["activation"] = Held(four / 4, 0.25)
-show(holdings({f"rank {rank}": row for rank in range(4)}), alt=(
+llama_1b = cost.PUBLISHED["Llama 3.2 1B"]
+held = lab.held_by_ranks(llama_1b, num_ranks=4, sequence_length=2048)
+show(holdings(held), alt=(
     "Every rank holds the full model, its gradients and its optimizer state; only the activations "
     "are divided among the ranks."
 ))
 
 # %% [markdown]
-# Only the activations, because each rank processes one sequence; all other boxes are full. Data
-# parallelism splits the work, not the model: if its weights, gradients and optimizer state do not
-# fit on one GPU, they do not fit on a thousand of them this way. ([Chapter 6](chapter:6) shards
+# <details><summary>Answer</summary>
+#
+# Only the activations, because each rank processes one of the four sequences. All other boxes are
+# full.
+#
+# </details>
+#
+# Data parallelism splits the work, not the model: if its weights, gradients and optimizer state do
+# not fit on one GPU, they do not fit on a thousand of them this way. ([Chapter 6](chapter:6) shards
 # them.)
 #
 # ### Which rank reads what
@@ -232,8 +235,6 @@ def flat_gradient(model):
 
 
 # %% [markdown]
-# The mean of the ranks' means is the overall mean only because all parts are equal.
-#
 # **Predict.** Is the result the gradient that one process computes from all 16 sequences? To the
 # last bit?
 
@@ -250,9 +251,11 @@ for rank, gradient in enumerate(by_rank):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Up to rounding, yes; to the last bit, no, because floating-point addition depends on the order. In
-# float64 the difference is in the sixteenth digit. The four ranks agree with each other exactly,
-# because each receives the same sum. That matters, because they never compare their weights again.
+# Up to rounding, yes: the mean of the ranks' means is the overall mean, because every rank has four
+# sequences of the same length. To the last bit, no, because the result of floating-point addition
+# depends on the order. In float64 the difference is in the sixteenth digit. The four ranks agree
+# with each other exactly, because each receives the same sum. That matters, because they never
+# compare their weights again.
 #
 # </details>
 #
@@ -276,9 +279,9 @@ except RankError as error:
 
 # %% [markdown]
 # (`axis world` is the group of all ranks.) On a cluster you would see GPUs at full utilization and
-# no progress, until NCCL, NVIDIA's communication library, times out some minutes later. Here the
-# launcher asks every rank where it is. It also compares the collectives that the ranks call, so a
-# mismatch is reported right away. This time, rank 2 skips one collective:
+# no progress, until some minutes later PyTorch's watchdog over NCCL, NVIDIA's communication
+# library, gives up. Here the launcher asks every rank where it is. It also compares the collectives
+# that the ranks call, so a mismatch is reported right away. This time, rank 2 skips one collective:
 
 # %% tags=["output-mismatch"]
 def confused(group):
@@ -298,10 +301,11 @@ except RankError as error:
 #
 # ## 5. Sending earlier
 #
-# Section 4's loop starts when the backward pass has finished. Why wait that long? A *hook*, a
-# function that autograd calls, can send each gradient as soon as it is complete. PyTorch offers
-# `register_post_accumulate_grad_hook`: it calls your hook when a parameter's gradient has been
-# accumulated. Read this code. Would it pass your review? Keep your answer for a moment.
+# Review the code below, with the documentation open. Would you approve it? Keep your answer for a
+# moment. Section 4's loop starts when the backward pass has finished; this code sends each gradient
+# as soon as it is complete. It uses a *hook*, a function that autograd calls. With
+# [`register_post_accumulate_grad_hook`](https://docs.pytorch.org/docs/stable/generated/torch.Tensor.register_post_accumulate_grad_hook.html),
+# PyTorch calls your hook when a parameter's gradient has been accumulated.
 
 
 # %%
@@ -320,7 +324,7 @@ def hook_by_hand(model, group):
 
 # %% [markdown]
 # Here is another version, for comparison: it runs after the backward pass and does not divide. We
-# train with each version and with the correct mean, which is dashed in the figure. An embedding and
+# train with each version and with section 4's mean, which is dashed in the figure. An embedding and
 # a linear layer learn to count in sevens (the next token is the current one plus 7, modulo 64),
 # with AdamW on four ranks.
 
@@ -344,10 +348,10 @@ show(curves(range(1, 61), {"sum": summed, "hook": hooked}, "step", "loss (nats p
 
 # %% [markdown]
 # Three healthy curves: the sum lies on the correct one, and the hook is a few steps behind. Now we
-# ask the **[oracle](word:oracle)**. It trains a small model on N ranks and in one
-# process, with the same samples, in float64, with SGD and with AdamW. After every step it compares
-# the losses, every gradient and every parameter on every rank. What does it say about our two
-# versions?
+# ask the **[oracle](word:oracle)**. It trains a small model on N ranks and in one process, with the
+# same samples, in float64, with SGD and with AdamW. At every step it compares the losses, every
+# gradient and every parameter on every rank, and reports the first difference. What does it say
+# about our two versions?
 
 # %% tags=["output-oracle-trap"]
 def with_hook(model, group):
@@ -361,10 +365,12 @@ for name, apply in (("sum", after_backward(sum_by_hand)), ("hook", with_hook)):
 
 # %% [markdown]
 # **The sum** gives a gradient that is N times too large. AdamW divides each gradient by its own
-# magnitude, so the weights and the loss hardly change. The oracle is not deceived, because it
-# compares the gradients themselves. You would notice on the day you turn on gradient clipping,
-# whose threshold is then N times too strict. Or when you resume on a different number of ranks:
-# then the new gradients no longer match the scale of AdamW's moments.
+# magnitude, so the weights and the loss hardly change. With SGD, which does not, the losses differ
+# visibly. The oracle needs no loss to notice: it compares the gradients themselves. (Two of the 35
+# agree nevertheless, those of the key biases, because they are zero. Such a bias adds the same
+# number to all of a query's scores, and softmax ignores that.) You would notice on the day you turn
+# on gradient clipping, whose threshold is then N times too strict. Or when you resume on a
+# different number of ranks: then the new gradients no longer match the scale of AdamW's moments.
 #
 # **The hook** is worse. `register_post_accumulate_grad_hook` passes the *parameter*, not its
 # gradient. The argument is named `grad`, and readers believe it. So the hook averages the weights
@@ -410,15 +416,16 @@ show_source(HookedDataParallel.collect, HookedDataParallel.accept, HookedDataPar
 # The bucketed version differs in *how much* it sends at once. Every message, however short, has a
 # fixed cost, its latency, and a model has hundreds of small tensors. So gradients are copied into
 # flat [buckets](word:bucket), and each bucket is one message. `assign_buckets` starts with the last
-# parameter, whose gradient is complete first. Here are its buckets for four gradients, and then the
-# code that fills and sends one:
+# parameter, because the backward pass completes its gradient first. Here are its buckets for four
+# gradients of 40, 10, 20 and 30 bytes, and then the code that fills and sends one:
 
 # %%
 print(assign_buckets([40, 10, 20, 30], bucket_bytes=50), "\n")
 show_source(BucketedDataParallel.prepare, FlatGradients.take, BucketedDataParallel.send)
 
 # %% [markdown]
-# The first line says that gradients 3 and 2 share a bucket, and so do 1 and 0. In `take`,
+# The first line says that gradients 3 and 2 share a bucket, and so do 1 and 0. (A gradient larger
+# than `bucket_bytes` would be a bucket by itself.) In `take`,
 # `torch.mul(..., out=view)` copies and divides in one operation. From then on `.grad` *is* a view
 # into the bucket, so nothing has to be copied back. Are all three versions correct? We ask the
 # oracle, for several numbers of ranks:
@@ -441,9 +448,8 @@ for name, apply in applies.items():
 # the bucketed version do so unless you tell them otherwise, because they send from inside the
 # backward pass. Under `no_sync`, they let gradients accumulate in `.grad`, and the last
 # micro-batch, outside of it, sends the sum. The cells below compare both ways with the bucketed
-# version. A
-# **[ledger](word:ledger)** counts the bytes: it records every collective that a rank starts,
-# including those started from hooks.
+# version. A **[ledger](word:ledger)** counts the bytes: it records every collective that a rank
+# starts, including those started from hooks.
 #
 # **Predict.** Is the gradient wrong if the ranks average four times? And what does it cost on the
 # network?
@@ -481,7 +487,8 @@ for name, sync_each in (("after each of 4", True), ("once, no_sync", False)):
 # result is the sum of the two means. But every backward pass sends all the bytes: four times as
 # many as with `no_sync`. The ledger counts exactly what the formula says. (The model is so small
 # that all gradients fit into one bucket: one all-reduce per averaging. The broadcast, once after
-# the first of them, lets all ranks agree on the order in which they fill their buckets.)
+# the first of them, lets all ranks agree on the order in which they fill their buckets. Where ranks
+# send different numbers of bytes, the ledger prints the least and the most: `0..576`.)
 #
 # </details>
 #
@@ -515,25 +522,28 @@ print(SlowNetwork(*network))
 #
 # $$2\,(N-1)\,\Big(\alpha + \frac{n}{N\,\beta}\Big) \text{ seconds on } N \text{ ranks}$$
 #
-# because each rank sends $2(N-1)$ messages of $n/N$ bytes, one after the other (chapter 5 builds
-# this algorithm). The bytes are those of section 2; the latency is what buckets save.
+# because each rank sends $2(N-1)$ messages of $n/N$ bytes, one after the other. (In this algorithm,
+# which chapter 5 builds, the ranks form a *ring*: each sends only to the next.) The bytes are those
+# of section 2; the latency is what buckets save.
 
 # %%
 show_source(transfers)
 
 # %% [markdown]
-# Now we measure naive (one message per gradient, after the backward pass), hooked (one message per
-# gradient, when it is ready), and bucketed, with five sizes of buckets. They take turns, one step
-# of each at a time, so that a drift of the machine's speed meets them all. A step that sends
-# nothing is in every round; the predictions use its compute.
+# Now we measure three versions: naive (one message per gradient, after the backward pass), hooked
+# (one message per gradient, when it is ready), and bucketed, with five sizes of buckets. They take
+# turns, one step of each at a time, so that a drift of the machine's speed meets them all. A step
+# that sends nothing is in every round; the predictions use its compute.
 #
-# First we compare three versions, the third with buckets of 2 MiB. The table has the median step
-# (in parentheses the middle half of five), what it exposes, and its backward pass, beside that of
-# the step that sends nothing (`alone`). There is a figure for each: the dashed lanes are predicted,
-# the solid ones are the median step, and hatching is idle time.
+# First we compare these three, with buckets of 2 MiB in the third. The table lists for each version
+# the step time (predicted, then the median of five with the middle half in parentheses), the
+# exposed time and the length of the backward pass. `alone` is the backward pass of the step that
+# sends nothing. Then each version has a figure: the dashed lanes are predicted, the solid ones are
+# the median step, and hatching is idle time.
 #
-# **Predict.** How much communication does the naive version expose, in backward passes? And the
-# hooked one, at least?
+# **Predict.** The naive version overlaps nothing and exposes all of the communication, the bytes
+# and the latencies. How much must the hooked version still expose, in backward passes? Which bucket
+# of the bucketed version can never be hidden, whatever the network?
 
 # %% tags=["exhaustive"]
 candidates = {f"{size} KiB": size * KiB for size in (256, 1024, 2048, 4096, 16_384)}
@@ -567,9 +577,13 @@ draw("naive", claim(exposed["naive"] == max(exposed.values()), (
     "exposed, more than in the other two.")))
 
 # %% [markdown]
-# The naive version exposes both the bytes and the latency: one and three fifths of a backward pass,
-# if the machine is still as fast as when we chose the network. Each stripe is a gradient; a narrow
-# one is almost only latency, paid twice. In the hooked version, gradients leave earlier:
+# (In the table, two of the `calls` carry no gradients: the number of tokens and the loss.) In the
+# predicted lane each stripe is a gradient, and a narrow one is almost only latency, paid twice.
+# Measured stripes also include waiting: the faster rank's first gradient is on its way until the
+# slower rank has finished its backward pass. (The thin stripe at the very start is the all-reduce
+# of the number of tokens. What lies between the last all-reduce and the optimizer, such as
+# clipping, has the color of the backward pass. Where several all-reduces complete together, only
+# the first one's stripe is wide.) In the hooked version, gradients leave earlier:
 
 # %% tags=["figure-hooked", "exhaustive"]
 alone_ms = 1e3 * (compute.backward - compute.forward)
@@ -578,11 +592,21 @@ draw("hooked", claim(exposed["hooked"] < exposed["naive"] / 2, (
     f"{backward['hooked']:.0f} ms, and {alone_ms:.0f} if it sends nothing.")))
 
 # %% [markdown]
-# A backward pass hides no more than its own length, so the hooked version exposes what the network
-# needs beyond that. Latency, paid for every tensor, causes this; the bytes alone would fit. If the
-# measured backward pass is longer than one that sends nothing, a likely reason is the processor
-# time of starting dozens of collectives. A stretched backward pass hides more, but the step gets no
-# shorter. Buckets need only a few collectives:
+# <details><summary>Answer</summary>
+#
+# A backward pass hides no more than its own length. The network was chosen to need three fifths of
+# one for the bytes and a whole one for the latencies, so about three fifths remain exposed. (The
+# table may say something else, because the machine's speed has changed since we chose the network,
+# or because a slower backward pass hides more.) The bytes alone would fit; together with a latency
+# for every tensor they do not. In the bucketed version the last bucket is complete only when the
+# backward pass ends, so nothing can hide it; the one before may still be on its way.
+#
+# </details>
+#
+# Now compare the backward passes in the table. The naive one is a control: it is measured like the
+# others, but its all-reduces start only afterwards. If it takes about as long as `alone`, and the
+# hooked one takes longer, then the hooks, or the collectives that they start, slow the backward
+# pass down. Buckets need only a few collectives:
 
 # %% tags=["figure-bucketed", "exhaustive"]
 medians = {name: lab.spread(steps[name])[1] for name in exposed}
@@ -592,74 +616,100 @@ draw("bucketed", claim(medians["bucketed"] == min(medians.values()), (
     f"{medians['bucketed']:.0f} ms, hooked {medians['hooked']:.0f}.")))
 
 # %% [markdown]
-# A wide stripe that carries few bytes is a wait for the other rank. What can the gap between
-# prediction and measurement consist of? Starting and completing collectives and copying gradients
-# into buckets take processor time. Two small all-reduces, of the number of tokens and of the loss,
-# are among the calls but not in the prediction.
+# The prediction leaves out three things. Starting and completing collectives and copying gradients
+# into buckets take processor time. Every collective waits for the slower of the two ranks. And
+# there are two small all-reduces, of the number of tokens and of the loss.
 #
 # ### How large should a bucket be?
 #
 # We chose 2 MiB. Here are all five sizes, from the same measurement: the prediction (dashed), and
-# the median (dot) and middle half (line) of the measured steps.
+# the median (dot) and middle half (line) of the measured steps. In the table, `again` repeats the
+# prediction with the measured length of the slower rank's backward pass.
 #
-# **Predict.** Small buckets leave early and pay the latency often. Large ones leave late and pay it
-# rarely. What does the step time look like as a function of the bucket size? What would move its
-# minimum to smaller buckets?
+# **Predict.** What speaks for small buckets, and what for large ones? So what does the step time
+# look like as a function of the bucket size? What would move its minimum to smaller buckets?
 
 # %% tags=["figure-buckets", "exhaustive"]
 spreads = {name: lab.spread(steps[name]) for name in candidates}
 predicted = {name: lab.end_of(compute, sent[name]) for name in candidates}
-print("                   ms: predicted   measured: median (middle half of 5)")
-for name, (low, middle, high) in spreads.items():
-    print(f"{name:9} {len(sent[name]):2} buckets {predicted[name]:10.0f} {middle:10.0f} "
-          f"({low:.0f} to {high:.0f})")
+again = {name: lab.predict_again(network, compute, steps[name], size)
+         for name, size in candidates.items()}
+lab.print_buckets(compute, predicted, again, {name: steps[name] for name in candidates})
 print(f"predicted best: {min(predicted, key=predicted.get)}")
 show(ranges(spreads, predicted, "step (ms), network emulated"), alt=(
     "Step time by bucket size; the lines span the middle half of the repeats. "
-    + lab.told_apart(spreads)
+    + lab.told_apart(spreads) + " "
+    + lab.explained(spreads, predicted, again, {name: steps[name] for name in candidates})
 ))
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The prediction is a valley. 256 KiB hold at most one matrix, so most gradients pay the latency.
-# 16 MiB hold all that the small first bucket leaves, so the second one waits for the end of the
-# backward pass. The two lowest points lie close together, so a measurement may not tell them apart.
-# A shorter latency moves the minimum to smaller buckets, because then many messages cost little.
-# PyTorch's default is 25 MiB, with a first bucket of 1 MiB so that the network starts early
-# ([Li et al. 2020](https://arxiv.org/abs/2006.15704), section 5); the package does the same.
+# Small buckets leave early and pay the latency often; large ones leave late and pay it rarely. So
+# the prediction is a valley. 256 KiB hold at most one matrix, so most gradients pay the latency. 16
+# MiB hold all that the small first bucket leaves, so the second one waits for the end of the
+# backward pass. Near the minimum the predicted times lie close together, so the measured order may
+# be a different one. A shorter latency moves the minimum to smaller buckets, because then many
+# messages cost little. PyTorch's default is 25 MiB, with a first bucket of 1 MiB so that the
+# network starts early ([Li et al. 2020](https://arxiv.org/abs/2006.15704), section 5); the package
+# does the same.
 #
 # </details>
 #
+# What does the gap between prediction and measurement consist of? The last two columns show how
+# much longer the backward pass gets than alone. The second prediction includes that, so the part of
+# the gap that it closes is a longer backward pass. With 16 MiB, hardly anything is sent during that
+# pass. If it still takes longer than alone, the cause is what every bucketed version does there:
+# its hooks, and the copies into the buckets. What smaller buckets add is the cost of more
+# collectives, which compete with the computation for the processor. What remains of the gap has
+# other causes; if it is no larger than the middle half, it may be noise.
+#
 # ### On real GPUs
 #
-# The same functions predict a step of Llama 3.2 1B on 64 H100s that compute at 40 % of their 989
-# TFLOP/s. NVIDIA's datasheets (2023) list 450 GB/s per direction for NVLink inside a node, and 50
-# GB/s for a 400 Gb/s card between nodes. One ring over all 64 enters and leaves each node through
-# one card and is as fast as this slowest link, so we start with 50 GB/s, and with a latency of 10
-# microseconds per message. (Eight rings at once, each through its own card with an eighth of the
-# bytes, make it 400 GB/s.)
+# The same functions predict a step of Llama 3.2 1B on 64 H100s, each with 8,192 tokens and
+# computing at 40 % of its peak. A *node* is one machine, here with eight GPUs. NVLink connects them
+# with 450 GB/s per direction, and each network card connects the node to others with 50 GB/s
+# (NVIDIA's datasheets, 2023; the cards have 400 Gb/s). One ring over all 64 enters and leaves each
+# node through one card and is as fast as this slowest link, so we start with 50 GB/s, and we assume
+# a latency of 10 microseconds per message. (Eight rings at once, each through its own card with an
+# eighth of the bytes, make it 400 GB/s.) The next cell is an *explorer*: in a live notebook, it has
+# sliders.
 
 # %% tags=["figure-explorer"]
 bucket_explorer()
 
 # %% [markdown]
-# Whatever lies to the right of the backward pass is exposed. Almost half of the time in which this
-# network is busy is latency, not bytes: with 64 ranks, each bucket waits for $2(N-1)$ messages, one
-# after the other.
+# Whatever lies to the right of the backward pass is exposed. The wide block at the end is the
+# embedding's gradient. The head uses the same matrix, so this gradient has two parts: the backward
+# pass begins with the head's and ends with the input embedding's. While it computes the first part,
+# there is nothing to send, so the buckets leave late. Almost half of the time in which the network
+# is busy is latency, not bytes: with 64 ranks, each bucket waits for $2(N-1)$ messages, one after
+# the other.
 #
-# So how long is the backward pass on a real GPU? Here is a step of six layers of a 1.3B Llama,
-# without communication, predicted and recorded:
+# So how long is the backward pass on a real GPU? Here is a step of six layers of a 1.3B Llama on an
+# H200, whose peak is that of the H100: four sequences of 2,048 tokens, bfloat16 autocast, no
+# communication. The recorded lane is read off a profiler's trace. The predicted one is the
+# planner's ([chapter 12](chapter:12)), which adds up the kernels' estimated times and gives a third
+# of the sum to the forward pass. Below the figure, the same step in numbers:
 
 # %%
 shown = recorded.one_step()
 show_text(shown.sentence)
 show(shown.figure, alt=shown.alt)
 
+# %% tags=["output-recorded", "nbval-check-output"]
+for name, milliseconds in lab.recorded_times().items():
+    print(f"{name:42}{milliseconds:6.1f} ms")
+
 # %% [markdown]
-# Suppose this step needed an all-reduce of its gradients. How many milliseconds of it would be
-# exposed after the recorded backward pass? We take 10 microseconds per message between nodes, as in
-# the explorer, and 3 on NVLink:
+# The planner's backward pass is a seventh too short. The trace shows the main reason. Over the
+# whole step, kernels other than matrix multiplications, attention and the optimizer take 23.5 ms.
+# The planner allows 16.0 ms for them, even with attention included. The explorer's flat 40 %
+# happens to suit this model. Do not count on it for another one; measure.
+#
+# Suppose this step needed an all-reduce of its gradients, with 16 bits each. How many milliseconds
+# would be exposed after the recorded backward pass? We take 10 microseconds per message between
+# nodes, as in the explorer, and 3 on NVLink:
 
 # %% tags=["output-verdict", "nbval-check-output"]
 links = {"NVLink, 8 ranks": (8, 3e-6, 450 * GB), "8 cards, 64 ranks": (64, 10e-6, 400 * GB),
@@ -680,72 +730,92 @@ for name, (N, latency, rate) in links.items():
 # %% [markdown]
 # On NVLink, next to nothing. On one card, the bytes take a little less than the backward pass, and
 # some are exposed even without latency: the embedding's gradient is complete only when the backward
-# pass ends, so nothing hides its bucket. And the latency alone takes longer than the backward pass:
-# PyTorch's 25 MiB make 32 buckets here, and each waits for all 2 (N-1) messages. Eight cards do
-# not help against that; larger buckets would, and so would chapter 5's algorithms.
+# pass ends, so nothing hides its bucket, and it must queue behind what is left of two others. And
+# the latency alone takes longer than the backward pass: PyTorch's 25 MiB make 32 buckets here, and
+# each waits for all 2 (N-1) messages. Eight cards do not help against that; larger buckets would,
+# and so would chapter 5's algorithms.
 #
-# To be hidden, an all-reduce must take no longer than the backward pass. That is necessary, not
-# sufficient. How much work must a rank have for it? With P parameters, the backward pass takes
-# about 4 P FLOPs per token, and each rank sends about 2 x 2 P bytes in the all-reduce (2 bytes per
-# gradient, times nearly 2 by section 2's formula).
+# To be hidden, the all-reduces must take no longer than the backward pass. (That is necessary but
+# not sufficient: the last bucket is exposed in any case.) How many tokens must each rank have for
+# that? With P parameters, the backward pass takes about 4 P FLOPs per token, and each rank sends
+# about 2 x 2 P bytes (2 bytes per gradient, times nearly 2 by section 2's formula).
 #
-# **Predict.** How many tokens per rank does it take on one card, for the bytes alone? Does a larger
-# model need more tokens, or fewer?
+# **Predict.** How many tokens per rank does it take on one card? Does Llama 3 8B need more tokens
+# than Llama 3.2 1B, or fewer? Take the bytes alone first. Then add the latency: which of the two
+# models suffers more from it? (Compare their matrices with 25 MiB.)
+#
+# The first row of the table is the rule that you have found. Each further row adds one correction
+# to those above it: what a rank sends precisely, attention's FLOPs (in sequences of 8,192 tokens),
+# an input embedding with weights of its own, and the latency.
 
 # %% tags=["output-tokens", "nbval-check-output"]
-print("tokens per rank with a backward pass as long as the all-reduces")
-print("                     rule              Llama 3.2 1B                Llama 3 8B")
-print("                                bytes  with latency       bytes  with latency")
-for name, (N, latency, rate) in links.items():
-    print(f"{name:18} {speed / rate:6,.0f}", end="")
-    for shape in (llama_1b, llama_8b):
-        needed = lab.bytes_and_latency(gradient_sizes(shape), N, latency, rate)
-        per_token = cost.backward_flops_per_token(shape, 8192) / speed
-        print(f"{needed[0] / per_token:12,.0f}{sum(needed) / per_token:14,.0f}", end="")
-    print()
+columns = [lab.tokens_to_hide(shape, *link, speed)
+           for link in links.values() for shape in (llama_1b, llama_8b)]
+print("tokens per rank", *(f"{name:>20}" for name in links), sep="")
+print(" " * 15 + "  Llama 1B  Llama 8B" * len(links))
+for row in columns[0]:
+    print(f"{row:15}", *(f"{column[row]:10,.0f}" for column in columns), sep="")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# To a first approximation neither: both times are proportional to P, so P cancels. For any model,
-# the rule is the FLOP/s that the GPU achieves, divided by the link's bytes per second: 7,915 tokens
-# on one card, in float32 twice as many. (Attention adds FLOPs but no gradients, and N ranks send a
-# little less than twice the gradients, so the exact numbers are lower. The larger model needs more:
-# its share of attention is smaller, and its separate input embedding has gradients but no FLOPs.)
+# By the rule, neither: both times are proportional to P, so P cancels. What remains, for any model,
+# is the FLOP/s that the GPU achieves, divided by the link's bytes per second: 7,915 tokens on one
+# card, and in float32 twice as many. The corrections:
 #
-# With latency, the 1B model needs 10,074 tokens on one card. That is why, at 8,192, the explorer
-# exposes more than its last bucket. With eight cards, the bytes need an eighth of the tokens, but
-# the latency of a ring over 64 ranks stays, and most of the time is spent on it. The exact numbers
-# are lower bounds, since the last bucket is exposed in any case.
+# - **Bytes:** fewer tokens. A rank sends (N-1)/N of 2 x 2 P bytes: a 64th less with 64 ranks, an
+#   eighth less with 8.
+# - **Attention:** fewer. Its scores and weighted sums take FLOPs but have no parameters. The larger
+#   model saves less, because attention is a smaller share of its FLOPs. (A rank with fewer than
+#   8,192 tokens has a shorter sequence and so less attention; its number lies between this row and
+#   the one above.)
+# - **Input embedding:** more for Llama 3 8B, where it has gradients but no FLOPs. Llama 3.2 1B uses
+#   the same matrix in its head, so nothing changes.
+# - **Latency:** more, above all for the smaller model. Most of the larger model's matrices exceed
+#   25 MiB, so each is a long message by itself; the smaller model sends more messages per byte. On
+#   one card it needs 10,074 tokens. The explorer has 8,192, so it exposes more than the last
+#   bucket. Eight cards divide the bytes' part by eight, but the latency of a ring over 64 ranks
+#   stays.
+#
+# Without the latency, the larger model needs more tokens; with that of 64 ranks, the smaller one
+# does.
 #
 # </details>
 #
 # This is also the limit of data parallelism. Every rank needs its hundreds or thousands of tokens,
 # so the global batch grows with the number of ranks, and chapter 1 showed that beyond a certain
-# size a larger batch buys less and less. How large does it become?
+# size a larger batch buys less and less. How large does it become for Llama 3 8B, at 50 GB/s?
 
 # %% tags=["output-limit", "nbval-check-output"]
-print(" ranks   tokens per step, 8,192 each")
+print("         tokens per step to hide (million)")
+print(" ranks   the bytes   and a ring's latency")
 for N in (8, 64, 1024, 16384):
-    print(f"{N:6,} {N * 8192 / 1e6:10.2f} million")
+    need = lab.tokens_to_hide(llama_8b, N, 10e-6, 50 * GB, speed)
+    num_bytes, both = (N * need[row] / 1e6 for row in ("input embedding", "latency"))
+    print(f"{N:6,} {num_bytes:11.2f} {both:22,.2f}")
 
 # %% [markdown]
-# With 16,384 ranks, a step needs 134 million tokens. Once the batch cannot grow any further, the
-# ranks have to split something else, as in [chapter 7](chapter:7).
+# The bytes alone ask for 108 million tokens on 16,384 ranks. One ring through all of them, with
+# 25 MiB buckets, asks for over a hundred times as many, because every bucket then waits for 2 (N-1)
+# messages. Larger buckets help against that, and so do algorithms with fewer messages (chapter 5);
+# against the bytes they do not. Once the batch cannot grow any further, the ranks have to split
+# something else, as in [chapter 7](chapter:7).
 #
 # ## 8. Recap
 #
 # 1. Every rank holds the full model and reads its own samples; the mean of the ranks' gradients is
 #    the gradient of the global batch, up to the order of the additions.
-# 2. In an all-reduce each rank sends 2 (N-1)/N times the gradients' bytes. That hardly depends on
-#    the number of ranks (the latency does) and, with `no_sync`, not on that of micro-batches.
-# 3. A sum instead of a mean, or a hook that averages weights, still gives a healthy loss curve. The
-#    oracle finds both, and with SGD it names the factor.
+# 2. In an all-reduce each rank sends 2 (N-1)/N times the gradients' bytes. These bytes hardly
+#    depend on the number of ranks, though the latency does. With `no_sync` they do not depend on
+#    the number of micro-batches either.
+# 3. With AdamW, a sum instead of a mean, or a hook that averages weights, still gives a healthy
+#    loss curve. The oracle finds both, because it compares gradients.
 # 4. Hooks let the network work during the backward pass; buckets pay the latency once for many
 #    tensors. The best bucket size lies between the extremes.
 # 5. To hide the bytes of the all-reduce, each rank needs, to a first approximation, as many tokens
-#    as the GPU's FLOP/s divided by the link's bytes per second, whatever the model. Latency needs
-#    more, and the last bucket is always exposed.
+#    as the FLOP/s that its GPU achieves, divided by the link's bytes per second, with 16-bit
+#    gradients and whatever the model. Hiding the latency as well takes more, and the last bucket is
+#    always exposed.
 #
 # ## Exercises
 #

@@ -61,7 +61,8 @@ MB, GB = 1e6, 1e9
 # gradient. Before the optimizer step, all 64 need the sum, which takes an
 # [all-reduce](word:all-reduce). Each GPU is one [rank](word:rank), and the obvious plan is the
 # **naive** one: every rank sends its gradient to rank 0, which adds them up and sends the sum back.
-# How long does that take, if each GPU's link to the network carries 50 GB/s in each direction?
+# How long does that take, without latency, if each GPU's link to the network carries 50 GB/s in
+# each direction?
 
 # %% tags=["output-question", "nbval-check-output"]
 llama, num_gpus, link = cost.PUBLISHED["Llama 2 7B"], 64, 50 * GB
@@ -73,9 +74,9 @@ print(f"the sum, through rank 0: {center:.1f} s")
 print(f"computing it, from 4,096 tokens per GPU at 400 TFLOP/s: {flops / 400e12:.2f} s")
 
 # %% [markdown]
-# The GPUs compute for half a second, then communicate for more than half a minute, while all links
-# but rank 0's are almost idle. There is enough hardware; the algorithm does not use it. This
-# chapter builds one that does, and section 7 comes back to these 34 seconds.
+# The GPUs compute for half a second, then communicate for more than half a minute. This chapter
+# builds an all-reduce that needs far less time on the same links, and section 7 comes back to these
+# 34 seconds.
 #
 # ## 2. Estimate
 #
@@ -112,7 +113,8 @@ def through_rank_0(tensor, group):
 # %% [markdown]
 # The [**ledger**](word:ledger) records what each rank sends and receives. `counted` runs any
 # all-reduce under a ledger, on numbers whose sum we know. The table and the figure compare the
-# ledger's bytes with the formula:
+# ledger's bytes with the formula for N ranks: N - 1 tensors in each direction at rank 0, one at
+# every other rank.
 
 
 # %%
@@ -146,9 +148,10 @@ show(wire({"through rank 0": [sent for _, sent, _ in naive]},
      alt="Rank 0 sends three tensors, every other rank one: the link of rank 0 is the bottleneck.")
 
 # %% [markdown]
-# The bytes agree with the formula, and rank 0's bar is three times as long as the others. With
-# 1,000 ranks, rank 0 would move 80 GB for a gradient of 40 MB. What would you change so that no
-# link carries more than any other?
+# The bytes agree with the formula, and rank 0's bar is three times as long as the others: while
+# rank 0's link is always busy in one direction or the other, the others are idle most of the time.
+# With 1,000 ranks, rank 0 would move 80 GB for a gradient of 40 MB. What would you change so that
+# no link carries more than any other?
 #
 # ## 3. Picture
 #
@@ -158,16 +161,17 @@ show(wire({"through rank 0": [sent for _, sent, _ in naive]},
 # every rank is busy in both directions.
 #
 # A chunk starts out as one rank's contribution. In each step, the receiver adds its own
-# contribution and passes the result on in the next step. After N - 1 steps, each rank holds one
-# chunk of the complete sum: this is a [**reduce-scatter**](word:reduce-scatter). Rank r should end
-# with chunk r, because then its number tells everyone which chunk it has. A chunk visits all ranks
-# in order and is complete on the last one, so chunk c must set out from the rank after c, rank c +
-# 1 (the last chunk from rank 0). Then the complete chunks travel around the ring once more, without
-# adding: an [**all-gather**](word:all-gather).
+# contribution and passes the result on in the next step. N - 1 other contributions have to be
+# added, so after N - 1 steps each rank holds one chunk of the complete sum: this is a
+# [**reduce-scatter**](word:reduce-scatter). Rank r should end with chunk r, because then its number
+# tells everyone which chunk it has. A chunk visits all ranks in order and is complete on the last
+# one, so chunk c must set out from the rank after c, rank c + 1 (the last chunk from rank 0). Then
+# the complete chunks travel around the ring once more, without adding: an
+# [**all-gather**](word:all-gather).
 #
 # In the figure, a row is a rank and a column is a chunk. Each stripe is one rank's contribution, in
 # that rank's color. A chunk with a thick outline has just arrived from the row above (in row 0,
-# from the last row). In the widget below it, you choose the ranks and the step.
+# from the last row).
 
 # %% tags=["figure-ring"]
 show(ring_frames(4), alt=(
@@ -175,31 +179,37 @@ show(ring_frames(4), alt=(
     "steps each rank has one complete sum, after three more every rank has all of them."
 ))
 
-# %%
-ring_explorer()
-
 # %% [markdown]
 # Follow the leftmost column: its chunk starts on rank 1, collects a stripe on ranks 2 and 3, and is
 # complete on rank 0 after step 3. Steps 4 to 6 copy it to the other ranks.
 #
-# **Predict.** As a multiple of the tensor's size, how many bytes does one of N ranks send in all
-# steps together? And with 1,000 ranks?
+# **Predict.** What part of the tensor has a rank in the figure sent after step 3? And with 1,000
+# ranks, what part has it sent when the reduce-scatter is done, and after how many steps?
 #
 # <details><summary>Answer</summary>
 #
-# It sends one N-th of the tensor in each of 2 (N - 1) steps, in total $2\,\frac{N-1}{N}$ of the
-# tensor. That is 1.5 for four ranks and just under 2 for 1,000. The number of ranks has almost
-# dropped out of the formula.
+# Three quarters: a chunk in each of three steps. With 1,000 ranks, all but a thousandth, in $N-1$
+# steps: many more steps, but hardly more bytes. The all-gather sends as much again. So in total a
+# rank sends $2\,\frac{N-1}{N}$ of the tensor, as chapter 4 stated: 1.5 for four ranks, just under 2
+# for 1,000.
 #
 # </details>
 #
+# The widget steps through rings of other sizes and counts what each rank has sent:
+
+# %%
+ring_explorer()
+
+# %% [markdown]
 # ## 4. By hand
 #
-# Now we write the ring, so that the ledger can check this formula. One step of one rank,
-# `ring_step`, is a send and a receive at the same time. `isend` starts the send and returns
-# immediately, so that the receive can run beside it. `reduce_scatter` and `all_gather` take N - 1
-# steps each. `reduce_scatter` starts with chunk r - 1, which sets out from rank r, and `all_gather`
-# with the complete chunk r; after that, each of them sends the chunk that has just arrived.
+# Now we write the ring, so that the ledger can check the formula. In one step, `ring_step`, a rank
+# sends and receives at the same time: `isend` starts the send and returns immediately, `recv` waits
+# for the incoming chunk, and `wait` for the end of the send.
+#
+# `reduce_scatter` and `all_gather` take N - 1 steps each. In `reduce_scatter`, rank r first sends
+# chunk r - 1, the one that sets out from rank r. In `all_gather`, it first sends chunk r, which is
+# complete. In every later step, a rank sends the chunk that it received in the step before.
 
 
 # %%
@@ -273,15 +283,16 @@ show(curves(sizes, {"through rank 0": by_center, "ring": by_ring}, "ranks",
 ))
 
 # %% [markdown]
-# Through rank 0, the volume grows by a tensor with every rank; in the ring, it stays below the
-# line.
+# (With two ranks, the dots coincide.) Through rank 0, the volume grows by a tensor with every
+# further rank; in the ring, it stays below the line.
 #
-# Could another algorithm send less in total? No. Until some rank holds the complete sum of an
-# element, that element has been sent N - 1 times or more, because each of the other ranks must send
-# its contribution, alone or within a partial sum. After that, each of the other N - 1 ranks must
-# still receive it. So the ranks together send at least 2 (N - 1) tensors. The plan through rank 0
-# sends exactly that, too, but half of it leaves one rank. Divided evenly, it is $2\,\frac{N-1}{N}$
-# of the tensor per rank, exactly what the ring sends (Patarasuk & Yuan 2009).
+# Could another algorithm send less in total? No. Follow one element of the tensor, up to the moment
+# when the first rank holds its complete sum. By then, each of the other N - 1 ranks must have sent
+# its contribution at least once, alone or within a partial sum. None of these N - 1 ranks has the
+# complete sum yet, so each must still receive at least one more message about this element. This
+# holds for every element, so the ranks together send at least 2 (N - 1) tensors. The plan through
+# rank 0 sends exactly that, too, but half of it leaves one rank. Divided evenly, it is
+# $2\,\frac{N-1}{N}$ of the tensor per rank, exactly what the ring sends (Patarasuk & Yuan 2009).
 #
 # ## 5. The trap: the sum is correct
 #
@@ -302,8 +313,8 @@ def whole_ring(tensor, group):
 
 
 # %% [markdown]
-# **Predict.** The sum will be correct. How many times as many bytes as in the chunked ring does a
-# rank send, with 2 ranks, with 4, with 8? (In the figure, the tick is the chunked ring's formula.)
+# **Predict.** The sum will be correct. By what factor does a rank send more bytes than in the
+# chunked ring, with 2 ranks, with 4, with 8? (In the figure, the tick marks the chunked ring.)
 
 # %% tags=["output-trap", "nbval-check-output"]
 print("ranks   correct      sent   ring's formula   ratio")
@@ -325,7 +336,7 @@ show(wire(whole, least), alt=(
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# N/2 times as many: N - 1 whole tensors instead of $2\,\frac{N-1}{N}$. With two ranks the bar
+# By N/2: it sends N - 1 whole tensors instead of $2\,\frac{N-1}{N}$. With two ranks the bar
 # ends at the tick: a test on two ranks cannot show the difference.
 #
 # </details>
@@ -354,8 +365,8 @@ for size in (2, 4):
 # %% [markdown]
 # With four ranks, the ring without chunks leaves different bits on different ranks. Floating-point
 # addition depends on the order, and here each rank adds in its own order. In training, the ranks'
-# gradients would differ in the last bits, then their weights, and no later step would bring them
-# back together. With chunks, each sum is computed once, along one path, and copied. Two ranks
+# gradients would differ in the last bits, then their weights, and nothing in a later step compares
+# or corrects them. With chunks, each sum is computed once, along one path, and copied. Two ranks
 # cannot show this bug either, because a + b equals b + a.
 #
 # Here is one more way to get a ring wrong: every rank first sends and then receives, with a
@@ -379,9 +390,9 @@ except RankError as error:
 
 # %% [markdown]
 # A `send` may block until the other side receives, and here the other side is blocked in its own
-# `send`, all the way around the ring. (`ring_step` avoids this with `isend`.) Many MPI libraries
-# buffer short messages. With those, this code passes its tests and then hangs on the first long
-# tensor.
+# `send`, all the way around the ring. (`ring_step` avoids this with `isend`.) Many libraries of
+# MPI, the message-passing standard of supercomputers, buffer short messages. With those, this code
+# passes every test on short tensors and hangs on the first long one.
 #
 # ## 6. The real one
 #
@@ -408,7 +419,7 @@ show_source(pass_on)
 # (On GPUs, NCCL executes calls in the order in which they were posted, so there each step posts its
 # send and its receive together.)
 #
-# The next test runs every all-reduce of the package on one to five ranks, with lengths that do not
+# The next test runs the package's four all-reduces on one to five ranks, with lengths that do not
 # divide evenly, lengths below the number of ranks, and zero. (Section 7 explains doubling and
 # halving.) A case in the table is one rank in one run: is its sum correct, do its bytes sent and
 # received match the formula, and does it hold the same bits as the others? The ring of section 5 is
@@ -448,24 +459,28 @@ for name in verdicts[0]:
     print(f"{name:14} {len(cases):5} {sums:13} {as_formula:25} {bits:11}")
 
 # %% [markdown]
-# The package's four algorithms pass in every case. The ring of whole tensors always has the correct
-# sum. Its bytes are right only with two ranks or with nothing to send. Its bits are right in those
-# cases and in six more, very short tensors whose sums happen to round alike.
+# The package's four algorithms pass in every case. In doubling, every rank computes every sum
+# itself; the bits agree because partners add the same two numbers, and a + b equals b + a. The ring
+# of whole tensors always has the correct sum. Its bytes are right only with two ranks or with
+# nothing to send. Its bits are the same in those cases and in six more: on three ranks, sums of one
+# or two elements happen to round alike.
 #
 # ## 7. Measure
 #
 # ### What a message costs
 #
-# Bytes are half of the story; the question was about seconds. A message of $n$ bytes takes
-# $\alpha + n/\beta$ seconds, where $\alpha$ is the **latency**, the cost of any message however
-# short, and $\beta$ is the **bandwidth**. The ring sends few bytes, but in $2(N-1)$ steps, one
-# after the other, and each of them costs a latency.
+# Bytes are half of the story; the question was about seconds. In the usual model, a message of $n$
+# bytes takes $\alpha + n/\beta$ seconds, where $\alpha$ is the **latency**, the cost of any message
+# however short, and $\beta$ is the **bandwidth**. The ring sends few bytes, but in $2(N-1)$ steps,
+# one after the other, and each of them costs a latency.
 #
 # Two algorithms need fewer steps. In **recursive doubling**, a rank exchanges the whole tensor with
-# a partner at distance 1, then 2, then 4 (each time the rank whose number differs in that one
-# binary digit). In **recursive halving and doubling** ("halving" for short), it exchanges only the
-# part that it still has to sum: half of the tensor with a partner at distance 4, a quarter at
-# distance 2, an eighth at distance 1. The same exchanges in reverse order gather the results. A
+# a partner at distance 1, then 2, then 4, and adds what it receives. The numbers of two partners
+# differ in one binary digit only: rank 5 ($101_2$) meets 4 ($100_2$), then 7 ($111_2$), then 1
+# ($001_2$). In **recursive halving and doubling** ("halving" for short), two partners share the
+# work: each keeps one half of the elements and sends its values of the other half. On 8 ranks, a
+# rank sends half of the tensor to the partner at distance 4, a quarter to the one at distance 2 and
+# an eighth to the one at distance 1; then the same exchanges in reverse order gather the results. A
 # **tree**, which we need for large clusters below, sums from child to parent and sends the total
 # back down.
 #
@@ -475,8 +490,9 @@ for name in verdicts[0]:
 
 # %% tags=["figure-patterns"]
 show(message_patterns(), alt=(
-    "In a ring, each rank sends an eighth of the tensor at a time to one neighbor; in halving, it "
-    "has a new partner and half as much to send in each step; in a tree, children and parent."
+    "In a ring, each rank sends an eighth of the tensor at a time to one neighbor. In halving, it "
+    "sends a half, a quarter and an eighth to three partners, then the same in reverse. In a tree, "
+    "it communicates with its parent and its children."
 ))
 
 # %% [markdown]
@@ -491,16 +507,22 @@ show(message_patterns(), alt=(
 # | two trees | $4L + 4k$ | $(\sqrt{4L\,\alpha} + \sqrt{2G/\beta})^2$ |
 #
 # (Doubling and halving are given for N a power of two; for any other N, some ranks first hand their
-# tensor to a partner, which takes two more messages. A tree has $L = \lceil\log_2 N\rceil$ levels
-# and sends its half of the tensor in $k$ pieces, as many as make the time shortest. `minitron.cost`
-# has all five as functions.)
+# tensor to a partner and get the sum back at the end, which takes two more messages. In the last
+# row, each of two trees with $L = \lceil\log_2 N\rceil$ levels sums one half of the tensor, in $k$
+# pieces. A parent receives from its two children in turn, so a piece takes $2L$ steps up, and the
+# others follow two steps apart: about $2L + 2k$ steps, and as many down. The time is for the best
+# $k$. `minitron.cost` has all five as functions.)
+#
+# **A rule for the ring.** Its latency, $2(N-1)\,\alpha$, equals the time of its bytes when
+# $G = N\alpha\beta$. Far below this size, fewer steps help; far above it, fewer bytes do.
 #
 # **Predict.** Eight ranks communicate over slow links, with a latency of 5 ms and a bandwidth of
 # 100 MB/s. Of naive (through rank 0), ring, doubling and halving, which is fastest for 1 kB? Which
 # for 4 MB?
 #
-# The network is emulated: every transfer really takes place, and a rank that waits for one sleeps
-# until such a link would have delivered it. The table shows each formula beside the measured times:
+# The network is emulated: every transfer really takes place, and the receiving rank sleeps until a
+# link of this latency and bandwidth would have delivered the message. The table shows each formula
+# beside the measured times:
 
 # %% tags=["exhaustive"]
 FORMULA = {
@@ -528,19 +550,20 @@ for name, seconds in FORMULA.items():
 # <details><summary>Answer</summary>
 #
 # Doubling for the short tensor: three messages instead of fourteen. Halving for the long one: six
-# messages, and as few bytes as the ring.
+# messages, and as few bytes as the ring. (4 MB are $N\alpha\beta$ here: half of the ring's 140 ms
+# is latency.)
 #
 # </details>
 #
-# Where a median lies above its formula, the likely reason is the machine's own work, which the
-# formula leaves out: starting messages, copying, adding.
+# Where a median lies above its formula, remember what the formula leaves out: starting messages,
+# copying and adding, and here also that eight ranks share this machine's cores.
 #
 # If halving sends as few bytes as the ring, in fewer messages, why use a ring? The formulas assume
-# that each rank has one link and that messages between different pairs never share a wire. Halving
-# relies on that: a rank has a different partner in each exchange, many of them far away, and their
-# messages share wires along the way. In a ring, a rank communicates with two neighbors only, which
-# any tree of switches supports without sharing if the ranks are in a suitable order (Patarasuk &
-# Yuan 2009), and a ring works for any N.
+# that messages between different pairs never share a wire. Halving depends on that: in its first
+# exchange, every rank sends half of the tensor to a partner at distance N/2, all at the same time.
+# In a ring, a rank communicates with two neighbors only. With the ranks in a suitable order, the
+# messages of a ring never share a wire on any tree of switches (Patarasuk & Yuan 2009). And a ring
+# needs no extra messages where N is not a power of two.
 #
 # ### Your machine
 #
@@ -560,8 +583,9 @@ mine = cost.fit_link([num_bytes * chunk for num_bytes in fitted_sizes],
 
 # %% [markdown]
 # **Predict.** The next cell uses the two numbers to predict three new sizes. Two lie between the
-# fitted sizes, the third beyond them. Will the third one take longer than predicted, or less time?
-# (In the figure, the dashed line is the fit.)
+# fitted sizes, the third beyond them. The model has one bandwidth for all sizes, but four tensors
+# of 32 MB do not fit into the cache of many processors. Does this speak for more time than
+# predicted, or for less?
 
 # %% tags=["output-fit", "exhaustive"]
 print(f"alpha {1e6 * mine.latency:.0f} microseconds, beta {mine.bandwidth / GB:.2f} GB/s")
@@ -583,21 +607,25 @@ show(crossing(
     "dominates, and more than twice the time where they are long.")))
 
 # %% [markdown]
-# At the left end of the dashed line, the time is nearly all latency and hardly grows with the
-# tensor; at the right end, it grows almost in proportion to the bytes.
+# <details><summary>Answer</summary>
 #
-# Where the last column of the table is far from 1, look at the model's assumptions. It assumes that
-# adding costs nothing, but here the processor that adds also does the copying. It assumes that each
-# rank has a link of its own, but these ranks share one memory and a few cores. And it assumes the
-# same bandwidth for every size, but data that fits into the processor's cache is copied faster than
-# data that does not.
+# For more: data outside the cache is copied more slowly.
 #
-# And what do the four ideas of section 6 gain? We time section 4's ring, the package's, and
-# PyTorch's own `dist.all_reduce` in the same way. For tensors on the CPU, PyTorch uses the
-# communication library gloo, whose all-reduce
-# ([source](https://github.com/facebookincubator/gloo/blob/main/gloo/allreduce.cc)) is a ring, too,
-# in C++, and also adds one piece of a chunk while the next arrives. The table shows the fastest of
-# 20 runs, and in brackets the time relative to PyTorch's:
+# </details>
+#
+# The dashed line bends near $N\alpha\beta$: at its left end, the time is nearly all latency; at its
+# right end, it grows almost in proportion to the bytes.
+#
+# Besides the single bandwidth, two more assumptions can move the last column away from 1. The model
+# assumes that adding costs nothing, but here the processor that adds also does the copying. And it
+# assumes that each rank has a link of its own, but these ranks share one memory and a few cores.
+#
+# And what do the four ideas of section 6 gain together? We time section 4's ring, the package's,
+# and PyTorch's own `dist.all_reduce` in the same way. For CPU tensors, PyTorch calls a library
+# named gloo. Its all-reduce
+# ([source](https://github.com/facebookincubator/gloo/blob/main/gloo/allreduce.cc)) is also a ring,
+# written in C++, and it also adds one piece of a chunk while the next arrives. The table shows the
+# fastest of 20 runs, and in brackets the time relative to PyTorch's:
 
 # %% tags=["output-rings", "exhaustive"]
 rings = {"section 4's ring": ring, "the package's": all_reduce_ring,
@@ -621,18 +649,21 @@ show_text(claim(by_hand > packaged > pytorch, "For the longest tensor, the packa
 # parallelism) publishes the bandwidth of NCCL's all-reduce of 256 MB on nodes of 8 H100s, as the
 # median of many runs and the range from their 5th to their 95th percentile. We read it as **bus
 # bandwidth**: what a rank sends in a ring, $2\,\frac{N-1}{N}$ of the tensor, divided by the time.
-# If only bandwidth mattered, it would be the same for every N. According to NVIDIA's datasheets
-# (2023), an H100 has 450 GB/s in each direction to the other GPUs in its node (NVLink 4), and a
-# network card of 50 GB/s (400 Gb/s); a node has eight of these cards. NCCL builds several rings
-# that leave a node through different cards, so a ring all-reduce can send at up to 8 · 50 = 400
-# GB/s between nodes.
+# If only bandwidth mattered, it would be the same for every N.
 #
-# (That is what NCCL's own benchmark reports. As size divided by time, the playbook's 436 GB/s for
-# a single node would be out of reach for a ring, which sends nearly two tensors through a link of
-# 450 GB/s.)
+# We assume the links of NVIDIA's datasheets (2023): an H100 has 450 GB/s in each direction to the
+# other GPUs in its node (NVLink 4), and a network card of 50 GB/s (400 Gb/s). A single ring would
+# leave each node through one card. NCCL therefore builds several rings that leave through different
+# cards, each for a part of the tensor. With all eight cards of a node, a ring all-reduce can send
+# at up to 8 · 50 = 400 GB/s between nodes.
 #
-# **Predict.** From 2 nodes to 64, does the bus bandwidth fall, and if so, how far? And if you fit
-# $\alpha$ and $\beta$ to all node counts but one, how well do they predict the one you left out?
+# (Bus bandwidth is what NCCL's own benchmark reports. If the 436 GB/s that the playbook reports for
+# one node were size divided by time, a ring would have to send nearly twice that, 2 · 7/8 · 436
+# GB/s, through a link of 450.)
+#
+# **Predict.** From 2 nodes to 64, does the bus bandwidth fall, and if so, how far? And if each of
+# the six measurements in turn is predicted by a fit to the other five, how many of the six
+# predictions are within 10 %?
 #
 # Each row of the table shows the measurement, the fit to all six rows, and a fit made without this
 # row, with its prediction. The figure draws the first two.
@@ -657,10 +688,11 @@ for index, (count, rate) in enumerate(zip(nodes, bus, strict=True)):
           f" ({predicted / rate - 1:+.0%})")
 low, high = 12.4935, 177.36  # percentiles 5 and 95 of the runs on 64 nodes
 print(f"64 nodes: {2 * (64 * 8 - 1):,} steps in a ring; runs from {low:.0f} to {high:.0f} GB/s")
+print(f"2 nodes: one run in twenty reached {436.13:.0f} GB/s or more")  # percentile 95
 
 # %% tags=["figure-cluster"]
 show(scaling(nodes, bus, "nodes of 8 H100", "bus bandwidth (GB/s)", by_fit, "fitted",
-             limit=400, limit_label="above 400 GB/s: more than eight links of 50 GB/s carry"), alt=(
+             limit=400, limit_label="above 400 GB/s: a ring needs more than eight links"), alt=(
     f"From 2 to 64 nodes the bus bandwidth falls to {bus[-1] / bus[0]:.0%}; a ring with a fixed "
     f"latency per step falls to {by_fit[-1] / by_fit[0]:.0%}."
 ))
@@ -668,34 +700,40 @@ show(scaling(nodes, bus, "nodes of 8 H100", "bus bandwidth (GB/s)", by_fit, "fit
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# It falls to less than a tenth. A ring with a constant latency per step explains the direction and
-# the rough size of the drop: on 64 nodes a chunk is 0.5 MB, which takes about a microsecond at
-# $\beta$, and each of the thousand steps costs 15 more. The predictions for the node count left
-# out miss by 14 % to 67 %.
+# It falls to less than a tenth, and none of the six is predicted to within 10 %: the errors are
+# between 14 % and 67 %. A ring with a constant latency per step can reproduce the direction and the
+# rough size of the drop. On 64 nodes, a chunk is 0.5 MB, which takes about a microsecond at
+# $\beta$, and each of the thousand steps costs 15 more.
 #
 # </details>
 #
 # Do not read more into the fit. Its $\beta$ is close to eight network links of 50 GB/s (the lower
-# edge of the gray band, which a ring cannot enter but a hierarchical all-reduce can), which looks
-# like a discovery, until you leave out the measurement on 2 nodes: then $\beta$ is less than half
-# of that. One point decides it. On 4 and 8 nodes, the dashed line is about one and a half times the
-# measurements, even though those are part of the fit. And the runs on 64 nodes differ among
-# themselves by more than a factor of ten, even without the fastest and the slowest 5 %. The model
-# does not know who else was using the network, nor which algorithm NCCL chose.
+# edge of the gray band), which looks like a discovery, until you leave out the measurement on 2
+# nodes: then $\beta$ is less than half of that. One point decides it. On 4 and 8 nodes, the dashed
+# line is about one and a half times the measurements, even though those are part of the fit. On 64
+# nodes, the runs differ among themselves by more than a factor of ten, even without the fastest and
+# the slowest 5 %. And on 2 nodes, one run in twenty was faster than a ring through eight such links
+# can be. (The 436 GB/s of a single node, a median, are a different measurement.) The model does not
+# know who else was using the network, nor which algorithm NCCL chose.
 #
 # ### Trees and hierarchies
 #
-# Two common ways avoid a thousand steps. (We compare them with the fit's numbers, as orders of
-# magnitude only.) A **tree** has paths of length $\log_2 N$: pieces of the tensor travel from child
-# to parent, the parent adds them, and the sums travel back down. With two trees at once, arranged
-# so that the leaves of one are inner nodes of the other, all links are busy (Sanders, Speck & Träff
-# 2009). A **hierarchical** all-reduce follows the structure of the machine: a reduce-scatter inside
-# each node, then a ring across nodes for the eighth of the tensor that each GPU is left with, then
-# an all-gather inside the node: with 64 nodes, 7 + 126 + 7 = 140 steps instead of 1,022. We compare
-# their formulas on 512 GPUs, with the fitted $\alpha$ and $\beta$ (inside a node 450 GB/s, across
-# nodes an eighth of $\beta$ per GPU):
+# Two common ways avoid a thousand steps. In a **tree**, the paths up and down have length
+# $\log_2 N$. But the leaves only send on the way up and only receive on the way down, so half of
+# the capacity of their links is idle. Therefore two trees run at once, arranged so that the leaves
+# of one are inner nodes of the other (Sanders, Speck & Träff 2009).
+#
+# A **hierarchical** all-reduce follows the structure of the machine: a reduce-scatter inside each
+# node, then a ring across nodes for the eighth of the tensor that each GPU is left with, then an
+# all-gather inside the node.
+#
+# The cell counts its steps on 64 nodes and evaluates the formulas with the fitted $\alpha$ and
+# $\beta$; read the times as orders of magnitude. The hierarchical all-reduce gets the same
+# $\alpha$, 450 GB/s inside a node, and an eighth of $\beta$ per GPU across nodes.
 
-# %%
+# %% tags=["output-steps", "nbval-check-output"]
+print(f"steps: {2 * (512 - 1):,} in a ring, {7 + 2 * (64 - 1) + 7} in a hierarchical all-reduce")
+print(f"N alpha beta = {512 * cluster.latency * cluster.bandwidth / GB:.1f} GB")
 tensors = [10 ** (k / 2) for k in range(10, 21)]
 
 
@@ -706,28 +744,29 @@ def hierarchical(num_bytes, latency, bandwidth):
 
 lines = {
     "ring": [cost.ring_all_reduce_seconds(size, 512, *cluster) for size in tensors],
-    "tree": [cost.tree_all_reduce_seconds(size, 512, *cluster) for size in tensors],
+    "two trees": [cost.tree_all_reduce_seconds(size, 512, *cluster) for size in tensors],
     "hierarchical": [hierarchical(size, *cluster) for size in tensors],
 }
 
 # %% tags=["figure-crossing"]
 show(crossing(tensors, lines, "tensor (bytes)", "all-reduce on 512 GPUs (s)"), alt=(
-    "With 512 GPUs the tree is fastest at every size shown; the ring comes close only where "
-    "bandwidth is all that matters."
+    "With 512 GPUs the two trees are fastest at every size shown; the ring comes close only at the "
+    "largest sizes, where bandwidth matters most."
 ))
 
 # %% [markdown]
-# The ring's curve is flat over most of the range, because its thousand steps cost the same for
-# every size; the path up and down a tree is short. (At the far right the hierarchical all-reduce is
-# slower than the ring, because its formula runs the parts inside and across nodes one after the
-# other.)
+# The ring's curve is flat over most of the range and bends near $N\alpha\beta$, here 3.2 GB: up to
+# there, the latency of its thousand steps outweighs its bytes. The path up and down a tree is
+# short. (At the far right, the hierarchical all-reduce is slower than the ring, because its formula
+# runs the parts inside and across nodes one after the other.)
 #
-# **Predict.** With 512 ranks, the tree is faster than the ring at every size in the figure. From
-# which size on is the ring faster with 64 ranks? With 8?
+# **Predict.** With 512 ranks, the two trees are faster than the ring at every size in the figure.
+# From which size on is the ring faster with 64 ranks, and with 8: kilobytes, megabytes or
+# gigabytes? Compare how many latencies each of them pays.
 
 # %% tags=["output-crossing", "nbval-check-output"]
 def crossing_bytes(size):
-    """The smallest power of 1.1 bytes at which the ring is as fast as the tree."""
+    """The smallest power of 1.1 bytes at which the ring is as fast as two trees."""
     num_bytes = 1.0
     while (cost.ring_all_reduce_seconds(num_bytes, size, *cluster)
            > cost.tree_all_reduce_seconds(num_bytes, size, *cluster)):
@@ -736,11 +775,22 @@ def crossing_bytes(size):
 
 
 for size in (8, 64, 512):
-    print(f"{size:4} ranks: the ring is faster from {plain_bytes(crossing_bytes(size))} on")
+    found = crossing_bytes(size)
+    print(f"{size:4} ranks: the ring is faster from {plain_bytes(found):>7} on, "
+          f"{found / cluster.latency / cluster.bandwidth:8,.2f} alpha beta")
 
 # %% [markdown]
-# Short tensors and many ranks favor a tree, long tensors and few ranks a ring. The sizes follow
-# from the fitted $\alpha$ and $\beta$, so read them as orders of magnitude. NCCL chooses for
+# <details><summary>Answer</summary>
+#
+# Multiplied out, the trees' time is $4L\,\alpha + 2\,G/\beta + 2\sqrt{8L\,\alpha\,G/\beta}$. The
+# ring sends about as many bytes and has no third term, but pays $D = 2(N-1) - 4L$ more latencies:
+# 14 - 12 = 2 with 8 ranks, 102 with 64. The times are equal where the third term is about
+# $D\alpha$, at $G = \frac{D^2}{32L}\,\alpha\beta$: 0.04 $\alpha\beta$ with 8 ranks and 54
+# $\alpha\beta$ with 64, where $\alpha\beta$ is about 6 MB.
+#
+# </details>
+#
+# Short tensors and many ranks favor trees, long tensors and few ranks a ring. NCCL chooses for
 # every call, with a model that has a latency and a bandwidth for each algorithm (Hu et al. 2025).
 #
 # ### A plausible number, and the question of section 1
@@ -752,64 +802,62 @@ for size in (8, 64, 512):
 # corrects them one by one.
 
 # %% tags=["output-claim", "nbval-check-output"]
-gradient, size, nvlink, network = 200 * GB, 16, 450 * GB, 50 * GB
-volume = cost.ring_all_reduce_volume(100 * 10**9, 2, size, rank=0).sent
-two_nodes = cost.hierarchical_all_reduce_seconds(
-    gradient, 8, 2, cost.Link(0, nvlink), cost.Link(0, network)
-)
+gradient, nvlink, network = 200 * GB, 450 * GB, 50 * GB
+volume = cost.ring_all_reduce_volume(100 * 10**9, 2, 16, rank=0).sent
 print(f"the claim: 200 GB at 900 GB/s          {gradient / (900 * GB):.2f} s")
 print(f"a rank sends {volume / GB:.0f} GB                    {volume / (900 * GB):.2f} s")
 print(f"900 GB/s is both directions together   {volume / nvlink:.2f} s")
-print(f"16 GPUs are two nodes: hierarchical    {two_nodes:.2f} s")
+print(f"16 GPUs are two nodes: eight cards     {volume / (8 * network):.2f} s")
 print(f"at the rate measured on two nodes      {volume / (bus[0] * GB):.2f} s")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
 # The tensor has to be sent nearly twice. The 900 GB/s of the datasheet are the sum of both
-# directions of a link. And in these nodes NVLink connects only 8 GPUs; the other 8 are reached
-# through the network. (The formula for the hierarchical all-reduce overshoots the last line,
-# because it runs the parts one after the other; in NCCL they can overlap. Rings through all eight
-# network cards need at least 375/400 = 0.94 s. The last line uses the rate measured for 256 MB, and
-# a longer tensor should do better.)
+# directions of a link. And NVLink connects only the 8 GPUs of a node; between the two nodes, a ring
+# has the eight network cards, together 400 GB/s.
 #
 # </details>
 #
 # The same functions answer the question of section 1: Llama 2 7B on 64 GPUs, which are 8 nodes,
-# with half a second of computation per step.
+# with half a second of computation per step. The latency is 0 again, except that the measured rate
+# includes it.
 
 # %% tags=["output-answer", "nbval-check-output"]
 answers = {
     "naive, through rank 0": center,
     "one ring, 50 GB/s": cost.ring_all_reduce_seconds(gradient_bytes, 64, 0, network),
-    "hierarchical, NVLink inside": cost.hierarchical_all_reduce_seconds(
-        gradient_bytes, 8, 8, cost.Link(0, nvlink), cost.Link(0, network)),
+    "eight rings, 400 GB/s": cost.ring_all_reduce_seconds(gradient_bytes, 64, 0, 8 * network),
     "rate measured on 8 nodes": cost.ring_all_reduce_seconds(gradient_bytes, 64, 0, bus[2] * GB),
 }
 for name, seconds in answers.items():
-    print(f"{name:27} {seconds:6.2f} s")
+    print(f"{name:24} {seconds:6.2f} s")
 
 # %% [markdown]
-# On the same links, the ring needs 0.53 s instead of 34 s, about as long as the computation; with
-# NVLink inside the nodes it would be 0.11 s. The last line, 0.27 s, again uses the rate for 256 MB;
-# it is longer than 0.11 s because that formula assumes no latency and the full bandwidth of every
-# link. Every training step pays this time, unless the all-reduce runs during the backward pass, as
-# in chapter 4's bucketed data parallelism. Look once more at the state after N - 1 steps: each rank
-# holds one chunk of the complete sum. Does every rank really need the rest? That is the question of
+# On the same links, one ring needs 0.53 s instead of 34 s, about as long as the computation. With
+# NVLink inside the nodes, eight rings, each through a network card of its own, need 0.07 s. The
+# last line, 0.27 s, follows from the 100 GB/s measured on 8 nodes, a quarter of 400 GB/s. That was
+# for 256 MB, so it fits a gradient that is sent in pieces of this size; in one long tensor, latency
+# would matter less.
+#
+# This time adds to every training step, unless the all-reduce runs during the backward pass, as
+# with the buckets of chapter 4. And look once more at the state after N - 1 steps: each rank holds
+# one chunk of the complete sum. Does every rank really need the rest? That is the question of
 # [chapter 6](chapter:6).
 #
 # ## 8. Recap
 #
 # 1. If one rank adds everything, its link carries N - 1 tensors in each direction while the other
 #    links wait.
-# 2. A ring splits the tensor into N chunks; each rank sends $2\,\frac{N-1}{N}$ tensors, the minimum
-#    possible, and the ledger agrees to the byte.
+# 2. A ring splits the tensor into N chunks; each rank sends $2\,\frac{N-1}{N}$ tensors, an even
+#    share of the smallest possible total, and the ledger agrees to the byte.
 # 3. A correct sum is not enough: sending whole tensors costs N/2 times the bytes, and ranks that
-#    add in different orders end with different bits. The ledger shows the first, a comparison of
-#    bits the second.
+#    add in different orders can end with different bits. The ledger shows the first, a comparison
+#    of bits the second.
 # 4. A message of $n$ bytes costs $\alpha + n/\beta$ seconds. The ring needs $2(N-1)$ steps, so its
-#    latency grows with N. For doubling, halving and trees it grows with $\log_2 N$, and a
-#    hierarchical all-reduce on 64 nodes of 8 GPUs needs a seventh of the ring's steps.
+#    latency grows with N and outweighs its bytes below $N\alpha\beta$. For doubling, halving and
+#    trees it grows with $\log_2 N$, and a hierarchical all-reduce on 64 nodes of 8 GPUs needs a
+#    seventh of the ring's steps.
 # 5. Two fitted numbers can predict sizes that were not measured. Before you trust a fit, leave
 #    out a point and see whether the fit predicts it.
 #
@@ -880,29 +928,30 @@ for num_bytes in (64_000, 1e6, 16e6, 256e6):
 # only ranks can add. Inside a node of H100s, the GPUs are connected by NVSwitch chips, and these
 # chips can add, too: NCCL uses this under the name NVLink SHARP (its algorithm NVLS). How much
 # could that be worth? In the ideal case, each GPU sends its tensor to the switch once and receives
-# the sum once. The cell computes time and bus bandwidth in this case for 256 MB on 8 GPUs, without
-# latency.
+# the sum once. In NVLS, each GPU also reads an N-th of the sums from the switch and sends it back
+# to be distributed, so it sends (N + 1)/N tensors ([pull request 239 of
+# nccl-tests](https://github.com/NVIDIA/nccl-tests/pull/239)). The cell computes time and bus
+# bandwidth for 256 MB on 8 GPUs, without latency.
 
 # %% tags=["output-nvls", "nbval-check-output"]
 G, N = 256e6, 8
-sent_by = {"ring": 2 * (N - 1) / N * G, "in the switch": G}
+sent_by = {"ring": 2 * (N - 1) / N * G, "switch, ideal": G, "switch, NVLS": (N + 1) / N * G}
 print("8 GPUs, 256 MB    sent by each GPU      time    bus bandwidth")
 for name, sent in sent_by.items():
     took = sent / nvlink
     print(f"{name:16} {plain_bytes(sent):>17} {1e6 * took:6.0f} us"
           f" {2 * (N - 1) / N * G / took / GB:11.0f} GB/s")
 print(f"measured on one node: 436 GB/s, {436 * GB / nvlink:.0%} of a link")
+print(f"NVLS, size divided by time: {nvlink * N / (N + 1) / GB:.0f} GB/s")
 
 # %% [markdown]
-# In this ideal case, adding in the switch raises the bus bandwidth by three quarters. NVLS gains
-# less, because each GPU also reads an N-th of the sums from the switch and sends it back to be
-# distributed, so it sends (N + 1)/N tensors ([issue 2140 of
-# NCCL](https://github.com/NVIDIA/nccl/issues/2140)). With 8 GPUs that is 9/8 of 256 MB, or 288 MB,
-# which takes 640 microseconds: a bus bandwidth of 700 GB/s, 14/9 of the ring's. Bus bandwidth can
-# be higher than the bandwidth of the link, because it counts the bytes that a ring would have sent.
-# The 436 GB/s measured by the playbook were probably added in the switch: NCCL's rings on such
-# nodes reach about 370 GB/s, and NVLS up to 480 GB/s ([issue 212 of
-# nccl-tests](https://github.com/NVIDIA/nccl-tests/issues/212)).
+# In the ideal case, adding in the switch raises the bus bandwidth by three quarters; with NVLS, by
+# no more than 56 %. Bus bandwidth can be higher than the bandwidth of the link, because it counts
+# the bytes that a ring would have sent. Measurements stay below these bounds: according to a
+# maintainer of NCCL, its rings reach about 370 GB/s on such nodes and NVLS up to 480 GB/s ([issue
+# 212 of nccl-tests](https://github.com/NVIDIA/nccl-tests/issues/212)). The sums behind the
+# playbook's 436 GB/s were therefore probably added in the switch. The reading as bus bandwidth
+# survives this: as size divided by time, even NVLS cannot exceed 400 GB/s.
 #
 # ## Further: rails
 #
@@ -938,11 +987,10 @@ for name, row in (("rank", range(8)), ("one ring", in_one_ring), ("hierarchical"
     print(f"{name:12}" + "".join(f"{value:8,}" for value in row))
 
 # %% [markdown]
-# A single ring sends everything between the nodes through two network cards, from rank 3 to rank 4
-# and from rank 7 to rank 0, and each of these messages changes rails. (NCCL therefore builds
-# several rings that leave the node through different cards.) The hierarchical all-reduce uses all
-# cards equally: each card sends a seventh of what each of those two had to send, and every message
-# between the nodes stays on its rail.
+# In a single ring, everything between the nodes is sent from rank 3 to rank 4 and from rank 7 to
+# rank 0: only two of the eight network cards send, and each of these messages changes rails. The
+# hierarchical all-reduce uses all cards equally: each card sends a seventh of what each of those
+# two had to send, and every message between the nodes stays on its rail.
 #
 # ## Further reading
 #

@@ -22,9 +22,8 @@
 # *You will be able to:*
 # - **shard** optimizer state, gradients and parameters over the [ranks](word:rank) without changing
 #   the training;
-# - **predict**, to the byte, what a rank holds and sends with ZeRO-1, 2 and 3;
-# - **catch** the mistakes that sharding invites, which neither a falling loss nor identical ranks
-#   reveal.
+# - **predict** what a rank holds with ZeRO-1, 2 and 3, and, to the byte, what it sends;
+# - **catch** the mistakes that sharding invites.
 #
 # *The way there:*
 # - **Sections 1 to 3:** which bytes a rank needs, and what each stage saves;
@@ -84,10 +83,9 @@ print(f"on {num_gpus} GPUs: {num_gpus * one / TB:.1f} TB, of which {one / TB:.2f
       "are distinct values")
 
 # %% [markdown]
-# It does not fit on any of the 64 GPUs. Together they have far more memory than the 0.13 TB of
-# distinct values need, but data parallelism fills it with copies.
-
-# %% [markdown]
+# One copy does not fit on a GPU. Together, the 64 GPUs have far more memory than the 0.13 TB of
+# distinct values need, but data parallelism would put all of these values on every GPU.
+#
 # ## 2. Estimate
 #
 # What can be sharded? Split the 16 bytes into their parts and ask of each: *when* does a rank need
@@ -105,10 +103,10 @@ print(f"on {num_gpus} GPUs: {num_gpus * one / TB:.1f} TB, of which {one / TB:.2f
 # <details><summary>Answer</summary>
 #
 # Optimizer state: never. Adam treats every value independently, so a rank can update one N-th of
-# the weights with one N-th of the state. Gradients: never, because that update needs the summed
-# gradient of the same N-th only. Parameters: one layer at a time, during that layer's forward and
-# backward pass. Sharding the first two adds no communication (with one micro-batch per step);
-# sharding the third does.
+# the weights with one N-th of the state. Gradients: never all at once. The backward pass produces
+# them layer by layer, and the update needs the sum over the ranks for the same N-th only.
+# Parameters: one layer at a time, during that layer's forward and backward pass. Sharding the first
+# two adds no communication (with one micro-batch per step); sharding the third does.
 #
 # </details>
 #
@@ -132,8 +130,7 @@ for stage in range(4):
 # On 8 GPUs, ZeRO-1 already makes the training state fit. Why go further? Read along the rows: with
 # ZeRO-1, 4 bytes per parameter remain no matter how many GPUs there are, and with ZeRO-2, 2 bytes
 # remain. A model ten times the size would not fit with either of them on any number of GPUs.
-
-# %% [markdown]
+#
 # ## 3. Picture
 #
 # Here are the stages for Llama 3.2 1B on four ranks, one row for each of ZeRO-0 to 3. The colored
@@ -151,8 +148,7 @@ show(lab.stages_of_llama(), alt=(
 #
 # Activations are not in the picture. They belong to the samples that a rank reads, and samples are
 # divided among the ranks already.
-
-# %% [markdown]
+#
 # ## 4. By hand
 #
 # We build the three stages from plain tensors and chapter 5's ring, for a model that is small
@@ -197,8 +193,9 @@ def own_part(tensor, group):
 
 
 # %% [markdown]
-# Each rank reads every N-th sample and divides its loss by the number of samples of *all* ranks, so
-# that summing the ranks' gradients gives the gradient of the full batch.
+# Each rank reads every N-th sample, starting with the one of its own number, and divides its loss
+# by the number of samples of *all* ranks, so that summing the ranks' gradients gives the gradient
+# of the full batch.
 
 
 # %%
@@ -210,20 +207,20 @@ def activations(matrices, x):
     return outputs
 
 
-def samples(group):
-    return inputs[group.rank() :: group.size()], targets[group.rank() :: group.size()]
+def own_samples(tensor, group):
+    return tensor[group.rank() :: group.size()]
 
 
-def error_gradient(output, target):
-    return 2 * (output - target) / len(inputs)
+def error_gradient(output, group):
+    """The derivative, by the output, of the squared error averaged over all ranks' samples."""
+    return 2 * (output - own_samples(targets, group)) / len(inputs)
 
 
 # %%
 def gradients(weights, group):
     """The gradients (P,) of this rank's samples, computed from the last layer to the first."""
-    x, target = samples(group)
-    outputs, grads = activations(weights, x), torch.empty_like(weights)
-    dy = error_gradient(outputs[-1], target)
+    outputs, grads = activations(weights, own_samples(inputs, group)), torch.empty_like(weights)
+    dy = error_gradient(outputs[-1], group)
     for i in reversed(range(num_layers)):
         grads[i], dy = backward(weights[i], outputs[i], outputs[i + 1], dy)
     return grads.view(-1)
@@ -269,9 +266,9 @@ show(lab.report(zero_1, start, alone,
 # <details><summary>Answer</summary>
 #
 # As many as with data parallelism: $2\,\frac{N-1}{N}P$ values, or 2 × 3/4 × 6 × 45 × 45 × 8 bytes,
-# which is what ranks 1 and 3 send. (P is not divisible by four, so some parts are one value longer,
-# and rank 0 sends one value less; the formula in `minitron.cost` accounts for that.) One half of
-# the ring carries gradients, the other updated weights.
+# which is what ranks 1 and 3 send. (P is not divisible by four, so two parts are one value longer,
+# and rank 0 sends one value less, rank 2 one more; the formula in `minitron.cost` accounts for
+# that.) One half of the ring carries gradients, the other updated weights.
 #
 # </details>
 #
@@ -290,13 +287,13 @@ def zero_2(group, num_steps=3):
     weights, own_grads = start.clone(), [None] * num_layers
     owns = [own_part(matrix, group) for matrix in weights]
     states = [torch.zeros(2, len(own), dtype=own.dtype) for own in owns]
-    x, target = samples(group)
     for step in range(1, num_steps + 1):
-        outputs = activations(weights, x)
-        dy = error_gradient(outputs[-1], target)
+        outputs = activations(weights, own_samples(inputs, group))
+        dy = error_gradient(outputs[-1], group)
         for i in reversed(range(num_layers)):
             grad, dy = backward(weights[i], outputs[i], outputs[i + 1], dy)
             own_grads[i] = reduce_scatter_ring(grad.view(-1), group).clone()
+            del grad  # else it would still be there while the next one is computed
         for i in range(num_layers):
             adam(owns[i], own_grads[i], states[i], step)
             all_gather_ring(weights[i].view(-1), group)
@@ -314,7 +311,8 @@ show(lab.report(zero_2, start, alone, by_layer(2)), alt=(
 ))
 
 # %% [markdown]
-# The gradients shrink too, for the same traffic.
+# The gradients shrink too, for the same traffic (apart from the remainders, which now fall in every
+# layer).
 #
 # **Predict.** Why does `zero_2` call `.clone()`? Without it, are the weights and the bytes sent
 # still right? What changes?
@@ -342,11 +340,9 @@ for name, clones in (("with clone", True), ("without", False)):
 # ### ZeRO-3: shard the parameters
 #
 # Now no rank stores a full layer. Before a layer computes, all ranks gather it (**unshard**);
-# afterwards they free it (**reshard**). Here, only the call of `forward` or `backward` refers to
-# the full weight matrix, so it is freed when the call returns, and there is never more than one.
-# (Gradients are different: in `zero_2` and `zero_3`, the variable `grad` holds one layer's full
-# gradient while the next is computed, so two exist at a time. `del grad` after the reduce-scatter
-# would avoid that.)
+# afterwards they free it (**reshard**). In `zero_3`, only the call of `forward` or `backward`
+# refers to the full weight matrix, so it is freed when the call returns. With `del grad` as before,
+# a rank never has more than one full matrix and one full gradient.
 
 
 # %%
@@ -368,13 +364,13 @@ def forward_sharded(shards, x, group):
 def zero_3(group, num_steps=3):
     shards, own_grads = [own_part(m, group).clone() for m in start], [None] * num_layers
     states = [torch.zeros(2, len(shard), dtype=shard.dtype) for shard in shards]
-    x, target = samples(group)
     for step in range(1, num_steps + 1):
-        outputs = forward_sharded(shards, x, group)
-        dy = error_gradient(outputs[-1], target)
+        outputs = forward_sharded(shards, own_samples(inputs, group), group)
+        dy = error_gradient(outputs[-1], group)
         for i in reversed(range(num_layers)):
             grad, dy = backward(unshard(shards[i], group), outputs[i], outputs[i + 1], dy)
             own_grads[i] = reduce_scatter_ring(grad.view(-1), group).clone()
+            del grad
         for i in range(num_layers):
             adam(shards[i], own_grads[i], states[i], step)
     return {"parameter": shards, "gradient": own_grads, "optimizer state": states}
@@ -400,21 +396,22 @@ show(lab.report(zero_3, start, alone, by_layer(3)), alt=(
 # %% [markdown]
 # ## 5. The trap: clipping by a local norm
 #
-# Our stages train like one process. But most training scripts contain this line before
+# Our stages train like one process. But many training scripts contain this line before
 # `optimizer.step()`:
 #
 #     nn.utils.clip_grad_norm_(parameters, max_norm)
 #
 # It computes the norm of all gradients and, if that exceeds `max_norm`, scales them down to it.
 # With ZeRO-1, suppose that `parameters` are the optimizer's: this rank's shard, with its gradients.
-# (With `model.parameters()` the line would clip nothing in this package, because it frees the
-# model's gradients once they are reduced.)
+# (With `model.parameters()`, the line would do nothing here: the package has already freed those
+# gradients.)
 #
 # **Predict.** Four ranks run the line unchanged. By what factor does each rank scale? Do the ranks'
 # weights drift apart?
 #
-# (We train twenty steps on a task with a known answer: each token is the previous one plus 7. The
-# table shows the norms of the first step.)
+# (We train twenty steps on a task with a known answer: each token is the previous one plus 7,
+# modulo the size of the vocabulary. In the code, `pieces` are this rank's parts of the parameters.
+# The table shows the norms that ranks 0 to 3 see, before clipping.)
 
 # %%
 def local_norm(parallel, parameters):
@@ -435,12 +432,17 @@ def clipping(clip):
 
 
 # %% tags=["output-clip"]
-print("              loss           ranks agree   norm that each rank sees")
-for clip in (global_norm, local_norm):
-    by_rank = run(lab.train, 4, clipping(clip), watch=False)
+clips = (global_norm, local_norm)
+trained = {clip: run(lab.train, 4, clipping(clip), watch=False) for clip in clips}
+print("              loss           agree   norms, first step     norms, last step")
+for clip, by_rank in trained.items():
     losses, agree = by_rank[0][0], all(torch.equal(w, by_rank[0][1]) for _, w in by_rank)
-    print(f"{clip.__name__:13} {losses[0][0]:.2f} to {losses[-1][0]:.2f}   {agree!s:11}   "
-          + " ".join(f"{seen[0][1]:.2f}" for seen, _ in by_rank))
+    print(f"{clip.__name__:13} {losses[0][0]:.2f} to {losses[-1][0]:.2f}   {agree!s:5}   "
+          + "   ".join(" ".join(f"{seen[step][1]:.2f}" for seen, _ in by_rank) for step in (0, -1)))
+w_start = run(lab.train, 1, clipping(global_norm), 0)[0][1]
+w_global, w_local = (by_rank[0][1] for by_rank in trained.values())
+difference, change = (w_local - w_global).abs().max(), (w_global - w_start).abs().max()
+print(f"max |w_local - w_global| is {difference / change:.1%} of max |w_global - w_start|")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
@@ -448,35 +450,36 @@ for clip in (global_norm, local_norm):
 # Each rank scales its shard by 0.1 over its own norm, so each scales down too little, most of all
 # those with the smallest norms. The weights do not drift apart, because every weight is updated by
 # one rank and copied to the others. So comparing the ranks with each other finds nothing. Nor does
-# watching the loss, because AdamW divides each value by a running average of its size, as in
-# chapter 4. If a rank's factor were wrong by the same ratio in every step, that ratio would cancel,
-# even if it differed from rank to rank. But the ratio of local to global norm changes from step to
-# step, so the weights take a different path, which depends on the number of ranks.
+# watching the loss, because AdamW divides each value by a running average of its size (chapter 4).
+# If a rank's factor were wrong by the same ratio in every step, AdamW would cancel it, even if the
+# ratio differed from rank to rank. But as the first and the last step show, the ratio of a local
+# norm to the global norm changes during training. So the weights take a different path, which
+# depends on the number of ranks.
 #
 # </details>
 #
-# The [oracle](word:oracle) compares the ranks with one process instead. The one process runs the
-# same code; alone, its local norm is the global norm. The oracle uses batches of its own and SGD,
-# so its factor is not one of the ratios above:
+# The [oracle](word:oracle) compares the ranks with one process instead, which runs the same code:
+# on a single rank, the local norm is the global norm. The oracle trains with SGD, which cancels no
+# factor, and on batches of its own.
 
 # %% tags=["output-clip-oracle"]
-for clip in (global_norm, local_norm):
+for clip in clips:
     print(f"{clip.__name__}\n  {lab.compare(clipping(clip), 4)}")
 
 # %% [markdown]
-# With the local norm, the oracle names the first tensor that differs and the factor: a local norm
-# is smaller than the global one, so the gradient stays too large, and on all ranks, because the
-# wrong update is copied to all of them. The fix costs one all-reduce of a single number, because
-# the square of the global norm is the sum of the squares of the local norms. (A *piece* is a rank's
-# part of one parameter.)
+# With the local norm, the oracle names the first tensor that differs, and the factor. This tensor
+# lies in the shard of one rank, so its gradient is too large by the ratio of the global norm to
+# that rank's local norm. It is wrong "on all ranks" because they all gather it from its owner.
+#
+# The fix costs one all-reduce of a single number, because the square of the global norm is the sum
+# of the squares of the local norms.
 
 # %%
 show_source(clip_pieces)
 
 # %% [markdown]
 # The package's [`train_step`](code:minitron.step.train_step) calls `parallel.clip`, which ends up
-# here when the optimizer's parameters are sharded. (A second trap is a *Further* section below, as
-# a code review.)
+# here when the optimizer's parameters are sharded.
 
 # %% [markdown]
 # ## 6. The real one
@@ -492,7 +495,7 @@ show_source(clip_pieces)
 
 # %%
 show_source(FlatShards.start_reduce)
-lab.show_lines(FlatShards.finish_reduce, "self.work.wait()", "self.work = ARRIVED")
+show_source(FlatShards.finish_reduce, first="self.work.wait()", last="self.work = ARRIVED")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
@@ -500,26 +503,34 @@ lab.show_lines(FlatShards.finish_reduce, "self.work.wait()", "self.work = ARRIVE
 # The line that sets `self.grad_full` and its views to `None`.
 #
 # </details>
+#
 # ZeRO-3 puts hooks on the model that PyTorch calls before and after each block computes. Each block
-# is a **unit** whose parameters are gathered together. Here is a unit's life, from before its
-# forward pass to after its backward pass. Which line lets communication overlap with compute? (The
-# lines left out deal with recomputation and with the start of the backward pass.)
+# is a **unit**, whose parameters are gathered together. Everything outside the blocks is one more
+# unit, the **root**: embedding, final norm and head.
+#
+# Here is what happens before a block's forward pass, before its backward pass, and after its
+# backward pass. (After its forward pass, a block is freed.) Which lines let communication overlap
+# with compute? (The lines left out deal with recomputation and with the start of the backward
+# pass.)
 
 # %%
-lab.show_lines(FullyShardedDataParallel.pre_forward, "if self.frees", "self.prefetch")
-lab.show_lines(FullyShardedDataParallel.pre_backward, "self.active = index", "self.prefetch")
+show_source(FullyShardedDataParallel.pre_forward, first="if self.frees", last="self.prefetch")
+show_source(FullyShardedDataParallel.pre_backward, first="self.active = i", last="self.prefetch")
 show_source(FullyShardedDataParallel.post_backward)
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
 # `self.prefetch(index + 1)` starts the next unit's all-gather without waiting for it. The backward
-# pass goes through the units in reverse, so there it is `self.prefetch(index - 1)`.
+# pass goes through the units in reverse, so there it is `self.prefetch(index - 1)`. And
+# `self.reduce(unit)` starts a reduce-scatter, which travels while the next unit computes.
 #
 # </details>
 #
-# Autograd has saved views of a unit's parameters for the backward pass. They do not keep the memory
-# alive: `reshard` empties the storage behind them, and the next all-gather refills it.
+# Autograd has saved views of a unit's parameters for the backward pass. This is the exception to
+# section 4's lesson: `reshard` empties the storage behind the views, so they do not keep the memory
+# alive, and the next all-gather refills it.
+#
 # Now the oracle, with several buckets, on two to four ranks. Its small model has a frozen parameter
 # and a tied embedding, and odd sizes, so that shards begin and end inside matrices.
 
@@ -538,8 +549,8 @@ for name, apply in APPLY.items():
 #
 # ### What is held, what is sent
 #
-# We train a Transformer with 0.7 million parameters in float32 on four ranks, with two sequences
-# per rank and AdamW. In float32 there is no master copy of the weights: 4 bytes for the parameter,
+# We train a small Transformer of six blocks in float32 on four ranks, with two sequences per rank
+# and AdamW. In float32 there is no master copy of the weights: 4 bytes for the parameter,
 # 4 for the gradient, 8 for Adam. That adds up to 16 again, but divided differently:
 #
 # $$16P \quad\to\quad 8P + \frac{8P}{N} \quad\to\quad 4P + \frac{12P}{N} \quad\to\quad
@@ -563,27 +574,33 @@ show(memory_bars(held, {f"{stage}, formula": kinds for stage, kinds in formula.i
 ))
 
 # %% [markdown]
-# Full gradients that wait to be sent count as temporary tensors and are not in this figure;
-# section 7's last example includes them.
+# (What the formula lacks are AdamW's step counters, one per parameter tensor.) In ZeRO-2 and
+# ZeRO-3, full gradients exist only until they are sent. The meter counts them as temporary tensors,
+# which this figure omits; the trillion-parameter example includes them.
 #
-# Now the traffic. The model has six blocks; with ZeRO-3, everything outside them is one more unit,
-# the **root**. It holds the embedding, which comes first, and the head, which comes last.
-# **Predict.** How many all-gathers does ZeRO-3 need in the forward pass, how many in the backward
-# pass, and how many reduce-scatters?
+# Now the traffic. With ZeRO-3, the model has seven units: six blocks and the root, whose embedding
+# comes first in the forward pass, and whose head comes last. **Predict.** How many all-gathers does
+# ZeRO-3 need in the forward pass, how many in the backward pass, and how many reduce-scatters?
 
 # %% tags=["output-ledger", "nbval-check-output", "exhaustive"]
 for name in ("ZeRO-0", "ZeRO-2", "ZeRO-3"):
     print(f"{name}\n{merged([of_rank[2] for of_rank in results[name]])}\n")
 
 # %% [markdown]
-# An all-reduce is a reduce-scatter followed by an all-gather. ZeRO-1 and ZeRO-2 run the optimizer
-# between them: the reduce-scatter carries gradients, the all-gather parameters. ZeRO-3 moves the
-# all-gather from the end of the step into the forward pass and needs a second one in the backward
-# pass. In the forward pass it gathers six blocks once and the root twice, for the embedding and for
+# <details><summary>Answer</summary>
+#
+# In the forward pass, ZeRO-3 gathers six blocks once and the root twice, for the embedding and for
 # the head: 8 all-gathers. The root is still there when the backward pass starts, which leaves the
 # blocks' 6. (The last block is freed too, although it is needed again soon: its memory is free
 # while the logits exist, and its second all-gather can overlap with the head's backward pass.) Each
 # of the 7 units reduces its gradients once.
+#
+# </details>
+#
+# The 8 calls of ZeRO-0 and ZeRO-2 are one per bucket. An all-reduce is a reduce-scatter followed by
+# an all-gather. ZeRO-1 and ZeRO-2 run the optimizer between them: the reduce-scatter carries
+# gradients, the all-gather parameters. ZeRO-3 moves the all-gather from the end of the step into
+# the forward pass and needs a second one in the backward pass.
 #
 # The figure adds up each stage's bytes (bars: ledger, ticks: formula).
 
@@ -606,7 +623,7 @@ show(wire(sent, ticks), alt=(
 # How much of this traffic does prefetch hide? We use two ranks, a larger model, and an **emulated**
 # slow network: each transfer really happens, and a rank that waits for it sleeps until a link of
 # the given latency and bandwidth would have delivered it. We choose the bandwidth so that a block's
-# all-gather takes 70 % of its forward pass.
+# all-gather takes 70 % of its forward pass, measured alone.
 #
 # The prediction treats the link as a queue. With prefetch, a block's all-gather is requested when
 # the previous block starts to compute; without prefetch, when the previous block ends. A block's
@@ -646,15 +663,25 @@ print(f"gain               {gain[0]:9.0f} {gain[1]:10.0f} {gain[2]:33.0f}")
 print("prefetch pays here" if gain[1] > 0 else "no gain here: the processor, not the link, is busy")
 
 # %% [markdown]
-# Where the median step takes longer than the first prediction, the last column looks for the
-# reason: it is the same queue, but with the compute time that the ledger recorded *in the step*.
-# That can include what the model alone does not do: copying gathered shards into parameters and
-# gradients into flat buffers, in a process that shares its cores with the other rank's
-# communication threads. If a row's last column agrees with its measurement, the compute time
-# explains the error. If it falls short, the queue leaves something out, such as the root's
-# transfers. Compare the gains as well: the first prediction can meet the measured gain although
-# both rows are wrong, because errors cancel. In the stored run they do: compute slows down more
-# with prefetch, and without it the queue falls short.
+# In the step, computing can take longer than alone: FSDP also copies gathered shards into
+# parameters and gradients into flat buffers, in a process that shares its cores with the other
+# rank's communication threads. The last column therefore repeats the prediction with the compute
+# time that the ledger recorded *in the step*. That splits each error in two:
+
+# %% tags=["output-errors", "exhaustive"]
+print("ms                 longer than predicted   due to compute   the rest")
+errors = [(measured - predicted, own - predicted) for predicted, measured, own in gains]
+errors.append([without - with_it for without, with_it in zip(*errors, strict=True)])
+for name, (error, of_compute) in zip([*WAYS, "gain"], errors, strict=True):
+    print(f"{name:18} {error:21.0f} {of_compute:16.0f} {error - of_compute:10.0f}")
+print("in the gain, the two parts", "add up" if of_compute * (error - of_compute) > 0 else
+      "have opposite signs: they cancel, at least in part")
+
+# %% [markdown]
+# *The rest* is what the queue leaves out, such as the root's transfers, or waiting for a rank that
+# is late. A gain that agrees with its prediction proves little by itself, since errors of the two
+# rows can cancel in it. Prefetch may lengthen the compute further, because the communication
+# threads then work while the rank computes, not while it waits; this experiment does not test that.
 #
 # The timelines show the fastest step, without prefetch and with it; idle time is hatched. In the
 # measured lanes, a transfer is drawn for as long as it occupies the emulated link.
@@ -679,54 +706,61 @@ show(draw("without prefetch"), alt=(
 # %% tags=["figure-prefetch", "exhaustive"]
 show(draw("with prefetch"), alt=claim(hidden["with prefetch"] > hidden["without prefetch"], (
     "With prefetch, the network fetches the next block while this one computes: "
-    f"{hidden['with prefetch']:.0%} of the communication is hidden. Gaps remain at the start and "
-    "at the turn from forward to backward."
+    f"{hidden['with prefetch']:.0%} of the communication is hidden. Gaps remain at the start, at "
+    "the turn from forward to backward, and at the end."
 )))
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# At best 15. In the prediction, three transfers stay exposed, because it has nothing to compute
-# meanwhile: the very first all-gather, the first one of the backward pass, and the last gradients.
-# (In the real step, the embedding and the head compute then, for a short time. Without prefetch,
-# all 18 of the predicted transfers are exposed: in the backward pass, a block's all-gather even
-# waits until the gradients of the block before have left.) The other 15 are hidden if two
-# conditions hold: a transfer takes no longer than a block's forward pass, and two transfers no
-# longer than its backward pass, which has to hide the next block's all-gather and the previous
-# block's gradients. We chose the bandwidth for the first; the second follows, because a backward
-# pass has twice the FLOPs. So the gain that the queue predicts is 15 times one transfer.
+# At best 15. In the prediction, three transfers are **exposed**, which means that nothing is
+# computed meanwhile: the very first all-gather, the first one of the backward pass, and the last
+# gradients. (In the real step, the embedding or the head computes then, for a short time.)
+#
+# The other 15 are hidden under two conditions. A transfer takes no longer than a block's forward
+# pass, and two transfers take no longer than its backward pass, which has to hide the next block's
+# all-gather and the previous block's gradients. We chose the bandwidth for the first; the second
+# follows, because a backward pass has twice the FLOPs of a forward pass.
+#
+# Without prefetch, the prediction exposes all 18: in the backward pass, a block's all-gather even
+# waits until the previous block's gradients have left. So the predicted gain is 15 times one
+# transfer.
 #
 # </details>
 
 # %% [markdown]
-# ### On real GPUs
+# ### On a cluster
 #
-# How much stays exposed on a real cluster? Take Llama 3 8B on 64 H100s, with 8,192 tokens on each,
-# compute at 40 % of the dense peak, and a link of 50 GB/s (400 Gb/s) per GPU.
-#
-# **Predict.** Which of ZeRO-0 to 3 leaves the most communication exposed?
+# How much communication stays exposed on real GPUs? We estimate it for Llama 3 8B on 64 H100s, with
+# 8,192 tokens on each, compute at 40 % of the dense peak, and a link of 50 GB/s (400 Gb/s) per GPU.
+# (A recording of one GPU is in *Further*.)
 
-# %%
+# %% tags=["output-passes", "nbval-check-output"]
 tokens_each, speed = 8192, 0.40 * DENSE_BF16_PEAKS["H100"]
 forth = tokens_each * cost.forward_flops_per_token(llama_8b, tokens_each) / speed
 back = tokens_each * cost.backward_flops_per_token(llama_8b, tokens_each) / speed
 once = cost.ring_all_gather_seconds(2 * P_llama, 64, 0, 50 * GB)
-after = max(0, once - back) + once  # the reduce-scatter during, the all-gather after backward
-overlapped = max(0, once - back) + max(0, once - forth)  # the all-gather in the next forward
-exposed = {  # at best: whole passes against whole transfers
+print(f"compute: forward pass {forth:.2f} s, backward pass {back:.2f} s")
+print(f"sending: one reduce-scatter or all-gather of all parameters {once:.2f} s")
+
+# %% [markdown]
+# **Predict.** At best, a pass hides communication for as long as it computes. Which of ZeRO-0 to 3
+# then leaves the most communication exposed? (The answer explains the option `overlap_gather`.)
+
+# %% tags=["output-traffic", "nbval-check-output"]
+after, overlapped = (max(0, once - back) + rest for rest in (once, max(0, once - forth)))
+exposed = {
     "ZeRO-0": max(0, 2 * once - back), "ZeRO-1": after, "ZeRO-2": after,
     "ZeRO-1, overlap_gather": overlapped, "ZeRO-2, overlap_gather": overlapped,
     "ZeRO-3": max(0, once - forth) + max(0, 2 * once - back),
 }
-
-# %% tags=["output-traffic", "nbval-check-output"]
-print(f"forward {forth:.2f} s, backward {back:.2f} s, sending all parameters once {once:.2f} s")
-print("                            sent per step   exposed, at best   4 micro-batches")
+print("                       training state   fits     sent   exposed  4 micro-batches")
 for name, seconds in exposed.items():
-    stage = int(name[5])
-    sent_GB = [zero_volume(P_llama, 2, 64, 0, stage, count).sent / GB
-               for count in (1, 4 if stage >= 2 else 1)]
-    print(f"{name:25} {sent_GB[0]:12.0f} GB {seconds:16.2f} s {sent_GB[1]:14.0f} GB")
+    stage, count = int(name[5]), 4 if int(name[5]) >= 2 else 1
+    state = zero_bytes(P_llama, 64, stage)
+    sent_GB = [zero_volume(P_llama, 2, 64, 0, stage, n).sent / GB for n in (1, count)]
+    print(f"{name:22} {state / GB:11.1f} GB   {'yes' if state < H100.memory_bytes else 'no':4}"
+          f"{sent_GB[0]:6.0f} GB {seconds:7.2f} s {sent_GB[1]:13.0f} GB")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
@@ -735,90 +769,99 @@ for name, seconds in exposed.items():
 # parameters after the step, when there is nothing to compute, so both expose that transfer. With
 # `overlap_gather=True`, the package overlaps it with the next forward pass. ZeRO-3 spreads its
 # traffic over the entire step: the forward pass has one transfer to hide; the backward pass, twice
-# as long, has two. (ZeRO-0 is here for comparison only: its 128.5 GB do not fit.)
+# as long, has two. (ZeRO-0 is here for comparison only, since its state does not fit. "Fits" is
+# about the training state alone.)
 #
 # </details>
 #
-# Micro-batches change the picture (last column). ZeRO-0 and ZeRO-1 accumulate full gradients and
-# send them once per step. ZeRO-2 and ZeRO-3 avoid holding full gradients by reducing them after
-# every micro-batch; with `sync_every_micro_batch=False`, they hold full gradients after all, and
-# send them once. By default, ZeRO-3 also gathers the parameters twice per micro-batch; with
-# `reshard_each_pass=False` it gathers them once per step and holds them in full. By default,
-# ZeRO-2 and ZeRO-3 communicate in every micro-batch, so use few, large ones.
+# With the same batch on more GPUs, each gets fewer tokens, and its compute can hide less.
 #
-# So which stage when? The first row that fits is usually the right one, because each further stage
-# buys memory with communication or with constraints. (m is the number of micro-batches; the traffic
-# is in units of $\frac{N-1}{N}P$ values per step, with the package's defaults.)
-#
-# | | choose it when | bytes per parameter | traffic |
-# |---|---|---|---|
-# | ZeRO-0 | everything fits on every GPU | 16 | 2 |
-# | ZeRO-1 | the optimizer state does not fit, or m is large, as in a pipeline | 4 + 12/N | 2 |
-# | ZeRO-2 | the gradients do not fit either, and m is small | 2 + 14/N | m + 1 |
-# | ZeRO-3 | the parameters do not fit, but two units do | 16/N, two units | 3 m |
-# | hybrid | as ZeRO-3, with slow links between nodes (*Further*) | 16/S, two units | see there |
-# | none of them | a unit or one sequence's activations do not fit | | chapter 7 |
-#
-# Does prefetch hide anything on a GPU? A single one can show it: its group has one rank, so each
-# all-gather and each reduce-scatter is a copy, on a CUDA stream of its own. How much of the copying
-# does the compute of six layers hide? The table compares the recorded steps without and with FSDP;
-# its last column is the time in which the compute stream is idle, even if the other stream copies.
-# The dashed lines in the figure are predictions.
+# **Predict.** A forward pass takes about 2 P FLOPs per token; a transfer moves about 2 P bytes.
+# From how many tokens per GPU on can ZeRO-3 hide all of its traffic? Does a larger model need more?
 
-# %%
-shown = recorded.prefetch()
-show_text(shown.sentence)
-print("ms               step   GPU computes   of it elementwise   GPU idle")
-for name, row in overlap.recorded_steps().items():
-    idle = row["step_ms"] - row["busy_ms"]
-    print(f"{name:12} {row['step_ms']:8.1f} {row['busy_ms']:14.1f} {row['elementwise_ms']:19.1f} "
-          f"{idle:10.1f}")
-show(overlap.draw_copies(), alt=shown.alt)
-
-# %% [markdown]
-# The prediction hides all of the copying; in this recording, most of it was not hidden, and yet the
-# step took no longer. The table explains the second: the two steps differ in more than the copies.
-# The plain step runs under autocast, which converts weights to 16 bits whenever they are used; with
-# FSDP, they arrive in 16 bits. So FSDP's step computes less, its compute stream idles more, and
-# here the two differences cancel. As to the first, the trace beside the record shows when the
-# exposed copies run. Early in the forward pass, the GPU waits for the host: kernels start as soon
-# as they are launched, and the copies fall into the pauses between them. Later, the host is ahead;
-# gradients are then copied beside the compute, but whenever parameters are copied, the compute
-# stream pauses. What it waits for, the trace does not say, so we leave that open.
-#
-# ### A trillion parameters?
-#
-# Here is the ZeRO paper's famous number: the training state of a trillion parameters is 16 TB, so
-# each of 1,024 GPUs holds 16 GB. Does the rest of it fit beside them on H100s?
-#
-# **Predict.** What else is in that memory? Take the shape of Narayanan et al.'s trillion-parameter
-# model ([2021](https://arxiv.org/abs/2104.04473), table 1): 128 layers of width 25,600.
-
-# %% tags=["output-trillion", "nbval-check-output"]
-trillion = ModelConfig(family="gpt", vocab_size=51_200, max_sequence_length=2048, num_layers=128,
-                       width=25_600, num_heads=160, num_kv_heads=160, ffn_width=102_400)
-P_trillion, unit = cost.num_parameters(trillion), 2 * cost.num_block_parameters(trillion)
-kept = cost.activation_bytes(trillion, 1, 2048, recompute="full")
-parts = {
-    f"a 1,024th of {16 * P_trillion / TB:.0f} TB": zero_bytes(P_trillion, 1024, 3),
-    "parameters of two units": 2 * unit,
-    "gradients of two units": 2 * unit,
-    "one sequence, with full recomputation":
-        kept + cost.activation_bytes_per_layer(trillion, 1, 2048),
-}
-for name, size in (parts | {"together": sum(parts.values())}).items():
-    print(f"{name:40} {size / GB:6.1f} GB")
-print(f"{'an H100 has':40} {H100.memory_bytes / GB:6.1f} GB")
+# %% tags=["output-threshold", "nbval-check-output"]
+print(f"estimate: {speed / (50 * GB):,.0f} tokens per GPU")
+print(f"in proportion to the times above: {tokens_each * once / forth:,.0f}")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# It does not fit. A layer of this model is so large that the temporarily unsharded units weigh
-# four times as much as the rank's shards: with prefetch there are two of them, one that computes
-# and one on its way, with parameters and gradients. Without prefetch, there would be one unit's
-# parameters less, half of 31.5 GB. With the root's gradient, which the table leaves out (51,200 +
-# 2048 embeddings of 25,600 values, 2 bytes each: 2.7 GB), the sum would be a little over 81 GB: a
-# fit on paper, before CUDA's own memory and fragmentation, and with every transfer exposed.
+# For T tokens, compute and transfer take equally long when 2 P T / speed = 2 P / bandwidth. P
+# cancels: T is speed / bandwidth, for a model of any size. The backward pass doubles both sides.
+# The times above, which leave out latency, give a lower number, mainly because attention's FLOPs
+# come on top of 2 P per token. So a batch of 4 million tokens lets about 600 GPUs hide this
+# traffic. (With several micro-batches, the tokens of *one* count.)
+#
+# </details>
+#
+# Micro-batches change the picture: the last column of the table of stages is what a step of four
+# sends. ZeRO-0 and ZeRO-1 accumulate full gradients and send them once per step. ZeRO-2 and ZeRO-3
+# avoid holding full gradients by reducing them after every micro-batch; with
+# `sync_every_micro_batch=False`, they hold full gradients after all, and send them once. By
+# default, ZeRO-3 also gathers the parameters twice per micro-batch; with `reshard_each_pass=False`
+# it gathers them once per step and holds them in full. So with the defaults of ZeRO-2 and ZeRO-3,
+# use few, large micro-batches.
+#
+# So which stage when? Of ZeRO-0 to 3, the first that fits is usually right, because each further
+# stage buys memory with communication or with a constraint, such as an optimizer that treats every
+# value independently. Hybrid sharding is a variant of ZeRO-3 that holds more and sends less between
+# nodes. (m is the number of micro-batches; the traffic is in units of $\frac{N-1}{N}P$ values per
+# step, with the package's defaults.)
+#
+# | | choose it when | bytes per parameter | traffic |
+# |---|---|---|---|
+# | ZeRO-0 | everything fits on every GPU | 16 | 2 |
+# | ZeRO-1 | the optimizer state does not fit (better than ZeRO-2 if m is large) | 4 + 12/N | 2 |
+# | ZeRO-2 | the gradients do not fit either, and m is small, but above 1 | 2 + 14/N | m + 1 |
+# | ZeRO-3 | the parameters do not fit, but two units do (see below) | 16/N, two units | 3 m |
+# | hybrid | as ZeRO-3, with slow links between nodes (*Further*) | 16/S, two units | see there |
+# | none of them | a unit or one sequence's activations do not fit | | chapter 7 |
+#
+# The two units, of parameters and of gradients, are the one that computes and, with prefetch, the
+# next. With one micro-batch, our ZeRO-1 already frees each bucket once it is reduced, so it holds
+# what ZeRO-2 holds; its formula is for m > 1.
+#
+# ### A trillion parameters?
+#
+# Here is the ZeRO paper's famous number: the training state of a trillion parameters is 16 TB, so
+# each of 1,024 GPUs holds 16 GB. Does everything else fit beside them on an H100? Take the shape of
+# Narayanan et al.'s trillion-parameter model ([2021](https://arxiv.org/abs/2104.04473), table 1):
+# 128 layers of width 25,600.
+#
+# **Predict.** With prefetch, which is larger: a rank's shards or what is temporarily unsharded? By
+# what factor?
+
+# %%
+trillion = ModelConfig(family="gpt", vocab_size=51_200, max_sequence_length=2048, num_layers=128,
+                       width=25_600, num_heads=160, num_kv_heads=160, ffn_width=102_400)
+P_trillion, block = cost.num_parameters(trillion), cost.num_block_parameters(trillion)
+unit, root = 2 * block, 2 * (P_trillion - 128 * block)  # bytes
+kept = cost.activation_bytes(trillion, 1, 2048, recompute="full")
+recomputed = cost.activation_bytes_per_layer(trillion, 1, 2048)  # one layer at a time
+
+# %% tags=["output-trillion", "nbval-check-output"]
+print("GB                                       with prefetch   without")
+parts = {
+    f"a 1,024th of {16 * P_trillion / TB:.0f} TB": 2 * [zero_bytes(P_trillion, 1024, 3)],
+    "parameters of two units, or of one": [2 * unit, unit],
+    "gradients of two units": 2 * [2 * unit],
+    "gradient of the root": 2 * [root],
+    "one sequence, with full recomputation": 2 * [kept + recomputed],
+}
+parts["together"] = [sum(column) for column in zip(*parts.values(), strict=True)]
+parts["an H100 has"] = 2 * [H100.memory_bytes]
+for name, (with_it, without) in parts.items():
+    print(f"{name:40} {with_it / GB:13.1f} {without / GB:9.1f}")
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# It does not fit. A layer of this model is so large that its temporarily unsharded tensors weigh
+# four times as much as the rank's shards. In the backward pass there are the parameters of two
+# units, the one that computes and the next, which is prefetched, and the gradients of two: those
+# that are computed, and those of the unit before, which travel. The root's gradient stays until the
+# backward pass ends. Without prefetch, the parameters of one unit are gone, and the sum fits, on
+# paper: CUDA's own memory and fragmentation come on top, and every all-gather is exposed.
 #
 # </details>
 #
@@ -843,8 +886,8 @@ zero_explorer()
 #    falling loss nor identical ranks reveal. The oracle does.
 # 4. A view keeps its whole storage alive. Only counting bytes shows whether sharding saves
 #    anything.
-# 5. Prefetch overlaps each all-gather with the previous unit's compute. Temporarily unsharded units
-#    and their gradients do not shrink with N.
+# 5. Prefetch overlaps all-gathers with the previous unit's compute. Temporarily unsharded units and
+#    their gradients do not shrink with N.
 #
 # ## Exercises
 #
@@ -875,9 +918,8 @@ check("6.4")
 # %% [markdown]
 # ## Further: a code review
 #
-# This is the second trap that section 5 mentioned. Chapter 4 overlapped communication with the
-# backward pass. Here is ZeRO-1 again, with the sum started asynchronously. Would you approve this
-# in a review?
+# Chapter 4 overlapped communication with the backward pass. Here is a colleague's ZeRO-1, which
+# starts the sum asynchronously.
 
 
 # %%
@@ -897,7 +939,8 @@ def hasty(group, late_rank=None, num_steps=3):
 
 
 # %% [markdown]
-# **Predict.** It has run for weeks and was right every time. Then one rank is late. What happens?
+# **Predict.** It has run for weeks, and the weights were right. Do you approve it? And what happens
+# if one rank is 0.2 s late: a hang, an error, ranks that differ, or none of these?
 
 # %% tags=["output-hasty"]
 print("late rank   error / total change   ranks agree")
@@ -910,10 +953,14 @@ for late_rank in (None, 2):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# `summing.wait()` comes one line too late. As long as the network is faster than the other work,
-# the sum happens to arrive in time. (If the first row is not about 1e-14 either, your machine was
-# late by itself.) When a rank is late, the others step with their own gradient or with a partial
-# sum. There is no error message and no hang, and again the ranks agree.
+# None of these, but the weights are wrong. `summing.wait()` comes one line too late. As long as the
+# network is faster than the other work, the sum happens to arrive in time. (If the first row is not
+# about 1e-14 either, a rank was late by itself.) When a rank is late, the others update their parts
+# with their own gradient or with a partial sum. Again the ranks agree, because each part has one
+# owner.
+#
+# A second defect costs only traffic: an all-reduce and an all-gather send $3\,\frac{N-1}{N}P$. With
+# a reduce-scatter instead of the all-reduce, it would be ZeRO-1's $2\,\frac{N-1}{N}P$.
 #
 # </details>
 #
@@ -931,6 +978,49 @@ try:
     assert_same_training(Forgetful, 2)
 except RankError as error:
     print(str(error).splitlines()[0].replace(": the", ":\n  the"))
+
+# %% [markdown]
+# ## Further: prefetch on one GPU
+#
+# Does prefetch hide anything on a GPU? A single one can show it: its group has one rank, so each
+# all-gather and each reduce-scatter is a copy, on a CUDA stream of its own. How much of the copying
+# does the compute of six layers hide? The table compares the recorded steps without and with FSDP.
+# Its column `idle` is the time in which the compute stream is idle; the last column is the part of
+# that time in which the other stream copies.
+#
+# The dashed lines in the figure are predictions: two all-gathers and a reduce-scatter each read and
+# write P values of 2 bytes at the memory's full bandwidth, and the compute hides all of that.
+
+# %%
+shown = recorded.prefetch()
+show_text(shown.sentence)
+print("ms             step   GPU computes   of it elementwise   idle   of it copying")
+for name, row in overlap.recorded_steps().items():
+    idle, copying = row["step_ms"] - row["busy_ms"], row["other_streams_ms"] - row["hidden_ms"]
+    print(f"{name:10} {row['step_ms']:8.1f} {row['busy_ms']:14.1f} {row['elementwise_ms']:19.1f} "
+          f"{idle:6.1f} {copying:15.1f}")
+show(overlap.draw_copies(), alt=shown.alt)
+
+# %% [markdown]
+# In this recording, most of the copying was not hidden, and yet the step took no longer. Why no
+# longer? The two steps differ in more than the copies. Under autocast, the residual stream and its
+# gradient are float32; in the FSDP step, they have 16 bits. (Both steps convert the weights to 16
+# bits.) So FSDP's elementwise kernels move fewer bytes, and the GPU computes for less time. But its
+# compute stream is also idle for longer, and here the two differences cancel. The copies explain
+# only a part of the longer idle time, as the last column shows. In the traces of both steps, most
+# of the other idle time passes before the host has launched the next kernel.
+#
+# Why was most of the copying not hidden? The
+# [trace of the FSDP step](../benchmarks/results/gpu/h200/trace_fsdp.json.gz) shows when the exposed
+# copies run (open it at [ui.perfetto.dev](https://ui.perfetto.dev)). Early in the forward pass, the
+# GPU waits for the host: kernels start as soon as they are launched, and the copies fall into the
+# pauses between them. Later, the host is ahead. In the backward pass, most copies of parameters
+# then run beside the compute. But the compute stream pauses during the copies of gradients, and
+# during the last copies of parameters in the forward pass. What it waits for, the trace does not
+# say, so we leave that open.
+#
+# The copies also take longer than predicted. Those beside the compute take longest, presumably
+# because both use the memory.
 
 # %% [markdown]
 # ## Further: a claim about compute
@@ -959,26 +1049,26 @@ print(f"bytes a rank holds  {ratio:.2f} times")
 # **Predict.** In float32 on four ranks, ZeRO-3 holds a quarter of what ZeRO-0 holds. Is its largest
 # model four times as large?
 #
-# The formula gives the training state. We measure the rest (buckets, units, activations) with four
-# layers and with six, and extrapolate linearly to predict how many layers fit. The last two columns
-# are the measured peak with so many layers, and with one more. They test the prediction only at
-# depths other than four and six, from which it was made.
+# Formulas give the training state and the activations. We measure what comes on top (buckets,
+# units, temporary tensors) once per stage, with three layers, and assume that it does not grow with
+# depth. This predicts the peak for any depth, and thus how many layers fit. The last two columns
+# test it: the measured peak with so many layers, and with one more.
 
 # %% tags=["output-largest", "exhaustive"]
-print("         layers   parameters      peak   with one layer more")
+print("         layers   parameters   predicted     peak   with one layer more")
 for stage, (name, apply) in enumerate(lab.STAGES.items()):
-    layers = lab.predict_layers(stage, apply, 8 * MB)
+    layers, predicted = lab.predict_layers(stage, apply, 8 * MB)
     fits, exceeds = lab.fullest(apply, layers, layers + 1)
     print(f"{name:8} {layers:6} {cost.num_parameters(lab.shape_of(layers)):12,} "
-          f"{plain_bytes(fits):>9} {plain_bytes(exceeds):>21}")
+          f"{plain_bytes(predicted):>11}{plain_bytes(fits):>9} {plain_bytes(exceeds):>21}")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
 # Not quite: three times. Temporarily unsharded tensors do not shrink with N: a bucket or two of
 # gradients in ZeRO-2, and in ZeRO-3 the parameters and gradients of two units. Activations do not
-# shrink either. The deeper the model, the smaller the share of two units; the wider, the smaller
-# that of the activations.
+# shrink either. In a deeper model, two units are a smaller share; in a wider one, the activations
+# are.
 #
 # </details>
 
@@ -1021,10 +1111,11 @@ for grid, apply in (((1, 4), apply_fsdp), ((2, 2), lab.apply_hybrid)):
 #
 # PyTorch's [FSDP2](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) offers
 # ZeRO-3 and hybrid sharding, and [DeepSpeed](https://www.deepspeed.ai/docs/config-json/) all three
-# stages, under other names (DeepSpeed's are keys of its JSON file, under `zero_optimization`, if
-# nothing else is said). For ZeRO-1, PyTorch has `torch.distributed.optim.ZeroRedundancyOptimizer`;
-# for ZeRO-2, the older FSDP has `ShardingStrategy.SHARD_GRAD_OP`, which also keeps parameters
-# sharded between steps:
+# stages, under other names. DeepSpeed's are keys of its JSON file: `bf16` and
+# `communication_data_type` at the top level, the other keys under `zero_optimization`. For ZeRO-1,
+# PyTorch has `torch.distributed.optim.ZeroRedundancyOptimizer`. Closest to ZeRO-2 is
+# `ShardingStrategy.SHARD_GRAD_OP` of the older FSDP; unlike ZeRO-2, it also shards the parameters
+# between steps.
 #
 # | here | PyTorch FSDP2 | DeepSpeed |
 # |---|---|---|
@@ -1036,17 +1127,17 @@ for grid, apply in (((1, 4), apply_fsdp), ((2, 2), lab.apply_hybrid)):
 # | `unshard`, `reshard` | `unshard()`, `reshard()` | `deepspeed.zero.GatheredParameters` |
 # | `reshard_after_forward=False` | the same | a large `stage3_max_reuse_distance` |
 # | `replicas` | a two-dimensional mesh | `zero_hpz_partition_size`, for weights alone |
-# | `compute_dtype` | `MixedPrecisionPolicy(param_dtype=...)` | `bf16`, at the top level |
-# | `reduce_dtype` | `MixedPrecisionPolicy(reduce_dtype=...)` | `communication_data_type`, also |
+# | `compute_dtype` | `MixedPrecisionPolicy(param_dtype=...)` | `bf16` |
+# | `reduce_dtype` | `MixedPrecisionPolicy(reduce_dtype=...)` | `communication_data_type` |
 # | `no_sync()` | `set_requires_gradient_sync(False)` | `no_sync()`, for stages 0 and 1 |
-# | shards of a flat tensor per unit | shards of each parameter, along dimension 0 | of each, flat |
+# | shards of a flat unit | shards of each parameter (dimension 0) | shards of each flat parameter |
 
 # %% [markdown]
 # ## Further: the paper's table
 #
 # Table 1 of Rajbhandari et al. 2019 lists GB of training state per GPU with ZeRO-1 to 3, for models
 # of 7.5 billion, 128 billion and a trillion parameters in mixed precision. Below each row of the
-# table stands the formula's. Some of the paper's numbers are rounded, others cut off; we count
+# table, we print the formula's. Some of the paper's numbers are rounded, others cut off; we count
 # both.
 #
 # **Predict.** They trained on V100s with 32 GB. Which stage does the model with 7.5 billion

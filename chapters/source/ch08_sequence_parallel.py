@@ -401,7 +401,7 @@ def mean(model, group):
     def finish():
         add_up()
         for name, parameter in model.named_parameters():
-            if parallel.cuts[name].is_partial and parameter.grad is not None:
+            if parallel.placements[name].is_partial and parameter.grad is not None:
                 parameter.grad.div_(group.size())
 
     parallel.finish = finish

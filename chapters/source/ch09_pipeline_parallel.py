@@ -557,7 +557,7 @@ def mean_of_each(model, group, scale_of=lambda m: 1):
     return parallel
 
 
-# %% tags=["output-trap"]
+# %% tags=["output-trap", "exhaustive"]
 RULES = {"sum / all tokens": cut, "mean of each": mean_of_each,
          "mean of each, / m": partial(mean_of_each, scale_of=lambda m: 1 / m)}
 print("2 ranks, 4 micro-batches             reported loss after step")
@@ -585,7 +585,7 @@ for name, apply in RULES.items():
 # also prints by how much the first step's gradients are off, relative to each tensor's largest
 # value:
 
-# %% tags=["output-oracle-trap"]
+# %% tags=["output-oracle-trap", "exhaustive"]
 for rows in ((2, 2), (3, 2)):
     for name, apply in RULES.items():
         off = lab.gradient_error(apply, 2, batch_size=sum(rows))

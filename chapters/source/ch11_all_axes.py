@@ -555,7 +555,7 @@ def all_axes(model, group):
 
 def without_norms(model, group):
     parallel = all_axes(model, group)
-    parallel.tensor.sum_partial_gradients = lambda gradient: None
+    parallel.layers["tensor"].sum_partial_gradients = lambda gradient: None
     return parallel
 
 

@@ -7,15 +7,11 @@ together (`grid.Grid`). Nobody above this module asks which kind it has.
 A training step (see `step.train_step`):
 
     optimizer = parallel.shard(optimizer)                 once, before the first step
-    for micro_batches in parallel.rounds(all_of_them):
-        with parallel.no_sync():                          every round but the last
-            parallel.forward_backward(...)
-    parallel.finish()
+    loss = parallel.forward_backward(accumulate, micro_batches, divisor)
     parallel.clip(parameters, max_norm)
     optimizer.step()
 
-To add a technique, derive from `OneDevice` and answer differently where it differs. To add an axis,
-give it a place in `Grid` too.
+To add a technique, derive from `OneDevice` and answer differently where it differs.
 
 Read in this order: ParallelModel, from `data_part` to `shard`; then what the grid asks of an axis.
 """
@@ -30,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitron.parallel.parts import Part
+from minitron.parallel.placement import Placement
 
 MicroBatches = list[tuple[Tensor, Tensor]]
 """Pairs of inputs and targets, (B, S) token ids."""
@@ -69,42 +66,15 @@ class ParallelModel(ABC):
     # A step
 
     @abstractmethod
-    def rounds(self, micro_batches: MicroBatches) -> list[MicroBatches]:
-        """Divide a step's micro-batches into what `forward_backward` takes at a time.
-
-        Each alone, or all together where they overlap in a pipeline.
-        """
-
-    @abstractmethod
-    def no_sync(self) -> AbstractContextManager:
-        """Return the context of every round but the last: gradients need not be reduced yet."""
-
-    @abstractmethod
     def forward_backward(
-        self,
-        accumulate: Accumulate,
-        micro_batches: MicroBatches,
-        divisor: Tensor,
-        sum_loss: SumLoss,
+        self, accumulate: Accumulate, micro_batches: MicroBatches, divisor: Tensor
     ) -> Tensor:
-        """Add a round's gradient of `sum_loss / divisor` to `.grad`; returns its loss, 0-d.
+        """Add to `.grad` the gradient of a step; returns this rank's part of the loss, 0-d.
 
-        `accumulate(micro_batches, divisor, sum_loss)` does that where every layer is on this rank.
-        """
-
-    @abstractmethod
-    def summed_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the cross-entropy of this rank's logits, summed over counted targets, nats."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Leave the mean over all samples in the gradients; call it after the last round."""
-
-    @abstractmethod
-    def sum_partial_gradients(self, gradient: Callable[[nn.Parameter], Tensor | None]) -> None:
-        """Sum those gradients of which each rank of this axis has a partial sum, in place.
-
-        `gradient` tells where a parameter's gradient is after `finish`. Part of `finish`.
+        `micro_batches` are this rank's, all of them; the loss is summed over their tokens and
+        divided by `divisor`. Gradients are then the mean over all samples, the same on every rank
+        that holds the parameter. `accumulate(micro_batches, divisor, sum_loss)` runs micro-batches
+        where every layer is on this rank.
         """
 
     @abstractmethod
@@ -137,10 +107,7 @@ class ParallelModel(ABC):
 
     @abstractmethod
     def sum_losses(
-        self,
-        forward: Callable[[Tensor], Tensor],
-        micro_batches: MicroBatches,
-        sum_loss: SumLoss,
+        self, forward: Callable[[Tensor], Tensor], micro_batches: MicroBatches
     ) -> Tensor:
         """Return the summed loss of this rank's samples, 0-d, nats; without a gradient."""
 
@@ -170,11 +137,49 @@ class ParallelModel(ABC):
     def copy_to_parameters(self) -> None:
         """Bring what the optimizer updates into the model, after it has been loaded."""
 
-    # What the grid asks of each axis
+    # What the grid asks of each axis: a step
+
+    @abstractmethod
+    def run_passes(
+        self,
+        accumulate: Accumulate,
+        micro_batches: MicroBatches,
+        divisor: Tensor,
+        sum_loss: SumLoss,
+    ) -> Tensor:
+        """Run every micro-batch forward and backward; returns the sum of `sum_loss / divisor`."""
+
+    @abstractmethod
+    def run_forward_passes(
+        self,
+        forward: Callable[[Tensor], Tensor],
+        micro_batches: MicroBatches,
+        sum_loss: SumLoss,
+    ) -> Tensor:
+        """Return the sum of `sum_loss` over micro-batches; without a gradient."""
+
+    @abstractmethod
+    def summed_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the cross-entropy of this rank's logits, summed over counted targets, nats."""
+
+    @abstractmethod
+    def no_sync(self) -> AbstractContextManager:
+        """Return the context of a micro-batch that is not the step's last one."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Leave the mean over all samples in the gradients, after the last backward pass."""
+
+    @abstractmethod
+    def sum_partial_gradients(self, gradient: Callable[[nn.Parameter], Tensor | None]) -> None:
+        """Sum those gradients of which each rank of this axis has a partial sum, in place.
+
+        `gradient` tells where a parameter's gradient is after `finish`. Part of `finish`.
+        """
 
     @abstractmethod
     def connect_data(self, data: "ParallelModel") -> None:
-        """Let every pass of a micro-batch through a stage run in `data.pass_context`."""
+        """Let every pass run in the context that `data` wants: `no_sync`, or `pass_context`."""
 
     @abstractmethod
     def pass_context(
@@ -202,13 +207,15 @@ class ParallelModel(ABC):
         Sharding must treat them alike on both ranks: each gets a flat buffer of its own.
         """
 
+    # What the grid asks of each axis: which part of the model it holds
+
     @abstractmethod
     def norm_groups(self) -> list[ProcessGroup]:
         """Return the groups whose ranks hold different gradients: their squares are summed."""
 
     @abstractmethod
-    def num_copies(self, name: str) -> int:
-        """Return how many ranks of `norm_groups` hold the same gradient of a parameter."""
+    def placement(self, name: str) -> Placement:
+        """Return which block of a parameter this rank holds, of those along this axis."""
 
     @abstractmethod
     def optimized(self, parameter: nn.Parameter) -> Tensor:
@@ -219,25 +226,12 @@ class ParallelModel(ABC):
         """Return which of the parameter's elements, flattened, this rank updates."""
 
     @abstractmethod
-    def is_saved(self, name: str) -> bool:
-        """Return whether this rank, not another with a copy, writes a parameter to a checkpoint."""
-
-    @abstractmethod
-    def place(self, name: str, shape: torch.Size) -> tuple[torch.Size, tuple[int, ...]]:
-        """Return the full shape of a parameter whose block on this rank has `shape`, and where in
-        the full one the block begins."""
-
-    @abstractmethod
-    def part_of(self, value: Values) -> Values:
-        """Wrap `value` so that it takes the shape of this rank's block, and returns that block."""
-
-    @abstractmethod
     def join_blocks(self, blocks: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
         """Join what the ranks of this axis have for their blocks, by global name."""
 
     @abstractmethod
     def predict(self, tokens: Tensor) -> Tensor:
-        """Return the logits of tokens (B, S), as this rank computes them; without a gradient."""
+        """Return the logits of this rank's tokens (B, S/cp), without a gradient."""
 
     @abstractmethod
     def full_logits(self, logits: Tensor) -> Tensor:
@@ -260,3 +254,8 @@ class ParallelModel(ABC):
     @abstractmethod
     def sequence_parts(self) -> int:
         """In how many parts the sequence is divided: they must be equal."""
+
+    @property
+    @abstractmethod
+    def divides_vocabulary(self) -> bool:
+        """Whether `summed_loss` takes this rank's part of the vocabulary's logits."""

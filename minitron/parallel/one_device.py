@@ -23,6 +23,8 @@ from minitron.parallel.interface import (
     Values,
 )
 from minitron.parallel.parts import Part
+from minitron.parallel.placement import WHOLE, Placement
+from minitron.pytorch.spans import span
 
 IGNORED = -100
 """A target with this value does not count: padding, say."""
@@ -38,8 +40,10 @@ def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
 class OneDevice(ParallelModel):
     """A model that is all on this rank."""
 
+    data: ParallelModel | None = None  # whose ranks read other samples, if that is not this
     data_part = (0, 1)
     sequence_parts = ranks_per_sample = 1
+    divides_vocabulary = False
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -52,29 +56,16 @@ class OneDevice(ParallelModel):
 
     # A step
 
-    def rounds(self, micro_batches: MicroBatches) -> list[MicroBatches]:
-        return [[micro_batch] for micro_batch in micro_batches]
-
-    def no_sync(self) -> AbstractContextManager:
-        return nullcontext()
-
     def forward_backward(
-        self,
-        accumulate: Accumulate,
-        micro_batches: MicroBatches,
-        divisor: Tensor,
-        sum_loss: SumLoss,
+        self, accumulate: Accumulate, micro_batches: MicroBatches, divisor: Tensor
     ) -> Tensor:
-        return accumulate(micro_batches, divisor, sum_loss)
-
-    def summed_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return summed_loss(logits, targets)
-
-    def finish(self) -> None:
-        pass
-
-    def sum_partial_gradients(self, gradient: Callable[[nn.Parameter], Tensor | None]) -> None:
-        pass
+        # `divisor` counts the tokens of whole sequences. Gradients and losses are averaged over the
+        # ranks that have their parts too, so each divides by its share, or they would be 1/cp.
+        divisor = divisor / self.ranks_per_sample
+        own = self.own_parts(micro_batches)
+        loss = self.run_passes(accumulate, own, divisor, self.summed_loss)
+        self.finish()
+        return loss
 
     def mean(self, tensor: Tensor) -> Tensor:
         return tensor.detach()
@@ -86,7 +77,8 @@ class OneDevice(ParallelModel):
         first = next(self.model.parameters())
         like = first.new_zeros((), dtype=torch.promote_types(first.dtype, torch.float32))
         copies = {
-            self.optimized(p): self.num_copies(name) for name, p in global_parameters(self.model)
+            self.optimized(p): self.placement(name).copies
+            for name, p in global_parameters(self.model)
         }
         return clip_pieces(parameters, max_norm, like, groups, copies)
 
@@ -105,12 +97,16 @@ class OneDevice(ParallelModel):
 
     @torch.no_grad()
     def sum_losses(
-        self,
-        forward: Callable[[Tensor], Tensor],
-        micro_batches: MicroBatches,
-        sum_loss: SumLoss,
+        self, forward: Callable[[Tensor], Tensor], micro_batches: MicroBatches
     ) -> Tensor:
-        return sum(sum_loss(forward(inputs), targets) for inputs, targets in micro_batches)
+        own = self.own_parts(micro_batches)
+        return self.sum_over_sequence(self.run_forward_passes(forward, own, self.summed_loss))
+
+    def own_parts(self, micro_batches: MicroBatches) -> MicroBatches:
+        """Return this rank's part of each sequence."""
+        return [
+            (self.own_tokens(inputs), self.own_tokens(targets)) for inputs, targets in micro_batches
+        ]
 
     def full_model(self) -> nn.Module:
         return FullModel(self)
@@ -118,7 +114,16 @@ class OneDevice(ParallelModel):
     # The full model
 
     def fill(self, value: Values) -> None:
-        fill(self.model, self.part_of(value))
+        fill(self.model, self.local_values(value))
+
+    def local_values(self, value: Values) -> Values:
+        """Wrap `value` so that it takes the shape of this rank's block, and returns that block."""
+
+        def local(name: str, block: torch.Size) -> Tensor:
+            placement = self.placement(name)
+            return placement.local(value(name, placement.full_shape(block)))
+
+        return local
 
     def full_parameters(self) -> dict[str, Tensor]:
         return self.join_blocks({name: p.detach() for name, p in self.model.named_parameters()})
@@ -136,21 +141,54 @@ class OneDevice(ParallelModel):
         for name, parameter in global_parameters(self.model):
             own = self.owned(parameter)
             if own:
-                shape, origin = self.place(name, parameter.shape)
+                block, placement = parameter.shape, self.placement(name)
+                full, offset = placement.full_shape(block), placement.offset(block)
                 yield (
                     name,
-                    Part(
-                        tuple(shape), tuple(parameter.shape), origin, own, self.optimized(parameter)
-                    ),
+                    Part(tuple(full), tuple(block), offset, own, self.optimized(parameter)),
                 )
 
     def copy_to_parameters(self) -> None:
         pass
 
-    # What the grid asks of each axis
+    # What the grid asks of each axis: a step
+
+    def run_passes(
+        self,
+        accumulate: Accumulate,
+        micro_batches: MicroBatches,
+        divisor: Tensor,
+        sum_loss: SumLoss,
+    ) -> Tensor:
+        loss, data = torch.zeros_like(divisor), self.data or self
+        for number, micro_batch in enumerate(micro_batches, start=1):
+            is_last = number == len(micro_batches)
+            with nullcontext() if is_last else data.no_sync(), span("micro-batch", number):
+                loss = loss + accumulate([micro_batch], divisor, sum_loss)
+        return loss
+
+    def run_forward_passes(
+        self,
+        forward: Callable[[Tensor], Tensor],
+        micro_batches: MicroBatches,
+        sum_loss: SumLoss,
+    ) -> Tensor:
+        return sum(sum_loss(forward(inputs), targets) for inputs, targets in micro_batches)
+
+    def summed_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return summed_loss(logits, targets)
+
+    def no_sync(self) -> AbstractContextManager:
+        return nullcontext()
+
+    def finish(self) -> None:
+        pass
+
+    def sum_partial_gradients(self, gradient: Callable[[nn.Parameter], Tensor | None]) -> None:
+        pass
 
     def connect_data(self, data: ParallelModel) -> None:
-        pass
+        self.data = data
 
     def pass_context(
         self,
@@ -167,26 +205,19 @@ class OneDevice(ParallelModel):
     def shared_parameters(self) -> list[nn.Parameter]:
         return []
 
+    # What the grid asks of each axis: which part of the model it holds
+
     def norm_groups(self) -> list[ProcessGroup]:
         return []
 
-    def num_copies(self, name: str) -> int:
-        return 1
+    def placement(self, name: str) -> Placement:
+        return WHOLE
 
     def optimized(self, parameter: nn.Parameter) -> Tensor:
         return parameter
 
     def owned(self, parameter: nn.Parameter) -> range:
         return range(parameter.numel())
-
-    def is_saved(self, name: str) -> bool:
-        return True
-
-    def place(self, name: str, shape: torch.Size) -> tuple[torch.Size, tuple[int, ...]]:
-        return shape, (0,) * len(shape)
-
-    def part_of(self, value: Values) -> Values:
-        return value
 
     def join_blocks(self, blocks: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
         return blocks
@@ -217,4 +248,5 @@ class FullModel(nn.Module):
         S = tokens.shape[1]
         # fill up to equal parts: it changes no earlier logits
         tokens = F.pad(tokens, (0, -S % self.parallel.sequence_parts))
-        return self.parallel.full_logits(self.parallel.predict(tokens))[:, :S]
+        own = self.parallel.own_tokens(tokens)
+        return self.parallel.full_logits(self.parallel.predict(own))[:, :S]

@@ -17,8 +17,6 @@ def training_state(parallel: ParallelModel, optimizer: torch.optim.Optimizer) ->
     """Return what this rank saves: weights as the optimizer has them, and the optimizer state."""
     found = {}
     for name, part in parallel.parts():
-        if not parallel.is_saved(name):
-            continue
         found[f"model.{name}"] = part.boxes(part.values)
         for key, value in optimizer.state.get(part.values, {}).items():
             if isinstance(value, Tensor):

@@ -17,7 +17,6 @@ Read in this order: assert_same_training, trainings, train; then `difference.fir
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -203,13 +202,7 @@ def mean_loss(parallel: ParallelModel, tokens: Tensor, num_micro_batches: int) -
         loss.backward()
         return loss.detach()
 
-    total = torch.zeros((), dtype=torch.float64)
-    rounds = parallel.rounds(pairs)
-    for number, together in enumerate(rounds, start=1):
-        with nullcontext() if number == len(rounds) else parallel.no_sync():
-            total += parallel.forward_backward(accumulate, together, divisor, parallel.summed_loss)
-    parallel.finish()
-    return parallel.mean(total)
+    return parallel.mean(parallel.forward_backward(accumulate, pairs, divisor))
 
 
 def as_arrays(tensors: dict[str, Tensor | None]) -> Values:

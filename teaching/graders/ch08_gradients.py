@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from minitron.config import ModelConfig
 from minitron.model.transformer import Transformer, initialize
-from minitron.parallel.tensor.cuts import Cut, plan_cuts
+from minitron.parallel.placement import Placement
+from minitron.parallel.tensor.cuts import plan_placements
 from minitron.parallel.tensor.sequence import apply_sequence_parallel
 from teaching.graders import Mistake, asked, expect
 from teaching.graders.ch06_toy import ELEMENT
@@ -106,14 +107,14 @@ def alone(family: str) -> Gradients:
 
 
 @cache
-def cuts_of(family: str, rank: int, size: int) -> dict[str, Cut]:
-    return plan_cuts(make_model(family), rank, size)
+def cuts_of(family: str, rank: int, size: int) -> dict[str, Placement]:
+    return plan_placements(make_model(family), rank, size)
 
 
 def right_gradients(family: str, rank: int, size: int) -> Gradients:
     """One process's gradients, of cut parameters this rank's part."""
     cuts = cuts_of(family, rank, size)
-    return {name: None if grad is None else cuts[name].of(grad)
+    return {name: None if grad is None else cuts[name].local(grad)
             for name, grad in alone(family).items()}
 
 

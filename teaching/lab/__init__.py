@@ -22,15 +22,25 @@ def show_text(text: object) -> None:
         print(fill(line, 78, indent="  ", subsequent_indent="    "))
 
 
-def show_source(*objects: object) -> None:
-    """Show the code of functions, methods or classes, in color, with file and line above each."""
+def show_source(*objects: object, first: str = "", last: str = "") -> None:
+    """Show the code of functions, methods or classes, in color, with file and line above each.
+
+    With `first` and `last` a part of it: from the first line that contains `first` to the next one
+    that contains `last`.
+    """
     from IPython.display import Markdown, display
 
     for each in map(inspect.unwrap, objects):
-        lines, first = inspect.getsourcelines(each)
+        lines, number = inspect.getsourcelines(each)
         path = Path(inspect.getsourcefile(each)).relative_to(ROOT).as_posix()
+        part = ""
+        if first:
+            begin = next(i for i, line in enumerate(lines) if first in line)
+            end = next(i for i, line in enumerate(lines) if i >= begin and last in line)
+            lines, number, part = lines[begin : end + 1], number + begin, f", of {each.__name__}"
         code = textwrap.dedent("".join(lines)).rstrip()
-        display(Markdown(f"[{path}, line {first}](../{path}#L{first})\n\n```python\n{code}\n```"))
+        place = f"[{path}, line {number}{part}](../{path}#L{number})"
+        display(Markdown(f"{place}\n\n```python\n{code}\n```"))
 
 
 def counting_rows(step: int, num_rows: int, length: int, vocabulary: int) -> Tensor:

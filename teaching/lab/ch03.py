@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import weakref
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -46,11 +47,11 @@ def copying_batch(step: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def train(policy: Policy, num_steps: int = 120) -> list[float]:
-    """Return the losses of a training with this policy; all policies start from the same seed."""
-    torch.manual_seed(0)
+def train(policy: Policy, seed: int, num_steps: int = 120) -> list[float]:
+    """Return the losses of a training; the seed determines the weights and the dropout masks."""
+    torch.manual_seed(seed)
     model = Transformer(COPYING)
-    initialize(model, seed=0)
+    initialize(model, seed)
     policy(model)
     optimizer = make_optimizer(model, TrainConfig(), torch.device("cpu"))
     return [
@@ -88,25 +89,25 @@ def recorded_time(name: str) -> float:
 
 
 def flops_of_step(config: ModelConfig, policy: Policy = lambda model: None) -> int:
-    """Return the FLOPs of a step on four full sequences, without values.
+    """Return the FLOPs of a step on one full sequence.
 
     Attention is materialized: PyTorch's counter does not count the CPU's fused kernel.
     """
-    with fake_tensors():
-        model = Transformer(config)
-        for block in model.blocks:
-            block.attention.attention_fn = materialized_attention
-        policy(model)
-        tokens = torch.zeros(4, config.max_sequence_length, dtype=torch.long)
-        with FlopCounterMode(display=False) as counter:
-            model(tokens).sum().backward()
+    model = Transformer(config)
+    initialize(model, seed=0)
+    for block in model.blocks:
+        block.attention.attention_fn = materialized_attention
+    policy(model)
+    tokens = torch.zeros(1, config.max_sequence_length, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens).sum().backward()
     return counter.get_total_flops()
 
 
 # A layer of GPT-3 without values, and what a paper measured of a smaller model
 
-PAPER_MILLISECONDS = {"none": 7.7 + 11.9, "selective": 7.7 + 13.2, "full": 7.7 + 19.5}
-"""Forward and backward pass of a layer of `PAPER_22B`: Korthikanti et al. 2022, table 4."""
+PAPER_MILLISECONDS = {"none": (7.7, 11.9), "selective": (7.7, 13.2), "full": (7.7, 19.5)}
+"""Forward pass and backward pass of a layer of `PAPER_22B`: Korthikanti et al. 2022, table 4."""
 PAPER_22B = ModelConfig("gpt", 51_200, 2048, 48, 6144, 64, 64, 4 * 6144, dropout=0.1)
 
 
@@ -145,6 +146,24 @@ def default_dtype(dtype: torch.dtype):
 def cut(num_blocks: int, length: int) -> list[int]:
     """Return the lengths of segments of `length` blocks; the last one may be shorter."""
     return [min(length, num_blocks - start) for start in range(0, num_blocks, length)]
+
+
+def least_peak(num_blocks: int, activation_bytes: int, input_bytes: int) -> int:
+    """Return the lowest peak of segments of any lengths, equal or not.
+
+    Below a given peak, segment j has room for the blocks whose activations fit beside j inputs.
+    """
+
+    def blocks_that_fit(peak: int) -> int:
+        room = range(peak, 0, -input_bytes)
+        return sum(each // activation_bytes for each in room[:num_blocks])
+
+    peaks = sorted(
+        before * input_bytes + length * activation_bytes
+        for before in range(num_blocks)
+        for length in range(1, num_blocks + 1)
+    )
+    return peaks[bisect_left(peaks, num_blocks, key=blocks_that_fit)]
 
 
 @rc_context(STYLE)

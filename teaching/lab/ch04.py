@@ -19,9 +19,11 @@ from minitron.measure.ledger import Ledger
 from minitron.model.transformer import Transformer, initialize
 from minitron.parallel.data.ddp import apply_bucketed_data_parallel
 from minitron.step import make_optimizer, train_step
+from teaching.claims import claim
+from teaching.figures import Held
 from teaching.lab import MEASURING, counting_rows, loss_of
 from teaching.lab.gpu_models import OVERLAP
-from teaching.lab.gpu_records import FOLDER, newest, rows_of
+from teaching.lab.gpu_records import FOLDER, device_of, newest, rows_of
 from teaching.overlap import (
     Compute,
     compute_in_proportion,
@@ -63,6 +65,25 @@ def train(group: ProcessGroup, hook: Callable, finish: Callable, num_steps: int)
 def train_all(group: ProcessGroup, versions: Sequence[Version], num_steps: int = 60) -> Tensor:
     """Return this rank's losses (version, step)."""
     return torch.tensor([train(group, *version, num_steps) for version in versions])
+
+
+# What each rank holds
+
+
+def held_by_ranks(
+    model: ModelConfig, num_ranks: int, sequence_length: int
+) -> dict[str, dict[str, Held]]:
+    """Return rows for `holdings`: a batch of one sequence per rank, plain data parallelism."""
+    recipe, num_parameters = cost.RECIPES["bf16"], cost.num_parameters(model)
+    state = {
+        "parameter": recipe.parameter,
+        "gradient": recipe.gradient,
+        "optimizer state": recipe.master + recipe.optimizer_state,
+    }
+    row = {kind: Held(num_bytes * num_parameters) for kind, num_bytes in state.items()}
+    activations = cost.activation_bytes(model, 1, sequence_length)
+    row["activation"] = Held(activations, 1 / num_ranks)
+    return {f"rank {rank}": row for rank in range(num_ranks)}
 
 
 # A step on an emulated network
@@ -164,6 +185,53 @@ def recorded_step() -> tuple[list[int], Compute]:
     return sizes, compute_in_proportion([0, *sizes[1:]], start, end - start)
 
 
+def recorded_times() -> dict[str, float]:
+    """Return milliseconds of the recorded step, each beside what was expected.
+
+    "Other kernels" are those of neither a matrix multiplication nor the optimizer. By their names
+    attention's kernels are counted as multiplications; the planner has one time for them and for
+    the copies and casts around them.
+    """
+    record = newest("overlap", FOLDER)
+    [row] = rows_of(record, lambda row: row["case"] == "plain step")
+    device = device_of(record)
+    parts = OVERLAP.estimate(device, "bf16-autocast").parts
+    compute = sum(parts[kind] for kind in ("matmul", "attention", "elementwise"))
+    flops = OVERLAP.num_tokens * cost.backward_flops_per_token(
+        OVERLAP.model, OVERLAP.sequence_length
+    )
+    return {
+        "backward pass, recorded": row["update_start_ms"] - row["forward_end_ms"],
+        "  at 40 % of the peak": 1e3 * flops / (0.4 * device.bf16_flops),
+        "  predicted by the planner": 1e3 * compute * 2 / 3,
+        "other kernels of the step, recorded": row["elementwise_ms"] + row["copy_ms"],
+        "  planned, attention included": 1e3 * (parts["attention"] + parts["elementwise"]),
+    }
+
+
+def tokens_to_hide(
+    model: ModelConfig, num_ranks: int, latency: float, bandwidth: float, speed: float
+) -> dict[str, float]:
+    """Return how many tokens per rank make the backward pass as long as the all-reduces.
+
+    First by the rule: 4 P FLOPs per token at `speed`, and 2 x 2 P bytes. Then with one correction
+    after the other. Attention's FLOPs are those of sequences of 8,192 tokens.
+    """
+    num_parameters, sizes = cost.num_parameters(model), gradient_sizes(model)
+    travel = 2 * sum(sizes) / bandwidth
+    num_bytes, latencies = bytes_and_latency(sizes, num_ranks, latency, bandwidth)
+    flops = 4 * num_parameters
+    attention = 2 * model.num_layers * 4 * 8192 * model.width
+    exact = cost.backward_flops_per_token(model, 8192)
+    return {
+        "the rule": travel * speed / flops,
+        "bytes x (N-1)/N": num_bytes * speed / flops,
+        "attention": num_bytes * speed / (flops + attention),
+        "input embedding": num_bytes * speed / exact,
+        "latency": (num_bytes + latencies) * speed / exact,
+    }
+
+
 def bytes_and_latency(
     sizes: list[int], num_ranks: int, latency: float, bandwidth: float
 ) -> tuple[float, float]:
@@ -189,6 +257,8 @@ class Step(NamedTuple):
     """From the forward pass to the last gradient, mean of the ranks."""
     exposed: float
     """From the last gradient until all of them have been reduced, mean of the ranks."""
+    slowest: float
+    """The backward pass of the rank that takes longest for it."""
 
 
 def exposed_in(ledger: Ledger, backward_end: float) -> float:
@@ -252,7 +322,8 @@ def measure(
 
 def _of_all_ranks(by_rank: Sequence[tuple]) -> Step:
     calls, spans, seconds, backward, exposed = zip(*by_rank, strict=True)
-    return Step(list(calls), list(spans), max(seconds), fmean(backward), fmean(exposed))
+    longest = max(seconds), fmean(backward), fmean(exposed), max(backward)
+    return Step(list(calls), list(spans), *longest)
 
 
 def median_step(steps: Sequence[Step]) -> Step:
@@ -285,6 +356,57 @@ def print_steps(
         print(
             f"{name:8} {len(step.calls[0]):5} {end_of(compute, sent[name]):9.0f} {measured:>18} "
             f"{exposed:10.0f} {1e3 * step.exposed:8.0f} {alone:6.0f} {1e3 * step.backward:8.0f}"
+        )
+
+
+def predict_again(
+    network: Network, compute: Compute, steps: Sequence[Step], bucket_bytes: int
+) -> float:
+    """Predict a step whose backward pass is as long as measured, on the slowest rank; ms."""
+    stretch = median_step(steps).slowest / (compute.backward - compute.forward)
+    ready = [compute.forward + stretch * (at - compute.forward) for at in compute.ready]
+    slower = Compute(compute.forward, ready, compute.optimizer)
+    return end_of(slower, network.predict(slower, buckets_of(bucket_bytes)))
+
+
+def explained(
+    spreads: dict[str, tuple[float, float, float]],
+    predicted: dict[str, float],
+    again: dict[str, float],
+    steps: dict[str, list[Step]],
+) -> str:
+    """Claim that the backward passes got longer beside more buckets, and predict better; ms."""
+    first, second = (
+        fmean(abs(middle - guess[name]) for name, (_, middle, _) in spreads.items())
+        for guess in (predicted, again)
+    )
+    backward = {name: 1e3 * median_step(found).slowest for name, found in steps.items()}
+    most, least = next(iter(backward)), next(reversed(backward))
+    return claim(
+        second < first and backward[most] > backward[least],
+        f"The slower rank's backward pass takes {backward[most]:.0f} ms with {most} and "
+        f"{backward[least]:.0f} ms with {least}. Without this the predictions are off by "
+        f"{first:.0f} ms on average, with it by {second:.0f} ms.",
+    )
+
+
+def print_buckets(
+    compute: Compute,
+    predicted: dict[str, float],
+    again: dict[str, float],
+    steps: dict[str, list[Step]],
+) -> None:
+    """Print both predictions of each bucket size beside what was measured; ms."""
+    print("                                   step (ms)                     backward (ms)")
+    print("          buckets predicted  again  median (half of 5)       alone slower rank")
+    alone = 1e3 * (compute.backward - compute.forward)
+    for name, found in steps.items():
+        low, middle, high = spread(found)
+        measured, step = f"{middle:.0f} ({low:.0f} to {high:.0f})", median_step(found)
+        num_buckets = len(step.calls[0]) - 2  # two send the number of tokens and the loss
+        print(
+            f"{name:9} {num_buckets:7} {predicted[name]:9.0f} {again[name]:6.0f} "
+            f"{measured:>19} {alone:11.0f} {1e3 * step.slowest:11.0f}"
         )
 
 

@@ -1,10 +1,7 @@
 """Chapter 6's measurements: the toy's judge, a clipped training, the meter's step."""
 
-import inspect
-import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
@@ -25,7 +22,6 @@ from minitron.parallel.data.fsdp import FullyShardedDataParallel, apply_fsdp
 from minitron.parallel.data.zero import apply_zero1, apply_zero2
 from minitron.proof.difference import first_difference
 from minitron.proof.oracle import sample_batches, small_llama, trainings
-from teaching.exercises import ROOT
 from teaching.figures import Held, holdings
 from teaching.lab import MEASURING, counting_rows, loss_of
 
@@ -82,25 +78,6 @@ def report(
             kind: Held(kept[kind], kept[kind] / shares[kind]) for kind in kept
         }
     return holdings(picture)
-
-
-# The real one: parts of long methods
-
-
-def show_lines(function: Callable, first: str, last: str) -> None:
-    """Show a function's code from the first line with `first` to the first one after with `last`.
-
-    As `show_source` does, in color, with file and line above.
-    """
-    from IPython.display import Markdown, display
-
-    lines, number = inspect.getsourcelines(function)
-    begin = next(i for i, line in enumerate(lines) if first in line)
-    end = next(i for i, line in enumerate(lines) if i >= begin and last in line) + 1
-    path, line = Path(inspect.getsourcefile(function)).relative_to(ROOT), number + begin
-    code = textwrap.dedent("".join(lines[begin:end])).rstrip()
-    name = f"{path.as_posix()}, line {line}, of {function.__name__}"
-    display(Markdown(f"[{name}](../{path.as_posix()}#L{line})\n\n```python\n{code}\n```"))
 
 
 # The trap: a training that clips
@@ -210,22 +187,22 @@ def fullest(apply: Apply, *layers: int) -> list[int]:
     return list(map(max, zip(*ranks, strict=True)))
 
 
-def predict_layers(stage: int, apply: Apply, limit: float) -> int:
-    """Predict the most layers that stay below `limit` bytes per rank, of four ranks.
+def predict_layers(
+    stage: int, apply: Apply, limit: float, num_measured: int = 3
+) -> tuple[int, float]:
+    """Predict the most layers that stay below `limit` bytes per rank, of four, and their peak.
 
-    The formula gives the training state; what comes on top is measured with four and with six
-    layers, and taken to grow by the same amount with each.
+    Formulas give the training state and the activations of a micro-batch, one sequence; what comes
+    on top is measured with `num_measured` layers, and taken to be the same with any number.
     """
 
-    def state(layers: int) -> int:
-        return zero_bytes(cost.num_parameters(shape_of(layers)), 4, stage, FP32)
+    def known(layers: int) -> int:
+        state = zero_bytes(cost.num_parameters(shape_of(layers)), 4, stage, FP32)
+        return state + layers * cost.activation_bytes_per_layer(shape_of(layers), 1, 8, 4)
 
-    four, six = fullest(apply, 4, 6)
-    on_top = four - state(4)
-    more = (six - state(6) - on_top) / 2
-    return max(
-        count for count in range(4, 50) if state(count) + on_top + (count - 4) * more <= limit
-    )
+    on_top = fullest(apply, num_measured)[0] - known(num_measured)
+    layers = max(count for count in range(1, 50) if known(count) + on_top <= limit)
+    return layers, known(layers) + on_top
 
 
 # Hybrid sharding

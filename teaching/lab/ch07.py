@@ -169,7 +169,7 @@ def train(group: ProcessGroup, apply: Apply, num_steps: int = 20) -> tuple[list[
     replicated = [
         parameter.detach().flatten()
         for name, parameter in model.named_parameters()
-        if parallel.cuts[name].count == 1
+        if parallel.placements[name].count == 1
     ]
     return losses, torch.cat(replicated)
 

@@ -100,7 +100,7 @@ def clip_over(*axes: str) -> Callable:
 
     def clip(parallel, parameters, max_norm):
         groups = {
-            "tp": parallel.tensor.group,
+            "tp": parallel.layers["tensor"].group,
             "pp": parallel.pipeline.group,
             "dp": parallel.data.group,
         }

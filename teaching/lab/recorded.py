@@ -63,12 +63,14 @@ def mfu(folder: Path = FOLDER) -> Shown:
 
 
 def matmul_roofline(folder: Path = FOLDER) -> Shown:
-    """Recorded matmuls of growing size under the roof of peak and bandwidth."""
+    """All recorded matmuls under the roof of peak and bandwidth; names the lowest to its right.
+
+    The sentence has the times of all on the left, and of the lowest on the right.
+    """
     record = newest("kernels", folder)
     device = device_of(record)
     rows = rows_of(record, lambda row: row["kind"] == "matmul")
-    reached = max((row["flops_per_second"] for row in rows), default=0.0)
-    rows = spaced(sorted(rows, key=lambda row: row["intensity"]))
+    rows.sort(key=lambda row: row["intensity"])
     peak, bandwidth = (
         (rows[0]["peak"], rows[0]["bandwidth"])
         if rows
@@ -87,15 +89,37 @@ def matmul_roofline(folder: Path = FOLDER) -> Shown:
             f"{alt}.",
         )
     figure = scaling(
-        [round(row["intensity"]) for row in rows],
+        [row["intensity"] for row in rows],
         [row["flops_per_second"] for row in rows],
         *labels,
         roof,
         "roof",
         predicted_x=x,
     )
-    alt += f"; the fastest recorded matmul reaches {reached / peak:.0%} of the peak."
-    return Shown(origin(record), figure, alt)
+    axes, ticks = figure.axes[0], [row["intensity"] for row in spaced(rows)]
+    axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
+
+    reached = max(row["flops_per_second"] for row in rows)
+    alt += f"; the fastest recorded matmul reaches {reached / peak:.0%} of the peak"
+    right = [row for row in rows if row["intensity"] > corner]
+    lowest = min(right or rows, key=lambda row: row["flops_per_second"] / row["roof"])
+    point = lowest["intensity"], lowest["flops_per_second"]
+    axes.annotate(shape_of(lowest), point, (8, -4), textcoords="offset points", color=GREY)
+    alt += f", that of {shape_of(lowest)} {point[1] / lowest['roof']:.0%} of its roof."
+    left = [row for row in rows if row["intensity"] <= corner and row is not lowest]
+    times = ", ".join(time_and_roof(row) for row in (*left, lowest))
+    return Shown(f"{origin(record)}\nShortest times (and the roof's) in us: {times}.", figure, alt)
+
+
+def shape_of(row: Row) -> str:
+    """matmul 1 x 4096 x 4096 -> 1 x 4096 x 4096."""
+    return row["case"].removeprefix("matmul ")
+
+
+def time_and_roof(row: Row) -> str:
+    """Return a matmul's shortest time and the time that its roof allows, in microseconds."""
+    took, least = (1e6 * row["flops"] / row[name] for name in ("flops_per_second", "roof"))
+    return f"{shape_of(row)} {took:.1f} ({least:.1f})"
 
 
 def spaced(rows: list[Row]) -> list[Row]:
@@ -140,7 +164,7 @@ def phases_of(row: Row) -> list[tuple[str, int, int]]:
     """Return the phases of the recorded steps with their first and last entry.
 
     They are read off the curve: a step's forward pass ends where most is allocated, its backward
-    pass where least is allocated after that.
+    pass where least is allocated after that, and all that follows counts as the optimizer.
     """
     phases, start = [], row["entry"][0]
     for end in row["entries"]:
@@ -165,7 +189,7 @@ def phases_of(row: Row) -> list[tuple[str, int, int]]:
 def mark_steps(axes: Axes, row: Row) -> None:
     """Name the phases above the axes and the steps within them."""
     phases = phases_of(row)
-    phase_strip(axes, phases)
+    phase_strip(axes, phases, {"optimizer": "rest of step"})  # Adam is not all of it
     for name, start, _ in phases[1:]:
         color = GREY if name == "forward" else BAND  # a step begins
         axes.axvline(start, color=color, linewidth=0.8, zorder=0)
@@ -185,10 +209,10 @@ def mark_steps(axes: Axes, row: Row) -> None:
 def bytes_after_update(row: Row) -> str:
     """Say what is allocated after the second update, without what was there before training."""
     before = max(row["allocated"]) - max(row["peak_of_step"])
-    held = row["allocated"][-1] - before
+    held, parameters = row["allocated"][-1] - before, cost.num_parameters(MEMORY.model)
     return (
-        f"After the update of step 2, {plain_bytes(held)} are allocated: "
-        f"{held / cost.num_parameters(MEMORY.model):.1f} bytes per parameter."
+        f"After the update of step 2, {plain_bytes(held)} are allocated: {held / parameters:.1f} "
+        f"bytes for each of {parameters / 1e9:.2f} billion parameters."
     )
 
 
@@ -205,6 +229,8 @@ def allocator_answers(record: Record) -> list[str]:
                 else "succeeds: free segments were returned to the device"
             )
         words.append(f"With the segments {row['picture']} a request for 40 MiB {answer}.")
+        if "had room" in answer:
+            words[-1] += " So it does not test whether free segments are returned."
     out = record.row("out of memory in the second step")
     if out is not None and out["failed_in_step"] is not None:
         words.append(

@@ -25,6 +25,20 @@ def test_every_name_in_prose_exists(source):
     assert unknown_names(committed(source)) == []
 
 
+def test_chapter_2_says_of_the_allocator_what_the_shown_record_says():
+    [source] = build_chapters.chapter_sources(["ch02"])
+    notebook = committed(source)
+    prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    printed = "".join(
+        output.get("text", "")
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+        for output in cell.outputs
+    )
+    untested = "not test whether free segments are returned" in " ".join(printed.split())
+    assert untested == ("The first tested nothing" in " ".join(prose.split()))
+
+
 def chapter(prose: str, code: str = "x = 1", output: str = "", tags=("nbval-check-output",)):
     """A chapter of one paragraph and one cell that has printed `output`."""
     cell = new_code_cell(code, outputs=[new_output("stream", text=output)])

@@ -20,44 +20,28 @@ def shown_sources(source) -> list[tuple[str, str, str]]:
     for cell in build_chapters.nbformat.reads(text, as_version=4).cells:
         if cell.cell_type != "code":
             continue
+        names, now = [], []
         for node in ast.walk(ast.parse(plain_python(cell.source))):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 exec(ast.unparse(node), imported)
             elif isinstance(node, ast.Call) and ast.unparse(node.func) == "show_source":
-                shown = [
-                    output.data["text/markdown"]
-                    for output in cell.outputs
-                    if "text/markdown" in output.get("data", {})
-                ]
-                names = list(map(ast.unparse, node.args))
-                found += zip(
-                    names,
-                    displayed(*(eval(name, imported) for name in names)),
-                    [text for text in shown if is_whole(text)],
-                    strict=True,
-                )
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "lab.show_lines":
-                shown = [
-                    output.data["text/markdown"]
-                    for output in cell.outputs
-                    if "text/markdown" in output.get("data", {})
-                ]
-                with patch("IPython.display.display") as display:
-                    eval(ast.unparse(node), imported)
-                now = display.call_args.args[0].data
-                found.append((ast.unparse(node), now, now if now in shown else ""))
+                part = {key.arg: ast.literal_eval(key.value) for key in node.keywords}
+                names += map(ast.unparse, node.args)
+                now += displayed(*(eval(ast.unparse(a), imported) for a in node.args), **part)
+        if names:
+            shown = [
+                output.data["text/markdown"]
+                for output in cell.outputs
+                if "text/markdown" in output.get("data", {})
+            ]
+            found += zip(names, now, shown, strict=True)
     return found
 
 
-def is_whole(text: str) -> bool:
-    """Whether a shown source is a whole definition, and no part of one."""
-    return ", of " not in text.split("](")[0]
-
-
-def displayed(*objects) -> list[str]:
+def displayed(*objects, **part) -> list[str]:
     """Return what `show_source` displays of objects, as Markdown."""
     with patch("IPython.display.display") as display:
-        show_source(*objects)
+        show_source(*objects, **part)
     return [call.args[0].data for call in display.call_args_list]
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from minitron.launch import RankError, ranks, run, starting
 from tests.environment import finding
+from tests.processes import descendants
 from tests.tiers import exhaustive, tiered
 
 REPOSITORY = Path(__file__).parents[2]
@@ -135,20 +136,7 @@ def script(tmp_path, *arguments) -> tuple[subprocess.Popen, list[psutil.Process]
         start_new_session=True,
     )
     assert process.stdout.readline() == "[rank 0] ready\n"
-    return process, descendants(process.pid)
-
-
-def descendants(pid: int) -> list[psutil.Process]:
-    """All processes below one that has a server, its rank and a tracker.
-
-    One look at /proc, while other tests start and end processes, has missed the rank before.
-    """
-    for _ in range(100):
-        found = psutil.Process(pid).children(recursive=True)
-        if len(found) >= 3:
-            break
-        time.sleep(0.1)
-    return found
+    return process, descendants(process.pid, at_least=3)  # a server, its rank and a tracker
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="daemons are found on Linux alone")
@@ -161,7 +149,7 @@ def test_what_a_rank_has_started_ends_with_the_parent(tmp_path, sent):
     parent.wait(60)
     assert survivors(folder) == []
     _, alive = psutil.wait_procs(below, timeout=60)  # the server, its rank and the tracker too
-    assert not alive and len(below) >= 3
+    assert not alive
 
 
 @exhaustive

@@ -18,6 +18,7 @@ from minitron.launch import RankError, run, starting, torchrun_group
 from minitron.launch import ranks as ranks_module
 from minitron.launch.starting import context_of, without_main
 from tests.environment import finding
+from tests.processes import descendants
 from tests.tiers import exhaustive
 
 REPOSITORY = Path(__file__).parents[2]
@@ -564,9 +565,7 @@ def start_script(tmp_path, text: str) -> subprocess.Popen:
 def until_ranks_speak(script: subprocess.Popen) -> list[psutil.Process]:
     assert script.stdout.readline() == "main\n"
     assert script.stdout.readline() == "[rank 0] ready\n"
-    processes = psutil.Process(script.pid).children(recursive=True)
-    assert len(processes) >= 3  # the server, its ranks, multiprocessing's resource tracker
-    return processes
+    return descendants(script.pid, at_least=3)  # the server, its ranks, multiprocessing's tracker
 
 
 def gone(processes: list[psutil.Process]) -> bool:

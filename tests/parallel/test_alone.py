@@ -40,7 +40,7 @@ def answers(group, apply):
     gradients = parallel.full_gradients()
 
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    loss = parallel.sum_losses(parallel.model, [(inputs, targets)], parallel.summed_loss)
+    loss = parallel.sum_losses(parallel.model, [(inputs, targets)])
     with torch.no_grad():
         logits = parallel.full_model()(inputs)
     return norm, gradients, loss, logits

@@ -168,7 +168,7 @@ def own_norm(parallel, parameters, max_norm):
 
 
 def counting_copies_twice(parallel, parameters, max_norm):
-    groups = [parallel.tensor.group]
+    groups = [parallel.layers["tensor"].group]
     return clip_pieces(parameters, max_norm, parameters[0].new_zeros(()), groups)
 
 

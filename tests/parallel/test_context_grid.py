@@ -175,7 +175,7 @@ def counted_unequally(group):
     index, count = parallel.data_part
     pairs = [(inputs[k : k + 1], targets[k : k + 1]) for k in range(index, 4, count)]
     loss = accumulate_over_ranks(model, pairs, parallel)
-    total = parallel.sum_losses(model, pairs, parallel.summed_loss)
+    total = parallel.sum_losses(model, pairs)
     return loss, parallel.mean(total) * count, parallel.full_gradients()
 
 

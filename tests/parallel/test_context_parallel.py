@@ -24,7 +24,7 @@ from minitron.parallel.context.chunks import contiguous, own_chunks, zigzag
 from minitron.parallel.context.gather import gathered_attention
 from minitron.parallel.context.ring import RingAttention, ring_attention
 from minitron.parallel.context.ulysses import ulysses_attention
-from minitron.parallel.one_device import IGNORED
+from minitron.parallel.one_device import IGNORED, OneDevice
 from minitron.proof.difference import first_difference
 from minitron.proof.oracle import (
     assert_same_training,
@@ -180,7 +180,7 @@ def counted_unequally(apply, group):
         pairs.append((tokens[:, :-1], targets))
     loss = accumulate_over_ranks(model, pairs, parallel)
     with torch.no_grad():
-        total = parallel.sum_losses(model, pairs, parallel.summed_loss)
+        total = parallel.sum_losses(model, pairs)
     return loss, total, parallel.full_gradients()
 
 
@@ -275,7 +275,7 @@ def loss_times_cp(self, tensor):
 
 def tokens_counted_cp_times(self, accumulate, micro_batches, divisor, sum_loss):
     """prime-rl 2359."""
-    return accumulate(self.cut(micro_batches), divisor, sum_loss)
+    return OneDevice.run_passes(self, accumulate, micro_batches, divisor * self.size, sum_loss)
 
 
 def not_reduced(self):
@@ -307,7 +307,7 @@ attend_chunks = gather.attend_chunks
 MUTANTS = {
     "targets shifted after the cut": (
         on_ring,
-        patch.object(ContextParallel, "cut", shift_after_cut),
+        patch.object(ContextParallel, "own_parts", shift_after_cut),
         "model: loss",
     ),
     "positions restart on each rank": (
@@ -322,7 +322,7 @@ MUTANTS = {
     ),
     "tokens counted cp times": (
         on_ring,
-        patch.object(ContextParallel, "forward_backward", tokens_counted_cp_times),
+        patch.object(ContextParallel, "run_passes", tokens_counted_cp_times),
         "model: loss 3.0x too small on all ranks",
     ),
     "gradients not reduced": (

@@ -75,8 +75,8 @@ def one_step(group, apply, dtype, num_layers, policy=lambda model: None):
         return torch.zeros(())
 
     with Ledger() as ledger:
-        parallel.forward_backward(
-            accumulate, [(tokens, tokens)], torch.ones(()), parallel.summed_loss
+        parallel.run_passes(
+            accumulate, parallel.own_parts([(tokens, tokens)]), torch.ones(()), parallel.summed_loss
         )
     calls = [(call.phase, call.op, call.payload, call.dtype) for call in ledger.calls]
     return calls, ledger.bytes_sent(), ledger.bytes_received()

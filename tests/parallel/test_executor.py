@@ -86,7 +86,7 @@ def evaluated(group, make_schedule):
             losses = sum(summed(model(tokens), targets) for tokens, targets in pairs)
             return losses, model(pairs[0][0]), True
     pipeline = apply_pipeline_parallel(model, group, make_schedule)
-    total = pipeline.sum_losses(None, micro_batches(M), summed)
+    total = pipeline.run_forward_passes(None, micro_batches(M), summed)
     logits = pipeline.predict(micro_batches(M)[0][0])
     return total, logits, all(p.grad is None for p in model.parameters())
 

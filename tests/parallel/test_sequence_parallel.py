@@ -153,13 +153,13 @@ def own_tokens(self, x):
 
 def norms_only(self, gradient):
     """Sums the gradients of norms, and forgets biases and positions."""
-    cuts = self.cuts
-    self.cuts = {
+    cuts = self.placements
+    self.placements = {
         name: cut if "norm" in name else cuts["token_embedding.weight"]
         for name, cut in cuts.items()
     }
     finish(self, gradient)
-    self.cuts = cuts
+    self.placements = cuts
 
 
 finish = TensorParallel.sum_partial_gradients

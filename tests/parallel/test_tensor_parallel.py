@@ -22,7 +22,7 @@ from minitron.measure.meter import Meter
 from minitron.model.recompute import apply_full_recompute, apply_selective_recompute
 from minitron.model.transformer import initial_value, initialize, materialize
 from minitron.parallel.tensor import layers, vocabulary
-from minitron.parallel.tensor.cuts import plan_cuts
+from minitron.parallel.tensor.cuts import plan_placements
 from minitron.parallel.tensor.layers import (
     AllReduceExchange,
     RowParallelLinear,
@@ -292,7 +292,7 @@ def weights(group, is_meta):
         assert parameter.is_contiguous()
         assert parameter.untyped_storage().nbytes() == parameter.nbytes  # not a view of the whole
     tied = model.head.weight is model.token_embedding.weight
-    return model.state_dict(), parallel.cuts, parallel.full_parameters(), tied
+    return model.state_dict(), parallel.placements, parallel.full_parameters(), tied
 
 
 @pytest.mark.parametrize("size", tiered(SIZES, keep=2))
@@ -303,21 +303,21 @@ def test_the_weights_of_any_layout_are_slices_of_the_same(ranks, size):
         for parts, cuts, full, tied in done["weights"]:
             assert tied == model.config.tied_embedding
             assert list(parts) == list(model.state_dict())
-            assert cuts == plan_cuts(model, rank, size)
+            assert cuts == plan_placements(model, rank, size)
             for name, parameter in model.named_parameters():
-                assert torch.equal(parts[name], cuts[name].of(parameter))
+                assert torch.equal(parts[name], cuts[name].local(parameter))
                 assert cuts[name].full_shape(parts[name].shape) == parameter.shape
                 assert torch.equal(full[name], parameter)
 
 
 def test_which_part_a_rank_holds_counted_by_hand():
-    cuts = plan_cuts(llama(num_kv_heads=2), 2, 4)
+    cuts = plan_placements(llama(num_kv_heads=2), 2, 4)
     matrix, kv = torch.arange(24 * 36).view(24, 36), torch.arange(4 * 24).view(4, 24)
-    assert torch.equal(cuts["blocks.0.mlp.down.weight"].of(matrix), matrix[:, 18:27])
-    assert torch.equal(cuts["blocks.1.attention.key.weight"].of(kv), kv[2:])  # ranks 2 and 3
-    assert torch.equal(cuts["blocks.1.attention.query.weight"].of(matrix), matrix[12:18])
-    assert torch.equal(cuts["head.weight"].of(matrix.T), matrix.T[18:27])
-    assert torch.equal(cuts["final_norm.weight"].of(matrix[0]), matrix[0])
+    assert torch.equal(cuts["blocks.0.mlp.down.weight"].local(matrix), matrix[:, 18:27])
+    assert torch.equal(cuts["blocks.1.attention.key.weight"].local(kv), kv[2:])  # ranks 2 and 3
+    assert torch.equal(cuts["blocks.1.attention.query.weight"].local(matrix), matrix[12:18])
+    assert torch.equal(cuts["head.weight"].local(matrix.T), matrix.T[18:27])
+    assert torch.equal(cuts["final_norm.weight"].local(matrix[0]), matrix[0])
     shared = {name for name, cut in cuts.items() if cut.is_partial}
     assert shared == {
         f"blocks.{n}.attention.{kind}.weight" for n in (0, 1) for kind in ("key", "value")
@@ -337,7 +337,7 @@ def test_a_size_that_does_not_divide_is_told_with_both_numbers(family, sizes, ra
     model = small_model(family, **MODEL | sizes)
     words = f"^model.{name} is not divisible by {ranks} ranks of tensor parallelism: raise it to "
     with pytest.raises(ConfigError, match=words):
-        plan_cuts(model, 0, ranks)
+        plan_placements(model, 0, ranks)
 
 
 # What crosses the wire, and when

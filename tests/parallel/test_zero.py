@@ -512,7 +512,7 @@ def late_steps(group, divide=None):
             part = tokens[rank::size]
             pairs = [(part[:, :-1], part[:, 1:])]
             loss, _ = train_step(model, optimizer, pairs, 0.05, 0.0, parallel)
-            validated = parallel.sum_losses(model, pairs, parallel.summed_loss)
+            validated = parallel.sum_losses(model, pairs)
             losses += [loss, parallel.mean(validated.double()) * size]
     return torch.stack(losses), dict(parallel.full_parameters())
 

@@ -35,6 +35,7 @@ from minitron.parallel.pipeline.v_schedules import dualpipe_v, zb_v
 from minitron.parallelize import make_schedule
 from minitron.proof.difference import first_difference
 from minitron.proof.oracle import sample_batches, small_gpt, small_llama, trainings
+from minitron.step import accumulate_over_ranks
 from tests.parallel.records import SGD, assert_same
 from tests.parallel.saving import load, saved
 from tests.tiers import collected, in_tiers, in_turn
@@ -204,8 +205,7 @@ def wire(world, schedule, data):
     optimizer = parallel.make_optimizer(torch.optim.SGD)
     tokens = torch.zeros(1, 7, dtype=torch.long)
     with Meter(model, optimizer) as meter, Ledger() as ledger:
-        parallel.forward_backward(None, M * [(tokens, tokens)], 1.0, parallel.summed_loss)
-        parallel.finish()
+        parallel.forward_backward(None, M * [(tokens, tokens)], 1.0)
     moved = [
         sum(
             getattr(call, way)
@@ -265,8 +265,7 @@ def wire_of_stage_2(world, schedule, data):
 
     around = axis.pass_context
     with patch.object(axis, "pass_context", gradients_between_passes), Ledger() as ledger:
-        parallel.forward_backward(None, M * [(tokens, tokens)], 1.0, parallel.summed_loss)
-        parallel.finish()
+        parallel.forward_backward(None, M * [(tokens, tokens)], 1.0)
         optimizer.step()
     moved = [
         sum(
@@ -340,14 +339,7 @@ def take_step(parallel, optimizer, number):
     index, count = parallel.data_part
     tokens = sample_batches((8, 8))[number][index::count]
     pairs = [(part[:, :-1], part[:, 1:]) for part in tokens.split(1)]
-
-    def accumulate(micro_batches, divisor, sum_loss):
-        for inputs, targets in micro_batches:
-            (sum_loss(parallel.model(inputs), targets) / divisor).backward()
-
-    for together in parallel.rounds(pairs):
-        parallel.forward_backward(accumulate, together, 8 * 7 / count, parallel.summed_loss)
-    parallel.finish()
+    accumulate_over_ranks(parallel.model, pairs, parallel)
     optimizer.step()
 
 

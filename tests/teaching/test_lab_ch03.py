@@ -7,9 +7,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from minitron import cost
-from minitron.config import ModelConfig
+from minitron.config import ConfigError, ModelConfig
 from minitron.measure.meter import Meter
-from minitron.model.recompute import apply_full_recompute
+from minitron.model.recompute import apply_full_recompute, segments_for_budget
 from minitron.model.transformer import Transformer, initialize, materialized_attention
 from teaching.exercises import ROOT
 from teaching.lab import ch03 as lab
@@ -107,6 +107,16 @@ def test_the_recorded_models_are_the_benchmark_s(monkeypatch):
 def test_without_dropout_recomputing_a_block_skips_its_last_matmul(name):
     model = lab.RECORDED_MODELS[name]
     counted = lab.flops_of_step(model, apply_full_recompute) - lab.flops_of_step(model)
-    everything = cost.recompute_flops_per_token(model, 128) * 4 * 128
-    skipped = 0 if model.dropout else 6 * 2 * model.width * model.ffn_width * 4 * 128
+    everything = cost.recompute_flops_per_token(model, 128) * 128
+    skipped = 0 if model.dropout else 6 * 2 * model.width * model.ffn_width * 128
     assert counted == everything - skipped
+
+
+@pytest.mark.parametrize("sizes", [(16, 1, 1), (16, 30, 1), (7, 4, 2), (5, 3, 7), (1, 2, 1)])
+def test_the_least_peak_is_the_least_budget_that_segments_fit(sizes):
+    num_blocks, block, boundary = sizes
+    least = lab.least_peak(*sizes)
+    segments = segments_for_budget([block] * num_blocks, boundary, least)
+    assert sum(segments) <= num_blocks
+    with pytest.raises(ConfigError):
+        segments_for_budget([block] * num_blocks, boundary, least - 1)

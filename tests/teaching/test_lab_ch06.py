@@ -7,7 +7,7 @@ import torch
 
 from minitron.launch import run
 from minitron.parallel.data.fsdp import apply_fsdp
-from teaching.lab import ch06, verdict
+from teaching.lab import ch06, show_source, verdict
 from teaching.lab import ch06_prefetch as overlap
 
 L = overlap.WIDE.num_layers
@@ -89,7 +89,7 @@ def test_a_ring_over_two_nodes_crosses_between_them_twice():
 
 def test_part_of_a_method_is_shown_with_its_place():
     with patch("IPython.display.display") as display:
-        ch06.show_lines(ch06.between_nodes, "replicas, shards =", "total = 0")
+        show_source(ch06.between_nodes, first="replicas, shards =", last="total = 0")
     place, code = display.call_args.args[0].data.split("\n\n")
     assert place.startswith("[teaching/lab/ch06.py, line ") and ", of between_nodes]" in place
     assert code == "```python\nreplicas, shards = grid\ntotal = 0\n```"

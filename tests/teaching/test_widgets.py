@@ -1,5 +1,7 @@
 """A widget redraws what its controls say, and leaves a plain picture where nobody can drag."""
 
+import re
+
 import nbformat
 import pytest
 import torch
@@ -7,7 +9,7 @@ from nbclient import NotebookClient
 
 from minitron import cost
 from minitron.config import ModelConfig
-from teaching import widgets
+from teaching import drawings, widgets
 from teaching.figures import curves
 from teaching.figures_numbers import draw_number_line
 from teaching.floats import FORMATS
@@ -272,6 +274,29 @@ def test_the_buckets_of_a_published_model_are_predicted_whole():
     assert "in 2 buckets: " in one_bucket
     assert f"{1e3 * alone:.0f} ms are exposed" in one_bucket, "nothing overlaps with one bucket"
     assert {bar.get_linestyle() for bar in figure.axes[0].patches if not bar.get_hatch()} == {"--"}
+
+
+def test_buckets_wait_for_the_head_and_one_size_exposes_least(monkeypatch):
+    lanes = []
+    monkeypatch.setattr(drawings, "timeline", lambda measured, predicted: lanes.append(predicted))
+    exposed = {}
+    for size in (25, 50, 100, 250, 500):
+        draw_buckets(size, 10, 50, 8192)
+        compute, network = lanes[-1].values()
+        exposed[size] = network[-1].end - compute[-1].end
+    assert min(exposed, key=exposed.get) == 100 and exposed[500] > exposed[250] > exposed[100]
+
+    model = cost.PUBLISHED["Llama 3.2 1B"]
+    head = 1e3 * 8192 * 4 * model.vocab_size * model.width / (0.4 * drawings.H100.bf16_flops)
+    assert network[0].start == pytest.approx(compute[0].end + head, rel=1e-3)
+
+
+def test_latency_or_tokens_hide_buckets_of_1_MB_but_bandwidth_does_not():
+    faster, fewer, wider = (
+        int(re.search(r"which (\d+) ms are exposed", draw_buckets(1, *rest)[1])[1])
+        for rest in ((1, 50, 8192), (10, 50, 32_768), (10, 450, 8192))
+    )
+    assert max(faster, fewer) < 30 < wider
 
 
 @exhaustive

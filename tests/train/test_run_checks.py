@@ -16,7 +16,7 @@ from minitron.config import (
 )
 from minitron.config.layout import layouts_that_fit, require_ranks
 from minitron.model.transformer import Transformer
-from minitron.parallel.tensor.cuts import plan_cuts
+from minitron.parallel.tensor.cuts import plan_placements
 from tests.tiers import diagonal_of
 
 LLAMA = ModelConfig("llama", 720, 32, 4, 32, 4, 2, 48)
@@ -163,7 +163,7 @@ def cuts_work(model: ModelConfig, tp: int) -> bool:
     with torch.device("meta"):
         whole = Transformer(model)
     try:
-        plan_cuts(whole, 0, tp)
+        plan_placements(whole, 0, tp)
     except ConfigError:
         return False
     return True

@@ -160,7 +160,7 @@ def train_and_look(group, config, folder) -> tuple[set, dict]:
     return ops, {
         name: p.detach()
         for name, p in finished.model.named_parameters()
-        if finished.parallel.tensor.cuts[name].count == 1
+        if finished.parallel.layers["tensor"].placements[name].count == 1
     }
 
 

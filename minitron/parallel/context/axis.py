@@ -15,7 +15,7 @@ Communication: inside attention, see the three functions. Once a step an all-red
 gradient; together with data parallelism it is that one's, over all ranks of both. Once, at the
 start, a broadcast of rank 0's parameters.
 
-Read in this order: ContextParallel.own_tokens, forward_backward, finish; apply_context_parallel.
+Read in this order: ContextParallel.own_tokens, mean, finish; apply_context_parallel.
 
 Reference: Liu et al. 2023 (section 3); Llama team 2024 (section 3.3.2).
 """
@@ -23,7 +23,6 @@ Reference: Liu et al. 2023 (section 3); Llama team 2024 (section 3.3.2).
 from collections.abc import Callable
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -40,7 +39,6 @@ from minitron.parallel.context.chunks import (
 )
 from minitron.parallel.context.ring import ring_attention
 from minitron.parallel.data.ddp import average_gradients
-from minitron.parallel.interface import Accumulate, MicroBatches, SumLoss
 from minitron.parallel.one_device import OneDevice
 
 
@@ -84,24 +82,7 @@ class ContextParallel(OneDevice):
         """
         return own_chunks(tokens, self.chunks, self.size)
 
-    def cut(self, micro_batches: MicroBatches) -> MicroBatches:
-        """Return this rank's part of each sequence."""
-        return [
-            (self.own_tokens(inputs), self.own_tokens(targets)) for inputs, targets in micro_batches
-        ]
-
     # A step
-
-    def forward_backward(
-        self,
-        accumulate: Accumulate,
-        micro_batches: MicroBatches,
-        divisor: Tensor,
-        sum_loss: SumLoss,
-    ) -> Tensor:
-        # `divisor` counts the tokens of whole sequences. Gradients and losses are averaged over
-        # these ranks too, so each divides by its share of the tokens, or they would be 1/cp.
-        return accumulate(self.cut(micro_batches), divisor / self.size, sum_loss)
 
     def finish(self) -> None:
         average_gradients(self.model, self.group)
@@ -111,24 +92,10 @@ class ContextParallel(OneDevice):
 
     # Without a gradient
 
-    @torch.no_grad()
-    def sum_losses(
-        self,
-        forward: Callable[[Tensor], Tensor],
-        micro_batches: MicroBatches,
-        sum_loss: SumLoss,
-    ) -> Tensor:
-        return self.sum_over_sequence(
-            super().sum_losses(forward, self.cut(micro_batches), sum_loss)
-        )
-
     def sum_over_sequence(self, tensor: Tensor) -> Tensor:
         total = tensor.detach().clone()
         all_reduce(total, self.group)
         return total
-
-    def predict(self, tokens: Tensor) -> Tensor:
-        return self.model(self.own_tokens(tokens))
 
     def full_logits(self, logits: Tensor) -> Tensor:
         """Gather logits (B, S/cp, V) to (B, S, V), in the sequence's order; without a gradient."""

@@ -43,12 +43,11 @@ class ShardedDataParallel(DataAxis):
         replicas: Group = ALONE,
         sync_every_micro_batch: bool = True,
         sync_replicas_every_micro_batch: bool = False,
-        **axes: ParallelModel,
+        pipeline: ParallelModel | None = None,
     ):
         super().__init__(model, group, replicas)
-        self.pipeline = axes.pop("pipeline", OneDevice(model))
-        if axes:
-            raise TypeError(f"unknown options: {', '.join(axes)}")
+        self.is_stage = pipeline is not None  # other ranks have other layers
+        self.pipeline = pipeline or OneDevice(model)
         self.sync_every_micro_batch = sync_every_micro_batch
         self.sync_replicas_every_micro_batch = sync_replicas_every_micro_batch
         self.used: set[nn.Parameter] = set()  # had a gradient on this rank, since `finish`
@@ -59,11 +58,6 @@ class ShardedDataParallel(DataAxis):
         self.flats = flats
         self.flat_of = {p: flat for flat in flats for p in flat.parameters}
         self.pieces = {p: piece for flat in flats for p, piece in flat.pieces.items()}
-
-    @property
-    def is_stage(self) -> bool:
-        """Whether other ranks have other layers: there is a pipeline."""
-        return bool(self.pipeline.norm_groups())
 
     @property
     def reduces(self) -> bool:
@@ -131,10 +125,6 @@ class ShardedDataParallel(DataAxis):
 
     def norm_groups(self) -> list[dist.ProcessGroup]:
         return [self.group]
-
-    def is_saved(self, name: str) -> bool:
-        """Return whether this is the first of the replicas."""
-        return self.replicas.rank() == 0
 
     # The full model
 

@@ -33,13 +33,14 @@ from minitron.comm.agreement import gathered, gathered_tensors
 from minitron.comm.collectives import broadcast, broadcast_together, exchange
 from minitron.config import require
 from minitron.model.linear import NoDeferral, apply_deferred_weight_gradients
-from minitron.parallel.interface import Accumulate, MicroBatches, ParallelModel, SumLoss
+from minitron.parallel.interface import Accumulate, MicroBatches, SumLoss
 from minitron.parallel.one_device import OneDevice
 from minitron.parallel.pipeline.block_costs import Count, count_parameters
 from minitron.parallel.pipeline.executor import ScheduleExecutor
 from minitron.parallel.pipeline.plan import Message, forwards, script, split_blocks
 from minitron.parallel.pipeline.schedule_check import check, peak_activations
 from minitron.parallel.pipeline.schedules import Action, Schedule, one_forward_one_backward
+from minitron.parallel.placement import WHOLE, Placement
 
 MakeSchedule = Callable[[int, int], Schedule]
 
@@ -81,11 +82,8 @@ class PipelineParallel(OneDevice):
         self.deferral = NoDeferral()
         if any(action.kind == "W" for action in schedule.all_actions):
             self.deferral = apply_deferred_weight_gradients(model)
-        self.data: ParallelModel = OneDevice(model)
+        self.connect_data(OneDevice(model))
         self.keep_stages()
-
-    def connect_data(self, data: ParallelModel) -> None:
-        self.data = data
 
     def stage_parameters(self) -> list[list[nn.Parameter]]:
         """Return the parameters of each of this rank's stages; a tied one is the first stage's."""
@@ -150,18 +148,16 @@ class PipelineParallel(OneDevice):
         if self.last_stage not in self.stages:
             model.final_norm, model.head = nn.Identity(), nn.Identity()
 
-    def rounds(self, micro_batches: MicroBatches) -> list[MicroBatches]:
-        """Return all micro-batches together: they overlap."""
-        return [micro_batches] if micro_batches else []
-
-    def forward_backward(
+    def run_passes(
         self,
         accumulate: Accumulate,
         micro_batches: MicroBatches,
         divisor: Tensor,
         sum_loss: SumLoss,
     ) -> Tensor:
-        """Run the schedule."""
+        """Run the schedule, in which micro-batches overlap."""
+        if not micro_batches:
+            return torch.zeros_like(divisor)
         return self.run(micro_batches, sum_loss, divisor)
 
     def run(self, micro_batches: MicroBatches, sum_loss: SumLoss, divisor: float | Tensor):
@@ -191,7 +187,7 @@ class PipelineParallel(OneDevice):
         broadcast(value, self.ends[1], self.group)
         return value
 
-    def sum_losses(
+    def run_forward_passes(
         self,
         forward: Callable[[Tensor], Tensor],
         micro_batches: MicroBatches,
@@ -233,12 +229,9 @@ class PipelineParallel(OneDevice):
 
     # A tied embedding is on two ranks
 
-    def num_copies(self, name: str) -> int:
-        return 1 if self.tied is None or name != "token_embedding.weight" else 2
-
-    def is_saved(self, name: str) -> bool:
-        """Return whether this is not the last stage's copy of the first one's embedding."""
-        return self.rank == self.ends[0] or name != "token_embedding.weight"
+    def placement(self, name: str) -> Placement:
+        is_on_two = self.tied is not None and name == "token_embedding.weight"
+        return Placement(copies=2, is_partial=True) if is_on_two else WHOLE
 
     @property
     def tied(self) -> nn.Parameter | None:

@@ -35,9 +35,9 @@ from minitron.comm.collectives import all_gather_together, all_reduce, broadcast
 from minitron.comm.differentiable import start_all_reduce
 from minitron.model.linear import Linear, NoExchange, customize
 from minitron.model.transformer import global_parameters
-from minitron.parallel.interface import Values
 from minitron.parallel.one_device import OneDevice
-from minitron.parallel.tensor.cuts import Cut, plan_cuts, planned
+from minitron.parallel.placement import Placement
+from minitron.parallel.tensor.cuts import plan_placements, planned
 from minitron.parallel.tensor.random_regions import attend_to_own_heads
 from minitron.parallel.tensor.vocabulary import (
     divide_vocabulary,
@@ -113,11 +113,13 @@ class TensorParallel(OneDevice):
     backward pass of a step. All ranks read the same samples.
     """
 
+    divides_vocabulary = True
+
     def __init__(self, model: nn.Module, exchange: AllReduceExchange):
         super().__init__(model)
         self.group, self.exchange = exchange.group, exchange
         self.rank, self.size = self.group.rank(), self.group.size()
-        self.cuts = plan_cuts(model, self.rank, self.size)
+        self.placements = plan_placements(model, self.rank, self.size)
         self.shard_parameters()
         self.parallelize_layers()
 
@@ -125,7 +127,7 @@ class TensorParallel(OneDevice):
         """Leave this rank its part of every parameter."""
         broadcast_together((p.detach() for p in self.model.parameters()), 0, self.group)
         for name, parameter in global_parameters(self.model):
-            parameter.data = self.cuts[name].copy_of(parameter.detach())
+            parameter.data = self.placements[name].local_copy(parameter.detach())
 
     def parallelize_layers(self) -> None:
         readers: dict[str, list[nn.Linear]] = {}  # of the same input: neighbors in the model
@@ -165,24 +167,24 @@ class TensorParallel(OneDevice):
 
     def sum_partial_gradients(self, gradient: Callable[[nn.Parameter], Tensor | None]) -> None:
         """Sum the gradients of which the ranks have partial sums, a message for each dtype."""
-        shared: dict[torch.dtype, list[tuple[Cut, Tensor]]] = {}
+        shared: dict[torch.dtype, list[tuple[Placement, Tensor]]] = {}
         for name, parameter in global_parameters(self.model):
-            cut, grad = self.cuts[name], gradient(parameter)
-            if cut.is_partial and grad is not None:
-                shared.setdefault(grad.dtype, []).append((cut, grad))
+            placement, grad = self.placements[name], gradient(parameter)
+            if placement.is_partial and grad is not None:
+                shared.setdefault(grad.dtype, []).append((placement, grad))
         for partial_sums in shared.values():
             self.sum_in_one_message(partial_sums)
 
-    def sum_in_one_message(self, partial_sums: list[tuple[Cut, Tensor]]) -> None:
+    def sum_in_one_message(self, partial_sums: list[tuple[Placement, Tensor]]) -> None:
         """Sum gradients over the ranks that hold the same part, in place.
 
         Each travels as all of its parts, zeros but for this rank's: so one group is enough.
         """
-        sizes = [cut.count * grad.numel() for cut, grad in partial_sums]
+        sizes = [placement.count * grad.numel() for placement, grad in partial_sums]
         flat = partial_sums[0][1].new_zeros(sum(sizes))
         own = [
-            parts.view(cut.count, *grad.shape)[cut.index]
-            for parts, (cut, grad) in zip(flat.split(sizes), partial_sums, strict=True)
+            parts.view(placement.count, *grad.shape)[placement.index]
+            for parts, (placement, grad) in zip(flat.split(sizes), partial_sums, strict=True)
         ]
         for part, (_, grad) in zip(own, partial_sums, strict=True):
             part.copy_(grad)
@@ -200,21 +202,8 @@ class TensorParallel(OneDevice):
     def norm_groups(self) -> list[ProcessGroup]:
         return [self.group]
 
-    def num_copies(self, name: str) -> int:
-        return self.cuts[name].copies
-
-    def place(self, name: str, shape: torch.Size) -> tuple[torch.Size, tuple[int, ...]]:
-        cut = self.cuts[name]
-        return cut.full_shape(shape), cut.origin(shape)
-
-    def part_of(self, value: Values) -> Values:
-        """Wrap `value` so that it takes the shape of this rank's part, and returns that part."""
-
-        def part(name: str, shape: torch.Size) -> Tensor:
-            cut = self.cuts[name]
-            return cut.of(value(name, cut.full_shape(shape)))
-
-        return part
+    def placement(self, name: str) -> Placement:
+        return self.placements[name]
 
     def join_blocks(self, blocks: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
         """Join what each rank has for its parts of the parameters, by name.
@@ -224,11 +213,11 @@ class TensorParallel(OneDevice):
         cut = {
             name: block
             for name, block in blocks.items()
-            if block is not None and self.cuts[name].count > 1
+            if block is not None and self.placements[name].count > 1
         }
         own = (block.to(self.device) for block in cut.values())
         full = {
-            name: self.cuts[name].unshard(list(parts.unbind())).cpu()
+            name: self.placements[name].join(list(parts.unbind())).cpu()
             for name, parts in zip(cut, all_gather_together(own, self.group), strict=True)
         }
         return blocks | full

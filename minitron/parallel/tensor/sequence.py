@@ -62,9 +62,9 @@ def apply_sequence_parallel(
     The sequence must divide by the number of ranks: the forward pass raises ValueError if not.
     """
     parallel = TensorParallel(model, SequenceParallelExchange(group, regather))
-    for name, cut in parallel.cuts.items():
-        if cut.count == 1:  # it is replicated: every rank has used it for its own tokens
-            parallel.cuts[name] = replace(cut, is_partial=True)
+    for name, placement in parallel.placements.items():
+        if placement.count == 1:  # it is replicated: every rank has used it for its own tokens
+            parallel.placements[name] = replace(placement, is_partial=True)
 
     for module in model.modules():
         if type(module) is nn.Dropout:
