@@ -20,7 +20,7 @@
 #
 # *You will be able to:*
 # - **split** a matmul in two ways, and combine two matmuls so that one all-reduce completes both;
-# - **predict** what a rank holds, to the byte what it sends, and when the network cancels the
+# - **predict** what a rank holds, what it sends (to the byte), and when the network cancels the
 #   speedup;
 # - **catch** mistakes in these layers that a falling loss does not reveal.
 #
@@ -69,7 +69,7 @@ GB, MB, H100 = 1e9, 1e6, DEVICES["H100-SXM-80GB"]
 # GPT-3 has 96 layers, 175 billion parameters, and sequences of 2,048 tokens ([Brown et al.
 # 2020](https://arxiv.org/abs/2005.14165), table 2.1). ZeRO-3 shards its training state over 1,024
 # GPUs. Unsharded layers, their gradients, and most activations are in bfloat16, 2 bytes per number.
-# Each GPU reads one sequence, the least it can read. Does it fit?
+# Each GPU reads one sequence, the least that it can read. Does it fit?
 
 # %% tags=["output-question", "nbval-check-output"]
 gpt3 = replace(cost.PUBLISHED["GPT-3 175B"], vocab_size=51_200)  # from 50,257, see section 3
@@ -88,11 +88,12 @@ print(f"sequences in a step of 3.2 million tokens: {3_200_000 // S_gpt3:,}")
 # %% [markdown]
 # It does not. ZeRO-3 keeps two layers unsharded at a time: the one that is computing and the next
 # one, which is being prefetched. In the backward pass it also holds the gradients of two: of the
-# layer that is computing, and of the one before it, whose gradients are being reduce-scattered.
-# All this and the activations take as much memory on a million GPUs as on 1,024. Recomputation
-# shrinks the activations at the cost of a third more compute ([chapter 3](chapter:3)), but a
-# second wall is close. A training step of GPT-3 read 3.2 million tokens (Brown et al. 2020, table
-# 2.1), which is 1,562 sequences, so at most that many GPUs have anything to read.
+# layer that is computing, and of the one just finished, whose gradients are being reduce-scattered.
+# These layers, their gradients, and the activations take as much memory on a million GPUs as on
+# 1,024. Recomputation shrinks the activations at the cost of a third more compute ([chapter
+# 3](chapter:3)), but a second wall is close. A training step of GPT-3 read 3.2 million tokens
+# (Brown et al. 2020, table 2.1), which is 1,562 sequences, so at most that many GPUs have anything
+# to read.
 #
 # One way past both walls is to let several GPUs compute one layer of one sequence *together*. This
 # is [**tensor parallelism**](word:tensor-parallelism).
@@ -100,7 +101,7 @@ print(f"sequences in a step of 3.2 million tokens: {3_200_000 // S_gpt3:,}")
 # %% [markdown]
 # ## 2. Estimate
 #
-# What would it save? Suppose t ranks share every layer and each computes a t-th of it.
+# What would it save? Suppose t ranks share the work of every layer equally.
 #
 # **Predict.** With t = 8, by what factor do a rank's parameters and matmuls shrink, at best? What
 # must the ranks send each other that data parallelism never sends?
@@ -131,17 +132,19 @@ for t in (1, 2, 4, 8):
 # Activations shrink by less than 3. For B sequences of S tokens and width D, a block without tensor
 # parallelism saves $34\,BSD$ bytes for the backward pass ([chapter 2](chapter:2); the term
 # quadratic in S is gone, because attention is fused). On t ranks each saves $BSD\,(10 + 24/t)$
-# (Korthikanti et al. 2022, section 4.1, again without the quadratic term). Section 4 counts which
-# bytes are sharded. (The table's parentheses compare: bytes per token and unit of width, with B =
-# 1, and the formula.) The last column is $8\,BSD\,\frac{t-1}{t}$ numbers of 2 bytes, which section
-# 7 derives. We start with a single matmul.
+# ([Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198), section 4.1, again without the
+# quadratic term). Section 4 counts which bytes are sharded. (The table's parentheses compare the
+# activations divided by $BSD$, with B = 1, with the formula's $10 + 24/t$.) The last column is
+# $8\,BSD\,\frac{t-1}{t}$ numbers of 2 bytes, which section 7 derives. We start with a single
+# matmul.
 
 # %% [markdown]
 # ## 3. Picture
 #
-# You can split $Y = X A$ over two ranks by the columns of $A$ or by its rows. In the figure,
-# color and number show the rank, gray is replicated, and hatched matrices still have to be added
-# up.
+# You can split $Y = X A$ over two ranks by the columns of $A$ or by its rows. In the figure, color
+# and number show the rank, gray is replicated, and hatched matrices still have to be added up.
+# Below each matrix is the shape that one rank holds, for S tokens, input width D and output width
+# F.
 
 # %% tags=["figure-ways"]
 show(lab.two_ways(), alt=(
@@ -150,9 +153,9 @@ show(lab.two_ways(), alt=(
 ))
 
 # %% [markdown]
-# Split by columns, $A$ needs all of the input and gives some columns of the output. Split by
-# rows, it needs some columns of the input and gives a [**partial sum**](word:partial-sum): a
-# tensor of the full shape whose values mean nothing until the ranks' versions are added.
+# Split by columns, $A$ needs all of the input and yields some columns of the output. Split by rows,
+# it needs some columns of the input and yields a [**partial sum**](word:partial-sum): a tensor of
+# the full shape whose values mean nothing until the ranks' versions are added.
 #
 # Two practical points. PyTorch's `nn.Linear` stores $A$ transposed, as (out, in), so splitting
 # $A$ by columns means splitting `weight` along dimension 0. And the ranks get equal shards, so t
@@ -213,9 +216,9 @@ print(f"GELU of the partial sums, added    error {error(added, gelu):.0e}")
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# That is right for the columns, which are finished values, and wrong for the partial sums, since
-# $\mathrm{GELU}(a + b) \ne \mathrm{GELU}(a) + \mathrm{GELU}(b)$. Adding them before GELU would
-# take an all-reduce of the widest tensor in the block.
+# Applying GELU first is right for the columns, which are finished values, and wrong for the partial
+# sums, since $\mathrm{GELU}(a + b) \ne \mathrm{GELU}(a) + \mathrm{GELU}(b)$. Adding them before
+# GELU would take an all-reduce of the widest tensor in the block.
 #
 # </details>
 #
@@ -234,8 +237,8 @@ show(lab.columns_then_rows(), alt=(
 #
 # ### Forward and backward
 #
-# Training also needs gradients. On each rank this is an ordinary, narrower feed-forward, so
-# autograd computes gradients of what the rank has.
+# Training also needs gradients. On each rank the split feed-forward is an ordinary, narrower one,
+# so autograd computes the gradients of what the rank has.
 #
 # **Predict.** Every rank has the same gradient of Y, because from Y on all ranks compute the same
 # thing. Of the gradients of X, `up` and `down`, which are shards, and which are partial sums?
@@ -283,9 +286,8 @@ for t in (2, 4):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# The gradients of `up` and `down` are finished shards, and nothing of them is sent. The gradient
-# of X is a partial sum: every rank used all of X, but knows only the effect of X on its own
-# columns.
+# The gradients of `up` and `down` are finished shards, which need no communication. The gradient of
+# X is a partial sum: every rank used all of X, but knows only the effect of X on its own columns.
 #
 # </details>
 #
@@ -342,18 +344,19 @@ for t in (2, 4):
 # | input of GELU; input of `down` | 8 + 8 | 16 / t |
 # | together | 34 | 10 + 24 / t |
 #
-# Everything between a column-parallel and a row-parallel matmul is sharded. Everything outside is
-# replicated, because each rank needs all of X, and has all of Y after the all-reduce. (The table
-# leaves out two small items in float32: 16 bytes per token for two norms' statistics, a mean and a
-# scale each, and 4 per token and head for the log-sum-exp from which fused attention recomputes its
-# softmax. On t ranks these are $16 + 4H/t$ bytes per token for H heads.)
+# Everything between a matmul split by columns (*column-parallel*) and one split by rows
+# (*row-parallel*) is sharded. Everything outside is replicated, because each rank needs all of X,
+# and has all of Y after the all-reduce. (The table leaves out two small items in float32: 16 bytes
+# per token for two norms' statistics, a mean and a scale each, and 4 per token and head for the
+# log-sum-exp from which fused attention recomputes its softmax. On t ranks these are $16 + 4H/t$
+# bytes per token for H heads.)
 #
 # ### Fewer key-value heads than ranks
 #
-# With grouped-query attention, several query heads read the same key-value head: Llama 3.1 70B
-# has 64 query heads and 8 key-value heads ([Llama Team 2024](https://arxiv.org/abs/2407.21783),
-# table 3). On 16 ranks, each key-value head would have to be cut in half. Instead, two ranks hold
-# copies of it. The figure shows this for two key-value heads on four ranks:
+# With grouped-query attention, several query heads read the same key-value head: Llama 3.1 70B has
+# 64 query heads and 8 key-value heads ([Llama Team 2024](https://arxiv.org/abs/2407.21783), table
+# 3). On 16 ranks, each key-value head would have to be cut in half. Instead, two ranks hold copies
+# of it. The figure shows this for four query heads and two key-value heads on four ranks:
 
 # %% tags=["figure-grouped"]
 show(lab.grouped_queries(), alt=(
@@ -361,8 +364,8 @@ show(lab.grouped_queries(), alt=(
 ))
 
 # %% [markdown]
-# Ranks 0 and 1 have different query heads, but the same key matrix. **Predict.** After the
-# backward pass, is its gradient the same on both? Is it right?
+# Ranks 0 and 1 have different query heads, but hold the same key-value head. **Predict.** After the
+# backward pass, is the gradient of its key matrix the same on both? Is it right?
 
 # %% tags=["output-grouped"]
 G = 2
@@ -427,8 +430,9 @@ show(lab.vocabulary_cut(), alt=(
 #
 # $$\log \sum_v e^{z_v} - z_{\mathrm{target}}$$
 #
-# with a sum over the vocabulary, and one logit that a single rank has. **Predict.** Which numbers
-# must the ranks exchange to assemble it, without any exponential overflowing?
+# Here $z_v$ is the logit of token $v$. The sum runs over the whole vocabulary, but the target's
+# logit is on a single rank. **Predict.** Which numbers must the ranks exchange to compute the loss,
+# without any exponential overflowing?
 
 
 # %%
@@ -459,13 +463,14 @@ print(f"without subtracting the maximum        {logits.exp().sum(1).log().sum():
 # <details><summary>Answer</summary>
 #
 # Three per token: each rank's largest logit, its sum of exponentials relative to that, and the
-# target's logit (0 if another rank has it). The package needs two all-reduces for them: the first
-# finds the global maximum, and the second adds the sums, now relative to it, and the target's
+# target's logit (0 if another rank has it). Without subtracting a maximum, the exponentials
+# overflow, as the last line shows. The package needs two all-reduces (one arrow in the figure): the
+# first finds the global maximum, and the second adds the sums, now relative to it, and the target's
 # logits.
 #
 # The backward pass of the loss itself sends nothing: each rank knows the maximum and the total,
-# hence the probabilities of its own tokens, and the gradient of its logits is these, minus 1 at
-# the target. (The head is column-parallel, so the gradient of its input is again a partial sum.)
+# hence the probabilities of its own tokens. These, minus 1 at the target, are the gradient of its
+# logits. (The head is column-parallel, so the gradient of its input is again a partial sum.)
 #
 # </details>
 
@@ -476,8 +481,10 @@ print(f"without subtracting the maximum        {logits.exp().sum(1).log().sum():
 #
 # ### A row-parallel layer in review
 #
-# GPT's linear layers have biases. A column-parallel layer (split by columns) adds those of its
-# own columns. Would you approve this row-parallel layer in a review?
+# GPT's linear layers have biases. A column-parallel layer adds those of its own columns. A
+# row-parallel layer holds its whole bias, because its output has the full width.
+# `self.exchange.reduce` in the code is g's all-reduce. Would you approve this row-parallel layer in
+# a review?
 
 
 # %%
@@ -496,7 +503,8 @@ def reviewed(model, group):
 
 
 # %% [markdown]
-# We train twenty steps on a task with a known answer: the next token is the last one plus 7.
+# We train twenty steps on a task with a known answer: the next token is the last one plus 7, modulo
+# the vocabulary size.
 #
 # **Predict.** Biases start at zero. If you found something wrong with the layer, at which step
 # does it become visible, in the loss or in a comparison of what the ranks hold?
@@ -507,17 +515,16 @@ lab.report(reviewed)
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Every rank adds the bias before the sum, so it counts t times. The first loss is right to the
-# last digit, because t times zero is zero, and so are the first gradients. From the second step
-# on, the model runs with t times its biases, identically on all ranks, and learns with them. Only
-# a correct run beside it shows the difference. On any other number of ranks, its checkpoint is
-# wrong.
+# Every rank adds the bias before the sum, so it counts t times. The first loss is right to the last
+# digit, because t times zero is zero, and the first gradients are right for the same reason. From
+# the second step on, the model runs with t times its biases, identically on all ranks, and learns
+# with them. Only a correct run beside it shows the difference. Loaded on any other number of ranks,
+# its checkpoint is a different model.
 #
 # </details>
 #
-# The [oracle](word:oracle) compares with one process. It counts steps from 0, and its model
-# starts from larger weights and from biases that are not zero, so the loss is off by another
-# factor than in the table:
+# The [oracle](word:oracle) compares with one process. It counts steps from 0, and its model starts
+# from larger weights and from nonzero biases, so its losses are not those of the table:
 
 # %% tags=["output-bias-oracle"]
 print(lab.verdict(reviewed, 2))
@@ -579,13 +586,13 @@ for apply in (f_forgotten, f_runs_forward):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Without f the forward pass is right in every number. But each rank continues the backward pass
-# with the gradient that its own columns produced, so replicated parameters, such as norms and row
-# biases, move differently on each rank, and a comparison of the ranks shows that something is
-# wrong. It shows too little: most wrong gradients belong to shards, which exist once, so only a run
-# on one process can expose them. (The two gradients that the oracle finds right are those of the
-# key biases, one in each of the two blocks. A key bias adds the same number to all scores of a
-# query, which softmax ignores, so its gradient is zero in any case.)
+# Without f the forward pass is exactly right. But each rank continues the backward pass with the
+# gradient that its own columns produced, so replicated parameters, such as norms and row biases,
+# move differently on each rank, and a comparison of the ranks shows that something is wrong. That
+# comparison misses most of the wrong gradients, though: they belong to shards, and a shard exists
+# only once, so it takes a run on one process to expose them. (The two gradients that the oracle
+# finds right are those of the key biases, one in each of the two blocks. A key bias adds the same
+# number to all scores of a query, which softmax ignores, so its gradient is zero in any case.)
 #
 # With f run forward, the input of every column-parallel layer is also t times too large, so even
 # the first loss is wrong. The backward pass still lacks its all-reduce, so these ranks drift apart,
@@ -615,9 +622,9 @@ for path, kind in PLAN.items():
 # Query, key and value read the same X, and so do Llama's gate and up, so a single all-reduce can
 # carry the sum of their input gradients.
 # [`LinearFunction`](code:minitron.model.linear.LinearFunction) therefore computes layers with a
-# common input as one autograd function. Everything that depends on the parallelism is in its
-# `parts`; `exchange` is the communication. **Find** the line that starts the all-reduce, the line
-# that waits for it, and what is computed in between.
+# common input as one autograd function. Its `parts` hold everything that depends on the
+# parallelism, including the `exchange` of section 5. **Find** the line that starts the all-reduce,
+# the line that waits for it, and what is computed in between.
 
 # %%
 show_source(LinearFunction.backward)
@@ -632,9 +639,9 @@ show_source(LinearFunction.backward)
 show_source(RowParallelLinear)
 
 # %% [markdown]
-# It is added after the sum. Does all this train like one process? We ask the oracle, for GPT with
-# a tied embedding, and for Llama with two key-value heads on four ranks. (Embedding and loss are
-# in [`vocabulary.py`](code:minitron.parallel.tensor.vocabulary).)
+# It is added after the sum. Does all this train like one process? We ask the oracle, for GPT with a
+# tied embedding on two and three ranks, and for Llama with two key-value heads on four. (Embedding
+# and loss are in [`vocabulary.py`](code:minitron.parallel.tensor.vocabulary).)
 
 # %% tags=["output-oracle", "nbval-check-output", "exhaustive"]
 for make_model, t in ((lab.small_gpt, 2), (lab.small_gpt, 3), (lab.small_llama, 4)):
@@ -675,9 +682,9 @@ print(merged([calls for _, calls in results[4]]))
 # $$8\,B S D\,\frac{t-1}{t}$$
 #
 # ([Narayanan et al. 2021](https://arxiv.org/abs/2104.04473), section 3.2). To measure a block, we
-# subtract what a model with one block sends from what a model with three blocks sends, and halve
-# the difference. Subtract that from the one-block model; the rest is what the ends send: embedding
-# and head, together as much as half a block, and the loss.
+# run models with one block and with three: half of the difference in bytes sent is one block's. The
+# rest of what the one-block model sends comes from the two ends of the model: embedding and head,
+# together as much as half a block, and the loss.
 
 # %% tags=["figure-wire", "exhaustive"]
 measured_bytes, formula = {}, {}
@@ -699,11 +706,12 @@ show(wire(measured_bytes, formula), alt=(
 #
 # ### What is held
 #
-# The [meter](word:meter) reads the bytes at the moment when activations peak. The formula
-# (dashed) is the function that computed section 2's table, here for float32 and without dropout.
-# The two bytes of masks disappear, and all others double: a block saves $2\,BSD\,(8 + 24/t)$ bytes.
-# The function also counts the two small items of section 4, $16 + 4H/t$ bytes per token. With this
-# model's 12 heads that is $2\,(8 + 24/t)$, one D-th of the formula, which here is about 1 %.
+# The [meter](word:meter) reads the bytes at the moment when activations peak. The formula (dashed)
+# is the function that computed section 2's table, here for float32 and without dropout. The two
+# bytes of masks disappear, and all others double: a block saves $2\,BSD\,(8 + 24/t)$ bytes. The
+# function also counts the two small items of section 4, $16 + 4H/t$ bytes per token. With this
+# model's 12 heads these are $2\,(8 + 24/t)$ bytes per token, where the formula has $2\,D\,(8 +
+# 24/t)$: about 1 % here.
 
 # %%
 kinds, held, predicted = ("parameter", "gradient", "activation"), {}, {}
@@ -725,26 +733,25 @@ show(memory_bars(held, predicted), alt="From 1 to 4 ranks parameters shrink "
      f"{held['1 rank']['activation'] / held['4 ranks']['activation']:.1f} times.")
 
 # %% [markdown]
-# With these two items, function and meter agree to the byte on two and four ranks. On one rank,
-# `F.cross_entropy` saves a copy of the targets, 8 bytes each, and one 4-byte scalar. The function
-# leaves them out, and they are the whole difference. From one rank to four, parameters and
-# gradients shrink by a factor of nearly 4, activations by little more than 2. (For a block alone,
-# $(8 + 24)/(8 + 6)$; the ends of the model change it a little.)
+# With these two items, function and meter agree on two and four ranks. On one rank the function
+# leaves out what `F.cross_entropy` saves: a copy of the `lab.B * lab.S` targets, 8 bytes each, and
+# one 4-byte scalar. These bytes are the whole error. From one rank to four, parameters and
+# gradients shrink by a factor of nearly 4, activations by little more than 2 (for a block alone, by
+# $(8 + 24)/(8 + 6)$; the ends of the model change it a little).
 #
 # ### On H100s, by arithmetic
 #
-# How far does this scale? An H100 has two links: NVLink to the seven other GPUs of its node, and a
-# network card to other nodes. We do not measure here; we compute the time of one block of GPT-3 and
-# one sequence, with compute at 40 % of the dense peak and no overlap. The links are ideal: each has
-# its datasheet's bandwidth and no latency. (For this message NCCL's LL128 protocol is the fastest
-# by [chapter 5](chapter:5)'s numbers, 2 µs per hop and 15/16 of the bandwidth. An all-reduce on
-# eight ranks has 14 hops, so it takes 28 + 209 = 237 µs instead of 196, and four of them 0.16 ms
-# more.) Multiplied by the number of GPUs, the time is what the block costs, in GPU-milliseconds.
+# How far does this scale? An H100 has two links: NVLink to the seven other GPUs of its node, with
+# 450 GB/s per direction, and a network card to other nodes, with 50 GB/s. We do not measure here;
+# we compute the time of one block of GPT-3 and one sequence, with compute at 40 % of the dense peak
+# and no overlap. The links are ideal: each has its datasheet's bandwidth and no latency. Multiplied
+# by the number of GPUs, the time is what the block costs, in GPU-milliseconds.
 #
-# Two nodes can all-reduce in three ways. One ring through all 16 ranks crosses between the nodes
-# through a single card in each direction. Two tiers sum inside the nodes first and then across, one
-# after the other. Eight rings run at the same time, each with an eighth of the tensor; each visits
-# the GPUs in another order, so that each crosses through a different card.
+# We compare three ways to all-reduce over two nodes. One ring through all 16 ranks crosses between
+# the nodes through a single card in each direction. Two tiers (chapter 5's hierarchical all-reduce)
+# do a reduce-scatter inside each node, an all-reduce of each GPU's eighth through its own card, and
+# an all-gather inside. Eight rings run at the same time, each with an eighth of the tensor; each
+# visits the GPUs in a different order, so that each crosses through a different card.
 #
 # **Predict.** Eight ranks fill one node, sixteen fill two. How much faster is a block on sixteen?
 
@@ -788,35 +795,40 @@ print("t - 1 < {} D beta / F: {:.0f} with NVLink, {:.0f} with a card each".forma
 # node. The rings use cards and NVLink at the same time (their share of NVLink takes less time than
 # the cards'), the tiers one after the other.
 #
-# Latency lowers all three. A ring of 16 ranks has 30 hops. At 15.3 µs per hop, a rough fit to
-# measurements on 2 to 64 nodes in [chapter 5](chapter:5), four all-reduces take 4 x 30 x 15.3 µs =
-# 1.8 ms longer, so eight rings are only (8.0 + 0.2) / (4.6 + 1.8) = 1.3 times as fast as one node.
-# Two tiers have only 2 hops between nodes and stay close to 1.6. Chapter 5's measurement on two
-# nodes alone (362 GB/s bus bandwidth for 256 MB, from the Ultra-Scale Playbook, 2025) is faster
-# than that fit. At its rate the four all-reduces would take 1.04 ms, and our shorter messages at
-# least that, because they reach less bandwidth.
+# Latency lowers all three speedups, because it adds little to one node's all-reduces and more to
+# two nodes'. By [chapter 5](chapter:5)'s numbers NCCL's fastest protocol for this message is LL128,
+# with 2 µs per hop and 15/16 of the datasheet's bandwidth. An all-reduce on eight ranks has 14
+# hops, so it takes 28 + 209 = 237 µs instead of 196, and four of them 0.16 ms more.
+#
+# A ring of 16 ranks has 30 hops. At 15.3 µs per hop, chapter 5's rough fit to measurements on 2 to
+# 64 nodes, four all-reduces take 4 x 30 x 15.3 µs = 1.8 ms longer, so eight rings are only (8.0 +
+# 0.2) / (4.6 + 1.8) = 1.3 times as fast as one node. Two tiers have only 2 hops between nodes and
+# stay close to 1.6. Chapter 5's measurement on two nodes alone (362 GB/s bus bandwidth for 256 MB,
+# from the Ultra-Scale Playbook, 2025) is faster than that fit. At its rate the four all-reduces
+# take 4 x 2 x 15/16 x 50 MB / (362 GB/s) = 1.04 ms, and our shorter messages at least that, because
+# they reach less bandwidth. So eight rings are at most (8.0 + 0.2) / (3.6 + 1.04) = 1.8 times as
+# fast as one node, and by the fit 1.3 times as fast.
 #
 # </details>
 #
-# At best, sixteen ranks finish a block sooner, but then they still spend 73 GPU-milliseconds on
-# it, where eight spend 64. Two groups of eight, each with its own sequence, get more done on the
-# same GPUs. So unless one sequence must be faster, or does not fit otherwise, tensor parallelism
-# stays inside a node: t goes up to the number of GPUs there (Narayanan et al. 2021, takeaway 1),
-# or higher where more GPUs share NVLink.
+# Even at best, sixteen ranks spend 73 GPU-milliseconds on a block, where eight spend 64. Two groups
+# of eight, each with its own sequence, get more done on the same GPUs. So unless one sequence must
+# be faster, or does not fit otherwise, tensor parallelism stays inside a node: t goes up to the
+# number of GPUs there (Narayanan et al. 2021, takeaway 1), or higher where more GPUs share NVLink.
 #
-# The output's last line is a rule of thumb for other models and links. A block's dense matmuls
-# take about $72\,BSD^2/t$ FLOPs (24 per token and $D^2$ in the forward pass, twice that in the
-# backward pass), and in 16 bits its all-reduces send $16\,BSD\,\frac{t-1}{t}$ bytes. With F the
-# FLOP/s that a GPU reaches and $\beta$ the bandwidth of a ring's slowest link (times the number
-# of rings), sending takes less time than computing as long as
+# The output's last line is a rule of thumb for other models and links. A block's dense matmuls take
+# about $72\,BSD^2/t$ FLOPs (24 per token and $D^2$ in the forward pass, twice that in the backward
+# pass), and in 16 bits its all-reduces send $16\,BSD\,\frac{t-1}{t}$ bytes. With F now the FLOP/s
+# that a GPU reaches, and $\beta$ the bandwidth of a ring's slowest link (times the number of
+# rings), sending takes less time than computing as long as
 #
 # $$t - 1 < 4.5\,\frac{D\,\beta}{F}$$
 #
 # B and S cancel, up to latency and to attention's own matmuls, whose work grows with $S^2$. So only
 # a wider model, a faster link or slower compute allows more ranks. For GPT-3 at 40 % of the H100's
 # peak, the bound on $t - 1$ is 63 over NVLink and 7 over one card per rank. At the bound, waiting
-# takes half of the time, as in the table's second row with 8 ranks in eight nodes. To wait for only
-# a quarter of the time, $t - 1$ must stay below a third of the bound.
+# takes half of the time, about as in the table's second row (8 ranks in eight nodes, 49 %). To wait
+# for only a quarter of the time, $t - 1$ must stay below a third of the bound.
 #
 # And the opening question? The 1,024 GPUs now form 128 groups of 8. Each group reads one
 # sequence, and ZeRO-3 shards across groups.
@@ -834,13 +846,13 @@ for name, size in (fits | {"together": sum(fits.values())}).items():
 
 # %% [markdown]
 # It fits, with more than half of the memory to spare, and the second wall, the batch, is eight
-# times farther away. Most of what remains are replicated activations. The next chapter shards
-# them.
+# times farther away. Most of what remains is replicated activations. The next chapter shards them.
 #
-# The widget draws one block with ranks and a link of your choice, and the same block with a free
-# link; the difference is the waiting. Two things differ from the table. Matmuls run at the H100's
-# peak, which makes the share of waiting larger. In the backward pass the all-reduces overlap with
-# the weight gradients, which makes it smaller.
+# The widget draws one block of a model, with ranks and a link of your choice, and below it the same
+# block with a free link; the difference is the waiting. It opens with Llama 3.1 70B, and
+# all-reduces across nodes take two tiers. Two assumptions differ from the table's. Matmuls run at
+# the H100's peak, which makes the share of waiting larger. In the backward pass the all-reduces
+# overlap with the weight gradients, which makes it smaller.
 
 # %% tags=["figure-explorer"]
 tensor_explorer()
@@ -854,12 +866,12 @@ tensor_explorer()
 # on an **emulated** network: the transfer really happens, and a rank that waits for it sleeps until
 # a link of the given bandwidth would have delivered.
 #
-# The bandwidth is such that one all-reduce takes as long as the gradient of `up`. The model is a
-# GPT with a vocabulary of 256, a width of three times that, and a feed-forward four times as wide
-# as the model. It has one block, so the backward pass has three all-reduces: for the input
-# gradients of the head, of `up`, and of query, key and value. **Predict.** How long does the
-# backward pass stand still if it waits for each all-reduce at once? And if it computes weight
-# gradients meanwhile? (Hatched means idle in the figure.)
+# The bandwidth is such that one all-reduce takes as long as computing the gradient of `up`. The
+# model is a GPT with a vocabulary of 256, a width of three times that, and a feed-forward four
+# times as wide as the model. It has one block, so the backward pass has three all-reduces: for the
+# input gradients of the head, of `up`, and of query, key and value. **Predict.** For how many
+# transfers does the backward pass stand still if it waits for each all-reduce at once? And if it
+# computes weight gradients meanwhile? (Hatched means idle in the figure.)
 
 # %% tags=["output-overlap", "exhaustive"]
 stands, alone = {}, run(lab.weight_gradient_seconds, 2, watch=False)[0]  # each weight's, alone
@@ -894,15 +906,17 @@ show(timeline(lanes, unit="ms, the fastest repeat, network emulated"), alt=claim
 #
 # Three transfers if it waits at once. If it overlaps, only what the weight gradient of the same
 # layers does not cover: nothing for `up`, a quarter for query, key and value, which have three
-# quarters as many columns, and most of it for the small head (in our run, the long gap in the
-# figure's third lane).
+# quarters as many columns, and 11/12 for the head, which has 1/12 as many (in our run, the long gap
+# in the figure's third lane). Together that is 1/4 + 11/12 = 7/6 of a transfer, if the time of a
+# matmul grows with its columns.
 #
 # Measured values may lie below the prediction, even all of them. There are three plausible reasons,
 # none of which we tested. Launching an all-reduce counts as compute, so even a pass that waits at
 # once stands still for a little less than three transfers. In the step, the bias gradients also run
 # during the transfer. And other programs on the same cores may slow the matmul down, so that it
-# covers more of the transfer than it did on its own. (A bar of the network in the figure lasts from
-# this rank's launch until the sum is there. A late partner makes the bar longer than a transfer.)
+# covers more of the transfer than it did on its own. (In the figure, a bar of the network begins
+# when this rank launches the all-reduce. If the other rank launches later, the bar is longer than a
+# transfer.)
 #
 # </details>
 #
@@ -925,7 +939,7 @@ show_source(lab.row_parallel_seconds)
 
 # %% [markdown]
 # If compute and transfer take equally long, as in the cell below, c chunks need the compute plus
-# one c-th of the transfer.
+# one c-th of the transfer: only the last chunk's transfer has no compute to hide behind.
 #
 # **Predict.** Should c then be as large as possible?
 
@@ -1113,7 +1127,7 @@ print(f"  = {biases:,} row biases + {norms:,} of norms + {positions:,} of positi
 #    more than a t-th of the parameters, but a much larger share of the activations.
 # 4. With a bias added before the sum, or an all-reduce in the wrong pass, the loss still falls.
 #    The oracle catches both.
-# 5. Every block waits for its all-reduces. On two nodes it costs more GPU time than on one, so
+# 5. Every block waits for its all-reduces. It costs more GPU time on two nodes than on one, so
 #    tensor parallelism belongs where the link is fastest: inside a node.
 #
 # ## Exercises

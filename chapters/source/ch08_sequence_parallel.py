@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 8. Sequence parallelism: shard the replicated rest
 #
-# **45 minutes. No GPU. [Exercises 8.1](exercise:8.1) to 8.4, 75 minutes more.**
+# **50 minutes. No GPU. [Exercises 8.1](exercise:8.1) to 8.4, 75 minutes more.**
 #
 # *You need:* column- and row-parallel layers with their all-reduces ([chapter 7](chapter:7)),
 # reduce-scatter and all-gather ([chapter 5](chapter:5)), and what a block saves for its backward
@@ -61,8 +61,8 @@ MB, GB = 1e6, 1e9
 # Split the layers of GPT-3 over the eight GPUs of a node, as in chapter 7, and recompute attention
 # in the backward pass, as in chapter 3. For one sequence of 2,048 tokens, how many bytes of
 # activations does each GPU save? And how many of them are the same on all eight? (This chapter is
-# about activations only. Weights and gradients alone exceed the 80 GB of a GPU, as the last line
-# of the output shows; they need [chapter 9](chapter:9), too.)
+# about activations only. Weights and gradients alone exceed the memory of an 80 GB GPU, as the last
+# line of the output below shows; they need [chapter 9](chapter:9), too.)
 #
 # The cell evaluates the activation formula for one GPU and for eight. If R bytes are replicated
 # and C bytes are sharded, one GPU saves R + C and each of eight saves R + C/8. Eight times the
@@ -91,8 +91,9 @@ print(f"weights and gradients, on each of 8 GPUs: {2 * weights / GB:.0f} GB")
 # ## 2. Estimate
 #
 # First we find the replicated tensors. A GPT block saves these tensors for its backward pass
-# ([Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198), section 4.1), in 16 bits, with
-# attention recomputed, for B sequences of S tokens, width D, and F = 4 D:
+# ([Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198), section 4.1), with attention
+# recomputed, for B sequences of S tokens, width D, and F = 4 D. Values take 2 bytes, entries of a
+# dropout mask 1:
 #
 # | saved | bytes, times B S D | sharded over t? |
 # |---|---|---|
@@ -103,15 +104,15 @@ print(f"weights and gradients, on each of 8 GPUs: {2 * weights / GB:.0f} GB")
 # | input of out | 2 | ? |
 # | outputs of up and of GELU | 16 | ? |
 #
-# **Predict.** Fill in the last column for tensor parallelism over t ranks. What is left of the 34
-# at t = 8?
+# **Predict.** Fill in the last column for tensor parallelism over t ranks. What is left of the sum,
+# 34, at t = 8?
 #
 # <details><summary>Answer</summary>
 #
-# The last three rows are sharded: they are outputs of column-parallel layers or computed from
-# them. The first three are not. A norm needs all D values of a token, the residual stream is
-# replicated, and every rank's columns read the full input. So 34 becomes 10 + 24/t, which is 13
-# at t = 8.
+# The last three rows are sharded: they are outputs of column-parallel layers or computed from them.
+# The first three are not. A norm needs all D values of a token, dropout acts on the all-reduced
+# output, which every rank has in full, and every rank's columns read the full input. So 34 becomes
+# 10 + 24/t, which is 13 at t = 8.
 #
 # </details>
 #
@@ -130,9 +131,9 @@ for t in (1, 2, 4, 8, 16, 32):
 # separately. Splitting a norm along the width would need communication, but along the
 # **sequence** the tokens are independent (section 4.2.2 of the paper).
 #
-# **Predict.** Give each rank S/t of the tokens between the tensor-parallel layers. But its
-# column-parallel layers still read *all* tokens. Which collective brings them, and what does it
-# cost compared with chapter 7's all-reduce?
+# **Predict.** Suppose that each rank has only S/t of the tokens between the tensor-parallel layers.
+# Its column-parallel layers still read *all* tokens. Which collective brings the others, and what
+# does it cost compared with chapter 7's all-reduce?
 #
 # <details><summary>Answer</summary>
 #
@@ -166,9 +167,10 @@ show(lab.block_regions(with_backward=False), alt=(
 # ## 4. By hand
 #
 # To check the result and the bytes, we write the second half of a block: norm, column-parallel A,
-# GELU, row-parallel B, and the addition. We write it for one device and then twice for t ranks,
-# where A and B are a rank's columns and rows: as in chapter 7, and with the tokens sharded in
-# between. The table shows errors and bytes sent.
+# GELU, row-parallel B, and the addition. We write it for one device, and then twice for t ranks,
+# each of which has its columns of A and its rows of B: first as in chapter 7, then with the tokens
+# sharded outside the two matmuls. The table shows the largest error against one device and the
+# bytes that a rank sends.
 
 # %%
 S, D, width = 12, 16, 48
@@ -223,17 +225,18 @@ for t in (2, 3, 4):
     print(f"{t:5} " + "     ".join(f"{error:9.0e} {sent:12,}" for error, sent in pairs))
 
 # %% [markdown]
-# Both versions are right, and their forward passes send the same number of bytes. With the tokens
-# sharded, each rank ran the norm over 1/t of them, so the work is shared as well.
+# Both versions are right to float64 rounding, and their forward passes send the same number of
+# bytes. With the tokens sharded, each rank ran the norm over 1/t of them, so the ranks share the
+# work as well.
 #
 # ### The layout
 #
 # Above, x was a single sequence and tokens were dimension 0. A model has (B, S, D), but
-# `all_gather_single` always concatenates along dimension 0. Here it gathers names of tokens: 13
-# is token 3 of sequence 1.
+# `all_gather_single` always concatenates along dimension 0. To see what that does, we gather names
+# of tokens instead of activations: 13 is token 3 of sequence 1, both counted from 0.
 #
-# **Predict.** Two sequences have four tokens each, and each of two ranks contributes (2, 2) of
-# them. In which order do they arrive, read as (2, 4)?
+# **Predict.** Two sequences have four tokens each, and each of two ranks contributes two tokens of
+# each sequence. In which order are the names if we view what arrives as (B, S) = (2, 4)?
 
 
 # %% tags=["output-layout", "nbval-check-output"]
@@ -254,9 +257,9 @@ for num_sequences in (1, 2):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Rank by rank, so the first row ends with tokens of the second sequence. The shape is right and
-# no error is raised, but attention would mix two texts. With a single sequence nothing is wrong,
-# so a test with B = 1 cannot catch it.
+# Rank by rank, so the first row, rank 0's contribution, ends with tokens of the second sequence.
+# The shape is right and no error is raised, but attention would mix two texts. With a single
+# sequence nothing is wrong, so a test with B = 1 cannot catch it.
 #
 # </details>
 #
@@ -265,11 +268,11 @@ for num_sequences in (1, 2):
 #
 # ### Backward
 #
-# Training also needs the gradients.
+# That was the forward pass. Training also needs the gradients.
 #
-# **Predict.** Every collective needs a counterpart in the backward pass. Every rank's columns read
-# every token, also those of other ranks. What must happen to the gradients of the tokens? And what
-# is the counterpart of the reduce-scatter?
+# **Predict.** Each of the two collectives needs a counterpart in the backward pass. Every rank's
+# columns read every token, including those of other ranks. Which collective gives each rank the
+# gradients of its tokens? And what is the counterpart of the reduce-scatter?
 #
 # <details><summary>Answer</summary>
 #
@@ -280,7 +283,7 @@ for num_sequences in (1, 2):
 #
 # </details>
 #
-# The same figure with the backward pass, from right to left:
+# The next figure adds the backward pass, which runs from right to left along the lower arrows:
 
 # %% tags=["figure-backward"]
 show(lab.block_regions(with_backward=True), alt=(
@@ -289,8 +292,10 @@ show(lab.block_regions(with_backward=True), alt=(
 ))
 
 # %% [markdown]
-# [`minitron.comm.differentiable`](code:minitron.comm.differentiable) has both with their backward
-# passes; you write them in exercise 8.1. The table compares four gradients with one device:
+# In the lower two rows, each pair of purple arrows is an all-gather in one direction and a
+# reduce-scatter in the other. [`minitron.comm.differentiable`](code:minitron.comm.differentiable)
+# implements both pairs; you write them in exercise 8.1. The table compares the gradients of the
+# tokens, of the norm's gain, and of A and B with those of one device:
 
 
 # %%
@@ -341,10 +346,11 @@ for (name, dim), leaf, *got in zip(dims.items(), leaves, *run(gradients, t), str
 #
 # </details>
 #
-# To get to 34/t, a layer must save only its own tokens of the input and gather the rest again in
-# the backward pass. That is the third all-gather of a tensor-parallel region, after the one in the
-# forward pass and the one in the backward pass of the reduce-scatter. (In the table, bytes are
-# relative to B S D, elements to B S D (t-1)/t; calls are those of forward and backward together.)
+# To get to 34/t, a layer must save only this rank's tokens of its input and gather the rest again
+# in the backward pass. That is the third all-gather of a tensor-parallel region, after the one in
+# the forward pass and the one in the backward pass of the reduce-scatter. The table counts bytes in
+# units of B S D, and elements in units of B S D (t-1)/t, for forward and backward pass of one block
+# together:
 
 # %% tags=["output-regather", "nbval-check-output"]
 LAYOUTS = {
@@ -367,9 +373,9 @@ for name, layout in LAYOUTS.items():
 # for 6 of the 10 bytes. Sharding the other 4 costs a quarter more traffic: 10 instead of 8. The
 # package does that by default; with `regather=False` it keeps the inputs.
 #
-# The paper says that sequence parallelism sends no more, which is the second row, and its formula
-# is 34/t, which is the third. It mentions the extra all-gather and overlaps it with compute; its
-# count leaves it out. Section 7 estimates whether compute can hide it.
+# The paper combines two rows: its traffic, no more than before, is that of the second, and its
+# memory, 34/t, is that of the third. It mentions the extra all-gather, which it overlaps with
+# compute, but does not count it. Section 7 estimates whether compute can hide it.
 
 # %% [markdown]
 # ## 5. The trap
@@ -378,10 +384,11 @@ for name, layout in LAYOUTS.items():
 # the gain to the same tokens. Now each rank applies it to its own tokens, so the gradient on a
 # rank is a partial sum, and the backward pass does not add the partial sums.
 #
-# In the package, each parameter has a *cut*: what this rank holds of it, and whether its gradient
-# is a partial sum (`is_partial`). `finish` runs after `backward` and adds those sums. What if
-# nobody adds them? And what if somebody averages, as data parallelism does? The next two cells
-# build both mistakes.
+# In the package, each parameter has a [`Placement`](code:minitron.parallel.placement.Placement):
+# which part of it this rank holds, and whether its gradient is a partial sum (`is_partial`).
+# `finish` runs after `backward` and adds those partial sums over the ranks. What if it is
+# forgotten? And what if it averages, as data parallelism does? The next two cells build both
+# mistakes.
 
 
 # %%
@@ -409,9 +416,9 @@ def mean(model, group):
 
 
 # %% [markdown]
-# **Predict.** Two ranks train for 60 steps with the sum and with each mistake. If nothing is done
-# about the norms, does the loss fall? Do the two ranks report the same loss (the head is split
-# along the vocabulary, chapter 7)? Do they have the same norm weights?
+# **Predict.** Two ranks train with AdamW for 60 steps, with the sum and with each mistake. Without
+# the sum, does the loss fall? Do the two ranks report the same loss (the head is split along the
+# vocabulary, chapter 7)? Do they have the same norm weights?
 
 # %% tags=["output-trap", "exhaustive"]
 RULES = {"sum": apply_sequence_parallel, "nothing": no_sum, "mean": mean}
@@ -433,7 +440,8 @@ for name, ((losses, gains), (other_losses, other_gains)) in trained.items():
 #
 # </details>
 #
-# The figure shows how far apart they are after each step:
+# The figure shows the largest difference between the two ranks' weights of the final norm after
+# each step:
 
 # %% tags=["figure-drift", "exhaustive"]
 drift = {}
@@ -446,12 +454,13 @@ show(curves(range(1, 61), drift, "step", "norm weights differ by"), alt=(
 ))
 
 # %% [markdown]
-# Without the sum, the ranks differ from the first step on, and converting the shards to a single
-# full model has to pick one rank's norm weights.
+# Without the sum, the ranks differ from the first step on, so converting the shards to a single
+# full model would have to pick one rank's norm weights, or average them: either gives a model that
+# no rank trained.
 #
-# With the mean, the ranks stay identical and the loss is as good as the correct one, because
-# AdamW normalizes away a gradient's scale. The [oracle](word:oracle) compares gradients, so it
-# names both mistakes:
+# With the mean, the ranks stay identical and the losses in the table equal the correct ones,
+# because AdamW divides by the gradient's magnitude, so a constant factor cancels. The
+# [oracle](word:oracle) compares gradients, so it finds both mistakes:
 
 # %% tags=["output-oracle-trap", "exhaustive"]
 for name, apply in RULES.items():
@@ -459,17 +468,18 @@ for name, apply in RULES.items():
     print(name, *(textwrap.fill(line, 70, subsequent_indent="  ") for line in lines), sep="\n  ")
 
 # %% [markdown]
-# It also tells them apart: one gradient differs between ranks, the other is too small on all of
-# them. (The oracle's Llama has two blocks and 20 trained parameters. Four of them are norms, as
-# many as differ; a fifth norm is frozen.)
+# It also tells them apart: without the sum the gradient differs between ranks, with the mean it is
+# too small on all of them. (The oracle's Llama has two blocks and 20 trained parameter tensors. The
+# four that differ are as many as its trained norms; a fifth norm is frozen.)
 #
 # Why a sum here, when data parallelism takes a mean? There, each rank has its own loss, and the
 # batch's loss is their mean. Here all ranks share one loss, and each has a part of its gradient.
 #
 # The symptom has been reported: norm gradients (NVIDIA/Megatron-LM, issue 1446) and norm weights
-# (issue 474, closed without a cause) that differ between tensor-parallel ranks. Megatron-LM sums
-# the gradients of parameters with the attribute `sequence_parallel`, which a version of
-# Transformer Engine did not always set on its norms (NVIDIA/TransformerEngine, pull request 1528).
+# (issue 474, closed without a cause) that differ between tensor-parallel ranks. One way it can
+# happen: Megatron-LM sums the gradients of parameters that have the attribute `sequence_parallel`,
+# and a version of Transformer Engine did not always set it on its norms (NVIDIA/TransformerEngine,
+# pull request 1528).
 #
 # Both mistakes have been made. While sequence parallelism was written for GPT-NeoX, the hooks that
 # should reduce these gradients did not seem to run at all; the fix also made them sum where they
@@ -477,8 +487,8 @@ for name, apply in RULES.items():
 # bad: it flattened near 8, and the author blamed the unsynchronized gradients. With the fix it
 # still flattened, near 7.5, so they were not the only cause.
 #
-# **Predict.** Norm weights are one kind of parameter with this problem. Which others does a GPT
-# have?
+# **Predict.** Which other parameters of a GPT, besides the norms' weights, have gradients that are
+# partial sums?
 #
 # To find out, two ranks run a backward pass without `finish`. The cell lists the parameters that
 # both hold in full, and whose gradients nevertheless differ between the ranks:
@@ -491,10 +501,10 @@ for name in lab.parameters_whose_gradients_differ(num_ranks=2):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Every parameter that is replicated and applied to a rank's own tokens: norms, the biases that
-# are added after a row-parallel layer's sum, and learned positions. On each rank the positions'
-# gradient is zero outside its own tokens, so the sum puts the pieces together. (One norm weight
-# is missing in the list: the test model freezes it, so it has no gradient.)
+# Every parameter that is replicated and applied to a rank's own tokens: norms with their biases,
+# the biases that are added after a row-parallel layer's sum, and learned positions. On each rank
+# the positions' gradient is zero outside its own tokens, so the sum puts the pieces together.
+# (`mlp_norm.weight` is missing from the list because the test model freezes it.)
 #
 # </details>
 #
@@ -505,17 +515,17 @@ for name in lab.parameters_whose_gradients_differ(num_ranks=2):
 # ## 6. The real one
 #
 # How does the package do this? Chapter 7's tensor-parallel layers ask an `exchange` what to do
-# where their region begins and ends. Sequence parallelism gives them this one, with three methods
-# for dimension 1 of (B, S, D):
+# where their region begins and ends. Sequence parallelism passes this one, whose three methods
+# communicate along the sequence, dimension 1 of (B, S, D):
 
 # %%
 show_source(SequenceParallelExchange)
 
 # %% [markdown]
-# `reduce` also ends the embedding, and `start_gather` begins the head, so the residual stream is
-# sharded from the first block to the final norm. The layers themselves are unchanged. In the
-# backward pass of the column-parallel layers, find which transfer runs during which matmul
-# (`deferral` is for chapter 9):
+# `reduce` also sums the embedding's partial outputs, and `start_gather` brings the head its input,
+# so the residual stream is sharded from the first block to the final norm. The layers themselves
+# are unchanged. In the backward pass of the column-parallel layers, find which transfer runs during
+# which matmul (`deferral` is for chapter 9):
 
 # %%
 show_source(LinearFunction.backward, WeightGradients.start, WeightGradients.compute)
@@ -523,21 +533,23 @@ show_source(LinearFunction.backward, WeightGradients.start, WeightGradients.comp
 # %% [markdown]
 # `second_half.start()` starts gathering the input again. While it travels, `input_gradient`
 # computes the gradient of the input, for which the input itself is not needed. Then `start_reduce`
-# sends that gradient while `second_half.compute()` computes the weight gradients. These two
-# transfers have a matmul to overlap with. A third does not: the all-gather of the output gradient,
-# with which the region's backward pass begins, because all its matmuls need the result. In the
-# forward pass both transfers are exposed, because the next operation needs their result.
+# reduce-scatters that gradient while `second_half.compute()` computes the weight gradients. These
+# two transfers have a matmul to overlap with. A third does not: the all-gather of the output
+# gradient comes first in the region's backward pass, and every matmul there depends on its result.
+# In the forward pass both transfers are exposed, because the next operation needs their result
+# (unless it is cut into chunks, chapter 7).
 #
-# And this is the sum from section 5. `finish` calls it with the gradients of every parameter whose
-# cut is marked `is_partial`. Find the one line that communicates:
+# And this is the sum from section 5. `finish` calls it with the gradients of all parameters whose
+# placement is marked `is_partial`. Find the one line that communicates:
 
 # %%
 show_source(TensorParallel.sum_in_one_message)
 
 # %% [markdown]
-# `all_reduce` is the line: all of these gradients travel in one message. The zeros around a rank's
-# own part serve key-value heads that only some of the ranks share (chapter 7); a replicated
-# parameter has a single part.
+# It is `all_reduce(flat, self.group)`: the gradients are copied into one flat tensor, summed, and
+# copied back. In a Llama with fewer key-value heads than ranks, only some ranks share a head
+# (chapter 7). So the flat tensor has one slot for each head; a rank fills the slot of its own and
+# leaves zeros in the others. A replicated parameter has a single slot.
 #
 # We run the oracle on one to four ranks, for both model families, including a Llama with fewer
 # key-value heads (two) than ranks (four):
@@ -553,17 +565,18 @@ for name, make_model, apply, num_ranks in (
     print(f"ranks: {num_ranks}  {name:22} {lab.verdict(apply, num_ranks, make_model)}")
 
 # %% [markdown]
-# All four train exactly like one process.
+# All four train like one process.
 #
 # ## 7. Measure
 #
-# Are the bytes as predicted? We run one small GPT block on four ranks, in bfloat16, with dropout
-# and materialized attention. The [meter](word:meter) reads the activations after the forward
-# pass; the [ledger](word:ledger) records forward and backward.
+# Are the bytes saved and sent as predicted? We run one small GPT block on four ranks, in bfloat16,
+# with dropout and [materialized attention](word:materialized-attention). The [meter](word:meter)
+# reads the activations after the forward pass; the [ledger](word:ledger) records forward and
+# backward.
 #
-# PyTorch's dropout on a CPU saves a mask as wide as the values, 2 bytes here; CUDA's is 1 byte.
-# The formula in `minitron.cost` takes the width of a mask, so it predicts both. The paper's
-# formula stands beside it.
+# On a CPU, PyTorch's dropout saves a mask as wide as the values, here 2 bytes per entry; on CUDA it
+# is 1 byte. The formula in `minitron.cost` takes this width as an argument, so the table shows it
+# for both, and the paper's formula, which assumes 1 byte, in the last column.
 
 # %% tags=["output-meter", "nbval-check-output"]
 t, BSD, scores = lab.RANKS, lab.B * lab.S * lab.SHAPE.width, {"selective": 0}
@@ -582,11 +595,12 @@ for recompute in ("none", "selective"):
               f"{PAPER[way] + scores[recompute]:6.2f}")
 
 # %% [markdown]
-# Measurement and formula agree to within 1 %. In the paper's column, the three lower rows are
-# 10 + 24/t, 4 + 30/t (not in the paper, but it follows from its list) and 34/t. The upper rows
-# have 5 a S/(D t) more, where a is the number of heads. Our formula adds two small terms that the
-# paper drops: the causal mask and the norms' float32 statistics, which a CPU keeps in 16 bits.
-# The figure shows the lower rows:
+# Measurement and formula agree to within 1 %. In the paper's column, the three lower rows are 10 +
+# 24/t, 4 + 30/t (not in the paper, but it follows from its list of tensors) and 34/t. The three
+# upper rows add the attention scores, 5 a S/(D t), where a is the number of heads. Our formula adds
+# two small terms that the paper drops: the causal mask, and the norms' statistics. CUDA keeps those
+# in float32, as the formula assumes, and a CPU in 16 bits, so we measure slightly less. The figure
+# shows the three lower rows; dashed bars are the formula:
 
 # %% tags=["figure-held"]
 rows = {way: {"activation": results["selective", way][0][0]} for way in lab.WAYS}
@@ -600,9 +614,9 @@ show(memory_bars(rows, predicted), alt=(
 ))
 
 # %% [markdown]
-# On this CPU, sequence parallelism that keeps its inputs removes a third of the activations, and
-# gathering them again removes half. (Dashed bars are the formulas.) CUDA's narrower masks make
-# both shares a little smaller:
+# On a CPU, sequence parallelism that keeps its inputs removes a third of the activations, and
+# gathering them again removes half. Both shares are a little smaller on CUDA, where the masks,
+# which sequence parallelism shards, are narrower:
 
 # %% tags=["output-masks", "nbval-check-output"]
 for device, size in (("a CPU", 2), ("CUDA", 1)):
@@ -612,8 +626,8 @@ for device, size in (("a CPU", 2), ("CUDA", 1)):
 
 # %% [markdown]
 # **Predict.** Now the traffic, on four ranks. Section 4 counted 8, 8 and 10 for forward and
-# backward pass together. The ledger separates the two. How do the three numbers divide between
-# them?
+# backward pass together. The ledger separates the passes. How does each of the three numbers divide
+# between forward and backward?
 
 # %% tags=["output-ledger", "nbval-check-output"]
 for way in lab.WAYS:
@@ -630,20 +644,20 @@ show(wire(sent, {way: lab.sent_formula(way) for way in lab.WAYS}), alt=(
 
 # %% [markdown]
 # All three send 4 B S D (t-1)/t elements in the forward pass. In the backward pass the first two
-# send 4 and the third, with two more all-gathers, sends 6. So the first two are equal to the byte,
-# and the third sends a quarter more.
+# send 4 such units and the third, with two more all-gathers, sends 6. So the first two bars are
+# equal to the byte, the third is a quarter longer, and all end at the formula's ticks.
 #
 # That leaves out `finish`, which runs once per step. Tensor parallelism alone has no partial sums
-# in a GPT. The other two all-reduce 6 D gradients for each block, of two norms and of two biases,
-# and those of the final norm and the learned positions.
+# in a GPT. The other two all-reduce 6 D gradients for each block (4 D of the two norms' weights and
+# biases, 2 D of the biases of out and down), and those of the final norm and the learned positions.
 #
 # ### On real GPUs
 #
 # Is the third all-gather worth it, and can it be hidden? Take GPT-3 on a node of eight H100s, with
 # one sequence. The all-gather overlaps with the matmul for the gradient of the same layer's input.
 # We let that matmul run at the dense peak, which is pessimistic, because it leaves the least time
-# to hide anything; and each link at its full bandwidth, which is optimistic. The last column is
-# the margin: below this share of NVLink's bandwidth, the all-gather takes longer than the matmul.
+# to hide anything; and each link at its full bandwidth, which is optimistic. The last column is the
+# margin: the all-gather is hidden if NVLink delivers more than this share of its bandwidth.
 
 # %% tags=["output-hidden", "nbval-check-output"]
 H100 = DEVICES["H100-SXM-80GB"]
@@ -661,16 +675,19 @@ print(f"gathering again frees {layers * (saved - again) / GB:.1f} GB "
       f"of {layers * saved / GB:.1f} GB; one gathered input has {input_bytes / MB:.0f} MB")
 
 # %% [markdown]
-# By this estimate the all-gather takes less than half as long as the matmul inside a node, so it
-# can be hidden as long as NVLink delivers 42 % of its peak or more. It frees 8.5 GB of saved
-# tensors on each GPU. The peak falls by one buffer less, because one input at a time is gathered
-# again. Over InfiniBand most of the all-gather would be exposed, so tensor and sequence
+# By this estimate, inside a node the all-gather takes less than half as long as the matmul, so it
+# can be hidden if NVLink delivers at least 42 % of its peak. (We have not measured this on a GPU,
+# where the two also compete for memory and processors.) In return, each GPU stores 8.5 GB less. Its
+# peak memory falls by slightly less than that, because one gathered input at a time needs a buffer
+# of 50 MB. Over InfiniBand most of the all-gather would be exposed, so tensor and sequence
 # parallelism stay where the links are fast.
 #
-# This answers section 1's question. The table counts all blocks of GPT-3 on each of 8 GPUs, with
-# attention recomputed; elements sent are in units of B S D (t-1)/t, per block. Exposed are the
-# transfers that no matmul can overlap with: those of the forward pass, and with sequence
-# parallelism the all-gathers of the output gradient (section 6).
+# Now we can answer section 1's question for all of GPT-3. Bytes saved are those of all blocks on
+# each of 8 GPUs, with attention recomputed; elements sent are in units of B S D (t-1)/t, per block.
+# We call a transfer exposed if, with every matmul run whole, none can overlap with it: those of the
+# forward pass and, with sequence parallelism, the all-gathers of the output gradient (section 6).
+# Cutting the matmuls into chunks, as in chapter 7's async tensor parallelism, can hide part of
+# these, too.
 
 # %% tags=["output-answer", "nbval-check-output"]
 UNITS = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
@@ -689,10 +706,11 @@ print(f"finish: {6 * layers * gpt3.width / 1e6:.1f} million gradients of the blo
       f"{gpt3.max_sequence_length * gpt3.width / 1e6:.1f} million of the positions")
 
 # %% [markdown]
-# Sequence parallelism cuts the activations to a third, with a quarter more traffic. Half of tensor
-# parallelism's traffic, the backward all-reduces, can overlap with the weight gradients. Of their
-# two halves only the reduce-scatter still can, so 6 instead of 4 units are exposed. The gradients
-# that `finish` sums are mostly those of the positions, and they add less than 1 %.
+# Without sending more, each GPU stores 18.7 GB instead of 31.4 GB; with a quarter more traffic, it
+# stores 10.3 GB, a third. But more of the traffic is exposed, 6 units instead of 4. Tensor
+# parallelism's backward all-reduces can overlap with the weight gradients; when each is split in
+# two, only the reduce-scatter still can. The gradients that `finish` sums are mostly those of the
+# positions, and they add less than 1 %.
 #
 # What does a block save on each of 8 GPUs if we choose the recomputation as well: none, selective,
 # or full?
@@ -713,16 +731,17 @@ show(memory_bars({}, {name: {"activation": size} for name, size in per_layer.ite
 ))
 
 # %% [markdown]
-# Neither sequence parallelism nor selective recomputation alone removes half of the bytes;
-# together they remove four fifths. Today's fused attention kernels recompute the scores in their
-# own backward pass (chapter 3), so they need no "selective": in the last row, a sequence-parallel
-# block saves little more than 34/t.
+# Neither sequence parallelism nor selective recomputation alone removes half of the bytes; together
+# they remove four fifths. Full recomputation leaves less still, but repeats the whole forward pass.
+# Today's fused attention kernels recompute the scores in their own backward pass (chapter 3), so
+# with them a sequence-parallel block saves little more than 34/t without "selective" (last row).
 #
-# One confusion to avoid: attention itself still reads all S tokens here, for some of the heads.
-# Splitting the sequence *inside* attention, for very long sequences, is **context parallelism**
-# (ring attention, Ulysses). Some papers call that sequence parallelism, too.
+# One confusion to avoid: here, the tensor-parallel layers still read all S tokens. For very long
+# sequences, **context parallelism** splits the sequence in *all* layers; for attention, the ranks
+# then exchange keys and values (ring attention) or trade tokens for heads (Ulysses). Some papers
+# call that sequence parallelism, too.
 #
-# The widget does the same for whole models:
+# The widget plots the activations of whole models against the number of ranks:
 
 # %% tags=["figure-explorer"]
 sequence_explorer()
@@ -730,15 +749,16 @@ sequence_explorer()
 # %% [markdown]
 # ## Further: dropout, or whose random numbers?
 #
-# A training script seeds all ranks with the same number.
+# Suppose that a training script seeds all ranks with the same number.
 #
 # **Predict.** Dropout acts in two regions: the heads inside attention, and the residual stream
 # between the layers. In each, must the ranks draw the same mask or different ones? Under tensor
 # parallelism? Under sequence parallelism?
 #
 # The ledger cannot show a mistake (masks are not sent), nor can the oracle (it trains without
-# dropout); so we compare the masks. `lab.masks` records which of 64 values each rank keeps, and
-# the table compares two ranks. Its last row replaces the package's dropout by PyTorch's:
+# dropout); so we compare the masks. `lab.masks` records which of 64 values each rank keeps, and the
+# table compares two ranks. For its last row, `plain_dropout` replaces the package's dropout in the
+# residual stream by PyTorch's:
 
 
 # %%
@@ -763,12 +783,12 @@ for name, apply in {"tensor parallel": apply_tensor_parallel,
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Each rank has other heads, so their masks must always differ. What is replicated must be dropped
-# identically, or it stops being replicated: under tensor parallelism, that is the residual stream.
-# Under sequence parallelism the stream is sharded, each rank has other tokens, and masks must
-# differ. The "True" in the last row is the mistake: with `plain_dropout` both ranks use one mask
-# in the stream, so tokens s and s + S/t always lose the same values. To catch this in your own
-# code, compare the masks of two ranks in a test.
+# Each rank has different heads, so their masks must always differ. What is replicated must be
+# dropped identically, or it stops being replicated: under tensor parallelism, that is the residual
+# stream. Under sequence parallelism each rank has different tokens of the stream, so the masks must
+# differ. The "True" in the last row is the mistake: with `plain_dropout` both ranks use the same
+# mask in the stream, so tokens s and s + S/t always lose the same elements. To catch this in your
+# own code, compare the masks of two ranks in a test.
 #
 # </details>
 
@@ -797,9 +817,9 @@ for name, (a, h, L, b) in models.items():
 
 # %% [markdown]
 # The first claim holds: a factor of about 5 for the largest two models, and more for the others.
-# With full recomputation a block saves even less, because only the layer's input, 2 B S D,
-# remains. But it takes time. For the second claim the paper measured one layer of the 22B model on
-# A100s (table 4). The times below are the paper's; the bytes are computed here.
+# Full recomputation stores even less, only the layer's input of 2 B S D bytes, but takes time. For
+# the second claim the paper measured one layer of the 22B model on A100s (table 4). The times below
+# are the paper's; the bytes are computed here.
 
 # %% tags=["output-time", "nbval-check-output"]
 milliseconds = {"tensor": 19.6, "tensor + sequence": 19.0, "tensor, selective": 20.9,
@@ -819,11 +839,12 @@ print(f"avoided by both: {1 - (20.3 - 19.6) / full:.0%} of what full recomputati
 print(f"({20.3 - 19.6:.1f} and {20.3 - 19.0:.1f} of {full:.1f} ms)")
 
 # %% [markdown]
-# The second claim holds, too: with both, 91 % of the overhead disappears. But part of the gain
-# does not come from recomputing less: sequence parallelism itself is slightly faster than tensor
-# parallelism alone, because norms and dropout run over 1/t of the tokens. Against the
-# sequence-parallel block, selective recomputation adds 20.3 - 19.0 = 1.3 ms of the 7.6 ms that
-# full recomputation adds to the tensor-parallel block: 83 % avoided.
+# The second claim holds, too: with both, 91 % of the overhead disappears. But part of the gain does
+# not come from recomputing less: sequence parallelism by itself is slightly faster than tensor
+# parallelism alone (19.0 against 19.6 ms). A likely reason is that each rank runs norms and dropout
+# over only 1/t of the tokens. Compared with the sequence-parallel block, selective recomputation
+# adds 20.3 - 19.0 = 1.3 ms. Full recomputation adds 7.6 ms to the tensor-parallel block, so 83 % is
+# avoided.
 
 # %% [markdown]
 # ## 8. Recap
@@ -882,5 +903,5 @@ check("8.4")
 # - Narayanan et al., [*Efficient Large-Scale Language Model Training on GPU
 #   Clusters*](https://arxiv.org/abs/2104.04473), 2021, section 3.2: the volume.
 # - Liu, Zaharia, Abbeel, [*Ring Attention*](https://arxiv.org/abs/2310.01889), 2023, and Jacobs
-#   et al., [*DeepSpeed Ulysses*](https://arxiv.org/abs/2309.14509), 2023: the sequence split
-#   inside attention.
+#   et al., [*DeepSpeed Ulysses*](https://arxiv.org/abs/2309.14509), 2023: context
+#   parallelism.

@@ -137,10 +137,11 @@ for m in (1, 2, 4, 8, 16, 32):
 # or of the **ideal** time without any bubble, (p - 1)/m. The second can exceed 100 %, so check
 # which one a paper means.
 #
-# Why not raise m until the bubble is negligible? The global batch limits it. N pipelines that take
-# b sequences per micro-batch share the GBS sequences of a step, so m = GBS/(N b). Beyond some size
-# a larger batch hardly improves a step, and a smaller b makes the matmuls less efficient and ends
-# at one sequence. So m is nearly fixed, and the bubble has to shrink by other means.
+# Why not raise m until the bubble is negligible? The [global batch](word:global-batch) limits it. N
+# pipelines that take b sequences per micro-batch share a step's GBS sequences, so m = GBS/(N b).
+# Beyond some size, a larger batch hardly improves an update, and a smaller b makes the matmuls less
+# efficient and cannot go below one sequence. So m is nearly fixed, and the bubble has to shrink by
+# other means.
 #
 # ## 3. Picture
 #
@@ -285,8 +286,8 @@ for make_schedule in (sequential, gpipe, one_forward_one_backward):
 
 # %% [markdown]
 # The gradients agree to rounding error. No step is faster than predicted, because a sleep never
-# ends early. The excess is sleeps that end late, small matmuls, messages, and waiting for a core.
-# The figure shows the fastest sequential step; the prediction has dashed outlines.
+# ends early. The excess is sleeps that end late, matmuls, messages, and waiting for a core. The
+# figure shows the fastest sequential step; the prediction has dashed outlines.
 
 # %% tags=["figure-byhand"]
 show(pipeline(simulate(sequential(3, 4), MS), measured["sequential"]), alt=(
@@ -334,8 +335,8 @@ for m in (2, 4, 8, 32):
 # %% [markdown]
 # 1F1B's counts stop growing at p - r, and the bubbles are equal: 1F1B saves memory, not time. It
 # reduces the bubble only indirectly: GPipe holds all m b = GBS/N sequences of a pipeline, so memory
-# limits GBS/N; 1F1B holds at most p b, so m can grow. (The published GPipe also recomputes, so it
-# keeps only the *inputs* of m micro-batches; Huang et al. 2019, section 2.3.)
+# limits GBS/N. 1F1B holds at most p b, so memory does not limit m. (The published GPipe also
+# recomputes, so it keeps only the *inputs* of m micro-batches; Huang et al. 2019, section 2.3.)
 #
 # ### Interleaving: a smaller bubble
 #
@@ -401,12 +402,12 @@ show(pipeline(simulate(zero_bubble(p, m), SPLIT)), alt=(
 # adds r deferred micro-batches to 1F1B's $p-r$. (A micro-batch held in only one of a rank's v
 # stages counts 1/v. The times $t_F$, $t_B$, $t_I$ and $t_W$ are for all of a rank's stages.)
 #
-# | schedule | bubble | held by rank r | source |
+# | schedule | bubble | held by rank r | source, section |
 # |---|---|---|---|
-# | GPipe | $(p-1)(t_F+t_B)$ | $m$ | Huang et al. 2019, 2.3 |
-# | 1F1B | $(p-1)(t_F+t_B)$ | $p-r$ | Narayanan et al. 2021, 2.2.1 |
-# | interleaved | $(p-1)(t_F+t_B)/v$ | $p + (p-1-2r)/v$ | there, 2.2.2; Korthikanti et al., 4.2.3 |
-# | ZB-H1 | $(p-1)(t_F+t_I-t_W)$ | $p$ | Qi et al. 2023, table 2 |
+# | GPipe | $(p-1)(t_F+t_B)$ | $m$ | Huang 2019, 2.3 |
+# | 1F1B | $(p-1)(t_F+t_B)$ | $p-r$ | Narayanan 2021, 2.2.1 |
+# | interleaved | $(p-1)(t_F+t_B)/v$ | $p + (p-1-2r)/v$ | there, 2.2.2; Korthikanti 2022, 4.2.3 |
+# | ZB-H1 | $(p-1)(t_F+t_I-t_W)$ | $p$ | Qi 2023, table 2 |
 #
 # Do the lists reach these numbers? "List" is the simulation, "paper" the formula:
 
@@ -437,7 +438,8 @@ compare(MAKERS, PAPERS)
 
 # %% [markdown]
 # The lists reach the papers' bubbles, and the counts of the table. Interleaving pays for its
-# smaller bubble with messages and some memory, ZB-H1 with memory that 1F1B leaves unused.
+# smaller bubble with messages and some memory, ZB-H1 with memory that 1F1B leaves unused on all
+# ranks but the first.
 #
 # ## 5. Traps
 #
@@ -445,10 +447,9 @@ compare(MAKERS, PAPERS)
 #
 # ### The order of the actions
 #
-# The next schedule is for two ranks and two micro-batches. Rank 0 wants its first gradient before
-# it goes on.
+# In this schedule for two ranks and two micro-batches, rank 0 runs B0 before F1.
 #
-# **Predict.** Does this schedule run?
+# **Predict.** Does it run?
 
 # %%
 F, B = partial(Action, "F"), partial(Action, "B")  # (micro-batch, stage)
@@ -458,8 +459,8 @@ impatient = Schedule("impatient", 2, (
 ))
 
 # %% [markdown]
-# The package's [validator](code:minitron.parallel.pipeline.schedule_check) can tell without
-# starting a process. It steps through the lists and reports which stages wait for each other:
+# The package's [validator](code:minitron.parallel.pipeline.schedule_check) steps through the lists
+# without starting a process:
 
 # %% tags=["output-validator", "nbval-check-output"]
 print(lab.verdict(schedule_check.check, impatient))
@@ -497,10 +498,11 @@ for make_schedule in (gpipe, one_forward_one_backward):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# GPipe runs: during the forward passes no rank sends anything back. 1F1B deadlocks: in the steady
-# state rank 1 has an activation for rank 2 while rank 2 has a gradient for rank 1. Both send, and
-# neither receives. Rank 0 is not part of the cycle; it waits for rank 1 to receive its third
-# output (`send #2`, counted from zero).
+# GPipe runs: each rank sends all its outputs forward before it sends a gradient back, so no two
+# ranks send to each other at the same time. 1F1B deadlocks: in the steady state rank 1 has an
+# activation for rank 2 while rank 2 has a gradient for rank 1. Both send, and neither receives.
+# Rank 0 is not part of the cycle; it waits for rank 1 to receive its third output (`send #2`,
+# counted from zero).
 #
 # </details>
 #
@@ -509,18 +511,18 @@ for make_schedule in (gpipe, one_forward_one_backward):
 # does not: PyTorch runs the messages between two ranks in the order in which they were posted, on
 # one CUDA stream, and NCCL's send [may wait for the
 # receiver](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/p2p.html). In 1F1B both
-# neighbors queue a send before their receive, so each waits for a receive that is queued behind the
-# other's send.
+# neighbors queue a send before their receive, so each send waits for a receive that is queued
+# behind the other send.
 #
 # Megatron-LM posts the two messages as one batch (`batch_isend_irecv`), within which they do not
 # wait for each other. This package uses a rule that works for any schedule: it sorts the actions
 # of *all* ranks into one global order, and every rank posts its messages in that order.
 #
 # This cannot deadlock. In the global order each action comes after everything it depends on and
-# after its rank's earlier actions. Take the first message in this order that has not been
-# delivered. To compute it, its sender needs only earlier messages. To reach it in their lists, both
-# ranks need only earlier messages. All of these are delivered, so both ranks post it, and it is
-# delivered, too.
+# after its rank's earlier actions. Suppose that some messages are never delivered, and take the
+# first of them in this order. Whatever its sender and its receiver do before they post it comes
+# earlier in the order, so it depends only on messages that are delivered. So both ranks post it,
+# and it is delivered: a contradiction.
 #
 # ### The scale of the loss
 #
@@ -530,7 +532,8 @@ for make_schedule in (gpipe, one_forward_one_backward):
 # **Predict.** Call `loss.backward()` on each micro-batch's mean. By which factor are the
 # gradients wrong? Does the loss curve show it with AdamW? With SGD?
 #
-# The table compares these gradients with the correct ones, and with an attempt to fix them.
+# The table compares training with these gradients, with the correct ones, and with an attempt to
+# fix them.
 
 
 # %%
@@ -615,9 +618,8 @@ print(lab.written(script(one_forward_one_backward(3, 3), 1)))
 show_source(script)
 
 # %% [markdown]
-# Rank 1 posts two receives before it computes. Their order comes from `in_order`, section 5's
-# global order. A receive is posted early, and the executor waits for it where its action begins.
-# This is how it runs the list:
+# Rank 1 posts two receives before it computes, in the order of `in_order`, section 5's global
+# order. The executor waits for a receive where its action begins. This is how it runs the list:
 
 # %%
 show_source(ScheduleExecutor.run, ScheduleExecutor.backward)
@@ -625,11 +627,11 @@ show_source(ScheduleExecutor.run, ScheduleExecutor.backward)
 # %% [markdown]
 # The backward pass continues from the output, as in section 4. One difference saves memory: the
 # executor keeps an `edge`, the graph node that produced the output, instead of the output itself.
-# Once the output has been sent, its values are not needed again, so b x S x D values per
-# micro-batch in flight are freed (Korthikanti et al. 2022, appendix B).
+# The output's values are not needed once it has been sent, so b x S x D values per micro-batch in
+# flight are freed ([Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198), appendix B).
 #
-# The other makes I possible, a backward pass that skips the weights. The package's linear layers
-# have their own autograd function, whose
+# The other difference makes I possible, a backward pass that skips the weights. The package's
+# linear layers have their own autograd function, whose
 # [`backward`](code:minitron.model.linear.LinearFunction.backward) chapters 7 and 8 read. It packs
 # the computation of the weight gradients into an object. Within `deferral.collecting()`, which I
 # enters, these objects go into the list `later`, and W computes them.
@@ -669,14 +671,14 @@ for name, ranges in ways.items():
 #
 # </details>
 #
-# By default the package balances the parameters held (the middle line). Neither activations nor
-# attention's own multiplications are counted: causal attention adds S x D = 8,192 x 2,048 per
-# token, over a quarter of a layer's 61 million.
+# By default the package balances the parameters held (the middle line). It counts neither
+# activations nor attention's own multiplications: with S = 8,192, causal attention adds S x D =
+# 8,192 x 2,048 per token, over a quarter of a layer's 61 million.
 #
 # Llama 3.2 1B ties its embedding to its head, as GPT does. The first and the last stage then each
-# have a copy and each compute a partial sum of its gradient, which they exchange and add at the
-# end of the step. With data parallelism, every stage averages its gradients with the same stage
-# of the other pipelines, once per step. The oracle checks both, and three schedules:
+# have a copy and each compute a partial sum of its gradient, which they exchange and add at the end
+# of the step. With data parallelism, every stage averages its gradients with the same stage of the
+# other pipelines, once per step. The oracle checks both, and three schedules:
 
 
 # %%
@@ -737,11 +739,12 @@ for name in ("interleaved, v = 2", "ZB-H1"):
     print(f"{name:18} {ratio:14.2f} {lines[name].seconds / lines['1F1B'].seconds:10.2f}")
 
 # %% [markdown]
-# The passes run in the predicted order, but the step takes longer. From the first column to the
-# second, passes are longer than asked for, because a sleep ends late and the small blocks do
-# compute. From the second to the third, messages take time, and a late pass delays every rank that
-# waits for it, which the mean hides. Compare the ratios in the second table, but trust only large
-# differences: GPipe and 1F1B are predicted to take equally long, and their medians differ.
+# Each rank runs its passes in the order of its list, but a step takes longer. The second prediction
+# accounts for passes that take longer than asked for, because a sleep ends late and the small
+# blocks do compute. Only the measurement includes messages and single late passes, which delay
+# every rank that waits for them; a mean hides these. Compare the ratios in the second table, but
+# trust only large differences: GPipe and 1F1B are predicted to take equally long, and their medians
+# differ.
 #
 # ### Memory
 #
@@ -768,9 +771,9 @@ for name, (make_schedule, _) in MAKERS.items():
 #
 # ### Messages
 #
-# **Predict.** With four ranks and eight micro-batches, how many messages does rank 1 send in
-# 1F1B? And rank 0 with two stages per rank? The table also divides the ledger's bytes by the
-# formula's.
+# **Predict.** With four ranks and eight micro-batches, how many messages does rank 1 send in 1F1B?
+# And rank 0 with two stages per rank? The table also divides the bytes in the ledger by those that
+# the cost model predicts.
 
 # %% tags=["output-messages", "nbval-check-output", "exhaustive"]
 print("                     messages sent by rank   bytes sent / formula")
@@ -792,8 +795,8 @@ for name, v in {"1F1B": 1, "interleaved, v = 2": 2, "ZB-H1": 1}.items():
 #
 # ### On real GPUs: which axis crosses nodes?
 #
-# Put GPT-3 on 1,024 H100s in nodes of eight: tensor-parallel size t = 8, p = 8 stages, and N = 16
-# data-parallel replicas. A step processes 1,536 sequences, so each pipeline gets 96.
+# Put GPT-3 on 1,024 H100s in nodes of eight: tensor-parallel size t = 8, p = 8 stages of 12 layers,
+# and N = 16 data-parallel replicas. A step processes 1,536 sequences, so each pipeline gets 96.
 #
 # **Predict.** For each micro-batch, how many times as many bytes does tensor parallelism send as
 # the pipeline?
@@ -835,9 +838,9 @@ for name, (size, sent, idle_time) in rows.items():
 #
 # 42 times, and t times that with sequence parallelism, where each rank sends 1/t of the pipeline's
 # message. Tensor parallelism sends 8 b S D (t-1)/t values for *every layer*; the pipeline sends 2 b
-# S D for *every stage*, here of 12 layers. Over InfiniBand, tensor parallelism would take about as
-# long as the compute, so tp gets the links inside the node. The pipeline and data parallelism both
-# need 0.2 s, so either may cross nodes; we follow Megatron-LM and put pp outermost.
+# S D for *every stage*, so the ratio is 12 x 8 x 7/8 / 2. Over InfiniBand, tensor parallelism would
+# take about as long as the compute, so tp gets the links inside the node. The pipeline and data
+# parallelism both need 0.2 s, so either may cross nodes.
 #
 # </details>
 #
@@ -845,9 +848,10 @@ for name, (size, sent, idle_time) in rows.items():
 # recomputation, and reserves a tenth for CUDA, NCCL and fragmentation. With b = 6, the largest in
 # the table that fits, ZeRO-3 adds 5.2 s to the 8.4 s of compute, less what hides behind it. Without
 # overlap, 1F1B adds 0.4 + 0.6 = 1.0 s, or 0.2 s less if sequence parallelism cuts its messages from
-# 0.19 to 0.02 s. So ZeRO-3 is faster only if it hides over four fifths of its traffic, and section
-# 4 can shrink the bubble. With more GPUs for the same batch, m falls, and ZeRO-3 gathers the same
-# weights for fewer sequences: on 4,096, a node computes for 3 x 0.7 s and sends for 2.6 s.
+# 0.19 to 0.02 s. So ZeRO-3 is faster only if it hides over four fifths of its traffic, and ZB-H1 or
+# interleaving would shrink the bubble. With the same batch on 4,096 GPUs, a node computes for 3 x
+# 0.7 s. ZeRO-3 takes at least the 2.6 s of its messages; 1F1B's bubble of 0.6 s and its messages
+# take it beyond that. Only a smaller bubble would win.
 #
 # The widget simulates a schedule of your choice. Before you move a slider, use section 2's formula
 # to answer the first question below it.
@@ -899,15 +903,15 @@ print(f"DualPipeV pairs {pairs} of {2 * p * m} forward passes with a backward pa
 
 # %% [markdown]
 # Both reduce the bubble to $(p - 1)\,t_F / 2$, with $t_F$ for a rank's two stages: the time the
-# first micro-batch takes to come down to the last rank. (This holds for m of at least 2p - 1 in
-# ZB-V and 2p in DualPipeV, which refuses fewer.)
+# first micro-batch takes to come down to the last rank. (If F, I and W are equally long, and m is
+# at least 2p - 1 in ZB-V, 2p in DualPipeV.)
 #
 # The authors, in the column "paper", count differently. Qi et al. call ZB-V's bubble zero, because
 # they count idle time between a rank's first and last pass only. [DualPipe's
 # repository](https://github.com/deepseek-ai/DualPipe) gives $(s/2 - 1)(F\&B + B - 3W)$ for
 # DualPipeV with s stages, 2p here, and the column assumes that a pair takes as long as its passes,
-# $F\&B = F + B$. It treats the pair as one block, whose forward result is sent when the whole
-# block is done; in our lists F sends its result before B starts.
+# $F\&B = F + B$. The formula treats the pair as one block, whose forward result is sent when the
+# whole block is done; in our lists F sends its result before B starts.
 #
 # Every rank holds the same, whereas 1F1B loads the first rank most. DualPipeV pairs only 25 of 64
 # forward passes here because m = 2p, the fewest it accepts, leaves a short steady state.
@@ -949,8 +953,8 @@ for name, (make_schedule, durations) in VS.items():
 # ## Further: write your own schedule
 #
 # A schedule is any function of p and m that returns lists. The warm-up of 1F1B is just long enough
-# if messages take no time. On slow links the first gradient returns after the warm-up has run out,
-# and the rank idles in every round. What if it ran twice as many forward passes before its first
+# for a steady state without pauses if messages take no time. On slow links every gradient returns
+# later, so a rank idles in each round. What if it ran twice as many forward passes before its first
 # backward pass?
 
 
@@ -1026,7 +1030,7 @@ for name, make_schedule in options.items():
 # beats v = 2. Interleaving holds 1 + (p-1)/(pv) times as many activations as 1F1B: 1.44 for v = 2,
 # but only 1.07 for v = 12 (Korthikanti et al. 2022, section 4.2.3).
 #
-# According to the table you would choose b = 1 and v = 12. Be skeptical of that corner: the
+# According to the table you would choose b = 1 and v = 12. Be skeptical of that choice: the
 # simulator lets messages overlap with compute perfectly, starts a pass without any overhead, and
 # assumes that matmuls over one sequence are as efficient as over four. So measure the best few
 # lines. In a run of the package, v = 6 is

@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 10. Mixed precision: 16 bits where they are enough
 #
-# **50 minutes. No GPU. Exercises 10.1 to 10.5.**
+# **50 minutes. No GPU. [Exercises 10.1](exercise:10.1) to 10.5.**
 #
 # *You need:* the 16 bytes per parameter of [chapter 2](chapter:2), the averaged gradients of
 # [chapter 4](chapter:4), and, for one of the traps, the sharded optimizer state of
@@ -23,6 +23,11 @@
 # - **predict** which numbers a 16-bit or 8-bit format loses, and what that does to the training;
 # - **choose** a format for parameters, gradients, sums and optimizer state;
 # - **catch** an overflow that one rank sees and the others do not.
+#
+# *The way there:*
+# - **Sections 1 to 3:** what a format with fewer bits leaves out;
+# - **Sections 4 and 5:** what training loses by that, the remedies, and traps;
+# - **Sections 6 and 7:** recipes, 8 bits, and what each costs.
 #
 # Run the cells in order. When the text asks you to predict something, write your guess down before
 # you open the answer.
@@ -66,13 +71,13 @@ batches, num_steps = lab.story_batches(Path(workspace.name)), lab.NUM_STEPS
 # ## 1. The question
 #
 # In float32, a parameter costs 16 bytes during training: the weight, its gradient, and Adam's two
-# moments. One line of PyTorch halves all of that: `model.half()`. There is a second 16-bit format,
-# bfloat16, and a line for it, `model.bfloat16()`. GPUs multiply both faster than float32.
+# moments. One line of PyTorch halves all of that: `model.half()` for float16, or
+# `model.bfloat16()`. GPUs multiply in both formats faster than in float32.
 #
 # So why not use them for everything? Here is a smaller version of chapter 1's story model, and a
-# training loop in which weights, activations, gradients and moments all have the dtype that the
-# function is given. `lab.add_gradients` runs the forward and backward passes of a batch,
-# `lab.set_rate` warms the learning rate up and decays it.
+# training loop in which weights, activations, gradients and moments all have the given dtype.
+# `lab.add_gradients` runs the forward and backward passes of a batch; `lab.set_rate` warms up and
+# decays the learning rate.
 
 
 
@@ -111,11 +116,10 @@ for dtype, (_, losses) in trained.items():
 #
 # The exponent says between which two powers of two the number lies, and the mantissa divides the
 # space between them into $2^m$ equal steps. So exponent bits are **range** and mantissa bits are
-# **precision**. With $b = 2^{e-1} - 1$, E runs from 1 - b to b, so about half of the powers of two
-# are below 1. That leaves two of the $2^e$ exponent codes. One is for infinity and NaN. The other
-# is for zero and for the numbers below the smallest power of two. There the spacing stops
-# shrinking: it stays that of the first interval, down to zero. These numbers are called
-# **subnormal**.
+# **precision**. With $b = 2^{e-1} - 1$, E runs from 1 - b to b. That leaves two of the $2^e$
+# exponent codes. One is for infinity and NaN. The other is for zero and for the numbers below
+# $2^{1-b}$, which keep the spacing of the interval above them, down to zero. These are called
+# **subnormal**; all larger ones are **normal**.
 #
 # **Predict.** float16 has 5 exponent bits; bfloat16 has 8, as many as float32. Both have 16 bits in
 # total. For each: what are the largest number, the smallest number above zero, and the next number
@@ -154,13 +158,13 @@ for dtype, (e, m) in BITS.items():
 # ends at 65,504, and there is nothing below 6e-8.
 #
 # The formula is wrong for e4m3. With four exponent bits the range is so small that the designers
-# did without infinity: the last exponent holds numbers too, except for one code of either sign,
-# which is NaN ([Micikevicius et al. 2022](https://arxiv.org/abs/2209.05433), section 3).
+# did without infinity: the last exponent holds numbers too, except for one mantissa, which is NaN
+# ([Micikevicius et al. 2022](https://arxiv.org/abs/2209.05433), section 3).
 #
 # ## 3. Picture
 #
-# Bits and ranges, side by side. Equal distances on the axis are equal factors; the yellow parts are
-# subnormal numbers.
+# On the left are the bits of each format, on the right its positive numbers; there, equal distances
+# are equal factors.
 
 # %% tags=["figure-ranges"]
 show(ranges(), alt=(
@@ -169,7 +173,7 @@ show(ranges(), alt=(
 ))
 
 # %% [markdown]
-# And the numbers themselves, around 1. The circle is the number that each format has for 1 + 0.05:
+# Now the numbers themselves, around 1. A circle marks what 1 + 0.05 becomes:
 
 # %% tags=["figure-line"]
 show(number_line(("fp32", "fp16", "bf16", "e4m3", "e5m2"), 0.98, 1.3, at=1, plus=0.05), alt=(
@@ -179,8 +183,7 @@ show(number_line(("fp32", "fp16", "bf16", "e4m3", "e5m2"), 0.98, 1.3, at=1, plus
 
 # %% [markdown]
 # **Predict.** Above 1, the steps of bfloat16 are 1/128. From 2 on they are twice as long, from 4 on
-# four times. What is the first integer that bfloat16 cannot represent? (Find it with the explorer
-# below: move the position and add 1.)
+# four times. What is the first integer that bfloat16 cannot represent? (Try the explorer below.)
 #
 # <details><summary>Answer</summary>
 #
@@ -225,14 +228,14 @@ show(one_weight(histories, grid="bf16"), alt=(
 #
 # 1.1 in float32, 1 in bfloat16, and with a float32 copy 1.1016: 13 steps of 1/128, the closest to
 # 1.1. In bfloat16, each sum is rounded to the nearest number: 1.001 is closer to 1 than to the next
-# one, so *every* update is lost, and so are a hundred. Any update smaller than half a step
-# vanishes. The copy keeps what is not yet visible in the weight; it is called the **master weight**
+# one, so *every* update is lost. Any update smaller than half a step vanishes. The copy keeps what
+# is not yet visible in the weight; it is called the [**master weight**](word:master-weights)
 # ([Micikevicius et al. 2018](https://arxiv.org/abs/1710.03740), section 3.1).
 #
 # </details>
 #
 # How often does this happen? A step of AdamW moves a weight by about its learning rate. We count
-# the weights of the trained story model that would stay where they are.
+# the weights of the trained story model that would not change if that much were added.
 
 # %% tags=["output-lost", "nbval-check-output", "exhaustive"]
 weights = torch.cat([w.detach().flatten() for w in trained[f32][0].parameters()])
@@ -246,8 +249,8 @@ for rate in (1e-2, 1e-3, 1e-4, 1e-5, 1e-6):
 # 2024](https://arxiv.org/abs/2407.21783), section 3.4.1). At that rate, bfloat16 alone would hardly
 # move any weight of this size.
 #
-# Now the story model with masters. After the backward pass, the gradients go to the masters; the
-# optimizer updates the masters; then each weight becomes its master, rounded.
+# Now the story model with masters. After the backward pass, the gradients go to the masters, the
+# optimizer updates these, and each weight becomes its master, rounded.
 
 
 # %%
@@ -333,8 +336,8 @@ for dtype in (f32, f16, bf16):
 # sums. The rule of mixed precision is: **multiply in 16 bits, add in 32** (Micikevicius et al.
 # 2018, section 3.3). One exception: a GPU may split a matmul into partial sums, and PyTorch lets it
 # round those to 16 bits unless `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`
-# is False. Wherever *you* add, you have to follow it yourself: gradients over micro-batches, and
-# gradients over ranks.
+# is False. Where *you* add gradients, over [micro-batches](word:micro-batch) or over
+# [ranks](word:rank), following the rule is up to you.
 #
 # `.grad` has the dtype of its parameter, so with bfloat16 weights autograd accumulates in bfloat16.
 # Since PyTorch 2.10 you can change that with `parameter.grad_dtype = torch.float32`.
@@ -350,24 +353,26 @@ for count, exact in fine.items():
     print(f"{count:13} {(coarse[count] - exact).norm() / exact.norm():26.2%}")
 
 # %% [markdown]
-# The error is not zero for one micro-batch: embedding and output head share a weight, so two
-# gradients are added. Then every addition rounds a sum that has grown. Our runs do not show whether
-# that hurts: they have one micro-batch per step. Accumulating in float32 costs 2 more bytes per
-# parameter, 18 in total. Llama 3 405B did so (Llama Team 2024, section 3.3.2).
+# Every addition rounds, but errors of either sign partly cancel, so 64 micro-batches are off by far
+# less than 64/256. (Even one is off: embedding and output head share a weight, so two gradients are
+# added.) Our runs do not show whether that hurts: they have one micro-batch per step. Accumulating
+# in float32 costs 2 more bytes per parameter, 18 in total. Llama 3 405B did so (Llama Team 2024,
+# section 3.3.2).
 #
 # ### Out of range: gradients that become zero
 #
-# Which numbers lie outside the range? Not the weights, as the first line below shows. But gradients
-# are small, and a large run makes them smaller: the loss is a mean over all tokens of a step, so
-# each token's gradient is divided by their number. Llama 3 405B began with 4 million tokens per
-# step (Llama Team 2024, section 3.4.1).
+# Which numbers lie outside the range? No weights, as the first line below shows. But gradients are
+# small, and a large run makes them smaller: the loss is a mean over all tokens of a step, so each
+# token's gradient is divided by their number. Llama 3 405B began with 4 million tokens per step
+# (Llama Team 2024, section 3.4.1).
 #
 # We take a batch of 256 tokens as one micro-batch of such a step and look at two kinds of
 # gradients: those of the linear layers' outputs, which travel back through the model, and those of
 # the weights.
 #
-# **Predict.** With 256 tokens per step, which share of the outputs' gradients becomes zero in
-# float16? And with 4 million, which makes each gradient about $2^{14}$ times smaller?
+# **Predict.** With 256 tokens per step, the outputs' gradients are typically around $2^{-17}$;
+# float16's smallest number is $2^{-24}$. With 4 million, each is about $2^{14}$ times smaller.
+# Which share becomes zero in float16, and which in bfloat16?
 
 # %% tags=["output-flushed", "exhaustive"]
 model = trained[f32][0]
@@ -390,15 +395,16 @@ show(exponent_histogram(tiny), alt=(
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Hardly any, and nearly all. bfloat16 loses none of them, because it has the exponents of float32.
+# A typical gradient is now around $2^{-31}$, so float16 loses nearly all of them (red in the
+# figure). bfloat16 loses none, because it has the exponents of float32.
 #
 # </details>
 #
 # At the other end of the picture, between the largest gradient and 65,504, float16 has a large
 # empty range. Multiply the loss by a constant, and by the chain rule all gradients are multiplied
 # by it: the histogram moves to the right. Divide the weights' gradients by the same constant in
-# float32, in the masters, and the training is the same. This is **loss scaling** (Micikevicius et
-# al. 2018, section 3.2).
+# float32, in the masters, and training is unchanged. This is **loss scaling** (Micikevicius et al.
+# 2018, section 3.2).
 #
 # **Predict.** By which power of two would you multiply?
 
@@ -415,13 +421,13 @@ show(exponent_histogram(tiny, loss_scale=2.0**24), alt=(
 ))
 
 # %% [markdown]
-# A power of two changes only the exponent. As long as a gradient is a normal number, no bit of its
-# mantissa is lost on the way there and back.
+# Anything from $2^{24}$ to $2^{32}$ would do here. A power of two changes only the exponent: as
+# long as a gradient is a normal number, its mantissa stays the same.
 #
-# There is room between too small and too large, but it moves as the model trains. So let the
-# training find it: start high; if a gradient is infinite or NaN, discard this step and halve the
-# scale; after some steps without an overflow, double it. This is **dynamic** loss scaling, as in
-# PyTorch's `torch.amp.GradScaler`:
+# The room between too small and too large moves as the model trains. So let the training find the
+# scale: start high; if a gradient is infinite or NaN, discard this step and halve the scale; after
+# some steps without an overflow, double it. This is **dynamic** loss scaling, as in PyTorch's
+# `torch.amp.GradScaler`:
 
 
 # %%
@@ -461,8 +467,9 @@ def train_float16(scaler):
 # (A real step adds up 4,000,000 / 256 such micro-batches. Ours takes one alone, hence the tiny
 # epsilon.)
 #
-# **Predict.** AdamW divides magnitudes away, and more than half of the weights' gradients are not
-# zero. Without scaling (a scale of 1 that never changes), does the loss stop falling?
+# **Predict.** AdamW divides magnitudes away, and rounding the weights' gradients alone would leave
+# more than half of them. Without scaling (a scale of 1 that never changes), does the loss stop
+# falling?
 
 # %% tags=["output-scaling", "exhaustive"]
 unscaled, _ = train_float16(Scaler(1.0, interval=math.inf))
@@ -478,16 +485,16 @@ print(f"float32 that skips the same steps {lab.smoothed(train_all_in(f32, skippe
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Yes, near where it started. Most of the outputs' gradients vanish on the way back, what reaches
-# the weights has lost most of its bits, and AdamW takes full steps with it anyway.
+# Yes, near where it started. Most of the outputs' gradients vanish on the way back. What still
+# reaches the weights has lost most of its bits, and AdamW takes full steps with it anyway.
 #
 # </details>
 #
-# With scaling, float16 ends above float32. Is that due to rounding? No: float32 that skips the same
-# steps ends at the same loss. Four steps out of 120 were discarded, because our scale starts high
-# and doubles after 30 good steps. `GradScaler` waits for 2,000, so once the scale is found it
-# discards about one step in 2,000. bfloat16 needs none of this, because it has float32's exponents
-# ([Kalamkar et al. 2019](https://arxiv.org/abs/1905.12322)).
+# The scale alone makes the same loop learn. Rounding is not why it ends above float32: float32 that
+# skips the same steps ends there too. Four steps out of 120 were discarded, because our scale
+# starts high and doubles after 30 good steps. `GradScaler` waits for 2,000, so once it has found
+# the scale, it discards about one step in 2,000. bfloat16 needs none of this ([Kalamkar et al.
+# 2019](https://arxiv.org/abs/1905.12322)).
 #
 # And the NaN of section 1? There, Adam's moments had 16 bits as well. AdamW divides by the square
 # root of its second moment, plus an epsilon of 1e-8. In float16, these become:
@@ -509,8 +516,8 @@ print(f"epsilon                      {torch.tensor(1e-8, dtype=f16).item():9}")
 #
 # ### Clipping before unscaling
 #
-# Two things happen between the backward pass and the optimizer: the gradient is divided by the loss
-# scale, and its norm is clipped to 1.
+# Between the backward pass and the optimizer, the gradient is divided by the loss scale, here
+# $2^{16}$, and its norm is clipped to 1.
 #
 # **Predict.** In the wrong order, what does the clipping see, and what reaches the optimizer? Does
 # the loss show it?
@@ -536,18 +543,18 @@ for optimizer, peak in ((partial(torch.optim.SGD, lr=0.0), 0.5), (lab.adamw, 3e-
 #
 # The clipping sees a norm that is 65,536 times too large and reduces every gradient to norm 1.
 # After the division, 1/65,536 is left. SGD makes no progress. AdamW divides the magnitude of a
-# gradient away, as in chapters 4 and 9, so its loss still falls, but more slowly: $2^{-16} /
-# \sqrt{100{,}000} = 5 \cdot 10^{-8}$ for each of 100,000 weights is no longer large beside epsilon,
-# 1e-8. It looks like a bad learning rate. The norm reveals it: log the one that reaches the
-# optimizer.
+# gradient away, as in chapters 4 and 9, so its loss still falls, but more slowly, which looks like
+# a bad learning rate. A likely reason is epsilon, 1e-8: beside it, the gradient of each of 100,000
+# weights, $2^{-16} / \sqrt{100{,}000} = 5 \cdot 10^{-8}$, is no longer large. The norm reveals the
+# mistake: log the one that reaches the optimizer.
 #
 # </details>
 #
 # ### An overflow that only one rank sees
 #
-# ZeRO-1 with a loss scale, four ranks, twelve weights; each rank owns three of them. After the
-# reduce-scatter, a rank has the sum of its own part of the gradients and nothing else. Then it
-# checks this part, as `Scaler` does above.
+# Four ranks train twelve weights with [ZeRO-1](word:zero) and a loss scale; each rank owns three.
+# After the [reduce-scatter](word:reduce-scatter), a rank has the sum of its own part of the
+# gradients and nothing else. Then it checks this part, as `Scaler` does above.
 #
 # The gradient of every weight is 1 on every rank, times the loss scale. (The gradients are float32
 # here: in float16, 65,536 would already be infinite.) But in step 2, counted from 0, the gradient
@@ -589,9 +596,9 @@ except RankError as error:
     show_text(str(error).splitlines()[0])
 
 # %% [markdown]
-# The launcher names the rank that is elsewhere. On a cluster this would be a hang, at some random
-# hour. So the rank must not leave: it skips the update but takes part in all communication.
-# `each_for_itself` does that; `together` asks all ranks first.
+# The launcher names the rank that is elsewhere; on a cluster this would be a hang. So the rank must
+# not leave: it skips the update but takes part in all communication. `each_for_itself` does that;
+# `together` asks all ranks first.
 
 # %% tags=["output-nan", "nbval-check-output", "exhaustive"]
 def each_for_itself(own_grad, group):
@@ -622,18 +629,18 @@ for decide in (each_for_itself, together):
 #
 # </details>
 #
-# Five steps of length 1, one of them skipped: all weights should be -4. So all ranks must make the
-# same decision, and that costs nothing extra. Clipping needs the norm over all ranks anyway
-# (chapter 6), and the norm of a vector that contains an infinity or a NaN is infinite or NaN.
-# PyTorch's `ShardedGradScaler` all-reduces a flag instead. In one version, for gradients on the
-# CPU, it was copied before it had arrived, and ranks missed each other's overflow
-# (pytorch/pytorch#115710).
+# After five steps of length 1, one of them skipped, all weights should be -4. So all ranks must
+# make the same decision. That costs nothing extra: clipping needs the norm over all ranks anyway
+# (chapter 6), and the norm of a vector with an infinity or a NaN is not finite. PyTorch's
+# `ShardedGradScaler` all-reduces a flag instead. In one version, for gradients on the CPU, the flag
+# was read before it had arrived, and ranks missed each other's overflow (pytorch/pytorch#115710).
 #
 # ### Where 16 bits are not enough inside a layer
 #
-# Three small pieces of a Transformer, written out in 16 bits.
+# Take three small pieces of a Transformer: the norm of activations of 300, the softmax of 12, 11
+# and 10 by its plain formula, and 8,192 positions.
 #
-# **Predict.** Which ones go wrong in float16, and which in bfloat16?
+# **Predict.** Written out in 16 bits, which go wrong in float16, and which in bfloat16?
 
 # %% tags=["output-inside", "nbval-check-output"]
 activations, logits = torch.full((64,), 300.0), torch.tensor([12.0, 11.0, 10.0])
@@ -661,8 +668,8 @@ print(f"PyTorch's f16 {kernels[0]:12.3g}   {[round(p, 3) for p in kernels[1].tol
 #
 # Norms and softmax are therefore computed in float32, with inputs and outputs in 16 bits
 # (Micikevicius et al. 2018, section 3.3). PyTorch's kernels do that internally; its softmax also
-# subtracts the largest logit. Anything you write yourself has to do the same. In this package, the
-# rotary table is computed in float32, and the logits are converted to float32 before the loss.
+# subtracts the largest logit. Anything you write yourself has to do the same. This package computes
+# the rotary table in float32 and converts the logits before the loss.
 #
 # ## 6. The real one
 #
@@ -682,10 +689,10 @@ for name, precision in PRECISIONS.items():
 # %% [markdown]
 # `bf16-autocast` is the one row with float32 parameters and 16-bit matmuls: PyTorch's
 # `torch.autocast` converts each weight when it is used (and caches the copy, 2 more bytes). In all
-# rows, matmuls ask for 32-bit sums, and Adam's moments have 32 bits.
+# rows, matmuls ask for 32-bit sums.
 #
-# And here are the two ideas of section 4, for any model. Find the line that frees a 16-bit gradient
-# before the next one is copied.
+# And here are the two ideas of section 4, for any model. `parameter.grad = None` frees each 16-bit
+# gradient before the next one is copied:
 
 # %%
 show_source(
@@ -694,8 +701,8 @@ show_source(
 )
 
 # %% [markdown]
-# The line is `parameter.grad = None`. `step` decides by the norm over all ranks, as `together` did.
-# With ZeRO the masters are sharded: each rank has those of its own part.
+# `step` decides by the norm over all ranks, as `together` did. With ZeRO the masters are sharded:
+# each rank has those of its own part.
 #
 # ### Eight bits
 #
@@ -731,29 +738,30 @@ for dtype in (bf16, f16, e4m3, e5m2):
 # Each mantissa bit less doubles the error; with two or three bits it is a few percent. An outlier
 # takes the top of the range and pushes the others down. e4m3 has little range, so they end up among
 # its subnormal numbers or become zero. e5m2 has room for both. A scale for each block of values
-# limits the damage to one block: see the Further section on block-scaled formats.
+# limits the damage to one block (see Further: a scale for each block).
 #
 # </details>
 #
-# Errors of several percent, in every number? A matmul does not remove them: where terms have either
-# sign, the sum and its error both grow as the square root of their number. But the errors favor no
-# direction: they are noise in a gradient that is noisy anyway. Only the operands have 8 bits:
-# parameters, gradients and the activations between layers keep 16 bits, and sums ask for 32 (on
-# Hopper, about 14 are kept: DeepSeek-AI 2024, section 3.3.2). Gradients use e5m2, because their
-# magnitudes vary more (Micikevicius et al. 2022, section 3):
+# Can training survive errors of several percent in every number? A matmul does not remove them:
+# where terms have either sign, the sum and its error both grow as the square root of their number.
+# But the errors favor no direction: they are noise in a gradient that is noisy anyway. And only a
+# matmul's operands are rounded to 8 bits: weights and activations to e4m3, gradients to e5m2,
+# because their magnitudes vary more (Micikevicius et al. 2022, section 3). In memory all three keep
+# 16 bits, and the sums should have 32 (Hopper keeps about 14: DeepSeek-AI 2024, section 3.3.2). For
+# example, a weight's gradient:
 
 # %%
 show_source(Float8Matmuls.grad_weight)
 
 # %% [markdown]
-# Most processors cannot multiply 8-bit floats. There the package **emulates** it: it rounds to 8
+# Most processors cannot multiply 8-bit floats. There the package **emulates** them: it rounds to 8
 # bits and multiplies in the original dtype. That shows the numerics, not the speed.
 #
 # ### The oracle
 #
 # Is it the same training? With masters and weights in float64, nothing is rounded away, so the
-# oracle must find agreement to 12 digits. And without the line that copies the masters back into
-# the weights, the oracle must notice.
+# [oracle](word:oracle) must find agreement to 12 digits. And if the masters are never copied back
+# into the weights, it must notice.
 
 # %% tags=["output-oracle"]
 class NeverCopiesBack(MasterWeights):
@@ -769,14 +777,14 @@ for masters in (MasterWeights, NeverCopiesBack):
         show_text(f"{masters.__name__}: {error}")
 
 # %% [markdown]
-# In 16 bits, results cannot agree to 12 digits. By how much may they differ? A Further section
-# derives a tolerance from the number of roundings and tests all recipes on four ranks against it.
+# In 16 bits, results cannot agree to 12 digits. A Further section derives how far they may differ,
+# and tests four recipes on four ranks.
 #
 # ## 7. Measure
 #
 # ### Bytes
 #
-# After one step (so that Adam has its moments), the meter watches a backward pass.
+# After one step (so that Adam has its moments), the [meter](word:meter) watches a backward pass.
 
 # %% tags=["figure-bars"]
 P = cost.num_parameters(lab.SHAPE)
@@ -795,12 +803,11 @@ show(memory_bars({name: held[name] for name in drawn},
     "Only the shares differ; masters are counted as optimizer state."))
 
 # %% [markdown]
-# Parameters and gradients halve, and the masters take what was saved: 16 bytes again, or 18 with
-# float32 gradients. The savings are elsewhere: in activations, messages and time.
+# Parameters and gradients halve, and the masters take what was saved. The savings are elsewhere: in
+# activations, messages and time.
 #
-# This is the state at the end of a backward pass. Then `take_gradients` converts the gradients to
-# float32 one by one, and frees the 16-bit ones: during the optimizer step, all recipes with masters
-# hold 18 bytes.
+# The figure shows the end of a backward pass. Once `take_gradients` has converted the gradients to
+# float32, all recipes with masters hold 18 bytes.
 #
 # ### The loss
 #
@@ -815,13 +822,13 @@ for name, line in by_recipe.items():
 
 # %% [markdown]
 # In one run each, every recipe ends within a fraction of a percent of float32. (All end lower than
-# in section 1, because this step clips the gradient.) With 256 tokens per step few gradients
-# underflow, so only section 4 tests the loss scale.
+# in section 1, probably because this step clips the gradient.) With 256 tokens per step few
+# gradients underflow, so only section 4 tests the loss scale.
 #
 # ### On real GPUs
 #
-# What does it buy? Take Llama 3 8B on 64 H100s: 8,192 tokens on each, ZeRO-1, 40 % of the peak.
-# Rings use all eight network cards of a node ([chapter 5](ch05_ring_all_reduce.ipynb)).
+# What does a recipe buy? Take Llama 3 8B on 64 H100s: 8,192 tokens on each, ZeRO-1, 40 % of the
+# peak. Rings use all eight network cards of a node ([chapter 5](ch05_ring_all_reduce.ipynb)).
 
 # %% tags=["output-gpu", "nbval-check-output"]
 llama, H100, N = cost.published_llama(32, 4096, 32, 8, 14336, 128256, 8192), \
@@ -840,25 +847,26 @@ for dtype in (bf16, f32):
 # %% [markdown]
 # According to the datasheet, 8 bits are twice as fast, and the fp8 line halves every matmul. But
 # the recipe leaves attention's own products and the head in 16 bits, 28 % of the FLOPs (see
-# Further: on a real GPU). That makes 0.48 · (0.28 + 0.72 / 2) = 0.31 s, 1.6 times as fast at best.
+# Further: on a real GPU). That makes 0.48 · (0.28 + 0.72 / 2) = 0.31 s, about 1.6 times as fast.
 # The rest depends on what is not a matmul: norms, attention's softmax, the optimizer, and the
 # rounding itself, which reads every operand twice, once for its largest value.
 #
-# Messages are short in either format, but float32's activations alone would not fit. bfloat16's
-# just do, beside 32 GB of weights and gradients.
+# Messages are short in either format. An H100 has 85.5 GB (80 on its datasheet), too few for
+# float32's activations alone. bfloat16's just fit: with weights, gradients and a 64th of the
+# optimizer state, 48.4 + 32.1 + 1.5 = 82.0 GB.
 #
 # ### Which precision when
 #
-# With 16 bytes per parameter, if not stated otherwise:
+# Each recipe takes 16 bytes per parameter unless the table says otherwise:
 #
 # | you have | recipe | what it costs |
 # |---|---|---|
 # | matmuls in bfloat16 | `bf16` | sums in 16 bits, over micro-batches and ranks |
 # | many micro-batches or ranks | `bf16-fp32-grads` | 18 bytes; gradient messages twice as long |
-# | float32 weights to keep | `bf16-autocast` | float32 messages; cached copies |
-# | float16, but no bfloat16 | `fp16` | a loss scale; skipped steps |
-# | 8-bit units, fused rounding | `fp8` | coarse operands, for a speedup of at most 1.6 here |
-# | a doubt about the others | `fp32` | twice the activations; slow matmuls |
+# | weights that must stay in float32 | `bf16-autocast` | float32 messages; cached copies |
+# | float16, but no bfloat16 | `fp16` | a loss scale, and the steps it skips |
+# | 8-bit units, fused rounding | `fp8` | coarse operands; about 1.6 times as fast here |
+# | a doubt about the others | `fp32` | almost twice the activations; slow matmuls |
 #
 # ## 8. Recap
 #
@@ -902,7 +910,7 @@ check("10.5")
 # %% [markdown]
 # ## Further: on a real GPU, recorded
 #
-# The same steps in every recipe, ours and `torch.amp`'s, for a storyteller of four wide layers:
+# Here a storyteller of four wide layers trains in every recipe, ours and `torch.amp`'s:
 
 # %%
 shown = recorded.precisions()
@@ -916,11 +924,11 @@ show(shown.figure, alt=shown.alt)
 # CUDA](https://pytorch.org/docs/stable/notes/cuda.html)).
 #
 # The estimates in the figure count the bytes that an operation moves. In this recording, the 16-bit
-# recipes stay well below theirs, and `fp8` is not the fastest of all but several times slower than
-# `bf16`. Each of its operands is also scaled and rounded, and without a compiler that takes several
-# kernels, each of which reads and writes the operand once. In layers of this size they take far
-# longer than the 8-bit matmul saves, so trust the estimate for fp8 only where a compiler or a
-# library fuses these kernels.
+# recipes stay well below their estimates, and `fp8` is not the fastest of all but several times
+# slower than `bf16`. The likely reason is that each of its operands is also scaled and rounded.
+# Without a compiler that takes several kernels, each of which reads and writes the operand once,
+# and in layers of this size they cost more than the 8-bit matmul saves. So trust the estimate for
+# fp8 only where a compiler or a library fuses these kernels.
 #
 # The 28 % of section 7: per token, attention's products take 12 · 32 · 4,096 · 8,192 = 12.9 GFLOP
 # ([Chowdhery et al. 2022](https://arxiv.org/abs/2204.02311), appendix B) and the head 6 · 4,096 ·
@@ -984,9 +992,10 @@ for name in ("float32", "masters not kept", "no masters, stochastic"):
 #
 # <details><summary>Answer</summary>
 #
-# Let r be the relative error of one rounding, as a root mean square over all mantissas. In the
-# ring, the k-th of N roundings applies to a sum that has grown to the size of $\sqrt k$ values, if
-# these are independent. In a tree there are only $\log_2 N$ roundings along the way:
+# Let r be the relative error of one rounding, as a root mean square over all mantissas. When k
+# independent values have been added, their sum is about $\sqrt k$ times as large as one of them,
+# and so is the rounding error of the k-th addition in the ring. In a tree there are only $\log_2 N$
+# roundings along the way:
 #
 # $$\text{ring: } r \sqrt{N/2} \qquad\qquad \text{tree: } r \sqrt{\log_2 N}$$
 #
@@ -1023,20 +1032,20 @@ show(crossing(sizes, predicted, "ranks", "error of the sum (%)", measured), alt=
 ))
 
 # %% [markdown]
-# Dots are measured, dashes predicted. The tree's dots lie a little above: it adds numbers of about
-# the same size, so only a bit or two is cut off, and the error is often half a step, the largest
-# that there is. The order of a ring, and so the bits of your run, depend on the number of ranks.
-# Does an error of a few percent matter? A gradient is noisy anyway, because its samples are chosen
-# at random. But this noise grows with the cluster, and twice the bytes remove it. Llama 3 405B
-# reduced its gradients in float32 (Llama Team 2024, section 3.3.2).
+# Dots are measured, dashes predicted. The tree's dots lie a little above. The likely reason is that
+# it adds numbers of about the same size, so only a bit or two is cut off, and the error is often
+# half a step, the largest that there is. The order of a ring, and so the bits of your run, depend
+# on the number of ranks. Does an error of a few percent matter? A gradient is noisy anyway, because
+# its samples are chosen at random. But this noise grows with the cluster, and twice the bytes
+# remove it. Llama 3 405B reduced its gradients in float32 (Llama Team 2024, section 3.3.2).
 #
 # ## Further: how much may rounding change?
 #
 # Let u be half a step of the matmuls' format, at 1. A rounding error is uniform between -u and u,
 # so its root mean square is $u / \sqrt 3$; k independent ones add up in squares, to $u \sqrt{k /
 # 3}$. The longest path through a model of L blocks has about 12 L + 4 roundings, so both passes
-# have $k = 2\,(12 L + 4)$. We allow twice the resulting error. A sum that should have been a mean
-# is off by 100 % or more.
+# have $k = 2\,(12 L + 4)$. We allow twice the resulting error. Compare a typical mistake: a sum
+# that should have been a mean is off by 100 % or more.
 
 # %% tags=["output-tolerance", "exhaustive"]
 num_roundings = 2 * (12 * lab.SHAPE.num_layers + 4)
@@ -1050,10 +1059,11 @@ for name in ("fp32", "bf16", "fp16", "fp8"):
           f"{PRECISIONS[name].tolerance(num_roundings):9.1e}")
 
 # %% [markdown]
-# In 16 and 32 bits the mistake is far outside. In fp8 it is outside by less than a factor of two,
-# and the loss of one rank out of four, a quarter to a half, would pass; u is that of e4m3, and the
-# gradients' e5m2 has twice as much. float32 comes closest to its limit, presumably because there
-# the sums round as coarsely as everything else, and k does not count them.
+# In 16 and 32 bits, such a mistake is far outside the tolerance. In fp8 it is outside by less than
+# a factor of two, and leaving out the gradients of one rank in four, an error of a quarter to a
+# half, would pass. (There, u is that of e4m3; the gradients' e5m2 has twice as much.) float32 comes
+# closest to its limit, presumably because k leaves out the roundings inside sums. The other recipes
+# sum in 32 bits, so there these hardly count; in float32 they are as large as all others.
 #
 # ## Further: a scale for each block (MXFP8, NVFP4)
 #
@@ -1102,9 +1112,10 @@ for name, (rounded_by, bits) in formats.items():
 #
 # Does a model train with that? Here all matmuls of the linear layers, forward and backward, round
 # their operands. We try MXFP8 twice. A scale that is a power of two rarely fits exactly: the
-# specification rounds it down, so that a block loses the top of its largest value where that lies
-# between 448 and 512. If such values are spread evenly over the octave, these are $\log_2 (512 /
-# 448)$, or a fifth, of all blocks. The other variant rounds it up wherever that would happen.
+# specification rounds it down, so that a block's largest value, divided by the scale, lies between
+# 256 and 512. Beyond 448 it is cut. If the logarithms of these values are spread evenly, that
+# happens in $\log_2 (512 / 448)$, or a fifth, of all blocks. The other variant rounds it up
+# wherever that would happen.
 #
 # **Predict.** Each format rounds every operand by several percent. Which of them ends at the loss
 # of float32?
@@ -1127,11 +1138,12 @@ for name, apply in recipes.items():
 #
 # One scale per tensor, and MXFP8 with its scale rounded up. With the scale rounded down, the loss
 # is the highest of all, although the rounding errors are smaller than NVFP4's. The likely reason is
-# a *bias*: in the blocks that are cut off, the largest values always become smaller, and steps do
-# not average that out. One run of each is thin evidence, since NVFP4 ends higher as well, without
-# that bias. But Mishra et al. (2025) found the same for models of up to 8 billion parameters, in
-# [Recipes for Pre-training LLMs with MXFP8](https://arxiv.org/abs/2506.08027). NVFP4's published
-# recipe does more, such as keeping some layers in 16 bits and rounding gradients stochastically.
+# a *bias*: in the blocks that are cut off, the largest values always become smaller, and more steps
+# do not average that out. One run of each is thin evidence, since NVFP4 ends higher as well,
+# without that bias. But Mishra et al. (2025) found the same for models of up to 8 billion
+# parameters, in [Recipes for Pre-training LLMs with MXFP8](https://arxiv.org/abs/2506.08027).
+# NVFP4's published recipe does more, such as keeping some layers in 16 bits and rounding gradients
+# stochastically.
 #
 # </details>
 #

@@ -79,8 +79,7 @@ H100, A100 = DEVICES["H100-SXM-80GB"], DEVICES["A100-SXM-80GB"]
 # parallelism, pipeline stages, recomputation, and the micro-batch size. In how many ways can they
 # be set? In how many of these does the model fit? And how much does the choice matter?
 #
-# With a pipeline, this list stops at ZeRO-1, to keep it short. (ZeRO-2 and ZeRO-3 work there, too;
-# chapter 12 searches all combinations.)
+# To keep the list short, pipelines are combined with ZeRO-0 and ZeRO-1 only.
 
 # %% tags=["output-question", "nbval-check-output"]
 llama, S_llama = cost.PUBLISHED["Llama 3.1 70B"], 8192
@@ -99,11 +98,10 @@ print(f"ratio: {steps[slowest].seconds / steps[fastest].seconds:.1f}")
 
 # %% [markdown]
 # More than half of them do not fit. (A fifth of the memory is reserved for CUDA, NCCL and
-# fragmentation.) Of those that fit, the slowest takes eleven times as long as the fastest. Some of
-# that is recomputation and matmuls that are slow because they are narrow; most of it is waiting for
-# communication along a single axis, tp. The seconds come from the package's estimator, which adds
-# up what a layout computes, sends and waits for; chapter 12 tests it against published step times.
-# Why is one axis so expensive?
+# fragmentation.) Of those that fit, the slowest takes almost eleven times as long as the fastest.
+# Most of the difference is waiting for communication along a single axis, tp. The seconds come from
+# the package's estimator, which adds up what a layout computes, sends and waits for; chapter 12
+# tests it against published step times. Why is one axis so expensive?
 #
 # ## 2. Estimate
 #
@@ -152,9 +150,11 @@ print(f"compute, at half of the peak: {work:.0f} s")
 #
 # A group that fits in one node communicates over NVLink. A ring that spans several nodes uses one
 # network card per rank it has in each node. The package's `link` computes the resulting bandwidth,
-# scaled to the share of the datasheet's number that large collectives reach.
+# scaled to the share of the datasheet's number that large collectives reach, so the seconds below
+# are longer than those above. The bars' "matmuls" are the compute of the table.
 #
-# **Predict.** How many of the six orders are good?
+# **Predict.** In how many of the six orders does tp stay inside a node? By how much do the others
+# lengthen a step?
 
 # %%
 def seconds(axis, order):
@@ -177,11 +177,12 @@ show(step_bars({" ".join(order): {"matmul": work} | spent[order] for order in by
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Two: the ones with tp innermost. They perform about the same; Megatron-LM and this package put pp
+# Two: the ones with tp innermost. They take equally long; Megatron-LM and this package put pp
 # outermost, Llama 3 puts dp there ([Llama Team 2024](https://arxiv.org/abs/2407.21783), section
 # 3.3.2). In the other four, tensor-parallel traffic crosses nodes, and because a ring is only as
-# fast as its slowest link, communication takes longer than the computation itself, in three of them
-# almost three times as long.
+# fast as its slowest link, communication takes longer than the computation itself: in three of them
+# (118 - 32) / 32 = 2.7 times as long. In the fourth, (75.1 - 32) / 32 = 1.3 times: there a tp group
+# has two ranks, and so two network cards, in each node.
 #
 # </details>
 #
@@ -189,7 +190,8 @@ show(step_bars({" ".join(order): {"matmul": work} | spent[order] for order in by
 #
 # ## 3. Picture
 #
-# A grid small enough to see: eight ranks, two along each axis, on two nodes of four.
+# A grid small enough to see: eight ranks, two along each axis, on two nodes of four. Lines join
+# rank 0 to its neighbor along each axis.
 
 # %% tags=["figure-grid"]
 show(rank_grid({"pp": 2, "dp": 2, "tp": 2}, gpus_per_node=4), alt=(
@@ -202,8 +204,8 @@ show(rank_grid({"pp": 2, "dp": 2, "tp": 2}, gpus_per_node=4), alt=(
 #
 # ## 4. By hand
 #
-# The grid is the numbers 0 to 7 in the shape (pp, dp, tp). A rank's place is where its number
-# stands, and a group along an axis is a line of numbers in that direction. PyTorch calls such a
+# The grid is the numbers 0 to 7 in the shape (pp, dp, tp). A rank's position in this array is its
+# place, and a group along an axis is a line of the array in that direction. PyTorch calls such a
 # grid, with its groups, a *device mesh*.
 
 # %%
@@ -231,8 +233,8 @@ for axis in reversed(AXES):
 # %% [markdown]
 # Rank 5 shares a group with rank 4 along tp, with rank 7 along dp, and with rank 1 along pp.
 #
-# Now with real ranks. Each has eight zeros except for a 1 at its own number, and all-reduces them
-# along each axis: the ones show who took part.
+# Now with real ranks. Each makes a vector of eight zeros, sets its own element to 1, and
+# all-reduces the vector along each axis. The ones in a sum show who took part.
 
 
 # %%
@@ -279,18 +281,19 @@ except RankError as error:
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# `dist.new_group` must be called by all ranks: they count their calls to know which group is meant,
-# and the members find each other by that number. Here rank 0's first call means a different group
-# from rank 2's, but both use the same number. Some ranks may find partners from a different group,
-# and most wait forever.
+# `dist.new_group` must be called by all ranks: a group is identified by how many calls came before
+# it, and its members find each other by that number. Here rank 0's first call means a different
+# group from rank 2's, but both use the same number. So some ranks wait for partners that mean a
+# different group, and the run hangs.
 #
 # </details>
 #
 # ### A step on all three axes
 #
-# A model that is easy to follow: two stages, each of them tanh(x A) B. Along tp, A is split by
-# columns and B by rows, so each rank computes a *partial sum* of the output (chapter 7). Along pp,
-# a rank has one of the stages (chapter 9). Along dp, it has its part of the samples (chapter 4).
+# A model that is easy to follow: two stages, each of them computing tanh(x A) B. Along tp, A is
+# split by columns and B by rows, so each rank computes a *partial sum* of the output (chapter 7).
+# Along pp, a rank holds one of the stages (chapter 9). Along dp, it reads its part of the samples
+# (chapter 4).
 #
 # **Predict.** Which numbers must be summed over which axis, and how often per step? Write it down
 # before you read the cells.
@@ -370,24 +373,24 @@ for rank, (at, (a, b), found) in enumerate(run(step_by_hand, 8)):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# - Partial sums of a stage's output, over tp, for each micro-batch; and in the backward pass, those
-#   of the gradient of its input.
-# - Gradients of the weights, over dp, once per step. Not over tp and not over pp: those ranks hold
-#   different weights.
-# - The square of the norm, over tp and pp, whose ranks hold different weights. Not over dp: after
-#   the sum, its ranks have the same gradients.
+# - Partial sums of a stage's output, over tp, once per micro-batch (here there is one). In the
+#   backward pass also those of the gradient of its input, except on the first stage, where nobody
+#   needs it.
+# - Gradients of the weights, over dp, once per step. Not over tp or pp, whose ranks hold different
+#   weights.
+# - The squared norm, over tp and pp, once per step. Not over dp, whose ranks have the same
+#   gradients after the sum.
 #
 # </details>
 #
-# That is all there is to training on three axes. The rule behind it: **sum over an axis if its
-# ranks hold different parts, and never if they hold copies.**
+# The rule behind all of these: **sum over an axis if its ranks hold different parts, and never if
+# they hold copies.**
 #
 # ## 5. Traps
 #
-# Now the story model on 8 ranks, with the package's own parts. Here it is less obvious who holds
-# what than in section 4. Along tp, the norms are replicated, and so is the only key-value head.
-# Along pp, the embedding is tied to the output head, so the first and the last stage each have a
-# copy.
+# Now the package trains the story model on 8 ranks. Along tp, the norms are replicated, and so is
+# the only key-value head. Along pp, the embedding is tied to the output head, so the first and the
+# last stage each have a copy.
 
 # %%
 workspace = tempfile.TemporaryDirectory()
@@ -402,9 +405,10 @@ layout = ParallelConfig(tp=2, pp=2)  # and dp 2
 # %% [markdown]
 # ### A norm over the wrong ranks
 #
-# Clipping needs the norm of the full gradient. Three ways to get it wrong: use this rank's own norm
-# (which is what `torch.nn.utils.clip_grad_norm_` computes for plain tensors); sum the squares over
-# all ranks; or sum them over tp and pp, as in section 4, and forget the copies.
+# Clipping needs the norm of the full gradient. There are three ways to get it wrong: use this
+# rank's own norm (which is what `torch.nn.utils.clip_grad_norm_` computes for plain tensors); sum
+# the squares over all ranks; or sum them over tp and pp as in section 4, as if no weight were
+# replicated there.
 #
 # **Predict.** Which of them makes the norm too large, and which too small? What does the loss show?
 
@@ -425,26 +429,27 @@ for name, change in RULES.items():
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# A part of the gradient has a smaller norm than all of it, and a different one on each rank, so
-# each rank scales its gradients by its own factor. Then parts of one matrix no longer fit together,
-# and copies of one weight drift apart. Counting something twice makes the norm too large, and the
-# run clips too hard. The loss shows none of this: AdamW divides the factor away, as in chapters 4
-# and 9.
+# This rank's own norm is too small, because it is that of a part of the gradient. It also differs
+# by rank, so each rank scales its gradients by its own factor: parts of one matrix no longer fit
+# together, and copies of one weight drift apart. The other two norms are too large, because they
+# count copies more than once, and the run clips too hard. The losses agree to three decimals. A
+# likely reason is that AdamW divides each gradient by its own magnitude, so a constant factor
+# cancels (chapters 4 and 9).
 #
 # </details>
 #
 # The **oracle** compares the clipped gradients with those of one process and names the first one
-# that is wrong. Two bugs of this kind from the field: torchtitan's norm was that of one stage,
+# that is wrong. Real code has had both kinds of bug. In torchtitan, the norm was that of one stage,
 # summed along tp but not along pp (pytorch/torchtitan, issue 596). TransformerEngine marked weights
-# that are replicated over tp as sharded; on a small DeepSeek-V3 with tp 8, the norm came out 1.36
-# times too large (ROCm/TransformerEngine, pull request 715).
+# that are replicated over tp as sharded, and the norm of a small DeepSeek-V3 was 1.36 times too
+# large (ROCm/TransformerEngine, pull request 715).
 #
 # ### Different samples for every rank
 #
-# Data loaders ask for the number of ranks and for their own rank, and `DistributedSampler` uses the
-# *world's* unless you tell it otherwise. DeepSpeed's loader did so under model parallelism
-# (deepspeedai/DeepSpeed, issue 99). Then every rank reads different samples, even ranks that
-# compute a layer together.
+# A data loader needs the number of ranks and its own rank, and `DistributedSampler` uses those of
+# the *world* unless you tell it otherwise. DeepSpeed's loader did so under model parallelism
+# (deepspeedai/DeepSpeed, issue 99). Then all ranks read different samples, even those that compute
+# a layer together.
 #
 # **Predict.** All messages have the right sizes. Does the run hang? Does the loss fall?
 
@@ -463,20 +468,20 @@ print(lab.difference(expected, records))
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Nothing hangs. The loss falls and then stops falling, while that of one process goes on. The sums
-# over tp mix the activations of different texts, and the last stage compares what comes from one
-# text with the targets of another. From such pairs a model can learn at most how often each word
-# occurs.
+# Nothing hangs. The loss falls at first and then stops, while that of one process keeps falling.
+# The sums over tp mix the activations of different texts, and the last stage compares what comes
+# from one text with the targets of another. A likely reason for the plateau: unrelated pairs of
+# texts teach a model little more than how often each word occurs.
 #
 # </details>
 #
-# `parallel.data_part` is this rank's index along *dp* and the size of *dp*. Nothing else should
-# tell a loader which samples are its own.
+# `parallel.data_part` is this rank's index along *dp* and the size of *dp*. A loader should choose
+# its samples by these two numbers alone.
 #
 # ## 6. The real one
 #
-# First the grid, then one technique after another. Each of them gets the model as the previous one
-# has left it.
+# `lay_out` makes the grid. Then `parallelize` applies one technique after another, each to what the
+# previous one left.
 
 # %%
 show_source(lay_out, parallelize)
@@ -492,9 +497,8 @@ show_source(lay_out, parallelize)
 # | recomputation | ZeRO | recomputation must repeat a layer's collectives, but not ZeRO's hooks |
 # | pipeline | ZeRO | only the layers that a rank keeps have state to shard |
 #
-# `torch.compile` comes last, and only where no layer is split: with dp, and ZeRO-1 or ZeRO-2.
-#
-# **Predict.** Swap two of them. Does the run stop with an error, or does it train something else?
+# **Predict.** We swap three of these pairs, one at a time. Does each run stop with an error, or
+# does it train something else?
 
 
 # %%
@@ -528,24 +532,23 @@ for apply, axes in ((stages_then_columns, {"pp": 2, "tp": 2}),
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# All three stop. Sharding finds layers by name, and a stage without a head has an identity in its
-# place, which has no weight to shard. The flat buffers have room for full matrices, and gradients
-# of sharded ones arrive. And ZeRO was applied before the stages were known: both ends of the
-# pipeline hold the tied embedding and must shard it in the same way.
+# All three stop. In the first, sharding finds layers by name, but a stage without a head has an
+# identity module in its place, which has no weight to shard. In the second, ZeRO's flat buffers are
+# laid out for full matrices, and a range of 64 x 32 = 2,048 elements does not have the shape of a
+# shard. In the third, ZeRO did not know of the stages: both ends of the pipeline hold the tied
+# embedding and must shard it in the same way.
 #
 # </details>
 #
-# All three are loud, because shapes and names do not match. In section 5, the *group* was wrong and
-# every shape matched: such a bug is silent.
+# These bugs are loud, because a name, a shape or an assertion does not hold. In section 5, the
+# *group* or the index was wrong and every shape matched: such a bug is silent.
 #
 # ### The oracle
 #
-# Two copies, two tensor-parallel ranks, two stages, with ZeRO-1 along dp and sequence parallelism
-# along tp. Both model families; GPT's embedding is tied and therefore on two stages. Then once more
-# without one of the sums over tp: that of the norms' gradients, for which each rank has seen only
-# its part of the tokens.
-#
-# **Predict.** What will the oracle say about the third one?
+# The oracle now checks two copies x two tensor-parallel ranks x two stages, with ZeRO-1 along dp
+# and sequence parallelism along tp. It checks both model families; GPT's embedding is tied and
+# therefore on two stages. The third check leaves out one sum over tp: that of the norms' gradients,
+# for which each rank has seen only its part of the tokens.
 
 # %% tags=["output-oracle", "exhaustive"]
 def all_axes(model, group):
@@ -563,22 +566,18 @@ for apply, family in ((all_axes, "gpt"), (all_axes, "llama"), (without_norms, "l
     show_text(f"{apply.__name__}, {family}: {lab.oracle(apply, family)}")
 
 # %% [markdown]
-# <details><summary>Answer</summary>
-#
-# It names the first norm. Along tp, each rank keeps the gradient from its own tokens, so the copies
-# differ, and none is correct. (The question at the end is a guess for bugs of timing; here nothing
-# was sent.)
-#
-# </details>
+# In the third check, the oracle names the first norm. Along tp, each rank keeps the gradient from
+# its own tokens, so the copies differ, and none is correct. (Its question at the end is only a
+# guess: here nothing was sent.)
 #
 # ## 7. Measure
 #
 # ### Read the ledger of a step
 #
-# The story model once more, with a separate output head, on 2 x 2 x 2 ranks with ZeRO-1, sequence
-# parallelism and 4 micro-batches. The ledger names each call's axis. When does a rank use which
-# axis? A block in the figure lasts from the start of a call to its completion, so it includes
-# waiting for the other ranks.
+# We record one step of the story model, with a separate output head, on 2 x 2 x 2 ranks with
+# ZeRO-1, sequence parallelism and 4 micro-batches. The ledger names each call's axis. When does a
+# rank use which axis? A block in the figure lasts from the start of a call to its completion, so it
+# includes waiting for the other ranks.
 
 # %% tags=["figure-step"]
 calls, held = zip(*run(lab.ledger_of_a_step, 8, batches[0], watch=False), strict=True)
@@ -589,7 +588,10 @@ show(timeline(lab.axis_lanes(calls, ranks=(0, 4)), unit="ms"), alt=(
 ))
 
 # %% [markdown]
-# Line by line: which technique makes these calls?
+# Along tp, the ranks communicate in every layer; along dp, only at the ends of the step. Along pp,
+# the blocks are long because a receive lasts until the other stage has sent.
+#
+# Here are rank 0's calls by axis and operation. Which technique makes each line's?
 
 # %% tags=["output-ledger", "nbval-check-output"]
 by_axis = {}
@@ -603,15 +605,15 @@ for (axis, op), (count, num_bytes) in sorted(by_axis.items()):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Along tp: the all-gathers and reduce-scatters of sequence parallelism, and all-reduces: once per
-# step for the gradients of the norms and of the one key-value head, and for the norm used in
-# clipping (on the last stage also for the loss). Along pp: activations forward, gradients back, the
-# loss from the last stage, and the norm. Along dp: ZeRO's reduce-scatter and all-gather, and the
-# number of tokens, the loss and the norm.
+# Along tp: the all-gathers and reduce-scatters of sequence parallelism, and two all-reduces per
+# step, one for the gradients of the norms and of the one key-value head, one for the norm used in
+# clipping. Along pp: activations forward, gradients back, the loss from the last stage, and the
+# norm. Along dp: ZeRO's reduce-scatter and all-gather, and all-reduces of the number of tokens, the
+# loss and the norm.
 #
 # </details>
 #
-# Do the large ones agree with the formulas of the previous chapters?
+# Do the bytes of the large calls agree with the formulas of the previous chapters?
 
 # %% tags=["figure-wire"]
 measured, predicted = {}, {}
@@ -629,22 +631,25 @@ show(wire(measured, predicted), alt="Bytes sent per step, by axis and stage: led
      "agree. tp sends most, as in the large model of section 2.")
 
 # %% [markdown]
+# Ledger and formula agree to the byte. As in section 2, tp sends most and pp least.
+#
 # ### The decision tree
 #
 # How do you choose among hundreds of layouts? A rule of thumb says: replicate the model if it fits;
 # if it does not, shard its state with ZeRO; then use tensor parallelism up to a full node; then
 # pipeline stages. The package's decision tree tries the cuts in this order, each with the lowest
-# ZeRO stage that fits. At each cut it asks the estimator two questions and records the answers:
+# ZeRO stage that fits, and recomputes if none does. At each cut it asks the estimator two questions
+# and records the answers. It keeps the fastest:
 
 # %% tags=["output-tree", "nbval-check-output"]
 for line in decide(big).steps:
     show_text(line)
 
 # %% [markdown]
-# A tree follows one path. A search asks the same estimator about *every* layout that the package
-# can train, including other schedules, hybrid sharding and selective recomputation (chapter 12).
-# From 64 GPUs on, the winners come from a committed record. **Predict.** How much slower is the
-# tree's choice than the best layout?
+# Here it finds the fastest layout of section 1. But a tree follows one path. A search asks the same
+# estimator about *every* layout that the package can train, including other schedules, hybrid
+# sharding and selective recomputation (chapter 12). From 64 GPUs on, the winners come from a
+# committed record. **Predict.** How much slower is the tree's choice than the best layout?
 
 # %% tags=["output-against", "nbval-check-output"]
 gpt3 = replace(cost.PUBLISHED["GPT-3 175B"], vocab_size=51_200)  # divisible by 8
@@ -664,8 +669,7 @@ for name, num_gpus in product(MODELS, (8, 64, 1024)):
 # <details><summary>Answer</summary>
 #
 # By 6 % at most on up to 64 GPUs. On 1,024 GPUs it depends on the model: for Llama the tree's
-# choice is within a tenth of the best, for GPT-3 it is slower by more than a quarter. Chapter 12
-# repeats this for jobs on up to 16,384 GPUs.
+# choice is within a tenth of the best, for GPT-3 it is slower by more than a quarter.
 #
 # </details>
 #
@@ -675,7 +679,7 @@ for name, num_gpus in product(MODELS, (8, 64, 1024)):
 # of one model, with 8.86 billion parameters, in many layouts on 8 to 64 H100s. For each number of
 # GPUs we let three rules pick one of the measured layouts: the fewest cuts (the rule of thumb:
 # least tp x pp, tensor before pipeline, lowest ZeRO stage), the estimator, and the estimator
-# without its memory limit.
+# without the memory limit that the other two respect.
 #
 # **Predict.** How far are their picks from the fastest layout that was measured?
 
@@ -694,21 +698,20 @@ for given in trees.measured_layouts():
 #
 # The fewest cuts are within 6 % of the fastest measured layout in all four cases, and the estimator
 # within 7 %, while the median layout takes up to four times as long. Without the memory limit, the
-# estimator twice picks a layout that took almost three times as long as the fastest. Both are over
-# the limit. The likely reason is that PyTorch's allocator, short of memory, kept freeing blocks and
-# allocating them again; the source does not say. That is one reason to leave a fifth of the memory
-# free.
+# estimator twice picks a layout that took almost three times as long as the fastest. Both picks are
+# over the limit. The likely reason is that PyTorch's allocator, short of memory, kept freeing
+# blocks and allocating them again; the source does not say.
 #
 # </details>
 #
-# (The estimator's constants for this system were fitted to these runs; the rule of thumb was not
-# fitted to anything.) So a simple rule gets you close where a few nodes are enough. But beware of
-# one assumption. [Narayanan et al. (2021)](https://arxiv.org/abs/2104.04473), section 5.2, table 2,
-# measured GPT-3 on A100s with full recomputation and 1,536 sequences per step, in two layouts:
-# ZeRO-3 alone, where each GPU has 4, 2, or 1 sequences, and the model split into 96 parts, for
-# which we take tp 8 x pp 12.
+# (The estimator's constants for this system were fitted to these runs.) So for this model, on up to
+# eight nodes, a simple rule comes close. But beware of one assumption: that ZeRO-3's weights are
+# gathered while the GPU computes. [Narayanan et al. (2021)](https://arxiv.org/abs/2104.04473),
+# section 5.2, table 2, measured GPT-3 on A100s with full recomputation and 1,536 sequences per
+# step, in two layouts: ZeRO-3 alone, where each GPU has 4, 2, or 1 sequences, and the model split
+# into 96 parts, for which we take tp 8 x pp 12.
 #
-# **Predict.** Where is the estimate right, and where is it not?
+# **Predict.** For which of the two layouts is the estimate closer to the measurement?
 
 # %% tags=["output-measured", "nbval-check-output"]
 TABLE_2 = {384: (144, 153), 768: (88, 149), 1536: (44, 141)}  # measured TFLOP/s per GPU
@@ -728,15 +731,14 @@ for num_gpus, measured_rates in TABLE_2.items():
 # <details><summary>Answer</summary>
 #
 # With tp and pp it is right within a few percent. With ZeRO-3, the measured steps take one and a
-# half to four times as long. The estimator assumes that ZeRO-3's weights are gathered while the GPU
-# computes; in that system they apparently were *not* (chapter 12 compares both assumptions). From
-# 768 to 1,536 GPUs its rate halves, so a step takes as long as before.
+# half to four times as long as estimated (214 / 144 = 1.5, 167 / 44 = 3.8). A likely reason is that
+# the assumption did not hold in that system (chapter 12 estimates both cases). From 768 to 1,536
+# GPUs, the measured rate per GPU halves, so the step is no faster.
 #
 # </details>
 #
-# So treat a plan that relies on ZeRO-3's overlap as a hypothesis until you have measured it. The
-# tree and the search are only as good as the estimator: take their first few choices, and measure
-# them.
+# So treat a plan that relies on ZeRO-3's overlap as a hypothesis until you have measured it. Of any
+# search, measure the first few choices.
 #
 # ### Save here, resume there
 #
@@ -745,9 +747,9 @@ for num_gpus, measured_rates in TABLE_2.items():
 # each dimension. A rank that loads the checkpoint asks for the boxes it needs (see the Further
 # section on boxes).
 #
-# We train in four jobs of three steps each: 2 copies of 2 tensor-parallel ranks; 4 stages; one
-# process; ZeRO-3 on 3 ranks. For comparison, one process trains without interruption. Everything is
-# in float64, so that a mistake stands out from rounding.
+# We train for 12 steps in four jobs, each in a different layout: 2 copies of 2 tensor-parallel
+# ranks; 4 stages; one process; ZeRO-3 on 3 ranks. For comparison, one process trains without
+# interruption. Everything is in float64, so that a mistake stands out from rounding.
 
 # %%
 def job(group, run_dir, layout, **more):
@@ -785,10 +787,12 @@ for number, name in enumerate(JOBS):
           f"{error:12.0e}")
 
 # %% [markdown]
+# Every loss agrees with the uninterrupted run's to rounding.
+#
 # ### Kill a rank
 #
-# 8 ranks, 2 x 2 x 2, with a checkpoint every two steps. Rank 5 is killed with SIGKILL when it
-# begins step 6, so it can neither save nor tell anyone.
+# What if a job ends without warning? We train on 2 x 2 x 2 ranks with a checkpoint every two steps.
+# Rank 5 is killed with SIGKILL when it begins step 6, so it can neither save nor tell anyone.
 #
 # **Predict.** What do the other seven ranks do? From which step does the run resume?
 
@@ -811,18 +815,17 @@ print("saved:", *(path.name for path in checkpoint.checkpoints(saved)))
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# They wait in their next collective, forever if nobody ends them; here the launcher does. The run
-# resumes with step 5: the newest complete checkpoint is that of step 4, and step 5 has to be
-# repeated.
+# They wait in a collective or a receive that cannot complete, until the launcher, which has noticed
+# the death, ends them. The run resumes with step 5: the newest complete checkpoint is that of step
+# 4, so step 5 has to be repeated.
 #
 # </details>
 #
-# Read it backward. Rank 4 waits for rank 5, its neighbor along tp; rank 7 waits for it along dp.
-# Ranks that need one of these wait in turn: after one death, all seven soon wait, along all three
-# axes.
+# Rank 4 waits for rank 5, its neighbor along tp; rank 7 waits for it along dp. Ranks that need one
+# of these wait in turn, so all seven soon wait.
 #
-# A death in the middle of a save leaves a folder with a temporary name, which nobody reads, and
-# checksums reveal damage to a complete checkpoint. Let us try both:
+# A death in the middle of a save leaves a folder with a temporary name, which a restart ignores,
+# and checksums reveal damage to a complete checkpoint. We try both:
 
 # %% tags=["output-bit", "exhaustive"]
 (saved / "step_00000006.tmp").mkdir()
@@ -852,8 +855,8 @@ print(f"{len(restarted)} steps; loss {restarted[-1]:.4f}, in one process {uninte
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# With step 3: the checkpoint of step 4 is damaged, that of step 2 is not. And it ends where one
-# process ends, after a death, a flipped bit and a change of layout.
+# With step 3: the checkpoint of step 4 is damaged, that of step 2 is not. After a death, a flipped
+# bit and a change of layout, its losses are still those of one process.
 #
 # </details>
 #
@@ -867,14 +870,14 @@ print(f"{len(restarted)} steps; loss {restarted[-1]:.4f}, in one process {uninte
 # ```
 #
 # It tells torchrun to restart the ranks after a death (`--max-restarts`), and the training to
-# resume from the last good checkpoint (`--restart`). All nodes must be able to see the run's
-# folder. A few things are different on a cluster:
+# resume from the last good checkpoint (`--restart`). The run's folder must be on a file system that
+# all nodes share. A few things are different on a cluster:
 #
 # - A rank can be stuck without having died, for example on a broken link. After
 #   `train.hang_timeout` seconds without a step, every rank writes down where it is, one of them
 #   reports who keeps the others waiting, and the job ends; torchrun restarts it.
-# - A loss that is NaN or infinite stops the run before it reaches the weights, and the report names
-#   the step, its samples, the rank and the first module.
+# - A loss that is NaN or infinite stops the run before the weights are updated, and the report
+#   names the step, its samples, the rank and the first module.
 # - Saving takes long if the state is large. `--train.async-checkpoint` waits only for a copy in
 #   host memory and writes it while training continues.
 #
@@ -884,11 +887,11 @@ print(f"{len(restarted)} steps; loss {restarted[-1]:.4f}, in one process {uninte
 #    node: that should be tp, which sends activations for every layer.
 # 2. Sum over an axis if its ranks hold different parts, and never if they hold copies.
 # 3. With a norm over the wrong ranks, or samples chosen by the wrong rank number, the loss still
-#    falls. Compare gradients with one process.
-# 4. Each technique gets the model as the previous one has left it: here tensor, then stages, then
-#    the sharded state. The oracle finds the same training on 2 x 2 x 2 ranks.
-# 5. A checkpoint knows names, not ranks: a run resumes in any layout, from the last checkpoint that
-#    is intact.
+#    falls at first. Compare gradients with one process.
+# 4. Each technique is applied to what the previous one left: tensor, then stages, then the sharded
+#    state. On 2 x 2 x 2 ranks, the oracle finds the same training as in one process.
+# 5. A checkpoint knows names, not ranks: a run resumes in any layout, from the last intact
+#    checkpoint.
 #
 # ## Exercises
 #
@@ -937,15 +940,15 @@ for own in (range(0, 12), range(5, 17)):
 # %% [markdown]
 # ## Further: goodput
 #
-# MFU says how well the GPUs are used while the run makes progress. **Goodput** says for which share
-# of the time it makes progress. In a 54-day period of its training on 16,384 GPUs, Llama 3 405B had
-# 419 unexpected interruptions (Llama Team 2024, section 3.3.4). Each one costs the time to restart,
-# and the work since the last checkpoint. Saving more often loses less work but takes more time. If
-# a save takes C seconds and failures occur every M seconds on average, the best interval is
-# $\sqrt{2 C M}$ (Young 1974).
+# MFU says how well the GPUs are used while the run makes progress. **Goodput** is the share of the
+# time in which it makes progress. In a 54-day period of its training on 16,384 GPUs, Llama 3 405B
+# had 419 unexpected interruptions (Llama Team 2024, section 3.3.4). Each one costs the time to
+# restart, and the work since the last checkpoint. Saving more often loses less work but takes more
+# time. If a save takes C seconds and failures occur every M seconds on average, the best interval
+# is $\sqrt{2 C M}$ (Young 1974).
 #
 # **Predict.** Suppose saving takes 60 s and restarting 10 minutes. How often should you save, and
-# which share of the time is lost?
+# what share of the time is lost?
 
 # %% tags=["output-goodput", "nbval-check-output"]
 M, C, R = 54 * 24 * 3600 / 419, 60.0, 600.0
@@ -962,20 +965,21 @@ for factor in (1, 4, 16):
     print(f"{16_384 * factor:23,} {reliability.goodput(*times):18.1%} {simulated:11.1%}")
 
 # %% [markdown]
-# The optimum is flat: half or twice the best interval costs little. The formula leaves out the
-# failures that strike while lost work is being repeated, so it is too optimistic if a run saves
-# rarely or fails often. A larger cluster fails more often, in proportion to its size. Then it pays
-# to make saving and restarting fast, for example with asynchronous checkpoints, which shorten C.
+# The optimum is flat: half or twice the best interval costs little. The formula leaves out failures
+# that strike during a save or while lost work is being repeated. So it is too optimistic, most of
+# all if a run saves rarely or fails often. A larger cluster of the same GPUs fails more often, in
+# proportion to its size. Then it pays to make saving and restarting fast, for example with
+# asynchronous checkpoints, which shorten C.
 #
 # ## Further: stragglers
 #
 # A step ends when its slowest rank is done. If every rank's time varies randomly, the slowest of
 # many is slower than the slowest of a few, and one rank that is always slow holds up all others.
 #
-# **Predict.** Each rank's step time varies by 2 % (standard deviation). How much longer does a step
-# take with 16,384 ranks? And on four real ranks, which sleep for 50 ms instead of computing: if one
-# sleeps for 50 ms more, how long is a step for the others, and who spends how long in the
-# all-reduce?
+# **Predict.** Each rank's step time is normally distributed, with a standard deviation of 2 %. How
+# much longer does a step take with 16,384 ranks? And on four real ranks, which sleep for 50 ms
+# instead of computing: if one sleeps for 50 ms more, how long is a step for the others, and who
+# spends how long in the all-reduce?
 
 # %% tags=["output-stragglers"]
 print("ranks    step time, if each varies by 2 %")
@@ -989,9 +993,9 @@ for delay in (0.0, 0.05):
           f"{'':13} of which in the all-reduce {waits} ms")
 
 # %% [markdown]
-# Every rank's step takes as long as that of the slowest. So you cannot find it by looking at step
-# times: they are all the same. Look at who *waits*: the straggler is the rank that spends the least
-# time in collectives. On a cluster, the ledger's calls or a profiler's trace show that.
+# Every rank's step takes as long as that of the slowest, so step times cannot tell you which one is
+# slow. Look at who *waits*: the straggler is the rank that spends the least time in collectives. On
+# a cluster, the ledger's calls or a profiler's trace show that.
 #
 # ## Further: what the best layout does better
 #
@@ -1007,10 +1011,12 @@ for name, each in zip(("the tree", "the best"), trees.against_search(job), stric
     show_text(each)
 
 # %% [markdown]
-# It waits less along tp, because it splits layers over half a node; the tree filled the node before
-# it tried a stage, and never went back. Its pipelines have a quarter as many micro-batches, but a
-# zero-bubble schedule fills their bubble with weight gradients (chapter 9). And along dp it gathers
-# weights while it computes. The tree tries neither zero bubble nor ZeRO-3 in a pipeline.
+# It waits less along tp: its tensor-parallel groups fill half a node, so there are twice as many
+# copies, and each GPU sends activations of half as many sequences. The tree filled the node before
+# it tried a stage, and never went back. The best layout's pipelines have a quarter as many
+# micro-batches (1024 / 32 / 2 = 16 instead of 1024 / 16 = 64), but a zero-bubble schedule fills
+# their bubble with weight gradients (chapter 9). And along dp, ZeRO-3 sends most of its data while
+# the GPU computes. The tree tries neither zero bubble nor ZeRO-3 in a pipeline.
 #
 # ## Further reading
 #

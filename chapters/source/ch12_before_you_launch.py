@@ -93,9 +93,9 @@ print(f"at 2 dollars per GPU-hour: {2 * hours / 1e6:.1f} million dollars")
 # ## 2. Estimate
 #
 # The oldest formula: training takes 6 N T FLOPs, for N parameters and T tokens. Divide by what all
-# GPUs compute per second. The only thing you do not know is which share of the peak they reach.
+# GPUs compute per second. The one unknown is the share of the peak that they reach.
 #
-# **Predict.** Assume 40 %. How far off are you?
+# **Predict.** The next cell assumes 40 % for five published runs. How far off is it?
 
 # %% tags=["output-hours", "nbval-check-output"]
 TRAINED = {  # parameters, tokens, device, GPU-hours as published
@@ -117,8 +117,7 @@ for name, (number, read, device, hours) in TRAINED.items():
 #
 # By less than a factor of two, from two numbers and without a GPU. Two of these runs did better and
 # three did worse. 40 % is what a good training step reaches, and GPU-hours also include what is
-# lost between steps. (The hours of Llama 3.1 come from its model card, which does not say what they
-# include.)
+# lost between steps. (Llama 3.1's model card does not say what its hours include.)
 #
 # </details>
 #
@@ -140,9 +139,9 @@ print(f"140 TFLOP/s are {140e12 / A100.bf16_flops:.0%} of the peak; without reco
 # <details><summary>Answer</summary>
 #
 # Fewer: theirs is 8 N T. They recompute all activations, so the forward pass runs twice, and their
-# 140 TFLOP/s count **hardware FLOPs**. The model needs only the 6: **model FLOPs**. If you divide
-# model FLOPs by a rate of hardware FLOPs, you plan a quarter of the days too few. (The 34 % is the
-# same run, counted in model FLOPs.)
+# 140 TFLOP/s count **hardware FLOPs**. The model itself needs only 6 N T, its **model FLOPs**. If
+# you divide model FLOPs by a rate of hardware FLOPs, your plan is short by a quarter of the days.
+# (The 34 % is the same run, counted in model FLOPs.)
 #
 # </details>
 #
@@ -170,10 +169,9 @@ print(f"total {sum(by_hand.values()) / GB:.1f} GB of {A100.memory_bytes / GB:.0f
 # ## 3. Picture
 #
 # To get from FLOPs to days you need the seconds of a step, and a step is more than matmuls at a
-# share of the peak. Where does its time go? Here are four layouts for the same GPUs and steps of
-# 1,536 sequences, taken apart by a cost model that adds up what each operator computes or moves,
-# each message, and all waiting. Section 7 tests it. ("x 4": four interleaved chunks per rank,
-# chapter 9.)
+# share of the peak. Where does its time go? The figure shows four layouts of one job: 1,024 A100s,
+# steps of 1,536 sequences. A cost model, tested in section 7, adds up operators, messages, and
+# waiting. ("x 4": four interleaved chunks per rank, chapter 9.)
 
 # %% tags=["figure-parts"]
 job = Job(gpt3, 1024, A100, S, 1536, precision="bf16-fp32-grads")
@@ -188,10 +186,10 @@ show(step_bars({name: estimate(job, layout).parts for name, layout in LAYOUTS.it
 ))
 
 # %% [markdown]
-# In the first three, matmuls, attention and elementwise operators take about as long: they are the
-# training itself. The bubble, tp, pp and dp depend on the layout, and that is what you choose. With
-# tp 16, each collective along tp spans two nodes. (The line above the bars names what does not
-# fit.)
+# In the first three, matmuls, attention and elementwise operators take about the same time: they
+# are the training itself. The bubble, tp, pp and dp depend on the layout, and that is what you
+# choose. With tp 16, each collective along tp spans two nodes. (ZeRO-3 alone does not fit, as the
+# line above the bars says.)
 #
 # **Predict.** ZeRO-3 alone splits no matmul and recomputes nothing. Why do its matmuls take longer?
 #
@@ -206,13 +204,13 @@ show(step_bars({name: estimate(job, layout).parts for name, layout in LAYOUTS.it
 #
 # ## 4. By hand
 #
-# A formula knows what its author thought of. The code knows the rest: which tensors autograd saves,
+# A formula covers what its author thought of. The code has the rest: which tensors autograd saves,
 # how a bucket is padded, which copy lives a moment longer. To ask the code, run it.
 #
 # What a training step holds, sends and computes follows from *shapes*; only its results, the loss
-# and the new weights, need values. PyTorch has both halves of the trick: **fake tensors**, which
-# have a shape and a dtype but no memory, and a **fake process group**, in which every collective
-# returns immediately. Take a single sharded layer:
+# and the new weights, need values. PyTorch can leave out both the values and the other ranks:
+# **fake tensors**, which have a shape and a dtype but no memory, and a **fake process group**, in
+# which every collective returns immediately. Take a single sharded layer:
 
 
 # %%
@@ -239,8 +237,8 @@ def pretend(function, num_ranks, rank, *args):
 
 
 # %% [markdown]
-# **Predict.** Four real processes, against one that pretends to be the fourth: which of the two
-# numbers will differ?
+# **Predict.** We run `toy_step` in four real processes, and in one that pretends to be the fourth.
+# Which will differ, the bytes sent or the bytes held?
 
 # %% tags=["output-pretend", "nbval-check-output", "exhaustive"]
 real, fake = run(toy_step, 4, 512, 64)[3], pretend(toy_step, 4, 3, 512, 64)
@@ -253,7 +251,7 @@ print(f"rank 777 of 1,024, with a matrix of {4 * 2**40 / 1e12:.1f} TB: sends {se
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Neither. And the last line took no memory and no time.
+# Neither. And for the last line, nothing that it counts was allocated or sent.
 #
 # </details>
 #
@@ -265,10 +263,10 @@ print(f"rank 777 of 1,024, with a matrix of {4 * 2**40 / 1e12:.1f} TB: sends {se
 #
 # ### The spreadsheet
 #
-# GPT-3 again, in the layout of section 2, this time in a colleague's spreadsheet: the training
-# state does not depend on the micro-batch size. A stage has 12 of 96 layers, so it saves the
-# activations of 12 layers. That leaves room for larger micro-batches, which mean larger matmuls and
-# fewer messages.
+# A colleague's spreadsheet has GPT-3 in the layout of section 2. It reasons that the training state
+# does not depend on the micro-batch size. A stage has 12 of 96 layers, so it saves the activations
+# of 12 layers. That leaves room for larger micro-batches, which mean larger matmuls and fewer
+# messages.
 
 # %% tags=["output-plausible", "nbval-check-output"]
 for size in (1, 2, 4, 8):
@@ -279,10 +277,9 @@ for size in (1, 2, 4, 8):
 # %% [markdown]
 # So, eight at a time? **Predict.** Which of the spreadsheet's four terms would you check first?
 #
-# On Monday, 1,024 GPUs would tell you. A dry run of the first rank tells you today. It keeps a
-# laptop busy for ten seconds or more, so `plans.counted` reads this one from a committed record,
-# like the other large dry runs and searches of this chapter. (Change the job or the layout, and it
-# is run here.)
+# On Monday, 1,024 GPUs would tell you. A dry run of the first rank tells you today. Because large
+# dry runs take a while, `plans.counted` reads them from a committed record. (If you change the job
+# or the layout, it runs them.)
 
 # %% tags=["output-trap", "nbval-check-output"]
 plain = LAYOUTS["tp 8, pp 8"]
@@ -291,12 +288,13 @@ show_text(f"{eight.peak.total / GB:.0f} GB: " + ", ".join(
     f"{kind} {size / GB:.1f}" for kind, size in eight.peak.bytes.items()))
 
 # %% [markdown]
-# It is out of memory. Why does no test on a single node of eight GPUs, with pp 1, find this?
+# That is more than the A100's 86 GB. Why does no test on a single node of eight GPUs, with pp 1,
+# find this?
 #
 # <details><summary>Answer</summary>
 #
-# The activations lack a factor of p. While the first micro-batch travels to the last stage and
-# back, the first stage starts p - 1 others (chapter 9). It saves 12 layers of *eight*
+# The spreadsheet's activations lack a factor of p. While the first micro-batch travels to the last
+# stage and back, the first stage starts p - 1 others (chapter 9). It saves 12 layers of *eight*
 # micro-batches: as much as all 96 layers of one. Stages divide the weights, but not the activations
 # of the first stage. With pp 1 there is only one micro-batch in flight.
 #
@@ -308,11 +306,10 @@ show_text(f"{eight.peak.total / GB:.0f} GB: " + ", ".join(
 # ### The datasheet
 #
 # A planner that predicts seconds is tested with training runs whose seconds are known.
-# `published_rows` has some from papers: what was trained, in which layout, on which GPUs, by which
-# system, and how long a step took. The next cell compares those on A100s.
+# `published_rows` has some from papers; the next cell compares those on A100s.
 #
 # Now read the datasheet: "A100: 624 TFLOP/s, NVLink 600 GB/s." **Predict.** What does the planner
-# say with these numbers?
+# say with these numbers instead of 312 and 300?
 
 # %% tags=["output-datasheet", "nbval-check-output"]
 rows = published_rows()
@@ -337,28 +334,28 @@ for row in rows:
 #
 # </details>
 #
-# The same wrong peak under a measured rate gives half of the MFU. This is common: PyTorch Lightning
-# had dense peaks for one H100 and sparse ones for another (Lightning-AI/pytorch-lightning, pull
-# request 21743). OLMo-core halved the A100's peak, which was dense already, and reported an MFU
-# twice too high (allenai/OLMo-core, pull request 614).
+# If you divide a measured rate by that peak, you get half of the MFU. Such mistakes are common:
+# PyTorch Lightning had dense peaks for one H100 and sparse ones for another
+# (Lightning-AI/pytorch-lightning, pull request 21743). OLMo-core halved the A100's peak, which was
+# dense already, and reported twice the true MFU (allenai/OLMo-core, pull request 614).
 #
 # ## 6. The real one
 #
 # ### The dry run
 #
-# It is `pretend`, with the training step of `minitron train` inside:
+# `dry_run` is `pretend`, with the training step of `minitron train` inside:
 
 # %%
 show_source(dry_run)
 
 # %% [markdown]
-# `measured` first runs a step just long enough to fill the pipeline, then makes it longer, by one
-# micro-batch at a time (by p for interleaved stages). Once two steps have the same peak, byte by
-# byte, it multiplies the last micro-batch instead of running more. If no two agree, it runs the
+# `measured` runs a step with enough micro-batches to fill the pipeline, then with one more each
+# time (p more for interleaved stages). Once two in a row have the same peak, it counts the
+# remaining micro-batches like the last one instead of running them. If no two agree, it runs the
 # complete step.
 #
-# But is it the same step? Here the **oracle** runs the same function on real ranks, and each rank
-# on a fake one: two tensor-parallel ranks times two stages, in bfloat16, with eight sequences.
+# But is it the same step? We check it against an **oracle**: a tiny model runs on four real ranks
+# (two tensor-parallel ranks times two stages), and we dry-run each of them.
 
 # %%
 axes = ParallelConfig(dp=1, tp=2, sequence=True, pp=2)
@@ -387,8 +384,8 @@ for rank, real in enumerate(run(real_step, 4, watch=False)):
 # %% [markdown]
 # ### GPT-3, three ranks of 1,024
 #
-# A rank of the first stage, one of the fifth, and one of the last. (In a terminal: `minitron dryrun
-# configs/gpt3-175b.toml --gpus 1024 --every-stage`.)
+# We dry-run a rank of the first stage, one of the fifth, and one of the last. (In a terminal:
+# `minitron dryrun configs/gpt3-175b.toml --gpus 1024 --every-stage`.)
 #
 # **Predict.** Which of the three holds most? And which sends most along pp?
 
@@ -415,8 +412,8 @@ for each in stages:
 #
 # </details>
 #
-# What is in memory at the peak of the first rank? The largest first. **Predict.** To save memory,
-# you would begin with the gradients. What is next?
+# What is in memory at the peak of the first rank? **Predict.** Gradients lead the list. What comes
+# next?
 
 # %% tags=["output-largest", "nbval-check-output"]
 print(dryrun_table.largest(stages[0]))
@@ -424,9 +421,9 @@ print(dryrun_table.largest(stages[0]))
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# What the feed-forward layers save: recompute it. (In 16 bits, gradients take half:
-# `--train.precision bf16`.) The optimizer state is already a small part, because 16 copies share
-# it.
+# What the feed-forward layers save for the backward pass, which you could recompute. (Gradients in
+# 16 bits take half: `--train.precision bf16`.) The optimizer state is already a small part, because
+# 16 copies share it.
 #
 # </details>
 
@@ -439,9 +436,10 @@ show(memory_bars(held, {"by hand, rank 0": by_hand}, job.limit, "reserved"), alt
 
 # %% [markdown]
 # By hand it was 28.1 GB; the dry run says 29.2. Temporary tensors are 0.5 GB; the rest is the
-# embedding: P / 64 spreads it over all stages, but the first holds it.
+# embedding: P / 64 spreads it over all stages, but the first holds it. ("reserved" is the fifth
+# that a plan leaves free.)
 #
-# And the bytes that the middle stage sends, by the formulas of chapters 5 to 9:
+# Next, the bytes that the middle stage sends, against the formulas of chapters 5 to 9:
 
 # %% tags=["output-wire", "nbval-check-output"]
 m, layers = job.global_batch_size // d, gpt3.num_layers // p
@@ -459,17 +457,18 @@ for axis, predicted in formula.items():
     print(f"{axis}: formula {predicted:>15,} B, dry run {ledger:>15,} B, {ledger - predicted:+,}")
 
 # %% [markdown]
-# Of half a terabyte, the formulas miss a few hundred kilobytes: what is small and sent once per
-# step. Along tp these are the gradients of norms and biases, which are replicated: each rank sends
-# the part in its ZeRO shard. The others are scalars, such as the norm of the gradient and the loss.
+# Of half a terabyte, the formulas miss a few hundred kilobytes, all from small messages sent once
+# per step. Along tp these are the gradients of norms and biases, which are replicated: each rank
+# sends the part in its ZeRO shard. Along pp and dp they are scalars, such as the norm of the
+# gradient and the loss.
 #
 # ## 7. Measure
 #
 # ### Seconds against papers
 #
 # The estimator has a handful of constants, each with a physical meaning: the share of the fastest
-# matmul's speed that matmuls in training reach; the share of the memory bandwidth that one kernel
-# after another reaches; the speed of fused attention. They were fitted once, to the rows of four
+# matmul's speed that matmuls in training reach; the share of the memory bandwidth that a sequence
+# of kernels reaches; the speed of fused attention. They were fitted once, to the rows of four
 # sources. `benchmarks/results/estimate.md` lists all errors. The test of a planner is what it has
 # *not* seen: other rows of the same papers, and larger runs.
 
@@ -496,21 +495,20 @@ show(errors(drawn), alt=(
 # Sources: Narayanan et al. 2021, tables 1 and 2; Korthikanti et al. 2022, table 5; Smith et al.
 # 2022, section 2.4; Llama Team 2024, table 4; NVIDIA's table of Megatron-Core r0.8.0; Ultra-Scale
 # Playbook 2025 (nanotron). Where a source leaves something open, such as the chunks of Llama's
-# stages, the same rule applies to all: of those that fit, the fastest counts. A published rate is
-# converted to seconds with *its* FLOPs: hardware FLOPs in Narayanan's tables, model FLOPs for
-# Llama.
+# stages, we take the fastest option that fits. A published rate is converted to seconds with *its*
+# FLOPs: hardware FLOPs in Narayanan's tables, model FLOPs for Llama.
 #
-# Korthikanti's models were faster than predicted, the more so the wider they are. A likely reason:
-# wide matmuls come closer to the device's fastest one, while the estimator assumes one share for
-# all widths. MT-NLG took a fifth to a quarter longer, while a model of the same size in the same
-# layout in Narayanan's table did not: an estimate says what a layout allows, not why a system stays
-# below it.
+# Of the rows not fitted, Korthikanti's models were faster than predicted, the wider one by more. A
+# likely reason: wide matmuls come closer to the device's fastest one, while the estimator assumes
+# one share for all widths. MT-NLG took a fifth to a quarter longer, while a model of the same size
+# in the same layout in Narayanan's table did not: an estimate says what a layout allows, not why a
+# system stays below it.
 #
-# The figure leaves out nanotron's 176 runs, the worst predicted of the fitted ones.
+# The figure leaves out nanotron's 176 runs, the worst predicted of the fitted rows.
 #
-# None of these rows shards weights. ZeRO-3 gathers its weights while a rank computes, and the
-# estimator assumes that nearly all of it is hidden. **Predict.** With more GPUs for about the same
-# batch, does that assumption get better or worse?
+# None of these rows shards weights. ZeRO-3 does, and gathers them while a rank computes; the
+# estimator assumes that nearly all of this is hidden. **Predict.** With more GPUs for about the
+# same batch, does that assumption get better or worse?
 
 # %% tags=["output-sharded", "nbval-check-output"]
 print("ZeRO-3, Narayanan et al. 2021, table 2   published   hidden   not hidden")
@@ -522,19 +520,19 @@ for row, hidden in zip(sharded_rows(), sharded_rows(MINITRON), strict=True):
 # <details><summary>Answer</summary>
 #
 # Worse: each GPU gathers as many bytes as before, with less compute to hide them. On the most GPUs,
-# the measured steps took almost four times as long as if all of it were hidden. If each matrix is
-# gathered when it is needed, and everyone waits for it, the estimate is still a tenth to a third
-# too fast: that system hid little. This package gathers ahead (chapter 6), on links that nobody has
-# measured for you. So where a plan wins because of ZeRO-3, `minitron plan` says so, and you measure
-# before you believe it.
+# the measured steps took almost four times as long as the column "hidden" says. The last column
+# assumes that each matrix is gathered when it is needed, and that everyone waits for it. Even that
+# is a tenth to a third too fast, so that system probably hid little. This package gathers ahead
+# (chapter 6), but how much that hides depends on your links. So where a plan wins because of
+# ZeRO-3, `minitron plan` says so, and you measure before you believe it.
 #
 # </details>
 #
 # ### All layouts
 #
-# A formula that takes less than a millisecond can be evaluated for *every* layout.
+# An estimate is cheap enough to compute for *every* layout.
 #
-# **Predict.** GPT-3 on 1,024 A100s. Which share of all layouts can be trained and fits: most, half,
+# **Predict.** GPT-3 on 1,024 A100s. What share of all layouts can be trained and fit: most, half,
 # or fewer than one in five?
 
 # %% tags=["output-search", "nbval-check-output", "exhaustive"]
@@ -564,19 +562,20 @@ show(landscape(
 # %% [markdown]
 # ("unsharded": ZeRO-3's weights and gradients stay unsharded during a step, which saves no memory
 # over ZeRO-1, but hides messages along dp. "ZB" is the zero-bubble schedule of chapter 9. Wherever
-# there is tp, there is sequence parallelism.) Most layouts cannot be trained: heads or layers are
-# not divisible, a rank would get no sequence, or the number of micro-batches does not suit the
-# schedule (`minitron plan` counts the reasons). The best six are within about one percent of each
-# other, far less than the error of the estimate. That is what a search is for: a handful of layouts
-# to try on Monday, and why not the others. (`minitron plan configs/gpt3-175b.toml --gpus 1024
-# --device a100 --explain` prints both.)
+# there is tp, there is sequence parallelism.) The fastest layout fills most of the memory. Most
+# layouts cannot be trained: heads or layers are not divisible, a rank would get no sequence, or the
+# number of micro-batches does not suit the schedule (`minitron plan` counts the reasons). The best
+# six are within about one percent, far less than the estimate's error. So a search gives you a
+# handful of layouts to try (add the best without ZeRO-3), and the reasons against the others.
+# (`minitron plan configs/gpt3-175b.toml --gpus 1024 --device a100 --explain` prints both. In the
+# figure, "tree" is what the decision tree below chooses.)
 #
 # ### What the papers chose
 #
-# Four jobs, each with its paper's layout (for GPT-3, that of section 2), and with the best that
+# We take four jobs, each in its paper's layout (for GPT-3, that of section 2) and in the best that
 # this package could train. Both are timed as this package would run them, so that only the
-# *layouts* are compared. Searching all four takes most of a minute, so the layouts that won come
-# from the record; their seconds are estimated here.
+# *layouts* are compared. The layouts that won come from the record, to save you the searches; their
+# seconds are estimated here.
 
 # %% tags=["exhaustive"]
 mt_nlg, trillion = (
@@ -606,13 +605,14 @@ for name, (given, layout) in CHOSEN.items():
 #
 # <details><summary>Answer</summary>
 #
-# From what did not exist yet. MT-NLG and the 1T model recompute everything. Sequence parallelism
-# and fused attention came later; with them, the activations fit, and a quarter of the FLOPs is no
-# longer needed. The rest is fewer stages, as far as the memory allows, zero-bubble schedules, and
-# ZeRO-3 inside the pipeline, which hides messages along dp. Llama's authors freed tensors early by
-# hand and sharded gradients, too: this package would need 91 GB for their layout, and the best one
-# that fits is slower. They reached 400 of an H100's 989 TFLOP/s, 40 % instead of 34.6 % (Llama Team
-# 2024, table 4); mainly, the estimator says, this package does not hide tp's messages.
+# Mostly from techniques that came later. MT-NLG and the 1T model recompute everything. With
+# sequence parallelism and fused attention, the activations fit, and a quarter of the FLOPs is no
+# longer needed. The rest comes from fewer stages, zero-bubble schedules, and ZeRO-3 inside the
+# pipeline, which hides messages along dp. Llama is the exception: its authors freed tensors early
+# by hand and sharded gradients, too. Without that, this package would need 91 GB for their layout,
+# and the best one that fits is slower. They reached 400 of an H100's 989 TFLOP/s (Llama Team 2024,
+# table 4): 40 %, where our table has 34.6 %. By the estimator, most of that is tp's messages, which
+# this package does not hide.
 #
 # </details>
 #
@@ -631,20 +631,19 @@ for name, (given, _) in CHOSEN.items():
 
 # %% [markdown]
 # On a few nodes the tree loses little (chapter 11). Here it is slower by less than a fifth for
-# three jobs, and by almost a factor of two for the fourth. Llama's batch leaves only a few
-# sequences for each copy of the model, so its pipeline idles; the best layout interleaves its
-# stages and splits each layer over the GPUs of two nodes. For the others, the best layout has a
-# zero-bubble schedule, and all but the 1T model's use ZeRO-3 inside the pipeline; the tree tries
-# neither. For GPT-3 it stops at ZeRO-0, which fits but sends about 2 x 4 bytes per parameter;
-# ZeRO-1 sends 4 + 2, and ZeRO-3 hides most of it. A single path is enough to explain a choice, but
-# too little to base a month of training on. (As in chapter 11, this only compares two users of one
-# estimator.)
+# three jobs, but by four fifths for Llama. Llama's batch leaves only a few sequences for each copy
+# of the model, so its pipeline idles; the best layout interleaves its stages and splits each layer
+# over the GPUs of two nodes. For the others, the best layout has a zero-bubble schedule, and all
+# but the 1T model's use ZeRO-3 inside the pipeline; the tree tries neither. For GPT-3 it stops at
+# ZeRO-0, which fits but sends about 2 x 4 bytes per parameter; ZeRO-1 sends 4 + 2, and ZeRO-3 hides
+# most of it. A single path is enough to explain a choice, but too little to base a month of
+# training on. (As in chapter 11, one estimator times both, so this does not test the estimator.)
 #
 # ### What if the network were twice as fast?
 #
-# The best layout depends on the machine. So ask about a different machine: twice the FLOP/s, or
-# memory, or bandwidth of memory or of a link, one at a time; and about the best layout *there*,
-# among the 300 best layouts of the real one and all that fit only on the new machine.
+# The best layout depends on the machine. So we double one resource at a time, and find the best
+# layout for *that* machine, among the 300 best of the real one and all that fit only on the new
+# one.
 
 # %% tags=["output-sensitivity", "nbval-check-output", "exhaustive"]
 print(f"{'twice the':14}" + "".join(
@@ -656,8 +655,8 @@ print(f"\nGPT-3 with twice the memory: {lab.brief(searched['GPT-3 175B'].with_tw
 
 # %% [markdown]
 # **Predict.** Why does twice the FLOP/s not halve the step? Why does twice the network gain so
-# little, even on thousands of GPUs? And what does memory buy in the last line, a layout of another
-# *kind*?
+# little, even on thousands of GPUs? And what does GPT-3's layout in the last line gain from twice
+# the memory?
 #
 # <details><summary>Answer</summary>
 #
@@ -687,8 +686,8 @@ for name, each in searched.items():
 # Days are the seconds of a step times the number of steps, if nothing ever breaks. The Llama Team
 # (2024, section 3.3.4) counted 466 interruptions in 54 days; chapter 11's section on goodput shows
 # what that costs. Watts are those of the GPU's datasheet: more than a GPU draws on average, but
-# without CPUs, network and fans. 1.1 is the **PUE**, the energy of the data center over that of the
-# machines that compute in it.
+# without CPUs, network and fans. 1.1 is the **PUE**, the energy of the whole data center divided by
+# that of its computers.
 #
 # ### Check the facts
 #
@@ -697,7 +696,7 @@ for name, each in searched.items():
 #
 # 1. Training GPT-3 took 1,287 MWh, and training BLOOM took 433: a third.
 # 2. The training FLOPs of such a model are hundreds of exaFLOPs.
-# 3. Adam's moments take as much memory as the weights, so they double it.
+# 3. Adam's moments take as much memory as the weights, so with them the memory doubles.
 # 4. 100 billion parameters need 10 to 15 H100s to hold the training state.
 # 5. An all-reduce of 200 GB over 16 GPUs takes 0.22 s, with NVLink's 900 GB/s.
 # 6. 100 layers on four pipeline stages: each GPU needs a quarter of the memory.
@@ -800,8 +799,8 @@ planner()
 # The last one measures *your* machine. None of the three sees the memory of CUDA and NCCL,
 # fragmentation, a shared network, slow kernels for odd sizes, or late data. So leave a fifth of the
 # memory free, try the first three layouts for twenty steps each, and believe the clock. Here is
-# what it said of one GPU, beside the estimate of the same steps ("ours" is minitron, "eager" is
-# uncompiled; a negative error: the step took longer than estimated):
+# what it said on one GPU, beside the estimate ("ours" is minitron, "eager" is uncompiled; a dot to
+# the right of its dashed line took longer than estimated):
 
 # %%
 shown = recorded.estimates()
@@ -850,9 +849,9 @@ check("12.4")
 # %% [markdown]
 # ## Further: confirm a search with dry runs
 #
-# A search believes formulas, for tens of thousands of layouts per job. Before Monday you would dry
-# run the layout that you have chosen. Here are those of the papers, on their last rank; and
-# GPT-3's on its first, from section 6. The formula's GB are those of the rank that holds most.
+# A search relies on formulas for memory. Dry-run the one that you choose. Here are the given
+# layouts: GPT-3's on its first rank (section 6), the others on their last. The formula's GB are
+# those of the rank that holds most.
 
 # %% tags=["output-last", "nbval-check-output", "exhaustive"]
 print("                GB by formula, fullest rank   dry run, this rank   TFLOP")
@@ -863,10 +862,10 @@ for name, (given, layout) in CHOSEN.items():
           f"{done.peak.total / GB:22.1f} {done.flops / 1e12:10,.0f}")
 
 # %% [markdown]
-# For GPT-3, this rank is the fullest, and both agree within about 1 %. The last ranks hold less
-# than the fullest. In 1F1B they have one micro-batch in flight instead of p, but also the output
-# head. Llama's stages are interleaved: by chapter 9's formula its last rank holds ((4 - 1) x 16 +
-# 1) / 4, still 12 of 16 micro-batches. To confirm a layout, use rank 0.
+# For GPT-3, this rank is the fullest, and formula and dry run agree within about 1 %. The last
+# ranks hold less than the fullest. In 1F1B they have one micro-batch in flight instead of p, but
+# also the output head. Llama's stages are interleaved: by chapter 9's formula its last rank holds
+# ((4 - 1) x 16 + 1) / 4, still 12 of 16 micro-batches. To confirm a layout, use rank 0.
 #
 # ## Further: the conventions of energy
 #
@@ -885,10 +884,10 @@ for name, (hours, watts, pue, megawatt_hours) in POWER.items():
           f"{energy(hours, watts, pue):7.1f} MWh, published {megawatt_hours}")
 
 # %% [markdown]
-# But few can be compared: GPT-3 and T5 use measured watts of a complete system (GPT-3's days are
-# assumed); LLaMA uses the datasheet's watts and a PUE, BLOOM and OPT the datasheet's watts alone.
-# (Patterson et al. 2021, table 4; Touvron et al. 2023, table 15; Luccioni et al. 2022, whose 433
-# MWh are the dynamic part; the OPT row is from the LLaMA paper.)
+# Few of them can be compared: GPT-3 and T5 use measured watts of a complete system (GPT-3's days
+# are assumed); LLaMA uses the datasheet's watts and a PUE, BLOOM and OPT the datasheet's watts
+# alone. (Patterson et al. 2021, table 4; Touvron et al. 2023, table 15; Luccioni et al. 2022, whose
+# 433 MWh are the dynamic part; the OPT row is from the LLaMA paper.)
 #
 # ## Further reading
 #

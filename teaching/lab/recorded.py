@@ -371,8 +371,12 @@ def precisions(folder: Path = FOLDER) -> Shown:
             f"step and at {losses['torch, fp32']:.3f} with PyTorch's, which only adds in "
             "a different order: differences of that size say nothing about a precision."
         )
-        fastest = max(recorded, key=lambda name: recorded[name][1])
-        alt = f"{fastest} is the fastest, {recorded[fastest][1]:,.0f} tokens per second."
+        medians = {name: middle for name, (_, middle, _) in recorded.items()}
+        slowest = min(medians, key=medians.get)
+        alt = (
+            f"Medians of {medians[slowest]:,.0f} tokens per second ({slowest}) to "
+            f"{max(medians.values()):,.0f}."
+        )
     return Shown(sentence, ranges(recorded, predicted, "tokens/s"), alt)
 
 
