@@ -35,12 +35,11 @@ figure: setup ## (maintainers) Draw README's figures; one is of the story model,
 	cp runs/figure/loss_curve.png docs/story_loss.png
 	$(BIN)/python tools/readme_figures.py
 
-# One worker more than two cores: some tests wait, for a rank that hangs, say. On a machine with more
-# cores: make test WORKERS=8. The longest files come first (tests/conftest.py), so that all workers
-# end together.
+# For two cores; with more, make test WORKERS=8. The longest files come first (tests/conftest.py), so
+# that all workers end together.
 # Where Python may not keep what it compiles, each process that a test starts compiles all anew.
 export PYTHONDONTWRITEBYTECODE =
-WORKERS := 3
+WORKERS := 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 quick: lint ## Run the tests of a minute and a half: lint, layers, each axis, each chapter's first exercise

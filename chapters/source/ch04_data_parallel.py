@@ -353,7 +353,7 @@ show(curves(range(1, 61), {"sum": summed, "hook": hooked}, "step", "loss (nats p
 # gradient and every parameter on every rank, and reports the first difference. What does it say
 # about our two versions?
 
-# %% tags=["output-oracle-trap"]
+# %% tags=["output-oracle-trap", "exhaustive"]
 def with_hook(model, group):
     hook_by_hand(model, group)
     return after_backward(lab.nothing)(model, group)  # equal weights at the start
@@ -430,7 +430,7 @@ show_source(BucketedDataParallel.prepare, FlatGradients.take, BucketedDataParall
 # into the bucket, so nothing has to be copied back. Are all three versions correct? We ask the
 # oracle, for several numbers of ranks:
 
-# %% tags=["output-oracle", "nbval-check-output"]
+# %% tags=["output-oracle", "nbval-check-output", "exhaustive"]
 small_buckets = partial(apply_bucketed_data_parallel, bucket_bytes=5_000)  # to have several
 applies = {"naive": apply_naive_data_parallel, "hooked": apply_hooked_data_parallel,
            "bucketed": small_buckets}

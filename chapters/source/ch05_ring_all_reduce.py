@@ -382,7 +382,7 @@ def send_first(group):
     dist.recv(x, previous, group)
 
 
-# %% tags=["output-hang"]
+# %% tags=["output-hang", "exhaustive"]
 try:
     run(send_first, 4)
 except RankError as error:

@@ -534,7 +534,7 @@ show_source(FullyShardedDataParallel.post_backward)
 # Now the oracle, with several buckets, on two to four ranks. Its small model has a frozen parameter
 # and a tied embedding, and odd sizes, so that shards begin and end inside matrices.
 
-# %% tags=["output-oracle", "nbval-check-output"]
+# %% tags=["output-oracle", "nbval-check-output", "exhaustive"]
 small_buckets = {"bucket_bytes": 12_000}
 APPLY = {"ZeRO-1": partial(apply_zero1, **small_buckets),
          "ZeRO-2": partial(apply_zero2, **small_buckets), "ZeRO-3": apply_fsdp}

@@ -554,7 +554,7 @@ show_source(TensorParallel.sum_in_one_message)
 # We run the oracle on one to four ranks, for both model families, including a Llama with fewer
 # key-value heads (two) than ranks (four):
 
-# %% tags=["output-oracle", "nbval-check-output"]
+# %% tags=["output-oracle", "nbval-check-output", "exhaustive"]
 few_heads = partial(lab.small_llama, num_kv_heads=2)
 for name, make_model, apply, num_ranks in (
     ("GPT", lab.small_gpt, apply_sequence_parallel, 1),

@@ -489,7 +489,7 @@ print(lab.verdict(run, play, 2, impatient, timeout=4))
 # **Predict.** We use `send` for six micro-batches on three ranks; both schedules are valid. Does
 # GPipe run? Does 1F1B?
 
-# %% tags=["output-order"]
+# %% tags=["output-order", "exhaustive"]
 for make_schedule in (gpipe, one_forward_one_backward):
     schedule = make_schedule(3, 6)
     schedule_check.check(schedule)

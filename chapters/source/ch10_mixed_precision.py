@@ -763,7 +763,7 @@ show_source(Float8Matmuls.grad_weight)
 # [oracle](word:oracle) must find agreement to 12 digits. And if the masters are never copied back
 # into the weights, it must notice.
 
-# %% tags=["output-oracle"]
+# %% tags=["output-oracle", "exhaustive"]
 class NeverCopiesBack(MasterWeights):
     def copy_to_parameters(self, *_):
         pass

@@ -266,7 +266,7 @@ for rank, heard in list(enumerate(run(who_is_in_the_sum, 8)))[::5]:
 # In `my_groups` every rank creates *all* groups, including those that it does not belong to.
 # **Predict.** Why? What happens if each rank creates only its own three?
 
-# %% tags=["output-own-groups"]
+# %% tags=["output-own-groups", "exhaustive"]
 def only_my_groups(world):
     for axis in AXES:
         [own] = (ranks for ranks in groups_along(axis) if world.rank() in ranks)
