@@ -22,7 +22,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitron.model.transformer import global_name, global_parameters
-from minitron.parallel.interface import Accumulate, MicroBatches, ParallelModel, SumLoss, Values
+from minitron.parallel.interface import (
+    Accumulate,
+    MicroBatches,
+    OwnParts,
+    ParallelModel,
+    SumLoss,
+    Values,
+)
 from minitron.parallel.one_device import OneDevice
 from minitron.parallel.placement import Placement, together
 from minitron.precision import NO_MASTERS, MasterWeights
@@ -78,10 +85,11 @@ class Grid(OneDevice):
         self,
         accumulate: Accumulate,
         micro_batches: MicroBatches,
+        own_parts: OwnParts,
         divisor: Tensor,
         sum_loss: SumLoss,
     ) -> Tensor:
-        return self.pipeline.run_passes(accumulate, micro_batches, divisor, sum_loss)
+        return self.pipeline.run_passes(accumulate, micro_batches, own_parts, divisor, sum_loss)
 
     def run_forward_passes(
         self,

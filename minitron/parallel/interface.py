@@ -34,6 +34,8 @@ SumLoss = Callable[[Tensor, Tensor], Tensor]
 """Of logits and targets: the cross-entropy summed over the targets that count, 0-d, nats."""
 Accumulate = Callable[[MicroBatches, Tensor, SumLoss], Tensor]
 """Forward and backward of micro-batches whose layers are all on this rank (`step`)."""
+OwnParts = Callable[[MicroBatches], MicroBatches]
+"""Of whole sequences: this rank's part of each."""
 Values = Callable[[str, torch.Size], Tensor]
 """A parameter's full value, by its global name and full shape."""
 Kind = Literal["F", "B", "I", "W"]
@@ -144,10 +146,14 @@ class ParallelModel(ABC):
         self,
         accumulate: Accumulate,
         micro_batches: MicroBatches,
+        own_parts: OwnParts,
         divisor: Tensor,
         sum_loss: SumLoss,
     ) -> Tensor:
-        """Run every micro-batch forward and backward; returns the sum of `sum_loss / divisor`."""
+        """Run every micro-batch forward and backward; returns the sum of `sum_loss / divisor`.
+
+        `own_parts` is asked when a micro-batch runs, so that no two are held at once.
+        """
 
     @abstractmethod
     def run_forward_passes(

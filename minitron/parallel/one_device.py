@@ -18,6 +18,7 @@ from minitron.parallel.interface import (
     Accumulate,
     Kind,
     MicroBatches,
+    OwnParts,
     ParallelModel,
     SumLoss,
     Values,
@@ -62,8 +63,7 @@ class OneDevice(ParallelModel):
         # `divisor` counts the tokens of whole sequences. Gradients and losses are averaged over the
         # ranks that have their parts too, so each divides by its share, or they would be 1/cp.
         divisor = divisor / self.ranks_per_sample
-        own = self.own_parts(micro_batches)
-        loss = self.run_passes(accumulate, own, divisor, self.summed_loss)
+        loss = self.run_passes(accumulate, micro_batches, self.own_parts, divisor, self.summed_loss)
         self.finish()
         return loss
 
@@ -157,6 +157,7 @@ class OneDevice(ParallelModel):
         self,
         accumulate: Accumulate,
         micro_batches: MicroBatches,
+        own_parts: OwnParts,
         divisor: Tensor,
         sum_loss: SumLoss,
     ) -> Tensor:
@@ -164,7 +165,7 @@ class OneDevice(ParallelModel):
         for number, micro_batch in enumerate(micro_batches, start=1):
             is_last = number == len(micro_batches)
             with nullcontext() if is_last else data.no_sync(), span("micro-batch", number):
-                loss = loss + accumulate([micro_batch], divisor, sum_loss)
+                loss = loss + accumulate(own_parts([micro_batch]), divisor, sum_loss)
         return loss
 
     def run_forward_passes(

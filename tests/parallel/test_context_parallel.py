@@ -273,9 +273,10 @@ def loss_times_cp(self, tensor):
     return self.sum_over_sequence(tensor)
 
 
-def tokens_counted_cp_times(self, accumulate, micro_batches, divisor, sum_loss):
+def tokens_counted_cp_times(self, accumulate, micro_batches, own_parts, divisor, sum_loss):
     """prime-rl 2359."""
-    return OneDevice.run_passes(self, accumulate, micro_batches, divisor * self.size, sum_loss)
+    divisor = divisor * self.size
+    return OneDevice.run_passes(self, accumulate, micro_batches, own_parts, divisor, sum_loss)
 
 
 def not_reduced(self):

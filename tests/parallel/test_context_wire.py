@@ -76,7 +76,11 @@ def one_step(group, apply, dtype, num_layers, policy=lambda model: None):
 
     with Ledger() as ledger:
         parallel.run_passes(
-            accumulate, parallel.own_parts([(tokens, tokens)]), torch.ones(()), parallel.summed_loss
+            accumulate,
+            [(tokens, tokens)],
+            parallel.own_parts,
+            torch.ones(()),
+            parallel.summed_loss,
         )
     calls = [(call.phase, call.op, call.payload, call.dtype) for call in ledger.calls]
     return calls, ledger.bytes_sent(), ledger.bytes_received()

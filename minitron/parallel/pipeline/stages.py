@@ -33,7 +33,7 @@ from minitron.comm.agreement import gathered, gathered_tensors
 from minitron.comm.collectives import broadcast, broadcast_together, exchange
 from minitron.config import require
 from minitron.model.linear import NoDeferral, apply_deferred_weight_gradients
-from minitron.parallel.interface import Accumulate, MicroBatches, SumLoss
+from minitron.parallel.interface import Accumulate, MicroBatches, OwnParts, SumLoss
 from minitron.parallel.one_device import OneDevice
 from minitron.parallel.pipeline.block_costs import Count, count_parameters
 from minitron.parallel.pipeline.executor import ScheduleExecutor
@@ -152,13 +152,14 @@ class PipelineParallel(OneDevice):
         self,
         accumulate: Accumulate,
         micro_batches: MicroBatches,
+        own_parts: OwnParts,
         divisor: Tensor,
         sum_loss: SumLoss,
     ) -> Tensor:
         """Run the schedule, in which micro-batches overlap."""
         if not micro_batches:
             return torch.zeros_like(divisor)
-        return self.run(micro_batches, sum_loss, divisor)
+        return self.run(own_parts(micro_batches), sum_loss, divisor)
 
     def run(self, micro_batches: MicroBatches, sum_loss: SumLoss, divisor: float | Tensor):
         """Add the gradients of all micro-batches to `.grad`; returns the loss, on every rank.
