@@ -1,6 +1,7 @@
 """A deck says nothing that its chapter has not computed, and needs nothing but itself."""
 
 import json
+import math
 import re
 
 import pytest
@@ -54,6 +55,33 @@ def test_every_slide_has_a_title_a_note_with_minutes_and_one_exhibit(deck):
         assert all(len(block.splitlines()) <= 12 for block in code), title[1]
         notes = re.findall(r"<!--(.*?)-->", slide, re.DOTALL)
         assert any(re.search(r"\d+ minutes", note) for note in notes), title[1]
+
+
+WIDTH, HEIGHT = 1082, 612  # pixels: of a line in its box; of what a slide shows, title included
+FONTS = {None: (26, 36.4), "wide": (22, 30.8), "source": (18, 27.9)}
+"""Pixels of the letters and of a line, by a slide's class in theme.css."""
+
+
+def room_taken(slide, notebook):
+    """Pixels: the longest line of code or output, and the height if the slide has no figure."""
+    shown = re.sub(r"<!--.*?-->", "", slide, flags=re.DOTALL)
+    shown = insert_outputs(insert_sources(shown), notebook)
+    blocks = re.findall(r"^```\w*\n(.*?)^```$", shown, re.DOTALL | re.MULTILINE)
+    lines = [line for block in blocks for line in block.splitlines()]
+    title = re.search(r"^# (.+)$", shown, re.MULTILINE)[1]
+    is_of = re.search(r"<!-- _class: (wide|source) -->", slide)
+    letter, line_height = FONTS[is_of and is_of[1]]
+    width = 0.602 * letter * max(map(len, lines), default=0)
+    height = 20 + 48 * math.ceil(len(title) / 50) + 52 * len(blocks) + line_height * len(lines)
+    return width, 0 if "![" in shown or not blocks else height
+
+
+@pytest.mark.parametrize("deck", DECKS, ids=lambda path: path.stem)
+def test_no_code_or_output_leaves_its_box_or_the_slide(deck):
+    notebook = read_notebook(ROOT / "chapters" / f"{deck.stem}.ipynb")
+    for slide in slides_of(deck):
+        width, height = room_taken(slide, notebook)
+        assert width <= WIDTH and height <= HEIGHT, (width, height, slide)
 
 
 @pytest.mark.parametrize("deck", DECKS, ids=lambda path: path.stem)
