@@ -12,7 +12,7 @@ help: ## Show this help
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 # The stamp is newer than both lists, so unchanged requirements cost nothing.
-setup: $(if $(filter .venv/bin,$(BIN)),.venv/stamp) ## Make .venv and install the requirements and the package (done by the others when needed)
+setup: $(if $(filter .venv/bin,$(BIN)),.venv/stamp) ## Create .venv and install everything in it (other targets do this when needed)
 
 .venv/stamp: requirements.txt pyproject.toml
 	@echo "setup 1 of 3: an empty environment in .venv (seconds)"
@@ -28,7 +28,7 @@ train: setup ## Train the story model: about a minute on 2 cores
 	$(BIN)/minitron data stories
 	$(BIN)/minitron train configs/stories.toml
 
-figure: setup ## (maintainers) Draw README's figures; one is of the story model, trained anew
+figure: setup ## (maintainers) Draw the README's figures; trains the story model for one of them
 	rm -rf runs/figure
 	$(BIN)/minitron data stories
 	$(BIN)/minitron train configs/stories.toml --run-dir runs/figure
@@ -37,27 +37,27 @@ figure: setup ## (maintainers) Draw README's figures; one is of the story model,
 
 # For two cores; with more, make test WORKERS=8. The longest files come first (tests/conftest.py), so
 # that all workers end together.
-# Where Python may not keep what it compiles, each process that a test starts compiles all anew.
+# Keep bytecode caching on: without it, every process that a test starts compiles all modules again.
 export PYTHONDONTWRITEBYTECODE =
 WORKERS := 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-quick: lint ## Run the tests of a minute and a half: lint, layers, each axis, each chapter's first exercise
+quick: lint ## Check in 1.5 minutes: lint, import rules, each axis, each chapter's first exercise
 	$(PYTEST) -m "not exhaustive" -k "(.1 and our_solution_passes) or not exercises" \
 		tests/architecture tests/proof tests/exercises chapters/ch07_tensor_parallel.ipynb
 
-test: lint ## Run what a change must pass: lint, every area and every chapter, without the exhaustive tests
+test: lint ## Run what every change must pass: lint, tests and chapters, but no exhaustive ones
 	$(PYTEST) -m "not exhaustive"
 
 test-all: setup ## Run every test
 	$(PYTEST)
 
-affected: setup ## Run the tests, exhaustive ones included, that changes since a commit can reach: SINCE=REV
+affected: setup ## Run all tests, exhaustive ones too, that changes since a commit can affect: SINCE=REV
 	@files=$$($(BIN)/python tools/affected.py $(if $(SINCE),--since $(SINCE))) || exit 2; \
 	if [ -z "$$files" ]; then echo "affected: no test depends on what changed"; \
 	else $(PYTEST) $$files; fi
 
-# The folder of settings keeps JupyterLab from asking about its news.
+# These settings keep JupyterLab from asking whether to show its news.
 lab: setup ## Open the chapters in JupyterLab, as copies of your own in my_chapters/
 	$(BIN)/python tools/my_chapters.py
 	JUPYTER_CONFIG_PATH="$(CURDIR)/tools/jupyter$${JUPYTER_CONFIG_PATH:+:$$JUPYTER_CONFIG_PATH}" \
@@ -66,7 +66,7 @@ lab: setup ## Open the chapters in JupyterLab, as copies of your own in my_chapt
 exercises: setup ## (maintainers) Write exercises/ from solutions/
 	$(BIN)/python tools/build_exercises.py
 
-# Executing takes nbclient, whose program is jupyter-execute.
+# Executing notebooks needs nbclient, which installs jupyter-execute.
 chapters: setup ## (maintainers) Build chapters/*.ipynb from chapters/source/*.py, executing what changed
 	@test -x $(BIN)/jupyter-execute || $(PIP) --quiet --editable '.[maintain]'
 	$(BIN)/python tools/build_chapters.py
@@ -75,17 +75,17 @@ chapter: setup ## (maintainers) Build a chapter, its exercises and its deck, and
 	@test -x $(BIN)/jupyter-execute || $(PIP) --quiet --editable '.[maintain]'
 	@$(BIN)/python tools/chapter.py "$(CH)"
 
-slides: setup ## (maintainers, instructors) Build slides/build/*.html and *.pdf; needs Node
+slides: setup ## (maintainers, instructors) Build slides/build/*.html and *.pdf; needs Node and Chromium
 	$(BIN)/python tools/build_slides.py
 
-lint: setup ## Lint
+lint: setup ## Check code style and formatting with ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
 
 grid: setup ## (maintainers) Compare every layout on up to 8 ranks with one process: hours
 	$(BIN)/python tools/grid.py
 
-benchmark: setup ## Compare with transformers and PyTorch's own, each in one run
+benchmark: setup ## Compare with transformers and PyTorch's own parallelism, side by side
 	$(BIN)/python benchmarks/train_step.py
 	$(BIN)/python benchmarks/data_parallel.py
 	$(BIN)/python benchmarks/all_reduce.py
@@ -94,9 +94,9 @@ benchmark: setup ## Compare with transformers and PyTorch's own, each in one run
 	$(BIN)/python benchmarks/dryrun.py
 	$(BIN)/python benchmarks/estimate.py
 
-# With the environment if it has been made, else with the python3 that has torch with CUDA: no pip.
-gpu: ## Measure everything on the GPU of this machine, in under 9 minutes: benchmarks/results/gpu/
+# Uses the environment if there is one, else python3, which must have torch with CUDA.
+gpu: ## Measure this machine's GPU, in under 9 minutes; writes to benchmarks/results/gpu/
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py
 
-clean: ## Remove the environment and what runs have made (data/, runs/)
+clean: ## Remove .venv, data/, runs/, built slides, and your record of solved exercises (.minitron/)
 	rm -rf .venv data runs .minitron slides/build slides/node_modules

@@ -19,6 +19,7 @@ from pathlib import Path
 from common import publish
 
 from minitron import cost
+from minitron.plan.held_out import sharded_rows, unseen_rows
 from minitron.plan.operators import RATES, Rates
 from minitron.plan.published import (
     MEGATRON,
@@ -29,7 +30,6 @@ from minitron.plan.published import (
     published_rows,
     table,
 )
-from minitron.plan.unseen import sharded_rows, unseen_rows
 
 LAYERS = "Korthikanti et al. 2022, table 4"
 LARGEST = 0.3
@@ -254,8 +254,8 @@ system holds less than this package); how much that may matter, the last column 
   it is the last row. They are no part of an estimate for minitron, whose hosts nobody has measured.
 
 Inputs, by source: which attention, which kernels are fused, how stages are divided, what is hidden
-(`minitron/plan/published.py`, `unseen.py`); by device: the fastest product, the bandwidths reached
-(`minitron/plan/hardware.csv`); EFA's, from the playbook: {network}.
+(`minitron/plan/published.py`, `held_out.py`); by device: the fastest matmul, the bandwidths
+reached (`minitron/plan/hardware.csv`); EFA's, from the playbook: {network}.
 
 Of nanotron's rows about one in five takes twice as long as the estimate or longer, and no formula
 says why. ZeRO-0 over several nodes with a pipeline takes up to 40 times as long as the same with

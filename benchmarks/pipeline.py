@@ -200,7 +200,7 @@ def emulate(
     for _ in range(rounds + 1):
         dist.barrier(group)
         start = time.perf_counter()
-        Emulated(pipeline, [(tokens, tokens)] * m, slept).run(pipeline.script(m))
+        Emulated(pipeline, [(tokens, tokens)] * m, slept).run(pipeline.program(m))
         dist.barrier(group)
         seconds.append(time.perf_counter() - start)
     return seconds[1:], slept

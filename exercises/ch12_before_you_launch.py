@@ -28,14 +28,14 @@ def flops_per_token(
     A multiply-add counts as 2 FLOPs. The forward pass costs, per token:
 
     - 2 FLOPs per parameter, as if every parameter took part in a matmul (nearly all of them do);
-    - in each layer 2 S D for Q K^T and 2 S D for P V. The causal mask is ignored: every token
-      counts as if it attended to all S tokens.
+    - in each layer 2 S D for Q K^T and 2 S D for softmax(Q K^T) V. The causal mask is ignored:
+      every token counts as if it attended to all S tokens.
 
     The backward pass costs twice as much as the forward pass. Model FLOPs are forward plus
     backward. Hardware FLOPs add what is recomputed in the backward pass:
 
         "none"         nothing
-        "selective"    the forward of attention's two matmuls, Q K^T and P V
+        "selective"    the forward of attention's two matmuls, Q K^T and softmax(Q K^T) V
         "full"         the whole forward pass
 
     Example: 10 parameters, 1 layer of width 2, sequences of 3 tokens. Forward costs 20 + 24, so

@@ -23,7 +23,7 @@ USAGE = """usage: minitron COMMAND [...]
   train     train a model                   minitron train configs/stories.toml
   data      make or download a corpus       minitron data stories | text | python | fineweb
   export    write weights for transformers  minitron export runs/stories my-model
-  plan      compare layouts before you rent minitron plan configs/llama-70b.toml --gpus 512
+  plan      compare layouts before renting  minitron plan configs/llama-70b.toml --gpus 512
   dryrun    run a step without a GPU        minitron dryrun configs/gpt3-175b.toml --gpus 1024
   prove     compare N ranks with 1 process  minitron prove --ranks 2
   doctor    check this machine
@@ -47,14 +47,14 @@ def train(args: list[str]) -> int:
 
 @dataclass(frozen=True)
 class Stories:
-    """Write a corpus of little stories from a seeded grammar: seconds, no network."""
+    """Write a corpus of little stories from a seeded grammar, in seconds and without a network."""
 
     out: Path = Path("data/stories")
     """Folder to write."""
     num_tokens: int = 4_000_000
     """Training tokens."""
     seed: int = 0
-    """Another seed tells other stories."""
+    """Seed of the random choices in the stories."""
 
     def make(self) -> dict:
         from minitron.corpus.stories import write_stories
@@ -73,7 +73,7 @@ class Text:
     out: Path = Path("data/text")
     """Folder to write."""
     vocab_size: int = 4096
-    """Tokens of the vocabulary, V."""
+    """Size of the vocabulary, V: 257 to 65,535."""
     pattern: str = "*.txt"
     """Which files of a folder to read."""
 
@@ -86,12 +86,12 @@ class Text:
 
 @dataclass(frozen=True)
 class Python:
-    """Turn the source of Python's standard library into a corpus: real text, already here."""
+    """Turn the source of Python's standard library into a corpus: real text, no download."""
 
     out: Path = Path("data/python")
     """Folder to write."""
     vocab_size: int = 4096
-    """Tokens of the vocabulary, V."""
+    """Size of the vocabulary, V: 257 to 65,535."""
 
     def make(self) -> dict:
         from minitron.corpus.text import write_python
@@ -101,12 +101,12 @@ class Python:
 
 @dataclass(frozen=True)
 class FineWeb:
-    """Download FineWeb, tokenized for GPT-2, by the shard of 100 M tokens. Needs a network."""
+    """Download FineWeb, already tokenized for GPT-2, in shards of 100 M tokens each."""
 
     out: Path = Path("data/fineweb")
     """Folder to write; a second call continues an interrupted one."""
     num_shards: int = 1
-    """Training shards to fetch, 200 MB each."""
+    """Training shards to download, 1 to 103, of 200 MB each."""
 
     def make(self) -> dict:
         from minitron.corpus.fineweb import download_fineweb
@@ -139,12 +139,14 @@ def data(args: list[str]) -> int:
 
 @dataclass(frozen=True)
 class Export:
+    """Write a run's newest checkpoint in Hugging Face's format."""
+
     run: Positional[Path]
     """A run's folder, such as runs/stories."""
     folder: Positional[Path]
     """Folder to write: config.json, model.safetensors and the tokenizer."""
     dtype: Literal["as-trained", "float32", "bfloat16", "float16"] = "as-trained"
-    """Of the weights; as-trained: the one that the model has computed with."""
+    """Dtype of the exported weights; as-trained: that of the parameters during training."""
 
 
 def export(args: list[str]) -> int:
@@ -155,8 +157,8 @@ def export(args: list[str]) -> int:
     write(options.run, options.folder, options.dtype)
     has_tokenizer = (options.folder / "tokenizer.json").is_file()
     print(
-        f"{options.folder}: the model{'' if has_tokenizer else ', without a tokenizer'}; "
-        f"transformers loads it, and minitron train --weights {options.folder} starts from it"
+        f"{options.folder}: wrote the model{' and its' if has_tokenizer else ', but no'} tokenizer;"
+        f" load it with transformers, or start a run with minitron train --weights {options.folder}"
     )
     return 0
 
@@ -184,26 +186,38 @@ def prove(args: list[str]) -> int:
 
 @dataclass(frozen=True)
 class Exercises:
+    """Grade exercises."""
+
     ids: Positional[tuple[str, ...]] = ()
     """Exercises such as 1.2, or chapters such as 1; none means all."""
 
 
 @dataclass(frozen=True)
-class OneExercise:
+class Reset:
+    """Restore an exercise's stub, or a chapter's; your file is kept in .minitron/backups."""
+
+    id: Positional[str]
+    """An exercise, such as 1.2, or a chapter, such as 1."""
+
+
+@dataclass(frozen=True)
+class Hint:
+    """Show one more hint."""
+
     id: Positional[str]
     """An exercise, such as 1.2."""
-
-
-@dataclass(frozen=True)
-class Hint(OneExercise):
     level: int | None = None
-    """1 what to look at, 2 the algorithm in words, 3 nearly code. Default: one more than before."""
+    """1: what to look at; 2: the algorithm in words; 3: almost the code. Default: the next one."""
 
 
 @dataclass(frozen=True)
-class Solution(OneExercise):
+class Solution:
+    """Show our answer, once yours passes."""
+
+    id: Positional[str]
+    """An exercise, such as 1.2."""
     give_up: bool = False
-    """Show it although yours does not pass."""
+    """Show it even if yours does not pass."""
 
 
 def require_no_words(args: list[str], command: Callable) -> None:
@@ -212,7 +226,7 @@ def require_no_words(args: list[str], command: Callable) -> None:
     if {"-h", "--help"} & set(args):
         print(f"usage: minitron {name}\n\n{command.__doc__}")
         raise SystemExit(0)
-    config.require(not args, f"{name}: takes no argument, not {' '.join(args)}")
+    config.require(not args, f"{name}: takes no arguments, but got {' '.join(args)}")
 
 
 def check(args: list[str]) -> int:
@@ -231,7 +245,7 @@ def hint(args: list[str]) -> int:
 
 
 def status(args: list[str]) -> int:
-    """Tell what is solved."""
+    """List the exercises and which of them are solved."""
     from teaching.check import run_status
 
     require_no_words(args, status)
@@ -242,7 +256,7 @@ def reset(args: list[str]) -> int:
     """Put an exercise's stub back, keeping a copy of what was there."""
     from teaching.reset import run_reset
 
-    return run_reset(command_line.parse(OneExercise, args, "minitron reset").id)
+    return run_reset(command_line.parse(Reset, args, "minitron reset").id)
 
 
 def solution(args: list[str]) -> int:
@@ -254,7 +268,7 @@ def solution(args: list[str]) -> int:
 
 
 def doctor(args: list[str]) -> int:
-    """Check this machine."""
+    """Check whether this machine is ready for the course."""
     from teaching.doctor import run_doctor
 
     require_no_words(args, doctor)

@@ -20,7 +20,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from minitron.comm.agreement import ALONE
+from minitron.comm.agreement import SINGLE_RANK
 from minitron.comm.mesh import Mesh, OneRankMesh, make_mesh
 from minitron.config import Config, ParallelConfig, require
 from minitron.model.recompute import RECOMPUTE_POLICIES
@@ -51,7 +51,7 @@ from minitron.precision import (
     PRECISIONS,
     MasterWeights,
     apply_precision,
-    hold_gradients_in,
+    set_grad_dtype,
 )
 
 
@@ -164,7 +164,7 @@ def apply_data_parallel(
     parallel = config.parallel
     group = mesh.group("dp") if parallel.cp == 1 else mesh.joined_group("dp", "cp")
     precision = PRECISIONS[config.train.precision]
-    replicas = mesh.group("replicas") if parallel.replicas > 1 else ALONE
+    replicas = mesh.group("replicas") if parallel.replicas > 1 else SINGLE_RANK
     common = {"pipeline": pipeline, "replicas": replicas}
     when = {
         "sync_every_micro_batch": parallel.sync_every_micro_batch,
@@ -184,11 +184,11 @@ def apply_data_parallel(
             reshard_each_pass=parallel.reshard_each_pass,
         )
         if precision.gradients != precision.activations:
-            hold_gradients_in(model, precision.gradients)
+            set_grad_dtype(model, precision.gradients)
         return sharded
     materialize(model, device)
     if precision.master is not None:
-        hold_gradients_in(model, precision.gradients)
+        set_grad_dtype(model, precision.gradients)
     if mesh.num_ranks == 1:
         return OneDevice(model)
     late = {"overlap_gather": parallel.overlap_gather}

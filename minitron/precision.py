@@ -67,7 +67,7 @@ def apply_precision(model: nn.Module, precision: Precision, is_sharded: bool = F
         apply_float8(model.blocks)
 
 
-def hold_gradients_in(model: nn.Module, dtype: torch.dtype) -> None:
+def set_grad_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     """Let autograd accumulate gradients in `dtype`, whatever the dtype of the parameters."""
     for parameter in model.parameters():
         if gradient_dtype(parameter) != dtype:
@@ -173,7 +173,7 @@ class MasterWeights:
         if parameter in self.pieces:
             self.pieces[parameter].copy_(value)
 
-    def optimized(self, parameter: nn.Parameter, without: Tensor) -> Tensor:
+    def optimizer_tensor(self, parameter: nn.Parameter, without: Tensor) -> Tensor:
         """Return what the optimizer updates: the master, or `without` if there is none."""
         return self.pieces.get(parameter, without)
 

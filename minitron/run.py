@@ -12,22 +12,22 @@ from torch import Tensor
 
 from minitron import checkpoint
 from minitron.comm.agreement import (
-    ALONE,
+    SINGLE_RANK,
     Group,
-    gathered,
-    one_fault_fails_all,
+    all_gather_objects,
+    raise_on_all_ranks,
 )
 from minitron.config import Config, ConfigError
 from minitron.config.file import from_dict, to_dict
-from minitron.config.layout import num_readers, require_ranks
+from minitron.config.layout import data_parallel_size, require_ranks
 from minitron.corpus.contents import Contents, fingerprint, read_contents, require_tokens
 from minitron.corpus.folder import end_of_document, load_tokenizer, read_corpus_info
 from minitron.dataset import TokenDataset
 from minitron.launch.process import memory_bytes, pick_device
-from minitron.measure.divergence import FirstFault
+from minitron.measure.divergence import FirstNonFinite
 from minitron.model.generate import generate
 from minitron.model.recompute import has_generator
-from minitron.parallel.parts import Boxes
+from minitron.parallel.parts import Chunks
 from minitron.parallel.state import load_training_state, training_state
 from minitron.parallelize import lay_out
 from minitron.precision import low_precision, widest_float
@@ -51,8 +51,8 @@ from minitron.system.progress import CLOCK, Progress
 class Run(Training):
     """A model in training: what it owns, one step of it, and what a checkpoint holds.
 
-    `group` holds all ranks; `ALONE` is a run of one process. `contents` are those of the data, if
-    they have been read already.
+    `group` holds all ranks; `SINGLE_RANK` is a run of one process. `contents` are those of the
+    data, if they have been read already.
 
     `step` counts the optimizer steps done, of which `first_step` were done before this process
     began. Raises ConfigError if data, model, device and ranks do not fit together.
@@ -62,17 +62,17 @@ class Run(Training):
         self,
         config: Config,
         folder: Path,
-        group: Group = ALONE,
+        group: Group = SINGLE_RANK,
         contents: dict[str, Contents] | None = None,
     ):
         self.group = group
         self.rank, self.size = group.rank(), group.size()
         self.folder = folder
-        with one_fault_fails_all(group):  # also what one node alone has not got
+        with raise_on_all_ranks(group):  # also what one node alone has not got
             self.open_data(config)
             config = with_vocabulary_of_data(config)  # which tp divides
             require_ranks(config, self.size)
-            require_validation(self.num_eval_sequences, num_readers(config, self.size))
+            require_validation(self.num_eval_sequences, data_parallel_size(config, self.size))
             device = pick_device(config.train.device)
             require_a_gpu_each(device, group)
             require_memory(
@@ -157,9 +157,9 @@ class Run(Training):
         self.optimizer.zero_grad()
         forward = low_precision(self.model, self.device, self.precision)  # never compiled
         weights = {name: part.values for name, part in self.parallel.parts()}
-        with FirstFault(self.model, weights) as fault:
+        with FirstNonFinite(self.model, weights) as fault:
             accumulate_over_ranks(forward, micro_batches, self.parallel)
-        _, rank, place = min(gathered((fault.order, self.rank, str(fault)), self.group))
+        _, rank, place = min(all_gather_objects((fault.order, self.rank, str(fault)), self.group))
         last = self.position + self.config.train.global_batch_size - 1
         return (
             f"First non-finite value: {place}, on rank {rank} (samples {self.position:,} to "
@@ -180,7 +180,7 @@ class Run(Training):
         all ranks ask `go_on`, which must answer the same on each: if it says no, there is no loss.
         """
         num_sequences = self.num_eval_sequences
-        with one_fault_fails_all(self.group):
+        with raise_on_all_ranks(self.group):
             batch = self.validation.batch(0, num_sequences, self.data_rank, self.data_size)
         micro_batches = self.micro_batches(batch, num_sequences)
         size = self.num_micro_batches(self.config.train.global_batch_size)
@@ -220,14 +220,14 @@ class Run(Training):
         Raises ConfigError on every rank if a weight is not finite: that is not worth keeping.
         """
         is_sound = all(bool(part.values.isfinite().all()) for _, part in self.parallel.parts())
-        with one_fault_fails_all(self.group):
+        with raise_on_all_ranks(self.group):
             if not is_sound:
                 raise ConfigError(
                     f"step {self.step}: weights are not finite, and were not saved; "
                     f"{self.saver.newest()}",
-                    "lower train.learning_rate or clip the gradient",
+                    "lower train.learning_rate, or clip the gradient with train.clip_norm",
                 )
-        random_state = {name: Boxes.full(state) for name, state in self.random_state().items()}
+        random_state = {name: Chunks.full(state) for name, state in self.random_state().items()}
         facts = {
             "step": self.step,
             "position": self.position,
@@ -257,8 +257,8 @@ class Run(Training):
                 )
         except RuntimeError as error:  # only from a checkpoint that was not written by us
             raise ConfigError(
-                f"{self.folder}: its random-number state is not valid ({error})",
-                "resume from another checkpoint",
+                f"{self.folder}: its newest checkpoint has no valid random-number state ({error})",
+                "move that checkpoint away to resume from the one before",
             ) from None
 
     def seed_dropout(self) -> None:
@@ -285,7 +285,7 @@ class Run(Training):
         self.resume_schedule(facts)
         saved = checkpoint.saved_tensors(path)
         require_complete_state(saved, path)
-        with one_fault_fails_all(self.group):
+        with raise_on_all_ranks(self.group):
             self.tokenizer = kept_tokenizer(self.folder) or self.tokenizer
         checkpoint.set_aside(folder, path, self.group)
         read = partial(checkpoint.load, path, group=self.group)
@@ -302,8 +302,8 @@ class Run(Training):
         ]
         if layouts[0] == layouts[1] and facts["num_ranks"] == self.size:
             state = self.random_state()
-            read({name: Boxes.full(own) for name, own in state.items() if name in saved})
-            with one_fault_fails_all(self.group):
+            read({name: Chunks.full(own) for name, own in state.items() if name in saved})
+            with raise_on_all_ranks(self.group):
                 self.set_random_state(state)
 
     def resume_schedule(self, facts: dict) -> None:

@@ -17,7 +17,7 @@ from minitron.parallel.one_device import IGNORED, OneDevice, summed_loss
 from minitron.precision import LossScale, NoLossScale, widest_float
 from minitron.pytorch.spans import span
 
-ALONE = OneDevice(nn.Module())
+ONE_DEVICE = OneDevice(nn.Module())
 """What a step asks of a model that is all on this device, whatever the model."""
 UNSCALED = NoLossScale()
 
@@ -28,7 +28,7 @@ def train_step(
     micro_batches: MicroBatches,
     rate: float,
     clip_norm: float,
-    parallel: ParallelModel = ALONE,
+    parallel: ParallelModel = ONE_DEVICE,
     loss_scale: LossScale | NoLossScale = UNSCALED,
 ) -> tuple[Tensor, Tensor]:
     """Move the weights once; returns the loss and the gradient's norm before clipping, 0-d.

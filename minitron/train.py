@@ -12,12 +12,12 @@ from pathlib import Path
 
 import tyro
 
-from minitron.comm.agreement import gathered, largest
+from minitron.comm.agreement import all_gather_objects, all_reduce_max_int
 from minitron.config import Config, ConfigError, command_line, require
 from minitron.config.file import from_dict, load
 from minitron.hugging_face.config import read_model_config
 from minitron.launch import is_torchrun_rank, restarts, torchrun_group
-from minitron.launch.process import Interruption
+from minitron.launch.process import StopSignals
 from minitron.run import Run
 from minitron.running.folder import default_folder
 from minitron.system.files import read_json
@@ -26,21 +26,23 @@ from minitron.train_loop import train
 
 @dataclass(frozen=True)
 class TrainOptions(Config):
-    """Train a model as a TOML file says, with any field overridden."""
+    """Train a model as configured in a TOML file; options override its fields."""
 
     file: tyro.conf.Positional[Path | None] = None
-    """TOML file with the tables [model], [data], [train]; must come first."""
+    """TOML file with any of the tables [model], [data], [train], [parallel], [log]; must come
+    first."""
     run_dir: Path | None = None
-    """Where the run is kept. Default: runs/NAME of the file, numbered if it is taken."""
+    """Folder of the run. Default: runs/NAME, after the TOML file, or runs/NAME-2, ... if taken."""
     resume: bool = False
     """Continue the run bit for bit from its newest checkpoint."""
     restart: bool = False
-    """Continue the run in --run-dir if it has a checkpoint, else begin it: the same command, again
-    and again, until it is done."""
+    """Resume the run in --run-dir if it has a checkpoint, otherwise start it: a command that a
+    scheduler can repeat until the run is done."""
     weights: Path | None = None
-    """Start from a folder of Hugging Face's, a Llama or GPT-2: its config.json fills in [model]."""
+    """Start from the weights in this folder: a Llama or GPT-2 in Hugging Face's format, whose
+    config.json fills in [model]."""
     use: tuple[str, ...] = ()
-    """Exercises, such as 1.1 1.2, whose functions of yours the package shall run."""
+    """Exercises, such as 1.1 1.2: train with your functions instead of the package's."""
 
 
 def read_options(args: list[str]) -> TrainOptions:
@@ -94,10 +96,12 @@ def start(options: TrainOptions, conclude: Callable[[Run], None] = lambda run: N
     )
     with torchrun_group() as group:
         # a node that has replaced another counts from 0
-        restart = options.restart or largest(count, group) > 0
+        restart = options.restart or all_reduce_max_int(count, group) > 0
         folder = options.run_dir or default_folder(options.file, options.resume)
-        folder = gathered(folder, group)[0]  # rank 0 may have made it before another has looked
-        interruption = Interruption(launcher=is_torchrun_rank(), until_exit=True)
+        folder = all_gather_objects(folder, group)[
+            0
+        ]  # rank 0 may have made it before another has looked
+        interruption = StopSignals(launcher=is_torchrun_rank(), until_exit=True)
         run = train(config, folder, options.resume, group, restart, options.weights, interruption)
         if run.stop.signal is None:
             conclude(run)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 
-from minitron.comm.agreement import gathered
+from minitron.comm.agreement import all_gather_objects
 from minitron.config import ConfigError
 from minitron.measure.clock import Clock, Speed
 from minitron.measure.loggers import peak_memory
@@ -48,7 +48,8 @@ def describe_pipeline(run: Run) -> str:
     idle = simulate(schedule, {"F": 1, "B": 2, "I": 1, "W": 1}).bubble_of_total
     return (
         f"{schedule.name} on {p} ranks, {m} micro-batch{'es' if m > 1 else ''} a step: ranks "
-        f"are idle {100 * idle:.0f} % of the time; a smaller train.micro_batch_size makes more"
+        f"are idle {100 * idle:.0f} % of the time; a smaller train.micro_batch_size makes more "
+        "micro-batches, and less idle time"
     )
 
 
@@ -59,7 +60,7 @@ def log_rows(run: Run, log: MetricsLog, rows: list[dict], clock: Clock) -> Speed
     require_sound(run)
     for row in rows:
         row |= {"loss": float(row["loss"]), "grad_norm": float(row["grad_norm"])}
-        with run.stop.telling():
+        with run.stop.defer_errors():
             log.write(
                 **row,
                 tokens_per_second=speed.tokens_per_second,
@@ -83,7 +84,7 @@ def evaluate(
     [text] = run.sample(1, SAMPLE_TOKENS, go_on) or [""]  # the same on all ranks
     if run.stop.signal is not None:
         return
-    with run.stop.telling():
+    with run.stop.defer_errors():
         log.write(step=run.step, tokens=run.tokens, val_loss=val_loss, sample=text)
     if run.rank == 0:
         line = f"step {run.step:>6,}   validation loss {val_loss:.4f}   {progress}".rstrip()
@@ -95,7 +96,7 @@ def lacks_validation(run: Run) -> bool:
     """Return whether no validation loss of the run's present step is logged; all ranks call it."""
     rows = read_metrics(run.folder / "metrics.jsonl") if run.rank == 0 else []
     is_logged = any("val_loss" in row and row["step"] == run.step for row in rows)
-    return not gathered(is_logged, run.group)[0]
+    return not all_gather_objects(is_logged, run.group)[0]
 
 
 def require_sound(run: Run, val_loss: float = 0.0) -> None:
@@ -104,7 +105,7 @@ def require_sound(run: Run, val_loss: float = 0.0) -> None:
         raise ConfigError(
             f"the validation loss of step {run.step} is {val_loss}: the run has "
             f"diverged; {run.saver.newest()}",
-            "lower train.learning_rate or clip the gradient",
+            "lower train.learning_rate, or clip the gradient with train.clip_norm",
         )
     scale = run.loss_scale.value
     if scale < SMALLEST_SCALE:

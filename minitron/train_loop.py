@@ -11,18 +11,18 @@ from pathlib import Path
 from minitron import cost
 from minitron.checkpoint import checkpoints
 from minitron.comm.agreement import (
-    ALONE,
+    SINGLE_RANK,
     Group,
-    gathered,
-    one_fault_ends_all,
-    one_fault_fails_all,
+    all_gather_objects,
+    exit_on_all_ranks,
+    raise_on_all_ranks,
 )
 from minitron.config import Config, ConfigError
 from minitron.config.file import to_dict
 from minitron.corpus.contents import Contents, read_contents
 from minitron.hugging_face.folder import require_fits
 from minitron.hugging_face.weights import Weights
-from minitron.launch.process import Interruption
+from minitron.launch.process import StopSignals
 from minitron.launch.watchdog import Watchdog
 from minitron.measure.clock import Clock, peak_flops
 from minitron.measure.loggers import open_log
@@ -31,7 +31,7 @@ from minitron.measure.trace import Trace, open_trace
 from minitron.precision import PRECISIONS
 from minitron.run import Run
 from minitron.running.folder import (
-    Claim,
+    RunLock,
     has_begun,
     keep_origin,
     keep_tokenizer,
@@ -49,10 +49,10 @@ def train(
     config: Config,
     folder: Path,
     resume: bool = False,
-    group: Group = ALONE,
+    group: Group = SINGLE_RANK,
     restart: bool = False,
     weights: Path | None = None,
-    interruption: Interruption | None = None,
+    interruption: StopSignals | None = None,
 ) -> Run:
     """Train until `config.train.steps`, or until a signal asks to stop, and save at the end.
 
@@ -63,11 +63,11 @@ def train(
     ranks; rank 0 writes what the others read, and keeps other processes out of `folder`.
     `interruption` hears the signals.
     """
-    with one_fault_ends_all(group):  # before the watchdog: the first time, it reads all tokens
+    with exit_on_all_ranks(group):  # before the watchdog: the first time, it reads all tokens
         contents = read_contents(config.data.path, group)
     watchdog = Watchdog(folder / "hang", group, config.train.hang_timeout)
-    with closing(Claim(folder)) as claim, watchdog:
-        with one_fault_ends_all(group):
+    with closing(RunLock(folder)) as claim, watchdog:
+        with exit_on_all_ranks(group):
             run = begin(config, folder, resume, group, restart, weights, claim, contents, watchdog)
             run.stop.interruption = interruption or run.stop.interruption
             run.next_batch()
@@ -106,13 +106,13 @@ def begin(
     group: Group,
     restart: bool,
     weights: Path | None,
-    claim: Claim,
+    claim: RunLock,
     contents: dict[str, Contents],
     watchdog: Watchdog,
 ) -> Run:
     """Return a run at its first step, or where its newest checkpoint was written."""
     rank = group.rank()
-    with one_fault_fails_all(group):
+    with raise_on_all_ranks(group):
         if rank == 0 and folder.is_dir():
             claim.take(restart)
         require_place(folder, resume, restart)
@@ -120,15 +120,15 @@ def begin(
             require_fits(weights, config)
     run = Run(config, folder, group, contents)
     watchdog.beat()
-    with one_fault_fails_all(group):
+    with raise_on_all_ranks(group):
         if rank == 0:  # only now is a folder made
             claim.take(restart)
         require_place(folder, resume, restart)
-    saved = gathered(checkpoints(folder / "checkpoints"), group)[0]
+    saved = all_gather_objects(checkpoints(folder / "checkpoints"), group)[0]
     if saved:  # or `require_place` would have refused a new run
         run.restore(watchdog.beat)
         return run
-    with one_fault_fails_all(group):
+    with raise_on_all_ranks(group):
         if rank == 0 and has_begun(folder) and (resume or restart):
             start_over(folder, weights)
     if weights is not None:
@@ -169,7 +169,7 @@ def loop(run: Run, log: MetricsLog, bar: Progress, trace: Trace, watchdog: Watch
     while run.step < config.steps and run.stop.signal is None:
         rows.append(run.train_step())
         watchdog.beat()
-        with run.stop.telling():
+        with run.stop.defer_errors():
             trace.step()
             if run.step < config.steps:
                 run.next_batch()

@@ -87,7 +87,7 @@ def _how_to_use(exercise: Exercise) -> str:
         mine = "yours" if exercise.trained == exercise.names else f"your {exercise.trained[0]}"
         return f"{exercise.command} trains with {mine}; "
     if exercise.replaces:
-        return f'with use("{exercise.id}"): what minitron has built on it calls yours; '
+        return f'with use("{exercise.id}"): the package calls yours; '
     return ""
 
 
@@ -185,8 +185,8 @@ def solution(exercise_id: str, give_up: bool = False, root: Path = ROOT) -> Text
     exercise = find(exercise_id, root)
     require(
         give_up or _result(exercise, root).passed,
-        f"exercise {exercise} has not passed: minitron check {exercise.id}, minitron hint "
-        f"{exercise.id}, or minitron solution {exercise.id} --give-up",
+        f"exercise {exercise} has not passed: run minitron check {exercise.id}, get a hint with "
+        f"minitron hint {exercise.id}, or give up with minitron solution {exercise.id} --give-up",
     )
     text = (root / exercise.solution_file).read_text(encoding="utf-8")
     starts = {e.id: text.index(f"# Exercise {e.id} |") for e in read_exercises(text, "")}

@@ -136,21 +136,21 @@ def check_measuring() -> Check:
         why = (
             "this torch has no CUDA"
             if torch.version.cuda is None
-            else f"torch for CUDA {torch.version.cuda} sees no device; nvidia-smi tells why"
+            else f"torch for CUDA {torch.version.cuda} sees no device; nvidia-smi may say why"
         )
         return Check("make gpu", True, f"not here: {why}")
     properties, lacks = torch.cuda.get_device_properties(0), []
     if properties.total_memory < LEAST_GPU_MEMORY:
         lacks.append(
-            f"{properties.total_memory / GIB:.0f} GiB of memory, and the 1.3B model takes "
+            f"{properties.total_memory / GIB:.0f} GiB of memory, but the 1.3B model needs "
             f"{LEAST_GPU_MEMORY / GIB:.0f}"
         )
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         lacks.append("no bf16 matmuls")
     if (properties.major, properties.minor) < (8, 9):
-        lacks.append("no fp8 matmuls, which are emulated")
+        lacks.append("no fp8 matmuls, so they are emulated")
     if find_spec("transformers") is None:
-        lacks.append("transformers is not installed, and gets no rows")
+        lacks.append("transformers is not installed, so it is left out")
     seen = f"CUDA {torch.version.cuda}, driver {driver_version() or 'unknown'}"
     return Check("make gpu", True, "; ".join([seen, *lacks]))
 
@@ -176,7 +176,7 @@ def check_gloo(timeout_s: float = 60.0, start_s: float = 240.0) -> Check:
         "gloo",
         problem is None,
         seen,
-        "two processes of this machine could not talk; allow connections to 127.0.0.1 "
+        "two processes on this machine could not connect; allow connections to 127.0.0.1 "
         "(firewall, VPN), unset GLOO_SOCKET_IFNAME and try again",
     )
 
@@ -296,7 +296,7 @@ def _await_start(ranks: list[subprocess.Popen], started: list[Path], start_s: fl
         if seconds > SLOW_S and not told:
             print(
                 f"      gloo: 2 processes are still starting after {seconds:.0f} s, "
-                f"at most {start_s:.0f} s are waited",
+                f"waiting up to {start_s:.0f} s",
                 file=sys.stderr,
             )
             told = True

@@ -19,6 +19,7 @@ from minitron.parallel.pipeline.schedules import (
     zero_bubble,
 )
 from minitron.parallel.pipeline.simulator import simulate
+from minitron.parallel.pipeline.v_schedules import dualpipe_v, zb_v
 from minitron.plan.hardware import DEVICES
 from teaching.figures import (
     Block,
@@ -160,7 +161,9 @@ def draw_tensor(model: str, ranks: int, tokens: int, link: str) -> Drawing:
     reduction = all_reduce_seconds(2 * tokens * config.width, ranks, link)
     free, _ = block_lanes(cut, 0.0)
     compute, network = block_lanes(cut, reduction)
-    figure = timeline({}, {"each rank": compute, f"its {link}": network, "with a free link": free})
+    figure = timeline(
+        {}, {"each rank": compute, f"{link}: all-reduces": network, "with a free link": free}
+    )
     figure.axes[0].set_xlabel("time of one block, forward and backward (ms)")
 
     before = 3e3 * sum(map(sum, alone.values()))
@@ -291,18 +294,27 @@ SCHEDULES = {
     "1F1B": one_forward_one_backward,
     "interleaved 1F1B": interleaved,
     "ZB-H1": zero_bubble,
+    "ZB-V": zb_v,
+    "DualPipeV": dualpipe_v,
 }
+
+
+def fewest_micro_batches(schedule: str, ranks: int) -> int:
+    """Return the fewest micro-batches with which a schedule runs: 2 a rank in DualPipeV."""
+    return 2 * ranks if schedule == "DualPipeV" else 1
 
 
 def draw_schedule(schedule: str, ranks: int, micro_batches: int, chunks: int) -> Drawing:
     """Draw a step as simulated: forward 1, backward 2, or I and W 1 each; messages take no time.
 
-    `schedule` is a key of `SCHEDULES`; `chunks` are those of the interleaved one.
+    These are times of all of a rank's layers. `schedule` is a key of `SCHEDULES`; `chunks` are
+    those of the interleaved one.
     """
     extra = (chunks,) if schedule == "interleaved 1F1B" else ()
     plan = SCHEDULES[schedule](ranks, micro_batches, *extra)
     num_chunks = plan.num_stages // ranks
-    step = simulate(plan, {"F": 1 / num_chunks, "B": 2 / num_chunks, "I": 1, "W": 1})
+    each = 1 / num_chunks
+    step = simulate(plan, {"F": each, "B": 2 * each, "I": each, "W": each})
 
     figure = pipeline(step, unit="forward passes of a rank")
     figure.set_size_inches(9.0, 4.0)  # the same for any number of ranks, so that nothing jumps

@@ -140,7 +140,7 @@ def select(ids: list[str], root: Path = ROOT) -> list[Exercise]:
         matching = {i: e for i, e in exercises.items() if wanted in (i, i.split(".")[0])}
         require(
             bool(matching),
-            f"exercise {wanted!r} does not exist; known are {by_chapter(exercises)} "
+            f"exercise {wanted!r} does not exist; choose from {by_chapter(exercises)} "
             "(or a whole chapter: 1)",
         )
         selected |= matching

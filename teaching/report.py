@@ -8,7 +8,7 @@ from collections import Counter
 
 from matplotlib.figure import Figure
 
-from minitron.comm.agreement import gathered, one_fault_ends_all
+from minitron.comm.agreement import all_gather_objects, exit_on_all_ranks
 from minitron.config.file import to_dict
 from minitron.corpus.stories import grammatical_share
 from minitron.measure.metrics import read_metrics
@@ -34,9 +34,9 @@ def report(run: Run) -> None:
     All ranks call it, as they write the samples together; rank 0 prints. A run that was through
     already is not asked for samples again.
     """
-    saved = gathered(saved_report(run) if run.rank == 0 else None, run.group)[0]
+    saved = all_gather_objects(saved_report(run) if run.rank == 0 else None, run.group)[0]
     text = saved or new_report(run)
-    with one_fault_ends_all(run.group):
+    with exit_on_all_ranks(run.group):
         if run.rank == 0:
             if saved is not None:
                 print(
@@ -57,7 +57,7 @@ def report_use(run: Run, calls: Counter) -> None:
     Warns of an exercise of which nothing was called: the run trained without it. One that was
     through already says nothing.
     """
-    everyone = gathered(calls, run.group)
+    everyone = all_gather_objects(calls, run.group)
     if run.rank > 0 or run.step == run.first_step:
         return
     of_ranks = f" on the rank with the most calls, of {run.size}" if run.size > 1 else ""
@@ -164,7 +164,7 @@ def describe_stories(run: Run) -> list[str]:
         f"grammatical          {100 * sentences:.1f} % of the sentences in {NUM_STORIES} stories, "
         "each judged by itself",
         f"consistent           {100 * whole:.1f} % of the stories (one hero, one thing, one place "
-        "all through)",
+        "throughout)",
         f"for comparison       {COMPARISON}",
         f"typical              {TYPICAL}",
     ]

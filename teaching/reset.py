@@ -19,13 +19,13 @@ def reset(exercise_id: str, root: Path = ROOT) -> Text:
     whole_chapter = exercises[0].id != str(exercise_id)
     if not path.is_file():
         path.write_text(stub, encoding="utf-8")
-        return Text(f"{exercises[0].file} was missing and is back, as handed out")
+        return Text(f"{exercises[0].file} was missing; it is restored, with its stubs")
 
     backup = _back_up(path, root)
     text = path.read_text(encoding="utf-8", errors="replace")
     path.write_text(stub if whole_chapter else _restored(text, stub, exercises[0]), "utf-8")
     what = f"chapter {exercise_id}" if whole_chapter else f"exercise {exercises[0]}"
-    return Text(f"{what} is as handed out; your file before that: {backup.relative_to(root)}")
+    return Text(f"{what} is a stub again; your old file is {backup.relative_to(root)}")
 
 
 def run_reset(exercise_id: str, root: Path = ROOT) -> int:

@@ -22,6 +22,7 @@ from teaching.drawings import (
     draw_sequence,
     draw_stages,
     draw_tensor,
+    fewest_micro_batches,
 )
 from teaching.figures import image_tag, is_live, png, show
 from teaching.figures_numbers import draw_number_line
@@ -132,11 +133,11 @@ def _options(values: Sequence) -> tuple[tuple[str, object], ...]:
 
 
 def _set_options(handle, values: Sequence) -> None:
-    """Give a control other values; it stays where it is, or goes to the last of them."""
+    """Give a control other values; it stays where it is, or goes to the nearest of them."""
     if tuple(handle.options) != _options(values):
         now = handle.value
         handle.options = _options(values)
-        handle.value = now if now in values else values[-1]
+        handle.value = now if now in values else min(values, key=lambda value: abs(value - now))
 
 
 def memory_calculator() -> None:
@@ -249,19 +250,28 @@ def sequence_explorer() -> None:
 
 def schedule_explorer() -> None:
     """Ask how many micro-batches a pipeline needs, and what each schedule makes the ranks hold."""
+    counts, chunks = (8, 16, 24, 32, 48, 64, 96, 128), (1, 2, 4)
+
+    def allowed(now: dict) -> dict[str, Sequence]:
+        fewest = fewest_micro_batches(now["schedule"], now["ranks"])
+        return {
+            "chunks": chunks if now["schedule"] == "interleaved 1F1B" else (),
+            "micro_batches": tuple(count for count in counts if count >= fewest),
+        }
+
     explore(
         draw_schedule,
         controls={
             "schedule": tuple(SCHEDULES),
             "ranks": (2, 4, 8),
-            "micro_batches": (8, 16, 24, 32, 48, 64, 96, 128),
-            "chunks": (1, 2, 4),
+            "micro_batches": counts,
+            "chunks": chunks,
         },
         start={"schedule": "1F1B", "ranks": 4, "micro_batches": 8, "chunks": 2},
-        allowed=lambda now: {"chunks": (1, 2, 4) if now["schedule"] == "interleaved 1F1B" else ()},
+        allowed=allowed,
         task="raise the micro-batches until less than 5 % of the step is idle. Then take 8 ranks: "
         "which schedules get there with as many micro-batches, and what does the first rank "
-        "hold for it? Which two differ only in what they hold?",
+        "hold for it? Which pairs differ only in what they hold?",
     )
 
 

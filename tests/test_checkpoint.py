@@ -10,28 +10,28 @@ import pytest
 import torch
 
 from minitron import checkpoint
-from minitron.comm.agreement import ALONE
+from minitron.comm.agreement import SINGLE_RANK
 from minitron.config import ConfigError
 from minitron.launch import RankError, run
-from minitron.parallel.parts import Boxes, Part, boxes_of
+from minitron.parallel.parts import Chunks, LocalShard, boxes_of
 
 KIB = 256
 
 
 def state_of(step):
-    return {"weights": Boxes.full(torch.full((KIB,), float(step)))}
+    return {"weights": Chunks.full(torch.full((KIB,), float(step)))}
 
 
-def save(folder, step, keep=3, group=ALONE, state=None):
+def save(folder, step, keep=3, group=SINGLE_RANK, state=None):
     facts = {"step": step}
     return checkpoint.save(folder, step, state or state_of(step), facts, keep, group)
 
 
-def load(folder, group=ALONE):
+def load(folder, group=SINGLE_RANK):
     """Step and weights of the newest good one."""
     path = checkpoint.newest_good(folder, group)
     weights = torch.zeros(KIB)
-    checkpoint.load(path, {"weights": Boxes.full(weights)}, group)
+    checkpoint.load(path, {"weights": Chunks.full(weights)}, group)
     return checkpoint.facts_of(path)["step"], weights
 
 
@@ -49,7 +49,7 @@ def test_the_newest_is_found_and_the_oldest_deleted(tmp_path):
 
 def test_a_step_can_be_saved_again(tmp_path):
     save(tmp_path, 1)
-    save(tmp_path, 1, state={"weights": Boxes.full(torch.full((KIB,), 7.0))})
+    save(tmp_path, 1, state={"weights": Chunks.full(torch.full((KIB,), 7.0))})
     assert load(tmp_path)[1][0] == 7 and names(tmp_path) == ["step_00000001"]
 
 
@@ -118,7 +118,7 @@ def test_nothing_to_resume_is_told(tmp_path):
 
 def save_two_and_load(group, folder):
     for step in (1, 2):
-        state = {f"weights.{group.rank()}": Boxes.full(torch.full((KIB,), float(step)))}
+        state = {f"weights.{group.rank()}": Chunks.full(torch.full((KIB,), float(step)))}
         save(folder, step, group=group, state=state)
     if group.rank() == 0:
         flip_a_bit(folder / "step_00000002" / "rank_00001.safetensors")
@@ -135,9 +135,9 @@ def test_what_one_rank_finds_damaged_none_takes(tmp_path):
 
 
 def test_what_fails_in_the_background_is_told_later(tmp_path, monkeypatch):
-    saver = checkpoint.Saver(tmp_path, 3, ALONE, in_background=True)
+    saver = checkpoint.Saver(tmp_path, 3, SINGLE_RANK, in_background=True)
     weights = torch.ones(KIB)
-    saver.save(1, {"weights": Boxes.full(weights)}, {"step": 1})
+    saver.save(1, {"weights": Chunks.full(weights)}, {"step": 1})
     weights.zero_()  # training goes on
     saver.wait()
     assert load(tmp_path)[1][0] == 1
@@ -183,7 +183,7 @@ def test_a_full_disk_leaves_the_old_one_and_is_told_on_every_rank(tmp_path):
     assert not list(tmp_path.glob("*.tmp"))
 
 
-@pytest.mark.parametrize("number, remedy", [(28, "make room"), (30, "let the run write to ")])
+@pytest.mark.parametrize("number, remedy", [(28, "make room"), (30, "give the run write access")])
 def test_a_first_checkpoint_that_cannot_be_written_promises_none(
     tmp_path, monkeypatch, number, remedy
 ):
@@ -191,7 +191,7 @@ def test_a_first_checkpoint_that_cannot_be_written_promises_none(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(checkpoint, "write", fails)
-    with pytest.raises(ConfigError, match=f"there is none before: {remedy}.*, and start again"):
+    with pytest.raises(ConfigError, match=f"no earlier checkpoint: {remedy}.*, and start again"):
         save(tmp_path, 1)
     monkeypatch.undo()
     save(tmp_path, 1)
@@ -224,7 +224,7 @@ def test_a_full_device_is_told(tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint, "make_empty", on_full_device)
     with pytest.raises(ConfigError, match=r"step_00000002: cannot be written \(No space left"):
-        save(tmp_path, 2, state={"weights": Boxes.full(torch.ones(1_000_000))})
+        save(tmp_path, 2, state={"weights": Chunks.full(torch.ones(1_000_000))})
     assert load(tmp_path)[0] == 1
 
 
@@ -248,7 +248,7 @@ def test_a_part_of_a_block_knows_its_place():
     """The middle of the right half of a 4 x 6 matrix, as ZeRO's rank 1 of 3 has it."""
     full = torch.arange(24.0).view(4, 6)
     block = full[:, 3:]
-    part = Part((4, 6), (4, 3), (0, 3), range(4, 8), block.flatten()[4:8])
+    part = LocalShard((4, 6), (4, 3), (0, 3), range(4, 8), block.flatten()[4:8])
     boxes = part.boxes(part.values)
     assert boxes.shape == (4, 6) and set(boxes.at) == {(1, 4), (2, 3)}
     for (row, column), box in boxes.at.items():
@@ -259,7 +259,7 @@ def test_a_part_of_a_block_knows_its_place():
 def write_with_a_gap(group, folder):
     """Two ranks that both think that they have the first half."""
     half = torch.ones(KIB // 2)
-    boxes = Boxes((KIB,), torch.float32, {(0,): half} if group.rank() == 0 else {(64,): half})
+    boxes = Chunks((KIB,), torch.float32, {(0,): half} if group.rank() == 0 else {(64,): half})
     save(folder, 1, group=group, state={"weights": boxes})
 
 

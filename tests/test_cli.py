@@ -41,8 +41,8 @@ def minitron(*words: str, cwd=None) -> subprocess.CompletedProcess:
         (["check", "77"], "exercise '77' does not exist"),
         (["hint"], "missing"),
         (["hint", "1.1", "--level", "9"], "9"),
-        (["status", "now"], "status: takes no argument, not now"),
-        (["doctor", "--now"], "doctor: takes no argument, not --now"),
+        (["status", "now"], "status: takes no arguments, but got now"),
+        (["doctor", "--now"], "doctor: takes no arguments, but got --now"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(words, message, tmp_path):

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from minitron import cost
-from minitron.config.layout import num_readers, require_ranks
+from minitron.config.layout import data_parallel_size, require_ranks
 from minitron.cost import PUBLISHED
 from minitron.measure.meter import Meter
 from minitron.parallelize import build, lay_out
@@ -53,7 +53,7 @@ def test_every_large_model_has_a_layout_for_each_size():
 def test_a_layout_fits_model_data_and_ranks(name, size):
     config = SUGGESTED[name, size]
     require_ranks(config, size)
-    require_validation(config.train.eval_sequences, num_readers(config, size))
+    require_validation(config.train.eval_sequences, data_parallel_size(config, size))
     assert cost.tensor_parallel_parameters(config.model, config.parallel.tp) > 0
     assert config.parallel.tp <= 8  # a node's
 

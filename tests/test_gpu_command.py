@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from minitron.comm.agreement import ALONE
+from minitron.comm.agreement import SINGLE_RANK
 from minitron.measure.record import load
 from teaching.lab import recorded
 from tests.tiers import exhaustive
@@ -248,7 +248,7 @@ def test_a_missed_target_fails_the_command(part, monkeypatch, tmp_path, capsys):
     gpu_command, findings = importlib.import_module("gpu"), part("findings").Findings()
     findings.at_least("speed", 0.9, 1.0)
     monkeypatch.setattr(part("kernels"), "measure", lambda machine, folder: findings)
-    machine = part("findings").Machine(gpu_command.device_for("cpu"), False, ALONE)
+    machine = part("findings").Machine(gpu_command.device_for("cpu"), False, SINGLE_RANK)
     found = gpu_command.measure_part("kernels", machine, tmp_path, again=True)
     assert not gpu_command.passed(found)
     assert "MISS  speed: 0.9, at least 1" in gpu_command.table({"kernels": found}, tmp_path)

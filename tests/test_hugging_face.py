@@ -399,7 +399,7 @@ def test_files_are_filled_in_order():
 
 
 MISTAKES = [
-    ("llama", {"model_type": "mistral"}, "model_type = 'mistral': known are gpt2, llama"),
+    ("llama", {"model_type": "mistral"}, "'mistral', but only gpt2 and llama can be loaded"),
     ("llama", {"attention_bias": True}, "attention_bias = True, but our model has False"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu', but our model has silu"),
     ("llama", {"sliding_window": 4096}, "sliding_window = 4096, but our model has None"),
@@ -460,7 +460,7 @@ def test_weights_that_do_not_fit_are_one_line(saved, tmp_path):
         Weights(saved / "gpt2", read_model_config(saved / "gpt2"))(
             "blocks.0.attention.key.weight", torch.Size([25, 24])
         )
-    with pytest.raises(ConfigError, match="holds a llama, but model.family = gpt; leave"):
+    with pytest.raises(ConfigError, match="holds a llama model, but model.family = gpt; leave"):
         Weights(saved / "llama", OURS["gpt"])
     with pytest.raises(ConfigError, match="none of 21 tensors is model.layers.7.mlp.up_proj"):
         Weights(saved / "llama", config)("blocks.7.mlp.up.weight", shape)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from minitron import cost
-from minitron.comm.agreement import ALONE
+from minitron.comm.agreement import SINGLE_RANK
 from minitron.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from minitron.cost.sharding import FULLY_SHARDED, zero_holdings
 from minitron.launch import run
@@ -30,8 +30,8 @@ from minitron.precision import (
     LossScale,
     MasterWeights,
     apply_precision,
-    hold_gradients_in,
     low_precision,
+    set_grad_dtype,
     step_if_finite,
     update_instead,
 )
@@ -93,7 +93,7 @@ def test_bytes_per_parameter_are_those_of_the_cost_model(name, recipe):
 )
 def test_the_meter_sees_these_bytes(name):
     precision, config = PRECISIONS[name], config_of(name)
-    model, parallel, optimizer, forward = made(ALONE, config)
+    model, parallel, optimizer, forward = made(SINGLE_RANK, config)
     for step in range(2):
         with Meter(model, optimizer) as meter:
             train_step(forward, optimizer, micro_batches((0, 3), step), 1e-3, 1.0, parallel)
@@ -149,7 +149,7 @@ def test_gradients_add_up_in_their_dtype(name):
     precision = PRECISIONS[name]
     model = Transformer(MODEL)
     apply_precision(model, precision)
-    hold_gradients_in(model, precision.gradients)
+    set_grad_dtype(model, precision.gradients)
     for _ in range(2):
         model(torch.zeros(1, S, dtype=torch.long)).float().sum().backward()
     for parameter in model.parameters():
@@ -271,7 +271,7 @@ def gradients(group, config: Config) -> dict[str, torch.Tensor]:
 
 @cache
 def exact_gradients() -> dict[str, torch.Tensor]:
-    return gradients(ALONE, config_of("fp32"))
+    return gradients(SINGLE_RANK, config_of("fp32"))
 
 
 LAYOUTS = {
@@ -296,7 +296,7 @@ def test_gradients_are_within_their_roundings_of_float32(name, layout):
     num_ranks, parallel = LAYOUTS[layout]
     exact = exact_gradients()
     if num_ranks == 1:
-        by_rank = [gradients(ALONE, config_of(name))]
+        by_rank = [gradients(SINGLE_RANK, config_of(name))]
     else:
         by_rank = run(gradients, num_ranks, config_of(name, **parallel), watch=False)
     tolerance = PRECISIONS[name].tolerance(ROUNDINGS)
@@ -501,11 +501,11 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(num_ranks, parallel):
 
 def test_gradients_are_unscaled_before_they_are_clipped():
     """Else the norm would be 65536 times too large, and every step clipped."""
-    _, parallel, optimizer, forward = made(ALONE, config_of("fp16"))
+    _, parallel, optimizer, forward = made(SINGLE_RANK, config_of("fp16"))
     *_, norm = train_step(
         forward, optimizer, micro_batches((0, 1)), 1e-2, 1.0, parallel, LossScale()
     )
-    _, _, optimizer, forward = made(ALONE, config_of("fp32"))
+    _, _, optimizer, forward = made(SINGLE_RANK, config_of("fp32"))
     *_, expected = train_step(forward, optimizer, micro_batches((0, 1)), 1e-2, 1.0)
     torch.testing.assert_close(norm, expected, rtol=PRECISIONS["fp16"].tolerance(ROUNDINGS), atol=0)
 
@@ -514,7 +514,7 @@ def test_without_a_scale_small_gradients_are_zero():
     """A loss of 2^-20 of the model's: fp16 loses what the scale saves."""
 
     def lost(scale: float) -> float:
-        model, parallel, _, forward = made(ALONE, config_of("fp16"))
+        model, parallel, _, forward = made(SINGLE_RANK, config_of("fp16"))
         parallel.masters.take_gradients = lambda: None
         accumulate_over_ranks(forward, micro_batches((0, 1)), parallel, scale * 2.0**-20)
         values = torch.cat([p.grad.flatten() for p in model.blocks.parameters()])
@@ -526,12 +526,12 @@ def test_without_a_scale_small_gradients_are_zero():
 def test_a_checkpoint_keeps_masters_in_all_bits():
     """Float32 weights, of which the model's are rounded."""
     config = config_of("bf16")
-    model, parallel, optimizer, forward = made(ALONE, config)
+    model, parallel, optimizer, forward = made(SINGLE_RANK, config)
     train_step(forward, optimizer, micro_batches((0, 1)), 1e-2, 1.0, parallel)
     state = saved(parallel, optimizer)
-    masters = {name: parallel.optimized(p).clone() for name, p in model.named_parameters()}
-    again, parallel, optimizer, _ = made(ALONE, dataclasses.replace(config))
+    masters = {name: parallel.optimizer_tensor(p).clone() for name, p in model.named_parameters()}
+    again, parallel, optimizer, _ = made(SINGLE_RANK, dataclasses.replace(config))
     load(parallel, optimizer, state)
     for name, parameter in again.named_parameters():
-        assert torch.equal(parallel.optimized(parameter), masters[name])
+        assert torch.equal(parallel.optimizer_tensor(parameter), masters[name])
         assert torch.equal(parameter, masters[name].to(torch.bfloat16))

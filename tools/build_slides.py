@@ -4,7 +4,8 @@
     python tools/build_slides.py ch01       the decks whose name starts so
     python tools/build_slides.py --images   also one PNG a slide, to look at them
 
-A deck's figures are those of its chapter, written by build_chapters.py. A line `@source
+A deck's figures are those of its chapter, written by build_chapters.py, and
+`![w:900 alt](teaching.slides.ch02:function)`, which that function draws. A line `@source
 module:function` puts the package's code on the slide, `@output NAME` what the chapter's cell tagged
 "output-NAME" has printed: nothing is copied by hand. Chapters are read as git has them, since
 somebody may have run or cleared the working notebooks in JupyterLab.
@@ -29,6 +30,7 @@ from pkgutil import resolve_name
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file, not with -m
 
+from teaching.figures_style import png  # noqa: E402
 from tools.committed import text_in_git  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,6 +45,8 @@ BROWSERS = (
     "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
     "/Applications/Chromium.app/Contents/MacOS/Chromium",
 )
+CODE_COLUMNS = 66
+"""What fits on a slide at theme.css's size for code, which is legible from the last row."""
 # What a browser would fetch; a link to click on (a paper, say) is none of these.
 LOADED = re.compile(
     r"""<(?:img|script|iframe|source|video|image)\b[^>]*?\b(?:src|href)\s*=\s*["']?https?:[^\s>]*"""
@@ -148,9 +152,26 @@ def insert_sources(markdown: str) -> str:
         if ast.get_docstring(function) is not None:
             names = names_of(function.args)
             lines[: function.body[0].end_lineno] = [f"def {function.name}({names}):"]
-        return "\n".join(["```python", *lines, "```"])
+        return "\n".join(["```python", *narrow(lines), "```"])
 
     return re.sub(r"^@source (\S+)$", insert, markdown, flags=re.MULTILINE)
+
+
+def narrow(lines: list[str]) -> list[str]:
+    """Break code and comments as `ruff format` would if lines had CODE_COLUMNS columns."""
+    wrapped = []
+    for line in lines:
+        indent, mark, comment = line.partition("# ")
+        if mark and not indent.strip():
+            options = {"initial_indent": f"{indent}# ", "subsequent_indent": f"{indent}# "}
+            wrapped += textwrap.wrap(comment, CODE_COLUMNS, **options)
+        else:
+            wrapped.append(line)
+    command = [sys.executable, "-m", "ruff", "format", "--line-length", str(CODE_COLUMNS), "-"]
+    done = subprocess.run(
+        command, input="\n".join(wrapped), text=True, capture_output=True, check=True
+    )
+    return done.stdout.splitlines()
 
 
 def names_of(parameters: ast.arguments) -> str:
@@ -195,15 +216,28 @@ def _slide(match: re.Match) -> str:
 
 
 def inline_images(markdown: str, folder: Path) -> str:
-    """Replace every local PNG of a deck by a data URI, so that the deck is one file."""
+    """Replace every local PNG and every drawing of a deck by a data URI: a deck is one file."""
 
     def inline(match: re.Match) -> str:
-        path = folder / match[2]
-        if not path.is_file():
-            sys.exit(f"{path.relative_to(ROOT)} is missing: `make chapters` writes the figures")
-        return f"{match[1]}(data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()})"
+        image = draw(match[2]) if ":" in match[2] else read_figure(folder / match[2])
+        return f"{match[1]}(data:image/png;base64,{base64.b64encode(image).decode()})"
 
-    return re.sub(r"(!\[[^\]]*\])\(([^):]+\.png)\)", inline, markdown)
+    return re.sub(r"(!\[[^\]]*\])\(([^):]+\.png|[\w.]+:\w+)\)", inline, markdown)
+
+
+def read_figure(path: Path) -> bytes:
+    if not path.is_file():
+        sys.exit(f"{path.relative_to(ROOT)} is missing: `make chapters` writes the figures")
+    return path.read_bytes()
+
+
+def draw(name: str) -> bytes:
+    """The PNG of a figure that a function draws: "teaching.slides.ch02:second_step"."""
+    try:
+        function = resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        sys.exit(f"there is no drawing {name}: {error}")
+    return png(function())
 
 
 def first_remote_resource(html: str) -> str | None:

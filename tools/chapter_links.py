@@ -1,4 +1,4 @@
-"""What the build adds to a chapter's text: links, the way to its neighbors, boxes for answers.
+"""What the build adds to a chapter's text: links, the way to its neighbors, quoted answers.
 
 A source names what it links to, and the build turns the name into a relative path, which works
 on GitHub, in JupyterLab and on a site, from chapters/ and from a learner's copy beside it:
@@ -20,9 +20,7 @@ from nbformat.v4 import new_markdown_cell
 
 ROOT = Path(__file__).resolve().parent.parent
 LINK = re.compile(r"\]\((code|chapter|exercise|word):([^)\s]+)\)")
-FOLD = re.compile(r"<details>\s*<summary>")
-STYLE = "border: 1px solid #888; border-radius: 4px; padding: 0.4em 1em; margin: 0.6em 0;"
-BOX = f'<details style="{STYLE}"><summary>'
+FOLD = re.compile(r"<details>\s*(<summary>.*?</summary>)(.*?)</details>", re.DOTALL)
 
 
 class LinkError(Exception):
@@ -30,10 +28,10 @@ class LinkError(Exception):
 
 
 def complete(notebook: NotebookNode, chapter: str) -> None:
-    """Resolve the links of a chapter's Markdown cells, box its folds, link its neighbors."""
+    """Resolve the links of a chapter's Markdown cells, quote its folds, link its neighbors."""
     texts = [cell for cell in notebook.cells if cell.cell_type == "markdown"]
     for cell in texts:
-        cell.source = FOLD.sub(BOX, LINK.sub(_target, cell.source))
+        cell.source = FOLD.sub(_quoted, LINK.sub(_target, cell.source))
 
     way = neighbors(chapter)
     title, *rest = texts[0].source.split("\n", 1)
@@ -59,6 +57,13 @@ def neighbors(chapter: str) -> str:
         if place + 1 < len(stems):
             links.append(f"[Chapter {place + 2} →]({stems[place + 1]}.ipynb)")
     return " · ".join(links)
+
+
+def _quoted(fold: re.Match) -> str:
+    """Quote what a fold holds: GitHub drops styles, but marks a quotation as JupyterLab does."""
+    summary, answer = fold.groups()
+    lines = [f"> {line}".rstrip() for line in answer.strip().splitlines()]
+    return "\n".join(["<details>" + summary, "", *lines, "", "</details>"])
 
 
 def _target(match: re.Match) -> str:

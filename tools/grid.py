@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from minitron.comm.agreement import ALONE, Group
+from minitron.comm.agreement import SINGLE_RANK, Group
 from minitron.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from minitron.launch import RankError, run
 from minitron.model.transformer import Transformer, fill, initial_value
@@ -210,7 +210,7 @@ def train_all(group, cases: list[Case], optimizers: Optimizers = BOTH) -> list[R
 
 @lru_cache(maxsize=64)
 def of_one_process(case: Case, optimizers: Optimizers) -> Records:
-    return records_of(ALONE, case, leave_undivided, on_cpu, 1, optimizers)
+    return records_of(SINGLE_RANK, case, leave_undivided, on_cpu, 1, optimizers)
 
 
 def records_of(

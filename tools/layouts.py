@@ -13,7 +13,7 @@ from pathlib import Path
 
 from minitron import cost
 from minitron.config import Config
-from minitron.config.layout import num_readers
+from minitron.config.layout import data_parallel_size
 from minitron.plan.hardware import DEVICES
 from minitron.plan.job import Decision, Job
 from minitron.plan.memory import memory_of
@@ -28,7 +28,7 @@ KINDS = {
     "gradients": "gradient",
     "optimizer": "optimizer state",
     "activations": "activation",
-    "in passing": "temporary",
+    "temporary": "temporary",
 }
 
 Bytes = dict[str, float]
@@ -48,7 +48,7 @@ def suggested(name: str) -> dict[int, Config | None]:
 
 def micro_batches(config: Config, num_gpus: int) -> tuple[int, int]:
     """How many of them a rank reads for one step, and of how many sequences each."""
-    num_sequences = math.ceil(config.train.global_batch_size / num_readers(config, num_gpus))
+    num_sequences = math.ceil(config.train.global_batch_size / data_parallel_size(config, num_gpus))
     size = min(num_sequences, config.train.micro_batch_size)
     return math.ceil(num_sequences / size), size
 
@@ -59,7 +59,7 @@ def bytes_held(config: Config, num_gpus: int) -> Bytes:
     Not counted: CUDA itself, NCCL's buffers, and memory lost between tensors.
     """
     train = config.train
-    parallel = replace(config.parallel, dp=num_readers(config, num_gpus))
+    parallel = replace(config.parallel, dp=data_parallel_size(config, num_gpus))
     job = Job(
         config.model,
         num_gpus,
@@ -76,7 +76,7 @@ def bytes_held(config: Config, num_gpus: int) -> Bytes:
 def describe(config: Config, num_gpus: int) -> str:
     """The layout in words: "dp 2, pp 4, tp 8 + sequence, ZeRO-1"."""
     parallel = config.parallel
-    words = [f"dp {num_readers(config, num_gpus)}"]
+    words = [f"dp {data_parallel_size(config, num_gpus)}"]
     if parallel.pp > 1:
         words.append(f"pp {parallel.pp}" + (f" x {parallel.chunks}" if parallel.chunks > 1 else ""))
     if parallel.tp > 1:
@@ -97,7 +97,7 @@ def idle(config: Config, num_gpus: int) -> str:
 
 def table() -> str:
     """All configs and sizes, as Markdown."""
-    rows = [["config", "GPUs", "layout", "micro-batches", "idle", *KINDS, "GB in all"]]
+    rows = [["config", "GPUs", "layout", "micro-batches", "bubble", *KINDS, "total"]]
     for name in NAMES:
         for num_gpus, config in suggested(name).items():
             start = [name, f"{num_gpus:,}"]

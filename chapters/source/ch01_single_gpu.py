@@ -46,15 +46,16 @@ from minitron.corpus.stories import grammatical_share, write_stories
 from minitron.corpus.story_grammar import VOCABULARY
 from minitron.dataset import TokenDataset
 from minitron.measure.clock import DENSE_BF16_PEAKS, Clock, peak_flops
+from minitron.plan.hardware import DEVICES
 from minitron.step import accumulate_gradients, forward_backward, learning_rate, train_step
 from teaching.check import check
 from teaching.claims import claim
 from teaching.figures import Block, curves, loss_curve, scaling, show, timeline
 from teaching.lab import recorded, show_source, show_text
 from teaching.lab.ch01 import (
-    batch_variances, continue_story, copy_bandwidth, eager_and_compiled, losses_by_kind, new_model,
-    operator_times, relu_of_scaled, roof_line, roofline, sequence_gradients, step_operators,
-    tokens_per_second, train_story_model,
+    batch_variances, continue_story, copy_bandwidth, counted_and_timed, eager_and_compiled,
+    losses_by_kind, new_model, operator_times, relu_of_scaled, roof_line, roofline,
+    sequence_gradients, step_operators, tokens_per_second, train_story_model,
 )
 
 torch.set_num_threads(1)  # one thread: steadier timings, and losses that this machine repeats
@@ -221,15 +222,16 @@ print(f"step      {update:6.2f} ms, at the peak {ideal:.2f} ms: it reaches {idea
 predicted = [Block("forward", 0, ideal / 3), Block("backward", ideal / 3, ideal)]
 measured = [Block("forward", 0, forward_ms), Block("backward", forward_ms, turn),
             Block("optimizer", turn, update)]
-show(timeline({"measured": measured}, {"at the peak": predicted}), alt=(
-    f"Backward takes {backward_ms / forward_ms:.1f} times as long as forward, where FLOPs predict "
-    f"2; the optimizer takes {optimizer_ms / update:.0%} of the step. Medians of {len(runs)} steps."
-))
+show(timeline({"measured": measured}, {"at the peak": predicted}), alt=claim(
+    optimizer_ms < forward_ms < backward_ms, f"Backward takes {backward_ms / forward_ms:.1f} times "
+    f"as long as forward, where FLOPs predict 2; the optimizer takes {optimizer_ms / update:.0%} "
+    f"of the step. Medians of {len(runs)} steps."))
 
 # %%
 small = [step_by_hand(inputs[:1], targets[:1]) for _ in range(40)][10:]
 parts = [median(run[i] for run in small) for i in range(3)]
-print(f"one sequence: {sum(parts):.2f} ms, of which the optimizer {parts[2] / sum(parts):.0%}")
+print(claim(parts[2] / sum(parts) > optimizer_ms / update, f"one sequence: {sum(parts):.2f} ms, "
+            f"of which the optimizer {parts[2] / sum(parts):.0%}"))
 
 # %% [markdown]
 # The dashed bars are the step's FLOPs at the peak, a third of them forward and two thirds backward.
@@ -285,7 +287,7 @@ for kind, milliseconds in spent.items():
 # To measure it, we compute the gradient of each of 512 held-out sequences separately and average
 # them in groups of $B$. We do this early in training, after 50 steps. The mean of all 512 stands in
 # for $G$. Its squared length is too large, on average by 1/512 of one sequence's noise, so we
-# subtract that.
+# subtract that. One cell prints the critical batch, and the figure under it tests the $1/B$.
 
 # %%
 def noise_and_signal(gradients):
@@ -307,14 +309,13 @@ print(f"signal |G|^2 = {signal:.3f}, noise of one sequence = {noise:.3f}")
 print(f"critical batch: {noise / signal:.1f} sequences, {S * noise / signal:,.0f} tokens")
 
 # %% tags=["figure-gradient-noise", "exhaustive"]
+off = max(abs(v * b / noise - 1) for v, b in zip(variances, sizes, strict=True))
 show(scaling(
     [S * size for size in sizes], variances, "batch size (tokens)", "variance of the gradient",
     predicted=[noise / size for size in sizes], predicted_label="1/B",
     limit=signal, limit_label="noise below the signal |G|²", limit_is_above=False,
-), alt=(
-    "The variance of the gradient falls as 1/B: at every batch size it is within "
-    f"{max(abs(v * b / noise - 1) for v, b in zip(variances, sizes, strict=True)):.0%} of the line."
-))
+), alt=claim(off < 0.2, "The variance of the gradient falls as 1/B: at every batch size it is "
+             f"within {off:.0%} of the line."))
 
 # %% [markdown]
 # The dashed line is drawn from the leftmost point alone, the variance of a single sequence; nothing
@@ -328,20 +329,22 @@ show(scaling(
 # %% tags=["exhaustive"]
 in_file_order = TokenDataset(folder, "val", S)  # no seed: as they stand in the file
 neighbors = batch_variances(sequence_gradients(model, in_file_order.batch(0, 512)), sizes)
+ratios = {name: [size * value / found[0] for size, value in zip(sizes, found, strict=True)][1:]
+          for name, found in (("at random", variances), ("file order", neighbors))}
 print("variance relative to 1/B, at B =" + "".join(f"{size:6}" for size in sizes[1:]))
-for name, found in (("at random", variances), ("file order", neighbors)):
-    ratios = [size * value / found[0] for size, value in zip(sizes, found, strict=True)]
-    print(f"{name:>32}" + "".join(f"{ratio:6.2f}" for ratio in ratios[1:]))
+for name, row in ratios.items():
+    print(f"{name:>32}" + "".join(f"{ratio:6.2f}" for ratio in row))
+show_text(claim(all(random < ordered for random, ordered in zip(*ratios.values(), strict=True)),
+                "Read in file order, batches of every size have more noise."))
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
 # Above: compare the two rows. The upper one is near 1 at every size, and its deviations are chance,
-# most of all at the right, where only 8 batches are left. In our run the lower one is higher at
-# every size. Neighboring sequences share a story, so their gradients resemble each other, and
-# averaging two of them removes less noise than averaging two independent ones. A loader that reads
-# in file order gives you a smaller effective batch than you pay for, by about a tenth here. That is
-# why the training set above was opened with a seed:
+# most of all at the right, where only 8 batches are left. Neighboring sequences share a story, so
+# their gradients resemble each other, and averaging two of them removes less noise than averaging
+# two independent ones. A loader that reads in file order gives you a smaller effective batch than
+# you pay for, by about a tenth here. That is why the training set above was opened with a seed:
 # [`TokenDataset`](code:minitron.dataset.TokenDataset) then reads its sequences in random order.
 #
 # </details>
@@ -410,6 +413,8 @@ print("4 micro-batches of 4 sequences equal 1 batch of 16:", difference < 1e-12)
 # would weigh the same.
 #
 # </details>
+#
+# First the weights, then what they do to the loss and to the gradient:
 
 # %% tags=["nbval-check-output"]
 padded = targets.clone()
@@ -469,8 +474,9 @@ for name, cut in cuts.items():
 
 # %% [markdown]
 # The whole step is [`train_step`](code:minitron.step.train_step): accumulate the gradient, clip it,
-# set the learning rate, update. Its docstring speaks of ranks, the processes of a parallel run;
-# here there is one, and `accumulate_over_ranks` does what `accumulate_gradients` does.
+# set the learning rate, update. Its docstring speaks of [ranks](word:rank), the processes of a
+# parallel run; here there is one, and `accumulate_over_ranks` does what `accumulate_gradients`
+# does.
 
 # %%
 show_source(train_step)
@@ -487,7 +493,7 @@ show_source(train_step)
 # which their rate would fall. A longer warm-up also lowers the *mean* rate, so a fourth run is the
 # control: no warm-up, but a lower peak, which gives it the same mean rate as the run with 50 steps.
 # We repeat all four with the training set in another random order, to see how far chance moves a
-# loss.
+# loss. (Losses are in [nats](word:nat).)
 #
 # **Predict.** Put the first three runs in order of their loss after 100 steps. Where would the
 # control end if only the mean rate mattered, and where if only the warm-up did?
@@ -502,11 +508,10 @@ for peak_rate, warmup_steps in ((0.02, 0), (0.02, 10), (0.02, 50), (0.0153, 0)):
     warmed[name], last[name] = pair[0], [sum(losses[-10:]) / 10 for losses in pair]
     rates = [learning_rate(i, peak_rate, peak_rate / 10, warmup_steps, 600) for i in range(100)]
     print(f"{name:23} {sum(rates) / 100:9.4f} {last[name][0]:10.2f} {last[name][1]:10.2f}")
-show(curves(range(1, 101), warmed, "step", "loss (nats per token)"), alt=(
-    f"In the first order, the run with {max(last, key=last.get)} ends with the highest loss, "
-    f"{max(last.values())[0]:.2f} nats, and the one with {min(last, key=last.get)} with the "
-    f"lowest, {min(last.values())[0]:.2f}."
-))
+show(curves(range(1, 101), warmed, "step", "loss (nats per token)"), alt=claim(
+    all(a > b > c and abs(d - a) < abs(d - c) for a, b, c, d in zip(*last.values(), strict=True)),
+    "In both orders, a longer warm-up ends with a lower loss, and the run with the lower peak ends "
+    "nearer to the one without a warm-up. The figure shows the first order."))
 
 # %% [markdown]
 # <details><summary>Answer</summary>
@@ -523,8 +528,7 @@ show(curves(range(1, 101), warmed, "step", "loss (nats per token)"), alt=(
 #
 # </details>
 #
-# After the warm-up the rate decays along half a cosine: large updates while there is far to go,
-# small ones at the end, so that more steps average out the noise that section 4 measured.
+# After the warm-up the rate decays along half a cosine. The chapter's other runs use this schedule:
 
 # %% tags=["figure-schedule"]
 steps = range(600)
@@ -534,6 +538,9 @@ show(curves(steps, {"rate": rates}, "step", "learning rate"), alt=(
 ))
 
 # %% [markdown]
+# The rate climbs for 50 steps and then decays to a tenth: large updates while there is far to go,
+# small ones at the end, so that more steps average out the noise that section 4 measured.
+#
 # ## 7. Measure
 #
 # ### How close to the limit?
@@ -581,9 +588,6 @@ fixed_ms = short - few * per_token_ms
 print(f"fixed: {fixed_ms:.2f} ms a step; {1000 * per_token_ms:.1f} us more for each token")
 print(f"best MFU: {1000 / per_token_ms / limit:.0%}; half of it at {fixed_ms / per_token_ms:.0f} "
       "tokens")
-between_ms = spent["between operators"] * scale
-print(f"section 3: optimizer {optimizer_ms:.2f} ms, between operators {between_ms:.2f} ms, "
-      f"together {(optimizer_ms + between_ms) / fixed_ms:.0%} of it")
 
 # %% [markdown]
 # Now the test: seven sizes, of which the prediction has seen two. In brackets, the slowest and the
@@ -605,14 +609,12 @@ show(scaling(list(speeds), list(middle.values()), "batch size (tokens)", "tokens
                f"five sizes it has not seen, the prediction is at most {off:.0%} off."))
 
 # %% [markdown]
-# The fixed part is what every step pays however few tokens it has. Two candidates were measured in
-# section 3: the optimizer's pass over all parameters, and the work between operators, which the
-# operators' clock makes too large. Their sum is printed above as a share of the fixed time. (Above
-# 100 %, the excess is time that is not fixed: mostly, we think, what that clock added.) Clipping
-# and the start of each operator belong to the fixed part too. With many tokens this part hardly
-# matters, and a ceiling remains below the peak, for section 3's reasons: part of each step is not
-# matmuls, and small matmuls run below the peak. (The row of 1,024 tokens repeats section 3's step;
-# `train_step` also clips. The two shares differ in our runs, too; we have not found out why.)
+# The fixed part is what every step pays however few tokens it has. The optimizer's pass over all
+# parameters belongs to it (section 3 printed its share of a step of one sequence), and so do
+# clipping and the start of each operator, which we have not measured. With many tokens this part
+# hardly matters, and a ceiling remains below the peak, for section 3's reasons: part of each step
+# is not matmuls, and small matmuls run below the peak. (The row of 1,024 tokens repeats section 3's
+# step; `train_step` also clips. The two shares differ in our runs, too; we have not found out why.)
 #
 # So two things favor a larger batch: the device runs it more efficiently, and up to about the
 # critical batch, less noise is worth its cost. Memory limits the batch. Accumulation lifts that
@@ -624,8 +626,7 @@ show(scaling(list(speeds), list(middle.values()), "batch size (tokens)", "tokens
 #
 # Now a whole run of 600 steps with the package's step. Names, places, things, and their adjectives
 # are *copyable* words if they occurred earlier in the same story, within the 64 tokens that the
-# model sees; every other word has to be known or guessed. We record the loss on both kinds, in
-# [nats](word:nat).
+# model sees; every other word has to be known or guessed. We record the loss on both kinds.
 #
 # **Predict.** Sketch both losses over the 600 steps. Do the two lines cross?
 
@@ -647,10 +648,10 @@ rows += [{"step": step, "val_loss": losses[0]} for step, losses in by_kind.items
 
 # %% tags=["figure-loss", "exhaustive"]
 floor = facts["entropy_in_window"][str(S)]
-show(loss_curve(rows, floor), alt=(
-    f"The loss falls, levels off, and falls again, to {by_kind[600][0]:.2f} nats on held-out text; "
-    f"the entropy of the text is {floor:.2f}."
-))
+first, level, again = (by_kind[i][0] / by_kind[i + 75][0] for i in (25, 100, 175))
+show(loss_curve(rows, floor), alt=claim(
+    level < 1.2 < min(first, again), "The loss falls, levels off, and falls again, to "
+    f"{by_kind[600][0]:.2f} nats on held-out text; the entropy of the text is {floor:.2f}."))
 
 # %% [markdown]
 # The dashed line is the entropy of the text as seen through windows of 64 tokens; no model of any
@@ -658,7 +659,8 @@ show(loss_curve(rows, floor), alt=(
 # tokens, which is steps 100 to 175, and then falls again. What was learned in the second fall?
 #
 # The next figure has one line for each kind of word. The grammar has 10 adjectives and 10 things
-# (and 8 names and 8 places), so the dashed line at ln 10 is the loss of a guess among 10.
+# (and 8 names and 8 places), so the dashed line at ln 10 is the loss of a guess among 10. Below the
+# figure is what the model writes at three points of the run.
 
 # %% tags=["figure-copying", "exhaustive"]
 steps = list(by_kind)
@@ -667,10 +669,11 @@ lines = {
     "all other words": [by_kind[step][2] for step in steps],
 }
 guess = {"a guess among 10": [math.log(10)] * len(steps)}
-show(curves(steps, lines, "step", "loss (nats per token)", predicted=guess), alt=(
-    f"At step 100 the loss on copyable words is {by_kind[100][1]:.2f} nats, by step 600 it is "
-    f"{by_kind[600][1]:.2f}; a guess among 10 costs {math.log(10):.2f}."
-))
+copied, others = by_kind[600][1:]
+show(curves(steps, lines, "step", "loss (nats per token)", predicted=guess), alt=claim(
+    by_kind[100][1] > math.log(10) and copied < others,
+    f"At step 100 the loss on copyable words is {by_kind[100][1]:.2f} nats, and a guess among 10 "
+    f"costs {math.log(10):.2f}; at step 600 it is {copied:.2f}, and {others:.2f} on other words."))
 
 # %% tags=["exhaustive"]
 for step, text in written.items():
@@ -693,7 +696,7 @@ for step, text in written.items():
 # 2022](https://arxiv.org/abs/2209.11895)).
 #
 # Is that what happened here? If so, a model with a single layer should fail to copy. We train one
-# on the same batches:
+# on the same batches. (It is also smaller: if it fails, that may be the reason instead.)
 
 # %% tags=["exhaustive"]
 def loss_on_copies(num_layers, order):
@@ -719,12 +722,10 @@ for name, line in layers.items():
 # %% tags=["figure-layers", "exhaustive"]
 layers |= {f"1 layer, order {i}": loss_on_copies(1, orders[i - 1]) for i in (2, 3)}
 two, *ones = (line[-1] for line in layers.values())
-show(curves(steps, layers, "step", "loss on copyable words (nats)", predicted=guess), alt=(
+show(curves(steps, layers, "step", "loss on copyable words (nats)", predicted=guess), alt=claim(
+    ones[0] > 2 * two and min(ones) < 1.1 * two,
     f"The three runs with one layer end between {min(ones):.2f} and {max(ones):.2f} nats, the one "
-    f"with two layers at {two:.2f}."
-))
-print("One layer can copy: depth is not needed here." if min(ones) < 1.1 * two else
-      "No run with one layer came within 10 % of two layers.")
+    f"with two layers at {two:.2f}: one layer can copy, so depth is not needed here."))
 
 # %% [markdown]
 # <details><summary>Answer</summary>
@@ -732,9 +733,9 @@ print("One layer can copy: depth is not needed here." if min(ones) < 1.1 * two e
 # In our runs they end far apart, and one of them does as well as two layers. So a single layer
 # *can* learn to copy these stories, and the first comparison showed an accident of the order.
 # (Perhaps one layer is enough because a story has so few people and things that any earlier name is
-# nearly always the right one; we have not tested that. If your machine prints the other verdict,
-# three more orders may say otherwise.) Before you explain a difference between two runs, look at
-# how far the same run differs from itself.
+# nearly always the right one; we have not tested that. If none of your three does as well, three
+# more orders may.) Before you explain a difference between two runs, look at how far the same run
+# differs from itself.
 #
 # </details>
 #
@@ -753,6 +754,8 @@ for name, part in (("  from the first half", slice(256)), ("  from the second", 
     print(f"{name:21}{found[0]:9,.0f} {found[1]:12,.0f}")
 gains = [(1 + c / (16 * S)) / (1 + c / (32 * S)) for c in (critical, late_critical)]
 print(f"progress, if doubled {gains[0]:9.2f} {gains[1]:12.2f} times")
+show_text(claim(critical < 16 * S < late_critical,
+                "The critical batch grew from below a step's tokens to above them."))
 
 # %% [markdown]
 # <details><summary>Answer</summary>
@@ -761,10 +764,9 @@ print(f"progress, if doubled {gains[0]:9.2f} {gains[1]:12.2f} times")
 # may be that early in training the sequences agree about what is wrong, and later the easy things
 # have been learned. Another may be that the learning rate has fallen to a tenth, which lets the
 # weights settle where $G$ is small. This run does not separate the two. The estimates from each
-# half of the 512 sequences show, by how far they differ, how rough the number is. Early in our run
-# the critical batch was smaller than the 1,024 tokens of a step; at the end it is about nine times
-# as many. The last row applies section 4's formula to a step of 2,048 tokens instead of 1,024:
-# doubling the step pays at the end, and hardly after 50 steps.
+# half of the 512 sequences show, by how far they differ, how rough the number is. The last row
+# applies section 4's formula to a step of 2,048 tokens instead of 1,024: doubling the step pays at
+# the end, and hardly after 50 steps.
 #
 # </details>
 #
@@ -789,8 +791,8 @@ for mfu in (spent_at, 0.40, 0.60):
     print(f"{mfu:.0%} {rate:22,.0f} {days / 365:14,.0f} {days / 30:19,.0f}")
 
 held = 4 * 4 * cost.num_parameters(llama_8b)
-print(f"weights, gradients and AdamW's two moments in float32: {held / 1e9:.0f} GB; "
-      "an H100 has 80 GB")
+print(f"weights, gradients and AdamW's moments in float32: {held / 1e9:.0f} GB; "
+      f"an H100 has {DEVICES['H100-SXM-80GB'].memory_bytes / 1e9:.1f} GB")
 
 # %% [markdown]
 # Time is inversely proportional to MFU, so always ask which MFU an estimate assumes. At 40 % this
@@ -805,7 +807,7 @@ print(f"weights, gradients and AdamW's two moments in float32: {held / 1e9:.0f} 
 # the work is done, so a clock must `synchronize` before it reads. And even large matmuls stay below
 # the datasheet's peak, and small ones far below, as the next section shows.
 #
-# Time is not the only obstacle, though. The 128 GB printed above exceed an H100's 80 GB before a
+# Time is not the only obstacle, though. The 128 GB printed above exceed an H100's memory before a
 # single activation is stored. The next chapter counts the bytes.
 
 # %% [markdown]
@@ -831,8 +833,9 @@ x, roof = roof_line(points)
 show(scaling(
     [round(point.intensity, 2) for point in points], [point.reached for point in points],
     "arithmetic intensity (FLOPs per byte)", "FLOP/s", roof, "roof", predicted_x=x,
-), alt="The roof is memory bandwidth at low intensity and the peak at high intensity; "
-       f"the largest matmul reaches {points[-1].reached / points[-1].roof:.0%} of its roof.")
+), alt=claim([point.bound for point in points[::6]] == ["memory", "compute"],
+             "The roof is memory bandwidth at low intensity and the peak at high intensity; "
+             f"the largest matmul reaches {points[-1].reached / points[-1].roof:.0%} of its roof."))
 
 # %% [markdown]
 # <details><summary>Answer</summary>
@@ -919,6 +922,8 @@ for kind, each in found.items():
           f"{each.flops / each.bytes:13.2f}")
 
 # %% [markdown]
+# The first two rows have nearly all of the FLOPs, the other three most of the bytes.
+#
 # **Predict.** An H100 performs up to 989 TFLOP/s and moves up to 3.35 TB/s. From the two columns,
 # what share of the step's time goes to the last three rows, which have less than a thousandth of
 # its FLOPs?
@@ -949,8 +954,31 @@ print(f"MFU at most {at_peak / total:.0%}, or {at_peak / (total - least['attenti
 #
 # </details>
 #
-# Faster matrix units do not shorten those 228 ms; moving fewer bytes does. The next section does
-# that.
+# Does such a bound explain a step that we can time? Here is the same table for section 3's step on
+# one CPU thread, under the roof measured above. The last two columns are the time of each kind,
+# read with a clock around every operator, and how many times the least time that is.
+
+# %%
+model, optimizer = new_model(config)
+found, peak, bandwidth = counted_and_timed(step_by_hand), points[0].peak, points[0].bandwidth
+least = {kind: max(each.flops / peak, each.bytes / bandwidth) for kind, (each, _) in found.items()}
+over = {kind: seconds / least[kind] for kind, (_, seconds) in found.items()}
+print("section 3's step    MFLOPs     MB  bound by   least time    measured")
+for kind, (each, seconds) in found.items():
+    by = "compute" if least[kind] * bandwidth > each.bytes else "memory"
+    print(f"{kind:18}{each.flops / 1e6:8.1f}{each.bytes / 1e6:7.1f}{by:>10}"
+          f"{1000 * least[kind]:10.2f} ms{1000 * seconds:9.2f} ms, {over[kind]:4.1f} times")
+show_text(claim(over["matmuls"] == min(over.values()), "Matmuls come closest to their roof, at "
+                f"{over['matmuls']:.1f} times the least time."))
+
+# %% [markdown]
+# The least time is a bound, and matmuls come closest to it. The other kinds take several times as
+# long as their FLOPs and bytes ask for, so neither limit explains them. The roof leaves out two
+# things that are likely reasons: GELU's tanh takes many instructions per value, where we count one
+# FLOP, and starting an operator takes time, however few numbers it works on.
+#
+# On the H100, faster matrix units do not shorten the 228 ms; moving fewer bytes does. The next
+# section does that.
 
 # %% [markdown]
 # ## Further: kernels and `torch.compile`

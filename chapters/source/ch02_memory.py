@@ -42,6 +42,7 @@ from minitron.model.transformer import (
 from minitron.plan.hardware import DEVICES
 from minitron.step import make_optimizer, train_step
 from teaching.check import check
+from teaching.claims import claim
 from teaching.figures import Held, curves, holdings, memory_bars, show, skyline
 from teaching.lab import recorded, show_source, show_text
 from teaching.lab.allocator import MIB, CachingAllocator, OutOfDeviceMemory
@@ -58,8 +59,8 @@ MB, GB, H100 = 1e6, 1e9, DEVICES["H100-SXM-80GB"]
 # problem first. In bfloat16 the weights fill less than a fifth of the GPU's memory, and generating
 # text works without trouble. Then you train it.
 #
-# The figure compares the two. Dashed bars are computed rather than measured; the gray band is
-# memory that the GPU does not have.
+# The figure compares the two, and the lines under it have the numbers. Dashed bars are computed
+# rather than measured; the gray band is memory that the GPU does not have.
 #
 # **Predict.** Training keeps weights and gradients in bfloat16 here, and yet the lower bar is as
 # long as chapter 1's count in float32. Why? Section 2 answers.
@@ -90,6 +91,10 @@ print(f"an H100 has          {H100.memory_bytes / GB:6.1f} GB = {H100.memory_byt
 # The lower bar ends deep in the gray band, eight times as long as the upper one, and we have not
 # read a single token: activations come on top. (An "80 GB" H100 has roughly 80 GiB, and a GiB is
 # 2^30 bytes.) Where does every byte go?
+#
+# Section 2 counts what training stores, section 3 shows when, and section 4 derives the activations
+# from what the backward pass needs. In section 5 one stored number keeps them all alive. Section 6
+# checks the counts, and section 7 applies them to large models and GPUs.
 
 # %% [markdown]
 # ## 2. Estimate
@@ -166,6 +171,8 @@ for name, size in {
     print(f"{name:36} {size / GB:4.0f} GB")
 
 # %% [markdown]
+# Fused attention saves three quarters of the activations.
+#
 # ## 3. Picture: two steps, byte by byte
 #
 # We now know what is stored, but not when, and only what is stored *at the same time* has to fit.
@@ -174,7 +181,8 @@ for name, size in {
 # the bytes into five kinds: parameter, gradient, optimizer state, activation, and *temporary*,
 # which is everything else.
 #
-# The figure, a [*skyline*](word:skyline), stacks the five kinds over time. The strip above it names
+# The figure, a [*skyline*](word:skyline), stacks the five kinds over time. (The meter's own work
+# adds to that time, so look at the order, not at how long a phase takes.) The strip above it names
 # the phase of the step, and the triangle marks the peak, whose bytes are listed at the right.
 #
 # **Predict.** Sketch the bytes alive over two steps. Where is the peak: in the forward pass, the
@@ -206,11 +214,13 @@ batches = [random_batch(B, S) for _ in range(2)]  # drawn before the meter count
 with Meter(model, optimizer) as meter:
     for batch in batches:
         train_step(model, optimizer, [batch], rate=1e-3, clip_norm=1.0)
-
-show(skyline(meter.timeline, meter.peak), alt=(
+middle = max(i for i, entry in enumerate(meter.timeline)  # where step 2 begins
+             if entry.phase == "forward" and meter.timeline[i - 1].phase == "optimizer")
+first, second = meter.timeline[:middle], meter.timeline[middle:]
+show(skyline(meter.timeline, meter.peak), alt=claim(
+    second[0].total > first[0].total and meter.peak.total > max(entry.total for entry in first),
     "Activations pile up during the forward pass and shrink during the backward pass; the second "
-    "step starts higher, because the optimizer's state now exists."
-))
+    "step starts higher, because the optimizer's state now exists."))
 
 # %% [markdown]
 # <details><summary>Answer</summary>
@@ -228,9 +238,7 @@ show(skyline(meter.timeline, meter.peak), alt=(
 # Suppose a GPU had 90 MB:
 
 # %% tags=["output-second"]
-middle = max(i for i, entry in enumerate(meter.timeline)  # where step 2 begins
-             if entry.phase == "forward" and meter.timeline[i - 1].phase == "optimizer")
-for name, entries in (("first", meter.timeline[:middle]), ("second", meter.timeline[middle:])):
+for name, entries in (("first", first), ("second", second)):
     peak = max(entry.total for entry in entries)
     verdict = "fits" if peak <= 90 * MB else "out of memory"
     print(f"{name:6} step: peak {peak / MB:5.1f} MB of 90 MB: {verdict}")
@@ -265,15 +273,15 @@ with Meter(model, optimizer) as meter:
     for step, batch in enumerate(batches, start=1):
         step_by_hand(model, optimizer, batch, lambda part, step=step: held.update(
             {f"after {part} {step}": meter.now() | {"total": sum(meter.now().values())}}))
-
 kinds = ("parameter", "gradient", "optimizer state", "activation", "total")
 most = {kind: max(row[kind] for row in held.values()) for kind in kinds}
 rows = {name: {kind: Held(row[kind], row[kind] / most[kind]) for kind in kinds}
         for name, row in held.items()}
-show(holdings(rows), alt=(
+show(holdings(rows), alt=claim(
+    all([row[kind] > MB for kind in kinds[1:4]] == ["backward" in name or "update" in name, i > 1,
+        "forward" in name] for i, (name, row) in enumerate(held.items())),
     "Parameters are held throughout, gradients from backward to zero_grad, optimizer state from "
-    "the first update on, activations from forward to backward."
-))
+    "the first update on, activations from forward to backward."))
 
 # %% [markdown]
 # Read it by column. Parameters are always in memory. Gradients live from the backward pass to
@@ -318,8 +326,7 @@ for count, shape in ((1, (B, S)), (2, (B, S)), (4, (B, S)), (1, (1, 8))):
 #
 # So plan with three parts: **the training state, the activations of one micro-batch, and the
 # temporaries where its backward pass begins**. With a single micro-batch, the peak is lower by the
-# gradients. (Our optimizer is *fused*: one kernel updates weights and moments without temporaries.
-# Other versions of AdamW need some, but by then the activations are gone.)
+# gradients. (Some versions of AdamW need temporaries, too, but by then the activations are gone.)
 #
 # ## 4. By hand: what does the backward pass need?
 #
@@ -469,23 +476,23 @@ for name, function in (("fused", fused_attention), ("materialized", materialized
     measured[name] = [activations(config, *size, function) / MB for size in sizes]
     predicted[f"{name}, formula"] = [
         cost.activation_bytes(config, *size, 4, attention=name) / MB for size in sizes]
-show(curves(lengths, measured, "sequence length, at 2,048 tokens in total", "activations (MB)",
-            predicted), alt=(
-    "With a fixed number of tokens, the fused kernel's activations do not grow with the sequence "
-    "length; materialized attention's do."
-))
 gaps = [more - less for less, more in zip(measured["fused"], measured["materialized"], strict=True)]
+show(curves(lengths, measured, "sequence length, at 2,048 tokens in total", "activations (MB)",
+            predicted), alt=claim(
+    max(measured["fused"]) < 1.01 * min(measured["fused"]) and gaps[-1] > 16 * gaps[0],
+    "With a fixed number of tokens, the fused kernel's activations do not grow with the sequence "
+    "length; materialized attention's do."))
 print("materialized minus fused:", " ".join(f"{gap:.1f}" for gap in gaps), "MB")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# By 16. Each head stores an S x S matrix per sequence, and N tokens make N/S sequences, so a head
-# stores N/S x S x S = N S values: at a fixed number of tokens they are proportional to the sequence
+# By 16. Each head stores an S x S matrix per sequence, and 2,048 tokens make 2,048/S sequences, so
+# a head stores 2,048 S values: at a fixed number of tokens they are proportional to the sequence
 # length, and the upper dots climb in a straight line. The fused kernel stores its inputs, its
 # output, and one number per row of scores, so its dots lie on a level line: how tokens are divided
 # into sequences does not matter. (The printed gap grows slightly more than 16-fold, mainly because
-# the fused kernel's one number per row, as many bytes at every length, has been subtracted.)
+# that number per row, as many bytes at every length, has been subtracted.)
 #
 # </details>
 #
@@ -577,6 +584,8 @@ with torch.no_grad():
 report("with no_grad", repaired)
 
 # %% [markdown]
+# Without a graph nothing accumulates.
+#
 # **Predict.** A running average, `average = 0.9 * average + 0.1 * loss`, is connected to the graphs
 # of all losses so far. How many bytes does it add per step? And how many if `backward()` is called
 # with `retain_graph` set?
@@ -678,19 +687,17 @@ for name, count in (("formula", formula), ("PyTorch's tracker", tracker)):
 # %% tags=["figure-agreement"]
 predicted = predict_peak(config, B, S)
 gap = max(abs(size / metered.bytes[kind] - 1) for kind, size in predicted.items())
-show(memory_bars({"measured": metered.bytes}, {"predicted": predicted}), alt=(
-    f"In each category, the formula is within {gap:.1%} of the measured bytes."
-))
+show(memory_bars({"measured": metered.bytes}, {"predicted": predicted}), alt=claim(
+    gap < 0.01, f"In each category, the formula is within {gap:.3%} of the measured bytes."))
 
 # %% [markdown]
-# Every part of the dashed bar is as wide as the measured part below it.
+# Every dashed part is as wide as the measured one below it.
 #
 # ### The calculator
 #
 # The calculator applies the planning rule of section 3 to models far too large for your laptop. The
 # figure shows Llama 3 8B with one sequence of 8,192 tokens. In a live notebook you can change it
-# with sliders. They keep heads of 128, eight key-value heads, and a feed-forward 3.5 times the
-# width.
+# with sliders. The table below it has the two models of the question.
 #
 # **Predict.** Section 2 counted 128 GB of state, 48 GB of activations and 8 GB of temporaries.
 # Estimate both totals: half the layers, and half the width. (Half the width halves the feed-forward
@@ -740,9 +747,8 @@ show_source(CachingAllocator.allocate, CachingAllocator.release_free_segments)
 
 # %% [markdown]
 # Take a device with 320 MiB. A program allocates ten tensors of 30 MiB and frees every second one.
-# Half of what it reserved is then free, 150 MiB. Then it asks for 40 MiB. We try it twice. The only
-# difference is what ran before: in the second case, a batch of longer sequences had allocated, and
-# freed, five tensors of 60 MiB.
+# Half of what it reserved, 150 MiB, is then free. It asks for 40 MiB. We try it twice; before the
+# second try, a batch of longer sequences had allocated, and freed, five tensors of 60 MiB.
 #
 # **Predict.** Does the request succeed in each case?
 
@@ -821,7 +827,7 @@ for name, shape in cost.PUBLISHED.items():
 #
 # 14 for the 70B model and 76 for the 405B model, if the state can be split evenly. But 76 GPUs
 # would be 99.9 % full of it, and not even the CUDA context would fit. The number of GPUs that can
-# *hold* a model's state is a lower bound, not a plan. (4,096 tokens are all that Llama 2 allows.)
+# *hold* a model's state is a lower bound, not a plan.
 #
 # </details>
 #
@@ -855,9 +861,7 @@ show(shown.figure, alt=shown.alt)
 # says. (Its numbers include cuBLAS's workspaces, which the peaks above leave out.)
 #
 # The allocator section's two requests were recorded as well. The second fails on the GPU, as in our
-# model. The first tested nothing: one of the ten tensors went into a segment left over from earlier
-# work, so the new ones took only nine. Memory for one more segment was left, and nothing had to be
-# returned.
+# model. The first tested nothing: there was memory for one more segment.
 #
 # Of the published models counted above, only the smallest fits on one GPU with its activations. The
 # course covers three remedies: recompute activations instead of storing them ([chapter
@@ -868,8 +872,7 @@ show(shown.figure, alt=shown.alt)
 # ## 8. Recap
 #
 # 1. Training with Adam stores 16 bytes per parameter, both in float32 and in bfloat16 with a
-#    float32 master copy; float32 gradients beside bfloat16 weights add to that, even if they exist
-#    only from the update until the next `zero_grad`.
+#    float32 master copy; float32 gradients beside bfloat16 weights add to that.
 # 2. Unless activations are few, the peak is where forward turns into backward. Plan with the
 #    training state, the activations of one micro-batch and two float32 tensors of the logits'
 #    shape, and do not trust the first step, which runs before Adam's moments exist.

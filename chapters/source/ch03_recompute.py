@@ -46,6 +46,7 @@ from minitron.model.recompute import (
 from minitron.model.transformer import Transformer, initialize, materialized_attention
 from minitron.plan.hardware import DEVICES
 from teaching.check import check
+from teaching.claims import claim
 from teaching.figures import curves, show, skyline
 from teaching.lab import ch03 as lab, recorded, show_source, show_text
 
@@ -146,15 +147,6 @@ def loss_of(model):
     return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
 
-# %% tags=["output-sizes", "nbval-check-output"]
-block = build().blocks[0]
-print(f"one block's input: {4 * B * S * config.width / 1e3:.0f} kB, "
-      f"gradients: {sum(p.nbytes for p in block.parameters()) / 1e3:.0f} kB")
-
-# %% [markdown]
-# **Predict.** Sketch the memory over time of the recomputed step. What does the backward pass look
-# like? Given these two sizes, where is the peak?
-
 # %%
 def metered(policy):
     """Run one forward and backward pass under the meter."""
@@ -164,16 +156,32 @@ def metered(policy):
     return meter
 
 
-plain, full = metered(lambda model: None), metered(apply_full_recompute)
-
 # %% tags=["figure-plain"]
-show(skyline(plain.timeline, plain.peak), alt=(
+plain = metered(lambda model: None)
+all_blocks = cost.activation_bytes(config, B, S, 4, "materialized", mask_bytes=4)
+show(skyline(plain.timeline, plain.peak), alt=claim(
+    plain.peak.phase == "backward" and plain.peak.bytes["activation"] > 0.95 * all_blocks,
     "Without recomputation, the activations of all blocks are in memory when the backward pass "
     "begins."
 ))
 
+# %% [markdown]
+# Activations climb until the backward pass begins, and then are freed block by block. For the
+# recomputed step you need two sizes:
+
+# %% tags=["output-sizes", "nbval-check-output"]
+block = build().blocks[0]
+print(f"one block's input: {4 * B * S * config.width / 1e3:.0f} kB, "
+      f"gradients: {sum(p.nbytes for p in block.parameters()) / 1e3:.0f} kB")
+
+# %% [markdown]
+# **Predict.** Sketch the memory over time of the recomputed step. What does the backward pass look
+# like? Given these two sizes, where is the peak?
+
 # %% tags=["figure-full"]
-show(skyline(full.timeline, full.peak), alt=(
+full = metered(apply_full_recompute)
+show(skyline(full.timeline, full.peak), alt=claim(
+    lab.num_teeth(full.timeline) == L and full.peak.total < plain.peak.total / 3,
     "With full recomputation, only the blocks' inputs accumulate; in the backward pass each "
     "block's activations exist for a moment, one tooth per block."
 ))
@@ -289,8 +297,9 @@ print(f"gradient  relative error {off:.0%}")
 # There is no error and no warning, and this step's loss is correct to the last bit. Would you
 # notice during training? To find out, we train a small model with three seeds, plain and recomputed
 # by hand. Its task is copying: from the ninth on, each token repeats the one eight places before
-# it. The first eight are random, so 7 of a sequence's 23 targets cannot be predicted. The dashed
-# floor is the loss of a model that copies perfectly and guesses those seven.
+# it. The first eight are random, so 7 of a sequence's 23 targets cannot be predicted. The table has
+# each run's end, the figure the means, and as a dashed floor the loss of a model that copies
+# perfectly and guesses those seven.
 
 # %% tags=["output-seeds", "exhaustive"]
 runs = {"plain": [lab.train(lambda model: None, seed) for seed in range(3)],
@@ -304,10 +313,10 @@ for name, means in ends.items():
 means = {name: [sum(step) / 3 for step in zip(*each, strict=True)] for name, each in runs.items()}
 worse = all(wrong > right for right, wrong in zip(*ends.values(), strict=True))
 floor = {"floor": [lab.COPYING_FLOOR] * 120}
-show(curves(range(1, 121), means, "step", "loss (nats per token)", floor), alt=(
-    "Means over three seeds: both losses fall. With new dropout masks the loss ends higher, "
-    + ("for each seed, and nothing says so." if worse else "but not for every seed.")
-))
+falls = all(each[0] > each[-1] for each in means.values())
+show(curves(range(1, 121), means, "step", "loss (nats per token)", floor), alt=claim(
+    falls and worse, "Means over three seeds: both losses fall. With new dropout masks the loss "
+    "ends higher, for each seed, and nothing says so."))
 
 # %% [markdown]
 # With the plain runs beside it, the bug shows. But whoever has the bug sees the upper curve alone:
@@ -479,6 +488,7 @@ for name, model in lab.RECORDED_MODELS.items():
 # 2016](https://arxiv.org/abs/1604.06174), section 4.1): 4, of 4 blocks each, if $L$ is 16. Our
 # model has $L = 16$ and $A = 30\,b$. GPT-3 with [fused attention](word:fused-attention), which
 # never stores the scores, has $L = 96$ and $A = 17\,b$. Which $k$ gives each model the lowest peak?
+# (The figure measures our model; the table under it has both.)
 
 # %%
 def peak_bytes(num_blocks, k, A, b):
@@ -504,12 +514,11 @@ peaks = [max(moment.bytes["activation"] for moment in metered(policy).timeline) 
          for policy in cuts]
 
 # %% tags=["figure-segments"]
-best = lengths[peaks.index(min(peaks))]
+gap = max(abs(found / foreseen - 1) for found, foreseen in zip(peaks, predicted, strict=True))
 show(curves(lengths, {"measured": peaks}, "blocks per segment", "activations at the peak (MB)",
-            {"formula": predicted}), alt=(
-    f"The peak grows with the segment's length, as the formula predicts: segments of {best} "
-    f"block{'s' * (best > 1)} have the lowest peak."
-))
+            {"formula": predicted}), alt=claim(
+    peaks == sorted(peaks) and gap < 0.05, "The peak grows with the segment's length, as the "
+    f"formula predicts, within {gap:.1%}: single blocks have the lowest peak."))
 
 # %% tags=["output-lengths", "nbval-check-output"]
 A3, b3 = (cost.activation_bytes_per_layer(gpt3, 1, S3, recompute=kind) for kind in ("none", "full"))
@@ -546,7 +555,7 @@ for k, policy in zip(lengths, cuts, strict=True):
 #
 # ### Recompute only as much as you must
 #
-# So far we recomputed every block. With more memory we can recompute fewer of them.
+# With more memory we can recompute fewer blocks.
 # [`segments_for_budget`](code:minitron.model.recompute.segments_for_budget) takes the bytes of each
 # block, those of an input (`boundary_bytes`) and a budget, and recomputes as few blocks as possible
 # within that budget. Those it recomputes are the first ones. The last ones keep everything, because
@@ -571,9 +580,9 @@ formula = [block_flops * sum(segments_for_budget([block_bytes] * L, input_bytes,
 
 # %% tags=["figure-frontier"]
 print("budget MB  peak MB  recomputed of 16, in segments of", *rows, sep="\n")
-show(lab.frontier(budgets, paid, every, formula), alt=(
-    "The more memory, the less recomputation: one step down for each block that fits."
-))
+show(lab.frontier(budgets, paid, every, formula), alt=claim(
+    paid == sorted(paid, reverse=True) and paid[0] > paid[-1] == 0,
+    "The more memory, the less recomputation: one step down for each block that fits."))
 
 # %% [markdown]
 # The smallest budget recomputes 15 blocks, not 16, so the stairs begin at 31 % instead of 33 %. The

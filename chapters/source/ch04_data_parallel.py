@@ -15,8 +15,8 @@
 #
 # **50 minutes, and 75 for the exercises. No GPU. [Exercises 4.1](exercise:4.1) to 4.4.**
 #
-# *You need:* the training step and the global batch from [chapter 1](chapter:1), and the categories
-# of memory from [chapter 2](chapter:2).
+# *You need:* the training step and the [global batch](word:global-batch) from [chapter
+# 1](chapter:1), and the categories of memory from [chapter 2](chapter:2).
 #
 # *You will be able to:*
 # - **train** one model on several processes, and show that it is the same training as on one;
@@ -93,18 +93,19 @@ print(f"the MFU of 1.3 million hours: {flops / peak / 3600 / hours:.0%}")
 #
 # ## 2. Estimate
 #
-# What must the GPUs exchange so that every one of them ends the step with the same model? In
-# **data parallelism**, one process drives each GPU. The process is called a
-# **[rank](word:rank)**; it holds the full model and reads its own part of the global batch. Its
-# backward pass computes the gradient of that part. If all parts have the same size, the gradient of
-# the global batch is the mean of the ranks' gradients. To compute it, they need one operation, the
+# What must the GPUs exchange so that every one of them ends the step with the same model? In **data
+# parallelism**, one process drives each GPU. The process is called a **[rank](word:rank)**; it
+# holds the full model and reads its own part of the global batch. Its backward pass computes the
+# gradient of that part. If all parts have the same size, the gradient of the global batch is the
+# mean of the ranks' gradients. To compute it, they need one operation, the
 # **[all-reduce](word:all-reduce)**: every rank contributes a tensor, and every rank receives the
-# sum. Divided by N, the sum is the mean. If the ranks do the adding (some switches can do it for
-# them), then with the best algorithms each rank sends
+# sum. Divided by [N](word:N), the sum is the mean. If the ranks do the adding (some switches can do
+# it for them), then with the best algorithms each rank sends
 #
 # $$2\,\frac{N-1}{N}\,G \text{ bytes, for gradients of } G \text{ bytes on } N \text{ ranks}$$
 #
-# (Patarasuk & Yuan 2009; we build such an algorithm in [chapter 5](chapter:5)).
+# ([Patarasuk & Yuan 2009](https://doi.org/10.1016/j.jpdc.2008.09.002); we build such an algorithm
+# in [chapter 5](chapter:5)).
 #
 # **Predict.** Suppose that Llama 3 8B sends its gradients in bfloat16. (Meta sent them in float32:
 # [Llama 3](https://arxiv.org/abs/2407.21783), section 3.3.2.) Each H100 processes 8,192 tokens per
@@ -154,20 +155,20 @@ show(holdings(held), alt=(
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Only the activations, because each rank processes one of the four sequences. All other boxes are
-# full.
+# Only the [activations](word:activation), because each rank processes one of the four sequences.
+# All other boxes are full.
 #
 # </details>
 #
-# Data parallelism splits the work, not the model: if its weights, gradients and optimizer state do
-# not fit on one GPU, they do not fit on a thousand of them this way. ([Chapter 6](chapter:6) shards
-# them.)
+# Data parallelism splits the work, not the model: if its weights, gradients and [optimizer
+# state](word:optimizer-state) do not fit on one GPU, they do not fit on a thousand of them this
+# way. ([Chapter 6](chapter:6) [shards](word:shard) them.)
 #
 # ### Which rank reads what
 #
 # The sequences of one step are the **global batch** (GBS). Each rank processes its part in
-# micro-batches of MBS sequences and accumulates the gradients of GA micro-batches before the ranks
-# communicate. If all parts are equal,
+# [micro-batches](word:micro-batch) of MBS sequences and accumulates the gradients of GA
+# micro-batches before the ranks communicate. If all parts are equal,
 #
 # $$\text{GBS} = \text{MBS} \times \text{GA} \times N \text{ for } N \text{ ranks}$$
 #
@@ -261,8 +262,9 @@ for rank, gradient in enumerate(by_rank):
 #
 # ### What a mistake looks like
 #
-# An operation such as all-reduce is a **[collective](word:collective)**: all ranks of a group must
-# take part, and if one does not, the others wait. Here rank 2 has no work and returns early:
+# An operation such as all-reduce is a **[collective](word:collective)**: all ranks of a
+# [group](word:group) must take part, and if one does not, the others wait. Here rank 2 has no work
+# and returns early:
 
 # %% tags=["output-hang"]
 def early(group):
@@ -278,10 +280,11 @@ except RankError as error:
     show_text(error)
 
 # %% [markdown]
-# (`axis world` is the group of all ranks.) On a cluster you would see GPUs at full utilization and
-# no progress, until some minutes later PyTorch's watchdog over NCCL, NVIDIA's communication
-# library, gives up. Here the launcher asks every rank where it is. It also compares the collectives
-# that the ranks call, so a mismatch is reported right away. This time, rank 2 skips one collective:
+# (The [axis](word:axis) `world` is the group of all ranks.) On a cluster you would see GPUs at full
+# utilization and no progress, until some minutes later PyTorch's watchdog over NCCL, NVIDIA's
+# communication library, gives up. Here the launcher asks every rank where it is. It also compares
+# the collectives that the ranks call, so a mismatch is reported right away. This time, rank 2 skips
+# one collective:
 
 # %% tags=["output-mismatch"]
 def confused(group):
@@ -616,6 +619,9 @@ draw("bucketed", claim(medians["bucketed"] == min(medians.values()), (
     f"{medians['bucketed']:.0f} ms, hooked {medians['hooked']:.0f}.")))
 
 # %% [markdown]
+# In the network lanes, each wide stripe is now a bucket. What lies below the backward pass is
+# hidden, and the hatched gap behind the backward pass is what remains exposed.
+#
 # The prediction leaves out three things. Starting and completing collectives and copying gradients
 # into buckets take processor time. Every collective waits for the slower of the two ranks. And
 # there are two small all-reduces, of the number of tokens and of the loss.
@@ -811,7 +817,7 @@ for N in (8, 64, 1024, 16384):
 # 3. With AdamW, a sum instead of a mean, or a hook that averages weights, still gives a healthy
 #    loss curve. The oracle finds both, because it compares gradients.
 # 4. Hooks let the network work during the backward pass; buckets pay the latency once for many
-#    tensors. The best bucket size lies between the extremes.
+#    tensors. By the queue's prediction, the best bucket size lies between the extremes.
 # 5. To hide the bytes of the all-reduce, each rank needs, to a first approximation, as many tokens
 #    as the FLOP/s that its GPU achieves, divided by the link's bytes per second, with 16-bit
 #    gradients and whatever the model. Hiding the latency as well takes more, and the last bucket is
@@ -851,5 +857,6 @@ check("4.4")
 # - Goyal et al., [Accurate, Large Minibatch SGD: Training ImageNet in 1
 #   Hour](https://arxiv.org/abs/1706.02677), 2017, sections 2 and 3: the learning rate of a large
 #   batch, and averaging mistakes that still train.
-# - Patarasuk, Yuan, *Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations*, Journal
-#   of Parallel and Distributed Computing 69(2), 2009: why 2 (N-1)/N is the minimum.
+# - Patarasuk, Yuan, [*Bandwidth Optimal All-reduce Algorithms for Clusters of
+#   Workstations*](https://doi.org/10.1016/j.jpdc.2008.09.002), Journal of Parallel and Distributed
+#   Computing 69(2), 2009: why 2 (N-1)/N is the minimum.

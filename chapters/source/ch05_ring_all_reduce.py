@@ -13,13 +13,14 @@
 # %% [markdown]
 # # 5. Ring all-reduce: every link carries the same load
 #
-# **50 minutes. No GPU. [Exercises 5.1](exercise:5.1) to 5.4.**
+# **50 minutes, and 90 for the exercises. No GPU. [Exercises 5.1](exercise:5.1) to 5.4.**
 #
-# *You need:* `run(function, 4)` from [chapter 4](chapter:4) and the reason why ranks that read
-# different data need the sum of their gradients.
+# *You need:* `run(function, 4)` from [chapter 4](chapter:4) and the reason why [ranks](word:rank)
+# that read different data need the sum of their gradients.
 #
 # *You will be able to:*
-# - **build** an all-reduce from sends and receives, with the fewest bytes possible;
+# - **build** an [all-reduce](word:all-reduce) from sends and receives, with the fewest bytes
+#   possible;
 # - **catch** a ring that computes the correct sum but sends too much, and one that hangs;
 # - **predict** how long an all-reduce takes, on your machine from two measured numbers, and judge
 #   such a prediction for a cluster.
@@ -33,13 +34,15 @@
 # you open the answer.
 
 # %%
+from statistics import median
+
 import torch
 import torch.distributed as dist
 
 from minitron import cost
 from minitron.comm.collectives import (
     all_gather_ring, all_reduce_doubling, all_reduce_halving, all_reduce_naive, all_reduce_ring,
-    pass_on, reduce_scatter_ring,
+    ring_shift, reduce_scatter_ring,
 )
 from minitron.launch import RankError, run
 from minitron.launch.slow_network import SlowNetwork
@@ -113,8 +116,8 @@ def through_rank_0(tensor, group):
 # %% [markdown]
 # The [**ledger**](word:ledger) records what each rank sends and receives. `counted` runs any
 # all-reduce under a ledger, on numbers whose sum we know. The table and the figure compare the
-# ledger's bytes with the formula for N ranks: N - 1 tensors in each direction at rank 0, one at
-# every other rank.
+# ledger's bytes with the formula for [N](word:N) ranks: N - 1 tensors in each direction at rank 0,
+# one at every other rank.
 
 
 # %%
@@ -288,11 +291,12 @@ show(curves(sizes, {"through rank 0": by_center, "ring": by_ring}, "ranks",
 #
 # Could another algorithm send less in total? No. Follow one element of the tensor, up to the moment
 # when the first rank holds its complete sum. By then, each of the other N - 1 ranks must have sent
-# its contribution at least once, alone or within a partial sum. None of these N - 1 ranks has the
-# complete sum yet, so each must still receive at least one more message about this element. This
-# holds for every element, so the ranks together send at least 2 (N - 1) tensors. The plan through
-# rank 0 sends exactly that, too, but half of it leaves one rank. Divided evenly, it is
-# $2\,\frac{N-1}{N}$ of the tensor per rank, exactly what the ring sends (Patarasuk & Yuan 2009).
+# its contribution at least once, alone or within a [partial sum](word:partial-sum). None of them
+# has the complete sum yet, so each must still receive at least one more message about this element.
+# This holds for every element, so the ranks together send at least 2 (N - 1) tensors. The plan
+# through rank 0 sends exactly that, too, but half of it leaves one rank. Divided evenly, it is
+# $2\,\frac{N-1}{N}$ of the tensor per rank, exactly what the ring sends ([Patarasuk & Yuan
+# 2009](https://doi.org/10.1016/j.jpdc.2008.09.002)).
 #
 # ## 5. The trap: the sum is correct
 #
@@ -397,14 +401,14 @@ except RankError as error:
 # ## 6. The real one
 #
 # Our ring is correct; the package's is also written to be fast. Here are its reduce-scatter and
-# `pass_on`, which sends and receives. Which lines do you recognize from section 4, and what is
+# `ring_shift`, which sends and receives. Which lines do you recognize from section 4, and what is
 # different?
 
 # %%
 show_source(reduce_scatter_ring)
 
 # %%
-show_source(pass_on)
+show_source(ring_shift)
 
 # %% [markdown]
 # The indices and the single addition are those of section 4. Four things are there for speed:
@@ -434,29 +438,8 @@ ALGORITHMS = {
 }
 SUSPECT = {"whole tensors": (whole_ring, cost.ring_all_reduce_volume)}
 
-
-def judged(group, all_reduce, volume, num_elements):
-    """Whether the sum, the bytes and the bits are correct on this rank."""
-    correct, *moved = counted(group, all_reduce, num_elements)
-    formula = volume(num_elements, 4, group.size(), group.rank())
-    return correct, tuple(moved) == formula, all_alike(group, all_reduce, num_elements)
-
-
-# %%
-def judge_all(group, candidates):
-    lengths = {0, 1, group.size() - 1, group.size() + 1, 1003}
-    return {name: [judged(group, *functions, length) for length in sorted(lengths)]
-            for name, functions in candidates.items()}
-
-
 # %% tags=["output-oracle", "nbval-check-output", "exhaustive"]
-verdicts = [verdict for size in range(1, 6)
-            for verdict in run(judge_all, size, ALGORITHMS | SUSPECT)]
-print("               cases   correct sum   bytes as in the formula   same bits")
-for name in verdicts[0]:
-    cases = [case for verdict in verdicts for case in verdict[name]]
-    sums, as_formula, bits = (sum(column) for column in zip(*cases, strict=True))
-    print(f"{name:14} {len(cases):5} {sums:13} {as_formula:25} {bits:11}")
+lab.print_verdicts(ALGORITHMS | SUSPECT, counted, all_alike, longest=1003)
 
 # %% [markdown]
 # The package's four algorithms pass in every case. In doubling, every rank computes every sum
@@ -496,6 +479,9 @@ show(message_patterns(), alt=(
 ))
 
 # %% [markdown]
+# In the middle, the thickest line is also the longest: in halving's first step, every rank sends
+# half of the tensor to the far side of the circle, and all of these lines cross.
+#
 # In seconds, an all-reduce of $G$ bytes on $N$ ranks takes:
 #
 # | algorithm | steps | time |
@@ -569,14 +555,14 @@ for name, seconds in FORMULA.items():
 #
 # On an emulated network, the model holds by construction. Does it hold for processes on one
 # computer, where the operating system copies what they send? We time the ring on four ranks at
-# six sizes and keep the fastest of several runs, because anything else this machine does can only
-# add time. A run is six steps, each with a quarter of the tensor, so a sixth of its time is one
+# six sizes and keep the fastest of 20 runs, because anything else this machine does can only add
+# time. A run is six steps, each with a quarter of the tensor, so a sixth of its time is one
 # step. (Above 4 MiB, a step is several messages; the model ignores that.) To these times we fit
 # $\alpha$ and $\beta$, by least squares of the relative errors.
 
 # %%
 fitted_sizes = [2**14 * 4**i for i in range(6)]
-measured = lab.ring_seconds(fitted_sizes)
+measured = [runs[0] for runs in lab.ring_runs(fitted_sizes)]  # the fastest
 messages, chunk = 2 * (4 - 1), 1 / 4
 mine = cost.fit_link([num_bytes * chunk for num_bytes in fitted_sizes],
                      [seconds / messages for seconds in measured])
@@ -585,16 +571,17 @@ mine = cost.fit_link([num_bytes * chunk for num_bytes in fitted_sizes],
 # **Predict.** The next cell uses the two numbers to predict three new sizes. Two lie between the
 # fitted sizes, the third beyond them. The model has one bandwidth for all sizes, but four tensors
 # of 32 MB do not fit into the cache of many processors. Does this speak for more time than
-# predicted, or for less?
+# predicted, or for less? (The distance of the median from the fastest of the 20 runs shows how far
+# they spread.)
 
 # %% tags=["output-fit", "exhaustive"]
 print(f"alpha {1e6 * mine.latency:.0f} microseconds, beta {mine.bandwidth / GB:.2f} GB/s")
-print("    size   predicted   measured   measured / predicted")
+print("    size   predicted    fastest      median   fastest / predicted")
 new_sizes = [500_000, 8_000_000, 32_000_000]
-for num_bytes, seconds in zip(new_sizes, lab.ring_seconds(new_sizes), strict=True):
+for num_bytes, runs in zip(new_sizes, lab.ring_runs(new_sizes), strict=True):
     predicted = cost.ring_all_reduce_seconds(num_bytes, 4, *mine)
-    print(f"{num_bytes / MB:5.1f} MB {1e3 * predicted:8.2f} ms {1e3 * seconds:7.2f} ms "
-          f"{seconds / predicted:14.2f}")
+    print(f"{num_bytes / MB:5.1f} MB {1e3 * predicted:8.2f} ms {1e3 * runs[0]:7.2f} ms "
+          f"{1e3 * median(runs):8.2f} ms {runs[0] / predicted:14.2f}")
 
 # %% tags=["figure-fit"]
 show(crossing(
@@ -625,19 +612,15 @@ show(crossing(
 # named gloo. Its all-reduce
 # ([source](https://github.com/facebookincubator/gloo/blob/main/gloo/allreduce.cc)) is also a ring,
 # written in C++, and it also adds one piece of a chunk while the next arrives. The table shows the
-# fastest of 20 runs, and in brackets the time relative to PyTorch's:
+# fastest of 20 runs and their median, and in brackets the fastest relative to PyTorch's:
 
 # %% tags=["output-rings", "exhaustive"]
 rings = {"section 4's ring": ring, "the package's": all_reduce_ring,
          "dist.all_reduce": lambda tensor, group: dist.all_reduce(tensor, group=group)}
 lengths = [16_000, 1_000_000, 32_000_000]
-fastest = lab.fastest_seconds(rings, lengths)
-print("4 ranks, ms        " + "".join(f"{plain_bytes(length):>16}" for length in lengths))
-for name, seconds in fastest.items():
-    relative = [a / b for a, b in zip(seconds, fastest["dist.all_reduce"], strict=True)]
-    print(f"{name:19}" + "".join(f"{1e3 * each:9.2f} ({ratio:.2f})"
-                                 for each, ratio in zip(seconds, relative, strict=True)))
-by_hand, packaged, pytorch = (seconds[-1] for seconds in fastest.values())
+runs = lab.timed_runs(rings, lengths)
+lab.print_runs(runs, lengths, "dist.all_reduce")
+by_hand, packaged, pytorch = (by_size[-1][0] for by_size in runs.values())
 show_text(claim(by_hand > packaged > pytorch, "For the longest tensor, the package's ring is "
                 "faster than section 4's, and PyTorch's is the fastest."))
 
@@ -721,7 +704,8 @@ show(scaling(nodes, bus, "nodes of 8 H100", "bus bandwidth (GB/s)", by_fit, "fit
 # Two common ways avoid a thousand steps. In a **tree**, the paths up and down have length
 # $\log_2 N$. But the leaves only send on the way up and only receive on the way down, so half of
 # the capacity of their links is idle. Therefore two trees run at once, arranged so that the leaves
-# of one are inner nodes of the other (Sanders, Speck & Träff 2009).
+# of one are inner nodes of the other ([Sanders, Speck & Träff
+# 2009](https://doi.org/10.1016/j.parco.2009.09.001)).
 #
 # A **hierarchical** all-reduce follows the structure of the machine: a reduce-scatter inside each
 # node, then a ring across nodes for the eighth of the tensor that each GPU is left with, then an
@@ -791,7 +775,8 @@ for size in (8, 64, 512):
 # </details>
 #
 # Short tensors and many ranks favor trees, long tensors and few ranks a ring. NCCL chooses for
-# every call, with a model that has a latency and a bandwidth for each algorithm (Hu et al. 2025).
+# every call, with a model that has a latency and a bandwidth for each algorithm ([Hu et al.
+# 2025](https://arxiv.org/abs/2507.04786)).
 #
 # ### A plausible number, and the question of section 1
 #
@@ -841,9 +826,9 @@ for name, seconds in answers.items():
 # would matter less.
 #
 # This time adds to every training step, unless the all-reduce runs during the backward pass, as
-# with the buckets of chapter 4. And look once more at the state after N - 1 steps: each rank holds
-# one chunk of the complete sum. Does every rank really need the rest? That is the question of
-# [chapter 6](chapter:6).
+# with the [buckets](word:bucket) of chapter 4. And look once more at the state after N - 1 steps:
+# each rank holds one chunk of the complete sum. Does every rank really need the rest? That is the
+# question of [chapter 6](chapter:6).
 #
 # ## 8. Recap
 #
@@ -893,8 +878,8 @@ check("5.4")
 # 2025, [Demystifying NCCL](https://arxiv.org/abs/2507.04786)):
 #
 # - **Simple** sends large blocks and announces each after a memory fence, an instruction that makes
-#   the data visible before the announcement. It reaches full bandwidth, but each step takes about 6
-#   microseconds.
+#   the data visible before the announcement. It adds no bytes to the data, but each step takes
+#   about 6 microseconds.
 # - **LL** (low latency) sends a flag with every 4 bytes of data, in one 8-byte store. Each step
 #   takes about 1 microsecond, at no more than half the bandwidth.
 # - **LL128** sends 8 bytes of flags with every 120 bytes of data, which needs a link that keeps
@@ -904,7 +889,9 @@ check("5.4")
 # **Predict.** For a ring over the 8 GPUs of a node, which protocol is fastest for 64 kB? For
 # 256 MB?
 #
-# The cell puts these latencies and bandwidths into the ring's formula.
+# The cell puts these latencies and shares of the bandwidth, which are the paper's, into the ring's
+# formula. The times are results of the formula, not measurements. They assume that data can use all
+# of NVLink's 450 GB/s; in practice, about a fifth of it is overhead (see the next section).
 
 # %% tags=["output-protocols", "nbval-check-output"]
 protocols = {"LL": cost.Link(1e-6, nvlink * 4 / 8), "LL128": cost.Link(2e-6, nvlink * 120 / 128),
@@ -917,7 +904,12 @@ for num_bytes in (64_000, 1e6, 16e6, 256e6):
           + f"   {min(took, key=took.get)}")
 
 # %% [markdown]
-# LL is fastest for 64 kB and 1 MB, LL128 for 16 MB, and Simple for 256 MB, by a small margin.
+# By the formula, LL is fastest for 64 kB and 1 MB, LL128 for 16 MB, and Simple for 256 MB, by a
+# small margin. The paper's measurements (section V, figure 6) have the same order inside a node of
+# GH200s: LL is best for small tensors and Simple for large ones, and LL128 is close to the best
+# everywhere, 5 % behind Simple at the large end. On 16 nodes, flags cost more than the formula
+# knows: for gigabytes, LL and LL128 fall far behind Simple.
+#
 # NCCL switches between protocols as it switches between rings and trees. If an all-reduce takes
 # noticeably longer than another one of nearly the same size, you may be looking at such a switch:
 # `NCCL_DEBUG=INFO` together with `NCCL_DEBUG_SUBSYS=TUNING` logs the choice.
@@ -947,11 +939,17 @@ print(f"NVLS, size divided by time: {nvlink * N / (N + 1) / GB:.0f} GB/s")
 # %% [markdown]
 # In the ideal case, adding in the switch raises the bus bandwidth by three quarters; with NVLS, by
 # no more than 56 %. Bus bandwidth can be higher than the bandwidth of the link, because it counts
-# the bytes that a ring would have sent. Measurements stay below these bounds: according to a
-# maintainer of NCCL, its rings reach about 370 GB/s on such nodes and NVLS up to 480 GB/s ([issue
-# 212 of nccl-tests](https://github.com/NVIDIA/nccl-tests/issues/212)). The sums behind the
-# playbook's 436 GB/s were therefore probably added in the switch. The reading as bus bandwidth
-# survives this: as size divided by time, even NVLS cannot exceed 400 GB/s.
+# the bytes that a ring would have sent. Measurements stay below these bounds. According to a
+# maintainer of NCCL, protocol overhead takes about 20 % of a link's 450 GB/s, so that rings reach
+# about 370 GB/s on such nodes, and NVLS reaches up to 480 GB/s in bus bandwidth, but only for
+# tensors larger than 256 MB ([issue 212 of
+# nccl-tests](https://github.com/NVIDIA/nccl-tests/issues/212)). The playbook's 436 GB/s, for
+# 256 MB, lie in between, so these sums were probably added in the switch. The reading as bus
+# bandwidth survives this: as size divided by time, even NVLS cannot exceed 400 GB/s.
+#
+# Switches between nodes can add, too: InfiniBand switches do with SHARP, which NCCL uses through a
+# plugin ([NVIDIA's
+# documentation](https://docs.nvidia.com/networking/display/sharpltsv391/using+nvidia+sharp+with+nvidia+nccl)).
 #
 # ## Further: rails
 #
@@ -990,17 +988,22 @@ for name, row in (("rank", range(8)), ("one ring", in_one_ring), ("hierarchical"
 # In a single ring, everything between the nodes is sent from rank 3 to rank 4 and from rank 7 to
 # rank 0: only two of the eight network cards send, and each of these messages changes rails. The
 # hierarchical all-reduce uses all cards equally: each card sends a seventh of what each of those
-# two had to send, and every message between the nodes stays on its rail.
+# two had to send, and every message between the nodes stays on its rail. If nearly all traffic can
+# be kept on rails, the switches that connect them can go: [Wang et al.
+# 2023](https://arxiv.org/abs/2307.12169) estimate that this saves 38 to 77 % of the network's cost,
+# at the same training speed.
 #
 # ## Further reading
 #
-# - Patarasuk, Yuan, *Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations*, Journal
-#   of Parallel and Distributed Computing 69(2), 2009: the minimum that must be sent, and the ring
-#   that achieves it on any tree of switches.
-# - Thakur, Rabenseifner, Gropp, *Optimization of Collective Communication Operations in MPICH*,
-#   2005, sections 3 and 4: the cost model, doubling and halving.
-# - Sanders, Speck, Träff, *Two-Tree Algorithms for Full Bandwidth Broadcast, Reduction and Scan*,
-#   2009: two trees that keep every link busy.
+# - Patarasuk, Yuan, [*Bandwidth Optimal All-reduce Algorithms for Clusters of
+#   Workstations*](https://doi.org/10.1016/j.jpdc.2008.09.002), Journal of Parallel and Distributed
+#   Computing 69(2), 2009: the minimum that must be sent, and the ring that achieves it on any tree
+#   of switches.
+# - Thakur, Rabenseifner, Gropp, [*Optimization of Collective Communication Operations in
+#   MPICH*](https://doi.org/10.1177/1094342005051521), 2005, sections 3 and 4: the cost model,
+#   doubling and halving.
+# - Sanders, Speck, Träff, [*Two-Tree Algorithms for Full Bandwidth Broadcast, Reduction and
+#   Scan*](https://doi.org/10.1016/j.parco.2009.09.001), 2009: two trees that keep every link busy.
 # - Sergeev, Del Balso, [Horovod: Fast and Easy Distributed Deep Learning in
 #   TensorFlow](https://arxiv.org/abs/1802.05799), 2018: how the ring came to deep learning.
 # - Hu et al., [Demystifying NCCL](https://arxiv.org/abs/2507.04786), 2025: protocols, algorithms

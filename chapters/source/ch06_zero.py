@@ -13,20 +13,21 @@
 # %% [markdown]
 # # 6. ZeRO: shard the training state
 #
-# **50 minutes. No GPU. [Exercises 6.1](exercise:6.1) to 6.4.**
+# **50 minutes, and 90 for the exercises. No GPU. [Exercises 6.1](exercise:6.1) to 6.4.**
 #
 # *You need:* the 16 bytes per parameter of [chapter 2](chapter:2), averaged gradients ([chapter
-# 4](chapter:4)), and the two halves of the ring all-reduce, [reduce-scatter](word:reduce-scatter)
-# and [all-gather](word:all-gather) ([chapter 5](chapter:5)).
+# 4](chapter:4)), and the two halves of the ring [all-reduce](word:all-reduce):
+# [reduce-scatter](word:reduce-scatter) and [all-gather](word:all-gather) ([chapter 5](chapter:5)).
 #
 # *You will be able to:*
-# - **shard** optimizer state, gradients and parameters over the [ranks](word:rank) without changing
-#   the training;
-# - **predict** what a rank holds with ZeRO-1, 2 and 3, and, to the byte, what it sends;
+# - **[shard](word:shard)** [optimizer state](word:optimizer-state), gradients and parameters over
+#   the [ranks](word:rank) without changing the training;
+# - **predict** what a rank holds with [ZeRO-1](word:zero), 2 and 3, and, to the byte, what it
+#   sends;
 # - **catch** the mistakes that sharding invites.
 #
 # *The way there:*
-# - **Sections 1 to 3:** which bytes a rank needs, and what each stage saves;
+# - **Sections 1 to 3:** which bytes a rank needs, and what each [stage](word:stage) saves;
 # - **Sections 4 and 5:** the stages by hand, and a mistake that goes unnoticed;
 # - **Sections 6 and 7:** the package's version, and its memory, traffic and overlap, measured.
 #
@@ -36,7 +37,6 @@
 # %%
 import time
 from functools import partial
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -57,10 +57,9 @@ from minitron.plan.hardware import DEVICES
 from minitron.proof.oracle import assert_same_training
 from teaching.check import check
 from teaching.claims import claim
-from teaching.figures import memory_bars, plain_bytes, show, timeline, wire
+from teaching.figures import memory_bars, plain_bytes, show, wire
 from teaching.lab import ch06 as lab, recorded, show_source, show_text, verdict
 from teaching.lab import ch06_prefetch as overlap
-from teaching.overlap import hidden_share
 from teaching.widgets import zero_explorer
 
 torch.set_num_threads(1)
@@ -70,9 +69,9 @@ MB, GB, TB, H100 = 1e6, 1e9, 1e12, DEVICES["H100-SXM-80GB"]
 # ## 1. The question
 #
 # Take Llama 3 8B, trained in mixed precision with Adam. Chapter 2 counted 16 bytes per parameter
-# for its training state: weights, gradients and optimizer state. Chapter 4 replicated the model on
-# every GPU. How many bytes of training state do 64 GPUs hold together, and does one copy fit on a
-# GPU?
+# for its [training state](word:training-state): weights, gradients and optimizer state. Chapter 4
+# replicated the model on every GPU. How many bytes of training state do 64 GPUs hold together, and
+# does one copy fit on a GPU?
 
 # %% tags=["output-question", "nbval-check-output"]
 llama_8b = cost.published_llama(32, 4096, 32, 8, 14336, 128256, 8192)
@@ -93,20 +92,20 @@ print(f"on {num_gpus} GPUs: {num_gpus * one / TB:.1f} TB, of which {one / TB:.2f
 #
 # | bytes per parameter | contents | when is all of it needed? |
 # |---|---|---|
-# | 12 | Adam's two moments and the float32 master weight (optimizer state) | ? |
+# | 12 | Adam's moments and the float32 [master weight](word:master-weights) (optimizer state) | ? |
 # | 2 | the gradient | ? |
 # | 2 | the bfloat16 weight used for compute (parameter) | ? |
 #
-# **Predict.** Fill in the last column. Which of the three can be sharded over N ranks, so that each
-# holds one N-th, without any additional communication?
+# **Predict.** Fill in the last column. Which of the three can be sharded over [N](word:N) ranks, so
+# that each holds one N-th, without any additional communication?
 #
 # <details><summary>Answer</summary>
 #
 # Optimizer state: never. Adam treats every value independently, so a rank can update one N-th of
 # the weights with one N-th of the state. Gradients: never all at once. The backward pass produces
 # them layer by layer, and the update needs the sum over the ranks for the same N-th only.
-# Parameters: one layer at a time, during that layer's forward and backward pass. Sharding the first
-# two adds no communication (with one micro-batch per step); sharding the third does.
+# Parameters: one layer at a time, in its forward and backward pass. Sharding the first two adds no
+# communication with one [micro-batch](word:micro-batch) per step (section 4); the third does.
 #
 # </details>
 #
@@ -134,8 +133,8 @@ for stage in range(4):
 # ## 3. Picture
 #
 # Here are the stages for Llama 3.2 1B on four ranks, one row for each of ZeRO-0 to 3. The colored
-# part of a box is what a rank holds. All four ranks hold the same amount, but a box that is a
-# quarter full stands for a different quarter on every rank.
+# part of a box is what a rank holds (boxes are not to scale). All ranks hold the same amount, but a
+# quarter-full box stands for a different quarter on each.
 
 # %% tags=["figure-holdings"]
 show(lab.stages_of_llama(), alt=(
@@ -146,8 +145,8 @@ show(lab.stages_of_llama(), alt=(
 # %% [markdown]
 # The optimizer state, the largest of the three, shrinks first.
 #
-# Activations are not in the picture. They belong to the samples that a rank reads, and samples are
-# divided among the ranks already.
+# [Activations](word:activation) are not in the picture. They belong to the samples that a rank
+# reads, and samples are divided among the ranks already.
 #
 # ## 4. By hand
 #
@@ -252,13 +251,12 @@ def zero_1(group, num_steps=3):
 # step?
 #
 # For each rank, `lab.report` prints how far its weights are from those of one process and how
-# many bytes it sends per step. The figure shows the bytes that each rank still holds at the end
-# of a step; two tensors that share memory count once.
+# many bytes it sends per step, beside the formula's. The figure shows the bytes that each rank
+# still holds at the end of a step; two tensors that share memory count once.
 
 # %% tags=["figure-stage1"]
 alone = run(zero_1, 1)[0]["parameter"][0]  # the weights that one process ends with
-show(lab.report(zero_1, start, alone,
-                lambda rank: zero_volume(start.numel(), 8, 4, rank, stage=1).sent), alt=(
+show(lab.report(zero_1, 1, start, alone), alt=(
     "ZeRO-1 by hand, measured: all parameters, all gradients, a quarter of the optimizer state."
 ))
 
@@ -301,12 +299,7 @@ def zero_2(group, num_steps=3):
 
 
 # %% tags=["figure-stage2"]
-def by_layer(stage):
-    """The formula when each layer is sharded separately."""
-    return lambda rank: num_layers * zero_volume(D * D, 8, 4, rank, stage).sent
-
-
-show(lab.report(zero_2, start, alone, by_layer(2)), alt=(
+show(lab.report(zero_2, 2, start, alone), alt=(
     "ZeRO-2 by hand, measured: all parameters, a quarter of the gradients and of the state."
 ))
 
@@ -380,7 +373,7 @@ def zero_3(group, num_steps=3):
 # **Predict.** How many all-gathers and how many reduce-scatters of P values does a step need now?
 
 # %% tags=["figure-stage3"]
-show(lab.report(zero_3, start, alone, by_layer(3)), alt=(
+show(lab.report(zero_3, 3, start, alone), alt=(
     "ZeRO-3 by hand, measured: a quarter of everything is held between the layers."
 ))
 
@@ -389,9 +382,12 @@ show(lab.report(zero_3, start, alone, by_layer(3)), alt=(
 #
 # One all-gather for the forward pass, one for the backward pass, and one reduce-scatter:
 # $3\,\frac{N-1}{N}P$. The all-gather after the update is gone, because the next forward pass
-# gathers anyway. So ZeRO-3 adds one collective, not two.
+# gathers anyway. So ZeRO-3 adds one [collective](word:collective), not two.
 #
 # </details>
+#
+# In the figure, every box is a quarter full: after a step, no rank holds a full copy of
+# anything.
 
 # %% [markdown]
 # ## 5. The trap: clipping by a local norm
@@ -459,7 +455,7 @@ print(f"max |w_local - w_global| is {difference / change:.1%} of max |w_global -
 # </details>
 #
 # The [oracle](word:oracle) compares the ranks with one process instead, which runs the same code:
-# on a single rank, the local norm is the global norm. The oracle trains with SGD, which cancels no
+# on a single rank, the local norm is the global norm. Here it trains with SGD, which cancels no
 # factor, and on batches of its own.
 
 # %% tags=["output-clip-oracle"]
@@ -480,11 +476,10 @@ show_source(clip_pieces)
 # %% [markdown]
 # The package's [`train_step`](code:minitron.step.train_step) calls `parallel.clip`, which ends up
 # here when the optimizer's parameters are sharded.
-
-# %% [markdown]
+#
 # ## 6. The real one
 #
-# The package's ZeRO works on any model. Parameters have all kinds of sizes, so they are laid end to
+# The package's ZeRO-1 and 2 work on any model. Parameters have many sizes, so they are laid end to
 # end in flat [**buckets**](word:bucket), and each bucket, padded to a multiple of N, is split into
 # N equal shards. A shard may begin in the middle of a matrix, which does not matter to an optimizer
 # that treats every value independently.
@@ -495,7 +490,7 @@ show_source(clip_pieces)
 
 # %%
 show_source(FlatShards.start_reduce)
-show_source(FlatShards.finish_reduce, first="self.work.wait()", last="self.work = ARRIVED")
+show_source(FlatShards.finish_reduce, first="self.work.wait()", last="self.work = COMPLETED")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
@@ -504,14 +499,14 @@ show_source(FlatShards.finish_reduce, first="self.work.wait()", last="self.work 
 #
 # </details>
 #
-# ZeRO-3 puts hooks on the model that PyTorch calls before and after each block computes. Each block
+# ZeRO-3 needs `model.blocks`: PyTorch calls its hooks before and after each block computes. A block
 # is a **unit**, whose parameters are gathered together. Everything outside the blocks is one more
 # unit, the **root**: embedding, final norm and head.
 #
 # Here is what happens before a block's forward pass, before its backward pass, and after its
 # backward pass. (After its forward pass, a block is freed.) Which lines let communication overlap
-# with compute? (The lines left out deal with recomputation and with the start of the backward
-# pass.)
+# with compute? (The lines left out deal with [recomputation](word:recompute) and with the start of
+# the backward pass.)
 
 # %%
 show_source(FullyShardedDataParallel.pre_forward, first="if self.frees", last="self.prefetch")
@@ -627,77 +622,56 @@ show(wire(sent, ticks), alt=(
 #
 # The prediction treats the link as a queue. With prefetch, a block's all-gather is requested when
 # the previous block starts to compute; without prefetch, when the previous block ends. A block's
-# gradients are sent when its backward pass ends. Compute times come from a run without
-# communication, with the compute of embedding, head, and loss spread over the blocks. Prediction
-# and measurement cover the same span: from the start of the forward pass until the last gradient
-# has arrived, without the optimizer.
+# gradients are sent when its backward pass ends. In the code, `k` counts the blocks, first of the
+# forward and then of the backward pass; `send` puts a transfer into the queue and returns the time
+# of its arrival:
+
+# %%
+show_source(overlap.predict_lanes, first="for k in", last="return")
+
+# %% [markdown]
+# Compute times come from a run without communication, with the compute of embedding, head, and loss
+# spread over the blocks. Prediction and measurement cover the same span: from the start of the
+# forward pass until the last gradient has arrived, without the optimizer.
 #
 # **Predict.** The model has six blocks, so there are 18 transfers: an all-gather per block and
 # pass, and a reduce-scatter per block. (The prediction leaves out the root's transfers.) How many
 # of the 18 does prefetch hide at best, and under which conditions?
 
-# %% tags=["exhaustive"]
+# %% tags=["output-prefetch", "exhaustive"]
 passes = run(overlap.compute_alone, 2, watch=False)[0]  # forward, backward
 block_bytes, blocks = 4 * cost.num_block_parameters(overlap.WIDE), overlap.WIDE.num_layers
-network = 1e-4, round(block_bytes / 2 / (0.7 * passes[0] / blocks), -6)
+network = 1e-4, round(block_bytes / 2 / (0.7 * passes[0] / blocks), -6)  # latency, bandwidth
 transfer = cost.ring_all_gather_seconds(block_bytes, 2, *network)
-WAYS = {"without prefetch": (overlap.without_prefetch, False), "with prefetch": (apply_fsdp, True)}
-applies = [apply for apply, _ in WAYS.values()]
-found = run(overlap.slow_passes, 2, applies, network, timeout=300, watch=False)[0]
-steps = dict(zip(WAYS, found, strict=True))
-
-# %% tags=["output-prefetch", "exhaustive"]
+steps = overlap.measure(network)
 print(f"a block: forward {1e3 * passes[0] / blocks:.1f} ms, all-gather {1e3 * transfer:.1f} ms")
-print("ms                 predicted   measured  (spread)        predicted, own compute")
-gains = []
-for name, (_, prefetch) in WAYS.items():
-    times = sorted(1e3 * seconds for *_, seconds in steps[name])
-    own = [median(each) for each in zip(*(overlap.compute_of(spans) for _, spans, _ in steps[name]),
-                                        strict=True)]
-    two = [1e3 * overlap.predicted_seconds(each, transfer, prefetch) for each in (passes, own)]
-    gains.append((two[0], median(times), two[1]))
-    print(f"{name:18} {two[0]:9.0f} {median(times):10.0f}  ({times[0]:.0f} to {times[-1]:.0f})"
-          f" {two[1]:20.0f}")
-gain = [without - with_it for without, with_it in zip(*gains, strict=True)]
-print(f"gain               {gain[0]:9.0f} {gain[1]:10.0f} {gain[2]:33.0f}")
-print("prefetch pays here" if gain[1] > 0 else "no gain here: the processor, not the link, is busy")
+compared = overlap.compare(steps, passes, transfer)
+overlap.print_times(compared)
 
 # %% [markdown]
-# In the step, computing can take longer than alone: FSDP also copies gathered shards into
-# parameters and gradients into flat buffers, in a process that shares its cores with the other
-# rank's communication threads. The last column therefore repeats the prediction with the compute
-# time that the ledger recorded *in the step*. That splits each error in two:
+# In the step, computing can take longer than alone: FSDP also copies gradients into flat buffers,
+# and the cores are shared with both ranks' communication threads. The last column therefore repeats
+# the prediction with the compute time that the ledger recorded *in the step*. That splits each
+# error in two:
 
 # %% tags=["output-errors", "exhaustive"]
-print("ms                 longer than predicted   due to compute   the rest")
-errors = [(measured - predicted, own - predicted) for predicted, measured, own in gains]
-errors.append([without - with_it for without, with_it in zip(*errors, strict=True)])
-for name, (error, of_compute) in zip([*WAYS, "gain"], errors, strict=True):
-    print(f"{name:18} {error:21.0f} {of_compute:16.0f} {error - of_compute:10.0f}")
-print("in the gain, the two parts", "add up" if of_compute * (error - of_compute) > 0 else
-      "have opposite signs: they cancel, at least in part")
+overlap.print_errors(compared)
 
 # %% [markdown]
 # *The rest* is what the queue leaves out, such as the root's transfers, or waiting for a rank that
-# is late. A gain that agrees with its prediction proves little by itself, since errors of the two
-# rows can cancel in it. Prefetch may lengthen the compute further, because the communication
-# threads then work while the rank computes, not while it waits; this experiment does not test that.
+# is late. Each row has five repeats; a difference smaller than their spread may be noise. A gain
+# that agrees with its prediction proves little by itself, since errors of the two rows can cancel
+# in it. With prefetch, the communication threads work while the rank computes, not while it waits.
+# If that lengthens the compute, the gain's part *due to compute* becomes negative.
 #
 # The timelines show the fastest step, without prefetch and with it; idle time is hatched. In the
-# measured lanes, a transfer is drawn for as long as it occupies the emulated link.
+# measured lanes, a transfer is drawn for as long as it occupies the emulated link. The thin purple
+# stripes are the root's transfers. The thin orange ones are what a rank computes between two waits,
+# mostly copies of a block's gradients into its flat buffer.
 
 # %% tags=["figure-without", "exhaustive"]
-def draw(name):
-    calls, spans, seconds = min(steps[name], key=lambda step: step[2])
-    predicted = overlap.predict_lanes(passes, transfer, WAYS[name][1])
-    measured = overlap.measured_lanes(calls, spans, network)
-    return timeline(measured, predicted, "ms, network emulated")
-
-
-hidden = {}
-for name, of_name in steps.items():
-    calls, spans, _ = min(of_name, key=lambda step: step[2])
-    hidden[name] = hidden_share(overlap.on_the_link(calls, network), spans)
+draw = partial(overlap.draw_fastest, steps, passes, transfer, network)
+hidden = {name: overlap.hidden_in_fastest(each, network) for name, each in steps.items()}
 show(draw("without prefetch"), alt=(
     "Without prefetch, a block waits for its parameters before it computes: "
     f"{hidden['without prefetch']:.0%} of the communication is hidden."
@@ -714,8 +688,9 @@ show(draw("with prefetch"), alt=claim(hidden["with prefetch"] > hidden["without 
 # <details><summary>Answer</summary>
 #
 # At best 15. In the prediction, three transfers are **exposed**, which means that nothing is
-# computed meanwhile: the very first all-gather, the first one of the backward pass, and the last
-# gradients. (In the real step, the embedding or the head computes then, for a short time.)
+# computed meanwhile: the first all-gather, the first one of the backward pass, and the last
+# gradients. They are the gaps in the second figure's predicted compute. (In the real step, the
+# embedding or head briefly computes then; other gaps can appear.)
 #
 # The other 15 are hidden under two conditions. A transfer takes no longer than a block's forward
 # pass, and two transfers take no longer than its backward pass, which has to hide the next block's
@@ -788,7 +763,7 @@ print(f"in proportion to the times above: {tokens_each * once / forth:,.0f}")
 #
 # For T tokens, compute and transfer take equally long when 2 P T / speed = 2 P / bandwidth. P
 # cancels: T is speed / bandwidth, for a model of any size. The backward pass doubles both sides.
-# The times above, which leave out latency, give a lower number, mainly because attention's FLOPs
+# The times above (without latency) give a lower number, mainly because attention's FLOPs
 # come on top of 2 P per token. So a batch of 4 million tokens lets about 600 GPUs hide this
 # traffic. (With several micro-batches, the tokens of *one* count.)
 #
@@ -802,11 +777,11 @@ print(f"in proportion to the times above: {tokens_each * once / forth:,.0f}")
 # it gathers them once per step and holds them in full. So with the defaults of ZeRO-2 and ZeRO-3,
 # use few, large micro-batches.
 #
-# So which stage when? Of ZeRO-0 to 3, the first that fits is usually right, because each further
-# stage buys memory with communication or with a constraint, such as an optimizer that treats every
-# value independently. Hybrid sharding is a variant of ZeRO-3 that holds more and sends less between
-# nodes. (m is the number of micro-batches; the traffic is in units of $\frac{N-1}{N}P$ values per
-# step, with the package's defaults.)
+# So which stage when? Usually the first that fits (ZeRO-1 and 2 with `overlap_gather`), since each
+# further stage buys memory with communication or with a constraint, such as an optimizer that
+# treats every value independently. Hybrid sharding is a variant of ZeRO-3 that holds more and sends
+# less between nodes. ([m](word:m) is the number of micro-batches; the traffic is in units of
+# $\frac{N-1}{N}P$ values per step, with the package's defaults.)
 #
 # | | choose it when | bytes per parameter | traffic |
 # |---|---|---|---|
@@ -814,12 +789,12 @@ print(f"in proportion to the times above: {tokens_each * once / forth:,.0f}")
 # | ZeRO-1 | the optimizer state does not fit (better than ZeRO-2 if m is large) | 4 + 12/N | 2 |
 # | ZeRO-2 | the gradients do not fit either, and m is small, but above 1 | 2 + 14/N | m + 1 |
 # | ZeRO-3 | the parameters do not fit, but two units do (see below) | 16/N, two units | 3 m |
-# | hybrid | as ZeRO-3, with slow links between nodes (*Further*) | 16/S, two units | see there |
+# | hybrid | ZeRO-3 in groups of S: slow links between nodes | 16/S, two units | *Further* |
 # | none of them | a unit or one sequence's activations do not fit | | chapter 7 |
 #
-# The two units, of parameters and of gradients, are the one that computes and, with prefetch, the
-# next. With one micro-batch, our ZeRO-1 already frees each bucket once it is reduced, so it holds
-# what ZeRO-2 holds; its formula is for m > 1.
+# Beside the unit that computes, a rank holds the previous one's gradients and, with prefetch, the
+# next one's parameters. With one micro-batch, our ZeRO-1 frees each bucket once it is reduced, so
+# it holds what ZeRO-2 holds; its formula is for m > 1.
 #
 # ### A trillion parameters?
 #
@@ -860,7 +835,7 @@ for name, (with_it, without) in parts.items():
 # four times as much as the rank's shards. In the backward pass there are the parameters of two
 # units, the one that computes and the next, which is prefetched, and the gradients of two: those
 # that are computed, and those of the unit before, which travel. The root's gradient stays until the
-# backward pass ends. Without prefetch, the parameters of one unit are gone, and the sum fits, on
+# backward pass ends. Without prefetch, only one unit's parameters are there, and the sum fits, on
 # paper: CUDA's own memory and fragmentation come on top, and every all-gather is exposed.
 #
 # </details>
@@ -874,6 +849,9 @@ for name, (with_it, without) in parts.items():
 zero_explorer()
 
 # %% [markdown]
+# On any number of ranks, ZeRO-1 cannot fit once the 4 bytes per parameter that it does not shard
+# fill the GPU, nor ZeRO-2 at twice that size.
+#
 # ## 8. Recap
 #
 # 1. N data-parallel ranks hold N copies of 16 P bytes. An optimizer that treats every value
@@ -956,8 +934,8 @@ for late_rank in (None, 2):
 # None of these, but the weights are wrong. `summing.wait()` comes one line too late. As long as the
 # network is faster than the other work, the sum happens to arrive in time. (If the first row is not
 # about 1e-14 either, a rank was late by itself.) When a rank is late, the others update their parts
-# with their own gradient or with a partial sum. Again the ranks agree, because each part has one
-# owner.
+# with their own gradient or with a [partial sum](word:partial-sum). Again the ranks agree, because
+# each part has one owner.
 #
 # A second defect costs only traffic: an all-reduce and an all-gather send $3\,\frac{N-1}{N}P$. With
 # a reduce-scatter instead of the all-reduce, it would be ZeRO-1's $2\,\frac{N-1}{N}P$.
@@ -983,7 +961,7 @@ except RankError as error:
 # ## Further: prefetch on one GPU
 #
 # Does prefetch hide anything on a GPU? A single one can show it: its group has one rank, so each
-# all-gather and each reduce-scatter is a copy, on a CUDA stream of its own. How much of the copying
+# all-gather and each reduce-scatter is a copy, on a second CUDA stream. How much of the copying
 # does the compute of six layers hide? The table compares the recorded steps without and with FSDP.
 # Its column `idle` is the time in which the compute stream is idle; the last column is the part of
 # that time in which the other stream copies.
@@ -1108,10 +1086,13 @@ for grid, apply in (((1, 4), apply_fsdp), ((2, 2), lab.apply_hybrid)):
 # pay with memory for less traffic between nodes.
 #
 # </details>
+
+# %% [markdown]
+# ## Further: other libraries' names
 #
 # PyTorch's [FSDP2](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) offers
 # ZeRO-3 and hybrid sharding, and [DeepSpeed](https://www.deepspeed.ai/docs/config-json/) all three
-# stages, under other names. DeepSpeed's are keys of its JSON file: `bf16` and
+# stages, under other names. Most of DeepSpeed's are JSON keys: `bf16` and
 # `communication_data_type` at the top level, the other keys under `zero_optimization`. For ZeRO-1,
 # PyTorch has `torch.distributed.optim.ZeroRedundancyOptimizer`. Closest to ZeRO-2 is
 # `ShardingStrategy.SHARD_GRAD_OP` of the older FSDP; unlike ZeRO-2, it also shards the parameters

@@ -23,7 +23,7 @@
 # - **shard** norms, dropout and the residual stream over the tensor-parallel ranks, and say what
 #   that does to the traffic;
 # - **predict** the activations that a block saves on each rank, and what it costs to save fewer;
-# - **catch** a gradient that is only a partial sum.
+# - **catch** a gradient that is only a [partial sum](word:partial-sum).
 #
 # Run the cells in order. When the text asks you to predict something, write your guess down
 # before you open the answer.
@@ -53,7 +53,7 @@ from teaching.lab import ch08 as lab, show_source
 from teaching.widgets import sequence_explorer
 
 torch.set_num_threads(1)
-MB, GB = 1e6, 1e9
+MB, GB, H100 = 1e6, 1e9, DEVICES["H100-SXM-80GB"]
 
 # %% [markdown]
 # ## 1. The question
@@ -61,12 +61,12 @@ MB, GB = 1e6, 1e9
 # Split the layers of GPT-3 over the eight GPUs of a node, as in chapter 7, and recompute attention
 # in the backward pass, as in chapter 3. For one sequence of 2,048 tokens, how many bytes of
 # activations does each GPU save? And how many of them are the same on all eight? (This chapter is
-# about activations only. Weights and gradients alone exceed the memory of an 80 GB GPU, as the last
-# line of the output below shows; they need [chapter 9](chapter:9), too.)
+# about activations only. Weights and gradients alone exceed the 85.5 GB of an "80 GB" H100, as the
+# last line of the output below shows; they need [chapter 9](chapter:9), too.)
 #
-# The cell evaluates the activation formula for one GPU and for eight. If R bytes are replicated
-# and C bytes are sharded, one GPU saves R + C and each of eight saves R + C/8. Eight times the
-# second less the first leaves 7 R: 8 (R + C/8) - (R + C) = 7 R.
+# The cell evaluates the activation formula of the blocks for one GPU and for eight. If R bytes are
+# replicated and C are sharded, one GPU saves R + C and each of eight saves R + C/8. To find R:
+# 8 (R + C/8) - (R + C) = 7 R.
 
 # %% tags=["output-question", "nbval-check-output"]
 gpt3, S3 = cost.PUBLISHED["GPT-3 175B"], 2048
@@ -77,7 +77,8 @@ layers = gpt3.num_layers
 print(f"all {layers} layers, on each of 8 GPUs: {layers * eighth / GB:.1f} GB of activations")
 print(f"the same on all eight: {layers * replicated / GB:.1f} GB, {replicated / eighth:.0%} of it")
 weights = 2 * cost.num_parameters(gpt3) / 8  # 16 bits each; as many bytes of gradients
-print(f"weights and gradients, on each of 8 GPUs: {2 * weights / GB:.0f} GB")
+print(f"weights and gradients, on each of 8 GPUs: {2 * weights / GB:.0f} GB; "
+      f"an H100 has {H100.memory_bytes / GB:.1f} GB")
 
 # %% [markdown]
 # Most of what remains is replicated: all eight GPUs compute it and save it. Can they share it
@@ -90,10 +91,10 @@ print(f"weights and gradients, on each of 8 GPUs: {2 * weights / GB:.0f} GB")
 # %% [markdown]
 # ## 2. Estimate
 #
-# First we find the replicated tensors. A GPT block saves these tensors for its backward pass
-# ([Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198), section 4.1), with attention
-# recomputed, for B sequences of S tokens, width D, and F = 4 D. Values take 2 bytes, entries of a
-# dropout mask 1:
+# First we find the replicated tensors. With attention recomputed, a GPT block of width D and
+# feed-forward width F = 4 D saves these for B sequences of S tokens ([Korthikanti et al.
+# 2022](https://arxiv.org/abs/2205.05198), section 4.1). Values take 2 bytes, entries of a dropout
+# mask 1:
 #
 # | saved | bytes, times B S D | sharded over t? |
 # |---|---|---|
@@ -104,8 +105,8 @@ print(f"weights and gradients, on each of 8 GPUs: {2 * weights / GB:.0f} GB")
 # | input of out | 2 | ? |
 # | outputs of up and of GELU | 16 | ? |
 #
-# **Predict.** Fill in the last column for tensor parallelism over t ranks. What is left of the sum,
-# 34, at t = 8?
+# **Predict.** Fill in the last column for tensor parallelism over [t](word:t) ranks. What is left
+# of the sum, 34, at t = 8?
 #
 # <details><summary>Answer</summary>
 #
@@ -116,7 +117,7 @@ print(f"weights and gradients, on each of 8 GPUs: {2 * weights / GB:.0f} GB")
 #
 # </details>
 #
-# For more ranks, the formula gives:
+# For 1 to 32 ranks:
 
 # %% tags=["output-estimate", "nbval-check-output"]
 unit = S3 * gpt3.width
@@ -148,8 +149,10 @@ for t in (1, 2, 4, 8, 16, 32):
 # %% [markdown]
 # ## 3. Picture
 #
-# The figure shows the forward pass of one block on two ranks. Gray is replicated; 0 and 1 are the
-# ranks' shards. Find what replaces each all-reduce in the lower two rows.
+# Splitting the tokens between the tensor-parallel layers in this way is [**sequence
+# parallelism**](word:sequence-parallelism). The figure shows the forward pass of one block on two
+# ranks. Gray is replicated; 0 and 1 are the ranks' shards. Find what replaces each all-reduce in
+# the lower two rows.
 
 # %% tags=["figure-lanes"]
 show(lab.block_regions(with_backward=False), alt=(
@@ -159,8 +162,8 @@ show(lab.block_regions(with_backward=False), alt=(
 ))
 
 # %% [markdown]
-# In the lower rows, each all-reduce becomes a reduce-scatter before the dropout, addition and
-# norm, and an all-gather after them. ZeRO uses the same idea, with the optimizer between the two
+# In the lower rows, each all-reduce becomes a reduce-scatter before dropout, addition and norm,
+# and an all-gather after them (the last, in the next block). ZeRO puts the optimizer between the
 # halves ([chapter 6](chapter:6)).
 
 # %% [markdown]
@@ -257,7 +260,7 @@ for num_sequences in (1, 2):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Rank by rank, so the first row, rank 0's contribution, ends with tokens of the second sequence.
+# Rank by rank: the first row holds what rank 0 contributed, two tokens of each sequence.
 # The shape is right and no error is raised, but attention would mix two texts. With a single
 # sequence nothing is wrong, so a test with B = 1 cannot catch it.
 #
@@ -294,8 +297,8 @@ show(lab.block_regions(with_backward=True), alt=(
 # %% [markdown]
 # In the lower two rows, each pair of purple arrows is an all-gather in one direction and a
 # reduce-scatter in the other. [`minitron.comm.differentiable`](code:minitron.comm.differentiable)
-# implements both pairs; you write them in exercise 8.1. The table compares the gradients of the
-# tokens, of the norm's gain, and of A and B with those of one device:
+# implements both pairs; you write them in exercise 8.1. The table compares the gradients of
+# tokens, gain (the norm's weight), A and B with those of one device:
 
 
 # %%
@@ -347,10 +350,9 @@ for (name, dim), leaf, *got in zip(dims.items(), leaves, *run(gradients, t), str
 # </details>
 #
 # To get to 34/t, a layer must save only this rank's tokens of its input and gather the rest again
-# in the backward pass. That is the third all-gather of a tensor-parallel region, after the one in
-# the forward pass and the one in the backward pass of the reduce-scatter. The table counts bytes in
-# units of B S D, and elements in units of B S D (t-1)/t, for forward and backward pass of one block
-# together:
+# in the backward pass. That is a region's third all-gather; the others are those of its input in
+# the forward pass and of its output's gradient. The table counts bytes in units of B S D, and
+# elements in units of B S D (t-1)/t, for forward and backward pass of one block together:
 
 # %% tags=["output-regather", "nbval-check-output"]
 LAYOUTS = {
@@ -373,9 +375,9 @@ for name, layout in LAYOUTS.items():
 # for 6 of the 10 bytes. Sharding the other 4 costs a quarter more traffic: 10 instead of 8. The
 # package does that by default; with `regather=False` it keeps the inputs.
 #
-# The paper combines two rows: its traffic, no more than before, is that of the second, and its
-# memory, 34/t, is that of the third. It mentions the extra all-gather, which it overlaps with
-# compute, but does not count it. Section 7 estimates whether compute can hide it.
+# The paper combines the traffic of the second row (no more than before) with the memory of the
+# third (34/t). It mentions the extra all-gather, which it overlaps with compute, but does not
+# count it. Section 7 estimates whether compute can hide it.
 
 # %% [markdown]
 # ## 5. The trap
@@ -456,11 +458,11 @@ show(curves(range(1, 61), drift, "step", "norm weights differ by"), alt=(
 # %% [markdown]
 # Without the sum, the ranks differ from the first step on, so converting the shards to a single
 # full model would have to pick one rank's norm weights, or average them: either gives a model that
-# no rank trained.
+# never ran.
 #
-# With the mean, the ranks stay identical and the losses in the table equal the correct ones,
-# because AdamW divides by the gradient's magnitude, so a constant factor cancels. The
-# [oracle](word:oracle) compares gradients, so it finds both mistakes:
+# With the mean, the ranks stay identical, and here equal losses are no accident: AdamW divides by
+# the gradient's magnitude, so a constant factor cancels. The [oracle](word:oracle) compares
+# gradients, so it finds both mistakes:
 
 # %% tags=["output-oracle-trap", "exhaustive"]
 for name, apply in RULES.items():
@@ -475,15 +477,17 @@ for name, apply in RULES.items():
 # Why a sum here, when data parallelism takes a mean? There, each rank has its own loss, and the
 # batch's loss is their mean. Here all ranks share one loss, and each has a part of its gradient.
 #
-# The symptom has been reported: norm gradients (NVIDIA/Megatron-LM, issue 1446) and norm weights
-# (issue 474, closed without a cause) that differ between tensor-parallel ranks. One way it can
-# happen: Megatron-LM sums the gradients of parameters that have the attribute `sequence_parallel`,
-# and a version of Transformer Engine did not always set it on its norms (NVIDIA/TransformerEngine,
-# pull request 1528).
+# The symptom has been reported for Megatron-LM: norm gradients ([issue
+# 1446](https://github.com/NVIDIA/Megatron-LM/issues/1446)) and norm weights ([issue
+# 474](https://github.com/NVIDIA/Megatron-LM/issues/474), closed without a cause) that differ
+# between tensor-parallel ranks. One way it can happen: Megatron-LM sums the gradients of parameters
+# that have the attribute `sequence_parallel`, and a version of Transformer Engine did not always
+# set it on its norms ([pull request 1528](https://github.com/NVIDIA/TransformerEngine/pull/1528)).
 #
 # Both mistakes have been made. While sequence parallelism was written for GPT-NeoX, the hooks that
 # should reduce these gradients did not seem to run at all; the fix also made them sum where they
-# had averaged (EleutherAI/gpt-neox, pull requests 1257 and 1259). There, unlike here, the loss was
+# had averaged (pull requests [1257](https://github.com/EleutherAI/gpt-neox/pull/1257) and
+# [1259](https://github.com/EleutherAI/gpt-neox/pull/1259)). There, unlike here, the loss was
 # bad: it flattened near 8, and the author blamed the unsynchronized gradients. With the fix it
 # still flattened, near 7.5, so they were not the only cause.
 #
@@ -495,7 +499,7 @@ for name, apply in RULES.items():
 
 # %% tags=["output-partial", "nbval-check-output"]
 for name in lab.parameters_whose_gradients_differ(num_ranks=2):
-    if not name.startswith("blocks.1"):  # the same as in block 0
+    if not name.startswith("blocks.1"):  # block 1: these and mlp_norm.weight
         print(name)
 
 # %% [markdown]
@@ -504,7 +508,7 @@ for name in lab.parameters_whose_gradients_differ(num_ranks=2):
 # Every parameter that is replicated and applied to a rank's own tokens: norms with their biases,
 # the biases that are added after a row-parallel layer's sum, and learned positions. On each rank
 # the positions' gradient is zero outside its own tokens, so the sum puts the pieces together.
-# (`mlp_norm.weight` is missing from the list because the test model freezes it.)
+# (The test model freezes block 0's `mlp_norm.weight`, but not block 1's.)
 #
 # </details>
 #
@@ -535,7 +539,7 @@ show_source(LinearFunction.backward, WeightGradients.start, WeightGradients.comp
 # computes the gradient of the input, for which the input itself is not needed. Then `start_reduce`
 # reduce-scatters that gradient while `second_half.compute()` computes the weight gradients. These
 # two transfers have a matmul to overlap with. A third does not: the all-gather of the output
-# gradient comes first in the region's backward pass, and every matmul there depends on its result.
+# gradient (the backward pass of `reduce`) comes first, and the region's gradients all need it.
 # In the forward pass both transfers are exposed, because the next operation needs their result
 # (unless it is cut into chunks, chapter 7).
 #
@@ -656,11 +660,10 @@ show(wire(sent, {way: lab.sent_formula(way) for way in lab.WAYS}), alt=(
 # Is the third all-gather worth it, and can it be hidden? Take GPT-3 on a node of eight H100s, with
 # one sequence. The all-gather overlaps with the matmul for the gradient of the same layer's input.
 # We let that matmul run at the dense peak, which is pessimistic, because it leaves the least time
-# to hide anything; and each link at its full bandwidth, which is optimistic. The last column is the
-# margin: the all-gather is hidden if NVLink delivers more than this share of its bandwidth.
+# to hide anything; and each link at its full bandwidth, which is optimistic. The last column is a
+# threshold: the all-gather is hidden if NVLink delivers a larger share of its bandwidth.
 
 # %% tags=["output-hidden", "nbval-check-output"]
-H100 = DEVICES["H100-SXM-80GB"]
 input_bytes = 2 * S3 * gpt3.width
 print("microseconds        matmul   gather in the node   over InfiniBand   hidden above")
 for name, columns in (("query, key, value", 3 * gpt3.width), ("up", gpt3.ffn_width)):
@@ -682,12 +685,11 @@ print(f"gathering again frees {layers * (saved - again) / GB:.1f} GB "
 # of 50 MB. Over InfiniBand most of the all-gather would be exposed, so tensor and sequence
 # parallelism stay where the links are fast.
 #
-# Now we can answer section 1's question for all of GPT-3. Bytes saved are those of all blocks on
-# each of 8 GPUs, with attention recomputed; elements sent are in units of B S D (t-1)/t, per block.
-# We call a transfer exposed if, with every matmul run whole, none can overlap with it: those of the
-# forward pass and, with sequence parallelism, the all-gathers of the output gradient (section 6).
-# Cutting the matmuls into chunks, as in chapter 7's async tensor parallelism, can hide part of
-# these, too.
+# Now we can answer section 1's question. Bytes saved are those of all blocks on each of 8 GPUs,
+# with attention recomputed; elements sent are in units of B S D (t-1)/t, per block. We call a
+# transfer exposed if no matmul overlaps with it in the package: those of the forward pass and, with
+# sequence parallelism, the all-gathers of the output gradient (section 6). Cutting the matmuls into
+# chunks, as in chapter 7's async tensor parallelism, can hide part of these, too.
 
 # %% tags=["output-answer", "nbval-check-output"]
 UNITS = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
@@ -706,11 +708,11 @@ print(f"finish: {6 * layers * gpt3.width / 1e6:.1f} million gradients of the blo
       f"{gpt3.max_sequence_length * gpt3.width / 1e6:.1f} million of the positions")
 
 # %% [markdown]
-# Without sending more, each GPU stores 18.7 GB instead of 31.4 GB; with a quarter more traffic, it
-# stores 10.3 GB, a third. But more of the traffic is exposed, 6 units instead of 4. Tensor
+# The blocks send no more, and each GPU stores 18.7 GB instead of 31.4; with a quarter more traffic,
+# it stores 10.3 GB, a third of 31.4. But more is exposed, 6 units instead of 4. Tensor
 # parallelism's backward all-reduces can overlap with the weight gradients; when each is split in
-# two, only the reduce-scatter still can. The gradients that `finish` sums are mostly those of the
-# positions, and they add less than 1 %.
+# two, only the reduce-scatter still can. What `finish` sums are mostly gradients of the positions,
+# and they add less than 1 %.
 #
 # What does a block save on each of 8 GPUs if we choose the recomputation as well: none, selective,
 # or full?
@@ -733,18 +735,24 @@ show(memory_bars({}, {name: {"activation": size} for name, size in per_layer.ite
 # %% [markdown]
 # Neither sequence parallelism nor selective recomputation alone removes half of the bytes; together
 # they remove four fifths. Full recomputation leaves less still, but repeats the whole forward pass.
-# Today's fused attention kernels recompute the scores in their own backward pass (chapter 3), so
-# with them a sequence-parallel block saves little more than 34/t without "selective" (last row).
+# Today's [fused attention](word:fused-attention) kernels recompute the scores in their own backward
+# pass (chapter 3): with them, "none" saves little more than 34/t under sequence parallelism (last
+# row).
 #
 # One confusion to avoid: here, the tensor-parallel layers still read all S tokens. For very long
-# sequences, **context parallelism** splits the sequence in *all* layers; for attention, the ranks
-# then exchange keys and values (ring attention) or trade tokens for heads (Ulysses). Some papers
-# call that sequence parallelism, too.
+# sequences, [**context parallelism**](word:context-parallelism) splits the sequence in *all*
+# layers; for attention, the ranks then exchange keys and values ([ring
+# attention](https://arxiv.org/abs/2310.01889)) or trade tokens for heads
+# ([Ulysses](https://arxiv.org/abs/2309.14509)). Some papers call that sequence parallelism, too.
 #
-# The widget plots the activations of whole models against the number of ranks:
+# The widget plots the activations of all blocks against the number of ranks:
 
 # %% tags=["figure-explorer"]
 sequence_explorer()
+
+# %% [markdown]
+# On one rank the lines start in pairs: sequence parallelism has nothing to split there, so only
+# recomputation makes a difference.
 
 # %% [markdown]
 # ## Further: dropout, or whose random numbers?
@@ -752,8 +760,8 @@ sequence_explorer()
 # Suppose that a training script seeds all ranks with the same number.
 #
 # **Predict.** Dropout acts in two regions: the heads inside attention, and the residual stream
-# between the layers. In each, must the ranks draw the same mask or different ones? Under tensor
-# parallelism? Under sequence parallelism?
+# between the layers. In each, must the ranks draw the same mask or different ones? What does
+# sequence parallelism change?
 #
 # The ledger cannot show a mistake (masks are not sent), nor can the oracle (it trains without
 # dropout); so we compare the masks. `lab.masks` records which of 64 values each rank keeps, and the
@@ -842,9 +850,8 @@ print(f"({20.3 - 19.6:.1f} and {20.3 - 19.0:.1f} of {full:.1f} ms)")
 # The second claim holds, too: with both, 91 % of the overhead disappears. But part of the gain does
 # not come from recomputing less: sequence parallelism by itself is slightly faster than tensor
 # parallelism alone (19.0 against 19.6 ms). A likely reason is that each rank runs norms and dropout
-# over only 1/t of the tokens. Compared with the sequence-parallel block, selective recomputation
-# adds 20.3 - 19.0 = 1.3 ms. Full recomputation adds 7.6 ms to the tensor-parallel block, so 83 % is
-# avoided.
+# over only 1/t of the tokens. Selective recomputation alone adds 1.3 ms to either block
+# (20.9 - 19.6, 20.3 - 19.0), full recomputation 7.6 ms to the tensor-parallel one: 83 % is avoided.
 
 # %% [markdown]
 # ## 8. Recap
@@ -857,9 +864,9 @@ print(f"({20.3 - 19.6:.1f} and {20.3 - 19.0:.1f} of {full:.1f} ms)")
 # 2. An all-reduce is a reduce-scatter followed by an all-gather. With the norm between the two,
 #    each rank holds only its own tokens there. If the ranks keep the gathered inputs, they save
 #    30/t + 4 and send no more than before: 8, and once per step the sums of `finish`.
-# 3. Saving only 34/t, the package's default, takes a third all-gather, of each region's input in
-#    the backward pass: 10 instead of 8. It overlaps with a matmul; the all-gather of the output
-#    gradient does not.
+# 3. Saving only 34/t, the package's default, takes a third all-gather per region, of its input in
+#    the backward pass: 10 instead of 8. It overlaps with a matmul; that of the output gradient
+#    does not.
 # 4. Each rank applies the replicated parameters to its own tokens only, so their gradients are
 #    partial sums and must be added once per step. In our run without the sum, the loss fell as in
 #    the correct one; the ranks reported the same loss because the head is split along the

@@ -25,6 +25,11 @@
 # - **predict** its idle time, the activations each rank holds, and the messages it sends;
 # - **catch** two ranks that wait for each other, and a loss with the wrong scale.
 #
+# *The way there:*
+# - **Sections 1 to 3:** why pipelines, how long they idle, and schedules as pictures;
+# - **Sections 4 and 5:** four schedules, by hand and simulated, and three traps;
+# - **Sections 6 and 7:** the package's executor; its time, memory and messages, measured.
+#
 # Run the cells in order. When the text asks you to predict something, write your guess down
 # before you open the answer.
 
@@ -48,7 +53,7 @@ from minitron.parallel.grid import Grid
 from minitron.parallel.pipeline import schedule_check
 from minitron.parallel.pipeline.block_costs import count_multiplications, count_parameters
 from minitron.parallel.pipeline.executor import ScheduleExecutor
-from minitron.parallel.pipeline.plan import script, split_blocks
+from minitron.parallel.pipeline.plan import rank_program, split_blocks
 from minitron.parallel.pipeline.schedule_check import peak_activations
 from minitron.parallel.pipeline.schedules import (
     Action, Schedule, alternate, gpipe, interleaved, one_forward_one_backward, sequential,
@@ -99,9 +104,10 @@ print(f"one layer's output for one sequence: {S * gpt3.width * 2 / GB:.2f} GB")
 #
 # ## 2. Estimate
 #
-# Split the model into p [**stages**](word:stage) of consecutive layers, one stage per rank. In
-# the forward pass a stage needs the previous stage's output; in the backward pass it needs the
-# gradient of its own output. For now we assume that nothing else crosses between ranks.
+# Split the model into [p](word:p) [**stages**](word:stage) of consecutive layers, one stage per
+# rank: this is [**pipeline parallelism**](word:pipeline-parallelism). In the forward pass a stage
+# needs the previous stage's output; in the backward pass, the gradient of its own. For now we
+# assume that only these cross between ranks, and take no time.
 #
 # **Predict.** Four stages of equal size process one batch. For what fraction of the time is a
 # rank busy?
@@ -114,11 +120,11 @@ print(f"one layer's output for one sequence: {S * gpt3.width * 2 / GB:.2f} GB")
 #
 # </details>
 #
-# Now split the batch into m [**micro-batches**](word:micro-batch) and send them in one after
-# another: as soon as stage 0 has finished the first, it can start the second. The last stage
+# Now split the batch into [m](word:m) [**micro-batches**](word:micro-batch) and send them in one
+# after another: as soon as stage 0 has finished the first, it can start the second. The last stage
 # starts after p - 1 forward passes and then works without a pause; when it is done, the last
-# gradient still passes back through p - 1 stages. With $t_F$ and $t_B$ seconds for the forward
-# and backward pass of one micro-batch through one stage,
+# gradient still passes back through p - 1 stages. With $t_F$ and $t_B$ seconds for the forward and
+# backward pass of one micro-batch through one stage,
 #
 # $$\text{time} = (m + p - 1)\,(t_F + t_B), \qquad
 # \text{bubble} = (p - 1)\,(t_F + t_B).$$
@@ -137,18 +143,19 @@ for m in (1, 2, 4, 8, 16, 32):
 # or of the **ideal** time without any bubble, (p - 1)/m. The second can exceed 100 %, so check
 # which one a paper means.
 #
-# Why not raise m until the bubble is negligible? The [global batch](word:global-batch) limits it. N
-# pipelines that take b sequences per micro-batch share a step's GBS sequences, so m = GBS/(N b).
-# Beyond some size, a larger batch hardly improves an update, and a smaller b makes the matmuls less
-# efficient and cannot go below one sequence. So m is nearly fixed, and the bubble has to shrink by
-# other means.
+# Why not raise m until the bubble is negligible? The [global batch](word:global-batch) limits it.
+# [N](word:N) pipelines that take b sequences per micro-batch share a step's GBS sequences, so m =
+# GBS/(N b). Beyond some size, a larger batch hardly improves an update, and a smaller b makes the
+# matmuls less efficient and cannot go below one sequence. So m is nearly fixed, and the bubble has
+# to shrink by other means.
 #
 # ## 3. Picture
 #
-# Where the bubble lies depends on the order of the work. A **schedule** is a list of actions for
-# each rank, in the order in which the rank performs them. F3 is the forward pass of micro-batch
-# 3, B3 its backward pass. (F and B name passes in this chapter, so we write b where other chapters
-# write B for the sequences of a micro-batch.) Here is rank 0's list in two schedules:
+# Where the bubble lies depends on the order of the work. A [**schedule**](word:schedule) is a list
+# of actions for each rank, in the order in which the rank performs them. F3 is the forward pass of
+# micro-batch 3, B3 its backward pass. (F and B name passes in this chapter, so we write b where
+# other chapters write B for the sequences of a micro-batch.) Here is rank 0's list in two
+# schedules:
 
 # %% tags=["output-list", "nbval-check-output"]
 for schedule in (sequential(3, 4), gpipe(3, 4)):
@@ -159,8 +166,8 @@ for schedule in (sequential(3, 4), gpipe(3, 4)):
 # [simulator](code:minitron.parallel.pipeline.simulator) computes. Let a stage take 20 ms forward
 # and 40 ms backward. Forward passes are light blue, backward passes tan, idle time is hatched, and
 # the number in a block is the micro-batch. The number on the right is how many micro-batches'
-# activations the rank holds at its peak. The first figure shows the sequential schedule, the second
-# GPipe:
+# activations the rank holds at its peak. (In figures with a measurement, predictions are
+# dashed.) The first figure shows the sequential schedule, the second GPipe:
 
 # %% tags=["figure-sequential"]
 MS = {"F": 20, "B": 40}
@@ -171,16 +178,19 @@ show(pipeline(simulate(sequential(3, 4), MS)), alt=(
 
 # %% tags=["figure-gpipe"]
 show(pipeline(simulate(gpipe(3, 4), MS)), alt=(
-    "GPipe: all micro-batches forward, then all backward. The same work takes half as long; ranks "
-    "idle only while the pipeline fills, turns around, and drains."
+    "GPipe: all micro-batches forward, then all backward. Ranks idle only while the pipeline "
+    "fills, turns around, and drains."
 ))
 
 # %% [markdown]
+# In the first figure one rank works at a time, in the second twice as many on average, so the
+# passes take half as long.
+#
 # ## 4. By hand
 #
-# Now we execute such lists on real ranks. The smallest model that shows everything has twelve
-# layers, each a matrix and a tanh. The loss is a sum over samples divided by the number of targets
-# in the *whole* batch; section 5 shows why that matters.
+# Now we execute such lists on real ranks, with a model of twelve layers, each a matrix and a tanh.
+# The loss is a sum over samples divided by the number of targets in the *whole* batch; section 5
+# shows why that matters.
 
 # %%
 D, num_layers = 16, 12
@@ -286,8 +296,7 @@ for make_schedule in (sequential, gpipe, one_forward_one_backward):
 
 # %% [markdown]
 # The gradients agree to rounding error. No step is faster than predicted, because a sleep never
-# ends early. The excess is sleeps that end late, matmuls, messages, and waiting for a core. The
-# figure shows the fastest sequential step; the prediction has dashed outlines.
+# ends early. The figure shows the fastest sequential step:
 
 # %% tags=["figure-byhand"]
 show(pipeline(simulate(sequential(3, 4), MS), measured["sequential"]), alt=(
@@ -296,6 +305,9 @@ show(pipeline(simulate(sequential(3, 4), MS), measured["sequential"]), alt=(
 ))
 
 # %% [markdown]
+# The measured step falls behind from left to right. Every pass waits for the one before, so late
+# sleeps, matmuls, messages, and waiting for a core add up.
+#
 # ### 1F1B: hold fewer activations
 #
 # In the simulator, the third schedule takes as long as GPipe. Its advantage is in memory, which the
@@ -336,7 +348,8 @@ for m in (2, 4, 8, 32):
 # 1F1B's counts stop growing at p - r, and the bubbles are equal: 1F1B saves memory, not time. It
 # reduces the bubble only indirectly: GPipe holds all m b = GBS/N sequences of a pipeline, so memory
 # limits GBS/N. 1F1B holds at most p b, so memory does not limit m. (The published GPipe also
-# recomputes, so it keeps only the *inputs* of m micro-batches; Huang et al. 2019, section 2.3.)
+# recomputes, so it keeps only the *inputs* of m micro-batches; [Huang et al.
+# 2019](https://arxiv.org/abs/1811.06965), section 2.3.)
 #
 # ### Interleaving: a smaller bubble
 #
@@ -382,12 +395,12 @@ show(pipeline(simulate(interleaved(p, m, num_chunks=2), HALF)), alt=(
 #
 # The previous stage waits for I. No stage waits for W: it is needed only at the end of the step,
 # for data parallelism, a tied embedding, and the optimizer. So W can be deferred to when the rank
-# would otherwise be idle (Qi et al. 2023).
+# would otherwise be idle ([Qi et al. 2023](https://arxiv.org/abs/2401.10241)).
 #
 # </details>
 #
-# The figure shows **ZB-H1**. It is 1F1B, except that rank r defers each W by r micro-batches; W is
-# pale.
+# The figure shows **ZB-H1**. It is 1F1B, except that rank r defers each W by r micro-batches; I is
+# tan, W pale.
 
 # %% tags=["figure-zero"]
 SPLIT = {"F": 20, "I": 20, "W": 20}
@@ -397,16 +410,17 @@ show(pipeline(simulate(zero_bubble(p, m), SPLIT)), alt=(
 
 # %% [markdown]
 # With ZB-H1 no rank idles at the end of the step. The papers give each schedule's bubble and how
-# many micro-batches' activations rank 0 holds at its peak, for large enough m. We derived the other
-# ranks from the lists: in 1F1B and interleaved, a rank holds its warm-up and one more, and ZB-H1
-# adds r deferred micro-batches to 1F1B's $p-r$. (A micro-batch held in only one of a rank's v
-# stages counts 1/v. The times $t_F$, $t_B$, $t_I$ and $t_W$ are for all of a rank's stages.)
+# many micro-batches rank 0 holds at its peak, for large enough m and, in ZB-H1, $t_W \le t_F, t_I$.
+# We derived the other ranks: in 1F1B and interleaved, the warm-up and one more; in ZB-H1, 1F1B's
+# $p-r$ and r deferred. (A micro-batch in one of a rank's v stages counts 1/v, as in [Korthikanti et
+# al. 2022](https://arxiv.org/abs/2205.05198), 4.2.3, for interleaving. The times $t_F$, $t_B$,
+# $t_I$ and $t_W$ are for all of a rank's stages.)
 #
 # | schedule | bubble | held by rank r | source, section |
 # |---|---|---|---|
 # | GPipe | $(p-1)(t_F+t_B)$ | $m$ | Huang 2019, 2.3 |
-# | 1F1B | $(p-1)(t_F+t_B)$ | $p-r$ | Narayanan 2021, 2.2.1 |
-# | interleaved | $(p-1)(t_F+t_B)/v$ | $p + (p-1-2r)/v$ | there, 2.2.2; Korthikanti 2022, 4.2.3 |
+# | 1F1B | $(p-1)(t_F+t_B)$ | $p-r$ | [Narayanan 2021](https://arxiv.org/abs/2104.04473), 2.2.1 |
+# | interleaved | $(p-1)(t_F+t_B)/v$ | $p + (p-1-2r)/v$ | there, 2.2.2 |
 # | ZB-H1 | $(p-1)(t_F+t_I-t_W)$ | $p$ | Qi 2023, table 2 |
 #
 # Do the lists reach these numbers? "List" is the simulation, "paper" the formula:
@@ -443,13 +457,13 @@ compare(MAKERS, PAPERS)
 #
 # ## 5. Traps
 #
-# Section 4's pipeline avoids three mistakes.
+# Section 4 avoided three mistakes.
 #
 # ### The order of the actions
 #
-# In this schedule for two ranks and two micro-batches, rank 0 runs B0 before F1.
+# In this schedule for two ranks, rank 0 runs B0 before F1.
 #
-# **Predict.** Does it run?
+# **Predict.** What does each rank wait for?
 
 # %%
 F, B = partial(Action, "F"), partial(Action, "B")  # (micro-batch, stage)
@@ -475,8 +489,8 @@ print(lab.verdict(run, play, 2, impatient, timeout=4))
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# No. Rank 0 waits for the gradient of micro-batch 0, which rank 1 computes only after F1. But
-# rank 1 cannot start F1 without rank 0's second output.
+# Rank 0 waits for the gradient of micro-batch 0, which rank 1 computes only after F1. But rank 1
+# cannot start F1 without rank 0's second output.
 #
 # </details>
 #
@@ -518,11 +532,10 @@ for make_schedule in (gpipe, one_forward_one_backward):
 # wait for each other. This package uses a rule that works for any schedule: it sorts the actions
 # of *all* ranks into one global order, and every rank posts its messages in that order.
 #
-# This cannot deadlock. In the global order each action comes after everything it depends on and
-# after its rank's earlier actions. Suppose that some messages are never delivered, and take the
-# first of them in this order. Whatever its sender and its receiver do before they post it comes
-# earlier in the order, so it depends only on messages that are delivered. So both ranks post it,
-# and it is delivered: a contradiction.
+# This cannot deadlock, because in the global order each action comes after everything it depends on
+# and after its rank's earlier actions. Suppose that some messages are never delivered, and take the
+# first of them. What its sender and its receiver do before they post it depends only on earlier
+# messages, which are delivered. So both post it, and it is delivered: a contradiction.
 #
 # ### The scale of the loss
 #
@@ -581,12 +594,13 @@ for name, apply in RULES.items():
 # </details>
 #
 # This bug has shipped. picotron's pipeline calls backward on each micro-batch's mean and divides
-# only the loss it logs (huggingface/picotron, `pipeline_parallel.py`). In torchtitan, a
-# pipeline's gradients were too large by the number of tokens (pytorch/torchtitan, issue 2972).
-# Dividing by m fixes the former. Is that always enough? Ask the [oracle](word:oracle), with two
-# micro-batches of equal and of unequal size. The oracle stops at the first difference, so the cell
-# also prints by how much the first step's gradients are off, relative to each tensor's largest
-# value:
+# only the loss it logs
+# ([`pipeline_parallel.py`](https://github.com/huggingface/picotron/blob/main/picotron/pipeline_parallel/pipeline_parallel.py)).
+# In torchtitan, a pipeline's gradients were too large by the number of tokens ([issue
+# 2972](https://github.com/pytorch/torchtitan/issues/2972)). Dividing by m fixes the former. Is that
+# always enough? Ask the [oracle](word:oracle), with two micro-batches of equal and of unequal size.
+# The oracle stops at the first difference, so the cell also prints by how much the first step's
+# gradients are off, relative to each tensor's largest value:
 
 # %% tags=["output-oracle-trap", "exhaustive"]
 for rows in ((2, 2), (3, 2)):
@@ -599,10 +613,10 @@ for rows in ((2, 2), (3, 2)):
 # %% [markdown]
 # The oracle finds the factor m = 2. Dividing by m is enough only when all micro-batches have the
 # same number of tokens. With 3 and 2 rows, a token in the small micro-batch counts 5/4 of what it
-# should and one in the large micro-batch 5/6 (5/2 and 5/3 without the division), so the gradients
-# and the reported loss are wrong. Padding and masked targets often make micro-batches unequal. So
-# the package's pipeline takes the micro-batches, a loss *summed* over tokens, and the number to
-# divide by: `run(micro_batches, sum_loss, divisor)`.
+# should and one in the large micro-batch 5/6, so the gradients and the reported loss are wrong.
+# Padding and masked targets often make micro-batches unequal. So the package's pipeline takes the
+# micro-batches, a loss *summed* over tokens, and the number to divide by:
+# `run(micro_batches, sum_loss, divisor)`.
 #
 # ## 6. The real one
 #
@@ -612,14 +626,15 @@ for rows in ((2, 2), (3, 2)):
 # the function that makes it:
 
 # %% tags=["output-script", "nbval-check-output"]
-print(lab.written(script(one_forward_one_backward(3, 3), 1)))
+print(lab.written(rank_program(one_forward_one_backward(3, 3), 1)))
 
 # %%
-show_source(script)
+show_source(rank_program)
 
 # %% [markdown]
-# Rank 1 posts two receives before it computes, in the order of `in_order`, section 5's global
-# order. The executor waits for a receive where its action begins. This is how it runs the list:
+# Rank 1 posts two receives before it computes, in the order of `topological_order`, section 5's
+# global order. The executor waits for a receive where its action begins. This is how it runs the
+# list:
 
 # %%
 show_source(ScheduleExecutor.run, ScheduleExecutor.backward)
@@ -628,7 +643,7 @@ show_source(ScheduleExecutor.run, ScheduleExecutor.backward)
 # The backward pass continues from the output, as in section 4. One difference saves memory: the
 # executor keeps an `edge`, the graph node that produced the output, instead of the output itself.
 # The output's values are not needed once it has been sent, so b x S x D values per micro-batch in
-# flight are freed ([Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198), appendix B).
+# flight are freed (Korthikanti et al. 2022, appendix B).
 #
 # The other difference makes I possible, a backward pass that skips the weights. The package's
 # linear layers have their own autograd function, whose
@@ -667,15 +682,14 @@ for name, ranges in ways.items():
 # <details><summary>Answer</summary>
 #
 # To hold least, the stages at both ends get two layers and the others six, because embedding and
-# head are as large as four layers each. To compute least, only the last stage gets fewer.
+# head are larger than four layers each. To compute least, only the last stage gets fewer.
 #
 # </details>
 #
 # By default the package balances the parameters held (the middle line). It counts neither
-# activations nor attention's own multiplications: with S = 8,192, causal attention adds S x D =
-# 8,192 x 2,048 per token, over a quarter of a layer's 61 million.
+# activations nor attention's own multiplications, which grow with S.
 #
-# Llama 3.2 1B ties its embedding to its head, as GPT does. The first and the last stage then each
+# Llama 3.2 1B ties its embedding to its head. The first and the last stage then each
 # have a copy and each compute a partial sum of its gradient, which they exchange and add at the end
 # of the step. With data parallelism, every stage averages its gradients with the same stage of the
 # other pipelines, once per step. The oracle checks both, and three schedules:
@@ -702,6 +716,8 @@ for family, schedule, num_ranks, apply, m in (
     print(f"{num_ranks} ranks  {family:6} {schedule:22} {found}")
 
 # %% [markdown]
+# All four train like one process.
+#
 # ## 7. Measure
 #
 # ### Time
@@ -739,12 +755,11 @@ for name in ("interleaved, v = 2", "ZB-H1"):
     print(f"{name:18} {ratio:14.2f} {lines[name].seconds / lines['1F1B'].seconds:10.2f}")
 
 # %% [markdown]
-# Each rank runs its passes in the order of its list, but a step takes longer. The second prediction
-# accounts for passes that take longer than asked for, because a sleep ends late and the small
-# blocks do compute. Only the measurement includes messages and single late passes, which delay
-# every rank that waits for them; a mean hides these. Compare the ratios in the second table, but
-# trust only large differences: GPipe and 1F1B are predicted to take equally long, and their medians
-# differ.
+# A step takes longer than its first prediction. The second accounts for passes that take longer
+# than asked for, because a sleep ends late and the small blocks do compute. Only the measurement
+# includes messages and single late passes, which delay every rank that waits and which a mean
+# hides. GPipe and 1F1B are predicted to take equally long: in the second table, trust only gains
+# larger than the gap between their medians.
 #
 # ### Memory
 #
@@ -766,8 +781,8 @@ for name, (make_schedule, _) in MAKERS.items():
 
 # %% [markdown]
 # GPipe, 1F1B and interleaved match, except that rank 3 holds 0.1 more for each micro-batch whose
-# logits it holds. For ZB-H1 the list is an upper bound: after I only what W needs is left, the
-# inputs and output gradients of the linear layers.
+# logits it holds. For ZB-H1 the meter finds less: after I only what W needs is left, the inputs
+# and output gradients of the linear layers.
 #
 # ### Messages
 #
@@ -836,28 +851,28 @@ for name, (size, sent, idle_time) in rows.items():
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# 42 times, and t times that with sequence parallelism, where each rank sends 1/t of the pipeline's
-# message. Tensor parallelism sends 8 b S D (t-1)/t values for *every layer*; the pipeline sends 2 b
-# S D for *every stage*, so the ratio is 12 x 8 x 7/8 / 2. Over InfiniBand, tensor parallelism would
-# take about as long as the compute, so tp gets the links inside the node. The pipeline and data
-# parallelism both need 0.2 s, so either may cross nodes.
+# 42 times. Tensor parallelism sends 8 b S D (t-1)/t values for *every layer*; the pipeline sends 2
+# b S D for *every stage*, so the ratio is 12 x 8 x 7/8 / 2. Over InfiniBand, tensor parallelism
+# would take about as long as the compute, so tp gets the links inside the node. The pipeline and
+# data parallelism both need 0.2 s, so either may cross nodes.
 #
 # </details>
 #
-# The second table answers section 1. Its memory assumes sequence parallelism and selective
-# recomputation, and reserves a tenth for CUDA, NCCL and fragmentation. With b = 6, the largest in
-# the table that fits, ZeRO-3 adds 5.2 s to the 8.4 s of compute, less what hides behind it. Without
-# overlap, 1F1B adds 0.4 + 0.6 = 1.0 s, or 0.2 s less if sequence parallelism cuts its messages from
-# 0.19 to 0.02 s. So ZeRO-3 is faster only if it hides over four fifths of its traffic, and ZB-H1 or
-# interleaving would shrink the bubble. With the same batch on 4,096 GPUs, a node computes for 3 x
-# 0.7 s. ZeRO-3 takes at least the 2.6 s of its messages; 1F1B's bubble of 0.6 s and its messages
-# take it beyond that. Only a smaller bubble would win.
+# The second table answers section 1. Its memory, not its messages, assumes sequence parallelism and
+# selective recomputation; a tenth is left to CUDA and NCCL. With b = 6, the table's largest that
+# fits, ZeRO-3 adds 5.2 s to 8.4 s of compute, less what hides behind it. Without
+# overlap, 1F1B adds 0.4 + 0.6 = 1.0 s. So ZeRO-3 is faster only if it hides over four fifths of its
+# traffic, and ZB-H1 or interleaving would shrink the bubble.
 #
 # The widget simulates a schedule of your choice. Before you move a slider, use section 2's formula
-# to answer the first question below it.
+# to answer the first question below it. (The next section explains ZB-V and DualPipeV.)
 
 # %% tags=["figure-explorer"]
 schedule_explorer()
+
+# %% [markdown]
+# In 1F1B every rank idles equally long: rank 0 mostly before its first gradient arrives, rank 3
+# only at both ends.
 
 # %% [markdown]
 # ## Further: V-shaped schedules, ZB-V and DualPipeV
@@ -872,13 +887,14 @@ schedule_explorer()
 # take equally long and m is at least 2p - 1, each rank is busy without interruption from its first
 # to its last pass.
 #
-# **DualPipe** (DeepSeek-AI 2024, section 3.2.1) feeds micro-batches in from both ends of the
-# pipeline and pairs the forward pass of one direction with the backward pass of the other, so
-# that on a GPU one computes while the other communicates. It needs two copies of the parameters
-# and holds p + 1 micro-batches (table 2 of the report). **DualPipeV** folds it into a V, which
-# produces the same pairs with a single copy. The lists of both V schedules are PyTorch's, action
-# by action (`torch.distributed.pipelining`, `ScheduleZBVZeroBubble` and `ScheduleDualPipeV`); a
-# test compares them. The figures show ZB-V, then DualPipeV.
+# **DualPipe** ([DeepSeek-AI 2024](https://arxiv.org/abs/2412.19437), section 3.2.1) feeds
+# micro-batches in from both ends of the pipeline and pairs the forward pass of one direction with
+# the backward pass of the other, so that on a GPU one computes while the other communicates. It
+# needs two copies of the parameters and holds p + 1 micro-batches (table 2 of the report).
+# **DualPipeV** folds it into a V, which produces the same pairs with a single copy. Both are
+# PyTorch's lists (`torch.distributed.pipelining`, `ScheduleZBVZeroBubble` and
+# `ScheduleDualPipeV`); a test compares them. The figures show ZB-V, then DualPipeV, where a wide
+# block is a whole B.
 
 # %% tags=["figure-zbv"]
 p, m = 4, 8
@@ -906,12 +922,12 @@ print(f"DualPipeV pairs {pairs} of {2 * p * m} forward passes with a backward pa
 # first micro-batch takes to come down to the last rank. (If F, I and W are equally long, and m is
 # at least 2p - 1 in ZB-V, 2p in DualPipeV.)
 #
-# The authors, in the column "paper", count differently. Qi et al. call ZB-V's bubble zero, because
-# they count idle time between a rank's first and last pass only. [DualPipe's
-# repository](https://github.com/deepseek-ai/DualPipe) gives $(s/2 - 1)(F\&B + B - 3W)$ for
-# DualPipeV with s stages, 2p here, and the column assumes that a pair takes as long as its passes,
-# $F\&B = F + B$. The formula treats the pair as one block, whose forward result is sent when the
-# whole block is done; in our lists F sends its result before B starts.
+# The authors, in the column "paper", count differently. Qi et al. call ZB-V's bubble zero: they
+# count gaps between a rank's first and last pass only, as ranks start the next step staggered.
+# [DualPipe's repository](https://github.com/deepseek-ai/DualPipe) gives
+# $(s/2 - 1)(F\&B + B - 3W)$, in a stage's durations, for s = 2p stages; the column assumes
+# $F\&B = F + B$ for a pair. The formula treats the pair as one block, whose forward result is sent
+# when the block is done; in our lists F sends its result before B starts.
 #
 # Every rank holds the same, whereas 1F1B loads the first rank most. DualPipeV pairs only 25 of 64
 # forward passes here because m = 2p, the fewest it accepts, leaves a short steady state.
@@ -937,6 +953,37 @@ for name, (make_schedule, _) in VS.items():
         print(f"{name:9}  2 ranks x 2   {kind:16}  {lab.oracle(apply, 4, 'gpt', 4, (8, 8))}")
 
 # %% [markdown]
+# Do the ranks hold and send what the lists say? We repeat section 7's two measurements.
+#
+# **Predict.** In interleaved 1F1B, too, each rank has two stages, and with eight micro-batches the
+# four ranks send 24, 32, 32 and 24 messages. How many do they send in a V?
+
+# %% tags=["output-vheld", "nbval-check-output", "exhaustive"]
+print("p = 4     held in stages, by rank            messages     bytes sent /")
+print("m = 8     by the meter     by the list       by rank      formula, by rank")
+for name, (make_schedule, _) in VS.items():
+    by_rank, lists = lab.metered(make_schedule, p, m), peak_activations(make_schedule(p, m))
+    held = " ".join(f"{each.peak_activation_bytes / stage_bytes:.1f}" for each in by_rank)
+    counted = " ".join(f"{count / 2:.1f}" for count in lists)
+    messages = " ".join(f"{each.messages_sent}" for each in by_rank)
+    volumes = [cost.v_volume(1, 32, shape.width, 4, p, m, rank).sent for rank in range(p)]
+    ratios = [each.bytes_sent / sent for each, sent in zip(by_rank, volumes, strict=True)]
+    print(f"{name:9} {held}  {counted}   {messages}  ", *(f"{ratio:.2f}" for ratio in ratios))
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# 16, 32, 32 and 16. Eight stages have seven boundaries, and each carries one message forward and
+# one back per micro-batch. With interleaving, the boundary between stages 3 and 4 is also one
+# between ranks, rank 3 and rank 0. In a V both of these stages are on rank 3, which hands its
+# output on to itself. So the first and the last rank have only one neighbor to send to. The cost
+# model has a formula of its own for this, [`v_volume`](code:minitron.cost.pipeline.v_volume).
+#
+# </details>
+#
+# Every rank holds what its list counts: unlike in ZB-H1, it peaks with no W pending. Rank 0 holds
+# 0.1 more, a micro-batch's logits: it has the last stage.
+#
 # The next cell runs both with the real executor and emulated stages, as in section 7:
 
 # %% tags=["output-vmeasured", "exhaustive"]
@@ -950,12 +997,21 @@ for name, (make_schedule, durations) in VS.items():
           f"{lab.spread([line.seconds for line in steps])}")
 
 # %% [markdown]
+# In the first column every pass takes exactly as long as its sleep was asked to, in the second as
+# long as the passes of its kind did on average. The gap between these two is sleeps that end late
+# and the small blocks' own compute. The gap between the second column and the measured median is
+# messages, and single late passes, which an average hides and for which other ranks wait. We did
+# not measure these two separately. The second gap can be larger here than in 1F1B: a rank runs each
+# micro-batch through two stages that take half as long, and the ranks send twice as many messages.
+# The simulator predicts the same step for both schedules, so call one of them faster only if their
+# spreads are apart.
+
+# %% [markdown]
 # ## Further: write your own schedule
 #
 # A schedule is any function of p and m that returns lists. The warm-up of 1F1B is just long enough
 # for a steady state without pauses if messages take no time. On slow links every gradient returns
-# later, so a rank idles in each round. What if it ran twice as many forward passes before its first
-# backward pass?
+# later, so a rank idles in each round. What if its warm-up were twice as long?
 
 
 # %%
@@ -1035,6 +1091,10 @@ for name, make_schedule in options.items():
 # assumes that matmuls over one sequence are as efficient as over four. So measure the best few
 # lines. In a run of the package, v = 6 is
 # `--parallel.pp 8 --parallel.schedule interleaved --parallel.chunks 6`.
+#
+# The bubble also decides section 7's comparison on more GPUs. With the same batch on 4,096 GPUs, a
+# node computes for 3 x 0.7 s. ZeRO-3 takes at least the 2.6 s of its messages. 1F1B's bubble is
+# still 0.6 s; that and messages take it beyond. Only a smaller bubble surely wins.
 
 # %% [markdown]
 # ## 8. Recap
@@ -1077,15 +1137,14 @@ check("9.4")
 # %% [markdown]
 # ## Further reading
 #
-# - Huang et al., [*GPipe: Efficient Training of Giant Neural Networks using Pipeline
-#   Parallelism*](https://arxiv.org/abs/1811.06965), 2019: section 2.3 (bubble and memory).
-# - Narayanan et al., [*Efficient Large-Scale Language Model Training on GPU Clusters Using
-#   Megatron-LM*](https://arxiv.org/abs/2104.04473), 2021: section 2.2 (1F1B with a flush,
+# - Huang et al., [*GPipe*](https://arxiv.org/abs/1811.06965), 2019: section 2.3 (bubble and
+#   memory).
+# - Narayanan et al., [*Efficient Large-Scale Language Model Training on GPU
+#   Clusters*](https://arxiv.org/abs/2104.04473), 2021: section 2.2 (1F1B with a flush,
 #   interleaving), section 3.2 (the traffic).
 # - Qi et al., [*Zero Bubble Pipeline Parallelism*](https://arxiv.org/abs/2401.10241), 2023:
 #   section 2, table 2, section 6 (ZB-V).
 # - DeepSeek-AI, [*DeepSeek-V3 Technical Report*](https://arxiv.org/abs/2412.19437), 2024: section
 #   3.2.1 (DualPipe).
-# - Harlap et al., [*PipeDream: Fast and Efficient Pipeline Parallel DNN
-#   Training*](https://arxiv.org/abs/1806.03377), 2018: 1F1B that never drains the pipeline, at
-#   the price of stale weights.
+# - Harlap et al., [*PipeDream*](https://arxiv.org/abs/1806.03377), 2018: 1F1B that never drains the
+#   pipeline, at the price of stale weights.

@@ -47,7 +47,9 @@ from minitron.comm.collectives import (
     all_gather_single, all_reduce, all_reduce_doubling, all_reduce_ring, reduce_scatter_single,
 )
 from minitron.launch import RankError, run
-from minitron.model.block_scaled import apply_block_scaling, quantize_mxfp8, quantize_nvfp4
+from minitron.model.block_scaled import (
+    apply_block_scaling, quantize_mxfp8, quantize_nvfp4, round_to_e2m1,
+)
 from minitron.model.float8 import Float8Matmuls, apply_float8, quantize
 from minitron.plan.hardware import DEVICES
 from minitron.precision import PRECISIONS, LossScale, MasterWeights
@@ -78,7 +80,6 @@ batches, num_steps = lab.story_batches(Path(workspace.name)), lab.NUM_STEPS
 # training loop in which weights, activations, gradients and moments all have the given dtype.
 # `lab.add_gradients` runs the forward and backward passes of a batch; `lab.set_rate` warms up and
 # decays the learning rate.
-
 
 
 # %%
@@ -112,7 +113,7 @@ for dtype, (_, losses) in trained.items():
 #
 # A float is a sign, an exponent of e bits and a mantissa of m bits:
 #
-# $$\pm\; 2^{E}\,\times\,1.\underbrace{b_1 b_2 \ldots b_m}_{\text{mantissa}}$$
+# $$\pm\; 2^{E}\,\times\,1.\underbrace{d_1 d_2 \ldots d_m}_{\text{mantissa}}$$
 #
 # The exponent says between which two powers of two the number lies, and the mantissa divides the
 # space between them into $2^m$ equal steps. So exponent bits are **range** and mantissa bits are
@@ -187,7 +188,7 @@ show(number_line(("fp32", "fp16", "bf16", "e4m3", "e5m2"), 0.98, 1.3, at=1, plus
 #
 # <details><summary>Answer</summary>
 #
-# 257. From 128 on the steps are 1, from 256 on they are 2.
+# $2^8 + 1$: from 128 on, the steps are 1; from 256 on, they are 2.
 #
 # </details>
 
@@ -195,6 +196,8 @@ show(number_line(("fp32", "fp16", "bf16", "e4m3", "e5m2"), 0.98, 1.3, at=1, plus
 number_line_explorer()
 
 # %% [markdown]
+# With m mantissa bits, the first such integer is $2^{m+1} + 1$: 17 in e4m3.
+#
 # ## 4. By hand
 #
 # Two things can go wrong: a number lies *between* two numbers of the format, or *outside* its
@@ -247,7 +250,8 @@ for rate in (1e-2, 1e-3, 1e-4, 1e-5, 1e-6):
 # %% [markdown]
 # Large runs end at small learning rates: Llama 3 405B went from 8e-5 down to 8e-7 ([Llama Team
 # 2024](https://arxiv.org/abs/2407.21783), section 3.4.1). At that rate, bfloat16 alone would hardly
-# move any weight of this size.
+# move weights as large as these. Our rate climbs to 3e-3 and ends at 3e-5: the very last updates
+# are mostly lost, and those that survive are rounded to whole steps.
 #
 # Now the story model with masters. After the backward pass, the gradients go to the masters, the
 # optimizer updates these, and each weight becomes its master, rounded.
@@ -395,8 +399,8 @@ show(exponent_histogram(tiny), alt=(
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# A typical gradient is now around $2^{-31}$, so float16 loses nearly all of them (red in the
-# figure). bfloat16 loses none, because it has the exponents of float32.
+# A typical gradient is now around $2^{-31}$, so nearly all are below half of $2^{-24}$: zero in
+# float16 (red). bfloat16 loses none: it has float32's exponents.
 #
 # </details>
 #
@@ -406,13 +410,14 @@ show(exponent_histogram(tiny), alt=(
 # float32, in the masters, and training is unchanged. This is **loss scaling** (Micikevicius et al.
 # 2018, section 3.2).
 #
-# **Predict.** By which power of two would you multiply?
+# By which power of two would you multiply?
 
 # %% tags=["output-byhand", "exhaustive"]
-print("scale    zero in float16   infinite")
+print("scale    zero in float16   infinite   of weights: infinite")
 for power in (0, 8, 16, 24, 32, 36, 40):
-    scaled = tiny["outputs"] * 2.0**power
-    print(f"2^{power:<6} {flushed(scaled, f16):13.1%} {scaled.half().isinf().float().mean():10.1%}")
+    scaled = [tiny[kind] * 2.0**power for kind in ("outputs", "weights")]
+    infinite = [grads.half().isinf().float().mean() for grads in scaled]
+    print(f"2^{power:<6} {flushed(scaled[0], f16):13.1%} {infinite[0]:10.1%} {infinite[1]:22.1%}")
 
 # %% tags=["figure-scaled", "exhaustive"]
 show(exponent_histogram(tiny, loss_scale=2.0**24), alt=(
@@ -421,8 +426,9 @@ show(exponent_histogram(tiny, loss_scale=2.0**24), alt=(
 ))
 
 # %% [markdown]
-# Anything from $2^{24}$ to $2^{32}$ would do here. A power of two changes only the exponent: as
-# long as a gradient is a normal number, its mantissa stays the same.
+# Anything from $2^{24}$ to $2^{32}$ would do here. At $2^{36}$ some of the weights' gradients are
+# infinite, and a single one spoils the step. A power of two changes only the exponent: as long as a
+# gradient is a normal number, its mantissa stays the same.
 #
 # The room between too small and too large moves as the model trains. So let the training find the
 # scale: start high; if a gradient is infinite or NaN, discard this step and halve the scale; after
@@ -443,6 +449,10 @@ class Scaler:
         elif self.good % self.interval == 0:
             self.value *= 2
         return finite
+
+
+# %% [markdown]
+# In training, the scale multiplies the loss, and `copy_gradients` divides by it:
 
 
 # %% tags=["exhaustive"]
@@ -510,7 +520,10 @@ print(f"epsilon                      {torch.tensor(1e-8, dtype=f16).item():9}")
 
 # %% [markdown]
 # The square of a small number is much smaller. Most second moments are zero, and so is epsilon: the
-# first step divides by zero. Adam's moments therefore have 32 bits in every recipe of the package.
+# first step divides by zero. In bfloat16, with the usual $\beta_2$ of 0.999 ([Kingma and Ba
+# 2015](https://arxiv.org/abs/1412.6980)), a second moment could never decrease: it decays by at
+# most 0.1 % per step, less than half a step of bfloat16, 0.2 to 0.4 %. (With our 0.98, it can.)
+# Adam's moments therefore have 32 bits in every recipe.
 #
 # ## 5. Traps
 #
@@ -557,8 +570,8 @@ for optimizer, peak in ((partial(torch.optim.SGD, lr=0.0), 0.5), (lab.adamw, 3e-
 # gradients and nothing else. Then it checks this part, as `Scaler` does above.
 #
 # The gradient of every weight is 1 on every rank, times the loss scale. (The gradients are float32
-# here: in float16, 65,536 would already be infinite.) But in step 2, counted from 0, the gradient
-# of weight 4 overflows on rank 3.
+# here: in float16, 65,536 would already be infinite.) But in step 2, weight 4's gradient
+# overflows on rank 3 (all counted from 0).
 #
 # **Predict.** Which rank sees the infinity? What does that rank do, and the others?
 
@@ -596,7 +609,7 @@ except RankError as error:
     show_text(str(error).splitlines()[0])
 
 # %% [markdown]
-# The launcher names the rank that is elsewhere; on a cluster this would be a hang. So the rank must
+# The launcher names the stray rank; on a cluster this could hang, or garble data. So the rank must
 # not leave: it skips the update but takes part in all communication. `each_for_itself` does that;
 # `together` asks all ranks first.
 
@@ -658,18 +671,19 @@ print(f"PyTorch's f16 {kernels[0]:12.3g}   {[round(p, 3) for p in kernels[1].tol
 # <details><summary>Answer</summary>
 #
 # In float16, the square of 300 is beyond 65,504, and so is the exponential of 12. The softmax
-# divides infinity by infinity, which is NaN. The norm divides 300 by infinity, and nobody notices a
-# 0. In bfloat16 both are fine. Positions go wrong in both formats: above 256, bfloat16 has only
-# every second integer, then every fourth; float16 starts to skip above 2,048. So neighboring tokens
-# get the same position, and rotary embeddings would rotate them by the same angle. Rotary tables in
-# 16 bits have been a bug in real code (EleutherAI/gpt-neox#1003, huggingface/transformers#29285).
+# divides infinity by infinity, which is NaN. The norm divides 300 by infinity, which is 0, and
+# nobody notices. In bfloat16 both are fine. Positions go wrong in both formats: above 256, bfloat16
+# has only every second integer, then every fourth; float16 starts to skip above 2,048. So
+# neighboring tokens get the same position, and rotary embeddings would rotate them by the same
+# angle. Rotary tables in 16 bits have been a bug in real code (EleutherAI/gpt-neox#1003,
+# huggingface/transformers#29285).
 #
 # </details>
 #
 # Norms and softmax are therefore computed in float32, with inputs and outputs in 16 bits
 # (Micikevicius et al. 2018, section 3.3). PyTorch's kernels do that internally; its softmax also
 # subtracts the largest logit. Anything you write yourself has to do the same. This package computes
-# the rotary table in float32 and converts the logits before the loss.
+# the rotary table and the loss in float32.
 #
 # ## 6. The real one
 #
@@ -689,7 +703,7 @@ for name, precision in PRECISIONS.items():
 # %% [markdown]
 # `bf16-autocast` is the one row with float32 parameters and 16-bit matmuls: PyTorch's
 # `torch.autocast` converts each weight when it is used (and caches the copy, 2 more bytes). In all
-# rows, matmuls ask for 32-bit sums.
+# rows, sums follow section 4.
 #
 # And here are the two ideas of section 4, for any model. `parameter.grad = None` frees each 16-bit
 # gradient before the next one is copied:
@@ -747,8 +761,8 @@ for dtype in (bf16, f16, e4m3, e5m2):
 # But the errors favor no direction: they are noise in a gradient that is noisy anyway. And only a
 # matmul's operands are rounded to 8 bits: weights and activations to e4m3, gradients to e5m2,
 # because their magnitudes vary more (Micikevicius et al. 2022, section 3). In memory all three keep
-# 16 bits, and the sums should have 32 (Hopper keeps about 14: DeepSeek-AI 2024, section 3.3.2). For
-# example, a weight's gradient:
+# 16 bits, and the sums should have 32 (Hopper keeps about 14: DeepSeek-AI 2024, section 3.3.2). The
+# matmul of weights' gradients:
 
 # %%
 show_source(Float8Matmuls.grad_weight)
@@ -852,8 +866,8 @@ for dtype in (bf16, f32):
 # rounding itself, which reads every operand twice, once for its largest value.
 #
 # Messages are short in either format. An H100 has 85.5 GB (80 on its datasheet), too few for
-# float32's activations alone. bfloat16's just fit: with weights, gradients and a 64th of the
-# optimizer state, 48.4 + 32.1 + 1.5 = 82.0 GB.
+# float32's activations alone. bfloat16's fit, with weights, a 64th of the optimizer state and
+# chapter 2's temporaries (no gradients yet).
 #
 # ### Which precision when
 #
@@ -865,7 +879,7 @@ for dtype in (bf16, f32):
 # | many micro-batches or ranks | `bf16-fp32-grads` | 18 bytes; gradient messages twice as long |
 # | weights that must stay in float32 | `bf16-autocast` | float32 messages; cached copies |
 # | float16, but no bfloat16 | `fp16` | a loss scale, and the steps it skips |
-# | 8-bit units, fused rounding | `fp8` | coarse operands; about 1.6 times as fast here |
+# | 8-bit units, fused rounding | `fp8` | coarse operands, for 1.6 times the speed |
 # | a doubt about the others | `fp32` | almost twice the activations; slow matmuls |
 #
 # ## 8. Recap
@@ -923,17 +937,17 @@ show(shown.figure, alt=shown.alt)
 # whose matmuls round their operands to 10 mantissa bits ([PyTorch's notes on
 # CUDA](https://pytorch.org/docs/stable/notes/cuda.html)).
 #
-# The estimates in the figure count the bytes that an operation moves. In this recording, the 16-bit
-# recipes stay well below their estimates, and `fp8` is not the fastest of all but several times
-# slower than `bf16`. The likely reason is that each of its operands is also scaled and rounded.
-# Without a compiler that takes several kernels, each of which reads and writes the operand once,
-# and in layers of this size they cost more than the 8-bit matmul saves. So trust the estimate for
-# fp8 only where a compiler or a library fuses these kernels.
+# The figure's estimates count FLOPs and the bytes that operations move. In this recording, the
+# 16-bit recipes stay well below them; only `fp32` is a little above its own. And `fp8` is not the
+# fastest of all but several times slower than `bf16`. The likely reason is that each of its
+# operands is also scaled and rounded. Uncompiled, this takes several kernels, each of which reads
+# the operand, and in layers of this size they cost more than the 8-bit matmul saves. So trust the
+# estimate for fp8 only where a compiler or a library fuses these kernels.
 #
 # The 28 % of section 7: per token, attention's products take 12 · 32 · 4,096 · 8,192 = 12.9 GFLOP
 # ([Chowdhery et al. 2022](https://arxiv.org/abs/2204.02311), appendix B) and the head 6 · 4,096 ·
-# 128,256 = 3.2, of the 57.9 that `cost.training_flops_per_token` counts. `apply_float8` is given
-# the blocks alone, and in them it changes the linear layers.
+# 128,256 = 3.2, of the 57.9 that `cost.training_flops_per_token` counts, masked scores included.
+# `apply_float8` changes only the blocks' linear layers.
 
 # %% [markdown]
 # ## Further: stochastic rounding
@@ -956,6 +970,11 @@ def stochastic(x):
     return ((x.view(torch.int32) + noise) & -(2**16)).view(f32).to(bf16)
 
 
+# %% [markdown]
+# A thousand weights start at 1, and each of 100 steps adds 0.001, as in section 4. The figure shows
+# one of them and the mean of all, beside the earlier lines:
+
+# %%
 many, history = torch.ones(1000, dtype=bf16), [torch.ones(1000)]  # weights
 for _ in range(100):
     many = stochastic(many.float() + 0.001)
@@ -971,6 +990,10 @@ show(one_weight({"float32": histories["float32"], "to nearest": histories["bfloa
     "With stochastic rounding, one bfloat16 weight climbs in jumps, and the mean of a thousand of "
     "them follows the line of float32, without masters."
 ))
+
+# %% [markdown]
+# The single weight jumps, the mean does not. Does a model train with that? It is the loop of
+# section 4 that throws its masters away, with the other rounding:
 
 # %% tags=["output-random", "exhaustive"]
 losses["no masters, stochastic"] = train_with_masters(stochastic, keep=False)
@@ -994,8 +1017,9 @@ for name in ("float32", "masters not kept", "no masters, stochastic"):
 #
 # Let r be the relative error of one rounding, as a root mean square over all mantissas. When k
 # independent values have been added, their sum is about $\sqrt k$ times as large as one of them,
-# and so is the rounding error of the k-th addition in the ring. In a tree there are only $\log_2 N$
-# roundings along the way:
+# and so is the rounding error of the addition that makes it. Independent errors add up in squares:
+# in a ring of many ranks, $r^2 (2 + 3 + \ldots + N) \approx r^2 N^2 / 2$, relative to a sum whose
+# square is about N. In a tree, each of the $\log_2 N$ levels adds $r^2$, relative to the sum:
 #
 # $$\text{ring: } r \sqrt{N/2} \qquad\qquad \text{tree: } r \sqrt{\log_2 N}$$
 #
@@ -1012,6 +1036,10 @@ for name, reduce, summed_here in (("ring", all_reduce_ring, lab.in_ring),
     print(f"{name}: the bits of four real ranks", all(
         torch.equal(summed, summed_here(parts)) for summed in run(lab.summed_by, 4, reduce)))
 print("ring and tree end with the same bits:", torch.equal(lab.in_ring(parts), lab.in_tree(parts)))
+
+# %% [markdown]
+# Both do, but differ. Now up to 1,024 ranks, each with 4,096 normal gradients, against the exact
+# sum; the third line adds in float32 and rounds once:
 
 # %%
 sizes, measured = [4, 16, 64, 256, 1024], {"ring": [], "tree": [], "float32, rounded once": []}
@@ -1032,12 +1060,14 @@ show(crossing(sizes, predicted, "ranks", "error of the sum (%)", measured), alt=
 ))
 
 # %% [markdown]
-# Dots are measured, dashes predicted. The tree's dots lie a little above. The likely reason is that
-# it adds numbers of about the same size, so only a bit or two is cut off, and the error is often
-# half a step, the largest that there is. The order of a ring, and so the bits of your run, depend
-# on the number of ranks. Does an error of a few percent matter? A gradient is noisy anyway, because
-# its samples are chosen at random. But this noise grows with the cluster, and twice the bytes
-# remove it. Llama 3 405B reduced its gradients in float32 (Llama Team 2024, section 3.3.2).
+# Dots are measured, dashes predicted. The ring's first dot is above its dash partly because four
+# ranks are not many: 2 + 3 + 4 = 9, not 8. The tree's dots lie a little above, too. The likely
+# reason is that it adds numbers of about the same size, so only a bit or two is cut off, and the
+# error is often half a step, the largest that there is. The order of a ring, and so the bits of
+# your run, depend on the number of ranks. Does an error of a few percent matter? A gradient is
+# noisy anyway, because its samples are chosen at random. But this noise grows with the cluster, and
+# twice the bytes remove it. Llama 3 405B reduced its gradients in float32 (Llama Team 2024, section
+# 3.3.2).
 #
 # ## Further: how much may rounding change?
 #
@@ -1049,7 +1079,7 @@ show(crossing(sizes, predicted, "ranks", "error of the sum (%)", measured), alt=
 
 # %% tags=["output-tolerance", "exhaustive"]
 num_roundings = 2 * (12 * lab.SHAPE.num_layers + 4)
-exact = lab.first_gradients(lab.ALONE, lab.config_of("fp32"), batches[0])
+exact = lab.first_gradients(lab.SINGLE_RANK, lab.config_of("fp32"), batches[0])
 print("four ranks, ZeRO-1 and tensor parallelism      largest error   allowed")
 for name in ("fp32", "bf16", "fp16", "fp8"):
     grads = run(lab.first_gradients, 4, lab.config_of(name, zero=1, tp=2), batches[0],
@@ -1086,8 +1116,8 @@ show_source(quantize_mxfp8)
 # one? How many bits does a value take, including its share of the scales?
 
 # %% tags=["output-blocks", "nbval-check-output"]
-def per_tensor(x):
-    values, scale = quantize(x, e4m3)
+def per_tensor(x, dtype=e4m3):
+    values, scale = quantize(x, dtype)
     return values.float() * scale
 
 
@@ -1103,25 +1133,70 @@ for name, (rounded_by, bits) in formats.items():
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Without an outlier, one scale per tensor and MXFP8 are about equally precise, because they have
-# the same mantissa. The outlier ruins the tensor with one scale and hardly changes the other two:
-# only one block contains it. NVFP4 has one mantissa bit, so its error is several times larger, in
-# about half of the bits: 4.5, against 8 and 8.25.
+# Without an outlier, one scale per tensor and MXFP8 are about equally precise: both have e4m3's
+# mantissa. The outlier ruins the tensor with one scale, one block in MXFP8, and in NVFP4 a little
+# more, by the tensor's scale. NVFP4 has one mantissa bit, so its error is several times larger, in
+# about half the bits: 4.5, against 8 and 8.25.
+#
+# </details>
+#
+# Normally distributed numbers have no outliers of their own. What about the matrices of a model? We
+# train one in float32 and take, from all its linear layers, the weights, the inputs and the
+# gradients of a batch. A matmul sums along its blocks, so each operand is rounded twice: along rows
+# for one matmul, along columns for another. The tables show both for the outputs' gradients.
+#
+# We add two variants. `e2m1` has the 4-bit values of NVFP4, with one scale per tensor. And a second
+# MXFP8: a scale that is a power of two rarely fits exactly, and the specification rounds it down,
+# so that a block's largest value, divided by the scale, lies between 256 and 512. Beyond 448 it is
+# cut. If the logarithms of these values are spread evenly, that happens in $\log_2 (512 / 448)$, or
+# a fifth, of all blocks. The other variant, `up`, rounds the scale up wherever that would happen.
+#
+# **Predict.** Which of the matrices have outliers? Does a scale for each block help more with 8
+# bits or with 4? The second table shows the change in length along the exact matrix: which format
+# shortens the gradients of outputs most, `e2m1` aside?
+
+# %%
+def four_bits(x):
+    scale = x.abs().amax() / 6
+    return round_to_e2m1(x / scale) * scale
+
+
+rounded_up = partial(quantize_mxfp8, round_scale_up=True)
+compared = {"e4m3": per_tensor, "e5m2": partial(per_tensor, dtype=e5m2), "e2m1": four_bits,
+            "MXFP8": formats["MXFP8"][0], "up": lambda x: rounded_up(x).dequantize(),
+            "NVFP4": formats["NVFP4"][0]}
+
+# %% tags=["output-blockgrads", "exhaustive"]
+lab.train(in_blocks := lab.story_model(shape=lab.IN_BLOCKS), batches[:num_steps])
+for title, of in (("relative error", "error"), ("change in length", "length")):
+    print(f"{title:21}" + "".join(f"{name:>9}" for name in compared))
+    for kind, exact in lab.matrices(in_blocks, batches[-1]).items():
+        found = [lab.rounding(exact, rounded_by)[of] for rounded_by in compared.values()]
+        print(f"{kind:21}" + "".join(f"{number:9.2%}" for number in found))
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# The gradients of the outputs have outliers, as the column `e2m1` shows: with 4 bits and one scale,
+# the error of the weights is that of a coarse format, and the gradients' is almost three times as
+# large. A scale for each block takes that away, so NVFP4 is about as precise for gradients as for
+# weights. With 8 bits there is nothing to take away in this model. From its smallest normal number
+# to its largest, e4m3 spans almost fifteen powers of two, which leaves room for outliers a hundred
+# times as large as the rest.
+#
+# MXFP8 with its scale rounded down shortens these gradients most. Few large values make up most of
+# their length, and the largest values are the ones that are cut. NVFP4's errors are more than twice
+# as large, but they shorten the matrix less, because up and down nearly cancel.
 #
 # </details>
 #
 # Does a model train with that? Here all matmuls of the linear layers, forward and backward, round
-# their operands. We try MXFP8 twice. A scale that is a power of two rarely fits exactly: the
-# specification rounds it down, so that a block's largest value, divided by the scale, lies between
-# 256 and 512. Beyond 448 it is cut. If the logarithms of these values are spread evenly, that
-# happens in $\log_2 (512 / 448)$, or a fifth, of all blocks. The other variant rounds it up
-# wherever that would happen.
+# their operands.
 #
 # **Predict.** Each format rounds every operand by several percent. Which of them ends at the loss
 # of float32?
 
 # %% tags=["output-blocktraining", "exhaustive"]
-rounded_up = partial(quantize_mxfp8, round_scale_up=True)
 recipes = {"float32": lambda model: None, "e4m3/e5m2, one scale": apply_float8,
            "MXFP8": lambda model: apply_block_scaling(model, quantize_mxfp8),
            "MXFP8, scale rounded up": lambda model: apply_block_scaling(model, rounded_up),
@@ -1138,12 +1213,12 @@ for name, apply in recipes.items():
 #
 # One scale per tensor, and MXFP8 with its scale rounded up. With the scale rounded down, the loss
 # is the highest of all, although the rounding errors are smaller than NVFP4's. The likely reason is
-# a *bias*: in the blocks that are cut off, the largest values always become smaller, and more steps
-# do not average that out. One run of each is thin evidence, since NVFP4 ends higher as well,
-# without that bias. But Mishra et al. (2025) found the same for models of up to 8 billion
-# parameters, in [Recipes for Pre-training LLMs with MXFP8](https://arxiv.org/abs/2506.08027).
-# NVFP4's published recipe does more, such as keeping some layers in 16 bits and rounding gradients
-# stochastically.
+# the *bias* that the second table shows: in the blocks that are cut off, the largest values always
+# become smaller, and more steps do not average that out. One run each is thin evidence: float32
+# differs more from section 1's, at similar sizes. But Mishra et al. (2025) found the same for
+# models of up to 8 billion parameters, in [Recipes for Pre-training LLMs with
+# MXFP8](https://arxiv.org/abs/2506.08027). NVFP4's published recipe does more, such as keeping some
+# layers in 16 bits and rounding gradients stochastically.
 #
 # </details>
 #

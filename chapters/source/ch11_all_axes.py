@@ -15,25 +15,28 @@
 #
 # **50 minutes. No GPU. Exercises 11.1 to 11.5.**
 #
-# *You need:* averaged gradients ([chapter 4](chapter:4)), ZeRO ([chapter 6](chapter:6)),
-# column- and row-parallel layers ([chapter 7](chapter:7)), sequence parallelism
-# ([chapter 8](chapter:8)) and pipeline stages ([chapter 9](chapter:9)).
+# *You need:* averaged gradients ([chapter 4](chapter:4)), [ZeRO](word:zero) ([chapter
+# 6](chapter:6)), column- and row-parallel layers ([chapter 7](chapter:7)), [sequence
+# parallelism](word:sequence-parallelism) ([chapter 8](chapter:8)) and [pipeline
+# stages](word:stage) ([chapter 9](chapter:9)).
 #
 # *You will be able to:*
 # - **place** each axis of a layout on the links of a cluster, and predict its bytes and seconds;
 # - **say**, for each number in a training step, over which ranks it must be summed;
 # - **move** a run from one layout to another, even after a rank has died.
 #
+# Sections 1 to 3 ask where each [axis](word:axis) belongs, from its bytes and the cluster's links.
+# Sections 4 to 6 train on all axes at once: by hand, with bugs, and with the package.
+# Section 7 measures a step, tests rules for choosing a layout, and moves a run between layouts.
+#
 # Run the cells in order. When the text asks you to predict something, write your guess down before
 # you open the answer.
 
 # %%
-import io
 import math
 import os
 import signal
 import tempfile
-from contextlib import redirect_stderr
 from dataclasses import replace
 from functools import partial
 from itertools import permutations, product
@@ -47,7 +50,6 @@ from minitron.config import Config, ConfigError, DataConfig, ParallelConfig, Tra
 from minitron.corpus.stories import write_stories
 from minitron.dataset import TokenDataset
 from minitron.launch import RankError, run
-from minitron.measure.metrics import read_metrics
 from minitron.parallel.data.zero import apply_zero1
 from minitron.parallel.grid import Grid
 from minitron.parallel.parts import boxes_of
@@ -62,10 +64,10 @@ from minitron.plan.traffic import link
 from minitron.run import Run
 from minitron.train import train
 from teaching.check import check
+from teaching.claims import claim
 from teaching.figures import show, timeline, wire
-from teaching.figures_grid import rank_grid
-from teaching.figures_plan import step_bars
-from teaching.lab import ch11 as lab, reliability, show_source, show_text, trees
+from teaching.figures_grid import pieces, placed_steps, rank_grid, who_sums
+from teaching.lab import ch11 as lab, reliability, show_source, show_text, stragglers, trees
 
 torch.set_num_threads(1)
 GB, cpu = 1e9, torch.device("cpu")
@@ -75,33 +77,37 @@ H100, A100 = DEVICES["H100-SXM-80GB"], DEVICES["A100-SXM-80GB"]
 # ## 1. The question
 #
 # We want to train Llama 3.1 70B on 256 H100s: 32 nodes of eight GPUs. The previous chapters have
-# given us switches: data parallelism with one of four ZeRO stages, tensor parallelism with sequence
-# parallelism, pipeline stages, recomputation, and the micro-batch size. In how many ways can they
-# be set? In how many of these does the model fit? And how much does the choice matter?
+# given us switches: [data parallelism](word:data-parallelism) (dp) with one of four ZeRO stages,
+# [tensor parallelism](word:tensor-parallelism) (tp) with sequence parallelism, [pipeline
+# parallelism](word:pipeline-parallelism) (pp), [recomputation](word:recompute), and the
+# [micro-batch](word:micro-batch) size. In how many ways can they be set? In how many of these does
+# the model fit? And how much does the choice matter?
 #
-# To keep the list short, pipelines are combined with ZeRO-0 and ZeRO-1 only.
+# To keep the list short, all sizes are powers of two, tp and pp at most 64, micro-batches at most
+# 4; pipelines have ZeRO-0 or ZeRO-1.
 
 # %% tags=["output-question", "nbval-check-output"]
 llama, S_llama = cost.PUBLISHED["Llama 3.1 70B"], 8192
 big = Job(llama, num_gpus=256, device=H100, sequence_length=S_llama, global_batch_size=1024)
 every = list(lab.all_layouts(big))
 steps = {layout: estimate(big, layout) for layout in every if lab.fits(big, layout)}
-fastest = min(steps, key=lambda layout: steps[layout].seconds)
-slowest = max(steps, key=lambda layout: steps[layout].seconds)
+ranked = sorted(steps, key=lambda layout: steps[layout].seconds)
+no_zero3 = next(layout for layout in ranked if layout.parallel.zero < 3)
 print(f"{len(every)} layouts; {len(steps)} fit into {big.limit / GB:.0f} GB, "
       f"{USABLE:.0%} of a GPU's memory")
-for name, layout in (("fastest", fastest), ("slowest", slowest)):
-    parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in steps[layout].parts.items()
-                      if seconds > 1)
-    print(f"{name}: {layout}\n  {steps[layout].seconds:.1f} s per step\n  {parts}")
-print(f"ratio: {steps[slowest].seconds / steps[fastest].seconds:.1f}")
+for name, layout in (("fastest", ranked[0]), ("fastest without ZeRO-3", no_zero3),
+                     ("slowest", ranked[-1])):
+    print(f"{name}: {layout}\n  {lab.time_of(steps[layout])}")
+print("slowest over these two:", *(f"{steps[ranked[-1]].seconds / steps[layout].seconds:.1f}"
+                                   for layout in (ranked[0], no_zero3)))
 
 # %% [markdown]
 # More than half of them do not fit. (A fifth of the memory is reserved for CUDA, NCCL and
-# fragmentation.) Of those that fit, the slowest takes almost eleven times as long as the fastest.
-# Most of the difference is waiting for communication along a single axis, tp. The seconds come from
-# the package's estimator, which adds up what a layout computes, sends and waits for; chapter 12
-# tests it against published step times. Why is one axis so expensive?
+# fragmentation.) Of those that fit, the slowest takes almost eleven times as long as the fastest,
+# and more than ten times as long as the fastest without ZeRO-3. (Section 7 says why we name both.)
+# Most of the difference is waiting, nearly all of it for communication along one axis. The
+# seconds come from the package's estimator, which adds up what a layout computes, sends and waits
+# for; chapter 12 tests it against published step times. Which axis is so expensive, and why?
 #
 # ## 2. Estimate
 #
@@ -111,6 +117,7 @@ print(f"ratio: {steps[slowest].seconds / steps[fastest].seconds:.1f}")
 # network card to reach all other nodes.
 #
 # **Predict.** Along which axis does a GPU send the most bytes per step, and along which the least?
+# We count the bytes with the formulas of chapters 6 to 9:
 
 # %%
 sizes, m = {"pp": 4, "dp": 8, "tp": 8}, 1024 // 8
@@ -124,6 +131,9 @@ sent = {
     "dp": cost.zero_volume(parameters, 2, sizes["dp"], 0, stage=1).sent,
 }
 
+# %% [markdown]
+# Divided by the bandwidth of a link, they become seconds:
+
 # %% tags=["output-traffic", "nbval-check-output"]
 tokens = 1024 * S_llama / math.prod(sizes.values())
 work = tokens * cost.training_flops_per_token(llama, S_llama) / (0.5 * H100.bf16_flops)
@@ -132,6 +142,7 @@ for axis, num_bytes in sorted(sent.items(), key=lambda item: -item[1]):
     print(f"{axis:18} {num_bytes / GB:8.1f} {num_bytes / H100.nvlink_bandwidth:15.2f} "
           f"{num_bytes / H100.nic_bandwidth:25.2f}")
 print(f"compute, at half of the peak: {work:.0f} s")
+print(f"the slowest layout of section 1 waits {steps[ranked[-1]].parts['tp']:.0f} s along tp")
 
 # %% [markdown]
 # <details><summary>Answer</summary>
@@ -149,14 +160,17 @@ print(f"compute, at half of the peak: {work:.0f} s")
 # inside a node. There are six possible orders.
 #
 # A group that fits in one node communicates over NVLink. A ring that spans several nodes uses one
-# network card per rank it has in each node. The package's `link` computes the resulting bandwidth,
-# scaled to the share of the datasheet's number that large collectives reach, so the seconds below
-# are longer than those above. The bars' "matmuls" are the compute of the table.
+# network card per rank it has in each node. The package's `link` returns the bandwidth that large
+# collectives reach there, so the seconds below are longer than those above.
 #
 # **Predict.** In how many of the six orders does tp stay inside a node? By how much do the others
 # lengthen a step?
+#
+# In the figure, each column is a node, and ranks go down the columns. Rank 0 is black; the ranks of
+# its groups have the color of the axis. The bars' "matmuls" are the compute of the table; what dp
+# and pp send is a sliver at the end.
 
-# %%
+# %% tags=["figure-traffic"]
 def seconds(axis, order):
     """Communication along an axis, from the distance between the ranks of its groups."""
     stride = math.prod(sizes[other] for other in order[order.index(axis) + 1:])
@@ -165,24 +179,19 @@ def seconds(axis, order):
 
 spent = {order: {axis: seconds(axis, order) for axis in order} for order in permutations(sizes)}
 by_time = sorted(spent, key=lambda order: sum(spent[order].values()))
-
-# %% tags=["figure-traffic"]
-totals = {" ".join(order): sum(spent[order].values()) for order in by_time}
-show(step_bars({" ".join(order): {"matmul": work} | spent[order] for order in by_time}), alt=(
-    f"{work:.0f} s of compute per step, followed by communication, by the order of the axes from "
-    f"outermost to innermost: {min(totals.values()):.0f} s with tp inside a node, "
-    f"{max(totals.values()):.0f} s with tp across nodes."
-))
+show(placed_steps({order: {"matmul": work} | spent[order] for order in by_time}, sizes), alt=(
+    f"After {work:.0f} s of compute, {sum(spent[by_time[0]].values()):.0f} s of communication "
+    f"where tp fills a node, {sum(spent[by_time[-1]].values()):.0f} s where it spans eight."))
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
 # Two: the ones with tp innermost. They take equally long; Megatron-LM and this package put pp
 # outermost, Llama 3 puts dp there ([Llama Team 2024](https://arxiv.org/abs/2407.21783), section
-# 3.3.2). In the other four, tensor-parallel traffic crosses nodes, and because a ring is only as
-# fast as its slowest link, communication takes longer than the computation itself: in three of them
-# (118 - 32) / 32 = 2.7 times as long. In the fourth, (75.1 - 32) / 32 = 1.3 times: there a tp group
-# has two ranks, and so two network cards, in each node.
+# 3.3.2). In the other four, tensor-parallel traffic crosses nodes, and a ring is only as fast as
+# its slowest link. In three of them a step takes 118 / 44.3 = 2.7 times as long. In the fourth it
+# takes 75.1 / 44.3 = 1.7 times as long: there each node has two ranks of a tp group, and so two
+# network cards for it.
 #
 # </details>
 #
@@ -191,7 +200,7 @@ show(step_bars({" ".join(order): {"matmul": work} | spent[order] for order in by
 # ## 3. Picture
 #
 # A grid small enough to see: eight ranks, two along each axis, on two nodes of four. Lines join
-# rank 0 to its neighbor along each axis.
+# rank 0, in black, to its neighbor along each axis, which has the axis' color.
 
 # %% tags=["figure-grid"]
 show(rank_grid({"pp": 2, "dp": 2, "tp": 2}, gpus_per_node=4), alt=(
@@ -205,8 +214,8 @@ show(rank_grid({"pp": 2, "dp": 2, "tp": 2}, gpus_per_node=4), alt=(
 # ## 4. By hand
 #
 # The grid is the numbers 0 to 7 in the shape (pp, dp, tp). A rank's position in this array is its
-# place, and a group along an axis is a line of the array in that direction. PyTorch calls such a
-# grid, with its groups, a *device mesh*.
+# place, and a [group](word:group) along an axis is a line of the array in that direction. PyTorch
+# calls such a grid, with its groups, a *device mesh*. Below are three places and all groups.
 
 # %%
 AXES = {"pp": 2, "dp": 2, "tp": 2}
@@ -233,8 +242,7 @@ for axis in reversed(AXES):
 # %% [markdown]
 # Rank 5 shares a group with rank 4 along tp, with rank 7 along dp, and with rank 1 along pp.
 #
-# Now with real ranks. Each makes a vector of eight zeros, sets its own element to 1, and
-# all-reduces the vector along each axis. The ones in a sum show who took part.
+# Now with real ranks. First, each creates the groups:
 
 
 # %%
@@ -247,6 +255,11 @@ def my_groups(world):
             if world.rank() in ranks:
                 own[axis] = made
     return own
+
+
+# %% [markdown]
+# Then each makes a vector of eight zeros, sets its own element to 1, and
+# [all-reduces](word:all-reduce) the vector along each axis. The ones in a sum show who took part.
 
 
 # %% tags=["output-sums", "nbval-check-output", "exhaustive"]
@@ -284,19 +297,21 @@ except RankError as error:
 # `dist.new_group` must be called by all ranks: a group is identified by how many calls came before
 # it, and its members find each other by that number. Here rank 0's first call means a different
 # group from rank 2's, but both use the same number. So some ranks wait for partners that mean a
-# different group, and the run hangs.
+# different group, and the run hangs. (The axes have no names here, so the report numbers the
+# groups.)
 #
 # </details>
 #
 # ### A step on all three axes
 #
 # A model that is easy to follow: two stages, each of them computing tanh(x A) B. Along tp, A is
-# split by columns and B by rows, so each rank computes a *partial sum* of the output (chapter 7).
-# Along pp, a rank holds one of the stages (chapter 9). Along dp, it reads its part of the samples
-# (chapter 4).
+# split by columns and B by rows, so each rank computes a [partial sum](word:partial-sum) of the
+# output (chapter 7). Along pp, a rank holds one of the stages (chapter 9). Along dp, it reads its
+# part of the samples (chapter 4).
 #
 # **Predict.** Which numbers must be summed over which axis, and how often per step? Write it down
-# before you read the cells.
+# before you read the cells. The first is the model in one process; the second has two helpers, an
+# all-reduce and a receive.
 
 # %%
 D, F = 8, 16
@@ -329,6 +344,11 @@ def received(like, source, group):
     return tensor
 
 
+# %% [markdown]
+# A pass, forward and backward, and then the step: it takes this rank's parts of A and B, and sums
+# what the pass has left in the gradients.
+
+
 # %%
 def forward_and_backward(groups, at, columns, rows):
     """Add to the gradients of this rank's part of its stage, from its part of the samples."""
@@ -359,6 +379,9 @@ def step_by_hand(world):
     return at, grads, square.sqrt()
 
 
+# %% [markdown]
+# Do eight ranks find the gradients and the norm of one process?
+
 # %% tags=["output-byhand"]
 full_a, full_b = one_process()
 norm = math.hypot(full_a.norm(), full_b.norm())
@@ -376,21 +399,29 @@ for rank, (at, (a, b), found) in enumerate(run(step_by_hand, 8)):
 # - Partial sums of a stage's output, over tp, once per micro-batch (here there is one). In the
 #   backward pass also those of the gradient of its input, except on the first stage, where nobody
 #   needs it.
-# - Gradients of the weights, over dp, once per step. Not over tp or pp, whose ranks hold different
-#   weights.
-# - The squared norm, over tp and pp, once per step. Not over dp, whose ranks have the same
-#   gradients after the sum.
+# - Gradients of the weights, over dp, once per step; tp and pp hold different weights.
+# - The squared norm, over tp and pp, once per step; after the sum, dp has copies.
 #
 # </details>
 #
-# The rule behind all of these: **sum over an axis if its ranks hold different parts, and never if
-# they hold copies.**
+# The figure adds what a Transformer needs: with sequence parallelism, gradients of the norms'
+# weights are partial sums over tp, and the last stage copies the loss to the others. Each panel has
+# stage 0 on the left and stage 1 on the right; lines join ranks that sum.
+
+# %% tags=["figure-sums"]
+show(who_sums(lab.CROSSINGS), alt=(
+    "Only outputs are summed more than once a step, and only the gradient's norm is summed over "
+    "stages."))
+
+# %% [markdown]
+# The rule: **sum a number over an axis where ranks hold different parts of it, never where they
+# hold copies.**
 #
 # ## 5. Traps
 #
-# Now the package trains the story model on 8 ranks. Along tp, the norms are replicated, and so is
-# the only key-value head. Along pp, the embedding is tied to the output head, so the first and the
-# last stage each have a copy.
+# Now the package trains the story model on 8 ranks. Along tp, the norms are
+# [replicated](word:replicated), and so is the only key-value head. The embedding is tied to the
+# output head, so both end stages have a copy and sum its gradients.
 
 # %%
 workspace = tempfile.TemporaryDirectory()
@@ -403,9 +434,14 @@ layout = ParallelConfig(tp=2, pp=2)  # and dp 2
 [reference] = run(lab.trained, 1, ParallelConfig(), lab.unchanged, batches)
 
 # %% [markdown]
+# `lab.trained` returns what a rank sees: its losses, its gradient norms before clipping, the first
+# step's clipped gradients of the full model, and a norm's weight at the end. `reference` has those
+# of one process.
+#
 # ### A norm over the wrong ranks
 #
-# Clipping needs the norm of the full gradient. There are three ways to get it wrong: use this
+# Clipping needs the norm of the full gradient; the limit here is 0.3 (`lab.CLIP`), so every step
+# clips. There are three ways to get it wrong: use this
 # rank's own norm (which is what `torch.nn.utils.clip_grad_norm_` computes for plain tensors); sum
 # the squares over all ranks; or sum them over tp and pp as in section 4, as if no weight were
 # replicated there.
@@ -432,33 +468,29 @@ for name, change in RULES.items():
 # This rank's own norm is too small, because it is that of a part of the gradient. It also differs
 # by rank, so each rank scales its gradients by its own factor: parts of one matrix no longer fit
 # together, and copies of one weight drift apart. The other two norms are too large, because they
-# count copies more than once, and the run clips too hard. The losses agree to three decimals. A
-# likely reason is that AdamW divides each gradient by its own magnitude, so a constant factor
-# cancels (chapters 4 and 9).
+# count copies more than once, and clipping makes the gradients too small by the same factor. The
+# losses agree to three decimals. A likely reason is that AdamW divides each gradient by its own
+# magnitude, so a constant factor cancels (chapters 4 and 9).
 #
 # </details>
 #
-# The **oracle** compares the clipped gradients with those of one process and names the first one
-# that is wrong. Real code has had both kinds of bug. In torchtitan, the norm was that of one stage,
-# summed along tp but not along pp (pytorch/torchtitan, issue 596). TransformerEngine marked weights
-# that are replicated over tp as sharded, and the norm of a small DeepSeek-V3 was 1.36 times too
-# large (ROCm/TransformerEngine, pull request 715).
+# The [**oracle**](word:oracle) compares the clipped gradients with those of one process and names
+# the first one that is wrong. Real code has had norms too small and too large. In torchtitan, the
+# norm was that of one stage, summed along tp but not along pp (pytorch/torchtitan, issue 596).
+# TransformerEngine marked weights replicated over tp as sharded; the norm of a small
+# DeepSeek-V3 was 1.36 times too large (ROCm/TransformerEngine, pull request 715).
 #
 # ### Different samples for every rank
 #
 # A data loader needs the number of ranks and its own rank, and `DistributedSampler` uses those of
 # the *world* unless you tell it otherwise. DeepSpeed's loader did so under model parallelism
 # (deepspeedai/DeepSpeed, issue 99). Then all ranks read different samples, even those that compute
-# a layer together.
+# a layer together. `lab.samples_by_world_rank` makes the same mistake.
 #
 # **Predict.** All messages have the right sizes. Does the run hang? Does the loss fall?
 
 # %% tags=["output-samples", "exhaustive"]
-def read_by_world_rank(parallel, group):
-    type(parallel).data_part = group.rank(), group.size()  # in this process only
-
-
-by_rank = run(lab.trained, 8, layout, read_by_world_rank, batches, timeout=90)
+by_rank = run(lab.trained, 8, layout, lab.samples_by_world_rank, batches, timeout=90)
 losses, _, records, _ = zip(*by_rank, strict=True)
 print("loss after step       1      5     10     20")
 for name, line in (("one process", reference[0]), ("8 ranks, rank 0", losses[0])):
@@ -518,6 +550,9 @@ def zero_then_stages(model, mesh):
     return Grid(model, data=data, pipeline=pipeline)
 
 
+# %% [markdown]
+# Each takes two steps on 4 ranks:
+
 # %% tags=["output-swapped", "exhaustive"]
 for apply, axes in ((stages_then_columns, {"pp": 2, "tp": 2}),
                     (zero_then_columns, {"dp": 2, "tp": 2}),
@@ -532,8 +567,8 @@ for apply, axes in ((stages_then_columns, {"pp": 2, "tp": 2}),
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# All three stop. In the first, sharding finds layers by name, but a stage without a head has an
-# identity module in its place, which has no weight to shard. In the second, ZeRO's flat buffers are
+# All three stop. In the first, sharding finds layers by name and changes their class, but a stage
+# without a head has an identity there, without a weight. In the second, ZeRO's flat buffers are
 # laid out for full matrices, and a range of 64 x 32 = 2,048 elements does not have the shape of a
 # shard. In the third, ZeRO did not know of the stages: both ends of the pipeline hold the tied
 # embedding and must shard it in the same way.
@@ -575,9 +610,9 @@ for apply, family in ((all_axes, "gpt"), (all_axes, "llama"), (without_norms, "l
 # ### Read the ledger of a step
 #
 # We record one step of the story model, with a separate output head, on 2 x 2 x 2 ranks with
-# ZeRO-1, sequence parallelism and 4 micro-batches. The ledger names each call's axis. When does a
-# rank use which axis? A block in the figure lasts from the start of a call to its completion, so it
-# includes waiting for the other ranks.
+# ZeRO-1, sequence parallelism and 4 micro-batches. The [ledger](word:ledger) names each call's
+# axis. When does a rank use which axis? A block in the figure lasts from the start of a call to its
+# completion, so it includes waiting for the other ranks.
 
 # %% tags=["figure-step"]
 calls, held = zip(*run(lab.ledger_of_a_step, 8, batches[0], watch=False), strict=True)
@@ -591,7 +626,7 @@ show(timeline(lab.axis_lanes(calls, ranks=(0, 4)), unit="ms"), alt=(
 # Along tp, the ranks communicate in every layer; along dp, only at the ends of the step. Along pp,
 # the blocks are long because a receive lasts until the other stage has sent.
 #
-# Here are rank 0's calls by axis and operation. Which technique makes each line's?
+# Here are rank 0's calls by axis and operation. Which technique makes which?
 
 # %% tags=["output-ledger", "nbval-check-output"]
 by_axis = {}
@@ -616,17 +651,9 @@ for (axis, op), (count, num_bytes) in sorted(by_axis.items()):
 # Do the bytes of the large calls agree with the formulas of the previous chapters?
 
 # %% tags=["figure-wire"]
-measured, predicted = {}, {}
-for axis, stage in product(reversed(AXES), range(2)):
-    ranks = [rank for rank in range(8) if place_of(rank)["pp"] == stage]
-    row = f"{axis}, stage {stage}"
-    measured[row] = [sum(call.sent for call in calls[rank]
-                         if call.axis == axis and lab.is_large(call)) for rank in ranks]
-    predicted[row] = [lab.formula(axis, rank, held[rank]) for rank in ranks]
-everything = [call for of_rank in calls for call in of_rank]
-rest = sum(call.sent for call in everything if not lab.is_large(call))
+measured, predicted, rest = lab.bytes_by_axis(calls, held)
 print(f"ledger and formula agree: {measured == predicted}; not in the figure: "
-      f"{rest / sum(call.sent for call in everything):.1%} of all bytes")
+      f"{rest:.1%} of all bytes")
 show(wire(measured, predicted), alt="Bytes sent per step, by axis and stage: ledger and formula "
      "agree. tp sends most, as in the large model of section 2.")
 
@@ -638,8 +665,9 @@ show(wire(measured, predicted), alt="Bytes sent per step, by axis and stage: led
 # How do you choose among hundreds of layouts? A rule of thumb says: replicate the model if it fits;
 # if it does not, shard its state with ZeRO; then use tensor parallelism up to a full node; then
 # pipeline stages. The package's decision tree tries the cuts in this order, each with the lowest
-# ZeRO stage that fits, and recomputes if none does. At each cut it asks the estimator two questions
-# and records the answers. It keeps the fastest:
+# ZeRO stage that fits, or recomputes if none does. Without stages it doubles the micro-batch
+# while that fits. At each cut it asks the estimator two questions and records the answers. It stops
+# at one that is no faster, recomputes nothing, hardly waits along dp, and keeps the fastest:
 
 # %% tags=["output-tree", "nbval-check-output"]
 for line in decide(big).steps:
@@ -647,9 +675,9 @@ for line in decide(big).steps:
 
 # %% [markdown]
 # Here it finds the fastest layout of section 1. But a tree follows one path. A search asks the same
-# estimator about *every* layout that the package can train, including other schedules, hybrid
-# sharding and selective recomputation (chapter 12). From 64 GPUs on, the winners come from a
-# committed record. **Predict.** How much slower is the tree's choice than the best layout?
+# estimator about *every* layout that it can time, with other schedules, hybrid sharding and
+# selective recomputation too (chapter 12). From 64 GPUs on, the winners are read from a file.
+# **Predict.** Does the tree lose more on few GPUs or on many?
 
 # %% tags=["output-against", "nbval-check-output"]
 gpt3 = replace(cost.PUBLISHED["GPT-3 175B"], vocab_size=51_200)  # divisible by 8
@@ -668,8 +696,8 @@ for name, num_gpus in product(MODELS, (8, 64, 1024)):
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# By 6 % at most on up to 64 GPUs. On 1,024 GPUs it depends on the model: for Llama the tree's
-# choice is within a tenth of the best, for GPT-3 it is slower by more than a quarter.
+# On many. Up to 64 GPUs it loses 6 % at most. On 1,024 its choice is within a tenth of the best
+# for Llama, but slower by more than a quarter for GPT-3.
 #
 # </details>
 #
@@ -677,9 +705,9 @@ for name, num_gpus in product(MODELS, (8, 64, 1024)):
 # what the tree *does not look at*, not that either is right. The [Ultra-Scale
 # Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook) (2025) publishes step times
 # of one model, with 8.86 billion parameters, in many layouts on 8 to 64 H100s. For each number of
-# GPUs we let three rules pick one of the measured layouts: the fewest cuts (the rule of thumb:
-# least tp x pp, tensor before pipeline, lowest ZeRO stage), the estimator, and the estimator
-# without the memory limit that the other two respect.
+# GPUs three rules pick one of them: the fewest cuts (the rule of thumb: least tp x pp, tensor
+# before pipeline, lowest ZeRO stage, largest micro-batch), the estimator, and the estimator without
+# the memory limit that the other two respect.
 #
 # **Predict.** How far are their picks from the fastest layout that was measured?
 
@@ -697,19 +725,18 @@ for given in trees.measured_layouts():
 # <details><summary>Answer</summary>
 #
 # The fewest cuts are within 6 % of the fastest measured layout in all four cases, and the estimator
-# within 7 %, while the median layout takes up to four times as long. Without the memory limit, the
-# estimator twice picks a layout that took almost three times as long as the fastest. Both picks are
-# over the limit. The likely reason is that PyTorch's allocator, short of memory, kept freeing
-# blocks and allocating them again; the source does not say.
+# within 7 %, while the median layout takes up to 3.8 times as long. Without the limit, the
+# estimator twice picks a layout over it that took almost three times as long as the fastest. Likely
+# PyTorch's allocator, short of memory, kept freeing and allocating blocks; the source does not say.
+# But on 64 GPUs, the pick over the limit is faster.
 #
 # </details>
 #
 # (The estimator's constants for this system were fitted to these runs.) So for this model, on up to
-# eight nodes, a simple rule comes close. But beware of one assumption: that ZeRO-3's weights are
-# gathered while the GPU computes. [Narayanan et al. (2021)](https://arxiv.org/abs/2104.04473),
-# section 5.2, table 2, measured GPT-3 on A100s with full recomputation and 1,536 sequences per
-# step, in two layouts: ZeRO-3 alone, where each GPU has 4, 2, or 1 sequences, and the model split
-# into 96 parts, for which we take tp 8 x pp 12.
+# eight nodes, a simple rule comes close. Nothing was fitted to the next runs: [Narayanan et al.
+# (2021)](https://arxiv.org/abs/2104.04473), section 5.2, table 2, measured GPT-3 on A100s with full
+# recomputation and 1,536 sequences per step, in two layouts: ZeRO-3 alone, where each GPU has 4, 2,
+# or 1 sequences, and the model split into 96 parts, for which we take tp 8 x pp 12.
 #
 # **Predict.** For which of the two layouts is the estimate closer to the measurement?
 
@@ -730,9 +757,9 @@ for num_gpus, measured_rates in TABLE_2.items():
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# With tp and pp it is right within a few percent. With ZeRO-3, the measured steps take one and a
-# half to four times as long as estimated (214 / 144 = 1.5, 167 / 44 = 3.8). A likely reason is that
-# the assumption did not hold in that system (chapter 12 estimates both cases). From 768 to 1,536
+# With tp and pp it is right within a few percent. With ZeRO-3, measured steps take 1.5 to 3.8 times
+# as long as estimated (214 / 144, 167 / 44). The estimate assumes that weights are gathered while
+# the GPU computes; likely that system did not (chapter 12 estimates both). From 768 to 1,536
 # GPUs, the measured rate per GPU halves, so the step is no faster.
 #
 # </details>
@@ -749,36 +776,24 @@ for num_gpus, measured_rates in TABLE_2.items():
 #
 # We train for 12 steps in four jobs, each in a different layout: 2 copies of 2 tensor-parallel
 # ranks; 4 stages; one process; ZeRO-3 on 3 ranks. For comparison, one process trains without
-# interruption. Everything is in float64, so that a mistake stands out from rounding.
-
-# %%
-def job(group, run_dir, layout, **more):
-    """Resume from the newest checkpoint, or start."""
-    torch.set_default_dtype(torch.float64)
-    rate = dict(learning_rate=3e-3, min_learning_rate=3e-3, warmup_steps=2)  # then constant
-    settings = TrainConfig(global_batch_size=lab.B, micro_batch_size=1, eval_every=0,
-                           eval_sequences=8, device="cpu", **rate, **more)
-    config = Config(lab.SHAPE, DataConfig(folder, lab.S), settings, layout)
-    with redirect_stderr(io.StringIO()):
-        train(config, run_dir, group=group, restart=True)
-
-
-def losses_in(run_dir):
-    return [row["loss"] for row in read_metrics(run_dir / "metrics.jsonl") if "loss" in row]
-
+# interruption. `lab.job` calls the package's `train`, which resumes from the newest
+# [checkpoint](word:checkpoint); float64 makes a mistake stand out from rounding.
 
 # %% tags=["exhaustive"]
 JOBS = {"dp 2 x tp 2, ZeRO-1": (4, ParallelConfig(tp=2, zero=1, sequence=True)),
         "pp 4": (4, ParallelConfig(pp=4)), "one process": (1, ParallelConfig()),
         "dp 3, ZeRO-3": (3, ParallelConfig(zero=3))}
-root = Path(workspace.name)
+root, job = Path(workspace.name), partial(lab.job, train, folder)
 run(partial(job, steps=12), 1, root / "alone", ParallelConfig(), watch=False, timeout=90)
 for number, (num_ranks, layout) in enumerate(JOBS.values(), start=1):
     steps = partial(job, steps=3 * number)
     run(steps, num_ranks, root / "moved", layout, watch=False, timeout=90)
 
+# %% [markdown]
+# Does a loss show where a job ended and the next began?
+
 # %% tags=["output-moved", "exhaustive"]
-uninterrupted, moved = losses_in(root / "alone"), losses_in(root / "moved")
+uninterrupted, moved = lab.losses_in(root / "alone"), lab.losses_in(root / "moved")
 print("steps       layout                last loss   largest relative difference")
 for number, name in enumerate(JOBS):
     part = slice(3 * number, 3 * number + 3)
@@ -821,8 +836,9 @@ print("saved:", *(path.name for path in checkpoint.checkpoints(saved)))
 #
 # </details>
 #
-# Rank 4 waits for rank 5, its neighbor along tp; rank 7 waits for it along dp. Ranks that need one
-# of these wait in turn, so all seven soon wait.
+# Rank 5's partners are rank 4 along tp, rank 7 along dp and rank 1 along pp. Ranks 4 and 7 wait for
+# it. So does rank 1, once it needs a gradient from stage 1, unless another wait comes first: one
+# along tp for rank 0, say, which waits for rank 4. In this way all seven soon wait.
 #
 # A death in the middle of a save leaves a folder with a temporary name, which a restart ignores,
 # and checksums reveal damage to a complete checkpoint. We try both:
@@ -838,54 +854,31 @@ print("newest:", newest.name)
 show_text(f"damage: {checkpoint.damage(newest)}")
 
 # %% [markdown]
-# Now restart the job on a different grid: tp 4 x dp 2.
-#
-# **Predict.** From which step does it resume? How far is its last loss from that of the one
-# process?
+# Now restart the job on a different grid, tp 4 x dp 2. The checkpoint of step 4 is damaged, so it
+# must resume from that of step 2:
 
 # %% tags=["output-restarted", "exhaustive"]
 layout = ParallelConfig(tp=4, zero=1, sequence=True)
 run(partial(job, **often), 8, root / "killed", layout, watch=False, timeout=90)
 print("set aside:", *(path.name for path in saved.glob("*.damaged")))
-restarted = losses_in(root / "killed")
+restarted = lab.losses_in(root / "killed")
 error = max(abs(a / b - 1) for a, b in zip(restarted, uninterrupted[:8], strict=True))
 print(f"{len(restarted)} steps; loss {restarted[-1]:.4f}, in one process {uninterrupted[7]:.4f}; "
       f"largest relative difference {error:.0e}")
 
 # %% [markdown]
-# <details><summary>Answer</summary>
-#
-# With step 3: the checkpoint of step 4 is damaged, that of step 2 is not. After a death, a flipped
-# bit and a change of layout, its losses are still those of one process.
-#
-# </details>
+# After a death, a flipped bit and a change of layout, its losses are still those of one process.
 #
 # ### On real nodes
 #
-# The same command on each of 8 nodes with eight GPUs:
-#
-# ```
-# NODES=8 HEAD=node0 clusters/torchrun.sh configs/llama-8b.toml \
-#     --parallel.zero 1 --parallel.tp 2 --parallel.sequence
-# ```
-#
-# It tells torchrun to restart the ranks after a death (`--max-restarts`), and the training to
-# resume from the last good checkpoint (`--restart`). The run's folder must be on a file system that
-# all nodes share. A few things are different on a cluster:
-#
-# - A rank can be stuck without having died, for example on a broken link. After
-#   `train.hang_timeout` seconds without a step, every rank writes down where it is, one of them
-#   reports who keeps the others waiting, and the job ends; torchrun restarts it.
-# - A loss that is NaN or infinite stops the run before the weights are updated, and the report
-#   names the step, its samples, the rank and the first module.
-# - Saving takes long if the state is large. `--train.async-checkpoint` waits only for a copy in
-#   host memory and writes it while training continues.
+# There torchrun starts the ranks, with the same options, and starts them again after a death; see
+# the Further section on clusters.
 #
 # ## 8. Recap
 #
 # 1. The ranks form a grid. The innermost axis has neighboring ranks and gets the links inside a
 #    node: that should be tp, which sends activations for every layer.
-# 2. Sum over an axis if its ranks hold different parts, and never if they hold copies.
+# 2. Sum a number over an axis whose ranks hold parts of it, never over copies.
 # 3. With a norm over the wrong ranks, or samples chosen by the wrong rank number, the loss still
 #    falls at first. Compare gradients with one process.
 # 4. Each technique is applied to what the previous one left: tensor, then stages, then the sharded
@@ -925,77 +918,215 @@ check("11.4")
 check("11.5")
 
 # %% [markdown]
+# ## Further: on a cluster
+#
+# The same command on each of 8 nodes with eight GPUs:
+#
+# ```
+# NODES=8 HEAD=node0 clusters/torchrun.sh configs/llama-8b.toml \
+#     --parallel.zero 1 --parallel.tp 2 --parallel.sequence
+# ```
+#
+# It tells torchrun to restart the ranks after a death (`--max-restarts`), and the training to
+# resume from the last good checkpoint (`--restart`). The run's folder must be on a file system that
+# all nodes share.
+#
+# Three things matter more on a cluster:
+#
+# - A rank can be stuck without having died, for example on a broken link. After
+#   `train.hang_timeout` seconds without a step, every rank writes down where it is, one of them
+#   reports who keeps the others waiting, and the job ends; torchrun restarts it.
+# - A loss that is NaN or infinite stops the run before the weights are updated, and the report
+#   names the step, its samples, the rank and the first module.
+# - Saving takes long if the state is large. `--train.async-checkpoint` waits only for a copy in
+#   host memory and writes it while training continues.
+#
 # ## Further: boxes
 #
-# How does a rank of a new layout know which part of a checkpoint it needs? ZeRO's part of a matrix
-# may begin and end in the middle of a row. Such a range consists of at most three boxes: the end of
-# a row, full rows, and the beginning of a row. Two boxes either overlap in a box or not at all, and
-# that overlap is what one rank copies from another's file.
+# How does a rank of a new layout know which part of a checkpoint it needs? ZeRO shards one flat
+# buffer of many parameters, so a rank's part of a matrix may begin and end in the middle of a row.
+# Such a range consists of at most three boxes: the end of a row, full rows, and the beginning of a
+# row. Suppose three ranks of ZeRO hold elements 0 to 4, 5 to 16 and 17 to 23 of a (6, 4) matrix.
+# What do they write?
 
 # %% tags=["output-boxes", "nbval-check-output"]
-for own in (range(0, 12), range(5, 17)):
-    print(f"elements {own.start} to {own.stop - 1} of a (6, 4) matrix:")
+shards = range(0, 5), range(5, 17), range(17, 24)
+for rank, own in enumerate(shards):
+    print(f"rank {rank}, elements {own.start} to {own.stop - 1}:")
     print("  ", ", ".join(f"{sizes} at {offset}" for offset, sizes in boxes_of((6, 4), own)))
 
 # %% [markdown]
+# Now two tensor-parallel ranks load it, each of which needs two columns. Two boxes either overlap
+# in a box or not at all, and that overlap is what one rank copies from another's file. Each frame
+# in the figure is a box, and its color says in whose file it is:
+
+# %% tags=["figure-boxes"]
+written = lab.written_by_ranges((6, 4), shards)
+needed = [lab.read_by(written, range(6), columns) for columns in (range(0, 2), range(2, 4))]
+show(pieces((6, 4), {"written by ZeRO's ranks": written, "read by tp rank 0": needed[0],
+                     "read by tp rank 1": needed[1]}), alt=(
+    f"Three ranks of ZeRO have written a matrix as {len(written)} boxes. Of two tensor-parallel "
+    f"ranks, one reads {len(needed[0])} overlaps with them, the other {len(needed[1])}."))
+
+# %% [markdown]
+# Neither side knows the other's layout. The file names its boxes, the reader names what it needs,
+# and the overlaps follow.
+#
 # ## Further: goodput
 #
 # MFU says how well the GPUs are used while the run makes progress. **Goodput** is the share of the
 # time in which it makes progress. In a 54-day period of its training on 16,384 GPUs, Llama 3 405B
-# had 419 unexpected interruptions (Llama Team 2024, section 3.3.4). Each one costs the time to
-# restart, and the work since the last checkpoint. Saving more often loses less work but takes more
-# time. If a save takes C seconds and failures occur every M seconds on average, the best interval
-# is $\sqrt{2 C M}$ (Young 1974).
+# had 466 interruptions, of which 419 were unexpected (Llama Team 2024, section 3.3.4). Each of
+# these costs the time to restart, and the work since the last checkpoint. Saving more often loses
+# less work but takes more time.
 #
+# Let a save take C seconds and a restart R, let failures strike every M seconds on average, and let
+# the run save after every T seconds of work:
+
+# %%
+show_source(reliability.goodput, reliability.young_interval, reliability.daly_interval)
+
+# %% [markdown]
 # **Predict.** Suppose saving takes 60 s and restarting 10 minutes. How often should you save, and
 # what share of the time is lost?
 
 # %% tags=["output-goodput", "nbval-check-output"]
 M, C, R = 54 * 24 * 3600 / 419, 60.0, 600.0
-best = reliability.best_interval(C, M)
-print(f"a failure every {M / 3600:.1f} hours; save every {best / 60:.0f} minutes")
+best = reliability.young_interval(C, M)
+print(f"a failure every {M / 3600:.1f} hours; save every {best / 60:.0f} minutes (Young)")
+costs = C / best, best / 2 / M, R / M
+print("cost, relative to the work: saves {:.1%}, repeated work {:.1%}, restarts {:.1%}".format(
+    *costs))
+print(f"together {sum(costs):.1%}")
 print("minutes between saves   goodput: formula   simulated")
 for interval in (best / 8, best / 2, best, 2 * best, 8 * best):
     simulated = reliability.simulated_goodput(54 * 24 * 3600, interval, C, R, M)
     print(f"{interval / 60:21.0f} {reliability.goodput(interval, C, R, M):18.1%} {simulated:11.1%}")
-print("GPUs that fail as often   goodput: formula   simulated")
-for factor in (1, 4, 16):
-    times = reliability.best_interval(C, M / factor), C, R, M / factor
-    simulated = reliability.simulated_goodput(54 * 24 * 3600, *times)
-    print(f"{16_384 * factor:23,} {reliability.goodput(*times):18.1%} {simulated:11.1%}")
 
 # %% [markdown]
+# <details><summary>Answer</summary>
+#
+# Every 19 minutes. Saves then cost 5.2 % of the time that the work takes, repeating lost work as
+# much, and restarts 5.4 %. So 1 / (1 + 15.8 %) = 86.4 % of the time is useful, and 13.6 % is lost.
+#
+# </details>
+#
 # The optimum is flat: half or twice the best interval costs little. The formula leaves out failures
 # that strike during a save or while lost work is being repeated. So it is too optimistic, most of
-# all if a run saves rarely or fails often. A larger cluster of the same GPUs fails more often, in
-# proportion to its size. Then it pays to make saving and restarting fast, for example with
-# asynchronous checkpoints, which shorten C.
+# all if a run saves rarely.
+#
+# Daly's interval includes such failures. Where does that matter? A larger cluster of the same GPUs
+# fails more often, in proportion to its size. `expected_goodput` also includes them:
+
+# %% tags=["output-daly", "nbval-check-output"]
+print("          save every (minutes)   goodput, Young's interval     Daly's interval")
+print("   GPUs   Young     Daly         formula     expected          expected")
+for factor in (1, 4, 16):
+    often = C, R, M / factor
+    young, daly = (each(C, M / factor) for each in (reliability.young_interval,
+                                                    reliability.daly_interval))
+    print(f"{16_384 * factor:7,} {young / 60:7.1f} {daly / 60:8.1f} "
+          f"{reliability.goodput(young, *often):15.1%} "
+          f"{reliability.expected_goodput(young, *often):12.1%} "
+          f"{reliability.expected_goodput(daly, *often):17.1%}")
+
+# %% [markdown]
+# Daly's interval is shorter, here by about two thirds of a save: the first correction adds
+# $\sqrt{2 C M} \cdot \sqrt{C / (2 M)} / 3 = C / 3$, then C is subtracted. A failure can strike
+# during the save too, so what is at stake at a time is T + C, not T. Because the optimum is flat,
+# the better interval gains little. The better *estimate* matters more: at 262,144 GPUs the
+# first-order formula promises far more goodput than there is. At such sizes it pays to make saving
+# and restarting fast, for example with asynchronous checkpoints, which shorten C.
+#
+# ### What Meta's number tells
+#
+# Meta reports that more than 90 % of the elapsed time was effective training, planned interruptions
+# included. With our guesses for C and R, the formula gives 86.4 %, so at least one guess is too
+# slow. How fast must a restart be for 90 %, if a save takes so long?
+
+# %% tags=["output-meta", "nbval-check-output"]
+print("save takes (s)   save every (minutes)   for 90 %, a restart may take (s)")
+for saving in (60, 30, 10, 3):
+    print(f"{saving:14} {reliability.young_interval(saving, M) / 60:22.1f} "
+          f"{reliability.restart_for(0.9, saving, M):34.0f}")
+
+# %% [markdown]
+# If training stops for a full minute at each save, a restart may take no more than 81 s; if for 10
+# seconds, almost 13 minutes. So one of our guesses is far too slow, or both are somewhat (30 s and
+# seven minutes would do), and in truth Meta was faster than the table's rows, since the share is
+# above 90 %, planned interruptions cost restarts too, and the formula is optimistic. The report
+# states neither number, but the same section says that the team reduced the time to start a job and
+# to save a checkpoint.
 #
 # ## Further: stragglers
 #
-# A step ends when its slowest rank is done. If every rank's time varies randomly, the slowest of
-# many is slower than the slowest of a few, and one rank that is always slow holds up all others.
-#
-# **Predict.** Each rank's step time is normally distributed, with a standard deviation of 2 %. How
-# much longer does a step take with 16,384 ranks? And on four real ranks, which sleep for 50 ms
-# instead of computing: if one sleeps for 50 ms more, how long is a step for the others, and who
-# spends how long in the all-reduce?
+# A step ends when its slowest rank is done. Suppose each rank's step time is normally distributed,
+# with a standard deviation of 2 %. How long is a step, relative to the mean of one rank? The more
+# ranks, the slower is the slowest of them:
 
-# %% tags=["output-stragglers"]
-print("ranks    step time, if each varies by 2 %")
+# %% tags=["output-slowest", "nbval-check-output"]
+print(" ranks    step")
 for num_ranks in (1, 8, 256, 16_384):
-    print(f"{num_ranks:6,} {reliability.slowest_of(num_ranks, 0.02):8.3f}")
-for delay in (0.0, 0.05):
-    took = run(reliability.step_with_straggler, 4, 0.05, 2, delay, watch=False)
-    steps, waits = (", ".join(f"{1e3 * each:.0f}" for each in column)
-                    for column in zip(*took, strict=True))
-    print(f"4 real ranks, rank 2 slower by {1e3 * delay:2.0f} ms: a step takes {steps} ms,\n"
-          f"{'':13} of which in the all-reduce {waits} ms")
+    print(f"{num_ranks:6,} {reliability.slowest_of(num_ranks, 0.02):7.2f}")
 
 # %% [markdown]
+# That assumes that ranks meet once a step. How often they do depends on the axis. Along tp they
+# meet in every layer, so a step takes a sum of maxima. Along dp they meet at its end, so it takes a
+# maximum of sums. Along pp a stage waits for every micro-batch, in the order of the
+# [schedule](word:schedule), so we play the schedule.
+#
+# Four ranks divide a step of four layers and four sequences. Along tp a rank has a quarter of each
+# layer, for all sequences at once; along pp it has one layer, for one sequence at a time; along dp
+# it has all layers, for one sequence. Each way it makes eight passes of the same size, four forward
+# and four backward. A slow pass sleeps for 80 ms:
+
+# %%
+show_source(stragglers.predicted_extra)
+
+# %% [markdown]
+# **Predict.** First rank 1 is slow in every pass. Then the ranks are slow in turn, each in every
+# fourth of its passes, so that all of them together sleep as long as rank 1 did alone. By how much
+# does each lengthen a step along tp, pp and dp? And while rank 1 is slow, which rank waits least
+# for others?
+
+# %% tags=["output-stragglers", "exhaustive"]
+along = {axis: stragglers.compared(axis) for axis in stragglers.LAYOUTS}
+print("slow              a step is longer by (ms): predicted   measured")
+for axis, found in along.items():
+    for name, (predicted, measured) in found.extra.items():
+        print(f"{axis}, {name:18} {predicted:28.0f} {measured:10.0f}")
+print("rank 1 always slow: each rank waits (ms)")
+for axis, found in along.items():
+    print(f"{axis}  ", *(f"{ms:6.0f}" for ms in found.waits))
+
+# %% tags=["exhaustive"]
+always, turns = ([found.extra[name][1] for found in along.values()]
+                 for name in ("rank 1 always", "in turn"))
+show_text(claim(min(always) > 320, "A rank that is always slow lengthens a step along every axis, "
+                "by most of what it sleeps at least."))
+show_text(claim(turns == sorted(turns, reverse=True), "If ranks are slow in turn, tp pays most and "
+                "dp least."))
+show_text(claim(all(found.waits[1] == min(found.waits) for found in along.values()),
+                "The slow rank waits least."))
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# A rank that is always slow costs about as much along every axis: most of what it sleeps (likely
+# not all, as others compute). They wait for it in every layer (tp), for every micro-batch (pp),
+# or once, at the end (dp).
+#
+# If the ranks take turns, it matters how often they meet. Along tp somebody sleeps in every layer
+# and all others wait, so the step pays for all eight naps. Along dp each rank sleeps twice, and
+# waits for nobody before the end, so the step pays for two. A pipeline is in between and pays for
+# four. The more often ranks meet, the more of an irregular delay reaches everyone.
+#
+# </details>
+#
 # Every rank's step takes as long as that of the slowest, so step times cannot tell you which one is
-# slow. Look at who *waits*: the straggler is the rank that spends the least time in collectives. On
-# a cluster, the ledger's calls or a profiler's trace show that.
+# slow, and to the others it looks like a slow network (Llama Team 2024, section 3.3.4). Look at who
+# *waits*: the straggler is the rank that spends the least time in collectives. On a cluster, the
+# ledger's calls or a profiler's trace show that.
 #
 # ## Further: what the best layout does better
 #
@@ -1014,9 +1145,9 @@ for name, each in zip(("the tree", "the best"), trees.against_search(job), stric
 # It waits less along tp: its tensor-parallel groups fill half a node, so there are twice as many
 # copies, and each GPU sends activations of half as many sequences. The tree filled the node before
 # it tried a stage, and never went back. The best layout's pipelines have a quarter as many
-# micro-batches (1024 / 32 / 2 = 16 instead of 1024 / 16 = 64), but a zero-bubble schedule fills
-# their bubble with weight gradients (chapter 9). And along dp, ZeRO-3 sends most of its data while
-# the GPU computes. The tree tries neither zero bubble nor ZeRO-3 in a pipeline.
+# micro-batches (1024 / 32 / 2 = 16 instead of 1024 / 16 = 64), but zero bubble (chapter 9) keeps
+# the wait about as short. Along dp, ZeRO-3 sends mostly while the GPU computes. The rest is faster
+# compute. The tree tries neither zero bubble nor ZeRO-3 in a pipeline.
 #
 # ## Further reading
 #
@@ -1032,4 +1163,5 @@ for name, each in zip(("the tree", "the best"), trees.against_search(job), stric
 # - Korthikanti et al., [Reducing Activation Recomputation in Large Transformer
 #   Models](https://arxiv.org/abs/2205.05198), 2022: sections 4 and 5.
 # - Young, *A First Order Approximation to the Optimum Checkpoint Interval*, Communications of the
-#   ACM 17(9), 1974.
+#   ACM 17(9), 1974; Daly, *A Higher Order Estimate of the Optimum Checkpoint Interval for Restart
+#   Dumps*, Future Generation Computer Systems 22(3), 2006.

@@ -9,8 +9,8 @@ safetensors, which cannot execute anything, and are read without trust.
 
 With many nodes, the folder must be one that all of them see.
 
-Read in this order: Saver, save, newest_good, set_aside, load; then checkpoint_plans, which say who
-writes and reads what, and checkpoint_storage and checkpoint_manifest, how.
+Read in this order: Saver, save, newest_good, set_aside, load; then plans.py, which decides who
+writes and reads what, and storage.py and manifest.py, which do it.
 """
 
 import os
@@ -38,15 +38,15 @@ from minitron.checkpoint.manifest import (
 from minitron.checkpoint.plans import LoadPlanner, SavePlanner
 from minitron.checkpoint.storage import TABLE, Reader, Writer, read_table
 from minitron.comm.agreement import (
-    ALONE,
+    SINGLE_RANK,
     Group,
-    agreed,
-    gathered,
+    all_gather_objects,
+    all_gather_or_raise,
     on_rank_0,
     second_group,
 )
 from minitron.config import ConfigError, require
-from minitron.parallel.parts import Boxes
+from minitron.parallel.parts import Chunks
 from minitron.system import files
 from minitron.system.files import file_in
 
@@ -65,7 +65,7 @@ class Saver:
         if in_background:
             self.group = second_group(group)
 
-    def save(self, step: int, state: dict[str, Boxes], facts: dict) -> None:
+    def save(self, step: int, state: dict[str, Chunks], facts: dict) -> None:
         """Write the checkpoint of `step`, as `save` does."""
         self.wait()
         if self.thread is None:
@@ -91,7 +91,12 @@ class Saver:
 
 
 def save(
-    folder: Path, step: int, state: dict[str, Boxes], facts: dict, keep: int, group: Group = ALONE
+    folder: Path,
+    step: int,
+    state: dict[str, Chunks],
+    facts: dict,
+    keep: int,
+    group: Group = SINGLE_RANK,
 ) -> Path:
     """Write the checkpoint of `step`, then delete all but the newest `keep`; all ranks call it.
 
@@ -104,7 +109,7 @@ def save(
     try:
         on_rank_0(lambda: make_empty(temporary), group)
         write(temporary, state, group)
-        checksums = agreed(
+        checksums = all_gather_or_raise(
             lambda: {file.name: describe(file) for file in temporary.glob(f"rank_{rank:05d}.*")},
             group,
         )
@@ -121,13 +126,13 @@ def save(
 def remedy(folder: Path, error: Exception) -> str:
     """Say what to do when a checkpoint cannot be written."""
     is_full = reason(error) in [os.strerror(number) for number in (ENOSPC, EDQUOT)]
-    act = "make room" if is_full else f"let the run write to {folder}"
+    act = "make room" if is_full else f"give the run write access to {folder}"
     if checkpoints(folder):
-        return f"the checkpoints before are intact: {act}, and continue with --resume"
-    return f"there is none before: {act}, and start again"
+        return f"earlier checkpoints are intact: {act}, and continue with --resume"
+    return f"there is no earlier checkpoint: {act}, and start again"
 
 
-def write(folder: Path, state: dict[str, Boxes], group: Group) -> None:
+def write(folder: Path, state: dict[str, Chunks], group: Group) -> None:
     with quietly():
         dcp.save(
             state,
@@ -191,15 +196,15 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
-def newest_good(folder: Path, group: Group = ALONE) -> Path:
+def newest_good(folder: Path, group: Group = SINGLE_RANK) -> Path:
     """Return the newest checkpoint in `folder` whose files are intact; every rank must call it.
 
     Damaged ones are reported. Raises ConfigError if there is no good one; nothing is changed.
     """
     rank, size = group.rank(), group.size()
-    found = gathered(checkpoints(folder), group)[0]
+    found = all_gather_objects(checkpoints(folder), group)[0]
     for path in reversed(found):
-        faults = gathered(damage(path, rank, size), group)
+        faults = all_gather_objects(damage(path, rank, size), group)
         fault = next((fault for fault in faults if fault is not None), None)
         if fault is None:
             return path
@@ -218,7 +223,7 @@ def newest_good(folder: Path, group: Group = ALONE) -> Path:
     )
 
 
-def set_aside(folder: Path, good: Path, group: Group = ALONE) -> None:
+def set_aside(folder: Path, good: Path, group: Group = SINGLE_RANK) -> None:
     """Rename what is newer than `good` to `step_00000200.damaged`: all ranks call it.
 
     Else it would be taken for newer than what the run writes from now on. Raises ConfigError if
@@ -230,7 +235,7 @@ def set_aside(folder: Path, good: Path, group: Group = ALONE) -> None:
     except OSError as error:
         raise ConfigError(
             f"{folder}: damaged checkpoints cannot be set aside ({reason(error)})",
-            "let the run write there",
+            "give the run write access",
         ) from error
 
 
@@ -250,7 +255,7 @@ def damage(path: Path, rank: int = 0, size: int = 1) -> str | None:
             if num_bytes != expected["bytes"]:
                 return f"{name} has {num_bytes:,} bytes, not {expected['bytes']:,}"
             if describe(file) != expected:
-                return f"{name} has {num_bytes:,} bytes, but not those that were written"
+                return f"{name} has {num_bytes:,} bytes as written, but a different checksum"
         if rank == 0:
             read_table(path)
     except (OSError, ValueError) as error:
@@ -280,7 +285,7 @@ def checked(read: Callable, path: Path):
         ) from None
 
 
-def load(path: Path, state: dict[str, Boxes], group: Group = ALONE) -> None:
+def load(path: Path, state: dict[str, Chunks], group: Group = SINGLE_RANK) -> None:
     """Fill the tensors in `state`, whose names and shapes are in the checkpoint; all ranks call."""
     try:
         with quietly():
@@ -304,7 +309,7 @@ def read_tensor(path: Path, name: str) -> torch.Tensor:
     require(name in saved, f"{path}: holds no {name}: does it belong to another model?")
     shape, dtype = saved[name]
     tensor = torch.empty(shape, dtype=dtype)
-    load(path, {name: Boxes.full(tensor)})
+    load(path, {name: Chunks.full(tensor)})
     return tensor
 
 

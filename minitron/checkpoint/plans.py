@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from minitron.parallel.parts import Boxes
+from minitron.parallel.parts import Chunks
 
 
-def chunks(boxes: Boxes) -> list[ChunkStorageMetadata]:
+def chunks(boxes: Chunks) -> list[ChunkStorageMetadata]:
     return [ChunkStorageMetadata(Size(offset), values.shape) for offset, values in boxes.at.items()]
 
 
@@ -35,7 +35,7 @@ class SavePlanner(DefaultSavePlanner):
     """
 
     def set_up_planner(
-        self, state_dict: dict[str, Boxes], storage_meta=None, is_coordinator: bool = False
+        self, state_dict: dict[str, Chunks], storage_meta=None, is_coordinator: bool = False
     ) -> None:
         self.state_dict, self.is_coordinator = state_dict, is_coordinator
         self.flatten_state_dict = False
@@ -65,7 +65,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def set_up_planner(
         self,
-        state_dict: dict[str, Boxes],
+        state_dict: dict[str, Chunks],
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:

@@ -1,1 +1,1 @@
-"""How ranks talk: how they are started, which groups they form, how they sum and share tensors."""
+"""How ranks communicate: the mesh of groups, collectives, and agreement on Python values."""

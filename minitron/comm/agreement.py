@@ -1,6 +1,6 @@
 """What the processes of a run agree on: plain Python values, which never touch the device.
 
-A run of one process has the group `ALONE`.
+A run of one process has the group `SINGLE_RANK`.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from torch import Tensor
 from minitron.config import ConfigError
 
 
-class OneRank:
+class SingleRank:
     """The null case of a process group: one rank, alone."""
 
     def rank(self) -> int:
@@ -26,8 +26,8 @@ class OneRank:
         return 1
 
 
-ALONE = OneRank()
-Group = dist.ProcessGroup | OneRank
+SINGLE_RANK = SingleRank()
+Group = dist.ProcessGroup | SingleRank
 
 
 def second_group(group: Group) -> Group:
@@ -37,7 +37,7 @@ def second_group(group: Group) -> Group:
     return dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
 
 
-def gathered(value, group: Group) -> list:
+def all_gather_objects(value, group: Group) -> list:
     """Return every rank's `value`, which must be picklable, in rank order and on every rank."""
     if group.size() == 1:
         return [value]
@@ -46,7 +46,7 @@ def gathered(value, group: Group) -> list:
     return values
 
 
-def gathered_tensors(
+def all_gather_tensors(
     tensors: dict[str, Tensor | None], group: Group
 ) -> list[dict[str, Tensor | None]]:
     """Return every rank's named tensors, on the CPU; None stays None.
@@ -58,7 +58,7 @@ def gathered_tensors(
     }
     return [
         {name: None if each is None else from_bytes(*each) for name, each in theirs.items()}
-        for theirs in gathered(packed, group)
+        for theirs in all_gather_objects(packed, group)
     ]
 
 
@@ -74,7 +74,7 @@ def from_bytes(values: np.ndarray, dtype: torch.dtype, shape: torch.Size) -> Ten
     return tensor
 
 
-def largest(number: int, group: Group) -> int:
+def all_reduce_max_int(number: int, group: Group) -> int:
     """Return the largest of the ranks' numbers: cheap enough for every step."""
     if group.size() == 1:
         return number
@@ -83,13 +83,13 @@ def largest(number: int, group: Group) -> int:
     return int(numbers)
 
 
-def agreed(act: Callable, group: Group) -> list:
+def all_gather_or_raise(act: Callable, group: Group) -> list:
     """Return what `act` returns on each rank; raises OSError on all ranks if it does on one."""
     try:
         outcome = act()
     except OSError as error:
         outcome = error
-    outcomes = gathered(outcome, group)
+    outcomes = all_gather_objects(outcome, group)
     for each in outcomes:
         if isinstance(each, OSError):
             raise each
@@ -98,11 +98,11 @@ def agreed(act: Callable, group: Group) -> list:
 
 def on_rank_0(act: Callable, group: Group) -> None:
     """Act on rank 0 alone; all wait for it, and raise the OSError that it does."""
-    agreed(act if group.rank() == 0 else lambda: None, group)
+    all_gather_or_raise(act if group.rank() == 0 else lambda: None, group)
 
 
 @contextmanager
-def one_fault_fails_all(group: Group) -> Iterator[None]:
+def raise_on_all_ranks(group: Group) -> Iterator[None]:
     """Raise on every rank what a user got wrong on any of them.
 
     Without this the other ranks would wait for the one that has left. Nothing within may wait for
@@ -115,17 +115,17 @@ def one_fault_fails_all(group: Group) -> Iterator[None]:
         own = sent = error
     except OSError as error:
         own, sent = error, ConfigError(str(error))
-    faults = gathered(sent, group)
+    faults = all_gather_objects(sent, group)
     failed = [rank for rank, fault in enumerate(faults) if fault is not None]
     if failed:
         raise own or faults[failed[0]].on_rank(failed[0])
 
 
 @contextmanager
-def one_fault_ends_all(group: Group) -> Iterator[None]:
+def exit_on_all_ranks(group: Group) -> Iterator[None]:
     """Let what a user got wrong on any rank end every rank with exit code 2; rank 0 tells it."""
     try:
-        with one_fault_fails_all(group):
+        with raise_on_all_ranks(group):
             yield
     except (ConfigError, OSError):
         if group.rank() != 0:

@@ -1,10 +1,10 @@
-"""Sum and share tensors between ranks: written out from messages, and PyTorch's own.
+"""Ring, naive, doubling and halving all-reduce from send/recv, and wrappers over torch.distributed.
 
-The functions of the first part use point-to-point messages alone, on any number of ranks and any
-size of tensor. All all-reduces work in place, and leave the same bits on every rank. What each
+The functions of the first part use only point-to-point messages, on any number of ranks and any
+size of tensor. Every all-reduce works in place and leaves the same bits on every rank. What each
 sends and how long it takes is in `minitron.cost.communication`, under the same name.
 
-Read in this order: reduce_scatter_ring, all_gather_ring, pass_on, all_reduce_ring; then the
+Read in this order: reduce_scatter_ring, all_gather_ring, ring_shift, all_reduce_ring; then the
 others: naive, doubling, halving.
 References: Patarasuk & Yuan 2009 (ring); Thakur, Rabenseifner & Gropp 2005, section 4.5.
 """
@@ -53,7 +53,7 @@ def reduce_scatter_ring(flat: Tensor, group: ProcessGroup) -> Tensor:
     buffers = receive_buffers(len(chunks[0][0]), flat)
     incoming = [buffers[index % 3][: len(piece)] for index, piece in enumerate(sums)]
 
-    for index in pass_on(outgoing, incoming, group, ahead=2):
+    for index in ring_shift(outgoing, incoming, group, ahead=2):
         sums[index] += incoming[index]
     return flat.tensor_split(size)[rank]
 
@@ -82,7 +82,7 @@ def all_gather_ring(flat: Tensor, group: ProcessGroup) -> None:
     chunks = in_pieces(flat, size)
     outgoing = [piece for step in range(size - 1) for piece in chunks[(rank - step) % size]]
     incoming = [piece for step in range(size - 1) for piece in chunks[(rank - 1 - step) % size]]
-    for _ in pass_on(outgoing, incoming, group, ahead=len(incoming)):
+    for _ in ring_shift(outgoing, incoming, group, ahead=len(incoming)):
         pass  # what came in is what goes out in the next step
 
 
@@ -93,7 +93,7 @@ def in_pieces(flat: Tensor, size: int) -> list[tuple[Tensor, ...]]:
     return [chunk.tensor_split(num_pieces) for chunk in chunks]
 
 
-def pass_on(
+def ring_shift(
     outgoing: list[Tensor], incoming: list[Tensor], group: ProcessGroup, ahead: int
 ) -> Iterator[int]:
     """Send outgoing[step] to the next rank; yield each step once incoming[step] has arrived.
@@ -192,7 +192,7 @@ def all_reduce_doubling(tensor: Tensor, group: ProcessGroup) -> None:
             exchange(flat, partner, received, partner, group)
             flat.add_(received)  # a + b here, b + a there: the same bits
 
-    fold(double, flat, received, group)
+    with_power_of_two_ranks(double, flat, received, group)
 
 
 def all_reduce_halving(tensor: Tensor, group: ProcessGroup) -> None:
@@ -219,10 +219,10 @@ def all_reduce_halving(tensor: Tensor, group: ProcessGroup) -> None:
             whole, missing = block(rank, width), block(rank ^ width, width)
             exchange(whole, rank ^ width, missing, rank ^ width, group)
 
-    fold(halve_and_double, flat, received, group)
+    with_power_of_two_ranks(halve_and_double, flat, received, group)
 
 
-def fold(
+def with_power_of_two_ranks(
     algorithm: Callable[[list[int]], None], flat: Tensor, received: Tensor, group: ProcessGroup
 ) -> None:
     """Run an algorithm for a power of two ranks, with distances 1, 2, 4, ..., on any number.

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from minitron.comm.agreement import ALONE, OneRank
+from minitron.comm.agreement import SINGLE_RANK, SingleRank
 from minitron.config import require
 
 AXES = ("dp", "replicas", "pp", "cp", "tp", "ep")
@@ -88,9 +88,9 @@ class OneRankMesh:
 
     num_ranks = 1
 
-    def group(self, axis: str) -> OneRank:
+    def group(self, axis: str) -> SingleRank:
         """Return the group of this rank alone."""
-        return ALONE
+        return SINGLE_RANK
 
     def rank(self, axis: str) -> int:
         """Return this rank's place along `axis`, 0."""

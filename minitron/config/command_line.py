@@ -92,8 +92,8 @@ def require_text(words: Sequence[str]) -> None:
     for word in words:
         require(
             not UNPRINTABLE.search(word),
-            f"'{word}' holds a control character or "
-            "bytes that are not UTF-8, which libraries that read files refuse",
+            f"'{word}' contains a control character or bytes that are not UTF-8, and libraries "
+            "that open files reject such names",
             "use another name",
         )
 

@@ -82,5 +82,5 @@ def require_known(given: Iterable[str], known: Iterable[str], where: str, what="
     """Raise ConfigError for the first of `given` that is not in `known`, with the nearest name."""
     for key in given:
         near = difflib.get_close_matches(key, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+        hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}"
         require(key in known, f"{where}: unknown {what} {key!r}; {hint}")

@@ -49,11 +49,14 @@ def require_layout(config: Config, size: int) -> None:
     if size % together:
         needed = f"a multiple of {together}"
         raise WrongNumRanks(
-            f"{model}, but {there}", needed, f"start {needed} with torchrun --nproc-per-node"
+            f"{model}, but {there}",
+            needed,
+            f"start {together}, or a multiple of it, with torchrun --nproc-per-node {together} "
+            "-m minitron.train",
         )
     require_cuts(config.model, tp)
     require_heads(config)
-    readers = num_readers(config, size)
+    readers = data_parallel_size(config, size)
     if dp not in (0, readers):
         needed = str(dp * together)
         raise WrongNumRanks(
@@ -76,7 +79,7 @@ def counted(size: int) -> str:
     return f"{size} rank{'' if size == 1 else 's'}"
 
 
-def num_readers(config: Config, size: int) -> int:
+def data_parallel_size(config: Config, size: int) -> int:
     """Return how many of the ranks read samples of their own."""
     return size // (config.parallel.tp * config.parallel.cp * config.parallel.pp)
 
@@ -92,7 +95,7 @@ def require_cuts(model: ModelConfig, tp: int) -> None:
         is_copied = name == "num_kv_heads" and tp % count == 0
         require(
             is_copied or count % tp == 0,
-            f"model.{name} = {count} is not divisible by {tp} ranks (parallel.tp), "
+            f"model.{name} = {count} is not divisible by {tp} ranks (parallel.tp); "
             f"{ceil(count / tp) * tp} would be",
             field=f"model.{name}",
             kind=f"tp does not divide model.{name}",
@@ -105,10 +108,9 @@ def require_heads(config: Config) -> None:
     heads = max(1, config.model.num_kv_heads // tp)
     require(
         config.parallel.context != "ulysses" or heads % cp == 0,
-        f"model.num_kv_heads = {config.model.num_kv_heads}, of which a rank has {heads} "
-        f"(parallel.tp = {tp}), is not divisible by parallel.cp = {cp} (parallel.context = "
-        "ulysses)",
-        "use ring or all-gather, or a divisor",
+        f"parallel.context = ulysses: parallel.cp = {cp} does not divide a rank's key-value heads, "
+        f"{heads} (model.num_kv_heads = {config.model.num_kv_heads} over parallel.tp = {tp})",
+        "use ring or all-gather, or a parallel.cp that divides them",
         field="parallel.context",
         kind="cp does not divide model.num_kv_heads",
     )
@@ -131,7 +133,7 @@ def require_micro_batches(config: Config, num_sequences: int) -> None:
     remedy = (
         f"set train.micro_batch_size to {' or '.join(map(str, nearest))}"
         if nearest
-        else f"raise train.global_batch_size, of which a rank has {num_sequences}"
+        else f"raise train.global_batch_size: a rank gets only {num_sequences} of its sequences"
     )
     m = ceil(num_sequences / size)
     given = f"{m} micro-batch{'es' if m > 1 else ''} a step (train.micro_batch_size = {size})"

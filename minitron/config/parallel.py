@@ -12,41 +12,42 @@ V_SCHEDULES = "zb-v", "dualpipe-v"  # rank r holds stages r and 2 pp - 1 - r
 @dataclass(frozen=True, kw_only=True)  # so that a new axis cannot take the place of another
 class ParallelConfig:
     dp: int = 0
-    """Data-parallel ranks; 0: all that torchrun has started, divided by tp, cp and pp."""
+    """Data-parallel ranks; 0: the ranks that torchrun started, divided by tp x cp x pp."""
     tp: int = 1
-    """Ranks that compute each layer together (tensor parallelism): neighbors, of one node."""
+    """Ranks that split every layer (tensor parallelism); keep them within a node."""
     sequence: bool = False
-    """With tp, divide the sequence too where layers are not cut: norms, dropout, residual."""
+    """With tp, also split the sequence in norms, dropout and the residual stream."""
     cp: int = 1
-    """Ranks that have a part of every sequence each (context parallelism), for long ones."""
+    """Ranks that split every sequence (context parallelism), for long sequences."""
     context: Literal["ring", "all-gather", "ulysses"] = "ring"
-    """With cp, how attention gets the keys and values of the other parts: ring passes them on while
-    ranks compute, all-gather brings all at once, ulysses divides the heads instead."""
+    """With cp, how attention gets the other ranks' keys and values. ring: passes them around while
+    ranks compute; all-gather: gathers all of them first; ulysses: splits attention by heads
+    instead."""
     pp: int = 1
-    """Ranks that hold the layers one after the other (pipeline parallelism)."""
+    """Ranks of a pipeline (pipeline parallelism); the layers are split into pp x chunks stages."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zb-v", "dualpipe-v"] = "1f1b"
-    """In which order the pipeline's ranks work on the micro-batches."""
+    """Order of the forward and backward passes in the pipeline."""
     chunks: int = 1
     """Stages that each rank of the pipeline holds: 1 with 1f1b, 2 or more with interleaved, exactly
-    2 with zb-v and dualpipe-v."""
+    2 with zb-v and dualpipe-v, any number with gpipe and zero-bubble."""
     zero: Literal[0, 1, 2, 3] = 0
-    """ZeRO's stage: each rank keeps its part of 1: optimizer state, 2: and gradients, 3: and
-    weights."""
+    """What ZeRO shards over the data-parallel ranks. 0: nothing; 1: optimizer state; 2: also
+    gradients; 3: also weights."""
     replicas: int = 1
-    """Hybrid sharding: groups of data-parallel ranks that hold the same shards; ZeRO divides the
-    state over the dp / replicas ranks of one, which are neighbors, say those of a node."""
+    """Hybrid sharding: how many copies of the sharded state there are. ZeRO shards it over dp /
+    replicas neighboring ranks, such as those of a node."""
     sync_every_micro_batch: bool = True
-    """Stages 2 and 3: reduce gradients after each micro-batch, so that their sums are sharded.
-    Switched off they travel once a step, but each rank holds them unsharded until then."""
+    """ZeRO-2 and 3: reduce-scatter gradients after each micro-batch, so that only shards
+    accumulate. Off: once per step, but each rank holds unsharded gradients until then."""
     reshard_each_pass: bool = True
-    """Stage 3: free the weights after each pass of a micro-batch, and gather them again for the
-    next. Switched off they are gathered once a step and stay unsharded meanwhile."""
+    """ZeRO-3: free the weights after each pass of a micro-batch, and gather them again for the
+    next one. Off: gather them once per step, and keep them unsharded until it ends."""
     sync_replicas_every_micro_batch: bool = False
-    """Stages 2 and 3 with replicas: sum the shards' gradients over them after each micro-batch too,
-    instead of once."""
+    """ZeRO-2 and 3 with replicas: all-reduce the sharded gradients over the replicas after each
+    micro-batch, instead of once per step."""
     overlap_gather: bool = False
-    """Stages 1 and 2: gather the updated weights during the next forward pass, in which each block
-    waits for its own, instead of at the end of a step."""
+    """ZeRO-1 and 2: gather the updated weights during the next forward pass, where each block waits
+    only for its own, instead of at the end of the step."""
 
     def __post_init__(self):
         require_types("parallel", self)
@@ -155,18 +156,18 @@ class ParallelConfig:
         require(
             self.schedule != "interleaved" or self.chunks > 1,
             problem,
-            "it needs 2 chunks or more; 1f1b has 1",
+            "set parallel.chunks to 2 or more, or parallel.schedule to 1f1b",
             field="parallel.chunks",
         )
         require(
             self.schedule != "1f1b" or self.chunks == 1,
             problem,
-            "interleaved is 1F1B with chunks",
+            "set parallel.chunks to 1, or use interleaved, which is 1F1B with chunks",
             field="parallel.chunks",
         )
         require(
             not self.is_v or self.chunks == 2,
             problem,
-            "each rank holds one stage on the way down and one on the way up: set it to 2",
+            "set parallel.chunks to 2: a rank holds a stage on the way down and one on the way up",
             field="parallel.chunks",
         )

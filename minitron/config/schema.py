@@ -48,11 +48,11 @@ class ModelConfig:
     tied_embedding: bool = True
     """The output head shares the token embedding's weight."""
     dropout: float = 0.0
-    """Probability of dropping an attention probability or a branch's output, while training."""
+    """Dropout rate of attention weights and of each branch's output, during training."""
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies (llama only)."""
     rope_scaling: float = 1.0
-    """By how much Llama since 3.1 slows down rotations of more than 8192 tokens; 1: not at all."""
+    """Factor by which Llama 3.1 slows down rotations with periods above 8192 tokens; 1: off."""
     norm_eps: float = 1e-5
     """Added to the variance in every norm."""
 
@@ -87,7 +87,7 @@ class ModelConfig:
             require(
                 self.num_kv_heads == self.num_heads,
                 f"model.num_kv_heads = {self.num_kv_heads} with model.family = gpt: grouped-query "
-                "attention is llama's",
+                "attention needs model.family = llama",
                 f"set it to num_heads = {self.num_heads}",
                 field="model.num_kv_heads",
             )
@@ -95,7 +95,7 @@ class ModelConfig:
             require(
                 self.head_width % 2 == 0,
                 f"model.width / model.num_heads = {self.head_width} is odd",
-                "rotary positions turn pairs, so make the head width even",
+                "rotary positions rotate pairs of numbers, so make the head width even",
                 field="model.num_heads",
             )
 
@@ -127,25 +127,29 @@ class TrainConfig:
     learning_rate: float = 3e-3
     """Peak of the schedule."""
     min_learning_rate: float = 3e-4
-    """Where the cosine ends."""
+    """Learning rate at the end of the cosine."""
     warmup_steps: int = 50
     """Steps of linear warm-up."""
     continuation: Literal["none", "constant", "linear", "restart", "stretch"] = "none"
-    """What the learning rate does when a run is resumed with other steps, or another peak, minimum
-    or warm-up. none: refuse. constant: keep the last rate. linear: go from it to the minimum, or to
-    0 if it is there. restart: warm up and decay again. stretch: jump to the new cosine."""
+    """What the learning rate does if a run is resumed with a different number of steps, peak,
+    minimum or warm-up. none: refuse to resume if the rate would jump. constant: keep the last rate.
+    linear: go from the last rate to the minimum, or to 0 if the last rate is not above the minimum.
+    restart: warm up and decay again. stretch: jump to the new cosine."""
     weight_decay: float = 0.1
     """AdamW's decay, on matrices only (norms and biases are left alone)."""
     beta1: float = 0.9
-    """AdamW: memory of the gradient's mean."""
+    """AdamW: decay rate of the running mean of the gradient."""
     beta2: float = 0.95
-    """AdamW: memory of the gradient's square."""
+    """AdamW: decay rate of the running mean of the squared gradient."""
     clip_norm: float = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
     precision: Literal["fp32", "bf16-autocast", "bf16", "bf16-fp32-grads", "fp16", "fp8"] = "fp32"
-    """Which dtypes train: see `minitron.precision.PRECISIONS`."""
+    """fp32: all float32. bf16-autocast: float32 weights, bf16 matmuls. bf16, fp16: 16-bit weights
+    and gradients, float32 master weights; fp16 scales the loss. bf16-fp32-grads: bf16 with float32
+    gradients. fp8: bf16 with 8-bit matmuls."""
     recompute: Literal["none", "full", "selective", "sqrt"] = "none"
-    """Which activations are computed again in the backward pass instead of kept."""
+    """Activations to recompute in the backward pass instead of keeping them. full: every block's.
+    selective: attention's. sqrt: those of about sqrt(L) segments of blocks."""
     compile: bool = False
     """Run the model through torch.compile."""
     device: str = "auto"
@@ -153,7 +157,8 @@ class TrainConfig:
     seed: int = 0
     """Seeds the weights, the order of the samples, and dropout."""
     log_every: int = 1
-    """Steps between waits for the device to log; every step is logged, GPUs like 10."""
+    """Steps between writes of the log, each of which waits for the device: use about 10 on GPUs.
+    Every step is logged."""
     eval_every: int = 200
     """Steps between evaluations; 0 evaluates at the end only."""
     eval_sequences: int = 256
@@ -161,22 +166,22 @@ class TrainConfig:
     checkpoint_every: int = 200
     """Steps between checkpoints; 0 saves at the end only (and when interrupted)."""
     keep_checkpoints: int = 2
-    """Older ones are deleted."""
+    """Newest checkpoints to keep; older ones are deleted."""
     async_checkpoint: bool = False
     """Write checkpoints in the background, from a copy in the host's memory."""
     hang_timeout: float = 900.0
-    """End a run on many ranks when no step has ended for so many seconds, and say which rank the
-    others wait for. An evaluation counts in pieces no longer than a step. A first step that
-    compiles may take minutes, and so may a save. With 0 PyTorch alone ends a collective, after half
-    an hour, without a name."""
+    """Seconds without a finished step after which a run on several ranks ends, and reports which
+    rank the others wait for. Leave time for a first step that compiles and for a save, which may
+    take minutes; an evaluation is watched in pieces no longer than a step. 0: off; PyTorch then
+    ends a stuck collective after half an hour, without naming a rank."""
 
     def __post_init__(self):
         require_types("train", self)
         self._require_ranges()
         require(
             self.recompute == "none" or not self.compile,
-            f"train.recompute = {self.recompute} with train.compile = {self.compile}: a compiled "
-            "model decides itself what to keep",
+            f"train.recompute = {self.recompute} with train.compile = {self.compile}: "
+            "torch.compile decides itself which activations to keep",
             "switch one of them off",
             field="train.recompute",
         )
@@ -236,13 +241,13 @@ class TrainConfig:
 @dataclass(frozen=True)
 class LogConfig:
     all_ranks: bool = False
-    """Let every rank keep a log, and a trace, of its own: metrics_rank1.jsonl, ..."""
+    """Write a log, and a trace, for every rank, not only rank 0: metrics_rank1.jsonl, ..."""
     tensorboard: bool = False
     """Write the log for TensorBoard too, into the run's folder."""
     wandb: str = ""
     """Send the log to this project at Weights & Biases too."""
     trace_steps: int = 0
-    """Steps that are profiled, after the first few: traces/rank0.json.gz, for ui.perfetto.dev."""
+    """Steps to profile, after the first few: traces/rank0.json.gz, shown by ui.perfetto.dev."""
 
     def __post_init__(self):
         require_types("log", self)
@@ -278,8 +283,8 @@ class Config:
         require(
             parallel.cp == 1 or self.model.dropout == 0,
             f"model.dropout = "
-            f"{self.model.dropout} with parallel.cp = {parallel.cp}: attention over other "
-            "ranks' keys drops nothing",
+            f"{self.model.dropout} with parallel.cp = {parallel.cp}: context-parallel attention "
+            "has no dropout",
             "set model.dropout to 0",
             field="model.dropout",
         )
@@ -305,9 +310,9 @@ class Config:
                 parallel.zero < 3,
                 "a compiled model keeps the weights that stage 3 frees",
             ),
-            ("tp", parallel.tp == 1, "collectives inside cut layers are not compiled"),
+            ("tp", parallel.tp == 1, "collectives inside sharded layers are not compiled"),
             ("cp", parallel.cp == 1, "messages inside attention are not compiled"),
-            ("pp", parallel.pp == 1, "a stage is not compiled"),
+            ("pp", parallel.pp == 1, "pipeline stages are not compiled"),
             (
                 "overlap_gather",
                 not parallel.overlap_gather,

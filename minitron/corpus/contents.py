@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from minitron.comm.agreement import ALONE, Group, gathered, one_fault_fails_all
+from minitron.comm.agreement import SINGLE_RANK, Group, all_gather_objects, raise_on_all_ranks
 from minitron.config import ConfigError, require
 from minitron.dataset import HEADER_BYTES, TokenDataset, count_tokens, open_shard
 from minitron.system.files import read_json
@@ -38,7 +38,7 @@ class Contents:
     """Of its tokens."""
 
 
-def read_contents(folder: Path, group: Group = ALONE) -> dict[str, Contents]:
+def read_contents(folder: Path, group: Group = SINGLE_RANK) -> dict[str, Contents]:
     """Return the contents of every shard, by its name; every rank must call it.
 
     Each rank reads its share of the shards: where nodes have copies of the folder, they are taken
@@ -46,7 +46,7 @@ def read_contents(folder: Path, group: Group = ALONE) -> dict[str, Contents]:
     one cannot read, or finds other files.
     """
     rank, size = group.rank(), group.size()
-    with one_fault_fails_all(group):
+    with raise_on_all_ranks(group):
         paths = [*sorted(folder.glob("train_*.bin")), *sorted(folder.glob("val_*.bin"))]
         require(
             bool(paths),
@@ -63,13 +63,15 @@ def read_contents(folder: Path, group: Group = ALONE) -> dict[str, Contents]:
             found |= {path.name: read_shard(path, bar) for path in missing}
         sizes = {path.name: path.stat().st_size for path in paths}
     merged: dict[str, Contents] = {}
-    for other, (present, theirs, read) in enumerate(gathered((sizes, found, stamps), group)):
+    for other, (present, theirs, read) in enumerate(
+        all_gather_objects((sizes, found, stamps), group)
+    ):
         same = present == sizes and all(
             merged.get(name, each) == each for name, each in theirs.items()
         )
         require(
             same,
-            f"{folder}: rank {other} finds other shards there than the ranks before it",
+            f"{folder}: rank {other} finds different shards there from the ranks before it",
             "copy the same folder to every node",
         )
         merged |= theirs

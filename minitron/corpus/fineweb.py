@@ -46,7 +46,7 @@ def download_fineweb(
     """
     require(
         1 <= num_shards <= NUM_SHARDS,
-        f"num_shards = {num_shards}: FineWeb-10B has from 1 to {NUM_SHARDS} training shards",
+        f"num_shards = {num_shards}: must be from 1 to {NUM_SHARDS}, as many as FineWeb-10B has",
     )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -138,7 +138,7 @@ def load_tokenizer(folder: Path, remedy: str = "write the corpus again") -> "Tok
         require_regular(path)
         return without_markup(Tokenizer.from_file(str(path)))
     except Exception as error:  # the library raises no narrower one
-        raise ConfigError(f"{path}: no tokenizer ({error})", remedy) from None
+        raise ConfigError(f"{path}: not a tokenizer ({error})", remedy) from None
 
 
 def without_markup(tokenizer: "Tokenizer") -> "Tokenizer":

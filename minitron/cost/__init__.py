@@ -66,6 +66,7 @@ from minitron.cost.pipeline import (
     pipeline_volume,
     sequential_bubble,
     v_bubble,
+    v_volume,
     zb_h1_bubble,
 )
 from minitron.cost.sharding import (
@@ -152,6 +153,7 @@ __all__ = [
     "training_flops_per_token",
     "tree_all_reduce_seconds",
     "v_bubble",
+    "v_volume",
     "vocabulary_parallel_volume",
     "zb_h1_bubble",
     "zero_bytes",

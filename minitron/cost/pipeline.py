@@ -8,7 +8,7 @@ and messages take no time: `parallel.simulator` plays what is not so.
 A bubble is the time that a rank is idle in a step. Papers give it as a share of two things: of the
 whole step, (p-1) / (m+p-1), or of the time that the work alone takes, (p-1) / m.
 
-Read in this order: Bubble, pipeline_bubble, activations_held, pipeline_volume.
+Read in this order: Bubble, pipeline_bubble, activations_held, pipeline_volume, v_volume.
 Reference: Huang et al. 2019, "GPipe" (section 2.3); Narayanan et al. 2021 (sections 2.2, 3.2);
 Korthikanti et al. 2022 (section 4.2.3); Qi et al. 2023, "Zero Bubble" (table 2, section 6);
 DeepSeek-AI 2024, "DeepSeek-V3" (table 2).
@@ -146,4 +146,26 @@ def pipeline_volume(
     before = num_chunks - (rank == 0)
     message = batch_size * sequence_length * width * element_size
     num_bytes = num_micro_batches * (after + before) * message
+    return Volume(num_bytes, num_bytes)
+
+
+def v_volume(
+    batch_size: int,
+    sequence_length: int,
+    width: int,
+    element_size: int,
+    num_ranks: int,
+    num_micro_batches: int,
+    rank: int,
+) -> Volume:
+    """Return the bytes that one rank sends and receives per step in ZB-V or DualPipeV.
+
+    Rank r holds stages r and 2p - 1 - r, so it exchanges B S D values with each neighbor twice in
+    the forward pass and twice in the backward pass of a micro-batch. The last rank hands stage
+    p - 1's output to its own stage p, and the first rank holds both ends of the model: both have
+    one neighbor, where interleaving closes a ring.
+    """
+    neighbors = (rank > 0) + (rank < num_ranks - 1)
+    message = batch_size * sequence_length * width * element_size
+    num_bytes = num_micro_batches * 2 * neighbors * message
     return Volume(num_bytes, num_bytes)

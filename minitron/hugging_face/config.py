@@ -84,7 +84,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     kind = theirs.get("model_type")
     require(
         isinstance(kind, str) and kind in FAMILIES,
-        f"{file}: model_type = {kind!r:.50}: known are {', '.join(FAMILIES)}",
+        f"{file}: model_type = {kind!r:.50}, but only {' and '.join(FAMILIES)} can be loaded",
         "choose such a model",
     )
     family = FAMILIES[kind]

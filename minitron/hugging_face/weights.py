@@ -122,7 +122,7 @@ class Weights:
         family = read_model_config(folder).family
         require(
             family == model.family,
-            f"{folder}: holds a {family}, but model.family = {model.family}",
+            f"{folder}: holds a {family} model, but model.family = {model.family}",
             "leave [model] to the folder's config.json",
         )
         self.opened: dict[str, safe_open] = {}
@@ -159,7 +159,7 @@ class Weights:
             not unread,
             f"{self.folder}: our model has no place for {len(unread)} of its "
             f"{len(self.files)} tensors, {unread[0] if unread else ''} among them",
-            "leave sizes out of [model]; if they are, config.json is not that of this model: "
+            "leave sizes out of [model]; if there are none, config.json is of another model: "
             "fetch it again, or choose another model",
         )
 
@@ -215,7 +215,7 @@ class Weights:
         require(
             present is not None,
             f"{self.folder}: none of {len(self.files)} tensors is {key}; "
-            "leave sizes out of [model]; if they are, fetch the model again",
+            "leave sizes out of [model]; if there are none, fetch the model again",
         )
         file = self.files[present]
         if file not in self.opened:

@@ -37,12 +37,12 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from minitron.comm.agreement import ALONE, Group, gathered
+from minitron.comm.agreement import SINGLE_RANK, Group, all_gather_objects
 from minitron.config import ConfigError, require
 from minitron.launch.descendants import MARK
 from minitron.launch.messages import read_bytes
 from minitron.launch.process import share_cores
-from minitron.launch.rank_process import Failure, Orders
+from minitron.launch.rank_process import Failure, JobSpec
 from minitron.launch.rank_report import RankError
 from minitron.launch.ranks import PROCESS_NAME, Ranks
 
@@ -125,7 +125,7 @@ def start_method() -> str:
     return os.environ.get("MINITRON_START", START_METHOD)
 
 
-def _orders(fn: Callable, args: tuple, num_ranks: int, folder: Path, watch: bool) -> Orders:
+def _orders(fn: Callable, args: tuple, num_ranks: int, folder: Path, watch: bool) -> JobSpec:
     try:
         job = cloudpickle.dumps((fn, args))
     except Exception as error:
@@ -139,7 +139,7 @@ def _orders(fn: Callable, args: tuple, num_ranks: int, folder: Path, watch: bool
         if len(entry) == 4 and entry[1] is None
     }
     environment = {**gloo, **os.environ, MARK: str(folder)}
-    return Orders(num_ranks, folder, watch, job, environment, list(sys.path), cells)
+    return JobSpec(num_ranks, folder, watch, job, environment, list(sys.path), cells)
 
 
 def _run_under_torchrun(fn: Callable, num_ranks: int, args: tuple) -> list:
@@ -152,14 +152,14 @@ def _run_under_torchrun(fn: Callable, num_ranks: int, args: tuple) -> list:
         f"{started}, `unset RANK WORLD_SIZE`",
     )
     with _joined_group() as group:
-        return gathered(fn(group, *args), group)
+        return all_gather_objects(fn(group, *args), group)
 
 
 @contextmanager
 def torchrun_group() -> Iterator[Group]:
-    """Join the processes that torchrun has started; yields their group, `ALONE` if there is one."""
+    """Join the processes that torchrun has started; yields their group, for one `SINGLE_RANK`."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
-        yield ALONE
+        yield SINGLE_RANK
         return
     _require_torchrun()
     with _joined_group() as group:

@@ -53,7 +53,7 @@ def share_cores() -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-class Interruption:
+class StopSignals:
     """Within it, the first of `STOP_SIGNALS` is kept in `signal`, for the loop to save and end.
 
     Those that follow change nothing. Where a scheduler stops torchrun and its ranks together, each
@@ -70,7 +70,7 @@ class Interruption:
         self.launcher, self.until_exit = launcher, until_exit
         self._previous: dict = {}
 
-    def __enter__(self) -> "Interruption":
+    def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
                 by_nohup = number.name == "SIGHUP" and signal.getsignal(number) is signal.SIG_IGN

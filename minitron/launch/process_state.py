@@ -1,4 +1,4 @@
-"""What a process has computed, and whether it wants to: which a busy machine keeps apart."""
+"""CPU time and scheduler state of a process: they tell a hang from a busy machine."""
 
 import psutil
 

@@ -47,7 +47,7 @@ NO_LIMIT = timedelta(days=1)  # the parent watches over time; gloo must not give
 
 
 @dataclass(frozen=True)
-class Orders:
+class JobSpec:
     """What every rank of a run receives."""
 
     num_ranks: int
@@ -98,7 +98,7 @@ class Failure:
     seconds: float = field(default_factory=time.monotonic)
 
 
-def rank_main(rank: int, orders: Orders, pipe: Connection) -> None:
+def rank_main(rank: int, orders: JobSpec, pipe: Connection) -> None:
     """Call the function of `orders` as rank `rank`, send its outcome, leave when asked to."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal
     share_cores()
@@ -111,7 +111,7 @@ def rank_main(rank: int, orders: Orders, pipe: Connection) -> None:
     answer_with_stack(stack)
     may_leave = threading.Event()
     threading.Thread(target=_obey_parent, args=(pipe, stack, may_leave), daemon=True).start()
-    mailbox = Mailbox(pipe, calls_file(orders.folder, rank))
+    mailbox = ParentChannel(pipe, calls_file(orders.folder, rank))
     mailbox.send(Started())
 
     mailbox.send(outcome_of(rank, orders, mailbox))
@@ -128,7 +128,7 @@ def answer_with_stack(stack: TextIO) -> None:
         faulthandler.register(ASK, stack)
 
 
-def outcome_of(rank: int, orders: Orders, mailbox: "Mailbox") -> Returned | Failure:
+def outcome_of(rank: int, orders: JobSpec, mailbox: "ParentChannel") -> Returned | Failure:
     """Call the function; what happens is reported, not raised."""
     try:
         _take_over(orders)
@@ -179,7 +179,7 @@ def strip_launcher(frames: list) -> list:
     return frames[start:]
 
 
-class Mailbox:
+class ParentChannel:
     """The way to the parent, for any thread: hooks may announce calls from autograd's own.
 
     An outcome goes through the pipe and wakes the parent. Calls go to a file, which it reads ten
@@ -212,7 +212,7 @@ def _obey_parent(pipe: Connection, stack: TextIO, may_leave: threading.Event) ->
         os._exit(1)
 
 
-def _take_over(orders: Orders) -> None:
+def _take_over(orders: JobSpec) -> None:
     # The server that ranks are forked from still has the surroundings of its own start.
     os.environ.clear()
     os.environ.update(orders.environment)

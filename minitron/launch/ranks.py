@@ -24,7 +24,7 @@ from minitron.launch.process_state import cpu_seconds, wants_cpu
 from minitron.launch.rank_process import (
     Failure,
     Frame,
-    Orders,
+    JobSpec,
     Returned,
     Started,
     calls_file,
@@ -64,7 +64,7 @@ LEAVE_SECONDS = 5.0  # to tear a group down
 class Rank:
     """One process, as its parent sees it."""
 
-    def __init__(self, number: int, context, orders: Orders):
+    def __init__(self, number: int, context, orders: JobSpec):
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(
             target=rank_main, args=(number, orders, theirs), name=f"{PROCESS_NAME} {number}"
@@ -138,7 +138,7 @@ class Rank:
 class Ranks:
     """All processes of a run."""
 
-    def __init__(self, orders: Orders):
+    def __init__(self, orders: JobSpec):
         self.orders = orders
         self.ranks: list[Rank] = []
         self.prints = Prints([output_file(orders.folder, n) for n in range(orders.num_ranks)])
@@ -182,7 +182,7 @@ class Ranks:
             if not something_came and self._have_stalled():
                 return self._error(f"a hang: no rank has moved for {STALL_SECONDS:g} s")
             if self.orders.watch and self._silent_looks == round(NOTE_SECONDS / LOOK_SECONDS):
-                self._note(f"no call for {NOTE_SECONDS:g} s, waiting on (timeout {timeout:g} s)")
+                self._note(f"no call for {NOTE_SECONDS:g} s, still waiting (timeout {timeout:g} s)")
         if self._failed():
             self._hear_the_others()
         if self.mismatch:

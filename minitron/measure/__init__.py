@@ -1,1 +1,1 @@
-"""The instruments: clock (how fast, and how near the limit?), meter (which bytes are held?)."""
+"""The instruments: ledger (bytes sent), meter (bytes held), clock (speed and MFU), and traces."""

@@ -1,4 +1,4 @@
-"""What ranks did, side by side: a table of their bytes, and the first call in which they part.
+"""The ranks' collectives side by side: their bytes as a table, and the first mismatched call.
 
 Read in this order: Call, Numbering, merged, Matcher, first_mismatch.
 """

@@ -1,11 +1,11 @@
 """Where a number first stops being finite: the first module that makes an infinity or NaN.
 
-    with FirstFault(model, dict(model.named_parameters())) as fault:
+    with FirstNonFinite(model, dict(model.named_parameters())) as fault:
         loss = ...
         loss.backward()
     print(fault)    # the output of blocks.3.mlp.down
 
-Read in this order: FirstFault, from __enter__ on.
+Read in this order: FirstNonFinite, from __enter__ on.
 """
 
 import math
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from minitron.pytorch.private import tensors_in
 
 
-class FirstFault:
+class FirstNonFinite:
     """Within it, watches what every module reads and returns, and its gradients.
 
     `weights` are looked at first. Looking at every tensor is slow: use it to repeat a step that
@@ -28,10 +28,10 @@ class FirstFault:
     def __init__(self, model: nn.Module, weights: Mapping[str, Tensor]):
         self.model, self.weights = model, weights
         self.place: str | None = None
-        self.num_looks = 0  # until then: ranks that compute the same can tell who was first
+        self.num_checked = 0  # until then: ranks that compute the same can tell who was first
         self.handles: list = []
 
-    def __enter__(self) -> "FirstFault":
+    def __enter__(self) -> "FirstNonFinite":
         for name, weight in self.weights.items():
             self.look(weight, f"the weight {name}")
         for name, module in self.model.named_modules():
@@ -66,7 +66,7 @@ class FirstFault:
     def look(self, tensor: Tensor, place: str) -> None:
         if self.place is not None:
             return
-        self.num_looks += 1
+        self.num_checked += 1
         if tensor.is_floating_point() and not bool(tensor.detach().isfinite().all()):
             self.place = place
 
@@ -81,7 +81,7 @@ class FirstFault:
         layer = re.search(r"\d+", place)
         depth = int(layer[0]) if layer else -1 if "embedding" in place else math.inf
         is_backward = "gradient" in place
-        return self.place is None, is_backward, -depth if is_backward else depth, self.num_looks
+        return self.place is None, is_backward, -depth if is_backward else depth, self.num_checked
 
     def __str__(self) -> str:
         return self.place or "in no module: a weight's gradient, or a computation after the model"

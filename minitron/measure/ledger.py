@@ -79,7 +79,7 @@ class Span:
 class Transfer(WorkAround):
     """The handle of a started operation: it can be held back, and remembers when it was over.
 
-    Complete is what has really arrived and is not due later (`comm.slow_network` sets `due`).
+    Complete is what has really arrived and is not due later (`launch.slow_network` sets `due`).
     """
 
     def __init__(self, work: dist.Work, clock: Callable[[], float]):

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from minitron.model.linear import Matmuls, customize_all
+from minitron.model.linear import Matmuls, set_all_linear_hooks
 
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 LARGEST_E4M3, LARGEST_E2M1 = 448.0, 6.0
@@ -132,4 +132,4 @@ class BlockScaledMatmuls(Matmuls):
 
 def apply_block_scaling(model: nn.Module, quantize: Callable[[Tensor], BlockScaled]) -> None:
     """Let the linear layers of `model` round the operands of their matmuls by `quantize`."""
-    customize_all(model, matmuls=BlockScaledMatmuls(quantize))
+    set_all_linear_hooks(model, matmuls=BlockScaledMatmuls(quantize))

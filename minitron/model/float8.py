@@ -17,7 +17,7 @@ Reference: Micikevicius et al. 2022, "FP8 Formats for Deep Learning" (sections 2
 import torch
 from torch import Tensor, nn
 
-from minitron.model.linear import Matmuls, customize_all
+from minitron.model.linear import Matmuls, set_all_linear_hooks
 from minitron.pytorch.private import multiply_float8
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -72,4 +72,4 @@ class Float8Matmuls(Matmuls):
 
 def apply_float8(model: nn.Module) -> None:
     """Let the linear layers of `model` multiply in 8 bits; parameters and names do not change."""
-    customize_all(model, matmuls=Float8Matmuls())
+    set_all_linear_hooks(model, matmuls=Float8Matmuls())

@@ -18,7 +18,8 @@ the part that waits, and W gathers x again instead of I: the same bytes sent, an
 between. In I the message that sums the gradient of x has no matmul to hide behind any more; in W
 the next layer's x travels while this one's gradient is computed.
 
-Read in this order: Matmuls, NoExchange, LinearFunction, WeightGradients, Deferral, customize.
+Read in this order: Matmuls, NoExchange, LinearFunction, WeightGradients, Deferral, and
+set_linear_hooks.
 
 Reference: Qi et al. 2023, "Zero Bubble Pipeline Parallelism" (section 2.1: I and W).
 """
@@ -76,7 +77,7 @@ class LinearFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, parts: "Parts", x: Tensor, *parameters: Tensor | None):
+    def forward(ctx, parts: "LinearHooks", x: Tensor, *parameters: Tensor | None):
         weights, biases = parameters[::2], parameters[1::2]
         x_full = parts.exchange.start_gather(x)()
         ctx.parts, ctx.weights = parts, weights
@@ -92,11 +93,11 @@ class LinearFunction(torch.autograd.Function):
         needs_x, *needs = ctx.needs_input_grad[1:]
         rows = [grad.flatten(0, -2) for grad in grads]  # (B S, F/tp)
         second_half = WeightGradients(parts, x, rows, ctx.weights, needs[::2])
-        is_deferred = any(needs[::2]) and parts.deferral.takes(second_half)
+        is_deferred = any(needs[::2]) and parts.deferral.defers(second_half)
         if not is_deferred:
             second_half.start()
 
-        wait_for_grad_x = no_gradient
+        wait_for_grad_x = skip
         if needs_x:
             grad_partial = input_gradient(parts.matmuls, rows, weights)
             grad_partial = grad_partial.unflatten(0, grads[0].shape[:-1])
@@ -120,7 +121,7 @@ def input_gradient(matmuls: Matmuls, rows: list[Tensor], weights: list[Tensor]) 
     return total
 
 
-def no_gradient() -> None:
+def skip() -> None:
     """Return None, for an input that needs no gradient."""
 
 
@@ -132,7 +133,7 @@ class WeightGradients:
 
     def __init__(
         self,
-        parts: "Parts",
+        parts: "LinearHooks",
         x: Tensor,
         rows: list[Tensor],
         weights: Sequence[Tensor],
@@ -167,7 +168,7 @@ class WeightGradients:
 class NoDeferral:
     """The gradients of weights are computed in the backward pass that asks for them."""
 
-    def takes(self, half: WeightGradients) -> bool:
+    def defers(self, half: WeightGradients) -> bool:
         """Return whether `half` will be computed later."""
         return False
 
@@ -183,7 +184,7 @@ class Deferral(NoDeferral):
     def __init__(self):
         self.is_collecting, self.later = False, []
 
-    def takes(self, half: WeightGradients) -> bool:
+    def defers(self, half: WeightGradients) -> bool:
         if self.is_collecting:
             self.later.append(half)
         return self.is_collecting
@@ -215,7 +216,7 @@ def accumulate_all(later: list[WeightGradients]) -> None:
 
 
 @dataclass(frozen=True)
-class Parts:
+class LinearHooks:
     """What a layer has been given."""
 
     matmuls: Matmuls = Matmuls()
@@ -230,33 +231,33 @@ class Parts:
 
 
 class Linear(nn.Linear):
-    """A linear layer with `parts` from `customize`."""
+    """A linear layer with `parts` from `set_linear_hooks`."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.parts.compute(x, self.weight, self.bias)[0]
 
 
-def customize(layer: nn.Linear, kind: type[Linear] = Linear, **parts) -> None:
+def set_linear_hooks(layer: nn.Linear, kind: type[Linear] = Linear, **parts) -> None:
     """Give a linear layer other `matmuls`, `exchange` or `deferral`; it keeps what it has else.
 
     The layer stays where it is, with its parameters, name and hooks; only its class changes, to
     `kind`, if it is none yet.
     """
-    given = layer.parts if isinstance(layer, Linear) else Parts()
+    given = layer.parts if isinstance(layer, Linear) else LinearHooks()
     if not isinstance(layer, kind):
         layer.__class__ = kind
     layer.parts = replace(given, **parts)
 
 
-def customize_all(model: nn.Module, **parts) -> None:
+def set_all_linear_hooks(model: nn.Module, **parts) -> None:
     """Give every linear layer of `model` the same."""
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
-            customize(layer, **parts)
+            set_linear_hooks(layer, **parts)
 
 
 def apply_deferred_weight_gradients(model: nn.Module) -> Deferral:
     """Let the linear layers of `model` defer weight gradients where a backward pass asks for it."""
     deferral = Deferral()
-    customize_all(model, deferral=deferral)
+    set_all_linear_hooks(model, deferral=deferral)
     return deferral

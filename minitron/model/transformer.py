@@ -197,13 +197,13 @@ def rotary_table(
     half = torch.arange(0, config.head_width, 2, dtype=precise, device=positions.device)
     frequencies = config.rope_theta ** (-half / config.head_width)  # (K/2,)
     if config.rope_scaling > 1:
-        frequencies = slow_down(frequencies, config.rope_scaling)
+        frequencies = scale_rope_frequencies(frequencies, config.rope_scaling)
     angles = positions.to(precise)[:, None] * frequencies  # (S, K/2)
     angles = torch.cat([angles, angles], dim=-1)  # (S, K)
     return angles.cos(), angles.sin()
 
 
-def slow_down(frequencies: Tensor, factor: float) -> Tensor:
+def scale_rope_frequencies(frequencies: Tensor, factor: float) -> Tensor:
     """Divide by `factor` the frequencies (K/2,) that turn less than once in 8192 tokens.
 
     Those that turn four times or more stay; between the two it fades in. So Llama 3.1 reads longer

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minitron.comm.agreement import ALONE, Group
+from minitron.comm.agreement import SINGLE_RANK, Group
 from minitron.comm.collectives import all_gather_single, all_reduce, reduce_scatter_single
 from minitron.precision import gradient_dtype
 from minitron.pytorch.private import resize_storage
@@ -48,7 +48,7 @@ def owned_ranges(sizes: list[int], num_ranks: int, rank: int) -> list[range]:
 class Flat:
     """Which place each of some parameters has in a tensor (n,), and in this rank's shard (n/N,)."""
 
-    def __init__(self, parameters: list[nn.Parameter], group: Group = ALONE):
+    def __init__(self, parameters: list[nn.Parameter], group: Group = SINGLE_RANK):
         self.parameters, self.group = parameters, group
         self.sizes = [parameter.numel() for parameter in parameters]
         self.length = -(-sum(self.sizes) // group.size())
@@ -87,14 +87,14 @@ class FlatGradients(Flat):
         return all_reduce(self.grad_full, self.replicas, async_op=True)
 
 
-class Arrived:
+class CompletedWork:
     """The null case of a `dist.Work`: nothing is on its way."""
 
     def wait(self) -> None:
         """Return at once."""
 
 
-ARRIVED = Arrived()
+COMPLETED = CompletedWork()
 
 
 class FlatShards(Flat):
@@ -107,7 +107,7 @@ class FlatShards(Flat):
     Gradients travel in `reduce_dtype`, and those that have arrived add up in `grad_dtype`.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], group: Group, replicas: Group = ALONE):
+    def __init__(self, parameters: list[nn.Parameter], group: Group, replicas: Group = SINGLE_RANK):
         super().__init__(parameters, group)
         self.replicas = replicas
         self.grad_dtype = self.reduce_dtype = gradient_dtype(parameters[0])
@@ -149,10 +149,10 @@ class FlatShards(Flat):
 
     def reset(self) -> None:
         """Hold no gradients; what is on its way must have arrived."""
-        self.work: dist.Work | Arrived = ARRIVED  # which keeps what it sends
+        self.work: dist.Work | CompletedWork = COMPLETED  # which keeps what it sends
         self.grad_full: Tensor | None = None  # (n,) while it is filled and sent
-        self.of_replica: Tensor | None = None  # (n/N,), a sum that has not left for the replicas
-        self.of_all: Tensor | None = None  # (n/N,), that sum on its way
+        self.replica_sum: Tensor | None = None  # (n/N,), a sum that has not left for the replicas
+        self.global_sum: Tensor | None = None  # (n/N,), that sum on its way
         self.grad_shard: Tensor | None = None  # (n/N,), the sum of what has arrived
 
     def accumulate(self, parameter: nn.Parameter) -> None:
@@ -185,7 +185,7 @@ class FlatShards(Flat):
 
     def start_reduce(self) -> None:
         """Start the reduce-scatter of the gradients."""
-        self.add_arrived()
+        self.accumulate_reduced()
         self.arriving = self.grad_full.new_empty(self.length)
         self.work = reduce_scatter_single(self.arriving, self.grad_full, self.group, async_op=True)
 
@@ -195,31 +195,31 @@ class FlatShards(Flat):
         With `over_replicas` the sum since the last time starts to travel over the replicas.
         """
         self.work.wait()
-        total = self.arriving if self.of_replica is None else self.of_replica.add_(self.arriving)
+        total = self.arriving if self.replica_sum is None else self.replica_sum.add_(self.arriving)
         self.grad_full = self.grad_views = self.arriving = None
-        self.work = ARRIVED
+        self.work = COMPLETED
         if not over_replicas:
-            self.of_replica = total.to(self.grad_dtype)
+            self.replica_sum = total.to(self.grad_dtype)
         else:
-            self.of_all, self.of_replica = total.to(self.reduce_dtype), None
+            self.global_sum, self.replica_sum = total.to(self.reduce_dtype), None
             if self.replicas.size() > 1:
-                self.work = all_reduce(self.of_all, self.replicas, async_op=True)
+                self.work = all_reduce(self.global_sum, self.replicas, async_op=True)
             else:
-                self.add_arrived()
+                self.accumulate_reduced()
 
-    def add_arrived(self) -> None:
+    def accumulate_reduced(self) -> None:
         """Add to the shard's gradient what has traveled over the replicas."""
-        if self.of_all is not None:
+        if self.global_sum is not None:
             self.work.wait()
             if self.grad_shard is None:
-                self.grad_shard = self.of_all.to(self.grad_dtype)
+                self.grad_shard = self.global_sum.to(self.grad_dtype)
             else:
-                self.grad_shard += self.of_all
-            self.of_all, self.work = None, ARRIVED
+                self.grad_shard += self.global_sum
+            self.global_sum, self.work = None, COMPLETED
 
     def set_gradients(self, unused: Iterable[nn.Parameter] = ()) -> None:
         """Give each piece its gradient; None if it is `unused`, or there is none."""
-        self.add_arrived()
+        self.accumulate_reduced()
         grads = {} if self.grad_shard is None else self.cut(self.grad_shard.to(self.shard.dtype))
         for parameter, piece in self.pieces.items():
             piece.grad = None if parameter in unused else grads.get(parameter)
@@ -236,7 +236,7 @@ class FlatUnit(FlatShards):
         self,
         parameters: list[nn.Parameter],
         group: Group,
-        replicas: Group = ALONE,
+        replicas: Group = SINGLE_RANK,
         device: torch.device | str | None = None,
         compute_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,

@@ -109,7 +109,7 @@ class Grid(OneDevice):
         self.data.finish()
         self.masters.take_gradients()
         for axis in self.axes:
-            axis.sum_partial_gradients(lambda parameter: self.optimized(parameter).grad)
+            axis.sum_partial_gradients(lambda parameter: self.optimizer_tensor(parameter).grad)
 
     def mean(self, tensor: Tensor) -> Tensor:
         return self.data.mean(tensor)
@@ -154,16 +154,16 @@ class Grid(OneDevice):
         self.data.fill(also_for_masters)
 
     def full_parameters(self) -> dict[str, Tensor]:
-        return self.join_blocks(self.data.full_parameters())
+        return self.all_gather_shards(self.data.full_parameters())
 
     def full_gradients(self) -> dict[str, Tensor | None]:
-        return self.join_blocks(self.data.full_gradients() | self.masters.full_gradients())
+        return self.all_gather_shards(self.data.full_gradients() | self.masters.full_gradients())
 
-    def join_blocks(self, blocks: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    def all_gather_shards(self, blocks: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
         blocks = {global_name(self.model, name): block for name, block in blocks.items()}
         for axis in reversed(self.layers.values()):
-            blocks = axis.join_blocks(blocks)
-        return self.pipeline.join_blocks(blocks)
+            blocks = axis.all_gather_shards(blocks)
+        return self.pipeline.all_gather_shards(blocks)
 
     def copy_to_parameters(self) -> None:
         self.data.copy_to_parameters()
@@ -177,8 +177,8 @@ class Grid(OneDevice):
     def placement(self, name: str) -> Placement:
         return together(axis.placement(name) for axis in self.axes)
 
-    def optimized(self, parameter: nn.Parameter) -> Tensor:
-        return self.masters.optimized(parameter, self.data.optimized(parameter))
+    def optimizer_tensor(self, parameter: nn.Parameter) -> Tensor:
+        return self.masters.optimizer_tensor(parameter, self.data.optimizer_tensor(parameter))
 
     def owned(self, parameter: nn.Parameter) -> range:
         return self.data.owned(parameter)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitron.parallel.parts import Part
+from minitron.parallel.parts import LocalShard
 from minitron.parallel.placement import Placement
 
 MicroBatches = list[tuple[Tensor, Tensor]]
@@ -132,7 +132,7 @@ class ParallelModel(ABC):
         """Return every trainable parameter's gradient after `finish`, or None, in the same way."""
 
     @abstractmethod
-    def parts(self) -> Iterator[tuple[str, Part]]:
+    def parts(self) -> Iterator[tuple[str, LocalShard]]:
         """Yield, by global name, the part of each parameter that this rank updates and saves."""
 
     @abstractmethod
@@ -224,7 +224,7 @@ class ParallelModel(ABC):
         """Return which block of a parameter this rank holds, of those along this axis."""
 
     @abstractmethod
-    def optimized(self, parameter: nn.Parameter) -> Tensor:
+    def optimizer_tensor(self, parameter: nn.Parameter) -> Tensor:
         """Return what the optimizer updates for `parameter`: its shard, its master, or itself."""
 
     @abstractmethod
@@ -232,7 +232,7 @@ class ParallelModel(ABC):
         """Return which of the parameter's elements, flattened, this rank updates."""
 
     @abstractmethod
-    def join_blocks(self, blocks: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    def all_gather_shards(self, blocks: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
         """Join what the ranks of this axis have for their blocks, by global name."""
 
     @abstractmethod

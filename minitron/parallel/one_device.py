@@ -23,7 +23,7 @@ from minitron.parallel.interface import (
     SumLoss,
     Values,
 )
-from minitron.parallel.parts import Part
+from minitron.parallel.parts import LocalShard
 from minitron.parallel.placement import WHOLE, Placement
 from minitron.pytorch.spans import span
 
@@ -77,7 +77,7 @@ class OneDevice(ParallelModel):
         first = next(self.model.parameters())
         like = first.new_zeros((), dtype=torch.promote_types(first.dtype, torch.float32))
         copies = {
-            self.optimized(p): self.placement(name).copies
+            self.optimizer_tensor(p): self.placement(name).copies
             for name, p in global_parameters(self.model)
         }
         return clip_pieces(parameters, max_norm, like, groups, copies)
@@ -126,18 +126,20 @@ class OneDevice(ParallelModel):
         return local
 
     def full_parameters(self) -> dict[str, Tensor]:
-        return self.join_blocks({name: p.detach() for name, p in self.model.named_parameters()})
+        return self.all_gather_shards(
+            {name: p.detach() for name, p in self.model.named_parameters()}
+        )
 
     def full_gradients(self) -> dict[str, Tensor | None]:
-        return self.join_blocks(
+        return self.all_gather_shards(
             {
-                name: self.optimized(p).grad
+                name: self.optimizer_tensor(p).grad
                 for name, p in self.model.named_parameters()
                 if p.requires_grad
             }
         )
 
-    def parts(self) -> Iterator[tuple[str, Part]]:
+    def parts(self) -> Iterator[tuple[str, LocalShard]]:
         for name, parameter in global_parameters(self.model):
             own = self.owned(parameter)
             if own:
@@ -145,7 +147,9 @@ class OneDevice(ParallelModel):
                 full, offset = placement.full_shape(block), placement.offset(block)
                 yield (
                     name,
-                    Part(tuple(full), tuple(block), offset, own, self.optimized(parameter)),
+                    LocalShard(
+                        tuple(full), tuple(block), offset, own, self.optimizer_tensor(parameter)
+                    ),
                 )
 
     def copy_to_parameters(self) -> None:
@@ -214,13 +218,13 @@ class OneDevice(ParallelModel):
     def placement(self, name: str) -> Placement:
         return WHOLE
 
-    def optimized(self, parameter: nn.Parameter) -> Tensor:
+    def optimizer_tensor(self, parameter: nn.Parameter) -> Tensor:
         return parameter
 
     def owned(self, parameter: nn.Parameter) -> range:
         return range(parameter.numel())
 
-    def join_blocks(self, blocks: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    def all_gather_shards(self, blocks: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
         return blocks
 
     def own_tokens(self, tokens: Tensor) -> Tensor:

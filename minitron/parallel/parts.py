@@ -49,7 +49,7 @@ def within(row: int, boxes: Iterator[tuple[Offset, Offset]]) -> Iterator[tuple[O
 
 
 @dataclass(frozen=True)
-class Boxes:
+class Chunks:
     """Parts of a tensor of `shape`, by offset: views of what a rank keeps."""
 
     shape: tuple[int, ...]
@@ -57,18 +57,18 @@ class Boxes:
     at: dict[Offset, Tensor]
 
     @staticmethod
-    def full(tensor: Tensor) -> "Boxes":
+    def full(tensor: Tensor) -> "Chunks":
         """Return one box, all of `tensor`."""
-        return Boxes(tuple(tensor.shape), tensor.dtype, {(0,) * tensor.dim(): tensor})
+        return Chunks(tuple(tensor.shape), tensor.dtype, {(0,) * tensor.dim(): tensor})
 
-    def copy(self) -> "Boxes":
+    def copy(self) -> "Chunks":
         """Return a copy on the CPU, which does not change with what it was taken from."""
         at = {offset: values.to("cpu", copy=True) for offset, values in self.at.items()}
-        return Boxes(self.shape, self.dtype, at)
+        return Chunks(self.shape, self.dtype, at)
 
 
 @dataclass(frozen=True)
-class Part:
+class LocalShard:
     """The elements `own` of a flattened block of a parameter.
 
     The block has `block_shape` and lies at `origin` in the full one, of `shape`.
@@ -81,7 +81,7 @@ class Part:
     values: Tensor
     """What the optimizer updates: len(own) elements, in any shape."""
 
-    def boxes(self, values: Tensor) -> Boxes:
+    def boxes(self, values: Tensor) -> Chunks:
         """View `values`, a number for each of the part's elements, as boxes of the full one."""
         flat, start, at = values.detach().view(-1), 0, {}
         for offset, sizes in boxes_of(self.block_shape, self.own):
@@ -89,4 +89,4 @@ class Part:
             place = tuple(a + b for a, b in zip(self.origin, offset, strict=True))
             at[place] = flat[start : start + count].view(sizes)
             start += count
-        return Boxes(self.shape, values.dtype, at)
+        return Chunks(self.shape, values.dtype, at)

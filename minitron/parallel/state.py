@@ -7,20 +7,20 @@ import torch
 from torch import Tensor
 
 from minitron.parallel.interface import ParallelModel
-from minitron.parallel.parts import Boxes
+from minitron.parallel.parts import Chunks
 
 Saved = dict[str, tuple[torch.Size, torch.dtype]]
 """The tensors of a checkpoint, by name: full shapes and dtypes."""
 
 
-def training_state(parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Boxes]:
+def training_state(parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Chunks]:
     """Return what this rank saves: weights as the optimizer has them, and the optimizer state."""
     found = {}
     for name, part in parallel.parts():
         found[f"model.{name}"] = part.boxes(part.values)
         for key, value in optimizer.state.get(part.values, {}).items():
             if isinstance(value, Tensor):
-                boxes = part.boxes(value) if value.dim() else Boxes.full(value)
+                boxes = part.boxes(value) if value.dim() else Chunks.full(value)
                 found[f"optimizer.{name}.{key}"] = boxes
     return found
 
@@ -29,7 +29,7 @@ def load_training_state(
     parallel: ParallelModel,
     optimizer: torch.optim.Optimizer,
     saved: Saved,
-    read: Callable[[dict[str, Boxes]], None],
+    read: Callable[[dict[str, Chunks]], None],
 ) -> None:
     """Let `read` fill what this rank holds, of a state with these names, shapes and dtypes."""
     wanted, states = {}, {}
@@ -41,7 +41,7 @@ def load_training_state(
             if place == f"optimizer.{name}":
                 like = part.values if shape else torch.empty(())
                 state[key] = value = torch.empty_like(like, dtype=dtype, requires_grad=False)
-                wanted[saved_name] = part.boxes(value) if shape else Boxes.full(value)
+                wanted[saved_name] = part.boxes(value) if shape else Chunks.full(value)
     read(wanted)
 
     groups = optimizer.state_dict()["param_groups"]

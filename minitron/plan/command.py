@@ -16,12 +16,12 @@ from minitron.config import Config, ConfigError, command_line, require
 from minitron.config.file import load
 from minitron.plan.explain import OPTIONS, PARTS, as_it_stands, costs_most, explain
 from minitron.plan.hardware import Device, find_device
+from minitron.plan.held_out import sharded_rows
 from minitron.plan.job import Job, size_of
 from minitron.plan.launching import changes, in_layout, launcher
 from minitron.plan.money import TYPICAL_PUE, GpuHour, bill
-from minitron.plan.search import MOST_GPUS, Candidate, Search, search
+from minitron.plan.search import MOST_GPUS, SAME, Candidate, Search, search
 from minitron.plan.systems import MINITRON
-from minitron.plan.unseen import sharded_rows
 from minitron.system.progress import CLOCK, Progress
 
 RARE = {"schedule": ("1f1b", "interleaved"), "replicas": (1,), "unsharded": ("nothing",)}
@@ -31,36 +31,38 @@ NUM_REASONS = 6  # for dropping a layout that are listed
 
 @dataclass(frozen=True)
 class PlanOptions(Config):
-    """Find the fastest layouts for a config, with what they hold, take and cost.
+    """Find the fastest layouts for a config, with the memory, time and cost of each.
 
-    The config's model, sequences, batch and precision are planned for. Its layout is compared with
-    the best; a --parallel option on the command line replaces it.
+    The config gives model, sequence length, batch and precision. Its own layout, which --parallel
+    options change, is compared with the fastest.
     """
 
     file: Positional[Path | None] = None
     """TOML file, as for training; must come first."""
     gpus: int | None = None
-    """How many there are."""
+    """Number of GPUs; required."""
     device: str | None = None
-    """Which: a name of minitron/plan/hardware.csv, or how it begins. Default: H100."""
+    """GPU: a name in minitron/plan/hardware.csv, or its first letters, such as A100, H200 or B200.
+    Default: H100."""
     gpus_per_node: int = 8
-    """That NVLink connects."""
+    """GPUs that NVLink connects."""
     calibrate: bool = False
-    """Measure this machine and plan for such devices."""
+    """Measure this machine, and plan for devices like its own."""
     tokens: float | None = None
-    """To train on. Default: as many as the config's steps."""
+    """Tokens to train on. Default: those of the config's steps."""
     price: float | None = None
-    """Of a GPU-hour, in `currency`."""
+    """Price of a GPU-hour, in --currency."""
     currency: str = "USD"
-    """Of the price that is given and of the cost that is printed."""
+    """Currency of --price and of the printed cost."""
     watts: float | None = None
-    """That a GPU draws, with its share of the node. Default: its datasheet's, which is more."""
+    """Average power of a GPU with its share of the node, in watts. Default: the GPU's power in its
+    datasheet."""
     pue: float = TYPICAL_PUE
-    """Energy of the machine room over that of what computes in it."""
+    """Power usage effectiveness: energy of the machine room over that of its computers."""
     top: int = 10
-    """Layouts to show."""
+    """Number of layouts to list."""
     explain: bool = False
-    """Say why the best is the best, and what binds it."""
+    """Explain why the best layout is the best, and which resource limits it."""
 
 
 def read_plan(args: Sequence[str]) -> PlanOptions:
@@ -70,11 +72,15 @@ def read_plan(args: Sequence[str]) -> PlanOptions:
         return command_line.parse(PlanOptions, args, prog)
     require(
         args and not args[0].startswith("-"),
-        prog,
+        "no TOML file given",
         "name a TOML file first, as in `minitron plan configs/llama-8b.toml --gpus 512`",
     )
     options = command_line.parse(PlanOptions, args, prog, PlanOptions(**vars(load(Path(args[0])))))
-    require(options.gpus is not None, prog, "say how many GPUs there are, as in --gpus 512")
+    require(
+        options.gpus is not None,
+        "--gpus is missing",
+        "say how many GPUs there are, as in --gpus 512",
+    )
     for name in ("gpus", "gpus_per_node", "top"):
         value = getattr(options, name)
         require(value > 0, f"--{name.replace('_', '-')} {value}: must be 1 or more")
@@ -268,8 +274,9 @@ def paid(tokens: float, gpu_hour: GpuHour) -> str:
     energy = "" if gpu_hour.watts is None else f", {gpu_hour.watts:g} W a GPU, PUE {gpu_hour.pue:g}"
     price = "" if gpu_hour.price is None else f", {gpu_hour.price:g} {gpu_hour.currency} a GPU-hour"
     return (
-        "seq: the sequence is divided too; comm: what is sent while nothing is computed; days "
-        f"and more for {tokens:.3g} tokens{energy}{price}"
+        "seq: sequence parallelism; micro: sequences of a micro-batch; GB: on the fullest GPU;\n"
+        "bubble, comm: share of a step in which GPUs wait for the pipeline, and for messages;\n"
+        f"days and what follows: for {tokens:.3g} tokens{energy}{price}"
     )
 
 
@@ -277,15 +284,15 @@ def of_stage_3(found: Search) -> str:
     """Say what the seconds of ZeRO-3 rest on, and why another layout may come first."""
     times = max(row.seconds / row.predict().seconds for row in sharded_rows(MINITRON))
     basis = (
-        "ZeRO-3: its messages are assumed to travel while the GPUs compute; measured steps "
-        f"of another system took up to {times:.1f} times as long (Narayanan et al. 2021, table 2)"
+        "ZeRO-3: the estimate assumes that communication overlaps with compute; steps measured "
+        f"with DeepSpeed took up to {times:.1f} times as long (Narayanan et al. 2021, table 2)"
     )
-    if found.trusted is found.candidates[0]:
-        return basis
     gain = 1 - found.candidates[0].seconds / found.trusted.seconds
+    if gain < SAME:
+        return basis
     return (
-        f"{basis}. So the fastest layout without ZeRO-3 comes first, although the estimate of "
-        f"the fastest one is {gain:.1%} less"
+        f"{basis}. So the fastest layout without ZeRO-3 is listed first, although the fastest "
+        f"estimate is {gain:.1%} lower"
     )
 
 
@@ -294,16 +301,22 @@ def compared(standing: Candidate | ConfigError, found: Search) -> str:
     if isinstance(standing, ConfigError):
         return f"cannot run on {found.job.num_gpus} GPUs: {standing}"
     if not standing.fits:
-        return f"{standing}: does not fit, {standing.total_bytes / 1e9:.1f} GB"
-    best = found.candidates[0]
+        return (
+            f"{standing}: does not fit, {standing.total_bytes / 1e9:.1f} GB where "
+            f"{found.job.limit / 1e9:.0f} GB are usable"
+        )
+    best = found.trusted
     times = standing.seconds / best.seconds
-    if times <= 1:
-        return f"{standing}: nothing is faster"
-    num_faster = sum(each.seconds < standing.seconds for each in found.candidates)
-    faster = "1 layout is faster" if num_faster == 1 else f"{num_faster:,} layouts are faster"
+    num_faster = sum(
+        found.trusts(each) and each.seconds < standing.seconds for each in found.candidates
+    )
+    kind = "" if found.trusts(standing) else " without ZeRO-3"
+    if num_faster == 0:
+        return f"{standing}: no layout{kind} is faster"
+    faster = f"1 layout{kind} is" if num_faster == 1 else f"{num_faster:,} layouts{kind} are"
     return (
-        f"{standing}: {standing.seconds:.4g} s a step, {times:.2f} times the best, most of it "
-        f"in {PARTS[costs_most(standing, best)]}; {faster}"
+        f"{standing}: {standing.seconds:.4g} s a step, {times:.2f} times that of the best, "
+        f"most of the difference in {PARTS[costs_most(standing, best)]}; {faster} faster"
     )
 
 

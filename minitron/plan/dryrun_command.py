@@ -8,7 +8,7 @@ from tyro.conf import Positional
 
 from minitron.config import Config, command_line, require
 from minitron.config.file import load
-from minitron.config.layout import num_readers
+from minitron.config.layout import data_parallel_size
 from minitron.plan.hardware import find_device
 from minitron.plan.job import size_of
 from minitron.plan.search import MOST_GPUS
@@ -17,21 +17,21 @@ from minitron.system.progress import CLOCK, Progress
 
 @dataclass(frozen=True)
 class DryRunOptions(Config):
-    """Run a training step of one rank of many without a GPU: what it holds, sends and computes.
+    """Run a training step of single ranks without a GPU: what they hold, send and compute.
 
-    The default is a rank of the first, the middle and the last stage of the pipeline.
+    By default, it runs one rank each of the pipeline's first, middle and last stage.
     """
 
     file: Positional[Path | None] = None
     """TOML file, as for training; must come first."""
     gpus: int | None = None
-    """How many there are."""
+    """Number of GPUs; required."""
     rank: int | None = None
-    """Only this one: tp counts fastest, then dp, then pp."""
+    """Run only this rank. Ranks count along tp first, then cp, dp and pp."""
     every_stage: bool = False
-    """A rank of every stage of the pipeline: of equal stages one is run, and shown for all."""
+    """Cover every pipeline stage; identical stages are run only once, and share the result."""
     device: str | None = None
-    """Does it fit? A name of minitron/plan/hardware.csv, or how it begins."""
+    """Report whether ranks fit on this GPU: a name in minitron/plan/hardware.csv, such as H100."""
 
 
 def read_dry_run(args: Sequence[str]) -> DryRunOptions:
@@ -41,13 +41,13 @@ def read_dry_run(args: Sequence[str]) -> DryRunOptions:
         return command_line.parse(DryRunOptions, args, prog)
     require(
         args and not args[0].startswith("-"),
-        prog,
+        "no TOML file given",
         "name a TOML file first, as in `minitron dryrun configs/gpt3-175b.toml --gpus 1024`",
     )
     default = DryRunOptions(**vars(load(Path(args[0]))))
     options = command_line.parse(DryRunOptions, args, prog, default)
     rank, gpus = options.rank, options.gpus
-    require(gpus is not None, prog, "say how many GPUs there are, as in --gpus 1024")
+    require(gpus is not None, "--gpus is missing", "say how many GPUs there are, as in --gpus 1024")
     require(gpus > 0, f"--gpus {gpus}: must be 1 or more")
     require(gpus <= MOST_GPUS, f"--gpus {gpus}: must be {MOST_GPUS:,} or less")
     require(
@@ -75,9 +75,9 @@ def run_dry_run(args: Sequence[str]) -> int:
     options = read_dry_run(args)
     device = None if options.device is None else find_device(options.device)
     with Progress(desc="loading PyTorch", bar_format=CLOCK):
-        from minitron.plan.alike import dry_runs
         from minitron.plan.dryrun import prepared
         from minitron.plan.dryrun_table import describe
+        from minitron.plan.stage_dedup import dry_runs
 
         config = Config(options.model, options.data, options.train, options.parallel)
         config = prepared(config, options.gpus)
@@ -100,9 +100,9 @@ def heading(options: DryRunOptions, config: Config) -> str:
     left_out = ", not compiled" if options.train.compile else ""
     return (
         f"{options.file.stem}: {size_of(config.model)} parameters on "
-        f"{gpus:,} GPUs, dp {num_readers(config, gpus)}, pp {axes.pp}{chunks}, "
+        f"{gpus:,} GPUs, dp {data_parallel_size(config, gpus)}, pp {axes.pp}{chunks}, "
         f"{context}tp {axes.tp}{sequence}, ZeRO-{axes.zero}\n"
         f"A step: {train.global_batch_size:,} sequences of {config.data.sequence_length:,} "
-        f"tokens, {train.micro_batch_size} a micro-batch, in {train.precision}, recomputed: "
+        f"tokens, {train.micro_batch_size} per micro-batch, in {train.precision}, recomputation: "
         f"{train.recompute}{left_out}"
     )

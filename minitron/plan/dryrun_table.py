@@ -45,7 +45,7 @@ def held(runs: Sequence[DryRun]) -> str:
                 shown(run.flops, flop_size),
             ]
         )
-    return f"{unit} held when most is, and what a step computes\n{aligned(rows)}"
+    return f"{unit} held at the peak, and {flop_unit} of a step\n{aligned(rows)}"
 
 
 def sent(runs: Sequence[DryRun]) -> str:
@@ -91,11 +91,11 @@ def kind_of(tensor: LiveTensor) -> tuple[str, str, str]:
 def how(runs: Sequence[DryRun]) -> str:
     """Say how much of the step was run, and how long it took."""
     m, num_run = runs[0].num_micro_batches, max(run.num_run for run in runs)
-    part = f"; {num_run:,} at most were run, the others are like them" if num_run < m else ""
+    part = f", {num_run:,} of them run at most: the others are like them" if num_run < m else ""
     num_equal = sum(run.seconds == 0 for run in runs)
     equal = f" Not run, but equal to a rank above: {num_equal}." if num_equal else ""
     seconds = sum(run.seconds for run in runs)
-    return f"A step has {m:,} micro-batch{'es' * (m != 1)}{part}.{equal} {seconds:.0f} s."
+    return f"A step has {m:,} micro-batch{'es' * (m != 1)}{part}.{equal} Took {seconds:.0f} s."
 
 
 def verdict(run: DryRun, device: Device) -> str:
@@ -108,7 +108,7 @@ def verdict(run: DryRun, device: Device) -> str:
         )
     return (
         f"Fits on {device.name}: of {limit:.0f} GB, {limit - gigabytes:.1f} GB are left for "
-        "CUDA, NCCL, and what is lost between tensors."
+        "CUDA, NCCL, and fragmentation."
     )
 
 

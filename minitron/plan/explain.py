@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import islice
 
 from minitron.config import Config, require
-from minitron.config.layout import num_readers
+from minitron.config.layout import data_parallel_size
 from minitron.plan.hardware import Device
 from minitron.plan.job import Decision, Job, require_gpus
 from minitron.plan.search import SAME, Candidate, Search, with_variants
@@ -46,6 +46,14 @@ PARTS = {
     "dp": "messages of data parallelism",
 }
 """What a step's time goes into; of messages, what is not hidden behind computing."""
+HELD = {
+    "parameter": "the weights that the model computes with",
+    "gradient": "their gradients",
+    "optimizer state": "AdamW's moments, and float32 master weights if the recipe has them",
+    "activation": "what forward passes save for their backward passes",
+    "temporary": "buffers that live for part of a step",
+}
+"""What a GPU's memory goes into."""
 NUM_SHOWN = 4  # values of an option
 
 
@@ -57,7 +65,7 @@ def as_it_stands(config: Config, job: Job) -> Candidate:
         "train.recompute = sqrt: the planner has no formula for it",
         "use none, selective or full",
     )
-    readers = num_readers(config, job.num_gpus)
+    readers = data_parallel_size(config, job.num_gpus)
     largest = math.ceil(job.global_batch_size / readers)
     size = min(config.train.micro_batch_size, largest)
     parallel = replace(config.parallel, dp=readers)
@@ -151,14 +159,15 @@ def explain(found: Search, standing: Candidate | None = None) -> str:
         f"best: {winner}",
         *columns(winner, standing),
         "",
-        "Each option, the others free; in parentheses what costs most of the difference:",
+        "The fastest layout for each value of an option; in parentheses, what causes most of the "
+        "difference:",
         "",
     ]
     lines += [
         f"  {option:<12} {option_line(option, by_value, winner)}"
         for option, by_value in alternatives(found).items()
     ]
-    lines += ["", "With twice as much of one thing, the best layout for that:", ""]
+    lines += ["", "The fastest layout with twice as much of one resource:", ""]
 
     faster = {}
     for resource in RESOURCES:
@@ -176,10 +185,11 @@ def columns(winner: Candidate, standing: Candidate | None) -> list[str]:
     if standing is not None and standing.decision != winner.decision:
         shown.append(cells(standing))
         title += f"{'as it stands':>17}"
+    legend = PARTS | HELD
     lines = [
         f"  {name:<17}"
         + "".join(f"{column[name]:>17}" for column in shown)
-        + (f"   {PARTS[name]}" if name in PARTS else "")
+        + (f"   {legend[name]}" if name in legend else "")
         for name in shown[0]
     ]
     return [title, *lines]
@@ -202,9 +212,8 @@ def what_binds(faster: dict[str, float]) -> str:
     """Say in a sentence what binds: the share of a step that twice each resource would save."""
     first, second = islice(sorted(faster, key=faster.get, reverse=True), 2)
     if faster[first] < SAME:
-        return "Nothing binds it: twice as much of anything would not make it faster."
-    also = f", before {second} ({faster[second]:.0%})" if faster[second] > SAME else ""
+        return "No resource is a bottleneck: twice as much of any one would not make it faster."
+    also = f"; next is {second} ({faster[second]:.0%})" if faster[second] > SAME else ""
     return (
-        f"What binds it most is {first}: twice as much would save {faster[first]:.0%} of a "
-        f"step{also}."
+        f"The bottleneck is {first}: twice as much would save {faster[first]:.0%} of a step{also}."
     )

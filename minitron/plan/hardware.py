@@ -100,5 +100,5 @@ def find_device(name: str) -> Device:
     raise ConfigError(
         f"device {name!r} is unknown",
         f"use one of {', '.join(DEVICES)}, or its first "
-        "letters, or --calibrate to measure this machine",
+        "letters; `minitron plan --calibrate` measures this machine instead",
     )

@@ -1,4 +1,4 @@
-"""What micro-batches hold on one rank of a pipeline: activations, and what is there for a moment.
+"""What micro-batches hold on one rank of a pipeline: activations and temporary buffers.
 
 Kernels are CUDA's, as in `cost.activation_bytes_per_layer`. A CPU's RMSNorm is several operators,
 which keep its input and the normed value in float32; a CPU's dropout keeps a mask of as many bytes

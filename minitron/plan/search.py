@@ -136,7 +136,7 @@ class Search:
         first, counts = {}, Counter()
         if self.too_large:
             usable, there = self.job.limit / 1e9, self.job.device.memory_bytes / 1e9
-            counts[f"do not fit in {usable:.0f} GB, what is usable of {there:.0f}"] = len(
+            counts[f"do not fit in {usable:.0f} GB, the usable part of {there:.0f}"] = len(
                 self.too_large
             )
         for reason, count in self.refused.items():
@@ -211,7 +211,7 @@ def grid_of(job: Job, sizes: dict) -> ParallelConfig:
     parallel, node = ParallelConfig(**sizes), min(job.gpus_per_node, job.num_gpus)
     require(
         node % parallel.tp == 0 or parallel.tp % node == 0,
-        f"parallel.tp = {parallel.tp}: such groups would span nodes of {node} GPUs",
+        f"parallel.tp = {parallel.tp}: its groups would straddle nodes of {node} GPUs",
         field="parallel.tp",
         kind="tp groups that span nodes",
     )

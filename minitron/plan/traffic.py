@@ -159,7 +159,9 @@ def data_seconds(
     across = replica_seconds(job, decision, num_elements)
     gather = seconds("all_gather", precision.parameters if parallel.zero else precision.reduction)
     if system.hides_data:
-        return beside(reduce + across, backward, overlap) + beside(gather, forward, overlap)
+        return exposed_seconds(reduce + across, backward, overlap) + exposed_seconds(
+            gather, forward, overlap
+        )
     hides = parallel.pp == 1 or calls.reduce_scatters > 1
     if parallel.zero == 0:
         hides = hides and system.overlaps_gradients
@@ -167,12 +169,12 @@ def data_seconds(
         hides = hides and not system.reduces_last
     hidden = backward if hides else 0
     if parallel.zero == 0:
-        return beside(reduce + gather, hidden, overlap)
+        return exposed_seconds(reduce + gather, hidden, overlap)
     num_within = calls.reduce_scatters - calls.all_reduces  # that stay within a replica
     return (
         gather
-        + num_within * beside(reduce, hidden, overlap)
-        + calls.all_reduces * beside(reduce + across, hidden, overlap)
+        + num_within * exposed_seconds(reduce, hidden, overlap)
+        + calls.all_reduces * exposed_seconds(reduce + across, hidden, overlap)
     )
 
 
@@ -224,11 +226,11 @@ def shard_seconds(
     again = (num_units if parallel.pp == 1 else others) * gather_backward
     return m * (
         alone
-        + beside(others * gather_forward, forward, overlap)
-        + beside(again + others * reduce, backward, overlap)
+        + exposed_seconds(others * gather_forward, forward, overlap)
+        + exposed_seconds(again + others * reduce, backward, overlap)
     )
 
 
-def beside(travels: float, computes: float, overlap: float) -> float:
+def exposed_seconds(travels: float, computes: float, overlap: float) -> float:
     """Return by how many seconds what `travels` lengthens what `computes` meanwhile."""
     return max(0.0, travels - computes) + overlap * min(travels, computes)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from minitron.comm.agreement import ALONE, Group
+from minitron.comm.agreement import SINGLE_RANK, Group
 from minitron.config import (
     Config,
     ConfigError,
@@ -101,13 +101,13 @@ TECHNIQUES = {
 
 @dataclass(frozen=True)
 class Prove:
-    """Train a small model with every technique and in one process, and compare them.
+    """Train a small model with every kind of parallelism and in one process, and compare them.
 
-    Takes about a minute on 2 cores. The exit code is 1 if a technique is not the same training.
+    Takes about a minute on 2 cores. The exit code is 1 if a technique trains differently.
     """
 
     ranks: int = 2
-    """Processes on this machine, 2 to 64; what so many cannot divide is left out."""
+    """Processes to start, 2 to 64; techniques that cannot run on so many are left out."""
 
 
 def run_prove(args: Sequence[str]) -> int:
@@ -208,7 +208,7 @@ def why_refused(technique: Technique, ranks: int) -> str:
 @cache
 def reference(ranks: int) -> dict[str, list[Moment]]:
     """Return the records of one process, on the samples that so many ranks share."""
-    return records(ALONE, undivided, ranks)
+    return records(SINGLE_RANK, undivided, ranks)
 
 
 def records(
@@ -230,7 +230,7 @@ def describe_rounding(ranks: int) -> str:
         f"{'step':10}{''.join(f'{step:>10}' for step in STEPS)}",
     ]
     for dtype in (torch.float64, torch.float32):
-        alone = losses(ALONE, undivided, dtype, STEPS[-1])
+        alone = losses(SINGLE_RANK, undivided, dtype, STEPS[-1])
         divided = run(
             losses,
             ranks,

@@ -1,4 +1,4 @@
-"""Where the records of N ranks first leave that of one process, and what would do that.
+"""The first divergence of N ranks from one process, and its likely cause.
 
 Read in this order: first_difference, largest_difference, explain, and what it calls.
 """

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minitron.comm.agreement import ALONE, Group
+from minitron.comm.agreement import SINGLE_RANK, Group
 from minitron.comm.collectives import all_reduce, broadcast_together
 from minitron.config import ModelConfig
 from minitron.launch import run
@@ -83,7 +83,7 @@ def assert_same_training(
     sizes = batch_sizes or (2 * num_ranks + 1, 2 * num_ranks + 1, 2 * num_ranks - 1)
     arguments = make_model, sample_batches(sizes, vocabulary, sequence), num_micro_batches
 
-    reference = trainings(ALONE, undivided, *arguments)
+    reference = trainings(SINGLE_RANK, undivided, *arguments)
     by_rank = run(trainings, num_ranks, apply, *arguments, timeout=timeout)
 
     for optimizer, expected in reference.items():

@@ -35,7 +35,7 @@ SECONDS_TO_RETAKE = 120
 """For a restarted run: a file server may hold a dead node's lock for as long as its lease."""
 
 
-class Claim:
+class RunLock:
     """A lock on a run's folder: a second process that would train in it is refused.
 
     It is a POSIX lock on the file `run.lock`, which ends with the process that holds it, however

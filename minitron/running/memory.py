@@ -14,7 +14,7 @@ import torch
 
 from minitron import cost
 from minitron.config import Config, require
-from minitron.config.layout import num_readers
+from minitron.config.layout import data_parallel_size
 from minitron.cost.sharding import FULLY_SHARDED
 from minitron.dataset import TOKEN_BYTES
 from minitron.precision import PRECISIONS
@@ -22,10 +22,10 @@ from minitron.precision import PRECISIONS
 MICRO_BATCH_BYTES = 1000  # of Python's objects, two tensors
 
 REMEDIES = {
-    "the training state": "lower model.width, num_layers, ffn_width or vocab_size, or divide it: "
-    "parallel.tp, parallel.pp, parallel.zero",
+    "the training state": "lower model.width, num_layers, ffn_width or vocab_size, or shard it "
+    "with parallel.tp, parallel.pp or parallel.zero",
     "a micro-batch's activations": "lower train.micro_batch_size or data.sequence_length, "
-    "recompute them: train.recompute, or divide the sequence: "
+    "recompute them with train.recompute, or split the sequence with "
     "parallel.cp",
     "the samples of a step": "lower train.global_batch_size",
     "the samples of an evaluation": "lower train.eval_sequences",
@@ -39,7 +39,7 @@ def require_memory(
     for what, size in least_bytes(config, num_ranks, num_eval_sequences).items():
         require(
             size <= available,
-            f"{what} would take {gigabytes(size)} on each rank, and {place} "
+            f"{what} would take at least {gigabytes(size)} on each rank, but {place} "
             f"has {gigabytes(available)} of memory: {REMEDIES[what]}",
         )
 
@@ -51,7 +51,7 @@ def gigabytes(size: float) -> str:
 def least_bytes(config: Config, num_ranks: int, num_eval_sequences: int = 0) -> dict[str, float]:
     """Return what a rank holds at least, by purpose; temporary tensors are left out."""
     model, axes, train = config.model, config.parallel, config.train
-    precision, readers = PRECISIONS[train.precision], num_readers(config, num_ranks)
+    precision, readers = PRECISIONS[train.precision], data_parallel_size(config, num_ranks)
     recipe = FULLY_SHARDED if axes.zero == 3 else precision.cost
     num_parameters = cost.tensor_parallel_parameters(model, axes.tp) // axes.pp
     sample = (config.data.sequence_length + 1) * (TOKEN_BYTES + torch.int64.itemsize)

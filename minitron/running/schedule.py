@@ -66,7 +66,8 @@ class Schedule:
         if self.start > 0 and self.continuation == "linear":
             return f"a line from {self.last_rate:.3g} to {self.end:.3g} {span}"
         return (
-            f"{self.warmup_steps:,} steps of warm-up to {self.peak:.3g}, then a cosine to "
+            f"{self.warmup_steps:,} step{'s' * (self.warmup_steps != 1)} of warm-up to "
+            f"{self.peak:.3g}, then a cosine to "
             f"{self.minimum:.3g}, {span}"
         )
 
@@ -92,8 +93,8 @@ def resumed(recorded: Schedule, asked: Schedule, step: int, folder: Path) -> Sch
     require(
         asked.continuation != "none",
         f"{folder}: at step {step + 1:,} the learning rate would be {asked.rate(step):.3g}, where "
-        f"the run's own schedule has {recorded.rate(step):.3g}: it was {recorded}, and is now "
-        f"{asked}",
+        f"the run's own schedule has {recorded.rate(step):.3g}: the schedule was {recorded}, and "
+        f"is now {asked}",
         f"set train.continuation to constant (keep {last:.3g}), linear (go from {last:.3g} to "
         f"{line.end:.3g} at step {asked.steps:,}), restart (warm up again to {asked.peak:.3g}, and "
         "decay over the steps that remain), or stretch (accept the jump to the new cosine)",

@@ -23,7 +23,7 @@ def require_validation(num_sequences: int, readers: int) -> None:
     require(
         num_sequences >= readers,
         f"{num_sequences} validation sequences for {readers} data-parallel ranks: each needs one",
-        f"raise train.eval_sequences to {readers} or more",
+        f"raise train.eval_sequences to {readers} or more; if it is, write more validation tokens",
         field="train.eval_sequences",
     )
 
@@ -107,13 +107,13 @@ def read_facts(facts: dict, where: Path) -> dict:
     require(
         is_sound,
         f"{where}: its {MANIFEST} was not written by a run",
-        "resume from another checkpoint",
+        "move this checkpoint away to resume from the one before",
     )
     precision = config["train"]["precision"]
     require(
         (loss_scale is not None) == PRECISIONS[precision].scales_loss,
         f"{where}: its {MANIFEST} has a loss scale that does not fit train.precision = {precision}",
-        "resume from another checkpoint",
+        "move this checkpoint away to resume from the one before",
     )
     return facts | {"config": config, "continued": continued}
 
@@ -141,7 +141,7 @@ def require_complete_state(saved: dict[str, tuple[Size, dtype]], where: Path) ->
             require(
                 found is not None and found[0] == expected and found[1].is_floating_point,
                 f"{where}: holds no {key} of shape {list(expected)} for {parameter}",
-                "resume from another checkpoint",
+                "move this checkpoint away to resume from the one before",
             )
 
 
@@ -160,13 +160,13 @@ def require_same_training(facts: dict, config: Config, folder: Path, fingerprint
         )
     require(
         facts["fingerprint"] in (fingerprint, fingerprint[:64]),  # an old run's is the first half
-        f"{config.data.path}: holds other tokens than {folder} was trained on",
+        f"{config.data.path}: does not hold the tokens that {folder} was trained on",
         "write the same corpus again, or start a new run without --resume",
         field="data.path",
     )
     require(
         facts["step"] <= config.train.steps,
         f"train.steps = {config.train.steps}, but {folder} is at step {facts['step']}",
-        "ask for more steps",
+        f"set train.steps to {facts['step']} or more",
         field="train.steps",
     )

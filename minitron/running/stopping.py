@@ -4,9 +4,9 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from minitron.comm.agreement import Group, largest, one_fault_fails_all
+from minitron.comm.agreement import Group, all_reduce_max_int, raise_on_all_ranks
 from minitron.config import ConfigError
-from minitron.launch.process import Interruption
+from minitron.launch.process import StopSignals
 
 FAULT = 1000  # among the numbers of signals
 
@@ -18,12 +18,12 @@ class Stop:
     """
 
     def __init__(self, group: Group):
-        self.group, self.interruption = group, Interruption()
+        self.group, self.interruption = group, StopSignals()
         self.signal: signal.Signals | None = None
         self.fault: ConfigError | OSError | None = None
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
+    def defer_errors(self) -> Iterator[None]:
         """Keep what the disk refuses to this rank until the ranks next agree."""
         try:
             yield
@@ -35,9 +35,11 @@ class Stop:
 
         Raises ConfigError on every rank if one could not tell what it had to.
         """
-        number = largest(FAULT if self.fault else self.interruption.signal or 0, self.group)
+        number = all_reduce_max_int(
+            FAULT if self.fault else self.interruption.signal or 0, self.group
+        )
         if number == FAULT:
-            with one_fault_fails_all(self.group):
+            with raise_on_all_ranks(self.group):
                 if self.fault is not None:
                     raise self.fault
         if not number:

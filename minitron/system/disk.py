@@ -1,4 +1,4 @@
-"""A disk's refusals, reported in one line; and files that are replaced completely or not at all."""
+"""Atomic writes, and the disk's errors as one line each."""
 
 import errno
 import json

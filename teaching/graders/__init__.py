@@ -35,7 +35,7 @@ from pathlib import Path
 import cloudpickle
 
 from teaching.exercises import Exercise
-from teaching.graders.bench import LIMIT_SECONDS, Bench, apart
+from teaching.graders.bench import LIMIT_SECONDS, Sandbox, apart
 from teaching.graders.bench_process import Source, travel_by_value
 from teaching.graders.verdicts import (
     Forbidden,
@@ -76,7 +76,7 @@ def grade(exercise: Exercise, functions: dict[str, Callable], path: Path) -> Ver
 def _grade(source: Source, limit: float) -> Verdict:
     exercise, path = source.exercise, source.path
     grader = grader_of(exercise)
-    with Bench(source, limit) as bench:
+    with Sandbox(source, limit) as bench:
         try:
             bench.load()
             grader(**bench.answers())

@@ -43,7 +43,7 @@ ENDLESS = "a loop that does not end, work that grows with every step, or a wait 
 FORBIDDEN = "a check does not allow this: take it out, and write what is asked in your own code"
 
 
-class Bench:
+class Sandbox:
     """One process with the learner's functions, started when it is first needed."""
 
     def __init__(self, source: Source, limit: float = LIMIT_SECONDS):
@@ -86,7 +86,7 @@ class Bench:
         theirs.close(), their_prints.close()
         self._reader = threading.Thread(target=_relay, args=(prints,), daemon=True)
         self._reader.start()
-        self._patience = Patience(self._process.pid, self.limit)
+        self._patience = TimeLimit(self._process.pid, self.limit)
         self._receive()
 
     def _receive(self, job: bytes | None = None):
@@ -153,7 +153,7 @@ class Answer:
     """Stands for a function or class of the learner's, which exists on the bench alone."""
 
     name: str
-    bench: Bench
+    bench: Sandbox
 
     def __call__(self, *args, **kwargs):
         return self.bench.do(call, (self, *args), kwargs)
@@ -171,7 +171,7 @@ def apart(trial: Callable, *args):
     return bench_of(args).do(trial, args)
 
 
-def bench_of(args: tuple) -> Bench:
+def bench_of(args: tuple) -> Sandbox:
     """The bench of the answers among these arguments."""
     return next(value for value in args if isinstance(value, Answer)).bench
 
@@ -203,7 +203,7 @@ class LearnersError(Exception):
         return self.message
 
 
-class Patience:
+class TimeLimit:
     """Tells when a process has had its time.
 
     The limit counts seconds of CPU time, which a busy machine does not use up, and ten times as

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minitron.comm.agreement import ALONE, Group, largest
+from minitron.comm.agreement import SINGLE_RANK, Group, all_reduce_max_int
 from minitron.config import (
     Config,
     ConfigError,
@@ -157,7 +157,7 @@ def train(group: Group, config: Config, batches: Tensor, limit: float = LIMIT) -
     with Meter(model, optimizer) as meter:
         losses.append(step(batches[METERED]))
     peak = meter.peak
-    if not largest(peak.total > limit, group):
+    if not all_reduce_max_int(peak.total > limit, group):
         losses += [step(batch) for batch in batches[METERED + 1:]]
     return Seen(peak.bytes, losses)
 
@@ -192,4 +192,4 @@ def _expect_same_losses(seen: list[Seen]) -> None:
 def losses_of_one_process() -> list[float]:
     layout = dict(dp=1, tp=1, pp=1, zero=0, sequence=False, recompute="none",
                   micro_batch_size=BATCH)
-    return train(ALONE, _config_of(layout), tokens(), limit=math.inf).losses
+    return train(SINGLE_RANK, _config_of(layout), tokens(), limit=math.inf).losses

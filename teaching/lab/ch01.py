@@ -109,11 +109,12 @@ TIMED_KINDS = {
 
 
 class OperatorClock(DispatchMode):
-    """Add up the seconds of every operator, by kind."""
+    """Add up the seconds of every operator, by kind; what `kinds` does not name is the `rest`."""
 
-    def __init__(self):
+    def __init__(self, kinds: dict[str, str], rest: str):
         super().__init__()
-        self.found = dict.fromkeys(["matmuls", "attention", "GELU", "other operators"], 0.0)
+        self.kinds, self.rest = kinds, rest
+        self.found = dict.fromkeys(["matmuls", "attention", *kinds.values(), rest], 0.0)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         start = time.perf_counter()
@@ -122,7 +123,7 @@ class OperatorClock(DispatchMode):
         kind = (
             "attention"
             if name.startswith("_scaled_dot_product")
-            else TIMED_KINDS.get(name, "other operators")
+            else self.kinds.get(name, self.rest)
         )
         self.found[kind] += time.perf_counter() - start
         return outputs
@@ -134,7 +135,7 @@ def operator_times(step: Callable[[], object], repeats: int = 20) -> dict[str, f
     What they leave of the step, "between operators", is autograd's, Python's and the clock's.
     """
     step()
-    with OperatorClock() as clock:
+    with OperatorClock(TIMED_KINDS, "other operators") as clock:
         start = time.perf_counter()
         for _ in range(repeats):
             step()
@@ -354,6 +355,19 @@ def _count_step(config: ModelConfig, num_tokens: int) -> dict[str, Operators]:
     with OperatorCount() as count:
         train_step(model, optimizer, [(tokens, tokens)], 1e-3, 1.0)
     return count.found
+
+
+def counted_and_timed(
+    step: Callable[[], object], repeats: int = 20
+) -> dict[str, tuple[Operators, float]]:
+    """Return a step's operators by kind, and the mean seconds that they take, on the CPU."""
+    step()
+    with OperatorCount() as count:
+        step()
+    with OperatorClock(OPERATOR_KINDS, "pointwise, norms") as clock:
+        for _ in range(repeats):
+            step()
+    return {kind: (each, clock.found[kind] / repeats) for kind, each in count.found.items()}
 
 
 # torch.compile

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import FlopCounterMode
 
 from minitron.config import ModelConfig, TrainConfig
+from minitron.measure.live import Moment
 from minitron.measure.meter import Meter
 from minitron.model.transformer import Transformer, initialize, materialized_attention, run_in_order
 from minitron.pytorch.private import fake_tensors
@@ -58,6 +60,16 @@ def train(policy: Policy, seed: int, num_steps: int = 120) -> list[float]:
         float(train_step(model, optimizer, [copying_batch(step)], 3e-3, 1.0)[0])
         for step in range(num_steps)
     ]
+
+
+# A step's memory over time
+
+
+def num_teeth(timeline: Sequence[Moment]) -> int:
+    """Count how often the activations of a backward pass rise above half of their most."""
+    held = [moment.bytes["activation"] for moment in timeline if moment.phase == "backward"]
+    half = max(held) / 2
+    return sum(before < half <= after for before, after in pairwise(held))
 
 
 # What early stopping saves: FLOPs counted here, and times that were recorded

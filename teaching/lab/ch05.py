@@ -1,7 +1,8 @@
-"""Chapter 5's measurements: timed all-reduces, a cluster's link from published rates, rails."""
+"""Chapter 5's measurements: verdicts, times, a cluster's link from published rates, rails."""
 
 import time
 from collections.abc import Callable, Sequence
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -12,9 +13,55 @@ from minitron import cost
 from minitron.comm.collectives import all_reduce_ring
 from minitron.launch import run
 from minitron.launch.slow_network import SlowNetwork
+from teaching.figures import plain_bytes
 from teaching.lab import MEASURING
 
 AllReduce = Callable[[Tensor, ProcessGroup], None]
+
+# Is it right?
+
+
+def print_verdicts(
+    candidates: dict[str, tuple[AllReduce, Callable]],
+    counted: Callable,
+    all_alike: Callable,
+    longest: int,
+    most_ranks: int = 5,
+) -> None:
+    """Print how often each all-reduce was right, on 1 to `most_ranks` ranks.
+
+    Lengths are short, or `longest`. A candidate comes with its formula. A case is one rank of one
+    run; `counted` and `all_alike` are the chapter's.
+    """
+    verdicts = [
+        verdict
+        for size in range(1, most_ranks + 1)
+        for verdict in run(judge, size, candidates, counted, all_alike, longest)
+    ]
+    print("               cases   correct sum   bytes as in the formula   same bits")
+    for name in candidates:
+        cases = [case for verdict in verdicts for case in verdict[name]]
+        sums, as_formula, bits = (sum(column) for column in zip(*cases, strict=True))
+        print(f"{name:14} {len(cases):5} {sums:13} {as_formula:25} {bits:11}")
+
+
+def judge(
+    group: ProcessGroup,
+    candidates: dict[str, tuple[AllReduce, Callable]],
+    counted: Callable,
+    all_alike: Callable,
+    longest: int,
+) -> dict[str, list[tuple[bool, bool, bool]]]:
+    """Return whether sum, bytes and bits are right on this rank, by candidate and length."""
+    size, found = group.size(), {}
+    for name, (all_reduce, volume) in candidates.items():
+        found[name] = []
+        for length in sorted({0, 1, size - 1, size + 1, longest}):
+            correct, *moved = counted(group, all_reduce, length)
+            as_formula = tuple(moved) == volume(length, 4, size, group.rank())
+            found[name].append((correct, as_formula, all_alike(group, all_reduce, length)))
+    return found
+
 
 # On this machine
 
@@ -37,38 +84,57 @@ def emulated_seconds(
     return {name: sorted(seconds) for name, seconds in took.items()}
 
 
-def ring_seconds(sizes: Sequence[int], num_ranks: int = 4, repeats: int = 20) -> list[float]:
-    """Return the slowest rank's seconds of the fastest ring all-reduce of each size in bytes."""
-    return fastest_seconds({"ring": all_reduce_ring}, sizes, num_ranks, repeats)["ring"]
+def ring_runs(sizes: Sequence[int], num_ranks: int = 4, repeats: int = 20) -> list[list[float]]:
+    """Return the sorted seconds of every run of the ring all-reduce, by size in bytes."""
+    return timed_runs({"ring": all_reduce_ring}, sizes, num_ranks, repeats)["ring"]
 
 
-def fastest_seconds(
+def timed_runs(
     algorithms: dict[str, AllReduce], sizes: Sequence[int], num_ranks: int = 4, repeats: int = 20
-) -> dict[str, list[float]]:
-    """Return, by algorithm, the slowest rank's seconds of the fastest run of each size in bytes."""
+) -> dict[str, list[list[float]]]:
+    """Return, by algorithm and size in bytes, the sorted seconds of every run.
+
+    A run takes as long as its slowest rank.
+    """
     by_rank = run(
-        fastest_runs, num_ranks, algorithms, sizes, repeats, timeout=MEASURING, watch=False
+        runs_of_rank, num_ranks, algorithms, sizes, repeats, timeout=MEASURING, watch=False
     )
     return {
-        name: [max(ranks) for ranks in zip(*(best[name] for best in by_rank), strict=True)]
+        name: [
+            sorted(map(max, zip(*ranks, strict=True)))
+            for ranks in zip(*(took[name] for took in by_rank), strict=True)
+        ]
         for name in algorithms
     }
 
 
-def fastest_runs(
+def runs_of_rank(
     group: ProcessGroup, algorithms: dict[str, AllReduce], sizes: Sequence[int], repeats: int
-) -> dict[str, list[float]]:
-    """Return this rank's seconds of its fastest runs; sizes and algorithms take turns."""
+) -> dict[str, list[list[float]]]:
+    """Return this rank's seconds of every run; sizes and algorithms take turns."""
     tensor = torch.zeros(max(sizes) // 4)
-    best = {name: [float("inf")] * len(sizes) for name in algorithms}
+    took: dict[str, list[list[float]]] = {name: [[] for _ in sizes] for name in algorithms}
     for _ in range(repeats):
         for i, num_bytes in enumerate(sizes):
             for name, all_reduce in algorithms.items():
                 dist.barrier(group=group)
                 begin = time.perf_counter()
                 all_reduce(tensor[: num_bytes // 4], group)
-                best[name][i] = min(best[name][i], time.perf_counter() - begin)
-    return best
+                took[name][i].append(time.perf_counter() - begin)
+    return took
+
+
+def print_runs(runs: dict[str, list[list[float]]], sizes: Sequence[int], base: str) -> None:
+    """Print the fastest run and the median, and the fastest relative to `base`'s."""
+    print(
+        "4 ranks, ms      " + "".join(f"{plain_bytes(size):>14}       " for size in sizes).rstrip()
+    )
+    for name, by_size in runs.items():
+        columns = (
+            f"{1e3 * took[0]:7.2f}{1e3 * median(took):7.2f} ({took[0] / other[0]:.2f})"
+            for took, other in zip(by_size, runs[base], strict=True)
+        )
+        print(f"{name:17}" + "".join(columns))
 
 
 # On a cluster: bus bandwidths in GB/s of an all-reduce, by the number of nodes

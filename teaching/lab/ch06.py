@@ -12,7 +12,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from minitron import cost
 from minitron.comm.mesh import make_mesh
 from minitron.config import ModelConfig
-from minitron.cost.sharding import hybrid_volume, step_collectives, zero_bytes, zero_holdings
+from minitron.cost.sharding import (
+    hybrid_volume,
+    step_collectives,
+    zero_bytes,
+    zero_holdings,
+    zero_volume,
+)
 from minitron.launch import run
 from minitron.measure.ledger import Ledger
 from minitron.measure.meter import Meter
@@ -58,13 +64,20 @@ def judged(group: ProcessGroup, zero: Callable) -> tuple[Tensor, dict[str, int],
     return weights, {k: bytes_kept(ts) for k, ts in kept.items()}, (sent[1] - sent[0]) // 2
 
 
-def report(
-    zero: Callable, start: Tensor, right: Tensor, formula: Callable[[int], int], num_ranks: int = 4
-) -> Figure:
-    """Print each rank's error and traffic; return the picture of what it keeps.
+def sent_by_formula(stage: int, weights: Tensor, num_ranks: int, rank: int) -> int:
+    """Return the bytes that a rank sends per step of the chapter's ZeRO by hand.
 
-    `right` are the weights (L, D, D) that one process ends with; a rank holds all of them, or its
-    part of each layer.
+    ZeRO-1 shards all weights (L, D, D) as one tensor, ZeRO-2 and ZeRO-3 shard each layer.
+    """
+    sizes = [weights.numel()] if stage == 1 else [layer.numel() for layer in weights]
+    return sum(zero_volume(size, weights.itemsize, num_ranks, rank, stage).sent for size in sizes)
+
+
+def report(zero: Callable, stage: int, start: Tensor, right: Tensor, num_ranks: int = 4) -> Figure:
+    """Print each rank's error, and its traffic beside the formula's; draw what it keeps.
+
+    `start` and `right` are the weights (L, D, D) before the training and those that one process
+    ends with. After it, a rank holds all of them, or its part of each layer.
     """
     picture, full = {}, start.nbytes
     print("rank   error   bytes sent     formula   sent in units of P")
@@ -72,7 +85,8 @@ def report(
         parts = right.flatten(1).tensor_split(num_ranks, dim=1)
         expected = right if weights.numel() == right.numel() else parts[rank]
         error = (weights - expected.reshape(-1)).abs().max()
-        print(f"{rank:4} {error:7.0e} {sent:12,} {formula(rank):11,} {sent / full:20.4f}")
+        formula = sent_by_formula(stage, start, num_ranks, rank)
+        print(f"{rank:4} {error:7.0e} {sent:12,} {formula:11,} {sent / full:20.4f}")
         shares = {"parameter": full, "gradient": full, "optimizer state": 2 * full}
         picture[f"rank {rank}"] = {
             kind: Held(kept[kind], kept[kind] / shares[kind]) for kind in kept
@@ -158,7 +172,7 @@ def metered(group: ProcessGroup, apply: Apply, num_layers: int) -> tuple[Meter, 
 def measured(group: ProcessGroup, apply: Apply) -> tuple[dict[str, int], int, list, int]:
     """Return bytes held by kind, bytes at the peak, the calls and the FLOPs of one step.
 
-    In ZeRO-3 the weights are the optimizer's, which the meter calls "master weight".
+    In ZeRO-3 the optimizer owns the sharded weights, and the meter calls them "master weight".
     """
     meter, step = metered(group, apply, num_layers=6)
     held = meter.now() | {"gradient": max(moment.bytes["gradient"] for moment in meter.timeline)}

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 
@@ -15,18 +15,24 @@ from torch.distributed import ProcessGroup
 from minitron import cost
 from minitron.config import ModelConfig
 from minitron.cost import collective_seconds
+from minitron.launch import run
 from minitron.launch.slow_network import SlowNetwork
 from minitron.measure.ledger import Call, Ledger, Span
 from minitron.measure.record import Row
 from minitron.model.transformer import Transformer, initialize
 from minitron.parallel.data.fsdp import FullyShardedDataParallel, Unit, apply_fsdp
-from teaching.figures import Block, ranges, rank_lanes
+from teaching.figures import Block, ranges, rank_lanes, timeline
+from teaching.lab import MEASURING
 from teaching.lab.ch06 import Apply, adamw, loss_of
 from teaching.lab.gpu_models import OVERLAP
 from teaching.lab.gpu_records import FOLDER, device_of, newest, rows_of
+from teaching.overlap import hidden_share
 
 WIDE = ModelConfig("gpt", 256, 128, 6, 192, 4, 4, 768)
 TOKENS = torch.randint(256, (4, 129), generator=torch.Generator().manual_seed(0))
+
+Step = tuple[list[Call], list[Span], float]
+"""A rank's calls and spans in a forward and a backward pass, and the seconds that both took."""
 
 
 def compute_alone(group: ProcessGroup) -> list[float]:
@@ -64,9 +70,23 @@ def _ask_and_wait(unit: Unit) -> None:
     unit.gathers = []
 
 
+WAYS: dict[str, tuple[Apply, bool]] = {
+    "without prefetch": (without_prefetch, False),
+    "with prefetch": (apply_fsdp, True),
+}
+"""What is compared, and whether its prediction prefetches."""
+
+
+def measure(network: tuple[float, float]) -> dict[str, list[Step]]:
+    """Return rank 0's steps of two on an emulated network (latency, bandwidth), by way."""
+    applies = [apply for apply, _ in WAYS.values()]
+    found = run(slow_passes, 2, applies, network, timeout=MEASURING, watch=False)[0]
+    return dict(zip(WAYS, found, strict=True))
+
+
 def slow_passes(
     group: ProcessGroup, applies: Sequence[Apply], network: tuple[float, float], num_steps: int = 5
-) -> list[list[tuple[list, list, float]]]:
+) -> list[list[Step]]:
     """Return, for each of `applies`, calls, spans and seconds of several forward-backward passes.
 
     The variants take turns, so that whatever else the machine does meets all of them. The time ends
@@ -123,6 +143,11 @@ def predict_lanes(
     return {"predicted compute": compute, "predicted network": link}
 
 
+def predicted_seconds(passes: Sequence[float], transfer: float, prefetch: bool) -> float:
+    """Return when the last gradient has arrived, by `predict_lanes`."""
+    return 1e-3 * predict_lanes(passes, transfer, prefetch)["predicted network"][-1].end
+
+
 def measured_lanes(
     calls: Sequence[Call], spans: Sequence[Span], network: tuple[float, float], num_ranks: int = 2
 ) -> dict[str, list[Block]]:
@@ -146,6 +171,101 @@ def on_the_link(
     return transfers
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """Milliseconds of a forward and a backward pass, measured and predicted."""
+
+    measured: list[float]
+    """Of every step, sorted."""
+    predicted: float
+    """By the compute times without communication."""
+    with_own_compute: float
+    """By the compute times in the measured steps."""
+
+    @property
+    def spread(self) -> float:
+        return self.measured[-1] - self.measured[0]
+
+    @property
+    def errors(self) -> tuple[float, float]:
+        """How much longer it took than predicted, and the part that is due to compute."""
+        return median(self.measured) - self.predicted, self.with_own_compute - self.predicted
+
+
+def compare(
+    steps: dict[str, list[Step]], passes: Sequence[float], transfer: float
+) -> dict[str, Comparison]:
+    """Compare measured steps with predictions; arguments as in `predict_lanes`."""
+    compared = {}
+    for name, (_, prefetch) in WAYS.items():
+        by_step = [compute_of(spans) for _, spans, _ in steps[name]]
+        own = [median(times) for times in zip(*by_step, strict=True)]
+        compared[name] = Comparison(
+            sorted(1e3 * seconds for *_, seconds in steps[name]),
+            *(1e3 * predicted_seconds(each, transfer, prefetch) for each in (passes, own)),
+        )
+    return compared
+
+
+def print_times(compared: dict[str, Comparison]) -> None:
+    """Print predicted and measured times, and what prefetch gains."""
+    print("ms                 predicted   measured  (spread)        predicted, own compute")
+    rows = []
+    for name, each in compared.items():
+        rows.append((each.predicted, median(each.measured), each.with_own_compute))
+        first, middle, again = rows[-1]
+        print(
+            f"{name:18} {first:9.0f} {middle:10.0f}  ({each.measured[0]:.0f} to "
+            f"{each.measured[-1]:.0f}) {again:20.0f}"
+        )
+    first, middle, again = (without - with_it for without, with_it in zip(*rows, strict=True))
+    print(f"gain               {first:9.0f} {middle:10.0f} {again:33.0f}")
+    print(
+        "prefetch pays here" if middle > 0 else "no gain here: the processor, not the link, is busy"
+    )
+
+
+def print_errors(compared: dict[str, Comparison]) -> None:
+    """Print what each error consists of, and what to think of the gain's."""
+    print("ms                 longer than predicted   due to compute   the rest")
+    errors = {name: each.errors for name, each in compared.items()}
+    errors["gain"] = tuple(a - b for a, b in zip(*errors.values(), strict=True))
+    for name, (error, of_compute) in errors.items():
+        print(f"{name:18} {error:21.0f} {of_compute:16.0f} {error - of_compute:10.0f}")
+
+    parts = of_compute, error - of_compute
+    if max(map(abs, parts)) <= max(each.spread for each in compared.values()):
+        meaning = "are no larger than the spread of the repeats: noise"
+    elif parts[0] * parts[1] > 0:
+        meaning = "add up"
+    else:
+        meaning = "have opposite signs: they cancel, at least in part"
+    print("in the gain, the two parts", meaning)
+
+
+def fastest(steps: Sequence[Step]) -> Step:
+    return min(steps, key=lambda step: step[2])
+
+
+def draw_fastest(
+    steps: dict[str, list[Step]],
+    passes: Sequence[float],
+    transfer: float,
+    network: tuple[float, float],
+    name: str,
+) -> Figure:
+    """Draw the fastest step of a way, measured below predicted."""
+    calls, spans, _ = fastest(steps[name])
+    predicted = predict_lanes(passes, transfer, WAYS[name][1])
+    return timeline(measured_lanes(calls, spans, network), predicted, "ms, network emulated")
+
+
+def hidden_in_fastest(steps: Sequence[Step], network: tuple[float, float]) -> float:
+    """Return the share of the time on the link in which the rank computes, in the fastest step."""
+    calls, spans, _ = fastest(steps)
+    return hidden_share(on_the_link(calls, network), spans)
+
+
 def recorded_steps() -> dict[str, Row]:
     """Return the recorded rows of a plain step and of one with FSDP, on one GPU."""
     return {row["case"]: row for row in rows_of(newest("overlap", FOLDER)) if "busy_ms" in row}
@@ -163,8 +283,3 @@ def draw_copies() -> Figure:
         {"copies": milliseconds, "hidden": milliseconds},
         "ms of copies in one step",
     )
-
-
-def predicted_seconds(passes: Sequence[float], transfer: float, prefetch: bool) -> float:
-    """Return when the last gradient has arrived, by `predict_lanes`."""
-    return 1e-3 * predict_lanes(passes, transfer, prefetch)["predicted network"][-1].end

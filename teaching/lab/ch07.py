@@ -1,7 +1,8 @@
 """Chapter 7's figures and measurements: cut layers, training with a wrong one, overlap."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from statistics import median
@@ -28,7 +29,7 @@ from minitron.parallel.tensor.layers import (
 )
 from minitron.proof.oracle import small_model
 from teaching import lab
-from teaching.figures import Matrix, cut
+from teaching.figures import Block, Matrix, cut, rank_lanes
 from teaching.lab import counting_rows
 
 # Figures
@@ -294,26 +295,68 @@ def standstill(calls: Sequence, spans: Sequence, transfer: float) -> float:
     return total
 
 
+def compute_and_network(name: str, events: tuple[Sequence, Sequence]) -> dict[str, list[Block]]:
+    """Return lanes for `timeline` from one rank's calls and spans.
+
+    The transfers of a figure are all alike, so none is named.
+    """
+    compute, network = rank_lanes(*([each] for each in events)).values()
+    unnamed = [replace(block, label=" ") for block in network]
+    return {f"{name}: compute": compute, f"{name}: network": unnamed}
+
+
 # Async tensor parallelism: a layer in chunks
+
+
+def row_parallel_in_chunks(
+    x: Tensor, weight: Tensor, num_chunks: int, group: ProcessGroup
+) -> Tensor:
+    """Return a row-parallel layer's output, all-reduced in chunks of tokens.
+
+    x is (tokens, K/t), weight (D, K/t), the output (tokens, D). Each chunk's all-reduce travels
+    while the next chunk is computed.
+    """
+    waits = [start_all_reduce(rows @ weight.T, group) for rows in x.chunk(num_chunks)]
+    return torch.cat([wait() for wait in waits])
 
 
 def row_parallel_seconds(
     group: ProcessGroup, num_chunks: int, bandwidth: float, repeats: int = 9
 ) -> list[float]:
-    """Time a row-parallel matmul whose output is all-reduced chunk by chunk, `repeats` times.
-
-    Each chunk's all-reduce travels while the next chunk is computed. The first time is dropped.
-    """
+    """Time `row_parallel_in_chunks` on an emulated network `repeats` times, after a first time."""
     x, weight = torch.ones(TOKENS, 1536), torch.ones(768, 1536)
     times = []
     for _ in range(repeats + 1):
         dist.barrier(group)
         with SlowNetwork(0.0, bandwidth):
             start = time.perf_counter()
-            waits = [start_all_reduce(rows @ weight.T, group) for rows in x.chunk(num_chunks)]
-            torch.cat([wait() for wait in waits])
+            row_parallel_in_chunks(x, weight, num_chunks, group)
             times.append(time.perf_counter() - start)
     return times[1:]
+
+
+def row_parallel_events(
+    group: ProcessGroup, num_chunks: int, bandwidth: float, repeats: int = 9
+) -> tuple[list, list]:
+    """Return calls and compute spans of the fastest of `repeats` runs, after a first one."""
+    x, weight, runs = torch.ones(TOKENS, 1536), torch.ones(768, 1536), []
+    for _ in range(repeats + 1):
+        dist.barrier(group)
+        with SlowNetwork(0.0, bandwidth), Ledger() as ledger, ledger.phase("matmul"):
+            row_parallel_in_chunks(x, weight, num_chunks, group)
+        runs.append((ledger.calls, ledger.spans))
+    return min(runs[1:], key=lambda events: events[1][-1].end - events[1][0].start)
+
+
+def fastest_chunks(seconds: Mapping[int, Sequence[float]]) -> str:
+    """Say which number of chunks is fastest, and whether all its runs beat those of one chunk."""
+    best = min(seconds, key=lambda chunks: median(seconds[chunks]))
+    if best == 1:
+        return "chunks do not pay on this machine: each costs more than it hides"
+    if max(seconds[best]) < min(seconds[1]):
+        ratio = median(seconds[1]) / median(seconds[best])
+        return f"{best} chunks are fastest, {ratio:.2f} times as fast as 1; the spreads are apart"
+    return f"{best} chunks have the lowest median, but their spread overlaps with that of 1"
 
 
 def row_parallel_compute_seconds(group: ProcessGroup) -> float:

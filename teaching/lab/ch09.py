@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitron.comm.agreement import ALONE
+from minitron.comm.agreement import SINGLE_RANK
 from minitron.config import ConfigError, ModelConfig
 from minitron.launch import RankError, run
 from minitron.measure.ledger import Ledger
@@ -158,7 +158,7 @@ def gradient_error(apply: Callable, num_ranks: int, batch_size: int, m: int = 2)
     one, *by_rank = (
         [moment for moment in records["SGD"] if moment.kind == "gradient"]
         for records in (
-            trainings(ALONE, undivided, *arguments),
+            trainings(SINGLE_RANK, undivided, *arguments),
             *run(trainings, num_ranks, apply, *arguments, watch=False),
         )
     )
@@ -181,7 +181,7 @@ class Sleep(torch.autograd.Function):
     def backward(ctx, out_grad):
         time.sleep(ctx.seconds)
         weights = SimpleNamespace(start=list, accumulate=partial(time.sleep, ctx.seconds))
-        ctx.deferral.takes(weights) or weights.accumulate()
+        ctx.deferral.defers(weights) or weights.accumulate()
         return out_grad, None, None
 
 

@@ -1,20 +1,23 @@
 """Chapter 10's measurements: the story model in any dtype, its gradients, recipes, long sums."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitron.comm.agreement import ALONE
+from minitron.comm.agreement import SINGLE_RANK
 from minitron.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from minitron.corpus.stories import write_stories
 from minitron.corpus.story_grammar import VOCABULARY
 from minitron.dataset import TokenDataset
 from minitron.measure.meter import Meter
+from minitron.model.linear import Matmuls, set_all_linear_hooks
 from minitron.model.transformer import Transformer, initialize
 from minitron.parallel.data.ddp import apply_bucketed_data_parallel
 from minitron.parallel.grid import Grid
@@ -126,6 +129,40 @@ def gradients(model: nn.Module, tokens: Tensor, factor: float) -> dict[str, Tens
     }
 
 
+class MatrixRecorder(Matmuls):
+    """Plain matmuls that keep every matrix they meet, by its kind."""
+
+    def __init__(self):
+        self.seen: defaultdict[str, list[Tensor]] = defaultdict(list)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        self.seen["weights"].append(weight.detach())
+        self.seen["inputs"].append(x.flatten(0, -2))
+        return super().linear(x, weight, bias)
+
+    def grad_weight(self, grad: Tensor, x: Tensor) -> Tensor:
+        self.seen["gradients of outputs"].append(grad)
+        self.seen["the same, transposed"].append(grad.T)
+        self.seen["gradients of weights"].append(super().grad_weight(grad, x))
+        return self.seen["gradients of weights"][-1]
+
+
+def matrices(model: nn.Module, tokens: Tensor) -> dict[str, list[Tensor]]:
+    """Return what the linear layers multiply, and their weights' gradients, for one batch."""
+    set_all_linear_hooks(model, matmuls=(recorder := MatrixRecorder()))
+    add_gradients(model, tokens)
+    return recorder.seen
+
+
+def rounding(exact: Sequence[Tensor], rounded_by: Callable) -> dict[str, float]:
+    """Return means over matrices: the relative error, and the change in length along the exact."""
+    pairs = [(rounded_by(x), x) for x in exact]
+    return {
+        "error": fmean(((rounded - x).norm() / x.norm()).item() for rounded, x in pairs),
+        "length": fmean(((rounded * x).sum() / (x * x).sum() - 1).item() for rounded, x in pairs),
+    }
+
+
 def train_clipped(
     actions: Sequence[Callable],
     make_optimizer: Callable,
@@ -211,7 +248,7 @@ def config_of(precision: str, **parallel) -> Config:
     )
 
 
-def prepared(config: Config, group: ProcessGroup = ALONE) -> tuple:
+def prepared(config: Config, group: ProcessGroup = SINGLE_RANK) -> tuple:
     """Return a model as its config says, what a step asks of it, and the forward pass."""
     cpu = torch.device("cpu")
     model, parallel = build(config, lay_out(config.parallel, group.size(), cpu), cpu)

@@ -1,10 +1,13 @@
 """Chapter 11's measurements: layouts, steps with a change, ledgers by axis, and their formulas."""
 
+import io
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stderr
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +19,18 @@ from minitron.config import Config, DataConfig, ModelConfig, ParallelConfig, Tra
 from minitron.corpus.story_grammar import VOCABULARY
 from minitron.launch import RankError
 from minitron.measure.ledger import Call, Ledger
+from minitron.measure.metrics import read_metrics
 from minitron.model.transformer import Transformer, initialize
 from minitron.parallel.clipping import clip_pieces
+from minitron.parallel.parts import boxes_of
 from minitron.parallelize import build, lay_out
+from minitron.plan.estimate import Estimate
 from minitron.plan.job import Decision, Job
 from minitron.plan.memory import memory_of
 from minitron.proof.difference import Moment, first_difference
 from minitron.proof.oracle import as_arrays, assert_same_training, small_model
 from minitron.step import train_step
+from teaching.figures_grid import Crossing, Piece
 from teaching.figures_ranks import Block
 
 CPU = torch.device("cpu")
@@ -34,6 +41,15 @@ UNTIED = replace(SHAPE, tied_embedding=False)
 CUBE = ParallelConfig(tp=2, pp=2, zero=1, sequence=True)
 """On 8 ranks: 2 stages x 2 copies x 2 tensor-parallel ranks."""
 AXES = ("pp", "dp", "tp")
+CROSSINGS = (
+    Crossing("output\nof a layer", ("tp",), "in every layer"),
+    Crossing("gradient\nof a matrix", ("dp",), "once a step"),
+    Crossing("gradient of a\nnorm's weight", ("tp", "dp"), "once a step"),
+    Crossing("loss", ("dp",), "once a step", copied=("pp",)),
+    Crossing("norm of\nthe gradient", ("tp", "pp"), "once a step"),
+)
+"""What is summed in a step with sequence parallelism and without ZeRO."""
+COMPUTE = ("matmul", "attention", "elementwise", "host", "optimizer")
 
 # Layouts of a large job
 
@@ -53,6 +69,13 @@ def all_layouts(job: Job) -> Iterator[Decision]:
 
 def fits(job: Job, layout: Decision) -> bool:
     return sum(memory_of(job, layout).values()) <= job.limit
+
+
+def time_of(step: Estimate) -> str:
+    """Return how long a step computes, and how long it waits for a message or another stage."""
+    computing = sum(step.parts[part] for part in COMPUTE)
+    waiting = step.seconds - computing
+    return f"{step.seconds:.1f} s per step: {computing:.1f} computing, {waiting:.1f} waiting"
 
 
 def report(error: RankError) -> None:
@@ -93,6 +116,12 @@ def micro_batches(batch: Tensor, index: int, count: int) -> list[tuple[Tensor, T
 
 def unchanged(parallel, group: ProcessGroup) -> None:
     """Break nothing."""
+
+
+def samples_by_world_rank(parallel, group: ProcessGroup) -> None:
+    """Let a rank read the samples of its number in the world, as if every rank were a copy."""
+    wrong = {"data_part": (group.rank(), group.size())}
+    parallel.__class__ = type("ByWorldRank", (type(parallel),), wrong)
 
 
 def clip_over(*axes: str) -> Callable:
@@ -195,6 +224,25 @@ def is_large(call: Call) -> bool:
     return {"tp": in_a_pass, "pp": call.op == "send", "dp": call.op != "all_reduce"}[call.axis]
 
 
+def bytes_by_axis(
+    calls: Sequence[Sequence[Call]], held: Sequence[int]
+) -> tuple[dict[str, list[int]], dict[str, list[int]], float]:
+    """Return the large calls' bytes and the formulas', by axis and stage; the others' share.
+
+    `held` are the parameters on each rank.
+    """
+    measured, predicted = {}, {}
+    for axis, stage in product(reversed(AXES), range(2)):
+        ranks = [rank for rank in range(8) if place_of(rank)["pp"] == stage]
+        measured[f"{axis}, stage {stage}"] = [
+            sum(call.sent for call in calls[rank] if call.axis == axis and is_large(call))
+            for rank in ranks
+        ]
+        predicted[f"{axis}, stage {stage}"] = [formula(axis, rank, held[rank]) for rank in ranks]
+    total = sum(call.sent for of_rank in calls for call in of_rank)
+    return measured, predicted, 1 - sum(map(sum, measured.values())) / total
+
+
 def formula(axis: str, rank: int, num_parameters: int) -> int:
     """Return the bytes that a rank sends along an axis in a step of CUBE."""
     at = place_of(rank)
@@ -215,3 +263,56 @@ def _activation_bytes(stage: int, rank: int) -> int:
     if stage:
         end += values("all_reduce", S).sent + values("all_reduce", 2 * S).sent  # the loss
     return B // 2 * (UNTIED.num_layers // 2 * block + end)
+
+
+# Checkpoints
+
+
+def job(
+    train: Callable,
+    folder: Path,
+    group: ProcessGroup,
+    run_dir: Path,
+    layout: ParallelConfig,
+    **more,
+) -> None:
+    """Train the story model on `folder` in float64: resume from the newest checkpoint, or start.
+
+    `train` is the package's; `more` are settings of the training, such as steps.
+    """
+    torch.set_default_dtype(torch.float64)
+    rate = dict(learning_rate=3e-3, min_learning_rate=3e-3, warmup_steps=2)  # then constant
+    settings = TrainConfig(
+        global_batch_size=B,
+        micro_batch_size=1,
+        eval_every=0,
+        eval_sequences=8,
+        device="cpu",
+        **rate,
+        **more,
+    )
+    config = Config(SHAPE, DataConfig(folder, S), settings, layout)
+    with redirect_stderr(io.StringIO()):
+        train(config, run_dir, group=group, restart=True)
+
+
+def losses_in(run_dir: Path) -> list[float]:
+    """Return the loss of each step of a run."""
+    return [row["loss"] for row in read_metrics(run_dir / "metrics.jsonl") if "loss" in row]
+
+
+def written_by_ranges(shape: tuple[int, int], ranges: Sequence[range]) -> list[Piece]:
+    """Return the boxes of a matrix that ranks write whose parts are `ranges` of its elements."""
+    return [Piece(rank, *box) for rank, own in enumerate(ranges) for box in boxes_of(shape, own)]
+
+
+def read_by(written: Sequence[Piece], rows: range, columns: range) -> list[Piece]:
+    """Return what a rank that needs these rows and columns reads, from whose file."""
+    found = []
+    for piece in written:
+        (row, column), (height, width) = piece.offset, piece.sizes
+        down = range(max(row, rows.start), min(row + height, rows.stop))
+        right = range(max(column, columns.start), min(column + width, columns.stop))
+        if down and right:
+            found.append(Piece(piece.rank, (down.start, right.start), (len(down), len(right))))
+    return found

@@ -368,8 +368,9 @@ def precisions(folder: Path = FOLDER) -> Shown:
         sentence += (
             f" Losses after {rows[0]['steps']} steps: {min(losses.values()):.3f} to "
             f"{max(losses.values()):.3f}. Float32 ends at {losses['fp32']:.3f} with our "
-            f"step and at {losses['torch, fp32']:.3f} with PyTorch's, which only adds in "
-            "a different order: differences of that size say nothing about a precision."
+            f"step and at {losses['torch, fp32']:.3f} with PyTorch's, which only adds in a "
+            "different order. With one run of each, nobody can tell how much of the rest is "
+            "precision and how much is chance."
         )
         medians = {name: middle for name, (_, middle, _) in recorded.items()}
         slowest = min(medians, key=medians.get)

@@ -2,16 +2,13 @@
 
 import math
 import random
-import time
 from statistics import fmean
 
 import torch
-import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
 
-def best_interval(saving: float, between_failures: float) -> float:
-    """Return the seconds of work between checkpoints that lose least: sqrt(2 C M).
+def young_interval(saving: float, between_failures: float) -> float:
+    """Return the seconds of work between saves that lose least, to first order: sqrt(2 C M).
 
     C is the time of a save, M the mean time between failures. Reference: Young 1974, "A first order
     approximation to the optimum checkpoint interval".
@@ -19,10 +16,47 @@ def best_interval(saving: float, between_failures: float) -> float:
     return math.sqrt(2 * saving * between_failures)
 
 
+def daly_interval(saving: float, between_failures: float) -> float:
+    """Return the seconds of work between saves that lose least, to higher order.
+
+    It counts failures that strike during a save or while lost work is repeated, and is M where a
+    save takes 2 M or longer. Reference: Daly 2006, "A higher order estimate of the optimum
+    checkpoint interval for restart dumps".
+    """
+    C, M = saving, between_failures
+    if C >= 2 * M:
+        return M
+    return math.sqrt(2 * C * M) * (1 + math.sqrt(C / (2 * M)) / 3 + C / (18 * M)) - C
+
+
 def goodput(interval: float, saving: float, restarting: float, between_failures: float) -> float:
-    """Return the useful share of the time, to first order: a failure loses half an interval."""
-    lost = saving / interval + (interval / 2 + restarting) / between_failures
-    return 1 / (1 + lost)
+    """Return the useful share of the time, to first order.
+
+    A second of work costs its share of a save, and its share of a failure: half an interval, which
+    is repeated, and a restart.
+    """
+    T, C, R, M = interval, saving, restarting, between_failures
+    return 1 / (1 + C / T + (T / 2 + R) / M)
+
+
+def expected_goodput(
+    interval: float, saving: float, restarting: float, between_failures: float
+) -> float:
+    """Return the useful share if failures come at random, during saves and repetitions as well.
+
+    Only a restart cannot fail. With probability exp(-(T + C) / M) an interval and its save succeed.
+    """
+    T, C, R, M = interval, saving, restarting, between_failures
+    return T / ((M + R) * math.expm1((T + C) / M))
+
+
+def restart_for(share: float, saving: float, between_failures: float) -> float:
+    """Return the seconds that a restart may take for this goodput, at Young's interval.
+
+    Negative if even the fastest restart is too slow.
+    """
+    lost = math.sqrt(2 * saving / between_failures)  # half for saves, half for repeated work
+    return between_failures * (1 / share - 1 - lost)
 
 
 def simulated_goodput(
@@ -61,21 +95,3 @@ def slowest_of(num_ranks: int, spread: float, num_steps: int = 200, seed: int = 
         for _ in range(num_steps)
     ]
     return fmean(times)
-
-
-def step_with_straggler(
-    group: ProcessGroup, compute: float, slow_rank: int, delay: float, num_steps: int = 5
-) -> tuple[float, float]:
-    """Return this rank's mean seconds of a step, and those of them in the all-reduce.
-
-    A step sleeps for `compute`, then all-reduces. The slow rank sleeps for `delay` more.
-    """
-    gradient, waited = torch.zeros(1000), 0.0
-    dist.barrier(group=group)
-    begin = time.perf_counter()
-    for _ in range(num_steps):
-        time.sleep(compute + delay * (group.rank() == slow_rank))
-        computed = time.perf_counter()
-        dist.all_reduce(gradient, group=group)
-        waited += time.perf_counter() - computed
-    return (time.perf_counter() - begin) / num_steps, waited / num_steps

@@ -52,7 +52,7 @@ def test_a_name_that_leads_nowhere_is_refused(resolve, name):
 
 
 def test_the_build_adds_neighbors_and_boxes():
-    fold = "<details><summary>Answer</summary>\n\nFour.\n\n</details>"
+    fold = "<details><summary>Answer</summary>\n\nFour.\n\n- Why?\n\n</details>"
     notebook = build_chapters.nbformat.v4.new_notebook(
         cells=[
             build_chapters.nbformat.v4.new_markdown_cell(f"# 5. Ring\n\nText.\n\n{fold}"),
@@ -63,6 +63,7 @@ def test_the_build_adds_neighbors_and_boxes():
     first, _, last = (cell.source for cell in notebook.cells)
     assert first.startswith("# 5. Ring\n\n[← Chapter 4](ch04_data_parallel.ipynb) · [Exercises]")
     assert "[Chapter 6 →](ch06_zero.ipynb)" in first and last == neighbors("ch05_ring_all_reduce")
-    assert '<details style="border:' in first and first.endswith("Four.\n\n</details>")
+    quoted = "<details><summary>Answer</summary>\n\n> Four.\n>\n> - Why?\n\n</details>"
+    assert first.endswith(quoted), "an answer is marked as a quotation on GitHub, too"
     assert "←" not in neighbors("ch01_single_gpu")
     assert "→" not in neighbors(SOURCES[-1].stem)

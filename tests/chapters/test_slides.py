@@ -58,7 +58,7 @@ def test_every_slide_has_a_title_a_note_with_minutes_and_one_exhibit(deck):
 
 
 WIDTH, HEIGHT = 1082, 612  # pixels: of a line in its box; of what a slide shows, title included
-FONTS = {None: (26, 36.4), "wide": (22, 30.8), "source": (18, 27.9)}
+FONTS = {None: (27, 37.8), "wide": (22, 30.8)}
 """Pixels of the letters and of a line, by a slide's class in theme.css."""
 
 
@@ -69,7 +69,7 @@ def room_taken(slide, notebook):
     blocks = re.findall(r"^```\w*\n(.*?)^```$", shown, re.DOTALL | re.MULTILINE)
     lines = [line for block in blocks for line in block.splitlines()]
     title = re.search(r"^# (.+)$", shown, re.MULTILINE)[1]
-    is_of = re.search(r"<!-- _class: (wide|source) -->", slide)
+    is_of = re.search(r"<!-- _class: (wide) -->", slide)
     letter, line_height = FONTS[is_of and is_of[1]]
     width = 0.602 * letter * max(map(len, lines), default=0)
     height = 20 + 48 * math.ceil(len(title) / 50) + 52 * len(blocks) + line_height * len(lines)
@@ -85,11 +85,32 @@ def test_no_code_or_output_leaves_its_box_or_the_slide(deck):
 
 
 @pytest.mark.parametrize("deck", DECKS, ids=lambda path: path.stem)
+def test_code_is_large_and_an_output_alone_is_a_table(deck):
+    """Code has 20 points; two or three printed lines need something to look at beside them."""
+    notebook = read_notebook(ROOT / "chapters" / f"{deck.stem}.ipynb")
+    for slide in slides_of(deck):
+        shown = insert_outputs(
+            insert_sources(re.sub(r"<!--.*?-->", "", slide, flags=re.DOTALL)), notebook
+        )
+        has_code = "```python" in shown
+        assert not (has_code and ("_class: wide" in slide or "<style" in slide)), slide
+        printed = re.findall(r"^```text\n(.*?)^```$", shown, re.DOTALL | re.MULTILINE)
+        if printed and not has_code and "![" not in shown and "\n|" not in shown:
+            assert "".join(printed).count("\n") >= 5, slide
+
+
+@pytest.mark.parametrize("deck", DECKS, ids=lambda path: path.stem)
 def test_every_figure_of_a_deck_exists_and_is_inlined(deck):
     markdown = deck.read_text()
     inlined = inline_images(markdown, deck.parent)
-    assert inlined.count("](data:image/png;base64,") == markdown.count(".png)") > 0
+    num_figures = len(re.findall(r"^!\[", markdown, re.MULTILINE))
+    assert inlined.count("](data:image/png;base64,") == num_figures >= 5
     assert ".png)" not in inlined
+
+
+def test_a_missing_drawing_is_one_line():
+    with pytest.raises(SystemExit, match=r"there is no drawing teaching.slides:none"):
+        inline_images("![w:100 none](teaching.slides:none)", build_slides.SLIDES)
 
 
 def test_a_missing_figure_is_one_line():
@@ -175,6 +196,18 @@ def test_a_function_is_shown_without_its_docstring_and_types():
     assert shown.startswith(f"a\n\n```python\ndef learning_rate({names}):\n")
     assert "if step < warmup_steps:" in shown and '"""' not in shown
     assert shown.endswith("```\n\nb\n")
+
+
+def with_long_lines(first, second):
+    # A comment that is longer than a slide is wide goes on in the next line, as here it must.
+    return first.something.very_long(second).and_more(first, second)
+
+
+def test_code_is_broken_to_the_columns_of_a_slide():
+    shown = insert_sources("@source tests.chapters.test_slides:with_long_lines")
+    assert max(map(len, shown.splitlines())) <= build_slides.CODE_COLUMNS
+    assert "wide goes on in the\n    # next line, as here it must.\n    return" in shown
+    assert ".and_more(\n        first, second\n    )" in shown
 
 
 def documented(a: int, *rest: str, b: float = 0.5, **options: int) -> int:

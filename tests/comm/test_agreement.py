@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from minitron.comm.agreement import ALONE, from_bytes, gathered_tensors, to_bytes
+from minitron.comm.agreement import SINGLE_RANK, all_gather_tensors, from_bytes, to_bytes
 from minitron.launch import run
 
 TENSORS = {
@@ -24,7 +24,7 @@ def test_a_tensor_is_the_same_from_its_bytes(name):
 
 def gather(group):
     own = {"rank": torch.full((2,), float(group.rank())), "none": None}
-    return [(theirs["rank"].tolist(), theirs["none"]) for theirs in gathered_tensors(own, group)]
+    return [(theirs["rank"].tolist(), theirs["none"]) for theirs in all_gather_tensors(own, group)]
 
 
 def test_every_rank_gets_what_all_have():
@@ -32,4 +32,4 @@ def test_every_rank_gets_what_all_have():
 
 
 def test_one_rank_gets_its_own():
-    assert gather(ALONE) == [([0.0, 0.0], None)]
+    assert gather(SINGLE_RANK) == [([0.0, 0.0], None)]

@@ -130,12 +130,24 @@ def test_a_rank_sends_an_activation_for_every_message_of_its_schedule(p, m, v):
             assert tuple(volume) == expected
 
 
+@pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 4), (3, 6), (4, 8), (5, 12)])
+def test_in_a_v_the_last_rank_sends_nothing_to_itself(p, m):
+    B, S, D, element_size = 2, 7, 10, 2
+    for schedule in (zb_v(p, m), dualpipe_v(p, m)):
+        for rank in range(p):
+            volume = cost.v_volume(B, S, D, element_size, p, m, rank)
+            expected = tuple(count * B * S * D * element_size for count in messages(schedule, rank))
+            assert tuple(volume) == expected
+
+
 def test_two_chunks_send_twice_as_much_between_neighbors_and_close_the_ring():
     one, two = (
         [cost.pipeline_volume(1, 1, 1, 1, 4, 8, rank, v).sent for rank in range(4)] for v in (1, 2)
     )
     assert one == [8, 16, 16, 8]
     assert two == [24, 32, 32, 24], "from the last rank to the first, too"
+    v = [cost.v_volume(1, 1, 1, 1, 4, 8, rank).sent for rank in range(4)]
+    assert v == [16, 32, 32, 16], "the last rank passes a micro-batch on to itself"
 
 
 # Ranks that do it
@@ -147,6 +159,8 @@ SCHEDULES = {
     "1F1B": (one_forward_one_backward, 1),
     "ZB-H1": (zero_bubble, 1),
     "interleaved 1F1B": (partial(interleaved, num_chunks=2), 2),
+    "ZB-V": (zb_v, 2),
+    "DualPipeV": (dualpipe_v, 2),
 }
 
 
@@ -168,9 +182,15 @@ def test_ranks_send_and_hold_what_the_formulas_say():
     for rank, seen in enumerate(ranks):
         one_micro_batch = seen[0][1]  # of the sequential schedule
         for (name, (_, v)), (sent, held, width) in zip(SCHEDULES.items(), seen, strict=True):
-            assert sent == cost.pipeline_volume(B, S, width, 4, 2, m, rank, v).sent
+            is_v = name in ("ZB-V", "DualPipeV")
+            arguments = B, S, width, 4, 2, m, rank
+            volume = cost.v_volume(*arguments) if is_v else cost.pipeline_volume(*arguments, v)
+            assert sent == volume.sent
             expected = cost.activations_held(name, 2, m, rank, v) * one_micro_batch / v
-            if name == "interleaved 1F1B":
+            if is_v:  # the last rank has no logits here
+                without_logits = expected / one_micro_batch * ranks[0][0][1]
+                assert held == pytest.approx(without_logits, rel=0.05)
+            elif name == "interleaved 1F1B":
                 assert held == pytest.approx(expected, rel=0.03)
             elif (name, rank) == ("ZB-H1", 1):
                 assert one_micro_batch < held < expected

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minitron.comm.agreement import ALONE
+from minitron.comm.agreement import SINGLE_RANK
 from minitron.config import ConfigError
 from minitron.launch import RankError, run, starting, torchrun_group
 from minitron.launch import ranks as ranks_module
@@ -356,7 +356,7 @@ def test_a_note_while_some_wait_for_one_that_computes(monkeypatch, capsys, secon
     with pytest.raises(RankError) if seconds > timeout else nullcontext():
         run(work, 3, timeout=timeout)
     headline, waiting, computing = capsys.readouterr().out.splitlines()
-    assert headline == f"no call for 1 s, waiting on (timeout {timeout} s)"
+    assert headline == f"no call for 1 s, still waiting (timeout {timeout} s)"
     assert waiting.startswith("  ranks 0 and 2 wait in barrier #0 (0 B, axis world), test_launch.")
     assert computing.startswith("  rank 1 is at test_launch.py line ")
 
@@ -697,11 +697,11 @@ def test_a_world_size_without_a_rank_is_one_line(monkeypatch):
 
 def test_no_group_without_torchrun(monkeypatch):
     with torchrun_group() as group:
-        assert group is ALONE
+        assert group is SINGLE_RANK
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     with torchrun_group() as group:
-        assert group is ALONE
+        assert group is SINGLE_RANK
 
 
 # What the server has imported

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from minitron.measure.divergence import FirstFault
+from minitron.measure.divergence import FirstNonFinite
 
 
 class Poison(torch.autograd.Function):
@@ -33,7 +33,7 @@ class Layers(nn.Module):
 
 
 def place_of(model, x) -> str | None:
-    with FirstFault(model, dict(model.named_parameters())) as fault:
+    with FirstNonFinite(model, dict(model.named_parameters())) as fault:
         model(x).sum().backward()
     assert not any(module._forward_hooks for module in model.modules())
     return fault.place

@@ -5,18 +5,18 @@ from math import prod
 import torch
 from torch import Tensor
 
-from minitron.comm.agreement import ALONE, gathered
+from minitron.comm.agreement import SINGLE_RANK, all_gather_objects
 from minitron.parallel.state import load_training_state, training_state
 
 
-def saved(parallel, optimizer, group=ALONE) -> dict[str, Tensor]:
+def saved(parallel, optimizer, group=SINGLE_RANK) -> dict[str, Tensor]:
     """What ranks would save, joined over them; of what several have, all are alike."""
     own = {
         name: (boxes.shape, boxes.dtype, {at: t.clone() for at, t in boxes.at.items()})
         for name, boxes in training_state(parallel, optimizer).items()
     }
     whole, counts = {}, {}
-    for of_rank in gathered(own, group):
+    for of_rank in all_gather_objects(own, group):
         for name, (shape, dtype, boxes) in of_rank.items():
             tensor = whole.setdefault(name, torch.full(shape, -1, dtype=dtype))
             count = counts.setdefault(name, torch.zeros(shape, dtype=torch.int))

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 from torch import nn
 
-from minitron.comm.agreement import ALONE
+from minitron.comm.agreement import SINGLE_RANK
 from minitron.launch import run
 from minitron.parallel.data import ddp, fsdp, zero
 from minitron.parallel.data.buckets import bucket_parameters
@@ -179,7 +179,7 @@ def records(request):
 
 @pytest.fixture(scope="module")
 def reference():
-    return trainings(ALONE, lambda model, group: OneDevice(model), EitherOrder, batches(), 1)
+    return trainings(SINGLE_RANK, lambda model, group: OneDevice(model), EitherOrder, batches(), 1)
 
 
 @pytest.mark.parametrize("case", in_tiers(KEPT, CASES))

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from minitron.comm.agreement import ALONE
+from minitron.comm.agreement import SINGLE_RANK
 from minitron.launch import run
 from minitron.parallel.data.fsdp import apply_fsdp
 from minitron.parallel.data.zero import apply_zero1
@@ -57,7 +57,7 @@ def by_rank():
 
 @pytest.mark.parametrize("name", AXES)
 def test_it_clips_and_predicts_as_one_device_does(by_rank, name):
-    expected = answers(ALONE, lambda model, group: OneDevice(model))
+    expected = answers(SINGLE_RANK, lambda model, group: OneDevice(model))
     assert expected[0] > MAX_NORM
     for found in by_rank:
         torch.testing.assert_close(found[name], expected, rtol=1e-11, atol=1e-12)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from minitron.comm.agreement import ALONE
+from minitron.comm.agreement import SINGLE_RANK
 from minitron.comm.mesh import make_mesh
 from minitron.launch import run
 from minitron.model.recompute import apply_full_recompute, apply_selective_recompute
@@ -103,7 +103,7 @@ def ranks(request):
 @pytest.mark.parametrize("name", in_tiers(KEPT, LAYOUTS))
 def test_it_is_the_same_training(ranks, name):
     model, batches = LAYOUTS[name].model, sample_batches(SEQUENCES, V, S)
-    expected = trainings(ALONE, undivided, model, batches, 1)
+    expected = trainings(SINGLE_RANK, undivided, model, batches, 1)
     assert_same(expected, [done[name][0] for done in ranks])
 
 
@@ -122,7 +122,7 @@ def clipped_steps(group, layout, saves: bool = True):
     """Norms before clipping, weights, what is saved after two steps."""
     torch.manual_seed(0)
     model = layout.model().double()
-    parallel = Grid(model) if group is ALONE else layout.apply(model, group)
+    parallel = Grid(model) if group is SINGLE_RANK else layout.apply(model, group)
     optimizer = parallel.shard(torch.optim.AdamW(decaying_matrices(model), eps=1e-6))
 
     norms, (index, count) = [], parallel.data_part
@@ -142,7 +142,7 @@ def clipped_steps(group, layout, saves: bool = True):
 
 @pytest.mark.parametrize("name", in_tiers(KEPT, LAYOUTS))
 def test_norm_and_optimizer_state_are_those_of_the_whole_model(ranks, name):
-    norms, weights, state, _ = clipped_steps(ALONE, LAYOUTS[name])
+    norms, weights, state, _ = clipped_steps(SINGLE_RANK, LAYOUTS[name])
     assert min(norms) > 0.2  # of which 0.1 is left
     close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
     for done in ranks:
@@ -182,7 +182,7 @@ def train_mutants(group):
 
 
 def test_the_norm_is_neither_that_of_own_parts_nor_counts_copies_twice(ranks):
-    expected, *_ = clipped_steps(ALONE, LAYOUTS["naive"])
+    expected, *_ = clipped_steps(SINGLE_RANK, LAYOUTS["naive"])
     for *wrong, right in (done["mutants"] for done in ranks):
         torch.testing.assert_close(right, expected, rtol=1e-10, atol=0)
         for norms in wrong:

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from minitron.comm.agreement import ALONE
+from minitron.comm.agreement import SINGLE_RANK
 from minitron.comm.mesh import Mesh
 from minitron.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from minitron.launch import run
@@ -100,7 +100,7 @@ def train(
 
 
 def of_one_process(config: Config, sequences=SEQUENCES):
-    return train(ALONE, config, leave_undivided, on_cpu, 1, sequences)
+    return train(SINGLE_RANK, config, leave_undivided, on_cpu, 1, sequences)
 
 
 # Mutations: what only the grid can get wrong
@@ -162,7 +162,7 @@ def test_a_mutation_is_seen(ranks, name):
 def counted_unequally(group):
     config, apply, make_model = (
         (CASES["zero 3"], divide, on_meta)
-        if group is not ALONE
+        if group is not SINGLE_RANK
         else (CASES["zero 3"], leave_undivided, on_cpu)
     )
     model = make_model(config).double()
@@ -180,6 +180,6 @@ def counted_unequally(group):
 
 
 def test_each_counted_token_counts_once(ranks):
-    expected = counted_unequally(ALONE)
+    expected = counted_unequally(SINGLE_RANK)
     for done in ranks:
         torch.testing.assert_close(done["counted"], expected, rtol=1e-12, atol=1e-15)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minitron.comm.agreement import ALONE
+from minitron.comm.agreement import SINGLE_RANK
 from minitron.config import ConfigError
 from minitron.launch import run
 from minitron.model.attention import tiled_attention
@@ -131,7 +131,7 @@ def ranks(request):
 
 @pytest.mark.parametrize("training", in_tiers(KEPT, TRAININGS))
 def test_it_is_the_same_training(ranks, training):
-    reference = TRAININGS[training].records(ALONE, undivided)
+    reference = TRAININGS[training].records(SINGLE_RANK, undivided)
     for size in ranks.keys() & TRAININGS[training].sizes:
         by_rank = [done["trainings"][training] for done in ranks[size]]
         assert_same(reference, by_rank)
@@ -156,7 +156,7 @@ def logits_of(apply, make, group, length):
 @pytest.mark.parametrize("length", [S, S - 5])
 def test_every_token_has_the_loss_that_it_has_in_one_process(ranks, name, length):
     make = gpt if name == "ring" else twelve_heads
-    expected = logits_of(undivided, make, ALONE, length)
+    expected = logits_of(undivided, make, SINGLE_RANK, length)
     targets = (torch.arange(2 * length).view(2, length) * 7 % V).flatten()
     losses = F.cross_entropy(expected.flatten(0, 1), targets, reduction="none")
     for of_size in ranks.values():
@@ -186,7 +186,7 @@ def counted_unequally(apply, group):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_each_counted_token_counts_once(ranks, name):
-    loss, total, gradients = counted_unequally(undivided, ALONE)
+    loss, total, gradients = counted_unequally(undivided, SINGLE_RANK)
     close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-15)
     for of_size in ranks.values():
         for done in of_size:
@@ -246,12 +246,12 @@ def test_a_token_sees_only_its_own_document(ranks, name):
 
 def test_dropout_is_refused():
     with pytest.raises(ConfigError, match="model.dropout = 0.1 with context parallelism"):
-        apply_context_parallel(gpt(dropout=0.1), ALONE)
+        apply_context_parallel(gpt(dropout=0.1), SINGLE_RANK)
 
 
 def test_ulysses_is_refused_another_order():
     with pytest.raises(ValueError, match="chunks_of = zigzag: .* pass chunks_of=contiguous"):
-        ulysses_attention(*whole()[:3], 0.0, ALONE, chunks_of=zigzag)
+        ulysses_attention(*whole()[:3], 0.0, SINGLE_RANK, chunks_of=zigzag)
 
 
 # Mutations: take the essential line out, and the oracle must tell
@@ -360,7 +360,7 @@ def train_mutants(group):
 
 @pytest.fixture(scope="module")
 def expected():
-    return Training(two_heads, on_ring).records(ALONE, undivided, SGD)["SGD"]
+    return Training(two_heads, on_ring).records(SINGLE_RANK, undivided, SGD)["SGD"]
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from minitron.comm.agreement import ALONE
+from minitron.comm.agreement import SINGLE_RANK
 from minitron.launch import RankError, run
 from minitron.measure.ledger import Ledger
 from minitron.model.recompute import apply_full_recompute, apply_selective_recompute
@@ -134,7 +134,7 @@ def records(request):
 @pytest.mark.parametrize("case", in_tiers(KEPT, CASES))
 def test_every_version_is_the_same_training(records, case):
     model, _, sizes, _, groups = TRAININGS[case[0]]
-    reference = trainings(ALONE, on_one_device, model, sample_batches(sizes), 1)
+    reference = trainings(SINGLE_RANK, on_one_device, model, sample_batches(sizes), 1)
     sizes = {size for *tried, size in records[0] if tuple(tried) == case}
     assert sizes == set(groups) or sizes == {3}
     for size in sizes:
@@ -295,7 +295,7 @@ def mutants(request):
 
 @pytest.fixture(scope="module")
 def expected():
-    return trainings(ALONE, on_one_device, small_gpt, sample_batches((9,)), 1, SGD)["SGD"]
+    return trainings(SINGLE_RANK, on_one_device, small_gpt, sample_batches((9,)), 1, SGD)["SGD"]
 
 
 @pytest.mark.parametrize("key", in_tiers(KEPT_MUTANTS, MUTANTS))

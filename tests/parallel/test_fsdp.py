@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from minitron.comm.agreement import ALONE
+from minitron.comm.agreement import SINGLE_RANK
 from minitron.config import ModelConfig, TrainConfig
 from minitron.launch import RankError, run
 from minitron.measure.ledger import Ledger
@@ -154,19 +154,19 @@ def test_it_is_the_same_training(records, case):
     training, size = case
     model, _, sizes, *_ = TRAININGS[training]
     with patch.dict(oracle.OPTIMIZERS, OPTIMIZERS if training == "gpt" else {}):
-        reference = trainings(ALONE, on_one_device, model, sample_batches(sizes), 1)
+        reference = trainings(SINGLE_RANK, on_one_device, model, sample_batches(sizes), 1)
     assert len(reference) == (4 if training == "gpt" else 2)
     assert_same(reference, [of_rank[case] for of_rank in records[:size]])
 
 
 def clipped(model, group):
     """Clips in `finish`, in one process as on many ranks."""
-    parallel = on_one_device(model, group) if group is ALONE else apply_fsdp(model, group)
+    parallel = on_one_device(model, group) if group is SINGLE_RANK else apply_fsdp(model, group)
     finish = parallel.finish
 
     def finish_and_clip():
         finish()
-        norm = parallel.clip([parallel.optimized(p) for p in model.parameters()], CLIP)
+        norm = parallel.clip([parallel.optimizer_tensor(p) for p in model.parameters()], CLIP)
         assert norm > CLIP
 
     parallel.finish = finish_and_clip
@@ -250,7 +250,7 @@ def mutants():
 
 @cache
 def of_one_process(apply):
-    return trainings(ALONE, apply, small_gpt, sample_batches((9, 9)), 1, SGD)["SGD"]
+    return trainings(SINGLE_RANK, apply, small_gpt, sample_batches((9, 9)), 1, SGD)["SGD"]
 
 
 @pytest.mark.parametrize("name", MUTANTS)
@@ -480,9 +480,11 @@ def train(model, optimizer, batches, parallel):
 
 
 def resume(group, batches, state=None):
-    torch.manual_seed(0 if group is ALONE or state is None else 1 + group.rank())
+    torch.manual_seed(0 if group is SINGLE_RANK or state is None else 1 + group.rank())
     model = deep("gpt").double()
-    parallel = Grid(model, data=OneDevice(model) if group is ALONE else apply_fsdp(model, group))
+    parallel = Grid(
+        model, data=OneDevice(model) if group is SINGLE_RANK else apply_fsdp(model, group)
+    )
     optimizer = parallel.shard(make_optimizer(model, TRAIN, torch.device("cpu")))
     if state is not None:
         load(parallel, optimizer, state)
@@ -502,7 +504,7 @@ def test_a_run_goes_on_at_another_number_of_ranks_and_in_one_process():
     first, state, decays = run(resume, 3, batches[:1])[1]
     second, state, _ = run(resume, 2, batches[1:2], state)[1]
     assert decays == [0.5, 0.0]  # matrices alone
-    third, state, _ = resume(ALONE, batches[2:], state)
+    third, state, _ = resume(SINGLE_RANK, batches[2:], state)
 
     assert first + second + third == pytest.approx(expected, rel=1e-12)
     for name, parameter in model.named_parameters():

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from minitron.comm.agreement import ALONE
+from minitron.comm.agreement import SINGLE_RANK
 from minitron.comm.collectives import broadcast_together
 from minitron.comm.mesh import make_mesh
 from minitron.config import (
@@ -82,20 +82,20 @@ def within_a_replica(self, tensors):
 
 def earlier_lost(self, over_replicas=True):
     """What earlier micro-batches have left is overwritten before it travels."""
-    self.of_replica = None
+    self.replica_sum = None
     finish_reduce(self, over_replicas)
 
 
 def earlier_not_sent(self, over_replicas=True):
     """It is added after the all-reduce, to each replica's own (PyTorch's pull request 125484)."""
-    earlier, self.of_replica = self.of_replica, None
+    earlier, self.replica_sum = self.replica_sum, None
     finish_reduce(self, over_replicas)
-    self.add_arrived()
+    self.accumulate_reduced()
     if earlier is not None:
         if over_replicas:
             self.grad_shard += earlier
         else:
-            self.of_replica += earlier
+            self.replica_sum += earlier
 
 
 finish_reduce = FlatShards.finish_reduce
@@ -161,7 +161,7 @@ def ranks(request):
 @pytest.fixture(scope="module")
 def reference():
     return trainings(
-        ALONE, lambda model, group: OneDevice(model), small_gpt, sample_batches(STEPS), 1
+        SINGLE_RANK, lambda model, group: OneDevice(model), small_gpt, sample_batches(STEPS), 1
     )
 
 
@@ -303,10 +303,12 @@ def take_step(model, parallel, optimizer, number):
 @pytest.mark.parametrize("stage", tiered([3, 1, 2], keep=2))
 def test_a_state_continues_on_one_process(ranks, stage):
     state, expected = ranks[0]["state"][stage]
-    model, parallel, optimizer = started(lambda model, group: OneDevice(model), ALONE)
+    model, parallel, optimizer = started(lambda model, group: OneDevice(model), SINGLE_RANK)
     load(parallel, optimizer, state)
     take_step(model, parallel, optimizer, 1)
-    torch.testing.assert_close(saved(parallel, optimizer, ALONE), expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        saved(parallel, optimizer, SINGLE_RANK), expected, rtol=1e-9, atol=1e-12
+    )
 
 
 # A run with `parallel.replicas`

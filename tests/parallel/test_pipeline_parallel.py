@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from minitron.comm.agreement import ALONE
+from minitron.comm.agreement import SINGLE_RANK
 from minitron.comm.mesh import make_mesh
 from minitron.config import ConfigError
 from minitron.launch import run
@@ -155,7 +155,7 @@ class Layout(NamedTuple):
 
 @cache
 def one_process(layout):
-    return layout.records(ALONE, undivided)
+    return layout.records(SINGLE_RANK, undivided)
 
 
 one_f_one_b = one_forward_one_backward
@@ -273,7 +273,7 @@ def test_the_oracle_takes_it_as_it_is():
 
 # Mutations: take the essential line out, and the oracle must tell
 
-run_all, send, take = PipelineParallel.run, ScheduleExecutor.send, linear.Deferral.takes
+run_all, send, take = PipelineParallel.run, ScheduleExecutor.send, linear.Deferral.defers
 
 
 def gradient_of_a_sum(self, micro_batches, sum_loss, divisor):
@@ -318,7 +318,7 @@ def one_weight_dropped(later):
     linear.accumulate_all(later[:-1])
 
 
-def takes_and_computes(self, half):
+def defers_and_computes(self, half):
     """What is deferred is computed at once too."""
     take(self, copy(half))
     return False
@@ -378,7 +378,7 @@ MUTANTS = {
     ),
     "gradients of weights deferred and computed at once": (
         CUT_HALVES,
-        patch.object(linear.Deferral, "takes", takes_and_computes),
+        patch.object(linear.Deferral, "defers", defers_and_computes),
         "gradient 2.0x too large on all ranks",
     ),
     "gradients of weights from this rank's tokens": (

@@ -8,8 +8,8 @@ from itertools import combinations, pairwise
 import pytest
 
 from minitron.config import ConfigError
-from minitron.parallel.pipeline.plan import Message, forwards, script, split_blocks
-from minitron.parallel.pipeline.schedule_check import check, in_order
+from minitron.parallel.pipeline.plan import Message, forwards, rank_program, split_blocks
+from minitron.parallel.pipeline.schedule_check import check, topological_order
 from minitron.parallel.pipeline.schedules import (
     Action,
     Schedule,
@@ -88,7 +88,7 @@ def test_the_random_schedules_are_valid_and_not_all_alike():
 
 
 def scripts_of(schedule):
-    return [script(schedule, rank) for rank in range(schedule.num_ranks)]
+    return [rank_program(schedule, rank) for rank in range(schedule.num_ranks)]
 
 
 def messages(steps, peer):
@@ -187,7 +187,7 @@ def test_no_valid_schedule_stands_still_where_messages_keep_their_order(lane):
 
 def receiving_when_needed(schedule, rank):
     """What comes to mind first: post a receive when its tensor is asked for."""
-    steps = script(schedule, rank)
+    steps = rank_program(schedule, rank)
     receives = [step for step in steps if isinstance(step, Message) and not step.is_send]
     late = []
     for step in steps:
@@ -203,7 +203,7 @@ def test_receives_in_the_order_of_need_do_stand_still():
     for make in (one_forward_one_backward, zero_bubble):
         schedule = make(2, 4)
         late = [receiving_when_needed(schedule, rank) for rank in (0, 1)]
-        assert sorted(late[1], key=str) == sorted(script(schedule, 1), key=str)
+        assert sorted(late[1], key=str) == sorted(rank_program(schedule, 1), key=str)
         assert stands_still(schedule, late, one_stream_a_peer)
     schedule = gpipe(2, 4)  # all one way, then all the other way
     late = [receiving_when_needed(schedule, rank) for rank in (0, 1)]
@@ -216,7 +216,7 @@ def test_receives_in_the_order_of_need_do_stand_still():
 def test_an_evaluation_goes_forward_through_the_same_stages():
     for schedule in all_schedules():
         forward = forwards(schedule, 3)
-        done = list(in_order(forward))
+        done = list(topological_order(forward))
         assert sorted(done) == sorted(
             Action("F", i, stage) for i in range(3) for stage in range(schedule.num_stages)
         )

@@ -11,7 +11,7 @@ from minitron.launch import run
 from minitron.model.recompute import apply_full_recompute, apply_selective_recompute
 from minitron.model.transformer import materialized_attention
 from minitron.parallel.tensor.layers import apply_tensor_parallel
-from minitron.parallel.tensor.random_regions import own_random_numbers
+from minitron.parallel.tensor.random_regions import rank_local_rng
 from minitron.parallel.tensor.sequence import apply_sequence_parallel
 from minitron.proof.oracle import small_model
 
@@ -166,7 +166,7 @@ def test_recomputation_is_the_same_to_the_bit_under_dropout():
 def test_own_numbers_differ_by_rank_and_leave_the_common_ones_alone():
     def draws(rank):
         torch.manual_seed(0)
-        with own_random_numbers(rank, torch.device("cpu")):
+        with rank_local_rng(rank, torch.device("cpu")):
             own = torch.rand(3)
         return own, torch.rand(3)
 
@@ -175,7 +175,7 @@ def test_own_numbers_differ_by_rank_and_leave_the_common_ones_alone():
     assert not torch.equal(mine, after)
     assert torch.equal(draws(0)[0], mine)
 
-    with pytest.raises(KeyError), own_random_numbers(0, torch.device("cpu")):
+    with pytest.raises(KeyError), rank_local_rng(0, torch.device("cpu")):
         raise KeyError
     torch.manual_seed(0)
     torch.randint(2**62, ())

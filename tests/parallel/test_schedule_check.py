@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from minitron.config import ConfigError
-from minitron.parallel.pipeline.schedule_check import check, in_order, peak_activations
+from minitron.parallel.pipeline.schedule_check import check, peak_activations, topological_order
 from minitron.parallel.pipeline.schedules import (
     Action,
     Schedule,
@@ -168,7 +168,7 @@ def test_a_broken_schedule_is_told_in_one_line_what_is_wrong(schedule, line):
 
 def test_an_order_of_something_incomplete_names_what_nobody_runs():
     with pytest.raises(ConfigError) as error:
-        list(in_order(written(1, "F0 B0", "F0/2 B0/2")))
+        list(topological_order(written(1, "F0 B0", "F0/2 B0/2")))
     assert str(error.value) == "stage 0 waits for B0 from stage 1, which no rank runs"
 
 
@@ -179,7 +179,7 @@ def test_the_order_is_one_in_which_a_single_process_could_run_everything():
     for p, m in product((1, 2, 3, 4), (1, 3, 4, 8)):
         for schedule in generated(p, m):
             done = []
-            for action in in_order(schedule):
+            for action in topological_order(schedule):
                 assert set(schedule.needs(action)) <= set(done)
                 done.append(action)
             for rank, actions in enumerate(schedule.actions):

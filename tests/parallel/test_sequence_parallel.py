@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from minitron.comm.agreement import ALONE
+from minitron.comm.agreement import SINGLE_RANK
 from minitron.cost import tensor_parallel_parameters
 from minitron.launch import run
 from minitron.measure.ledger import Ledger
@@ -120,7 +120,7 @@ def ranks(request):
 
 @pytest.mark.parametrize("training", in_tiers(KEPT, TRAININGS))
 def test_it_is_the_same_training(ranks, training):
-    reference = TRAININGS[training].records(ALONE, undivided)
+    reference = TRAININGS[training].records(SINGLE_RANK, undivided)
     for size in ranks.keys() & TRAININGS[training].sizes:
         assert_same(reference, [done["trainings"][training] for done in ranks[size]])
 
@@ -204,7 +204,7 @@ def train_mutants(group):
 
 @cache
 def of_one_process(model):
-    return Training(model, ()).records(ALONE, undivided, SGD)["SGD"]
+    return Training(model, ()).records(SINGLE_RANK, undivided, SGD)["SGD"]
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from minitron.comm import differentiable
-from minitron.comm.agreement import ALONE
+from minitron.comm.agreement import SINGLE_RANK
 from minitron.config import ConfigError
 from minitron.launch import run
 from minitron.measure.ledger import Ledger
@@ -161,7 +161,7 @@ def ranks(request):
 
 @pytest.mark.parametrize("training", in_tiers(KEPT, TRAININGS))
 def test_it_is_the_same_training(ranks, training):
-    expected = TRAININGS[training].records(ALONE, undivided)
+    expected = TRAININGS[training].records(SINGLE_RANK, undivided)
     for size in ranks.keys() & TRAININGS[training].sizes:
         assert_same(expected, [done["trainings"][training] for done in ranks[size]])
 
@@ -261,7 +261,7 @@ def train_mutants(group):
 
 @cache
 def of_one_process(model):
-    return Training(model, ()).records(ALONE, undivided, SGD)["SGD"]
+    return Training(model, ()).records(SINGLE_RANK, undivided, SGD)["SGD"]
 
 
 @pytest.mark.parametrize("name", MUTANTS)

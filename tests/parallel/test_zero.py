@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from minitron import cost
-from minitron.comm.agreement import ALONE
+from minitron.comm.agreement import SINGLE_RANK
 from minitron.comm.mesh import make_mesh
 from minitron.cost.sharding import zero_holdings, zero_volume
 from minitron.launch import RankError, run
@@ -102,7 +102,9 @@ class Training(NamedTuple):
     optimizers: dict = OPTIMIZERS
 
     def records(self, group, apply, optimizers=None):
-        batches = sample_batches(self.sequences(self.sizes[0] if group is ALONE else group.size()))
+        batches = sample_batches(
+            self.sequences(self.sizes[0] if group is SINGLE_RANK else group.size())
+        )
         with patch.dict(oracle.OPTIMIZERS, self.optimizers, clear=True):
             return trainings(group, apply, self.model, batches, self.num_micro_batches, optimizers)
 
@@ -201,7 +203,7 @@ def records(request):
 def test_every_version_is_the_same_training(records, case):
     name, version, size = case
     training = TRAININGS[name]._replace(num_micro_batches=1, sizes=(size,))
-    expected = training.records(ALONE, in_one_process)
+    expected = training.records(SINGLE_RANK, in_one_process)
     assert len(expected) == len(training.optimizers)
     assert_same(expected, [of_rank[case] for of_rank in records[:size]])
 
@@ -228,7 +230,7 @@ def two_steps(group, apply):
 
 @pytest.mark.parametrize("version", ["stage 1", "stage 2"])
 def test_it_fits_train_step(version):
-    weights, losses = two_steps(ALONE, lambda model, group: OneDevice(model))
+    weights, losses = two_steps(SINGLE_RANK, lambda model, group: OneDevice(model))
     for other_weights, other_losses in run(two_steps, 2, VERSIONS[version]):
         torch.testing.assert_close(other_weights, weights, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(other_losses, losses, rtol=1e-5, atol=0, check_dtype=False)
@@ -362,7 +364,7 @@ def mutants():
 
 @pytest.fixture(scope="module")
 def expected():
-    return trainings(ALONE, in_one_process, small_gpt, sample_batches((9,)), 1, SGD)["SGD"]
+    return trainings(SINGLE_RANK, in_one_process, small_gpt, sample_batches((9,)), 1, SGD)["SGD"]
 
 
 @pytest.mark.parametrize("key", MUTANTS, ids=" ".join)
@@ -503,7 +505,9 @@ def late_steps(group, divide=None):
         num_kv_heads=2,
         ffn_width=36,
     ).double()
-    parallel = OneDevice(model) if group is ALONE else with_layers_divided(divide, model, group)
+    parallel = (
+        OneDevice(model) if group is SINGLE_RANK else with_layers_divided(divide, model, group)
+    )
     optimizer = parallel.shard(torch.optim.AdamW(decaying_matrices(model), lr=0.05, eps=1e-6))
     rank, size = parallel.data_part
     losses = []
@@ -523,7 +527,7 @@ def late_steps(group, divide=None):
 )
 def test_a_module_waits_for_all_that_it_reads(divide):
     """A cut query computes for key and value too, whose weights are in other buckets."""
-    losses, weights = late_steps(ALONE)
+    losses, weights = late_steps(SINGLE_RANK)
     for found, others in run(late_steps, 4 if divide else 2, divide):
         torch.testing.assert_close(found, losses, rtol=1e-6, atol=0, check_dtype=False)
         torch.testing.assert_close(others, weights, rtol=1e-9, atol=1e-12)
@@ -548,7 +552,7 @@ def test_the_next_step_begins_before_they_are_sent():
 def a_late_training(group):
     torch.manual_seed(0)
     model = small_gpt().double()
-    data = OneDevice(model) if group is ALONE else apply_zero1(model, group, **LATE)
+    data = OneDevice(model) if group is SINGLE_RANK else apply_zero1(model, group, **LATE)
     parallel = Grid(model, data=data)
     optimizer = parallel.make_optimizer(partial(torch.optim.AdamW, lr=0.05, eps=1e-6))
     return model, parallel, optimizer, partial(one_step, model, parallel, optimizer)
@@ -596,7 +600,7 @@ def read_and_set(group):
 
         model, parallel, _, step = a_late_training(group)
         step(0)
-        if group is not ALONE:
+        if group is not SINGLE_RANK:
             parallel.data.remove()
         found["hooks removed"] = dict(model.named_parameters()), loss_of(model)
     return found
@@ -609,7 +613,7 @@ def late():
 
 @pytest.mark.parametrize("what", ["saved", "loaded", "read", "filled", "hooks removed"])
 def test_whoever_reads_or_sets_parameters_waits_for_them(late, what):
-    expected = read_and_set(ALONE)[what]
+    expected = read_and_set(SINGLE_RANK)[what]
     for found in late:
         torch.testing.assert_close(found[what], expected, rtol=1e-9, atol=1e-12)
 

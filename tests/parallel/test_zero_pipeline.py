@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from minitron.comm.agreement import ALONE
+from minitron.comm.agreement import SINGLE_RANK
 from minitron.comm.mesh import make_mesh
 from minitron.config import ParallelConfig
 from minitron.cost.communication import ring_all_gather_volume, ring_reduce_scatter_volume
@@ -165,7 +165,7 @@ def ranks(request):
 @pytest.fixture(scope="module")
 def reference():
     return {
-        model: trainings(ALONE, on_one_device, model, sample_batches(STEPS), 1)
+        model: trainings(SINGLE_RANK, on_one_device, model, sample_batches(STEPS), 1)
         for model in (gpt, small_llama, first_stage_frozen)
     }
 
@@ -351,7 +351,9 @@ def test_a_state_continues_on_one_process(ranks, data):
     optimizer = parallel.make_optimizer(partial(torch.optim.AdamW, lr=0.01, eps=1e-6))
     load(parallel, optimizer, state)
     take_step(parallel, optimizer, 1)
-    torch.testing.assert_close(saved(parallel, optimizer, ALONE), expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        saved(parallel, optimizer, SINGLE_RANK), expected, rtol=1e-9, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("zero", [2, 3])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from minitron.comm.agreement import ALONE
+from minitron.comm.agreement import SINGLE_RANK
 from minitron.launch import run
 from minitron.parallel.data.fsdp import apply_fsdp
 from minitron.parallel.data.zero import apply_zero1, apply_zero2
@@ -57,7 +57,7 @@ def two_steps(group, apply) -> tuple[dict, dict]:
     optimizer = parallel.shard(start(model))
     train(model, parallel, optimizer, (0, 1))
     in_the_middle = saved(parallel, optimizer, group)
-    if group is ALONE:
+    if group is SINGLE_RANK:
         for name, value in optimizer_of(model, optimizer).items():
             assert torch.equal(in_the_middle[name], value)
     train(model, parallel, optimizer, (2, 3))
@@ -76,7 +76,7 @@ def continue_sharded(group, state, apply) -> dict:
 
 
 def test_a_state_continues_on_another_number_of_ranks_and_on_one_process():
-    expected = two_steps(ALONE, on_one_device)
+    expected = two_steps(SINGLE_RANK, on_one_device)
     trainable = [p.requires_grad for p in small_gpt().parameters()]
     assert 0 < sum(trainable) < len(trainable)
     assert len(expected[0]) == len(trainable) + 4 * sum(trainable)  # amsgrad has a third moment
@@ -86,7 +86,7 @@ def test_a_state_continues_on_another_number_of_ranks_and_on_one_process():
     for other in others:
         close(other, state, rtol=0, atol=0)
 
-    continued = [continue_sharded(ALONE, state[0], on_one_device)]
+    continued = [continue_sharded(SINGLE_RANK, state[0], on_one_device)]
     for apply in (apply_zero1, apply_fsdp):
         continued += run(continue_sharded, 2, state[0], apply)
     for found in continued:
@@ -123,8 +123,8 @@ def train_low_precision(group, apply=apply_small_zero2, state=None):
 
 def test_16_bit_parameters_have_master_weights_that_are_saved():
     """Six steps at once, and three on 4 ranks and three on fewer, are the same bits."""
-    _, halfway = train_low_precision(ALONE, on_one_device)
-    weights, expected = train_low_precision(ALONE, on_one_device, halfway)
+    _, halfway = train_low_precision(SINGLE_RANK, on_one_device)
+    weights, expected = train_low_precision(SINGLE_RANK, on_one_device, halfway)
     trainable = [name for name, p in weights.items() if p.requires_grad]
     assert all(expected[f"model.{name}"].dtype == torch.float32 for name in trainable)
     assert any(not torch.equal(expected[f"model.{n}"], weights[n].float()) for n in trainable)

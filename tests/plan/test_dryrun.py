@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from minitron.comm.agreement import ALONE
+from minitron.comm.agreement import SINGLE_RANK
 from minitron.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from minitron.corpus.stories import write_stories
 from minitron.launch import run as run_ranks
@@ -94,7 +94,7 @@ def real(request, tmp_path_factory) -> dict:
         }
         args = there, folder
         ranks = (
-            [third_steps(ALONE, *args)]
+            [third_steps(SINGLE_RANK, *args)]
             if num_ranks == 1
             else run_ranks(third_steps, num_ranks, *args, timeout=300)
         )

@@ -17,11 +17,11 @@ from minitron.config import (
 )
 from minitron.measure.live import CATEGORIES
 from minitron.plan import dryrun
-from minitron.plan.alike import dry_runs
 from minitron.plan.dryrun import dry_run
 from minitron.plan.dryrun_command import ranks_of, read_dry_run
 from minitron.plan.dryrun_table import describe, unit_of
 from minitron.plan.hardware import DEVICES
+from minitron.plan.stage_dedup import dry_runs
 from tests.tiers import exhaustive, tiered
 
 GPT = ModelConfig(

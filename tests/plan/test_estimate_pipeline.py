@@ -8,7 +8,7 @@ import pytest
 from minitron.config import ParallelConfig
 from minitron.cost.compute import published_llama
 from minitron.parallel.pipeline.plan import split_blocks
-from minitron.parallel.pipeline.schedule_check import in_order
+from minitron.parallel.pipeline.schedule_check import topological_order
 from minitron.parallel.pipeline.schedules import (
     breadth_first,
     gpipe,
@@ -37,7 +37,7 @@ def play(schedule, forward, backward):
         "W": [each / 2 for each in backward],
     }
     ends, free = {}, [0.0] * schedule.num_ranks
-    for action in in_order(schedule):
+    for action in topological_order(schedule):
         rank = schedule.rank_of[action.stage]
         start = max([free[rank], *(ends[need] for need in schedule.needs(action))])
         ends[action] = free[rank] = start + seconds[action.kind][action.stage]

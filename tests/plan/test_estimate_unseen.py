@@ -8,9 +8,9 @@ import pytest
 
 from minitron.config import ParallelConfig
 from minitron.plan.estimate import estimate, memory_of
+from minitron.plan.held_out import DEEPSPEED, sharded_rows, unseen_rows
 from minitron.plan.job import Decision
 from minitron.plan.published import MEGATRON, MEGATRON_CORE, error, published_rows, table
-from minitron.plan.unseen import DEEPSPEED, sharded_rows, unseen_rows
 
 ROWS = unseen_rows()
 MEDIANS = {

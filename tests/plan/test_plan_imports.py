@@ -22,7 +22,7 @@ MODULES = (
     "minitron.plan.search",
     "minitron.plan.explain",
     "minitron.plan.money",
-    "minitron.plan.unseen",
+    "minitron.plan.held_out",
     "minitron.plan.command",
     "minitron.plan.dryrun_command",
     "minitron.cli",

@@ -134,9 +134,9 @@ def test_reasons_are_told_most_frequent_first_and_alike_ones_together():
     shapes = [re.sub(r"\d+", "#", reason) for _, reason in reasons]
     assert len(shapes) == len(set(shapes)), "8 and 16 ranks, by which heads do not divide"
     text = "\n".join(reason for _, reason in reasons)
-    assert "model.num_heads = 12 is not divisible by 8 ranks (parallel.tp), 16 would be" in text
+    assert "model.num_heads = 12 is not divisible by 8 ranks (parallel.tp); 16 would be" in text
     assert "parallel.zero" not in text, "every stage of ZeRO trains in a pipeline"
-    assert "fit in 68 GB, what is usable of 86" in text
+    assert "fit in 68 GB, the usable part of 86" in text
     assert "use stage" not in text and "lower them" not in text, "remedies are for runs"
 
 
@@ -163,7 +163,7 @@ def test_groups_of_tensor_parallelism_do_not_span_nodes():
         for each in decisions(replace(SMALL, num_gpus=24, sequence_length=960), refused)
     }
     assert widths == {1, 2, 4}
-    assert any("span nodes of 8 GPUs" in reason.problem for reason in refused)
+    assert any("straddle nodes of 8 GPUs" in reason.problem for reason in refused)
 
 
 # Nothing fits
@@ -302,7 +302,7 @@ def test_an_explanation_names_the_winner_every_option_and_what_binds(searched_on
         resource: 1 - middle_with_twice(resource).seconds / winner.seconds for resource in RESOURCES
     }
     most = max(gains, key=gains.get)
-    assert f"What binds it most is {most}: twice as much would save {gains[most]:.0%}" in text
+    assert f"The bottleneck is {most}: twice as much would save {gains[most]:.0%}" in text
 
 
 # A layout that is given

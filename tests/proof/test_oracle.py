@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minitron.comm.agreement import ALONE
+from minitron.comm.agreement import SINGLE_RANK
 from minitron.proof.difference import Moment, explain, first_difference
 from minitron.proof.oracle import (
     AfterBackward,
@@ -123,7 +123,7 @@ def test_uneven_parts_and_losses_are_judged():
 
 def test_what_is_no_parallel_model_is_refused():
     with pytest.raises(AssertionError, match="apply returned a NoneType: derive it from OneDevice"):
-        trainings(ALONE, lambda model, group: None, small_gpt, sample_batches((2,)), 1)
+        trainings(SINGLE_RANK, lambda model, group: None, small_gpt, sample_batches((2,)), 1)
 
 
 # The words, without ranks

@@ -14,7 +14,7 @@ from minitron.measure.ledger import Call
 from teaching import graders
 from teaching.exercises import known
 from teaching.graders import Mistake, bench, plain
-from teaching.graders.bench import Patience
+from teaching.graders.bench import TimeLimit
 from teaching.graders.guard import Guard
 
 CALL = Call(0, "send", "dp", torch.float32, 8, 8, 0, "", 1, 2, 0.5)
@@ -152,20 +152,20 @@ def machine(monkeypatch):
 
 
 def test_a_busy_machine_makes_nobody_late(machine):
-    patience = Patience(1, 20.0)
+    patience = TimeLimit(1, 20.0)
     assert machine.look(patience, 1900, 0.01) is None  # 190 s, of which it got a tenth
     assert "20 s of computing" in machine.look(patience, 1900, 0.1)
 
 
 def test_one_that_gets_no_cpu_at_all_is_not_asleep(machine):
-    assert machine.look(Patience(1, 20.0), 1900, 0.0) is None
+    assert machine.look(TimeLimit(1, 20.0), 1900, 0.0) is None
 
 
 def test_sleep_is_told_soon_and_a_starved_process_late(machine):
     machine.wants = False
-    assert "computed nothing for 5 s" in machine.look(Patience(1, 20.0), 60, 0.0)
+    assert "computed nothing for 5 s" in machine.look(TimeLimit(1, 20.0), 60, 0.0)
     machine.wants = True
-    assert "after 200 s" in machine.look(Patience(1, 20.0), 2100, 0.0)
+    assert "after 200 s" in machine.look(TimeLimit(1, 20.0), 2100, 0.0)
 
 
 def compute_for(group, seconds):

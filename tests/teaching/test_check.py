@@ -453,7 +453,7 @@ def test_exit_codes(grader, root, solved, capsys, monkeypatch):
     assert run_solution("1.4", root=solved) == 0
     printed = capsys.readouterr().out
     assert ": to do" in printed and "Exercise 1.4, Planning the batch: passed" in printed
-    with pytest.raises(ConfigError, match="known are"):
+    with pytest.raises(ConfigError, match="choose from"):
         run_check(["7.7"], root=root)
 
 

@@ -74,10 +74,10 @@ def test_measuring_on_a_gpu_says_what_would_be_missing(monkeypatch):
     monkeypatch.setattr(doctor, "find_spec", lambda _: None)
     check = doctor.check_measuring()
     assert check.ok and check.seen.split("; ")[1:] == [
-        "24 GiB of memory, and the 1.3B model takes 60",
+        "24 GiB of memory, but the 1.3B model needs 60",
         "no bf16 matmuls",
-        "no fp8 matmuls, which are emulated",
-        "transformers is not installed, and gets no rows",
+        "no fp8 matmuls, so they are emulated",
+        "transformers is not installed, so it is left out",
     ]
 
 

@@ -3,6 +3,9 @@
 import pytest
 
 from minitron import cost
+from minitron.config import ConfigError
+from minitron.parallel.pipeline.simulator import simulate
+from teaching import drawings
 from teaching.drawings import (
     H100,
     LINKS,
@@ -14,6 +17,7 @@ from teaching.drawings import (
     draw_schedule,
     draw_sequence,
     draw_tensor,
+    fewest_micro_batches,
 )
 
 
@@ -91,6 +95,19 @@ def test_the_block_says_how_long_its_ranks_wait():
     assert "16 in 2 nodes" in draw_tensor("Llama 3.1 70B", 16, tokens, "NVLink")[1]
 
 
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("ranks", TENSOR_RANKS)
+@pytest.mark.parametrize("name", cost.PUBLISHED)
+def test_every_lane_and_both_halves_of_both_passes_have_a_name(name, ranks, link):
+    figure, _ = draw_tensor(name, ranks, 8192, link)
+    (axes,) = figure.axes
+    lanes = [label.get_text() for label in axes.get_yticklabels()]
+    assert lanes == ["each rank", f"{link}: all-reduces", "with a free link"]
+    written = [text.get_text() for text in axes.texts]
+    for half in ("attention", "feed-forward"):
+        assert written.count(half) >= 2, "once in the forward pass and once in the backward pass"
+
+
 def test_activations_in_four_ways_follow_the_table_of_the_paper():
     figure, sentence = draw_sequence("GPT-3 175B", 2048, 1, "materialized")
     h, num_layers, num_heads, s = 12288, 96, 96, 2048
@@ -139,20 +156,22 @@ def test_the_tensor_explorer_can_be_answered(link):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "bubble", "held"),
+    ("schedule", "m", "bubble", "held"),
     [
-        ("sequential", cost.sequential_bubble(4, 8, 1, 2), "1 micro-batch."),
-        ("GPipe", cost.pipeline_bubble(4, 8, 1, 2), "8 micro-batches."),
-        ("1F1B", cost.pipeline_bubble(4, 8, 1, 2), "4 micro-batches."),
-        ("interleaved 1F1B", cost.pipeline_bubble(4, 8, 1, 2, 2), "5.5 micro-batches."),
-        ("ZB-H1", cost.zb_h1_bubble(4, 8, 1, 1, 1), "4 micro-batches."),
+        ("sequential", 8, cost.sequential_bubble(4, 8, 1, 2), "1 micro-batch."),
+        ("GPipe", 8, cost.pipeline_bubble(4, 8, 1, 2), "8 micro-batches."),
+        ("1F1B", 8, cost.pipeline_bubble(4, 8, 1, 2), "4 micro-batches."),
+        ("interleaved 1F1B", 8, cost.pipeline_bubble(4, 8, 1, 2, 2), "5.5 micro-batches."),
+        ("ZB-H1", 8, cost.zb_h1_bubble(4, 8, 1, 1, 1), "4 micro-batches."),
+        ("ZB-V", 16, cost.v_bubble(4, 16, 1), "4 micro-batches."),
+        ("DualPipeV", 16, cost.v_bubble(4, 16, 1), "4.5 micro-batches."),
     ],
 )
-def test_a_schedule_says_its_bubble_both_ways_and_what_it_holds(schedule, bubble, held):
-    _, sentence = draw_schedule(schedule, 4, 8, 2)
+def test_a_schedule_says_its_bubble_both_ways_and_what_it_holds(schedule, m, bubble, held):
+    _, sentence = draw_schedule(schedule, 4, m, 2)
     chunks = " with 2 chunks a rank" if "interleaved" in schedule else ""
     assert sentence == (
-        f"{schedule}{chunks}, 4 ranks, 8 micro-batches: idle for {bubble.of_total:.1%} of the "
+        f"{schedule}{chunks}, 4 ranks, {m} micro-batches: idle for {bubble.of_total:.1%} of the "
         f"step, {bubble.of_ideal:.1%} of what the work alone takes; the first rank holds the "
         f"activations of at most {held}"
     )
@@ -162,6 +181,30 @@ def test_the_chunks_are_those_of_the_interleaved_schedule_alone():
     for schedule in SCHEDULES:
         one, four = (draw_schedule(schedule, 2, 8, chunks)[1] for chunks in (1, 4))
         assert (one != four) == (schedule == "interleaved 1F1B")
+
+
+def test_the_passes_of_a_v_take_half_as_long_as_a_rank_s(monkeypatch):
+    seen = {}
+
+    def spy(plan, seconds):
+        seen[plan.name] = seconds
+        return simulate(plan, seconds)
+
+    monkeypatch.setattr(drawings, "simulate", spy)
+    for schedule in ("ZB-H1", "ZB-V", "DualPipeV"):
+        draw_schedule(schedule, 2, 8, 4)
+    assert seen["ZB-H1"] == {"F": 1, "B": 2, "I": 1, "W": 1}
+    assert seen["ZB-V"] == seen["DualPipeV"] == {"F": 0.5, "B": 1, "I": 0.5, "W": 0.5}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_no_schedule_runs_with_fewer_micro_batches_than_it_says(schedule, ranks):
+    fewest = fewest_micro_batches(schedule, ranks)
+    draw_schedule(schedule, ranks, max(fewest, 8), 1)
+    if fewest > 1:
+        with pytest.raises(ConfigError, match=f"use {fewest} or more"):
+            draw_schedule(schedule, ranks, fewest - 1, 1)
 
 
 def test_the_schedule_explorer_can_be_answered():
@@ -175,7 +218,9 @@ def test_the_schedule_explorer_can_be_answered():
     assert [m for m in counts if idle("1F1B", 4, m) < 5] == [64]
     assert idle("1F1B", 8, 64) > 5 and idle("interleaved 1F1B", 8, 64, 2) > 5
     assert idle("interleaved 1F1B", 8, 64, 4) < 5 and idle("ZB-H1", 8, 64) < 5
+    assert idle("ZB-V", 8, 64) < 5 and idle("DualPipeV", 8, 64) < 5
     assert idle("GPipe", 8, 64) == idle("1F1B", 8, 64), "they differ in what they hold alone"
+    assert idle("ZB-V", 8, 64) == idle("DualPipeV", 8, 64), "and so do these"
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

@@ -158,7 +158,7 @@ def test_ids_select_exercises_and_chapters():
     assert [e.id for e in select(["1.2"])] == ["1.2"]
     assert [e.id for e in select(["1.2", "1"])] == ["1.2", "1.1", "1.3", "1.4"]
     assert [e.id for e in select([])] == list(EXERCISES)
-    with pytest.raises(ConfigError, match="exercise '9.9' does not exist; known are 1.1 to 1.4, 2"):
+    with pytest.raises(ConfigError, match="'9.9' does not exist; choose from 1.1 to 1.4, 2"):
         select(["9.9"])
     with pytest.raises(ConfigError, match="'1' is a whole chapter"):
         find("1")
@@ -281,7 +281,7 @@ def test_reset_restores_one_and_keeps_the_neighbors(root):
     said = reset("1.2", root)
 
     assert path.read_text() == before
-    backup = root / said.split(": ")[-1]
+    backup = root / said.split(" is ")[-1]
     assert backup.read_text() == broken
 
 

@@ -2,12 +2,20 @@
 
 import numpy
 import pytest
-from matplotlib.colors import to_hex
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
 from teaching.figures import png
-from teaching.figures_grid import group_along, rank_grid
-from teaching.figures_style import AXIS_COLOR, BAND, BLACK
+from teaching.figures_grid import (
+    Crossing,
+    Piece,
+    group_along,
+    pieces,
+    placed_steps,
+    rank_grid,
+    who_sums,
+)
+from teaching.figures_style import AXIS_COLOR, BAND, BLACK, RANK_COLOR
 
 TP, DP, PP = (AXIS_COLOR[axis] for axis in ("tp", "dp", "pp"))
 
@@ -134,3 +142,85 @@ def test_the_same_grid_gives_the_same_bytes():
 def test_what_cannot_be_drawn_is_refused(axes, message):
     with pytest.raises(ValueError, match=message):
         rank_grid(axes)
+
+
+# Who sums what
+
+
+def test_each_panel_joins_the_ranks_that_sum():
+    figure = who_sums([Crossing("a", ("tp",), "once"), Crossing("b", ("dp",), "often", ("pp",))])
+    assert list(map(link_ends, patches(figure, FancyArrowPatch)[:4])) == [
+        (0, 1),
+        (2, 3),
+        (4, 5),
+        (6, 7),
+    ]
+    second = patches(figure, FancyArrowPatch)[4:]
+    colors = [to_hex(link.get_edgecolor()).upper() for link in second]
+    assert colors == 4 * [DP] + 4 * [PP]
+    heads = [link.get_arrowstyle().__class__.__name__ for link in second]
+    assert heads == 4 * ["Curve"] + 4 * ["CurveFilledB"], "a copy is an arrow"
+    words = {text.get_text() for text in figure.axes[0].texts}
+    assert {"a", "b", "once", "often", "tp", "dp", "pp (copy)"} <= words
+
+
+def link_ends(link):
+    """The ranks at both ends of a straight link in the first panel."""
+    texts = [text for text in link.axes.texts if text.get_text().isdigit()][:8]
+    return tuple(
+        int(min(texts, key=lambda text: numpy.hypot(*(text.get_position() - end))).get_text())
+        for end in (link.get_path().vertices[0], link.get_path().vertices[-1])
+    )
+
+
+def test_links_between_stages_stay_on_the_page():
+    crossing = Crossing("a", (), "once", ("pp",))
+    for figure in (who_sums([crossing] * 5), who_sums([Crossing("a", ("pp",), "once")] * 5)):
+        page = figure.axes[0]
+        for link in patches(figure, FancyArrowPatch):
+            x, y = link.get_path().vertices[:3].T  # and the bend
+            assert 0 < x.min() and x.max() < page.get_xlim()[1]
+            assert page.get_ylim()[1] < y.min() and y.max() < page.get_ylim()[0]
+
+
+# What the order costs, and who stores what
+
+
+def test_an_order_of_the_axes_says_where_the_groups_of_rank_0_are():
+    parts = {"matmul": 3.0, "tp": 1.0, "dp": 0.001}
+    steps = {("dp", "tp"): parts, ("tp", "dp"): parts}
+    figure = placed_steps(steps, {"dp": 2, "tp": 4}, gpus_per_node=4)
+    left, right = figure.axes
+    black, tp, dp, grey = (to_rgb(c) for c in (BLACK, AXIS_COLOR["tp"], AXIS_COLOR["dp"], BAND))
+    by_rank = [
+        [tuple(color) for gpus in zip(*rows, strict=True) for color in gpus]  # down a node
+        for rows in (mesh.get_array().reshape(4, 2, 3) for mesh in left.collections)
+    ]
+    assert by_rank == [
+        [black, tp, tp, tp, dp, grey, grey, grey],
+        [black, dp, tp, grey, tp, grey, tp, grey],
+    ]
+    assert [label.get_text() for label in left.get_yticklabels()] == ["dp tp", "tp dp"]
+    named = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert named == ["matmuls", "tp", "dp"], "also what is too short to see"
+
+
+def test_a_piece_has_its_ranks_color_and_its_elements():
+    figure = pieces((3, 2), {"written": [Piece(0, (0, 0), (1, 2)), Piece(2, (1, 1), (2, 1))]})
+    drawn = {
+        to_hex(patch.get_facecolor()).upper(): patch.get_bbox()
+        for patch in figure.axes[0].patches
+        if patch.get_facecolor()[3] and patch.get_y() < 1.3
+    }
+    assert list(drawn) == [RANK_COLOR[0], RANK_COLOR[2]]
+    inside = {
+        color: [
+            text.get_text()
+            for text in figure.axes[0].texts
+            if box.contains(*text.get_position()) and text.get_text().isdigit()
+        ]
+        for color, box in drawn.items()
+    }
+    assert inside == {RANK_COLOR[0]: ["0", "1"], RANK_COLOR[2]: ["3", "5"]}
+    words = [text.get_text() for text in figure.axes[0].texts]
+    assert {"written", "rank 0's file", "rank 2's file"} <= set(words)

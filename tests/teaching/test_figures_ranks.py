@@ -1,5 +1,8 @@
 """The figures of ranks draw what the ledgers saw, and the ring as it goes round."""
 
+from itertools import combinations
+
+import numpy as np
 import pytest
 import torch
 from matplotlib.colors import to_hex
@@ -109,6 +112,36 @@ def test_a_timeline_names_narrow_blocks_once_and_narrow_transfers_never():
     ]
 
 
+SLIVERS = [  # as in ZeRO-3: narrow forward passes between waits, then backward passes
+    *[Block("forward", start, start + 11) for start in range(10, 120, 20)],
+    *[Block("backward", start, start + 16) for start in range(122, 320, 34)],
+    *[Block("backward", start, start + 3) for start in range(140, 330, 34)],
+]
+LATE = [Block("forward", 0, 60), Block("backward", 61, 180), Block("optimizer", 190, 199)]
+
+
+@pytest.mark.parametrize(
+    ("measured", "predicted"),
+    [
+        ({"rank 0 compute": SLIVERS, "rank 0 network": []}, {"predicted compute": SLIVERS}),
+        ({f"rank {rank}": LATE for rank in range(4)}, {"predicted compute": LATE}),
+        ({f"rank {rank}": LATE for rank in range(8)}, None),
+        ({"rank 0": [Block("forward", 0, 1), Block("backward", 98, 99)]}, None),
+    ],
+    ids=["slivers", "four ranks", "eight ranks", "both ends"],
+)
+def test_no_label_of_a_timeline_lies_on_another_or_leaves_the_page(measured, predicted):
+    figure = timeline(measured, predicted)
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    labels = [*axes.texts, *axes.get_yticklabels(), axes.xaxis.label]
+    boxes = [label.get_window_extent() for label in labels if label.get_text()]
+    assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
+    for box in boxes:
+        assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1
+        assert figure.bbox.y0 <= box.y0 and box.y1 <= figure.bbox.y1
+
+
 def test_eight_lanes_have_room_each():
     lanes = {f"lane {i}": [Block("forward", 0, 1)] for i in range(8)}
     assert timeline(lanes).get_figheight() / 8 > 0.4
@@ -201,3 +234,36 @@ def test_crossing_names_lines_where_they_are_further_apart():
     texts = crossing([1, 10, 100], lines, "x", "y").axes[0].texts
     starts = {text.get_text(): text.xy for text in texts}
     assert starts == {"ring": (1, 8), "tree": (1, 1)}
+
+
+SIZES = [10 ** (k / 2) for k in range(10, 21)]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        {"fitted": [2 + size / 1e6 for size in SIZES]},
+        {  # as on 512 GPUs: far apart on the left, together on the right
+            "ring": [0.015 + size / 2e11 for size in SIZES],
+            "two trees": [0.0006 + size / 1.9e11 for size in SIZES],
+            "hierarchical": [0.0021 + size / 1.5e11 for size in SIZES],
+        },
+        {"ring": [1e-9 * size for size in SIZES], "tree": [2e-9 * size for size in SIZES]},
+    ],
+    ids=["one line", "meeting", "parallel"],
+)
+def test_no_name_in_a_crossing_lies_on_another_or_on_a_line(lines):
+    figure = crossing(SIZES, lines, "bytes", "seconds")
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert len(boxes) == len(lines)
+    assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
+    for line in axes.lines:
+        points = axes.transData.transform(line.get_xydata())
+        for one, other in zip(points, points[1:], strict=False):
+            along = one + np.linspace(0, 1, 100)[:, None] * (other - one)
+            for text, box in zip(axes.texts, boxes, strict=True):
+                assert not any(box.contains(*point) for point in along), text.get_text()
+    for box in boxes:
+        assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1

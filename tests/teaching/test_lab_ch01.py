@@ -96,6 +96,25 @@ def test_each_operator_s_time_counts_once_and_as_its_kind(monkeypatch):
     }
 
 
+def test_what_is_counted_of_a_step_is_what_is_timed():
+    config = ch01.ModelConfig("gpt", 12, 8, 1, 8, 2, 2, 16)
+    model, optimizer = ch01.new_model(config)
+    tokens = torch.randint(12, (3, 9), generator=torch.Generator().manual_seed(1))
+
+    def step():
+        logits = model(tokens[:, :-1]).flatten(0, 1)
+        torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    found = ch01.counted_and_timed(step, repeats=2)
+    attention = 3 * 4 * config.num_layers * 8 * config.width
+    matmuls = 24 * (cost.training_flops_per_token(config, 8) - attention)
+    assert found["matmuls"][0].flops == matmuls
+    assert found["AdamW"][0].bytes == pytest.approx(28 * cost.num_parameters(config), rel=0.05)
+    assert all(each.bytes > 0 and seconds > 0 for each, seconds in found.values())
+
+
 def test_a_chain_is_timed_or_it_is_said_why_not(monkeypatch):
     x, scale, shift = torch.randn(3, 5), torch.randn(5), torch.randn(5)
     torch.testing.assert_close(ch01.relu_of_scaled(x, scale, shift), (x * scale + shift).relu())

@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from minitron import cost
 from minitron.config import ConfigError, ModelConfig
+from minitron.measure.live import Moment
 from minitron.measure.meter import Meter
 from minitron.model.recompute import apply_full_recompute, segments_for_budget
 from minitron.model.transformer import Transformer, initialize, materialized_attention
@@ -37,6 +38,17 @@ def step(model):
         loss.backward()
     gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
     return gradient, kept, counter.get_total_flops()
+
+
+def test_each_recomputed_block_is_a_tooth():
+    kinds = {"forward": [0, 9, 0, 9], "backward": [2, 6, 2, 5, 1, 4, 1]}
+    timeline = [
+        Moment(phase, "", {"activation": size}, 0.0)
+        for phase, sizes in kinds.items()
+        for size in sizes
+    ]
+    assert lab.num_teeth(timeline) == 3
+    assert lab.num_teeth([m for m in timeline if m.bytes["activation"] != 5]) == 2
 
 
 def test_a_byte_of_a_matmul_takes_two_flops_per_term():

@@ -1,16 +1,51 @@
 """Chapter 5's measurements: what is timed, the fit that leaves out a point, and rails."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
 from minitron import cost
 from minitron.comm.collectives import all_reduce_naive, all_reduce_ring
 from minitron.launch import run
+from minitron.measure.ledger import Ledger
 from teaching.lab import ch05 as lab
 from teaching.lab import show_text
 
 LINK = cost.Link(15e-6, 400e9)
 NODES = [2, 4, 8]
+
+
+def counted(group, all_reduce, num_elements):
+    tensor = torch.ones(num_elements)
+    with Ledger() as ledger:
+        all_reduce(tensor, group)
+    correct = bool((tensor == group.size()).all())
+    return correct, ledger.bytes_sent(), ledger.bytes_received()
+
+
+def alike_on_two_ranks(group, all_reduce, num_elements):
+    return group.size() < 3
+
+
+def forgotten(tensor, group):
+    """An all-reduce that sends nothing, and so is right alone, and where there is nothing."""
+
+
+def test_verdicts_count_sums_bytes_and_bits_by_rank_and_length(capsys):
+    candidates = {
+        "ring": (all_reduce_ring, cost.ring_all_reduce_volume),
+        "wrong": (forgotten, cost.ring_all_reduce_volume),
+    }
+    lab.print_verdicts(candidates, counted, alike_on_two_ranks, longest=1003, most_ranks=3)
+    head, ring, wrong = capsys.readouterr().out.splitlines()
+    assert head == "               cases   correct sum   bytes as in the formula   same bits"
+    # lengths: 0, 1, 2, 1003 on 1 rank; 0, 1, 3, 1003 on 2; 0, 1, 2, 4, 1003 on 3
+    assert ring.split() == ["ring", "27", "27", "27", "12"]
+    # on one rank everything is right; on more, only nothing is
+    name, cases, correct, as_formula, _ = wrong.split()
+    assert (name, cases, correct) == ("wrong", "27", str(4 + 2 + 3))
+    assert 4 + 2 + 3 <= int(as_formula) < 27
 
 
 def test_a_network_that_is_emulated_takes_its_time():
@@ -25,14 +60,28 @@ def test_a_network_that_is_emulated_takes_its_time():
         assert all(len(seconds[name]) == 2 for seconds in by_rank)
 
 
-def test_the_slowest_rank_is_the_ring_s_time():
+def test_every_run_is_as_long_as_its_slowest_rank():
     algorithms = {"ring": all_reduce_ring, "naive": all_reduce_naive}
-    by_rank = run(lab.fastest_runs, 2, algorithms, [1000, 4000], 2, watch=False)
-    assert all(
-        len(best[name]) == 2 and min(best[name]) > 0 for best in by_rank for name in algorithms
-    )
-    assert list(lab.fastest_seconds(algorithms, [1000], 2, repeats=1)) == ["ring", "naive"]
-    assert len(lab.ring_seconds([1000, 4000, 8000], num_ranks=2, repeats=1)) == 3
+    found = lab.timed_runs(algorithms, [1000, 4000], num_ranks=2, repeats=3)
+    assert list(found) == ["ring", "naive"]
+    for by_size in found.values():
+        assert [len(took) for took in by_size] == [3, 3]
+        assert all(took == sorted(took) and took[0] > 0 for took in by_size)
+    assert [len(took) for took in lab.ring_runs([1000, 4000, 8000], 2, repeats=1)] == [1, 1, 1]
+
+    ranks = [{"ring": [[1.0, 5.0]]}, {"ring": [[4.0, 2.0]]}]  # rank 1 is late first, rank 0 then
+    with patch.object(lab, "run", return_value=ranks):
+        assert lab.timed_runs({"ring": all_reduce_ring}, [1000]) == {"ring": [[4.0, 5.0]]}
+
+
+def test_runs_are_printed_with_their_median_and_relative_to_another_s(capsys):
+    runs = {"ours": [[0.002, 0.003, 0.009], [0.1] * 3], "theirs": [[0.001] * 3, [0.05] * 3]}
+    lab.print_runs(runs, [16_000, 32_000_000], "theirs")
+    assert capsys.readouterr().out.splitlines() == [
+        "4 ranks, ms             16.0 kB              32.0 MB",
+        "ours                2.00   3.00 (2.00) 100.00 100.00 (2.00)",
+        "theirs              1.00   1.00 (1.00)  50.00  50.00 (1.00)",
+    ]
 
 
 def test_a_cluster_that_follows_the_model_is_found_from_any_of_its_points():

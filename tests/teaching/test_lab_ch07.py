@@ -61,6 +61,45 @@ def test_a_layer_in_chunks_is_timed_after_a_first_run(num_chunks):
     assert len(times) == 2 and all(seconds > 0 for seconds in times)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_layer_in_chunks_computes_what_it_does_in_one(num_ranks):
+    """Also where the tokens do not divide by the chunks, and with more chunks than tokens."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(7, 4, generator=generator), torch.randn(5, 4, generator=generator)
+
+    def outputs(group):
+        own = [tensor.chunk(num_ranks, 1)[group.rank()].double() for tensor in (x, weight)]
+        return [ch07.row_parallel_in_chunks(*own, chunks, group) for chunks in (1, 2, 3, 7, 9)]
+
+    for whole, *chunked in run(outputs, num_ranks):
+        torch.testing.assert_close(whole, x.double() @ weight.double().T)
+        for output in chunked:
+            torch.testing.assert_close(output, whole)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        ({1: [30, 32], 2: [20, 25], 4: [26, 29]}, "2 chunks are fastest, 1.38 times as fast as 1"),
+        ({1: [30, 32, 36], 2: [24, 28, 36]}, "2 chunks have the lowest median, but their spread"),
+        ({1: [30, 32], 2: [33, 34]}, "chunks do not pay on this machine"),
+    ],
+)
+def test_chunks_are_called_faster_only_if_the_spreads_are_apart(seconds, said):
+    sentence = ch07.fastest_chunks(seconds)
+    assert sentence.startswith(said) and len(sentence) <= 80
+
+
+def test_a_layer_in_chunks_has_a_transfer_a_chunk_and_none_is_named():
+    events = run(ch07.row_parallel_events, 2, 4, 1e9, 1, watch=False)[0]
+    lanes = ch07.compute_and_network("4 chunks", events)
+    compute, network = lanes.values()
+    assert list(lanes) == ["4 chunks: compute", "4 chunks: network"]
+    assert {block.kind for block in compute} == {"matmul"} and len(network) == 4
+    assert network[0].start < compute[-1].end
+    assert {block.label for block in network} == {" "}
+
+
 def test_waiting_at_once_changes_no_gradient():
     def gradients(group, exchange):
         model = ch07.small_gpt()

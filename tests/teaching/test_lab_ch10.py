@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from minitron.comm.agreement import ALONE
+from minitron.comm.agreement import SINGLE_RANK
 from minitron.comm.collectives import all_reduce_doubling, all_reduce_ring
 from minitron.launch import run
 from minitron.precision import PRECISIONS
@@ -65,6 +65,37 @@ def test_gradients_of_outputs_and_weights(batches):
     torch.testing.assert_close(twice["outputs"], 2 * found["outputs"])
 
 
+def test_matrices_are_those_of_every_linear_layer(batches):
+    found = lab.matrices(lab.story_model(shape=lab.IN_BLOCKS), batches[0])
+    plain = lab.story_model(shape=lab.IN_BLOCKS)
+    lab.add_gradients(plain, batches[0])
+    layers = [layer for layer in plain.modules() if isinstance(layer, torch.nn.Linear)]
+    assert {len(matrices) for matrices in found.values()} == {len(layers)} == {15}
+    for kind in ("inputs", "gradients of outputs"):
+        assert {len(matrix) for matrix in found[kind]} == {lab.B * lab.S}
+
+    def norms(matrices):
+        return sorted(matrix.norm().item() for matrix in matrices)
+
+    assert norms(found["weights"]) == norms(layer.weight for layer in layers)
+    grads = found["gradients of weights"][1:]  # the head's is the first, and its weight is tied
+    own = [layer.weight.grad for layer in layers if layer is not plain.head]
+    assert norms(grads) == pytest.approx(norms(own), rel=1e-5)
+    for grad, transposed in zip(
+        found["gradients of outputs"], found["the same, transposed"], strict=True
+    ):
+        assert torch.equal(grad.T, transposed)
+
+
+def test_rounding_has_an_error_and_a_change_in_length():
+    x = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
+    found = lab.rounding([x, 2 * x], lambda x: 0.9 * x)
+    assert found == pytest.approx({"error": 0.1, "length": -0.1})
+    across = torch.tensor([[-4.0, 3.0], [0.0, 0.0]])  # as long as x, at a right angle to it
+    found = lab.rounding([x], lambda x: x + across)
+    assert found == pytest.approx({"error": 1.0, "length": 0.0}, abs=1e-6)
+
+
 def test_what_reaches_the_optimizer_is_measured_after_all_actions(batches):
     def halve(weights, scale):
         for weight in weights:
@@ -95,8 +126,8 @@ def test_one_rounding_has_the_error_that_is_stated():
 
 @exhaustive
 def test_recipes_are_the_table_s(batches):
-    exact = lab.first_gradients(ALONE, lab.config_of("fp32"), batches[0])
-    rounded = lab.first_gradients(ALONE, lab.config_of("fp16"), batches[0])
+    exact = lab.first_gradients(SINGLE_RANK, lab.config_of("fp32"), batches[0])
+    rounded = lab.first_gradients(SINGLE_RANK, lab.config_of("fp16"), batches[0])
     for name, grad in exact.items():
         assert rounded[name].dtype == torch.float32
         assert 0 < (rounded[name] - grad).norm() / grad.norm() < 0.01

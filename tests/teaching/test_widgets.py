@@ -133,6 +133,23 @@ def test_a_control_that_does_nothing_is_disabled(widget, name, other, on, off, c
         assert controls[name].disabled is disabled
 
 
+def test_the_micro_batches_are_as_many_as_the_schedule_needs(controls_of):
+    controls, text = controls_of(widgets.schedule_explorer)
+    schedule, ranks, count = (controls[name] for name in ("schedule", "ranks", "micro-batches"))
+    ranks.value = 8
+    assert (count.value, len(count.options)) == (8, 8)
+    schedule.value = "DualPipeV"
+    assert (count.value, len(count.options)) == (16, 7), "2 for each of 8 ranks, and no more"
+    assert text.value.startswith("DualPipeV, 8 ranks, 16 micro-batches")
+    ranks.value = 4
+    assert (count.value, len(count.options)) == (16, 8)
+    count.value = 8
+    ranks.value = 8
+    assert count.value == 16
+    schedule.value = "ZB-V"
+    assert len(count.options) == 8
+
+
 def test_labels_are_words_with_units(controls_of):
     from teaching import widgets_plan
 

@@ -22,7 +22,7 @@ from minitron import checkpoint, cli, train
 from minitron.checkpoint.storage import TABLE, read_table
 from minitron.config import Config, DataConfig, ModelConfig, TrainConfig, command_line
 from minitron.hugging_face.folder import export
-from minitron.parallel.parts import Boxes
+from minitron.parallel.parts import Chunks
 from minitron.system.disk import write_json
 from minitron.system.files import file_in, read_json
 from tests.tiers import tiered
@@ -225,7 +225,7 @@ def test_a_tokenizer_of_a_run_is_not_executed(strangers, tmp_path, refused):
     payload = Payload(tmp_path / "executed")
     (strangers / "run" / "tokenizer.json").write_bytes(pickle.dumps(payload))
     for words in commands(strangers):
-        assert "run/tokenizer.json: no tokenizer (" in refused(*words)
+        assert "run/tokenizer.json: not a tokenizer (" in refused(*words)
     assert not payload.marker.exists() and not (strangers / "out").exists()
 
 
@@ -600,7 +600,7 @@ def test_random_bytes_in_json_are_one_line(strangers, refused):
 
 
 def save(folder: Path, step: int, keep: int = 3) -> Path:
-    boxes = {"weights": Boxes.full(torch.full((8,), float(step)))}
+    boxes = {"weights": Chunks.full(torch.full((8,), float(step)))}
     return checkpoint.save(folder, step, boxes, {"step": step}, keep)
 
 

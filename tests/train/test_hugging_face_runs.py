@@ -213,7 +213,7 @@ def test_train_weights_starts_from_an_export(exported, tmp_path, monkeypatch, ca
     first_sample = expected["sample"]
     assert found["sample"] == first_sample
     assert cli.dispatch(["export", "again", "model"]) == 0
-    assert "model: the model; transformers loads it" in capsys.readouterr().out
+    assert "model: wrote the model and its tokenizer; load it" in capsys.readouterr().out
     found, expected = (load_file(path / "model.safetensors") for path in (Path("model"), folder))
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 

@@ -44,13 +44,13 @@ CHUNKED = {"pp": 2, "schedule": "interleaved", "chunks": 2}
         (
             config_of(LLAMA, tp=2),
             1,
-            "parallel.tp = 2, but there is 1 rank: start a multiple of 2",
+            "parallel.tp = 2, but there is 1 rank: start 2, or a multiple of it, with torchrun",
             "with 1 rank --parallel.tp 1 (dp 1) would do",
         ),
         (
             config_of(GPT, tp=4, pp=2),
             6,
-            "parallel.tp = 4 and parallel.pp = 2, but there are 6 ranks: start a multiple of 8",
+            "parallel.tp = 4 and parallel.pp = 2, but there are 6 ranks: start 8, or a multiple",
             "with 6 ranks --parallel.tp 3 (dp 1) or --parallel.tp 3 --parallel.pp"
             " 1 (dp 2) would do",
         ),
@@ -64,7 +64,7 @@ CHUNKED = {"pp": 2, "schedule": "interleaved", "chunks": 2}
         (
             config_of(GPT, tp=4),
             4,
-            "model.num_heads = 6 is not divisible by 4 ranks (parallel.tp), 8 would be",
+            "model.num_heads = 6 is not divisible by 4 ranks (parallel.tp); 8 would be",
             "with 4 ranks --parallel.tp 2 (dp 2) or --parallel.tp 1 (dp 4) would do",
         ),
         (
@@ -85,13 +85,13 @@ CHUNKED = {"pp": 2, "schedule": "interleaved", "chunks": 2}
             config_of(LLAMA, sequences=2, **CHUNKED),
             4,
             "1 micro-batch a step (train.micro_batch_size = 2) is not divisible by",
-            "raise train.global_batch_size, of which a rank has 1",
+            "raise train.global_batch_size: a rank gets only 1 of its sequences",
         ),
         (
             config_of(LLAMA, cp=4),
             6,
-            "parallel.cp = 4, but there are 6 ranks: start a multiple of 4",
-            "with torchrun --nproc-per-node",
+            "parallel.cp = 4, but there are 6 ranks: start 4, or a multiple of it",
+            "with torchrun --nproc-per-node 4 -m minitron.train",
         ),
         (
             config_of(LLAMA, dp=3, tp=2, cp=2),
@@ -103,15 +103,15 @@ CHUNKED = {"pp": 2, "schedule": "interleaved", "chunks": 2}
         (
             config_of(LLAMA, cp=4, context="ulysses"),
             4,
-            "model.num_kv_heads = 2, of which a rank has 2 "
-            "(parallel.tp = 1), is not divisible by parallel.cp = 4 (parallel.context = ulysses): use "  # noqa: E501
-            "ring or all-gather",
-            "or a divisor",
+            "parallel.context = ulysses: parallel.cp = 4 does not divide a rank's key-value heads, "
+            "2 (model.num_kv_heads = 2 over parallel.tp = 1); use ring or all-gather",
+            "or a parallel.cp that divides them",
         ),
         (
             config_of(LLAMA, cp=2, tp=2, context="ulysses"),
             4,
-            "model.num_kv_heads = 2, of which a rank has 1 (parallel.tp = 2), is not",
+            "parallel.context = ulysses: parallel.cp = 2 does not divide a rank's key-value heads, "
+            "1 (model.num_kv_heads = 2 over parallel.tp = 2)",
             "with 4 ranks --parallel.tp 1 (dp 2) or --parallel.tp 1 "
             "--parallel.pp 2 (dp 1) would do",
         ),
@@ -119,7 +119,7 @@ CHUNKED = {"pp": 2, "schedule": "interleaved", "chunks": 2}
             config_of(LLAMA, tp=2, sequence=True),
             5,
             "parallel.tp = 2, but there are 5 ranks",
-            "start a multiple of 2 with torchrun --nproc-per-node",
+            "start 2, or a multiple of it, with torchrun --nproc-per-node 2 -m minitron.train",
         ),  # nothing fits 5
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -134,7 +134,7 @@ def test_a_misfit_names_both_numbers_and_what_fits(config, size, what, remedy):
     [
         (
             dataclasses.replace(LLAMA, vocab_size=721),
-            "model.vocab_size = 721 is not divisible by 2 ranks (parallel.tp), 722 would be",
+            "model.vocab_size = 721 is not divisible by 2 ranks (parallel.tp); 722 would be",
         ),
         (dataclasses.replace(LLAMA, ffn_width=49), "model.ffn_width = 49"),
         (ModelConfig("llama", 720, 32, 4, 36, 6, 3, 48), "model.num_kv_heads = 3"),

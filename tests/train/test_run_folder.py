@@ -13,7 +13,7 @@ from minitron.config import Config, ConfigError, DataConfig
 from minitron.launch import run
 from minitron.measure.metrics import read_metrics
 from minitron.running import folder as run_folder
-from minitron.running.folder import Claim
+from minitron.running.folder import RunLock
 from tests.tiers import exhaustive
 from tests.train.test_train import MODEL, TRAIN, command, trained, wait_for
 
@@ -25,7 +25,7 @@ def config(stories) -> Config:
 
 def claim_in_turn(group, folder: Path) -> str:
     """Rank 0 takes the folder, then rank 1 is refused; rank 0 lets go, then rank 1 takes it."""
-    claim = Claim(folder)
+    claim = RunLock(folder)
     if group.rank() == 0:
         claim.take()
     group.barrier().wait()
@@ -77,11 +77,11 @@ def test_a_dead_process_holds_nothing(tmp_path):
     try:
         assert holder.stdout.readline() == "held\n"
         with pytest.raises(ConfigError, match=f"process {holder.pid} on"):
-            Claim(tmp_path).take()
+            RunLock(tmp_path).take()
     finally:
         holder.kill()
         holder.communicate()
-    claim = Claim(tmp_path)
+    claim = RunLock(tmp_path)
     claim.take()
     claim.close()
 
@@ -105,8 +105,8 @@ def test_a_restart_waits_for_the_lease_of_a_node_that_has_died(tmp_path, monkeyp
     monkeypatch.setattr(run_folder.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(run_folder, "fcntl", Locks(*[run_folder.errno.EAGAIN] * 3))
     with pytest.raises(ConfigError, match=r"process 7 on gone \(since today\) is training in it"):
-        Claim(tmp_path).take()
-    claim = Claim(tmp_path)
+        RunLock(tmp_path).take()
+    claim = RunLock(tmp_path)
     claim.take(is_restart=True)
     assert claim.owner()[1].startswith(f"process {os.getpid()} on ")
     claim.close()
@@ -114,7 +114,7 @@ def test_a_restart_waits_for_the_lease_of_a_node_that_has_died(tmp_path, monkeyp
 
 def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run_folder, "fcntl", Locks(run_folder.errno.ENOLCK))
-    Claim(tmp_path).take()
+    RunLock(tmp_path).take()
     [line] = capsys.readouterr().err.splitlines()
     assert "run.lock: cannot be locked (No locks available); make sure that no other" in line
 
@@ -123,7 +123,7 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
     (tmp_path / "precious").write_text("mine")
     (tmp_path / "run.lock").symlink_to("precious")
     with pytest.raises(OSError, match=r"symbolic links: .*run.lock"):
-        Claim(tmp_path).take()
+        RunLock(tmp_path).take()
     assert (tmp_path / "precious").read_text() == "mine"
 
 

@@ -168,7 +168,7 @@ def test_an_old_run_on_tokens_that_are_gone_is_refused(place):
 
 def test_a_damaged_tokenizer_is_one_line(place):
     (place / "run" / "tokenizer.json").write_text(json.dumps({"version": "1.0"}))
-    with pytest.raises(ConfigError, match="run/tokenizer.json: no tokenizer .*; replace it"):
+    with pytest.raises(ConfigError, match="run/tokenizer.json: not a tokenizer .*; replace it"):
         exported(place)
-    with pytest.raises(ConfigError, match="run/tokenizer.json: no tokenizer .*; replace it"):
+    with pytest.raises(ConfigError, match="run/tokenizer.json: not a tokenizer .*; replace it"):
         resume(place, steps=3)

@@ -49,7 +49,8 @@ def test_other_steps_are_refused_in_one_line_with_both_rates_and_the_choices():
     assert caught.value.field == "train.continuation"
     assert str(caught.value) == (
         "runs/x: at step 61 the learning rate would be 0.00532, where the run's own schedule has "
-        "0.0001: it was 5 steps of warm-up to 0.01, then a cosine to 0.0001, in steps 1 to 60, and "
+        "0.0001: the schedule was 5 steps of warm-up to 0.01, then a cosine to 0.0001, in "
+        "steps 1 to 60, and "
         "is now 5 steps of warm-up to 0.01, then a cosine to 0.0001, in steps 1 to 120; set "
         "train.continuation to constant (keep 0.0001), linear (go from 0.0001 to 0 at step 120), "
         "restart (warm up again to 0.01, and decay over the steps that remain), or stretch (accept "

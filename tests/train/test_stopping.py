@@ -17,11 +17,11 @@ import torch
 
 from minitron import checkpoint, train, train_log, train_loop
 from minitron import run as run_module
-from minitron.comm.agreement import ALONE
+from minitron.comm.agreement import SINGLE_RANK
 from minitron.config import Config, DataConfig, ParallelConfig, TrainConfig
 from minitron.config.file import from_dict
 from minitron.launch import run
-from minitron.launch.process import STOP_SIGNALS, Interruption
+from minitron.launch.process import STOP_SIGNALS, StopSignals
 from minitron.launch.watchdog import Watchdog
 from minitron.measure.metrics import read_metrics
 from minitron.measure.trace import Trace
@@ -73,7 +73,7 @@ def handlers():
 )
 def test_repeats_change_nothing(handlers, names):
     first, *others = [signal.Signals[name] for name in names.split()]
-    with Interruption() as interruption:
+    with StopSignals() as interruption:
         signal.raise_signal(first)
         for number in others:
             signal.raise_signal(number)
@@ -83,7 +83,7 @@ def test_repeats_change_nothing(handlers, names):
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_ctrl_c_ends_a_loop_that_hangs(handlers, first):
-    with Interruption():
+    with StopSignals():
         signal.raise_signal(first)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
@@ -91,40 +91,40 @@ def test_a_second_ctrl_c_ends_a_loop_that_hangs(handlers, first):
 
 def test_a_rank_of_torchrun_leaves_that_to_torchrun(handlers):
     """A whole group that gets SIGINT: torchrun passes it on to ranks that have it already."""
-    with Interruption(launcher=True) as interruption:
+    with StopSignals(launcher=True) as interruption:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         assert interruption.signal == signal.SIGINT
 
 
 def test_a_late_copy_does_not_kill_what_is_about_to_exit(handlers):
-    with Interruption(until_exit=True):
+    with StopSignals(until_exit=True):
         signal.raise_signal(signal.SIGTERM)
     assert {signal.getsignal(number) for number in STOP_SIGNALS} == {signal.SIG_IGN}
 
 
 def test_a_run_that_was_not_stopped_ends_as_usual(handlers):
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
-    with Interruption(until_exit=True):
+    with StopSignals(until_exit=True):
         pass
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
 
 
 def test_nohup_is_respected(handlers):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with Interruption() as interruption:
+    with StopSignals() as interruption:
         signal.raise_signal(signal.SIGHUP)
         assert interruption.signal is None
 
 
 def test_a_signal_that_comes_while_the_ranks_agree_counts_at_the_next_step(monkeypatch):
-    stop = Stop(ALONE)
+    stop = Stop(SINGLE_RANK)
 
     def agree(number, group):
         stop.interruption.signal = signal.SIGTERM
         return number
 
-    monkeypatch.setattr(stopping, "largest", agree)
+    monkeypatch.setattr(stopping, "all_reduce_max_int", agree)
     assert stop.agreed() is stop.signal is None
     assert stop.agreed() == stop.signal == signal.SIGTERM
 

@@ -359,7 +359,7 @@ def test_resuming_on_other_tokens_is_refused(config, copied, tmp_path):
         own = dataclasses.replace(config, data=DataConfig(tmp_path / "data", 32))
         if seed == 0:
             train.train(own, tmp_path / "first")
-    with pytest.raises(ConfigError, match="holds other tokens than"):
+    with pytest.raises(ConfigError, match="does not hold the tokens that"):
         train.train(own, tmp_path / "first", resume=True)
     shutil.copytree(config.data.path, tmp_path / "copy")  # the same tokens elsewhere will do
     moved = dataclasses.replace(config, data=DataConfig(tmp_path / "copy", 32))

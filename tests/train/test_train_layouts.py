@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from minitron import train
-from minitron.comm.agreement import ALONE
+from minitron.comm.agreement import SINGLE_RANK
 from minitron.config import Config, ConfigError, DataConfig, ModelConfig, ParallelConfig
 from minitron.launch import RankError, run
 from minitron.measure.ledger import Ledger
@@ -130,7 +130,7 @@ def test_a_run_moves_between_layouts_to_12_digits(stories, tmp_path):
     config = dataclasses.replace(
         config, train=dataclasses.replace(TRAIN, steps=10, checkpoint_every=2, keep_checkpoints=5)
     )
-    train_in_float64(ALONE, config, tmp_path / "whole")
+    train_in_float64(SINGLE_RANK, config, tmp_path / "whole")
     folder = tmp_path / "moved"
     layouts = [
         (4, {"tp": 2, "zero": 1, "sequence": True}),
@@ -142,7 +142,7 @@ def test_a_run_moves_between_layouts_to_12_digits(stories, tmp_path):
     for number, (num_ranks, parallel) in enumerate(layouts):
         cut = dataclasses.replace(config, parallel=ParallelConfig(**parallel))
         if num_ranks == 1:
-            train_in_float64(ALONE, cut, folder, True)
+            train_in_float64(SINGLE_RANK, cut, folder, True)
         else:
             run(train_in_float64, num_ranks, cut, folder, number > 0)
         kill_after(folder, 2 * (number + 1))
@@ -248,9 +248,13 @@ def test_what_the_config_alone_can_tell(stories):
         ParallelConfig(zero=2, reshard_each_pass=False)
     with pytest.raises(ConfigError, match="schedule = gpipe and chunks = 1 with parallel.pp = 1"):
         ParallelConfig(schedule="gpipe")
-    with pytest.raises(ConfigError, match="chunks = 2 with parallel.schedule = 1f1b: interleaved"):
+    with pytest.raises(
+        ConfigError, match="chunks = 2 with parallel.schedule = 1f1b: set parallel.chunks to 1"
+    ):
         ParallelConfig(pp=2, chunks=2)
     with pytest.raises(ConfigError, match="chunks = 1 with parallel.schedule = interleaved"):
         ParallelConfig(pp=2, schedule="interleaved")
-    with pytest.raises(ConfigError, match="chunks = 3 with parallel.schedule = zb-v: each rank"):
+    with pytest.raises(
+        ConfigError, match="chunks = 3 with parallel.schedule = zb-v: set parallel.chunks to 2"
+    ):
         ParallelConfig(pp=2, schedule="zb-v", chunks=3)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from minitron import launch, train
-from minitron.comm.agreement import ALONE, one_fault_ends_all
+from minitron.comm.agreement import SINGLE_RANK, exit_on_all_ranks
 from minitron.config import (
     Config,
     ConfigError,
@@ -217,8 +217,8 @@ def test_dropout_never_draws_its_first_masks_again_after_a_change_of_layout(conf
     config = dataclasses.replace(config, model=dataclasses.replace(MODEL, dropout=0.2))
     run(train_on_ranks, 2, config, tmp_path)
     numbers = [run(next_numbers, 2, config, tmp_path, step)[0] for step in (6, 0)]
-    numbers += [next_numbers(ALONE, config, tmp_path, step) for step in (6, 3, 0)]
-    assert next_numbers(ALONE, config, tmp_path, 3) == numbers[3]
+    numbers += [next_numbers(SINGLE_RANK, config, tmp_path, step) for step in (6, 3, 0)]
+    assert next_numbers(SINGLE_RANK, config, tmp_path, 3) == numbers[3]
     drawn = {tuple(each) for each in numbers}  # at step 0 rank 0 has the same part on 1 and 2 ranks
     assert len(drawn) == 4 and numbers[1] == numbers[4]
 
@@ -262,7 +262,7 @@ def test_a_mistake_leaves_no_group_behind(monkeypatch):
     seen = []
 
     def leave():
-        with launch._joined_group() as group, one_fault_ends_all(group):
+        with launch._joined_group() as group, exit_on_all_ranks(group):
             seen.append(weakref.ref(group))
             raise ConfigError("all ranks leave")
 
@@ -393,7 +393,7 @@ def test_ranks_do_not_share_a_gpu():
         "torchrun with --nproc-per-node 1, or set train.device",
     ):
         run(share, 2)
-    require_a_gpu_each(torch.device("cuda"), ALONE)
+    require_a_gpu_each(torch.device("cuda"), SINGLE_RANK)
     run(require_a_gpu_each_on_cpu, 2)
 
 

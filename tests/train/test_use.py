@@ -13,7 +13,7 @@ import torch
 
 from minitron import cost, parallelize, step
 from minitron.comm import collectives
-from minitron.comm.agreement import ALONE
+from minitron.comm.agreement import SINGLE_RANK
 from minitron.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from minitron.launch import RankError, run
 from minitron.parallel.data import ddp
@@ -133,7 +133,7 @@ def weights_after(group, config: Config, folder) -> dict[str, torch.Tensor]:
 
 def train(num_ranks: int, config: Config, folder) -> list[dict[str, torch.Tensor]]:
     if num_ranks == 1:
-        return [weights_after(ALONE, config, folder)]
+        return [weights_after(SINGLE_RANK, config, folder)]
     return run(weights_after, num_ranks, config, folder, timeout=60)
 
 

@@ -55,8 +55,8 @@ class ContextParallel(OneDevice):
         dropout = model.config.dropout
         require(
             dropout == 0,
-            f"model.dropout = {dropout} with context parallelism: attention on "
-            "other ranks' keys drops nothing",
+            f"model.dropout = {dropout} with context parallelism: context-parallel attention "
+            "has no dropout",
             "set model.dropout to 0",
             field="model.dropout",
         )

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minitron.comm.agreement import ALONE, Group
+from minitron.comm.agreement import SINGLE_RANK, Group
 from minitron.comm.collectives import all_reduce, broadcast_together
 from minitron.parallel.interface import Kind
 from minitron.parallel.one_device import OneDevice
@@ -21,7 +21,7 @@ from minitron.precision import discard_on_zero_grad
 class DataAxis(OneDevice):
     """Ranks that average their gradients: what plain and sharded data parallelism share."""
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup, replicas: Group = ALONE):
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, replicas: Group = SINGLE_RANK):
         super().__init__(model)
         self.group, self.replicas = group, replicas
         self.is_last = True  # the micro-batch that is running, of this step

@@ -80,7 +80,7 @@ class DataParallel(DataAxis):
         if any(used) and not all(used) and not self.find_unused_parameters:
             missing = [name for p, name in self.names.items() if p.grad is None]
             raise ValueError(
-                no_gradient(missing, len(used), self.group.rank())
+                missing_gradient_message(missing, len(used), self.group.rank())
                 + ", else pass find_unused_parameters=True"
             )
         self.fill_missing()
@@ -241,7 +241,7 @@ class BucketedDataParallel(HookedDataParallel):
         self.rebuilt = True
 
 
-def no_gradient(missing: list[str], num_parameters: int, rank: int) -> str:
+def missing_gradient_message(missing: list[str], num_parameters: int, rank: int) -> str:
     names = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
     return (
         f"rank {rank}: no gradient for {len(missing)} of {num_parameters} parameters "

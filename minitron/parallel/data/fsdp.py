@@ -34,10 +34,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minitron.comm.agreement import ALONE, Group
+from minitron.comm.agreement import SINGLE_RANK, Group
 from minitron.comm.collectives import in_messages
 from minitron.model.transformer import materialize
-from minitron.parallel.data.ddp import no_gradient
+from minitron.parallel.data.ddp import missing_gradient_message
 from minitron.parallel.data.sharded import ShardedDataParallel
 from minitron.parallel.data.units import Unit, root_modules, split_into_units
 from minitron.parallel.interface import Kind, Values
@@ -69,7 +69,7 @@ class FullyShardedDataParallel(ShardedDataParallel):
         reduce_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         reshard_each_pass: bool = True,
-        replicas: Group = ALONE,
+        replicas: Group = SINGLE_RANK,
         **sharding,
     ):
         super().__init__(model, group, replicas, sync_every_micro_batch, **sharding)
@@ -142,7 +142,7 @@ class FullyShardedDataParallel(ShardedDataParallel):
         self.units[0].unshard()
 
     def pre_forward(self, index: int, *_) -> None:
-        """Have a block's parameters there, and those of the next unit coming."""
+        """Wait for this unit's all-gather; prefetch the next."""
         unit = self.units[index]
         if self.active is not None:  # a recomputation, within the backward pass
             self.recomputing = unit if unit.is_sharded else None
@@ -274,7 +274,7 @@ class FullyShardedDataParallel(ShardedDataParallel):
         self.used.clear()
         if missing:
             raise ValueError(
-                no_gradient(missing, len(trainable), self.group.rank())
+                missing_gradient_message(missing, len(trainable), self.group.rank())
                 + ", and leave no_sync for the last micro-batch"
             )
         for flat in self.flats:

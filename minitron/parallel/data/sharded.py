@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minitron.comm.agreement import ALONE, Group
+from minitron.comm.agreement import SINGLE_RANK, Group
 from minitron.model.transformer import global_parameters
 from minitron.parallel.data.axis import DataAxis
 from minitron.parallel.flat import FlatShards
@@ -40,7 +40,7 @@ class ShardedDataParallel(DataAxis):
         self,
         model: nn.Module,
         group: dist.ProcessGroup,
-        replicas: Group = ALONE,
+        replicas: Group = SINGLE_RANK,
         sync_every_micro_batch: bool = True,
         sync_replicas_every_micro_batch: bool = False,
         pipeline: ParallelModel | None = None,
@@ -87,7 +87,7 @@ class ShardedDataParallel(DataAxis):
 
     def discard(self) -> None:
         for flat in self.flats:
-            flat.add_arrived()
+            flat.accumulate_reduced()
             flat.reset()
         for parameter in self.names:
             parameter.grad = None
@@ -115,7 +115,7 @@ class ShardedDataParallel(DataAxis):
         if self.used or any(parameter.grad is not None for parameter in self.names):
             raise ValueError("optimizer.step() before finish(): the gradients are not complete")
 
-    def optimized(self, parameter: nn.Parameter) -> Tensor:
+    def optimizer_tensor(self, parameter: nn.Parameter) -> Tensor:
         return self.pieces.get(parameter, parameter)
 
     def owned(self, parameter: nn.Parameter) -> range:

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from minitron.cost.sharding import BUCKET_BYTES
 from minitron.parallel.data.buckets import BucketQueue, bucket_parameters
-from minitron.parallel.data.ddp import no_gradient
+from minitron.parallel.data.ddp import missing_gradient_message
 from minitron.parallel.data.sharded import ShardedDataParallel
 from minitron.parallel.flat import FlatShards
 from minitron.parallel.interface import Kind, Values
@@ -155,7 +155,7 @@ class Zero1(ShardedDataParallel):
         missing = [self.names[p] for p, has_gradient in used.items() if not has_gradient]
         if 0 < len(missing) < len(used) and not self.find_unused_parameters:
             raise ValueError(
-                no_gradient(missing, len(used), self.group.rank())
+                missing_gradient_message(missing, len(used), self.group.rank())
                 + ", else pass find_unused_parameters=True"
             )
         self.finish_gather()  # if nothing has used them
@@ -233,9 +233,9 @@ class Zero1(ShardedDataParallel):
         self.finish_gather()  # or what arrives would replace the values
         super().fill(value)
 
-    def optimized(self, parameter: nn.Parameter) -> Tensor:
+    def optimizer_tensor(self, parameter: nn.Parameter) -> Tensor:
         self.finish_gather()  # who loads a checkpoint sets the piece, which may be on its way
-        return super().optimized(parameter)
+        return super().optimizer_tensor(parameter)
 
     def remove(self) -> None:
         self.finish_gather()

@@ -41,7 +41,7 @@ class ScheduleExecutor:
         self.deferred: dict[tuple[int, int], list[WeightGradients]] = {}
 
     def run(self, steps: list[Action | Message]) -> Tensor | None:
-        """Execute a script; on the last rank, return the sum of what `read` returned."""
+        """Execute a rank's program; on the last rank, return the sum of what `read` returned."""
         compute = {"F": self.forward, "B": self.backward, "I": self.backward, "W": self.weights}
         with self.pipeline.casting(False):
             for step in steps:

@@ -1,6 +1,6 @@
 """What a rank of a pipeline does and holds: functions of a schedule and of the blocks' sizes.
 
-Read in this order: script, split_blocks.
+Read in this order: rank_program, split_blocks.
 """
 
 from functools import cache
@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from minitron.config import require
-from minitron.parallel.pipeline.schedule_check import in_order
+from minitron.parallel.pipeline.schedule_check import topological_order
 from minitron.parallel.pipeline.schedules import Action, Schedule
 
 
@@ -25,14 +25,14 @@ def as_full_backward(action: Action) -> Action:
     return action._replace(kind="B") if action.kind == "I" else action
 
 
-def script(schedule: Schedule, rank: int) -> list[Action | Message]:
+def rank_program(schedule: Schedule, rank: int) -> list[Action | Message]:
     """List what `rank` does, its messages included.
 
     Messages follow one global order of all ranks' actions: a tensor is sent right after the action
     that made it, and the other rank posts its receive at the same point of that order.
     """
     steps: list[Action | Message] = []
-    for action in in_order(schedule):
+    for action in topological_order(schedule):
         source, target = schedule.rank_of[action.stage], target_rank(schedule, action)
         if rank == source:
             steps.append(action)

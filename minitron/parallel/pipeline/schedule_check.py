@@ -1,6 +1,6 @@
 """What is true of every schedule that can run: complete, and in an order that lets all go on.
 
-Read in this order: check, in_order, peak_activations.
+Read in this order: check, topological_order, peak_activations.
 """
 
 from collections import Counter
@@ -47,7 +47,7 @@ def check(schedule: Schedule) -> None:
     for stage in range(schedule.num_stages):
         for i in range(schedule.num_micro_batches):
             require_once(counts, stage, i)
-    for _ in in_order(schedule):
+    for _ in topological_order(schedule):
         pass
 
 
@@ -92,7 +92,7 @@ def require_once(counts: Counter, stage: int, i: int) -> None:
         )
 
 
-def in_order(schedule: Schedule) -> Iterator[Action]:
+def topological_order(schedule: Schedule) -> Iterator[Action]:
     """Yield all actions, each after what it needs; raises ConfigError for a deadlock."""
     done: set[Action] = set()
     left = [list(reversed(actions)) for actions in schedule.actions]
@@ -102,13 +102,13 @@ def in_order(schedule: Schedule) -> Iterator[Action]:
         ]
         if not ready:
             stuck = {rank: actions[-1] for rank, actions in enumerate(left) if actions}
-            require(False, who_waits(schedule, stuck, done))
+            require(False, describe_deadlock(schedule, stuck, done))
         for actions in ready:
             done.add(actions[-1])
             yield actions.pop()
 
 
-def who_waits(schedule: Schedule, stuck: dict[int, Action], done: set[Action]) -> str:
+def describe_deadlock(schedule: Schedule, stuck: dict[int, Action], done: set[Action]) -> str:
     """Name the ranks that wait for each other in a circle, and for what.
 
     `stuck` is the next action of every rank that has one left.

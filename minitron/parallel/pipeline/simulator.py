@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from minitron.parallel.pipeline.schedule_check import in_order
+from minitron.parallel.pipeline.schedule_check import topological_order
 from minitron.parallel.pipeline.schedules import Action, Kind, Schedule
 
 
@@ -59,7 +59,7 @@ def simulate(
     """
     ends: dict[Action, float] = {}
     passes: list[list[Pass]] = [[] for _ in schedule.actions]
-    for action in in_order(schedule):
+    for action in topological_order(schedule):
         rank = schedule.rank_of[action.stage]
         arrivals = [
             ends[need] + (transfer_seconds if schedule.rank_of[need.stage] != rank else 0)

@@ -16,7 +16,7 @@ schedule can come to a standstill, also where messages between two ranks keep th
 Once a step, the loss; and of a tied embedding the gradient, both ways between the first and the
 last stage.
 
-Read in this order: schedules; plan.script and split_blocks; PipelineParallel; executor.
+Read in this order: schedules; plan.rank_program and split_blocks; PipelineParallel; executor.
 
 Reference: Huang et al. 2019, "GPipe" (section 2); Narayanan et al. 2021 (section 2.2).
 """
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from minitron.comm.agreement import gathered, gathered_tensors
+from minitron.comm.agreement import all_gather_objects, all_gather_tensors
 from minitron.comm.collectives import broadcast, broadcast_together, exchange
 from minitron.config import require
 from minitron.model.linear import NoDeferral, apply_deferred_weight_gradients
@@ -37,7 +37,7 @@ from minitron.parallel.interface import Accumulate, MicroBatches, OwnParts, SumL
 from minitron.parallel.one_device import OneDevice
 from minitron.parallel.pipeline.block_costs import Count, count_parameters
 from minitron.parallel.pipeline.executor import ScheduleExecutor
-from minitron.parallel.pipeline.plan import Message, forwards, script, split_blocks
+from minitron.parallel.pipeline.plan import Message, forwards, rank_program, split_blocks
 from minitron.parallel.pipeline.schedule_check import check, peak_activations
 from minitron.parallel.pipeline.schedules import Action, Schedule, one_forward_one_backward
 from minitron.parallel.placement import WHOLE, Placement
@@ -63,7 +63,7 @@ class PipelineParallel(OneDevice):
         super().__init__(model)
         self.group, self.make_schedule = group, make_schedule
         self.rank, self.size = group.rank(), group.size()
-        self.scripts: dict[int, list[Action | Message]] = {}  # by the number of micro-batches
+        self.programs: dict[int, list[Action | Message]] = {}  # by the number of micro-batches
         self.sequence_parts, self.autocast = sequence_parts, autocast
         # Where the stages are does not depend on m; and every schedule runs 2p micro-batches.
         self.layout = schedule = make_schedule(self.size, 2 * self.size)
@@ -105,17 +105,17 @@ class PipelineParallel(OneDevice):
 
     def require_runnable(self, num_micro_batches: int) -> None:
         """Raise ConfigError if the schedule cannot run so many micro-batches."""
-        self.script(num_micro_batches)
+        self.program(num_micro_batches)
 
     def num_in_flight(self, num_micro_batches: int) -> int:
         """Return the most micro-batches whose activations this rank holds at once."""
         schedule = self.make_schedule(self.size, num_micro_batches)
         return ceil(peak_activations(schedule)[self.rank] / len(self.stages))
 
-    def script(self, num_micro_batches: int) -> list[Action | Message]:
+    def program(self, num_micro_batches: int) -> list[Action | Message]:
         """List what this rank does in a step; raises ConfigError for a schedule that cannot run."""
         m = num_micro_batches
-        if m not in self.scripts:
+        if m not in self.programs:
             schedule = self.make_schedule(self.size, m)
             check(schedule)
             require(
@@ -129,8 +129,8 @@ class PipelineParallel(OneDevice):
                 f"{schedule.rank_of}, the model is laid out as {self.layout.rank_of}: a stage "
                 "must stay on its rank",
             )
-            self.scripts[m] = script(schedule, self.rank)
-        return self.scripts[m]
+            self.programs[m] = rank_program(schedule, self.rank)
+        return self.programs[m]
 
     def keep_stages(self) -> None:
         """Start from rank 0's parameters, and let go of those of the other ranks' stages."""
@@ -168,7 +168,7 @@ class PipelineParallel(OneDevice):
         not a mean of their means. Every rank needs all inputs and targets, (B, S) token ids.
         """
         executor = ScheduleExecutor(self, micro_batches, lambda *pair: sum_loss(*pair) / divisor)
-        total = executor.run(self.script(len(micro_batches)))
+        total = executor.run(self.program(len(micro_batches)))
         dtype = torch.promote_types(executor.dtype, torch.float32)
         return self.from_last(total, torch.zeros((), dtype=dtype, device=executor.device))
 
@@ -176,7 +176,7 @@ class PipelineParallel(OneDevice):
     def evaluate(self, micro_batches: MicroBatches, read: Callable) -> Tensor | None:
         """Sum `read(logits, targets)` over the micro-batches, on the last stage's rank."""
         executor = ScheduleExecutor(self, micro_batches, read)
-        return executor.run(script(forwards(self.layout, len(micro_batches)), self.rank))
+        return executor.run(rank_program(forwards(self.layout, len(micro_batches)), self.rank))
 
     def shape_between(self, tokens: Tensor) -> tuple[int, int, int]:
         """Return the shape of what one stage sends to the next, and gets back."""
@@ -204,7 +204,7 @@ class PipelineParallel(OneDevice):
         """Return the logits of `tokens` (B, S), on every rank; without a gradient."""
         logits = self.evaluate([(tokens, tokens)], lambda logits, targets: logits)
         known = None if logits is None else (logits.shape, logits.dtype)
-        shape, dtype = gathered(known, self.group)[self.ends[1]]
+        shape, dtype = all_gather_objects(known, self.group)[self.ends[1]]
         return self.from_last(logits, torch.empty(shape, dtype=dtype, device=tokens.device))
 
     def casting(self, enabled: bool):
@@ -216,9 +216,9 @@ class PipelineParallel(OneDevice):
 
     # The full model
 
-    def join_blocks(self, blocks: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    def all_gather_shards(self, blocks: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
         """Join the parameters of all stages, on the CPU."""
-        by_stage = gathered_tensors(blocks, self.group)
+        by_stage = all_gather_tensors(blocks, self.group)
         return {
             name: value
             for stage in reversed(by_stage)  # a tied one is the first stage's

@@ -33,12 +33,12 @@ from torch.distributed import ProcessGroup
 from minitron.comm import differentiable
 from minitron.comm.collectives import all_gather_together, all_reduce, broadcast_together
 from minitron.comm.differentiable import start_all_reduce
-from minitron.model.linear import Linear, NoExchange, customize
+from minitron.model.linear import Linear, NoExchange, set_linear_hooks
 from minitron.model.transformer import global_parameters
 from minitron.parallel.one_device import OneDevice
 from minitron.parallel.placement import Placement
 from minitron.parallel.tensor.cuts import plan_placements, planned
-from minitron.parallel.tensor.random_regions import attend_to_own_heads
+from minitron.parallel.tensor.random_regions import attention_with_local_rng
 from minitron.parallel.tensor.vocabulary import (
     divide_vocabulary,
     vocabulary_parallel_cross_entropy,
@@ -134,10 +134,10 @@ class TensorParallel(OneDevice):
         for path, kind in planned(self.model):
             layer = self.model.get_submodule(path)
             if kind == "columns":
-                customize(layer, ColumnParallelLinear, exchange=self.exchange)
+                set_linear_hooks(layer, ColumnParallelLinear, exchange=self.exchange)
                 readers.setdefault(path.rpartition(".")[0], []).append(layer)
             elif kind == "rows":
-                customize(layer, RowParallelLinear)
+                set_linear_hooks(layer, RowParallelLinear)
                 layer.exchange = self.exchange
             else:
                 divide_vocabulary(layer, self.exchange, self.rank, self.size)
@@ -149,7 +149,7 @@ class TensorParallel(OneDevice):
                 layer.fused = fused
         for block in self.model.blocks:
             core = block.attention.attention_fn
-            block.attention.attention_fn = partial(attend_to_own_heads, core, self.rank)
+            block.attention.attention_fn = partial(attention_with_local_rng, core, self.rank)
 
     # A step
 
@@ -205,7 +205,7 @@ class TensorParallel(OneDevice):
     def placement(self, name: str) -> Placement:
         return self.placements[name]
 
-    def join_blocks(self, blocks: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    def all_gather_shards(self, blocks: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
         """Join what each rank has for its parts of the parameters, by name.
 
         On the CPU, since a device may not have room for all of them.

@@ -18,7 +18,7 @@ from minitron.pytorch.private import host_value
 
 
 @contextmanager
-def own_random_numbers(rank: int, device: torch.device) -> Iterator[None]:
+def rank_local_rng(rank: int, device: torch.device) -> Iterator[None]:
     """Draw other numbers than the other ranks for a while; afterwards all go on alike.
 
     The seed comes from the generator that all share, so a recomputation draws the same numbers.
@@ -33,13 +33,13 @@ def own_random_numbers(rank: int, device: torch.device) -> Iterator[None]:
         set_random_states(device, states)
 
 
-def attend_to_own_heads(
+def attention_with_local_rng(
     core: Callable, rank: int, query: Tensor, key: Tensor, value: Tensor, dropout: float
 ) -> Tensor:
     """Call the attention function `core` for this rank's heads."""
     if dropout == 0:
         return core(query, key, value, dropout=dropout)
-    with own_random_numbers(rank, query.device):
+    with rank_local_rng(rank, query.device):
         return core(query, key, value, dropout=dropout)
 
 
@@ -49,5 +49,5 @@ class OwnDropout(nn.Dropout):
     def forward(self, x: Tensor) -> Tensor:
         if self.p == 0 or not self.training:
             return x
-        with own_random_numbers(self.rank, x.device):
+        with rank_local_rng(self.rank, x.device):
             return super().forward(x)
